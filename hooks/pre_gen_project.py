@@ -1,0 +1,12 @@
+"""Refuse a folder name that a shell, a URL or an operating system would stumble over."""
+
+import re
+import sys
+
+SLUG = r"""{{ cookiecutter.project_slug }}"""
+
+if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", SLUG):
+    sys.exit(
+        f"error: project_slug {SLUG!r}: use letters, digits, '.', '_' and '-', "
+        "and begin with a letter or a digit"
+    )

@@ -1,0 +1,248 @@
+"""Everything that knows of ranks: the process group, its collectives, and errors told once.
+
+Each function is harmless in a group of one, so no caller asks how many processes there are.
+"""
+
+import contextlib
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+T = TypeVar("T")
+OPERATIONS = {"sum": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}
+_store: Any = None  # the group's key-value store: it works while a peer hangs in a collective
+
+
+class UserError(Exception):
+    """A mistake of the user's. Its one line names the file, the value and the remedy."""
+
+    def __str__(self) -> str:
+        # A loader worker's exception arrives as the text of its traceback; the line ends it.
+        return super().__str__().strip().rsplit("UserError: ", 1)[-1]
+
+
+def setup(local_rank: int | None = None) -> torch.device:
+    """Join the group that the launcher describes, or a group of one; return this rank's device.
+
+    torchrun, torch.distributed.launch and launch.sh set RANK, WORLD_SIZE, LOCAL_RANK and so on;
+    srun sets variables of its own. `local_rank` counts only where LOCAL_RANK is not set.
+    With GPUs: nccl, one GPU a rank. Without: gloo.
+    """
+    global _store
+    _adopt_slurm_step()
+    if "LOCAL_RANK" not in os.environ and local_rank is not None:
+        os.environ["LOCAL_RANK"] = str(local_rank)
+    device = _pick_device()
+    if "RANK" in os.environ:
+        _store, group_rank, group_size = next(dist.rendezvous("env://"))
+    else:
+        _store, group_rank, group_size = dist.HashStore(), 0, 1
+    dist.init_process_group(
+        "nccl" if device.type == "cuda" else "gloo",
+        store=_store,
+        rank=group_rank,
+        world_size=group_size,
+        device_id=device if device.type == "cuda" else None,
+    )
+    return device
+
+
+def teardown() -> None:
+    """Leave the group, after all ranks have come this far."""
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _pick_device() -> torch.device:
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    gpus, ranks = torch.cuda.device_count(), local_world_size()
+    index = local_rank()
+    if gpus == 1 and "SLURM_LOCALID" in os.environ:
+        index = 0  # srun --gpus-per-task=1 shows each task a GPU of its own
+    elif ranks > gpus:
+        raise UserError(
+            f"{ranks} ranks on this node but {gpus} GPU(s): start at most {gpus} (NPROC={gpus}), "
+            "or set CUDA_VISIBLE_DEVICES= to train on the CPU"
+        )
+    device = torch.device("cuda", index)
+    torch.cuda.set_device(device)
+    return device
+
+
+def _adopt_slurm_step() -> None:
+    """Name the tasks of `srun python main.py` as torchrun does.
+
+    A plain start in a batch script or in an interactive allocation is not a step of several
+    tasks; it stays a group of one.
+    """
+    env = os.environ
+    if "RANK" in env or int(env.get("SLURM_STEP_NUM_TASKS", 1)) == 1:
+        return
+    per_node: list[str] = []  # "2(x3),1" means 2, 2, 2, 1
+    for tasks, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", env["SLURM_STEP_TASKS_PER_NODE"]):
+        per_node += [tasks] * int(times or 1)
+    hosts = subprocess.run(
+        ["scontrol", "show", "hostnames", env["SLURM_STEP_NODELIST"]],
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout.split()
+    env["RANK"] = env["SLURM_PROCID"]
+    env["WORLD_SIZE"] = env["SLURM_STEP_NUM_TASKS"]
+    env["LOCAL_RANK"] = env["SLURM_LOCALID"]
+    env["LOCAL_WORLD_SIZE"] = per_node[int(env["SLURM_NODEID"])]
+    env.setdefault("MASTER_ADDR", hosts[0])
+    step = int(env["SLURM_JOB_ID"]) * 7 + int(env["SLURM_STEP_ID"])
+    env.setdefault("MASTER_PORT", str(20000 + step % 10000))  # the same on all, another per step
+
+
+def rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", 0))
+
+
+def world_size() -> int:
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def local_rank() -> int:
+    """This process's number on its node."""
+    return int(os.environ.get("LOCAL_RANK", 0))
+
+
+def local_world_size() -> int:
+    """How many ranks this node has."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+
+
+def is_rank_zero() -> bool:
+    """Whether this rank is the one that writes and prints."""
+    return rank() == 0
+
+
+def say(line: str) -> None:
+    """Print `line` on rank 0."""
+    if is_rank_zero():
+        print(line, flush=True)
+
+
+def reduce_tensor(tensor: Tensor, op: str = "sum") -> Tensor:
+    """Return `tensor` combined over all ranks; every rank gets the same result.
+
+    Args:
+        tensor: any shape, a numeric dtype, on this rank's device; the same shape and dtype on
+            every rank. It is left as it is.
+        op: "sum", "min", "max", or "mean" (the sum divided by the number of ranks; floating
+            dtypes only).
+
+    Every rank has to call it. For a mean over samples reduce their sum and their count and
+    divide once: a mean of the ranks' means is wrong as soon as the ranks hold unequal numbers.
+    """
+    result = tensor.detach().clone()
+    dist.all_reduce(result, OPERATIONS["sum" if op == "mean" else op])
+    return result / world_size() if op == "mean" else result
+
+
+def from_rank_zero(function: Callable[..., T], *args: Any) -> T:
+    """Call `function(*args)` on rank 0 and return its result, which has to pickle, on all ranks."""
+    box = [function(*args) if is_rank_zero() else None]
+    dist.broadcast_object_list(box, src=0)
+    return box[0]  # type: ignore[return-value]
+
+
+@contextlib.contextmanager
+def rank_zero_first() -> Iterator[None]:
+    """Run the block on rank 0, then on the first rank of each other node, then on the rest.
+
+    For work that is to be done once and found done by the others, such as drawing or downloading
+    a file: a second node does it again only if it does not share the first one's disk.
+    """
+    turn = 0 if is_rank_zero() else 1 if local_rank() == 0 else 2
+    for _ in range(turn):
+        dist.barrier()
+    yield
+    for _ in range(2 - turn):
+        dist.barrier()
+
+
+def sync_buffers(model: nn.Module) -> None:
+    """Give every rank rank 0's buffers (BatchNorm's running statistics).
+
+    DDP does that before each forward pass, so after the last one of an epoch they differ.
+    """
+    for buffer in model.buffers():
+        dist.broadcast(buffer, src=0)
+
+
+def check_same(model: nn.Module) -> None:
+    """Raise a UserError on all ranks unless all hold the same weights and buffers, bit for bit.
+
+    They drift apart, without a word, when a forward pass bypasses the DDP wrapper.
+    """
+    state = model.state_dict()
+    # Sums of bytes: exact in any order, so they cannot differ by rounding.
+    sums = torch.stack(
+        [t.flatten().view(torch.uint8).sum(dtype=torch.int64) for t in state.values()]
+    )
+    different = reduce_tensor(sums, "min") != reduce_tensor(sums, "max")
+    if different.any():
+        name = list(state)[int(different.int().argmax())]
+        raise UserError(
+            f"{name} differs between ranks: train through ddp_model, not through model, "
+            "and change weights alike on all ranks"
+        )
+
+
+@contextlib.contextmanager
+def one_line_errors() -> Iterator[None]:
+    """Turn a UserError into one line, printed by one rank, and a prompt exit of all (status 1).
+
+    The launcher, or the connection that breaks, ends the ranks that do not know of it.
+    """
+    try:
+        yield
+    except UserError as error:
+        if _first_to_tell():
+            print(f"error: {error}", file=sys.stderr)
+        _leave(1)
+    except KeyboardInterrupt:
+        _leave(130)
+    except Exception:
+        # A collective fails when a peer leaves: nothing to add to what the peer has said.
+        if not _already_told():
+            raise
+        _leave(1)
+
+
+def _first_to_tell() -> bool:
+    """Whether this rank is to print the error; the first rank gets a second's start."""
+    if _store is None:  # not in a group yet: every rank of the node knows the same
+        time.sleep(min(local_rank(), 1))
+        return local_rank() == 0
+    time.sleep(min(rank(), 1))
+    try:
+        return _store.add("user error", 1) == 1
+    except dist.DistError:  # rank 0 held the store: it has spoken and left
+        return False
+
+
+def _already_told() -> bool:
+    try:
+        return _store is not None and _store.add("user error", 0) > 0
+    except dist.DistError:
+        return False
+
+
+def _leave(status: int) -> None:
+    """Exit now: a tidy exit would wait for peers and loader workers that may never answer."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)

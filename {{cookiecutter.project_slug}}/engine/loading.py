@@ -1,0 +1,148 @@
+"""From files to batches on the device: listing, reading, dealing samples to ranks."""
+
+import os
+import zlib
+from argparse import Namespace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from PIL import Image, ImageOps
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+from torch.utils.data.distributed import DistributedSampler
+
+from engine import distributed
+from engine.distributed import UserError
+
+EXTENSIONS = {".bmp", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp"}
+# ImageNet's channel means and deviations, in RGB order and units of 0..1: what the pretrained
+# weights of torchvision and segmentation-models-pytorch expect.
+MEAN = (0.485, 0.456, 0.406)
+STD = (0.229, 0.224, 0.225)
+
+
+def list_images(folder: Path) -> list[str]:
+    """Return the paths of all pictures below `folder`, sorted; a UserError if there is none."""
+    if not folder.is_dir():
+        raise UserError(f"{folder}: no such folder; README.md says how data has to lie")
+    paths = [
+        os.path.join(parent, name)
+        for parent, _, names in os.walk(folder, followlinks=True)
+        for name in names
+        if os.path.splitext(name)[1].lower() in EXTENSIONS and not name.startswith(".")
+    ]
+    if not paths:
+        raise UserError(f"{folder}: no pictures in it; expected {', '.join(sorted(EXTENSIONS))}")
+    return sorted(paths)
+
+
+def collect(inputs: Sequence[str]) -> dict[str, str]:
+    """Return {name: path} of the pictures that `inputs` (files and folders) hold.
+
+    A name is the path below the folder that was given, without its ending.
+    """
+    found: dict[str, str] = {}
+    for given in inputs:
+        is_file = os.path.isfile(given)
+        for path in [given] if is_file else list_images(Path(given)):
+            below = os.path.basename(path) if is_file else os.path.relpath(path, given)
+            name = os.path.splitext(below)[0]
+            if found.setdefault(name, path) != path:
+                raise UserError(f"{path} and {found[name]} would get the same name; rename one")
+    return found
+
+
+def read_image(path: str, mode: str | None = "RGB") -> Image.Image:
+    """Return the picture at `path`, upright and converted to `mode` (None: as it is stored).
+
+    Raises a UserError that names the file if it cannot be read whole.
+    """
+    try:
+        with Image.open(path) as file:
+            image: Image.Image = ImageOps.exif_transpose(file)
+            if mode == "RGB" and image.mode.startswith("I"):  # 16 bits: keep the upper 8
+                image = image.point(lambda value: value / 256).convert("L")
+            return image.convert(mode) if mode else image.copy()
+    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
+        reason = str(error).replace(f" '{path}'", "")
+        raise UserError(f"{path}: cannot be read ({reason}); replace or remove it") from None
+
+
+def split(paths: Sequence[str], root: Path) -> tuple[list[str], list[str]]:
+    """Deal `paths` into 85 % for training and 15 % for validation, one at least in each.
+
+    The order is by a checksum of the path below `root`: the same on every machine and in every
+    run, and a picture added later moves few others.
+    """
+    by_chance = sorted(paths, key=lambda p: zlib.crc32(os.path.relpath(p, root).encode()))
+    count = max(1, round(0.15 * len(paths)))
+    return sorted(by_chance[count:]), sorted(by_chance[:count])
+
+
+def build_loaders(
+    train_set: Dataset,
+    val_set: Dataset,
+    args: Namespace,
+    collate: Callable[[list], Any] | None = None,
+) -> tuple[DataLoader, DataLoader]:
+    """Return this rank's loaders of (images, targets) batches for training and for validation.
+
+    Training: each rank draws an equal share, shuffled anew by `sampler.set_epoch`; what does not
+    fill a batch on all ranks is left out, so that every rank takes the same number of steps.
+    Validation: whole batches are dealt to the ranks in turn, so each sample comes once and a
+    batch holds the same samples whatever the number of ranks; a rank may get none.
+    """
+    share = len(train_set) // distributed.world_size()  # type: ignore[arg-type]
+    if share < args.batch_size:
+        raise UserError(
+            f"--batch-size {args.batch_size} is larger than a rank's share of {share} training "
+            f"pictures ({distributed.world_size()} ranks): lower it, or use fewer ranks"
+        )
+    total = len(val_set)  # type: ignore[arg-type]
+    batches = [
+        list(range(start, min(start + args.batch_size, total)))
+        for start in range(0, total, args.batch_size)
+    ]
+    common: dict[str, Any] = {
+        "collate_fn": collate,
+        "num_workers": args.workers,
+        "persistent_workers": args.workers > 0,
+        "pin_memory": torch.cuda.is_available(),
+    }
+    train_loader: DataLoader = DataLoader(
+        train_set,
+        args.batch_size,
+        sampler=DistributedSampler(train_set, seed=args.seed, drop_last=True),
+        drop_last=True,
+        **common,
+    )
+    mine = batches[distributed.rank() :: distributed.world_size()]
+    val_loader: DataLoader = DataLoader(val_set, batch_sampler=mine, **common)
+    return train_loader, val_loader
+
+
+def to_device(batches: Iterable, device: torch.device) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield (images, targets) on `device`: images (N, 3, H, W) float32, normalised; targets int64.
+
+    Pictures and masks travel as uint8 until here, a quarter of the bytes.
+    """
+    for images, targets in batches:
+        images = images.to(device, non_blocking=True)
+        targets = targets.to(device, non_blocking=True)
+        yield normalize(images), targets.long()
+
+
+def normalize(images: Tensor) -> Tensor:
+    """Return uint8 `images` (N, 3, H, W) as float32 of about zero mean and unit deviation."""
+    mean = torch.tensor(MEAN, device=images.device).view(3, 1, 1)
+    std = torch.tensor(STD, device=images.device).view(3, 1, 1)
+    return (images.float() / 255 - mean) / std
+
+
+def default_workers() -> int:
+    """Return the CPUs that this process may use, divided by the ranks of the node; 1 at least."""
+    usable = getattr(os, "sched_getaffinity", None)  # not on macOS and Windows
+    cpus = len(usable(0)) if usable else os.cpu_count() or 1
+    return max(1, cpus // distributed.local_world_size())

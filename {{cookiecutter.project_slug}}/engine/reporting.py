@@ -1,0 +1,192 @@
+"""What a run tells: start line, progress bar, epoch lines, metrics.csv, TensorBoard, pictures.
+
+Only rank 0 speaks and writes; on the other ranks every method returns at once.
+"""
+
+import csv
+import itertools
+import json
+import platform
+import subprocess
+import time
+from argparse import Namespace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torchvision
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+from tqdm import tqdm
+
+from engine import distributed, files, loading
+
+SECONDS_BETWEEN_READINGS = 0.5  # reading the loss waits for the device: not at every step
+
+
+class Reporter:
+    def __init__(self, args: Namespace, device: torch.device, finished_epochs: int) -> None:
+        """Open the record in `args.output_dir`; what it has after `finished_epochs` is dropped."""
+        self.args = args
+        self.device = device
+        self.folder = Path(args.output_dir)
+        self.active = distributed.is_rank_zero()
+        self.rows: list[dict[str, Any]] = []
+        if not self.active:
+            return
+        if finished_epochs and (self.folder / "metrics.csv").exists():
+            with open(self.folder / "metrics.csv", newline="") as file:
+                self.rows = [r for r in csv.DictReader(file) if int(r["epoch"]) <= finished_epochs]
+        # Imported here because it takes a second or two, which the other ranks need not spend.
+        from torch.utils.tensorboard import SummaryWriter
+
+        self.board = SummaryWriter(str(self.folder), purge_step=finished_epochs + 1)
+
+    def start(self, train_loader: DataLoader, val_loader: DataLoader, steps: int) -> None:
+        """Print the start line and write args.json: flags, versions, commit, devices."""
+        if not self.active:
+            return
+        args, ranks = self.args, distributed.world_size()
+        cuda = self.device.type == "cuda"
+        name = torch.cuda.get_device_name(self.device) if cuda else "CPU"
+        samples = [len(loader.dataset) for loader in (train_loader, val_loader)]  # type: ignore
+        print(
+            f"{ranks} rank(s) on {name} | batch {args.batch_size} per rank x {ranks} rank(s) x "
+            f"{args.accumulate} accumulated = {args.batch_size * ranks * args.accumulate} | "
+            f"{samples[0]} training + {samples[1]} validation pictures | {steps} steps per epoch",
+            flush=True,
+        )
+        record = {
+            "flags": vars(args),
+            "ranks": ranks,
+            "device": name,
+            "git": git_commit(),
+            "versions": {
+                "python": platform.python_version(),
+                "torch": torch.__version__,
+                "torchvision": torchvision.__version__,
+                "cuda": torch.version.cuda if cuda else None,
+            },
+        }
+        with files.writing(self.folder / "args.json") as beside:
+            beside.write_text(json.dumps(record, indent=2, default=str) + "\n")
+
+    def progress(self, batches: Iterable, loader: DataLoader, epoch: int) -> Iterator:
+        """Yield `batches` under a progress bar that counts the pictures of all ranks."""
+        self.began = self.read_at = time.monotonic()
+        per_pass = loader.batch_size * distributed.world_size()  # type: ignore[operator]
+        self.bar = tqdm(
+            total=len(loader) * per_pass,
+            desc=f"epoch {epoch + 1}/{self.args.epochs}",
+            unit="img",
+            leave=False,
+            # None: off where the output is no terminal, so that logs stay readable.
+            disable=None if self.active else True,
+        )
+        for batch in batches:
+            yield batch
+            self.bar.update(per_pass)
+        self.bar.close()
+        seconds = time.monotonic() - self.began
+        self.speed = {"img_per_s": len(loader) * per_pass / seconds, "train_seconds": seconds}
+
+    def loss(self, totals: Tensor, lr: float) -> None:
+        """Show the mean loss so far (rank 0's own), from `totals` = (sum, count), and the rate."""
+        now = time.monotonic()
+        if not self.bar.disable and now - self.read_at >= SECONDS_BETWEEN_READINGS:
+            self.read_at = now
+            loss_sum, count = totals.tolist()
+            self.bar.set_postfix(loss=f"{loss_sum / max(count, 1):.3f}", lr=f"{lr:.2g}")
+
+    def epoch(self, row: dict[str, Any], is_best: bool) -> None:
+        """Record one epoch: a line, a row of metrics.csv, TensorBoard scalars, curves.png."""
+        if not self.active:
+            return
+        row |= self.speed
+        self.rows.append(row)
+        columns = dict.fromkeys(name for row in self.rows for name in row)
+        with files.writing(self.folder / "metrics.csv") as beside, open(beside, "w") as file:
+            table = csv.DictWriter(file, columns, lineterminator="\n")
+            table.writeheader()
+            table.writerows(self.rows)
+        for name, value in row.items():
+            self.board.add_scalar(name, value, row["epoch"])
+        self.board.flush()
+        self.draw_curves()
+        left = (self.args.epochs - row["epoch"]) * (time.monotonic() - self.began)
+        shown = "  ".join(f"{k} {v:.4g}" for k, v in row.items() if k not in ("epoch", "step"))
+        star = "  best" if is_best else ""
+        print(
+            f"epoch {row['epoch']}/{self.args.epochs}  {shown}  left {left:.0f} s{star}", flush=True
+        )
+
+    def finish(self, name: str, best: float) -> None:
+        """Print what came out and where it is."""
+        if self.active:
+            self.board.close()
+            print(f"done: best {name} {best:.4f}; {self.folder}/best.pt, examples.png, curves.png")
+
+    def draw_curves(self) -> None:
+        from matplotlib.figure import Figure
+
+        figure = Figure(figsize=(10, 4), layout="constrained")
+        axes = figure.subplots(1, 2)
+        epochs = [int(row["epoch"]) for row in self.rows]
+        skip = {"epoch", "step", "lr", "img_per_s", "train_seconds"}
+        for name in self.rows[-1].keys() - skip:
+            side = axes[0] if name.endswith("loss") else axes[1]
+            values = [float(row.get(name) or "nan") for row in self.rows]
+            side.plot(epochs, values, marker=".", label=name)
+        for side in axes:
+            side.set_xlabel("epoch")
+            side.xaxis.get_major_locator().set_params(integer=True)
+            side.grid(alpha=0.3)
+            side.legend()
+        with files.writing(self.folder / "curves.png") as beside:
+            figure.savefig(beside, format="png", dpi=100)
+
+    @torch.inference_mode()
+    def examples(
+        self,
+        model: torch.nn.Module,
+        dataset: Dataset,
+        classes: Sequence[str],
+        draw: Callable[..., None],
+        count: int = 8,
+    ) -> None:
+        """Write examples.png: `count` validation pictures, evenly picked, each drawn by `draw`."""
+        if not self.active:
+            return
+        from matplotlib.figure import Figure
+
+        total = len(dataset)  # type: ignore[arg-type]
+        picks = sorted({round(i * (total - 1) / max(count - 1, 1)) for i in range(count)})
+        columns = min(4, len(picks))
+        rows = -(-len(picks) // columns)
+        figure = Figure(layout="constrained")
+        grid = figure.subplots(rows, columns, squeeze=False).flat
+        model.eval()
+        for axes, index in itertools.zip_longest(grid, picks):
+            axes.axis("off")
+            if index is None:
+                continue
+            image, target = dataset[index]
+            output = model(loading.normalize(image[None].to(self.device)))[0].cpu()
+            draw(axes, image, torch.as_tensor(target), output, classes)
+        height, width = grid.base[0, 0].images[0].get_size()
+        figure.set_size_inches(3 * columns, rows * (3 * height / width + 0.4))
+        with files.writing(self.folder / "examples.png") as beside:
+            figure.savefig(beside, format="png", dpi=100)
+
+
+def git_commit() -> str | None:
+    """Return the commit of the project's folder, marked if it has changes; None without git."""
+    command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    try:
+        done = subprocess.run(
+            command, cwd=Path(__file__).parent, capture_output=True, text=True, timeout=30
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() or None

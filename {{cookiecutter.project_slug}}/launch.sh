@@ -1,0 +1,77 @@
+#!/usr/bin/env bash
+# Usage: [NAME=value ...] ./launch.sh [flags of main.py]
+#
+# Starts main.py on all GPUs of this machine, or as two processes where there is none.
+#
+#   NPROC           processes on this node     (default: all GPUs, or 2 without any)
+#   NNODES          number of nodes            (default: 1)
+#   NODE_RANK       this node, from 0 up       (needed where NNODES > 1)
+#   MASTER_ADDR     address of node 0          (needed where NNODES > 1)
+#   MASTER_PORT     a port free on node 0      (default: 29500; on one node any free port)
+#   PYTHON          interpreter                (default: python, else python3)
+#   OMP_NUM_THREADS CPU threads per process    (default: usable CPUs / NPROC)
+#
+# One node:        ./launch.sh --epochs 90
+# Two GPUs of it:  CUDA_VISIBLE_DEVICES=0,1 ./launch.sh
+# CPU only:        CUDA_VISIBLE_DEVICES= ./launch.sh
+# Two nodes:       NNODES=2 NODE_RANK=0 MASTER_ADDR=node0 ./launch.sh     on node0
+#                  NNODES=2 NODE_RANK=1 MASTER_ADDR=node0 ./launch.sh     on the other
+# SLURM:           srun --nodes 2 --ntasks-per-node 1 ./launch.sh
+set -euo pipefail
+
+here=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")" && pwd)
+
+die() {
+    echo "error: $*" >&2
+    exit 2
+}
+
+# Prints the number of GPUs that main.py is going to see.
+count_gpus() {
+    if [[ -n ${CUDA_VISIBLE_DEVICES+set} ]]; then
+        tr ',' '\n' <<<"$CUDA_VISIBLE_DEVICES" | grep -cv '^\s*\(-1\)\?$' || true
+    else
+        { nvidia-smi --list-gpus 2>/dev/null || true; } | grep -c '^GPU' || true
+    fi
+}
+
+case ${1-} in
+-h | --help)
+    sed -n '2,/^set /{/^#/!d; s/^# \{0,1\}//; p}' "${BASH_SOURCE[0]}"
+    exit
+    ;;
+esac
+
+# Inside a job step of srun the nodes are known. A batch script on its own is not such a step.
+if [[ -n ${SLURM_STEP_NUM_NODES-} && -z ${NNODES-} ]]; then
+    [[ $SLURM_STEP_NUM_TASKS == "$SLURM_STEP_NUM_NODES" ]] ||
+        die "srun started $SLURM_STEP_NUM_TASKS copies of launch.sh on $SLURM_STEP_NUM_NODES node(s): use --ntasks-per-node 1"
+    NNODES=$SLURM_STEP_NUM_NODES
+    NODE_RANK=$SLURM_NODEID
+    : "${MASTER_ADDR:=$(scontrol show hostnames "$SLURM_STEP_NODELIST" | head -n 1)}"
+    : "${MASTER_PORT:=$((20000 + (SLURM_JOB_ID * 7 + SLURM_STEP_ID) % 10000))}"
+fi
+
+python=${PYTHON:-$(command -v python || command -v python3)} || die "no python found; set PYTHON"
+NPROC=${NPROC:-$(count_gpus)}
+[[ $NPROC == 0 ]] && NPROC=2
+NNODES=${NNODES:-1}
+for name in NPROC NNODES; do
+    [[ ${!name} =~ ^[1-9][0-9]*$ ]] || die "$name=${!name} is not a number of 1 or more"
+done
+
+if ((NNODES == 1)); then
+    where=(--standalone)
+else
+    for name in NODE_RANK MASTER_ADDR; do
+        [[ -n ${!name-} ]] || die "NNODES=$NNODES needs $name too; ./launch.sh --help explains"
+    done
+    where=(--nnodes "$NNODES" --node-rank "$NODE_RANK"
+        --master-addr "$MASTER_ADDR" --master-port "${MASTER_PORT:-29500}")
+fi
+
+if [[ -z ${OMP_NUM_THREADS-} ]]; then
+    cpus=$(nproc 2>/dev/null || getconf _NPROCESSORS_ONLN)
+    export OMP_NUM_THREADS=$((cpus > NPROC ? cpus / NPROC : 1))
+fi
+exec "$python" "$here/engine/torchrun.py" "${where[@]}" --nproc-per-node "$NPROC" "$here/main.py" "$@"

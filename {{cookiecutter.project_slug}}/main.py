@@ -1,0 +1,288 @@
+"""Train with DistributedDataParallel: one process, one node, many nodes, the same code.
+
+All GPUs of this node, or two ranks where there is none:   ./launch.sh
+One process:                   python main.py
+PyTorch's own launchers:       torchrun --standalone --nproc-per-node 2 main.py
+                               python -m torch.distributed.launch --nproc-per-node 2 main.py
+Two nodes, on each of them:    NNODES=2 NODE_RANK=<0 or 1> MASTER_ADDR=<node 0> ./launch.sh
+SLURM:                         srun ./launch.sh     one task per node
+                               srun python main.py  one task per GPU
+Own data:                      ./launch.sh --data DIR --epochs 90
+The best checkpoint again:     ./launch.sh --data DIR --eval-only
+"""
+
+import argparse
+import contextlib
+import json
+import math
+import shlex
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+from torch.utils.data import DataLoader
+from torchmetrics import MetricCollection
+
+import dataset
+import demo_set
+import model as task
+from engine import checkpoint, distributed, loading
+from engine.reporting import Reporter
+
+ROOT = Path(__file__).resolve().parent
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse whose mistakes are told once, not by each rank; @file takes lines with # remarks."""
+
+    def error(self, message: str) -> Any:
+        raise distributed.UserError(f"{message} (main.py --help lists the flags)")
+
+    def convert_arg_line_to_args(self, line: str) -> list[str]:
+        return shlex.split(line, comments=True)
+
+
+def at_least(low: float, kind: Callable[[str], Any] = int) -> Callable[[str], Any]:
+    """Return an argparse type: a finite number of `low` or more."""
+
+    def number(text: str) -> Any:
+        if not low <= (value := kind(text)) < math.inf:
+            raise argparse.ArgumentTypeError(f"{text} is not a number of {low} or more")
+        return value
+
+    return number
+
+
+def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = Parser(
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        fromfile_prefix_chars="@",
+        allow_abbrev=False,
+        epilog="@FILE reads flags from a file.",
+    )
+    add = parser.add_argument_group("data").add_argument
+    add("--data", metavar="DIR", type=Path, help="folder with train/ and val/; default: demo set")
+    add("--image-size", metavar="PIXELS", type=at_least(1), default=dataset.IMAGE_SIZE)
+    add("--workers", type=at_least(0), help="loader processes per rank; default: CPUs / ranks")
+
+    add = parser.add_argument_group("output").add_argument
+    add("--output-dir", metavar="DIR", type=Path, default=ROOT / "runs" / "default")
+    add(
+        "--resume",
+        metavar="auto|never|PATH",
+        default="auto",
+        help="auto: go on from last.pt if there is one; never: remove the former run's files; "
+        "PATH: go on from that checkpoint",
+    )
+    add("--eval-only", action="store_true", help="evaluate best.pt, or --resume PATH; print JSON")
+
+    task.add_arguments(parser.add_argument_group("network"))
+
+    add = parser.add_argument_group("recipe").add_argument
+    add("--epochs", type=at_least(1), default=30)
+    add("--batch-size", type=at_least(1), default=32, help="pictures per rank and forward pass")
+    add("--accumulate", type=at_least(1), default=1, help="forward passes per optimizer step")
+    add("--optimizer", choices=("adamw", "sgd"), default="adamw")
+    add("--lr", type=at_least(0, float), help="peak; default: 0.001 for adamw, 0.1 for sgd")
+    add("--scale-lr", action="store_true", help="multiply --lr by global batch / 256")
+    add("--momentum", type=at_least(0, float), default=0.9, help="of sgd")
+    add("--weight-decay", type=at_least(0, float), help="default: 0.05 for adamw, 0.0001 for sgd")
+    add(
+        "--schedule", choices=("cosine", "step"), default="cosine", help="step: / 10 each 30 epochs"
+    )
+    add("--warmup-epochs", type=at_least(0, float), default=0.5, help="linear rise from zero")
+    add("--seed", type=int, default=0)
+    add("--local-rank", "--local_rank", type=int, help=argparse.SUPPRESS)
+
+    args = parser.parse_args(argv)
+    if args.data is None:
+        parser.set_defaults(**demo_set.DEFAULTS)
+        args = parser.parse_args(argv)
+    if args.lr is None:
+        args.lr = {"adamw": 0.001, "sgd": 0.1}[args.optimizer]
+    if args.weight_decay is None:
+        args.weight_decay = {"adamw": 0.05, "sgd": 0.0001}[args.optimizer]
+    return args
+
+
+def build_optimizer(model: nn.Module, args: argparse.Namespace) -> Optimizer:
+    lr = args.lr
+    if args.scale_lr:  # Goyal et al. 2017, arXiv:1706.02677
+        lr *= args.batch_size * args.accumulate * distributed.world_size() / 256
+        distributed.say(f"--scale-lr: learning rate {args.lr:g} becomes {lr:g}")
+    if args.optimizer == "sgd":
+        return torch.optim.SGD(
+            model.parameters(), lr, momentum=args.momentum, weight_decay=args.weight_decay
+        )
+    return torch.optim.AdamW(model.parameters(), lr, weight_decay=args.weight_decay)
+
+
+def build_scheduler(optimizer: Optimizer, args: argparse.Namespace, steps: int) -> LambdaLR:
+    """Return the schedule, to be stepped after each optimizer step; an epoch has `steps`."""
+    warmup = args.warmup_epochs * steps
+
+    def factor(step: int) -> float:
+        if step < warmup:
+            return (step + 1) / (warmup + 1)
+        if args.schedule == "step":
+            return 0.1 ** (step // (30 * steps))
+        share = (step - warmup) / max(args.epochs * steps - warmup, 1)
+        return 0.5 * (1 + math.cos(math.pi * min(share, 1)))
+
+    return LambdaLR(optimizer, factor)
+
+
+def train_one_epoch(
+    ddp_model: DistributedDataParallel,
+    criterion: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]],
+    optimizer: Optimizer,
+    scheduler: LambdaLR,
+    loader: DataLoader,
+    device: torch.device,
+    args: argparse.Namespace,
+    report: Reporter,
+    epoch: int,
+) -> float:
+    """Train on this rank's share of an epoch; return the mean loss over all ranks."""
+    ddp_model.train()
+    totals = torch.zeros(2, dtype=torch.float64, device=device)  # loss sum, count
+    passes = len(loader)
+    batches = loading.to_device(loader, device)
+    for i, (images, targets) in enumerate(report.progress(batches, loader, epoch)):
+        first = i - i % args.accumulate  # of the forward passes that make up one step
+        window = min(args.accumulate, passes - first)
+        is_last = i + 1 == first + window
+        # Gradients are averaged over the ranks once a step, in its last backward pass.
+        with contextlib.nullcontext() if is_last else ddp_model.no_sync():
+            loss_sum, count = criterion(ddp_model(images), targets)
+            (loss_sum / count.clamp(min=1) / window).backward()
+        if is_last:
+            optimizer.step()
+            optimizer.zero_grad()
+            scheduler.step()
+        totals += torch.stack((loss_sum.detach(), count))
+        report.loss(totals, optimizer.param_groups[0]["lr"])
+    loss_sum, count = distributed.reduce_tensor(totals)
+    return (loss_sum / count).item()
+
+
+@torch.inference_mode()
+def evaluate(
+    model: nn.Module,
+    criterion: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]],
+    metrics: MetricCollection,
+    loader: DataLoader,
+    device: torch.device,
+) -> dict[str, float]:
+    """Return loss and metrics over the whole validation set, each sample counted once.
+
+    Takes the bare model: ranks may hold unequal numbers of batches, and DDP would wait.
+    """
+    model.eval()
+    metrics.reset()
+    totals = torch.zeros(2, dtype=torch.float64, device=device)  # loss sum, count
+    for images, targets in loading.to_device(loader, device):
+        outputs = model(images)
+        totals += torch.stack(criterion(outputs, targets))
+        metrics.update(outputs, targets)
+    loss_sum, count = distributed.reduce_tensor(totals).tolist()
+    return {"val_loss": loss_sum / count, **{k: v.item() for k, v in metrics.compute().items()}}
+
+
+def train(
+    args: argparse.Namespace,
+    device: torch.device,
+    model: nn.Module,
+    metrics: MetricCollection,
+    train_loader: DataLoader,
+    val_loader: DataLoader,
+    classes: Sequence[str],
+    state: dict[str, Any] | None,
+) -> None:
+    """Train for the epochs that are left, from `state` (a checkpoint) on if there is one."""
+    ddp_model = DistributedDataParallel(model, [device] if device.type == "cuda" else None)
+    criterion = task.build_criterion(args)
+    steps = math.ceil(len(train_loader) / args.accumulate)
+    optimizer = build_optimizer(model, args)
+    scheduler = build_scheduler(optimizer, args, steps)
+    start_epoch, best = 0, -math.inf
+    if state:
+        optimizer.load_state_dict(state["optimizer"])
+        scheduler.load_state_dict(state["scheduler"])
+        start_epoch, best = state["epoch"], state["best"]
+
+    report = Reporter(args, device, start_epoch)
+    report.start(train_loader, val_loader, steps)
+    for epoch in range(start_epoch, args.epochs):
+        train_loader.sampler.set_epoch(epoch)  # type: ignore[attr-defined]
+        train_loss = train_one_epoch(
+            ddp_model, criterion, optimizer, scheduler, train_loader, device, args, report, epoch
+        )
+        distributed.sync_buffers(model)
+        distributed.check_same(model)
+        results = evaluate(model, criterion, metrics, val_loader, device)
+        is_best = results[task.BEST] > best
+        best = max(best, results[task.BEST])
+
+        step, lr = scheduler.last_epoch, optimizer.param_groups[0]["lr"]
+        report.epoch(
+            {"epoch": epoch + 1, "step": step, "lr": lr, "train_loss": train_loss, **results},
+            is_best,
+        )
+        if is_best:
+            report.examples(model, val_loader.dataset, classes, dataset.draw_example)
+        checkpoint.save(
+            args.output_dir,
+            {
+                "model": model.state_dict(),
+                "optimizer": optimizer.state_dict(),
+                "scheduler": scheduler.state_dict(),
+                "epoch": epoch + 1,  # epochs finished
+                "step": step,  # optimizer steps taken
+                "best": best,
+                "classes": list(classes),
+                "args": checkpoint.plain(args),
+            },
+            is_best,
+        )
+    report.finish(task.BEST, best)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    args = parse_args(argv)
+    device = distributed.setup(args.local_rank)
+    torch.manual_seed(args.seed)
+    if args.workers is None:
+        args.workers = loading.default_workers()
+    if args.data is None:
+        args.data = ROOT / "data" / "demo"
+        with distributed.rank_zero_first():
+            demo_set.draw(args.data)
+    train_set, val_set, classes = dataset.build_dataset(args)
+    train_loader, val_loader = loading.build_loaders(train_set, val_set, args, dataset.collate)
+
+    state = checkpoint.open_run(args, classes, task.NETWORK_FLAGS)
+    model = task.build_model(args, classes, weights=None if state else args.weights).to(device)
+    if state:
+        model.load_state_dict(state["model"])
+    metrics = task.build_metrics(classes).to(device)
+
+    if args.eval_only:
+        results = evaluate(model, task.build_criterion(args), metrics, val_loader, device)
+        distributed.say(json.dumps(results))
+    elif state and state["epoch"] >= args.epochs:
+        distributed.say("nothing left to do: --epochs N for more, --resume never to start afresh")
+    else:
+        train(args, device, model, metrics, train_loader, val_loader, classes, state)
+    distributed.teardown()
+
+
+if __name__ == "__main__":
+    with distributed.one_line_errors():
+        main()

@@ -1,0 +1,80 @@
+"""The network, its loss and its metrics."""
+
+from argparse import Namespace, _ArgumentGroup
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torchvision
+from torch import Tensor, nn
+from torchmetrics import Metric, MetricCollection
+from torchmetrics.classification import MulticlassAccuracy
+
+from engine import checkpoint
+from engine.distributed import UserError
+
+BEST = "top1"  # the metric, higher is better, that decides which weights are kept as best.pt
+NETWORK_FLAGS = ("arch",)  # what has to be equal for a checkpoint to fit
+
+
+def add_arguments(group: _ArgumentGroup) -> None:
+    group.add_argument(
+        "--arch", default="resnet18", metavar="NAME", help="any classifier of torchvision"
+    )
+    group.add_argument(
+        "--weights",
+        metavar="NAME|FILE",
+        help="start from torchvision's weights of that name (DEFAULT: the best) or from a .pt "
+        "file; layers of another shape, such as the last, stay new",
+    )
+
+
+def build_model(args: Namespace, classes: Sequence[str], weights: str | None = None) -> nn.Module:
+    """Return a network: float32 (N, 3, H, W), normalised -> logits (N, classes)."""
+    names = torchvision.models.list_models(module=torchvision.models)
+    if args.arch not in names:
+        raise UserError(f"--arch {args.arch}: torchvision has {', '.join(names)}")
+    size = args.image_size
+    special: dict[
+        str, dict[str, Any]
+    ] = {  # what some networks have to be told; an auxiliary head would want a loss of its own
+        "googlenet": {"aux_logits": False, "init_weights": True},
+        "inception": {"aux_logits": False, "init_weights": True},
+        "maxvit": {"input_size": (size, size)},
+        "vit": {"image_size": size},
+    }
+    options = special.get(args.arch.split("_")[0], {})
+    model = torchvision.models.get_model(args.arch, num_classes=len(classes), **options)
+    if weights:
+        is_file = weights.endswith((".pt", ".pth"))
+        checkpoint.load_matching(
+            model,
+            checkpoint.load_weights(weights)
+            if is_file
+            else checkpoint.download_weights(args.arch, weights),
+        )
+    return model
+
+
+def build_criterion(args: Namespace) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]:
+    """Return the loss: (logits, int64 (N,)) -> (sum over samples, number of samples).
+
+    Sum and count, because only those can be added over batches and ranks.
+    """
+
+    def cross_entropy(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        loss = nn.functional.cross_entropy(outputs, targets, reduction="sum")
+        return loss, torch.tensor(len(targets), device=loss.device)
+
+    return cross_entropy
+
+
+def build_metrics(classes: Sequence[str]) -> MetricCollection:
+    """Return the metrics; they take (logits (N, classes), int64 (N,)) and add up over ranks."""
+    count = len(classes)
+    metrics: dict[str, Metric | MetricCollection] = {
+        "top1": MulticlassAccuracy(count, average="micro")
+    }
+    if count > 5:
+        metrics["top5"] = MulticlassAccuracy(count, average="micro", top_k=5)
+    return MetricCollection(metrics)

@@ -1,0 +1,48 @@
+"""Classify pictures: python predict.py FILES|FOLDER --checkpoint best.pt --output DIR
+
+Writes DIR/predictions.csv: file, class, probability. The checkpoint alone says which network and
+which classes; the pictures are prepared as for validation.
+"""
+
+import argparse
+import csv
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch.utils.data import DataLoader
+from tqdm import tqdm
+
+import model as task
+from dataset import ImageDataset, eval_transform
+from engine import checkpoint, distributed, files, loading
+
+
+@torch.inference_mode()
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("inputs", nargs="+", metavar="FILES|FOLDER")
+    parser.add_argument("--checkpoint", metavar="FILE", default="runs/default/best.pt")
+    parser.add_argument("--output", metavar="DIR", type=Path, default=Path("predictions"))
+    args = parser.parse_args(argv)
+
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    model, classes, flags = checkpoint.load_model(args.checkpoint, task.build_model, device)
+    paths = list(loading.collect(args.inputs).values())
+    pictures = ImageDataset([(path, -1) for path in paths], eval_transform(flags.image_size))
+    loader = DataLoader(pictures, batch_size=32, num_workers=loading.default_workers())
+
+    rest = iter(paths)
+    with files.writing(args.output / "predictions.csv") as beside, open(beside, "w") as file:
+        table = csv.writer(file, lineterminator="\n")
+        table.writerow(("file", "class", "probability"))
+        for images, _ in loading.to_device(tqdm(loader, unit="batch", disable=None), device):
+            best = torch.softmax(model(images), dim=1).max(dim=1)
+            for probability, label in zip(best.values.tolist(), best.indices.tolist(), strict=True):
+                table.writerow((next(rest), classes[label], f"{probability:.4f}"))
+    print(f"{len(paths)} pictures: {args.output / 'predictions.csv'}")
+
+
+if __name__ == "__main__":
+    with distributed.one_line_errors():
+        main()

@@ -1,0 +1,114 @@
+"""The network, its loss and its metrics."""
+
+from argparse import Namespace, _ArgumentGroup
+from collections.abc import Callable, Sequence
+
+import segmentation_models_pytorch as smp
+import torchvision
+from torch import Tensor, nn
+from torchmetrics import ClasswiseWrapper, MetricCollection
+from torchmetrics.classification import MulticlassJaccardIndex
+
+from dataset import VOID
+from engine import checkpoint, distributed
+from engine.distributed import UserError
+
+BEST = "miou"  # the metric, higher is better, that decides which weights are kept as best.pt
+NETWORK_FLAGS = ("arch", "encoder")  # what has to be equal for a checkpoint to fit
+
+
+def add_arguments(group: _ArgumentGroup) -> None:
+    group.add_argument(
+        "--arch",
+        default="unet",
+        metavar="NAME",
+        help="unet or another decoder of segmentation-models-pytorch, or a segmentation network "
+        "of torchvision such as deeplabv3_resnet50",
+    )
+    group.add_argument(
+        "--encoder", default="resnet34", metavar="NAME", help="of the decoder; default: resnet34"
+    )
+    group.add_argument(
+        "--weights",
+        metavar="NAME|FILE",
+        help="start from the encoder's weights of that name (imagenet), from torchvision's "
+        "(DEFAULT), or from a .pt file; layers of another shape, such as the last, stay new",
+    )
+
+
+class Logits(nn.Module):
+    """A segmentation network of torchvision that returns its main output alone."""
+
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__()
+        self.net = net
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.net(images)["out"]
+
+
+def build_model(args: Namespace, classes: Sequence[str], weights: str | None = None) -> nn.Module:
+    """Return a network: float32 (N, 3, H, W), normalised -> logits (N, classes, H, W).
+
+    H and W have to be multiples of 32.
+    """
+    file = weights if weights and weights.endswith((".pt", ".pth")) else None
+    name = None if file else weights
+    if args.arch in torchvision.models.list_models(module=torchvision.models.segmentation):
+        model = build_torchvision(args.arch, len(classes), name)
+    else:
+        model = build_smp(args.arch, args.encoder, len(classes), name)
+    if file:
+        checkpoint.load_matching(model, checkpoint.load_weights(file))
+    return model
+
+
+def build_torchvision(arch: str, num_classes: int, weights: str | None) -> nn.Module:
+    net = torchvision.models.get_model(
+        arch, num_classes=num_classes, weights=None, weights_backbone=None
+    )
+    if weights:
+        checkpoint.load_matching(net, checkpoint.download_weights(arch, weights))
+    return Logits(net)
+
+
+def build_smp(arch: str, encoder: str, num_classes: int, weights: str | None) -> nn.Module:
+    def create(encoder_weights: str | None) -> nn.Module:
+        return smp.create_model(arch, encoder, encoder_weights, classes=num_classes)
+
+    try:
+        if weights:
+            with distributed.rank_zero_first():
+                return create(weights)
+        return create(None)
+    except (KeyError, ValueError) as error:
+        reason = " ".join(str(error).split())
+        raise UserError(f"--arch {arch} --encoder {encoder}: {reason}") from None
+    except OSError as error:
+        raise UserError(f"--weights {weights}: download failed ({error})") from None
+
+
+def build_criterion(args: Namespace) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]:
+    """Return the loss: (logits, int64 (N, H, W)) -> (sum over pixels, number of pixels).
+
+    Sum and count, because only those can be added over batches and ranks. Void is in neither.
+    """
+
+    def cross_entropy(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        loss = nn.functional.cross_entropy(outputs, targets, ignore_index=VOID, reduction="sum")
+        return loss, (targets != VOID).sum()
+
+    return cross_entropy
+
+
+def build_metrics(classes: Sequence[str]) -> MetricCollection:
+    """Return mean and per-class IoU over the whole set; they take (logits, int64 (N, H, W)).
+
+    A class that is neither in the truth nor in the prediction is nan and not in the mean.
+    """
+    count = len(classes)
+    mean = MulticlassJaccardIndex(count, ignore_index=VOID)
+    each = MulticlassJaccardIndex(
+        count, ignore_index=VOID, average="none", zero_division=float("nan")
+    )
+    return MetricCollection({"miou": mean, "iou": ClasswiseWrapper(each, list(classes), "iou_")})

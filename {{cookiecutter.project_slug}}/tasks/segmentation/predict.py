@@ -1,0 +1,65 @@
+"""Segment pictures: python predict.py FILES|FOLDER --checkpoint best.pt --output DIR
+
+Writes, at each picture's own size, DIR/masks/<name>.png with the class numbers and
+DIR/overlays/<name>.png with the classes in colour. The checkpoint alone says which network and
+which classes; the pictures are prepared as for validation.
+"""
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+from torchvision.transforms.v2 import functional as F
+from tqdm import tqdm
+
+import model as task
+from dataset import overlay, pad
+from engine import checkpoint, distributed, files, loading
+
+
+class Pictures(Dataset):
+    """Pictures without masks. A sample is (uint8 (3, H, W) padded, its own H, its own W)."""
+
+    def __init__(self, paths: Sequence[str]) -> None:
+        self.paths = paths
+
+    def __len__(self) -> int:
+        return len(self.paths)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int, int]:
+        image = F.pil_to_tensor(loading.read_image(self.paths[index]))
+        return pad(image, 0), image.shape[1], image.shape[2]
+
+
+@torch.inference_mode()
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("inputs", nargs="+", metavar="FILES|FOLDER")
+    parser.add_argument("--checkpoint", metavar="FILE", default="runs/default/best.pt")
+    parser.add_argument("--output", metavar="DIR", type=Path, default=Path("predictions"))
+    args = parser.parse_args(argv)
+
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    model, _, _ = checkpoint.load_model(args.checkpoint, task.build_model, device)
+    names = loading.collect(args.inputs)
+    # Pictures differ in size, so they go through one at a time.
+    loader = DataLoader(Pictures(list(names.values())), num_workers=loading.default_workers())
+    progress = tqdm(loader, unit="img", disable=None)
+    for name, (padded, height, width) in zip(names, progress, strict=True):
+        output = model(loading.normalize(padded.to(device)))
+        mask = output[0, :, :height, :width].argmax(0).cpu().numpy().astype(np.uint8)
+        picture = padded[0, :, :height, :width].permute(1, 2, 0).numpy()
+        for kind, pixels in ("masks", mask), ("overlays", overlay(picture, mask)):
+            with files.writing(args.output / kind / f"{name}.png") as beside:
+                Image.fromarray(pixels).save(beside, format="png")
+    print(f"{len(names)} pictures: {args.output / 'masks'}, {args.output / 'overlays'}")
+
+
+if __name__ == "__main__":
+    with distributed.one_line_errors():
+        main()
