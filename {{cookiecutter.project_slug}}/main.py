@@ -68,36 +68,53 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     )
     add = parser.add_argument_group("data").add_argument
     add("--data", metavar="DIR", type=Path, help="folder with train/ and val/; default: demo set")
-    add("--image-size", metavar="PIXELS", type=at_least(1), default=dataset.IMAGE_SIZE)
+    add(
+        "--image-size",
+        metavar="PIXELS",
+        type=at_least(1),
+        default=dataset.IMAGE_SIZE,
+        help="side of the training pictures; default: %(default)s",
+    )
     add("--workers", type=at_least(0), help="loader processes per rank; default: CPUs / ranks")
 
     add = parser.add_argument_group("output").add_argument
-    add("--output-dir", metavar="DIR", type=Path, default=ROOT / "runs" / "default")
+    add(
+        "--output-dir",
+        metavar="DIR",
+        type=Path,
+        default=ROOT / "runs" / "default",
+        help="default: runs/default beside main.py",
+    )
     add(
         "--resume",
         metavar="auto|never|PATH",
         default="auto",
         help="auto: go on from last.pt if there is one; never: remove the former run's files; "
-        "PATH: go on from that checkpoint",
+        "PATH: go on from that checkpoint; default: auto",
     )
     add("--eval-only", action="store_true", help="evaluate best.pt, or --resume PATH; print JSON")
 
     task.add_arguments(parser.add_argument_group("network"))
 
     add = parser.add_argument_group("recipe").add_argument
-    add("--epochs", type=at_least(1), default=30)
-    add("--batch-size", type=at_least(1), default=32, help="pictures per rank and forward pass")
-    add("--accumulate", type=at_least(1), default=1, help="forward passes per optimizer step")
-    add("--optimizer", choices=("adamw", "sgd"), default="adamw")
+    add("--epochs", type=at_least(1), default=30, help="default: 30")
+    add(
+        "--batch-size", type=at_least(1), default=32, help="pictures per rank and pass; default: 32"
+    )
+    add("--accumulate", type=at_least(1), default=1, help="passes per optimizer step; default: 1")
+    add("--optimizer", choices=("adamw", "sgd"), default="adamw", help="default: adamw")
     add("--lr", type=at_least(0, float), help="peak; default: 0.001 for adamw, 0.1 for sgd")
     add("--scale-lr", action="store_true", help="multiply --lr by global batch / 256")
-    add("--momentum", type=at_least(0, float), default=0.9, help="of sgd")
+    add("--momentum", type=at_least(0, float), default=0.9, help="of sgd; default: 0.9")
     add("--weight-decay", type=at_least(0, float), help="default: 0.05 for adamw, 0.0001 for sgd")
     add(
-        "--schedule", choices=("cosine", "step"), default="cosine", help="step: / 10 each 30 epochs"
+        "--schedule",
+        choices=("cosine", "step"),
+        default="cosine",
+        help="to zero, or / 10 every 30 epochs; default: cosine",
     )
-    add("--warmup-epochs", type=at_least(0, float), default=0.5, help="linear rise from zero")
-    add("--seed", type=int, default=0)
+    add("--warmup-epochs", type=at_least(0, float), default=0.5, help="linear rise; default: 0.5")
+    add("--seed", type=int, default=0, help="default: 0")
     add("--local-rank", "--local_rank", type=int, help=argparse.SUPPRESS)
 
     args = parser.parse_args(argv)
@@ -168,8 +185,8 @@ def train_one_epoch(
             scheduler.step()
         totals += torch.stack((loss_sum.detach(), count))
         report.loss(totals, optimizer.param_groups[0]["lr"])
-    loss_sum, count = distributed.reduce_tensor(totals)
-    return (loss_sum / count).item()
+    loss_sum, count = distributed.reduce_tensor(totals).tolist()
+    return loss_sum / max(count, 1)
 
 
 @torch.inference_mode()
@@ -192,7 +209,8 @@ def evaluate(
         totals += torch.stack(criterion(outputs, targets))
         metrics.update(outputs, targets)
     loss_sum, count = distributed.reduce_tensor(totals).tolist()
-    return {"val_loss": loss_sum / count, **{k: v.item() for k, v in metrics.compute().items()}}
+    found = {name: value.item() for name, value in metrics.compute().items()}
+    return {"val_loss": loss_sum / max(count, 1), **found}
 
 
 def train(
@@ -213,8 +231,7 @@ def train(
     scheduler = build_scheduler(optimizer, args, steps)
     start_epoch, best = 0, -math.inf
     if state:
-        optimizer.load_state_dict(state["optimizer"])
-        scheduler.load_state_dict(state["scheduler"])
+        checkpoint.restore(state, optimizer, scheduler)
         start_epoch, best = state["epoch"], state["best"]
 
     report = Reporter(args, device, start_epoch)
@@ -231,10 +248,8 @@ def train(
         best = max(best, results[task.BEST])
 
         step, lr = scheduler.last_epoch, optimizer.param_groups[0]["lr"]
-        report.epoch(
-            {"epoch": epoch + 1, "step": step, "lr": lr, "train_loss": train_loss, **results},
-            is_best,
-        )
+        row = {"epoch": epoch + 1, "step": step, "train_loss": train_loss, **results, "lr": lr}
+        report.epoch(row, is_best)
         if is_best:
             report.examples(model, val_loader.dataset, classes, dataset.draw_example)
         checkpoint.save(
@@ -257,7 +272,7 @@ def train(
 def main(argv: Sequence[str] | None = None) -> None:
     args = parse_args(argv)
     device = distributed.setup(args.local_rank)
-    torch.manual_seed(args.seed)
+    distributed.seed(args.seed)
     if args.workers is None:
         args.workers = loading.default_workers()
     if args.data is None:

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 import torchvision
 from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
 
 from engine import distributed, files
 from engine.distributed import UserError
@@ -23,35 +25,53 @@ OWN_FILES = (
     "examples.png",
     "events.out.tfevents.*",
 )
+# Flags that do not change what is learnt: no need to tell that they are others now.
+MAY_DIFFER = ("eval_only", "local_rank", "output_dir", "resume", "workers")
 
 
 def open_run(
-    args: Namespace, classes: Sequence[str], flags: Sequence[str]
+    args: Namespace, classes: Sequence[str], network_flags: Sequence[str]
 ) -> dict[str, Any] | None:
     """Prepare the output folder; return the checkpoint to go on from, None to start afresh.
 
     Raises a UserError if the folder cannot be written, or if the checkpoint cannot be read, is of
-    another network (one of `flags` differs) or of other classes. With --eval-only nothing is
-    written, and a checkpoint has to be there.
+    another network (one of `network_flags` differs), of another optimizer or of other classes.
+    With --eval-only nothing is written, and a checkpoint has to be there.
     """
     path = distributed.from_rank_zero(find, args.output_dir, args.resume, args.eval_only)
     if not path:
         return None
     state = load(path)
+    old, new = state["args"], plain(args)
     remedy = "choose another --output-dir, or --resume never to start afresh"
-    for name in flags:
-        old, new = state["args"].get(name), getattr(args, name)
-        if old != new:
-            raise UserError(f"{path} was trained with --{name} {old}, not {new}: {remedy}")
+    for name in (*network_flags, *([] if args.eval_only else ["optimizer"])):
+        if old.get(name) != new[name]:
+            raise UserError(f"{path} was trained with {flag(name, old)}, not {new[name]}: {remedy}")
     if state["classes"] != list(classes):
         raise UserError(
             f"{path} knows {len(state['classes'])} classes ({shorten(state['classes'])}), the data "
             f"has {len(classes)} ({shorten(classes)}): {remedy}"
         )
-    distributed.say(
-        f"{path}: {state['epoch']} of {args.epochs} epochs done, best {state['best']:.4f}"
-    )
+    line = f"{path}: {state['epoch']} of {args.epochs} epochs done, best {state['best']:.4f}"
+    changed = [n for n in new if n in old and old[n] != new[n] and n not in MAY_DIFFER]
+    if changed and not args.eval_only:
+        line += f"; from now on {', '.join(f'{flag(n, new)} (was {old[n]})' for n in changed)}"
+    distributed.say(line)
     return state
+
+
+def flag(name: str, flags: dict[str, Any]) -> str:
+    return f"--{name.replace('_', '-')} {flags.get(name)}"
+
+
+def restore(state: dict[str, Any], optimizer: Optimizer, scheduler: LambdaLR) -> None:
+    """Put optimizer and schedule where the checkpoint left them; rates and such are the flags'."""
+    settings = optimizer.state_dict()["param_groups"]
+    optimizer.load_state_dict({**state["optimizer"], "param_groups": settings})
+    scheduler.load_state_dict({**state["scheduler"], "base_lrs": scheduler.base_lrs})
+    factor = scheduler.lr_lambdas[0](scheduler.last_epoch)
+    for group, lr in zip(optimizer.param_groups, scheduler.base_lrs, strict=True):
+        group["lr"] = lr * factor
 
 
 def find(folder: Path, resume: str, eval_only: bool) -> Path | None:

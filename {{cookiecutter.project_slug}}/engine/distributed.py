@@ -5,6 +5,7 @@ Each function is harmless in a group of one, so no caller asks how many processe
 
 import contextlib
 import os
+import random
 import re
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -103,6 +105,16 @@ def _adopt_slurm_step() -> None:
     env.setdefault("MASTER_ADDR", hosts[0])
     step = int(env["SLURM_JOB_ID"]) * 7 + int(env["SLURM_STEP_ID"])
     env.setdefault("MASTER_PORT", str(20000 + step % 10000))  # the same on all, another per step
+
+
+def seed(number: int) -> None:
+    """Seed this process's generators, each rank's differently, so that augmentations differ.
+
+    DDP starts all ranks from rank 0's weights, whatever the others drew.
+    """
+    random.seed(number + rank())
+    np.random.seed((number + rank()) % 2**32)
+    torch.manual_seed(number + rank())
 
 
 def rank() -> int:
@@ -203,41 +215,32 @@ def check_same(model: nn.Module) -> None:
 
 @contextlib.contextmanager
 def one_line_errors() -> Iterator[None]:
-    """Turn a UserError into one line, printed by one rank, and a prompt exit of all (status 1).
+    """Let one rank alone tell of an error and end them all (status 1); a UserError is one line.
 
     The launcher, or the connection that breaks, ends the ranks that do not know of it.
     """
     try:
         yield
     except UserError as error:
+        # Often all ranks know the same: rank 0, whose output people read, gets a second's start.
+        time.sleep(min(rank(), 1) if _store else min(local_rank(), 1))
         if _first_to_tell():
             print(f"error: {error}", file=sys.stderr)
         _leave(1)
     except KeyboardInterrupt:
         _leave(130)
     except Exception:
-        # A collective fails when a peer leaves: nothing to add to what the peer has said.
-        if not _already_told():
+        if _first_to_tell():
             raise
-        _leave(1)
+        _leave(1)  # the collectives of this rank broke because the first one has left
 
 
 def _first_to_tell() -> bool:
-    """Whether this rank is to print the error; the first rank gets a second's start."""
-    if _store is None:  # not in a group yet: every rank of the node knows the same
-        time.sleep(min(local_rank(), 1))
+    if _store is None:  # not in a group yet: each node's first rank speaks
         return local_rank() == 0
-    time.sleep(min(rank(), 1))
     try:
-        return _store.add("user error", 1) == 1
+        return _store.add("errors", 1) == 1
     except dist.DistError:  # rank 0 held the store: it has spoken and left
-        return False
-
-
-def _already_told() -> bool:
-    try:
-        return _store is not None and _store.add("user error", 0) > 0
-    except dist.DistError:
         return False
 
 

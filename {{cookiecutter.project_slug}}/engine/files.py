@@ -24,10 +24,11 @@ def writing(path: Path) -> Iterator[Path]:
             os.fsync(file.fileno())
         os.replace(beside, path)
     except (OSError, RuntimeError) as error:  # torch.save tells of a full disk by RuntimeError
-        with contextlib.suppress(OSError):
-            beside.unlink(missing_ok=True)
         reason = getattr(error, "strerror", None) or str(error).split("\n")[0]
         raise UserError(f"{path}: cannot be written ({reason})") from None
+    finally:
+        with contextlib.suppress(OSError):
+            beside.unlink(missing_ok=True)
 
 
 @contextlib.contextmanager

@@ -38,19 +38,17 @@ def list_images(folder: Path) -> list[str]:
     return sorted(paths)
 
 
-def collect(inputs: Sequence[str]) -> dict[str, str]:
-    """Return {name: path} of the pictures that `inputs` (files and folders) hold.
+def collect(inputs: Sequence[str]) -> list[tuple[str, str]]:
+    """Return (path, name) of each picture that `inputs`, files and folders, hold.
 
-    A name is the path below the folder that was given, without its ending.
+    The name is the path below the folder that was given, without its ending.
     """
-    found: dict[str, str] = {}
+    found = []
     for given in inputs:
         is_file = os.path.isfile(given)
         for path in [given] if is_file else list_images(Path(given)):
             below = os.path.basename(path) if is_file else os.path.relpath(path, given)
-            name = os.path.splitext(below)[0]
-            if found.setdefault(name, path) != path:
-                raise UserError(f"{path} and {found[name]} would get the same name; rename one")
+            found.append((path, os.path.splitext(below)[0]))
     return found
 
 
@@ -76,6 +74,10 @@ def split(paths: Sequence[str], root: Path) -> tuple[list[str], list[str]]:
     The order is by a checksum of the path below `root`: the same on every machine and in every
     run, and a picture added later moves few others.
     """
+    if len(paths) < 2:
+        raise UserError(
+            f"{paths[0]}: too few pictures to set some aside; add more, or a val folder"
+        )
     by_chance = sorted(paths, key=lambda p: zlib.crc32(os.path.relpath(p, root).encode()))
     count = max(1, round(0.15 * len(paths)))
     return sorted(by_chance[count:]), sorted(by_chance[:count])

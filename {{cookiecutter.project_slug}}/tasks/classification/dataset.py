@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 from torchvision.transforms import v2
 
-from engine import loading
+from engine import distributed, loading
 from engine.distributed import UserError
 
 IMAGE_SIZE = 224  # pixels; what the network sees, unless --image-size says otherwise
@@ -73,6 +73,10 @@ def build_dataset(args: Namespace) -> tuple[ImageDataset, ImageDataset, list[str
             train_paths, val_paths = loading.split(train_paths, root)
         train += [(path, label) for path in train_paths]
         val += [(path, label) for path in val_paths]
+    if not has_val:
+        distributed.say(
+            f"no {root / 'val'}: {len(val)} of {len(train) + len(val)} pictures set aside"
+        )
     return (
         ImageDataset(train, train_transform(args.image_size)),
         ImageDataset(val, eval_transform(args.image_size)),

@@ -28,18 +28,19 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model, classes, flags = checkpoint.load_model(args.checkpoint, task.build_model, device)
-    paths = list(loading.collect(args.inputs).values())
+    paths = [path for path, _ in loading.collect(args.inputs)]
     pictures = ImageDataset([(path, -1) for path in paths], eval_transform(flags.image_size))
     loader = DataLoader(pictures, batch_size=32, num_workers=loading.default_workers())
 
-    rest = iter(paths)
+    found: list[tuple[float, int]] = []  # probability and class number, in the order of paths
+    for images, _ in loading.to_device(tqdm(loader, unit="batch", disable=None), device):
+        best = torch.softmax(model(images), dim=1).max(dim=1)
+        found += zip(best.values.tolist(), best.indices.tolist(), strict=True)
     with files.writing(args.output / "predictions.csv") as beside, open(beside, "w") as file:
         table = csv.writer(file, lineterminator="\n")
         table.writerow(("file", "class", "probability"))
-        for images, _ in loading.to_device(tqdm(loader, unit="batch", disable=None), device):
-            best = torch.softmax(model(images), dim=1).max(dim=1)
-            for probability, label in zip(best.values.tolist(), best.indices.tolist(), strict=True):
-                table.writerow((next(rest), classes[label], f"{probability:.4f}"))
+        for path, (probability, label) in zip(paths, found, strict=True):
+            table.writerow((path, classes[label], f"{probability:.4f}"))
     print(f"{len(paths)} pictures: {args.output / 'predictions.csv'}")
 
 

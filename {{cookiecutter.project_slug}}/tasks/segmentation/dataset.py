@@ -89,6 +89,7 @@ def build_dataset(args: Namespace) -> tuple[SegmentationDataset, SegmentationDat
         mask_of = dict(train)
         parts = loading.split(list(mask_of), root)
         train, val = ([(path, mask_of[path]) for path in part] for part in parts)
+        distributed.say(f"no {root / 'val'}: {len(val)} of {len(mask_of)} pictures set aside")
     classes = distributed.from_rank_zero(read_classes, root, [mask for _, mask in train])
     augment = functools.partial(train_transform, size=args.image_size)
     return (

@@ -20,6 +20,7 @@ from tqdm import tqdm
 import model as task
 from dataset import overlay, pad
 from engine import checkpoint, distributed, files, loading
+from engine.distributed import UserError
 
 
 class Pictures(Dataset):
@@ -46,7 +47,10 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model, _, _ = checkpoint.load_model(args.checkpoint, task.build_model, device)
-    names = loading.collect(args.inputs)
+    names: dict[str, str] = {}
+    for path, name in loading.collect(args.inputs):
+        if names.setdefault(name, path) != path:
+            raise UserError(f"{path} and {names[name]} would get the same name; rename one")
     # Pictures differ in size, so they go through one at a time.
     loader = DataLoader(Pictures(list(names.values())), num_workers=loading.default_workers())
     progress = tqdm(loader, unit="img", disable=None)

@@ -1,0 +1,42 @@
+# make demo    set up, generate a project, train it on two ranks   (TASK=segmentation for the other)
+# make test    set up, run all tests
+# make check   set up, lint and the quick tests
+
+PYTHON ?= python3
+VENV ?= .venv
+TASK ?= classification
+
+# No caches in the template folder: cookiecutter would copy them into projects.
+export RUFF_NO_CACHE = true
+export PYTHONDONTWRITEBYTECODE = 1
+
+python = "$(VENV)/bin/python"
+template = {{cookiecutter.project_slug}}
+project = demo/$(TASK)
+
+.PHONY: demo test check ready
+
+test: ready
+	$(python) -m pytest
+
+check: ready
+	$(python) -m pytest tests/test_template.py
+
+demo: ready
+	find "$(template)" -name '.*_cache' -prune -exec rm -rf {} +
+	$(python) -m cookiecutter . --no-input --overwrite-if-exists --output-dir demo \
+		project_name="Demo" project_slug=$(TASK) task=$(TASK)
+	PYTHON="$$(cd "$(VENV)/bin" && pwd)/python" $(project)/launch.sh --resume never
+	@echo
+	@echo "The project:     $(project)"
+	@echo "The checkpoint:  $(project)/runs/default/best.pt"
+	@echo "The pictures:    $(project)/runs/default/examples.png and curves.png"
+	@echo "Next:            cd $(project), edit main.py, dataset.py or model.py, and"
+	@echo "                 PYTHON=../../$(VENV)/bin/python ./launch.sh --resume never"
+
+ready: $(VENV)/ready
+
+$(VENV)/ready: requirements.txt $(wildcard $(template)/tasks/*/requirements.txt)
+	$(PYTHON) -m venv "$(VENV)"
+	$(python) -m pip install --quiet --disable-pip-version-check -r requirements.txt
+	touch "$@"

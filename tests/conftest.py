@@ -1,0 +1,209 @@
+"""Generate projects as a user does, and run their commands without leaving a process behind."""
+
+import os
+import shutil
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+TEMPLATE_FOLDER = "{{cookiecutter.project_slug}}"
+TASKS = ("classification", "segmentation")
+# Small pictures, a small share of time in processes: what most runs in these tests are given.
+SMALL = ("--image-size", "64", "--batch-size", "4", "--workers", "0", "--epochs", "1")
+
+
+@pytest.fixture(scope="session")
+def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of what git would commit: no caches, no virtual environment."""
+    listed = subprocess.run(
+        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
+        cwd=ROOT,
+        check=True,
+        capture_output=True,
+        text=True,
+    ).stdout
+    copy = tmp_path_factory.mktemp("template")
+    for name in filter(None, listed.split("\0")):
+        if (ROOT / name).is_file():  # a deleted file is listed until the deletion is committed
+            (copy / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / name, copy / name)
+    return copy
+
+
+@pytest.fixture(scope="session")
+def clean_home(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """An environment in which cookiecutter and git find no settings of the user's."""
+    home = tmp_path_factory.mktemp("home")
+    config = home / "cookiecutter.yaml"
+    config.write_text(f"replay_dir: {home}/replay\ncookiecutters_dir: {home}/cookiecutters\n")
+    git = {
+        f"GIT_{who}_{what}": "test@example.org"
+        for who in ("AUTHOR", "COMMITTER")
+        for what in ("NAME", "EMAIL")
+    }
+    return {**os.environ, "HOME": str(home), "COOKIECUTTER_CONFIG": str(config), **git}
+
+
+Generate = Callable[..., subprocess.CompletedProcess]
+
+
+@pytest.fixture(scope="session")
+def generate(template: Path, clean_home: dict[str, str]) -> Generate:
+    def generate(folder: Path, *answers: str, **options: object) -> subprocess.CompletedProcess:
+        command = [
+            sys.executable,
+            "-m",
+            "cookiecutter",
+            str(template),
+            "-o",
+            str(folder),
+        ]
+        if "input" not in options:
+            command.append("--no-input")
+        return subprocess.run(
+            [*command, *answers],
+            env=clean_home,
+            capture_output=True,
+            text=True,
+            timeout=60,
+            **options,
+        )
+
+    return generate
+
+
+class Project:
+    """A generated project in a path with a space, and small data for it."""
+
+    def __init__(self, folder: Path, task: str) -> None:
+        self.folder = folder
+        self.task = task
+
+    def python(self, code: str, *args: object) -> str:
+        command = [sys.executable, "-c", code, *map(str, args)]
+        return subprocess.run(
+            command,
+            cwd=self.folder,
+            check=True,
+            capture_output=True,
+            text=True,
+            timeout=120,
+        ).stdout
+
+    def draw(self, folder: Path, train: int, val: int) -> Path:
+        code = "import sys, demo_set; from pathlib import Path; demo_set.draw(Path(sys.argv[1]), "
+        self.python(f"{code}{train}, {val})", folder)
+        return folder
+
+    def launch(self, *flags: object, **kwargs: object) -> "Done":
+        return run([self.folder / "launch.sh", *flags], **kwargs)
+
+    def alone(self, *flags: object) -> "Done":
+        return run([sys.executable, self.folder / "main.py", *flags])
+
+
+class Done:
+    def __init__(self, status: int, out: str, err: str, left: list[int]) -> None:
+        self.status = status
+        self.out = out
+        self.err = err
+        self.left = left  # processes that outlived the command
+
+    def ok(self) -> "Done":
+        assert self.status == 0, f"status {self.status}\n{self.out}\n{self.err}"
+        assert not self.left
+        return self
+
+    def refused(self, *words: str) -> "Done":
+        """Exactly one line of complaint with all `words`, a non-zero status, nobody left."""
+        assert self.status not in (0, None), self.out
+        assert len(self.err.splitlines()) == 1, self.err
+        for word in words:
+            assert word in self.err
+        assert not self.left
+        return self
+
+
+def start(
+    command: list, mark: str, ranks: int = 2, cwd: Path | None = None, **env: str
+) -> subprocess.Popen:
+    """Start a command whose descendants all carry `mark` in their environment."""
+    return subprocess.Popen(
+        [str(part) for part in command],
+        cwd=cwd,
+        env={
+            **os.environ,
+            "NPROC": str(ranks),
+            "CUDA_VISIBLE_DEVICES": "",
+            "OMP_NUM_THREADS": "1",
+            "PYTHON": sys.executable,
+            "DDP_TEMPLATE_TEST": mark,
+            **env,
+        },
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def marked(mark: str) -> list[int]:
+    """The ids of the living processes that carry `mark`, zombies not among them."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            if f"DDP_TEMPLATE_TEST={mark}".encode() in (folder / "environ").read_bytes().split(
+                b"\0"
+            ):
+                found.append(int(folder.name))
+        except OSError:
+            continue
+    return found
+
+
+def finish(process: subprocess.Popen, mark: str, timeout: float = 300) -> Done:
+    """Wait for the command, give its descendants a moment, and end those that stay."""
+    try:
+        out, err = process.communicate(timeout=timeout)
+    finally:
+        deadline = time.monotonic() + 10
+        while (left := marked(mark)) and process.poll() is not None and time.monotonic() < deadline:
+            time.sleep(0.1)
+        for pid in left:
+            os.kill(pid, 9)
+    return Done(process.returncode, out, err, left)
+
+
+def run(command: list, timeout: float = 300, **kwargs: object) -> Done:
+    mark = uuid.uuid4().hex
+    return finish(start(command, mark, **kwargs), mark, timeout)
+
+
+@pytest.fixture(scope="session", params=TASKS)
+def project(
+    request: pytest.FixtureRequest,
+    generate: Generate,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Project:
+    parent = tmp_path_factory.mktemp("a path") / "with a space"
+    done = generate(parent, f"task={request.param}")
+    assert done.returncode == 0, done.stderr
+    return Project(parent / "my_ddp_project", request.param)
+
+
+@pytest.fixture(scope="session")
+def data(project: Project, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """53 + 23 pictures: they divide by no batch and no number of ranks that is tried."""
+    return project.draw(tmp_path_factory.mktemp("data") / "set", 53, 23)
+
+
+@pytest.fixture
+def own_data(data: Path, tmp_path: Path) -> Iterator[Path]:
+    """A copy of `data` to spoil."""
+    yield shutil.copytree(data, tmp_path / "own")

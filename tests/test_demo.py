@@ -1,0 +1,100 @@
+"""`make demo`, and what it promises: a trained model, pictures, predictions."""
+
+import csv
+import re
+import shutil
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from conftest import run
+from PIL import Image
+
+PROMISED = {"classification": ("top1", 0.90), "segmentation": ("miou", 0.70)}
+
+
+def make_demo(folder: Path, task: str) -> str:
+    venv = Path(sys.executable).parent.parent
+    command = ["make", "demo", f"TASK={task}", f"VENV={venv}"]
+    return run(command, cwd=folder, timeout=900, OMP_NUM_THREADS="").ok().out
+
+
+@pytest.fixture(scope="module", params=PROMISED)
+def demo(
+    request: pytest.FixtureRequest, template: Path, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[str, Path, str]:
+    """The task, the project's folder and the output of `make demo` at a path with a space."""
+    folder = tmp_path_factory.mktemp("demo") / "a space"
+    shutil.copytree(template, folder)
+    out = make_demo(folder, request.param)
+    return request.param, folder / "demo" / request.param, out
+
+
+def rows(project: Path) -> list[dict[str, str]]:
+    with open(project / "runs" / "default" / "metrics.csv", newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def test_it_learns(demo: tuple[str, Path, str]) -> None:
+    task, project, out = demo
+    name, promised = PROMISED[task]
+    assert float(rows(project)[-1][name]) >= promised
+    assert "2 rank(s) on CPU" in out
+    last = out[out.index("The project:") :]
+    for path in re.findall(r"(demo/\S+)", last.replace(",", "")):
+        assert (project.parent.parent / path).exists(), path
+    pixels = np.asarray(Image.open(project / "runs" / "default" / "examples.png"))
+    assert pixels.std() > 10
+
+
+def test_predictions_are_as_good_as_the_run_says(demo: tuple[str, Path, str]) -> None:
+    """Accuracy or IoU counted from the files that predict.py writes."""
+    task, project, _ = demo
+    name, _ = PROMISED[task]
+    reported = max(float(row[name]) for row in rows(project))
+    command = [sys.executable, "predict.py", "data/demo/val", "--output", "predictions"]
+    if task == "classification":
+        run(command, cwd=project).ok()
+        with open(project / "predictions" / "predictions.csv", newline="") as file:
+            found = list(csv.DictReader(file))
+        right = [Path(row["file"]).parent.name == row["class"] for row in found]
+        assert len(right) == len(list((project / "data/demo/val").glob("*/*.jpg")))
+        assert np.mean(right) == pytest.approx(reported, abs=1e-6)
+        return
+    command[2] += "/images"
+    run(command, cwd=project).ok()
+    both, either = np.zeros(2), np.zeros(2)
+    masks = sorted((project / "data/demo/val/masks").iterdir())
+    for path in masks:
+        truth = np.asarray(Image.open(path))
+        guess = np.asarray(Image.open(project / "predictions/masks" / path.name))
+        assert (project / "predictions/overlays" / path.name).exists()
+        for label in range(2):
+            hit, said = truth == label, (guess == label) & (truth != 255)
+            both[label] += (hit & said).sum()
+            either[label] += (hit | said).sum()
+    assert len(masks) == len(list((project / "predictions/masks").iterdir()))
+    assert np.mean(both / either) == pytest.approx(reported, abs=1e-3)
+
+
+def test_a_model_that_does_not_learn_fails(demo: tuple[str, Path, str], tmp_path: Path) -> None:
+    task, project, _ = demo
+    name, promised = PROMISED[task]
+    code = "import demo_set, sys, pathlib; demo_set.draw(pathlib.Path(sys.argv[1]), 64, 120)"
+    run([sys.executable, "-c", code, tmp_path / "set"], cwd=project).ok()
+    size = ["--image-size", 64, "--batch-size", 8, "--epochs", 1, "--lr", 0]
+    flags = [*size, "--data", tmp_path / "set", "--output-dir", tmp_path / "out"]
+    run([project / "launch.sh", *flags]).ok()
+    with open(tmp_path / "out" / "metrics.csv", newline="") as file:
+        assert float(next(csv.DictReader(file))[name]) < promised - 0.2
+
+
+@pytest.mark.parametrize("demo", ["classification"], indirect=True)
+def test_twice_in_a_row(demo: tuple[str, Path, str]) -> None:
+    """The same commands for both tasks, so the quicker one will do."""
+    task, project, _ = demo
+    drawn = (project / "data" / "demo").stat().st_mtime_ns
+    assert "--resume never: removing" in make_demo(project.parent.parent, task)
+    assert [row["epoch"] for row in rows(project)] == ["1", "2", "3", "4", "5"]
+    assert (project / "data" / "demo").stat().st_mtime_ns == drawn

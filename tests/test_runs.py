@@ -1,0 +1,535 @@
+"""Real runs of generated projects: launchers, ranks, resume, output files, prediction."""
+
+import csv
+import json
+import os
+import re
+import shutil
+import signal
+import sys
+import time
+import uuid
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from conftest import SMALL, Done, Project, finish, marked, run, start
+from PIL import Image
+
+# A main.py whose ranks each leave their final weights behind.
+KEEP_WEIGHTS = """
+import os, sys, torch, main
+build, kept = main.task.build_model, []
+main.task.build_model = lambda *args, **kw: kept.append(build(*args, **kw)) or kept[0]
+main.main(sys.argv[2:])
+torch.save(kept[0].state_dict(), f"{sys.argv[1]}/rank{os.environ['RANK']}.pt")
+"""
+
+
+def rows(folder: Path) -> list[dict[str, str]]:
+    with open(folder / "metrics.csv", newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def flags(data: Path, out: Path, *more: object) -> list[object]:
+    return [*SMALL, "--data", data, "--output-dir", out, *more]
+
+
+def test_three_ranks_end_with_the_same_weights(
+    project: Project, data: Path, tmp_path: Path
+) -> None:
+    script = project.folder / "keep_weights.py"
+    script.write_text(KEEP_WEIGHTS)
+    launcher = [sys.executable, project.folder / "engine/torchrun.py", "--standalone"]
+    # 53 // 3 = 17 pictures a rank, 4 batches of 4, and 2 + 1 steps of 3: nothing divides.
+    more = flags(data, tmp_path, "--accumulate", 3, "--epochs", 2)
+    done = run([*launcher, "--nproc-per-node", 3, script, tmp_path, *more]).ok()
+    script.unlink()
+    assert "batch 4 per rank x 3 rank(s) x 3 accumulated = 36" in done.out
+    assert [row["step"] for row in rows(tmp_path)] == ["2", "4"]
+    first, *others = (torch.load(tmp_path / f"rank{r}.pt", weights_only=True) for r in range(3))
+    saved = torch.load(tmp_path / "last.pt", weights_only=True)["model"]
+    for other in [*others, saved]:
+        assert first.keys() == other.keys()
+        assert all(torch.equal(first[name], other[name]) for name in first)
+
+
+def test_a_forward_pass_beside_ddp_is_found_out(
+    project: Project, data: Path, tmp_path: Path
+) -> None:
+    broken = shutil.copytree(project.folder, tmp_path / "broken")
+    text = (broken / "main.py").read_text()
+    assert text.count("criterion(ddp_model(images)") == 1
+    text = text.replace("criterion(ddp_model(images)", "criterion(ddp_model.module(images)")
+    (broken / "main.py").write_text(text)
+    done = run([broken / "launch.sh", *flags(data, tmp_path / "out")])
+    done.refused("differs between ranks", "ddp_model")
+    assert not (tmp_path / "out" / "last.pt").exists()
+
+
+@pytest.mark.parametrize("project", ["classification"], indirect=True)
+class TestLaunchers:
+    """All ways to start main.py, which is the same file for both tasks."""
+
+    @pytest.mark.parametrize(
+        "launcher",
+        [
+            "-m torch.distributed.run --standalone --nproc-per-node 2",
+            "-m torch.distributed.launch --nproc-per-node 2 --master-port {port}",
+            "-m torch.distributed.launch --use-env --nproc-per-node 2 --master-port {port}",
+        ],
+    )
+    def test_pytorch(self, project: Project, data: Path, tmp_path: Path, launcher: str) -> None:
+        words = launcher.format(port=free_port()).split()
+        command = [sys.executable, *words, project.folder / "main.py"]
+        assert "2 rank(s)" in run([*command, *flags(data, tmp_path)]).ok().out
+        assert rows(tmp_path)[0]["step"] == "6"
+
+    def test_plain_start_is_a_group_of_one(
+        self, project: Project, data: Path, tmp_path: Path
+    ) -> None:
+        command = [sys.executable, project.folder / "main.py", *flags(data, tmp_path)]
+        assert "1 rank(s)" in run(command).ok().out
+        assert rows(tmp_path)[0]["step"] == "13"
+
+    @pytest.mark.parametrize("spelling", ["--local-rank", "--local_rank"])
+    def test_local_rank_as_a_flag(
+        self, project: Project, data: Path, tmp_path: Path, spelling: str
+    ) -> None:
+        """A launcher of one's own, that gives the local rank as a flag only."""
+        mark, port = uuid.uuid4().hex, str(free_port())
+        env = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        command = [sys.executable, project.folder / "main.py", *flags(data, tmp_path)]
+        ranks = [start([*command, spelling, r], mark, RANK=str(r), **env) for r in range(2)]
+        done = [finish(each, mark).ok() for each in ranks]
+        assert "2 rank(s)" in done[0].out
+
+    def test_srun(self, project: Project, data: Path, tmp_path: Path) -> None:
+        """Two nodes of one task each, as srun's variables tell of them; no SLURM is run."""
+        mark, tools = uuid.uuid4().hex, fake_scontrol(tmp_path)
+        command = [
+            sys.executable,
+            project.folder / "main.py",
+            *flags(data, tmp_path / "out"),
+        ]
+        ranks = [start(command, mark, **tools, **srun_step(r)) for r in range(2)]
+        done = [finish(each, mark).ok() for each in ranks]
+        assert "2 rank(s)" in done[0].out
+
+    def test_srun_launch_sh(self, project: Project, data: Path, tmp_path: Path) -> None:
+        """The same, with launch.sh as the task; its two ranks a node make four."""
+        mark, tools = uuid.uuid4().hex, fake_scontrol(tmp_path)
+        command = [project.folder / "launch.sh", *flags(data, tmp_path / "out")]
+        nodes = [start(command, mark, **tools, **srun_step(r)) for r in range(2)]
+        done = [finish(each, mark).ok() for each in nodes]
+        assert "4 rank(s)" in done[0].out
+        wrong = {**srun_step(0), "SLURM_STEP_NUM_TASKS": "4"}
+        run(command, **tools, **wrong).refused("--ntasks-per-node 1")
+
+    def test_batch_script_is_no_step(self, project: Project, data: Path, tmp_path: Path) -> None:
+        command = [sys.executable, project.folder / "main.py", *flags(data, tmp_path)]
+        batch = {"SLURM_PROCID": "0", "SLURM_NTASKS": "8", "SLURM_JOB_ID": "1"}
+        assert "1 rank(s)" in run(command, **batch).ok().out
+
+    def test_two_nodes(self, project: Project, data: Path, tmp_path: Path) -> None:
+        mark = uuid.uuid4().hex
+        env = {
+            "NNODES": "2",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(free_port()),
+        }
+        command = [project.folder / "launch.sh", *flags(data, tmp_path)]
+        nodes = [start(command, mark, NODE_RANK=str(n), **env) for n in range(2)]
+        first, second = (finish(node, mark).ok() for node in nodes)
+        assert "4 rank(s)" in first.out
+        assert second.out == ""
+
+    def test_from_another_folder(self, project: Project, data: Path, tmp_path: Path) -> None:
+        """Paths on the command line are seen from where one stands."""
+        relative = os.path.relpath(data, tmp_path)
+        command = [project.folder / "launch.sh", *flags(Path(relative), Path("here"))]
+        run(command, cwd=tmp_path).ok()
+        assert (tmp_path / "here" / "best.pt").exists()
+
+    def test_wrong_environment(self, project: Project) -> None:
+        project.launch(NNODES="2", NODE_RANK="0").refused("MASTER_ADDR")
+        run([project.folder / "launch.sh"], NNODES="two").refused("NNODES=two")
+        usage = run([project.folder / "launch.sh", "--help"]).ok().out
+        for name in ("NPROC", "NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT"):
+            assert name in usage
+
+    def test_more_ranks_than_gpus(self, project: Project) -> None:
+        """The check alone, on a machine that claims two GPUs."""
+        code = (
+            "import os, torch; from engine import distributed as d\n"
+            "torch.cuda.is_available = lambda: True; torch.cuda.device_count = lambda: 2\n"
+            "os.environ.update(LOCAL_RANK='0', LOCAL_WORLD_SIZE='3')\n"
+            "try: d.setup()\nexcept d.UserError as error: print(error)"
+        )
+        assert project.python(code).startswith("3 ranks on this node but 2 GPU(s)")
+
+
+def free_port() -> int:
+    import socket
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def fake_scontrol(folder: Path) -> dict[str, str]:
+    tool = folder / "bin" / "scontrol"
+    tool.parent.mkdir()
+    tool.write_text("#!/bin/sh\nprintf 'localhost\\nlocalhost\\n'\n")
+    tool.chmod(0o755)
+    return {
+        "PATH": f"{tool.parent}:{os.environ['PATH']}",
+        "SLURM_JOB_ID": str(uuid.uuid4().int % 10**6),  # decides on the port
+    }
+
+
+def srun_step(node: int) -> dict[str, str]:
+    return {
+        "SLURM_STEP_ID": "0",
+        "SLURM_STEP_NUM_NODES": "2",
+        "SLURM_STEP_NUM_TASKS": "2",
+        "SLURM_STEP_TASKS_PER_NODE": "1(x2)",
+        "SLURM_STEP_NODELIST": "n[1-2]",
+        "SLURM_NODEID": str(node),
+        "SLURM_PROCID": str(node),
+        "SLURM_LOCALID": "0",
+    }
+
+
+@pytest.fixture(scope="session")
+def trained(project: Project, data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The output folder of a finished run of one epoch."""
+    folder = tmp_path_factory.mktemp("trained")
+    project.launch(*flags(data, folder)).ok()
+    return folder
+
+
+def test_output_files(project: Project, trained: Path) -> None:
+    names = {re.sub(r"tfevents\..*", "tfevents", path.name) for path in trained.iterdir()}
+    assert names == {
+        "last.pt",
+        "best.pt",
+        "metrics.csv",
+        "args.json",
+        "curves.png",
+        "examples.png",
+        "events.out.tfevents",
+    }
+    state = torch.load(trained / "last.pt", weights_only=True)
+    assert {
+        "model",
+        "optimizer",
+        "scheduler",
+        "epoch",
+        "step",
+        "best",
+        "classes",
+        "args",
+    } == set(state)
+    args = json.loads((trained / "args.json").read_text())
+    assert args["flags"]["epochs"] == 1
+    assert args["ranks"] == 2
+    assert args["versions"]["torch"] == torch.__version__
+    for name in ("curves.png", "examples.png"):
+        pixels = np.asarray(Image.open(trained / name))
+        assert pixels.std() > 10  # something is drawn
+
+
+def test_metrics_are_those_of_a_plain_loop(project: Project, data: Path, trained: Path) -> None:
+    """Loss and metrics of two ranks against a loop over single pictures, without our engine."""
+    code = """
+import sys, json, argparse, torch
+from pathlib import Path
+import dataset, model as task
+state = torch.load(sys.argv[1], weights_only=True)
+args = argparse.Namespace(**state["args"]); args.data = Path(sys.argv[2])
+from engine import distributed; distributed.setup()
+_, val, classes = dataset.build_dataset(args)
+net = task.build_model(args, classes); net.load_state_dict(state["model"]); net.eval()
+mean = torch.tensor([0.485, 0.456, 0.406]).view(3, 1, 1)
+std = torch.tensor([0.229, 0.224, 0.225]).view(3, 1, 1)
+losses, pairs = 0.0, []
+for image, target in val:
+    target = torch.as_tensor(target).long()
+    with torch.no_grad():
+        output = net(((image / 255 - mean) / std)[None])[0]
+    scores = output.flatten(1).T.double() if output.ndim == 3 else output[None].double()
+    target = target.flatten() if output.ndim == 3 else target[None]
+    keep = target != 255
+    picked = torch.log_softmax(scores[keep], 1)[torch.arange(int(keep.sum())), target[keep]]
+    losses -= picked.sum().item()
+    pairs += zip(scores[keep].argmax(1).tolist(), target[keep].tolist())
+print(json.dumps([losses / len(pairs), pairs]))
+"""
+    loss, pairs = json.loads(project.python(code, trained / "last.pt", data))
+    row = rows(trained)[0]
+    assert float(row["val_loss"]) == pytest.approx(loss, rel=1e-4)
+    guess, truth = np.array(pairs).T
+    if project.task == "classification":
+        assert len(pairs) == 23
+        assert float(row["top1"]) == pytest.approx((guess == truth).mean(), abs=1e-6)
+        return
+    iou = [
+        ((guess == c) & (truth == c)).sum() / ((guess == c) | (truth == c)).sum() for c in (0, 1)
+    ]
+    assert float(row["iou_background"]) == pytest.approx(iou[0], abs=1e-3)
+    assert float(row["iou_crack"]) == pytest.approx(iou[1], abs=1e-3)
+    assert float(row["miou"]) == pytest.approx(np.mean(iou), abs=1e-3)
+
+
+def test_fewer_validation_pictures_than_ranks(
+    project: Project, trained: Path, tmp_path: Path
+) -> None:
+    data = project.draw(tmp_path / "set", 53, 6)
+    more = [
+        "--batch-size",
+        6,
+        "--eval-only",
+    ]  # one batch: two of three ranks hold nothing
+    results = []
+    for ranks in (1, 3):
+        done = project.launch(*flags(data, trained), *more, ranks=ranks).ok()
+        results.append(json.loads(done.out.splitlines()[-1]))
+    assert results[0] == results[1]
+
+
+def test_resume(project: Project, data: Path, trained: Path, tmp_path: Path) -> None:
+    out = shutil.copytree(trained, tmp_path / "out")
+    (out / "notes.txt").write_text("mine")
+    done = project.launch(*flags(data, out, "--epochs", 2)).ok()
+    assert "1 of 2 epochs done" in done.out
+    assert [row["epoch"] for row in rows(out)] == ["1", "2"]
+    assert rows(out)[0] == rows(trained)[0]
+
+    done = project.launch(*flags(data, out, "--resume", "never")).ok()
+    assert "--resume never: removing" in done.out
+    assert [row["epoch"] for row in rows(out)] == ["1"]
+    assert len(list(out.glob("events*"))) == 1
+    assert (out / "notes.txt").read_text() == "mine"
+
+    fresh = tmp_path / "fresh"
+    more = ["--epochs", 2, "--resume", trained / "last.pt", "--lr", 0.002, "--schedule", "step"]
+    done = project.launch(*flags(data, fresh, *more)).ok()
+    assert "1 of 2 epochs done" in done.out
+    assert "--lr 0.002 (was 0.001)" in done.out
+    assert [row["epoch"] for row in rows(fresh)] == ["2"]
+    assert float(rows(fresh)[0]["lr"]) == 0.002  # the flag's rate, not the checkpoint's
+
+
+def test_kill_in_the_middle_then_go_on(project: Project, data: Path, tmp_path: Path) -> None:
+    mark, epochs = uuid.uuid4().hex, ["--epochs", 40]
+    process = start([project.folder / "launch.sh", *flags(data, tmp_path, *epochs)], mark)
+    wait_for(lambda: (tmp_path / "last.pt").exists(), process)
+    for pid in marked(mark):
+        os.kill(pid, signal.SIGKILL)
+    finish(process, mark)
+    reached = torch.load(tmp_path / "last.pt", weights_only=True)["epoch"]
+    assert 1 <= reached < 40
+    last = reached + 1
+    done = project.launch(*flags(data, tmp_path, "--epochs", last)).ok()
+    assert f"{reached} of {last} epochs done" in done.out
+    assert [row["epoch"] for row in rows(tmp_path)] == [str(n + 1) for n in range(last)]
+
+
+def test_interrupt(project: Project, data: Path, tmp_path: Path) -> None:
+    """Ctrl-C, as a terminal sends it: to the launcher; nobody stays and nothing alarms."""
+    mark = uuid.uuid4().hex
+    command = [
+        project.folder / "launch.sh",
+        *flags(data, tmp_path, "--epochs", 40, "--workers", 1),
+    ]
+    process = start(command, mark)
+    wait_for(lambda: (tmp_path / "last.pt").exists(), process)
+    process.send_signal(signal.SIGINT)
+    done = finish(process, mark)
+    assert done.status == 130
+    assert "Traceback" not in done.err
+    assert not done.left
+
+
+def wait_for(condition, process, timeout: float = 120) -> None:
+    deadline = time.monotonic() + timeout
+    while not condition():
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_checkpoint_that_does_not_fit(
+    project: Project, data: Path, own_data: Path, trained: Path, tmp_path: Path
+) -> None:
+    before = {path.name: path.read_bytes() for path in trained.iterdir()}
+
+    def launch(*more: object, data: Path = data, out: Path = trained) -> Done:
+        return project.alone(*flags(data, out, "--epochs", 2, *more))
+
+    other = {"classification": "resnet34", "segmentation": "fpn"}[project.task]
+    launch("--arch", other).refused("last.pt", f"not {other}", "--output-dir")
+    launch("--optimizer", "sgd").refused("last.pt", "--optimizer adamw, not sgd")
+    if project.task == "classification":
+        for part in ("train", "val"):
+            shutil.copytree(own_data / part / "dots", own_data / part / "more")
+    else:
+        launch("--encoder", "resnet18").refused("--encoder resnet34, not resnet18")
+        with open(own_data / "classes.txt", "a") as file:
+            file.write("more\n")
+    launch(data=own_data).refused("last.pt", "classes", "more" if other == "fpn" else "7")
+    launch("--resume", tmp_path / "none.pt").refused("none.pt", "no such file")
+    launch("--eval-only", out=tmp_path).refused("best.pt", "no such file")
+    broken = tmp_path / "broken.pt"
+    broken.write_bytes((trained / "last.pt").read_bytes()[:1000])
+    launch("--resume", broken).refused("broken.pt", "not a readable checkpoint")
+    torch.save({"weights": 1}, broken)
+    launch("--resume", broken).refused("broken.pt", "no checkpoint of this project")
+    assert before == {path.name: path.read_bytes() for path in trained.iterdir()}
+
+
+def test_flags_that_cannot_be(project: Project, data: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    done = project.launch(*flags(data, out, "--batch-size", 27))
+    done.refused("--batch-size 27", "26 training pictures", "2 ranks")
+
+    def refused(*more: object, words: tuple[str, ...]) -> None:
+        project.alone(*flags(data, out, *more)).refused(*words)
+
+    refused("--batch-size", 0, words=("--batch-size", "0"))
+    refused("--epoch", 3, words=("--epoch",))
+    refused("--arch", "resnet99", words=("resnet99",))
+    refused("--weights", tmp_path / "none.pt", words=("none.pt", "no such file"))
+    (tmp_path / "file").touch()
+    refused(
+        "--output-dir",
+        tmp_path / "file",
+        words=(str(tmp_path / "file"), "cannot be written"),
+    )
+    assert not (out / "last.pt").exists()
+
+
+def test_flags_from_a_file(project: Project, data: Path, tmp_path: Path) -> None:
+    (tmp_path / "flags.txt").write_text("# small\n--optimizer sgd --lr 0.02\n--schedule step\n")
+    done = project.launch(*flags(data, tmp_path, f"@{tmp_path / 'flags.txt'}", "--scale-lr")).ok()
+    assert "learning rate 0.02 becomes 0.000625" in done.out  # 8 / 256
+    args = json.loads((tmp_path / "args.json").read_text())["flags"]
+    assert (args["optimizer"], args["lr"], args["schedule"]) == ("sgd", 0.02, "step")
+    group = torch.load(tmp_path / "last.pt", weights_only=True)["optimizer"]["param_groups"][0]
+    assert group["lr"] == pytest.approx(0.000625)
+    assert group["momentum"] == 0.9
+
+
+def test_weights_of_another_number_of_classes(
+    project: Project, own_data: Path, trained: Path, tmp_path: Path
+) -> None:
+    """Start from a checkpoint's weights: all layers but the last fit."""
+    if project.task == "classification":
+        for part in ("train", "val"):
+            shutil.rmtree(own_data / part / "waves")
+    else:
+        (own_data / "classes.txt").write_text("ground\ncrack\nroot\n")
+    more = ["--weights", trained / "best.pt", "--lr", 0]
+    done = project.launch(*flags(own_data, tmp_path / "out", *more)).ok()
+    assert re.search(
+        r"--weights: \d+ of \d+ tensors loaded; new: \S+weight, \S+bias$",
+        done.out,
+        re.M,
+    )
+    old, new = (torch.load(f / "best.pt", weights_only=True) for f in (trained, tmp_path / "out"))
+    weights = [name for name in old["model"] if name.endswith("weight")]
+    same = [torch.equal(old["model"][name], new["model"][name]) for name in weights]
+    assert same == [True] * (len(weights) - 1) + [False]
+
+
+def test_no_validation_folder(project: Project, own_data: Path, tmp_path: Path) -> None:
+    shutil.rmtree(own_data / "val")
+    code = """
+import argparse, sys; from pathlib import Path; import dataset
+from engine import distributed; distributed.setup()
+train, val, _ = dataset.build_dataset(argparse.Namespace(data=Path(sys.argv[1]), image_size=64))
+name = lambda s: Path(s[0]).relative_to(sys.argv[1]).as_posix()
+key = "samples" if hasattr(train, "samples") else "pairs"
+print(*(",".join(map(name, getattr(part, key))) for part in (train, val)), sep="\\n")
+"""
+    said, *parts = project.python(code, own_data).splitlines()
+    train, val = (part.split(",") for part in parts)
+    assert "set aside" in said
+    assert len(train) + len(val) == 53
+    assert not set(train) & set(val)
+    assert len(val) in (6, 7, 8)  # 15 %, of each class if there are folders of them
+    moved = own_data.rename(tmp_path / "elsewhere")
+    assert project.python(code, moved).splitlines()[1:] == parts
+
+
+def test_drawing_that_was_interrupted(project: Project, tmp_path: Path) -> None:
+    target, mark = tmp_path / "demo", uuid.uuid4().hex
+    code = "import demo_set, sys, pathlib; demo_set.draw(pathlib.Path(sys.argv[1]))"
+    process = start([sys.executable, "-c", code, target], mark, cwd=project.folder)
+    wait_for(lambda: len(list(tmp_path.glob("demo.partial-*/train/*/*"))) > 9, process)
+    process.kill()
+    finish(process, mark)
+    assert not target.exists()
+    project.draw(target, 9, 3)
+    assert len(list(target.glob("*/*/*.jpg"))) == 12
+
+
+def test_predict_bad_input(project: Project, data: Path, trained: Path, tmp_path: Path) -> None:
+    def predict(*args: object) -> Done:
+        command = [
+            sys.executable,
+            project.folder / "predict.py",
+            *args,
+            "--output",
+            tmp_path / "p",
+        ]
+        return run([*command, "--checkpoint", trained / "best.pt"])
+
+    predict(tmp_path / "none").refused("none", "no such folder")
+    (tmp_path / "bad.jpg").write_bytes(b"\xff\xd8 no picture")
+    predict(tmp_path / "bad.jpg").refused("bad.jpg", "cannot be read")
+    assert not list((tmp_path / "p").rglob("*.*"))
+    if project.task == "segmentation":  # whose masks would overwrite one another
+        for name in ("same.png", "same.jpg"):
+            Image.new("RGB", (64, 64)).save(tmp_path / name)
+        (tmp_path / "bad.jpg").unlink()
+        predict(tmp_path).refused("same.png", "same.jpg")
+
+
+def test_pictures_of_every_kind(project: Project, trained: Path, tmp_path: Path) -> None:
+    """Grey, 16-bit, with alpha, with a palette, CMYK, and one that a camera held upright."""
+    ramp = np.arange(40 * 96).reshape(40, 96)
+    kinds = {
+        "grey.png": Image.fromarray((ramp // 16).astype(np.uint8)),
+        "deep.png": Image.fromarray((ramp * 17).astype(np.uint16)),
+        "alpha.png": Image.new("RGBA", (96, 40), (200, 30, 30, 128)),
+        "palette.png": Image.new("P", (96, 40), 3),
+        "cmyk.jpg": Image.new("CMYK", (96, 40), (9, 99, 9, 9)),
+    }
+    for name, image in kinds.items():
+        image.save(tmp_path / name)
+    turned = Image.Exif()
+    turned[0x0112] = 6  # to be turned by 90 degrees
+    Image.new("RGB", (96, 40)).save(tmp_path / "turned.jpg", exif=turned)
+    command = [
+        sys.executable,
+        project.folder / "predict.py",
+        tmp_path,
+        "--output",
+        tmp_path / "p",
+    ]
+    run([*command, "--checkpoint", trained / "best.pt"]).ok()
+    if project.task == "classification":
+        with open(tmp_path / "p" / "predictions.csv", newline="") as file:
+            found = [Path(row["file"]).name for row in csv.DictReader(file)]
+        assert found == sorted([*kinds, "turned.jpg"])
+    else:
+        sizes = {p.stem: Image.open(p).size for p in (tmp_path / "p" / "masks").iterdir()}
+        assert sizes == {
+            **{Path(name).stem: (96, 40) for name in kinds},
+            "turned": (40, 96),
+        }
+    code = "import sys, engine.loading as l; print(l.read_image(sys.argv[1]).getextrema())"
+    assert project.python(code, tmp_path / "deep.png").startswith("((0, 254)")

@@ -1,0 +1,234 @@
+"""What comes out of the template, before anything is trained: files, hooks, lint, updates."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import ROOT, TASKS, TEMPLATE_FOLDER, Generate, Project
+
+SHARED = {
+    ".github/workflows/ci.yml",
+    ".gitignore",
+    ".pre-commit-config.yaml",
+    "engine/__init__.py",
+    "engine/checkpoint.py",
+    "engine/distributed.py",
+    "engine/files.py",
+    "engine/loading.py",
+    "engine/reporting.py",
+    "engine/torchrun.py",
+    "launch.sh",
+    "main.py",
+    "pyproject.toml",
+    "tests/test_project.py",
+}
+OF_THE_TASK = {"dataset.py", "demo_set.py", "model.py", "predict.py", "requirements.txt"}
+
+
+def files(folder: Path) -> set[str]:
+    return {
+        path.relative_to(folder).as_posix()
+        for path in folder.rglob("*")
+        if path.is_file() and "__pycache__" not in path.parts
+    }
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_files(generate: Generate, template: Path, tmp_path: Path, task: str) -> None:
+    done = generate(tmp_path, f"task={task}")
+    assert done.returncode == 0, done.stderr
+    project = tmp_path / "my_ddp_project"
+    assert files(project) == SHARED | OF_THE_TASK | {"README.md"}
+    source = template / TEMPLATE_FOLDER
+    for name in SHARED:  # byte for byte, in both kinds of project
+        assert (project / name).read_bytes() == (source / name).read_bytes()
+    for name in OF_THE_TASK:
+        assert (project / name).read_bytes() == (source / "tasks" / task / name).read_bytes()
+    assert os.access(project / "launch.sh", os.X_OK)
+    readme = (project / "README.md").read_text()
+    assert readme.startswith("# My DDP Project\n")
+    assert "cookiecutter" not in readme
+    assert done.stdout.split("Next:")[1].split("\n")[1:4] == [
+        "  cd my_ddp_project",
+        "  python -m pip install -r requirements.txt",
+        "  ./launch.sh",
+    ]
+
+
+def test_tasks_have_the_same_files_and_nothing_else_differs(template: Path) -> None:
+    tasks = template / TEMPLATE_FOLDER / "tasks"
+    assert {task.name for task in tasks.iterdir()} == set(TASKS)
+    for task in TASKS:
+        assert files(tasks / task) == OF_THE_TASK
+
+
+def test_no_jinja_in_code(template: Path) -> None:
+    for path in (template / TEMPLATE_FOLDER).rglob("*"):
+        if path.is_file() and path.name != "README.md":
+            assert "cookiecutter" not in path.read_text(), path
+            assert not re.search(r"{%|(?<!\$){{", path.read_text()), path
+
+
+def test_three_questions(generate: Generate, tmp_path: Path) -> None:
+    done = generate(tmp_path, input="Été à Lyon!\n\n2\n")
+    assert done.returncode == 0, done.stderr
+    for words in ("Name of the project", "Name of its folder", "What it learns", "[3/3]"):
+        assert words in done.stdout
+    assert "[4/" not in done.stdout
+    for option in ("image classification: one", "semantic segmentation: one"):
+        assert option in done.stdout
+    project = tmp_path / "ete_a_lyon"
+    assert (project / "README.md").read_text().startswith("# Été à Lyon!\n")
+    assert "masks" in (project / "dataset.py").read_text()
+
+
+@pytest.mark.parametrize("slug", ["two words", "-dash", "semi;colon", "quote'", 'quote"'])
+def test_bad_slug(generate: Generate, tmp_path: Path, slug: str) -> None:
+    done = generate(tmp_path, f"project_slug={slug}")
+    assert done.returncode == 1
+    assert len(done.stderr.splitlines()) == 1
+    assert "project_slug" in done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_wrong_task(generate: Generate, tmp_path: Path) -> None:
+    done = generate(tmp_path, "task=detection")
+    assert done.returncode == 1
+    assert "detection provided for choice variable task" in done.stderr.splitlines()[-1]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_existing_folder(generate: Generate, tmp_path: Path) -> None:
+    (tmp_path / "my_ddp_project").mkdir()
+    (tmp_path / "my_ddp_project" / "mine.txt").write_text("mine")
+    done = generate(tmp_path)
+    assert done.returncode == 1
+    assert done.stdout.strip().endswith('my_ddp_project" directory already exists')
+    assert files(tmp_path) == {"my_ddp_project/mine.txt"}
+
+
+def git(*args: object, cwd: Path, env: dict[str, str]) -> str:
+    command = ["git", *map(str, args)]
+    return subprocess.run(
+        command, cwd=cwd, env=env, check=True, capture_output=True, text=True
+    ).stdout
+
+
+@pytest.fixture
+def repository(template: Path, clean_home: dict[str, str], tmp_path: Path) -> Path:
+    """The template as a repository of its own."""
+    copy = shutil.copytree(template, tmp_path / "origin" / "ddp-template.git")
+    git("init", "--quiet", "--initial-branch", "main", cwd=copy, env=clean_home)
+    git("add", "--all", cwd=copy, env=clean_home)
+    git("commit", "--quiet", "--message", "one", cwd=copy, env=clean_home)
+    return copy
+
+
+def test_from_github(repository: Path, clean_home: dict[str, str], tmp_path: Path) -> None:
+    """The README's command, with git told to look for github.com in a folder."""
+    env = {
+        **clean_home,
+        "GIT_CONFIG_COUNT": "1",
+        "GIT_CONFIG_KEY_0": f"url.{repository.parent}/.insteadOf",
+        "GIT_CONFIG_VALUE_0": "https://github.com/org/",
+    }
+    command = [sys.executable, "-m", "cookiecutter", "gh:org/ddp-template", "--no-input"]
+    subprocess.run(command, cwd=tmp_path, env=env, check=True, timeout=60)
+    assert os.access(tmp_path / "my_ddp_project" / "launch.sh", os.X_OK)
+
+
+def test_update_by_cruft(repository: Path, clean_home: dict[str, str], tmp_path: Path) -> None:
+    """An owner's edit and the template's change both end up in the project."""
+
+    def cruft(*args: object, cwd: Path) -> None:
+        command = [sys.executable, "-m", "cruft", *map(str, args)]
+        subprocess.run(command, cwd=cwd, env=clean_home, check=True, timeout=120)
+
+    cruft(
+        "create",
+        repository,
+        "--no-input",
+        "--extra-context",
+        '{"task": "segmentation"}',
+        cwd=tmp_path,
+    )
+    project = tmp_path / "my_ddp_project"
+    git("init", "--quiet", cwd=project, env=clean_home)
+    mine, theirs = project / "dataset.py", repository / TEMPLATE_FOLDER / "main.py"
+    mine.write_text(mine.read_text().replace("IMAGE_SIZE = 512", "IMAGE_SIZE = 768"))
+    git("add", "--all", cwd=project, env=clean_home)
+    git("commit", "--quiet", "--message", "mine", cwd=project, env=clean_home)
+
+    theirs.write_text(theirs.read_text() + "# newer\n")
+    task = repository / TEMPLATE_FOLDER / "tasks" / "segmentation" / "model.py"
+    task.write_text(task.read_text() + "# newer, too\n")
+    git("commit", "--quiet", "--all", "--message", "two", cwd=repository, env=clean_home)
+    cruft("update", "--skip-apply-ask", cwd=project)
+    git("diff", "--check", cwd=project, env=clean_home)  # fails on conflict markers
+    assert "IMAGE_SIZE = 768" in mine.read_text()
+    assert (project / "main.py").read_text().endswith("# newer\n")
+    assert (project / "model.py").read_text().endswith("# newer, too\n")
+    assert not (project / "tasks").exists()
+    cruft("check", cwd=project)
+
+
+def test_hooks_twice(generate: Generate, tmp_path: Path) -> None:
+    """Over an older generation of the same project, with what its runs left."""
+    assert generate(tmp_path).returncode == 0
+    project = tmp_path / "my_ddp_project"
+    (project / "runs").mkdir()
+    (project / "main.py").write_text("old")
+    assert generate(tmp_path, "--overwrite-if-exists").returncode == 0
+    assert (project / "runs").exists()
+    assert (project / "main.py").read_text() != "old"
+    assert not (project / "tasks").exists()
+
+
+def lint(folder: Path, env: dict[str, str]) -> None:
+    """All that pre-commit checks, in a repository made of `folder`."""
+    git("init", "--quiet", cwd=folder, env=env)
+    git("add", "--all", cwd=folder, env=env)
+    cache = os.environ.get("PRE_COMMIT_HOME", str(Path.home() / ".cache" / "pre-commit"))
+    done = subprocess.run(
+        [sys.executable, "-m", "pre_commit", "run", "--all-files"],
+        cwd=folder,
+        env={**env, "PRE_COMMIT_HOME": cache},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_lint_of_the_template(template: Path, clean_home: dict[str, str], tmp_path: Path) -> None:
+    copy = shutil.copytree(template, tmp_path / "copy")
+    lint(copy, clean_home)
+    # The template folder is covered: a fault in it is found.
+    (copy / TEMPLATE_FOLDER / "tasks" / "classification" / "model.py").write_text("import os\n")
+    with pytest.raises(AssertionError, match="F401"):
+        lint(copy, clean_home)
+
+
+def test_lint_and_types_of_a_project(
+    project: Project, clean_home: dict[str, str], tmp_path: Path
+) -> None:
+    copy = shutil.copytree(
+        project.folder, tmp_path / "copy", ignore=shutil.ignore_patterns("__pycache__")
+    )
+    lint(copy, clean_home)
+    command = [sys.executable, "-m", "mypy", "--cache-dir", tmp_path / "cache", "."]
+    done = subprocess.run(command, cwd=copy, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout
+
+
+def test_nothing_of_this_machine(template: Path) -> None:
+    """No path of a home folder or of this checkout in any file."""
+    for path in template.rglob("*"):
+        if path.is_file() and path.suffix != ".png":
+            text = path.read_text()
+            assert str(ROOT) not in text, path
+            assert not re.search(r"/(root|home)/\w", text), path
