@@ -1,9 +1,10 @@
 """Refuse a folder name that a shell, a URL or an operating system would stumble over."""
 
+import json
 import re
 import sys
 
-SLUG = r"""{{ cookiecutter.project_slug }}"""
+SLUG = json.loads(r"""{{ cookiecutter.project_slug | tojson }}""")
 
 if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", SLUG):
     sys.exit(

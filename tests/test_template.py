@@ -208,8 +208,8 @@ def test_lint_of_the_template(template: Path, clean_home: dict[str, str], tmp_pa
     copy = shutil.copytree(template, tmp_path / "copy")
     lint(copy, clean_home)
     # The template folder is covered: a fault in it is found.
-    (copy / TEMPLATE_FOLDER / "tasks" / "classification" / "model.py").write_text("import os\n")
-    with pytest.raises(AssertionError, match="F401"):
+    (copy / TEMPLATE_FOLDER / "tasks" / "classification" / "model.py").write_text("undefined\n")
+    with pytest.raises(AssertionError, match="F821"):
         lint(copy, clean_home)
 
 

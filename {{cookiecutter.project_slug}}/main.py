@@ -183,10 +183,10 @@ def train_one_epoch(
             optimizer.step()
             optimizer.zero_grad()
             scheduler.step()
-        totals += torch.stack((loss_sum.detach(), count))
+        totals += torch.stack((loss_sum.detach().double(), count.double()))
         report.loss(totals, optimizer.param_groups[0]["lr"])
-    loss_sum, count = distributed.reduce_tensor(totals).tolist()
-    return loss_sum / max(count, 1)
+    total_loss, total_count = distributed.reduce_tensor(totals).tolist()
+    return total_loss / max(total_count, 1)
 
 
 @torch.inference_mode()
@@ -206,11 +206,12 @@ def evaluate(
     totals = torch.zeros(2, dtype=torch.float64, device=device)  # loss sum, count
     for images, targets in loading.to_device(loader, device):
         outputs = model(images)
-        totals += torch.stack(criterion(outputs, targets))
+        loss_sum, count = criterion(outputs, targets)
+        totals += torch.stack((loss_sum.double(), count.double()))
         metrics.update(outputs, targets)
-    loss_sum, count = distributed.reduce_tensor(totals).tolist()
+    total_loss, total_count = distributed.reduce_tensor(totals).tolist()
     found = {name: value.item() for name, value in metrics.compute().items()}
-    return {"val_loss": loss_sum / max(count, 1), **found}
+    return {"val_loss": total_loss / max(total_count, 1), **found}
 
 
 def train(

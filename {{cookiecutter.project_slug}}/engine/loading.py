@@ -1,5 +1,6 @@
 """From files to batches on the device: listing, reading, dealing samples to ranks."""
 
+import functools
 import os
 import zlib
 from argparse import Namespace
@@ -138,9 +139,14 @@ def to_device(batches: Iterable, device: torch.device) -> Iterator[tuple[Tensor,
 
 def normalize(images: Tensor) -> Tensor:
     """Return uint8 `images` (N, 3, H, W) as float32 of about zero mean and unit deviation."""
-    mean = torch.tensor(MEAN, device=images.device).view(3, 1, 1)
-    std = torch.tensor(STD, device=images.device).view(3, 1, 1)
+    mean, std = channel_statistics(images.device)
     return (images.float() / 255 - mean) / std
+
+
+@functools.cache  # a copy to the device at every step would wait for it
+def channel_statistics(device: torch.device) -> tuple[Tensor, Tensor]:
+    mean, std = (torch.tensor(values, device=device).view(3, 1, 1) for values in (MEAN, STD))
+    return mean, std
 
 
 def default_workers() -> int:

@@ -4,7 +4,6 @@ from argparse import Namespace, _ArgumentGroup
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
 import torchvision
 from torch import Tensor, nn
 from torchmetrics import Metric, MetricCollection
@@ -64,7 +63,7 @@ def build_criterion(args: Namespace) -> Callable[[Tensor, Tensor], tuple[Tensor,
 
     def cross_entropy(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         loss = nn.functional.cross_entropy(outputs, targets, reduction="sum")
-        return loss, torch.tensor(len(targets), device=loss.device)
+        return loss, loss.new_full((), len(targets))
 
     return cross_entropy
 
