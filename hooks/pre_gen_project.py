@@ -4,7 +4,7 @@ import json
 import re
 import sys
 
-SLUG = json.loads(r"""{{ cookiecutter.project_slug | tojson }}""")
+SLUG = json.loads(r""" {{ cookiecutter.project_slug | tojson }} """)
 
 if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", SLUG):
     sys.exit(
