@@ -74,6 +74,20 @@ SPOILT: dict[str, dict[str, tuple[Spoil, list[str]]]] = {
             lambda d: Image.new("L", (64, 64), 7).save(d / "train/masks/0003.png"),
             ["masks/0003.png", "label 7", "0 to 1"],
         ),
+        "two pictures of one name": (
+            lambda d: Image.new("RGB", (64, 64)).save(d / "train/images/0003.png"),
+            ["images/0003.jpg", "images/0003.png", "same name"],
+        ),
+        "two classes of one name": (
+            lambda d: (d / "classes.txt").write_text("ground\ncrack\ncrack\n"),
+            ["classes.txt", "2 to 255 names"],
+        ),
+        "nothing but void": (
+            lambda d: [
+                Image.new("L", (64, 64), 255).save(path) for path in (d / "val/masks").iterdir()
+            ],
+            ["all is void"],
+        ),
         "mask in colour": (
             lambda d: Image.new("RGB", (64, 64)).save(d / "train/masks/0003.png"),
             ["masks/0003.png", "3 channels"],

@@ -313,13 +313,82 @@ def test_resume(project: Project, data: Path, trained: Path, tmp_path: Path) -> 
     assert len(list(out.glob("events*"))) == 1
     assert (out / "notes.txt").read_text() == "mine"
 
-    fresh = tmp_path / "fresh"
-    more = ["--epochs", 2, "--resume", trained / "last.pt", "--lr", 0.002, "--schedule", "step"]
-    done = project.launch(*flags(data, fresh, *more)).ok()
-    assert "1 of 2 epochs done" in done.out
+
+def test_resume_elsewhere_and_otherwise(
+    project: Project, data: Path, trained: Path, tmp_path: Path
+) -> None:
+    """From a checkpoint of another folder, on one rank instead of two, at another rate."""
+    more = ["--resume", trained / "last.pt", "--lr", 0.002]
+    done = project.alone(*flags(data, tmp_path, *more, "--epochs", 3)).ok()
+    assert "1 of 3 epochs done" in done.out
     assert "--lr 0.002 (was 0.001)" in done.out
-    assert [row["epoch"] for row in rows(fresh)] == ["2"]
-    assert float(rows(fresh)[0]["lr"]) == 0.002  # the flag's rate, not the checkpoint's
+    second, third = rows(tmp_path)
+    assert (second["epoch"], second["step"]) == ("2", str(6 + 13))
+    # Cosine after half an epoch of warm-up: the schedule goes by epochs, not by steps.
+    assert float(second["lr"]) == pytest.approx(0.001 * (1 + np.cos(np.pi * 1.5 / 2.5)))
+    assert float(third["lr"]) == pytest.approx(0, abs=1e-9)
+    best = torch.load(tmp_path / "best.pt", weights_only=True)
+    assert best["epoch"] in (2, 3)  # this folder's own best, though the other's was better
+    # The same command once more goes on from what it has reached since.
+    done = project.alone(*flags(data, tmp_path, *more, "--epochs", 4)).ok()
+    assert f"{tmp_path / 'last.pt'}: 3 of 4 epochs done" in done.out
+    assert [row["epoch"] for row in rows(tmp_path)] == ["2", "3", "4"]
+
+
+def test_evaluation_is_as_in_training(project: Project, data: Path, tmp_path: Path) -> None:
+    """--eval-only takes network and picture size from the checkpoint, at any batch size."""
+    other = {
+        "classification": ["--arch", "squeezenet1_1", "--image-size", 32],
+        "segmentation": ["--encoder", "efficientnet-b0"],  # with layers that nothing reads
+    }[project.task]
+    project.launch(*flags(data, tmp_path, *other)).ok()
+    command = ["--data", data, "--output-dir", tmp_path, "--eval-only", "--batch-size", 50]
+    found = json.loads(project.alone(*command).ok().out.splitlines()[-1])
+    for name, value in found.items():
+        assert value == pytest.approx(float(rows(tmp_path)[0][name]), rel=1e-4)
+
+
+@pytest.mark.parametrize("project", ["segmentation"], indirect=True)
+def test_pictures_of_different_sizes(
+    project: Project, own_data: Path, trained: Path, tmp_path: Path
+) -> None:
+    """No picture is padded for the sake of another, so the batch size does not matter."""
+    for n, path in enumerate(sorted((own_data / "val" / "images").iterdir())):
+        mask = own_data / "val" / "masks" / f"{path.stem}.png"
+        for each in (path, mask):
+            image = Image.open(each)
+            image.crop((0, 0, 64 - 7 * (n % 3), 40 + 5 * (n % 2))).save(each)
+    results = []
+    for size in (1, 4, 23):
+        more = ["--eval-only", "--batch-size", size]
+        done = project.launch(*flags(own_data, trained, *more)).ok()
+        results.append(json.loads(done.out.splitlines()[-1]))
+    assert results[1] == pytest.approx(results[0], rel=1e-4)
+    assert results[2] == pytest.approx(results[0], rel=1e-4)
+
+
+@pytest.mark.parametrize("project", ["segmentation"], indirect=True)
+@pytest.mark.parametrize("arch", ["pspnet", "fpn", "deeplabv3plus", "lraspp_mobilenet_v3_large"])
+def test_other_networks_train(project: Project, data: Path, tmp_path: Path, arch: str) -> None:
+    project.launch(*flags(data, tmp_path, "--arch", arch)).ok()
+    command = [sys.executable, project.folder / "predict.py", data / "val" / "images"]
+    more = ["--checkpoint", tmp_path / "best.pt", "--output", tmp_path / "predictions"]
+    run([*command, *more]).ok()
+
+
+def test_one_rank_raises(project: Project, data: Path, tmp_path: Path) -> None:
+    """A bug in the script: its traceback, once, is all that is said."""
+    broken = shutil.copytree(project.folder, tmp_path / "broken")
+    text = (broken / "main.py").read_text()
+    line = "        if is_last:\n"
+    assert text.count(line) == 1
+    bug = "        if i == 2 and distributed.rank() == 1:\n            raise ValueError('a bug')\n"
+    (broken / "main.py").write_text(text.replace(line, bug + line))
+    done = run([broken / "launch.sh", *flags(data, tmp_path / "out")])
+    assert done.status == 1
+    assert done.err.count("Traceback") == 1
+    assert done.err.rstrip().endswith("ValueError: a bug")
+    assert not done.left
 
 
 def test_kill_in_the_middle_then_go_on(project: Project, data: Path, tmp_path: Path) -> None:
@@ -381,12 +450,21 @@ def test_checkpoint_that_does_not_fit(
             file.write("more\n")
     launch(data=own_data).refused("last.pt", "classes", "more" if other == "fpn" else "7")
     launch("--resume", tmp_path / "none.pt").refused("none.pt", "no such file")
-    launch("--eval-only", out=tmp_path).refused("best.pt", "no such file")
+    launch("--eval-only", out=tmp_path).refused("best.pt", "no such checkpoint file")
     broken = tmp_path / "broken.pt"
     broken.write_bytes((trained / "last.pt").read_bytes()[:1000])
-    launch("--resume", broken).refused("broken.pt", "not a readable checkpoint")
+    fresh = tmp_path / "fresh"
+    launch("--resume", broken, out=fresh).refused("broken.pt", "not a readable checkpoint")
     torch.save({"weights": 1}, broken)
-    launch("--resume", broken).refused("broken.pt", "no checkpoint of this project")
+    launch("--resume", broken, out=fresh).refused("broken.pt", "no checkpoint of this project")
+    torch.save(Path("of", "no", "plain", "type"), broken)
+    launch("--resume", broken, out=fresh).refused("broken.pt", "more than plain types")
+    state = torch.load(trained / "last.pt", weights_only=True)
+    name = next(iter(state["model"]))
+    state["model"][name] = torch.zeros(1)
+    torch.save(state, broken)
+    launch("--resume", broken, out=fresh).refused("broken.pt", "does not fit", name)
+    assert not list(fresh.glob("*.pt"))
     assert before == {path.name: path.read_bytes() for path in trained.iterdir()}
 
 

@@ -16,7 +16,7 @@
 # CPU only:        CUDA_VISIBLE_DEVICES= ./launch.sh
 # Two nodes:       NNODES=2 NODE_RANK=0 MASTER_ADDR=node0 ./launch.sh     on node0
 #                  NNODES=2 NODE_RANK=1 MASTER_ADDR=node0 ./launch.sh     on the other
-# SLURM:           srun --nodes 2 --ntasks-per-node 1 ./launch.sh
+# SLURM:           srun --nodes 2 --ntasks-per-node 1 --cpus-per-task 32 --gpus-per-node 8 ./launch.sh
 set -euo pipefail
 
 here=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")" && pwd)
@@ -28,16 +28,17 @@ die() {
 
 # Prints the number of GPUs that main.py is going to see.
 count_gpus() {
-    if [[ -n ${CUDA_VISIBLE_DEVICES+set} ]]; then
-        tr ',' '\n' <<<"$CUDA_VISIBLE_DEVICES" | grep -cv '^\s*\(-1\)\?$' || true
-    else
-        { nvidia-smi --list-gpus 2>/dev/null || true; } | grep -c '^GPU' || true
-    fi
+    local listed=${CUDA_VISIBLE_DEVICES-all}
+    case $listed in
+    all) { nvidia-smi --list-gpus 2>/dev/null || true; } | grep -c '^GPU' || true ;;
+    '' | -1) echo 0 ;;
+    *) tr ',' '\n' <<<"$listed" | grep -c . ;;
+    esac
 }
 
 case ${1-} in
 -h | --help)
-    sed -n '2,/^set /{/^#/!d; s/^# \{0,1\}//; p}' "${BASH_SOURCE[0]}"
+    sed -n '2,/^set /{/^#/!d; s/^# \{0,1\}//; p;}' "${BASH_SOURCE[0]}"
     exit
     ;;
 esac

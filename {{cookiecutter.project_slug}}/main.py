@@ -13,6 +13,7 @@ The best checkpoint again:     ./launch.sh --data DIR --eval-only
 
 import argparse
 import contextlib
+import itertools
 import json
 import math
 import shlex
@@ -28,11 +29,18 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader
 from torchmetrics import MetricCollection
 
-import dataset
 import demo_set
-import model as task
+from dataset import IMAGE_SIZE, build_dataset, draw_example
 from engine import checkpoint, distributed, loading
 from engine.reporting import Reporter
+from model import (
+    BEST,
+    NETWORK_FLAGS,
+    add_arguments,
+    build_criterion,
+    build_metrics,
+    build_model,
+)
 
 ROOT = Path(__file__).resolve().parent
 
@@ -72,10 +80,9 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         "--image-size",
         metavar="PIXELS",
         type=at_least(1),
-        default=dataset.IMAGE_SIZE,
-        help="side of the training pictures; default: %(default)s",
+        help=f"side of the training pictures; default: {IMAGE_SIZE}",
     )
-    add("--workers", type=at_least(0), help="loader processes per rank; default: CPUs / ranks")
+    add("--workers", type=at_least(0), help="loader processes per rank; default: CPUs / ranks, 8")
 
     add = parser.add_argument_group("output").add_argument
     add(
@@ -90,11 +97,11 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         metavar="auto|never|PATH",
         default="auto",
         help="auto: go on from last.pt if there is one; never: remove the former run's files; "
-        "PATH: go on from that checkpoint; default: auto",
+        "PATH: begin with that checkpoint; default: auto",
     )
     add("--eval-only", action="store_true", help="evaluate best.pt, or --resume PATH; print JSON")
 
-    task.add_arguments(parser.add_argument_group("network"))
+    add_arguments(parser.add_argument_group("network"))
 
     add = parser.add_argument_group("recipe").add_argument
     add("--epochs", type=at_least(1), default=30, help="default: 30")
@@ -204,14 +211,16 @@ def evaluate(
     model.eval()
     metrics.reset()
     totals = torch.zeros(2, dtype=torch.float64, device=device)  # loss sum, count
-    for images, targets in loading.to_device(loader, device):
+    for images, targets in loading.to_device(itertools.chain.from_iterable(loader), device):
         outputs = model(images)
         loss_sum, count = criterion(outputs, targets)
         totals += torch.stack((loss_sum.double(), count.double()))
         metrics.update(outputs, targets)
     total_loss, total_count = distributed.reduce_tensor(totals).tolist()
+    if not total_count:
+        raise distributed.UserError("the validation set has no label to compare with: all is void")
     found = {name: value.item() for name, value in metrics.compute().items()}
-    return {"val_loss": total_loss / max(total_count, 1), **found}
+    return {"val_loss": total_loss / total_count, **found}
 
 
 def train(
@@ -225,15 +234,17 @@ def train(
     state: dict[str, Any] | None,
 ) -> None:
     """Train for the epochs that are left, from `state` (a checkpoint) on if there is one."""
-    ddp_model = DistributedDataParallel(model, [device] if device.type == "cuda" else None)
-    criterion = task.build_criterion(args)
+    ddp_model = DistributedDataParallel(
+        model, [device] if device.type == "cuda" else None, gradient_as_bucket_view=True
+    )
+    criterion = build_criterion(args)
     steps = math.ceil(len(train_loader) / args.accumulate)
     optimizer = build_optimizer(model, args)
     scheduler = build_scheduler(optimizer, args, steps)
-    start_epoch, best = 0, -math.inf
+    start_epoch, step, best = 0, 0, -math.inf
     if state:
-        checkpoint.restore(state, optimizer, scheduler)
-        start_epoch, best = state["epoch"], state["best"]
+        start_epoch, step, best = state["epoch"], state["step"], state["best"]
+        checkpoint.restore(state, optimizer, scheduler, start_epoch * steps)
 
     report = Reporter(args, device, start_epoch)
     report.start(train_loader, val_loader, steps)
@@ -245,14 +256,14 @@ def train(
         distributed.sync_buffers(model)
         distributed.check_same(model)
         results = evaluate(model, criterion, metrics, val_loader, device)
-        is_best = results[task.BEST] > best
-        best = max(best, results[task.BEST])
+        is_best = results[BEST] > best
+        best = max(best, results[BEST])
 
-        step, lr = scheduler.last_epoch, optimizer.param_groups[0]["lr"]
+        step, lr = step + steps, optimizer.param_groups[0]["lr"]
         row = {"epoch": epoch + 1, "step": step, "train_loss": train_loss, **results, "lr": lr}
         report.epoch(row, is_best)
         if is_best:
-            report.examples(model, val_loader.dataset, classes, dataset.draw_example)
+            report.examples(model, val_loader.dataset, classes, draw_example)
         checkpoint.save(
             args.output_dir,
             {
@@ -267,7 +278,20 @@ def train(
             },
             is_best,
         )
-    report.finish(task.BEST, best)
+    report.finish(BEST, best)
+
+
+def evaluate_checkpoint(args: argparse.Namespace, device: torch.device) -> None:
+    """Print the metrics of best.pt, or of --resume PATH, as JSON; that says which network."""
+    path = args.output_dir / "best.pt" if args.resume in ("auto", "never") else args.resume
+    model, known_classes, flags = checkpoint.load_model(path, build_model, device)
+    args.image_size = args.image_size or flags.image_size
+    _, val_set, classes = build_dataset(args)
+    checkpoint.check_classes(path, known_classes, classes)
+    val_loader = loading.build_val_loader(val_set, args)
+    metrics = build_metrics(classes).to(device)
+    results = evaluate(model, build_criterion(args), metrics, val_loader, device)
+    distributed.say(json.dumps({k: v if math.isfinite(v) else None for k, v in results.items()}))
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -280,22 +304,23 @@ def main(argv: Sequence[str] | None = None) -> None:
         args.data = ROOT / "data" / "demo"
         with distributed.rank_zero_first():
             demo_set.draw(args.data)
-    train_set, val_set, classes = dataset.build_dataset(args)
-    train_loader, val_loader = loading.build_loaders(train_set, val_set, args, dataset.collate)
-
-    state = checkpoint.open_run(args, classes, task.NETWORK_FLAGS)
-    model = task.build_model(args, classes, weights=None if state else args.weights).to(device)
-    if state:
-        model.load_state_dict(state["model"])
-    metrics = task.build_metrics(classes).to(device)
-
     if args.eval_only:
-        results = evaluate(model, task.build_criterion(args), metrics, val_loader, device)
-        distributed.say(json.dumps(results))
-    elif state and state["epoch"] >= args.epochs:
+        evaluate_checkpoint(args, device)
+        return distributed.teardown()
+
+    args.image_size = args.image_size or IMAGE_SIZE
+    train_set, val_set, classes = build_dataset(args)
+    train_loader = loading.build_train_loader(train_set, args)
+    val_loader = loading.build_val_loader(val_set, args)
+    state = checkpoint.open_run(args, classes, NETWORK_FLAGS)
+    model = build_model(args, classes, weights=None if state else args.weights)
+    if state:
+        checkpoint.load_network(model, state)
+    if state and state["epoch"] >= args.epochs:
         distributed.say("nothing left to do: --epochs N for more, --resume never to start afresh")
     else:
-        train(args, device, model, metrics, train_loader, val_loader, classes, state)
+        metrics = build_metrics(classes).to(device)
+        train(args, device, model.to(device), metrics, train_loader, val_loader, classes, state)
     distributed.teardown()
 
 

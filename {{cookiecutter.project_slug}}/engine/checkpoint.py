@@ -1,5 +1,6 @@
 """Checkpoints: plain types in `last.pt` and `best.pt`, written by rank 0, read by all."""
 
+import math
 import pickle
 from argparse import Namespace
 from collections.abc import Callable, Sequence
@@ -26,7 +27,8 @@ OWN_FILES = (
     "events.out.tfevents.*",
 )
 # Flags that do not change what is learnt: no need to tell that they are others now.
-MAY_DIFFER = ("eval_only", "local_rank", "output_dir", "resume", "workers")
+MAY_DIFFER = ("local_rank", "output_dir", "resume", "workers")
+REMEDY = "choose another --output-dir, or --resume never to start afresh"
 
 
 def open_run(
@@ -36,63 +38,87 @@ def open_run(
 
     Raises a UserError if the folder cannot be written, or if the checkpoint cannot be read, is of
     another network (one of `network_flags` differs), of another optimizer or of other classes.
-    With --eval-only nothing is written, and a checkpoint has to be there.
     """
-    path = distributed.from_rank_zero(find, args.output_dir, args.resume, args.eval_only)
+    path = distributed.from_rank_zero(find, args.output_dir, args.resume)
     if not path:
         return None
     state = load(path)
     old, new = state["args"], plain(args)
-    remedy = "choose another --output-dir, or --resume never to start afresh"
-    for name in (*network_flags, *([] if args.eval_only else ["optimizer"])):
+    for name in (*network_flags, "optimizer"):
         if old.get(name) != new[name]:
-            raise UserError(f"{path} was trained with {flag(name, old)}, not {new[name]}: {remedy}")
-    if state["classes"] != list(classes):
-        raise UserError(
-            f"{path} knows {len(state['classes'])} classes ({shorten(state['classes'])}), the data "
-            f"has {len(classes)} ({shorten(classes)}): {remedy}"
-        )
+            raise UserError(f"{path} was trained with {flag(name, old)}, not {new[name]}: {REMEDY}")
+    check_classes(path, state["classes"], classes)
     line = f"{path}: {state['epoch']} of {args.epochs} epochs done, best {state['best']:.4f}"
-    changed = [n for n in new if n in old and old[n] != new[n] and n not in MAY_DIFFER]
-    if changed and not args.eval_only:
+    if changed := [n for n in new if n in old and old[n] != new[n] and n not in MAY_DIFFER]:
         line += f"; from now on {', '.join(f'{flag(n, new)} (was {old[n]})' for n in changed)}"
     distributed.say(line)
+    if not (args.output_dir / "best.pt").exists():
+        state["best"] = -math.inf  # of another folder: what is best here is yet to come
     return state
+
+
+def check_classes(path: Path | str, known: Sequence[str], classes: Sequence[str]) -> None:
+    """Raise a UserError unless the checkpoint's classes are those of the data."""
+    if list(known) != list(classes):
+        raise UserError(
+            f"{path} knows {len(known)} classes ({shorten(known)}), the data has {len(classes)} "
+            f"({shorten(classes)}): {REMEDY}"
+        )
 
 
 def flag(name: str, flags: dict[str, Any]) -> str:
     return f"--{name.replace('_', '-')} {flags.get(name)}"
 
 
-def restore(state: dict[str, Any], optimizer: Optimizer, scheduler: LambdaLR) -> None:
-    """Put optimizer and schedule where the checkpoint left them; rates and such are the flags'."""
+def find(folder: Path, resume: str) -> Path | None:
+    """Return the checkpoint that `resume` ("auto", "never" or a path) means; for rank 0 alone.
+
+    "never" removes what a former run left in `folder`, and only that. A path counts for the first
+    start: if the run has got on since then, its own last.pt is taken.
+    """
+    if resume not in ("auto", "never") and not Path(resume).is_file():
+        raise UserError(f"--resume {resume}: no such file; say auto, never or a checkpoint's path")
+    last, probe = folder / "last.pt", folder / ".writable"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise UserError(f"--output-dir {folder}: cannot be written ({error.strerror})") from None
+    if resume == "never":
+        if old := sorted(path for name in OWN_FILES for path in folder.glob(name)):
+            print(f"--resume never: removing {', '.join(p.name for p in old)} from {folder}")
+        for path in old:
+            path.unlink()
+        return None
+    if resume == "auto" or (last.exists() and Path(resume).resolve().parent != folder.resolve()):
+        return last if last.exists() else None
+    return Path(resume)
+
+
+def restore(
+    state: dict[str, Any], optimizer: Optimizer, scheduler: LambdaLR, schedule_step: int
+) -> None:
+    """Load the optimizer's state; put the schedule at `schedule_step`.
+
+    Rates and other settings are those of the flags, and the schedule goes by epochs, so both may
+    have changed, and the number of ranks too.
+    """
     settings = optimizer.state_dict()["param_groups"]
     optimizer.load_state_dict({**state["optimizer"], "param_groups": settings})
-    scheduler.load_state_dict({**state["scheduler"], "base_lrs": scheduler.base_lrs})
-    factor = scheduler.lr_lambdas[0](scheduler.last_epoch)
+    scheduler.last_epoch = schedule_step
+    factor = scheduler.lr_lambdas[0](schedule_step)
     for group, lr in zip(optimizer.param_groups, scheduler.base_lrs, strict=True):
         group["lr"] = lr * factor
 
 
-def find(folder: Path, resume: str, eval_only: bool) -> Path | None:
-    """Return the checkpoint that `resume` ("auto", "never" or a path) means; for rank 0 alone.
-
-    "never" removes what a former run left in `folder`, and only that.
-    """
-    if resume not in ("auto", "never"):
-        return Path(resume)
-    if eval_only:
-        return folder / "best.pt"
-    with files.writing(folder / ".writable") as probe:  # or fail now, not after an epoch
-        probe.touch()
-    (folder / ".writable").unlink()
-    if resume == "auto":
-        return folder / "last.pt" if (folder / "last.pt").exists() else None
-    if old := sorted(path for name in OWN_FILES for path in folder.glob(name)):
-        print(f"--resume never: removing {', '.join(p.name for p in old)} from {folder}")
-    for path in old:
-        path.unlink()
-    return None
+def load_network(model: nn.Module, state: dict[str, Any]) -> None:
+    """Load the checkpoint's weights into `model`, or raise a UserError if they do not fit."""
+    try:
+        model.load_state_dict(state["model"])
+    except RuntimeError as error:
+        reason = " ".join(str(error).split("\n")[1].split())
+        raise UserError(f"{state['path']} does not fit what model.py builds ({reason})") from None
 
 
 def load_model(
@@ -102,7 +128,7 @@ def load_model(
     state = load(path)
     flags = Namespace(**state["args"])
     model = build_model(flags, state["classes"])
-    model.load_state_dict(state["model"])
+    load_network(model, state)
     return model.eval().to(device), state["classes"], flags
 
 
@@ -115,7 +141,8 @@ def save(folder: Path, state: dict[str, Any], is_best: bool) -> None:
     """Write `state` as last.pt, and as best.pt if it is the best so far; on rank 0."""
     if not distributed.is_rank_zero():
         return
-    for name in ["last.pt", "best.pt"] if is_best else ["last.pt"]:
+    # last.pt comes second: once it tells of a new best, that one is in best.pt.
+    for name in ["best.pt", "last.pt"] if is_best else ["last.pt"]:
         with files.writing(folder / name) as beside:
             torch.save(state, beside)
 
@@ -125,15 +152,17 @@ def load(path: Path | str) -> dict[str, Any]:
     state = load_file(path)
     if missing := sorted({"model", "epoch", "classes", "args"} - state.keys()):
         raise UserError(f"{path}: no checkpoint of this project ({', '.join(missing)} missing)")
-    return state
+    return {**state, "path": str(path)}
 
 
 def load_file(path: Path | str) -> dict[str, Any]:
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
     except FileNotFoundError:
-        raise UserError(f"{path}: no such file") from None
-    except (OSError, RuntimeError, EOFError, ValueError, KeyError, pickle.UnpicklingError) as error:
+        raise UserError(f"{path}: no such checkpoint file") from None
+    except pickle.UnpicklingError:
+        raise UserError(f"{path}: not a readable checkpoint (more than plain types)") from None
+    except (OSError, RuntimeError, EOFError, ValueError, KeyError) as error:
         reason = str(error).strip().split("\n")[0]
         raise UserError(f"{path}: not a readable checkpoint ({reason[:120]})") from None
     if not isinstance(state, dict):
@@ -145,17 +174,17 @@ def shorten(names: Sequence[str]) -> str:
     return ", ".join(names[:4]) + (", ..." if len(names) > 4 else "")
 
 
-def load_weights(path: str) -> dict[str, Tensor]:
-    """Return the network's state dict from a checkpoint of ours or from a bare state dict."""
-    state = load_file(path)
-    return state.get("model", state)
+def read_weights(weights: str, arch: str) -> dict[str, Tensor]:
+    """Return a state dict: of a .pt file (a checkpoint or a bare one) or of torchvision.
 
-
-def download_weights(arch: str, weights: str) -> dict[str, Tensor]:
-    """Return the state dict of torchvision's `weights` (DEFAULT or another name) for `arch`."""
+    There `weights` is a name that it has for `arch`, such as DEFAULT.
+    """
+    if weights.endswith((".pt", ".pth")):
+        state = load_file(weights)
+        return state.get("model", state)
     choices = torchvision.models.get_model_weights(arch)
-    if weights not in ["DEFAULT", *choices.__members__]:
-        names = ", ".join(["DEFAULT", *choices.__members__])
+    if weights not in choices.__members__:
+        names = ", ".join(choices.__members__)
         raise UserError(f"--weights {weights}: {arch} has {names}; or name a .pt file")
     try:
         with distributed.rank_zero_first():

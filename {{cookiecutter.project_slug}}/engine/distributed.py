@@ -3,6 +3,7 @@
 Each function is harmless in a group of one, so no caller asks how many processes there are.
 """
 
+import atexit
 import contextlib
 import os
 import random
@@ -11,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from typing import Any, TypeVar
 
 import numpy as np
@@ -39,10 +41,10 @@ def setup(local_rank: int | None = None) -> torch.device:
     With GPUs: nccl, one GPU a rank. Without: gloo.
     """
     global _store
-    _adopt_slurm_step()
+    by_srun = _adopt_slurm_step()
     if "LOCAL_RANK" not in os.environ and local_rank is not None:
         os.environ["LOCAL_RANK"] = str(local_rank)
-    device = _pick_device()
+    device = _pick_device(by_srun)
     if "RANK" in os.environ:
         _store, group_rank, group_size = next(dist.rendezvous("env://"))
     else:
@@ -53,6 +55,7 @@ def setup(local_rank: int | None = None) -> torch.device:
         rank=group_rank,
         world_size=group_size,
         device_id=device if device.type == "cuda" else None,
+        timeout=timedelta(minutes=30),  # nccl's 10 are short for a download on rank 0
     )
     return device
 
@@ -63,12 +66,12 @@ def teardown() -> None:
     dist.destroy_process_group()
 
 
-def _pick_device() -> torch.device:
+def _pick_device(by_srun: bool) -> torch.device:
     if not torch.cuda.is_available():
         return torch.device("cpu")
     gpus, ranks = torch.cuda.device_count(), local_world_size()
     index = local_rank()
-    if gpus == 1 and "SLURM_LOCALID" in os.environ:
+    if gpus == 1 and by_srun:
         index = 0  # srun --gpus-per-task=1 shows each task a GPU of its own
     elif ranks > gpus:
         raise UserError(
@@ -80,15 +83,15 @@ def _pick_device() -> torch.device:
     return device
 
 
-def _adopt_slurm_step() -> None:
-    """Name the tasks of `srun python main.py` as torchrun does.
+def _adopt_slurm_step() -> bool:
+    """Name the tasks of `srun python main.py` as torchrun does; return whether there was need.
 
     A plain start in a batch script or in an interactive allocation is not a step of several
     tasks; it stays a group of one.
     """
     env = os.environ
     if "RANK" in env or int(env.get("SLURM_STEP_NUM_TASKS", 1)) == 1:
-        return
+        return False
     per_node: list[str] = []  # "2(x3),1" means 2, 2, 2, 1
     for tasks, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", env["SLURM_STEP_TASKS_PER_NODE"]):
         per_node += [tasks] * int(times or 1)
@@ -105,6 +108,7 @@ def _adopt_slurm_step() -> None:
     env.setdefault("MASTER_ADDR", hosts[0])
     step = int(env["SLURM_JOB_ID"]) * 7 + int(env["SLURM_STEP_ID"])
     env.setdefault("MASTER_PORT", str(20000 + step % 10000))  # the same on all, another per step
+    return True
 
 
 def seed(number: int) -> None:
@@ -195,7 +199,7 @@ def sync_buffers(model: nn.Module) -> None:
 
 
 def check_same(model: nn.Module) -> None:
-    """Raise a UserError on all ranks unless all hold the same weights and buffers, bit for bit.
+    """Raise a UserError on all ranks unless a checksum of the weights is the same on each.
 
     They drift apart, without a word, when a forward pass bypasses the DDP wrapper.
     """
@@ -223,7 +227,7 @@ def one_line_errors() -> Iterator[None]:
         yield
     except UserError as error:
         # Often all ranks know the same: rank 0, whose output people read, gets a second's start.
-        time.sleep(min(rank(), 1) if _store else min(local_rank(), 1))
+        time.sleep(min(local_rank() if _store is None else rank(), 1))
         if _first_to_tell():
             print(f"error: {error}", file=sys.stderr)
         _leave(1)
@@ -231,6 +235,7 @@ def one_line_errors() -> Iterator[None]:
         _leave(130)
     except Exception:
         if _first_to_tell():
+            atexit.register(_leave, 1)  # once the traceback is out
             raise
         _leave(1)  # the collectives of this rank broke because the first one has left
 

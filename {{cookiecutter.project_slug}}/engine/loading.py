@@ -4,14 +4,14 @@ import functools
 import os
 import zlib
 from argparse import Namespace
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from PIL import Image, ImageOps
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, default_collate
 from torch.utils.data.distributed import DistributedSampler
 
 from engine import distributed
@@ -27,7 +27,7 @@ STD = (0.229, 0.224, 0.225)
 def list_images(folder: Path) -> list[str]:
     """Return the paths of all pictures below `folder`, sorted; a UserError if there is none."""
     if not folder.is_dir():
-        raise UserError(f"{folder}: no such folder; README.md says how data has to lie")
+        raise UserError(f"{folder}: no such file or folder")
     paths = [
         os.path.join(parent, name)
         for parent, _, names in os.walk(folder, followlinks=True)
@@ -39,7 +39,7 @@ def list_images(folder: Path) -> list[str]:
     return sorted(paths)
 
 
-def collect(inputs: Sequence[str]) -> list[tuple[str, str]]:
+def collect(inputs: Sequence[str | Path]) -> list[tuple[str, str]]:
     """Return (path, name) of each picture that `inputs`, files and folders, hold.
 
     The name is the path below the folder that was given, without its ending.
@@ -47,9 +47,21 @@ def collect(inputs: Sequence[str]) -> list[tuple[str, str]]:
     found = []
     for given in inputs:
         is_file = os.path.isfile(given)
-        for path in [given] if is_file else list_images(Path(given)):
+        for path in [str(given)] if is_file else list_images(Path(given)):
             below = os.path.basename(path) if is_file else os.path.relpath(path, given)
             found.append((path, os.path.splitext(below)[0]))
+    return found
+
+
+def by_name(pictures: Sequence[tuple[str, str]]) -> dict[str, str]:
+    """Return {name: path} of (path, name) pairs; a UserError if two share a name."""
+    found: dict[str, str] = {}
+    for path, name in pictures:
+        if name in found:
+            raise UserError(
+                f"{path} and {found[name]}: the same name but for the ending; rename one"
+            )
+        found[name] = path
     return found
 
 
@@ -84,46 +96,55 @@ def split(paths: Sequence[str], root: Path) -> tuple[list[str], list[str]]:
     return sorted(by_chance[count:]), sorted(by_chance[:count])
 
 
-def build_loaders(
-    train_set: Dataset,
-    val_set: Dataset,
-    args: Namespace,
-    collate: Callable[[list], Any] | None = None,
-) -> tuple[DataLoader, DataLoader]:
-    """Return this rank's loaders of (images, targets) batches for training and for validation.
+def build_train_loader(dataset: Dataset, args: Namespace) -> DataLoader:
+    """Return this rank's loader of (images, targets) batches for training.
 
-    Training: each rank draws an equal share, shuffled anew by `sampler.set_epoch`; what does not
-    fill a batch on all ranks is left out, so that every rank takes the same number of steps.
-    Validation: whole batches are dealt to the ranks in turn, so each sample comes once and a
-    batch holds the same samples whatever the number of ranks; a rank may get none.
+    Each rank draws an equal share, shuffled anew by `sampler.set_epoch`; what does not fill a
+    batch on all ranks is left out, so that every rank takes the same number of steps.
     """
-    share = len(train_set) // distributed.world_size()  # type: ignore[arg-type]
+    ranks = distributed.world_size()
+    share = len(dataset) // ranks  # type: ignore[arg-type]
     if share < args.batch_size:
         raise UserError(
             f"--batch-size {args.batch_size} is larger than a rank's share of {share} training "
-            f"pictures ({distributed.world_size()} ranks): lower it, or use fewer ranks"
+            f"pictures ({ranks} ranks): lower it, or use fewer ranks"
         )
-    total = len(val_set)  # type: ignore[arg-type]
+    sampler: DistributedSampler = DistributedSampler(dataset, seed=args.seed, drop_last=True)
+    return DataLoader(
+        dataset, args.batch_size, sampler=sampler, drop_last=True, **worker_options(args)
+    )
+
+
+def build_val_loader(dataset: Dataset, args: Namespace) -> DataLoader:
+    """Return this rank's loader of lists of (images, targets) batches for validation.
+
+    Whole batches are dealt to the ranks in turn, so each sample comes once and a batch holds the
+    same samples whatever the number of ranks; a rank may get none.
+    """
+    total = len(dataset)  # type: ignore[arg-type]
     batches = [
         list(range(start, min(start + args.batch_size, total)))
         for start in range(0, total, args.batch_size)
     ]
-    common: dict[str, Any] = {
-        "collate_fn": collate,
+    mine = batches[distributed.rank() :: distributed.world_size()]
+    options = worker_options(args)
+    return DataLoader(dataset, batch_sampler=mine, collate_fn=collate_by_size, **options)
+
+
+def collate_by_size(samples: Sequence[tuple]) -> list:
+    """Return one batch for each size of picture, so that none is padded for another's sake."""
+    groups: dict[torch.Size, list] = {}
+    for sample in samples:
+        groups.setdefault(sample[0].shape, []).append(sample)
+    return [default_collate(group) for group in groups.values()]
+
+
+def worker_options(args: Namespace) -> dict[str, Any]:
+    return {
         "num_workers": args.workers,
         "persistent_workers": args.workers > 0,
         "pin_memory": torch.cuda.is_available(),
     }
-    train_loader: DataLoader = DataLoader(
-        train_set,
-        args.batch_size,
-        sampler=DistributedSampler(train_set, seed=args.seed, drop_last=True),
-        drop_last=True,
-        **common,
-    )
-    mine = batches[distributed.rank() :: distributed.world_size()]
-    val_loader: DataLoader = DataLoader(val_set, batch_sampler=mine, **common)
-    return train_loader, val_loader
 
 
 def to_device(batches: Iterable, device: torch.device) -> Iterator[tuple[Tensor, Tensor]]:
@@ -150,7 +171,7 @@ def channel_statistics(device: torch.device) -> tuple[Tensor, Tensor]:
 
 
 def default_workers() -> int:
-    """Return the CPUs that this process may use, divided by the ranks of the node; 1 at least."""
+    """Return the CPUs that this process may use, divided by the ranks of the node; from 1 to 8."""
     usable = getattr(os, "sched_getaffinity", None)  # not on macOS and Windows
     cpus = len(usable(0)) if usable else os.cpu_count() or 1
-    return max(1, cpus // distributed.local_world_size())
+    return min(max(1, cpus // distributed.local_world_size()), 8)

@@ -103,7 +103,7 @@ class Reporter:
         """Record one epoch: a line, a row of metrics.csv, TensorBoard scalars, curves.png."""
         if not self.active:
             return
-        row |= self.speed
+        row = {**row, **self.speed}
         self.rows.append(row)
         columns = dict.fromkeys(name for row in self.rows for name in row)
         with files.writing(self.folder / "metrics.csv") as beside, open(beside, "w") as file:
@@ -134,9 +134,9 @@ class Reporter:
         axes = figure.subplots(1, 2)
         epochs = [int(row["epoch"]) for row in self.rows]
         skip = {"epoch", "step", "lr", "img_per_s", "train_seconds"}
-        for name in self.rows[-1].keys() - skip:
+        for name in [name for name in self.rows[-1] if name not in skip]:
             side = axes[0] if name.endswith("loss") else axes[1]
-            values = [float(row.get(name) or "nan") for row in self.rows]
+            values = [float(row.get(name, "nan")) for row in self.rows]
             side.plot(epochs, values, marker=".", label=name)
         for side in axes:
             side.set_xlabel("epoch")

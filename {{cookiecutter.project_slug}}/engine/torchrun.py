@@ -20,6 +20,8 @@ def run() -> int:
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         if failure.exitcode >= 0:
+            if "--nnodes" in sys.argv:
+                print("error: a rank has failed, here or on another node", file=sys.stderr)
             return failure.exitcode
         # Nobody else can tell of it: a process that a signal ends prints nothing.
         name = signal.Signals(-failure.exitcode).name

@@ -14,7 +14,6 @@ from engine import distributed, loading
 from engine.distributed import UserError
 
 IMAGE_SIZE = 224  # pixels; what the network sees, unless --image-size says otherwise
-collate = None  # all samples have one size: torch's own collate serves
 
 
 def train_transform(size: int) -> v2.Compose:

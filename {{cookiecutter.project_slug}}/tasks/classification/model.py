@@ -18,7 +18,10 @@ NETWORK_FLAGS = ("arch",)  # what has to be equal for a checkpoint to fit
 
 def add_arguments(group: _ArgumentGroup) -> None:
     group.add_argument(
-        "--arch", default="resnet18", metavar="NAME", help="any classifier of torchvision"
+        "--arch",
+        default="resnet18",
+        metavar="NAME",
+        help="any classifier of torchvision; default: resnet18",
     )
     group.add_argument(
         "--weights",
@@ -33,25 +36,22 @@ def build_model(args: Namespace, classes: Sequence[str], weights: str | None = N
     names = torchvision.models.list_models(module=torchvision.models)
     if args.arch not in names:
         raise UserError(f"--arch {args.arch}: torchvision has {', '.join(names)}")
+    # What some networks have to be told. An auxiliary head would want a loss of its own.
     size = args.image_size
-    special: dict[
-        str, dict[str, Any]
-    ] = {  # what some networks have to be told; an auxiliary head would want a loss of its own
-        "googlenet": {"aux_logits": False, "init_weights": True},
-        "inception": {"aux_logits": False, "init_weights": True},
+    no_head = {"aux_logits": False, "init_weights": True, "transform_input": True}
+    special: dict[str, dict[str, Any]] = {
+        "googlenet": no_head,
+        "inception": no_head,
         "maxvit": {"input_size": (size, size)},
         "vit": {"image_size": size},
     }
     options = special.get(args.arch.split("_")[0], {})
-    model = torchvision.models.get_model(args.arch, num_classes=len(classes), **options)
+    try:
+        model = torchvision.models.get_model(args.arch, num_classes=len(classes), **options)
+    except (AssertionError, ValueError) as error:
+        raise UserError(f"--arch {args.arch} --image-size {size}: {error}") from None
     if weights:
-        is_file = weights.endswith((".pt", ".pth"))
-        checkpoint.load_matching(
-            model,
-            checkpoint.load_weights(weights)
-            if is_file
-            else checkpoint.download_weights(args.arch, weights),
-        )
+        checkpoint.load_matching(model, checkpoint.read_weights(weights, args.arch))
     return model
 
 

@@ -17,12 +17,14 @@ import model as task
 from dataset import ImageDataset, eval_transform
 from engine import checkpoint, distributed, files, loading
 
+ROOT = Path(__file__).resolve().parent
+
 
 @torch.inference_mode()
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("inputs", nargs="+", metavar="FILES|FOLDER")
-    parser.add_argument("--checkpoint", metavar="FILE", default="runs/default/best.pt")
+    parser.add_argument("--checkpoint", metavar="FILE", default=ROOT / "runs/default/best.pt")
     parser.add_argument("--output", metavar="DIR", type=Path, default=Path("predictions"))
     args = parser.parse_args(argv)
 

@@ -102,9 +102,7 @@ def build_dataset(args: Namespace) -> tuple[SegmentationDataset, SegmentationDat
 def find_pairs(folder: Path) -> list[tuple[str, str]]:
     """Return (picture, mask) for each picture in `folder`/images and mask in `folder`/masks."""
     images, masks = (
-        {str(Path(path).relative_to(folder / kind).with_suffix("")): path for path in paths}
-        for kind in ("images", "masks")
-        for paths in [loading.list_images(folder / kind)]
+        loading.by_name(loading.collect([folder / kind])) for kind in ("images", "masks")
     )
     if odd := sorted(images.keys() ^ masks.keys()):
         path = images.get(odd[0]) or masks[odd[0]]
@@ -117,9 +115,13 @@ def read_classes(root: Path, masks: Sequence[str]) -> list[str]:
     """Return the class names of `root`, as told at `build_dataset`."""
     names = root / "classes.txt"
     if names.is_file():
-        classes = [line.strip() for line in names.read_text().splitlines() if line.strip()]
-        if not 2 <= len(classes) <= VOID:
-            raise UserError(f"{names}: {len(classes)} names in it; from 2 to {VOID} are possible")
+        try:
+            lines = names.read_text(encoding="utf-8-sig").splitlines()
+        except UnicodeDecodeError:
+            raise UserError(f"{names}: not UTF-8; save it as such") from None
+        classes = [line.strip() for line in lines if line.strip()]
+        if not 2 <= len(set(classes)) == len(classes) <= VOID:
+            raise UserError(f"{names}: it has to hold 2 to {VOID} names, each another")
         return classes
     print(f"no {names}: reading {len(masks)} masks for the class numbers", flush=True)
     with ThreadPoolExecutor() as pool:
@@ -150,18 +152,6 @@ def read_mask(path: str, num_classes: int) -> np.ndarray:
             "mend the mask or name the class in classes.txt"
         )
     return mask.astype(np.uint8)
-
-
-def collate(samples: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    """Return one batch, each picture padded with 0 and each mask with VOID to the largest."""
-    height = max(image.shape[1] for image, _ in samples)
-    width = max(image.shape[2] for image, _ in samples)
-    images = torch.zeros(len(samples), 3, height, width, dtype=torch.uint8)
-    masks = torch.full((len(samples), height, width), VOID, dtype=torch.uint8)
-    for i, (image, mask) in enumerate(samples):
-        images[i, :, : image.shape[1], : image.shape[2]] = image
-        masks[i, : mask.shape[0], : mask.shape[1]] = mask
-    return images, masks
 
 
 def overlay(image: np.ndarray, mask: np.ndarray) -> np.ndarray:

@@ -4,6 +4,7 @@ from argparse import Namespace, _ArgumentGroup
 from collections.abc import Callable, Sequence
 
 import segmentation_models_pytorch as smp
+import torch
 import torchvision
 from torch import Tensor, nn
 from torchmetrics import ClasswiseWrapper, MetricCollection
@@ -22,11 +23,14 @@ def add_arguments(group: _ArgumentGroup) -> None:
         "--arch",
         default="unet",
         metavar="NAME",
-        help="unet or another decoder of segmentation-models-pytorch, or a segmentation network "
-        "of torchvision such as deeplabv3_resnet50",
+        help="default: unet; or another decoder of segmentation-models-pytorch, or a segmentation "
+        "network of torchvision such as deeplabv3_resnet50",
     )
     group.add_argument(
-        "--encoder", default="resnet34", metavar="NAME", help="of the decoder; default: resnet34"
+        "--encoder",
+        default="resnet34",
+        metavar="NAME",
+        help="what feeds the decoder; default: resnet34",
     )
     group.add_argument(
         "--weights",
@@ -59,7 +63,7 @@ def build_model(args: Namespace, classes: Sequence[str], weights: str | None = N
     else:
         model = build_smp(args.arch, args.encoder, len(classes), name)
     if file:
-        checkpoint.load_matching(model, checkpoint.load_weights(file))
+        checkpoint.load_matching(model, checkpoint.read_weights(file, args.arch))
     return model
 
 
@@ -68,13 +72,14 @@ def build_torchvision(arch: str, num_classes: int, weights: str | None) -> nn.Mo
         arch, num_classes=num_classes, weights=None, weights_backbone=None
     )
     if weights:
-        checkpoint.load_matching(net, checkpoint.download_weights(arch, weights))
+        checkpoint.load_matching(net, checkpoint.read_weights(weights, arch))
     return Logits(net)
 
 
 def build_smp(arch: str, encoder: str, num_classes: int, weights: str | None) -> nn.Module:
     def create(encoder_weights: str | None) -> nn.Module:
-        return smp.create_model(arch, encoder, encoder_weights, classes=num_classes)
+        model = smp.create_model(arch, encoder, encoder_weights, classes=num_classes)
+        return freeze_unused(model)
 
     try:
         if weights:
@@ -86,6 +91,19 @@ def build_smp(arch: str, encoder: str, num_classes: int, weights: str | None) ->
         raise UserError(f"--arch {arch} --encoder {encoder}: {reason}") from None
     except OSError as error:
         raise UserError(f"--weights {weights}: download failed ({error})") from None
+
+
+def freeze_unused(model: nn.Module) -> nn.Module:
+    """Return `model` with those weights frozen that its output does not depend on.
+
+    Some encoders have layers that no decoder reads; DDP would wait for their gradients.
+    """
+    weights = list(model.parameters())
+    output = model.eval()(torch.zeros(1, 3, 128, 128)).sum()
+    gradients = torch.autograd.grad(output, weights, allow_unused=True)
+    for weight, gradient in zip(weights, gradients, strict=True):
+        weight.requires_grad_(gradient is not None)
+    return model.train()
 
 
 def build_criterion(args: Namespace) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]:

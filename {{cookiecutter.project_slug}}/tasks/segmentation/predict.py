@@ -20,7 +20,6 @@ from tqdm import tqdm
 import model as task
 from dataset import overlay, pad
 from engine import checkpoint, distributed, files, loading
-from engine.distributed import UserError
 
 
 class Pictures(Dataset):
@@ -37,20 +36,20 @@ class Pictures(Dataset):
         return pad(image, 0), image.shape[1], image.shape[2]
 
 
+ROOT = Path(__file__).resolve().parent
+
+
 @torch.inference_mode()
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("inputs", nargs="+", metavar="FILES|FOLDER")
-    parser.add_argument("--checkpoint", metavar="FILE", default="runs/default/best.pt")
+    parser.add_argument("--checkpoint", metavar="FILE", default=ROOT / "runs/default/best.pt")
     parser.add_argument("--output", metavar="DIR", type=Path, default=Path("predictions"))
     args = parser.parse_args(argv)
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model, _, _ = checkpoint.load_model(args.checkpoint, task.build_model, device)
-    names: dict[str, str] = {}
-    for path, name in loading.collect(args.inputs):
-        if names.setdefault(name, path) != path:
-            raise UserError(f"{path} and {names[name]} would get the same name; rename one")
+    names = loading.by_name(loading.collect(args.inputs))
     # Pictures differ in size, so they go through one at a time.
     loader = DataLoader(Pictures(list(names.values())), num_workers=loading.default_workers())
     progress = tqdm(loader, unit="img", disable=None)
