@@ -20,8 +20,8 @@ from PIL import Image
 # A main.py whose ranks each leave their final weights behind.
 KEEP_WEIGHTS = """
 import os, sys, torch, main
-build, kept = main.task.build_model, []
-main.task.build_model = lambda *args, **kw: kept.append(build(*args, **kw)) or kept[0]
+build, kept = main.build_model, []
+main.build_model = lambda *args, **kw: kept.append(build(*args, **kw)) or kept[0]
 main.main(sys.argv[2:])
 torch.save(kept[0].state_dict(), f"{sys.argv[1]}/rank{os.environ['RANK']}.pt")
 """
@@ -479,7 +479,7 @@ def test_flags_that_cannot_be(project: Project, data: Path, tmp_path: Path) -> N
     refused("--batch-size", 0, words=("--batch-size", "0"))
     refused("--epoch", 3, words=("--epoch",))
     refused("--arch", "resnet99", words=("resnet99",))
-    refused("--weights", tmp_path / "none.pt", words=("none.pt", "no such file"))
+    refused("--weights", tmp_path / "none.pt", words=("none.pt", "no such checkpoint file"))
     (tmp_path / "file").touch()
     refused(
         "--output-dir",

@@ -20,7 +20,6 @@ from engine import checkpoint, distributed, files, loading
 ROOT = Path(__file__).resolve().parent
 
 
-@torch.inference_mode()
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("inputs", nargs="+", metavar="FILES|FOLDER")
@@ -36,7 +35,8 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     found: list[tuple[float, int]] = []  # probability and class number, in the order of paths
     for images, _ in loading.to_device(tqdm(loader, unit="batch", disable=None), device):
-        best = torch.softmax(model(images), dim=1).max(dim=1)
+        with torch.inference_mode():
+            best = torch.softmax(model(images), dim=1).max(dim=1)
         found += zip(best.values.tolist(), best.indices.tolist(), strict=True)
     with files.writing(args.output / "predictions.csv") as beside, open(beside, "w") as file:
         table = csv.writer(file, lineterminator="\n")

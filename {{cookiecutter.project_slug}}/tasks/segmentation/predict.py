@@ -39,7 +39,6 @@ class Pictures(Dataset):
 ROOT = Path(__file__).resolve().parent
 
 
-@torch.inference_mode()
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("inputs", nargs="+", metavar="FILES|FOLDER")
@@ -54,7 +53,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     loader = DataLoader(Pictures(list(names.values())), num_workers=loading.default_workers())
     progress = tqdm(loader, unit="img", disable=None)
     for name, (padded, height, width) in zip(names, progress, strict=True):
-        output = model(loading.normalize(padded.to(device)))
+        with torch.inference_mode():
+            output = model(loading.normalize(padded.to(device)))
         mask = output[0, :, :height, :width].argmax(0).cpu().numpy().astype(np.uint8)
         picture = padded[0, :, :height, :width].permute(1, 2, 0).numpy()
         for kind, pixels in ("masks", mask), ("overlays", overlay(picture, mask)):
