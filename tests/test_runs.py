@@ -307,6 +307,11 @@ def test_resume(project: Project, data: Path, trained: Path, tmp_path: Path) -> 
     assert [row["epoch"] for row in rows(out)] == ["1", "2"]
     assert rows(out)[0] == rows(trained)[0]
 
+    # A mistake found before training begins costs nothing of the former run.
+    before = {path.name for path in out.iterdir()}
+    project.alone(*flags(data, out, "--resume", "never", "--arch", "none")).refused("none")
+    assert {path.name for path in out.iterdir()} == before
+
     done = project.launch(*flags(data, out, "--resume", "never")).ok()
     assert "--resume never: removing" in done.out
     assert [row["epoch"] for row in rows(out)] == ["1"]

@@ -246,6 +246,8 @@ def train(
         start_epoch, step, best = state["epoch"], state["step"], state["best"]
         checkpoint.restore(state, optimizer, scheduler, start_epoch * steps)
 
+    if args.resume == "never":
+        checkpoint.clear(args.output_dir)
     report = Reporter(args, device, start_epoch)
     report.start(train_loader, val_loader, steps)
     for epoch in range(start_epoch, args.epochs):

@@ -73,8 +73,7 @@ def flag(name: str, flags: dict[str, Any]) -> str:
 def find(folder: Path, resume: str) -> Path | None:
     """Return the checkpoint that `resume` ("auto", "never" or a path) means; for rank 0 alone.
 
-    "never" removes what a former run left in `folder`, and only that. A path counts for the first
-    start: if the run has got on since then, its own last.pt is taken.
+    A path counts for the first start: if the run has got on since then, its own last.pt is taken.
     """
     if resume not in ("auto", "never") and not Path(resume).is_file():
         raise UserError(f"--resume {resume}: no such file; say auto, never or a checkpoint's path")
@@ -86,14 +85,19 @@ def find(folder: Path, resume: str) -> Path | None:
     except OSError as error:
         raise UserError(f"--output-dir {folder}: cannot be written ({error.strerror})") from None
     if resume == "never":
-        if old := sorted(path for name in OWN_FILES for path in folder.glob(name)):
-            print(f"--resume never: removing {', '.join(p.name for p in old)} from {folder}")
-        for path in old:
-            path.unlink()
         return None
     if resume == "auto" or (last.exists() and Path(resume).resolve().parent != folder.resolve()):
         return last if last.exists() else None
     return Path(resume)
+
+
+def clear(folder: Path) -> None:
+    """Remove what a former run left in `folder`, and only that; on rank 0."""
+    old = sorted(path for name in OWN_FILES for path in folder.glob(name))
+    if old and distributed.is_rank_zero():
+        print(f"--resume never: removing {', '.join(p.name for p in old)} from {folder}")
+        for path in old:
+            path.unlink()
 
 
 def restore(
@@ -106,9 +110,12 @@ def restore(
     """
     settings = optimizer.state_dict()["param_groups"]
     optimizer.load_state_dict({**state["optimizer"], "param_groups": settings})
-    scheduler.last_epoch = schedule_step
+    base_lrs = scheduler.base_lrs
+    scheduler.load_state_dict(
+        {**state["scheduler"], "base_lrs": base_lrs, "last_epoch": schedule_step}
+    )
     factor = scheduler.lr_lambdas[0](schedule_step)
-    for group, lr in zip(optimizer.param_groups, scheduler.base_lrs, strict=True):
+    for group, lr in zip(optimizer.param_groups, base_lrs, strict=True):
         group["lr"] = lr * factor
 
 
