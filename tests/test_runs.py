@@ -396,6 +396,12 @@ def test_one_rank_raises(project: Project, data: Path, tmp_path: Path) -> None:
     assert not done.left
 
 
+def test_its_own_tests(project: Project) -> None:
+    done = run([sys.executable, "-m", "pytest", "-q"], cwd=project.folder, timeout=600)
+    assert " passed" in done.ok().out
+    assert "skipped" not in done.out
+
+
 def test_kill_in_the_middle_then_go_on(project: Project, data: Path, tmp_path: Path) -> None:
     mark, epochs = uuid.uuid4().hex, ["--epochs", 40]
     process = start([project.folder / "launch.sh", *flags(data, tmp_path, *epochs)], mark)
