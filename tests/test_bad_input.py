@@ -26,7 +26,7 @@ def empty(folder: Path) -> None:
 
 SPOILT: dict[str, dict[str, tuple[Spoil, list[str]]]] = {
     "classification": {
-        "no train folder": (lambda d: shutil.rmtree(d / "train"), ["train", "no such folder"]),
+        "no train folder": (lambda d: shutil.rmtree(d / "train"), ["train", "no such"]),
         "no pictures": (
             lambda d: empty(d / "train" / "dots"),
             ["train/dots", "no pictures"],
@@ -53,7 +53,7 @@ SPOILT: dict[str, dict[str, tuple[Spoil, list[str]]]] = {
         ),
     },
     "segmentation": {
-        "no train folder": (lambda d: shutil.rmtree(d / "train"), ["train", "no such folder"]),
+        "no train folder": (lambda d: shutil.rmtree(d / "train"), ["train", "no such"]),
         "no pictures": (
             lambda d: empty(d / "train" / "images"),
             ["train/images", "no pictures"],

@@ -15,8 +15,8 @@ PROMISED = {"classification": ("top1", 0.90), "segmentation": ("miou", 0.70)}
 
 
 def make_demo(folder: Path, task: str) -> str:
-    venv = Path(sys.executable).parent.parent
-    command = ["make", "demo", f"TASK={task}", f"VENV={venv}"]
+    # -o: the environment of these tests is set up already.
+    command = ["make", "-o", ".venv/ready", "demo", f"TASK={task}"]
     return run(command, cwd=folder, timeout=900, OMP_NUM_THREADS="").ok().out
 
 
@@ -27,6 +27,7 @@ def demo(
     """The task, the project's folder and the output of `make demo` at a path with a space."""
     folder = tmp_path_factory.mktemp("demo") / "a space"
     shutil.copytree(template, folder)
+    (folder / ".venv").symlink_to(Path(sys.executable).parent.parent)
     out = make_demo(folder, request.param)
     return request.param, folder / "demo" / request.param, out
 

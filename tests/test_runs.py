@@ -576,7 +576,7 @@ def test_predict_bad_input(project: Project, data: Path, trained: Path, tmp_path
         ]
         return run([*command, "--checkpoint", trained / "best.pt"])
 
-    predict(tmp_path / "none").refused("none", "no such folder")
+    predict(tmp_path / "none").refused("none", "no such file or folder")
     (tmp_path / "bad.jpg").write_bytes(b"\xff\xd8 no picture")
     predict(tmp_path / "bad.jpg").refused("bad.jpg", "cannot be read")
     assert not list((tmp_path / "p").rglob("*.*"))
