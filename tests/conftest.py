@@ -1,5 +1,6 @@
 """Generate projects as a user does, and run their commands without leaving a process behind."""
 
+import functools
 import os
 import shutil
 import subprocess
@@ -185,22 +186,39 @@ def run(command: list, timeout: float = 300, **kwargs: object) -> Done:
     return finish(start(command, mark, **kwargs), mark, timeout)
 
 
-@pytest.fixture(scope="session", params=TASKS)
-def project(
-    request: pytest.FixtureRequest,
-    generate: Generate,
-    tmp_path_factory: pytest.TempPathFactory,
-) -> Project:
-    parent = tmp_path_factory.mktemp("a path") / "with a space"
-    done = generate(parent, f"task={request.param}")
-    assert done.returncode == 0, done.stderr
-    return Project(parent / "my_ddp_project", request.param)
-
-
 @pytest.fixture(scope="session")
-def data(project: Project, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def projects(generate: Generate, tmp_path_factory: pytest.TempPathFactory) -> Callable:
+    """Both kinds of project, each generated once."""
+
+    @functools.cache
+    def project(task: str) -> Project:
+        parent = tmp_path_factory.mktemp("a path") / "with a space"
+        done = generate(parent, f"task={task}")
+        assert done.returncode == 0, done.stderr
+        return Project(parent / "my_ddp_project", task)
+
+    return project
+
+
+@pytest.fixture(params=TASKS)
+def project(request: pytest.FixtureRequest, projects: Callable[[str], Project]) -> Project:
+    return projects(request.param)
+
+
+@pytest.fixture
+def data(project: Project) -> Path:
     """53 + 23 pictures: they divide by no batch and no number of ranks that is tried."""
-    return project.draw(tmp_path_factory.mktemp("data") / "set", 53, 23)
+    folder = project.folder.parent / "set"
+    return folder if folder.exists() else project.draw(folder, 53, 23)
+
+
+@pytest.fixture
+def trained(project: Project, data: Path) -> Path:
+    """The output folder of a finished run of one epoch."""
+    folder = project.folder.parent / "trained"
+    if not folder.exists():
+        project.launch(*SMALL, "--data", data, "--output-dir", folder).ok()
+    return folder
 
 
 @pytest.fixture

@@ -207,14 +207,6 @@ def srun_step(node: int) -> dict[str, str]:
     }
 
 
-@pytest.fixture(scope="session")
-def trained(project: Project, data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The output folder of a finished run of one epoch."""
-    folder = tmp_path_factory.mktemp("trained")
-    project.launch(*flags(data, folder)).ok()
-    return folder
-
-
 def test_output_files(project: Project, trained: Path) -> None:
     names = {re.sub(r"tfevents\..*", "tfevents", path.name) for path in trained.iterdir()}
     assert names == {

@@ -5,6 +5,7 @@ Each function is harmless in a group of one, so no caller asks how many processe
 
 import atexit
 import contextlib
+import multiprocessing
 import os
 import random
 import re
@@ -251,6 +252,8 @@ def _first_to_tell() -> bool:
 
 def _leave(status: int) -> None:
     """Exit now: a tidy exit would wait for peers and loader workers that may never answer."""
+    for worker in multiprocessing.active_children():
+        worker.kill()  # it would see only after some seconds that it is alone
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)
