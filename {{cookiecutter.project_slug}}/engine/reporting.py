@@ -6,6 +6,7 @@ Only rank 0 speaks and writes; on the other ranks every method returns at once.
 import csv
 import itertools
 import json
+import os
 import platform
 import subprocess
 import time
@@ -125,7 +126,8 @@ class Reporter:
         """Print what came out and where it is."""
         if self.active:
             self.board.close()
-            print(f"done: best {name} {best:.4f}; {self.folder}/best.pt, examples.png, curves.png")
+            folder = os.path.relpath(self.folder)
+            print(f"done: best {name} {best:.4f}; {folder}/best.pt, examples.png, curves.png")
 
     def draw_curves(self) -> None:
         from matplotlib.figure import Figure
