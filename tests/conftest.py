@@ -1,5 +1,6 @@
 """Generate projects as a user does, and run their commands without leaving a process behind."""
 
+import csv
 import functools
 import os
 import shutil
@@ -7,7 +8,7 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -107,6 +108,12 @@ class Project:
 
     def alone(self, *flags: object) -> "Done":
         return run([sys.executable, self.folder / "main.py", *flags])
+
+
+def rows(folder: Path) -> list[dict[str, str]]:
+    """The rows of a run's metrics.csv."""
+    with open(folder / "metrics.csv", newline="") as file:
+        return list(csv.DictReader(file))
 
 
 class Done:
@@ -222,6 +229,6 @@ def trained(project: Project, data: Path) -> Path:
 
 
 @pytest.fixture
-def own_data(data: Path, tmp_path: Path) -> Iterator[Path]:
+def own_data(data: Path, tmp_path: Path) -> Path:
     """A copy of `data` to spoil."""
-    yield shutil.copytree(data, tmp_path / "own")
+    return shutil.copytree(data, tmp_path / "own")

@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 import signal
+import socket
 import sys
 import time
 import uuid
@@ -14,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import SMALL, Done, Project, finish, marked, run, start
+from conftest import SMALL, Done, Project, finish, marked, rows, run, start
 from PIL import Image
 
 # A main.py whose ranks each leave their final weights behind.
@@ -31,13 +32,17 @@ torch.save(kept[0].state_dict(), f"{sys.argv[1]}/rank{os.environ['RANK']}.pt")
 SAME_FOR_BOTH = pytest.mark.parametrize("project", ["classification"], indirect=True)
 
 
-def rows(folder: Path) -> list[dict[str, str]]:
-    with open(folder / "metrics.csv", newline="") as file:
-        return list(csv.DictReader(file))
-
-
 def flags(data: Path, out: Path, *more: object) -> list[object]:
     return [*SMALL, "--data", data, "--output-dir", out, *more]
+
+
+def with_bug(project: Project, folder: Path, old: str, new: str) -> Path:
+    """A copy of the project's launch.sh whose main.py has `new` where it had `old`, once."""
+    copy = shutil.copytree(project.folder, folder)
+    text = (copy / "main.py").read_text()
+    assert text.count(old) == 1
+    (copy / "main.py").write_text(text.replace(old, new))
+    return copy / "launch.sh"
 
 
 def test_three_ranks_end_with_the_same_weights(
@@ -63,12 +68,9 @@ def test_three_ranks_end_with_the_same_weights(
 def test_a_forward_pass_beside_ddp_is_found_out(
     project: Project, data: Path, tmp_path: Path
 ) -> None:
-    broken = shutil.copytree(project.folder, tmp_path / "broken")
-    text = (broken / "main.py").read_text()
-    assert text.count("criterion(ddp_model(images)") == 1
-    text = text.replace("criterion(ddp_model(images)", "criterion(ddp_model.module(images)")
-    (broken / "main.py").write_text(text)
-    done = run([broken / "launch.sh", *flags(data, tmp_path / "out")])
+    right, wrong = "criterion(ddp_model(images)", "criterion(ddp_model.module(images)"
+    broken = with_bug(project, tmp_path / "broken", right, wrong)
+    done = run([broken, *flags(data, tmp_path / "out")])
     done.refused("differs between ranks", "ddp_model")
     assert not (tmp_path / "out" / "last.pt").exists()
 
@@ -176,8 +178,6 @@ class TestLaunchers:
 
 
 def free_port() -> int:
-    import socket
-
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
@@ -284,11 +284,7 @@ def test_fewer_validation_pictures_than_ranks(
     project: Project, trained: Path, tmp_path: Path
 ) -> None:
     data = project.draw(tmp_path / "set", 53, 6)
-    more = [
-        "--batch-size",
-        6,
-        "--eval-only",
-    ]  # one batch: two of three ranks hold nothing
+    more = ["--batch-size", 6, "--eval-only"]  # one batch: two of three ranks hold nothing
     results = []
     for ranks in (1, 3):
         done = project.launch(*flags(data, trained), *more, ranks=ranks).ok()
@@ -383,13 +379,10 @@ def test_other_networks_train(project: Project, data: Path, tmp_path: Path, arch
 @SAME_FOR_BOTH
 def test_one_rank_raises(project: Project, data: Path, tmp_path: Path) -> None:
     """A bug in the script: its traceback, once, is all that is said."""
-    broken = shutil.copytree(project.folder, tmp_path / "broken")
-    text = (broken / "main.py").read_text()
     line = "        if is_last:\n"
-    assert text.count(line) == 1
     bug = "        if i == 2 and distributed.rank() == 1:\n            raise ValueError('a bug')\n"
-    (broken / "main.py").write_text(text.replace(line, bug + line))
-    done = run([broken / "launch.sh", *flags(data, tmp_path / "out")])
+    broken = with_bug(project, tmp_path / "broken", line, bug + line)
+    done = run([broken, *flags(data, tmp_path / "out")])
     assert done.status == 1
     assert done.err.count("Traceback") == 1
     assert done.err.rstrip().endswith("ValueError: a bug")
