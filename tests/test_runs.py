@@ -172,9 +172,13 @@ class TestLaunchers:
             "import os, torch; from engine import distributed as d\n"
             "torch.cuda.is_available = lambda: True; torch.cuda.device_count = lambda: 2\n"
             "os.environ.update(LOCAL_RANK='0', LOCAL_WORLD_SIZE='3')\n"
-            "try: d.setup()\nexcept d.UserError as error: print(error)"
+            "try: print(d._pick_device(False))\nexcept d.UserError as error: print(error)"
         )
-        assert project.python(code).startswith("3 ranks on this node but 2 GPU(s)")
+        assert project.python(code).startswith("3 ranks on this node but 2 GPU(s): start at most")
+        attached = "import sys, types; sys.modules['pydevd'] = types.SimpleNamespace()\n"
+        said, device = project.python(attached + code).splitlines()
+        assert said.endswith("debugging on the CPU")
+        assert device == "cpu"
 
 
 def free_port() -> int:

@@ -9,22 +9,46 @@ from pathlib import Path
 
 import pytest
 from conftest import ROOT, TASKS, TEMPLATE_FOLDER, Generate, Project
+from dap import parse, read
 
 SHARED = {
+    ".devcontainer/devcontainer.json",
     ".github/workflows/ci.yml",
     ".gitignore",
     ".pre-commit-config.yaml",
+    ".vscode/extensions.json",
+    ".vscode/launch.json",
+    ".vscode/settings.json",
+    ".vscode/tasks.json",
     "engine/__init__.py",
     "engine/checkpoint.py",
+    "engine/debug.py",
     "engine/distributed.py",
     "engine/files.py",
     "engine/loading.py",
+    "engine/process.py",
     "engine/reporting.py",
     "engine/torchrun.py",
     "launch.sh",
     "main.py",
     "pyproject.toml",
     "tests/test_project.py",
+}
+# What VS Code's debug view, the Python debugger's package.json, VS Code's tasks and the schema of
+# devcontainers/spec document; nothing that they call deprecated.
+LAUNCH_KEYS = {
+    *("name", "type", "request", "presentation", "preLaunchTask", "postDebugTask"),
+    *("args", "connect", "console", "cwd", "env", "envFile", "justMyCode", "module"),
+    *("pathMappings", "program", "purpose", "python", "pythonArgs", "stopOnEntry", "subProcess"),
+}
+INPUT_KEYS = {"id", "type", "description", "default", "options"}
+TASK_KEYS = {
+    *("label", "type", "command", "args", "options", "group", "isBackground", "presentation"),
+    *("problemMatcher", "dependsOn", "dependsOrder", "runOptions"),
+}
+CONTAINER_KEYS = {
+    *("name", "image", "hostRequirements", "runArgs", "init", "postCreateCommand"),
+    *("customizations", "features", "mounts", "containerEnv", "remoteUser"),
 }
 OF_THE_TASK = {"dataset.py", "demo_set.py", "model.py", "predict.py", "requirements.txt"}
 
@@ -71,6 +95,38 @@ def test_no_jinja_in_code(template: Path) -> None:
         if path.is_file() and path.name != "README.md":
             assert "cookiecutter" not in path.read_text(), path
             assert not re.search(r"{%|(?<!\$){{", path.read_text()), path
+
+
+def test_vscode(template: Path) -> None:
+    folder = template / TEMPLATE_FOLDER
+    launch, tasks = read(folder, "launch.json"), read(folder, "tasks.json")
+    assert launch["version"] == "0.2.0"
+    assert tasks["version"] == "2.0.0"
+    assert launch["configurations"][0]["module"] == "torch.distributed.launch"
+    for config in launch["configurations"]:
+        assert set(config) <= LAUNCH_KEYS, config["name"]
+        assert config["type"] == "debugpy"
+        assert ("program" in config) + ("module" in config) + ("connect" in config) == 1
+    for task in tasks["tasks"]:
+        assert set(task) <= TASK_KEYS, task["label"]
+    labels = {task["label"] for task in tasks["tasks"]}
+    assert labels >= {"install", "train", "resume", "test", "lint and format", "TensorBoard"}
+    for name, content in ("launch.json", launch), ("tasks.json", tasks):
+        text = (folder / ".vscode" / name).read_text()
+        asked = [question["id"] for question in content["inputs"]]
+        assert set(re.findall(r"\$\{input:(\w+)\}", text)) == set(asked)
+        assert all(set(question) <= INPUT_KEYS for question in content["inputs"])
+        assert not re.search(r'"/|"~|[A-Z]:\\', text)  # no absolute path
+        for file in re.findall(r"\$\{workspaceFolder\}/([\w.]+)", text):
+            assert (folder / file).exists() or file in {*OF_THE_TASK, "runs"}, file
+
+    recommended = read(folder, "extensions.json")["recommendations"]
+    settings = read(folder, "settings.json")
+    assert settings["[python]"]["editor.defaultFormatter"] in recommended
+    container = parse((folder / ".devcontainer" / "devcontainer.json").read_text())
+    assert set(container) <= CONTAINER_KEYS
+    assert container["hostRequirements"] == {"gpu": "optional"}
+    assert container["customizations"]["vscode"]["extensions"] == recommended
 
 
 def test_three_questions(generate: Generate, tmp_path: Path) -> None:

@@ -21,6 +21,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from engine import process
+
+if __name__ == "__main__":
+    process.begin()
+
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -31,7 +36,7 @@ from torchmetrics import MetricCollection
 
 import demo_set
 from dataset import IMAGE_SIZE, build_dataset, draw_example
-from engine import checkpoint, distributed, loading
+from engine import checkpoint, debug, distributed, loading
 from engine.reporting import Reporter
 from model import (
     BEST,
@@ -122,6 +127,29 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     )
     add("--warmup-epochs", type=at_least(0, float), default=0.5, help="linear rise; default: 0.5")
     add("--seed", type=int, default=0, help="default: 0")
+
+    add = parser.add_argument_group("ranks").add_argument
+    add(
+        "--dist-timeout",
+        metavar="SECONDS",
+        type=at_least(1, float),
+        default=600,
+        help="how long a rank waits for the others, unless debugged; default: 600",
+    )
+    add(
+        "--debug-rank",
+        metavar="R[,R...]",
+        type=debug.ranks,
+        default=[],
+        help="ranks that wait for a debugger, at --debug-port + R",
+    )
+    add(
+        "--debug-port",
+        metavar="[HOST:]PORT",
+        type=debug.address,
+        default=("127.0.0.1", 5678),
+        help="default: 5678 on loopback",
+    )
     add("--local-rank", "--local_rank", type=int, help=argparse.SUPPRESS)
 
     args = parser.parse_args(argv)
@@ -174,6 +202,7 @@ def train_one_epoch(
     epoch: int,
 ) -> float:
     """Train on this rank's share of an epoch; return the mean loss over all ranks."""
+    rank, local_rank = distributed.rank(), distributed.local_rank()  # noqa: F841  for breakpoints
     ddp_model.train()
     totals = torch.zeros(2, dtype=torch.float64, device=device)  # loss sum, count
     passes = len(loader)
@@ -298,7 +327,8 @@ def evaluate_checkpoint(args: argparse.Namespace, device: torch.device) -> None:
 
 def main(argv: Sequence[str] | None = None) -> None:
     args = parse_args(argv)
-    device = distributed.setup(args.local_rank)
+    device = distributed.setup(args.local_rank, args.dist_timeout, bool(args.debug_rank))
+    debug.wait_for_debugger(args.debug_rank, args.debug_port)
     distributed.seed(args.seed)
     if args.workers is None:
         args.workers = loading.default_workers()

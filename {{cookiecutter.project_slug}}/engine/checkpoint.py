@@ -27,7 +27,15 @@ OWN_FILES = (
     "events.out.tfevents.*",
 )
 # Flags that do not change what is learnt: no need to tell that they are others now.
-MAY_DIFFER = ("local_rank", "output_dir", "resume", "workers")
+MAY_DIFFER = (
+    "debug_port",
+    "debug_rank",
+    "dist_timeout",
+    "local_rank",
+    "output_dir",
+    "resume",
+    "workers",
+)
 REMEDY = "choose another --output-dir, or --resume never to start afresh"
 
 

@@ -5,10 +5,10 @@ Each function is harmless in a group of one, so no caller asks how many processe
 
 import atexit
 import contextlib
-import multiprocessing
 import os
 import random
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -20,6 +20,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+
+from engine import process
 
 T = TypeVar("T")
 OPERATIONS = {"sum": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}
@@ -34,20 +36,27 @@ class UserError(Exception):
         return super().__str__().strip().rsplit("UserError: ", 1)[-1]
 
 
-def setup(local_rank: int | None = None) -> torch.device:
+def setup(
+    local_rank: int | None = None, timeout: float = 600, debugged: bool = False
+) -> torch.device:
     """Join the group that the launcher describes, or a group of one; return this rank's device.
 
     torchrun, torch.distributed.launch and launch.sh set RANK, WORLD_SIZE, LOCAL_RANK and so on;
     srun sets variables of its own. `local_rank` counts only where LOCAL_RANK is not set.
     With GPUs: nccl, one GPU a rank. Without: gloo.
+
+    A collective that takes longer than `timeout` seconds fails. With a debugger here, or with
+    `debugged`, which says that some rank may have one, it may take days: people look around.
     """
     global _store
+    limit = timedelta(days=7) if debugged or process.is_debugged() else timedelta(seconds=timeout)
     by_srun = _adopt_slurm_step()
     if "LOCAL_RANK" not in os.environ and local_rank is not None:
         os.environ["LOCAL_RANK"] = str(local_rank)
     device = _pick_device(by_srun)
     if "RANK" in os.environ:
-        _store, group_rank, group_size = next(dist.rendezvous("env://"))
+        _store, group_rank, group_size = next(dist.rendezvous("env://", timeout=limit))
+        _store.set_timeout(limit)
     else:
         _store, group_rank, group_size = dist.HashStore(), 0, 1
     dist.init_process_group(
@@ -56,7 +65,7 @@ def setup(local_rank: int | None = None) -> torch.device:
         rank=group_rank,
         world_size=group_size,
         device_id=device if device.type == "cuda" else None,
-        timeout=timedelta(minutes=30),  # nccl's 10 are short for a download on rank 0
+        timeout=limit,
     )
     return device
 
@@ -74,6 +83,9 @@ def _pick_device(by_srun: bool) -> torch.device:
     index = local_rank()
     if gpus == 1 and by_srun:
         index = 0  # srun --gpus-per-task=1 shows each task a GPU of its own
+    elif ranks > gpus and process.is_debugged():
+        say(f"{ranks} ranks on this node but {gpus} GPU(s): debugging on the CPU")
+        return torch.device("cpu")
     elif ranks > gpus:
         raise UserError(
             f"{ranks} ranks on this node but {gpus} GPU(s): start at most {gpus} (NPROC={gpus}), "
@@ -224,6 +236,7 @@ def one_line_errors() -> Iterator[None]:
 
     The launcher, or the connection that breaks, ends the ranks that do not know of it.
     """
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         yield
     except UserError as error:
@@ -231,14 +244,14 @@ def one_line_errors() -> Iterator[None]:
         time.sleep(min(local_rank() if _store is None else rank(), 1))
         if _first_to_tell():
             print(f"error: {error}", file=sys.stderr)
-        _leave(1)
+        process.leave(1)
     except KeyboardInterrupt:
-        _leave(130)
+        process.leave(130)
     except Exception:
         if _first_to_tell():
-            atexit.register(_leave, 1)  # once the traceback is out
+            atexit.register(process.leave, 1)  # once the traceback is out
             raise
-        _leave(1)  # the collectives of this rank broke because the first one has left
+        process.leave(1)  # the collectives of this rank broke because the first one has left
 
 
 def _first_to_tell() -> bool:
@@ -248,12 +261,3 @@ def _first_to_tell() -> bool:
         return _store.add("errors", 1) == 1
     except dist.DistError:  # rank 0 held the store: it has spoken and left
         return False
-
-
-def _leave(status: int) -> None:
-    """Exit now: a tidy exit would wait for peers and loader workers that may never answer."""
-    for worker in multiprocessing.active_children():
-        worker.kill()  # it would see only after some seconds that it is alone
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(status)

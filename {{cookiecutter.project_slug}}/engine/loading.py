@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, default_collate
 from torch.utils.data.distributed import DistributedSampler
 
-from engine import distributed
+from engine import distributed, process
 from engine.distributed import UserError
 
 EXTENSIONS = {".bmp", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp"}
@@ -143,6 +143,7 @@ def worker_options(args: Namespace) -> dict[str, Any]:
     return {
         "num_workers": args.workers,
         "persistent_workers": args.workers > 0,
+        "worker_init_fn": process.start_worker,
         "pin_memory": torch.cuda.is_available(),
     }
 

@@ -8,6 +8,9 @@ import logging
 import signal
 import sys
 
+if __name__ == "__main__":  # Ctrl-C while torch is being imported: without a word
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.run import main

@@ -1,0 +1,311 @@
+"""F5, as VS Code does it: every launch configuration, every way to stop, attaching to a rank."""
+
+import os
+import re
+import signal
+import socket
+import time
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import Project, finish, start
+from dap import Breakpoints, Debugger, configuration, line_of
+from test_runs import SAME_FOR_BOTH, flags, free_port, with_bug
+
+F5 = "DDP: torch.distributed.launch"
+LOOP = "loss_sum, count = criterion(ddp_model"  # a line of the training loop
+FIRST_READ = {  # in __getitem__
+    "classification": "loading.read_image(path)",
+    "segmentation": "loading.read_image(image_path)",
+}
+ALARMING = re.compile(r"Traceback|Error|Warning|Killed|\bW\d{4} ")
+
+
+def at(project: Project, file: str, text: str, **more: str) -> Breakpoints:
+    return {file: [{"line": line_of(project.folder / file, text), **more}]}
+
+
+def with_flags(config: dict[str, Any], *flags: str) -> dict[str, Any]:
+    return {**config, "args": [*config["args"], *flags]}
+
+
+def test_a_debugging_session(project: Project, data: Path) -> None:
+    """From F5 to the end of the run, in both ranks; on few pictures, with a short timeout."""
+    more = ["--data", str(data), "--image-size", "64", "--dist-timeout", "4"]
+    main = project.folder / "main.py"
+    wrap = line_of(main, "ddp_model = DistributedDataParallel(")
+    with Debugger(project.folder, {"main.py": [{"line": wrap}]}) as debugger:
+        debugger.launch(with_flags(configuration(project.folder, F5), *more))
+        ranks = debugger.stopped()
+        for number, rank in enumerate(ranks):
+            assert rank.frame["line"] == wrap
+            assert rank.threads()[0] == f"rank {number}"
+            assert len(rank.threads()) > 1  # else VS Code does not show its name
+            assert rank.evaluate("distributed.rank()") == str(number)
+
+        after = line_of(main, "criterion = build_")
+        for _ in range(5):  # over DDP(model), which has several lines and waits for all ranks
+            if {rank.frame["line"] for rank in ranks} == {after}:
+                break
+            for rank in ranks:
+                rank.go("next")
+            ranks = debugger.stopped()
+        assert {rank.frame["line"] for rank in ranks} == {after}
+
+        debugger.set(at(project, "dataset.py", FIRST_READ[project.task]))
+        for rank in ranks:
+            rank.go()
+        ranks = debugger.stopped()
+        assert all(rank.frame["name"] == "__getitem__" for rank in ranks)
+        assert all(rank.evaluate("index").isdecimal() for rank in ranks)
+
+        debugger.set(at(project, "model.py", "nn.functional.cross_entropy("))
+        for rank in ranks:
+            rank.go()
+        ranks = debugger.stopped()
+        assert all(rank.frame["name"] == "cross_entropy" for rank in ranks)
+
+        debugger.set(at(project, "main.py", ".backward()"))
+        for rank in ranks:
+            rank.go()
+        for number, rank in enumerate(debugger.stopped()):
+            assert rank.evaluate("rank") == rank.evaluate("local_rank") == str(number)
+            rank.go("next")  # over backward(), where DDP reduces the gradients
+        ranks = debugger.stopped()
+
+        debugger.set(at(project, "main.py", LOOP, condition="rank == 1"))
+        for rank in ranks:
+            rank.go()
+        (only,) = debugger.stopped(1)
+        assert only.evaluate("rank") == "1"
+        time.sleep(6)  # more than --dist-timeout, with rank 0 in a collective
+        assert debugger.held() == [only]
+
+        debugger.set({})
+        only.go()
+        assert debugger.finish() == 0
+        assert "done: best" in debugger.text
+        assert not debugger.left(5)
+        assert not ALARMING.search(debugger.text)
+
+
+WAYS: dict[str, Callable[[Debugger], None]] = {
+    "top session": Debugger.stop,
+    "one rank's session": lambda debugger: debugger.stopped()[1].disconnect(),
+    "Ctrl-C": Debugger.interrupt,
+    "closed window": Debugger.close,
+    "killed adapter": lambda debugger: debugger.adapter.kill(),
+}
+
+
+@SAME_FOR_BOTH
+@pytest.mark.parametrize("way", WAYS)
+def test_stopping_at_a_breakpoint(project: Project, way: str) -> None:
+    with Debugger(project.folder, at(project, "main.py", LOOP)) as debugger:
+        debugger.launch(configuration(project.folder, F5))
+        debugger.stopped()
+        WAYS[way](debugger)
+        assert not debugger.left(5)
+        assert not ALARMING.search(debugger.text), debugger.text
+
+
+@SAME_FOR_BOTH
+@pytest.mark.parametrize("debug", [True, False])
+def test_stopping_a_running_training(project: Project, debug: bool) -> None:
+    """Ctrl-C while ranks compute and wait for each other; Ctrl+F5 and then Stop."""
+    with Debugger(project.folder) as debugger:
+        config = with_flags(configuration(project.folder, F5), "--epochs", "99", "--workers", "1")
+        debugger.launch(config, debug)
+        debugger.wait(lambda: "epoch 1/99:  1" in debugger.text, "a tenth of an epoch")
+        assert len(debugger.processes()) > 5
+        if debug:
+            debugger.interrupt()
+        else:
+            debugger.stop()
+        assert not debugger.left(5)
+        assert not ALARMING.search(debugger.text), debugger.text
+
+
+@SAME_FOR_BOTH
+def test_adapter_killed_with_loader_workers_at_a_breakpoint(project: Project) -> None:
+    places = at(project, "dataset.py", FIRST_READ[project.task])
+    with Debugger(project.folder, places) as debugger:
+        debugger.launch(with_flags(configuration(project.folder, F5), "--workers", "1"))
+        debugger.stopped()
+        debugger.adapter.kill()
+        assert not debugger.left(5)
+
+
+@SAME_FOR_BOTH
+def test_a_rank_that_raises(project: Project, tmp_path: Path) -> None:
+    """The debugger stops where it was raised; then all end, and that is the last that is said."""
+    planted = 'if rank == 1:\n            raise ValueError("planted")\n        '
+    folder = with_bug(project, tmp_path / "copy", "window = min(", planted + "window = min(").parent
+    with Debugger(folder) as debugger:
+        debugger.launch(configuration(folder, F5))
+        (only,) = debugger.stopped(1)
+        assert only.stop["reason"] == "exception"
+        assert only.frame["line"] == line_of(folder / "main.py", "planted")
+        assert only.evaluate("rank") == "1"
+        only.go()
+        assert not debugger.left(5)
+        assert debugger.text.splitlines()[-1].endswith("ValueError: planted")
+        assert debugger.text.count("Traceback") == 1
+        assert debugger.finish() != 0
+
+
+@SAME_FOR_BOTH
+def test_a_mistake_of_the_user_under_the_debugger(project: Project) -> None:
+    with Debugger(project.folder) as debugger:
+        debugger.launch(with_flags(configuration(project.folder, F5), "--arch", "nonsense"))
+        assert debugger.finish() != 0
+        assert not debugger.left(5)
+        (line,) = debugger.text.splitlines()
+        assert line.startswith("error: ") and "nonsense" in line
+
+
+@SAME_FOR_BOTH
+@pytest.mark.parametrize("name", ["DDP: torchrun", "One process"])
+def test_other_ways_to_train(project: Project, name: str) -> None:
+    count = 1 if name == "One process" else 3
+    answers = {} if name == "One process" else {"processes": "3"}
+    with Debugger(project.folder, at(project, "main.py", LOOP)) as debugger:
+        debugger.launch(configuration(project.folder, name, **answers))
+        for number, rank in enumerate(debugger.stopped(count)):
+            assert rank.evaluate("(rank, local_rank)") == f"({number}, {number})"
+        debugger.stop()
+        assert not debugger.left(5)
+
+
+@SAME_FOR_BOTH
+def test_a_test_file(project: Project) -> None:
+    file = project.folder / "tests" / "test_one.py"
+    file.write_text("import model\n\n\ndef test_one():\n    best = model.BEST\n    assert best\n")
+    try:
+        with Debugger(project.folder, {"tests/test_one.py": [{"line": 6}]}) as debugger:
+            debugger.launch(configuration(project.folder, "This test file", file=str(file)))
+            (session,) = debugger.stopped(1)
+            assert session.evaluate("best") == "'top1'"
+            session.go()
+            assert debugger.finish() == 0
+            assert "1 passed" in debugger.text
+    finally:
+        file.unlink()
+
+
+@pytest.mark.parametrize("what", ["the open picture", "a folder"])
+def test_predict(project: Project, data: Path, trained: Path, tmp_path: Path, what: str) -> None:
+    picture = next((data / "val").rglob("*.jpg"))
+    answer = {"file": str(picture)} if what == "the open picture" else {"folder": str(data / "val")}
+    config = configuration(project.folder, f"Predict: {what}", **answer)
+    more = ["--checkpoint", str(trained / "best.pt"), "--output", str(tmp_path)]
+    with Debugger(project.folder, at(project, "predict.py", "torch.inference_mode")) as debugger:
+        debugger.launch(with_flags(config, *more))
+        (session,) = debugger.stopped(1)
+        debugger.set({})
+        session.go()
+        assert debugger.finish() == 0
+        assert not debugger.left(5)
+    assert any(path.is_file() for path in tmp_path.rglob("*"))
+
+
+@SAME_FOR_BOTH
+def test_attach_to_ranks_of_two_nodes(project: Project, data: Path, tmp_path: Path) -> None:
+    """--debug-rank: each listens on loopback, waits longer than the timeout, can be left again."""
+    mark, debug_port = uuid.uuid4().hex, free_port()
+    env = {"NNODES": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    more = ["--debug-rank", "1,0", "--debug-port", debug_port, "--dist-timeout", 3]
+    command = [project.folder / "launch.sh", *flags(data, tmp_path, *more)]
+    nodes = [start(command, mark, ranks=1, NODE_RANK=str(n), **env) for n in range(2)]
+    lines = [node.stderr.readline() for node in nodes]
+    time.sleep(4)
+    debugger = Debugger(project.folder, at(project, "main.py", LOOP))
+    for number, line in enumerate(lines):
+        host, port = re.search(r"host (\S+), port (\d+)\.", line).groups()
+        assert (host, int(port)) == ("127.0.0.1", debug_port + number)
+        assert listening(int(port)) == {"127.0.0.1"}
+        debugger.attach(configuration(project.folder, "Attach to a rank", host=host, port=port))
+    for number, rank in enumerate(debugger.stopped()):
+        assert rank.threads()[0] == f"rank {number}"
+        assert rank.evaluate("rank") == str(number)
+        assert rank.evaluate("local_rank") == "0"
+        rank.disconnect()
+    for node in nodes:
+        assert finish(node, mark).ok().err == ""
+    assert (tmp_path / "last.pt").exists()
+
+
+def listening(port: int) -> set[str]:
+    """The IPv4 and IPv6 addresses at which anything listens on `port`."""
+    found = set()
+    for name, family in (("tcp", socket.AF_INET), ("tcp6", socket.AF_INET6)):
+        for line in Path("/proc/net", name).read_text().splitlines()[1:]:
+            address, hexadecimal = line.split()[1].split(":")
+            if int(hexadecimal, 16) == port and line.split()[3] == "0A":
+                words = [address[i : i + 8] for i in range(0, len(address), 8)]
+                found.add(socket.inet_ntop(family, b"".join(map(swap, words))))
+    return found
+
+
+def swap(word: str) -> bytes:
+    return bytes.fromhex(word)[::-1]
+
+
+@SAME_FOR_BOTH
+def test_debug_rank_that_cannot_be(project: Project) -> None:
+    project.alone("--debug-rank", "1").refused("--debug-rank 1", "0 to 0")
+    project.alone("--debug-rank", "one").refused("--debug-rank", "one")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        done = project.alone("--debug-rank", 0, "--debug-port", port)
+        done.refused(f"127.0.0.1:{port}", "--debug-port")
+
+
+@SAME_FOR_BOTH
+def test_without_a_debugger_nothing_of_it_is_there(
+    project: Project, data: Path, trained: Path
+) -> None:
+    code = """
+import runpy, sys, threading
+sys.argv[0] = "main.py"
+from engine import distributed
+distributed.teardown = lambda: None
+runpy.run_path("main.py", run_name="__main__")
+import torch.distributed as dist
+print(sorted({"debugpy", "pydevd"} & set(sys.modules)), [t.name for t in threading.enumerate()])
+print(dist.group.WORLD._get_backend(__import__("torch").device("cpu")).options._timeout)
+"""
+    more = [*flags(data, trained), "--eval-only", "--dist-timeout", 77]
+    *_, left, timeout = project.python(code, *more).splitlines()
+    assert left == "[] ['MainThread']"
+    assert timeout == "0:01:17"
+
+
+@SAME_FOR_BOTH
+def test_launcher_killed(project: Project, data: Path, tmp_path: Path) -> None:
+    """No rank and no loader worker outlives a launcher that could not say goodbye."""
+    mark = uuid.uuid4().hex
+    more = ["--epochs", 999, "--workers", 1]
+    process = start([project.folder / "launch.sh", *flags(data, tmp_path, *more)], mark)
+    assert "steps per epoch" in process.stdout.readline()
+    time.sleep(1)
+    process.kill()
+    done = finish(process, mark, timeout=5)
+    assert not done.left
+    assert done.err == ""
+
+
+@SAME_FOR_BOTH
+@pytest.mark.parametrize("seconds", [0.5, 3])
+def test_interrupted_while_starting(project: Project, seconds: float) -> None:
+    """Ctrl-C while torch is being imported, by the launcher or by the ranks."""
+    mark = uuid.uuid4().hex
+    process = start([project.folder / "launch.sh"], mark)
+    time.sleep(seconds)
+    os.killpg(process.pid, signal.SIGINT)
+    done = finish(process, mark)
+    assert done.status in (130, -signal.SIGINT)
+    assert (done.err, done.left) == ("", [])

@@ -1,0 +1,95 @@
+"""How a process of this project ends: with its launcher, its debugger, its loader workers.
+
+It imports neither torch nor debugpy, and does nothing in the background unless debugged.
+"""
+
+import ctypes
+import multiprocessing
+import os
+import select
+import signal
+import socket
+import sys
+import threading
+
+PR_SET_PDEATHSIG = 1  # of Linux' <sys/prctl.h>
+_debugged_launcher: int | None = None  # the process id of a torchrun that runs under a debugger
+
+
+def begin() -> None:
+    """End without a word on Ctrl-C, and with torchrun or the debugger however these end.
+
+    To be called before torch is imported, which takes seconds.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    if by_torchrun():
+        follow_parent(signal.SIGTERM)
+    if is_debugged():
+        _follow_debugger()
+
+
+def by_torchrun() -> bool:
+    """Whether the parent is torchrun, torch.distributed.launch or launch.sh."""
+    return "TORCHELASTIC_RUN_ID" in os.environ
+
+
+def is_debugged() -> bool:
+    """Whether a debugger is connected."""
+    pydevd = sys.modules.get("pydevd")  # sys.gettrace() is None from Python 3.12 on
+    return pydevd is not None and getattr(pydevd, "_is_attached", lambda: True)()
+
+
+def follow_parent(signum: int) -> None:
+    """Have the kernel send `signum` to this process as soon as its parent has gone (Linux only)."""
+    if sys.platform == "linux":
+        parent = os.getppid()
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signum)
+        if os.getppid() != parent:  # it went before the kernel knew
+            os.kill(os.getpid(), signum)
+
+
+def start_worker(_: int) -> None:
+    """Begin a loader worker (`worker_init_fn`): a rank that is killed takes it along."""
+    follow_parent(signal.SIGKILL)
+
+
+def leave(status: int) -> None:
+    """Exit now: a tidy exit would wait for peers and loader workers that may never answer.
+
+    Under a debugger the launcher goes first, and the other ranks with it: torchrun would end with
+    a traceback of its own.
+    """
+    for worker in multiprocessing.active_children():
+        worker.kill()  # it would see only after some seconds that it is alone
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if os.getppid() == _debugged_launcher:
+        os.kill(_debugged_launcher, signal.SIGKILL)
+    os._exit(status)
+
+
+def _follow_debugger() -> None:
+    """Name this rank in the call stack, and end the whole job with its debugger or on Ctrl-C.
+
+    VS Code's Stop ends or detaches only the process in focus; and the main thread, which alone
+    runs signal handlers, may be held by the debugger or wait in a collective.
+    """
+    global _debugged_launcher
+    _debugged_launcher = os.getppid() if by_torchrun() else None
+    threading.main_thread().name = f"rank {os.environ.get('RANK', 0)}"
+    told, tell = socket.socketpair()
+    tell.setblocking(False)
+    signal.set_wakeup_fd(tell.detach(), warn_on_full_buffer=False)
+    signal.signal(signal.SIGINT, lambda *_: None)  # without a handler `told` would not be told
+    # VS Code shows the names of threads only where there are two.
+    watch = threading.Thread(target=_watch, args=(told,), name="watch", daemon=True)
+    watch.pydev_do_not_trace = True  # type: ignore[attr-defined]  # goes on while others are held
+    watch.start()
+
+
+def _watch(told: socket.socket) -> None:
+    parent, signals = os.getppid(), b""
+    while is_debugged() and os.getppid() == parent and signal.SIGINT not in signals:
+        readable, _, _ = select.select([told], [], [], 0.5)
+        signals = told.recv(64) if readable else b""
+    leave(128 + signal.SIGINT)
