@@ -236,7 +236,8 @@ def one_line_errors() -> Iterator[None]:
 
     The launcher, or the connection that breaks, ends the ranks that do not know of it.
     """
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+    if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         yield
     except UserError as error:

@@ -3,6 +3,7 @@
 It imports neither torch nor debugpy, and does nothing in the background unless debugged.
 """
 
+import contextlib
 import ctypes
 import multiprocessing
 import os
@@ -13,6 +14,7 @@ import sys
 import threading
 
 PR_SET_PDEATHSIG = 1  # of Linux' <sys/prctl.h>
+KILL = getattr(signal, "SIGKILL", signal.SIGTERM)  # Windows has no SIGKILL
 _debugged_launcher: int | None = None  # the process id of a torchrun that runs under a debugger
 
 
@@ -21,7 +23,8 @@ def begin() -> None:
 
     To be called before torch is imported, which takes seconds.
     """
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # else a shell ignores it
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
     if by_torchrun():
         follow_parent(signal.SIGTERM)
     if is_debugged():
@@ -50,7 +53,7 @@ def follow_parent(signum: int) -> None:
 
 def start_worker(_: int) -> None:
     """Begin a loader worker (`worker_init_fn`): a rank that is killed takes it along."""
-    follow_parent(signal.SIGKILL)
+    follow_parent(KILL)
 
 
 def leave(status: int) -> None:
@@ -61,10 +64,11 @@ def leave(status: int) -> None:
     """
     for worker in multiprocessing.active_children():
         worker.kill()  # it would see only after some seconds that it is alone
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):  # of a terminal that is gone
+            stream.flush()
     if os.getppid() == _debugged_launcher:
-        os.kill(_debugged_launcher, signal.SIGKILL)
+        os.kill(_debugged_launcher, KILL)
     os._exit(status)
 
 
