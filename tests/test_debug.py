@@ -97,7 +97,6 @@ WAYS: dict[str, Callable[[Debugger], None]] = {
     "one rank's session": lambda debugger: debugger.stopped()[1].disconnect(),
     "Ctrl-C": Debugger.interrupt,
     "closed window": Debugger.close,
-    "killed adapter": lambda debugger: debugger.adapter.kill(),
 }
 
 
@@ -130,13 +129,19 @@ def test_stopping_a_running_training(project: Project, debug: bool) -> None:
 
 
 @SAME_FOR_BOTH
-def test_adapter_killed_with_loader_workers_at_a_breakpoint(project: Project) -> None:
+@pytest.mark.parametrize("way", ["one worker's session", "killed adapter"])
+def test_stopping_with_loader_workers_at_a_breakpoint(project: Project, way: str) -> None:
     places = at(project, "dataset.py", FIRST_READ[project.task])
     with Debugger(project.folder, places) as debugger:
         debugger.launch(with_flags(configuration(project.folder, F5), "--workers", "1"))
-        debugger.stopped()
-        debugger.adapter.kill()
+        workers = debugger.stopped()
+        assert [each.threads()[0] for each in workers] == ["rank 0, worker 0", "rank 1, worker 0"]
+        if way == "killed adapter":
+            debugger.adapter.kill()
+        else:
+            workers[1].disconnect()
         assert not debugger.left(5)
+        assert not ALARMING.search(debugger.text), debugger.text
 
 
 @SAME_FOR_BOTH
@@ -196,7 +201,11 @@ def test_a_test_file(project: Project) -> None:
         file.unlink()
 
 
-@pytest.mark.parametrize("what", ["the open picture", "a folder"])
+@pytest.mark.parametrize(
+    ("project", "what"),
+    [("classification", "the open picture"), ("segmentation", "a folder")],
+    indirect=["project"],
+)
 def test_predict(project: Project, data: Path, trained: Path, tmp_path: Path, what: str) -> None:
     picture = next((data / "val").rglob("*.jpg"))
     answer = {"file": str(picture)} if what == "the open picture" else {"folder": str(data / "val")}

@@ -54,7 +54,7 @@ def wait_for_debugger(ranks: Sequence[int], address: tuple[str, int]) -> None:
     threading.current_thread().name = f"rank {rank}"
     node = socket.gethostname()
     print(
-        f'rank {rank} waits on {node}. VS Code, "attach to a rank": host {host}, port {port}. '
+        f'rank {rank} waits on {node}. VS Code, "Attach to a rank": host {host}, port {port}. '
         f"From elsewhere first: ssh -L {port}:{host}:{port} {node}",
         file=sys.stderr,
         flush=True,

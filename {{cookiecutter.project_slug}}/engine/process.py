@@ -12,9 +12,13 @@ import signal
 import socket
 import sys
 import threading
+import time
+from collections.abc import Callable
+from typing import Any
 
 PR_SET_PDEATHSIG = 1  # of Linux' <sys/prctl.h>
 KILL = getattr(signal, "SIGKILL", signal.SIGTERM)  # Windows has no SIGKILL
+_follows_debugger = False
 _debugged_launcher: int | None = None  # the process id of a torchrun that runs under a debugger
 
 
@@ -51,9 +55,14 @@ def follow_parent(signum: int) -> None:
             os.kill(os.getpid(), signum)
 
 
-def start_worker(_: int) -> None:
-    """Begin a loader worker (`worker_init_fn`): a rank that is killed takes it along."""
+def start_worker(number: int) -> None:
+    """Begin a loader worker (`worker_init_fn`), which ends with its rank, however that ends."""
     follow_parent(KILL)
+    if is_debugged():
+        main = threading.main_thread()
+        main.name = f"{main.name}, worker {number}"  # it was forked: the name is its rank's
+        if _follows_debugger:
+            _start_watch(_watch_worker)
 
 
 def leave(status: int) -> None:
@@ -78,22 +87,34 @@ def _follow_debugger() -> None:
     VS Code's Stop ends or detaches only the process in focus; and the main thread, which alone
     runs signal handlers, may be held by the debugger or wait in a collective.
     """
-    global _debugged_launcher
+    global _follows_debugger, _debugged_launcher
+    _follows_debugger = True
     _debugged_launcher = os.getppid() if by_torchrun() else None
     threading.main_thread().name = f"rank {os.environ.get('RANK', 0)}"
     told, tell = socket.socketpair()
     tell.setblocking(False)
     signal.set_wakeup_fd(tell.detach(), warn_on_full_buffer=False)
     signal.signal(signal.SIGINT, lambda *_: None)  # without a handler `told` would not be told
+    _start_watch(_watch_rank, told)
+
+
+def _start_watch(function: Callable[..., None], *args: Any) -> None:
     # VS Code shows the names of threads only where there are two.
-    watch = threading.Thread(target=_watch, args=(told,), name="watch", daemon=True)
+    watch = threading.Thread(target=function, args=args, name="watch", daemon=True)
     watch.pydev_do_not_trace = True  # type: ignore[attr-defined]  # goes on while others are held
     watch.start()
 
 
-def _watch(told: socket.socket) -> None:
+def _watch_rank(told: socket.socket) -> None:
     parent, signals = os.getppid(), b""
     while is_debugged() and os.getppid() == parent and signal.SIGINT not in signals:
         readable, _, _ = select.select([told], [], [], 0.5)
         signals = told.recv(64) if readable else b""
     leave(128 + signal.SIGINT)
+
+
+def _watch_worker() -> None:
+    while is_debugged():
+        time.sleep(0.5)
+    time.sleep(0.5)  # it may only be on its way out
+    os.kill(os.getppid(), signal.SIGINT)
