@@ -1,10 +1,12 @@
-# make demo    set up, generate a project, train it on two ranks   (TASK=segmentation for the other)
+# make demo    set up, generate a project, train it on two ranks
+#              (TASK=segmentation for the other kind, FLAGS="..." for flags of its main.py)
 # make test    set up, run all tests
 # make check   set up, lint and the quick tests
 
 PYTHON ?= python3
 VENV ?= .venv
 TASK ?= classification
+FLAGS ?=
 
 # No caches in the template folder: cookiecutter would copy them into projects.
 export RUFF_NO_CACHE = true
@@ -26,7 +28,7 @@ demo: ready
 	find "$(template)" -name '.*_cache' -prune -exec rm -rf {} +
 	$(python) -m cookiecutter . --no-input --overwrite-if-exists --output-dir demo \
 		project_name="Demo" project_slug=$(TASK) task=$(TASK)
-	PYTHON="$$(cd "$(VENV)/bin" && pwd)/python" $(project)/launch.sh --resume never
+	PYTHON="$$(cd "$(VENV)/bin" && pwd)/python" $(project)/launch.sh --resume never $(FLAGS)
 	@echo
 	@echo "The project:     $(project)"
 	@echo "The checkpoint:  $(project)/runs/default/best.pt"

@@ -15,9 +15,9 @@ RUN = Path("runs/default")  # where a run leaves its files unless told otherwise
 PROMISED = {"classification": ("top1", 0.90), "segmentation": ("miou", 0.70)}
 
 
-def make_demo(folder: Path, task: str) -> str:
+def make_demo(folder: Path, task: str, flags: str = "") -> str:
     # -o: the environment of these tests is set up already.
-    command = ["make", "-o", ".venv/ready", "demo", f"TASK={task}"]
+    command = ["make", "-o", ".venv/ready", "demo", f"TASK={task}", f"FLAGS={flags}"]
     return run(command, cwd=folder, timeout=900, OMP_NUM_THREADS="").ok().out
 
 
@@ -90,6 +90,6 @@ def test_twice_in_a_row(demo: tuple[str, Path, str]) -> None:
     """The same commands for both tasks, so the quicker one will do."""
     task, project, _ = demo
     drawn = (project / "data" / "demo").stat().st_mtime_ns
-    assert "--resume never: removing" in make_demo(project.parent.parent, task)
-    assert [row["epoch"] for row in rows(project / RUN)] == ["1", "2", "3", "4", "5"]
+    assert "--resume never: removing" in make_demo(project.parent.parent, task, "--epochs 1")
+    assert [row["epoch"] for row in rows(project / RUN)] == ["1"]
     assert (project / "data" / "demo").stat().st_mtime_ns == drawn

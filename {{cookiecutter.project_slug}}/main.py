@@ -23,7 +23,7 @@ from typing import Any
 
 from engine import process
 
-if __name__ == "__main__":
+if __name__ == "__main__":  # before torch, whose import takes seconds
     process.begin()
 
 import torch

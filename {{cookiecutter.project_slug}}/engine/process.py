@@ -23,10 +23,7 @@ _debugged_launcher: int | None = None  # the process id of a torchrun that runs 
 
 
 def begin() -> None:
-    """End without a word on Ctrl-C, and with torchrun or the debugger however these end.
-
-    To be called before torch is imported, which takes seconds.
-    """
+    """End without a word on Ctrl-C, and with torchrun or the debugger however these end."""
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # else a shell ignores it
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     if by_torchrun():
