@@ -12,6 +12,7 @@ import json
 import os
 import pty
 import re
+import select
 import socket
 import struct
 import subprocess
@@ -192,6 +193,7 @@ class Debugger:
         self.changed = threading.Condition()
         self.sessions: list[Session] = []
         self.terminal = b""
+        self.closing = False
         self.shell: subprocess.Popen | None = None
         self.adapter: subprocess.Popen | None = None
         self.mark = uuid.uuid4().hex
@@ -247,13 +249,17 @@ class Debugger:
             preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
         )
         os.close(tty)
-        threading.Thread(target=self._show, daemon=True).start()
+        self.shown = threading.Thread(target=self._show, daemon=True)
+        self.shown.start()
         return {"shellProcessId": self.shell.pid}
 
     def _show(self) -> None:
+        # The only one to close the screen: nothing is hung up while another thread reads from it.
         with contextlib.suppress(OSError):
-            while text := os.read(self.screen, 4096):
-                self.terminal += text
+            while not self.closing:
+                if select.select([self.screen], [], [], 0.05)[0]:
+                    self.terminal += os.read(self.screen, 4096)
+        os.close(self.screen)
 
     def wait(self, condition: Callable[[], Any], what: str, patience: float = PATIENCE) -> Any:
         deadline = time.monotonic() + patience
@@ -295,7 +301,8 @@ class Debugger:
 
     def close(self) -> None:
         """The window is closed: its terminal and its adapter are gone."""
-        os.close(self.screen)
+        self.closing = True
+        self.shown.join()
         self.adapter.kill()
 
     def left(self, seconds: float) -> list[int]:

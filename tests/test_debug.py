@@ -21,7 +21,7 @@ FIRST_READ = {  # in __getitem__
     "classification": "loading.read_image(path)",
     "segmentation": "loading.read_image(image_path)",
 }
-ALARMING = re.compile(r"Traceback|Error|Warning|Killed|\bW\d{4} ")
+ALARMING = re.compile(r"Traceback|Error|Warning|Killed|Terminated|Aborted|\b[EWF]\d{4} ")
 
 
 def at(project: Project, file: str, text: str, **more: str) -> Breakpoints:
@@ -32,13 +32,19 @@ def with_flags(config: dict[str, Any], *flags: str) -> dict[str, Any]:
     return {**config, "args": [*config["args"], *flags]}
 
 
-def test_a_debugging_session(project: Project, data: Path) -> None:
+def test_a_debugging_session(project: Project, data: Path, tmp_path: Path) -> None:
     """From F5 to the end of the run, in both ranks; on few pictures, with a short timeout."""
     more = ["--data", str(data), "--image-size", "64", "--dist-timeout", "4"]
+    config = with_flags(configuration(project.folder, F5), *more)
+    # What other packages do when the interpreter ends, which the debugger does not wait for.
+    (tmp_path / "sitecustomize.py").write_text(
+        "import atexit, time\natexit.register(time.sleep, 1)"
+    )
+    config["env"]["PYTHONPATH"] = str(tmp_path)
     main = project.folder / "main.py"
     wrap = line_of(main, "ddp_model = DistributedDataParallel(")
     with Debugger(project.folder, {"main.py": [{"line": wrap}]}) as debugger:
-        debugger.launch(with_flags(configuration(project.folder, F5), *more))
+        debugger.launch(config)
         ranks = debugger.stopped()
         for number, rank in enumerate(ranks):
             assert rank.frame["line"] == wrap
@@ -224,26 +230,29 @@ def test_predict(project: Project, data: Path, trained: Path, tmp_path: Path, wh
 @SAME_FOR_BOTH
 def test_attach_to_ranks_of_two_nodes(project: Project, data: Path, tmp_path: Path) -> None:
     """--debug-rank: each listens on loopback, waits longer than the timeout, can be left again."""
-    mark, debug_port = uuid.uuid4().hex, free_port()
+    debug_port = next(p for p in iter(free_port, None) if not listening(p + 1))
     env = {"NNODES": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     more = ["--debug-rank", "1,0", "--debug-port", debug_port, "--dist-timeout", 3]
     command = [project.folder / "launch.sh", *flags(data, tmp_path, *more)]
-    nodes = [start(command, mark, ranks=1, NODE_RANK=str(n), **env) for n in range(2)]
-    lines = [node.stderr.readline() for node in nodes]
-    time.sleep(4)
-    debugger = Debugger(project.folder, at(project, "main.py", LOOP))
-    for number, line in enumerate(lines):
-        host, port = re.search(r"host (\S+), port (\d+)\.", line).groups()
-        assert (host, int(port)) == ("127.0.0.1", debug_port + number)
-        assert listening(int(port)) == {"127.0.0.1"}
-        debugger.attach(configuration(project.folder, "Attach to a rank", host=host, port=port))
-    for number, rank in enumerate(debugger.stopped()):
-        assert rank.threads()[0] == f"rank {number}"
-        assert rank.evaluate("rank") == str(number)
-        assert rank.evaluate("local_rank") == "0"
-        rank.disconnect()
-    for node in nodes:
-        assert finish(node, mark).ok().err == ""
+    with Debugger(project.folder, at(project, "main.py", LOOP)) as debugger:
+        mark = debugger.mark  # so that nothing is left, whatever fails here
+        nodes = [start(command, mark, ranks=1, NODE_RANK=str(n), **env) for n in range(2)]
+        lines = [node.stderr.readline() for node in nodes]
+        time.sleep(4)
+        for number, line in enumerate(lines):
+            host, port = re.search(r"host (\S+), port (\d+)\.", line).groups()
+            assert (host, int(port)) == ("127.0.0.1", debug_port + number)
+            assert listening(int(port)) == {"127.0.0.1"}
+            debugger.attach(configuration(project.folder, "Attach to a rank", host=host, port=port))
+        for number, rank in enumerate(debugger.stopped()):
+            assert rank.threads()[0] == f"rank {number}"
+            assert rank.evaluate("rank") == str(number)
+            assert rank.evaluate("local_rank") == "0"
+            rank.disconnect()
+        for node in nodes:
+            out, err = node.communicate(timeout=120)
+            assert (node.returncode, err) == (0, ""), out
+        assert not debugger.left(5)
     assert (tmp_path / "last.pt").exists()
 
 

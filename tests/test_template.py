@@ -34,12 +34,21 @@ SHARED = {
     "pyproject.toml",
     "tests/test_project.py",
 }
+CONFIGURATIONS = [
+    "DDP: torch.distributed.launch",  # what F5 runs
+    "DDP: torchrun",
+    "One process",
+    "This test file",
+    "Attach to a rank",
+    "Predict: the open picture",
+    "Predict: a folder",
+]
 # What VS Code's debug view, the Python debugger's package.json, VS Code's tasks and the schema of
 # devcontainers/spec document; nothing that they call deprecated.
 LAUNCH_KEYS = {
     *("name", "type", "request", "presentation", "preLaunchTask", "postDebugTask"),
     *("args", "connect", "console", "cwd", "env", "envFile", "justMyCode", "module"),
-    *("pathMappings", "program", "purpose", "python", "pythonArgs", "stopOnEntry", "subProcess"),
+    *("pathMappings", "program", "python", "pythonArgs", "stopOnEntry", "subProcess"),
 }
 INPUT_KEYS = {"id", "type", "description", "default", "options"}
 TASK_KEYS = {
@@ -102,6 +111,7 @@ def test_vscode(template: Path) -> None:
     launch, tasks = read(folder, "launch.json"), read(folder, "tasks.json")
     assert launch["version"] == "0.2.0"
     assert tasks["version"] == "2.0.0"
+    assert [config["name"] for config in launch["configurations"]] == CONFIGURATIONS
     assert launch["configurations"][0]["module"] == "torch.distributed.launch"
     for config in launch["configurations"]:
         assert set(config) <= LAUNCH_KEYS, config["name"]

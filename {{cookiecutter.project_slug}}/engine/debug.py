@@ -33,7 +33,7 @@ def wait_for_debugger(ranks: Sequence[int], address: tuple[str, int]) -> None:
     """
     if ranks and ranks[-1] >= distributed.world_size():
         size = distributed.world_size()
-        raise UserError(f"--debug-rank {ranks[-1]}: there are {size} ranks, 0 to {size - 1}")
+        raise UserError(f"--debug-rank {ranks[-1]}: ranks go from 0 to {size - 1}")
     if distributed.rank() not in ranks:
         return
     if process.is_debugged():
@@ -53,10 +53,8 @@ def wait_for_debugger(ranks: Sequence[int], address: tuple[str, int]) -> None:
         ) from None
     threading.current_thread().name = f"rank {rank}"
     node = socket.gethostname()
-    print(
-        f'rank {rank} waits on {node}. VS Code, "Attach to a rank": host {host}, port {port}. '
-        f"From elsewhere first: ssh -L {port}:{host}:{port} {node}",
-        file=sys.stderr,
-        flush=True,
-    )
+    tunnel = f". From elsewhere first: ssh -L {port}:{host}:{port} {node}"
+    where, more = (host, tunnel) if host.startswith("127.") else (node, "")
+    line = f'rank {rank} waits on {node}. VS Code, "Attach to a rank": host {where}, port {port}'
+    print(line + more, file=sys.stderr, flush=True)
     debugpy.wait_for_client()

@@ -143,7 +143,7 @@ def worker_options(args: Namespace) -> dict[str, Any]:
     return {
         "num_workers": args.workers,
         "persistent_workers": args.workers > 0,
-        "worker_init_fn": process.start_worker,
+        "worker_init_fn": functools.partial(process.start_worker, process.follows_debugger),
         "pin_memory": torch.cuda.is_available(),
     }
 
@@ -172,7 +172,12 @@ def channel_statistics(device: torch.device) -> tuple[Tensor, Tensor]:
 
 
 def default_workers() -> int:
-    """Return the CPUs that this process may use, divided by the ranks of the node; from 1 to 8."""
+    """Return the CPUs that this process may use, divided by the ranks of the node; from 1 to 8.
+
+    None under a debugger, where each worker would be one more session to continue.
+    """
+    if process.is_debugged():
+        return 0
     usable = getattr(os, "sched_getaffinity", None)  # not on macOS and Windows
     cpus = len(usable(0)) if usable else os.cpu_count() or 1
     return min(max(1, cpus // distributed.local_world_size()), 8)

@@ -18,12 +18,12 @@ from typing import Any
 
 PR_SET_PDEATHSIG = 1  # of Linux' <sys/prctl.h>
 KILL = getattr(signal, "SIGKILL", signal.SIGTERM)  # Windows has no SIGKILL
-_follows_debugger = False
+follows_debugger = False  # whether this process ends with its debugger
 _debugged_launcher: int | None = None  # the process id of a torchrun that runs under a debugger
 
 
 def begin() -> None:
-    """End without a word on Ctrl-C, and with torchrun or the debugger however these end."""
+    """From here on end without a word on Ctrl-C, and with torchrun or the debugger."""
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # else a shell ignores it
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     if by_torchrun():
@@ -33,7 +33,7 @@ def begin() -> None:
 
 
 def by_torchrun() -> bool:
-    """Whether the parent is torchrun, torch.distributed.launch or launch.sh."""
+    """Whether torchrun, torch.distributed.launch or launch.sh started this process."""
     return "TORCHELASTIC_RUN_ID" in os.environ
 
 
@@ -44,7 +44,10 @@ def is_debugged() -> bool:
 
 
 def follow_parent(signum: int) -> None:
-    """Have the kernel send `signum` to this process as soon as its parent has gone (Linux only)."""
+    """Have the kernel send `signum` to this process once the thread that started it has gone.
+
+    On Linux only; elsewhere nothing is done.
+    """
     if sys.platform == "linux":
         parent = os.getppid()
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signum)
@@ -52,13 +55,12 @@ def follow_parent(signum: int) -> None:
             os.kill(os.getpid(), signum)
 
 
-def start_worker(number: int) -> None:
-    """Begin a loader worker (`worker_init_fn`), which ends with its rank, however that ends."""
+def start_worker(rank_follows_debugger: bool, number: int) -> None:
+    """Begin a loader worker (a `worker_init_fn`), which ends with its rank, however that ends."""
     follow_parent(KILL)
     if is_debugged():
-        main = threading.main_thread()
-        main.name = f"{main.name}, worker {number}"  # it was forked: the name is its rank's
-        if _follows_debugger:
+        threading.main_thread().name = f"rank {os.environ.get('RANK', 0)}, worker {number}"
+        if rank_follows_debugger:
             _start_watch(_watch_worker)
 
 
@@ -68,11 +70,11 @@ def leave(status: int) -> None:
     Under a debugger the launcher goes first, and the other ranks with it: torchrun would end with
     a traceback of its own.
     """
-    for worker in multiprocessing.active_children():
-        worker.kill()  # it would see only after some seconds that it is alone
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):  # of a terminal that is gone
             stream.flush()
+    for worker in multiprocessing.active_children():
+        worker.kill()  # it would see only after some seconds that it is alone
     if os.getppid() == _debugged_launcher:
         os.kill(_debugged_launcher, KILL)
     os._exit(status)
@@ -84,8 +86,8 @@ def _follow_debugger() -> None:
     VS Code's Stop ends or detaches only the process in focus; and the main thread, which alone
     runs signal handlers, may be held by the debugger or wait in a collective.
     """
-    global _follows_debugger, _debugged_launcher
-    _follows_debugger = True
+    global follows_debugger, _debugged_launcher
+    follows_debugger = True
     _debugged_launcher = os.getppid() if by_torchrun() else None
     threading.main_thread().name = f"rank {os.environ.get('RANK', 0)}"
     told, tell = socket.socketpair()
@@ -103,15 +105,17 @@ def _start_watch(function: Callable[..., None], *args: Any) -> None:
 
 
 def _watch_rank(told: socket.socket) -> None:
-    parent, signals = os.getppid(), b""
+    main, parent, signals = threading.main_thread(), os.getppid(), b""
     while is_debugged() and os.getppid() == parent and signal.SIGINT not in signals:
         readable, _, _ = select.select([told], [], [], 0.5)
         signals = told.recv(64) if readable else b""
-    leave(128 + signal.SIGINT)
+    if main.is_alive():  # else this is the end of the program, where pydevd goes first
+        leave(128 + signal.SIGINT)
 
 
 def _watch_worker() -> None:
+    main, rank = threading.main_thread(), multiprocessing.parent_process()
     while is_debugged():
         time.sleep(0.5)
-    time.sleep(0.5)  # it may only be on its way out
-    os.kill(os.getppid(), signal.SIGINT)
+    if main.is_alive() and rank and rank.is_alive():
+        os.kill(rank.pid, signal.SIGINT)  # type: ignore[arg-type]

@@ -4,12 +4,14 @@ Takes torchrun's arguments. torchrun ends a failed run with a log and a tracebac
 whatever the cause, and with status 1; this ends with the status of the rank that failed first.
 """
 
-import logging
 import signal
-import sys
 
-if __name__ == "__main__":  # Ctrl-C while torch is being imported: without a word
+# Ctrl-C while the rest is being imported: without a word.
+if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+import logging
+import sys
 
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError

@@ -25,14 +25,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("inputs", nargs="+", metavar="FILES|FOLDER")
     parser.add_argument("--checkpoint", metavar="FILE", default=ROOT / "runs/default/best.pt")
     parser.add_argument("--output", metavar="DIR", type=Path, default=Path("predictions"))
-    parser.add_argument("--workers", metavar="N", type=int, default=loading.default_workers())
     args = parser.parse_args(argv)
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model, classes, flags = checkpoint.load_model(args.checkpoint, task.build_model, device)
     paths = [path for path, _ in loading.collect(args.inputs)]
     pictures = ImageDataset([(path, -1) for path in paths], eval_transform(flags.image_size))
-    loader = DataLoader(pictures, batch_size=32, num_workers=args.workers)
+    loader = DataLoader(pictures, batch_size=32, num_workers=loading.default_workers())
 
     found: list[tuple[float, int]] = []  # probability and class number, in the order of paths
     for images, _ in loading.to_device(tqdm(loader, unit="batch", disable=None), device):

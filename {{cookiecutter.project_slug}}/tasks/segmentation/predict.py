@@ -44,14 +44,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("inputs", nargs="+", metavar="FILES|FOLDER")
     parser.add_argument("--checkpoint", metavar="FILE", default=ROOT / "runs/default/best.pt")
     parser.add_argument("--output", metavar="DIR", type=Path, default=Path("predictions"))
-    parser.add_argument("--workers", metavar="N", type=int, default=loading.default_workers())
     args = parser.parse_args(argv)
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model, _, _ = checkpoint.load_model(args.checkpoint, task.build_model, device)
     names = loading.by_name(loading.collect(args.inputs))
     # Pictures differ in size, so they go through one at a time.
-    loader = DataLoader(Pictures(list(names.values())), num_workers=args.workers)
+    loader = DataLoader(Pictures(list(names.values())), num_workers=loading.default_workers())
     progress = tqdm(loader, unit="img", disable=None)
     for name, (padded, height, width) in zip(names, progress, strict=True):
         with torch.inference_mode():
