@@ -51,11 +51,11 @@ def test_three_ranks_end_with_the_same_weights(
     script = project.folder / "keep_weights.py"
     script.write_text(KEEP_WEIGHTS)
     launcher = [sys.executable, project.folder / "engine/torchrun.py", "--standalone"]
-    # 53 // 3 = 17 pictures a rank, 4 batches of 4, and 2 + 1 steps of 3: nothing divides.
-    more = flags(data, tmp_path, "--accumulate", 3, "--epochs", 2)
+    # 53 pictures are two global batches of 24 and a rest, which is left out.
+    more = flags(data, tmp_path, "--accumulate", 2, "--epochs", 2)
     done = run([*launcher, "--nproc-per-node", 3, script, tmp_path, *more]).ok()
     script.unlink()
-    assert "batch 4 per rank x 3 rank(s) x 3 accumulated = 36" in done.out
+    assert "batch 4 per rank x 3 rank(s) x 2 accumulated = 24" in done.out
     assert [row["step"] for row in rows(tmp_path)] == ["2", "4"]
     first, *others = (torch.load(tmp_path / f"rank{r}.pt", weights_only=True) for r in range(3))
     saved = torch.load(tmp_path / "last.pt", weights_only=True)["model"]
@@ -482,7 +482,7 @@ def test_checkpoint_that_does_not_fit(
 def test_flags_that_cannot_be(project: Project, data: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     done = project.launch(*flags(data, out, "--batch-size", 27))
-    done.refused("--batch-size 27", "26 training pictures", "2 ranks")
+    done.refused("--batch-size 27", "53 training pictures", "2 ranks")
 
     def refused(*more: object, words: tuple[str, ...]) -> None:
         project.alone(*flags(data, out, *more)).refused(*words)

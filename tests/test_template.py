@@ -28,6 +28,7 @@ SHARED = {
     "engine/loading.py",
     "engine/process.py",
     "engine/reporting.py",
+    "engine/seeding.py",
     "engine/torchrun.py",
     "launch.sh",
     "main.py",

@@ -36,7 +36,7 @@ from torchmetrics import MetricCollection
 
 import demo_set
 from dataset import IMAGE_SIZE, build_dataset, draw_example
-from engine import checkpoint, debug, distributed, loading
+from engine import checkpoint, debug, distributed, loading, seeding
 from engine.reporting import Reporter
 from model import (
     BEST,
@@ -126,7 +126,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         help="to zero, or / 10 every 30 epochs; default: cosine",
     )
     add("--warmup-epochs", type=at_least(0, float), default=0.5, help="linear rise; default: 0.5")
-    add("--seed", type=int, default=0, help="default: 0")
+    add("--seed", type=at_least(0), default=0, help="default: 0")
 
     add = parser.add_argument_group("ranks").add_argument
     add(
@@ -202,19 +202,18 @@ def train_one_epoch(
     epoch: int,
 ) -> float:
     """Train on this rank's share of an epoch; return the mean loss over all ranks."""
-    rank, local_rank = distributed.rank(), distributed.local_rank()  # noqa: F841  for breakpoints
+    rank = distributed.rank()
+    local_rank = distributed.local_rank()  # noqa: F841  for breakpoints
     ddp_model.train()
     totals = torch.zeros(2, dtype=torch.float64, device=device)  # loss sum, count
-    passes = len(loader)
     batches = loading.to_device(loader, device)
     for i, (images, targets) in enumerate(report.progress(batches, loader, epoch)):
-        first = i - i % args.accumulate  # of the forward passes that make up one step
-        window = min(args.accumulate, passes - first)
-        is_last = i + 1 == first + window
+        seeding.seed(args.seed, epoch, i, rank)  # dropout: another on each rank, at each pass
+        is_last = (i + 1) % args.accumulate == 0  # of the passes that make up an optimizer step
         # Gradients are averaged over the ranks once a step, in its last backward pass.
         with contextlib.nullcontext() if is_last else ddp_model.no_sync():
             loss_sum, count = criterion(ddp_model(images), targets)
-            (loss_sum / count.clamp(min=1) / window).backward()
+            (loss_sum / count.clamp(min=1) / args.accumulate).backward()
         if is_last:
             optimizer.step()
             optimizer.zero_grad()
@@ -267,7 +266,7 @@ def train(
         model, [device] if device.type == "cuda" else None, gradient_as_bucket_view=True
     )
     criterion = build_criterion(args)
-    steps = math.ceil(len(train_loader) / args.accumulate)
+    steps = len(train_loader) // args.accumulate
     optimizer = build_optimizer(model, args)
     scheduler = build_scheduler(optimizer, args, steps)
     start_epoch, step, best = 0, 0, -math.inf
@@ -329,7 +328,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parse_args(argv)
     device = distributed.setup(args.local_rank, args.dist_timeout, bool(args.debug_rank))
     debug.wait_for_debugger(args.debug_rank, args.debug_port)
-    distributed.seed(args.seed)
+    seeding.seed(args.seed)
     if args.workers is None:
         args.workers = loading.default_workers()
     if args.data is None:

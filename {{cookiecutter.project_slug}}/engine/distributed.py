@@ -6,7 +6,6 @@ Each function is harmless in a group of one, so no caller asks how many processe
 import atexit
 import contextlib
 import os
-import random
 import re
 import signal
 import subprocess
@@ -16,7 +15,6 @@ from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any, TypeVar
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -122,16 +120,6 @@ def _adopt_slurm_step() -> bool:
     step = int(env["SLURM_JOB_ID"]) * 7 + int(env["SLURM_STEP_ID"])
     env.setdefault("MASTER_PORT", str(20000 + step % 10000))  # the same on all, another per step
     return True
-
-
-def seed(number: int) -> None:
-    """Seed this process's generators, each rank's differently, so that augmentations differ.
-
-    DDP starts all ranks from rank 0's weights, whatever the others drew.
-    """
-    random.seed(number + rank())
-    np.random.seed((number + rank()) % 2**32)
-    torch.manual_seed(number + rank())
 
 
 def rank() -> int:

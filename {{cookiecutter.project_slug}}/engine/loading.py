@@ -11,10 +11,9 @@ from typing import Any
 import torch
 from PIL import Image, ImageOps
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, default_collate
-from torch.utils.data.distributed import DistributedSampler
+from torch.utils.data import DataLoader, Dataset, Sampler, default_collate
 
-from engine import distributed, process
+from engine import distributed, process, seeding
 from engine.distributed import UserError
 
 EXTENSIONS = {".bmp", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp"}
@@ -99,20 +98,61 @@ def split(paths: Sequence[str], root: Path) -> tuple[list[str], list[str]]:
 def build_train_loader(dataset: Dataset, args: Namespace) -> DataLoader:
     """Return this rank's loader of (images, targets) batches for training.
 
-    Each rank draws an equal share, shuffled anew by `sampler.set_epoch`; what does not fill a
-    batch on all ranks is left out, so that every rank takes the same number of steps.
+    What is in an optimizer step's global batch, pixel by pixel, depends on --seed, the epoch and
+    the size of the global batch, not on the number of ranks, passes and loader workers.
     """
-    ranks = distributed.world_size()
-    share = len(dataset) // ranks  # type: ignore[arg-type]
-    if share < args.batch_size:
+    ranks, total = distributed.world_size(), len(dataset)  # type: ignore[arg-type]
+    global_batch = args.batch_size * ranks * args.accumulate
+    if total < global_batch:
         raise UserError(
-            f"--batch-size {args.batch_size} is larger than a rank's share of {share} training "
-            f"pictures ({ranks} ranks): lower it, or use fewer ranks"
+            f"--batch-size {args.batch_size} x {ranks} ranks x --accumulate {args.accumulate} is "
+            f"more than the {total} training pictures: lower one of them"
         )
-    sampler: DistributedSampler = DistributedSampler(dataset, seed=args.seed, drop_last=True)
-    return DataLoader(
-        dataset, args.batch_size, sampler=sampler, drop_last=True, **worker_options(args)
-    )
+    sampler = TrainSampler(total, global_batch, args.seed)
+    keyed = KeyedDataset(dataset, args.seed)
+    return DataLoader(keyed, args.batch_size, sampler=sampler, **worker_options(args))
+
+
+class TrainSampler(Sampler[tuple[int, int]]):
+    """This rank's share of each global batch, as (epoch, index); shuffled anew by `set_epoch`.
+
+    What does not fill a global batch is left out, so all ranks take the same number of steps.
+    """
+
+    def __init__(self, total: int, global_batch: int, seed: int) -> None:
+        self.total = total
+        self.kept = total - total % global_batch
+        self.seed = seed
+        self.epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return self.kept // distributed.world_size()
+
+    def __iter__(self) -> Iterator[tuple[int, int]]:
+        generator = torch.Generator().manual_seed(seeding.number(self.seed, self.epoch))
+        order = torch.randperm(self.total, generator=generator)[: self.kept]
+        mine = order[distributed.rank() :: distributed.world_size()]
+        return ((self.epoch, index) for index in mine.tolist())
+
+
+class KeyedDataset(Dataset):
+    """`dataset`, whose random numbers for a sample depend on seed, epoch and index alone."""
+
+    def __init__(self, dataset: Dataset, seed: int) -> None:
+        self.dataset = dataset
+        self.seed = seed
+
+    def __len__(self) -> int:
+        return len(self.dataset)  # type: ignore[arg-type]
+
+    def __getitem__(self, key: tuple[int, int]) -> Any:
+        # The epoch comes with the index: persistent workers would keep an attribute as it was.
+        epoch, index = key
+        seeding.seed(self.seed, epoch, index)
+        return self.dataset[index]
 
 
 def build_val_loader(dataset: Dataset, args: Namespace) -> DataLoader:
