@@ -214,6 +214,7 @@ def srun_step(node: int) -> dict[str, str]:
 def test_output_files(project: Project, trained: Path) -> None:
     names = {re.sub(r"tfevents\..*", "tfevents", path.name) for path in trained.iterdir()}
     assert names == {
+        ".lock",
         "last.pt",
         "best.pt",
         "metrics.csv",

@@ -104,6 +104,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         help="auto: go on from last.pt if there is one; never: remove the former run's files; "
         "PATH: begin with that checkpoint; default: auto",
     )
+    add("--keep", type=at_least(1), default=2, help="last checkpoints kept; default: 2")
     add("--eval-only", action="store_true", help="evaluate best.pt, or --resume PATH; print JSON")
 
     add_arguments(parser.add_argument_group("network"))
@@ -307,6 +308,7 @@ def train(
                 "args": checkpoint.plain(args),
             },
             is_best,
+            args.keep,
         )
     report.finish(BEST, best)
 

@@ -1,7 +1,12 @@
-"""Checkpoints: plain types in `last.pt` and `best.pt`, written by rank 0, read by all."""
+"""Checkpoints: plain types in `last.pt` and `best.pt`, written by rank 0, read by all.
 
+`last-1.pt` is the save before `last.pt`, `last-2.pt` the one before that, up to --keep of them.
+"""
+
+import contextlib
 import math
 import pickle
+import zipfile
 from argparse import Namespace
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -19,6 +24,8 @@ from engine.distributed import UserError
 # All that a run writes into its folder, and so all that --resume never may remove.
 OWN_FILES = (
     "last.pt",
+    "last-[0-9]*.pt",
+    "last*.pt.corrupt",
     "best.pt",
     "metrics.csv",
     "args.json",
@@ -31,6 +38,7 @@ MAY_DIFFER = (
     "debug_port",
     "debug_rank",
     "dist_timeout",
+    "keep",
     "local_rank",
     "output_dir",
     "resume",
@@ -85,18 +93,44 @@ def find(folder: Path, resume: str) -> Path | None:
     """
     if resume not in ("auto", "never") and not Path(resume).is_file():
         raise UserError(f"--resume {resume}: no such file; say auto, never or a checkpoint's path")
-    last, probe = folder / "last.pt", folder / ".writable"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        probe.touch()
-        probe.unlink()
+        is_free = files.lock(folder / ".lock")
     except OSError as error:
         raise UserError(f"--output-dir {folder}: cannot be written ({error.strerror})") from None
+    if not is_free:
+        raise UserError(f"--output-dir {folder}: another run is at work there; choose another")
     if resume == "never":
         return None
-    if resume == "auto" or (last.exists() and Path(resume).resolve().parent != folder.resolve()):
-        return last if last.exists() else None
+    found = saves(folder)
+    if resume == "auto" or (found and Path(resume).resolve().parent != folder.resolve()):
+        return newest_usable(found) if found else None
     return Path(resume)
+
+
+def saves(folder: Path) -> list[Path]:
+    """Return last.pt, last-1.pt and so on, as far as they are there: newest first."""
+    older = sorted(folder.glob("last-[0-9]*.pt"), key=lambda path: (len(path.name), path.name))
+    return [*folder.glob("last.pt"), *older]
+
+
+def newest_usable(paths: Sequence[Path]) -> Path:
+    """Return the first of `paths` that can be read; set those before it aside, by name.
+
+    If there is none, a UserError leaves all as they are: to start afresh is for the user to say.
+    """
+    reasons = []
+    for path in paths:
+        try:
+            load(path)
+        except UserError as error:
+            reasons.append(str(error))
+            continue
+        for bad, reason in zip(paths, reasons, strict=False):
+            distributed.say(f"{reason}; set aside as {bad.name}.corrupt, going on from {path.name}")
+            bad.replace(f"{bad}.corrupt")
+        return path
+    raise UserError(f"{'; '.join(reasons)}: {REMEDY}")
 
 
 def clear(folder: Path) -> None:
@@ -152,14 +186,25 @@ def plain(args: Namespace) -> dict[str, Any]:
     return {k: str(v) if isinstance(v, Path) else v for k, v in vars(args).items()}
 
 
-def save(folder: Path, state: dict[str, Any], is_best: bool) -> None:
-    """Write `state` as last.pt, and as best.pt if it is the best so far; on rank 0."""
+def save(folder: Path, state: dict[str, Any], is_best: bool, keep: int) -> None:
+    """Write `state` as last.pt, and as best.pt if it is the best so far; on rank 0.
+
+    Of the former ones, `keep` - 1 stay.
+    """
     if not distributed.is_rank_zero():
         return
     # last.pt comes second: once it tells of a new best, that one is in best.pt.
-    for name in ["best.pt", "last.pt"] if is_best else ["last.pt"]:
-        with files.writing(folder / name) as beside:
+    if is_best:
+        with files.writing(folder / "best.pt") as beside:
             torch.save(state, beside)
+    with files.writing(folder / "last.pt") as beside:
+        torch.save(state, beside)
+        for age in range(keep - 1, 0, -1):
+            newer = folder / (f"last-{age - 1}.pt" if age > 1 else "last.pt")
+            with contextlib.suppress(FileNotFoundError):
+                newer.replace(folder / f"last-{age}.pt")
+    for path in saves(folder)[keep:]:
+        path.unlink()
 
 
 def load(path: Path | str) -> dict[str, Any]:
@@ -172,12 +217,16 @@ def load(path: Path | str) -> dict[str, Any]:
 
 def load_file(path: Path | str) -> dict[str, Any]:
     try:
+        if zipfile.is_zipfile(path):  # what torch.save writes; weights may be older
+            with zipfile.ZipFile(path) as archive:
+                if damaged := archive.testzip():  # torch.load checks no checksum
+                    raise ValueError(f"{damaged} is damaged")
         state = torch.load(path, map_location="cpu", weights_only=True)
     except FileNotFoundError:
         raise UserError(f"{path}: no such checkpoint file") from None
     except pickle.UnpicklingError:
         raise UserError(f"{path}: not a readable checkpoint (more than plain types)") from None
-    except (OSError, RuntimeError, EOFError, ValueError, KeyError) as error:
+    except (OSError, RuntimeError, EOFError, ValueError, KeyError, zipfile.BadZipFile) as error:
         reason = str(error).strip().split("\n")[0]
         raise UserError(f"{path}: not a readable checkpoint ({reason[:120]})") from None
     if not isinstance(state, dict):

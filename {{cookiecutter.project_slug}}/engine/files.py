@@ -1,8 +1,10 @@
 """Files and folders that appear whole or not at all."""
 
 import contextlib
+import errno
 import os
 import shutil
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,15 +22,49 @@ def writing(path: Path) -> Iterator[Path]:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         yield beside
-        with open(beside, "rb") as file:
-            os.fsync(file.fileno())
+        sync(beside)
         os.replace(beside, path)
+        sync(path.parent)
     except (OSError, RuntimeError) as error:  # torch.save tells of a full disk by RuntimeError
         reason = getattr(error, "strerror", None) or str(error).split("\n")[0]
         raise UserError(f"{path}: cannot be written ({reason})") from None
     finally:
         with contextlib.suppress(OSError):
             beside.unlink(missing_ok=True)
+
+
+def sync(path: Path) -> None:
+    """Wait until the disk holds the content of a file, or the names in a folder."""
+    if os.name == "nt" and path.is_dir():
+        return  # Windows opens no folders
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def lock(path: Path, seconds: float = 5) -> bool:
+    """Lock `path` until this process ends; return whether that was possible within `seconds`.
+
+    Where there are no locks, as on Windows and some network disks, it always is.
+    """
+    try:
+        import fcntl
+    except ImportError:
+        return True
+    handle = os.open(path, os.O_RDWR | os.O_CREAT)
+    deadline = time.monotonic() + seconds  # a run that was just killed may be on its way out
+    while True:
+        try:
+            fcntl.lockf(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)  # flock's pass to forked workers
+            return True
+        except OSError as error:
+            if error.errno not in (errno.EACCES, errno.EAGAIN):
+                return True
+            if time.monotonic() > deadline:
+                return False
+        time.sleep(0.1)
 
 
 @contextlib.contextmanager

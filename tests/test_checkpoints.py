@@ -1,0 +1,131 @@
+"""Files that are damaged, missing or half written: what a start makes of them."""
+
+import inspect
+import shutil
+import uuid
+import zipfile
+from pathlib import Path
+
+from conftest import Project, finish, rows, start
+from test_runs import SAME_FOR_BOTH, flags
+
+SAVE = """
+import sys, torch
+from pathlib import Path
+from engine import checkpoint, distributed
+def save(folder, epoch, keep=2, is_best=False):
+    state = {"model": {"w": torch.full((999,), epoch)}, "epoch": epoch, "classes": [], "args": {}}
+    checkpoint.save(Path(folder), state, is_best, keep)
+def epochs(folder):
+    return [checkpoint.load(path)["epoch"] for path in checkpoint.saves(Path(folder))]
+folder = Path(sys.argv[1])
+folder.mkdir(exist_ok=True)
+"""
+
+
+def damage(path: Path) -> None:
+    """Turn over one bit of a tensor."""
+    with zipfile.ZipFile(path) as archive:
+        entry = max(archive.infolist(), key=lambda entry: entry.file_size)
+    content = bytearray(path.read_bytes())
+    content[entry.header_offset + 200 + entry.file_size // 2] ^= 1
+    path.write_bytes(content)
+
+
+@SAME_FOR_BOTH
+def test_as_many_are_kept_as_asked_for(project: Project, tmp_path: Path) -> None:
+    code = """
+for epoch, keep in enumerate((12,) * 13 + (3, 1)):
+    save(folder, epoch, keep, is_best=epoch == 1)
+    print(*epochs(folder))
+print(checkpoint.load(folder / "best.pt")["epoch"], *sorted(p.name for p in folder.iterdir()))
+"""
+    found = project.python(SAVE + code, tmp_path).splitlines()
+    assert found[2] == "2 1 0"
+    assert found[12:15] == ["12 11 10 9 8 7 6 5 4 3 2 1", "13 12 11", "14"]
+    assert found[15] == "1 best.pt last.pt"
+
+
+@SAME_FOR_BOTH
+def test_killed_within_a_save(project: Project, tmp_path: Path) -> None:
+    """Whichever call it dies in, the newest checkpoint is the former one or the new one."""
+    code = """
+import os, shutil
+calls = [(os, "replace"), (os, "fsync"), (Path, "replace"), (torch, "save")]
+reached = set()
+for dies_at in range(20):
+    shutil.rmtree(folder)
+    folder.mkdir()
+    save(folder, 1)
+    save(folder, 2)
+    if not (child := os.fork()):
+        left = [dies_at]
+        def dying(function):
+            def call(*args, **kwargs):
+                if not left[0]:
+                    os._exit(7)
+                left[0] -= 1
+                return function(*args, **kwargs)
+            return call
+        for owner, name in calls:
+            setattr(owner, name, dying(getattr(owner, name)))
+        save(folder, 3, is_best=True)
+        os._exit(0)
+    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    newest = checkpoint.find(folder, "auto")
+    reached.add((status, checkpoint.load(newest)["epoch"]))
+    if status == 0:
+        break
+print(dies_at, sorted(reached))
+"""
+    calls, reached = project.python(SAVE + code, tmp_path / "run").split(" ", 1)
+    assert int(calls) >= 8
+    assert reached == "[(0, 3), (7, 2), (7, 3)]\n"
+
+
+@SAME_FOR_BOTH
+def test_damaged_checkpoints(project: Project, data: Path, tmp_path: Path) -> None:
+    """The one before is taken; with none before it nothing is begun and nothing changed."""
+    out = tmp_path / "out"
+    project.alone(*flags(data, out, "--epochs", 2)).ok()
+    damage(out / "last.pt")
+    whole = shutil.copytree(out, tmp_path / "copy")
+    done = project.launch(*flags(data, out, "--epochs", 3)).ok()
+    assert "last.pt: not a readable checkpoint" in done.out
+    assert "set aside as last.pt.corrupt, going on from last-1.pt" in done.out
+    assert "last-1.pt: 1 of 3 epochs done" in done.out
+    assert [row["epoch"] for row in rows(out)] == ["1", "2", "3"]
+    assert (out / "last.pt.corrupt").read_bytes() == (whole / "last.pt").read_bytes()
+
+    (whole / "last-1.pt").write_bytes(b"")
+    before = {path.name: path.read_bytes() for path in whole.iterdir()}
+    project.launch(*flags(data, whole)).refused("last.pt", "last-1.pt", "--resume never")
+    assert before == {path.name: path.read_bytes() for path in whole.iterdir()}
+
+
+@SAME_FOR_BOTH
+def test_a_flipped_bit_is_seen_by_its_checksum_alone(project: Project, tmp_path: Path) -> None:
+    code = """
+save(folder, 1)
+damage(folder / "last.pt")
+try: checkpoint.load(folder / "last.pt")
+except checkpoint.UserError as error: print(error)
+checkpoint.zipfile.ZipFile.testzip = lambda self: None
+print(checkpoint.load(folder / "last.pt")["model"]["w"].unique().numel())
+"""
+    source = "import zipfile\n" + inspect.getsource(damage)
+    refusal, values = project.python(SAVE + source + code, tmp_path).splitlines()
+    assert "last.pt: not a readable checkpoint" in refusal
+    assert values == "2"  # without the check it loads, wrong
+
+
+@SAME_FOR_BOTH
+def test_two_runs_in_one_folder(project: Project, data: Path, tmp_path: Path) -> None:
+    """The second is refused; once the first has been killed, it may begin at once."""
+    mark, out = uuid.uuid4().hex, tmp_path / "out"
+    first = start([project.folder / "launch.sh", *flags(data, out, "--epochs", 999)], mark)
+    assert "steps per epoch" in first.stdout.readline()
+    project.alone(*flags(data, out)).refused(str(out), "another run")
+    first.kill()
+    project.alone(*flags(data, out)).ok()
+    assert not finish(first, mark).left
