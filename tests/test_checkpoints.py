@@ -35,6 +35,7 @@ def damage(path: Path) -> None:
 @SAME_FOR_BOTH
 def test_as_many_are_kept_as_asked_for(project: Project, tmp_path: Path) -> None:
     code = """
+(folder / "last-2024-05-01.pt").touch()  # the user's own
 for epoch, keep in enumerate((12,) * 13 + (3, 1)):
     save(folder, epoch, keep, is_best=epoch == 1)
     print(*epochs(folder))
@@ -43,7 +44,7 @@ print(checkpoint.load(folder / "best.pt")["epoch"], *sorted(p.name for p in fold
     found = project.python(SAVE + code, tmp_path).splitlines()
     assert found[2] == "2 1 0"
     assert found[12:15] == ["12 11 10 9 8 7 6 5 4 3 2 1", "13 12 11", "14"]
-    assert found[15] == "1 best.pt last.pt"
+    assert found[15] == "1 best.pt last-2024-05-01.pt last.pt"
 
 
 @SAME_FOR_BOTH
@@ -57,7 +58,7 @@ for dies_at in range(20):
     shutil.rmtree(folder)
     folder.mkdir()
     save(folder, 1)
-    save(folder, 2)
+    save(folder, 2, is_best=True)
     if not (child := os.fork()):
         left = [dies_at]
         def dying(function):
@@ -73,14 +74,26 @@ for dies_at in range(20):
         os._exit(0)
     status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     newest = checkpoint.find(folder, "auto")
-    reached.add((status, checkpoint.load(newest)["epoch"]))
+    best, last = (checkpoint.load(p)["epoch"] for p in (folder / "best.pt", newest))
+    assert best >= last
+    reached.add((status, last))
     if status == 0:
         break
 print(dies_at, sorted(reached))
+
+def full(handle):
+    raise OSError(28, "No space left on device")
+before = {path.name: path.read_bytes() for path in folder.iterdir()}
+os.fsync = full
+try: save(folder, 4)
+except checkpoint.UserError as error: print(error)
+assert before == {path.name: path.read_bytes() for path in folder.iterdir()}
 """
-    calls, reached = project.python(SAVE + code, tmp_path / "run").split(" ", 1)
+    found, full = project.python(SAVE + code, tmp_path / "run").splitlines()
+    calls, reached = found.split(" ", 1)
     assert int(calls) >= 8
-    assert reached == "[(0, 3), (7, 2), (7, 3)]\n"
+    assert reached == "[(0, 3), (7, 2), (7, 3)]"
+    assert full.endswith("last.pt: cannot be written (No space left on device)")
 
 
 @SAME_FOR_BOTH
@@ -124,8 +137,10 @@ def test_two_runs_in_one_folder(project: Project, data: Path, tmp_path: Path) ->
     """The second is refused; once the first has been killed, it may begin at once."""
     mark, out = uuid.uuid4().hex, tmp_path / "out"
     first = start([project.folder / "launch.sh", *flags(data, out, "--epochs", 999)], mark)
-    assert "steps per epoch" in first.stdout.readline()
-    project.alone(*flags(data, out)).refused(str(out), "another run")
-    first.kill()
+    try:
+        assert "steps per epoch" in first.stdout.readline()
+        project.alone(*flags(data, out)).refused(str(out), "another run", ".lock")
+    finally:
+        first.kill()
     project.alone(*flags(data, out)).ok()
     assert not finish(first, mark).left

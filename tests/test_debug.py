@@ -154,7 +154,7 @@ def test_stopping_with_loader_workers_at_a_breakpoint(project: Project, way: str
 def test_a_rank_that_raises(project: Project, tmp_path: Path) -> None:
     """The debugger stops where it was raised; then all end, and that is the last that is said."""
     planted = 'if rank == 1:\n            raise ValueError("planted")\n        '
-    folder = with_bug(project, tmp_path / "copy", "window = min(", planted + "window = min(").parent
+    folder = with_bug(project, tmp_path / "copy", "is_last = ", planted + "is_last = ").parent
     with Debugger(folder) as debugger:
         debugger.launch(configuration(folder, F5))
         (only,) = debugger.stopped(1)

@@ -7,6 +7,7 @@ import contextlib
 import math
 import pickle
 import zipfile
+import zlib
 from argparse import Namespace
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -21,10 +22,8 @@ from torch.optim.lr_scheduler import LambdaLR
 from engine import distributed, files
 from engine.distributed import UserError
 
-# All that a run writes into its folder, and so all that --resume never may remove.
+# What a run writes into its folder beside last.pt and its like; --resume never removes these.
 OWN_FILES = (
-    "last.pt",
-    "last-[0-9]*.pt",
     "last*.pt.corrupt",
     "best.pt",
     "metrics.csv",
@@ -47,6 +46,16 @@ MAY_DIFFER = (
 REMEDY = "choose another --output-dir, or --resume never to start afresh"
 
 
+READ_ERRORS = (
+    *(RuntimeError, EOFError, ValueError, KeyError),
+    *(pickle.UnpicklingError, zipfile.BadZipFile, zlib.error),
+)
+
+
+class Damaged(UserError):
+    """A file that is no longer what was written, so that the one before it is to be used."""
+
+
 def open_run(
     args: Namespace, classes: Sequence[str], network_flags: Sequence[str]
 ) -> dict[str, Any] | None:
@@ -59,6 +68,8 @@ def open_run(
     if not path:
         return None
     state = load(path)
+    if distributed.from_rank_zero(state.get, "epoch") != state["epoch"]:
+        raise UserError(f"{path}: not the same file on all nodes; --output-dir has to be shared")
     old, new = state["args"], plain(args)
     for name in (*network_flags, "optimizer"):
         if old.get(name) != new[name]:
@@ -93,13 +104,19 @@ def find(folder: Path, resume: str) -> Path | None:
     """
     if resume not in ("auto", "never") and not Path(resume).is_file():
         raise UserError(f"--resume {resume}: no such file; say auto, never or a checkpoint's path")
+    probe = folder / ".writable"
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        probe.touch()
+        probe.unlink()
         is_free = files.lock(folder / ".lock")
     except OSError as error:
         raise UserError(f"--output-dir {folder}: cannot be written ({error.strerror})") from None
     if not is_free:
-        raise UserError(f"--output-dir {folder}: another run is at work there; choose another")
+        raise UserError(
+            f"--output-dir {folder}: another run is at work there: choose another folder, "
+            "or remove .lock in it if that run's machine is lost"
+        )
     if resume == "never":
         return None
     found = saves(folder)
@@ -110,8 +127,9 @@ def find(folder: Path, resume: str) -> Path | None:
 
 def saves(folder: Path) -> list[Path]:
     """Return last.pt, last-1.pt and so on, as far as they are there: newest first."""
-    older = sorted(folder.glob("last-[0-9]*.pt"), key=lambda path: (len(path.name), path.name))
-    return [*folder.glob("last.pt"), *older]
+    older = {path.stem[5:]: path for path in folder.glob("last-*.pt")}
+    ages = sorted(int(age) for age in older if age.isdecimal())  # others are the user's
+    return [*folder.glob("last.pt"), *(older[str(age)] for age in ages)]
 
 
 def newest_usable(paths: Sequence[Path]) -> Path:
@@ -123,7 +141,7 @@ def newest_usable(paths: Sequence[Path]) -> Path:
     for path in paths:
         try:
             load(path)
-        except UserError as error:
+        except Damaged as error:
             reasons.append(str(error))
             continue
         for bad, reason in zip(paths, reasons, strict=False):
@@ -135,7 +153,7 @@ def newest_usable(paths: Sequence[Path]) -> Path:
 
 def clear(folder: Path) -> None:
     """Remove what a former run left in `folder`, and only that; on rank 0."""
-    old = sorted(path for name in OWN_FILES for path in folder.glob(name))
+    old = sorted({*saves(folder), *(path for name in OWN_FILES for path in folder.glob(name))})
     if old and distributed.is_rank_zero():
         print(f"--resume never: removing {', '.join(p.name for p in old)} from {folder}")
         for path in old:
@@ -199,12 +217,17 @@ def save(folder: Path, state: dict[str, Any], is_best: bool, keep: int) -> None:
             torch.save(state, beside)
     with files.writing(folder / "last.pt") as beside:
         torch.save(state, beside)
+        files.sync(beside)  # a disk may say only now that it is full
         for age in range(keep - 1, 0, -1):
             newer = folder / (f"last-{age - 1}.pt" if age > 1 else "last.pt")
             with contextlib.suppress(FileNotFoundError):
                 newer.replace(folder / f"last-{age}.pt")
-    for path in saves(folder)[keep:]:
-        path.unlink()
+    with contextlib.suppress(OSError):  # not every disk can do that
+        files.sync(folder)
+    age = keep
+    while (path := folder / f"last-{age}.pt").exists():  # of a run that kept more
+        path.unlink(missing_ok=True)
+        age += 1
 
 
 def load(path: Path | str) -> dict[str, Any]:
@@ -216,19 +239,23 @@ def load(path: Path | str) -> dict[str, Any]:
 
 
 def load_file(path: Path | str) -> dict[str, Any]:
+    is_whole = False
     try:
         if zipfile.is_zipfile(path):  # what torch.save writes; weights may be older
             with zipfile.ZipFile(path) as archive:
                 if damaged := archive.testzip():  # torch.load checks no checksum
-                    raise ValueError(f"{damaged} is damaged")
+                    raise zipfile.BadZipFile(f"{damaged} is damaged")
+            is_whole = True
         state = torch.load(path, map_location="cpu", weights_only=True)
     except FileNotFoundError:
         raise UserError(f"{path}: no such checkpoint file") from None
-    except pickle.UnpicklingError:
-        raise UserError(f"{path}: not a readable checkpoint (more than plain types)") from None
-    except (OSError, RuntimeError, EOFError, ValueError, KeyError, zipfile.BadZipFile) as error:
-        reason = str(error).strip().split("\n")[0]
-        raise UserError(f"{path}: not a readable checkpoint ({reason[:120]})") from None
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror})") from None
+    except READ_ERRORS as error:
+        what = UserError if is_whole else Damaged
+        types = is_whole and isinstance(error, pickle.UnpicklingError)
+        reason = "more than plain types" if types else str(error).strip().split("\n")[0][:120]
+        raise what(f"{path}: not a readable checkpoint ({reason})") from None
     if not isinstance(state, dict):
         raise UserError(f"{path}: not a checkpoint but a {type(state).__name__}")
     return state

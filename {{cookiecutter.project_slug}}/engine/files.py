@@ -24,7 +24,6 @@ def writing(path: Path) -> Iterator[Path]:
         yield beside
         sync(beside)
         os.replace(beside, path)
-        sync(path.parent)
     except (OSError, RuntimeError) as error:  # torch.save tells of a full disk by RuntimeError
         reason = getattr(error, "strerror", None) or str(error).split("\n")[0]
         raise UserError(f"{path}: cannot be written ({reason})") from None
@@ -35,9 +34,7 @@ def writing(path: Path) -> Iterator[Path]:
 
 def sync(path: Path) -> None:
     """Wait until the disk holds the content of a file, or the names in a folder."""
-    if os.name == "nt" and path.is_dir():
-        return  # Windows opens no folders
-    handle = os.open(path, os.O_RDONLY)
+    handle = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)
     try:
         os.fsync(handle)
     finally:
@@ -53,7 +50,7 @@ def lock(path: Path, seconds: float = 5) -> bool:
         import fcntl
     except ImportError:
         return True
-    handle = os.open(path, os.O_RDWR | os.O_CREAT)
+    handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
     deadline = time.monotonic() + seconds  # a run that was just killed may be on its way out
     while True:
         try:
