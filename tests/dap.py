@@ -95,9 +95,9 @@ class Session:
         self.ask("setExceptionBreakpoints", {"filters": ["uncaught"]})
         self.ask("configurationDone")
 
-    def ask(self, command: str, arguments: dict | None = None, patience: float = PATIENCE) -> dict:
+    def ask(self, command: str, arguments: dict | None = None) -> dict:
         number = self.send({"type": "request", "command": command, "arguments": arguments or {}})
-        self.debugger.wait(lambda: number in self.responses or self.ended, command, patience)
+        self.debugger.wait(lambda: number in self.responses or self.ended, command)
         response = self.responses.get(number, {"success": self.ended})
         assert response["success"], (command, response)
         return response.get("body", {})
@@ -156,12 +156,9 @@ class Session:
 
     @property
     def frame(self) -> dict:
-        return self.stack[0]
-
-    @property
-    def stack(self) -> list[dict]:
+        """The frame in which it is stopped."""
         assert self.stop
-        return self.ask("stackTrace", {"threadId": self.stop["threadId"]})["stackFrames"]
+        return self.ask("stackTrace", {"threadId": self.stop["threadId"]})["stackFrames"][0]
 
     def evaluate(self, expression: str) -> str:
         arguments = {"expression": expression, "frameId": self.frame["id"], "context": "watch"}
@@ -174,10 +171,6 @@ class Session:
         assert self.stop
         thread, self.stop = self.stop["threadId"], None
         self.ask(command, {"threadId": thread})
-
-    def pause(self) -> None:
-        first = self.ask("threads")["threads"][0]
-        self.ask("pause", {"threadId": first["id"]})
 
     def disconnect(self) -> None:
         """Stop, pressed on a session that was attached, as those of the ranks are."""
@@ -203,7 +196,7 @@ class Debugger:
             "DDP_TEMPLATE_TEST": self.mark,
         }
 
-    def launch(self, config: dict[str, Any], debug: bool = True) -> "Debugger":
+    def launch(self, config: dict[str, Any], debug: bool = True) -> None:
         """F5, or Ctrl+F5 (without debugging)."""
         self.adapter = subprocess.Popen(
             [sys.executable, "-m", "debugpy.adapter"],
@@ -217,7 +210,6 @@ class Debugger:
         self.sessions.append(top)
         more = {"python": sys.executable, "clientOS": "unix"}
         top.begin("launch", {**config, **more} if debug else {**config, **more, "noDebug": True})
-        return self
 
     def attach(self, config: dict[str, Any]) -> Session:
         where = config["connect"]
@@ -261,12 +253,12 @@ class Debugger:
                     self.terminal += os.read(self.screen, 4096)
         os.close(self.screen)
 
-    def wait(self, condition: Callable[[], Any], what: str, patience: float = PATIENCE) -> Any:
-        deadline = time.monotonic() + patience
+    def wait(self, condition: Callable[[], Any], what: str) -> Any:
+        deadline = time.monotonic() + PATIENCE
         with self.changed:
             while not (done := condition()) and time.monotonic() < deadline:
                 self.changed.wait(0.1)  # the terminal's text and processes tell of no change
-        assert done, f"{what}: not within {patience} s; the terminal:\n{self.text}"
+        assert done, f"{what}: not within {PATIENCE} s; the terminal:\n{self.text}"
         return done
 
     @property
