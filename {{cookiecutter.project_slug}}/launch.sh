@@ -9,7 +9,10 @@
 #   MASTER_ADDR     address of node 0          (needed where NNODES > 1)
 #   MASTER_PORT     a port free on node 0      (default: 29500; on one node any free port)
 #   PYTHON          interpreter                (default: python, else python3)
+#   MAX_RESTARTS    new starts after a failure (default: 0), each from the last checkpoint
 #   OMP_NUM_THREADS CPU threads per process    (default: usable CPUs / NPROC)
+#
+# Status: 0 done, 75 stopped by a signal and saved, 2 a mistake of the user's, else an error.
 #
 # One node:        ./launch.sh --epochs 90
 # Two GPUs of it:  CUDA_VISIBLE_DEVICES=0,1 ./launch.sh
@@ -60,6 +63,9 @@ NNODES=${NNODES:-1}
 for name in NPROC NNODES; do
     [[ ${!name} =~ ^[1-9][0-9]*$ ]] || die "$name=${!name} is not a number of 1 or more"
 done
+
+[[ ${MAX_RESTARTS:=0} =~ ^[0-9]+$ ]] || die "MAX_RESTARTS=$MAX_RESTARTS is not a number of 0 or more"
+export MAX_RESTARTS
 
 if ((NNODES == 1)); then
     where=(--standalone)

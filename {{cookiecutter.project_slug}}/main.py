@@ -36,8 +36,9 @@ from torchmetrics import MetricCollection
 
 import demo_set
 from dataset import IMAGE_SIZE, build_dataset, draw_example
-from engine import checkpoint, debug, distributed, loading, seeding
+from engine import checkpoint, debug, distributed, loading, seeding, stopping
 from engine.reporting import Reporter
+from engine.run import Run
 from model import (
     BEST,
     NETWORK_FLAGS,
@@ -104,6 +105,13 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         help="auto: go on from last.pt if there is one; never: remove the former run's files; "
         "PATH: begin with that checkpoint; default: auto",
     )
+    add(
+        "--save-every",
+        metavar="STEPS",
+        type=at_least(0),
+        default=0,
+        help="save each STEPS optimizer steps, too; default: 0, at the end of each epoch alone",
+    )
     add("--keep", type=at_least(1), default=2, help="last checkpoints kept; default: 2")
     add("--eval-only", action="store_true", help="evaluate best.pt, or --resume PATH; print JSON")
 
@@ -128,6 +136,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     )
     add("--warmup-epochs", type=at_least(0, float), default=0.5, help="linear rise; default: 0.5")
     add("--seed", type=at_least(0), default=0, help="default: 0")
+    add("--deterministic", action="store_true", help="the same bits in each run on GPUs; slower")
 
     add = parser.add_argument_group("ranks").add_argument
     add(
@@ -200,29 +209,28 @@ def train_one_epoch(
     device: torch.device,
     args: argparse.Namespace,
     report: Reporter,
-    epoch: int,
+    run: Run,
 ) -> float:
-    """Train on this rank's share of an epoch; return the mean loss over all ranks."""
+    """Train on this rank's share of what is left of the epoch; return all ranks' mean loss."""
     rank = distributed.rank()
     local_rank = distributed.local_rank()  # noqa: F841  for breakpoints
     ddp_model.train()
-    totals = torch.zeros(2, dtype=torch.float64, device=device)  # loss sum, count
-    batches = loading.to_device(loader, device)
-    for i, (images, targets) in enumerate(report.progress(batches, loader, epoch)):
-        seeding.seed(args.seed, epoch, i, rank)  # dropout: another on each rank, at each pass
+    batches = report.progress(loading.to_device(loader, device), loader, run.epoch)
+    for i, (images, targets) in enumerate(batches, start=run.passes):
+        seeding.seed(args.seed, run.epoch, i, rank)  # dropout: another on each rank, at each pass
         is_last = (i + 1) % args.accumulate == 0  # of the passes that make up an optimizer step
         # Gradients are averaged over the ranks once a step, in its last backward pass.
         with contextlib.nullcontext() if is_last else ddp_model.no_sync():
             loss_sum, count = criterion(ddp_model(images), targets)
             (loss_sum / count.clamp(min=1) / args.accumulate).backward()
+        run.totals += torch.stack((loss_sum.detach().double(), count.double()))
+        report.loss(run.totals, optimizer.param_groups[0]["lr"])
         if is_last:
             optimizer.step()
             optimizer.zero_grad()
             scheduler.step()
-        totals += torch.stack((loss_sum.detach().double(), count.double()))
-        report.loss(totals, optimizer.param_groups[0]["lr"])
-    total_loss, total_count = distributed.reduce_tensor(totals).tolist()
-    return total_loss / max(total_count, 1)
+            run.end_step()  # where it saves, and where a signal stops it
+    return run.mean_loss()
 
 
 @torch.inference_mode()
@@ -239,13 +247,19 @@ def evaluate(
     """
     model.eval()
     metrics.reset()
-    totals = torch.zeros(2, dtype=torch.float64, device=device)  # loss sum, count
+    # Loss sum, count, ranks that were asked to stop.
+    totals = torch.zeros(3, dtype=torch.float64, device=device)
     for images, targets in loading.to_device(itertools.chain.from_iterable(loader), device):
         outputs = model(images)
         loss_sum, count = criterion(outputs, targets)
-        totals += torch.stack((loss_sum.double(), count.double()))
+        totals[:2] += torch.stack((loss_sum.double(), count.double()))
         metrics.update(outputs, targets)
-    total_loss, total_count = distributed.reduce_tensor(totals).tolist()
+        if stopping.is_asked():
+            totals[2] = 1
+            break
+    total_loss, total_count, asked = distributed.reduce_tensor(totals).tolist()
+    if asked:
+        stopping.stop()
     if not total_count:
         raise distributed.UserError("the validation set has no label to compare with: all is void")
     found = {name: value.item() for name, value in metrics.compute().items()}
@@ -263,54 +277,37 @@ def train(
     state: dict[str, Any] | None,
 ) -> None:
     """Train for the epochs that are left, from `state` (a checkpoint) on if there is one."""
-    ddp_model = DistributedDataParallel(
-        model, [device] if device.type == "cuda" else None, gradient_as_bucket_view=True
-    )
+    ddp_model = distributed.wrap(model, device)
     criterion = build_criterion(args)
     steps = len(train_loader) // args.accumulate
     optimizer = build_optimizer(model, args)
     scheduler = build_scheduler(optimizer, args, steps)
-    start_epoch, step, best = 0, 0, -math.inf
+    pictures = len(train_loader.dataset)  # type: ignore[arg-type]
+    run = Run(args, classes, pictures, device, model, optimizer, scheduler)
     if state:
-        start_epoch, step, best = state["epoch"], state["step"], state["best"]
-        checkpoint.restore(state, optimizer, scheduler, start_epoch * steps)
-
+        run.restore(state)
     if args.resume == "never":
         checkpoint.clear(args.output_dir)
-    report = Reporter(args, device, start_epoch)
+    report = Reporter(args, device, run.epoch)
     report.start(train_loader, val_loader, steps)
-    for epoch in range(start_epoch, args.epochs):
-        train_loader.sampler.set_epoch(epoch)  # type: ignore[attr-defined]
-        train_loss = train_one_epoch(
-            ddp_model, criterion, optimizer, scheduler, train_loader, device, args, report, epoch
-        )
-        distributed.sync_buffers(model)
-        distributed.check_same(model)
-        results = evaluate(model, criterion, metrics, val_loader, device)
-        is_best = results[BEST] > best
-        best = max(best, results[BEST])
+    with run.stoppable():
+        while run.epoch < args.epochs:
+            train_loader.sampler.set_epoch(run.epoch, run.seen)  # type: ignore[attr-defined]
+            train_loss = train_one_epoch(
+                ddp_model, criterion, optimizer, scheduler, train_loader, device, args, report, run
+            )
+            distributed.sync_buffers(model)
+            distributed.check_same(model)
+            results = evaluate(model, criterion, metrics, val_loader, device)
 
-        step, lr = step + steps, optimizer.param_groups[0]["lr"]
-        row = {"epoch": epoch + 1, "step": step, "train_loss": train_loss, **results, "lr": lr}
-        report.epoch(row, is_best)
-        if is_best:
-            report.examples(model, val_loader.dataset, classes, draw_example)
-        checkpoint.save(
-            args.output_dir,
-            {
-                "model": model.state_dict(),
-                "optimizer": optimizer.state_dict(),
-                "scheduler": scheduler.state_dict(),
-                "epoch": epoch + 1,  # epochs finished
-                "step": step,  # optimizer steps taken
-                "best": best,
-                "classes": list(classes),
-                "args": checkpoint.plain(args),
-            },
-            is_best,
-            args.keep,
-        )
-    report.finish(BEST, best)
+            lr = optimizer.param_groups[0]["lr"]
+            row = {"epoch": run.epoch + 1, "step": run.step, "train_loss": train_loss, **results}
+            is_best = run.end_epoch({**row, "lr": lr, **report.speed}, results[BEST])
+            report.epoch(run.history, is_best)
+            if is_best:
+                report.examples(model, val_loader.dataset, classes, draw_example)
+            run.save(is_best)
+    report.finish(BEST, run.best)
 
 
 def evaluate_checkpoint(args: argparse.Namespace, device: torch.device) -> None:
@@ -331,6 +328,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     device = distributed.setup(args.local_rank, args.dist_timeout, bool(args.debug_rank))
     debug.wait_for_debugger(args.debug_rank, args.debug_port)
     seeding.seed(args.seed)
+    if args.deterministic:
+        seeding.be_deterministic()
     if args.workers is None:
         args.workers = loading.default_workers()
     if args.data is None:
@@ -358,5 +357,5 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    with distributed.one_line_errors():
+    with distributed.one_line_errors(loading.explain):
         main()

@@ -9,7 +9,7 @@ import pickle
 import zipfile
 import zlib
 from argparse import Namespace
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +41,12 @@ MAY_DIFFER = (
     "local_rank",
     "output_dir",
     "resume",
+    "save_every",
     "workers",
+)
+KEYS = (  # what a run goes on from
+    *("model", "optimizer", "scheduler", "epoch", "step", "seen", "totals", "pictures", "best"),
+    *("history", "classes", "args"),
 )
 REMEDY = "choose another --output-dir, or --resume never to start afresh"
 
@@ -61,21 +66,45 @@ def open_run(
 ) -> dict[str, Any] | None:
     """Prepare the output folder; return the checkpoint to go on from, None to start afresh.
 
+    If the nodes do not share a disk, each has a look at its own: the checkpoint that has got
+    furthest counts, and every rank is given it.
+
     Raises a UserError if the folder cannot be written, or if the checkpoint cannot be read, is of
     another network (one of `network_flags` differs), of another optimizer or of other classes.
     """
-    path = distributed.from_rank_zero(find, args.output_dir, args.resume)
-    if not path:
+    with distributed.rank_zero_first():
+        if distributed.is_rank_zero():
+            prepare(args.output_dir, args.resume)
+        is_first = distributed.local_rank() == 0  # of its node
+        state = find(args.output_dir, args.resume) if is_first else None
+    step, path = (state["step"], state["path"]) if state else (-1, "")
+    reached = distributed.gather_objects((step, path, is_first))
+    furthest = max(reached)[0]
+    if furthest == -1:
         return None
-    state = load(path)
-    if distributed.from_rank_zero(state.get, "epoch") != state["epoch"]:
-        raise UserError(f"{path}: not the same file on all nodes; --output-dir has to be shared")
+    if any(step != furthest for step, _, is_first in reached if is_first):
+        source = [step for step, _, _ in reached].index(furthest)
+        state = distributed.from_rank(source, lambda: state)
+    elif state is None:
+        path = next(path for _, path, _ in reversed(reached[: distributed.rank()]) if path)
+        state = load(path, KEYS)
+    assert state is not None
+    path = state["path"]
     old, new = state["args"], plain(args)
     for name in (*network_flags, "optimizer"):
         if old.get(name) != new[name]:
             raise UserError(f"{path} was trained with {flag(name, old)}, not {new[name]}: {REMEDY}")
     check_classes(path, state["classes"], classes)
-    line = f"{path}: {state['epoch']} of {args.epochs} epochs done, best {state['best']:.4f}"
+    line = f"{path}: {state['epoch']} of {args.epochs} epochs done"
+    if state["epoch"]:
+        line += f", best {state['best']:.4f}"
+    if state["seen"]:
+        line += f", {state['seen']} pictures into the next"
+    if (ranks_then := len(state["totals"])) != distributed.world_size():
+        line += (
+            f"; {ranks_then} rank(s) then, {distributed.world_size()} now: the same pictures in "
+            "the same order, but BatchNorm, dropout and rounding differ"
+        )
     if changed := [n for n in new if n in old and old[n] != new[n] and n not in MAY_DIFFER]:
         line += f"; from now on {', '.join(f'{flag(n, new)} (was {old[n]})' for n in changed)}"
     distributed.say(line)
@@ -97,11 +126,8 @@ def flag(name: str, flags: dict[str, Any]) -> str:
     return f"--{name.replace('_', '-')} {flags.get(name)}"
 
 
-def find(folder: Path, resume: str) -> Path | None:
-    """Return the checkpoint that `resume` ("auto", "never" or a path) means; for rank 0 alone.
-
-    A path counts for the first start: if the run has got on since then, its own last.pt is taken.
-    """
+def prepare(folder: Path, resume: str) -> None:
+    """Make and lock the output folder, or raise a UserError; on rank 0."""
     if resume not in ("auto", "never") and not Path(resume).is_file():
         raise UserError(f"--resume {resume}: no such file; say auto, never or a checkpoint's path")
     probe = folder / ".writable"
@@ -117,12 +143,19 @@ def find(folder: Path, resume: str) -> Path | None:
             f"--output-dir {folder}: another run is at work there: choose another folder, "
             "or remove .lock in it if that run's machine is lost"
         )
+
+
+def find(folder: Path, resume: str) -> dict[str, Any] | None:
+    """Return the checkpoint that `resume` ("auto", "never" or a path) means, if there is one.
+
+    A path counts for the first start: if the run has got on since then, its own last.pt is taken.
+    """
     if resume == "never":
         return None
     found = saves(folder)
     if resume == "auto" or (found and Path(resume).resolve().parent != folder.resolve()):
-        return newest_usable(found) if found else None
-    return Path(resume)
+        return load_newest(found) if found else None
+    return load(resume, KEYS)
 
 
 def saves(folder: Path) -> list[Path]:
@@ -132,22 +165,23 @@ def saves(folder: Path) -> list[Path]:
     return [*folder.glob("last.pt"), *(older[str(age)] for age in ages)]
 
 
-def newest_usable(paths: Sequence[Path]) -> Path:
-    """Return the first of `paths` that can be read; set those before it aside, by name.
+def load_newest(paths: Sequence[Path]) -> dict[str, Any]:
+    """Return the first of `paths` that can be read; rank 0 sets those before it aside, by name.
 
     If there is none, a UserError leaves all as they are: to start afresh is for the user to say.
     """
     reasons = []
     for path in paths:
         try:
-            load(path)
+            state = load(path, KEYS)
         except Damaged as error:
             reasons.append(str(error))
             continue
         for bad, reason in zip(paths, reasons, strict=False):
             distributed.say(f"{reason}; set aside as {bad.name}.corrupt, going on from {path.name}")
-            bad.replace(f"{bad}.corrupt")
-        return path
+            if distributed.is_rank_zero():
+                bad.replace(f"{bad}.corrupt")
+        return state
     raise UserError(f"{'; '.join(reasons)}: {REMEDY}")
 
 
@@ -230,10 +264,10 @@ def save(folder: Path, state: dict[str, Any], is_best: bool, keep: int) -> None:
         age += 1
 
 
-def load(path: Path | str) -> dict[str, Any]:
+def load(path: Path | str, keys: Iterable[str] = ("model", "classes", "args")) -> dict[str, Any]:
     """Return the checkpoint at `path`, tensors on the CPU; a UserError if it cannot be used."""
     state = load_file(path)
-    if missing := sorted({"model", "epoch", "classes", "args"} - state.keys()):
+    if missing := sorted(set(keys) - state.keys()):
         raise UserError(f"{path}: no checkpoint of this project ({', '.join(missing)} missing)")
     return {**state, "path": str(path)}
 

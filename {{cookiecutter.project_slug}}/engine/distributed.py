@@ -13,17 +13,21 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_leaves
 
 from engine import process
 
 T = TypeVar("T")
 OPERATIONS = {"sum": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}
 _store: Any = None  # the group's key-value store: it works while a peer hangs in a collective
+_timeout = timedelta()
+_debugged = False
 
 
 class UserError(Exception):
@@ -46,15 +50,16 @@ def setup(
     A collective that takes longer than `timeout` seconds fails. With a debugger here, or with
     `debugged`, which says that some rank may have one, it may take days: people look around.
     """
-    global _store
-    limit = timedelta(days=7) if debugged or process.is_debugged() else timedelta(seconds=timeout)
+    global _store, _timeout, _debugged
+    _debugged = debugged or process.is_debugged()
+    _timeout = timedelta(days=7) if _debugged else timedelta(seconds=timeout)
     by_srun = _adopt_slurm_step()
     if "LOCAL_RANK" not in os.environ and local_rank is not None:
         os.environ["LOCAL_RANK"] = str(local_rank)
     device = _pick_device(by_srun)
     if "RANK" in os.environ:
-        _store, group_rank, group_size = next(dist.rendezvous("env://", timeout=limit))
-        _store.set_timeout(limit)
+        _store, group_rank, group_size = next(dist.rendezvous("env://", timeout=_timeout))
+        _store.set_timeout(_timeout)
     else:
         _store, group_rank, group_size = dist.HashStore(), 0, 1
     dist.init_process_group(
@@ -63,7 +68,7 @@ def setup(
         rank=group_rank,
         world_size=group_size,
         device_id=device if device.type == "cuda" else None,
-        timeout=limit,
+        timeout=_timeout,
     )
     return device
 
@@ -72,6 +77,21 @@ def teardown() -> None:
     """Leave the group, after all ranks have come this far."""
     dist.barrier()
     dist.destroy_process_group()
+
+
+def store() -> Any:
+    """Return the group's key-value store."""
+    return _store
+
+
+def timeout() -> float:
+    """Return how many seconds a collective may take."""
+    return _timeout.total_seconds()
+
+
+def is_debugged() -> bool:
+    """Whether some rank has a debugger, or may have one."""
+    return _debugged
 
 
 def _pick_device(by_srun: bool) -> torch.device:
@@ -168,10 +188,40 @@ def reduce_tensor(tensor: Tensor, op: str = "sum") -> Tensor:
     return result / world_size() if op == "mean" else result
 
 
+def gather(tensor: Tensor) -> Tensor:
+    """Return the ranks' `tensor`s, of the same shape and dtype on each, stacked: (ranks, ...)."""
+    parts = [torch.empty_like(tensor) for _ in range(world_size())]
+    dist.all_gather(parts, tensor)
+    return torch.stack(parts)
+
+
+def gather_objects(value: T) -> list[T]:
+    """Return the ranks' `value`s, which have to pickle."""
+    values: list[Any] = [None] * world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def barrier() -> None:
+    """Return once all ranks have come here."""
+    dist.barrier()
+
+
+def collectives() -> int:
+    """Return how many collectives this rank has begun, DDP's own included."""
+    group = dist.distributed_c10d._get_default_group()
+    return group._get_sequence_number_for_group()  # type: ignore[attr-defined]
+
+
 def from_rank_zero(function: Callable[..., T], *args: Any) -> T:
     """Call `function(*args)` on rank 0 and return its result, which has to pickle, on all ranks."""
-    box = [function(*args) if is_rank_zero() else None]
-    dist.broadcast_object_list(box, src=0)
+    return from_rank(0, function, *args)
+
+
+def from_rank(source: int, function: Callable[..., T], *args: Any) -> T:
+    """As `from_rank_zero`, from another rank."""
+    box = [function(*args) if rank() == source else None]
+    dist.broadcast_object_list(box, src=source)
     return box[0]  # type: ignore[return-value]
 
 
@@ -188,6 +238,40 @@ def rank_zero_first() -> Iterator[None]:
     yield
     for _ in range(2 - turn):
         dist.barrier()
+
+
+def wrap(model: nn.Module, device: torch.device) -> DistributedDataParallel:
+    """Return `model` in DistributedDataParallel: its gradients become the mean over the ranks."""
+    ddp_model = DistributedDataParallel(
+        model, [device] if device.type == "cuda" else None, gradient_as_bucket_view=True
+    )
+    if world_size() > 2:  # a sum of two is the same in any order
+
+        def before_first_pass(_: nn.Module, inputs: tuple) -> None:
+            hook.remove()
+            _settle_buckets(ddp_model, inputs)
+
+        hook = ddp_model.register_forward_pre_hook(before_first_pass)
+    return ddp_model
+
+
+def _settle_buckets(ddp_model: DistributedDataParallel, inputs: tuple) -> None:
+    """Take a pass whose gradients are thrown away, and leave no other trace of it.
+
+    DDP deals the gradients to buckets anew after its first backward pass, by the order in which
+    they came, and sums them in another order from then on. A run that is resumed would differ by
+    that in its first step, in the last bits, from the one that went on.
+    """
+    buffers = [buffer.clone() for buffer in ddp_model.buffers()]
+    with torch.random.fork_rng([inputs[0].device] if inputs[0].is_cuda else []):
+        sync, ddp_model.require_backward_grad_sync = ddp_model.require_backward_grad_sync, True
+        outputs = tree_leaves(ddp_model(*inputs))
+        sum(output.sum() for output in outputs if output.requires_grad).backward()
+        ddp_model.require_backward_grad_sync = sync
+    ddp_model.zero_grad()
+    with torch.no_grad():
+        for buffer, before in zip(ddp_model.buffers(), buffers, strict=True):
+            buffer.copy_(before)
 
 
 def sync_buffers(model: nn.Module) -> None:
@@ -219,10 +303,13 @@ def check_same(model: nn.Module) -> None:
 
 
 @contextlib.contextmanager
-def one_line_errors() -> Iterator[None]:
-    """Let one rank alone tell of an error and end them all (status 1); a UserError is one line.
+def one_line_errors(
+    explain: Callable[[Exception], str | None] = lambda _: None,
+) -> Iterator[None]:
+    """Let one rank alone tell of an error and end them all; a UserError is one line.
 
-    The launcher, or the connection that breaks, ends the ranks that do not know of it.
+    So is what `explain` has a line for. The launcher, or the connection that breaks, ends the ranks
+    that do not know of it. The status is process.MISTAKE for a UserError, else 1.
     """
     if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -231,22 +318,44 @@ def one_line_errors() -> Iterator[None]:
     except UserError as error:
         # Often all ranks know the same: rank 0, whose output people read, gets a second's start.
         time.sleep(min(local_rank() if _store is None else rank(), 1))
-        if _first_to_tell():
-            print(f"error: {error}", file=sys.stderr)
-        process.leave(1)
+        _tell(str(error), process.MISTAKE)
     except KeyboardInterrupt:
-        process.leave(130)
-    except Exception:
-        if _first_to_tell():
-            atexit.register(process.leave, 1)  # once the traceback is out
-            raise
-        process.leave(1)  # the collectives of this rank broke because the first one has left
+        process.leave(128 + signal.SIGINT)
+    except Exception as error:
+        if line := explain(error) or _lost_a_rank(error):
+            _tell(line, 1)
+        if (status := _status_told(1)) is not None:
+            process.leave(status)  # this rank's collectives broke because the first one has left
+        atexit.register(process.leave, 1)  # once the traceback is out
+        raise
 
 
-def _first_to_tell() -> bool:
+def _lost_a_rank(error: Exception) -> str | None:
+    """Return a line if `error` is what a collective makes of another rank's death or hang."""
+    found = re.search(
+        r"Connection (reset|closed|refused)|Broken pipe|Timed out waiting|remote process exited",
+        str(error),
+    )
+    if not found or not isinstance(error, RuntimeError) or _store is None:
+        return None
+    what = "waited in vain for" if found[0].startswith("Timed") else "lost"
+    return f"rank {rank()} {what} another rank ({found[0]}; --dist-timeout {timeout():g} s)"
+
+
+def _tell(line: str, status: int) -> NoReturn:
+    told = _status_told(status)
+    if told is None:
+        print(f"error: {line}", file=sys.stderr)
+    process.leave(told or status)
+
+
+def _status_told(status: int) -> int | None:
+    """Return the status of the rank that told of the error; None if this one is to, now."""
     if _store is None:  # not in a group yet: each node's first rank speaks
-        return local_rank() == 0
+        return None if local_rank() == 0 else status
+    mine = f"{rank()} {status}"
     try:
-        return _store.add("errors", 1) == 1
+        first = _store.compare_set("error", "", mine).decode()
     except dist.DistError:  # rank 0 held the store: it has spoken and left
-        return False
+        return status
+    return None if first == mine else int(first.split()[1])

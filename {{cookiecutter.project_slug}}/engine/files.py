@@ -12,15 +12,18 @@ from engine.distributed import UserError
 
 
 @contextlib.contextmanager
-def writing(path: Path) -> Iterator[Path]:
+def writing(path: Path, parents: bool = False) -> Iterator[Path]:
     """Give the block a path beside `path` to write to, then rename it to `path`.
+
+    With `parents` its folder is made; else one that has gone is an error.
 
     Whatever stops the block, `path` is the old file or the new one, never a part. A failed write
     is a UserError.
     """
     beside = path.with_name(f".{path.name}.part")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        if parents:
+            path.parent.mkdir(parents=True, exist_ok=True)
         yield beside
         sync(beside)
         os.replace(beside, path)

@@ -1,17 +1,20 @@
 """From files to batches on the device: listing, reading, dealing samples to ranks."""
 
 import functools
+import multiprocessing
 import os
+import re
+import sys
 import zlib
 from argparse import Namespace
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from PIL import Image, ImageOps
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, Sampler, default_collate
+from torch.utils.data import DataLoader, Dataset, Sampler, default_collate, get_worker_info
 
 from engine import distributed, process, seeding
 from engine.distributed import UserError
@@ -108,42 +111,53 @@ def build_train_loader(dataset: Dataset, args: Namespace) -> DataLoader:
             f"--batch-size {args.batch_size} x {ranks} ranks x --accumulate {args.accumulate} is "
             f"more than the {total} training pictures: lower one of them"
         )
+    keyed = KeyedDataset(dataset, args)
     sampler = TrainSampler(total, global_batch, args.seed)
-    keyed = KeyedDataset(dataset, args.seed)
     return DataLoader(keyed, args.batch_size, sampler=sampler, **worker_options(args))
 
 
 class TrainSampler(Sampler[tuple[int, int]]):
-    """This rank's share of each global batch, as (epoch, index); shuffled anew by `set_epoch`.
+    """This rank's share of each global batch, as (epoch, index), in an order of each epoch's own.
 
     What does not fill a global batch is left out, so all ranks take the same number of steps.
     """
 
     def __init__(self, total: int, global_batch: int, seed: int) -> None:
         self.total = total
-        self.kept = total - total % global_batch
+        self.global_batch = global_batch
         self.seed = seed
-        self.epoch = 0
+        self.set_epoch(0)
 
-    def set_epoch(self, epoch: int) -> None:
+    def set_epoch(self, epoch: int, seen: int = 0) -> None:
+        """Go on to `epoch`, without the first `seen` of its samples."""
         self.epoch = epoch
+        left = self.total - seen
+        self.span = slice(seen, self.total - left % self.global_batch)
 
     def __len__(self) -> int:
-        return self.kept // distributed.world_size()
+        return (self.span.stop - self.span.start) // distributed.world_size()
 
     def __iter__(self) -> Iterator[tuple[int, int]]:
         generator = torch.Generator().manual_seed(seeding.number(self.seed, self.epoch))
-        order = torch.randperm(self.total, generator=generator)[: self.kept]
+        order = torch.randperm(self.total, generator=generator)[self.span]
         mine = order[distributed.rank() :: distributed.world_size()]
         return ((self.epoch, index) for index in mine.tolist())
 
 
 class KeyedDataset(Dataset):
-    """`dataset`, whose random numbers for a sample depend on seed, epoch and index alone."""
+    """`dataset`, whose random numbers for a sample depend on seed, epoch and index alone.
 
-    def __init__(self, dataset: Dataset, seed: int) -> None:
+    If one raises, or its loader worker dies or hangs, its name is told.
+    """
+
+    in_use: ClassVar[list["KeyedDataset"]] = []
+
+    def __init__(self, dataset: Dataset, args: Namespace) -> None:
         self.dataset = dataset
-        self.seed = seed
+        self.seed = args.seed
+        # Written by the workers: of each its process, and its sample + 1 while it reads one.
+        self.reading = multiprocessing.RawArray("q", 2 * max(args.workers, 1))
+        self.in_use.append(self)
 
     def __len__(self) -> int:
         return len(self.dataset)  # type: ignore[arg-type]
@@ -151,8 +165,41 @@ class KeyedDataset(Dataset):
     def __getitem__(self, key: tuple[int, int]) -> Any:
         # The epoch comes with the index: persistent workers would keep an attribute as it was.
         epoch, index = key
+        worker = get_worker_info()
+        place = 2 * worker.id if worker else 0
+        self.reading[place : place + 2] = os.getpid(), index + 1
         seeding.seed(self.seed, epoch, index)
-        return self.dataset[index]
+        try:
+            return self.dataset[index]
+        except UserError:
+            raise
+        except Exception:
+            print(f"error in {self.name(index)}:", file=sys.stderr, flush=True)
+            raise
+        finally:
+            self.reading[place + 1] = 0
+
+    def name(self, index: int) -> str:
+        """Name a sample, with its file where `dataset` has a list `samples` that begins with it."""
+        samples = getattr(self.dataset, "samples", None)
+        return f"sample {index}" + (f", {samples[index][0]}" if samples else "")
+
+
+def explain(error: Exception) -> str | None:
+    """Return a line that names the samples at which loader workers died or hung, if they did."""
+    found = re.search(
+        r"DataLoader (worker \(pid(\(s\))? (?P<pids>[\d, ]+)\)|timed out)", str(error)
+    )
+    if not found:
+        return None
+    pids = found["pids"]
+    at = [
+        f"worker {pid} at {keyed.name(sample - 1)}" if sample else f"worker {pid} between samples"
+        for keyed in KeyedDataset.in_use
+        for pid, sample in zip(keyed.reading[::2], keyed.reading[1::2], strict=True)
+        if (str(pid) in re.split(", ", pids) if pids else sample)
+    ]
+    return f"{'; '.join(at)}: {' '.join(str(error).split())}"
 
 
 def build_val_loader(dataset: Dataset, args: Namespace) -> DataLoader:
@@ -163,12 +210,13 @@ def build_val_loader(dataset: Dataset, args: Namespace) -> DataLoader:
     """
     total = len(dataset)  # type: ignore[arg-type]
     batches = [
-        list(range(start, min(start + args.batch_size, total)))
+        [(0, index) for index in range(start, min(start + args.batch_size, total))]
         for start in range(0, total, args.batch_size)
     ]
     mine = batches[distributed.rank() :: distributed.world_size()]
+    keyed = KeyedDataset(dataset, args)
     options = worker_options(args)
-    return DataLoader(dataset, batch_sampler=mine, collate_fn=collate_by_size, **options)
+    return DataLoader(keyed, batch_sampler=mine, collate_fn=collate_by_size, **options)
 
 
 def collate_by_size(samples: Sequence[tuple]) -> list:
@@ -185,6 +233,8 @@ def worker_options(args: Namespace) -> dict[str, Any]:
         "persistent_workers": args.workers > 0,
         "worker_init_fn": functools.partial(process.start_worker, process.follows_debugger),
         "pin_memory": torch.cuda.is_available(),
+        # A worker that hangs would have this rank wait for ever, and with it the others.
+        "timeout": args.dist_timeout if args.workers and not distributed.is_debugged() else 0,
     }
 
 

@@ -3,9 +3,11 @@
 It imports neither torch nor debugpy, and does nothing in the background unless debugged.
 """
 
+import atexit
 import contextlib
 import ctypes
 import multiprocessing
+import multiprocessing.util
 import os
 import select
 import signal
@@ -14,9 +16,19 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 PR_SET_PDEATHSIG = 1  # of Linux' <sys/prctl.h>
+MISTAKE = 2  # exit status: of the user's; another start ends in the same way
+STOPPED = (
+    75  # exit status: stopped by a signal and saved; sysexits.h calls it EX_TEMPFAIL, try again
+)
+STOPPED_MARK = "STOPPED_MARK"  # names the file in which launch.sh looks for that
+STOP_SIGNALS = {  # Windows lacks the last two
+    getattr(signal, name)
+    for name in ("SIGINT", "SIGTERM", "SIGUSR1", "SIGHUP")
+    if hasattr(signal, name)
+}
 KILL = getattr(signal, "SIGKILL", signal.SIGTERM)  # Windows has no SIGKILL
 follows_debugger = False  # whether this process ends with its debugger
 _debugged_launcher: int | None = None  # the process id of a torchrun that runs under a debugger
@@ -24,12 +36,20 @@ _debugged_launcher: int | None = None  # the process id of a torchrun that runs 
 
 def begin() -> None:
     """From here on end without a word on Ctrl-C, and with torchrun or the debugger."""
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # else a shell ignores it
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
+    be_quiet_on_interrupt()
+    # Else torch tells, in forty lines of C++, that the store has gone, when a rank has died.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    # To run before multiprocessing's own handler, which would wait for a stuck worker for ever.
+    atexit.register(_end_workers)
     if by_torchrun():
         follow_parent(signal.SIGTERM)
     if is_debugged():
         _follow_debugger()
+
+
+def be_quiet_on_interrupt() -> None:
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # else a shell ignores it
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def by_torchrun() -> bool:
@@ -58,13 +78,16 @@ def follow_parent(signum: int) -> None:
 def start_worker(rank_follows_debugger: bool, number: int) -> None:
     """Begin a loader worker (a `worker_init_fn`), which ends with its rank, however that ends."""
     follow_parent(KILL)
+    signal.set_wakeup_fd(-1)
+    for signum in STOP_SIGNALS:  # its rank needs it until the end of the step
+        signal.signal(signum, signal.SIG_IGN)
     if is_debugged():
         threading.main_thread().name = f"rank {os.environ.get('RANK', 0)}, worker {number}"
         if rank_follows_debugger:
             _start_watch(_watch_worker)
 
 
-def leave(status: int) -> None:
+def leave(status: int) -> NoReturn:
     """Exit now: a tidy exit would wait for peers and loader workers that may never answer.
 
     Under a debugger the launcher goes first, and the other ranks with it: torchrun would end with
@@ -73,11 +96,18 @@ def leave(status: int) -> None:
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):  # of a terminal that is gone
             stream.flush()
-    for worker in multiprocessing.active_children():
-        worker.kill()  # it would see only after some seconds that it is alone
+    if sys.platform != "linux":  # where they follow their rank
+        _end_workers()
     if os.getppid() == _debugged_launcher:
         os.kill(_debugged_launcher, KILL)
     os._exit(status)
+
+
+def _end_workers() -> None:
+    if threading.current_thread() is threading.main_thread() and hasattr(signal, "SIGCHLD"):
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler raises
+    for worker in multiprocessing.active_children():
+        worker.kill()
 
 
 def _follow_debugger() -> None:

@@ -6,6 +6,7 @@ Only rank 0 speaks and writes; on the other ranks every method returns at once.
 import csv
 import itertools
 import json
+import math
 import os
 import platform
 import subprocess
@@ -28,17 +29,13 @@ SECONDS_BETWEEN_READINGS = 0.5  # reading the loss waits for the device: not at 
 
 class Reporter:
     def __init__(self, args: Namespace, device: torch.device, finished_epochs: int) -> None:
-        """Open the record in `args.output_dir`; what it has after `finished_epochs` is dropped."""
+        """Open the record in `args.output_dir`; TensorBoard drops what is after those epochs."""
         self.args = args
         self.device = device
         self.folder = Path(args.output_dir)
         self.active = distributed.is_rank_zero()
-        self.rows: list[dict[str, Any]] = []
         if not self.active:
             return
-        if finished_epochs and (self.folder / "metrics.csv").exists():
-            with open(self.folder / "metrics.csv", newline="") as file:
-                self.rows = [r for r in csv.DictReader(file) if int(r["epoch"]) <= finished_epochs]
         # Imported here because it takes a second or two, which the other ranks need not spend.
         from torch.utils.tensorboard import SummaryWriter
 
@@ -89,7 +86,7 @@ class Reporter:
             yield batch
             self.bar.update(per_pass)
         self.bar.close()
-        seconds = time.monotonic() - self.began
+        seconds = time.monotonic() - self.began  # a resumed epoch's are those since then
         self.speed = {"img_per_s": len(loader) * per_pass / seconds, "train_seconds": seconds}
 
     def loss(self, totals: Tensor, lr: float) -> None:
@@ -100,21 +97,20 @@ class Reporter:
             loss_sum, count = totals.tolist()
             self.bar.set_postfix(loss=f"{loss_sum / max(count, 1):.3f}", lr=f"{lr:.2g}")
 
-    def epoch(self, row: dict[str, Any], is_best: bool) -> None:
-        """Record one epoch: a line, a row of metrics.csv, TensorBoard scalars, curves.png."""
+    def epoch(self, rows: Sequence[dict[str, Any]], is_best: bool) -> None:
+        """Record the last of `rows`: a line, metrics.csv, TensorBoard scalars, curves.png."""
         if not self.active:
             return
-        row = {**row, **self.speed}
-        self.rows.append(row)
-        columns = dict.fromkeys(name for row in self.rows for name in row)
+        row = rows[-1]
+        columns = dict.fromkeys(name for row in rows for name in row)
         with files.writing(self.folder / "metrics.csv") as beside, open(beside, "w") as file:
             table = csv.DictWriter(file, columns, lineterminator="\n")
             table.writeheader()
-            table.writerows(self.rows)
+            table.writerows(rows)
         for name, value in row.items():
             self.board.add_scalar(name, value, row["epoch"])
         self.board.flush()
-        self.draw_curves()
+        self.draw_curves(rows)
         left = (self.args.epochs - row["epoch"]) * (time.monotonic() - self.began)
         shown = "  ".join(f"{k} {v:.4g}" for k, v in row.items() if k not in ("epoch", "step"))
         star = "  best" if is_best else ""
@@ -129,16 +125,16 @@ class Reporter:
             folder = os.path.relpath(self.folder)
             print(f"done: best {name} {best:.4f}; {folder}/best.pt, examples.png, curves.png")
 
-    def draw_curves(self) -> None:
+    def draw_curves(self, rows: Sequence[dict[str, Any]]) -> None:
         from matplotlib.figure import Figure
 
         figure = Figure(figsize=(10, 4), layout="constrained")
         axes = figure.subplots(1, 2)
-        epochs = [int(row["epoch"]) for row in self.rows]
+        epochs = [row["epoch"] for row in rows]
         skip = {"epoch", "step", "lr", "img_per_s", "train_seconds"}
-        for name in [name for name in self.rows[-1] if name not in skip]:
+        for name in [name for name in rows[-1] if name not in skip]:
             side = axes[0] if name.endswith("loss") else axes[1]
-            values = [float(row.get(name, "nan")) for row in self.rows]
+            values = [row.get(name, math.nan) for row in rows]
             side.plot(epochs, values, marker=".", label=name)
         for side in axes:
             side.set_xlabel("epoch")
@@ -173,7 +169,7 @@ class Reporter:
             axes.axis("off")
             if index is None:
                 continue
-            image, target = dataset[index]
+            image, target = dataset[0, index]  # of epoch 0
             output = model(loading.normalize(image[None].to(self.device)))[0].cpu()
             draw(axes, image, torch.as_tensor(target), output, classes)
         height, width = grid.base[0, 0].images[0].get_size()

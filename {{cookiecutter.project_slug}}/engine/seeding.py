@@ -1,5 +1,6 @@
 """Random numbers that depend on what they are for, not on which process draws them, or when."""
 
+import os
 import random
 
 import numpy as np
@@ -20,3 +21,9 @@ def seed(*key: int) -> None:
     torch.default_generator.manual_seed(value)  # torch.manual_seed takes a hundred times as long
     if torch.cuda.is_initialized():  # not in loader workers
         torch.cuda.manual_seed(value)
+
+
+def be_deterministic() -> None:
+    """Have GPUs compute the same bits each time; a warning names an operation that cannot."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS asks for it
+    torch.use_deterministic_algorithms(True, warn_only=True)

@@ -38,7 +38,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         with torch.inference_mode():
             best = torch.softmax(model(images), dim=1).max(dim=1)
         found += zip(best.values.tolist(), best.indices.tolist(), strict=True)
-    with files.writing(args.output / "predictions.csv") as beside, open(beside, "w") as file:
+    with (
+        files.writing(args.output / "predictions.csv", parents=True) as beside,
+        open(beside, "w") as file,
+    ):
         table = csv.writer(file, lineterminator="\n")
         table.writerow(("file", "class", "probability"))
         for path, (probability, label) in zip(paths, found, strict=True):

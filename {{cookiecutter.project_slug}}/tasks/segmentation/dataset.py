@@ -54,15 +54,15 @@ class SegmentationDataset(Dataset):
     def __init__(
         self, pairs: Sequence[tuple[str, str]], num_classes: int, transform: Callable
     ) -> None:
-        self.pairs = pairs
+        self.samples = pairs
         self.num_classes = num_classes
         self.transform = transform
 
     def __len__(self) -> int:
-        return len(self.pairs)
+        return len(self.samples)
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        image_path, mask_path = self.pairs[index]
+        image_path, mask_path = self.samples[index]
         image = loading.read_image(image_path)
         mask = read_mask(mask_path, self.num_classes)
         if image.size != mask.shape[::-1]:

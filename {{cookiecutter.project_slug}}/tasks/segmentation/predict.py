@@ -58,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         mask = output[0, :, :height, :width].argmax(0).cpu().numpy().astype(np.uint8)
         picture = padded[0, :, :height, :width].permute(1, 2, 0).numpy()
         for kind, pixels in ("masks", mask), ("overlays", overlay(picture, mask)):
-            with files.writing(args.output / kind / f"{name}.png") as beside:
+            with files.writing(args.output / kind / f"{name}.png", parents=True) as beside:
                 Image.fromarray(pixels).save(beside, format="png")
     print(f"{len(names)} pictures: {args.output / 'masks'}, {args.output / 'overlays'}")
 

@@ -1,0 +1,194 @@
+"""On a signal all ranks stop after the same step; and a rank that hangs tells where.
+
+SIGINT (Ctrl-C), SIGTERM, SIGUSR1 and SIGHUP ask for a stop, of any rank; torchrun passes on what it
+gets. The rank tells the group's key-value store. A thread in every rank looks there twice a second
+and answers with the step that its main thread is in; all go on to the latest of these and no
+further, so none waits in a collective for one that has left. To a step this adds no collective
+and no reading from the device. It takes a thread, because Python's signal handlers do not run
+while the main thread waits in a collective.
+"""
+
+import contextlib
+import faulthandler
+import math
+import os
+import select
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NoReturn
+
+from engine import distributed, process
+from engine.process import STOP_SIGNALS
+
+LOOK = 0.5  # seconds between two looks at the store
+ECHO = 1  # a signal often comes twice, from the terminal and from torchrun: seconds between
+ANSWER = 10  # seconds that ranks have to answer: one that does not has died, or hangs
+GRACE = 60  # seconds that all have to come to the end of the step
+
+
+class Stopped(Exception):
+    """All ranks are to stop here, after the same step."""
+
+
+class Watch:
+    """What a rank's main thread and the thread beside it tell each other."""
+
+    def __init__(self, where: Callable[[], str]) -> None:
+        self.store = distributed.store()
+        self.where = where
+        self.told, self.tell = socket.socketpair()  # of signals
+        self.tell.setblocking(False)
+        self.first = 0.0  # when the first signal came
+        self.status = 128 + signal.SIGTERM
+        self.lock = threading.Lock()
+        self.step = 1  # the step that the main thread is in, counted from the block's beginning
+        self.asked = False  # whether this rank has answered with its step
+        self.answered = 0.0  # when
+        self.last = 0  # the step to stop after
+        self.agreed = threading.Event()  # on the last step
+        self.arrived = False  # whether the main thread is there
+        self.over = threading.Event()  # nothing is left to watch
+        self.alarm = 0.8 * distributed.timeout()  # before a collective gives up
+        self.signs = 0  # of life, from the main thread
+        self.seen = -1  # of these
+        self.moved = 0.0  # when the last was seen
+
+    def look_on(self) -> None:
+        while not self.over.is_set():
+            readable, _, _ = select.select([self.told], [], [], LOOK)
+            received = self.told.recv(64) if readable else b""
+            self.mind_hang()
+            try:
+                for signum in STOP_SIGNALS.intersection(received):
+                    self.hear(signum)
+                self.confer()
+            except RuntimeError:
+                # The store has gone, with the rank or the launcher that held it. The main thread
+                # sees that, too, unless it hangs.
+                if self.over.wait(0 if self.first else ANSWER):
+                    return
+                process.leave(self.status)
+
+    def hear(self, signum: int) -> None:
+        now = time.monotonic()
+        if not self.first:
+            self.first, self.status = now, 128 + signum
+            if not self.arrived:
+                self.store.set("stop", signal.Signals(signum).name)
+        elif signum == signal.SIGINT and now - self.first > ECHO:
+            process.leave(128 + signum)
+
+    def confer(self) -> None:
+        if self.arrived:
+            return
+        if self.asked:
+            answers = [f"stop/{rank}" for rank in range(distributed.world_size())]
+            if not self.agreed.is_set() and self.store.check(answers):
+                self.last = max(int(self.store.get(key)) for key in answers)
+                self.agreed.set()
+            limit = GRACE if self.agreed.is_set() else ANSWER
+            if time.monotonic() - self.answered > limit:
+                process.leave(self.status)
+        elif self.store.check(["stop"]):
+            with self.lock:  # the main thread begins no step meanwhile
+                self.store.set(f"stop/{distributed.rank()}", str(self.step))
+                self.asked, self.answered = True, time.monotonic()
+
+    def mind_hang(self) -> None:
+        now = time.monotonic()
+        if self.signs != self.seen:
+            self.seen, self.moved = self.signs, now
+            faulthandler.dump_traceback_later(self.alarm + 3 * LOOK)  # if this thread is stuck, too
+        elif now - self.moved > self.alarm:
+            self.moved = math.inf  # once is enough
+            faulthandler.cancel_dump_traceback_later()
+            frame = sys._current_frames()[threading.main_thread().ident]  # type: ignore[index]
+            line = (
+                f"rank {distributed.rank()} has finished nothing for {self.alarm:.0f} s: "
+                f"{self.where()}, collective {distributed.collectives()}; it is here:\n"
+            )
+            stack = "".join(traceback.format_stack(frame))
+            print(line + stack, file=sys.stderr, flush=True)
+
+
+_watch: Watch | None = None  # while there is something to stop
+
+
+@contextlib.contextmanager
+def on_signals(where: Callable[[], str]) -> Iterator[None]:
+    """Within the block a signal makes `end_step` raise Stopped; a second Ctrl-C ends at once.
+
+    If nothing gets on for most of --dist-timeout, each rank's stack goes to stderr, with `where()`.
+    With a debugger at some rank all that is left out: signals end the run, and ranks may be held.
+    """
+    global _watch
+    if distributed.is_debugged():
+        yield
+        return
+    watch = _watch = Watch(where)
+    before: dict[int, Any] = {}
+    signal.set_wakeup_fd(watch.tell.fileno(), warn_on_full_buffer=False)
+    for signum in STOP_SIGNALS:
+        if signal.getsignal(signum) != signal.SIG_IGN:  # as nohup has it
+            before[signum] = signal.signal(signum, lambda *_: None)
+    thread = threading.Thread(target=watch.look_on, name="stopping", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        _watch = None
+        watch.over.set()
+        watch.tell.send(b"\0")
+        thread.join()
+        faulthandler.cancel_dump_traceback_later()
+        signal.set_wakeup_fd(-1)
+        for signum, handler in before.items():
+            signal.signal(signum, handler)
+
+
+def end_step() -> None:
+    """Mark the end of a training step; raise Stopped if all ranks are to stop after this one."""
+    if not _watch:
+        return
+    _watch.signs += 1
+    with _watch.lock:
+        if not _watch.asked:
+            _watch.step += 1
+            return
+    _watch.agreed.wait()
+    if _watch.step >= _watch.last:
+        stop()
+    _watch.step += 1
+
+
+def is_asked() -> bool:
+    """Whether a stop is asked for: not yet known to all ranks, so what follows has to be agreed."""
+    if not _watch:
+        return False
+    _watch.signs += 1
+    return _watch.asked
+
+
+def stop() -> NoReturn:
+    """Raise Stopped; for all ranks alike."""
+    if _watch:
+        _watch.arrived = True
+    raise Stopped
+
+
+def leave(where: str) -> NoReturn:
+    """End this rank, all having stopped and the checkpoint being written, with process.STOPPED."""
+    name = distributed.store().get("stop").decode()
+    distributed.say(f"{name}: stopped and saved at {where}; the same command goes on from there")
+    distributed.barrier()  # the first to end has torchrun end the others
+    for signum in STOP_SIGNALS:
+        signal.signal(signum, signal.SIG_IGN)
+    if mark := os.environ.get(process.STOPPED_MARK):
+        Path(mark).touch()
+    process.leave(process.STOPPED)
