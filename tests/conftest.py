@@ -2,22 +2,28 @@
 
 import csv
 import functools
+import json
 import os
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
+TESTS = Path(__file__).resolve().parent
 TEMPLATE_FOLDER = "{{cookiecutter.project_slug}}"
 TASKS = ("classification", "segmentation")
 # Small pictures, a small share of time in processes: what most runs in these tests are given.
 SMALL = ("--image-size", "64", "--batch-size", "4", "--workers", "0", "--epochs", "1")
+
+# One thread a process; the log level is the one that main.py sets before it imports torch.
+ENVIRONMENT = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
 
 
 @pytest.fixture(scope="session")
@@ -86,17 +92,24 @@ class Project:
     def __init__(self, folder: Path, task: str) -> None:
         self.folder = folder
         self.task = task
+        self.server: subprocess.Popen | None = None
 
-    def python(self, code: str, *args: object) -> str:
+    def python(self, code: str, *args: object, timeout: float = 120) -> str:
         command = [sys.executable, "-c", code, *map(str, args)]
         return subprocess.run(
             command,
             cwd=self.folder,
+            env={**os.environ, **ENVIRONMENT},
             check=True,
             capture_output=True,
             text=True,
-            timeout=120,
+            timeout=timeout,
         ).stdout
+
+    def forked(self, code: str, *args: object) -> str:
+        """As `python`, for code that imports forked.py."""
+        path = f"import sys; sys.path.insert(0, {str(TESTS)!r})\n"
+        return self.python(path + code, *args, timeout=300)
 
     def draw(self, folder: Path, train: int, val: int) -> Path:
         code = "import sys, demo_set; from pathlib import Path; demo_set.draw(Path(sys.argv[1]), "
@@ -106,8 +119,29 @@ class Project:
     def launch(self, *flags: object, **kwargs: object) -> "Done":
         return run([self.folder / "launch.sh", *flags], **kwargs)
 
+    def fork(self, *flags: object, ranks: int = 2, script: str = "main.py") -> "Done":
+        """As `launch`, but without a launcher, whose time most tests can do without."""
+        if self.server is None:
+            self.mark = uuid.uuid4().hex
+            command = [sys.executable, Path(__file__).with_name("forked.py")]
+            self.server = start(command, self.mark, cwd=self.folder, stdin=subprocess.PIPE)
+        with tempfile.TemporaryDirectory() as folder:
+            output = f"{folder}/said"
+            order = {"ranks": ranks, "flags": [str(flag) for flag in flags], "script": script}
+            self.server.stdin.write(json.dumps({**order, "output": output}) + "\n")
+            self.server.stdin.flush()
+            statuses = json.loads(self.server.stdout.readline())
+            out, err = (Path(f"{output}.{end}").read_text() for end in ("out", "err"))
+        left = [pid for pid in marked(self.mark) if pid != self.server.pid]
+        return Done(max(statuses, key=abs), out, err, left)
+
     def alone(self, *flags: object) -> "Done":
-        return run([sys.executable, self.folder / "main.py", *flags])
+        return self.fork(*flags, ranks=1)
+
+    def close(self) -> None:
+        if self.server is not None:
+            self.server.stdin.close()
+            self.server.wait(30)
 
 
 def rows(folder: Path) -> list[dict[str, str]]:
@@ -139,7 +173,12 @@ class Done:
 
 
 def start(
-    command: list, mark: str, ranks: int = 2, cwd: Path | None = None, **env: str
+    command: list,
+    mark: str,
+    ranks: int = 2,
+    cwd: Path | None = None,
+    stdin: int | None = None,
+    **env: str,
 ) -> subprocess.Popen:
     """Start a command whose descendants all carry `mark` in their environment."""
     return subprocess.Popen(
@@ -147,13 +186,13 @@ def start(
         cwd=cwd,
         env={
             **os.environ,
+            **ENVIRONMENT,
             "NPROC": str(ranks),
-            "CUDA_VISIBLE_DEVICES": "",
-            "OMP_NUM_THREADS": "1",
             "PYTHON": sys.executable,
             "DDP_TEMPLATE_TEST": mark,
             **env,
         },
+        stdin=stdin,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -175,6 +214,21 @@ def marked(mark: str) -> list[int]:
     return found
 
 
+def processes(mark: str) -> list[tuple[int, int]]:
+    """The process ids and ranks of the ranks that carry `mark`, without their loader workers."""
+    found: dict[int, tuple[int, int]] = {}
+    for pid in marked(mark):
+        try:
+            environment = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+            parent = int(Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[1])
+        except OSError:
+            continue
+        for entry in environment:
+            if entry.startswith(b"RANK="):
+                found[pid] = parent, int(entry[5:])
+    return [(pid, rank) for pid, (parent, rank) in found.items() if parent not in found]
+
+
 def finish(process: subprocess.Popen, mark: str, timeout: float = 300) -> Done:
     """Wait for the command, give its descendants a moment, and end those that stay."""
     try:
@@ -194,7 +248,7 @@ def run(command: list, timeout: float = 300, **kwargs: object) -> Done:
 
 
 @pytest.fixture(scope="session")
-def projects(generate: Generate, tmp_path_factory: pytest.TempPathFactory) -> Callable:
+def projects(generate: Generate, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable]:
     """Both kinds of project, each generated once."""
 
     @functools.cache
@@ -202,9 +256,13 @@ def projects(generate: Generate, tmp_path_factory: pytest.TempPathFactory) -> Ca
         parent = tmp_path_factory.mktemp("a path") / "with a space"
         done = generate(parent, f"task={task}")
         assert done.returncode == 0, done.stderr
-        return Project(parent / "my_ddp_project", task)
+        made.append(Project(parent / "my_ddp_project", task))
+        return made[-1]
 
-    return project
+    made: list[Project] = []
+    yield project
+    for each in made:
+        each.close()
 
 
 @pytest.fixture(params=TASKS)
@@ -224,7 +282,7 @@ def trained(project: Project, data: Path) -> Path:
     """The output folder of a finished run of one epoch."""
     folder = project.folder.parent / "trained"
     if not folder.exists():
-        project.launch(*SMALL, "--data", data, "--output-dir", folder).ok()
+        project.fork(*SMALL, "--data", data, "--output-dir", folder).ok()
     return folder
 
 

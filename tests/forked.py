@@ -1,35 +1,47 @@
-"""Run a project's main.py on ranks that are forks of this process, which has imported torch.
+"""Runs a project's scripts on ranks that are forks of this process, which has imported torch.
 
-Seconds faster than a launcher. A program that is started in the project's folder with this one's folder
-on its path; the ranks run main.py as a script, in a real process group.
+A run takes a second or two in this way; a launcher, and torch imported by each rank, take eight.
+The ranks run main.py as a script, in a process group of their own, and end as it says. Started in
+the project's folder, with a script that imports this, or alone: then it obeys lines on stdin.
 """
 
 import hashlib
 import json
 import os
-import random
 import runpy
 import signal
 import socket
 import sys
 import time
+import traceback
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, os.getcwd())
-os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # as main.py has it
-import torch
-
-torch.set_num_threads(1)
 import main  # noqa: F401  with all that it imports, and what rank 0 imports late
 import matplotlib.figure  # noqa: F401
-import torch.utils.tensorboard  # noqa: F401
+import torch
+import torch.utils.tensorboard
 
-SPEED = ("img_per_s", "train_seconds")
+torch.set_num_threads(1)
 
 
-def start(ranks: int, *flags: object, patch: Callable[[], None] = lambda: None) -> list[int]:
-    """Start main.py with `flags` on `ranks` ranks, each after a call of `patch`; return their ids."""
+def nothing() -> None:
+    pass
+
+
+def start(
+    ranks: int,
+    *flags: object,
+    script: str = "main.py",
+    patch: Callable[[], object] = nothing,
+    output: str | None = None,
+) -> list[int]:
+    """Start `script` on `ranks` ranks, each after a call of `patch`; return their process ids.
+
+    One rank is started as `python main.py` is. What they print goes to `output`.out and .err.
+    """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -38,29 +50,33 @@ def start(ranks: int, *flags: object, patch: Callable[[], None] = lambda: None) 
         if pid := os.fork():
             pids.append(pid)
             continue
-        places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
-        os.environ.update({name: str(value) for name, value in places.items()})
-        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-        sys.argv = ["main.py", *map(str, flags)]
+        status = 1
         try:
+            if ranks > 1:
+                names = ("RANK", "LOCAL_RANK"), ("WORLD_SIZE", "LOCAL_WORLD_SIZE")
+                for same, value in zip(names, (rank, ranks), strict=True):
+                    os.environ.update(dict.fromkeys(same, str(value)))
+                os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+            for stream, end in ((1, "out"), (2, "err")) if output else ():
+                how = os.O_WRONLY | os.O_CREAT | os.O_APPEND
+                os.dup2(os.open(f"{output}.{end}", how), stream)
+            sys.argv = [script, *map(str, flags)]
             patch()
-            runpy.run_path("main.py", run_name="__main__")
+            runpy.run_path(script, run_name="__main__")
             status = 0
         except SystemExit as error:
-            status = int(error.code or 0)
+            status = error.code if isinstance(error.code, int) else int(error.code is not None)
         except BaseException:
-            import traceback
-
             traceback.print_exc()
-            status = 1
         finally:
             sys.stdout.flush()
+            sys.stderr.flush()
             os._exit(status)
     return pids
 
 
 def wait(pids: list[int], seconds: float = 120) -> list[int]:
-    """Return the statuses of the ranks; end all that are left after `seconds`, or by another's end."""
+    """Return the statuses of the ranks; those that are left after `seconds` are killed."""
     statuses: dict[int, int] = {}
     deadline = time.monotonic() + seconds
     while len(statuses) < len(pids):
@@ -68,35 +84,40 @@ def wait(pids: list[int], seconds: float = 120) -> list[int]:
             done, status = os.waitpid(pid, os.WNOHANG)
             if done:
                 statuses[pid] = os.waitstatus_to_exitcode(status)
-        if time.monotonic() > deadline:
-            for pid in set(pids) - statuses.keys():
+            elif time.monotonic() > deadline:
                 os.kill(pid, signal.SIGKILL)
         time.sleep(0.01)
     return [statuses[pid] for pid in pids]
 
 
-def run(ranks: int, *flags: object, **kwargs: Callable[[], None]) -> list[int]:
-    return wait(start(ranks, *flags, **kwargs))
+def run(ranks: int, *flags: object, **options: Any) -> list[int]:
+    return wait(start(ranks, *flags, **options))
 
 
-def digest(folder: Path) -> str:
-    """Return a checksum of all that a run has come to, its speed aside."""
-    state = torch.load(Path(folder) / "last.pt", weights_only=True)
+def digest(folder: str | Path) -> str:
+    """Return a checksum of all that a run has come to, its flags and its speed aside."""
     sums = hashlib.sha256()
 
     def add(value: object) -> None:
         if isinstance(value, torch.Tensor):
-            sums.update(value.contiguous().view(-1).view(torch.uint8).numpy().tobytes())
-        elif isinstance(value, dict):
-            for key in value:
-                if key not in (*SPEED, "args"):
-                    sums.update(repr(key).encode())
-                    add(value[key])
-        elif isinstance(value, list | tuple):
+            value = value.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+        if isinstance(value, dict):
+            skip = ("args", "img_per_s", "train_seconds")
+            value = [pair for pair in value.items() if pair[0] not in skip]
+        if isinstance(value, list | tuple):
             for part in value:
                 add(part)
         else:
-            sums.update(repr(value).encode())
+            sums.update(value if isinstance(value, bytes) else repr(value).encode())
 
-    add(state)
+    add(torch.load(Path(folder) / "last.pt", weights_only=True))
     return sums.hexdigest()
+
+
+if __name__ == "__main__":
+    for line in sys.stdin:
+        order = json.loads(line)
+        pids = start(
+            order["ranks"], *order["flags"], script=order["script"], output=order["output"]
+        )
+        print(json.dumps(wait(pids, 240)), flush=True)

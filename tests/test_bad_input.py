@@ -118,5 +118,5 @@ def test_spoilt_data(project: Project, own_data: Path, tmp_path: Path, case: str
     spoil(own_data)
     # One worker: its exceptions reach the rank as text.
     flags = [*SMALL, "--workers", 1, "--data", own_data, "--output-dir", tmp_path / "out"]
-    project.launch(*flags).refused(*words)
+    project.fork(*flags).refused(*words)
     assert not (tmp_path / "out" / "last.pt").exists()

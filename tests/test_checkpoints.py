@@ -14,7 +14,8 @@ import sys, torch
 from pathlib import Path
 from engine import checkpoint, distributed
 def save(folder, epoch, keep=2, is_best=False):
-    state = {"model": {"w": torch.full((999,), epoch)}, "epoch": epoch, "classes": [], "args": {}}
+    state = {**dict.fromkeys(checkpoint.KEYS, 0), "model": {"w": torch.full((999,), epoch)}}
+    state["epoch"] = epoch
     checkpoint.save(Path(folder), state, is_best, keep)
 def epochs(folder):
     return [checkpoint.load(path)["epoch"] for path in checkpoint.saves(Path(folder))]
@@ -73,8 +74,8 @@ for dies_at in range(20):
         save(folder, 3, is_best=True)
         os._exit(0)
     status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    newest = checkpoint.find(folder, "auto")
-    best, last = (checkpoint.load(p)["epoch"] for p in (folder / "best.pt", newest))
+    newest = [checkpoint.load(folder / "best.pt"), checkpoint.find(folder, "auto")]
+    best, last = (state["epoch"] for state in newest)
     assert best >= last
     reached.add((status, last))
     if status == 0:
@@ -103,7 +104,7 @@ def test_damaged_checkpoints(project: Project, data: Path, tmp_path: Path) -> No
     project.alone(*flags(data, out, "--epochs", 2)).ok()
     damage(out / "last.pt")
     whole = shutil.copytree(out, tmp_path / "copy")
-    done = project.launch(*flags(data, out, "--epochs", 3)).ok()
+    done = project.fork(*flags(data, out, "--epochs", 3)).ok()
     assert "last.pt: not a readable checkpoint" in done.out
     assert "set aside as last.pt.corrupt, going on from last-1.pt" in done.out
     assert "last-1.pt: 1 of 3 epochs done" in done.out
@@ -112,7 +113,7 @@ def test_damaged_checkpoints(project: Project, data: Path, tmp_path: Path) -> No
 
     (whole / "last-1.pt").write_bytes(b"")
     before = {path.name: path.read_bytes() for path in whole.iterdir()}
-    project.launch(*flags(data, whole)).refused("last.pt", "last-1.pt", "--resume never")
+    project.fork(*flags(data, whole)).refused("last.pt", "last-1.pt", "--resume never")
     assert before == {path.name: path.read_bytes() for path in whole.iterdir()}
 
 

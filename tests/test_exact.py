@@ -3,8 +3,11 @@
 import json
 from pathlib import Path
 
+import numpy as np
+import pytest
 import torch
-from conftest import Project
+from conftest import Project, rows
+from PIL import Image
 from test_runs import SAME_FOR_BOTH, flags
 
 # Prints, for each epoch, what each global batch of 8 holds: a checksum for each sample.
@@ -16,7 +19,7 @@ import dataset
 from engine import distributed, loading, seeding
 
 distributed.setup()
-args = argparse.Namespace(data=Path(sys.argv[1]), image_size=32, seed=3)
+args = argparse.Namespace(data=Path(sys.argv[1]), image_size=32, seed=3, dist_timeout=60)
 data, _, _ = dataset.build_dataset(args)
 
 def sums(ranks, batch_size, accumulate, workers):
@@ -77,3 +80,142 @@ def test_seeds_of_different_lengths_differ(project: Project) -> None:
     same, again, longer, turned = project.python(code).split()
     assert same == again
     assert len({same, longer, turned}) == 3
+
+
+# Kills all ranks after a step, starts again, and compares with the run that went on.
+RESUME = """
+from forked import *
+data, folder, ranks, *words = sys.argv[1:]
+ranks = int(ranks)
+
+def killed_after(step, more=lambda: None):
+    def patch():
+        from engine.run import Run
+        more()
+        end_step = Run.end_step
+        def patched(self):
+            end_step(self)
+            if self.step == step:
+                os.kill(os.getpid(), signal.SIGKILL)
+        Run.end_step = patched
+    return patch
+
+def result(name, *more, stop=None, spoil=lambda: None):
+    flags = ["--data", data, "--output-dir", f"{folder}/{name}", *words, *more]
+    said = f"{folder}/{name}.said"
+    if stop:
+        assert run(ranks, *flags, patch=killed_after(stop, spoil), output=said) == [-9] * ranks
+    assert run(ranks, *flags, patch=spoil, output=said) == [0] * ranks
+    return digest(f"{folder}/{name}")
+"""
+
+
+@SAME_FOR_BOTH
+def test_resume_at_any_step(project: Project, data: Path, tmp_path: Path) -> None:
+    """Before the first checkpoint, in a save's step, before evaluation, in the next epoch."""
+    code = """
+def unkeyed():
+    from engine import seeding
+    numbers = iter(range(10**6))
+    key = seeding.number
+    seeding.number = lambda *_: key(next(numbers))
+print(result("whole"), *(result(f"every{n}", "--save-every", n) for n in (1, 4)))
+print(*(result(f"stop{n}", "--save-every", 3, stop=n) for n in (1, 3, 5, 6, 9)))
+every3 = ("--save-every", 3)
+print(result("unkeyed", spoil=unkeyed), result("unkeyed9", *every3, stop=9, spoil=unkeyed))
+"""
+    words = ["--arch", "mobilenet_v3_small", "--epochs", 2, "--workers", 1, "--image-size", 32]
+    out = project.forked(RESUME + code, data, tmp_path, 2, "--batch-size", 4, *words)
+    intervals, stops, unkeyed = (line.split() for line in out.splitlines())
+    assert len({*intervals, *stops}) == 1
+    assert len(set(unkeyed)) == 2
+    kept = rows(tmp_path / "stop9")
+    for row, other in zip(kept, rows(tmp_path / "whole"), strict=True):
+        assert {name for name in row if row[name] != other[name]} <= {"img_per_s", "train_seconds"}
+
+
+@SAME_FOR_BOTH
+def test_resume_of_three_ranks(project: Project, data: Path, tmp_path: Path) -> None:
+    """DDP sums in another order in a process's first step; not, if that was a throw-away pass."""
+    code = """
+def unsettled():
+    from engine import distributed
+    distributed._settle_buckets = lambda *_: None
+each = ("--save-every", 1)
+print(result("whole"), result("stop", *each, stop=2))
+print(result("whole2", spoil=unsettled), result("stop2", *each, stop=2, spoil=unsettled))
+"""
+    words = ["--image-size", 32, "--batch-size", 4, "--workers", 0]
+    out = project.forked(RESUME + code, data, tmp_path, 3, *words, "--epochs", 1)
+    (whole, stop), (unsettled_whole, unsettled_stop) = (line.split() for line in out.splitlines())
+    assert whole == stop
+    assert unsettled_whole != unsettled_stop
+
+
+@SAME_FOR_BOTH
+def test_resume_on_another_number_of_ranks(project: Project, data: Path, tmp_path: Path) -> None:
+    """The same pictures in the same order; what cannot be the same is said."""
+    words = ["--image-size", 32, "--workers", 0, "--epochs", 2]
+    code = """
+flags = ["--data", data, "--output-dir", f"{folder}/run", *words, "--save-every", 2]
+assert run(2, *flags, "--batch-size", 4, patch=killed_after(8)) == [-9, -9]
+assert run(1, *flags, "--batch-size", 8, output=f"{folder}/said") == [0]
+"""
+    project.forked(RESUME + code, data, tmp_path, 1, *words)
+    said = (tmp_path / "said.out").read_text()
+    assert "1 of 2 epochs done" in said
+    assert ", 16 pictures into the next; 2 rank(s) then, 1 now: the same pictures" in said
+    assert [row["step"] for row in rows(tmp_path / "run")] == ["6", "12"]
+
+
+# Prints loss and metrics of an untrained network on the first 1, 5 and 53 pictures.
+METRICS = """
+import argparse, json, sys
+from pathlib import Path
+import torch
+from torch.utils.data import Subset
+import dataset, main, model
+from engine import distributed, loading, seeding
+
+args = main.parse_args(["--data", sys.argv[1], "--batch-size", "2", "--workers", "0"])
+args.image_size = 32
+distributed.setup()
+_, val, classes = dataset.build_dataset(args)
+seeding.seed(1)
+net = model.build_model(args, classes)
+for size in (1, 5, 53):
+    part = Subset(val, list(range(0, 53, 53 // size))[:size])
+    found = main.evaluate(
+        net, model.build_criterion(args), model.build_metrics(classes),
+        loading.build_val_loader(part, args), torch.device("cpu"))
+    distributed.say(json.dumps(found))
+distributed.teardown()
+"""
+
+
+def test_metrics_on_any_number_of_ranks(project: Project, tmp_path: Path) -> None:
+    """Fewer pictures than ranks, void, and a class that never comes."""
+    data = project.draw(tmp_path / "set", 6, 53)
+    if project.task == "segmentation":
+        (data / "classes.txt").write_text("background\ncrack\nnever\n")
+        for n, path in enumerate(sorted((data / "val" / "masks").iterdir())):
+            mask = np.array(Image.open(path))
+            mask[: 5 * (n % 7)] = 255
+            Image.fromarray(mask).save(path)
+    script = tmp_path / "metrics.py"
+    script.write_text(METRICS)
+    found = []
+    for ranks in (1, 2, 3, 5):
+        out = project.fork(data, script=str(script), ranks=ranks).ok().out
+        found.append([json.loads(line) for line in out.splitlines()])
+    for other in found[1:]:
+        for mine, theirs in zip(found[0], other, strict=True):
+            loss, its = mine["val_loss"], theirs["val_loss"]
+            assert its == pytest.approx(loss, rel=1e-14)
+            assert {**theirs, "val_loss": 0} == pytest.approx(
+                {**mine, "val_loss": 0}, rel=0, abs=0, nan_ok=True
+            )
+    assert len({str(each) for each in found[0]}) == 3
+    if project.task == "segmentation":
+        # The class that never comes is predicted here and there, or nowhere: 0 or nan.
+        assert all(np.nan_to_num(each["iou_never"]) == 0 for each in found[0])

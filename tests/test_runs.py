@@ -5,7 +5,6 @@ import json
 import os
 import re
 import shutil
-import signal
 import socket
 import sys
 import time
@@ -15,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import SMALL, Done, Project, finish, marked, rows, run, start
+from conftest import SMALL, Done, Project, finish, rows, run, start
 from PIL import Image
 
 # A main.py whose ranks each leave their final weights behind.
@@ -225,16 +224,10 @@ def test_output_files(project: Project, trained: Path) -> None:
         "events.out.tfevents",
     }
     state = torch.load(trained / "last.pt", weights_only=True)
-    assert {
-        "model",
-        "optimizer",
-        "scheduler",
-        "epoch",
-        "step",
-        "best",
-        "classes",
-        "args",
-    } == set(state)
+    assert set(state) == {
+        *("model", "optimizer", "scheduler", "epoch", "step", "seen", "totals", "pictures"),
+        *("best", "history", "classes", "args"),
+    }
     args = json.loads((trained / "args.json").read_text())
     assert args["flags"]["epochs"] == 1
     assert args["ranks"] == 2
@@ -293,7 +286,7 @@ def test_fewer_validation_pictures_than_ranks(
     more = ["--batch-size", 6, "--eval-only"]  # one batch: two of three ranks hold nothing
     results = []
     for ranks in (1, 3):
-        done = project.launch(*flags(data, trained), *more, ranks=ranks).ok()
+        done = project.fork(*flags(data, trained), *more, ranks=ranks).ok()
         results.append(json.loads(done.out.splitlines()[-1]))
     assert results[0] == results[1]
 
@@ -302,7 +295,7 @@ def test_fewer_validation_pictures_than_ranks(
 def test_resume(project: Project, data: Path, trained: Path, tmp_path: Path) -> None:
     out = shutil.copytree(trained, tmp_path / "out")
     (out / "notes.txt").write_text("mine")
-    done = project.launch(*flags(data, out, "--epochs", 2)).ok()
+    done = project.fork(*flags(data, out, "--epochs", 2)).ok()
     assert "1 of 2 epochs done" in done.out
     assert [row["epoch"] for row in rows(out)] == ["1", "2"]
     assert rows(out)[0] == rows(trained)[0]
@@ -312,7 +305,7 @@ def test_resume(project: Project, data: Path, trained: Path, tmp_path: Path) -> 
     project.alone(*flags(data, out, "--resume", "never", "--arch", "none")).refused("none")
     assert {path.name for path in out.iterdir()} == before
 
-    done = project.launch(*flags(data, out, "--resume", "never")).ok()
+    done = project.fork(*flags(data, out, "--resume", "never")).ok()
     assert "--resume never: removing" in done.out
     assert [row["epoch"] for row in rows(out)] == ["1"]
     assert len(list(out.glob("events*"))) == 1
@@ -328,7 +321,7 @@ def test_resume_elsewhere_and_otherwise(
     done = project.alone(*flags(data, tmp_path, *more, "--epochs", 3)).ok()
     assert "1 of 3 epochs done" in done.out
     assert "--lr 0.002 (was 0.001)" in done.out
-    second, third = rows(tmp_path)
+    _, second, third = rows(tmp_path)  # the first is the other folder's
     assert (second["epoch"], second["step"]) == ("2", str(6 + 13))
     # Cosine after half an epoch of warm-up: the schedule goes by epochs, not by steps.
     assert float(second["lr"]) == pytest.approx(0.001 * (1 + np.cos(np.pi * 1.5 / 2.5)))
@@ -338,7 +331,7 @@ def test_resume_elsewhere_and_otherwise(
     # The same command once more goes on from what it has reached since.
     done = project.alone(*flags(data, tmp_path, *more, "--epochs", 4)).ok()
     assert f"{tmp_path / 'last.pt'}: 3 of 4 epochs done" in done.out
-    assert [row["epoch"] for row in rows(tmp_path)] == ["2", "3", "4"]
+    assert [row["epoch"] for row in rows(tmp_path)] == ["1", "2", "3", "4"]
 
 
 def test_evaluation_is_as_in_training(project: Project, data: Path, tmp_path: Path) -> None:
@@ -347,7 +340,7 @@ def test_evaluation_is_as_in_training(project: Project, data: Path, tmp_path: Pa
         "classification": ["--arch", "squeezenet1_1", "--image-size", 32],
         "segmentation": ["--encoder", "efficientnet-b0"],  # with layers that nothing reads
     }[project.task]
-    project.launch(*flags(data, tmp_path, *other)).ok()
+    project.fork(*flags(data, tmp_path, *other)).ok()
     command = ["--data", data, "--output-dir", tmp_path, "--eval-only", "--batch-size", 50]
     found = json.loads(project.alone(*command).ok().out.splitlines()[-1])
     for name, value in found.items():
@@ -367,7 +360,7 @@ def test_pictures_of_different_sizes(
     results = []
     for size in (1, 4, 23):
         more = ["--eval-only", "--batch-size", size]
-        done = project.launch(*flags(own_data, trained, *more)).ok()
+        done = project.fork(*flags(own_data, trained, *more)).ok()
         results.append(json.loads(done.out.splitlines()[-1]))
     assert results[1] == pytest.approx(results[0], rel=1e-4)
     assert results[2] == pytest.approx(results[0], rel=1e-4)
@@ -376,10 +369,9 @@ def test_pictures_of_different_sizes(
 @pytest.mark.parametrize("project", ["segmentation"], indirect=True)
 @pytest.mark.parametrize("arch", ["pspnet", "lraspp_mobilenet_v3_large"])
 def test_other_networks_train(project: Project, data: Path, tmp_path: Path, arch: str) -> None:
-    project.launch(*flags(data, tmp_path, "--arch", arch)).ok()
-    command = [sys.executable, project.folder / "predict.py", data / "val" / "images"]
+    project.fork(*flags(data, tmp_path, "--arch", arch)).ok()
     more = ["--checkpoint", tmp_path / "best.pt", "--output", tmp_path / "predictions"]
-    run([*command, *more]).ok()
+    project.fork(data / "val" / "images", *more, ranks=1, script="predict.py").ok()
 
 
 @SAME_FOR_BOTH
@@ -399,39 +391,6 @@ def test_its_own_tests(project: Project) -> None:
     done = run([sys.executable, "-m", "pytest", "-q"], cwd=project.folder, timeout=600)
     assert " passed" in done.ok().out
     assert "skipped" not in done.out
-
-
-@SAME_FOR_BOTH
-def test_kill_in_the_middle_then_go_on(project: Project, data: Path, tmp_path: Path) -> None:
-    mark, epochs = uuid.uuid4().hex, ["--epochs", 40]
-    process = start([project.folder / "launch.sh", *flags(data, tmp_path, *epochs)], mark)
-    wait_for(lambda: (tmp_path / "last.pt").exists(), process)
-    for pid in marked(mark):
-        os.kill(pid, signal.SIGKILL)
-    finish(process, mark)
-    reached = torch.load(tmp_path / "last.pt", weights_only=True)["epoch"]
-    assert 1 <= reached < 40
-    last = reached + 1
-    done = project.launch(*flags(data, tmp_path, "--epochs", last)).ok()
-    assert f"{reached} of {last} epochs done" in done.out
-    assert [row["epoch"] for row in rows(tmp_path)] == [str(n + 1) for n in range(last)]
-
-
-@SAME_FOR_BOTH
-def test_interrupt(project: Project, data: Path, tmp_path: Path) -> None:
-    """Ctrl-C, as a terminal sends it: to the launcher; nobody stays and nothing alarms."""
-    mark = uuid.uuid4().hex
-    command = [
-        project.folder / "launch.sh",
-        *flags(data, tmp_path, "--epochs", 40, "--workers", 1),
-    ]
-    process = start(command, mark)
-    wait_for(lambda: (tmp_path / "last.pt").exists(), process)
-    process.send_signal(signal.SIGINT)
-    done = finish(process, mark)
-    assert done.status == 130
-    assert "Traceback" not in done.err
-    assert not done.left
 
 
 def wait_for(condition, process, timeout: float = 120) -> None:
@@ -486,7 +445,7 @@ def test_checkpoint_that_does_not_fit(
 @SAME_FOR_BOTH
 def test_flags_that_cannot_be(project: Project, data: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    done = project.launch(*flags(data, out, "--batch-size", 27))
+    done = project.fork(*flags(data, out, "--batch-size", 27))
     done.refused("--batch-size 27", "53 training pictures", "2 ranks")
 
     def refused(*more: object, words: tuple[str, ...]) -> None:
@@ -508,7 +467,7 @@ def test_flags_that_cannot_be(project: Project, data: Path, tmp_path: Path) -> N
 @SAME_FOR_BOTH
 def test_flags_from_a_file(project: Project, data: Path, tmp_path: Path) -> None:
     (tmp_path / "flags.txt").write_text("# small\n--optimizer sgd --lr 0.02\n--schedule step\n")
-    done = project.launch(*flags(data, tmp_path, f"@{tmp_path / 'flags.txt'}", "--scale-lr")).ok()
+    done = project.fork(*flags(data, tmp_path, f"@{tmp_path / 'flags.txt'}", "--scale-lr")).ok()
     assert "learning rate 0.02 becomes 0.000625" in done.out  # 8 / 256
     args = json.loads((tmp_path / "args.json").read_text())["flags"]
     assert (args["optimizer"], args["lr"], args["schedule"]) == ("sgd", 0.02, "step")
@@ -527,7 +486,7 @@ def test_weights_of_another_number_of_classes(
     else:
         (own_data / "classes.txt").write_text("ground\ncrack\nroot\n")
     more = ["--weights", trained / "best.pt", "--lr", 0]
-    done = project.launch(*flags(own_data, tmp_path / "out", *more)).ok()
+    done = project.fork(*flags(own_data, tmp_path / "out", *more)).ok()
     assert re.search(
         r"--weights: \d+ of \d+ tensors loaded; new: \S+weight, \S+bias$",
         done.out,
@@ -546,8 +505,7 @@ import argparse, sys; from pathlib import Path; import dataset
 from engine import distributed; distributed.setup()
 train, val, _ = dataset.build_dataset(argparse.Namespace(data=Path(sys.argv[1]), image_size=64))
 name = lambda s: Path(s[0]).relative_to(sys.argv[1]).as_posix()
-key = "samples" if hasattr(train, "samples") else "pairs"
-print(*(",".join(map(name, getattr(part, key))) for part in (train, val)), sep="\\n")
+print(*(",".join(map(name, part.samples)) for part in (train, val)), sep="\\n")
 """
     said, *parts = project.python(code, own_data).splitlines()
     train, val = (part.split(",") for part in parts)
@@ -574,14 +532,8 @@ def test_drawing_that_was_interrupted(project: Project, tmp_path: Path) -> None:
 
 def test_predict_bad_input(project: Project, data: Path, trained: Path, tmp_path: Path) -> None:
     def predict(*args: object) -> Done:
-        command = [
-            sys.executable,
-            project.folder / "predict.py",
-            *args,
-            "--output",
-            tmp_path / "p",
-        ]
-        return run([*command, "--checkpoint", trained / "best.pt"])
+        more = ["--output", tmp_path / "p", "--checkpoint", trained / "best.pt"]
+        return project.fork(*args, *more, ranks=1, script="predict.py")
 
     predict(tmp_path / "none").refused("none", "no such file or folder")
     (tmp_path / "bad.jpg").write_bytes(b"\xff\xd8 no picture")
@@ -609,14 +561,8 @@ def test_pictures_of_every_kind(project: Project, trained: Path, tmp_path: Path)
     turned = Image.Exif()
     turned[0x0112] = 6  # to be turned by 90 degrees
     Image.new("RGB", (96, 40)).save(tmp_path / "turned.jpg", exif=turned)
-    command = [
-        sys.executable,
-        project.folder / "predict.py",
-        tmp_path,
-        "--output",
-        tmp_path / "p",
-    ]
-    run([*command, "--checkpoint", trained / "best.pt"]).ok()
+    more = ["--output", tmp_path / "p", "--checkpoint", trained / "best.pt"]
+    project.fork(tmp_path, *more, ranks=1, script="predict.py").ok()
     if project.task == "classification":
         with open(tmp_path / "p" / "predictions.csv", newline="") as file:
             found = [Path(row["file"]).name for row in csv.DictReader(file)]

@@ -29,6 +29,8 @@ SHARED = {
     "engine/process.py",
     "engine/reporting.py",
     "engine/seeding.py",
+    "engine/run.py",
+    "engine/stopping.py",
     "engine/torchrun.py",
     "launch.sh",
     "main.py",

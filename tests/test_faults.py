@@ -1,0 +1,408 @@
+"""Runs that are killed, stopped or hung: what is left, and what the next start makes of it.
+
+The launcher's runs take real signals at moments that a printed seed decides; the others, whose
+fault has to strike at one place in the code, are forks that are made to fail just there.
+"""
+
+import json
+import os
+import random
+import signal
+import time
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from conftest import Done, Project, finish, marked, processes, start
+from test_runs import SAME_FOR_BOTH, flags, wait_for
+
+pytestmark = SAME_FOR_BOTH
+
+# With BatchNorm, dropout, loader workers and a schedule: whatever can go astray.
+NET = ["--arch", "mobilenet_v3_small", "--image-size", 32, "--workers", 1, "--batch-size", 4]
+EPOCHS = 30
+
+
+class Chain:
+    """One run that is stopped and started again, until it has come to its end."""
+
+    def __init__(self, project: Project, data: Path, out: Path, chance: random.Random) -> None:
+        self.out = out
+        self.chance = chance
+        self.command = [project.folder / "launch.sh", *flags(data, out, *NET)]
+        self.command += ["--epochs", EPOCHS, "--save-every", 4]
+
+    def start(self, *before: str, **env: str) -> None:
+        self.mark = uuid.uuid4().hex
+        self.process = start([*before, *self.command], self.mark, **env)
+        self.wait_for_training()
+
+    def wait_for_training(self, but: set[int] = frozenset()) -> None:
+        """Wait until all ranks, none of them of `but`, have saved once; then for a random while."""
+        wait_for(lambda: len(self.ranks().keys()) == 2 and not but & {*self.pids()}, self.process)
+        began = time.time()
+        last = self.out / "last.pt"
+        wait_for(lambda: last.exists() and last.stat().st_mtime > began, self.process)
+        time.sleep(self.chance.uniform(0, 0.5))
+
+    def ranks(self) -> dict[int, int]:
+        """The ranks' process ids."""
+        return {rank: pid for pid, rank in processes(self.mark)}
+
+    def pids(self) -> list[int]:
+        return list(self.ranks().values())
+
+    def end(self) -> Done:
+        done = finish(self.process, self.mark, timeout=120)
+        assert not done.left
+        return done
+
+
+def test_stopped_and_killed_again_and_again(project: Project, data: Path, tmp_path: Path) -> None:
+    """Its end is that of the run that nobody touched, to the bit."""
+    seed = int(os.environ.get("TEST_SEED", time.time_ns() % 10**6))
+    print(f"TEST_SEED={seed}")
+    chance = random.Random(seed)
+    whole = tmp_path / "whole"
+    project.fork(*flags(data, whole, *NET), "--epochs", EPOCHS).ok()
+    run = Chain(project, data, tmp_path / "run", chance)
+
+    def to_launcher(signum: int) -> None:
+        run.process.send_signal(signum)
+
+    def to_one_rank(signum: int) -> None:
+        os.kill(chance.choice(run.pids()), signum)
+
+    def to_all(signum: int) -> None:  # as a terminal or SLURM does, loader workers included
+        for pid in marked(run.mark):
+            os.kill(pid, signum)
+
+    stops = [
+        (to_launcher, signal.SIGTERM),
+        (to_launcher, signal.SIGUSR1),
+        (to_one_rank, signal.SIGUSR1),
+        (to_all, signal.SIGINT),
+        (to_all, signal.SIGTERM),
+    ]
+    for send, signum in stops:
+        run.start()
+        began = time.monotonic()
+        send(signum)
+        done = run.end()
+        assert done.status == 75, (send.__name__, signum, done.out, done.err)
+        assert "stopped and saved at epoch" in done.out
+        assert done.err == ""
+        assert time.monotonic() - began < 30
+
+    run.start()
+    to_launcher(signal.SIGKILL)
+    assert "stopped and saved at epoch" in run.end().out
+
+    run.start()
+    to_all(signal.SIGKILL)
+    run.end()
+
+    # A terminal that closes: not for nohup.
+    run.start("nohup")
+    for _ in range(2):
+        run.process.send_signal(signal.SIGHUP)
+        time.sleep(0.5)
+    assert run.process.poll() is None
+    to_launcher(signal.SIGTERM)
+    assert run.end().status == 75
+
+    run.start(MAX_RESTARTS="3")
+    names = []
+    for signum in (signal.SIGKILL, signal.SIGSEGV, signal.SIGABRT):
+        before = set(run.pids())
+        to_one_rank(signum)
+        names.append(signum.name)
+        run.wait_for_training(but=before)
+    done = run.end()
+    assert done.status == 0, done.err
+    assert "done: best" in done.out
+    told = [line for line in done.err.splitlines() if "was ended by" in line]
+    assert [line.split()[-1] for line in told] == names
+    assert "MAX_RESTARTS is 0 now" in done.err
+
+    same = "from forked import *; print(digest(sys.argv[1]), digest(sys.argv[2]))"
+    first, second = project.forked(same, whole, run.out).split()
+    assert first == second
+
+
+def test_a_rank_dies_for_good(project: Project, data: Path, tmp_path: Path) -> None:
+    """No restarts: the launcher's last line names the rank, its status the signal."""
+    run = Chain(project, data, tmp_path / "run", random.Random(1))
+    run.start()
+    os.kill(run.ranks()[1], signal.SIGSEGV)
+    done = run.end()
+    assert done.status == 128 + signal.SIGSEGV
+    assert "Traceback" not in done.err
+    last = done.err.splitlines()[-1]
+    assert last.startswith("error: rank 1 (process ")
+    assert last.endswith(") was ended by SIGSEGV")
+
+
+def test_a_signal_before_training(project: Project, data: Path, tmp_path: Path) -> None:
+    """Nothing is to be saved: it ends at once, with the signal's status."""
+    mark = uuid.uuid4().hex
+    process = start([project.folder / "launch.sh", *flags(data, tmp_path / "out")], mark)
+    wait_for(lambda: len(processes(mark)) == 2, process)
+    process.send_signal(signal.SIGTERM)
+    done = finish(process, mark)
+    assert done.status == 128 + signal.SIGTERM
+    assert not done.left
+    assert not done.err
+
+
+def test_a_mistake_is_not_repeated(project: Project, own_data: Path, tmp_path: Path) -> None:
+    sorted(own_data.glob("train/*/*"))[0].write_bytes(b"")
+    done = project.launch(*flags(own_data, tmp_path / "out"), MAX_RESTARTS="3")
+    done.refused("train/", "cannot be read")
+    assert done.status == 2
+
+
+# What the scripts below begin with: main.py on two ranks that fail as told.
+FAULT = """
+from forked import *
+data, folder, *words = sys.argv[1:]
+base = ["--data", data, *words]
+
+def after_step(step, act, rank=None, before=False):
+    '''Have the ranks (or one) call `act` when they have taken `step` steps, once.'''
+    def patch():
+        from engine.run import Run
+        end_step = Run.end_step
+        def patched(self):
+            is_here = rank in (None, int(os.environ["RANK"]))
+            if before and is_here and self.step + 1 == step:
+                act()
+            end_step(self)
+            if not before and is_here and self.step == step:
+                act()
+        Run.end_step = patched
+    return patch
+
+def train(name, *more, ranks=2, **options):
+    out = f"{folder}/{name}"
+    where = f"{folder}/{name}.said"
+    statuses = run(ranks, *base, "--output-dir", out, *more, output=where, **options)
+    said = [Path(f"{where}.{end}").read_text() for end in ("out", "err")]
+    print(json.dumps([statuses, *said]))
+"""
+
+
+@pytest.fixture
+def fault(project: Project, data: Path, tmp_path: Path) -> Callable[..., list[list]]:
+    """Run FAULT and `code`; return what each call of `train` came to: statuses, out, err."""
+
+    def fault(code: str) -> list[list]:
+        words = [*flags(data, tmp_path)[:-2], *NET]
+        words = [str(word) for word in words if word not in ("--data", data)]
+        out = project.forked(FAULT + code, data, tmp_path, *words)
+        return [json.loads(line) for line in out.splitlines()]
+
+    return fault
+
+
+def one_line(err: str, *words: str) -> None:
+    assert len(err.splitlines()) == 1, err
+    assert err.startswith("error: ")
+    for word in words:
+        assert word in err, err
+
+
+def test_losses_that_are_no_numbers(fault: Callable, tmp_path: Path) -> None:
+    """On all ranks, on one, and weights alone: the checkpoint from before is kept."""
+    code = """
+import torch
+train("all", "--epochs", 1)
+before = digest(f"{folder}/all")
+train("all", "--epochs", 2, "--lr", 1e30, "--optimizer", "adamw")
+assert digest(f"{folder}/all") == before
+def one_rank():
+    import model
+    build = model.build_criterion
+    def bad(args):
+        criterion = build(args)
+        def one(outputs, targets):
+            loss, count = criterion(outputs, targets)
+            return loss * (float("nan") if os.environ["RANK"] == "1" else 1), count
+        return one
+    model.build_criterion = bad
+train("one", "--epochs", 1, patch=one_rank)
+def weights():
+    from engine.run import Run
+    save = Run.save
+    def patched(self, is_best=False):
+        with torch.no_grad():
+            next(self.parts["model"].parameters())[0] = float("inf")
+        save(self, is_best)
+    Run.save = patched
+train("weights", "--epochs", 1, patch=weights)
+"""
+    good, *bad = fault(code)
+    assert good[0] == [0, 0]
+    for (statuses, _, err), words in zip(bad, ["loss", "loss", "weight"], strict=True):
+        assert 2 in statuses and 0 not in statuses
+        one_line(err, "not finite", words, "--lr")
+    assert not (tmp_path / "one" / "last.pt").exists()
+
+
+def test_disks(fault: Callable, tmp_path: Path) -> None:
+    """Full, or the folder gone: one line, all ranks end, and what was there stays whole."""
+    code = """
+import resource, shutil
+train("full", "--epochs", 1)
+before = {path.name: path.read_bytes() for path in Path(f"{folder}/full").glob("*.pt")}
+def full():
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, 2**20))
+train("full", "--epochs", 2, "--save-every", 2, patch=full)
+after = {path.name: path.read_bytes() for path in Path(f"{folder}/full").glob("*.pt")}
+assert before == after, (before.keys(), after.keys())
+assert not list(Path(f"{folder}/full").glob("*.part"))
+gone = after_step(3, lambda: shutil.rmtree(f"{folder}/gone"), rank=1)
+train("gone", "--epochs", 2, "--save-every", 4, patch=gone)
+"""
+    good, full, gone = fault(code)
+    assert good[0] == [0, 0]
+    assert full[0][0] == gone[0][0] == 2
+    assert full[0][1] and gone[0][1]
+    one_line(full[2], "full/last.pt", "cannot be written", "File too large")
+    one_line(gone[2], "gone/last.pt", "cannot be written", "No such file")
+    assert not (tmp_path / "gone").exists()
+
+
+def test_hangs(fault: Callable) -> None:
+    """Each rank tells where it is; a second Ctrl-C ends them at once."""
+    code = """
+hang = after_step(3, lambda: time.sleep(600), rank=1)
+train("timeout", "--dist-timeout", 5, patch=hang)
+twice = f"{folder}/twice"
+pids = start(2, *base, "--output-dir", twice, patch=hang, output=f"{twice}.said")
+while not Path(f"{folder}/twice/args.json").exists():
+    time.sleep(0.1)
+time.sleep(3)
+began = time.monotonic()
+for pid in pids: os.kill(pid, signal.SIGINT)
+time.sleep(2)
+for pid in pids: os.kill(pid, signal.SIGINT)
+print(json.dumps([wait(pids), time.monotonic() - began]))
+"""
+    *_, hang, twice = fault(code)
+    statuses, _, err = hang
+    assert statuses[0] == 1
+    assert statuses[1] != 0
+    for rank, step, where in ((0, 3, "train_one_epoch"), (1, 3, "time.sleep(600)")):
+        stack = err.split(f"rank {rank} has finished nothing for 4 s: epoch 1, step {step}")[1]
+        assert where in stack.split("has finished nothing")[0]
+    assert "error: rank 0 waited in vain for another rank" in err
+    assert twice[0] == [130, 130]
+    assert twice[1] < 5
+
+
+def test_ranks_that_leave(fault: Callable) -> None:
+    """One that raises tells of it, alone; one that ends as if all were done takes all along."""
+    code = """
+def bug():
+    raise ValueError("a bug")
+train("raises", patch=after_step(3, bug, rank=1))
+train("leaves", patch=after_step(3, lambda: os._exit(0), rank=1))
+"""
+    raises, leaves = fault(code)
+    assert raises[0] == [1, 1]
+    assert raises[2].count("Traceback") == 1
+    assert raises[2].rstrip().endswith("ValueError: a bug")
+    assert leaves[0] == [1, 0]
+    one_line(leaves[2], "rank 0 lost another rank")
+
+
+def test_samples_that_break_their_worker(fault: Callable) -> None:
+    """It raises, dies or hangs: the picture is named."""
+    code = """
+import dataset
+def at(path, act):
+    def patch():
+        read = dataset.loading.read_image
+        def patched(name, *args):
+            if name.endswith(path):
+                act()
+            return read(name, *args)
+        dataset.loading.read_image = patched
+    return patch
+def bug():
+    raise ValueError("a bug")
+train("raises", patch=at("train/dots/0002.jpg", bug))
+train("dies", patch=at("train/dots/0002.jpg", lambda: os.kill(os.getpid(), 9)))
+train("hangs", "--dist-timeout", 4, patch=at("val/dots/0002.jpg", lambda: time.sleep(600)))
+"""
+    raises, dies, hangs = fault(code)
+    for statuses, *_ in (raises, dies, hangs):
+        assert statuses == [1, 1]
+    assert "train/dots/0002.jpg" in raises[2].splitlines()[0]
+    assert raises[2].rstrip().endswith("ValueError: a bug")
+    one_line(dies[2], "train/dots/0002.jpg", "killed by signal")
+    one_line(hangs[2].splitlines()[-1], "val/dots/0002.jpg", "timed out after 4")
+
+
+def test_signals_at_awkward_moments(fault: Callable) -> None:
+    """In evaluation and in a save: saved, and alike afterwards."""
+    code = """
+from engine import checkpoint, loading
+whole = ("--epochs", 2, "--save-every", 3)
+train("whole", *whole)
+def ask(rank):
+    if int(os.environ["RANK"]) == rank:
+        os.kill(os.getpid(), signal.SIGUSR1)
+def in_evaluation():
+    from engine.run import Run
+    mean_loss, collate = Run.mean_loss, loading.collate_by_size
+    def slow(samples):
+        time.sleep(0.5)
+        return collate(samples)
+    def patched(self):
+        ask(1)
+        return mean_loss(self)
+    Run.mean_loss, loading.collate_by_size = patched, slow
+def in_a_save():
+    save = checkpoint.save
+    def patched(*args):
+        ask(0)
+        save(*args)
+    checkpoint.save = patched
+train("evaluation", *whole, patch=in_evaluation)
+train("evaluation", *whole)
+train("save", *whole, patch=in_a_save)
+train("save", *whole)
+print(json.dumps([digest(f"{folder}/{name}") for name in ("whole", "evaluation", "save")]))
+"""
+    whole, evaluation, rest, save, more, digests = fault(code)
+    assert whole[0] == rest[0] == more[0] == [0, 0]
+    assert evaluation[0] == save[0] == [75, 75]
+    assert "SIGUSR1: stopped and saved at epoch 1, step 6;" in evaluation[1]
+    assert "0 of 2 epochs done, 48 pictures into the next" in rest[1]
+    assert "SIGUSR1: stopped and saved at epoch 1, step" in save[1]
+    assert len(set(digests)) == 1
+
+
+def test_nodes_that_share_no_disk(fault: Callable, tmp_path: Path) -> None:
+    """The second node alone has the checkpoint; the first goes on from it all the same."""
+    code = """
+def node():
+    rank = os.environ["RANK"]
+    os.environ.update(LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
+    sys.argv += ["--output-dir", f"{folder}/node{rank}"]
+train("whole", "--epochs", 2)
+killed = after_step(8, lambda: os.kill(os.getpid(), 9))
+train("node1", "--epochs", 2, "--save-every", 4, patch=killed)
+train("", "--epochs", 2, patch=node)
+print(json.dumps([digest(f"{folder}/{name}") for name in ("whole", "node0")]))
+"""
+    _, killed, done, (first, second) = fault(code)
+    assert killed[0] == [-9, -9]
+    assert "node1/last.pt: 1 of 2 epochs done" in done[1]
+    assert first == second
+    epochs = [line.split(",")[0] for line in (tmp_path / "node0/metrics.csv").open()]
+    assert epochs == ["epoch", "1", "2"]
