@@ -27,8 +27,10 @@ def writing(path: Path, parents: bool = False) -> Iterator[Path]:
         yield beside
         sync(beside)
         os.replace(beside, path)
-    except (OSError, RuntimeError) as error:  # torch.save tells of a full disk by RuntimeError
+    except (OSError, RuntimeError) as error:
         reason = getattr(error, "strerror", None) or str(error).split("\n")[0]
+        if "unexpected pos" in reason:  # what torch.save makes of it
+            reason = "the disk is full, or a limit reached"
         raise UserError(f"{path}: cannot be written ({reason})") from None
     finally:
         with contextlib.suppress(OSError):

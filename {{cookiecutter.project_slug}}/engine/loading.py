@@ -233,8 +233,8 @@ def worker_options(args: Namespace) -> dict[str, Any]:
         "persistent_workers": args.workers > 0,
         "worker_init_fn": functools.partial(process.start_worker, process.follows_debugger),
         "pin_memory": torch.cuda.is_available(),
-        # A worker that hangs would have this rank wait for ever, and with it the others.
-        "timeout": args.dist_timeout if args.workers and not distributed.is_debugged() else 0,
+        # A worker that hangs holds up all ranks; this one, who can name the sample, is to tell.
+        "timeout": 0 if distributed.is_debugged() or not args.workers else 0.9 * args.dist_timeout,
     }
 
 

@@ -96,16 +96,18 @@ def leave(status: int) -> NoReturn:
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):  # of a terminal that is gone
             stream.flush()
-    if sys.platform != "linux":  # where they follow their rank
-        _end_workers()
+    _end_workers()
     if os.getppid() == _debugged_launcher:
         os.kill(_debugged_launcher, KILL)
     os._exit(status)
 
 
 def _end_workers() -> None:
-    if threading.current_thread() is threading.main_thread() and hasattr(signal, "SIGCHLD"):
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler raises
+    """Kill the loader workers, which else see only after some seconds that they are alone."""
+    if threading.current_thread() is not threading.main_thread():
+        return  # torch raises in the main thread when one dies; the kernel ends them soon enough
+    if hasattr(signal, "SIGCHLD"):
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     for worker in multiprocessing.active_children():
         worker.kill()
 

@@ -113,7 +113,7 @@ class Watch:
                 f"rank {distributed.rank()} has finished nothing for {self.alarm:.0f} s: "
                 f"{self.where()}, collective {distributed.collectives()}; it is here:\n"
             )
-            stack = "".join(traceback.format_stack(frame))
+            stack = "".join(traceback.format_stack(frame)).rstrip()
             print(line + stack, file=sys.stderr, flush=True)
 
 

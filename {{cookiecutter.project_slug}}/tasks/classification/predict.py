@@ -38,15 +38,13 @@ def main(argv: Sequence[str] | None = None) -> None:
         with torch.inference_mode():
             best = torch.softmax(model(images), dim=1).max(dim=1)
         found += zip(best.values.tolist(), best.indices.tolist(), strict=True)
-    with (
-        files.writing(args.output / "predictions.csv", parents=True) as beside,
-        open(beside, "w") as file,
-    ):
+    path = args.output / "predictions.csv"
+    with files.writing(path, parents=True) as beside, open(beside, "w") as file:
         table = csv.writer(file, lineterminator="\n")
         table.writerow(("file", "class", "probability"))
-        for path, (probability, label) in zip(paths, found, strict=True):
-            table.writerow((path, classes[label], f"{probability:.4f}"))
-    print(f"{len(paths)} pictures: {args.output / 'predictions.csv'}")
+        for picture, (probability, label) in zip(paths, found, strict=True):
+            table.writerow((picture, classes[label], f"{probability:.4f}"))
+    print(f"{len(paths)} pictures: {path}")
 
 
 if __name__ == "__main__":
