@@ -139,8 +139,8 @@ def test_resume_of_three_ranks(project: Project, data: Path, tmp_path: Path) -> 
     """DDP sums in another order in a process's first step; not, if that was a throw-away pass."""
     code = """
 def unsettled():
-    from engine import distributed
-    distributed._settle_buckets = lambda *_: None
+    from engine import replicas
+    replicas._settle_buckets = lambda *_: None
 each = ("--save-every", 1)
 print(result("whole"), result("stop", *each, stop=2))
 print(result("whole2", spoil=unsettled), result("stop2", *each, stop=2, spoil=unsettled))

@@ -36,7 +36,7 @@ from torchmetrics import MetricCollection
 
 import demo_set
 from dataset import IMAGE_SIZE, build_dataset, draw_example
-from engine import checkpoint, debug, distributed, loading, seeding, stopping
+from engine import checkpoint, debug, distributed, loading, replicas, seeding, stopping
 from engine.reporting import Reporter
 from engine.run import Run
 from model import (
@@ -277,7 +277,7 @@ def train(
     state: dict[str, Any] | None,
 ) -> None:
     """Train for the epochs that are left, from `state` (a checkpoint) on if there is one."""
-    ddp_model = distributed.wrap(model, device)
+    ddp_model = replicas.wrap(model, device)
     criterion = build_criterion(args)
     steps = len(train_loader) // args.accumulate
     optimizer = build_optimizer(model, args)
@@ -296,8 +296,8 @@ def train(
             train_loss = train_one_epoch(
                 ddp_model, criterion, optimizer, scheduler, train_loader, device, args, report, run
             )
-            distributed.sync_buffers(model)
-            distributed.check_same(model)
+            replicas.sync_buffers(model)
+            replicas.check_same(model)
             results = evaluate(model, criterion, metrics, val_loader, device)
 
             lr = optimizer.param_groups[0]["lr"]

@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torchvision
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
@@ -297,34 +296,3 @@ def load_file(path: Path | str) -> dict[str, Any]:
 
 def shorten(names: Sequence[str]) -> str:
     return ", ".join(names[:4]) + (", ..." if len(names) > 4 else "")
-
-
-def read_weights(weights: str, arch: str) -> dict[str, Tensor]:
-    """Return a state dict: of a .pt file (a checkpoint or a bare one) or of torchvision.
-
-    There `weights` is a name that it has for `arch`, such as DEFAULT.
-    """
-    if weights.endswith((".pt", ".pth")):
-        state = load_file(weights)
-        return state.get("model", state)
-    choices = torchvision.models.get_model_weights(arch)
-    if weights not in choices.__members__:
-        names = ", ".join(choices.__members__)
-        raise UserError(f"--weights {weights}: {arch} has {names}; or name a .pt file")
-    try:
-        with distributed.rank_zero_first():
-            return choices[weights].get_state_dict(progress=False, check_hash=True)
-    except OSError as error:
-        raise UserError(f"--weights {weights}: download failed ({error})") from None
-
-
-def load_matching(model: nn.Module, weights: dict[str, Tensor]) -> None:
-    """Load the tensors whose names and shapes `model` shares, and say which stay new."""
-    own = model.state_dict()
-    fitting = {k: v for k, v in weights.items() if k in own and own[k].shape == v.shape}
-    if not fitting:
-        raise UserError("--weights: not one tensor has a name and a shape of this network")
-    model.load_state_dict(fitting, strict=False)
-    new = [name for name in own if name not in fitting]
-    line = f"--weights: {len(fitting)} of {len(own)} tensors loaded"
-    distributed.say(f"{line}; new: {shorten(new)}" if new else line)

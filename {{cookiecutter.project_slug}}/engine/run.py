@@ -153,6 +153,7 @@ class Run:
         with stopping.on_signals(self.__str__):
             try:
                 yield
+                distributed.barrier()  # rank 0 may be saving: its thread needs the others'
             except stopping.Stopped:
                 if self.saved_step != self.step:
                     self.save()

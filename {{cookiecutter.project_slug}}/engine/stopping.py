@@ -29,7 +29,7 @@ from engine.process import STOP_SIGNALS
 LOOK = 0.5  # seconds between two looks at the store
 ECHO = 1  # a signal often comes twice, from the terminal and from torchrun: seconds between
 ANSWER = 10  # seconds that ranks have to answer: one that does not has died, or hangs
-GRACE = 60  # seconds that all have to come to the end of the step
+GRACE = 120  # seconds that all have to come to the end of the step; a save may be under way
 
 
 class Stopped(Exception):

@@ -65,7 +65,7 @@ def run() -> int:
     logging.disable(logging.ERROR)
     # The ranks' store in rank 0, not here: it outlives a launcher that is killed.
     os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
-    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "60")  # seconds, for a long save
+    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "120")  # seconds, for a long save
     if hasattr(signal, "SIGUSR1"):  # torchrun would die of it
         signal.signal(signal.SIGUSR1, lambda *_: os.kill(os.getpid(), signal.SIGTERM))
         if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:  # by nohup

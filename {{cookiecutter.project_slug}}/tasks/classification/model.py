@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torchmetrics import Metric, MetricCollection
 from torchmetrics.classification import MulticlassAccuracy
 
-from engine import checkpoint
+from engine import pretrained
 from engine.distributed import UserError
 
 BEST = "top1"  # the metric, higher is better, that decides which weights are kept as best.pt
@@ -51,7 +51,7 @@ def build_model(args: Namespace, classes: Sequence[str], weights: str | None = N
     except (AssertionError, ValueError) as error:
         raise UserError(f"--arch {args.arch} --image-size {size}: {error}") from None
     if weights:
-        checkpoint.load_matching(model, checkpoint.read_weights(weights, args.arch))
+        pretrained.load_matching(model, pretrained.read_weights(weights, args.arch))
     return model
 
 

@@ -11,7 +11,7 @@ from torchmetrics import ClasswiseWrapper, MetricCollection
 from torchmetrics.classification import MulticlassJaccardIndex
 
 from dataset import VOID
-from engine import checkpoint, distributed
+from engine import distributed, pretrained
 from engine.distributed import UserError
 
 BEST = "miou"  # the metric, higher is better, that decides which weights are kept as best.pt
@@ -63,7 +63,7 @@ def build_model(args: Namespace, classes: Sequence[str], weights: str | None = N
     else:
         model = build_smp(args.arch, args.encoder, len(classes), name)
     if file:
-        checkpoint.load_matching(model, checkpoint.read_weights(file, args.arch))
+        pretrained.load_matching(model, pretrained.read_weights(file, args.arch))
     return model
 
 
@@ -72,7 +72,7 @@ def build_torchvision(arch: str, num_classes: int, weights: str | None) -> nn.Mo
         arch, num_classes=num_classes, weights=None, weights_backbone=None
     )
     if weights:
-        checkpoint.load_matching(net, checkpoint.read_weights(weights, arch))
+        pretrained.load_matching(net, pretrained.read_weights(weights, arch))
     return Logits(net)
 
 

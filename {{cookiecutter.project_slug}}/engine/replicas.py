@@ -1,0 +1,71 @@
+"""The ranks' copies of the network: what keeps them alike, and finds out if they are not."""
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_leaves
+
+from engine import distributed
+from engine.distributed import UserError
+
+
+def wrap(model: nn.Module, device: torch.device) -> DistributedDataParallel:
+    """Return `model` in DistributedDataParallel: its gradients become the mean over the ranks."""
+    ddp_model = DistributedDataParallel(
+        model, [device] if device.type == "cuda" else None, gradient_as_bucket_view=True
+    )
+    if distributed.world_size() > 2:  # a sum of two is the same in any order
+
+        def before_first_pass(_: nn.Module, inputs: tuple) -> None:
+            hook.remove()
+            _settle_buckets(ddp_model, inputs)
+
+        hook = ddp_model.register_forward_pre_hook(before_first_pass)
+    return ddp_model
+
+
+def _settle_buckets(ddp_model: DistributedDataParallel, inputs: tuple) -> None:
+    """Take a pass whose gradients are thrown away, and leave no other trace of it.
+
+    DDP deals the gradients to buckets anew after its first backward pass, by the order in which
+    they came, and sums them in another order from then on. A run that is resumed would differ by
+    that in its first step, in the last bits, from the one that went on.
+    """
+    buffers = [buffer.clone() for buffer in ddp_model.buffers()]
+    with torch.random.fork_rng([inputs[0].device] if inputs[0].is_cuda else []):
+        sync, ddp_model.require_backward_grad_sync = ddp_model.require_backward_grad_sync, True
+        outputs = tree_leaves(ddp_model(*inputs))
+        sum(output.sum() for output in outputs if output.requires_grad).backward()
+        ddp_model.require_backward_grad_sync = sync
+    ddp_model.zero_grad()
+    with torch.no_grad():
+        for buffer, before in zip(ddp_model.buffers(), buffers, strict=True):
+            buffer.copy_(before)
+
+
+def sync_buffers(model: nn.Module) -> None:
+    """Give every rank rank 0's buffers (BatchNorm's running statistics).
+
+    DDP does that before each forward pass, so after the last one of an epoch they differ.
+    """
+    for buffer in model.buffers():
+        distributed.broadcast(buffer)
+
+
+def check_same(model: nn.Module) -> None:
+    """Raise a UserError on all ranks unless a checksum of the weights is the same on each.
+
+    They drift apart, without a word, when a forward pass bypasses the DDP wrapper.
+    """
+    state = model.state_dict()
+    # Sums of bytes: exact in any order, so they cannot differ by rounding.
+    sums = torch.stack(
+        [t.flatten().view(torch.uint8).sum(dtype=torch.int64) for t in state.values()]
+    )
+    different = distributed.reduce_tensor(sums, "min") != distributed.reduce_tensor(sums, "max")
+    if different.any():
+        name = list(state)[int(different.int().argmax())]
+        raise UserError(
+            f"{name} differs between ranks: train through ddp_model, not through model, "
+            "and change weights alike on all ranks"
+        )
