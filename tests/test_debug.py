@@ -42,7 +42,7 @@ def test_a_debugging_session(project: Project, data: Path, tmp_path: Path) -> No
     )
     config["env"]["PYTHONPATH"] = str(tmp_path)
     main = project.folder / "main.py"
-    wrap = line_of(main, "ddp_model = DistributedDataParallel(")
+    wrap = line_of(main, "ddp_model = replicas.wrap(")
     with Debugger(project.folder, {"main.py": [{"line": wrap}]}) as debugger:
         debugger.launch(config)
         ranks = debugger.stopped()

@@ -125,7 +125,8 @@ every3 = ("--save-every", 3)
 print(result("unkeyed", spoil=unkeyed), result("unkeyed9", *every3, stop=9, spoil=unkeyed))
 """
     words = ["--arch", "mobilenet_v3_small", "--epochs", 2, "--workers", 1, "--image-size", 32]
-    out = project.forked(RESUME + code, data, tmp_path, 2, "--batch-size", 4, *words)
+    words += ["--batch-size", 4, "--deterministic"]
+    out = project.forked(RESUME + code, data, tmp_path, 2, *words)
     intervals, stops, unkeyed = (line.split() for line in out.splitlines())
     assert len({*intervals, *stops}) == 1
     assert len(set(unkeyed)) == 2

@@ -338,7 +338,8 @@ def test_evaluation_is_as_in_training(project: Project, data: Path, tmp_path: Pa
     """--eval-only takes network and picture size from the checkpoint, at any batch size."""
     other = {
         "classification": ["--arch", "squeezenet1_1", "--image-size", 32],
-        "segmentation": ["--encoder", "efficientnet-b0"],  # with layers that nothing reads
+        # With layers that nothing reads.
+        "segmentation": ["--encoder", "efficientnet-b0", "--deterministic"],
     }[project.task]
     project.fork(*flags(data, tmp_path, *other)).ok()
     command = ["--data", data, "--output-dir", tmp_path, "--eval-only", "--batch-size", 50]
