@@ -290,7 +290,7 @@ def train(
         checkpoint.clear(args.output_dir)
     report = Reporter(args, device, run.epoch)
     report.start(train_loader, val_loader, steps)
-    with run.stoppable():
+    with run.stoppable(), report:
         while run.epoch < args.epochs:
             train_loader.sampler.set_epoch(run.epoch, run.seen)  # type: ignore[attr-defined]
             train_loss = train_one_epoch(

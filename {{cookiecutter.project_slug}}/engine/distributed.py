@@ -5,6 +5,7 @@ Each function is harmless in a group of one, so no caller asks how many processe
 
 import atexit
 import contextlib
+import errno
 import os
 import re
 import signal
@@ -23,6 +24,7 @@ from engine import process
 
 T = TypeVar("T")
 OPERATIONS = {"sum": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)  # what disks say
 _store: Any = None  # the group's key-value store: it works while a peer hangs in a collective
 _timeout = timedelta()
 _debugged = False
@@ -263,6 +265,11 @@ def one_line_errors(
     except KeyboardInterrupt:
         process.leave(128 + signal.SIGINT)
     except Exception as error:
+        if isinstance(error, OSError) and error.errno in FULL:  # of TensorBoard's, for one
+            _tell(
+                f"{error.filename or 'a file'}: cannot be written ({error.strerror})",
+                process.MISTAKE,
+            )
         if line := explain(error) or _lost_a_rank(error):
             _tell(line, 1)
         if (status := _status_told(1)) is not None:

@@ -3,6 +3,7 @@
 Only rank 0 speaks and writes; on the other ranks every method returns at once.
 """
 
+import contextlib
 import csv
 import itertools
 import json
@@ -34,12 +35,23 @@ class Reporter:
         self.device = device
         self.folder = Path(args.output_dir)
         self.active = distributed.is_rank_zero()
+        self.bar = tqdm(disable=True)
         if not self.active:
             return
         # Imported here because it takes a second or two, which the other ranks need not spend.
         from torch.utils.tensorboard import SummaryWriter
 
         self.board = SummaryWriter(str(self.folder), purge_step=finished_epochs + 1)
+
+    def __enter__(self) -> "Reporter":
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        """Clear the progress bar and close the files, before anything is said of an error."""
+        self.bar.close()
+        if self.active:
+            with contextlib.suppress(OSError):  # of a disk that is full
+                self.board.close()
 
     def start(self, train_loader: DataLoader, val_loader: DataLoader, steps: int) -> None:
         """Print the start line and write args.json: flags, versions, commit, devices."""
@@ -121,7 +133,6 @@ class Reporter:
     def finish(self, name: str, best: float) -> None:
         """Print what came out and where it is."""
         if self.active:
-            self.board.close()
             folder = os.path.relpath(self.folder)
             print(f"done: best {name} {best:.4f}; {folder}/best.pt, examples.png, curves.png")
 
