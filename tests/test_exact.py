@@ -160,13 +160,28 @@ def test_resume_on_another_number_of_ranks(project: Project, data: Path, tmp_pat
     code = """
 flags = ["--data", data, "--output-dir", f"{folder}/run", *words, "--save-every", 2]
 assert run(2, *flags, "--batch-size", 4, patch=killed_after(8)) == [-9, -9]
-assert run(1, *flags, "--batch-size", 8, output=f"{folder}/said") == [0]
+passes = []
+def whole_steps():
+    from engine import replicas
+    from engine.run import Run
+    wrap, end_step = replicas.wrap, Run.end_step
+    def counting(model, device):
+        ddp_model = wrap(model, device)
+        ddp_model.register_forward_pre_hook(lambda *_: passes.append(1))
+        return ddp_model
+    def checked(self):
+        assert len(passes) % 2 == 0, len(passes)
+        end_step(self)
+    replicas.wrap, Run.end_step = counting, checked
+accumulating = ["--batch-size", 3, "--accumulate", 2]
+assert run(1, *flags, *accumulating, output=f"{folder}/said", patch=whole_steps) == [0]
 """
     project.forked(RESUME + code, data, tmp_path, 1, *words)
     said = (tmp_path / "said.out").read_text()
     assert "1 of 2 epochs done" in said
     assert ", 16 pictures into the next; 2 rank(s) then, 1 now: the same pictures" in said
-    assert [row["step"] for row in rows(tmp_path / "run")] == ["6", "12"]
+    # 37 pictures are left of that epoch: six steps of 6.
+    assert [row["step"] for row in rows(tmp_path / "run")] == ["6", str(8 + 6)]
 
 
 # Prints loss and metrics of an untrained network on the first 1, 5 and 53 pictures.

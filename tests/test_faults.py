@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 from conftest import Done, Project, finish, marked, processes, start
-from test_runs import SAME_FOR_BOTH, flags, wait_for
+from test_runs import SAME_FOR_BOTH, flags, wait_for, with_bug
 
 pytestmark = SAME_FOR_BOTH
 
@@ -142,6 +142,41 @@ def test_a_rank_dies_for_good(project: Project, data: Path, tmp_path: Path) -> N
     last = done.err.splitlines()[-1]
     assert last.startswith("error: rank 1 (process ")
     assert last.endswith(") was ended by SIGSEGV")
+
+
+def test_never_to_resume_but_after_a_failure(project: Project, data: Path, tmp_path: Path) -> None:
+    """--resume never counts for the launch, not for what MAX_RESTARTS starts again."""
+    run = Chain(project, data, tmp_path / "run", random.Random(2))
+    run.command += ["--resume", "never", "--epochs", 8]
+    for _ in range(2):
+        run.start(MAX_RESTARTS="1")
+        before = set(run.pids())
+        os.kill(run.ranks()[0], signal.SIGKILL)
+        run.wait_for_training(but=before)
+        done = run.end()
+        assert done.status == 0
+        assert done.out.count("of 8 epochs done") == 1
+    assert done.out.count("--resume never: removing") == 1
+
+
+def test_a_second_interrupt(project: Project, data: Path, tmp_path: Path) -> None:
+    """Of the launcher, while a rank hangs outside any collective: all end at once."""
+    line = "            optimizer.step()\n"
+    bug = "            if i == 2 and rank == 1:\n                __import__('time').sleep(600)\n"
+    broken = with_bug(project, tmp_path / "broken", line, bug + line)
+    mark = uuid.uuid4().hex
+    process = start([broken, *flags(data, tmp_path / "out")], mark)
+    wait_for((tmp_path / "out" / "args.json").exists, process)
+    time.sleep(3)
+    began = time.monotonic()
+    process.send_signal(signal.SIGINT)
+    time.sleep(2)
+    process.send_signal(signal.SIGINT)
+    done = finish(process, mark)
+    assert done.status == 128 + signal.SIGINT
+    assert not done.left
+    assert not done.err
+    assert time.monotonic() - began < 8  # before the ranks give up waiting for answers
 
 
 def test_a_signal_before_training(project: Project, data: Path, tmp_path: Path) -> None:

@@ -286,8 +286,9 @@ def train(
     run = Run(args, classes, pictures, device, model, optimizer, scheduler)
     if state:
         run.restore(state)
-    if args.resume == "never":
+    if args.resume == "never" and not state:
         checkpoint.clear(args.output_dir)
+    checkpoint.begin(args.output_dir)
     report = Reporter(args, device, run.epoch)
     report.start(train_loader, val_loader, steps)
     with run.stoppable(), report:

@@ -5,6 +5,7 @@
 
 import contextlib
 import math
+import os
 import pickle
 import zipfile
 import zlib
@@ -18,7 +19,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from engine import distributed, files
+from engine import distributed, files, process
 from engine.distributed import UserError
 
 # What a run writes into its folder beside last.pt and its like; --resume never removes these.
@@ -47,6 +48,7 @@ KEYS = (  # what a run goes on from
     *("model", "optimizer", "scheduler", "epoch", "step", "seen", "totals", "pictures", "best"),
     *("history", "classes", "args"),
 )
+BEGUN = ".begun"  # holds the LAUNCH_ID of the last launch that began to train here
 REMEDY = "choose another --output-dir, or --resume never to start afresh"
 
 
@@ -149,6 +151,9 @@ def find(folder: Path, resume: str) -> dict[str, Any] | None:
 
     A path counts for the first start: if the run has got on since then, its own last.pt is taken.
     """
+    begun = folder / BEGUN
+    if begun.is_file() and begun.read_text() == os.environ.get(process.LAUNCH_ID):
+        resume = "auto"  # one of MAX_RESTARTS
     if resume == "never":
         return None
     found = saves(folder)
@@ -182,6 +187,13 @@ def load_newest(paths: Sequence[Path]) -> dict[str, Any]:
                 bad.replace(f"{bad}.corrupt")
         return state
     raise UserError(f"{'; '.join(reasons)}: {REMEDY}")
+
+
+def begin(folder: Path) -> None:
+    """Note that this launch has begun here, so that --resume counts no more; on rank 0."""
+    if distributed.is_rank_zero() and (launch := os.environ.get(process.LAUNCH_ID)):
+        with files.writing(folder / BEGUN) as beside:
+            beside.write_text(launch)
 
 
 def clear(folder: Path) -> None:

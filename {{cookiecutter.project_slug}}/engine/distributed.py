@@ -166,9 +166,10 @@ def is_rank_zero() -> bool:
 
 
 def say(line: str) -> None:
-    """Print `line` on rank 0."""
+    """Print `line` on rank 0, if there is still somebody to read it."""
     if is_rank_zero():
-        print(line, flush=True)
+        with contextlib.suppress(OSError):  # a terminal or a pipe that was closed
+            print(line, flush=True)
 
 
 def reduce_tensor(tensor: Tensor, op: str = "sum") -> Tensor:
@@ -281,12 +282,12 @@ def one_line_errors(
 def _lost_a_rank(error: Exception) -> str | None:
     """Return a line if `error` is what a collective makes of another rank's death or hang."""
     found = re.search(
-        r"Connection (reset|closed|refused)|Broken pipe|Timed out waiting|remote process exited",
+        r"Connection (reset|closed|refused)|Broken pipe|remote process exited|[Tt]imed? ?out",
         str(error),
     )
     if not found or not isinstance(error, RuntimeError) or _store is None:
         return None
-    what = "waited in vain for" if found[0].startswith("Timed") else "lost"
+    what = "waited in vain for" if "out" in found[0] else "lost"
     return f"rank {rank()} {what} another rank ({found[0]}; --dist-timeout {timeout():g} s)"
 
 

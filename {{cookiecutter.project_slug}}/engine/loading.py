@@ -113,7 +113,15 @@ def build_train_loader(dataset: Dataset, args: Namespace) -> DataLoader:
         )
     keyed = KeyedDataset(dataset, args)
     sampler = TrainSampler(total, global_batch, args.seed)
-    return DataLoader(keyed, args.batch_size, sampler=sampler, **worker_options(args))
+    return Loader(keyed, args.batch_size, sampler=sampler, **worker_options(args))
+
+
+class Loader(DataLoader):
+    """A DataLoader whose workers outlive the signals that ask their rank to stop."""
+
+    def __iter__(self) -> Any:
+        with process.holding_signals():
+            return super().__iter__()
 
 
 class TrainSampler(Sampler[tuple[int, int]]):
@@ -165,9 +173,7 @@ class KeyedDataset(Dataset):
     def __getitem__(self, key: tuple[int, int]) -> Any:
         # The epoch comes with the index: persistent workers would keep an attribute as it was.
         epoch, index = key
-        worker = get_worker_info()
-        place = 2 * worker.id if worker else 0
-        self.reading[place : place + 2] = os.getpid(), index + 1
+        self.note(index + 1)
         seeding.seed(self.seed, epoch, index)
         try:
             return self.dataset[index]
@@ -177,7 +183,11 @@ class KeyedDataset(Dataset):
             print(f"error in {self.name(index)}:", file=sys.stderr, flush=True)
             raise
         finally:
-            self.reading[place + 1] = 0
+            self.note(0)
+
+    def note(self, sample: int) -> None:
+        if worker := get_worker_info():
+            self.reading[2 * worker.id : 2 * worker.id + 2] = os.getpid(), sample
 
     def name(self, index: int) -> str:
         """Name a sample, with its file where `dataset` has a list `samples` that begins with it."""
@@ -199,7 +209,7 @@ def explain(error: Exception) -> str | None:
         for pid, sample in zip(keyed.reading[::2], keyed.reading[1::2], strict=True)
         if (str(pid) in re.split(", ", pids) if pids else sample)
     ]
-    return f"{'; '.join(at)}: {' '.join(str(error).split())}"
+    return ": ".join(["; ".join(at)] * bool(at) + [" ".join(str(error).split())])
 
 
 def build_val_loader(dataset: Dataset, args: Namespace) -> DataLoader:
@@ -216,7 +226,7 @@ def build_val_loader(dataset: Dataset, args: Namespace) -> DataLoader:
     mine = batches[distributed.rank() :: distributed.world_size()]
     keyed = KeyedDataset(dataset, args)
     options = worker_options(args)
-    return DataLoader(keyed, batch_sampler=mine, collate_fn=collate_by_size, **options)
+    return Loader(keyed, batch_sampler=mine, collate_fn=collate_by_size, **options)
 
 
 def collate_by_size(samples: Sequence[tuple]) -> list:
@@ -231,6 +241,8 @@ def worker_options(args: Namespace) -> dict[str, Any]:
     return {
         "num_workers": args.workers,
         "persistent_workers": args.workers > 0,
+        # Python 3.14 has another default, whose helper process does not outlive a SIGTERM to all.
+        "multiprocessing_context": "fork" if args.workers and sys.platform == "linux" else None,
         "worker_init_fn": functools.partial(process.start_worker, process.follows_debugger),
         "pin_memory": torch.cuda.is_available(),
         # A worker that hangs holds up all ranks; this one, who can name the sample, is to tell.

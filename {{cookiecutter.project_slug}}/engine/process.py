@@ -15,7 +15,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
 PR_SET_PDEATHSIG = 1  # of Linux' <sys/prctl.h>
@@ -24,6 +24,7 @@ STOPPED = (
     75  # exit status: stopped by a signal and saved; sysexits.h calls it EX_TEMPFAIL, try again
 )
 STOPPED_MARK = "STOPPED_MARK"  # names the file in which launch.sh looks for that
+LAUNCH_ID = "LAUNCH_ID"  # tells a new start of launch.sh from what MAX_RESTARTS starts again
 STOP_SIGNALS = {  # Windows lacks the last two
     getattr(signal, name)
     for name in ("SIGINT", "SIGTERM", "SIGUSR1", "SIGHUP")
@@ -36,9 +37,7 @@ _debugged_launcher: int | None = None  # the process id of a torchrun that runs 
 
 def begin() -> None:
     """From here on end without a word on Ctrl-C, and with torchrun or the debugger."""
-    be_quiet_on_interrupt()
-    # Else torch tells, in forty lines of C++, that the store has gone, when a rank has died.
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    be_quiet()
     # To run before multiprocessing's own handler, which would wait for a stuck worker for ever.
     atexit.register(_end_workers)
     if by_torchrun():
@@ -47,7 +46,9 @@ def begin() -> None:
         _follow_debugger()
 
 
-def be_quiet_on_interrupt() -> None:
+def be_quiet() -> None:
+    """Say nothing on Ctrl-C, nor, in forty lines of C++, that a rank that died held the store."""
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # else a shell ignores it
         signal.signal(signal.SIGINT, signal.SIG_DFL)
 
@@ -85,6 +86,22 @@ def start_worker(rank_follows_debugger: bool, number: int) -> None:
         threading.main_thread().name = f"rank {os.environ.get('RANK', 0)}, worker {number}"
         if rank_follows_debugger:
             _start_watch(_watch_worker)
+
+
+@contextlib.contextmanager
+def holding_signals() -> Iterator[None]:
+    """Hold back the signals that ask for a stop; what is forked here never gets them.
+
+    For loader workers: torch has them end on SIGTERM until `start_worker` is called.
+    """
+    if not hasattr(signal, "pthread_sigmask"):  # on Windows
+        yield
+        return
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def leave(status: int) -> NoReturn:

@@ -1,7 +1,7 @@
 """The ranks' copies of the network: what keeps them alike, and finds out if they are not."""
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 
@@ -16,15 +16,16 @@ def wrap(model: nn.Module, device: torch.device) -> DistributedDataParallel:
     )
     if distributed.world_size() > 2:  # a sum of two is the same in any order
 
-        def before_first_pass(_: nn.Module, inputs: tuple) -> None:
-            hook.remove()
-            _settle_buckets(ddp_model, inputs)
+        def before_first_pass(_: nn.Module, args: tuple, kwargs: dict) -> None:
+            if torch.is_grad_enabled():
+                hook.remove()
+                _settle_buckets(ddp_model, args, kwargs)
 
-        hook = ddp_model.register_forward_pre_hook(before_first_pass)
+        hook = ddp_model.register_forward_pre_hook(before_first_pass, with_kwargs=True)
     return ddp_model
 
 
-def _settle_buckets(ddp_model: DistributedDataParallel, inputs: tuple) -> None:
+def _settle_buckets(ddp_model: DistributedDataParallel, args: tuple, kwargs: dict) -> None:
     """Take a pass whose gradients are thrown away, and leave no other trace of it.
 
     DDP deals the gradients to buckets anew after its first backward pass, by the order in which
@@ -32,10 +33,11 @@ def _settle_buckets(ddp_model: DistributedDataParallel, inputs: tuple) -> None:
     that in its first step, in the last bits, from the one that went on.
     """
     buffers = [buffer.clone() for buffer in ddp_model.buffers()]
-    with torch.random.fork_rng([inputs[0].device] if inputs[0].is_cuda else []):
+    device = next(ddp_model.parameters()).device
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
         sync, ddp_model.require_backward_grad_sync = ddp_model.require_backward_grad_sync, True
-        outputs = tree_leaves(ddp_model(*inputs))
-        sum(output.sum() for output in outputs if output.requires_grad).backward()
+        outputs = [x for x in tree_leaves(ddp_model(*args, **kwargs)) if isinstance(x, Tensor)]
+        torch.stack([x.sum() for x in outputs if x.requires_grad]).sum().backward()
         ddp_model.require_backward_grad_sync = sync
     ddp_model.zero_grad()
     with torch.no_grad():

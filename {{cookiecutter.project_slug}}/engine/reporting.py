@@ -61,11 +61,10 @@ class Reporter:
         cuda = self.device.type == "cuda"
         name = torch.cuda.get_device_name(self.device) if cuda else "CPU"
         samples = [len(loader.dataset) for loader in (train_loader, val_loader)]  # type: ignore
-        print(
+        distributed.say(
             f"{ranks} rank(s) on {name} | batch {args.batch_size} per rank x {ranks} rank(s) x "
             f"{args.accumulate} accumulated = {args.batch_size * ranks * args.accumulate} | "
-            f"{samples[0]} training + {samples[1]} validation pictures | {steps} steps per epoch",
-            flush=True,
+            f"{samples[0]} training + {samples[1]} validation pictures | {steps} steps per epoch"
         )
         record = {
             "flags": vars(args),
@@ -126,15 +125,15 @@ class Reporter:
         left = (self.args.epochs - row["epoch"]) * (time.monotonic() - self.began)
         shown = "  ".join(f"{k} {v:.4g}" for k, v in row.items() if k not in ("epoch", "step"))
         star = "  best" if is_best else ""
-        print(
-            f"epoch {row['epoch']}/{self.args.epochs}  {shown}  left {left:.0f} s{star}", flush=True
+        distributed.say(
+            f"epoch {row['epoch']}/{self.args.epochs}  {shown}  left {left:.0f} s{star}"
         )
 
     def finish(self, name: str, best: float) -> None:
         """Print what came out and where it is."""
         if self.active:
-            folder = os.path.relpath(self.folder)
-            print(f"done: best {name} {best:.4f}; {folder}/best.pt, examples.png, curves.png")
+            path = os.path.join(os.path.relpath(self.folder), "best.pt")
+            distributed.say(f"done: best {name} {best:.4f}; {path}, examples.png, curves.png")
 
     def draw_curves(self, rows: Sequence[dict[str, Any]]) -> None:
         from matplotlib.figure import Figure

@@ -42,7 +42,7 @@ class Run:
         self.classes = list(classes)
         self.pictures = pictures
         self.parts = {"model": model, "optimizer": optimizer, "scheduler": scheduler, **more}
-        self.per_pass = args.batch_size * distributed.world_size()
+        self.global_batch = args.batch_size * distributed.world_size() * args.accumulate
         self.epoch, self.step, self.seen, self.best = 0, 0, 0, -math.inf
         self.totals = torch.zeros(2, dtype=torch.float64, device=device)
         self.history: list[dict[str, Any]] = []
@@ -52,11 +52,7 @@ class Run:
     @property
     def passes(self) -> int:
         """How many batches each rank has trained on in the epoch that has begun."""
-        return self.seen // self.per_pass
-
-    @property
-    def global_batch(self) -> int:
-        return self.per_pass * self.args.accumulate
+        return self.seen // self.global_batch * self.args.accumulate
 
     def restore(self, state: dict[str, Any]) -> None:
         """Go on from `state`, a checkpoint whose weights the model has already.
@@ -131,7 +127,8 @@ class Run:
         totals = distributed.gather(self.totals)
         self.check_loss(totals)
         states = {name: part.state_dict() for name, part in self.parts.items()}
-        if odd := [n for n, weight in states["model"].items() if not weight.isfinite().all()]:
+        weights = self.parts["model"].named_parameters()
+        if odd := [name for name, weight in weights if not weight.isfinite().all()]:
             raise UserError(f"{odd[0]} is not finite any more at {self}: {self._remedy()}")
         self.saved_step = self.step
         progress = {

@@ -29,7 +29,6 @@ from engine.process import STOP_SIGNALS
 LOOK = 0.5  # seconds between two looks at the store
 ECHO = 1  # a signal often comes twice, from the terminal and from torchrun: seconds between
 ANSWER = 10  # seconds that ranks have to answer: one that does not has died, or hangs
-GRACE = 120  # seconds that all have to come to the end of the step; a save may be under way
 
 
 class Stopped(Exception):
@@ -45,7 +44,7 @@ class Watch:
         self.told, self.tell = socket.socketpair()  # of signals
         self.tell.setblocking(False)
         self.first = 0.0  # when the first signal came
-        self.status = 128 + signal.SIGTERM
+        self.status = 1
         self.lock = threading.Lock()
         self.step = 1  # the step that the main thread is in, counted from the block's beginning
         self.asked = False  # whether this rank has answered with its step
@@ -81,8 +80,8 @@ class Watch:
             self.first, self.status = now, 128 + signum
             if not self.arrived:
                 self.store.set("stop", signal.Signals(signum).name)
-        elif signum == signal.SIGINT and now - self.first > ECHO:
-            process.leave(128 + signum)
+        elif self.status == 128 + signal.SIGINT and now - self.first > ECHO:
+            process.leave(self.status)  # after a second Ctrl-C torchrun sends SIGTERM
 
     def confer(self) -> None:
         if self.arrived:
@@ -92,7 +91,8 @@ class Watch:
             if not self.agreed.is_set() and self.store.check(answers):
                 self.last = max(int(self.store.get(key)) for key in answers)
                 self.agreed.set()
-            limit = GRACE if self.agreed.is_set() else ANSWER
+            # Once all have answered, a long step or save is all there can be to wait for.
+            limit = distributed.timeout() if self.agreed.is_set() else ANSWER
             if time.monotonic() - self.answered > limit:
                 process.leave(self.status)
         elif self.store.check(["stop"]):
@@ -185,10 +185,10 @@ def stop() -> NoReturn:
 def leave(where: str) -> NoReturn:
     """End this rank, all having stopped and the checkpoint being written, with process.STOPPED."""
     name = distributed.store().get("stop").decode()
-    distributed.say(f"{name}: stopped and saved at {where}; the same command goes on from there")
     distributed.barrier()  # the first to end has torchrun end the others
     for signum in STOP_SIGNALS:
         signal.signal(signum, signal.SIG_IGN)
     if mark := os.environ.get(process.STOPPED_MARK):
         Path(mark).touch()
+    distributed.say(f"{name}: stopped and saved at {where}; the same command goes on from there")
     process.leave(process.STOPPED)

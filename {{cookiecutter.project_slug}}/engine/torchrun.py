@@ -12,13 +12,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from engine import process
 
 if __name__ == "__main__":  # before torch, whose import takes seconds
-    process.be_quiet_on_interrupt()
+    process.be_quiet()
 
 import logging
 import os
 import signal
 import tempfile
+import uuid
 
+from torch.distributed import DistError
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.run import main
@@ -44,6 +46,9 @@ def launch(stopped: Path) -> int:
         return 128 - failure.exitcode
     except SignalException as error:
         return process.STOPPED if stopped.exists() else 128 + error.sigval
+    except DistError as error:  # the launchers of several nodes have lost each other
+        print(f"error: {str(error).splitlines()[0]}", file=sys.stderr)
+        return 1
     return 0
 
 
@@ -65,6 +70,7 @@ def run() -> int:
     logging.disable(logging.ERROR)
     # The ranks' store in rank 0, not here: it outlives a launcher that is killed.
     os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
+    os.environ.setdefault(process.LAUNCH_ID, uuid.uuid4().hex)
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "120")  # seconds, for a long save
     if hasattr(signal, "SIGUSR1"):  # torchrun would die of it
         signal.signal(signal.SIGUSR1, lambda *_: os.kill(os.getpid(), signal.SIGTERM))
@@ -76,7 +82,11 @@ def run() -> int:
     if status not in FINAL and restarts:
         print(f"starting again; MAX_RESTARTS is {restarts - 1} now", file=sys.stderr, flush=True)
         os.environ["MAX_RESTARTS"] = str(restarts - 1)
-        os.execv(sys.executable, sys.orig_argv)
+        command = list(sys.orig_argv)
+        if "--master-port" in command:  # another: an older launcher may still be there
+            place = command.index("--master-port") + 1
+            command[place] = str(int(command[place]) + 1)
+        os.execv(sys.executable, command)
     return status
 
 
