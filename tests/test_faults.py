@@ -191,6 +191,21 @@ def test_a_signal_before_training(project: Project, data: Path, tmp_path: Path) 
     assert not done.err
 
 
+def test_a_rank_is_held(project: Project, data: Path, tmp_path: Path) -> None:
+    """By SIGSTOP: the other tells where it waited; torchrun takes 30 seconds to give it up."""
+    run = Chain(project, data, tmp_path / "run", random.Random(3))
+    run.command += ["--dist-timeout", 5]
+    run.start()
+    os.kill(run.ranks()[1], signal.SIGSTOP)
+    began = time.monotonic()
+    done = run.end()
+    assert done.status == 1
+    assert 5 < time.monotonic() - began < 60
+    assert "rank 0 has finished nothing for 4 s: epoch" in done.err
+    last = "error: rank 0 waited 5 s (--dist-timeout) in vain for another rank"
+    assert done.err.splitlines()[-1] == last
+
+
 def test_a_mistake_is_not_repeated(project: Project, own_data: Path, tmp_path: Path) -> None:
     sorted(own_data.glob("train/*/*"))[0].write_bytes(b"")
     done = project.launch(*flags(own_data, tmp_path / "out"), MAX_RESTARTS="3")
@@ -333,7 +348,7 @@ print(json.dumps([wait(pids), time.monotonic() - began]))
     for rank, step, where in ((0, 3, "train_one_epoch"), (1, 3, "in <lambda>")):
         stack = err.split(f"rank {rank} has finished nothing for 4 s: epoch 1, step {step}")[1]
         assert where in stack.split("has finished nothing")[0]
-    assert "error: rank 0 waited in vain for another rank" in err
+    assert "error: rank 0 waited 5 s (--dist-timeout) in vain for another rank" in err
     assert twice[0] == [130, 130]
     assert twice[1] < 5
 

@@ -281,14 +281,13 @@ def one_line_errors(
 
 def _lost_a_rank(error: Exception) -> str | None:
     """Return a line if `error` is what a collective makes of another rank's death or hang."""
-    found = re.search(
-        r"Connection (reset|closed|refused)|Broken pipe|remote process exited|[Tt]imed? ?out",
-        str(error),
-    )
-    if not found or not isinstance(error, RuntimeError) or _store is None:
+    text = str(error)
+    by_gloo = "gloo/transport" in text or "caused pair closure" in text
+    if _store is None or not (by_gloo or isinstance(error, dist.DistError)):
         return None
-    what = "waited in vain for" if "out" in found[0] else "lost"
-    return f"rank {rank()} {what} another rank ({found[0]}; --dist-timeout {timeout():g} s)"
+    is_late = re.search("time(d |)out", text, re.IGNORECASE)
+    what = f"waited {timeout():g} s (--dist-timeout) in vain for" if is_late else "lost"
+    return f"rank {rank()} {what} another rank"
 
 
 def _tell(line: str, status: int) -> NoReturn:
