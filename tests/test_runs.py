@@ -162,8 +162,9 @@ class TestLaunchers:
     def test_wrong_environment(self, project: Project) -> None:
         project.launch(NNODES="2", NODE_RANK="0").refused("MASTER_ADDR")
         run([project.folder / "launch.sh"], NNODES="two").refused("NNODES=two")
+        run([project.folder / "launch.sh"], MAX_RESTARTS="-1").refused("MAX_RESTARTS=-1")
         usage = run([project.folder / "launch.sh", "--help"]).ok().out
-        for name in ("NPROC", "NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        for name in ("NPROC", "NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "MAX_RESTARTS"):
             assert name in usage
 
     def test_more_ranks_than_gpus(self, project: Project) -> None:

@@ -209,7 +209,8 @@ def explain(error: Exception) -> str | None:
         for pid, sample in zip(keyed.reading[::2], keyed.reading[1::2], strict=True)
         if (str(pid) in re.split(", ", pids) if pids else sample)
     ]
-    return ": ".join(["; ".join(at)] * bool(at) + [" ".join(str(error).split())])
+    text = " ".join(str(error).split())
+    return f"{'; '.join(at)}: {text}" if at else text
 
 
 def build_val_loader(dataset: Dataset, args: Namespace) -> DataLoader:
