@@ -20,9 +20,7 @@ from typing import Any, NoReturn
 
 PR_SET_PDEATHSIG = 1  # of Linux' <sys/prctl.h>
 MISTAKE = 2  # exit status: of the user's; another start ends in the same way
-STOPPED = (
-    75  # exit status: stopped by a signal and saved; sysexits.h calls it EX_TEMPFAIL, try again
-)
+STOPPED = 75  # exit status: stopped by a signal and saved; in sysexits.h EX_TEMPFAIL, try again
 STOPPED_MARK = "STOPPED_MARK"  # names the file in which launch.sh looks for that
 LAUNCH_ID = "LAUNCH_ID"  # tells a new start of launch.sh from what MAX_RESTARTS starts again
 STOP_SIGNALS = {  # Windows lacks the last two
