@@ -179,7 +179,8 @@ assert run(1, *flags, *accumulating, output=f"{folder}/said", patch=whole_steps)
     project.forked(RESUME + code, data, tmp_path, 1, *words)
     said = (tmp_path / "said.out").read_text()
     assert "1 of 2 epochs done" in said
-    assert ", 16 pictures into the next; 2 rank(s) then, 1 now: the same pictures" in said
+    assert " and 2 steps of the next; 2 rank(s) then, 1 now: the same pictures" in said
+    assert "; global batch (--batch-size x ranks x --accumulate) 8 then, 6 now" in said
     # 37 pictures are left of that epoch: six steps of 6.
     assert [row["step"] for row in rows(tmp_path / "run")] == ["6", str(8 + 6)]
 

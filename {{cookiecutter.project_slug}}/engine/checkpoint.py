@@ -7,6 +7,7 @@ import contextlib
 import math
 import os
 import pickle
+import re
 import zipfile
 import zlib
 from argparse import Namespace
@@ -99,12 +100,19 @@ def open_run(
     line = f"{path}: {state['epoch']} of {args.epochs} epochs done"
     if state["epoch"]:
         line += f", best {state['best']:.4f}"
+    ranks_then, ranks = len(state["totals"]), distributed.world_size()
+    batch_then = old["batch_size"] * old["accumulate"] * ranks_then
+    batch = args.batch_size * args.accumulate * ranks
     if state["seen"]:
-        line += f", {state['seen']} pictures into the next"
-    if (ranks_then := len(state["totals"])) != distributed.world_size():
+        line += f" and {state['seen'] // batch_then} steps of the next"
+    if ranks_then != ranks:
         line += (
-            f"; {ranks_then} rank(s) then, {distributed.world_size()} now: the same pictures in "
-            "the same order, but BatchNorm, dropout and rounding differ"
+            f"; {ranks_then} rank(s) then, {ranks} now: the same pictures in the same order, but "
+            "BatchNorm, dropout and rounding differ"
+        )
+    if batch_then != batch:
+        line += (
+            f"; global batch (--batch-size x ranks x --accumulate) {batch_then} then, {batch} now"
         )
     if changed := [n for n in new if n in old and old[n] != new[n] and n not in MAY_DIFFER]:
         line += f"; from now on {', '.join(f'{flag(n, new)} (was {old[n]})' for n in changed)}"
@@ -201,8 +209,9 @@ def clear(folder: Path) -> None:
     old = sorted({*saves(folder), *(path for name in OWN_FILES for path in folder.glob(name))})
     if old and distributed.is_rank_zero():
         print(f"--resume never: removing {', '.join(p.name for p in old)} from {folder}")
-        for path in old:
-            path.unlink()
+        with process.holding_signals():  # not half of it
+            for path in old:
+                path.unlink()
 
 
 def restore(
@@ -289,7 +298,7 @@ def load_file(path: Path | str) -> dict[str, Any]:
         if zipfile.is_zipfile(path):  # what torch.save writes; weights may be older
             with zipfile.ZipFile(path) as archive:
                 if damaged := archive.testzip():  # torch.load checks no checksum
-                    raise zipfile.BadZipFile(f"{damaged} is damaged")
+                    raise zipfile.BadZipFile(f"a checksum in it is wrong, of {damaged}")
             is_whole = True
         state = torch.load(path, map_location="cpu", weights_only=True)
     except FileNotFoundError:
@@ -299,7 +308,9 @@ def load_file(path: Path | str) -> dict[str, Any]:
     except READ_ERRORS as error:
         what = UserError if is_whole else Damaged
         types = is_whole and isinstance(error, pickle.UnpicklingError)
-        reason = "more than plain types" if types else str(error).strip().split("\n")[0][:120]
+        reason = (
+            "more than plain types" if types else re.split(r"\n|\. ", str(error).strip())[0][:120]
+        )
         raise what(f"{path}: not a readable checkpoint ({reason})") from None
     if not isinstance(state, dict):
         raise UserError(f"{path}: not a checkpoint but a {type(state).__name__}")

@@ -179,8 +179,12 @@ class KeyedDataset(Dataset):
             return self.dataset[index]
         except UserError:
             raise
-        except Exception:
-            print(f"error in {self.name(index)}:", file=sys.stderr, flush=True)
+        except Exception as error:
+            line = f"while reading {self.name(index)}"
+            if sys.version_info >= (3, 11):
+                error.add_note(line)
+            else:
+                print(line, file=sys.stderr, flush=True)
             raise
         finally:
             self.note(0)

@@ -116,7 +116,7 @@ class Run:
     def _remedy(self) -> str:
         return (
             "a lower --lr or more --warmup-epochs may help, or a look at the pictures; "
-            f"the checkpoints in {self.args.output_dir} are from before it"
+            f"what is saved in {self.args.output_dir} is from before it"
         )
 
     def save(self, is_best: bool = False) -> None:
@@ -147,6 +147,7 @@ class Run:
     @contextlib.contextmanager
     def stoppable(self) -> Iterator[None]:
         """Within the block a signal has all ranks stop after the same step, save, and end."""
+        distributed.barrier()  # no rank fails before rank 0 has said what begins
         with stopping.on_signals(self.__str__):
             try:
                 yield
@@ -154,7 +155,8 @@ class Run:
             except stopping.Stopped:
                 if self.saved_step != self.step:
                     self.save()
-                stopping.leave(str(self))
+                but = " without --resume never" if self.args.resume == "never" else ""
+                stopping.leave(f"at {self}; the same command{but} goes on from there")
 
     def __str__(self) -> str:
         return f"epoch {self.epoch + 1}, step {self.seen // self.global_batch}"

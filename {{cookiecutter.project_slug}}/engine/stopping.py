@@ -81,7 +81,8 @@ class Watch:
             if not self.arrived:
                 self.store.set("stop", signal.Signals(signum).name)
         elif self.status == 128 + signal.SIGINT and now - self.first > ECHO:
-            process.leave(self.status)  # after a second Ctrl-C torchrun sends SIGTERM
+            distributed.say("ended at once; nothing is saved since the last time")
+            process.leave(self.status)  # torchrun passes a second Ctrl-C on as SIGTERM
 
     def confer(self) -> None:
         if self.arrived:
@@ -99,6 +100,9 @@ class Watch:
             with self.lock:  # the main thread begins no step meanwhile
                 self.store.set(f"stop/{distributed.rank()}", str(self.step))
                 self.asked, self.answered = True, time.monotonic()
+            if sys.stderr.isatty():
+                print(file=sys.stderr)  # below the progress bar
+            distributed.say("asked to stop: at the end of this step, then saving")
 
     def mind_hang(self) -> None:
         now = time.monotonic()
@@ -111,7 +115,7 @@ class Watch:
             frame = sys._current_frames()[threading.main_thread().ident]  # type: ignore[index]
             line = (
                 f"rank {distributed.rank()} has finished nothing for {self.alarm:.0f} s: "
-                f"{self.where()}, collective {distributed.collectives()}; it is here:\n"
+                f"{self.where()}, {distributed.collectives()} collectives begun; it is here:\n"
             )
             stack = "".join(traceback.format_stack(frame)).rstrip()
             print(line + stack, file=sys.stderr, flush=True)
@@ -190,5 +194,5 @@ def leave(where: str) -> NoReturn:
         signal.signal(signum, signal.SIG_IGN)
     if mark := os.environ.get(process.STOPPED_MARK):
         Path(mark).touch()
-    distributed.say(f"{name}: stopped and saved at {where}; the same command goes on from there")
+    distributed.say(f"{name}: stopped and saved {where}")
     process.leave(process.STOPPED)

@@ -42,7 +42,9 @@ def launch(stopped: Path) -> int:
             return failure.exitcode
         # Nobody else can tell of it: a process that a signal ends prints nothing.
         name = signal.Signals(-failure.exitcode).name
-        print(f"error: rank {rank} (process {failure.pid}) was ended by {name}", file=sys.stderr)
+        hint = ": out of memory?" if name == "SIGKILL" else ""
+        line = f"error: rank {rank} (process {failure.pid}) was ended by {name}{hint}"
+        print(line, file=sys.stderr)
         return 128 - failure.exitcode
     except SignalException as error:
         return process.STOPPED if stopped.exists() else 128 + error.sigval

@@ -78,7 +78,7 @@ def test_a_stopped_run_ends_as_if_it_had_gone_on(run: Path, data: Path, tmp_path
     process.send_signal(signal.SIGTERM)
     _, err = process.communicate(timeout=300)
     assert process.returncode == 75, err
-    assert "pictures into the next" in launch(2, *flags)
+    assert "steps of the next" in launch(2, *flags)
     whole, stopped = (
         torch.load(folder / "last.pt", weights_only=True) for folder in (run, tmp_path)
     )
