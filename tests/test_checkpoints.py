@@ -145,3 +145,37 @@ def test_two_runs_in_one_folder(project: Project, data: Path, tmp_path: Path) ->
         first.kill()
     project.alone(*flags(data, out)).ok()
     assert not finish(first, mark).left
+
+
+@SAME_FOR_BOTH
+def test_whatever_has_a_state_is_saved(project: Project, tmp_path: Path) -> None:
+    """An average of the weights and a scaler, as an owner may add them to `Run(...)`."""
+    code = """
+import argparse, sys
+from pathlib import Path
+import torch
+from torch.optim.swa_utils import AveragedModel
+from engine import checkpoint, distributed
+from engine.run import Run
+distributed.setup()
+args = argparse.Namespace(batch_size=1, accumulate=1, save_every=0, keep=2, seed=0)
+args.output_dir = Path(sys.argv[1])
+
+def made():
+    net = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1)
+    more = {"ema": AveragedModel(net), "scaler": torch.amp.GradScaler("cpu", init_scale=64.0)}
+    return Run(args, ["a"], 9, torch.device("cpu"), net, optimizer, scheduler, **more)
+
+first, second = made(), made()
+for part in first.parts["ema"].parameters():
+    part.data += 1
+first.parts["scaler"].scale(torch.ones(1))
+first.parts["scaler"].update(32.0)
+first.save()
+second.restore(checkpoint.find(args.output_dir, "auto"))
+same = [torch.equal(*pair) for pair in zip(*(r.parts["ema"].parameters() for r in (first, second)))]
+print(all(same), second.parts["scaler"].get_scale())
+"""
+    assert project.python(code, tmp_path) == "True 32.0\n"
