@@ -281,13 +281,14 @@ def one_line_errors(
 
 def _lost_a_rank(error: Exception) -> str | None:
     """Return a line if `error` is what a collective makes of another rank's death or hang."""
-    by_collective = "gloo/transport" in str(error) or isinstance(error, dist.DistError)
-    words = r"pair closure|Broken pipe|Connection \w+|remote process exited|time(d )?out"
-    found = re.search(words, str(error), re.IGNORECASE)
-    if _store is None or not found or not (by_collective or found[0] == "pair closure"):
+    text = str(error)
+    of_gloo = "gloo/transport" in text or "caused pair closure" in text
+    words = r"Broken pipe|Connection \w+|remote process exited|time(d )?out"
+    found = re.search(words, text, re.IGNORECASE)
+    if _store is None or not found or not (of_gloo or isinstance(error, dist.DistError)):
         return None
-    late = "time" in found[0].lower() or "pair" in found[0]
-    what = f"waited {timeout():g} s (--dist-timeout) in vain for" if late else "lost"
+    is_late = found[0].lower().startswith("time")
+    what = f"waited {timeout():g} s (--dist-timeout) in vain for" if is_late else "lost"
     return f"rank {rank()} {what} another rank"
 
 
