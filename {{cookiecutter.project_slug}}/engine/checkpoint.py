@@ -68,11 +68,27 @@ def open_run(
 ) -> dict[str, Any] | None:
     """Prepare the output folder; return the checkpoint to go on from, None to start afresh.
 
-    If the nodes do not share a disk, each has a look at its own: the checkpoint that has got
-    furthest counts, and every rank is given it.
-
     Raises a UserError if the folder cannot be written, or if the checkpoint cannot be read, is of
     another network (one of `network_flags` differs), of another optimizer or of other classes.
+    """
+    state = find_furthest(args)
+    if state is None:
+        return None
+    path, old, new = state["path"], state["args"], plain(args)
+    for name in (*network_flags, "optimizer"):
+        if old.get(name) != new[name]:
+            raise UserError(f"{path} was trained with {flag(name, old)}, not {new[name]}: {REMEDY}")
+    check_classes(path, state["classes"], classes)
+    distributed.say(describe(state, new))
+    if not (args.output_dir / "best.pt").exists():
+        state["best"] = -math.inf  # of another folder: what is best here is yet to come
+    return state
+
+
+def find_furthest(args: Namespace) -> dict[str, Any] | None:
+    """Return the checkpoint that has got furthest, on all ranks; None if there is none.
+
+    If the nodes do not share a disk, the first rank of each has a look at its own.
     """
     with distributed.rank_zero_first():
         if distributed.is_rank_zero():
@@ -86,23 +102,22 @@ def open_run(
         return None
     if any(step != furthest for step, _, is_first in reached if is_first):
         source = [step for step, _, _ in reached].index(furthest)
-        state = distributed.from_rank(source, lambda: state)
-    elif state is None:
+        return distributed.from_rank(source, lambda: state)
+    if state is None:
         path = next(path for _, path, _ in reversed(reached[: distributed.rank()]) if path)
         state = load(path, KEYS)
-    assert state is not None
-    path = state["path"]
-    old, new = state["args"], plain(args)
-    for name in (*network_flags, "optimizer"):
-        if old.get(name) != new[name]:
-            raise UserError(f"{path} was trained with {flag(name, old)}, not {new[name]}: {REMEDY}")
-    check_classes(path, state["classes"], classes)
-    line = f"{path}: {state['epoch']} of {args.epochs} epochs done"
+    return state
+
+
+def describe(state: dict[str, Any], new: dict[str, Any]) -> str:
+    """Return a line: how far the checkpoint has got, and what the flags `new` change."""
+    old = state["args"]
+    line = f"{state['path']}: {state['epoch']} of {new['epochs']} epochs done"
     if state["epoch"]:
         line += f", best {state['best']:.4f}"
     ranks_then, ranks = len(state["totals"]), distributed.world_size()
     batch_then = old["batch_size"] * old["accumulate"] * ranks_then
-    batch = args.batch_size * args.accumulate * ranks
+    batch = new["batch_size"] * new["accumulate"] * ranks
     if state["seen"]:
         line += f" and {state['seen'] // batch_then} steps of the next"
     if ranks_then != ranks:
@@ -116,10 +131,7 @@ def open_run(
         )
     if changed := [n for n in new if n in old and old[n] != new[n] and n not in MAY_DIFFER]:
         line += f"; from now on {', '.join(f'{flag(n, new)} (was {old[n]})' for n in changed)}"
-    distributed.say(line)
-    if not (args.output_dir / "best.pt").exists():
-        state["best"] = -math.inf  # of another folder: what is best here is yet to come
-    return state
+    return line
 
 
 def check_classes(path: Path | str, known: Sequence[str], classes: Sequence[str]) -> None:

@@ -66,10 +66,10 @@ class Run:
         if state["seen"] and order == (self.pictures, self.args.seed):
             self.seen = state["seen"]
             totals = torch.tensor(state["totals"], dtype=torch.float64)
-            mine = totals[distributed.rank() : distributed.rank() + 1]
-            if len(totals) != distributed.world_size():
-                mine = totals if distributed.is_rank_zero() else totals[:0]
-            self.totals += mine.sum(0).to(self.totals.device)
+            if len(totals) == distributed.world_size():
+                self.totals += totals[distributed.rank()].to(self.totals.device)
+            elif distributed.is_rank_zero():
+                self.totals += totals.sum(0).to(self.totals.device)
         elif state["seen"]:
             distributed.say("other pictures or another --seed: the epoch begins anew")
         for name, part in self.parts.items():

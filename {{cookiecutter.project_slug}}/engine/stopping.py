@@ -47,8 +47,7 @@ class Watch:
         self.status = 1
         self.lock = threading.Lock()
         self.step = 1  # the step that the main thread is in, counted from the block's beginning
-        self.asked = False  # whether this rank has answered with its step
-        self.answered = 0.0  # when
+        self.answered = 0.0  # when this rank, asked to stop, answered with its step
         self.last = 0  # the step to stop after
         self.agreed = threading.Event()  # on the last step
         self.arrived = False  # whether the main thread is there
@@ -87,7 +86,7 @@ class Watch:
     def confer(self) -> None:
         if self.arrived:
             return
-        if self.asked:
+        if self.answered:
             answers = [f"stop/{rank}" for rank in range(distributed.world_size())]
             if not self.agreed.is_set() and self.store.check(answers):
                 self.last = max(int(self.store.get(key)) for key in answers)
@@ -99,7 +98,7 @@ class Watch:
         elif self.store.check(["stop"]):
             with self.lock:  # the main thread begins no step meanwhile
                 self.store.set(f"stop/{distributed.rank()}", str(self.step))
-                self.asked, self.answered = True, time.monotonic()
+                self.answered = time.monotonic()
             if sys.stderr.isatty():
                 print(file=sys.stderr)  # below the progress bar
             distributed.say("asked to stop: at the end of this step, then saving")
@@ -162,7 +161,7 @@ def end_step() -> None:
         return
     _watch.signs += 1
     with _watch.lock:
-        if not _watch.asked:
+        if not _watch.answered:
             _watch.step += 1
             return
     _watch.agreed.wait()
@@ -176,7 +175,7 @@ def is_asked() -> bool:
     if not _watch:
         return False
     _watch.signs += 1
-    return _watch.asked
+    return bool(_watch.answered)
 
 
 def stop() -> NoReturn:
