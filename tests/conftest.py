@@ -20,7 +20,10 @@ TESTS = Path(__file__).resolve().parent
 TEMPLATE_FOLDER = "{{cookiecutter.project_slug}}"
 TASKS = ("classification", "segmentation")
 # Small pictures, a small share of time in processes: what most runs in these tests are given.
-SMALL = ("--image-size", "64", "--batch-size", "4", "--workers", "0", "--epochs", "1")
+SMALL = (
+    *("--image-size", "64", "--batch-size", "4", "--workers", "0", "--epochs", "1"),
+    *("--threads", "1"),
+)
 
 # One thread a process; the log level is the one that main.py sets before it imports torch.
 ENVIRONMENT = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}

@@ -102,7 +102,7 @@ def digest(folder: str | Path) -> str:
         if isinstance(value, torch.Tensor):
             value = value.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
         if isinstance(value, dict):
-            skip = ("args", "img_per_s", "train_seconds")
+            skip = ("args", "img_per_s", "train_seconds", "data_wait")
             value = [pair for pair in value.items() if pair[0] not in skip]
         if isinstance(value, list | tuple):
             for part in value:

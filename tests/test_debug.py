@@ -16,10 +16,10 @@ from dap import Breakpoints, Debugger, configuration, line_of
 from test_runs import SAME_FOR_BOTH, flags, free_port, with_bug
 
 F5 = "DDP: torch.distributed.launch"
-LOOP = "loss_sum, count = criterion(ddp_model"  # a line of the training loop
+LOOP = "loss_sum, count = criterion(outputs.float()"  # a line of the training loop
 FIRST_READ = {  # in __getitem__
-    "classification": "loading.read_image(path)",
-    "segmentation": "loading.read_image(image_path)",
+    "classification": "open_picture(self.samples",
+    "segmentation": "open_picture(image_path)",
 }
 ALARMING = re.compile(r"Traceback|Error|Warning|Killed|Terminated|Aborted|\b[EWF]\d{4} ")
 

@@ -165,7 +165,7 @@ def test_never_to_resume_but_after_a_failure(project: Project, data: Path, tmp_p
 
 def test_a_second_interrupt(project: Project, data: Path, tmp_path: Path) -> None:
     """Of the launcher, while a rank hangs outside any collective: all end at once."""
-    line = "            optimizer.step()\n"
+    line = "            scaler.step(optimizer)\n"
     bug = "            if i == 2 and rank == 1:\n                __import__('time').sleep(600)\n"
     broken = with_bug(project, tmp_path / "broken", line, bug + line)
     mark = uuid.uuid4().hex
@@ -379,12 +379,12 @@ def test_samples_that_break_their_worker(fault: Callable) -> None:
 import dataset
 def at(path, act):
     def patch():
-        read = dataset.loading.read_image
+        read = dataset.open_picture
         def patched(name, *args):
             if name.endswith(path):
                 act()
             return read(name, *args)
-        dataset.loading.read_image = patched
+        dataset.open_picture = patched
     return patch
 def bug():
     raise ValueError("a bug")
@@ -449,7 +449,7 @@ def test_nodes_that_share_no_disk(fault: Callable, tmp_path: Path) -> None:
 def node():
     rank = os.environ["RANK"]
     os.environ.update(LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
-    sys.argv += ["--output-dir", f"{folder}/node{rank}"]
+    sys.argv += ["--output-dir", f"{folder}/node{rank}", "--threads", "1"]
 train("whole", "--epochs", 2)
 killed = after_step(8, lambda: os.kill(os.getpid(), 9))
 train("node1", "--epochs", 2, "--save-every", 4, patch=killed)

@@ -68,7 +68,7 @@ def test_three_ranks_end_with_the_same_weights(
 def test_a_forward_pass_beside_ddp_is_found_out(
     project: Project, data: Path, tmp_path: Path
 ) -> None:
-    right, wrong = "criterion(ddp_model(images)", "criterion(ddp_model.module(images)"
+    right, wrong = "outputs = ddp_model(images)", "outputs = ddp_model.module(images)"
     broken = with_bug(project, tmp_path / "broken", right, wrong)
     done = run([broken, *flags(data, tmp_path / "out")])
     done.refused("differs between ranks", "ddp_model")
@@ -227,7 +227,7 @@ def test_output_files(project: Project, trained: Path) -> None:
     state = torch.load(trained / "last.pt", weights_only=True)
     assert set(state) == {
         *("model", "optimizer", "scheduler", "epoch", "step", "seen", "totals", "pictures"),
-        *("best", "history", "classes", "args"),
+        *("best", "history", "classes", "args", "scaler"),
     }
     args = json.loads((trained / "args.json").read_text())
     assert args["flags"]["epochs"] == 1
@@ -575,5 +575,5 @@ def test_pictures_of_every_kind(project: Project, trained: Path, tmp_path: Path)
             **{Path(name).stem: (96, 40) for name in kinds},
             "turned": (40, 96),
         }
-    code = "import sys, engine.loading as l; print(l.read_image(sys.argv[1]).getextrema())"
+    code = "import sys, engine.pictures as p; print(p.read_image(sys.argv[1]).getextrema())"
     assert project.python(code, tmp_path / "deep.png").startswith("((0, 254)")

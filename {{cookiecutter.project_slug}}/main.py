@@ -28,6 +28,7 @@ if __name__ == "__main__":  # before torch, whose import takes seconds
 
 import torch
 from torch import Tensor, nn
+from torch.amp import GradScaler
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
@@ -36,7 +37,7 @@ from torchmetrics import MetricCollection
 
 import demo_set
 from dataset import IMAGE_SIZE, build_dataset, draw_example
-from engine import checkpoint, debug, distributed, loading, replicas, seeding, stopping
+from engine import checkpoint, debug, distributed, loading, machine, replicas, seeding, stopping
 from engine.reporting import Reporter
 from engine.run import Run
 from model import (
@@ -88,7 +89,17 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         type=at_least(1),
         help=f"side of the training pictures; default: {IMAGE_SIZE}",
     )
-    add("--workers", type=at_least(0), help="loader processes per rank; default: CPUs / ranks, 8")
+    add(
+        "--workers",
+        type=at_least(0),
+        help="loader processes per rank; default: the CPUs that a job may use / ranks, up to 16",
+    )
+    add("--prefetch", type=at_least(1), default=2, help="batches ahead, per worker; default: 2")
+    add(
+        "--pin-memory",
+        action=argparse.BooleanOptionalAction,
+        help="default: on GPUs, if it takes no more than a quarter of the free memory",
+    )
 
     add = parser.add_argument_group("output").add_argument
     add(
@@ -135,6 +146,20 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         help="to zero, or / 10 every 30 epochs; default: cosine",
     )
     add("--warmup-epochs", type=at_least(0, float), default=0.5, help="linear rise; default: 0.5")
+    add(
+        "--clip-grad-norm",
+        metavar="NORM",
+        type=at_least(0, float),
+        default=0,
+        help="0, the default: not",
+    )
+    add(
+        "--amp",
+        choices=("auto", "off", "bf16", "fp16"),
+        default="auto",
+        help="compute in 16 bits; default: auto, the best that a GPU has, and off on CPUs",
+    )
+    add("--compile", action="store_true", help="torch.compile: minutes at first, then faster")
     add("--seed", type=at_least(0), default=0, help="default: 0")
     add("--deterministic", action="store_true", help="the same bits in each run on GPUs; slower")
 
@@ -160,6 +185,11 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         default=("127.0.0.1", 5678),
         help="default: 5678 on loopback",
     )
+    add(
+        "--threads",
+        type=at_least(1),
+        help="of torch, per rank; default: CPUs / ranks, beside a GPU up to 4",
+    )
     add("--local-rank", "--local_rank", type=int, help=argparse.SUPPRESS)
 
     args = parser.parse_args(argv)
@@ -179,10 +209,12 @@ def build_optimizer(model: nn.Module, args: argparse.Namespace) -> Optimizer:
         lr *= args.batch_size * args.accumulate * distributed.world_size() / 256
         distributed.say(f"--scale-lr: learning rate {args.lr:g} becomes {lr:g}")
     if args.optimizer == "sgd":
+        # Fused, it would begin with a momentum of garbage if GradScaler skips its first step.
+        fused, momentum = args.amp != "fp16", args.momentum
         return torch.optim.SGD(
-            model.parameters(), lr, momentum=args.momentum, weight_decay=args.weight_decay
+            model.parameters(), lr, momentum, weight_decay=args.weight_decay, fused=fused
         )
-    return torch.optim.AdamW(model.parameters(), lr, weight_decay=args.weight_decay)
+    return torch.optim.AdamW(model.parameters(), lr, weight_decay=args.weight_decay, fused=True)
 
 
 def build_scheduler(optimizer: Optimizer, args: argparse.Namespace, steps: int) -> LambdaLR:
@@ -205,6 +237,7 @@ def train_one_epoch(
     criterion: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]],
     optimizer: Optimizer,
     scheduler: LambdaLR,
+    scaler: GradScaler,
     loader: DataLoader,
     device: torch.device,
     args: argparse.Namespace,
@@ -214,6 +247,8 @@ def train_one_epoch(
     """Train on this rank's share of what is left of the epoch; return all ranks' mean loss."""
     rank = distributed.rank()
     local_rank = distributed.local_rank()  # noqa: F841  for breakpoints
+    autocast = machine.autocast(args.amp, device)
+    torch.backends.cudnn.benchmark = not args.deterministic  # all batches have one shape
     ddp_model.train()
     batches = report.progress(loading.to_device(loader, device), loader, run.epoch)
     for i, (images, targets) in enumerate(batches, start=run.passes):
@@ -221,12 +256,18 @@ def train_one_epoch(
         is_last = (i + 1) % args.accumulate == 0  # of the passes that make up an optimizer step
         # Gradients are averaged over the ranks once a step, in its last backward pass.
         with contextlib.nullcontext() if is_last else ddp_model.no_sync():
-            loss_sum, count = criterion(ddp_model(images), targets)
-            (loss_sum / count.clamp(min=1) / args.accumulate).backward()
+            with autocast:
+                outputs = ddp_model(images)
+            loss_sum, count = criterion(outputs.float(), targets)
+            scaler.scale(loss_sum / count.clamp(min=1) / args.accumulate).backward()
         run.totals += torch.stack((loss_sum.detach().double(), count.double()))
         report.loss(run.totals, optimizer.param_groups[0]["lr"])
         if is_last:
-            optimizer.step()
+            if args.clip_grad_norm:
+                scaler.unscale_(optimizer)
+                nn.utils.clip_grad_norm_(ddp_model.parameters(), args.clip_grad_norm)
+            scaler.step(optimizer)
+            scaler.update()
             optimizer.zero_grad()
             scheduler.step()
             run.end_step()  # where it saves, and where a signal stops it
@@ -240,17 +281,21 @@ def evaluate(
     metrics: MetricCollection,
     loader: DataLoader,
     device: torch.device,
+    amp: str,
 ) -> dict[str, float]:
     """Return loss and metrics over the whole validation set, each sample counted once.
 
     Takes the bare model: ranks may hold unequal numbers of batches, and DDP would wait.
     """
+    torch.backends.cudnn.benchmark = False  # for each size of picture it would take seconds
     model.eval()
     metrics.reset()
     # Loss sum, count, ranks that were asked to stop.
     totals = torch.zeros(3, dtype=torch.float64, device=device)
     for images, targets in loading.to_device(itertools.chain.from_iterable(loader), device):
-        outputs = model(images)
+        with machine.autocast(amp, device):
+            outputs = model(images)
+        outputs = outputs.float()
         loss_sum, count = criterion(outputs, targets)
         totals[:2] += torch.stack((loss_sum.double(), count.double()))
         metrics.update(outputs, targets)
@@ -277,13 +322,16 @@ def train(
     state: dict[str, Any] | None,
 ) -> None:
     """Train for the epochs that are left, from `state` (a checkpoint) on if there is one."""
+    if args.compile:
+        model.compile()  # in place: its checkpoints fit an uncompiled one
     ddp_model = replicas.wrap(model, device)
     criterion = build_criterion(args)
     steps = len(train_loader) // args.accumulate
     optimizer = build_optimizer(model, args)
     scheduler = build_scheduler(optimizer, args, steps)
     pictures = len(train_loader.dataset)  # type: ignore[arg-type]
-    run = Run(args, classes, pictures, device, model, optimizer, scheduler)
+    scaler = GradScaler(device.type, enabled=args.amp == "fp16")
+    run = Run(args, classes, pictures, device, model, optimizer, scheduler, scaler=scaler)
     if state:
         run.restore(state)
     if args.resume == "never" and not state:
@@ -295,11 +343,20 @@ def train(
         while run.epoch < args.epochs:
             train_loader.sampler.set_epoch(run.epoch, run.seen)  # type: ignore[attr-defined]
             train_loss = train_one_epoch(
-                ddp_model, criterion, optimizer, scheduler, train_loader, device, args, report, run
+                ddp_model,
+                criterion,
+                optimizer,
+                scheduler,
+                scaler,
+                train_loader,
+                device,
+                args,
+                report,
+                run,
             )
             replicas.sync_buffers(model)
             replicas.check_same(model)
-            results = evaluate(model, criterion, metrics, val_loader, device)
+            results = evaluate(model, criterion, metrics, val_loader, device, args.amp)
 
             lr = optimizer.param_groups[0]["lr"]
             row = {"epoch": run.epoch + 1, "step": run.step, "train_loss": train_loss, **results}
@@ -316,11 +373,12 @@ def evaluate_checkpoint(args: argparse.Namespace, device: torch.device) -> None:
     path = args.output_dir / "best.pt" if args.resume in ("auto", "never") else args.resume
     model, known_classes, flags = checkpoint.load_model(path, build_model, device)
     args.image_size = args.image_size or flags.image_size
+    machine.set_up(args, device)
     _, val_set, classes = build_dataset(args)
     checkpoint.check_classes(path, known_classes, classes)
     val_loader = loading.build_val_loader(val_set, args)
     metrics = build_metrics(classes).to(device)
-    results = evaluate(model, build_criterion(args), metrics, val_loader, device)
+    results = evaluate(model, build_criterion(args), metrics, val_loader, device, args.amp)
     distributed.say(json.dumps({k: v if math.isfinite(v) else None for k, v in results.items()}))
 
 
@@ -331,8 +389,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     seeding.seed(args.seed)
     if args.deterministic:
         seeding.be_deterministic()
-    if args.workers is None:
-        args.workers = loading.default_workers()
     if args.data is None:
         args.data = ROOT / "data" / "demo"
         with distributed.rank_zero_first():
@@ -342,6 +398,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         return distributed.teardown()
 
     args.image_size = args.image_size or IMAGE_SIZE
+    machine.set_up(args, device)
     train_set, val_set, classes = build_dataset(args)
     train_loader = loading.build_train_loader(train_set, args)
     val_loader = loading.build_val_loader(val_set, args)
@@ -353,7 +410,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         distributed.say("nothing left to do: --epochs N for more, --resume never to start afresh")
     else:
         metrics = build_metrics(classes).to(device)
-        train(args, device, model.to(device), metrics, train_loader, val_loader, classes, state)
+        model = model.to(device).to(memory_format=torch.channels_last)
+        train(args, device, model, metrics, train_loader, val_loader, classes, state)
     distributed.teardown()
 
 

@@ -44,6 +44,8 @@ MAY_DIFFER = (
     "resume",
     "save_every",
     "workers",
+    "prefetch",
+    "pin_memory",
 )
 KEYS = (  # what a run goes on from
     *("model", "optimizer", "scheduler", "epoch", "step", "seen", "totals", "pictures", "best"),

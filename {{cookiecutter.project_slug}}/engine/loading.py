@@ -1,101 +1,25 @@
-"""From files to batches on the device: listing, reading, dealing samples to ranks."""
+"""From samples to batches on the device: dealing them to ranks, loader workers, normalising."""
 
 import functools
 import multiprocessing
 import os
 import re
 import sys
-import zlib
 from argparse import Namespace
 from collections.abc import Iterable, Iterator, Sequence
-from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-from PIL import Image, ImageOps
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler, default_collate, get_worker_info
 
 from engine import distributed, process, seeding
 from engine.distributed import UserError
 
-EXTENSIONS = {".bmp", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp"}
 # ImageNet's channel means and deviations, in RGB order and units of 0..1: what the pretrained
 # weights of torchvision and segmentation-models-pytorch expect.
 MEAN = (0.485, 0.456, 0.406)
 STD = (0.229, 0.224, 0.225)
-
-
-def list_images(folder: Path) -> list[str]:
-    """Return the paths of all pictures below `folder`, sorted; a UserError if there is none."""
-    if not folder.is_dir():
-        raise UserError(f"{folder}: no such file or folder")
-    paths = [
-        os.path.join(parent, name)
-        for parent, _, names in os.walk(folder, followlinks=True)
-        for name in names
-        if os.path.splitext(name)[1].lower() in EXTENSIONS and not name.startswith(".")
-    ]
-    if not paths:
-        raise UserError(f"{folder}: no pictures in it; expected {', '.join(sorted(EXTENSIONS))}")
-    return sorted(paths)
-
-
-def collect(inputs: Sequence[str | Path]) -> list[tuple[str, str]]:
-    """Return (path, name) of each picture that `inputs`, files and folders, hold.
-
-    The name is the path below the folder that was given, without its ending.
-    """
-    found = []
-    for given in inputs:
-        is_file = os.path.isfile(given)
-        for path in [str(given)] if is_file else list_images(Path(given)):
-            below = os.path.basename(path) if is_file else os.path.relpath(path, given)
-            found.append((path, os.path.splitext(below)[0]))
-    return found
-
-
-def by_name(pictures: Sequence[tuple[str, str]]) -> dict[str, str]:
-    """Return {name: path} of (path, name) pairs; a UserError if two share a name."""
-    found: dict[str, str] = {}
-    for path, name in pictures:
-        if name in found:
-            raise UserError(
-                f"{path} and {found[name]}: the same name but for the ending; rename one"
-            )
-        found[name] = path
-    return found
-
-
-def read_image(path: str, mode: str | None = "RGB") -> Image.Image:
-    """Return the picture at `path`, upright and converted to `mode` (None: as it is stored).
-
-    Raises a UserError that names the file if it cannot be read whole.
-    """
-    try:
-        with Image.open(path) as file:
-            image: Image.Image = ImageOps.exif_transpose(file)
-            if mode == "RGB" and image.mode.startswith("I"):  # 16 bits: keep the upper 8
-                image = image.point(lambda value: value / 256).convert("L")
-            return image.convert(mode) if mode else image.copy()
-    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
-        reason = str(error).replace(f" '{path}'", "")
-        raise UserError(f"{path}: cannot be read ({reason}); replace or remove it") from None
-
-
-def split(paths: Sequence[str], root: Path) -> tuple[list[str], list[str]]:
-    """Deal `paths` into 85 % for training and 15 % for validation, one at least in each.
-
-    The order is by a checksum of the path below `root`: the same on every machine and in every
-    run, and a picture added later moves few others.
-    """
-    if len(paths) < 2:
-        raise UserError(
-            f"{paths[0]}: too few pictures to set some aside; add more, or a val folder"
-        )
-    by_chance = sorted(paths, key=lambda p: zlib.crc32(os.path.relpath(p, root).encode()))
-    count = max(1, round(0.15 * len(paths)))
-    return sorted(by_chance[count:]), sorted(by_chance[:count])
 
 
 def build_train_loader(dataset: Dataset, args: Namespace) -> DataLoader:
@@ -113,7 +37,8 @@ def build_train_loader(dataset: Dataset, args: Namespace) -> DataLoader:
         )
     keyed = KeyedDataset(dataset, args)
     sampler = TrainSampler(total, global_batch, args.seed)
-    return Loader(keyed, args.batch_size, sampler=sampler, **worker_options(args))
+    options = worker_options(args)
+    return Loader(keyed, args.batch_size, sampler=sampler, collate_fn=collate, **options)
 
 
 class Loader(DataLoader):
@@ -239,7 +164,13 @@ def collate_by_size(samples: Sequence[tuple]) -> list:
     groups: dict[torch.Size, list] = {}
     for sample in samples:
         groups.setdefault(sample[0].shape, []).append(sample)
-    return [default_collate(group) for group in groups.values()]
+    return [collate(group) for group in groups.values()]
+
+
+def collate(samples: Sequence[tuple]) -> list:
+    """Return a batch, in which the channels of pictures are last in memory, as they were read."""
+    images = default_collate([sample[0].movedim(0, -1) for sample in samples]).movedim(-1, 1)
+    return [images, *default_collate([sample[1:] for sample in samples])]
 
 
 def worker_options(args: Namespace) -> dict[str, Any]:
@@ -249,7 +180,8 @@ def worker_options(args: Namespace) -> dict[str, Any]:
         # Python 3.14 has another default, whose helper process does not outlive a SIGTERM to all.
         "multiprocessing_context": "fork" if args.workers and sys.platform == "linux" else None,
         "worker_init_fn": functools.partial(process.start_worker, process.follows_debugger),
-        "pin_memory": torch.cuda.is_available(),
+        "prefetch_factor": args.prefetch if args.workers else None,
+        "pin_memory": args.pin_memory,
         # A worker that hangs holds up all ranks; this one, who can name the sample, is to tell.
         "timeout": 0 if distributed.is_debugged() or not args.workers else 0.9 * args.dist_timeout,
     }
@@ -276,15 +208,3 @@ def normalize(images: Tensor) -> Tensor:
 def channel_statistics(device: torch.device) -> tuple[Tensor, Tensor]:
     mean, std = (torch.tensor(values, device=device).view(3, 1, 1) for values in (MEAN, STD))
     return mean, std
-
-
-def default_workers() -> int:
-    """Return the CPUs that this process may use, divided by the ranks of the node; from 1 to 8.
-
-    None under a debugger, where each worker would be one more session to continue.
-    """
-    if process.is_debugged():
-        return 0
-    usable = getattr(os, "sched_getaffinity", None)  # not on macOS and Windows
-    cpus = len(usable(0)) if usable else os.cpu_count() or 1
-    return min(max(1, cpus // distributed.local_world_size()), 8)

@@ -23,9 +23,10 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 from tqdm import tqdm
 
-from engine import distributed, files, loading
+from engine import distributed, files, loading, machine, pictures, prepared
 
 SECONDS_BETWEEN_READINGS = 0.5  # reading the loss waits for the device: not at every step
+INPUT_BOUND = 0.1  # the share of time spent waiting for pictures from which on it is said
 
 
 class Reporter:
@@ -66,6 +67,11 @@ class Reporter:
             f"{args.accumulate} accumulated = {args.batch_size * ranks * args.accumulate} | "
             f"{samples[0]} training + {samples[1]} validation pictures | {steps} steps per epoch"
         )
+        distributed.say(
+            f"per rank {args.workers} loader worker(s), {args.prefetch} batches ahead each, and "
+            f"{args.threads} thread(s) | memory {'' if args.pin_memory else 'not '}pinned | "
+            f"JPEG: {pictures.decoder()} | amp {args.amp}{', compiled' if args.compile else ''}"
+        )
         record = {
             "flags": vars(args),
             "ranks": ranks,
@@ -93,12 +99,21 @@ class Reporter:
             # None: off where the output is no terminal, so that logs stay readable.
             disable=None if self.active else True,
         )
+        self.waited = 0.0
+        asked = time.monotonic()
         for batch in batches:
+            self.waited += time.monotonic() - asked
             yield batch
             self.bar.update(per_pass)
+            asked = time.monotonic()
         self.bar.close()
         seconds = time.monotonic() - self.began  # a resumed epoch's are those since then
-        self.speed = {"img_per_s": len(loader) * per_pass / seconds, "train_seconds": seconds}
+        share = torch.tensor(self.waited / seconds, device=self.device)
+        self.speed = {
+            "img_per_s": len(loader) * per_pass / seconds,
+            "train_seconds": seconds,
+            "data_wait": distributed.reduce_tensor(share, "max").item(),
+        }
 
     def loss(self, totals: Tensor, lr: float) -> None:
         """Show the mean loss so far (rank 0's own), from `totals` = (sum, count), and the rate."""
@@ -106,7 +121,9 @@ class Reporter:
         if not self.bar.disable and now - self.read_at >= SECONDS_BETWEEN_READINGS:
             self.read_at = now
             loss_sum, count = totals.tolist()
-            self.bar.set_postfix(loss=f"{loss_sum / max(count, 1):.3f}", lr=f"{lr:.2g}")
+            wait = f"{self.waited / (now - self.began):.0%}"
+            loss = f"{loss_sum / max(count, 1):.3f}"
+            self.bar.set_postfix(loss=loss, lr=f"{lr:.2g}", data_wait=wait)
 
     def epoch(self, rows: Sequence[dict[str, Any]], is_best: bool) -> None:
         """Record the last of `rows`: a line, metrics.csv, TensorBoard scalars, curves.png."""
@@ -128,6 +145,24 @@ class Reporter:
         distributed.say(
             f"epoch {row['epoch']}/{self.args.epochs}  {shown}  left {left:.0f} s{star}"
         )
+        if row["data_wait"] >= INPUT_BOUND and row["data_wait"] * row["train_seconds"] > 1:
+            self.say_input_bound(row)
+
+    def say_input_bound(self, row: dict[str, Any]) -> None:
+        """Say that the training waits for its pictures, and what to turn."""
+        workers, share = self.args.workers, machine.share()
+        remedies = []
+        if workers < share:
+            remedies.append(f"--workers {share}")
+        if prepared.is_store(self.args.data):
+            remedies.append("a smaller --short-side of prepare_data.py")
+        else:
+            remedies.append("prepare_data.py")
+        distributed.say(
+            f"input-bound: {row['data_wait']:.0%} of {row['train_seconds']:.0f} s were spent "
+            f"waiting for pictures, with {workers} worker(s) on {share} CPU(s) per rank; "
+            f"what helps: {', '.join(remedies)}, more CPUs"
+        )
 
     def finish(self, name: str, best: float) -> None:
         """Print what came out and where it is."""
@@ -141,7 +176,7 @@ class Reporter:
         figure = Figure(figsize=(10, 4), layout="constrained")
         axes = figure.subplots(1, 2)
         epochs = [row["epoch"] for row in rows]
-        skip = {"epoch", "step", "lr", "img_per_s", "train_seconds"}
+        skip = {"epoch", "step", "lr", "img_per_s", "train_seconds", "data_wait"}
         for name in [name for name in rows[-1] if name not in skip]:
             side = axes[0] if name.endswith("loss") else axes[1]
             values = [row.get(name, math.nan) for row in rows]

@@ -73,7 +73,7 @@ class Run:
         elif state["seen"]:
             distributed.say("other pictures or another --seed: the epoch begins anew")
         for name, part in self.parts.items():
-            if name not in ("model", "optimizer", "scheduler") and name in state:
+            if name not in ("model", "optimizer", "scheduler") and state.get(name):
                 part.load_state_dict(state[name])
         steps = self.pictures // self.global_batch
         step = self.epoch * steps + self.seen // self.global_batch

@@ -1,58 +1,91 @@
 """What it learns from: one folder of pictures per class, DIR/{train,val}/<class>/*."""
 
+import functools
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset
-from torchvision.transforms import v2
+from torchvision.transforms import RandomResizedCrop
+from torchvision.transforms.v2 import functional as F
 
-from engine import distributed, loading
+from engine import distributed, pictures, prepared
 from engine.distributed import UserError
+from engine.pictures import Picture, open_picture
 
 IMAGE_SIZE = 224  # pixels; what the network sees, unless --image-size says otherwise
+SHORT_SIDE = 256  # pixels; of what prepare_data.py stores, unless --short-side says otherwise
 
 
-def train_transform(size: int) -> v2.Compose:
-    """Return the augmentation: PIL picture -> uint8 (3, size, size). Edit it here."""
-    return v2.Compose(
-        [
-            v2.RandomResizedCrop(size, scale=(0.25, 1.0)),
-            v2.RandomHorizontalFlip(),
-            v2.PILToTensor(),
-        ]
-    )
+def train_transform(picture: Picture, size: int) -> Tensor:
+    """Augment: a picture of any size -> uint8 (3, size, size). Edit it here.
+
+    No more than the box is decoded, and that not larger than needed. What is done to the picture
+    after that is best done here as well, on uint8; it is normalised on the device.
+    """
+    shape = torch.empty(3, picture.height, picture.width, device="meta")  # no pixels yet
+    box = RandomResizedCrop.get_params(shape, scale=[0.25, 1.0], ratio=[3 / 4, 4 / 3])
+    image = picture.read(box, (size, size))
+    return F.horizontal_flip(image) if torch.rand(()) < 0.5 else image
 
 
-def eval_transform(size: int) -> v2.Compose:
+def eval_transform(picture: Picture, size: int) -> Tensor:
     """Return what validation and predict.py do instead: the middle of the picture."""
-    return v2.Compose([v2.Resize(round(size / 0.875)), v2.CenterCrop(size), v2.PILToTensor()])
+    side = round(0.875 * min(picture.height, picture.width))
+    box = ((picture.height - side) // 2, (picture.width - side) // 2, side, side)
+    return picture.read(box, (size, size))
 
 
 class ImageDataset(Dataset):
-    """Pictures with their class numbers. A sample is (uint8 (3, size, size), int)."""
+    """Pictures with their class numbers. A sample is (uint8 (3, size, size), int).
 
-    def __init__(self, samples: Sequence[tuple[str, int]], transform: v2.Transform) -> None:
+    prepared: what prepare_data.py made of the pictures, in the order of `samples`.
+    """
+
+    def __init__(
+        self,
+        samples: Sequence[tuple[str, int]],
+        transform: Callable[[Picture], Tensor],
+        prepared: Sequence[tuple[Picture]] | None = None,
+    ) -> None:
         self.samples = samples
         self.transform = transform
+        self.prepared = prepared
 
     def __len__(self) -> int:
         return len(self.samples)
 
+    def open(self, index: int) -> tuple[Picture]:
+        """Return what prepare_data.py stores of a sample."""
+        return (open_picture(self.samples[index][0]),)
+
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
-        path, label = self.samples[index]
-        return self.transform(loading.read_image(path)), label
+        (picture,) = self.prepared[index] if self.prepared else self.open(index)
+        return self.transform(picture), self.samples[index][1]
 
 
 def build_dataset(args: Namespace) -> tuple[ImageDataset, ImageDataset, list[str]]:
-    """Return the training set, the validation set and the class names, which the folders give.
+    """Return the training set, the validation set and the class names, which the folders give."""
+    augment = functools.partial(train_transform, size=args.image_size)
+    middle = functools.partial(eval_transform, size=args.image_size)
+    if store := prepared.open_store(args.data):
+        return (
+            ImageDataset(store.train, augment, store.pictures("train")),
+            ImageDataset(store.val, middle, store.pictures("val")),
+            store.classes,
+        )
+    train, val, classes = find_samples(args.data)
+    return ImageDataset(train, augment), ImageDataset(val, middle), classes
+
+
+def find_samples(root: Path) -> tuple[list[tuple[str, int]], list[tuple[str, int]], list[str]]:
+    """Return the samples, (path, class number), for training and for validation, and the classes.
 
     Without DIR/val, 15 % of each class of DIR/train are set aside, always the same ones.
     """
-    root = Path(args.data)
     classes = class_folders(root / "train")
     if len(classes) < 2:
         raise UserError(f"{root / 'train'}: {len(classes)} class folder(s) in it; two are needed")
@@ -65,22 +98,18 @@ def build_dataset(args: Namespace) -> tuple[ImageDataset, ImageDataset, list[str
             f"{root / where}: class folder {odd[0]} is missing; train and val need the same"
         )
     for label, name in enumerate(classes):
-        train_paths = loading.list_images(root / "train" / name)
+        train_paths = pictures.list_images(root / "train" / name)
         if has_val:
-            val_paths = loading.list_images(root / "val" / name)
+            val_paths = pictures.list_images(root / "val" / name)
         else:
-            train_paths, val_paths = loading.split(train_paths, root)
+            train_paths, val_paths = pictures.split(train_paths, root)
         train += [(path, label) for path in train_paths]
         val += [(path, label) for path in val_paths]
     if not has_val:
         distributed.say(
             f"no {root / 'val'}: {len(val)} of {len(train) + len(val)} pictures set aside"
         )
-    return (
-        ImageDataset(train, train_transform(args.image_size)),
-        ImageDataset(val, eval_transform(args.image_size)),
-        classes,
-    )
+    return train, val, classes
 
 
 def class_folders(folder: Path) -> list[str]:

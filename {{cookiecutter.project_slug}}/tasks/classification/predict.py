@@ -6,6 +6,7 @@ which classes; the pictures are prepared as for validation.
 
 import argparse
 import csv
+import functools
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from tqdm import tqdm
 
 import model as task
 from dataset import ImageDataset, eval_transform
-from engine import checkpoint, distributed, files, loading
+from engine import checkpoint, distributed, files, loading, machine, pictures
 
 ROOT = Path(__file__).resolve().parent
 
@@ -29,9 +30,10 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model, classes, flags = checkpoint.load_model(args.checkpoint, task.build_model, device)
-    paths = [path for path, _ in loading.collect(args.inputs)]
-    pictures = ImageDataset([(path, -1) for path in paths], eval_transform(flags.image_size))
-    loader = DataLoader(pictures, batch_size=32, num_workers=loading.default_workers())
+    paths = [path for path, _ in pictures.collect(args.inputs)]
+    transform = functools.partial(eval_transform, size=flags.image_size)
+    dataset = ImageDataset([(path, -1) for path in paths], transform)
+    loader = DataLoader(dataset, batch_size=32, num_workers=machine.workers())
 
     found: list[tuple[float, int]] = []  # probability and class number, in the order of paths
     for images, _ in loading.to_device(tqdm(loader, unit="batch", disable=None), device):

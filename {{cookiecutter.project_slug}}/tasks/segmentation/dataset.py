@@ -11,34 +11,44 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset
-from torchvision import tv_tensors
-from torchvision.transforms import v2
-from torchvision.transforms.v2 import functional as F
 
-from engine import distributed, loading
+from engine import distributed, pictures, prepared
 from engine.distributed import UserError
+from engine.pictures import Picture, open_picture
 
 IMAGE_SIZE = 512  # pixels; side of the training crops, unless --image-size says otherwise
+SHORT_SIDE = 0  # pixels; of what prepare_data.py stores; 0: as large as they are
 VOID = 255  # the mask value that counts for nothing, neither in the loss nor in the metrics
 STRIDE = 32  # the networks halve a picture five times
-FILL = {tv_tensors.Image: 0, tv_tensors.Mask: VOID}  # what lies beyond a picture's edge
 COLORS = np.array(  # of the classes in pictures; class 0 is left as it is
     [[0, 0, 0], [230, 60, 40], [60, 140, 240], [250, 200, 40], [70, 190, 90], [180, 80, 200]]
 )
 
 
-def train_transform(image: Tensor, mask: Tensor, size: int) -> tuple[Tensor, Tensor]:
-    """Augment: picture and mask of any size -> both of `size` x `size` pixels. Edit it here."""
+def train_transform(image: Picture, mask: Picture, size: int) -> tuple[Tensor, Tensor]:
+    """Augment: picture and mask of any size -> both of `size` x `size` pixels. Edit it here.
+
+    No more than the box is decoded. What is done to both after that is best done here as well,
+    on uint8; `torchvision.tv_tensors` tells the transforms of torchvision which is the mask.
+    """
     zoom = 2 ** float(torch.empty(1).uniform_(-0.5, 0.5))
-    # Cropped before it is resized, so that only the pixels that stay are worked on.
-    crop = v2.RandomCrop(round(size / zoom), pad_if_needed=True, fill=FILL)
-    image, mask = v2.RandomHorizontalFlip()(*crop(image, mask))
-    return F.resize(image, [size, size]), F.resize(mask, [size, size])
+    side = round(size / zoom)
+    top, left = (random_place(length, side) for length in (image.height, image.width))
+    box = image.snap((top, left, side, side), (size, size))
+    pixels, labels = image.read(box, (size, size)), mask.read(box, (size, size), fill=VOID)
+    if torch.rand(()) < 0.5:
+        pixels, labels = pixels.flip(-1), labels.flip(-1)
+    return pixels, labels
 
 
-def eval_transform(image: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+def random_place(length: int, side: int) -> int:
+    """Return where a box of `side` begins in a picture of `length`, or that in a greater box."""
+    return int(torch.randint(min(0, length - side), max(0, length - side) + 1, ()))
+
+
+def eval_transform(image: Picture, mask: Picture) -> tuple[Tensor, Tensor]:
     """Keep picture and mask at their own size, but for padding."""
-    return pad(image, 0), pad(mask, VOID)
+    return pad(image.read(), 0), pad(mask.read(), VOID)
 
 
 def pad(pixels: Tensor, fill: int) -> Tensor:
@@ -49,49 +59,53 @@ def pad(pixels: Tensor, fill: int) -> Tensor:
 
 
 class SegmentationDataset(Dataset):
-    """Pictures with their masks. A sample is (uint8 (3, H, W), uint8 (H, W))."""
+    """Pictures with their masks. A sample is (uint8 (3, H, W), uint8 (H, W)).
+
+    prepared: what prepare_data.py made of them, in the order of `samples`.
+    """
 
     def __init__(
-        self, pairs: Sequence[tuple[str, str]], num_classes: int, transform: Callable
+        self,
+        samples: Sequence[tuple[str, str]],
+        num_classes: int,
+        transform: Callable[[Picture, Picture], tuple[Tensor, Tensor]],
+        prepared: Sequence[tuple[Picture, Picture]] | None = None,
     ) -> None:
-        self.samples = pairs
+        self.samples = samples
         self.num_classes = num_classes
         self.transform = transform
+        self.prepared = prepared
 
     def __len__(self) -> int:
         return len(self.samples)
 
-    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+    def open(self, index: int) -> tuple[Picture, Picture]:
+        """Return what prepare_data.py stores of a sample."""
         image_path, mask_path = self.samples[index]
-        image = loading.read_image(image_path)
-        mask = read_mask(mask_path, self.num_classes)
-        if image.size != mask.shape[::-1]:
+        image = open_picture(image_path)
+        mask = Picture.of(read_mask(mask_path, self.num_classes))
+        if (image.height, image.width) != (mask.height, mask.width):
             raise UserError(
-                f"{mask_path}: the mask has {mask.shape[1]} x {mask.shape[0]} pixels, "
+                f"{mask_path}: the mask has {mask.width} x {mask.height} pixels, "
                 f"{image_path} has {image.width} x {image.height}: they have to be equal"
             )
-        picture = tv_tensors.Image(F.pil_to_tensor(image))
-        return self.transform(picture, tv_tensors.Mask(torch.from_numpy(mask)))
+        return image, mask
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        return self.transform(*(self.prepared[index] if self.prepared else self.open(index)))
 
 
 def build_dataset(args: Namespace) -> tuple[SegmentationDataset, SegmentationDataset, list[str]]:
-    """Return the training set, the validation set and the class names.
-
-    The names are the lines of DIR/classes.txt; without that file the training masks are read
-    once and the classes numbered up to the highest value found. Without DIR/val, 15 % of
-    DIR/train are set aside, always the same ones.
-    """
-    root = Path(args.data)
-    train = find_pairs(root / "train")
-    if (root / "val").is_dir():
-        val = find_pairs(root / "val")
-    else:
-        mask_of = dict(train)
-        parts = loading.split(list(mask_of), root)
-        train, val = ([(path, mask_of[path]) for path in part] for part in parts)
-        distributed.say(f"no {root / 'val'}: {len(val)} of {len(mask_of)} pictures set aside")
-    classes = distributed.from_rank_zero(read_classes, root, [mask for _, mask in train])
+    """Return the training set, the validation set and the class names."""
     augment = functools.partial(train_transform, size=args.image_size)
+    if store := prepared.open_store(args.data):
+        count = len(store.classes)
+        return (
+            SegmentationDataset(store.train, count, augment, store.pictures("train")),
+            SegmentationDataset(store.val, count, eval_transform, store.pictures("val")),
+            store.classes,
+        )
+    train, val, classes = find_samples(args.data)
     return (
         SegmentationDataset(train, len(classes), augment),
         SegmentationDataset(val, len(classes), eval_transform),
@@ -99,10 +113,29 @@ def build_dataset(args: Namespace) -> tuple[SegmentationDataset, SegmentationDat
     )
 
 
+def find_samples(root: Path) -> tuple[list[tuple[str, str]], list[tuple[str, str]], list[str]]:
+    """Return the samples, (picture, mask), for training and for validation, and the class names.
+
+    The names are the lines of DIR/classes.txt; without that file the training masks are read
+    once and the classes numbered up to the highest value found. Without DIR/val, 15 % of
+    DIR/train are set aside, always the same ones.
+    """
+    train = find_pairs(root / "train")
+    if (root / "val").is_dir():
+        val = find_pairs(root / "val")
+    else:
+        mask_of = dict(train)
+        parts = pictures.split(list(mask_of), root)
+        train, val = ([(path, mask_of[path]) for path in part] for part in parts)
+        distributed.say(f"no {root / 'val'}: {len(val)} of {len(mask_of)} pictures set aside")
+    classes = distributed.from_rank_zero(read_classes, root, [mask for _, mask in train])
+    return train, val, classes
+
+
 def find_pairs(folder: Path) -> list[tuple[str, str]]:
     """Return (picture, mask) for each picture in `folder`/images and mask in `folder`/masks."""
     images, masks = (
-        loading.by_name(loading.collect([folder / kind])) for kind in ("images", "masks")
+        pictures.by_name(pictures.collect([folder / kind])) for kind in ("images", "masks")
     )
     if odd := sorted(images.keys() ^ masks.keys()):
         path = images.get(odd[0]) or masks[odd[0]]
@@ -140,16 +173,15 @@ def highest_class(mask: np.ndarray) -> int:
 
 def read_mask(path: str, num_classes: int) -> np.ndarray:
     """Return the mask at `path`, uint8 (H, W): class numbers below `num_classes`, or VOID."""
-    mask = np.array(loading.read_image(path, mode=None))
+    mask = np.array(pictures.read_image(path, mode=None))  # a palette's numbers, not its colours
     if mask.ndim != 2:
         raise UserError(
             f"{path}: a mask with {mask.shape[2]} channels; it has to hold class numbers"
         )
-    labels = np.unique(mask)
-    if (odd := labels[(labels >= num_classes) & (labels != VOID)]).size:
+    if (odd := (mask >= num_classes) & (mask != VOID)).any():
         raise UserError(
-            f"{path}: label {odd[0]}, but the classes are 0 to {num_classes - 1} ({VOID} is void); "
-            "mend the mask or name the class in classes.txt"
+            f"{path}: label {mask[odd].min()}, but the classes are 0 to {num_classes - 1} "
+            f"({VOID} is void); mend the mask or name the class in classes.txt"
         )
     return mask.astype(np.uint8)
 

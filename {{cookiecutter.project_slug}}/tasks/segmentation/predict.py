@@ -14,12 +14,11 @@ import torch
 from PIL import Image
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
-from torchvision.transforms.v2 import functional as F
 from tqdm import tqdm
 
 import model as task
 from dataset import overlay, pad
-from engine import checkpoint, distributed, files, loading
+from engine import checkpoint, distributed, files, loading, machine, pictures
 
 
 class Pictures(Dataset):
@@ -32,7 +31,7 @@ class Pictures(Dataset):
         return len(self.paths)
 
     def __getitem__(self, index: int) -> tuple[Tensor, int, int]:
-        image = F.pil_to_tensor(loading.read_image(self.paths[index]))
+        image = pictures.open_picture(self.paths[index]).read()
         return pad(image, 0), image.shape[1], image.shape[2]
 
 
@@ -48,9 +47,9 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model, _, _ = checkpoint.load_model(args.checkpoint, task.build_model, device)
-    names = loading.by_name(loading.collect(args.inputs))
+    names = pictures.by_name(pictures.collect(args.inputs))
     # Pictures differ in size, so they go through one at a time.
-    loader = DataLoader(Pictures(list(names.values())), num_workers=loading.default_workers())
+    loader = DataLoader(Pictures(list(names.values())), num_workers=machine.workers())
     progress = tqdm(loader, unit="img", disable=None)
     for name, (padded, height, width) in zip(names, progress, strict=True):
         with torch.inference_mode():

@@ -1,0 +1,104 @@
+"""What this machine has, and the defaults that follow from it."""
+
+import math
+import os
+import shutil
+import warnings
+from argparse import Namespace
+from pathlib import Path
+
+import torch
+
+from engine import distributed, process
+from engine.distributed import UserError
+
+CGROUPS = Path("/sys/fs/cgroup")
+
+
+def set_up(args: Namespace, device: torch.device) -> None:
+    """Fill in the flags that are left to the machine, and have torch make the most of it."""
+    cuda = device.type == "cuda"
+    if args.workers is None:
+        args.workers = workers()
+    if args.threads is None:
+        args.threads = min(share(), 4) if cuda else share()
+    if args.pin_memory is None:
+        # Pinned pages cannot be swapped out. Of a sample: a picture, uint8, and a mask.
+        size = args.workers * args.prefetch * args.batch_size * 4 * args.image_size**2
+        args.pin_memory = cuda and size * distributed.local_world_size() < _free_memory() / 4
+    if args.amp == "auto":
+        has_bf16 = cuda and torch.cuda.is_bf16_supported(including_emulation=False)
+        args.amp = "bf16" if has_bf16 else "fp16" if cuda else "off"
+    if args.amp == "fp16":  # GradScaler skips steps until it has found its scale
+        warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step")
+    if args.compile and not any(map(shutil.which, (os.environ.get("CXX", "g++"), "clang++"))):
+        raise UserError("--compile: no C++ compiler found; install g++ or leave the flag out")
+    torch.set_num_threads(args.threads)
+    torch.set_float32_matmul_precision("high")  # TF32 for what stays float32, where a GPU has it
+
+
+def autocast(amp: str, device: torch.device) -> torch.autocast:
+    """Return a context in which networks compute in bf16 or fp16, or, with "off", as they are."""
+    dtype = torch.float16 if amp == "fp16" else torch.bfloat16
+    return torch.autocast(device.type, dtype, enabled=amp != "off")
+
+
+def _free_memory() -> float:
+    """Return the bytes of this machine's memory that are free; infinity where that is unknown."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return math.inf
+    return next((1024 * int(s.split()[1]) for s in lines if s.startswith("MemAvail")), math.inf)
+
+
+def cpus() -> int:
+    """Return how many CPUs this process may use: by its affinity, and by its cgroup's quota."""
+    usable = getattr(os, "sched_getaffinity", None)  # not on macOS and Windows
+    count = len(usable(0)) if usable else os.cpu_count() or 1
+    return max(1, math.ceil(min(count, _quota())))
+
+
+def _quota() -> float:
+    """Return the CPUs that the cgroups of this process, v1 or v2, allow; infinity without any."""
+    found = [math.inf]
+    try:
+        lines = Path("/proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return math.inf
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers and "cpu" not in controllers.split(","):
+            continue
+        root = CGROUPS / "cpu" if controllers else CGROUPS
+        here = root / path.lstrip("/")
+        # In a container the path is often the host's, and the container's own is the root.
+        for folder in (here, *here.parents):
+            found.append(_quota_of(folder))
+            if folder == root:
+                break
+    return min(found)
+
+
+def _quota_of(folder: Path) -> float:
+    for names in ("cpu.max",), ("cpu.cfs_quota_us", "cpu.cfs_period_us"):
+        try:
+            quota, period = " ".join((folder / name).read_text() for name in names).split()
+            if quota != "max" and int(quota) > 0:
+                return int(quota) / int(period)
+        except (OSError, ValueError):
+            continue
+    return math.inf
+
+
+def workers() -> int:
+    """Return the loader workers of a rank: its share of the node's CPUs, from 1 to 16.
+
+    None under a debugger, where each worker would be one more session to continue.
+    """
+    return 0 if process.is_debugged() else min(share(), 16)
+
+
+def share() -> int:
+    """Return this rank's share of the CPUs, 1 at least."""
+    return max(1, cpus() // distributed.local_world_size())

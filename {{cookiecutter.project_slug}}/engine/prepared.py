@@ -1,0 +1,247 @@
+"""A data set decoded once: all pictures in one file that is mapped into memory, and its index.
+
+FOLDER/pixels.bin   the uint8 (H, W, 3) of pictures and (H, W) of masks, one after the other
+FOLDER/rows.bin     for each of them int64: offset in bytes, height, width, channels (0: a mask)
+FOLDER/index.json   samples, classes, and what the source was like; written last
+"""
+
+import functools
+import json
+import math
+import os
+import shutil
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, Subset
+from tqdm import tqdm
+
+from engine import distributed, files, process
+from engine.distributed import UserError
+from engine.pictures import Picture
+
+SECONDS_BETWEEN_SYNCS = 2  # at most this much work is lost when it is interrupted
+ROW = np.dtype(np.int64)
+
+
+class Store:
+    """What `write` has made: samples and classes, as a data set's module lists them, and pixels."""
+
+    def __init__(self, folder: Path, index: dict[str, Any]) -> None:
+        self.classes: list[str] = index["classes"]
+        self.train, self.val = ([tuple(s) for s in index["samples"][p]] for p in ("train", "val"))
+        values = np.fromfile(folder / "rows.bin", ROW)
+        count = len(self.train) + len(self.val)
+        pixels = folder / "pixels.bin"
+        if len(values) % (4 * count) or pixels.stat().st_size != _end(values):
+            raise UserError(f"{folder}: rows.bin or pixels.bin is not whole; copy or make it again")
+        self.rows = values.reshape(count, -1, 4)
+        # Copy on write: torch warns of memory that it may not write to.
+        self.pixels = np.memmap(pixels, np.uint8, "c")
+
+    def pictures(self, part: str) -> "Pictures":
+        """Return the pictures of the samples of "train" or "val"."""
+        count = len(self.train)
+        return Pictures(self.pixels, self.rows[:count] if part == "train" else self.rows[count:])
+
+
+class Pictures(Sequence):
+    """The pictures of each sample, mapped into memory.
+
+    pixels: uint8 (bytes,). rows: int64 (samples, pictures of each, 4).
+    """
+
+    def __init__(self, pixels: np.ndarray, rows: np.ndarray) -> None:
+        self.pixels = pixels
+        self.rows = rows
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: Any) -> tuple[Picture, ...]:
+        return tuple(map(self._picture, self.rows[index]))
+
+    def _picture(self, row: np.ndarray) -> Picture:
+        pixels = self.pixels[row[0] : _end(row)]
+        return Picture.of(pixels.reshape(row[1:] if row[3] else row[1:3]))
+
+
+def _end(rows: np.ndarray) -> int:
+    """Return where the last of the pictures that `rows` tell of ends in pixels.bin."""
+    offset, height, width, channels = rows.flat[-4:].tolist() if rows.size else (0, 0, 0, 0)
+    return offset + height * width * max(channels, 1)
+
+
+def is_store(folder: Path) -> bool:
+    """Whether `write` has worked on `folder`."""
+    return (folder / "pixels.bin").is_file()
+
+
+def open_store(folder: Path) -> Store | None:
+    """Return what `write` made of a data set in `folder`; None if it did not.
+
+    Raises a UserError if it is not complete, or if the source, where it is at hand, has changed.
+    """
+    if not is_store(folder):
+        return None
+    again = "prepare_data.py with the same flags "
+    if not (folder / "index.json").is_file():
+        raise UserError(f"{folder}: preparing it was interrupted; {again}goes on with it")
+    index = json.loads((folder / "index.json").read_text())
+    if changed := distributed.from_rank_zero(_changed, index):
+        raise UserError(f"{changed}: not as it was when {folder} was made of it; {again}mends that")
+    return Store(folder, index)
+
+
+def write(
+    folder: Path, source: Path, parts: dict[str, Any], classes: list[str], side: int, workers: int
+) -> None:
+    """Write the pictures of `parts`, the data sets train and val from `source`, to `folder`.
+
+    side: their shorter one, in pixels; smaller pictures stay as they are, and all if it is 0.
+    An interrupted call leaves what the next one goes on with.
+    """
+    plan = {
+        "source": str(source.resolve()),
+        "side": side,
+        "classes": classes,
+        "samples": {name: _below(source, part.samples) for name, part in parts.items()},
+        "files": describe(source),
+    }
+    text = json.dumps(plan, sort_keys=True)
+    index, begun = folder / "index.json", folder / "plan.json"
+    rows, pixels = folder / "rows.bin", folder / "pixels.bin"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if any(folder.iterdir()) and not (folder / ".preparing").is_file():
+            raise UserError(f"{folder}: not empty, and not made by this; name another folder")
+        if not files.lock(folder / ".preparing"):
+            raise UserError(f"{folder}: another process is preparing it")
+        if _says(index, text):
+            return distributed.say(f"{folder}: prepared already, and {source} has not changed")
+        if not _says(begun, text):
+            for path in (index, begun, rows, pixels):
+                path.unlink(missing_ok=True)
+            with files.writing(begun) as beside:
+                beside.write_text(text)
+        with open(rows, "ab") as rows_file, open(pixels, "ab") as pixels_file:
+            _append(Shrunk(list(parts.values()), side), workers, rows_file, pixels_file)
+        os.replace(begun, index)
+        files.sync(folder)
+    except OSError as error:
+        raise UserError(f"{folder}: cannot be written ({error.strerror})") from None
+
+
+class Shrunk(Dataset):
+    """The pictures of all samples of data sets, whole, the shorter side shrunk to `side`."""
+
+    def __init__(self, parts: Sequence[Any], side: int) -> None:
+        self.samples = [(part, index) for part in parts for index in range(len(part))]
+        self.side = side
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def open(self, index: int) -> tuple[Picture, ...]:
+        part, index = self.samples[index]
+        return part.open(index)
+
+    def size(self, picture: Picture) -> tuple[int, int]:
+        scale = min(self.side / min(picture.height, picture.width), 1) if self.side else 1
+        return round(picture.height * scale), round(picture.width * scale)
+
+    def __getitem__(self, index: int) -> list[Tensor]:
+        return [picture.read(size=self.size(picture)) for picture in self.open(index)]
+
+
+def _append(whole: Shrunk, workers: int, rows: BinaryIO, pixels: BinaryIO) -> None:
+    """Append to the files what they lack; a row only once its pixels are on the disk."""
+    bytes_each = 4 * ROW.itemsize * len(whole.open(0))
+    done = rows.tell() // bytes_each
+    rows.truncate(done * bytes_each)
+    end = _end(np.fromfile(rows.name, ROW))
+    pixels.truncate(end)
+    _say_size(whole, done, Path(rows.name).parent)
+    loader = DataLoader(
+        Subset(whole, range(done, len(whole))),
+        batch_size=None,
+        num_workers=workers,
+        worker_init_fn=functools.partial(process.start_worker, False),
+    )
+    pending: list[tuple[int, ...]] = []
+
+    def sync() -> None:
+        for file, data in (pixels, b""), (rows, np.array(pending, ROW).tobytes()):
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        pending.clear()
+
+    synced = time.monotonic()
+    for sample in tqdm(loader, initial=done, total=len(whole), unit="sample", disable=None):
+        for tensor in sample:
+            is_mask = tensor.ndim == 2
+            pixels.write((tensor if is_mask else tensor.movedim(0, -1)).numpy().tobytes())
+            pending.append((end, *tensor.shape[-2:], 0 if is_mask else 3))
+            end += tensor.numel()
+        if time.monotonic() - synced > SECONDS_BETWEEN_SYNCS:
+            sync()
+            synced = time.monotonic()
+    sync()
+
+
+def _say_size(whole: Shrunk, done: int, folder: Path) -> None:
+    """Say how much room the samples take, by some of them; a UserError if there is not enough."""
+    left = len(whole) - done
+    picks = range(0, len(whole), max(1, len(whole) // 200))
+    sizes = [
+        math.prod(whole.size(picture)) * (1 if picture.is_mask else 3)
+        for pick in picks
+        for picture in whole.open(pick)
+    ]
+    size, free = left * sum(sizes) / len(picks), shutil.disk_usage(folder).free
+    need = f"{left} samples, about {size / 1e9:.3g} GB, with {free / 1e9:.3g} GB free"
+    if size > free:
+        raise UserError(f"{folder}: {need}; make room, or a smaller --short-side")
+    distributed.say(f"{folder}: {need}" + (f"; {done} are there already" if done else ""))
+
+
+def describe(source: Path) -> dict[str, list[int]]:
+    """Return {path: [bytes, time of the last change in ns]} of a data set's files."""
+    found = {}
+    for parent, folders, names in os.walk(source, followlinks=True):
+        if Path(parent) == source:
+            folders[:] = {"train", "val"}.intersection(folders)
+        for name in names:
+            if not name.startswith("."):
+                path = os.path.join(parent, name)
+                about = os.stat(path)
+                found[os.path.relpath(path, source)] = [about.st_size, about.st_mtime_ns]
+    return found
+
+
+def _changed(index: dict[str, Any]) -> str | None:
+    """Return a file that is not as `index` says; None without one, or without the source."""
+    source = Path(index["source"])
+    if not source.is_dir():
+        return None
+    now, then = describe(source), index["files"]
+    odd = (path for path in sorted(now.keys() | then.keys()) if now.get(path) != then.get(path))
+    first = next(odd, None)
+    return first and str(source / first)
+
+
+def _says(path: Path, text: str) -> bool:
+    return path.is_file() and path.read_text() == text
+
+
+def _below(source: Path, samples: Sequence[tuple]) -> list[list]:
+    """Return `samples` as JSON has them, their paths as they are below `source`."""
+    return [
+        [os.path.relpath(part, source) if isinstance(part, str) else part for part in sample]
+        for sample in samples
+    ]

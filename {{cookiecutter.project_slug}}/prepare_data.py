@@ -1,0 +1,49 @@
+"""Decode a data set once, for training that waits for its pictures.
+
+python prepare_data.py --data DIR --output FAST
+./launch.sh --data FAST
+
+Interrupted, it goes on from where it was; it says first how much room it needs.
+"""
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+from engine import process
+
+if __name__ == "__main__":  # before torch, whose import takes seconds
+    process.begin()
+
+from dataset import IMAGE_SIZE, SHORT_SIDE, build_dataset
+from engine import distributed, machine, prepared
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--data", metavar="DIR", type=Path, required=True)
+    parser.add_argument("--output", metavar="FAST", type=Path, required=True)
+    parser.add_argument(
+        "--short-side",
+        metavar="PIXELS",
+        type=int,
+        default=SHORT_SIDE,
+        help=f"shrink pictures to that; 0: keep their size; default: {SHORT_SIDE}",
+    )
+    parser.add_argument("--workers", type=int, help="processes; default: one per CPU")
+    args = parser.parse_args(argv)
+    if args.workers is None:
+        args.workers = machine.cpus()
+    args.image_size = IMAGE_SIZE
+    distributed.setup()
+    if prepared.is_store(args.data):
+        raise distributed.UserError(f"--data {args.data}: prepared already; give it to main.py")
+    train, val, classes = build_dataset(args)
+    parts = {"train": train, "val": val}
+    prepared.write(args.output, args.data, parts, classes, args.short_side, args.workers)
+    distributed.teardown()
+
+
+if __name__ == "__main__":
+    with distributed.one_line_errors():
+        main()
