@@ -21,6 +21,7 @@ SHARED = {
     ".vscode/settings.json",
     ".vscode/tasks.json",
     "engine/__init__.py",
+    "engine/batches.py",
     "engine/checkpoint.py",
     "engine/debug.py",
     "engine/distributed.py",

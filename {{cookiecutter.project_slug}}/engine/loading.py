@@ -6,14 +6,15 @@ import os
 import re
 import sys
 from argparse import Namespace
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, Sampler, default_collate, get_worker_info
+from torch.utils.data import DataLoader, Dataset, Sampler, get_worker_info
 
 from engine import distributed, process, seeding
+from engine.batches import Lent, Memory, collate, collate_by_size
 from engine.distributed import UserError
 
 # ImageNet's channel means and deviations, in RGB order and units of 0..1: what the pretrained
@@ -37,8 +38,11 @@ def build_train_loader(dataset: Dataset, args: Namespace) -> DataLoader:
         )
     keyed = KeyedDataset(dataset, args)
     sampler = TrainSampler(total, global_batch, args.seed)
-    options = worker_options(args)
-    return Loader(keyed, args.batch_size, sampler=sampler, collate_fn=collate, **options)
+    options, into = worker_options(args), collate
+    if options["multiprocessing_context"] == "fork":
+        size = args.batch_size * 3 * args.image_size**2
+        into = Memory(args.workers, args.prefetch + 1, size).collate
+    return Loader(keyed, args.batch_size, sampler=sampler, collate_fn=into, **options)
 
 
 class Loader(DataLoader):
@@ -46,7 +50,8 @@ class Loader(DataLoader):
 
     def __iter__(self) -> Any:
         with process.holding_signals():
-            return super().__iter__()
+            batches = super().__iter__()
+        return (batch.copy() if isinstance(batch, Lent) else batch for batch in batches)
 
 
 class TrainSampler(Sampler[tuple[int, int]]):
@@ -159,20 +164,6 @@ def build_val_loader(dataset: Dataset, args: Namespace) -> DataLoader:
     return Loader(keyed, batch_sampler=mine, collate_fn=collate_by_size, **options)
 
 
-def collate_by_size(samples: Sequence[tuple]) -> list:
-    """Return one batch for each size of picture, so that none is padded for another's sake."""
-    groups: dict[torch.Size, list] = {}
-    for sample in samples:
-        groups.setdefault(sample[0].shape, []).append(sample)
-    return [collate(group) for group in groups.values()]
-
-
-def collate(samples: Sequence[tuple]) -> list:
-    """Return a batch, in which the channels of pictures are last in memory, as they were read."""
-    images = default_collate([sample[0].movedim(0, -1) for sample in samples]).movedim(-1, 1)
-    return [images, *default_collate([sample[1:] for sample in samples])]
-
-
 def worker_options(args: Namespace) -> dict[str, Any]:
     return {
         "num_workers": args.workers,
@@ -201,7 +192,7 @@ def to_device(batches: Iterable, device: torch.device) -> Iterator[tuple[Tensor,
 def normalize(images: Tensor) -> Tensor:
     """Return uint8 `images` (N, 3, H, W) as float32 of about zero mean and unit deviation."""
     mean, std = channel_statistics(images.device)
-    return (images.float() / 255 - mean) / std
+    return images.float().div_(255).sub_(mean).div_(std)  # in place: half the time on a CPU
 
 
 @functools.cache  # a copy to the device at every step would wait for it
