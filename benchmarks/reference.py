@@ -1,0 +1,95 @@
+"""A DDP training script in the manner of torchvision's references/classification, for training.py.
+
+From there: datasets.ImageFolder, v1 transforms on PIL, DistributedSampler, SGD with momentum, and
+`loss.item()` in each step, as its MetricLogger needs it. Beyond it, so that network and loader have
+what ours have: channels last, the same scale range of crops, drop_last, workers that last.
+Prints a line of JSON of the last epoch: pictures a second, and the share of time spent waiting for
+pictures, the greatest of the ranks.
+"""
+
+import argparse
+import json
+import os
+import time
+
+import torch
+import torch.distributed as dist
+import torchvision
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader
+from torch.utils.data.distributed import DistributedSampler
+from torchvision import transforms
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--data", required=True)
+    parser.add_argument("--arch", required=True)
+    parser.add_argument("--amp", choices=("off", "bf16", "fp16"), required=True)
+    for name in ("image-size", "batch-size", "workers", "threads", "epochs"):
+        parser.add_argument(f"--{name}", type=int, required=True)
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    cuda = torch.cuda.is_available()
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
+    if cuda:
+        torch.cuda.set_device(device)
+        torch.backends.cudnn.benchmark = True
+    dist.init_process_group("nccl" if cuda else "gloo")
+
+    transform = transforms.Compose(
+        [
+            transforms.RandomResizedCrop(args.image_size, scale=(0.25, 1)),
+            transforms.RandomHorizontalFlip(),
+            transforms.ToTensor(),
+            transforms.Normalize((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)),
+        ]
+    )
+    dataset = torchvision.datasets.ImageFolder(os.path.join(args.data, "train"), transform)
+    sampler = DistributedSampler(dataset, drop_last=True)
+    loader = DataLoader(
+        dataset,
+        args.batch_size,
+        sampler=sampler,
+        num_workers=args.workers,
+        pin_memory=cuda,
+        drop_last=True,
+        persistent_workers=args.workers > 0,
+    )
+    net = torchvision.models.get_model(args.arch, num_classes=len(dataset.classes)).to(device)
+    model = DistributedDataParallel(
+        net.to(memory_format=torch.channels_last), [device] if cuda else None
+    )
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9, weight_decay=1e-4)
+    scaler = torch.amp.GradScaler(device.type, enabled=args.amp == "fp16")
+    dtype = torch.float16 if args.amp == "fp16" else torch.bfloat16
+    for epoch in range(args.epochs):
+        sampler.set_epoch(epoch)
+        model.train()
+        waited, began = 0.0, time.monotonic()
+        asked = began
+        for images, targets in loader:
+            images = images.to(device, non_blocking=True)
+            images = images.contiguous(memory_format=torch.channels_last)
+            targets = targets.to(device, non_blocking=True)
+            waited += time.monotonic() - asked
+            with torch.autocast(device.type, dtype, enabled=args.amp != "off"):
+                loss = nn.functional.cross_entropy(model(images), targets)
+            optimizer.zero_grad()
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            loss.item()
+            asked = time.monotonic()
+        seconds = time.monotonic() - began
+    share = torch.tensor(waited / seconds, device=device)
+    dist.all_reduce(share, dist.ReduceOp.MAX)
+    if dist.get_rank() == 0:
+        pictures = len(loader) * args.batch_size * dist.get_world_size()
+        print(json.dumps({"img_per_s": pictures / seconds, "data_wait": share.item()}))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

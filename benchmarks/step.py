@@ -1,0 +1,267 @@
+"""The training step: the project's train_one_epoch against other loops around the same network.
+
+Every loop gets the same uint8 batch on the device again and again and normalises it there, has the
+same network (channels last), loss, precision (--amp) and number of threads, and, but for timm's,
+torch's fused AdamW. The clock runs from one batch to another, after some that do not count, with
+the device at rest at either end. Its cases, in turn in one process:
+
+ours              main.train_one_epoch as it is, with Run, Reporter, schedule and stop watcher
+bare loop         forward, loss, backward, step, zero_grad; nothing is reported, nothing is wrapped
+bare DDP loop     the same around DistributedDataParallel with its defaults, a group of one
+timm's manner     its create_optimizer_v2 (adamw), its LabelSmoothingCrossEntropy; no wrapper; the
+                  loss is read each 50 steps, as its train script's default log interval has it;
+                  classification only
+Accelerate        Accelerator.prepare for network and optimizer, accelerator.backward
+Lightning         Trainer.fit, automatic optimization; logger, progress bar and checkpoints off
+
+CPU, small, by default. With `--device cuda`: ResNet-50 at 224 pixels, or U-Net with ResNet-34 at
+512, in bf16, batches of 128 or 16.
+"""
+
+import importlib.util
+import os
+import time
+import warnings
+from argparse import Namespace
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import common
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+WARM_UP = 5  # batches before the clock starts
+SETTINGS = {  # (device, task): flags of main.py, and steps in a figure
+    ("cpu", "classification"): ("--arch resnet18 --image-size 64 --batch-size 16", 20),
+    ("cpu", "segmentation"): ("--encoder resnet18 --image-size 64 --batch-size 4", 20),
+    ("cuda", "classification"): ("--arch resnet50 --image-size 224 --batch-size 128", 50),
+    ("cuda", "segmentation"): ("--encoder resnet34 --image-size 512 --batch-size 16", 50),
+}
+
+
+class Feed:
+    """Like a loader that yields one batch `steps` times, and some before; it times them."""
+
+    def __init__(self, batch: tuple, steps: int) -> None:
+        self.batch = batch
+        self.steps = steps
+        self.batch_size = len(batch[0])
+
+    def __len__(self) -> int:
+        return WARM_UP + self.steps + 1
+
+    def __iter__(self) -> Iterator[tuple]:
+        for number in range(len(self)):
+            if number in (WARM_UP, WARM_UP + self.steps):
+                if self.batch[0].is_cuda:
+                    torch.cuda.synchronize()
+                now = time.perf_counter()
+                if number == WARM_UP:
+                    began = now
+                self.seconds = now - began if number > WARM_UP else 0.0
+            yield self.batch
+
+    def time(self, loop: Callable[["Feed"], Any]) -> float:
+        """Return the seconds that a step of `loop` takes."""
+        loop(self)
+        return self.seconds / self.steps
+
+
+class Bench:
+    """What the loops share. Each gets a network and an optimizer of its own."""
+
+    def __init__(self, args: Namespace, device: torch.device) -> None:
+        from engine import loading, machine
+        from model import build_criterion
+
+        self.args = args
+        self.device = device
+        self.classes = [f"class{number}" for number in range(common.CLASSES)]
+        self.autocast = partial(machine.autocast, args.amp, device)
+        self.to_device = partial(loading.to_device, device=device)
+        self.loss_and_count = build_criterion(args)
+
+    def network(self) -> nn.Module:
+        from model import build_model
+
+        torch.manual_seed(0)
+        model = build_model(self.args, self.classes).to(self.device)
+        return model.to(memory_format=torch.channels_last)
+
+    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(model.parameters(), self.args.lr, weight_decay=0.05, fused=True)
+
+    def batch(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return uint8 pictures, channels last in memory, and targets."""
+        count, side = self.args.batch_size, self.args.image_size
+        images = torch.randint(256, (count, side, side, 3), dtype=torch.uint8).movedim(-1, 1)
+        shape = (count, side, side) if "encoder" in self.args else (count,)
+        targets = torch.randint(common.CLASSES, shape, dtype=torch.uint8)
+        return images.to(self.device), targets.to(self.device)
+
+    def mean_loss(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        loss, count = self.loss_and_count(outputs.float(), targets)
+        return loss / count
+
+    def ours(self) -> Callable[[Feed], Any]:
+        import main
+        from engine import replicas
+        from engine.reporting import Reporter
+        from engine.run import Run
+
+        model = self.network()
+        ddp_model = replicas.wrap(model, self.device)
+        optimizer = main.build_optimizer(model, self.args)
+        scheduler = main.build_scheduler(optimizer, self.args, 10**6)
+        scaler = torch.amp.GradScaler(self.device.type, enabled=self.args.amp == "fp16")
+        parts = (model, optimizer, scheduler)
+        run = Run(self.args, self.classes, 10**6, self.device, *parts, scaler=scaler)
+        report = Reporter(self.args, self.device, 0)
+
+        def loop(feed: Feed) -> None:
+            parts = ddp_model, self.loss_and_count, optimizer, scheduler, scaler
+            with run.stoppable(), report:
+                main.train_one_epoch(*parts, feed, self.device, self.args, report, run)  # type: ignore
+
+        return loop
+
+    def bare(self, wrap: Callable[[nn.Module], nn.Module]) -> Callable[[Feed], None]:
+        model = wrap(self.network())
+        optimizer = self.optimizer(model)
+
+        def loop(feed: Feed) -> None:
+            model.train()
+            for images, targets in self.to_device(feed):
+                with self.autocast():
+                    outputs = model(images)
+                self.mean_loss(outputs, targets).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+
+        return loop
+
+    def timm(self) -> Callable[[Feed], None]:
+        from timm.loss import LabelSmoothingCrossEntropy
+        from timm.optim import create_optimizer_v2
+
+        model, criterion = self.network(), LabelSmoothingCrossEntropy(0.1)
+        optimizer = create_optimizer_v2(model, "adamw", self.args.lr, weight_decay=0.05)
+
+        def loop(feed: Feed) -> None:
+            model.train()
+            for number, (images, targets) in enumerate(self.to_device(feed)):
+                with self.autocast():
+                    loss = criterion(model(images), targets)
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                if number % 50 == 0:
+                    loss.item()
+
+        return loop
+
+    def accelerate(self) -> Callable[[Feed], None]:
+        from accelerate import Accelerator
+
+        accelerator = Accelerator(
+            cpu=self.device.type == "cpu",
+            mixed_precision="no" if self.args.amp == "off" else self.args.amp,
+        )
+        net = self.network()
+        model, optimizer = accelerator.prepare(net, self.optimizer(net))
+
+        def loop(feed: Feed) -> None:
+            model.train()
+            for images, targets in self.to_device(feed):
+                loss = self.mean_loss(model(images), targets)
+                accelerator.backward(loss)
+                optimizer.step()
+                optimizer.zero_grad()
+
+        return loop
+
+    def lightning(self) -> Callable[[Feed], None]:
+        import lightning
+
+        bench = self
+
+        class Module(lightning.LightningModule):
+            def __init__(self) -> None:
+                super().__init__()
+                self.net = bench.network()
+
+            def training_step(self, batch: tuple) -> torch.Tensor:
+                return bench.mean_loss(self.net(batch[0]), batch[1])
+
+            def configure_optimizers(self) -> torch.optim.Optimizer:
+                return bench.optimizer(self)
+
+        class Normalized(Feed):
+            def __iter__(self) -> Iterator[tuple]:
+                return bench.to_device(super().__iter__())
+
+        module = Module()
+        names = ("logger", "enable_progress_bar", "enable_checkpointing", "enable_model_summary")
+        precision = {"off": "32-true", "bf16": "bf16-mixed", "fp16": "16-mixed"}[self.args.amp]
+
+        def loop(feed: Feed) -> None:
+            trainer = lightning.Trainer(
+                accelerator="gpu" if self.device.type == "cuda" else "cpu",
+                devices=1,
+                max_epochs=1,
+                precision=precision,
+                **dict.fromkeys(names, False),
+            )
+            normalized = Normalized(feed.batch, feed.steps)
+            trainer.fit(module, normalized)
+            feed.seconds = normalized.seconds
+
+        return loop
+
+
+def main() -> None:
+    parser = common.parser(__doc__)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="default: cpu")
+    parser.add_argument("--steps", type=int, help="in a figure; default: 20, with cuda 50")
+    parser.add_argument("--flags", help="of main.py, in quotes; default: by device and task")
+    flags = parser.parse_args()
+    defaults, steps = SETTINGS[flags.device, flags.task]
+    flags.flags, flags.steps = flags.flags or defaults, flags.steps or steps
+    if flags.device == "cpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    warnings.filterwarnings("ignore")
+    with common.generated(flags.task) as folder:
+        common.say_machine(flags)
+        figures = compare(flags, folder)
+    common.table(figures, "ms a step", "bare loop", scale=1000)
+
+
+def compare(flags: Namespace, folder: Path) -> dict[str, list[float]]:
+    import main as project
+    from engine import distributed, machine
+
+    own = ["--data", str(folder), "--output-dir", str(folder / "run")]
+    args = project.parse_args([*own, *flags.flags.split()])
+    device = distributed.setup()
+    machine.set_up(args, device)
+    bench = Bench(args, device)
+    feed = Feed(bench.batch(), flags.steps)
+    wrap = partial(DistributedDataParallel, device_ids=[device] if device.type == "cuda" else None)
+    loops = {"bare loop": bench.bare(lambda model: model), "bare DDP loop": bench.bare(wrap)}
+    loops["ours"] = bench.ours()
+    for name in ("timm", "accelerate", "lightning"):
+        if name != "timm" or flags.task == "classification":
+            installed = importlib.util.find_spec(name)
+            loops[name] = getattr(bench, name)() if installed else None
+    cases = {name: loop and partial(feed.time, loop) for name, loop in loops.items()}
+    common.interleave(cases, 1)  # to warm up
+    figures = common.interleave(cases, flags.repeats)
+    distributed.teardown()
+    return figures
+
+
+if __name__ == "__main__":
+    main()
