@@ -17,10 +17,7 @@ from test_runs import SAME_FOR_BOTH, flags, free_port, with_bug
 
 F5 = "DDP: torch.distributed.launch"
 LOOP = "loss_sum, count = criterion(outputs.float()"  # a line of the training loop
-FIRST_READ = {  # in __getitem__
-    "classification": "open_picture(self.samples",
-    "segmentation": "open_picture(image_path)",
-}
+FIRST_READ = "self.prepared[index] if"  # in __getitem__
 ALARMING = re.compile(r"Traceback|Error|Warning|Killed|Terminated|Aborted|\b[EWF]\d{4} ")
 
 
@@ -61,7 +58,7 @@ def test_a_debugging_session(project: Project, data: Path, tmp_path: Path) -> No
             ranks = debugger.stopped()
         assert {rank.frame["line"] for rank in ranks} == {after}
 
-        debugger.set(at(project, "dataset.py", FIRST_READ[project.task]))
+        debugger.set(at(project, "dataset.py", FIRST_READ))
         for rank in ranks:
             rank.go()
         ranks = debugger.stopped()
@@ -137,7 +134,7 @@ def test_stopping_a_running_training(project: Project, debug: bool) -> None:
 @SAME_FOR_BOTH
 @pytest.mark.parametrize("way", ["one worker's session", "killed adapter"])
 def test_stopping_with_loader_workers_at_a_breakpoint(project: Project, way: str) -> None:
-    places = at(project, "dataset.py", FIRST_READ[project.task])
+    places = at(project, "dataset.py", FIRST_READ)
     with Debugger(project.folder, places) as debugger:
         debugger.launch(with_flags(configuration(project.folder, F5), "--workers", "1"))
         workers = debugger.stopped()

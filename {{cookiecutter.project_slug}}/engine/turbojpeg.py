@@ -5,8 +5,9 @@ decoding in parts. LD_LIBRARY_PATH may point to it. Names and numbers are those 
 """
 
 import ctypes
-import ctypes.util
 import functools
+import os
+import sys
 
 import torch
 from torch import Tensor
@@ -29,10 +30,11 @@ class ScalingFactor(ctypes.Structure):
 @functools.cache
 def library() -> ctypes.CDLL | None:
     """Return the library, or None if this machine has none or one before version 3."""
-    names = ("libturbojpeg.so.0", "libturbojpeg.dylib", ctypes.util.find_library("turbojpeg"))
-    for name in filter(None, names):
+    names = ("libturbojpeg.so.0", "libturbojpeg.0.dylib", "turbojpeg.dll")
+    folders = ("", os.path.join(sys.prefix, "lib"), "/opt/homebrew/lib")  # the second: of conda
+    for path in (os.path.join(folder, name) for folder in folders for name in names):
         try:
-            found = ctypes.CDLL(name)
+            found = ctypes.CDLL(path)
             found.tj3Init.restype = ctypes.c_void_p
             handle, buffer = ctypes.c_void_p, (ctypes.c_void_p, ctypes.c_size_t)
             found.tj3Get.argtypes = (handle, ctypes.c_int)
