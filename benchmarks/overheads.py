@@ -73,8 +73,8 @@ def compare(flags: Namespace, folder: Path) -> dict[str, list[float]]:
             project.train_one_epoch(*parts, loader, device, args, report, run)
             return (time.perf_counter() - began) / flags.steps
 
-    def silent(_: Any, batches: Iterator, *__: Any) -> Iterator:
-        return batches
+    def silent(_: Any, loader: Iterator, *__: Any) -> Iterator:
+        return loader
 
     null = open(os.devnull, "w")  # noqa: SIM115  as long as the process
     drawn = lambda **o: reporting_tqdm(**{**o, "disable": False, "file": null})  # noqa: E731

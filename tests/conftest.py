@@ -235,7 +235,13 @@ def processes(mark: str) -> list[tuple[int, int]]:
 def finish(process: subprocess.Popen, mark: str, timeout: float = 300) -> Done:
     """Wait for the command, give its descendants a moment, and end those that stay."""
     try:
+        try:
         out, err = process.communicate(timeout=timeout)
+    except subprocess.TimeoutExpired as error:
+        said = (error.stdout or b"").decode() + (error.stderr or b"").decode()
+        raise AssertionError(
+            f"not ended: launcher {process.poll()}, there are {marked(mark)}\n{said}"
+        ) from None
     finally:
         deadline = time.monotonic() + 10
         while (left := marked(mark)) and process.poll() is not None and time.monotonic() < deadline:

@@ -234,6 +234,17 @@ def test_prepared_data(project: Project, own_data: Path, tmp_path: Path) -> None
     one, other = map(weights, runs.values())
     assert all(torch.equal(one[name], other[name]) for name in one)
 
+    code = """
+import argparse, sys, dataset
+from pathlib import Path
+train, _, _ = dataset.build_dataset(argparse.Namespace(data=Path(sys.argv[1]), image_size=32))
+for picture in train.prepared[3]:
+    before = picture.read().clone()
+    picture.read().zero_()
+    assert before.any() and (picture.read() == before).all()
+"""
+    project.python("from engine import distributed; distributed.setup()\n" + code, store)
+
     results = json.loads(project.alone(*flags(store, out, "--eval-only")).ok().out)
     assert results["val_loss"] == pytest.approx(float(rows(out)[-1]["val_loss"]))
 
@@ -255,14 +266,17 @@ def test_prepared_data_that_does_not_fit(project: Project, own_data: Path, tmp_p
     assert content(store) != first
     project.alone(*flags(store, out)).ok()
 
+    with open(store / "pixels.bin", "r+b") as file:
+        file.truncate(1000)
+    project.alone(*flags(store, out)).refused("pixels.bin is not whole", "make it again")
+    prepare(project, *words).ok()
+    project.alone(*flags(store, out)).ok()
+
     os.utime(picture)
     project.alone(*flags(store, out)).refused(str(picture), "not as it was")
     own_data.rename(tmp_path / "elsewhere")
     project.alone(*flags(store, out)).ok()
 
-    with open(store / "pixels.bin", "r+b") as file:
-        file.truncate(1000)
-    project.alone(*flags(store, out)).refused("pixels.bin is not whole")
     (store / "index.json").unlink()
     project.alone(*flags(store, out)).refused("interrupted", "prepare_data.py")
 
@@ -412,6 +426,29 @@ print(result("bf16", "--amp", "bf16"), result("off", "--amp", "off"))
 
 
 @SAME_FOR_BOTH
+def test_resume_in_another_memory_format(project: Project) -> None:
+    """A fused optimizer takes the order in memory for granted; moments of another are put right."""
+    code = """
+import torch
+from engine import checkpoint
+weight, mean, square, grad = (torch.rand(4, 3, 3, 3) for _ in range(4))
+ends = []
+for fused in (True, False):
+    w = torch.nn.Parameter(weight.contiguous(memory_format=torch.channels_last))
+    optimizer = torch.optim.AdamW([w], 0.1, fused=fused)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+    moments = {"step": torch.tensor(3.0), "exp_avg": mean.clone(), "exp_avg_sq": square.clone()}
+    state = {"optimizer": {"state": {0: moments}}, "scheduler": scheduler.state_dict()}
+    checkpoint.restore(state, optimizer, scheduler, 3)
+    w.grad = grad.contiguous(memory_format=torch.channels_last)
+    optimizer.step()
+    ends.append(w.detach())
+assert torch.allclose(*ends, atol=1e-6)
+"""
+    project.python(code)
+
+
+@SAME_FOR_BOTH
 def test_compiled(project: Project, data: Path, tmp_path: Path) -> None:
     """Its checkpoints fit an uncompiled network, and no compiler is one line."""
     more = ["--arch", "alexnet", "--compile"]
@@ -439,7 +476,11 @@ for group, files in json.loads(sys.argv[1]):
     found.append(machine.cpus())
 Path.read_text = read_text
 os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
-print(json.dumps([found, machine.cpus()]))
+pinned, shares = machine.cpus(), []
+machine.cpus, machine.distributed.local_world_size = lambda: 8, lambda: 8
+for os.environ["SLURM_CPUS_PER_TASK"] in ("0", "8", "1"):
+    shares.append(machine.share())
+print(json.dumps([found, pinned, shares]))
 """
 
 
@@ -463,9 +504,10 @@ def test_cpus_that_may_be_used(project: Project) -> None:
         ),
     ]
     all_of_them = len(os.sched_getaffinity(0))
-    found, pinned = json.loads(project.python(MACHINE, json.dumps(cases)))
+    found, pinned, shares = json.loads(project.python(MACHINE, json.dumps(cases)))
     assert found == [all_of_them, all_of_them, 1, 1, 1, all_of_them, 1]
     assert pinned == 1
+    assert shares == [1, 8, 1]  # srun may have dealt them out already
 
 
 def test_input_bound(project: Project, data: Path, tmp_path: Path) -> None:

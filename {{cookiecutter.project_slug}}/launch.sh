@@ -10,7 +10,7 @@
 #   MASTER_PORT     a port free on node 0      (default: 29500; on one node any free port)
 #   PYTHON          interpreter                (default: python, else python3)
 #   MAX_RESTARTS    new starts after a failure (default: 0), each from the last checkpoint
-#   OMP_NUM_THREADS CPU threads per process    (default: usable CPUs / NPROC)
+#   OMP_NUM_THREADS CPU threads per process    (2 or more; default, or 1: as --threads says)
 #
 # Status: 0 done, 75 stopped by a signal and saved, 2 a mistake of the user's, else an error.
 #
@@ -77,8 +77,5 @@ else
         --master-addr "$MASTER_ADDR" --master-port "${MASTER_PORT:-29500}")
 fi
 
-if [[ -z ${OMP_NUM_THREADS-} ]]; then
-    cpus=$(nproc 2>/dev/null || getconf _NPROCESSORS_ONLN)
-    export OMP_NUM_THREADS=$((cpus > NPROC ? cpus / NPROC : 1))
-fi
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} # as torchrun, which would warn; main.py sees to it
 exec "$python" "$here/engine/torchrun.py" "${where[@]}" --nproc-per-node "$NPROC" "$here/main.py" "$@"

@@ -248,7 +248,7 @@ def train_one_epoch(
     autocast = machine.autocast(args.amp, device)
     torch.backends.cudnn.benchmark = not args.deterministic  # all batches have one shape
     ddp_model.train()
-    batches = report.progress(loading.to_device(loader, device), loader, run.epoch)
+    batches = loading.to_device(report.progress(loader, run.epoch), device)
     for i, (images, targets) in enumerate(batches, start=run.passes):
         seeding.seed(args.seed, run.epoch, i, rank)  # dropout: another on each rank, at each pass
         is_last = (i + 1) % args.accumulate == 0  # of the passes that make up an optimizer step

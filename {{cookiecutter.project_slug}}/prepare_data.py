@@ -16,7 +16,7 @@ if __name__ == "__main__":  # before torch, whose import takes seconds
     process.begin()
 
 from dataset import IMAGE_SIZE, SHORT_SIDE, build_dataset
-from engine import distributed, machine, prepared
+from engine import distributed, loading, machine, prepared
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -35,6 +35,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     if args.workers is None:
         args.workers = machine.cpus()
     args.image_size = IMAGE_SIZE
+    if min(args.workers, args.short_side) < 0:
+        raise distributed.UserError("--workers and --short-side: 0 or more")
     distributed.setup()
     if prepared.is_store(args.data):
         raise distributed.UserError(f"--data {args.data}: prepared already; give it to main.py")
@@ -45,5 +47,5 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    with distributed.one_line_errors():
+    with distributed.one_line_errors(loading.explain):
         main()

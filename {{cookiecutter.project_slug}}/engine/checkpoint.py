@@ -238,6 +238,11 @@ def restore(
     """
     settings = optimizer.state_dict()["param_groups"]
     optimizer.load_state_dict({**state["optimizer"], "param_groups": settings})
+    for weight, values in optimizer.state.items():
+        for name, value in values.items():
+            if value.shape == weight.shape and value.stride() != weight.stride():
+                # As another memory format left it: fused kernels take it for granted.
+                values[name] = torch.empty_like(weight, dtype=value.dtype).copy_(value)
     base_lrs = scheduler.base_lrs
     scheduler.load_state_dict(
         {**state["scheduler"], "base_lrs": base_lrs, "last_epoch": schedule_step}

@@ -2,6 +2,7 @@
 
 import math
 import os
+import shlex
 import shutil
 import warnings
 from argparse import Namespace
@@ -21,7 +22,11 @@ def set_up(args: Namespace, device: torch.device) -> None:
     if args.workers is None:
         args.workers = workers()
     if args.threads is None:
-        args.threads = min(share(), 4) if cuda else share()
+        given = os.environ.get("OMP_NUM_THREADS", "1")
+        if given.isdecimal() and given != "1":  # torchrun sets 1, whoever wants it or not
+            args.threads = int(given)
+        else:
+            args.threads = min(share(), 4) if cuda else share()
     if args.pin_memory is None:
         # Pinned pages cannot be swapped out. Of a sample: a picture, uint8, and a mask.
         size = args.workers * args.prefetch * args.batch_size * 4 * args.image_size**2
@@ -31,7 +36,8 @@ def set_up(args: Namespace, device: torch.device) -> None:
         args.amp = "bf16" if has_bf16 else "fp16" if cuda else "off"
     if args.amp == "fp16":  # GradScaler skips steps until it has found its scale
         warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step")
-    if args.compile and not any(map(shutil.which, (os.environ.get("CXX", "g++"), "clang++"))):
+    compilers = ("g++", "clang++", "cl", *shlex.split(os.environ.get("CXX", "")))
+    if args.compile and not any(map(shutil.which, compilers)):
         raise UserError("--compile: no C++ compiler found; install g++ or leave the flag out")
     torch.set_num_threads(args.threads)
     torch.set_float32_matmul_precision("high")  # TF32 for what stays float32, where a GPU has it
@@ -101,4 +107,7 @@ def workers() -> int:
 
 def share() -> int:
     """Return this rank's share of the CPUs, 1 at least."""
-    return max(1, cpus() // distributed.local_world_size())
+    count = cpus()
+    if not process.by_torchrun() and count <= int(os.environ.get("SLURM_CPUS_PER_TASK", 0)):
+        return count  # srun has dealt them out to the ranks
+    return max(1, count // distributed.local_world_size())

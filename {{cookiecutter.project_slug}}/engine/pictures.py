@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from PIL import Image, ImageOps
+from PIL import Image, ImageOps, UnidentifiedImageError
 from torch import Tensor
 from torchvision.io import ImageReadMode, decode_jpeg
 from torchvision.transforms import InterpolationMode as Mode
@@ -44,8 +44,8 @@ class Picture:
         """Return uint8 (H, W, 3) or (H, W) in memory, or mapped there, as a Picture."""
 
         def decode(box: Box, shrink: int) -> Tensor:
-            top, left, height, width = box
-            return torch.from_numpy(pixels[top : top + height, left : left + width])
+            top, left, height, width = box  # a copy: augmentation may change it
+            return torch.from_numpy(np.array(pixels[top : top + height, left : left + width]))
 
         return cls(pixels.shape[0], pixels.shape[1], decode, is_mask=pixels.ndim == 2)
 
@@ -97,7 +97,7 @@ def open_picture(path: str) -> Picture:
         data = bytearray(file.read())
         with Image.open(io.BytesIO(data)) as image:
             kind, mode, (width, height) = image.format, image.mode, image.size
-            turned = "exif" in image.info and image.getexif().get(0x112, 1) != 1
+            turned = {"exif", "xmp"} & image.info.keys() and image.getexif().get(0x112, 1) != 1
     if kind not in ("JPEG", "MPO") or mode not in ("RGB", "L") or turned:
         return Picture.of(np.array(read_image(path)))
     source = torch.frombuffer(data, dtype=torch.uint8)
@@ -111,7 +111,7 @@ def open_picture(path: str) -> Picture:
                 pixels = decode_jpeg(source, ImageReadMode.RGB).movedim(0, 2)
             else:
                 image = Image.open(io.BytesIO(data))
-                image.draft("RGB", (width // shrink, height // shrink))
+                image.draft("RGB", (max(width // shrink, 1), max(height // shrink, 1)))
                 pixels = torch.from_numpy(np.array(image.convert("RGB")))
         return pixels[top : top + rows, left : left + columns]
 
@@ -140,7 +140,12 @@ def _reading(path: str) -> Iterator[None]:
     try:
         yield
     except (OSError, RuntimeError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
-        reason = str(error).rsplit(", ", 1)[-1].replace(f" '{path}'", "")
+        if isinstance(error, UnidentifiedImageError):
+            reason = "not a picture"
+        elif isinstance(error, RuntimeError):  # torchvision's begins with its own source file
+            reason = str(error).rsplit(", ", 1)[-1]
+        else:
+            reason = getattr(error, "strerror", None) or str(error)
         raise UserError(f"{path}: cannot be read ({reason}); replace or remove it") from None
 
 

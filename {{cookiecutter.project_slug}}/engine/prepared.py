@@ -34,14 +34,11 @@ class Store:
     def __init__(self, folder: Path, index: dict[str, Any]) -> None:
         self.classes: list[str] = index["classes"]
         self.train, self.val = ([tuple(s) for s in index["samples"][p]] for p in ("train", "val"))
-        values = np.fromfile(folder / "rows.bin", ROW)
         count = len(self.train) + len(self.val)
-        pixels = folder / "pixels.bin"
-        if len(values) % (4 * count) or pixels.stat().st_size != _end(values):
+        if not _is_whole(folder, count):
             raise UserError(f"{folder}: rows.bin or pixels.bin is not whole; copy or make it again")
-        self.rows = values.reshape(count, -1, 4)
-        # Copy on write: torch warns of memory that it may not write to.
-        self.pixels = np.memmap(pixels, np.uint8, "c")
+        self.rows = np.fromfile(folder / "rows.bin", ROW).reshape(count, -1, 4)
+        self.pixels = folder / "pixels.bin"
 
     def pictures(self, part: str) -> "Pictures":
         """Return the pictures of the samples of "train" or "val"."""
@@ -52,12 +49,16 @@ class Store:
 class Pictures(Sequence):
     """The pictures of each sample, mapped into memory.
 
-    pixels: uint8 (bytes,). rows: int64 (samples, pictures of each, 4).
+    path: of pixels.bin. rows: int64 (samples, pictures of each, 4).
     """
 
-    def __init__(self, pixels: np.ndarray, rows: np.ndarray) -> None:
-        self.pixels = pixels
+    def __init__(self, path: Path, rows: np.ndarray) -> None:
+        self.path = path
         self.rows = rows
+        self.pixels = np.memmap(path, np.uint8, "r")
+
+    def __reduce__(self) -> tuple:  # else a worker that is spawned gets all the pixels
+        return Pictures, (self.path, self.rows)
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -76,9 +77,18 @@ def _end(rows: np.ndarray) -> int:
     return offset + height * width * max(channels, 1)
 
 
+def _is_whole(folder: Path, count: int) -> bool:
+    """Whether the files hold `count` samples, and all their pixels."""
+    rows, pixels = folder / "rows.bin", folder / "pixels.bin"
+    if not rows.is_file() or not pixels.is_file():
+        return False
+    values = np.fromfile(rows, ROW)
+    return len(values) % (4 * count) == 0 and 0 < _end(values) == pixels.stat().st_size
+
+
 def is_store(folder: Path) -> bool:
     """Whether `write` has worked on `folder`."""
-    return (folder / "pixels.bin").is_file()
+    return any((folder / name).is_file() for name in ("index.json", "rows.bin", "pixels.bin"))
 
 
 def open_store(folder: Path) -> Store | None:
@@ -91,7 +101,10 @@ def open_store(folder: Path) -> Store | None:
     again = "prepare_data.py with the same flags "
     if not (folder / "index.json").is_file():
         raise UserError(f"{folder}: preparing it was interrupted; {again}goes on with it")
-    index = json.loads((folder / "index.json").read_text())
+    try:
+        index = json.loads((folder / "index.json").read_text())
+    except ValueError:
+        raise UserError(f"{folder / 'index.json'}: not whole; copy or make it again") from None
     if changed := distributed.from_rank_zero(_changed, index):
         raise UserError(f"{changed}: not as it was when {folder} was made of it; {again}mends that")
     return Store(folder, index)
@@ -121,7 +134,7 @@ def write(
             raise UserError(f"{folder}: not empty, and not made by this; name another folder")
         if not files.lock(folder / ".preparing"):
             raise UserError(f"{folder}: another process is preparing it")
-        if _says(index, text):
+        if _says(index, text) and _is_whole(folder, sum(map(len, parts.values()))):
             return distributed.say(f"{folder}: prepared already, and {source} has not changed")
         if not _says(begun, text):
             for path in (index, begun, rows, pixels):
@@ -216,9 +229,10 @@ def describe(source: Path) -> dict[str, list[int]]:
     for parent, folders, names in os.walk(source, followlinks=True):
         if Path(parent) == source:
             folders[:] = {"train", "val"}.intersection(folders)
+            names = [name for name in names if name == "classes.txt"]
         for name in names:
-            if not name.startswith("."):
-                path = os.path.join(parent, name)
+            path = os.path.join(parent, name)
+            if not name.startswith(".") and os.path.exists(path):  # not a link to nothing
                 about = os.stat(path)
                 found[os.path.relpath(path, source)] = [about.st_size, about.st_mtime_ns]
     return found

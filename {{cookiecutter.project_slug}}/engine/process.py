@@ -62,13 +62,13 @@ def is_debugged() -> bool:
     return pydevd is not None and getattr(pydevd, "_is_attached", lambda: True)()
 
 
-def follow_parent(signum: int) -> None:
+def follow_parent(signum: int, parent: int | None = None) -> None:
     """Have the kernel send `signum` to this process once the thread that started it has gone.
 
-    On Linux only; elsewhere nothing is done.
+    parent: its process id, where that is known. On Linux only; elsewhere nothing is done.
     """
     if sys.platform == "linux":
-        parent = os.getppid()
+        parent = parent or os.getppid()
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signum)
         if os.getppid() != parent:  # it went before the kernel knew
             os.kill(os.getpid(), signum)
@@ -76,7 +76,8 @@ def follow_parent(signum: int) -> None:
 
 def start_worker(rank_follows_debugger: bool, number: int) -> None:
     """Begin a loader worker (a `worker_init_fn`), which ends with its rank, however that ends."""
-    follow_parent(KILL)
+    rank = multiprocessing.parent_process()
+    follow_parent(KILL, rank.pid if rank else None)
     signal.set_wakeup_fd(-1)
     for signum in STOP_SIGNALS:  # its rank needs it until the end of the step
         signal.signal(signum, signal.SIG_IGN)

@@ -13,7 +13,7 @@ import platform
 import subprocess
 import time
 from argparse import Namespace
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +76,7 @@ class Reporter:
             "flags": vars(args),
             "ranks": ranks,
             "device": name,
+            "jpeg": pictures.decoder(),
             "git": git_commit(),
             "versions": {
                 "python": platform.python_version(),
@@ -87,8 +88,8 @@ class Reporter:
         with files.writing(self.folder / "args.json") as beside:
             beside.write_text(json.dumps(record, indent=2, default=str) + "\n")
 
-    def progress(self, batches: Iterable, loader: DataLoader, epoch: int) -> Iterator:
-        """Yield `batches` under a progress bar that counts the pictures of all ranks."""
+    def progress(self, loader: DataLoader, epoch: int) -> Iterator:
+        """Yield `loader`'s batches under a progress bar that counts the pictures of all ranks."""
         self.began = self.read_at = time.monotonic()
         per_pass = loader.batch_size * distributed.world_size()  # type: ignore[operator]
         self.bar = tqdm(
@@ -101,7 +102,7 @@ class Reporter:
         )
         self.waited = 0.0
         asked = time.monotonic()
-        for batch in batches:
+        for batch in loader:
             self.waited += time.monotonic() - asked
             yield batch
             self.bar.update(per_pass)

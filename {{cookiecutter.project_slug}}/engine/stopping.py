@@ -100,7 +100,8 @@ class Watch:
                 self.store.set(f"stop/{distributed.rank()}", str(self.step))
                 self.answered = time.monotonic()
             if sys.stderr.isatty():
-                print(file=sys.stderr)  # below the progress bar
+                with contextlib.suppress(OSError):  # of a terminal that is gone
+                    print(file=sys.stderr)  # below the progress bar
             distributed.say("asked to stop: at the end of this step, then saving")
 
     def mind_hang(self) -> None:
