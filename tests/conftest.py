@@ -235,7 +235,6 @@ def processes(mark: str) -> list[tuple[int, int]]:
 def finish(process: subprocess.Popen, mark: str, timeout: float = 300) -> Done:
     """Wait for the command, give its descendants a moment, and end those that stay."""
     try:
-        try:
         out, err = process.communicate(timeout=timeout)
     except subprocess.TimeoutExpired as error:
         said = (error.stdout or b"").decode() + (error.stderr or b"").decode()
