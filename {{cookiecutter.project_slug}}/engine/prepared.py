@@ -88,7 +88,7 @@ def _is_whole(folder: Path, count: int) -> bool:
 
 def is_store(folder: Path) -> bool:
     """Whether `write` has worked on `folder`."""
-    return any((folder / name).is_file() for name in ("index.json", "rows.bin", "pixels.bin"))
+    return any((folder / name).is_file() for name in ("rows.bin", "pixels.bin"))
 
 
 def open_store(folder: Path) -> Store | None:
