@@ -285,13 +285,14 @@ def evaluate(
 
     Takes the bare model: ranks may hold unequal numbers of batches, and DDP would wait.
     """
+    autocast = machine.autocast(amp, device)
     torch.backends.cudnn.benchmark = False  # for each size of picture it would take seconds
     model.eval()
     metrics.reset()
     # Loss sum, count, ranks that were asked to stop.
     totals = torch.zeros(3, dtype=torch.float64, device=device)
     for images, targets in loading.to_device(itertools.chain.from_iterable(loader), device):
-        with machine.autocast(amp, device):
+        with autocast:
             outputs = model(images)
         outputs = outputs.float()
         loss_sum, count = criterion(outputs, targets)

@@ -36,8 +36,7 @@ def set_up(args: Namespace, device: torch.device) -> None:
         args.amp = "bf16" if has_bf16 else "fp16" if cuda else "off"
     if args.amp == "fp16":  # GradScaler skips steps until it has found its scale
         warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step")
-    compilers = ("g++", "clang++", "cl", *shlex.split(os.environ.get("CXX", "")))
-    if args.compile and not any(map(shutil.which, compilers)):
+    if args.compile and not _has_compiler():
         raise UserError("--compile: no C++ compiler found; install g++ or leave the flag out")
     torch.set_num_threads(args.threads)
     torch.set_float32_matmul_precision("high")  # TF32 for what stays float32, where a GPU has it
@@ -47,6 +46,11 @@ def autocast(amp: str, device: torch.device) -> torch.autocast:
     """Return a context in which networks compute in bf16 or fp16, or, with "off", as they are."""
     dtype = torch.float16 if amp == "fp16" else torch.bfloat16
     return torch.autocast(device.type, dtype, enabled=amp != "off")
+
+
+def _has_compiler() -> bool:
+    names = ("g++", "clang++", "cl", *shlex.split(os.environ.get("CXX", "")))
+    return any(map(shutil.which, names))
 
 
 def _free_memory() -> float:

@@ -34,16 +34,12 @@ class Store:
     def __init__(self, folder: Path, index: dict[str, Any]) -> None:
         self.classes: list[str] = index["classes"]
         self.train, self.val = ([tuple(s) for s in index["samples"][p]] for p in ("train", "val"))
-        count = len(self.train) + len(self.val)
-        if not _is_whole(folder, count):
+        rows = _read_rows(folder, len(self.train) + len(self.val))
+        if rows is None:
             raise UserError(f"{folder}: rows.bin or pixels.bin is not whole; copy or make it again")
-        self.rows = np.fromfile(folder / "rows.bin", ROW).reshape(count, -1, 4)
-        self.pixels = folder / "pixels.bin"
-
-    def pictures(self, part: str) -> "Pictures":
-        """Return the pictures of the samples of "train" or "val"."""
-        count = len(self.train)
-        return Pictures(self.pixels, self.rows[:count] if part == "train" else self.rows[count:])
+        first = len(self.train)
+        self.train_pictures = Pictures(folder / "pixels.bin", rows[:first])
+        self.val_pictures = Pictures(folder / "pixels.bin", rows[first:])
 
 
 class Pictures(Sequence):
@@ -77,13 +73,14 @@ def _end(rows: np.ndarray) -> int:
     return offset + height * width * max(channels, 1)
 
 
-def _is_whole(folder: Path, count: int) -> bool:
-    """Whether the files hold `count` samples, and all their pixels."""
+def _read_rows(folder: Path, count: int) -> np.ndarray | None:
+    """Return int64 (count, pictures of each sample, 4); None unless rows and pixels are whole."""
     rows, pixels = folder / "rows.bin", folder / "pixels.bin"
     if not rows.is_file() or not pixels.is_file():
-        return False
+        return None
     values = np.fromfile(rows, ROW)
-    return len(values) % (4 * count) == 0 and 0 < _end(values) == pixels.stat().st_size
+    is_whole = len(values) % (4 * count) == 0 and 0 < _end(values) == pixels.stat().st_size
+    return values.reshape(count, -1, 4) if is_whole else None
 
 
 def is_store(folder: Path) -> bool:
@@ -134,7 +131,8 @@ def write(
             raise UserError(f"{folder}: not empty, and not made by this; name another folder")
         if not files.lock(folder / ".preparing"):
             raise UserError(f"{folder}: another process is preparing it")
-        if _says(index, text) and _is_whole(folder, sum(map(len, parts.values()))):
+        is_whole = _read_rows(folder, sum(map(len, parts.values()))) is not None
+        if is_whole and _says(index, text):
             return distributed.say(f"{folder}: prepared already, and {source} has not changed")
         if not _says(begun, text):
             for path in (index, begun, rows, pixels):

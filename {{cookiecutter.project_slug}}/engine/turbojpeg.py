@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 TJINIT_DECOMPRESS = 1
-TJPARAM_SUBSAMP, TJPARAM_JPEGWIDTH, TJPARAM_JPEGHEIGHT = 4, 5, 6
+TJPARAM_SUBSAMP = 4
 TJPF_RGB = 0
 MCU_WIDTH = (8, 16, 16, 8, 8, 32, 8)  # tjMCUWidth, by TJPARAM_SUBSAMP
 END = b"\xff\xd9"

@@ -73,8 +73,8 @@ def build_dataset(args: Namespace) -> tuple[ImageDataset, ImageDataset, list[str
     middle = functools.partial(eval_transform, size=args.image_size)
     if store := prepared.open_store(args.data):
         return (
-            ImageDataset(store.train, augment, store.pictures("train")),
-            ImageDataset(store.val, middle, store.pictures("val")),
+            ImageDataset(store.train, augment, store.train_pictures),
+            ImageDataset(store.val, middle, store.val_pictures),
             store.classes,
         )
     train, val, classes = find_samples(args.data)

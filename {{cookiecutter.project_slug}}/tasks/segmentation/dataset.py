@@ -101,8 +101,8 @@ def build_dataset(args: Namespace) -> tuple[SegmentationDataset, SegmentationDat
     if store := prepared.open_store(args.data):
         count = len(store.classes)
         return (
-            SegmentationDataset(store.train, count, augment, store.pictures("train")),
-            SegmentationDataset(store.val, count, eval_transform, store.pictures("val")),
+            SegmentationDataset(store.train, count, augment, store.train_pictures),
+            SegmentationDataset(store.val, count, eval_transform, store.val_pictures),
             store.classes,
         )
     train, val, classes = find_samples(args.data)
@@ -145,7 +145,7 @@ def find_pairs(folder: Path) -> list[tuple[str, str]]:
 
 
 def read_classes(root: Path, masks: Sequence[str]) -> list[str]:
-    """Return the class names of `root`, as told at `build_dataset`."""
+    """Return the class names of `root`, as told at `find_samples`."""
     names = root / "classes.txt"
     if names.is_file():
         try:
