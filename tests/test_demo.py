@@ -4,6 +4,7 @@ import csv
 import re
 import shutil
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -24,13 +25,14 @@ def make_demo(folder: Path, task: str, flags: str = "") -> str:
 @pytest.fixture(scope="module", params=PROMISED)
 def demo(
     request: pytest.FixtureRequest, template: Path, tmp_path_factory: pytest.TempPathFactory
-) -> tuple[str, Path, str]:
+) -> Iterator[tuple[str, Path, str]]:
     """The task, the project's folder and the output of `make demo` at a path with a space."""
     folder = tmp_path_factory.mktemp("demo") / "a space"
     shutil.copytree(template, folder)
     (folder / ".venv").symlink_to(Path(sys.executable).parent.parent)
     out = make_demo(folder, request.param)
-    return request.param, folder / "demo" / request.param, out
+    yield request.param, folder / "demo" / request.param, out
+    shutil.rmtree(folder)
 
 
 def test_it_learns(demo: tuple[str, Path, str]) -> None:

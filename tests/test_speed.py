@@ -5,12 +5,13 @@ import os
 import re
 import shutil
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from conftest import SMALL, Done, Project, rows
+from conftest import SMALL, TASKS, Done, Project, rows
 from PIL import Image
 from test_exact import RESUME
 from test_runs import SAME_FOR_BOTH, flags
@@ -249,8 +250,11 @@ for picture in train.prepared[3]:
     assert results["val_loss"] == pytest.approx(float(rows(out)[-1]["val_loss"]))
 
 
-def test_prepared_data_that_does_not_fit(project: Project, own_data: Path, tmp_path: Path) -> None:
-    """The source has changed, or is not there; the copy is not whole; another folder."""
+def test_prepared_data_that_does_not_fit(
+    project: Project, projects: Callable[[str], Project], own_data: Path, tmp_path: Path
+) -> None:
+    """The source has changed, or is not there; the copy is not whole, or of the other task."""
+    (other_project,) = (projects(task) for task in TASKS if task != project.task)
     store, out = tmp_path / "store", tmp_path / "out"
     words = ("--data", own_data, "--output", store, "--short-side", 32)
     prepare(project, *words).ok()
@@ -276,6 +280,10 @@ def test_prepared_data_that_does_not_fit(project: Project, own_data: Path, tmp_p
     project.alone(*flags(store, out)).refused(str(picture), "not as it was")
     own_data.rename(tmp_path / "elsewhere")
     project.alone(*flags(store, out)).ok()
+
+    other = other_project.draw(tmp_path / "other", 12, 12)
+    prepare(other_project, "--data", other, "--output", tmp_path / "other store").ok()
+    project.alone(*flags(tmp_path / "other store", tmp_path)).refused("other store", "another task")
 
     (store / "index.json").unlink()
     project.alone(*flags(store, out)).refused("interrupted", "prepare_data.py")

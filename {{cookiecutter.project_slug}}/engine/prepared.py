@@ -31,12 +31,17 @@ ROW = np.dtype(np.int64)
 class Store:
     """What `write` has made: samples and classes, as a data set's module lists them, and pixels."""
 
-    def __init__(self, folder: Path, index: dict[str, Any]) -> None:
+    def __init__(self, folder: Path, index: dict[str, Any], each: int) -> None:
         self.classes: list[str] = index["classes"]
         self.train, self.val = ([tuple(s) for s in index["samples"][p]] for p in ("train", "val"))
         rows = _read_rows(folder, len(self.train) + len(self.val))
         if rows is None:
             raise UserError(f"{folder}: rows.bin or pixels.bin is not whole; copy or make it again")
+        if rows.shape[1] != each:
+            raise UserError(
+                f"{folder}: {rows.shape[1]} picture(s) and mask(s) a sample where dataset.py takes "
+                f"{each}: made for another task; make it with this project's prepare_data.py"
+            )
         first = len(self.train)
         self.train_pictures = Pictures(folder / "pixels.bin", rows[:first])
         self.val_pictures = Pictures(folder / "pixels.bin", rows[first:])
@@ -88,9 +93,10 @@ def is_store(folder: Path) -> bool:
     return any((folder / name).is_file() for name in ("rows.bin", "pixels.bin"))
 
 
-def open_store(folder: Path) -> Store | None:
+def open_store(folder: Path, each: int) -> Store | None:
     """Return what `write` made of a data set in `folder`; None if it did not.
 
+    each: the pictures and masks of a sample, as the data set's `open` returns them.
     Raises a UserError if it is not complete, or if the source, where it is at hand, has changed.
     """
     if not is_store(folder):
@@ -104,7 +110,7 @@ def open_store(folder: Path) -> Store | None:
         raise UserError(f"{folder / 'index.json'}: not whole; copy or make it again") from None
     if changed := distributed.from_rank_zero(_changed, index):
         raise UserError(f"{changed}: not as it was when {folder} was made of it; {again}mends that")
-    return Store(folder, index)
+    return Store(folder, index, each)
 
 
 def write(

@@ -71,7 +71,7 @@ def build_dataset(args: Namespace) -> tuple[ImageDataset, ImageDataset, list[str
     """Return the training set, the validation set and the class names, which the folders give."""
     augment = functools.partial(train_transform, size=args.image_size)
     middle = functools.partial(eval_transform, size=args.image_size)
-    if store := prepared.open_store(args.data):
+    if store := prepared.open_store(args.data, each=1):
         return (
             ImageDataset(store.train, augment, store.train_pictures),
             ImageDataset(store.val, middle, store.val_pictures),

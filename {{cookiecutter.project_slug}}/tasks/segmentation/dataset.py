@@ -98,7 +98,7 @@ class SegmentationDataset(Dataset):
 def build_dataset(args: Namespace) -> tuple[SegmentationDataset, SegmentationDataset, list[str]]:
     """Return the training set, the validation set and the class names."""
     augment = functools.partial(train_transform, size=args.image_size)
-    if store := prepared.open_store(args.data):
+    if store := prepared.open_store(args.data, each=2):
         count = len(store.classes)
         return (
             SegmentationDataset(store.train, count, augment, store.train_pictures),
