@@ -456,6 +456,39 @@ assert torch.allclose(*ends, atol=1e-6)
     project.python(code)
 
 
+# What a forked worker's own memory grows by while it looks at each sample, in kilobytes.
+GROWTH = """
+import os, dataset
+
+def grown(samples):
+    receive, send = os.pipe()
+    if not os.fork():
+        before = private()
+        for index in range(len(samples)):
+            path, mask = samples[index]
+        os.write(send, str(private() - before).encode())
+        os._exit(0)
+    os.wait()
+    return int(os.read(receive, 99))
+
+def private():
+    with open("/proc/self/smaps_rollup") as file:
+        return next(int(line.split()[1]) for line in file if line.startswith("Private_Dirty"))
+
+samples = [(f"train/{number:050}.jpg", f"{number:050}.png") for number in range(100_000)]
+made = getattr(dataset, "ImageDataset", None) or dataset.SegmentationDataset
+packed = made(samples, *[None] * (1 if hasattr(dataset, "ImageDataset") else 2)).samples
+assert list(packed) == samples and packed[-1] == samples[-1]
+print(grown(samples), grown(packed))
+"""
+
+
+def test_workers_do_not_copy_the_list_of_samples(project: Project) -> None:
+    of_list, of_packed = map(int, project.python(GROWTH).split())
+    assert of_list > 20_000  # what it is that the test would see
+    assert of_packed < 2_000
+
+
 @SAME_FOR_BOTH
 def test_compiled(project: Project, data: Path, tmp_path: Path) -> None:
     """Its checkpoints fit an uncompiled network, and no compiler is one line."""

@@ -2,6 +2,7 @@
 
 import math
 import mmap
+import pickle
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -12,6 +13,26 @@ from torch import Tensor
 from torch.utils.data import default_collate, get_worker_info
 
 SMALL = 2**16  # bytes
+
+
+class Packed(Sequence):
+    """The tuples `samples` in one piece of memory, unpacked one at a time.
+
+    A forked worker shares its rank's memory until either writes to it, and merely to look at an
+    object counts references in it: of a list, each worker would come to have a copy of its own.
+    """
+
+    def __init__(self, samples: Sequence[tuple]) -> None:
+        pieces = [pickle.dumps(sample) for sample in samples]
+        self.ends = np.cumsum([0, *map(len, pieces)])
+        self.data = b"".join(pieces)
+
+    def __len__(self) -> int:
+        return len(self.ends) - 1
+
+    def __getitem__(self, index: Any) -> tuple:
+        index = range(len(self))[index]
+        return pickle.loads(self.data[self.ends[index] : self.ends[index + 1]])
 
 
 def collate(samples: Sequence[tuple]) -> list:

@@ -5,6 +5,7 @@ FOLDER/rows.bin     for each of them int64: offset in bytes, height, width, chan
 FOLDER/index.json   samples, classes, and what the source was like; written last
 """
 
+import contextlib
 import functools
 import json
 import math
@@ -230,15 +231,17 @@ def _say_size(whole: Shrunk, done: int, folder: Path) -> None:
 def describe(source: Path) -> dict[str, list[int]]:
     """Return {path: [bytes, time of the last change in ns]} of a data set's files."""
     found = {}
+    start = len(os.path.join(source, ""))
     for parent, folders, names in os.walk(source, followlinks=True):
         if Path(parent) == source:
             folders[:] = {"train", "val"}.intersection(folders)
             names = [name for name in names if name == "classes.txt"]
         for name in names:
             path = os.path.join(parent, name)
-            if not name.startswith(".") and os.path.exists(path):  # not a link to nothing
-                about = os.stat(path)
-                found[os.path.relpath(path, source)] = [about.st_size, about.st_mtime_ns]
+            with contextlib.suppress(FileNotFoundError):  # a link to nothing
+                if not name.startswith("."):
+                    about = os.stat(path)
+                    found[path[start:]] = [about.st_size, about.st_mtime_ns]
     return found
 
 

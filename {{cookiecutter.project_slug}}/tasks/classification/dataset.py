@@ -13,6 +13,7 @@ from torchvision.transforms import RandomResizedCrop
 from torchvision.transforms.v2 import functional as F
 
 from engine import distributed, pictures, prepared
+from engine.batches import Packed
 from engine.distributed import UserError
 from engine.pictures import Picture, open_picture
 
@@ -51,7 +52,7 @@ class ImageDataset(Dataset):
         transform: Callable[[Picture], Tensor],
         prepared: Sequence[tuple[Picture]] | None = None,
     ) -> None:
-        self.samples = samples
+        self.samples = Packed(samples)
         self.transform = transform
         self.prepared = prepared
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from engine import distributed, pictures, prepared
+from engine.batches import Packed
 from engine.distributed import UserError
 from engine.pictures import Picture, open_picture
 
@@ -71,7 +72,7 @@ class SegmentationDataset(Dataset):
         transform: Callable[[Picture, Picture], tuple[Tensor, Tensor]],
         prepared: Sequence[tuple[Picture, Picture]] | None = None,
     ) -> None:
-        self.samples = samples
+        self.samples = Packed(samples)
         self.num_classes = num_classes
         self.transform = transform
         self.prepared = prepared
