@@ -238,3 +238,30 @@ def test_metrics_on_any_number_of_ranks(project: Project, tmp_path: Path) -> Non
     if project.task == "segmentation":
         # The class that never comes is predicted here and there, or nowhere: 0 or nan.
         assert all(np.nan_to_num(each["iou_never"]) == 0 for each in found[0])
+
+
+@pytest.mark.parametrize("project", ["segmentation"], indirect=True)
+def test_deterministic_metrics_take_no_more_memory(project: Project) -> None:
+    """For what is told to be deterministic torchmetrics takes pixels x classes squared: 0.9 GB."""
+    code = """
+import main, model, torch
+from engine import distributed, seeding
+
+def peak():
+    with open("/proc/self/status") as file:
+        return next(int(line.split()[1]) for line in file if line.startswith("VmHWM"))
+
+distributed.setup()
+seeding.be_deterministic()
+images, targets = (torch.zeros(2, *shape, 256, 256, dtype=torch.uint8) for shape in ((3,), ()))
+metrics = model.build_metrics([str(number) for number in range(21)])
+with open("/proc/self/clear_refs", "w") as file:
+    file.write("5")  # the peak begins anew
+before = peak()
+net, loss = torch.nn.Conv2d(3, 21, 1), model.build_criterion(None)
+main.evaluate(net, loss, metrics, [[(images, targets)]], torch.device("cpu"), "off")
+assert torch.are_deterministic_algorithms_enabled()
+assert torch.is_deterministic_algorithms_warn_only_enabled()
+print(peak() - before)
+"""
+    assert int(project.python(code)) < 300_000  # kilobytes

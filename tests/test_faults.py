@@ -217,6 +217,19 @@ def test_a_mistake_is_not_repeated(project: Project, own_data: Path, tmp_path: P
     assert done.status == 2
 
 
+def test_which_rank_counts(project: Project) -> None:
+    """A crash before those that it draws with it; but a mistake before what nccl makes of it."""
+    code = """
+from types import SimpleNamespace as Fake
+from engine.torchrun import root_cause
+for statuses in ((2, -6), (1, -6), (1, -15), (1, 2)):
+    failures = {i: Fake(exitcode=status, timestamp=i) for i, status in enumerate(statuses)}
+    error = Fake(failures=failures, get_first_failure=lambda: (0, failures[0]))
+    print(root_cause(error)[1].exitcode)
+"""
+    assert project.python(code).split() == ["2", "-6", "1", "1"]
+
+
 # What the scripts below begin with: main.py on two ranks that fail as told.
 FAULT = """
 from forked import *
@@ -364,8 +377,22 @@ def bug():
     raise ValueError("a bug")
 train("raises", patch=after_step(3, bug, rank=1))
 train("leaves", patch=after_step(3, lambda: os._exit(0), rank=1))
+def mistake():
+    raise distributed.UserError("a mistake")
+def unnoticed(act):  # as with nccl, where a collective does not raise when a rank has gone
+    def patch():
+        after_step(3, lambda: time.sleep(600), rank=0)()
+        after_step(3, act, rank=1)()
+    return patch
+train("raises, unnoticed", patch=unnoticed(bug))
+train("mistake, unnoticed", patch=unnoticed(mistake))
 """
-    raises, leaves = fault(code)
+    raises, leaves, *unnoticed = fault("from engine import distributed\n" + code)
+    for (statuses, _, err), status, last in zip(
+        unnoticed, (1, 2), ("ValueError: a bug", "error: a mistake"), strict=True
+    ):
+        assert statuses == [status] * 2
+        assert err.rstrip().splitlines()[-1] == last
     assert raises[0] == [1, 1]
     assert raises[2].count("Traceback") == 1
     assert raises[2].rstrip().endswith("ValueError: a bug")

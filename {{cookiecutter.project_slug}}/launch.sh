@@ -33,7 +33,15 @@ die() {
 count_gpus() {
     local listed=${CUDA_VISIBLE_DEVICES-all}
     case $listed in
-    all) { nvidia-smi --list-gpus 2>/dev/null || true; } | grep -c '^GPU' || true ;;
+    all)
+        if command -v nvidia-smi >/dev/null; then
+            { nvidia-smi --list-gpus 2>/dev/null || true; } | grep -c '^GPU' || true
+        elif [[ -e /dev/nvidia0 || -e /dev/kfd ]]; then # some containers; AMD
+            "$python" -c 'import torch; print(torch.cuda.device_count())'
+        else
+            echo 0
+        fi
+        ;;
     '' | -1) echo 0 ;;
     *) tr ',' '\n' <<<"$listed" | grep -c . ;;
     esac

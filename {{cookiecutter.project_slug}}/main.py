@@ -297,7 +297,8 @@ def evaluate(
         outputs = outputs.float()
         loss_sum, count = criterion(outputs, targets)
         totals[:2] += torch.stack((loss_sum.double(), count.double()))
-        metrics.update(outputs, targets)
+        with seeding.in_any_order():
+            metrics.update(outputs, targets)
         if stopping.is_asked():
             totals[2] = 1
             break
@@ -333,6 +334,7 @@ def train(
     run = Run(args, classes, pictures, device, model, optimizer, scheduler, scaler=scaler)
     if state:
         run.restore(state)
+        del state["model"], state["optimizer"]  # as much memory as they take again
     if args.resume == "never" and not state:
         checkpoint.clear(args.output_dir)
     checkpoint.begin(args.output_dir)

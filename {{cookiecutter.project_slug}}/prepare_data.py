@@ -7,6 +7,7 @@ Interrupted, it goes on from where it was; it says first how much room it needs.
 """
 
 import argparse
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from engine import process
 
 if __name__ == "__main__":  # before torch, whose import takes seconds
     process.begin()
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # leave GPUs to those who need one
 
 from dataset import IMAGE_SIZE, SHORT_SIDE, build_dataset
 from engine import distributed, loading, machine, prepared

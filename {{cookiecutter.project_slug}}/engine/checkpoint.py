@@ -269,7 +269,8 @@ def load_model(
     flags = Namespace(**state["args"])
     model = build_model(flags, state["classes"])
     load_network(model, state)
-    return model.eval().to(device), state["classes"], flags
+    model = model.eval().to(device).to(memory_format=torch.channels_last)
+    return model, state["classes"], flags
 
 
 def plain(args: Namespace) -> dict[str, Any]:

@@ -25,6 +25,7 @@ from engine import process
 T = TypeVar("T")
 OPERATIONS = {"sum": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)  # what disks say
+ERROR = "error"  # the key in the store: which rank failed first, and its status
 _store: Any = None  # the group's key-value store: it works while a peer hangs in a collective
 _timeout = timedelta()
 _debugged = False
@@ -295,7 +296,9 @@ def _lost_a_rank(error: Exception) -> str | None:
 def _tell(line: str, status: int) -> NoReturn:
     told = _status_told(status)
     if told is None:
-        print(f"error: {line}", file=sys.stderr)
+        print(f"error: {line}", file=sys.stderr, flush=True)
+        if _store is not None and is_rank_zero() and world_size() > local_world_size():
+            time.sleep(2)  # the store goes with this process: other nodes are to read it first
     process.leave(told or status)
 
 
@@ -305,7 +308,12 @@ def _status_told(status: int) -> int | None:
         return None if local_rank() == 0 else status
     mine = f"{rank()} {status}"
     try:
-        first = _store.compare_set("error", "", mine).decode()
+        first = _store.compare_set(ERROR, "", mine).decode()
     except dist.DistError:  # rank 0 held the store: it has spoken and left
         return status
-    return None if first == mine else int(first.split()[1])
+    return None if first == mine else status_told()
+
+
+def status_told() -> int:
+    """Return the status of the rank that was the first to fail, which the store has."""
+    return int(_store.get(ERROR).split()[1])

@@ -108,12 +108,13 @@ class Reporter:
             self.bar.update(per_pass)
             asked = time.monotonic()
         self.bar.close()
+        waited = torch.tensor(self.waited, device=self.device)
+        longest = distributed.reduce_tensor(waited, "max").item()  # once the device is ready
         seconds = time.monotonic() - self.began  # a resumed epoch's are those since then
-        share = torch.tensor(self.waited / seconds, device=self.device)
         self.speed = {
             "img_per_s": len(loader) * per_pass / seconds,
             "train_seconds": seconds,
-            "data_wait": distributed.reduce_tensor(share, "max").item(),
+            "data_wait": longest / seconds,
         }
 
     def loss(self, totals: Tensor, lr: float) -> None:
@@ -216,7 +217,8 @@ class Reporter:
             if index is None:
                 continue
             image, target = dataset[0, index]  # of epoch 0
-            output = model(loading.normalize(image[None].to(self.device)))[0].cpu()
+            # forward: for its one picture, --compile would compile once more.
+            output = model.forward(loading.normalize(image[None].to(self.device)))[0].cpu()
             draw(axes, image, torch.as_tensor(target), output, classes)
         height, width = grid.base[0, 0].images[0].get_size()
         figure.set_size_inches(3 * columns, rows * (3 * height / width + 0.4))

@@ -1,7 +1,9 @@
 """Random numbers that depend on what they are for, not on which process draws them, or when."""
 
+import contextlib
 import os
 import random
+from collections.abc import Iterator
 
 import numpy as np
 import torch
@@ -27,3 +29,19 @@ def be_deterministic() -> None:
     """Have GPUs compute the same bits each time; a warning names an operation that cannot."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS asks for it
     torch.use_deterministic_algorithms(True, warn_only=True)
+    # Filling what torch.empty returns takes time, and nothing here reads it.
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+
+
+@contextlib.contextmanager
+def in_any_order() -> Iterator[None]:
+    """Within the block nothing is deterministic by force, for counts: exact in any order.
+
+    torchmetrics would count pixels in memory of pixels x classes squared else.
+    """
+    forced = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(False)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(forced, warn_only=True)

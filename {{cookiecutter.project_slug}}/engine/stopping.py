@@ -84,6 +84,9 @@ class Watch:
             process.leave(self.status)  # torchrun passes a second Ctrl-C on as SIGTERM
 
     def confer(self) -> None:
+        if self.store.check([distributed.ERROR]):  # with nccl nothing else would tell of it
+            self.over.wait(1)  # what that rank has to say comes first
+            process.leave(distributed.status_told())
         if self.arrived:
             return
         if self.answered:

@@ -61,6 +61,8 @@ def root_cause(error: ChildFailedError) -> tuple[int, ProcessFailure]:
     kill for not ending, which takes it 30 seconds.
     """
     rank, first = error.get_first_failure()
+    if first.exitcode == process.MISTAKE:
+        return rank, first  # nccl aborts the ranks that it leaves behind
     for other, failure in error.failures.items():
         soon = failure.timestamp < first.timestamp + 10
         if soon and failure.exitcode < 0 and failure.exitcode != -signal.SIGTERM:

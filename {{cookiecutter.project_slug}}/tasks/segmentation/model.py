@@ -113,8 +113,9 @@ def build_criterion(args: Namespace) -> Callable[[Tensor, Tensor], tuple[Tensor,
     """
 
     def cross_entropy(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        loss = nn.functional.cross_entropy(outputs, targets, ignore_index=VOID, reduction="sum")
-        return loss, (targets != VOID).sum()
+        # A sum within cross_entropy would not be the same bits each time on GPUs.
+        losses = nn.functional.cross_entropy(outputs, targets, ignore_index=VOID, reduction="none")
+        return losses.sum(), (targets != VOID).sum()
 
     return cross_entropy
 
