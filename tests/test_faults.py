@@ -386,10 +386,18 @@ def unnoticed(act):  # as with nccl, where a collective does not raise when a ra
     return patch
 train("raises, unnoticed", patch=unnoticed(bug))
 train("mistake, unnoticed", patch=unnoticed(mistake))
+def mistake_at_rank_0():  # where the store is, which another node reads
+    os.environ["LOCAL_WORLD_SIZE"] = "1"
+    after_step(3, mistake, rank=0)()
+    after_step(3, lambda: time.sleep(600), rank=1)()
+train("mistake on another node", patch=mistake_at_rank_0)
 """
     raises, leaves, *unnoticed = fault("from engine import distributed\n" + code)
     for (statuses, _, err), status, last in zip(
-        unnoticed, (1, 2), ("ValueError: a bug", "error: a mistake"), strict=True
+        unnoticed,
+        (1, 2, 2),
+        ("ValueError: a bug", "error: a mistake", "error: a mistake"),
+        strict=True,
     ):
         assert statuses == [status] * 2
         assert err.rstrip().splitlines()[-1] == last
