@@ -289,6 +289,10 @@ def test_prepared_data_that_does_not_fit(
     project.alone(*flags(store, out)).refused("interrupted", "prepare_data.py")
 
     words = ("--data", tmp_path / "elsewhere", "--output")
+    prepare(project, *words, tmp_path / "elsewhere" / "train" / "x").refused("name a folder els")
+    before = content(tmp_path / "other store")
+    prepare(project, *words, tmp_path / "other store").refused(f"made of {other} with --short-side")
+    assert content(tmp_path / "other store") == before
     prepare(project, *words, out).refused("not empty", "another folder")
     assert (out / "last.pt").exists()
     picture = tmp_path / "elsewhere" / picture.relative_to(own_data)
@@ -326,8 +330,12 @@ for (image, number), one, target in zip(samples, found, targets):
     expected = F.normalize(F.to_dtype(image, torch.float32, scale=True), loading.MEAN, loading.STD)
     assert (one - expected).abs().max() < 1e-6 and target == number
 assert found.is_contiguous(memory_format=torch.channels_last)
+try:
+    loading.normalize(found)
+except loading.UserError as error:
+    print(error)
 """
-    project.python(code)
+    assert "pictures of torch.float32: leave them uint8" in project.python(code)
 
 
 # Counts what the ranks do in three optimizer steps, with and without accumulation.

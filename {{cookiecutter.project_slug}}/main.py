@@ -293,7 +293,7 @@ def evaluate(
     totals = torch.zeros(3, dtype=torch.float64, device=device)
     for images, targets in loading.to_device(itertools.chain.from_iterable(loader), device):
         with autocast:
-            outputs = model(images)
+            outputs = model.forward(images)  # --compile would compile anew for each size
         outputs = outputs.float()
         loss_sum, count = criterion(outputs, targets)
         totals[:2] += torch.stack((loss_sum.double(), count.double()))

@@ -191,6 +191,11 @@ def to_device(batches: Iterable, device: torch.device) -> Iterator[tuple[Tensor,
 
 def normalize(images: Tensor) -> Tensor:
     """Return uint8 `images` (N, 3, H, W) as float32 of about zero mean and unit deviation."""
+    if images.dtype != torch.uint8:
+        raise UserError(
+            f"dataset.py returns pictures of {images.dtype}: leave them uint8, 0 to 255; they are "
+            "normalised on the device (normalize in engine/loading.py)"
+        )
     mean, std = channel_statistics(images.device)
     return images.float().div_(255).sub_(mean).div_(std)  # in place: half the time on a CPU
 

@@ -30,7 +30,9 @@ def set_up(args: Namespace, device: torch.device) -> None:
     if args.pin_memory is None:
         # Pinned pages cannot be swapped out. Of a sample: a picture, uint8, and a mask.
         size = args.workers * args.prefetch * args.batch_size * 4 * args.image_size**2
-        args.pin_memory = cuda and size * distributed.local_world_size() < _free_memory() / 4
+        args.pin_memory = size * distributed.local_world_size() < _free_memory() / 4
+    args.pin_memory = cuda and args.pin_memory
+    warnings.filterwarnings("ignore", "This DataLoader will create")  # what the start line says
     if args.amp == "auto":
         has_bf16 = cuda and torch.cuda.is_bf16_supported(including_emulation=False)
         args.amp = "bf16" if has_bf16 else "fp16" if cuda else "off"

@@ -132,6 +132,8 @@ def write(
     text = json.dumps(plan, sort_keys=True)
     index, begun = folder / "index.json", folder / "plan.json"
     rows, pixels = folder / "rows.bin", folder / "pixels.bin"
+    if any(folder.resolve().is_relative_to(source.resolve() / name) for name in parts):
+        raise UserError(f"{folder}: among the pictures of {source}; name a folder elsewhere")
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if any(folder.iterdir()) and not (folder / ".preparing").is_file():
@@ -141,6 +143,8 @@ def write(
         is_whole = _read_rows(folder, sum(map(len, parts.values()))) is not None
         if is_whole and _says(index, text):
             return distributed.say(f"{folder}: prepared already, and {source} has not changed")
+        if index.is_file() and (made := _of_another(index, plan)):
+            raise UserError(f"{folder}: made {made}; name another folder, or remove it")
         if not _says(begun, text):
             for path in (index, begun, rows, pixels):
                 path.unlink(missing_ok=True)
@@ -258,6 +262,16 @@ def _changed(index: dict[str, Any]) -> str | None:
 
 def _says(path: Path, text: str) -> bool:
     return path.is_file() and path.read_text() == text
+
+
+def _of_another(index: Path, plan: dict[str, Any]) -> str | None:
+    """Return of what the store at `index` is made, unless `plan` is of the same."""
+    try:
+        made = json.loads(index.read_text())
+    except ValueError:  # not whole
+        return None
+    is_same = all(made[key] == plan[key] for key in ("source", "side"))
+    return None if is_same else f"of {made['source']} with --short-side {made['side']}"
 
 
 def _below(source: Path, samples: Sequence[tuple]) -> list[list]:

@@ -38,6 +38,8 @@ class Run:
         **more: Any,
     ) -> None:
         """Begin at nothing. `more`: what else has a state_dict and a load_state_dict, by name."""
+        if taken := more.keys() & set(checkpoint.KEYS):
+            raise ValueError(f"{taken}: checkpoints have an entry of that name already")
         self.args = args
         self.classes = list(classes)
         self.pictures = pictures
