@@ -25,7 +25,7 @@ from engine import process
 T = TypeVar("T")
 OPERATIONS = {"sum": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)  # what disks say
-ERROR = "error"  # the key in the store: which rank failed first, and its status
+ERROR = "error"  # the store's key for "<rank> <exit status>" of the first rank to fail
 _store: Any = None  # the group's key-value store: it works while a peer hangs in a collective
 _timeout = timedelta()
 _debugged = False
@@ -311,9 +311,4 @@ def _status_told(status: int) -> int | None:
         first = _store.compare_set(ERROR, "", mine).decode()
     except dist.DistError:  # rank 0 held the store: it has spoken and left
         return status
-    return None if first == mine else status_told()
-
-
-def status_told() -> int:
-    """Return the status of the rank that was the first to fail, which the store has."""
-    return int(_store.get(ERROR).split()[1])
+    return None if first == mine else int(first.split()[1])

@@ -85,8 +85,9 @@ class Watch:
 
     def confer(self) -> None:
         if self.store.check([distributed.ERROR]):  # with nccl nothing else would tell of it
+            status = int(self.store.get(distributed.ERROR).split()[1])
             self.over.wait(1)  # what that rank has to say comes first
-            process.leave(distributed.status_told())
+            process.leave(status)
         if self.arrived:
             return
         if self.answered:
