@@ -42,6 +42,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     distributed.setup()
     if prepared.is_store(args.data):
         raise distributed.UserError(f"--data {args.data}: prepared already; give it to main.py")
+    places = (args.data.resolve() / name for name in ("train", "val"))
+    if any(map(args.output.resolve().is_relative_to, places)):
+        raise distributed.UserError(
+            f"{args.output}: among the pictures of {args.data}; name a folder elsewhere"
+        )
     train, val, classes = build_dataset(args)
     parts = {"train": train, "val": val}
     prepared.write(args.output, args.data, parts, classes, args.short_side, args.workers)

@@ -302,6 +302,11 @@ def _tell(line: str, status: int) -> NoReturn:
     process.leave(told or status)
 
 
+def status_of_failure() -> int | None:
+    """Return the exit status of the first rank to fail; None as long as none has told of it."""
+    return int(_store.get(ERROR).split()[1]) if _store.check([ERROR]) else None
+
+
 def _status_told(status: int) -> int | None:
     """Return the status of the rank that told of the error; None if this one is to, now."""
     if _store is None:  # not in a group yet: each node's first rank speaks

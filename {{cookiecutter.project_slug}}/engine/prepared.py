@@ -132,8 +132,6 @@ def write(
     text = json.dumps(plan, sort_keys=True)
     index, begun = folder / "index.json", folder / "plan.json"
     rows, pixels = folder / "rows.bin", folder / "pixels.bin"
-    if any(folder.resolve().is_relative_to(source.resolve() / name) for name in parts):
-        raise UserError(f"{folder}: among the pictures of {source}; name a folder elsewhere")
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if any(folder.iterdir()) and not (folder / ".preparing").is_file():

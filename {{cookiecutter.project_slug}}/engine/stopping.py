@@ -84,8 +84,7 @@ class Watch:
             process.leave(self.status)  # torchrun passes a second Ctrl-C on as SIGTERM
 
     def confer(self) -> None:
-        if self.store.check([distributed.ERROR]):  # with nccl nothing else would tell of it
-            status = int(self.store.get(distributed.ERROR).split()[1])
+        if (status := distributed.status_of_failure()) is not None:  # nccl does not tell of it
             self.over.wait(1)  # what that rank has to say comes first
             process.leave(status)
         if self.arrived:
