@@ -147,8 +147,8 @@ def ours(side: int, data: Path, reads: int, turbo: bool = False) -> DataLoader:
     distributed.setup()
     flags = ["--workers", "1", "--batch-size", str(BATCH), "--no-pin-memory"]
     args = main.parse_args(["--data", str(data), "--image-size", str(side), *flags])
-    dataset = build_dataset(args)[0]
-    return loading.build_train_loader(Subset(dataset, picks(dataset, reads)), args)
+    dataset, _, classes = build_dataset(args)
+    return loading.build_train_loader(Subset(dataset, picks(dataset, reads)), classes, args)
 
 
 def picks(samples: Any, reads: int) -> range:

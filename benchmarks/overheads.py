@@ -49,7 +49,7 @@ def compare(flags: Namespace, folder: Path) -> dict[str, list[float]]:
     images = torch.randint(256, (count, side, side, 3), dtype=torch.uint8).movedim(-1, 1)
     shape = (count, side, side) if flags.task == "segmentation" else (count,)
     targets = torch.randint(common.CLASSES, shape, dtype=torch.uint8)
-    loader = loading.build_train_loader(TensorDataset(images, targets), args)
+    loader = loading.build_train_loader(TensorDataset(images, targets), classes, args)
 
     model = build_model(args, classes).to(memory_format=torch.channels_last)
     ddp_model = replicas.wrap(model, device)
@@ -62,7 +62,8 @@ def compare(flags: Namespace, folder: Path) -> dict[str, list[float]]:
     def epoch(*without: Callable[[], Any], save_every: int = 0) -> float:
         """Return seconds a step, in the contexts that `without` make."""
         args.save_every = save_every
-        run = Run(args, classes, count, device, model, optimizer, scheduler, scaler=scaler)
+        told = (args, classes, count, device, "top1", "")
+        run = Run(*told, model, optimizer, scheduler, scaler=scaler)
         report = reporting.Reporter(args, device, 0)
         with contextlib.ExitStack() as stack:
             for make in without:

@@ -118,7 +118,8 @@ class Bench:
         scheduler = main.build_scheduler(optimizer, self.args, 10**6)
         scaler = torch.amp.GradScaler(self.device.type, enabled=self.args.amp == "fp16")
         parts = (model, optimizer, scheduler)
-        run = Run(self.args, self.classes, 10**6, self.device, *parts, scaler=scaler)
+        told = (self.args, self.classes, 10**6, self.device, "top1", "")
+        run = Run(*told, *parts, scaler=scaler)
         report = Reporter(self.args, self.device, 0)
 
         def loop(feed: Feed) -> None:

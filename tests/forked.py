@@ -5,7 +5,6 @@ The ranks run main.py as a script, in a process group of their own, and end as i
 the project's folder, with a script that imports this, or alone: then it obeys lines on stdin.
 """
 
-import hashlib
 import json
 import os
 import runpy
@@ -15,7 +14,6 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, os.getcwd())
@@ -23,6 +21,7 @@ import main  # noqa: F401  with all that it imports, and what rank 0 imports lat
 import matplotlib.figure  # noqa: F401
 import torch
 import torch.utils.tensorboard
+from digest import digest  # noqa: F401  for the scripts that import this
 
 torch.set_num_threads(1)
 
@@ -92,26 +91,6 @@ def wait(pids: list[int], seconds: float = 120) -> list[int]:
 
 def run(ranks: int, *flags: object, **options: Any) -> list[int]:
     return wait(start(ranks, *flags, **options))
-
-
-def digest(folder: str | Path) -> str:
-    """Return a checksum of all that a run has come to, its flags and its speed aside."""
-    sums = hashlib.sha256()
-
-    def add(value: object) -> None:
-        if isinstance(value, torch.Tensor):
-            value = value.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
-        if isinstance(value, dict):
-            skip = ("args", "img_per_s", "train_seconds", "data_wait")
-            value = [pair for pair in value.items() if pair[0] not in skip]
-        if isinstance(value, list | tuple):
-            for part in value:
-                add(part)
-        else:
-            sums.update(value if isinstance(value, bytes) else repr(value).encode())
-
-    add(torch.load(Path(folder) / "last.pt", weights_only=True))
-    return sums.hexdigest()
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from engine import distributed, loading, seeding
 distributed.setup()
 args = argparse.Namespace(data=Path(sys.argv[1]), image_size=32, seed=3, dist_timeout=60)
 args.prefetch, args.pin_memory = 2, False
-data, _, _ = dataset.build_dataset(args)
+data, _, classes = dataset.build_dataset(args)
 
 def sums(ranks, batch_size, accumulate, workers):
     args.batch_size, args.accumulate, args.workers = batch_size, accumulate, workers
@@ -37,7 +37,7 @@ def sums(ranks, batch_size, accumulate, workers):
     found = [{}, {}]
     for rank in range(ranks):
         distributed.rank = lambda: rank
-        loader = loading.build_train_loader(Noisy(), args)
+        loader = loading.build_train_loader(Noisy(), classes, args)
         for epoch in range(2):
             loader.sampler.set_epoch(epoch)
             for i, batch in enumerate(loader):
@@ -206,7 +206,7 @@ for size in (1, 5, 53):
     part = Subset(val, list(range(0, 53, 53 // size))[:size])
     found = main.evaluate(
         net, model.build_criterion(args), model.build_metrics(classes),
-        loading.build_val_loader(part, args), torch.device("cpu"), "off")
+        loading.build_val_loader(part, classes, args), torch.device("cpu"), "off")
     distributed.say(json.dumps(found))
 distributed.teardown()
 """

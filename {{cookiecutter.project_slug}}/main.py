@@ -31,13 +31,14 @@ from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LambdaLR
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from torch.utils.data import DataLoader
 from torchmetrics import MetricCollection
 
 import demo_set
 from dataset import IMAGE_SIZE, build_dataset, draw_example
 from engine import checkpoint, debug, distributed, loading, machine, replicas, seeding, stopping
+from engine.metrics import compute, logits
 from engine.reporting import Reporter
 from engine.run import Run
 from model import (
@@ -215,7 +216,7 @@ def build_optimizer(model: nn.Module, args: argparse.Namespace) -> Optimizer:
     return torch.optim.AdamW(model.parameters(), lr, weight_decay=args.weight_decay, fused=True)
 
 
-def build_scheduler(optimizer: Optimizer, args: argparse.Namespace, steps: int) -> LambdaLR:
+def build_scheduler(optimizer: Optimizer, args: argparse.Namespace, steps: int) -> LRScheduler:
     """Return the schedule, to be stepped after each optimizer step; an epoch has `steps`."""
     warmup = args.warmup_epochs * steps
 
@@ -234,7 +235,7 @@ def train_one_epoch(
     ddp_model: DistributedDataParallel,
     criterion: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]],
     optimizer: Optimizer,
-    scheduler: LambdaLR,
+    scheduler: LRScheduler,
     scaler: GradScaler,
     loader: DataLoader,
     device: torch.device,
@@ -256,7 +257,7 @@ def train_one_epoch(
         with contextlib.nullcontext() if is_last else ddp_model.no_sync():
             with autocast:
                 outputs = ddp_model(images)
-            loss_sum, count = criterion(outputs.float(), targets)
+            loss_sum, count = criterion(machine.to_float32(outputs), targets)
             scaler.scale(loss_sum / count.clamp(min=1) / args.accumulate).backward()
         run.totals += torch.stack((loss_sum.detach().double(), count.double()))
         report.loss(run.totals, optimizer.param_groups[0]["lr"])
@@ -294,7 +295,7 @@ def evaluate(
     for images, targets in loading.to_device(itertools.chain.from_iterable(loader), device):
         with autocast:
             outputs = model.forward(images)  # --compile would compile anew for each size
-        outputs = outputs.float()
+        outputs = logits(outputs)
         loss_sum, count = criterion(outputs, targets)
         totals[:2] += torch.stack((loss_sum.double(), count.double()))
         with seeding.in_any_order():
@@ -307,8 +308,7 @@ def evaluate(
         stopping.stop()
     if not total_count:
         raise distributed.UserError("the validation set has no label to compare with: all is void")
-    found = {name: value.item() for name, value in metrics.compute().items()}
-    return {"val_loss": total_loss / total_count, **found}
+    return {"val_loss": total_loss / total_count, **compute(metrics)}
 
 
 def train(
@@ -331,12 +331,17 @@ def train(
     scheduler = build_scheduler(optimizer, args, steps)
     pictures = len(train_loader.dataset)  # type: ignore[arg-type]
     scaler = GradScaler(device.type, enabled=args.amp == "fp16")
-    run = Run(args, classes, pictures, device, model, optimizer, scheduler, scaler=scaler)
-    if state:
-        run.restore(state)
-        del state["model"], state["optimizer"]  # as much memory as they take again
+    validated_on = loading.fingerprint(val_loader)
+    run = Run(
+        *(args, classes, pictures, device, BEST, validated_on),
+        *(model, optimizer, scheduler),
+        scaler=scaler,
+    )
     if args.resume == "never" and not state:
         checkpoint.clear(args.output_dir)
+    run.restore(state)
+    if state:
+        del state["model"], state["optimizer"]  # as much memory as they take again
     checkpoint.begin(args.output_dir)
     report = Reporter(args, device, run.epoch)
     report.start(train_loader, val_loader, steps)
@@ -357,27 +362,28 @@ def train(
             )
             replicas.sync_buffers(model)
             replicas.check_same(model)
+            run.save()  # whatever fails from here on costs no epoch
             results = evaluate(model, criterion, metrics, val_loader, device, args.amp)
 
             lr = optimizer.param_groups[0]["lr"]
             row = {"epoch": run.epoch + 1, "step": run.step, "train_loss": train_loss, **results}
-            is_best = run.end_epoch({**row, "lr": lr, **report.speed}, results[BEST])
+            is_best = run.end_epoch({**row, "lr": lr, **report.speed})
+            run.save(is_best)
             report.epoch(run.history, is_best)
             if is_best:
                 report.examples(model, val_loader.dataset, classes, draw_example)
-            run.save(is_best)
     report.finish(BEST, run.best)
 
 
 def evaluate_checkpoint(args: argparse.Namespace, device: torch.device) -> None:
     """Print the metrics of best.pt, or of --resume PATH, as JSON; that says which network."""
     path = args.output_dir / "best.pt" if args.resume in ("auto", "never") else args.resume
-    model, known_classes, flags = checkpoint.load_model(path, build_model, device)
+    model, known_classes, flags = checkpoint.load_model(path, build_model, add_arguments, device)
     args.image_size = args.image_size or flags.image_size
     machine.set_up(args, device)
     _, val_set, classes = build_dataset(args)
     checkpoint.check_classes(path, known_classes, classes)
-    val_loader = loading.build_val_loader(val_set, args)
+    val_loader = loading.build_val_loader(val_set, classes, args)
     metrics = build_metrics(classes).to(device)
     results = evaluate(model, build_criterion(args), metrics, val_loader, device, args.amp)
     distributed.say(json.dumps({k: v if math.isfinite(v) else None for k, v in results.items()}))
@@ -401,8 +407,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     args.image_size = args.image_size or IMAGE_SIZE
     machine.set_up(args, device)
     train_set, val_set, classes = build_dataset(args)
-    train_loader = loading.build_train_loader(train_set, args)
-    val_loader = loading.build_val_loader(val_set, args)
+    train_loader = loading.build_train_loader(train_set, classes, args)
+    val_loader = loading.build_val_loader(val_set, classes, args)
     state = checkpoint.open_run(args, classes, NETWORK_FLAGS)
     model = build_model(args, classes, weights=None if state else args.weights)
     if state:
@@ -417,5 +423,5 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    with distributed.one_line_errors(loading.explain):
+    with distributed.one_line_errors(loading.explain, replicas.explain):
         main()

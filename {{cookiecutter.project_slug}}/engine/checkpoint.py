@@ -1,32 +1,36 @@
 """Checkpoints: plain types in `last.pt` and `best.pt`, written by rank 0, read by all.
 
 `last-1.pt` is the save before `last.pt`, `last-2.pt` the one before that, up to --keep of them.
+Each file ends with a checksum of all of it, as the comment of the zip archive that torch.save
+writes: torch.load checks nothing, and the checksums within an archive do not cover its directory.
 """
 
+import argparse
 import contextlib
 import math
 import os
 import pickle
 import re
+import stat
 import zipfile
 import zlib
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
+import numpy as np
 import torch
-from torch import nn
-from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LambdaLR
+from torch import Tensor, nn
 
 from engine import distributed, files, process
 from engine.distributed import UserError
 
 # What a run writes into its folder beside last.pt and its like; --resume never removes these.
 OWN_FILES = (
-    "last*.pt.corrupt",
+    "*.pt.corrupt*",
     "best.pt",
+    "best-1.pt",
     "metrics.csv",
     "args.json",
     "curves.png",
@@ -48,21 +52,24 @@ MAY_DIFFER = (
     "pin_memory",
 )
 KEYS = (  # what a run goes on from
-    *("model", "optimizer", "scheduler", "epoch", "step", "seen", "totals", "pictures", "best"),
-    *("history", "classes", "args"),
+    *("model", "optimizer", "scheduler", "layout", "epoch", "step", "seen", "totals", "pictures"),
+    *("best", "best_of", "history", "classes", "args"),
 )
+SEAL = b"crc32:"  # and eight digits
 BEGUN = ".begun"  # holds the LAUNCH_ID of the last launch that began to train here
 REMEDY = "choose another --output-dir, or --resume never to start afresh"
-
-
 READ_ERRORS = (
-    *(RuntimeError, EOFError, ValueError, KeyError),
+    *(OSError, RuntimeError, EOFError, LookupError, ValueError),
     *(pickle.UnpicklingError, zipfile.BadZipFile, zlib.error),
 )
 
 
 class Damaged(UserError):
     """A file that is no longer what was written, so that the one before it is to be used."""
+
+    def __init__(self, path: Path | str, reason: str) -> None:
+        self.reason = f"{path}: not a readable checkpoint ({reason})"
+        super().__init__(f"{self.reason}; restore it from a copy, or name another")
 
 
 def open_run(
@@ -76,14 +83,12 @@ def open_run(
     state = find_furthest(args)
     if state is None:
         return None
-    path, old, new = state["path"], state["args"], plain(args)
+    path, old, new = state["path"], state["args"], plain(vars(args))
     for name in (*network_flags, "optimizer"):
-        if old.get(name) != new[name]:
+        if name in old and old[name] != new[name]:
             raise UserError(f"{path} was trained with {flag(name, old)}, not {new[name]}: {REMEDY}")
     check_classes(path, state["classes"], classes)
     distributed.say(describe(state, new))
-    if not (args.output_dir / "best.pt").exists():
-        state["best"] = -math.inf  # of another folder: what is best here is yet to come
     return state
 
 
@@ -173,14 +178,22 @@ def find(folder: Path, resume: str) -> dict[str, Any] | None:
 
     A path counts for the first start: if the run has got on since then, its own last.pt is taken.
     """
-    begun = folder / BEGUN
-    if begun.is_file() and begun.read_text() == os.environ.get(process.LAUNCH_ID):
+    begun, launch = folder / BEGUN, os.environ.get(process.LAUNCH_ID)
+    if launch and begun.is_file() and begun.read_bytes() == launch.encode():
         resume = "auto"  # one of MAX_RESTARTS
     if resume == "never":
         return None
     found = saves(folder)
-    if resume == "auto" or (found and Path(resume).resolve().parent != folder.resolve()):
+    if resume == "auto":
         return load_newest(found) if found else None
+    path = Path(resume).resolve()
+    if found and path.parent != folder.resolve():
+        return load_newest(found)
+    for newest in found[:1]:  # back to a checkpoint of this folder, unless last.pt follows it
+        with contextlib.suppress(UserError):
+            state = load(newest, KEYS)
+            if Path(state["args"]["resume"]).resolve() == path:
+                return state
     return load(resume, KEYS)
 
 
@@ -201,21 +214,51 @@ def load_newest(paths: Sequence[Path]) -> dict[str, Any]:
         try:
             state = load(path, KEYS)
         except Damaged as error:
-            reasons.append(str(error))
+            reasons.append(error.reason)
             continue
         for bad, reason in zip(paths, reasons, strict=False):
-            distributed.say(f"{reason}; set aside as {bad.name}.corrupt, going on from {path.name}")
             if distributed.is_rank_zero():
-                bad.replace(f"{bad}.corrupt")
+                aside = set_aside(bad)
+                distributed.say(f"{reason}; set aside as {aside.name}, going on from {path.name}")
         return state
     raise UserError(f"{'; '.join(reasons)}: {REMEDY}")
+
+
+def set_aside(path: Path) -> Path:
+    """Rename `path` to PATH.corrupt, or PATH.corrupt-1 and so on; return that."""
+    aside, number = Path(f"{path}.corrupt"), 0
+    while os.path.lexists(aside):
+        number += 1
+        aside = Path(f"{path}.corrupt-{number}")
+    return path.rename(aside)
+
+
+def read_best(folder: Path, best_of: str) -> float:
+    """Return the score of best.pt, -inf if there is none; on rank 0.
+
+    best_of: what the score has to be of. A best.pt that was chosen by something else is kept as
+    best-1.pt.
+    """
+    path = folder / "best.pt"
+    if not os.path.lexists(path):
+        return -math.inf
+    try:
+        state = load(path, KEYS)
+        if state["best_of"] == best_of:
+            return state["best"]
+        reason = f"{path}: the best {state['best_of']}, but the run is to find the best {best_of}"
+        kept = path.replace(path.with_name("best-1.pt"))
+    except Damaged as error:
+        reason, kept = error.reason, set_aside(path)
+    distributed.say(f"{reason}; kept as {kept.name}, and the best is chosen anew")
+    return -math.inf
 
 
 def begin(folder: Path) -> None:
     """Note that this launch has begun here, so that --resume counts no more; on rank 0."""
     if distributed.is_rank_zero() and (launch := os.environ.get(process.LAUNCH_ID)):
         with files.writing(folder / BEGUN) as beside:
-            beside.write_text(launch)
+            beside.write_bytes(launch.encode())
 
 
 def clear(folder: Path) -> None:
@@ -225,31 +268,10 @@ def clear(folder: Path) -> None:
         print(f"--resume never: removing {', '.join(p.name for p in old)} from {folder}")
         with process.holding_signals():  # not half of it
             for path in old:
-                path.unlink()
-
-
-def restore(
-    state: dict[str, Any], optimizer: Optimizer, scheduler: LambdaLR, schedule_step: int
-) -> None:
-    """Load the optimizer's state; put the schedule at `schedule_step`.
-
-    Rates and other settings are those of the flags, and the schedule goes by epochs, so both may
-    have changed, and the number of ranks too.
-    """
-    settings = optimizer.state_dict()["param_groups"]
-    optimizer.load_state_dict({**state["optimizer"], "param_groups": settings})
-    for weight, values in optimizer.state.items():
-        for name, value in values.items():
-            if value.shape == weight.shape and value.stride() != weight.stride():
-                # As another memory format left it: fused kernels take it for granted.
-                values[name] = torch.empty_like(weight, dtype=value.dtype).copy_(value)
-    base_lrs = scheduler.base_lrs
-    scheduler.load_state_dict(
-        {**state["scheduler"], "base_lrs": base_lrs, "last_epoch": schedule_step}
-    )
-    factor = scheduler.lr_lambdas[0](schedule_step)
-    for group, lr in zip(optimizer.param_groups, base_lrs, strict=True):
-        group["lr"] = lr * factor
+                try:
+                    path.unlink()
+                except OSError as error:  # a folder, for one
+                    raise UserError(f"{path}: cannot be removed ({error.strerror})") from None
 
 
 def load_network(model: nn.Module, state: dict[str, Any]) -> None:
@@ -262,37 +284,63 @@ def load_network(model: nn.Module, state: dict[str, Any]) -> None:
 
 
 def load_model(
-    path: Path | str, build_model: Callable[..., nn.Module], device: torch.device
+    path: Path | str,
+    build_model: Callable[..., nn.Module],
+    add_arguments: Callable[..., None],
+    device: torch.device,
 ) -> tuple[nn.Module, list[str], Namespace]:
-    """Return the network of a checkpoint, ready to predict, its class names and its flags."""
+    """Return the network of a checkpoint, ready to predict, its class names and its flags.
+
+    Flags that `add_arguments` has and the checkpoint does not know have their defaults.
+    """
     state = load(path)
-    flags = Namespace(**state["args"])
+    parser = argparse.ArgumentParser()
+    add_arguments(parser.add_argument_group())
+    flags = parser.parse_args([], Namespace(**state["args"]))
     model = build_model(flags, state["classes"])
     load_network(model, state)
     model = model.eval().to(device).to(memory_format=torch.channels_last)
     return model, state["classes"], flags
 
 
-def plain(args: Namespace) -> dict[str, Any]:
-    """Return the flags as types that torch.load takes with weights_only=True."""
-    return {k: str(v) if isinstance(v, Path) else v for k, v in vars(args).items()}
+def plain(value: Any) -> Any:
+    """Return `value` as types that torch.load takes with weights_only=True.
+
+    Numbers of NumPy and torch become Python's; what is no number, text, list or dict, its text.
+    """
+    if isinstance(value, dict):
+        return {plain(key): plain(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(map(plain, value))
+    if isinstance(value, np.generic) or (isinstance(value, Tensor) and value.numel() == 1):
+        value = value.item()
+    is_plain = value is None or type(value) in (bool, int, float, str, bytes)
+    return value if is_plain else str(value)
 
 
-def save(folder: Path, state: dict[str, Any], is_best: bool, keep: int) -> None:
+def save(
+    folder: Path,
+    state: dict[str, Any],
+    is_best: bool,
+    keep: int,
+    replace: bool = False,
+    prove: bool = False,
+) -> None:
     """Write `state` as last.pt, and as best.pt if it is the best so far; on rank 0.
 
-    Of the former ones, `keep` - 1 stay.
+    Of the former ones, `keep` - 1 stay; with `replace` last.pt is not one of them. With `prove`
+    the file is read back before it takes that name.
     """
     if not distributed.is_rank_zero():
         return
     # last.pt comes second: once it tells of a new best, that one is in best.pt.
     if is_best:
         with files.writing(folder / "best.pt") as beside:
-            torch.save(state, beside)
+            write(beside, state, prove)
     with files.writing(folder / "last.pt") as beside:
-        torch.save(state, beside)
+        write(beside, state, prove)
         files.sync(beside)  # a disk may say only now that it is full
-        for age in range(keep - 1, 0, -1):
+        for age in range(0 if replace else keep - 1, 0, -1):
             newer = folder / (f"last-{age - 1}.pt" if age > 1 else "last.pt")
             with contextlib.suppress(FileNotFoundError):
                 newer.replace(folder / f"last-{age}.pt")
@@ -302,6 +350,58 @@ def save(folder: Path, state: dict[str, Any], is_best: bool, keep: int) -> None:
     while (path := folder / f"last-{age}.pt").exists():  # of a run that kept more
         path.unlink(missing_ok=True)
         age += 1
+
+
+def write(path: Path, state: dict[str, Any], prove: bool) -> None:
+    """Write `state` and its checksum to `path`; with `prove`, see whether it can be loaded."""
+    torch.save(state, path)
+    with open(path, "r+b") as file:
+        file.seek(-2, os.SEEK_END)  # the length of the archive's comment
+        file.write((len(SEAL) + 8).to_bytes(2, "little") + SEAL)
+        file.write(checksum(file, file.tell()))
+    if not prove:
+        return
+    try:
+        load_file(path)
+    except UserError:
+        raise UserError(
+            f"{culprit(state, path)}: its state_dict cannot be loaded from a checkpoint; "
+            "it has to hold tensors, numbers, strings, lists and dicts alone"
+        ) from None
+
+
+def culprit(state: dict[str, Any], path: Path) -> str:
+    """Return the name of the first entry of `state` that cannot be loaded from a file."""
+    for name, value in state.items():
+        torch.save({name: value}, path)
+        try:
+            load_file(path)
+        except UserError:
+            return name
+    return "the checkpoint"
+
+
+def checksum(file: BinaryIO, length: int) -> bytes:
+    """Return the CRC-32 of the first `length` bytes of `file` as eight digits."""
+    file.seek(0)
+    total = 0
+    while piece := file.read(min(length, 2**20)):
+        total = zlib.crc32(piece, total)
+        length -= len(piece)
+    return b"%08x" % total
+
+
+def is_sealed(path: Path | str) -> bool:
+    """Return whether the file has a checksum; raise a BadZipFile if it is wrong."""
+    with open(path, "rb") as file:
+        length = file.seek(0, os.SEEK_END) - 8
+        file.seek(max(length - len(SEAL), 0))
+        end = file.read()
+        if not end.startswith(SEAL) or len(end) != len(SEAL) + 8:
+            return False
+        if checksum(file, length) != end[len(SEAL) :]:
+            raise zipfile.BadZipFile("its checksum is wrong")
+    return True
 
 
 def load(path: Path | str, keys: Iterable[str] = ("model", "classes", "args")) -> dict[str, Any]:
@@ -315,23 +415,27 @@ def load(path: Path | str, keys: Iterable[str] = ("model", "classes", "args")) -
 def load_file(path: Path | str) -> dict[str, Any]:
     is_whole = False
     try:
-        if zipfile.is_zipfile(path):  # what torch.save writes; weights may be older
+        if not stat.S_ISREG(os.stat(path).st_mode):
+            raise OSError(None, "not a regular file")
+        is_whole = is_sealed(path)
+        if not is_whole and zipfile.is_zipfile(path):  # of another program
             with zipfile.ZipFile(path) as archive:
-                if damaged := archive.testzip():  # torch.load checks no checksum
+                if damaged := archive.testzip():
                     raise zipfile.BadZipFile(f"a checksum in it is wrong, of {damaged}")
             is_whole = True
         state = torch.load(path, map_location="cpu", weights_only=True)
     except FileNotFoundError:
         raise UserError(f"{path}: no such checkpoint file") from None
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read ({error.strerror})") from None
+    except PermissionError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror}); make it readable") from None
     except READ_ERRORS as error:
-        what = UserError if is_whole else Damaged
-        types = is_whole and isinstance(error, pickle.UnpicklingError)
-        reason = (
-            "more than plain types" if types else re.split(r"\n|\. ", str(error).strip())[0][:120]
-        )
-        raise what(f"{path}: not a readable checkpoint ({reason})") from None
+        if is_whole and isinstance(error, pickle.UnpicklingError):
+            raise UserError(
+                f"{path}: not a readable checkpoint (more than plain types); "
+                "weights_only=True has to be able to load it"
+            ) from None
+        reason = getattr(error, "strerror", None) or re.split(r"\n|\. ", str(error).strip())[0]
+        raise Damaged(path, reason[:120]) from None
     if not isinstance(state, dict):
         raise UserError(f"{path}: not a checkpoint but a {type(state).__name__}")
     return state

@@ -214,6 +214,17 @@ def barrier() -> None:
     dist.barrier()
 
 
+def all_come(name: str, seconds: float) -> bool:
+    """Return whether all ranks call this, with the same `name`, within `seconds`."""
+    _store.set(f"{name}/{rank()}", "")
+    try:
+        names = [f"{name}/{other}" for other in range(world_size())]
+        _store.wait(names, timedelta(seconds=seconds))
+    except dist.DistError:
+        return False
+    return True
+
+
 def collectives() -> int:
     """Return how many collectives this rank has begun, DDP's own included."""
     group = dist.distributed_c10d._get_default_group()
@@ -249,12 +260,13 @@ def rank_zero_first() -> Iterator[None]:
 
 @contextlib.contextmanager
 def one_line_errors(
-    explain: Callable[[Exception], str | None] = lambda _: None,
+    *explainers: Callable[[Exception], str | Exception | None],
 ) -> Iterator[None]:
     """Let one rank alone tell of an error and end them all; a UserError is one line.
 
-    So is what `explain` has a line for. The launcher, or the connection that breaks, ends the ranks
-    that do not know of it. The status is process.MISTAKE for a UserError, else 1.
+    So is what one of `explainers` has a line or a UserError for. The launcher, or the connection
+    that breaks, ends the ranks that do not know of it. The status is process.MISTAKE for a
+    UserError, else 1.
     """
     if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -272,12 +284,27 @@ def one_line_errors(
                 f"{error.filename or 'a file'}: cannot be written ({error.strerror})",
                 process.MISTAKE,
             )
-        if line := explain(error) or _lost_a_rank(error):
-            _tell(line, 1)
+        for explain in (*explainers, _out_of_memory, _lost_a_rank):
+            if line := explain(error):
+                _tell(str(line), process.MISTAKE if isinstance(line, UserError) else 1)
         if (status := _status_told(1)) is not None:
             process.leave(status)  # this rank's collectives broke because the first one has left
         atexit.register(process.leave, 1)  # once the traceback is out
         raise
+
+
+def _out_of_memory(error: Exception) -> UserError | None:
+    """Return a line if memory was asked for that a GPU, or the machine, does not have."""
+    text = str(error)
+    if not isinstance(error, MemoryError | torch.OutOfMemoryError) and "alloc_cpu" not in text:
+        return None
+    where = "GPU memory" if isinstance(error, torch.OutOfMemoryError) else "memory"
+    found = re.search(r"(?:[tT]ried|Unable) to allocate ([\d.]+ ?\w+)", text)
+    size = f" (asked for {found[1]})" if found else ""
+    return UserError(
+        f"rank {rank()} is out of {where}{size}: lower --batch-size (--accumulate keeps the global "
+        "batch), --image-size or --workers, or take smaller pictures"
+    )
 
 
 def _lost_a_rank(error: Exception) -> str | None:

@@ -3,12 +3,15 @@
 import contextlib
 import errno
 import os
+import re
 import shutil
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 from engine.distributed import UserError
+
+OF_TORCH_SAVE = "inline_container|PytorchStreamWriter|Parent directory"  # it raises RuntimeErrors
 
 
 @contextlib.contextmanager
@@ -29,7 +32,9 @@ def writing(path: Path, parents: bool = False) -> Iterator[Path]:
         os.replace(beside, path)
     except (OSError, RuntimeError) as error:
         reason = getattr(error, "strerror", None) or str(error).split("\n")[0]
-        if "unexpected pos" in reason:  # what torch.save makes of it
+        if isinstance(error, RuntimeError) and not re.search(OF_TORCH_SAVE, reason):
+            raise  # a loader worker may have died meanwhile
+        if "unexpected pos" in reason:
             reason = "the disk is full, or a limit reached"
         raise UserError(f"{path}: cannot be written ({reason})") from None
     finally:

@@ -5,8 +5,9 @@ import multiprocessing
 import os
 import re
 import sys
+import zlib
 from argparse import Namespace
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -23,7 +24,7 @@ MEAN = (0.485, 0.456, 0.406)
 STD = (0.229, 0.224, 0.225)
 
 
-def build_train_loader(dataset: Dataset, args: Namespace) -> DataLoader:
+def build_train_loader(dataset: Dataset, classes: Sequence[str], args: Namespace) -> DataLoader:
     """Return this rank's loader of (images, targets) batches for training.
 
     What is in an optimizer step's global batch, pixel by pixel, depends on --seed, the epoch and
@@ -36,7 +37,7 @@ def build_train_loader(dataset: Dataset, args: Namespace) -> DataLoader:
             f"--batch-size {args.batch_size} x {ranks} ranks x --accumulate {args.accumulate} is "
             f"more than the {total} training pictures: lower one of them"
         )
-    keyed = KeyedDataset(dataset, args)
+    keyed = KeyedDataset(dataset, args, len(classes))
     sampler = TrainSampler(total, global_batch, args.seed)
     options, into = worker_options(args), collate
     if options["multiprocessing_context"] == "fork":
@@ -85,13 +86,18 @@ class TrainSampler(Sampler[tuple[int, int]]):
 class KeyedDataset(Dataset):
     """`dataset`, whose random numbers for a sample depend on seed, epoch and index alone.
 
-    If one raises, or its loader worker dies or hangs, its name is told.
+    If one raises, or its loader worker dies or hangs, its name is told; so it is if its label, an
+    int, is not below `classes`.
     """
 
     in_use: ClassVar[list["KeyedDataset"]] = []
 
-    def __init__(self, dataset: Dataset, args: Namespace) -> None:
+    def __init__(
+        self, dataset: Dataset, args: Namespace, classes: int, is_any_size: bool = False
+    ) -> None:
         self.dataset = dataset
+        self.classes = classes
+        self.is_any_size = is_any_size
         self.seed = args.seed
         # Written by the workers: of each its process, and its sample + 1 while it reads one.
         self.reading = multiprocessing.RawArray("q", 2 * max(args.workers, 1))
@@ -106,7 +112,15 @@ class KeyedDataset(Dataset):
         self.note(index + 1)
         seeding.seed(self.seed, epoch, index)
         try:
-            return self.dataset[index]
+            sample = self.dataset[index]
+            label = sample[1]
+            if type(label) is int and not 0 <= label < self.classes:
+                raise UserError(
+                    f"{self.name(index)}: label {label}, but the classes are 0 to "
+                    f"{self.classes - 1}; correct it (or return a number that is no class as a "
+                    "tensor)"
+                )
+            return sample
         except UserError:
             raise
         except Exception as error:
@@ -119,6 +133,19 @@ class KeyedDataset(Dataset):
         finally:
             self.note(0)
 
+    def __getitems__(self, keys: Sequence[tuple[int, int]]) -> list[Any]:
+        """Return the samples of a batch; DataLoader calls it."""
+        samples = [self[key] for key in keys]
+        shapes = [[part.shape for part in s if isinstance(part, Tensor)] for s in samples]
+        odd = next((i for i, each in enumerate(shapes) if each != shapes[0]), None)
+        if odd is not None and not self.is_any_size:
+            first, other = (" and ".join(str(tuple(x)) for x in shapes[i]) for i in (0, odd))
+            raise UserError(
+                f"{self.name(keys[odd][1])}: {other} after {first} of {self.name(keys[0][1])}; "
+                "train_transform in dataset.py has to give all pictures of a batch one size"
+            )
+        return samples
+
     def note(self, sample: int) -> None:
         if worker := get_worker_info():
             self.reading[2 * worker.id : 2 * worker.id + 2] = os.getpid(), sample
@@ -127,6 +154,18 @@ class KeyedDataset(Dataset):
         """Name a sample, with its file where `dataset` has a list `samples` that begins with it."""
         samples = getattr(self.dataset, "samples", None)
         return f"sample {index}" + (f", {samples[index][0]}" if samples else "")
+
+
+def fingerprint(loader: DataLoader) -> str:
+    """Describe a data set: another text once a sample is added, removed, renamed or relabelled.
+
+    By its list `samples`, if it has one, of which paths count by the file's name alone.
+    """
+    dataset, total = loader.dataset.dataset, 0  # type: ignore[attr-defined]
+    for sample in getattr(dataset, "samples", ()):
+        names = [os.path.basename(part) if isinstance(part, str) else part for part in sample]
+        total = zlib.crc32(repr(names).encode(), total)
+    return f"{len(dataset)} pictures ({total:08x})"
 
 
 def explain(error: Exception) -> str | None:
@@ -147,7 +186,7 @@ def explain(error: Exception) -> str | None:
     return f"{'; '.join(at)}: {text}" if at else text
 
 
-def build_val_loader(dataset: Dataset, args: Namespace) -> DataLoader:
+def build_val_loader(dataset: Dataset, classes: Sequence[str], args: Namespace) -> DataLoader:
     """Return this rank's loader of lists of (images, targets) batches for validation.
 
     Whole batches are dealt to the ranks in turn, so each sample comes once and a batch holds the
@@ -159,7 +198,7 @@ def build_val_loader(dataset: Dataset, args: Namespace) -> DataLoader:
         for start in range(0, total, args.batch_size)
     ]
     mine = batches[distributed.rank() :: distributed.world_size()]
-    keyed = KeyedDataset(dataset, args)
+    keyed = KeyedDataset(dataset, args, len(classes), is_any_size=True)
     options = worker_options(args)
     return Loader(keyed, batch_sampler=mine, collate_fn=collate_by_size, **options)
 
@@ -179,14 +218,15 @@ def worker_options(args: Namespace) -> dict[str, Any]:
 
 
 def to_device(batches: Iterable, device: torch.device) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield (images, targets) on `device`: images (N, 3, H, W) float32, normalised; targets int64.
+    """Yield (images, targets) on `device`: images (N, 3, H, W) float32, normalised.
 
-    Pictures and masks travel as uint8 until here, a quarter of the bytes.
+    Targets are int64, or float32 where they are no integers. Pictures and masks travel as uint8
+    until here, a quarter of the bytes.
     """
     for images, targets in batches:
         images = images.to(device, non_blocking=True)
         targets = targets.to(device, non_blocking=True)
-        yield normalize(images), targets.long()
+        yield normalize(images), targets.float() if targets.is_floating_point() else targets.long()
 
 
 def normalize(images: Tensor) -> Tensor:

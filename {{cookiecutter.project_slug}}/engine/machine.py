@@ -7,8 +7,11 @@ import shutil
 import warnings
 from argparse import Namespace
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from engine import distributed, process
 from engine.distributed import UserError
@@ -48,6 +51,11 @@ def autocast(amp: str, device: torch.device) -> torch.autocast:
     """Return a context in which networks compute in bf16 or fp16, or, with "off", as they are."""
     dtype = torch.float16 if amp == "fp16" else torch.bfloat16
     return torch.autocast(device.type, dtype, enabled=amp != "off")
+
+
+def to_float32(outputs: Any) -> Any:
+    """Return a network's `outputs`, a tensor or tuples and dicts of them, in float32."""
+    return tree_map_only(Tensor, lambda x: x.float() if x.is_floating_point() else x, outputs)
 
 
 def _has_compiler() -> bool:

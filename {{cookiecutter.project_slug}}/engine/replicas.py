@@ -1,6 +1,7 @@
 """The ranks' copies of the network: what keeps them alike, and finds out if they are not."""
 
 import inspect
+import re
 
 import torch
 from torch import Tensor, nn
@@ -9,6 +10,8 @@ from torch.utils._pytree import tree_leaves
 
 from engine import distributed
 from engine.distributed import UserError
+
+_wrapped: list[nn.Module] = []  # for `explain`: the network that DDP has
 
 
 def wrap(model: nn.Module, device: torch.device) -> DistributedDataParallel:
@@ -24,6 +27,7 @@ def wrap(model: nn.Module, device: torch.device) -> DistributedDataParallel:
         gradient_as_bucket_view=True,
         **{name: False},  # type: ignore[arg-type]
     )
+    _wrapped[:] = [model]
     if distributed.world_size() > 2:  # a sum of two is the same in any order
 
         def before_first_pass(_: nn.Module, args: tuple, kwargs: dict) -> None:
@@ -55,6 +59,21 @@ def _settle_buckets(ddp_model: DistributedDataParallel, args: tuple, kwargs: dic
             buffer.copy_(before)
 
 
+def explain(error: Exception) -> UserError | None:
+    """Return a line that names the weights without a gradient, if DDP complains of some."""
+    text = str(error)
+    if "Expected to have finished reduction in the prior iteration" not in text:
+        return None
+    names = [name for name, weight in _wrapped[-1].named_parameters() if weight.requires_grad]
+    found = re.search(r"did not receive grad for rank \d+: ([\d ]+)", text)
+    unused = [names[int(number)] for number in found[1].split()] if found else ["some weights"]
+    return UserError(
+        f"{', '.join(unused[:4])}{', ...' if len(unused) > 4 else ''}: no gradient, because the "
+        "loss does not depend on it; use it, remove it, or freeze it (requires_grad_(False)) "
+        "before replicas.wrap"
+    )
+
+
 def sync_buffers(model: nn.Module) -> None:
     """Give every rank rank 0's buffers (BatchNorm's running statistics).
 
@@ -78,6 +97,7 @@ def check_same(model: nn.Module) -> None:
     if different.any():
         name = list(state)[int(different.int().argmax())]
         raise UserError(
-            f"{name} differs between ranks: train through ddp_model, not through model, "
-            "and change weights alike on all ranks"
+            f"{name} differs between ranks: train through ddp_model, not through model; call "
+            "replicas.wrap again after unfreezing weights, as DDP keeps to those that it began "
+            "with; and change weights alike on all ranks"
         )

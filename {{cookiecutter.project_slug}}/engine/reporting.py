@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 from tqdm import tqdm
 
-from engine import distributed, files, loading, machine, pictures, prepared
+from engine import distributed, files, loading, machine, metrics, pictures, prepared
 
 SECONDS_BETWEEN_READINGS = 0.5  # reading the loss waits for the device: not at every step
 INPUT_BOUND = 0.1  # the share of time spent waiting for pictures from which on it is said
@@ -133,16 +133,18 @@ class Reporter:
             return
         row = rows[-1]
         columns = dict.fromkeys(name for row in rows for name in row)
-        with files.writing(self.folder / "metrics.csv") as beside, open(beside, "w") as file:
+        path = self.folder / "metrics.csv"
+        with files.writing(path) as beside, open(beside, "w", encoding="utf-8") as file:
             table = csv.DictWriter(file, columns, lineterminator="\n")
             table.writeheader()
             table.writerows(rows)
-        for name, value in row.items():
+        numbers = {name: value for name, value in row.items() if isinstance(value, int | float)}
+        for name, value in numbers.items():
             self.board.add_scalar(name, value, row["epoch"])
         self.board.flush()
         self.draw_curves(rows)
         left = (self.args.epochs - row["epoch"]) * (time.monotonic() - self.began)
-        shown = "  ".join(f"{k} {v:.4g}" for k, v in row.items() if k not in ("epoch", "step"))
+        shown = "  ".join(f"{k} {v:.4g}" for k, v in numbers.items() if k not in ("epoch", "step"))
         star = "  best" if is_best else ""
         distributed.say(
             f"epoch {row['epoch']}/{self.args.epochs}  {shown}  left {left:.0f} s{star}"
@@ -179,7 +181,7 @@ class Reporter:
         axes = figure.subplots(1, 2)
         epochs = [row["epoch"] for row in rows]
         skip = {"epoch", "step", "lr", "img_per_s", "train_seconds", "data_wait"}
-        for name in [name for name in rows[-1] if name not in skip]:
+        for name in [n for n, v in rows[-1].items() if n not in skip and not isinstance(v, str)]:
             side = axes[0] if name.endswith("loss") else axes[1]
             values = [row.get(name, math.nan) for row in rows]
             side.plot(epochs, values, marker=".", label=name)
@@ -218,7 +220,8 @@ class Reporter:
                 continue
             image, target = dataset[0, index]  # of epoch 0
             # forward: for its one picture, --compile would compile once more.
-            output = model.forward(loading.normalize(image[None].to(self.device)))[0].cpu()
+            output = model.forward(loading.normalize(image[None].to(self.device)))
+            output = metrics.logits(output)[0].cpu()
             draw(axes, image, torch.as_tensor(target), output, classes)
         height, width = grid.base[0, 0].images[0].get_size()
         figure.set_size_inches(3 * columns, rows * (3 * height / width + 0.4))

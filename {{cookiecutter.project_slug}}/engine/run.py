@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LambdaLR
+from torch.optim.lr_scheduler import LRScheduler
 
-from engine import checkpoint, distributed, stopping
+from engine import checkpoint, distributed, optimizers, stopping
 from engine.distributed import UserError
 
 SECONDS_BETWEEN_READINGS = 5  # of the loss, which waits for the device: not at every step
@@ -23,7 +23,8 @@ class Run:
 
     epoch: epochs finished. step: optimizer steps taken. seen: pictures trained on in the epoch that
     has begun, on all ranks. totals: float64 (2,), this rank's sum of losses in that epoch and what
-    to divide it by. best: the best score. history: a row of metrics for each finished epoch.
+    to divide it by. best: the best score so far. best_of: what that is a score of, in words.
+    history: a row of metrics for each finished epoch.
     """
 
     def __init__(
@@ -32,12 +33,18 @@ class Run:
         classes: Sequence[str],
         pictures: int,
         device: torch.device,
+        score: str,
+        validated_on: str,
         model: nn.Module,
         optimizer: Optimizer,
-        scheduler: LambdaLR,
+        scheduler: LRScheduler,
         **more: Any,
     ) -> None:
-        """Begin at nothing. `more`: what else has a state_dict and a load_state_dict, by name."""
+        """Begin at nothing.
+
+        score: the metric that decides which weights are the best. validated_on: the set that it is
+        measured on, in words. more: what else has a state_dict and a load_state_dict, by name.
+        """
         if taken := more.keys() & set(checkpoint.KEYS):
             raise ValueError(f"{taken}: checkpoints have an entry of that name already")
         self.args = args
@@ -45,10 +52,13 @@ class Run:
         self.pictures = pictures
         self.parts = {"model": model, "optimizer": optimizer, "scheduler": scheduler, **more}
         self.global_batch = args.batch_size * distributed.world_size() * args.accumulate
-        self.epoch, self.step, self.seen, self.best = 0, 0, 0, -math.inf
+        self.epoch, self.step, self.seen = 0, 0, 0
+        self.score = score
+        self.best, self.best_of = -math.inf, f"{score} on {validated_on}"
         self.totals = torch.zeros(2, dtype=torch.float64, device=device)
         self.history: list[dict[str, Any]] = []
         self.saved_step = 0
+        self.is_proved = False  # that what is saved can be loaded
         self.read_at = time.monotonic()
 
     @property
@@ -56,13 +66,18 @@ class Run:
         """How many batches each rank has trained on in the epoch that has begun."""
         return self.seen // self.global_batch * self.args.accumulate
 
-    def restore(self, state: dict[str, Any]) -> None:
-        """Go on from `state`, a checkpoint whose weights the model has already.
+    def restore(self, state: dict[str, Any] | None) -> None:
+        """Go on from `state`, a checkpoint whose weights the model has already, if there is one.
 
         On the number of ranks that wrote it to the very bit. The flags' learning rates and other
-        settings hold, not those of `state`, and the schedule goes by epochs.
+        settings hold, not those of `state`, and the schedule goes by epochs; not so with a
+        scheduler that is no LambdaLR.
         """
-        self.epoch, self.step, self.best = state["epoch"], state["step"], state["best"]
+        folder = self.args.output_dir
+        self.best = distributed.from_rank_zero(checkpoint.read_best, folder, self.best_of)
+        if state is None:
+            return
+        self.epoch, self.step = state["epoch"], state["step"]
         self.history = list(state["history"])
         order = (state["pictures"], state["args"]["seed"])
         if state["seen"] and order == (self.pictures, self.args.seed):
@@ -74,12 +89,9 @@ class Run:
                 self.totals += totals.sum(0).to(self.totals.device)
         elif state["seen"]:
             distributed.say("other pictures or another --seed: the epoch begins anew")
-        for name, part in self.parts.items():
-            if name not in ("model", "optimizer", "scheduler") and state.get(name):
-                part.load_state_dict(state[name])
         steps = self.pictures // self.global_batch
         step = self.epoch * steps + self.seen // self.global_batch
-        checkpoint.restore(state, self.parts["optimizer"], self.parts["scheduler"], step)
+        optimizers.restore(state, self.parts, step)
 
     def end_step(self) -> None:
         """Count an optimizer step; save if --save-every says so; stop here if all ranks are to."""
@@ -95,17 +107,26 @@ class Run:
 
     def mean_loss(self) -> float:
         """Return the mean loss of the epoch over all ranks."""
+        is_early = self.pictures - self.seen >= self.global_batch
+        if is_early and not distributed.all_come(f"left/{self.step}", distributed.timeout() / 10):
+            raise UserError(
+                f"rank {distributed.rank()} left the training loop at {self} and other ranks did "
+                "not: all ranks have to take the same number of steps"
+            )
         totals = distributed.reduce_tensor(self.totals)
         self.check_loss(totals)
         loss, count = totals.tolist()
         return loss / max(count, 1)
 
-    def end_epoch(self, row: dict[str, Any], score: float) -> bool:
-        """Count an epoch, with its row of metrics; return whether `score` is the best so far."""
+    def end_epoch(self, row: dict[str, Any]) -> bool:
+        """Count an epoch, with its row of metrics; return whether its score is the best so far."""
+        if self.score not in row:
+            raise UserError(f"BEST of model.py is {self.score}; there are {', '.join(row)}")
         self.epoch += 1
         self.seen = 0
         self.totals = torch.zeros_like(self.totals)
-        self.history.append(row)
+        self.history.append(checkpoint.plain(row))
+        score = float(row[self.score])
         is_best = score > self.best
         self.best = max(self.best, score)
         return is_best
@@ -132,19 +153,28 @@ class Run:
         weights = self.parts["model"].named_parameters()
         if odd := [name for name, weight in weights if not weight.isfinite().all()]:
             raise UserError(f"{odd[0]} is not finite any more at {self}: {self._remedy()}")
-        self.saved_step = self.step
         progress = {
+            "layout": optimizers.layout(self.parts),
             "epoch": self.epoch,
             "step": self.step,
             "seen": self.seen,
             "totals": totals.tolist(),
             "pictures": self.pictures,
             "best": self.best,
+            "best_of": self.best_of,
             "history": self.history,
             "classes": self.classes,
-            "args": checkpoint.plain(self.args),
+            "args": checkpoint.plain(vars(self.args)),
         }
-        checkpoint.save(self.args.output_dir, {**states, **progress}, is_best, self.args.keep)
+        checkpoint.save(
+            self.args.output_dir,
+            {**states, **progress},
+            is_best,
+            self.args.keep,
+            replace=self.saved_step == self.step,  # of the same weights, before evaluation
+            prove=not self.is_proved,
+        )
+        self.saved_step, self.is_proved = self.step, True
 
     @contextlib.contextmanager
     def stoppable(self) -> Iterator[None]:

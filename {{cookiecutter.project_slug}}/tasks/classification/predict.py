@@ -29,7 +29,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parser.parse_args(argv)
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    model, classes, flags = checkpoint.load_model(args.checkpoint, task.build_model, device)
+    model, classes, flags = checkpoint.load_model(
+        args.checkpoint, task.build_model, task.add_arguments, device
+    )
     paths = [path for path, _ in pictures.collect(args.inputs)]
     transform = functools.partial(eval_transform, size=flags.image_size)
     dataset = ImageDataset([(path, -1) for path in paths], transform)

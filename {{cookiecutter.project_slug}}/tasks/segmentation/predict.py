@@ -46,7 +46,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parser.parse_args(argv)
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    model, _, _ = checkpoint.load_model(args.checkpoint, task.build_model, device)
+    model, _, _ = checkpoint.load_model(
+        args.checkpoint, task.build_model, task.add_arguments, device
+    )
     names = pictures.by_name(pictures.collect(args.inputs))
     # Pictures differ in size, so they go through one at a time.
     loader = DataLoader(Pictures(list(names.values())), num_workers=machine.workers())

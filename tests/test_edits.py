@@ -1,0 +1,414 @@
+"""What owners change in main.py and model.py: it works and resumes exactly, or is refused."""
+
+import re
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import Done, Project, rows
+from digest import digest
+from test_runs import SAME_FOR_BOTH, flags
+
+pytestmark = SAME_FOR_BOTH
+
+Edited = Callable[..., Callable[..., Done]]
+
+
+@pytest.fixture
+def edited(project: Project) -> Iterator[Edited]:
+    """Make a main.py with other lines, and return what starts it, on one rank by default."""
+    made: list[Path] = []
+
+    def edit(*changes: tuple[str, str]) -> Callable[..., Done]:
+        text = (project.folder / "main.py").read_text()
+        for old, new in changes:
+            assert text.count(old) == 1, old
+            text = text.replace(old, new)
+        path = project.folder / f"edited{len(made)}.py"
+        path.write_text(text)
+        made.append(path)
+        return lambda *flags, ranks=1: project.fork(*flags, ranks=ranks, script=path.name)
+
+    yield edit
+    for path in made:
+        path.unlink()
+
+
+IMPORTS = "\nROOT = Path"
+OPTIMIZER = "    return torch.optim.AdamW(model.parameters(), lr"
+SCHEDULER = "    return LambdaLR(optimizer, factor)"
+CRITERION = "    criterion = build_criterion(args)\n    steps"
+END = "            run.end_step()"
+METRICS = "**compute(metrics)}"
+GROUPS = (  # no weight decay for what is no matrix
+    OPTIMIZER,
+    """    flat = [weight for weight in model.parameters() if weight.ndim < 2]
+    rest = [weight for weight in model.parameters() if weight.ndim > 1]
+    groups = [{"params": rest}, {"params": flat, "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, lr""",
+)
+TWO_LAMBDAS = (SCHEDULER, "    return LambdaLR(optimizer, [factor, lambda step: 0.1 + step / 99])")
+ONE_CYCLE = (
+    SCHEDULER,
+    "    return torch.optim.lr_scheduler.OneCycleLR(optimizer, args.lr, args.epochs * steps)",
+)
+# Ends after a step as a kill does: without saving.
+KILLED = (
+    END,
+    END + "\n            if run.step == 16: __import__('os').kill(__import__('os').getpid(), 9)",
+)
+
+
+@pytest.mark.parametrize("change", [(GROUPS, TWO_LAMBDAS), (ONE_CYCLE,)], ids=["groups", "cycle"])
+def test_schedulers_resume(data: Path, tmp_path: Path, edited: Edited, change: tuple) -> None:
+    """Several rates, or another class: killed in mid-epoch and resumed, the same bits."""
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    more = ["--epochs", 2, "--save-every", 5]
+    edited(*change)(*flags(data, whole, *more)).ok()
+    assert edited(*change, KILLED)(*flags(data, killed, *more)).status == -9
+    done = edited(*change)(*flags(data, killed, *more)).ok()
+    assert re.search("1 of 2 epochs done, best .* and 2 steps of the next", done.out)
+    assert digest(whole) == digest(killed)
+    assert ("OneCycleLR goes on as saved" in done.out) == (change == (ONE_CYCLE,))
+
+
+def test_another_optimizer_than_the_checkpoint_has(
+    data: Path, trained: Path, tmp_path: Path, edited: Edited
+) -> None:
+    """Other groups, the same groups with other weights in them, another class: one line each."""
+    out = shutil.copytree(trained, tmp_path / "out")
+    more = flags(data, out, "--epochs", 2)
+    before = {path.name: path.read_bytes() for path in out.glob("*.pt")}
+    words = "last.pt", "--weights", "--output-dir"
+    edited(GROUPS)(*more).refused("groups had 62 weights and have 21 + 41", *words)
+    swapped = (OPTIMIZER, OPTIMIZER.replace("model.parameters()", "swapped(model)"))
+    swap = (
+        "def build_optimizer",
+        """def swapped(model):
+    weights = dict(model.named_parameters())
+    pair = "layer1.0.conv1.weight", "layer1.0.conv2.weight"  # of one shape
+    weights[pair[0]], weights[pair[1]] = weights[pair[1]], weights[pair[0]]
+    return list(weights.values())
+
+
+def build_optimizer""",
+    )
+    done = edited(swapped, swap)(*more)
+    done.refused("layer1.0.conv2.weight where layer1.0.conv1.weight was", *words)
+    sgd = (OPTIMIZER, "    return torch.optim.SGD(model.parameters(), lr)\n" + OPTIMIZER)
+    edited(sgd)(*more).refused("the optimizer was AdamW and is SGD", *words)
+    edited(ONE_CYCLE)(*more).refused("the scheduler was LambdaLR and is OneCycleLR", *words)
+    assert before == {path.name: path.read_bytes() for path in out.glob("*.pt")}
+
+
+def test_another_choice_of_the_best(
+    project: Project, data: Path, own_data: Path, trained: Path, tmp_path: Path, edited: Edited
+) -> None:
+    """Another metric, another validation set: chosen anew, the former best is kept."""
+    best = torch.load(trained / "best.pt", weights_only=True)
+    other = edited((IMPORTS, '\nBEST = "top5"\n' + IMPORTS))
+    sorted(own_data.glob("val/*/*"))[0].unlink()
+    changes = {"metric": (other, data), "pictures": (edited(), own_data)}
+    for name, (start, pictures) in changes.items():
+        out = shutil.copytree(trained, tmp_path / name)
+        done = start(*flags(pictures, out, "--epochs", 2)).ok()
+        assert re.search(r"best.pt: the best top1 on 23 pictures \(\w+\), but the run", done.out)
+        kept = torch.load(out / "best-1.pt", weights_only=True)
+        assert (kept["epoch"], kept["best"]) == (1, best["best"])
+        new = torch.load(out / "best.pt", weights_only=True)
+        assert new["epoch"] == 2
+        metric = "top5" if name == "metric" else "top1"
+        assert new["best"] == float(rows(out)[1][metric])
+        # Not once more.
+        done = start(*flags(pictures, out, "--epochs", 3)).ok()
+        assert "but the run" not in done.out
+        assert torch.load(out / "last.pt", weights_only=True)["best"] == max(
+            float(row[metric]) for row in rows(out)[1:]
+        )
+
+
+def test_best_is_what_best_pt_has(
+    project: Project, data: Path, trained: Path, tmp_path: Path
+) -> None:
+    """Not what an older last.pt says, when that has been gone back to."""
+    out = shutil.copytree(trained, tmp_path / "out")
+    for name in ("best.pt", "last.pt"):
+        state = torch.load(out / name, weights_only=True)
+        state["best"] = 0.99 if name == "best.pt" else 0.0
+        torch.save(state, out / name)
+    before = (out / "best.pt").read_bytes()
+    project.alone(*flags(data, out, "--epochs", 2)).ok()
+    assert (out / "best.pt").read_bytes() == before
+    assert torch.load(out / "last.pt", weights_only=True)["best"] == 0.99
+    (out / "best.pt").write_bytes(before[:-99])
+    done = project.alone(*flags(data, out, "--epochs", 3)).ok()
+    assert "best.pt: not a readable checkpoint" in done.out
+    assert "kept as best.pt.corrupt, and the best is chosen anew" in done.out
+    assert torch.load(out / "best.pt", weights_only=True)["epoch"] == 3
+
+
+def test_back_to_the_best(project: Project, data: Path, trained: Path, tmp_path: Path) -> None:
+    """--resume PATH within the run's own folder, started again: it goes on from what came of it."""
+    out = shutil.copytree(trained, tmp_path / "out")
+    first = shutil.copy(out / "best.pt", out / "first.pt")
+    project.alone(*flags(data, out, "--epochs", 3)).ok()
+    back = flags(data, out, "--resume", first)
+    done = project.alone(*back, "--epochs", 2).ok()
+    assert "first.pt: 1 of 2 epochs done" in done.out
+    done = project.alone(*back, "--epochs", 4).ok()
+    assert "last.pt: 2 of 4 epochs done" in done.out
+    assert [row["epoch"] for row in rows(out)] == ["1", "2", "3", "4"]
+
+
+def test_values_that_are_not_plain(data: Path, tmp_path: Path, edited: Edited) -> None:
+    """NumPy's numbers among the metrics, a date among the flags: saved as plain types."""
+    start = edited(
+        (METRICS, '**compute(metrics), "auc": np.float64(0.5), "when": datetime.date(2026, 1, 2)}'),
+        (IMPORTS, "\nimport datetime\n\nimport numpy as np\n" + IMPORTS),
+        (
+            '    add("--seed"',
+            '    add("--since", type=datetime.date.fromisoformat, default="2026-01-01")\n'
+            '    add("--seed"',
+        ),
+    )
+    start(*flags(data, tmp_path)).ok()
+    for name in ("last.pt", "best.pt"):
+        state = torch.load(tmp_path / name, weights_only=True)
+        assert state["args"]["since"] == "2026-01-01"
+        assert (state["history"][0]["auc"], state["history"][0]["when"]) == (0.5, "2026-01-02")
+    assert "1 of 2 epochs done" in start(*flags(data, tmp_path, "--epochs", 2)).ok().out
+    assert [row["auc"] for row in rows(tmp_path)] == ["0.5", "0.5"]
+
+
+def test_a_part_that_cannot_be_loaded(data: Path, tmp_path: Path, edited: Edited) -> None:
+    """It is found out at the first save, which writes nothing."""
+    part = "types.SimpleNamespace(state_dict=lambda: {'x': np.float64(1)}, load_state_dict=print)"
+    start = edited(
+        ("scaler=scaler,\n    )", f"scaler=scaler, mine={part},\n    )"),
+        (IMPORTS, "\nimport types\n\nimport numpy as np\n" + IMPORTS),
+    )
+    done = start(*flags(data, tmp_path, "--save-every", 1))
+    done.refused("mine: its state_dict cannot be loaded")
+    assert not list(tmp_path.glob("*.pt*"))
+
+
+def test_saved_before_it_is_shown(data: Path, tmp_path: Path, edited: Edited) -> None:
+    """A metric that has several values, a BEST that does not exist, a bug in draw_example."""
+    vector = (
+        "MetricCollection,\n    train_loader",
+        "MetricCollection,\n    train_loader",
+    )
+    each = "torchmetrics.classification.MulticlassF1Score(6, average='none')"
+    vector = (
+        IMPORTS,
+        f"\nimport torchmetrics\nbuild_metrics = lambda _: MetricCollection({{'f1': {each}}})\n"
+        + IMPORTS,
+    )
+    bugs = {
+        "vector": (vector, "metric f1 has 6 values", "0 of 1 epochs done and 13 steps"),
+        "name": ((IMPORTS, "\nBEST = 'none'\n" + IMPORTS), "BEST of model.py is none", "13 steps"),
+        "drawing": ((IMPORTS, "\ndraw_example = None\n" + IMPORTS), "NoneType", "nothing left"),
+    }
+    for name, (change, words, done) in bugs.items():
+        out = tmp_path / name
+        broken = edited(change)(*flags(data, out))
+        assert broken.status == (1 if name == "drawing" else 2)
+        assert words in broken.err.splitlines()[-1]
+        after = edited()(*flags(data, out)).ok()
+        assert done in after.out
+        assert len(rows(out)) == 1
+
+
+def test_targets_that_are_no_classes(data: Path, tmp_path: Path, edited: Edited) -> None:
+    """Soft labels, as a data set may return them, reach the loss as they are."""
+    soft = """
+class Soft(torch.utils.data.Dataset):
+    def __init__(self, dataset):
+        self.dataset, self.samples = dataset, dataset.samples
+
+    def __len__(self):
+        return len(self.dataset)
+
+    def __getitem__(self, index):
+        image, label = self.dataset[index]
+        return image, torch.full((6,), 0.02).index_fill(0, torch.tensor(label), 0.9)
+
+
+def hardened(build):
+    def build_metrics(classes):
+        metrics = build(classes)
+        metrics.update = lambda outputs, targets: MetricCollection.update(
+            metrics, outputs, targets.argmax(1)
+        )
+        return metrics
+    return build_metrics
+
+
+build_metrics, draw = hardened(build_metrics), draw_example
+draw_example = lambda axes, image, target, *more: draw(axes, image, target.argmax(), *more)
+"""
+    start = edited(
+        (IMPORTS, soft + IMPORTS),
+        (
+            "    train_loader = loading",
+            "    train_set, val_set = map(Soft, (train_set, val_set))\n    train_loader = loading",
+        ),
+        (
+            "            loss_sum, count = criterion(machine",
+            "            assert targets.dtype == torch.float32 and targets.max() == 0.9\n"
+            "            loss_sum, count = criterion(machine",
+        ),
+    )
+    start(*flags(data, tmp_path)).ok()
+
+
+def test_networks_with_several_outputs(data: Path, tmp_path: Path, edited: Edited) -> None:
+    """The loss takes them as they are, in float32; evaluation wants the logits alone."""
+    network = """
+class Several(torch.nn.Module):
+    def __init__(self, net):
+        super().__init__()
+        self.net = net
+
+    def forward(self, images):
+        logits = self.net(images)
+        return {"out": logits, "aux": (logits.bfloat16(), 1)} if self.training or WRONG else logits
+
+
+WRONG = False
+build = build_model
+build_model = lambda *args, **kw: Several(build(*args, **kw))
+
+
+def criterion_of_several(args):
+    criterion = build_criterion(args)
+    def both(outputs, targets):
+        if isinstance(outputs, torch.Tensor):
+            return criterion(outputs, targets)
+        assert outputs["aux"][0].dtype == torch.float32
+        loss, count = criterion(outputs["out"], targets)
+        return loss + 0.4 * criterion(outputs["aux"][0], targets)[0], count
+    return both
+"""
+    changes = (
+        (IMPORTS, network + IMPORTS),
+        (CRITERION, CRITERION.replace("build_criterion", "criterion_of_several")),
+    )
+    edited(*changes)(*flags(data, tmp_path), ranks=2).ok()
+    wrong = (changes[0][0], changes[0][1].replace("WRONG = False", "WRONG = True"))
+    done = edited(wrong, changes[1])(*flags(data, tmp_path / "wrong"), ranks=2)
+    done.refused("returns a dict in evaluation", "unless self.training")
+
+
+def test_metrics_that_keep_lists(project: Project, tmp_path: Path, edited: Edited) -> None:
+    """Average precision over ranks of which some get no batch: as on one rank."""
+    data = project.draw(tmp_path / "set", 53, 6)
+    lists = (
+        IMPORTS,
+        """
+from torchmetrics.classification import MulticlassAUROC, MulticlassAveragePrecision
+BEST = "ap"
+build_metrics = lambda _: MetricCollection(
+    {"ap": MulticlassAveragePrecision(6), "roc": MulticlassAUROC(6)}
+)
+"""
+        + IMPORTS,
+    )
+    start = edited(lists)
+    # One validation batch: two of three ranks hold nothing.
+    start(*flags(data, tmp_path / "out", "--batch-size", 6), ranks=3).ok()
+    more = flags(data, tmp_path / "out", "--batch-size", 6, "--eval-only")
+    one, three = (start(*more, ranks=ranks).ok().out.splitlines()[-1] for ranks in (1, 3))
+    assert one == three
+
+
+def test_a_new_flag_of_the_network(
+    project: Project, data: Path, trained: Path, tmp_path: Path, edited: Edited
+) -> None:
+    """Checkpoints from before it have its default, in --eval-only, predict.py and a resumed run."""
+    script = project.folder / "newer.py"
+    for name in ("main", "predict"):
+        text = """
+import runpy, sys, model
+build, add_arguments = model.build_model, model.add_arguments
+def added(group):
+    add_arguments(group)
+    group.add_argument("--drop", type=float, default=0.25)
+def checked(args, classes, **more):
+    assert args.drop == 0.25
+    return build(args, classes, **more)
+model.build_model, model.add_arguments = checked, added
+model.NETWORK_FLAGS += ("drop",)
+"""
+        script.write_text(f"{text}\nrunpy.run_path('{name}.py', run_name='__main__')\n")
+        more = {
+            "main": flags(data, trained, "--eval-only"),
+            "predict": [
+                *(data / "val", "--checkpoint", trained / "best.pt", "--output", tmp_path / "p")
+            ],
+        }[name]
+        project.fork(*more, ranks=1, script=script.name).ok()
+        if name == "main":
+            out = shutil.copytree(trained, tmp_path / "out")
+            done = project.fork(*flags(data, out, "--epochs", 2), ranks=1, script=script.name).ok()
+            assert "1 of 2 epochs done" in done.out
+    script.unlink()
+
+
+def test_one_line_for_what_torch_says_in_many(data: Path, tmp_path: Path, edited: Edited) -> None:
+    """Out of memory, weights without a gradient, a rank that leaves the loop, sizes, labels."""
+    inside = "        seeding.seed(args.seed, run.epoch, i, rank)"
+
+    def in_loop(line: str) -> tuple[str, str]:
+        return inside, f"        {line}\n{inside}"
+
+    wrap = "    ddp_model = replicas.wrap(model, device)\n"
+    unused = "    model.spare, model.other = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)\n"
+
+    def dataset(line: str) -> tuple[str, str]:
+        code = f"""
+import dataset
+def changed(self, index, get=dataset.ImageDataset.__getitem__):
+    image, label = get(self, index)
+    {line}
+    return image, label
+dataset.ImageDataset.__getitem__ = changed
+"""
+        return IMPORTS, code + IMPORTS
+
+    cases = {
+        "memory": (in_loop("torch.empty(10**15)"), ["out of memory", "--batch-size"]),
+        "memory of a GPU": (
+            in_loop(
+                'raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. G")'
+            ),
+            ["out of GPU memory (asked for 2.00 GiB)", "--batch-size"],
+        ),
+        "unused": ((wrap, unused + wrap), ["spare.weight, spare.bias, other.weight", "wrap"]),
+        "unfrozen": (
+            (
+                wrap,
+                "    model.fc.requires_grad_(False)\n" + wrap + "    model.fc.requires_grad_()\n",
+            ),
+            ["fc.weight differs between ranks", "ddp_model", "unfreezing", "wrap again"],
+        ),
+        "leaves": (
+            in_loop("if i == 3 and rank == 1: break"),
+            ["rank 1 left the training loop at epoch 1, step 3"],
+        ),
+        "size": (
+            dataset('image = image[:, :60] if "/dots/" in self.samples[index][0] else image'),
+            ["(3, 60, 64)", "train/dots/", "of sample", "train_transform"],
+        ),
+        "label": (
+            dataset('label = 6 if "/dots/" in self.samples[index][0] else label'),
+            ["train/dots/", ".jpg: label 6", "0 to 5"],
+        ),
+    }
+    for name, (change, words) in cases.items():
+        more = flags(data, tmp_path / name, "--dist-timeout", 20)
+        done = edited(change)(*more, ranks=2)
+        assert done.status == 2, (name, done.err)
+        done.refused(*words)

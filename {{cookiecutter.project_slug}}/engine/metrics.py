@@ -1,0 +1,61 @@
+"""Metrics over all ranks, as numbers for a row of metrics.csv."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torchmetrics import Metric, MetricCollection
+
+from engine import distributed
+from engine.distributed import UserError
+
+
+def compute(metrics: MetricCollection) -> dict[str, float]:
+    """Return each metric over what all ranks have seen; every rank has to call it."""
+    fill_empty_lists(metrics)
+    found: dict[str, float] = {}
+    for name, value in metrics.compute().items():
+        value = torch.as_tensor(value)
+        if value.numel() != 1:
+            raise UserError(
+                f"metric {name} has {value.numel()} values: in build_metrics of model.py, average "
+                "them or put a torchmetrics.ClasswiseWrapper around it, which names each"
+            )
+        found[name] = value.item()
+    return found
+
+
+def fill_empty_lists(metrics: MetricCollection) -> None:
+    """Give lists of values that are empty on this rank an empty tensor of the others' shape.
+
+    torchmetrics takes any shape for that, and the ranks' collectives would not fit together.
+    """
+    metrics.items(copy_state=False)  # metrics that share a state get it only when asked for
+    lists = {
+        (name, key): (metric, value)
+        for name, metric in metrics.named_modules()
+        if isinstance(metric, Metric)
+        for key, value in metric.metric_state.items()
+        if isinstance(value, list)
+    }
+    if not lists:  # on all ranks alike
+        return
+    mine = {at: (v[0].shape[1:], v[0].dtype) for at, (_, v) in lists.items() if v}
+    known: dict[Any, Any] = {}
+    for each in distributed.gather_objects(mine):
+        known.update(each)
+    for at, (metric, value) in lists.items():
+        if not value and at in known:
+            shape, dtype = known[at]
+            setattr(metric, at[1], [torch.empty(0, *shape, dtype=dtype, device=metric.device)])
+
+
+def logits(outputs: Any) -> Tensor:
+    """Return what a network gives in evaluation as float32; a UserError unless it is one tensor."""
+    if not isinstance(outputs, Tensor):
+        what = f"a {type(outputs).__name__}"
+        raise UserError(
+            f"the network of model.py returns {what} in evaluation, where metrics and predict.py "
+            "need the logits: return them alone unless self.training"
+        )
+    return outputs.float()

@@ -1,0 +1,110 @@
+"""Optimizers and learning-rate schedules in checkpoints: what has to fit, and how they go on."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler
+
+from engine import distributed
+from engine.distributed import UserError
+
+
+def layout(parts: dict[str, Any]) -> dict[str, list]:
+    """Return {name: [class]} of each scheduler and {name: [class, groups]} of each optimizer.
+
+    parts: all that has a state_dict, by name. groups: the names of the weights in each parameter
+    group, because optimizers save their state by position alone.
+    """
+    names = {
+        weight: key if name == "model" else f"{name}.{key}"
+        for name, part in parts.items()
+        if isinstance(part, nn.Module)
+        for key, weight in part.named_parameters()
+    }
+    found: dict[str, list] = {}
+    for name, part in parts.items():
+        if isinstance(part, LRScheduler):
+            found[name] = [type(part).__name__]
+        elif isinstance(part, Optimizer):
+            groups = [group["params"] for group in part.param_groups]
+            found[name] = [
+                type(part).__name__,
+                [[names.get(weight, str(tuple(weight.shape))) for weight in g] for g in groups],
+            ]
+    return found
+
+
+def check_layout(path: str, then: dict[str, list], now: dict[str, list]) -> None:
+    """Raise a UserError unless the optimizers and schedulers are those of the checkpoint."""
+    for name in then.keys() & now.keys():
+        if then[name] != now[name]:
+            raise UserError(
+                f"{path}: {_difference(name, then[name], now[name])}; undo that to go on from it, "
+                f"or keep its weights alone: --weights {path} --output-dir ANOTHER"
+            )
+
+
+def _difference(name: str, then: list, now: list) -> str:
+    if then[0] != now[0]:
+        return f"the {name} was {then[0]} and is {now[0]}"
+    sizes_then, sizes = (" + ".join(str(len(g)) for g in groups) for groups in (then[1], now[1]))
+    if sizes_then != sizes:
+        return f"the {name}'s parameter groups had {sizes_then} weights and have {sizes}"
+    old, new = next(
+        pair
+        for groups in zip(then[1], now[1], strict=True)
+        for pair in zip(*groups, strict=True)
+        if pair[0] != pair[1]
+    )
+    return f"the {name}'s parameter groups have {new} where {old} was"
+
+
+def restore(state: dict[str, Any], parts: dict[str, Any], schedule_step: int) -> None:
+    """Have all `parts` but the model go on from `state`, a checkpoint of the same layout.
+
+    With a LambdaLR the learning rates and other settings are those of the flags, at `schedule_step`
+    of the schedule. Any other scheduler goes on as it was saved, with the optimizer's settings.
+    """
+    check_layout(state["path"], state["layout"], layout(parts))
+    scheduler = parts["scheduler"]
+    by_flags: dict[str, dict] = {}
+    if type(scheduler) is LambdaLR:
+        base_lrs = scheduler.base_lrs
+        lrs = [lr * f(schedule_step) for lr, f in zip(base_lrs, scheduler.lr_lambdas, strict=True)]
+        groups = parts["optimizer"].state_dict()["param_groups"]
+        by_flags = {
+            "optimizer": {
+                "param_groups": [{**g, "lr": lr} for g, lr in zip(groups, lrs, strict=True)]
+            },
+            "scheduler": {
+                "base_lrs": base_lrs,
+                "last_epoch": schedule_step,
+                "lr_lambdas": [None] * len(lrs),
+                "_last_lr": lrs,
+            },
+        }
+    else:
+        distributed.say(
+            f"{type(scheduler).__name__} goes on as saved: rates and other settings of the "
+            "optimizer, and the length of the schedule, are not taken from flags that changed"
+        )
+    for name, part in parts.items():
+        if name == "model":
+            continue
+        if state.get(name):  # a GradScaler that is off has an empty one
+            part.load_state_dict({**state[name], **by_flags.get(name, {})})
+        elif name not in state:
+            distributed.say(f"{state['path']} has no {name}: it begins anew")
+        if isinstance(part, Optimizer):
+            _match_strides(part)
+
+
+def _match_strides(optimizer: Optimizer) -> None:
+    """Lay the moments out in memory as their weights are: fused kernels take it for granted."""
+    for weight, values in optimizer.state.items():
+        for name, value in values.items():
+            is_alike = isinstance(value, Tensor) and value.shape == weight.shape
+            if is_alike and value.stride() != weight.stride():
+                values[name] = torch.empty_like(weight, dtype=value.dtype).copy_(value)
