@@ -97,22 +97,11 @@ class Project:
         self.task = task
         self.server: subprocess.Popen | None = None
 
-    def python(self, code: str, *args: object, timeout: float = 120) -> str:
-        command = [sys.executable, "-c", code, *map(str, args)]
-        return subprocess.run(
-            command,
-            cwd=self.folder,
-            env={**os.environ, **ENVIRONMENT},
-            check=True,
-            capture_output=True,
-            text=True,
-            timeout=timeout,
-        ).stdout
-
-    def forked(self, code: str, *args: object) -> str:
-        """As `python`, for code that imports forked.py."""
-        path = f"import sys; sys.path.insert(0, {str(TESTS)!r})\n"
-        return self.python(path + code, *args, timeout=300)
+    def python(self, code: str, *args: object) -> str:
+        """Return what `code` prints, run in a fork of a Python that has imported main.py."""
+        done = self._order(code=code, flags=[str(arg) for arg in args])
+        assert done.status == 0, done.err
+        return done.out
 
     def draw(self, folder: Path, train: int, val: int) -> Path:
         code = "import sys, demo_set; from pathlib import Path; demo_set.draw(Path(sys.argv[1]), "
@@ -124,13 +113,15 @@ class Project:
 
     def fork(self, *flags: object, ranks: int = 2, script: str = "main.py") -> "Done":
         """As `launch`, but without a launcher, whose time most tests can do without."""
+        return self._order(ranks=ranks, flags=[str(flag) for flag in flags], script=script)
+
+    def _order(self, **order: object) -> "Done":
         if self.server is None:
             self.mark = uuid.uuid4().hex
-            command = [sys.executable, Path(__file__).with_name("forked.py")]
+            command = [sys.executable, TESTS / "forked.py"]
             self.server = start(command, self.mark, cwd=self.folder, stdin=subprocess.PIPE)
         with tempfile.TemporaryDirectory() as folder:
             output = f"{folder}/said"
-            order = {"ranks": ranks, "flags": [str(flag) for flag in flags], "script": script}
             self.server.stdin.write(json.dumps({**order, "output": output}) + "\n")
             self.server.stdin.flush()
             statuses = json.loads(self.server.stdout.readline())

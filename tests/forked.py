@@ -2,9 +2,11 @@
 
 A run takes a second or two in this way; a launcher, and torch imported by each rank, take eight.
 The ranks run main.py as a script, in a process group of their own, and end as it says. Started in
-the project's folder, with a script that imports this, or alone: then it obeys lines on stdin.
+the project's folder, with a script that imports this, or alone: then it obeys lines on stdin, which
+may bring code to run instead.
 """
 
+import functools
 import json
 import os
 import runpy
@@ -14,6 +16,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from pathlib import Path  # noqa: F401  as digest below
 from typing import Any
 
 sys.path.insert(0, os.getcwd())
@@ -44,34 +47,45 @@ def start(
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    pids = []
-    for rank in range(ranks):
-        if pid := os.fork():
-            pids.append(pid)
-            continue
-        status = 1
-        try:
-            if ranks > 1:
-                names = ("RANK", "LOCAL_RANK"), ("WORLD_SIZE", "LOCAL_WORLD_SIZE")
-                for same, value in zip(names, (rank, ranks), strict=True):
-                    os.environ.update(dict.fromkeys(same, str(value)))
-                os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-            for stream, end in ((1, "out"), (2, "err")) if output else ():
-                how = os.O_WRONLY | os.O_CREAT | os.O_APPEND
-                os.dup2(os.open(f"{output}.{end}", how), stream)
-            sys.argv = [script, *map(str, flags)]
-            patch()
-            runpy.run_path(script, run_name="__main__")
-            status = 0
-        except SystemExit as error:
-            status = error.code if isinstance(error.code, int) else int(error.code is not None)
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(status)
-    return pids
+
+    def begin(rank: int) -> None:
+        if ranks > 1:
+            names = ("RANK", "LOCAL_RANK"), ("WORLD_SIZE", "LOCAL_WORLD_SIZE")
+            for same, value in zip(names, (rank, ranks), strict=True):
+                os.environ.update(dict.fromkeys(same, str(value)))
+            os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+        sys.argv = [script, *map(str, flags)]
+        patch()
+        runpy.run_path(script, run_name="__main__")
+
+    return [fork(functools.partial(begin, rank), output) for rank in range(ranks)]
+
+
+def fork(act: Callable[[], object], output: str | None) -> int:
+    """Have a fork call `act`, which ends as a script would; return its process id."""
+    if pid := os.fork():
+        return pid
+    status = 1
+    try:
+        for stream, end in ((1, "out"), (2, "err")) if output else ():
+            how = os.O_WRONLY | os.O_CREAT | os.O_APPEND
+            os.dup2(os.open(f"{output}.{end}", how), stream)
+        act()
+        status = 0
+    except SystemExit as error:
+        status = error.code if isinstance(error.code, int) else int(error.code is not None)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+
+
+def execute(code: str, args: list[str]) -> None:
+    """Run `code` as `python -c` does."""
+    sys.argv = ["-c", *args]
+    exec(compile(code, "<test>", "exec"), {"__name__": "__main__"})
 
 
 def wait(pids: list[int], seconds: float = 120) -> list[int]:
@@ -96,7 +110,10 @@ def run(ranks: int, *flags: object, **options: Any) -> list[int]:
 if __name__ == "__main__":
     for line in sys.stdin:
         order = json.loads(line)
-        pids = start(
-            order["ranks"], *order["flags"], script=order["script"], output=order["output"]
-        )
+        output = order["output"]
+        if "code" in order:
+            act = functools.partial(execute, order["code"], order["flags"])
+            pids = [fork(act, output)]
+        else:
+            pids = start(order["ranks"], *order["flags"], script=order["script"], output=output)
         print(json.dumps(wait(pids, 240)), flush=True)

@@ -114,7 +114,7 @@ def test_another_choice_of_the_best(
     for name, (start, pictures) in changes.items():
         out = shutil.copytree(trained, tmp_path / name)
         done = start(*flags(pictures, out, "--epochs", 2)).ok()
-        assert re.search(r"best.pt: the best top1 on 23 pictures \(\w+\), but the run", done.out)
+        assert re.search(r"best.pt: has the best top1 on 23 pictures \(\w+\), this run", done.out)
         kept = torch.load(out / "best-1.pt", weights_only=True)
         assert (kept["epoch"], kept["best"]) == (1, best["best"])
         new = torch.load(out / "best.pt", weights_only=True)
@@ -123,7 +123,7 @@ def test_another_choice_of_the_best(
         assert new["best"] == float(rows(out)[1][metric])
         # Not once more.
         done = start(*flags(pictures, out, "--epochs", 3)).ok()
-        assert "but the run" not in done.out
+        assert "this run looks" not in done.out
         assert torch.load(out / "last.pt", weights_only=True)["best"] == max(
             float(row[metric]) for row in rows(out)[1:]
         )
@@ -145,8 +145,15 @@ def test_best_is_what_best_pt_has(
     (out / "best.pt").write_bytes(before[:-99])
     done = project.alone(*flags(data, out, "--epochs", 3)).ok()
     assert "best.pt: not a readable checkpoint" in done.out
-    assert "kept as best.pt.corrupt, and the best is chosen anew" in done.out
+    assert "set aside as best.pt.corrupt, and the best is chosen anew" in done.out
     assert torch.load(out / "best.pt", weights_only=True)["epoch"] == 3
+    # A new start is no continuation of the run that left a best.pt.
+    for path in out.glob("last*"):
+        path.unlink()
+    done = project.alone(*flags(data, out, "--lr", 0)).ok()
+    assert "of another run; kept as best-1.pt" in done.out
+    assert torch.load(out / "best.pt", weights_only=True)["epoch"] == 1
+    assert torch.load(out / "best-1.pt", weights_only=True)["epoch"] == 3
 
 
 def test_back_to_the_best(project: Project, data: Path, trained: Path, tmp_path: Path) -> None:
@@ -357,6 +364,15 @@ model.NETWORK_FLAGS += ("drop",)
     script.unlink()
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_shorter_epoch(data: Path, tmp_path: Path, edited: Edited, ranks: int) -> None:
+    """All ranks may leave the loop, after the same step."""
+    seed = "        seeding.seed(args.seed, run.epoch, i, rank)"
+    short = edited((seed, "        if i == 3: break\n" + seed))
+    short(*flags(data, tmp_path, "--epochs", 2), ranks=ranks).ok()
+    assert [row["step"] for row in rows(tmp_path)] == ["3", "6"]
+
+
 def test_one_line_for_what_torch_says_in_many(data: Path, tmp_path: Path, edited: Edited) -> None:
     """Out of memory, weights without a gradient, a rank that leaves the loop, sizes, labels."""
     inside = "        seeding.seed(args.seed, run.epoch, i, rank)"
@@ -403,7 +419,7 @@ dataset.ImageDataset.__getitem__ = changed
             ["(3, 60, 64)", "train/dots/", "of sample", "train_transform"],
         ),
         "label": (
-            dataset('label = 6 if "/dots/" in self.samples[index][0] else label'),
+            dataset('label = torch.tensor(6) if "/dots/" in self.samples[index][0] else label'),
             ["train/dots/", ".jpg: label 6", "0 to 5"],
         ),
     }

@@ -127,7 +127,7 @@ print(result("unkeyed", spoil=unkeyed), result("unkeyed9", *every3, stop=9, spoi
 """
     words = ["--arch", "mobilenet_v3_small", "--epochs", 2, "--workers", 1, "--image-size", 32]
     words += ["--batch-size", 4, "--deterministic"]
-    out = project.forked(RESUME + code, data, tmp_path, 2, *words)
+    out = project.python(RESUME + code, data, tmp_path, 2, *words)
     intervals, stops, unkeyed = (line.split() for line in out.splitlines())
     assert len({*intervals, *stops}) == 1
     assert len(set(unkeyed)) == 2
@@ -149,7 +149,7 @@ print(result("whole"), result("stop", *each, stop=2))
 print(result("whole2", spoil=unsettled), result("stop2", *each, stop=2, spoil=unsettled))
 """
     words = ["--image-size", 32, "--batch-size", 4, "--workers", 0]
-    out = project.forked(RESUME + code, data, tmp_path, 3, *words, "--epochs", 1)
+    out = project.python(RESUME + code, data, tmp_path, 3, *words, "--epochs", 1)
     (whole, stop), (unsettled_whole, unsettled_stop) = (line.split() for line in out.splitlines())
     assert whole == stop
     assert unsettled_whole != unsettled_stop
@@ -178,7 +178,7 @@ def whole_steps():
 accumulating = ["--batch-size", 3, "--accumulate", 2]
 assert run(1, *flags, *accumulating, output=f"{folder}/said", patch=whole_steps) == [0]
 """
-    project.forked(RESUME + code, data, tmp_path, 1, *words)
+    project.python(RESUME + code, data, tmp_path, 1, *words)
     said = (tmp_path / "said.out").read_text()
     assert "1 of 2 epochs done" in said
     assert " and 2 steps of the next; 2 rank(s) then, 1 now: the same pictures" in said

@@ -128,7 +128,7 @@ def test_stopped_and_killed_again_and_again(project: Project, data: Path, tmp_pa
     assert "MAX_RESTARTS is 0 now" in done.err
 
     same = "from forked import *; print(digest(sys.argv[1]), digest(sys.argv[2]))"
-    first, second = project.forked(same, whole, run.out).split()
+    first, second = project.python(same, whole, run.out).split()
     assert first == second
 
 
@@ -267,7 +267,7 @@ def fault(project: Project, data: Path, tmp_path: Path) -> Callable[..., list[li
     def fault(code: str) -> list[list]:
         words = [*flags(data, tmp_path)[:-2], *NET]
         words = [str(word) for word in words if word not in ("--data", data)]
-        out = project.forked(FAULT + code, data, tmp_path, *words)
+        out = project.python(FAULT + code, data, tmp_path, *words)
         return [json.loads(line) for line in out.splitlines()]
 
     return fault
@@ -426,10 +426,22 @@ def bug():
 train("raises", patch=at("train/dots/0002.jpg", bug))
 train("dies", patch=at("train/dots/0002.jpg", lambda: os.kill(os.getpid(), 9)))
 train("hangs", "--dist-timeout", 4, patch=at("val/dots/0002.jpg", lambda: time.sleep(600)))
+def in_a_save():
+    import multiprocessing
+    from engine import checkpoint
+    write = checkpoint.write
+    def patched(*args):
+        os.kill(multiprocessing.active_children()[0].pid, 9)
+        time.sleep(5)
+        write(*args)
+    checkpoint.write = patched
+    at(".jpg", lambda: time.sleep(0.2))()
+train("dies in a save", "--save-every", 1, patch=in_a_save)
 """
-    raises, dies, hangs = fault(code)
-    for statuses, *_ in (raises, dies, hangs):
+    raises, dies, hangs, in_a_save = fault(code)
+    for statuses, *_ in (raises, dies, hangs, in_a_save):
         assert statuses == [1, 1]
+    one_line(in_a_save[2], "/train/", ".jpg: DataLoader worker", "killed by signal")
     assert raises[2].count("while reading sample") == 1
     assert re.search("while reading sample .*train/dots/0002.jpg", raises[2])
     assert "ValueError: a bug" in raises[2]

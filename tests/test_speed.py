@@ -370,7 +370,7 @@ for accumulate, batch_size in (1, 4), (2, 2):
 @SAME_FOR_BOTH
 def test_nothing_waits_in_a_step(project: Project, data: Path, tmp_path: Path) -> None:
     """No collective but the gradients', once a step; no number is read off the device."""
-    project.forked(PROFILE, data, tmp_path)
+    project.python(PROFILE, data, tmp_path)
     sums = set()
     for accumulate in (1, 2):
         for rank in (0, 1):
@@ -407,7 +407,7 @@ for name, ranks, *more in (
 @SAME_FOR_BOTH
 def test_accumulation_equals_a_large_batch(project: Project, data: Path, tmp_path: Path) -> None:
     """And so do ranks; gradients are clipped once they are whole."""
-    project.forked(PORTIONS, data, tmp_path)
+    project.python(PORTIONS, data, tmp_path)
     start = weights(tmp_path / "start")
 
     def way(name: str, origin: dict[str, torch.Tensor] = start) -> float:
@@ -432,7 +432,7 @@ print(result("bf16", "--amp", "bf16"), result("off", "--amp", "off"))
 """
     words = ["--arch", "squeezenet1_1", "--image-size", 32, "--batch-size", 4, "--workers", 0]
     words += ["--optimizer", "sgd", "--lr", 0.01, "--epochs", 1, "--amp", "fp16"]
-    out = project.forked(RESUME + code, data, tmp_path, 2, *words)
+    out = project.python(RESUME + code, data, tmp_path, 2, *words)
     (whole, stop), (bf16, off) = (line.split() for line in out.splitlines())
     assert whole == stop
     assert len({whole, bf16, off}) == 3
@@ -572,7 +572,7 @@ for name, patch, source in ("slow", slow, data), ("usual", nothing, data):
     flags = "--data", source, "--output-dir", f"{folder}/{name}"
     assert run(2, *words, *flags, output=f"{folder}/{name}", patch=patch) == [0, 0]
 """
-    project.forked(code, data, tmp_path, *SMALL, "--threads", 1, "--prefetch", 3)
+    project.python(code, data, tmp_path, *SMALL, "--threads", 1, "--prefetch", 3)
     slow, usual = ((tmp_path / f"{name}.out").read_text() for name in ("slow", "usual"))
     share = float(rows(tmp_path / "slow")[0]["data_wait"])
     assert share > 0.3

@@ -360,6 +360,7 @@ def train(
                 report,
                 run,
             )
+            speed = report.speed()
             replicas.sync_buffers(model)
             replicas.check_same(model)
             run.save()  # whatever fails from here on costs no epoch
@@ -367,7 +368,7 @@ def train(
 
             lr = optimizer.param_groups[0]["lr"]
             row = {"epoch": run.epoch + 1, "step": run.step, "train_loss": train_loss, **results}
-            is_best = run.end_epoch({**row, "lr": lr, **report.speed})
+            is_best = run.end_epoch({**row, "lr": lr, **speed})
             run.save(is_best)
             report.epoch(run.history, is_best)
             if is_best:

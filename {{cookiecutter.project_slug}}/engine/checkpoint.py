@@ -233,11 +233,11 @@ def set_aside(path: Path) -> Path:
     return path.rename(aside)
 
 
-def read_best(folder: Path, best_of: str) -> float:
+def read_best(folder: Path, best_of: str | None) -> float:
     """Return the score of best.pt, -inf if there is none; on rank 0.
 
-    best_of: what the score has to be of. A best.pt that was chosen by something else is kept as
-    best-1.pt.
+    best_of: what the score has to be of; None, if a best.pt is not of this run. One that was chosen
+    otherwise is kept as best-1.pt.
     """
     path = folder / "best.pt"
     if not os.path.lexists(path):
@@ -246,10 +246,15 @@ def read_best(folder: Path, best_of: str) -> float:
         state = load(path, KEYS)
         if state["best_of"] == best_of:
             return state["best"]
-        reason = f"{path}: the best {state['best_of']}, but the run is to find the best {best_of}"
-        kept = path.replace(path.with_name("best-1.pt"))
+        wanted = f"this run looks for the best {best_of}" if best_of else "of another run"
+        reason = f"{path}: has the best {state['best_of']}, {wanted}"
     except Damaged as error:
-        reason, kept = error.reason, set_aside(path)
+        kept = set_aside(path)
+        distributed.say(f"{error.reason}; set aside as {kept.name}, and the best is chosen anew")
+        return -math.inf
+    except UserError as error:
+        reason = str(error)
+    kept = path.replace(path.with_name("best-1.pt"))
     distributed.say(f"{reason}; kept as {kept.name}, and the best is chosen anew")
     return -math.inf
 

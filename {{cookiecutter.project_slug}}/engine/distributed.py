@@ -296,9 +296,10 @@ def one_line_errors(
 def _out_of_memory(error: Exception) -> UserError | None:
     """Return a line if memory was asked for that a GPU, or the machine, does not have."""
     text = str(error)
-    if not isinstance(error, MemoryError | torch.OutOfMemoryError) and "alloc_cpu" not in text:
+    of_gpu = isinstance(error, torch.OutOfMemoryError) or "_ALLOC_FAILED" in text  # of cuDNN
+    if not (of_gpu or isinstance(error, MemoryError) or "alloc_cpu" in text):
         return None
-    where = "GPU memory" if isinstance(error, torch.OutOfMemoryError) else "memory"
+    where = "GPU memory" if of_gpu else "memory"
     found = re.search(r"(?:[tT]ried|Unable) to allocate ([\d.]+ ?\w+)", text)
     size = f" (asked for {found[1]})" if found else ""
     return UserError(

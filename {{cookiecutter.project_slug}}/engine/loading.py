@@ -10,6 +10,7 @@ from argparse import Namespace
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler, get_worker_info
@@ -87,7 +88,7 @@ class KeyedDataset(Dataset):
     """`dataset`, whose random numbers for a sample depend on seed, epoch and index alone.
 
     If one raises, or its loader worker dies or hangs, its name is told; so it is if its label, an
-    int, is not below `classes`.
+    integer, is not below `classes`.
     """
 
     in_use: ClassVar[list["KeyedDataset"]] = []
@@ -114,11 +115,13 @@ class KeyedDataset(Dataset):
         try:
             sample = self.dataset[index]
             label = sample[1]
-            if type(label) is int and not 0 <= label < self.classes:
+            is_class = isinstance(label, int | np.integer) or (
+                isinstance(label, Tensor) and not label.ndim and not label.is_floating_point()
+            )
+            if is_class and not 0 <= label < self.classes:
                 raise UserError(
                     f"{self.name(index)}: label {label}, but the classes are 0 to "
-                    f"{self.classes - 1}; correct it (or return a number that is no class as a "
-                    "tensor)"
+                    f"{self.classes - 1}; correct it, or return a float if it is no class"
                 )
             return sample
         except UserError:

@@ -100,19 +100,23 @@ class Reporter:
             # None: off where the output is no terminal, so that logs stay readable.
             disable=None if self.active else True,
         )
-        self.waited = 0.0
+        self.waited, self.count = 0.0, 0
         asked = time.monotonic()
         for batch in loader:
             self.waited += time.monotonic() - asked
+            self.count += per_pass
             yield batch
             self.bar.update(per_pass)
             asked = time.monotonic()
+
+    def speed(self) -> dict[str, float]:
+        """Close the progress bar; return its pictures per second and the share of waiting."""
         self.bar.close()
         waited = torch.tensor(self.waited, device=self.device)
         longest = distributed.reduce_tensor(waited, "max").item()  # once the device is ready
         seconds = time.monotonic() - self.began  # a resumed epoch's are those since then
-        self.speed = {
-            "img_per_s": len(loader) * per_pass / seconds,
+        return {
+            "img_per_s": self.count / seconds,
             "train_seconds": seconds,
             "data_wait": longest / seconds,
         }

@@ -5,6 +5,7 @@ import math
 import time
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -74,7 +75,9 @@ class Run:
         scheduler that is no LambdaLR.
         """
         folder = self.args.output_dir
-        self.best = distributed.from_rank_zero(checkpoint.read_best, folder, self.best_of)
+        is_ours = state and Path(state["path"]).resolve().parent == folder.resolve()
+        best_of = self.best_of if is_ours else None
+        self.best = distributed.from_rank_zero(checkpoint.read_best, folder, best_of)
         if state is None:
             return
         self.epoch, self.step = state["epoch"], state["step"]
