@@ -82,13 +82,13 @@ def test_another_optimizer_than_the_checkpoint_has(
     more = flags(data, out, "--epochs", 2)
     before = {path.name: path.read_bytes() for path in out.glob("*.pt")}
     words = "last.pt", "--weights", "--output-dir"
-    edited(GROUPS)(*more).refused("groups had 62 weights and have 21 + 41", *words)
+    edited(GROUPS)(*more).refused("groups had 170 weights and have 57 + 113", *words)
     swapped = (OPTIMIZER, OPTIMIZER.replace("model.parameters()", "swapped(model)"))
     swap = (
         "def build_optimizer",
         """def swapped(model):
     weights = dict(model.named_parameters())
-    pair = "layer1.0.conv1.weight", "layer1.0.conv2.weight"  # of one shape
+    pair = "stage2.1.branch2.0.weight", "stage2.1.branch2.5.weight"  # of one shape
     weights[pair[0]], weights[pair[1]] = weights[pair[1]], weights[pair[0]]
     return list(weights.values())
 
@@ -96,7 +96,7 @@ def test_another_optimizer_than_the_checkpoint_has(
 def build_optimizer""",
     )
     done = edited(swapped, swap)(*more)
-    done.refused("layer1.0.conv2.weight where layer1.0.conv1.weight was", *words)
+    done.refused("stage2.1.branch2.5.weight where stage2.1.branch2.0.weight was", *words)
     sgd = (OPTIMIZER, "    return torch.optim.SGD(model.parameters(), lr)\n" + OPTIMIZER)
     edited(sgd)(*more).refused("the optimizer was AdamW and is SGD", *words)
     edited(ONE_CYCLE)(*more).refused("the scheduler was LambdaLR and is OneCycleLR", *words)

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import SMALL, Done, Project, finish, rows, run, start
+from conftest import Done, Project, finish, rows, run, small, start
 from PIL import Image
 
 # A main.py whose ranks each leave their final weights behind.
@@ -32,7 +32,7 @@ SAME_FOR_BOTH = pytest.mark.parametrize("project", ["classification"], indirect=
 
 
 def flags(data: Path, out: Path, *more: object) -> list[object]:
-    return [*SMALL, "--data", data, "--output-dir", out, *more]
+    return [*small(data), "--data", data, "--output-dir", out, *more]
 
 
 def with_bug(project: Project, folder: Path, old: str, new: str) -> Path:
@@ -448,7 +448,7 @@ def test_checkpoint_that_does_not_fit(
         for part in ("train", "val"):
             shutil.copytree(own_data / part / "dots", own_data / part / "more")
     else:
-        launch("--encoder", "resnet18").refused("--encoder resnet34, not resnet18")
+        launch("--encoder", "resnet18").refused("--encoder mobilenet_v2, not resnet18")
         with open(own_data / "classes.txt", "a") as file:
             file.write("more\n")
     launch(data=own_data).refused("last.pt", "classes", "more" if other == "fpn" else "7")
