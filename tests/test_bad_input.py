@@ -24,6 +24,12 @@ def empty(folder: Path) -> None:
         path.unlink()
 
 
+def repaint(folder: Path, labels: dict[int, int]) -> None:
+    """Give the classes in the training masks other numbers."""
+    for path in (folder / "train" / "masks").iterdir():
+        Image.open(path).point(lambda value: labels.get(value, value)).save(path)
+
+
 SPOILT: dict[str, dict[str, tuple[Spoil, list[str]]]] = {
     "classification": {
         "no train folder": (lambda d: shutil.rmtree(d / "train"), ["train", "no such"]),
@@ -38,6 +44,12 @@ SPOILT: dict[str, dict[str, tuple[Spoil, list[str]]]] = {
         "class missing in train": (
             lambda d: shutil.rmtree(d / "train" / "dots"),
             ["train", "dots"],
+        ),
+        "class whose name is no text": (
+            lambda d: [
+                (d / part / "dots").rename(d / part / "\udcff") for part in ("train", "val")
+            ],
+            ["train/\\udcff", "not UTF-8", "rename"],
         ),
         "truncated": (
             lambda d: truncate(first(d / "train")),
@@ -97,12 +109,20 @@ SPOILT: dict[str, dict[str, tuple[Spoil, list[str]]]] = {
             ["images/0003.jpg", "truncated"],
         ),
         "255 for the class": (
-            lambda d: [
-                Image.open(p).point(lambda v: 255 if v else 0).save(p)
-                for p in [*(d / "train/masks").glob("*"), d / "classes.txt"]
-                if p.suffix == ".png" or p.unlink()
-            ],
-            ["train/masks", "255 is void"],
+            lambda d: repaint(d, {1: 255}),
+            ["own: class 0 alone in all 53 training masks", "255 is void"],
+        ),
+        "255 for the class, without its name": (
+            lambda d: (repaint(d, {1: 255}), (d / "classes.txt").unlink()),
+            ["own: class 0 alone in all 53 training masks", "255 is void"],
+        ),
+        "one class alone": (
+            lambda d: repaint(d, {0: 1}),
+            ["own: class 1 alone in all 53 training masks"],
+        ),
+        "no class": (
+            lambda d: repaint(d, {0: 255, 1: 255}),
+            ["own: no class in all 53 training masks", "255 is void"],
         ),
     },
 }
@@ -120,3 +140,57 @@ def test_spoilt_data(project: Project, own_data: Path, tmp_path: Path, case: str
     flags = [*SMALL, "--workers", 1, "--data", own_data, "--output-dir", tmp_path / "out"]
     project.fork(*flags).refused(*words)
     assert not (tmp_path / "out" / "last.pt").exists()
+
+
+# Prints how many pictures of which classes a project finds.
+FOUND = """
+import sys
+from argparse import Namespace
+from pathlib import Path
+from dataset import build_dataset
+from engine import distributed
+distributed.setup()
+train, val, classes = build_dataset(Namespace(data=Path(sys.argv[1]), image_size=64))
+print(len(train), len(val), *classes)
+"""
+
+
+def found(project: Project, data: Path, script: Path) -> str:
+    script.write_text(FOUND)
+    return project.fork(data, ranks=1, script=str(script)).ok().out.strip()
+
+
+@pytest.mark.parametrize("project", ["segmentation"], indirect=True)
+def test_a_class_that_is_rare(project: Project, own_data: Path, tmp_path: Path) -> None:
+    """In one training mask of 53 only: that is not a mistake."""
+    repaint(own_data, {1: 255})
+    Image.new("L", (64, 64), 1).save(own_data / "train" / "masks" / "0030.png")
+    assert found(project, own_data, tmp_path / "found.py") == "53 23 background crack"
+
+
+def test_folders_to_leave_out(project: Project, own_data: Path, tmp_path: Path) -> None:
+    """What editors and archives leave, and links back up, add no picture, class or copy."""
+    before = found(project, own_data, tmp_path / "found.py")
+    assert before.startswith("53 23 ")
+    train = own_data / "train"
+    folders = [train / "images", train / "masks"]
+    if project.task == "classification":
+        folders = [train / "dots"]
+        shutil.copytree(train / "dots", train / "__MACOSX")
+        (train / "again").symlink_to(own_data)
+    for folder in folders:
+        within = [path for path in sorted(folder.iterdir()) if path.is_file()]
+        for name in (".ipynb_checkpoints", "__MACOSX"):
+            (folder / name).mkdir()
+            shutil.copy(within[0], folder / name)
+        for name, target in ("loop", folder), ("up", train), ("here", "."):
+            (folder / name).symlink_to(target)
+        # Pictures that lie elsewhere, linked twice, and from there a link back.
+        elsewhere = tmp_path / "elsewhere" / folder.name
+        elsewhere.mkdir(parents=True)
+        for path in within[:3]:
+            path.rename(elsewhere / path.name)
+        for name in ("one", "two"):
+            (folder / name).symlink_to(elsewhere)
+        (elsewhere / "back").symlink_to(train)
+    assert found(project, own_data, tmp_path / "found.py") == before

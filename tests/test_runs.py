@@ -426,6 +426,39 @@ def test_its_own_tests(project: Project) -> None:
     assert "skipped" not in done.out
 
 
+# Runs the project's own test of its loader with a dataset.py that has a generator for augmentation.
+OWN_GENERATOR = """
+import os, sys
+from pathlib import Path
+import pytest, torchvision.transforms.v2, torch.utils.data
+text = Path("dataset.py").read_text()
+made, used = "        self.prepared = prepared\\n", "        return self.transform(picture), "
+assert text.count(made) == text.count(used) == 1
+text = text.replace("import torch\\n", "import numpy as np\\nimport torch\\n", 1)
+flipped = "        flip = [-1] if RNG.random() < 0.5 else []\\n" + used.replace(")", ").flip(flip)")
+everywhere = text.replace(used, flipped)
+once = everywhere.replace(made, made + "        self.rng = np.random.default_rng(0)\\n")
+each = "np.random.default_rng(torch.initial_seed())"
+for text in once.replace("RNG", "self.rng"), everywhere.replace("RNG", each):
+    if not (pid := os.fork()):
+        Path("dataset.py").write_text(text)
+        os._exit(pytest.main(["-q", "-k", "loader_workers", "-p", "no:cacheprovider"]))
+    print("status", os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+"""
+
+
+@SAME_FOR_BOTH
+def test_its_own_test_finds_a_generator_that_is_not_seeded(
+    project: Project, tmp_path: Path
+) -> None:
+    """One made in `__init__`; one that is made anew for each sample passes."""
+    copy = Project(shutil.copytree(project.folder, tmp_path / "copy"), project.task)
+    out = copy.python(OWN_GENERATOR)
+    assert re.findall(r"status \d+", out) == ["status 1", "status 0"]
+    assert "make generators in __getitem__: README.md says how" in out
+    assert "1 failed" in out and "1 passed" in out
+
+
 def wait_for(condition, process, timeout: float = 120) -> None:
     deadline = time.monotonic() + timeout
     while not condition():
@@ -577,6 +610,73 @@ def test_predict_bad_input(project: Project, data: Path, trained: Path, tmp_path
             Image.new("RGB", (64, 64)).save(tmp_path / name)
         (tmp_path / "bad.jpg").unlink()
         predict(tmp_path).refused("same.png", "same.jpg")
+
+
+# Runs predict.py until its second batch, and then no further.
+KILLED = """
+import os, runpy, signal
+from engine import loading
+normalize, batches = loading.normalize, []
+def last(images):
+    batches.append(images)
+    if len(batches) == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return normalize(images)
+loading.normalize = last
+runpy.run_path("predict.py", run_name="__main__")
+"""
+
+
+def test_predict_goes_on(project: Project, own_data: Path, trained: Path, tmp_path: Path) -> None:
+    """Pictures that cannot be read are left out and named at the end; names stay as they are."""
+    where = {"classification": "*", "segmentation": "images"}[project.task]
+    broken, empty, named, *others = sorted((own_data / "train").glob(f"{where}/*.jpg"))
+    broken.write_bytes(broken.read_bytes()[:500])
+    empty.write_bytes(b"")
+    named = named.rename(named.with_name("\udcff.jpg"))
+    more = [*{path.parent: None for path in others}, "--checkpoint", trained / "best.pt"]
+
+    def predict(*words: object, script: str = "predict.py") -> Done:
+        return project.fork(*more, *words, ranks=1, script=script)
+
+    out = tmp_path / "\udcfe"
+    done = predict("--output", out)
+    assert done.status == 1
+    assert done.out.startswith("51 pictures: ")
+    first, second = done.err.splitlines()
+    assert first.startswith(f"error: {broken}: cannot be read")
+    assert second.startswith(f"error: {empty}: cannot be read")
+    if project.task == "segmentation":
+        names = {path.stem for path in [named, *others]}
+        assert {path.stem for path in (out / "masks").iterdir()} == names
+        assert {path.stem for path in (out / "overlays").iterdir()} == names
+        return
+
+    def files(path: Path) -> list[str]:
+        with open(path, encoding="utf-8", errors="surrogateescape", newline="") as file:
+            return [row["file"] for row in csv.DictReader(file)]
+
+    # One folder after the other.
+    listed = sorted(map(str, [named, *others]))
+    assert files(out / "predictions.csv") == listed
+    assert [path.name for path in out.iterdir()] == ["predictions.csv"]
+    (tmp_path / "killed.py").write_text(KILLED)
+    done = predict("--output", tmp_path / "killed", script=str(tmp_path / "killed.py"))
+    assert done.status == -9
+    assert files(tmp_path / "killed" / "predictions.csv.partial") == listed[:30]
+
+
+@SAME_FOR_BOTH
+def test_names_that_are_not_text(project: Project, own_data: Path) -> None:
+    """Of a picture and of the folders above it, on a terminal that takes ASCII alone."""
+    shutil.rmtree(own_data / "val")
+    dots = own_data / "train" / "dots"
+    (dots / "0002.jpg").rename(dots / "\udcff.jpg")
+    data = own_data.rename(own_data.with_name("\udcfe \u00e9"))
+    store, ascii_only = data.with_name("\udcfd"), {"LC_ALL": "C", "PYTHONIOENCODING": "ascii"}
+    command = [sys.executable, "prepare_data.py", "--data", data, "--output", store]
+    assert "53 samples" in run(command, cwd=project.folder, **ascii_only).ok().out
+    project.alone(*flags(store, data.with_name("out"))).ok()
 
 
 def test_pictures_of_every_kind(project: Project, trained: Path, tmp_path: Path) -> None:

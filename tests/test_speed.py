@@ -265,7 +265,7 @@ def test_prepared_data_that_does_not_fit(
     if project.task == "segmentation":
         mask = next((own_data / "train" / "masks").iterdir())
         shutil.copy(mask, mask.with_name("more.png"))
-    project.alone(*flags(store, out)).refused("more.jpg", "not as it was", "prepare_data.py")
+    project.alone(*flags(store, out)).refused("more.jpg", "changed since", "prepare_data.py")
     prepare(project, *words).ok()
     assert content(store) != first
     project.alone(*flags(store, out)).ok()
@@ -277,13 +277,22 @@ def test_prepared_data_that_does_not_fit(
     project.alone(*flags(store, out)).ok()
 
     os.utime(picture)
-    project.alone(*flags(store, out)).refused(str(picture), "not as it was")
+    project.alone(*flags(store, out)).refused(f"{picture}: changed since")
     own_data.rename(tmp_path / "elsewhere")
     project.alone(*flags(store, out)).ok()
 
     other = other_project.draw(tmp_path / "other", 12, 12)
     prepare(other_project, "--data", other, "--output", tmp_path / "other store").ok()
     project.alone(*flags(tmp_path / "other store", tmp_path)).refused("other store", "another task")
+
+    if project.task == "segmentation":  # made of masks that are refused where they lie as files
+        pixels = np.memmap(store / "pixels.bin", np.uint8, "r+")
+        for offset, height, width, channels in np.fromfile(store / "rows.bin", int).reshape(-1, 4):
+            if not channels:
+                mask = pixels[offset : offset + height * width]
+                mask[mask == 1] = 255
+        pixels.flush()
+        project.alone(*flags(store, out)).refused("store: class 0 alone in all 54 training masks")
 
     (store / "index.json").unlink()
     project.alone(*flags(store, out)).refused("interrupted", "prepare_data.py")
@@ -313,6 +322,63 @@ except distributed.UserError as error:
 """
     out = project.python(code, *words[:2], "--output", tmp_path / "large", "--workers", 0)
     assert "with 0.0001 GB free; make room" in out
+
+
+# A script of the project whose samples and labels come from DIR/train.csv and DIR/val.csv.
+OWNER = """
+import csv, runpy, sys
+import dataset
+
+def find_samples(root):
+    parts = []
+    for part in "train", "val":
+        with open(root / f"{part}.csv", newline="") as file:
+            parts.append([(str(root / name), labels) for name, labels in csv.reader(file)])
+    return *parts, sorted({labels for part in parts for _, labels in part})
+
+class Labelled(dataset.ImageDataset):
+    def __getitem__(self, index):
+        image, labels = super().__getitem__(index)
+        return image, len(labels.split("|"))
+
+dataset.find_samples, dataset.ImageDataset = find_samples, Labelled
+runpy.run_path(sys.argv.pop(1), run_name="__main__")
+"""
+
+
+@SAME_FOR_BOTH
+def test_prepared_data_of_a_list(project: Project, own_data: Path, tmp_path: Path) -> None:
+    """Labels that an owner reads from files of his own are stored as they are, and looked after."""
+    script, store, out = tmp_path / "owner.py", tmp_path / "store", tmp_path / "out"
+    script.write_text(OWNER)
+    for part in ("train", "val"):
+        names = [path.relative_to(own_data) for path in sorted((own_data / part).rglob("*.jpg"))]
+        lines = [f"{name},{name.parent.name}|small" for name in names]
+        (own_data / f"{part}.csv").write_text("\n".join(lines))
+
+    def run(name: str, *words: object) -> Done:
+        return project.fork(name, *words, ranks=2 if name == "main.py" else 1, script=str(script))
+
+    def prepare() -> list[list]:
+        run("prepare_data.py", "--data", own_data, "--output", store, "--short-side", 32).ok()
+        return json.loads((store / "index.json").read_text())["samples"]["train"]
+
+    assert prepare()[0] == [str(own_data / "train/bricks/0000.jpg"), "bricks|small"]
+    run("main.py", *flags(store, out)).ok()
+
+    def edit(old: str, new: str) -> None:
+        text = (own_data / "train.csv").read_text()
+        (own_data / "train.csv").write_text(text.replace(old, new, 1))
+
+    def refused(*words: str) -> None:
+        run("main.py", *flags(store, out)).refused(*words, f"changed since {store} was prepared")
+
+    edit("bricks|small", "dots|small")
+    refused(f"{own_data / 'train/bricks/0000.jpg'}, as find_samples in dataset.py lists it")
+    assert prepare()[0] == [str(own_data / "train/bricks/0000.jpg"), "dots|small"]
+    run("main.py", *flags(store, out)).ok()
+    own_data.rename(tmp_path / "elsewhere")
+    run("main.py", *flags(store, out)).ok()
 
 
 @SAME_FOR_BOTH

@@ -29,6 +29,7 @@ SHARED = {
     "engine/loading.py",
     "engine/machine.py",
     "engine/pictures.py",
+    "engine/predicting.py",
     "engine/prepared.py",
     "engine/pretrained.py",
     "engine/process.py",

@@ -42,7 +42,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     distributed.setup()
     if prepared.is_store(args.data):
         raise distributed.UserError(f"--data {args.data}: prepared already; give it to main.py")
-    places = (args.data.resolve() / name for name in ("train", "val"))
+    args.data = args.data.resolve()  # the paths of its files are those that training will find
+    places = (args.data / name for name in ("train", "val"))
     if any(map(args.output.resolve().is_relative_to, places)):
         raise distributed.UserError(
             f"{args.output}: among the pictures of {args.data}; name a folder elsewhere"

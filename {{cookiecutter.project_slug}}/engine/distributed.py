@@ -6,6 +6,7 @@ Each function is harmless in a group of one, so no caller asks how many processe
 import atexit
 import contextlib
 import errno
+import io
 import os
 import re
 import signal
@@ -270,6 +271,8 @@ def one_line_errors(
     """
     if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    if isinstance(sys.stdout, io.TextIOWrapper):  # names of files need not be text
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         yield
     except UserError as error:

@@ -1,13 +1,15 @@
 """Files and folders that appear whole or not at all."""
 
 import contextlib
+import csv
 import errno
 import os
 import re
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from engine.distributed import UserError
 
@@ -40,6 +42,30 @@ def writing(path: Path, parents: bool = False) -> Iterator[Path]:
     finally:
         with contextlib.suppress(OSError):
             beside.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def table(path: Path, columns: Sequence[str]) -> Iterator[Callable[[Sequence], Any]]:
+    """Give the block a function that writes a row of a CSV file, which is `path` once it ends.
+
+    A block that is stopped, even by a kill, leaves its rows in `path`.partial; one that writes none
+    leaves no file. File names that are not UTF-8 are written as the bytes that they are.
+    """
+    partial = path.with_name(f"{path.name}.partial")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open(partial, "w", 1, "utf-8", "surrogateescape", newline="") as file:  # by lines
+            write = csv.writer(file, lineterminator="\n").writerow
+            write(columns)
+            header = file.tell()
+            yield write
+            is_empty = file.tell() == header
+        if is_empty:
+            return partial.unlink()
+        sync(partial)
+        os.replace(partial, path)
+    except OSError as error:
+        raise UserError(f"{path}: cannot be written ({error.strerror})") from None
 
 
 def sync(path: Path) -> None:

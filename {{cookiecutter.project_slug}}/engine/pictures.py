@@ -155,13 +155,30 @@ def list_images(folder: Path) -> list[str]:
         raise UserError(f"{folder}: no such file or folder")
     paths = [
         os.path.join(parent, name)
-        for parent, _, names in os.walk(folder, followlinks=True)
+        for parent, _, names in walk(folder)
         for name in names
         if os.path.splitext(name)[1].lower() in EXTENSIONS and not name.startswith(".")
     ]
     if not paths:
         raise UserError(f"{folder}: no pictures in it; expected {', '.join(sorted(EXTENSIONS))}")
     return sorted(paths)
+
+
+def walk(folder: Path) -> Iterator[tuple[str, list[str], list[str]]]:
+    """As os.walk, sorted, through links, but into each folder once and into no hidden one.
+
+    Else a link back up and what tools leave there (.ipynb_checkpoints, __MACOSX) would add copies.
+    """
+    real = os.path.realpath(folder)
+    seen = {real, *map(str, Path(real).parents)}
+    for parent, folders, names in os.walk(folder, followlinks=True):
+        found, folders[:] = sorted(folders), []
+        for name in found:
+            real = os.path.realpath(os.path.join(parent, name))
+            if real not in seen and not name.startswith(".") and name != "__MACOSX":
+                seen.add(real)
+                folders.append(name)
+        yield parent, folders, names
 
 
 def collect(inputs: Sequence[str | Path]) -> list[tuple[str, str]]:
@@ -200,6 +217,6 @@ def split(paths: Sequence[str], root: Path) -> tuple[list[str], list[str]]:
         raise UserError(
             f"{paths[0]}: too few pictures to set some aside; add more, or a val folder"
         )
-    by_chance = sorted(paths, key=lambda p: zlib.crc32(os.path.relpath(p, root).encode()))
+    by_chance = sorted(paths, key=lambda p: zlib.crc32(os.fsencode(os.path.relpath(p, root))))
     count = max(1, round(0.15 * len(paths)))
     return sorted(by_chance[count:]), sorted(by_chance[:count])

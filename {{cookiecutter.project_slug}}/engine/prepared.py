@@ -5,14 +5,13 @@ FOLDER/rows.bin     for each of them int64: offset in bytes, height, width, chan
 FOLDER/index.json   samples, classes, and what the source was like; written last
 """
 
-import contextlib
 import functools
 import json
 import math
 import os
 import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -24,6 +23,8 @@ from tqdm import tqdm
 from engine import distributed, files, process
 from engine.distributed import UserError
 from engine.pictures import Picture
+
+Samples = Sequence[tuple]
 
 SECONDS_BETWEEN_SYNCS = 2  # at most this much work is lost when it is interrupted
 ROW = np.dtype(np.int64)
@@ -94,24 +95,33 @@ def is_store(folder: Path) -> bool:
     return any((folder / name).is_file() for name in ("rows.bin", "pixels.bin"))
 
 
-def open_store(folder: Path, each: int) -> Store | None:
+def open_store(
+    folder: Path, find_samples: Callable[[Path], tuple[Samples, Samples, list[str]]], each: int
+) -> Store | None:
     """Return what `write` made of a data set in `folder`; None if it did not.
 
-    each: the pictures and masks of a sample, as the data set's `open` returns them.
-    Raises a UserError if it is not complete, or if the source, where it is at hand, has changed.
+    find_samples: lists the samples of the source, for training and for validation, and its classes,
+    or none where only the pictures tell them. A sample begins with the paths of its files.
+    each: how many these are, the pictures and masks that the data set's `open` returns.
+
+    Raises a UserError if it is not complete, or if all ranks have the source, and a file in it or
+    what `find_samples` says of it has changed.
     """
     if not is_store(folder):
         return None
-    again = "prepare_data.py with the same flags "
+    again = "rerun prepare_data.py with the same flags"
     if not (folder / "index.json").is_file():
-        raise UserError(f"{folder}: preparing it was interrupted; {again}goes on with it")
+        raise UserError(f"{folder}: preparing it was interrupted; {again} to go on with it")
     try:
         index = json.loads((folder / "index.json").read_text())
     except ValueError:
         raise UserError(f"{folder / 'index.json'}: not whole; copy or make it again") from None
-    if changed := distributed.from_rank_zero(_changed, index):
-        raise UserError(f"{changed}: not as it was when {folder} was made of it; {again}mends that")
-    return Store(folder, index, each)
+    store, source = Store(folder, index, each), Path(index["source"])
+    if all(distributed.gather_objects(source.is_dir())):
+        *samples, classes = find_samples(source)
+        if changed := distributed.from_rank_zero(_changed, index, samples, classes, each):
+            raise UserError(f"{changed}: changed since {folder} was prepared; {again}")
+    return store
 
 
 def write(
@@ -119,15 +129,18 @@ def write(
 ) -> None:
     """Write the pictures of `parts`, the data sets train and val from `source`, to `folder`.
 
+    source: an absolute path, from which the paths in `parts` were made.
     side: their shorter one, in pixels; smaller pictures stay as they are, and all if it is 0.
     An interrupted call leaves what the next one goes on with.
     """
+    samples = {name: list(part.samples) for name, part in parts.items()}
+    each = len(parts["train"].open(0))
     plan = {
-        "source": str(source.resolve()),
+        "source": str(source),
         "side": side,
         "classes": classes,
-        "samples": {name: _below(source, part.samples) for name, part in parts.items()},
-        "files": describe(source),
+        "samples": samples,
+        "files": [stat for _, stat in _files(samples.values(), each)],
     }
     text = json.dumps(plan, sort_keys=True)
     index, begun = folder / "index.json", folder / "plan.json"
@@ -230,32 +243,34 @@ def _say_size(whole: Shrunk, done: int, folder: Path) -> None:
     distributed.say(f"{folder}: {need}" + (f"; {done} are there already" if done else ""))
 
 
-def describe(source: Path) -> dict[str, list[int]]:
-    """Return {path: [bytes, time of the last change in ns]} of a data set's files."""
-    found = {}
-    start = len(os.path.join(source, ""))
-    for parent, folders, names in os.walk(source, followlinks=True):
-        if Path(parent) == source:
-            folders[:] = {"train", "val"}.intersection(folders)
-            names = [name for name in names if name == "classes.txt"]
-        for name in names:
-            path = os.path.join(parent, name)
-            with contextlib.suppress(FileNotFoundError):  # a link to nothing
-                if not name.startswith("."):
-                    about = os.stat(path)
-                    found[path[start:]] = [about.st_size, about.st_mtime_ns]
-    return found
+def _files(parts: Iterable[Samples], each: int) -> Iterator[tuple[str, list[int] | None]]:
+    """Yield (path, [bytes, time of the last change in ns]) of the files that samples begin with."""
+    for path in (path for part in parts for sample in part for path in sample[:each]):
+        try:
+            about = os.stat(path)
+        except OSError:  # a link to nothing
+            yield path, None
+        else:
+            yield path, [about.st_size, about.st_mtime_ns]
 
 
-def _changed(index: dict[str, Any]) -> str | None:
-    """Return a file that is not as `index` says; None without one, or without the source."""
-    source = Path(index["source"])
-    if not source.is_dir():
-        return None
-    now, then = describe(source), index["files"]
-    odd = (path for path in sorted(now.keys() | then.keys()) if now.get(path) != then.get(path))
-    first = next(odd, None)
-    return first and str(source / first)
+def _changed(
+    index: dict[str, Any], samples: Sequence[Samples], classes: Sequence[str], each: int
+) -> str | None:
+    """Return what of the source is not as `index` says; None without a difference."""
+    now = json.loads(json.dumps(samples))  # tuples become lists
+    then = list(index["samples"].values())
+    for part, before in zip(now, then, strict=True):
+        if part != before:
+            odd = set(map(json.dumps, part)) ^ set(map(json.dumps, before))
+            path = json.loads(min(odd))[0] if odd else index["source"]
+            return f"{path}, as find_samples in dataset.py lists it"
+    if classes and list(classes) != index["classes"]:
+        return f"{index['source']}, its classes"
+    for (path, stat), before in zip(_files(now, each), index["files"], strict=True):
+        if stat != before:
+            return path
+    return None
 
 
 def _says(path: Path, text: str) -> bool:
@@ -270,11 +285,3 @@ def _of_another(index: Path, plan: dict[str, Any]) -> str | None:
         return None
     is_same = all(made[key] == plan[key] for key in ("source", "side"))
     return None if is_same else f"of {made['source']} with --short-side {made['side']}"
-
-
-def _below(source: Path, samples: Sequence[tuple]) -> list[list]:
-    """Return `samples` as JSON has them, their paths as they are below `source`."""
-    return [
-        [os.path.relpath(part, source) if isinstance(part, str) else part for part in sample]
-        for sample in samples
-    ]

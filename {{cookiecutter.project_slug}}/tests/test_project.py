@@ -12,7 +12,10 @@ import pytest
 import torch
 
 import demo_set
+import main
 import model
+from dataset import build_dataset
+from engine import distributed, loading
 
 ROOT = Path(__file__).resolve().parent.parent
 # 37 pictures fill no batch evenly, 11 come out evenly on no number of ranks.
@@ -86,6 +89,20 @@ def test_a_stopped_run_ends_as_if_it_had_gone_on(run: Path, data: Path, tmp_path
     for row, other in zip(whole["history"], stopped["history"], strict=True):
         different = {name for name in row if row[name] != other[name]}
         assert different <= {"img_per_s", "train_seconds", "data_wait"}
+
+
+def test_loader_workers_change_no_sample(data: Path) -> None:
+    """Augmentation that keeps a generator of its own from sample to sample fails here."""
+    distributed.setup()
+    batches = []
+    for workers in (0, 2):
+        args = main.parse_args(["--data", str(data), *FLAGS, "--workers", str(workers)])
+        train_set, _, classes = build_dataset(args)
+        batches.append(list(loading.build_train_loader(train_set, classes, args)))
+    distributed.teardown()
+    for parts, others in zip(*batches, strict=True):
+        for part, other in zip(parts, others, strict=True):
+            assert torch.equal(part, other), "make generators in __getitem__: README.md says how"
 
 
 def test_metrics_are_the_same_on_any_number_of_ranks(run: Path, data: Path) -> None:

@@ -72,7 +72,7 @@ def build_dataset(args: Namespace) -> tuple[ImageDataset, ImageDataset, list[str
     """Return the training set, the validation set and the class names, which the folders give."""
     augment = functools.partial(train_transform, size=args.image_size)
     middle = functools.partial(eval_transform, size=args.image_size)
-    if store := prepared.open_store(args.data, each=1):
+    if store := prepared.open_store(args.data, find_samples, each=1):
         return (
             ImageDataset(store.train, augment, store.train_pictures),
             ImageDataset(store.val, middle, store.val_pictures),
@@ -117,7 +117,10 @@ def class_folders(folder: Path) -> list[str]:
     """Return the names of the folders in `folder`, sorted: the position is the class number."""
     if not folder.is_dir():
         raise UserError(f"{folder}: no such folder; README.md says how data has to lie")
-    return sorted(p.name for p in folder.iterdir() if p.is_dir() and not p.name.startswith("."))
+    _, names, _ = next(pictures.walk(folder))
+    if odd := [name for name in names if name.encode("utf-8", "ignore").decode() != name]:
+        raise UserError(f"{folder / odd[0]}: the name of a class is not UTF-8; rename the folder")
+    return names
 
 
 def draw_example(

@@ -1,22 +1,21 @@
 """Classify pictures: python predict.py FILES|FOLDER --checkpoint best.pt --output DIR
 
 Writes DIR/predictions.csv: file, class, probability. The checkpoint alone says which network and
-which classes; the pictures are prepared as for validation.
+which classes; the pictures are prepared as for validation. Those that cannot be read are left out,
+named at the end, and the status is 1.
 """
 
 import argparse
-import csv
 import functools
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from torch.utils.data import DataLoader
-from tqdm import tqdm
 
 import model as task
 from dataset import ImageDataset, eval_transform
-from engine import checkpoint, distributed, files, loading, machine, pictures
+from engine import checkpoint, distributed, files, loading, pictures
+from engine.predicting import Readable
 
 ROOT = Path(__file__).resolve().parent
 
@@ -35,22 +34,19 @@ def main(argv: Sequence[str] | None = None) -> None:
     paths = [path for path, _ in pictures.collect(args.inputs)]
     transform = functools.partial(eval_transform, size=flags.image_size)
     dataset = ImageDataset([(path, -1) for path in paths], transform)
-    loader = DataLoader(dataset, batch_size=32, num_workers=machine.workers())
-
-    found: list[tuple[float, int]] = []  # probability and class number, in the order of paths
-    for images, _ in loading.to_device(tqdm(loader, unit="batch", disable=None), device):
-        with torch.inference_mode():
-            best = torch.softmax(model(images), dim=1).max(dim=1)
-        found += zip(best.values.tolist(), best.indices.tolist(), strict=True)
-    path = args.output / "predictions.csv"
-    with files.writing(path, parents=True) as beside, open(beside, "w") as file:
-        table = csv.writer(file, lineterminator="\n")
-        table.writerow(("file", "class", "probability"))
-        for picture, (probability, label) in zip(paths, found, strict=True):
-            table.writerow((picture, classes[label], f"{probability:.4f}"))
-    print(f"{len(paths)} pictures: {path}")
+    images = Readable(dataset, batch_size=32)
+    table = args.output / "predictions.csv"
+    with files.table(table, ("file", "class", "probability")) as write:
+        for indices, (batch, _) in images:
+            with torch.inference_mode():
+                outputs = model(loading.normalize(batch.to(device)))
+            best = torch.softmax(outputs, dim=1).max(dim=1)
+            results = zip(indices, best.values.tolist(), best.indices.tolist(), strict=True)
+            for index, probability, label in results:
+                write((paths[index], classes[label], f"{probability:.4f}"))
+    images.finish(table)
 
 
 if __name__ == "__main__":
-    with distributed.one_line_errors():
+    with distributed.one_line_errors(loading.explain):
         main()

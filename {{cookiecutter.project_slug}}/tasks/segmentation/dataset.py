@@ -83,14 +83,18 @@ class SegmentationDataset(Dataset):
     def open(self, index: int) -> tuple[Picture, Picture]:
         """Return what prepare_data.py stores of a sample."""
         image_path, mask_path = self.samples[index]
-        image = open_picture(image_path)
-        mask = Picture.of(read_mask(mask_path, self.num_classes))
+        image, mask = open_picture(image_path), self.open_mask(index)
         if (image.height, image.width) != (mask.height, mask.width):
             raise UserError(
                 f"{mask_path}: the mask has {mask.width} x {mask.height} pixels, "
                 f"{image_path} has {image.width} x {image.height}: they have to be equal"
             )
         return image, mask
+
+    def open_mask(self, index: int) -> Picture:
+        if self.prepared:
+            return self.prepared[index][1]
+        return Picture.of(read_mask(self.samples[index][1], self.num_classes))
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         return self.transform(*(self.prepared[index] if self.prepared else self.open(index)))
@@ -99,26 +103,23 @@ class SegmentationDataset(Dataset):
 def build_dataset(args: Namespace) -> tuple[SegmentationDataset, SegmentationDataset, list[str]]:
     """Return the training set, the validation set and the class names."""
     augment = functools.partial(train_transform, size=args.image_size)
-    if store := prepared.open_store(args.data, each=2):
-        count = len(store.classes)
-        return (
-            SegmentationDataset(store.train, count, augment, store.train_pictures),
-            SegmentationDataset(store.val, count, eval_transform, store.val_pictures),
-            store.classes,
-        )
-    train, val, classes = find_samples(args.data)
-    return (
-        SegmentationDataset(train, len(classes), augment),
-        SegmentationDataset(val, len(classes), eval_transform),
-        classes,
-    )
+    if store := prepared.open_store(args.data, find_samples, each=2):
+        classes = store.classes
+        train = SegmentationDataset(store.train, len(classes), augment, store.train_pictures)
+        val = SegmentationDataset(store.val, len(classes), eval_transform, store.val_pictures)
+    else:
+        train_pairs, val_pairs, names = find_samples(args.data)
+        classes = names or distributed.from_rank_zero(number_classes, args.data, train_pairs)
+        train = SegmentationDataset(train_pairs, len(classes), augment)
+        val = SegmentationDataset(val_pairs, len(classes), eval_transform)
+    distributed.from_rank_zero(check_masks, train, args.data)
+    return train, val, classes
 
 
 def find_samples(root: Path) -> tuple[list[tuple[str, str]], list[tuple[str, str]], list[str]]:
     """Return the samples, (picture, mask), for training and for validation, and the class names.
 
-    The names are the lines of DIR/classes.txt; without that file the training masks are read
-    once and the classes numbered up to the highest value found. Without DIR/val, 15 % of
+    The names are the lines of DIR/classes.txt; none without that file. Without DIR/val, 15 % of
     DIR/train are set aside, always the same ones.
     """
     train = find_pairs(root / "train")
@@ -129,8 +130,7 @@ def find_samples(root: Path) -> tuple[list[tuple[str, str]], list[tuple[str, str
         parts = pictures.split(list(mask_of), root)
         train, val = ([(path, mask_of[path]) for path in part] for part in parts)
         distributed.say(f"no {root / 'val'}: {len(val)} of {len(mask_of)} pictures set aside")
-    classes = distributed.from_rank_zero(read_classes, root, [mask for _, mask in train])
-    return train, val, classes
+    return train, val, read_classes(root / "classes.txt")
 
 
 def find_pairs(folder: Path) -> list[tuple[str, str]]:
@@ -145,31 +145,55 @@ def find_pairs(folder: Path) -> list[tuple[str, str]]:
     return [(images[name], masks[name]) for name in sorted(images)]
 
 
-def read_classes(root: Path, masks: Sequence[str]) -> list[str]:
-    """Return the class names of `root`, as told at `find_samples`."""
+def read_classes(path: Path) -> list[str]:
+    """Return the class names, the lines of the file at `path`; none without it."""
+    if not path.is_file():
+        return []
+    try:
+        lines = path.read_text(encoding="utf-8-sig").splitlines()
+    except UnicodeDecodeError:
+        raise UserError(f"{path}: not UTF-8; save it as such") from None
+    classes = [line.strip() for line in lines if line.strip()]
+    if not 2 <= len(set(classes)) == len(classes) <= VOID:
+        raise UserError(f"{path}: it has to hold 2 to {VOID} names, each another")
+    return classes
+
+
+def number_classes(root: Path, train: Sequence[tuple[str, str]]) -> list[str]:
+    """Return numbers for names, up to the highest in the masks of `train`, which are all read."""
     names = root / "classes.txt"
-    if names.is_file():
-        try:
-            lines = names.read_text(encoding="utf-8-sig").splitlines()
-        except UnicodeDecodeError:
-            raise UserError(f"{names}: not UTF-8; save it as such") from None
-        classes = [line.strip() for line in lines if line.strip()]
-        if not 2 <= len(set(classes)) == len(classes) <= VOID:
-            raise UserError(f"{names}: it has to hold 2 to {VOID} names, each another")
-        return classes
-    print(f"no {names}: reading {len(masks)} masks for the class numbers", flush=True)
+    distributed.say(f"no {names}: reading {len(train)} masks for the class numbers")
     with ThreadPoolExecutor() as pool:
-        highest = max(pool.map(lambda path: highest_class(read_mask(path, VOID)), masks))
-    if highest < 1:
-        raise UserError(
-            f"{root / 'train' / 'masks'}: no value but 0 and {VOID} in any mask; {VOID} is void, "
-            "not a class: number the classes from 0 up"
-        )
+        highest = max(pool.map(lambda pair: highest_class(read_mask(pair[1], VOID)), train))
     return [str(number) for number in range(highest + 1)]
 
 
 def highest_class(mask: np.ndarray) -> int:
     return int(mask[mask != VOID].max(initial=0))
+
+
+def check_masks(train: SegmentationDataset, root: Path) -> None:
+    """Raise a UserError unless some two pixels of the training masks are of different classes.
+
+    The masks are read until that is seen, in random order: mostly a few, all before it raises.
+    """
+    found: set[int] = set()
+    order = np.random.default_rng(0).permutation(len(train))
+    with ThreadPoolExecutor() as pool:
+        for start in range(0, len(order), 16):
+            for mask in pool.map(train.open_mask, order[start : start + 16]):
+                labels = mask.read()
+                labels = labels[labels != VOID]
+                found |= {int(labels.min()), int(labels.max())} if len(labels) else set()
+            if len(found) > 1:
+                return
+            if start == 1024:
+                distributed.say(f"{root}: one class in {start} training masks, reading the rest")
+    only = f"class {found.pop()} alone" if found else "no class"
+    raise UserError(
+        f"{root}: {only} in all {len(train)} training masks, where {VOID} is void, not a class: "
+        "number the classes from 0 up"
+    )
 
 
 def read_mask(path: str, num_classes: int) -> np.ndarray:

@@ -2,7 +2,8 @@
 
 Writes, at each picture's own size, DIR/masks/<name>.png with the class numbers and
 DIR/overlays/<name>.png with the classes in colour. The checkpoint alone says which network and
-which classes; the pictures are prepared as for validation.
+which classes; the pictures are prepared as for validation. Those that cannot be read are left out,
+named at the end, and the status is 1.
 """
 
 import argparse
@@ -13,12 +14,12 @@ import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
-from tqdm import tqdm
+from torch.utils.data import Dataset
 
 import model as task
 from dataset import overlay, pad
-from engine import checkpoint, distributed, files, loading, machine, pictures
+from engine import checkpoint, distributed, files, loading, pictures
+from engine.predicting import Readable
 
 
 class Pictures(Dataset):
@@ -49,21 +50,21 @@ def main(argv: Sequence[str] | None = None) -> None:
     model, _, _ = checkpoint.load_model(
         args.checkpoint, task.build_model, task.add_arguments, device
     )
-    names = pictures.by_name(pictures.collect(args.inputs))
+    paths = pictures.by_name(pictures.collect(args.inputs))
+    names = list(paths)
     # Pictures differ in size, so they go through one at a time.
-    loader = DataLoader(Pictures(list(names.values())), num_workers=machine.workers())
-    progress = tqdm(loader, unit="img", disable=None)
-    for name, (padded, height, width) in zip(names, progress, strict=True):
+    images = Readable(Pictures(list(paths.values())), batch_size=1)
+    for (index,), (padded, height, width) in images:
         with torch.inference_mode():
             output = model(loading.normalize(padded.to(device)))
         mask = output[0, :, :height, :width].argmax(0).cpu().numpy().astype(np.uint8)
         picture = padded[0, :, :height, :width].permute(1, 2, 0).numpy()
         for kind, pixels in ("masks", mask), ("overlays", overlay(picture, mask)):
-            with files.writing(args.output / kind / f"{name}.png", parents=True) as beside:
+            with files.writing(args.output / kind / f"{names[index]}.png", parents=True) as beside:
                 Image.fromarray(pixels).save(beside, format="png")
-    print(f"{len(names)} pictures: {args.output / 'masks'}, {args.output / 'overlays'}")
+    images.finish(f"{args.output / 'masks'}, {args.output / 'overlays'}")
 
 
 if __name__ == "__main__":
-    with distributed.one_line_errors():
+    with distributed.one_line_errors(loading.explain):
         main()
