@@ -472,9 +472,9 @@ def in_evaluation():
     Run.mean_loss, loading.collate_by_size = patched, slow
 def in_a_save():
     save = checkpoint.save
-    def patched(*args):
+    def patched(*args, **more):
         ask(0)
-        save(*args)
+        save(*args, **more)
     checkpoint.save = patched
 train("evaluation", *whole, patch=in_evaluation)
 train("evaluation", *whole)
