@@ -2,12 +2,17 @@
 
 import contextlib
 import errno
+import glob
 import os
 import shutil
+import signal
+import socket
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from engine import process
 from engine.distributed import UserError
 
 
@@ -73,9 +78,16 @@ def lock(path: Path, seconds: float = 5) -> bool:
 def filling(folder: Path) -> Iterator[Path]:
     """Give the block an empty folder to fill, then rename it to `folder`.
 
-    An interrupted block leaves no `folder`. Where another process was first, its work stays.
+    An interrupted block leaves no `folder`. If SIGKILL left a part of it, the next call on this
+    machine removes that. Where another process was first, its work stays.
     """
-    partial = folder.with_name(f"{folder.name}.partial-{os.getpid()}")
+    name = f"{folder.name}.partial-{socket.gethostname()}-"
+    partial = folder.with_name(f"{name}{os.getpid()}")
+    for left in folder.parent.glob(f"{glob.escape(name)}*"):
+        pid = left.name.removeprefix(name)
+        if pid.isdecimal() and not process.is_running(int(pid)):
+            shutil.rmtree(left, ignore_errors=True)
+    before = signal.signal(signal.SIGTERM, lambda signum, _: sys.exit(128 + signum))
     try:
         partial.mkdir(parents=True)
         yield partial
@@ -85,3 +97,4 @@ def filling(folder: Path) -> Iterator[Path]:
         raise UserError(f"{folder}: cannot be written ({error.strerror})") from None
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+        signal.signal(signal.SIGTERM, before)
