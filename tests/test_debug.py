@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import Project, finish, start
+from conftest import Project, finish, processes, start
 from dap import Breakpoints, Debugger, configuration, line_of
 from test_runs import SAME_FOR_BOTH, flags, free_port, with_bug
 
@@ -171,7 +171,8 @@ def test_a_mistake_of_the_user_under_the_debugger(project: Project) -> None:
         debugger.launch(with_flags(configuration(project.folder, F5), "--arch", "nonsense"))
         assert debugger.finish() != 0
         assert not debugger.left(5)
-        (line,) = debugger.text.splitlines()
+        start, line = debugger.text.splitlines()
+        assert start == "starting 2 rank(s) ..."
         assert line.startswith("error: ") and "nonsense" in line
 
 
@@ -300,13 +301,23 @@ print(dist.group.WORLD._get_backend(__import__("torch").device("cpu")).options._
 
 
 @SAME_FOR_BOTH
-def test_launcher_killed(project: Project, data: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("when", ["before the ranks have begun", "in training"])
+def test_launcher_killed(project: Project, data: Path, tmp_path: Path, when: str) -> None:
     """No rank and no loader worker outlives a launcher that could not say goodbye."""
     mark = uuid.uuid4().hex
     more = ["--epochs", 999, "--workers", 1]
-    process = start([project.folder / "launch.sh", *flags(data, tmp_path, *more)], mark)
-    assert "steps per epoch" in process.stdout.readline()
-    time.sleep(1)
+    (tmp_path / "sitecustomize.py").write_text(
+        "import os, time\nif 'RANK' in os.environ: time.sleep(2)"
+    )
+    command = [project.folder / "launch.sh", *flags(data, tmp_path, *more)]
+    process = start(command, mark, PYTHONPATH=str(tmp_path))
+    if when == "in training":
+        while "steps per epoch" not in process.stdout.readline():
+            assert process.poll() is None
+        time.sleep(1)
+    else:
+        while len(processes(mark)) < 2:
+            time.sleep(0.01)
     process.kill()
     done = finish(process, mark, timeout=5)
     assert not done.left

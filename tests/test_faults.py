@@ -4,18 +4,21 @@ The launcher's runs take real signals at moments that a printed seed decides; th
 fault has to strike at one place in the code, are forks that are made to fail just there.
 """
 
+import contextlib
 import json
 import os
 import random
 import re
 import signal
+import sys
 import time
 import uuid
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from conftest import Done, Project, finish, marked, processes, start
+import torch
+from conftest import Done, Project, finish, marked, processes, rows, run, start
 from test_runs import SAME_FOR_BOTH, flags, wait_for, with_bug
 
 pytestmark = SAME_FOR_BOTH
@@ -79,20 +82,27 @@ def test_stopped_and_killed_again_and_again(project: Project, data: Path, tmp_pa
         for pid in marked(run.mark):
             os.kill(pid, signum)
 
+    # Signals, and the seconds between them. However many come: batch systems repeat them.
     stops = [
-        (to_launcher, signal.SIGTERM),
-        (to_launcher, signal.SIGUSR1),
-        (to_one_rank, signal.SIGUSR1),
-        (to_all, signal.SIGINT),
-        (to_all, signal.SIGTERM),
+        (to_launcher, ["TERM", *4 * [0.4, "TERM"]]),
+        (to_launcher, ["USR1", 0.05, "INT", 0.05, "HUP"]),
+        (to_launcher, ["INT", 1.2, "TERM"]),
+        (to_one_rank, ["USR1"]),
+        (to_all, ["INT", 0.7, "TERM"]),
+        (to_all, ["TERM", 0.05, "INT", 0.05, "HUP"]),
     ]
-    for send, signum in stops:
+    for send, signals in stops:
         run.start()
         began = time.monotonic()
-        send(signum)
+        for each in signals:
+            if isinstance(each, float):
+                time.sleep(each)
+            else:
+                with contextlib.suppress(ProcessLookupError):
+                    send(signal.Signals[f"SIG{each}"])
         done = run.end()
-        assert done.status == 75, (send.__name__, signum, done.out, done.err)
-        assert "stopped and saved at epoch" in done.out
+        assert done.status == 75, (send.__name__, signals, done.out, done.err)
+        assert f"SIG{signals[0]}: stopped and saved at epoch" in done.out
         assert done.err == ""
         assert time.monotonic() - began < 30
 
@@ -132,6 +142,30 @@ def test_stopped_and_killed_again_and_again(project: Project, data: Path, tmp_pa
     assert first == second
 
 
+def test_a_launcher_gives_up(project: Project) -> None:
+    """Of ranks that do not end it says so, and kills them; here of one that ignores signals."""
+    code = """
+import os, signal, subprocess, time
+from types import SimpleNamespace
+from engine import torchrun
+torchrun.LIMIT = 1
+signals = torchrun.Signals()
+signals.start_ranks = lambda ranks: None
+deaf = subprocess.Popen(["sh", "-c", "trap '' TERM; echo; while :; do sleep 1; done"],
+                        start_new_session=True, stdout=subprocess.PIPE)
+deaf.stdout.readline()
+signals.start(SimpleNamespace(pids=lambda: {0: deaf.pid}))
+for _ in range(2):
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(0.4)
+assert deaf.poll() is None
+assert deaf.wait(10) == -9
+assert {signal.SIGTERM, signal.SIGKILL} == signals.sent
+"""
+    done = run([sys.executable, "-c", code], cwd=project.folder).ok()
+    assert done.err == "error: not ended 1 s after SIGTERM: killed\n"
+
+
 def test_a_rank_dies_for_good(project: Project, data: Path, tmp_path: Path) -> None:
     """No restarts: the launcher's last line names the rank, its status the signal."""
     run = Chain(project, data, tmp_path / "run", random.Random(1))
@@ -154,8 +188,11 @@ def test_never_to_resume_but_after_a_failure(project: Project, data: Path, tmp_p
         before = set(run.pids())
         os.kill(run.ranks()[0], signal.SIGKILL)
         run.wait_for_training(but=before)
+        # Its last epoch is over when it gets a signal: all is saved, nothing is to be done again.
+        wait_for(lambda: len(rows(tmp_path / "run")) == 8, run.process)
+        run.process.send_signal(signal.SIGTERM)
         done = run.end()
-        assert done.status == 0
+        assert (done.status, "Traceback" in done.err) == (0, False)
         assert done.out.count("of 8 epochs done") == 1
     assert done.out.count("--resume never: removing") == 1
     run.start()
@@ -196,8 +233,17 @@ def test_a_signal_before_training(project: Project, data: Path, tmp_path: Path) 
 
 
 def test_a_rank_is_held(project: Project, data: Path, tmp_path: Path) -> None:
-    """By SIGSTOP: the other tells where it waited; torchrun takes 30 seconds to give it up."""
+    """By SIGSTOP: the other tells where it waited; torchrun takes 30 seconds to give it up.
+
+    A signal to the launcher lets it go on, to be saved.
+    """
     run = Chain(project, data, tmp_path / "run", random.Random(3))
+    run.start()
+    os.kill(run.ranks()[0], signal.SIGSTOP)  # which holds the store
+    time.sleep(1)
+    run.process.send_signal(signal.SIGTERM)
+    done = run.end()
+    assert (done.status, done.err) == (75, "")
     run.command += ["--dist-timeout", 5]
     run.start()
     os.kill(run.ranks()[1], signal.SIGSTOP)
@@ -368,6 +414,93 @@ print(json.dumps([wait(pids), time.monotonic() - began]))
     assert "error: rank 0 waited 5 s (--dist-timeout) in vain for another rank" in err
     assert twice[0] == [130, 130]
     assert twice[1] < 5
+
+
+def test_output_that_nobody_reads(fault: Callable, tmp_path: Path) -> None:
+    """A full pipe holds up rank 0 in a print; a signal lets it go on, to be saved."""
+    code = """
+reader, writer = os.pipe()
+os.set_blocking(writer, False)
+for size in (4096, 1):
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            os.write(writer, bytes(size))
+os.set_blocking(writer, True)
+def hold():
+    os.dup2(writer, 1)
+    os.dup2(writer, 2)
+    Path(f"{folder}/held").touch()
+    print("a line of the owner's")
+    sys.stdout.flush()
+pids = start(2, *base, "--output-dir", f"{folder}/out", patch=after_step(3, hold, rank=0),
+             output=f"{folder}/said")
+while not Path(f"{folder}/held").exists():
+    time.sleep(0.1)
+time.sleep(1)
+began = time.monotonic()
+for pid in pids: os.kill(pid, signal.SIGTERM)
+print(json.dumps([wait(pids, 30), time.monotonic() - began]))
+"""
+    ((statuses, seconds),) = fault("import contextlib\n" + code)
+    assert statuses == [75, 75]
+    assert seconds < 15
+    assert torch.load(tmp_path / "out/last.pt", weights_only=True)["step"] in (3, 4)
+
+
+def test_a_rank_that_does_not_answer(fault: Callable) -> None:
+    """Held by SIGSTOP, of which the launcher does not know: nothing can be saved."""
+    code = """
+from engine import stopping
+stopping.ANSWER = 2
+stop = after_step(3, lambda: os.kill(os.getpid(), signal.SIGSTOP), rank=1)
+pids = start(2, *base, "--output-dir", f"{folder}/out", patch=stop, output=f"{folder}/said")
+while not Path(f"/proc/{pids[1]}/stat").read_text().rsplit(")", 1)[1].split()[0] == "T":
+    time.sleep(0.1)
+began = time.monotonic()
+os.kill(pids[0], signal.SIGTERM)
+status = wait(pids[:1], 30)
+seconds = time.monotonic() - began
+os.kill(pids[1], signal.SIGKILL)
+wait(pids[1:])
+print(json.dumps([status, seconds, Path(f"{folder}/said.err").read_text()]))
+"""
+    ((status, seconds, err),) = fault(code)
+    assert status == [128 + signal.SIGTERM]
+    assert seconds < 10
+    one_line(err, "waited 2 s for rank 1 to answer", "not saved")
+
+
+def test_signals_after_training(fault: Callable) -> None:
+    """All is saved: it ends as if nothing had come, or with 75 if it has more to do than that."""
+    code = """
+def at_the_end(seconds):
+    def patch():
+        from engine.reporting import Reporter
+        def finish(self, *_):
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(seconds)
+        Reporter.finish = finish
+    return patch
+train("soon", "--epochs", 1, patch=at_the_end(0))
+train("late", "--epochs", 1, patch=at_the_end(60))
+"""
+    soon, late = fault(code)
+    assert (soon[0], soon[2]) == ([0, 0], "")
+    assert (late[0], late[2]) == ([75, 75], "")
+
+
+def test_a_collective_on_one_rank_only(fault: Callable) -> None:
+    """gloo aborts: the stack tells where."""
+    code = """
+import torch
+from engine import distributed
+train("one", patch=after_step(3, lambda: distributed.reduce_tensor(torch.ones(7)), rank=0))
+"""
+    ((statuses, _, err),) = fault(code)
+    assert -signal.SIGABRT in statuses
+    stack = err[err.index("Fatal Python error: Aborted") :]
+    for name in ("reduce_tensor", "train_one_epoch"):
+        assert f"in {name}" in stack
 
 
 def test_ranks_that_leave(fault: Callable) -> None:

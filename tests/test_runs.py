@@ -5,6 +5,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import socket
 import sys
 import time
@@ -96,7 +97,8 @@ class TestLaunchers:
     def test_pytorch(self, project: Project, data: Path, tmp_path: Path, launcher: str) -> None:
         words = launcher.format(port=free_port()).split()
         command = [sys.executable, *words, project.folder / "main.py"]
-        assert "2 rank(s)" in run([*command, *flags(data, tmp_path)]).ok().out
+        out = run([*command, *flags(data, tmp_path)]).ok().out
+        assert out.startswith("starting 2 rank(s) ...\n2 rank(s) on CPU")
         assert rows(tmp_path)[0]["step"] == "6"
 
     def test_plain_start_is_a_group_of_one(
@@ -146,23 +148,50 @@ class TestLaunchers:
         assert "1 rank(s)" in run(command, **batch).ok().out
 
     def test_two_nodes(self, project: Project, data: Path, tmp_path: Path) -> None:
+        """One told by our variables; the other by those that Kubernetes sets for torchrun."""
         mark = uuid.uuid4().hex
         env = {
             "NNODES": "2",
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(free_port()),
         }
+        other = {f"PET_{name}": value for name, value in env.items()}
+        other.update(PET_NODE_RANK="1", PET_NPROC_PER_NODE="2", PET_RDZV_BACKEND="c10d", NPROC="")
         command = [project.folder / "launch.sh", *flags(data, tmp_path)]
-        nodes = [start(command, mark, NODE_RANK=str(n), **env) for n in range(2)]
+        nodes = [start(command, mark, NODE_RANK="0", **env), start(command, mark, **other)]
         first, second = (finish(node, mark).ok() for node in nodes)
-        assert "4 rank(s)" in first.out
+        assert first.out.startswith("starting 4 rank(s) ...\n4 rank(s) on CPU")
         assert second.out == ""
 
+    def test_names_that_do_not_resolve(self, project: Project) -> None:
+        """That of another node is told at once; for a minute it may still come to be known."""
+        mark = uuid.uuid4().hex
+        env = {"NNODES": "2", "NODE_RANK": "0", "MASTER_ADDR": "nowhere.invalid"}
+        process = start([project.folder / "launch.sh"], mark, **env)
+        line = process.stderr.readline()
+        assert line.startswith("MASTER_ADDR=nowhere.invalid cannot be resolved (")
+        process.kill()
+        assert not finish(process, mark).left
+        code = """
+from engine import distributed
+with distributed.one_line_errors():
+    distributed.wait_for_name("localhost")
+    distributed.wait_for_name("nowhere.invalid", seconds=1)
+"""
+        done = run([sys.executable, "-c", code], cwd=project.folder)
+        assert done.status == 2
+        first, second = done.err.splitlines()
+        assert first.endswith("; trying for 1 s")
+        assert second.startswith("error: MASTER_ADDR=nowhere.invalid cannot be resolved (")
+
     def test_from_another_folder(self, project: Project, data: Path, tmp_path: Path) -> None:
-        """Paths on the command line are seen from where one stands."""
+        """Paths on the command line are seen from where one stands; also if it has no name."""
         relative = os.path.relpath(data, tmp_path)
+        nameless = "import socket\nsocket.getfqdn = lambda *_: 'nowhere.invalid'\n"
+        (tmp_path / "sitecustomize.py").write_text(nameless)
         command = [project.folder / "launch.sh", *flags(Path(relative), Path("here"))]
-        run(command, cwd=tmp_path).ok()
+        done = run(command, cwd=tmp_path, PYTHONPATH=str(tmp_path)).ok()
+        assert done.out.startswith("starting 2 rank(s) ...\n2 rank(s) on CPU")
         assert (tmp_path / "here" / "best.pt").exists()
 
     def test_wrong_environment(self, project: Project) -> None:
@@ -531,6 +560,34 @@ def test_flags_that_cannot_be(project: Project, data: Path, tmp_path: Path) -> N
 
 
 @SAME_FOR_BOTH
+def test_loader_workers_end_with_their_rank(project: Project, tmp_path: Path) -> None:
+    """Whichever way Python starts processes by: its default is another from 3.14 on."""
+    script = tmp_path / "rank.py"
+    script.write_text("""
+import multiprocessing, os, sys, time
+sys.path.insert(0, os.getcwd())
+from engine import process
+
+def work(number, ready):
+    process.start_worker(False, number)
+    ready.put(os.getpid())
+    time.sleep(600)
+
+if __name__ == "__main__":
+    for method in ("fork", "spawn", "forkserver"):
+        context = multiprocessing.get_context(method)
+        ready = context.Queue()
+        for number in range(2):
+            context.Process(target=work, args=(number, ready)).start()
+        print(method, ready.get(timeout=20), ready.get(timeout=20), flush=True)
+    os.kill(os.getpid(), 9)
+""")
+    done = run([sys.executable, script], cwd=project.folder)
+    assert [line.split()[0] for line in done.out.splitlines()] == ["fork", "spawn", "forkserver"]
+    assert not done.left
+
+
+@SAME_FOR_BOTH
 def test_flags_from_a_file(project: Project, data: Path, tmp_path: Path) -> None:
     (tmp_path / "flags.txt").write_text("# small\n--optimizer sgd --lr 0.02\n--schedule step\n")
     done = project.fork(*flags(data, tmp_path, f"@{tmp_path / 'flags.txt'}", "--scale-lr")).ok()
@@ -589,11 +646,23 @@ def test_drawing_that_was_interrupted(project: Project, tmp_path: Path) -> None:
     code = "import demo_set, sys, pathlib; demo_set.draw(pathlib.Path(sys.argv[1]))"
     process = start([sys.executable, "-c", code, target], mark, cwd=project.folder)
     wait_for(lambda: len(list(tmp_path.glob("demo.partial-*/train/*/*"))) > 9, process)
+    others = ("elsewhere", 2**22 + 1), (socket.gethostname(), os.getpid())
+    at_work = {tmp_path / f"demo.partial-{host}-{pid}" for host, pid in others}
+    for folder in at_work:
+        folder.mkdir()
     process.kill()
     finish(process, mark)
     assert not target.exists()
+    assert len(list(tmp_path.glob("demo.partial-*"))) == 3
     project.draw(target, 9, 3)
     assert len(list(target.glob("*/*/*.jpg"))) == 12
+    assert {*tmp_path.glob("demo.partial-*")} == at_work
+    shutil.rmtree(target)
+    process = start([sys.executable, "-c", code, target], mark, cwd=project.folder)
+    wait_for(lambda: len(list(tmp_path.glob("demo.partial-*"))) == 3, process)
+    process.terminate()
+    assert finish(process, mark).status == 128 + signal.SIGTERM
+    assert {*tmp_path.glob("demo.partial-*")} == at_work
 
 
 def test_predict_bad_input(project: Project, data: Path, trained: Path, tmp_path: Path) -> None:

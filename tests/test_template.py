@@ -144,6 +144,8 @@ def test_vscode(template: Path) -> None:
 
     recommended = read(folder, "extensions.json")["recommendations"]
     settings = read(folder, "settings.json")
+    # VS Code would take it though no such file is there, and ask nobody.
+    assert "python.defaultInterpreterPath" not in settings
     assert settings["[python]"]["editor.defaultFormatter"] in recommended
     container = parse((folder / ".devcontainer" / "devcontainer.json").read_text())
     assert set(container) <= CONTAINER_KEYS

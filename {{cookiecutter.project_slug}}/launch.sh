@@ -54,6 +54,13 @@ case ${1-} in
     ;;
 esac
 
+# Kubernetes' training operators describe the nodes to torchrun like this. Its other PET_ variables
+# would contradict the flags below.
+: "${NNODES:=${PET_NNODES-}}" "${NODE_RANK:=${PET_NODE_RANK-}}"
+: "${MASTER_ADDR:=${PET_MASTER_ADDR-}}" "${MASTER_PORT:=${PET_MASTER_PORT-}}"
+[[ ${PET_NPROC_PER_NODE-} == [0-9]* ]] && : "${NPROC:=$PET_NPROC_PER_NODE}" # not: auto
+unset "${!PET_@}"
+
 # Inside a job step of srun the nodes are known. A batch script on its own is not such a step.
 if [[ -n ${SLURM_STEP_NUM_NODES-} && -z ${NNODES-} ]]; then
     [[ $SLURM_STEP_NUM_TASKS == "$SLURM_STEP_NUM_NODES" ]] ||
@@ -76,7 +83,7 @@ done
 export MAX_RESTARTS
 
 if ((NNODES == 1)); then
-    where=(--standalone)
+    where=(--standalone --local-addr 127.0.0.1) # this host's name need not resolve
 else
     for name in NODE_RANK MASTER_ADDR; do
         [[ -n ${!name-} ]] || die "NNODES=$NNODES needs $name too; ./launch.sh --help explains"
@@ -86,4 +93,5 @@ else
 fi
 
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} # as torchrun, which would warn; main.py sees to it
+[[ ${NODE_RANK:-0} == 0 ]] && echo "starting $((NPROC * NNODES)) rank(s) ..."
 exec "$python" "$here/engine/torchrun.py" "${where[@]}" --nproc-per-node "$NPROC" "$here/main.py" "$@"

@@ -10,6 +10,7 @@ import io
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -60,6 +61,7 @@ def setup(
         os.environ["LOCAL_RANK"] = str(local_rank)
     device = _pick_device(by_srun)
     if "RANK" in os.environ:
+        wait_for_name(os.environ["MASTER_ADDR"])
         _store, group_rank, group_size = next(dist.rendezvous("env://", timeout=_timeout))
         _store.set_timeout(_timeout)
     else:
@@ -73,6 +75,26 @@ def setup(
         timeout=_timeout,
     )
     return device
+
+
+def wait_for_name(host: str, seconds: float = 60) -> None:
+    """Return once `host` has an address; where nodes are still starting it may lack one at first.
+
+    Raises a UserError after so many seconds.
+    """
+    deadline, told = time.monotonic() + seconds, False
+    while True:
+        try:
+            socket.getaddrinfo(host, None)
+            return
+        except OSError as error:
+            line = f"MASTER_ADDR={host} cannot be resolved ({error.strerror})"
+        if time.monotonic() > deadline:
+            raise UserError(f"{line}: check the name, or use an IP address")
+        if not told and local_rank() == 0:
+            print(f"{line}; trying for {seconds:g} s", file=sys.stderr, flush=True)
+        told = True
+        time.sleep(1)
 
 
 def teardown() -> None:

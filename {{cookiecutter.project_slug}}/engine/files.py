@@ -3,14 +3,19 @@
 import contextlib
 import csv
 import errno
+import glob
 import os
 import re
 import shutil
+import signal
+import socket
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from engine import process
 from engine.distributed import UserError
 
 OF_TORCH_SAVE = "inline_container|PytorchStreamWriter|Parent directory"  # it raises RuntimeErrors
@@ -104,9 +109,16 @@ def lock(path: Path, seconds: float = 5) -> bool:
 def filling(folder: Path) -> Iterator[Path]:
     """Give the block an empty folder to fill, then rename it to `folder`.
 
-    An interrupted block leaves no `folder`. Where another process was first, its work stays.
+    An interrupted block leaves no `folder`. If SIGKILL left a part of it, the next call on this
+    machine removes that. Where another process was first, its work stays.
     """
-    partial = folder.with_name(f"{folder.name}.partial-{os.getpid()}")
+    name = f"{folder.name}.partial-{socket.gethostname()}-"
+    partial = folder.with_name(f"{name}{os.getpid()}")
+    for left in folder.parent.glob(f"{glob.escape(name)}*"):
+        pid = left.name.removeprefix(name)
+        if pid.isdecimal() and not process.is_running(int(pid)):
+            shutil.rmtree(left, ignore_errors=True)
+    before = signal.signal(signal.SIGTERM, lambda signum, _: sys.exit(128 + signum))
     try:
         partial.mkdir(parents=True)
         yield partial
@@ -116,3 +128,4 @@ def filling(folder: Path) -> Iterator[Path]:
         raise UserError(f"{folder}: cannot be written ({error.strerror})") from None
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+        signal.signal(signal.SIGTERM, before)

@@ -6,6 +6,7 @@ It imports neither torch nor debugpy, and does nothing in the background unless 
 import atexit
 import contextlib
 import ctypes
+import faulthandler
 import multiprocessing
 import multiprocessing.util
 import os
@@ -16,30 +17,42 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, NoReturn
 
 PR_SET_PDEATHSIG = 1  # of Linux' <sys/prctl.h>
 MISTAKE = 2  # exit status: of the user's; another start ends in the same way
 STOPPED = 75  # exit status: stopped by a signal and saved; in sysexits.h EX_TEMPFAIL, try again
-STOPPED_MARK = "STOPPED_MARK"  # names the file in which launch.sh looks for that
 LAUNCH_ID = "LAUNCH_ID"  # tells a new start of launch.sh from what MAX_RESTARTS starts again
+LAUNCHER_PID = "LAUNCHER_PID"  # the process id of launch.sh, which becomes engine/torchrun.py
 STOP_SIGNALS = {  # Windows lacks the last two
     getattr(signal, name)
     for name in ("SIGINT", "SIGTERM", "SIGUSR1", "SIGHUP")
     if hasattr(signal, name)
 }
 KILL = getattr(signal, "SIGKILL", signal.SIGTERM)  # Windows has no SIGKILL
+WAKE = getattr(signal, "SIGURG", 0)  # interrupts a system call; 0 on Windows
+ECHO = 1  # a signal often comes twice, from the terminal and from torchrun: seconds between
+READ = 2  # seconds for whoever reads the output to make room
 follows_debugger = False  # whether this process ends with its debugger
 _debugged_launcher: int | None = None  # the process id of a torchrun that runs under a debugger
 
 
 def begin() -> None:
-    """From here on end without a word on Ctrl-C, and with torchrun or the debugger."""
+    """Exit silently on Ctrl-C, and exit with torchrun or the debugger; print a stack on a crash."""
     be_quiet()
+    sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115  None if it is closed
+    faulthandler.enable(sys.__stderr__ or sys.stderr)
     # To run before multiprocessing's own handler, which would wait for a stuck worker for ever.
     atexit.register(_end_workers)
+    atexit.register(ignore_signals)
+    if WAKE:
+        signal.signal(WAKE, lambda *_: None)
     if by_torchrun():
-        follow_parent(signal.SIGTERM)
+        follow_parent(signal.SIGTERM, int(os.environ.get(LAUNCHER_PID, os.getppid())))
+    if by_plain_torchrun() and os.environ["RANK"] == "0" and "--help" not in sys.argv:
+        with contextlib.suppress(OSError):  # of a pipe that is closed
+            print(f"starting {os.environ['WORLD_SIZE']} rank(s) ...", flush=True)
     if is_debugged():
         _follow_debugger()
 
@@ -56,35 +69,68 @@ def by_torchrun() -> bool:
     return "TORCHELASTIC_RUN_ID" in os.environ
 
 
+def by_plain_torchrun() -> bool:
+    """Whether torchrun or torch.distributed.launch did, without launch.sh."""
+    return by_torchrun() and LAUNCHER_PID not in os.environ
+
+
 def is_debugged() -> bool:
     """Whether a debugger is connected."""
     pydevd = sys.modules.get("pydevd")  # sys.gettrace() is None from Python 3.12 on
     return pydevd is not None and getattr(pydevd, "_is_attached", lambda: True)()
 
 
-def follow_parent(signum: int, parent: int | None = None) -> None:
-    """Have the kernel send `signum` to this process once the thread that started it has gone.
+def follow_parent(signum: int, ancestor: int) -> None:
+    """Have the kernel send `signum` to this process once its parent has gone.
 
-    parent: its process id, where that is known. On Linux only; elsewhere nothing is done.
+    ancestor: the process id of that parent, or of one further up. On Linux only; elsewhere nothing
+    is done.
     """
     if sys.platform == "linux":
-        parent = parent or os.getppid()
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signum)
-        if os.getppid() != parent:  # it went before the kernel knew
+        if ancestor not in _ancestors():  # it went before the kernel knew
             os.kill(os.getpid(), signum)
+
+
+def _ancestors() -> Iterator[int]:
+    pid = os.getppid()
+    with contextlib.suppress(OSError):  # that one has gone, or is not ours to see
+        while pid:
+            yield pid
+            pid = int(Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[1])
 
 
 def start_worker(rank_follows_debugger: bool, number: int) -> None:
     """Begin a loader worker (a `worker_init_fn`), which ends with its rank, however that ends."""
     rank = multiprocessing.parent_process()
-    follow_parent(KILL, rank.pid if rank else None)
+    if rank and rank.pid == os.getppid():
+        follow_parent(KILL, rank.pid)
+    else:  # Python's fork server started it
+        _start_watch(_end_with, rank)
     signal.set_wakeup_fd(-1)
-    for signum in STOP_SIGNALS:  # its rank needs it until the end of the step
-        signal.signal(signum, signal.SIG_IGN)
+    ignore_signals()  # its rank needs it until the end of the step
     if is_debugged():
         threading.main_thread().name = f"rank {os.environ.get('RANK', 0)}, worker {number}"
         if rank_follows_debugger:
             _start_watch(_watch_worker)
+
+
+def ignore_signals() -> None:
+    """Ignore the signals that ask for a stop."""
+    for signum in STOP_SIGNALS:
+        signal.signal(signum, signal.SIG_IGN)
+
+
+def is_running(pid: int) -> bool:
+    """Whether there is such a process on this machine; on Windows that is taken for granted."""
+    if sys.platform != "win32":
+        try:
+            os.kill(pid, 0)
+        except ProcessLookupError:
+            return False
+        except PermissionError:  # another user's
+            pass
+    return True
 
 
 @contextlib.contextmanager
@@ -103,12 +149,29 @@ def holding_signals() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
+def drop_unread() -> None:
+    """Send stdout or stderr nowhere if nobody reads it: a full pipe, a terminal under Ctrl-S.
+
+    A main thread that was held up in a print goes on.
+    """
+    for stream in (1, 2):
+        with contextlib.suppress(OSError, ValueError):  # closed; on Windows only sockets are asked
+            if select.select([], [stream], [], READ)[1]:
+                continue
+            null = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(null, stream)
+            os.close(null)
+            # A write that is held up begins again, to the new place.
+            signal.pthread_kill(threading.main_thread().ident or 0, WAKE)
+
+
 def leave(status: int) -> NoReturn:
     """Exit now: a tidy exit would wait for peers and loader workers that may never answer.
 
     Under a debugger the launcher goes first, and the other ranks with it: torchrun would end with
     a traceback of its own.
     """
+    drop_unread()
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):  # of a terminal that is gone
             stream.flush()
@@ -159,6 +222,11 @@ def _watch_rank(told: socket.socket) -> None:
         signals = told.recv(64) if readable else b""
     if main.is_alive():  # else this is the end of the program, where pydevd goes first
         leave(128 + signal.SIGINT)
+
+
+def _end_with(rank: Any) -> None:
+    rank.join()
+    os.kill(os.getpid(), KILL)
 
 
 def _watch_worker() -> None:

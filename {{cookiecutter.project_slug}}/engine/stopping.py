@@ -11,7 +11,6 @@ while the main thread waits in a collective.
 import contextlib
 import faulthandler
 import math
-import os
 import select
 import signal
 import socket
@@ -20,14 +19,12 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any, NoReturn
 
 from engine import distributed, process
 from engine.process import STOP_SIGNALS
 
 LOOK = 0.5  # seconds between two looks at the store
-ECHO = 1  # a signal often comes twice, from the terminal and from torchrun: seconds between
 ANSWER = 10  # seconds that ranks have to answer: one that does not has died, or hangs
 
 
@@ -63,8 +60,9 @@ class Watch:
             received = self.told.recv(64) if readable else b""
             self.mind_hang()
             try:
-                for signum in STOP_SIGNALS.intersection(received):
-                    self.hear(signum)
+                for signum in received:
+                    if signum in STOP_SIGNALS:
+                        self.hear(signum)
                 self.confer()
             except RuntimeError:
                 # The store has gone, with the rank or the launcher that held it. The main thread
@@ -79,9 +77,13 @@ class Watch:
             self.first, self.status = now, 128 + signum
             if not self.arrived:
                 self.store.set("stop", signal.Signals(signum).name)
-        elif self.status == 128 + signal.SIGINT and now - self.first > ECHO:
+            return
+        # Plain torchrun passes a second Ctrl-C on as SIGTERM.
+        is_interrupt = signum == signal.SIGINT or process.by_plain_torchrun()
+        if is_interrupt and self.status == 128 + signal.SIGINT and now > self.first + process.ECHO:
+            process.drop_unread()
             distributed.say("ended at once; nothing is saved since the last time")
-            process.leave(self.status)  # torchrun passes a second Ctrl-C on as SIGTERM
+            process.leave(self.status)
 
     def confer(self) -> None:
         if (status := distributed.status_of_failure()) is not None:  # nccl does not tell of it
@@ -97,11 +99,16 @@ class Watch:
             # Once all have answered, a long step or save is all there can be to wait for.
             limit = distributed.timeout() if self.agreed.is_set() else ANSWER
             if time.monotonic() - self.answered > limit:
-                process.leave(self.status)
+                silent = [key[5:] for key in answers if not self.store.check([key])]
+                what = f"rank {', '.join(silent)} to answer" if silent else "this step or save"
+                process.drop_unread()
+                distributed._tell(f"waited {limit:g} s for {what}: not saved", self.status)
         elif self.store.check(["stop"]):
             with self.lock:  # the main thread begins no step meanwhile
                 self.store.set(f"stop/{distributed.rank()}", str(self.step))
                 self.answered = time.monotonic()
+            self.status = 128 + signal.Signals[self.store.get("stop").decode()]
+            process.drop_unread()
             if sys.stderr.isatty():
                 with contextlib.suppress(OSError):  # of a terminal that is gone
                     print(file=sys.stderr)  # below the progress bar
@@ -121,6 +128,7 @@ class Watch:
                 f"{self.where()}, {distributed.collectives()} collectives begun; it is here:\n"
             )
             stack = "".join(traceback.format_stack(frame)).rstrip()
+            process.drop_unread()
             print(line + stack, file=sys.stderr, flush=True)
 
 
@@ -146,8 +154,10 @@ def on_signals(where: Callable[[], str]) -> Iterator[None]:
             before[signum] = signal.signal(signum, lambda *_: None)
     thread = threading.Thread(target=watch.look_on, name="stopping", daemon=True)
     thread.start()
+    after: Callable[..., None] | None = None
     try:
         yield
+        after = _end_soon
     finally:
         _watch = None
         watch.over.set()
@@ -156,7 +166,14 @@ def on_signals(where: Callable[[], str]) -> Iterator[None]:
         faulthandler.cancel_dump_traceback_later()
         signal.set_wakeup_fd(-1)
         for signum, handler in before.items():
-            signal.signal(signum, handler)
+            signal.signal(signum, handler if after is None else after)
+
+
+def _end_soon(*_: object) -> None:
+    """End in 5 seconds, all being saved, unless what follows the training is over by then."""
+    timer = threading.Timer(5, process.leave, [process.STOPPED])
+    timer.daemon = True
+    timer.start()
 
 
 def end_step() -> None:
@@ -193,9 +210,6 @@ def leave(where: str) -> NoReturn:
     """End this rank, all having stopped and the checkpoint being written, with process.STOPPED."""
     name = distributed.store().get("stop").decode()
     distributed.barrier()  # the first to end has torchrun end the others
-    for signum in STOP_SIGNALS:
-        signal.signal(signum, signal.SIG_IGN)
-    if mark := os.environ.get(process.STOPPED_MARK):
-        Path(mark).touch()
+    process.ignore_signals()
     distributed.say(f"{name}: stopped and saved {where}")
     process.leave(process.STOPPED)

@@ -14,24 +14,73 @@ from engine import process
 if __name__ == "__main__":  # before torch, whose import takes seconds
     process.be_quiet()
 
+import atexit
+import contextlib
 import logging
 import os
 import signal
-import tempfile
+import time
 import uuid
 
 from torch.distributed import DistError
-from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing.api import PContext, SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.run import main
 
+from engine import distributed
+
 # Statuses with which there is no point in another start: what was asked for has come about.
 FINAL = {0, process.MISTAKE, process.STOPPED, *(128 + signum for signum in process.STOP_SIGNALS)}
+LIMIT = 120  # seconds that ranks have to stop and save
 
 
-def launch(stopped: Path) -> int:
-    """Run torchrun once; return the status. `stopped` is what ranks make when they have stopped."""
-    os.environ[process.STOPPED_MARK] = str(stopped)
+class Signals:
+    """Passes signals on to the ranks and waits on, for how they end.
+
+    torchrun itself would take the second signal for an order to leave before they have saved.
+    """
+
+    def __init__(self) -> None:
+        self.first = 0  # the one that came first
+        self.at = 0.0  # when
+        self.sent: set[int] = set()
+        self.handled = {s for s in process.STOP_SIGNALS if signal.getsignal(s) != signal.SIG_IGN}
+        self.start_ranks = PContext.start
+        if hasattr(os, "killpg"):  # not on Windows
+            PContext.start = lambda ranks: self.start(ranks)  # type: ignore
+
+    def start(self, ranks: PContext) -> None:
+        self.start_ranks(ranks)  # which has made torchrun's own handlers, too
+        self.ranks = ranks
+        signal.signal(signal.SIGALRM, self.give_up)
+        for signum in process.STOP_SIGNALS:  # the others are ignored: nohup started this
+            signal.signal(signum, self.handle if signum in self.handled else signal.SIG_IGN)
+
+    def handle(self, signum: int, _: object) -> None:
+        now = time.monotonic()
+        if not self.first:
+            self.first, self.at = signum, now
+            signal.alarm(LIMIT)
+        elif signum == self.first == signal.SIGINT and now - self.at > process.ECHO:
+            signal.alarm(5)  # a rank that is held does not end by itself
+        self.send(signum)
+
+    def send(self, signum: int) -> None:
+        self.sent.add(signum)
+        for pid in self.ranks.pids().values():
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(pid, signum)
+                os.killpg(pid, signal.SIGCONT)  # one that SIGSTOP holds has to hear it, too
+
+    def give_up(self, *_: object) -> None:
+        self.send(signal.SIGKILL)
+        name, seconds = signal.Signals(self.first).name, time.monotonic() - self.at
+        process.drop_unread()
+        print(f"error: not ended {seconds:.0f} s after {name}: killed", file=sys.stderr)
+
+
+def launch(signals: Signals) -> int:
+    """Run torchrun once; return the status."""
     try:
         main()
     except ChildFailedError as error:
@@ -40,6 +89,8 @@ def launch(stopped: Path) -> int:
             if "--nnodes" in sys.argv and failure.exitcode not in FINAL:
                 print("error: a rank has failed, here or on another node", file=sys.stderr)
             return failure.exitcode
+        if -failure.exitcode in signals.sent:
+            return 128 + signals.first
         # Nobody else can tell of it: a process that a signal ends prints nothing.
         name = signal.Signals(-failure.exitcode).name
         hint = ": out of memory?" if name == "SIGKILL" else ""
@@ -47,7 +98,7 @@ def launch(stopped: Path) -> int:
         print(line, file=sys.stderr)
         return 128 - failure.exitcode
     except SignalException as error:
-        return process.STOPPED if stopped.exists() else 128 + error.sigval
+        return 128 + error.sigval
     except DistError as error:  # the launchers of several nodes have lost each other
         print(f"error: {str(error).splitlines()[0]}", file=sys.stderr)
         return 1
@@ -75,15 +126,18 @@ def run() -> int:
     # The ranks' store in rank 0, not here: it outlives a launcher that is killed.
     os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     os.environ.setdefault(process.LAUNCH_ID, uuid.uuid4().hex)
-    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "120")  # seconds, for a long save
-    if hasattr(signal, "SIGUSR1"):  # torchrun would die of it
-        signal.signal(signal.SIGUSR1, lambda *_: os.kill(os.getpid(), signal.SIGTERM))
-        if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:  # by nohup
-            os.environ.setdefault("PET_SIGNALS_TO_HANDLE", "SIGTERM,SIGINT,SIGQUIT")
-    with tempfile.TemporaryDirectory() as folder:
-        status = launch(Path(folder, "stopped"))
+    os.environ[process.LAUNCHER_PID] = str(os.getpid())
+    atexit.register(process.ignore_signals)  # the status is known
+    if "--master-addr" in sys.argv:
+        try:
+            distributed.wait_for_name(sys.argv[sys.argv.index("--master-addr") + 1])
+        except distributed.UserError as error:
+            print(f"error: {error}", file=sys.stderr)
+            return process.MISTAKE
+    signals = Signals()
+    status = launch(signals)
     restarts = int(os.environ.get("MAX_RESTARTS", 0))
-    if status not in FINAL and restarts:
+    if status not in FINAL and restarts and not signals.first:
         print(f"starting again; MAX_RESTARTS is {restarts - 1} now", file=sys.stderr, flush=True)
         os.environ["MAX_RESTARTS"] = str(restarts - 1)
         command = list(sys.orig_argv)
