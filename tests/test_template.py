@@ -28,6 +28,8 @@ SHARED = {
     "engine/files.py",
     "engine/loading.py",
     "engine/machine.py",
+    "engine/metrics.py",
+    "engine/optimizers.py",
     "engine/pictures.py",
     "engine/predicting.py",
     "engine/prepared.py",
