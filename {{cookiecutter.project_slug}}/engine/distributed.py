@@ -293,7 +293,7 @@ def one_line_errors(
     """
     if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    if isinstance(sys.stdout, io.TextIOWrapper):  # names of files need not be text
+    if isinstance(sys.stdout, io.TextIOWrapper):  # some file names are not text
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
         yield

@@ -51,15 +51,15 @@ def writing(path: Path, parents: bool = False) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def table(path: Path, columns: Sequence[str]) -> Iterator[Callable[[Sequence], Any]]:
-    """Give the block a function that writes a row of a CSV file, which is `path` once it ends.
+    """Give the block a function that writes a row of a CSV file; at its end the file is `path`.
 
-    A block that is stopped, even by a kill, leaves its rows in `path`.partial; one that writes none
-    leaves no file. File names that are not UTF-8 are written as the bytes that they are.
+    If the block is stopped, even by a kill, the rows so far are in `path`.partial. If it writes no
+    row, there is no file. File names that are not UTF-8 are written as the bytes that they are.
     """
     partial = path.with_name(f"{path.name}.partial")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with open(partial, "w", 1, "utf-8", "surrogateescape", newline="") as file:  # by lines
+        with open(partial, "w", 1, "utf-8", "surrogateescape", newline="") as file:  # 1: by lines
             write = csv.writer(file, lineterminator="\n").writerow
             write(columns)
             header = file.tell()

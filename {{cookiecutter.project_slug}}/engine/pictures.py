@@ -165,9 +165,9 @@ def list_images(folder: Path) -> list[str]:
 
 
 def walk(folder: Path) -> Iterator[tuple[str, list[str], list[str]]]:
-    """As os.walk, sorted, through links, but into each folder once and into no hidden one.
+    """As os.walk, through links, with folders sorted; into each folder once, into no hidden one.
 
-    Else a link back up and what tools leave there (.ipynb_checkpoints, __MACOSX) would add copies.
+    Links back up and what tools leave (.ipynb_checkpoints, __MACOSX) would add copies of pictures.
     """
     real = os.path.realpath(folder)
     seen = {real, *map(str, Path(real).parents)}

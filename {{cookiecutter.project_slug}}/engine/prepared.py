@@ -104,8 +104,8 @@ def open_store(
     or none where only the pictures tell them. A sample begins with the paths of its files.
     each: how many these are, the pictures and masks that the data set's `open` returns.
 
-    Raises a UserError if it is not complete, or if all ranks have the source, and a file in it or
-    what `find_samples` says of it has changed.
+    Raises a UserError if it is not complete, or if all ranks have the source and one of its files,
+    or what `find_samples` returns, has changed.
     """
     if not is_store(folder):
         return None
