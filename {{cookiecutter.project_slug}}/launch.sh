@@ -12,6 +12,8 @@
 #   MAX_RESTARTS    new starts after a failure (default: 0), each from the last checkpoint
 #   OMP_NUM_THREADS CPU threads per process    (2 or more; default, or 1: as --threads says)
 #
+# PET_NNODES, PET_NPROC_PER_NODE and so on, set for torchrun by Kubernetes operators, count as well.
+#
 # Status: 0 done, 75 stopped by a signal and saved, 2 a mistake of the user's, else an error.
 #
 # One node:        ./launch.sh --epochs 90
@@ -54,8 +56,7 @@ case ${1-} in
     ;;
 esac
 
-# Kubernetes' training operators describe the nodes to torchrun like this. Its other PET_ variables
-# would contradict the flags below.
+# What Kubernetes operators set for torchrun, which would take more flags from other PET_ variables.
 : "${NNODES:=${PET_NNODES-}}" "${NODE_RANK:=${PET_NODE_RANK-}}"
 : "${MASTER_ADDR:=${PET_MASTER_ADDR-}}" "${MASTER_PORT:=${PET_MASTER_PORT-}}"
 [[ ${PET_NPROC_PER_NODE-} == [0-9]* ]] && : "${NPROC:=$PET_NPROC_PER_NODE}" # not: auto
