@@ -183,6 +183,7 @@ def test_two_runs_in_one_folder(project: Project, data: Path, tmp_path: Path) ->
     mark, out = uuid.uuid4().hex, tmp_path / "out"
     first = start([project.folder / "launch.sh", *flags(data, out, "--epochs", 999)], mark)
     try:
+        assert "starting 2 rank(s)" in first.stdout.readline()
         assert "steps per epoch" in first.stdout.readline()
         project.alone(*flags(data, out)).refused(str(out), "another run", ".lock")
     finally:
