@@ -94,5 +94,7 @@ else
 fi
 
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} # as torchrun, which would warn; main.py sees to it
-[[ ${NODE_RANK:-0} == 0 ]] && echo "starting $((NPROC * NNODES)) rank(s) ..."
+if [[ ${NODE_RANK:-0} == 0 ]]; then
+    (echo "starting $((NPROC * NNODES)) rank(s) ...") 2>/dev/null || true # perhaps nobody reads it
+fi
 exec "$python" "$here/engine/torchrun.py" "${where[@]}" --nproc-per-node "$NPROC" "$here/main.py" "$@"
