@@ -41,7 +41,9 @@ OPTIMIZER = "    return torch.optim.AdamW(model.parameters(), lr"
 SCHEDULER = "    return LambdaLR(optimizer, factor)"
 CRITERION = "    criterion = build_criterion(args)\n    steps"
 END = "            run.end_step()"
+SAVE = "            run.save()  # whatever fails from here on costs no epoch\n"
 METRICS = "**compute(metrics)}"
+NUMPY = (IMPORTS, "\nimport numpy as np\n" + IMPORTS)
 GROUPS = (  # no weight decay for what is no matrix
     OPTIMIZER,
     """    flat = [weight for weight in model.parameters() if weight.ndim < 2]
@@ -72,6 +74,9 @@ def test_schedulers_resume(data: Path, tmp_path: Path, edited: Edited, change: t
     assert re.search("1 of 2 epochs done, best .* and 2 steps of the next", done.out)
     assert digest(whole) == digest(killed)
     assert ("OneCycleLR goes on as saved" in done.out) == (change == (ONE_CYCLE,))
+    if change == (ONE_CYCLE,):
+        longer = edited(*change)(*flags(data, killed, "--epochs", 3))
+        longer.refused("OneCycleLR has 26 steps, and --epochs now takes 39")
 
 
 def test_another_optimizer_than_the_checkpoint_has(
@@ -100,6 +105,8 @@ def build_optimizer""",
     sgd = (OPTIMIZER, "    return torch.optim.SGD(model.parameters(), lr)\n" + OPTIMIZER)
     edited(sgd)(*more).refused("the optimizer was AdamW and is SGD", *words)
     edited(ONE_CYCLE)(*more).refused("the scheduler was LambdaLR and is OneCycleLR", *words)
+    amsgrad = (OPTIMIZER, OPTIMIZER.replace("lr", "amsgrad=True, lr=lr"))
+    edited(amsgrad)(*more).refused("the optimizer was AdamW and is AdamW amsgrad", *words)
     assert before == {path.name: path.read_bytes() for path in out.glob("*.pt")}
 
 
@@ -114,7 +121,9 @@ def test_another_choice_of_the_best(
     for name, (start, pictures) in changes.items():
         out = shutil.copytree(trained, tmp_path / name)
         done = start(*flags(pictures, out, "--epochs", 2)).ok()
-        assert re.search(r"best.pt: has the best top1 on 23 pictures \(\w+\), this run", done.out)
+        assert re.search(
+            r"best.pt: has the best top1 on 23 pictures \(\w+\) of epoch 1; kept as", done.out
+        )
         kept = torch.load(out / "best-1.pt", weights_only=True)
         assert (kept["epoch"], kept["best"]) == (1, best["best"])
         new = torch.load(out / "best.pt", weights_only=True)
@@ -123,10 +132,16 @@ def test_another_choice_of_the_best(
         assert new["best"] == float(rows(out)[1][metric])
         # Not once more.
         done = start(*flags(pictures, out, "--epochs", 3)).ok()
-        assert "this run looks" not in done.out
+        assert "kept as" not in done.out
         assert torch.load(out / "last.pt", weights_only=True)["best"] == max(
             float(row[metric]) for row in rows(out)[1:]
         )
+        # Undone, the former best counts again.
+        done = project.alone(*flags(data, out, "--epochs", 4)).ok()
+        assert "best-1.pt: has the best top1" in done.out
+        best_now = torch.load(out / "best.pt", weights_only=True)["best"]
+        assert best_now == max(best["best"], float(rows(out)[3]["top1"]))
+        assert torch.load(out / "best-2.pt", weights_only=True)["best_of"] == new["best_of"]
 
 
 def test_best_is_what_best_pt_has(
@@ -145,13 +160,13 @@ def test_best_is_what_best_pt_has(
     (out / "best.pt").write_bytes(before[:-99])
     done = project.alone(*flags(data, out, "--epochs", 3)).ok()
     assert "best.pt: not a readable checkpoint" in done.out
-    assert "set aside as best.pt.corrupt, and the best is chosen anew" in done.out
+    assert "set aside as best.pt.corrupt" in done.out
     assert torch.load(out / "best.pt", weights_only=True)["epoch"] == 3
     # A new start is no continuation of the run that left a best.pt.
     for path in out.glob("last*"):
         path.unlink()
     done = project.alone(*flags(data, out, "--lr", 0)).ok()
-    assert "of another run; kept as best-1.pt" in done.out
+    assert "of epoch 3; kept as best-1.pt" in done.out
     assert torch.load(out / "best.pt", weights_only=True)["epoch"] == 1
     assert torch.load(out / "best-1.pt", weights_only=True)["epoch"] == 3
 
@@ -164,9 +179,30 @@ def test_back_to_the_best(project: Project, data: Path, trained: Path, tmp_path:
     back = flags(data, out, "--resume", first)
     done = project.alone(*back, "--epochs", 2).ok()
     assert "first.pt: 1 of 2 epochs done" in done.out
+    assert torch.load(out / "best.pt", weights_only=True)["epoch"] <= 2  # none of what was left
     done = project.alone(*back, "--epochs", 4).ok()
     assert "last.pt: 2 of 4 epochs done" in done.out
     assert [row["epoch"] for row in rows(out)] == ["1", "2", "3", "4"]
+    # Damaged: the one before it, which has come of that path, too.
+    (out / "last.pt").write_bytes((out / "last.pt").read_bytes()[:-99])
+    done = project.alone(*back, "--epochs", 5).ok()
+    assert "last.pt.corrupt, going on from last-1.pt" in done.out
+    assert "last-1.pt: 3 of 5 epochs done" in done.out
+
+
+def test_a_path_under_max_restarts(project: Project, trained: Path, tmp_path: Path) -> None:
+    """A rank that dies before the first save: the next attempt begins with that path again."""
+    code = """
+import os, sys
+from pathlib import Path
+from engine import checkpoint
+folder, path = Path(sys.argv[1]), sys.argv[2]
+os.environ["LAUNCH_ID"] = "1"
+checkpoint.begin(folder)
+print(checkpoint.find(folder, path)["path"], checkpoint.find(folder, "never"))
+"""
+    path = trained / "last.pt"
+    assert project.python(code, tmp_path, path) == f"{path} None\n"
 
 
 def test_values_that_are_not_plain(data: Path, tmp_path: Path, edited: Edited) -> None:
@@ -191,14 +227,21 @@ def test_values_that_are_not_plain(data: Path, tmp_path: Path, edited: Edited) -
 
 def test_a_part_that_cannot_be_loaded(data: Path, tmp_path: Path, edited: Edited) -> None:
     """It is found out at the first save, which writes nothing."""
-    part = "types.SimpleNamespace(state_dict=lambda: {'x': np.float64(1)}, load_state_dict=print)"
+    part = "types.SimpleNamespace(state_dict=lambda: {'x': np.ones(1)}, load_state_dict=print)"
     start = edited(
         ("scaler=scaler,\n    )", f"scaler=scaler, mine={part},\n    )"),
-        (IMPORTS, "\nimport types\n\nimport numpy as np\n" + IMPORTS),
+        (IMPORTS, "\nimport types\n" + NUMPY[1]),
     )
     done = start(*flags(data, tmp_path, "--save-every", 1))
     done.refused("mine: its state_dict cannot be loaded")
     assert not list(tmp_path.glob("*.pt*"))
+
+
+def test_a_rate_of_numpy(data: Path, tmp_path: Path, edited: Edited) -> None:
+    """It comes after the warm-up, when a file has been saved and read back already."""
+    start = edited(("0.5 * (1 + math.cos(math.pi *", "0.5 * (1 + np.cos(np.pi *"), NUMPY)
+    start(*flags(data, tmp_path, "--epochs", 2, "--save-every", 2)).ok()
+    assert "2 of 3 epochs done" in start(*flags(data, tmp_path, "--epochs", 3)).ok().out
 
 
 def test_saved_before_it_is_shown(data: Path, tmp_path: Path, edited: Edited) -> None:
@@ -339,12 +382,14 @@ def test_a_new_flag_of_the_network(
     for name in ("main", "predict"):
         text = """
 import runpy, sys, model
+from pathlib import Path
 build, add_arguments = model.build_model, model.add_arguments
 def added(group):
     add_arguments(group)
     group.add_argument("--drop", type=float, default=0.25)
+    group.add_argument("--folder", type=Path, default="here")
 def checked(args, classes, **more):
-    assert args.drop == 0.25
+    assert args.drop == 0.25 and (args.folder / "it").name == "it"
     return build(args, classes, **more)
 model.build_model, model.add_arguments = checked, added
 model.NETWORK_FLAGS += ("drop",)
@@ -361,7 +406,16 @@ model.NETWORK_FLAGS += ("drop",)
             out = shutil.copytree(trained, tmp_path / "out")
             done = project.fork(*flags(data, out, "--epochs", 2), ranks=1, script=script.name).ok()
             assert "1 of 2 epochs done" in done.out
+            more = flags(data, trained, "--epochs", 2, "--drop", 0.5)
+            done = project.fork(*more, ranks=1, script=script.name)
+            done.refused("was trained with --drop 0.25, not 0.5")
     script.unlink()
+
+
+def test_eval_only_goes_by_the_checkpoint(project: Project) -> None:
+    """The demo set's own picture size is for training it."""
+    code = "import main; print(*(main.parse_args(a).image_size for a in ([], ['--eval-only'])))"
+    assert project.python(code) == "64 None\n"
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -369,8 +423,14 @@ def test_a_shorter_epoch(data: Path, tmp_path: Path, edited: Edited, ranks: int)
     """All ranks may leave the loop, after the same step."""
     seed = "        seeding.seed(args.seed, run.epoch, i, rank)"
     short = edited((seed, "        if i == 3: break\n" + seed))
-    short(*flags(data, tmp_path, "--epochs", 2), ranks=ranks).ok()
-    assert [row["step"] for row in rows(tmp_path)] == ["3", "6"]
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    short(*flags(data, whole, "--epochs", 3), ranks=ranks).ok()
+    assert [row["step"] for row in rows(whole)] == ["3", "6", "9"]
+    kill = (SAVE, SAVE + "            if run.step == 6: os.kill(os.getpid(), 9)\n")
+    shorter = (seed, "        if i == 3: break\n" + seed)
+    edited(shorter, kill)(*flags(data, killed, "--epochs", 3), ranks=ranks)
+    short(*flags(data, killed, "--epochs", 3), ranks=ranks).ok()
+    assert digest(whole) == digest(killed)
 
 
 def test_one_line_for_what_torch_says_in_many(data: Path, tmp_path: Path, edited: Edited) -> None:

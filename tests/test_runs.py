@@ -287,7 +287,7 @@ def test_output_files(project: Project, trained: Path) -> None:
     state = torch.load(trained / "last.pt", weights_only=True)
     assert set(state) == {
         *("model", "optimizer", "scheduler", "epoch", "step", "seen", "totals", "pictures"),
-        *("best", "best_of", "layout", "history", "classes", "args", "scaler"),
+        *("global_batch", "best", "best_of", "layout", "history", "classes", "args", "scaler"),
     }
     args = json.loads((trained / "args.json").read_text())
     assert args["flags"]["epochs"] == 1

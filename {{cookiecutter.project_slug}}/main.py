@@ -16,6 +16,7 @@ import contextlib
 import itertools
 import json
 import math
+import os
 import shlex
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -194,11 +195,13 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--local-rank", "--local_rank", type=int, help=argparse.SUPPRESS)
 
     args = parser.parse_args(argv)
-    if args.data is None:
+    if args.data is None and not args.eval_only:
         parser.set_defaults(**demo_set.DEFAULTS)
         args = parser.parse_args(argv)
     if args.lr is None:
         args.lr = {"adamw": 0.001, "sgd": 0.1}[args.optimizer]
+    if args.resume not in ("auto", "never"):
+        args.resume = os.path.abspath(args.resume)
     if args.weight_decay is None:
         args.weight_decay = {"adamw": 0.05, "sgd": 0.0001}[args.optimizer]
     return args
@@ -410,7 +413,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     train_set, val_set, classes = build_dataset(args)
     train_loader = loading.build_train_loader(train_set, classes, args)
     val_loader = loading.build_val_loader(val_set, classes, args)
-    state = checkpoint.open_run(args, classes, NETWORK_FLAGS)
+    state = checkpoint.open_run(args, classes, NETWORK_FLAGS, add_arguments)
     model = build_model(args, classes, weights=None if state else args.weights)
     if state:
         checkpoint.load_network(model, state)

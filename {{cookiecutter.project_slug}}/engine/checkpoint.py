@@ -7,6 +7,7 @@ writes: torch.load checks nothing, and the checksums within an archive do not co
 
 import argparse
 import contextlib
+import itertools
 import math
 import os
 import pickle
@@ -30,7 +31,7 @@ from engine.distributed import UserError
 OWN_FILES = (
     "*.pt.corrupt*",
     "best.pt",
-    "best-1.pt",
+    "best-*.pt",
     "metrics.csv",
     "args.json",
     "curves.png",
@@ -53,7 +54,7 @@ MAY_DIFFER = (
 )
 KEYS = (  # what a run goes on from
     *("model", "optimizer", "scheduler", "layout", "epoch", "step", "seen", "totals", "pictures"),
-    *("best", "best_of", "history", "classes", "args"),
+    *("global_batch", "best", "best_of", "history", "classes", "args"),
 )
 SEAL = b"crc32:"  # and eight digits
 BEGUN = ".begun"  # holds the LAUNCH_ID of the last launch that began to train here
@@ -73,7 +74,10 @@ class Damaged(UserError):
 
 
 def open_run(
-    args: Namespace, classes: Sequence[str], network_flags: Sequence[str]
+    args: Namespace,
+    classes: Sequence[str],
+    network_flags: Sequence[str],
+    add_arguments: Callable[..., None],
 ) -> dict[str, Any] | None:
     """Prepare the output folder; return the checkpoint to go on from, None to start afresh.
 
@@ -83,9 +87,10 @@ def open_run(
     state = find_furthest(args)
     if state is None:
         return None
+    state["args"] = plain(vars(known_flags(state, add_arguments)))
     path, old, new = state["path"], state["args"], plain(vars(args))
     for name in (*network_flags, "optimizer"):
-        if name in old and old[name] != new[name]:
+        if old.get(name) != new[name]:
             raise UserError(f"{path} was trained with {flag(name, old)}, not {new[name]}: {REMEDY}")
     check_classes(path, state["classes"], classes)
     distributed.say(describe(state, new))
@@ -179,22 +184,25 @@ def find(folder: Path, resume: str) -> dict[str, Any] | None:
     A path counts for the first start: if the run has got on since then, its own last.pt is taken.
     """
     begun, launch = folder / BEGUN, os.environ.get(process.LAUNCH_ID)
-    if launch and begun.is_file() and begun.read_bytes() == launch.encode():
+    if resume == "never" and launch and begun.is_file() and begun.read_bytes() == launch.encode():
         resume = "auto"  # one of MAX_RESTARTS
     if resume == "never":
         return None
     found = saves(folder)
     if resume == "auto":
         return load_newest(found) if found else None
-    path = Path(resume).resolve()
-    if found and path.parent != folder.resolve():
+    if found and not is_in(folder, resume):
         return load_newest(found)
-    for newest in found[:1]:  # back to a checkpoint of this folder, unless last.pt follows it
-        with contextlib.suppress(UserError):
-            state = load(newest, KEYS)
-            if Path(state["args"]["resume"]).resolve() == path:
-                return state
+    for path in found:  # back to a checkpoint of this folder, unless last.pt has come of that
+        with contextlib.suppress(Damaged):
+            if load(path, KEYS)["args"]["resume"] == resume:
+                return load_newest(found)
+            break
     return load(resume, KEYS)
+
+
+def is_in(folder: Path, path: Path | str) -> bool:
+    return Path(path).parent.resolve() == folder.resolve()
 
 
 def saves(folder: Path) -> list[Path]:
@@ -233,30 +241,46 @@ def set_aside(path: Path) -> Path:
     return path.rename(aside)
 
 
-def read_best(folder: Path, best_of: str | None) -> float:
+def read_best(folder: Path, best_of: str | None, until: float) -> float:
     """Return the score of best.pt, -inf if there is none; on rank 0.
 
-    best_of: what the score has to be of; None, if a best.pt is not of this run. One that was chosen
-    otherwise is kept as best-1.pt.
+    best_of: what the score has to be of; None, if a best.pt is not of this run. until: the epoch
+    after which it does not count. A best.pt that is not meant is kept as best-1.pt, best-2.pt and
+    so on, and is taken again where it is.
     """
-    path = folder / "best.pt"
-    if not os.path.lexists(path):
-        return -math.inf
-    try:
-        state = load(path, KEYS)
-        if state["best_of"] == best_of:
+    best = folder / "best.pt"
+    kept = sorted(folder.glob("best-*.pt"), key=lambda path: path.stat().st_mtime, reverse=True)
+    reason = ""
+    for path in (best, *kept) if best_of else (best,):
+        if not os.path.lexists(path):
+            continue
+        try:
+            state = load(path, KEYS)
+        except Damaged as error:
+            if path == best:
+                aside = set_aside(path)
+                distributed.say(f"{error.reason}; set aside as {aside.name}")
+            continue
+        except UserError as error:
+            reason = reason or str(error)
+            continue
+        if state["best_of"] == best_of and state["epoch"] <= until:
+            if path != best:
+                keep_best(best, reason)
+                path.rename(best)
+                distributed.say(f"{path}: has the best {best_of}; taken again as best.pt")
             return state["best"]
-        wanted = f"this run looks for the best {best_of}" if best_of else "of another run"
-        reason = f"{path}: has the best {state['best_of']}, {wanted}"
-    except Damaged as error:
-        kept = set_aside(path)
-        distributed.say(f"{error.reason}; set aside as {kept.name}, and the best is chosen anew")
-        return -math.inf
-    except UserError as error:
-        reason = str(error)
-    kept = path.replace(path.with_name("best-1.pt"))
-    distributed.say(f"{reason}; kept as {kept.name}, and the best is chosen anew")
+        reason = reason or f"{path}: has the best {state['best_of']} of epoch {state['epoch']}"
+    keep_best(best, reason)
     return -math.inf
+
+
+def keep_best(best: Path, reason: str) -> None:
+    """Rename best.pt, if it is there, to a name that is free, and say so."""
+    if os.path.lexists(best):
+        numbers = (best.with_name(f"best-{number}.pt") for number in itertools.count(1))
+        kept = best.rename(next(path for path in numbers if not os.path.lexists(path)))
+        distributed.say(f"{reason}; kept as {kept.name}, and the best is chosen anew")
 
 
 def begin(folder: Path) -> None:
@@ -270,13 +294,20 @@ def clear(folder: Path) -> None:
     """Remove what a former run left in `folder`, and only that; on rank 0."""
     old = sorted({*saves(folder), *(path for name in OWN_FILES for path in folder.glob(name))})
     if old and distributed.is_rank_zero():
+        if folders := [path for path in old if path.is_dir()]:
+            raise UserError(f"{folders[0]}: a folder where a file is to be; remove or rename it")
         print(f"--resume never: removing {', '.join(p.name for p in old)} from {folder}")
         with process.holding_signals():  # not half of it
             for path in old:
-                try:
-                    path.unlink()
-                except OSError as error:  # a folder, for one
-                    raise UserError(f"{path}: cannot be removed ({error.strerror})") from None
+                path.unlink()
+
+
+def known_flags(state: dict[str, Any], add_arguments: Callable[..., None]) -> Namespace:
+    """Return a checkpoint's flags, and those of `add_arguments` that are newer, by default."""
+    parser = argparse.ArgumentParser()
+    add_arguments(parser.add_argument_group())
+    parser.set_defaults(**state["args"])  # text is converted to the flag's type
+    return parser.parse_args([])
 
 
 def load_network(model: nn.Module, state: dict[str, Any]) -> None:
@@ -294,14 +325,9 @@ def load_model(
     add_arguments: Callable[..., None],
     device: torch.device,
 ) -> tuple[nn.Module, list[str], Namespace]:
-    """Return the network of a checkpoint, ready to predict, its class names and its flags.
-
-    Flags that `add_arguments` has and the checkpoint does not know have their defaults.
-    """
+    """Return the network of a checkpoint, ready to predict, its class names and its flags."""
     state = load(path)
-    parser = argparse.ArgumentParser()
-    add_arguments(parser.add_argument_group())
-    flags = parser.parse_args([], Namespace(**state["args"]))
+    flags = known_flags(state, add_arguments)
     model = build_model(flags, state["classes"])
     load_network(model, state)
     model = model.eval().to(device).to(memory_format=torch.channels_last)

@@ -156,7 +156,8 @@ class KeyedDataset(Dataset):
     def name(self, index: int) -> str:
         """Name a sample, with its file where `dataset` has a list `samples` that begins with it."""
         samples = getattr(self.dataset, "samples", None)
-        return f"sample {index}" + (f", {samples[index][0]}" if samples else "")
+        sample = samples[index] if samples else None
+        return f"sample {index}" + (f", {sample[0]}" if isinstance(sample, tuple | list) else "")
 
 
 def fingerprint(loader: DataLoader) -> str:
@@ -166,7 +167,8 @@ def fingerprint(loader: DataLoader) -> str:
     """
     dataset, total = loader.dataset.dataset, 0  # type: ignore[attr-defined]
     for sample in getattr(dataset, "samples", ()):
-        names = [os.path.basename(part) if isinstance(part, str) else part for part in sample]
+        parts = sample.values() if isinstance(sample, dict) else sample
+        names = [os.path.basename(part) if isinstance(part, str) else part for part in parts]
         total = zlib.crc32(repr(names).encode(), total)
     return f"{len(dataset)} pictures ({total:08x})"
 

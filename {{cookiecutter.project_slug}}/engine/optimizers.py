@@ -29,8 +29,9 @@ def layout(parts: dict[str, Any]) -> dict[str, list]:
             found[name] = [type(part).__name__]
         elif isinstance(part, Optimizer):
             groups = [group["params"] for group in part.param_groups]
+            kinds = [kind for kind in ("amsgrad", "centered") if part.defaults.get(kind)]
             found[name] = [
-                type(part).__name__,
+                " ".join([type(part).__name__, *kinds]),
                 [[names.get(weight, str(tuple(weight.shape))) for weight in g] for g in groups],
             ]
     return found
@@ -61,7 +62,9 @@ def _difference(name: str, then: list, now: list) -> str:
     return f"the {name}'s parameter groups have {new} where {old} was"
 
 
-def restore(state: dict[str, Any], parts: dict[str, Any], schedule_step: int) -> None:
+def restore(
+    state: dict[str, Any], parts: dict[str, Any], schedule_step: int, last_step: int
+) -> None:
     """Have all `parts` but the model go on from `state`, a checkpoint of the same layout.
 
     With a LambdaLR the learning rates and other settings are those of the flags, at `schedule_step`
@@ -86,6 +89,12 @@ def restore(state: dict[str, Any], parts: dict[str, Any], schedule_step: int) ->
             },
         }
     else:
+        total = state["scheduler"].get("total_steps")  # of a OneCycleLR
+        if total and total < last_step:
+            raise UserError(
+                f"{state['path']}: its {type(scheduler).__name__} has {total} steps, and --epochs "
+                f"now takes {last_step}; leave --epochs as it was"
+            )
         distributed.say(
             f"{type(scheduler).__name__} goes on as saved: rates and other settings of the "
             "optimizer, and the length of the schedule, are not taken from flags that changed"
@@ -94,7 +103,11 @@ def restore(state: dict[str, Any], parts: dict[str, Any], schedule_step: int) ->
         if name == "model":
             continue
         if state.get(name):  # a GradScaler that is off has an empty one
-            part.load_state_dict({**state[name], **by_flags.get(name, {})})
+            try:
+                part.load_state_dict({**state[name], **by_flags.get(name, {})})
+            except (LookupError, RuntimeError, TypeError, ValueError) as error:
+                reason = " ".join(str(error).split())[:200]
+                raise UserError(f"{state['path']}: does not fit {name} ({reason})") from None
         elif name not in state:
             distributed.say(f"{state['path']} has no {name}: it begins anew")
         if isinstance(part, Optimizer):

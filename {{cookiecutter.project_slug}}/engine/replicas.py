@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_leaves
 from engine import distributed
 from engine.distributed import UserError
 
-_wrapped: list[nn.Module] = []  # for `explain`: the network that DDP has
+_wrapped: list[nn.Module] = []  # for `explain`: the networks that DDP has
 
 
 def wrap(model: nn.Module, device: torch.device) -> DistributedDataParallel:
@@ -27,7 +27,7 @@ def wrap(model: nn.Module, device: torch.device) -> DistributedDataParallel:
         gradient_as_bucket_view=True,
         **{name: False},  # type: ignore[arg-type]
     )
-    _wrapped[:] = [model]
+    _wrapped.append(model)
     if distributed.world_size() > 2:  # a sum of two is the same in any order
 
         def before_first_pass(_: nn.Module, args: tuple, kwargs: dict) -> None:
@@ -64,9 +64,11 @@ def explain(error: Exception) -> UserError | None:
     text = str(error)
     if "Expected to have finished reduction in the prior iteration" not in text:
         return None
-    names = [name for name, weight in _wrapped[-1].named_parameters() if weight.requires_grad]
     found = re.search(r"did not receive grad for rank \d+: ([\d ]+)", text)
-    unused = [names[int(number)] for number in found[1].split()] if found else ["some weights"]
+    unused = ["some weights"]
+    if found and len({*map(id, _wrapped)}) == 1:
+        names = [name for name, weight in _wrapped[0].named_parameters() if weight.requires_grad]
+        unused = [names[int(number)] for number in found[1].split() if int(number) < len(names)]
     return UserError(
         f"{', '.join(unused[:4])}{', ...' if len(unused) > 4 else ''}: no gradient, because the "
         "loss does not depend on it; use it, remove it, or freeze it (requires_grad_(False)) "
@@ -88,7 +90,7 @@ def check_same(model: nn.Module) -> None:
 
     They drift apart, without a word, when a forward pass bypasses the DDP wrapper.
     """
-    state = model.state_dict()
+    state = {name: t for name, t in model.state_dict().items() if isinstance(t, Tensor)}
     # Sums of bytes: exact in any order, so they cannot differ by rounding.
     sums = torch.stack(
         [t.flatten().view(torch.uint8).sum(dtype=torch.int64) for t in state.values()]

@@ -176,7 +176,10 @@ class Reporter:
         """Print what came out and where it is."""
         if self.active:
             path = os.path.join(os.path.relpath(self.folder), "best.pt")
-            distributed.say(f"done: best {name} {best:.4f}; {path}, examples.png, curves.png")
+            if math.isfinite(best):
+                distributed.say(f"done: best {name} {best:.4f}; {path}, examples.png, curves.png")
+            else:
+                distributed.say(f"done: {name} was no number in any epoch, so there is no best.pt")
 
     def draw_curves(self, rows: Sequence[dict[str, Any]]) -> None:
         from matplotlib.figure import Figure

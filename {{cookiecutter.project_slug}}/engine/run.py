@@ -8,10 +8,12 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from engine import checkpoint, distributed, optimizers, stopping
 from engine.distributed import UserError
@@ -59,7 +61,7 @@ class Run:
         self.totals = torch.zeros(2, dtype=torch.float64, device=device)
         self.history: list[dict[str, Any]] = []
         self.saved_step = 0
-        self.is_proved = False  # that what is saved can be loaded
+        self.proved: set[type] = set()  # what a saved file has been seen to load
         self.read_at = time.monotonic()
 
     @property
@@ -75,10 +77,8 @@ class Run:
         scheduler that is no LambdaLR.
         """
         folder = self.args.output_dir
-        is_ours = state and Path(state["path"]).resolve().parent == folder.resolve()
-        best_of = self.best_of if is_ours else None
-        self.best = distributed.from_rank_zero(checkpoint.read_best, folder, best_of)
         if state is None:
+            self.best = distributed.from_rank_zero(checkpoint.read_best, folder, None, 0)
             return
         self.epoch, self.step = state["epoch"], state["step"]
         self.history = list(state["history"])
@@ -94,7 +94,14 @@ class Run:
             distributed.say("other pictures or another --seed: the epoch begins anew")
         steps = self.pictures // self.global_batch
         step = self.epoch * steps + self.seen // self.global_batch
-        optimizers.restore(state, self.parts, step)
+        then = state["pictures"], state["global_batch"], state["seen"]
+        if then == (self.pictures, self.global_batch, self.seen):
+            step = state["scheduler"].get("last_epoch", step)  # epochs may have been left early
+        optimizers.restore(state, self.parts, step, self.args.epochs * steps)
+        # One that was gone back to has no part in what followed it.
+        until = math.inf if Path(state["path"]).name.startswith("last") else self.epoch
+        best_of = self.best_of if checkpoint.is_in(folder, state["path"]) else None
+        self.best = distributed.from_rank_zero(checkpoint.read_best, folder, best_of, until)
 
     def end_step(self) -> None:
         """Count an optimizer step; save if --save-every says so; stop here if all ranks are to."""
@@ -118,6 +125,8 @@ class Run:
             )
         totals = distributed.reduce_tensor(self.totals)
         self.check_loss(totals)
+        if is_early:  # what is left of the epoch is not for the next start
+            self.seen = self.pictures
         loss, count = totals.tolist()
         return loss / max(count, 1)
 
@@ -152,7 +161,11 @@ class Run:
         """
         totals = distributed.gather(self.totals)
         self.check_loss(totals)
-        states = {name: part.state_dict() for name, part in self.parts.items()}
+        states: dict[str, Any] = {name: part.state_dict() for name, part in self.parts.items()}
+        for name, part in self.parts.items():
+            if not isinstance(part, nn.Module):  # a rate from np.cos, for one
+                states[name] = tree_map_only(np.generic, lambda x: x.item(), states[name])
+        kinds = {type(leaf) for leaf in tree_leaves(states)}
         weights = self.parts["model"].named_parameters()
         if odd := [name for name, weight in weights if not weight.isfinite().all()]:
             raise UserError(f"{odd[0]} is not finite any more at {self}: {self._remedy()}")
@@ -163,6 +176,7 @@ class Run:
             "seen": self.seen,
             "totals": totals.tolist(),
             "pictures": self.pictures,
+            "global_batch": self.global_batch,
             "best": self.best,
             "best_of": self.best_of,
             "history": self.history,
@@ -175,9 +189,10 @@ class Run:
             is_best,
             self.args.keep,
             replace=self.saved_step == self.step,  # of the same weights, before evaluation
-            prove=not self.is_proved,
+            prove=not kinds <= self.proved,
         )
-        self.saved_step, self.is_proved = self.step, True
+        self.saved_step = self.step
+        self.proved |= kinds
 
     @contextlib.contextmanager
     def stoppable(self) -> Iterator[None]:
