@@ -1,6 +1,7 @@
 """What a user gets wrong: one line that names it, every rank gone, nothing half written."""
 
 import shutil
+import struct
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,6 +18,18 @@ def first(folder: Path) -> Path:
 
 def truncate(path: Path) -> None:
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def odd_exif(path: Path) -> None:
+    """A picture to be turned, whose entry "rows per strip" is text."""
+    exif = Image.Exif()
+    exif[0x0112], exif[0x0116] = 6, 5
+    Image.new("RGB", (64, 64)).save(path, exif=exif)
+    content = path.read_bytes()
+    order = "<" if b"II*" in content else ">"
+    (kind,) = (k for k in (3, 4) if struct.pack(f"{order}HH", 0x0116, k) in content)
+    old, new = (struct.pack(f"{order}HH", 0x0116, k) for k in (kind, 2))
+    path.write_bytes(content.replace(old, new))
 
 
 def empty(folder: Path) -> None:
@@ -57,6 +70,10 @@ SPOILT: dict[str, dict[str, tuple[Spoil, list[str]]]] = {
         ),
         "no picture at all": (
             lambda d: (d / "train" / "dots" / "0002.jpg").write_text("x"),
+            ["dots/0002.jpg", "cannot be read"],
+        ),
+        "odd EXIF": (
+            lambda d: odd_exif(d / "train" / "dots" / "0002.jpg"),
             ["dots/0002.jpg", "cannot be read"],
         ),
         "empty file": (
@@ -110,19 +127,19 @@ SPOILT: dict[str, dict[str, tuple[Spoil, list[str]]]] = {
         ),
         "255 for the class": (
             lambda d: repaint(d, {1: 255}),
-            ["own: class 0 alone in all 53 training masks", "255 is void"],
+            ["own: all 53 training masks hold class 0 and nothing else", "such as 1"],
         ),
         "255 for the class, without its name": (
             lambda d: (repaint(d, {1: 255}), (d / "classes.txt").unlink()),
-            ["own: class 0 alone in all 53 training masks", "255 is void"],
+            ["own: all 53 training masks hold class 0 and nothing else", "such as 1"],
         ),
         "one class alone": (
             lambda d: repaint(d, {0: 1}),
-            ["own: class 1 alone in all 53 training masks"],
+            ["own: all 53 training masks hold class 1 and nothing else"],
         ),
         "no class": (
             lambda d: repaint(d, {0: 255, 1: 255}),
-            ["own: no class in all 53 training masks", "255 is void"],
+            ["own: all 53 training masks hold no class", "255 is void"],
         ),
     },
 }
@@ -139,7 +156,7 @@ def test_spoilt_data(project: Project, own_data: Path, tmp_path: Path, case: str
     # One worker: its exceptions reach the rank as text.
     flags = [*SMALL, "--workers", 1, "--data", own_data, "--output-dir", tmp_path / "out"]
     project.fork(*flags).refused(*words)
-    assert not (tmp_path / "out" / "last.pt").exists()
+    assert not (tmp_path / "out" / "best.pt").exists()  # no epoch has been finished
 
 
 # Prints how many pictures of which classes a project finds.

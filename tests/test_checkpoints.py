@@ -203,7 +203,7 @@ from torch.optim.swa_utils import AveragedModel
 from engine import checkpoint, distributed
 from engine.run import Run
 distributed.setup()
-args = argparse.Namespace(batch_size=1, accumulate=1, save_every=0, keep=2, seed=0)
+args = argparse.Namespace(batch_size=1, accumulate=1, save_every=0, keep=2, seed=0, epochs=1)
 args.output_dir = Path(sys.argv[1])
 
 def made():

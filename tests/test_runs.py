@@ -632,7 +632,7 @@ print(*(",".join(map(name, part.samples)) for part in (train, val)), sep="\\n")
 """
     said, *parts = project.python(code, own_data).splitlines()
     train, val = (part.split(",") for part in parts)
-    assert "set aside" in said
+    assert "pictures validate" in said
     assert len(train) + len(val) == 53
     assert not set(train) & set(val)
     assert len(val) in (6, 7, 8)  # 15 %, of each class if there are folders of them
@@ -711,7 +711,7 @@ def test_predict_goes_on(project: Project, own_data: Path, trained: Path, tmp_pa
     out = tmp_path / "\udcfe"
     done = predict("--output", out)
     assert done.status == 1
-    assert done.out.startswith("51 pictures: ")
+    assert done.out.startswith("51 of 53 pictures: ")
     first, second = done.err.splitlines()
     assert first.startswith(f"error: {broken}: cannot be read")
     assert second.startswith(f"error: {empty}: cannot be read")

@@ -218,7 +218,7 @@ def test_prepared_data(project: Project, own_data: Path, tmp_path: Path) -> None
     out = project.python(PREPARE, own_data, store, "--short-side", 0)
     lines = out.splitlines()
     for line, done in zip(lines, ("", "; 20 are there already", "; 45 are there al"), strict=False):
-        assert re.match(rf"{store}: \d+ samples, about 0.00\d+ GB, with .+ GB free{done}", line)
+        assert re.match(rf"{store}: \d+ samples need about 0.00\d+ GB, .+ GB are free{done}", line)
     assert lines[3:] == [f"{store}: prepared already, and {own_data} has not changed"]
     assert {p.name for p in store.iterdir()} == {
         ".preparing",
@@ -374,7 +374,7 @@ def test_prepared_data_of_a_list(project: Project, own_data: Path, tmp_path: Pat
         run("main.py", *flags(store, out)).refused(*words, f"changed since {store} was prepared")
 
     edit("bricks|small", "dots|small")
-    refused(f"{own_data / 'train/bricks/0000.jpg'}, as find_samples in dataset.py lists it")
+    refused(f"{own_data / 'train/bricks/0000.jpg'}, its path or label in find_samples")
     assert prepare()[0] == [str(own_data / "train/bricks/0000.jpg"), "dots|small"]
     run("main.py", *flags(store, out)).ok()
     own_data.rename(tmp_path / "elsewhere")

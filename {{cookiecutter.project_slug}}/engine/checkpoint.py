@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from engine import distributed, files, process
 from engine.distributed import UserError
 
-# What a run writes into its folder beside last.pt and its like; --resume never removes these.
+# What a run writes into its folder beside last.pt and its like; removed by `--resume never`.
 OWN_FILES = (
     "*.pt.corrupt*",
     "best.pt",
@@ -70,7 +70,7 @@ class Damaged(UserError):
 
     def __init__(self, path: Path | str, reason: str) -> None:
         self.reason = f"{path}: not a readable checkpoint ({reason})"
-        super().__init__(f"{self.reason}; restore it from a copy, or name another")
+        super().__init__(f"{self.reason}; use a copy of it, or another checkpoint")
 
 
 def open_run(
@@ -149,9 +149,10 @@ def describe(state: dict[str, Any], new: dict[str, Any]) -> str:
 def check_classes(path: Path | str, known: Sequence[str], classes: Sequence[str]) -> None:
     """Raise a UserError unless the checkpoint's classes are those of the data."""
     if list(known) != list(classes):
+        there, here = sorted({*known} - {*classes}), sorted({*classes} - {*known})
         raise UserError(
-            f"{path} knows {len(known)} classes ({shorten(known)}), the data has {len(classes)} "
-            f"({shorten(classes)}): {REMEDY}"
+            f"{path} has {len(known)} classes, the data has {len(classes)} (only the checkpoint: "
+            f"{shorten(there) or 'none'}; only the data: {shorten(here) or 'none'}): {REMEDY}"
         )
 
 

@@ -122,8 +122,11 @@ def filling(folder: Path) -> Iterator[Path]:
     try:
         partial.mkdir(parents=True)
         yield partial
-        with contextlib.suppress(OSError):
+        try:
             partial.rename(folder)
+        except OSError:
+            if not folder.is_dir():
+                raise
     except OSError as error:
         raise UserError(f"{folder}: cannot be written ({error.strerror})") from None
     finally:

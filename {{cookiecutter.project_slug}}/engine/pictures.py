@@ -3,6 +3,7 @@
 import contextlib
 import io
 import os
+import struct
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -21,6 +22,10 @@ from engine.distributed import UserError
 
 EXTENSIONS = {".bmp", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp"}
 SHRINKS = (8, 4, 2)  # what a JPEG decoder can divide height and width by, at less work
+READ_ERRORS = (  # of Pillow, whose TypeErrors and struct.errors are of odd EXIF entries
+    *(OSError, RuntimeError, SyntaxError, TypeError, ValueError),
+    *(struct.error, Image.DecompressionBombError),
+)
 
 Box = tuple[int, int, int, int]  # top, left, height, width in pixels
 
@@ -139,7 +144,7 @@ def read_image(path: str, mode: str | None = "RGB") -> Image.Image:
 def _reading(path: str) -> Iterator[None]:
     try:
         yield
-    except (OSError, RuntimeError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
+    except READ_ERRORS as error:
         if isinstance(error, UnidentifiedImageError):
             reason = "not a picture"
         elif isinstance(error, RuntimeError):  # torchvision's begins with its own source file
@@ -201,7 +206,7 @@ def by_name(pictures: Sequence[tuple[str, str]]) -> dict[str, str]:
     for path, name in pictures:
         if name in found:
             raise UserError(
-                f"{path} and {found[name]}: the same name but for the ending; rename one"
+                f"{path} and {found[name]}: the same name; rename one, or take one at a time"
             )
         found[name] = path
     return found

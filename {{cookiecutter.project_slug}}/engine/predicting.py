@@ -7,7 +7,7 @@ from typing import Any
 from torch.utils.data import DataLoader, Dataset, default_collate
 from tqdm import tqdm
 
-from engine import machine
+from engine import distributed, machine
 from engine.distributed import UserError
 
 
@@ -31,8 +31,8 @@ class Readable:
 
     def finish(self, where: object) -> None:
         """Say how many there were; name those that could not be read and exit with status 1."""
-        if count := self.total - len(self.broken):
-            print(f"{count} pictures: {where}", flush=True)
+        count = self.total - len(self.broken)
+        distributed.say(f"{count} of {self.total} pictures: {where if count else 'no file'}")
         for line in self.broken:
             print(f"error: {line}", file=sys.stderr)
         if self.broken:

@@ -237,7 +237,7 @@ def _say_size(whole: Shrunk, done: int, folder: Path) -> None:
         for picture in whole.open(pick)
     ]
     size, free = left * sum(sizes) / len(picks), shutil.disk_usage(folder).free
-    need = f"{left} samples, about {size / 1e9:.3g} GB, with {free / 1e9:.3g} GB free"
+    need = f"{left} samples need about {size / 1e9:.3g} GB, {free / 1e9:.3g} GB are free"
     if size > free:
         raise UserError(f"{folder}: {need}; make room, or a smaller --short-side")
     distributed.say(f"{folder}: {need}" + (f"; {done} are there already" if done else ""))
@@ -264,7 +264,7 @@ def _changed(
         if part != before:
             odd = set(map(json.dumps, part)) ^ set(map(json.dumps, before))
             path = json.loads(min(odd))[0] if odd else index["source"]
-            return f"{path}, as find_samples in dataset.py lists it"
+            return f"{path}, its path or label in find_samples of dataset.py"
     if classes and list(classes) != index["classes"]:
         return f"{index['source']}, its classes"
     for (path, stat), before in zip(_files(now, each), index["files"], strict=True):

@@ -82,7 +82,7 @@ class Watch:
         is_interrupt = signum == signal.SIGINT or process.by_plain_torchrun()
         if is_interrupt and self.status == 128 + signal.SIGINT and now > self.first + process.ECHO:
             process.drop_unread()
-            distributed.say("ended at once; nothing is saved since the last time")
+            distributed.say("aborted; progress since the last checkpoint is lost")
             process.leave(self.status)
 
     def confer(self) -> None:
@@ -112,7 +112,7 @@ class Watch:
             if sys.stderr.isatty():
                 with contextlib.suppress(OSError):  # of a terminal that is gone
                     print(file=sys.stderr)  # below the progress bar
-            distributed.say("asked to stop: at the end of this step, then saving")
+            distributed.say("stop requested: finishing this step, then saving")
 
     def mind_hang(self) -> None:
         now = time.monotonic()

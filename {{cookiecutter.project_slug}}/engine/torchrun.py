@@ -68,15 +68,18 @@ class Signals:
     def send(self, signum: int) -> None:
         self.sent.add(signum)
         for pid in self.ranks.pids().values():
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(pid, signum)
-                os.killpg(pid, signal.SIGCONT)  # one that SIGSTOP holds has to hear it, too
+            for each in (signum, signal.SIGCONT):  # one that SIGSTOP holds has to hear it, too
+                with contextlib.suppress(ProcessLookupError, PermissionError):  # it has ended
+                    os.killpg(pid, each)
 
     def give_up(self, *_: object) -> None:
         self.send(signal.SIGKILL)
         name, seconds = signal.Signals(self.first).name, time.monotonic() - self.at
         process.drop_unread()
-        print(f"error: not ended {seconds:.0f} s after {name}: killed", file=sys.stderr)
+        print(
+            f"error: the ranks had not ended {seconds:.0f} s after {name} and were killed",
+            file=sys.stderr,
+        )
 
 
 def launch(signals: Signals) -> int:

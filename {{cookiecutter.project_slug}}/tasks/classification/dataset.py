@@ -108,7 +108,7 @@ def find_samples(root: Path) -> tuple[list[tuple[str, int]], list[tuple[str, int
         val += [(path, label) for path in val_paths]
     if not has_val:
         distributed.say(
-            f"no {root / 'val'}: {len(val)} of {len(train) + len(val)} pictures set aside"
+            f"no {root / 'val'}: {len(val)} of {len(train) + len(val)} pictures validate"
         )
     return train, val, classes
 
@@ -116,7 +116,7 @@ def find_samples(root: Path) -> tuple[list[tuple[str, int]], list[tuple[str, int
 def class_folders(folder: Path) -> list[str]:
     """Return the names of the folders in `folder`, sorted: the position is the class number."""
     if not folder.is_dir():
-        raise UserError(f"{folder}: no such folder; README.md says how data has to lie")
+        raise UserError(f"{folder}: no such folder; README.md describes the expected folders")
     _, names, _ = next(pictures.walk(folder))
     if odd := [name for name in names if name.encode("utf-8", "ignore").decode() != name]:
         raise UserError(f"{folder / odd[0]}: the name of a class is not UTF-8; rename the folder")

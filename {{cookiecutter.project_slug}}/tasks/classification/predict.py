@@ -10,6 +10,11 @@ import functools
 from collections.abc import Sequence
 from pathlib import Path
 
+from engine import process
+
+if __name__ == "__main__":  # before torch, whose import takes seconds
+    process.begin()
+
 import torch
 
 import model as task

@@ -129,7 +129,7 @@ def find_samples(root: Path) -> tuple[list[tuple[str, str]], list[tuple[str, str
         mask_of = dict(train)
         parts = pictures.split(list(mask_of), root)
         train, val = ([(path, mask_of[path]) for path in part] for part in parts)
-        distributed.say(f"no {root / 'val'}: {len(val)} of {len(mask_of)} pictures set aside")
+        distributed.say(f"no {root / 'val'}: {len(val)} of {len(mask_of)} pictures validate")
     return train, val, read_classes(root / "classes.txt")
 
 
@@ -189,10 +189,10 @@ def check_masks(train: SegmentationDataset, root: Path) -> None:
                 return
             if start == 1024:
                 distributed.say(f"{root}: one class in {start} training masks, reading the rest")
-    only = f"class {found.pop()} alone" if found else "no class"
+    only = f"class {found.pop()} and nothing else" if found else "no class"
     raise UserError(
-        f"{root}: {only} in all {len(train)} training masks, where {VOID} is void, not a class: "
-        "number the classes from 0 up"
+        f"{root}: all {len(train)} training masks hold {only} ({VOID} is void, not a class): "
+        f"if {VOID} is meant as a class, write its number, such as 1, instead"
     )
 
 

@@ -10,6 +10,11 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
+from engine import process
+
+if __name__ == "__main__":  # before torch, whose import takes seconds
+    process.begin()
+
 import numpy as np
 import torch
 from PIL import Image
