@@ -297,7 +297,8 @@ def clear(folder: Path) -> None:
     if old and distributed.is_rank_zero():
         if folders := [path for path in old if path.is_dir()]:
             raise UserError(f"{folders[0]}: a folder where a file is to be; remove or rename it")
-        print(f"--resume never: removing {', '.join(p.name for p in old)} from {folder}")
+        names = ", ".join(path.name for path in old)
+        distributed.say(f"--resume never: removing {names} from {folder}")
         with process.holding_signals():  # not half of it
             for path in old:
                 path.unlink()
