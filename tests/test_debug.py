@@ -16,7 +16,7 @@ from dap import Breakpoints, Debugger, configuration, line_of
 from test_runs import SAME_FOR_BOTH, flags, free_port, with_bug
 
 F5 = "DDP: torch.distributed.launch"
-LOOP = "loss_sum, count = criterion(outputs.float()"  # a line of the training loop
+LOOP = "loss_sum, count = criterion(machine.to_float32("  # a line of the training loop
 FIRST_READ = "self.prepared[index] if"  # in __getitem__
 ALARMING = re.compile(r"Traceback|Error|Warning|Killed|Terminated|Aborted|\b[EWF]\d{4} ")
 

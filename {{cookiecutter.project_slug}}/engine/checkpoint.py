@@ -281,11 +281,11 @@ def keep_best(best: Path, reason: str) -> None:
     if os.path.lexists(best):
         numbers = (best.with_name(f"best-{number}.pt") for number in itertools.count(1))
         kept = best.rename(next(path for path in numbers if not os.path.lexists(path)))
-        distributed.say(f"{reason}; kept as {kept.name}, and the best is chosen anew")
+        distributed.say(f"{reason}; kept as {kept.name}")
 
 
 def begin(folder: Path) -> None:
-    """Note that this launch has begun here, so that --resume counts no more; on rank 0."""
+    """Note that this launch has begun here: restarted, it goes on despite --resume never."""
     if distributed.is_rank_zero() and (launch := os.environ.get(process.LAUNCH_ID)):
         with files.writing(folder / BEGUN) as beside:
             beside.write_bytes(launch.encode())
