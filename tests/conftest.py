@@ -13,6 +13,7 @@ import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -34,8 +35,11 @@ NETS = {
 
 def small(data: Path) -> tuple[str, ...]:
     """Flags for a short run on `data`, with a small network of its task."""
-    task = "segmentation" if (data / "train" / "masks").exists() else "classification"
-    return (*SMALL, *NETS[task])
+    rows = data / "rows.bin"  # of a prepared set: of a mask's four numbers the last one is 0
+    has_masks = (data / "train" / "masks").exists() or (
+        rows.exists() and 0 in np.fromfile(rows, np.int64)[3::4]
+    )
+    return (*SMALL, *NETS["segmentation" if has_masks else "classification"])
 
 
 # One thread a process; the log level is the one that main.py sets before it imports torch.
@@ -110,8 +114,13 @@ class Project:
         self.task = task
         self.server: subprocess.Popen | None = None
 
-    def python(self, code: str, *args: object) -> str:
-        """Return what `code` prints, run in a fork of a Python that has imported main.py."""
+    def python(self, code: str, *args: object, fresh: bool = False) -> str:
+        """Return what `code` prints, run in a fork of a Python that has imported main.py.
+
+        With `fresh` in one of its own, for another environment or edited modules.
+        """
+        if fresh:
+            return run([sys.executable, "-c", code, *args], cwd=self.folder).ok().out
         done = self._order(code=code, flags=[str(arg) for arg in args])
         assert done.status == 0, done.err
         return done.out

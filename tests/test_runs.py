@@ -482,7 +482,7 @@ def test_its_own_test_finds_a_generator_that_is_not_seeded(
 ) -> None:
     """One made in `__init__`; one that is made anew for each sample passes."""
     copy = Project(shutil.copytree(project.folder, tmp_path / "copy"), project.task)
-    out = copy.python(OWN_GENERATOR)
+    out = copy.python(OWN_GENERATOR, fresh=True)
     assert re.findall(r"status \d+", out) == ["status 1", "status 0"]
     assert "make generators in __getitem__: README.md says how" in out
     assert "1 failed" in out and "1 passed" in out

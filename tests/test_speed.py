@@ -122,7 +122,7 @@ def test_decoders_agree(
     if parts:
         monkeypatch.setenv("LD_LIBRARY_PATH", request.getfixturevalue("turbojpeg"))
     kinds = draw_kinds(tmp_path)
-    found = json.loads(project.python(DECODE, *kinds.values()))
+    found = json.loads(project.python(DECODE, *kinds.values(), fresh=True))
     for name, (report, in_parts) in zip(kinds, found, strict=True):
         takes_parts = parts and name not in ("lossless.png", "cmyk.jpg", "turned.jpg", "tail.jpg")
         assert in_parts == (len(report) if takes_parts else 0), name
@@ -159,7 +159,7 @@ for path in sys.argv[1:]:
     for size in (0, 100, len(data) // 2, len(data) - 1):
         broken.append(tmp_path / f"{size}.jpg")
         broken[-1].write_bytes(data[:size])
-    first, *others = project.python(code, whole, *broken).splitlines()
+    first, *others = project.python(code, whole, *broken, fresh=True).splitlines()
     assert first == "read"
     assert len(others) == len(broken)
     for path, line in zip(broken, others, strict=True):
@@ -283,7 +283,8 @@ def test_prepared_data_that_does_not_fit(
 
     other = other_project.draw(tmp_path / "other", 12, 12)
     prepare(other_project, "--data", other, "--output", tmp_path / "other store").ok()
-    project.alone(*flags(tmp_path / "other store", tmp_path)).refused("other store", "another task")
+    done = project.alone(*SMALL, "--data", tmp_path / "other store", "--output-dir", tmp_path)
+    done.refused("other store", "another task")
 
     if project.task == "segmentation":  # made of masks that are refused where they lie as files
         pixels = np.memmap(store / "pixels.bin", np.uint8, "r+")
@@ -292,7 +293,7 @@ def test_prepared_data_that_does_not_fit(
                 mask = pixels[offset : offset + height * width]
                 mask[mask == 1] = 255
         pixels.flush()
-        project.alone(*flags(store, out)).refused("store: class 0 alone in all 54 training masks")
+        project.alone(*flags(store, out)).refused("store: all 54 training masks hold class 0")
 
     (store / "index.json").unlink()
     project.alone(*flags(store, out)).refused("interrupted", "prepare_data.py")
@@ -321,7 +322,7 @@ except distributed.UserError as error:
     print(error)
 """
     out = project.python(code, *words[:2], "--output", tmp_path / "large", "--workers", 0)
-    assert "with 0.0001 GB free; make room" in out
+    assert "0.0001 GB are free; make room" in out
 
 
 # A script of the project whose samples and labels come from DIR/train.csv and DIR/val.csv.
@@ -512,7 +513,7 @@ def test_resume_in_another_memory_format(project: Project) -> None:
     """A fused optimizer takes the order in memory for granted; moments of another are put right."""
     code = """
 import torch
-from engine import checkpoint
+from engine import optimizers
 weight, mean, square, grad = (torch.rand(4, 3, 3, 3) for _ in range(4))
 ends = []
 for fused in (True, False):
@@ -520,8 +521,10 @@ for fused in (True, False):
     optimizer = torch.optim.AdamW([w], 0.1, fused=fused)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
     moments = {"step": torch.tensor(3.0), "exp_avg": mean.clone(), "exp_avg_sq": square.clone()}
+    parts = {"optimizer": optimizer, "scheduler": scheduler}
     state = {"optimizer": {"state": {0: moments}}, "scheduler": scheduler.state_dict()}
-    checkpoint.restore(state, optimizer, scheduler, 3)
+    state.update(path="last.pt", layout=optimizers.layout(parts))
+    optimizers.restore(state, parts, 3, 9)
     w.grad = grad.contiguous(memory_format=torch.channels_last)
     optimizer.step()
     ends.append(w.detach())
