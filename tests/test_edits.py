@@ -246,10 +246,6 @@ def test_a_rate_of_numpy(data: Path, tmp_path: Path, edited: Edited) -> None:
 
 def test_saved_before_it_is_shown(data: Path, tmp_path: Path, edited: Edited) -> None:
     """A metric that has several values, a BEST that does not exist, a bug in draw_example."""
-    vector = (
-        "MetricCollection,\n    train_loader",
-        "MetricCollection,\n    train_loader",
-    )
     each = "torchmetrics.classification.MulticlassF1Score(6, average='none')"
     vector = (
         IMPORTS,

@@ -285,7 +285,7 @@ def keep_best(best: Path, reason: str) -> None:
 
 
 def begin(folder: Path) -> None:
-    """Note that this launch has begun here: restarted, it goes on despite --resume never."""
+    """Note that this launch began here: restarted, it resumes despite --resume never; on rank 0."""
     if distributed.is_rank_zero() and (launch := os.environ.get(process.LAUNCH_ID)):
         with files.writing(folder / BEGUN) as beside:
             beside.write_bytes(launch.encode())

@@ -300,18 +300,18 @@ def one_line_errors(
     except UserError as error:
         # Often all ranks know the same: rank 0, whose output people read, gets a second's start.
         time.sleep(min(local_rank() if _store is None else rank(), 1))
-        _tell(str(error), process.MISTAKE)
+        tell(str(error), process.MISTAKE)
     except KeyboardInterrupt:
         process.leave(128 + signal.SIGINT)
     except Exception as error:
         if isinstance(error, OSError) and error.errno in FULL:  # of TensorBoard's, for one
-            _tell(
+            tell(
                 f"{error.filename or 'a file'}: cannot be written ({error.strerror})",
                 process.MISTAKE,
             )
         for explain in (*explainers, _out_of_memory, _lost_a_rank):
             if line := explain(error):
-                _tell(str(line), process.MISTAKE if isinstance(line, UserError) else 1)
+                tell(str(line), process.MISTAKE if isinstance(line, UserError) else 1)
         if (status := _status_told(1)) is not None:
             process.leave(status)  # this rank's collectives broke because the first one has left
         atexit.register(process.leave, 1)  # once the traceback is out
@@ -346,7 +346,8 @@ def _lost_a_rank(error: Exception) -> str | None:
     return f"rank {rank()} {what} another rank"
 
 
-def _tell(line: str, status: int) -> NoReturn:
+def tell(line: str, status: int) -> NoReturn:
+    """Print an error's `line`, unless another rank has told of one, and exit with that `status`."""
     told = _status_told(status)
     if told is None:
         print(f"error: {line}", file=sys.stderr, flush=True)

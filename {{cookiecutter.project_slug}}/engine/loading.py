@@ -114,15 +114,7 @@ class KeyedDataset(Dataset):
         seeding.seed(self.seed, epoch, index)
         try:
             sample = self.dataset[index]
-            label = sample[1]
-            is_class = isinstance(label, int | np.integer) or (
-                isinstance(label, Tensor) and not label.ndim and not label.is_floating_point()
-            )
-            if is_class and not 0 <= label < self.classes:
-                raise UserError(
-                    f"{self.name(index)}: label {label}, but the classes are 0 to "
-                    f"{self.classes - 1}; correct it, or return a float if it is no class"
-                )
+            self.check_label(index, sample[1])
             return sample
         except UserError:
             raise
@@ -139,15 +131,27 @@ class KeyedDataset(Dataset):
     def __getitems__(self, keys: Sequence[tuple[int, int]]) -> list[Any]:
         """Return the samples of a batch; DataLoader calls it."""
         samples = [self[key] for key in keys]
+        if self.is_any_size:
+            return samples
         shapes = [[part.shape for part in s if isinstance(part, Tensor)] for s in samples]
         odd = next((i for i, each in enumerate(shapes) if each != shapes[0]), None)
-        if odd is not None and not self.is_any_size:
+        if odd is not None:
             first, other = (" and ".join(str(tuple(x)) for x in shapes[i]) for i in (0, odd))
             raise UserError(
                 f"{self.name(keys[odd][1])}: {other} after {first} of {self.name(keys[0][1])}; "
                 "train_transform in dataset.py has to give all pictures of a batch one size"
             )
         return samples
+
+    def check_label(self, index: int, label: Any) -> None:
+        is_class = isinstance(label, int | np.integer) or (
+            isinstance(label, Tensor) and not label.ndim and not label.is_floating_point()
+        )
+        if is_class and not 0 <= label < self.classes:
+            raise UserError(
+                f"{self.name(index)}: label {label}, but the classes are 0 to "
+                f"{self.classes - 1}; correct it, or return a float if it is no class"
+            )
 
     def note(self, sample: int) -> None:
         if worker := get_worker_info():

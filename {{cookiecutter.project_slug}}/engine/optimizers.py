@@ -74,20 +74,7 @@ def restore(
     scheduler = parts["scheduler"]
     by_flags: dict[str, dict] = {}
     if type(scheduler) is LambdaLR:
-        base_lrs = scheduler.base_lrs
-        lrs = [lr * f(schedule_step) for lr, f in zip(base_lrs, scheduler.lr_lambdas, strict=True)]
-        groups = parts["optimizer"].state_dict()["param_groups"]
-        by_flags = {
-            "optimizer": {
-                "param_groups": [{**g, "lr": lr} for g, lr in zip(groups, lrs, strict=True)]
-            },
-            "scheduler": {
-                "base_lrs": base_lrs,
-                "last_epoch": schedule_step,
-                "lr_lambdas": [None] * len(lrs),
-                "_last_lr": lrs,
-            },
-        }
+        by_flags = _settings(parts["optimizer"], scheduler, schedule_step)
     else:
         total = state["scheduler"].get("total_steps")  # of a OneCycleLR
         if total and total < last_step:
@@ -112,6 +99,24 @@ def restore(
             distributed.say(f"{state['path']} has no {name}: it begins anew")
         if isinstance(part, Optimizer):
             _match_strides(part)
+
+
+def _settings(optimizer: Optimizer, scheduler: LambdaLR, step: int) -> dict[str, dict]:
+    """Return what the flags say of both at that step of the schedule, in place of saved entries."""
+    factors = [factor(step) for factor in scheduler.lr_lambdas]
+    lrs = [lr * factor for lr, factor in zip(scheduler.base_lrs, factors, strict=True)]
+    groups = optimizer.state_dict()["param_groups"]
+    return {
+        "optimizer": {
+            "param_groups": [{**group, "lr": lr} for group, lr in zip(groups, lrs, strict=True)]
+        },
+        "scheduler": {
+            "base_lrs": scheduler.base_lrs,
+            "last_epoch": step,
+            "lr_lambdas": [None] * len(lrs),
+            "_last_lr": lrs,
+        },
+    }
 
 
 def _match_strides(optimizer: Optimizer) -> None:

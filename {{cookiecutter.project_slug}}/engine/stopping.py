@@ -102,7 +102,7 @@ class Watch:
                 silent = [key[5:] for key in answers if not self.store.check([key])]
                 what = f"rank {', '.join(silent)} to answer" if silent else "this step or save"
                 process.drop_unread()
-                distributed._tell(f"waited {limit:g} s for {what}: not saved", self.status)
+                distributed.tell(f"waited {limit:g} s for {what}: not saved", self.status)
         elif self.store.check(["stop"]):
             with self.lock:  # the main thread begins no step meanwhile
                 self.store.set(f"stop/{distributed.rank()}", str(self.step))
