@@ -121,7 +121,7 @@ def decode(path: str, target: Any) -> tuple[int, int]:
 def reference(read: Callable[..., tuple], data: Path, reads: int) -> DataLoader:
     """A peer's loader: of the same samples, each read by `read`."""
     from dataset import find_samples
-    from engine import distributed
+    from engine.ranks import distributed
 
     distributed.setup()
     found = find_samples(data)[0]
@@ -140,7 +140,8 @@ def ours(side: int, data: Path, reads: int, turbo: bool = False) -> DataLoader:
     """The project's own loader, of `data` as it lies or prepared."""
     import main
     from dataset import build_dataset
-    from engine import distributed, loading, turbojpeg
+    from engine.data import loading, turbojpeg
+    from engine.ranks import distributed
 
     if not turbo:
         turbojpeg.library = lambda: None
@@ -158,7 +159,7 @@ def picks(samples: Any, reads: int) -> range:
 
 def measure(build: Callable[[], DataLoader], reads: int, normalize: bool = False) -> float:
     """Return CPU seconds per picture of the loader that `build` returns."""
-    from engine import loading
+    from engine.data import loading
 
     torch.set_num_threads(1)
     loader = build()
@@ -190,7 +191,7 @@ def main() -> None:
     flags = parser.parse_args()
     with common.generated(flags.task) as folder:
         import dataset
-        from engine import turbojpeg
+        from engine.data import turbojpeg
 
         side = flags.side = flags.side or dataset.IMAGE_SIZE
         reads = flags.reads = flags.reads or READS[flags.task]

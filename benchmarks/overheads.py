@@ -36,8 +36,10 @@ DEFAULTS = {
 
 def compare(flags: Namespace, folder: Path) -> dict[str, list[float]]:
     import main as project
-    from engine import distributed, loading, machine, replicas, reporting, seeding
-    from engine.run import Run
+    from engine.data import loading, seeding
+    from engine.ranks import distributed, replicas
+    from engine.run import machine, reporting
+    from engine.run.progress import Run
     from model import build_criterion, build_model
 
     own = ["--data", str(folder), "--output-dir", str(folder / "run"), "--workers", "0"]

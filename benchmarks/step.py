@@ -74,7 +74,8 @@ class Bench:
     """What the loops share. Each gets a network and an optimizer of its own."""
 
     def __init__(self, args: Namespace, device: torch.device) -> None:
-        from engine import loading, machine
+        from engine.data import loading
+        from engine.run import machine
         from model import build_criterion
 
         self.args = args
@@ -108,9 +109,9 @@ class Bench:
 
     def ours(self) -> Callable[[Feed], Any]:
         import main
-        from engine import replicas
-        from engine.reporting import Reporter
-        from engine.run import Run
+        from engine.ranks import replicas
+        from engine.run.progress import Run
+        from engine.run.reporting import Reporter
 
         model = self.network()
         ddp_model = replicas.wrap(model, self.device)
@@ -242,7 +243,8 @@ def main() -> None:
 
 def compare(flags: Namespace, folder: Path) -> dict[str, list[float]]:
     import main as project
-    from engine import distributed, machine
+    from engine.ranks import distributed
+    from engine.run import machine
 
     own = ["--data", str(folder), "--output-dir", str(folder / "run")]
     args = project.parse_args([*own, *flags.flags.split()])

@@ -165,7 +165,7 @@ import sys
 from argparse import Namespace
 from pathlib import Path
 from dataset import build_dataset
-from engine import distributed
+from engine.ranks import distributed
 distributed.setup()
 train, val, classes = build_dataset(Namespace(data=Path(sys.argv[1]), image_size=64))
 print(len(train), len(val), *classes)

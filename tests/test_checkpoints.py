@@ -13,7 +13,8 @@ from test_runs import SAME_FOR_BOTH, flags
 SAVE = """
 import sys, torch
 from pathlib import Path
-from engine import checkpoint, distributed
+from engine.ranks import distributed
+from engine.run import checkpoint
 def save(folder, epoch, keep=2, is_best=False):
     state = {**dict.fromkeys(checkpoint.KEYS, 0), "model": {"w": torch.full((999,), epoch)}}
     state["epoch"] = epoch
@@ -200,8 +201,9 @@ import argparse, sys
 from pathlib import Path
 import torch
 from torch.optim.swa_utils import AveragedModel
-from engine import checkpoint, distributed
-from engine.run import Run
+from engine.ranks import distributed
+from engine.run import checkpoint
+from engine.run.progress import Run
 distributed.setup()
 args = argparse.Namespace(batch_size=1, accumulate=1, save_every=0, keep=2, seed=0, epochs=1)
 args.output_dir = Path(sys.argv[1])

@@ -287,7 +287,7 @@ def test_without_a_debugger_nothing_of_it_is_there(
     code = """
 import runpy, sys, threading
 sys.argv[0] = "main.py"
-from engine import distributed
+from engine.ranks import distributed
 distributed.teardown = lambda: None
 runpy.run_path("main.py", run_name="__main__")
 import torch.distributed as dist

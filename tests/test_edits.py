@@ -195,7 +195,7 @@ def test_a_path_under_max_restarts(project: Project, trained: Path, tmp_path: Pa
     code = """
 import os, sys
 from pathlib import Path
-from engine import checkpoint
+from engine.run import checkpoint
 folder, path = Path(sys.argv[1]), sys.argv[2]
 os.environ["LAUNCH_ID"] = "1"
 checkpoint.begin(folder)

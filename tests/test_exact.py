@@ -16,7 +16,8 @@ import argparse, json, random, sys, zlib
 from pathlib import Path
 import numpy as np, torch
 import dataset
-from engine import distributed, loading, seeding
+from engine.data import loading, seeding
+from engine.ranks import distributed
 
 distributed.setup()
 args = argparse.Namespace(data=Path(sys.argv[1]), image_size=32, seed=3, dist_timeout=60)
@@ -77,7 +78,9 @@ def test_workers_do_not_change_what_is_learnt(project: Project, data: Path, tmp_
 
 @SAME_FOR_BOTH
 def test_seeds_of_different_lengths_differ(project: Project) -> None:
-    code = "from engine.seeding import number as n; print(n(1, 2), n(1, 2), n(1, 2, 0), n(2, 1))"
+    code = (
+        "from engine.data.seeding import number as n; print(n(1, 2), n(1, 2), n(1, 2, 0), n(2, 1))"
+    )
     same, again, longer, turned = project.python(code).split()
     assert same == again
     assert len({same, longer, turned}) == 3
@@ -91,7 +94,7 @@ ranks = int(ranks)
 
 def killed_after(step, more=lambda: None):
     def patch():
-        from engine.run import Run
+        from engine.run.progress import Run
         more()
         end_step = Run.end_step
         def patched(self):
@@ -116,7 +119,7 @@ def test_resume_at_any_step(project: Project, data: Path, tmp_path: Path) -> Non
     """Before the first checkpoint, in a save's step, before evaluation, in the next epoch."""
     code = """
 def unkeyed():
-    from engine import seeding
+    from engine.data import seeding
     numbers = iter(range(10**6))
     key = seeding.number
     seeding.number = lambda *_: key(next(numbers))
@@ -142,7 +145,7 @@ def test_resume_of_three_ranks(project: Project, data: Path, tmp_path: Path) -> 
     """DDP sums in another order in a process's first step; not, if that was a throw-away pass."""
     code = """
 def unsettled():
-    from engine import replicas
+    from engine.ranks import replicas
     replicas._settle_buckets = lambda *_: None
 each = ("--save-every", 1)
 print(result("whole"), result("stop", *each, stop=2))
@@ -164,8 +167,8 @@ flags = ["--data", data, "--output-dir", f"{folder}/run", *words, "--save-every"
 assert run(2, *flags, "--batch-size", 4, patch=killed_after(8)) == [-9, -9]
 passes = []
 def whole_steps():
-    from engine import replicas
-    from engine.run import Run
+    from engine.ranks import replicas
+    from engine.run.progress import Run
     wrap, end_step = replicas.wrap, Run.end_step
     def counting(model, device):
         ddp_model = wrap(model, device)
@@ -194,7 +197,8 @@ from pathlib import Path
 import torch
 from torch.utils.data import Subset
 import dataset, main, model
-from engine import distributed, loading, seeding
+from engine.data import loading, seeding
+from engine.ranks import distributed
 
 args = main.parse_args(["--data", sys.argv[1], "--batch-size", "2", "--workers", "0"])
 args.image_size = 32
@@ -245,7 +249,8 @@ def test_deterministic_metrics_take_no_more_memory(project: Project) -> None:
     """For what is told to be deterministic torchmetrics takes pixels x classes squared: 0.9 GB."""
     code = """
 import main, model, torch
-from engine import distributed, seeding
+from engine.data import seeding
+from engine.ranks import distributed
 
 def peak():
     with open("/proc/self/status") as file:

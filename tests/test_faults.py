@@ -147,7 +147,7 @@ def test_a_launcher_gives_up(project: Project) -> None:
     code = """
 import os, signal, subprocess, time
 from types import SimpleNamespace
-from engine import torchrun
+from engine.ranks import launcher
 torchrun.LIMIT = 1
 signals = torchrun.Signals()
 signals.start_ranks = lambda ranks: None
@@ -268,7 +268,7 @@ def test_which_rank_counts(project: Project) -> None:
     """A crash before those that it draws with it; but a mistake before what nccl makes of it."""
     code = """
 from types import SimpleNamespace as Fake
-from engine.torchrun import root_cause
+from engine.ranks.launcher import root_cause
 for statuses in ((2, -6), (1, -6), (1, -15), (1, 2)):
     failures = {i: Fake(exitcode=status, timestamp=i) for i, status in enumerate(statuses)}
     error = Fake(failures=failures, get_first_failure=lambda: (0, failures[0]))
@@ -286,7 +286,7 @@ base = ["--data", data, *words]
 def after_step(step, act, rank=None, before=False):
     '''Have the ranks (or one) call `act` when they have taken `step` steps, once.'''
     def patch():
-        from engine.run import Run
+        from engine.run.progress import Run
         end_step = Run.end_step
         def patched(self):
             is_here = rank in (None, int(os.environ["RANK"]))
@@ -347,7 +347,7 @@ def one_rank():
     model.build_criterion = bad
 train("one", "--epochs", 1, patch=one_rank)
 def weights():
-    from engine.run import Run
+    from engine.run.progress import Run
     save = Run.save
     def patched(self, is_best=False):
         with torch.no_grad():
@@ -451,7 +451,7 @@ print(json.dumps([wait(pids, 30), time.monotonic() - began]))
 def test_a_rank_that_does_not_answer(fault: Callable) -> None:
     """Held by SIGSTOP, of which the launcher does not know: nothing can be saved."""
     code = """
-from engine import stopping
+from engine.ranks import stopping
 stopping.ANSWER = 2
 stop = after_step(3, lambda: os.kill(os.getpid(), signal.SIGSTOP), rank=1)
 pids = start(2, *base, "--output-dir", f"{folder}/out", patch=stop, output=f"{folder}/said")
@@ -476,7 +476,7 @@ def test_signals_after_training(fault: Callable) -> None:
     code = """
 def at_the_end(seconds):
     def patch():
-        from engine.reporting import Reporter
+        from engine.run.reporting import Reporter
         def finish(self, *_):
             os.kill(os.getpid(), signal.SIGTERM)
             time.sleep(seconds)
@@ -494,7 +494,7 @@ def test_a_collective_on_one_rank_only(fault: Callable) -> None:
     """gloo aborts: the stack tells where."""
     code = """
 import torch
-from engine import distributed
+from engine.ranks import distributed
 train("one", patch=after_step(3, lambda: distributed.reduce_tensor(torch.ones(7)), rank=0))
 """
     ((statuses, _, err),) = fault(code)
@@ -512,7 +512,7 @@ def bug():
 train("raises", patch=after_step(3, bug, rank=1))
 train("leaves", patch=after_step(3, lambda: os._exit(0), rank=1))
 def mistake():
-    raise distributed.UserError("a mistake")
+    raise UserError("a mistake")
 def unnoticed(act):  # as with nccl, where a collective does not raise when a rank has gone
     def patch():
         after_step(3, lambda: time.sleep(600), rank=0)()
@@ -526,7 +526,7 @@ def mistake_at_rank_0():  # where the store is, which another node reads
     after_step(3, lambda: time.sleep(600), rank=1)()
 train("mistake on another node", patch=mistake_at_rank_0)
 """
-    raises, leaves, *unnoticed = fault("from engine import distributed\n" + code)
+    raises, leaves, *unnoticed = fault("from engine.ranks import distributed\n" + code)
     for (statuses, _, err), status, last in zip(
         unnoticed,
         (1, 2, 2),
@@ -562,7 +562,7 @@ train("dies", patch=at("train/dots/0002.jpg", lambda: os.kill(os.getpid(), 9)))
 train("hangs", "--dist-timeout", 4, patch=at("val/dots/0002.jpg", lambda: time.sleep(600)))
 def in_a_save():
     import multiprocessing
-    from engine import checkpoint
+    from engine.run import checkpoint
     write = checkpoint.write
     def patched(*args):
         os.kill(multiprocessing.active_children()[0].pid, 9)
@@ -588,14 +588,15 @@ train("dies in a save", "--save-every", 1, patch=in_a_save)
 def test_signals_at_awkward_moments(fault: Callable) -> None:
     """In evaluation and in a save: saved, and alike afterwards."""
     code = """
-from engine import checkpoint, loading
+from engine.data import loading
+from engine.run import checkpoint
 whole = ("--epochs", 2, "--save-every", 3)
 train("whole", *whole)
 def ask(rank):
     if int(os.environ["RANK"]) == rank:
         os.kill(os.getpid(), signal.SIGUSR1)
 def in_evaluation():
-    from engine.run import Run
+    from engine.run.progress import Run
     mean_loss, collate = Run.mean_loss, loading.collate_by_size
     def slow(samples):
         time.sleep(0.5)

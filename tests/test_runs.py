@@ -51,7 +51,7 @@ def test_three_ranks_end_with_the_same_weights(
 ) -> None:
     script = project.folder / "keep_weights.py"
     script.write_text(KEEP_WEIGHTS)
-    launcher = [sys.executable, project.folder / "engine/torchrun.py", "--standalone"]
+    launcher = [sys.executable, project.folder / "engine/ranks/launcher.py", "--standalone"]
     # 53 pictures are two global batches of 24 and a rest, which is left out.
     more = flags(data, tmp_path, "--accumulate", 2, "--epochs", 2)
     done = run([*launcher, "--nproc-per-node", 3, script, tmp_path, *more]).ok()
@@ -173,7 +173,7 @@ class TestLaunchers:
         process.kill()
         assert not finish(process, mark).left
         code = """
-from engine import distributed
+from engine.ranks import distributed
 with distributed.one_line_errors():
     distributed.wait_for_name("localhost")
     distributed.wait_for_name("nowhere.invalid", seconds=1)
@@ -230,7 +230,7 @@ with distributed.one_line_errors():
     def test_more_ranks_than_gpus(self, project: Project) -> None:
         """The check alone, on a machine that claims two GPUs."""
         code = (
-            "import os, torch; from engine import distributed as d\n"
+            "import os, torch; from engine.ranks import distributed as d\n"
             "torch.cuda.is_available = lambda: True; torch.cuda.device_count = lambda: 2\n"
             "os.environ.update(LOCAL_RANK='0', LOCAL_WORLD_SIZE='3')\n"
             "try: print(d._pick_device(False))\nexcept d.UserError as error: print(error)"
@@ -306,7 +306,7 @@ from pathlib import Path
 import dataset, model as task
 state = torch.load(sys.argv[1], weights_only=True)
 args = argparse.Namespace(**state["args"]); args.data = Path(sys.argv[2])
-from engine import distributed; distributed.setup()
+from engine.ranks import distributed; distributed.setup()
 _, val, classes = dataset.build_dataset(args)
 net = task.build_model(args, classes); net.load_state_dict(state["model"]); net.eval()
 mean = torch.tensor([0.485, 0.456, 0.406]).view(3, 1, 1)
@@ -566,7 +566,7 @@ def test_loader_workers_end_with_their_rank(project: Project, tmp_path: Path) ->
     script.write_text("""
 import multiprocessing, os, sys, time
 sys.path.insert(0, os.getcwd())
-from engine import process
+from engine.ranks import process
 
 def work(number, ready):
     process.start_worker(False, number)
@@ -625,7 +625,7 @@ def test_no_validation_folder(project: Project, own_data: Path, tmp_path: Path) 
     shutil.rmtree(own_data / "val")
     code = """
 import argparse, sys; from pathlib import Path; import dataset
-from engine import distributed; distributed.setup()
+from engine.ranks import distributed; distributed.setup()
 train, val, _ = dataset.build_dataset(argparse.Namespace(data=Path(sys.argv[1]), image_size=64))
 name = lambda s: Path(s[0]).relative_to(sys.argv[1]).as_posix()
 print(*(",".join(map(name, part.samples)) for part in (train, val)), sep="\\n")
@@ -684,7 +684,7 @@ def test_predict_bad_input(project: Project, data: Path, trained: Path, tmp_path
 # Runs predict.py until its second batch, and then no further.
 KILLED = """
 import os, runpy, signal
-from engine import loading
+from engine.data import loading
 normalize, batches = loading.normalize, []
 def last(images):
     batches.append(images)
@@ -775,5 +775,5 @@ def test_pictures_of_every_kind(project: Project, trained: Path, tmp_path: Path)
             **{Path(name).stem: (96, 40) for name in kinds},
             "turned": (40, 96),
         }
-    code = "import sys, engine.pictures as p; print(p.read_image(sys.argv[1]).getextrema())"
+    code = "import sys, engine.data.images as p; print(p.read_image(sys.argv[1]).getextrema())"
     assert project.python(code, tmp_path / "deep.png").startswith("((0, 254)")

@@ -20,7 +20,7 @@ from test_runs import SAME_FOR_BOTH, flags
 DECODE = """
 import json, sys, torch
 from torchvision.transforms.v2 import functional as F
-from engine import pictures, turbojpeg
+from engine.data import images, turbojpeg
 
 BOXES = (  # with the size of the result: whole; a part as it is; shrunk by less and more than 2
     (None, None), ((13, 7, 101, 93), None), ((33, 51, 177, 123), (100, 90)),
@@ -30,13 +30,13 @@ BOXES = (  # with the size of the result: whole; a part as it is; shrunk by less
 
 def read(path, library):
     kept, turbojpeg.library = turbojpeg.library, library
-    picture = pictures.open_picture(path)
+    picture = images.open_picture(path)
     found = [picture.read(*box) for box in BOXES]
     turbojpeg.library = kept
     return picture, found
 
 def compare(path):
-    whole = F.pil_to_tensor(pictures.read_image(path))
+    whole = F.pil_to_tensor(images.read_image(path))
     picture, plain = read(path, lambda: None)
     _, best = read(path, turbojpeg.library)
     assert (picture.height, picture.width) == whole.shape[1:]
@@ -145,12 +145,12 @@ def test_broken_pictures_are_found(
     data = whole.read_bytes()
     code = """
 import sys
-from engine import pictures, turbojpeg
-from engine.distributed import UserError
+from engine.data import images, turbojpeg
+from engine.errors import UserError
 assert turbojpeg.library()
 for path in sys.argv[1:]:
     try:
-        pictures.open_picture(path).read((0, 0, 50, 50))
+        images.open_picture(path).read((0, 0, 50, 50))
         print("read")
     except UserError as error:
         print(error)
@@ -174,8 +174,8 @@ source, store, *flags = sys.argv[1:]
 def prepare(last=None):
     if not (pid := os.fork()):
         import prepare_data
-        from engine import prepared
-        from engine.distributed import one_line_errors
+        from engine.data import prepared
+        from engine.ranks.distributed import one_line_errors
         prepared.SECONDS_BETWEEN_SYNCS = 0
         tqdm = prepared.tqdm
         def samples(loader, **options):
@@ -244,7 +244,7 @@ for picture in train.prepared[3]:
     picture.read().zero_()
     assert before.any() and (picture.read() == before).all()
 """
-    project.python("from engine import distributed; distributed.setup()\n" + code, store)
+    project.python("from engine.ranks import distributed; distributed.setup()\n" + code, store)
 
     results = json.loads(project.alone(*flags(store, out, "--eval-only")).ok().out)
     assert results["val_loss"] == pytest.approx(float(rows(out)[-1]["val_loss"]))
@@ -314,11 +314,12 @@ def test_prepared_data_that_does_not_fit(
 import sys
 from types import SimpleNamespace
 import prepare_data
-from engine import distributed, prepared
+from engine.data import prepared
+from engine.ranks import distributed
 prepared.shutil.disk_usage = lambda _: SimpleNamespace(free=10**5)
 try:
     prepare_data.main(sys.argv[1:])
-except distributed.UserError as error:
+except UserError as error:
     print(error)
 """
     out = project.python(code, *words[:2], "--output", tmp_path / "large", "--workers", 0)
@@ -388,7 +389,7 @@ def test_normalised_as_ever(project: Project) -> None:
     code = """
 import torch
 from torchvision.transforms.v2 import functional as F
-from engine import loading
+from engine.data import loading
 generator = torch.Generator().manual_seed(0)
 images = torch.randint(0, 256, (4, 20, 30, 3), dtype=torch.uint8, generator=generator)
 samples = [(image.movedim(-1, 0), number) for number, image in enumerate(images)]
@@ -411,7 +412,7 @@ from forked import *
 data, folder = sys.argv[1:]
 
 def profiled():
-    from engine.run import Run
+    from engine.run.progress import Run
     end_step = Run.end_step
     profile = torch.profiler.profile()
     def patched(self):
@@ -513,7 +514,7 @@ def test_resume_in_another_memory_format(project: Project) -> None:
     """A fused optimizer takes the order in memory for granted; moments of another are put right."""
     code = """
 import torch
-from engine import optimizers
+from engine.run import optimizers
 weight, mean, square, grad = (torch.rand(4, 3, 3, 3) for _ in range(4))
 ends = []
 for fused in (True, False):
@@ -579,7 +580,7 @@ def test_compiled(project: Project, data: Path, tmp_path: Path) -> None:
 MACHINE = """
 import json, os, sys
 from pathlib import Path
-from engine import machine
+from engine.run import machine
 read_text = Path.read_text
 found = []
 for group, files in json.loads(sys.argv[1]):

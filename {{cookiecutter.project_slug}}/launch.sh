@@ -97,4 +97,4 @@ export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} # as torchrun, which would warn; ma
 if [[ ${NODE_RANK:-0} == 0 ]]; then
     (echo "starting $((NPROC * NNODES)) rank(s) ...") 2>/dev/null || true # perhaps nobody reads it
 fi
-exec "$python" "$here/engine/torchrun.py" "${where[@]}" --nproc-per-node "$NPROC" "$here/main.py" "$@"
+exec "$python" "$here/engine/ranks/launcher.py" "${where[@]}" --nproc-per-node "$NPROC" "$here/main.py" "$@"

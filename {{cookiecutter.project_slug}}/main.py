@@ -22,7 +22,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from engine import process
+from engine.ranks import process
 
 if __name__ == "__main__":  # before torch, whose import takes seconds
     process.begin()
@@ -38,10 +38,13 @@ from torchmetrics import MetricCollection
 
 import demo_set
 from dataset import IMAGE_SIZE, build_dataset, draw_example
-from engine import checkpoint, debug, distributed, loading, machine, replicas, seeding, stopping
-from engine.metrics import compute, logits
-from engine.reporting import Reporter
-from engine.run import Run
+from engine.data import loading, seeding
+from engine.errors import UserError
+from engine.ranks import debugging, distributed, replicas, stopping
+from engine.run import checkpoint, machine
+from engine.run.metrics import compute, logits
+from engine.run.progress import Run
+from engine.run.reporting import Reporter
 from model import (
     BEST,
     NETWORK_FLAGS,
@@ -58,7 +61,7 @@ class Parser(argparse.ArgumentParser):
     """argparse whose mistakes are told once, not by each rank; @file takes lines with # remarks."""
 
     def error(self, message: str) -> Any:
-        raise distributed.UserError(f"{message} (main.py --help lists the flags)")
+        raise UserError(f"{message} (main.py --help lists the flags)")
 
     def convert_arg_line_to_args(self, line: str) -> list[str]:
         return shlex.split(line, comments=True)
@@ -176,14 +179,14 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add(
         "--debug-rank",
         metavar="R[,R...]",
-        type=debug.ranks,
+        type=debugging.ranks,
         default=[],
         help="ranks that wait for a debugger, at --debug-port + R",
     )
     add(
         "--debug-port",
         metavar="[HOST:]PORT",
-        type=debug.address,
+        type=debugging.address,
         default=("127.0.0.1", 5678),
         help="default: 5678 on loopback",
     )
@@ -310,7 +313,7 @@ def evaluate(
     if asked:
         stopping.stop()
     if not total_count:
-        raise distributed.UserError("the validation set has no label to compare with: all is void")
+        raise UserError("the validation set has no label to compare with: all is void")
     return {"val_loss": total_loss / total_count, **compute(metrics)}
 
 
@@ -396,7 +399,7 @@ def evaluate_checkpoint(args: argparse.Namespace, device: torch.device) -> None:
 def main(argv: Sequence[str] | None = None) -> None:
     args = parse_args(argv)
     device = distributed.setup(args.local_rank, args.dist_timeout, bool(args.debug_rank))
-    debug.wait_for_debugger(args.debug_rank, args.debug_port)
+    debugging.wait_for_debugger(args.debug_rank, args.debug_port)
     seeding.seed(args.seed)
     if args.deterministic:
         seeding.be_deterministic()

@@ -11,14 +11,17 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from engine import process
+from engine.ranks import process
 
 if __name__ == "__main__":  # before torch, whose import takes seconds
     process.begin()
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # leave GPUs to those who need one
 
 from dataset import IMAGE_SIZE, SHORT_SIDE, build_dataset
-from engine import distributed, loading, machine, prepared
+from engine.data import loading, prepared
+from engine.errors import UserError
+from engine.ranks import distributed
+from engine.run import machine
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -38,14 +41,14 @@ def main(argv: Sequence[str] | None = None) -> None:
         args.workers = machine.cpus()
     args.image_size = IMAGE_SIZE
     if min(args.workers, args.short_side) < 0:
-        raise distributed.UserError("--workers and --short-side: 0 or more")
+        raise UserError("--workers and --short-side: 0 or more")
     distributed.setup()
     if prepared.is_store(args.data):
-        raise distributed.UserError(f"--data {args.data}: prepared already; give it to main.py")
+        raise UserError(f"--data {args.data}: prepared already; give it to main.py")
     args.data = args.data.resolve()  # the paths of its files are those that training will find
     places = (args.data / name for name in ("train", "val"))
     if any(map(args.output.resolve().is_relative_to, places)):
-        raise distributed.UserError(
+        raise UserError(
             f"{args.output}: among the pictures of {args.data}; name a folder elsewhere"
         )
     train, val, classes = build_dataset(args)

@@ -15,7 +15,8 @@ import demo_set
 import main
 import model
 from dataset import build_dataset
-from engine import distributed, loading
+from engine.data import loading
+from engine.ranks import distributed
 
 ROOT = Path(__file__).resolve().parent.parent
 # 37 pictures fill no batch evenly, 11 come out evenly on no number of ranks.

@@ -12,10 +12,11 @@ from torch.utils.data import Dataset
 from torchvision.transforms import RandomResizedCrop
 from torchvision.transforms.v2 import functional as F
 
-from engine import distributed, pictures, prepared
-from engine.batches import Packed
-from engine.distributed import UserError
-from engine.pictures import Picture, open_picture
+from engine.data import images, prepared
+from engine.data.batches import Packed
+from engine.data.images import Picture, open_picture
+from engine.errors import UserError
+from engine.ranks import distributed
 
 IMAGE_SIZE = 224  # pixels; what the network sees, unless --image-size says otherwise
 SHORT_SIDE = 256  # pixels; of what prepare_data.py stores, unless --short-side says otherwise
@@ -99,11 +100,11 @@ def find_samples(root: Path) -> tuple[list[tuple[str, int]], list[tuple[str, int
             f"{root / where}: class folder {odd[0]} is missing; train and val need the same"
         )
     for label, name in enumerate(classes):
-        train_paths = pictures.list_images(root / "train" / name)
+        train_paths = images.list_images(root / "train" / name)
         if has_val:
-            val_paths = pictures.list_images(root / "val" / name)
+            val_paths = images.list_images(root / "val" / name)
         else:
-            train_paths, val_paths = pictures.split(train_paths, root)
+            train_paths, val_paths = images.split(train_paths, root)
         train += [(path, label) for path in train_paths]
         val += [(path, label) for path in val_paths]
     if not has_val:
@@ -117,7 +118,7 @@ def class_folders(folder: Path) -> list[str]:
     """Return the names of the folders in `folder`, sorted: the position is the class number."""
     if not folder.is_dir():
         raise UserError(f"{folder}: no such folder; README.md describes the expected folders")
-    _, names, _ = next(pictures.walk(folder))
+    _, names, _ = next(images.walk(folder))
     if odd := [name for name in names if name.encode("utf-8", "ignore").decode() != name]:
         raise UserError(f"{folder / odd[0]}: the name of a class is not UTF-8; rename the folder")
     return names

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from torchmetrics import Metric, MetricCollection
 from torchmetrics.classification import MulticlassAccuracy
 
-from engine import pretrained
-from engine.distributed import UserError
+from engine.errors import UserError
+from engine.run import pretrained
 
 BEST = "top1"  # the metric, higher is better, that decides which weights are kept as best.pt
 NETWORK_FLAGS = ("arch",)  # what has to be equal for a checkpoint to fit

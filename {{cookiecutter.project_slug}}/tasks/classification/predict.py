@@ -10,7 +10,7 @@ import functools
 from collections.abc import Sequence
 from pathlib import Path
 
-from engine import process
+from engine.ranks import process
 
 if __name__ == "__main__":  # before torch, whose import takes seconds
     process.begin()
@@ -19,8 +19,10 @@ import torch
 
 import model as task
 from dataset import ImageDataset, eval_transform
-from engine import checkpoint, distributed, files, loading, pictures
-from engine.predicting import Readable
+from engine.data import images, loading
+from engine.ranks import distributed
+from engine.run import checkpoint, files
+from engine.run.predicting import Readable
 
 ROOT = Path(__file__).resolve().parent
 
@@ -36,20 +38,20 @@ def main(argv: Sequence[str] | None = None) -> None:
     model, classes, flags = checkpoint.load_model(
         args.checkpoint, task.build_model, task.add_arguments, device
     )
-    paths = [path for path, _ in pictures.collect(args.inputs)]
+    paths = [path for path, _ in images.collect(args.inputs)]
     transform = functools.partial(eval_transform, size=flags.image_size)
     dataset = ImageDataset([(path, -1) for path in paths], transform)
-    images = Readable(dataset, batch_size=32)
+    batches = Readable(dataset, batch_size=32)
     table = args.output / "predictions.csv"
     with files.table(table, ("file", "class", "probability")) as write:
-        for indices, (batch, _) in images:
+        for indices, (batch, _) in batches:
             with torch.inference_mode():
                 outputs = model(loading.normalize(batch.to(device)))
             best = torch.softmax(outputs, dim=1).max(dim=1)
             results = zip(indices, best.values.tolist(), best.indices.tolist(), strict=True)
             for index, probability, label in results:
                 write((paths[index], classes[label], f"{probability:.4f}"))
-    images.finish(table)
+    batches.finish(table)
 
 
 if __name__ == "__main__":

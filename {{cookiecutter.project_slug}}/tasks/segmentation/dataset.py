@@ -12,10 +12,11 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from engine import distributed, pictures, prepared
-from engine.batches import Packed
-from engine.distributed import UserError
-from engine.pictures import Picture, open_picture
+from engine.data import images, prepared
+from engine.data.batches import Packed
+from engine.data.images import Picture, open_picture
+from engine.errors import UserError
+from engine.ranks import distributed
 
 IMAGE_SIZE = 512  # pixels; side of the training crops, unless --image-size says otherwise
 SHORT_SIDE = 0  # pixels; of what prepare_data.py stores; 0: as large as they are
@@ -127,7 +128,7 @@ def find_samples(root: Path) -> tuple[list[tuple[str, str]], list[tuple[str, str
         val = find_pairs(root / "val")
     else:
         mask_of = dict(train)
-        parts = pictures.split(list(mask_of), root)
+        parts = images.split(list(mask_of), root)
         train, val = ([(path, mask_of[path]) for path in part] for part in parts)
         distributed.say(f"no {root / 'val'}: {len(val)} of {len(mask_of)} pictures validate")
     return train, val, read_classes(root / "classes.txt")
@@ -136,7 +137,7 @@ def find_samples(root: Path) -> tuple[list[tuple[str, str]], list[tuple[str, str
 def find_pairs(folder: Path) -> list[tuple[str, str]]:
     """Return (picture, mask) for each picture in `folder`/images and mask in `folder`/masks."""
     images, masks = (
-        pictures.by_name(pictures.collect([folder / kind])) for kind in ("images", "masks")
+        images.by_name(images.collect([folder / kind])) for kind in ("images", "masks")
     )
     if odd := sorted(images.keys() ^ masks.keys()):
         path = images.get(odd[0]) or masks[odd[0]]
@@ -198,7 +199,7 @@ def check_masks(train: SegmentationDataset, root: Path) -> None:
 
 def read_mask(path: str, num_classes: int) -> np.ndarray:
     """Return the mask at `path`, uint8 (H, W): class numbers below `num_classes`, or VOID."""
-    mask = np.array(pictures.read_image(path, mode=None))  # a palette's numbers, not its colours
+    mask = np.array(images.read_image(path, mode=None))  # a palette's numbers, not its colours
     if mask.ndim != 2:
         raise UserError(
             f"{path}: a mask with {mask.shape[2]} channels; it has to hold class numbers"

@@ -11,8 +11,9 @@ from torchmetrics import ClasswiseWrapper, MetricCollection
 from torchmetrics.classification import MulticlassJaccardIndex
 
 from dataset import VOID
-from engine import distributed, pretrained
-from engine.distributed import UserError
+from engine.errors import UserError
+from engine.ranks import distributed
+from engine.run import pretrained
 
 BEST = "miou"  # the metric, higher is better, that decides which weights are kept as best.pt
 NETWORK_FLAGS = ("arch", "encoder")  # what has to be equal for a checkpoint to fit

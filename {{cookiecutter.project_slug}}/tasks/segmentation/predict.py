@@ -10,7 +10,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from engine import process
+from engine.ranks import process
 
 if __name__ == "__main__":  # before torch, whose import takes seconds
     process.begin()
@@ -23,8 +23,10 @@ from torch.utils.data import Dataset
 
 import model as task
 from dataset import overlay, pad
-from engine import checkpoint, distributed, files, loading, pictures
-from engine.predicting import Readable
+from engine.data import images, loading
+from engine.ranks import distributed
+from engine.run import checkpoint, files
+from engine.run.predicting import Readable
 
 
 class Pictures(Dataset):
@@ -37,7 +39,7 @@ class Pictures(Dataset):
         return len(self.paths)
 
     def __getitem__(self, index: int) -> tuple[Tensor, int, int]:
-        image = pictures.open_picture(self.paths[index]).read()
+        image = images.open_picture(self.paths[index]).read()
         return pad(image, 0), image.shape[1], image.shape[2]
 
 
@@ -55,11 +57,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     model, _, _ = checkpoint.load_model(
         args.checkpoint, task.build_model, task.add_arguments, device
     )
-    paths = pictures.by_name(pictures.collect(args.inputs))
+    paths = images.by_name(images.collect(args.inputs))
     names = list(paths)
     # Pictures differ in size, so they go through one at a time.
-    images = Readable(Pictures(list(paths.values())), batch_size=1)
-    for (index,), (padded, height, width) in images:
+    batches = Readable(Pictures(list(paths.values())), batch_size=1)
+    for (index,), (padded, height, width) in batches:
         with torch.inference_mode():
             output = model(loading.normalize(padded.to(device)))
         mask = output[0, :, :height, :width].argmax(0).cpu().numpy().astype(np.uint8)
@@ -67,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         for kind, pixels in ("masks", mask), ("overlays", overlay(picture, mask)):
             with files.writing(args.output / kind / f"{names[index]}.png", parents=True) as beside:
                 Image.fromarray(pixels).save(beside, format="png")
-    images.finish(f"{args.output / 'masks'}, {args.output / 'overlays'}")
+    batches.finish(f"{args.output / 'masks'}, {args.output / 'overlays'}")
 
 
 if __name__ == "__main__":

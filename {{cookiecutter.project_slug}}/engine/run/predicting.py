@@ -7,8 +7,9 @@ from typing import Any
 from torch.utils.data import DataLoader, Dataset, default_collate
 from tqdm import tqdm
 
-from engine import distributed, machine
-from engine.distributed import UserError
+from engine.errors import UserError
+from engine.ranks import distributed
+from engine.run import machine
 
 
 class Readable:

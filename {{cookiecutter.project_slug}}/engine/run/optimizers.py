@@ -7,8 +7,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
-from engine import distributed
-from engine.distributed import UserError
+from engine.errors import UserError
+from engine.ranks import distributed
 
 
 def layout(parts: dict[str, Any]) -> dict[str, list]:

@@ -22,7 +22,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from engine import process
+from engine.errors import UserError
+from engine.ranks import process
 
 T = TypeVar("T")
 OPERATIONS = {"sum": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}
@@ -31,14 +32,6 @@ ERROR = "error"  # the store's key for "<rank> <exit status>" of the first rank 
 _store: Any = None  # the group's key-value store: it works while a peer hangs in a collective
 _timeout = timedelta()
 _debugged = False
-
-
-class UserError(Exception):
-    """A mistake of the user's. Its one line names the file, the value and the remedy."""
-
-    def __str__(self) -> str:
-        # A loader worker's exception arrives as the text of its traceback; the line ends it.
-        return super().__str__().strip().rsplit("UserError: ", 1)[-1]
 
 
 def setup(

@@ -23,7 +23,9 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 from tqdm import tqdm
 
-from engine import distributed, files, loading, machine, metrics, pictures, prepared
+from engine.data import images, loading, prepared
+from engine.ranks import distributed
+from engine.run import files, machine, metrics
 
 SECONDS_BETWEEN_READINGS = 0.5  # reading the loss waits for the device: not at every step
 INPUT_BOUND = 0.1  # the share of time spent waiting for pictures from which on it is said
@@ -70,13 +72,13 @@ class Reporter:
         distributed.say(
             f"per rank {args.workers} loader worker(s), {args.prefetch} batches ahead each, and "
             f"{args.threads} thread(s) | memory {'' if args.pin_memory else 'not '}pinned | "
-            f"JPEG: {pictures.decoder()} | amp {args.amp}{', compiled' if args.compile else ''}"
+            f"JPEG: {images.decoder()} | amp {args.amp}{', compiled' if args.compile else ''}"
         )
         record = {
             "flags": vars(args),
             "ranks": ranks,
             "device": name,
-            "jpeg": pictures.decoder(),
+            "jpeg": images.decoder(),
             "git": git_commit(),
             "versions": {
                 "python": platform.python_version(),

@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler, get_worker_info
 
-from engine import distributed, process, seeding
-from engine.batches import Lent, Memory, collate, collate_by_size
-from engine.distributed import UserError
+from engine.data import seeding
+from engine.data.batches import Lent, Memory, collate, collate_by_size
+from engine.errors import UserError
+from engine.ranks import distributed, process
 
 # ImageNet's channel means and deviations, in RGB order and units of 0..1: what the pretrained
 # weights of torchvision and segmentation-models-pytorch expect.
@@ -243,7 +244,7 @@ def normalize(images: Tensor) -> Tensor:
     if images.dtype != torch.uint8:
         raise UserError(
             f"dataset.py returns pictures of {images.dtype}: leave them uint8, 0 to 255; they are "
-            "normalised on the device (normalize in engine/loading.py)"
+            "normalised on the device (normalize in engine/data/loading.py)"
         )
     mean, std = channel_statistics(images.device)
     return images.float().div_(255).sub_(mean).div_(std)  # in place: half the time on a CPU

@@ -15,8 +15,9 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from engine import checkpoint, distributed, optimizers, stopping
-from engine.distributed import UserError
+from engine.errors import UserError
+from engine.ranks import distributed, stopping
+from engine.run import checkpoint, optimizers
 
 SECONDS_BETWEEN_READINGS = 5  # of the loss, which waits for the device: not at every step
 

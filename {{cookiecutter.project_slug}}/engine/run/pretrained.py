@@ -3,8 +3,9 @@
 import torchvision
 from torch import Tensor, nn
 
-from engine import checkpoint, distributed
-from engine.distributed import UserError
+from engine.errors import UserError, shorten
+from engine.ranks import distributed
+from engine.run import checkpoint
 
 
 def read_weights(weights: str, arch: str) -> dict[str, Tensor]:
@@ -35,4 +36,4 @@ def load_matching(model: nn.Module, weights: dict[str, Tensor]) -> None:
     model.load_state_dict(fitting, strict=False)
     new = [name for name in own if name not in fitting]
     line = f"--weights: {len(fitting)} of {len(own)} tensors loaded"
-    distributed.say(f"{line}; new: {checkpoint.shorten(new)}" if new else line)
+    distributed.say(f"{line}; new: {shorten(new)}" if new else line)

@@ -8,8 +8,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 
-from engine import checkpoint, distributed
-from engine.distributed import UserError
+from engine.errors import UserError, shorten
+from engine.ranks import distributed
 
 _wrapped: list[nn.Module] = []  # for `explain`: the networks that DDP has
 
@@ -70,7 +70,7 @@ def explain(error: Exception) -> UserError | None:
         names = [name for name, weight in _wrapped[0].named_parameters() if weight.requires_grad]
         unused = [names[int(number)] for number in found[1].split() if int(number) < len(names)]
     return UserError(
-        f"{checkpoint.shorten(unused)}: no gradient, because the "
+        f"{shorten(unused)}: no gradient, because the "
         "loss does not depend on it; use it, remove it, or freeze it (requires_grad_(False)) "
         "before replicas.wrap"
     )

@@ -15,8 +15,8 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from engine import process
-from engine.distributed import UserError
+from engine.errors import UserError
+from engine.ranks import process
 
 OF_TORCH_SAVE = "inline_container|PytorchStreamWriter|Parent directory"  # it raises RuntimeErrors
 

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from engine import distributed, process
-from engine.distributed import UserError
+from engine.errors import UserError
+from engine.ranks import distributed, process
 
 CGROUPS = Path("/sys/fs/cgroup")
 

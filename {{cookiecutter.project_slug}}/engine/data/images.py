@@ -17,8 +17,8 @@ from torchvision.io import ImageReadMode, decode_jpeg
 from torchvision.transforms import InterpolationMode as Mode
 from torchvision.transforms.v2 import functional as F
 
-from engine import turbojpeg
-from engine.distributed import UserError
+from engine.data import turbojpeg
+from engine.errors import UserError
 
 EXTENSIONS = {".bmp", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp"}
 SHRINKS = (8, 4, 2)  # what a JPEG decoder can divide height and width by, at less work

@@ -24,8 +24,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from engine import distributed, files, process
-from engine.distributed import UserError
+from engine.errors import UserError, shorten
+from engine.ranks import distributed, process
+from engine.run import files
 
 # What a run writes into its folder beside last.pt and its like; removed by `--resume never`.
 OWN_FILES = (
@@ -472,7 +473,3 @@ def load_file(path: Path | str) -> dict[str, Any]:
     if not isinstance(state, dict):
         raise UserError(f"{path}: not a checkpoint but a {type(state).__name__}")
     return state
-
-
-def shorten(names: Sequence[str]) -> str:
-    return ", ".join(names[:4]) + (", ..." if len(names) > 4 else "")

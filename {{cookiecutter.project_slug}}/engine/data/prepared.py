@@ -20,9 +20,10 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Subset
 from tqdm import tqdm
 
-from engine import distributed, files, process
-from engine.distributed import UserError
-from engine.pictures import Picture
+from engine.data.images import Picture
+from engine.errors import UserError
+from engine.ranks import distributed, process
+from engine.run import files
 
 Samples = Sequence[tuple]
 

@@ -24,7 +24,7 @@ PR_SET_PDEATHSIG = 1  # of Linux' <sys/prctl.h>
 MISTAKE = 2  # exit status: of the user's; another start ends in the same way
 STOPPED = 75  # exit status: stopped by a signal and saved; in sysexits.h EX_TEMPFAIL, try again
 LAUNCH_ID = "LAUNCH_ID"  # tells a new start of launch.sh from what MAX_RESTARTS starts again
-LAUNCHER_PID = "LAUNCHER_PID"  # the process id of launch.sh, which becomes engine/torchrun.py
+LAUNCHER_PID = "LAUNCHER_PID"  # the process id of launch.sh, which becomes engine/ranks/launcher.py
 STOP_SIGNALS = {  # Windows lacks the last two
     getattr(signal, name)
     for name in ("SIGINT", "SIGTERM", "SIGUSR1", "SIGHUP")

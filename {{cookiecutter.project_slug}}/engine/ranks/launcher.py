@@ -8,8 +8,8 @@ torchrun's own --max-restarts knows no such difference.
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from engine import process
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from engine.ranks import process
 
 if __name__ == "__main__":  # before torch, whose import takes seconds
     process.be_quiet()
@@ -27,7 +27,8 @@ from torch.distributed.elastic.multiprocessing.api import PContext, SignalExcept
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.run import main
 
-from engine import distributed
+from engine.errors import UserError
+from engine.ranks import distributed
 
 # Statuses with which there is no point in another start: what was asked for has come about.
 FINAL = {0, process.MISTAKE, process.STOPPED, *(128 + signum for signum in process.STOP_SIGNALS)}
@@ -134,7 +135,7 @@ def run() -> int:
     if "--master-addr" in sys.argv:
         try:
             distributed.wait_for_name(sys.argv[sys.argv.index("--master-addr") + 1])
-        except distributed.UserError as error:
+        except UserError as error:
             print(f"error: {error}", file=sys.stderr)
             return process.MISTAKE
     signals = Signals()

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 from torchmetrics import Metric, MetricCollection
 
-from engine import distributed
-from engine.distributed import UserError
+from engine.errors import UserError
+from engine.ranks import distributed
 
 
 def compute(metrics: MetricCollection) -> dict[str, float]:

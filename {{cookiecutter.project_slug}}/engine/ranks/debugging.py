@@ -7,8 +7,8 @@ import threading
 from argparse import ArgumentTypeError
 from collections.abc import Sequence
 
-from engine import distributed, process
-from engine.distributed import UserError
+from engine.errors import UserError
+from engine.ranks import distributed, process
 
 
 def ranks(text: str) -> list[int]:

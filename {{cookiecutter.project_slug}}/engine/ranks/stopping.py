@@ -21,8 +21,8 @@ import traceback
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
-from engine import distributed, process
-from engine.process import STOP_SIGNALS
+from engine.ranks import distributed, process
+from engine.ranks.process import STOP_SIGNALS
 
 LOOK = 0.5  # seconds between two looks at the store
 ANSWER = 10  # seconds that ranks have to answer: one that does not has died, or hangs
