@@ -25,7 +25,7 @@ from typing import Any
 from engine.ranks import process
 
 if __name__ == "__main__":  # before torch, whose import takes seconds
-    process.begin()
+    process.install_handlers()
 
 import torch
 from torch import Tensor, nn
@@ -41,6 +41,7 @@ from dataset import IMAGE_SIZE, build_dataset, draw_example
 from engine.data import loading, seeding
 from engine.errors import UserError
 from engine.ranks import debugging, distributed, replicas, stopping
+from engine.ranks.failures import one_line_errors
 from engine.run import checkpoint, machine
 from engine.run.metrics import compute, logits
 from engine.run.progress import Run
@@ -306,7 +307,7 @@ def evaluate(
         totals[:2] += torch.stack((loss_sum.double(), count.double()))
         with seeding.in_any_order():
             metrics.update(outputs, targets)
-        if stopping.is_asked():
+        if stopping.stop_requested():
             totals[2] = 1
             break
     total_loss, total_count, asked = distributed.reduce_tensor(totals).tolist()
@@ -430,5 +431,5 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    with distributed.one_line_errors(loading.explain, replicas.explain):
+    with one_line_errors(loading.explain, replicas.explain):
         main()

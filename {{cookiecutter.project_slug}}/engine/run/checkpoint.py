@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from engine.errors import UserError, shorten
-from engine.ranks import distributed, process
+from engine.ranks import distributed, process, protocol
 from engine.run import files
 
 # What a run writes into its folder beside last.pt and its like; removed by `--resume never`.
@@ -58,7 +58,6 @@ KEYS = (  # what a run goes on from
     *("global_batch", "best", "best_of", "history", "classes", "args"),
 )
 SEAL = b"crc32:"  # and eight digits
-BEGUN = ".begun"  # holds the LAUNCH_ID of the last launch that began to train here
 REMEDY = "choose another --output-dir, or --resume never to start afresh"
 READ_ERRORS = (
     *(OSError, RuntimeError, EOFError, LookupError, ValueError),
@@ -185,7 +184,7 @@ def find(folder: Path, resume: str) -> dict[str, Any] | None:
 
     A path counts for the first start: if the run has got on since then, its own last.pt is taken.
     """
-    begun, launch = folder / BEGUN, os.environ.get(process.LAUNCH_ID)
+    begun, launch = folder / protocol.BEGUN, os.environ.get(protocol.LAUNCH_ID)
     if resume == "never" and launch and begun.is_file() and begun.read_bytes() == launch.encode():
         resume = "auto"  # one of MAX_RESTARTS
     if resume == "never":
@@ -287,8 +286,8 @@ def keep_best(best: Path, reason: str) -> None:
 
 def begin(folder: Path) -> None:
     """Note that this launch began here: restarted, it resumes despite --resume never; on rank 0."""
-    if distributed.is_rank_zero() and (launch := os.environ.get(process.LAUNCH_ID)):
-        with files.writing(folder / BEGUN) as beside:
+    if distributed.is_rank_zero() and (launch := os.environ.get(protocol.LAUNCH_ID)):
+        with files.writing(folder / protocol.BEGUN) as beside:
             beside.write_bytes(launch.encode())
 
 

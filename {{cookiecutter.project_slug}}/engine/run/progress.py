@@ -119,7 +119,7 @@ class Run:
     def mean_loss(self) -> float:
         """Return the mean loss of the epoch over all ranks."""
         is_early = self.pictures - self.seen >= self.global_batch
-        if is_early and not distributed.all_come(f"left/{self.step}", distributed.timeout() / 10):
+        if is_early and not distributed.all_arrive(f"left/{self.step}", distributed.timeout() / 10):
             raise UserError(
                 f"rank {distributed.rank()} left the training loop at {self} and other ranks did "
                 "not: all ranks have to take the same number of steps"
@@ -207,7 +207,7 @@ class Run:
                 if self.saved_step != self.step:
                     self.save()
                 but = " without --resume never" if self.args.resume == "never" else ""
-                stopping.leave(f"at {self}; the same command{but} goes on from there")
+                stopping.exit_stopped(f"at {self}; the same command{but} goes on from there")
 
     def __str__(self) -> str:
         return f"epoch {self.epoch + 1}, step {self.seen // self.global_batch}"
