@@ -173,10 +173,11 @@ class TestLaunchers:
         process.kill()
         assert not finish(process, mark).left
         code = """
-from engine.ranks import distributed
-with distributed.one_line_errors():
-    distributed.wait_for_name("localhost")
-    distributed.wait_for_name("nowhere.invalid", seconds=1)
+from engine.ranks.environment import wait_for_name
+from engine.ranks.failures import one_line_errors
+with one_line_errors():
+    wait_for_name("localhost")
+    wait_for_name("nowhere.invalid", seconds=1)
 """
         done = run([sys.executable, "-c", code], cwd=project.folder)
         assert done.status == 2

@@ -175,7 +175,7 @@ def prepare(last=None):
     if not (pid := os.fork()):
         import prepare_data
         from engine.data import prepared
-        from engine.ranks.distributed import one_line_errors
+        from engine.ranks.failures import one_line_errors
         prepared.SECONDS_BETWEEN_SYNCS = 0
         tqdm = prepared.tqdm
         def samples(loader, **options):

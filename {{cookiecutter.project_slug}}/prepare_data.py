@@ -14,13 +14,14 @@ from pathlib import Path
 from engine.ranks import process
 
 if __name__ == "__main__":  # before torch, whose import takes seconds
-    process.begin()
+    process.install_handlers()
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # leave GPUs to those who need one
 
 from dataset import IMAGE_SIZE, SHORT_SIDE, build_dataset
 from engine.data import loading, prepared
 from engine.errors import UserError
 from engine.ranks import distributed
+from engine.ranks.failures import one_line_errors
 from engine.run import machine
 
 
@@ -58,5 +59,5 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    with distributed.one_line_errors(loading.explain):
+    with one_line_errors(loading.explain):
         main()

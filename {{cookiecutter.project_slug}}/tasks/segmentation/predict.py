@@ -13,7 +13,7 @@ from pathlib import Path
 from engine.ranks import process
 
 if __name__ == "__main__":  # before torch, whose import takes seconds
-    process.begin()
+    process.install_handlers()
 
 import numpy as np
 import torch
@@ -24,7 +24,7 @@ from torch.utils.data import Dataset
 import model as task
 from dataset import overlay, pad
 from engine.data import images, loading
-from engine.ranks import distributed
+from engine.ranks.failures import one_line_errors
 from engine.run import checkpoint, files
 from engine.run.predicting import Readable
 
@@ -73,5 +73,5 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    with distributed.one_line_errors(loading.explain):
+    with one_line_errors(loading.explain):
         main()
