@@ -11,11 +11,11 @@ Own data:                      ./launch.sh --data DIR --epochs 90
 Evaluate the best checkpoint:  ./launch.sh --data DIR --eval-only
 """
 
-import argparse
 import contextlib
 import itertools
 import json
 import math
+from argparse import SUPPRESS, BooleanOptionalAction, Namespace
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,6 +43,7 @@ from engine.run import checkpoint, machine
 from engine.run.checkpoint import State
 from engine.run.flags import Help, Parser, at_least
 from engine.run.folder import RunFolder
+from engine.run.machine import Settings
 from engine.run.metrics import check_logits, compute
 from engine.run.progress import Run
 from engine.run.reporting import Reporter
@@ -59,8 +60,8 @@ RECIPES = {  # by --optimizer: defaults of --lr and --weight-decay
 class Task:
     """What is trained and how it is judged."""
 
-    args: argparse.Namespace
-    settings: machine.Settings  # what the machine allows: workers, threads, amp
+    args: Namespace
+    settings: Settings  # what the machine allows: workers, threads, amp
     device: torch.device
     classes: Sequence[str]
     model: nn.Module  # the bare network, which is evaluated and saved
@@ -79,37 +80,35 @@ class Stepper:
 
 
 # fmt: off
-def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
+def build_parser() -> Parser:
+    def by_optimizer(name: str) -> str:
+        return "(default: " + ", ".join(f"{r[name]:g} for {o}" for o, r in RECIPES.items()) + ")"
+
     parser = Parser(description=__doc__, formatter_class=Help, fromfile_prefix_chars="@",
                     allow_abbrev=False, epilog="@FILE reads flags from a file.")
     count, positive, rate = at_least(0), at_least(1), at_least(0, float)
-    auto = argparse.BooleanOptionalAction
-
     add = parser.add_argument_group("data").add_argument
     add("--data", metavar="DIR", type=Path, help="folder with train/ and val/ (default: demo set)")
-    add("--image-size", metavar="PIXELS", type=positive, help=f"side of the training images (default: {IMAGE_SIZE})")
+    add("--image-size", metavar="PIXELS", type=positive, default=IMAGE_SIZE, help="side of the training images")
     add("--workers", type=count, help="loader processes per rank (default: CPUs of the job / ranks, at most 16)")
     add("--prefetch", type=positive, default=2, help="batches that each worker prepares ahead")
-    add("--pin-memory", action=auto, help="(default: on GPUs, if it takes at most 1/4 of the free memory)")
-
+    add("--pin-memory", action=BooleanOptionalAction, help="(default: on GPUs, if it takes at most 1/4 of the free memory)")
     add = parser.add_argument_group("output").add_argument
     add("--output-dir", metavar="DIR", type=Path, default=ROOT / "runs/default", help="checkpoints, metrics and plots")
     add("--resume", metavar="auto|never|PATH", default="auto", help="continue from last.pt if it exists, start over, or start from PATH")
     add("--save-every", metavar="STEPS", type=count, default=0, help="also save every STEPS optimizer steps; 0: only after each epoch")
     add("--keep", type=positive, default=2, help="how many of the newest checkpoints to keep")
     add("--eval-only", action="store_true", help="evaluate best.pt, or --resume PATH, and print JSON")
-
     add_arguments(parser.add_argument_group("network"))
-
     add = parser.add_argument_group("recipe").add_argument
     add("--epochs", type=positive, default=30, help="passes over the training set")
     add("--batch-size", type=positive, default=32, help="images per rank and forward pass")
     add("--accumulate", type=positive, default=1, help="forward passes per optimizer step")
     add("--optimizer", choices=list(RECIPES), default="adamw", help="its name in torch.optim")
-    add("--lr", type=rate, help="peak learning rate (default: 0.001 for adamw, 0.1 for sgd)")
+    add("--lr", type=rate, help=f"peak learning rate {by_optimizer('lr')}")
     add("--scale-lr", action="store_true", help="multiply --lr by global batch / 256")
     add("--momentum", type=rate, default=0.9, help="of sgd")
-    add("--weight-decay", type=rate, help="not on biases and norms (default: 0.05 for adamw, 0.0001 for sgd)")
+    add("--weight-decay", type=rate, help=f"not on biases and norms {by_optimizer('weight_decay')}")
     add("--schedule", choices=("cosine", "step"), default="cosine", help="decay to 0, or by 10x every 30 epochs")
     add("--warmup-epochs", type=rate, default=0.5, help="linear warm-up")
     add("--clip-grad-norm", metavar="NORM", type=rate, default=0.0, help="maximum gradient norm; 0 disables clipping")
@@ -117,41 +116,47 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--compile", action="store_true", help="torch.compile: minutes at first, faster afterwards")
     add("--seed", type=count, default=0, help="of weights, order, augmentation and dropout")
     add("--deterministic", action="store_true", help="the same bits in every run on GPUs; slower")
-
     add = parser.add_argument_group("ranks").add_argument
     add("--dist-timeout", metavar="SECONDS", type=at_least(1, float), default=600.0, help="how long a rank waits for the others, unless debugged")
     add("--debug-rank", metavar="R[,R...]", type=debugging.ranks, default=[], help="ranks that wait for a debugger, at --debug-port + R")
     add("--debug-port", metavar="[HOST:]PORT", type=debugging.address, default="127.0.0.1:5678", help="on loopback unless HOST is given")
     add("--threads", type=positive, help="torch CPU threads per rank (default: CPUs / ranks; with a GPU at most 4)")
-    add("--local-rank", "--local_rank", type=int, help=argparse.SUPPRESS)
-    # fmt: on
+    add("--local-rank", "--local_rank", type=int, help=SUPPRESS)
+    return parser
+# fmt: on
 
+
+def parse_args(argv: Sequence[str] | None = None) -> Namespace:
+    parser = build_parser()
     args = parser.parse_args(argv)
-    if args.data is None and not args.eval_only:
+    if args.eval_only:
+        parser.set_defaults(image_size=None)  # the checkpoint's
+    elif args.data is None:
         parser.set_defaults(**demo_set.DEFAULTS)
-        args = parser.parse_args(argv)
+    args = parser.parse_args(argv)
     for name, value in RECIPES[args.optimizer].items():
         if getattr(args, name) is None:
             setattr(args, name, value)
     return args
 
 
-def build_optimizer(model: nn.Module, args: argparse.Namespace) -> Optimizer:
+def build_optimizer(model: nn.Module, args: Namespace) -> Optimizer:
     lr = args.lr
     if args.scale_lr:  # Goyal et al. 2017, arXiv:1706.02677
         lr *= args.batch_size * args.accumulate * distributed.world_size() / 256
         distributed.say(f"--scale-lr: learning rate {args.lr:g} becomes {lr:g}")
-    weights = list(model.parameters())
+    matrices = [weight for weight in model.parameters() if weight.ndim > 1]
+    others = [weight for weight in model.parameters() if weight.ndim <= 1]  # biases and norms
     groups = [
-        {"params": [w for w in weights if w.ndim > 1], "weight_decay": args.weight_decay},
-        {"params": [w for w in weights if w.ndim <= 1], "weight_decay": 0.0},  # biases, norms
+        {"params": matrices, "weight_decay": args.weight_decay},
+        {"params": others, "weight_decay": 0.0},
     ]
     if args.optimizer == "sgd":  # on CPUs its fused form takes twice the time
         return torch.optim.SGD(groups, lr, momentum=args.momentum)
     return torch.optim.AdamW(groups, lr, fused=True)
 
 
-def build_scheduler(optimizer: Optimizer, args: argparse.Namespace, steps: int) -> LRScheduler:
+def build_scheduler(optimizer: Optimizer, args: Namespace, steps: int) -> LRScheduler:
     """Return the schedule, to be stepped after each optimizer step; an epoch has `steps`."""
     warmup = args.warmup_epochs * steps
 
@@ -217,8 +222,7 @@ def evaluate(task: Task, loader: Loader) -> dict[str, float]:
     torch.backends.cudnn.benchmark = False  # it would take seconds for each image size
     model.eval()
     metrics.reset()
-    # Loss sum, count, ranks that were asked to stop.
-    totals = torch.zeros(3, dtype=torch.float64, device=device)
+    totals = torch.zeros(3, dtype=torch.float64, device=device)  # loss sum, count, stop requests
     for images, targets in loading.to_device(itertools.chain.from_iterable(loader), device):
         with autocast:
             outputs = model.forward(images)  # --compile would compile again for each size
@@ -246,11 +250,10 @@ def train(
     if args.compile:
         machine.check_compiler()
         model.compile()  # in place: its checkpoints fit an uncompiled one
-    ddp_model = replicas.wrap(model, task.device)
     optimizer = build_optimizer(model, args)
     scheduler = build_scheduler(optimizer, args, len(train_loader) // args.accumulate)
     scaler = GradScaler(task.device.type, enabled=task.settings.amp == "fp16")
-    stepper = Stepper(ddp_model, optimizer, scheduler, scaler)
+    stepper = Stepper(replicas.wrap(model, task.device), optimizer, scheduler, scaler)
     run = Run(
         *(folder, train_loader, val_loader),
         classes=task.classes,
@@ -264,8 +267,6 @@ def train(
         scaler=scaler,
     )
     run.resume(state)
-    if state:
-        del state["model"], state["optimizer"]  # as much memory as they take again
     report = Reporter(folder.path, task.device, args.epochs, run.epoch)
     report.start(task.settings, train_loader, val_loader, vars(args))
     with run.stoppable(), report:
@@ -278,8 +279,7 @@ def train(
             run.save()  # whatever fails from here on costs no epoch
             results = evaluate(task, val_loader)
             lr = optimizer.param_groups[0]["lr"]
-            row = {"epoch": run.epoch + 1, "step": run.step, "train_loss": train_loss, **results}
-            is_best = run.end_epoch({**row, "lr": lr, **speed})
+            is_best = run.end_epoch({"train_loss": train_loss, **results, "lr": lr, **speed})
             run.save(is_best)
             report.end_epoch(run.history, is_best)
             if is_best:
@@ -287,29 +287,13 @@ def train(
     report.finish(BEST, run.best)
 
 
-def set_up_machine(
-    args: argparse.Namespace, device: torch.device, image_size: int
-) -> tuple[machine.Settings, loading.Options]:
-    settings = machine.set_up(
-        device,
-        workers=args.workers,
-        threads=args.threads,
-        pin_memory=args.pin_memory,
-        amp=args.amp,
-        bytes_per_worker=args.prefetch * args.batch_size * 4 * image_size**2,  # image and mask
-    )
-    options = loading.Options(settings.workers, args.prefetch, settings.pin_memory, args.seed)
-    return settings, options
-
-
-def evaluate_checkpoint(args: argparse.Namespace, device: torch.device) -> None:
+def evaluate_checkpoint(args: Namespace, device: torch.device, settings: Settings) -> None:
     """Print the metrics of best.pt, or of --resume PATH, as JSON, with the network it names."""
     path = args.output_dir / "best.pt" if args.resume in ("auto", "never") else args.resume
     model, known_classes, flags = checkpoint.open_model(path, build_model, add_arguments, device)
-    image_size = args.image_size or flags.image_size
-    settings, options = set_up_machine(args, device, image_size)
-    _, val_set, classes = build_dataset(args.data, image_size)
+    _, val_set, classes = build_dataset(args.data, args.image_size or flags.image_size)
     checkpoint.check_classes(path, known_classes, classes)
+    options = loading.Options(settings.workers, args.prefetch, settings.pin_memory, args.seed)
     val_loader = loading.build_val_loader(val_set, len(classes), args.batch_size, options)
     metrics = build_metrics(classes).to(device)
     task = Task(args, settings, device, classes, model, build_criterion(args), metrics)
@@ -317,11 +301,10 @@ def evaluate_checkpoint(args: argparse.Namespace, device: torch.device) -> None:
     distributed.say(json.dumps({k: v if math.isfinite(v) else None for k, v in results.items()}))
 
 
-def train_or_resume(args: argparse.Namespace, device: torch.device) -> None:
-    """Build what is trained, or continue from the checkpoint in --output-dir."""
-    args.image_size = args.image_size or IMAGE_SIZE
-    settings, options = set_up_machine(args, device, args.image_size)
+def train_or_resume(args: Namespace, device: torch.device, settings: Settings) -> None:
+    """Build what is trained and train it, from the checkpoint in --output-dir if there is one."""
     train_set, val_set, classes = build_dataset(args.data, args.image_size)
+    options = loading.Options(settings.workers, args.prefetch, settings.pin_memory, args.seed)
     train_loader = loading.build_train_loader(
         train_set, len(classes), args.batch_size, args.accumulate, options
     )
@@ -334,11 +317,10 @@ def train_or_resume(args: argparse.Namespace, device: torch.device) -> None:
     model = build_model(args, classes, weights=None if state else args.weights)
     if state:
         checkpoint.load_weights(model, state)
-    if state and state["epoch"] >= args.epochs:
-        return distributed.say(
-            f"{state['path']}: {state['epoch']} of {args.epochs} epochs done, nothing left to do: "
-            "--epochs N for more, --resume never to start over"
-        )
+        if state["epoch"] >= args.epochs:
+            return distributed.say(
+                "nothing left to do: --epochs N for more, --resume never to start over"
+            )
     model = model.to(device).to(memory_format=torch.channels_last)
     metrics = build_metrics(classes).to(device)
     task = Task(args, settings, device, classes, model, build_criterion(args), metrics)
@@ -356,10 +338,15 @@ def main(argv: Sequence[str] | None = None) -> None:
         args.data = ROOT / "data" / "demo"
         with distributed.rank_zero_first():
             demo_set.draw(args.data)
+    pixels = args.prefetch * args.batch_size * (args.image_size or IMAGE_SIZE) ** 2
+    settings = machine.set_up(
+        *(device, args.workers, args.threads, args.pin_memory, args.amp),
+        bytes_per_worker=4 * pixels,  # of images and masks
+    )
     if args.eval_only:
-        evaluate_checkpoint(args, device)
+        evaluate_checkpoint(args, device, settings)
     else:
-        train_or_resume(args, device)
+        train_or_resume(args, device, settings)
     distributed.teardown()
 
 

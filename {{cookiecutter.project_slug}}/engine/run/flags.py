@@ -10,7 +10,7 @@ from engine.errors import UserError
 
 
 class Parser(argparse.ArgumentParser):
-    """Raises a UserError for a mistake; the lines of @FILE may hold several flags and # comments."""
+    """Raises a UserError for a mistake; lines of @FILE may hold several flags and # comments."""
 
     def error(self, message: str) -> NoReturn:
         raise UserError(f"{message} ({self.prog} --help lists the flags)")

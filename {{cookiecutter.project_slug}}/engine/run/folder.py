@@ -28,7 +28,18 @@ OWN_FILES = (
     "events.out.tfevents.*",
 )
 KEYS = (  # what a run continues from
-    *("model", "optimizer", "scheduler", "layout", "epoch", "step", "seen", "totals", "images", "seed"),
+    *(
+        "model",
+        "optimizer",
+        "scheduler",
+        "layout",
+        "epoch",
+        "step",
+        "seen",
+        "totals",
+        "images",
+        "seed",
+    ),
     *("global_batch", "best", "best_of", "history", "classes", "resumed_from", "args"),
 )
 
@@ -45,7 +56,7 @@ class RunFolder:
         self.keep = keep
 
     def find_checkpoint(self) -> State | None:
-        """Lock the folder; return the checkpoint to continue from on all ranks, None to start over.
+        """Lock the folder; return the checkpoint to continue from, None to start from nothing.
 
         If the nodes do not share a disk, the first rank of each searches its own, and the
         checkpoint that has got furthest is taken. Raises a UserError if the folder cannot be
@@ -93,9 +104,9 @@ class RunFolder:
 
         A path counts for the first start: if the run has advanced since then, its last.pt is taken.
         """
-        resume, launched = self.resume, self.path / protocol.LAUNCHED
+        resume, begun = self.resume, self.path / protocol.BEGUN
         launch = os.environ.get(protocol.LAUNCH_ID)
-        if launch and launched.is_file() and launched.read_bytes() == launch.encode():
+        if launch and begun.is_file() and begun.read_bytes() == launch.encode():
             resume = "auto" if resume == "never" else resume  # one of MAX_RESTARTS
         if resume == "never":
             return None
@@ -130,7 +141,7 @@ class RunFolder:
         if is_new and self.resume == "never":
             self._clear()
         if launch := os.environ.get(protocol.LAUNCH_ID):
-            with files.writing(self.path / protocol.LAUNCHED) as tmp_path:
+            with files.writing(self.path / protocol.BEGUN) as tmp_path:
                 tmp_path.write_bytes(launch.encode())
 
     def _clear(self) -> None:

@@ -36,7 +36,6 @@ class Settings:
 
 def set_up(
     device: torch.device,
-    *,
     workers: int | None,
     threads: int | None,
     pin_memory: bool | None,

@@ -106,6 +106,7 @@ class Run:
             until = math.inf if is_newest else self.epoch
             best_of = self.best_of if self.folder.contains(state["path"]) else None
             self.best = distributed.from_rank_zero(self.folder.best_score, best_of, until)
+            del state["model"], state["optimizer"]  # as much memory as they take again
 
     def _take_position(self, state: State) -> None:
         self.epoch, self.step = state["epoch"], state["step"]
@@ -190,6 +191,7 @@ class Run:
         if self.score not in row:
             raise UserError(f"BEST of model.py is {self.score}; there are {', '.join(row)}")
         self.epoch += 1
+        row = {"epoch": self.epoch, "step": self.step, **row}
         self.seen = 0
         self.totals = torch.zeros_like(self.totals)
         self.history.append(checkpoint.to_plain(row))

@@ -70,7 +70,11 @@ class Reporter:
         if not self.active:
             return
         self.workers = settings.workers
-        ranks, sampler, batch = distributed.world_size(), train_loader.sampler, train_loader.batch_size
+        ranks, sampler, batch = (
+            distributed.world_size(),
+            train_loader.sampler,
+            train_loader.batch_size,
+        )
         cuda = self.device.type == "cuda"
         name = torch.cuda.get_device_name(self.device) if cuda else "CPU"
         distributed.say(
@@ -160,14 +164,13 @@ class Reporter:
             table.writerows(rows)
         numbers = {name: value for name, value in row.items() if isinstance(value, int | float)}
         for name, value in numbers.items():
-            self.board.add_scalar(name, value, row["epoch"])
+            self.board.add_scalar(name, value, numbers["epoch"])
         self.board.flush()
-        left = (self.epochs - row["epoch"]) * (time.monotonic() - self.began)
+        epoch = int(numbers["epoch"])
+        left = (self.epochs - epoch) * (time.monotonic() - self.began)
         shown = "  ".join(f"{k} {v:.4g}" for k, v in numbers.items() if k not in ("epoch", "step"))
         star = "  best" if is_best else ""
-        distributed.say(
-            f"epoch {row['epoch']}/{self.epochs}  {shown}  left {left:.0f} s{star}"
-        )
+        distributed.say(f"epoch {row['epoch']}/{self.epochs}  {shown}  left {left:.0f} s{star}")
         wait, seconds = numbers["data_wait"], numbers["train_seconds"]
         if wait >= INPUT_BOUND and wait * seconds > 1:
             self.say_input_bound(wait, seconds)
@@ -203,7 +206,7 @@ class Reporter:
             if math.isfinite(best):
                 distributed.say(f"done: best {name} {best:.4f}; {path}, examples.png, curves.png")
             else:
-                distributed.say(f"done: {name} was not a number in any epoch, so there is no best.pt")
+                distributed.say(f"done: {name} was never a number, so there is no best.pt")
 
 
 def git_commit() -> str | None:
