@@ -1,8 +1,8 @@
-"""Classify pictures: python predict.py FILES|FOLDER --checkpoint best.pt --output DIR
+"""Classify images: python predict.py FILES|FOLDER --checkpoint best.pt --output DIR
 
 Writes DIR/predictions.csv: file, class, probability. The checkpoint alone says which network and
-which classes; the pictures are prepared as for validation. Those that cannot be read are left out,
-named at the end, and the status is 1.
+which classes; images are transformed as for validation. Those that cannot be read are skipped and
+listed at the end, and the exit status is 1.
 """
 
 import argparse
