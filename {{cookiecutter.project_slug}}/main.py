@@ -322,8 +322,8 @@ def train(
     device: torch.device,
     model: nn.Module,
     metrics: MetricCollection,
-    train_loader: DataLoader,
-    val_loader: DataLoader,
+    train_loader: loading.Loader,
+    val_loader: loading.Loader,
     classes: Sequence[str],
     state: dict[str, Any] | None,
 ) -> None:
@@ -335,7 +335,7 @@ def train(
     steps = len(train_loader) // args.accumulate
     optimizer = build_optimizer(model, args)
     scheduler = build_scheduler(optimizer, args, steps)
-    pictures = len(train_loader.dataset)  # type: ignore[arg-type]
+    pictures = len(train_loader.dataset)
     scaler = GradScaler(device.type, enabled=args.amp == "fp16")
     validated_on = loading.fingerprint(val_loader)
     run = Run(
@@ -353,7 +353,7 @@ def train(
     report.start(train_loader, val_loader, steps)
     with run.stoppable(), report:
         while run.epoch < args.epochs:
-            train_loader.sampler.set_epoch(run.epoch, run.seen)  # type: ignore[attr-defined]
+            train_loader.sampler.set_epoch(run.epoch, run.seen)
             train_loss = train_one_epoch(
                 ddp_model,
                 criterion,
@@ -388,9 +388,10 @@ def evaluate_checkpoint(args: argparse.Namespace, device: torch.device) -> None:
     model, known_classes, flags = checkpoint.load_model(path, build_model, add_arguments, device)
     args.image_size = args.image_size or flags.image_size
     machine.set_up(args, device)
-    _, val_set, classes = build_dataset(args)
+    _, val_set, classes = build_dataset(args.data, args.image_size)
     checkpoint.check_classes(path, known_classes, classes)
-    val_loader = loading.build_val_loader(val_set, classes, args)
+    options = loading.Options(args.workers, args.prefetch, args.pin_memory, args.seed)
+    val_loader = loading.build_val_loader(val_set, len(classes), args.batch_size, options)
     metrics = build_metrics(classes).to(device)
     results = evaluate(model, build_criterion(args), metrics, val_loader, device, args.amp)
     distributed.say(json.dumps({k: v if math.isfinite(v) else None for k, v in results.items()}))
@@ -413,9 +414,12 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     args.image_size = args.image_size or IMAGE_SIZE
     machine.set_up(args, device)
-    train_set, val_set, classes = build_dataset(args)
-    train_loader = loading.build_train_loader(train_set, classes, args)
-    val_loader = loading.build_val_loader(val_set, classes, args)
+    train_set, val_set, classes = build_dataset(args.data, args.image_size)
+    options = loading.Options(args.workers, args.prefetch, args.pin_memory, args.seed)
+    train_loader = loading.build_train_loader(
+        train_set, len(classes), args.batch_size, args.accumulate, options
+    )
+    val_loader = loading.build_val_loader(val_set, len(classes), args.batch_size, options)
     state = checkpoint.open_run(args, classes, NETWORK_FLAGS, add_arguments)
     model = build_model(args, classes, weights=None if state else args.weights)
     if state:
