@@ -548,12 +548,12 @@ def test_samples_that_break_their_worker(fault: Callable) -> None:
 import dataset
 def at(path, act):
     def patch():
-        read = dataset.open_picture
+        read = dataset.open_image
         def patched(name, *args):
             if name.endswith(path):
                 act()
             return read(name, *args)
-        dataset.open_picture = patched
+        dataset.open_image = patched
     return patch
 def bug():
     raise ValueError("a bug")

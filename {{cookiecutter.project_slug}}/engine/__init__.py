@@ -17,8 +17,8 @@ data/                 from files to batches on the device
   seeding             random numbers that depend on seed, epoch and sample alone
   images              listing images, and decoding no more of each than is needed
   prepared            what prepare_data.py writes: all images decoded, in one file
+  samples             a data set with seeded samples; says at which one a loader worker failed
   loading             who loads which sample; loader workers; normalization
-  predicting          images for predict.py, those that cannot be read left out
 
 run/                  one training run, its files and its reports
   flags               argparse: errors on one rank only, defaults in the help
@@ -30,6 +30,7 @@ run/                  one training run, its files and its reports
   progress            class Run: epoch, step and best score; saves and resumes them
   optimizers          optimizers and schedules in checkpoints
   metrics             torchmetrics over all ranks
+  predicting          images for predict.py, without those that cannot be read
   reporting           start lines, progress bar, metrics.csv, TensorBoard
   plots               curves.png and examples.png
 """

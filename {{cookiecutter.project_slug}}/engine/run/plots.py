@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from torch import Tensor, nn
 
 from engine.data import loading
-from engine.data.loading import KeyedDataset
+from engine.data.samples import KeyedDataset
 from engine.run import files, metrics
 
 Row = Mapping[str, float | str]

@@ -67,9 +67,10 @@ class Run:
         self.save_every = save_every
         self.flags = checkpoint.to_plain(dict(flags))
         self.model = model
-        self.optimizer = optimizer
-        self.scheduler = scheduler
-        self.parts = {"model": model, "optimizer": optimizer, "scheduler": scheduler, **more}
+        self.parts: dict[str, Stateful] = {
+            **{"model": model, "optimizer": optimizer, "scheduler": scheduler},
+            **more,
+        }
         self.epoch, self.step, self.seen = 0, 0, 0
         self.score = score
         self.best, self.best_of = -math.inf, f"{score} on {loading.fingerprint(val_loader)}"

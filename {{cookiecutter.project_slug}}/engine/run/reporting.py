@@ -21,8 +21,9 @@ import torchvision
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from engine.data import images, loading
+from engine.data import images
 from engine.data.loading import Loader
+from engine.data.samples import KeyedDataset
 from engine.ranks import distributed
 from engine.run import files, machine
 
@@ -70,11 +71,8 @@ class Reporter:
         if not self.active:
             return
         self.workers = settings.workers
-        ranks, sampler, batch = (
-            distributed.world_size(),
-            train_loader.sampler,
-            train_loader.batch_size,
-        )
+        ranks, sampler = distributed.world_size(), train_loader.sampler
+        batch = train_loader.batch_size or 1
         cuda = self.device.type == "cuda"
         name = torch.cuda.get_device_name(self.device) if cuda else "CPU"
         distributed.say(
@@ -189,7 +187,7 @@ class Reporter:
     def examples(
         self,
         model: nn.Module,
-        dataset: loading.KeyedDataset,
+        dataset: KeyedDataset,
         classes: Sequence[str],
         draw: "DrawExample",
     ) -> None:
