@@ -234,7 +234,7 @@ def test_a_rank_is_held(project: Project, data: Path, tmp_path: Path) -> None:
     assert done.status == 1
     assert 5 < time.monotonic() - began < 60
     assert "rank 0 has finished nothing for 4 s: epoch" in done.err
-    last = "error: rank 0 waited 5 s (--dist-timeout) in vain for another rank"
+    last = "error: rank 0 timed out after 5 s (--dist-timeout) waiting for another rank"
     assert done.err.splitlines()[-1] == last
 
 
@@ -295,7 +295,7 @@ def test_hangs(fault: Callable) -> None:
     for rank, step, where in ((0, 3, "train_one_epoch"), (1, 3, "in hang")):
         stack = err.split(f"rank {rank} has finished nothing for 4 s: epoch 1, step {step}")[1]
         assert where in stack.split("has finished nothing")[0]
-    assert "error: rank 0 waited 5 s (--dist-timeout) in vain for another rank" in err
+    assert "error: rank 0 timed out after 5 s (--dist-timeout) waiting for another rank" in err
     twice = fault("interrupted_twice")
     assert twice["statuses"] == [130, 130]
     assert twice["seconds"] < 5

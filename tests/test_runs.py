@@ -468,7 +468,7 @@ def test_checkpoint_that_does_not_fit(
 def test_flags_that_cannot_be(project: Project, data: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     done = project.fork(*flags(data, out, "--batch-size", 27))
-    done.refused("--batch-size 27", "53 training pictures", "2 ranks")
+    done.refused("--batch-size 27", "53 training images", "2 ranks")
 
     def refused(*more: object, words: tuple[str, ...]) -> None:
         project.alone(*flags(data, out, *more)).refused(*words)
@@ -532,7 +532,7 @@ def test_no_validation_folder(project: Project, own_data: Path, tmp_path: Path) 
     shutil.rmtree(own_data / "val")
     found = project.call("data.parts", own_data)
     train, val = found["parts"]
-    assert "pictures validate" in found["said"]
+    assert "images used for validation" in found["said"]
     assert len(train) + len(val) == 53
     assert not set(train) & set(val)
     assert len(val) in (6, 7, 8)  # 15 %, of each class if there are folders of them
@@ -596,7 +596,7 @@ def test_predict_goes_on(project: Project, own_data: Path, trained: Path, tmp_pa
     out = tmp_path / "\udcfe"
     done = predict("--output", out)
     assert done.status == 1
-    assert done.out.startswith("51 of 53 pictures: ")
+    assert done.out.startswith("51 of 53 images: ")
     first, second = done.err.splitlines()
     assert first.startswith(f"error: {broken}: cannot be read")
     assert second.startswith(f"error: {empty}: cannot be read")

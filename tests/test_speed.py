@@ -4,7 +4,6 @@ import json
 import os
 import re
 import shutil
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
@@ -43,57 +42,33 @@ def draw_kinds(folder: Path) -> dict[str, Path]:
     for name, orientation in ("upright.jpg", 1), ("turned.jpg", 6):
         exif[0x0112] = orientation
         save(name, image, exif=exif)
-    kinds["tail.jpg"] = folder / "tail.jpg"
-    kinds["tail.jpg"].write_bytes(kinds["usual.jpg"].read_bytes() + b"\0 more")
+    usual = kinds["usual.jpg"].read_bytes()
+    for name, content in (
+        ("tail.jpg", usual + b"\0 more"),
+        ("extra.jpg", usual[:-2] + b"\0\0\0" + usual[-2:]),
+    ):
+        kinds[name] = folder / name
+        kinds[name].write_bytes(content)
     return kinds
 
 
-@pytest.fixture(scope="session")
-def turbojpeg(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A folder with libjpeg-turbo 3: no package of PyPI or Debian has it, one of npm does."""
-    folder = tmp_path_factory.mktemp("turbojpeg")
-    package, name = "@julusian/jpeg-turbo@2.3.0", "libturbojpeg.so.0"
-    try:
-        npm = subprocess.run(
-            ["npm", "pack", package], cwd=folder, capture_output=True, timeout=60, check=True
-        )
-        subprocess.run(["tar", "xzf", npm.stdout.split()[-1]], cwd=folder, check=True)
-    except (OSError, subprocess.SubprocessError) as error:
-        pytest.skip(f"libjpeg-turbo 3 cannot be had: {error}")
-    return str(next(folder.glob(f"package/prebuilds/jpeg-turbo-linux-x64/{name}")).parent)
-
-
 @SAME_FOR_BOTH
-@pytest.mark.parametrize("parts", [False, True], ids=["torchvision", "libjpeg-turbo"])
-def test_decoders_agree(
-    project: Project,
-    parts: bool,
-    tmp_path: Path,
-    request: pytest.FixtureRequest,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Size, place and, but for rounding, pixels, whatever decodes, and however much of it."""
-    if parts:
-        monkeypatch.setenv("LD_LIBRARY_PATH", request.getfixturevalue("turbojpeg"))
+def test_decoders_agree(project: Project, tmp_path: Path) -> None:
+    """Size, place and pixels of what is read, whatever decodes; at full size bit by bit."""
     kinds = draw_kinds(tmp_path)
-    found = project.call("decoding.compared", *kinds.values(), fresh=True)
-    for name, (report, in_parts) in zip(kinds, found, strict=True):
-        takes_parts = parts and name not in ("lossless.png", "cmyk.jpg", "turned.jpg", "tail.jpg")
-        assert in_parts == (len(report) if takes_parts else 0), name
-        for number, (off, off_if_moved, mean, most) in enumerate(report):
+    found = project.call("decoding.compared", *kinds.values())
+    for name, (report, decoded) in zip(kinds, found, strict=True):
+        is_left_to_pillow = name in ("lossless.png", "cmyk.jpg", "turned.jpg", "extra.jpg")
+        assert decoded == (0 if is_left_to_pillow else len(report)), name
+        for number, (off, off_if_moved) in enumerate(report):
             is_shrunk = number in (3, 4, 5, 7)
             assert off < (8 if is_shrunk else 0.1), (name, number)
             assert off < 0.7 * off_if_moved, (name, number)
-            assert mean < 0.2, (name, number)
-            assert most <= 32, (name, number)  # at the edges of a part, in colour
 
 
 @SAME_FOR_BOTH
-def test_broken_pictures_are_found(
-    project: Project, tmp_path: Path, turbojpeg: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_broken_images_are_found(project: Project, tmp_path: Path) -> None:
     """A JPEG that was cut off is named, even if the part that is asked for is there."""
-    monkeypatch.setenv("LD_LIBRARY_PATH", turbojpeg)
     whole = tmp_path / "whole.jpg"
     photo(375, 501).save(whole)
     data = whole.read_bytes()
@@ -101,11 +76,13 @@ def test_broken_pictures_are_found(
     for size in (0, 100, len(data) // 2, len(data) - 1):
         broken.append(tmp_path / f"{size}.jpg")
         broken[-1].write_bytes(data[:size])
-    first, *others = project.call("decoding.parts", whole, *broken, fresh=True)
-    assert first == "read"
-    assert len(others) == len(broken)
-    for path, line in zip(broken, others, strict=True):
-        assert re.fullmatch(rf"{path}: cannot be read \(.*\); replace or remove it", line)
+    found = project.call("decoding.parts", whole, *broken)
+    assert set(found) == {"simplejpeg", "Pillow"}
+    for path, line in (*found["simplejpeg"], *found["Pillow"]):
+        if path == str(whole):
+            assert line == "read"
+        else:
+            assert re.fullmatch(rf"{path}: cannot be read \(.*\); replace or remove it", line)
 
 
 def prepare(project: Project, *words: object) -> Done:
@@ -251,7 +228,7 @@ def test_prepared_data_of_a_list(project: Project, own_data: Path, tmp_path: Pat
 @SAME_FOR_BOTH
 def test_normalised_as_ever(project: Project) -> None:
     """uint8 through the workers, normalised afterwards: what ToTensor and Normalize make of it."""
-    assert "pictures of torch.float32: leave them uint8" in project.call("batches.normalized")
+    assert "images of torch.float32: leave them uint8" in project.call("batches.normalized")
 
 
 @SAME_FOR_BOTH
@@ -327,26 +304,17 @@ def test_compiled(project: Project, data: Path, tmp_path: Path) -> None:
 
 @SAME_FOR_BOTH
 def test_cpus_that_may_be_used(project: Project) -> None:
-    """The quota of cgroups, of either version and at any level, and the affinity."""
-    v1 = "5:cpu,cpuacct:/job\n1:memory:/job\n"
+    """The quota of cgroups, at any level, and the affinity."""
     cases = [
         ("0::/\n", {}),
         ("0::/\n", {"/sys/fs/cgroup/cpu.max": "max 100000\n"}),
         ("0::/\n", {"/sys/fs/cgroup/cpu.max": "100000 100000\n"}),
         ("0::/a/b\n", {"/sys/fs/cgroup/a/cpu.max": "50000 100000\n"}),
         ("0::/host/path\n", {"/sys/fs/cgroup/cpu.max": "20000 100000\n"}),
-        (v1, {"/sys/fs/cgroup/cpu/job/cpu.cfs_quota_us": "-1\n"}),
-        (
-            v1,
-            {
-                "/sys/fs/cgroup/cpu/cpu.cfs_quota_us": "90000\n",
-                "/sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000\n",
-            },
-        ),
     ]
     all_of_them = len(os.sched_getaffinity(0))
     found = project.call("machine.cpus", *cases)
-    assert found == [all_of_them, all_of_them, 1, 1, 1, all_of_them, 1]
+    assert found == [all_of_them, all_of_them, 1, 1, 1]
     assert project.call("machine.pinned") == 1
     # srun may have dealt them out already.
     assert project.call("machine.shares", "0", "8", "1") == [1, 8, 1]

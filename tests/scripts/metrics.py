@@ -11,18 +11,22 @@ import main
 import model
 from engine.data import loading, seeding
 from engine.ranks import distributed
+from engine.run import machine
 
 args = main.parse_args(["--data", sys.argv[1], "--batch-size", "2", "--workers", "0"])
-args.image_size = 32
+options = loading.Options(0, 2, False, args.seed)
+settings = machine.Settings(0, 1, False, "off")
+device = torch.device("cpu")
 distributed.setup()
-_, val, classes = dataset.build_dataset(args)
+_, val, classes = dataset.build_dataset(args.data, 32)
 seeding.seed(1)
 net = model.build_model(args, classes)
 criterion = model.build_criterion(args)
 for size in (1, 5, 53):
     part = Subset(val, list(range(0, 53, 53 // size))[:size])
-    loader = loading.build_val_loader(part, classes, args)
+    loader = loading.build_val_loader(part, len(classes), 2, options)
     metrics = model.build_metrics(classes)
-    found = main.evaluate(net, criterion, metrics, loader, torch.device("cpu"), "off")
+    task = main.Task(args, settings, device, classes, net, criterion, metrics)
+    found = main.evaluate(task, loader)
     distributed.say(json.dumps(found))
 distributed.teardown()

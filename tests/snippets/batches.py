@@ -1,6 +1,5 @@
 """What the loaders make of a data set, and what becomes of a batch on the device."""
 
-import argparse
 import random
 import zlib
 from pathlib import Path
@@ -32,17 +31,17 @@ class Noisy(torch.utils.data.Dataset):
 def checksums(data: str) -> dict:
     """For each epoch and each global batch of 8 a checksum for each sample, for several shapes."""
     distributed.setup()
-    args = argparse.Namespace(data=Path(data), image_size=32, seed=3, dist_timeout=60)
-    args.prefetch, args.pin_memory = 2, False
-    train_set, _, classes = dataset.build_dataset(args)
+    train_set, _, classes = dataset.build_dataset(Path(data), 32)
 
     def sums(ranks: int, batch_size: int, accumulate: int, workers: int) -> list:
-        args.batch_size, args.accumulate, args.workers = batch_size, accumulate, workers
+        options = loading.Options(workers, prefetch=2, pin_memory=False, seed=3)
         distributed.world_size = lambda: ranks
         found: list[dict] = [{}, {}]
         for rank in range(ranks):
             distributed.rank = lambda rank=rank: rank
-            loader = loading.build_train_loader(Noisy(train_set), classes, args)
+            loader = loading.build_train_loader(
+                Noisy(train_set), len(classes), batch_size, accumulate, options
+            )
             for epoch in range(2):
                 loader.sampler.set_epoch(epoch)
                 for i, batch in enumerate(loader):

@@ -1,6 +1,5 @@
 """Checkpoints as engine/run/checkpoint.py writes, keeps and reads them."""
 
-import argparse
 import os
 import random
 import shutil
@@ -10,20 +9,22 @@ from pathlib import Path
 import torch
 from torch.optim.swa_utils import AveragedModel
 
+from engine.data import loading
 from engine.errors import UserError
-from engine.ranks import distributed
+from engine.ranks import distributed, protocol
 from engine.run import checkpoint
+from engine.run.folder import KEYS, RunFolder
 from engine.run.progress import Run
 
 
 def save(folder: Path, epoch: int, keep: int = 2, is_best: bool = False) -> None:
-    state = {**dict.fromkeys(checkpoint.KEYS, 0), "model": {"w": torch.full((999,), epoch)}}
+    state = {**dict.fromkeys(KEYS, 0), "model": {"w": torch.full((999,), epoch)}}
     state["epoch"] = epoch
-    checkpoint.save(folder, state, is_best, keep)
+    RunFolder(folder, "auto", keep).add(state, is_best, replace=False, verify=False)
 
 
 def epochs(folder: Path) -> list[int]:
-    return [checkpoint.load(path)["epoch"] for path in checkpoint.saves(folder)]
+    return [checkpoint.read(path)["epoch"] for path in RunFolder(folder, "auto", 2).saves()]
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -38,7 +39,7 @@ def kept(where: str) -> dict:
     for epoch, keep in enumerate((12,) * 13 + (3, 1)):
         save(folder, epoch, keep, is_best=epoch == 1)
         found.append(epochs(folder))
-    best = checkpoint.load(folder / "best.pt")["epoch"]
+    best = checkpoint.read(folder / "best.pt")["epoch"]
     return {"epochs": found, "best": best, "files": sorted(p.name for p in folder.iterdir())}
 
 
@@ -75,7 +76,7 @@ def killed_within_a_save(where: str) -> dict:
             save(folder, 3, is_best=True)
             os._exit(0)
         status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-        best, last = checkpoint.load(folder / "best.pt"), checkpoint.find(folder, "auto")
+        best, last = checkpoint.read(folder / "best.pt"), RunFolder(folder, "auto", 2)._search()
         assert best["epoch"] >= last["epoch"]
         reached.add((status, last["epoch"]))
         if status == 0:
@@ -114,7 +115,7 @@ def damaged(where: str) -> dict:
     def read(content: bytes) -> bool | None:
         path.write_bytes(content)
         try:
-            return torch.equal(checkpoint.load(path)["model"]["w"], right)
+            return torch.equal(checkpoint.read(path)["model"]["w"], right)
         except checkpoint.Damaged:
             return None
 
@@ -130,7 +131,7 @@ def damaged(where: str) -> dict:
     # The bit of "external attributes" that makes a directory of a tensor.
     entry = good.index(b"PK\x01\x02", good.rindex(b"data/0") - 60)
     found["attribute"] = read(flipped(entry + 38, 0x10))
-    checkpoint.is_sealed = lambda path: False
+    checkpoint.has_checksum = lambda path: False
     checkpoint.zipfile.ZipFile.testzip = lambda self: None
     tensor = good.index(right.numpy().tobytes())
     unsealed = [flipped(entry + 38, 0x10), flipped(tensor + 99, 1)]
@@ -141,16 +142,31 @@ def damaged(where: str) -> dict:
 def more_parts(where: str) -> list:
     """Whether an average of the weights, and a scaler, come back as they were."""
     distributed.setup()
-    args = argparse.Namespace(batch_size=1, accumulate=1, save_every=0, keep=2, seed=0, epochs=1)
-    args.output_dir = Path(where)
+    options = loading.Options(0, 2, False, 0)
+    samples = [(torch.zeros(3, 8, 8, dtype=torch.uint8), 0)] * 9
+    loaders = (
+        loading.build_train_loader(samples, 1, 1, 1, options),
+        loading.build_val_loader(samples, 1, 1, options),
+    )
+    folder = RunFolder(Path(where), "auto", 2)
 
     def made() -> Run:
         net = torch.nn.Linear(3, 2)
         optimizer = torch.optim.SGD(net.parameters(), 0.1)
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1)
         more = {"ema": AveragedModel(net), "scaler": torch.amp.GradScaler("cpu", init_scale=64.0)}
-        device = torch.device("cpu")
-        return Run(args, ["a"], 9, device, "top1", "", net, optimizer, scheduler, **more)
+        return Run(
+            *(folder, *loaders),
+            classes=["a"],
+            epochs=1,
+            save_every=0,
+            score="top1",
+            flags={},
+            model=net,
+            optimizer=optimizer,
+            scheduler=scheduler,
+            **more,
+        )
 
     first, second = made(), made()
     for part in first.parts["ema"].parameters():
@@ -158,7 +174,7 @@ def more_parts(where: str) -> list:
     first.parts["scaler"].scale(torch.ones(1))
     first.parts["scaler"].update(32.0)
     first.save()
-    second.restore(checkpoint.find(args.output_dir, "auto"))
+    second.resume(folder.find_checkpoint())
     averages = [run.parts["ema"].parameters() for run in (first, second)]
     same = all(torch.equal(*pair) for pair in zip(*averages, strict=True))
     return [same, second.parts["scaler"].get_scale()]
@@ -166,7 +182,7 @@ def more_parts(where: str) -> list:
 
 def found_by_the_next_attempt(where: str, path: str) -> list:
     """What --resume PATH and --resume never find where this launch's first attempt has begun."""
-    folder = Path(where)
-    os.environ["LAUNCH_ID"] = "1"
-    checkpoint.begin(folder)
-    return [str(checkpoint.find(folder, path)["path"]), checkpoint.find(folder, "never")]
+    os.environ[protocol.LAUNCH_ID] = "1"
+    by_path, never = (RunFolder(Path(where), resume, 2) for resume in (path, "never"))
+    by_path.open_for_training(is_new=False)
+    return [by_path._search()["path"], never._search()]

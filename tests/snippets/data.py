@@ -1,6 +1,5 @@
 """What a project draws, and what it finds in a folder."""
 
-import argparse
 import contextlib
 import io
 from pathlib import Path
@@ -16,7 +15,7 @@ def draw(folder: str, train: int, val: int) -> None:
 
 def build(folder: str) -> tuple:
     distributed.setup()
-    return dataset.build_dataset(argparse.Namespace(data=Path(folder), image_size=64))
+    return dataset.build_dataset(Path(folder), 64)
 
 
 def found(folder: str) -> str:

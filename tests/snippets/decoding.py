@@ -1,11 +1,10 @@
-"""Parts of pictures, read by either decoder and compared with a decode of the whole."""
-
-from collections.abc import Callable
+"""Parts of images, read by either decoder and compared with a decode of the whole."""
 
 import torch
+from torchvision.io import ImageReadMode, decode_jpeg, read_file
 from torchvision.transforms.v2 import functional as F
 
-from engine.data import images, turbojpeg
+from engine.data import images
 from engine.errors import UserError
 
 BOXES = (  # with the size of the result: whole; a part as it is; shrunk by less and more than 2
@@ -15,63 +14,74 @@ BOXES = (  # with the size of the result: whole; a part as it is; shrunk by less
 )
 
 
-def read(path: str, library: Callable) -> tuple:
-    kept, turbojpeg.library = turbojpeg.library, library
-    picture = images.open_picture(path)
-    found = [picture.read(*box) for box in BOXES]
-    turbojpeg.library = kept
-    return picture, found
+simplejpeg = images.simplejpeg
+calls = []
+
+
+class Counted:
+    """simplejpeg, with each of its calls noted."""
+
+    @staticmethod
+    def decode_jpeg(*args: object, **options: object) -> object:
+        calls.append(simplejpeg.decode_jpeg(*args, **options))
+        return calls[-1]
+
+
+def read(path: str, library: object) -> tuple:
+    images.simplejpeg = library
+    image = images.open_image(path)
+    return image, [image.read(*box) for box in BOXES]
 
 
 def compare(path: str) -> list[list[float]]:
-    """For each of BOXES: how far off, how far if moved by a pixel, mean and most between the two.
+    """For each of BOXES: how far off, and how far if moved by a pixel, in grey levels of 256.
 
-    In grey levels of 256.
+    Pillow and simplejpeg agree to the bit, and with torchvision on the whole image.
     """
     whole = F.pil_to_tensor(images.read_image(path))
-    picture, plain = read(path, lambda: None)
-    _, best = read(path, turbojpeg.library)
-    assert (picture.height, picture.width) == whole.shape[1:]
+    image, plain = read(path, None)
+    _, best = read(path, Counted)
+    assert (image.height, image.width) == whole.shape[1:]
     report = []
     for (box, size), one, other in zip(BOXES, plain, best, strict=True):
         expected = F.crop(whole, *(box or (0, 0, *whole.shape[1:])))
         expected = F.resize(expected, list(size)) if size else expected
         assert one.dtype == other.dtype == torch.uint8
         assert one.shape == expected.shape
+        assert torch.equal(one, other)
         inner = expected[:, 2:-2, 2:-2].float()
 
         def off(rows: int, columns: int, one: torch.Tensor = one, inner=inner) -> float:
             moved = one.roll((rows, columns), (1, 2))[:, 2:-2, 2:-2]
             return (moved - inner).abs().mean().item()
 
-        moved = min(off(-1, 0), off(1, 0), off(0, -1), off(0, 1))
-        between = (one.float() - other.float()).abs()
-        report.append([off(0, 0), moved, between.mean().item(), between.max().item()])
+        report.append([off(0, 0), min(off(-1, 0), off(1, 0), off(0, -1), off(0, 1))])
+    if calls:
+        assert torch.equal(best[0], decode_jpeg(read_file(path), ImageReadMode.RGB))
     return report
 
 
 def compared(*paths: str) -> list:
-    """For each picture what `compare` finds, and how often the JPEG library took it."""
-    calls: list = []
-    decode = turbojpeg.decode
-    turbojpeg.decode = lambda *args: calls.append(decode(*args)) or calls[-1]
+    """For each image what `compare` finds, and how often simplejpeg decoded it."""
     found = []
     for path in paths:
         calls.clear()
-        found.append([compare(path), sum(call is not None for call in calls)])
+        found.append([compare(path), len(calls)])
     return found
 
 
-def parts(*paths: str) -> list[str]:
-    """Whether the upper left of each picture can be read, or what is said."""
-    assert turbojpeg.library()
-    said = []
-    for path in paths:
-        try:
-            images.open_picture(path).read((0, 0, 50, 50))
-            said.append("read")
-        except UserError as error:
-            said.append(str(error))
+def parts(*paths: str) -> dict[str, list]:
+    """By decoder: whether the upper left of each image can be read, whole and shrunk."""
+    said = {}
+    for images.simplejpeg in (simplejpeg, None):
+        lines = said[images.decoder()] = []
+        for path in paths:
+            for size in (None, (20, 20)):
+                try:
+                    images.open_image(path).read((0, 0, 50, 50), size)
+                    lines.append([path, "read"])
+                except UserError as error:
+                    lines.append([path, str(error)])
     return said
 
 

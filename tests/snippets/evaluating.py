@@ -16,9 +16,8 @@ def plain_loop(checkpoint: str, data: str) -> dict:
     """The mean loss, and each guess with its truth."""
     state = torch.load(checkpoint, weights_only=True)
     args = argparse.Namespace(**state["args"])
-    args.data = Path(data)
     distributed.setup()
-    _, val, classes = dataset.build_dataset(args)
+    _, val, classes = dataset.build_dataset(Path(data), args.image_size)
     net = model.build_model(args, classes)
     net.load_state_dict(state["model"])
     net.eval()

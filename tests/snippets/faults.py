@@ -21,6 +21,7 @@ from engine.data import loading
 from engine.errors import UserError
 from engine.ranks import distributed, stopping
 from engine.run import checkpoint
+from engine.run.folder import RunFolder
 from engine.run.progress import Run
 from engine.run.reporting import Reporter
 from snippets.faulty import Runs, after_step, wait_for
@@ -219,14 +220,14 @@ def samples_that_break_their_worker(data: str, folder: str, *words: object) -> l
 
     def at(path: str, act: Callable[[], object]) -> Patch:
         def patch() -> None:
-            read = dataset.open_picture
+            read = dataset.open_image
 
             def patched(name: str, *args: object) -> object:
                 if name.endswith(path):
                     act()
                 return read(name, *args)
 
-            dataset.open_picture = patched
+            dataset.open_image = patched
 
         return patch
 
@@ -275,13 +276,13 @@ def signals_at_awkward_moments(data: str, folder: str, *words: object) -> dict:
         Run.mean_loss, loading.collate_by_size = patched, slow
 
     def in_a_save() -> None:
-        save = checkpoint.save
+        add = RunFolder.add
 
         def patched(*args: object, **more: object) -> None:
             ask(0)
-            save(*args, **more)
+            add(*args, **more)
 
-        checkpoint.save = patched
+        RunFolder.add = patched
 
     train = Runs(data, folder, words).train
     found = {

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 MADE = "        self.prepared = prepared\n"
-USED = "        return self.transform(picture), "
+USED = "        return self.transform(image), "
 FLIP = "        flip = [-1] if RNG.random() < 0.5 else []\n"
 
 

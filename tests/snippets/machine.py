@@ -37,5 +37,5 @@ def shares(*per_task: str) -> list[int]:
     found = []
     for each in per_task:
         os.environ["SLURM_CPUS_PER_TASK"] = each
-        found.append(machine.share())
+        found.append(machine.cpu_share())
     return found

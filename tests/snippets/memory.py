@@ -9,6 +9,7 @@ import main
 import model
 from engine.data import seeding
 from engine.ranks import distributed
+from engine.run import machine
 
 
 def status(name: str, file: str = "/proc/self/status") -> int:
@@ -27,7 +28,9 @@ def of_deterministic_metrics() -> int:
         file.write("5")  # the peak begins anew
     before = status("VmHWM")
     net, loss = torch.nn.Conv2d(3, 21, 1), model.build_criterion(None)
-    main.evaluate(net, loss, metrics, [[(images, targets)]], torch.device("cpu"), "off")
+    settings = machine.Settings(0, 1, False, "off")
+    task = main.Task(None, settings, torch.device("cpu"), [], net, loss, metrics)
+    main.evaluate(task, [[(images, targets)]])
     assert torch.are_deterministic_algorithms_enabled()
     assert torch.is_deterministic_algorithms_warn_only_enabled()
     return status("VmHWM") - before

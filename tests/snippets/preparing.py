@@ -1,6 +1,5 @@
 """Prepared data: written, with interruptions, and read."""
 
-import argparse
 import os
 import signal
 from collections.abc import Iterator
@@ -12,6 +11,7 @@ import prepare_data
 from engine.data import prepared
 from engine.errors import UserError
 from engine.ranks import distributed
+from engine.ranks.failures import one_line_errors
 
 
 def prepare(words: list[str], last: int | None) -> str:
@@ -29,7 +29,7 @@ def prepare(words: list[str], last: int | None) -> str:
                 yield sample
 
         prepared.tqdm = samples
-        with distributed.one_line_errors():
+        with one_line_errors():
             prepare_data.main(words)
         os._exit(0)
     os.close(send)
@@ -56,8 +56,7 @@ def interrupted(source: str, store: str, *flags: str) -> list[str]:
 def written_to(store: str) -> None:
     """Writing to a picture that was read leaves the store as it is."""
     distributed.setup()
-    args = argparse.Namespace(data=Path(store), image_size=32)
-    train_set, _, _ = dataset.build_dataset(args)
+    train_set, _, _ = dataset.build_dataset(Path(store), 32)
     for picture in train_set.prepared[3]:
         before = picture.read().clone()
         picture.read().zero_()

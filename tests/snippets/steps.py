@@ -25,7 +25,7 @@ def profiled() -> None:
         elif self.step == 5:
             profile.stop()
             counts = {event.key: event.count for event in profile.key_averages()}
-            path = Path(self.args.output_dir, f"rank{os.environ['RANK']}.json")
+            path = Path(self.folder.path, f"rank{os.environ['RANK']}.json")
             path.write_text(json.dumps(counts))
 
     Run.end_step = patched
@@ -78,7 +78,7 @@ def in_another_memory_format() -> bool:
         parts = {"optimizer": optimizer, "scheduler": scheduler}
         state = {"optimizer": {"state": {0: moments}}, "scheduler": scheduler.state_dict()}
         state.update(path="last.pt", layout=optimizers.layout(parts))
-        optimizers.restore(state, parts, 3, 9)
+        optimizers.load_states(state, parts, 3, 9)
         w.grad = grad.contiguous(memory_format=torch.channels_last)
         optimizer.step()
         ends.append(w.detach())
@@ -89,8 +89,8 @@ def slow_and_usual(data: str, folder: str, *words: object) -> list[str]:
     """What a run says that waits for its pictures, and one that does not."""
 
     def slow() -> None:
-        read = dataset.open_picture
-        dataset.open_picture = lambda path: (time.sleep(0.1), read(path))[1]
+        read = dataset.open_image
+        dataset.open_image = lambda path: (time.sleep(0.1), read(path))[1]
 
     said = []
     for name, patch in ("slow", slow), ("usual", nothing):
