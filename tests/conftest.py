@@ -12,12 +12,14 @@ import time
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 TESTS = Path(__file__).resolve().parent
+SCRIPTS = TESTS / "scripts"  # which take the place of main.py
 TEMPLATE_FOLDER = "{{cookiecutter.project_slug}}"
 TASKS = ("classification", "segmentation")
 # Small pictures, a small share of time in processes: what most runs in these tests are given.
@@ -114,45 +116,50 @@ class Project:
         self.task = task
         self.server: subprocess.Popen | None = None
 
-    def python(self, code: str, *args: object, fresh: bool = False) -> str:
-        """Return what `code` prints, run in a fork of a Python that has imported main.py.
+    def call(self, name: str, *args: object, fresh: bool = False) -> Any:
+        """Return what a function of snippets/ returns, such as "data.draw", called here.
 
-        With `fresh` in one of its own, for another environment or edited modules.
+        In a fork of a Python that has imported main.py; with `fresh` in a Python of its own, for
+        another environment or edited modules. Paths become texts.
         """
-        if fresh:
-            return run([sys.executable, "-c", code, *args], cwd=self.folder).ok().out
-        done = self._order(code=code, flags=[str(arg) for arg in args])
-        assert done.status == 0, done.err
-        return done.out
+        with tempfile.TemporaryDirectory() as folder:
+            if fresh:
+                value = Path(folder, "value")
+                words = [name, json.dumps(args, default=str), value]
+                run([sys.executable, TESTS / "calling.py", *words], cwd=self.folder).ok()
+                return json.loads(value.read_text())
+            done = self._order(folder, call=name, args=args)
+            assert done.status == 0, done.err
+            return json.loads(Path(folder, "said.value").read_text())
 
     def draw(self, folder: Path, train: int, val: int) -> Path:
-        code = "import sys, demo_set; from pathlib import Path; demo_set.draw(Path(sys.argv[1]), "
-        self.python(f"{code}{train}, {val})", folder)
+        self.call("data.draw", folder, train, val)
         return folder
 
     def launch(self, *flags: object, **kwargs: object) -> "Done":
         return run([self.folder / "launch.sh", *flags], **kwargs)
 
-    def fork(self, *flags: object, ranks: int = 2, script: str = "main.py") -> "Done":
+    def fork(self, *flags: object, ranks: int = 2, script: str | Path = "main.py") -> "Done":
         """As `launch`, but without a launcher, whose time most tests can do without."""
-        return self._order(ranks=ranks, flags=[str(flag) for flag in flags], script=script)
+        with tempfile.TemporaryDirectory() as folder:
+            return self._order(folder, ranks=ranks, flags=[*map(str, flags)], script=script)
 
-    def _order(self, **order: object) -> "Done":
+    def _order(self, folder: str, **order: object) -> "Done":
+        """Have the fork server do something whose output goes to `folder`."""
         if self.server is None:
             self.mark = uuid.uuid4().hex
             command = [sys.executable, TESTS / "forked.py"]
             self.server = start(command, self.mark, cwd=self.folder, stdin=subprocess.PIPE)
-        with tempfile.TemporaryDirectory() as folder:
-            output = f"{folder}/said"
-            self.server.stdin.write(json.dumps({**order, "output": output}) + "\n")
-            self.server.stdin.flush()
-            statuses = json.loads(self.server.stdout.readline())
-            out, err = (Path(f"{output}.{end}").read_text() for end in ("out", "err"))
+        output = f"{folder}/said"
+        self.server.stdin.write(json.dumps({**order, "output": output}, default=str) + "\n")
+        self.server.stdin.flush()
+        statuses = json.loads(self.server.stdout.readline())
+        out, err = (Path(f"{output}.{end}").read_text() for end in ("out", "err"))
         left = [pid for pid in marked(self.mark) if pid != self.server.pid]
         return Done(max(statuses, key=abs), out, err, left)
 
-    def alone(self, *flags: object) -> "Done":
-        return self.fork(*flags, ranks=1)
+    def alone(self, *flags: object, **options: Any) -> "Done":
+        return self.fork(*flags, ranks=1, **options)
 
     def close(self) -> None:
         if self.server is not None:

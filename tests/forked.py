@@ -2,8 +2,8 @@
 
 A run takes a second or two in this way; a launcher, and torch imported by each rank, take eight.
 The ranks run main.py as a script, in a process group of their own, and end as it says. Started in
-the project's folder, with a script that imports this, or alone: then it obeys lines on stdin, which
-may bring code to run instead.
+the project's folder, by a function that imports this, or alone: then it obeys lines on stdin, which
+may name a function of snippets/ to call instead.
 """
 
 import functools
@@ -16,17 +16,18 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
-from pathlib import Path  # noqa: F401  as digest below
 from typing import Any
 
 sys.path.insert(0, os.getcwd())
-import main  # noqa: F401  with all that it imports, and what rank 0 imports late
 import matplotlib.figure  # noqa: F401
 import torch
 import torch.utils.tensorboard
-from digest import digest  # noqa: F401  for the scripts that import this
+from calling import call
+
+import main  # noqa: F401  with all that it imports, and what rank 0 imports late
 
 torch.set_num_threads(1)
+Patch = Callable[[], object]
 
 
 def nothing() -> None:
@@ -37,7 +38,7 @@ def start(
     ranks: int,
     *flags: object,
     script: str = "main.py",
-    patch: Callable[[], object] = nothing,
+    patch: Patch = nothing,
     output: str | None = None,
 ) -> list[int]:
     """Start `script` on `ranks` ranks, each after a call of `patch`; return their process ids.
@@ -82,12 +83,6 @@ def fork(act: Callable[[], object], output: str | None) -> int:
         os._exit(status)
 
 
-def execute(code: str, args: list[str]) -> None:
-    """Run `code` as `python -c` does."""
-    sys.argv = ["-c", *args]
-    exec(compile(code, "<test>", "exec"), {"__name__": "__main__"})
-
-
 def wait(pids: list[int], seconds: float = 120) -> list[int]:
     """Return the statuses of the ranks; those that are left after `seconds` are killed."""
     statuses: dict[int, int] = {}
@@ -111,8 +106,8 @@ if __name__ == "__main__":
     for line in sys.stdin:
         order = json.loads(line)
         output = order["output"]
-        if "code" in order:
-            act = functools.partial(execute, order["code"], order["flags"])
+        if "call" in order:
+            act = functools.partial(call, order["call"], order["args"], f"{output}.value")
             pids = [fork(act, output)]
         else:
             pids = start(order["ranks"], *order["flags"], script=order["script"], output=output)

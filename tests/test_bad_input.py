@@ -159,34 +159,17 @@ def test_spoilt_data(project: Project, own_data: Path, tmp_path: Path, case: str
     assert not (tmp_path / "out" / "best.pt").exists()  # no epoch has been finished
 
 
-# Prints how many pictures of which classes a project finds.
-FOUND = """
-import sys
-from pathlib import Path
-from dataset import build_dataset
-from engine.ranks import distributed
-distributed.setup()
-train, val, classes = build_dataset(Path(sys.argv[1]), 64)
-print(len(train), len(val), *classes)
-"""
-
-
-def found(project: Project, data: Path, script: Path) -> str:
-    script.write_text(FOUND)
-    return project.fork(data, ranks=1, script=str(script)).ok().out.strip()
-
-
 @pytest.mark.parametrize("project", ["segmentation"], indirect=True)
-def test_a_class_that_is_rare(project: Project, own_data: Path, tmp_path: Path) -> None:
+def test_a_class_that_is_rare(project: Project, own_data: Path) -> None:
     """In one training mask of 53 only: that is not a mistake."""
     repaint(own_data, {1: 255})
     Image.new("L", (64, 64), 1).save(own_data / "train" / "masks" / "0030.png")
-    assert found(project, own_data, tmp_path / "found.py") == "53 23 background crack"
+    assert project.call("data.found", own_data) == "53 23 background crack"
 
 
 def test_folders_to_leave_out(project: Project, own_data: Path, tmp_path: Path) -> None:
     """What editors and archives leave, and links back up, add no picture, class or copy."""
-    before = found(project, own_data, tmp_path / "found.py")
+    before = project.call("data.found", own_data)
     assert before.startswith("53 23 ")
     train = own_data / "train"
     folders = [train / "images", train / "masks"]
@@ -209,4 +192,4 @@ def test_folders_to_leave_out(project: Project, own_data: Path, tmp_path: Path) 
         for name in ("one", "two"):
             (folder / name).symlink_to(elsewhere)
         (elsewhere / "back").symlink_to(train)
-    assert found(project, own_data, tmp_path / "found.py") == before
+    assert project.call("data.found", own_data) == before

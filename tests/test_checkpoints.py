@@ -10,21 +10,6 @@ from pathlib import Path
 from conftest import Project, finish, rows, start
 from test_runs import SAME_FOR_BOTH, flags
 
-SAVE = """
-import sys, torch
-from pathlib import Path
-from engine.ranks import distributed
-from engine.run import checkpoint
-def save(folder, epoch, keep=2, is_best=False):
-    state = {**dict.fromkeys(checkpoint.KEYS, 0), "model": {"w": torch.full((999,), epoch)}}
-    state["epoch"] = epoch
-    checkpoint.save(Path(folder), state, is_best, keep)
-def epochs(folder):
-    return [checkpoint.load(path)["epoch"] for path in checkpoint.saves(Path(folder))]
-folder = Path(sys.argv[1])
-folder.mkdir(exist_ok=True)
-"""
-
 
 def damage(path: Path) -> None:
     """Turn over one bit of a tensor."""
@@ -37,66 +22,21 @@ def damage(path: Path) -> None:
 
 @SAME_FOR_BOTH
 def test_as_many_are_kept_as_asked_for(project: Project, tmp_path: Path) -> None:
-    code = """
-(folder / "last-2024-05-01.pt").touch()  # the user's own
-for epoch, keep in enumerate((12,) * 13 + (3, 1)):
-    save(folder, epoch, keep, is_best=epoch == 1)
-    print(*epochs(folder))
-print(checkpoint.load(folder / "best.pt")["epoch"], *sorted(p.name for p in folder.iterdir()))
-"""
-    found = project.python(SAVE + code, tmp_path).splitlines()
-    assert found[2] == "2 1 0"
-    assert found[12:15] == ["12 11 10 9 8 7 6 5 4 3 2 1", "13 12 11", "14"]
-    assert found[15] == "1 best.pt last-2024-05-01.pt last.pt"
+    found = project.call("checkpoints.kept", tmp_path)
+    assert found["epochs"][2] == [2, 1, 0]
+    assert found["epochs"][12:] == [[*range(12, 0, -1)], [13, 12, 11], [14]]
+    assert found["best"] == 1
+    assert found["files"] == ["best.pt", "last-2024-05-01.pt", "last.pt"]
 
 
 @SAME_FOR_BOTH
 def test_killed_within_a_save(project: Project, tmp_path: Path) -> None:
     """Whichever call it dies in, the newest checkpoint is the former one or the new one."""
-    code = """
-import os, shutil
-calls = [(os, "replace"), (os, "fsync"), (Path, "replace"), (torch, "save")]
-reached = set()
-for dies_at in range(20):
-    shutil.rmtree(folder)
-    folder.mkdir()
-    save(folder, 1)
-    save(folder, 2, is_best=True)
-    if not (child := os.fork()):
-        left = [dies_at]
-        def dying(function):
-            def call(*args, **kwargs):
-                if not left[0]:
-                    os._exit(7)
-                left[0] -= 1
-                return function(*args, **kwargs)
-            return call
-        for owner, name in calls:
-            setattr(owner, name, dying(getattr(owner, name)))
-        save(folder, 3, is_best=True)
-        os._exit(0)
-    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    newest = [checkpoint.load(folder / "best.pt"), checkpoint.find(folder, "auto")]
-    best, last = (state["epoch"] for state in newest)
-    assert best >= last
-    reached.add((status, last))
-    if status == 0:
-        break
-print(dies_at, sorted(reached))
-
-def full(handle):
-    raise OSError(28, "No space left on device")
-before = {path.name: path.read_bytes() for path in folder.iterdir()}
-os.fsync = full
-try: save(folder, 4)
-except checkpoint.UserError as error: print(error)
-assert before == {path.name: path.read_bytes() for path in folder.iterdir()}
-"""
-    found, full = project.python(SAVE + code, tmp_path / "run").splitlines()
-    calls, reached = found.split(" ", 1)
-    assert int(calls) >= 8
-    assert reached == "[(0, 3), (7, 2), (7, 3)]"
-    assert full.endswith("last.pt: cannot be written (No space left on device)")
+    found = project.call("checkpoints.killed_within_a_save", tmp_path / "run")
+    assert found["calls"] >= 8
+    assert found["reached"] == [[0, 3], [7, 2], [7, 3]]
+    said = project.call("checkpoints.full_disk", tmp_path / "run")
+    assert said.endswith("last.pt: cannot be written (No space left on device)")
 
 
 @SAME_FOR_BOTH
@@ -125,39 +65,12 @@ def test_any_damage_is_seen(project: Project, tmp_path: Path) -> None:
 
     Without the checksum of the whole file some of these load, and are wrong.
     """
-    code = """
-import random, shutil
-chance = random.Random(0)
-save(folder, 1)
-path, good = folder / "last.pt", (folder / "last.pt").read_bytes()
-right = torch.load(path, weights_only=True)["model"]["w"]
-
-def read(content):
-    path.write_bytes(content)
-    try: return torch.equal(checkpoint.load(path)["model"]["w"], right)
-    except checkpoint.Damaged: return None
-
-def flipped(index, bit):
-    return good[:index] + bytes([good[index] ^ bit]) + good[index + 1:]
-
-found = [read(flipped(index, 1 << chance.randrange(8))) for index in range(len(good))]
-cut = [read(good[:length]) for length in range(0, len(good) - 14, 37)]
-seal = len(good) - 14
-print(found.count(False), {*found[:seal]}, cut.count(False), cut.count(True))
-
-# The bit of "external attributes" that makes a directory of a tensor.
-entry = good.index(b"PK\\x01\\x02", good.rindex(b"data/0") - 60)
-print(read(flipped(entry + 38, 0x10)))
-checkpoint.is_sealed = lambda path: False
-checkpoint.zipfile.ZipFile.testzip = lambda self: None
-tensor = good.index(right.numpy().tobytes())
-print(read(flipped(entry + 38, 0x10)), read(flipped(tensor + 99, 1)))
-"""
-    code = code.replace("\\\\", "\\")
-    flips, attribute, without = project.python(SAVE + code, tmp_path).splitlines()
-    assert flips == "0 {None} 0 0"
-    assert attribute == "None"
-    assert without == "False False"
+    found = project.call("checkpoints.damaged", tmp_path)
+    assert False not in found["flipped"]
+    assert {*found["within"]} == {None}
+    assert {*found["cut"]} == {None}
+    assert found["attribute"] is None
+    assert found["unsealed"] == [False, False]
 
 
 @SAME_FOR_BOTH
@@ -196,33 +109,4 @@ def test_two_runs_in_one_folder(project: Project, data: Path, tmp_path: Path) ->
 @SAME_FOR_BOTH
 def test_whatever_has_a_state_is_saved(project: Project, tmp_path: Path) -> None:
     """An average of the weights and a scaler, as an owner may add them to `Run(...)`."""
-    code = """
-import argparse, sys
-from pathlib import Path
-import torch
-from torch.optim.swa_utils import AveragedModel
-from engine.ranks import distributed
-from engine.run import checkpoint
-from engine.run.progress import Run
-distributed.setup()
-args = argparse.Namespace(batch_size=1, accumulate=1, save_every=0, keep=2, seed=0, epochs=1)
-args.output_dir = Path(sys.argv[1])
-
-def made():
-    net = torch.nn.Linear(3, 2)
-    optimizer = torch.optim.SGD(net.parameters(), 0.1)
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1)
-    more = {"ema": AveragedModel(net), "scaler": torch.amp.GradScaler("cpu", init_scale=64.0)}
-    return Run(args, ["a"], 9, torch.device("cpu"), "top1", "", net, optimizer, scheduler, **more)
-
-first, second = made(), made()
-for part in first.parts["ema"].parameters():
-    part.data += 1
-first.parts["scaler"].scale(torch.ones(1))
-first.parts["scaler"].update(32.0)
-first.save()
-second.restore(checkpoint.find(args.output_dir, "auto"))
-same = [torch.equal(*pair) for pair in zip(*(r.parts["ema"].parameters() for r in (first, second)))]
-print(all(same), second.parts["scaler"].get_scale())
-"""
-    assert project.python(code, tmp_path) == "True 32.0\n"
+    assert project.call("checkpoints.more_parts", tmp_path) == [True, 32.0]

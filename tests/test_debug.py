@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import Project, finish, processes, start
+from conftest import SCRIPTS, Project, finish, processes, start
 from dap import Breakpoints, Debugger, configuration, line_of
 from test_runs import SAME_FOR_BOTH, flags, free_port, with_bug
 
@@ -284,18 +284,9 @@ def test_debug_rank_that_cannot_be(project: Project) -> None:
 def test_without_a_debugger_nothing_of_it_is_there(
     project: Project, data: Path, trained: Path
 ) -> None:
-    code = """
-import runpy, sys, threading
-sys.argv[0] = "main.py"
-from engine.ranks import distributed
-distributed.teardown = lambda: None
-runpy.run_path("main.py", run_name="__main__")
-import torch.distributed as dist
-print(sorted({"debugpy", "pydevd"} & set(sys.modules)), [t.name for t in threading.enumerate()])
-print(dist.group.WORLD._get_backend(__import__("torch").device("cpu")).options._timeout)
-"""
     more = [*flags(data, trained), "--eval-only", "--dist-timeout", 77]
-    *_, left, timeout = project.python(code, *more).splitlines()
+    done = project.alone(*more, script=SCRIPTS / "look_around.py").ok()
+    *_, left, timeout = done.out.splitlines()
     assert left == "[] ['MainThread']"
     assert timeout == "0:01:17"
 

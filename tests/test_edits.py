@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import Done, Project, rows
+from conftest import SCRIPTS, Done, Project, rows
 from digest import digest
 from test_runs import SAME_FOR_BOTH, flags
 
@@ -43,6 +43,7 @@ CRITERION = "    criterion = build_criterion(args)\n    steps"
 END = "            run.end_step()"
 SAVE = "            run.save()  # whatever fails from here on costs no epoch\n"
 METRICS = "**compute(metrics)}"
+OWNER = (IMPORTS, "\nfrom snippets import owner\n" + IMPORTS)
 NUMPY = (IMPORTS, "\nimport numpy as np\n" + IMPORTS)
 GROUPS = (  # no weight decay for what is no matrix
     OPTIMIZER,
@@ -88,19 +89,8 @@ def test_another_optimizer_than_the_checkpoint_has(
     before = {path.name: path.read_bytes() for path in out.glob("*.pt")}
     words = "last.pt", "--weights", "--output-dir"
     edited(GROUPS)(*more).refused("groups had 170 weights and have 57 + 113", *words)
-    swapped = (OPTIMIZER, OPTIMIZER.replace("model.parameters()", "swapped(model)"))
-    swap = (
-        "def build_optimizer",
-        """def swapped(model):
-    weights = dict(model.named_parameters())
-    pair = "stage2.1.branch2.0.weight", "stage2.1.branch2.5.weight"  # of one shape
-    weights[pair[0]], weights[pair[1]] = weights[pair[1]], weights[pair[0]]
-    return list(weights.values())
-
-
-def build_optimizer""",
-    )
-    done = edited(swapped, swap)(*more)
+    swapped = (OPTIMIZER, OPTIMIZER.replace("model.parameters()", "owner.swapped(model)"))
+    done = edited(OWNER, swapped)(*more)
     done.refused("stage2.1.branch2.5.weight where stage2.1.branch2.0.weight was", *words)
     sgd = (OPTIMIZER, "    return torch.optim.SGD(model.parameters(), lr)\n" + OPTIMIZER)
     edited(sgd)(*more).refused("the optimizer was AdamW and is SGD", *words)
@@ -192,17 +182,9 @@ def test_back_to_the_best(project: Project, data: Path, trained: Path, tmp_path:
 
 def test_a_path_under_max_restarts(project: Project, trained: Path, tmp_path: Path) -> None:
     """A rank that dies before the first save: the next attempt begins with that path again."""
-    code = """
-import os, sys
-from pathlib import Path
-from engine.run import checkpoint
-folder, path = Path(sys.argv[1]), sys.argv[2]
-os.environ["LAUNCH_ID"] = "1"
-checkpoint.begin(folder)
-print(checkpoint.find(folder, path)["path"], checkpoint.find(folder, "never"))
-"""
     path = trained / "last.pt"
-    assert project.python(code, tmp_path, path) == f"{path} None\n"
+    found = project.call("checkpoints.found_by_the_next_attempt", tmp_path, path)
+    assert found == [str(path), None]
 
 
 def test_values_that_are_not_plain(data: Path, tmp_path: Path, edited: Edited) -> None:
@@ -269,37 +251,17 @@ def test_saved_before_it_is_shown(data: Path, tmp_path: Path, edited: Edited) ->
 
 def test_targets_that_are_no_classes(data: Path, tmp_path: Path, edited: Edited) -> None:
     """Soft labels, as a data set may return them, reach the loss as they are."""
-    soft = """
-class Soft(torch.utils.data.Dataset):
-    def __init__(self, dataset):
-        self.dataset, self.samples = dataset, dataset.samples
-
-    def __len__(self):
-        return len(self.dataset)
-
-    def __getitem__(self, index):
-        image, label = self.dataset[index]
-        return image, torch.full((6,), 0.02).index_fill(0, torch.tensor(label), 0.9)
-
-
-def hardened(build):
-    def build_metrics(classes):
-        metrics = build(classes)
-        metrics.update = lambda outputs, targets: MetricCollection.update(
-            metrics, outputs, targets.argmax(1)
-        )
-        return metrics
-    return build_metrics
-
-
-build_metrics, draw = hardened(build_metrics), draw_example
-draw_example = lambda axes, image, target, *more: draw(axes, image, target.argmax(), *more)
-"""
     start = edited(
-        (IMPORTS, soft + IMPORTS),
+        (
+            IMPORTS,
+            "\nfrom snippets import owner\n"
+            "from snippets.owner import draw_hardened as draw_example\n"
+            "from snippets.owner import hardened_metrics as build_metrics\n" + IMPORTS,
+        ),
         (
             "    train_loader = loading",
-            "    train_set, val_set = map(Soft, (train_set, val_set))\n    train_loader = loading",
+            "    train_set, val_set = map(owner.Soft, (train_set, val_set))\n"
+            "    train_loader = loading",
         ),
         (
             "            loss_sum, count = criterion(machine",
@@ -312,38 +274,16 @@ draw_example = lambda axes, image, target, *more: draw(axes, image, target.argma
 
 def test_networks_with_several_outputs(data: Path, tmp_path: Path, edited: Edited) -> None:
     """The loss takes them as they are, in float32; evaluation wants the logits alone."""
-    network = """
-class Several(torch.nn.Module):
-    def __init__(self, net):
-        super().__init__()
-        self.net = net
-
-    def forward(self, images):
-        logits = self.net(images)
-        return {"out": logits, "aux": (logits.bfloat16(), 1)} if self.training or WRONG else logits
-
-
-WRONG = False
-build = build_model
-build_model = lambda *args, **kw: Several(build(*args, **kw))
-
-
-def criterion_of_several(args):
-    criterion = build_criterion(args)
-    def both(outputs, targets):
-        if isinstance(outputs, torch.Tensor):
-            return criterion(outputs, targets)
-        assert outputs["aux"][0].dtype == torch.float32
-        loss, count = criterion(outputs["out"], targets)
-        return loss + 0.4 * criterion(outputs["aux"][0], targets)[0], count
-    return both
-"""
     changes = (
-        (IMPORTS, network + IMPORTS),
-        (CRITERION, CRITERION.replace("build_criterion", "criterion_of_several")),
+        (
+            IMPORTS,
+            "\nfrom snippets import owner\n"
+            "from snippets.owner import build_several as build_model\n" + IMPORTS,
+        ),
+        (CRITERION, CRITERION.replace("build_criterion", "owner.criterion_of_several")),
     )
     edited(*changes)(*flags(data, tmp_path), ranks=2).ok()
-    wrong = (changes[0][0], changes[0][1].replace("WRONG = False", "WRONG = True"))
+    wrong = (changes[0][0], changes[0][1].replace("build_several", "build_always_several"))
     done = edited(wrong, changes[1])(*flags(data, tmp_path / "wrong"), ranks=2)
     done.refused("returns a dict in evaluation", "unless self.training")
 
@@ -374,44 +314,29 @@ def test_a_new_flag_of_the_network(
     project: Project, data: Path, trained: Path, tmp_path: Path, edited: Edited
 ) -> None:
     """Checkpoints from before it have its default, in --eval-only, predict.py and a resumed run."""
-    script = project.folder / "newer.py"
-    for name in ("main", "predict"):
-        text = """
-import runpy, sys, model
-from pathlib import Path
-build, add_arguments = model.build_model, model.add_arguments
-def added(group):
-    add_arguments(group)
-    group.add_argument("--drop", type=float, default=0.25)
-    group.add_argument("--folder", type=Path, default="here")
-def checked(args, classes, **more):
-    assert args.drop == 0.25 and (args.folder / "it").name == "it"
-    return build(args, classes, **more)
-model.build_model, model.add_arguments = checked, added
-model.NETWORK_FLAGS += ("drop",)
-"""
-        script.write_text(f"{text}\nrunpy.run_path('{name}.py', run_name='__main__')\n")
+    script = SCRIPTS / "newer_flags.py"
+    for name in ("main.py", "predict.py"):
         more = {
-            "main": flags(data, trained, "--eval-only"),
-            "predict": [
+            "main.py": flags(data, trained, "--eval-only"),
+            "predict.py": [
                 *(data / "val", "--checkpoint", trained / "best.pt", "--output", tmp_path / "p")
             ],
         }[name]
-        project.fork(*more, ranks=1, script=script.name).ok()
-        if name == "main":
+        project.fork(name, *more, ranks=1, script=script).ok()
+        if name == "main.py":
             out = shutil.copytree(trained, tmp_path / "out")
-            done = project.fork(*flags(data, out, "--epochs", 2), ranks=1, script=script.name).ok()
+            longer = flags(data, out, "--epochs", 2)
+            done = project.fork(name, *longer, ranks=1, script=script).ok()
             assert "1 of 2 epochs done" in done.out
             more = flags(data, trained, "--epochs", 2, "--drop", 0.5)
-            done = project.fork(*more, ranks=1, script=script.name)
+            done = project.fork(name, *more, ranks=1, script=script)
             done.refused("was trained with --drop 0.25, not 0.5")
-    script.unlink()
 
 
 def test_eval_only_goes_by_the_checkpoint(project: Project) -> None:
     """The demo set's own picture size is for training it."""
-    code = "import main; print(*(main.parse_args(a).image_size for a in ([], ['--eval-only'])))"
-    assert project.python(code) == "64 None\n"
+    assert project.call("flags.image_size") == 64
+    assert project.call("flags.image_size", "--eval-only") is None
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -439,16 +364,8 @@ def test_one_line_for_what_torch_says_in_many(data: Path, tmp_path: Path, edited
     wrap = "    ddp_model = replicas.wrap(model, device)\n"
     unused = "    model.spare, model.other = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)\n"
 
-    def dataset(line: str) -> tuple[str, str]:
-        code = f"""
-import dataset
-def changed(self, index, get=dataset.ImageDataset.__getitem__):
-    image, label = get(self, index)
-    {line}
-    return image, label
-dataset.ImageDataset.__getitem__ = changed
-"""
-        return IMPORTS, code + IMPORTS
+    def dataset(function: str) -> tuple[str, str]:
+        return IMPORTS, f"\nfrom snippets import owner\n\nowner.{function}()\n" + IMPORTS
 
     cases = {
         "memory": (in_loop("torch.empty(10**15)"), ["out of memory", "--batch-size"]),
@@ -471,11 +388,11 @@ dataset.ImageDataset.__getitem__ = changed
             ["rank 1 left the training loop at epoch 1, step 3"],
         ),
         "size": (
-            dataset('image = image[:, :60] if "/dots/" in self.samples[index][0] else image'),
+            dataset("narrow_dots"),
             ["(3, 60, 64)", "train/dots/", "of sample", "train_transform"],
         ),
         "label": (
-            dataset('label = torch.tensor(6) if "/dots/" in self.samples[index][0] else label'),
+            dataset("mislabel_dots"),
             ["train/dots/", ".jpg: label 6", "0 to 5"],
         ),
     }

@@ -15,18 +15,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import Done, Project, finish, rows, run, small, start
+from conftest import SCRIPTS, Done, Project, finish, rows, run, small, start
 from PIL import Image
-
-# A main.py whose ranks each leave their final weights behind.
-KEEP_WEIGHTS = """
-import os, sys, torch, main
-build, kept = main.build_model, []
-main.build_model = lambda *args, **kw: kept.append(build(*args, **kw)) or kept[0]
-main.main(sys.argv[2:])
-torch.save(kept[0].state_dict(), f"{sys.argv[1]}/rank{os.environ['RANK']}.pt")
-"""
-
 
 # What these tests try is the same file, byte for byte, in both kinds of project.
 SAME_FOR_BOTH = pytest.mark.parametrize("project", ["classification"], indirect=True)
@@ -49,13 +39,11 @@ def with_bug(project: Project, folder: Path, old: str, new: str) -> Path:
 def test_three_ranks_end_with_the_same_weights(
     project: Project, data: Path, tmp_path: Path
 ) -> None:
-    script = project.folder / "keep_weights.py"
-    script.write_text(KEEP_WEIGHTS)
     launcher = [sys.executable, project.folder / "engine/ranks/launcher.py", "--standalone"]
     # 53 pictures are two global batches of 24 and a rest, which is left out.
     more = flags(data, tmp_path, "--accumulate", 2, "--epochs", 2)
-    done = run([*launcher, "--nproc-per-node", 3, script, tmp_path, *more]).ok()
-    script.unlink()
+    words = ["--nproc-per-node", 3, SCRIPTS / "keep_weights.py", tmp_path, *more]
+    done = run([*launcher, *words], PYTHONPATH=str(project.folder)).ok()
     assert "batch 4 per rank x 3 rank(s) x 2 accumulated = 24" in done.out
     assert [row["step"] for row in rows(tmp_path)] == ["2", "4"]
     first, *others = (torch.load(tmp_path / f"rank{r}.pt", weights_only=True) for r in range(3))
@@ -172,14 +160,7 @@ class TestLaunchers:
         assert line.startswith("MASTER_ADDR=nowhere.invalid cannot be resolved (")
         process.kill()
         assert not finish(process, mark).left
-        code = """
-from engine.ranks.environment import wait_for_name
-from engine.ranks.failures import one_line_errors
-with one_line_errors():
-    wait_for_name("localhost")
-    wait_for_name("nowhere.invalid", seconds=1)
-"""
-        done = run([sys.executable, "-c", code], cwd=project.folder)
+        done = project.alone(script=SCRIPTS / "unknown_names.py")
         assert done.status == 2
         first, second = done.err.splitlines()
         assert first.endswith("; trying for 1 s")
@@ -230,17 +211,9 @@ with one_line_errors():
 
     def test_more_ranks_than_gpus(self, project: Project) -> None:
         """The check alone, on a machine that claims two GPUs."""
-        code = (
-            "import os, torch; from engine.ranks import distributed as d\n"
-            "torch.cuda.is_available = lambda: True; torch.cuda.device_count = lambda: 2\n"
-            "os.environ.update(LOCAL_RANK='0', LOCAL_WORLD_SIZE='3')\n"
-            "try: print(d._pick_device(False))\nexcept d.UserError as error: print(error)"
-        )
-        assert project.python(code).startswith("3 ranks on this node but 2 GPU(s): start at most")
-        attached = "import sys, types; sys.modules['pydevd'] = types.SimpleNamespace()\n"
-        said, device = project.python(attached + code).splitlines()
-        assert said.endswith("debugging on the CPU")
-        assert device == "cpu"
+        said = project.call("ranks.device_of_three", False)
+        assert said.startswith("3 ranks on this node but 2 GPU(s): start at most")
+        assert project.call("ranks.device_of_three", True) == "cpu"
 
 
 def free_port() -> int:
@@ -301,31 +274,8 @@ def test_output_files(project: Project, trained: Path) -> None:
 
 def test_metrics_are_those_of_a_plain_loop(project: Project, data: Path, trained: Path) -> None:
     """Loss and metrics of two ranks against a loop over single pictures, without our engine."""
-    code = """
-import sys, json, argparse, torch
-from pathlib import Path
-import dataset, model as task
-state = torch.load(sys.argv[1], weights_only=True)
-args = argparse.Namespace(**state["args"])
-from engine.ranks import distributed; distributed.setup()
-_, val, classes = dataset.build_dataset(Path(sys.argv[2]), args.image_size)
-net = task.build_model(args, classes); net.load_state_dict(state["model"]); net.eval()
-mean = torch.tensor([0.485, 0.456, 0.406]).view(3, 1, 1)
-std = torch.tensor([0.229, 0.224, 0.225]).view(3, 1, 1)
-losses, pairs = 0.0, []
-for image, target in val:
-    target = torch.as_tensor(target).long()
-    with torch.no_grad():
-        output = net(((image / 255 - mean) / std)[None])[0]
-    scores = output.flatten(1).T.double() if output.ndim == 3 else output[None].double()
-    target = target.flatten() if output.ndim == 3 else target[None]
-    keep = target != 255
-    picked = torch.log_softmax(scores[keep], 1)[torch.arange(int(keep.sum())), target[keep]]
-    losses -= picked.sum().item()
-    pairs += zip(scores[keep].argmax(1).tolist(), target[keep].tolist())
-print(json.dumps([losses / len(pairs), pairs]))
-"""
-    loss, pairs = json.loads(project.python(code, trained / "last.pt", data))
+    found = project.call("evaluating.plain_loop", trained / "last.pt", data)
+    loss, pairs = found["loss"], found["pairs"]
     row = rows(trained)[0]
     assert float(row["val_loss"]) == pytest.approx(loss, rel=1e-4)
     guess, truth = np.array(pairs).T
@@ -456,37 +406,13 @@ def test_its_own_tests(project: Project) -> None:
     assert "skipped" not in done.out
 
 
-# Runs the project's own test of its loader with a dataset.py that has a generator for augmentation.
-OWN_GENERATOR = """
-import os, sys
-from pathlib import Path
-import pytest, torchvision.transforms.v2, torch.utils.data
-text = Path("dataset.py").read_text()
-made, used = "        self.prepared = prepared\\n", "        return self.transform(image), "
-assert text.count(made) == text.count(used) == 1
-text = text.replace("import torch\\n", "import numpy as np\\nimport torch\\n", 1)
-flipped = "        flip = [-1] if RNG.random() < 0.5 else []\\n" + used.replace(")", ").flip(flip)")
-everywhere = text.replace(used, flipped)
-once = everywhere.replace(made, made + "        self.rng = np.random.default_rng(0)\\n")
-each = "np.random.default_rng(torch.initial_seed())"
-for text in once.replace("RNG", "self.rng"), everywhere.replace("RNG", each):
-    if not (pid := os.fork()):
-        Path("dataset.py").write_text(text)
-        os._exit(pytest.main(["-q", "-k", "loader_workers", "-p", "no:cacheprovider"]))
-    print("status", os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
-"""
-
-
 @SAME_FOR_BOTH
 def test_its_own_test_finds_a_generator_that_is_not_seeded(
     project: Project, tmp_path: Path
 ) -> None:
     """One made in `__init__`; one that is made anew for each sample passes."""
     copy = Project(shutil.copytree(project.folder, tmp_path / "copy"), project.task)
-    out = copy.python(OWN_GENERATOR, fresh=True)
-    assert re.findall(r"status \d+", out) == ["status 1", "status 0"]
-    assert "make generators in __getitem__: README.md says how" in out
-    assert "1 failed" in out and "1 passed" in out
+    assert copy.call("generators.statuses", fresh=True) == [1, 0]
 
 
 def wait_for(condition, process, timeout: float = 120) -> None:
@@ -561,29 +487,9 @@ def test_flags_that_cannot_be(project: Project, data: Path, tmp_path: Path) -> N
 
 
 @SAME_FOR_BOTH
-def test_loader_workers_end_with_their_rank(project: Project, tmp_path: Path) -> None:
+def test_loader_workers_end_with_their_rank(project: Project) -> None:
     """Whichever way Python starts processes by: its default is another from 3.14 on."""
-    script = tmp_path / "rank.py"
-    script.write_text("""
-import multiprocessing, os, sys, time
-sys.path.insert(0, os.getcwd())
-from engine.ranks import process
-
-def work(number, ready):
-    process.start_worker(False, number)
-    ready.put(os.getpid())
-    time.sleep(600)
-
-if __name__ == "__main__":
-    for method in ("fork", "spawn", "forkserver"):
-        context = multiprocessing.get_context(method)
-        ready = context.Queue()
-        for number in range(2):
-            context.Process(target=work, args=(number, ready)).start()
-        print(method, ready.get(timeout=20), ready.get(timeout=20), flush=True)
-    os.kill(os.getpid(), 9)
-""")
-    done = run([sys.executable, script], cwd=project.folder)
+    done = run([sys.executable, SCRIPTS / "loader_workers.py"], cwd=project.folder)
     assert [line.split()[0] for line in done.out.splitlines()] == ["fork", "spawn", "forkserver"]
     assert not done.left
 
@@ -624,21 +530,14 @@ def test_weights_of_another_number_of_classes(
 
 def test_no_validation_folder(project: Project, own_data: Path, tmp_path: Path) -> None:
     shutil.rmtree(own_data / "val")
-    code = """
-import sys; from pathlib import Path; import dataset
-from engine.ranks import distributed; distributed.setup()
-train, val, _ = dataset.build_dataset(Path(sys.argv[1]), 64)
-name = lambda s: Path(s[0]).relative_to(sys.argv[1]).as_posix()
-print(*(",".join(map(name, part.samples)) for part in (train, val)), sep="\\n")
-"""
-    said, *parts = project.python(code, own_data).splitlines()
-    train, val = (part.split(",") for part in parts)
-    assert "images used for validation" in said
+    found = project.call("data.parts", own_data)
+    train, val = found["parts"]
+    assert "images used for validation" in found["said"]
     assert len(train) + len(val) == 53
     assert not set(train) & set(val)
     assert len(val) in (6, 7, 8)  # 15 %, of each class if there are folders of them
     moved = own_data.rename(tmp_path / "elsewhere")
-    assert project.python(code, moved).splitlines()[1:] == parts
+    assert project.call("data.parts", moved)["parts"] == [train, val]
 
 
 @SAME_FOR_BOTH
@@ -682,21 +581,6 @@ def test_predict_bad_input(project: Project, data: Path, trained: Path, tmp_path
         predict(tmp_path).refused("same.png", "same.jpg")
 
 
-# Runs predict.py until its second batch, and then no further.
-KILLED = """
-import os, runpy, signal
-from engine.data import loading
-normalize, batches = loading.normalize, []
-def last(images):
-    batches.append(images)
-    if len(batches) == 2:
-        os.kill(os.getpid(), signal.SIGKILL)
-    return normalize(images)
-loading.normalize = last
-runpy.run_path("predict.py", run_name="__main__")
-"""
-
-
 def test_predict_goes_on(project: Project, own_data: Path, trained: Path, tmp_path: Path) -> None:
     """Pictures that cannot be read are left out and named at the end; names stay as they are."""
     where = {"classification": "*", "segmentation": "images"}[project.task]
@@ -706,7 +590,7 @@ def test_predict_goes_on(project: Project, own_data: Path, trained: Path, tmp_pa
     named = named.rename(named.with_name("\udcff.jpg"))
     more = [*{path.parent: None for path in others}, "--checkpoint", trained / "best.pt"]
 
-    def predict(*words: object, script: str = "predict.py") -> Done:
+    def predict(*words: object, script: str | Path = "predict.py") -> Done:
         return project.fork(*more, *words, ranks=1, script=script)
 
     out = tmp_path / "\udcfe"
@@ -730,8 +614,7 @@ def test_predict_goes_on(project: Project, own_data: Path, trained: Path, tmp_pa
     listed = sorted(map(str, [named, *others]))
     assert files(out / "predictions.csv") == listed
     assert [path.name for path in out.iterdir()] == ["predictions.csv"]
-    (tmp_path / "killed.py").write_text(KILLED)
-    done = predict("--output", tmp_path / "killed", script=str(tmp_path / "killed.py"))
+    done = predict("--output", tmp_path / "killed", script=SCRIPTS / "predict_killed.py")
     assert done.status == -9
     assert files(tmp_path / "killed" / "predictions.csv.partial") == listed[:30]
 
@@ -776,5 +659,4 @@ def test_pictures_of_every_kind(project: Project, trained: Path, tmp_path: Path)
             **{Path(name).stem: (96, 40) for name in kinds},
             "turned": (40, 96),
         }
-    code = "import sys, engine.data.images as p; print(p.read_image(sys.argv[1]).getextrema())"
-    assert project.python(code, tmp_path / "deep.png").startswith("((0, 254)")
+    assert project.call("decoding.extrema", tmp_path / "deep.png")[0] == [0, 254]

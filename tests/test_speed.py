@@ -10,58 +10,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import SMALL, TASKS, Done, Project, rows
+from conftest import SCRIPTS, SMALL, TASKS, Done, Project, rows
 from PIL import Image
-from test_exact import RESUME
 from test_runs import SAME_FOR_BOTH, flags
-
-# Reads parts of images with Pillow and with simplejpeg, and compares with a decode of the whole.
-DECODE = """
-import json, sys, torch
-from torchvision.io import ImageReadMode, decode_jpeg, read_file
-from torchvision.transforms.v2 import functional as F
-from engine.data import images
-
-BOXES = (  # with the size of the result: whole; a part as it is; shrunk by less and more than 2
-    (None, None), ((13, 7, 101, 93), None), ((33, 51, 177, 123), (100, 90)),
-    (None, (64, 80)), ((8, 16, 256, 320), (64, 80)), ((33, 51, 313, 347), (60, 60)),
-    ((-20, -10, 400, 560), None), ((-20, -10, 400, 560), (80, 112)),
-)
-calls = []
-
-class Counted:
-    def decode_jpeg(*args, **options):
-        calls.append(simplejpeg.decode_jpeg(*args, **options))
-        return calls[-1]
-
-def read(path, library):
-    images.simplejpeg = library
-    image = images.open_image(path)
-    return image, [image.read(*box) for box in BOXES]
-
-def compare(path):
-    whole = F.pil_to_tensor(images.read_image(path))
-    image, plain = read(path, None)
-    _, best = read(path, Counted)
-    assert (image.height, image.width) == whole.shape[1:]
-    report = []
-    for (box, size), one, other in zip(BOXES, plain, best):
-        expected = F.crop(whole, *(box or (0, 0, *whole.shape[1:])))
-        expected = F.resize(expected, list(size)) if size else expected
-        assert one.dtype == other.dtype == torch.uint8 and one.shape == expected.shape
-        assert torch.equal(one, other)
-        inner = expected[:, 2:-2, 2:-2].float()
-        def off(by_rows, by_columns):
-            moved = one.roll((by_rows, by_columns), (1, 2))[:, 2:-2, 2:-2]
-            return (moved - inner).abs().mean().item()
-        report.append([off(0, 0), min(off(-1, 0), off(1, 0), off(0, -1), off(0, 1))])
-    if calls:
-        assert torch.equal(best[0], decode_jpeg(read_file(path), ImageReadMode.RGB))
-    return report
-
-simplejpeg = images.simplejpeg
-print(json.dumps([[compare(path), len(calls)] for path in sys.argv[1:] if not calls.clear()]))
-"""
 
 
 def photo(height: int, width: int) -> Image.Image:
@@ -105,7 +56,7 @@ def draw_kinds(folder: Path) -> dict[str, Path]:
 def test_decoders_agree(project: Project, tmp_path: Path) -> None:
     """Size, place and pixels of what is read, whatever decodes; at full size bit by bit."""
     kinds = draw_kinds(tmp_path)
-    found = json.loads(project.python(DECODE, *kinds.values()))
+    found = project.call("decoding.compared", *kinds.values())
     for name, (report, decoded) in zip(kinds, found, strict=True):
         is_left_to_pillow = name in ("lossless.png", "cmyk.jpg", "turned.jpg", "extra.jpg")
         assert decoded == (0 if is_left_to_pillow else len(report)), name
@@ -121,67 +72,17 @@ def test_broken_images_are_found(project: Project, tmp_path: Path) -> None:
     whole = tmp_path / "whole.jpg"
     photo(375, 501).save(whole)
     data = whole.read_bytes()
-    code = """
-import sys
-from engine.data import images
-from engine.errors import UserError
-assert images.decoder() == "simplejpeg"
-for images.simplejpeg in images.simplejpeg, None:
-    for path in sys.argv[1:]:
-        for size in None, (20, 20):
-            try:
-                images.open_image(path).read((0, 0, 50, 50), size)
-                print("read")
-            except UserError as error:
-                print(error)
-assert images.decoder() == "Pillow"
-"""
     broken = []
     for size in (0, 100, len(data) // 2, len(data) - 1):
         broken.append(tmp_path / f"{size}.jpg")
         broken[-1].write_bytes(data[:size])
-    lines = project.python(code, whole, *broken).splitlines()
-    assert len(lines) == 4 * (1 + len(broken))
-    for number, line in enumerate(lines):
-        path = [whole, *broken][number // 2 % (1 + len(broken))]
-        if path == whole:
+    found = project.call("decoding.parts", whole, *broken)
+    assert set(found) == {"simplejpeg", "Pillow"}
+    for path, line in (*found["simplejpeg"], *found["Pillow"]):
+        if path == str(whole):
             assert line == "read"
         else:
             assert re.fullmatch(rf"{path}: cannot be read \(.*\); replace or remove it", line)
-
-
-# Prepares a data set, killed after 20 samples, after 25 more in the middle of a write, then whole.
-PREPARE = """
-import os, signal, sys
-source, store, *flags = sys.argv[1:]
-
-def prepare(last=None):
-    if not (pid := os.fork()):
-        import prepare_data
-        from engine.data import prepared
-        from engine.ranks.failures import one_line_errors
-        prepared.SECONDS_BETWEEN_SYNCS = 0
-        tqdm = prepared.tqdm
-        def samples(loader, **options):
-            for number, sample in enumerate(tqdm(loader, **options)):
-                if number == last:
-                    os.kill(os.getpid(), signal.SIGKILL)
-                yield sample
-        prepared.tqdm = samples
-        with one_line_errors():
-            prepare_data.main(["--data", source, "--output", store, "--workers", "1", *flags])
-        os._exit(0)
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-
-assert prepare(20) == -9
-assert not os.path.exists(f"{store}/index.json")
-assert prepare(25) == -9
-for name in "pixels.bin", "rows.bin":
-    with open(f"{store}/{name}", "ab") as file:
-        file.write(b"torn")
-assert prepare() == 0
-assert prepare() == 0
-"""
 
 
 def prepare(project: Project, *words: object) -> Done:
@@ -199,8 +100,7 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
 def test_prepared_data(project: Project, own_data: Path, tmp_path: Path) -> None:
     """Killed and gone on with it is the same; trains to the same bits as its source."""
     store, whole = tmp_path / "store", tmp_path / "whole"
-    out = project.python(PREPARE, own_data, store, "--short-side", 0)
-    lines = out.splitlines()
+    lines = project.call("preparing.interrupted", own_data, store, "--short-side", 0)
     for line, done in zip(lines, ("", "; 20 are there already", "; 45 are there al"), strict=False):
         assert re.match(rf"{store}: \d+ samples need about 0.00\d+ GB, .+ GB are free{done}", line)
     assert lines[3:] == [f"{store}: prepared already, and {own_data} has not changed"]
@@ -219,16 +119,7 @@ def test_prepared_data(project: Project, own_data: Path, tmp_path: Path) -> None
     one, other = map(weights, runs.values())
     assert all(torch.equal(one[name], other[name]) for name in one)
 
-    code = """
-import sys, dataset
-from pathlib import Path
-train, _, _ = dataset.build_dataset(Path(sys.argv[1]), 32)
-for picture in train.prepared[3]:
-    before = picture.read().clone()
-    picture.read().zero_()
-    assert before.any() and (picture.read() == before).all()
-"""
-    project.python("from engine.ranks import distributed; distributed.setup()\n" + code, store)
+    project.call("preparing.written_to", store)
 
     results = json.loads(project.alone(*flags(store, out, "--eval-only")).ok().out)
     assert results["val_loss"] == pytest.approx(float(rows(out)[-1]["val_loss"]))
@@ -294,56 +185,23 @@ def test_prepared_data_that_does_not_fit(
     picture.write_bytes(whole[:-200])
     prepare(project, *words, tmp_path / "broken").refused(str(picture), "cannot be read")
     picture.write_bytes(whole)
-    code = """
-import sys
-from types import SimpleNamespace
-import prepare_data
-from engine.data import prepared
-from engine.ranks import distributed
-prepared.shutil.disk_usage = lambda _: SimpleNamespace(free=10**5)
-try:
-    prepare_data.main(sys.argv[1:])
-except UserError as error:
-    print(error)
-"""
-    out = project.python(code, *words[:2], "--output", tmp_path / "large", "--workers", 0)
-    assert "0.0001 GB are free; make room" in out
-
-
-# A script of the project whose samples and labels come from DIR/train.csv and DIR/val.csv.
-OWNER = """
-import csv, runpy, sys
-import dataset
-
-def find_samples(root):
-    parts = []
-    for part in "train", "val":
-        with open(root / f"{part}.csv", newline="") as file:
-            parts.append([(str(root / name), labels) for name, labels in csv.reader(file)])
-    return *parts, sorted({labels for part in parts for _, labels in part})
-
-class Labelled(dataset.ImageDataset):
-    def __getitem__(self, index):
-        image, labels = super().__getitem__(index)
-        return image, len(labels.split("|"))
-
-dataset.find_samples, dataset.ImageDataset = find_samples, Labelled
-runpy.run_path(sys.argv.pop(1), run_name="__main__")
-"""
+    more = ("--output", tmp_path / "large", "--workers", 0)
+    said = project.call("preparing.without_room", *words[:2], *more)
+    assert "0.0001 GB are free; make room" in said
 
 
 @SAME_FOR_BOTH
 def test_prepared_data_of_a_list(project: Project, own_data: Path, tmp_path: Path) -> None:
     """Labels that an owner reads from files of his own are stored as they are, and looked after."""
-    script, store, out = tmp_path / "owner.py", tmp_path / "store", tmp_path / "out"
-    script.write_text(OWNER)
+    store, out = tmp_path / "store", tmp_path / "out"
     for part in ("train", "val"):
         names = [path.relative_to(own_data) for path in sorted((own_data / part).rglob("*.jpg"))]
         lines = [f"{name},{name.parent.name}|small" for name in names]
         (own_data / f"{part}.csv").write_text("\n".join(lines))
 
     def run(name: str, *words: object) -> Done:
-        return project.fork(name, *words, ranks=2 if name == "main.py" else 1, script=str(script))
+        ranks = 2 if name == "main.py" else 1
+        return project.fork(name, *words, ranks=ranks, script=SCRIPTS / "csv_labels.py")
 
     def prepare() -> list[list]:
         run("prepare_data.py", "--data", own_data, "--output", store, "--short-side", 32).ok()
@@ -370,59 +228,13 @@ def test_prepared_data_of_a_list(project: Project, own_data: Path, tmp_path: Pat
 @SAME_FOR_BOTH
 def test_normalised_as_ever(project: Project) -> None:
     """uint8 through the workers, normalised afterwards: what ToTensor and Normalize make of it."""
-    code = """
-import torch
-from torchvision.transforms.v2 import functional as F
-from engine.data import loading
-generator = torch.Generator().manual_seed(0)
-images = torch.randint(0, 256, (4, 20, 30, 3), dtype=torch.uint8, generator=generator)
-samples = [(image.movedim(-1, 0), number) for number, image in enumerate(images)]
-(found, targets), = loading.to_device([loading.collate(samples)], torch.device("cpu"))
-for (image, number), one, target in zip(samples, found, targets):
-    expected = F.normalize(F.to_dtype(image, torch.float32, scale=True), loading.MEAN, loading.STD)
-    assert (one - expected).abs().max() < 1e-6 and target == number
-assert found.is_contiguous(memory_format=torch.channels_last)
-try:
-    loading.normalize(found)
-except loading.UserError as error:
-    print(error)
-"""
-    assert "images of torch.float32: leave them uint8" in project.python(code)
-
-
-# Counts what the ranks do in three optimizer steps, with and without accumulation.
-PROFILE = """
-from forked import *
-data, folder = sys.argv[1:]
-
-def profiled():
-    from engine.run.progress import Run
-    end_step = Run.end_step
-    profile = torch.profiler.profile()
-    def patched(self):
-        end_step(self)
-        if self.step == 2:
-            profile.start()
-        elif self.step == 5:
-            profile.stop()
-            counts = {event.key: event.count for event in profile.key_averages()}
-            path = Path(self.args.output_dir, f"rank{os.environ['RANK']}.json")
-            path.write_text(json.dumps(counts))
-    Run.end_step = patched
-
-flags = ["--data", data, "--epochs", 1, "--image-size", 32, "--workers", 1, "--clip-grad-norm", 1]
-flags += ["--optimizer", "sgd"]  # AdamW reads its count of steps, which lies on the CPU here
-for accumulate, batch_size in (1, 4), (2, 2):
-    more = "--accumulate", accumulate, "--batch-size", batch_size
-    out = "--output-dir", f"{folder}/{accumulate}"
-    assert run(2, *flags, *more, *out, patch=profiled) == [0, 0]
-"""
+    assert "images of torch.float32: leave them uint8" in project.call("batches.normalized")
 
 
 @SAME_FOR_BOTH
 def test_nothing_waits_in_a_step(project: Project, data: Path, tmp_path: Path) -> None:
     """No collective but the gradients', once a step; no number is read off the device."""
-    project.python(PROFILE, data, tmp_path)
+    project.call("steps.profiles", data, tmp_path)
     sums = set()
     for accumulate in (1, 2):
         for rank in (0, 1):
@@ -436,30 +248,10 @@ def test_nothing_waits_in_a_step(project: Project, data: Path, tmp_path: Path) -
     assert count in (3 * 2, 3 * 3)  # the buckets of 11 million gradients
 
 
-# Trains from the same weights in other portions; without dropout and BatchNorm.
-PORTIONS = """
-from forked import *
-data, folder = sys.argv[1:]
-def plain():
-    torch.nn.Dropout.forward = lambda self, x: x
-flags = ["--data", data, "--image-size", 64, "--epochs", 1, "--workers", 0, "--warmup-epochs", 0]
-flags += ["--arch", "squeezenet1_1", "--optimizer", "sgd", "--weight-decay", 0]
-for name, ranks, *more in (
-    ("start", 1, 48, 1, "--lr", 0), ("one", 1, 48, 1), ("four", 1, 12, 4), ("ranks", 2, 12, 2),
-    ("twice", 1, 48, 1, "--lr", 0.02), ("clipped", 2, 2, 2, "--clip-grad-norm", 1e-6, "--lr", 1),
-    ("bf16", 2, 2, 2, "--clip-grad-norm", 1e-6, "--lr", 1, "--amp", "bf16"),
-):
-    batch_size, accumulate, *rest = more
-    words = "--batch-size", batch_size, "--accumulate", accumulate, "--lr", 0.01, *rest
-    out = "--output-dir", f"{folder}/{name}"
-    assert run(ranks, *flags, *words, *out, "--momentum", 0, patch=plain) == [0] * ranks
-"""
-
-
 @SAME_FOR_BOTH
 def test_accumulation_equals_a_large_batch(project: Project, data: Path, tmp_path: Path) -> None:
     """And so do ranks; gradients are clipped once they are whole."""
-    project.python(PORTIONS, data, tmp_path)
+    project.call("steps.portions", data, tmp_path)
     start = weights(tmp_path / "start")
 
     def way(name: str, origin: dict[str, torch.Tensor] = start) -> float:
@@ -478,16 +270,11 @@ def test_accumulation_equals_a_large_batch(project: Project, data: Path, tmp_pat
 @SAME_FOR_BOTH
 def test_half_precision(project: Project, data: Path, tmp_path: Path) -> None:
     """fp16 skips steps until its scale fits, resumes with that scale, and does not go astray."""
-    code = """
-print(result("whole"), result("stop", "--save-every", 1, stop=4))
-print(result("bf16", "--amp", "bf16"), result("off", "--amp", "off"))
-"""
     words = ["--arch", "squeezenet1_1", "--image-size", 32, "--batch-size", 4, "--workers", 0]
     words += ["--optimizer", "sgd", "--lr", 0.01, "--epochs", 1, "--amp", "fp16"]
-    out = project.python(RESUME + code, data, tmp_path, 2, *words)
-    (whole, stop), (bf16, off) = (line.split() for line in out.splitlines())
-    assert whole == stop
-    assert len({whole, bf16, off}) == 3
+    found = project.call("resume.in_half_precision", data, tmp_path, *words)
+    assert found["whole"] == found["stop"]
+    assert len({*found.values()}) == 3
     state = torch.load(tmp_path / "whole" / "last.pt", weights_only=True)
     assert state["scaler"]["scale"] < 2**16
     assert float(rows(tmp_path / "whole")[0]["train_loss"]) < 2
@@ -496,57 +283,11 @@ print(result("bf16", "--amp", "bf16"), result("off", "--amp", "off"))
 @SAME_FOR_BOTH
 def test_resume_in_another_memory_format(project: Project) -> None:
     """A fused optimizer takes the order in memory for granted; moments of another are put right."""
-    code = """
-import torch
-from engine.run import optimizers
-weight, mean, square, grad = (torch.rand(4, 3, 3, 3) for _ in range(4))
-ends = []
-for fused in (True, False):
-    w = torch.nn.Parameter(weight.contiguous(memory_format=torch.channels_last))
-    optimizer = torch.optim.AdamW([w], 0.1, fused=fused)
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
-    moments = {"step": torch.tensor(3.0), "exp_avg": mean.clone(), "exp_avg_sq": square.clone()}
-    parts = {"optimizer": optimizer, "scheduler": scheduler}
-    state = {"optimizer": {"state": {0: moments}}, "scheduler": scheduler.state_dict()}
-    state.update(path="last.pt", layout=optimizers.layout(parts))
-    optimizers.restore(state, parts, 3, 9)
-    w.grad = grad.contiguous(memory_format=torch.channels_last)
-    optimizer.step()
-    ends.append(w.detach())
-assert torch.allclose(*ends, atol=1e-6)
-"""
-    project.python(code)
-
-
-# What a forked worker's own memory grows by while it looks at each sample, in kilobytes.
-GROWTH = """
-import os, dataset
-
-def grown(samples):
-    receive, send = os.pipe()
-    if not os.fork():
-        before = private()
-        for index in range(len(samples)):
-            path, mask = samples[index]
-        os.write(send, str(private() - before).encode())
-        os._exit(0)
-    os.wait()
-    return int(os.read(receive, 99))
-
-def private():
-    with open("/proc/self/smaps_rollup") as file:
-        return next(int(line.split()[1]) for line in file if line.startswith("Private_Dirty"))
-
-samples = [(f"train/{number:050}.jpg", f"{number:050}.png") for number in range(100_000)]
-made = getattr(dataset, "ImageDataset", None) or dataset.SegmentationDataset
-packed = made(samples, *[None] * (1 if hasattr(dataset, "ImageDataset") else 2)).samples
-assert list(packed) == samples and packed[-1] == samples[-1]
-print(grown(samples), grown(packed))
-"""
+    assert project.call("steps.in_another_memory_format")
 
 
 def test_workers_do_not_copy_the_list_of_samples(project: Project) -> None:
-    of_list, of_packed = map(int, project.python(GROWTH).split())
+    of_list, of_packed = project.call("memory.of_samples")
     assert of_list > 20_000  # what it is that the test would see
     assert of_packed < 2_000
 
@@ -561,73 +302,28 @@ def test_compiled(project: Project, data: Path, tmp_path: Path) -> None:
     assert "1 of 2 epochs done" in project.fork(*flags(data, tmp_path, *more)).ok().out
 
 
-MACHINE = """
-import json, os, sys
-from pathlib import Path
-from engine.run import machine
-read_text = Path.read_text
-found = []
-for group, files in json.loads(sys.argv[1]):
-    def fake(path, *args, **kwargs):
-        if str(path) == "/proc/self/cgroup":
-            return group
-        try:
-            return files[str(path)]
-        except KeyError:
-            raise FileNotFoundError from None
-    Path.read_text = fake
-    found.append(machine.cpus())
-Path.read_text = read_text
-os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
-pinned, shares = machine.cpus(), []
-machine.cpus, machine.distributed.local_world_size = lambda: 8, lambda: 8
-for os.environ["SLURM_CPUS_PER_TASK"] in ("0", "8", "1"):
-    shares.append(machine.share())
-print(json.dumps([found, pinned, shares]))
-"""
-
-
 @SAME_FOR_BOTH
 def test_cpus_that_may_be_used(project: Project) -> None:
-    """The quota of cgroups, of either version and at any level, and the affinity."""
-    v1 = "5:cpu,cpuacct:/job\n1:memory:/job\n"
+    """The quota of cgroups, at any level, and the affinity."""
     cases = [
         ("0::/\n", {}),
         ("0::/\n", {"/sys/fs/cgroup/cpu.max": "max 100000\n"}),
         ("0::/\n", {"/sys/fs/cgroup/cpu.max": "100000 100000\n"}),
         ("0::/a/b\n", {"/sys/fs/cgroup/a/cpu.max": "50000 100000\n"}),
         ("0::/host/path\n", {"/sys/fs/cgroup/cpu.max": "20000 100000\n"}),
-        (v1, {"/sys/fs/cgroup/cpu/job/cpu.cfs_quota_us": "-1\n"}),
-        (
-            v1,
-            {
-                "/sys/fs/cgroup/cpu/cpu.cfs_quota_us": "90000\n",
-                "/sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000\n",
-            },
-        ),
     ]
     all_of_them = len(os.sched_getaffinity(0))
-    found, pinned, shares = json.loads(project.python(MACHINE, json.dumps(cases)))
-    assert found == [all_of_them, all_of_them, 1, 1, 1, all_of_them, 1]
-    assert pinned == 1
-    assert shares == [1, 8, 1]  # srun may have dealt them out already
+    found = project.call("machine.cpus", *cases)
+    assert found == [all_of_them, all_of_them, 1, 1, 1]
+    assert project.call("machine.pinned") == 1
+    # srun may have dealt them out already.
+    assert project.call("machine.shares", "0", "8", "1") == [1, 8, 1]
 
 
 def test_input_bound(project: Project, data: Path, tmp_path: Path) -> None:
     """It is said when a run waits for its pictures, with what to turn; and only then."""
-    code = """
-from forked import *
-data, folder, *words = sys.argv[1:]
-def slow():
-    import dataset
-    read = dataset.open_image
-    dataset.open_image = lambda path: (time.sleep(0.1), read(path))[1]
-for name, patch, source in ("slow", slow, data), ("usual", nothing, data):
-    flags = "--data", source, "--output-dir", f"{folder}/{name}"
-    assert run(2, *words, *flags, output=f"{folder}/{name}", patch=patch) == [0, 0]
-"""
-    project.python(code, data, tmp_path, *SMALL, "--threads", 1, "--prefetch", 3)
-    slow, usual = ((tmp_path / f"{name}.out").read_text() for name in ("slow", "usual"))
+    more = [*SMALL, "--threads", 1, "--prefetch", 3]
+    slow, usual = project.call("steps.slow_and_usual", data, tmp_path, *more)
     share = float(rows(tmp_path / "slow")[0]["data_wait"])
     assert share > 0.3
     assert f"input-bound: {share:.0%} of " in slow

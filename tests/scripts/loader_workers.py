@@ -1,0 +1,25 @@
+"""Starts workers in each way that Python has, and is killed."""
+
+import multiprocessing
+import os
+import sys
+import time
+
+sys.path.insert(0, os.getcwd())
+from engine.ranks import process
+
+
+def work(number: int, ready: multiprocessing.Queue) -> None:
+    process.start_worker(False, number)
+    ready.put(os.getpid())
+    time.sleep(600)
+
+
+if __name__ == "__main__":
+    for method in ("fork", "spawn", "forkserver"):
+        context = multiprocessing.get_context(method)
+        ready = context.Queue()
+        for number in range(2):
+            context.Process(target=work, args=(number, ready)).start()
+        print(method, ready.get(timeout=20), ready.get(timeout=20), flush=True)
+    os.kill(os.getpid(), 9)

@@ -1,0 +1,120 @@
+"""What an owner may add to main.py, by a line that imports it there."""
+
+from argparse import Namespace
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torchmetrics import MetricCollection
+
+import dataset
+import model
+from dataset import draw_example
+from model import build_criterion, build_metrics, build_model
+
+
+class Soft(torch.utils.data.Dataset):
+    """Soft labels for six classes."""
+
+    def __init__(self, dataset: dataset.ImageDataset) -> None:
+        self.dataset, self.samples = dataset, dataset.samples
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        image, label = self.dataset[index]
+        return image, torch.full((6,), 0.02).index_fill(0, torch.tensor(label), 0.9)
+
+
+def hardened_metrics(classes: list[str]) -> MetricCollection:
+    metrics = build_metrics(classes)
+    metrics.update = lambda outputs, targets: MetricCollection.update(
+        metrics, outputs, targets.argmax(1)
+    )
+    return metrics
+
+
+def draw_hardened(axes: object, image: Tensor, target: Tensor, *more: object) -> None:
+    draw_example(axes, image, target.argmax(), *more)
+
+
+class Several(nn.Module):
+    """A network that returns several outputs: in training, or always."""
+
+    def __init__(self, net: nn.Module, always: bool) -> None:
+        super().__init__()
+        self.net, self.always = net, always
+
+    def forward(self, images: Tensor) -> object:
+        logits = self.net(images)
+        if self.training or self.always:
+            return {"out": logits, "aux": (logits.bfloat16(), 1)}
+        return logits
+
+
+def build_several(*args: object, **more: object) -> nn.Module:
+    return Several(build_model(*args, **more), always=False)
+
+
+def build_always_several(*args: object, **more: object) -> nn.Module:
+    return Several(build_model(*args, **more), always=True)
+
+
+def criterion_of_several(*args: object) -> Callable:
+    criterion = build_criterion(*args)
+
+    def both(outputs: object, targets: Tensor) -> tuple[Tensor, Tensor]:
+        if isinstance(outputs, Tensor):
+            return criterion(outputs, targets)
+        assert outputs["aux"][0].dtype == torch.float32
+        loss, count = criterion(outputs["out"], targets)
+        return loss + 0.4 * criterion(outputs["aux"][0], targets)[0], count
+
+    return both
+
+
+def swapped(net: nn.Module) -> list[nn.Parameter]:
+    """The network's weights, two of one shape in each other's place."""
+    weights = dict(net.named_parameters())
+    one, other = "stage2.1.branch2.0.weight", "stage2.1.branch2.5.weight"
+    weights[one], weights[other] = weights[other], weights[one]
+    return list(weights.values())
+
+
+def change_dots(change: Callable[[Tensor, Tensor], tuple]) -> None:
+    """Have the data set change what it returns for the class "dots"."""
+    get = dataset.ImageDataset.__getitem__
+
+    def changed(self: dataset.ImageDataset, index: int) -> tuple:
+        image, label = get(self, index)
+        return change(image, label) if "/dots/" in self.samples[index][0] else (image, label)
+
+    dataset.ImageDataset.__getitem__ = changed
+
+
+def narrow_dots() -> None:
+    change_dots(lambda image, label: (image[:, :60], label))
+
+
+def mislabel_dots() -> None:
+    change_dots(lambda image, label: (image, torch.tensor(6)))
+
+
+def add_flags() -> None:
+    """Give the network two more flags, one of which its checkpoints depend on."""
+    build, add_arguments = model.build_model, model.add_arguments
+
+    def added(group: object) -> None:
+        add_arguments(group)
+        group.add_argument("--drop", type=float, default=0.25)
+        group.add_argument("--folder", type=Path, default="here")
+
+    def checked(args: Namespace, *rest: object, **more: object) -> nn.Module:
+        assert args.drop == 0.25
+        assert (args.folder / "it").name == "it"
+        return build(args, *rest, **more)
+
+    model.build_model, model.add_arguments = checked, added
+    model.NETWORK_FLAGS += ("drop",)

@@ -1,0 +1,74 @@
+"""Prepared data: written, with interruptions, and read."""
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import dataset
+import prepare_data
+from engine.data import prepared
+from engine.errors import UserError
+from engine.ranks import distributed
+from engine.ranks.failures import one_line_errors
+
+
+def prepare(words: list[str], last: int | None) -> str:
+    """Run prepare_data.py, killed after `last` samples; return what it prints."""
+    out, send = os.pipe()
+    if not (pid := os.fork()):
+        os.dup2(send, 1)
+        prepared.SECONDS_BETWEEN_SYNCS = 0
+        tqdm = prepared.tqdm
+
+        def samples(loader: object, **options: object) -> Iterator:
+            for number, sample in enumerate(tqdm(loader, **options)):
+                if number == last:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                yield sample
+
+        prepared.tqdm = samples
+        with one_line_errors():
+            prepare_data.main(words)
+        os._exit(0)
+    os.close(send)
+    with open(out) as said:
+        text = said.read()
+    status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    assert status == (0 if last is None else -signal.SIGKILL)
+    return text
+
+
+def interrupted(source: str, store: str, *flags: str) -> list[str]:
+    """Killed after 20 samples, after 25 more in the middle of a write, whole, once more."""
+    words = ["--data", source, "--output", store, "--workers", "1", *map(str, flags)]
+    said = [prepare(words, 20)]
+    assert not os.path.exists(f"{store}/index.json")
+    said.append(prepare(words, 25))
+    for name in "pixels.bin", "rows.bin":
+        with open(f"{store}/{name}", "ab") as file:
+            file.write(b"torn")
+    said += [prepare(words, None), prepare(words, None)]
+    return "".join(said).splitlines()
+
+
+def written_to(store: str) -> None:
+    """Writing to a picture that was read leaves the store as it is."""
+    distributed.setup()
+    train_set, _, _ = dataset.build_dataset(Path(store), 32)
+    for picture in train_set.prepared[3]:
+        before = picture.read().clone()
+        picture.read().zero_()
+        assert before.any()
+        assert (picture.read() == before).all()
+
+
+def without_room(*words: str) -> str:
+    """What is said on a disk that has 100 kB free."""
+    prepared.shutil.disk_usage = lambda _: SimpleNamespace(free=10**5)
+    try:
+        prepare_data.main(list(map(str, words)))
+    except UserError as error:
+        return str(error)
+    return "prepared"

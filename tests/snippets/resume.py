@@ -1,0 +1,120 @@
+"""Runs that are killed after a step, started again, and compared with one that went on."""
+
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+from digest import digest
+from forked import nothing, run
+
+from engine.data import seeding
+from engine.ranks import replicas
+from engine.run.progress import Run
+
+Patch = Callable[[], object]
+
+
+def killed_after(step: int, more: Patch = nothing) -> Patch:
+    def patch() -> None:
+        more()
+        end_step = Run.end_step
+
+        def patched(self: Run) -> None:
+            end_step(self)
+            if self.step == step:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        Run.end_step = patched
+
+    return patch
+
+
+class Runs:
+    """Runs on the same data with the same flags, each in a folder of its own in `folder`."""
+
+    def __init__(self, data: str, folder: str, ranks: int, words: list) -> None:
+        self.data, self.folder, self.ranks, self.words = data, folder, ranks, words
+
+    def result(
+        self, name: str, *more: object, stop: int | None = None, spoil: Patch = nothing
+    ) -> str:
+        """The digest of a run, which is killed after step `stop` and started again."""
+        out = f"{self.folder}/{name}"
+        flags = ["--data", self.data, "--output-dir", out, *self.words, *more]
+        if stop:
+            killed = run(self.ranks, *flags, patch=killed_after(stop, spoil), output=f"{out}.said")
+            assert killed == [-9] * self.ranks
+        done = run(self.ranks, *flags, patch=spoil, output=f"{out}.said")
+        assert done == [0] * self.ranks
+        return digest(out)
+
+
+def at_any_step(data: str, folder: str, *words: object) -> dict:
+    def unkeyed() -> None:
+        numbers = iter(range(10**6))
+        key = seeding.number
+        seeding.number = lambda *_: key(next(numbers))
+
+    result = Runs(data, folder, 2, list(words)).result
+    every3 = ("--save-every", 3)
+    return {
+        "whole": result("whole"),
+        "intervals": [result(f"every{n}", "--save-every", n) for n in (1, 4)],
+        "stops": [result(f"stop{n}", *every3, stop=n) for n in (1, 3, 5, 6, 9)],
+        "unkeyed": [
+            result("unkeyed", spoil=unkeyed),
+            result("unkeyed9", *every3, stop=9, spoil=unkeyed),
+        ],
+    }
+
+
+def of_three_ranks(data: str, folder: str, *words: object) -> dict:
+    def unsettled() -> None:
+        replicas._settle_buckets = lambda *_: None
+
+    result = Runs(data, folder, 3, list(words)).result
+    each = ("--save-every", 1)
+    return {
+        "settled": [result("whole"), result("stop", *each, stop=2)],
+        "unsettled": [
+            result("whole2", spoil=unsettled),
+            result("stop2", *each, stop=2, spoil=unsettled),
+        ],
+    }
+
+
+def on_fewer_ranks(data: str, folder: str, *words: object) -> str:
+    """Two ranks are killed, one goes on with whole steps only; return what it says."""
+    passes = []
+
+    def whole_steps() -> None:
+        wrap, end_step = replicas.wrap, Run.end_step
+
+        def counting(*args: object) -> object:
+            ddp_model = wrap(*args)
+            ddp_model.register_forward_pre_hook(lambda *_: passes.append(1))
+            return ddp_model
+
+        def checked(self: Run) -> None:
+            assert len(passes) % 2 == 0, len(passes)
+            end_step(self)
+
+        replicas.wrap, Run.end_step = counting, checked
+
+    flags = ["--data", data, "--output-dir", f"{folder}/run", *words, "--save-every", 2]
+    assert run(2, *flags, "--batch-size", 4, patch=killed_after(8)) == [-9, -9]
+    accumulating = ["--batch-size", 3, "--accumulate", 2]
+    said = f"{folder}/said"
+    assert run(1, *flags, *accumulating, output=said, patch=whole_steps) == [0]
+    return Path(f"{said}.out").read_text()
+
+
+def in_half_precision(data: str, folder: str, *words: object) -> dict:
+    result = Runs(data, folder, 2, list(words)).result
+    return {
+        "whole": result("whole"),
+        "stop": result("stop", "--save-every", 1, stop=4),
+        "bf16": result("bf16", "--amp", "bf16"),
+        "off": result("off", "--amp", "off"),
+    }

@@ -1,0 +1,103 @@
+"""What a training step does, in which portions, and how fast its pictures come."""
+
+import json
+import os
+import time
+from pathlib import Path
+
+import torch
+from forked import nothing, run
+
+import dataset
+from engine.run import optimizers
+from engine.run.progress import Run
+
+
+def profiled() -> None:
+    """Leave rank<n>.json: how often each thing was done in three optimizer steps."""
+    end_step = Run.end_step
+    profile = torch.profiler.profile()
+
+    def patched(self: Run) -> None:
+        end_step(self)
+        if self.step == 2:
+            profile.start()
+        elif self.step == 5:
+            profile.stop()
+            counts = {event.key: event.count for event in profile.key_averages()}
+            path = Path(self.folder.path, f"rank{os.environ['RANK']}.json")
+            path.write_text(json.dumps(counts))
+
+    Run.end_step = patched
+
+
+def profiles(data: str, folder: str) -> None:
+    """With and without accumulation."""
+    flags = ["--data", data, "--epochs", 1, "--image-size", 32, "--workers", 1]
+    # AdamW reads its count of steps, which lies on the CPU here.
+    flags += ["--clip-grad-norm", 1, "--optimizer", "sgd"]
+    for accumulate, batch_size in (1, 4), (2, 2):
+        more = "--accumulate", accumulate, "--batch-size", batch_size
+        out = "--output-dir", f"{folder}/{accumulate}"
+        assert run(2, *flags, *more, *out, patch=profiled) == [0, 0]
+
+
+def portions(data: str, folder: str) -> None:
+    """Train from the same weights in other portions; without dropout and BatchNorm."""
+
+    def plain() -> None:
+        torch.nn.Dropout.forward = lambda self, x: x
+
+    flags = ["--data", data, "--image-size", 64, "--epochs", 1, "--workers", 0]
+    flags += ["--warmup-epochs", 0, "--arch", "squeezenet1_1", "--optimizer", "sgd"]
+    flags += ["--weight-decay", 0, "--momentum", 0]
+    clipped = ("--clip-grad-norm", 1e-6, "--lr", 1)
+    for name, ranks, batch_size, accumulate, *rest in (
+        ("start", 1, 48, 1, "--lr", 0),
+        ("one", 1, 48, 1),
+        ("four", 1, 12, 4),
+        ("ranks", 2, 12, 2),
+        ("twice", 1, 48, 1, "--lr", 0.02),
+        ("clipped", 2, 2, 2, *clipped),
+        ("bf16", 2, 2, 2, *clipped, "--amp", "bf16"),
+    ):
+        words = "--batch-size", batch_size, "--accumulate", accumulate, "--lr", 0.01, *rest
+        out = "--output-dir", f"{folder}/{name}"
+        assert run(ranks, *flags, *words, *out, patch=plain) == [0] * ranks
+
+
+def in_another_memory_format() -> bool:
+    """Whether a fused step with moments of another format is what a plain one is."""
+    weight, mean, square, grad = (torch.rand(4, 3, 3, 3) for _ in range(4))
+    ends = []
+    for fused in (True, False):
+        w = torch.nn.Parameter(weight.contiguous(memory_format=torch.channels_last))
+        optimizer = torch.optim.AdamW([w], 0.1, fused=fused)
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+        moments = {"step": torch.tensor(3.0), "exp_avg": mean.clone(), "exp_avg_sq": square.clone()}
+        parts = {"optimizer": optimizer, "scheduler": scheduler}
+        state = {"optimizer": {"state": {0: moments}}, "scheduler": scheduler.state_dict()}
+        state.update(path="last.pt", layout=optimizers.layout(parts))
+        optimizers.load_states(state, parts, 3, 9)
+        w.grad = grad.contiguous(memory_format=torch.channels_last)
+        optimizer.step()
+        ends.append(w.detach())
+    return torch.allclose(*ends, atol=1e-6)
+
+
+def slow_and_usual(data: str, folder: str, *words: object) -> list[str]:
+    """What a run says that waits for its pictures, and one that does not."""
+
+    def slow() -> None:
+        read = dataset.open_image
+        dataset.open_image = lambda path: (time.sleep(0.1), read(path))[1]
+
+    said = []
+    for name, patch in ("slow", slow), ("usual", nothing):
+        out = f"{folder}/{name}"
+        assert run(2, *words, "--data", data, "--output-dir", out, output=out, patch=patch) == [
+            0,
+            0,
+        ]
+        said.append(Path(f"{out}.out").read_text())
+    return said
