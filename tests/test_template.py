@@ -21,6 +21,7 @@ SHARED = {
     ".vscode/launch.json",
     ".vscode/settings.json",
     ".vscode/tasks.json",
+    "AGENTS.md",
     "engine/__init__.py",
     "engine/data/__init__.py",
     "engine/errors.py",
