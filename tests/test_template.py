@@ -60,7 +60,7 @@ CONFIGURATIONS = [
     "One process",
     "This test file",
     "Attach to a rank",
-    "Predict: the open picture",
+    "Predict: the open image",
     "Predict: a folder",
 ]
 # What VS Code's debug view, the Python debugger's package.json, VS Code's tasks and the schema of
