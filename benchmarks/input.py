@@ -1,4 +1,4 @@
-"""Input pipelines: CPU time for a picture, from its file to a batch in the training process.
+"""Input pipelines: CPU time for an image, from its file to a batch in the training process.
 
 A whole DataLoader with one worker and batches of 32. What counts is the time on a CPU of both
 processes, after a first pass that does not: starting, listing and importing are not in it. All
@@ -8,15 +8,15 @@ Linux only.
 Classification. The baseline is torchvision's reference recipe (references/classification in its
 repository): PIL, RandomResizedCrop, RandomHorizontalFlip, ToTensor, Normalize; float32 comes out.
 Segmentation. The baseline is torchvision's reference recipe (references/segmentation): the whole
-picture and mask resized by PIL, flipped, padded and cropped, then converted and normalised; float32
+image and mask resized by PIL, flipped, padded and cropped, then converted and normalised; float32
 and int64 come out. The reference draws the size uniformly from 0.5 to 2 times a base size; here it
-is from 2**-0.5 to 2**0.5 times the picture's own, the range of the project, so that pictures are
+is from 2**-0.5 to 2**0.5 times the image's own, the range of the project, so that images are
 enlarged as much on either side.
 
-The project's JPEGs are decoded by torchvision or, where it is installed, by libjpeg-turbo 3;
-"prepared" is after prepare_data.py, which is not in the time. The project normalises on the
-training device: that is not in its rows, but in the one that says so, with one thread.
-"decoding alone" hands nothing over: a limit for what decodes whole pictures.
+The project's JPEGs are decoded by simplejpeg, or by Pillow where it is missing; "prepared" is after
+prepare_data.py, which is not in the time. The project normalises on the training device: that is
+not in its rows, but in the one that says so, with one thread. "decoding alone" hands nothing over:
+a limit for what decodes whole images, by torchvision's decoder and by simplejpeg.
 """
 
 import multiprocessing
@@ -31,6 +31,7 @@ os.environ["CUDA_VISIBLE_DEVICES"] = ""  # nothing here runs on a GPU, and the p
 
 import common
 import numpy as np
+import simplejpeg
 import torch
 from PIL import Image
 from torch import Tensor
@@ -93,7 +94,7 @@ def v2_transforms(side: int) -> Callable:
 
 
 def segment(side: int, path: str, mask_path: str) -> tuple[Tensor, Tensor]:
-    """Torchvision's reference recipe for a picture and its mask."""
+    """Torchvision's reference recipe for an image and its mask."""
     with Image.open(path) as file, Image.open(mask_path) as mask_file:
         image, mask = file.convert("RGB"), mask_file.copy()
     low, high = (round(min(image.size) * 2**power) for power in (-0.5, 0.5))
@@ -111,8 +112,12 @@ def segment(side: int, path: str, mask_path: str) -> tuple[Tensor, Tensor]:
     return F.normalize(tensor, **NORMALIZE), torch.as_tensor(np.array(mask), dtype=torch.int64)
 
 
-def decode(path: str, target: Any) -> tuple[int, int]:
-    io.decode_jpeg(io.read_file(path), RGB)
+def decode(path: str, target: Any, simple: bool = False) -> tuple[int, int]:
+    """Decode an image, and its mask if it has one, and throw both away."""
+    if simple:
+        simplejpeg.decode_jpeg(Path(path).read_bytes())
+    else:
+        io.decode_jpeg(io.read_file(path), RGB)
     if isinstance(target, str):
         io.decode_png(io.read_file(target))
     return 0, 0
@@ -136,20 +141,19 @@ def reference(read: Callable[..., tuple], data: Path, reads: int) -> DataLoader:
     )
 
 
-def ours(side: int, data: Path, reads: int, turbo: bool = False) -> DataLoader:
-    """The project's own loader, of `data` as it lies or prepared."""
-    import main
+def ours(side: int, data: Path, reads: int, has_simplejpeg: bool = True) -> DataLoader:
+    """The project's own loader, of `data` as it is or prepared."""
     from dataset import build_dataset
-    from engine.data import loading, turbojpeg
+    from engine.data import images, loading
     from engine.ranks import distributed
 
-    if not turbo:
-        turbojpeg.library = lambda: None
+    if not has_simplejpeg:
+        images.simplejpeg = None
     distributed.setup()
-    flags = ["--workers", "1", "--batch-size", str(BATCH), "--no-pin-memory"]
-    args = main.parse_args(["--data", str(data), "--image-size", str(side), *flags])
-    dataset, _, classes = build_dataset(args)
-    return loading.build_train_loader(Subset(dataset, picks(dataset, reads)), classes, args)
+    dataset, _, classes = build_dataset(data, side)
+    part = Subset(dataset, picks(dataset, reads))
+    options = loading.Options(workers=1, prefetch=2, pin_memory=False, seed=0)
+    return loading.build_train_loader(part, len(classes), BATCH, 1, options)
 
 
 def picks(samples: Any, reads: int) -> range:
@@ -158,7 +162,7 @@ def picks(samples: Any, reads: int) -> range:
 
 
 def measure(build: Callable[[], DataLoader], reads: int, normalize: bool = False) -> float:
-    """Return CPU seconds per picture of the loader that `build` returns."""
+    """Return CPU seconds per image of the loader that `build` returns."""
     from engine.data import loading
 
     torch.set_num_threads(1)
@@ -184,26 +188,25 @@ def cpu_seconds() -> float:
 def main() -> None:
     parser = common.parser(__doc__)
     parser.add_argument("--data", type=Path, metavar="DIR", help="JPEGs; default: drawn ones")
-    parser.add_argument("--pictures", type=int, default=300, help="to draw; default: 300")
+    parser.add_argument("--images", type=int, default=300, help="to draw; default: 300")
     parser.add_argument("--large", action="store_true", help="draw them of 1600 x 1200 pixels")
     parser.add_argument("--side", type=int, help="of the crops; default: the project's own")
-    parser.add_argument("--reads", type=int, help=f"pictures for a figure; default: {READS}")
+    parser.add_argument("--reads", type=int, help=f"images for a figure; default: {READS}")
     flags = parser.parse_args()
     with common.generated(flags.task) as folder:
         import dataset
-        from engine.data import turbojpeg
 
         side = flags.side = flags.side or dataset.IMAGE_SIZE
         reads = flags.reads = flags.reads or READS[flags.task]
         common.say_machine(flags)
         size = LARGE if flags.large else SIDES[flags.task]
-        data = flags.data or common.draw_photos(folder / "data", flags.task, flags.pictures, size)
+        data = flags.data or common.draw_photos(folder / "data", flags.task, flags.images, size)
         own_size = common.prepare(folder / "project", data, folder / "own", "--short-side", "0")
 
         def case(build: Callable, place: Path = data, **options: Any) -> Callable[[], float]:
             return partial(common.in_child, measure, partial(build, place, reads), reads, **options)
 
-        us, with_turbo = partial(ours, side), partial(ours, side, turbo=True)
+        us, with_pillow = partial(ours, side), partial(ours, side, has_simplejpeg=False)
         if flags.task == "classification":
             baseline = "torchvision reference, v1"
             cases = {
@@ -218,15 +221,16 @@ def main() -> None:
             baseline, stored = "torchvision reference", {}
             cases = {baseline: case(partial(reference, partial(segment, side)))}
         cases |= {
-            "decoding alone": case(partial(reference, decode)),
-            "ours, files as they lie": case(us),
+            "decoding alone, torchvision": case(partial(reference, decode)),
+            "decoding alone, simplejpeg": case(partial(reference, partial(decode, simple=True))),
+            "ours, JPEG files": case(us),
             "the same, normalised on the CPU": case(us, normalize=True),
-            "ours, with libjpeg-turbo 3": case(with_turbo) if turbojpeg.library() else None,
+            "ours, without simplejpeg": case(with_pillow),
         }
         stored["ours, prepared, own size"] = own_size
         cases |= {name: case(us, place) for name, place in stored.items()}
         figures = common.interleave(cases, flags.repeats)
-        common.table(figures, "ms of CPU a picture", baseline, scale=1000)
+        common.table(figures, "ms of CPU per image", baseline, scale=1000)
 
 
 if __name__ == "__main__":

@@ -51,7 +51,10 @@ def compare(flags: Namespace, folder: Path) -> dict[str, list[float]]:
     images = torch.randint(256, (count, side, side, 3), dtype=torch.uint8).movedim(-1, 1)
     shape = (count, side, side) if flags.task == "segmentation" else (count,)
     targets = torch.randint(common.CLASSES, shape, dtype=torch.uint8)
-    loader = loading.build_train_loader(TensorDataset(images, targets), classes, args)
+    loader = loading.build_train_loader(
+        *(TensorDataset(images, targets), len(classes), args.batch_size, args.accumulate),
+        loading.Options(0, args.prefetch, pin_memory=False, seed=args.seed),
+    )
 
     model = build_model(args, classes).to(memory_format=torch.channels_last)
     ddp_model = replicas.wrap(model, device)

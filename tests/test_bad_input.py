@@ -48,7 +48,7 @@ SPOILT: dict[str, dict[str, tuple[Spoil, list[str]]]] = {
         "no train folder": (lambda d: shutil.rmtree(d / "train"), ["train", "no such"]),
         "no pictures": (
             lambda d: empty(d / "train" / "dots"),
-            ["train/dots", "no pictures"],
+            ["train/dots", "no images"],
         ),
         "class missing in val": (
             lambda d: shutil.rmtree(d / "val" / "dots"),
@@ -85,7 +85,7 @@ SPOILT: dict[str, dict[str, tuple[Spoil, list[str]]]] = {
         "no train folder": (lambda d: shutil.rmtree(d / "train"), ["train", "no such"]),
         "no pictures": (
             lambda d: empty(d / "train" / "images"),
-            ["train/images", "no pictures"],
+            ["train/images", "no images"],
         ),
         "mask without picture": (
             lambda d: (d / "train/images/0003.jpg").unlink(),
@@ -109,7 +109,7 @@ SPOILT: dict[str, dict[str, tuple[Spoil, list[str]]]] = {
         ),
         "two classes of one name": (
             lambda d: (d / "classes.txt").write_text("ground\ncrack\ncrack\n"),
-            ["classes.txt", "2 to 255 names"],
+            ["classes.txt", "2 to 255 unique names"],
         ),
         "nothing but void": (
             lambda d: [
@@ -162,12 +162,11 @@ def test_spoilt_data(project: Project, own_data: Path, tmp_path: Path, case: str
 # Prints how many pictures of which classes a project finds.
 FOUND = """
 import sys
-from argparse import Namespace
 from pathlib import Path
 from dataset import build_dataset
 from engine.ranks import distributed
 distributed.setup()
-train, val, classes = build_dataset(Namespace(data=Path(sys.argv[1]), image_size=64))
+train, val, classes = build_dataset(Path(sys.argv[1]), 64)
 print(len(train), len(val), *classes)
 """
 

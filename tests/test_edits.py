@@ -122,7 +122,7 @@ def test_another_choice_of_the_best(
         out = shutil.copytree(trained, tmp_path / name)
         done = start(*flags(pictures, out, "--epochs", 2)).ok()
         assert re.search(
-            r"best.pt: has the best top1 on 23 pictures \(\w+\) of epoch 1; kept as", done.out
+            r"best.pt: has the best top1 on 23 images \(\w+\) of epoch 1; kept as", done.out
         )
         kept = torch.load(out / "best-1.pt", weights_only=True)
         assert (kept["epoch"], kept["best"]) == (1, best["best"])

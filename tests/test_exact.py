@@ -12,7 +12,7 @@ from test_runs import SAME_FOR_BOTH, flags
 
 # Prints, for each epoch, what each global batch of 8 holds: a checksum for each sample.
 BATCHES = """
-import argparse, json, random, sys, zlib
+import json, random, sys, zlib
 from pathlib import Path
 import numpy as np, torch
 import dataset
@@ -20,12 +20,10 @@ from engine.data import loading, seeding
 from engine.ranks import distributed
 
 distributed.setup()
-args = argparse.Namespace(data=Path(sys.argv[1]), image_size=32, seed=3, dist_timeout=60)
-args.prefetch, args.pin_memory = 2, False
-data, _, classes = dataset.build_dataset(args)
+data, _, classes = dataset.build_dataset(Path(sys.argv[1]), 32)
 
 def sums(ranks, batch_size, accumulate, workers):
-    args.batch_size, args.accumulate, args.workers = batch_size, accumulate, workers
+    options = loading.Options(workers, prefetch=2, pin_memory=False, seed=3)
 
     class Noisy(torch.utils.data.Dataset):  # what an owner may write
         def __len__(self):
@@ -38,7 +36,8 @@ def sums(ranks, batch_size, accumulate, workers):
     found = [{}, {}]
     for rank in range(ranks):
         distributed.rank = lambda: rank
-        loader = loading.build_train_loader(Noisy(), classes, args)
+        loader = loading.build_train_loader(
+            Noisy(), len(classes), batch_size, accumulate, options)
         for epoch in range(2):
             loader.sampler.set_epoch(epoch)
             for i, batch in enumerate(loader):
@@ -202,15 +201,16 @@ from engine.ranks import distributed
 
 args = main.parse_args(["--data", sys.argv[1], "--batch-size", "2", "--workers", "0"])
 args.image_size = 32
+options = loading.Options(0, 2, False, args.seed)
 distributed.setup()
-_, val, classes = dataset.build_dataset(args)
+_, val, classes = dataset.build_dataset(args.data, 32)
 seeding.seed(1)
 net = model.build_model(args, classes)
 for size in (1, 5, 53):
     part = Subset(val, list(range(0, 53, 53 // size))[:size])
     found = main.evaluate(
         net, model.build_criterion(args), model.build_metrics(classes),
-        loading.build_val_loader(part, classes, args), torch.device("cpu"), "off")
+        loading.build_val_loader(part, len(classes), 2, options), torch.device("cpu"), "off")
     distributed.say(json.dumps(found))
 distributed.teardown()
 """

@@ -148,8 +148,8 @@ def test_a_launcher_gives_up(project: Project) -> None:
 import os, signal, subprocess, time
 from types import SimpleNamespace
 from engine.ranks import launcher
-torchrun.LIMIT = 1
-signals = torchrun.Signals()
+launcher.LIMIT = 1
+signals = launcher.Signals()
 signals.start_ranks = lambda ranks: None
 deaf = subprocess.Popen(["sh", "-c", "trap '' TERM; echo; while :; do sleep 1; done"],
                         start_new_session=True, stdout=subprocess.PIPE)
@@ -253,7 +253,7 @@ def test_a_rank_is_held(project: Project, data: Path, tmp_path: Path) -> None:
     assert done.status == 1
     assert 5 < time.monotonic() - began < 60
     assert "rank 0 has finished nothing for 4 s: epoch" in done.err
-    last = "error: rank 0 waited 5 s (--dist-timeout) in vain for another rank"
+    last = "error: rank 0 timed out after 5 s (--dist-timeout) waiting for another rank"
     assert done.err.splitlines()[-1] == last
 
 
@@ -412,7 +412,7 @@ print(json.dumps([wait(pids), time.monotonic() - began]))
     for rank, step, where in ((0, 3, "train_one_epoch"), (1, 3, "in <lambda>")):
         stack = err.split(f"rank {rank} has finished nothing for 4 s: epoch 1, step {step}")[1]
         assert where in stack.split("has finished nothing")[0]
-    assert "error: rank 0 waited 5 s (--dist-timeout) in vain for another rank" in err
+    assert "error: rank 0 timed out after 5 s (--dist-timeout) waiting for another rank" in err
     assert twice[0] == [130, 130]
     assert twice[1] < 5
 
@@ -526,7 +526,7 @@ def mistake_at_rank_0():  # where the store is, which another node reads
     after_step(3, lambda: time.sleep(600), rank=1)()
 train("mistake on another node", patch=mistake_at_rank_0)
 """
-    raises, leaves, *unnoticed = fault("from engine.ranks import distributed\n" + code)
+    raises, leaves, *unnoticed = fault("from engine.errors import UserError\n" + code)
     for (statuses, _, err), status, last in zip(
         unnoticed,
         (1, 2, 2),
@@ -548,12 +548,12 @@ def test_samples_that_break_their_worker(fault: Callable) -> None:
 import dataset
 def at(path, act):
     def patch():
-        read = dataset.open_picture
+        read = dataset.open_image
         def patched(name, *args):
             if name.endswith(path):
                 act()
             return read(name, *args)
-        dataset.open_picture = patched
+        dataset.open_image = patched
     return patch
 def bug():
     raise ValueError("a bug")

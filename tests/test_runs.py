@@ -173,10 +173,11 @@ class TestLaunchers:
         process.kill()
         assert not finish(process, mark).left
         code = """
-from engine.ranks import distributed
-with distributed.one_line_errors():
-    distributed.wait_for_name("localhost")
-    distributed.wait_for_name("nowhere.invalid", seconds=1)
+from engine.ranks.environment import wait_for_name
+from engine.ranks.failures import one_line_errors
+with one_line_errors():
+    wait_for_name("localhost")
+    wait_for_name("nowhere.invalid", seconds=1)
 """
         done = run([sys.executable, "-c", code], cwd=project.folder)
         assert done.status == 2
@@ -305,9 +306,9 @@ import sys, json, argparse, torch
 from pathlib import Path
 import dataset, model as task
 state = torch.load(sys.argv[1], weights_only=True)
-args = argparse.Namespace(**state["args"]); args.data = Path(sys.argv[2])
+args = argparse.Namespace(**state["args"])
 from engine.ranks import distributed; distributed.setup()
-_, val, classes = dataset.build_dataset(args)
+_, val, classes = dataset.build_dataset(Path(sys.argv[2]), args.image_size)
 net = task.build_model(args, classes); net.load_state_dict(state["model"]); net.eval()
 mean = torch.tensor([0.485, 0.456, 0.406]).view(3, 1, 1)
 std = torch.tensor([0.229, 0.224, 0.225]).view(3, 1, 1)
@@ -461,7 +462,7 @@ import os, sys
 from pathlib import Path
 import pytest, torchvision.transforms.v2, torch.utils.data
 text = Path("dataset.py").read_text()
-made, used = "        self.prepared = prepared\\n", "        return self.transform(picture), "
+made, used = "        self.prepared = prepared\\n", "        return self.transform(image), "
 assert text.count(made) == text.count(used) == 1
 text = text.replace("import torch\\n", "import numpy as np\\nimport torch\\n", 1)
 flipped = "        flip = [-1] if RNG.random() < 0.5 else []\\n" + used.replace(")", ").flip(flip)")
@@ -541,7 +542,7 @@ def test_checkpoint_that_does_not_fit(
 def test_flags_that_cannot_be(project: Project, data: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     done = project.fork(*flags(data, out, "--batch-size", 27))
-    done.refused("--batch-size 27", "53 training pictures", "2 ranks")
+    done.refused("--batch-size 27", "53 training images", "2 ranks")
 
     def refused(*more: object, words: tuple[str, ...]) -> None:
         project.alone(*flags(data, out, *more)).refused(*words)
@@ -624,15 +625,15 @@ def test_weights_of_another_number_of_classes(
 def test_no_validation_folder(project: Project, own_data: Path, tmp_path: Path) -> None:
     shutil.rmtree(own_data / "val")
     code = """
-import argparse, sys; from pathlib import Path; import dataset
+import sys; from pathlib import Path; import dataset
 from engine.ranks import distributed; distributed.setup()
-train, val, _ = dataset.build_dataset(argparse.Namespace(data=Path(sys.argv[1]), image_size=64))
+train, val, _ = dataset.build_dataset(Path(sys.argv[1]), 64)
 name = lambda s: Path(s[0]).relative_to(sys.argv[1]).as_posix()
 print(*(",".join(map(name, part.samples)) for part in (train, val)), sep="\\n")
 """
     said, *parts = project.python(code, own_data).splitlines()
     train, val = (part.split(",") for part in parts)
-    assert "pictures validate" in said
+    assert "images used for validation" in said
     assert len(train) + len(val) == 53
     assert not set(train) & set(val)
     assert len(val) in (6, 7, 8)  # 15 %, of each class if there are folders of them
@@ -711,7 +712,7 @@ def test_predict_goes_on(project: Project, own_data: Path, trained: Path, tmp_pa
     out = tmp_path / "\udcfe"
     done = predict("--output", out)
     assert done.status == 1
-    assert done.out.startswith("51 of 53 pictures: ")
+    assert done.out.startswith("51 of 53 images: ")
     first, second = done.err.splitlines()
     assert first.startswith(f"error: {broken}: cannot be read")
     assert second.startswith(f"error: {empty}: cannot be read")

@@ -1,6 +1,6 @@
-"""Train with DistributedDataParallel: one process, one node, many nodes, the same code.
+"""Train with DistributedDataParallel: the same code for one process, one node and many nodes.
 
-All GPUs of this node, or two ranks where there is none:   ./launch.sh
+All GPUs of this node, or two ranks without any:   ./launch.sh
 One process:                   python main.py
 PyTorch's own launchers:       torchrun --standalone --nproc-per-node 2 main.py
                                python -m torch.distributed.launch --nproc-per-node 2 main.py
@@ -8,24 +8,22 @@ Two nodes, on each of them:    NNODES=2 NODE_RANK=<0 or 1> MASTER_ADDR=<node 0> 
 SLURM:                         srun ./launch.sh     one task per node
                                srun python main.py  one task per GPU
 Own data:                      ./launch.sh --data DIR --epochs 90
-The best checkpoint again:     ./launch.sh --data DIR --eval-only
+Evaluate the best checkpoint:  ./launch.sh --data DIR --eval-only
 """
 
-import argparse
 import contextlib
 import itertools
 import json
 import math
-import os
-import shlex
+from argparse import SUPPRESS, BooleanOptionalAction, Namespace
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from engine.ranks import process
 
 if __name__ == "__main__":  # before torch, whose import takes seconds
-    process.begin()
+    process.install_handlers()
 
 import torch
 from torch import Tensor, nn
@@ -33,196 +31,132 @@ from torch.amp import GradScaler
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
-from torch.utils.data import DataLoader
 from torchmetrics import MetricCollection
 
 import demo_set
 from dataset import IMAGE_SIZE, build_dataset, draw_example
 from engine.data import loading, seeding
+from engine.data.loading import Loader
 from engine.errors import UserError
-from engine.ranks import debugging, distributed, replicas, stopping
+from engine.ranks import debugging, distributed, failures, replicas, stopping
 from engine.run import checkpoint, machine
-from engine.run.metrics import compute, logits
+from engine.run.checkpoint import State
+from engine.run.flags import Help, Parser, at_least
+from engine.run.folder import RunFolder
+from engine.run.machine import Settings
+from engine.run.metrics import check_logits, compute
 from engine.run.progress import Run
 from engine.run.reporting import Reporter
-from model import (
-    BEST,
-    NETWORK_FLAGS,
-    add_arguments,
-    build_criterion,
-    build_metrics,
-    build_model,
-)
+from model import BEST, NETWORK_FLAGS, add_arguments, build_criterion, build_metrics, build_model
 
 ROOT = Path(__file__).resolve().parent
+RECIPES = {  # by --optimizer: defaults of --lr and --weight-decay
+    "adamw": {"lr": 0.001, "weight_decay": 0.05},
+    "sgd": {"lr": 0.1, "weight_decay": 0.0001},
+}
 
 
-class Parser(argparse.ArgumentParser):
-    """argparse whose mistakes are told once, not by each rank; @file takes lines with # remarks."""
+@dataclass
+class Task:
+    """What is trained and how it is judged."""
 
-    def error(self, message: str) -> Any:
-        raise UserError(f"{message} (main.py --help lists the flags)")
-
-    def convert_arg_line_to_args(self, line: str) -> list[str]:
-        return shlex.split(line, comments=True)
-
-
-def at_least(low: float, kind: Callable[[str], Any] = int) -> Callable[[str], Any]:
-    """Return an argparse type: a finite number of `low` or more."""
-
-    def number(text: str) -> Any:
-        if not low <= (value := kind(text)) < math.inf:
-            raise argparse.ArgumentTypeError(f"{text} is not a number of {low} or more")
-        return value
-
-    return number
+    args: Namespace
+    settings: Settings  # what the machine allows: workers, threads, amp
+    device: torch.device
+    classes: Sequence[str]
+    model: nn.Module  # the bare network, which is evaluated and saved
+    criterion: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]  # returns (sum, count)
+    metrics: MetricCollection
 
 
-def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = Parser(
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        fromfile_prefix_chars="@",
-        allow_abbrev=False,
-        epilog="@FILE reads flags from a file.",
-    )
+@dataclass
+class Stepper:
+    """What takes the optimizer steps."""
+
+    ddp_model: DistributedDataParallel  # the same network, wrapped
+    optimizer: Optimizer
+    scheduler: LRScheduler
+    scaler: GradScaler
+
+
+# fmt: off
+def build_parser() -> Parser:
+    def by_optimizer(name: str) -> str:
+        return "(default: " + ", ".join(f"{r[name]:g} for {o}" for o, r in RECIPES.items()) + ")"
+
+    parser = Parser(description=__doc__, formatter_class=Help, fromfile_prefix_chars="@",
+                    allow_abbrev=False, epilog="@FILE reads flags from a file.")
+    count, positive, rate = at_least(0), at_least(1), at_least(0, float)
     add = parser.add_argument_group("data").add_argument
-    add("--data", metavar="DIR", type=Path, help="folder with train/ and val/; default: demo set")
-    add(
-        "--image-size",
-        metavar="PIXELS",
-        type=at_least(1),
-        help=f"side of the training pictures; default: {IMAGE_SIZE}",
-    )
-    add(
-        "--workers",
-        type=at_least(0),
-        help="loader processes per rank; default: the CPUs that a job may use / ranks, up to 16",
-    )
-    add("--prefetch", type=at_least(1), default=2, help="batches ahead, per worker; default: 2")
-    add(
-        "--pin-memory",
-        action=argparse.BooleanOptionalAction,
-        help="default: on GPUs, if it takes no more than a quarter of the free memory",
-    )
-
+    add("--data", metavar="DIR", type=Path, help="folder with train/ and val/ (default: demo set)")
+    add("--image-size", metavar="PIXELS", type=positive, default=IMAGE_SIZE, help="side of the training images")
+    add("--workers", type=count, help="loader processes per rank (default: CPUs of the job / ranks, at most 16)")
+    add("--prefetch", type=positive, default=2, help="batches that each worker prepares ahead")
+    add("--pin-memory", action=BooleanOptionalAction, help="(default: on GPUs, if it takes at most 1/4 of the free memory)")
     add = parser.add_argument_group("output").add_argument
-    add(
-        "--output-dir",
-        metavar="DIR",
-        type=Path,
-        default=ROOT / "runs" / "default",
-        help="default: runs/default beside main.py",
-    )
-    add(
-        "--resume",
-        metavar="auto|never|PATH",
-        default="auto",
-        help="auto: go on from last.pt if there is one; never: remove the former run's files; "
-        "PATH: begin with that checkpoint; default: auto",
-    )
-    add(
-        "--save-every",
-        metavar="STEPS",
-        type=at_least(0),
-        default=0,
-        help="save each STEPS optimizer steps, too; default: 0, at the end of each epoch alone",
-    )
-    add("--keep", type=at_least(1), default=2, help="last checkpoints kept; default: 2")
-    add("--eval-only", action="store_true", help="evaluate best.pt, or --resume PATH; print JSON")
-
+    add("--output-dir", metavar="DIR", type=Path, default=ROOT / "runs/default", help="checkpoints, metrics and plots")
+    add("--resume", metavar="auto|never|PATH", default="auto", help="continue from last.pt if it exists, start over, or start from PATH")
+    add("--save-every", metavar="STEPS", type=count, default=0, help="also save every STEPS optimizer steps; 0: only after each epoch")
+    add("--keep", type=positive, default=2, help="how many of the newest checkpoints to keep")
+    add("--eval-only", action="store_true", help="evaluate best.pt, or --resume PATH, and print JSON")
     add_arguments(parser.add_argument_group("network"))
-
     add = parser.add_argument_group("recipe").add_argument
-    add("--epochs", type=at_least(1), default=30, help="default: 30")
-    add(
-        "--batch-size", type=at_least(1), default=32, help="pictures per rank and pass; default: 32"
-    )
-    add("--accumulate", type=at_least(1), default=1, help="passes per optimizer step; default: 1")
-    add("--optimizer", choices=("adamw", "sgd"), default="adamw", help="default: adamw")
-    add("--lr", type=at_least(0, float), help="peak; default: 0.001 for adamw, 0.1 for sgd")
+    add("--epochs", type=positive, default=30, help="passes over the training set")
+    add("--batch-size", type=positive, default=32, help="images per rank and forward pass")
+    add("--accumulate", type=positive, default=1, help="forward passes per optimizer step")
+    add("--optimizer", choices=list(RECIPES), default="adamw", help="its name in torch.optim")
+    add("--lr", type=rate, help=f"peak learning rate {by_optimizer('lr')}")
     add("--scale-lr", action="store_true", help="multiply --lr by global batch / 256")
-    add("--momentum", type=at_least(0, float), default=0.9, help="of sgd; default: 0.9")
-    add("--weight-decay", type=at_least(0, float), help="default: 0.05 for adamw, 0.0001 for sgd")
-    add(
-        "--schedule",
-        choices=("cosine", "step"),
-        default="cosine",
-        help="to zero, or / 10 every 30 epochs; default: cosine",
-    )
-    add("--warmup-epochs", type=at_least(0, float), default=0.5, help="linear rise; default: 0.5")
-    add(
-        "--clip-grad-norm",
-        metavar="NORM",
-        type=at_least(0, float),
-        default=0,
-        help="0, the default: not",
-    )
-    add(
-        "--amp",
-        choices=("auto", "off", "bf16", "fp16"),
-        default="auto",
-        help="compute in 16 bits; default: auto, the best that a GPU has, and off on CPUs",
-    )
-    add("--compile", action="store_true", help="torch.compile: minutes at first, then faster")
-    add("--seed", type=at_least(0), default=0, help="default: 0")
-    add("--deterministic", action="store_true", help="the same bits in each run on GPUs; slower")
-
+    add("--momentum", type=rate, default=0.9, help="of sgd")
+    add("--weight-decay", type=rate, help=f"not on biases and norms {by_optimizer('weight_decay')}")
+    add("--schedule", choices=("cosine", "step"), default="cosine", help="decay to 0, or by 10x every 30 epochs")
+    add("--warmup-epochs", type=rate, default=0.5, help="linear warm-up")
+    add("--clip-grad-norm", metavar="NORM", type=rate, default=0.0, help="maximum gradient norm; 0 disables clipping")
+    add("--amp", choices=("auto", "off", "bf16", "fp16"), default="auto", help="mixed precision; auto: the best the GPU has, off on CPUs")
+    add("--compile", action="store_true", help="torch.compile: minutes at first, faster afterwards")
+    add("--seed", type=count, default=0, help="of weights, order, augmentation and dropout")
+    add("--deterministic", action="store_true", help="the same bits in every run on GPUs; slower")
     add = parser.add_argument_group("ranks").add_argument
-    add(
-        "--dist-timeout",
-        metavar="SECONDS",
-        type=at_least(1, float),
-        default=600,
-        help="how long a rank waits for the others, unless debugged; default: 600",
-    )
-    add(
-        "--debug-rank",
-        metavar="R[,R...]",
-        type=debugging.ranks,
-        default=[],
-        help="ranks that wait for a debugger, at --debug-port + R",
-    )
-    add(
-        "--debug-port",
-        metavar="[HOST:]PORT",
-        type=debugging.address,
-        default=("127.0.0.1", 5678),
-        help="default: 5678 on loopback",
-    )
-    add(
-        "--threads",
-        type=at_least(1),
-        help="of torch, per rank; default: CPUs / ranks, beside a GPU up to 4",
-    )
-    add("--local-rank", "--local_rank", type=int, help=argparse.SUPPRESS)
+    add("--dist-timeout", metavar="SECONDS", type=at_least(1, float), default=600.0, help="how long a rank waits for the others, unless debugged")
+    add("--debug-rank", metavar="R[,R...]", type=debugging.ranks, default=[], help="ranks that wait for a debugger, at --debug-port + R")
+    add("--debug-port", metavar="[HOST:]PORT", type=debugging.address, default="127.0.0.1:5678", help="on loopback unless HOST is given")
+    add("--threads", type=positive, help="torch CPU threads per rank (default: CPUs / ranks; with a GPU at most 4)")
+    add("--local-rank", "--local_rank", type=int, help=SUPPRESS)
+    return parser
+# fmt: on
 
+
+def parse_args(argv: Sequence[str] | None = None) -> Namespace:
+    parser = build_parser()
     args = parser.parse_args(argv)
-    if args.data is None and not args.eval_only:
+    if args.eval_only:
+        parser.set_defaults(image_size=None)  # the checkpoint's
+    elif args.data is None:
         parser.set_defaults(**demo_set.DEFAULTS)
-        args = parser.parse_args(argv)
-    if args.lr is None:
-        args.lr = {"adamw": 0.001, "sgd": 0.1}[args.optimizer]
-    if args.resume not in ("auto", "never"):
-        args.resume = os.path.abspath(args.resume)
-    if args.weight_decay is None:
-        args.weight_decay = {"adamw": 0.05, "sgd": 0.0001}[args.optimizer]
+    args = parser.parse_args(argv)
+    for name, value in RECIPES[args.optimizer].items():
+        if getattr(args, name) is None:
+            setattr(args, name, value)
     return args
 
 
-def build_optimizer(model: nn.Module, args: argparse.Namespace) -> Optimizer:
+def build_optimizer(model: nn.Module, args: Namespace) -> Optimizer:
     lr = args.lr
     if args.scale_lr:  # Goyal et al. 2017, arXiv:1706.02677
         lr *= args.batch_size * args.accumulate * distributed.world_size() / 256
         distributed.say(f"--scale-lr: learning rate {args.lr:g} becomes {lr:g}")
-    if args.optimizer == "sgd":  # fused, it takes twice the time on CPUs
-        return torch.optim.SGD(
-            model.parameters(), lr, momentum=args.momentum, weight_decay=args.weight_decay
-        )
-    return torch.optim.AdamW(model.parameters(), lr, weight_decay=args.weight_decay, fused=True)
+    matrices = [weight for weight in model.parameters() if weight.ndim > 1]
+    others = [weight for weight in model.parameters() if weight.ndim <= 1]  # biases and norms
+    groups = [
+        {"params": matrices, "weight_decay": args.weight_decay},
+        {"params": others, "weight_decay": 0.0},
+    ]
+    if args.optimizer == "sgd":  # on CPUs its fused form takes twice the time
+        return torch.optim.SGD(groups, lr, momentum=args.momentum)
+    return torch.optim.AdamW(groups, lr, fused=True)
 
 
-def build_scheduler(optimizer: Optimizer, args: argparse.Namespace, steps: int) -> LRScheduler:
+def build_scheduler(optimizer: Optimizer, args: Namespace, steps: int) -> LRScheduler:
     """Return the schedule, to be stepped after each optimizer step; an epoch has `steps`."""
     warmup = args.warmup_epochs * steps
 
@@ -238,33 +172,29 @@ def build_scheduler(optimizer: Optimizer, args: argparse.Namespace, steps: int) 
 
 
 def train_one_epoch(
-    ddp_model: DistributedDataParallel,
-    criterion: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]],
-    optimizer: Optimizer,
-    scheduler: LRScheduler,
-    scaler: GradScaler,
-    loader: DataLoader,
-    device: torch.device,
-    args: argparse.Namespace,
-    report: Reporter,
-    run: Run,
+    task: Task, stepper: Stepper, loader: Loader, report: Reporter, run: Run
 ) -> float:
     """Train on this rank's share of what is left of the epoch; return all ranks' mean loss."""
+    args, ddp_model = task.args, stepper.ddp_model
+    optimizer, scaler = stepper.optimizer, stepper.scaler
     rank = distributed.rank()
     local_rank = distributed.local_rank()  # noqa: F841  for breakpoints
-    autocast = machine.autocast(args.amp, device)
+    autocast = machine.autocast(task.settings.amp, task.device)
     torch.backends.cudnn.benchmark = not args.deterministic  # all batches have one shape
     ddp_model.train()
-    batches = loading.to_device(report.progress(loader, run.epoch), device)
+    batches = loading.to_device(report.progress(loader, run.epoch), task.device)
     for i, (images, targets) in enumerate(batches, start=run.passes):
-        seeding.seed(args.seed, run.epoch, i, rank)  # dropout: another on each rank, at each pass
+        seeding.seed(args.seed, run.epoch, i, rank)  # dropout differs by rank and pass
         is_last = (i + 1) % args.accumulate == 0  # of the passes that make up an optimizer step
-        # Gradients are averaged over the ranks once a step, in its last backward pass.
+        # DDP averages the gradients over the ranks in backward(). While passes accumulate they
+        # stay local: once a step, in its last pass, is enough and saves the traffic.
         with contextlib.nullcontext() if is_last else ddp_model.no_sync():
             with autocast:
                 outputs = ddp_model(images)
-            loss_sum, count = criterion(machine.to_float32(outputs), targets)
+            loss_sum, count = task.criterion(machine.to_float32(outputs), targets)
             scaler.scale(loss_sum / count.clamp(min=1) / args.accumulate).backward()
+        # Sums stay on the device, and the ranks add them up once an epoch: reading a number or
+        # reducing it at every step would make the device, and every rank, wait.
         run.totals += torch.stack((loss_sum.detach().double(), count.double()))
         report.loss(run.totals, optimizer.param_groups[0]["lr"])
         if is_last:
@@ -274,126 +204,127 @@ def train_one_epoch(
             scaler.step(optimizer)
             scaler.update()
             optimizer.zero_grad()
-            scheduler.step()
-            run.end_step()  # where it saves, and where a signal stops it
+            stepper.scheduler.step()
+            run.end_step()  # saves if it is time, and stops here on a signal
     return run.mean_loss()
 
 
 @torch.inference_mode()
-def evaluate(
-    model: nn.Module,
-    criterion: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]],
-    metrics: MetricCollection,
-    loader: DataLoader,
-    device: torch.device,
-    amp: str,
-) -> dict[str, float]:
+def evaluate(task: Task, loader: Loader) -> dict[str, float]:
     """Return loss and metrics over the whole validation set, each sample counted once.
 
-    Takes the bare model: ranks may hold unequal numbers of batches, and DDP would wait.
+    Evaluates the bare model: ranks may have unequal numbers of batches, for which DDP would wait.
+    Sums and counts are reduced over the ranks and then divided: a mean of the ranks' means would
+    be wrong as soon as they have unequal numbers of samples.
     """
-    autocast = machine.autocast(amp, device)
-    torch.backends.cudnn.benchmark = False  # for each size of picture it would take seconds
+    device, model, metrics = task.device, task.model, task.metrics
+    autocast = machine.autocast(task.settings.amp, device)
+    torch.backends.cudnn.benchmark = False  # it would take seconds for each image size
     model.eval()
     metrics.reset()
-    # Loss sum, count, ranks that were asked to stop.
-    totals = torch.zeros(3, dtype=torch.float64, device=device)
+    totals = torch.zeros(3, dtype=torch.float64, device=device)  # loss sum, count, stop requests
     for images, targets in loading.to_device(itertools.chain.from_iterable(loader), device):
         with autocast:
-            outputs = model.forward(images)  # --compile would compile anew for each size
-        outputs = logits(outputs)
-        loss_sum, count = criterion(outputs, targets)
+            outputs = model.forward(images)  # --compile would compile again for each size
+        outputs = check_logits(outputs)
+        loss_sum, count = task.criterion(outputs, targets)
         totals[:2] += torch.stack((loss_sum.double(), count.double()))
         with seeding.in_any_order():
             metrics.update(outputs, targets)
-        if stopping.is_asked():
+        if stopping.stop_requested():
             totals[2] = 1
             break
-    total_loss, total_count, asked = distributed.reduce_tensor(totals).tolist()
-    if asked:
+    total_loss, total_count, stopped = distributed.reduce_tensor(totals).tolist()
+    if stopped:
         stopping.stop()
     if not total_count:
-        raise UserError("the validation set has no label to compare with: all is void")
+        raise UserError("the validation set has no labelled samples (all are void)")
     return {"val_loss": total_loss / total_count, **compute(metrics)}
 
 
 def train(
-    args: argparse.Namespace,
-    device: torch.device,
-    model: nn.Module,
-    metrics: MetricCollection,
-    train_loader: DataLoader,
-    val_loader: DataLoader,
-    classes: Sequence[str],
-    state: dict[str, Any] | None,
+    task: Task, train_loader: Loader, val_loader: Loader, folder: RunFolder, state: State | None
 ) -> None:
     """Train for the epochs that are left, from `state` (a checkpoint) on if there is one."""
+    args, model = task.args, task.model
     if args.compile:
+        machine.check_compiler()
         model.compile()  # in place: its checkpoints fit an uncompiled one
-    ddp_model = replicas.wrap(model, device)
-    criterion = build_criterion(args)
-    steps = len(train_loader) // args.accumulate
     optimizer = build_optimizer(model, args)
-    scheduler = build_scheduler(optimizer, args, steps)
-    pictures = len(train_loader.dataset)  # type: ignore[arg-type]
-    scaler = GradScaler(device.type, enabled=args.amp == "fp16")
-    validated_on = loading.fingerprint(val_loader)
+    scheduler = build_scheduler(optimizer, args, len(train_loader) // args.accumulate)
+    scaler = GradScaler(task.device.type, enabled=task.settings.amp == "fp16")
+    stepper = Stepper(replicas.wrap(model, task.device), optimizer, scheduler, scaler)
     run = Run(
-        *(args, classes, pictures, device, BEST, validated_on),
-        *(model, optimizer, scheduler),
+        *(folder, train_loader, val_loader),
+        classes=task.classes,
+        epochs=args.epochs,
+        save_every=args.save_every,
+        score=BEST,
+        flags={k: v for k, v in vars(args).items() if k not in ("local_rank", "resume")},
+        model=model,
+        optimizer=optimizer,
+        scheduler=scheduler,
         scaler=scaler,
     )
-    if args.resume == "never" and not state:
-        checkpoint.clear(args.output_dir)
-    run.restore(state)
-    if state:
-        del state["model"], state["optimizer"]  # as much memory as they take again
-    checkpoint.begin(args.output_dir)
-    report = Reporter(args, device, run.epoch)
-    report.start(train_loader, val_loader, steps)
+    run.resume(state)
+    report = Reporter(folder.path, task.device, args.epochs, run.epoch)
+    report.start(task.settings, train_loader, val_loader, vars(args))
     with run.stoppable(), report:
         while run.epoch < args.epochs:
-            train_loader.sampler.set_epoch(run.epoch, run.seen)  # type: ignore[attr-defined]
-            train_loss = train_one_epoch(
-                ddp_model,
-                criterion,
-                optimizer,
-                scheduler,
-                scaler,
-                train_loader,
-                device,
-                args,
-                report,
-                run,
-            )
+            train_loader.sampler.set_epoch(run.epoch, run.seen)
+            train_loss = train_one_epoch(task, stepper, train_loader, report, run)
             speed = report.speed()
             replicas.sync_buffers(model)
             replicas.check_same(model)
             run.save()  # whatever fails from here on costs no epoch
-            results = evaluate(model, criterion, metrics, val_loader, device, args.amp)
-
+            results = evaluate(task, val_loader)
             lr = optimizer.param_groups[0]["lr"]
-            row = {"epoch": run.epoch + 1, "step": run.step, "train_loss": train_loss, **results}
-            is_best = run.end_epoch({**row, "lr": lr, **speed})
+            is_best = run.end_epoch({"train_loss": train_loss, **results, "lr": lr, **speed})
             run.save(is_best)
-            report.epoch(run.history, is_best)
+            report.end_epoch(run.history, is_best)
             if is_best:
-                report.examples(model, val_loader.dataset, classes, draw_example)
+                report.examples(model, val_loader.dataset, task.classes, draw_example)
     report.finish(BEST, run.best)
 
 
-def evaluate_checkpoint(args: argparse.Namespace, device: torch.device) -> None:
-    """Print the metrics of best.pt, or of --resume PATH, as JSON; that says which network."""
+def evaluate_checkpoint(args: Namespace, device: torch.device, settings: Settings) -> None:
+    """Print the metrics of best.pt, or of --resume PATH, as JSON, with the network it names."""
     path = args.output_dir / "best.pt" if args.resume in ("auto", "never") else args.resume
-    model, known_classes, flags = checkpoint.load_model(path, build_model, add_arguments, device)
-    args.image_size = args.image_size or flags.image_size
-    machine.set_up(args, device)
-    _, val_set, classes = build_dataset(args)
+    model, known_classes, flags = checkpoint.open_model(path, build_model, add_arguments, device)
+    _, val_set, classes = build_dataset(args.data, args.image_size or flags.image_size)
     checkpoint.check_classes(path, known_classes, classes)
-    val_loader = loading.build_val_loader(val_set, classes, args)
+    options = loading.Options(settings.workers, args.prefetch, settings.pin_memory, args.seed)
+    val_loader = loading.build_val_loader(val_set, len(classes), args.batch_size, options)
     metrics = build_metrics(classes).to(device)
-    results = evaluate(model, build_criterion(args), metrics, val_loader, device, args.amp)
+    task = Task(args, settings, device, classes, model, build_criterion(args), metrics)
+    results = evaluate(task, val_loader)
     distributed.say(json.dumps({k: v if math.isfinite(v) else None for k, v in results.items()}))
+
+
+def train_or_resume(args: Namespace, device: torch.device, settings: Settings) -> None:
+    """Build what is trained and train it, from the checkpoint in --output-dir if there is one."""
+    train_set, val_set, classes = build_dataset(args.data, args.image_size)
+    options = loading.Options(settings.workers, args.prefetch, settings.pin_memory, args.seed)
+    train_loader = loading.build_train_loader(
+        train_set, len(classes), args.batch_size, args.accumulate, options
+    )
+    val_loader = loading.build_val_loader(val_set, len(classes), args.batch_size, options)
+    folder = RunFolder(args.output_dir, args.resume, args.keep)
+    state = folder.find_checkpoint()
+    if state:
+        checkpoint.check_flags(state, args, (*NETWORK_FLAGS, "optimizer"), add_arguments)
+        checkpoint.check_classes(state["path"], state["classes"], classes)
+    model = build_model(args, classes, weights=None if state else args.weights)
+    if state:
+        checkpoint.load_weights(model, state)
+        if state["epoch"] >= args.epochs:
+            return distributed.say(
+                "nothing left to do: --epochs N for more, --resume never to start over"
+            )
+    model = model.to(device).to(memory_format=torch.channels_last)
+    metrics = build_metrics(classes).to(device)
+    task = Task(args, settings, device, classes, model, build_criterion(args), metrics)
+    train(task, train_loader, val_loader, folder, state)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -407,28 +338,18 @@ def main(argv: Sequence[str] | None = None) -> None:
         args.data = ROOT / "data" / "demo"
         with distributed.rank_zero_first():
             demo_set.draw(args.data)
+    pixels = args.prefetch * args.batch_size * (args.image_size or IMAGE_SIZE) ** 2
+    settings = machine.set_up(
+        *(device, args.workers, args.threads, args.pin_memory, args.amp),
+        bytes_per_worker=4 * pixels,  # of images and masks
+    )
     if args.eval_only:
-        evaluate_checkpoint(args, device)
-        return distributed.teardown()
-
-    args.image_size = args.image_size or IMAGE_SIZE
-    machine.set_up(args, device)
-    train_set, val_set, classes = build_dataset(args)
-    train_loader = loading.build_train_loader(train_set, classes, args)
-    val_loader = loading.build_val_loader(val_set, classes, args)
-    state = checkpoint.open_run(args, classes, NETWORK_FLAGS, add_arguments)
-    model = build_model(args, classes, weights=None if state else args.weights)
-    if state:
-        checkpoint.load_network(model, state)
-    if state and state["epoch"] >= args.epochs:
-        distributed.say("nothing left to do: --epochs N for more, --resume never to start afresh")
+        evaluate_checkpoint(args, device, settings)
     else:
-        metrics = build_metrics(classes).to(device)
-        model = model.to(device).to(memory_format=torch.channels_last)
-        train(args, device, model, metrics, train_loader, val_loader, classes, state)
+        train_or_resume(args, device, settings)
     distributed.teardown()
 
 
 if __name__ == "__main__":
-    with distributed.one_line_errors(loading.explain, replicas.explain):
+    with failures.one_line_errors(loading.explain, replicas.explain):
         main()

@@ -1,9 +1,9 @@
-"""Decode a data set once, for training that waits for its pictures.
+"""Decode a data set once, for training that is slowed down by reading its images.
 
 python prepare_data.py --data DIR --output FAST
 ./launch.sh --data FAST
 
-Interrupted, it goes on from where it was; it says first how much room it needs.
+It first says how much disk space it needs. If it is interrupted, run it again to resume.
 """
 
 import argparse
@@ -14,13 +14,14 @@ from pathlib import Path
 from engine.ranks import process
 
 if __name__ == "__main__":  # before torch, whose import takes seconds
-    process.begin()
+    process.install_handlers()
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # leave GPUs to those who need one
 
 from dataset import IMAGE_SIZE, SHORT_SIDE, build_dataset
 from engine.data import loading, prepared
 from engine.errors import UserError
 from engine.ranks import distributed
+from engine.ranks.failures import one_line_errors
 from engine.run import machine
 
 
@@ -33,30 +34,26 @@ def main(argv: Sequence[str] | None = None) -> None:
         metavar="PIXELS",
         type=int,
         default=SHORT_SIDE,
-        help=f"shrink pictures to that; 0: keep their size; default: {SHORT_SIDE}",
+        help=f"shrink images to this; 0 keeps their size; default: {SHORT_SIDE}",
     )
     parser.add_argument("--workers", type=int, help="processes; default: one per CPU")
     args = parser.parse_args(argv)
-    if args.workers is None:
-        args.workers = machine.cpus()
-    args.image_size = IMAGE_SIZE
-    if min(args.workers, args.short_side) < 0:
-        raise UserError("--workers and --short-side: 0 or more")
+    workers = machine.cpus() if args.workers is None else args.workers
+    if min(workers, args.short_side) < 0:
+        raise UserError("--workers and --short-side must be 0 or more")
     distributed.setup()
     if prepared.is_store(args.data):
-        raise UserError(f"--data {args.data}: prepared already; give it to main.py")
-    args.data = args.data.resolve()  # the paths of its files are those that training will find
-    places = (args.data / name for name in ("train", "val"))
+        raise UserError(f"--data {args.data}: is prepared already; pass it to main.py")
+    data = args.data.resolve()  # the paths of its files are those that training will find
+    places = (data / name for name in ("train", "val"))
     if any(map(args.output.resolve().is_relative_to, places)):
-        raise UserError(
-            f"{args.output}: among the pictures of {args.data}; name a folder elsewhere"
-        )
-    train, val, classes = build_dataset(args)
+        raise UserError(f"{args.output}: inside the data set {data}; name a folder elsewhere")
+    train, val, classes = build_dataset(data, IMAGE_SIZE)
     parts = {"train": train, "val": val}
-    prepared.write(args.output, args.data, parts, classes, args.short_side, args.workers)
+    prepared.write(args.output, data, parts, classes, args.short_side, workers)
     distributed.teardown()
 
 
 if __name__ == "__main__":
-    with distributed.one_line_errors(loading.explain):
+    with one_line_errors(loading.explain):
         main()

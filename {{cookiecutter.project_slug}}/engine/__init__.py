@@ -1,0 +1,36 @@
+"""The machinery, in the order in which a run meets it.
+
+errors                a mistake of the user's, told in one line
+
+ranks/                processes that train together
+  process             signals, debugger and loader workers of one process
+  launcher            torchrun for launch.sh: passes on signals, restarts, exits as a rank did
+  environment         the variables that launchers and SLURM set
+  distributed         the process group and its collectives: reduce_tensor, from_rank_zero, say, ...
+  failures            an error on one rank ends all, and is printed once
+  debugging           --debug-rank: a rank that waits for a debugger
+  replicas            DDP around the network, and the check that all ranks' weights are the same
+  stopping            a signal stops all ranks after the same step; a rank that hangs is shown
+  protocol            statuses, store keys and files by which ranks and launcher agree on all that
+
+data/                 from files to batches on the device
+  seeding             random numbers that depend on seed, epoch and sample alone
+  images              listing images, and decoding no more of each than is needed
+  prepared            what prepare_data.py writes: all images decoded, in one file
+  samples             a data set with seeded samples; says at which one a loader worker failed
+  loading             who loads which sample; loader workers; normalization
+
+run/                  one training run, its files and its reports
+  flags               argparse: errors on one rank only, defaults in the help
+  machine             CPUs, threads, workers, mixed precision
+  files               files and folders that appear whole or not at all
+  folder              --output-dir: which checkpoint to continue from, which saves stay
+  checkpoint          the file format: plain types and a checksum
+  pretrained          --weights
+  progress            class Run: epoch, step and best score; saves and resumes them
+  optimizers          optimizers and schedules in checkpoints
+  metrics             torchmetrics over all ranks
+  predicting          images for predict.py, without those that cannot be read
+  reporting           start lines, progress bar, metrics.csv, TensorBoard
+  plots               curves.png and examples.png
+"""

@@ -98,8 +98,12 @@ def test_loader_workers_change_no_sample(data: Path) -> None:
     batches = []
     for workers in (0, 2):
         args = main.parse_args(["--data", str(data), *FLAGS, "--workers", str(workers)])
-        train_set, _, classes = build_dataset(args)
-        batches.append(list(loading.build_train_loader(train_set, classes, args)))
+        train_set, _, classes = build_dataset(args.data, args.image_size)
+        options = loading.Options(workers, args.prefetch, pin_memory=False, seed=args.seed)
+        loader = loading.build_train_loader(
+            train_set, len(classes), args.batch_size, args.accumulate, options
+        )
+        batches.append(list(loader))
     distributed.teardown()
     for parts, others in zip(*batches, strict=True):
         for part, other in zip(parts, others, strict=True):

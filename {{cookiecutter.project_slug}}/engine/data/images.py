@@ -1,4 +1,4 @@
-"""Pictures: listing them, and decoding no more of each than is asked for."""
+"""Images: listing their files, and decoding no more of each than is asked for."""
 
 import contextlib
 import io
@@ -13,16 +13,19 @@ import numpy as np
 import torch
 from PIL import Image, ImageOps, UnidentifiedImageError
 from torch import Tensor
-from torchvision.io import ImageReadMode, decode_jpeg
 from torchvision.transforms import InterpolationMode as Mode
 from torchvision.transforms.v2 import functional as F
 
-from engine.data import turbojpeg
 from engine.errors import UserError
+
+try:
+    import simplejpeg
+except ImportError:  # no wheel for this machine: Pillow decodes instead
+    simplejpeg = None
 
 EXTENSIONS = {".bmp", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp"}
 SHRINKS = (8, 4, 2)  # what a JPEG decoder can divide height and width by, at less work
-READ_ERRORS = (  # of Pillow, whose TypeErrors and struct.errors are of odd EXIF entries
+READ_ERRORS = (  # of Pillow, which raises TypeError and struct.error for malformed EXIF entries
     *(OSError, RuntimeError, SyntaxError, TypeError, ValueError),
     *(struct.error, Image.DecompressionBombError),
 )
@@ -31,60 +34,56 @@ Box = tuple[int, int, int, int]  # top, left, height, width in pixels
 
 
 @dataclass
-class Picture:
-    """A picture or a mask, upright, of which `read` decodes a part.
+class LazyImage:
+    """An image or a mask, upright, that is decoded once `read` is called.
 
-    decode: (box within the picture, shrunk by n; n) -> uint8 (H, W, 3), of a mask (H, W).
-    shrinks: the n that it takes beside 1, from the greatest on. is_mask: whether (H, W).
+    decode: n -> uint8 (H / n, W / n, 3), of a mask (H, W); sizes are rounded up.
+    shrinks: the n that `decode` takes besides 1, in descending order. is_mask: whether (H, W).
     """
 
     height: int
     width: int
-    decode: Callable[[Box, int], Tensor]
+    decode: Callable[[int], np.ndarray]
     shrinks: Sequence[int] = ()
     is_mask: bool = False
 
     @classmethod
-    def of(cls, pixels: np.ndarray) -> "Picture":
-        """Return uint8 (H, W, 3) or (H, W) in memory, or mapped there, as a Picture."""
-
-        def decode(box: Box, shrink: int) -> Tensor:
-            top, left, height, width = box  # a copy: augmentation may change it
-            return torch.from_numpy(np.array(pixels[top : top + height, left : left + width]))
-
-        return cls(pixels.shape[0], pixels.shape[1], decode, is_mask=pixels.ndim == 2)
+    def of(cls, pixels: np.ndarray) -> "LazyImage":
+        """Return uint8 (H, W, 3) or (H, W), in memory or mapped from a file, as a LazyImage."""
+        height, width = pixels.shape[:2]
+        return cls(height, width, lambda _: pixels, is_mask=pixels.ndim == 2)
 
     def read(
         self, box: Box | None = None, size: tuple[int, int] | None = None, fill: int = 0
     ) -> Tensor:
         """Return uint8 (3, H, W), of a mask (H, W): what is in `box`, resized to `size`.
 
-        box: may reach beyond the edges, where `fill` is; default: the whole picture.
-        size: (height, width); default: that of `box`. Pictures are averaged, masks are not.
+        box: may reach beyond the edges, where `fill` is; default: the whole image.
+        size: (height, width); default: that of `box`. Images are averaged, masks are not.
         """
         box = box or (0, 0, self.height, self.width)
         shrink = self._shrink(box, size)
         top, left, height, width = (value // shrink for value in self.snap(box, size))
         bottom, right = top + height, left + width
-        first_row, first_column = max(top, 0), max(left, 0)
-        rows = min(bottom, -(-self.height // shrink)) - first_row
-        columns = min(right, -(-self.width // shrink)) - first_column
-        pixels = self.decode((first_row, first_column, rows, columns), shrink)
-        # Channels first, but only in name: in memory they stay last, which is faster from here on.
-        pixels = pixels[None] if self.is_mask else pixels.contiguous().movedim(2, 0)
+        part = self.decode(shrink)[max(top, 0) : bottom, max(left, 0) : right]
+        # A copy, because augmentation may change it. Its channels are first only by its strides:
+        # in memory they stay last, which is faster from here on.
+        pixels = torch.from_numpy(np.array(part))
+        pixels = pixels[None] if self.is_mask else pixels.movedim(2, 0)
+        rows, columns = part.shape[:2]
         if (rows, columns) != (height, width):
-            edges = [first_column - left, first_row - top]
-            edges += [width - columns - edges[0], height - rows - edges[1]]
-            pixels = F.pad(pixels, edges, fill=fill)
+            before = max(-left, 0), max(-top, 0)
+            after = width - columns - before[0], height - rows - before[1]
+            pixels = F.pad(pixels, [*before, *after], fill=fill)
         if size and pixels.shape[1:] != size:
             mode = Mode.NEAREST_EXACT if self.is_mask else Mode.BILINEAR
             pixels = F.resize(pixels, list(size), mode, antialias=not self.is_mask)
         return pixels[0] if self.is_mask else pixels
 
     def snap(self, box: Box, size: tuple[int, int] | None) -> Box:
-        """Return the `box` that `read` takes: that one, moved by less than a pixel of the result.
+        """Return the `box` rounded to the decoder's grid, by less than a pixel of the result.
 
-        A mask is to be read with what its picture returns here.
+        `read` does the same. A mask needs the box that its image returns here.
         """
         shrink = self._shrink(box, size)
         edges = (box[0], box[1], box[0] + box[2], box[1] + box[3])
@@ -96,40 +95,37 @@ class Picture:
         return next((shrink for shrink in self.shrinks if shrink <= least), 1)
 
 
-def open_picture(path: str) -> Picture:
-    """Return the picture at `path`, in RGB; a UserError that names it if it cannot be read."""
+def open_image(path: str) -> LazyImage:
+    """Return the image at `path`, in RGB; a UserError that names it if it cannot be read."""
     with _reading(path), open(path, "rb", buffering=0) as file:
-        data = bytearray(file.read())
+        data = file.read()
         with Image.open(io.BytesIO(data)) as image:
             kind, mode, (width, height) = image.format, image.mode, image.size
             turned = {"exif", "xmp"} & image.info.keys() and image.getexif().get(0x112, 1) != 1
     if kind not in ("JPEG", "MPO") or mode not in ("RGB", "L") or turned:
-        return Picture.of(np.array(read_image(path)))
-    source = torch.frombuffer(data, dtype=torch.uint8)
+        return LazyImage.of(np.array(read_image(path)))
 
-    def decode(box: Box, shrink: int) -> Tensor:
-        top, left, rows, columns = box
-        if (pixels := turbojpeg.decode(source, box, shrink)) is not None:
-            return pixels
-        with _reading(path):
-            if shrink == 1:
-                pixels = decode_jpeg(source, ImageReadMode.RGB).movedim(0, 2)
-            else:
-                image = Image.open(io.BytesIO(data))
-                image.draft("RGB", (max(width // shrink, 1), max(height // shrink, 1)))
-                pixels = torch.from_numpy(np.array(image.convert("RGB")))
-        return pixels[top : top + rows, left : left + columns]
+    def decode(shrink: int) -> np.ndarray:
+        rows, columns = -(-height // shrink), -(-width // shrink)
+        if simplejpeg:
+            # It shrinks as far as these sizes allow. What it refuses Pillow may read, or explain.
+            with contextlib.suppress(ValueError):
+                return simplejpeg.decode_jpeg(data, min_height=rows, min_width=columns)
+        with _reading(path), Image.open(io.BytesIO(data)) as image:
+            image.draft("RGB", (width // shrink, height // shrink))
+            return np.array(image.convert("RGB"))
 
-    return Picture(height, width, decode, SHRINKS)
+    shrinks = [shrink for shrink in SHRINKS if shrink <= min(height, width)]
+    return LazyImage(height, width, decode, shrinks)
 
 
 def decoder() -> str:
-    """Return the name of what decodes JPEGs here."""
-    return "libjpeg-turbo, in parts" if turbojpeg.library() else "torchvision"
+    """Return the name of the library that decodes JPEGs here."""
+    return "simplejpeg" if simplejpeg else "Pillow"
 
 
 def read_image(path: str, mode: str | None = "RGB") -> Image.Image:
-    """Return the picture at `path`, upright and converted to `mode` (None: as it is stored).
+    """Return the image at `path`, upright and converted to `mode` (None: as it is stored).
 
     Raises a UserError that names the file if it cannot be read whole.
     """
@@ -146,16 +142,14 @@ def _reading(path: str) -> Iterator[None]:
         yield
     except READ_ERRORS as error:
         if isinstance(error, UnidentifiedImageError):
-            reason = "not a picture"
-        elif isinstance(error, RuntimeError):  # torchvision's begins with its own source file
-            reason = str(error).rsplit(", ", 1)[-1]
+            reason = "not an image"
         else:
             reason = getattr(error, "strerror", None) or str(error)
         raise UserError(f"{path}: cannot be read ({reason}); replace or remove it") from None
 
 
 def list_images(folder: Path) -> list[str]:
-    """Return the paths of all pictures below `folder`, sorted; a UserError if there is none."""
+    """Return the paths of all images below `folder`, sorted; a UserError if there is none."""
     if not folder.is_dir():
         raise UserError(f"{folder}: no such file or folder")
     paths = [
@@ -165,14 +159,14 @@ def list_images(folder: Path) -> list[str]:
         if os.path.splitext(name)[1].lower() in EXTENSIONS and not name.startswith(".")
     ]
     if not paths:
-        raise UserError(f"{folder}: no pictures in it; expected {', '.join(sorted(EXTENSIONS))}")
+        raise UserError(f"{folder}: no images in it; expected {', '.join(sorted(EXTENSIONS))}")
     return sorted(paths)
 
 
 def walk(folder: Path) -> Iterator[tuple[str, list[str], list[str]]]:
     """As os.walk, through links, with folders sorted; into each folder once, into no hidden one.
 
-    Links back up and what tools leave (.ipynb_checkpoints, __MACOSX) would add copies of pictures.
+    Links back up and what tools leave (.ipynb_checkpoints, __MACOSX) would add copies of images.
     """
     real = os.path.realpath(folder)
     seen = {real, *map(str, Path(real).parents)}
@@ -187,7 +181,7 @@ def walk(folder: Path) -> Iterator[tuple[str, list[str], list[str]]]:
 
 
 def collect(inputs: Sequence[str | Path]) -> list[tuple[str, str]]:
-    """Return (path, name) of each picture that `inputs`, files and folders, hold.
+    """Return (path, name) of each image that `inputs`, files and folders, hold.
 
     The name is the path below the folder that was given, without its ending.
     """
@@ -200,10 +194,10 @@ def collect(inputs: Sequence[str | Path]) -> list[tuple[str, str]]:
     return found
 
 
-def by_name(pictures: Sequence[tuple[str, str]]) -> dict[str, str]:
+def by_name(images: Sequence[tuple[str, str]]) -> dict[str, str]:
     """Return {name: path} of (path, name) pairs; a UserError if two share a name."""
     found: dict[str, str] = {}
-    for path, name in pictures:
+    for path, name in images:
         if name in found:
             raise UserError(
                 f"{path} and {found[name]}: the same name; rename one, or take one at a time"
@@ -216,12 +210,10 @@ def split(paths: Sequence[str], root: Path) -> tuple[list[str], list[str]]:
     """Deal `paths` into 85 % for training and 15 % for validation, one at least in each.
 
     The order is by a checksum of the path below `root`: the same on every machine and in every
-    run, and a picture added later moves few others.
+    run, and an image added later moves few others.
     """
     if len(paths) < 2:
-        raise UserError(
-            f"{paths[0]}: too few pictures to set some aside; add more, or a val folder"
-        )
+        raise UserError(f"{paths[0]}: too few images to set some aside; add more, or a val folder")
     by_chance = sorted(paths, key=lambda p: zlib.crc32(os.fsencode(os.path.relpath(p, root))))
     count = max(1, round(0.15 * len(paths)))
     return sorted(by_chance[count:]), sorted(by_chance[:count])

@@ -1,6 +1,6 @@
-"""A data set decoded once: all pictures in one file that is mapped into memory, and its index.
+"""A data set decoded once: all images in one file that is mapped into memory, and its index.
 
-FOLDER/pixels.bin   the uint8 (H, W, 3) of pictures and (H, W) of masks, one after the other
+FOLDER/pixels.bin   the uint8 (H, W, 3) of images and (H, W) of masks, one after the other
 FOLDER/rows.bin     for each of them int64: offset in bytes, height, width, channels (0: a mask)
 FOLDER/index.json   samples, classes, and what the source was like; written last
 """
@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Subset
 from tqdm import tqdm
 
-from engine.data.images import Picture
+from engine.data.images import LazyImage
 from engine.errors import UserError
 from engine.ranks import distributed, process
 from engine.run import files
@@ -42,18 +42,18 @@ class Store:
             raise UserError(f"{folder}: rows.bin or pixels.bin is not whole; copy or make it again")
         if rows.shape[1] != each:
             raise UserError(
-                f"{folder}: {rows.shape[1]} picture(s) and mask(s) a sample where dataset.py takes "
+                f"{folder}: {rows.shape[1]} image(s) and mask(s) a sample where dataset.py takes "
                 f"{each}: made for another task; make it with this project's prepare_data.py"
             )
         first = len(self.train)
-        self.train_pictures = Pictures(folder / "pixels.bin", rows[:first])
-        self.val_pictures = Pictures(folder / "pixels.bin", rows[first:])
+        self.train_images = Images(folder / "pixels.bin", rows[:first])
+        self.val_images = Images(folder / "pixels.bin", rows[first:])
 
 
-class Pictures(Sequence):
-    """The pictures of each sample, mapped into memory.
+class Images(Sequence):
+    """The images of each sample, mapped into memory.
 
-    path: of pixels.bin. rows: int64 (samples, pictures of each, 4).
+    path: of pixels.bin. rows: int64 (samples, images of each, 4).
     """
 
     def __init__(self, path: Path, rows: np.ndarray) -> None:
@@ -62,27 +62,27 @@ class Pictures(Sequence):
         self.pixels = np.memmap(path, np.uint8, "r")
 
     def __reduce__(self) -> tuple:  # else a worker that is spawned gets all the pixels
-        return Pictures, (self.path, self.rows)
+        return Images, (self.path, self.rows)
 
     def __len__(self) -> int:
         return len(self.rows)
 
-    def __getitem__(self, index: Any) -> tuple[Picture, ...]:
-        return tuple(map(self._picture, self.rows[index]))
+    def __getitem__(self, index: Any) -> tuple[LazyImage, ...]:
+        return tuple(map(self._image, self.rows[index]))
 
-    def _picture(self, row: np.ndarray) -> Picture:
+    def _image(self, row: np.ndarray) -> LazyImage:
         pixels = self.pixels[row[0] : _end(row)]
-        return Picture.of(pixels.reshape(row[1:] if row[3] else row[1:3]))
+        return LazyImage.of(pixels.reshape(row[1:] if row[3] else row[1:3]))
 
 
 def _end(rows: np.ndarray) -> int:
-    """Return where the last of the pictures that `rows` tell of ends in pixels.bin."""
+    """Return where the last of the images that `rows` tell of ends in pixels.bin."""
     offset, height, width, channels = rows.flat[-4:].tolist() if rows.size else (0, 0, 0, 0)
     return offset + height * width * max(channels, 1)
 
 
 def _read_rows(folder: Path, count: int) -> np.ndarray | None:
-    """Return int64 (count, pictures of each sample, 4); None unless rows and pixels are whole."""
+    """Return int64 (count, images of each sample, 4); None unless rows and pixels are whole."""
     rows, pixels = folder / "rows.bin", folder / "pixels.bin"
     if not rows.is_file() or not pixels.is_file():
         return None
@@ -102,8 +102,8 @@ def open_store(
     """Return what `write` made of a data set in `folder`; None if it did not.
 
     find_samples: lists the samples of the source, for training and for validation, and its classes,
-    or none where only the pictures tell them. A sample begins with the paths of its files.
-    each: how many these are, the pictures and masks that the data set's `open` returns.
+    or none where only the images tell them. A sample begins with the paths of its files.
+    each: how many these are, the images and masks that the data set's `open` returns.
 
     Raises a UserError if it is not complete, or if all ranks have the source and one of its files,
     or what `find_samples` returns, has changed.
@@ -128,10 +128,10 @@ def open_store(
 def write(
     folder: Path, source: Path, parts: dict[str, Any], classes: list[str], side: int, workers: int
 ) -> None:
-    """Write the pictures of `parts`, the data sets train and val from `source`, to `folder`.
+    """Write the images of `parts`, the data sets train and val from `source`, to `folder`.
 
     source: an absolute path, from which the paths in `parts` were made.
-    side: their shorter one, in pixels; smaller pictures stay as they are, and all if it is 0.
+    side: their shorter one, in pixels; smaller images stay as they are, and all if it is 0.
     An interrupted call leaves what the next one goes on with.
     """
     samples = {name: list(part.samples) for name, part in parts.items()}
@@ -160,8 +160,8 @@ def write(
         if not _says(begun, text):
             for path in (index, begun, rows, pixels):
                 path.unlink(missing_ok=True)
-            with files.writing(begun) as beside:
-                beside.write_text(text)
+            with files.writing(begun) as tmp_path:
+                tmp_path.write_text(text)
         with open(rows, "ab") as rows_file, open(pixels, "ab") as pixels_file:
             _append(Shrunk(list(parts.values()), side), workers, rows_file, pixels_file)
         os.replace(begun, index)
@@ -171,7 +171,7 @@ def write(
 
 
 class Shrunk(Dataset):
-    """The pictures of all samples of data sets, whole, the shorter side shrunk to `side`."""
+    """The images of all samples of data sets, whole, the shorter side shrunk to `side`."""
 
     def __init__(self, parts: Sequence[Any], side: int) -> None:
         self.samples = [(part, index) for part in parts for index in range(len(part))]
@@ -180,16 +180,16 @@ class Shrunk(Dataset):
     def __len__(self) -> int:
         return len(self.samples)
 
-    def open(self, index: int) -> tuple[Picture, ...]:
+    def open(self, index: int) -> tuple[LazyImage, ...]:
         part, index = self.samples[index]
         return part.open(index)
 
-    def size(self, picture: Picture) -> tuple[int, int]:
-        scale = min(self.side / min(picture.height, picture.width), 1) if self.side else 1
-        return round(picture.height * scale), round(picture.width * scale)
+    def size(self, image: LazyImage) -> tuple[int, int]:
+        scale = min(self.side / min(image.height, image.width), 1) if self.side else 1
+        return round(image.height * scale), round(image.width * scale)
 
     def __getitem__(self, index: int) -> list[Tensor]:
-        return [picture.read(size=self.size(picture)) for picture in self.open(index)]
+        return [image.read(size=self.size(image)) for image in self.open(index)]
 
 
 def _append(whole: Shrunk, workers: int, rows: BinaryIO, pixels: BinaryIO) -> None:
@@ -233,9 +233,9 @@ def _say_size(whole: Shrunk, done: int, folder: Path) -> None:
     left = len(whole) - done
     picks = range(0, len(whole), max(1, len(whole) // 200))
     sizes = [
-        math.prod(whole.size(picture)) * (1 if picture.is_mask else 3)
+        math.prod(whole.size(image)) * (1 if image.is_mask else 3)
         for pick in picks
-        for picture in whole.open(pick)
+        for image in whole.open(pick)
     ]
     size, free = left * sum(sizes) / len(picks), shutil.disk_usage(folder).free
     need = f"{left} samples need about {size / 1e9:.3g} GB, {free / 1e9:.3g} GB are free"

@@ -28,10 +28,9 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from torch.distributed.run import main
 
 from engine.errors import UserError
-from engine.ranks import distributed
+from engine.ranks import environment, protocol
+from engine.ranks.protocol import FINAL
 
-# Statuses with which there is no point in another start: what was asked for has come about.
-FINAL = {0, process.MISTAKE, process.STOPPED, *(128 + signum for signum in process.STOP_SIGNALS)}
 LIMIT = 120  # seconds that ranks have to stop and save
 
 
@@ -45,7 +44,7 @@ class Signals:
         self.first = 0  # the one that came first
         self.at = 0.0  # when
         self.sent: set[int] = set()
-        self.handled = {s for s in process.STOP_SIGNALS if signal.getsignal(s) != signal.SIG_IGN}
+        self.handled = {s for s in protocol.STOP_SIGNALS if signal.getsignal(s) != signal.SIG_IGN}
         self.start_ranks = PContext.start
         if hasattr(os, "killpg"):  # not on Windows
             PContext.start = lambda ranks: self.start(ranks)  # type: ignore
@@ -54,7 +53,7 @@ class Signals:
         self.start_ranks(ranks)  # which has made torchrun's own handlers, too
         self.ranks = ranks
         signal.signal(signal.SIGALRM, self.give_up)
-        for signum in process.STOP_SIGNALS:  # the others are ignored: nohup started this
+        for signum in protocol.STOP_SIGNALS:  # the others are ignored: nohup started this
             signal.signal(signum, self.handle if signum in self.handled else signal.SIG_IGN)
 
     def handle(self, signum: int, _: object) -> None:
@@ -62,7 +61,7 @@ class Signals:
         if not self.first:
             self.first, self.at = signum, now
             signal.alarm(LIMIT)
-        elif signum == self.first == signal.SIGINT and now - self.at > process.ECHO:
+        elif signum == self.first == signal.SIGINT and now - self.at > protocol.DUPLICATE_SECONDS:
             signal.alarm(5)  # a rank that is held does not end by itself
         self.send(signum)
 
@@ -116,7 +115,7 @@ def root_cause(error: ChildFailedError) -> tuple[int, ProcessFailure]:
     kill for not ending, which takes it 30 seconds.
     """
     rank, first = error.get_first_failure()
-    if first.exitcode == process.MISTAKE:
+    if first.exitcode == protocol.MISTAKE:
         return rank, first  # nccl aborts the ranks that it leaves behind
     for other, failure in error.failures.items():
         soon = failure.timestamp < first.timestamp + 10
@@ -129,15 +128,15 @@ def run() -> int:
     logging.disable(logging.ERROR)
     # The ranks' store in rank 0, not here: it outlives a launcher that is killed.
     os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
-    os.environ.setdefault(process.LAUNCH_ID, uuid.uuid4().hex)
-    os.environ[process.LAUNCHER_PID] = str(os.getpid())
+    os.environ.setdefault(protocol.LAUNCH_ID, uuid.uuid4().hex)
+    os.environ[protocol.LAUNCHER_PID] = str(os.getpid())
     atexit.register(process.ignore_signals)  # the status is known
     if "--master-addr" in sys.argv:
         try:
-            distributed.wait_for_name(sys.argv[sys.argv.index("--master-addr") + 1])
+            environment.wait_for_name(sys.argv[sys.argv.index("--master-addr") + 1])
         except UserError as error:
             print(f"error: {error}", file=sys.stderr)
-            return process.MISTAKE
+            return protocol.MISTAKE
     signals = Signals()
     status = launch(signals)
     restarts = int(os.environ.get("MAX_RESTARTS", 0))

@@ -20,25 +20,16 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
+from engine.ranks.protocol import KILL, LAUNCHER_PID, STOP_SIGNALS
+
 PR_SET_PDEATHSIG = 1  # of Linux' <sys/prctl.h>
-MISTAKE = 2  # exit status: of the user's; another start ends in the same way
-STOPPED = 75  # exit status: stopped by a signal and saved; in sysexits.h EX_TEMPFAIL, try again
-LAUNCH_ID = "LAUNCH_ID"  # tells a new start of launch.sh from what MAX_RESTARTS starts again
-LAUNCHER_PID = "LAUNCHER_PID"  # the process id of launch.sh, which becomes engine/ranks/launcher.py
-STOP_SIGNALS = {  # Windows lacks the last two
-    getattr(signal, name)
-    for name in ("SIGINT", "SIGTERM", "SIGUSR1", "SIGHUP")
-    if hasattr(signal, name)
-}
-KILL = getattr(signal, "SIGKILL", signal.SIGTERM)  # Windows has no SIGKILL
 WAKE = getattr(signal, "SIGURG", 0)  # interrupts a system call; 0 on Windows
-ECHO = 1  # a signal often comes twice, from the terminal and from torchrun: seconds between
 READ = 2  # seconds for whoever reads the output to make room
 follows_debugger = False  # whether this process ends with its debugger
 _debugged_launcher: int | None = None  # the process id of a torchrun that runs under a debugger
 
 
-def begin() -> None:
+def install_handlers() -> None:
     """Exit silently on Ctrl-C, and exit with torchrun or the debugger; print a stack on a crash."""
     be_quiet()
     sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115  None if it is closed
@@ -165,7 +156,7 @@ def drop_unread() -> None:
             signal.pthread_kill(threading.main_thread().ident or 0, WAKE)
 
 
-def leave(status: int) -> NoReturn:
+def exit_now(status: int) -> NoReturn:
     """Exit now: a tidy exit would wait for peers and loader workers that may never answer.
 
     Under a debugger the launcher goes first, and the other ranks with it: torchrun would end with
@@ -221,7 +212,7 @@ def _watch_rank(told: socket.socket) -> None:
         readable, _, _ = select.select([told], [], [], 0.5)
         signals = told.recv(64) if readable else b""
     if main.is_alive():  # else this is the end of the program, where pydevd goes first
-        leave(128 + signal.SIGINT)
+        exit_now(128 + signal.SIGINT)
 
 
 def _end_with(rank: Any) -> None:

@@ -21,10 +21,10 @@ import traceback
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
-from engine.ranks import distributed, process
-from engine.ranks.process import STOP_SIGNALS
+from engine.ranks import distributed, failures, process, protocol
+from engine.ranks.protocol import STOP, STOP_SIGNALS
 
-LOOK = 0.5  # seconds between two looks at the store
+POLL = 0.5  # seconds between two looks at the store
 ANSWER = 10  # seconds that ranks have to answer: one that does not has died, or hangs
 
 
@@ -38,8 +38,8 @@ class Watch:
     def __init__(self, where: Callable[[], str]) -> None:
         self.store = distributed.store()
         self.where = where
-        self.told, self.tell = socket.socketpair()  # of signals
-        self.tell.setblocking(False)
+        self.signal_socket, self.wakeup = socket.socketpair()  # of signals
+        self.wakeup.setblocking(False)
         self.first = 0.0  # when the first signal came
         self.status = 1
         self.lock = threading.Lock()
@@ -50,49 +50,53 @@ class Watch:
         self.arrived = False  # whether the main thread is there
         self.over = threading.Event()  # nothing is left to watch
         self.alarm = 0.8 * distributed.timeout()  # before a collective gives up
-        self.signs = 0  # of life, from the main thread
+        self.heartbeat = 0  # of life, from the main thread
         self.seen = -1  # of these
         self.moved = 0.0  # when the last was seen
 
-    def look_on(self) -> None:
+    def run(self) -> None:
         while not self.over.is_set():
-            readable, _, _ = select.select([self.told], [], [], LOOK)
-            received = self.told.recv(64) if readable else b""
-            self.mind_hang()
+            readable, _, _ = select.select([self.signal_socket], [], [], POLL)
+            received = self.signal_socket.recv(64) if readable else b""
+            self.check_hang()
             try:
                 for signum in received:
                     if signum in STOP_SIGNALS:
-                        self.hear(signum)
-                self.confer()
+                        self.on_signal(signum)
+                self.poll()
             except RuntimeError:
                 # The store has gone, with the rank or the launcher that held it. The main thread
                 # sees that, too, unless it hangs.
                 if self.over.wait(0 if self.first else ANSWER):
                     return
-                process.leave(self.status)
+                process.exit_now(self.status)
 
-    def hear(self, signum: int) -> None:
+    def on_signal(self, signum: int) -> None:
         now = time.monotonic()
         if not self.first:
             self.first, self.status = now, 128 + signum
             if not self.arrived:
-                self.store.set("stop", signal.Signals(signum).name)
+                self.store.set(STOP, signal.Signals(signum).name)
             return
         # Plain torchrun passes a second Ctrl-C on as SIGTERM.
         is_interrupt = signum == signal.SIGINT or process.by_plain_torchrun()
-        if is_interrupt and self.status == 128 + signal.SIGINT and now > self.first + process.ECHO:
+        if (
+            is_interrupt
+            and self.status == 128 + signal.SIGINT
+            and now > self.first + protocol.DUPLICATE_SECONDS
+        ):
             process.drop_unread()
             distributed.say("aborted; progress since the last checkpoint is lost")
-            process.leave(self.status)
+            process.exit_now(self.status)
 
-    def confer(self) -> None:
-        if (status := distributed.status_of_failure()) is not None:  # nccl does not tell of it
+    def poll(self) -> None:
+        if (status := failures.status_of_failure()) is not None:  # nccl does not tell of it
             self.over.wait(1)  # what that rank has to say comes first
-            process.leave(status)
+            process.exit_now(status)
         if self.arrived:
             return
         if self.answered:
-            answers = [f"stop/{rank}" for rank in range(distributed.world_size())]
+            answers = [protocol.answer(rank) for rank in range(distributed.world_size())]
             if not self.agreed.is_set() and self.store.check(answers):
                 self.last = max(int(self.store.get(key)) for key in answers)
                 self.agreed.set()
@@ -102,23 +106,23 @@ class Watch:
                 silent = [key[5:] for key in answers if not self.store.check([key])]
                 what = f"rank {', '.join(silent)} to answer" if silent else "this step or save"
                 process.drop_unread()
-                distributed.tell(f"waited {limit:g} s for {what}: not saved", self.status)
-        elif self.store.check(["stop"]):
+                failures.report(f"waited {limit:g} s for {what}: not saved", self.status)
+        elif self.store.check([STOP]):
             with self.lock:  # the main thread begins no step meanwhile
-                self.store.set(f"stop/{distributed.rank()}", str(self.step))
+                self.store.set(protocol.answer(distributed.rank()), str(self.step))
                 self.answered = time.monotonic()
-            self.status = 128 + signal.Signals[self.store.get("stop").decode()]
+            self.status = 128 + signal.Signals[self.store.get(STOP).decode()]
             process.drop_unread()
             if sys.stderr.isatty():
                 with contextlib.suppress(OSError):  # of a terminal that is gone
                     print(file=sys.stderr)  # below the progress bar
             distributed.say("stop requested: finishing this step, then saving")
 
-    def mind_hang(self) -> None:
+    def check_hang(self) -> None:
         now = time.monotonic()
-        if self.signs != self.seen:
-            self.seen, self.moved = self.signs, now
-            faulthandler.dump_traceback_later(self.alarm + 3 * LOOK)  # if this thread is stuck, too
+        if self.heartbeat != self.seen:
+            self.seen, self.moved = self.heartbeat, now
+            faulthandler.dump_traceback_later(self.alarm + 3 * POLL)  # if this thread is stuck, too
         elif now - self.moved > self.alarm:
             self.moved = math.inf  # once is enough
             faulthandler.cancel_dump_traceback_later()
@@ -148,11 +152,11 @@ def on_signals(where: Callable[[], str]) -> Iterator[None]:
         return
     watch = _watch = Watch(where)
     before: dict[int, Any] = {}
-    signal.set_wakeup_fd(watch.tell.fileno(), warn_on_full_buffer=False)
+    signal.set_wakeup_fd(watch.wakeup.fileno(), warn_on_full_buffer=False)
     for signum in STOP_SIGNALS:
         if signal.getsignal(signum) != signal.SIG_IGN:  # as nohup has it
             before[signum] = signal.signal(signum, lambda *_: None)
-    thread = threading.Thread(target=watch.look_on, name="stopping", daemon=True)
+    thread = threading.Thread(target=watch.run, name="stopping", daemon=True)
     thread.start()
     after: Callable[..., None] | None = None
     try:
@@ -161,7 +165,7 @@ def on_signals(where: Callable[[], str]) -> Iterator[None]:
     finally:
         _watch = None
         watch.over.set()
-        watch.tell.send(b"\0")
+        watch.wakeup.send(b"\0")
         thread.join()
         faulthandler.cancel_dump_traceback_later()
         signal.set_wakeup_fd(-1)
@@ -171,7 +175,7 @@ def on_signals(where: Callable[[], str]) -> Iterator[None]:
 
 def _end_soon(*_: object) -> None:
     """End in 5 seconds, all being saved, unless what follows the training is over by then."""
-    timer = threading.Timer(5, process.leave, [process.STOPPED])
+    timer = threading.Timer(5, process.exit_now, [protocol.STOPPED])
     timer.daemon = True
     timer.start()
 
@@ -180,7 +184,7 @@ def end_step() -> None:
     """Mark the end of a training step; raise Stopped if all ranks are to stop after this one."""
     if not _watch:
         return
-    _watch.signs += 1
+    _watch.heartbeat += 1
     with _watch.lock:
         if not _watch.answered:
             _watch.step += 1
@@ -191,11 +195,11 @@ def end_step() -> None:
     _watch.step += 1
 
 
-def is_asked() -> bool:
+def stop_requested() -> bool:
     """Whether a stop is asked for: not yet known to all ranks, so what follows has to be agreed."""
     if not _watch:
         return False
-    _watch.signs += 1
+    _watch.heartbeat += 1
     return bool(_watch.answered)
 
 
@@ -206,10 +210,10 @@ def stop() -> NoReturn:
     raise Stopped
 
 
-def leave(where: str) -> NoReturn:
-    """End this rank, all having stopped and the checkpoint being written, with process.STOPPED."""
-    name = distributed.store().get("stop").decode()
+def exit_stopped(where: str) -> NoReturn:
+    """End this rank, all having stopped and the checkpoint being written, with protocol.STOPPED."""
+    name = distributed.store().get(STOP).decode()
     distributed.barrier()  # the first to end has torchrun end the others
     process.ignore_signals()
     distributed.say(f"{name}: stopped and saved {where}")
-    process.leave(process.STOPPED)
+    process.exit_now(protocol.STOPPED)

@@ -13,7 +13,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 from engine.errors import UserError
 from engine.ranks import process
@@ -23,20 +22,18 @@ OF_TORCH_SAVE = "inline_container|PytorchStreamWriter|Parent directory"  # it ra
 
 @contextlib.contextmanager
 def writing(path: Path, parents: bool = False) -> Iterator[Path]:
-    """Give the block a path beside `path` to write to, then rename it to `path`.
+    """Give the block a temporary path next to `path` to write to, then rename it to `path`.
 
-    With `parents` its folder is made; else one that has gone is an error.
-
-    Whatever stops the block, `path` is the old file or the new one, never a part. A failed write
-    is a UserError.
+    Whatever stops the block, `path` is the old file or the new one, never a part. With `parents`
+    its folder is made. A failed write is a UserError.
     """
-    beside = path.with_name(f".{path.name}.part")
+    tmp_path = path.with_name(f".{path.name}.part")
     try:
         if parents:
             path.parent.mkdir(parents=True, exist_ok=True)
-        yield beside
-        sync(beside)
-        os.replace(beside, path)
+        yield tmp_path
+        sync(tmp_path)
+        os.replace(tmp_path, path)
     except (OSError, RuntimeError) as error:
         reason = getattr(error, "strerror", None) or str(error).split("\n")[0]
         if isinstance(error, RuntimeError) and not re.search(OF_TORCH_SAVE, reason):
@@ -46,11 +43,11 @@ def writing(path: Path, parents: bool = False) -> Iterator[Path]:
         raise UserError(f"{path}: cannot be written ({reason})") from None
     finally:
         with contextlib.suppress(OSError):
-            beside.unlink(missing_ok=True)
+            tmp_path.unlink(missing_ok=True)
 
 
 @contextlib.contextmanager
-def table(path: Path, columns: Sequence[str]) -> Iterator[Callable[[Sequence], Any]]:
+def table(path: Path, columns: Sequence[str]) -> Iterator[Callable[[Sequence], object]]:
     """Give the block a function that writes a row of a CSV file; at its end the file is `path`.
 
     If the block is stopped, even by a kill, the rows so far are in `path`.partial. If it writes no

@@ -1,13 +1,13 @@
-"""What this machine has, and the defaults that follow from it."""
+"""What this machine has, and the settings that follow from it."""
 
 import math
 import os
 import shlex
 import shutil
 import warnings
-from argparse import Namespace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -18,33 +18,57 @@ from engine.ranks import distributed, process
 
 CGROUPS = Path("/sys/fs/cgroup")
 
+Outputs = TypeVar("Outputs")
 
-def set_up(args: Namespace, device: torch.device) -> None:
-    """Fill in the flags that are left to the machine, and have torch make the most of it."""
+
+@dataclass(frozen=True)
+class Settings:
+    """What a rank uses of its machine.
+
+    workers: loader processes. threads: of torch on the CPU. amp: "bf16", "fp16" or "off".
+    """
+
+    workers: int
+    threads: int
+    pin_memory: bool
+    amp: str
+
+
+def set_up(
+    device: torch.device,
+    workers: int | None,
+    threads: int | None,
+    pin_memory: bool | None,
+    amp: str,
+    bytes_per_worker: int,
+) -> Settings:
+    """Choose what is None or "auto", apply it to torch, and return it.
+
+    bytes_per_worker: the memory that the batches of one loader worker take; pinned pages cannot be
+    swapped out, so by default they may take a quarter of the free memory of a machine with GPUs.
+    """
     cuda = device.type == "cuda"
-    if args.workers is None:
-        args.workers = workers()
-    if args.threads is None:
-        given = os.environ.get("OMP_NUM_THREADS", "1")
-        if given.isdecimal() and given != "1":  # torchrun sets 1, whoever wants it or not
-            args.threads = int(given)
-        else:
-            args.threads = min(share(), 4) if cuda else share()
-    if args.pin_memory is None:
-        # Pinned pages cannot be swapped out. Of a sample: a picture, uint8, and a mask.
-        size = args.workers * args.prefetch * args.batch_size * 4 * args.image_size**2
-        args.pin_memory = size * distributed.local_world_size() < _free_memory() / 4
-    args.pin_memory = cuda and args.pin_memory
-    warnings.filterwarnings("ignore", "This DataLoader will create")  # what the start line says
-    if args.amp == "auto":
+    workers = default_workers() if workers is None else workers
+    threads = default_threads(cuda) if threads is None else threads
+    if pin_memory is None:
+        size = bytes_per_worker * workers * distributed.local_world_size()
+        pin_memory = size < _free_memory() / 4
+    if amp == "auto":
         has_bf16 = cuda and torch.cuda.is_bf16_supported(including_emulation=False)
-        args.amp = "bf16" if has_bf16 else "fp16" if cuda else "off"
-    if args.amp == "fp16":  # GradScaler skips steps until it has found its scale
+        amp = "bf16" if has_bf16 else "fp16" if cuda else "off"
+    if amp == "fp16":  # GradScaler skips steps until it has found its scale
         warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step")
-    if args.compile and not _has_compiler():
-        raise UserError("--compile: no C++ compiler found; install g++ or leave the flag out")
-    torch.set_num_threads(args.threads)
+    warnings.filterwarnings("ignore", "This DataLoader will create")  # the start line says it
+    torch.set_num_threads(threads)
     torch.set_float32_matmul_precision("high")  # TF32 for what stays float32, where a GPU has it
+    return Settings(workers, threads, pin_memory and cuda, amp)
+
+
+def check_compiler() -> None:
+    """Raise a UserError unless there is the C++ compiler that torch.compile needs."""
+    names = ("g++", "clang++", "cl", *shlex.split(os.environ.get("CXX", "")))
+    if not any(map(shutil.which, names)):
+        raise UserError("--compile: no C++ compiler found; install g++ or omit the flag")
 
 
 def autocast(amp: str, device: torch.device) -> torch.autocast:
@@ -53,14 +77,9 @@ def autocast(amp: str, device: torch.device) -> torch.autocast:
     return torch.autocast(device.type, dtype, enabled=amp != "off")
 
 
-def to_float32(outputs: Any) -> Any:
+def to_float32(outputs: Outputs) -> Outputs:
     """Return a network's `outputs`, a tensor or tuples and dicts of them, in float32."""
     return tree_map_only(Tensor, lambda x: x.float() if x.is_floating_point() else x, outputs)
-
-
-def _has_compiler() -> bool:
-    names = ("g++", "clang++", "cl", *shlex.split(os.environ.get("CXX", "")))
-    return any(map(shutil.which, names))
 
 
 def _free_memory() -> float:
@@ -80,48 +99,45 @@ def cpus() -> int:
 
 
 def _quota() -> float:
-    """Return the CPUs that the cgroups of this process, v1 or v2, allow; infinity without any."""
-    found = [math.inf]
+    """Return the CPUs that the cgroups (v2) of this process allow; infinity without a limit."""
     try:
         lines = Path("/proc/self/cgroup").read_text().splitlines()
     except OSError:
         return math.inf
-    for line in lines:
-        _, controllers, path = line.split(":", 2)
-        if controllers and "cpu" not in controllers.split(","):
-            continue
-        root = CGROUPS / "cpu" if controllers else CGROUPS
-        here = root / path.lstrip("/")
-        # In a container the path is often the host's, and the container's own is the root.
-        for folder in (here, *here.parents):
-            found.append(_quota_of(folder))
-            if folder == root:
-                break
+    path = next((line[3:] for line in lines if line.startswith("0::")), "/")
+    here = CGROUPS / path.lstrip("/")
+    found = [math.inf]
+    # In a container the path is often the host's, and the container's own is the root.
+    for folder in (here, *here.parents):
+        try:
+            quota, period = (folder / "cpu.max").read_text().split()
+            found.append(int(quota) / int(period))
+        except (OSError, ValueError):  # no limit, which is "max"
+            pass
+        if folder == CGROUPS:
+            break
     return min(found)
 
 
-def _quota_of(folder: Path) -> float:
-    for names in ("cpu.max",), ("cpu.cfs_quota_us", "cpu.cfs_period_us"):
-        try:
-            quota, period = " ".join((folder / name).read_text() for name in names).split()
-            if quota != "max" and int(quota) > 0:
-                return int(quota) / int(period)
-        except (OSError, ValueError):
-            continue
-    return math.inf
+def default_threads(cuda: bool) -> int:
+    """Return torch's CPU threads of a rank: its share of the CPUs, at most 4 beside a GPU."""
+    given = os.environ.get("OMP_NUM_THREADS", "1")
+    if given.isdecimal() and given != "1":  # torchrun sets 1, whoever wants it or not
+        return int(given)
+    return min(cpu_share(), 4) if cuda else cpu_share()
 
 
-def workers() -> int:
+def default_workers() -> int:
     """Return the loader workers of a rank: its share of the node's CPUs, from 1 to 16.
 
     None under a debugger, where each worker would be one more session to continue.
     """
-    return 0 if process.is_debugged() else min(share(), 16)
+    return 0 if process.is_debugged() else min(cpu_share(), 16)
 
 
-def share() -> int:
-    """Return this rank's share of the CPUs, 1 at least."""
+def cpu_share() -> int:
+    """Return this rank's share of the CPUs, at least 1."""
     count = cpus()
     if not process.by_torchrun() and count <= int(os.environ.get("SLURM_CPUS_PER_TASK", 0)):
-        return count  # srun has dealt them out to the ranks
+        return count  # srun has divided them among the ranks
     return max(1, count // distributed.local_world_size())

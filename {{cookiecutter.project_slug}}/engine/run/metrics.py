@@ -1,7 +1,5 @@
 """Metrics over all ranks, as numbers for a row of metrics.csv."""
 
-from typing import Any
-
 import torch
 from torch import Tensor
 from torchmetrics import Metric, MetricCollection
@@ -41,7 +39,7 @@ def fill_empty_lists(metrics: MetricCollection) -> None:
     if not lists:  # on all ranks alike
         return
     mine = {at: (v[0].shape[1:], v[0].dtype) for at, (_, v) in lists.items() if v}
-    known: dict[Any, Any] = {}
+    known: dict[tuple[str, str], tuple[torch.Size, torch.dtype]] = {}
     for each in distributed.gather_objects(mine):
         known.update(each)
     for at, (metric, value) in lists.items():
@@ -50,7 +48,7 @@ def fill_empty_lists(metrics: MetricCollection) -> None:
             setattr(metric, at[1], [torch.empty(0, *shape, dtype=dtype, device=metric.device)])
 
 
-def logits(outputs: Any) -> Tensor:
+def check_logits(outputs: object) -> Tensor:
     """Return what a network gives in evaluation as float32; a UserError unless it is one tensor."""
     if not isinstance(outputs, Tensor):
         what = f"a {type(outputs).__name__}"

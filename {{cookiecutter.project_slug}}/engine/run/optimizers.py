@@ -1,6 +1,7 @@
-"""Optimizers and learning-rate schedules in checkpoints: what has to fit, and how they go on."""
+"""Optimizers and learning-rate schedules in checkpoints: what has to fit, and how they resume."""
 
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -9,13 +10,24 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from engine.errors import UserError
 from engine.ranks import distributed
+from engine.run.checkpoint import State
+
+Layout = dict[str, list]
 
 
-def layout(parts: dict[str, Any]) -> dict[str, list]:
+class Stateful(Protocol):
+    """What a checkpoint can hold: a network, an optimizer, a scheduler, a GradScaler, ..."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state_dict: dict[str, Any], /) -> object: ...
+
+
+def layout(parts: Mapping[str, Stateful]) -> Layout:
     """Return {name: [class]} of each scheduler and {name: [class, groups]} of each optimizer.
 
-    parts: all that has a state_dict, by name. groups: the names of the weights in each parameter
-    group, because optimizers save their state by position alone.
+    groups: the names of the weights in each parameter group, because optimizers save their state
+    by position alone.
     """
     names = {
         weight: key if name == "model" else f"{name}.{key}"
@@ -23,7 +35,7 @@ def layout(parts: dict[str, Any]) -> dict[str, list]:
         if isinstance(part, nn.Module)
         for key, weight in part.named_parameters()
     }
-    found: dict[str, list] = {}
+    found: Layout = {}
     for name, part in parts.items():
         if isinstance(part, LRScheduler):
             found[name] = [type(part).__name__]
@@ -37,13 +49,13 @@ def layout(parts: dict[str, Any]) -> dict[str, list]:
     return found
 
 
-def check_layout(path: str, then: dict[str, list], now: dict[str, list]) -> None:
+def check_layout(path: str, then: Layout, now: Layout) -> None:
     """Raise a UserError unless the optimizers and schedulers are those of the checkpoint."""
     for name in then.keys() & now.keys():
         if then[name] != now[name]:
             raise UserError(
-                f"{path}: {_difference(name, then[name], now[name])}; undo that to go on from it, "
-                f"or keep its weights alone: --weights {path} --output-dir ANOTHER"
+                f"{path}: {_difference(name, then[name], now[name])}; undo that to resume, "
+                f"or keep only its weights: --weights {path} --output-dir ANOTHER"
             )
 
 
@@ -62,29 +74,29 @@ def _difference(name: str, then: list, now: list) -> str:
     return f"the {name}'s parameter groups have {new} where {old} was"
 
 
-def restore(
-    state: dict[str, Any], parts: dict[str, Any], schedule_step: int, last_step: int
+def load_states(
+    state: State, parts: Mapping[str, Stateful], schedule_step: int, last_step: int
 ) -> None:
-    """Have all `parts` but the model go on from `state`, a checkpoint of the same layout.
+    """Load `state`, a checkpoint of the same layout, into all `parts` but the model.
 
     With a LambdaLR the learning rates and other settings are those of the flags, at `schedule_step`
-    of the schedule. Any other scheduler goes on as it was saved, with the optimizer's settings.
+    of the schedule. Any other scheduler resumes as it was saved, with the optimizer's settings.
     """
-    check_layout(state["path"], state["layout"], layout(parts))
-    scheduler = parts["scheduler"]
-    by_flags: dict[str, dict] = {}
-    if type(scheduler) is LambdaLR:
-        by_flags = _settings(parts["optimizer"], scheduler, schedule_step)
+    path, scheduler, optimizer = state["path"], parts["scheduler"], parts["optimizer"]
+    check_layout(path, state["layout"], layout(parts))
+    by_flags: dict[str, State] = {}
+    if type(scheduler) is LambdaLR and isinstance(optimizer, Optimizer):
+        by_flags = _settings(optimizer, scheduler, schedule_step)
     else:
         total = state["scheduler"].get("total_steps")  # of a OneCycleLR
         if total and total < last_step:
             raise UserError(
-                f"{state['path']}: its {type(scheduler).__name__} has {total} steps, and --epochs "
-                f"now takes {last_step}; leave --epochs as it was"
+                f"{path}: its {type(scheduler).__name__} has {total} steps, but --epochs now "
+                f"takes {last_step}; leave --epochs unchanged"
             )
         distributed.say(
-            f"{type(scheduler).__name__} goes on as saved: rates and other settings of the "
-            "optimizer, and the length of the schedule, are not taken from flags that changed"
+            f"{type(scheduler).__name__} resumes as saved: changed flags do not affect its rates "
+            "and length, nor the optimizer's other settings"
         )
     for name, part in parts.items():
         if name == "model":
@@ -94,15 +106,15 @@ def restore(
                 part.load_state_dict({**state[name], **by_flags.get(name, {})})
             except (LookupError, RuntimeError, TypeError, ValueError) as error:
                 reason = " ".join(str(error).split())[:200]
-                raise UserError(f"{state['path']}: does not fit {name} ({reason})") from None
+                raise UserError(f"{path}: does not fit {name} ({reason})") from None
         elif name not in state:
-            distributed.say(f"{state['path']} has no {name}: it begins anew")
+            distributed.say(f"{path} has no {name}: it starts from nothing")
         if isinstance(part, Optimizer):
             _match_strides(part)
 
 
-def _settings(optimizer: Optimizer, scheduler: LambdaLR, step: int) -> dict[str, dict]:
-    """Return what the flags say of both at that step of the schedule, in place of saved entries."""
+def _settings(optimizer: Optimizer, scheduler: LambdaLR, step: int) -> dict[str, State]:
+    """Return what the flags say of both at that step of the schedule, to replace saved entries."""
     factors = [factor(step) for factor in scheduler.lr_lambdas]
     lrs = [lr * factor for lr, factor in zip(scheduler.base_lrs, factors, strict=True)]
     groups = optimizer.state_dict()["param_groups"]
@@ -120,7 +132,7 @@ def _settings(optimizer: Optimizer, scheduler: LambdaLR, step: int) -> dict[str,
 
 
 def _match_strides(optimizer: Optimizer) -> None:
-    """Lay the moments out in memory as their weights are: fused kernels take it for granted."""
+    """Give the moments the memory layout of their weights: fused kernels rely on it."""
     for weight, values in optimizer.state.items():
         for name, value in values.items():
             is_alike = isinstance(value, Tensor) and value.shape == weight.shape

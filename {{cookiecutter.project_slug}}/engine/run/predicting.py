@@ -1,12 +1,13 @@
-"""What predict.py goes through: pictures in batches, those that cannot be read left out."""
+"""Batches of images for predict.py, without those that cannot be read."""
 
 import sys
 from collections.abc import Iterator, Sequence
-from typing import Any
 
+from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, default_collate
 from tqdm import tqdm
 
+from engine.data.samples import MapDataset
 from engine.errors import UserError
 from engine.ranks import distributed
 from engine.run import machine
@@ -15,14 +16,14 @@ from engine.run import machine
 class Readable:
     """Iterates over (indices, batch) of the samples of `dataset` that can be read, in order."""
 
-    def __init__(self, dataset: Dataset, batch_size: int) -> None:
-        self.total = len(dataset)  # type: ignore[arg-type]
-        self.loader: DataLoader = DataLoader(
-            Tolerant(dataset), batch_size, num_workers=machine.workers(), collate_fn=collate
+    def __init__(self, dataset: MapDataset, batch_size: int) -> None:
+        self.total = len(dataset)
+        self.loader = DataLoader(
+            Tolerant(dataset), batch_size, num_workers=machine.default_workers(), collate_fn=collate
         )
         self.broken: list[str] = []
 
-    def __iter__(self) -> Iterator[tuple[list[int], Any]]:
+    def __iter__(self) -> Iterator[tuple[list[int], list[Tensor]]]:
         with tqdm(total=self.total, unit="img", disable=None) as bar:
             for indices, batch, broken in self.loader:
                 if indices:
@@ -33,7 +34,7 @@ class Readable:
     def finish(self, where: object) -> None:
         """Say how many there were; name those that could not be read and exit with status 1."""
         count = self.total - len(self.broken)
-        distributed.say(f"{count} of {self.total} pictures: {where if count else 'no file'}")
+        distributed.say(f"{count} of {self.total} images: {where if count else 'no file'}")
         for line in self.broken:
             print(f"error: {line}", file=sys.stderr)
         if self.broken:
@@ -43,20 +44,22 @@ class Readable:
 class Tolerant(Dataset):
     """`dataset`, with a UserError's line for a sample that raises one: (index, sample or line)."""
 
-    def __init__(self, dataset: Dataset) -> None:
+    def __init__(self, dataset: MapDataset) -> None:
         self.dataset = dataset
 
     def __len__(self) -> int:
-        return len(self.dataset)  # type: ignore[arg-type]
+        return len(self.dataset)
 
-    def __getitem__(self, index: int) -> tuple[int, Any]:
+    def __getitem__(self, index: int) -> tuple[int, tuple | str]:
         try:
             return index, self.dataset[index]
         except UserError as error:
             return index, str(error)
 
 
-def collate(samples: Sequence[tuple[int, Any]]) -> tuple[list[int], Any, list[str]]:
+def collate(
+    samples: Sequence[tuple[int, tuple | str]],
+) -> tuple[list[int], list[Tensor] | None, list[str]]:
     """Return the indices of the samples that could be read, their batch, and the others' lines."""
     whole = [(index, sample) for index, sample in samples if not isinstance(sample, str)]
     broken = [sample for _, sample in samples if isinstance(sample, str)]

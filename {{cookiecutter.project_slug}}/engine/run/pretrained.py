@@ -1,4 +1,4 @@
-"""Weights to begin with: torchvision's, or those of a file, as far as they fit."""
+"""Weights to start from: torchvision's, or those of a file, as far as they fit."""
 
 import torchvision
 from torch import Tensor, nn
@@ -11,10 +11,10 @@ from engine.run import checkpoint
 def read_weights(weights: str, arch: str) -> dict[str, Tensor]:
     """Return a state dict: of a .pt file (a checkpoint or a bare one) or of torchvision.
 
-    There `weights` is a name that it has for `arch`, such as DEFAULT.
+    For torchvision `weights` is a name that it has for `arch`, such as DEFAULT.
     """
     if weights.endswith((".pt", ".pth")):
-        state = checkpoint.load_file(weights)
+        state = checkpoint.read_file(weights)
         return state.get("model", state)
     choices = torchvision.models.get_model_weights(arch)
     if weights not in choices.__members__:
@@ -27,12 +27,12 @@ def read_weights(weights: str, arch: str) -> dict[str, Tensor]:
         raise UserError(f"--weights {weights}: download failed ({error})") from None
 
 
-def load_matching(model: nn.Module, weights: dict[str, Tensor]) -> None:
-    """Load the tensors whose names and shapes `model` shares, and say which stay new."""
+def copy_matching(model: nn.Module, weights: dict[str, Tensor]) -> None:
+    """Copy the tensors whose names and shapes `model` shares, and say which stay new."""
     own = model.state_dict()
     fitting = {k: v for k, v in weights.items() if k in own and own[k].shape == v.shape}
     if not fitting:
-        raise UserError("--weights: not one tensor has a name and a shape of this network")
+        raise UserError("--weights: no tensor has a name and a shape of this network")
     model.load_state_dict(fitting, strict=False)
     new = [name for name in own if name not in fitting]
     line = f"--weights: {len(fitting)} of {len(own)} tensors loaded"

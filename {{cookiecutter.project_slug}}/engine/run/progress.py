@@ -1,12 +1,10 @@
-"""Where a training run stands, to the step: counted here, saved by rank 0, taken up by all."""
+"""Where a training run is, to the step: counted here, saved by rank 0, resumed on all ranks."""
 
 import contextlib
 import math
 import time
-from argparse import Namespace
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -15,17 +13,22 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from engine.data import loading
+from engine.data.loading import Loader
 from engine.errors import UserError
 from engine.ranks import distributed, stopping
 from engine.run import checkpoint, optimizers
+from engine.run.checkpoint import State
+from engine.run.folder import KEYS, RunFolder
+from engine.run.optimizers import Stateful
 
-SECONDS_BETWEEN_READINGS = 5  # of the loss, which waits for the device: not at every step
+SECONDS_BETWEEN_CHECKS = 5  # of the loss, which waits for the device: not at every step
 
 
 class Run:
     """What has been done so far.
 
-    epoch: epochs finished. step: optimizer steps taken. seen: pictures trained on in the epoch that
+    epoch: epochs finished. step: optimizer steps taken. seen: images trained on in the epoch that
     has begun, on all ranks. totals: float64 (2,), this rank's sum of losses in that epoch and what
     to divide it by. best: the best score so far. best_of: what that is a score of, in words.
     history: a row of metrics for each finished epoch.
@@ -33,127 +36,170 @@ class Run:
 
     def __init__(
         self,
-        args: Namespace,
+        folder: RunFolder,
+        train_loader: Loader,
+        val_loader: Loader,
+        *,
         classes: Sequence[str],
-        pictures: int,
-        device: torch.device,
+        epochs: int,
+        save_every: int,
         score: str,
-        validated_on: str,
+        flags: Mapping[str, object],
         model: nn.Module,
         optimizer: Optimizer,
         scheduler: LRScheduler,
-        **more: Any,
+        **more: Stateful,
     ) -> None:
-        """Begin at nothing.
+        """Start from nothing.
 
-        score: the metric that decides which weights are the best. validated_on: the set that it is
-        measured on, in words. more: what else has a state_dict and a load_state_dict, by name.
+        save_every: optimizer steps between saves within an epoch, 0 for none. score: the metric
+        that decides which weights are the best. flags: saved with each checkpoint.
+        more: what else has a state_dict and a load_state_dict, by name.
         """
-        if taken := more.keys() & set(checkpoint.KEYS):
+        if taken := more.keys() & {*KEYS}:
             raise ValueError(f"{taken}: checkpoints have an entry of that name already")
-        self.args = args
+        self.folder = folder
+        self.batch_size = train_loader.batch_size or 1
+        self.sampler = train_loader.sampler
+        self.global_batch = self.sampler.global_batch
         self.classes = list(classes)
-        self.pictures = pictures
-        self.parts = {"model": model, "optimizer": optimizer, "scheduler": scheduler, **more}
-        self.global_batch = args.batch_size * distributed.world_size() * args.accumulate
+        self.epochs = epochs
+        self.save_every = save_every
+        self.flags = checkpoint.to_plain(dict(flags))
+        self.model = model
+        self.parts: dict[str, Stateful] = {
+            **{"model": model, "optimizer": optimizer, "scheduler": scheduler},
+            **more,
+        }
         self.epoch, self.step, self.seen = 0, 0, 0
         self.score = score
-        self.best, self.best_of = -math.inf, f"{score} on {validated_on}"
+        self.best, self.best_of = -math.inf, f"{score} on {loading.fingerprint(val_loader)}"
+        device = next(model.parameters()).device
         self.totals = torch.zeros(2, dtype=torch.float64, device=device)
-        self.history: list[dict[str, Any]] = []
+        self.history: list[dict[str, float | str]] = []
         self.saved_step = 0
-        self.proved: set[type] = set()  # what a saved file has been seen to load
-        self.read_at = time.monotonic()
+        self.verified: set[type] = set()  # types that a saved file has been seen to read back
+        self.checked_at = time.monotonic()
 
     @property
     def passes(self) -> int:
         """How many batches each rank has trained on in the epoch that has begun."""
-        return self.seen // self.global_batch * self.args.accumulate
+        return self.seen // (self.batch_size * distributed.world_size())
 
-    def restore(self, state: dict[str, Any] | None) -> None:
-        """Go on from `state`, a checkpoint whose weights the model has already, if there is one.
+    def resume(self, state: State | None) -> None:
+        """Continue from `state`, a checkpoint whose weights the model has already, if there is one.
 
-        On the number of ranks that wrote it to the very bit. The flags' learning rates and other
+        On the number of ranks that wrote it, to the bit. The flags' learning rates and other
         settings hold, not those of `state`, and the schedule goes by epochs; not so with a
-        scheduler that is no LambdaLR.
+        scheduler other than LambdaLR. Also opens the folder for training.
         """
-        folder = self.args.output_dir
+        self.folder.open_for_training(is_new=state is None)
         if state is None:
-            self.best = distributed.from_rank_zero(checkpoint.read_best, folder, None, 0)
-            return
+            self.best = distributed.from_rank_zero(self.folder.best_score, None, 0)
+        else:
+            distributed.say(self._differences(state))
+            self._take_position(state)
+            optimizers.load_states(
+                state, self.parts, self._schedule_step(state), self.epochs * self._epoch_steps()
+            )
+            # A checkpoint that the user went back to has no part in what followed it.
+            is_newest = Path(state["path"]).name.startswith("last")
+            until = math.inf if is_newest else self.epoch
+            best_of = self.best_of if self.folder.contains(state["path"]) else None
+            self.best = distributed.from_rank_zero(self.folder.best_score, best_of, until)
+            del state["model"], state["optimizer"]  # as much memory as they take again
+
+    def _take_position(self, state: State) -> None:
         self.epoch, self.step = state["epoch"], state["step"]
         self.history = list(state["history"])
-        order = (state["pictures"], state["args"]["seed"])
-        if state["seen"] and order == (self.pictures, self.args.seed):
-            self.seen = state["seen"]
-            totals = torch.tensor(state["totals"], dtype=torch.float64)
-            if len(totals) == distributed.world_size():
-                self.totals += totals[distributed.rank()].to(self.totals.device)
-            elif distributed.is_rank_zero():
-                self.totals += totals.sum(0).to(self.totals.device)
-        elif state["seen"]:
-            distributed.say("other pictures or another --seed: the epoch begins anew")
-        steps = self.pictures // self.global_batch
-        step = self.epoch * steps + self.seen // self.global_batch
-        then = state["pictures"], state["global_batch"], state["seen"]
-        if then == (self.pictures, self.global_batch, self.seen):
+        same_order = state["images"] == self.sampler.total and state["seed"] == self.sampler.seed
+        if not state["seen"]:
+            return
+        if not same_order:
+            distributed.say("other images or another --seed: the epoch starts over")
+            return
+        self.seen = state["seen"]
+        totals = torch.tensor(state["totals"], dtype=torch.float64, device=self.totals.device)
+        if len(totals) == distributed.world_size():
+            self.totals += totals[distributed.rank()]
+        elif distributed.is_rank_zero():
+            self.totals += totals.sum(0)
+
+    def _epoch_steps(self) -> int:
+        return self.sampler.total // self.global_batch
+
+    def _schedule_step(self, state: State) -> int:
+        then = state["images"], state["global_batch"], state["seen"]
+        step = self.epoch * self._epoch_steps() + self.seen // self.global_batch
+        if then == (self.sampler.total, self.global_batch, self.seen):
             step = state["scheduler"].get("last_epoch", step)  # epochs may have been left early
-        optimizers.restore(state, self.parts, step, self.args.epochs * steps)
-        # One that was gone back to has no part in what followed it.
-        until = math.inf if Path(state["path"]).name.startswith("last") else self.epoch
-        best_of = self.best_of if checkpoint.is_in(folder, state["path"]) else None
-        self.best = distributed.from_rank_zero(checkpoint.read_best, folder, best_of, until)
+        return step
+
+    def _differences(self, state: State) -> str:
+        """Return a line: how far the checkpoint has got, and what is different now."""
+        ranks_then, batch_then = len(state["totals"]), state["global_batch"]
+        ranks, batch = distributed.world_size(), self.global_batch
+        line = f"{state['path']}: {state['epoch']} of {self.epochs} epochs done"
+        if state["epoch"]:
+            line += f", best {state['best']:.4f}"
+        if state["seen"]:
+            line += f" and {state['seen'] // batch_then} steps of the next"
+        if ranks_then != ranks:
+            line += (
+                f"; {ranks_then} rank(s) then, {ranks} now: the same images in the same order, but "
+                "BatchNorm, dropout and rounding differ"
+            )
+        if batch_then != batch:
+            line += (
+                f"; global batch (--batch-size x ranks x --accumulate) was {batch_then}, is {batch}"
+            )
+        old = state["args"]
+        changed = [name for name in self.flags if name in old and old[name] != self.flags[name]]
+        flags = [
+            f"--{name.replace('_', '-')} {self.flags[name]} (was {old[name]})" for name in changed
+        ]
+        return f"{line}; from now on {', '.join(flags)}" if flags else line
 
     def end_step(self) -> None:
-        """Count an optimizer step; save if --save-every says so; stop here if all ranks are to."""
+        """Count an optimizer step; save if one is due; stop here if all ranks are to."""
         self.step += 1
         self.seen += self.global_batch
-        every = self.args.save_every
-        if every and self.step % every == 0:
+        if self.save_every and self.step % self.save_every == 0:
             self.save()
-        elif (now := time.monotonic()) - self.read_at > SECONDS_BETWEEN_READINGS:
-            self.read_at = now
-            self.check_loss(self.totals)
+        elif (now := time.monotonic()) - self.checked_at > SECONDS_BETWEEN_CHECKS:
+            self.checked_at = now
+            self._check_loss(self.totals)
         stopping.end_step()
 
     def mean_loss(self) -> float:
         """Return the mean loss of the epoch over all ranks."""
-        is_early = self.pictures - self.seen >= self.global_batch
-        if is_early and not distributed.all_come(f"left/{self.step}", distributed.timeout() / 10):
+        is_early = self.sampler.total - self.seen >= self.global_batch
+        seconds = distributed.timeout() / 10
+        if is_early and not distributed.all_arrive(f"left/{self.step}", seconds):
             raise UserError(
                 f"rank {distributed.rank()} left the training loop at {self} and other ranks did "
                 "not: all ranks have to take the same number of steps"
             )
         totals = distributed.reduce_tensor(self.totals)
-        self.check_loss(totals)
-        if is_early:  # what is left of the epoch is not for the next start
-            self.seen = self.pictures
+        self._check_loss(totals)
+        if is_early:  # the rest of the epoch is not for the next start
+            self.seen = self.sampler.total
         loss, count = totals.tolist()
         return loss / max(count, 1)
 
-    def end_epoch(self, row: dict[str, Any]) -> bool:
+    def end_epoch(self, row: dict[str, float | str]) -> bool:
         """Count an epoch, with its row of metrics; return whether its score is the best so far."""
         if self.score not in row:
             raise UserError(f"BEST of model.py is {self.score}; there are {', '.join(row)}")
         self.epoch += 1
+        row = {"epoch": self.epoch, "step": self.step, **row}
         self.seen = 0
         self.totals = torch.zeros_like(self.totals)
-        self.history.append(checkpoint.plain(row))
+        self.history.append(checkpoint.to_plain(row))
         score = float(row[self.score])
         is_best = score > self.best
         self.best = max(self.best, score)
         return is_best
-
-    def check_loss(self, totals: Tensor) -> None:
-        """Raise a UserError unless the sums of losses, `totals` (..., 2), are finite."""
-        if not totals.isfinite().all():
-            raise UserError(f"the loss is not finite any more at {self}: {self._remedy()}")
-
-    def _remedy(self) -> str:
-        return (
-            "a lower --lr or more --warmup-epochs may help, or a look at the pictures; "
-            f"what is saved in {self.args.output_dir} is from before it"
-        )
 
     def save(self, is_best: bool = False) -> None:
         """Write a checkpoint, on rank 0; every rank has to call it.
@@ -161,44 +207,52 @@ class Run:
         Raises a UserError if it cannot be written, or if the loss or a weight is not finite.
         """
         totals = distributed.gather(self.totals)
-        self.check_loss(totals)
-        states: dict[str, Any] = {name: part.state_dict() for name, part in self.parts.items()}
+        self._check_loss(totals)
+        for name, weight in self.model.named_parameters():
+            if not weight.isfinite().all():
+                raise UserError(f"{name} became NaN or inf at {self}: {self._remedy()}")
+        states: State = {name: part.state_dict() for name, part in self.parts.items()}
         for name, part in self.parts.items():
             if not isinstance(part, nn.Module):  # a rate from np.cos, for one
                 states[name] = tree_map_only(np.generic, lambda x: x.item(), states[name])
-        kinds = {type(leaf) for leaf in tree_leaves(states)}
-        weights = self.parts["model"].named_parameters()
-        if odd := [name for name, weight in weights if not weight.isfinite().all()]:
-            raise UserError(f"{odd[0]} is not finite any more at {self}: {self._remedy()}")
-        progress = {
+        types = {type(leaf) for leaf in tree_leaves(states)}
+        position = {
             "layout": optimizers.layout(self.parts),
             "epoch": self.epoch,
             "step": self.step,
             "seen": self.seen,
             "totals": totals.tolist(),
-            "pictures": self.pictures,
+            "images": self.sampler.total,
+            "seed": self.sampler.seed,
             "global_batch": self.global_batch,
             "best": self.best,
             "best_of": self.best_of,
             "history": self.history,
             "classes": self.classes,
-            "args": checkpoint.plain(vars(self.args)),
+            "resumed_from": self.folder.resume,
+            "args": self.flags,
         }
-        checkpoint.save(
-            self.args.output_dir,
-            {**states, **progress},
-            is_best,
-            self.args.keep,
-            replace=self.saved_step == self.step,  # of the same weights, before evaluation
-            prove=not kinds <= self.proved,
-        )
+        # A save after evaluation replaces the one before it, which has the same weights.
+        replace, verify = self.saved_step == self.step, not types <= self.verified
+        self.folder.add({**states, **position}, is_best, replace, verify)
         self.saved_step = self.step
-        self.proved |= kinds
+        self.verified |= types
+
+    def _check_loss(self, totals: Tensor) -> None:
+        """Raise a UserError unless the sums of losses, `totals` (..., 2), are finite."""
+        if not totals.isfinite().all():
+            raise UserError(f"the loss became NaN or inf at {self}: {self._remedy()}")
+
+    def _remedy(self) -> str:
+        return (
+            "try a lower --lr or more --warmup-epochs, and check the input images; "
+            f"the checkpoints in {self.folder.path} are from before it"
+        )
 
     @contextlib.contextmanager
     def stoppable(self) -> Iterator[None]:
-        """Within the block a signal has all ranks stop after the same step, save, and end."""
-        distributed.barrier()  # no rank fails before rank 0 has said what begins
+        """Within the block a signal has all ranks stop after the same step, save, and exit."""
+        distributed.barrier()  # no rank fails before rank 0 has said what starts
         with stopping.on_signals(self.__str__):
             try:
                 yield
@@ -206,8 +260,8 @@ class Run:
             except stopping.Stopped:
                 if self.saved_step != self.step:
                     self.save()
-                but = " without --resume never" if self.args.resume == "never" else ""
-                stopping.leave(f"at {self}; the same command{but} goes on from there")
+                but = " without --resume never" if self.folder.resume == "never" else ""
+                stopping.exit_stopped(f"at {self}; run the same command{but} to continue")
 
     def __str__(self) -> str:
         return f"epoch {self.epoch + 1}, step {self.seen // self.global_batch}"

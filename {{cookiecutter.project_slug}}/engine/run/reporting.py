@@ -1,81 +1,95 @@
-"""What a run tells: start line, progress bar, epoch lines, metrics.csv, TensorBoard, pictures.
+"""What a run reports: start line, progress bar, epoch lines, metrics.csv, TensorBoard, plots.
 
-Only rank 0 speaks and writes; on the other ranks every method returns at once.
+Only rank 0 prints and writes; on the other ranks every method returns at once.
 """
 
 import contextlib
 import csv
-import itertools
 import json
 import math
 import os
 import platform
 import subprocess
 import time
-from argparse import Namespace
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from types import TracebackType
+from typing import TYPE_CHECKING
 
 import torch
 import torchvision
-from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch import Tensor, nn
 from tqdm import tqdm
 
-from engine.data import images, loading, prepared
+from engine.data import images
+from engine.data.loading import Loader
+from engine.data.samples import KeyedDataset
 from engine.ranks import distributed
-from engine.run import files, machine, metrics
+from engine.run import files, machine
 
 SECONDS_BETWEEN_READINGS = 0.5  # reading the loss waits for the device: not at every step
-INPUT_BOUND = 0.1  # the share of time spent waiting for pictures from which on it is said
+INPUT_BOUND = 0.1  # the share of time spent waiting for images from which a line says so
+
+if TYPE_CHECKING:
+    from engine.run.plots import DrawExample, Row
 
 
 class Reporter:
-    def __init__(self, args: Namespace, device: torch.device, finished_epochs: int) -> None:
-        """Open the record in `args.output_dir`; TensorBoard drops what is after those epochs."""
-        self.args = args
+    def __init__(self, folder: Path, device: torch.device, epochs: int, finished: int) -> None:
+        """Open the records in `folder`; TensorBoard drops what is after the `finished` epochs."""
+        self.folder = folder
         self.device = device
-        self.folder = Path(args.output_dir)
+        self.epochs = epochs
         self.active = distributed.is_rank_zero()
         self.bar = tqdm(disable=True)
+        self.workers = 0
         if not self.active:
             return
-        # Imported here because it takes a second or two, which the other ranks need not spend.
+        # Imported here, as matplotlib below: it takes seconds that other ranks need not spend.
         from torch.utils.tensorboard import SummaryWriter
 
-        self.board = SummaryWriter(str(self.folder), purge_step=finished_epochs + 1)
+        self.board = SummaryWriter(str(folder), purge_step=finished + 1)
 
     def __enter__(self) -> "Reporter":
         return self
 
-    def __exit__(self, *_: Any) -> None:
-        """Clear the progress bar and close the files, before anything is said of an error."""
+    def __exit__(self, *_: type | Exception | TracebackType | None) -> None:
+        """Clear the progress bar and close the files, before any error is printed."""
         self.bar.close()
         if self.active:
             with contextlib.suppress(OSError):  # of a disk that is full
                 self.board.close()
 
-    def start(self, train_loader: DataLoader, val_loader: DataLoader, steps: int) -> None:
-        """Print the start line and write args.json: flags, versions, commit, devices."""
+    def start(
+        self,
+        settings: machine.Settings,
+        train_loader: Loader,
+        val_loader: Loader,
+        flags: Mapping[str, object],
+    ) -> None:
+        """Print the start lines and write args.json: flags, settings, versions, commit, device."""
         if not self.active:
             return
-        args, ranks = self.args, distributed.world_size()
+        self.workers = settings.workers
+        ranks, sampler = distributed.world_size(), train_loader.sampler
+        batch = train_loader.batch_size or 1
         cuda = self.device.type == "cuda"
         name = torch.cuda.get_device_name(self.device) if cuda else "CPU"
-        samples = [len(loader.dataset) for loader in (train_loader, val_loader)]  # type: ignore
         distributed.say(
-            f"{ranks} rank(s) on {name} | batch {args.batch_size} per rank x {ranks} rank(s) x "
-            f"{args.accumulate} accumulated = {args.batch_size * ranks * args.accumulate} | "
-            f"{samples[0]} training + {samples[1]} validation pictures | {steps} steps per epoch"
+            f"{ranks} rank(s) on {name} | batch {batch} per rank x {ranks} rank(s) x "
+            f"{sampler.global_batch // (batch * ranks)} accumulated = {sampler.global_batch} | "
+            f"{sampler.total} training + {len(val_loader.dataset)} validation images | "
+            f"{sampler.total // sampler.global_batch} steps per epoch"
         )
         distributed.say(
-            f"per rank {args.workers} loader worker(s), {args.prefetch} batches ahead each, and "
-            f"{args.threads} thread(s) | memory {'' if args.pin_memory else 'not '}pinned | "
-            f"JPEG: {images.decoder()} | amp {args.amp}{', compiled' if args.compile else ''}"
+            f"per rank {settings.workers} loader worker(s), {train_loader.prefetch_factor or 0} "
+            f"batches ahead each, and {settings.threads} thread(s) | memory "
+            f"{'' if settings.pin_memory else 'not '}pinned | JPEG: {images.decoder()} | "
+            f"amp {settings.amp}"
         )
         record = {
-            "flags": vars(args),
+            "flags": dict(flags),
+            "settings": vars(settings),
             "ranks": ranks,
             "device": name,
             "jpeg": images.decoder(),
@@ -87,32 +101,32 @@ class Reporter:
                 "cuda": torch.version.cuda if cuda else None,
             },
         }
-        with files.writing(self.folder / "args.json") as beside:
-            beside.write_text(json.dumps(record, indent=2, default=str) + "\n")
+        with files.writing(self.folder / "args.json") as tmp_path:
+            tmp_path.write_text(json.dumps(record, indent=2, default=str) + "\n")
 
-    def progress(self, loader: DataLoader, epoch: int) -> Iterator:
-        """Yield `loader`'s batches under a progress bar that counts the pictures of all ranks."""
+    def progress(self, loader: Loader, epoch: int) -> Iterator[list[Tensor]]:
+        """Yield `loader`'s batches under a progress bar that counts the images of all ranks."""
         self.began = self.read_at = time.monotonic()
-        per_pass = loader.batch_size * distributed.world_size()  # type: ignore[operator]
+        per_pass = (loader.batch_size or 1) * distributed.world_size()
         self.bar = tqdm(
             total=len(loader) * per_pass,
-            desc=f"epoch {epoch + 1}/{self.args.epochs}",
+            desc=f"epoch {epoch + 1}/{self.epochs}",
             unit="img",
             leave=False,
             # None: off where the output is no terminal, so that logs stay readable.
             disable=None if self.active else True,
         )
         self.waited, self.count = 0.0, 0
-        asked = time.monotonic()
+        requested = time.monotonic()
         for batch in loader:
-            self.waited += time.monotonic() - asked
+            self.waited += time.monotonic() - requested
             self.count += per_pass
             yield batch
             self.bar.update(per_pass)
-            asked = time.monotonic()
+            requested = time.monotonic()
 
     def speed(self) -> dict[str, float]:
-        """Close the progress bar; return its pictures per second and the share of waiting."""
+        """Close the progress bar; return its images per second and the share of waiting."""
         self.bar.close()
         waited = torch.tensor(self.waited, device=self.device)
         longest = distributed.reduce_tensor(waited, "max").item()  # once the device is ready
@@ -133,109 +147,64 @@ class Reporter:
             loss = f"{loss_sum / max(count, 1):.3f}"
             self.bar.set_postfix(loss=loss, lr=f"{lr:.2g}", data_wait=wait)
 
-    def epoch(self, rows: Sequence[dict[str, Any]], is_best: bool) -> None:
+    def end_epoch(self, rows: Sequence["Row"], is_best: bool) -> None:
         """Record the last of `rows`: a line, metrics.csv, TensorBoard scalars, curves.png."""
         if not self.active:
             return
+        from engine.run import plots
+
         row = rows[-1]
         columns = dict.fromkeys(name for row in rows for name in row)
         path = self.folder / "metrics.csv"
-        with files.writing(path) as beside, open(beside, "w", encoding="utf-8") as file:
+        with files.writing(path) as tmp_path, open(tmp_path, "w", encoding="utf-8") as file:
             table = csv.DictWriter(file, columns, lineterminator="\n")
             table.writeheader()
             table.writerows(rows)
         numbers = {name: value for name, value in row.items() if isinstance(value, int | float)}
         for name, value in numbers.items():
-            self.board.add_scalar(name, value, row["epoch"])
+            self.board.add_scalar(name, value, numbers["epoch"])
         self.board.flush()
-        self.draw_curves(rows)
-        left = (self.args.epochs - row["epoch"]) * (time.monotonic() - self.began)
+        epoch = int(numbers["epoch"])
+        left = (self.epochs - epoch) * (time.monotonic() - self.began)
         shown = "  ".join(f"{k} {v:.4g}" for k, v in numbers.items() if k not in ("epoch", "step"))
         star = "  best" if is_best else ""
-        distributed.say(
-            f"epoch {row['epoch']}/{self.args.epochs}  {shown}  left {left:.0f} s{star}"
-        )
-        if row["data_wait"] >= INPUT_BOUND and row["data_wait"] * row["train_seconds"] > 1:
-            self.say_input_bound(row)
+        distributed.say(f"epoch {row['epoch']}/{self.epochs}  {shown}  left {left:.0f} s{star}")
+        wait, seconds = numbers["data_wait"], numbers["train_seconds"]
+        if wait >= INPUT_BOUND and wait * seconds > 1:
+            self.say_input_bound(wait, seconds)
+        plots.draw_curves(self.folder / "curves.png", rows)
 
-    def say_input_bound(self, row: dict[str, Any]) -> None:
-        """Say that the training waits for its pictures, and what to turn."""
-        workers, share = self.args.workers, machine.share()
-        remedies = []
-        if workers < share:
-            remedies.append(f"--workers {share}")
-        if prepared.is_store(self.args.data):
-            remedies.append("a smaller --short-side of prepare_data.py")
-        else:
-            remedies.append("prepare_data.py")
+    def say_input_bound(self, wait: float, seconds: float) -> None:
+        """Say that training waits for its images, and what helps."""
+        share = machine.cpu_share()
+        more = f"--workers {share}, " if self.workers < share else ""
         distributed.say(
-            f"input-bound: {row['data_wait']:.0%} of {row['train_seconds']:.0f} s were spent "
-            f"waiting for pictures, with {workers} worker(s) on {share} CPU(s) per rank; "
-            f"what helps: {', '.join(remedies)}, more CPUs"
+            f"input-bound: {wait:.0%} of {seconds:.0f} s were spent waiting for images, with "
+            f"{self.workers} worker(s) on {share} CPU(s) per rank; what helps: {more}"
+            "prepare_data.py (or a smaller --short-side, if that is done), more CPUs"
         )
+
+    def examples(
+        self,
+        model: nn.Module,
+        dataset: KeyedDataset,
+        classes: Sequence[str],
+        draw: "DrawExample",
+    ) -> None:
+        """Write examples.png: validation images with what `model` predicts, drawn by `draw`."""
+        if self.active:
+            from engine.run import plots
+
+            plots.draw_examples(self.folder / "examples.png", model, dataset, classes, draw)
 
     def finish(self, name: str, best: float) -> None:
-        """Print what came out and where it is."""
+        """Print the result and where it is."""
         if self.active:
             path = os.path.join(os.path.relpath(self.folder), "best.pt")
             if math.isfinite(best):
                 distributed.say(f"done: best {name} {best:.4f}; {path}, examples.png, curves.png")
             else:
-                distributed.say(f"done: {name} was no number in any epoch, so there is no best.pt")
-
-    def draw_curves(self, rows: Sequence[dict[str, Any]]) -> None:
-        from matplotlib.figure import Figure
-
-        figure = Figure(figsize=(10, 4), layout="constrained")
-        axes = figure.subplots(1, 2)
-        epochs = [row["epoch"] for row in rows]
-        skip = {"epoch", "step", "lr", "img_per_s", "train_seconds", "data_wait"}
-        for name in [n for n, v in rows[-1].items() if n not in skip and not isinstance(v, str)]:
-            side = axes[0] if name.endswith("loss") else axes[1]
-            values = [row.get(name, math.nan) for row in rows]
-            side.plot(epochs, values, marker=".", label=name)
-        for side in axes:
-            side.set_xlabel("epoch")
-            side.xaxis.get_major_locator().set_params(integer=True)
-            side.grid(alpha=0.3)
-            side.legend()
-        with files.writing(self.folder / "curves.png") as beside:
-            figure.savefig(beside, format="png", dpi=100)
-
-    @torch.inference_mode()
-    def examples(
-        self,
-        model: torch.nn.Module,
-        dataset: Dataset,
-        classes: Sequence[str],
-        draw: Callable[..., None],
-        count: int = 8,
-    ) -> None:
-        """Write examples.png: `count` validation pictures, evenly picked, each drawn by `draw`."""
-        if not self.active:
-            return
-        from matplotlib.figure import Figure
-
-        total = len(dataset)  # type: ignore[arg-type]
-        picks = sorted({round(i * (total - 1) / max(count - 1, 1)) for i in range(count)})
-        columns = min(4, len(picks))
-        rows = -(-len(picks) // columns)
-        figure = Figure(layout="constrained")
-        grid = figure.subplots(rows, columns, squeeze=False).flat
-        model.eval()
-        for axes, index in itertools.zip_longest(grid, picks):
-            axes.axis("off")
-            if index is None:
-                continue
-            image, target = dataset[0, index]  # of epoch 0
-            # forward: for its one picture, --compile would compile once more.
-            output = model.forward(loading.normalize(image[None].to(self.device)))
-            output = metrics.logits(output)[0].cpu()
-            draw(axes, image, torch.as_tensor(target), output, classes)
-        height, width = grid.base[0, 0].images[0].get_size()
-        figure.set_size_inches(3 * columns, rows * (3 * height / width + 0.4))
-        with files.writing(self.folder / "examples.png") as beside:
-            figure.savefig(beside, format="png", dpi=100)
+                distributed.say(f"done: {name} was never a number, so there is no best.pt")
 
 
 def git_commit() -> str | None:

@@ -1,7 +1,6 @@
-"""What it learns from: one folder of pictures per class, DIR/{train,val}/<class>/*."""
+"""The data set: one folder of images per class, DIR/{train,val}/<class>/*."""
 
 import functools
-from argparse import Namespace
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,8 +12,8 @@ from torchvision.transforms import RandomResizedCrop
 from torchvision.transforms.v2 import functional as F
 
 from engine.data import images, prepared
-from engine.data.batches import Packed
-from engine.data.images import Picture, open_picture
+from engine.data.images import LazyImage, open_image
+from engine.data.samples import Packed
 from engine.errors import UserError
 from engine.ranks import distributed
 
@@ -22,36 +21,36 @@ IMAGE_SIZE = 224  # pixels; what the network sees, unless --image-size says othe
 SHORT_SIDE = 256  # pixels; of what prepare_data.py stores, unless --short-side says otherwise
 
 
-def train_transform(picture: Picture, size: int) -> Tensor:
-    """Augment: a picture of any size -> uint8 (3, size, size). Edit it here.
+def train_transform(image: LazyImage, size: int) -> Tensor:
+    """Augment: an image of any size -> uint8 (3, size, size). Edit it here.
 
-    No more than the box is decoded, and that not larger than needed. What is done to the picture
-    after that is best done here as well, on uint8; it is normalised on the device.
+    The image is decoded no larger than the result needs. Put further augmentation here as well, on
+    uint8; images are normalised on the device.
     """
-    shape = torch.empty(3, picture.height, picture.width, device="meta")  # no pixels yet
+    shape = torch.empty(3, image.height, image.width, device="meta")  # no pixels yet
     box = RandomResizedCrop.get_params(shape, scale=[0.25, 1.0], ratio=[3 / 4, 4 / 3])
-    image = picture.read(box, (size, size))
-    return F.horizontal_flip(image) if torch.rand(()) < 0.5 else image
+    pixels = image.read(box, (size, size))
+    return F.horizontal_flip(pixels) if torch.rand(()) < 0.5 else pixels
 
 
-def eval_transform(picture: Picture, size: int) -> Tensor:
-    """Return what validation and predict.py do instead: the middle of the picture."""
-    side = round(0.875 * min(picture.height, picture.width))
-    box = ((picture.height - side) // 2, (picture.width - side) // 2, side, side)
-    return picture.read(box, (size, size))
+def eval_transform(image: LazyImage, size: int) -> Tensor:
+    """Return the middle of the image, uint8 (3, size, size), for validation and predict.py."""
+    side = round(0.875 * min(image.height, image.width))
+    box = ((image.height - side) // 2, (image.width - side) // 2, side, side)
+    return image.read(box, (size, size))
 
 
 class ImageDataset(Dataset):
-    """Pictures with their class numbers. A sample is (uint8 (3, size, size), int).
+    """Images with their class numbers. A sample is (uint8 (3, size, size), int).
 
-    prepared: what prepare_data.py made of the pictures, in the order of `samples`.
+    prepared: the images as prepare_data.py stored them, in the order of `samples`.
     """
 
     def __init__(
         self,
         samples: Sequence[tuple[str, int]],
-        transform: Callable[[Picture], Tensor],
-        prepared: Sequence[tuple[Picture]] | None = None,
+        transform: Callable[[LazyImage], Tensor],
+        prepared: Sequence[tuple[LazyImage]] | None = None,
     ) -> None:
         self.samples = Packed(samples)
         self.transform = transform
@@ -60,26 +59,29 @@ class ImageDataset(Dataset):
     def __len__(self) -> int:
         return len(self.samples)
 
-    def open(self, index: int) -> tuple[Picture]:
+    def open(self, index: int) -> tuple[LazyImage]:
         """Return what prepare_data.py stores of a sample."""
-        return (open_picture(self.samples[index][0]),)
+        return (open_image(self.samples[index][0]),)
 
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
-        (picture,) = self.prepared[index] if self.prepared else self.open(index)
-        return self.transform(picture), self.samples[index][1]
+        (image,) = self.prepared[index] if self.prepared else self.open(index)
+        return self.transform(image), self.samples[index][1]
 
 
-def build_dataset(args: Namespace) -> tuple[ImageDataset, ImageDataset, list[str]]:
-    """Return the training set, the validation set and the class names, which the folders give."""
-    augment = functools.partial(train_transform, size=args.image_size)
-    middle = functools.partial(eval_transform, size=args.image_size)
-    if store := prepared.open_store(args.data, find_samples, each=1):
+def build_dataset(data: Path, image_size: int) -> tuple[ImageDataset, ImageDataset, list[str]]:
+    """Return the training set, the validation set and the class names of the folder `data`.
+
+    image_size: the side, in pixels, of the images that both return.
+    """
+    augment = functools.partial(train_transform, size=image_size)
+    middle = functools.partial(eval_transform, size=image_size)
+    if store := prepared.open_store(data, find_samples, each=1):
         return (
-            ImageDataset(store.train, augment, store.train_pictures),
-            ImageDataset(store.val, middle, store.val_pictures),
+            ImageDataset(store.train, augment, store.train_images),
+            ImageDataset(store.val, middle, store.val_images),
             store.classes,
         )
-    train, val, classes = find_samples(args.data)
+    train, val, classes = find_samples(data)
     return ImageDataset(train, augment), ImageDataset(val, middle), classes
 
 
@@ -90,14 +92,16 @@ def find_samples(root: Path) -> tuple[list[tuple[str, int]], list[tuple[str, int
     """
     classes = class_folders(root / "train")
     if len(classes) < 2:
-        raise UserError(f"{root / 'train'}: {len(classes)} class folder(s) in it; two are needed")
+        raise UserError(
+            f"{root / 'train'}: {len(classes)} class folder(s) found; at least two are needed"
+        )
     train: list[tuple[str, int]] = []
     val: list[tuple[str, int]] = []
     has_val = (root / "val").is_dir()
-    if has_val and (odd := sorted(set(class_folders(root / "val")) ^ set(classes))):
-        where = "val" if odd[0] in classes else "train"
+    if has_val and (unmatched := sorted(set(class_folders(root / "val")) ^ set(classes))):
+        where = "val" if unmatched[0] in classes else "train"
         raise UserError(
-            f"{root / where}: class folder {odd[0]} is missing; train and val need the same"
+            f"{root / where}: class folder {unmatched[0]} is missing; train and val need the same"
         )
     for label, name in enumerate(classes):
         train_paths = images.list_images(root / "train" / name)
@@ -109,7 +113,7 @@ def find_samples(root: Path) -> tuple[list[tuple[str, int]], list[tuple[str, int
         val += [(path, label) for path in val_paths]
     if not has_val:
         distributed.say(
-            f"no {root / 'val'}: {len(val)} of {len(train) + len(val)} pictures validate"
+            f"no {root / 'val'}: {len(val)} of {len(train) + len(val)} images used for validation"
         )
     return train, val, classes
 
@@ -119,24 +123,24 @@ def class_folders(folder: Path) -> list[str]:
     if not folder.is_dir():
         raise UserError(f"{folder}: no such folder; README.md describes the expected folders")
     _, names, _ = next(images.walk(folder))
-    if odd := [name for name in names if name.encode("utf-8", "ignore").decode() != name]:
-        raise UserError(f"{folder / odd[0]}: the name of a class is not UTF-8; rename the folder")
+    if unreadable := [name for name in names if name.encode("utf-8", "ignore").decode() != name]:
+        raise UserError(f"{folder / unreadable[0]}: the class name is not UTF-8; rename the folder")
     return names
 
 
 def draw_example(
     axes: Any, image: Tensor, target: Tensor, output: Tensor, classes: Sequence[str]
 ) -> None:
-    """Draw one picture with its prediction and its truth on matplotlib `axes`.
+    """Draw one image with its prediction and its true class on matplotlib `axes`.
 
     image: uint8 (3, H, W). target: int64 scalar. output: float (classes,), the network's logits.
     """
     probability, predicted = torch.softmax(output, 0).max(0)
-    right = int(predicted) == int(target)
+    is_right = int(predicted) == int(target)
     axes.imshow(image.permute(1, 2, 0).numpy())
     axes.set_title(
         f"{classes[int(predicted)]} {probability:.0%}"
-        + ("" if right else f"\nis {classes[int(target)]}"),
-        color="green" if right else "red",
+        + ("" if is_right else f"\nis {classes[int(target)]}"),
+        color="green" if is_right else "red",
         fontsize=9,
     )

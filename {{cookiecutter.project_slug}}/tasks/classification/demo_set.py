@@ -12,14 +12,14 @@ from PIL import Image
 
 from engine.run import files
 
-SIDE = 80  # pixels; every picture is SIDE x SIDE, RGB
+SIDE = 80  # pixels; every image is SIDE x SIDE, RGB
 CLASSES = ("bricks", "checks", "dots", "rings", "stripes", "waves")
 # Flags that suit this set, used where --data is not given; those on the command line win.
 DEFAULTS = {"image_size": 64, "epochs": 5, "batch_size": 32}
 
 
 def draw(folder: Path, train: int = 1680, val: int = 360) -> None:
-    """Write `train` + `val` pictures as `folder`/{train,val}/<class>/<number>.jpg.
+    """Write `train` + `val` images as `folder`/{train,val}/<class>/<number>.jpg.
 
     The folder appears at once and whole; if it is there already nothing is done.
     """
@@ -31,12 +31,12 @@ def draw(folder: Path, train: int = 1680, val: int = 360) -> None:
                 name = CLASSES[number % len(CLASSES)]
                 path = partial / part / name / f"{number:04d}.jpg"
                 path.parent.mkdir(parents=True, exist_ok=True)
-                # Seeded one by one: a picture does not depend on how many there are.
-                draw_picture(name, random.Random(f"{part} {number}")).save(path, quality=90)
+                # Seeded one by one: an image does not depend on how many there are.
+                draw_image(name, random.Random(f"{part} {number}")).save(path, quality=90)
 
 
-def draw_picture(name: str, rng: random.Random) -> Image.Image:
-    """Return one RGB picture of SIDE x SIDE pixels of the class `name`."""
+def draw_image(name: str, rng: random.Random) -> Image.Image:
+    """Return one RGB image of SIDE x SIDE pixels of the class `name`."""
     noise = np.random.default_rng(rng.getrandbits(32))
     rows, columns = np.mgrid[-1 : 1 : SIDE * 1j, -1 : 1 : SIDE * 1j]
     turn, scale = rng.uniform(0, 2 * math.pi), rng.uniform(8, 16)

@@ -17,13 +17,9 @@ NETWORK_FLAGS = ("arch",)  # what has to be equal for a checkpoint to fit
 
 
 def add_arguments(group: _ArgumentGroup) -> None:
-    group.add_argument(
-        "--arch",
-        default="resnet18",
-        metavar="NAME",
-        help="any classifier of torchvision; default: resnet18",
-    )
-    group.add_argument(
+    add = group.add_argument
+    add("--arch", default="resnet18", metavar="NAME", help="any classifier of torchvision")
+    add(
         "--weights",
         metavar="NAME|FILE",
         help="start from torchvision's weights of that name (DEFAULT: the best) or from a .pt "
@@ -36,7 +32,7 @@ def build_model(args: Namespace, classes: Sequence[str], weights: str | None = N
     names = torchvision.models.list_models(module=torchvision.models)
     if args.arch not in names:
         raise UserError(f"--arch {args.arch}: torchvision has {', '.join(names)}")
-    # What some networks have to be told. An auxiliary head would want a loss of its own.
+    # What some networks need to know. An auxiliary head would need a loss of its own.
     size = args.image_size
     no_head = {"aux_logits": False, "init_weights": True, "transform_input": True}
     special: dict[str, dict[str, Any]] = {
@@ -51,7 +47,7 @@ def build_model(args: Namespace, classes: Sequence[str], weights: str | None = N
     except (AssertionError, ValueError) as error:
         raise UserError(f"--arch {args.arch} --image-size {size}: {error}") from None
     if weights:
-        pretrained.load_matching(model, pretrained.read_weights(weights, args.arch))
+        pretrained.copy_matching(model, pretrained.read_weights(weights, args.arch))
     return model
 
 

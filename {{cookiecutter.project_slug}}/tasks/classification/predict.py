@@ -1,8 +1,8 @@
-"""Classify pictures: python predict.py FILES|FOLDER --checkpoint best.pt --output DIR
+"""Classify images: python predict.py FILES|FOLDER --checkpoint best.pt --output DIR
 
 Writes DIR/predictions.csv: file, class, probability. The checkpoint alone says which network and
-which classes; the pictures are prepared as for validation. Those that cannot be read are left out,
-named at the end, and the status is 1.
+which classes; images are transformed as for validation. Those that cannot be read are skipped and
+listed at the end, and the exit status is 1.
 """
 
 import argparse
@@ -13,14 +13,14 @@ from pathlib import Path
 from engine.ranks import process
 
 if __name__ == "__main__":  # before torch, whose import takes seconds
-    process.begin()
+    process.install_handlers()
 
 import torch
 
 import model as task
 from dataset import ImageDataset, eval_transform
 from engine.data import images, loading
-from engine.ranks import distributed
+from engine.ranks.failures import one_line_errors
 from engine.run import checkpoint, files
 from engine.run.predicting import Readable
 
@@ -35,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parser.parse_args(argv)
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    model, classes, flags = checkpoint.load_model(
+    model, classes, flags = checkpoint.open_model(
         args.checkpoint, task.build_model, task.add_arguments, device
     )
     paths = [path for path, _ in images.collect(args.inputs)]
@@ -55,5 +55,5 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    with distributed.one_line_errors(loading.explain):
+    with one_line_errors(loading.explain):
         main()

@@ -1,7 +1,6 @@
-"""What it learns from: pictures and masks of class numbers, DIR/{train,val}/{images,masks}/*."""
+"""The data set: images and masks of class numbers, DIR/{train,val}/{images,masks}/*."""
 
 import functools
-from argparse import Namespace
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -13,25 +12,25 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from engine.data import images, prepared
-from engine.data.batches import Packed
-from engine.data.images import Picture, open_picture
+from engine.data.images import LazyImage, open_image
+from engine.data.samples import Packed
 from engine.errors import UserError
 from engine.ranks import distributed
 
 IMAGE_SIZE = 512  # pixels; side of the training crops, unless --image-size says otherwise
 SHORT_SIDE = 0  # pixels; of what prepare_data.py stores; 0: as large as they are
-VOID = 255  # the mask value that counts for nothing, neither in the loss nor in the metrics
-STRIDE = 32  # the networks halve a picture five times
-COLORS = np.array(  # of the classes in pictures; class 0 is left as it is
+VOID = 255  # the mask value that both loss and metrics ignore
+STRIDE = 32  # the networks halve an image five times
+COLORS = np.array(  # of the classes in overlays; class 0 is not tinted
     [[0, 0, 0], [230, 60, 40], [60, 140, 240], [250, 200, 40], [70, 190, 90], [180, 80, 200]]
 )
 
 
-def train_transform(image: Picture, mask: Picture, size: int) -> tuple[Tensor, Tensor]:
-    """Augment: picture and mask of any size -> both of `size` x `size` pixels. Edit it here.
+def train_transform(image: LazyImage, mask: LazyImage, size: int) -> tuple[Tensor, Tensor]:
+    """Augment: image and mask of any size -> both of `size` x `size` pixels. Edit it here.
 
-    No more than the box is decoded. What is done to both after that is best done here as well,
-    on uint8; `torchvision.tv_tensors` tells the transforms of torchvision which is the mask.
+    The image is decoded no larger than the result needs. Put further augmentation here as well, on
+    uint8; `torchvision.tv_tensors` tells the transforms of torchvision which is the mask.
     """
     zoom = 2 ** float(torch.empty(1).uniform_(-0.5, 0.5))
     side = round(size / zoom)
@@ -44,12 +43,12 @@ def train_transform(image: Picture, mask: Picture, size: int) -> tuple[Tensor, T
 
 
 def random_place(length: int, side: int) -> int:
-    """Return where a box of `side` begins in a picture of `length`, or that in a greater box."""
+    """Return a random offset of a box of `side` in `length` pixels, or of those in a larger box."""
     return int(torch.randint(min(0, length - side), max(0, length - side) + 1, ()))
 
 
-def eval_transform(image: Picture, mask: Picture) -> tuple[Tensor, Tensor]:
-    """Keep picture and mask at their own size, but for padding."""
+def eval_transform(image: LazyImage, mask: LazyImage) -> tuple[Tensor, Tensor]:
+    """Return image and mask at their own size, padded to multiples of STRIDE."""
     return pad(image.read(), 0), pad(mask.read(), VOID)
 
 
@@ -61,17 +60,17 @@ def pad(pixels: Tensor, fill: int) -> Tensor:
 
 
 class SegmentationDataset(Dataset):
-    """Pictures with their masks. A sample is (uint8 (3, H, W), uint8 (H, W)).
+    """Images with their masks. A sample is (uint8 (3, H, W), uint8 (H, W)).
 
-    prepared: what prepare_data.py made of them, in the order of `samples`.
+    prepared: both as prepare_data.py stored them, in the order of `samples`.
     """
 
     def __init__(
         self,
         samples: Sequence[tuple[str, str]],
         num_classes: int,
-        transform: Callable[[Picture, Picture], tuple[Tensor, Tensor]],
-        prepared: Sequence[tuple[Picture, Picture]] | None = None,
+        transform: Callable[[LazyImage, LazyImage], tuple[Tensor, Tensor]],
+        prepared: Sequence[tuple[LazyImage, LazyImage]] | None = None,
     ) -> None:
         self.samples = Packed(samples)
         self.num_classes = num_classes
@@ -81,44 +80,49 @@ class SegmentationDataset(Dataset):
     def __len__(self) -> int:
         return len(self.samples)
 
-    def open(self, index: int) -> tuple[Picture, Picture]:
+    def open(self, index: int) -> tuple[LazyImage, LazyImage]:
         """Return what prepare_data.py stores of a sample."""
         image_path, mask_path = self.samples[index]
-        image, mask = open_picture(image_path), self.open_mask(index)
+        image, mask = open_image(image_path), self.open_mask(index)
         if (image.height, image.width) != (mask.height, mask.width):
             raise UserError(
                 f"{mask_path}: the mask has {mask.width} x {mask.height} pixels, "
-                f"{image_path} has {image.width} x {image.height}: they have to be equal"
+                f"{image_path} has {image.width} x {image.height}: they must be equal"
             )
         return image, mask
 
-    def open_mask(self, index: int) -> Picture:
+    def open_mask(self, index: int) -> LazyImage:
         if self.prepared:
             return self.prepared[index][1]
-        return Picture.of(read_mask(self.samples[index][1], self.num_classes))
+        return LazyImage.of(read_mask(self.samples[index][1], self.num_classes))
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         return self.transform(*(self.prepared[index] if self.prepared else self.open(index)))
 
 
-def build_dataset(args: Namespace) -> tuple[SegmentationDataset, SegmentationDataset, list[str]]:
-    """Return the training set, the validation set and the class names."""
-    augment = functools.partial(train_transform, size=args.image_size)
-    if store := prepared.open_store(args.data, find_samples, each=2):
+def build_dataset(
+    data: Path, image_size: int
+) -> tuple[SegmentationDataset, SegmentationDataset, list[str]]:
+    """Return the training set, the validation set and the class names of the folder `data`.
+
+    image_size: the side of the training crops in pixels; validation keeps the images' own size.
+    """
+    augment = functools.partial(train_transform, size=image_size)
+    if store := prepared.open_store(data, find_samples, each=2):
         classes = store.classes
-        train = SegmentationDataset(store.train, len(classes), augment, store.train_pictures)
-        val = SegmentationDataset(store.val, len(classes), eval_transform, store.val_pictures)
+        train = SegmentationDataset(store.train, len(classes), augment, store.train_images)
+        val = SegmentationDataset(store.val, len(classes), eval_transform, store.val_images)
     else:
-        train_pairs, val_pairs, names = find_samples(args.data)
-        classes = names or distributed.from_rank_zero(number_classes, args.data, train_pairs)
+        train_pairs, val_pairs, names = find_samples(data)
+        classes = names or distributed.from_rank_zero(number_classes, data, train_pairs)
         train = SegmentationDataset(train_pairs, len(classes), augment)
         val = SegmentationDataset(val_pairs, len(classes), eval_transform)
-    distributed.from_rank_zero(check_masks, train, args.data)
+    distributed.from_rank_zero(check_masks, train, data)
     return train, val, classes
 
 
 def find_samples(root: Path) -> tuple[list[tuple[str, str]], list[tuple[str, str]], list[str]]:
-    """Return the samples, (picture, mask), for training and for validation, and the class names.
+    """Return the (image path, mask path) pairs for training, those for validation, and the classes.
 
     The names are the lines of DIR/classes.txt; none without that file. Without DIR/val, 15 % of
     DIR/train are set aside, always the same ones.
@@ -130,20 +134,22 @@ def find_samples(root: Path) -> tuple[list[tuple[str, str]], list[tuple[str, str
         mask_of = dict(train)
         parts = images.split(list(mask_of), root)
         train, val = ([(path, mask_of[path]) for path in part] for part in parts)
-        distributed.say(f"no {root / 'val'}: {len(val)} of {len(mask_of)} pictures validate")
+        distributed.say(
+            f"no {root / 'val'}: {len(val)} of {len(mask_of)} images used for validation"
+        )
     return train, val, read_classes(root / "classes.txt")
 
 
 def find_pairs(folder: Path) -> list[tuple[str, str]]:
-    """Return (picture, mask) for each picture in `folder`/images and mask in `folder`/masks."""
-    images, masks = (
+    """Return (image path, mask path) for each name in `folder`/images and `folder`/masks."""
+    image_of, mask_of = (
         images.by_name(images.collect([folder / kind])) for kind in ("images", "masks")
     )
-    if odd := sorted(images.keys() ^ masks.keys()):
-        path = images.get(odd[0]) or masks[odd[0]]
-        lack = "masks" if odd[0] in images else "images"
+    if unmatched := sorted(image_of.keys() ^ mask_of.keys()):
+        path = image_of.get(unmatched[0]) or mask_of[unmatched[0]]
+        lack = "masks" if unmatched[0] in image_of else "images"
         raise UserError(f"{path}: nothing of that name in {folder / lack}; add it or remove this")
-    return [(images[name], masks[name]) for name in sorted(images)]
+    return [(image_of[name], mask_of[name]) for name in sorted(image_of)]
 
 
 def read_classes(path: Path) -> list[str]:
@@ -153,15 +159,15 @@ def read_classes(path: Path) -> list[str]:
     try:
         lines = path.read_text(encoding="utf-8-sig").splitlines()
     except UnicodeDecodeError:
-        raise UserError(f"{path}: not UTF-8; save it as such") from None
+        raise UserError(f"{path}: not UTF-8; save it as UTF-8") from None
     classes = [line.strip() for line in lines if line.strip()]
     if not 2 <= len(set(classes)) == len(classes) <= VOID:
-        raise UserError(f"{path}: it has to hold 2 to {VOID} names, each another")
+        raise UserError(f"{path}: needs 2 to {VOID} unique names, one per line")
     return classes
 
 
 def number_classes(root: Path, train: Sequence[tuple[str, str]]) -> list[str]:
-    """Return numbers for names, up to the highest in the masks of `train`, which are all read."""
+    """Return the class numbers as names, up to the highest in the masks of `train` (reads all)."""
     names = root / "classes.txt"
     distributed.say(f"no {names}: reading {len(train)} masks for the class numbers")
     with ThreadPoolExecutor() as pool:
@@ -174,9 +180,9 @@ def highest_class(mask: np.ndarray) -> int:
 
 
 def check_masks(train: SegmentationDataset, root: Path) -> None:
-    """Raise a UserError unless some two pixels of the training masks are of different classes.
+    """Raise a UserError unless the training masks hold at least two classes.
 
-    The masks are read until that is seen, in random order: mostly a few, all before it raises.
+    Reads masks in random order until it has seen two: usually a few, all before it raises.
     """
     found: set[int] = set()
     order = np.random.default_rng(0).permutation(len(train))
@@ -201,13 +207,11 @@ def read_mask(path: str, num_classes: int) -> np.ndarray:
     """Return the mask at `path`, uint8 (H, W): class numbers below `num_classes`, or VOID."""
     mask = np.array(images.read_image(path, mode=None))  # a palette's numbers, not its colours
     if mask.ndim != 2:
+        raise UserError(f"{path}: a mask with {mask.shape[2]} channels; it must hold class numbers")
+    if (unknown := (mask >= num_classes) & (mask != VOID)).any():
         raise UserError(
-            f"{path}: a mask with {mask.shape[2]} channels; it has to hold class numbers"
-        )
-    if (odd := (mask >= num_classes) & (mask != VOID)).any():
-        raise UserError(
-            f"{path}: label {mask[odd].min()}, but the classes are 0 to {num_classes - 1} "
-            f"({VOID} is void); mend the mask or name the class in classes.txt"
+            f"{path}: label {mask[unknown].min()}, but the classes are 0 to {num_classes - 1} "
+            f"({VOID} is void); correct the mask or name the class in classes.txt"
         )
     return mask.astype(np.uint8)
 
@@ -222,12 +226,12 @@ def overlay(image: np.ndarray, mask: np.ndarray) -> np.ndarray:
 def draw_example(
     axes: Any, image: Tensor, target: Tensor, output: Tensor, classes: Sequence[str]
 ) -> None:
-    """Draw one picture, its prediction and its truth side by side on matplotlib `axes`.
+    """Draw one image, its prediction and its true mask side by side on matplotlib `axes`.
 
     image: uint8 (3, H, W). target: uint8 (H, W). output: float (classes, H, W), logits.
     """
-    picture = image.permute(1, 2, 0).numpy()
+    pixels = image.permute(1, 2, 0).numpy()
     prediction = output.argmax(0).numpy().astype(np.uint8)
-    parts = [picture, overlay(picture, prediction), overlay(picture, target.numpy())]
+    parts = [pixels, overlay(pixels, prediction), overlay(pixels, target.numpy())]
     axes.imshow(np.concatenate(parts, axis=1))
-    axes.set_title("picture | prediction | truth", fontsize=9)
+    axes.set_title("image | prediction | truth", fontsize=9)

@@ -12,7 +12,7 @@ from PIL import Image, ImageDraw, ImageFilter
 
 from engine.run import files
 
-SIDE = 64  # pixels; every picture is SIDE x SIDE, RGB
+SIDE = 64  # pixels; every image is SIDE x SIDE, RGB
 # Flags that suit this set, used where --data is not given; those on the command line win.
 DEFAULTS = {"image_size": 64, "epochs": 2, "batch_size": 20}
 CLASSES = ("background", "crack")
@@ -32,14 +32,14 @@ def draw(folder: Path, train: int = 1400, val: int = 400) -> None:
             for kind in "images", "masks":
                 (partial / part / kind).mkdir(parents=True)
             for number in range(count):
-                # Seeded one by one: a picture does not depend on how many there are.
+                # Seeded one by one: an image does not depend on how many there are.
                 image, mask = draw_pair(random.Random(f"{part} {number}"))
                 image.save(partial / part / "images" / f"{number:04d}.jpg", quality=92)
                 mask.save(partial / part / "masks" / f"{number:04d}.png")
 
 
 def draw_pair(rng: random.Random) -> tuple[Image.Image, Image.Image]:
-    """Return an RGB picture and its mask ("L": class numbers, VOID where a crack ends)."""
+    """Return an RGB image and its mask ("L": class numbers, VOID where a crack ends)."""
     noise = np.random.default_rng(rng.getrandbits(32))
     coarse = Image.fromarray(noise.integers(0, 255, (8, 8), dtype=np.uint8))
     stains = np.asarray(coarse.resize((SIDE, SIDE), Image.Resampling.BICUBIC), dtype=np.float32)
@@ -64,7 +64,7 @@ def draw_pair(rng: random.Random) -> tuple[Image.Image, Image.Image]:
 
 
 def draw_crack(pen: ImageDraw.ImageDraw, rng: random.Random) -> None:
-    """Draw a line that wanders from one edge across the picture, one to three pixels wide."""
+    """Draw a line that wanders from one edge across the image, one to three pixels wide."""
     x, y, angle = rng.uniform(0, SIDE), 0.0, rng.uniform(0.25, 0.75) * math.pi
     if rng.random() < 0.5:
         x, y, angle = y, x, math.pi / 2 - angle

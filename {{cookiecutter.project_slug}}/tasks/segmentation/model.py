@@ -20,20 +20,16 @@ NETWORK_FLAGS = ("arch", "encoder")  # what has to be equal for a checkpoint to 
 
 
 def add_arguments(group: _ArgumentGroup) -> None:
-    group.add_argument(
+    add = group.add_argument
+    add(
         "--arch",
         default="unet",
         metavar="NAME",
-        help="default: unet; or another decoder of segmentation-models-pytorch, or a segmentation "
-        "network of torchvision such as deeplabv3_resnet50",
+        help="a decoder of segmentation-models-pytorch, or a segmentation network of torchvision "
+        "such as deeplabv3_resnet50",
     )
-    group.add_argument(
-        "--encoder",
-        default="resnet34",
-        metavar="NAME",
-        help="what feeds the decoder; default: resnet34",
-    )
-    group.add_argument(
+    add("--encoder", default="resnet34", metavar="NAME", help="what feeds the decoder")
+    add(
         "--weights",
         metavar="NAME|FILE",
         help="start from the encoder's weights of that name (imagenet), from torchvision's "
@@ -64,7 +60,7 @@ def build_model(args: Namespace, classes: Sequence[str], weights: str | None = N
     else:
         model = build_smp(args.arch, args.encoder, len(classes), name)
     if file:
-        pretrained.load_matching(model, pretrained.read_weights(file, args.arch))
+        pretrained.copy_matching(model, pretrained.read_weights(file, args.arch))
     return model
 
 
@@ -73,7 +69,7 @@ def build_torchvision(arch: str, num_classes: int, weights: str | None) -> nn.Mo
         arch, num_classes=num_classes, weights=None, weights_backbone=None
     )
     if weights:
-        pretrained.load_matching(net, pretrained.read_weights(weights, arch))
+        pretrained.copy_matching(net, pretrained.read_weights(weights, arch))
     return Logits(net)
 
 

@@ -1,9 +1,9 @@
-"""Segment pictures: python predict.py FILES|FOLDER --checkpoint best.pt --output DIR
+"""Segment images: python predict.py FILES|FOLDER --checkpoint best.pt --output DIR
 
-Writes, at each picture's own size, DIR/masks/<name>.png with the class numbers and
+Writes, at each image's own size, DIR/masks/<name>.png with the class numbers and
 DIR/overlays/<name>.png with the classes in colour. The checkpoint alone says which network and
-which classes; the pictures are prepared as for validation. Those that cannot be read are left out,
-named at the end, and the status is 1.
+which classes; images are transformed as for validation. Those that cannot be read are skipped and
+listed at the end, and the exit status is 1.
 """
 
 import argparse
@@ -13,7 +13,7 @@ from pathlib import Path
 from engine.ranks import process
 
 if __name__ == "__main__":  # before torch, whose import takes seconds
-    process.begin()
+    process.install_handlers()
 
 import numpy as np
 import torch
@@ -24,13 +24,13 @@ from torch.utils.data import Dataset
 import model as task
 from dataset import overlay, pad
 from engine.data import images, loading
-from engine.ranks import distributed
+from engine.ranks.failures import one_line_errors
 from engine.run import checkpoint, files
 from engine.run.predicting import Readable
 
 
-class Pictures(Dataset):
-    """Pictures without masks. A sample is (uint8 (3, H, W) padded, its own H, its own W)."""
+class Images(Dataset):
+    """Images without masks. A sample is (uint8 (3, H, W) padded, its own H, its own W)."""
 
     def __init__(self, paths: Sequence[str]) -> None:
         self.paths = paths
@@ -39,7 +39,7 @@ class Pictures(Dataset):
         return len(self.paths)
 
     def __getitem__(self, index: int) -> tuple[Tensor, int, int]:
-        image = images.open_picture(self.paths[index]).read()
+        image = images.open_image(self.paths[index]).read()
         return pad(image, 0), image.shape[1], image.shape[2]
 
 
@@ -54,24 +54,25 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parser.parse_args(argv)
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    model, _, _ = checkpoint.load_model(
+    model, _, _ = checkpoint.open_model(
         args.checkpoint, task.build_model, task.add_arguments, device
     )
     paths = images.by_name(images.collect(args.inputs))
     names = list(paths)
-    # Pictures differ in size, so they go through one at a time.
-    batches = Readable(Pictures(list(paths.values())), batch_size=1)
+    # Images differ in size, so they go through one at a time.
+    batches = Readable(Images(list(paths.values())), batch_size=1)
     for (index,), (padded, height, width) in batches:
         with torch.inference_mode():
             output = model(loading.normalize(padded.to(device)))
         mask = output[0, :, :height, :width].argmax(0).cpu().numpy().astype(np.uint8)
-        picture = padded[0, :, :height, :width].permute(1, 2, 0).numpy()
-        for kind, pixels in ("masks", mask), ("overlays", overlay(picture, mask)):
-            with files.writing(args.output / kind / f"{names[index]}.png", parents=True) as beside:
-                Image.fromarray(pixels).save(beside, format="png")
+        pixels = padded[0, :, :height, :width].permute(1, 2, 0).numpy()
+        for kind, drawn in ("masks", mask), ("overlays", overlay(pixels, mask)):
+            path = args.output / kind / f"{names[index]}.png"
+            with files.writing(path, parents=True) as tmp_path:
+                Image.fromarray(drawn).save(tmp_path, format="png")
     batches.finish(f"{args.output / 'masks'}, {args.output / 'overlays'}")
 
 
 if __name__ == "__main__":
-    with distributed.one_line_errors(loading.explain):
+    with one_line_errors(loading.explain):
         main()

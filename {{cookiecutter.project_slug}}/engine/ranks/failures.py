@@ -1,0 +1,118 @@
+"""Errors: the first rank that fails prints its own, and all ranks exit with its status."""
+
+import atexit
+import contextlib
+import errno
+import io
+import re
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from typing import NoReturn
+
+import torch
+import torch.distributed as dist
+
+from engine.errors import UserError
+from engine.ranks import distributed, process
+from engine.ranks.protocol import ERROR, MISTAKE
+
+DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
+BROKEN = re.compile(r"Broken pipe|Connection \w+|remote process exited|time(d )?out", re.I)
+
+
+@contextlib.contextmanager
+def one_line_errors(
+    *explainers: Callable[[Exception], str | Exception | None],
+) -> Iterator[None]:
+    """Print an error in the block on one rank only, and end all ranks with its status.
+
+    A UserError is one line, with status MISTAKE. So is an error for which one of `explainers`
+    returns a UserError; if it returns a string, the status is 1. Other errors print a traceback.
+    Ranks that do not notice the error are ended by the launcher, or by their watcher thread.
+    """
+    if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    if isinstance(sys.stdout, io.TextIOWrapper):  # some file names are not valid text
+        sys.stdout.reconfigure(errors="backslashreplace")
+    try:
+        yield
+    except KeyboardInterrupt:
+        process.exit_now(128 + signal.SIGINT)
+    except UserError as error:
+        # Often all ranks find the same mistake: let rank 0 print it, whose output people read.
+        number = distributed.rank() if distributed.is_set_up() else distributed.local_rank()
+        time.sleep(min(number, 1))
+        report(str(error), MISTAKE)
+    except Exception as error:
+        for explain in (_disk_full, *explainers, _out_of_memory, _lost_rank):
+            if line := explain(error):
+                report(str(line), MISTAKE if isinstance(line, UserError) else 1)
+        if (status := _reported_status(1)) is not None:
+            process.exit_now(status)  # collectives broke here because another rank has left
+        atexit.register(process.exit_now, 1)  # after the traceback
+        raise
+
+
+def report(line: str, status: int) -> NoReturn:
+    """Print `line` as an error, unless another rank has reported one; exit with that `status`."""
+    reported = _reported_status(status)
+    if reported is None:
+        print(f"error: {line}", file=sys.stderr, flush=True)
+        has_other_nodes = distributed.world_size() > distributed.local_world_size()
+        if distributed.is_rank_zero() and has_other_nodes:
+            time.sleep(2)  # this process holds the store: let the other nodes read it first
+    process.exit_now(reported or status)
+
+
+def status_of_failure() -> int | None:
+    """Return the exit status of the first rank that failed; None if none has reported an error."""
+    store = distributed.store()
+    return int(store.get(ERROR).split()[1]) if store.check([ERROR]) else None
+
+
+def _reported_status(status: int) -> int | None:
+    """Return the status of the rank that reported an error; None if it is this one's turn, now."""
+    if not distributed.is_set_up():  # not in a group yet: the first rank of each node reports
+        return None if distributed.local_rank() == 0 else status
+    mine = f"{distributed.rank()} {status}"
+    try:
+        first = distributed.store().compare_set(ERROR, "", mine).decode()
+    except dist.DistError:  # rank 0 held the store: it has reported and left
+        return status
+    return None if first == mine else int(first.split()[1])
+
+
+def _disk_full(error: Exception) -> UserError | None:
+    if not isinstance(error, OSError) or error.errno not in DISK_ERRORS:
+        return None
+    return UserError(f"{error.filename or 'a file'}: cannot be written ({error.strerror})")
+
+
+def _out_of_memory(error: Exception) -> UserError | None:
+    text = str(error)
+    on_gpu = isinstance(error, torch.OutOfMemoryError) or "_ALLOC_FAILED" in text  # cuDNN's
+    if not (on_gpu or isinstance(error, MemoryError) or "alloc_cpu" in text):
+        return None
+    found = re.search(r"(?:[tT]ried|Unable) to allocate ([\d.]+ ?\w+)", text)
+    size = f" (asked for {found[1]})" if found else ""
+    return UserError(
+        f"rank {distributed.rank()} is out of {'GPU memory' if on_gpu else 'memory'}{size}: lower "
+        "--batch-size (--accumulate keeps the global batch), --image-size or --workers, or use "
+        "smaller images"
+    )
+
+
+def _lost_rank(error: Exception) -> str | None:
+    """Return a line if a collective failed because another rank died or hangs."""
+    text = str(error)
+    by_gloo = "gloo/transport" in text or "caused pair closure" in text
+    found = BROKEN.search(text)
+    by_group = by_gloo or isinstance(error, dist.DistError)
+    if not (found and by_group and distributed.is_set_up()):
+        return None
+    if not found[0].lower().startswith("time"):
+        return f"rank {distributed.rank()} lost another rank"
+    seconds = f"{distributed.timeout():g} s (--dist-timeout)"
+    return f"rank {distributed.rank()} timed out after {seconds} waiting for another rank"

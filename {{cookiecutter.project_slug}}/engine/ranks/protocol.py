@@ -1,0 +1,47 @@
+"""How the ranks, their watcher threads and the launcher agree to stop or to fail.
+
+To stop: a rank that gets a signal writes its name under STOP in the process group's store. The
+watcher thread of each rank polls the store and answers with the step that its main thread is in.
+All ranks continue to the latest of these steps, save, and exit with STOPPED.
+
+To fail: the first rank that fails writes "<rank> <exit status>" under ERROR and alone prints the
+error. The others find it there when their collectives break, or by polling, and exit silently with
+the same status. The launcher exits with it, or starts all ranks again (MAX_RESTARTS) unless the
+status is one of FINAL.
+
+This module imports neither torch nor debugpy.
+"""
+
+import signal
+
+# Exit statuses
+MISTAKE = 2  # the user's; another start would end in the same way
+STOPPED = 75  # stopped by a signal and saved; EX_TEMPFAIL ("try again") of sysexits.h
+
+# Signals
+STOP_SIGNALS = {  # Windows lacks the last two
+    getattr(signal, name)
+    for name in ("SIGINT", "SIGTERM", "SIGUSR1", "SIGHUP")
+    if hasattr(signal, name)
+}
+KILL = getattr(signal, "SIGKILL", signal.SIGTERM)  # Windows has no SIGKILL
+DUPLICATE_SECONDS = 1  # a signal often comes twice: from the terminal and from torchrun
+
+# There is no point in another start after these.
+FINAL = {0, MISTAKE, STOPPED, *(128 + signum for signum in STOP_SIGNALS)}
+
+# Keys in the process group's store
+STOP = "stop"  # the name of the signal
+ERROR = "error"  # "<rank> <exit status>" of the first rank that failed
+
+# Environment variables that the launcher sets
+LAUNCH_ID = "LAUNCH_ID"  # the same after a restart by MAX_RESTARTS; another for each launch.sh
+LAUNCHER_PID = "LAUNCHER_PID"  # the process id of launch.sh, which becomes engine/ranks/launcher.py
+
+# A file in the output folder
+BEGUN = ".begun"  # the LAUNCH_ID of the last launch that trained there
+
+
+def answer(rank: int) -> str:
+    """Return the store's key for the step that `rank` was in when it saw STOP."""
+    return f"{STOP}/{rank}"

@@ -1,0 +1,250 @@
+"""The output folder of a run: which checkpoint to continue from, and how saves follow one another.
+
+`last.pt` is the newest save, `last-1.pt` the one before it, and so on, up to --keep of them;
+`best.pt` is the best. Rank 0 writes them, and all ranks read them.
+"""
+
+import contextlib
+import itertools
+import math
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from engine.errors import UserError
+from engine.ranks import distributed, process, protocol
+from engine.run import checkpoint, files
+from engine.run.checkpoint import OTHER_RUN, Damaged, State
+
+# What a run writes into its folder beside last.pt and its like; removed by `--resume never`.
+OWN_FILES = (
+    "*.pt.corrupt*",
+    "best.pt",
+    "best-*.pt",
+    "metrics.csv",
+    "args.json",
+    "curves.png",
+    "examples.png",
+    "events.out.tfevents.*",
+)
+KEYS = (  # what a run continues from
+    *(
+        "model",
+        "optimizer",
+        "scheduler",
+        "layout",
+        "epoch",
+        "step",
+        "seen",
+        "totals",
+        "images",
+        "seed",
+    ),
+    *("global_batch", "best", "best_of", "history", "classes", "resumed_from", "args"),
+)
+
+
+class RunFolder:
+    def __init__(self, path: Path, resume: str, keep: int) -> None:
+        """Name the folder.
+
+        resume: "auto" (from last.pt, if it is there), "never", or the path of a checkpoint.
+        keep: how many of the newest saves stay.
+        """
+        self.path = path
+        self.resume = resume if resume in ("auto", "never") else os.path.abspath(resume)
+        self.keep = keep
+
+    def find_checkpoint(self) -> State | None:
+        """Lock the folder; return the checkpoint to continue from, None to start from nothing.
+
+        If the nodes do not share a disk, the first rank of each searches its own, and the
+        checkpoint that has got furthest is taken. Raises a UserError if the folder cannot be
+        written, or if the checkpoint cannot be read.
+        """
+        with distributed.rank_zero_first():
+            if distributed.is_rank_zero():
+                self._lock()
+            is_first = distributed.local_rank() == 0  # of its node
+            state = self._search() if is_first else None
+        step, path = (state["step"], state["path"]) if state else (-1, "")
+        reached = distributed.gather_objects((step, path, is_first))
+        furthest = max(reached)[0]
+        if furthest == -1:
+            return None
+        if any(step != furthest for step, _, is_first in reached if is_first):
+            source = [step for step, _, _ in reached].index(furthest)
+            return distributed.from_rank(source, lambda: state)
+        if state is None:
+            path = next(path for _, path, _ in reversed(reached[: distributed.rank()]) if path)
+            state = checkpoint.read(path, KEYS)
+        return state
+
+    def _lock(self) -> None:
+        if self.resume not in ("auto", "never") and not Path(self.resume).is_file():
+            raise UserError(f"--resume {self.resume}: no such file; use auto, never or a file")
+        probe = self.path / ".writable"
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            probe.touch()
+            probe.unlink()
+            is_free = files.lock(self.path / ".lock")
+        except OSError as error:
+            raise UserError(
+                f"--output-dir {self.path}: cannot be written ({error.strerror})"
+            ) from None
+        if not is_free:
+            raise UserError(
+                f"--output-dir {self.path}: another run is using it; choose another folder, "
+                "or remove .lock in it if that run's machine has crashed"
+            )
+
+    def _search(self) -> State | None:
+        """Return the checkpoint that `resume` means, if there is one on this disk.
+
+        A path counts for the first start: if the run has advanced since then, its last.pt is taken.
+        """
+        resume, begun = self.resume, self.path / protocol.BEGUN
+        launch = os.environ.get(protocol.LAUNCH_ID)
+        if launch and begun.is_file() and begun.read_bytes() == launch.encode():
+            resume = "auto" if resume == "never" else resume  # one of MAX_RESTARTS
+        if resume == "never":
+            return None
+        found = self.saves()
+        if resume == "auto":
+            return read_newest(found) if found else None
+        if found and not self.contains(resume):
+            return read_newest(found)
+        for path in found:  # back to a checkpoint of this folder, unless last.pt came after that
+            with contextlib.suppress(Damaged):
+                if checkpoint.read(path, KEYS)["resumed_from"] == resume:
+                    return read_newest(found)
+                break
+        return checkpoint.read(resume, KEYS)
+
+    def contains(self, path: Path | str) -> bool:
+        return Path(path).parent.resolve() == self.path.resolve()
+
+    def saves(self) -> list[Path]:
+        """Return last.pt, last-1.pt and so on, as far as they exist: newest first."""
+        older = {path.stem[5:]: path for path in self.path.glob("last-*.pt")}
+        ages = sorted(int(age) for age in older if age.isdecimal())  # others are the user's
+        return [*self.path.glob("last.pt"), *(older[str(age)] for age in ages)]
+
+    def open_for_training(self, is_new: bool) -> None:
+        """Clear a new run's folder after --resume never; note this launch; on rank 0.
+
+        The note has a restart of this launch continue what it began, despite --resume never.
+        """
+        if not distributed.is_rank_zero():
+            return
+        if is_new and self.resume == "never":
+            self._clear()
+        if launch := os.environ.get(protocol.LAUNCH_ID):
+            with files.writing(self.path / protocol.BEGUN) as tmp_path:
+                tmp_path.write_bytes(launch.encode())
+
+    def _clear(self) -> None:
+        """Remove what a former run left, and only that."""
+        old = sorted({*self.saves(), *(p for name in OWN_FILES for p in self.path.glob(name))})
+        if folders := [path for path in old if path.is_dir()]:
+            raise UserError(f"{folders[0]}: a folder where a file belongs; remove or rename it")
+        if old:
+            names = ", ".join(path.name for path in old)
+            distributed.say(f"--resume never: removing {names} from {self.path}")
+            with process.holding_signals():  # all or nothing
+                for path in old:
+                    path.unlink()
+
+    def best_score(self, best_of: str | None, until: float) -> float:
+        """Return the score of best.pt, -inf if there is none; on rank 0.
+
+        best_of: what it has to be the best of; None if a best.pt is not of this run. until: the
+        epoch after which it does not count. Any other best.pt is kept as best-1.pt, best-2.pt and
+        so on, and is taken again when it fits.
+        """
+        best, reason = self.path / "best.pt", ""
+        kept = sorted(self.path.glob("best-*.pt"), key=lambda p: p.stat().st_mtime, reverse=True)
+        for path in (best, *kept) if best_of else (best,):
+            if not os.path.lexists(path):
+                continue
+            try:
+                state = checkpoint.read(path, KEYS)
+            except Damaged as error:
+                if path == best:
+                    distributed.say(f"{error.reason}; set aside as {set_aside(path).name}")
+                continue
+            except UserError as error:
+                reason = reason or str(error)
+                continue
+            if state["best_of"] == best_of and state["epoch"] <= until:
+                if path != best:
+                    keep_best(best, reason)
+                    path.rename(best)
+                    distributed.say(f"{path}: has the best {best_of}; taken again as best.pt")
+                return state["best"]
+            reason = reason or f"{path}: has the best {state['best_of']} of epoch {state['epoch']}"
+        keep_best(best, reason)
+        return -math.inf
+
+    def add(self, state: State, is_best: bool, replace: bool, verify: bool) -> None:
+        """Write `state` as last.pt, and as best.pt if it is the best so far; on rank 0.
+
+        Of the former saves `keep` - 1 stay; with `replace` last.pt is not one of them. With
+        `verify` the file is read back before it takes that name.
+        """
+        if not distributed.is_rank_zero():
+            return
+        # last.pt comes second: once it knows of a new best, that one is in best.pt.
+        if is_best:
+            with files.writing(self.path / "best.pt") as tmp_path:
+                checkpoint.write(tmp_path, state, verify)
+        with files.writing(self.path / "last.pt") as tmp_path:
+            checkpoint.write(tmp_path, state, verify)
+            files.sync(tmp_path)  # a disk may say only now that it is full
+            for age in range(0 if replace else self.keep - 1, 0, -1):
+                newer = self.path / (f"last-{age - 1}.pt" if age > 1 else "last.pt")
+                with contextlib.suppress(FileNotFoundError):
+                    newer.replace(self.path / f"last-{age}.pt")
+        with contextlib.suppress(OSError):  # not every disk can do that
+            files.sync(self.path)
+        for age in itertools.count(self.keep):
+            path = self.path / f"last-{age}.pt"
+            if not path.exists():
+                break
+            path.unlink(missing_ok=True)  # of a run that kept more
+
+
+def read_newest(paths: Sequence[Path]) -> State:
+    """Return the first of `paths` that can be read; rank 0 sets those before it aside, by name.
+
+    If there is none, a UserError leaves all as they are: to start over is for the user to decide.
+    """
+    reasons = []
+    for path in paths:
+        try:
+            state = checkpoint.read(path, KEYS)
+        except Damaged as error:
+            reasons.append(error.reason)
+            continue
+        for bad, reason in zip(paths, reasons, strict=False):
+            if distributed.is_rank_zero():
+                aside = set_aside(bad)
+                distributed.say(f"{reason}; set aside as {aside.name}, continuing from {path.name}")
+        return state
+    raise UserError(f"{'; '.join(reasons)}: {OTHER_RUN}")
+
+
+def set_aside(path: Path) -> Path:
+    """Rename `path` to PATH.corrupt, or PATH.corrupt-1 and so on; return the new path."""
+    suffixes = itertools.chain([""], (f"-{number}" for number in itertools.count(1)))
+    names = (Path(f"{path}.corrupt{suffix}") for suffix in suffixes)
+    return path.rename(next(name for name in names if not os.path.lexists(name)))
+
+
+def keep_best(best: Path, reason: str) -> None:
+    """Rename best.pt, if it exists, to best-N.pt with the first N that is free, and say so."""
+    if os.path.lexists(best):
+        names = (best.with_name(f"best-{number}.pt") for number in itertools.count(1))
+        kept = best.rename(next(name for name in names if not os.path.lexists(name)))
+        distributed.say(f"{reason}; kept as {kept.name}")
