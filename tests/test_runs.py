@@ -570,7 +570,7 @@ sys.path.insert(0, os.getcwd())
 from engine.ranks import process
 
 def work(number, ready):
-    process.start_worker(False, number)
+    process.start_worker(number)
     ready.put(os.getpid())
     time.sleep(600)
 

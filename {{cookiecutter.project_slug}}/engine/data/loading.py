@@ -219,7 +219,7 @@ def worker_options(args: Namespace) -> dict[str, Any]:
         "persistent_workers": args.workers > 0,
         # Python 3.14 has another default, whose helper process does not outlive a SIGTERM to all.
         "multiprocessing_context": "fork" if args.workers and sys.platform == "linux" else None,
-        "worker_init_fn": functools.partial(process.start_worker, process.follows_debugger),
+        "worker_init_fn": process.start_worker,
         "prefetch_factor": args.prefetch if args.workers else None,
         "pin_memory": args.pin_memory,
         # A worker that hangs holds up all ranks; this one, who can name the sample, is to tell.
