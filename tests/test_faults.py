@@ -148,7 +148,7 @@ def test_a_launcher_gives_up(project: Project) -> None:
 import os, signal, subprocess, time
 from types import SimpleNamespace
 from engine.ranks import launcher
-launcher.LIMIT = 1
+launcher.STOP_SECONDS = 1
 signals = launcher.Signals()
 signals.start_ranks = lambda ranks: None
 deaf = subprocess.Popen(["sh", "-c", "trap '' TERM; echo; while :; do sleep 1; done"],
@@ -252,7 +252,7 @@ def test_a_rank_is_held(project: Project, data: Path, tmp_path: Path) -> None:
     done = run.end()
     assert done.status == 1
     assert 5 < time.monotonic() - began < 60
-    assert "rank 0 has finished nothing for 4 s: epoch" in done.err
+    assert "rank 0 has made no progress for 4 s: epoch" in done.err
     last = "error: rank 0 timed out after 5 s (--dist-timeout) waiting for another rank"
     assert done.err.splitlines()[-1] == last
 
@@ -410,8 +410,8 @@ print(json.dumps([wait(pids), time.monotonic() - began]))
     assert statuses[0] == 1
     assert statuses[1] != 0
     for rank, step, where in ((0, 3, "train_one_epoch"), (1, 3, "in <lambda>")):
-        stack = err.split(f"rank {rank} has finished nothing for 4 s: epoch 1, step {step}")[1]
-        assert where in stack.split("has finished nothing")[0]
+        stack = err.split(f"rank {rank} has made no progress for 4 s: epoch 1, step {step}")[1]
+        assert where in stack.split("has made no progress")[0]
     assert "error: rank 0 timed out after 5 s (--dist-timeout) waiting for another rank" in err
     assert twice[0] == [130, 130]
     assert twice[1] < 5
@@ -452,7 +452,7 @@ def test_a_rank_that_does_not_answer(fault: Callable) -> None:
     """Held by SIGSTOP, of which the launcher does not know: nothing can be saved."""
     code = """
 from engine.ranks import stopping
-stopping.ANSWER = 2
+stopping.ANSWER_SECONDS = 2
 stop = after_step(3, lambda: os.kill(os.getpid(), signal.SIGSTOP), rank=1)
 pids = start(2, *base, "--output-dir", f"{folder}/out", patch=stop, output=f"{folder}/said")
 while not Path(f"/proc/{pids[1]}/stat").read_text().rsplit(")", 1)[1].split()[0] == "T":
@@ -468,7 +468,7 @@ print(json.dumps([status, seconds, Path(f"{folder}/said.err").read_text()]))
     ((status, seconds, err),) = fault(code)
     assert status == [128 + signal.SIGTERM]
     assert seconds < 10
-    one_line(err, "waited 2 s for rank 1 to answer", "not saved")
+    one_line(err, "timed out after 2 s waiting for rank 1 to answer", "not saved")
 
 
 def test_signals_after_training(fault: Callable) -> None:
