@@ -1,8 +1,9 @@
 """What owners change in main.py and model.py: it works and resumes exactly, or is refused."""
 
+import itertools
 import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -17,23 +18,20 @@ Edited = Callable[..., Callable[..., Done]]
 
 
 @pytest.fixture
-def edited(project: Project) -> Iterator[Edited]:
+def edited(project: Project, tmp_path: Path) -> Edited:
     """Make a main.py with other lines, and return what starts it, on one rank by default."""
-    made: list[Path] = []
+    numbers = itertools.count()
 
     def edit(*changes: tuple[str, str]) -> Callable[..., Done]:
         text = (project.folder / "main.py").read_text()
         for old, new in changes:
             assert text.count(old) == 1, old
             text = text.replace(old, new)
-        path = project.folder / f"edited{len(made)}.py"
+        path = tmp_path / f"edited{next(numbers)}.py"
         path.write_text(text)
-        made.append(path)
-        return lambda *flags, ranks=1: project.fork(*flags, ranks=ranks, script=path.name)
+        return lambda *flags, ranks=1: project.fork(*flags, ranks=ranks, script=path)
 
-    yield edit
-    for path in made:
-        path.unlink()
+    return edit
 
 
 IMPORTS = "\nROOT = Path"
