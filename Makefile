@@ -34,7 +34,7 @@ demo: ready
 	@echo
 	@echo "The project:     $(project)"
 	@echo "The checkpoint:  $(project)/runs/default/best.pt"
-	@echo "The pictures:    $(project)/runs/default/examples.png and curves.png"
+	@echo "The images:      $(project)/runs/default/examples.png and curves.png"
 	@echo "Next:            cd $(project), edit main.py, dataset.py or model.py, and"
 	@echo "                 PYTHON=../../$(VENV)/bin/python ./launch.sh --resume never"
 

@@ -1,21 +1,74 @@
-"""Put the chosen task's files in place, drop the others, and say what to type next."""
+"""Put the chosen task's files in place, drop the others, record the template's version for
+`cruft update`, and say what to type next."""
 
+from __future__ import annotations  # cookiecutter may run under an older Python than the project
+
+import json
+import re
 import shutil
+import subprocess
 from pathlib import Path
 
-TASK = "{{ cookiecutter.task }}"
-SLUG = "{{ cookiecutter.project_slug }}"
+# Plain cookiecutter adds the template's address and folder to the answers; cruft does not.
+CONTEXT = json.loads(r""" {{ cookiecutter | tojson }} """)
+
+
+def template_version(repository: Path) -> tuple[str, str] | None:
+    """Return the template's address and commit, or None if no commit describes it.
+
+    The address is one that git can clone: the folder of a local template, otherwise the URL that
+    cookiecutter cloned (abbreviations such as `gh:org/name` expanded), without user or password.
+    """
+
+    def git(*args: str) -> str:
+        command = ["git", f"--git-dir={repository / '.git'}", f"--work-tree={repository}", *args]
+        done = subprocess.run(command, check=True, capture_output=True, text=True)
+        return done.stdout.strip()
+
+    try:
+        if git("status", "--porcelain"):
+            return None  # uncommitted changes
+        commit = git("rev-parse", "HEAD")
+        if CONTEXT["_repo_dir"] == CONTEXT["_template"]:
+            return str(repository), commit
+        return re.sub("(https?://)[^/]*@", r"\1", git("config", "remote.origin.url")), commit
+    except (OSError, subprocess.CalledProcessError):  # no git, or not a repository (an archive)
+        return None
+
+
+def write_cruft_file() -> None:
+    """Write the .cruft.json that `cruft create` would write, so that `cruft update` works."""
+    if "_repo_dir" not in CONTEXT:
+        return  # cruft runs this hook and writes the file itself
+    # cookiecutter passes on a relative path as typed: found unless --output-dir was given, too.
+    version = template_version(Path(CONTEXT["_output_dir"], CONTEXT["_repo_dir"]).resolve())
+    if version is None:
+        return
+    template, commit = version
+    local = ("_output_dir", "_repo_dir", "_checkout")  # cruft does not record these
+    answers = {key: value for key, value in CONTEXT.items() if key not in local}
+    state = {
+        "template": template,
+        "commit": commit,
+        "checkout": CONTEXT["_checkout"],
+        "context": {"cookiecutter": {**answers, "_template": template, "_commit": commit}},
+        "directory": None,
+    }
+    text = json.dumps(state, ensure_ascii=False, indent=2)
+    Path(".cruft.json").write_text(text + "\n", encoding="utf-8")
+
 
 tasks = Path("tasks")
-for path in (tasks / TASK).glob("*"):
+for path in (tasks / CONTEXT["task"]).glob("*"):
     path.replace(path.name)
 shutil.rmtree(tasks, ignore_errors=True)
 Path("launch.sh").chmod(0o755)  # an archive may have lost it
+write_cruft_file()
 
 print(
     f"""
 Next:
-  cd {SLUG}
+  cd {CONTEXT["project_slug"]}
   python -m pip install -r requirements.txt
   ./launch.sh"""
 )

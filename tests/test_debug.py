@@ -207,12 +207,12 @@ def test_a_test_file(project: Project) -> None:
 
 @pytest.mark.parametrize(
     ("project", "what"),
-    [("classification", "the open picture"), ("segmentation", "a folder")],
+    [("classification", "the open image"), ("segmentation", "a folder")],
     indirect=["project"],
 )
 def test_predict(project: Project, data: Path, trained: Path, tmp_path: Path, what: str) -> None:
     picture = next((data / "val").rglob("*.jpg"))
-    answer = {"file": str(picture)} if what == "the open picture" else {"folder": str(data / "val")}
+    answer = {"file": str(picture)} if what == "the open image" else {"folder": str(data / "val")}
     config = configuration(project.folder, f"Predict: {what}", **answer)
     more = ["--checkpoint", str(trained / "best.pt"), "--output", str(tmp_path)]
     with Debugger(project.folder, at(project, "predict.py", "torch.inference_mode")) as debugger:

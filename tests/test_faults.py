@@ -233,7 +233,7 @@ def test_a_rank_is_held(project: Project, data: Path, tmp_path: Path) -> None:
     done = run.end()
     assert done.status == 1
     assert 5 < time.monotonic() - began < 60
-    assert "rank 0 has finished nothing for 4 s: epoch" in done.err
+    assert "rank 0 has made no progress for 4 s: epoch" in done.err
     last = "error: rank 0 timed out after 5 s (--dist-timeout) waiting for another rank"
     assert done.err.splitlines()[-1] == last
 
@@ -293,8 +293,8 @@ def test_hangs(fault: Callable) -> None:
     assert statuses[0] == 1
     assert statuses[1] != 0
     for rank, step, where in ((0, 3, "train_one_epoch"), (1, 3, "in hang")):
-        stack = err.split(f"rank {rank} has finished nothing for 4 s: epoch 1, step {step}")[1]
-        assert where in stack.split("has finished nothing")[0]
+        stack = err.split(f"rank {rank} has made no progress for 4 s: epoch 1, step {step}")[1]
+        assert where in stack.split("has made no progress")[0]
     assert "error: rank 0 timed out after 5 s (--dist-timeout) waiting for another rank" in err
     twice = fault("interrupted_twice")
     assert twice["statuses"] == [130, 130]
@@ -314,7 +314,7 @@ def test_a_rank_that_does_not_answer(fault: Callable) -> None:
     found = fault("no_answer")
     assert found["status"] == 128 + signal.SIGTERM
     assert found["seconds"] < 10
-    one_line(found["err"], "waited 2 s for rank 1 to answer", "not saved")
+    one_line(found["err"], "timed out after 2 s waiting for rank 1 to answer", "not saved")
 
 
 def test_signals_after_training(fault: Callable) -> None:

@@ -1,5 +1,6 @@
 """What comes out of the template, before anything is trained: files, hooks, lint, updates."""
 
+import json
 import os
 import re
 import shutil
@@ -20,6 +21,7 @@ SHARED = {
     ".vscode/launch.json",
     ".vscode/settings.json",
     ".vscode/tasks.json",
+    "AGENTS.md",
     "engine/__init__.py",
     "engine/data/__init__.py",
     "engine/errors.py",
@@ -29,6 +31,9 @@ SHARED = {
     "engine/ranks/debugging.py",
     "engine/ranks/distributed.py",
     "engine/run/files.py",
+    "engine/run/flags.py",
+    "engine/run/folder.py",
+    "engine/run/plots.py",
     "engine/data/loading.py",
     "engine/run/machine.py",
     "engine/run/metrics.py",
@@ -60,7 +65,7 @@ CONFIGURATIONS = [
     "One process",
     "This test file",
     "Attach to a rank",
-    "Predict: the open picture",
+    "Predict: the open image",
     "Predict: a folder",
 ]
 # What VS Code's debug view, the Python debugger's package.json, VS Code's tasks and the schema of
@@ -211,57 +216,135 @@ def repository(template: Path, clean_home: dict[str, str], tmp_path: Path) -> Pa
     """The template as a repository of its own."""
     copy = shutil.copytree(template, tmp_path / "origin" / "ddp-template.git")
     git("init", "--quiet", "--initial-branch", "main", cwd=copy, env=clean_home)
-    git("add", "--all", cwd=copy, env=clean_home)
-    git("commit", "--quiet", "--message", "one", cwd=copy, env=clean_home)
+    commit(copy, clean_home)
     return copy
 
 
-def test_from_github(repository: Path, clean_home: dict[str, str], tmp_path: Path) -> None:
+def commit(repository: Path, env: dict[str, str]) -> str:
+    """Commit all changes and return the commit."""
+    git("add", "--all", cwd=repository, env=env)
+    git("commit", "--quiet", "--message", "a change", cwd=repository, env=env)
+    return git("rev-parse", "HEAD", cwd=repository, env=env).strip()
+
+
+def cruft(*args: object, cwd: Path, env: dict[str, str]) -> None:
+    command = [sys.executable, "-m", "cruft", *map(str, args)]
+    subprocess.run(command, cwd=cwd, env=env, check=True, timeout=120)
+
+
+def cookiecutter(*args: object, cwd: Path, env: dict[str, str]) -> Path:
+    """Generate a project in `cwd` and return its folder."""
+    command = [sys.executable, "-m", "cookiecutter", *map(str, args), "--no-input"]
+    subprocess.run(command, cwd=cwd, env=env, check=True, timeout=60)
+    return cwd / "my_ddp_project"
+
+
+def cruft_file(project: Path) -> dict:
+    return json.loads((project / ".cruft.json").read_text())
+
+
+@pytest.mark.parametrize("account", ["", "name:password@"])
+def test_from_github(
+    repository: Path, clean_home: dict[str, str], tmp_path: Path, account: str
+) -> None:
     """The README's command, with git told to look for github.com in a folder."""
     env = {
         **clean_home,
-        "GIT_CONFIG_COUNT": "1",
+        "GIT_CONFIG_COUNT": "2",
         "GIT_CONFIG_KEY_0": f"url.{repository.parent}/.insteadOf",
         "GIT_CONFIG_VALUE_0": "https://github.com/org/",
+        "GIT_CONFIG_KEY_1": f"url.{repository.parent}/.insteadOf",
+        "GIT_CONFIG_VALUE_1": "https://name:password@github.com/org/",
     }
-    command = [sys.executable, "-m", "cookiecutter", "gh:org/ddp-template", "--no-input"]
-    subprocess.run(command, cwd=tmp_path, env=env, check=True, timeout=60)
-    assert os.access(tmp_path / "my_ddp_project" / "launch.sh", os.X_OK)
+    address = f"https://{account}github.com/org/ddp-template" if account else "gh:org/ddp-template"
+    project = cookiecutter(address, cwd=tmp_path, env=env)
+    assert os.access(project / "launch.sh", os.X_OK)
+    # An address that git can clone again, without the account; no path of this machine.
+    template = "https://github.com/org/ddp-template" + (".git" if not account else "")
+    assert cruft_file(project)["template"] == template
+    assert str(tmp_path) not in (project / ".cruft.json").read_text()
+    assert "password" not in (project / ".cruft.json").read_text()
+    cruft("check", cwd=project, env=env)
 
 
-def test_update_by_cruft(repository: Path, clean_home: dict[str, str], tmp_path: Path) -> None:
-    """An owner's edit and the template's change both end up in the project."""
-
-    def cruft(*args: object, cwd: Path) -> None:
-        command = [sys.executable, "-m", "cruft", *map(str, args)]
-        subprocess.run(command, cwd=cwd, env=clean_home, check=True, timeout=120)
-
-    cruft(
-        "create",
-        repository,
-        "--no-input",
-        "--extra-context",
-        '{"task": "segmentation"}',
-        cwd=tmp_path,
-    )
+@pytest.mark.parametrize("by", ["cruft", "cookiecutter"])
+def test_update_by_cruft(
+    repository: Path, clean_home: dict[str, str], tmp_path: Path, by: str
+) -> None:
+    """An owner's edits and the template's changes both end up in the project."""
     project = tmp_path / "my_ddp_project"
+    if by == "cruft":
+        context = '{"task": "segmentation"}'
+        args = ("create", repository, "--no-input", "--extra-context", context)
+        cruft(*args, cwd=tmp_path, env=clean_home)
+    else:
+        cookiecutter(repository, "task=segmentation", cwd=tmp_path, env=clean_home)
     git("init", "--quiet", cwd=project, env=clean_home)
-    mine, theirs = project / "dataset.py", repository / TEMPLATE_FOLDER / "main.py"
-    mine.write_text(mine.read_text().replace("IMAGE_SIZE = 512", "IMAGE_SIZE = 768"))
-    git("add", "--all", cwd=project, env=clean_home)
-    git("commit", "--quiet", "--message", "mine", cwd=project, env=clean_home)
+    for name, old, mine in (
+        ("dataset.py", "IMAGE_SIZE = 512", "IMAGE_SIZE = 768"),
+        ("main.py", "def train_one_epoch(", "# mine\n\n\ndef train_one_epoch("),
+    ):
+        text = (project / name).read_text()
+        assert old in text
+        (project / name).write_text(text.replace(old, mine))
+    commit(project, clean_home)
 
+    theirs = repository / TEMPLATE_FOLDER / "main.py"
     theirs.write_text(theirs.read_text() + "# newer\n")
     task = repository / TEMPLATE_FOLDER / "tasks" / "segmentation" / "model.py"
     task.write_text(task.read_text() + "# newer, too\n")
-    git("commit", "--quiet", "--all", "--message", "two", cwd=repository, env=clean_home)
-    cruft("update", "--skip-apply-ask", cwd=project)
+    newest = commit(repository, clean_home)
+    with pytest.raises(subprocess.CalledProcessError):
+        cruft("check", cwd=project, env=clean_home)
+    cruft("update", "--skip-apply-ask", cwd=project, env=clean_home)
     git("diff", "--check", cwd=project, env=clean_home)  # fails on conflict markers
-    assert "IMAGE_SIZE = 768" in mine.read_text()
-    assert (project / "main.py").read_text().endswith("# newer\n")
+    assert "IMAGE_SIZE = 768" in (project / "dataset.py").read_text()
+    main = (project / "main.py").read_text()
+    assert "# mine\n" in main
+    assert main.endswith("# newer\n")
     assert (project / "model.py").read_text().endswith("# newer, too\n")
     assert not (project / "tasks").exists()
-    cruft("check", cwd=project)
+    assert cruft_file(project)["commit"] == newest
+    cruft("check", cwd=project, env=clean_home)
+
+
+def test_cruft_file(repository: Path, clean_home: dict[str, str], tmp_path: Path) -> None:
+    """What cruft itself writes, and nothing where it would be wrong."""
+    (tmp_path / "by_cruft").mkdir()
+    args = ("create", repository, "--checkout", "main", "--no-input")
+    cruft(*args, cwd=tmp_path / "by_cruft", env=clean_home)
+    expected = cruft_file(tmp_path / "by_cruft" / "my_ddp_project")
+    address = Path("origin") / repository.name  # a relative one
+    project = cookiecutter(address, "--checkout", "main", cwd=tmp_path, env=clean_home)
+    assert cruft_file(project) == expected
+
+    # A second time over the same project, from a later commit.
+    (repository / TEMPLATE_FOLDER / "newer.txt").write_text("newer")
+    newest = commit(repository, clean_home)
+    cookiecutter(address, "--overwrite-if-exists", cwd=tmp_path, env=clean_home)
+    assert cruft_file(project)["commit"] == newest
+    shutil.rmtree(project)
+
+    (repository / TEMPLATE_FOLDER / "newest.txt").write_text("in no commit")
+    project = cookiecutter(address, cwd=tmp_path, env=clean_home)
+    assert (project / "newest.txt").exists()
+    assert not (project / ".cruft.json").exists()
+    shutil.rmtree(project)
+
+    # Neither without a repository, though the folder lies in one, as a home folder may.
+    shutil.rmtree(repository / ".git")
+    git("init", "--quiet", cwd=tmp_path, env=clean_home)
+    commit(tmp_path, clean_home)
+    project = cookiecutter(address, cwd=tmp_path, env=clean_home)
+    assert not (project / ".cruft.json").exists()
+    shutil.rmtree(project)
+
+    archive = shutil.make_archive(
+        str(tmp_path / "template"), "zip", repository.parent, repository.name
+    )
+    project = cookiecutter(archive, cwd=tmp_path, env=clean_home)
+    assert os.access(project / "launch.sh", os.X_OK)
+    assert not (project / ".cruft.json").exists()
 
 
 def test_hooks_twice(generate: Generate, tmp_path: Path) -> None:

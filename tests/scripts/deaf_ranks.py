@@ -10,7 +10,7 @@ from types import SimpleNamespace
 sys.path.insert(0, os.getcwd())
 from engine.ranks import launcher
 
-launcher.LIMIT = 1
+launcher.STOP_SECONDS = 1
 signals = launcher.Signals()
 signals.start_ranks = lambda ranks: None
 shell = ["sh", "-c", "trap '' TERM; echo; while :; do sleep 1; done"]

@@ -10,7 +10,7 @@ from engine.ranks import process
 
 
 def work(number: int, ready: multiprocessing.Queue) -> None:
-    process.start_worker(False, number)
+    process.start_worker(number)
     ready.put(os.getpid())
     time.sleep(600)
 

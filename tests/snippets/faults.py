@@ -151,7 +151,7 @@ def state_of(pid: int) -> str:
 
 def no_answer(data: str, folder: str, *words: object) -> dict:
     """Rank 1 is held by SIGSTOP, of which the launcher does not know; rank 0 gets a signal."""
-    stopping.ANSWER = 2
+    stopping.ANSWER_SECONDS = 2
     runs = Runs(data, folder, words)
     stop = after_step(3, lambda: os.kill(os.getpid(), signal.SIGSTOP), rank=1)
     first, second = runs.start("out", patch=stop)

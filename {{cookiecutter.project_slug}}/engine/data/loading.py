@@ -119,7 +119,7 @@ def _worker_options(options: Options) -> dict:
         "persistent_workers": has_workers,
         # Python 3.14 has another default, whose helper process does not outlive a SIGTERM to all.
         "multiprocessing_context": "fork" if has_workers and sys.platform == "linux" else None,
-        "worker_init_fn": functools.partial(process.start_worker, process.follows_debugger),
+        "worker_init_fn": process.start_worker,
         "prefetch_factor": options.prefetch if has_workers else None,
         "pin_memory": options.pin_memory,
         "timeout": seconds,

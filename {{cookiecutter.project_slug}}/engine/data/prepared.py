@@ -5,7 +5,6 @@ FOLDER/rows.bin     for each of them int64: offset in bytes, height, width, chan
 FOLDER/index.json   samples, classes, and what the source was like; written last
 """
 
-import functools
 import json
 import math
 import os
@@ -204,7 +203,7 @@ def _append(whole: Shrunk, workers: int, rows: BinaryIO, pixels: BinaryIO) -> No
         Subset(whole, range(done, len(whole))),
         batch_size=None,
         num_workers=workers,
-        worker_init_fn=functools.partial(process.start_worker, False),
+        worker_init_fn=process.start_worker,
     )
     pending: list[tuple[int, ...]] = []
 

@@ -14,37 +14,37 @@ from engine.ranks import distributed, process
 def ranks(text: str) -> list[int]:
     """Parse R[,R...], for argparse."""
     if not all(part.isdecimal() for part in text.split(",")):
-        raise ArgumentTypeError(f"{text} is not a rank, nor ranks with commas between them")
+        raise ArgumentTypeError(f"{text} is not a rank or a list of ranks, such as 0,3")
     return sorted({int(part) for part in text.split(",")})
 
 
 def address(text: str) -> tuple[str, int]:
-    """Parse [HOST:]PORT, for argparse; loopback unless a host is named."""
+    """Parse [HOST:]PORT, for argparse; the host defaults to loopback."""
     host, _, port = text.rpartition(":")
     if not port.isdecimal() or not 0 < int(port) < 2**16:
-        raise ArgumentTypeError(f"{text} is not a port from 1 to 65535, nor HOST:PORT")
+        raise ArgumentTypeError(f"{text} is not PORT or HOST:PORT, with a port from 1 to 65535")
     return host.strip("[]") or "127.0.0.1", int(port)
 
 
 def wait_for_debugger(ranks: Sequence[int], address: tuple[str, int]) -> None:
-    """Wait for a debugger at port + rank, if this rank is one of `ranks`; the others go on.
+    """If this rank is one of `ranks`, wait for a debugger at port + rank.
 
-    They wait at the next collective. Detaching lets the rank run on; it can be attached to again.
+    The other ranks wait at the next collective. After detaching, the rank runs on, and a debugger
+    can be attached again.
     """
-    if ranks and ranks[-1] >= distributed.world_size():
-        size = distributed.world_size()
+    rank, size = distributed.rank(), distributed.world_size()
+    if ranks and ranks[-1] >= size:
         raise UserError(f"--debug-rank {ranks[-1]}: ranks go from 0 to {size - 1}")
-    if distributed.rank() not in ranks:
+    if rank not in ranks:
         return
     if process.is_debugged():
-        raise UserError("--debug-rank: this rank has a debugger already; start it without F5")
-    os.environ.setdefault("PYDEVD_DISABLE_FILE_VALIDATION", "1")  # a warning, about nothing here
+        raise UserError("--debug-rank: this rank already has a debugger; start it without F5")
+    os.environ.setdefault("PYDEVD_DISABLE_FILE_VALIDATION", "1")  # a warning that is not needed
     try:
         import debugpy
     except ImportError:
         raise UserError("--debug-rank needs debugpy: python -m pip install debugpy") from None
-    rank, (host, port) = distributed.rank(), address
-    port += rank
+    host, port = address[0], address[1] + rank
     try:
         debugpy.listen((host, port))
     except (RuntimeError, ValueError) as error:
@@ -53,8 +53,12 @@ def wait_for_debugger(ranks: Sequence[int], address: tuple[str, int]) -> None:
         ) from None
     threading.current_thread().name = f"rank {rank}"
     node = socket.gethostname()
-    tunnel = f". From elsewhere first: ssh -L {port}:{host}:{port} {node}"
-    where, more = (host, tunnel) if host.startswith("127.") else (node, "")
-    line = f'rank {rank} waits on {node}. VS Code, "Attach to a rank": host {where}, port {port}'
-    print(line + more, file=sys.stderr, flush=True)
+    is_local = host.startswith("127.")
+    line = (
+        f'rank {rank} waits on {node}. VS Code, "Attach to a rank": '
+        f"host {host if is_local else node}, port {port}"
+    )
+    if is_local:
+        line += f". From another machine, first run: ssh -L {port}:{host}:{port} {node}"
+    print(line, file=sys.stderr, flush=True)
     debugpy.wait_for_client()

@@ -34,9 +34,10 @@ FINAL = {0, MISTAKE, STOPPED, *(128 + signum for signum in STOP_SIGNALS)}
 STOP = "stop"  # the name of the signal
 ERROR = "error"  # "<rank> <exit status>" of the first rank that failed
 
-# Environment variables that the launcher sets
+# Environment variables of this project's own
 LAUNCH_ID = "LAUNCH_ID"  # the same after a restart by MAX_RESTARTS; another for each launch.sh
 LAUNCHER_PID = "LAUNCHER_PID"  # the process id of launch.sh, which becomes engine/ranks/launcher.py
+DEBUGGED_LAUNCHER = "DEBUGGED_LAUNCHER"  # with F5: the process id of torchrun, or nothing
 
 # A file in the output folder
 BEGUN = ".begun"  # the LAUNCH_ID of the last launch that trained there

@@ -1,6 +1,5 @@
-"""The ranks' copies of the network: what keeps them alike, and finds out if they are not."""
+"""The ranks' copies of the network: what keeps them equal, and checks that they are."""
 
-import inspect
 import re
 
 import torch
@@ -11,22 +10,18 @@ from torch.utils._pytree import tree_leaves
 from engine.errors import UserError, shorten
 from engine.ranks import distributed
 
-_wrapped: list[nn.Module] = []  # for `explain`: the networks that DDP has
+_wrapped: list[nn.Module] = []  # the networks that `wrap` got, for `explain`
 
 
 def wrap(model: nn.Module, device: torch.device) -> DistributedDataParallel:
     """Return `model` in DistributedDataParallel: its gradients become the mean over the ranks.
 
-    Buffers stay each rank's own until `sync_buffers`: one collective less per pass.
+    Each rank keeps its own buffers until `sync_buffers`, which saves a collective per pass.
     """
-    known = inspect.signature(DistributedDataParallel).parameters
-    name = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
     ddp_model = DistributedDataParallel(
-        model,
-        [device] if device.type == "cuda" else None,
-        gradient_as_bucket_view=True,
-        **{name: False},  # type: ignore[arg-type]
+        model, [device] if device.type == "cuda" else None, gradient_as_bucket_view=True
     )
+    ddp_model.broadcast_buffers = False  # set here: torch has renamed the argument, not this
     _wrapped.append(model)
     if distributed.world_size() > 2:  # a sum of two is the same in any order
 
@@ -40,11 +35,11 @@ def wrap(model: nn.Module, device: torch.device) -> DistributedDataParallel:
 
 
 def _settle_buckets(ddp_model: DistributedDataParallel, args: tuple, kwargs: dict) -> None:
-    """Take a pass whose gradients are thrown away, and leave no other trace of it.
+    """Run a pass whose gradients are thrown away, without any other effect.
 
-    DDP deals the gradients to buckets anew after its first backward pass, by the order in which
-    they came, and sums them in another order from then on. A run that is resumed would differ by
-    that in its first step, in the last bits, from the one that went on.
+    After its first backward pass DDP reassigns the gradients to buckets, in the order in which
+    they arrived, and from then on sums them in another order. Without this, the first step of a
+    resumed run would differ in the last bits from that of an uninterrupted one.
     """
     buffers = [buffer.clone() for buffer in ddp_model.buffers()]
     device = next(ddp_model.parameters()).device
@@ -60,7 +55,7 @@ def _settle_buckets(ddp_model: DistributedDataParallel, args: tuple, kwargs: dic
 
 
 def explain(error: Exception) -> UserError | None:
-    """Return a line that names the weights without a gradient, if DDP complains of some."""
+    """Return a line that names the weights without a gradient, if `error` is DDP's about them."""
     text = str(error)
     if "Expected to have finished reduction in the prior iteration" not in text:
         return None
@@ -70,28 +65,27 @@ def explain(error: Exception) -> UserError | None:
         names = [name for name, weight in _wrapped[0].named_parameters() if weight.requires_grad]
         unused = [names[int(number)] for number in found[1].split() if int(number) < len(names)]
     return UserError(
-        f"{shorten(unused)}: no gradient, because the "
-        "loss does not depend on it; use it, remove it, or freeze it (requires_grad_(False)) "
-        "before replicas.wrap"
+        f"{shorten(unused)}: no gradient, because the loss does not depend on it; use it, remove "
+        "it, or freeze it (requires_grad_(False)) before replicas.wrap"
     )
 
 
 def sync_buffers(model: nn.Module) -> None:
     """Give every rank rank 0's buffers (BatchNorm's running statistics).
 
-    They are what a rank has seen itself; evaluation and checkpoints take those of rank 0.
+    Each rank's are of what it has seen itself; evaluation and checkpoints use those of rank 0.
     """
     for buffer in model.buffers():
         distributed.broadcast(buffer)
 
 
 def check_same(model: nn.Module) -> None:
-    """Raise a UserError on all ranks unless a checksum of the weights is the same on each.
+    """Raise a UserError on all ranks unless each weight has the same checksum on all.
 
-    They drift apart, without a word, when a forward pass bypasses the DDP wrapper.
+    They drift apart silently if a forward pass bypasses the DDP wrapper.
     """
     state = {name: t for name, t in model.state_dict().items() if isinstance(t, Tensor)}
-    # Sums of bytes: exact in any order, so they cannot differ by rounding.
+    # Sums of bytes are exact in any order, so they cannot differ by rounding.
     sums = torch.stack(
         [t.flatten().view(torch.uint8).sum(dtype=torch.int64) for t in state.values()]
     )
@@ -99,7 +93,7 @@ def check_same(model: nn.Module) -> None:
     if different.any():
         name = list(state)[int(different.int().argmax())]
         raise UserError(
-            f"{name} differs between ranks: train through ddp_model, not through model; call "
-            "replicas.wrap again after unfreezing weights, as DDP keeps to those that it began "
-            "with; and change weights alike on all ranks"
+            f"{name} differs between ranks: train through ddp_model, not through model; after "
+            "unfreezing weights call replicas.wrap again, as DDP keeps to those it started with; "
+            "and change weights in the same way on all ranks"
         )
