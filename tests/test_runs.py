@@ -260,8 +260,9 @@ def test_output_files(project: Project, trained: Path) -> None:
     }
     state = torch.load(trained / "last.pt", weights_only=True)
     assert set(state) == {
-        *("model", "optimizer", "scheduler", "epoch", "step", "seen", "totals", "pictures"),
-        *("global_batch", "best", "best_of", "layout", "history", "classes", "args", "scaler"),
+        *("model", "optimizer", "scheduler", "scaler", "layout", "epoch", "step", "seen"),
+        *("totals", "images", "seed", "global_batch", "best", "best_of", "history", "classes"),
+        *("resumed_from", "args"),
     }
     args = json.loads((trained / "args.json").read_text())
     assert args["flags"]["epochs"] == 1
@@ -453,7 +454,7 @@ def test_checkpoint_that_does_not_fit(
     fresh = tmp_path / "fresh"
     launch("--resume", broken, out=fresh).refused("broken.pt", "not a readable checkpoint")
     torch.save({"weights": 1}, broken)
-    launch("--resume", broken, out=fresh).refused("broken.pt", "no checkpoint of this project")
+    launch("--resume", broken, out=fresh).refused("broken.pt", "not a checkpoint of this project")
     torch.save(Path("of", "no", "plain", "type"), broken)
     launch("--resume", broken, out=fresh).refused("broken.pt", "more than plain types")
     state = torch.load(trained / "last.pt", weights_only=True)
