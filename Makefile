@@ -7,6 +7,8 @@ PYTHON ?= python3
 VENV ?= .venv
 TASK ?= classification
 FLAGS ?=
+# Of pytest: many tests wait, for time-outs and signals, while others compute.
+WORKERS ?= 3
 
 # No caches in the template folder: cookiecutter would copy them into projects.
 export RUFF_NO_CACHE = true
@@ -19,7 +21,7 @@ project = demo/$(TASK)
 .PHONY: demo test check ready
 
 test: ready
-	$(python) -m pytest
+	$(python) -m pytest --numprocesses $(WORKERS) --dist loadgroup
 
 check: ready
 	$(python) -m pytest tests/test_template.py

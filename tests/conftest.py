@@ -1,6 +1,8 @@
 """Generate projects as a user does, and run their commands without leaving a process behind."""
 
+import contextlib
 import csv
+import fcntl
 import functools
 import json
 import os
@@ -46,6 +48,37 @@ def small(data: Path) -> tuple[str, ...]:
 
 # One thread a process; the log level is the one that main.py sets before it imports torch.
 ENVIRONMENT = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
+
+
+# Tests of one group run in one worker of pytest-xdist, one after the other.
+GROUPS = {
+    "test_debug.py": "debugger",  # they share runs/default of the project, and mostly wait
+    "test_demo.py": "demo {task}",  # they share what `make demo` has made
+}
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if group := GROUPS.get(item.path.name):
+            task = next((task for task in TASKS if task in item.name), "")
+            item.add_marker(pytest.mark.xdist_group(group.format(task=task)))
+
+
+@pytest.fixture(scope="session")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of this run of pytest, the same in all workers of pytest-xdist."""
+    folder = tmp_path_factory.getbasetemp()
+    return folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder
+
+
+@contextlib.contextmanager
+def once(path: Path) -> Iterator[bool]:
+    """Whether `path` is to be made in this block; if another worker is at it, when it is done."""
+    done = path.with_name(f"{path.name}.done")
+    with open(path.with_name(f"{path.name}.lock"), "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield not done.exists()
+        done.touch()
 
 
 @pytest.fixture(scope="session")
@@ -131,6 +164,15 @@ class Project:
             done = self._order(folder, call=name, args=args)
             assert done.status == 0, done.err
             return json.loads(Path(folder, "said.value").read_text())
+
+    def copy(self, folder: Path) -> "Project":
+        """A copy to change, without what runs have left."""
+
+        def ignore(path: str, names: list[str]) -> set[str]:
+            made_by_runs = {"data", "runs"} if Path(path) == self.folder else set()
+            return {"__pycache__", ".pytest_cache", *made_by_runs} & {*names}
+
+        return Project(shutil.copytree(self.folder, folder, ignore=ignore), self.task)
 
     def draw(self, folder: Path, train: int, val: int) -> Path:
         self.call("data.draw", folder, train, val)
@@ -276,14 +318,16 @@ def run(command: list, timeout: float = 300, **kwargs: object) -> Done:
 
 
 @pytest.fixture(scope="session")
-def projects(generate: Generate, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable]:
+def projects(generate: Generate, shared: Path) -> Iterator[Callable]:
     """Both kinds of project, each generated once."""
 
     @functools.cache
     def project(task: str) -> Project:
-        parent = tmp_path_factory.mktemp("a path") / "with a space"
-        done = generate(parent, f"task={task}")
-        assert done.returncode == 0, done.stderr
+        parent = shared / f"a path with a space, {task}"
+        with once(parent) as is_first:
+            if is_first:
+                done = generate(parent, f"task={task}")
+                assert done.returncode == 0, done.stderr
         made.append(Project(parent / "my_ddp_project", task))
         return made[-1]
 
@@ -302,15 +346,17 @@ def project(request: pytest.FixtureRequest, projects: Callable[[str], Project]) 
 def data(project: Project) -> Path:
     """53 + 23 pictures: they divide by no batch and no number of ranks that is tried."""
     folder = project.folder.parent / "set"
-    return folder if folder.exists() else project.draw(folder, 53, 23)
+    with once(folder) as is_first:
+        return project.draw(folder, 53, 23) if is_first else folder
 
 
 @pytest.fixture
 def trained(project: Project, data: Path) -> Path:
     """The output folder of a finished run of one epoch."""
     folder = project.folder.parent / "trained"
-    if not folder.exists():
-        project.fork(*small(data), "--data", data, "--output-dir", folder).ok()
+    with once(folder) as is_first:
+        if is_first:
+            project.fork(*small(data), "--data", data, "--output-dir", folder).ok()
     return folder
 
 

@@ -112,3 +112,4 @@ if __name__ == "__main__":
         else:
             pids = start(order["ranks"], *order["flags"], script=order["script"], output=output)
         print(json.dumps(wait(pids, 240)), flush=True)
+    os._exit(0)  # the interpreter's own way takes a second

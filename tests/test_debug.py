@@ -16,7 +16,7 @@ from dap import Breakpoints, Debugger, configuration, line_of
 from test_runs import SAME_FOR_BOTH, flags, free_port, with_bug
 
 F5 = "DDP: torch.distributed.launch"
-LOOP = "loss_sum, count = criterion(machine.to_float32("  # a line of the training loop
+LOOP = "loss_sum, count = task.criterion(machine.to_float32("  # a line of the training loop
 FIRST_READ = "self.prepared[index] if"  # in __getitem__
 ALARMING = re.compile(r"Traceback|Error|Warning|Killed|Terminated|Aborted|\b[EWF]\d{4} ")
 
@@ -39,7 +39,7 @@ def test_a_debugging_session(project: Project, data: Path, tmp_path: Path) -> No
     )
     config["env"]["PYTHONPATH"] = str(tmp_path)
     main = project.folder / "main.py"
-    wrap = line_of(main, "ddp_model = replicas.wrap(")
+    wrap = line_of(main, "stepper = Stepper(replicas.wrap(")
     with Debugger(project.folder, {"main.py": [{"line": wrap}]}) as debugger:
         debugger.launch(config)
         ranks = debugger.stopped()
@@ -49,7 +49,7 @@ def test_a_debugging_session(project: Project, data: Path, tmp_path: Path) -> No
             assert len(rank.threads()) > 1  # else VS Code does not show its name
             assert rank.evaluate("distributed.rank()") == str(number)
 
-        after = line_of(main, "criterion = build_")
+        after = line_of(main, "    run = Run(")
         for _ in range(5):  # over DDP(model), which has several lines and waits for all ranks
             if {rank.frame["line"] for rank in ranks} == {after}:
                 break

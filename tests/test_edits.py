@@ -1,8 +1,9 @@
 """What owners change in main.py and model.py: it works and resumes exactly, or is refused."""
 
+import itertools
 import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -17,54 +18,43 @@ Edited = Callable[..., Callable[..., Done]]
 
 
 @pytest.fixture
-def edited(project: Project) -> Iterator[Edited]:
+def edited(project: Project, tmp_path: Path) -> Edited:
     """Make a main.py with other lines, and return what starts it, on one rank by default."""
-    made: list[Path] = []
+    numbers = itertools.count()
 
     def edit(*changes: tuple[str, str]) -> Callable[..., Done]:
         text = (project.folder / "main.py").read_text()
         for old, new in changes:
             assert text.count(old) == 1, old
             text = text.replace(old, new)
-        path = project.folder / f"edited{len(made)}.py"
+        path = tmp_path / f"edited{next(numbers)}.py"
         path.write_text(text)
-        made.append(path)
-        return lambda *flags, ranks=1: project.fork(*flags, ranks=ranks, script=path.name)
+        return lambda *flags, ranks=1: project.fork(*flags, ranks=ranks, script=path)
 
-    yield edit
-    for path in made:
-        path.unlink()
+    return edit
 
 
 IMPORTS = "\nROOT = Path"
-OPTIMIZER = "    return torch.optim.AdamW(model.parameters(), lr"
+OPTIMIZER = "    return torch.optim.AdamW(groups, lr"
 SCHEDULER = "    return LambdaLR(optimizer, factor)"
-CRITERION = "    criterion = build_criterion(args)\n    steps"
+CRITERION = "build_criterion(args), metrics)\n    train(task"
 END = "            run.end_step()"
 SAVE = "            run.save()  # whatever fails from here on costs no epoch\n"
 METRICS = "**compute(metrics)}"
 OWNER = (IMPORTS, "\nfrom snippets import owner\n" + IMPORTS)
 NUMPY = (IMPORTS, "\nimport numpy as np\n" + IMPORTS)
-GROUPS = (  # no weight decay for what is no matrix
-    OPTIMIZER,
-    """    flat = [weight for weight in model.parameters() if weight.ndim < 2]
-    rest = [weight for weight in model.parameters() if weight.ndim > 1]
-    groups = [{"params": rest}, {"params": flat, "weight_decay": 0.0}]
-    return torch.optim.AdamW(groups, lr""",
-)
+MATRICES = "    matrices = [weight for weight in model.parameters()"
+ONE_GROUP = (OPTIMIZER, OPTIMIZER.replace("groups", "model.parameters()"))
 TWO_LAMBDAS = (SCHEDULER, "    return LambdaLR(optimizer, [factor, lambda step: 0.1 + step / 99])")
 ONE_CYCLE = (
     SCHEDULER,
     "    return torch.optim.lr_scheduler.OneCycleLR(optimizer, args.lr, args.epochs * steps)",
 )
-# Ends after a step as a kill does: without saving.
-KILLED = (
-    END,
-    END + "\n            if run.step == 16: __import__('os').kill(__import__('os').getpid(), 9)",
-)
+KILL = "__import__('os').kill(__import__('os').getpid(), 9)"  # an end without saving
+KILLED = (END, f"{END}\n            if run.step == 16: {KILL}")
 
 
-@pytest.mark.parametrize("change", [(GROUPS, TWO_LAMBDAS), (ONE_CYCLE,)], ids=["groups", "cycle"])
+@pytest.mark.parametrize("change", [(TWO_LAMBDAS,), (ONE_CYCLE,)], ids=["lambdas", "cycle"])
 def test_schedulers_resume(data: Path, tmp_path: Path, edited: Edited, change: tuple) -> None:
     """Several rates, or another class: killed in mid-epoch and resumed, the same bits."""
     whole, killed = tmp_path / "whole", tmp_path / "killed"
@@ -74,10 +64,10 @@ def test_schedulers_resume(data: Path, tmp_path: Path, edited: Edited, change: t
     done = edited(*change)(*flags(data, killed, *more)).ok()
     assert re.search("1 of 2 epochs done, best .* and 2 steps of the next", done.out)
     assert digest(whole) == digest(killed)
-    assert ("OneCycleLR goes on as saved" in done.out) == (change == (ONE_CYCLE,))
+    assert ("OneCycleLR resumes as saved" in done.out) == (change == (ONE_CYCLE,))
     if change == (ONE_CYCLE,):
         longer = edited(*change)(*flags(data, killed, "--epochs", 3))
-        longer.refused("OneCycleLR has 26 steps, and --epochs now takes 39")
+        longer.refused("OneCycleLR has 26 steps, but --epochs now takes 39")
 
 
 def test_another_optimizer_than_the_checkpoint_has(
@@ -88,11 +78,11 @@ def test_another_optimizer_than_the_checkpoint_has(
     more = flags(data, out, "--epochs", 2)
     before = {path.name: path.read_bytes() for path in out.glob("*.pt")}
     words = "last.pt", "--weights", "--output-dir"
-    edited(GROUPS)(*more).refused("groups had 170 weights and have 57 + 113", *words)
-    swapped = (OPTIMIZER, OPTIMIZER.replace("model.parameters()", "owner.swapped(model)"))
+    edited(ONE_GROUP)(*more).refused("groups had 57 + 113 weights and have 170", *words)
+    swapped = (MATRICES, MATRICES.replace("model.parameters()", "owner.swapped(model)"))
     done = edited(OWNER, swapped)(*more)
     done.refused("stage2.1.branch2.5.weight where stage2.1.branch2.0.weight was", *words)
-    sgd = (OPTIMIZER, "    return torch.optim.SGD(model.parameters(), lr)\n" + OPTIMIZER)
+    sgd = (OPTIMIZER, "    return torch.optim.SGD(groups, lr)\n" + OPTIMIZER)
     edited(sgd)(*more).refused("the optimizer was AdamW and is SGD", *words)
     edited(ONE_CYCLE)(*more).refused("the scheduler was LambdaLR and is OneCycleLR", *words)
     amsgrad = (OPTIMIZER, OPTIMIZER.replace("lr", "amsgrad=True, lr=lr"))
@@ -176,7 +166,7 @@ def test_back_to_the_best(project: Project, data: Path, trained: Path, tmp_path:
     # Damaged: the one before it, which has come of that path, too.
     (out / "last.pt").write_bytes((out / "last.pt").read_bytes()[:-99])
     done = project.alone(*back, "--epochs", 5).ok()
-    assert "last.pt.corrupt, going on from last-1.pt" in done.out
+    assert "last.pt.corrupt, continuing from last-1.pt" in done.out
     assert "last-1.pt: 3 of 5 epochs done" in done.out
 
 
@@ -215,7 +205,7 @@ def test_a_part_that_cannot_be_loaded(data: Path, tmp_path: Path, edited: Edited
         (IMPORTS, "\nimport types\n" + NUMPY[1]),
     )
     done = start(*flags(data, tmp_path, "--save-every", 1))
-    done.refused("mine: its state_dict cannot be loaded")
+    done.refused("mine: its state_dict cannot be read")
     assert not list(tmp_path.glob("*.pt*"))
 
 
@@ -264,9 +254,9 @@ def test_targets_that_are_no_classes(data: Path, tmp_path: Path, edited: Edited)
             "    train_loader = loading",
         ),
         (
-            "            loss_sum, count = criterion(machine",
+            "            loss_sum, count = task.criterion(machine",
             "            assert targets.dtype == torch.float32 and targets.max() == 0.9\n"
-            "            loss_sum, count = criterion(machine",
+            "            loss_sum, count = task.criterion(machine",
         ),
     )
     start(*flags(data, tmp_path)).ok()
@@ -347,7 +337,10 @@ def test_a_shorter_epoch(data: Path, tmp_path: Path, edited: Edited, ranks: int)
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     short(*flags(data, whole, "--epochs", 3), ranks=ranks).ok()
     assert [row["step"] for row in rows(whole)] == ["3", "6", "9"]
-    kill = (SAVE, SAVE + "            if run.step == 6: os.kill(os.getpid(), 9)\n")
+    kill = (
+        SAVE,
+        SAVE + f"            if run.step == 6: {KILL}\n",
+    )
     shorter = (seed, "        if i == 3: break\n" + seed)
     edited(shorter, kill)(*flags(data, killed, "--epochs", 3), ranks=ranks)
     short(*flags(data, killed, "--epochs", 3), ranks=ranks).ok()
@@ -361,7 +354,9 @@ def test_one_line_for_what_torch_says_in_many(data: Path, tmp_path: Path, edited
     def in_loop(line: str) -> tuple[str, str]:
         return inside, f"        {line}\n{inside}"
 
-    wrap = "    ddp_model = replicas.wrap(model, device)\n"
+    wrap = (
+        "    stepper = Stepper(replicas.wrap(model, task.device), optimizer, scheduler, scaler)\n"
+    )
     unused = "    model.spare, model.other = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)\n"
 
     def dataset(function: str) -> tuple[str, str]:

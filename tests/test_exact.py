@@ -70,8 +70,8 @@ def test_resume_on_another_number_of_ranks(project: Project, data: Path, tmp_pat
     words = ["--image-size", 32, "--workers", 0, "--epochs", 2]
     said = project.call("resume.on_fewer_ranks", data, tmp_path, *words)
     assert "1 of 2 epochs done" in said
-    assert " and 2 steps of the next; 2 rank(s) then, 1 now: the same pictures" in said
-    assert "; global batch (--batch-size x ranks x --accumulate) 8 then, 6 now" in said
+    assert " and 2 steps of the next; 2 rank(s) then, 1 now: the same images" in said
+    assert "; global batch (--batch-size x ranks x --accumulate) was 8, is 6" in said
     # 37 pictures are left of that epoch: six steps of 6.
     assert [row["step"] for row in rows(tmp_path / "run")] == ["6", str(8 + 6)]
 
@@ -86,7 +86,7 @@ def test_metrics_on_any_number_of_ranks(project: Project, tmp_path: Path) -> Non
             mask[: 5 * (n % 7)] = 255
             Image.fromarray(mask).save(path)
     found = []
-    for ranks in (1, 2, 3, 5):
+    for ranks in (1, 2, 3):
         out = project.fork(data, script=SCRIPTS / "metrics.py", ranks=ranks).ok().out
         found.append([json.loads(line) for line in out.splitlines()])
     for other in found[1:]:

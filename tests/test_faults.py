@@ -179,7 +179,7 @@ def test_never_to_resume_but_after_a_failure(project: Project, data: Path, tmp_p
     assert done.out.count("--resume never: removing") == 1
     run.start()
     run.process.send_signal(signal.SIGTERM)
-    assert "the same command without --resume never goes on" in run.end().out
+    assert "run the same command without --resume never to continue" in run.end().out
 
 
 def test_a_second_interrupt(project: Project, data: Path, tmp_path: Path) -> None:
@@ -272,7 +272,7 @@ def test_losses_that_are_no_numbers(fault: Callable, tmp_path: Path) -> None:
     assert good[0] == [0, 0]
     for (statuses, _, err), words in zip(bad, ["loss", "loss", "weight"], strict=True):
         assert 2 in statuses and 0 not in statuses
-        one_line(err, "not finite", words, "--lr")
+        one_line(err, words, "became NaN or inf", "--lr")
     assert not (tmp_path / "one" / "last.pt").exists()
 
 

@@ -28,7 +28,7 @@ def flags(data: Path, out: Path, *more: object) -> list[object]:
 
 def with_bug(project: Project, folder: Path, old: str, new: str) -> Path:
     """A copy of the project's launch.sh whose main.py has `new` where it had `old`, once."""
-    copy = shutil.copytree(project.folder, folder)
+    copy = project.copy(folder).folder
     text = (copy / "main.py").read_text()
     assert text.count(old) == 1
     (copy / "main.py").write_text(text.replace(old, new))
@@ -260,8 +260,9 @@ def test_output_files(project: Project, trained: Path) -> None:
     }
     state = torch.load(trained / "last.pt", weights_only=True)
     assert set(state) == {
-        *("model", "optimizer", "scheduler", "epoch", "step", "seen", "totals", "pictures"),
-        *("global_batch", "best", "best_of", "layout", "history", "classes", "args", "scaler"),
+        *("model", "optimizer", "scheduler", "scaler", "layout", "epoch", "step", "seen"),
+        *("totals", "images", "seed", "global_batch", "best", "best_of", "history", "classes"),
+        *("resumed_from", "args"),
     }
     args = json.loads((trained / "args.json").read_text())
     assert args["flags"]["epochs"] == 1
@@ -400,8 +401,9 @@ def test_one_rank_raises(project: Project, data: Path, tmp_path: Path) -> None:
     assert not done.left
 
 
-def test_its_own_tests(project: Project) -> None:
-    done = run([sys.executable, "-m", "pytest", "-q"], cwd=project.folder, timeout=600)
+def test_its_own_tests(project: Project, tmp_path: Path) -> None:
+    copy = project.copy(tmp_path / "copy")
+    done = run([sys.executable, "-m", "pytest", "-q"], cwd=copy.folder, timeout=600)
     assert " passed" in done.ok().out
     assert "skipped" not in done.out
 
@@ -411,7 +413,7 @@ def test_its_own_test_finds_a_generator_that_is_not_seeded(
     project: Project, tmp_path: Path
 ) -> None:
     """One made in `__init__`; one that is made anew for each sample passes."""
-    copy = Project(shutil.copytree(project.folder, tmp_path / "copy"), project.task)
+    copy = project.copy(tmp_path / "copy")
     assert copy.call("generators.statuses", fresh=True) == [1, 0]
 
 
@@ -452,7 +454,7 @@ def test_checkpoint_that_does_not_fit(
     fresh = tmp_path / "fresh"
     launch("--resume", broken, out=fresh).refused("broken.pt", "not a readable checkpoint")
     torch.save({"weights": 1}, broken)
-    launch("--resume", broken, out=fresh).refused("broken.pt", "no checkpoint of this project")
+    launch("--resume", broken, out=fresh).refused("broken.pt", "not a checkpoint of this project")
     torch.save(Path("of", "no", "plain", "type"), broken)
     launch("--resume", broken, out=fresh).refused("broken.pt", "more than plain types")
     state = torch.load(trained / "last.pt", weights_only=True)

@@ -387,9 +387,7 @@ def test_lint_of_the_template(template: Path, clean_home: dict[str, str], tmp_pa
 def test_lint_and_types_of_a_project(
     project: Project, clean_home: dict[str, str], tmp_path: Path
 ) -> None:
-    copy = shutil.copytree(
-        project.folder, tmp_path / "copy", ignore=shutil.ignore_patterns("__pycache__")
-    )
+    copy = project.copy(tmp_path / "copy").folder
     lint(copy, clean_home)
     command = [sys.executable, "-m", "mypy", "--cache-dir", tmp_path / "cache", "."]
     done = subprocess.run(command, cwd=copy, capture_output=True, text=True, timeout=300)
