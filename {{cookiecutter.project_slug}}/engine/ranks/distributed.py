@@ -38,16 +38,15 @@ def setup(
 
     With GPUs: nccl, one GPU per rank. Without: gloo.
 
-    Args:
-        local_rank: used only if the launcher does not set LOCAL_RANK.
-        timeout: seconds after which a collective fails; a week if a rank may be at a breakpoint.
-        debugged: whether another rank may have a debugger.
+    local_rank: used only if the launcher does not set LOCAL_RANK.
+    timeout: seconds after which a collective fails; a week if a rank may be at a breakpoint.
+    debugged: whether another rank may have a debugger.
     """
     _group.is_debugged = debugged or process.is_debugged()
     _group.timeout = timedelta(days=7) if _group.is_debugged else timedelta(seconds=timeout)
     by_srun = environment.adopt_slurm_step()
-    if "LOCAL_RANK" not in os.environ and local_rank is not None:
-        os.environ["LOCAL_RANK"] = str(local_rank)
+    if local_rank is not None:
+        os.environ.setdefault("LOCAL_RANK", str(local_rank))
     device = _pick_device(by_srun)
     if "RANK" in os.environ:
         environment.wait_for_name(os.environ["MASTER_ADDR"])
@@ -77,10 +76,8 @@ def _pick_device(by_srun: bool) -> torch.device:
         if process.is_debugged():
             say(f"{line} debugging on the CPU")
             return torch.device("cpu")
-        raise UserError(
-            f"{line} start at most {gpus} (NPROC={gpus}), or set CUDA_VISIBLE_DEVICES= to train on "
-            "the CPU"
-        )
+        remedy = f"start at most {gpus} (NPROC={gpus}), or use the CPU (CUDA_VISIBLE_DEVICES=)"
+        raise UserError(f"{line} {remedy}")
     device = torch.device("cuda", 0 if has_own_gpu else local_rank())
     torch.cuda.set_device(device)
     return device
@@ -146,12 +143,10 @@ def say(line: str) -> None:
 def reduce_tensor(tensor: Tensor, op: str = "sum") -> Tensor:
     """Return `tensor` combined over all ranks; every rank has to call it and gets the result.
 
-    Args:
-        tensor: any shape and numeric dtype, the same on every rank. It is not modified.
-        op: "sum", "min", "max", or "mean" (of the ranks' values; floating dtypes only).
-
-    For a mean over samples, reduce their sum and their count and divide once: a mean of the ranks'
-    means is wrong as soon as ranks hold different numbers of samples.
+    tensor: any shape and numeric dtype, the same on every rank; it is not modified.
+    op: "sum", "min", "max", or "mean" of the ranks' values (floating dtypes only). For a mean over
+        samples, reduce their sum and their count and divide once: a mean of the ranks' means is
+        wrong as soon as ranks hold different numbers of samples.
     """
     result = tensor.detach().clone()
     dist.all_reduce(result, OPERATIONS["sum" if op == "mean" else op])
@@ -195,8 +190,7 @@ def all_arrive(name: str, seconds: float) -> bool:
 
 def collectives() -> int:
     """Return how many collectives this rank has started, DDP's own included."""
-    group = dist.distributed_c10d._get_default_group()
-    return group._get_sequence_number_for_group()  # type: ignore[attr-defined]
+    return dist.group.WORLD._get_sequence_number_for_group()  # type: ignore[union-attr]
 
 
 def from_rank_zero(function: Callable[..., T], *args: object) -> T:
