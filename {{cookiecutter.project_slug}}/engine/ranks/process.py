@@ -152,7 +152,7 @@ def _follow_parent(signum: int, ancestor: int) -> None:
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signum)
-        if ancestor not in _ancestors():  # it ended before the kernel was told
+        if ancestor not in _ancestors():  # it ended before the call of prctl
             os.kill(os.getpid(), signum)
 
 

@@ -27,11 +27,11 @@ AFTER_SECONDS = 5  # for what follows the training, when a signal comes after th
 
 
 class Stopped(Exception):
-    """All ranks are to stop here, after the same step."""
+    """Raised on all ranks after the same step, to stop the training."""
 
 
 class Watcher(threading.Thread):
-    """The thread beside a rank's main thread, and what the two share."""
+    """The thread that watches a rank's main thread, and what the two share."""
 
     def __init__(self, where: Callable[[], str]) -> None:
         super().__init__(name="stopping", daemon=True)
@@ -185,7 +185,7 @@ def _exit_soon(*_: object) -> None:
 
 
 def end_step() -> None:
-    """Mark the end of a training step; raise Stopped if all ranks are to stop after this one."""
+    """Mark the end of a training step; raise Stopped if all ranks stop after this one."""
     if not _watcher:
         return
     _watcher.heartbeat += 1
