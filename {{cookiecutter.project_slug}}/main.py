@@ -175,8 +175,7 @@ def train_one_epoch(
     """Train on this rank's share of what is left of the epoch; return all ranks' mean loss."""
     args, ddp_model = task.args, stepper.ddp_model
     optimizer, scaler = stepper.optimizer, stepper.scaler
-    rank = distributed.rank()
-    local_rank = distributed.local_rank()  # noqa: F841  for breakpoints
+    rank, local_rank = distributed.rank(), distributed.local_rank()  # noqa: F841  for breakpoints
     autocast = machine.autocast(task.settings.amp, task.device)
     torch.backends.cudnn.benchmark = not args.deterministic  # all batches have one shape
     ddp_model.train()
