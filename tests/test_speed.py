@@ -4,13 +4,14 @@ import json
 import os
 import re
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from conftest import SMALL, TASKS, Done, Project, rows
+from conftest import SMALL, TASKS, Done, Project, rows, run
 from PIL import Image
 from test_exact import RESUME
 from test_runs import SAME_FOR_BOTH, flags
@@ -307,6 +308,45 @@ except UserError as error:
 """
     out = project.python(code, *words[:2], "--output", tmp_path / "large", "--workers", 0)
     assert "0.0001 GB are free; make room" in out
+
+
+# Prepares a data set and reads it with loader workers that are not forked, as on Python 3.14.
+FORKSERVER = """
+import multiprocessing, sys
+from pathlib import Path
+from types import SimpleNamespace
+
+def main(source, store):
+    multiprocessing.set_start_method("forkserver")
+    import torch
+    import dataset, prepare_data
+    from engine.data import loading
+    prepare_data.main(["--data", source, "--output", store, "--short-side", "0", "--workers", "1"])
+    loading.distributed.setup()
+    loading.sys = SimpleNamespace(platform="darwin")
+    train, _, classes = dataset.build_dataset(Path(store), 32)
+    found = []
+    for workers in 0, 1:
+        options = loading.Options(workers, prefetch=2, pin_memory=False, seed=3)
+        found.append(list(loading.build_train_loader(train, len(classes), 4, 1, options)))
+    for one, other in zip(*found, strict=True):
+        assert all(map(torch.equal, one, other))
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
+"""
+
+
+@SAME_FOR_BOTH
+def test_workers_that_are_not_forked(project: Project, own_data: Path, tmp_path: Path) -> None:
+    """Under forkserver, the default of Python 3.14: the same store, and the same samples."""
+    script = tmp_path / "forkserver.py"
+    script.write_text(FORKSERVER)
+    store, other = tmp_path / "store", tmp_path / "other"
+    command = [sys.executable, script, own_data, store]
+    run(command, cwd=project.folder, PYTHONPATH=str(project.folder)).ok()
+    prepare(project, "--data", own_data, "--output", other, "--short-side", 0).ok()
+    assert content(store) == content(other)
 
 
 # A script of the project whose samples and labels come from DIR/train.csv and DIR/val.csv.
