@@ -4,13 +4,14 @@ import json
 import os
 import re
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from conftest import SCRIPTS, SMALL, TASKS, Done, Project, rows
+from conftest import SCRIPTS, SMALL, TASKS, Done, Project, rows, run
 from PIL import Image
 from test_runs import SAME_FOR_BOTH, flags
 
@@ -189,6 +190,16 @@ def test_prepared_data_that_does_not_fit(
     more = ("--output", tmp_path / "large", "--workers", 0)
     said = project.call("preparing.without_room", *words[:2], *more)
     assert "0.0001 GB are free; make room" in said
+
+
+@SAME_FOR_BOTH
+def test_workers_that_are_not_forked(project: Project, own_data: Path, tmp_path: Path) -> None:
+    """Under forkserver, the default of Python 3.14: the same store, and the same samples."""
+    store, other = tmp_path / "store", tmp_path / "other"
+    command = [sys.executable, SCRIPTS / "forkserver.py", own_data, store]
+    run(command, cwd=project.folder, PYTHONPATH=str(project.folder)).ok()
+    prepare(project, "--data", own_data, "--output", other, "--short-side", 0).ok()
+    assert content(store) == content(other)
 
 
 @SAME_FOR_BOTH

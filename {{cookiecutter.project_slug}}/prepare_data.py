@@ -43,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         raise UserError("--workers and --short-side must be 0 or more")
     distributed.setup()
     if prepared.is_store(args.data):
-        raise UserError(f"--data {args.data}: is prepared already; pass it to main.py")
+        raise UserError(f"--data {args.data} is prepared already; pass it to main.py")
     data = args.data.resolve()  # the paths of its files are those that training will find
     places = (data / name for name in ("train", "val"))
     if any(map(args.output.resolve().is_relative_to, places)):

@@ -164,9 +164,9 @@ def list_images(folder: Path) -> list[str]:
 
 
 def walk(folder: Path) -> Iterator[tuple[str, list[str], list[str]]]:
-    """As os.walk, through links, with folders sorted; into each folder once, into no hidden one.
+    """Like os.walk, sorted and through links, but into each folder once and into no hidden one.
 
-    Links back up and what tools leave (.ipynb_checkpoints, __MACOSX) would add copies of images.
+    Links to a parent and what tools leave (.ipynb_checkpoints, __MACOSX) would add duplicates.
     """
     real = os.path.realpath(folder)
     seen = {real, *map(str, Path(real).parents)}
@@ -181,9 +181,9 @@ def walk(folder: Path) -> Iterator[tuple[str, list[str], list[str]]]:
 
 
 def collect(inputs: Sequence[str | Path]) -> list[tuple[str, str]]:
-    """Return (path, name) of each image that `inputs`, files and folders, hold.
+    """Return (path, name) of each image among `inputs`, which are files and folders.
 
-    The name is the path below the folder that was given, without its ending.
+    The name is the path below the folder that was given, without its extension.
     """
     found = []
     for given in inputs:
@@ -200,20 +200,20 @@ def by_name(images: Sequence[tuple[str, str]]) -> dict[str, str]:
     for path, name in images:
         if name in found:
             raise UserError(
-                f"{path} and {found[name]}: the same name; rename one, or take one at a time"
+                f"{path} and {found[name]} have the same name; rename one, or pass one at a time"
             )
         found[name] = path
     return found
 
 
 def split(paths: Sequence[str], root: Path) -> tuple[list[str], list[str]]:
-    """Deal `paths` into 85 % for training and 15 % for validation, one at least in each.
+    """Split `paths` into 85 % for training and 15 % for validation, at least one in each.
 
     The order is by a checksum of the path below `root`: the same on every machine and in every
-    run, and an image added later moves few others.
+    run, and adding an image moves few others.
     """
     if len(paths) < 2:
-        raise UserError(f"{paths[0]}: too few images to set some aside; add more, or a val folder")
+        raise UserError(f"{paths[0]}: too few images to split; add more, or a val folder")
     by_chance = sorted(paths, key=lambda p: zlib.crc32(os.fsencode(os.path.relpath(p, root))))
     count = max(1, round(0.15 * len(paths)))
     return sorted(by_chance[count:]), sorted(by_chance[:count])

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Sampler, default_collate
+from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from engine.data import seeding
 from engine.data.samples import KeyedDataset, MapDataset
@@ -68,7 +69,7 @@ class Loader(DataLoader):
     dataset: KeyedDataset
     sampler: TrainSampler  # of a loader for training
 
-    def __iter__(self) -> Iterator:  # type: ignore[override]
+    def __iter__(self) -> _BaseDataLoaderIter:
         with process.holding_signals():
             return super().__iter__()
 

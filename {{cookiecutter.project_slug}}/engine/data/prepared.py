@@ -139,9 +139,7 @@ class Store:
 
 
 def open_store(
-    folder: Path,
-    find_samples: Callable[[Path], tuple[Sequence[tuple], Sequence[tuple], list[str]]],
-    each: int,
+    folder: Path, find_samples: Callable[[Path], tuple[list, list, list[str]]], each: int
 ) -> Store | None:
     """Return the store in `folder`; None if there is none.
 
