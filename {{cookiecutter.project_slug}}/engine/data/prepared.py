@@ -203,6 +203,7 @@ def _append(whole: Shrunk, workers: int, rows: BinaryIO, pixels: BinaryIO) -> No
         Subset(whole, range(done, len(whole))),
         batch_size=None,
         num_workers=workers,
+        multiprocessing_context=process.worker_context(workers),
         worker_init_fn=process.start_worker,
     )
     pending: list[tuple[int, ...]] = []
