@@ -197,7 +197,12 @@ class Project:
         self.server.stdin.flush()
         statuses = json.loads(self.server.stdout.readline())
         out, err = (Path(f"{output}.{end}").read_text() for end in ("out", "err"))
-        left = [pid for pid in marked(self.mark) if pid != self.server.pid]
+        # Python 3.14 starts a resource tracker for tqdm's lock; it exits just after its parent.
+        deadline = time.monotonic() + 5
+        while left := [pid for pid in marked(self.mark) if pid != self.server.pid]:
+            if time.monotonic() > deadline:
+                break
+            time.sleep(0.05)
         return Done(max(statuses, key=abs), out, err, left)
 
     def alone(self, *flags: object, **options: Any) -> "Done":

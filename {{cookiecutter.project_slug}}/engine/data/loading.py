@@ -3,7 +3,6 @@
 import functools
 import os
 import re
-import sys
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -118,8 +117,7 @@ def _worker_options(options: Options) -> dict:
     return {
         "num_workers": options.workers,
         "persistent_workers": has_workers,
-        # Python 3.14 has another default, whose helper process does not outlive a SIGTERM to all.
-        "multiprocessing_context": "fork" if has_workers and sys.platform == "linux" else None,
+        "multiprocessing_context": process.worker_context(options.workers),
         "worker_init_fn": process.start_worker,
         "prefetch_factor": options.prefetch if has_workers else None,
         "pin_memory": options.pin_memory,

@@ -227,6 +227,7 @@ def _append(folder: Path, shrunk: Shrunk, done: np.ndarray, workers: int) -> Non
         Subset(shrunk, range(len(done), len(shrunk))),
         batch_size=None,
         num_workers=workers,
+        multiprocessing_context=process.worker_context(workers),
         worker_init_fn=process.start_worker,
     )
     bar = tqdm(loader, initial=len(done), total=len(shrunk), unit="sample", disable=None)

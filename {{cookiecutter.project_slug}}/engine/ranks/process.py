@@ -164,6 +164,15 @@ def _ancestors() -> Iterator[int]:
             pid = int(Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[1])
 
 
+def worker_context(workers: int) -> str | None:
+    """Return how that many loader workers start: on Linux by fork, elsewhere by Python's default.
+
+    On Linux the default of Python 3.14 is a helper process, which imports torch first, does not
+    survive a SIGTERM to all processes, and may outlive its parent by seconds.
+    """
+    return "fork" if workers and sys.platform == "linux" else None
+
+
 def start_worker(number: int) -> None:
     """Set up a loader worker, as its `worker_init_fn`: it ends with its rank, however that ends."""
     rank = multiprocessing.parent_process()

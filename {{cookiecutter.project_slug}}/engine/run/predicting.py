@@ -9,7 +9,7 @@ from tqdm import tqdm
 
 from engine.data.samples import MapDataset
 from engine.errors import UserError
-from engine.ranks import distributed
+from engine.ranks import distributed, process
 from engine.run import machine
 
 
@@ -18,8 +18,13 @@ class Readable:
 
     def __init__(self, dataset: MapDataset, batch_size: int) -> None:
         self.total = len(dataset)
+        workers = machine.default_workers()
         self.loader = DataLoader(
-            Tolerant(dataset), batch_size, num_workers=machine.default_workers(), collate_fn=collate
+            Tolerant(dataset),
+            batch_size,
+            num_workers=workers,
+            multiprocessing_context=process.worker_context(workers),
+            collate_fn=collate,
         )
         self.broken: list[str] = []
 
