@@ -51,7 +51,7 @@ def generated(task: str) -> Iterator[Path]:
     """
     with tempfile.TemporaryDirectory(prefix="benchmark-") as name:
         project = Path(name, "project")
-        skip = shutil.ignore_patterns("tasks", "__pycache__", ".*_cache", "runs", "data")
+        skip = shutil.ignore_patterns("tasks", "__pycache__", ".*_cache")
         shutil.copytree(TEMPLATE, project, ignore=skip)
         shutil.copytree(TEMPLATE / "tasks" / task, project, ignore=skip, dirs_exist_ok=True)
         sys.path.insert(0, str(project))

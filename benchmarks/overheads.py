@@ -1,6 +1,6 @@
 """What the project's own machinery adds to a training step: with and without it, on the CPU.
 
-main.train_one_epoch of the project, with its own loader (no workers) over pictures in memory, so
+main.train_one_epoch of the project, with its own loader (no workers) over images in memory, so
 that everything happens in one process. The cases share one network:
 
 as it is                      no terminal, so no progress bar is drawn; the baseline
@@ -26,6 +26,7 @@ from unittest import mock
 import common
 import torch
 from torch.utils.data import TensorDataset
+from torchmetrics import MetricCollection
 
 BASELINE = "as it is"
 DEFAULTS = {
@@ -39,13 +40,14 @@ def compare(flags: Namespace, folder: Path) -> dict[str, list[float]]:
     from engine.data import loading, seeding
     from engine.ranks import distributed, replicas
     from engine.run import machine, reporting
+    from engine.run.folder import RunFolder
     from engine.run.progress import Run
     from model import build_criterion, build_model
 
     own = ["--data", str(folder), "--output-dir", str(folder / "run"), "--workers", "0"]
     args = project.parse_args([*own, *flags.flags.split()])
     device = distributed.setup()
-    machine.set_up(args, device)
+    settings = machine.set_up(device, 0, args.threads, False, args.amp, bytes_per_worker=0)
     classes = [f"class{number}" for number in range(common.CLASSES)]
     count, side = flags.steps * args.batch_size, args.image_size
     images = torch.randint(256, (count, side, side, 3), dtype=torch.uint8).movedim(-1, 1)
@@ -57,26 +59,38 @@ def compare(flags: Namespace, folder: Path) -> dict[str, list[float]]:
     )
 
     model = build_model(args, classes).to(memory_format=torch.channels_last)
-    ddp_model = replicas.wrap(model, device)
     optimizer = project.build_optimizer(model, args)
-    scheduler = project.build_scheduler(optimizer, args, flags.steps)
-    scaler = torch.amp.GradScaler("cpu", enabled=False)
+    parts = {
+        "optimizer": optimizer,
+        "scheduler": project.build_scheduler(optimizer, args, flags.steps),
+        "scaler": torch.amp.GradScaler("cpu", enabled=False),
+    }
+    stepper = project.Stepper(replicas.wrap(model, device), **parts)
+    criterion, judged = build_criterion(args), MetricCollection({})
+    task = project.Task(args, settings, device, classes, model, criterion, judged)
     args.output_dir.mkdir()
-    parts = ddp_model, build_criterion(args), optimizer, scheduler, scaler
+    folder = RunFolder(args.output_dir, "never", args.keep)
 
     def epoch(*without: Callable[[], Any], save_every: int = 0) -> float:
         """Return seconds a step, in the contexts that `without` make."""
-        args.save_every = save_every
-        told = (args, classes, count, device, "top1", "")
-        run = Run(*told, model, optimizer, scheduler, scaler=scaler)
-        report = reporting.Reporter(args, device, 0)
+        run = Run(
+            *(folder, loader, loader),
+            classes=classes,
+            epochs=1,
+            save_every=save_every,
+            score="top1",
+            flags=vars(args),
+            model=model,
+            **parts,
+        )
+        report = reporting.Reporter(args.output_dir, device, 1, 0)
         with contextlib.ExitStack() as stack:
             for make in without:
                 stack.enter_context(make())
             stack.enter_context(run.stoppable())
             stack.enter_context(report)
             began = time.perf_counter()
-            project.train_one_epoch(*parts, loader, device, args, report, run)
+            project.train_one_epoch(task, stepper, loader, report, run)
             return (time.perf_counter() - began) / flags.steps
 
     def silent(_: Any, loader: Iterator, *__: Any) -> Iterator:

@@ -32,6 +32,7 @@ import common
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torchmetrics import MetricCollection
 
 WARM_UP = 5  # batches before the clock starts
 SETTINGS = {  # (device, task): flags of main.py, and steps in a figure
@@ -79,9 +80,10 @@ class Bench:
         from model import build_criterion
 
         self.args = args
+        self.settings = machine.set_up(device, 0, args.threads, False, args.amp, bytes_per_worker=0)
         self.device = device
         self.classes = [f"class{number}" for number in range(common.CLASSES)]
-        self.autocast = partial(machine.autocast, args.amp, device)
+        self.autocast = partial(machine.autocast, self.settings.amp, device)
         self.to_device = partial(loading.to_device, device=device)
         self.loss_and_count = build_criterion(args)
 
@@ -96,7 +98,7 @@ class Bench:
         return torch.optim.AdamW(model.parameters(), self.args.lr, weight_decay=0.05, fused=True)
 
     def batch(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return uint8 pictures, channels last in memory, and targets."""
+        """Return uint8 images, channels last in memory, and targets."""
         count, side = self.args.batch_size, self.args.image_size
         images = torch.randint(256, (count, side, side, 3), dtype=torch.uint8).movedim(-1, 1)
         shape = (count, side, side) if "encoder" in self.args else (count,)
@@ -109,24 +111,44 @@ class Bench:
 
     def ours(self) -> Callable[[Feed], Any]:
         import main
+        from engine.data import loading
         from engine.ranks import replicas
+        from engine.run.folder import RunFolder
         from engine.run.progress import Run
         from engine.run.reporting import Reporter
 
-        model = self.network()
-        ddp_model = replicas.wrap(model, self.device)
-        optimizer = main.build_optimizer(model, self.args)
-        scheduler = main.build_scheduler(optimizer, self.args, 10**6)
-        scaler = torch.amp.GradScaler(self.device.type, enabled=self.args.amp == "fp16")
-        parts = (model, optimizer, scheduler)
-        told = (self.args, self.classes, 10**6, self.device, "top1", "")
-        run = Run(*told, *parts, scaler=scaler)
-        report = Reporter(self.args, self.device, 0)
+        args, model = self.args, self.network()
+        optimizer = main.build_optimizer(model, args)
+        parts = {
+            "optimizer": optimizer,
+            "scheduler": main.build_scheduler(optimizer, args, 10**6),
+            "scaler": torch.amp.GradScaler(self.device.type, enabled=self.settings.amp == "fp16"),
+        }
+        stepper = main.Stepper(replicas.wrap(model, self.device), **parts)
+        judged = MetricCollection({})
+        task = main.Task(
+            *(args, self.settings, self.device, self.classes, model, self.loss_and_count, judged)
+        )
+        # Its samples are counted, and never read.
+        loader = loading.build_train_loader(
+            *(range(10**6), len(self.classes), args.batch_size, args.accumulate),
+            loading.Options(0, args.prefetch, pin_memory=False, seed=args.seed),
+        )
+        run = Run(
+            *(RunFolder(args.output_dir, "never", args.keep), loader, loader),
+            classes=self.classes,
+            epochs=1,
+            save_every=0,
+            score="top1",
+            flags=vars(args),
+            model=model,
+            **parts,
+        )
+        report = Reporter(args.output_dir, self.device, 1, 0)
 
         def loop(feed: Feed) -> None:
-            parts = ddp_model, self.loss_and_count, optimizer, scheduler, scaler
             with run.stoppable(), report:
-                main.train_one_epoch(*parts, feed, self.device, self.args, report, run)  # type: ignore
+                main.train_one_epoch(task, stepper, feed, report, run)  # type: ignore
 
         return loop
 
@@ -170,7 +192,7 @@ class Bench:
 
         accelerator = Accelerator(
             cpu=self.device.type == "cpu",
-            mixed_precision="no" if self.args.amp == "off" else self.args.amp,
+            mixed_precision="no" if self.settings.amp == "off" else self.settings.amp,
         )
         net = self.network()
         model, optimizer = accelerator.prepare(net, self.optimizer(net))
@@ -207,7 +229,7 @@ class Bench:
 
         module = Module()
         names = ("logger", "enable_progress_bar", "enable_checkpointing", "enable_model_summary")
-        precision = {"off": "32-true", "bf16": "bf16-mixed", "fp16": "16-mixed"}[self.args.amp]
+        precision = {"off": "32-true", "bf16": "bf16-mixed", "fp16": "16-mixed"}[self.settings.amp]
 
         def loop(feed: Feed) -> None:
             trainer = lightning.Trainer(
@@ -244,12 +266,10 @@ def main() -> None:
 def compare(flags: Namespace, folder: Path) -> dict[str, list[float]]:
     import main as project
     from engine.ranks import distributed
-    from engine.run import machine
 
     own = ["--data", str(folder), "--output-dir", str(folder / "run")]
     args = project.parse_args([*own, *flags.flags.split()])
     device = distributed.setup()
-    machine.set_up(args, device)
     bench = Bench(args, device)
     feed = Feed(bench.batch(), flags.steps)
     wrap = partial(DistributedDataParallel, device_ids=[device] if device.type == "cuda" else None)

@@ -1,13 +1,13 @@
-"""The error that a user can mend, and how lists of names are shortened in its line."""
+"""The error for a mistake of the user's, and a helper that shortens lists of names."""
 
 from collections.abc import Sequence
 
 
 class UserError(Exception):
-    """A mistake of the user's. Its one line names the file, the value and the remedy."""
+    """A mistake of the user's; its message is one line with the file, the value and the remedy."""
 
     def __str__(self) -> str:
-        # A loader worker's exception arrives as the text of its traceback; the line ends it.
+        # From a loader worker it arrives as the text of a traceback, which ends with the message.
         return super().__str__().strip().rsplit("UserError: ", 1)[-1]
 
 

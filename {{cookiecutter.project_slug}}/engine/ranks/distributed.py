@@ -23,9 +23,7 @@ OPERATIONS = {"sum": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN, "max": dist.Re
 
 @dataclass
 class Group:
-    """What this process knows of its process group; torch keeps the rest."""
-
-    store: dist.Store | None = None
+    store: dist.Store | None = None  # works while ranks hang in a collective
     timeout: timedelta = timedelta()
     is_debugged: bool = False
 
@@ -36,23 +34,19 @@ _group = Group()
 def setup(
     local_rank: int | None = None, timeout: float = 600, debugged: bool = False
 ) -> torch.device:
-    """Join the process group that the launcher describes, or form one of one rank.
+    """Join the process group that the launcher describes, or a group of one; return the device.
 
-    With GPUs the backend is nccl, with one GPU per rank; without, gloo.
+    With GPUs: nccl, one GPU per rank. Without: gloo.
 
-    Args:
-        local_rank: used only if the launcher does not set LOCAL_RANK.
-        timeout: seconds after which a collective fails. With a debugger it is a week, as ranks
-            wait while people look around.
-        debugged: whether some rank may get a debugger, even if this one has none.
-
-    Returns this rank's device. Raises a UserError if there are more ranks than GPUs.
+    local_rank: used only if the launcher does not set LOCAL_RANK.
+    timeout: seconds after which a collective fails; a week if a rank may be at a breakpoint.
+    debugged: whether another rank may have a debugger.
     """
     _group.is_debugged = debugged or process.is_debugged()
     _group.timeout = timedelta(days=7) if _group.is_debugged else timedelta(seconds=timeout)
     by_srun = environment.adopt_slurm_step()
-    if "LOCAL_RANK" not in os.environ and local_rank is not None:
-        os.environ["LOCAL_RANK"] = str(local_rank)
+    if local_rank is not None:
+        os.environ.setdefault("LOCAL_RANK", str(local_rank))
     device = _pick_device(by_srun)
     if "RANK" in os.environ:
         environment.wait_for_name(os.environ["MASTER_ADDR"])
@@ -76,18 +70,15 @@ def _pick_device(by_srun: bool) -> torch.device:
     if not torch.cuda.is_available():
         return torch.device("cpu")
     gpus, ranks = torch.cuda.device_count(), local_world_size()
-    index = local_rank()
-    if gpus == 1 and by_srun:
-        index = 0  # srun --gpus-per-task=1 shows each task a GPU of its own
-    elif ranks > gpus and process.is_debugged():
-        say(f"{ranks} ranks on this node but {gpus} GPU(s): debugging on the CPU")
-        return torch.device("cpu")
-    elif ranks > gpus:
-        raise UserError(
-            f"{ranks} ranks on this node but {gpus} GPU(s): start at most {gpus} (NPROC={gpus}), "
-            "or set CUDA_VISIBLE_DEVICES= to train on the CPU"
-        )
-    device = torch.device("cuda", index)
+    has_own_gpu = gpus == 1 and by_srun  # srun --gpus-per-task=1 shows each task only its own
+    if ranks > gpus and not has_own_gpu:
+        line = f"{ranks} ranks on this node but {gpus} GPU(s):"
+        if process.is_debugged():
+            say(f"{line} debugging on the CPU")
+            return torch.device("cpu")
+        remedy = f"start at most {gpus} (NPROC={gpus}), or use the CPU (CUDA_VISIBLE_DEVICES=)"
+        raise UserError(f"{line} {remedy}")
+    device = torch.device("cuda", 0 if has_own_gpu else local_rank())
     torch.cuda.set_device(device)
     return device
 
@@ -104,7 +95,7 @@ def is_set_up() -> bool:
 
 
 def store() -> dist.Store:
-    """Return the group's key-value store, which works while ranks hang in a collective."""
+    """Return the group's key-value store."""
     assert _group.store, "call setup first"
     return _group.store
 
@@ -152,14 +143,10 @@ def say(line: str) -> None:
 def reduce_tensor(tensor: Tensor, op: str = "sum") -> Tensor:
     """Return `tensor` combined over all ranks; every rank has to call it and gets the result.
 
-    Args:
-        tensor: any shape, a numeric dtype, on this rank's device; the same shape and dtype on
-            every rank. It is not modified.
-        op: "sum", "min", "max", or "mean" (the sum divided by the number of ranks; floating
-            dtypes only).
-
-    For a mean over samples, reduce their sum and their count and divide once: a mean of the ranks'
-    means is wrong as soon as ranks hold different numbers of samples.
+    tensor: any shape and numeric dtype, the same on every rank; it is not modified.
+    op: "sum", "min", "max", or "mean" of the ranks' values (floating dtypes only). For a mean over
+        samples, reduce their sum and their count and divide once: a mean of the ranks' means is
+        wrong as soon as ranks hold different numbers of samples.
     """
     result = tensor.detach().clone()
     dist.all_reduce(result, OPERATIONS["sum" if op == "mean" else op])
@@ -203,8 +190,7 @@ def all_arrive(name: str, seconds: float) -> bool:
 
 def collectives() -> int:
     """Return how many collectives this rank has started, DDP's own included."""
-    group = dist.distributed_c10d._get_default_group()
-    return group._get_sequence_number_for_group()  # type: ignore[attr-defined]
+    return dist.group.WORLD._get_sequence_number_for_group()  # type: ignore[union-attr]
 
 
 def from_rank_zero(function: Callable[..., T], *args: object) -> T:

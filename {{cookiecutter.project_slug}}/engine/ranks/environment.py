@@ -1,5 +1,6 @@
 """What launchers say through environment variables: torchrun's names, and srun's put into them."""
 
+import itertools
 import os
 import re
 import socket
@@ -39,8 +40,8 @@ def wait_for_name(host: str, seconds: float = 60) -> None:
 
     Raises a UserError after `seconds`.
     """
-    deadline, has_printed = time.monotonic() + seconds, False
-    while True:
+    deadline = time.monotonic() + seconds
+    for attempt in itertools.count():
         try:
             socket.getaddrinfo(host, None)
             return
@@ -48,7 +49,6 @@ def wait_for_name(host: str, seconds: float = 60) -> None:
             line = f"MASTER_ADDR={host} cannot be resolved ({error.strerror})"
         if time.monotonic() > deadline:
             raise UserError(f"{line}: check the name, or use an IP address")
-        if not has_printed and int(os.environ.get("LOCAL_RANK", 0)) == 0:
+        if attempt == 0 and int(os.environ.get("LOCAL_RANK", 0)) == 0:
             print(f"{line}; trying for {seconds:g} s", file=sys.stderr, flush=True)
-        has_printed = True
         time.sleep(1)

@@ -1,4 +1,4 @@
-"""Errors: the first rank that fails prints its own, and all ranks exit with its status."""
+"""Errors: the first rank that fails prints its error, and all ranks exit with its status."""
 
 import atexit
 import contextlib

@@ -23,7 +23,7 @@ from typing import NoReturn
 
 from engine.ranks.protocol import DEBUGGED_LAUNCHER, KILL, LAUNCHER_PID, STOP_SIGNALS
 
-PR_SET_PDEATHSIG = 1  # of Linux' <sys/prctl.h>
+PR_SET_PDEATHSIG = 1  # in Linux' <sys/prctl.h>
 WAKE = getattr(signal, "SIGURG", 0)  # interrupts a system call; 0 on Windows
 READ_SECONDS = 2  # for whoever reads the output to make room
 
@@ -152,7 +152,7 @@ def _follow_parent(signum: int, ancestor: int) -> None:
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signum)
-        if ancestor not in _ancestors():  # it ended before the kernel was told
+        if ancestor not in _ancestors():  # it ended before the call of prctl
             os.kill(os.getpid(), signum)
 
 
@@ -208,11 +208,11 @@ class _Watch(threading.Thread):
 
 
 def _end_with_debugger(signal_socket: socket.socket, parent: int) -> None:
-    main, signals = threading.main_thread(), b""
+    signals = b""
     while is_debugged() and os.getppid() == parent and signal.SIGINT not in signals:
         readable, _, _ = select.select([signal_socket], [], [], 0.5)
         signals = signal_socket.recv(64) if readable else b""
-    if main.is_alive():  # else this is the normal end of the program, where pydevd ends first
+    if threading.main_thread().is_alive():  # else pydevd ends as the program does
         exit_now(128 + signal.SIGINT)
 
 
@@ -223,9 +223,8 @@ def _end_with(rank: BaseProcess) -> None:
 
 def _interrupt_rank(pid: int) -> None:
     """Interrupt the rank once the debugger has left this worker."""
-    main = threading.main_thread()
     while is_debugged():
         time.sleep(0.5)
-    if main.is_alive():
-        with contextlib.suppress(ProcessLookupError):
+    if threading.main_thread().is_alive():
+        with contextlib.suppress(ProcessLookupError):  # the rank has ended
             os.kill(pid, signal.SIGINT)

@@ -1,8 +1,8 @@
 """How the ranks, their watcher threads and the launcher agree to stop or to fail.
 
-To stop: a rank that gets a signal writes its name under STOP in the process group's store. The
-watcher thread of each rank polls the store and answers with the step that its main thread is in.
-All ranks continue to the latest of these steps, save, and exit with STOPPED.
+To stop: a rank that gets a signal writes the signal's name under STOP in the process group's store.
+The watcher thread of each rank polls the store and answers with the step that its main thread is
+in. All ranks continue to the latest of these steps, save, and exit with STOPPED.
 
 To fail: the first rank that fails writes "<rank> <exit status>" under ERROR and alone prints the
 error. The others find it there when their collectives break, or by polling, and exit silently with
@@ -27,7 +27,7 @@ STOP_SIGNALS = {  # Windows lacks the last two
 KILL = getattr(signal, "SIGKILL", signal.SIGTERM)  # Windows has no SIGKILL
 DUPLICATE_SECONDS = 1  # a signal often comes twice: from the terminal and from torchrun
 
-# There is no point in another start after these.
+# After these, another start would be pointless.
 FINAL = {0, MISTAKE, STOPPED, *(128 + signum for signum in STOP_SIGNALS)}
 
 # Keys in the process group's store
@@ -35,7 +35,7 @@ STOP = "stop"  # the name of the signal
 ERROR = "error"  # "<rank> <exit status>" of the first rank that failed
 
 # Environment variables of this project's own
-LAUNCH_ID = "LAUNCH_ID"  # the same after a restart by MAX_RESTARTS; another for each launch.sh
+LAUNCH_ID = "LAUNCH_ID"  # one for each start of launch.sh; restarts (MAX_RESTARTS) keep it
 LAUNCHER_PID = "LAUNCHER_PID"  # the process id of launch.sh, which becomes engine/ranks/launcher.py
 DEBUGGED_LAUNCHER = "DEBUGGED_LAUNCHER"  # with F5: the process id of torchrun, or nothing
 

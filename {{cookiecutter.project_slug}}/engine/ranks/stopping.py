@@ -1,8 +1,8 @@
 """On a signal all ranks stop after the same step; and a rank that hangs prints where it is.
 
-A watcher thread in each rank does both; engine/ranks/protocol.py says how the ranks agree. It takes
-a thread, because Python's signal handlers do not run while the main thread waits in a collective.
-A step costs no collective and no read from the device more than without.
+A watcher thread in each rank does both, because Python's signal handlers do not run while the main
+thread waits in a collective; protocol.py says how the ranks agree. A step needs no collective and
+no read from the device for it.
 """
 
 import contextlib
@@ -27,11 +27,11 @@ AFTER_SECONDS = 5  # for what follows the training, when a signal comes after th
 
 
 class Stopped(Exception):
-    """All ranks are to stop here, after the same step."""
+    """Raised on all ranks after the same step, to stop the training."""
 
 
 class Watcher(threading.Thread):
-    """The thread beside a rank's main thread, and what the two share."""
+    """The thread that watches a rank's main thread, and what the two share."""
 
     def __init__(self, where: Callable[[], str]) -> None:
         super().__init__(name="stopping", daemon=True)
@@ -51,8 +51,8 @@ class Watcher(threading.Thread):
         # Written by this thread:
         self.lock = threading.Lock()  # held while it answers, and while `step` changes
         self.answered = 0.0  # when this rank, asked to stop, answered with its step
-        self.agreed = threading.Event()  # all ranks have answered,
-        self.last_step = 0  # and this is the latest of their steps
+        self.last_step = 0  # the latest of the ranks' answers,
+        self.agreed = threading.Event()  # once all have answered
 
     def run(self) -> None:
         while not self.is_over.is_set():
@@ -80,8 +80,8 @@ class Watcher(threading.Thread):
             return
         # Plain torchrun passes a second Ctrl-C on as SIGTERM.
         is_interrupt = signum == signal.SIGINT or process.by_plain_torchrun()
-        is_second = self.status == 128 + signal.SIGINT
-        if is_interrupt and is_second and now > self.first_signal + DUPLICATE_SECONDS:
+        was_interrupt = self.status == 128 + signal.SIGINT
+        if was_interrupt and is_interrupt and now > self.first_signal + DUPLICATE_SECONDS:
             process.drop_unread()
             distributed.say("aborted; progress since the last checkpoint is lost")
             process.exit_now(self.status)
@@ -126,7 +126,7 @@ class Watcher(threading.Thread):
         now, (last, seen) = time.monotonic(), self.last_heartbeat
         if self.heartbeat != last:
             self.last_heartbeat = (self.heartbeat, now)
-            # In case that this thread is stuck, too:
+            # Prints the stacks if this thread is stuck, too.
             faulthandler.dump_traceback_later(self.hang_seconds + 3 * POLL_SECONDS)
         elif now - seen > self.hang_seconds:
             self.last_heartbeat = (last, math.inf)
@@ -160,7 +160,7 @@ def on_signals(where: Callable[[], str]) -> Iterator[None]:
     before = {signum: signal.getsignal(signum) for signum in STOP_SIGNALS}
     handled = [signum for signum in STOP_SIGNALS if before[signum] != signal.SIG_IGN]  # by nohup
     for signum in handled:
-        signal.signal(signum, lambda *_: None)
+        signal.signal(signum, lambda *_: None)  # without a handler the socket gets nothing
     watcher.start()
     is_done = False
     try:
@@ -185,7 +185,7 @@ def _exit_soon(*_: object) -> None:
 
 
 def end_step() -> None:
-    """Mark the end of a training step; raise Stopped if all ranks are to stop after this one."""
+    """Mark the end of a training step; raise Stopped if all ranks stop after this one."""
     if not _watcher:
         return
     _watcher.heartbeat += 1
