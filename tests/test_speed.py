@@ -147,12 +147,12 @@ def test_prepared_data_that_does_not_fit(
 
     with open(store / "pixels.bin", "r+b") as file:
         file.truncate(1000)
-    project.alone(*flags(store, out)).refused("pixels.bin is not whole", "make it again")
+    project.alone(*flags(store, out)).refused("store: incomplete", "prepare_data.py")
     prepare(project, *words).ok()
     project.alone(*flags(store, out)).ok()
 
     os.utime(picture)
-    project.alone(*flags(store, out)).refused(f"{picture}: changed since")
+    project.alone(*flags(store, out)).refused(f"{picture}: file or label changed since")
     own_data.rename(tmp_path / "elsewhere")
     project.alone(*flags(store, out)).ok()
 
@@ -170,8 +170,9 @@ def test_prepared_data_that_does_not_fit(
         pixels.flush()
         project.alone(*flags(store, out)).refused("store: all 54 training masks hold class 0")
 
-    (store / "index.json").unlink()
-    project.alone(*flags(store, out)).refused("interrupted", "prepare_data.py")
+    with open(store / "rows.bin", "r+b") as file:
+        file.truncate(1000)
+    project.alone(*flags(store, out)).refused("store: incomplete", "prepare_data.py", "resume")
 
     words = ("--data", tmp_path / "elsewhere", "--output")
     prepare(project, *words, tmp_path / "elsewhere" / "train" / "x").refused("name a folder els")
@@ -205,9 +206,9 @@ def test_prepared_data_of_a_list(project: Project, own_data: Path, tmp_path: Pat
 
     def prepare() -> list[list]:
         run("prepare_data.py", "--data", own_data, "--output", store, "--short-side", 32).ok()
-        return json.loads((store / "index.json").read_text())["samples"]["train"]
+        return json.loads((store / "index.json").read_text())["train"]
 
-    assert prepare()[0] == [str(own_data / "train/bricks/0000.jpg"), "bricks|small"]
+    assert prepare()[0][0] == [str(own_data / "train/bricks/0000.jpg"), "bricks|small"]
     run("main.py", *flags(store, out)).ok()
 
     def edit(old: str, new: str) -> None:
@@ -218,8 +219,8 @@ def test_prepared_data_of_a_list(project: Project, own_data: Path, tmp_path: Pat
         run("main.py", *flags(store, out)).refused(*words, f"changed since {store} was prepared")
 
     edit("bricks|small", "dots|small")
-    refused(f"{own_data / 'train/bricks/0000.jpg'}, its path or label in find_samples")
-    assert prepare()[0] == [str(own_data / "train/bricks/0000.jpg"), "dots|small"]
+    refused(f"{own_data / 'train/bricks/0000.jpg'}: file or label changed")
+    assert prepare()[0][0] == [str(own_data / "train/bricks/0000.jpg"), "dots|small"]
     run("main.py", *flags(store, out)).ok()
     own_data.rename(tmp_path / "elsewhere")
     run("main.py", *flags(store, out)).ok()

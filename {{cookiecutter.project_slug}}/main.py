@@ -147,12 +147,10 @@ def build_optimizer(model: nn.Module, args: Namespace) -> Optimizer:
         distributed.say(f"--scale-lr: learning rate {args.lr:g} becomes {lr:g}")
     matrices = [weight for weight in model.parameters() if weight.ndim > 1]
     others = [weight for weight in model.parameters() if weight.ndim <= 1]  # biases and norms
-    groups = [
-        {"params": matrices, "weight_decay": args.weight_decay},
-        {"params": others, "weight_decay": 0.0},
-    ]
+    decay = {"params": matrices, "weight_decay": args.weight_decay}
+    groups = [decay, {"params": others, "weight_decay": 0.0}]
     if args.optimizer == "sgd":  # on CPUs its fused form takes twice the time
-        return torch.optim.SGD(groups, lr, momentum=args.momentum)
+        return torch.optim.SGD(groups, lr, args.momentum)
     return torch.optim.AdamW(groups, lr, fused=True)
 
 
@@ -177,8 +175,7 @@ def train_one_epoch(
     """Train on this rank's share of what is left of the epoch; return all ranks' mean loss."""
     args, ddp_model = task.args, stepper.ddp_model
     optimizer, scaler = stepper.optimizer, stepper.scaler
-    rank = distributed.rank()
-    local_rank = distributed.local_rank()  # noqa: F841  for breakpoints
+    rank, local_rank = distributed.rank(), distributed.local_rank()  # noqa: F841  for breakpoints
     autocast = machine.autocast(task.settings.amp, task.device)
     torch.backends.cudnn.benchmark = not args.deterministic  # all batches have one shape
     ddp_model.train()
@@ -248,8 +245,7 @@ def train(
     """Train for the epochs that are left, from `state` (a checkpoint) on if there is one."""
     args, model = task.args, task.model
     if args.compile:
-        machine.check_compiler()
-        model.compile()  # in place: its checkpoints fit an uncompiled one
+        machine.compile_network(model)
     optimizer = build_optimizer(model, args)
     scheduler = build_scheduler(optimizer, args, len(train_loader) // args.accumulate)
     scaler = GradScaler(task.device.type, enabled=task.settings.amp == "fp16")
@@ -338,10 +334,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         args.data = ROOT / "data" / "demo"
         with distributed.rank_zero_first():
             demo_set.draw(args.data)
-    pixels = args.prefetch * args.batch_size * (args.image_size or IMAGE_SIZE) ** 2
     settings = machine.set_up(
         *(device, args.workers, args.threads, args.pin_memory, args.amp),
-        bytes_per_worker=4 * pixels,  # of images and masks
+        bytes_per_worker=4 * args.prefetch * args.batch_size * (args.image_size or IMAGE_SIZE) ** 2,
     )
     if args.eval_only:
         evaluate_checkpoint(args, device, settings)

@@ -49,8 +49,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if any(map(args.output.resolve().is_relative_to, places)):
         raise UserError(f"{args.output}: inside the data set {data}; name a folder elsewhere")
     train, val, classes = build_dataset(data, IMAGE_SIZE)
-    parts = {"train": train, "val": val}
-    prepared.write(args.output, data, parts, classes, args.short_side, workers)
+    prepared.write(args.output, data, [train, val], classes, args.short_side, workers)
     distributed.teardown()
 
 
