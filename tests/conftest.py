@@ -62,6 +62,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if group := GROUPS.get(item.path.name):
             task = next((task for task in TASKS if task in item.name), "")
             item.add_marker(pytest.mark.xdist_group(group.format(task=task)))
+    items.sort(key=lambda item: item.path.name != "test_faults.py")  # they take longest
 
 
 @pytest.fixture(scope="session")

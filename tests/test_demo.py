@@ -80,10 +80,12 @@ def test_predictions_are_as_good_as_the_run_says(demo: tuple[str, Path, str]) ->
 def test_a_model_that_does_not_learn_fails(demo: tuple[str, Path, str], tmp_path: Path) -> None:
     task, project, _ = demo
     name, promised = PROMISED[task]
-    data = Project(project, task).draw(tmp_path / "set", 64, 120)
+    made = Project(project, task)
+    data = made.draw(tmp_path / "set", 64, 120)
     size = ["--image-size", 64, "--batch-size", 8, "--epochs", 1, "--lr", 0]
     flags = [*size, "--data", data, "--output-dir", tmp_path / "out"]
-    run([project / "launch.sh", *flags]).ok()
+    made.fork(*flags).ok()
+    made.close()
     assert float(rows(tmp_path / "out")[0][name]) < promised - 0.2
 
 

@@ -384,7 +384,7 @@ def test_one_line_for_what_torch_says_in_many(data: Path, tmp_path: Path, edited
         ),
         "size": (
             dataset("narrow_dots"),
-            ["(3, 60, 64)", "train/dots/", "of sample", "train_transform"],
+            ["(3, 60, 64)", "train/dots/", "but sample", "train_transform"],
         ),
         "label": (
             dataset("mislabel_dots"),

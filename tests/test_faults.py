@@ -124,9 +124,9 @@ def test_stopped_and_killed_again_and_again(project: Project, data: Path, tmp_pa
     to_launcher(signal.SIGTERM)
     assert run.end().status == 75
 
-    run.start(MAX_RESTARTS="3")
+    run.start(MAX_RESTARTS="2")
     names = []
-    for signum in (signal.SIGKILL, signal.SIGSEGV, signal.SIGABRT):
+    for signum in (signal.SIGKILL, signal.SIGABRT):
         before = set(run.pids())
         to_one_rank(signum)
         names.append(signum.name)
@@ -160,26 +160,28 @@ def test_a_rank_dies_for_good(project: Project, data: Path, tmp_path: Path) -> N
     assert last.endswith(") was ended by SIGSEGV")
 
 
-def test_never_to_resume_but_after_a_failure(project: Project, data: Path, tmp_path: Path) -> None:
+def test_never_to_resume_but_after_a_failure(
+    project: Project, data: Path, tmp_path: Path, fault: Callable
+) -> None:
     """--resume never counts for the launch, not for what MAX_RESTARTS starts again."""
     run = Chain(project, data, tmp_path / "run", random.Random(2))
     run.command += ["--resume", "never", "--epochs", 8]
     table = tmp_path / "run" / "metrics.csv"
-    for _ in range(2):
-        run.start(MAX_RESTARTS="1")
-        before = set(run.pids())
-        os.kill(run.ranks()[0], signal.SIGKILL)
-        run.wait_for_training(but=before)
-        # Its last epoch is over when it gets a signal: all is saved, nothing is to be done again.
-        wait_for(lambda: table.exists() and len(rows(table.parent)) == 8, run.process)
-        run.process.send_signal(signal.SIGTERM)
-        done = run.end()
-        assert (done.status, "Traceback" in done.err) == (0, False)
-        assert done.out.count("of 8 epochs done") == 1
-    assert done.out.count("--resume never: removing") == 1
-    run.start()
+    project.fork(*flags(data, run.out, *NET)).ok()
+    run.start(MAX_RESTARTS="1")
+    before = set(run.pids())
+    os.kill(run.ranks()[0], signal.SIGKILL)
+    run.wait_for_training(but=before)
+    # Its last epoch is over when it gets a signal: all is saved, nothing is to be done again.
+    wait_for(lambda: table.exists() and len(rows(table.parent)) == 8, run.process)
     run.process.send_signal(signal.SIGTERM)
-    assert "run the same command without --resume never to continue" in run.end().out
+    done = run.end()
+    assert (done.status, "Traceback" in done.err) == (0, False)
+    assert done.out.count("of 8 epochs done") == 1
+    assert done.out.count("--resume never: removing") == 1
+    stopped = fault("stopped_without_resuming")
+    assert stopped[0] == [75, 75]
+    assert "the same command without --resume never to continue" in stopped[1]
 
 
 def test_a_second_interrupt(project: Project, data: Path, tmp_path: Path) -> None:
@@ -243,12 +245,6 @@ def test_a_mistake_is_not_repeated(project: Project, own_data: Path, tmp_path: P
     done = project.launch(*flags(own_data, tmp_path / "out"), MAX_RESTARTS="3")
     done.refused("train/", "cannot be read")
     assert done.status == 2
-
-
-def test_which_rank_counts(project: Project) -> None:
-    """A crash before those that it draws with it; but a mistake before what nccl makes of it."""
-    pairs = (2, -6), (1, -6), (1, -15), (1, 2)
-    assert project.call("ranks.causes", *pairs) == [2, -6, 1, 1]
 
 
 @pytest.fixture

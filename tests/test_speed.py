@@ -238,12 +238,6 @@ def test_prepared_data_of_a_list(project: Project, own_data: Path, tmp_path: Pat
 
 
 @SAME_FOR_BOTH
-def test_normalised_as_ever(project: Project) -> None:
-    """uint8 through the workers, normalised afterwards: what ToTensor and Normalize make of it."""
-    assert "images of torch.float32: leave them uint8" in project.call("batches.normalized")
-
-
-@SAME_FOR_BOTH
 def test_nothing_waits_in_a_step(project: Project, data: Path, tmp_path: Path) -> None:
     """No collective but the gradients', once a step; no number is read off the device."""
     project.call("steps.profiles", data, tmp_path)
@@ -292,12 +286,6 @@ def test_half_precision(project: Project, data: Path, tmp_path: Path) -> None:
     assert float(rows(tmp_path / "whole")[0]["train_loss"]) < 2
 
 
-@SAME_FOR_BOTH
-def test_resume_in_another_memory_format(project: Project) -> None:
-    """A fused optimizer takes the order in memory for granted; moments of another are put right."""
-    assert project.call("steps.in_another_memory_format")
-
-
 def test_workers_do_not_copy_the_list_of_samples(project: Project) -> None:
     of_list, of_packed = project.call("memory.of_samples")
     assert of_list > 20_000  # what it is that the test would see
@@ -307,29 +295,12 @@ def test_workers_do_not_copy_the_list_of_samples(project: Project) -> None:
 @SAME_FOR_BOTH
 def test_compiled(project: Project, data: Path, tmp_path: Path) -> None:
     """Its checkpoints fit an uncompiled network, and no compiler is one line."""
-    more = ["--arch", "alexnet", "--compile"]
-    done = project.fork(*flags(data, tmp_path, *more)).ok()
+    # Its graph is small; without moments its checkpoints are a third.
+    more = ["--arch", "alexnet", "--optimizer", "sgd", "--momentum", 0, "--keep", 1]
+    done = project.fork(*flags(data, tmp_path, *more, "--compile")).ok()
     assert "amp off, compiled" in done.out
-    more = ["--arch", "alexnet", "--epochs", 2]
+    more += ["--epochs", 2]
     assert "1 of 2 epochs done" in project.fork(*flags(data, tmp_path, *more)).ok().out
-
-
-@SAME_FOR_BOTH
-def test_cpus_that_may_be_used(project: Project) -> None:
-    """The quota of cgroups, at any level, and the affinity."""
-    cases = [
-        ("0::/\n", {}),
-        ("0::/\n", {"/sys/fs/cgroup/cpu.max": "max 100000\n"}),
-        ("0::/\n", {"/sys/fs/cgroup/cpu.max": "100000 100000\n"}),
-        ("0::/a/b\n", {"/sys/fs/cgroup/a/cpu.max": "50000 100000\n"}),
-        ("0::/host/path\n", {"/sys/fs/cgroup/cpu.max": "20000 100000\n"}),
-    ]
-    all_of_them = len(os.sched_getaffinity(0))
-    found = project.call("machine.cpus", *cases)
-    assert found == [all_of_them, all_of_them, 1, 1, 1]
-    assert project.call("machine.pinned") == 1
-    # srun may have dealt them out already.
-    assert project.call("machine.shares", "0", "8", "1") == [1, 8, 1]
 
 
 def test_input_bound(project: Project, data: Path, tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """What comes out of the template, before anything is trained: files, hooks, lint, updates."""
 
+import ast
 import json
 import os
 import re
@@ -401,3 +402,43 @@ def test_nothing_of_this_machine(template: Path) -> None:
             text = path.read_text()
             assert str(ROOT) not in text, path
             assert not re.search(r"/(root|home)/\w", text), path
+
+
+ENGINE = sorted((ROOT / TEMPLATE_FOLDER / "engine").rglob("*.py"))
+EDITED = {"main", "dataset", "model", "predict", "prepare_data", "demo_set"}
+for_each_module = pytest.mark.parametrize("path", ENGINE, ids=lambda path: path.stem)
+
+
+class TestArchitecture:
+    """What keeps engine/ small, and apart from what people edit."""
+
+    @for_each_module
+    def test_it_imports_nothing_that_people_edit(self, path: Path) -> None:
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            if isinstance(node, ast.ImportFrom):
+                names = [node.module or ""]
+            assert not {name.split(".")[0] for name in names} & EDITED
+
+    @for_each_module
+    def test_it_reads_no_flag(self, path: Path) -> None:
+        """No attribute of an `args` or `flags`; a function gets values."""
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+                assert node.value.id not in ("args", "flags"), f"{path}:{node.lineno}"
+
+    @for_each_module
+    def test_sizes(self, path: Path) -> None:
+        assert len(path.read_text().splitlines()) <= 260
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef):
+                assert node.end_lineno - node.lineno < 50, node.name
+
+    def test_size_of_main(self) -> None:
+        assert len((ROOT / TEMPLATE_FOLDER / "main.py").read_text().splitlines()) <= 350
+
+    def test_what_types_leave_open(self) -> None:
+        names = [node for path in ENGINE for node in ast.walk(ast.parse(path.read_text()))]
+        lines = [line for path in ENGINE for line in path.read_text().splitlines()]
+        assert sum(isinstance(node, ast.Name) and node.id == "Any" for node in names) <= 13
+        assert sum("type: ignore" in line for line in lines) <= 4

@@ -6,11 +6,9 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from torchvision.transforms.v2 import functional as F
 
 import dataset
 from engine.data import loading, seeding
-from engine.errors import UserError
 from engine.ranks import distributed
 
 
@@ -55,26 +53,3 @@ def checksums(data: str) -> dict:
     keyed = [sums(*shape) for shape in shapes]
     seeding.seed = lambda *key: None
     return {"keyed": keyed, "unkeyed": sums(1, 8, 1, 0)}
-
-
-def numbers() -> list[int]:
-    return [seeding.number(*key) for key in ((1, 2), (1, 2), (1, 2, 0), (2, 1))]
-
-
-def normalized() -> str:
-    """A batch is what ToTensor and Normalize make of it; return what a float one is told."""
-    generator = torch.Generator().manual_seed(0)
-    images = torch.randint(0, 256, (4, 20, 30, 3), dtype=torch.uint8, generator=generator)
-    samples = [(image.movedim(-1, 0), number) for number, image in enumerate(images)]
-    ((found, targets),) = loading.to_device([loading.collate(samples)], torch.device("cpu"))
-    for (image, number), one, target in zip(samples, found, targets, strict=True):
-        scaled = F.to_dtype(image, torch.float32, scale=True)
-        expected = F.normalize(scaled, loading.MEAN, loading.STD)
-        assert (one - expected).abs().max() < 1e-6
-        assert target == number
-    assert found.is_contiguous(memory_format=torch.channels_last)
-    try:
-        loading.normalize(found)
-    except UserError as error:
-        return str(error)
-    return "taken"

@@ -311,3 +311,9 @@ def nodes_that_share_no_disk(data: str, folder: str, *words: object) -> dict:
     rest = train("", "--epochs", 2, patch=node)
     digests = [digest(f"{folder}/{name}") for name in ("whole", "node0")]
     return {"killed": first, "rest": rest, "digests": digests}
+
+
+def stopped_without_resuming(data: str, folder: str, *words: object) -> list:
+    """A signal to a run with --resume never."""
+    ask = after_step(3, lambda: os.kill(os.getpid(), signal.SIGTERM))
+    return Runs(data, folder, words).train("never", "--resume", "never", patch=ask)

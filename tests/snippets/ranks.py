@@ -6,22 +6,9 @@ from types import SimpleNamespace
 
 import torch
 
+import main
 from engine.errors import UserError
-from engine.ranks import distributed, launcher
-
-
-def causes(*pairs: list[int]) -> list[int]:
-    """The status that counts of two ranks' statuses, in the order of time, for each pair."""
-    found = []
-    for statuses in pairs:
-        failures = {
-            i: SimpleNamespace(exitcode=status, timestamp=i) for i, status in enumerate(statuses)
-        }
-        error = SimpleNamespace(
-            failures=failures, get_first_failure=lambda failures=failures: (0, failures[0])
-        )
-        found.append(launcher.root_cause(error)[1].exitcode)
-    return found
+from engine.ranks import distributed
 
 
 def device_of_three(is_debugged: bool) -> str:
@@ -35,3 +22,12 @@ def device_of_three(is_debugged: bool) -> str:
         return str(distributed._pick_device(False))
     except UserError as error:
         return str(error)
+
+
+def local_rank(flag: str, given: str | None) -> int:
+    """What `flag` comes to, of main.py, where LOCAL_RANK is `given`."""
+    os.environ.pop("LOCAL_RANK", None)
+    if given:
+        os.environ["LOCAL_RANK"] = given
+    distributed.setup(main.parse_args([flag]).local_rank)
+    return distributed.local_rank()

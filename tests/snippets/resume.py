@@ -74,7 +74,7 @@ def of_three_ranks(data: str, folder: str, *words: object) -> dict:
         replicas._settle_buckets = lambda *_: None
 
     result = Runs(data, folder, 3, list(words)).result
-    each = ("--save-every", 1)
+    each = ("--save-every", 2)
     return {
         "settled": [result("whole"), result("stop", *each, stop=2)],
         "unsettled": [

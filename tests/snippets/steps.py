@@ -9,7 +9,6 @@ import torch
 from forked import nothing, run
 
 import dataset
-from engine.run import optimizers
 from engine.run.progress import Run
 
 
@@ -64,25 +63,6 @@ def portions(data: str, folder: str) -> None:
         words = "--batch-size", batch_size, "--accumulate", accumulate, "--lr", 0.01, *rest
         out = "--output-dir", f"{folder}/{name}"
         assert run(ranks, *flags, *words, *out, patch=plain) == [0] * ranks
-
-
-def in_another_memory_format() -> bool:
-    """Whether a fused step with moments of another format is what a plain one is."""
-    weight, mean, square, grad = (torch.rand(4, 3, 3, 3) for _ in range(4))
-    ends = []
-    for fused in (True, False):
-        w = torch.nn.Parameter(weight.contiguous(memory_format=torch.channels_last))
-        optimizer = torch.optim.AdamW([w], 0.1, fused=fused)
-        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
-        moments = {"step": torch.tensor(3.0), "exp_avg": mean.clone(), "exp_avg_sq": square.clone()}
-        parts = {"optimizer": optimizer, "scheduler": scheduler}
-        state = {"optimizer": {"state": {0: moments}}, "scheduler": scheduler.state_dict()}
-        state.update(path="last.pt", layout=optimizers.layout(parts))
-        optimizers.load_states(state, parts, 3, 9)
-        w.grad = grad.contiguous(memory_format=torch.channels_last)
-        optimizer.step()
-        ends.append(w.detach())
-    return torch.allclose(*ends, atol=1e-6)
 
 
 def slow_and_usual(data: str, folder: str, *words: object) -> list[str]:

@@ -1,0 +1,360 @@
+"""Functions of engine/ranks and engine/run as they stand, without any process of their own."""
+
+import os
+import zipfile
+import zlib
+from argparse import ArgumentTypeError
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from engine.errors import UserError, shorten
+from engine.ranks import debugging, environment, launcher
+from engine.run import checkpoint, files, flags, machine, metrics, optimizers
+
+
+@pytest.mark.parametrize(
+    ("count", "text"), [(0, ""), (1, "a"), (4, "a, b, c, d"), (5, "a, b, c, d, ...")]
+)
+def test_shorten(count: int, text: str) -> None:
+    assert shorten("abcde"[:count]) == text
+
+
+def test_the_line_of_an_error_from_a_loader_worker() -> None:
+    text = 'Traceback ...\n  File "x"\nengine.errors.UserError: a.jpg: cannot be read\n'
+    assert str(UserError(text)) == "a.jpg: cannot be read"
+
+
+class TestFlags:
+    @pytest.mark.parametrize(
+        ("low", "kind", "text", "value"),
+        [(0, int, "0", 0), (1, int, "7", 7), (0, float, "1e-3", 0.001), (0.5, float, "0.5", 0.5)],
+    )
+    def test_numbers(self, low: float, kind: type, text: str, value: float) -> None:
+        found = flags.at_least(low, kind)(text)
+        assert (found, type(found)) == (value, kind)
+
+    @pytest.mark.parametrize(
+        ("low", "kind", "text"),
+        [(1, int, "0"), (0, int, "-1"), (0, float, "nan"), (0, float, "inf"), (0, float, "-1e-9")],
+    )
+    def test_numbers_that_are_refused(self, low: float, kind: type, text: str) -> None:
+        with pytest.raises(ArgumentTypeError, match=f"{text} is not a number of {low} or more"):
+            flags.at_least(low, kind)(text)
+
+    def test_mistakes(self) -> None:
+        parser = flags.Parser(prog="main.py", allow_abbrev=False)
+        parser.add_argument("--epochs", type=flags.at_least(1))
+        for words in (["--epochs", "0"], ["--epochs", "two"], ["--epoch", "3"]):
+            with pytest.raises(UserError, match=r"\(main.py --help lists the flags\)"):
+                parser.parse_args(words)
+
+    def test_lines_of_a_file(self, tmp_path: Path) -> None:
+        (tmp_path / "flags").write_text("# mine\n--a 'x y' --b 2  # two\n\n")
+        parser = flags.Parser(fromfile_prefix_chars="@")
+        parser.add_argument("--a")
+        parser.add_argument("--b", type=int)
+        assert vars(parser.parse_args([f"@{tmp_path / 'flags'}"])) == {"a": "x y", "b": 2}
+
+    def test_help(self) -> None:
+        parser = flags.Parser(formatter_class=flags.Help)
+        parser.add_argument("--a", default=3, help="number")
+        parser.add_argument("--b", help="none")
+        parser.add_argument("--c", action="store_true", help="off")
+        text = parser.format_help()
+        assert "number (default: 3)" in text
+        assert text.count("default") == 1
+
+    @pytest.mark.parametrize(("text", "found"), [("0", [0]), ("3,0,3", [0, 3])])
+    def test_ranks(self, text: str, found: list[int]) -> None:
+        assert debugging.ranks(text) == found
+
+    @pytest.mark.parametrize("text", ["", "one", "-1", "0,", "1;2"])
+    def test_ranks_that_are_none(self, text: str) -> None:
+        with pytest.raises(ArgumentTypeError, match="not a rank or a list"):
+            debugging.ranks(text)
+
+    @pytest.mark.parametrize(
+        ("text", "found"),
+        [
+            ("5678", ("127.0.0.1", 5678)),
+            ("0.0.0.0:1", ("0.0.0.0", 1)),
+            ("[::1]:65535", ("::1", 65535)),
+        ],
+    )
+    def test_addresses(self, text: str, found: tuple[str, int]) -> None:
+        assert debugging.address(text) == found
+
+    @pytest.mark.parametrize("text", ["0", "65536", "host", "host:", "5678:host"])
+    def test_addresses_that_are_none(self, text: str) -> None:
+        with pytest.raises(ArgumentTypeError, match="from 1 to 65535"):
+            debugging.address(text)
+
+
+class TestFiles:
+    def test_writing(self, tmp_path: Path) -> None:
+        path = tmp_path / "new" / "file"
+        with files.writing(path, parents=True) as part:
+            part.write_text("one")
+            assert not path.exists()
+        assert path.read_text() == "one"
+        with pytest.raises(ZeroDivisionError), files.writing(path) as part:
+            part.write_text("two")
+            raise ZeroDivisionError
+        full = pytest.raises(UserError, match=r"file: cannot be written \(No space")
+        with full, files.writing(path) as part:
+            part.write_text("three")
+            raise OSError(28, "No space left on device")
+        assert path.read_text() == "one"
+        assert os.listdir(path.parent) == ["file"]
+
+    def test_a_table(self, tmp_path: Path) -> None:
+        path, partial = tmp_path / "table.csv", tmp_path / "table.csv.partial"
+        with files.table(path, ["file"]):
+            pass
+        assert not list(tmp_path.iterdir())
+        with pytest.raises(ZeroDivisionError), files.table(path, ["file"]) as write:
+            write(["\udcff"])
+            raise ZeroDivisionError
+        assert partial.read_bytes() == b"file\n\xff\n"
+        with files.table(path, ["file"]) as write:
+            write(["a"])
+        assert {path.name: path.read_text()} == {p.name: p.read_text() for p in tmp_path.iterdir()}
+
+    def test_filling(self, tmp_path: Path) -> None:
+        folder = tmp_path / "folder"
+        with pytest.raises(ZeroDivisionError), files.filling(folder) as part:
+            (part / "a").touch()
+            raise ZeroDivisionError
+        assert not list(tmp_path.iterdir())
+        for name in ("first", "second"):
+            with files.filling(folder) as part:
+                (part / name).touch()
+        assert os.listdir(tmp_path) == ["folder"]
+        assert os.listdir(folder) == ["first"]
+
+
+class TestCheckpoints:
+    @pytest.mark.parametrize("length", [0, 1, 2**20 - 1, 2**20, 2**20 + 1])
+    def test_checksums(self, tmp_path: Path, length: int) -> None:
+        content = np.random.default_rng(0).bytes(length)
+        (tmp_path / "file").write_bytes(content + b"more")
+        with open(tmp_path / "file", "rb") as file:
+            found = checkpoint.compute_checksum(file, length)
+        assert found == b"%08x" % zlib.crc32(content)
+
+    def test_a_file_with_a_checksum(self, tmp_path: Path) -> None:
+        path = tmp_path / "file.pt"
+        torch.save({"a": torch.ones(9)}, path)
+        assert not checkpoint.has_checksum(path)
+        checkpoint.write(path, {"a": torch.ones(9)}, verify=True)
+        assert checkpoint.has_checksum(path)
+        content = path.read_bytes()
+        path.write_bytes(content[:50] + b"x" + content[51:])
+        with pytest.raises(zipfile.BadZipFile):
+            checkpoint.has_checksum(path)
+        path.write_bytes(b"")
+        assert not checkpoint.has_checksum(path)
+
+    @pytest.mark.parametrize(
+        ("value", "plain"),
+        [
+            *((1, 1), (True, True), (None, None), ("x", "x"), (0.5, 0.5)),
+            *((np.float32(0.5), 0.5), (torch.tensor(2), 2), (Path("a/b"), "a/b")),
+            ({"a": [np.int64(1), (Path("x"),)]}, {"a": [1, ("x",)]}),
+        ],
+    )
+    def test_plain_types(self, value: object, plain: object) -> None:
+        found = checkpoint.to_plain(value)
+        assert (found, type(found)) == (plain, type(plain))
+
+    def test_classes(self) -> None:
+        checkpoint.check_classes("last.pt", ["a", "b"], ["a", "b"])
+        with pytest.raises(UserError, match=r"the checkpoint: b; only the data: c, d"):
+            checkpoint.check_classes("last.pt", ["a", "b"], ["a", "c", "d"])
+
+
+class TestMachine:
+    CASES = (
+        ("0::/\n", {}, 8),
+        ("0::/\n", {"cpu.max": "max 100000\n"}, 8),
+        ("0::/\n", {"cpu.max": "100000 100000\n"}, 1),
+        ("0::/\n", {"cpu.max": "150000 100000\n"}, 2),
+        ("0::/a/b\n", {"a/cpu.max": "50000 100000\n"}, 1),
+        ("0::/a/b\n", {"a/cpu.max": "400000 100000\n", "a/b/cpu.max": "200000 100000\n"}, 2),
+        ("0::/host/path\n", {"cpu.max": "20000 100000\n"}, 1),
+        ("5:cpu:/job\n", {}, 8),
+    )
+
+    @pytest.mark.parametrize(("group", "limits", "cpus"), CASES)
+    def test_quotas(
+        self, group: str, limits: dict, cpus: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """That of a cgroup, at any level."""
+        for name, text in limits.items():
+            (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / name).write_text(text)
+        (tmp_path / "group").write_text(group)
+        own = {"/proc/self/cgroup": tmp_path / "group"}
+        monkeypatch.setattr(machine, "Path", lambda path: own.get(path, Path(path)))
+        monkeypatch.setattr(machine, "CGROUPS", tmp_path)
+        monkeypatch.setattr(os, "sched_getaffinity", lambda _: {*range(8)})
+        assert machine.cpus() == cpus
+
+    def test_affinity(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(machine, "_quota", lambda: 7.5)
+        for count in (1, 7, 9):
+            monkeypatch.setattr(os, "sched_getaffinity", lambda _, n=count: {*range(n)})
+            assert machine.cpus() == min(count, 8)
+
+    @pytest.mark.parametrize(
+        ("ranks", "per_task", "share"), [(1, "0", 8), (8, "0", 1), (8, "8", 8), (3, "1", 2)]
+    )
+    def test_shares(
+        self, ranks: int, per_task: str, share: int, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Of 8 CPUs, which srun may have dealt out already."""
+        monkeypatch.setattr(machine, "cpus", lambda: 8)
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
+        monkeypatch.setenv("SLURM_CPUS_PER_TASK", per_task)
+        assert machine.cpu_share() == share
+
+    @pytest.mark.parametrize(
+        ("given", "cuda", "threads"), [("1", False, 8), ("1", True, 4), ("3", True, 3), ("x", 0, 8)]
+    )
+    def test_threads(
+        self, given: str, cuda: bool, threads: int, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(machine, "cpu_share", lambda: 8)
+        monkeypatch.setenv("OMP_NUM_THREADS", given)
+        assert machine.default_threads(cuda) == threads
+
+    def test_float32(self) -> None:
+        outputs = {"a": (torch.ones(1, dtype=torch.bfloat16), 1), "b": torch.ones(1).long()}
+        found = machine.to_float32(outputs)
+        assert (found["a"][0].dtype, found["a"][1]) == (torch.float32, 1)
+        assert found["b"].dtype == torch.int64
+
+
+STEP = {
+    "SLURM_STEP_ID": "3",
+    "SLURM_STEP_NUM_TASKS": "7",
+    "SLURM_STEP_TASKS_PER_NODE": "2(x3),1",
+    "SLURM_STEP_NODELIST": "n[1-4]",
+    "SLURM_JOB_ID": "5",
+    "SLURM_NODEID": "2",
+    "SLURM_PROCID": "5",
+    "SLURM_LOCALID": "1",
+}
+
+
+class TestEnvironment:
+    def adopted(self, monkeypatch: pytest.MonkeyPatch, **env: str) -> tuple[bool, dict]:
+        fake = SimpleNamespace(stdout="n1\nn2\nn3\nn4\n")
+        monkeypatch.setattr(environment.subprocess, "run", lambda *_, **__: fake)
+        monkeypatch.setattr(os, "environ", env)
+        return environment.adopt_slurm_step(), env
+
+    def test_a_step(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        was_used, env = self.adopted(monkeypatch, **STEP)
+        assert was_used
+        names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR")
+        assert [env[name] for name in names] == ["5", "7", "1", "2", "n1"]
+        assert env["MASTER_PORT"] == str(20000 + 5 * 7 + 3)
+
+    def test_what_is_set_stays(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        given = {"MASTER_ADDR": "here", "MASTER_PORT": "1"}
+        _, env = self.adopted(monkeypatch, **STEP, **given)
+        assert given.items() <= env.items()
+
+    @pytest.mark.parametrize(
+        "env",
+        [
+            {},
+            {"SLURM_PROCID": "0", "SLURM_NTASKS": "8", "SLURM_JOB_ID": "1"},  # a batch script
+            {**STEP, "SLURM_STEP_NUM_TASKS": "1"},  # srun --pty bash
+            {**STEP, "RANK": "0"},  # torchrun within a step
+        ],
+        ids=["nothing", "batch script", "shell", "torchrun"],
+    )
+    def test_no_step(self, env: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+        was_used, after = self.adopted(monkeypatch, **env)
+        assert not was_used
+        assert after == env
+
+    def test_names(self, capsys: pytest.CaptureFixture) -> None:
+        """That of another node is told at once; for a while it may still come to be known."""
+        environment.wait_for_name("localhost")
+        with pytest.raises(UserError, match=r"MASTER_ADDR=nowhere\.invalid cannot be resolved"):
+            environment.wait_for_name("nowhere.invalid", seconds=0.1)
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line.endswith("; trying for 0.1 s")
+
+
+@pytest.mark.parametrize(
+    ("statuses", "status"), [((2, -6), 2), ((1, -6), -6), ((1, -15), 1), ((1, 2), 1)]
+)
+def test_which_rank_counts(statuses: tuple[int, int], status: int) -> None:
+    """A crash before those that it draws with it; but a mistake before what nccl makes of it."""
+    failures = {
+        i: SimpleNamespace(exitcode=status, timestamp=i) for i, status in enumerate(statuses)
+    }
+    error = SimpleNamespace(failures=failures, get_first_failure=lambda: (0, failures[0]))
+    assert launcher.root_cause(error)[1].exitcode == status
+
+
+class TestOptimizers:
+    def test_layouts(self) -> None:
+        net = torch.nn.Linear(2, 2)
+        adamw = torch.optim.AdamW(net.parameters(), 0.1)
+        scheduler = torch.optim.lr_scheduler.LambdaLR(adamw, lambda _: 1.0)
+        found = optimizers.layout({"model": net, "optimizer": adamw, "scheduler": scheduler})
+        assert found == {
+            "optimizer": ["AdamW", [["weight", "bias"]]],
+            "scheduler": ["LambdaLR"],
+        }
+        amsgrad = torch.optim.AdamW(net.parameters(), 0.1, amsgrad=True)
+        assert optimizers.layout({"optimizer": amsgrad})["optimizer"][0] == "AdamW amsgrad"
+
+    @pytest.mark.parametrize(
+        ("now", "words"),
+        [
+            (["SGD", [["a", "b"]]], "the optimizer was AdamW and is SGD"),
+            (["AdamW", [["a"], ["b"]]], "groups had 2 weights and have 1 . 1"),
+            (["AdamW", [["b", "a"]]], "groups have b where a was"),
+        ],
+    )
+    def test_another_layout(self, now: list, words: str) -> None:
+        then = {"optimizer": ["AdamW", [["a", "b"]]], "ema": [1]}
+        optimizers.check_layout("last.pt", then, {"optimizer": then["optimizer"]})
+        with pytest.raises(UserError, match=f"{words}.*--weights last.pt"):
+            optimizers.check_layout("last.pt", then, {"optimizer": now})
+
+    def test_another_memory_format(self) -> None:
+        """A fused optimizer takes the order in memory for granted; other moments are put right."""
+        last = torch.channels_last
+        weight, mean, square, grad = (torch.rand(4, 3, 3, 3) for _ in range(4))
+        ends = []
+        for fused in (True, False):
+            w = torch.nn.Parameter(weight.contiguous(memory_format=last))
+            optimizer = torch.optim.AdamW([w], 0.1, fused=fused)
+            scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+            moments = {"exp_avg": mean.clone(), "exp_avg_sq": square.clone()}
+            moments["step"] = torch.tensor(3.0)
+            parts = {"optimizer": optimizer, "scheduler": scheduler}
+            state = {"optimizer": {"state": {0: moments}}, "scheduler": scheduler.state_dict()}
+            state.update(path="last.pt", layout=optimizers.layout(parts))
+            optimizers.load_states(state, parts, 3, 9)
+            w.grad = grad.contiguous(memory_format=last)
+            optimizer.step()
+            ends.append(w.detach())
+        assert torch.allclose(*ends, atol=1e-6)
+
+
+def test_what_a_network_returns_in_evaluation() -> None:
+    assert metrics.check_logits(torch.ones(1).bfloat16()).dtype == torch.float32
+    with pytest.raises(UserError, match="returns a dict in evaluation"):
+        metrics.check_logits({"out": torch.ones(1)})

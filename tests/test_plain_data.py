@@ -1,0 +1,218 @@
+"""Functions of engine/data as they stand, without any process of their own."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torchvision.transforms.v2 import functional as F
+
+from engine.data import images, loading, samples, seeding
+from engine.errors import UserError
+from engine.ranks import distributed
+
+
+class TestSeeding:
+    def test_numbers(self) -> None:
+        keys = [(), (0,), (1,), (1, 2), (2, 1), (1, 2, 0), (0, 1, 2), (2**40, 1)]
+        found = [seeding.number(*key) for key in keys]
+        assert len(set(found)) == len(keys)
+        assert found == [seeding.number(*key) for key in keys]
+        assert all(0 <= number < 2**64 for number in found)
+
+    def test_generators(self) -> None:
+        def drawn(*key: int) -> tuple:
+            seeding.seed(*key)
+            return seeding.random.random(), np.random.rand(), torch.rand(1).item()
+
+        first, again, other = drawn(1, 2), drawn(1, 2), drawn(1, 3)
+        assert first == again
+        assert not {*first} & {*other}
+
+
+def shares(ranks: int, sampler: Callable, monkeypatch: pytest.MonkeyPatch) -> list[list]:
+    """What each of so many ranks takes from its sampler."""
+    found = []
+    monkeypatch.setattr(distributed, "world_size", lambda: ranks)
+    for rank in range(ranks):
+        monkeypatch.setattr(distributed, "rank", lambda rank=rank: rank)
+        mine = sampler()
+        found.append(list(mine))
+        assert len(mine) == len(found[-1])
+    return found
+
+
+class TestSampler:
+    @pytest.mark.parametrize("ranks", [2, 3, 4, 6])
+    @pytest.mark.parametrize("seen", [0, 24])
+    def test_ranks_share_what_one_would_take(
+        self, ranks: int, seen: int, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def sampler() -> loading.TrainSampler:
+            made = loading.TrainSampler(53, 12, seed=5)
+            made.set_epoch(3, seen)
+            return made
+
+        (alone,) = shares(1, sampler, monkeypatch)
+        assert len(alone) == 48 - seen  # 53 are four global batches of 12, and a rest
+        assert len({*alone}) == len(alone)
+        assert {epoch for epoch, _ in alone} == {3}
+        parts = shares(ranks, sampler, monkeypatch)
+        each = 12 // ranks
+        for step in range(len(alone) // 12):
+            mine = [part[step * each : (step + 1) * each] for part in parts]
+            together = {key for part in mine for key in part}
+            assert together == {*alone[step * 12 : (step + 1) * 12]}
+
+    def test_orders(self) -> None:
+        def order(seed: int, epoch: int) -> list[int]:
+            sampler = loading.TrainSampler(40, 8, seed)
+            sampler.set_epoch(epoch)
+            return [index for _, index in sampler]
+
+        assert order(1, 0) == order(1, 0)
+        assert len({*map(tuple, (order(1, 0), order(1, 1), order(2, 0)))}) == 3
+
+    def test_the_rest_of_an_epoch(self) -> None:
+        sampler = loading.TrainSampler(40, 8, 0)
+        whole = list(sampler)
+        sampler.set_epoch(0, 16)
+        assert list(sampler) == whole[16:]
+
+    def test_a_batch_that_is_too_large(self) -> None:
+        options = loading.Options(0, 2, False, 0)
+        with pytest.raises(UserError, match="--batch-size 4 x 1 ranks x --accumulate 3 is more"):
+            loading.build_train_loader([()] * 11, 2, 4, 3, options)
+
+
+class Listed(torch.utils.data.Dataset):
+    def __init__(self, samples: list) -> None:
+        self.samples = samples
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitem__(self, index: int) -> tuple:
+        return torch.zeros(3, 4, 4, dtype=torch.uint8), 0
+
+
+def fingerprint(samples: list) -> str:
+    options = loading.Options(0, 2, False, 0)
+    return loading.fingerprint(loading.build_val_loader(Listed(samples), 2, 2, options))
+
+
+def test_fingerprints() -> None:
+    first = [("a/1.jpg", 0), ("a/2.jpg", 1)]
+    assert fingerprint(first) == fingerprint([("b/1.jpg", 0), ("c/2.jpg", 1)])
+    assert fingerprint([{"image": "a/1.jpg", "label": 0}]) == fingerprint([("b/1.jpg", 0)])
+    others = [first[:1], [*first, ("a/3.jpg", 0)], first[::-1], [("a/1.jpg", 1), ("a/2.jpg", 1)]]
+    assert len({fingerprint(each) for each in (first, *others)}) == 5
+
+
+class TestSamples:
+    def test_packed(self) -> None:
+        listed = [("a.jpg", 1), ("é\udcff.jpg", None), ((1, 2), "x")]
+        packed = samples.Packed(listed)
+        assert list(packed) == listed
+        assert packed[-1] == listed[-1]
+        assert len(samples.Packed([])) == 0
+        with pytest.raises(IndexError):
+            packed[3]
+
+    def keyed(self, dataset: object, num_classes: int = 2) -> samples.KeyedDataset:
+        return samples.KeyedDataset(dataset, num_classes, 0, 0, is_any_size=False)
+
+    @pytest.mark.parametrize("label", [-1, 2, np.int64(2), torch.tensor(2)])
+    def test_labels_that_are_no_class(self, label: object) -> None:
+        with pytest.raises(UserError, match=r"sample 0, a.jpg: label -?\d, .* 0 to 1"):
+            self.keyed(Listed([("a.jpg", 0)])).check_label(0, label)
+
+    @pytest.mark.parametrize("label", [0, 1, 2.0, torch.tensor(7.0), torch.full((3,), 9), "x"])
+    def test_labels_that_are_left_alone(self, label: object) -> None:
+        self.keyed(Listed([("a.jpg", 0)])).check_label(0, label)
+
+    def test_names(self) -> None:
+        assert self.keyed(Listed([("a.jpg", 0)])).name(0) == "sample 0, a.jpg"
+        assert self.keyed([()]).name(0) == "sample 0"
+
+    def test_images_of_several_sizes(self) -> None:
+        several = [(torch.zeros(3, 4, side, dtype=torch.uint8), 0) for side in (4, 5)]
+        with pytest.raises(UserError, match=r"sample 1: \(3, 4, 5\), but sample 0 has \(3, 4, 4\)"):
+            self.keyed(several).__getitems__([(0, 0), (0, 1)])
+
+
+class TestNormalize:
+    def test_values(self) -> None:
+        """What ToTensor and Normalize make of them, channels last."""
+        generator = torch.Generator().manual_seed(0)
+        pixels = torch.randint(0, 256, (4, 20, 30, 3), dtype=torch.uint8, generator=generator)
+        batch = loading.collate([(image.movedim(-1, 0), n) for n, image in enumerate(pixels)])
+        ((found, targets),) = loading.to_device([batch], torch.device("cpu"))
+        scaled = F.to_dtype(pixels.movedim(-1, 1), torch.float32, scale=True)
+        expected = F.normalize(scaled, loading.MEAN, loading.STD)
+        assert (found - expected).abs().max() < 1e-6
+        assert targets.tolist() == [0, 1, 2, 3]
+        assert found.is_contiguous(memory_format=torch.channels_last)
+
+    def test_what_is_no_uint8(self) -> None:
+        with pytest.raises(UserError, match=r"images of torch\.float32: leave them uint8"):
+            loading.normalize(torch.zeros(1, 3, 4, 4))
+
+    def test_batches_by_size(self) -> None:
+        sizes = (4, 5, 4)
+        found = loading.collate_by_size([(torch.zeros(3, 4, side), side) for side in sizes])
+        assert [targets.tolist() for _, targets in found] == [[4, 4], [5]]
+
+
+class TestImages:
+    def image(self, shrinks: tuple[int, ...] = ()) -> images.LazyImage:
+        return images.LazyImage(100, 200, lambda n: np.zeros((100 // n, 200 // n, 3)), shrinks)
+
+    @pytest.mark.parametrize(
+        ("box", "size", "snapped"),
+        [
+            ((3, 5, 50, 60), None, (3, 5, 50, 60)),
+            ((3, 5, 50, 60), (25, 30), (4, 4, 48, 60)),
+            ((3, 5, 50, 60), (26, 30), (3, 5, 50, 60)),
+            ((-3, 0, 90, 90), (10, 10), (0, 0, 88, 88)),
+        ],
+    )
+    def test_boxes(self, box: tuple, size: tuple | None, snapped: tuple) -> None:
+        assert self.image((8, 4, 2)).snap(box, size) == snapped
+
+    def test_beyond_the_edges(self) -> None:
+        pixels = np.arange(1, 7, dtype=np.uint8).reshape(2, 3)
+        mask = images.LazyImage.of(pixels)
+        found = mask.read((-1, 1, 3, 3), fill=255)
+        assert found.tolist() == [[255, 255, 255], [2, 3, 255], [5, 6, 255]]
+        assert (mask.read((5, 5, 1, 2), fill=9) == 9).all()
+
+    def test_names(self, tmp_path: Path) -> None:
+        for name in ("b/2.jpg", "1.PNG", ".3.jpg", "4.txt", ".c/5.jpg"):
+            (tmp_path / name).parent.mkdir(exist_ok=True)
+            (tmp_path / name).touch()
+        found = images.collect([tmp_path, tmp_path / "b" / "2.jpg"])
+        assert [name for _, name in found] == ["1", "b/2", "2"]
+        assert images.by_name(found)["b/2"] == str(tmp_path / "b/2.jpg")
+        with pytest.raises(UserError, match="the same name"):
+            images.by_name([("a/1.jpg", "1"), ("b/1.jpg", "1")])
+        (tmp_path / "empty").mkdir()
+        with pytest.raises(UserError, match="no images"):
+            images.list_images(tmp_path / "empty")
+        with pytest.raises(UserError, match="no such"):
+            images.list_images(tmp_path / "none")
+
+    @pytest.mark.parametrize(("count", "aside"), [(2, 1), (6, 1), (20, 3), (100, 15)])
+    def test_split(self, count: int, aside: int) -> None:
+        paths = [f"/data/{number}.jpg" for number in range(count)]
+        train, val = images.split(paths, Path("/data"))
+        assert (len(val), sorted([*train, *val])) == (aside, sorted(paths))
+        moved = [path.replace("data", "other") for path in paths]
+        assert images.split(moved[::-1], Path("/other"))[1] == [
+            path.replace("data", "other") for path in val
+        ]
+
+    def test_too_few_to_split(self) -> None:
+        with pytest.raises(UserError, match="too few"):
+            images.split(["/data/1.jpg"], Path("/data"))
