@@ -3,7 +3,6 @@
 import multiprocessing
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 
 def main(source: str, store: str) -> None:
@@ -13,10 +12,11 @@ def main(source: str, store: str) -> None:
     import dataset
     import prepare_data
     from engine.data import loading
+    from engine.ranks import process
 
+    process.worker_context = lambda workers: None  # Python's default, on Linux too
     prepare_data.main(["--data", source, "--output", store, "--short-side", "0", "--workers", "1"])
     loading.distributed.setup()
-    loading.sys = SimpleNamespace(platform="darwin")
     train, _, classes = dataset.build_dataset(Path(store), 32)
     found = []
     for workers in 0, 1:
