@@ -6,8 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from conftest import SMALL, Project
 from PIL import Image
+from running import SMALL, Project
 
 Spoil = Callable[[Path], None]
 
