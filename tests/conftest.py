@@ -20,6 +20,7 @@ GROUPS = {
 }
 
 
+@pytest.hookimpl(tryfirst=True)  # pytest-xdist reads the groups in its own
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if group := GROUPS.get(item.path.name):
