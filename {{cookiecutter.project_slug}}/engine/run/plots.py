@@ -1,4 +1,4 @@
-"""The pictures of a run: curves.png, how its metrics went, and examples.png, what it predicts."""
+"""The plots of a run: curves.png shows its metrics, examples.png what the network predicts."""
 
 import itertools
 import math
