@@ -24,7 +24,7 @@ test: ready
 	$(python) -m pytest --numprocesses $(WORKERS) --dist loadgroup
 
 check: ready
-	$(python) -m pytest tests/test_template.py
+	$(python) -m pytest --numprocesses 2 tests/test_template.py tests/test_plain*.py
 
 demo: ready
 	find "$(template)" -name '.*_cache' -prune -exec rm -rf {} +

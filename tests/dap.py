@@ -25,7 +25,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from conftest import marked
+from running import marked
 
 PATIENCE = 120  # seconds; a safety net
 Breakpoints = dict[str, list[dict[str, Any]]]  # file -> [{"line": 7, "condition": "rank == 1"}]

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from conftest import SMALL, Project
 from PIL import Image
+from running import SMALL, Project
 
 Spoil = Callable[[Path], None]
 
@@ -115,7 +115,7 @@ SPOILT: dict[str, dict[str, tuple[Spoil, list[str]]]] = {
             lambda d: [
                 Image.new("L", (64, 64), 255).save(path) for path in (d / "val/masks").iterdir()
             ],
-            ["all is void"],
+            ["all are void"],
         ),
         "mask in colour": (
             lambda d: Image.new("RGB", (64, 64)).save(d / "train/masks/0003.png"),

@@ -7,8 +7,7 @@ import uuid
 import zipfile
 from pathlib import Path
 
-from conftest import Project, finish, rows, start
-from test_runs import SAME_FOR_BOTH, flags
+from running import SAME_FOR_BOTH, Project, finish, flags, rows, start
 
 
 def damage(path: Path) -> None:

@@ -11,9 +11,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import SCRIPTS, Project, finish, processes, start
 from dap import Breakpoints, Debugger, configuration, line_of
-from test_runs import SAME_FOR_BOTH, flags, free_port, with_bug
+from running import (
+    SAME_FOR_BOTH,
+    SCRIPTS,
+    Project,
+    finish,
+    flags,
+    free_port,
+    processes,
+    start,
+    with_bug,
+)
 
 F5 = "DDP: torch.distributed.launch"
 LOOP = "loss_sum, count = task.criterion(machine.to_float32("  # a line of the training loop

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import Project, rows, run
 from PIL import Image
+from running import Project, rows, run
 
 RUN = Path("runs/default")  # where a run leaves its files unless told otherwise
 PROMISED = {"classification": ("top1", 0.90), "segmentation": ("miou", 0.70)}

@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import SCRIPTS, Done, Project, rows
 from digest import digest
-from test_runs import SAME_FOR_BOTH, flags
+from running import SAME_FOR_BOTH, SCRIPTS, Done, Project, flags, rows
 
 pytestmark = SAME_FOR_BOTH
 

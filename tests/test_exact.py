@@ -6,9 +6,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import SCRIPTS, Project, rows
 from PIL import Image
-from test_runs import SAME_FOR_BOTH, flags
+from running import SAME_FOR_BOTH, SCRIPTS, Project, flags, rows
 
 
 def test_same_pictures_whatever_the_machine(project: Project, data: Path) -> None:

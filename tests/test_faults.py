@@ -18,9 +18,22 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import SCRIPTS, Done, Project, finish, marked, processes, rows, run, start
 from digest import digest
-from test_runs import SAME_FOR_BOTH, flags, wait_for, with_bug
+from running import (
+    SAME_FOR_BOTH,
+    SCRIPTS,
+    Done,
+    Project,
+    finish,
+    flags,
+    marked,
+    processes,
+    rows,
+    run,
+    start,
+    wait_for,
+    with_bug,
+)
 
 pytestmark = SAME_FOR_BOTH
 

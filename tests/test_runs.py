@@ -1,6 +1,5 @@
-"""Real runs of generated projects: launchers, ranks, resume, output files, prediction."""
+"""Real runs of generated projects: resume, output files, metrics, flags, their own tests."""
 
-import csv
 import json
 import os
 import re
@@ -8,225 +7,14 @@ import shutil
 import signal
 import socket
 import sys
-import time
 import uuid
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from conftest import SCRIPTS, Done, Project, finish, rows, run, small, start
 from PIL import Image
-
-# What these tests try is the same file, byte for byte, in both kinds of project.
-SAME_FOR_BOTH = pytest.mark.parametrize("project", ["classification"], indirect=True)
-
-
-def flags(data: Path, out: Path, *more: object) -> list[object]:
-    return [*small(data), "--data", data, "--output-dir", out, *more]
-
-
-def with_bug(project: Project, folder: Path, old: str, new: str) -> Path:
-    """A copy of the project's launch.sh whose main.py has `new` where it had `old`, once."""
-    copy = project.copy(folder).folder
-    text = (copy / "main.py").read_text()
-    assert text.count(old) == 1
-    (copy / "main.py").write_text(text.replace(old, new))
-    return copy / "launch.sh"
-
-
-@SAME_FOR_BOTH
-def test_three_ranks_end_with_the_same_weights(
-    project: Project, data: Path, tmp_path: Path
-) -> None:
-    launcher = [sys.executable, project.folder / "engine/ranks/launcher.py", "--standalone"]
-    # 53 pictures are two global batches of 24 and a rest, which is left out.
-    more = flags(data, tmp_path, "--accumulate", 2, "--epochs", 2)
-    words = ["--nproc-per-node", 3, SCRIPTS / "keep_weights.py", tmp_path, *more]
-    done = run([*launcher, *words], PYTHONPATH=str(project.folder)).ok()
-    assert "batch 4 per rank x 3 rank(s) x 2 accumulated = 24" in done.out
-    assert [row["step"] for row in rows(tmp_path)] == ["2", "4"]
-    first, *others = (torch.load(tmp_path / f"rank{r}.pt", weights_only=True) for r in range(3))
-    saved = torch.load(tmp_path / "last.pt", weights_only=True)["model"]
-    for other in [*others, saved]:
-        assert first.keys() == other.keys()
-        assert all(torch.equal(first[name], other[name]) for name in first)
-
-
-@SAME_FOR_BOTH
-def test_a_forward_pass_beside_ddp_is_found_out(
-    project: Project, data: Path, tmp_path: Path
-) -> None:
-    right, wrong = "outputs = ddp_model(images)", "outputs = ddp_model.module(images)"
-    broken = with_bug(project, tmp_path / "broken", right, wrong)
-    done = run([broken, *flags(data, tmp_path / "out")])
-    done.refused("differs between ranks", "ddp_model")
-    assert not (tmp_path / "out" / "last.pt").exists()
-
-
-def executable(path: Path, text: str) -> Path:
-    path.write_text(text)
-    path.chmod(0o755)
-    return path
-
-
-@SAME_FOR_BOTH
-class TestLaunchers:
-    """All ways to start main.py."""
-
-    @pytest.mark.parametrize(
-        "launcher",
-        [
-            "-m torch.distributed.run --standalone --nproc-per-node 2",
-            "-m torch.distributed.launch --nproc-per-node 2 --master-port {port}",
-        ],
-    )
-    def test_pytorch(self, project: Project, data: Path, tmp_path: Path, launcher: str) -> None:
-        words = launcher.format(port=free_port()).split()
-        command = [sys.executable, *words, project.folder / "main.py"]
-        out = run([*command, *flags(data, tmp_path)]).ok().out
-        assert out.startswith("starting 2 rank(s) ...\n2 rank(s) on CPU")
-        assert rows(tmp_path)[0]["step"] == "6"
-
-    def test_plain_start_is_a_group_of_one(
-        self, project: Project, data: Path, tmp_path: Path
-    ) -> None:
-        command = [sys.executable, project.folder / "main.py", *flags(data, tmp_path)]
-        assert "1 rank(s)" in run(command).ok().out
-        assert rows(tmp_path)[0]["step"] == "13"
-
-    @pytest.mark.parametrize("flag", ["--local-rank=1", "--local_rank=1"])
-    def test_local_rank_as_a_flag(self, project: Project, flag: str) -> None:
-        """In older launchers' spelling, too; one in the environment wins."""
-        assert project.call("ranks.local_rank", flag, None) == 1
-        assert project.call("ranks.local_rank", flag, "2") == 2
-
-    def test_srun(self, project: Project, data: Path, tmp_path: Path) -> None:
-        """Two nodes of one task each, as srun's variables tell of them; no SLURM is run."""
-        mark, tools = uuid.uuid4().hex, fake_scontrol(tmp_path)
-        command = [
-            sys.executable,
-            project.folder / "main.py",
-            *flags(data, tmp_path / "out"),
-        ]
-        ranks = [start(command, mark, **tools, **srun_step(r)) for r in range(2)]
-        done = [finish(each, mark).ok() for each in ranks]
-        assert "2 rank(s)" in done[0].out
-
-    def test_srun_launch_sh(self, project: Project, data: Path, tmp_path: Path) -> None:
-        """The same, with launch.sh as the task; its two ranks a node make four."""
-        mark, tools = uuid.uuid4().hex, fake_scontrol(tmp_path)
-        command = [project.folder / "launch.sh", *flags(data, tmp_path / "out")]
-        nodes = [start(command, mark, **tools, **srun_step(r)) for r in range(2)]
-        done = [finish(each, mark).ok() for each in nodes]
-        assert "4 rank(s)" in done[0].out
-        wrong = {**srun_step(0), "SLURM_STEP_NUM_TASKS": "4"}
-        run(command, **tools, **wrong).refused("--ntasks-per-node 1")
-
-    def test_two_nodes(self, project: Project, data: Path, tmp_path: Path) -> None:
-        """One told by our variables; the other by those that Kubernetes sets for torchrun."""
-        mark = uuid.uuid4().hex
-        env = {
-            "NNODES": "2",
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(free_port()),
-        }
-        other = {f"PET_{name}": value for name, value in env.items()}
-        other.update(PET_NODE_RANK="1", PET_NPROC_PER_NODE="2", PET_RDZV_BACKEND="c10d", NPROC="")
-        command = [project.folder / "launch.sh", *flags(data, tmp_path)]
-        nodes = [start(command, mark, NODE_RANK="0", **env), start(command, mark, **other)]
-        first, second = (finish(node, mark).ok() for node in nodes)
-        assert first.out.startswith("starting 4 rank(s) ...\n4 rank(s) on CPU")
-        assert second.out == ""
-
-    def test_names_that_do_not_resolve(self, project: Project) -> None:
-        """That of another node is told at once; test_plain.py has what follows."""
-        mark = uuid.uuid4().hex
-        env = {"NNODES": "2", "NODE_RANK": "0", "MASTER_ADDR": "nowhere.invalid"}
-        process = start([project.folder / "launch.sh"], mark, **env)
-        line = process.stderr.readline()
-        assert line.startswith("MASTER_ADDR=nowhere.invalid cannot be resolved (")
-        process.kill()
-        assert not finish(process, mark).left
-
-    def test_from_another_folder(self, project: Project, data: Path, tmp_path: Path) -> None:
-        """Paths on the command line are seen from where one stands; also if it has no name."""
-        relative = os.path.relpath(data, tmp_path)
-        nameless = "import socket\nsocket.getfqdn = lambda *_: 'nowhere.invalid'\n"
-        (tmp_path / "sitecustomize.py").write_text(nameless)
-        command = [project.folder / "launch.sh", *flags(Path(relative), Path("here"))]
-        done = run(command, cwd=tmp_path, PYTHONPATH=str(tmp_path)).ok()
-        assert done.out.startswith("starting 2 rank(s) ...\n2 rank(s) on CPU")
-        assert (tmp_path / "here" / "best.pt").exists()
-
-    def test_wrong_environment(self, project: Project) -> None:
-        project.launch(NNODES="2", NODE_RANK="0").refused("MASTER_ADDR")
-        run([project.folder / "launch.sh"], NNODES="two").refused("NNODES=two")
-        run([project.folder / "launch.sh"], MAX_RESTARTS="-1").refused("MAX_RESTARTS=-1")
-        usage = run([project.folder / "launch.sh", "--help"]).ok().out
-        for name in ("NPROC", "NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "MAX_RESTARTS"):
-            assert name in usage
-
-    def test_one_process_per_gpu(self, project: Project, tmp_path: Path) -> None:
-        """As nvidia-smi lists them; without it as torch does, if there is a device; else two."""
-        device, tools = tmp_path / "device", tmp_path / "tools"
-        tools.mkdir()
-        for name in ("bash", "dirname", "env", "grep", "sed", "tr"):
-            (tools / name).symlink_to(str(shutil.which(name)))
-        shell = str(shutil.which("sh"))
-        python = executable(tools / "python", f'#!{shell}\n[ "$1" = -c ] && echo 5 || echo "$@"\n')
-        text = (project.folder / "launch.sh").read_text()
-        script = executable(tmp_path / "launch.sh", text.replace("/dev/nvidia0", str(device)))
-        command = ["env", "-u", "CUDA_VISIBLE_DEVICES", script]
-        env = {"NPROC": "", "PATH": str(tools), "PYTHON": str(python)}
-
-        def processes(**more: str) -> str:
-            return run(command, **{**env, **more}).ok().out.split("--nproc-per-node ")[1].split()[0]
-
-        assert processes() == "2"
-        device.touch()
-        assert processes() == "5"
-        executable(tools / "nvidia-smi", f"#!{shell}\necho GPU 0; echo GPU 1; echo GPU 2\n")
-        assert processes() == "3"
-        command[1:3] = []
-        assert processes(CUDA_VISIBLE_DEVICES="0,2,5,7") == "4"
-        assert processes(CUDA_VISIBLE_DEVICES="") == "2"
-
-    def test_more_ranks_than_gpus(self, project: Project) -> None:
-        """The check alone, on a machine that claims two GPUs."""
-        said = project.call("ranks.device_of_three", False)
-        assert said.startswith("3 ranks on this node but 2 GPU(s): start at most")
-        assert project.call("ranks.device_of_three", True) == "cpu"
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
-def fake_scontrol(folder: Path) -> dict[str, str]:
-    tool = folder / "bin" / "scontrol"
-    tool.parent.mkdir()
-    tool.write_text("#!/bin/sh\nprintf 'localhost\\nlocalhost\\n'\n")
-    tool.chmod(0o755)
-    return {
-        "PATH": f"{tool.parent}:{os.environ['PATH']}",
-        "SLURM_JOB_ID": str(uuid.uuid4().int % 10**6),  # decides on the port
-    }
-
-
-def srun_step(node: int) -> dict[str, str]:
-    return {
-        "SLURM_STEP_ID": "0",
-        "SLURM_STEP_NUM_NODES": "2",
-        "SLURM_STEP_NUM_TASKS": "2",
-        "SLURM_STEP_TASKS_PER_NODE": "1(x2)",
-        "SLURM_STEP_NODELIST": "n[1-2]",
-        "SLURM_NODEID": str(node),
-        "SLURM_PROCID": str(node),
-        "SLURM_LOCALID": "0",
-    }
+from running import SAME_FOR_BOTH, Done, Project, finish, flags, rows, run, start, wait_for
 
 
 def test_output_files(project: Project, trained: Path) -> None:
@@ -371,19 +159,6 @@ def test_other_networks_train(project: Project, data: Path, tmp_path: Path, arch
     project.fork(data / "val" / "images", *more, ranks=1, script="predict.py").ok()
 
 
-@SAME_FOR_BOTH
-def test_one_rank_raises(project: Project, data: Path, tmp_path: Path) -> None:
-    """A bug in the script: its traceback, once, is all that is said."""
-    line = "        if is_last:\n"
-    bug = "        if i == 2 and distributed.rank() == 1:\n            raise ValueError('a bug')\n"
-    broken = with_bug(project, tmp_path / "broken", line, bug + line)
-    done = run([broken, *flags(data, tmp_path / "out")])
-    assert done.status == 1
-    assert done.err.count("Traceback") == 1
-    assert done.err.rstrip().endswith("ValueError: a bug")
-    assert not done.left
-
-
 def test_its_own_tests(project: Project, tmp_path: Path) -> None:
     """All of one kind of project; of the other the one that asks no more than its dataset.py."""
     copy = project.copy(tmp_path / "copy")
@@ -401,14 +176,6 @@ def test_its_own_test_finds_a_generator_that_is_not_seeded(
     """One made in `__init__`; one that is made anew for each sample passes."""
     copy = project.copy(tmp_path / "copy")
     assert copy.call("generators.statuses", fresh=True) == [1, 0]
-
-
-def wait_for(condition, process, timeout: float = 120) -> None:
-    deadline = time.monotonic() + timeout
-    while not condition():
-        assert process.poll() is None, process.communicate()
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
 
 
 def test_checkpoint_that_does_not_fit(
@@ -472,14 +239,6 @@ def test_flags_that_cannot_be(project: Project, data: Path, tmp_path: Path) -> N
         words=(str(tmp_path / "file"), "cannot be written"),
     )
     assert not (out / "last.pt").exists()
-
-
-@SAME_FOR_BOTH
-def test_loader_workers_end_with_their_rank(project: Project) -> None:
-    """Whichever way Python starts processes by: its default is another from 3.14 on."""
-    done = run([sys.executable, SCRIPTS / "loader_workers.py"], cwd=project.folder)
-    assert [line.split()[0] for line in done.out.splitlines()] == ["fork", "spawn", "forkserver"]
-    assert not done.left
 
 
 @SAME_FOR_BOTH
@@ -551,100 +310,3 @@ def test_drawing_that_was_interrupted(project: Project, tmp_path: Path) -> None:
     process.terminate()
     assert finish(process, mark).status == 128 + signal.SIGTERM
     assert {*tmp_path.glob("demo.partial-*")} == at_work
-
-
-def test_predict_bad_input(project: Project, data: Path, trained: Path, tmp_path: Path) -> None:
-    def predict(*args: object) -> Done:
-        more = ["--output", tmp_path / "p", "--checkpoint", trained / "best.pt"]
-        return project.fork(*args, *more, ranks=1, script="predict.py")
-
-    predict(tmp_path / "none").refused("none", "no such file or folder")
-    (tmp_path / "bad.jpg").write_bytes(b"\xff\xd8 no picture")
-    predict(tmp_path / "bad.jpg").refused("bad.jpg", "cannot be read")
-    assert not list((tmp_path / "p").rglob("*.*"))
-    if project.task == "segmentation":  # whose masks would overwrite one another
-        for name in ("same.png", "same.jpg"):
-            Image.new("RGB", (64, 64)).save(tmp_path / name)
-        (tmp_path / "bad.jpg").unlink()
-        predict(tmp_path).refused("same.png", "same.jpg")
-
-
-def test_predict_goes_on(project: Project, own_data: Path, trained: Path, tmp_path: Path) -> None:
-    """Pictures that cannot be read are left out and named at the end; names stay as they are."""
-    where = {"classification": "*", "segmentation": "images"}[project.task]
-    broken, empty, named, *others = sorted((own_data / "train").glob(f"{where}/*.jpg"))
-    broken.write_bytes(broken.read_bytes()[:500])
-    empty.write_bytes(b"")
-    named = named.rename(named.with_name("\udcff.jpg"))
-    more = [*{path.parent: None for path in others}, "--checkpoint", trained / "best.pt"]
-
-    def predict(*words: object, script: str | Path = "predict.py") -> Done:
-        return project.fork(*more, *words, ranks=1, script=script)
-
-    out = tmp_path / "\udcfe"
-    done = predict("--output", out)
-    assert done.status == 1
-    assert done.out.startswith("51 of 53 images: ")
-    first, second = done.err.splitlines()
-    assert first.startswith(f"error: {broken}: cannot be read")
-    assert second.startswith(f"error: {empty}: cannot be read")
-    if project.task == "segmentation":
-        names = {path.stem for path in [named, *others]}
-        assert {path.stem for path in (out / "masks").iterdir()} == names
-        assert {path.stem for path in (out / "overlays").iterdir()} == names
-        return
-
-    def files(path: Path) -> list[str]:
-        with open(path, encoding="utf-8", errors="surrogateescape", newline="") as file:
-            return [row["file"] for row in csv.DictReader(file)]
-
-    # One folder after the other.
-    listed = sorted(map(str, [named, *others]))
-    assert files(out / "predictions.csv") == listed
-    assert [path.name for path in out.iterdir()] == ["predictions.csv"]
-    done = predict("--output", tmp_path / "killed", script=SCRIPTS / "predict_killed.py")
-    assert done.status == -9
-    assert files(tmp_path / "killed" / "predictions.csv.partial") == listed[:30]
-
-
-@SAME_FOR_BOTH
-def test_names_that_are_not_text(project: Project, own_data: Path) -> None:
-    """Of a picture and of the folders above it, on a terminal that takes ASCII alone."""
-    shutil.rmtree(own_data / "val")
-    dots = own_data / "train" / "dots"
-    (dots / "0002.jpg").rename(dots / "\udcff.jpg")
-    data = own_data.rename(own_data.with_name("\udcfe \u00e9"))
-    store, ascii_only = data.with_name("\udcfd"), {"LC_ALL": "C", "PYTHONIOENCODING": "ascii"}
-    command = [sys.executable, "prepare_data.py", "--data", data, "--output", store]
-    assert "53 samples" in run(command, cwd=project.folder, **ascii_only).ok().out
-    project.alone(*flags(store, data.with_name("out"))).ok()
-
-
-def test_pictures_of_every_kind(project: Project, trained: Path, tmp_path: Path) -> None:
-    """Grey, 16-bit, with alpha, with a palette, CMYK, and one that a camera held upright."""
-    ramp = np.arange(40 * 96).reshape(40, 96)
-    kinds = {
-        "grey.png": Image.fromarray((ramp // 16).astype(np.uint8)),
-        "deep.png": Image.fromarray((ramp * 17).astype(np.uint16)),
-        "alpha.png": Image.new("RGBA", (96, 40), (200, 30, 30, 128)),
-        "palette.png": Image.new("P", (96, 40), 3),
-        "cmyk.jpg": Image.new("CMYK", (96, 40), (9, 99, 9, 9)),
-    }
-    for name, image in kinds.items():
-        image.save(tmp_path / name)
-    turned = Image.Exif()
-    turned[0x0112] = 6  # to be turned by 90 degrees
-    Image.new("RGB", (96, 40)).save(tmp_path / "turned.jpg", exif=turned)
-    more = ["--output", tmp_path / "p", "--checkpoint", trained / "best.pt"]
-    project.fork(tmp_path, *more, ranks=1, script="predict.py").ok()
-    if project.task == "classification":
-        with open(tmp_path / "p" / "predictions.csv", newline="") as file:
-            found = [Path(row["file"]).name for row in csv.DictReader(file)]
-        assert found == sorted([*kinds, "turned.jpg"])
-    else:
-        sizes = {p.stem: Image.open(p).size for p in (tmp_path / "p" / "masks").iterdir()}
-        assert sizes == {
-            **{Path(name).stem: (96, 40) for name in kinds},
-            "turned": (40, 96),
-        }
-    assert project.call("decoding.extrema", tmp_path / "deep.png")[0] == [0, 254]

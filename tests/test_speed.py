@@ -11,9 +11,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import SCRIPTS, SMALL, TASKS, Done, Project, rows, run
 from PIL import Image
-from test_runs import SAME_FOR_BOTH, flags
+from running import SAME_FOR_BOTH, SCRIPTS, SMALL, TASKS, Done, Project, flags, rows, run
 
 
 def photo(height: int, width: int) -> Image.Image:

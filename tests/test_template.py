@@ -10,8 +10,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, TASKS, TEMPLATE_FOLDER, Generate, Project
+from conftest import Generate
 from dap import parse, read
+from running import ROOT, TASKS, TEMPLATE_FOLDER, Project
 
 SHARED = {
     ".devcontainer/devcontainer.json",
