@@ -134,14 +134,16 @@ def read_file(path: Path | str) -> State:
 def check_flags(
     state: State, args: Namespace, names: Sequence[str], add_arguments: AddArguments
 ) -> None:
-    """Raise a UserError unless the flags `names` are those of the checkpoint."""
-    old = vars(read_flags(state, add_arguments))
+    """Raise a UserError unless the flags `names` are those of the checkpoint.
+
+    Its flags, in `state`, are completed with the defaults of those that are newer.
+    """
+    old = state["args"] = to_plain(vars(read_flags(state, add_arguments)))
     for name in names:
-        if to_plain(old.get(name)) != to_plain(getattr(args, name)):
-            flag, now = f"--{name.replace('_', '-')}", getattr(args, name)
-            raise UserError(
-                f"{state['path']} was trained with {flag} {old.get(name)}, not {now}: {OTHER_RUN}"
-            )
+        now = to_plain(getattr(args, name))
+        if old.get(name) != now:
+            flag = f"--{name.replace('_', '-')} {old.get(name)}"
+            raise UserError(f"{state['path']} was trained with {flag}, not {now}: {OTHER_RUN}")
 
 
 def check_classes(path: Path | str, known: Sequence[str], classes: Sequence[str]) -> None:

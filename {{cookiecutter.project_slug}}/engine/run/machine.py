@@ -69,6 +69,7 @@ def compile_network(model: nn.Module) -> None:
     names = ("g++", "clang++", "cl", *shlex.split(os.environ.get("CXX", "")))
     if not any(map(shutil.which, names)):
         raise UserError("--compile: no C++ compiler found; install g++ or omit the flag")
+    distributed.say("--compile: compiling the network, which takes minutes")
     model.compile()
 
 

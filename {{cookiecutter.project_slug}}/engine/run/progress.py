@@ -59,9 +59,10 @@ class Run:
         if taken := more.keys() & {*KEYS}:
             raise ValueError(f"{taken}: checkpoints have an entry of that name already")
         self.folder = folder
-        self.batch_size = train_loader.batch_size or 1
         self.sampler = train_loader.sampler
         self.global_batch = self.sampler.global_batch
+        pass_size = (train_loader.batch_size or 1) * distributed.world_size()
+        self.passes_per_step = self.global_batch // pass_size
         self.classes = list(classes)
         self.epochs = epochs
         self.save_every = save_every
@@ -83,8 +84,8 @@ class Run:
 
     @property
     def passes(self) -> int:
-        """How many batches each rank has trained on in the epoch that has begun."""
-        return self.seen // (self.batch_size * distributed.world_size())
+        """How many forward passes, in whole steps, the started epoch has behind it."""
+        return self.seen // self.global_batch * self.passes_per_step
 
     def resume(self, state: State | None) -> None:
         """Continue from `state`, a checkpoint whose weights the model has already, if there is one.
