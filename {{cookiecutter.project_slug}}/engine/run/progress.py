@@ -139,10 +139,8 @@ class Run:
         if state["seen"]:
             line += f" and {state['seen'] // batch_then} steps of the next"
         if ranks_then != ranks:
-            line += (
-                f"; {ranks_then} rank(s) then, {ranks} now: the same images in the same order, but "
-                "BatchNorm, dropout and rounding differ"
-            )
+            effect = "the same images in the same order, but BatchNorm, dropout and rounding differ"
+            line += f"; {ranks_then} rank(s) then, {ranks} now: {effect}"
         if batch_then != batch:
             sizes = "global batch (--batch-size x ranks x --accumulate)"
             line += f"; {sizes} was {batch_then}, is {batch}"
