@@ -1,4 +1,4 @@
-"""What the benchmarks share: a project, drawn pictures, turns, tables."""
+"""What the benchmarks share: a project, drawn images, turns, tables."""
 
 import argparse
 import contextlib
@@ -24,7 +24,7 @@ TEMPLATE = Path(__file__).resolve().parent.parent / "{{cookiecutter.project_slug
 TASKS = ("classification", "segmentation")
 CLASSES = 4
 VOID = 255
-DISTINCT = 1000  # pictures that are drawn at most; further ones are links to these
+DISTINCT = 1000  # images that are drawn at most; further ones are links to these
 TIMEOUT = 600  # seconds, of any process that is started here
 
 
@@ -61,7 +61,7 @@ def generated(task: str) -> Iterator[Path]:
 def draw_photos(
     folder: Path, task: str, count: int, side: tuple[int, int] = (500, 375), seed: int = 0
 ) -> Path:
-    """Draw `count` training pictures and 8 for validation, as a project of `task` expects them.
+    """Draw `count` training images and 8 for validation, as a project of `task` expects them.
 
     side: (width, height). Spectrum 1/f, as photographs have it, with deviations of 50 in luma and
     15 in chroma: about 100 KB each at 500 x 375. Beyond DISTINCT they are links.
@@ -166,7 +166,7 @@ def in_child(function: Callable[..., float], *args: Any, **options: Any) -> floa
             sys.exit(f"{function.__name__}: no answer within {TIMEOUT} s")
         return receive.recv()
     except EOFError:
-        sys.exit(f"{function.__name__}: failed, as told above")
+        sys.exit(f"{function.__name__}: failed, see above")
     finally:
         child.join(10)
         child.kill()

@@ -3,8 +3,8 @@
 From there: datasets.ImageFolder, v1 transforms on PIL, DistributedSampler, SGD with momentum, and
 `loss.item()` in each step, as its MetricLogger needs it. Beyond it, so that network and loader have
 what ours have: channels last, the same scale range of crops, drop_last, workers that last.
-Prints a line of JSON of the last epoch: pictures a second, and the share of time spent waiting for
-pictures, the greatest of the ranks.
+Prints a line of JSON of the last epoch: images per second, and the share of time spent waiting for
+images, the greatest of the ranks.
 """
 
 import argparse
@@ -86,8 +86,8 @@ def main() -> None:
     share = torch.tensor(waited / seconds, device=device)
     dist.all_reduce(share, dist.ReduceOp.MAX)
     if dist.get_rank() == 0:
-        pictures = len(loader) * args.batch_size * dist.get_world_size()
-        print(json.dumps({"img_per_s": pictures / seconds, "data_wait": share.item()}))
+        images = len(loader) * args.batch_size * dist.get_world_size()
+        print(json.dumps({"img_per_s": images / seconds, "data_wait": share.item()}))
     dist.destroy_process_group()
 
 

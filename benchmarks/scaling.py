@@ -1,7 +1,7 @@
-"""One process and several: pictures a second of real runs through launch.sh.
+"""One process and several: images per second of real runs through launch.sh.
 
 The batch of a rank, its one thread (--threads) and its network are the same whatever their number.
-Pictures are drawn small (96 x 72 pixels) and prepared, and each rank reads its own (--workers 0),
+Images are drawn small (96 x 72 pixels) and prepared, and each rank reads its own (--workers 0),
 so that no loader worker takes a core from a rank in one case and not in the other. The figure is
 that of the second epoch in metrics.csv. `--accumulate 4` sums gradients once in four passes.
 The share of linear is the speed divided by the number of ranks.
@@ -14,7 +14,7 @@ from collections.abc import Callable
 import common
 import torch
 
-SETTINGS = {  # flags of main.py, and pictures in an epoch
+SETTINGS = {  # flags of main.py, and images in an epoch
     "segmentation": ("--encoder resnet18 --image-size 96 --batch-size 8", 128),
     "classification": ("--arch resnet18 --image-size 96 --batch-size 16", 256),
 }
@@ -27,17 +27,17 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=max(2, gpus), help="default: all GPUs, or 2")
     parser.add_argument("--threads", type=int, default=1, help="of each rank; default: 1")
     parser.add_argument("--workers", type=int, default=0, help="of each rank; default: 0")
-    parser.add_argument("--pictures", type=int, help="in an epoch; default: by task")
+    parser.add_argument("--images", type=int, help="in an epoch; default: by task")
     parser.add_argument("--flags", help="of main.py, in quotes; default: by task")
     flags = parser.parse_args()
     if flags.device == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    defaults, pictures = SETTINGS[flags.task]
-    flags.flags, flags.pictures = flags.flags or defaults, flags.pictures or pictures
+    defaults, images = SETTINGS[flags.task]
+    flags.flags, flags.images = flags.flags or defaults, flags.images or images
     common.say_machine(flags)
     with common.generated(flags.task) as folder:
         project = folder / "project"
-        drawn = common.draw_photos(folder / "data", flags.task, flags.pictures, (96, 72))
+        drawn = common.draw_photos(folder / "data", flags.task, flags.images, (96, 72))
         data = common.prepare(project, drawn, folder / "prepared")
 
         def case(ranks: int, passes: int) -> Callable[[], float]:
@@ -55,7 +55,7 @@ def main() -> None:
     for passes in (1, 4):
         one, many = names[1, passes], names[flags.ranks, passes]
         both = {name: figures[name] for name in (one, many)}
-        common.table(both, "pictures/s", one, is_rate=True)
+        common.table(both, "images/s", one, is_rate=True)
         ratios = [several / single for single, several in zip(*both.values(), strict=True)]
         print(f"share of linear: {statistics.median(ratios) / flags.ranks:.2f}")
 

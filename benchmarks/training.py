@@ -1,10 +1,10 @@
-"""From pictures to weights: a whole short training of ours against torchvision's reference way.
+"""From images to weights: a whole short training of ours against torchvision's reference way.
 
 Real runs of two epochs on the same drawn JPEGs of 500 x 375 pixels, classification, of which the
-second is told: pictures a second, all ranks together, without validation. Network, batch, ranks,
+second is reported: images per second of all ranks, without validation. Network, batch, ranks,
 threads, loader workers, precision and optimizer (SGD) are the same; reference.py says what the
 other side does. "prepared" is after prepare_data.py, whose time is not in it. How long the training
-waited for pictures is told as its share of that epoch, the median of all turns.
+waited for images is reported as its share of that epoch, the median of all turns.
 """
 
 import json
@@ -21,7 +21,7 @@ REFERENCE = "torchvision's reference way"
 def main() -> None:
     parser = common.parser(__doc__, ("classification",))
     parser.add_argument("--arch", default="resnet18", help="default: resnet18")
-    parser.add_argument("--pictures", type=int, default=160, help="in an epoch; default: 160")
+    parser.add_argument("--images", type=int, default=160, help="in an epoch; default: 160")
     parser.add_argument("--image-size", type=int, default=224, help="default: 224")
     parser.add_argument("--batch-size", type=int, default=16, help="of each rank; default: 16")
     parser.add_argument("--ranks", type=int, default=1, help="default: 1")
@@ -38,7 +38,7 @@ def main() -> None:
 
     with common.generated(flags.task) as folder:
         project = folder / "project"
-        data = common.draw_photos(folder / "data", flags.task, flags.pictures)
+        data = common.draw_photos(folder / "data", flags.task, flags.images)
         prepared = common.prepare(project, data, folder / "prepared")
 
         def reference() -> dict[str, float]:
@@ -63,14 +63,14 @@ def main() -> None:
 
         trainings = {
             REFERENCE: reference,
-            "ours, files as they lie": lambda: ours(data),
+            "ours, from files": lambda: ours(data),
             "ours, prepared": lambda: ours(prepared),
         }
         cases = {name: case(name, train) for name, train in trainings.items()}
         figures = common.interleave(cases, flags.repeats)
-    common.table(figures, "pictures/s", REFERENCE, is_rate=True)
+    common.table(figures, "images/s", REFERENCE, is_rate=True)
     for name, shares in waits.items():
-        print(f"waiting for pictures, {name}: {statistics.median(shares):.1%}")
+        print(f"waiting for images, {name}: {statistics.median(shares):.1%}")
 
 
 if __name__ == "__main__":

@@ -47,7 +47,7 @@ def test_damaged_checkpoints(project: Project, data: Path, tmp_path: Path) -> No
     whole = shutil.copytree(out, tmp_path / "copy")
     done = project.fork(*flags(data, out, "--epochs", 3)).ok()
     assert "last.pt: not a readable checkpoint" in done.out
-    assert "set aside as last.pt.corrupt, continuing from last-1.pt" in done.out
+    assert "renamed to last.pt.corrupt, continuing from last-1.pt" in done.out
     assert "last-1.pt: 1 of 3 epochs done" in done.out
     assert [row["epoch"] for row in rows(out)] == ["1", "2", "3"]
     assert (out / "last.pt.corrupt").read_bytes() == (whole / "last.pt").read_bytes()
@@ -82,7 +82,7 @@ def test_what_is_no_file(project: Project, data: Path, tmp_path: Path) -> None:
         make(out / "last.pt")
         (out / ".begun").write_bytes(b"\xff\xfe")
         done = project.alone(*flags(data, out, "--epochs", 3)).ok()
-        assert "last.pt: not a readable checkpoint (not a regular file); set aside as" in done.out
+        assert "last.pt: not a readable checkpoint (not a regular file); renamed to" in done.out
         assert re.search(r"last-1.pt: [12] of 3 epochs done", done.out)
         for name in ("last.pt", "best.pt"):
             (out / name).unlink()

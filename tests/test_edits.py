@@ -139,7 +139,7 @@ def test_best_is_what_best_pt_has(
     (out / "best.pt").write_bytes(before[:-99])
     done = project.alone(*flags(data, out, "--epochs", 3)).ok()
     assert "best.pt: not a readable checkpoint" in done.out
-    assert "set aside as best.pt.corrupt" in done.out
+    assert "renamed to best.pt.corrupt" in done.out
     assert torch.load(out / "best.pt", weights_only=True)["epoch"] == 3
     # A new start is no continuation of the run that left a best.pt.
     for path in out.glob("last*"):

@@ -1,6 +1,6 @@
 """The machinery, in the order in which a run meets it.
 
-errors                a mistake of the user's, told in one line
+errors                a mistake of the user's, printed as one line
 
 ranks/                processes that train together
   process             signals, debugger and loader workers of one process

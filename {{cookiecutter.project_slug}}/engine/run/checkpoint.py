@@ -26,7 +26,7 @@ State = dict[str, Any]  # what a checkpoint holds, by name
 AddArguments = Callable[[argparse._ArgumentGroup], None]
 
 CHECKSUM = b"crc32:"  # and eight digits
-OTHER_RUN = "choose another --output-dir, or --resume never to start over"
+OTHER_RUN = "choose another --output-dir, or use --resume never to start over"
 READ_ERRORS = (
     *(OSError, RuntimeError, EOFError, LookupError, ValueError),
     *(pickle.UnpicklingError, zipfile.BadZipFile, zlib.error),
@@ -34,7 +34,7 @@ READ_ERRORS = (
 
 
 class Damaged(UserError):
-    """The file is no longer what was written, so the one before it is to be used."""
+    """The content of the file has changed since it was written; an earlier file may be used."""
 
     def __init__(self, path: Path | str, reason: str) -> None:
         self.reason = f"{path}: not a readable checkpoint ({reason})"
@@ -94,7 +94,7 @@ def has_checksum(path: Path | str) -> bool:
 
 
 def read(path: Path | str, keys: Iterable[str] = ("model", "classes", "args")) -> State:
-    """Return the checkpoint at `path`, tensors on the CPU; a UserError if it cannot be used."""
+    """Return the checkpoint at `path`, tensors on the CPU; a UserError if an entry is missing."""
     state = read_file(path)
     if missing := sorted(set(keys) - state.keys()):
         raise UserError(f"{path}: not a checkpoint of this project ({', '.join(missing)} missing)")
@@ -102,7 +102,7 @@ def read(path: Path | str, keys: Iterable[str] = ("model", "classes", "args")) -
 
 
 def read_file(path: Path | str) -> State:
-    """Return the dict in any .pt file, tensors on the CPU; a UserError if that is not possible."""
+    """Return the dict in any .pt file, tensors on the CPU; raise a UserError if it is unusable."""
     is_whole = False
     try:
         if not stat.S_ISREG(os.stat(path).st_mode):
@@ -122,7 +122,7 @@ def read_file(path: Path | str) -> State:
         if is_whole and isinstance(error, pickle.UnpicklingError):
             raise UserError(
                 f"{path}: not a readable checkpoint (more than plain types); "
-                "torch.load has to be able to read it with weights_only=True"
+                "torch.load cannot read it with weights_only=True"
             ) from None
         reason = getattr(error, "strerror", None) or re.split(r"\n|\. ", str(error).strip())[0]
         raise Damaged(path, reason[:120]) from None
@@ -134,14 +134,16 @@ def read_file(path: Path | str) -> State:
 def check_flags(
     state: State, args: Namespace, names: Sequence[str], add_arguments: AddArguments
 ) -> None:
-    """Raise a UserError unless the flags `names` are those of the checkpoint."""
-    old = vars(read_flags(state, add_arguments))
+    """Raise a UserError unless the flags `names` are those of the checkpoint.
+
+    Flags of `add_arguments` that are newer than the checkpoint get their defaults in `state`.
+    """
+    old = state["args"] = to_plain(vars(read_flags(state, add_arguments)))
     for name in names:
-        if to_plain(old.get(name)) != to_plain(getattr(args, name)):
-            flag, now = f"--{name.replace('_', '-')}", getattr(args, name)
-            raise UserError(
-                f"{state['path']} was trained with {flag} {old.get(name)}, not {now}: {OTHER_RUN}"
-            )
+        now = to_plain(getattr(args, name))
+        if old.get(name) != now:
+            flag = f"--{name.replace('_', '-')} {old.get(name)}"
+            raise UserError(f"{state['path']} was trained with {flag}, not {now}: {OTHER_RUN}")
 
 
 def check_classes(path: Path | str, known: Sequence[str], classes: Sequence[str]) -> None:
@@ -155,7 +157,7 @@ def check_classes(path: Path | str, known: Sequence[str], classes: Sequence[str]
 
 
 def read_flags(state: State, add_arguments: AddArguments) -> Namespace:
-    """Return a checkpoint's flags; those of `add_arguments` that are newer get their defaults."""
+    """Return a checkpoint's flags; flags of `add_arguments` that are newer have their defaults."""
     parser = argparse.ArgumentParser()
     add_arguments(parser.add_argument_group())
     parser.set_defaults(**state["args"])  # text is converted to the flag's type
@@ -189,7 +191,7 @@ def open_model(
 def to_plain(value: object) -> Any:
     """Return `value` as types that torch.load takes with weights_only=True.
 
-    Numbers of NumPy and torch become Python's; what is no number, text, list or dict, its text.
+    Numbers of NumPy and torch become Python numbers; values of other types become text.
     """
     if isinstance(value, dict):
         return {to_plain(key): to_plain(each) for key, each in value.items()}

@@ -24,8 +24,8 @@ OF_TORCH_SAVE = "inline_container|PytorchStreamWriter|Parent directory"  # it ra
 def writing(path: Path, parents: bool = False) -> Iterator[Path]:
     """Give the block a temporary path next to `path` to write to, then rename it to `path`.
 
-    Whatever stops the block, `path` is the old file or the new one, never a part. With `parents`
-    its folder is made. A failed write is a UserError.
+    Whatever interrupts the block, `path` is the old file or the new one, never a part of it. With
+    `parents` its folder is created. Raises a UserError if it cannot be written.
     """
     tmp_path = path.with_name(f".{path.name}.part")
     try:
@@ -39,7 +39,7 @@ def writing(path: Path, parents: bool = False) -> Iterator[Path]:
         if isinstance(error, RuntimeError) and not re.search(OF_TORCH_SAVE, reason):
             raise  # a loader worker may have died meanwhile
         if "unexpected pos" in reason:
-            reason = "the disk is full, or a limit reached"
+            reason = "the disk is full, or a size limit is reached"
         raise UserError(f"{path}: cannot be written ({reason})") from None
     finally:
         with contextlib.suppress(OSError):
@@ -48,10 +48,10 @@ def writing(path: Path, parents: bool = False) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def table(path: Path, columns: Sequence[str]) -> Iterator[Callable[[Sequence], object]]:
-    """Give the block a function that writes a row of a CSV file; at its end the file is `path`.
+    """Give the block a function that writes a row of the CSV file `path`, which appears at its end.
 
-    If the block is stopped, even by a kill, the rows so far are in `path`.partial. If it writes no
-    row, there is no file. File names that are not UTF-8 are written as the bytes that they are.
+    If the block is interrupted, even by SIGKILL, the rows so far are in `path`.partial. If it
+    writes no row, there is no file. File names that are not UTF-8 are written as their own bytes.
     """
     partial = path.with_name(f"{path.name}.partial")
     try:
@@ -82,17 +82,17 @@ def sync(path: Path) -> None:
 def lock(path: Path, seconds: float = 5) -> bool:
     """Lock `path` until this process ends; return whether that was possible within `seconds`.
 
-    Where there are no locks, as on Windows and some network disks, it always is.
+    Always True where files cannot be locked, as on Windows and some network disks.
     """
     try:
         import fcntl
     except ImportError:
         return True
     handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
-    deadline = time.monotonic() + seconds  # a run that was just killed may be on its way out
+    deadline = time.monotonic() + seconds  # a run that was just killed may need a moment
     while True:
         try:
-            fcntl.lockf(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)  # flock's pass to forked workers
+            fcntl.lockf(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)  # forked workers inherit flock's
             return True
         except OSError as error:
             if error.errno not in (errno.EACCES, errno.EAGAIN):
@@ -106,8 +106,8 @@ def lock(path: Path, seconds: float = 5) -> bool:
 def filling(folder: Path) -> Iterator[Path]:
     """Give the block an empty folder to fill, then rename it to `folder`.
 
-    An interrupted block leaves no `folder`. If SIGKILL left a part of it, the next call on this
-    machine removes that. Where another process was first, its work stays.
+    An interrupted block leaves no `folder`. What SIGKILL leaves behind is removed by the next call
+    on this machine. If another process was faster, its folder stays.
     """
     name = f"{folder.name}.partial-{socket.gethostname()}-"
     partial = folder.with_name(f"{name}{os.getpid()}")

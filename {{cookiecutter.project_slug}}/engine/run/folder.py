@@ -1,7 +1,7 @@
-"""The output folder of a run: which checkpoint to continue from, and how saves follow one another.
+"""The output folder of a run: which checkpoint to resume from, and which ones to keep.
 
-`last.pt` is the newest save, `last-1.pt` the one before it, and so on, up to --keep of them;
-`best.pt` is the best. Rank 0 writes them, and all ranks read them.
+`last.pt` is the newest checkpoint, `last-1.pt` the one before it, and so on, up to --keep of them;
+`best.pt` is the one with the best score. Rank 0 writes them, and all ranks read them.
 """
 
 import contextlib
@@ -16,7 +16,7 @@ from engine.ranks import distributed, process, protocol
 from engine.run import checkpoint, files
 from engine.run.checkpoint import OTHER_RUN, Damaged, State
 
-# What a run writes into its folder beside last.pt and its like; removed by `--resume never`.
+# What a run writes in addition to last.pt and last-N.pt; `--resume never` removes all of them.
 OWN_FILES = (
     "*.pt.corrupt*",
     "best.pt",
@@ -27,40 +27,29 @@ OWN_FILES = (
     "examples.png",
     "events.out.tfevents.*",
 )
-KEYS = (  # what a run continues from
-    *(
-        "model",
-        "optimizer",
-        "scheduler",
-        "layout",
-        "epoch",
-        "step",
-        "seen",
-        "totals",
-        "images",
-        "seed",
-    ),
-    *("global_batch", "best", "best_of", "history", "classes", "resumed_from", "args"),
+KEYS = (  # what a checkpoint has to contain
+    *("model", "optimizer", "scheduler", "layout", "epoch", "step", "seen", "totals", "images"),
+    *("seed", "global_batch", "best", "best_of", "history", "classes", "resumed_from", "args"),
 )
 
 
 class RunFolder:
     def __init__(self, path: Path, resume: str, keep: int) -> None:
-        """Name the folder.
+        """Take the flags; nothing is read or written yet.
 
-        resume: "auto" (from last.pt, if it is there), "never", or the path of a checkpoint.
-        keep: how many of the newest saves stay.
+        resume: "auto" (from last.pt, if it exists), "never", or the path of a checkpoint.
+        keep: how many of the newest checkpoints to keep.
         """
         self.path = path
         self.resume = resume if resume in ("auto", "never") else os.path.abspath(resume)
         self.keep = keep
 
     def find_checkpoint(self) -> State | None:
-        """Lock the folder; return the checkpoint to continue from, None to start from nothing.
+        """Lock the folder; return the checkpoint to resume from, or None to start from scratch.
 
-        If the nodes do not share a disk, the first rank of each searches its own, and the
-        checkpoint that has got furthest is taken. Raises a UserError if the folder cannot be
-        written, or if the checkpoint cannot be read.
+        The first rank of each node searches its disk. If the nodes do not share one, all ranks get
+        the checkpoint with the most steps. Raises a UserError if the folder cannot be written, or
+        if the checkpoint cannot be read.
         """
         with distributed.rank_zero_first():
             if distributed.is_rank_zero():
@@ -96,18 +85,18 @@ class RunFolder:
         if not is_free:
             raise UserError(
                 f"--output-dir {self.path}: another run is using it; choose another folder, "
-                "or remove .lock in it if that run's machine has crashed"
+                "or remove .lock in it if the machine of that run has crashed"
             )
 
     def _search(self) -> State | None:
-        """Return the checkpoint that `resume` means, if there is one on this disk.
+        """Return the checkpoint on this disk that `resume` selects; None if there is none.
 
-        A path counts for the first start: if the run has advanced since then, its last.pt is taken.
+        A path is for the first start only: once the run has saved, its own last.pt is used.
         """
         resume, begun = self.resume, self.path / protocol.BEGUN
         launch = os.environ.get(protocol.LAUNCH_ID)
         if launch and begun.is_file() and begun.read_bytes() == launch.encode():
-            resume = "auto" if resume == "never" else resume  # one of MAX_RESTARTS
+            resume = "auto" if resume == "never" else resume  # a restart (MAX_RESTARTS)
         if resume == "never":
             return None
         found = self.saves()
@@ -115,7 +104,7 @@ class RunFolder:
             return read_newest(found) if found else None
         if found and not self.contains(resume):
             return read_newest(found)
-        for path in found:  # back to a checkpoint of this folder, unless last.pt came after that
+        for path in found:  # `resume` is in this folder: use it, unless last.pt resumed from it
             with contextlib.suppress(Damaged):
                 if checkpoint.read(path, KEYS)["resumed_from"] == resume:
                     return read_newest(found)
@@ -126,15 +115,15 @@ class RunFolder:
         return Path(path).parent.resolve() == self.path.resolve()
 
     def saves(self) -> list[Path]:
-        """Return last.pt, last-1.pt and so on, as far as they exist: newest first."""
+        """Return the paths of last.pt, last-1.pt and so on that exist, newest first."""
         older = {path.stem[5:]: path for path in self.path.glob("last-*.pt")}
-        ages = sorted(int(age) for age in older if age.isdecimal())  # others are the user's
+        ages = sorted(int(age) for age in older if age.isdecimal())  # other names are the user's
         return [*self.path.glob("last.pt"), *(older[str(age)] for age in ages)]
 
     def open_for_training(self, is_new: bool) -> None:
-        """Clear a new run's folder after --resume never; note this launch; on rank 0.
+        """On rank 0, clear the folder for a new run with --resume never, and record this launch.
 
-        The note has a restart of this launch continue what it began, despite --resume never.
+        Because of that record, a restart of this launch resumes despite --resume never.
         """
         if not distributed.is_rank_zero():
             return
@@ -145,10 +134,10 @@ class RunFolder:
                 tmp_path.write_bytes(launch.encode())
 
     def _clear(self) -> None:
-        """Remove what a former run left, and only that."""
+        """Remove the files of the previous run, and nothing else."""
         old = sorted({*self.saves(), *(p for name in OWN_FILES for p in self.path.glob(name))})
         if folders := [path for path in old if path.is_dir()]:
-            raise UserError(f"{folders[0]}: a folder where a file belongs; remove or rename it")
+            raise UserError(f"{folders[0]}: is a folder, not a file; rename or remove it")
         if old:
             names = ", ".join(path.name for path in old)
             distributed.say(f"--resume never: removing {names} from {self.path}")
@@ -157,11 +146,11 @@ class RunFolder:
                     path.unlink()
 
     def best_score(self, best_of: str | None, until: float) -> float:
-        """Return the score of best.pt, -inf if there is none; on rank 0.
+        """Return the score of best.pt, or -inf if there is none to continue from; on rank 0.
 
-        best_of: what it has to be the best of; None if a best.pt is not of this run. until: the
-        epoch after which it does not count. Any other best.pt is kept as best-1.pt, best-2.pt and
-        so on, and is taken again when it fits.
+        best_of: its metric and validation set; None if a best.pt cannot belong to this run. until:
+        the last epoch that it may be from. A best.pt that does not match is renamed to best-1.pt,
+        best-2.pt and so on; one of those that matches becomes best.pt again.
         """
         best, reason = self.path / "best.pt", ""
         kept = sorted(self.path.glob("best-*.pt"), key=lambda p: p.stat().st_mtime, reverse=True)
@@ -172,7 +161,7 @@ class RunFolder:
                 state = checkpoint.read(path, KEYS)
             except Damaged as error:
                 if path == best:
-                    distributed.say(f"{error.reason}; set aside as {set_aside(path).name}")
+                    distributed.say(f"{error.reason}; renamed to {rename_damaged(path).name}")
                 continue
             except UserError as error:
                 reason = reason or str(error)
@@ -181,21 +170,21 @@ class RunFolder:
                 if path != best:
                     keep_best(best, reason)
                     path.rename(best)
-                    distributed.say(f"{path}: has the best {best_of}; taken again as best.pt")
+                    distributed.say(f"{path}: has the best {best_of}; renamed to best.pt")
                 return state["best"]
             reason = reason or f"{path}: has the best {state['best_of']} of epoch {state['epoch']}"
         keep_best(best, reason)
         return -math.inf
 
     def add(self, state: State, is_best: bool, replace: bool, verify: bool) -> None:
-        """Write `state` as last.pt, and as best.pt if it is the best so far; on rank 0.
+        """Save `state` as last.pt, and as best.pt if it is the best so far; on rank 0.
 
-        Of the former saves `keep` - 1 stay; with `replace` last.pt is not one of them. With
-        `verify` the file is read back before it takes that name.
+        The old last.pt becomes last-1.pt, and so on; with `replace` it is overwritten instead. With
+        `verify` the new file is read back before it gets its name.
         """
         if not distributed.is_rank_zero():
             return
-        # last.pt comes second: once it knows of a new best, that one is in best.pt.
+        # best.pt comes first: when last.pt records a new best score, best.pt has it already.
         if is_best:
             with files.writing(self.path / "best.pt") as tmp_path:
                 checkpoint.write(tmp_path, state, verify)
@@ -206,19 +195,19 @@ class RunFolder:
                 newer = self.path / (f"last-{age - 1}.pt" if age > 1 else "last.pt")
                 with contextlib.suppress(FileNotFoundError):
                     newer.replace(self.path / f"last-{age}.pt")
-        with contextlib.suppress(OSError):  # not every disk can do that
+        with contextlib.suppress(OSError):  # not every file system supports it
             files.sync(self.path)
         for age in itertools.count(self.keep):
             path = self.path / f"last-{age}.pt"
             if not path.exists():
                 break
-            path.unlink(missing_ok=True)  # of a run that kept more
+            path.unlink(missing_ok=True)  # from a run with a larger --keep
 
 
 def read_newest(paths: Sequence[Path]) -> State:
-    """Return the first of `paths` that can be read; rank 0 sets those before it aside, by name.
+    """Return the first of `paths` that can be read; rank 0 renames the damaged ones before it.
 
-    If there is none, a UserError leaves all as they are: to start over is for the user to decide.
+    If none can be read, raise a UserError and rename nothing: the user decides what to do.
     """
     reasons = []
     for path in paths:
@@ -229,13 +218,13 @@ def read_newest(paths: Sequence[Path]) -> State:
             continue
         for bad, reason in zip(paths, reasons, strict=False):
             if distributed.is_rank_zero():
-                aside = set_aside(bad)
-                distributed.say(f"{reason}; set aside as {aside.name}, continuing from {path.name}")
+                new = rename_damaged(bad).name
+                distributed.say(f"{reason}; renamed to {new}, continuing from {path.name}")
         return state
     raise UserError(f"{'; '.join(reasons)}: {OTHER_RUN}")
 
 
-def set_aside(path: Path) -> Path:
+def rename_damaged(path: Path) -> Path:
     """Rename `path` to PATH.corrupt, or PATH.corrupt-1 and so on; return the new path."""
     suffixes = itertools.chain([""], (f"-{number}" for number in itertools.count(1)))
     names = (Path(f"{path}.corrupt{suffix}") for suffix in suffixes)
@@ -243,7 +232,7 @@ def set_aside(path: Path) -> Path:
 
 
 def keep_best(best: Path, reason: str) -> None:
-    """Rename best.pt, if it exists, to best-N.pt with the first N that is free, and say so."""
+    """Rename best.pt, if it exists, to best-1.pt or the next free number, and print that."""
     if os.path.lexists(best):
         names = (best.with_name(f"best-{number}.pt") for number in itertools.count(1))
         kept = best.rename(next(name for name in names if not os.path.lexists(name)))

@@ -25,7 +25,7 @@ Outputs = TypeVar("Outputs")
 class Settings:
     """What a rank uses of its machine.
 
-    workers: loader processes. threads: of torch on the CPU. amp: "bf16", "fp16" or "off".
+    workers: loader processes. threads: CPU threads of torch. amp: "bf16", "fp16" or "off".
     """
 
     workers: int
@@ -44,8 +44,8 @@ def set_up(
 ) -> Settings:
     """Choose what is None or "auto", apply it to torch, and return it.
 
-    bytes_per_worker: the memory that the batches of one loader worker take; pinned pages cannot be
-    swapped out, so by default they may take a quarter of the free memory of a machine with GPUs.
+    bytes_per_worker: the size of the batches that one loader worker prepares. Pinned memory cannot
+    be swapped out, so by default it may take at most a quarter of the free memory.
     """
     cuda = device.type == "cuda"
     workers = default_workers() if workers is None else workers
@@ -58,7 +58,7 @@ def set_up(
         amp = "bf16" if has_bf16 else "fp16" if cuda else "off"
     if amp == "fp16":  # GradScaler skips steps until it has found its scale
         warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step")
-    warnings.filterwarnings("ignore", "This DataLoader will create")  # the start line says it
+    warnings.filterwarnings("ignore", "This DataLoader will create")  # reported in the start line
     torch.set_num_threads(threads)
     torch.set_float32_matmul_precision("high")  # TF32 for what stays float32, where a GPU has it
     return Settings(workers, threads, pin_memory and cuda, amp)
@@ -69,11 +69,12 @@ def compile_network(model: nn.Module) -> None:
     names = ("g++", "clang++", "cl", *shlex.split(os.environ.get("CXX", "")))
     if not any(map(shutil.which, names)):
         raise UserError("--compile: no C++ compiler found; install g++ or omit the flag")
+    distributed.say("--compile: compiling the network, which takes minutes")
     model.compile()
 
 
 def autocast(amp: str, device: torch.device) -> torch.autocast:
-    """Return a context in which networks compute in bf16 or fp16, or, with "off", as they are."""
+    """Return a context in which networks compute in bf16 or fp16; with "off", in float32."""
     dtype = torch.float16 if amp == "fp16" else torch.bfloat16
     return torch.autocast(device.type, dtype, enabled=amp != "off")
 
@@ -84,7 +85,7 @@ def to_float32(outputs: Outputs) -> Outputs:
 
 
 def _free_memory() -> float:
-    """Return the bytes of this machine's memory that are free; infinity where that is unknown."""
+    """Return the free memory of this machine in bytes; infinity if it is unknown."""
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
     except OSError:
@@ -93,7 +94,7 @@ def _free_memory() -> float:
 
 
 def cpus() -> int:
-    """Return how many CPUs this process may use: by its affinity, and by its cgroup's quota."""
+    """Return how many CPUs the affinity and the cgroups of this process let it use."""
     usable = getattr(os, "sched_getaffinity", None)  # not on macOS and Windows
     count = len(usable(0)) if usable else os.cpu_count() or 1
     return max(1, math.ceil(min(count, _quota())))
@@ -108,7 +109,7 @@ def _quota() -> float:
     path = next((line[3:] for line in lines if line.startswith("0::")), "/")
     here = CGROUPS / path.lstrip("/")
     found = [math.inf]
-    # In a container the path is often the host's, and the container's own is the root.
+    # In a container, `path` is often the host's, and the container's own cgroup is the root.
     for folder in (here, *here.parents):
         try:
             quota, period = (folder / "cpu.max").read_text().split()
@@ -121,17 +122,17 @@ def _quota() -> float:
 
 
 def default_threads(cuda: bool) -> int:
-    """Return torch's CPU threads of a rank: its share of the CPUs, at most 4 beside a GPU."""
+    """Return torch's CPU threads per rank: its share of the CPUs, at most 4 with a GPU."""
     given = os.environ.get("OMP_NUM_THREADS", "1")
-    if given.isdecimal() and given != "1":  # torchrun sets 1, whoever wants it or not
+    if given.isdecimal() and given != "1":  # torchrun sets 1 unless the user sets it
         return int(given)
     return min(cpu_share(), 4) if cuda else cpu_share()
 
 
 def default_workers() -> int:
-    """Return the loader workers of a rank: its share of the node's CPUs, from 1 to 16.
+    """Return the number of loader workers per rank: its share of the node's CPUs, at most 16.
 
-    None under a debugger, where each worker would be one more session to continue.
+    0 under a debugger, where each worker would be one more session to continue.
     """
     return 0 if process.is_debugged() else min(cpu_share(), 16)
 

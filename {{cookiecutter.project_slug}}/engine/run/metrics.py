@@ -9,7 +9,7 @@ from engine.ranks import distributed
 
 
 def compute(metrics: MetricCollection) -> dict[str, float]:
-    """Return each metric over what all ranks have seen; every rank has to call it."""
+    """Return each metric over the samples of all ranks; every rank has to call it."""
     fill_empty_lists(metrics)
     found: dict[str, float] = {}
     for name, value in metrics.compute().items():
@@ -26,9 +26,9 @@ def compute(metrics: MetricCollection) -> dict[str, float]:
 def fill_empty_lists(metrics: MetricCollection) -> None:
     """Give lists of values that are empty on this rank an empty tensor of the others' shape.
 
-    torchmetrics takes any shape for that, and the ranks' collectives would not fit together.
+    torchmetrics would gather tensors of other shapes from these ranks, and fail.
     """
-    metrics.items(copy_state=False)  # metrics that share a state get it only when asked for
+    metrics.items(copy_state=False)  # hands shared states to each metric of a group
     lists = {
         (name, key): (metric, value)
         for name, metric in metrics.named_modules()
@@ -36,7 +36,7 @@ def fill_empty_lists(metrics: MetricCollection) -> None:
         for key, value in metric.metric_state.items()
         if isinstance(value, list)
     }
-    if not lists:  # on all ranks alike
+    if not lists:  # the same on all ranks
         return
     mine = {at: (v[0].shape[1:], v[0].dtype) for at, (_, v) in lists.items() if v}
     known: dict[tuple[str, str], tuple[torch.Size, torch.dtype]] = {}
@@ -49,7 +49,7 @@ def fill_empty_lists(metrics: MetricCollection) -> None:
 
 
 def check_logits(outputs: object) -> Tensor:
-    """Return what a network gives in evaluation as float32; a UserError unless it is one tensor."""
+    """Return what a network returns in evaluation as float32; a UserError if it is no tensor."""
     if not isinstance(outputs, Tensor):
         what = f"a {type(outputs).__name__}"
         raise UserError(

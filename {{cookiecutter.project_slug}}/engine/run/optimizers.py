@@ -1,4 +1,4 @@
-"""Optimizers and learning-rate schedules in checkpoints: what has to fit, and how they resume."""
+"""Optimizers and learning-rate schedules in checkpoints: what has to match, and how they resume."""
 
 from collections.abc import Mapping
 from typing import Any, Protocol
@@ -108,13 +108,13 @@ def load_states(
                 reason = " ".join(str(error).split())[:200]
                 raise UserError(f"{path}: does not fit {name} ({reason})") from None
         elif name not in state:
-            distributed.say(f"{path} has no {name}: it starts from nothing")
+            distributed.say(f"{path} has no {name}: it starts from its initial state")
         if isinstance(part, Optimizer):
             _match_strides(part)
 
 
 def _settings(optimizer: Optimizer, scheduler: LambdaLR, step: int) -> dict[str, State]:
-    """Return what the flags say of both at that step of the schedule, to replace saved entries."""
+    """Return the entries of both states that follow from the flags, at `step` of the schedule."""
     factors = [factor(step) for factor in scheduler.lr_lambdas]
     lrs = [lr * factor for lr, factor in zip(scheduler.base_lrs, factors, strict=True)]
     groups = optimizer.state_dict()["param_groups"]
@@ -135,6 +135,6 @@ def _match_strides(optimizer: Optimizer) -> None:
     """Give the moments the memory layout of their weights: fused kernels rely on it."""
     for weight, values in optimizer.state.items():
         for name, value in values.items():
-            is_alike = isinstance(value, Tensor) and value.shape == weight.shape
-            if is_alike and value.stride() != weight.stride():
+            is_moment = isinstance(value, Tensor) and value.shape == weight.shape
+            if is_moment and value.stride() != weight.stride():
                 values[name] = torch.empty_like(weight, dtype=value.dtype).copy_(value)

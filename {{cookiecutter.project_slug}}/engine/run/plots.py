@@ -1,4 +1,4 @@
-"""The pictures of a run: curves.png, how its metrics went, and examples.png, what it predicts."""
+"""Plots of a run: curves.png, its metrics over the epochs, and examples.png, predictions."""
 
 import itertools
 import math
@@ -55,7 +55,7 @@ def draw_examples(
         if index is None:
             continue
         image, target = dataset[0, index]  # of epoch 0
-        # forward: for its one image, --compile would compile again.
+        # forward, because __call__ of a compiled network would compile again for one image.
         output = model.forward(loading.normalize(image[None].to(device)))
         output = metrics.check_logits(output)[0].cpu()
         draw(axes, image, torch.as_tensor(target), output, classes)

@@ -37,7 +37,7 @@ class Readable:
                 bar.update(len(indices) + len(broken))
 
     def finish(self, where: object) -> None:
-        """Say how many there were; name those that could not be read and exit with status 1."""
+        """Print the number of images; list the unreadable ones and exit with status 1 if any."""
         count = self.total - len(self.broken)
         distributed.say(f"{count} of {self.total} images: {where if count else 'no file'}")
         for line in self.broken:

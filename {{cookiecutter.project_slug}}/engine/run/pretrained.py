@@ -1,4 +1,4 @@
-"""Weights to start from: torchvision's, or those of a file, as far as they fit."""
+"""Initial weights, from torchvision or from a file, as far as they match the network."""
 
 import torchvision
 from torch import Tensor, nn
@@ -9,9 +9,9 @@ from engine.run import checkpoint
 
 
 def read_weights(weights: str, arch: str) -> dict[str, Tensor]:
-    """Return a state dict: of a .pt file (a checkpoint or a bare one) or of torchvision.
+    """Return a state dict: of a file (a checkpoint or a state dict) or of torchvision.
 
-    For torchvision `weights` is a name that it has for `arch`, such as DEFAULT.
+    weights: the path of a .pt or .pth file, or a name that torchvision has for `arch`.
     """
     if weights.endswith((".pt", ".pth")):
         state = checkpoint.read_file(weights)
@@ -28,11 +28,11 @@ def read_weights(weights: str, arch: str) -> dict[str, Tensor]:
 
 
 def copy_matching(model: nn.Module, weights: dict[str, Tensor]) -> None:
-    """Copy the tensors whose names and shapes `model` shares, and say which stay new."""
+    """Copy the tensors whose names and shapes match, and print which of `model` do not."""
     own = model.state_dict()
     fitting = {k: v for k, v in weights.items() if k in own and own[k].shape == v.shape}
     if not fitting:
-        raise UserError("--weights: no tensor has a name and a shape of this network")
+        raise UserError("--weights: no tensor has the same name and shape as one of this network")
     model.load_state_dict(fitting, strict=False)
     new = [name for name in own if name not in fitting]
     line = f"--weights: {len(fitting)} of {len(own)} tensors loaded"

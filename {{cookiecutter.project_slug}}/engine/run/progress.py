@@ -1,4 +1,4 @@
-"""Where a training run is, to the step: counted here, saved by rank 0, resumed on all ranks."""
+"""The progress of a training run, to the step: counted, saved by rank 0, resumed by all ranks."""
 
 import contextlib
 import math
@@ -22,15 +22,15 @@ from engine.run.checkpoint import State
 from engine.run.folder import KEYS, RunFolder
 from engine.run.optimizers import Stateful
 
-SECONDS_BETWEEN_CHECKS = 5  # of the loss, which waits for the device: not at every step
+SECONDS_BETWEEN_CHECKS = 5  # of the loss; reading it at every step would stall the device
 
 
 class Run:
-    """What has been done so far.
+    """The progress of a run, and the parts that a checkpoint saves with it.
 
-    epoch: epochs finished. step: optimizer steps taken. seen: images trained on in the epoch that
-    has begun, on all ranks. totals: float64 (2,), this rank's sum of losses in that epoch and what
-    to divide it by. best: the best score so far. best_of: what that is a score of, in words.
+    epoch: epochs finished. step: optimizer steps taken. seen: images trained on in the current
+    epoch, over all ranks. totals: float64 (2,), this rank's sums of losses and of their counts in
+    that epoch. best: the best score so far. best_of: its metric and validation set, as text.
     history: a row of metrics for each finished epoch.
     """
 
@@ -50,48 +50,47 @@ class Run:
         scheduler: LRScheduler,
         **more: Stateful,
     ) -> None:
-        """Start from nothing.
+        """Start at step 0.
 
         save_every: optimizer steps between saves within an epoch, 0 for none. score: the metric
         that decides which weights are the best. flags: saved with each checkpoint.
-        more: what else has a state_dict and a load_state_dict, by name.
+        more: further parts with a state_dict and a load_state_dict, by name.
         """
         if taken := more.keys() & {*KEYS}:
-            raise ValueError(f"{taken}: checkpoints have an entry of that name already")
+            raise ValueError(f"{taken}: checkpoints already have an entry of that name")
         self.folder = folder
-        self.batch_size = train_loader.batch_size or 1
         self.sampler = train_loader.sampler
         self.global_batch = self.sampler.global_batch
+        self.epoch_steps = self.sampler.total // self.global_batch
+        pass_size = (train_loader.batch_size or 1) * distributed.world_size()
+        self.passes_per_step = self.global_batch // pass_size
         self.classes = list(classes)
         self.epochs = epochs
         self.save_every = save_every
         self.flags = checkpoint.to_plain(dict(flags))
         self.model = model
-        self.parts: dict[str, Stateful] = {
-            **{"model": model, "optimizer": optimizer, "scheduler": scheduler},
-            **more,
-        }
+        self.parts: dict[str, Stateful] = {"model": model, "optimizer": optimizer}
+        self.parts |= {"scheduler": scheduler, **more}
         self.epoch, self.step, self.seen = 0, 0, 0
         self.score = score
         self.best, self.best_of = -math.inf, f"{score} on {loading.fingerprint(val_loader)}"
-        device = next(model.parameters()).device
-        self.totals = torch.zeros(2, dtype=torch.float64, device=device)
+        self.totals = torch.zeros(2, dtype=torch.float64, device=next(model.parameters()).device)
         self.history: list[dict[str, float | str]] = []
         self.saved_step = 0
-        self.verified: set[type] = set()  # types that a saved file has been seen to read back
+        self.verified: set[type] = set()  # types that have been read back from a file
         self.checked_at = time.monotonic()
 
     @property
     def passes(self) -> int:
-        """How many batches each rank has trained on in the epoch that has begun."""
-        return self.seen // (self.batch_size * distributed.world_size())
+        """Return how many passes of the current epoch are done, counting whole steps only."""
+        return self.seen // self.global_batch * self.passes_per_step
 
     def resume(self, state: State | None) -> None:
-        """Continue from `state`, a checkpoint whose weights the model has already, if there is one.
+        """Open the folder for training; continue from the checkpoint `state` if there is one.
 
-        On the number of ranks that wrote it, to the bit. The flags' learning rates and other
-        settings hold, not those of `state`, and the schedule goes by epochs; not so with a
-        scheduler other than LambdaLR. Also opens the folder for training.
+        The model has its weights already. With as many ranks as wrote it, the run continues as if
+        it had not stopped, to the bit. Learning rates and other settings of the optimizer come from
+        the flags, except with a scheduler other than LambdaLR.
         """
         self.folder.open_for_training(is_new=state is None)
         if state is None:
@@ -99,24 +98,22 @@ class Run:
         else:
             distributed.say(self._differences(state))
             self._take_position(state)
-            optimizers.load_states(
-                state, self.parts, self._schedule_step(state), self.epochs * self._epoch_steps()
-            )
-            # A checkpoint that the user went back to has no part in what followed it.
+            last_step = self.epochs * self.epoch_steps
+            optimizers.load_states(state, self.parts, self._schedule_step(state), last_step)
+            # After going back to an earlier checkpoint, a best.pt from later epochs does not count.
             is_newest = Path(state["path"]).name.startswith("last")
             until = math.inf if is_newest else self.epoch
             best_of = self.best_of if self.folder.contains(state["path"]) else None
             self.best = distributed.from_rank_zero(self.folder.best_score, best_of, until)
-            del state["model"], state["optimizer"]  # as much memory as they take again
+            del state["model"], state["optimizer"]  # they take as much memory again
 
     def _take_position(self, state: State) -> None:
         self.epoch, self.step = state["epoch"], state["step"]
         self.history = list(state["history"])
-        same_order = state["images"] == self.sampler.total and state["seed"] == self.sampler.seed
         if not state["seen"]:
             return
-        if not same_order:
-            distributed.say("other images or another --seed: the epoch starts over")
+        if (state["images"], state["seed"]) != (self.sampler.total, self.sampler.seed):
+            distributed.say("the images or --seed have changed: the epoch starts over")
             return
         self.seen = state["seen"]
         totals = torch.tensor(state["totals"], dtype=torch.float64, device=self.totals.device)
@@ -125,18 +122,15 @@ class Run:
         elif distributed.is_rank_zero():
             self.totals += totals.sum(0)
 
-    def _epoch_steps(self) -> int:
-        return self.sampler.total // self.global_batch
-
     def _schedule_step(self, state: State) -> int:
         then = state["images"], state["global_batch"], state["seen"]
-        step = self.epoch * self._epoch_steps() + self.seen // self.global_batch
+        step = self.epoch * self.epoch_steps + self.seen // self.global_batch
         if then == (self.sampler.total, self.global_batch, self.seen):
             step = state["scheduler"].get("last_epoch", step)  # epochs may have been left early
         return step
 
     def _differences(self, state: State) -> str:
-        """Return a line: how far the checkpoint has got, and what is different now."""
+        """Return a line about the checkpoint's progress and what has changed since."""
         ranks_then, batch_then = len(state["totals"]), state["global_batch"]
         ranks, batch = distributed.world_size(), self.global_batch
         line = f"{state['path']}: {state['epoch']} of {self.epochs} epochs done"
@@ -145,23 +139,21 @@ class Run:
         if state["seen"]:
             line += f" and {state['seen'] // batch_then} steps of the next"
         if ranks_then != ranks:
-            line += (
-                f"; {ranks_then} rank(s) then, {ranks} now: the same images in the same order, but "
-                "BatchNorm, dropout and rounding differ"
-            )
+            effect = "the same images in the same order, but BatchNorm, dropout and rounding differ"
+            line += f"; {ranks_then} rank(s) then, {ranks} now: {effect}"
         if batch_then != batch:
-            line += (
-                f"; global batch (--batch-size x ranks x --accumulate) was {batch_then}, is {batch}"
-            )
+            sizes = "global batch (--batch-size x ranks x --accumulate)"
+            line += f"; {sizes} was {batch_then}, is {batch}"
         old = state["args"]
-        changed = [name for name in self.flags if name in old and old[name] != self.flags[name]]
-        flags = [
-            f"--{name.replace('_', '-')} {self.flags[name]} (was {old[name]})" for name in changed
+        changed = [
+            f"--{name.replace('_', '-')} {value} (was {old[name]})"
+            for name, value in self.flags.items()
+            if name in old and old[name] != value
         ]
-        return f"{line}; from now on {', '.join(flags)}" if flags else line
+        return f"{line}; changed: {', '.join(changed)}" if changed else line
 
     def end_step(self) -> None:
-        """Count an optimizer step; save if one is due; stop here if all ranks are to."""
+        """Count an optimizer step; save if that is due; raise Stopped if all ranks are to stop."""
         self.step += 1
         self.seen += self.global_batch
         if self.save_every and self.step % self.save_every == 0:
@@ -182,15 +174,15 @@ class Run:
             )
         totals = distributed.reduce_tensor(self.totals)
         self._check_loss(totals)
-        if is_early:  # the rest of the epoch is not for the next start
+        if is_early:  # a resumed run starts with the next epoch
             self.seen = self.sampler.total
         loss, count = totals.tolist()
         return loss / max(count, 1)
 
     def end_epoch(self, row: dict[str, float | str]) -> bool:
-        """Count an epoch, with its row of metrics; return whether its score is the best so far."""
+        """Record a finished epoch and its metrics; return whether its score is the best so far."""
         if self.score not in row:
-            raise UserError(f"BEST of model.py is {self.score}; there are {', '.join(row)}")
+            raise UserError(f"BEST of model.py is {self.score}: use one of {', '.join(row)}")
         self.epoch += 1
         row = {"epoch": self.epoch, "step": self.step, **row}
         self.seen = 0
@@ -213,7 +205,7 @@ class Run:
                 raise UserError(f"{name} became NaN or inf at {self}: {self._remedy()}")
         states: State = {name: part.state_dict() for name, part in self.parts.items()}
         for name, part in self.parts.items():
-            if not isinstance(part, nn.Module):  # a rate from np.cos, for one
+            if not isinstance(part, nn.Module):  # such as a rate from np.cos
                 states[name] = tree_map_only(np.generic, lambda x: x.item(), states[name])
         types = {type(leaf) for leaf in tree_leaves(states)}
         position = {
@@ -232,7 +224,7 @@ class Run:
             "resumed_from": self.folder.resume,
             "args": self.flags,
         }
-        # A save after evaluation replaces the one before it, which has the same weights.
+        # The save after evaluation replaces the one before it, which has the same weights.
         replace, verify = self.saved_step == self.step, not types <= self.verified
         self.folder.add({**states, **position}, is_best, replace, verify)
         self.saved_step = self.step
@@ -246,17 +238,17 @@ class Run:
     def _remedy(self) -> str:
         return (
             "try a lower --lr or more --warmup-epochs, and check the input images; "
-            f"the checkpoints in {self.folder.path} are from before it"
+            f"the checkpoints in {self.folder.path} were saved before that"
         )
 
     @contextlib.contextmanager
     def stoppable(self) -> Iterator[None]:
-        """Within the block a signal has all ranks stop after the same step, save, and exit."""
-        distributed.barrier()  # no rank fails before rank 0 has said what starts
+        """Within the block a signal makes all ranks stop after the same step, save and exit."""
+        distributed.barrier()  # lets rank 0 print the start lines before any rank can fail
         with stopping.on_signals(self.__str__):
             try:
                 yield
-                distributed.barrier()  # rank 0 may be saving: its thread needs the others'
+                distributed.barrier()  # rank 0 may still be saving: its watcher needs the others'
             except stopping.Stopped:
                 if self.saved_step != self.step:
                     self.save()

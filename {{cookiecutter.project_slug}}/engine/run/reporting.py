@@ -28,7 +28,7 @@ from engine.ranks import distributed
 from engine.run import files, machine
 
 SECONDS_BETWEEN_READINGS = 0.5  # reading the loss waits for the device: not at every step
-INPUT_BOUND = 0.1  # the share of time spent waiting for images from which a line says so
+INPUT_BOUND = 0.1  # from this share of time spent waiting for images, a message says so
 
 if TYPE_CHECKING:
     from engine.run.plots import DrawExample, Row
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 class Reporter:
     def __init__(self, folder: Path, device: torch.device, epochs: int, finished: int) -> None:
-        """Open the records in `folder`; TensorBoard drops what is after the `finished` epochs."""
+        """Open TensorBoard's log in `folder`; entries after the `finished` epochs are dropped."""
         self.folder = folder
         self.device = device
         self.epochs = epochs
@@ -45,7 +45,7 @@ class Reporter:
         self.workers = 0
         if not self.active:
             return
-        # Imported here, as matplotlib below: it takes seconds that other ranks need not spend.
+        # Imported here, like matplotlib below: it takes seconds, and other ranks do not need it.
         from torch.utils.tensorboard import SummaryWriter
 
         self.board = SummaryWriter(str(folder), purge_step=finished + 1)
@@ -57,7 +57,7 @@ class Reporter:
         """Clear the progress bar and close the files, before any error is printed."""
         self.bar.close()
         if self.active:
-            with contextlib.suppress(OSError):  # of a disk that is full
+            with contextlib.suppress(OSError):  # the disk may be full
                 self.board.close()
 
     def start(
@@ -113,7 +113,7 @@ class Reporter:
             desc=f"epoch {epoch + 1}/{self.epochs}",
             unit="img",
             leave=False,
-            # None: off where the output is no terminal, so that logs stay readable.
+            # None: no bar unless the output is a terminal, so that logs stay readable.
             disable=None if self.active else True,
         )
         self.waited, self.count = 0.0, 0
@@ -126,11 +126,11 @@ class Reporter:
             requested = time.monotonic()
 
     def speed(self) -> dict[str, float]:
-        """Close the progress bar; return its images per second and the share of waiting."""
+        """Close the progress bar; return images per second and the share of time spent waiting."""
         self.bar.close()
         waited = torch.tensor(self.waited, device=self.device)
-        longest = distributed.reduce_tensor(waited, "max").item()  # once the device is ready
-        seconds = time.monotonic() - self.began  # a resumed epoch's are those since then
+        longest = distributed.reduce_tensor(waited, "max").item()  # waits for the device, too
+        seconds = time.monotonic() - self.began  # of a resumed epoch: since it was resumed
         return {
             "img_per_s": self.count / seconds,
             "train_seconds": seconds,
@@ -175,7 +175,7 @@ class Reporter:
         plots.draw_curves(self.folder / "curves.png", rows)
 
     def say_input_bound(self, wait: float, seconds: float) -> None:
-        """Say that training waits for its images, and what helps."""
+        """Print how much time training spends waiting for images, and what helps."""
         share = machine.cpu_share()
         more = f"--workers {share}, " if self.workers < share else ""
         distributed.say(
@@ -198,13 +198,13 @@ class Reporter:
             plots.draw_examples(self.folder / "examples.png", model, dataset, classes, draw)
 
     def finish(self, name: str, best: float) -> None:
-        """Print the result and where it is."""
+        """Print the best score and the paths of the results."""
         if self.active:
             path = os.path.join(os.path.relpath(self.folder), "best.pt")
             if math.isfinite(best):
                 distributed.say(f"done: best {name} {best:.4f}; {path}, examples.png, curves.png")
             else:
-                distributed.say(f"done: {name} was never a number, so there is no best.pt")
+                distributed.say(f"done: {name} was NaN after every epoch, so there is no best.pt")
 
 
 def git_commit() -> str | None:

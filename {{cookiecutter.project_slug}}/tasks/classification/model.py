@@ -13,7 +13,7 @@ from engine.errors import UserError
 from engine.run import pretrained
 
 BEST = "top1"  # the metric, higher is better, that decides which weights are kept as best.pt
-NETWORK_FLAGS = ("arch",)  # what has to be equal for a checkpoint to fit
+NETWORK_FLAGS = ("arch",)  # flags that have to equal those of a checkpoint
 
 
 def add_arguments(group: _ArgumentGroup) -> None:
@@ -23,7 +23,7 @@ def add_arguments(group: _ArgumentGroup) -> None:
         "--weights",
         metavar="NAME|FILE",
         help="start from torchvision's weights of that name (DEFAULT: the best) or from a .pt "
-        "file; layers of another shape, such as the last, stay new",
+        "file; layers of another shape, such as the last, are not loaded",
     )
 
 
@@ -32,7 +32,7 @@ def build_model(args: Namespace, classes: Sequence[str], weights: str | None = N
     names = torchvision.models.list_models(module=torchvision.models)
     if args.arch not in names:
         raise UserError(f"--arch {args.arch}: torchvision has {', '.join(names)}")
-    # What some networks need to know. An auxiliary head would need a loss of its own.
+    # Arguments that some networks need; auxiliary heads are off, as they need a loss of their own.
     size = args.image_size
     no_head = {"aux_logits": False, "init_weights": True, "transform_input": True}
     special: dict[str, dict[str, Any]] = {
@@ -54,7 +54,7 @@ def build_model(args: Namespace, classes: Sequence[str], weights: str | None = N
 def build_criterion(args: Namespace) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]:
     """Return the loss: (logits, int64 (N,)) -> (sum over samples, number of samples).
 
-    Sum and count, because only those can be added over batches and ranks.
+    Sum and count, because those can be added up over batches and ranks, unlike means.
     """
 
     def cross_entropy(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:

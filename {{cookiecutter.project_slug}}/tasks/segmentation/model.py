@@ -16,7 +16,7 @@ from engine.ranks import distributed
 from engine.run import pretrained
 
 BEST = "miou"  # the metric, higher is better, that decides which weights are kept as best.pt
-NETWORK_FLAGS = ("arch", "encoder")  # what has to be equal for a checkpoint to fit
+NETWORK_FLAGS = ("arch", "encoder")  # flags that have to equal those of a checkpoint
 
 
 def add_arguments(group: _ArgumentGroup) -> None:
@@ -28,12 +28,12 @@ def add_arguments(group: _ArgumentGroup) -> None:
         help="a decoder of segmentation-models-pytorch, or a segmentation network of torchvision "
         "such as deeplabv3_resnet50",
     )
-    add("--encoder", default="resnet34", metavar="NAME", help="what feeds the decoder")
+    add("--encoder", default="resnet34", metavar="NAME", help="backbone that feeds the decoder")
     add(
         "--weights",
         metavar="NAME|FILE",
         help="start from the encoder's weights of that name (imagenet), from torchvision's "
-        "(DEFAULT), or from a .pt file; layers of another shape, such as the last, stay new",
+        "(DEFAULT), or from a .pt file; layers of another shape, such as the last, are not loaded",
     )
 
 
@@ -91,7 +91,7 @@ def build_smp(arch: str, encoder: str, num_classes: int, weights: str | None) ->
 
 
 def freeze_unused(model: nn.Module) -> nn.Module:
-    """Return `model` with those weights frozen that its output does not depend on.
+    """Freeze the weights of `model` that its output does not depend on; return it.
 
     Some encoders have layers that no decoder reads; DDP would wait for their gradients.
     """
@@ -106,11 +106,12 @@ def freeze_unused(model: nn.Module) -> nn.Module:
 def build_criterion(args: Namespace) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]:
     """Return the loss: (logits, int64 (N, H, W)) -> (sum over pixels, number of pixels).
 
-    Sum and count, because only those can be added over batches and ranks. Void is in neither.
+    Sum and count, because those can be added up over batches and ranks, unlike means.
+    Void pixels are in neither.
     """
 
     def cross_entropy(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        # A sum within cross_entropy would not be the same bits each time on GPUs.
+        # reduction="sum" is not deterministic on GPUs.
         losses = nn.functional.cross_entropy(outputs, targets, ignore_index=VOID, reduction="none")
         return losses.sum(), (targets != VOID).sum()
 
@@ -120,7 +121,7 @@ def build_criterion(args: Namespace) -> Callable[[Tensor, Tensor], tuple[Tensor,
 def build_metrics(classes: Sequence[str]) -> MetricCollection:
     """Return mean and per-class IoU over the whole set; they take (logits, int64 (N, H, W)).
 
-    A class that is neither in the truth nor in the prediction is nan and not in the mean.
+    A class in neither labels nor predictions is NaN and left out of the mean.
     """
     count = len(classes)
     mean = MulticlassJaccardIndex(count, ignore_index=VOID)
