@@ -21,7 +21,7 @@ project = demo/$(TASK)
 .PHONY: demo test check ready
 
 test: ready
-	$(python) -m pytest --numprocesses $(WORKERS) --dist loadgroup
+	$(python) -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 check: ready
 	$(python) -m pytest --numprocesses 2 tests/test_template.py tests/test_plain*.py

@@ -13,20 +13,14 @@ from pathlib import Path
 import pytest
 from running import ROOT, TASKS, Project, small
 
-# Tests of one group run in one worker of pytest-xdist, one after the other.
-GROUPS = {
-    "test_debug.py": "debugger",  # they share runs/default of the project, and mostly wait
-    "test_demo.py": "demo {task}",  # they share what `make demo` has made
-}
+# `make test` gives each file to one worker of pytest-xdist: the tests of test_debug.py share a
+# folder, those of test_demo.py what `make demo` has made. Files that take long come first.
+LONGEST = ("test_stopping.py", "test_debug.py", "test_demo.py", "test_faults.py", "test_runs.py")
 
 
-@pytest.hookimpl(tryfirst=True)  # pytest-xdist reads the groups in its own
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    for item in items:
-        if group := GROUPS.get(item.path.name):
-            task = next((task for task in TASKS if task in item.name), "")
-            item.add_marker(pytest.mark.xdist_group(group.format(task=task)))
-    items.sort(key=lambda item: item.path.name != "test_faults.py")  # they take longest
+    rank = {name: number for number, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: rank.get(item.path.name, len(rank)))
 
 
 @pytest.fixture(scope="session")

@@ -32,6 +32,8 @@ NETS = {
     "classification": ("--arch", "shufflenet_v2_x0_5"),
     "segmentation": ("--encoder", "mobilenet_v2"),
 }
+# With BatchNorm, dropout, loader workers and a schedule: whatever can go astray.
+NET = ["--arch", "mobilenet_v3_small", "--image-size", 32, "--workers", 1, "--batch-size", 4]
 
 
 # What these tests try is the same file, byte for byte, in both kinds of project.
