@@ -47,7 +47,7 @@ class TrainSampler(Sampler[tuple[int, int]]):
         self.set_epoch(0)
 
     def set_epoch(self, epoch: int, seen: int = 0) -> None:
-        """Go on to `epoch`, without the first `seen` of its samples."""
+        """Switch to `epoch`, without the first `seen` of its samples."""
         self.epoch = epoch
         left = self.total - seen
         self.span = slice(seen, self.total - left % self.global_batch)

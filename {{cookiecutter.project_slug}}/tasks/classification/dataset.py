@@ -88,7 +88,7 @@ def build_dataset(data: Path, image_size: int) -> tuple[ImageDataset, ImageDatas
 def find_samples(root: Path) -> tuple[list[tuple[str, int]], list[tuple[str, int]], list[str]]:
     """Return the samples, (path, class number), for training and for validation, and the classes.
 
-    Without DIR/val, 15 % of each class of DIR/train are set aside, always the same ones.
+    Without DIR/val, 15 % of each class of DIR/train is held out, always the same images.
     """
     classes = class_folders(root / "train")
     if len(classes) < 2:

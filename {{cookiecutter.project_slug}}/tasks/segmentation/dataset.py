@@ -125,7 +125,7 @@ def find_samples(root: Path) -> tuple[list[tuple[str, str]], list[tuple[str, str
     """Return the (image path, mask path) pairs for training, those for validation, and the classes.
 
     The names are the lines of DIR/classes.txt; none without that file. Without DIR/val, 15 % of
-    DIR/train are set aside, always the same ones.
+    DIR/train is held out, always the same images.
     """
     train = find_pairs(root / "train")
     if (root / "val").is_dir():
