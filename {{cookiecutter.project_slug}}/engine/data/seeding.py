@@ -35,9 +35,9 @@ def be_deterministic() -> None:
 
 @contextlib.contextmanager
 def in_any_order() -> Iterator[None]:
-    """Within the block nothing is deterministic by force, for counts: exact in any order.
+    """Turn deterministic algorithms off within the block, for counts, which are exact in any order.
 
-    torchmetrics would count pixels in memory of pixels x classes squared else.
+    With them, torchmetrics needs memory of pixels x classes^2 to count pixels.
     """
     forced = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(False)
