@@ -178,9 +178,7 @@ def test_prepared_data_that_does_not_fit(
     words = ("--data", tmp_path / "elsewhere", "--output")
     prepare(project, *words, tmp_path / "elsewhere" / "train" / "x").refused("name a folder els")
     before = content(tmp_path / "other store")
-    prepare(project, *words, tmp_path / "other store").refused(
-        f"made from {other} with --short-side"
-    )
+    prepare(project, *words, tmp_path / "other store").refused(f"made from {other} with")
     assert content(tmp_path / "other store") == before
     prepare(project, *words, out).refused("not empty", "another folder")
     assert (out / "last.pt").exists()
