@@ -5,6 +5,7 @@ import struct
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 from PIL import Image
 from running import SMALL, Project
@@ -102,6 +103,12 @@ SPOILT: dict[str, dict[str, tuple[Spoil, list[str]]]] = {
         "label outside the classes": (
             lambda d: Image.new("L", (64, 64), 7).save(d / "train/masks/0003.png"),
             ["masks/0003.png", "label 7", "0 to 1"],
+        ),
+        "label below 0": (
+            lambda d: Image.fromarray(np.full((64, 64), -2, np.int32)).save(
+                (d / "train/masks/0003.png").rename(d / "train/masks/0003.tif")
+            ),
+            ["masks/0003.tif", "label -2", "0 to 1"],
         ),
         "two pictures of one name": (
             lambda d: Image.new("RGB", (64, 64)).save(d / "train/images/0003.png"),

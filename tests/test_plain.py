@@ -4,6 +4,7 @@ import os
 import zipfile
 import zlib
 from argparse import ArgumentTypeError
+from argparse import _ArgumentGroup as ArgumentGroup
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -39,10 +40,14 @@ class TestFlags:
 
     @pytest.mark.parametrize(
         ("low", "kind", "text"),
-        [(1, int, "0"), (0, int, "-1"), (0, float, "nan"), (0, float, "inf"), (0, float, "-1e-9")],
+        [
+            *((1, int, "0"), (0, int, "-1"), (1, int, "1.5"), (1, int, "x")),
+            *((0, float, "nan"), (0, float, "inf"), (0, float, "-1e-9"), (0, float, "x")),
+        ],
     )
     def test_numbers_that_are_refused(self, low: float, kind: type, text: str) -> None:
-        with pytest.raises(ArgumentTypeError, match=f"{text} is not a number of {low} or more"):
+        name = "an integer" if kind is int else "a number"
+        with pytest.raises(ArgumentTypeError, match=f"{text} is not {name} of {low} or more"):
             flags.at_least(low, kind)(text)
 
     def test_mistakes(self) -> None:
@@ -53,11 +58,25 @@ class TestFlags:
                 parser.parse_args(words)
 
     def test_lines_of_a_file(self, tmp_path: Path) -> None:
-        (tmp_path / "flags").write_text("# mine\n--a 'x y' --b 2  # two\n\n")
+        file = tmp_path / "flags"
+        file.write_text("# it's mine\n--a 'x y#1' --b 2  # two\n\n")
         parser = flags.Parser(fromfile_prefix_chars="@")
         parser.add_argument("--a")
         parser.add_argument("--b", type=int)
-        assert vars(parser.parse_args([f"@{tmp_path / 'flags'}"])) == {"a": "x y", "b": 2}
+        assert vars(parser.parse_args([f"@{file}"])) == {"a": "x y#1", "b": 2}
+        file.write_text("--a it's\n")
+        with pytest.raises(UserError, match="No closing quotation"):
+            parser.parse_args([f"@{file}"])
+
+    def test_flags_of_a_checkpoint(self) -> None:
+        """Its own count, also for a flag that has to be given; newer ones get their default."""
+
+        def add_arguments(group: ArgumentGroup) -> None:
+            group.add_argument("--labels", required=True)
+            group.add_argument("--newer", type=int, default=4)
+
+        found = checkpoint.read_flags({"args": {"labels": "a", "lr": 0.1}}, add_arguments)
+        assert vars(found) == {"labels": "a", "newer": 4, "lr": 0.1}
 
     def test_help(self) -> None:
         parser = flags.Parser(formatter_class=flags.Help)

@@ -48,7 +48,7 @@ def test_predict_goes_on(project: Project, own_data: Path, trained: Path, tmp_pa
     out = tmp_path / "\udcfe"
     done = predict("--output", out)
     assert done.status == 1
-    assert done.out.startswith("51 of 53 images: ")
+    assert done.out.startswith("51 of 53 images predicted: ")
     first, second = done.err.splitlines()
     assert first.startswith(f"error: {broken}: cannot be read")
     assert second.startswith(f"error: {empty}: cannot be read")

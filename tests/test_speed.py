@@ -103,7 +103,8 @@ def test_prepared_data(project: Project, own_data: Path, tmp_path: Path) -> None
     lines = project.call("preparing.interrupted", own_data, store, "--short-side", 0)
     for line, done in zip(lines, ("", "; 20 are there already", "; 45 are there al"), strict=False):
         assert re.match(rf"{store}: \d+ samples need about 0.00\d+ GB, .+ GB are free{done}", line)
-    assert lines[3:] == [f"{store}: prepared already, and {own_data} has not changed"]
+    assert re.fullmatch(rf"{store}: \d+ samples ready; train with --data {store}", lines[3])
+    assert lines[4:] == [f"{store}: prepared already, and {own_data} has not changed"]
     assert {p.name for p in store.iterdir()} == {
         ".preparing",
         "index.json",
@@ -177,7 +178,7 @@ def test_prepared_data_that_does_not_fit(
     words = ("--data", tmp_path / "elsewhere", "--output")
     prepare(project, *words, tmp_path / "elsewhere" / "train" / "x").refused("name a folder els")
     before = content(tmp_path / "other store")
-    prepare(project, *words, tmp_path / "other store").refused(f"made of {other} with --short-side")
+    prepare(project, *words, tmp_path / "other store").refused(f"made from {other} with")
     assert content(tmp_path / "other store") == before
     prepare(project, *words, out).refused("not empty", "another folder")
     assert (out / "last.pt").exists()

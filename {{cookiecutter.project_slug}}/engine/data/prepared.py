@@ -83,10 +83,7 @@ def _stat(path: str) -> tuple[int, int] | None:
 
 
 class Images(Sequence):
-    """The images of each sample, mapped into memory from the file `path`.
-
-    rows: int64 (samples, images of each, 4).
-    """
+    """The images of each sample, mapped from the file `path`. rows: int64 (samples, each, 4)."""
 
     def __init__(self, path: Path, rows: np.ndarray) -> None:
         self.path = path
@@ -187,7 +184,7 @@ def write(
         made = Index.read(folder / "index.json")
         if made and (made.source, made.side) != (plan.source, side):
             origin = f"{made.source} with --short-side {made.side}"
-            raise UserError(f"{folder}: made of {origin}; name another folder, or remove it")
+            raise UserError(f"{folder}: made from {origin}; name another folder, or remove it")
         if made != plan:
             for name in ("rows.bin", "pixels.bin"):
                 (folder / name).unlink(missing_ok=True)
@@ -198,6 +195,7 @@ def write(
             return distributed.say(f"{folder}: prepared already, and {source} has not changed")
         _say_size(shrunk, len(done), folder)
         _append(folder, shrunk, done, workers)
+        distributed.say(f"{folder}: {len(shrunk)} samples ready; train with --data {folder}")
     except OSError as error:
         raise UserError(f"{folder}: cannot be written ({error.strerror})") from None
 

@@ -160,6 +160,8 @@ def read_flags(state: State, add_arguments: AddArguments) -> Namespace:
     """Return a checkpoint's flags; flags of `add_arguments` that are newer have their defaults."""
     parser = argparse.ArgumentParser()
     add_arguments(parser.add_argument_group())
+    for action in parser._actions:
+        action.required = False  # the checkpoint has it
     parser.set_defaults(**state["args"])  # text is converted to the flag's type
     return parser.parse_args([])
 

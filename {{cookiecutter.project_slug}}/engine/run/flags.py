@@ -2,6 +2,7 @@
 
 import argparse
 import math
+import re
 import shlex
 from collections.abc import Callable
 from typing import NoReturn
@@ -10,13 +11,16 @@ from engine.errors import UserError
 
 
 class Parser(argparse.ArgumentParser):
-    """Raises a UserError for a mistake; lines of @FILE may hold several flags and # comments."""
+    """Raises a UserError for a mistake; lines of @FILE may have several flags and # comments."""
 
     def error(self, message: str) -> NoReturn:
         raise UserError(f"{message} ({self.prog} --help lists the flags)")
 
     def convert_arg_line_to_args(self, line: str) -> list[str]:
-        return shlex.split(line, comments=True)
+        try:
+            return shlex.split(re.sub(r"(^|\s)#.*", "", line))
+        except ValueError as error:  # a quote that is not closed
+            self.error(f"@FILE, line {line!r}: {error}")
 
 
 class Help(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpFormatter):
@@ -31,8 +35,13 @@ def at_least(low: float, kind: type[int] | type[float] = int) -> Callable[[str],
     """Return an argparse type: a finite number of `low` or more."""
 
     def number(text: str) -> float:
-        if not low <= (value := kind(text)) < math.inf:
-            raise argparse.ArgumentTypeError(f"{text} is not a number of {low} or more")
+        try:
+            value = kind(text)
+        except ValueError:
+            value = math.nan
+        if not low <= value < math.inf:
+            name = "an integer" if kind is int else "a number"
+            raise argparse.ArgumentTypeError(f"{text} is not {name} of {low} or more")
         return value
 
     return number

@@ -124,7 +124,7 @@ def _quota() -> float:
 def default_threads(cuda: bool) -> int:
     """Return torch's CPU threads per rank: its share of the CPUs, at most 4 with a GPU."""
     given = os.environ.get("OMP_NUM_THREADS", "1")
-    if given.isdecimal() and given != "1":  # torchrun sets 1 unless the user sets it
+    if given.isdecimal() and int(given) > 1:  # torchrun sets 1 unless the user sets it
         return int(given)
     return min(cpu_share(), 4) if cuda else cpu_share()
 

@@ -39,7 +39,8 @@ class Readable:
     def finish(self, where: object) -> None:
         """Print the number of images; list the unreadable ones and exit with status 1 if any."""
         count = self.total - len(self.broken)
-        distributed.say(f"{count} of {self.total} images: {where if count else 'no file'}")
+        where = where if count else "no file written"
+        distributed.say(f"{count} of {self.total} images predicted: {where}")
         for line in self.broken:
             print(f"error: {line}", file=sys.stderr)
         if self.broken:

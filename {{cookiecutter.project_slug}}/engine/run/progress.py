@@ -137,7 +137,8 @@ class Run:
         if state["epoch"]:
             line += f", best {state['best']:.4f}"
         if state["seen"]:
-            line += f" and {state['seen'] // batch_then} steps of the next"
+            steps = state["seen"] // batch_then
+            line += f" and {steps} step{'s' * (steps != 1)} of the next"
         if ranks_then != ranks:
             effect = "the same images in the same order, but BatchNorm, dropout and rounding differ"
             line += f"; {ranks_then} rank(s) then, {ranks} now: {effect}"

@@ -208,12 +208,14 @@ def read_mask(path: str, num_classes: int) -> np.ndarray:
     mask = np.array(images.read_image(path, mode=None))  # a palette's numbers, not its colours
     if mask.ndim != 2:
         raise UserError(f"{path}: a mask with {mask.shape[2]} channels; it must hold class numbers")
-    if (unknown := (mask >= num_classes) & (mask != VOID)).any():
+    with np.errstate(invalid="ignore"):  # NaN
+        labels = mask.astype(np.uint8)
+    if (unknown := (mask != labels) | ((labels >= num_classes) & (labels != VOID))).any():
         raise UserError(
             f"{path}: label {mask[unknown].min()}, but the classes are 0 to {num_classes - 1} "
             f"({VOID} is void); correct the mask or name the class in classes.txt"
         )
-    return mask.astype(np.uint8)
+    return labels
 
 
 def overlay(image: np.ndarray, mask: np.ndarray) -> np.ndarray:
