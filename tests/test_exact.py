@@ -60,7 +60,7 @@ def test_resume_of_three_ranks(project: Project, data: Path, tmp_path: Path) -> 
 @SAME_FOR_BOTH
 def test_resume_on_another_number_of_ranks(project: Project, data: Path, tmp_path: Path) -> None:
     """The same pictures in the same order; what cannot be the same is said."""
-    words = ["--image-size", 32, "--workers", 0, "--epochs", 2]
+    words = ["--image-size", 32, "--workers", 0, "--epochs", 2, "--arch", "shufflenet_v2_x0_5"]
     said = project.call("resume.on_fewer_ranks", data, tmp_path, *words)
     assert "1 of 2 epochs done" in said
     assert " and 2 steps of the next; 2 rank(s) then, 1 now: the same images" in said
