@@ -12,9 +12,10 @@ import numpy as np
 import pytest
 import torch
 
+from engine import files
 from engine.errors import UserError, shorten
 from engine.ranks import debugging, environment, launcher
-from engine.run import checkpoint, files, flags, machine, metrics, optimizers
+from engine.run import checkpoint, flags, machine, metrics, optimizers
 
 
 @pytest.mark.parametrize(

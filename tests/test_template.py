@@ -32,7 +32,7 @@ SHARED = {
     "engine/run/checkpoint.py",
     "engine/ranks/debugging.py",
     "engine/ranks/distributed.py",
-    "engine/run/files.py",
+    "engine/files.py",
     "engine/run/flags.py",
     "engine/run/folder.py",
     "engine/run/plots.py",

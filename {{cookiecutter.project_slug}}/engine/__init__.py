@@ -1,6 +1,7 @@
 """The machinery, in the order in which a run meets it.
 
 errors                a mistake of the user's, printed as one line
+files                 files and folders that appear whole or not at all
 
 ranks/                processes that train together
   process             signals, debugger and loader workers of one process
@@ -23,7 +24,6 @@ data/                 from files to batches on the device
 run/                  one training run, its files and its reports
   flags               argparse: errors on one rank only, defaults in the help
   machine             CPUs, threads, workers, mixed precision
-  files               files and folders that appear whole or not at all
   folder              --output-dir: which checkpoint to continue from, which saves stay
   checkpoint          the file format: plain types and a checksum
   pretrained          --weights

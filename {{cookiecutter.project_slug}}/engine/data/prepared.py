@@ -18,10 +18,10 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Subset
 from tqdm import tqdm
 
+from engine import files
 from engine.data.images import LazyImage
 from engine.errors import UserError
 from engine.ranks import distributed, process
-from engine.run import files
 
 ROW = np.dtype(np.int64)
 SAMPLES_PER_SYNC = 256  # a row is written once its pixels are on the disk

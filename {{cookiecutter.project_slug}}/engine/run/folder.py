@@ -11,9 +11,10 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
+from engine import files
 from engine.errors import UserError
 from engine.ranks import distributed, process, protocol
-from engine.run import checkpoint, files
+from engine.run import checkpoint
 from engine.run.checkpoint import OTHER_RUN, Damaged, State
 
 # What a run writes in addition to last.pt and last-N.pt; `--resume never` removes all of them.

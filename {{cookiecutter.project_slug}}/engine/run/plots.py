@@ -10,9 +10,10 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from torch import Tensor, nn
 
+from engine import files
 from engine.data import loading
 from engine.data.samples import KeyedDataset
-from engine.run import files, metrics
+from engine.run import metrics
 
 Row = Mapping[str, float | str]
 DrawExample = Callable[[Axes, Tensor, Tensor, Tensor, Sequence[str]], None]

@@ -21,11 +21,12 @@ import torchvision
 from torch import Tensor, nn
 from tqdm import tqdm
 
+from engine import files
 from engine.data import images
 from engine.data.loading import Loader
 from engine.data.samples import KeyedDataset
 from engine.ranks import distributed
-from engine.run import files, machine
+from engine.run import machine
 
 SECONDS_BETWEEN_READINGS = 0.5  # reading the loss waits for the device: not at every step
 INPUT_BOUND = 0.1  # from this share of time spent waiting for images, a message says so

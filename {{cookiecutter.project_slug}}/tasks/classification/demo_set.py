@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from engine.run import files
+from engine import files
 
 SIDE = 80  # pixels; every image is SIDE x SIDE, RGB
 CLASSES = ("bricks", "checks", "dots", "rings", "stripes", "waves")

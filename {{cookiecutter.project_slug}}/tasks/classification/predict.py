@@ -19,9 +19,10 @@ import torch
 
 import model as task
 from dataset import ImageDataset, eval_transform
+from engine import files
 from engine.data import images, loading
 from engine.ranks.failures import one_line_errors
-from engine.run import checkpoint, files
+from engine.run import checkpoint
 from engine.run.predicting import Readable
 
 ROOT = Path(__file__).resolve().parent

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image, ImageDraw, ImageFilter
 
-from engine.run import files
+from engine import files
 
 SIDE = 64  # pixels; every image is SIDE x SIDE, RGB
 # Flags that suit this set, used where --data is not given; those on the command line win.

@@ -23,9 +23,10 @@ from torch.utils.data import Dataset
 
 import model as task
 from dataset import overlay, pad
+from engine import files
 from engine.data import images, loading
 from engine.ranks.failures import one_line_errors
-from engine.run import checkpoint, files
+from engine.run import checkpoint
 from engine.run.predicting import Readable
 
 
