@@ -13,6 +13,7 @@ from PIL import Image
 from running import Project, rows, run
 
 RUN = Path("runs/default")  # where a run leaves its files unless told otherwise
+SMALL = "--epochs 1 --arch shufflenet_v2_x0_5"
 PROMISED = {"classification": ("top1", 0.90), "segmentation": ("miou", 0.70)}
 
 
@@ -94,6 +95,6 @@ def test_twice_in_a_row(demo: tuple[str, Path, str]) -> None:
     """The same commands for both tasks, so the quicker one will do."""
     task, project, _ = demo
     drawn = (project / "data" / "demo").stat().st_mtime_ns
-    assert "--resume never: removing" in make_demo(project.parent.parent, task, "--epochs 1")
+    assert "--resume never: removing" in make_demo(project.parent.parent, task, SMALL)
     assert [row["epoch"] for row in rows(project / RUN)] == ["1"]
     assert (project / "data" / "demo").stat().st_mtime_ns == drawn
