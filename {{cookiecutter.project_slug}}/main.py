@@ -241,7 +241,7 @@ def train(
     if args.compile:
         machine.compile_network(model)
     optimizer = build_optimizer(model, args)
-    scheduler = build_scheduler(optimizer, args, len(train_loader) // args.accumulate)
+    scheduler = build_scheduler(optimizer, args, train_loader.sampler.steps)
     scaler = torch.amp.GradScaler(task.device.type, enabled=task.settings.amp == "fp16")
     stepper = Stepper(replicas.wrap(model, task.device), optimizer, scheduler, scaler)
     flags = {**vars(args), **vars(task.settings)}  # with what the machine chose

@@ -52,6 +52,11 @@ class TrainSampler(Sampler[tuple[int, int]]):
         left = self.total - seen
         self.span = slice(seen, self.total - left % self.global_batch)
 
+    @property
+    def steps(self) -> int:
+        """Optimizer steps of a whole epoch."""
+        return self.total // self.global_batch
+
     def __len__(self) -> int:
         return (self.span.stop - self.span.start) // distributed.world_size()
 
@@ -67,6 +72,11 @@ class Loader(DataLoader):
 
     dataset: KeyedDataset
     sampler: TrainSampler  # of a loader for training
+
+    @property
+    def images_per_pass(self) -> int:
+        """Images of a training batch on all ranks together."""
+        return (self.batch_size or 1) * distributed.world_size()
 
     def __iter__(self) -> _BaseDataLoaderIter:
         with process.holding_signals():

@@ -61,9 +61,7 @@ class Run:
         self.folder = folder
         self.sampler = train_loader.sampler
         self.global_batch = self.sampler.global_batch
-        self.epoch_steps = self.sampler.total // self.global_batch
-        pass_size = (train_loader.batch_size or 1) * distributed.world_size()
-        self.passes_per_step = self.global_batch // pass_size
+        self.passes_per_step = self.global_batch // train_loader.images_per_pass
         self.classes = list(classes)
         self.epochs = epochs
         self.save_every = save_every
@@ -98,7 +96,7 @@ class Run:
         else:
             distributed.say(self._differences(state))
             self._take_position(state)
-            last_step = self.epochs * self.epoch_steps
+            last_step = self.epochs * self.sampler.steps
             optimizers.load_states(state, self.parts, self._schedule_step(state), last_step)
             # After going back to an earlier checkpoint, a best.pt from later epochs does not count.
             is_newest = Path(state["path"]).name.startswith("last")
@@ -124,7 +122,7 @@ class Run:
 
     def _schedule_step(self, state: State) -> int:
         then = state["images"], state["global_batch"], state["seen"]
-        step = self.epoch * self.epoch_steps + self.seen // self.global_batch
+        step = self.epoch * self.sampler.steps + self.seen // self.global_batch
         if then == (self.sampler.total, self.global_batch, self.seen):
             step = state["scheduler"].get("last_epoch", step)  # epochs may have been left early
         return step

@@ -73,14 +73,14 @@ class Reporter:
             return
         self.workers = settings.workers
         ranks, sampler = distributed.world_size(), train_loader.sampler
-        batch = train_loader.batch_size or 1
+        accumulated = sampler.global_batch // train_loader.images_per_pass
         cuda = self.device.type == "cuda"
         name = torch.cuda.get_device_name(self.device) if cuda else "CPU"
         distributed.say(
-            f"{ranks} rank(s) on {name} | batch {batch} per rank x {ranks} rank(s) x "
-            f"{sampler.global_batch // (batch * ranks)} accumulated = {sampler.global_batch} | "
+            f"{ranks} rank(s) on {name} | batch {train_loader.batch_size} per rank x "
+            f"{ranks} rank(s) x {accumulated} accumulated = {sampler.global_batch} | "
             f"{sampler.total} training + {len(val_loader.dataset)} validation images | "
-            f"{sampler.total // sampler.global_batch} steps per epoch"
+            f"{sampler.steps} steps per epoch"
         )
         distributed.say(
             f"per rank {settings.workers} loader worker(s), {train_loader.prefetch_factor or 0} "
@@ -108,7 +108,7 @@ class Reporter:
     def progress(self, loader: Loader, epoch: int) -> Iterator[list[Tensor]]:
         """Yield `loader`'s batches under a progress bar that counts the images of all ranks."""
         self.began = self.read_at = time.monotonic()
-        per_pass = (loader.batch_size or 1) * distributed.world_size()
+        per_pass = loader.images_per_pass
         self.bar = tqdm(
             total=len(loader) * per_pass,
             desc=f"epoch {epoch + 1}/{self.epochs}",
