@@ -32,12 +32,13 @@ from torchmetrics import MetricCollection
 import demo_set
 from dataset import IMAGE_SIZE, build_dataset, draw_example
 from engine.data import loading, seeding
+from engine.data.images import Format
 from engine.data.loading import Loader, Options
 from engine.errors import UserError
 from engine.ranks import debugging, distributed, failures, replicas, stopping
 from engine.run import checkpoint, machine
 from engine.run.checkpoint import State
-from engine.run.flags import Help, Parser, at_least
+from engine.run.flags import Help, Parser, add_image_arguments, at_least
 from engine.run.folder import RunFolder
 from engine.run.metrics import check_logits, compute
 from engine.run.progress import Run
@@ -85,10 +86,12 @@ def build_parser() -> Parser:
     parser = Parser(description=__doc__, formatter_class=Help, fromfile_prefix_chars="@",
                     allow_abbrev=False, epilog="@FILE reads flags from a file.")
     count, positive, rate = at_least(0), at_least(1), at_least(0, float)
-    add = parser.add_argument_group("data").add_argument
+    group = parser.add_argument_group("data")
+    add = group.add_argument
     add("--data", metavar="DIR", type=Path, help="folder with train/ and val/ (default: demo set, with its own --epochs and sizes)")
     add("--image-size", metavar="PIXELS", type=positive, default=IMAGE_SIZE, help="side of the training images")
     add("--workers", type=count, help="loader processes per rank (default: CPUs of the job / ranks, at most 16)")
+    add_image_arguments(group)
     add("--prefetch", type=positive, default=2, help="batches that each worker loads in advance")
     add("--pin-memory", action=BooleanOptionalAction, help="faster copies to the GPU (default: on GPUs, if it takes at most 1/4 of the free memory)")
     add = parser.add_argument_group("output").add_argument
@@ -293,7 +296,8 @@ def evaluate_checkpoint(args: Namespace, device: torch.device) -> None:
     model, known_classes, flags = checkpoint.open_model(path, build_model, add_arguments, device)
     args.image_size = args.image_size or flags.image_size
     settings, options = set_up_machine(args, device)
-    _, val_set, classes = build_dataset(args.data, args.image_size)
+    format = Format(flags.value_range, flags.max_megapixels)
+    _, val_set, classes = build_dataset(args.data, args.image_size, format)
     checkpoint.check_classes(path, known_classes, classes)
     val_loader = loading.build_val_loader(val_set, len(classes), args.batch_size, options)
     metrics = build_metrics(classes).to(device)
@@ -305,7 +309,8 @@ def evaluate_checkpoint(args: Namespace, device: torch.device) -> None:
 def train_or_resume(args: Namespace, device: torch.device) -> None:
     """Build loaders, network and metrics; train from the checkpoint to resume, or from scratch."""
     settings, options = set_up_machine(args, device)
-    train_set, val_set, classes = build_dataset(args.data, args.image_size)
+    format = Format(args.value_range, args.max_megapixels)
+    train_set, val_set, classes = build_dataset(args.data, args.image_size, format)
     train_loader = loading.build_train_loader(
         train_set, len(classes), args.batch_size, args.accumulate, options
     )

@@ -19,10 +19,12 @@ if __name__ == "__main__":  # before torch, whose import takes seconds
 
 from dataset import IMAGE_SIZE, SHORT_SIDE, build_dataset
 from engine.data import loading, prepared
+from engine.data.images import Format
 from engine.errors import UserError
 from engine.ranks import distributed
 from engine.ranks.failures import one_line_errors
 from engine.run import machine
+from engine.run.flags import add_image_arguments
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -37,6 +39,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         help=f"shrink images to this; 0 keeps their size; default: {SHORT_SIDE}",
     )
     parser.add_argument("--workers", type=int, help="processes; default: one per CPU")
+    add_image_arguments(parser.add_argument_group())
     args = parser.parse_args(argv)
     workers = machine.cpus() if args.workers is None else args.workers
     if min(workers, args.short_side) < 0:
@@ -48,7 +51,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     places = (data / name for name in ("train", "val"))
     if any(map(args.output.resolve().is_relative_to, places)):
         raise UserError(f"{args.output}: inside the data set {data}; name a folder elsewhere")
-    train, val, classes = build_dataset(data, IMAGE_SIZE)
+    train, val, classes = build_dataset(
+        data, IMAGE_SIZE, Format(args.value_range, args.max_megapixels)
+    )
     prepared.write(args.output, data, [train, val], classes, args.short_side, workers)
     distributed.teardown()
 

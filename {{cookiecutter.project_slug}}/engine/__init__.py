@@ -23,6 +23,7 @@ data/                 from files to batches on the device
 
 run/                  one training run, its files and its reports
   flags               argparse: errors on one rank only, defaults in the help
+  palette             colours of classes
   machine             CPUs, threads, workers, mixed precision
   folder              --output-dir: which checkpoint to continue from, which saves stay
   checkpoint          the file format: plain types and a checksum

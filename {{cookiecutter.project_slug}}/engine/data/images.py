@@ -30,6 +30,16 @@ READ_ERRORS = (  # of Pillow, which raises TypeError and struct.error for malfor
     *(struct.error, Image.DecompressionBombError),
 )
 
+
+@dataclass(frozen=True)
+class Format:
+    """How image files become pixels: the flags --value-range and --max-megapixels."""
+
+    value_range: tuple[float, float] | None = None
+    max_megapixels: int = 179
+
+
+DEFAULT_FORMAT = Format()
 Box = tuple[int, int, int, int]  # top, left, height, width in pixels
 
 
@@ -95,7 +105,7 @@ class LazyImage:
         return next((shrink for shrink in self.shrinks if shrink <= least), 1)
 
 
-def open_image(path: str) -> LazyImage:
+def open_image(path: str, format: Format = DEFAULT_FORMAT) -> LazyImage:
     """Return the image at `path`, in RGB; a UserError that names it if it cannot be read."""
     with _reading(path), open(path, "rb", buffering=0) as file:
         data = file.read()
@@ -103,7 +113,7 @@ def open_image(path: str) -> LazyImage:
             kind, mode, (width, height) = image.format, image.mode, image.size
             turned = {"exif", "xmp"} & image.info.keys() and image.getexif().get(0x112, 1) != 1
     if kind not in ("JPEG", "MPO") or mode not in ("RGB", "L") or turned:
-        return LazyImage.of(np.array(read_image(path)))
+        return LazyImage.of(np.array(read_image(path, format=format)))
 
     def decode(shrink: int) -> np.ndarray:
         rows, columns = -(-height // shrink), -(-width // shrink)
@@ -124,7 +134,7 @@ def decoder() -> str:
     return "simplejpeg" if simplejpeg else "Pillow"
 
 
-def read_image(path: str, mode: str | None = "RGB") -> Image.Image:
+def read_image(path: str, mode: str | None = "RGB", format: Format = DEFAULT_FORMAT) -> Image.Image:
     """Return the image at `path`, upright and converted to `mode` (None: as it is stored).
 
     Raises a UserError that names the file if it cannot be read whole.

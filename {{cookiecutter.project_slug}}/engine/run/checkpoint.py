@@ -21,6 +21,8 @@ import torch
 from torch import Tensor, nn
 
 from engine.errors import UserError, shorten
+from engine.run.flags import add_image_arguments
+from engine.run.palette import Classes
 
 State = dict[str, Any]  # what a checkpoint holds, by name
 AddArguments = Callable[[argparse._ArgumentGroup], None]
@@ -159,6 +161,7 @@ def check_classes(path: Path | str, known: Sequence[str], classes: Sequence[str]
 def read_flags(state: State, add_arguments: AddArguments) -> Namespace:
     """Return a checkpoint's flags; flags of `add_arguments` that are newer have their defaults."""
     parser = argparse.ArgumentParser()
+    add_image_arguments(parser.add_argument_group())
     add_arguments(parser.add_argument_group())
     for action in parser._actions:
         action.required = False  # the checkpoint has it
@@ -180,14 +183,14 @@ def open_model(
     build_model: Callable[[Namespace, Sequence[str]], nn.Module],
     add_arguments: AddArguments,
     device: torch.device,
-) -> tuple[nn.Module, list[str], Namespace]:
-    """Return the network of a checkpoint, ready to predict, its class names and its flags."""
+) -> tuple[nn.Module, Classes, Namespace]:
+    """Return the network of a checkpoint, ready to predict, its classes and its flags."""
     state = read(path)
-    flags = read_flags(state, add_arguments)
-    model = build_model(flags, state["classes"])
+    args = read_flags(state, add_arguments)
+    model = build_model(args, state["classes"])
     load_weights(model, state)
     model = model.eval().to(device).to(memory_format=torch.channels_last)
-    return model, state["classes"], flags
+    return model, Classes(state["classes"], state.get("colors")), args
 
 
 def to_plain(value: object) -> Any:

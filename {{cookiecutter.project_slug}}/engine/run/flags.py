@@ -31,6 +31,38 @@ class Help(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpFo
         return super()._get_help_string(action) if has_default else action.help
 
 
+def add_image_arguments(group: argparse._ArgumentGroup) -> None:
+    """Add the flags that say how image files become pixels: the fields of images.Format."""
+    add = group.add_argument
+    add(
+        "--value-range",
+        metavar="LOW,HIGH",
+        type=value_range,
+        help="values that become 0 and 255 in images of more than 8 bits (default: 0,65535 for 16 "
+        "bits, 0,1 for floats; without it an image that would be nearly black is an error)",
+    )
+    add(
+        "--max-megapixels",
+        metavar="N",
+        type=at_least(1),
+        default=179,
+        help="larger images are an error, because a small file may claim any size",
+    )
+
+
+def value_range(text: str) -> tuple[float, float]:
+    """Convert LOW,HIGH, two numbers of which the second is larger."""
+    try:
+        low, high = map(
+            float, re.sub(r"[()\s]", "", text).split(",")
+        )  # checkpoints have (LOW, HIGH)
+    except ValueError:
+        low = high = math.nan
+    if not -math.inf < low < high < math.inf:
+        raise argparse.ArgumentTypeError(f"{text}: expected two numbers LOW,HIGH with LOW < HIGH")
+    return low, high
+
+
 def at_least(low: float, kind: type[int] | type[float] = int) -> Callable[[str], float]:
     """Return an argparse type: a finite number of `low` or more."""
 

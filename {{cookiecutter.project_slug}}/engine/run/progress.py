@@ -17,7 +17,7 @@ from engine.data import loading
 from engine.data.loading import Loader
 from engine.errors import UserError
 from engine.ranks import distributed, stopping
-from engine.run import checkpoint, optimizers
+from engine.run import checkpoint, optimizers, palette
 from engine.run.checkpoint import State
 from engine.run.folder import KEYS, RunFolder
 from engine.run.optimizers import Stateful
@@ -62,7 +62,7 @@ class Run:
         self.sampler = train_loader.sampler
         self.global_batch = self.sampler.global_batch
         self.passes_per_step = self.global_batch // train_loader.images_per_pass
-        self.classes = list(classes)
+        self.classes = classes
         self.epochs = epochs
         self.save_every = save_every
         self.flags = checkpoint.to_plain(dict(flags))
@@ -219,7 +219,8 @@ class Run:
             "best": self.best,
             "best_of": self.best_of,
             "history": self.history,
-            "classes": self.classes,
+            "classes": list(self.classes),
+            "colors": palette.colors_of(self.classes).tolist(),
             "resumed_from": self.folder.resume,
             "args": self.flags,
         }

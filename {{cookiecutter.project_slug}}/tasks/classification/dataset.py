@@ -12,7 +12,7 @@ from torchvision.transforms import RandomResizedCrop
 from torchvision.transforms.v2 import functional as F
 
 from engine.data import images, prepared
-from engine.data.images import LazyImage, open_image
+from engine.data.images import DEFAULT_FORMAT, Format, LazyImage, open_image
 from engine.data.samples import Packed
 from engine.errors import UserError
 from engine.ranks import distributed
@@ -51,24 +51,28 @@ class ImageDataset(Dataset):
         samples: Sequence[tuple[str, int]],
         transform: Callable[[LazyImage], Tensor],
         prepared: Sequence[tuple[LazyImage]] | None = None,
+        format: Format = DEFAULT_FORMAT,
     ) -> None:
         self.samples = Packed(samples)
         self.transform = transform
         self.prepared = prepared
+        self.format = format
 
     def __len__(self) -> int:
         return len(self.samples)
 
     def open(self, index: int) -> tuple[LazyImage]:
         """Return what prepare_data.py stores of a sample."""
-        return (open_image(self.samples[index][0]),)
+        return (open_image(self.samples[index][0], self.format),)
 
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
         (image,) = self.prepared[index] if self.prepared else self.open(index)
         return self.transform(image), self.samples[index][1]
 
 
-def build_dataset(data: Path, image_size: int) -> tuple[ImageDataset, ImageDataset, list[str]]:
+def build_dataset(
+    data: Path, image_size: int, format: Format = DEFAULT_FORMAT
+) -> tuple[ImageDataset, ImageDataset, list[str]]:
     """Return the training set, the validation set and the class names of the folder `data`.
 
     image_size: the side, in pixels, of the images that both return.
@@ -82,7 +86,11 @@ def build_dataset(data: Path, image_size: int) -> tuple[ImageDataset, ImageDatas
             store.classes,
         )
     train, val, classes = find_samples(data)
-    return ImageDataset(train, augment), ImageDataset(val, middle), classes
+    return (
+        ImageDataset(train, augment, format=format),
+        ImageDataset(val, middle, format=format),
+        classes,
+    )
 
 
 def find_samples(root: Path) -> tuple[list[tuple[str, int]], list[tuple[str, int]], list[str]]:

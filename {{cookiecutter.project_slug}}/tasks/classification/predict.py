@@ -41,7 +41,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     paths = [path for path, _ in images.collect(args.inputs)]
     transform = functools.partial(eval_transform, size=flags.image_size)
-    dataset = ImageDataset([(path, -1) for path in paths], transform)
+    format = images.Format(flags.value_range, flags.max_megapixels)
+    dataset = ImageDataset([(path, -1) for path in paths], transform, format=format)
     batches = Readable(dataset, batch_size=32)
     table = args.output / "predictions.csv"
     with files.table(table, ("file", "class", "probability")) as write:

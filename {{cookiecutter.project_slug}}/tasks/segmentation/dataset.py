@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from engine.data import images, prepared
-from engine.data.images import LazyImage, open_image
+from engine.data.images import DEFAULT_FORMAT, Format, LazyImage, open_image
 from engine.data.samples import Packed
 from engine.errors import UserError
 from engine.ranks import distributed
@@ -71,11 +71,13 @@ class SegmentationDataset(Dataset):
         num_classes: int,
         transform: Callable[[LazyImage, LazyImage], tuple[Tensor, Tensor]],
         prepared: Sequence[tuple[LazyImage, LazyImage]] | None = None,
+        format: Format = DEFAULT_FORMAT,
     ) -> None:
         self.samples = Packed(samples)
         self.num_classes = num_classes
         self.transform = transform
         self.prepared = prepared
+        self.format = format
 
     def __len__(self) -> int:
         return len(self.samples)
@@ -83,7 +85,7 @@ class SegmentationDataset(Dataset):
     def open(self, index: int) -> tuple[LazyImage, LazyImage]:
         """Return what prepare_data.py stores of a sample."""
         image_path, mask_path = self.samples[index]
-        image, mask = open_image(image_path), self.open_mask(index)
+        image, mask = open_image(image_path, self.format), self.open_mask(index)
         if (image.height, image.width) != (mask.height, mask.width):
             raise UserError(
                 f"{mask_path}: the mask has {mask.width} x {mask.height} pixels, "
@@ -101,7 +103,7 @@ class SegmentationDataset(Dataset):
 
 
 def build_dataset(
-    data: Path, image_size: int
+    data: Path, image_size: int, format: Format = DEFAULT_FORMAT
 ) -> tuple[SegmentationDataset, SegmentationDataset, list[str]]:
     """Return the training set, the validation set and the class names of the folder `data`.
 
@@ -115,8 +117,8 @@ def build_dataset(
     else:
         train_pairs, val_pairs, names = find_samples(data)
         classes = names or distributed.from_rank_zero(number_classes, data, train_pairs)
-        train = SegmentationDataset(train_pairs, len(classes), augment)
-        val = SegmentationDataset(val_pairs, len(classes), eval_transform)
+        train = SegmentationDataset(train_pairs, len(classes), augment, format=format)
+        val = SegmentationDataset(val_pairs, len(classes), eval_transform, format=format)
     distributed.from_rank_zero(check_masks, train, data)
     return train, val, classes
 

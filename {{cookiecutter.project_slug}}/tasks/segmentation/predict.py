@@ -33,14 +33,15 @@ from engine.run.predicting import Readable
 class Images(Dataset):
     """Images without masks. A sample is (uint8 (3, H, W) padded, its own H, its own W)."""
 
-    def __init__(self, paths: Sequence[str]) -> None:
+    def __init__(self, paths: Sequence[str], format: images.Format) -> None:
         self.paths = paths
+        self.format = format
 
     def __len__(self) -> int:
         return len(self.paths)
 
     def __getitem__(self, index: int) -> tuple[Tensor, int, int]:
-        image = images.open_image(self.paths[index]).read()
+        image = images.open_image(self.paths[index], self.format).read()
         return pad(image, 0), image.shape[1], image.shape[2]
 
 
@@ -55,13 +56,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parser.parse_args(argv)
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    model, _, _ = checkpoint.open_model(
+    model, _, flags = checkpoint.open_model(
         args.checkpoint, task.build_model, task.add_arguments, device
     )
+    format = images.Format(flags.value_range, flags.max_megapixels)
     paths = images.by_name(images.collect(args.inputs))
     names = list(paths)
     # Images differ in size, so they go through one at a time.
-    batches = Readable(Images(list(paths.values())), batch_size=1)
+    batches = Readable(Images(list(paths.values()), format), batch_size=1)
     for (index,), (padded, height, width) in batches:
         with torch.inference_mode():
             output = model(loading.normalize(padded.to(device)))
