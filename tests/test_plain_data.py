@@ -85,6 +85,16 @@ class TestSampler:
         with pytest.raises(UserError, match="--batch-size 4 x 1 ranks x --accumulate 3 is more"):
             loading.build_train_loader([()] * 11, 2, 4, 3, options)
 
+    @pytest.mark.parametrize(
+        "total, accumulate, size",
+        [(640, 1, 32), (639, 1, 16), (640, 2, 16), (100, 1, 4), (40, 1, 2), (5, 1, 2)],
+    )
+    def test_default_batch_size(
+        self, capsys: pytest.CaptureFixture[str], total: int, accumulate: int, size: int
+    ) -> None:
+        assert loading.default_batch_size(total, accumulate) == size
+        assert (f"--batch-size {size}: with 32" in capsys.readouterr().out) == (size < 32)
+
 
 class Listed(torch.utils.data.Dataset):
     def __init__(self, samples: list) -> None:

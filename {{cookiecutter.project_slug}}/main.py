@@ -103,7 +103,7 @@ def build_parser() -> Parser:
     add_arguments(parser.add_argument_group("network"))
     add = parser.add_argument_group("recipe").add_argument
     add("--epochs", type=positive, default=30, help="passes over the training set")
-    add("--batch-size", type=positive, default=32, help="images per rank and forward pass")
+    add("--batch-size", type=positive, help="images per rank and forward pass (default: 32, or fewer if the set is small)")
     add("--accumulate", type=positive, default=1, help="forward passes per optimizer step")
     add("--optimizer", choices=list(RECIPES), default="adamw", help="AdamW, or SGD with momentum")
     add("--lr", type=rate, help=f"peak learning rate {by_optimizer('lr')}")
@@ -131,7 +131,8 @@ def parse_args(argv: Sequence[str] | None = None) -> Namespace:
     parser = build_parser()
     args = parser.parse_args(argv)
     if args.eval_only or args.data is None:  # with other defaults; None: the checkpoint's
-        parser.set_defaults(**({"image_size": None} if args.eval_only else demo_set.DEFAULTS))
+        eval_only = {"image_size": None, "batch_size": loading.BATCH_SIZE}
+        parser.set_defaults(**(eval_only if args.eval_only else demo_set.DEFAULTS))
         args = parser.parse_args(argv)
     for name, value in RECIPES[args.optimizer].items():
         if getattr(args, name) is None:
@@ -285,7 +286,10 @@ def set_up_machine(args: Namespace, device: torch.device) -> tuple[machine.Setti
     """Apply the flags for CPUs, memory and precision; return the settings and the loaders' options."""
     settings = machine.set_up(
         *(device, args.workers, args.threads, args.pin_memory, args.amp),
-        bytes_per_worker=4 * args.prefetch * args.batch_size * args.image_size**2,
+        bytes_per_worker=4
+        * args.prefetch
+        * (args.batch_size or loading.BATCH_SIZE)
+        * args.image_size**2,
     )
     return settings, Options(settings.workers, args.prefetch, settings.pin_memory, args.seed)
 
@@ -311,8 +315,10 @@ def train_or_resume(args: Namespace, device: torch.device) -> None:
     settings, options = set_up_machine(args, device)
     format = Format(args.value_range, args.max_megapixels)
     train_set, val_set, classes = build_dataset(args.data, args.image_size, format)
+    total, accumulate = len(train_set), args.accumulate
+    args.batch_size = args.batch_size or loading.default_batch_size(total, accumulate)
     train_loader = loading.build_train_loader(
-        train_set, len(classes), args.batch_size, args.accumulate, options
+        train_set, len(classes), args.batch_size, accumulate, options
     )
     val_loader = loading.build_val_loader(val_set, len(classes), args.batch_size, options)
     folder = RunFolder(args.output_dir, args.resume, args.keep)

@@ -88,6 +88,13 @@ class Reporter:
             f"{'' if settings.pin_memory else 'not '}pinned | JPEG: {images.decoder()} | "
             f"amp {settings.amp}"
         )
+        left_out = sampler.total - sampler.steps * sampler.global_batch
+        if left_out > sampler.total / 20:
+            distributed.say(
+                f"each epoch leaves out {left_out} of {sampler.total} training images, others each "
+                f"time, because they do not fill a batch of {sampler.global_batch}; a smaller "
+                "--batch-size leaves out fewer"
+            )
         record = {
             "flags": dict(flags),
             "settings": vars(settings),
