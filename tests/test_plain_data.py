@@ -8,7 +8,7 @@ import pytest
 import torch
 from torchvision.transforms.v2 import functional as F
 
-from engine.data import images, loading, samples, seeding
+from engine.data import images, lists, loading, samples, seeding
 from engine.errors import UserError
 from engine.ranks import distributed
 
@@ -226,3 +226,36 @@ class TestImages:
     def test_too_few_to_split(self) -> None:
         with pytest.raises(UserError, match="too few"):
             images.split(["/data/1.jpg"], Path("/data"))
+
+
+class TestLists:
+    def rows(self, folder: Path, content: str | bytes) -> list[tuple[str, ...]]:
+        """What a list of `content` beside the files a.jpg and "b,1.jpg" holds."""
+        for name in "a.jpg", "b,1.jpg":
+            (folder / name).touch()
+        data = content if isinstance(content, bytes) else content.encode()
+        (folder / "train.csv").write_bytes(data)
+        return lists.read_list(folder / "train.csv", ("file", "label"), files=1)
+
+    def test_rows(self, tmp_path: Path) -> None:
+        """As spreadsheets write them: a mark, CRLF, quotes, further columns in another order."""
+        content = '\ufefflabel,note,file\r\ncät,,a.jpg\r\n\r\n"cät, old",x,"b,1.jpg"\r\n'
+        a, b = (str(tmp_path / name) for name in ("a.jpg", "b,1.jpg"))
+        assert self.rows(tmp_path, content) == [(a, "cät"), (b, "cät, old")]
+
+    @pytest.mark.parametrize(
+        "name, fault",
+        {
+            "no column": ("file;label\na.jpg;x\n", "train.csv: no column file; .* file,label"),
+            "no value": ("file,label\na.jpg,x\na.jpg,\n", "train.csv, line 3: no label"),
+            "short row": ("file,label\na.jpg\n", "train.csv, line 2: no label"),
+            "no file": ("file,label\nc.jpg,x\n", "train.csv, line 2: .*c.jpg does not exist"),
+            "no rows": ("file,label\n", "train.csv: no rows"),
+            "empty": ("", "train.csv: no column file"),
+            "not text": ("file,label\na.jpg,c\xe4t\n".encode("latin-1"), "train.csv: not UTF-8"),
+        }.items(),
+        ids=lambda value: value if isinstance(value, str) else "",
+    )
+    def test_faults(self, tmp_path: Path, name: str, fault: tuple[str | bytes, str]) -> None:
+        with pytest.raises(UserError, match=fault[1]):
+            self.rows(tmp_path, fault[0])
