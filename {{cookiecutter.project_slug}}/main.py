@@ -300,7 +300,7 @@ def evaluate_checkpoint(args: Namespace, device: torch.device) -> None:
     model, known_classes, flags = checkpoint.open_model(path, build_model, add_arguments, device)
     args.image_size = args.image_size or flags.image_size
     settings, options = set_up_machine(args, device)
-    format = Format(flags.value_range, flags.max_megapixels)
+    format = Format(flags.value_range, args.max_megapixels)
     _, val_set, classes = build_dataset(args.data, args.image_size, format)
     checkpoint.check_classes(path, known_classes, classes)
     val_loader = loading.build_val_loader(val_set, len(classes), args.batch_size, options)

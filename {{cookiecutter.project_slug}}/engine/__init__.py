@@ -16,9 +16,12 @@ ranks/                processes that train together
 
 data/                 from files to batches on the device
   seeding             random numbers that depend on seed, epoch and sample alone
-  images              listing images, and decoding no more of each than is needed
+  listing             which images a folder holds, and which are for validation
+  images              decoding no more of each image than is needed
+  depth               images of more than 8 bits
   lists               samples listed in a CSV file
   prepared            what prepare_data.py writes: all images decoded, in one file
+  mapped              that file, read
   samples             a data set with seeded samples; says at which one a loader worker failed
   loading             who loads which sample; loader workers; normalization
 

@@ -1,6 +1,7 @@
 """The data set: images and masks of class numbers, DIR/{train,val}/{images,masks}/*."""
 
 import functools
+from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from engine.data import images, prepared
+from engine.data import images, listing, prepared
 from engine.data.images import DEFAULT_FORMAT, Format, LazyImage, open_image
 from engine.data.samples import Packed
 from engine.errors import UserError
@@ -96,7 +97,7 @@ class SegmentationDataset(Dataset):
     def open_mask(self, index: int) -> LazyImage:
         if self.prepared:
             return self.prepared[index][1]
-        return LazyImage.of(read_mask(self.samples[index][1], self.num_classes))
+        return LazyImage.of(read_mask(self.samples[index][1], self.num_classes, self.format))
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         return self.transform(*(self.prepared[index] if self.prepared else self.open(index)))
@@ -110,13 +111,14 @@ def build_dataset(
     image_size: the side of the training crops in pixels; validation keeps the images' own size.
     """
     augment = functools.partial(train_transform, size=image_size)
-    if store := prepared.open_store(data, find_samples, each=2):
+    if store := prepared.open_store(data, find_samples, 2, format):
         classes = store.classes
         train = SegmentationDataset(store.train, len(classes), augment, store.train_images)
         val = SegmentationDataset(store.val, len(classes), eval_transform, store.val_images)
     else:
         train_pairs, val_pairs, names = find_samples(data)
-        classes = names or distributed.from_rank_zero(number_classes, data, train_pairs)
+        images.say_depth(train_pairs[0][0], format)
+        classes = names or distributed.from_rank_zero(number_classes, data, train_pairs, format)
         train = SegmentationDataset(train_pairs, len(classes), augment, format=format)
         val = SegmentationDataset(val_pairs, len(classes), eval_transform, format=format)
     distributed.from_rank_zero(check_masks, train, data)
@@ -127,26 +129,39 @@ def find_samples(root: Path) -> tuple[list[tuple[str, str]], list[tuple[str, str
     """Return the (image path, mask path) pairs for training, those for validation, and the classes.
 
     The names are the lines of DIR/classes.txt; none without that file. Without DIR/val, 15 % of
-    DIR/train is held out, always the same images.
+    DIR/train is held out, always the same images. Without DIR/train, DIR/images and DIR/masks are
+    taken.
     """
-    train = find_pairs(root / "train")
-    if (root / "val").is_dir():
-        val = find_pairs(root / "val")
+    train_folder, val_folder = root / "train", listing.val_folder(root)
+    if not train_folder.is_dir() and (root / "images").is_dir() and (root / "masks").is_dir():
+        distributed.say(f"no {train_folder}: {root / 'images'} and {root / 'masks'} are used")
+        train_folder = root
+    skipped = Counter[str]()
+    train = find_pairs(train_folder, skipped)
+    if val_folder:
+        val = find_pairs(val_folder, skipped)
     else:
         mask_of = dict(train)
-        parts = images.split(list(mask_of), root)
+        parts = listing.split(list(mask_of), root)
         train, val = ([(path, mask_of[path]) for path in part] for part in parts)
-        distributed.say(
-            f"no {root / 'val'}: {len(val)} of {len(mask_of)} images used for validation"
-        )
+        listing.say_split(root, len(val), len(mask_of))
+    listing.say_skipped(skipped)
     return train, val, read_classes(root / "classes.txt")
 
 
-def find_pairs(folder: Path) -> list[tuple[str, str]]:
-    """Return (image path, mask path) for each name in `folder`/images and `folder`/masks."""
-    image_of, mask_of = (
-        images.by_name(images.collect([folder / kind])) for kind in ("images", "masks")
-    )
+def find_pairs(folder: Path, skipped: Counter[str] | None = None) -> list[tuple[str, str]]:
+    """Return (image path, mask path) for each name in `folder`/images and `folder`/masks.
+
+    skipped: files whose type is not read are added to it, by their endings.
+    """
+    if not folder.is_dir():
+        raise UserError(f"{folder}: no such folder; README.md describes the expected folders")
+
+    def paths(kind: str) -> dict[str, str]:
+        found = listing.collect([folder / kind], skipped)
+        return listing.by_name([(path, listing.composed(name)) for path, name in found])
+
+    image_of, mask_of = paths("images"), paths("masks")
     if unmatched := sorted(image_of.keys() ^ mask_of.keys()):
         path = image_of.get(unmatched[0]) or mask_of[unmatched[0]]
         lack = "masks" if unmatched[0] in image_of else "images"
@@ -168,12 +183,12 @@ def read_classes(path: Path) -> list[str]:
     return classes
 
 
-def number_classes(root: Path, train: Sequence[tuple[str, str]]) -> list[str]:
+def number_classes(root: Path, train: Sequence[tuple[str, str]], format: Format) -> list[str]:
     """Return the class numbers as names, up to the highest in the masks of `train` (reads all)."""
     names = root / "classes.txt"
     distributed.say(f"no {names}: reading {len(train)} masks for the class numbers")
     with ThreadPoolExecutor() as pool:
-        highest = max(pool.map(lambda pair: highest_class(read_mask(pair[1], VOID)), train))
+        highest = max(pool.map(lambda pair: highest_class(read_mask(pair[1], VOID, format)), train))
     return [str(number) for number in range(highest + 1)]
 
 
@@ -205,9 +220,9 @@ def check_masks(train: SegmentationDataset, root: Path) -> None:
     )
 
 
-def read_mask(path: str, num_classes: int) -> np.ndarray:
+def read_mask(path: str, num_classes: int, format: Format = DEFAULT_FORMAT) -> np.ndarray:
     """Return the mask at `path`, uint8 (H, W): class numbers below `num_classes`, or VOID."""
-    mask = np.array(images.read_image(path, mode=None))  # a palette's numbers, not its colours
+    mask = np.array(images.read_image(path, None, format))  # a palette's numbers, not its colours
     if mask.ndim != 2:
         raise UserError(f"{path}: a mask with {mask.shape[2]} channels; it must hold class numbers")
     with np.errstate(invalid="ignore"):  # NaN

@@ -24,9 +24,10 @@ from torch.utils.data import Dataset
 import model as task
 from dataset import overlay, pad
 from engine import files
-from engine.data import images, loading
+from engine.data import images, listing, loading
 from engine.ranks.failures import one_line_errors
 from engine.run import checkpoint
+from engine.run.flags import add_image_arguments
 from engine.run.predicting import Readable
 
 
@@ -53,14 +54,18 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("inputs", nargs="+", metavar="FILES|FOLDER")
     parser.add_argument("--checkpoint", metavar="FILE", default=ROOT / "runs/default/best.pt")
     parser.add_argument("--output", metavar="DIR", type=Path, default=Path("predictions"))
+    add_image_arguments(parser.add_argument_group("images", "default: as in training"))
+    parser.set_defaults(max_megapixels=None)
     args = parser.parse_args(argv)
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model, _, flags = checkpoint.open_model(
         args.checkpoint, task.build_model, task.add_arguments, device
     )
-    format = images.Format(flags.value_range, flags.max_megapixels)
-    paths = images.by_name(images.collect(args.inputs))
+    format = images.Format(
+        args.value_range or flags.value_range, args.max_megapixels or flags.max_megapixels
+    )
+    paths = listing.by_name(listing.collect(args.inputs))
     names = list(paths)
     # Images differ in size, so they go through one at a time.
     batches = Readable(Images(list(paths.values()), format), batch_size=1)
