@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from torchmetrics import ClasswiseWrapper, MetricCollection
 from torchmetrics.classification import MulticlassJaccardIndex
 
-from dataset import VOID
 from engine.errors import UserError
 from engine.ranks import distributed
 from engine.run import pretrained
+from masks import VOID
 
 BEST = "miou"  # the metric, higher is better, that decides which weights are kept as best.pt
 NETWORK_FLAGS = ("arch", "encoder")  # flags that have to equal those of a checkpoint
