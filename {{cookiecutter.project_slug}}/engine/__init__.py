@@ -22,6 +22,7 @@ data/                 from files to batches on the device
   lists               samples listed in a CSV file
   prepared            what prepare_data.py writes: all images decoded, in one file
   mapped              that file, read
+  shares              which share each class has: said before training
   samples             a data set with seeded samples; says at which one a loader worker failed
   loading             who loads which sample; loader workers; normalization
 
@@ -32,6 +33,7 @@ run/                  one training run, its files and its reports
   folder              --output-dir: which checkpoint to continue from, which saves stay
   checkpoint          the file format: plain types and a checksum
   pretrained          --weights
+  sizes               which image sizes a network takes
   progress            class Run: epoch, step and best score; saves and resumes them
   optimizers          optimizers and schedules in checkpoints
   metrics             torchmetrics over all ranks

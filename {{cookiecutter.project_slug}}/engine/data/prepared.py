@@ -56,7 +56,8 @@ class Index:
     ) -> "Index":
         """Return the index of the samples `parts`, which begin with `each` paths, as of now."""
         train, val = ([(s, [_stat(path) for path in s[:each]]) for s in part] for part in parts)
-        text = json.dumps((str(source), side, classes, train, val))
+        lines = getattr(classes, "lines", classes)  # of masks.py: with the values they stand for
+        text = json.dumps((str(source), side, lines, train, val))
         return cls(*json.loads(text))  # with lists for tuples, as `read` returns it
 
     @classmethod

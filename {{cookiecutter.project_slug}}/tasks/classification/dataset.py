@@ -13,7 +13,7 @@ from torch.utils.data import Dataset
 from torchvision.transforms import RandomResizedCrop
 from torchvision.transforms.v2 import functional as F
 
-from engine.data import images, listing, prepared
+from engine.data import images, listing, prepared, shares
 from engine.data.images import DEFAULT_FORMAT, Format, LazyImage, open_image
 from engine.data.samples import Packed
 from engine.errors import UserError, shorten
@@ -81,17 +81,15 @@ def build_dataset(
     """
     augment = functools.partial(train_transform, size=image_size)
     middle = functools.partial(eval_transform, size=image_size)
-    if store := prepared.open_store(data, find_samples, 1, format):
-        return (
-            ImageDataset(store.train, augment, store.train_images),
-            ImageDataset(store.val, middle, store.val_images),
-            store.classes,
-        )
-    train, val, classes = find_samples(data)
-    images.say_depth(train[0][0], format)
+    store = prepared.open_store(data, find_samples, 1, format)
+    train, val, classes = (store.train, store.val, store.classes) if store else find_samples(data)
+    shares.say_images(classes, [label for _, label in train], [label for _, label in val])
+    if not store:
+        images.say_depth(train[0][0], format)
+    stored = (store.train_images, store.val_images) if store else (None, None)
     return (
-        ImageDataset(train, augment, format=format),
-        ImageDataset(val, middle, format=format),
+        ImageDataset(train, augment, stored[0], format),
+        ImageDataset(val, middle, stored[1], format),
         classes,
     )
 

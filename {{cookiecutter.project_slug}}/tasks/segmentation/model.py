@@ -10,10 +10,11 @@ from torch import Tensor, nn
 from torchmetrics import ClasswiseWrapper, MetricCollection
 from torchmetrics.classification import MulticlassJaccardIndex
 
-from dataset import VOID
+from dataset import STRIDE
 from engine.errors import UserError
 from engine.ranks import distributed
-from engine.run import pretrained
+from engine.run import pretrained, sizes
+from masks import VOID
 
 BEST = "miou"  # the metric, higher is better, that decides which weights are kept as best.pt
 NETWORK_FLAGS = ("arch", "encoder")  # flags that have to equal those of a checkpoint
@@ -51,7 +52,7 @@ class Logits(nn.Module):
 def build_model(args: Namespace, classes: Sequence[str], weights: str | None = None) -> nn.Module:
     """Return a network: float32 (N, 3, H, W), normalised -> logits (N, classes, H, W).
 
-    H and W have to be multiples of 32.
+    H and W have to be multiples of STRIDE.
     """
     file = weights if weights and weights.endswith((".pt", ".pth")) else None
     name = None if file else weights
@@ -59,6 +60,7 @@ def build_model(args: Namespace, classes: Sequence[str], weights: str | None = N
         model = build_torchvision(args.arch, len(classes), name)
     else:
         model = build_smp(args.arch, args.encoder, len(classes), name)
+    sizes.check(lambda _: model, args.image_size, f"{args.arch} with {args.encoder}")
     if file:
         pretrained.copy_matching(model, pretrained.read_weights(file, args.arch))
     return model
@@ -95,12 +97,19 @@ def freeze_unused(model: nn.Module) -> nn.Module:
 
     Some encoders have layers that no decoder reads; DDP would wait for their gradients.
     """
-    weights = list(model.parameters())
-    output = model.eval()(torch.zeros(1, 3, 128, 128)).sum()
-    gradients = torch.autograd.grad(output, weights, allow_unused=True)
-    for weight, gradient in zip(weights, gradients, strict=True):
+    side = 5 * STRIDE
+    try:
+        output, weights = sizes.forward(model, side)
+    except sizes.ERRORS as error:
+        reason = " ".join(str(error).split())
+        raise ValueError(
+            f"cannot take images of {side} x {side} pixels ({reason}), but validation pads images "
+            f"to multiples of {STRIDE}: choose another network, or edit STRIDE in dataset.py"
+        ) from None
+    gradients = torch.autograd.grad(output.sum(), list(weights.values()), allow_unused=True)
+    for weight, gradient in zip(model.parameters(), gradients, strict=True):
         weight.requires_grad_(gradient is not None)
-    return model.train()
+    return model
 
 
 def build_criterion(args: Namespace) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]:
