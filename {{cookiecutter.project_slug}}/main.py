@@ -36,11 +36,12 @@ from engine.data.images import Format
 from engine.data.loading import Loader, Options
 from engine.errors import UserError
 from engine.ranks import debugging, distributed, failures, replicas, stopping
-from engine.run import checkpoint, machine
+from engine.run import checkpoint, machine, mistakes
 from engine.run.checkpoint import State
 from engine.run.flags import Help, Parser, add_image_arguments, at_least
 from engine.run.folder import RunFolder
-from engine.run.metrics import check_logits, compute
+from engine.run.metrics import check_logits, compute, compute_confusion
+from engine.run.mistakes import Mistakes, Worst
 from engine.run.progress import Run
 from engine.run.reporting import Reporter
 from model import BEST, NETWORK_FLAGS, add_arguments, build_criterion, build_metrics, build_model
@@ -206,8 +207,8 @@ def train_one_epoch(
 
 
 @torch.inference_mode()
-def evaluate(task: Task, loader: Loader) -> dict[str, float]:
-    """Return loss and metrics over the whole validation set, each sample counted once.
+def evaluate(task: Task, loader: Loader) -> tuple[dict[str, float], Mistakes]:
+    """Return loss and metrics over the validation set, each sample counted once, and mistakes.
 
     Evaluates the bare model: ranks may have unequal numbers of batches, for which DDP would wait.
     Sums and counts are reduced over the ranks, then divided: a mean of means would be wrong.
@@ -217,8 +218,9 @@ def evaluate(task: Task, loader: Loader) -> dict[str, float]:
     model.eval()
     metrics.reset()
     totals = torch.zeros(3, dtype=torch.float64, device=device)  # loss sum, count, stop requests
+    worst = Worst(device)
     batches = (batch for group in loader for batch in group)  # one for each image size
-    for images, targets in loading.to_device(batches, device):
+    for images, targets, indices in loading.to_device(batches, device):
         with machine.autocast(task.settings.amp, device):
             outputs = model.forward(images)  # --compile would compile again for each size
         outputs = check_logits(outputs)
@@ -226,6 +228,7 @@ def evaluate(task: Task, loader: Loader) -> dict[str, float]:
         totals[:2] += torch.stack((loss_sum.double(), count.double()))
         with seeding.in_any_order():
             metrics.update(outputs, targets)
+        worst.update(outputs, targets, indices)
         if stopping.stop_requested():
             totals[2] = 1
             break
@@ -234,7 +237,8 @@ def evaluate(task: Task, loader: Loader) -> dict[str, float]:
         stopping.stop()
     if not total_count:
         raise UserError("the validation set has no labelled samples (all are void)")
-    return {"val_loss": total_loss / total_count, **compute(metrics)}
+    results = {"val_loss": total_loss / total_count, **compute(metrics)}
+    return results, Mistakes(compute_confusion(metrics), worst.compute())
 
 
 def train(
@@ -272,13 +276,13 @@ def train(
             replicas.sync_buffers(model)
             replicas.check_same(model)
             run.save()  # whatever fails from here on costs no epoch
-            results = evaluate(task, val_loader)
+            results, found = evaluate(task, val_loader)
             lr = optimizer.param_groups[0]["lr"]
             is_best = run.end_epoch({"train_loss": train_loss, **results, "lr": lr, **speed})
             run.save(is_best)
             report.end_epoch(run.history, is_best)
             if is_best:
-                report.examples(model, val_loader.dataset, task.classes, draw_example)
+                report.images(found, model, val_loader.dataset, task.classes, draw_example)
     report.finish(BEST, run.best)
 
 
@@ -306,7 +310,8 @@ def evaluate_checkpoint(args: Namespace, device: torch.device) -> None:
     val_loader = loading.build_val_loader(val_set, len(classes), args.batch_size, options)
     metrics = build_metrics(classes).to(device)
     task = Task(args, settings, device, classes, model, build_criterion(args), metrics)
-    results = evaluate(task, val_loader)
+    results, found = evaluate(task, val_loader)
+    mistakes.report(found, args.output_dir, model, val_loader.dataset, classes, draw_example)
     distributed.say(json.dumps({k: v if math.isfinite(v) else None for k, v in results.items()}))
 
 

@@ -37,7 +37,9 @@ run/                  one training run, its files and its reports
   progress            class Run: epoch, step and best score; saves and resumes them
   optimizers          optimizers and schedules in checkpoints
   metrics             torchmetrics over all ranks
+  mistakes            what the model gets wrong: per_class.csv, confusion.png, worst.png
   predicting          images for predict.py, without those that cannot be read
   reporting           start lines, progress bar, metrics.csv, TensorBoard
-  plots               curves.png and examples.png
+  plots               curves.png and confusion.png
+  gallery             images with predictions, examples.png and worst.png, and the legend
 """

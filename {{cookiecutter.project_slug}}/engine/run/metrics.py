@@ -3,16 +3,23 @@
 import torch
 from torch import Tensor
 from torchmetrics import Metric, MetricCollection
+from torchmetrics.classification import MulticlassConfusionMatrix
 
 from engine.errors import UserError
 from engine.ranks import distributed
 
 
 def compute(metrics: MetricCollection) -> dict[str, float]:
-    """Return each metric over the samples of all ranks; every rank has to call it."""
+    """Return each metric over the samples of all ranks; every rank has to call it.
+
+    All but a confusion matrix, which `compute_confusion` returns.
+    """
     fill_empty_lists(metrics)
     found: dict[str, float] = {}
+    apart = {name for name, metric in metrics.items(copy_state=False) if is_confusion(metric)}
     for name, value in metrics.compute().items():
+        if name in apart:
+            continue
         value = torch.as_tensor(value)
         if value.numel() != 1:
             raise UserError(
@@ -21,6 +28,20 @@ def compute(metrics: MetricCollection) -> dict[str, float]:
             )
         found[name] = value.item()
     return found
+
+
+def compute_confusion(metrics: MetricCollection) -> Tensor | None:
+    """Return the counts of the confusion matrix in `metrics`; None if it has none.
+
+    int64 (classes, classes), labels by predictions, of all ranks: every rank has to call it.
+    """
+    found = filter(is_confusion, metrics.values(copy_state=False))
+    return next((metric.compute() for metric in found), None)
+
+
+def is_confusion(metric: object) -> bool:
+    """Return whether `metric` counts a confusion matrix; torchmetrics derives others from it."""
+    return type(metric) is MulticlassConfusionMatrix and metric.normalize in (None, "none")
 
 
 def fill_empty_lists(metrics: MetricCollection) -> None:

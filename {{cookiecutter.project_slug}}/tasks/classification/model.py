@@ -7,7 +7,7 @@ from typing import Any
 import torchvision
 from torch import Tensor, nn
 from torchmetrics import Metric, MetricCollection
-from torchmetrics.classification import MulticlassAccuracy
+from torchmetrics.classification import MulticlassAccuracy, MulticlassConfusionMatrix
 
 from engine.errors import UserError
 from engine.run import pretrained, sizes
@@ -65,10 +65,14 @@ def build_criterion(args: Namespace) -> Callable[[Tensor, Tensor], tuple[Tensor,
 
 
 def build_metrics(classes: Sequence[str]) -> MetricCollection:
-    """Return the metrics; they take (logits (N, classes), int64 (N,)) and add up over ranks."""
+    """Return the metrics; they take (logits (N, classes), int64 (N,)) and add up over ranks.
+
+    The confusion matrix is for per_class.csv and confusion.png, not for metrics.csv.
+    """
     count = len(classes)
     metrics: dict[str, Metric | MetricCollection] = {
-        "top1": MulticlassAccuracy(count, average="micro")
+        "top1": MulticlassAccuracy(count, average="micro"),
+        "matrix": MulticlassConfusionMatrix(count),
     }
     if count > 5:
         metrics["top5"] = MulticlassAccuracy(count, average="micro", top_k=5)

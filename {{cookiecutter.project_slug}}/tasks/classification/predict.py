@@ -1,8 +1,8 @@
 """Classify images: python predict.py FILES|FOLDER --checkpoint best.pt --output DIR
 
-Writes DIR/predictions.csv: file, class, probability. The checkpoint alone says which network and
-which classes; images are transformed as for validation. Those that cannot be read are skipped and
-listed at the end, and the exit status is 1.
+Writes DIR/predictions.csv: file, class, its probability, and the probability of each class. The
+checkpoint alone says which network and which classes; images are transformed as for validation.
+Those that cannot be read are skipped and listed at the end, and the exit status is 1.
 """
 
 import argparse
@@ -50,14 +50,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     dataset = ImageDataset([(path, -1) for path in paths], transform, format=format)
     batches = Readable(dataset, batch_size=32)
     table = args.output / "predictions.csv"
-    with files.table(table, ("file", "class", "probability")) as write:
+    columns = ["file", "class", "probability", *(f"probability_{name}" for name in classes)]
+    with files.table(table, columns) as write:
         for indices, (batch, _) in batches:
             with torch.inference_mode():
                 outputs = model(loading.normalize(batch.to(device)))
-            best = torch.softmax(outputs, dim=1).max(dim=1)
-            results = zip(indices, best.values.tolist(), best.indices.tolist(), strict=True)
-            for index, probability, label in results:
-                write((paths[index], classes[label], f"{probability:.4f}"))
+            for index, scores in zip(indices, torch.softmax(outputs, 1).cpu(), strict=True):
+                label = int(scores.argmax())
+                probabilities = [f"{score:.4f}" for score in scores.tolist()]
+                write((paths[index], classes[label], probabilities[label], *probabilities))
     batches.finish(table)
 
 

@@ -16,14 +16,12 @@ from engine.data.images import DEFAULT_FORMAT, Format, LazyImage, open_image
 from engine.data.samples import Packed
 from engine.errors import UserError
 from engine.ranks import distributed
+from engine.run.palette import colors_of
 from masks import VOID, Labels, parse, read_classes, read_mask, survey
 
 IMAGE_SIZE = 512  # pixels; side of the training crops, unless --image-size says otherwise
 SHORT_SIDE = 0  # pixels; of what prepare_data.py stores; 0: as large as they are
 STRIDE = 32  # the networks halve an image five times
-COLORS = np.array(  # of the classes in overlays; class 0 is not tinted
-    [[0, 0, 0], [230, 60, 40], [60, 140, 240], [250, 200, 40], [70, 190, 90], [180, 80, 200]]
-)
 
 
 def train_transform(image: LazyImage, mask: LazyImage, size: int) -> tuple[Tensor, Tensor]:
@@ -167,11 +165,16 @@ def find_pairs(folder: Path, skipped: Counter[str] | None = None) -> list[tuple[
     return [(image_of[name], mask_of[name]) for name in sorted(image_of)]
 
 
-def overlay(image: np.ndarray, mask: np.ndarray) -> np.ndarray:
-    """Return uint8 (H, W, 3): `image` (same) tinted by `mask` (H, W); void is white."""
-    colors = np.where((mask == VOID)[..., None], 255, COLORS[(mask - 1) % (len(COLORS) - 1) + 1])
+def overlay(image: np.ndarray, mask: np.ndarray, classes: Sequence[str]) -> np.ndarray:
+    """Return uint8 (H, W, 3): `image` (same) tinted by `mask` (H, W), whose void is white.
+
+    Classes whose colour is black, such as class 0 unless classes.txt has another, are not tinted.
+    """
+    table = np.full((256, 3), 255)
+    table[: len(classes)] = colors_of(classes)
+    colors = table[mask]
     tinted = (0.4 * image + 0.6 * colors).astype(np.uint8)
-    return np.where((mask == 0)[..., None], image, tinted)
+    return np.where(colors.any(-1, keepdims=True), tinted, image)
 
 
 def draw_example(
@@ -183,6 +186,7 @@ def draw_example(
     """
     pixels = image.permute(1, 2, 0).numpy()
     prediction = output.argmax(0).numpy().astype(np.uint8)
-    parts = [pixels, overlay(pixels, prediction), overlay(pixels, target.numpy())]
+    parts = [pixels, overlay(pixels, prediction, classes)]
+    parts.append(overlay(pixels, target.numpy(), classes))
     axes.imshow(np.concatenate(parts, axis=1))
     axes.set_title("image | prediction | truth", fontsize=9)

@@ -7,8 +7,8 @@ import segmentation_models_pytorch as smp
 import torch
 import torchvision
 from torch import Tensor, nn
-from torchmetrics import ClasswiseWrapper, MetricCollection
-from torchmetrics.classification import MulticlassJaccardIndex
+from torchmetrics import ClasswiseWrapper, Metric, MetricCollection
+from torchmetrics.classification import MulticlassConfusionMatrix, MulticlassJaccardIndex
 
 from dataset import STRIDE
 from engine.errors import UserError
@@ -130,11 +130,18 @@ def build_criterion(args: Namespace) -> Callable[[Tensor, Tensor], tuple[Tensor,
 def build_metrics(classes: Sequence[str]) -> MetricCollection:
     """Return mean and per-class IoU over the whole set; they take (logits, int64 (N, H, W)).
 
-    A class in neither labels nor predictions is NaN and left out of the mean.
+    A class in neither labels nor predictions is NaN and left out of the mean. The confusion matrix
+    is for per_class.csv and confusion.png, not for metrics.csv.
     """
     count = len(classes)
     mean = MulticlassJaccardIndex(count, ignore_index=VOID)
     each = MulticlassJaccardIndex(
         count, ignore_index=VOID, average="none", zero_division=float("nan")
     )
-    return MetricCollection({"miou": mean, "iou": ClasswiseWrapper(each, list(classes), "iou_")})
+    metrics: dict[str, Metric | MetricCollection] = {
+        "miou": mean,
+        "iou": ClasswiseWrapper(each, list(classes), "iou_"),
+        # All three share their counts. Sorted by name a wrapper has to come first of those that do.
+        "matrix": MulticlassConfusionMatrix(count, ignore_index=VOID),
+    }
+    return MetricCollection(metrics)

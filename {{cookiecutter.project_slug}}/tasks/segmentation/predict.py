@@ -1,9 +1,9 @@
 """Segment images: python predict.py FILES|FOLDER --checkpoint best.pt --output DIR
 
-Writes, at each image's own size, DIR/masks/<name>.png with the class numbers and
-DIR/overlays/<name>.png with the classes in colour. The checkpoint alone says which network and
-which classes; images are transformed as for validation. Those that cannot be read are skipped and
-listed at the end, and the exit status is 1.
+Writes, at each image's own size, DIR/masks/<name>.png with the class numbers, which viewers show in
+colours, and DIR/overlays/<name>.png with these colours over the image; DIR/legend.png names them.
+The checkpoint alone says which network and which classes; images are transformed as for validation.
+Those that cannot be read are skipped and listed at the end, and the exit status is 1.
 """
 
 import argparse
@@ -28,6 +28,8 @@ from engine.data import images, listing, loading
 from engine.ranks.failures import one_line_errors
 from engine.run import checkpoint
 from engine.run.flags import add_image_arguments
+from engine.run.gallery import draw_legend
+from engine.run.palette import paint
 from engine.run.predicting import Readable
 
 
@@ -59,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parser.parse_args(argv)
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    model, _, flags = checkpoint.open_model(
+    model, classes, flags = checkpoint.open_model(
         args.checkpoint, task.build_model, task.add_arguments, device
     )
     format = images.Format(
@@ -74,10 +76,12 @@ def main(argv: Sequence[str] | None = None) -> None:
             output = model(loading.normalize(padded.to(device)))
         mask = output[0, :, :height, :width].argmax(0).cpu().numpy().astype(np.uint8)
         pixels = padded[0, :, :height, :width].permute(1, 2, 0).numpy()
-        for kind, drawn in ("masks", mask), ("overlays", overlay(pixels, mask)):
+        painted = Image.fromarray(overlay(pixels, mask, classes))
+        for kind, drawn in ("masks", paint(mask, classes)), ("overlays", painted):
             path = args.output / kind / f"{names[index]}.png"
             with files.writing(path, parents=True) as tmp_path:
-                Image.fromarray(drawn).save(tmp_path, format="png")
+                drawn.save(tmp_path, format="png")
+    draw_legend(args.output / "legend.png", classes)
     batches.finish(f"{args.output / 'masks'}, {args.output / 'overlays'}")
 
 
