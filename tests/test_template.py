@@ -50,6 +50,7 @@ SHARED = {
     "engine/ranks/protocol.py",
     "engine/ranks/replicas.py",
     "engine/run/reporting.py",
+    "engine/run/tiles.py",
     "engine/data/seeding.py",
     "engine/run/progress.py",
     "engine/ranks/stopping.py",

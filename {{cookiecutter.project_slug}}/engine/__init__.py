@@ -32,6 +32,7 @@ run/                  one training run, its files and its reports
   optimizers          optimizers and schedules in checkpoints
   metrics             torchmetrics over all ranks
   predicting          images for predict.py, without those that cannot be read
+  tiles               large images in overlapping tiles
   reporting           start lines, progress bar, metrics.csv, TensorBoard
   plots               curves.png and examples.png
 """

@@ -48,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     with files.table(table, ("file", "class", "probability")) as write:
         for indices, (batch, _) in batches:
             with torch.inference_mode():
-                outputs = model(loading.normalize(batch.to(device)))
+                outputs = task.infer(model, loading.normalize(batch.to(device)), flags)
             best = torch.softmax(outputs, dim=1).max(dim=1)
             results = zip(indices, best.values.tolist(), best.indices.tolist(), strict=True)
             for index, probability, label in results:
