@@ -44,7 +44,15 @@ from engine.run.metrics import check_logits, compute, compute_confusion
 from engine.run.mistakes import Mistakes, Worst
 from engine.run.progress import Run
 from engine.run.reporting import Reporter
-from model import BEST, NETWORK_FLAGS, add_arguments, build_criterion, build_metrics, build_model
+from model import (
+    BEST,
+    NETWORK_FLAGS,
+    add_arguments,
+    build_criterion,
+    build_metrics,
+    build_model,
+    infer,
+)
 
 ROOT = Path(__file__).resolve().parent
 NOT_SAVED = {  # flags that checkpoints leave out because they do not affect what is learned
@@ -222,7 +230,7 @@ def evaluate(task: Task, loader: Loader) -> tuple[dict[str, float], Mistakes]:
     batches = (batch for group in loader for batch in group)  # one for each image size
     for images, targets, indices in loading.to_device(batches, device):
         with machine.autocast(task.settings.amp, device):
-            outputs = model.forward(images)  # --compile would compile again for each size
+            outputs = infer(model, images, task.args)
         outputs = check_logits(outputs)
         loss_sum, count = task.criterion(outputs, targets)
         totals[:2] += torch.stack((loss_sum.double(), count.double()))

@@ -39,6 +39,7 @@ run/                  one training run, its files and its reports
   metrics             torchmetrics over all ranks
   mistakes            what the model gets wrong: per_class.csv, confusion.png, worst.png
   predicting          images for predict.py, without those that cannot be read
+  tiles               large images in overlapping tiles
   reporting           start lines, progress bar, metrics.csv, TensorBoard
   plots               curves.png and confusion.png
   gallery             images with predictions, examples.png and worst.png, and the legend

@@ -51,6 +51,11 @@ def build_model(args: Namespace, classes: Sequence[str], weights: str | None = N
     return model
 
 
+def infer(model: nn.Module, images: Tensor, args: Namespace) -> Tensor:
+    """Apply `model` in evaluation: float32 (N, 3, H, W), normalised -> logits (N, classes)."""
+    return model.forward(images)  # __call__ of a compiled one would compile again for each size
+
+
 def build_criterion(args: Namespace) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]:
     """Return the loss: (logits, int64 (N,)) -> (sum over samples, number of samples).
 

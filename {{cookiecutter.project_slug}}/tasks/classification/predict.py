@@ -54,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     with files.table(table, columns) as write:
         for indices, (batch, _) in batches:
             with torch.inference_mode():
-                outputs = model(loading.normalize(batch.to(device)))
+                outputs = task.infer(model, loading.normalize(batch.to(device)), flags)
             for index, scores in zip(indices, torch.softmax(outputs, 1).cpu(), strict=True):
                 label = int(scores.argmax())
                 probabilities = [f"{score:.4f}" for score in scores.tolist()]
