@@ -6,6 +6,7 @@ from pathlib import Path
 
 import dataset
 import demo_set
+from engine.errors import UserError
 from engine.ranks import distributed
 
 
@@ -33,3 +34,11 @@ def parts(folder: str) -> dict:
         for part in (train, val)
     ]
     return {"parts": paths, "said": said.getvalue()}
+
+
+def refusal(folder: str) -> str:
+    """The line that says what is wrong with a folder."""
+    try:
+        return f"found: {found(folder)}"
+    except UserError as error:
+        return str(error)
