@@ -112,6 +112,17 @@ class TestDepth:
             image.save(path)
             assert (read(path, (0, 9)) == np.asarray(image.convert("RGB"))).all()
 
+    @pytest.mark.parametrize("orientation", [3, 6, 8])
+    @pytest.mark.parametrize("values", [RAMP, RAMP.astype(np.uint8), RAMP / np.float32(65536)])
+    def test_turned(self, tmp_path: Path, values: np.ndarray, orientation: int) -> None:
+        """TIFFs not compressed as well, which Pillow turns wrongly where it maps them."""
+        exif, turns = Image.Exif(), {3: 2, 6: -1, 8: 1}
+        exif[0x0112] = orientation
+        Image.fromarray(values).save(tmp_path / "turned.tif", exif=exif)
+        Image.fromarray(values).save(tmp_path / "plain.tif")
+        expected = np.rot90(read(tmp_path / "plain.tif"), turns[orientation])
+        assert np.array_equal(read(tmp_path / "turned.tif"), expected)
+
     def test_what_is_said(self, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
         path = str(tmp_path / "x.png")
         Image.fromarray(RAMP).save(path)

@@ -113,11 +113,10 @@ class LazyImage:
 
 def open_image(path: str, format: Format = DEFAULT_FORMAT) -> LazyImage:
     """Return the image at `path`, in RGB; a UserError that names it if it cannot be read."""
-    with _reading(path), open(path, "rb", buffering=0) as file:
-        data = file.read()
-        with _opened(path, io.BytesIO(data), format) as image:
-            kind, mode, (width, height) = image.format, image.mode, image.size
-            turned = {"exif", "xmp"} & image.info.keys() and image.getexif().get(0x112, 1) != 1
+    data = _read_file(path)
+    with _reading(path), _opened(path, data, format) as image:
+        kind, mode, (width, height) = image.format, image.mode, image.size
+        turned = {"exif", "xmp"} & image.info.keys() and image.getexif().get(0x112, 1) != 1
     if kind not in ("JPEG", "MPO") or mode not in ("RGB", "L") or turned:
         return LazyImage.of(np.array(read_image(path, format=format)))
 
@@ -145,19 +144,20 @@ def read_image(path: str, mode: str | None = "RGB", format: Format = DEFAULT_FOR
 
     Raises a UserError that names the file if it cannot be read whole.
     """
-    with _reading(path), _opened(path, path, format) as file:
+    data = _read_file(path)
+    with _reading(path), _opened(path, data, format) as file:
         kind = depth.kind_of(file) if mode == "RGB" else None
         if not kind:
             image: Image.Image = ImageOps.exif_transpose(file)
             return image.convert(mode) if mode else image.copy()
         limits = format.value_range
-        values = depth.read_values(path, file, lambda: Image.open(path), bool(limits))
+        values = depth.read_values(path, file, lambda: Image.open(io.BytesIO(data)), bool(limits))
         return Image.fromarray(depth.to_uint8(values, path, kind, limits)).convert(mode)
 
 
 def say_depth(path: str, format: Format) -> None:
     """Print which values become 0 and 255 if the image at `path` has more than 8 bits."""
-    with _reading(path), _opened(path, path, format) as image:
+    with _reading(path), _opened(path, _read_file(path), format) as image:
         kind = depth.kind_of(image)
     if kind:
         read_image(path, format=format)  # a UserError here, on all ranks, is the sooner seen
@@ -165,10 +165,16 @@ def say_depth(path: str, format: Format) -> None:
         distributed.say(f"{path}: {kind}, {low:.9g} to {high:.9g} becomes 0 to 255")
 
 
+def _read_file(path: str) -> bytes:
+    """Return the file's content. Pillow, if it maps the file, turns some TIFFs wrongly."""
+    with _reading(path), open(path, "rb", buffering=0) as file:
+        return file.read()
+
+
 @contextlib.contextmanager
-def _opened(path: str, file: str | io.BytesIO, format: Format) -> Iterator[ImageFile.ImageFile]:
-    """Open the image in `file`, of which only the header is read; refuse too large ones."""
-    with Image.open(file) as image:
+def _opened(path: str, data: bytes, format: Format) -> Iterator[ImageFile.ImageFile]:
+    """Open the image in `data`, of which only the header is read; refuse too large ones."""
+    with Image.open(io.BytesIO(data)) as image:
         width, height = image.size
         if width * height > format.max_megapixels * 1e6:
             raise UserError(

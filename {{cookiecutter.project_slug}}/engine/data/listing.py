@@ -81,13 +81,19 @@ def collect(
     """Return (path, name) of each image among `inputs`, which are files and folders.
 
     The name is the path below the folder that was given, without its extension.
+
+    skipped: as of `list_images`; without it, what is skipped is said.
     """
-    found = []
+    found, others = [], Counter[str]()
     for given in inputs:
         is_file = os.path.isfile(given)
-        for path in [str(given)] if is_file else list_images(Path(given), skipped):
+        for path in [str(given)] if is_file else list_images(Path(given), others):
             below = os.path.basename(path) if is_file else os.path.relpath(path, given)
             found.append((path, os.path.splitext(below)[0]))
+    if skipped is None:
+        say_skipped(others)
+    else:
+        skipped.update(others)
     return found
 
 

@@ -165,14 +165,14 @@ def find_train(root: Path) -> Path:
     train = root / "train"
     if train.is_dir() or not root.is_dir():
         return train
-    folders = class_folders(root)
+    names = next(listing.walk(root))[1]
     others = {"train", "training", "test", "testing", "images", "masks", *listing.VAL_NAMES}
     no_class = [
-        str(folder)
-        for name, folder in folders.items()
-        if name.lower() in others or not any(map(listing.is_image, os.listdir(folder)))
+        str(root / name)
+        for name in names
+        if name.lower() in others or not any(map(listing.is_image, os.listdir(root / name)))
     ]
-    if no_class or len(folders) < 2:
+    if no_class or len(names) < 2:
         found = f"{shorten(no_class)} cannot be classes" if no_class else "no class folders"
         raise UserError(
             f"{train}: no such folder; expected {train}/<class>/* or {root}/<class>/*, but {found}"
