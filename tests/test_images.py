@@ -97,12 +97,14 @@ class TestDepth:
             save_tiff(tmp_path / f"{number}.tif", np.zeros((4, 5, 3 - 2 * number), kind))
             assert not read(tmp_path / f"{number}.tif").any()
 
-    def test_grey_with_alpha(self, tmp_path: Path) -> None:
-        """Of these Pillow reads the upper byte only."""
-        save_png(tmp_path / "x.png", COLOURS[..., :2])
-        assert (read(tmp_path / "x.png") == steps(RAMP, 0, 65536)).all()
-        with pytest.raises(UserError, match=r"x.png: only the upper 8 of its 16 bits"):
-            read(tmp_path / "x.png", (0, 4095))
+    def test_upper_bytes_alone(self, tmp_path: Path) -> None:
+        """Of grey with alpha, and of channels that are compressed apart, Pillow reads no more."""
+        save_png(tmp_path / "0", COLOURS[..., :2])
+        save_tiff(tmp_path / "1", COLOURS, packed=True, planar=True)
+        for name, values in ("0", RAMP), ("1", COLOURS):
+            assert (read(tmp_path / name) == steps(values, 0, 65536)).all()
+            with pytest.raises(UserError, match=f"{name}: only the upper 8 of its 16 bits"):
+                read(tmp_path / name, (0, 4095))
 
     def test_eight_bits_stay(self, tmp_path: Path) -> None:
         """A range is for images of more than 8 bits alone."""
@@ -269,7 +271,11 @@ def test_without_train(project: Project, own_data: Path) -> None:
         assert f"expected {own_data}/train/<class>/* or {own_data}/<class>/*, but" in line
         assert line.endswith(f"{own_data}/val cannot be classes")
     shutil.rmtree(own_data / "val")
+    if project.task == "classification":
+        Image.new("L", (9, 9)).save(own_data / "loose.png")
     (train, val), said = found(project, own_data)
+    if project.task == "classification":
+        assert said.pop(1) == f"{own_data}: 1 images beside the class folders are not used"
     assert len(val) == {"classification": 6, "segmentation": 8}[project.task]
     assert len({*train, *val}) == len(train) + len(val) == 53
     assert said[0].startswith(f"no {own_data}/train: ")
