@@ -196,6 +196,8 @@ def test_a_checkpoint_keeps_the_range(project: Project, own_data: Path, tmp_path
     assert "16-bit values, 0 to 4095 becomes 0 to 255" in done.out
     more = ("--checkpoint", out / "best.pt", "--output", tmp_path / "p")
     project.alone(paths[0].with_suffix(".tif"), *more, script="predict.py").ok()
+    if project.task == "segmentation":
+        return  # what follows is the engine's
     words = ("--data", own_data, "--output", store, "--workers", 0)
     project.alone(*words, *given, script="prepare_data.py").ok()
     other = project.alone(*words, "--value-range", "0,8191", script="prepare_data.py")
@@ -241,7 +243,8 @@ class TestListing:
 def found(project: Project, folder: Path) -> tuple[list[list[str]], list[str]]:
     """The files of training and validation, and what is said."""
     result = project.call("data.parts", folder)
-    return result["parts"], [line for line in result["said"].splitlines() if "reading" not in line]
+    lines = result["said"].splitlines()
+    return result["parts"], [line for line in lines if not line.startswith("classes")]
 
 
 @pytest.mark.parametrize("name", ["valid", "validation"])
