@@ -278,7 +278,7 @@ def test_without_train(project: Project, own_data: Path) -> None:
         Image.new("L", (9, 9)).save(own_data / "loose.png")
     (train, val), said = found(project, own_data)
     if project.task == "classification":
-        assert said.pop(1) == f"{own_data}: 1 images beside the class folders are not used"
+        assert said.pop(1) == f"{own_data}: 1 image(s) beside the class folders are not used"
     assert len(val) == {"classification": 6, "segmentation": 8}[project.task]
     assert len({*train, *val}) == len(train) + len(val) == 53
     assert said[0].startswith(f"no {own_data}/train: ")
@@ -300,7 +300,7 @@ def test_class_folders(project: Project, own_data: Path) -> None:
     shutil.copy(next((own_data / "train" / "2").iterdir()), own_data / "train" / "loose, é.JPG")
     parts, said = found(project, own_data)
     assert [len(part) for part in parts] == [53, 23]
-    assert said == [f"{own_data}/train: 1 images beside the class folders are not used"]
+    assert said == [f"{own_data}/train: 1 image(s) beside the class folders are not used"]
     (own_data / "train" / "2").rename(own_data / "train" / unicodedata.normalize("NFD", "é"))
     (own_data / "val" / "2").rename(own_data / "val" / "é")
     assert "é" in project.call("data.found", own_data).split()[2:]

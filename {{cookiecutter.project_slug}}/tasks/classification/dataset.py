@@ -192,7 +192,7 @@ def class_folders(folder: Path) -> dict[str, Path]:
     if unreadable := [name for name in names if name.encode("utf-8", "ignore").decode() != name]:
         raise UserError(f"{folder / unreadable[0]}: the class name is not UTF-8; rename the folder")
     if loose := sum(map(listing.is_image, files)):
-        distributed.say(f"{folder}: {loose} images beside the class folders are not used")
+        distributed.say(f"{folder}: {loose} image(s) beside the class folders are not used")
     folders = listing.by_name([(str(folder / name), listing.composed(name)) for name in names])
     return {name: Path(folders[name]) for name in sort_names(folders)}
 
