@@ -49,7 +49,7 @@ def count_pixels(
             if is_enough and np.count_nonzero(np.delete(found.counts, void)) >= classes:
                 break
             if is_enough and start == 1024:
-                distributed.say(f"{classes - 1} class in {start} masks, reading the rest")
+                distributed.say(f"one class in {found.read} training masks, reading the rest")
     return found
 
 
