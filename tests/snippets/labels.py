@@ -74,11 +74,14 @@ def jpegs(folder: str) -> list:
 
 
 def digest(folder: str) -> dict:
-    """The classes of a set, what is said of it, and its masks."""
+    """The classes of a set, what is said of it, and its masks; or why it is refused."""
     if not distributed.is_set_up():
         distributed.setup()
     with contextlib.redirect_stdout(io.StringIO()) as said:
-        train, val, classes = dataset.build_dataset(Path(folder), 64)
+        try:
+            train, val, classes = dataset.build_dataset(Path(folder), 64)
+        except UserError as error:
+            return {"refused": str(error)}
     masks = [part.open_mask(n).read().numpy() for part in (train, val) for n in range(len(part))]
     return {
         "classes": list(classes),
