@@ -116,7 +116,7 @@ SPOILT: dict[str, dict[str, tuple[Spoil, list[str]]]] = {
         ),
         "two classes of one name": (
             lambda d: (d / "classes.txt").write_text("ground\ncrack\ncrack\n"),
-            ["classes.txt", "2 to 255 unique names"],
+            ["classes.txt, line 3", "crack comes twice"],
         ),
         "nothing but void": (
             lambda d: [
@@ -134,11 +134,11 @@ SPOILT: dict[str, dict[str, tuple[Spoil, list[str]]]] = {
         ),
         "255 for the class": (
             lambda d: repaint(d, {1: 255}),
-            ["own: all 53 training masks hold class 0 and nothing else", "such as 1"],
+            ["own: all 53 training masks hold class 0 and nothing else", "'crack = 255'"],
         ),
         "255 for the class, without its name": (
             lambda d: (repaint(d, {1: 255}), (d / "classes.txt").unlink()),
-            ["own: all 53 training masks hold class 0 and nothing else", "such as 1"],
+            ["own: the values of the training masks (0, 255)", "background = 0, object = 255"],
         ),
         "one class alone": (
             lambda d: repaint(d, {0: 1}),
