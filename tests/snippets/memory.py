@@ -30,7 +30,7 @@ def of_deterministic_metrics() -> int:
     net, loss = torch.nn.Conv2d(3, 21, 1), model.build_criterion(None)
     settings = machine.Settings(0, 1, False, "off")
     task = main.Task(None, settings, torch.device("cpu"), [], net, loss, metrics)
-    main.evaluate(task, [[(images, targets)]])
+    main.evaluate(task, [[(images, targets, torch.arange(2))]])
     assert torch.are_deterministic_algorithms_enabled()
     assert torch.is_deterministic_algorithms_warn_only_enabled()
     return status("VmHWM") - before
