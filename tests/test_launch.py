@@ -32,6 +32,7 @@ def test_three_ranks_end_with_the_same_weights(
     words = ["--nproc-per-node", 3, SCRIPTS / "keep_weights.py", tmp_path, *more]
     done = run([*launcher, *words], PYTHONPATH=str(project.folder)).ok()
     assert "batch 4 per rank x 3 rank(s) x 2 accumulated = 24" in done.out
+    assert "each epoch leaves out 5 of 53 training images" in done.out
     assert [row["step"] for row in rows(tmp_path)] == ["2", "4"]
     first, *others = (torch.load(tmp_path / f"rank{r}.pt", weights_only=True) for r in range(3))
     saved = torch.load(tmp_path / "last.pt", weights_only=True)["model"]

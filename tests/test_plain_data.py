@@ -8,7 +8,7 @@ import pytest
 import torch
 from torchvision.transforms.v2 import functional as F
 
-from engine.data import images, loading, samples, seeding
+from engine.data import images, listing, lists, loading, samples, seeding
 from engine.errors import UserError
 from engine.ranks import distributed
 
@@ -84,6 +84,16 @@ class TestSampler:
         options = loading.Options(0, 2, False, 0)
         with pytest.raises(UserError, match="--batch-size 4 x 1 ranks x --accumulate 3 is more"):
             loading.build_train_loader([()] * 11, 2, 4, 3, options)
+
+    @pytest.mark.parametrize(
+        "total, accumulate, size",
+        [(640, 1, 32), (639, 1, 16), (640, 2, 16), (100, 1, 4), (40, 1, 2), (5, 1, 2)],
+    )
+    def test_default_batch_size(
+        self, capsys: pytest.CaptureFixture[str], total: int, accumulate: int, size: int
+    ) -> None:
+        assert loading.default_batch_size(total, accumulate) == size
+        assert (f"--batch-size {size}: with 32" in capsys.readouterr().out) == (size < 32)
 
 
 class Listed(torch.utils.data.Dataset):
@@ -192,27 +202,60 @@ class TestImages:
         for name in ("b/2.jpg", "1.PNG", ".3.jpg", "4.txt", ".c/5.jpg"):
             (tmp_path / name).parent.mkdir(exist_ok=True)
             (tmp_path / name).touch()
-        found = images.collect([tmp_path, tmp_path / "b" / "2.jpg"])
+        found = listing.collect([tmp_path, tmp_path / "b" / "2.jpg"])
         assert [name for _, name in found] == ["1", "b/2", "2"]
-        assert images.by_name(found)["b/2"] == str(tmp_path / "b/2.jpg")
+        assert listing.by_name(found)["b/2"] == str(tmp_path / "b/2.jpg")
         with pytest.raises(UserError, match="the same name"):
-            images.by_name([("a/1.jpg", "1"), ("b/1.jpg", "1")])
+            listing.by_name([("a/1.jpg", "1"), ("b/1.jpg", "1")])
         (tmp_path / "empty").mkdir()
         with pytest.raises(UserError, match="no images"):
-            images.list_images(tmp_path / "empty")
+            listing.list_images(tmp_path / "empty")
         with pytest.raises(UserError, match="no such"):
-            images.list_images(tmp_path / "none")
+            listing.list_images(tmp_path / "none")
 
     @pytest.mark.parametrize(("count", "aside"), [(2, 1), (6, 1), (20, 3), (100, 15)])
     def test_split(self, count: int, aside: int) -> None:
         paths = [f"/data/{number}.jpg" for number in range(count)]
-        train, val = images.split(paths, Path("/data"))
+        train, val = listing.split(paths, Path("/data"))
         assert (len(val), sorted([*train, *val])) == (aside, sorted(paths))
         moved = [path.replace("data", "other") for path in paths]
-        assert images.split(moved[::-1], Path("/other"))[1] == [
+        assert listing.split(moved[::-1], Path("/other"))[1] == [
             path.replace("data", "other") for path in val
         ]
 
     def test_too_few_to_split(self) -> None:
         with pytest.raises(UserError, match="too few"):
-            images.split(["/data/1.jpg"], Path("/data"))
+            listing.split(["/data/1.jpg"], Path("/data"))
+
+
+class TestLists:
+    def rows(self, folder: Path, content: str | bytes) -> list[tuple[str, ...]]:
+        """What a list of `content` beside the files a.jpg and "b,1.jpg" holds."""
+        for name in "a.jpg", "b,1.jpg":
+            (folder / name).touch()
+        data = content if isinstance(content, bytes) else content.encode()
+        (folder / "train.csv").write_bytes(data)
+        return lists.read_list(folder / "train.csv", ("file", "label"), files=1)
+
+    def test_rows(self, tmp_path: Path) -> None:
+        """As spreadsheets write them: a mark, CRLF, quotes, further columns in another order."""
+        content = '\ufefflabel,note,file\r\ncät,,a.jpg\r\n\r\n"cät, old",x,"b,1.jpg"\r\n'
+        a, b = (str(tmp_path / name) for name in ("a.jpg", "b,1.jpg"))
+        assert self.rows(tmp_path, content) == [(a, "cät"), (b, "cät, old")]
+
+    @pytest.mark.parametrize(
+        "name, fault",
+        {
+            "no column": ("file;label\na.jpg;x\n", "train.csv: no column file; .* file,label"),
+            "no value": ("file,label\na.jpg,x\na.jpg,\n", "train.csv, line 3: no label"),
+            "short row": ("file,label\na.jpg\n", "train.csv, line 2: no label"),
+            "no file": ("file,label\nc.jpg,x\n", "train.csv, line 2: .*c.jpg does not exist"),
+            "no rows": ("file,label\n", "train.csv: no rows"),
+            "empty": ("", "train.csv: no column file"),
+            "not text": ("file,label\na.jpg,c\xe4t\n".encode("latin-1"), "train.csv: not UTF-8"),
+        }.items(),
+        ids=lambda value: value if isinstance(value, str) else "",
+    )
+    def test_faults(self, tmp_path: Path, name: str, fault: tuple[str | bytes, str]) -> None:
+        with pytest.raises(UserError, match=fault[1]):
+            self.rows(tmp_path, fault[0])

@@ -12,6 +12,7 @@ Evaluate the best checkpoint:  ./launch.sh --data DIR --eval-only
 """
 
 import contextlib
+import functools
 import json
 import math
 from argparse import SUPPRESS, BooleanOptionalAction, Namespace
@@ -41,10 +42,18 @@ from engine.run.checkpoint import State
 from engine.run.flags import Help, Parser, add_image_arguments, at_least
 from engine.run.folder import RunFolder
 from engine.run.metrics import check_logits, compute, compute_confusion
-from engine.run.mistakes import Mistakes, Worst
+from engine.run.mistakes import Drawing, Mistakes, Worst
 from engine.run.progress import Run
 from engine.run.reporting import Reporter
-from model import BEST, NETWORK_FLAGS, add_arguments, build_criterion, build_metrics, build_model
+from model import (
+    BEST,
+    NETWORK_FLAGS,
+    add_arguments,
+    build_criterion,
+    build_metrics,
+    build_model,
+    infer,
+)
 
 ROOT = Path(__file__).resolve().parent
 NOT_SAVED = {  # flags that checkpoints leave out because they do not affect what is learned
@@ -104,7 +113,7 @@ def build_parser() -> Parser:
     add_arguments(parser.add_argument_group("network"))
     add = parser.add_argument_group("recipe").add_argument
     add("--epochs", type=positive, default=30, help="passes over the training set")
-    add("--batch-size", type=positive, default=32, help="images per rank and forward pass")
+    add("--batch-size", type=positive, help="images per rank and forward pass (default: 32, or fewer if the set is small)")
     add("--accumulate", type=positive, default=1, help="forward passes per optimizer step")
     add("--optimizer", choices=list(RECIPES), default="adamw", help="AdamW, or SGD with momentum")
     add("--lr", type=rate, help=f"peak learning rate {by_optimizer('lr')}")
@@ -132,7 +141,8 @@ def parse_args(argv: Sequence[str] | None = None) -> Namespace:
     parser = build_parser()
     args = parser.parse_args(argv)
     if args.eval_only or args.data is None:  # with other defaults; None: the checkpoint's
-        parser.set_defaults(**({"image_size": None} if args.eval_only else demo_set.DEFAULTS))
+        eval_only = {"image_size": None, "batch_size": loading.BATCH_SIZE}
+        parser.set_defaults(**(eval_only if args.eval_only else demo_set.DEFAULTS))
         args = parser.parse_args(argv)
     for name, value in RECIPES[args.optimizer].items():
         if getattr(args, name) is None:
@@ -221,7 +231,7 @@ def evaluate(task: Task, loader: Loader) -> tuple[dict[str, float], Mistakes]:
     batches = (batch for group in loader for batch in group)  # one for each image size
     for images, targets, indices in loading.to_device(batches, device):
         with machine.autocast(task.settings.amp, device):
-            outputs = model.forward(images)  # --compile would compile again for each size
+            outputs = infer(model, images, task.args)
         outputs = check_logits(outputs)
         loss_sum, count = task.criterion(outputs, targets)
         totals[:2] += torch.stack((loss_sum.double(), count.double()))
@@ -238,6 +248,12 @@ def evaluate(task: Task, loader: Loader) -> tuple[dict[str, float], Mistakes]:
         raise UserError("the validation set has no labelled samples (all are void)")
     results = {"val_loss": total_loss / total_count, **compute(metrics)}
     return results, Mistakes(compute_confusion(metrics), worst.compute())
+
+
+def drawing_of(task: Task, loader: Loader) -> Drawing:
+    """Return how to draw validation images with what the network makes of them."""
+    apply = functools.partial(infer, task.model, args=task.args)
+    return Drawing(apply, task.device, loader.dataset, task.classes, draw_example)
 
 
 def train(
@@ -281,7 +297,7 @@ def train(
             run.save(is_best)
             report.end_epoch(run.history, is_best)
             if is_best:
-                report.images(found, model, val_loader.dataset, task.classes, draw_example)
+                report.images(found, drawing_of(task, val_loader))
     report.finish(BEST, run.best)
 
 
@@ -289,7 +305,10 @@ def set_up_machine(args: Namespace, device: torch.device) -> tuple[machine.Setti
     """Apply the flags for CPUs, memory and precision; return the settings and the loaders' options."""
     settings = machine.set_up(
         *(device, args.workers, args.threads, args.pin_memory, args.amp),
-        bytes_per_worker=4 * args.prefetch * args.batch_size * args.image_size**2,
+        bytes_per_worker=4
+        * args.prefetch
+        * (args.batch_size or loading.BATCH_SIZE)
+        * args.image_size**2,
     )
     return settings, Options(settings.workers, args.prefetch, settings.pin_memory, args.seed)
 
@@ -300,14 +319,14 @@ def evaluate_checkpoint(args: Namespace, device: torch.device) -> None:
     model, known_classes, flags = checkpoint.open_model(path, build_model, add_arguments, device)
     args.image_size = args.image_size or flags.image_size
     settings, options = set_up_machine(args, device)
-    format = Format(flags.value_range, flags.max_megapixels)
+    format = Format(flags.value_range, args.max_megapixels)
     _, val_set, classes = build_dataset(args.data, args.image_size, format)
     checkpoint.check_classes(path, known_classes, classes)
     val_loader = loading.build_val_loader(val_set, len(classes), args.batch_size, options)
     metrics = build_metrics(classes).to(device)
     task = Task(args, settings, device, classes, model, build_criterion(args), metrics)
     results, found = evaluate(task, val_loader)
-    mistakes.report(found, args.output_dir, model, val_loader.dataset, classes, draw_example)
+    mistakes.report(found, args.output_dir, drawing_of(task, val_loader))
     distributed.say(json.dumps({k: v if math.isfinite(v) else None for k, v in results.items()}))
 
 
@@ -316,8 +335,10 @@ def train_or_resume(args: Namespace, device: torch.device) -> None:
     settings, options = set_up_machine(args, device)
     format = Format(args.value_range, args.max_megapixels)
     train_set, val_set, classes = build_dataset(args.data, args.image_size, format)
+    total, accumulate = len(train_set), args.accumulate
+    args.batch_size = args.batch_size or loading.default_batch_size(total, accumulate)
     train_loader = loading.build_train_loader(
-        train_set, len(classes), args.batch_size, args.accumulate, options
+        train_set, len(classes), args.batch_size, accumulate, options
     )
     val_loader = loading.build_val_loader(val_set, len(classes), args.batch_size, options)
     folder = RunFolder(args.output_dir, args.resume, args.keep)

@@ -1,6 +1,7 @@
 """From samples to batches on the device: dealing them to ranks, loader workers, normalising."""
 
 import functools
+import math
 import os
 import re
 import zlib
@@ -21,6 +22,7 @@ from engine.ranks import distributed, process
 # weights of torchvision and segmentation-models-pytorch expect.
 MEAN = (0.485, 0.456, 0.406)
 STD = (0.229, 0.224, 0.225)
+BATCH_SIZE, MIN_STEPS = 32, 20  # the defaults, see default_batch_size
 
 
 @dataclass(frozen=True)
@@ -81,6 +83,22 @@ class Loader(DataLoader):
     def __iter__(self) -> _BaseDataLoaderIter:
         with process.holding_signals():
             return super().__iter__()
+
+
+def default_batch_size(total: int, accumulate: int) -> int:
+    """Return images per rank and pass: BATCH_SIZE, or less for a set of `total` images.
+
+    A small set gets the largest power of two, at least 2, with which an epoch has MIN_STEPS steps.
+    """
+    images = total / (MIN_STEPS * distributed.world_size() * accumulate)  # per pass of a rank
+    if images >= BATCH_SIZE:
+        return BATCH_SIZE
+    size = 2 ** int(math.log2(max(images, 2)))
+    distributed.say(
+        f"--batch-size {size}: with {BATCH_SIZE}, the default for larger sets, {total} training "
+        f"images would make fewer than {MIN_STEPS} steps per epoch"
+    )
+    return size
 
 
 def build_train_loader(

@@ -53,9 +53,7 @@ def add_image_arguments(group: argparse._ArgumentGroup) -> None:
 def value_range(text: str) -> tuple[float, float]:
     """Convert LOW,HIGH, two numbers of which the second is larger."""
     try:
-        low, high = map(
-            float, re.sub(r"[()\s]", "", text).split(",")
-        )  # checkpoints have (LOW, HIGH)
+        low, high = map(float, re.sub(r"[()\s]", "", text).split(","))  # checkpoints: (LOW, HIGH)
     except ValueError:
         low = high = math.nan
     if not -math.inf < low < high < math.inf:

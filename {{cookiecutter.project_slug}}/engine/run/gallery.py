@@ -9,12 +9,13 @@ import torch
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
-from torch import Tensor, nn
+from torch import Tensor
 
 from engine import files
 from engine.data import loading
 from engine.data.samples import KeyedDataset
 from engine.run import metrics
+from engine.run.mistakes import Drawing
 from engine.run.palette import colors_of
 from engine.run.plots import plain_text, shorten
 
@@ -38,35 +39,26 @@ def evenly_spaced(dataset: KeyedDataset) -> dict[int, str]:
 
 
 @torch.inference_mode()
-def draw_images(
-    path: Path,
-    model: nn.Module,
-    dataset: KeyedDataset,
-    classes: Sequence[str],
-    draw: DrawExample,
-    captions: Mapping[int, str],
-) -> None:
-    """Draw images of `dataset` and the model's outputs, each by the function `draw`.
+def draw_images(path: Path, drawing: Drawing, captions: Mapping[int, str]) -> None:
+    """Draw images of the data set with what the network makes of them.
 
     captions: index -> what to write above the image, after its file; nothing if it is empty.
     """
-    device = next(model.parameters()).device
-    model.eval()
+    dataset, classes = drawing.dataset, drawing.classes
     with plain_text():
         figure = Figure(dpi=DPI)
         cells: list[Cell] = []
         present: set[int] = set()
         for index, caption in captions.items():
             image, target, *_ = dataset[0, index]  # of epoch 0
-            # forward, because __call__ of a compiled network would compile again for one image.
-            output = model.forward(loading.normalize(image[None].to(device)))
+            output = drawing.infer(loading.normalize(image[None].to(drawing.device)))
             output, target = metrics.check_logits(output)[0].cpu(), torch.as_tensor(target)
             if target.ndim == 2 and not target.is_floating_point():  # a mask
                 for labels in target, output.argmax(0):
                     present |= {*np.unique(labels.numpy()).tolist()}
             axes = figure.add_axes((0, 0, 1, 1), label=str(index))
             axes.axis("off")
-            draw(axes, image, target, output, classes)
+            drawing.draw(axes, image, target, output, classes)
             cells.append((axes, *measure(axes, image.shape[-1], len(captions))))
             letters = int(cells[-1][1] / LETTER)
             lines = [shorten(line, letters) for line in axes.get_title().split("\n")]

@@ -18,22 +18,20 @@ from typing import TYPE_CHECKING
 
 import torch
 import torchvision
-from torch import Tensor, nn
+from torch import Tensor
 from tqdm import tqdm
 
 from engine import files
 from engine.data import images
 from engine.data.loading import Loader
-from engine.data.samples import KeyedDataset
 from engine.ranks import distributed
 from engine.run import machine
-from engine.run.mistakes import Mistakes
+from engine.run.mistakes import Drawing, Mistakes
 
 SECONDS_BETWEEN_READINGS = 0.5  # reading the loss waits for the device: not at every step
 INPUT_BOUND = 0.1  # from this share of time spent waiting for images, a message says so
 
 if TYPE_CHECKING:
-    from engine.run.gallery import DrawExample
     from engine.run.plots import Row
 
 
@@ -90,6 +88,13 @@ class Reporter:
             f"{'' if settings.pin_memory else 'not '}pinned | JPEG: {images.decoder()} | "
             f"amp {settings.amp}"
         )
+        left_out = sampler.total - sampler.steps * sampler.global_batch
+        if left_out > sampler.total / 20:
+            distributed.say(
+                f"each epoch leaves out {left_out} of {sampler.total} training images, others each "
+                f"time, because they do not fill a batch of {sampler.global_batch}; a smaller "
+                "--batch-size leaves out fewer"
+            )
         record = {
             "flags": dict(flags),
             "settings": vars(settings),
@@ -187,21 +192,14 @@ class Reporter:
             "prepare_data.py (or a smaller --short-side, if that is done), more CPUs"
         )
 
-    def images(
-        self,
-        mistakes: Mistakes,
-        model: nn.Module,
-        dataset: KeyedDataset,
-        classes: Sequence[str],
-        draw: "DrawExample",
-    ) -> None:
-        """Write examples.png, images with predictions drawn by `draw`, and `mistakes`."""
+    def images(self, mistakes: Mistakes, drawing: Drawing) -> None:
+        """Write examples.png, validation images with predictions, and the files of `mistakes`."""
         if self.active:
             from engine.run import gallery
 
-            path = self.folder / "examples.png"
-            gallery.draw_images(path, model, dataset, classes, draw, gallery.evenly_spaced(dataset))
-            mistakes.write(self.folder, model, dataset, classes, draw)
+            captions = gallery.evenly_spaced(drawing.dataset)
+            gallery.draw_images(self.folder / "examples.png", drawing, captions)
+            mistakes.write(self.folder, drawing)
 
     def finish(self, name: str, best: float) -> None:
         """Print the best score and the paths of the results."""

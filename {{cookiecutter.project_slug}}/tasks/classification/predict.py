@@ -20,9 +20,10 @@ import torch
 import model as task
 from dataset import ImageDataset, eval_transform
 from engine import files
-from engine.data import images, loading
+from engine.data import images, listing, loading
 from engine.ranks.failures import one_line_errors
 from engine.run import checkpoint
+from engine.run.flags import add_image_arguments
 from engine.run.predicting import Readable
 
 ROOT = Path(__file__).resolve().parent
@@ -33,15 +34,19 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("inputs", nargs="+", metavar="FILES|FOLDER")
     parser.add_argument("--checkpoint", metavar="FILE", default=ROOT / "runs/default/best.pt")
     parser.add_argument("--output", metavar="DIR", type=Path, default=Path("predictions"))
+    add_image_arguments(parser.add_argument_group("images", "default: as in training"))
+    parser.set_defaults(max_megapixels=None)
     args = parser.parse_args(argv)
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model, classes, flags = checkpoint.open_model(
         args.checkpoint, task.build_model, task.add_arguments, device
     )
-    paths = [path for path, _ in images.collect(args.inputs)]
+    paths = [path for path, _ in listing.collect(args.inputs)]
     transform = functools.partial(eval_transform, size=flags.image_size)
-    format = images.Format(flags.value_range, flags.max_megapixels)
+    format = images.Format(
+        args.value_range or flags.value_range, args.max_megapixels or flags.max_megapixels
+    )
     dataset = ImageDataset([(path, -1) for path in paths], transform, format=format)
     batches = Readable(dataset, batch_size=32)
     table = args.output / "predictions.csv"
@@ -49,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     with files.table(table, columns) as write:
         for indices, (batch, _) in batches:
             with torch.inference_mode():
-                outputs = model(loading.normalize(batch.to(device)))
+                outputs = task.infer(model, loading.normalize(batch.to(device)), flags)
             for index, scores in zip(indices, torch.softmax(outputs, 1).cpu(), strict=True):
                 label = int(scores.argmax())
                 probabilities = [f"{score:.4f}" for score in scores.tolist()]

@@ -1,0 +1,121 @@
+"""Reads the files of a sample, whatever they are: what is in them, and what is wrong with them."""
+
+import hashlib
+import io
+import warnings
+from dataclasses import dataclass, field
+
+import numpy as np
+from PIL import Image, UnidentifiedImageError
+
+from engine.data.images import Format, open_image
+from engine.errors import UserError
+
+PARTS = ("train", "val")
+ORIENTATION = 0x112  # the EXIF entry
+ERRORS = {  # training would refuse these, or learn or measure something else than is meant
+    "layout": "folders that training refuses",
+    "broken": "files that cannot be read",
+    "no mask": "images without a mask",
+    "no image": "masks without an image",
+    "size": "masks of another size than their image",
+    "label": "masks with values that are no class",
+    "range": "images that need another --value-range",
+    "rotation": "pairs of which EXIF turns only one: make the rotation permanent, or remove it",
+    "leak": "the same image in train and in val",
+    "label clash": "the same image with two labels",
+}
+UNUSABLE = {"broken", "size", "label", "range"}
+WARNINGS = {
+    "twice": "the same image more than once in a part",
+    "absent": "classes that never come",
+    "imbalance": "rare classes",
+}
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Something that is wrong. kind: a key of ERRORS or WARNINGS. other: a second file."""
+
+    kind: str
+    file: str
+    text: str = ""
+    other: str = ""
+
+
+@dataclass
+class Facts:
+    """What reading a sample has shown, without its pixels.
+
+    kind: file format and mode. size, stored: (height, width) upright and as in the file; (0, 0) if
+    it cannot be read. turn: the orientation in EXIF. file, pixels, target: digests, of 16 bytes.
+    histogram: int64 (3, 256), of what training sees. span: lowest and highest value, if there are
+    more than 8 bits. counts: pixels of each value in the mask without void, or {class: 1}.
+    """
+
+    kind: str = ""
+    size: tuple[int, int] = (0, 0)
+    stored: tuple[int, int] = (0, 0)
+    turn: int = 1
+    file: bytes = b""
+    pixels: bytes = b""
+    target: bytes = b""
+    histogram: np.ndarray | None = None
+    span: tuple[float, float] | None = None
+    counts: dict[int, int] = field(default_factory=dict)
+    void: int = 0  # pixels
+    findings: list[Finding] = field(default_factory=list)
+
+
+def look(path: str, format: Format) -> Facts:
+    """Read the image at `path`. Whatever is wrong with it becomes a finding."""
+    facts = Facts()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # Pillow's, about files that it can read
+            _look(path, format, facts)
+    except Exception as error:  # Pillow raises errors of many kinds for malformed files
+        kind = "range" if facts.span and isinstance(error, UserError) else "broken"
+        facts.findings.append(Finding(kind, path, reason(error, path)))
+    return facts
+
+
+def _look(path: str, format: Format, facts: Facts) -> None:
+    with open(path, "rb") as file:
+        data = file.read()
+    facts.file = digest(data)
+    with Image.open(io.BytesIO(data)) as image:
+        facts.kind = f"{image.format} {image.mode}"
+        facts.stored, facts.turn = image.size[::-1], image.getexif().get(ORIENTATION, 1)
+        deep = np.asarray(image) if image.mode[0] in "IF" else None  # 16 or 32 bits
+    if deep is not None:
+        finite = deep[np.isfinite(deep)]
+        facts.span = (float(finite.min()), float(finite.max())) if finite.size else (0.0, 0.0)
+    lazy = open_image(path, format)
+    decoded = np.ascontiguousarray(lazy.decode(1))
+    facts.histogram = np.array(Image.fromarray(decoded).histogram()).reshape(3, 256)
+    facts.pixels = digest(decoded if deep is None else deep)
+    facts.size = lazy.height, lazy.width
+
+
+def orientation(path: str) -> int:
+    """Return the orientation in the EXIF data of the image at `path`; 1 means upright."""
+    with Image.open(path) as image:
+        return image.getexif().get(ORIENTATION, 1)
+
+
+def digest(data: bytes | np.ndarray) -> bytes:
+    """Return a hash of the bytes, or of the shape and values of an array, in 16 bytes."""
+    if isinstance(data, bytes):
+        return hashlib.blake2b(data, digest_size=16).digest()
+    shape = hashlib.blake2b(repr(data.shape).encode(), digest_size=16)
+    shape.update(np.ascontiguousarray(data).data)
+    return shape.digest()
+
+
+def reason(error: Exception, path: str) -> str:
+    """Return what is wrong with the file at `path`, in one line."""
+    if isinstance(error, UnidentifiedImageError):
+        return "not an image"
+    text = getattr(error, "strerror", None) or str(error) or type(error).__name__
+    return " ".join(text.split()).removeprefix(f"{path}: ")

@@ -1,0 +1,116 @@
+"""Check a data set before training: python check_data.py DIR
+
+Reads every image once and prints what is in it, what training would make of it, and all that is
+wrong with it. Writes runs/check/check.png, images of every class, and check.csv, all findings.
+
+The exit status is 1 if there are errors: images that cannot be read, that are in train and in val,
+or in two classes, and whatever training refuses. Warnings alone (an image twice in a class, rare
+classes) leave it at 0.
+"""
+
+import functools
+from collections.abc import Sequence
+from pathlib import Path
+
+from engine.ranks import process
+
+if __name__ == "__main__":  # before torch, whose import takes seconds
+    process.install_handlers()
+
+from matplotlib.axes import Axes
+from torch.utils.data import Dataset
+
+from dataset import (
+    IMAGE_SIZE,
+    SHORT_SIDE,
+    ImageDataset,
+    class_folders,
+    find_samples,
+    train_transform,
+)
+from engine.data import images, loading
+from engine.data.checking import PARTS, Facts, Finding, look, reason
+from engine.data.images import Format, open_image
+from engine.data.samples import Packed
+from engine.data.survey import Survey, list_samples
+from engine.errors import UserError
+from engine.ranks.failures import one_line_errors
+from engine.run import checks
+from engine.run.check_plots import plain, show
+from engine.run.check_report import Plan
+from engine.run.flags import Help, Parser
+
+ROOT = Path(__file__).resolve().parent
+Sample = tuple[str, int, int]  # path, class number, part: 0 for training, 1 for validation
+
+
+class Files(Dataset):
+    """The Facts of each of `samples`."""
+
+    def __init__(self, samples: Packed, format: Format) -> None:
+        self.samples = samples
+        self.format = format
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitem__(self, index: int) -> Facts:
+        path, label, _ = self.samples[index]
+        facts = look(path, self.format)
+        facts.counts = {label: 1}
+        facts.target = (label + 1).to_bytes(16, "little")
+        return facts
+
+
+def find_all(
+    root: Path, findings: list[Finding]
+) -> tuple[list[tuple[str, int]], list[tuple[str, int]], list[str]]:
+    """Return what find_samples does, for folders that it refuses; what is wrong is added."""
+    has_val = (root / "val").is_dir()
+    parts = PARTS if has_val else PARTS[:1]
+    folders = [class_folders(root / part) if (root / part).is_dir() else [] for part in parts]
+    classes = sorted({name for names in folders for name in names})
+    found: tuple[list, list] = [], []
+    for label, name in enumerate(classes):
+        paths: list[list[str]] = [[], []]
+        try:
+            for number, part in enumerate(parts):
+                folder = root / part / name
+                paths[number] = images.list_images(folder)
+            if not has_val:
+                paths = list(images.split(paths[0], root))
+        except UserError as error:
+            findings.append(Finding("layout", str(folder), reason(error, str(folder))))
+        for samples, listed in zip(found, paths, strict=True):
+            samples += [(path, label) for path in listed]
+    return *found, classes
+
+
+def draw(axes: Axes, sample: Sample, format: Format, classes: Sequence[str]) -> None:
+    """Draw an image with its class and its file."""
+    path, label, part = sample
+    show(axes, open_image(path, format))
+    title = f"{plain(classes[label])}\n{PARTS[part]}: {plain(Path(path).name)}"
+    axes.set_title(title, fontsize=7, parse_math=False)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = Parser(description=__doc__, formatter_class=Help)
+    checks.add_arguments(parser, ROOT / "runs/check", IMAGE_SIZE)
+    args = parser.parse_args(argv)
+    checks.prepare(args.data)
+    format = Format(args.value_range, args.max_megapixels)
+    samples, classes, findings = list_samples(args.data, find_samples, find_all)
+    survey = Survey(samples, len(classes), findings)
+    survey.read(Files(samples, format), args.workers)
+    survey.finish(classes, args.data)
+    transform = functools.partial(train_transform, size=args.image_size)
+    dataset = ImageDataset([sample[:2] for sample in survey.some(0)], transform, format=format)
+    plan = Plan(dataset, args.batch_size, args.ranks, SHORT_SIDE, 3, args.value_range)
+    drawing = functools.partial(draw, format=format, classes=classes)
+    checks.finish(survey, classes, plan, drawing, args.output)
+
+
+if __name__ == "__main__":
+    with one_line_errors(loading.explain):
+        main()

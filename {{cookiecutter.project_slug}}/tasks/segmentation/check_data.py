@@ -1,0 +1,207 @@
+"""Check a data set before training: python check_data.py DIR
+
+Reads every image and mask once and prints what is in them, what training would make of them, and
+all that is wrong with them. Writes runs/check/check.png, images of every class with their masks,
+and check.csv, all findings.
+
+The exit status is 1 if there are errors: files that cannot be read, images without masks and masks
+without images, sizes that differ, values that are no class, images that only EXIF turns, images
+that are in train and in val or have two masks, and whatever else training refuses. Warnings alone
+(an image twice in a part, classes that are rare or never come) leave it at 0.
+"""
+
+import functools
+from collections.abc import Sequence
+from pathlib import Path
+
+from engine.ranks import process
+
+if __name__ == "__main__":  # before torch, whose import takes seconds
+    process.install_handlers()
+
+import numpy as np
+from matplotlib.axes import Axes
+from torch.utils.data import Dataset
+
+from dataset import (
+    IMAGE_SIZE,
+    SHORT_SIDE,
+    VOID,
+    SegmentationDataset,
+    find_samples,
+    overlay,
+    read_classes,
+    read_mask,
+    train_transform,
+)
+from engine.data import images, loading
+from engine.data.checking import (
+    PARTS,
+    Facts,
+    Finding,
+    digest,
+    look,
+    orientation,
+    reason,
+)
+from engine.data.images import Format, LazyImage, open_image
+from engine.data.samples import Packed
+from engine.data.survey import Survey, list_samples
+from engine.errors import UserError
+from engine.ranks.failures import one_line_errors
+from engine.run import checks
+from engine.run.check_plots import plain, show
+from engine.run.check_report import Plan
+from engine.run.flags import Help, Parser
+
+ROOT = Path(__file__).resolve().parent
+Pair = tuple[str, str]  # paths of image and mask
+Sample = tuple[str, str, int]  # and the part: 0 for training, 1 for validation
+
+
+class Files(Dataset):
+    """The Facts of each of `samples`."""
+
+    def __init__(self, samples: Packed, format: Format) -> None:
+        self.samples = samples
+        self.format = format
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitem__(self, index: int) -> Facts:
+        path, mask_path, _ = self.samples[index]
+        facts = look(path, self.format)
+        try:
+            labels = read_mask(mask_path, VOID)
+            turn = orientation(mask_path)
+        except Exception as error:
+            kind = "label" if can_be_read(mask_path) else "broken"
+            facts.findings.append(Finding(kind, mask_path, reason(error, mask_path), path))
+            return facts
+        counts = np.bincount(labels.ravel(), minlength=VOID + 1)
+        facts.void = int(counts[VOID])
+        facts.counts = {int(value): int(counts[value]) for value in np.flatnonzero(counts[:VOID])}
+        facts.target = digest(labels)
+        if facts.size[0]:
+            facts.findings += compare(path, mask_path, facts, labels.shape, turn)
+        return facts
+
+
+def can_be_read(path: str) -> bool:
+    try:
+        images.read_image(path, mode=None)
+    except Exception:
+        return False
+    return True
+
+
+def compare(
+    path: str, mask_path: str, image: Facts, size: tuple[int, ...], turn: int
+) -> list[Finding]:
+    """Return what is wrong with an image and a mask that is, upright, of `size` (height, width).
+
+    turn: the orientation in the mask's EXIF data.
+    """
+    stored = size[::-1] if turn in (5, 6, 7, 8) else size
+    if size != image.size:
+        text = f"{size[1]} x {size[0]} pixels, its image {image.size[1]} x {image.size[0]}"
+        if stored == image.stored:
+            text += "; equal without the rotation that EXIF asks for"
+        return [Finding("size", mask_path, text, path)]
+    if turn != image.turn and stored == image.stored:
+        text = f"EXIF orientation {image.turn}, the mask has {turn}: see them in check.png"
+        return [Finding("rotation", path, text, mask_path)]
+    return []
+
+
+def find_all(root: Path, findings: list[Finding]) -> tuple[list[Pair], list[Pair], list[str]]:
+    """Return what find_samples does, for folders that it refuses; what is wrong is added."""
+    train, val = find_pairs(root / "train", findings), []
+    if (root / "val").is_dir():
+        val = find_pairs(root / "val", findings)
+    elif len(train) > 1:
+        mask_of = dict(train)
+        parts = images.split(list(mask_of), root)
+        train, val = ([(path, mask_of[path]) for path in part] for part in parts)
+    classes: list[str] = []
+    try:
+        classes = read_classes(root / "classes.txt")
+    except UserError as error:
+        file = str(root / "classes.txt")
+        findings.append(Finding("layout", file, reason(error, file)))
+    return train, val, classes
+
+
+def find_pairs(folder: Path, findings: list[Finding]) -> list[Pair]:
+    """Return the pairs of image and mask in `folder`; those without a partner are findings."""
+    paths_of = []
+    for kind in "images", "masks":
+        found: dict[str, str] = {}
+        try:
+            listed = images.collect([folder / kind])
+        except UserError as error:
+            file = str(folder / kind)
+            findings.append(Finding("layout", file, reason(error, file)))
+            return []
+        for path, name in listed:
+            if name in found:
+                findings.append(Finding("layout", path, "two files of one name", found[name]))
+            found.setdefault(name, path)
+        paths_of.append(found)
+    image_of, mask_of = paths_of
+    findings += [Finding("no mask", path) for name, path in image_of.items() if name not in mask_of]
+    findings += [
+        Finding("no image", path) for name, path in mask_of.items() if name not in image_of
+    ]
+    return [(image_of[name], mask_of[name]) for name in sorted(image_of.keys() & mask_of)]
+
+
+def number_classes(survey: Survey) -> list[str]:
+    """Return the class numbers as names, up to the highest in the training masks."""
+    return [str(number) for number in range(survey.highest[survey.parts == 0].max(initial=-1) + 1)]
+
+
+def check_labels(survey: Survey, classes: Sequence[str], root: Path) -> None:
+    """Add findings of masks with values above those of the classes, and of too few classes."""
+    for index in np.flatnonzero(survey.highest >= len(classes)):
+        path, mask_path, _ = survey.samples[index]
+        text = f"value {survey.highest[index]}, but the classes are 0 to {len(classes) - 1}"
+        survey.findings.append(Finding("label", mask_path, f"{text} ({VOID} is void)", path))
+        survey.sizes[index] = 0
+    used = np.flatnonzero(survey.images[0])
+    if len(used) < 2:
+        text = f"the training masks hold {f'only class {used[0]}' if len(used) else 'no class'}"
+        survey.findings.append(Finding("layout", str(root), text))
+
+
+def draw(axes: Axes, sample: Sample, format: Format) -> None:
+    """Draw an image with its mask in colour, and its file."""
+    path, mask_path, part = sample
+    show(axes, open_image(path, format), LazyImage.of(read_mask(mask_path, VOID)), overlay)
+    axes.set_title(f"{PARTS[part]}: {plain(Path(path).name)}", fontsize=7, parse_math=False)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = Parser(description=__doc__, formatter_class=Help)
+    checks.add_arguments(parser, ROOT / "runs/check", IMAGE_SIZE)
+    args = parser.parse_args(argv)
+    checks.prepare(args.data)
+    format = Format(args.value_range, args.max_megapixels)
+    samples, classes, findings = list_samples(args.data, find_samples, find_all)
+    survey = Survey(samples, VOID, findings, has_masks=True)
+    survey.read(Files(samples, format), args.workers)
+    classes = classes or number_classes(survey)
+    check_labels(survey, classes, args.data)
+    survey.finish(classes, args.data)
+    transform = functools.partial(train_transform, size=args.image_size)
+    pairs = [sample[:2] for sample in survey.some(0)]
+    dataset = SegmentationDataset(pairs, len(classes), transform, format=format)
+    plan = Plan(dataset, args.batch_size, args.ranks, SHORT_SIDE, 4, args.value_range)
+    drawing = functools.partial(draw, format=format)
+    checks.finish(survey, classes, plan, drawing, args.output)
+
+
+if __name__ == "__main__":
+    with one_line_errors(loading.explain):
+        main()
