@@ -141,7 +141,7 @@ def draw_confusion(path: Path, confusion: Tensor, classes: Sequence[str]) -> Non
         # The root makes a few percent visible.
         norm = PowerNorm(0.5, 0, 100)
         drawn = axes.imshow(percent, norm=norm, cmap="Blues", interpolation="nearest")
-        drawn.cmap.set_bad("0.85")
+        axes.set_facecolor("0.85")  # shows where a row is 0 / 0
         figure.colorbar(drawn, cax=bar, ticks=[0, 1, 5, 10, 25, 50, 100]).ax.tick_params(
             labelsize=8
         )
