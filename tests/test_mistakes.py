@@ -82,8 +82,9 @@ class TestWorst:
             (torch.zeros(2, 3), torch.zeros(2)),
             (torch.zeros(2), torch.zeros(2).long()),
             (torch.zeros(2, 3, 4, 4), torch.zeros(2, 8, 8).long()),
+            (torch.zeros(2, 3, 4, 4), torch.full((2, 4, 4), 255)),
         ],
-        ids=["soft", "floats", "no classes", "sizes"],
+        ids=["soft", "floats", "no classes", "sizes", "void"],
     )
     def test_what_has_no_classes_is_left_out(
         self, outputs: Tensor, targets: Tensor, monkeypatch: pytest.MonkeyPatch
