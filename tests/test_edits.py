@@ -259,6 +259,8 @@ def test_targets_that_are_no_classes(data: Path, tmp_path: Path, edited: Edited)
         ),
     )
     start(*flags(data, tmp_path)).ok()
+    assert (tmp_path / "examples.png").exists()
+    assert not (tmp_path / "worst.png").exists()
 
 
 def test_networks_with_several_outputs(data: Path, tmp_path: Path, edited: Edited) -> None:
@@ -297,6 +299,8 @@ build_metrics = lambda _: MetricCollection(
     more = flags(data, tmp_path / "out", "--batch-size", 6, "--eval-only")
     one, three = (start(*more, ranks=ranks).ok().out.splitlines()[-1] for ranks in (1, 3))
     assert one == three
+    assert (tmp_path / "out" / "worst.png").exists()
+    assert not (tmp_path / "out" / "per_class.csv").exists()  # no confusion matrix
 
 
 def test_a_new_flag_of_the_network(

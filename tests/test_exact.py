@@ -81,9 +81,11 @@ def test_metrics_on_any_number_of_ranks(project: Project, tmp_path: Path) -> Non
     found = []
     for ranks in (1, 2, 3):
         out = project.fork(data, script=SCRIPTS / "metrics.py", ranks=ranks).ok().out
-        found.append([json.loads(line) for line in out.splitlines() if line.startswith("{")])
+        found.append([json.loads(line) for line in out.splitlines() if line.startswith("[{")])
     for other in found[1:]:
-        for mine, theirs in zip(found[0], other, strict=True):
+        for (mine, *mistakes), (theirs, *its_mistakes) in zip(found[0], other, strict=True):
+            assert its_mistakes == mistakes
+            assert mistakes[1]  # the worst
             loss, its = mine["val_loss"], theirs["val_loss"]
             assert its == pytest.approx(loss, rel=1e-14)
             assert {**theirs, "val_loss": 0} == pytest.approx(
@@ -92,7 +94,7 @@ def test_metrics_on_any_number_of_ranks(project: Project, tmp_path: Path) -> Non
     assert len({str(each) for each in found[0]}) == 3
     if project.task == "segmentation":
         # The class that never comes is predicted here and there, or nowhere: 0 or nan.
-        assert all(np.nan_to_num(each["iou_never"]) == 0 for each in found[0])
+        assert all(np.nan_to_num(each["iou_never"]) == 0 for each, *_ in found[0])
 
 
 @pytest.mark.parametrize("project", ["segmentation"], indirect=True)

@@ -27,19 +27,22 @@ def test_output_files(project: Project, trained: Path) -> None:
         "args.json",
         "curves.png",
         "examples.png",
+        "per_class.csv",
+        "confusion.png",
+        "worst.png",
         "events.out.tfevents",
     }
     state = torch.load(trained / "last.pt", weights_only=True)
     assert set(state) == {
         *("model", "optimizer", "scheduler", "scaler", "layout", "epoch", "step", "seen"),
         *("totals", "images", "seed", "global_batch", "best", "best_of", "history", "classes"),
-        *("resumed_from", "args"),
+        *("colors", "resumed_from", "args"),
     }
     args = json.loads((trained / "args.json").read_text())
     assert args["flags"]["epochs"] == 1
     assert args["ranks"] == 2
     assert args["versions"]["torch"] == torch.__version__
-    for name in ("curves.png", "examples.png"):
+    for name in ("curves.png", "examples.png", "confusion.png", "worst.png"):
         pixels = np.asarray(Image.open(trained / name))
         assert pixels.std() > 10  # something is drawn
 

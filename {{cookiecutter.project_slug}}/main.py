@@ -12,6 +12,7 @@ Evaluate the best checkpoint:  ./launch.sh --data DIR --eval-only
 """
 
 import contextlib
+import functools
 import json
 import math
 from argparse import Namespace
@@ -41,7 +42,7 @@ from engine.run.checkpoint import State
 from engine.run.flags import Help, Parser, add_image_arguments, add_machine_arguments, at_least
 from engine.run.folder import RunFolder
 from engine.run.metrics import check_logits, compute
-from engine.run.mistakes import Mistakes, Worst
+from engine.run.mistakes import Drawing, Mistakes, Worst
 from engine.run.progress import Run
 from engine.run.reporting import Reporter
 from model import (
@@ -217,12 +218,12 @@ def evaluate(task: Task, loader: Loader) -> tuple[dict[str, float], Mistakes]:
     model.eval()
     metrics.reset()
     totals = torch.zeros(3, dtype=torch.float64, device=device)  # loss sum, count, stop requests
-    worst = Worst(device)
+    worst, apply = Worst(device), functools.partial(infer, model, args=task.args)
     batches = (batch for group in loader for batch in group)  # one for each image size
     for images, targets, indices in loading.to_device(batches, device):
         with failures.naming(loader.dataset.name, indices):  # if memory runs out
             with machine.autocast(task.settings.amp, device):
-                outputs = infer(model, images, task.args)
+                outputs = apply(images)
             outputs = check_logits(outputs)
             loss_sum, count = task.criterion(outputs, targets)
         totals[:2] += torch.stack((loss_sum.double(), count.double()))
@@ -238,7 +239,9 @@ def evaluate(task: Task, loader: Loader) -> tuple[dict[str, float], Mistakes]:
     if not total_count:
         raise UserError("the validation set has no labelled samples (all are void)")
     results, confusion = compute(metrics)
-    return {"val_loss": total_loss / total_count, **results}, Mistakes(confusion, worst.compute())
+    drawing = Drawing(apply, device, loader.dataset, task.classes, draw_example)
+    found = Mistakes(confusion, worst.compute(), drawing)
+    return {"val_loss": total_loss / total_count, **results}, found
 
 
 def train(
@@ -282,7 +285,7 @@ def train(
             run.save(is_best)
             report.end_epoch(run.history, is_best)
             if is_best:
-                report.images(found, model, val_loader.dataset, task.classes, draw_example)
+                report.images(found)
     report.finish(BEST, run.best)
 
 
@@ -302,14 +305,14 @@ def evaluate_checkpoint(args: Namespace, device: torch.device) -> None:
     model, known_classes, flags = checkpoint.open_model(path, build_model, add_arguments, device)
     args.image_size = args.image_size or flags.image_size
     settings, options = set_up_machine(args, device)
-    format = Format(flags.value_range, args.max_megapixels)
+    format = Format(args.value_range or flags.value_range, args.max_megapixels)
     _, val_set, classes = build_dataset(args.data, args.image_size, format)
     checkpoint.check_classes(path, known_classes, classes)
     val_loader = loading.build_val_loader(val_set, len(classes), args.batch_size, options)
     metrics = build_metrics(classes).to(device)
     task = Task(args, settings, device, classes, model, build_criterion(args), metrics)
     results, found = evaluate(task, val_loader)
-    mistakes.report(found, args.output_dir, model, val_loader.dataset, classes, draw_example)
+    mistakes.report(found, args.output_dir)
     distributed.say(json.dumps({k: v if math.isfinite(v) else None for k, v in results.items()}))
 
 
@@ -326,7 +329,9 @@ def train_or_resume(args: Namespace, device: torch.device) -> None:
     folder = RunFolder(args.output_dir, args.resume, args.keep)
     state = folder.find_checkpoint()
     if state:
-        checkpoint.check_flags(state, args, (*NETWORK_FLAGS, "optimizer"), add_arguments)
+        checkpoint.check_flags(
+            state, args, (*NETWORK_FLAGS, "optimizer", "value_range"), add_arguments
+        )
         checkpoint.check_classes(state["path"], state["classes"], classes)
     model = build_model(args, classes, weights=None if state else args.weights)
     if state:

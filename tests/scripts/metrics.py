@@ -1,4 +1,4 @@
-"""Prints loss and metrics of an untrained network on the first 1, 5 and 53 pictures."""
+"""Prints loss, metrics and mistakes of an untrained network on the first 1, 5 and 53 pictures."""
 
 import json
 import sys
@@ -27,6 +27,6 @@ for size in (1, 5, 53):
     loader = loading.build_val_loader(part, len(classes), 2, options)
     metrics = model.build_metrics(classes)
     task = main.Task(args, settings, device, classes, net, criterion, metrics)
-    found = main.evaluate(task, loader)
-    distributed.say(json.dumps(found))
+    found, mistakes = main.evaluate(task, loader)
+    distributed.say(json.dumps([found, mistakes.confusion.tolist(), mistakes.worst]))
 distributed.teardown()

@@ -33,7 +33,7 @@ def of_deterministic_metrics() -> int:
     task = main.Task(
         argparse.Namespace(tile=0), settings, torch.device("cpu"), [], net, loss, metrics
     )
-    main.evaluate(task, [[(images, targets)]])
+    main.evaluate(task, [[(images, targets, torch.arange(2))]])
     assert torch.are_deterministic_algorithms_enabled()
     assert torch.is_deterministic_algorithms_warn_only_enabled()
     return status("VmHWM") - before

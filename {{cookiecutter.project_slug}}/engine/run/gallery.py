@@ -4,18 +4,20 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+import numpy as np
 import torch
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
-from torch import Tensor, nn
+from torch import Tensor
 
 from engine import files
 from engine.data import loading
 from engine.data.samples import KeyedDataset
 from engine.run import metrics
+from engine.run.mistakes import Drawing
 from engine.run.palette import colors_of
-from engine.run.plots import DPI, LETTER, plain_text, shorten
+from engine.run.plots import plain_text, shorten
 
 DrawExample = Callable[[Axes, Tensor, Tensor, Tensor, Sequence[str]], None]
 Cell = tuple[Axes, int, int]  # with its width and height in pixels
@@ -24,7 +26,9 @@ EXAMPLES = 8  # images in examples.png
 LARGEST = 640  # pixels; larger images are drawn smaller
 ENLARGED = 512  # pixels; up to which small images are drawn larger
 MOST_PIXELS = 6_000_000  # of the drawn images together, some 10 MB
-GAP, LINE = 12, 17  # pixels; between images, and of a line of text
+GAP, LINE, LETTER = 16, 29, 11  # pixels; between images, of a line of text, of a letter
+DPI = 150
+COMPRESS = {"compress_level": 2}  # photographs get hardly smaller by more, and take long
 FEW = 12  # up to so many classes the legend has all, otherwise those that are in the images
 
 
@@ -35,42 +39,36 @@ def evenly_spaced(dataset: KeyedDataset) -> dict[int, str]:
 
 
 @torch.inference_mode()
-def draw_images(
-    path: Path,
-    model: nn.Module,
-    dataset: KeyedDataset,
-    classes: Sequence[str],
-    draw: DrawExample,
-    captions: Mapping[int, str],
-) -> None:
-    """Draw images of `dataset` and the model's outputs, each by the function `draw`.
+def draw_images(path: Path, drawing: Drawing, captions: Mapping[int, str]) -> None:
+    """Draw images of the data set with what the network makes of them.
 
     captions: index -> what to write above the image, after its file; nothing if it is empty.
     """
-    device = next(model.parameters()).device
-    model.eval()
+    dataset, classes = drawing.dataset, drawing.classes
     with plain_text():
         figure = Figure(dpi=DPI)
         cells: list[Cell] = []
         present: set[int] = set()
         for index, caption in captions.items():
             image, target, *_ = dataset[0, index]  # of epoch 0
-            # forward, because __call__ of a compiled network would compile again for one image.
-            output = model.forward(loading.normalize(image[None].to(device)))
+            output = drawing.infer(loading.normalize(image[None].to(drawing.device)))
             output, target = metrics.check_logits(output)[0].cpu(), torch.as_tensor(target)
             if target.ndim == 2 and not target.is_floating_point():  # a mask
-                present |= {*target.unique().tolist(), *output.argmax(0).unique().tolist()}
+                for labels in target, output.argmax(0):
+                    present |= {*np.unique(labels.numpy()).tolist()}
             axes = figure.add_axes((0, 0, 1, 1), label=str(index))
             axes.axis("off")
-            draw(axes, image, target, output, classes)
+            drawing.draw(axes, image, target, output, classes)
             cells.append((axes, *measure(axes, image.shape[-1], len(captions))))
+            letters = int(cells[-1][1] / LETTER)
+            lines = [shorten(line, letters) for line in axes.get_title().split("\n")]
             if caption:
-                name = dataset.path(index) or f"sample {index}"
-                name = shorten_path(name, int(cells[-1][1] / LETTER))
-                axes.title.set_text(f"{name}\n{caption}\n{axes.get_title()}")
+                path_of = dataset.path(index) or f"sample {index}"
+                lines = [shorten_path(path_of, letters), caption, *lines]
+            axes.title.set_text("\n".join(lines))
         arrange(figure, cells, legend_of(classes, present))
         with files.writing(path) as tmp_path:
-            figure.savefig(tmp_path, format="png", dpi=DPI)
+            figure.savefig(tmp_path, format="png", dpi=DPI, pil_kwargs=COMPRESS)
 
 
 def measure(axes: Axes, image_width: int, count: int) -> tuple[int, int]:
@@ -95,11 +93,12 @@ def arrange(figure: Figure, cells: Sequence[Cell], entries: Sequence[Patch]) -> 
     lines = max(axes.get_title().count("\n") for axes, _, _ in cells) + 1
     height = max(height for _, _, height in cells) + GAP + lines * LINE
 
-    def shape(columns: int) -> float:
+    def ugliness(columns: int) -> float:
         rows = math.ceil(len(cells) / columns)
-        return abs(math.log(columns * width / (rows * height) / 1.5))
+        empty = rows * columns - len(cells)
+        return abs(math.log(columns * width / (rows * height) / 1.5)) + 0.3 * empty
 
-    columns = min(range(1, len(cells) + 1), key=shape)
+    columns = min(range(1, len(cells) + 1), key=ugliness)
     rows = math.ceil(len(cells) / columns)
     total_width = columns * width + GAP
     below = draw_entries(figure, entries, total_width)
@@ -155,7 +154,7 @@ def draw_legend(path: Path, classes: Sequence[str]) -> None:
     with plain_text():
         figure = Figure(dpi=DPI)
         entries = legend_of(classes, {*range(len(classes) + 1)})
-        height = draw_entries(figure, entries, width := 800)
+        height = draw_entries(figure, entries, width := 1200)
         figure.set_size_inches(width / DPI, height / DPI)
         with files.writing(path, parents=True) as tmp_path:
             figure.savefig(tmp_path, format="png", dpi=DPI)

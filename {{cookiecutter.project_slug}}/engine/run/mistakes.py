@@ -2,13 +2,13 @@
 
 import csv
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from engine import files
@@ -64,18 +64,23 @@ class Worst:
 
 
 @dataclass
+class Drawing:
+    """How to draw images with what the network, which is in evaluation mode, makes of them."""
+
+    infer: Callable[[Tensor], Tensor]  # float32 (N, 3, H, W), normalised -> logits
+    device: torch.device
+    dataset: KeyedDataset
+    classes: Sequence[str]
+    draw: "DrawExample"
+
+
+@dataclass
 class Mistakes:
     confusion: Tensor | None  # int64 (classes, classes): images or pixels, by label and prediction
     worst: Sequence[tuple[float, int]]  # the greatest losses, and the images' indices
+    drawing: Drawing
 
-    def write(
-        self,
-        folder: Path,
-        model: nn.Module,
-        dataset: KeyedDataset,
-        classes: Sequence[str],
-        draw: "DrawExample",
-    ) -> list[str]:
+    def write(self, folder: Path) -> list[str]:
         """Write the files to `folder` and return their names; on rank 0.
 
         Without a confusion matrix in build_metrics of model.py there is no per_class.csv and no
@@ -83,26 +88,19 @@ class Mistakes:
         """
         from engine.run import gallery, plots  # imports matplotlib, which takes a second
 
-        names = []
+        names, classes = [], self.drawing.classes
         if self.confusion is not None:
             write_per_class(folder / "per_class.csv", self.confusion, classes)
             plots.draw_confusion(folder / "confusion.png", self.confusion, classes)
             names += ["per_class.csv", "confusion.png"]
         if self.worst:
             captions = {index: f"loss {loss:.3g}" for loss, index in self.worst}
-            gallery.draw_images(folder / "worst.png", model, dataset, classes, draw, captions)
+            gallery.draw_images(folder / "worst.png", self.drawing, captions)
             names += ["worst.png"]
         return names
 
 
-def report(
-    mistakes: Mistakes,
-    folder: Path,
-    model: nn.Module,
-    dataset: KeyedDataset,
-    classes: Sequence[str],
-    draw: "DrawExample",
-) -> None:
+def report(mistakes: Mistakes, folder: Path) -> None:
     """Write the files of `mistakes` on rank 0 and say where.
 
     If `folder` cannot be written to, a line says so: --eval-only may evaluate another's run.
@@ -111,7 +109,7 @@ def report(
         return
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        names = mistakes.write(folder, model, dataset, classes, draw)
+        names = mistakes.write(folder)
     except OSError as error:
         return distributed.say(f"{folder}: cannot be written ({error.strerror})")
     except UserError as error:

@@ -21,7 +21,7 @@ NAMED = 12  # lines with their class's name at the end; of more, the best and th
 NUMBERED = 20  # up to so many classes the cells of confusion.png have numbers
 LABELLED = 120  # up to so many classes each row and column has its class's name
 LETTERS = 24  # of a class's name; longer ones are shortened
-LETTER = 6.5  # pixels; width of a letter at font size 8
+LETTER = 6.5  # pixels; width of a letter
 DPI = 100
 
 
@@ -94,15 +94,16 @@ def draw_by_class(axes: Axes, epochs: Sequence, values: Mapping[str, np.ndarray]
     bottom, top = axes.get_ylim()
     heights = spread([(ends[name] - bottom) / (top - bottom) for name in named], gap=0.06)
     for number, (name, height) in enumerate(zip(named, heights, strict=True)):
+        color = f"C{number % half}"
         axes.annotate(
             f"{shorten(name.partition('_')[2])} {ends[name]:.3f}",
             (epochs[int(np.flatnonzero(~np.isnan(values[name]))[-1])], ends[name]),
             xytext=(1.06, height),
             textcoords="axes fraction",
-            color=f"C{number % half}",
+            color=color,
             fontsize=8,
             verticalalignment="center",
-            arrowprops={"arrowstyle": "-", "color": f"C{number % half}", "linewidth": 0.5},
+            arrowprops={"arrowstyle": "-", "color": color, "linewidth": 0.5, "relpos": (0, 0.5)},
         )
 
 
@@ -140,7 +141,7 @@ def draw_confusion(path: Path, confusion: Tensor, classes: Sequence[str]) -> Non
         # The root makes a few percent visible.
         norm = PowerNorm(0.5, 0, 100)
         drawn = axes.imshow(percent, norm=norm, cmap="Blues", interpolation="nearest")
-        drawn.cmap.set_bad("0.85")
+        axes.set_facecolor("0.85")  # shows where a row is 0 / 0
         figure.colorbar(drawn, cax=bar, ticks=[0, 1, 5, 10, 25, 50, 100]).ax.tick_params(
             labelsize=8
         )
@@ -148,8 +149,8 @@ def draw_confusion(path: Path, confusion: Tensor, classes: Sequence[str]) -> Non
         axes.set_xticks(range(0, count, step), names[::step], rotation=90, fontsize=8)
         axes.set_yticks(range(0, count, step), names[::step], fontsize=8)
         axes.set_xlabel("prediction")
-        axes.set_ylabel("label")
-        axes.set_title("% of each label's row", fontsize=10)
+        axes.set_ylabel("truth")
+        axes.set_title("% of each row", fontsize=10)
         if has_numbers:
             for (row, column), value in np.ndenumerate(percent):
                 text = "" if not value > 0 else f"{value:.0f}" if value >= 0.5 else "<1"

@@ -18,13 +18,12 @@ from typing import TYPE_CHECKING
 
 import torch
 import torchvision
-from torch import Tensor, nn
+from torch import Tensor
 from tqdm import tqdm
 
 from engine import files
 from engine.data import images
 from engine.data.loading import Loader
-from engine.data.samples import KeyedDataset
 from engine.ranks import distributed
 from engine.run import machine
 from engine.run.mistakes import Mistakes
@@ -33,7 +32,6 @@ SECONDS_BETWEEN_READINGS = 0.5  # reading the loss waits for the device: not at 
 INPUT_BOUND = 0.1  # from this share of time spent waiting for images, a message says so
 
 if TYPE_CHECKING:
-    from engine.run.gallery import DrawExample
     from engine.run.plots import Row
 
 
@@ -194,21 +192,14 @@ class Reporter:
             "prepare_data.py (or a smaller --short-side, if that is done), more CPUs"
         )
 
-    def images(
-        self,
-        mistakes: Mistakes,
-        model: nn.Module,
-        dataset: KeyedDataset,
-        classes: Sequence[str],
-        draw: "DrawExample",
-    ) -> None:
-        """Write examples.png, images with predictions drawn by `draw`, and `mistakes`."""
+    def images(self, mistakes: Mistakes) -> None:
+        """Write examples.png, validation images with predictions, and the files of `mistakes`."""
         if self.active:
             from engine.run import gallery
 
-            path = self.folder / "examples.png"
-            gallery.draw_images(path, model, dataset, classes, draw, gallery.evenly_spaced(dataset))
-            mistakes.write(self.folder, model, dataset, classes, draw)
+            captions = gallery.evenly_spaced(mistakes.drawing.dataset)
+            gallery.draw_images(self.folder / "examples.png", mistakes.drawing, captions)
+            mistakes.write(self.folder)
 
     def finish(self, name: str, best: float) -> None:
         """Print the best score and the paths of the results."""
