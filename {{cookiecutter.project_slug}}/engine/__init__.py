@@ -18,6 +18,8 @@ data/                 from files to batches on the device
   seeding             random numbers that depend on seed, epoch and sample alone
   images              listing images, and decoding no more of each than is needed
   lists               samples listed in a CSV file
+  checking            what is in the files of a sample, and what is wrong with them
+  survey              the same of a whole data set: duplicates, statistics
   prepared            what prepare_data.py writes: all images decoded, in one file
   samples             a data set with seeded samples; says at which one a loader worker failed
   loading             who loads which sample; loader workers; normalization
@@ -33,6 +35,9 @@ run/                  one training run, its files and its reports
   optimizers          optimizers and schedules in checkpoints
   metrics             torchmetrics over all ranks
   predicting          images for predict.py, without those that cannot be read
+  checks              check_data.py: flags, findings, exit status
+  check_report        its report
+  check_plots         its page of images, check.png
   reporting           start lines, progress bar, metrics.csv, TensorBoard
   plots               curves.png and examples.png
 """

@@ -2,6 +2,7 @@
 
 import hashlib
 import io
+import re
 import warnings
 from dataclasses import dataclass, field
 
@@ -118,4 +119,6 @@ def reason(error: Exception, path: str) -> str:
     if isinstance(error, UnidentifiedImageError):
         return "not an image"
     text = getattr(error, "strerror", None) or str(error) or type(error).__name__
-    return " ".join(text.split()).removeprefix(f"{path}: ")
+    text = " ".join(text.split()).removeprefix(f"{path}: ")
+    unread = re.fullmatch(r"cannot be read \((.*)\); replace or remove it", text)  # images.py's
+    return unread[1] if unread else text

@@ -3,6 +3,7 @@
 import itertools
 import math
 import random
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -65,6 +66,7 @@ class Survey:
         self.spans: dict[str, tuple[int, float, float]] = {}  # images, lowest, highest
         self.kept: dict[int, list[int]] = {}  # samples of each class, at random
         self.turned: list[int] = []  # samples with a doubtful rotation
+        self.seconds = 0.0  # that `read` took
         self.random = random.Random(0)
         self.findings = findings
         self.has_masks = has_masks
@@ -78,9 +80,11 @@ class Survey:
             multiprocessing_context=process.worker_context(workers),
             worker_init_fn=process.start_worker,
         )
+        start = time.perf_counter()
         bar = tqdm(loader, total=len(self.samples), unit="sample", disable=None)
         for index, facts in enumerate(bar):
             self.add(index, facts)
+        self.seconds = time.perf_counter() - start
 
     def add(self, index: int, facts: Facts) -> None:
         part = self.parts[index] = self.samples[index][2]

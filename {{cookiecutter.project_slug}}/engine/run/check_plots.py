@@ -17,7 +17,7 @@ from engine.run.palette import colors_of
 
 SAMPLES = 24  # at least, if there are as many
 MOST_CLASSES = 100  # that are drawn; the most frequent ones
-CELL, TITLE, CHARTS = 2.0, 0.35, 7.0  # inches: side of a sample, lines above it, width of charts
+CELL, TITLE, CHARTS = 2.2, 0.36, 6.5  # inches: side of a sample, lines above it, width of charts
 BAR = 0.17  # inches; height of a class in the chart
 
 PIXELS = 300  # longer side of a sample
@@ -38,7 +38,9 @@ def draw_page(path: Path, survey: Survey, classes: Sequence[str], draw: DrawSamp
     figure = Figure(figsize=(width, height))
     # From the top down, with rows of the same height however long the chart of classes is.
     spans = {"top": 1 - 0.5 / height, "bottom": 1 - (0.5 + rows * (CELL + TITLE)) / height}
-    grid = figure.add_gridspec(rows, columns, left=0.01, right=columns * CELL / width, **spans)
+    gaps = {"wspace": 0.06, "hspace": TITLE / CELL}
+    edge = columns * CELL / width
+    grid = figure.add_gridspec(rows, columns, left=0.01, right=edge, **spans, **gaps)
     for place, index in enumerate(picks):
         axes = figure.add_subplot(grid[place // columns, place % columns])
         axes.axis("off")
@@ -46,7 +48,7 @@ def draw_page(path: Path, survey: Survey, classes: Sequence[str], draw: DrawSamp
     charts = figure.add_gridspec(
         2,
         1,
-        left=(columns * CELL + 2) / width,
+        left=edge + 1.8 / width,
         right=0.98,
         bottom=0.6 / height,
         top=1 - 0.4 / height,
@@ -110,6 +112,8 @@ def draw_sizes(axes: Axes, survey: Survey) -> None:
         if sizes.max() > 10 * sizes.min():
             axes.set_xscale("log")
             axes.set_yscale("log")
+    if len(sizes) == 1:
+        axes.set(xlim=(0, 2 * sizes[0, 1]), ylim=(0, 2 * sizes[0, 0]))
     axes.set_xlabel("width in pixels")
     axes.set_ylabel("height")
     axes.grid(alpha=0.3)

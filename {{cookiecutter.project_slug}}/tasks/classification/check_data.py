@@ -72,18 +72,21 @@ def find_all(
     classes = sorted({name for names in folders for name in names})
     found: tuple[list, list] = [], []
     for label, name in enumerate(classes):
-        paths: list[list[str]] = [[], []]
-        try:
-            for number, part in enumerate(parts):
-                folder = root / part / name
-                paths[number] = images.list_images(folder)
-            if not has_val:
-                paths = list(images.split(paths[0], root))
-        except UserError as error:
-            findings.append(Finding("layout", str(folder), reason(error, str(folder))))
-        for samples, listed in zip(found, paths, strict=True):
+        paths = [list_or_find(root / part / name, findings) for part in parts]
+        if not has_val and len(paths[0]) > 1:
+            paths = list(images.split(paths[0], root))
+        for samples, listed in zip(found, paths, strict=False):
             samples += [(path, label) for path in listed]
     return *found, classes
+
+
+def list_or_find(folder: Path, findings: list[Finding]) -> list[str]:
+    """Return the images of a class; what list_images refuses is added to `findings`."""
+    try:
+        return images.list_images(folder)
+    except UserError as error:
+        findings.append(Finding("layout", str(folder), reason(error, str(folder))))
+        return []
 
 
 def draw(axes: Axes, sample: Sample, format: Format, classes: Sequence[str]) -> None:
@@ -91,7 +94,7 @@ def draw(axes: Axes, sample: Sample, format: Format, classes: Sequence[str]) -> 
     path, label, part = sample
     show(axes, open_image(path, format))
     title = f"{plain(classes[label])}\n{PARTS[part]}: {plain(Path(path).name)}"
-    axes.set_title(title, fontsize=7, parse_math=False)
+    axes.set_title(title, fontsize=8, parse_math=False)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -108,7 +111,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     dataset = ImageDataset([sample[:2] for sample in survey.some(0)], transform, format=format)
     plan = Plan(dataset, args.batch_size, args.ranks, SHORT_SIDE, 3, args.value_range)
     drawing = functools.partial(draw, format=format, classes=classes)
-    checks.finish(survey, classes, plan, drawing, args.output)
+    checks.finish(args.data, survey, classes, plan, drawing, args.output)
 
 
 if __name__ == "__main__":

@@ -179,7 +179,7 @@ def draw(axes: Axes, sample: Sample, format: Format) -> None:
     """Draw an image with its mask in colour, and its file."""
     path, mask_path, part = sample
     show(axes, open_image(path, format), LazyImage.of(read_mask(mask_path, VOID)), overlay)
-    axes.set_title(f"{PARTS[part]}: {plain(Path(path).name)}", fontsize=7, parse_math=False)
+    axes.set_title(f"{PARTS[part]}: {plain(Path(path).name)}", fontsize=8, parse_math=False)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -199,7 +199,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     dataset = SegmentationDataset(pairs, len(classes), transform, format=format)
     plan = Plan(dataset, args.batch_size, args.ranks, SHORT_SIDE, 4, args.value_range)
     drawing = functools.partial(draw, format=format)
-    checks.finish(survey, classes, plan, drawing, args.output)
+    checks.finish(args.data, survey, classes, plan, drawing, args.output)
 
 
 if __name__ == "__main__":
