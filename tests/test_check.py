@@ -10,8 +10,10 @@ from PIL import Image
 from running import SAME_FOR_BOTH, Done, Project
 
 from engine.data import prepared
-from engine.data.images import LazyImage
-from engine.data.survey import equal_rows
+from engine.data.checking import look
+from engine.data.images import Format, LazyImage
+from engine.data.samples import Packed
+from engine.data.survey import Survey, equal_rows
 from engine.run.check_report import prepared_pixels
 
 UPSIDE_DOWN, RIGHT = 3, 6  # orientations in EXIF
@@ -138,18 +140,15 @@ def test_faults_of_classification(project: Project, tmp_path: Path) -> None:
 def test_faults_of_segmentation(project: Project, tmp_path: Path) -> None:
     data, out = tmp_path / "set", tmp_path / "out"
     painter = Painter(data)
-    masks = []
     for part, count in ("train", 6), ("val", 3):
         for number in range(count):
             painter.image(f"{part}/images/{number}.png")
-            mask = painter.mask(f"{part}/masks/{number}.png", top=3 if part == "train" else 2)
-            masks.append(mask)
+            painter.mask(f"{part}/masks/{number}.png", top=3)
     (data / "classes.txt").write_text("ground\ncrack\nstain\nnever\n")
 
     def pair(name: str, size: tuple[int, int], turn: int, of_mask: tuple[int, int]) -> None:
-        pixels = painter.image(f"train/images/{name}.png", size, turn)
-        masks.insert(0, painter.mask(f"train/masks/{name}.png", of_mask))
-        painter.pixels[-1] = pixels.reshape(-1, 3)
+        painter.image(f"train/images/{name}.png", size, turn)
+        painter.mask(f"train/masks/{name}.png", of_mask)
 
     pair("square", (24, 24), RIGHT, (24, 24))
     pair("half turn", (20, 30), UPSIDE_DOWN, (20, 30))
@@ -157,13 +156,10 @@ def test_faults_of_segmentation(project: Project, tmp_path: Path) -> None:
     pair("as stored", (20, 30), RIGHT, (20, 30))
     pair("smaller", (20, 30), 1, (10, 15))
     pair("unknown", (20, 30), 1, (20, 30))
-    masks[0] = np.full((20, 30), 9, np.uint8)
-    painter.save("train/masks/unknown.png", masks[0])
+    painter.save("train/masks/unknown.png", np.full((20, 30), 9, np.uint8))
     pair("colours", (20, 30), 1, (20, 30))
-    masks.pop(0)
     painter.save("train/masks/colours.png", np.zeros((20, 30, 3), np.uint8))
     pair("broken mask", (20, 30), 1, (20, 30))
-    masks.pop(0)
     painter.spoil("train/masks/broken mask.png", b"text")
     pair("broken", (20, 30), 1, (20, 30))
     painter.pixels.pop()
@@ -175,10 +171,9 @@ def test_faults_of_segmentation(project: Project, tmp_path: Path) -> None:
         painter.copy(f"train/{kind}/0.png", f"val/{kind}/leak.png")
         painter.copy(f"train/{kind}/1.png", f"train/{kind}/twice.png")
     painter.pixels.append(painter.pixels[1])
-    masks += [masks[-9], masks[-8]]
     painter.copy("train/images/2.png", "train/images/two masks.png")
     painter.pixels.append(painter.pixels[2])
-    masks.append(painter.mask("train/masks/two masks.png"))
+    painter.mask("train/masks/two masks.png")
 
     done = check(project, data, out)
     assert done.status == 1, done.err
@@ -200,7 +195,7 @@ def test_faults_of_segmentation(project: Project, tmp_path: Path) -> None:
     }
     for text in painter.channels():
         assert text in done.out
-    assert "value 9, but the classes are 0 to 3" in done.out
+    assert "label 9, but the classes are 0 to 3" in done.out
     assert "1 of 4 never come in train: never" in done.out
     assert done.out.splitlines()[-1].startswith("12 errors, 3 warnings")
 
@@ -222,6 +217,40 @@ def test_a_whole_set(project: Project, data: Path, tmp_path: Path) -> None:
     else:
         count = len([*(data / "train/dots").iterdir()])
         assert f"dots     {count:9} {count / 53:9.3%}" in done.out
+
+
+@pytest.mark.parametrize("project", ["segmentation"], indirect=True)
+def test_masks_without_names(project: Project, tmp_path: Path) -> None:
+    """Numbers that validation alone has are no classes; one class is none to learn."""
+    painter = Painter(tmp_path / "set")
+    for part, top in ("train", 2), ("val", 3):
+        painter.image(f"{part}/images/0.png")
+        painter.mask(f"{part}/masks/0.png", top=top)
+    done = check(project, painter.data, tmp_path / "out")
+    expected = {("label", "val/masks/0.png", "val/images/0.png")}
+    assert (done.status, findings(painter.data, tmp_path / "out")) == (1, expected)
+    painter.mask("train/masks/0.png", top=1)
+    painter.mask("val/masks/0.png", top=1)
+    done = check(project, painter.data, tmp_path / "out")
+    assert (done.status, findings(painter.data, tmp_path / "out")) == (1, {("layout", ".", "")})
+
+
+def test_more_than_8_bits(tmp_path: Path) -> None:
+    """The range of the values as stored; files of the same values are the same image."""
+    painter = Painter(tmp_path)
+    values = painter.noise.integers(100, 4000, (20, 30)).astype(np.uint16)
+    names = ("0.png", "1.tif", "2.png")
+    for name, offset in zip(names, (0, 0, 1), strict=True):
+        painter.save(name, values + np.uint16(offset))
+    survey = Survey(Packed([(str(tmp_path / name), 0, 0) for name in names]), 1, [])
+    for index, name in enumerate(names):
+        survey.add(index, look(str(tmp_path / name), Format((0, 4095))))
+    low, high = float(values.min()), float(values.max())
+    assert survey.spans["PNG I;16"] == (2, low, high + 1)
+    assert survey.spans["TIFF I;16"] == (1, low, high)
+    survey.find_duplicates()
+    (finding,) = survey.findings
+    assert (finding.kind, Path(finding.file).name) == ("twice", "1.tif")
 
 
 @SAME_FOR_BOTH

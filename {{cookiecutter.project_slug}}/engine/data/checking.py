@@ -22,7 +22,7 @@ ERRORS = {  # training would refuse these, or learn or measure something else th
     "size": "masks of another size than their image",
     "label": "masks with values that are no class",
     "range": "images that need another --value-range",
-    "rotation": "pairs of which EXIF turns only one: make the rotation permanent, or remove it",
+    "rotation": "pairs of which EXIF turns only one (some are in check.png, in red)",
     "leak": "the same image in train and in val",
     "label clash": "the same image with two labels",
 }

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, NullFormatter, ScalarFormatter
 
 from engine import files
 from engine.data.checking import PARTS
@@ -45,6 +46,8 @@ def draw_page(path: Path, survey: Survey, classes: Sequence[str], draw: DrawSamp
         axes = figure.add_subplot(grid[place // columns, place % columns])
         axes.axis("off")
         draw(axes, survey.samples[index])
+        if index in survey.turned:
+            axes.title.set_color("red")
     charts = figure.add_gridspec(
         2,
         1,
@@ -110,8 +113,11 @@ def draw_sizes(axes: Axes, survey: Survey) -> None:
     if len(sizes):
         axes.scatter(sizes[:, 1], sizes[:, 0], s=20 + 280 * counts / counts.max(), alpha=0.5)
         if sizes.max() > 10 * sizes.min():
-            axes.set_xscale("log")
-            axes.set_yscale("log")
+            axes.set(xscale="log", yscale="log")
+            for axis in axes.xaxis, axes.yaxis:
+                axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+                axis.set_major_formatter(ScalarFormatter())
+                axis.set_minor_formatter(NullFormatter())
     if len(sizes) == 1:
         axes.set(xlim=(0, 2 * sizes[0, 1]), ylim=(0, 2 * sizes[0, 0]))
     axes.set_xlabel("width in pixels")
@@ -133,6 +139,7 @@ def show(
 
 
 def plain(text: str, length: int = 26) -> str:
-    """Return `text` with its end, at most `length` signs, as matplotlib can draw it."""
+    """Return `text` without its middle if it is longer than `length`, as matplotlib can draw it."""
     text = text.encode("utf-8", "backslashreplace").decode()
-    return text if len(text) <= length else f"…{text[1 - length :]}"
+    half = length // 2
+    return text if len(text) <= length else f"{text[:half]}…{text[1 - half :]}"

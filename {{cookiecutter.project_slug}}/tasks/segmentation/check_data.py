@@ -60,10 +60,11 @@ Sample = tuple[str, str, int]  # and the part: 0 for training, 1 for validation
 
 
 class Files(Dataset):
-    """The Facts of each of `samples`."""
+    """The Facts of each of `samples`; without `classes`, all numbers in masks are classes."""
 
-    def __init__(self, samples: Packed, format: Format) -> None:
+    def __init__(self, samples: Packed, classes: Sequence[str], format: Format) -> None:
         self.samples = samples
+        self.classes = classes
         self.format = format
 
     def __len__(self) -> int:
@@ -73,7 +74,7 @@ class Files(Dataset):
         path, mask_path, _ = self.samples[index]
         facts = look(path, self.format)
         try:
-            labels = read_mask(mask_path, VOID)
+            labels = read_mask(mask_path, len(self.classes) or VOID)
             turn = orientation(mask_path)
         except Exception as error:
             kind = "label" if can_be_read(mask_path) else "broken"
@@ -110,7 +111,9 @@ def compare(
             text += "; equal without the rotation that EXIF asks for"
         return [Finding("size", mask_path, text, path)]
     if turn != image.turn and stored == image.stored:
-        text = f"EXIF orientation {image.turn}, the mask has {turn}: see them in check.png"
+        text = (
+            f"EXIF orientation {image.turn}, the mask has {turn}: turn the pixels, remove the entry"
+        )
         return [Finding("rotation", path, text, mask_path)]
     return []
 
@@ -163,16 +166,16 @@ def number_classes(survey: Survey) -> list[str]:
 
 
 def check_labels(survey: Survey, classes: Sequence[str], root: Path) -> None:
-    """Add findings of masks with values above those of the classes, and of too few classes."""
+    """Add findings of masks with numbers that no training mask has, and of too few classes."""
     for index in np.flatnonzero(survey.highest >= len(classes)):
         path, mask_path, _ = survey.samples[index]
-        text = f"value {survey.highest[index]}, but the classes are 0 to {len(classes) - 1}"
-        survey.findings.append(Finding("label", mask_path, f"{text} ({VOID} is void)", path))
+        text = f"label {survey.highest[index]}, but no training mask has it; add classes.txt"
+        survey.findings.append(Finding("label", mask_path, text, path))
         survey.sizes[index] = 0
     used = np.flatnonzero(survey.images[0])
     if len(used) < 2:
-        text = f"the training masks hold {f'only class {used[0]}' if len(used) else 'no class'}"
-        survey.findings.append(Finding("layout", str(root), text))
+        only = f"class {used[0]} and nothing else" if len(used) else "no class"
+        survey.findings.append(Finding("layout", str(root), f"the training masks hold {only}"))
 
 
 def draw(axes: Axes, sample: Sample, format: Format) -> None:
@@ -190,7 +193,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     format = Format(args.value_range, args.max_megapixels)
     samples, classes, findings = list_samples(args.data, find_samples, find_all)
     survey = Survey(samples, VOID, findings, has_masks=True)
-    survey.read(Files(samples, format), args.workers)
+    survey.read(Files(samples, classes, format), args.workers)
     classes = classes or number_classes(survey)
     check_labels(survey, classes, args.data)
     survey.finish(classes, args.data)
