@@ -77,13 +77,12 @@ def _size(size: np.ndarray) -> str:
 def _values(survey: Survey, given: tuple[float, float] | None) -> list[str]:
     lines = []
     for kind, (count, low, high) in survey.spans.items():
-        advice = f"--value-range {low:.9g},{max(high, low + 1):.9g} uses all of 0..255 for them"
+        wanted = f"{low:.6g},{high if high > low else low + 1:.6g}"
+        advice = f"--value-range {wanted} makes the most of them"
         if given:
-            within = given[0] <= low and high <= given[1]
-            advice = (
-                f"--value-range {given[0]:g},{given[1]:g} {'covers' if within else 'clips'} them"
-            )
-        lines.append(f"{count} images of {kind} hold {low:.9g} to {high:.9g}: {advice}")
+            effect = "covers" if given[0] <= low and high <= given[1] else "clips"
+            advice = f"--value-range {given[0]:g},{given[1]:g} {effect} them; {wanted} would fit"
+        lines.append(f"{count} images of {kind} hold {low:.6g} to {high:.6g}: {advice}")
     return lines or ["8 bits"]
 
 

@@ -35,7 +35,7 @@ def add_arguments(parser: ArgumentParser, output: Path, image_size: int) -> None
     add("--workers", type=count, default=machine.cpus(), help="processes that read")
     add("--image-size", metavar="PIXELS", type=positive, default=image_size, help="for training")
     add("--batch-size", type=positive, help="for training, images per rank (default: main.py's)")
-    add("--ranks", type=positive, default=ranks, help="for training; default: as launch.sh")
+    add("--ranks", type=positive, default=ranks, help="for training, as launch.sh starts them")
     add_image_arguments(parser.add_argument_group("image files"))
 
 
