@@ -195,7 +195,7 @@ def test_faults_of_segmentation(project: Project, tmp_path: Path) -> None:
     }
     for text in painter.channels():
         assert text in done.out
-    assert "label 9, but the classes are 0 to 3" in done.out
+    assert "label 9 in 600 pixels, but the classes are 0 to 3" in done.out
     assert "1 of 4 never come in train: never" in done.out
     assert done.out.splitlines()[-1].startswith("12 errors, 3 warnings")
 
@@ -229,10 +229,14 @@ def test_masks_without_names(project: Project, tmp_path: Path) -> None:
     done = check(project, painter.data, tmp_path / "out")
     expected = {("label", "val/masks/0.png", "val/images/0.png")}
     assert (done.status, findings(painter.data, tmp_path / "out")) == (1, expected)
-    painter.mask("train/masks/0.png", top=1)
-    painter.mask("val/masks/0.png", top=1)
-    done = check(project, painter.data, tmp_path / "out")
-    assert (done.status, findings(painter.data, tmp_path / "out")) == (1, {("layout", ".", "")})
+    for value in (0, 2):  # one class, and two that are not 0 and 1
+        for part in "train", "val":
+            mask = np.zeros((20, 30), np.uint8)
+            mask[5] = value
+            painter.save(f"{part}/masks/0.png", mask)
+        done = check(project, painter.data, tmp_path / "out")
+        expected = {("layout", ".", ""), *([("absent", ".", "")] if value else [])}
+        assert (done.status, findings(painter.data, tmp_path / "out")) == (1, expected)
 
 
 def test_more_than_8_bits(tmp_path: Path) -> None:
@@ -246,11 +250,15 @@ def test_more_than_8_bits(tmp_path: Path) -> None:
     for index, name in enumerate(names):
         survey.add(index, look(str(tmp_path / name), Format((0, 4095))))
     low, high = float(values.min()), float(values.max())
-    assert survey.spans["PNG I;16"] == (2, low, high + 1)
-    assert survey.spans["TIFF I;16"] == (1, low, high)
+    assert survey.spans["PNG I;16 (16-bit values)"] == (2, low, high + 1)
+    assert survey.spans["TIFF I;16 (16-bit values)"] == (1, low, high)
     survey.find_duplicates()
     (finding,) = survey.findings
     assert (finding.kind, Path(finding.file).name) == ("twice", "1.tif")
+    # Without the flag they would be nearly black, which training refuses.
+    facts = look(str(tmp_path / "0.png"), Format())
+    assert [finding.kind for finding in facts.findings] == ["range"]
+    assert facts.span == (low, high)
 
 
 @SAME_FOR_BOTH

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torchvision.transforms.v2 import functional as F
 
-from engine.data import images, lists, loading, samples, seeding
+from engine.data import images, listing, lists, loading, samples, seeding
 from engine.errors import UserError
 from engine.ranks import distributed
 
@@ -92,7 +92,7 @@ class TestSampler:
     def test_default_batch_size(
         self, capsys: pytest.CaptureFixture[str], total: int, accumulate: int, size: int
     ) -> None:
-        assert loading.default_batch_size(total, accumulate) == size
+        assert loading.batch_size_for(total, accumulate) == size
         assert (f"--batch-size {size}: with 32" in capsys.readouterr().out) == (size < 32)
 
 
@@ -202,30 +202,30 @@ class TestImages:
         for name in ("b/2.jpg", "1.PNG", ".3.jpg", "4.txt", ".c/5.jpg"):
             (tmp_path / name).parent.mkdir(exist_ok=True)
             (tmp_path / name).touch()
-        found = images.collect([tmp_path, tmp_path / "b" / "2.jpg"])
+        found = listing.collect([tmp_path, tmp_path / "b" / "2.jpg"])
         assert [name for _, name in found] == ["1", "b/2", "2"]
-        assert images.by_name(found)["b/2"] == str(tmp_path / "b/2.jpg")
+        assert listing.by_name(found)["b/2"] == str(tmp_path / "b/2.jpg")
         with pytest.raises(UserError, match="the same name"):
-            images.by_name([("a/1.jpg", "1"), ("b/1.jpg", "1")])
+            listing.by_name([("a/1.jpg", "1"), ("b/1.jpg", "1")])
         (tmp_path / "empty").mkdir()
         with pytest.raises(UserError, match="no images"):
-            images.list_images(tmp_path / "empty")
+            listing.list_images(tmp_path / "empty")
         with pytest.raises(UserError, match="no such"):
-            images.list_images(tmp_path / "none")
+            listing.list_images(tmp_path / "none")
 
     @pytest.mark.parametrize(("count", "aside"), [(2, 1), (6, 1), (20, 3), (100, 15)])
     def test_split(self, count: int, aside: int) -> None:
         paths = [f"/data/{number}.jpg" for number in range(count)]
-        train, val = images.split(paths, Path("/data"))
+        train, val = listing.split(paths, Path("/data"))
         assert (len(val), sorted([*train, *val])) == (aside, sorted(paths))
         moved = [path.replace("data", "other") for path in paths]
-        assert images.split(moved[::-1], Path("/other"))[1] == [
+        assert listing.split(moved[::-1], Path("/other"))[1] == [
             path.replace("data", "other") for path in val
         ]
 
     def test_too_few_to_split(self) -> None:
         with pytest.raises(UserError, match="too few"):
-            images.split(["/data/1.jpg"], Path("/data"))
+            listing.split(["/data/1.jpg"], Path("/data"))
 
 
 class TestLists:

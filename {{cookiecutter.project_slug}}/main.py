@@ -14,7 +14,7 @@ Evaluate the best checkpoint:  ./launch.sh --data DIR --eval-only
 import contextlib
 import json
 import math
-from argparse import SUPPRESS, BooleanOptionalAction, Namespace
+from argparse import Namespace
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,14 +36,23 @@ from engine.data.images import Format
 from engine.data.loading import Loader, Options
 from engine.errors import UserError
 from engine.ranks import debugging, distributed, failures, replicas, stopping
-from engine.run import checkpoint, machine
+from engine.run import checkpoint, machine, mistakes
 from engine.run.checkpoint import State
-from engine.run.flags import Help, Parser, add_image_arguments, at_least
+from engine.run.flags import Help, Parser, add_image_arguments, add_machine_arguments, at_least
 from engine.run.folder import RunFolder
 from engine.run.metrics import check_logits, compute
+from engine.run.mistakes import Mistakes, Worst
 from engine.run.progress import Run
 from engine.run.reporting import Reporter
-from model import BEST, NETWORK_FLAGS, add_arguments, build_criterion, build_metrics, build_model
+from model import (
+    BEST,
+    NETWORK_FLAGS,
+    add_arguments,
+    build_criterion,
+    build_metrics,
+    build_model,
+    infer,
+)
 
 ROOT = Path(__file__).resolve().parent
 NOT_SAVED = {  # flags that checkpoints leave out because they do not affect what is learned
@@ -86,14 +95,10 @@ def build_parser() -> Parser:
     parser = Parser(description=__doc__, formatter_class=Help, fromfile_prefix_chars="@",
                     allow_abbrev=False, epilog="@FILE reads flags from a file.")
     count, positive, rate = at_least(0), at_least(1), at_least(0, float)
-    group = parser.add_argument_group("data")
-    add = group.add_argument
+    add = parser.add_argument_group("data").add_argument
     add("--data", metavar="DIR", type=Path, help="folder with train/ and val/ (default: demo set, with its own --epochs and sizes)")
     add("--image-size", metavar="PIXELS", type=positive, default=IMAGE_SIZE, help="side of the training images")
-    add("--workers", type=count, help="loader processes per rank (default: CPUs of the job / ranks, at most 16)")
-    add_image_arguments(group)
-    add("--prefetch", type=positive, default=2, help="batches that each worker loads in advance")
-    add("--pin-memory", action=BooleanOptionalAction, help="faster copies to the GPU (default: on GPUs, if it takes at most 1/4 of the free memory)")
+    add_image_arguments(parser.add_argument_group("images"))
     add = parser.add_argument_group("output").add_argument
     add("--output-dir", metavar="DIR", type=Path, default=ROOT / "runs/default", help="checkpoints, metrics and plots")
     add("--resume", metavar="auto|never|PATH", default="auto", help="auto: continue from last.pt if it exists; never: delete the previous run and start over; PATH: start from that checkpoint")
@@ -117,12 +122,7 @@ def build_parser() -> Parser:
     add("--compile", action="store_true", help="use torch.compile: minutes at the start, faster steps afterwards")
     add("--seed", type=count, default=0, help="of initial weights, sample order, augmentation and dropout")
     add("--deterministic", action="store_true", help="bit-identical runs on GPUs; slower")
-    add = parser.add_argument_group("ranks").add_argument
-    add("--dist-timeout", metavar="SECONDS", type=at_least(1, float), default=600.0, help="how long a rank waits for the others; a week while debugging")
-    add("--debug-rank", metavar="R[,R...]", type=debugging.ranks, default=[], help="ranks that wait for a debugger, rank R at --debug-port + R")
-    add("--debug-port", metavar="[HOST:]PORT", type=debugging.address, default="127.0.0.1:5678", help="for the debugger of rank 0; loopback unless HOST is given")
-    add("--threads", type=positive, help="torch CPU threads per rank (default: CPUs / ranks; with a GPU at most 4)")
-    add("--local-rank", "--local_rank", type=int, help=SUPPRESS)
+    add_machine_arguments(parser.add_argument_group("machine"))
     return parser
 # fmt: on
 
@@ -206,8 +206,8 @@ def train_one_epoch(
 
 
 @torch.inference_mode()
-def evaluate(task: Task, loader: Loader) -> dict[str, float]:
-    """Return loss and metrics over the whole validation set, each sample counted once.
+def evaluate(task: Task, loader: Loader) -> tuple[dict[str, float], Mistakes]:
+    """Return loss and metrics over the validation set, each sample counted once, and mistakes.
 
     Evaluates the bare model: ranks may have unequal numbers of batches, for which DDP would wait.
     Sums and counts are reduced over the ranks, then divided: a mean of means would be wrong.
@@ -217,15 +217,18 @@ def evaluate(task: Task, loader: Loader) -> dict[str, float]:
     model.eval()
     metrics.reset()
     totals = torch.zeros(3, dtype=torch.float64, device=device)  # loss sum, count, stop requests
+    worst = Worst(device)
     batches = (batch for group in loader for batch in group)  # one for each image size
-    for images, targets in loading.to_device(batches, device):
-        with machine.autocast(task.settings.amp, device):
-            outputs = model.forward(images)  # --compile would compile again for each size
-        outputs = check_logits(outputs)
-        loss_sum, count = task.criterion(outputs, targets)
+    for images, targets, indices in loading.to_device(batches, device):
+        with failures.naming(loader.dataset.name, indices):  # if memory runs out
+            with machine.autocast(task.settings.amp, device):
+                outputs = infer(model, images, task.args)
+            outputs = check_logits(outputs)
+            loss_sum, count = task.criterion(outputs, targets)
         totals[:2] += torch.stack((loss_sum.double(), count.double()))
         with seeding.in_any_order():
             metrics.update(outputs, targets)
+        worst.update(outputs, targets, indices)
         if stopping.stop_requested():
             totals[2] = 1
             break
@@ -234,7 +237,8 @@ def evaluate(task: Task, loader: Loader) -> dict[str, float]:
         stopping.stop()
     if not total_count:
         raise UserError("the validation set has no labelled samples (all are void)")
-    return {"val_loss": total_loss / total_count, **compute(metrics)}
+    results, confusion = compute(metrics)
+    return {"val_loss": total_loss / total_count, **results}, Mistakes(confusion, worst.compute())
 
 
 def train(
@@ -272,24 +276,22 @@ def train(
             replicas.sync_buffers(model)
             replicas.check_same(model)
             run.save()  # whatever fails from here on costs no epoch
-            results = evaluate(task, val_loader)
+            results, found = evaluate(task, val_loader)
             lr = optimizer.param_groups[0]["lr"]
             is_best = run.end_epoch({"train_loss": train_loss, **results, "lr": lr, **speed})
             run.save(is_best)
             report.end_epoch(run.history, is_best)
             if is_best:
-                report.examples(model, val_loader.dataset, task.classes, draw_example)
+                report.images(found, model, val_loader.dataset, task.classes, draw_example)
     report.finish(BEST, run.best)
 
 
 def set_up_machine(args: Namespace, device: torch.device) -> tuple[machine.Settings, Options]:
     """Apply the flags for CPUs, memory and precision; return the settings and the loaders' options."""
+    batch_size = args.batch_size or loading.BATCH_SIZE  # at most
     settings = machine.set_up(
         *(device, args.workers, args.threads, args.pin_memory, args.amp),
-        bytes_per_worker=4
-        * args.prefetch
-        * (args.batch_size or loading.BATCH_SIZE)
-        * args.image_size**2,
+        bytes_per_worker=4 * args.prefetch * batch_size * args.image_size**2,
     )
     return settings, Options(settings.workers, args.prefetch, settings.pin_memory, args.seed)
 
@@ -300,13 +302,14 @@ def evaluate_checkpoint(args: Namespace, device: torch.device) -> None:
     model, known_classes, flags = checkpoint.open_model(path, build_model, add_arguments, device)
     args.image_size = args.image_size or flags.image_size
     settings, options = set_up_machine(args, device)
-    format = Format(flags.value_range, flags.max_megapixels)
+    format = Format(flags.value_range, args.max_megapixels)
     _, val_set, classes = build_dataset(args.data, args.image_size, format)
     checkpoint.check_classes(path, known_classes, classes)
     val_loader = loading.build_val_loader(val_set, len(classes), args.batch_size, options)
     metrics = build_metrics(classes).to(device)
     task = Task(args, settings, device, classes, model, build_criterion(args), metrics)
-    results = evaluate(task, val_loader)
+    results, found = evaluate(task, val_loader)
+    mistakes.report(found, args.output_dir, model, val_loader.dataset, classes, draw_example)
     distributed.say(json.dumps({k: v if math.isfinite(v) else None for k, v in results.items()}))
 
 
@@ -315,10 +318,9 @@ def train_or_resume(args: Namespace, device: torch.device) -> None:
     settings, options = set_up_machine(args, device)
     format = Format(args.value_range, args.max_megapixels)
     train_set, val_set, classes = build_dataset(args.data, args.image_size, format)
-    total, accumulate = len(train_set), args.accumulate
-    args.batch_size = args.batch_size or loading.default_batch_size(total, accumulate)
+    args.batch_size = args.batch_size or loading.batch_size_for(len(train_set), args.accumulate)
     train_loader = loading.build_train_loader(
-        train_set, len(classes), args.batch_size, accumulate, options
+        train_set, len(classes), args.batch_size, args.accumulate, options
     )
     val_loader = loading.build_val_loader(val_set, len(classes), args.batch_size, options)
     folder = RunFolder(args.output_dir, args.resume, args.keep)

@@ -20,6 +20,7 @@ if __name__ == "__main__":  # before torch, whose import takes seconds
 from dataset import IMAGE_SIZE, SHORT_SIDE, build_dataset
 from engine.data import loading, prepared
 from engine.data.images import Format
+from engine.data.listing import VAL_NAMES
 from engine.errors import UserError
 from engine.ranks import distributed
 from engine.ranks.failures import one_line_errors
@@ -48,13 +49,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     if prepared.is_store(args.data):
         raise UserError(f"--data {args.data} is prepared already; pass it to main.py")
     data = args.data.resolve()  # the paths of its files are those that training will find
-    places = (data / name for name in ("train", "val"))
+    places = [data / name for name in ("train", *VAL_NAMES)]
+    if not places[0].is_dir():
+        places = [data]
     if any(map(args.output.resolve().is_relative_to, places)):
         raise UserError(f"{args.output}: inside the data set {data}; name a folder elsewhere")
-    train, val, classes = build_dataset(
-        data, IMAGE_SIZE, Format(args.value_range, args.max_megapixels)
-    )
-    prepared.write(args.output, data, [train, val], classes, args.short_side, workers)
+    format = Format(args.value_range, args.max_megapixels)
+    train, val, classes = build_dataset(data, IMAGE_SIZE, format)
+    prepared.write(args.output, data, [train, val], classes, args.short_side, workers, format)
     distributed.teardown()
 
 

@@ -1,5 +1,6 @@
 """How much memory is taken, in kilobytes."""
 
+import argparse
 import os
 
 import torch
@@ -29,7 +30,9 @@ def of_deterministic_metrics() -> int:
     before = status("VmHWM")
     net, loss = torch.nn.Conv2d(3, 21, 1), model.build_criterion(None)
     settings = machine.Settings(0, 1, False, "off")
-    task = main.Task(None, settings, torch.device("cpu"), [], net, loss, metrics)
+    task = main.Task(
+        argparse.Namespace(tile=0), settings, torch.device("cpu"), [], net, loss, metrics
+    )
     main.evaluate(task, [[(images, targets)]])
     assert torch.are_deterministic_algorithms_enabled()
     assert torch.is_deterministic_algorithms_warn_only_enabled()

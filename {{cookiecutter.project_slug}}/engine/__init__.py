@@ -16,11 +16,15 @@ ranks/                processes that train together
 
 data/                 from files to batches on the device
   seeding             random numbers that depend on seed, epoch and sample alone
-  images              listing images, and decoding no more of each than is needed
+  listing             which images a folder holds, and which are for validation
+  images              decoding no more of each image than is needed
+  depth               images of more than 8 bits
   lists               samples listed in a CSV file
   checking            what is in the files of a sample, and what is wrong with them
   survey              the same of a whole data set: duplicates, statistics
   prepared            what prepare_data.py writes: all images decoded, in one file
+  mapped              that file, read
+  shares              which share each class has: said before training
   samples             a data set with seeded samples; says at which one a loader worker failed
   loading             who loads which sample; loader workers; normalization
 
@@ -31,13 +35,17 @@ run/                  one training run, its files and its reports
   folder              --output-dir: which checkpoint to continue from, which saves stay
   checkpoint          the file format: plain types and a checksum
   pretrained          --weights
+  sizes               which image sizes a network takes
   progress            class Run: epoch, step and best score; saves and resumes them
   optimizers          optimizers and schedules in checkpoints
   metrics             torchmetrics over all ranks
+  mistakes            what the model gets wrong: per_class.csv, confusion.png, worst.png
   predicting          images for predict.py, without those that cannot be read
+  tiles               large images in overlapping tiles
   checks              check_data.py: flags, findings, exit status
   check_report        its report
   check_plots         its page of images, check.png
   reporting           start lines, progress bar, metrics.csv, TensorBoard
-  plots               curves.png and examples.png
+  plots               curves.png and confusion.png
+  gallery             images with predictions, examples.png and worst.png, and the legend
 """

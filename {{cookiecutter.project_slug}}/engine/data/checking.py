@@ -1,7 +1,9 @@
 """Reads the files of a sample, whatever they are: what is in them, and what is wrong with them."""
 
+import contextlib
 import hashlib
 import io
+import math
 import re
 import warnings
 from dataclasses import dataclass, field
@@ -9,6 +11,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from PIL import Image, UnidentifiedImageError
 
+from engine.data import depth
 from engine.data.images import Format, open_image
 from engine.errors import UserError
 
@@ -85,17 +88,20 @@ def _look(path: str, format: Format, facts: Facts) -> None:
     with open(path, "rb") as file:
         data = file.read()
     facts.file = digest(data)
+    values = None
     with Image.open(io.BytesIO(data)) as image:
-        facts.kind = f"{image.format} {image.mode}"
+        kind = depth.kind_of(image)
+        facts.kind = f"{image.format} {image.mode}" + (f" ({kind})" if kind else "")
         facts.stored, facts.turn = image.size[::-1], image.getexif().get(ORIENTATION, 1)
-        deep = np.asarray(image) if image.mode[0] in "IF" else None  # 16 or 32 bits
-    if deep is not None:
-        finite = deep[np.isfinite(deep)]
-        facts.span = (float(finite.min()), float(finite.max())) if finite.size else (0.0, 0.0)
+        if kind and math.prod(image.size) <= format.max_megapixels * 1e6:
+            with contextlib.suppress(UserError):  # open_image says what is wrong
+                values = depth.read_values(path, image, lambda: Image.open(path), is_exact=True)
+    if values is not None and np.isfinite(values).all():
+        facts.span = float(values.min()), float(values.max())
     lazy = open_image(path, format)
     decoded = np.ascontiguousarray(lazy.decode(1))
     facts.histogram = np.array(Image.fromarray(decoded).histogram()).reshape(3, 256)
-    facts.pixels = digest(decoded if deep is None else deep)
+    facts.pixels = digest(decoded if values is None else values)
     facts.size = lazy.height, lazy.width
 
 

@@ -1,42 +1,48 @@
-"""Images: listing their files, and decoding no more of each than is asked for."""
+"""Images: decoding no more of each than is asked for."""
 
 import contextlib
 import io
-import os
+import math
 import struct
-import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import torch
-from PIL import Image, ImageOps, UnidentifiedImageError
+from PIL import Image, ImageFile, ImageOps, UnidentifiedImageError
 from torch import Tensor
 from torchvision.transforms import InterpolationMode as Mode
 from torchvision.transforms.v2 import functional as F
 
+from engine.data import depth
 from engine.errors import UserError
+from engine.ranks import distributed
 
 try:
     import simplejpeg
 except ImportError:  # no wheel for this machine: Pillow decodes instead
     simplejpeg = None
 
-EXTENSIONS = {".bmp", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp"}
 SHRINKS = (8, 4, 2)  # what a JPEG decoder can divide height and width by, at less work
 READ_ERRORS = (  # of Pillow, which raises TypeError and struct.error for malformed EXIF entries
-    *(OSError, RuntimeError, SyntaxError, TypeError, ValueError),
-    *(struct.error, Image.DecompressionBombError),
+    *(OSError, RuntimeError, SyntaxError, TypeError, ValueError, struct.error),
 )
+Image.MAX_IMAGE_PIXELS = None  # --max-megapixels decides instead, in every process that reads
 
 
 @dataclass(frozen=True)
 class Format:
     """How image files become pixels: the flags --value-range and --max-megapixels."""
 
-    value_range: tuple[float, float] | None = None
+    value_range: Sequence[float] | None = None
     max_megapixels: int = 179
+
+    @property
+    def range_flag(self) -> str:
+        """The flag that says what `value_range` is."""
+        if self.value_range is None:
+            return "no --value-range"
+        return "--value-range {:.9g},{:.9g}".format(*self.value_range)
 
 
 DEFAULT_FORMAT = Format()
@@ -109,7 +115,7 @@ def open_image(path: str, format: Format = DEFAULT_FORMAT) -> LazyImage:
     """Return the image at `path`, in RGB; a UserError that names it if it cannot be read."""
     with _reading(path), open(path, "rb", buffering=0) as file:
         data = file.read()
-        with Image.open(io.BytesIO(data)) as image:
+        with _opened(path, io.BytesIO(data), format) as image:
             kind, mode, (width, height) = image.format, image.mode, image.size
             turned = {"exif", "xmp"} & image.info.keys() and image.getexif().get(0x112, 1) != 1
     if kind not in ("JPEG", "MPO") or mode not in ("RGB", "L") or turned:
@@ -139,11 +145,38 @@ def read_image(path: str, mode: str | None = "RGB", format: Format = DEFAULT_FOR
 
     Raises a UserError that names the file if it cannot be read whole.
     """
-    with _reading(path), Image.open(path) as file:
-        image: Image.Image = ImageOps.exif_transpose(file)
-        if mode == "RGB" and image.mode.startswith("I"):  # 16 bits: keep the upper 8
-            image = image.point(lambda value: value / 256).convert("L")
-        return image.convert(mode) if mode else image.copy()
+    with _reading(path), _opened(path, path, format) as file:
+        kind = depth.kind_of(file) if mode == "RGB" else None
+        if not kind:
+            image: Image.Image = ImageOps.exif_transpose(file)
+            return image.convert(mode) if mode else image.copy()
+        limits = format.value_range
+        values = depth.read_values(path, file, lambda: Image.open(path), bool(limits))
+        return Image.fromarray(depth.to_uint8(values, path, kind, limits)).convert(mode)
+
+
+def say_depth(path: str, format: Format) -> None:
+    """Print which values become 0 and 255 if the image at `path` has more than 8 bits."""
+    with _reading(path), _opened(path, path, format) as image:
+        kind = depth.kind_of(image)
+    if kind:
+        read_image(path, format=format)  # a UserError here, on all ranks, is the sooner seen
+        low, high = format.value_range or depth.RANGES[kind]
+        distributed.say(f"{path}: {kind}, {low:.9g} to {high:.9g} becomes 0 to 255")
+
+
+@contextlib.contextmanager
+def _opened(path: str, file: str | io.BytesIO, format: Format) -> Iterator[ImageFile.ImageFile]:
+    """Open the image in `file`, of which only the header is read; refuse too large ones."""
+    with Image.open(file) as image:
+        width, height = image.size
+        if width * height > format.max_megapixels * 1e6:
+            raise UserError(
+                f"{path}: {width} x {height} pixels are more than --max-megapixels "
+                f"{format.max_megapixels}; shrink it, or pass --max-megapixels "
+                f"{math.ceil(width * height / 1e6)}"
+            )
+        yield image
 
 
 @contextlib.contextmanager
@@ -152,78 +185,7 @@ def _reading(path: str) -> Iterator[None]:
         yield
     except READ_ERRORS as error:
         if isinstance(error, UnidentifiedImageError):
-            reason = "not an image"
+            reason = "not an image, or of a kind that Pillow does not read"
         else:
             reason = getattr(error, "strerror", None) or str(error)
         raise UserError(f"{path}: cannot be read ({reason}); replace or remove it") from None
-
-
-def list_images(folder: Path) -> list[str]:
-    """Return the paths of all images below `folder`, sorted; a UserError if there is none."""
-    if not folder.is_dir():
-        raise UserError(f"{folder}: no such file or folder")
-    paths = [
-        os.path.join(parent, name)
-        for parent, _, names in walk(folder)
-        for name in names
-        if os.path.splitext(name)[1].lower() in EXTENSIONS and not name.startswith(".")
-    ]
-    if not paths:
-        raise UserError(f"{folder}: no images in it; expected {', '.join(sorted(EXTENSIONS))}")
-    return sorted(paths)
-
-
-def walk(folder: Path) -> Iterator[tuple[str, list[str], list[str]]]:
-    """Like os.walk, sorted and through links, but into each folder once and into no hidden one.
-
-    Links to a parent and what tools leave (.ipynb_checkpoints, __MACOSX) would add duplicates.
-    """
-    real = os.path.realpath(folder)
-    seen = {real, *map(str, Path(real).parents)}
-    for parent, folders, names in os.walk(folder, followlinks=True):
-        found, folders[:] = sorted(folders), []
-        for name in found:
-            real = os.path.realpath(os.path.join(parent, name))
-            if real not in seen and not name.startswith(".") and name != "__MACOSX":
-                seen.add(real)
-                folders.append(name)
-        yield parent, folders, names
-
-
-def collect(inputs: Sequence[str | Path]) -> list[tuple[str, str]]:
-    """Return (path, name) of each image among `inputs`, which are files and folders.
-
-    The name is the path below the folder that was given, without its extension.
-    """
-    found = []
-    for given in inputs:
-        is_file = os.path.isfile(given)
-        for path in [str(given)] if is_file else list_images(Path(given)):
-            below = os.path.basename(path) if is_file else os.path.relpath(path, given)
-            found.append((path, os.path.splitext(below)[0]))
-    return found
-
-
-def by_name(images: Sequence[tuple[str, str]]) -> dict[str, str]:
-    """Return {name: path} of (path, name) pairs; a UserError if two share a name."""
-    found: dict[str, str] = {}
-    for path, name in images:
-        if name in found:
-            raise UserError(
-                f"{path} and {found[name]} have the same name; rename one, or pass one at a time"
-            )
-        found[name] = path
-    return found
-
-
-def split(paths: Sequence[str], root: Path) -> tuple[list[str], list[str]]:
-    """Split `paths` into 85 % for training and 15 % for validation, at least one in each.
-
-    The order is by a checksum of the path below `root`: the same on every machine and in every
-    run, and adding an image moves few others.
-    """
-    if len(paths) < 2:
-        raise UserError(f"{paths[0]}: too few images to split; add more, or a val folder")
-    by_chance = sorted(paths, key=lambda p: zlib.crc32(os.fsencode(os.path.relpath(p, root))))
-    count = max(1, round(0.15 * len(paths)))
-    return sorted(by_chance[count:]), sorted(by_chance[:count])

@@ -22,7 +22,7 @@ from engine.ranks import distributed, process
 # weights of torchvision and segmentation-models-pytorch expect.
 MEAN = (0.485, 0.456, 0.406)
 STD = (0.229, 0.224, 0.225)
-BATCH_SIZE, MIN_STEPS = 32, 20  # the defaults, see default_batch_size
+BATCH_SIZE, MIN_STEPS = 32, 20  # the defaults, see batch_size_for
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ class Loader(DataLoader):
             return super().__iter__()
 
 
-def default_batch_size(total: int, accumulate: int) -> int:
+def batch_size_for(total: int, accumulate: int) -> int:
     """Return images per rank and pass: BATCH_SIZE, or less for a set of `total` images.
 
     A small set gets the largest power of two, at least 2, with which an epoch has MIN_STEPS steps.
@@ -125,7 +125,7 @@ def build_train_loader(
 def build_val_loader(
     dataset: MapDataset, num_classes: int, batch_size: int, options: Options
 ) -> Loader:
-    """Return this rank's loader of lists of (images, targets) batches for validation.
+    """Return this rank's loader of lists of (images, targets, indices) batches for validation.
 
     Whole batches are dealt to the ranks in turn, so each sample comes once and a batch holds the
     same samples whatever the number of ranks; a rank may get none.
@@ -198,16 +198,17 @@ def explain(error: Exception) -> str | None:
     return f"{'; '.join(at)}: {text}" if at else text
 
 
-def to_device(batches: Iterable, device: torch.device) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield (images, targets) on `device`: images (N, 3, H, W) float32, normalised.
+def to_device(batches: Iterable, device: torch.device) -> Iterator[tuple[Tensor, ...]]:
+    """Yield (images, targets, ...) on `device`: images (N, 3, H, W) float32, normalised.
 
-    Targets become float32 if they are floating-point, else int64. Images and masks travel as
-    uint8 until here, a quarter of the bytes.
+    Targets become float32 if they are floating-point, else int64; what follows them, such as the
+    indices int64 (N,) of a validation batch, stays as it is. Images and masks travel as uint8 until
+    here, a quarter of the bytes.
     """
-    for images, targets in batches:
-        images = images.to(device, non_blocking=True)
-        targets = targets.to(device, non_blocking=True)
-        yield normalize(images), targets.float() if targets.is_floating_point() else targets.long()
+    for batch in batches:
+        images, targets, *others = (part.to(device, non_blocking=True) for part in batch)
+        targets = targets.float() if targets.is_floating_point() else targets.long()
+        yield normalize(images), targets, *others
 
 
 def normalize(images: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 from torch import Tensor
@@ -19,12 +19,14 @@ from torch.utils.data import DataLoader, Dataset, Subset
 from tqdm import tqdm
 
 from engine import files
-from engine.data.images import LazyImage
+from engine.data.images import DEFAULT_FORMAT, Format, LazyImage
+from engine.data.mapped import Images, ends
 from engine.errors import UserError
 from engine.ranks import distributed, process
 
 ROW = np.dtype(np.int64)
 SAMPLES_PER_SYNC = 256  # a row is written once its pixels are on the disk
+GIVEN = ("source", "side", "value_range")  # of an Index: what prepare_data.py was told
 AGAIN = "rerun prepare_data.py with the same flags"
 
 
@@ -46,6 +48,7 @@ class Index:
     classes: list[str]
     train: list[list]
     val: list[list]
+    value_range: list[float] | None = None
 
     @classmethod
     def of(
@@ -53,7 +56,8 @@ class Index:
     ) -> "Index":
         """Return the index of the samples `parts`, which begin with `each` paths, as of now."""
         train, val = ([(s, [_stat(path) for path in s[:each]]) for s in part] for part in parts)
-        text = json.dumps((str(source), side, classes, train, val))
+        lines = getattr(classes, "lines", classes)  # of masks.py: with the values they stand for
+        text = json.dumps((str(source), side, lines, train, val))
         return cls(*json.loads(text))  # with lists for tuples, as `read` returns it
 
     @classmethod
@@ -82,33 +86,6 @@ def _stat(path: str) -> tuple[int, int] | None:
     return stat.st_size, stat.st_mtime_ns
 
 
-class Images(Sequence):
-    """The images of each sample, mapped from the file `path`. rows: int64 (samples, each, 4)."""
-
-    def __init__(self, path: Path, rows: np.ndarray) -> None:
-        self.path = path
-        self.rows = rows
-        self.pixels = np.memmap(path, np.uint8, "r")
-
-    def __reduce__(self) -> tuple:  # pickled without the pixels, for workers that are not forked
-        return Images, (self.path, self.rows)
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def __getitem__(self, index: Any) -> tuple[LazyImage, ...]:
-        return tuple(map(self._image, self.rows[index]))
-
-    def _image(self, row: np.ndarray) -> LazyImage:
-        pixels = self.pixels[row[0] : _ends(row)]
-        return LazyImage.of(pixels.reshape(row[1:] if row[3] else row[1:3]))
-
-
-def _ends(rows: np.ndarray) -> np.ndarray:
-    """Return where the images of `rows` (..., 4) end in pixels.bin: (...)."""
-    return rows[..., 0] + rows[..., 1] * rows[..., 2] * np.maximum(rows[..., 3], 1)
-
-
 def _read_rows(folder: Path, each: int) -> np.ndarray:
     """Return int64 (samples, each, 4) of the samples that rows.bin and pixels.bin fully hold."""
     try:
@@ -116,7 +93,7 @@ def _read_rows(folder: Path, each: int) -> np.ndarray:
     except FileNotFoundError:
         return np.empty((0, each, 4), ROW)
     rows = values[: len(values) - len(values) % (4 * each)].reshape(-1, each, 4)
-    return rows[_ends(rows[:, -1]) <= size]
+    return rows[ends(rows[:, -1]) <= size]
 
 
 def is_store(folder: Path) -> bool:
@@ -136,15 +113,18 @@ class Store:
 
 
 def open_store(
-    folder: Path, find_samples: Callable[[Path], tuple[list, list, list[str]]], each: int
+    folder: Path,
+    find_samples: Callable[[Path], tuple[list, list, list[str]]],
+    each: int,
+    format: Format = DEFAULT_FORMAT,
 ) -> Store | None:
     """Return the store in `folder`; None if there is none.
 
     find_samples: of dataset.py; lists the samples of the source for training and for validation,
     and the classes, or none if only the images tell them. A sample begins with `each` paths.
 
-    Raises a UserError if the store is incomplete, or if all ranks have the source and one of its
-    files, or what `find_samples` returns, has changed.
+    Raises a UserError if the store is incomplete or has another --value-range, or if all ranks have
+    the source and one of its files, or what `find_samples` returns, has changed.
     """
     if not is_store(folder):
         return None
@@ -153,6 +133,11 @@ def open_store(
         raise UserError(f"{folder}: made for another task; use this project's prepare_data.py")
     if index is None or len(rows) != len(index.train) + len(index.val):
         raise UserError(f"{folder}: incomplete; {AGAIN} to resume, or copy it again")
+    if (before := Format(index.value_range)).range_flag != format.range_flag:
+        raise UserError(
+            f"{folder}: prepared with {before.range_flag}, not with {format.range_flag}; pass the "
+            "same, or prepare the data again"
+        )
     source = Path(index.source)
     if all(distributed.gather_objects(source.is_dir())):
         *parts, classes = find_samples(source)
@@ -164,17 +149,25 @@ def open_store(
 
 
 def write(
-    folder: Path, source: Path, parts: list[Source], classes: list[str], side: int, workers: int
+    folder: Path,
+    source: Path,
+    parts: list[Source],
+    classes: list[str],
+    side: int,
+    workers: int,
+    format: Format = DEFAULT_FORMAT,
 ) -> None:
     """Write the images of `parts`, the data sets for training and validation, to `folder`.
 
     source: the absolute path of the folder that the paths in `parts` begin with.
     side: the shorter side of the images in pixels; smaller ones keep their size, and with 0 all do.
+    format: with which `parts` read their images.
 
     After an interruption the next call with the same arguments resumes.
     """
     shrunk, each = Shrunk(parts, side), len(parts[0].open(0))
     plan = Index.of(source, side, classes, [part.samples for part in parts], each)
+    plan.value_range = list(format.value_range) if format.value_range else None
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if any(folder.iterdir()) and not (folder / ".preparing").is_file():
@@ -182,8 +175,9 @@ def write(
         if not files.lock(folder / ".preparing"):
             raise UserError(f"{folder}: another process is preparing it")
         made = Index.read(folder / "index.json")
-        if made and (made.source, made.side) != (plan.source, side):
-            origin = f"{made.source} with --short-side {made.side}"
+        if made and any(vars(made)[name] != vars(plan)[name] for name in GIVEN):
+            flags = f"--short-side {made.side} and {Format(made.value_range).range_flag}"
+            origin = f"{made.source} with {flags}"
             raise UserError(f"{folder}: made from {origin}; name another folder, or remove it")
         if made != plan:
             for name in ("rows.bin", "pixels.bin"):
@@ -230,7 +224,7 @@ def _append(folder: Path, shrunk: Shrunk, done: np.ndarray, workers: int) -> Non
     )
     bar = tqdm(loader, initial=len(done), total=len(shrunk), unit="sample", disable=None)
     with open(folder / "pixels.bin", "ab") as pixels, open(folder / "rows.bin", "ab") as rows:
-        end = int(_ends(done[-1, -1])) if len(done) else 0
+        end = int(ends(done[-1, -1])) if len(done) else 0
         pixels.truncate(end)
         rows.truncate(done.nbytes)
         pending: list[tuple[int, ...]] = []

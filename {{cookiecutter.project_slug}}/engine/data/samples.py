@@ -91,10 +91,10 @@ class KeyedDataset(Dataset):
             self.note(0)
 
     def __getitems__(self, keys: Sequence[tuple[int, int]]) -> list[tuple]:
-        """Return the samples of a batch; DataLoader calls it."""
+        """Return the samples of a batch, for validation with their indices; DataLoader calls it."""
         samples = [self[key] for key in keys]
         if self.is_any_size:
-            return samples
+            return [(*sample, index) for sample, (_, index) in zip(samples, keys, strict=True)]
         shapes = [[part.shape for part in s if isinstance(part, Tensor)] for s in samples]
         other = next((i for i, each in enumerate(shapes) if each != shapes[0]), None)
         if other is not None:
@@ -119,7 +119,12 @@ class KeyedDataset(Dataset):
             self.reading[2 * worker.id : 2 * worker.id + 2] = os.getpid(), sample
 
     def name(self, index: int) -> str:
-        """Name a sample, with its file if `dataset` has a list `samples` that begins with it."""
+        """Name a sample, with its file if that is known."""
+        path = self.path(index)
+        return f"sample {index}" + (f", {path}" if path else "")
+
+    def path(self, index: int) -> str:
+        """Return the file of a sample, if `dataset` has a list `samples` that begins with it."""
         samples = getattr(self.dataset, "samples", None)
         sample = samples[index] if samples else None
-        return f"sample {index}" + (f", {sample[0]}" if isinstance(sample, tuple | list) else "")
+        return str(sample[0]) if isinstance(sample, tuple | list) else ""

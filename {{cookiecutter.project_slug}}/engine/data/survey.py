@@ -7,6 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 from torch.utils.data import DataLoader, Dataset
@@ -17,15 +18,17 @@ from engine.data.samples import Packed
 from engine.errors import UserError
 from engine.ranks import process
 
-Listed = tuple[list, list, list[str]]  # samples for training and validation, and classes
+Names = TypeVar("Names", bound=Sequence[str])  # of the classes
 
 KEPT = 12  # samples of each class that may be drawn
 IMBALANCE = 100  # times
 
 
 def list_samples(
-    root: Path, find_samples: Callable[[Path], Listed], find_all: Callable[[Path, list], Listed]
-) -> tuple[Packed, list[str], list[Finding]]:
+    root: Path,
+    find_samples: Callable[[Path], tuple[list, list, Names]],
+    find_all: Callable[[Path, list[Finding]], tuple[list, list, Names]],
+) -> tuple[Packed, Names, list[Finding]]:
     """Return the samples with the numbers of their parts, the classes, and what is wrong with both.
 
     find_samples: of dataset.py. find_all: the same for folders that it refuses.

@@ -8,18 +8,40 @@ import re
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import NoReturn
 
 import torch
 import torch.distributed as dist
 
-from engine.errors import UserError
+from engine.errors import UserError, shorten
 from engine.ranks import distributed, process
 from engine.ranks.protocol import ERROR, MISTAKE
 
 DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 BROKEN = re.compile(r"Broken pipe|Connection \w+|remote process exited|time(d )?out", re.I)
+
+
+class OutOfMemory(UserError):
+    """What a block in `naming` raises that runs out of memory."""
+
+
+@contextlib.contextmanager
+def naming(
+    name: Callable[[int], str],
+    indices: Iterable,
+    remedy: str = "lower --batch-size, --image-size or, for segmentation, --tile",
+) -> Iterator[None]:
+    """Name the samples `indices`, and the remedy, if the block runs out of memory for them."""
+    try:
+        yield
+    except Exception as error:
+        if not (memory := _lacking_memory(error)):
+            raise
+        names = shorten([name(int(index)) for index in indices])
+    else:
+        return
+    raise OutOfMemory(f"{names}: out of {memory}; {remedy}")  # the error kept tensors alive
 
 
 @contextlib.contextmanager
@@ -91,17 +113,22 @@ def _disk_full(error: Exception) -> UserError | None:
 
 
 def _out_of_memory(error: Exception) -> UserError | None:
+    if not (memory := _lacking_memory(error)):
+        return None
+    return UserError(
+        f"rank {distributed.rank()} is out of {memory}: lower --batch-size (--accumulate keeps the "
+        "global batch), --image-size or --workers, or use smaller images"
+    )
+
+
+def _lacking_memory(error: Exception) -> str | None:
+    """Return the kind of memory, and how much was asked for, if `error` is for want of it."""
     text = str(error)
     on_gpu = isinstance(error, torch.OutOfMemoryError) or "_ALLOC_FAILED" in text  # cuDNN's
     if not (on_gpu or isinstance(error, MemoryError) or "alloc_cpu" in text):
         return None
     found = re.search(r"(?:[tT]ried|Unable) to allocate ([\d.]+ ?\w+)", text)
-    size = f" (asked for {found[1]})" if found else ""
-    return UserError(
-        f"rank {distributed.rank()} is out of {'GPU memory' if on_gpu else 'memory'}{size}: lower "
-        "--batch-size (--accumulate keeps the global batch), --image-size or --workers, or use "
-        "smaller images"
-    )
+    return f"{'GPU memory' if on_gpu else 'memory'}{f' (asked for {found[1]})' if found else ''}"
 
 
 def _lost_rank(error: Exception) -> str | None:

@@ -152,6 +152,12 @@ def check_classes(path: Path | str, known: Sequence[str], classes: Sequence[str]
     """Raise a UserError unless the checkpoint's classes are those of the data."""
     if list(known) != list(classes):
         there, here = sorted({*known} - {*classes}), sorted({*classes} - {*known})
+        if not there and not here and len(known) == len(classes):
+            number = next(i for i, name in enumerate(known) if name != classes[i])
+            raise UserError(
+                f"{path} has the classes of the data in another order (class {number} is "
+                f"{known[number]} there, {classes[number]} in the data): {OTHER_RUN}"
+            )
         raise UserError(
             f"{path} has {len(known)} classes, the data has {len(classes)} (only the checkpoint: "
             f"{shorten(there) or 'none'}; only the data: {shorten(here) or 'none'}): {OTHER_RUN}"

@@ -26,6 +26,9 @@ OWN_FILES = (
     "args.json",
     "curves.png",
     "examples.png",
+    "per_class.csv",
+    "confusion.png",
+    "worst.png",
     "events.out.tfevents.*",
 )
 KEYS = (  # what a checkpoint has to contain

@@ -3,16 +3,26 @@
 import torch
 from torch import Tensor
 from torchmetrics import Metric, MetricCollection
+from torchmetrics.classification import MulticlassConfusionMatrix
 
 from engine.errors import UserError
 from engine.ranks import distributed
 
 
-def compute(metrics: MetricCollection) -> dict[str, float]:
-    """Return each metric over the samples of all ranks; every rank has to call it."""
+def compute(metrics: MetricCollection) -> tuple[dict[str, float], Tensor | None]:
+    """Return each metric over the samples of all ranks; every rank has to call it.
+
+    The counts of a MulticlassConfusionMatrix, int64 (classes, classes), labels by predictions, are
+    returned apart from the others; None if `metrics` has none.
+    """
     fill_empty_lists(metrics)
     found: dict[str, float] = {}
+    confusion: Tensor | None = None
+    matrices = {name for name, metric in metrics.items(copy_state=False) if is_confusion(metric)}
     for name, value in metrics.compute().items():
+        if name in matrices:
+            confusion = value
+            continue
         value = torch.as_tensor(value)
         if value.numel() != 1:
             raise UserError(
@@ -20,7 +30,12 @@ def compute(metrics: MetricCollection) -> dict[str, float]:
                 "them or put a torchmetrics.ClasswiseWrapper around it, which names each"
             )
         found[name] = value.item()
-    return found
+    return found, confusion
+
+
+def is_confusion(metric: object) -> bool:
+    """Return whether `metric` counts a confusion matrix; torchmetrics derives others from it."""
+    return type(metric) is MulticlassConfusionMatrix and metric.normalize in (None, "none")
 
 
 def fill_empty_lists(metrics: MetricCollection) -> None:

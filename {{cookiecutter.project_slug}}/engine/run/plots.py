@@ -1,66 +1,165 @@
-"""Plots of a run: curves.png, its metrics over the epochs, and examples.png, predictions."""
+"""Plots of numbers: curves.png, the metrics over the epochs, and confusion.png."""
 
-import itertools
+import contextlib
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-import torch
+import matplotlib
+import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.colors import PowerNorm
 from matplotlib.figure import Figure
-from torch import Tensor, nn
+from torch import Tensor
 
 from engine import files
-from engine.data import loading
-from engine.data.samples import KeyedDataset
-from engine.run import metrics
 
 Row = Mapping[str, float | str]
-DrawExample = Callable[[Axes, Tensor, Tensor, Tensor, Sequence[str]], None]
 
 NOT_DRAWN = {"epoch", "step", "lr", "img_per_s", "train_seconds", "data_wait"}
+NAMED = 12  # lines with their class's name at the end; of more, the best and the worst half of it
+NUMBERED = 20  # up to so many classes the cells of confusion.png have numbers
+LABELLED = 120  # up to so many classes each row and column has its class's name
+LETTERS = 24  # of a class's name; longer ones are shortened
+LETTER = 6.5  # pixels; width of a letter at font size 8
+DPI = 100
+
+
+def plain_text() -> contextlib.AbstractContextManager:
+    """Return a context in which a $ in the name of a class or file is a $, not mathematics."""
+    return matplotlib.rc_context({"text.parse_math": False})
 
 
 def draw_curves(path: Path, rows: Sequence[Row]) -> None:
-    """Draw the losses on the left and the other metrics on the right, over the epochs."""
-    figure = Figure(figsize=(10, 4), layout="constrained")
-    losses, others = figure.subplots(1, 2)
+    """Draw the losses, the other metrics, and those of each class, over the epochs."""
+    last = {n: v for n, v in rows[-1].items() if n not in NOT_DRAWN and not isinstance(v, str)}
     epochs = [row["epoch"] for row in rows]
-    for name, last in rows[-1].items():
-        if name not in NOT_DRAWN and not isinstance(last, str):
-            side = losses if name.endswith("loss") else others
-            side.plot(epochs, [row.get(name, math.nan) for row in rows], marker=".", label=name)
-    for side in losses, others:
-        side.set_xlabel("epoch")
-        side.xaxis.get_major_locator().set_params(integer=True)
-        side.grid(alpha=0.3)
-        side.legend()
-    with files.writing(path) as tmp_path:
-        figure.savefig(tmp_path, format="png", dpi=100)
+    values = {name: np.array([row.get(name) for row in rows], dtype=float) for name in last}
+    losses, means, *by_class = panels(list(last))
+    with plain_text():
+        figure = Figure(figsize=(5 * (2 + len(by_class)), 4), layout="constrained")
+        first, second, *others = figure.subplots(1, 2 + len(by_class))
+        for axes, names in (first, losses), (second, means):
+            for name in names:
+                axes.plot(epochs, values[name], marker=".", label=name)
+            if names:
+                axes.legend()
+        for axes, names in zip(others, by_class, strict=True):
+            draw_by_class(axes, epochs, {name: values[name] for name in names})
+        for axes in first, second, *others:
+            axes.set_xlabel("epoch")
+            axes.xaxis.get_major_locator().set_params(integer=True)
+            axes.grid(alpha=0.3)
+        with files.writing(path) as tmp_path:
+            figure.savefig(tmp_path, format="png", dpi=DPI)
 
 
-@torch.inference_mode()
-def draw_examples(
-    path: Path, model: nn.Module, dataset: KeyedDataset, classes: Sequence[str], draw: DrawExample
-) -> None:
-    """Draw up to eight images, evenly spaced over `dataset`, each by the function `draw`."""
-    device = next(model.parameters()).device
-    picks = sorted({round(i * (len(dataset) - 1) / 7) for i in range(8)})
-    columns = min(4, len(picks))
-    rows = -(-len(picks) // columns)
-    figure = Figure(layout="constrained")
-    grid = figure.subplots(rows, columns, squeeze=False)
-    model.eval()
-    for axes, index in itertools.zip_longest(grid.flat, picks):
-        axes.axis("off")
-        if index is None:
-            continue
-        image, target = dataset[0, index]  # of epoch 0
-        # forward, because __call__ of a compiled network would compile again for one image.
-        output = model.forward(loading.normalize(image[None].to(device)))
-        output = metrics.check_logits(output)[0].cpu()
-        draw(axes, image, torch.as_tensor(target), output, classes)
-    height, width = grid[0, 0].images[0].get_size()
-    figure.set_size_inches(3 * columns, rows * (3 * height / width + 0.4))
-    with files.writing(path) as tmp_path:
-        figure.savefig(tmp_path, format="png", dpi=100)
+def panels(names: Sequence[str]) -> list[list[str]]:
+    """Return the names of the losses, of the other metrics, and of those of each class by kind.
+
+    Metrics of classes are those that share what is before their first underscore: iou_road,
+    iou_car. train_... and val_... are none.
+    """
+    losses = [name for name in names if name.endswith("loss")]
+    kinds: dict[str, list[str]] = {}
+    for name in names:
+        kind, _, of = name.partition("_")
+        if of and name not in losses and kind not in ("train", "val"):
+            kinds.setdefault(kind, []).append(name)
+    by_class = [group for group in kinds.values() if len(group) > 1]
+    apart = {name for group in (losses, *by_class) for name in group}
+    return [losses, [name for name in names if name not in apart], *by_class]
+
+
+def draw_by_class(axes: Axes, epochs: Sequence, values: Mapping[str, np.ndarray]) -> None:
+    """Draw a line for each class with its name at its end; of many classes the best and worst.
+
+    values: name of the metric -> float (epochs,), NaN where the class has no value.
+    """
+    with_values = {name: line for name, line in values.items() if not np.isnan(line).all()}
+    ends = {name: line[~np.isnan(line)][-1] for name, line in with_values.items()}
+    ranked = sorted(ends, key=lambda name: -ends[name])
+    named, half = ranked, NAMED // 2
+    if len(ranked) > NAMED:
+        named = [*ranked[:half], *ranked[-half:]]
+        for name in ranked[half:-half]:
+            axes.plot(epochs, values[name], color="0.8", linewidth=0.8)
+    for number, name in enumerate(named):
+        style = "-" if number < half else "--"
+        axes.plot(epochs, values[name], style, color=f"C{number % half}", marker=".", linewidth=1.2)
+    kind = next(iter(values)).partition("_")[0]
+    axes.set_title(
+        f"{kind} of {f'{half} best and {half} worst of ' * (named != ranked)}{len(values)} classes"
+    )
+    bottom, top = axes.get_ylim()
+    heights = spread([(ends[name] - bottom) / (top - bottom) for name in named], gap=0.06)
+    for number, (name, height) in enumerate(zip(named, heights, strict=True)):
+        axes.annotate(
+            f"{shorten(name.partition('_')[2])} {ends[name]:.3f}",
+            (epochs[int(np.flatnonzero(~np.isnan(values[name]))[-1])], ends[name]),
+            xytext=(1.06, height),
+            textcoords="axes fraction",
+            color=f"C{number % half}",
+            fontsize=8,
+            verticalalignment="center",
+            arrowprops={"arrowstyle": "-", "color": f"C{number % half}", "linewidth": 0.5},
+        )
+
+
+def spread(heights: Sequence[float], gap: float) -> list[float]:
+    """Return `heights`, which descend from at most 1 to at least 0, moved to be `gap` apart."""
+    found: list[float] = []
+    for height in heights:
+        found.append(min(height, found[-1] - gap) if found else height)
+    for i in reversed(range(len(found))):
+        found[i] = max(found[i], found[i + 1] + gap if i + 1 < len(found) else 0)
+    return found
+
+
+def draw_confusion(path: Path, confusion: Tensor, classes: Sequence[str]) -> None:
+    """Draw the confusion matrix, int64 (classes, classes), rows labels and columns predictions.
+
+    The colour is the share of the row, and rows without labels are grey.
+    """
+    counts = confusion.double().cpu().numpy()
+    with np.errstate(invalid="ignore"):
+        percent = 100 * counts / counts.sum(1, keepdims=True)
+    count = len(classes)
+    has_numbers = count <= NUMBERED
+    cell = 36 if has_numbers else max(1800 // count, 14 if count <= LABELLED else 1)  # pixels
+    names = [shorten(name) for name in classes]
+    margin = 40 + LETTER * max(map(len, names))
+    side = max(cell * count, 200)
+    width, height = margin + side + 100, margin + side + 50
+    with plain_text():
+        figure = Figure(figsize=(width / DPI, height / DPI))
+        axes = figure.add_axes((margin / width, margin / height, side / width, side / height))
+        bar = figure.add_axes(
+            ((margin + side + 20) / width, margin / height, 15 / width, side / height)
+        )
+        # The root makes a few percent visible.
+        norm = PowerNorm(0.5, 0, 100)
+        drawn = axes.imshow(percent, norm=norm, cmap="Blues", interpolation="nearest")
+        drawn.cmap.set_bad("0.85")
+        figure.colorbar(drawn, cax=bar, ticks=[0, 1, 5, 10, 25, 50, 100]).ax.tick_params(
+            labelsize=8
+        )
+        step = math.ceil(count / LABELLED)
+        axes.set_xticks(range(0, count, step), names[::step], rotation=90, fontsize=8)
+        axes.set_yticks(range(0, count, step), names[::step], fontsize=8)
+        axes.set_xlabel("prediction")
+        axes.set_ylabel("label")
+        axes.set_title("% of each label's row", fontsize=10)
+        if has_numbers:
+            for (row, column), value in np.ndenumerate(percent):
+                text = "" if not value > 0 else f"{value:.0f}" if value >= 0.5 else "<1"
+                color = "white" if value > 35 else "black"
+                axes.text(column, row, text, ha="center", va="center", color=color, fontsize=8)
+        with files.writing(path) as tmp_path:
+            figure.savefig(tmp_path, format="png", dpi=DPI)
+
+
+def shorten(name: str, letters: int = LETTERS) -> str:
+    """Return at most so many letters of `name`, without what is not UTF-8."""
+    name = name.encode("utf-8", "replace").decode()
+    return name if len(name) <= letters else f"{name[: letters - 1]}\N{HORIZONTAL ELLIPSIS}"

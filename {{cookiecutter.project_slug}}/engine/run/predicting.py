@@ -1,5 +1,6 @@
-"""Batches of images for predict.py, without those that cannot be read."""
+"""Batches of images for predict.py, without those that cannot be read or are too large."""
 
+import contextlib
 import sys
 from collections.abc import Iterator, Sequence
 
@@ -9,7 +10,7 @@ from tqdm import tqdm
 
 from engine.data.samples import MapDataset
 from engine.errors import UserError
-from engine.ranks import distributed, process
+from engine.ranks import distributed, failures, process
 from engine.run import machine
 
 
@@ -35,6 +36,15 @@ class Readable:
                     yield indices, batch
                 self.broken += broken
                 bar.update(len(indices) + len(broken))
+
+    @contextlib.contextmanager
+    def skipping(self, name: str, remedy: str) -> Iterator[None]:
+        """Leave the block if it runs out of memory; the image `name` then counts as unreadable."""
+        try:
+            with failures.naming(lambda _: name, [0], remedy):
+                yield
+        except failures.OutOfMemory as error:
+            self.broken.append(str(error))
 
     def finish(self, where: object) -> None:
         """Print the number of images; list the unreadable ones and exit with status 1 if any."""

@@ -27,12 +27,14 @@ from engine.data.loading import Loader
 from engine.data.samples import KeyedDataset
 from engine.ranks import distributed
 from engine.run import machine
+from engine.run.mistakes import Mistakes
 
 SECONDS_BETWEEN_READINGS = 0.5  # reading the loss waits for the device: not at every step
 INPUT_BOUND = 0.1  # from this share of time spent waiting for images, a message says so
 
 if TYPE_CHECKING:
-    from engine.run.plots import DrawExample, Row
+    from engine.run.gallery import DrawExample
+    from engine.run.plots import Row
 
 
 class Reporter:
@@ -192,18 +194,21 @@ class Reporter:
             "prepare_data.py (or a smaller --short-side, if that is done), more CPUs"
         )
 
-    def examples(
+    def images(
         self,
+        mistakes: Mistakes,
         model: nn.Module,
         dataset: KeyedDataset,
         classes: Sequence[str],
         draw: "DrawExample",
     ) -> None:
-        """Write examples.png: validation images with what `model` predicts, drawn by `draw`."""
+        """Write examples.png, images with predictions drawn by `draw`, and `mistakes`."""
         if self.active:
-            from engine.run import plots
+            from engine.run import gallery
 
-            plots.draw_examples(self.folder / "examples.png", model, dataset, classes, draw)
+            path = self.folder / "examples.png"
+            gallery.draw_images(path, model, dataset, classes, draw, gallery.evenly_spaced(dataset))
+            mistakes.write(self.folder, model, dataset, classes, draw)
 
     def finish(self, name: str, best: float) -> None:
         """Print the best score and the paths of the results."""

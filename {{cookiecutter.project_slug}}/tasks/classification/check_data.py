@@ -26,9 +26,10 @@ from dataset import (
     ImageDataset,
     class_folders,
     find_samples,
+    find_train,
     train_transform,
 )
-from engine.data import images, loading
+from engine.data import listing, loading
 from engine.data.checking import PARTS, Facts, Finding, look, reason
 from engine.data.images import Format, open_image
 from engine.data.samples import Packed
@@ -66,15 +67,18 @@ def find_all(
     root: Path, findings: list[Finding]
 ) -> tuple[list[tuple[str, int]], list[tuple[str, int]], list[str]]:
     """Return what find_samples does, for folders that it refuses; what is wrong is added."""
-    has_val = (root / "val").is_dir()
-    parts = PARTS if has_val else PARTS[:1]
-    folders = [class_folders(root / part) if (root / part).is_dir() else [] for part in parts]
-    classes = sorted({name for names in folders for name in names})
+    train_folder, val_folder = find_train(root), listing.val_folder(root)
+    parts = [folder for folder in (train_folder, val_folder) if folder]
+    folders = [class_folders(part) if part.is_dir() else {} for part in parts]
+    classes = list({name: None for part in folders for name in part})
     found: tuple[list, list] = [], []
     for label, name in enumerate(classes):
-        paths = [list_or_find(root / part / name, findings) for part in parts]
-        if not has_val and len(paths[0]) > 1:
-            paths = list(images.split(paths[0], root))
+        paths = [
+            list_or_find(of.get(name, part / name), findings)
+            for part, of in zip(parts, folders, strict=True)
+        ]
+        if not val_folder and len(paths[0]) > 1:
+            paths = list(listing.split(paths[0], root))
         for samples, listed in zip(found, paths, strict=False):
             samples += [(path, label) for path in listed]
     return *found, classes
@@ -83,7 +87,7 @@ def find_all(
 def list_or_find(folder: Path, findings: list[Finding]) -> list[str]:
     """Return the images of a class; what list_images refuses is added to `findings`."""
     try:
-        return images.list_images(folder)
+        return listing.list_images(folder)
     except UserError as error:
         findings.append(Finding("layout", str(folder), reason(error, str(folder))))
         return []

@@ -1,6 +1,8 @@
 """The data set: one folder of images per class, DIR/{train,val}/<class>/*."""
 
 import functools
+import os
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,10 +13,10 @@ from torch.utils.data import Dataset
 from torchvision.transforms import RandomResizedCrop
 from torchvision.transforms.v2 import functional as F
 
-from engine.data import images, prepared
+from engine.data import images, listing, prepared, shares
 from engine.data.images import DEFAULT_FORMAT, Format, LazyImage, open_image
 from engine.data.samples import Packed
-from engine.errors import UserError
+from engine.errors import UserError, shorten
 from engine.ranks import distributed
 
 IMAGE_SIZE = 224  # pixels; what the network sees, unless --image-size says otherwise
@@ -79,16 +81,15 @@ def build_dataset(
     """
     augment = functools.partial(train_transform, size=image_size)
     middle = functools.partial(eval_transform, size=image_size)
-    if store := prepared.open_store(data, find_samples, each=1):
-        return (
-            ImageDataset(store.train, augment, store.train_images),
-            ImageDataset(store.val, middle, store.val_images),
-            store.classes,
-        )
-    train, val, classes = find_samples(data)
+    store = prepared.open_store(data, find_samples, 1, format)
+    train, val, classes = (store.train, store.val, store.classes) if store else find_samples(data)
+    shares.say_images(classes, [label for _, label in train], [label for _, label in val])
+    if not store:
+        images.say_depth(train[0][0], format)
+    stored = (store.train_images, store.val_images) if store else (None, None)
     return (
-        ImageDataset(train, augment, format=format),
-        ImageDataset(val, middle, format=format),
+        ImageDataset(train, augment, stored[0], format),
+        ImageDataset(val, middle, stored[1], format),
         classes,
     )
 
@@ -96,44 +97,74 @@ def build_dataset(
 def find_samples(root: Path) -> tuple[list[tuple[str, int]], list[tuple[str, int]], list[str]]:
     """Return the samples, (path, class number), for training and for validation, and the classes.
 
-    Without DIR/val, 15 % of each class of DIR/train is held out, always the same images.
+    Without DIR/val, 15 % of each class of DIR/train is held out, always the same images. Without
+    DIR/train, the folders in DIR are the classes.
     """
-    classes = class_folders(root / "train")
+    train_folder, val_folder = find_train(root), listing.val_folder(root)
+    classes, skipped = class_folders(train_folder), Counter[str]()
     if len(classes) < 2:
         raise UserError(
-            f"{root / 'train'}: {len(classes)} class folder(s) found; at least two are needed"
+            f"{train_folder}: {len(classes)} class folder(s) found; at least two are needed"
+        )
+    val_classes = class_folders(val_folder) if val_folder else {}
+    if val_folder and (unmatched := sorted(val_classes.keys() ^ classes.keys())):
+        where = val_folder if unmatched[0] in classes else train_folder
+        raise UserError(
+            f"{where}: class folder {unmatched[0]} is missing; train and val need the same"
         )
     train: list[tuple[str, int]] = []
     val: list[tuple[str, int]] = []
-    has_val = (root / "val").is_dir()
-    if has_val and (unmatched := sorted(set(class_folders(root / "val")) ^ set(classes))):
-        where = "val" if unmatched[0] in classes else "train"
-        raise UserError(
-            f"{root / where}: class folder {unmatched[0]} is missing; train and val need the same"
-        )
-    for label, name in enumerate(classes):
-        train_paths = images.list_images(root / "train" / name)
-        if has_val:
-            val_paths = images.list_images(root / "val" / name)
+    for label, (name, folder) in enumerate(classes.items()):
+        train_paths = listing.list_images(folder, skipped)
+        if val_folder:
+            val_paths = listing.list_images(val_classes[name], skipped)
         else:
-            train_paths, val_paths = images.split(train_paths, root)
+            train_paths, val_paths = listing.split(train_paths, root)
         train += [(path, label) for path in train_paths]
         val += [(path, label) for path in val_paths]
-    if not has_val:
-        distributed.say(
-            f"no {root / 'val'}: {len(val)} of {len(train) + len(val)} images used for validation"
+    if not val_folder:
+        listing.say_split(root, len(val), len(train) + len(val))
+    listing.say_skipped(skipped)
+    return train, val, list(classes)
+
+
+def find_train(root: Path) -> Path:
+    """Return DIR/train, or DIR if it has none and all its folders look like those of classes."""
+    train = root / "train"
+    if train.is_dir() or not root.is_dir():
+        return train
+    folders = class_folders(root)
+    others = {"train", "training", "test", "testing", "images", "masks", *listing.VAL_NAMES}
+    no_class = [
+        str(folder)
+        for name, folder in folders.items()
+        if name.lower() in others or not any(map(listing.is_image, os.listdir(folder)))
+    ]
+    if no_class or len(folders) < 2:
+        found = f"{shorten(no_class)} cannot be classes" if no_class else "no class folders"
+        raise UserError(
+            f"{train}: no such folder; expected {train}/<class>/* or {root}/<class>/*, but {found}"
         )
-    return train, val, classes
+    distributed.say(f"no {train}: the class folders in {root} are used")
+    return root
 
 
-def class_folders(folder: Path) -> list[str]:
-    """Return the names of the folders in `folder`, sorted: the position is the class number."""
+def class_folders(folder: Path) -> dict[str, Path]:
+    """Return the folder of each class in `folder`: the position is the class number.
+
+    They are sorted by name, by number if all names are numbers.
+    """
     if not folder.is_dir():
         raise UserError(f"{folder}: no such folder; README.md describes the expected folders")
-    _, names, _ = next(images.walk(folder))
+    _, names, files = next(listing.walk(folder))
     if unreadable := [name for name in names if name.encode("utf-8", "ignore").decode() != name]:
         raise UserError(f"{folder / unreadable[0]}: the class name is not UTF-8; rename the folder")
-    return names
+    if loose := sum(map(listing.is_image, files)):
+        distributed.say(f"{folder}: {loose} images beside the class folders are not used")
+    folders = listing.by_name([(str(folder / name), listing.composed(name)) for name in names])
+    are_numbers = all(name.isdecimal() for name in names)
+    order = sorted(folders, key=lambda name: (int(name) if are_numbers else 0, name))
+    return {name: Path(folders[name]) for name in order}
 
 
 def draw_example(

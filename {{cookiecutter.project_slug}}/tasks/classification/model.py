@@ -7,10 +7,10 @@ from typing import Any
 import torchvision
 from torch import Tensor, nn
 from torchmetrics import Metric, MetricCollection
-from torchmetrics.classification import MulticlassAccuracy
+from torchmetrics.classification import MulticlassAccuracy, MulticlassConfusionMatrix
 
 from engine.errors import UserError
-from engine.run import pretrained
+from engine.run import pretrained, sizes
 
 BEST = "top1"  # the metric, higher is better, that decides which weights are kept as best.pt
 NETWORK_FLAGS = ("arch",)  # flags that have to equal those of a checkpoint
@@ -32,23 +32,28 @@ def build_model(args: Namespace, classes: Sequence[str], weights: str | None = N
     names = torchvision.models.list_models(module=torchvision.models)
     if args.arch not in names:
         raise UserError(f"--arch {args.arch}: torchvision has {', '.join(names)}")
-    # Arguments that some networks need; auxiliary heads are off, as they need a loss of their own.
-    size = args.image_size
-    no_head = {"aux_logits": False, "init_weights": True, "transform_input": True}
-    special: dict[str, dict[str, Any]] = {
-        "googlenet": no_head,
-        "inception": no_head,
-        "maxvit": {"input_size": (size, size)},
-        "vit": {"image_size": size},
-    }
-    options = special.get(args.arch.split("_")[0], {})
-    try:
-        model = torchvision.models.get_model(args.arch, num_classes=len(classes), **options)
-    except (AssertionError, ValueError) as error:
-        raise UserError(f"--arch {args.arch} --image-size {size}: {error}") from None
+
+    def create(size: int) -> nn.Module:
+        # What some networks need; auxiliary heads are off, as they need a loss of their own.
+        no_head = {"aux_logits": False, "init_weights": True, "transform_input": True}
+        special: dict[str, dict[str, Any]] = {
+            "googlenet": no_head,
+            "inception": no_head,
+            "maxvit": {"input_size": (size, size)},
+            "vit": {"image_size": size},
+        }
+        options = special.get(args.arch.split("_")[0], {})
+        return torchvision.models.get_model(args.arch, num_classes=len(classes), **options)
+
+    model = sizes.check(create, args.image_size, args.arch)
     if weights:
         pretrained.copy_matching(model, pretrained.read_weights(weights, args.arch))
     return model
+
+
+def infer(model: nn.Module, images: Tensor, args: Namespace) -> Tensor:
+    """Apply `model` in evaluation: float32 (N, 3, H, W), normalised -> logits (N, classes)."""
+    return model.forward(images)  # __call__ of a compiled one would compile again for each size
 
 
 def build_criterion(args: Namespace) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]:
@@ -65,10 +70,14 @@ def build_criterion(args: Namespace) -> Callable[[Tensor, Tensor], tuple[Tensor,
 
 
 def build_metrics(classes: Sequence[str]) -> MetricCollection:
-    """Return the metrics; they take (logits (N, classes), int64 (N,)) and add up over ranks."""
+    """Return the metrics; they take (logits (N, classes), int64 (N,)) and add up over ranks.
+
+    The confusion matrix is for per_class.csv and confusion.png, not for metrics.csv.
+    """
     count = len(classes)
     metrics: dict[str, Metric | MetricCollection] = {
-        "top1": MulticlassAccuracy(count, average="micro")
+        "top1": MulticlassAccuracy(count, average="micro"),
+        "matrix": MulticlassConfusionMatrix(count),
     }
     if count > 5:
         metrics["top5"] = MulticlassAccuracy(count, average="micro", top_k=5)

@@ -1,8 +1,8 @@
-"""The data set: images and masks of class numbers, DIR/{train,val}/{images,masks}/*."""
+"""The data set: images and their masks, DIR/{train,val}/{images,masks}/*."""
 
 import functools
+from collections import Counter
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -11,19 +11,17 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from engine.data import images, prepared
+from engine.data import images, listing, prepared
 from engine.data.images import DEFAULT_FORMAT, Format, LazyImage, open_image
 from engine.data.samples import Packed
 from engine.errors import UserError
 from engine.ranks import distributed
+from engine.run.palette import colors_of
+from masks import VOID, Labels, parse, read_classes, read_mask, survey
 
 IMAGE_SIZE = 512  # pixels; side of the training crops, unless --image-size says otherwise
 SHORT_SIDE = 0  # pixels; of what prepare_data.py stores; 0: as large as they are
-VOID = 255  # the mask value that both loss and metrics ignore
 STRIDE = 32  # the networks halve an image five times
-COLORS = np.array(  # of the classes in overlays; class 0 is not tinted
-    [[0, 0, 0], [230, 60, 40], [60, 140, 240], [250, 200, 40], [70, 190, 90], [180, 80, 200]]
-)
 
 
 def train_transform(image: LazyImage, mask: LazyImage, size: int) -> tuple[Tensor, Tensor]:
@@ -68,13 +66,13 @@ class SegmentationDataset(Dataset):
     def __init__(
         self,
         samples: Sequence[tuple[str, str]],
-        num_classes: int,
+        labels: Labels,
         transform: Callable[[LazyImage, LazyImage], tuple[Tensor, Tensor]],
         prepared: Sequence[tuple[LazyImage, LazyImage]] | None = None,
         format: Format = DEFAULT_FORMAT,
     ) -> None:
         self.samples = Packed(samples)
-        self.num_classes = num_classes
+        self.labels = labels
         self.transform = transform
         self.prepared = prepared
         self.format = format
@@ -96,7 +94,7 @@ class SegmentationDataset(Dataset):
     def open_mask(self, index: int) -> LazyImage:
         if self.prepared:
             return self.prepared[index][1]
-        return LazyImage.of(read_mask(self.samples[index][1], self.num_classes))
+        return LazyImage.of(read_mask(self.samples[index][1], self.labels, self.format))
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         return self.transform(*(self.prepared[index] if self.prepared else self.open(index)))
@@ -104,49 +102,62 @@ class SegmentationDataset(Dataset):
 
 def build_dataset(
     data: Path, image_size: int, format: Format = DEFAULT_FORMAT
-) -> tuple[SegmentationDataset, SegmentationDataset, list[str]]:
-    """Return the training set, the validation set and the class names of the folder `data`.
+) -> tuple[SegmentationDataset, SegmentationDataset, Labels]:
+    """Return the training set, the validation set and the classes of the folder `data`.
 
     image_size: the side of the training crops in pixels; validation keeps the images' own size.
     """
     augment = functools.partial(train_transform, size=image_size)
-    if store := prepared.open_store(data, find_samples, each=2):
-        classes = store.classes
-        train = SegmentationDataset(store.train, len(classes), augment, store.train_images)
-        val = SegmentationDataset(store.val, len(classes), eval_transform, store.val_images)
+    if store := prepared.open_store(data, find_samples, 2, format):
+        labels = parse(store.classes, data)
+        train = SegmentationDataset(store.train, labels, augment, store.train_images)
+        val = SegmentationDataset(store.val, labels, eval_transform, store.val_images)
     else:
-        train_pairs, val_pairs, names = find_samples(data)
-        classes = names or distributed.from_rank_zero(number_classes, data, train_pairs)
-        train = SegmentationDataset(train_pairs, len(classes), augment, format=format)
-        val = SegmentationDataset(val_pairs, len(classes), eval_transform, format=format)
-    distributed.from_rank_zero(check_masks, train, data)
-    return train, val, classes
+        train_pairs, val_pairs, labels = find_samples(data)
+        images.say_depth(train_pairs[0][0], format)
+        train = SegmentationDataset(train_pairs, labels, augment, format=format)
+        val = SegmentationDataset(val_pairs, labels, eval_transform, format=format)
+    train.labels = val.labels = distributed.from_rank_zero(survey, data, train, val)
+    return train, val, train.labels
 
 
-def find_samples(root: Path) -> tuple[list[tuple[str, str]], list[tuple[str, str]], list[str]]:
+def find_samples(root: Path) -> tuple[list[tuple[str, str]], list[tuple[str, str]], Labels]:
     """Return the (image path, mask path) pairs for training, those for validation, and the classes.
 
-    The names are the lines of DIR/classes.txt; none without that file. Without DIR/val, 15 % of
-    DIR/train is held out, always the same images.
+    The classes are those of DIR/classes.txt; none without that file. Without DIR/val, 15 % of
+    DIR/train is held out, always the same images. Without DIR/train, DIR/images and DIR/masks are
+    taken.
     """
-    train = find_pairs(root / "train")
-    if (root / "val").is_dir():
-        val = find_pairs(root / "val")
+    train_folder, val_folder = root / "train", listing.val_folder(root)
+    if not train_folder.is_dir() and (root / "images").is_dir() and (root / "masks").is_dir():
+        distributed.say(f"no {train_folder}: {root / 'images'} and {root / 'masks'} are used")
+        train_folder = root
+    skipped = Counter[str]()
+    train = find_pairs(train_folder, skipped)
+    if val_folder:
+        val = find_pairs(val_folder, skipped)
     else:
         mask_of = dict(train)
-        parts = images.split(list(mask_of), root)
+        parts = listing.split(list(mask_of), root)
         train, val = ([(path, mask_of[path]) for path in part] for part in parts)
-        distributed.say(
-            f"no {root / 'val'}: {len(val)} of {len(mask_of)} images used for validation"
-        )
+        listing.say_split(root, len(val), len(mask_of))
+    listing.say_skipped(skipped)
     return train, val, read_classes(root / "classes.txt")
 
 
-def find_pairs(folder: Path) -> list[tuple[str, str]]:
-    """Return (image path, mask path) for each name in `folder`/images and `folder`/masks."""
-    image_of, mask_of = (
-        images.by_name(images.collect([folder / kind])) for kind in ("images", "masks")
-    )
+def find_pairs(folder: Path, skipped: Counter[str] | None = None) -> list[tuple[str, str]]:
+    """Return (image path, mask path) for each name in `folder`/images and `folder`/masks.
+
+    skipped: files whose type is not read are added to it, by their endings.
+    """
+    if not folder.is_dir():
+        raise UserError(f"{folder}: no such folder; README.md describes the expected folders")
+
+    def paths(kind: str) -> dict[str, str]:
+        found = listing.collect([folder / kind], skipped)
+        return listing.by_name([(path, listing.composed(name)) for path, name in found])
+
+    image_of, mask_of = paths("images"), paths("masks")
     if unmatched := sorted(image_of.keys() ^ mask_of.keys()):
         path = image_of.get(unmatched[0]) or mask_of[unmatched[0]]
         lack = "masks" if unmatched[0] in image_of else "images"
@@ -154,77 +165,16 @@ def find_pairs(folder: Path) -> list[tuple[str, str]]:
     return [(image_of[name], mask_of[name]) for name in sorted(image_of)]
 
 
-def read_classes(path: Path) -> list[str]:
-    """Return the class names, the lines of the file at `path`; none without it."""
-    if not path.is_file():
-        return []
-    try:
-        lines = path.read_text(encoding="utf-8-sig").splitlines()
-    except UnicodeDecodeError:
-        raise UserError(f"{path}: not UTF-8; save it as UTF-8") from None
-    classes = [line.strip() for line in lines if line.strip()]
-    if not 2 <= len(set(classes)) == len(classes) <= VOID:
-        raise UserError(f"{path}: needs 2 to {VOID} unique names, one per line")
-    return classes
+def overlay(image: np.ndarray, mask: np.ndarray, classes: Sequence[str]) -> np.ndarray:
+    """Return uint8 (H, W, 3): `image` (same) tinted by `mask` (H, W), whose void is white.
 
-
-def number_classes(root: Path, train: Sequence[tuple[str, str]]) -> list[str]:
-    """Return the class numbers as names, up to the highest in the masks of `train` (reads all)."""
-    names = root / "classes.txt"
-    distributed.say(f"no {names}: reading {len(train)} masks for the class numbers")
-    with ThreadPoolExecutor() as pool:
-        highest = max(pool.map(lambda pair: highest_class(read_mask(pair[1], VOID)), train))
-    return [str(number) for number in range(highest + 1)]
-
-
-def highest_class(mask: np.ndarray) -> int:
-    return int(mask[mask != VOID].max(initial=0))
-
-
-def check_masks(train: SegmentationDataset, root: Path) -> None:
-    """Raise a UserError unless the training masks hold at least two classes.
-
-    Reads masks in random order until it has seen two: usually a few, all before it raises.
+    Classes whose colour is black, such as class 0 unless classes.txt has another, are not tinted.
     """
-    found: set[int] = set()
-    order = np.random.default_rng(0).permutation(len(train))
-    with ThreadPoolExecutor() as pool:
-        for start in range(0, len(order), 16):
-            for mask in pool.map(train.open_mask, order[start : start + 16]):
-                labels = mask.read()
-                labels = labels[labels != VOID]
-                found |= {int(labels.min()), int(labels.max())} if len(labels) else set()
-            if len(found) > 1:
-                return
-            if start == 1024:
-                distributed.say(f"{root}: one class in {start} training masks, reading the rest")
-    only = f"class {found.pop()} and nothing else" if found else "no class"
-    raise UserError(
-        f"{root}: all {len(train)} training masks hold {only} ({VOID} is void, not a class): "
-        f"if {VOID} is meant as a class, write its number, such as 1, instead"
-    )
-
-
-def read_mask(path: str, num_classes: int) -> np.ndarray:
-    """Return the mask at `path`, uint8 (H, W): class numbers below `num_classes`, or VOID."""
-    mask = np.array(images.read_image(path, mode=None))  # a palette's numbers, not its colours
-    if mask.ndim != 2:
-        raise UserError(f"{path}: a mask with {mask.shape[2]} channels; it must hold class numbers")
-    with np.errstate(invalid="ignore"):  # NaN
-        labels = mask.astype(np.uint8)
-    if (unknown := (mask != labels) | ((labels >= num_classes) & (labels != VOID))).any():
-        raise UserError(
-            f"{path}: label {mask[unknown].min()}, but the classes are 0 to {num_classes - 1} "
-            f"({VOID} is void); correct the mask or name the class in classes.txt"
-        )
-    return labels
-
-
-def overlay(image: np.ndarray, mask: np.ndarray) -> np.ndarray:
-    """Return uint8 (H, W, 3): `image` (same) tinted by `mask` (H, W); void is white."""
-    colors = np.where((mask == VOID)[..., None], 255, COLORS[(mask - 1) % (len(COLORS) - 1) + 1])
+    table = np.full((256, 3), 255)
+    table[: len(classes)] = colors_of(classes)
+    colors = table[mask]
     tinted = (0.4 * image + 0.6 * colors).astype(np.uint8)
-    return np.where((mask == 0)[..., None], image, tinted)
+    return np.where(colors.any(-1, keepdims=True), tinted, image)
 
 
 def draw_example(
@@ -236,6 +186,7 @@ def draw_example(
     """
     pixels = image.permute(1, 2, 0).numpy()
     prediction = output.argmax(0).numpy().astype(np.uint8)
-    parts = [pixels, overlay(pixels, prediction), overlay(pixels, target.numpy())]
+    parts = [pixels, overlay(pixels, prediction, classes)]
+    parts.append(overlay(pixels, target.numpy(), classes))
     axes.imshow(np.concatenate(parts, axis=1))
     axes.set_title("image | prediction | truth", fontsize=9)

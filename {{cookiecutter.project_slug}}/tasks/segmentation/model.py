@@ -1,19 +1,20 @@
 """The network, its loss and its metrics."""
 
-from argparse import Namespace, _ArgumentGroup
+from argparse import ArgumentTypeError, Namespace, _ArgumentGroup
 from collections.abc import Callable, Sequence
 
 import segmentation_models_pytorch as smp
 import torch
 import torchvision
 from torch import Tensor, nn
-from torchmetrics import ClasswiseWrapper, MetricCollection
-from torchmetrics.classification import MulticlassJaccardIndex
+from torchmetrics import ClasswiseWrapper, Metric, MetricCollection
+from torchmetrics.classification import MulticlassConfusionMatrix, MulticlassJaccardIndex
 
-from dataset import VOID
+from dataset import STRIDE
 from engine.errors import UserError
 from engine.ranks import distributed
-from engine.run import pretrained
+from engine.run import pretrained, sizes, tiles
+from masks import VOID
 
 BEST = "miou"  # the metric, higher is better, that decides which weights are kept as best.pt
 NETWORK_FLAGS = ("arch", "encoder")  # flags that have to equal those of a checkpoint
@@ -35,6 +36,21 @@ def add_arguments(group: _ArgumentGroup) -> None:
         help="start from the encoder's weights of that name (imagenet), from torchvision's "
         "(DEFAULT), or from a .pt file; layers of another shape, such as the last, are not loaded",
     )
+    add(
+        "--tile",
+        metavar="PIXELS",
+        type=tile_size,
+        default=2048,
+        help="predict larger validation images in overlapping tiles of that side; 0: always whole",
+    )
+
+
+def tile_size(text: str) -> int:
+    """Convert PIXELS: 0, or a multiple of STRIDE of at least four times that."""
+    value = int(text) if text.isdecimal() else -1
+    if value % STRIDE or 0 < value < 4 * STRIDE:
+        raise ArgumentTypeError(f"{text} is not 0 or a multiple of {STRIDE} from {4 * STRIDE} up")
+    return value
 
 
 class Logits(nn.Module):
@@ -51,7 +67,7 @@ class Logits(nn.Module):
 def build_model(args: Namespace, classes: Sequence[str], weights: str | None = None) -> nn.Module:
     """Return a network: float32 (N, 3, H, W), normalised -> logits (N, classes, H, W).
 
-    H and W have to be multiples of 32.
+    H and W have to be multiples of STRIDE.
     """
     file = weights if weights and weights.endswith((".pt", ".pth")) else None
     name = None if file else weights
@@ -59,6 +75,7 @@ def build_model(args: Namespace, classes: Sequence[str], weights: str | None = N
         model = build_torchvision(args.arch, len(classes), name)
     else:
         model = build_smp(args.arch, args.encoder, len(classes), name)
+    sizes.check(lambda _: model, args.image_size, f"{args.arch} with {args.encoder}")
     if file:
         pretrained.copy_matching(model, pretrained.read_weights(file, args.arch))
     return model
@@ -95,12 +112,31 @@ def freeze_unused(model: nn.Module) -> nn.Module:
 
     Some encoders have layers that no decoder reads; DDP would wait for their gradients.
     """
-    weights = list(model.parameters())
-    output = model.eval()(torch.zeros(1, 3, 128, 128)).sum()
-    gradients = torch.autograd.grad(output, weights, allow_unused=True)
-    for weight, gradient in zip(weights, gradients, strict=True):
+    side = 5 * STRIDE
+    try:
+        output, weights = sizes.forward(model, side)
+    except sizes.ERRORS as error:
+        reason = " ".join(str(error).split())
+        raise ValueError(
+            f"cannot take images of {side} x {side} pixels ({reason}), but validation pads images "
+            f"to multiples of {STRIDE}: choose another network, or edit STRIDE in dataset.py"
+        ) from None
+    gradients = torch.autograd.grad(output.sum(), list(weights.values()), allow_unused=True)
+    for weight, gradient in zip(model.parameters(), gradients, strict=True):
         weight.requires_grad_(gradient is not None)
-    return model.train()
+    return model
+
+
+def infer(model: nn.Module, images: Tensor, args: Namespace) -> Tensor:
+    """Apply `model` in evaluation: float32 (N, 3, H, W), normalised -> logits (N, classes, H, W).
+
+    Images larger than --tile go through in tiles, one at a time, in less memory. With the U-Net of
+    the demo, class and probability of less than 1 pixel in 1,000 change by that. Networks that
+    pool the whole image, or attend to all of it, see one tile at a time and may change more.
+    """
+    if args.tile and max(images.shape[-2:]) > args.tile:
+        return tiles.whole(model.forward, images, args.tile, STRIDE)
+    return model.forward(images)  # __call__ of a compiled one would compile again for each size
 
 
 def build_criterion(args: Namespace) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]:
@@ -121,11 +157,18 @@ def build_criterion(args: Namespace) -> Callable[[Tensor, Tensor], tuple[Tensor,
 def build_metrics(classes: Sequence[str]) -> MetricCollection:
     """Return mean and per-class IoU over the whole set; they take (logits, int64 (N, H, W)).
 
-    A class in neither labels nor predictions is NaN and left out of the mean.
+    A class in neither labels nor predictions is NaN and left out of the mean. The confusion matrix
+    is for per_class.csv and confusion.png, not for metrics.csv.
     """
     count = len(classes)
     mean = MulticlassJaccardIndex(count, ignore_index=VOID)
     each = MulticlassJaccardIndex(
         count, ignore_index=VOID, average="none", zero_division=float("nan")
     )
-    return MetricCollection({"miou": mean, "iou": ClasswiseWrapper(each, list(classes), "iou_")})
+    metrics: dict[str, Metric | MetricCollection] = {
+        "miou": mean,
+        "iou": ClasswiseWrapper(each, list(classes), "iou_"),
+        # All three share their counts. Sorted by name a wrapper has to come first of those that do.
+        "matrix": MulticlassConfusionMatrix(count, ignore_index=VOID),
+    }
+    return MetricCollection(metrics)

@@ -1,0 +1,138 @@
+"""Which images a folder holds, and which of them are for validation."""
+
+import os
+import unicodedata
+import zlib
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from engine.errors import UserError
+from engine.ranks import distributed
+
+EXTENSIONS = {".bmp", ".jfif", ".jpe", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp"}
+NO_IMAGES = {".csv", ".db", ".ini", ".json", ".txt", ".xml"}  # as are often beside images
+VAL_NAMES = ("val", "valid", "validation")
+
+
+def list_images(folder: Path, skipped: Counter[str] | None = None) -> list[str]:
+    """Return the paths of all images below `folder`, sorted; a UserError if there is none.
+
+    skipped: files of other types are added to it, by their endings.
+    """
+    if not folder.is_dir():
+        raise UserError(f"{folder}: no such file or folder")
+    paths, others = [], Counter[str]()
+    for parent, _, names in walk(folder):
+        for name in names:
+            ending = os.path.splitext(name)[1].lower()
+            if is_image(name):
+                paths.append(os.path.join(parent, name))
+            elif not name.startswith(".") and ending not in NO_IMAGES:
+                others[ending or "without ending"] += 1
+    if not paths:
+        found = f" but {_count(others)}" if others else ""
+        raise UserError(
+            f"{folder}: no images in it{found}; expected {', '.join(sorted(EXTENSIONS))}"
+        )
+    if skipped is not None:
+        skipped.update(others)
+    return sorted(paths)
+
+
+def is_image(name: str) -> bool:
+    """Return whether a file of that name is read as an image."""
+    return os.path.splitext(name)[1].lower() in EXTENSIONS and not name.startswith(".")
+
+
+def say_skipped(skipped: Counter[str]) -> None:
+    """Print how many files `list_images` has skipped, if any."""
+    if skipped:
+        distributed.say(
+            f"skipped, because their type is not read: {_count(skipped)}; "
+            "convert them to JPEG or PNG"
+        )
+
+
+def _count(endings: Counter[str]) -> str:
+    return ", ".join(f"{number} {ending}" for ending, number in endings.most_common())
+
+
+def walk(folder: Path) -> Iterator[tuple[str, list[str], list[str]]]:
+    """Like os.walk, sorted and through links, but into each folder once and into no hidden one.
+
+    Links to a parent and what tools leave (.ipynb_checkpoints, __MACOSX) would add duplicates.
+    """
+    real = os.path.realpath(folder)
+    seen = {real, *map(str, Path(real).parents)}
+    for parent, folders, names in os.walk(folder, followlinks=True):
+        found, folders[:] = sorted(folders), []
+        for name in found:
+            real = os.path.realpath(os.path.join(parent, name))
+            if real not in seen and not name.startswith(".") and name != "__MACOSX":
+                seen.add(real)
+                folders.append(name)
+        yield parent, folders, names
+
+
+def collect(
+    inputs: Sequence[str | Path], skipped: Counter[str] | None = None
+) -> list[tuple[str, str]]:
+    """Return (path, name) of each image among `inputs`, which are files and folders.
+
+    The name is the path below the folder that was given, without its extension.
+    """
+    found = []
+    for given in inputs:
+        is_file = os.path.isfile(given)
+        for path in [str(given)] if is_file else list_images(Path(given), skipped):
+            below = os.path.basename(path) if is_file else os.path.relpath(path, given)
+            found.append((path, os.path.splitext(below)[0]))
+    return found
+
+
+def by_name(images: Sequence[tuple[str, str]]) -> dict[str, str]:
+    """Return {name: path} of (path, name) pairs; a UserError if two share a name."""
+    found: dict[str, str] = {}
+    for path, name in images:
+        if name in found:
+            raise UserError(
+                f"{path} and {found[name]} have the same name; rename one, or pass one at a time"
+            )
+        found[name] = path
+    return found
+
+
+def composed(name: str) -> str:
+    """Return the form in which names are compared: macOS may store e and an accent for é."""
+    return unicodedata.normalize("NFC", name)
+
+
+def val_folder(root: Path) -> Path | None:
+    """Return the folder of the validation set below `root`, by any of its usual names, or None."""
+    for name in VAL_NAMES:
+        if (root / name).is_dir():
+            if name != "val":
+                distributed.say(f"no {root / 'val'}: {root / name} is used for validation")
+            return root / name
+    return None
+
+
+def say_split(root: Path, count: int, total: int) -> None:
+    """Print that `count` of `total` images are held out because `root` has no validation set."""
+    line = f"no {root / 'val'}: {count} of {total} images used for validation"
+    has_test = (root / "test").is_dir()
+    distributed.say(f"{line}; {root / 'test'} is not used" if has_test else line)
+
+
+def split(paths: Sequence[str], root: Path) -> tuple[list[str], list[str]]:
+    """Split `paths` into 85 % for training and 15 % for validation, at least one in each.
+
+    The order is by a checksum of the path below `root`: the same on every machine and in every
+    run, and adding an image moves few others.
+    """
+    if len(paths) < 2:
+        raise UserError(f"{paths[0]}: too few images to split; add more, or a val folder")
+    by_chance = sorted(paths, key=lambda p: zlib.crc32(os.fsencode(os.path.relpath(p, root))))
+    count = max(1, round(0.15 * len(paths)))
+    return sorted(by_chance[count:]), sorted(by_chance[:count])

@@ -1,0 +1,60 @@
+"""Which image sizes a network takes, on the device meta: shapes and gradients without numbers."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from engine.errors import UserError
+
+ERRORS = (AssertionError, RuntimeError, ValueError)  # of networks, about sizes
+STEPS = 14, 16  # of sizes that may be suggested: most networks take multiples of one of these
+FARTHEST = 256  # pixels, from the size that was asked for
+
+
+def forward(model: nn.Module, size: int) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return the output for an image of `size` x `size` pixels, and the weights that it is made of.
+
+    In evaluation mode. All tensors are on the device meta; `model` stays where it is.
+    """
+    was_training = model.training
+    try:
+        return _forward(model.eval(), size, "meta")
+    except NotImplementedError:  # a layer needs numbers
+        return _forward(model, size, "cpu")
+    finally:
+        model.train(was_training)
+
+
+def _forward(model: nn.Module, size: int, device: str) -> tuple[Tensor, dict[str, Tensor]]:
+    weights = {name: w.detach().to(device).requires_grad_() for name, w in model.named_parameters()}
+    buffers = {name: buffer.to(device) for name, buffer in model.named_buffers()}
+    image = torch.zeros(1, 3, size, size, device=device)
+    return functional_call(model, {**weights, **buffers}, image), weights
+
+
+def check(build: Callable[[int], nn.Module], size: int, name: str) -> nn.Module:
+    """Return `build(size)`, a network called `name`; a UserError if it does not take that size."""
+    try:
+        model = build(size)
+        forward(model, size)
+        return model
+    except ERRORS as error:
+        reason = " ".join(str(error).split())
+    others = sorted({n for step in STEPS for n in range(step, size + FARTHEST, step)})
+    below = [n for n in reversed(others) if size - FARTHEST < n < size]
+    above = [n for n in others if n > size]
+    with torch.device("meta"):  # where building takes no time
+        near = [next((str(n) for n in way if takes(build, n)), "") for way in (below, above)]
+    remedy = f"; use {' or '.join(filter(None, near))}" if any(near) else f" ({reason})"
+    raise UserError(f"--image-size {size}: {name} cannot take such images{remedy}")
+
+
+def takes(build: Callable[[int], nn.Module], size: int) -> bool:
+    """Return whether `build(size)` takes images of that size."""
+    try:
+        forward(build(size), size)
+    except ERRORS:
+        return False
+    return True
