@@ -130,7 +130,7 @@ def test_faults_of_classification(project: Project, tmp_path: Path) -> None:
     for text in painter.channels():
         assert text in done.out
     assert "15 for training, 2 of them with errors" in done.out
-    assert "20 x 30" not in done.out and "30 x 20 to 40 x 40" in done.out
+    assert "30 x 20 to 40 x 40 pixels" in done.out
     assert "2 steps per epoch of 3 x 2 ranks = 6 images; each epoch leaves out 1" in done.out
     assert lines[-1].startswith("9 errors, 3 warnings")
     assert (out / "check.png").stat().st_size > 10_000
@@ -206,7 +206,7 @@ def test_a_whole_set(project: Project, data: Path, tmp_path: Path) -> None:
     done = check(project, data, tmp_path, "--batch-size", 4, "--ranks", 2).ok()
     assert [path.name for path in tmp_path.iterdir()] == ["check.png"]
     assert "0 errors, 0 warnings" in done.out
-    assert "53 for training: " in done.out
+    assert "53 for training; " in done.out
     assert "6 steps per epoch of 4 x 2 ranks = 8 images; each epoch leaves out 5" in done.out
     if project.task == "segmentation":
         files = (data / "train/masks").iterdir()

@@ -80,7 +80,8 @@ def look(path: str, format: Format) -> Facts:
             _look(path, format, facts)
     except Exception as error:  # Pillow raises errors of many kinds for malformed files
         kind = "range" if facts.span and isinstance(error, UserError) else "broken"
-        facts.findings.append(Finding(kind, path, reason(error, path)))
+        text = reason(error, path).removesuffix(f" {depth.SET}")
+        facts.findings.append(Finding(kind, path, text))
     return facts
 
 
@@ -98,10 +99,11 @@ def _look(path: str, format: Format, facts: Facts) -> None:
                 values = depth.read_values(path, image, lambda: Image.open(path), is_exact=True)
     if values is not None and np.isfinite(values).all():
         facts.span = float(values.min()), float(values.max())
+        facts.pixels = digest(values)
     lazy = open_image(path, format)
     decoded = np.ascontiguousarray(lazy.decode(1))
     facts.histogram = np.array(Image.fromarray(decoded).histogram()).reshape(3, 256)
-    facts.pixels = digest(decoded if values is None else values)
+    facts.pixels = facts.pixels or digest(decoded)
     facts.size = lazy.height, lazy.width
 
 

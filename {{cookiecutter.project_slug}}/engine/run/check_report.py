@@ -58,13 +58,13 @@ def _images(survey: Survey) -> list[str]:
         total = int((survey.parts == part).sum())
         line = f"{total} for {name}"
         if unusable := total - len(sizes):
-            line += f", {unusable} of them with errors; the others"
+            line += f", {unusable} of them with errors"
         if len(sizes):
             order = np.argsort(sizes.astype(np.int64).prod(1), kind="stable")
             low, mid, high = (_size(sizes[order[at]]) for at in (0, len(order) // 2, -1))
             count = len(np.unique(sizes, axis=0))
             several = f" to {high}, median {mid}; {count} sizes"
-            line += f": {low}" + (several if count > 1 else "") + " (width x height in pixels)"
+            line += f"; {low}" + (several if count > 1 else "") + " pixels (width x height)"
         lines.append(line)
     rate = len(survey.samples) / survey.seconds
     return [*lines, f"read whole in {survey.seconds:.3g} s, {rate:.3g} images/s"]
@@ -78,7 +78,7 @@ def _values(survey: Survey, given: tuple[float, float] | None) -> list[str]:
     lines = []
     for kind, (count, low, high) in survey.spans.items():
         wanted = f"{low:.6g},{high if high > low else low + 1:.6g}"
-        advice = f"--value-range {wanted} makes the most of them"
+        advice = f"--value-range{'=' if low < 0 else ' '}{wanted} makes the most of them"
         if given:
             effect = "covers" if given[0] <= low and high <= given[1] else "clips"
             advice = f"--value-range {given[0]:g},{given[1]:g} {effect} them; {wanted} would fit"

@@ -88,7 +88,7 @@ def list_findings(findings: Sequence[Finding], data: Path, table: Path) -> list[
             if not counts[kind]:
                 continue
             lines.append(f"{level}: {title}: {counts[kind]}")
-            some = [finding for finding in findings if finding.kind == kind]
+            some = sorted((f for f in findings if f.kind == kind), key=lambda f: f.file)
             for finding in some if kind == "broken" else some[:NAMED]:
                 paths = filter(None, (finding.file, finding.other))
                 names = ", ".join(os.path.relpath(path, data) for path in paths)

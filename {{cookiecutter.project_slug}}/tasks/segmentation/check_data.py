@@ -109,9 +109,7 @@ def compare(
             text += "; equal without the rotation that EXIF asks for"
         return [Finding("size", mask_path, text, path)]
     if turn != image.turn and stored == image.stored:
-        text = (
-            f"EXIF orientation {image.turn}, the mask has {turn}: turn the pixels, remove the entry"
-        )
+        text = f"EXIF orientation {image.turn}, the mask has {turn}; turn the pixels instead"
         return [Finding("rotation", path, text, mask_path)]
     return []
 
@@ -172,7 +170,7 @@ def check_labels(survey: Survey, labels: Labels, classes: Sequence[str], root: P
         survey.sizes[index] = 0
     used = np.flatnonzero(survey.images[0]).tolist()
     text = ""
-    if len(used) < 2:
+    if len(used) < 2 and (used or survey.void[0]):  # else no mask could be read
         text = explain_lack(labels, used, int((survey.parts == 0).sum()), bool(survey.void[0]))
     elif not labels and len(used) < len(classes):
         text = (
