@@ -63,8 +63,9 @@ def _images(survey: Survey) -> list[str]:
             order = np.argsort(sizes.astype(np.int64).prod(1), kind="stable")
             low, mid, high = (_size(sizes[order[at]]) for at in (0, len(order) // 2, -1))
             count = len(np.unique(sizes, axis=0))
-            several = f" to {high}, median {mid}; {count} sizes"
-            line += f"; {low}" + (several if count > 1 else "") + " pixels (width x height)"
+            several = f"; median {mid}, {count} different" if count > 1 else ""
+            to = f" to {high}" if count > 1 else ""
+            line += f"; {low}{to} pixels (width x height){several}"
         lines.append(line)
     rate = len(survey.samples) / survey.seconds
     return [*lines, f"read whole in {survey.seconds:.3g} s, {rate:.3g} images/s"]
