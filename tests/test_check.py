@@ -212,11 +212,11 @@ def test_a_whole_set(project: Project, data: Path, tmp_path: Path) -> None:
         files = (data / "train/masks").iterdir()
         masks = np.stack([np.asarray(Image.open(path)) for path in files])
         images = (masks == 1).any(axis=(1, 2)).sum()
-        assert f"{'crack':10}  {images:9} {(masks == 1).mean():9.3%}" in done.out
-        assert f"{'void':10}  {'':9} {(masks == 255).mean():9.3%}" in done.out
+        assert f"{'crack':10}  {images:9} {100 * (masks == 1).mean():8.3g} %" in done.out
+        assert f"{'void':10}  {'':9} {100 * (masks == 255).mean():8.3g} %" in done.out
     else:
         count = len([*(data / "train/dots").iterdir()])
-        assert f"dots     {count:9} {count / 53:9.3%}" in done.out
+        assert f"dots     {count:9} {100 * count / 53:8.3g} %" in done.out
 
 
 @pytest.mark.parametrize("project", ["segmentation"], indirect=True)

@@ -117,16 +117,20 @@ def _classes(survey: Survey, classes: Sequence[str]) -> list[str]:
     lines = [f"{len(classes)}; {what} in {' and '.join(PARTS[part] for part in parts)}"]
     for label in order:
         cells = [
-            f"{survey.images[part, label]:9} {survey.pixels[part, label] / totals[part]:9.3%}"
+            f"{survey.images[part, label]:9} {_share(survey.pixels[part, label], totals[part])}"
             for part in parts
         ]
         lines.append("  ".join([f"{classes[label]:{width}}", *cells]))
     if len(order) < len(classes):
         lines.insert(21, f"... and {len(classes) - len(order)} classes between these")
     if survey.has_masks:
-        shares = [f"{survey.void[part] / totals[part]:19.3%}" for part in parts]
-        lines.append("  ".join([f"{'void':{width}}", *shares]))
+        cells = [f"{'':9} {_share(survey.void[part], totals[part])}" for part in parts]
+        lines.append("  ".join([f"{'void':{width}}", *cells]))
     return lines
+
+
+def _share(count: int, total: int) -> str:
+    return f"{100 * count / total:8.3g} %"
 
 
 def _training(survey: Survey, plan: Plan) -> list[str]:
