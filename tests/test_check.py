@@ -264,6 +264,8 @@ def test_more_than_8_bits(tmp_path: Path) -> None:
 @SAME_FOR_BOTH
 def test_what_cannot_be_checked(project: Project, tmp_path: Path) -> None:
     check(project, tmp_path / "none", tmp_path / "out").refused("none", "no such folder")
+    (tmp_path / "train.csv").write_text("file,label\nnone.png,a\n")
+    check(project, tmp_path, tmp_path / "out").refused("train.csv, line 2", "none.png")
     (tmp_path / "index.json").write_text("{}")
     check(project, tmp_path, tmp_path / "out").refused("prepared data")
 

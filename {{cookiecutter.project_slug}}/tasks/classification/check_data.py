@@ -27,6 +27,7 @@ from dataset import (
     class_folders,
     find_samples,
     find_train,
+    sort_names,
     train_transform,
 )
 from engine.data import listing, loading
@@ -67,10 +68,12 @@ def find_all(
     root: Path, findings: list[Finding]
 ) -> tuple[list[tuple[str, int]], list[tuple[str, int]], list[str]]:
     """Return what find_samples does, for folders that it refuses; what is wrong is added."""
+    if (root / "train.csv").is_file():  # whose error names the line
+        return [], [], []
     train_folder, val_folder = find_train(root), listing.val_folder(root)
     parts = [folder for folder in (train_folder, val_folder) if folder]
     folders = [class_folders(part) if part.is_dir() else {} for part in parts]
-    classes = list({name: None for part in folders for name in part})
+    classes = sort_names({name for part in folders for name in part})
     found: tuple[list, list] = [], []
     for label, name in enumerate(classes):
         paths = [

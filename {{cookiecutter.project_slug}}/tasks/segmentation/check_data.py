@@ -26,6 +26,7 @@ from torch.utils.data import Dataset
 from dataset import (
     IMAGE_SIZE,
     SHORT_SIDE,
+    Pairs,
     SegmentationDataset,
     find_samples,
     overlay,
@@ -53,8 +54,7 @@ from engine.run.flags import Help, Parser
 from masks import UNNAMED, VOID, Labels, explain_lack, read_classes, read_mask
 
 ROOT = Path(__file__).resolve().parent
-Pair = tuple[str, str]  # paths of image and mask
-Sample = tuple[str, str, int]  # and the part: 0 for training, 1 for validation
+Sample = tuple[str, str, int]  # paths of image and mask, part: 0 for training, 1 for validation
 
 
 class Files(Dataset):
@@ -114,8 +114,10 @@ def compare(
     return []
 
 
-def find_all(root: Path, findings: list[Finding]) -> tuple[list[Pair], list[Pair], Labels]:
+def find_all(root: Path, findings: list[Finding]) -> tuple[Pairs, Pairs, Labels]:
     """Return what find_samples does, for folders that it refuses; what is wrong is added."""
+    if (root / "train.csv").is_file():  # whose error names the line
+        return [], [], UNNAMED
     has_train = (root / "train").is_dir() or not (root / "images").is_dir()
     train, val = find_pairs(root / "train" if has_train else root, findings), []
     if val_folder := listing.val_folder(root):
@@ -132,7 +134,7 @@ def find_all(root: Path, findings: list[Finding]) -> tuple[list[Pair], list[Pair
         return train, val, UNNAMED
 
 
-def find_pairs(folder: Path, findings: list[Finding]) -> list[Pair]:
+def find_pairs(folder: Path, findings: list[Finding]) -> Pairs:
     """Return the pairs of image and mask in `folder`; those without a partner are findings."""
     paths_of = []
     for kind in "images", "masks":
