@@ -29,7 +29,12 @@ SHARED = {
     "engine/errors.py",
     "engine/ranks/__init__.py",
     "engine/run/__init__.py",
+    "engine/data/checking.py",
+    "engine/data/survey.py",
+    "engine/run/check_plots.py",
+    "engine/run/check_report.py",
     "engine/run/checkpoint.py",
+    "engine/run/checks.py",
     "engine/ranks/debugging.py",
     "engine/ranks/distributed.py",
     "engine/files.py",
@@ -96,7 +101,9 @@ CONTAINER_KEYS = {
     *("name", "image", "hostRequirements", "runArgs", "init", "postCreateCommand"),
     *("customizations", "features", "mounts", "containerEnv", "remoteUser"),
 }
-OF_BOTH = {"dataset.py", "demo_set.py", "model.py", "predict.py", "requirements.txt"}
+OF_BOTH = {
+    *("check_data.py", "dataset.py", "demo_set.py", "model.py", "predict.py", "requirements.txt")
+}
 OF_THE_TASK = {"classification": OF_BOTH, "segmentation": {*OF_BOTH, "masks.py"}}
 
 
@@ -418,7 +425,9 @@ def test_nothing_of_this_machine(template: Path) -> None:
 
 
 ENGINE = sorted((ROOT / TEMPLATE_FOLDER / "engine").rglob("*.py"))
-EDITED = {"main", "dataset", "masks", "model", "predict", "prepare_data", "demo_set"}
+EDITED = {
+    *("main", "dataset", "masks", "model", "predict", "prepare_data", "check_data", "demo_set")
+}
 for_each_module = pytest.mark.parametrize("path", ENGINE, ids=lambda path: path.stem)
 
 

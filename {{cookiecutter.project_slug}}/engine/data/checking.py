@@ -1,13 +1,17 @@
 """Reads the files of a sample, whatever they are: what is in them, and what is wrong with them."""
 
+import contextlib
 import hashlib
 import io
+import math
+import re
 import warnings
 from dataclasses import dataclass, field
 
 import numpy as np
 from PIL import Image, UnidentifiedImageError
 
+from engine.data import depth
 from engine.data.images import Format, open_image
 from engine.errors import UserError
 
@@ -21,7 +25,7 @@ ERRORS = {  # training would refuse these, or learn or measure something else th
     "size": "masks of another size than their image",
     "label": "masks with values that are no class",
     "range": "images that need another --value-range",
-    "rotation": "pairs of which EXIF turns only one: make the rotation permanent, or remove it",
+    "rotation": "pairs of which EXIF turns only one (some are in check.png, in red)",
     "leak": "the same image in train and in val",
     "label clash": "the same image with two labels",
 }
@@ -76,7 +80,8 @@ def look(path: str, format: Format) -> Facts:
             _look(path, format, facts)
     except Exception as error:  # Pillow raises errors of many kinds for malformed files
         kind = "range" if facts.span and isinstance(error, UserError) else "broken"
-        facts.findings.append(Finding(kind, path, reason(error, path)))
+        text = reason(error, path).removesuffix(f" {depth.SET}")
+        facts.findings.append(Finding(kind, path, text))
     return facts
 
 
@@ -84,17 +89,21 @@ def _look(path: str, format: Format, facts: Facts) -> None:
     with open(path, "rb") as file:
         data = file.read()
     facts.file = digest(data)
+    values = None
     with Image.open(io.BytesIO(data)) as image:
-        facts.kind = f"{image.format} {image.mode}"
+        kind = depth.kind_of(image)
+        facts.kind = f"{image.format} {image.mode}" + (f" ({kind})" if kind else "")
         facts.stored, facts.turn = image.size[::-1], image.getexif().get(ORIENTATION, 1)
-        deep = np.asarray(image) if image.mode[0] in "IF" else None  # 16 or 32 bits
-    if deep is not None:
-        finite = deep[np.isfinite(deep)]
-        facts.span = (float(finite.min()), float(finite.max())) if finite.size else (0.0, 0.0)
+        if kind and math.prod(image.size) <= format.max_megapixels * 1e6:
+            with contextlib.suppress(UserError):  # open_image says what is wrong
+                values = depth.read_values(path, image, lambda: Image.open(path), is_exact=True)
+    if values is not None and np.isfinite(values).all():
+        facts.span = float(values.min()), float(values.max())
+        facts.pixels = digest(values)
     lazy = open_image(path, format)
     decoded = np.ascontiguousarray(lazy.decode(1))
     facts.histogram = np.array(Image.fromarray(decoded).histogram()).reshape(3, 256)
-    facts.pixels = digest(decoded if deep is None else deep)
+    facts.pixels = facts.pixels or digest(decoded)
     facts.size = lazy.height, lazy.width
 
 
@@ -118,4 +127,6 @@ def reason(error: Exception, path: str) -> str:
     if isinstance(error, UnidentifiedImageError):
         return "not an image"
     text = getattr(error, "strerror", None) or str(error) or type(error).__name__
-    return " ".join(text.split()).removeprefix(f"{path}: ")
+    text = " ".join(text.split()).removeprefix(f"{path}: ")
+    unread = re.fullmatch(r"cannot be read \((.*)\); replace or remove it", text)  # images.py's
+    return unread[1] if unread else text

@@ -3,9 +3,11 @@
 import itertools
 import math
 import random
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 from torch.utils.data import DataLoader, Dataset
@@ -16,15 +18,17 @@ from engine.data.samples import Packed
 from engine.errors import UserError
 from engine.ranks import process
 
-Listed = tuple[list, list, list[str]]  # samples for training and validation, and classes
+Names = TypeVar("Names", bound=Sequence[str])  # of the classes
 
 KEPT = 12  # samples of each class that may be drawn
 IMBALANCE = 100  # times
 
 
 def list_samples(
-    root: Path, find_samples: Callable[[Path], Listed], find_all: Callable[[Path, list], Listed]
-) -> tuple[Packed, list[str], list[Finding]]:
+    root: Path,
+    find_samples: Callable[[Path], tuple[list, list, Names]],
+    find_all: Callable[[Path, list[Finding]], tuple[list, list, Names]],
+) -> tuple[Packed, Names, list[Finding]]:
     """Return the samples with the numbers of their parts, the classes, and what is wrong with both.
 
     find_samples: of dataset.py. find_all: the same for folders that it refuses.
@@ -65,6 +69,7 @@ class Survey:
         self.spans: dict[str, tuple[int, float, float]] = {}  # images, lowest, highest
         self.kept: dict[int, list[int]] = {}  # samples of each class, at random
         self.turned: list[int] = []  # samples with a doubtful rotation
+        self.seconds = 0.0  # that `read` took
         self.random = random.Random(0)
         self.findings = findings
         self.has_masks = has_masks
@@ -78,9 +83,11 @@ class Survey:
             multiprocessing_context=process.worker_context(workers),
             worker_init_fn=process.start_worker,
         )
+        start = time.perf_counter()
         bar = tqdm(loader, total=len(self.samples), unit="sample", disable=None)
         for index, facts in enumerate(bar):
             self.add(index, facts)
+        self.seconds = time.perf_counter() - start
 
     def add(self, index: int, facts: Facts) -> None:
         part = self.parts[index] = self.samples[index][2]

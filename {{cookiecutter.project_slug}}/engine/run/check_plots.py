@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, NullFormatter, ScalarFormatter
 
 from engine import files
 from engine.data.checking import PARTS
@@ -17,7 +18,7 @@ from engine.run.palette import colors_of
 
 SAMPLES = 24  # at least, if there are as many
 MOST_CLASSES = 100  # that are drawn; the most frequent ones
-CELL, TITLE, CHARTS = 2.0, 0.35, 7.0  # inches: side of a sample, lines above it, width of charts
+CELL, TITLE, CHARTS = 2.2, 0.36, 6.5  # inches: side of a sample, lines above it, width of charts
 BAR = 0.17  # inches; height of a class in the chart
 
 PIXELS = 300  # longer side of a sample
@@ -38,15 +39,19 @@ def draw_page(path: Path, survey: Survey, classes: Sequence[str], draw: DrawSamp
     figure = Figure(figsize=(width, height))
     # From the top down, with rows of the same height however long the chart of classes is.
     spans = {"top": 1 - 0.5 / height, "bottom": 1 - (0.5 + rows * (CELL + TITLE)) / height}
-    grid = figure.add_gridspec(rows, columns, left=0.01, right=columns * CELL / width, **spans)
+    gaps = {"wspace": 0.06, "hspace": TITLE / CELL}
+    edge = columns * CELL / width
+    grid = figure.add_gridspec(rows, columns, left=0.01, right=edge, **spans, **gaps)
     for place, index in enumerate(picks):
         axes = figure.add_subplot(grid[place // columns, place % columns])
         axes.axis("off")
         draw(axes, survey.samples[index])
+        if index in survey.turned:
+            axes.title.set_color("red")
     charts = figure.add_gridspec(
         2,
         1,
-        left=(columns * CELL + 2) / width,
+        left=edge + 1.8 / width,
         right=0.98,
         bottom=0.6 / height,
         top=1 - 0.4 / height,
@@ -108,8 +113,13 @@ def draw_sizes(axes: Axes, survey: Survey) -> None:
     if len(sizes):
         axes.scatter(sizes[:, 1], sizes[:, 0], s=20 + 280 * counts / counts.max(), alpha=0.5)
         if sizes.max() > 10 * sizes.min():
-            axes.set_xscale("log")
-            axes.set_yscale("log")
+            axes.set(xscale="log", yscale="log")
+            for axis in axes.xaxis, axes.yaxis:
+                axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+                axis.set_major_formatter(ScalarFormatter())
+                axis.set_minor_formatter(NullFormatter())
+    if len(sizes) == 1:
+        axes.set(xlim=(0, 2 * sizes[0, 1]), ylim=(0, 2 * sizes[0, 0]))
     axes.set_xlabel("width in pixels")
     axes.set_ylabel("height")
     axes.grid(alpha=0.3)
@@ -129,6 +139,7 @@ def show(
 
 
 def plain(text: str, length: int = 26) -> str:
-    """Return `text` with its end, at most `length` signs, as matplotlib can draw it."""
+    """Return `text` without its middle if it is longer than `length`, as matplotlib can draw it."""
     text = text.encode("utf-8", "backslashreplace").decode()
-    return text if len(text) <= length else f"…{text[1 - length :]}"
+    half = length // 2
+    return text if len(text) <= length else f"{text[:half]}…{text[1 - half :]}"

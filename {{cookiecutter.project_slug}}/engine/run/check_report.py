@@ -1,5 +1,6 @@
 """The report of check_data.py: what is in a data set, and what training would make of it."""
 
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -55,16 +56,19 @@ def _images(survey: Survey) -> list[str]:
     for part, name in enumerate(("training", "validation")):
         sizes = survey.sizes[survey.usable(part)]
         total = int((survey.parts == part).sum())
-        bad = f", {total - len(sizes)} of them not usable" if total > len(sizes) else ""
-        lines.append(f"{total} for {name}{bad}")
+        line = f"{total} for {name}"
+        if unusable := total - len(sizes):
+            line += f", {unusable} of them with errors"
         if len(sizes):
             order = np.argsort(sizes.astype(np.int64).prod(1), kind="stable")
-            low, mid, high = (sizes[order[at]] for at in (0, len(order) // 2, -1))
-            lines[-1] += (
-                f"; width x height: smallest {_size(low)}, median {_size(mid)}, largest "
-                f"{_size(high)}; {len(np.unique(sizes, axis=0))} different"
-            )
-    return lines
+            low, mid, high = (_size(sizes[order[at]]) for at in (0, len(order) // 2, -1))
+            count = len(np.unique(sizes, axis=0))
+            several = f"; median {mid}, {count} different" if count > 1 else ""
+            to = f" to {high}" if count > 1 else ""
+            line += f"; {low}{to} pixels (width x height){several}"
+        lines.append(line)
+    rate = len(survey.samples) / survey.seconds
+    return [*lines, f"read whole in {survey.seconds:.3g} s, {rate:.3g} images/s"]
 
 
 def _size(size: np.ndarray) -> str:
@@ -74,13 +78,12 @@ def _size(size: np.ndarray) -> str:
 def _values(survey: Survey, given: tuple[float, float] | None) -> list[str]:
     lines = []
     for kind, (count, low, high) in survey.spans.items():
-        advice = f"--value-range {low:.9g},{max(high, low + 1):.9g} uses all of 0..255 for them"
+        wanted = f"{low:.6g},{high if high > low else low + 1:.6g}"
+        advice = f"--value-range{'=' if low < 0 else ' '}{wanted} makes the most of them"
         if given:
-            within = given[0] <= low and high <= given[1]
-            advice = (
-                f"--value-range {given[0]:g},{given[1]:g} {'covers' if within else 'clips'} them"
-            )
-        lines.append(f"{count} images of {kind} hold {low:.9g} to {high:.9g}: {advice}")
+            effect = "covers" if given[0] <= low and high <= given[1] else "clips"
+            advice = f"--value-range {given[0]:g},{given[1]:g} {effect} them; {wanted} would fit"
+        lines.append(f"{count} images of {kind} hold {low:.6g} to {high:.6g}: {advice}")
     return lines or ["8 bits"]
 
 
@@ -88,24 +91,18 @@ def _channels(survey: Survey) -> list[str]:
     mean, deviation = survey.channels()
     if not survey.histogram.any():
         return []
-    pairs = (("mean", mean, MEAN), ("deviation", deviation, STD))
-    lines = [
-        f"{name:9} {_row(found)} in 0..1, RGB, training images; ImageNet's, with which training "
-        f"normalises: {_row(used)}"
-        for name, found, used in pairs
-    ]
     shift, scale = (mean - MEAN) / STD, deviation / STD
-    is_close = abs(shift).max() < 0.5 and 0.5 < scale.min() <= scale.max() < 2
-    verdict = "close to" if is_close else "far from"
+    is_close = abs(shift).max() < 1 and 0.5 < scale.min() <= scale.max() < 2
     return [
-        *lines,
-        f"normalised: mean {_row(shift)}, deviation {_row(scale)}: {verdict} 0 and 1"
-        + ("" if is_close else " (MEAN and STD in engine/data/loading.py)"),
+        f"mean       {_row(mean)} (red, green, blue; 0..1), ImageNet's {_row(MEAN)}",
+        f"deviation  {_row(deviation)} (of the training images), ImageNet's {_row(STD)}",
+        f"training normalises with ImageNet's, to mean {_row(shift)} and deviation {_row(scale)}: "
+        + ("close to 0 and 1" if is_close else "far from 0 and 1 (see engine/data/loading.py)"),
     ]
 
 
 def _row(values: Sequence[float] | np.ndarray) -> str:
-    return " ".join(f"{value:.3f}" for value in values)
+    return " ".join(f"{value:.4f}" for value in values)
 
 
 def _classes(survey: Survey, classes: Sequence[str]) -> list[str]:
@@ -120,16 +117,20 @@ def _classes(survey: Survey, classes: Sequence[str]) -> list[str]:
     lines = [f"{len(classes)}; {what} in {' and '.join(PARTS[part] for part in parts)}"]
     for label in order:
         cells = [
-            f"{survey.images[part, label]:9} {survey.pixels[part, label] / totals[part]:9.3%}"
+            f"{survey.images[part, label]:9} {_share(survey.pixels[part, label], totals[part])}"
             for part in parts
         ]
         lines.append("  ".join([f"{classes[label]:{width}}", *cells]))
     if len(order) < len(classes):
         lines.insert(21, f"... and {len(classes) - len(order)} classes between these")
     if survey.has_masks:
-        shares = [f"{survey.void[part] / totals[part]:19.3%}" for part in parts]
-        lines.append("  ".join([f"{'void':{width}}", *shares]))
+        cells = [f"{'':9} {_share(survey.void[part], totals[part])}" for part in parts]
+        lines.append("  ".join([f"{'void':{width}}", *cells]))
     return lines
+
+
+def _share(count: int, total: int) -> str:
+    return f"{100 * count / total:8.3g} %"
 
 
 def _training(survey: Survey, plan: Plan) -> list[str]:
@@ -148,10 +149,14 @@ def _training(survey: Survey, plan: Plan) -> list[str]:
         workers = min(machine.cpus(), 16 * plan.ranks)
         read, device = (_bytes(batch_size * size) for size in sample_bytes(sample))
         lines += [
-            f"reading {rate:.0f} images/s with one process, so an epoch takes at least "
+            f"one process reads {rate:.3g} images/s as training does: an epoch takes at least "
             f"{total / rate / workers:.2g} s with {workers}",
-            f"a batch of a rank has {read} as read and {device} on the device, without the network",
+            f"a batch of a rank has {read} as read, {device} on the device, without the network's",
         ]
+    if survey.has_masks and len(sizes := survey.sizes[survey.usable(1)]):
+        size = max(sizes.tolist(), key=math.prod)
+        device = _bytes(20 * math.prod(size) * batch_size)  # float32 (3, H, W), int64 (H, W)
+        lines.append(f"a batch of the largest validation images has {device} on the device")
     return [*lines, f"prepare_data.py would write {_bytes(pixels * plan.stored)}"]
 
 

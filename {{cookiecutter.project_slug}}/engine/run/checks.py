@@ -35,7 +35,7 @@ def add_arguments(parser: ArgumentParser, output: Path, image_size: int) -> None
     add("--workers", type=count, default=machine.cpus(), help="processes that read")
     add("--image-size", metavar="PIXELS", type=positive, default=image_size, help="for training")
     add("--batch-size", type=positive, help="for training, images per rank (default: main.py's)")
-    add("--ranks", type=positive, default=ranks, help="for training; default: as launch.sh")
+    add("--ranks", type=positive, default=ranks, help="for training, as launch.sh starts them")
     add_image_arguments(parser.add_argument_group("image files"))
 
 
@@ -51,23 +51,31 @@ def prepare(data: Path) -> None:
 
 
 def finish(
-    survey: Survey, classes: Sequence[str], plan: Plan, draw: DrawSample, output: Path
+    data: Path,
+    survey: Survey,
+    classes: Sequence[str],
+    plan: Plan,
+    draw: DrawSample,
+    output: Path,
 ) -> NoReturn:
     """Print the report and write check.png and check.csv; exit with 1 if there are errors."""
     lines = describe(survey, classes, plan)
     draw_page(output / "check.png", survey, classes, draw)
-    lines += list_findings(survey.findings, output / "check.csv")
+    lines += list_findings(survey.findings, data, output / "check.csv")
     written = "check.png, check.csv" if survey.findings else "check.png"
     errors = sum(finding.kind in ERRORS for finding in survey.findings)
     verdict = f"{errors} errors, {len(survey.findings) - errors} warnings"
-    for line in (*lines, f"{verdict}; {output}: {written}"):
+    for line in (*lines, f"{verdict}; {os.path.relpath(output)}: {written}"):
         distributed.say(line)
     distributed.teardown()
     sys.exit(1 if errors else 0)
 
 
-def list_findings(findings: Sequence[Finding], table: Path) -> list[str]:
-    """Write all findings to the CSV file `table`; return lines with the first of each kind."""
+def list_findings(findings: Sequence[Finding], data: Path, table: Path) -> list[str]:
+    """Write all findings to the CSV file `table`; return lines with the first of each kind.
+
+    The lines have paths below `data`.
+    """
     table.unlink(missing_ok=True)
     with files.table(table, ("level", "what", "file", "other file", "text")) as write:
         for finding in findings:
@@ -80,10 +88,11 @@ def list_findings(findings: Sequence[Finding], table: Path) -> list[str]:
             if not counts[kind]:
                 continue
             lines.append(f"{level}: {title}: {counts[kind]}")
-            some = [finding for finding in findings if finding.kind == kind]
+            some = sorted((f for f in findings if f.kind == kind), key=lambda f: f.file)
             for finding in some if kind == "broken" else some[:NAMED]:
-                words = finding.file, finding.text, finding.other
-                lines.append(f"  {': '.join(word for word in words if word)}")
+                paths = filter(None, (finding.file, finding.other))
+                names = ", ".join(os.path.relpath(path, data) for path in paths)
+                lines.append(f"  {names}{': ' if finding.text else ''}{finding.text}")
             if kind != "broken" and len(some) > NAMED:
-                lines.append(f"  and {len(some) - NAMED} more in {table}")
+                lines.append(f"  and {len(some) - NAMED} more in {table.name}")
     return lines

@@ -26,9 +26,11 @@ from dataset import (
     ImageDataset,
     class_folders,
     find_samples,
+    find_train,
+    sort_names,
     train_transform,
 )
-from engine.data import images, loading
+from engine.data import listing, loading
 from engine.data.checking import PARTS, Facts, Finding, look, reason
 from engine.data.images import Format, open_image
 from engine.data.samples import Packed
@@ -66,24 +68,32 @@ def find_all(
     root: Path, findings: list[Finding]
 ) -> tuple[list[tuple[str, int]], list[tuple[str, int]], list[str]]:
     """Return what find_samples does, for folders that it refuses; what is wrong is added."""
-    has_val = (root / "val").is_dir()
-    parts = PARTS if has_val else PARTS[:1]
-    folders = [class_folders(root / part) if (root / part).is_dir() else [] for part in parts]
-    classes = sorted({name for names in folders for name in names})
+    if (root / "train.csv").is_file():  # whose error names the line
+        return [], [], []
+    train_folder, val_folder = find_train(root), listing.val_folder(root)
+    parts = [folder for folder in (train_folder, val_folder) if folder]
+    folders = [class_folders(part) if part.is_dir() else {} for part in parts]
+    classes = sort_names({name for part in folders for name in part})
     found: tuple[list, list] = [], []
     for label, name in enumerate(classes):
-        paths: list[list[str]] = [[], []]
-        try:
-            for number, part in enumerate(parts):
-                folder = root / part / name
-                paths[number] = images.list_images(folder)
-            if not has_val:
-                paths = list(images.split(paths[0], root))
-        except UserError as error:
-            findings.append(Finding("layout", str(folder), reason(error, str(folder))))
-        for samples, listed in zip(found, paths, strict=True):
+        paths = [
+            list_or_find(of.get(name, part / name), findings)
+            for part, of in zip(parts, folders, strict=True)
+        ]
+        if not val_folder and len(paths[0]) > 1:
+            paths = list(listing.split(paths[0], root))
+        for samples, listed in zip(found, paths, strict=False):
             samples += [(path, label) for path in listed]
     return *found, classes
+
+
+def list_or_find(folder: Path, findings: list[Finding]) -> list[str]:
+    """Return the images of a class; what list_images refuses is added to `findings`."""
+    try:
+        return listing.list_images(folder)
+    except UserError as error:
+        findings.append(Finding("layout", str(folder), reason(error, str(folder))))
+        return []
 
 
 def draw(axes: Axes, sample: Sample, format: Format, classes: Sequence[str]) -> None:
@@ -91,7 +101,7 @@ def draw(axes: Axes, sample: Sample, format: Format, classes: Sequence[str]) -> 
     path, label, part = sample
     show(axes, open_image(path, format))
     title = f"{plain(classes[label])}\n{PARTS[part]}: {plain(Path(path).name)}"
-    axes.set_title(title, fontsize=7, parse_math=False)
+    axes.set_title(title, fontsize=8, parse_math=False)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -108,7 +118,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     dataset = ImageDataset([sample[:2] for sample in survey.some(0)], transform, format=format)
     plan = Plan(dataset, args.batch_size, args.ranks, SHORT_SIDE, 3, args.value_range)
     drawing = functools.partial(draw, format=format, classes=classes)
-    checks.finish(survey, classes, plan, drawing, args.output)
+    checks.finish(args.data, survey, classes, plan, drawing, args.output)
 
 
 if __name__ == "__main__":

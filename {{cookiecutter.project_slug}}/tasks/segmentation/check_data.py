@@ -26,15 +26,13 @@ from torch.utils.data import Dataset
 from dataset import (
     IMAGE_SIZE,
     SHORT_SIDE,
-    VOID,
+    Pairs,
     SegmentationDataset,
     find_samples,
     overlay,
-    read_classes,
-    read_mask,
     train_transform,
 )
-from engine.data import images, loading
+from engine.data import images, listing, loading
 from engine.data.checking import (
     PARTS,
     Facts,
@@ -47,23 +45,24 @@ from engine.data.checking import (
 from engine.data.images import Format, LazyImage, open_image
 from engine.data.samples import Packed
 from engine.data.survey import Survey, list_samples
-from engine.errors import UserError
+from engine.errors import UserError, shorten
 from engine.ranks.failures import one_line_errors
 from engine.run import checks
 from engine.run.check_plots import plain, show
 from engine.run.check_report import Plan
 from engine.run.flags import Help, Parser
+from masks import UNNAMED, VOID, Labels, explain_lack, read_classes, read_mask
 
 ROOT = Path(__file__).resolve().parent
-Pair = tuple[str, str]  # paths of image and mask
-Sample = tuple[str, str, int]  # and the part: 0 for training, 1 for validation
+Sample = tuple[str, str, int]  # paths of image and mask, part: 0 for training, 1 for validation
 
 
 class Files(Dataset):
     """The Facts of each of `samples`."""
 
-    def __init__(self, samples: Packed, format: Format) -> None:
+    def __init__(self, samples: Packed, labels: Labels, format: Format) -> None:
         self.samples = samples
+        self.labels = labels
         self.format = format
 
     def __len__(self) -> int:
@@ -73,24 +72,24 @@ class Files(Dataset):
         path, mask_path, _ = self.samples[index]
         facts = look(path, self.format)
         try:
-            labels = read_mask(mask_path, VOID)
+            mask = read_mask(mask_path, self.labels, self.format)
             turn = orientation(mask_path)
         except Exception as error:
-            kind = "label" if can_be_read(mask_path) else "broken"
+            kind = "label" if can_be_read(mask_path, self.format) else "broken"
             facts.findings.append(Finding(kind, mask_path, reason(error, mask_path), path))
             return facts
-        counts = np.bincount(labels.ravel(), minlength=VOID + 1)
+        counts = np.bincount(mask.ravel(), minlength=VOID + 1)
         facts.void = int(counts[VOID])
         facts.counts = {int(value): int(counts[value]) for value in np.flatnonzero(counts[:VOID])}
-        facts.target = digest(labels)
+        facts.target = digest(mask)
         if facts.size[0]:
-            facts.findings += compare(path, mask_path, facts, labels.shape, turn)
+            facts.findings += compare(path, mask_path, facts, mask.shape, turn)
         return facts
 
 
-def can_be_read(path: str) -> bool:
+def can_be_read(path: str, format: Format) -> bool:
     try:
-        images.read_image(path, mode=None)
+        images.read_image(path, None, format)
     except Exception:
         return False
     return True
@@ -110,41 +109,43 @@ def compare(
             text += "; equal without the rotation that EXIF asks for"
         return [Finding("size", mask_path, text, path)]
     if turn != image.turn and stored == image.stored:
-        text = f"EXIF orientation {image.turn}, the mask has {turn}: see them in check.png"
+        text = f"EXIF orientation {image.turn}, the mask has {turn}; turn the pixels instead"
         return [Finding("rotation", path, text, mask_path)]
     return []
 
 
-def find_all(root: Path, findings: list[Finding]) -> tuple[list[Pair], list[Pair], list[str]]:
+def find_all(root: Path, findings: list[Finding]) -> tuple[Pairs, Pairs, Labels]:
     """Return what find_samples does, for folders that it refuses; what is wrong is added."""
-    train, val = find_pairs(root / "train", findings), []
-    if (root / "val").is_dir():
-        val = find_pairs(root / "val", findings)
+    if (root / "train.csv").is_file():  # whose error names the line
+        return [], [], UNNAMED
+    has_train = (root / "train").is_dir() or not (root / "images").is_dir()
+    train, val = find_pairs(root / "train" if has_train else root, findings), []
+    if val_folder := listing.val_folder(root):
+        val = find_pairs(val_folder, findings)
     elif len(train) > 1:
         mask_of = dict(train)
-        parts = images.split(list(mask_of), root)
+        parts = listing.split(list(mask_of), root)
         train, val = ([(path, mask_of[path]) for path in part] for part in parts)
-    classes: list[str] = []
     try:
-        classes = read_classes(root / "classes.txt")
+        return train, val, read_classes(root / "classes.txt")
     except UserError as error:
         file = str(root / "classes.txt")
         findings.append(Finding("layout", file, reason(error, file)))
-    return train, val, classes
+        return train, val, UNNAMED
 
 
-def find_pairs(folder: Path, findings: list[Finding]) -> list[Pair]:
+def find_pairs(folder: Path, findings: list[Finding]) -> Pairs:
     """Return the pairs of image and mask in `folder`; those without a partner are findings."""
     paths_of = []
     for kind in "images", "masks":
         found: dict[str, str] = {}
         try:
-            listed = images.collect([folder / kind])
+            listed = listing.collect([folder / kind])
         except UserError as error:
             file = str(folder / kind)
             findings.append(Finding("layout", file, reason(error, file)))
             return []
-        for path, name in listed:
+        for path, name in ((path, listing.composed(name)) for path, name in listed):
             if name in found:
                 findings.append(Finding("layout", path, "two files of one name", found[name]))
             found.setdefault(name, path)
@@ -162,24 +163,34 @@ def number_classes(survey: Survey) -> list[str]:
     return [str(number) for number in range(survey.highest[survey.parts == 0].max(initial=-1) + 1)]
 
 
-def check_labels(survey: Survey, classes: Sequence[str], root: Path) -> None:
-    """Add findings of masks with values above those of the classes, and of too few classes."""
+def check_labels(survey: Survey, labels: Labels, classes: Sequence[str], root: Path) -> None:
+    """Add findings of masks with numbers that no training mask has, and of too few classes."""
     for index in np.flatnonzero(survey.highest >= len(classes)):
         path, mask_path, _ = survey.samples[index]
-        text = f"value {survey.highest[index]}, but the classes are 0 to {len(classes) - 1}"
-        survey.findings.append(Finding("label", mask_path, f"{text} ({VOID} is void)", path))
+        text = f"label {survey.highest[index]}, but no training mask has it; add classes.txt"
+        survey.findings.append(Finding("label", mask_path, text, path))
         survey.sizes[index] = 0
-    used = np.flatnonzero(survey.images[0])
-    if len(used) < 2:
-        text = f"the training masks hold {f'only class {used[0]}' if len(used) else 'no class'}"
+    used = np.flatnonzero(survey.images[0]).tolist()
+    text = ""
+    if len(used) < 2 and (used or survey.void[0]):  # else no mask could be read
+        text = explain_lack(labels, used, int((survey.parts == 0).sum()), bool(survey.void[0]))
+    elif not labels and len(used) < len(classes):
+        text = (
+            f"the values of the training masks ({shorten(list(map(str, used)))}) are not class "
+            "numbers from 0 without a gap; write what they mean into classes.txt"
+        )
+    if text:
         survey.findings.append(Finding("layout", str(root), text))
 
 
-def draw(axes: Axes, sample: Sample, format: Format) -> None:
+def draw(
+    axes: Axes, sample: Sample, format: Format, labels: Labels, classes: Sequence[str]
+) -> None:
     """Draw an image with its mask in colour, and its file."""
     path, mask_path, part = sample
-    show(axes, open_image(path, format), LazyImage.of(read_mask(mask_path, VOID)), overlay)
-    axes.set_title(f"{PARTS[part]}: {plain(Path(path).name)}", fontsize=7, parse_math=False)
+    mask = LazyImage.of(read_mask(mask_path, labels, format))
+    show(axes, open_image(path, format), mask, functools.partial(overlay, classes=classes))
+    axes.set_title(f"{PARTS[part]}: {plain(Path(path).name)}", fontsize=8, parse_math=False)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -188,18 +199,18 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parser.parse_args(argv)
     checks.prepare(args.data)
     format = Format(args.value_range, args.max_megapixels)
-    samples, classes, findings = list_samples(args.data, find_samples, find_all)
+    samples, labels, findings = list_samples(args.data, find_samples, find_all)
     survey = Survey(samples, VOID, findings, has_masks=True)
-    survey.read(Files(samples, format), args.workers)
-    classes = classes or number_classes(survey)
-    check_labels(survey, classes, args.data)
+    survey.read(Files(samples, labels, format), args.workers)
+    classes = labels or number_classes(survey)
+    check_labels(survey, labels, classes, args.data)
     survey.finish(classes, args.data)
     transform = functools.partial(train_transform, size=args.image_size)
     pairs = [sample[:2] for sample in survey.some(0)]
-    dataset = SegmentationDataset(pairs, len(classes), transform, format=format)
+    dataset = SegmentationDataset(pairs, labels, transform, format=format)
     plan = Plan(dataset, args.batch_size, args.ranks, SHORT_SIDE, 4, args.value_range)
-    drawing = functools.partial(draw, format=format)
-    checks.finish(survey, classes, plan, drawing, args.output)
+    drawing = functools.partial(draw, format=format, labels=labels, classes=classes)
+    checks.finish(args.data, survey, classes, plan, drawing, args.output)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,286 @@
+"""check_data.py on folders with faults of every kind, and on whole ones."""
+
+import csv
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+from running import SAME_FOR_BOTH, Done, Project
+
+from engine.data import prepared
+from engine.data.checking import look
+from engine.data.images import Format, LazyImage
+from engine.data.samples import Packed
+from engine.data.survey import Survey, equal_rows
+from engine.run.check_report import prepared_pixels
+
+UPSIDE_DOWN, RIGHT = 3, 6  # orientations in EXIF
+
+
+def check(project: Project, data: Path, out: Path, *more: object) -> Done:
+    flags = [data, "--output", out, "--workers", 2, *more]
+    return project.fork(*flags, ranks=1, script="check_data.py")
+
+
+def findings(data: Path, out: Path) -> set[tuple[str, ...]]:
+    """(what, file, other file) of each row of check.csv, without folder and repetition."""
+    with open(out / "check.csv", newline="") as file:
+        rows = [tuple(row.values()) for row in csv.DictReader(file)]
+    assert len(rows) == len({*rows})
+
+    def below(path: str) -> str:
+        return Path(path).relative_to(data).as_posix() if path else ""
+
+    return {(what, below(file), below(other)) for _, what, file, other, _ in rows}
+
+
+class Painter:
+    """Draws images and masks below a folder, and keeps the values of training images."""
+
+    def __init__(self, data: Path) -> None:
+        self.data = data
+        self.noise = np.random.default_rng(0)
+        self.pixels: list[np.ndarray] = []
+
+    def image(self, name: str, size: tuple[int, int] = (20, 30), turn: int = 1) -> np.ndarray:
+        values = self.noise.integers(0, 256, (*size, 3), dtype=np.uint8) // 2
+        self.save(name, values, turn)
+        if name.startswith("train"):
+            self.pixels.append(values.reshape(-1, 3))
+        return values
+
+    def mask(self, name: str, size: tuple[int, int] = (20, 30), top: int = 2) -> np.ndarray:
+        values = self.noise.integers(0, top, size, dtype=np.uint8)
+        self.save(name, values)
+        return values
+
+    def save(self, name: str, values: np.ndarray, turn: int = 1) -> None:
+        path = self.data / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        exif = Image.Exif()
+        exif[0x112] = turn
+        Image.fromarray(values).save(path, **({"exif": exif} if turn > 1 else {}))
+
+    def copy(self, name: str, other: str) -> None:
+        (self.data / other).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(self.data / name, self.data / other)
+
+    def spoil(self, name: str, content: bytes) -> None:
+        (self.data / name).parent.mkdir(parents=True, exist_ok=True)
+        (self.data / name).write_bytes(content)
+
+    def channels(self) -> list[str]:
+        """Mean and deviation of the training images, as the report begins them."""
+        values = np.concatenate(self.pixels).astype(np.float64) / 255
+        rows = values.mean(axis=0), values.std(axis=0)
+        texts = [" ".join(f"{value:.4f}" for value in row) for row in rows]
+        return [f"mean       {texts[0]}", f"deviation  {texts[1]}"]
+
+
+def whole_jpeg(painter: Painter) -> bytes:
+    painter.image("spare.jpg", (60, 60))
+    return (painter.data / "spare.jpg").read_bytes()
+
+
+@pytest.mark.parametrize("project", ["classification"], indirect=True)
+def test_faults_of_classification(project: Project, tmp_path: Path) -> None:
+    data, out = tmp_path / "set", tmp_path / "out"
+    painter = Painter(data)
+    for name in "ab":
+        for part, count in ("train", 5), ("val", 2):
+            for number in range(count):
+                painter.image(f"{part}/{name}/{number}.png")
+    painter.image("train/c/0.png", (40, 40))  # and no val/c
+    jpeg = whole_jpeg(painter)
+    bad = ("train/a/cut.jpg", jpeg[:900]), ("train/b/text.png", b"text"), ("val/a/none.tif", b"")
+    for name, content in bad:
+        painter.spoil(name, content)
+    painter.copy("train/a/0.png", "val/a/leak.png")
+    painter.image("train/b/1.png")
+    painter.pixels.pop(6)  # which that one has replaced
+    with Image.open(data / "train/b/1.png") as image:
+        image.save(data / "val/b/saved again.bmp")
+    painter.copy("train/a/2.png", "train/b/clash.png")
+    painter.pixels.append(painter.pixels[2])
+    painter.copy("train/a/3.png", "train/a/twice.png")
+    painter.pixels.append(painter.pixels[3])
+    (data / "train/empty").mkdir()
+
+    done = check(project, data, out, "--batch-size", 3, "--ranks", 2)
+    assert done.status == 1, done.err
+    assert findings(data, out) == {
+        *(("broken", name, "") for name, _ in bad),
+        ("leak", "val/a/leak.png", "train/a/0.png"),
+        ("leak", "val/b/saved again.bmp", "train/b/1.png"),
+        ("label clash", "train/b/clash.png", "train/a/2.png"),
+        ("twice", "train/a/twice.png", "train/a/3.png"),
+        ("layout", "val/c", ""),
+        ("layout", "train/empty", ""),
+        ("layout", "val/empty", ""),
+        ("absent", ".", ""),
+    }
+    texts = {row.split(",")[2]: row for row in (out / "check.csv").read_text().splitlines()}
+    assert "the same file" in texts[str(data / "val/a/leak.png")]
+    assert "the same pixels" in texts[str(data / "val/b/saved again.bmp")]
+    lines = done.out.splitlines()
+    for name, _ in bad:
+        assert any(line.startswith(f"  {name}: ") for line in lines)
+    for text in painter.channels():
+        assert text in done.out
+    assert "15 for training, 2 of them with errors" in done.out
+    assert "30 x 20 to 40 x 40 pixels" in done.out
+    assert "2 steps per epoch of 3 x 2 ranks = 6 images; each epoch leaves out 1" in done.out
+    assert lines[-1].startswith("9 errors, 3 warnings")
+    assert (out / "check.png").stat().st_size > 10_000
+
+
+@pytest.mark.parametrize("project", ["segmentation"], indirect=True)
+def test_faults_of_segmentation(project: Project, tmp_path: Path) -> None:
+    data, out = tmp_path / "set", tmp_path / "out"
+    painter = Painter(data)
+    for part, count in ("train", 6), ("val", 3):
+        for number in range(count):
+            painter.image(f"{part}/images/{number}.png")
+            painter.mask(f"{part}/masks/{number}.png", top=3)
+    (data / "classes.txt").write_text("ground\ncrack\nstain\nnever\n")
+
+    def pair(name: str, size: tuple[int, int], turn: int, of_mask: tuple[int, int]) -> None:
+        painter.image(f"train/images/{name}.png", size, turn)
+        painter.mask(f"train/masks/{name}.png", of_mask)
+
+    pair("square", (24, 24), RIGHT, (24, 24))
+    pair("half turn", (20, 30), UPSIDE_DOWN, (20, 30))
+    pair("fine", (20, 30), RIGHT, (30, 20))
+    pair("as stored", (20, 30), RIGHT, (20, 30))
+    pair("smaller", (20, 30), 1, (10, 15))
+    pair("unknown", (20, 30), 1, (20, 30))
+    painter.save("train/masks/unknown.png", np.full((20, 30), 9, np.uint8))
+    pair("colours", (20, 30), 1, (20, 30))
+    painter.save("train/masks/colours.png", np.zeros((20, 30, 3), np.uint8))
+    pair("broken mask", (20, 30), 1, (20, 30))
+    painter.spoil("train/masks/broken mask.png", b"text")
+    pair("broken", (20, 30), 1, (20, 30))
+    painter.pixels.pop()
+    painter.spoil("train/images/broken.png", (data / "train/images/0.png").read_bytes()[:300])
+    painter.image("train/images/alone.png")
+    painter.pixels.pop()
+    painter.mask("val/masks/alone.png")
+    for kind in "images", "masks":
+        painter.copy(f"train/{kind}/0.png", f"val/{kind}/leak.png")
+        painter.copy(f"train/{kind}/1.png", f"train/{kind}/twice.png")
+    painter.pixels.append(painter.pixels[1])
+    painter.copy("train/images/2.png", "train/images/two masks.png")
+    painter.pixels.append(painter.pixels[2])
+    painter.mask("train/masks/two masks.png")
+
+    done = check(project, data, out)
+    assert done.status == 1, done.err
+    assert findings(data, out) == {
+        ("rotation", "train/images/square.png", "train/masks/square.png"),
+        ("rotation", "train/images/half turn.png", "train/masks/half turn.png"),
+        ("size", "train/masks/as stored.png", "train/images/as stored.png"),
+        ("size", "train/masks/smaller.png", "train/images/smaller.png"),
+        ("label", "train/masks/unknown.png", "train/images/unknown.png"),
+        ("label", "train/masks/colours.png", "train/images/colours.png"),
+        ("broken", "train/masks/broken mask.png", "train/images/broken mask.png"),
+        ("broken", "train/images/broken.png", ""),
+        ("no mask", "train/images/alone.png", ""),
+        ("no image", "val/masks/alone.png", ""),
+        ("leak", "val/images/leak.png", "train/images/0.png"),
+        ("twice", "train/images/twice.png", "train/images/1.png"),
+        ("label clash", "train/images/two masks.png", "train/images/2.png"),
+        ("absent", ".", ""),
+    }
+    for text in painter.channels():
+        assert text in done.out
+    assert "label 9 in 600 pixels, but the classes are 0 to 3" in done.out
+    assert "1 of 4 never come in train: never" in done.out
+    assert done.out.splitlines()[-1].startswith("12 errors, 3 warnings")
+
+
+def test_a_whole_set(project: Project, data: Path, tmp_path: Path) -> None:
+    """No finding, no check.csv, not even an older one; counts as numpy has them."""
+    (tmp_path / "check.csv").write_text("old")
+    done = check(project, data, tmp_path, "--batch-size", 4, "--ranks", 2).ok()
+    assert [path.name for path in tmp_path.iterdir()] == ["check.png"]
+    assert "0 errors, 0 warnings" in done.out
+    assert "53 for training; " in done.out
+    assert "6 steps per epoch of 4 x 2 ranks = 8 images; each epoch leaves out 5" in done.out
+    if project.task == "segmentation":
+        files = (data / "train/masks").iterdir()
+        masks = np.stack([np.asarray(Image.open(path)) for path in files])
+        images = (masks == 1).any(axis=(1, 2)).sum()
+        assert f"{'crack':10}  {images:9} {100 * (masks == 1).mean():8.3g} %" in done.out
+        assert f"{'void':10}  {'':9} {100 * (masks == 255).mean():8.3g} %" in done.out
+    else:
+        count = len([*(data / "train/dots").iterdir()])
+        assert f"dots     {count:9} {100 * count / 53:8.3g} %" in done.out
+
+
+@pytest.mark.parametrize("project", ["segmentation"], indirect=True)
+def test_masks_without_names(project: Project, tmp_path: Path) -> None:
+    """Numbers that validation alone has are no classes; one class is none to learn."""
+    painter = Painter(tmp_path / "set")
+    for part, top in ("train", 2), ("val", 3):
+        painter.image(f"{part}/images/0.png")
+        painter.mask(f"{part}/masks/0.png", top=top)
+    done = check(project, painter.data, tmp_path / "out")
+    expected = {("label", "val/masks/0.png", "val/images/0.png")}
+    assert (done.status, findings(painter.data, tmp_path / "out")) == (1, expected)
+    for value in (0, 2):  # one class, and two that are not 0 and 1
+        for part in "train", "val":
+            mask = np.zeros((20, 30), np.uint8)
+            mask[5] = value
+            painter.save(f"{part}/masks/0.png", mask)
+        done = check(project, painter.data, tmp_path / "out")
+        expected = {("layout", ".", ""), *([("absent", ".", "")] if value else [])}
+        assert (done.status, findings(painter.data, tmp_path / "out")) == (1, expected)
+
+
+def test_more_than_8_bits(tmp_path: Path) -> None:
+    """The range of the values as stored; files of the same values are the same image."""
+    painter = Painter(tmp_path)
+    values = painter.noise.integers(100, 4000, (20, 30)).astype(np.uint16)
+    names = ("0.png", "1.tif", "2.png")
+    for name, offset in zip(names, (0, 0, 1), strict=True):
+        painter.save(name, values + np.uint16(offset))
+    survey = Survey(Packed([(str(tmp_path / name), 0, 0) for name in names]), 1, [])
+    for index, name in enumerate(names):
+        survey.add(index, look(str(tmp_path / name), Format((0, 4095))))
+    low, high = float(values.min()), float(values.max())
+    assert survey.spans["PNG I;16 (16-bit values)"] == (2, low, high + 1)
+    assert survey.spans["TIFF I;16 (16-bit values)"] == (1, low, high)
+    survey.find_duplicates()
+    (finding,) = survey.findings
+    assert (finding.kind, Path(finding.file).name) == ("twice", "1.tif")
+    # Without the flag they would be nearly black, which training refuses.
+    facts = look(str(tmp_path / "0.png"), Format())
+    assert [finding.kind for finding in facts.findings] == ["range"]
+    assert facts.span == (low, high)
+
+
+@SAME_FOR_BOTH
+def test_what_cannot_be_checked(project: Project, tmp_path: Path) -> None:
+    check(project, tmp_path / "none", tmp_path / "out").refused("none", "no such folder")
+    (tmp_path / "train.csv").write_text("file,label\nnone.png,a\n")
+    check(project, tmp_path, tmp_path / "out").refused("train.csv, line 2", "none.png")
+    (tmp_path / "index.json").write_text("{}")
+    check(project, tmp_path, tmp_path / "out").refused("prepared data")
+
+
+def test_what_would_be_prepared() -> None:
+    """As many pixels as prepare_data.py writes."""
+    sizes = np.random.default_rng(0).integers(1, 700, (200, 2))
+    images = [LazyImage(height, width, lambda _: np.empty(0)) for height, width in sizes.tolist()]
+    for side in (0, 1, 256):
+        shrunk = prepared.Shrunk([], side)
+        expected = sum(int(np.prod(shrunk.size(image))) for image in images)
+        assert prepared_pixels(sizes, side) == expected
+
+
+def test_equal_rows() -> None:
+    rows = np.array([[1, 2], [0, 0], [3, 2], [1, 2], [0, 0], [1, 3], [3, 2], [1, 2]], np.uint64)
+    assert sorted(equal_rows(rows)) == [[0, 3, 7], [2, 6]]
+    assert list(equal_rows(rows[:1])) == list(equal_rows(rows[:0])) == []
