@@ -63,6 +63,7 @@ SHARED = {
     "engine/ranks/replicas.py",
     "engine/run/reporting.py",
     "engine/run/tiles.py",
+    "export.py",
     "engine/data/seeding.py",
     "engine/run/progress.py",
     "engine/ranks/stopping.py",

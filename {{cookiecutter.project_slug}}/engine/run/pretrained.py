@@ -1,11 +1,17 @@
 """Initial weights, from torchvision or from a file, as far as they match the network."""
 
+from collections.abc import Mapping
+from typing import Any
+
 import torchvision
 from torch import Tensor, nn
 
 from engine.errors import UserError, shorten
 from engine.ranks import distributed
 from engine.run import checkpoint
+
+KEYS = ("model", "state_dict", "model_state_dict")  # under which programs save weights
+WRAPPERS = {"module", "_orig_mod"}  # what DDP, averages and torch.compile add to names
 
 
 def read_weights(weights: str, arch: str) -> dict[str, Tensor]:
@@ -14,8 +20,7 @@ def read_weights(weights: str, arch: str) -> dict[str, Tensor]:
     weights: the path of a .pt or .pth file, or a name that torchvision has for `arch`.
     """
     if weights.endswith((".pt", ".pth")):
-        state = checkpoint.read_file(weights)
-        return state.get("model", state)
+        return find_tensors(checkpoint.read_file(weights))
     choices = torchvision.models.get_model_weights(arch)
     if weights not in choices.__members__:
         names = ", ".join(choices.__members__)
@@ -27,12 +32,38 @@ def read_weights(weights: str, arch: str) -> dict[str, Tensor]:
         raise UserError(f"--weights {weights}: download failed ({error})") from None
 
 
-def copy_matching(model: nn.Module, weights: dict[str, Tensor]) -> None:
-    """Copy the tensors whose names and shapes match, and print which of `model` do not."""
+def find_tensors(state: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Return the tensors of a file: at its top, under one of KEYS, or under two of them."""
+    for _ in range(2):
+        inner = [state[key] for key in KEYS if isinstance(state.get(key), Mapping)]
+        state = inner[0] if inner else state
+    return {name: value for name, value in state.items() if isinstance(value, Tensor)}
+
+
+def bare(name: str) -> str:
+    """Return the name of a tensor without what wrappers of its network have added."""
+    parts = [part for part in name.split(".") if part not in WRAPPERS]
+    while parts[0] in ("net", "model") and len(parts) > 1:
+        del parts[0]
+    return ".".join(parts)
+
+
+def copy_matching(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
+    """Copy the tensors whose names and shapes match, and print which of `model` do not.
+
+    Names match without their wrappers, too: a file may have `module.fc.weight` for `fc.weight`.
+    """
     own = model.state_dict()
-    fitting = {k: v for k, v in weights.items() if k in own and own[k].shape == v.shape}
+    name_of = {bare(name): name for name in own}
+    named = {name_of.get(bare(name), name): value for name, value in weights.items()}
+    named.update({name: value for name, value in weights.items() if name in own})
+    fitting = {k: v for k, v in named.items() if k in own and own[k].shape == v.shape}
     if not fitting:
-        raise UserError("--weights: no tensor has the same name and shape as one of this network")
+        first, mine = next(iter(weights), "nothing"), next(iter(own))
+        raise UserError(
+            "--weights: no tensor has the same name and shape as one of this network, which begins "
+            f"with {mine}; the file begins with {first}"
+        )
     model.load_state_dict(fitting, strict=False)
     new = [name for name in own if name not in fitting]
     line = f"--weights: {len(fitting)} of {len(own)} tensors loaded"

@@ -1,0 +1,174 @@
+"""Export a network: python export.py --checkpoint best.pt --output DIR [--data DIR]
+
+Writes DIR/model.pt2 (torch.export) and DIR/model.onnx. Input: `images`, uint8 (N, 3, H, W), RGB;
+they are normalised inside. Output: `logits`, float32. N is free; in segmentation H and W, too, as
+multiples of 32 (pad at the right and below). Both files hold, as JSON, classes, colors, arch, size,
+multiple_of, mean and std. What they return is compared with the network before they appear.
+"""
+
+import argparse
+import contextlib
+import importlib.util
+import io
+import json
+import logging
+import os
+import sys
+import warnings
+from argparse import Namespace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from engine.ranks import process
+
+if __name__ == "__main__":  # before torch, whose import takes seconds
+    process.install_handlers()
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # constants in the files belong to the CPU
+
+import torch
+from torch import Tensor, nn
+from torch.export import Dim, ExportedProgram
+
+import dataset
+import model as task
+from engine import files
+from engine.data import loading
+from engine.data.images import Format
+from engine.errors import UserError
+from engine.ranks import distributed
+from engine.ranks.failures import one_line_errors
+from engine.run import checkpoint
+
+ROOT = Path(__file__).resolve().parent
+TOLERANCE = 1e-3  # how far logits may differ, as a share of the largest (at least 1)
+STRIDE = getattr(dataset, "STRIDE", None)  # None: images have the size that was trained on
+Predict = Callable[[Tensor], Tensor]
+
+
+class Network(nn.Module):
+    """`model` with normalisation: uint8 (N, 3, H, W) -> logits, float32."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.model(loading.normalize(images)).float()
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    add = parser.add_argument
+    add("--checkpoint", metavar="FILE", default=ROOT / "runs/default/best.pt")
+    add("--output", metavar="DIR", type=Path, default=Path("exported"))
+    add("--data", metavar="DIR", type=Path, help="compare on its images (default: the demo set)")
+    args = parser.parse_args(argv)
+    tools = ("onnx", "onnxscript", "onnxruntime")
+    if missing := " ".join(name for name in tools if not importlib.util.find_spec(name)):
+        raise UserError(f"export.py needs more packages: python -m pip install {missing}")
+    warnings.simplefilter("ignore")  # what exporters say is for their authors
+    logging.disable(logging.WARNING)
+
+    device = torch.device("cpu")
+    model, classes, flags = checkpoint.open_model(
+        args.checkpoint, task.build_model, task.add_arguments, device
+    )
+    network = Network(model.to(memory_format=torch.contiguous_format)).eval()
+    batches = pick_batches(args.data, flags)
+    with torch.inference_mode():
+        expected = [network(batch) for batch in batches]
+    metadata = {
+        "classes": list(classes),
+        "colors": None if classes.colors is None else classes.colors.tolist(),
+        "arch": flags.arch,
+        "size": None if STRIDE else [flags.image_size, flags.image_size],  # None: any
+        "multiple_of": STRIDE,
+        "mean": loading.MEAN,
+        "std": loading.STD,
+    }
+    with explaining(f"{flags.arch}: torch.export fails"):
+        program = trace(network, flags.image_size)
+    for name, write in ("model.pt2", write_pt2), ("model.onnx", write_onnx):
+        with files.writing(args.output / name, parents=True) as tmp_path:
+            with explaining(f"{flags.arch}: cannot become {name}"):
+                exported = write(program, tmp_path, metadata)
+                difference = compare(exported, batches, expected)
+            line = f"{args.output / name}: logits differ by up to {difference:.0e} of the largest"
+            if not difference <= TOLERANCE:
+                sys.exit(f"error: {line}, more than {TOLERANCE:.0e}: not written")
+        print(line)
+
+
+def pick_batches(data: Path | None, flags: Namespace) -> list[Tensor]:
+    """Return batches of 3 images, of 1, and if sizes are free of one that is twice as wide."""
+    folder = data or ROOT / "data" / "demo"
+    side = 512 if STRIDE else flags.image_size  # pixels, at most
+    if data or folder.is_dir():
+        distributed.setup()
+        format = Format(flags.value_range, flags.max_megapixels)
+        _, val_set, _ = dataset.build_dataset(folder, flags.image_size, format)
+        images = [val_set[i % len(val_set)][0] for i in range(3)]
+        distributed.teardown()
+        height, width = (min(side, *(image.shape[axis] for image in images)) for axis in (1, 2))
+        batch = torch.stack([image[:, :height, :width] for image in images]).contiguous()
+    else:
+        print(f"no {folder}: comparing on random images; --data DIR names others")
+        batch = torch.randint(256, (3, 3, side, side), dtype=torch.uint8)
+    wide = [torch.cat([batch[1:2], batch[2:]], dim=3)] if STRIDE else []
+    return [batch, batch[:1], *wide]
+
+
+def trace(network: nn.Module, side: int) -> ExportedProgram:
+    """Return `network` as a graph, for any number of images, and any size if STRIDE is set."""
+    height, width = (4 * STRIDE, 5 * STRIDE) if STRIDE else (side, side)
+    shapes: dict[int, Any] = {0: Dim("batch")}
+    if STRIDE:
+        shapes.update({2: STRIDE * Dim("rows"), 3: STRIDE * Dim("columns")})
+    images = torch.zeros(2, 3, height, width, dtype=torch.uint8)  # sizes of 1 would be kept
+    return torch.export.export(network, (images,), dynamic_shapes={"images": shapes}, strict=False)
+
+
+def write_pt2(program: ExportedProgram, path: Path, metadata: Mapping[str, Any]) -> Predict:
+    """Write the .pt2 file; return what it holds as a function."""
+    content = io.BytesIO()  # torch takes only paths that end in .pt2
+    torch.export.save(program, content, extra_files={"metadata.json": json.dumps(metadata)})
+    path.write_bytes(content.getbuffer())
+    content.seek(0)
+    return torch.export.load(content).module()
+
+
+def write_onnx(program: ExportedProgram, path: Path, metadata: Mapping[str, Any]) -> Predict:
+    """Write the .onnx file; return what it holds as a function."""
+    import onnxruntime
+
+    names = {"input_names": ["images"], "output_names": ["logits"]}
+    exported: Any = torch.onnx.export(program, **names, dynamo=True, verbose=False)
+    exported.model.metadata_props.update({k: json.dumps(v) for k, v in metadata.items()})
+    exported.save(path, external_data=False)
+    session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+    return lambda images: torch.from_numpy(session.run(None, {"images": images.numpy()})[0])
+
+
+@contextlib.contextmanager
+def explaining(what: str) -> Iterator[None]:
+    """Turn an error of the exporters in the block into one line."""
+    try:
+        yield
+    except (OSError, UserError):
+        raise
+    except Exception as error:  # of many types
+        reason = next(iter(str(error).strip().split("\n")))
+        raise UserError(f"{what} ({reason or type(error).__name__})") from None
+
+
+def compare(exported: Predict, batches: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
+    """Return the greatest difference from `expected`, as a share of the largest logit there."""
+    pairs = [(exported(batch), logits) for batch, logits in zip(batches, expected, strict=True)]
+    shares = [(a - b).abs().max() / b.abs().max().clamp(min=1) for a, b in pairs]
+    return float(torch.stack(shares).max())  # NaN, if one is
+
+
+if __name__ == "__main__":
+    with one_line_errors():
+        main()
