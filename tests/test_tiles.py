@@ -120,3 +120,25 @@ def test_large_images_among_small_ones(
         done = project.fork(*small(data), *evaluate, ranks=ranks).ok()
         results.append(json.loads(done.out.splitlines()[-1]))
     assert results[0] == pytest.approx(results[1], rel=1e-12)
+
+
+@SEGMENTATION
+def test_too_large_for_the_memory(project: Project, trained: Path, tmp_path: Path) -> None:
+    """predict.py names the image, goes on with the next, and does it in tiles."""
+    noise = np.random.default_rng(0).integers(0, 255, (1500, 1500, 3), dtype=np.uint8)
+    folder = tmp_path / "images"
+    folder.mkdir()
+    Image.fromarray(noise).save(folder / "big.png", compress_level=1)
+    Image.fromarray(noise[:64, :64]).save(folder / "small.png")
+
+    def predict(tile: int) -> list:
+        call = ("tiling.in_little_memory", folder, trained / "best.pt", tmp_path / "p", tile)
+        return project.call(*call)
+
+    status, out, err = predict(0)
+    assert (status, out[:25]) == (1, "1 of 2 images predicted: ")
+    line = rf"error: {re.escape(str(folder))}/big\.png: out of memory.*; use --tile 1024\n"
+    assert re.search(line, err)
+    assert [path.name for path in (tmp_path / "p" / "masks").iterdir()] == ["small.png"]
+    status, out, _ = predict(256)
+    assert (status, out[:25]) == (0, "2 of 2 images predicted: ")

@@ -1,6 +1,9 @@
 """Large images in tiles, and as a whole."""
 
+import contextlib
+import io
 import random
+import resource
 import shutil
 from argparse import ArgumentTypeError
 from pathlib import Path
@@ -12,8 +15,10 @@ from torch import Tensor
 
 import demo_set
 import model as task
+import predict
 from engine.data import loading
-from engine.run import checkpoint
+from engine.run import checkpoint, machine
+from snippets.memory import status
 
 
 def compared(path: str, side: int, tile: int) -> dict:
@@ -63,3 +68,25 @@ def with_large(data: str, folder: str, image: str) -> None:
         labels = np.arange(large.width * large.height).reshape(large.height, large.width) % 2
     mask = Path(folder, "val", "masks", Path(image).name)
     Image.fromarray(labels.astype(np.uint8)).save(mask)
+
+
+def in_little_memory(folder: str, path: str, output: str, tile: int) -> list:
+    """The status of predict.py and what it prints, if it may take another 600 MB."""
+    open_model = checkpoint.open_model
+
+    def open_and_limit(*args: object) -> tuple:
+        found = open_model(*args)
+        limit = 1024 * status("VmSize") + 600 * 2**20
+        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+        return found
+
+    checkpoint.open_model, machine.default_workers = open_and_limit, lambda: 0
+    words = [folder, "--checkpoint", path, "--output", output, "--tile", str(tile)]
+    out, err = io.StringIO(), io.StringIO()
+    code = 0
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            predict.main(words)
+        except SystemExit as error:
+            code = error.code
+    return [code, out.getvalue(), err.getvalue()]
