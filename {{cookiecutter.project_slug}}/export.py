@@ -142,7 +142,7 @@ def write_onnx(program: ExportedProgram, path: Path, metadata: Mapping[str, Any]
     """Write the .onnx file; return what it holds as a function."""
     import onnxruntime
 
-    names = {"input_names": ["images"], "output_names": ["logits"]}
+    names: Any = {"input_names": ["images"], "output_names": ["logits"]}
     exported: Any = torch.onnx.export(program, **names, dynamo=True, verbose=False)
     exported.model.metadata_props.update({k: json.dumps(v) for k, v in metadata.items()})
     exported.save(path, external_data=False)
