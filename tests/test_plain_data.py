@@ -92,7 +92,7 @@ class TestSampler:
     def test_default_batch_size(
         self, capsys: pytest.CaptureFixture[str], total: int, accumulate: int, size: int
     ) -> None:
-        assert loading.default_batch_size(total, accumulate) == size
+        assert loading.batch_size_for(total, accumulate) == size
         assert (f"--batch-size {size}: with 32" in capsys.readouterr().out) == (size < 32)
 
 

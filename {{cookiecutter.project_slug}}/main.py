@@ -15,7 +15,7 @@ import contextlib
 import functools
 import json
 import math
-from argparse import SUPPRESS, BooleanOptionalAction, Namespace
+from argparse import Namespace
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,9 +39,9 @@ from engine.errors import UserError
 from engine.ranks import debugging, distributed, failures, replicas, stopping
 from engine.run import checkpoint, machine, mistakes
 from engine.run.checkpoint import State
-from engine.run.flags import Help, Parser, add_image_arguments, at_least
+from engine.run.flags import Help, Parser, add_image_arguments, add_machine_arguments, at_least
 from engine.run.folder import RunFolder
-from engine.run.metrics import check_logits, compute, compute_confusion
+from engine.run.metrics import check_logits, compute
 from engine.run.mistakes import Drawing, Mistakes, Worst
 from engine.run.progress import Run
 from engine.run.reporting import Reporter
@@ -96,14 +96,10 @@ def build_parser() -> Parser:
     parser = Parser(description=__doc__, formatter_class=Help, fromfile_prefix_chars="@",
                     allow_abbrev=False, epilog="@FILE reads flags from a file.")
     count, positive, rate = at_least(0), at_least(1), at_least(0, float)
-    group = parser.add_argument_group("data")
-    add = group.add_argument
+    add = parser.add_argument_group("data").add_argument
     add("--data", metavar="DIR", type=Path, help="folder with train/ and val/ (default: demo set, with its own --epochs and sizes)")
     add("--image-size", metavar="PIXELS", type=positive, default=IMAGE_SIZE, help="side of the training images")
-    add("--workers", type=count, help="loader processes per rank (default: CPUs of the job / ranks, at most 16)")
-    add_image_arguments(group)
-    add("--prefetch", type=positive, default=2, help="batches that each worker loads in advance")
-    add("--pin-memory", action=BooleanOptionalAction, help="faster copies to the GPU (default: on GPUs, if it takes at most 1/4 of the free memory)")
+    add_image_arguments(parser.add_argument_group("images"))
     add = parser.add_argument_group("output").add_argument
     add("--output-dir", metavar="DIR", type=Path, default=ROOT / "runs/default", help="checkpoints, metrics and plots")
     add("--resume", metavar="auto|never|PATH", default="auto", help="auto: continue from last.pt if it exists; never: delete the previous run and start over; PATH: start from that checkpoint")
@@ -127,12 +123,7 @@ def build_parser() -> Parser:
     add("--compile", action="store_true", help="use torch.compile: minutes at the start, faster steps afterwards")
     add("--seed", type=count, default=0, help="of initial weights, sample order, augmentation and dropout")
     add("--deterministic", action="store_true", help="bit-identical runs on GPUs; slower")
-    add = parser.add_argument_group("ranks").add_argument
-    add("--dist-timeout", metavar="SECONDS", type=at_least(1, float), default=600.0, help="how long a rank waits for the others; a week while debugging")
-    add("--debug-rank", metavar="R[,R...]", type=debugging.ranks, default=[], help="ranks that wait for a debugger, rank R at --debug-port + R")
-    add("--debug-port", metavar="[HOST:]PORT", type=debugging.address, default="127.0.0.1:5678", help="for the debugger of rank 0; loopback unless HOST is given")
-    add("--threads", type=positive, help="torch CPU threads per rank (default: CPUs / ranks; with a GPU at most 4)")
-    add("--local-rank", "--local_rank", type=int, help=SUPPRESS)
+    add_machine_arguments(parser.add_argument_group("machine"))
     return parser
 # fmt: on
 
@@ -230,10 +221,11 @@ def evaluate(task: Task, loader: Loader) -> tuple[dict[str, float], Mistakes]:
     worst = Worst(device)
     batches = (batch for group in loader for batch in group)  # one for each image size
     for images, targets, indices in loading.to_device(batches, device):
-        with machine.autocast(task.settings.amp, device):
-            outputs = infer(model, images, task.args)
-        outputs = check_logits(outputs)
-        loss_sum, count = task.criterion(outputs, targets)
+        with failures.naming(loader.dataset.name, indices):  # if memory runs out
+            with machine.autocast(task.settings.amp, device):
+                outputs = infer(model, images, task.args)
+            outputs = check_logits(outputs)
+            loss_sum, count = task.criterion(outputs, targets)
         totals[:2] += torch.stack((loss_sum.double(), count.double()))
         with seeding.in_any_order():
             metrics.update(outputs, targets)
@@ -246,8 +238,8 @@ def evaluate(task: Task, loader: Loader) -> tuple[dict[str, float], Mistakes]:
         stopping.stop()
     if not total_count:
         raise UserError("the validation set has no labelled samples (all are void)")
-    results = {"val_loss": total_loss / total_count, **compute(metrics)}
-    return results, Mistakes(compute_confusion(metrics), worst.compute())
+    results, confusion = compute(metrics)
+    return {"val_loss": total_loss / total_count, **results}, Mistakes(confusion, worst.compute())
 
 
 def drawing_of(task: Task, loader: Loader) -> Drawing:
@@ -303,12 +295,10 @@ def train(
 
 def set_up_machine(args: Namespace, device: torch.device) -> tuple[machine.Settings, Options]:
     """Apply the flags for CPUs, memory and precision; return the settings and the loaders' options."""
+    batch_size = args.batch_size or loading.BATCH_SIZE  # at most
     settings = machine.set_up(
         *(device, args.workers, args.threads, args.pin_memory, args.amp),
-        bytes_per_worker=4
-        * args.prefetch
-        * (args.batch_size or loading.BATCH_SIZE)
-        * args.image_size**2,
+        bytes_per_worker=4 * args.prefetch * batch_size * args.image_size**2,
     )
     return settings, Options(settings.workers, args.prefetch, settings.pin_memory, args.seed)
 
@@ -335,10 +325,9 @@ def train_or_resume(args: Namespace, device: torch.device) -> None:
     settings, options = set_up_machine(args, device)
     format = Format(args.value_range, args.max_megapixels)
     train_set, val_set, classes = build_dataset(args.data, args.image_size, format)
-    total, accumulate = len(train_set), args.accumulate
-    args.batch_size = args.batch_size or loading.default_batch_size(total, accumulate)
+    args.batch_size = args.batch_size or loading.batch_size_for(len(train_set), args.accumulate)
     train_loader = loading.build_train_loader(
-        train_set, len(classes), args.batch_size, accumulate, options
+        train_set, len(classes), args.batch_size, args.accumulate, options
     )
     val_loader = loading.build_val_loader(val_set, len(classes), args.batch_size, options)
     folder = RunFolder(args.output_dir, args.resume, args.keep)

@@ -26,9 +26,9 @@ def shared_counts() -> dict:
                 collection.update(outputs, targets)
                 pairs = 2 * targets + outputs.argmax(1)
                 counts += pairs.flatten().bincount(minlength=4).view(2, 2)
-            numbers = metrics.compute(collection)
+            numbers, confusion = metrics.compute(collection)
             assert all(type(number) is float for number in numbers.values())
-            found.append(metrics.compute_confusion(collection).tolist())
+            found.append(confusion.tolist())
             expected.append(counts.tolist())
     groups = sorted(map(sorted, collection.compute_groups.values()))
     return {"found": found, "expected": expected, "groups": groups}

@@ -22,7 +22,7 @@ from engine.ranks import distributed, process
 # weights of torchvision and segmentation-models-pytorch expect.
 MEAN = (0.485, 0.456, 0.406)
 STD = (0.229, 0.224, 0.225)
-BATCH_SIZE, MIN_STEPS = 32, 20  # the defaults, see default_batch_size
+BATCH_SIZE, MIN_STEPS = 32, 20  # the defaults, see batch_size_for
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ class Loader(DataLoader):
             return super().__iter__()
 
 
-def default_batch_size(total: int, accumulate: int) -> int:
+def batch_size_for(total: int, accumulate: int) -> int:
     """Return images per rank and pass: BATCH_SIZE, or less for a set of `total` images.
 
     A small set gets the largest power of two, at least 2, with which an epoch has MIN_STEPS steps.

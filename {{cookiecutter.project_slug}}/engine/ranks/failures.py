@@ -27,7 +27,11 @@ class OutOfMemory(UserError):
 
 
 @contextlib.contextmanager
-def naming(name: Callable[[int], str], indices: Iterable, remedy: str) -> Iterator[None]:
+def naming(
+    name: Callable[[int], str],
+    indices: Iterable,
+    remedy: str = "lower --batch-size, --image-size or, for segmentation, --tile",
+) -> Iterator[None]:
     """Name the samples `indices`, and the remedy, if the block runs out of memory for them."""
     try:
         yield

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from engine.data.checking import PARTS
-from engine.data.loading import MEAN, STD, TrainSampler, default_batch_size
+from engine.data.loading import MEAN, STD, TrainSampler, batch_size_for
 from engine.data.samples import MapDataset
 from engine.data.survey import Survey
 from engine.run import machine
@@ -135,7 +135,7 @@ def _classes(survey: Survey, classes: Sequence[str]) -> list[str]:
 def _training(survey: Survey, plan: Plan) -> list[str]:
     total = len(survey.usable(0))
     # This process is alone, so ranks and accumulated passes come to the same here.
-    batch_size = plan.batch_size or default_batch_size(total, accumulate=plan.ranks)
+    batch_size = plan.batch_size or batch_size_for(total, accumulate=plan.ranks)
     each = batch_size * plan.ranks
     steps = TrainSampler(total, each, 0).steps
     pixels = prepared_pixels(survey.sizes[survey.sizes[:, 0] > 0], plan.short_side)

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import NoReturn
 
 from engine.errors import UserError
+from engine.ranks import debugging
 
 
 class Parser(argparse.ArgumentParser):
@@ -48,6 +49,55 @@ def add_image_arguments(group: argparse._ArgumentGroup) -> None:
         default=179,
         help="larger images are an error, because a small file may claim any size",
     )
+
+
+def add_machine_arguments(group: argparse._ArgumentGroup) -> None:
+    """Add the flags for ranks and loader workers, which affect nothing that is learned."""
+    add = group.add_argument
+    add(
+        "--workers",
+        type=at_least(0),
+        help="loader processes per rank (default: CPUs of the job / ranks, at most 16)",
+    )
+    add(
+        "--prefetch",
+        type=at_least(1),
+        default=2,
+        help="batches that each worker loads in advance",
+    )
+    add(
+        "--pin-memory",
+        action=argparse.BooleanOptionalAction,
+        help="faster copies to the GPU (default: on GPUs, if it takes at most 1/4 of the free "
+        "memory)",
+    )
+    add(
+        "--threads",
+        type=at_least(1),
+        help="torch CPU threads per rank (default: CPUs / ranks; with a GPU at most 4)",
+    )
+    add(
+        "--dist-timeout",
+        metavar="SECONDS",
+        type=at_least(1, float),
+        default=600.0,
+        help="how long a rank waits for the others; a week while debugging",
+    )
+    add(
+        "--debug-rank",
+        metavar="R[,R...]",
+        type=debugging.ranks,
+        default=[],
+        help="ranks that wait for a debugger, rank R at --debug-port + R",
+    )
+    add(
+        "--debug-port",
+        metavar="[HOST:]PORT",
+        type=debugging.address,
+        default="127.0.0.1:5678",
+        help="for the debugger of rank 0; loopback unless HOST is given",
+    )
+    add("--local-rank", "--local_rank", type=int, help=argparse.SUPPRESS)
 
 
 def value_range(text: str) -> tuple[float, float]:

@@ -9,16 +9,19 @@ from engine.errors import UserError
 from engine.ranks import distributed
 
 
-def compute(metrics: MetricCollection) -> dict[str, float]:
+def compute(metrics: MetricCollection) -> tuple[dict[str, float], Tensor | None]:
     """Return each metric over the samples of all ranks; every rank has to call it.
 
-    All but a confusion matrix, which `compute_confusion` returns.
+    The counts of a MulticlassConfusionMatrix, int64 (classes, classes), labels by predictions, are
+    returned apart from the others; None if `metrics` has none.
     """
     fill_empty_lists(metrics)
     found: dict[str, float] = {}
-    apart = {name for name, metric in metrics.items(copy_state=False) if is_confusion(metric)}
+    confusion: Tensor | None = None
+    matrices = {name for name, metric in metrics.items(copy_state=False) if is_confusion(metric)}
     for name, value in metrics.compute().items():
-        if name in apart:
+        if name in matrices:
+            confusion = value
             continue
         value = torch.as_tensor(value)
         if value.numel() != 1:
@@ -27,16 +30,7 @@ def compute(metrics: MetricCollection) -> dict[str, float]:
                 "them or put a torchmetrics.ClasswiseWrapper around it, which names each"
             )
         found[name] = value.item()
-    return found
-
-
-def compute_confusion(metrics: MetricCollection) -> Tensor | None:
-    """Return the counts of the confusion matrix in `metrics`; None if it has none.
-
-    int64 (classes, classes), labels by predictions, of all ranks: every rank has to call it.
-    """
-    found = filter(is_confusion, metrics.values(copy_state=False))
-    return next((metric.compute() for metric in found), None)
+    return found, confusion
 
 
 def is_confusion(metric: object) -> bool:

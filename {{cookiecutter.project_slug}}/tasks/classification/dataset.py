@@ -3,7 +3,7 @@
 import functools
 import os
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch.utils.data import Dataset
 from torchvision.transforms import RandomResizedCrop
 from torchvision.transforms.v2 import functional as F
 
-from engine.data import images, listing, prepared, shares
+from engine.data import images, listing, lists, prepared, shares
 from engine.data.images import DEFAULT_FORMAT, Format, LazyImage, open_image
 from engine.data.samples import Packed
 from engine.errors import UserError, shorten
@@ -97,8 +97,29 @@ def build_dataset(
 def find_samples(root: Path) -> tuple[list[tuple[str, int]], list[tuple[str, int]], list[str]]:
     """Return the samples, (path, class number), for training and for validation, and the classes.
 
-    Without DIR/val, 15 % of each class of DIR/train is held out, always the same images. Without
-    DIR/train, the folders in DIR are the classes.
+    They are those of DIR/train.csv, if there is such a list, or else of the class folders. Without
+    a validation set, 15 % of each class is held out, always the same images.
+    """
+    has_lists = (root / "train.csv").is_file()
+    train_of, val_of = read_lists(root) if has_lists else read_folders(root)
+    train: list[tuple[str, int]] = []
+    val: list[tuple[str, int]] = []
+    for label, (name, train_paths) in enumerate(train_of.items()):
+        if val_of is None:
+            train_paths, val_paths = listing.split(train_paths, root)
+        else:
+            val_paths = val_of.get(name, [])
+        train += [(path, label) for path in train_paths]
+        val += [(path, label) for path in val_paths]
+    if val_of is None:
+        listing.say_split(root, len(val), len(train) + len(val))
+    return train, val, list(train_of)
+
+
+def read_folders(root: Path) -> tuple[dict[str, list[str]], dict[str, list[str]] | None]:
+    """Return the images of each class for training, and for validation; None without DIR/val.
+
+    Without DIR/train, the folders in DIR are the classes.
     """
     train_folder, val_folder = find_train(root), listing.val_folder(root)
     classes, skipped = class_folders(train_folder), Counter[str]()
@@ -112,20 +133,31 @@ def find_samples(root: Path) -> tuple[list[tuple[str, int]], list[tuple[str, int
         raise UserError(
             f"{where}: class folder {unmatched[0]} is missing; train and val need the same"
         )
-    train: list[tuple[str, int]] = []
-    val: list[tuple[str, int]] = []
-    for label, (name, folder) in enumerate(classes.items()):
-        train_paths = listing.list_images(folder, skipped)
-        if val_folder:
-            val_paths = listing.list_images(val_classes[name], skipped)
-        else:
-            train_paths, val_paths = listing.split(train_paths, root)
-        train += [(path, label) for path in train_paths]
-        val += [(path, label) for path in val_paths]
-    if not val_folder:
-        listing.say_split(root, len(val), len(train) + len(val))
+    train_of, val_of = (
+        {name: listing.list_images(folder, skipped) for name, folder in folders.items()}
+        for folders in (classes, val_classes)
+    )
     listing.say_skipped(skipped)
-    return train, val, list(classes)
+    return train_of, val_of if val_folder else None
+
+
+def read_lists(root: Path) -> tuple[dict[str, list[str]], dict[str, list[str]] | None]:
+    """Return what `read_folders` does, from DIR/train.csv and, if it exists, DIR/val.csv.
+
+    Their columns are `file`, a path below DIR, and `label`, the name of a class.
+    """
+    found = []
+    for path in root / "train.csv", root / "val.csv":
+        paths_of: dict[str, list[str]] = {}
+        for file, name in lists.read_list(path, ("file", "label"), 1) if path.is_file() else ():
+            paths_of.setdefault(name, []).append(file)
+        found.append({name: paths_of[name] for name in sort_names(paths_of)})
+    train_of, val_of = found
+    if len(train_of) < 2:
+        raise UserError(f"{root / 'train.csv'}: one class only; at least two are needed")
+    if unknown := sorted(val_of.keys() - train_of.keys()):
+        raise UserError(f"{root / 'val.csv'}: label {unknown[0]} is not in train.csv")
+    return train_of, val_of or None
 
 
 def find_train(root: Path) -> Path:
@@ -162,9 +194,13 @@ def class_folders(folder: Path) -> dict[str, Path]:
     if loose := sum(map(listing.is_image, files)):
         distributed.say(f"{folder}: {loose} images beside the class folders are not used")
     folders = listing.by_name([(str(folder / name), listing.composed(name)) for name in names])
+    return {name: Path(folders[name]) for name in sort_names(folders)}
+
+
+def sort_names(names: Collection[str]) -> list[str]:
+    """Return `names` sorted, by number if all of them are numbers."""
     are_numbers = all(name.isdecimal() for name in names)
-    order = sorted(folders, key=lambda name: (int(name) if are_numbers else 0, name))
-    return {name: Path(folders[name]) for name in order}
+    return sorted(names, key=lambda name: (int(name) if are_numbers else 0, name))
 
 
 def draw_example(

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from engine.data import images, listing, prepared
+from engine.data import images, listing, lists, prepared
 from engine.data.images import DEFAULT_FORMAT, Format, LazyImage, open_image
 from engine.data.samples import Packed
 from engine.errors import UserError
@@ -22,6 +22,7 @@ from masks import VOID, Labels, parse, read_classes, read_mask, survey
 IMAGE_SIZE = 512  # pixels; side of the training crops, unless --image-size says otherwise
 SHORT_SIDE = 0  # pixels; of what prepare_data.py stores; 0: as large as they are
 STRIDE = 32  # the networks halve an image five times
+Pairs = list[tuple[str, str]]  # the paths of images and their masks
 
 
 def train_transform(image: LazyImage, mask: LazyImage, size: int) -> tuple[Tensor, Tensor]:
@@ -121,12 +122,27 @@ def build_dataset(
     return train, val, train.labels
 
 
-def find_samples(root: Path) -> tuple[list[tuple[str, str]], list[tuple[str, str]], Labels]:
+def find_samples(root: Path) -> tuple[Pairs, Pairs, Labels]:
     """Return the (image path, mask path) pairs for training, those for validation, and the classes.
 
-    The classes are those of DIR/classes.txt; none without that file. Without DIR/val, 15 % of
-    DIR/train is held out, always the same images. Without DIR/train, DIR/images and DIR/masks are
-    taken.
+    The pairs are those of DIR/train.csv, if there is such a list, or else of the folders; the
+    classes those of DIR/classes.txt, none without it. Without a validation set, 15 % of the pairs
+    are held out, always the same.
+    """
+    has_lists = (root / "train.csv").is_file()
+    train, val = read_lists(root) if has_lists else read_folders(root)
+    if val is None:
+        mask_of = dict(train)
+        parts = listing.split(list(mask_of), root)
+        train, val = ([(path, mask_of[path]) for path in part] for part in parts)
+        listing.say_split(root, len(val), len(mask_of))
+    return train, val, read_classes(root / "classes.txt")
+
+
+def read_folders(root: Path) -> tuple[Pairs, Pairs | None]:
+    """Return the pairs for training and for validation; None without DIR/val.
+
+    Without DIR/train, DIR/images and DIR/masks are taken.
     """
     train_folder, val_folder = root / "train", listing.val_folder(root)
     if not train_folder.is_dir() and (root / "images").is_dir() and (root / "masks").is_dir():
@@ -134,15 +150,23 @@ def find_samples(root: Path) -> tuple[list[tuple[str, str]], list[tuple[str, str
         train_folder = root
     skipped = Counter[str]()
     train = find_pairs(train_folder, skipped)
-    if val_folder:
-        val = find_pairs(val_folder, skipped)
-    else:
-        mask_of = dict(train)
-        parts = listing.split(list(mask_of), root)
-        train, val = ([(path, mask_of[path]) for path in part] for part in parts)
-        listing.say_split(root, len(val), len(mask_of))
+    val = find_pairs(val_folder, skipped) if val_folder else None
     listing.say_skipped(skipped)
-    return train, val, read_classes(root / "classes.txt")
+    return train, val
+
+
+def read_lists(root: Path) -> tuple[Pairs, Pairs | None]:
+    """Return what `read_folders` does, from DIR/train.csv and, if it exists, DIR/val.csv.
+
+    Their columns are `image` and `mask`, paths below DIR.
+    """
+    train, val = (
+        [(image, mask) for image, mask in lists.read_list(path, ("image", "mask"), 2)]
+        if path.is_file()
+        else None
+        for path in (root / "train.csv", root / "val.csv")
+    )
+    return train or [], val
 
 
 def find_pairs(folder: Path, skipped: Counter[str] | None = None) -> list[tuple[str, str]]:
