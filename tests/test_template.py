@@ -409,7 +409,7 @@ def test_nothing_of_this_machine(template: Path) -> None:
 
 
 ENGINE = sorted((ROOT / TEMPLATE_FOLDER / "engine").rglob("*.py"))
-EDITED = {"main", "dataset", "model", "predict", "prepare_data", "demo_set"}
+EDITED = {"main", "dataset", "model", "predict", "prepare_data", "export", "demo_set"}
 for_each_module = pytest.mark.parametrize("path", ENGINE, ids=lambda path: path.stem)
 
 

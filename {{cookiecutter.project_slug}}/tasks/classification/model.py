@@ -14,6 +14,7 @@ from engine.run import pretrained
 
 BEST = "top1"  # the metric, higher is better, that decides which weights are kept as best.pt
 NETWORK_FLAGS = ("arch",)  # flags that have to equal those of a checkpoint
+REMEDY = "lower --batch-size"  # where validation images need too much memory
 
 
 def add_arguments(group: _ArgumentGroup) -> None:
