@@ -428,7 +428,8 @@ def test_nothing_of_this_machine(template: Path) -> None:
 
 ENGINE = sorted((ROOT / TEMPLATE_FOLDER / "engine").rglob("*.py"))
 EDITED = {
-    *("main", "dataset", "masks", "model", "predict", "prepare_data", "check_data", "demo_set")
+    *("main", "dataset", "masks", "model", "predict", "prepare_data", "check_data", "export"),
+    "demo_set",
 }
 for_each_module = pytest.mark.parametrize("path", ENGINE, ids=lambda path: path.stem)
 
