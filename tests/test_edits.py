@@ -89,6 +89,20 @@ def test_another_optimizer_than_the_checkpoint_has(
     assert before == {path.name: path.read_bytes() for path in out.glob("*.pt")}
 
 
+def test_a_kill_between_the_best_and_the_last(
+    data: Path, trained: Path, tmp_path: Path, edited: Edited
+) -> None:
+    """The epoch is evaluated again; its score is no better than best.pt's, but it is the best."""
+    begin = "            is_best = run.end_epoch("
+    killed = edited((begin, f"            {KILL}\n{begin}"))
+    assert killed(*flags(data, tmp_path), ranks=2).status == -9
+    shutil.copy(trained / "best.pt", tmp_path)
+    said = edited()(*flags(data, tmp_path), ranks=2).ok().out
+    for name in "examples.png", "per_class.csv", "confusion.png", "worst.png":
+        assert (tmp_path / name).exists()
+        assert name in said.splitlines()[-1]
+
+
 def test_another_choice_of_the_best(
     project: Project, data: Path, own_data: Path, trained: Path, tmp_path: Path, edited: Edited
 ) -> None:
@@ -327,12 +341,6 @@ def test_a_new_flag_of_the_network(
             more = flags(data, trained, "--epochs", 2, "--drop", 0.5)
             done = project.fork(name, *more, ranks=1, script=script)
             done.refused("was trained with --drop 0.25, not 0.5")
-
-
-def test_eval_only_goes_by_the_checkpoint(project: Project) -> None:
-    """The demo set's own picture size is for training it."""
-    assert project.call("flags.image_size") == 64
-    assert project.call("flags.image_size", "--eval-only") is None
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

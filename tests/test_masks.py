@@ -60,6 +60,8 @@ def test_lines_of_classes_txt(project: Project, tmp_path: Path) -> None:
         "a = 0\nb=255\nvoid = 7": [["a", "b"], None],
         "void = 7\nb = -1\na = 300": [["b", "a"], None],
         "a\nb\nVoid = 7": [["a", "b"], None],
+        "# all\n\na # one\nC#\n": [["a", "C#"], None],
+        "class 1\nclass 2": [["class 1", "class 2"], None],
         "a = 1 2 3\nb = 255,0, 255\nVoid = 0 0 0": [["a", "b"], [[1, 2, 3], [255, 0, 255]]],
     }
     bad = {
@@ -68,6 +70,8 @@ def test_lines_of_classes_txt(project: Project, tmp_path: Path) -> None:
         "a = 1\nb = 2\nvoid = 1 2 3": (", line 3", "NAME = R G B"),
         "a = 1 2 3\nb = 4 5 6\nvoid = 0": (", line 3", "NAME = VALUE"),
         "a\nb\na": (", line 3", "a comes twice"),
+        "1 a\n0 b": ("1 a is a name and a number", "NAME = VALUE"),
+        "a,0\nb,1": ("a,0 is a name and a number", "NAME = VALUE"),
         "a = 1\na = 2": (", line 2", "a comes twice"),
         "a = 7\nb = 7": (", line 2", "7 comes twice"),
         "a\nb\nvoid = 1": (", line 3", "1 comes twice"),
@@ -98,6 +102,7 @@ def test_values_and_colors(project: Project, tmp_path: Path) -> None:
         ({"classes": names, "pixels": [[0, 1, 1]], "mode": "1"}, [0, 1, 1]),
         ({"classes": names, "pixels": [[2, 1, 0]], "mode": "P", "palette": palette}, [2, 1, 0]),
         ({"classes": values, "pixels": [[0, 255, 7]]}, [0, 1, 255]),
+        ({"classes": values, "pixels": [[0, 1, 1]], "mode": "1"}, [0, 1, 1]),
         ({"classes": ["a = 0", "b = 128"], "pixels": [[0, 128, 255]]}, [0, 1, 255]),
         (
             {"classes": ["a = 300", "b = 65535"], "pixels": [[300, 65535]], "dtype": "uint16"},

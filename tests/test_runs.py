@@ -313,3 +313,18 @@ def test_drawing_that_was_interrupted(project: Project, tmp_path: Path) -> None:
     process.terminate()
     assert finish(process, mark).status == 128 + signal.SIGTERM
     assert {*tmp_path.glob("demo.partial-*")} == at_work
+
+
+def test_flags_that_eval_only_takes_from_the_checkpoint(
+    project: Project, data: Path, trained: Path, tmp_path: Path
+) -> None:
+    """The defaults of the demo set are for training it."""
+    assert project.call("flags.image_size") == 64
+    arch = {"classification": "shufflenet_v2_x0_5", "segmentation": "unet"}[project.task]
+    words = [trained / "best.pt", tmp_path / "other.pt", "--data", data]
+    found = project.call("evaluating.flags_of_eval_only", *words)
+    tile = 256 if project.task == "segmentation" else None
+    assert found == {"image_size": 96, "max_megapixels": 7, "tile": tile, "arch": arch}
+    given = ["--image-size", "64", "--max-megapixels", "8"]
+    found = project.call("evaluating.flags_of_eval_only", *words, *given)
+    assert (found["image_size"], found["max_megapixels"]) == (64, 8)

@@ -60,6 +60,7 @@ NOT_SAVED = {  # flags that checkpoints leave out because they do not affect wha
     *("workers", "prefetch", "pin_memory", "output_dir", "resume", "save_every", "keep"),
     *("dist_timeout", "debug_rank", "debug_port", "local_rank"),
 }
+OF_CHECKPOINT = object()  # the value of flags that --eval-only takes from the checkpoint
 RECIPES = {  # defaults of --lr and --weight-decay for each --optimizer
     "adamw": {"lr": 0.001, "weight_decay": 0.05},
     "sgd": {"lr": 0.1, "weight_decay": 0.0001},
@@ -131,8 +132,9 @@ def build_parser() -> Parser:
 def parse_args(argv: Sequence[str] | None = None) -> Namespace:
     parser = build_parser()
     args = parser.parse_args(argv)
-    if args.eval_only or args.data is None:  # with other defaults; None: the checkpoint's
-        eval_only = {"image_size": None, "batch_size": loading.BATCH_SIZE}
+    if args.eval_only or args.data is None:  # with other defaults
+        names = "image_size", *vars(checkpoint.read_flags({"args": {}}, add_arguments))
+        eval_only = {**dict.fromkeys(names, OF_CHECKPOINT), "batch_size": loading.BATCH_SIZE}
         parser.set_defaults(**(eval_only if args.eval_only else demo_set.DEFAULTS))
         args = parser.parse_args(argv)
     for name, value in RECIPES[args.optimizer].items():
@@ -271,6 +273,7 @@ def train(
     run.resume(state)
     report = Reporter(folder.path, task.device, args.epochs, run.epoch)
     report.start(task.settings, train_loader, val_loader, vars(args))
+    first = run.epoch
     with run.stoppable(), report:
         while run.epoch < args.epochs:
             train_loader.sampler.set_epoch(run.epoch, run.seen)
@@ -284,7 +287,8 @@ def train(
             is_best = run.end_epoch({"train_loss": train_loss, **results, "lr": lr, **speed})
             run.save(is_best)
             report.end_epoch(run.history, is_best)
-            if is_best:
+            # An epoch that is evaluated again, after a kill, may have saved the best score already.
+            if is_best or (run.epoch == first + 1 and results[BEST] == run.best):
                 report.images(found)
     report.finish(BEST, run.best)
 
@@ -303,9 +307,11 @@ def evaluate_checkpoint(args: Namespace, device: torch.device) -> None:
     """Evaluate best.pt, or --resume PATH, and print its metrics as JSON."""
     path = args.output_dir / "best.pt" if args.resume in ("auto", "never") else args.resume
     model, known_classes, flags = checkpoint.open_model(path, build_model, add_arguments, device)
-    args.image_size = args.image_size or flags.image_size
+    for name, value in vars(args).items():
+        if value is OF_CHECKPOINT:
+            setattr(args, name, getattr(flags, name))
     settings, options = set_up_machine(args, device)
-    format = Format(args.value_range or flags.value_range, args.max_megapixels)
+    format = Format(args.value_range, args.max_megapixels)
     _, val_set, classes = build_dataset(args.data, args.image_size, format)
     checkpoint.check_classes(path, known_classes, classes)
     val_loader = loading.build_val_loader(val_set, len(classes), args.batch_size, options)

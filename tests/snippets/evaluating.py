@@ -1,11 +1,13 @@
-"""Loss and metrics of a checkpoint, counted by a plain loop without the engine."""
+"""Loss and metrics of a checkpoint, counted by a plain loop, and the flags of --eval-only."""
 
 import argparse
+import contextlib
 from pathlib import Path
 
 import torch
 
 import dataset
+import main
 import model
 from engine.ranks import distributed
 
@@ -34,3 +36,20 @@ def plain_loop(checkpoint: str, data: str) -> dict:
         losses -= picked.sum().item()
         pairs += zip(scores[keep].argmax(1).tolist(), target[keep].tolist(), strict=True)
     return {"loss": losses / len(pairs), "pairs": pairs}
+
+
+def flags_of_eval_only(checkpoint: str, out: str, *words: str) -> dict:
+    """What --eval-only evaluates `checkpoint` with, saved with another size and limit, by flag."""
+    state = torch.load(checkpoint, weights_only=True)
+    state["args"].update(image_size=96, max_megapixels=7, tile=256)
+    torch.save(state, out)
+    found: dict = {}
+
+    def evaluate(task: main.Task, _: object) -> None:
+        found.update(vars(task.args))
+        raise KeyboardInterrupt
+
+    main.evaluate = evaluate
+    with contextlib.suppress(KeyboardInterrupt):
+        main.main(["--eval-only", "--resume", out, "--workers", "0", *words])
+    return {name: found.get(name) for name in ("image_size", "max_megapixels", "tile", "arch")}

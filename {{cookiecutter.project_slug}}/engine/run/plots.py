@@ -2,7 +2,8 @@
 
 import contextlib
 import math
-from collections.abc import Mapping, Sequence
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import matplotlib
@@ -25,9 +26,12 @@ LETTER = 6.5  # pixels; width of a letter
 DPI = 100
 
 
-def plain_text() -> contextlib.AbstractContextManager:
-    """Return a context in which a $ in the name of a class or file is a $, not mathematics."""
-    return matplotlib.rc_context({"text.parse_math": False})
+@contextlib.contextmanager
+def plain_text() -> Iterator[None]:
+    """Draw names as they are: a $ is no mathematics, and signs that the font lacks are boxes."""
+    with matplotlib.rc_context({"text.parse_math": False}), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Glyph .* missing from")
+        yield
 
 
 def draw_curves(path: Path, rows: Sequence[Row]) -> None:

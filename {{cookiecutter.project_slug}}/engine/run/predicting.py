@@ -25,6 +25,7 @@ class Readable:
             batch_size,
             num_workers=workers,
             multiprocessing_context=process.worker_context(workers),
+            worker_init_fn=process.start_worker,
             collate_fn=collate,
         )
         self.broken: list[str] = []

@@ -29,6 +29,7 @@ from engine.run import machine
 from engine.run.mistakes import Mistakes
 
 SECONDS_BETWEEN_READINGS = 0.5  # reading the loss waits for the device: not at every step
+IMAGES = ("examples.png", "per_class.csv", "confusion.png", "worst.png")  # of the best epoch
 INPUT_BOUND = 0.1  # from this share of time spent waiting for images, a message says so
 
 if TYPE_CHECKING:
@@ -197,6 +198,8 @@ class Reporter:
         if self.active:
             from engine.run import gallery
 
+            for name in IMAGES:  # those of an earlier epoch, should this be interrupted
+                (self.folder / name).unlink(missing_ok=True)
             captions = gallery.evenly_spaced(mistakes.drawing.dataset)
             gallery.draw_images(self.folder / "examples.png", mistakes.drawing, captions)
             mistakes.write(self.folder)
@@ -206,7 +209,8 @@ class Reporter:
         if self.active:
             path = os.path.join(os.path.relpath(self.folder), "best.pt")
             if math.isfinite(best):
-                distributed.say(f"done: best {name} {best:.4f}; {path}, examples.png, curves.png")
+                found = [file for file in ("curves.png", *IMAGES) if (self.folder / file).exists()]
+                distributed.say(f"done: best {name} {best:.4f}; {', '.join([path, *found])}")
             else:
                 distributed.say(f"done: {name} was NaN after every epoch, so there is no best.pt")
 

@@ -210,7 +210,7 @@ def draw_example(
     """
     pixels = image.permute(1, 2, 0).numpy()
     prediction = output.argmax(0).numpy().astype(np.uint8)
-    parts = [pixels, overlay(pixels, prediction, classes)]
-    parts.append(overlay(pixels, target.numpy(), classes))
-    axes.imshow(np.concatenate(parts, axis=1))
+    gap = np.full((len(pixels), max(2, pixels.shape[1] // 128), 3), 255, np.uint8)
+    parts = [overlay(pixels, mask, classes) for mask in (prediction, target.numpy())]
+    axes.imshow(np.concatenate([pixels, gap, parts[0], gap, parts[1]], axis=1))
     axes.set_title("image | prediction | truth", fontsize=9)

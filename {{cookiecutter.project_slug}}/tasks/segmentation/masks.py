@@ -1,7 +1,8 @@
 """Masks: from the values or colours in their files to class numbers, as DIR/classes.txt says.
 
-Its lines are NAME, NAME = VALUE or NAME = R G B, in the order of the class numbers. A line with the
-name "void" and a value or colour is no class: such pixels count neither in loss nor in metrics.
+Its lines are NAME, NAME = VALUE or NAME = R G B, in the order of the class numbers, and # begins a
+comment. A line with the name "void" and a value or colour is no class: such pixels count neither in
+loss nor in metrics.
 """
 
 import re
@@ -25,6 +26,7 @@ BLOCK = 8  # pixels; JPEG compresses squares of this side
 LEAST_GAP = 64  # between two values that are told apart in a JPEG
 KINDS = {0: "NAME", 1: "NAME = VALUE", 3: "NAME = R G B"}  # lines by how many numbers they have
 LINE = re.compile(r"([^=]*[^=\s])(?:\s*=\s*(-?\d{1,9}|\d{1,3}[\s,]+\d{1,3}[\s,]+\d{1,3}))?")
+NUMBERED = r"\d+[\s:;,.)]+\D.*|.*\D\s*[:;,\t]\s*\d+"  # which would be taken as a name alone
 Keys = dict[tuple[int, ...], int]  # class number or VOID, by (value,) or (red, green, blue)
 
 
@@ -107,7 +109,8 @@ def read_classes(path: Path) -> Labels:
 
 def parse(lines: Sequence[str], path: Path) -> Labels:
     """Return what the lines of the classes.txt at `path` say; a UserError names a wrong line."""
-    rows = [(row, *split(line, path, row)) for row, line in enumerate(lines, 1) if line.strip()]
+    lines = [re.sub(r"(^|\s)#.*", "", line).strip() for line in lines]
+    rows = [(row, *split(line, path, row)) for row, line in enumerate(lines, 1) if line]
     kind = next((len(value) for _, name, value in rows if not is_void(name, value)), 0)
     names: list[str] = []
     keys: Keys = {}
@@ -126,7 +129,10 @@ def parse(lines: Sequence[str], path: Path) -> Labels:
         raise UserError(f"{path}, line {row}: {reason}")
     if not 2 <= len(names) <= VOID:
         raise UserError(f"{path}: {len(names)} classes; needs 2 to {VOID}, one per line")
-    return Labels(names, [line.strip() for line in lines if line.strip()], kind, keys)
+    if not kind and all(re.fullmatch(NUMBERED, name) for name in names):
+        forms = ", ".join(KINDS.values())
+        raise UserError(f"{path}: {names[0]} is a name and a number; lines must be one of {forms}")
+    return Labels(names, list(filter(None, lines)), kind, keys)
 
 
 def split(line: str, path: Path, row: int) -> tuple[str, tuple[int, ...]]:
@@ -149,6 +155,8 @@ def read_mask(path: str, labels: Labels, format: Format = DEFAULT_FORMAT) -> np.
     if path.lower().endswith(JPEG):
         pixels = undo_jpeg(path, image, labels)
     else:
+        if image.mode == "1" and VOID in labels.listed:  # 1 is white, as 255 is
+            image = image.convert("L")
         if image.mode == "P" and labels.kind == 3:  # else a palette's numbers, not its colours
             image = image.convert("RGBA" if "transparency" in image.info else "RGB")
         pixels = drop_alpha(path, np.array(image), image.mode)
