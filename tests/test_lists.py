@@ -53,7 +53,7 @@ def test_the_same_as_folders(project: Project, data: Path, tmp_path: Path) -> No
     found = project.call("data.parts", heap)
     held_out = {"classification": 6, "segmentation": 8}[project.task]
     assert [len(part) for part in found["parts"]] == [53 - held_out, held_out]
-    assert "of 53 images used for validation" in found["said"]
+    assert f"no {heap / 'val.csv'}: {held_out} of 53 images used for validation" in found["said"]
 
 
 @SAME_FOR_BOTH

@@ -124,9 +124,9 @@ def val_folder(root: Path) -> Path | None:
     return None
 
 
-def say_split(root: Path, count: int, total: int) -> None:
-    """Print that `count` of `total` images are held out because `root` has no validation set."""
-    line = f"no {root / 'val'}: {count} of {total} images used for validation"
+def say_split(root: Path, count: int, total: int, name: str = "val") -> None:
+    """Print that `count` of `total` images are held out because `root` has no `name`."""
+    line = f"no {root / name}: {count} of {total} images used for validation"
     has_test = (root / "test").is_dir()
     distributed.say(f"{line}; {root / 'test'} is not used" if has_test else line)
 

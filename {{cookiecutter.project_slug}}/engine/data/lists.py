@@ -20,8 +20,8 @@ def read_list(path: Path, columns: Sequence[str], files: int) -> list[tuple[str,
             table = csv.DictReader(file)
             if missing := [name for name in columns if name not in (table.fieldnames or ())]:
                 raise UserError(
-                    f"{path}: no column {missing[0]}; the first line must name the columns "
-                    f"{','.join(columns)}"
+                    f"{path}: no column {missing[0]}; its first line must name the columns "
+                    f"{','.join(columns)}. Rename it if folders are to be used instead"
                 )
             for row in table:
                 values = [(row[name] or "").strip() for name in columns]

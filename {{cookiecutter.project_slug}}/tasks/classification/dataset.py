@@ -112,7 +112,8 @@ def find_samples(root: Path) -> tuple[list[tuple[str, int]], list[tuple[str, int
         train += [(path, label) for path in train_paths]
         val += [(path, label) for path in val_paths]
     if val_of is None:
-        listing.say_split(root, len(val), len(train) + len(val))
+        name = "val.csv" if has_lists else "val"
+        listing.say_split(root, len(val), len(train) + len(val), name)
     return train, val, list(train_of)
 
 

@@ -135,7 +135,7 @@ def find_samples(root: Path) -> tuple[Pairs, Pairs, Labels]:
         mask_of = dict(train)
         parts = listing.split(list(mask_of), root)
         train, val = ([(path, mask_of[path]) for path in part] for part in parts)
-        listing.say_split(root, len(val), len(mask_of))
+        listing.say_split(root, len(val), len(mask_of), "val.csv" if has_lists else "val")
     return train, val, read_classes(root / "classes.txt")
 
 
@@ -185,7 +185,11 @@ def find_pairs(folder: Path, skipped: Counter[str] | None = None) -> list[tuple[
     if unmatched := sorted(image_of.keys() ^ mask_of.keys()):
         path = image_of.get(unmatched[0]) or mask_of[unmatched[0]]
         lack = "masks" if unmatched[0] in image_of else "images"
-        raise UserError(f"{path}: nothing of that name in {folder / lack}; add it or remove this")
+        other = next(iter((mask_of if lack == "masks" else image_of).values()))
+        raise UserError(
+            f"{path}: nothing of that name in {folder / lack}, which has {Path(other).name}; names "
+            "must be equal but for their endings"
+        )
     return [(image_of[name], mask_of[name]) for name in sorted(image_of)]
 
 
