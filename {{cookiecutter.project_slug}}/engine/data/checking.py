@@ -115,7 +115,7 @@ def _look(path: str, format: Format, facts: Facts) -> None:
 def _look_deep(path: str, format: Format, facts: Facts) -> None:
     """Do the same for an image of --channels."""
     values = stacks.read(path, format)
-    facts.kind = f"{values.shape[2]} channels of {values.dtype}"
+    facts.kind = f"{values.dtype} with {values.shape[2]} channel" + "s" * (values.shape[2] > 1)
     facts.stored = facts.size = values.shape[:2]
     if values.dtype != np.uint8 and np.isfinite(values).all():
         facts.span = float(values.min()), float(values.max())

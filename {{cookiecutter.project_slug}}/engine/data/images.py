@@ -208,13 +208,12 @@ def say_depth(path: str, format: Format) -> None:
 
     With --channels, which become 0 and 1. Raises a UserError if mean or deviation are not known.
     """
-    mean, _ = format.statistics
+    _ = format.statistics
     if format.channels:
         with _reading(path):
             values = stacks.read(path, format)
             low, high = stacks.limits(values, path, format.value_range)
-        line = f"{path}: {len(mean)} channels of {values.dtype}"
-        return distributed.say(f"{line}, {low:.9g} to {high:.9g} becomes 0 to 1")
+        return distributed.say(f"{path}: {values.dtype}, {low:.9g} to {high:.9g} becomes 0 to 1")
     with _reading(path), _opened(path, _read_file(path), format) as image:
         kind = depth.kind_of(image)
     if kind:

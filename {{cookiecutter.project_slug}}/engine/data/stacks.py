@@ -1,6 +1,7 @@
 """Images of any number of channels at their files' full depth: --channels."""
 
 import io
+import logging
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -31,11 +32,12 @@ def read(path: str, format: "Format") -> np.ndarray:
         values = _read_other(path, format)
     values = values[..., None] if values.ndim == 2 else values
     if values.ndim != 3 or values.shape[2] != format.channels:
-        shape = " x ".join(map(str, values.shape))
         raise UserError(
-            f"{path}: {shape} values, not height x width x {format.channels}; pass the --channels "
-            "that all images have, or save it with as many"
+            f"{path}: values of shape {values.shape}, not (height, width, {format.channels}); pass "
+            "the --channels that all images have, or save it with as many"
         )
+    if values.dtype.kind not in "biuf":
+        raise UserError(f"{path}: values of type {values.dtype}; save it as integers or floats")
     format.check_size(path, values.shape[1], values.shape[0])
     return values.astype(values.dtype.newbyteorder("="), copy=False)
 
@@ -44,14 +46,16 @@ def _read_tiff(path: str, format: "Format") -> np.ndarray:
     """Return (H, W) or (H, W, channels); the file may hold the channels as planes or pages."""
     import tifffile  # here, because most sets do without
 
+    logging.getLogger("tifffile").setLevel(logging.CRITICAL)  # it logs what it raises
     try:
         with tifffile.TiffFile(path) as file:
             series, tags = file.series[0], file.pages.first.tags
             height, width = (series.shape[series.axes.index(axis)] for axis in "YX")
             format.check_size(path, width, height)
             turned = tags.valueof(ORIENTATION, default=1)
-            values = series.asarray()
-    except UserError:
+            are_pages = 1 < len(file.pages) == format.channels
+            values = file.asarray(key=slice(None)) if are_pages else series.asarray()
+    except (OSError, UserError):
         raise
     except Exception as error:  # of many types for malformed files
         if "imagecodecs" in str(error):

@@ -40,7 +40,7 @@ def describe(survey: Survey, classes: Sequence[str], plan: Plan) -> list[str]:
     sections = [
         ("images", _images(survey)),
         ("formats", [", ".join(f"{n} {kind}" for kind, n in survey.kinds.most_common())]),
-        ("values", _values(survey, plan.format.value_range)),
+        ("values", _values(survey, plan.format)),
         ("channels", _channels(survey, plan.format)),
         ("classes", _classes(survey, classes)),
         ("training", _training(survey, plan)),
@@ -76,15 +76,19 @@ def _size(size: np.ndarray) -> str:
     return f"{size[1]} x {size[0]}"
 
 
-def _values(survey: Survey, given: Sequence[float] | None) -> list[str]:
-    lines = []
+def _values(survey: Survey, format: Format) -> list[str]:
+    lines, given = [], format.value_range
     for kind, (count, low, high) in survey.spans.items():
         wanted = f"{low:.6g},{high if high > low else low + 1:.6g}"
-        advice = f"--value-range{'=' if low < 0 else ' '}{wanted} makes the most of them"
+        advice = (
+            ""
+            if format.channels
+            else f": --value-range{'=' if low < 0 else ' '}{wanted} makes the most of them"
+        )
         if given:
             effect = "covers" if given[0] <= low and high <= given[1] else "clips"
-            advice = f"--value-range {given[0]:g},{given[1]:g} {effect} them; {wanted} would fit"
-        lines.append(f"{count} images of {kind} hold {low:.6g} to {high:.6g}: {advice}")
+            advice = f": --value-range {given[0]:g},{given[1]:g} {effect} them; {wanted} would fit"
+        lines.append(f"{count} images of {kind} hold {low:.6g} to {high:.6g}{advice}")
     return lines or ["8 bits"]
 
 
@@ -93,7 +97,10 @@ def _channels(survey: Survey, format: Format) -> list[str]:
     if survey.moments is not None:
         lists = (",".join(f"{value:.5g}" for value in each) for each in (mean, deviation))
         flags = "--channels {} --mean={} --std={}".format(len(mean), *lists)
-        return [f"train with {flags}"]
+        scale = ""
+        if format.value_range:
+            scale = " --value-range={:g},{:g}".format(*format.value_range)
+        return [f"train with {flags}{scale}"]
     if not survey.histogram.any():
         return []
     given, spread = map(np.array, format.statistics)
