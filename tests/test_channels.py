@@ -201,7 +201,7 @@ def draw(root: Path, task: str) -> Path:
             folder = "images" if task == "segmentation" else f"class {i % 2}"
             path = root / part / folder / f"{i}.tif"
             path.parent.mkdir(parents=True, exist_ok=True)
-            save_tiff(path, values + np.uint16(i), kinds[i % 4])
+            save_tiff(path, values + np.uint16(i + count), kinds[i % 4])  # no image comes twice
             if task == "segmentation":
                 path = root / part / "masks" / f"{i}.png"
                 path.parent.mkdir(parents=True, exist_ok=True)
