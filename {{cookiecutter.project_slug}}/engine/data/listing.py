@@ -63,7 +63,8 @@ def say_skipped(skipped: Counter[str]) -> None:
 
 
 def _count(endings: Counter[str]) -> str:
-    return ", ".join(f"{number} {ending}" for ending, number in endings.most_common())
+    ordered = sorted(endings.items(), key=lambda item: (-item[1], item[0]))
+    return ", ".join(f"{number} {ending}" for ending, number in ordered)
 
 
 def walk(folder: Path) -> Iterator[tuple[str, list[str], list[str]]]:
