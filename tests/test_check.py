@@ -9,12 +9,12 @@ import pytest
 from PIL import Image
 from running import SAME_FOR_BOTH, Done, Project
 
+from engine.check.reading import look
+from engine.check.report import prepared_pixels
+from engine.check.survey import Survey, equal_rows
 from engine.data import prepared
-from engine.data.checking import look
 from engine.data.images import Format, LazyImage
 from engine.data.samples import Packed
-from engine.data.survey import Survey, equal_rows
-from engine.run.check_report import prepared_pixels
 
 UPSIDE_DOWN, RIGHT = 3, 6  # orientations in EXIF
 

@@ -39,7 +39,7 @@ SCHEDULER = "    return LambdaLR(optimizer, factor)"
 CRITERION = "build_criterion(args), metrics)\n    train(task"
 END = "            run.end_step()"
 SAVE = "            run.save()  # whatever fails from here on costs no epoch\n"
-METRICS = "**compute(metrics)}"
+METRICS = "**results},"
 OWNER = (IMPORTS, "\nfrom snippets import owner\n" + IMPORTS)
 NUMPY = (IMPORTS, "\nimport numpy as np\n" + IMPORTS)
 MATRICES = "    matrices = [weight for weight in model.parameters()"
@@ -179,7 +179,10 @@ def test_a_path_under_max_restarts(project: Project, trained: Path, tmp_path: Pa
 def test_values_that_are_not_plain(data: Path, tmp_path: Path, edited: Edited) -> None:
     """NumPy's numbers among the metrics, a date among the flags: saved as plain types."""
     start = edited(
-        (METRICS, '**compute(metrics), "auc": np.float64(0.5), "when": datetime.date(2026, 1, 2)}'),
+        (
+            METRICS,
+            '**results, "auc": np.float64(0.5), "when": datetime.date(2026, 1, 2)},',
+        ),
         (IMPORTS, "\nimport datetime\n\nimport numpy as np\n" + IMPORTS),
         (
             '    add("--seed"',

@@ -29,12 +29,13 @@ SHARED = {
     "engine/errors.py",
     "engine/ranks/__init__.py",
     "engine/run/__init__.py",
-    "engine/data/checking.py",
-    "engine/data/survey.py",
-    "engine/run/check_plots.py",
-    "engine/run/check_report.py",
+    "engine/check/reading.py",
+    "engine/check/survey.py",
+    "engine/check/plots.py",
+    "engine/check/report.py",
     "engine/run/checkpoint.py",
-    "engine/run/checks.py",
+    "engine/check/__init__.py",
+    "engine/check/command.py",
     "engine/ranks/debugging.py",
     "engine/ranks/distributed.py",
     "engine/files.py",
@@ -428,7 +429,8 @@ def test_nothing_of_this_machine(template: Path) -> None:
 
 ENGINE = sorted((ROOT / TEMPLATE_FOLDER / "engine").rglob("*.py"))
 EDITED = {
-    *("main", "dataset", "masks", "model", "predict", "prepare_data", "check_data", "demo_set")
+    *("main", "dataset", "masks", "model", "predict", "prepare_data", "check_data", "export"),
+    "demo_set",
 }
 for_each_module = pytest.mark.parametrize("path", ENGINE, ids=lambda path: path.stem)
 

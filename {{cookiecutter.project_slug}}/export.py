@@ -2,10 +2,10 @@
 
 Writes DIR/model.pt2 (torch.export) and DIR/model.onnx. Input: `images`, uint8 (N, 3, H, W), RGB,
 or float32 (N, channels, H, W), 0 to 1, of a network trained with --channels; they are normalised
-inside. Output: `logits`, float32. N is free; in segmentation H and W, too, as multiples of 32 (pad
-at the right and below). Both files hold, as JSON, classes, colors, arch, size, multiple_of,
-channels, value_range, mean and std. What they return is compared with the network before they
-appear.
+inside. Output: `logits`, float32. N is free; in segmentation H and W, too: 64 and larger multiples
+of 32 (pad at the right and below). Both files hold, as JSON, classes, colors, arch, size,
+multiple_of, channels, value_range, mean and std. They appear if what they return is what the
+network does.
 """
 
 import argparse
@@ -70,7 +70,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if missing := " ".join(name for name in tools if not importlib.util.find_spec(name)):
         raise UserError(f"export.py needs more packages: python -m pip install {missing}")
     warnings.simplefilter("ignore")  # what exporters say is for their authors
-    logging.disable(logging.WARNING)
+    logging.disable()
 
     device = torch.device("cpu")
     model, classes, flags = checkpoint.open_model(
@@ -101,7 +101,8 @@ def main(argv: Sequence[str] | None = None) -> None:
                 difference = compare(exported, batches, expected)
             line = f"{args.output / name}: logits differ by up to {difference:.0e} of the largest"
             if not difference <= TOLERANCE:
-                sys.exit(f"error: {line}, more than {TOLERANCE:.0e}: not written")
+                print(f"error: {line}, more than {TOLERANCE:.0e}: not written", file=sys.stderr)
+                sys.exit(1)
         print(line)
 
 
@@ -133,7 +134,8 @@ def trace(network: nn.Module, side: int, batch: Tensor) -> ExportedProgram:
     height, width = (4 * STRIDE, 5 * STRIDE) if STRIDE else (side, side)
     shapes: dict[int, Any] = {0: Dim("batch")}
     if STRIDE:
-        shapes.update({2: STRIDE * Dim("rows"), 3: STRIDE * Dim("columns")})
+        rows, columns = Dim("rows", min=2), Dim("columns", min=2)  # some networks refuse 1
+        shapes.update({2: STRIDE * rows, 3: STRIDE * columns})
     images = batch.new_zeros(2, batch.shape[1], height, width)  # sizes of 1 would be kept
     return torch.export.export(network, (images,), dynamic_shapes={"images": shapes}, strict=False)
 
@@ -151,7 +153,7 @@ def write_onnx(program: ExportedProgram, path: Path, metadata: Mapping[str, Any]
     """Write the .onnx file; return what it holds as a function."""
     import onnxruntime
 
-    names: dict[str, Any] = {"input_names": ["images"], "output_names": ["logits"]}
+    names: Any = {"input_names": ["images"], "output_names": ["logits"]}
     exported: Any = torch.onnx.export(program, **names, dynamo=True, verbose=False)
     exported.model.metadata_props.update({k: json.dumps(v) for k, v in metadata.items()})
     exported.save(path, external_data=False)
@@ -161,9 +163,11 @@ def write_onnx(program: ExportedProgram, path: Path, metadata: Mapping[str, Any]
 
 @contextlib.contextmanager
 def explaining(what: str) -> Iterator[None]:
-    """Turn an error of the exporters in the block into one line."""
+    """Turn an error of the exporters in the block into one line, and drop what they print."""
+    quiet = io.StringIO()
     try:
-        yield
+        with contextlib.redirect_stdout(quiet), contextlib.redirect_stderr(quiet):
+            yield
     except (OSError, UserError):
         raise
     except Exception as error:  # of many types

@@ -2,6 +2,7 @@
 
 import argparse
 import os
+from types import SimpleNamespace
 
 import torch
 
@@ -16,6 +17,10 @@ from engine.run import machine
 def status(name: str, file: str = "/proc/self/status") -> int:
     with open(file) as lines:
         return next(int(line.split()[1]) for line in lines if line.startswith(name))
+
+
+class Loader(list):
+    dataset = SimpleNamespace(name=str)
 
 
 def of_deterministic_metrics() -> int:
@@ -33,7 +38,8 @@ def of_deterministic_metrics() -> int:
     task = main.Task(
         argparse.Namespace(tile=0), settings, torch.device("cpu"), [], net, loss, metrics
     )
-    main.evaluate(task, [[(images, targets, torch.arange(2))]])
+    loader = Loader([[(images, targets, torch.arange(2))]])
+    main.evaluate(task, loader)
     assert torch.are_deterministic_algorithms_enabled()
     assert torch.is_deterministic_algorithms_warn_only_enabled()
     return status("VmHWM") - before

@@ -21,8 +21,6 @@ data/                 from files to batches on the device
   depth               images of more than 8 bits
   stacks              images of any number of channels at full depth: --channels
   lists               samples listed in a CSV file
-  checking            what is in the files of a sample, and what is wrong with them
-  survey              the same of a whole data set: duplicates, statistics
   prepared            what prepare_data.py writes: all images decoded, in one file
   mapped              that file, read
   shares              which share each class has: said before training
@@ -43,10 +41,14 @@ run/                  one training run, its files and its reports
   mistakes            what the model gets wrong: per_class.csv, confusion.png, worst.png
   predicting          images for predict.py, without those that cannot be read
   tiles               large images in overlapping tiles
-  checks              check_data.py: flags, findings, exit status
-  check_report        its report
-  check_plots         its page of images, check.png
   reporting           start lines, progress bar, metrics.csv, TensorBoard
   plots               curves.png and confusion.png
   gallery             images with predictions, examples.png and worst.png, and the legend
+
+check/                what check_data.py does
+  command             flags, findings and exit status
+  reading             what is in the files of a sample, and what is wrong with them
+  survey              the same of a whole data set: duplicates, statistics
+  report              the lines that it prints
+  plots               check.png
 """

@@ -39,9 +39,7 @@ def naming(
         if not (memory := _lacking_memory(error)):
             raise
         names = shorten([name(int(index)) for index in indices])
-    else:
-        return
-    raise OutOfMemory(f"{names}: out of {memory}; {remedy}")  # the error kept tensors alive
+        raise OutOfMemory(f"{names}: out of {memory}; {remedy}") from None
 
 
 @contextlib.contextmanager

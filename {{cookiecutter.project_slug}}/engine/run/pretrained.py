@@ -1,7 +1,6 @@
 """Initial weights, from torchvision or from a file, as far as they match the network."""
 
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 import torchvision
@@ -33,10 +32,10 @@ def read_weights(weights: str, arch: str) -> dict[str, Tensor]:
         raise UserError(f"--weights {weights}: download failed ({error})") from None
 
 
-def find_tensors(state: Mapping[str, Any]) -> dict[str, Tensor]:
+def find_tensors(state: checkpoint.State) -> dict[str, Tensor]:
     """Return the tensors of a file: at its top, under one of KEYS, or under two of them."""
     for _ in range(2):
-        inner = [state[key] for key in KEYS if isinstance(state.get(key), Mapping)]
+        inner = [state[key] for key in KEYS if isinstance(state.get(key), dict)]
         state = inner[0] if inner else state
     return {name: value for name, value in state.items() if isinstance(value, Tensor)}
 

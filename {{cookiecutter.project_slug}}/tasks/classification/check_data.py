@@ -30,16 +30,16 @@ from dataset import (
     sort_names,
     train_transform,
 )
+from engine.check import command
+from engine.check.plots import plain, show
+from engine.check.reading import PARTS, Facts, Finding, look, reason
+from engine.check.report import Plan
+from engine.check.survey import Survey, list_samples
 from engine.data import listing, loading
-from engine.data.checking import PARTS, Facts, Finding, look, reason
 from engine.data.images import Format, open_image
 from engine.data.samples import Packed
-from engine.data.survey import Survey, list_samples
 from engine.errors import UserError
 from engine.ranks.failures import one_line_errors
-from engine.run import checks
-from engine.run.check_plots import plain, show
-from engine.run.check_report import Plan
 from engine.run.flags import Help, Parser
 
 ROOT = Path(__file__).resolve().parent
@@ -106,9 +106,9 @@ def draw(axes: Axes, sample: Sample, format: Format, classes: Sequence[str]) -> 
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = Parser(description=__doc__, formatter_class=Help)
-    checks.add_arguments(parser, ROOT / "runs/check", IMAGE_SIZE)
+    command.add_arguments(parser, ROOT / "runs/check", IMAGE_SIZE)
     args = parser.parse_args(argv)
-    checks.prepare(args.data)
+    command.prepare(args.data)
     format = Format(args.value_range, args.max_megapixels, args.channels, args.mean, args.std)
     samples, classes, findings = list_samples(args.data, find_samples, find_all)
     survey = Survey(samples, len(classes), findings)
@@ -118,7 +118,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     dataset = ImageDataset([sample[:2] for sample in survey.some(0)], transform, format=format)
     plan = Plan(dataset, args.batch_size, args.ranks, SHORT_SIDE, 3, format)
     drawing = functools.partial(draw, format=format, classes=classes)
-    checks.finish(args.data, survey, classes, plan, drawing, args.output)
+    command.finish(args.data, survey, classes, plan, drawing, args.output)
 
 
 if __name__ == "__main__":

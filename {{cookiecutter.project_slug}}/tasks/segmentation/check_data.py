@@ -32,8 +32,9 @@ from dataset import (
     overlay,
     train_transform,
 )
-from engine.data import images, listing, loading
-from engine.data.checking import (
+from engine.check import command
+from engine.check.plots import plain, show
+from engine.check.reading import (
     PARTS,
     Facts,
     Finding,
@@ -42,14 +43,13 @@ from engine.data.checking import (
     orientation,
     reason,
 )
+from engine.check.report import Plan
+from engine.check.survey import Survey, list_samples
+from engine.data import images, listing, loading
 from engine.data.images import Format, LazyImage, open_image
 from engine.data.samples import Packed
-from engine.data.survey import Survey, list_samples
 from engine.errors import UserError, shorten
 from engine.ranks.failures import one_line_errors
-from engine.run import checks
-from engine.run.check_plots import plain, show
-from engine.run.check_report import Plan
 from engine.run.flags import Help, Parser
 from masks import UNNAMED, VOID, Labels, explain_lack, read_classes, read_mask
 
@@ -195,9 +195,9 @@ def draw(
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = Parser(description=__doc__, formatter_class=Help)
-    checks.add_arguments(parser, ROOT / "runs/check", IMAGE_SIZE)
+    command.add_arguments(parser, ROOT / "runs/check", IMAGE_SIZE)
     args = parser.parse_args(argv)
-    checks.prepare(args.data)
+    command.prepare(args.data)
     format = Format(args.value_range, args.max_megapixels, args.channels, args.mean, args.std)
     samples, labels, findings = list_samples(args.data, find_samples, find_all)
     survey = Survey(samples, VOID, findings, has_masks=True)
@@ -210,7 +210,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     dataset = SegmentationDataset(pairs, labels, transform, format=format)
     plan = Plan(dataset, args.batch_size, args.ranks, SHORT_SIDE, 4, format)
     drawing = functools.partial(draw, format=format, labels=labels, classes=classes)
-    checks.finish(args.data, survey, classes, plan, drawing, args.output)
+    command.finish(args.data, survey, classes, plan, drawing, args.output)
 
 
 if __name__ == "__main__":

@@ -103,7 +103,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     paths = listing.by_name(listing.collect(args.inputs))
     names = list(paths)
     flags.tile = flags.tile if args.tile is None else args.tile
-    remedy = f"lower --tile {flags.tile}" if flags.tile else "use --tile 2048"
+    remedy = f"lower --tile {flags.tile}" if flags.tile else "use --tile 1024"
     # Images differ in size, so they go through one at a time.
     batches = Readable(Images(list(paths.values()), format), batch_size=1)
     for (index,), (padded, height, width) in batches:

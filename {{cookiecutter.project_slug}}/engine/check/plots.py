@@ -11,10 +11,10 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullFormatter, ScalarFormatter
 
 from engine import files
+from engine.check.reading import PARTS
+from engine.check.survey import IMBALANCE, Survey
 from engine.data import stacks
-from engine.data.checking import PARTS
 from engine.data.images import LazyImage
-from engine.data.survey import IMBALANCE, Survey
 from engine.run.palette import colors_of
 
 SAMPLES = 24  # at least, if there are as many

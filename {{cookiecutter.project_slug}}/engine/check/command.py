@@ -11,14 +11,14 @@ from typing import NoReturn
 import torch
 
 from engine import files
+from engine.check.plots import DrawSample, draw_page
+from engine.check.reading import ERRORS, WARNINGS, Finding
+from engine.check.report import Plan, describe
+from engine.check.survey import Survey
 from engine.data import prepared
-from engine.data.checking import ERRORS, WARNINGS, Finding
-from engine.data.survey import Survey
 from engine.errors import UserError
 from engine.ranks import distributed
 from engine.run import machine
-from engine.run.check_plots import DrawSample, draw_page
-from engine.run.check_report import Plan, describe
 from engine.run.flags import add_image_arguments, at_least
 
 NAMED = 10  # findings of a kind that are printed, but all broken files; check.csv has all

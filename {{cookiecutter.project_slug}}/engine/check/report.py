@@ -9,11 +9,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.data.checking import PARTS
+from engine.check.reading import PARTS
+from engine.check.survey import Survey
 from engine.data.images import Format
 from engine.data.loading import TrainSampler, batch_size_for
 from engine.data.samples import MapDataset
-from engine.data.survey import Survey
 from engine.run import machine
 
 MOST_CLASSES = 100  # in the table of classes; beyond it the rarest and the most frequent ones

@@ -13,7 +13,7 @@ import numpy as np
 from torch.utils.data import DataLoader, Dataset
 from tqdm import tqdm
 
-from engine.data.checking import PARTS, UNUSABLE, Facts, Finding, reason
+from engine.check.reading import PARTS, UNUSABLE, Facts, Finding, reason
 from engine.data.samples import Packed
 from engine.errors import UserError
 from engine.ranks import process

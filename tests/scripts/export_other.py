@@ -1,0 +1,15 @@
+"""export.py whose graph is another than the network."""
+
+import export
+
+forward, trace = export.Network.forward, export.trace
+
+
+def other(*args: object) -> object:
+    export.Network.forward = lambda self, images: 1.1 * forward(self, images)
+    return trace(*args)
+
+
+export.trace = other
+with export.one_line_errors():
+    export.main()

@@ -1,0 +1,144 @@
+"""Large images: the same in tiles as whole; one line where memory does not suffice."""
+
+import itertools
+import json
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from running import Project, small
+from torch import Tensor, nn
+
+from engine.ranks import failures
+from engine.run import tiles
+
+SEGMENTATION = pytest.mark.parametrize("project", ["segmentation"], indirect=True)
+
+
+class TestTiles:
+    @pytest.mark.parametrize("side", [64, 96, 128, 160, 480, 1024])
+    @pytest.mark.parametrize("tile", [128, 256])
+    def test_where_they_lie(self, side: int, tile: int) -> None:
+        """On the network's grid, one size, overlapping by half, and each pixel counted once."""
+        total, found = torch.zeros(side), tiles.arrange(side, tile, 32)
+        for start, weights in found:
+            assert start % 32 == 0
+            assert len(weights) == min(tile, side)
+            total[start : start + len(weights)] += weights
+        assert torch.allclose(total, torch.ones(side))
+        starts = [start for start, _ in found]
+        assert all(0 < b - a <= tile // 2 for a, b in itertools.pairwise(starts))
+        assert (starts[0], starts[-1]) == (0, max(side - tile, 0))
+
+    @pytest.mark.parametrize(("height", "width"), [(512, 512), (128, 480), (320, 96), (96, 128)])
+    def test_a_network_that_sees_little(self, height: int, width: int) -> None:
+        """Of 15 pixels: less than the edges of tiles that do not count. The rest is rounding."""
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Conv2d(3, 4, 15, padding=7), nn.ReLU(), nn.Conv2d(4, 3, 1))
+        images = torch.randn(2, 3, height, width)
+        with torch.inference_mode():
+            expected = net(images)
+            assert torch.allclose(tiles.whole(net, images, 128, 32), expected, atol=1e-5)
+            ((rows, logits),) = tiles.bands(net, images[0], 0, 32)
+        assert rows == slice(0, height)
+        assert torch.equal(logits, expected[0])
+
+    def test_bands(self) -> None:
+        """Each row once, in order, and none of more than a tile's height."""
+        seen: list[tuple[int, ...]] = []
+
+        def predict(part: Tensor) -> Tensor:
+            seen.append(tuple(part.shape))
+            return part.bfloat16()
+
+        image = torch.rand(3, 320, 416)
+        found = list(tiles.bands(predict, image, 128, 32))
+        assert {*seen} == {(1, 3, 128, 128)}
+        assert [rows.start for rows, _ in found] == [0, *(rows.stop for rows, _ in found[:-1])]
+        assert max(logits.shape[1] for _, logits in found) <= 128
+        logits = torch.cat([logits for _, logits in found], dim=1)
+        assert logits.dtype == torch.float32
+        assert torch.allclose(logits, image, atol=0.01)
+
+
+def test_the_image_that_needs_too_much_memory() -> None:
+    errors = (
+        (MemoryError(), "out of memory; lower it"),
+        (torch.OutOfMemoryError("Tried to allocate 2.00 GiB. G"), "out of GPU memory (asked for"),
+    )
+    for error, words in errors:
+        with (
+            pytest.raises(failures.OutOfMemory, match=re.escape(f"1.png, 2.png: {words}")),
+            failures.naming(lambda index: f"{index}.png", torch.tensor([1, 2]), "lower it"),
+        ):
+            raise error
+    with pytest.raises(ZeroDivisionError), failures.naming(str, [1], ""):
+        raise ZeroDivisionError
+
+
+@SEGMENTATION
+def test_a_trained_network(project: Project, trained: Path) -> None:
+    """A U-Net on 512 pixels, in nine tiles of 256."""
+    found = project.call("tiling.compared", trained / "best.pt", 512, 256)
+    assert found["seen"] == [256] * 9 + [512]
+    assert found["differ"]
+    assert found["others"] < 0.001
+    assert found["mean"] < 0.001
+    for text in ("-32", "64", "130", "x"):
+        words = project.call("tiling.refused", text)
+        assert words == f"{text} is not 0 or a multiple of 32 from 128 up"
+
+
+@SEGMENTATION
+def test_large_images_among_small_ones(
+    project: Project, data: Path, trained: Path, tmp_path: Path
+) -> None:
+    """Predicted in tiles and whole, evaluated on one rank and on two."""
+    noise = np.random.default_rng(0).integers(0, 255, (330, 500, 3), dtype=np.uint8)
+    big = Image.fromarray(noise).resize((700, 260), Image.Resampling.BICUBIC)
+    big.save(tmp_path / "big.png")
+    own = tmp_path / "own"
+    project.call("tiling.with_large", data, own, tmp_path / "big.png")
+    Image.open(data / "val" / "images" / "0000.jpg").save(tmp_path / "small.png")
+    masks = {}
+    for tile in (0, 128, 256):
+        more = ["--checkpoint", trained / "best.pt", "--output", tmp_path / f"{tile}"]
+        names = [tmp_path / "big.png", tmp_path / "small.png"]
+        project.alone(*names, *more, "--tile", tile, script="predict.py").ok()
+        folder = tmp_path / f"{tile}" / "masks"
+        masks[tile] = {path.stem: np.asarray(Image.open(path)) for path in folder.iterdir()}
+        assert masks[tile]["big"].shape == (260, 700)
+        assert (masks[tile]["small"] == masks[0]["small"]).all()
+        assert (masks[tile]["big"] != masks[0]["big"]).mean() < 0.02
+    assert (masks[128]["big"] != masks[0]["big"]).any()  # they were tiles indeed
+    results = []
+    for ranks in (1, 2):
+        evaluate = ["--data", own, "--resume", trained / "best.pt", "--eval-only", "--tile", 128]
+        done = project.fork(*small(data), *evaluate, ranks=ranks).ok()
+        results.append(json.loads(done.out.splitlines()[-1]))
+    assert results[0] == pytest.approx(results[1], rel=1e-12)
+
+
+@SEGMENTATION
+def test_too_large_for_the_memory(project: Project, trained: Path, tmp_path: Path) -> None:
+    """predict.py names the image, goes on with the next, and does it in tiles."""
+    noise = np.random.default_rng(0).integers(0, 255, (1500, 1500, 3), dtype=np.uint8)
+    folder = tmp_path / "images"
+    folder.mkdir()
+    Image.fromarray(noise).save(folder / "big.png", compress_level=1)
+    Image.fromarray(noise[:64, :64]).save(folder / "small.png")
+
+    def predict(tile: int) -> list:
+        call = ("tiling.in_little_memory", folder, trained / "best.pt", tmp_path / "p", tile)
+        return project.call(*call)
+
+    status, out, err = predict(0)
+    assert (status, out[:25]) == (1, "1 of 2 images predicted: ")
+    line = rf"error: {re.escape(str(folder))}/big\.png: out of memory.*; use --tile 1024\n"
+    assert re.search(line, err)
+    assert [path.name for path in (tmp_path / "p" / "masks").iterdir()] == ["small.png"]
+    status, out, _ = predict(256)
+    assert (status, out[:25]) == (0, "2 of 2 images predicted: ")
