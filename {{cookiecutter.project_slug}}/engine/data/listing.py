@@ -19,7 +19,8 @@ VAL_NAMES = ("val", "valid", "validation")
 def list_images(folder: Path, skipped: Counter[str] | None = None) -> list[str]:
     """Return the paths of all images below `folder`, sorted; a UserError if there is none.
 
-    Arrays are taken for images if there are no others.
+    Arrays (.npy) are taken for images if there are no others.
+
     skipped: files of other types are added to it, by their endings.
     """
     if not folder.is_dir():
