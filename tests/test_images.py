@@ -223,7 +223,7 @@ class TestListing:
             "skipped, because their type is not read: 2 .heic, 1 .npy, 1 without ending; "
             "convert them to JPEG or PNG\n"
         )
-        for path in found:
+        for path in [*found, tmp_path / "3.npy"]:  # which is an image where there are no others
             os.remove(path)
         with pytest.raises(UserError, match=r"no images in it but 2 \.heic, .*; expected \.bmp"):
             listing.list_images(tmp_path)

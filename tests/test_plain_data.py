@@ -160,7 +160,7 @@ class TestNormalize:
         batch = loading.collate([(image.movedim(-1, 0), n) for n, image in enumerate(pixels)])
         ((found, targets),) = loading.to_device([batch], torch.device("cpu"))
         scaled = F.to_dtype(pixels.movedim(-1, 1), torch.float32, scale=True)
-        expected = F.normalize(scaled, loading.MEAN, loading.STD)
+        expected = F.normalize(scaled, images.MEAN, images.STD)
         assert (found - expected).abs().max() < 1e-6
         assert targets.tolist() == [0, 1, 2, 3]
         assert found.is_contiguous(memory_format=torch.channels_last)

@@ -50,6 +50,7 @@ SHARED = {
     "engine/run/metrics.py",
     "engine/run/optimizers.py",
     "engine/data/depth.py",
+    "engine/data/stacks.py",
     "engine/data/images.py",
     "engine/data/listing.py",
     "engine/data/mapped.py",

@@ -1,9 +1,11 @@
 """Export a network: python export.py --checkpoint best.pt --output DIR [--data DIR]
 
-Writes DIR/model.pt2 (torch.export) and DIR/model.onnx. Input: `images`, uint8 (N, 3, H, W), RGB;
-they are normalised inside. Output: `logits`, float32. N is free; in segmentation H and W, too: 64
-and larger multiples of 32 (pad at the right and below). Both files hold, as JSON, classes, colors,
-arch, size, multiple_of, mean and std. They appear if what they return is what the network does.
+Writes DIR/model.pt2 (torch.export) and DIR/model.onnx. Input: `images`, uint8 (N, 3, H, W), RGB,
+or float32 (N, channels, H, W), 0 to 1, of a network trained with --channels; they are normalised
+inside. Output: `logits`, float32. N is free; in segmentation H and W, too: 64 and larger multiples
+of 32 (pad at the right and below). Both files hold, as JSON, classes, colors, arch, size,
+multiple_of, channels, value_range, mean and std. They appear if what they return is what the
+network does.
 """
 
 import argparse
@@ -15,7 +17,6 @@ import logging
 import os
 import sys
 import warnings
-from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -49,12 +50,13 @@ Predict = Callable[[Tensor], Tensor]
 class Network(nn.Module):
     """`model` with normalisation: uint8 (N, 3, H, W) -> logits, float32."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, format: Format) -> None:
         super().__init__()
         self.model = model
+        self.format = format
 
     def forward(self, images: Tensor) -> Tensor:
-        return self.model(loading.normalize(images)).float()
+        return self.model(loading.normalize(images, self.format)).float()
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -74,8 +76,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     model, classes, flags = checkpoint.open_model(
         args.checkpoint, task.build_model, task.add_arguments, device
     )
-    network = Network(model.to(memory_format=torch.contiguous_format)).eval()
-    batches = pick_batches(args.data, flags)
+    format = Format(flags.value_range, flags.max_megapixels, flags.channels, flags.mean, flags.std)
+    network = Network(model.to(memory_format=torch.contiguous_format), format).eval()
+    batches = pick_batches(args.data, flags.image_size, format)
     with torch.inference_mode():
         expected = [network(batch) for batch in batches]
     metadata = {
@@ -84,11 +87,13 @@ def main(argv: Sequence[str] | None = None) -> None:
         "arch": flags.arch,
         "size": None if STRIDE else [flags.image_size, flags.image_size],  # None: any
         "multiple_of": STRIDE,
-        "mean": loading.MEAN,
-        "std": loading.STD,
+        "channels": flags.channels,  # None: uint8 RGB; else float32, 0 to 1
+        "value_range": flags.value_range,
+        "mean": format.statistics[0],
+        "std": format.statistics[1],
     }
     with explaining(f"{flags.arch}: torch.export fails"):
-        program = trace(network, flags.image_size)
+        program = trace(network, flags.image_size, batches[0])
     for name, write in ("model.pt2", write_pt2), ("model.onnx", write_onnx):
         with files.writing(args.output / name, parents=True) as tmp_path:
             with explaining(f"{flags.arch}: cannot become {name}"):
@@ -101,33 +106,37 @@ def main(argv: Sequence[str] | None = None) -> None:
         print(line)
 
 
-def pick_batches(data: Path | None, flags: Namespace) -> list[Tensor]:
+def pick_batches(data: Path | None, image_size: int, format: Format) -> list[Tensor]:
     """Return batches of 3 images, of 1, and if sizes are free of one that is twice as wide."""
     folder = data or ROOT / "data" / "demo"
-    side = 512 if STRIDE else flags.image_size  # pixels, at most
-    if data or folder.is_dir():
+    side = 512 if STRIDE else image_size  # pixels, at most
+    if data or (folder.is_dir() and not format.channels):
         distributed.setup()
-        format = Format(flags.value_range, flags.max_megapixels)
-        _, val_set, _ = dataset.build_dataset(folder, flags.image_size, format)
+        _, val_set, _ = dataset.build_dataset(folder, image_size, format)
         images = [val_set[i % len(val_set)][0] for i in range(3)]
         distributed.teardown()
         height, width = (min(side, *(image.shape[axis] for image in images)) for axis in (1, 2))
         batch = torch.stack([image[:, :height, :width] for image in images]).contiguous()
     else:
-        print(f"no {folder}: comparing on random images; --data DIR names others")
-        batch = torch.randint(256, (3, 3, side, side), dtype=torch.uint8)
+        reason = "no --data" if format.channels else f"no {folder}"
+        print(f"{reason}: comparing on random images; --data DIR names others")
+        batch = torch.randint(256, (3, format.channels or 3, side, side), dtype=torch.uint8)
+        batch = batch / 255 if format.channels else batch
     wide = [torch.cat([batch[1:2], batch[2:]], dim=3)] if STRIDE else []
     return [batch, batch[:1], *wide]
 
 
-def trace(network: nn.Module, side: int) -> ExportedProgram:
-    """Return `network` as a graph, for any number of images, and any size if STRIDE is set."""
+def trace(network: nn.Module, side: int, batch: Tensor) -> ExportedProgram:
+    """Return `network` as a graph, for any number of images, and any size if STRIDE is set.
+
+    batch: of images such as it takes.
+    """
     height, width = (4 * STRIDE, 5 * STRIDE) if STRIDE else (side, side)
     shapes: dict[int, Any] = {0: Dim("batch")}
     if STRIDE:
         rows, columns = Dim("rows", min=2), Dim("columns", min=2)  # some networks refuse 1
         shapes.update({2: STRIDE * rows, 3: STRIDE * columns})
-    images = torch.zeros(2, 3, height, width, dtype=torch.uint8)  # sizes of 1 would be kept
+    images = batch.new_zeros(2, batch.shape[1], height, width)  # sizes of 1 would be kept
     return torch.export.export(network, (images,), dynamic_shapes={"images": shapes}, strict=False)
 
 

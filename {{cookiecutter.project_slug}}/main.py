@@ -33,7 +33,7 @@ from torchmetrics import MetricCollection
 import demo_set
 from dataset import IMAGE_SIZE, build_dataset, draw_example
 from engine.data import loading, seeding
-from engine.data.images import Format
+from engine.data.images import DEFAULT_FORMAT, Format
 from engine.data.loading import Loader, Options
 from engine.errors import UserError
 from engine.ranks import debugging, distributed, failures, replicas, stopping
@@ -78,6 +78,7 @@ class Task:
     model: nn.Module  # the bare network, which is evaluated and saved
     criterion: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]  # returns (sum, count)
     metrics: MetricCollection
+    format: Format = DEFAULT_FORMAT  # of the images
 
 
 @dataclass
@@ -181,7 +182,7 @@ def train_one_epoch(
     rank, local_rank = distributed.rank(), distributed.local_rank()  # noqa: F841  for breakpoints
     torch.backends.cudnn.benchmark = not args.deterministic  # all batches have one shape
     ddp_model.train()
-    batches = loading.to_device(report.progress(loader, run.epoch), task.device)
+    batches = loading.to_device(report.progress(loader, run.epoch), task.device, task.format)
     for i, (images, targets) in enumerate(batches, start=run.passes):
         seeding.seed(args.seed, run.epoch, i, rank)  # dropout differs by rank and pass
         is_last = (i + 1) % args.accumulate == 0  # of the passes that make up an optimizer step
@@ -222,7 +223,7 @@ def evaluate(task: Task, loader: Loader) -> tuple[dict[str, float], Mistakes]:
     totals = torch.zeros(3, dtype=torch.float64, device=device)  # loss sum, count, stop requests
     worst, apply = Worst(device), functools.partial(infer, model, args=task.args)
     batches = (batch for group in loader for batch in group)  # one for each image size
-    for images, targets, indices in loading.to_device(batches, device):
+    for images, targets, indices in loading.to_device(batches, device, task.format):
         with failures.naming(loader.dataset.name, indices):  # if memory runs out
             with machine.autocast(task.settings.amp, device):
                 outputs = apply(images)
@@ -241,7 +242,7 @@ def evaluate(task: Task, loader: Loader) -> tuple[dict[str, float], Mistakes]:
     if not total_count:
         raise UserError("the validation set has no labelled samples (all are void)")
     results, confusion = compute(metrics)
-    drawing = Drawing(apply, device, loader.dataset, task.classes, draw_example)
+    drawing = Drawing(apply, device, loader.dataset, task.classes, draw_example, task.format)
     found = Mistakes(confusion, worst.compute(), drawing)
     return {"val_loss": total_loss / total_count, **results}, found
 
@@ -298,7 +299,7 @@ def set_up_machine(args: Namespace, device: torch.device) -> tuple[machine.Setti
     batch_size = args.batch_size or loading.BATCH_SIZE  # at most
     settings = machine.set_up(
         *(device, args.workers, args.threads, args.pin_memory, args.amp),
-        bytes_per_worker=4 * args.prefetch * batch_size * args.image_size**2,
+        bytes_per_worker=4 * (args.channels or 1) * args.prefetch * batch_size * args.image_size**2,
     )
     return settings, Options(settings.workers, args.prefetch, settings.pin_memory, args.seed)
 
@@ -311,12 +312,12 @@ def evaluate_checkpoint(args: Namespace, device: torch.device) -> None:
         if value is OF_CHECKPOINT:
             setattr(args, name, getattr(flags, name))
     settings, options = set_up_machine(args, device)
-    format = Format(args.value_range, args.max_megapixels)
+    format = Format(args.value_range, args.max_megapixels, args.channels, args.mean, args.std)
     _, val_set, classes = build_dataset(args.data, args.image_size, format)
     checkpoint.check_classes(path, known_classes, classes)
     val_loader = loading.build_val_loader(val_set, len(classes), args.batch_size, options)
     metrics = build_metrics(classes).to(device)
-    task = Task(args, settings, device, classes, model, build_criterion(args), metrics)
+    task = Task(args, settings, device, classes, model, build_criterion(args), metrics, format)
     results, found = evaluate(task, val_loader)
     mistakes.report(found, args.output_dir)
     distributed.say(json.dumps({k: v if math.isfinite(v) else None for k, v in results.items()}))
@@ -325,7 +326,7 @@ def evaluate_checkpoint(args: Namespace, device: torch.device) -> None:
 def train_or_resume(args: Namespace, device: torch.device) -> None:
     """Build loaders, network and metrics; train from the checkpoint to resume, or from scratch."""
     settings, options = set_up_machine(args, device)
-    format = Format(args.value_range, args.max_megapixels)
+    format = Format(args.value_range, args.max_megapixels, args.channels, args.mean, args.std)
     train_set, val_set, classes = build_dataset(args.data, args.image_size, format)
     args.batch_size = args.batch_size or loading.batch_size_for(len(train_set), args.accumulate)
     train_loader = loading.build_train_loader(
@@ -336,7 +337,7 @@ def train_or_resume(args: Namespace, device: torch.device) -> None:
     state = folder.find_checkpoint()
     if state:
         checkpoint.check_flags(
-            state, args, (*NETWORK_FLAGS, "optimizer", "value_range"), add_arguments
+            state, args, (*NETWORK_FLAGS, "optimizer", "value_range", "mean", "std"), add_arguments
         )
         checkpoint.check_classes(state["path"], state["classes"], classes)
     model = build_model(args, classes, weights=None if state else args.weights)
@@ -347,7 +348,7 @@ def train_or_resume(args: Namespace, device: torch.device) -> None:
             return distributed.say(f"{line}; use --epochs N for more, --resume never to start over")
     model = model.to(device).to(memory_format=torch.channels_last)
     metrics = build_metrics(classes).to(device)
-    task = Task(args, settings, device, classes, model, build_criterion(args), metrics)
+    task = Task(args, settings, device, classes, model, build_criterion(args), metrics, format)
     train(task, train_loader, val_loader, folder, state)
 
 

@@ -45,6 +45,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     workers = machine.cpus() if args.workers is None else args.workers
     if min(workers, args.short_side) < 0:
         raise UserError("--workers and --short-side must be 0 or more")
+    if args.channels:
+        raise UserError(
+            "--channels: prepared data is RGB of 8 bits; pass --data and --channels to main.py"
+        )
     distributed.setup()
     if prepared.is_store(args.data):
         raise UserError(f"--data {args.data} is prepared already; pass it to main.py")

@@ -11,11 +11,11 @@ from engine.data import loading
 normalize, batches = loading.normalize, []
 
 
-def last(images: torch.Tensor) -> torch.Tensor:
+def last(images: torch.Tensor, *more: object) -> torch.Tensor:
     batches.append(images)
     if len(batches) == 2:
         os.kill(os.getpid(), signal.SIGKILL)
-    return normalize(images)
+    return normalize(images, *more)
 
 
 loading.normalize = last

@@ -19,6 +19,7 @@ data/                 from files to batches on the device
   listing             which images a folder holds, and which are for validation
   images              decoding no more of each image than is needed
   depth               images of more than 8 bits
+  stacks              images of any number of channels at full depth: --channels
   lists               samples listed in a CSV file
   prepared            what prepare_data.py writes: all images decoded, in one file
   mapped              that file, read

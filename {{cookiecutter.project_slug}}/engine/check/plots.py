@@ -13,6 +13,7 @@ from matplotlib.ticker import LogLocator, NullFormatter, ScalarFormatter
 from engine import files
 from engine.check.reading import PARTS
 from engine.check.survey import IMBALANCE, Survey
+from engine.data import stacks
 from engine.data.images import LazyImage
 from engine.run.palette import colors_of
 
@@ -132,7 +133,7 @@ def show(
     """Show an image on `axes`, with the mask that `overlay` of dataset.py draws on it."""
     scale = min(1.0, PIXELS / max(image.height, image.width))
     size = max(1, round(image.height * scale)), max(1, round(image.width * scale))
-    pixels = image.read(size=size).permute(1, 2, 0).numpy()
+    pixels = stacks.visible(image.read(size=size)).permute(1, 2, 0).numpy()
     if mask and overlay:
         pixels = overlay(pixels, mask.read(size=size).numpy())
     axes.imshow(pixels)

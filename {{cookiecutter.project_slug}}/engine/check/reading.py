@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from PIL import Image, UnidentifiedImageError
 
-from engine.data import depth
+from engine.data import depth, stacks
 from engine.data.images import Format, open_image
 from engine.errors import UserError
 
@@ -53,8 +53,10 @@ class Facts:
 
     kind: file format and mode. size, stored: (height, width) upright and as in the file; (0, 0) if
     it cannot be read. turn: the orientation in EXIF. file, pixels, target: digests, of 16 bytes.
-    histogram: int64 (3, 256), of what training sees. span: lowest and highest value, if there are
-    more than 8 bits. counts: pixels of each value in the mask without void, or {class: 1}.
+    histogram: int64 (3, 256), of what training sees. moments: instead, with --channels: float64
+    (3, channels), the number of pixels and the sums of their values and squares. span: lowest and
+    highest value, if there are more than 8 bits. counts: pixels of each value in the mask without
+    void, or {class: 1}.
     """
 
     kind: str = ""
@@ -65,6 +67,7 @@ class Facts:
     pixels: bytes = b""
     target: bytes = b""
     histogram: np.ndarray | None = None
+    moments: np.ndarray | None = None
     span: tuple[float, float] | None = None
     counts: dict[int, int] = field(default_factory=dict)
     void: int = 0  # pixels
@@ -89,6 +92,8 @@ def _look(path: str, format: Format, facts: Facts) -> None:
     with open(path, "rb") as file:
         data = file.read()
     facts.file = digest(data)
+    if format.channels:
+        return _look_deep(path, format, facts)
     values = None
     with Image.open(io.BytesIO(data)) as image:
         kind = depth.kind_of(image)
@@ -105,6 +110,19 @@ def _look(path: str, format: Format, facts: Facts) -> None:
     facts.histogram = np.array(Image.fromarray(decoded).histogram()).reshape(3, 256)
     facts.pixels = facts.pixels or digest(decoded)
     facts.size = lazy.height, lazy.width
+
+
+def _look_deep(path: str, format: Format, facts: Facts) -> None:
+    """Do the same for an image of --channels."""
+    values = stacks.read(path, format)
+    facts.kind = f"{values.dtype} with {values.shape[2]} channel" + "s" * (values.shape[2] > 1)
+    facts.stored = facts.size = values.shape[:2]
+    if values.dtype != np.uint8 and np.isfinite(values).all():
+        facts.span = float(values.min()), float(values.max())
+    facts.pixels = digest(values)
+    pixels = stacks.scale(values, path, format.value_range).reshape(-1, values.shape[2])
+    sums = pixels.sum(0, np.float64), np.square(pixels, dtype=np.float64).sum(0)
+    facts.moments = np.stack([np.full(len(sums[0]), len(pixels), np.float64), *sums])
 
 
 def orientation(path: str) -> int:

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from engine.check.reading import PARTS
 from engine.check.survey import Survey
-from engine.data.loading import MEAN, STD, TrainSampler, batch_size_for
+from engine.data.images import Format
+from engine.data.loading import TrainSampler, batch_size_for
 from engine.data.samples import MapDataset
 from engine.run import machine
 
@@ -31,7 +32,7 @@ class Plan:
     ranks: int
     short_side: int
     stored: int
-    value_range: tuple[float, float] | None
+    format: Format
 
 
 def describe(survey: Survey, classes: Sequence[str], plan: Plan) -> list[str]:
@@ -39,8 +40,8 @@ def describe(survey: Survey, classes: Sequence[str], plan: Plan) -> list[str]:
     sections = [
         ("images", _images(survey)),
         ("formats", [", ".join(f"{n} {kind}" for kind, n in survey.kinds.most_common())]),
-        ("values", _values(survey, plan.value_range)),
-        ("channels", _channels(survey)),
+        ("values", _values(survey, plan.format)),
+        ("channels", _channels(survey, plan.format)),
         ("classes", _classes(survey, classes)),
         ("training", _training(survey, plan)),
     ]
@@ -75,29 +76,44 @@ def _size(size: np.ndarray) -> str:
     return f"{size[1]} x {size[0]}"
 
 
-def _values(survey: Survey, given: tuple[float, float] | None) -> list[str]:
-    lines = []
+def _values(survey: Survey, format: Format) -> list[str]:
+    lines, given = [], format.value_range
     for kind, (count, low, high) in survey.spans.items():
         wanted = f"{low:.6g},{high if high > low else low + 1:.6g}"
-        advice = f"--value-range{'=' if low < 0 else ' '}{wanted} makes the most of them"
+        advice = (
+            ""
+            if format.channels
+            else f": --value-range{'=' if low < 0 else ' '}{wanted} makes the most of them"
+        )
         if given:
             effect = "covers" if given[0] <= low and high <= given[1] else "clips"
-            advice = f"--value-range {given[0]:g},{given[1]:g} {effect} them; {wanted} would fit"
-        lines.append(f"{count} images of {kind} hold {low:.6g} to {high:.6g}: {advice}")
+            advice = f": --value-range {given[0]:g},{given[1]:g} {effect} them; {wanted} would fit"
+        lines.append(f"{count} images of {kind} hold {low:.6g} to {high:.6g}{advice}")
     return lines or ["8 bits"]
 
 
-def _channels(survey: Survey) -> list[str]:
+def _channels(survey: Survey, format: Format) -> list[str]:
     mean, deviation = survey.channels()
+    if survey.moments is not None:
+        lists = (",".join(f"{value:.5g}" for value in each) for each in (mean, deviation))
+        flags = "--channels {} --mean={} --std={}".format(len(mean), *lists)
+        scale = ""
+        if format.value_range:
+            scale = " --value-range={:g},{:g}".format(*format.value_range)
+        return [f"train with {flags}{scale}"]
     if not survey.histogram.any():
         return []
-    shift, scale = (mean - MEAN) / STD, deviation / STD
+    given, spread = map(np.array, format.statistics)
+    shift, scale = (mean - given) / spread, deviation / spread
+    whose = "ImageNet's" if format.mean is None is format.std else "given"
     is_close = abs(shift).max() < 1 and 0.5 < scale.min() <= scale.max() < 2
     return [
-        f"mean       {_row(mean)} (red, green, blue; 0..1), ImageNet's {_row(MEAN)}",
-        f"deviation  {_row(deviation)} (of the training images), ImageNet's {_row(STD)}",
-        f"training normalises with ImageNet's, to mean {_row(shift)} and deviation {_row(scale)}: "
-        + ("close to 0 and 1" if is_close else "far from 0 and 1 (see engine/data/loading.py)"),
+        f"mean       {_row(mean)} (red, green, blue; 0..1), {whose} {_row(given)}",
+        f"deviation  {_row(deviation)} (of the training images), {whose} {_row(spread)}",
+        f"training normalises with {whose}, to mean {_row(shift)} and deviation {_row(scale)}: "
+        + (
+            "close to 0 and 1" if is_close else "far from 0 and 1 (see --mean and --std of main.py)"
+        ),
     ]
 
 
@@ -157,6 +173,8 @@ def _training(survey: Survey, plan: Plan) -> list[str]:
         size = max(sizes.tolist(), key=math.prod)
         device = _bytes(20 * math.prod(size) * batch_size)  # float32 (3, H, W), int64 (H, W)
         lines.append(f"a batch of the largest validation images has {device} on the device")
+    if plan.format.channels:
+        return lines
     return [*lines, f"prepare_data.py would write {_bytes(pixels * plan.stored)}"]
 
 

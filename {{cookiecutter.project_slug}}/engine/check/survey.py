@@ -65,6 +65,7 @@ class Survey:
         self.pixels, self.images = (np.zeros((2, values), np.int64) for _ in range(2))
         self.void = np.zeros(2, np.int64)
         self.histogram = np.zeros((3, 256), np.int64)  # of training images
+        self.moments: np.ndarray | None = None  # instead, with --channels
         self.kinds: Counter[str] = Counter()
         self.spans: dict[str, tuple[int, float, float]] = {}  # images, lowest, highest
         self.kept: dict[int, list[int]] = {}  # samples of each class, at random
@@ -100,6 +101,8 @@ class Survey:
             self.digests[index, column] = np.frombuffer(found or bytes(16), np.uint64)
         if part == 0 and facts.histogram is not None:
             self.histogram += facts.histogram
+        if part == 0 and facts.moments is not None:
+            self.moments = facts.moments + (0 if self.moments is None else self.moments)
         self.void[part] += facts.void
         self.highest[index] = max(facts.counts, default=-1)
         problems = {finding.kind for finding in facts.findings}
@@ -134,6 +137,9 @@ class Survey:
 
     def channels(self) -> tuple[np.ndarray, np.ndarray]:
         """Return mean and deviation per channel over all pixels of the training images, in 0..1."""
+        if self.moments is not None:
+            mean, square = self.moments[1:] / self.moments[0]
+            return mean, np.sqrt(np.maximum(square - mean**2, 0))
         means, deviations = [], []
         for counts in self.histogram.tolist():  # integers, so exact until the division
             total = max(sum(counts), 1)

@@ -14,7 +14,7 @@ from torch import Tensor
 from torchvision.transforms import InterpolationMode as Mode
 from torchvision.transforms.v2 import functional as F
 
-from engine.data import depth
+from engine.data import depth, stacks
 from engine.errors import UserError
 from engine.ranks import distributed
 
@@ -23,6 +23,10 @@ try:
 except ImportError:  # no wheel for this machine: Pillow decodes instead
     simplejpeg = None
 
+# ImageNet's channel means and deviations, in RGB order and units of 0..1: what the pretrained
+# weights of torchvision and segmentation-models-pytorch expect.
+MEAN = (0.485, 0.456, 0.406)
+STD = (0.229, 0.224, 0.225)
 SHRINKS = (8, 4, 2)  # what a JPEG decoder can divide height and width by, at less work
 READ_ERRORS = (  # of Pillow, which raises TypeError and struct.error for malformed EXIF entries
     *(OSError, RuntimeError, SyntaxError, TypeError, ValueError, struct.error),
@@ -32,10 +36,45 @@ Image.MAX_IMAGE_PIXELS = None  # --max-megapixels decides instead, in every proc
 
 @dataclass(frozen=True)
 class Format:
-    """How image files become pixels: the flags --value-range and --max-megapixels."""
+    """How image files become pixels, and pixels what the network gets: flags of that name.
+
+    channels: None for RGB of 8 bits; with a number images have their files' full depth.
+    mean, std: of each channel, in units of 0..1; None: ImageNet's.
+    """
 
     value_range: Sequence[float] | None = None
     max_megapixels: int = 179
+    channels: int | None = None
+    mean: Sequence[float] | None = None
+    std: Sequence[float] | None = None
+
+    @property
+    def statistics(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
+        """Mean and deviation of each channel; a UserError if they are not known."""
+        count = self.channels or 3
+        found = []
+        for name, given, default in ("mean", self.mean, MEAN), ("std", self.std, STD):
+            values = tuple(given or (default if count == 3 else ()))
+            if given is None and count == 1:
+                values = (sum(default) / 3,)
+            if not values:
+                raise UserError(
+                    f"--channels {count} needs --{name}, {count} numbers; check_data.py DIR "
+                    f"--channels {count} prints them"
+                )
+            if len(values) != count:
+                raise UserError(f"--{name}: {len(values)} numbers for {count} channels")
+            found.append(values)
+        return found[0], found[1]
+
+    def check_size(self, path: str, width: int, height: int) -> None:
+        """Raise a UserError if an image of so many pixels is larger than allowed."""
+        if width * height > self.max_megapixels * 1e6:
+            raise UserError(
+                f"{path}: {width} x {height} pixels are more than --max-megapixels "
+                f"{self.max_megapixels}; shrink it, or pass --max-megapixels "
+                f"{math.ceil(width * height / 1e6)}"
+            )
 
     @property
     def range_flag(self) -> str:
@@ -53,7 +92,8 @@ Box = tuple[int, int, int, int]  # top, left, height, width in pixels
 class LazyImage:
     """An image or a mask, upright, that is decoded once `read` is called.
 
-    decode: n -> uint8 (H / n, W / n, 3), of a mask (H, W); sizes are rounded up.
+    decode: n -> uint8 (H / n, W / n, 3), of a mask (H, W); sizes are rounded up. With --channels
+    float32 (H, W, channels).
     shrinks: the n that `decode` takes besides 1, in descending order. is_mask: whether (H, W).
     """
 
@@ -65,7 +105,7 @@ class LazyImage:
 
     @classmethod
     def of(cls, pixels: np.ndarray) -> "LazyImage":
-        """Return uint8 (H, W, 3) or (H, W), in memory or mapped from a file, as a LazyImage."""
+        """Return pixels (H, W, channels) or (H, W), in memory or mapped from a file."""
         height, width = pixels.shape[:2]
         return cls(height, width, lambda _: pixels, is_mask=pixels.ndim == 2)
 
@@ -73,6 +113,8 @@ class LazyImage:
         self, box: Box | None = None, size: tuple[int, int] | None = None, fill: int = 0
     ) -> Tensor:
         """Return uint8 (3, H, W), of a mask (H, W): what is in `box`, resized to `size`.
+
+        With --channels float32 (channels, H, W).
 
         box: may reach beyond the edges, where `fill` is; default: the whole image.
         size: (height, width); default: that of `box`. Images are averaged, masks are not.
@@ -112,7 +154,13 @@ class LazyImage:
 
 
 def open_image(path: str, format: Format = DEFAULT_FORMAT) -> LazyImage:
-    """Return the image at `path`, in RGB; a UserError that names it if it cannot be read."""
+    """Return the image at `path`, in RGB or with the channels that `format` asks for.
+
+    Raises a UserError that names the file if it cannot be read.
+    """
+    if format.channels:
+        with _reading(path):
+            return LazyImage.of(stacks.scale(stacks.read(path, format), path, format.value_range))
     data = _read_file(path)
     with _reading(path), _opened(path, data, format) as image:
         kind, mode, (width, height) = image.format, image.mode, image.size
@@ -156,7 +204,16 @@ def read_image(path: str, mode: str | None = "RGB", format: Format = DEFAULT_FOR
 
 
 def say_depth(path: str, format: Format) -> None:
-    """Print which values become 0 and 255 if the image at `path` has more than 8 bits."""
+    """Print which values become 0 and 255 if the image at `path` has more than 8 bits.
+
+    With --channels, which become 0 and 1. Raises a UserError if mean or deviation are not known.
+    """
+    _ = format.statistics
+    if format.channels:
+        with _reading(path):
+            values = stacks.read(path, format)
+            low, high = stacks.limits(values, path, format.value_range)
+        return distributed.say(f"{path}: {values.dtype}, {low:.9g} to {high:.9g} becomes 0 to 1")
     with _reading(path), _opened(path, _read_file(path), format) as image:
         kind = depth.kind_of(image)
     if kind:
@@ -174,14 +231,10 @@ def _read_file(path: str) -> bytes:
 @contextlib.contextmanager
 def _opened(path: str, data: bytes, format: Format) -> Iterator[ImageFile.ImageFile]:
     """Open the image in `data`, of which only the header is read; refuse too large ones."""
+    if path.lower().endswith(".npy"):
+        raise UserError(f"{path}: .npy files can only be images, and only with --channels N")
     with Image.open(io.BytesIO(data)) as image:
-        width, height = image.size
-        if width * height > format.max_megapixels * 1e6:
-            raise UserError(
-                f"{path}: {width} x {height} pixels are more than --max-megapixels "
-                f"{format.max_megapixels}; shrink it, or pass --max-megapixels "
-                f"{math.ceil(width * height / 1e6)}"
-            )
+        format.check_size(path, *image.size)
         yield image
 
 

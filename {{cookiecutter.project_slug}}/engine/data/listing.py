@@ -11,6 +11,7 @@ from engine.errors import UserError
 from engine.ranks import distributed
 
 EXTENSIONS = {".bmp", ".jfif", ".jpe", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp"}
+ARRAY = ".npy"  # an image where there are no others; with --channels
 NO_IMAGES = {".csv", ".db", ".ini", ".json", ".txt", ".xml"}  # as are often beside images
 VAL_NAMES = ("val", "valid", "validation")
 
@@ -18,18 +19,25 @@ VAL_NAMES = ("val", "valid", "validation")
 def list_images(folder: Path, skipped: Counter[str] | None = None) -> list[str]:
     """Return the paths of all images below `folder`, sorted; a UserError if there is none.
 
+    Arrays (.npy) are taken for images if there are no others.
+
     skipped: files of other types are added to it, by their endings.
     """
     if not folder.is_dir():
         raise UserError(f"{folder}: no such file or folder")
-    paths, others = [], Counter[str]()
+    paths: list[str] = []
+    arrays: list[str] = []
+    others = Counter[str]()
     for parent, _, names in walk(folder):
         for name in names:
             ending = os.path.splitext(name)[1].lower()
             if is_image(name):
-                paths.append(os.path.join(parent, name))
+                (arrays if ending == ARRAY else paths).append(os.path.join(parent, name))
             elif not name.startswith(".") and ending not in NO_IMAGES:
                 others[ending or "without ending"] += 1
+    if paths and arrays:
+        others[ARRAY] = len(arrays)
+    paths = paths or arrays
     if not paths:
         found = f" but {_count(others)}" if others else ""
         raise UserError(
@@ -42,7 +50,8 @@ def list_images(folder: Path, skipped: Counter[str] | None = None) -> list[str]:
 
 def is_image(name: str) -> bool:
     """Return whether a file of that name is read as an image."""
-    return os.path.splitext(name)[1].lower() in EXTENSIONS and not name.startswith(".")
+    ending = os.path.splitext(name)[1].lower()
+    return ending in {*EXTENSIONS, ARRAY} and not name.startswith(".")
 
 
 def say_skipped(skipped: Counter[str]) -> None:
@@ -55,7 +64,8 @@ def say_skipped(skipped: Counter[str]) -> None:
 
 
 def _count(endings: Counter[str]) -> str:
-    return ", ".join(f"{number} {ending}" for ending, number in endings.most_common())
+    ordered = sorted(endings.items(), key=lambda item: (-item[1], item[0]))
+    return ", ".join(f"{number} {ending}" for ending, number in ordered)
 
 
 def walk(folder: Path) -> Iterator[tuple[str, list[str], list[str]]]:

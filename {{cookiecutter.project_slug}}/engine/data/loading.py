@@ -14,14 +14,11 @@ from torch.utils.data import DataLoader, Sampler, default_collate
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from engine.data import seeding
+from engine.data.images import DEFAULT_FORMAT, Format
 from engine.data.samples import KeyedDataset, MapDataset
 from engine.errors import UserError
 from engine.ranks import distributed, process
 
-# ImageNet's channel means and deviations, in RGB order and units of 0..1: what the pretrained
-# weights of torchvision and segmentation-models-pytorch expect.
-MEAN = (0.485, 0.456, 0.406)
-STD = (0.229, 0.224, 0.225)
 BATCH_SIZE, MIN_STEPS = 32, 20  # the defaults, see batch_size_for
 
 
@@ -198,7 +195,9 @@ def explain(error: Exception) -> str | None:
     return f"{'; '.join(at)}: {text}" if at else text
 
 
-def to_device(batches: Iterable, device: torch.device) -> Iterator[tuple[Tensor, ...]]:
+def to_device(
+    batches: Iterable, device: torch.device, format: Format = DEFAULT_FORMAT
+) -> Iterator[tuple[Tensor, ...]]:
     """Yield (images, targets, ...) on `device`: images (N, 3, H, W) float32, normalised.
 
     Targets become float32 if they are floating-point, else int64; what follows them, such as the
@@ -208,21 +207,28 @@ def to_device(batches: Iterable, device: torch.device) -> Iterator[tuple[Tensor,
     for batch in batches:
         images, targets, *others = (part.to(device, non_blocking=True) for part in batch)
         targets = targets.float() if targets.is_floating_point() else targets.long()
-        yield normalize(images), targets, *others
+        yield normalize(images, format), targets, *others
 
 
-def normalize(images: Tensor) -> Tensor:
-    """Return uint8 `images` (N, 3, H, W) as float32 of about zero mean and unit deviation."""
-    if images.dtype != torch.uint8:
+def normalize(images: Tensor, format: Format = DEFAULT_FORMAT) -> Tensor:
+    """Return uint8 `images` (N, 3, H, W) as float32 of about zero mean and unit deviation.
+
+    With --channels `images` are float32 (N, channels, H, W), 0 to 1.
+    """
+    if images.dtype != torch.uint8 and not format.channels:
         raise UserError(
             f"dataset.py returns images of {images.dtype}: leave them uint8, 0 to 255; they are "
             "normalised on the device (normalize in engine/data/loading.py)"
         )
-    mean, std = channel_statistics(images.device)
+    mean, std = channel_statistics(format.statistics, images.device)
+    if images.dtype != torch.uint8:
+        return images.float().sub(mean).div_(std)
     return images.float().div_(255).sub_(mean).div_(std)  # in place: half the time on a CPU
 
 
 @functools.cache  # a copy to the device at every step would wait for it
-def channel_statistics(device: torch.device) -> tuple[Tensor, Tensor]:
-    mean, std = (torch.tensor(values, device=device).view(3, 1, 1) for values in (MEAN, STD))
+def channel_statistics(
+    statistics: tuple[tuple[float, ...], ...], device: torch.device
+) -> tuple[Tensor, Tensor]:
+    mean, std = (torch.tensor(values, device=device).view(-1, 1, 1) for values in statistics)
     return mean, std

@@ -123,11 +123,16 @@ def open_store(
     find_samples: of dataset.py; lists the samples of the source for training and for validation,
     and the classes, or none if only the images tell them. A sample begins with `each` paths.
 
-    Raises a UserError if the store is incomplete or has another --value-range, or if all ranks have
-    the source and one of its files, or what `find_samples` returns, has changed.
+    Raises a UserError if the store is incomplete or has another --value-range, with --channels, or
+    if all ranks have the source and one of its files, or what `find_samples` returns, has changed.
     """
     if not is_store(folder):
         return None
+    if format.channels:
+        raise UserError(
+            f"{folder}: prepared data is RGB of 8 bits; leave out --channels, or pass the folder "
+            "that it was made from"
+        )
     index, rows = Index.read(folder / "index.json"), _read_rows(folder, each)
     if index and len(index.train[0][1]) != each:
         raise UserError(f"{folder}: made for another task; use this project's prepare_data.py")

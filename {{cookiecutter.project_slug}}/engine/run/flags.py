@@ -32,8 +32,11 @@ class Help(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpFo
         return super()._get_help_string(action) if has_default else action.help
 
 
-def add_image_arguments(group: argparse._ArgumentGroup) -> None:
-    """Add the flags that say how image files become pixels: the fields of images.Format."""
+def add_image_arguments(group: argparse._ArgumentGroup, is_network: bool = True) -> None:
+    """Add the flags that say how image files become pixels: the fields of images.Format.
+
+    is_network: also those that the network depends on, which a checkpoint knows.
+    """
     add = group.add_argument
     add(
         "--value-range",
@@ -49,6 +52,23 @@ def add_image_arguments(group: argparse._ArgumentGroup) -> None:
         default=179,
         help="larger images are an error, because a small file may claim any size",
     )
+    if not is_network:
+        return
+    add(
+        "--channels",
+        metavar="N",
+        type=at_least(1),
+        help="read TIFF, .npy (and PNG, JPEG, ... if N is 1 or 3) with N channels of full depth "
+        "(default: RGB of 8 bits)",
+    )
+    add(
+        "--mean",
+        metavar="A,B,...",
+        type=numbers,
+        help="of each channel, in units of 0..1; check_data.py prints it (default, if N is 1 or "
+        "3: ImageNet's)",
+    )
+    add("--std", metavar="A,B,...", type=deviations, help="likewise, the deviation")
 
 
 def add_machine_arguments(group: argparse._ArgumentGroup) -> None:
@@ -109,6 +129,25 @@ def value_range(text: str) -> tuple[float, float]:
     if not -math.inf < low < high < math.inf:
         raise argparse.ArgumentTypeError(f"{text}: expected two numbers LOW,HIGH with LOW < HIGH")
     return low, high
+
+
+def numbers(text: str) -> tuple[float, ...]:
+    """Convert A,B,... to finite numbers."""
+    try:
+        values = tuple(map(float, re.sub(r"[()\s]", "", text).split(",")))
+    except ValueError:
+        values = (math.nan,)
+    if not all(map(math.isfinite, values)):
+        raise argparse.ArgumentTypeError(f"{text}: expected numbers A,B,...")
+    return values
+
+
+def deviations(text: str) -> tuple[float, ...]:
+    """Convert A,B,... to finite numbers above 0."""
+    values = numbers(text)
+    if min(values) <= 0:
+        raise argparse.ArgumentTypeError(f"{text}: expected numbers above 0")
+    return values
 
 
 def at_least(low: float, kind: type[int] | type[float] = int) -> Callable[[str], float]:

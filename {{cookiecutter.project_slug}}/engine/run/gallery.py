@@ -12,7 +12,7 @@ from matplotlib.patches import Patch
 from torch import Tensor
 
 from engine import files
-from engine.data import loading
+from engine.data import loading, stacks
 from engine.data.samples import KeyedDataset
 from engine.run import metrics
 from engine.run.mistakes import Drawing
@@ -51,14 +51,15 @@ def draw_images(path: Path, drawing: Drawing, captions: Mapping[int, str]) -> No
         present: set[int] = set()
         for index, caption in captions.items():
             image, target, *_ = dataset[0, index]  # of epoch 0
-            output = drawing.infer(loading.normalize(image[None].to(drawing.device)))
+            batch = loading.normalize(image[None].to(drawing.device), drawing.format)
+            output = drawing.infer(batch)
             output, target = metrics.check_logits(output)[0].cpu(), torch.as_tensor(target)
             if target.ndim == 2 and not target.is_floating_point():  # a mask
                 for labels in target, output.argmax(0):
                     present |= {*np.unique(labels.numpy()).tolist()}
             axes = figure.add_axes((0, 0, 1, 1), label=str(index))
             axes.axis("off")
-            drawing.draw(axes, image, target, output, classes)
+            drawing.draw(axes, stacks.visible(image), target, output, classes)
             cells.append((axes, *measure(axes, image.shape[-1], len(captions))))
             letters = int(cells[-1][1] / LETTER)
             lines = [shorten(line, letters) for line in axes.get_title().split("\n")]

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from engine import files
+from engine.data.images import DEFAULT_FORMAT, Format
 from engine.data.samples import KeyedDataset
 from engine.errors import UserError
 from engine.ranks import distributed
@@ -72,6 +73,7 @@ class Drawing:
     dataset: KeyedDataset
     classes: Sequence[str]
     draw: "DrawExample"
+    format: Format = DEFAULT_FORMAT
 
 
 @dataclass

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 
+import torch
 import torchvision
 from torch import Tensor, nn
 
@@ -47,15 +48,42 @@ def bare(name: str) -> str:
     return ".".join(parts)
 
 
+def set_channels(model: nn.Module, channels: int) -> nn.Module:
+    """Have the first convolution of `model`, for RGB, take so many channels; return the model."""
+    first = next(m for m in model.modules() if isinstance(m, nn.Conv2d) and m.in_channels == 3)
+    if channels != 3:
+        first.in_channels = channels
+        shape = first.out_channels, channels, *first.kernel_size
+        first.weight = nn.Parameter(first.weight.new_empty(shape))
+        first.reset_parameters()
+    return model
+
+
+def adapt(weight: Tensor, shape: torch.Size) -> Tensor:
+    """Return the `weight` of a convolution of RGB for one of that shape; others as they are.
+
+    As timm does (adapt_input_conv in timm/models/_manipulate.py): grey sums the three channels,
+    more repeat them, scaled so that the result is about as large as before.
+    """
+    channels = shape[1] if len(shape) == 4 else 3
+    if weight.ndim != 4 or weight.shape[1] != 3 or channels == 3:
+        return weight
+    if channels == 1:
+        return weight.sum(1, keepdim=True)
+    return weight.repeat(1, -(-channels // 3), 1, 1)[:, :channels] * (3 / channels)
+
+
 def copy_matching(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
     """Copy the tensors whose names and shapes match, and print which of `model` do not.
 
+    The first layer's for RGB are adapted if `model` takes another number of channels.
     Names match without their wrappers, too: a file may have `module.fc.weight` for `fc.weight`.
     """
     own = model.state_dict()
     name_of = {bare(name): name for name in own}
     named = {name_of.get(bare(name), name): value for name, value in weights.items()}
     named.update({name: value for name, value in weights.items() if name in own})
+    named.update({k: adapt(v, own[k].shape) for k, v in named.items() if k in own})
     fitting = {k: v for k, v in named.items() if k in own and own[k].shape == v.shape}
     if not fitting:
         first, mine = next(iter(weights), "nothing"), next(iter(own))

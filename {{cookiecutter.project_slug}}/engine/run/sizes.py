@@ -13,32 +13,34 @@ STEPS = 14, 16  # of sizes that may be suggested: most networks take multiples o
 FARTHEST = 256  # pixels, from the size that was asked for
 
 
-def forward(model: nn.Module, size: int) -> tuple[Tensor, dict[str, Tensor]]:
+def forward(model: nn.Module, size: int, channels: int = 3) -> tuple[Tensor, dict[str, Tensor]]:
     """Return the output for an image of `size` x `size` pixels, and the weights that it is made of.
 
     In evaluation mode. All tensors are on the device meta; `model` stays where it is.
     """
     was_training = model.training
     try:
-        return _forward(model.eval(), size, "meta")
+        return _forward(model.eval(), (channels, size, size), "meta")
     except NotImplementedError:  # a layer needs numbers
-        return _forward(model, size, "cpu")
+        return _forward(model, (channels, size, size), "cpu")
     finally:
         model.train(was_training)
 
 
-def _forward(model: nn.Module, size: int, device: str) -> tuple[Tensor, dict[str, Tensor]]:
+def _forward(
+    model: nn.Module, shape: tuple[int, ...], device: str
+) -> tuple[Tensor, dict[str, Tensor]]:
     weights = {name: w.detach().to(device).requires_grad_() for name, w in model.named_parameters()}
     buffers = {name: buffer.to(device) for name, buffer in model.named_buffers()}
-    image = torch.zeros(1, 3, size, size, device=device)
+    image = torch.zeros(1, *shape, device=device)
     return functional_call(model, {**weights, **buffers}, image), weights
 
 
-def check(build: Callable[[int], nn.Module], size: int, name: str) -> nn.Module:
+def check(build: Callable[[int], nn.Module], size: int, name: str, channels: int = 3) -> nn.Module:
     """Return `build(size)`, a network called `name`; a UserError if it does not take that size."""
     try:
         model = build(size)
-        forward(model, size)
+        forward(model, size, channels)
         return model
     except ERRORS as error:
         reason = " ".join(str(error).split())
@@ -46,15 +48,17 @@ def check(build: Callable[[int], nn.Module], size: int, name: str) -> nn.Module:
     below = [n for n in reversed(others) if size - FARTHEST < n < size]
     above = [n for n in others if n > size]
     with torch.device("meta"):  # where building takes no time
-        near = [next((str(n) for n in way if takes(build, n)), "") for way in (below, above)]
+        near = [
+            next((str(n) for n in way if takes(build, n, channels)), "") for way in (below, above)
+        ]
     remedy = f"; use {' or '.join(filter(None, near))}" if any(near) else f" ({reason})"
     raise UserError(f"--image-size {size}: {name} cannot take such images{remedy}")
 
 
-def takes(build: Callable[[int], nn.Module], size: int) -> bool:
+def takes(build: Callable[[int], nn.Module], size: int, channels: int) -> bool:
     """Return whether `build(size)` takes images of that size."""
     try:
-        forward(build(size), size)
+        forward(build(size), size, channels)
     except ERRORS:
         return False
     return True

@@ -27,7 +27,7 @@ def train_transform(image: LazyImage, size: int) -> Tensor:
     """Augment: an image of any size -> uint8 (3, size, size). Edit it here.
 
     The image is decoded no larger than the result needs. Put further augmentation here as well, on
-    uint8; images are normalised on the device.
+    uint8 (with --channels: float32, 0 to 1); images are normalised on the device.
     """
     shape = torch.empty(3, image.height, image.width, device="meta")  # no pixels yet
     box = RandomResizedCrop.get_params(shape, scale=[0.25, 1.0], ratio=[3 / 4, 4 / 3])
@@ -44,6 +44,8 @@ def eval_transform(image: LazyImage, size: int) -> Tensor:
 
 class ImageDataset(Dataset):
     """Images with their class numbers. A sample is (uint8 (3, size, size), int).
+
+    With --channels the image is float32 (channels, size, size).
 
     prepared: the images as prepare_data.py stored them, in the order of `samples`.
     """

@@ -13,7 +13,7 @@ from engine.errors import UserError
 from engine.run import pretrained, sizes
 
 BEST = "top1"  # the metric, higher is better, that decides which weights are kept as best.pt
-NETWORK_FLAGS = ("arch",)  # flags that have to equal those of a checkpoint
+NETWORK_FLAGS = ("arch", "channels")  # flags that have to equal those of a checkpoint
 
 
 def add_arguments(group: _ArgumentGroup) -> None:
@@ -28,14 +28,18 @@ def add_arguments(group: _ArgumentGroup) -> None:
 
 
 def build_model(args: Namespace, classes: Sequence[str], weights: str | None = None) -> nn.Module:
-    """Return a network: float32 (N, 3, H, W), normalised -> logits (N, classes)."""
+    """Return a network: float32 (N, 3, H, W), normalised -> logits (N, classes).
+
+    With --channels it takes as many instead of 3.
+    """
+    channels = args.channels or 3
     names = torchvision.models.list_models(module=torchvision.models)
     if args.arch not in names:
         raise UserError(f"--arch {args.arch}: torchvision has {', '.join(names)}")
 
     def create(size: int) -> nn.Module:
         # What some networks need; auxiliary heads are off, as they need a loss of their own.
-        no_head = {"aux_logits": False, "init_weights": True, "transform_input": True}
+        no_head = {"aux_logits": False, "init_weights": True, "transform_input": channels == 3}
         special: dict[str, dict[str, Any]] = {
             "googlenet": no_head,
             "inception": no_head,
@@ -43,9 +47,10 @@ def build_model(args: Namespace, classes: Sequence[str], weights: str | None = N
             "vit": {"image_size": size},
         }
         options = special.get(args.arch.split("_")[0], {})
-        return torchvision.models.get_model(args.arch, num_classes=len(classes), **options)
+        model = torchvision.models.get_model(args.arch, num_classes=len(classes), **options)
+        return pretrained.set_channels(model, channels)
 
-    model = sizes.check(create, args.image_size, args.arch)
+    model = sizes.check(create, args.image_size, args.arch, channels)
     if weights:
         pretrained.copy_matching(model, pretrained.read_weights(weights, args.arch))
     return model

@@ -34,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("inputs", nargs="+", metavar="FILES|FOLDER")
     parser.add_argument("--checkpoint", metavar="FILE", default=ROOT / "runs/default/best.pt")
     parser.add_argument("--output", metavar="DIR", type=Path, default=Path("predictions"))
-    add_image_arguments(parser.add_argument_group("images", "default: as in training"))
+    add_image_arguments(parser.add_argument_group("images", "default: as in training"), False)
     parser.set_defaults(max_megapixels=None)
     args = parser.parse_args(argv)
 
@@ -44,9 +44,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     paths = [path for path, _ in listing.collect(args.inputs)]
     transform = functools.partial(eval_transform, size=flags.image_size)
-    format = images.Format(
-        args.value_range or flags.value_range, args.max_megapixels or flags.max_megapixels
-    )
+    values = args.value_range or flags.value_range
+    most = args.max_megapixels or flags.max_megapixels
+    format = images.Format(values, most, flags.channels, flags.mean, flags.std)
     dataset = ImageDataset([(path, -1) for path in paths], transform, format=format)
     batches = Readable(dataset, batch_size=32)
     table = args.output / "predictions.csv"
@@ -54,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     with files.table(table, columns) as write:
         for indices, (batch, _) in batches:
             with torch.inference_mode():
-                outputs = task.infer(model, loading.normalize(batch.to(device)), flags)
+                outputs = task.infer(model, loading.normalize(batch.to(device), format), flags)
             for index, scores in zip(indices, torch.softmax(outputs, 1).cpu(), strict=True):
                 label = int(scores.argmax())
                 probabilities = [f"{score:.4f}" for score in scores.tolist()]

@@ -198,7 +198,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     command.add_arguments(parser, ROOT / "runs/check", IMAGE_SIZE)
     args = parser.parse_args(argv)
     command.prepare(args.data)
-    format = Format(args.value_range, args.max_megapixels)
+    format = Format(args.value_range, args.max_megapixels, args.channels, args.mean, args.std)
     samples, labels, findings = list_samples(args.data, find_samples, find_all)
     survey = Survey(samples, VOID, findings, has_masks=True)
     survey.read(Files(samples, labels, format), args.workers)
@@ -208,7 +208,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     transform = functools.partial(train_transform, size=args.image_size)
     pairs = [sample[:2] for sample in survey.some(0)]
     dataset = SegmentationDataset(pairs, labels, transform, format=format)
-    plan = Plan(dataset, args.batch_size, args.ranks, SHORT_SIDE, 4, args.value_range)
+    plan = Plan(dataset, args.batch_size, args.ranks, SHORT_SIDE, 4, format)
     drawing = functools.partial(draw, format=format, labels=labels, classes=classes)
     command.finish(args.data, survey, classes, plan, drawing, args.output)
 

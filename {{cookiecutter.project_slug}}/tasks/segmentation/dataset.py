@@ -29,7 +29,8 @@ def train_transform(image: LazyImage, mask: LazyImage, size: int) -> tuple[Tenso
     """Augment: image and mask of any size -> both of `size` x `size` pixels. Edit it here.
 
     The image is decoded no larger than the result needs. Put further augmentation here as well, on
-    uint8; `torchvision.tv_tensors` tells the transforms of torchvision which is the mask.
+    uint8 (with --channels: float32, 0 to 1); `torchvision.tv_tensors` tells the transforms of
+    torchvision which is the mask.
     """
     zoom = 2 ** float(torch.empty(1).uniform_(-0.5, 0.5))
     side = round(size / zoom)
@@ -60,6 +61,8 @@ def pad(pixels: Tensor, fill: int) -> Tensor:
 
 class SegmentationDataset(Dataset):
     """Images with their masks. A sample is (uint8 (3, H, W), uint8 (H, W)).
+
+    With --channels the image is float32 (channels, H, W).
 
     prepared: both as prepare_data.py stored them, in the order of `samples`.
     """

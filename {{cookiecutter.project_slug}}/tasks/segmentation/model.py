@@ -17,7 +17,7 @@ from engine.run import pretrained, sizes, tiles
 from masks import VOID
 
 BEST = "miou"  # the metric, higher is better, that decides which weights are kept as best.pt
-NETWORK_FLAGS = ("arch", "encoder")  # flags that have to equal those of a checkpoint
+NETWORK_FLAGS = ("arch", "encoder", "channels")  # flags that have to equal those of a checkpoint
 
 
 def add_arguments(group: _ArgumentGroup) -> None:
@@ -67,33 +67,37 @@ class Logits(nn.Module):
 def build_model(args: Namespace, classes: Sequence[str], weights: str | None = None) -> nn.Module:
     """Return a network: float32 (N, 3, H, W), normalised -> logits (N, classes, H, W).
 
-    H and W have to be multiples of STRIDE.
+    H and W have to be multiples of STRIDE. With --channels it takes as many instead of 3.
     """
+    channels = args.channels or 3
     file = weights if weights and weights.endswith((".pt", ".pth")) else None
     name = None if file else weights
     if args.arch in torchvision.models.list_models(module=torchvision.models.segmentation):
-        model = build_torchvision(args.arch, len(classes), name)
+        model = build_torchvision(args.arch, channels, len(classes), name)
     else:
-        model = build_smp(args.arch, args.encoder, len(classes), name)
-    sizes.check(lambda _: model, args.image_size, f"{args.arch} with {args.encoder}")
+        model = build_smp(args.arch, args.encoder, channels, len(classes), name)
+    sizes.check(lambda _: model, args.image_size, f"{args.arch} with {args.encoder}", channels)
     if file:
         pretrained.copy_matching(model, pretrained.read_weights(file, args.arch))
     return model
 
 
-def build_torchvision(arch: str, num_classes: int, weights: str | None) -> nn.Module:
+def build_torchvision(arch: str, channels: int, num_classes: int, weights: str | None) -> nn.Module:
     net = torchvision.models.get_model(
         arch, num_classes=num_classes, weights=None, weights_backbone=None
     )
+    pretrained.set_channels(net, channels)
     if weights:
         pretrained.copy_matching(net, pretrained.read_weights(weights, arch))
     return Logits(net)
 
 
-def build_smp(arch: str, encoder: str, num_classes: int, weights: str | None) -> nn.Module:
+def build_smp(
+    arch: str, encoder: str, channels: int, num_classes: int, weights: str | None
+) -> nn.Module:
     def create(encoder_weights: str | None) -> nn.Module:
-        model = smp.create_model(arch, encoder, encoder_weights, classes=num_classes)
-        return freeze_unused(model)
+        model = smp.create_model(arch, encoder, encoder_weights, channels, num_classes)
+        return freeze_unused(model, channels)
 
     try:
         if weights:
@@ -107,14 +111,14 @@ def build_smp(arch: str, encoder: str, num_classes: int, weights: str | None) ->
         raise UserError(f"--weights {weights}: download failed ({error})") from None
 
 
-def freeze_unused(model: nn.Module) -> nn.Module:
+def freeze_unused(model: nn.Module, channels: int) -> nn.Module:
     """Freeze the weights of `model` that its output does not depend on; return it.
 
     Some encoders have layers that no decoder reads; DDP would wait for their gradients.
     """
     side = 5 * STRIDE
     try:
-        output, weights = sizes.forward(model, side)
+        output, weights = sizes.forward(model, side, channels)
     except sizes.ERRORS as error:
         reason = " ".join(str(error).split())
         raise ValueError(

@@ -25,7 +25,7 @@ from torch.utils.data import Dataset
 import model as task
 from dataset import STRIDE, overlay, pad
 from engine import files
-from engine.data import images, listing, loading
+from engine.data import images, listing, loading, stacks
 from engine.ranks.failures import one_line_errors
 from engine.run import checkpoint, tiles
 from engine.run.flags import add_image_arguments
@@ -35,7 +35,7 @@ from engine.run.predicting import Readable
 
 
 class Images(Dataset):
-    """Images without masks. A sample is (uint8 (3, H, W) padded, its own H, its own W)."""
+    """Images without masks. A sample is (pixels (3, H, W), padded; its own H, its own W)."""
 
     def __init__(self, paths: Sequence[str], format: images.Format) -> None:
         self.paths = paths
@@ -54,18 +54,22 @@ ROOT = Path(__file__).resolve().parent
 
 @torch.inference_mode()
 def segment(
-    model: nn.Module, image: Tensor, classes: Sequence[str], flags: argparse.Namespace
+    model: nn.Module,
+    image: Tensor,
+    classes: Sequence[str],
+    flags: argparse.Namespace,
+    format: images.Format,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return class numbers (H, W) and overlay (H, W, 3) of `image` (3, H, W), all uint8.
+    """Return class numbers (H, W) and overlay (H, W, 3), uint8, of `image` (3, H, W).
 
     Band by band: logits of the whole image may need more memory than there is.
     """
     device = next(model.parameters()).device
 
     def predict(part: Tensor) -> Tensor:
-        return task.infer(model, loading.normalize(part.to(device)), flags)
+        return task.infer(model, loading.normalize(part.to(device), format), flags)
 
-    pixels = image.permute(1, 2, 0).numpy()
+    pixels = stacks.visible(image).permute(1, 2, 0).numpy()
     mask, tinted = np.empty(pixels.shape[:2], np.uint8), np.empty_like(pixels)
     for rows, logits in tiles.bands(predict, image, flags.tile, STRIDE):
         mask[rows] = logits.argmax(0).cpu().numpy()
@@ -78,7 +82,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("inputs", nargs="+", metavar="FILES|FOLDER")
     parser.add_argument("--checkpoint", metavar="FILE", default=ROOT / "runs/default/best.pt")
     parser.add_argument("--output", metavar="DIR", type=Path, default=Path("predictions"))
-    add_image_arguments(parser.add_argument_group("images", "default: as in training"))
+    add_image_arguments(parser.add_argument_group("images", "default: as in training"), False)
     parser.set_defaults(max_megapixels=None)
     parser.add_argument(
         "--tile",
@@ -93,9 +97,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     model, classes, flags = checkpoint.open_model(
         args.checkpoint, task.build_model, task.add_arguments, device
     )
-    format = images.Format(
-        args.value_range or flags.value_range, args.max_megapixels or flags.max_megapixels
-    )
+    values = args.value_range or flags.value_range
+    most = args.max_megapixels or flags.max_megapixels
+    format = images.Format(values, most, flags.channels, flags.mean, flags.std)
     paths = listing.by_name(listing.collect(args.inputs))
     names = list(paths)
     flags.tile = flags.tile if args.tile is None else args.tile
@@ -104,7 +108,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     batches = Readable(Images(list(paths.values()), format), batch_size=1)
     for (index,), (padded, height, width) in batches:
         with batches.skipping(paths[names[index]], remedy):
-            whole = segment(model, padded[0], classes, flags)
+            whole = segment(model, padded[0], classes, flags, format)
             mask, tinted = (part[:height, :width] for part in whole)
             drawn = {"masks": paint(mask, classes), "overlays": Image.fromarray(tinted)}
             for kind, image in drawn.items():
