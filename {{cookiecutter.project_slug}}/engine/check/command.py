@@ -59,28 +59,29 @@ def finish(
     output: Path,
 ) -> NoReturn:
     """Print the report and write check.png and check.csv; exit with 1 if there are errors."""
-    lines = describe(survey, classes, plan)
-    draw_page(output / "check.png", survey, classes, draw)
-    lines += list_findings(survey.findings, data, output / "check.csv")
-    written = "check.png, check.csv" if survey.findings else "check.png"
-    errors = sum(finding.kind in ERRORS for finding in survey.findings)
-    verdict = f"{errors} errors, {len(survey.findings) - errors} warnings"
-    for line in (*lines, f"{verdict}; {os.path.relpath(output)}: {written}"):
+    for line in (*describe(survey, classes, plan), *list_findings(survey.findings, data)):
         distributed.say(line)
+    errors = sum(finding.kind in ERRORS for finding in survey.findings)
+    distributed.say(f"{errors} errors, {len(survey.findings) - errors} warnings")
+    write_findings(survey.findings, output / "check.csv")
+    draw_page(output / "check.png", survey, classes, draw)
+    written = "check.png, check.csv" if survey.findings else "check.png"
+    distributed.say(f"written to {os.path.relpath(output)}: {written}")
     distributed.teardown()
     sys.exit(1 if errors else 0)
 
 
-def list_findings(findings: Sequence[Finding], data: Path, table: Path) -> list[str]:
-    """Write all findings to the CSV file `table`; return lines with the first of each kind.
-
-    The lines have paths below `data`.
-    """
+def write_findings(findings: Sequence[Finding], table: Path) -> None:
+    """Write all findings to the CSV file `table`."""
     table.unlink(missing_ok=True)
     with files.table(table, ("level", "what", "file", "other file", "text")) as write:
         for finding in findings:
             level = "error" if finding.kind in ERRORS else "warning"
             write((level, finding.kind, finding.file, finding.other, finding.text))
+
+
+def list_findings(findings: Sequence[Finding], data: Path) -> list[str]:
+    """Return lines with the first findings of each kind, with paths below `data`."""
     counts = Counter(finding.kind for finding in findings)
     lines = []
     for level, kinds in ("warning", WARNINGS), ("error", ERRORS):
@@ -94,5 +95,5 @@ def list_findings(findings: Sequence[Finding], data: Path, table: Path) -> list[
                 names = ", ".join(os.path.relpath(path, data) for path in paths)
                 lines.append(f"  {names}{': ' if finding.text else ''}{finding.text}")
             if kind != "broken" and len(some) > NAMED:
-                lines.append(f"  and {len(some) - NAMED} more in {table.name}")
+                lines.append(f"  and {len(some) - NAMED} more in check.csv")
     return lines

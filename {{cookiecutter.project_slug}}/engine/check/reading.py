@@ -26,6 +26,7 @@ ERRORS = {  # training would refuse these, or learn or measure something else th
     "label": "masks with values that are no class",
     "range": "images that need another --value-range",
     "rotation": "pairs of which EXIF turns only one (some are in check.png, in red)",
+    "few": "too few images for an optimizer step",
     "leak": "the same image in train and in val",
     "label clash": "the same image with two labels",
 }
@@ -98,10 +99,11 @@ def _look(path: str, format: Format, facts: Facts) -> None:
     with Image.open(io.BytesIO(data)) as image:
         kind = depth.kind_of(image)
         facts.kind = f"{image.format} {image.mode}" + (f" ({kind})" if kind else "")
-        facts.stored, facts.turn = image.size[::-1], image.getexif().get(ORIENTATION, 1)
+        facts.stored = image.size[::-1]
         if kind and math.prod(image.size) <= format.max_megapixels * 1e6:
             with contextlib.suppress(UserError):  # open_image says what is wrong
                 values = depth.read_values(path, image, lambda: Image.open(path), is_exact=True)
+        facts.turn = image.getexif().get(ORIENTATION, 1)  # decodes a PNG, so it comes last
     if values is not None and np.isfinite(values).all():
         facts.span = float(values.min()), float(values.max())
         facts.pixels = digest(values)

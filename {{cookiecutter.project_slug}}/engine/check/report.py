@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.check.reading import PARTS
+from engine.check.reading import PARTS, Finding
 from engine.check.survey import Survey
 from engine.data.images import Format
 from engine.data.loading import TrainSampler, batch_size_for
@@ -151,24 +151,28 @@ def _share(count: int, total: int) -> str:
 
 def _training(survey: Survey, plan: Plan) -> list[str]:
     total = len(survey.usable(0))
+    if not total:
+        return ["no training image can be used"]
     # This process is alone, so ranks and accumulated passes come to the same here.
     batch_size = plan.batch_size or batch_size_for(total, accumulate=plan.ranks)
     each = batch_size * plan.ranks
     steps = TrainSampler(total, each, 0).steps
+    if not steps:
+        text = f"{total} for training are fewer than {batch_size} x {plan.ranks} ranks; start fewer"
+        survey.findings.append(Finding("few", survey.root, f"{text}, or add images"))
     pixels = prepared_pixels(survey.sizes[survey.sizes[:, 0] > 0], plan.short_side)
     lines = [
         f"{steps} steps per epoch of {batch_size} x {plan.ranks} ranks = {each} images; each "
-        f"epoch leaves out {total - steps * each}" + ("" if steps else "; lower --batch-size")
+        f"epoch leaves out {total - steps * each}"
     ]
-    if total:
-        rate, sample = read_some(plan.dataset)
-        workers = min(machine.cpus(), 16 * plan.ranks)
-        read, device = (_bytes(batch_size * size) for size in sample_bytes(sample))
-        lines += [
-            f"one process reads {rate:.3g} images/s as training does: an epoch takes at least "
-            f"{total / rate / workers:.2g} s with {workers}",
-            f"a batch of a rank has {read} as read, {device} on the device, without the network's",
-        ]
+    rate, sample = read_some(plan.dataset)
+    workers = min(machine.cpus(), 16 * plan.ranks)
+    read, device = (_bytes(batch_size * size) for size in sample_bytes(sample))
+    lines += [
+        f"one process reads {rate:.3g} images/s as training does: an epoch takes at least "
+        f"{total / rate / workers:.2g} s with {workers}",
+        f"a batch of a rank has {read} as read, {device} on the device, without the network's",
+    ]
     if survey.has_masks and len(sizes := survey.sizes[survey.usable(1)]):
         size = max(sizes.tolist(), key=math.prod)
         device = _bytes(20 * math.prod(size) * batch_size)  # float32 (3, H, W), int64 (H, W)

@@ -73,6 +73,7 @@ class Survey:
         self.seconds = 0.0  # that `read` took
         self.random = random.Random(0)
         self.findings = findings
+        self.root = ""  # of the data set
         self.has_masks = has_masks
 
     def read(self, dataset: Dataset, workers: int) -> None:
@@ -151,8 +152,9 @@ class Survey:
 
     def finish(self, classes: Sequence[str], root: Path) -> None:
         """Add what can only be found once all samples are read."""
+        self.root = str(root)
         self.find_duplicates()
-        self.find_rare(classes, str(root))
+        self.find_rare(classes, self.root)
 
     def find_duplicates(self) -> None:
         """Add findings of images with equal pixels, each with the first that it equals."""
@@ -173,7 +175,7 @@ class Survey:
         for part in np.unique(self.parts):
             counts = self.images[part, : len(classes)]
             absent = [name for name, count in zip(classes, counts, strict=True) if not count]
-            if absent:
+            if 0 < len(absent) < len(counts):  # or nothing could be read
                 names = f"{', '.join(absent[:10])}{', ...' if len(absent) > 10 else ''}"
                 text = f"{len(absent)} of {len(classes)} never come in {PARTS[part]}: {names}"
                 self.findings.append(Finding("absent", root, text))

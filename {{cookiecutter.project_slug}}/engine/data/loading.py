@@ -111,7 +111,7 @@ def build_train_loader(
     if total < global_batch:
         raise UserError(
             f"--batch-size {batch_size} x {ranks} ranks x --accumulate {accumulate} is "
-            f"more than the {total} training images: lower one of them"
+            f"more than the {total} training images: lower one of them, or add images"
         )
     keyed = KeyedDataset(dataset, num_classes, options.seed, options.workers, is_any_size=False)
     sampler = TrainSampler(total, global_batch, options.seed)
