@@ -180,7 +180,7 @@ def test_a_mistake_of_the_user_under_the_debugger(project: Project) -> None:
         debugger.launch(with_flags(configuration(project.folder, F5), "--arch", "nonsense"))
         assert debugger.finish() != 0
         assert not debugger.left(5)
-        start, line = debugger.text.splitlines()
+        start, *_, line = debugger.text.splitlines()
         assert start == "starting 2 rank(s) ..."
         assert line.startswith("error: ") and "nonsense" in line
 

@@ -36,7 +36,7 @@ def edited(project: Project, tmp_path: Path) -> Edited:
 IMPORTS = "\nROOT = Path"
 OPTIMIZER = "    return torch.optim.AdamW(groups, lr"
 SCHEDULER = "    return LambdaLR(optimizer, factor)"
-CRITERION = "build_criterion(args), metrics)\n    train(task"
+CRITERION = "build_criterion(args), metrics, format)\n    train(task"
 END = "            run.end_step()"
 SAVE = "            run.save()  # whatever fails from here on costs no epoch\n"
 METRICS = "**results},"
