@@ -229,10 +229,10 @@ def evaluate(task: Task, loader: Loader) -> tuple[dict[str, float], Mistakes]:
                 outputs = apply(images)
             outputs = check_logits(outputs)
             loss_sum, count = task.criterion(outputs, targets)
-        totals[:2] += torch.stack((loss_sum.double(), count.double()))
-        with seeding.in_any_order():
-            metrics.update(outputs, targets)
-        worst.update(outputs, targets, indices)
+            totals[:2] += torch.stack((loss_sum.double(), count.double()))
+            with seeding.in_any_order():
+                metrics.update(outputs, targets)
+            worst.update(outputs, targets, indices)
         if stopping.stop_requested():
             totals[2] = 1
             break
