@@ -291,9 +291,10 @@ def test_debug_rank_that_cannot_be(project: Project) -> None:
 
 @SAME_FOR_BOTH
 def test_without_a_debugger_nothing_of_it_is_there(
-    project: Project, data: Path, trained: Path
+    project: Project, data: Path, trained: Path, tmp_path: Path
 ) -> None:
-    more = [*flags(data, trained), "--eval-only", "--dist-timeout", 77]
+    more = [*flags(data, tmp_path), "--eval-only", "--resume", trained / "best.pt"]
+    more += ["--dist-timeout", 77]
     done = project.alone(*more, script=SCRIPTS / "look_around.py").ok()
     *_, left, timeout = done.out.splitlines()
     assert left == "[] ['MainThread']"

@@ -327,7 +327,7 @@ def test_a_new_flag_of_the_network(
     script = SCRIPTS / "newer_flags.py"
     for name in ("main.py", "predict.py"):
         more = {
-            "main.py": flags(data, trained, "--eval-only"),
+            "main.py": flags(data, tmp_path, "--eval-only", "--resume", trained / "best.pt"),
             "predict.py": [
                 *(data / "val", "--checkpoint", trained / "best.pt", "--output", tmp_path / "p")
             ],

@@ -184,7 +184,7 @@ def test_evaluation_of_colors(project: Project, data: Path, own_data: Path, trai
     """A checkpoint of a set of class numbers, and the same set in colours, on two ranks."""
     repaint(own_data, recolor)
     (own_data / "classes.txt").write_text(classes(rgb(0), rgb(1), rgb(255)))
-    words = ["--output-dir", trained, "--eval-only"]
+    words = ["--output-dir", own_data / "out", "--eval-only", "--resume", trained / "best.pt"]
     said = [project.fork(*SMALL, *words, "--data", each).ok().out for each in (data, own_data)]
     assert said[0] == said[1]
     assert json.loads(said[0].splitlines()[-1])["miou"] > 0

@@ -431,3 +431,10 @@ def test_scores_of_all_classes(project: Project, data: Path, trained: Path, tmp_
     for _, name, probability, *each in found:
         assert sum(map(float, each)) == pytest.approx(1, abs=5e-4)
         assert each[classes.index(name)] == probability == max(each, key=float)
+
+
+@pytest.mark.parametrize("project", ["segmentation"], indirect=True)
+def test_padding_is_not_drawn(project: Project) -> None:
+    """Validation pads to multiples of 32; only the image's own 40 x 50 pixels are drawn."""
+    gap = 2
+    assert project.call("mistakes.drawn_size", 40, 50) == [40, 3 * 50 + 2 * gap]

@@ -70,10 +70,11 @@ def test_fewer_validation_pictures_than_ranks(
     project: Project, trained: Path, tmp_path: Path
 ) -> None:
     data = project.draw(tmp_path / "set", 53, 6)
-    more = ["--batch-size", 6, "--eval-only"]  # one batch: two of three ranks hold nothing
+    # One batch: two of three ranks hold nothing.
+    more = ["--batch-size", 6, "--eval-only", "--resume", trained / "best.pt"]
     results = []
     for ranks in (1, 3):
-        done = project.fork(*flags(data, trained), *more, ranks=ranks).ok()
+        done = project.fork(*flags(data, tmp_path / "out"), *more, ranks=ranks).ok()
         results.append(json.loads(done.out.splitlines()[-1]))
     assert results[0] == results[1]
 
@@ -147,8 +148,8 @@ def test_pictures_of_different_sizes(
             image.crop((0, 0, 64 - 7 * (n % 3), 40 + 5 * (n % 2))).save(each)
     results = []
     for size in (1, 4, 23):
-        more = ["--eval-only", "--batch-size", size]
-        done = project.fork(*flags(own_data, trained, *more)).ok()
+        more = ["--eval-only", "--resume", trained / "best.pt", "--batch-size", size]
+        done = project.fork(*flags(own_data, tmp_path / "out", *more)).ok()
         results.append(json.loads(done.out.splitlines()[-1]))
     assert results[1] == pytest.approx(results[0], rel=1e-4)
     assert results[2] == pytest.approx(results[0], rel=1e-4)

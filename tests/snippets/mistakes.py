@@ -3,7 +3,9 @@
 import warnings
 
 import torch
+from matplotlib.figure import Figure
 
+import dataset
 import model
 from engine.ranks import distributed
 from engine.run import metrics
@@ -32,3 +34,13 @@ def shared_counts() -> dict:
             expected.append(counts.tolist())
     groups = sorted(map(sorted, collection.compute_groups.values()))
     return {"found": found, "expected": expected, "groups": groups}
+
+
+def drawn_size(height: int, width: int) -> list[int]:
+    """The size at which an image, padded as for validation, is drawn beside its masks."""
+    axes = Figure().add_subplot()
+    image = dataset.pad(torch.full((3, height, width), 7, dtype=torch.uint8), 0)
+    target = dataset.pad(torch.zeros(height, width, dtype=torch.uint8), 255)
+    output = torch.zeros(2, *target.shape)
+    dataset.draw_example(axes, image, target, output, ["a", "b"])
+    return list(axes.images[0].get_size())

@@ -245,6 +245,8 @@ def _reading(path: str) -> Iterator[None]:
     except READ_ERRORS as error:
         if isinstance(error, UnidentifiedImageError):
             reason = "not an image, or of a kind that Pillow does not read"
+            if path.lower().endswith((".tif", ".tiff")):
+                reason += "; with more channels it needs --channels N"
         else:
             reason = getattr(error, "strerror", None) or str(error)
         raise UserError(f"{path}: cannot be read ({reason}); replace or remove it") from None

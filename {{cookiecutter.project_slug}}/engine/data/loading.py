@@ -91,9 +91,10 @@ def batch_size_for(total: int, accumulate: int) -> int:
     if images >= BATCH_SIZE:
         return BATCH_SIZE
     size = 2 ** int(math.log2(max(images, 2)))
+    least = ", the least" if size == 2 else ""
     distributed.say(
-        f"--batch-size {size}: with {BATCH_SIZE}, the default for larger sets, {total} training "
-        f"images would make fewer than {MIN_STEPS} steps per epoch"
+        f"--batch-size {size}{least}: with {BATCH_SIZE}, the default for larger sets, {total} "
+        f"training images would make fewer than {MIN_STEPS} steps per epoch"
     )
     return size
 

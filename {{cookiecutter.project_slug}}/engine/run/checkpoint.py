@@ -144,7 +144,11 @@ def check_flags(
     for name in names:
         now = to_plain(getattr(args, name))
         if old.get(name) != now:
-            flag = f"--{name.replace('_', '-')} {old.get(name)}"
+            then, now = (
+                ",".join(map(str, value)) if isinstance(value, list | tuple) else value
+                for value in (old.get(name), now)
+            )
+            flag = f"--{name.replace('_', '-')} {then}"
             raise UserError(f"{state['path']} was trained with {flag}, not {now}: {OTHER_RUN}")
 
 

@@ -147,7 +147,7 @@ def read_folders(root: Path) -> tuple[dict[str, list[str]], dict[str, list[str]]
 def read_lists(root: Path) -> tuple[dict[str, list[str]], dict[str, list[str]] | None]:
     """Return what `read_folders` does, from DIR/train.csv and, if it exists, DIR/val.csv.
 
-    Their columns are `file`, a path below DIR, and `label`, the name of a class.
+    Their columns are `file`, a path below DIR or absolute, and `label`, the name of a class.
     """
     found = []
     for path in root / "train.csv", root / "val.csv":

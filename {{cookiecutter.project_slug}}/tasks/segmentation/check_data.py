@@ -171,13 +171,16 @@ def check_labels(survey: Survey, labels: Labels, classes: Sequence[str], root: P
         survey.findings.append(Finding("label", mask_path, text, path))
         survey.sizes[index] = 0
     used = np.flatnonzero(survey.images[0]).tolist()
+    void = [VOID] if survey.void[0] else []
     text = ""
     if len(used) < 2 and (used or survey.void[0]):  # else no mask could be read
         text = explain_lack(labels, used, int((survey.parts == 0).sum()), bool(survey.void[0]))
     elif not labels and len(used) < len(classes):
+        values = list(map(str, [*used, *void]))
+        lines = shorten([f"NAME = {value}" for value in values])
         text = (
-            f"the values of the training masks ({shorten(list(map(str, used)))}) are not class "
-            "numbers from 0 without a gap; write what they mean into classes.txt"
+            f"the values of the training masks ({shorten(values)}) are not class numbers from 0 "
+            f"without a gap; write what they mean into classes.txt, one class per line: {lines}"
         )
     if text:
         survey.findings.append(Finding("layout", str(root), text))

@@ -85,7 +85,7 @@ class SegmentationDataset(Dataset):
         return len(self.samples)
 
     def open(self, index: int) -> tuple[LazyImage, LazyImage]:
-        """Return what prepare_data.py stores of a sample."""
+        """Return image and mask of a sample, which prepare_data.py stores."""
         image_path, mask_path = self.samples[index]
         image, mask = open_image(image_path, self.format), self.open_mask(index)
         if (image.height, image.width) != (mask.height, mask.width):
@@ -161,7 +161,7 @@ def read_folders(root: Path) -> tuple[Pairs, Pairs | None]:
 def read_lists(root: Path) -> tuple[Pairs, Pairs | None]:
     """Return what `read_folders` does, from DIR/train.csv and, if it exists, DIR/val.csv.
 
-    Their columns are `image` and `mask`, paths below DIR.
+    Their columns are `image` and `mask`, paths below DIR or absolute.
     """
     train, val = (
         [(image, mask) for image, mask in lists.read_list(path, ("image", "mask"), 2)]
@@ -214,10 +214,14 @@ def draw_example(
     """Draw one image, its prediction and its true mask side by side on matplotlib `axes`.
 
     image: uint8 (3, H, W). target: uint8 (H, W). output: float (classes, H, W), logits.
+    What `pad` has added is left out.
     """
-    pixels = image.permute(1, 2, 0).numpy()
-    prediction = output.argmax(0).numpy().astype(np.uint8)
-    gap = np.full((len(pixels), max(2, pixels.shape[1] // 128), 3), 255, np.uint8)
-    parts = [overlay(pixels, mask, classes) for mask in (prediction, target.numpy())]
+    own = (image != 0).any(0) | (target != VOID)
+    places = own.nonzero() if own.any() else torch.tensor([[n - 1 for n in own.shape]])
+    bottom, right = (places.amax(0) + 1).tolist()
+    pixels = image[:, :bottom, :right].permute(1, 2, 0).numpy()
+    gap = np.full((bottom, max(2, right // 128), 3), 255, np.uint8)
+    masks = (output.argmax(0).byte(), target)
+    parts = [overlay(pixels, mask[:bottom, :right].numpy(), classes) for mask in masks]
     axes.imshow(np.concatenate([pixels, gap, parts[0], gap, parts[1]], axis=1))
     axes.set_title("image | prediction | truth", fontsize=9)
