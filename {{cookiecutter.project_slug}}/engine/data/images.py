@@ -1,6 +1,7 @@
 """Images: decoding no more of each than is asked for."""
 
 import contextlib
+import functools
 import io
 import math
 import struct
@@ -48,7 +49,7 @@ class Format:
     mean: Sequence[float] | None = None
     std: Sequence[float] | None = None
 
-    @property
+    @functools.cached_property  # normalize asks at every step
     def statistics(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
         """Mean and deviation of each channel; a UserError if they are not known."""
         count = self.channels or 3
@@ -166,7 +167,7 @@ def open_image(path: str, format: Format = DEFAULT_FORMAT) -> LazyImage:
         kind, mode, (width, height) = image.format, image.mode, image.size
         turned = {"exif", "xmp"} & image.info.keys() and image.getexif().get(0x112, 1) != 1
     if kind not in ("JPEG", "MPO") or mode not in ("RGB", "L") or turned:
-        return LazyImage.of(np.array(read_image(path, format=format)))
+        return LazyImage.of(np.array(_read_image(path, data, "RGB", format)))
 
     def decode(shrink: int) -> np.ndarray:
         rows, columns = -(-height // shrink), -(-width // shrink)
@@ -192,7 +193,11 @@ def read_image(path: str, mode: str | None = "RGB", format: Format = DEFAULT_FOR
 
     Raises a UserError that names the file if it cannot be read whole.
     """
-    data = _read_file(path)
+    return _read_image(path, _read_file(path), mode, format)
+
+
+def _read_image(path: str, data: bytes, mode: str | None, format: Format) -> Image.Image:
+    """Do the same with the file's content at hand."""
     with _reading(path), _opened(path, data, format) as file:
         kind = depth.kind_of(file) if mode == "RGB" else None
         if not kind:

@@ -17,6 +17,7 @@ from engine.ranks import distributed, process, protocol
 from engine.run import checkpoint
 from engine.run.checkpoint import OTHER_RUN, Damaged, State
 
+IMAGES = ("examples.png", "per_class.csv", "confusion.png", "worst.png")  # of the best epoch
 # What a run writes in addition to last.pt and last-N.pt; `--resume never` removes all of them.
 OWN_FILES = (
     "*.pt.corrupt*",
@@ -25,10 +26,7 @@ OWN_FILES = (
     "metrics.csv",
     "args.json",
     "curves.png",
-    "examples.png",
-    "per_class.csv",
-    "confusion.png",
-    "worst.png",
+    *IMAGES,
     "events.out.tfevents.*",
 )
 KEYS = (  # what a checkpoint has to contain

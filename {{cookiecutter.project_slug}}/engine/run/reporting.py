@@ -26,10 +26,10 @@ from engine.data import images
 from engine.data.loading import Loader
 from engine.ranks import distributed
 from engine.run import machine
+from engine.run.folder import IMAGES
 from engine.run.mistakes import Mistakes
 
 SECONDS_BETWEEN_READINGS = 0.5  # reading the loss waits for the device: not at every step
-IMAGES = ("examples.png", "per_class.csv", "confusion.png", "worst.png")  # of the best epoch
 INPUT_BOUND = 0.1  # from this share of time spent waiting for images, a message says so
 
 if TYPE_CHECKING:

@@ -30,6 +30,7 @@ from dataset import (
     SegmentationDataset,
     find_samples,
     overlay,
+    split_pairs,
     train_transform,
 )
 from engine.check import command
@@ -123,9 +124,7 @@ def find_all(root: Path, findings: list[Finding]) -> tuple[Pairs, Pairs, Labels]
     if val_folder := listing.val_folder(root):
         val = find_pairs(val_folder, findings)
     elif len(train) > 1:
-        mask_of = dict(train)
-        parts = listing.split(list(mask_of), root)
-        train, val = ([(path, mask_of[path]) for path in part] for part in parts)
+        train, val = split_pairs(train, root)
     try:
         return train, val, read_classes(root / "classes.txt")
     except UserError as error:

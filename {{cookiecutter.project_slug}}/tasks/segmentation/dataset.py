@@ -135,11 +135,17 @@ def find_samples(root: Path) -> tuple[Pairs, Pairs, Labels]:
     has_lists = (root / "train.csv").is_file()
     train, val = read_lists(root) if has_lists else read_folders(root)
     if val is None:
-        mask_of = dict(train)
-        parts = listing.split(list(mask_of), root)
-        train, val = ([(path, mask_of[path]) for path in part] for part in parts)
-        listing.say_split(root, len(val), len(mask_of), "val.csv" if has_lists else "val")
+        train, val = split_pairs(train, root)
+        total = len(train) + len(val)
+        listing.say_split(root, len(val), total, "val.csv" if has_lists else "val")
     return train, val, read_classes(root / "classes.txt")
+
+
+def split_pairs(pairs: Pairs, root: Path) -> tuple[Pairs, Pairs]:
+    """Return the pairs for training and those that are held out for validation."""
+    mask_of = dict(pairs)
+    train, val = listing.split(list(mask_of), root)
+    return [(path, mask_of[path]) for path in train], [(path, mask_of[path]) for path in val]
 
 
 def read_folders(root: Path) -> tuple[Pairs, Pairs | None]:
