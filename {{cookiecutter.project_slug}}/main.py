@@ -17,8 +17,9 @@ import json
 import math
 from argparse import Namespace
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from engine.ranks import process
 
@@ -27,16 +28,19 @@ if __name__ == "__main__":  # before torch, whose import takes seconds
 
 import torch
 from torch import Tensor, nn
-from torch.optim.lr_scheduler import LambdaLR, LRScheduler
+from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.swa_utils import AveragedModel
 from torchmetrics import MetricCollection
 
+import dataset
 import demo_set
-from dataset import IMAGE_SIZE, build_dataset, draw_example
+import recipe
+from dataset import IMAGE_SIZE, build_dataset, draw_example, transform_batch
 from engine.data import loading, seeding
 from engine.data.images import DEFAULT_FORMAT, Format
 from engine.data.loading import Loader, Options
 from engine.errors import UserError
-from engine.ranks import debugging, distributed, failures, replicas, stopping
+from engine.ranks import debugging, distributed, failures, gradients, replicas, stopping
 from engine.run import checkpoint, machine, mistakes
 from engine.run.checkpoint import State
 from engine.run.flags import Help, Parser, add_image_arguments, add_machine_arguments, at_least
@@ -49,6 +53,7 @@ from model import (
     BEST,
     NETWORK_FLAGS,
     add_arguments,
+    backbone,
     build_criterion,
     build_metrics,
     build_model,
@@ -61,10 +66,6 @@ NOT_SAVED = {  # flags that checkpoints leave out because they do not affect wha
     *("dist_timeout", "debug_rank", "debug_port", "local_rank"),
 }
 OF_CHECKPOINT = object()  # the value of flags that --eval-only takes from the checkpoint
-RECIPES = {  # defaults of --lr and --weight-decay for each --optimizer
-    "adamw": {"lr": 0.001, "weight_decay": 0.05},
-    "sgd": {"lr": 0.1, "weight_decay": 0.0001},
-}
 
 
 @dataclass
@@ -75,7 +76,7 @@ class Task:
     settings: machine.Settings  # what machine.set_up chose: workers, threads, amp
     device: torch.device
     classes: Sequence[str]
-    model: nn.Module  # the bare network, which is evaluated and saved
+    model: nn.Module  # the bare network, which is evaluated and saved; with --ema its average
     criterion: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]  # returns (sum, count)
     metrics: MetricCollection
     format: Format = DEFAULT_FORMAT  # of the images
@@ -85,22 +86,24 @@ class Task:
 class Stepper:
     """What an optimizer step needs."""
 
-    ddp_model: nn.parallel.DistributedDataParallel  # wraps Task.model
+    model: nn.Module  # the bare network that is trained
+    ddp_model: replicas.Wrapped  # wraps it
     optimizer: torch.optim.Optimizer
     scheduler: LRScheduler
     scaler: torch.amp.GradScaler
+    mean: gradients.Mean
+    average: AveragedModel | None = None  # of the weights, with --ema
 
 
 # fmt: off
 def build_parser() -> Parser:
-    def by_optimizer(name: str) -> str:
-        return "(default: " + ", ".join(f"{r[name]:g} for {o}" for o, r in RECIPES.items()) + ")"
+    count, positive = at_least(0), at_least(1)
     parser = Parser(description=__doc__, formatter_class=Help, fromfile_prefix_chars="@",
                     allow_abbrev=False, epilog="@FILE reads flags from a file.")
-    count, positive, rate = at_least(0), at_least(1), at_least(0, float)
     add = parser.add_argument_group("data").add_argument
     add("--data", metavar="DIR", type=Path, help="folder with train/ and val/ (default: demo set, with its own --epochs and sizes)")
     add("--image-size", metavar="PIXELS", type=positive, default=IMAGE_SIZE, help="side of the training images")
+    dataset.add_arguments(parser.add_argument_group("augmentation"))
     add_image_arguments(parser.add_argument_group("images"))
     add = parser.add_argument_group("output").add_argument
     add("--output-dir", metavar="DIR", type=Path, default=ROOT / "runs/default", help="checkpoints, metrics and plots")
@@ -109,22 +112,7 @@ def build_parser() -> Parser:
     add("--keep", type=positive, default=2, help="how many of the newest checkpoints to keep")
     add("--eval-only", action="store_true", help="evaluate best.pt, or --resume PATH, and print JSON")
     add_arguments(parser.add_argument_group("network"))
-    add = parser.add_argument_group("recipe").add_argument
-    add("--epochs", type=positive, default=30, help="passes over the training set")
-    add("--batch-size", type=positive, help="images per rank and forward pass (default: 32, or fewer if the set is small)")
-    add("--accumulate", type=positive, default=1, help="forward passes per optimizer step")
-    add("--optimizer", choices=list(RECIPES), default="adamw", help="AdamW, or SGD with momentum")
-    add("--lr", type=rate, help=f"peak learning rate {by_optimizer('lr')}")
-    add("--scale-lr", action="store_true", help="multiply --lr by global batch / 256")
-    add("--momentum", type=rate, default=0.9, help="of SGD")
-    add("--weight-decay", type=rate, help=f"not on biases and norms {by_optimizer('weight_decay')}")
-    add("--schedule", choices=("cosine", "step"), default="cosine", help="cosine decay to 0, or division by 10 every 30 epochs")
-    add("--warmup-epochs", type=rate, default=0.5, help="epochs of linear warm-up")
-    add("--clip-grad-norm", metavar="NORM", type=rate, default=0.0, help="maximum gradient norm; 0 disables clipping")
-    add("--amp", choices=("auto", "off", "bf16", "fp16"), default="auto", help="mixed precision; auto: bf16 or fp16 on GPUs, off on CPUs")
-    add("--compile", action="store_true", help="use torch.compile: minutes at the start, faster steps afterwards")
-    add("--seed", type=count, default=0, help="of initial weights, sample order, augmentation and dropout")
-    add("--deterministic", action="store_true", help="bit-identical runs on GPUs; slower")
+    recipe.add_arguments(parser.add_argument_group("recipe"))
     add_machine_arguments(parser.add_argument_group("machine"))
     return parser
 # fmt: on
@@ -138,39 +126,8 @@ def parse_args(argv: Sequence[str] | None = None) -> Namespace:
         eval_only = {**dict.fromkeys(names, OF_CHECKPOINT), "batch_size": loading.BATCH_SIZE}
         parser.set_defaults(**(eval_only if args.eval_only else demo_set.DEFAULTS))
         args = parser.parse_args(argv)
-    for name, value in RECIPES[args.optimizer].items():
-        if getattr(args, name) is None:
-            setattr(args, name, value)
+    recipe.set_defaults(args)
     return args
-
-
-def build_optimizer(model: nn.Module, args: Namespace) -> torch.optim.Optimizer:
-    lr = args.lr
-    if args.scale_lr:  # Goyal et al. 2017, arXiv:1706.02677
-        lr *= args.batch_size * args.accumulate * distributed.world_size() / 256
-        distributed.say(f"--scale-lr: learning rate {args.lr:g} becomes {lr:g}")
-    matrices = [weight for weight in model.parameters() if weight.ndim > 1]
-    others = [weight for weight in model.parameters() if weight.ndim <= 1]  # biases and norms
-    decay = {"params": matrices, "weight_decay": args.weight_decay}
-    groups = [decay, {"params": others, "weight_decay": 0.0}]
-    if args.optimizer == "sgd":  # on CPUs its fused form takes twice the time
-        return torch.optim.SGD(groups, lr, args.momentum)
-    return torch.optim.AdamW(groups, lr, fused=True)
-
-
-def build_scheduler(optimizer: torch.optim.Optimizer, args: Namespace, steps: int) -> LRScheduler:
-    """Return a schedule to step after each optimizer step; an epoch has `steps` of them."""
-    warmup = args.warmup_epochs * steps
-
-    def factor(step: int) -> float:
-        if step < warmup:
-            return (step + 1) / (warmup + 1)
-        if args.schedule == "step":
-            return 0.1 ** (step // (30 * steps))
-        share = (step - warmup) / max(args.epochs * steps - warmup, 1)
-        return 0.5 * (1 + math.cos(math.pi * min(share, 1)))
-
-    return LambdaLR(optimizer, factor)
 
 
 def train_one_epoch(
@@ -181,30 +138,34 @@ def train_one_epoch(
     optimizer, scaler = stepper.optimizer, stepper.scaler
     rank, local_rank = distributed.rank(), distributed.local_rank()  # noqa: F841  for breakpoints
     torch.backends.cudnn.benchmark = not args.deterministic  # all batches have one shape
-    ddp_model.train()
+    recipe.set_training(ddp_model)
     batches = loading.to_device(report.progress(loader, run.epoch), task.device, task.format)
     for i, (images, targets) in enumerate(batches, start=run.passes):
         seeding.seed(args.seed, run.epoch, i, rank)  # dropout differs by rank and pass
+        images, targets = transform_batch(images, targets, args, len(task.classes))
         is_last = (i + 1) % args.accumulate == 0  # of the passes that make up an optimizer step
         # DDP averages the gradients over the ranks in backward(). A step needs that only in its
         # last pass; no_sync() saves the traffic in the others.
-        with contextlib.nullcontext() if is_last else ddp_model.no_sync():
+        with contextlib.nullcontext() if is_last else replicas.no_sync(ddp_model):
             with machine.autocast(task.settings.amp, task.device):
                 outputs = ddp_model(images)
             loss_sum, count = task.criterion(machine.to_float32(outputs), targets)
-            scaler.scale(loss_sum / count.clamp(min=1) / args.accumulate).backward()
+            stepper.mean.add(count, targets.numel(), is_last)
+            scaler.scale(loss_sum / targets.numel()).backward()
         # The sums stay on the device and are reduced once per epoch: reading or reducing them at
         # every step would make the device, or every rank, wait.
         run.totals += torch.stack((loss_sum.detach().double(), count.double()))
         report.loss(run.totals, optimizer.param_groups[0]["lr"])
         if is_last:
-            if args.clip_grad_norm:
-                scaler.unscale_(optimizer)
-                nn.utils.clip_grad_norm_(ddp_model.parameters(), args.clip_grad_norm)
+            # DDP has averaged over the ranks, whose numbers of samples (labelled pixels) may differ.
+            stepper.mean.finish(ddp_model.parameters())
+            recipe.clip_gradients(ddp_model.parameters(), optimizer, scaler, args)
             scaler.step(optimizer)
             scaler.update()
             optimizer.zero_grad()
             stepper.scheduler.step()
+            if stepper.average:
+                stepper.average.update_parameters(stepper.model)
             run.end_step()  # saves if a save is due, and stops here after a signal
     return run.mean_loss()
 
@@ -251,13 +212,17 @@ def train(
     task: Task, train_loader: Loader, val_loader: Loader, folder: RunFolder, state: State | None
 ) -> None:
     """Train until --epochs, continuing from the checkpoint `state` if there is one."""
-    args, model = task.args, task.model
+    args, device, model = task.args, task.device, task.model
+    averaged: dict[str, Any] = {}  # saved besides the network that is evaluated
+    if average := recipe.build_average(model, args):
+        averaged = {"trained": model, "average": average}
+        task = replace(task, model=average.module)
     if args.compile:
         machine.compile_network(model)
-    optimizer = build_optimizer(model, args)
-    scheduler = build_scheduler(optimizer, args, train_loader.sampler.steps)
-    scaler = torch.amp.GradScaler(task.device.type, enabled=task.settings.amp == "fp16")
-    stepper = Stepper(replicas.wrap(model, task.device), optimizer, scheduler, scaler)
+    frozen = [weight for weight in backbone(model) if weight.requires_grad]
+    optimizer = recipe.build_optimizer(model, args)
+    scheduler = recipe.build_scheduler(optimizer, args, train_loader.sampler.steps)
+    scaler = torch.amp.GradScaler(device.type, enabled=task.settings.amp == "fp16")
     flags = {**vars(args), **vars(task.settings)}  # with what the machine chose
     run = Run(
         *(folder, train_loader, val_loader),
@@ -266,21 +231,31 @@ def train(
         save_every=args.save_every,
         score=BEST,
         flags={name: value for name, value in flags.items() if name not in NOT_SAVED},
-        model=model,
+        model=task.model,
         optimizer=optimizer,
         scheduler=scheduler,
         scaler=scaler,
+        **averaged,
     )
     run.resume(state)
-    report = Reporter(folder.path, task.device, args.epochs, run.epoch)
+    mean = gradients.Mean(device)
+    recipe.freeze(frozen, run.epoch < args.freeze_backbone)
+    stepper = Stepper(
+        model, replicas.wrap(model, device), optimizer, scheduler, scaler, mean, average
+    )
+    report = Reporter(folder.path, device, args.epochs, run.epoch)
     report.start(task.settings, train_loader, val_loader, vars(args))
     first = run.epoch
     with run.stoppable(), report:
-        while run.epoch < args.epochs:
+        while run.epoch < args.epochs and not run.is_over(args.patience):
+            if run.epoch == args.freeze_backbone > first:
+                recipe.freeze(frozen, False)
+                stepper.ddp_model = replicas.wrap(model, device)  # DDP keeps to what it was given
             train_loader.sampler.set_epoch(run.epoch, run.seen)
             train_loss = train_one_epoch(task, stepper, train_loader, report, run)
             speed = report.speed()
-            replicas.sync_buffers(model)
+            for part in (model, *averaged.values()):
+                replicas.sync_buffers(part)
             replicas.check_same(model)
             run.save()  # whatever fails from here on costs no epoch
             results, found = evaluate(task, val_loader)
@@ -337,7 +312,10 @@ def train_or_resume(args: Namespace, device: torch.device) -> None:
     state = folder.find_checkpoint()
     if state:
         checkpoint.check_flags(
-            state, args, (*NETWORK_FLAGS, "optimizer", "value_range", "mean", "std"), add_arguments
+            state,
+            args,
+            (*NETWORK_FLAGS, "optimizer", "ema", "value_range", "mean", "std"),
+            add_arguments,
         )
         checkpoint.check_classes(state["path"], state["classes"], classes)
     model = build_model(args, classes, weights=None if state else args.weights)

@@ -18,6 +18,7 @@ from engine.errors import UserError
 from engine.ranks import environment, process
 
 T = TypeVar("T")
+Pending = dist.Work  # a collective that has begun
 OPERATIONS = {"sum": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}
 
 
@@ -151,6 +152,14 @@ def reduce_tensor(tensor: Tensor, op: str = "sum") -> Tensor:
     result = tensor.detach().clone()
     dist.all_reduce(result, OPERATIONS["sum" if op == "mean" else op])
     return result / world_size() if op == "mean" else result
+
+
+def start_sum(tensor: Tensor) -> Pending:
+    """Begin to replace `tensor` by its sum over all ranks, which is there after `wait()`.
+
+    Collectives that follow, such as those of backward(), run meanwhile.
+    """
+    return dist.all_reduce(tensor, async_op=True)
 
 
 def broadcast(tensor: Tensor) -> None:

@@ -1,5 +1,6 @@
 """The ranks' copies of the network: what keeps them equal, and checks that they are."""
 
+import contextlib
 import re
 
 import torch
@@ -10,6 +11,7 @@ from torch.utils._pytree import tree_leaves
 from engine.errors import UserError, shorten
 from engine.ranks import distributed
 
+Wrapped = DistributedDataParallel  # what main.py calls ddp_model
 _wrapped: list[nn.Module] = []  # the networks that `wrap` got, for `explain`
 
 
@@ -32,6 +34,11 @@ def wrap(model: nn.Module, device: torch.device) -> DistributedDataParallel:
 
         hook = ddp_model.register_forward_pre_hook(before_first_pass, with_kwargs=True)
     return ddp_model
+
+
+def no_sync(ddp_model: DistributedDataParallel) -> contextlib.AbstractContextManager[None]:
+    """Return a context in which backward() adds to this rank's gradients without averaging them."""
+    return ddp_model.no_sync()
 
 
 def _settle_buckets(ddp_model: DistributedDataParallel, args: tuple, kwargs: dict) -> None:

@@ -23,6 +23,23 @@ class Stateful(Protocol):
     def load_state_dict(self, state_dict: dict[str, Any], /) -> object: ...
 
 
+class Combined(Optimizer):
+    """Two optimizers in one, each with its own parameter groups."""
+
+    def __init__(self, *parts: Optimizer) -> None:
+        self.parts = parts
+        groups = [
+            {**group, "part": i} for i, part in enumerate(parts) for group in part.param_groups
+        ]
+        super().__init__(groups, {})
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for i, part in enumerate(self.parts):  # loading a state replaces both
+            part.param_groups = [group for group in self.param_groups if group["part"] == i]
+            part.state = self.state
+            part.step()
+
+
 def layout(parts: Mapping[str, Stateful]) -> Layout:
     """Return {name: [class]} of each scheduler and {name: [class, groups]} of each optimizer.
 

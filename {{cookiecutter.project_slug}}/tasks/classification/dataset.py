@@ -2,6 +2,7 @@
 
 import functools
 import os
+from argparse import Namespace, _ArgumentGroup
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
@@ -33,6 +34,17 @@ def train_transform(image: LazyImage, size: int) -> Tensor:
     box = RandomResizedCrop.get_params(shape, scale=[0.25, 1.0], ratio=[3 / 4, 4 / 3])
     pixels = image.read(box, (size, size))
     return F.horizontal_flip(pixels) if torch.rand(()) < 0.5 else pixels
+
+
+def add_arguments(group: _ArgumentGroup) -> None:
+    """Add the flags for augmentation."""
+
+
+def transform_batch(
+    images: Tensor, targets: Tensor, args: Namespace, num_classes: int
+) -> tuple[Tensor, Tensor]:
+    """Augment a training batch on its device, where images are float32 and normalised."""
+    return images, targets
 
 
 def eval_transform(image: LazyImage, size: int) -> Tensor:

@@ -56,6 +56,13 @@ def build_model(args: Namespace, classes: Sequence[str], weights: str | None = N
     return model
 
 
+def backbone(model: nn.Module) -> list[nn.Parameter]:
+    """Return all weights but those of the last layer, for --backbone-lr and --freeze-backbone."""
+    layers = [layer for layer in model.modules() if isinstance(layer, nn.Linear | nn.Conv2d)]
+    last = set(layers[-1].parameters())
+    return [weight for weight in model.parameters() if weight not in last]
+
+
 def infer(model: nn.Module, images: Tensor, args: Namespace) -> Tensor:
     """Apply `model` in evaluation: float32 (N, 3, H, W), normalised -> logits (N, classes)."""
     return model.forward(images)  # __call__ of a compiled one would compile again for each size

@@ -1,6 +1,7 @@
 """The data set: images and their masks, DIR/{train,val}/{images,masks}/*."""
 
 import functools
+from argparse import Namespace, _ArgumentGroup
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -45,6 +46,17 @@ def train_transform(image: LazyImage, mask: LazyImage, size: int) -> tuple[Tenso
 def random_place(length: int, side: int) -> int:
     """Return a random offset of a box of `side` in `length` pixels, or of those in a larger box."""
     return int(torch.randint(min(0, length - side), max(0, length - side) + 1, ()))
+
+
+def add_arguments(group: _ArgumentGroup) -> None:
+    """Add the flags for augmentation."""
+
+
+def transform_batch(
+    images: Tensor, targets: Tensor, args: Namespace, num_classes: int
+) -> tuple[Tensor, Tensor]:
+    """Augment a training batch on its device, where images are float32 and normalised."""
+    return images, targets
 
 
 def eval_transform(image: LazyImage, mask: LazyImage) -> tuple[Tensor, Tensor]:

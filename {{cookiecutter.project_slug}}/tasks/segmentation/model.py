@@ -131,6 +131,13 @@ def freeze_unused(model: nn.Module, channels: int) -> nn.Module:
     return model
 
 
+def backbone(model: nn.Module) -> list[nn.Parameter]:
+    """Return the encoder's weights, for --backbone-lr and --freeze-backbone."""
+    encoder = model.net.backbone if isinstance(model, Logits) else model.encoder
+    assert isinstance(encoder, nn.Module)
+    return list(encoder.parameters())
+
+
 def infer(model: nn.Module, images: Tensor, args: Namespace) -> Tensor:
     """Apply `model` in evaluation: float32 (N, 3, H, W), normalised -> logits (N, classes, H, W).
 

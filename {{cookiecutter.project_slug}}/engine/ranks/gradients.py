@@ -1,0 +1,36 @@
+"""The gradients of an optimizer step: of the mean over all samples of all ranks and passes."""
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from engine.ranks import distributed
+
+
+class Mean:
+    """Turns summed gradients into those of the mean, where samples have unequal counts.
+
+    Ranks and passes hold different numbers of labelled pixels, so the mean of their means would
+    weigh a pixel more where there are few. Each pass divides its sum of losses by `size`, the same
+    on all, and the step divides by the count of all: one number, reduced during backward().
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.count = torch.zeros((), dtype=torch.float64, device=device)
+        self.pending: distributed.Pending | None = None
+
+    def add(self, count: Tensor, size: int, is_last: bool) -> None:
+        """Add the count of a pass, a scalar, in units of `size`; call it before backward()."""
+        self.count += count / size
+        if is_last:
+            self.pending = distributed.start_sum(self.count)
+
+    def finish(self, weights: Iterable[Tensor]) -> None:
+        """Divide the gradients of `weights`, which DDP has averaged over the ranks; start anew."""
+        assert self.pending, "call add first"
+        self.pending.wait()
+        factor = distributed.world_size() / self.count.clamp(min=1e-12)
+        gradients = [weight.grad for weight in weights if weight.grad is not None]
+        torch._foreach_mul_(gradients, factor.float())
+        self.count.zero_()
