@@ -11,7 +11,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 
-import segmentation_models_pytorch as smp
 import torch
 from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy
@@ -97,13 +96,23 @@ def ohem(batch: Batch) -> Tensor:
     return batch.cross_entropy * is_hard * scale[:, None, None]
 
 
-def dice(outputs: Tensor, targets: Tensor) -> Tensor:
-    """Return the Dice loss of one image, the mean over the classes that it has, background too.
+def mean_over_present(losses: Tensor, is_present: Tensor) -> Tensor:
+    """Return the means over the last dimension, the classes; 0 where none is present."""
+    return (losses * is_present).sum(-1) / is_present.sum(-1).clamp(min=1)
 
-    Milletari et al. 2016, arXiv:1606.04797. smp takes absent classes as 0 and counts them.
+
+def dice(batch: Batch) -> Tensor:
+    """Return the Dice loss (N,), for each image the mean over the classes that it has.
+
+    Background is a class, too. Milletari et al. 2016, arXiv:1606.04797; smp's DiceLoss takes the
+    mean over all classes, in which absent ones are 0.
     """
-    present = one_hot(outputs, targets).flatten(2).any(2).sum()
-    return SMP_DICE(outputs, targets) * outputs.shape[1] / present.clamp(min=1)
+    truth = one_hot(batch.outputs, batch.targets).flatten(2)  # (N, classes, pixels)
+    is_labelled = (batch.targets != VOID).flatten(1)[:, None]
+    shares = batch.outputs.softmax(1).flatten(2) * is_labelled
+    total = shares.sum(2) + truth.sum(2)
+    losses = 1 - 2 * (shares * truth).sum(2) / total.clamp(min=1e-7)
+    return mean_over_present(losses, truth.any(2))
 
 
 def lovasz(outputs: Tensor, targets: Tensor) -> Tensor:
@@ -126,19 +135,28 @@ def lovasz(outputs: Tensor, targets: Tensor) -> Tensor:
         if_false = (total - found) / (union * (union - 1)).clamp(min=1)
         slopes = if_false.where(~is_true, 1 / union)
         slopes = torch.zeros_like(slopes).scatter(1, order, slopes)
-        present = total > 0
-    return (errors * slopes * present).sum() / present.sum().clamp(min=1)
+    return mean_over_present((errors * slopes).sum(1), truth.any(1))
 
 
-# Others of smp that take (1, classes, H, W) and (1, H, W) fit into OF_IMAGES, such as
-# smp.losses.TverskyLoss("multiclass", ignore_index=VOID, alpha=0.3, beta=0.7).
-SMP_DICE = smp.losses.DiceLoss("multiclass", ignore_index=VOID)
-OF_IMAGES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"dice": dice, "lovasz": lovasz}
+def per_image(loss: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Batch], Tensor]:
+    """Return a term of a loss of one image: (1, classes, H, W), (1, H, W) -> scalar."""
+
+    def term(batch: Batch) -> Tensor:
+        images = zip(batch.outputs.split(1), batch.targets.split(1), strict=True)
+        return torch.stack([loss(*image) for image in images])
+
+    return term
+
+
 OF_PIXELS: dict[str, Callable[[Batch], Tensor]] = {
     "ce": lambda batch: batch.cross_entropy,
     "bce": bce,
     "focal": focal,
     "ohem": ohem,
+}
+OF_IMAGES: dict[str, Callable[[Batch], Tensor]] = {  # another one, for example:
+    "dice": dice,  # per_image(smp.losses.TverskyLoss("multiclass", ignore_index=VOID, alpha=0.3))
+    "lovasz": per_image(lovasz),
 }
 
 
@@ -180,9 +198,7 @@ def build(
             if name in OF_PIXELS:
                 total = OF_PIXELS[name](batch).sum()
             else:
-                images = zip(outputs.split(1), targets.split(1), strict=True)
-                each = torch.stack([OF_IMAGES[name](*image) for image in images])
-                total = (batch.counts * each).sum()
+                total = (batch.counts * OF_IMAGES[name](batch)).sum()
             sums.append(factor * total)
         return torch.stack(sums).sum(), batch.counts.sum()
 
