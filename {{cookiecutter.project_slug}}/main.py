@@ -247,7 +247,7 @@ def train(
     report.start(task.settings, train_loader, val_loader, vars(args))
     first = run.epoch
     with run.stoppable(), report:
-        while run.epoch < args.epochs and not run.is_over(args.patience):
+        while run.epoch < args.epochs and not recipe.is_over(run.history, BEST, args.patience):
             if run.epoch == args.freeze_backbone > first:
                 recipe.freeze(frozen, False)
                 stepper.ddp_model = replicas.wrap(model, device)  # DDP keeps to what it was given

@@ -2,7 +2,7 @@
 
 import math
 from argparse import Namespace, _ArgumentGroup
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -203,3 +203,15 @@ def set_training(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.affine:
             module.train(module.weight.requires_grad)
+
+
+def is_over(history: Sequence[Mapping[str, float | str]], score: str, patience: int) -> bool:
+    """Return whether the last `patience` epochs brought no new best; never with 0.
+
+    The same on all ranks, because their metrics are.
+    """
+    best, since = -math.inf, 0
+    for row in history:
+        value = float(row.get(score, math.nan))
+        best, since = (value, 0) if value > best else (best, since + 1)
+    return 0 < patience <= since

@@ -192,17 +192,6 @@ class Run:
         self.best = max(self.best, score)
         return is_best
 
-    def is_over(self, patience: int) -> bool:
-        """Return whether the last `patience` epochs brought no new best; never with 0.
-
-        The same on all ranks, because their metrics are.
-        """
-        best, since = -math.inf, 0
-        for row in self.history:
-            score = float(row.get(self.score, math.nan))
-            best, since = (score, 0) if score > best else (best, since + 1)
-        return 0 < patience <= since
-
     def save(self, is_best: bool = False) -> None:
         """Write a checkpoint, on rank 0; every rank has to call it.
 
