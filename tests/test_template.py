@@ -109,7 +109,7 @@ CONTAINER_KEYS = {
 OF_BOTH = {
     *("check_data.py", "dataset.py", "demo_set.py", "model.py", "predict.py", "requirements.txt")
 }
-OF_THE_TASK = {"classification": OF_BOTH, "segmentation": {*OF_BOTH, "masks.py"}}
+OF_THE_TASK = {"classification": OF_BOTH, "segmentation": {*OF_BOTH, "losses.py", "masks.py"}}
 
 
 def files(folder: Path) -> set[str]:
@@ -433,6 +433,7 @@ ENGINE = sorted((ROOT / TEMPLATE_FOLDER / "engine").rglob("*.py"))
 EDITED = {
     *("main", "recipe", "dataset", "masks", "model", "predict", "prepare_data", "check_data"),
     "export",
+    "losses",
     "demo_set",
 }
 for_each_module = pytest.mark.parametrize("path", ENGINE, ids=lambda path: path.stem)

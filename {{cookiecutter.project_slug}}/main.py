@@ -150,8 +150,8 @@ def train_one_epoch(
             with machine.autocast(task.settings.amp, task.device):
                 outputs = ddp_model(images)
             loss_sum, count = task.criterion(machine.to_float32(outputs), targets)
-            stepper.mean.add(count, targets.numel(), is_last)
-            scaler.scale(loss_sum / targets.numel()).backward()
+            size = stepper.mean.add(count, targets, is_last)
+            scaler.scale(loss_sum / size).backward()
         # The sums stay on the device and are reduced once per epoch: reading or reducing them at
         # every step would make the device, or every rank, wait.
         run.totals += torch.stack((loss_sum.detach().double(), count.double()))

@@ -142,6 +142,25 @@ def numbers(text: str) -> tuple[float, ...]:
     return values
 
 
+def class_weights(text: str) -> str | tuple[float, ...]:
+    """Convert A,B,... to numbers of at least 0; other text, such as a file's name, stays."""
+    try:
+        values = numbers(text)
+    except argparse.ArgumentTypeError:
+        return text
+    if min(values) < 0 or not any(values):
+        raise argparse.ArgumentTypeError(f"{text}: expected numbers of 0 or more, not all 0")
+    return values
+
+
+def below_one(text: str) -> float:
+    """Convert a number of at least 0 and less than 1."""
+    value = at_least(0, float)(text)
+    if value >= 1:
+        raise argparse.ArgumentTypeError(f"{text} is not less than 1")
+    return value
+
+
 def deviations(text: str) -> tuple[float, ...]:
     """Convert A,B,... to finite numbers above 0."""
     values = numbers(text)

@@ -1,5 +1,6 @@
 """What this machine has, and the settings that follow from it."""
 
+import functools
 import math
 import os
 import shlex
@@ -77,6 +78,13 @@ def autocast(amp: str, device: torch.device) -> torch.autocast:
     """Return a context in which networks compute in bf16 or fp16; with "off", in float32."""
     dtype = torch.float16 if amp == "fp16" else torch.bfloat16
     return torch.autocast(device.type, dtype, enabled=amp != "off")
+
+
+@functools.cache
+def constant(values: tuple[float, ...], device: torch.device) -> Tensor:
+    """Return `values` as float32 on `device`; a copy to it at every step would wait for it."""
+    with torch.inference_mode(False):  # a resumed run may evaluate before it trains
+        return torch.tensor(values, device=device)
 
 
 def to_float32(outputs: Outputs) -> Outputs:

@@ -10,10 +10,12 @@ from torch import Tensor, nn
 from torchmetrics import ClasswiseWrapper, Metric, MetricCollection
 from torchmetrics.classification import MulticlassConfusionMatrix, MulticlassJaccardIndex
 
+import losses
 from dataset import STRIDE
 from engine.errors import UserError
 from engine.ranks import distributed
 from engine.run import pretrained, sizes, tiles
+from engine.run.flags import below_one, class_weights
 from masks import VOID
 
 BEST = "miou"  # the metric, higher is better, that decides which weights are kept as best.pt
@@ -42,6 +44,27 @@ def add_arguments(group: _ArgumentGroup) -> None:
         type=tile_size,
         default=2048,
         help="predict larger validation images in overlapping tiles of that side; 0: always whole",
+    )
+    add(
+        "--loss",
+        metavar="TERMS",
+        type=losses.terms,
+        default="ce",
+        help="ce (cross-entropy), bce, dice, focal, lovasz, ohem (hardest pixels), or a sum such "
+        "as ce+0.5*dice",
+    )
+    add(
+        "--label-smoothing",
+        metavar="SHARE",
+        type=below_one,
+        default=0.0,
+        help="share of each label that is divided among all classes; not in dice and lovasz",
+    )
+    add(
+        "--class-weights",
+        metavar="auto|FILE|A,B,...",
+        type=class_weights,
+        help="weights of the classes in the loss; auto: from their shares of the training labels",
     )
 
 
@@ -155,15 +178,9 @@ def build_criterion(args: Namespace) -> Callable[[Tensor, Tensor], tuple[Tensor,
     """Return the loss: (logits, int64 (N, H, W)) -> (sum over pixels, number of pixels).
 
     Sum and count, because those can be added up over batches and ranks, unlike means.
-    Void pixels are in neither.
+    Void pixels are in neither. With --class-weights a pixel counts as much as its class weighs.
     """
-
-    def cross_entropy(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        # reduction="sum" is not deterministic on GPUs.
-        losses = nn.functional.cross_entropy(outputs, targets, ignore_index=VOID, reduction="none")
-        return losses.sum(), (targets != VOID).sum()
-
-    return cross_entropy
+    return losses.build(args.loss, args.label_smoothing, args.class_weights)
 
 
 def build_metrics(classes: Sequence[str]) -> MetricCollection:
