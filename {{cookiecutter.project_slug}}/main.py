@@ -142,6 +142,7 @@ def train_one_epoch(
     batches = loading.to_device(report.progress(loader, run.epoch), task.device, task.format)
     for i, (images, targets) in enumerate(batches, start=run.passes):
         seeding.seed(args.seed, run.epoch, i, rank)  # dropout differs by rank and pass
+        size = targets.numel()
         images, targets = transform_batch(images, targets, args, len(task.classes))
         is_last = (i + 1) % args.accumulate == 0  # of the passes that make up an optimizer step
         # DDP averages the gradients over the ranks in backward(). A step needs that only in its
@@ -150,8 +151,8 @@ def train_one_epoch(
             with machine.autocast(task.settings.amp, task.device):
                 outputs = ddp_model(images)
             loss_sum, count = task.criterion(machine.to_float32(outputs), targets)
-            stepper.mean.add(count, targets.numel(), is_last)
-            scaler.scale(loss_sum / targets.numel()).backward()
+            stepper.mean.add(count, size, is_last)
+            scaler.scale(loss_sum / size).backward()
         # The sums stay on the device and are reduced once per epoch: reading or reducing them at
         # every step would make the device, or every rank, wait.
         run.totals += torch.stack((loss_sum.detach().double(), count.double()))
@@ -302,7 +303,7 @@ def train_or_resume(args: Namespace, device: torch.device) -> None:
     """Build loaders, network and metrics; train from the checkpoint to resume, or from scratch."""
     settings, options = set_up_machine(args, device)
     format = Format(args.value_range, args.max_megapixels, args.channels, args.mean, args.std)
-    train_set, val_set, classes = build_dataset(args.data, args.image_size, format)
+    train_set, val_set, classes = build_dataset(args.data, args.image_size, format, args.augment)
     args.batch_size = args.batch_size or loading.batch_size_for(len(train_set), args.accumulate)
     train_loader = loading.build_train_loader(
         train_set, len(classes), args.batch_size, args.accumulate, options
