@@ -31,8 +31,8 @@ Pairs = list[tuple[str, str]]  # the paths of images and their masks
 AUGMENTATIONS = {  # the names that --augment takes; add yours, if it takes masks, too
     "color": v2.ColorJitter(brightness=0.4, contrast=0.4, saturation=0.4),
     "grey": v2.RandomGrayscale(p=0.1),
-    "rotation": v2.RandomRotation(  # degrees
-        30, Mode.BILINEAR, fill={tv_tensors.Image: 0, tv_tensors.Mask: VOID}
+    "rotation": v2.RandomRotation(  # degrees; None: black
+        30, Mode.BILINEAR, fill={tv_tensors.Image: None, tv_tensors.Mask: VOID}
     ),
     "vflip": v2.RandomVerticalFlip(),
 }
