@@ -63,7 +63,8 @@ def masks_that_follow() -> list[dict]:
         pixels, labels = dataset.train_transform(*pair, size=96, augment=augment)
         assert type(pixels) is type(labels) is Tensor
         assert pixels.dtype == labels.dtype == torch.uint8
-        around = nn.functional.unfold(labels[None, None].float(), 5, padding=2).view(25, 96, 96)
+        padded = nn.functional.pad(labels[None, None].float(), [2] * 4, value=dataset.VOID)
+        around = nn.functional.unfold(padded, 5).view(25, 96, 96)
         inside = (around == around[12]).all(0)
         shown = torch.where(labels == dataset.VOID, 0, 40 + 40 * labels.int())
         wrong = ((pixels.int() - shown).abs() > 1).any(0) & inside
@@ -89,9 +90,8 @@ def pickled(data: str) -> None:
         for each in train_set, copy:
             seeding.seed(index)
             samples.append(each[index])
-        assert all(
-            torch.equal(*map(torch.as_tensor, parts)) for parts in zip(*samples, strict=True)
-        )
+        for parts in zip(*samples, strict=True):
+            assert torch.equal(*map(torch.as_tensor, parts))
 
 
 def mixed_batches() -> dict[str, int]:
