@@ -302,7 +302,7 @@ def train_or_resume(args: Namespace, device: torch.device) -> None:
     """Build loaders, network and metrics; train from the checkpoint to resume, or from scratch."""
     settings, options = set_up_machine(args, device)
     format = Format(args.value_range, args.max_megapixels, args.channels, args.mean, args.std)
-    train_set, val_set, classes = build_dataset(args.data, args.image_size, format)
+    train_set, val_set, classes = build_dataset(args.data, args.image_size, format, args.augment)
     args.batch_size = args.batch_size or loading.batch_size_for(len(train_set), args.accumulate)
     train_loader = loading.build_train_loader(
         train_set, len(classes), args.batch_size, args.accumulate, options

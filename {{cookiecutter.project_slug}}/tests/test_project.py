@@ -14,7 +14,7 @@ import torch
 import demo_set
 import main
 import model
-from dataset import build_dataset
+from dataset import AUGMENTATIONS, build_dataset
 from engine.data import loading
 from engine.ranks import distributed
 
@@ -98,7 +98,7 @@ def test_loader_workers_change_no_sample(data: Path) -> None:
     batches = []
     for workers in (0, 2):
         args = main.parse_args(["--data", str(data), *FLAGS, "--workers", str(workers)])
-        train_set, _, classes = build_dataset(args.data, args.image_size)
+        train_set, _, classes = build_dataset(args.data, args.image_size, augment=[*AUGMENTATIONS])
         options = loading.Options(workers, args.prefetch, pin_memory=False, seed=args.seed)
         loader = loading.build_train_loader(
             train_set, len(classes), args.batch_size, args.accumulate, options
