@@ -25,6 +25,11 @@ def add_arguments(group: _ArgumentGroup) -> None:
         help="start from torchvision's weights of that name (DEFAULT: the best) or from a .pt "
         "file; layers of another shape, such as the last, are not loaded",
     )
+    add(
+        "--class-weights",
+        metavar="auto|FILE",
+        help="weigh classes in the loss: auto, rare ones more, or FILE with lines NAME WEIGHT",
+    )
 
 
 def build_model(args: Namespace, classes: Sequence[str], weights: str | None = None) -> nn.Module:

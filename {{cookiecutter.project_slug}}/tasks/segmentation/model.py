@@ -43,6 +43,11 @@ def add_arguments(group: _ArgumentGroup) -> None:
         default=2048,
         help="predict larger validation images in overlapping tiles of that side; 0: always whole",
     )
+    add(
+        "--class-weights",
+        metavar="auto|FILE",
+        help="weigh classes in the loss: auto, rare ones more, or FILE with lines NAME WEIGHT",
+    )
 
 
 def tile_size(text: str) -> int:
