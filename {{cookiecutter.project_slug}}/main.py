@@ -36,7 +36,8 @@ import dataset
 import demo_set
 import recipe
 from dataset import IMAGE_SIZE, build_dataset, draw_example, transform_batch
-from engine.data import loading, seeding
+from engine.data import balance, loading, overfit, seeding
+from engine.data.balance import Counted, Counts
 from engine.data.images import DEFAULT_FORMAT, Format
 from engine.data.loading import Loader, Options
 from engine.errors import UserError
@@ -103,6 +104,7 @@ def build_parser() -> Parser:
     add = parser.add_argument_group("data").add_argument
     add("--data", metavar="DIR", type=Path, help="folder with train/ and val/ (default: demo set, with its own --epochs and sizes)")
     add("--image-size", metavar="PIXELS", type=positive, default=IMAGE_SIZE, help="side of the training images")
+    add("--overfit", metavar="N", type=positive, help="train and validate on N training images, in the same crops each time: can the network learn them?")
     dataset.add_arguments(parser.add_argument_group("augmentation"))
     add_image_arguments(parser.add_argument_group("images"))
     add = parser.add_argument_group("output").add_argument
@@ -267,6 +269,8 @@ def train(
             if is_best or (run.epoch == first + 1 and results[BEST] == run.best):
                 report.images(found)
     report.finish(BEST, run.best)
+    if args.overfit:
+        overfit.say_learnt(args.overfit, BEST, run.history)
 
 
 def set_up_machine(args: Namespace, device: torch.device) -> tuple[machine.Settings, Options]:
@@ -279,6 +283,24 @@ def set_up_machine(args: Namespace, device: torch.device) -> tuple[machine.Setti
     return settings, Options(settings.workers, args.prefetch, settings.pin_memory, args.seed)
 
 
+def build_sets(
+    args: Namespace, format: Format
+) -> tuple[Counted, Counted, Sequence[str], Counts | None]:
+    """Return training set, validation set, classes and, for --sampler balanced, their counts."""
+    train_set: Counted
+    val_set: Counted
+    train_set, val_set, classes = build_dataset(args.data, args.image_size, format, args.augment)
+    if args.overfit:
+        args.batch_size = overfit.batch_size(args.batch_size, args.overfit, args.accumulate)
+        batch = args.batch_size * args.accumulate
+        train_set, val_set = overfit.choose(train_set, args.overfit, args.seed, batch)
+    counts = None
+    if args.class_weights == "auto" or args.sampler == "balanced":
+        counts = balance.count(train_set, classes, args.output_dir)
+    args.class_weights = balance.class_weights(args.class_weights, counts, classes)
+    return train_set, val_set, classes, counts if args.sampler == "balanced" else None
+
+
 def evaluate_checkpoint(args: Namespace, device: torch.device) -> None:
     """Evaluate best.pt, or --resume PATH, and print its metrics as JSON."""
     path = args.output_dir / "best.pt" if args.resume in ("auto", "never") else args.resume
@@ -288,7 +310,7 @@ def evaluate_checkpoint(args: Namespace, device: torch.device) -> None:
             setattr(args, name, getattr(flags, name))
     settings, options = set_up_machine(args, device)
     format = Format(args.value_range, args.max_megapixels, args.channels, args.mean, args.std)
-    _, val_set, classes = build_dataset(args.data, args.image_size, format)
+    _, val_set, classes, _ = build_sets(args, format)
     checkpoint.check_classes(path, known_classes, classes)
     val_loader = loading.build_val_loader(val_set, len(classes), args.batch_size, options)
     metrics = build_metrics(classes).to(device)
@@ -302,10 +324,10 @@ def train_or_resume(args: Namespace, device: torch.device) -> None:
     """Build loaders, network and metrics; train from the checkpoint to resume, or from scratch."""
     settings, options = set_up_machine(args, device)
     format = Format(args.value_range, args.max_megapixels, args.channels, args.mean, args.std)
-    train_set, val_set, classes = build_dataset(args.data, args.image_size, format, args.augment)
+    train_set, val_set, classes, counts = build_sets(args, format)
     args.batch_size = args.batch_size or loading.batch_size_for(len(train_set), args.accumulate)
     train_loader = loading.build_train_loader(
-        train_set, len(classes), args.batch_size, args.accumulate, options
+        train_set, len(classes), args.batch_size, args.accumulate, options, counts=counts
     )
     val_loader = loading.build_val_loader(val_set, len(classes), args.batch_size, options)
     folder = RunFolder(args.output_dir, args.resume, args.keep)
@@ -314,7 +336,7 @@ def train_or_resume(args: Namespace, device: torch.device) -> None:
         checkpoint.check_flags(
             state,
             args,
-            (*NETWORK_FLAGS, "optimizer", "ema", "value_range", "mean", "std"),
+            (*NETWORK_FLAGS, "optimizer", "ema", "value_range", "mean", "std", "overfit"),
             add_arguments,
         )
         checkpoint.check_classes(state["path"], state["classes"], classes)

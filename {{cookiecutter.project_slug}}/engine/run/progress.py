@@ -56,7 +56,7 @@ class Run:
         that decides which weights are the best. flags: saved with each checkpoint.
         more: further parts with a state_dict and a load_state_dict, by name.
         """
-        if taken := more.keys() & {*KEYS}:
+        if taken := more.keys() & {*KEYS, "sampler"}:
             raise ValueError(f"{taken}: checkpoints already have an entry of that name")
         self.folder = folder
         self.sampler = train_loader.sampler
@@ -110,8 +110,9 @@ class Run:
         self.history = list(state["history"])
         if not state["seen"]:
             return
-        if (state["images"], state["seed"]) != (self.sampler.total, self.sampler.seed):
-            distributed.say("the images or --seed have changed: the epoch starts over")
+        order = {"sampler": "shuffle", **state}  # older checkpoints do not know it
+        if any(order[name] != value for name, value in self.sampler.order.items()):
+            distributed.say("the images, --seed or --sampler have changed: the epoch starts over")
             return
         self.seen = state["seen"]
         totals = torch.tensor(state["totals"], dtype=torch.float64, device=self.totals.device)
@@ -213,8 +214,7 @@ class Run:
             "step": self.step,
             "seen": self.seen,
             "totals": totals.tolist(),
-            "images": self.sampler.total,
-            "seed": self.sampler.seed,
+            **self.sampler.order,
             "global_batch": self.global_batch,
             "best": self.best,
             "best_of": self.best_of,

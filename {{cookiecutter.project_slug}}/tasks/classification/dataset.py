@@ -134,6 +134,14 @@ class ImageDataset(Dataset):
         """Return what prepare_data.py stores of a sample."""
         return (open_image(self.samples[index][0], self.format),)
 
+    def count_labels(self, index: int) -> dict[int, int]:
+        """Return how often each class occurs in a sample, for --class-weights auto and others."""
+        return {self.samples[index][1]: 1}
+
+    def label_sources(self) -> list[str]:
+        """Return the files that `count_labels` reads."""
+        return []
+
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
         (image,) = self.prepared[index] if self.prepared else self.open(index)
         return self.transform(image), self.samples[index][1]

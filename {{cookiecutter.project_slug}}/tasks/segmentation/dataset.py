@@ -15,8 +15,9 @@ from torchvision import tv_tensors
 from torchvision.transforms import v2
 from torchvision.transforms.v2 import InterpolationMode as Mode
 
-from engine.data import images, listing, lists, prepared
+from engine.data import images, listing, lists, prepared, shares
 from engine.data.images import DEFAULT_FORMAT, Format, LazyImage, open_image
+from engine.data.mapped import Images
 from engine.data.samples import Packed
 from engine.errors import UserError
 from engine.ranks import distributed
@@ -156,6 +157,17 @@ class SegmentationDataset(Dataset):
         if self.prepared:
             return self.prepared[index][1]
         return LazyImage.of(read_mask(self.samples[index][1], self.labels, self.format))
+
+    def count_labels(self, index: int) -> dict[int, int]:
+        """Return the pixels of each class in a mask, for --class-weights auto and others."""
+        pixels = shares.histogram(self.open_mask(index).read().numpy())
+        return {n: int(pixels[n]) for n in np.flatnonzero(pixels).tolist() if n != VOID}
+
+    def label_sources(self) -> list[str]:
+        """Return the files that `count_labels` reads."""
+        if isinstance(self.prepared, Images):
+            return [str(self.prepared.path), str(self.prepared.path.with_name("index.json"))]
+        return [mask_path for _, mask_path in self.samples]
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         return self.transform(*(self.prepared[index] if self.prepared else self.open(index)))
