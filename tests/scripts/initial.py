@@ -14,9 +14,7 @@ with failures.one_line_errors():
     distributed.setup()
     seeding.seed(args.seed)
     net = main.build_model(args, ["one", "two"], args.weights)
-    state = {"model": net.state_dict(), "args": vars(args)}
     Path(sys.argv[1]).mkdir(exist_ok=True)
-    torch.save(
-        {**state, "args": {"weights": args.weights}}, f"{sys.argv[1]}/{distributed.rank()}.pt"
-    )
+    state = {"model": net.state_dict(), "args": {"weights": args.weights}}
+    torch.save(state, Path(sys.argv[1], f"{distributed.rank()}.pt"))
     distributed.teardown()

@@ -31,7 +31,7 @@ def publish(folder: str, encoder: str | None) -> str:
 
 
 class Downloads:
-    """Ranks whose torch.hub and huggingface_hub take files from a port, and keep them in `cache`."""
+    """Ranks whose torch.hub and huggingface_hub take files from a port and have a `cache`."""
 
     def __init__(self, port: int, name: str, cache: str) -> None:
         self.port, self.name, self.cache = port, name, cache
@@ -67,6 +67,6 @@ def killed(order: list, script: str, mark: str, *words: object) -> list[int]:
     return wait(pids)
 
 
-def published(*words: str) -> str | None:
+def published(networks: list[list[str]]) -> list[str | None]:
     """What --weights auto stands for."""
-    return task.find_published(*words)
+    return [task.find_published(*words) for words in networks]
