@@ -1,6 +1,7 @@
 """--weights auto: published weights where they can be had; recipes; classic networks."""
 
 import hashlib
+import math
 import shutil
 import threading
 import time
@@ -231,3 +232,34 @@ def test_what_auto_stands_for(project: Project) -> None:
         ("deeplabv3_resnet50", "resnet34"): "COCO_WITH_VOC_LABELS_V1",
     }
     assert project.call("weights.published", [*names]) == [*names.values()]
+
+
+# The smallest images that each takes without BatchNorm over a single pixel.
+CLASSIFIERS = {
+    **{"alexnet": 64, "vgg16": 32, "vgg16_bn": 32, "squeezenet1_1": 32, "googlenet": 64},
+    **{"inception_v3": 96, "resnet50": 64, "resnext50_32x4d": 64, "densenet121": 64},
+    **{"shufflenet_v2_x1_0": 64, "mobilenet_v2": 64, "mobilenet_v3_large": 64, "mnasnet1_0": 64},
+    **{"efficientnet_b0": 64, "regnet_y_400mf": 64, "convnext_tiny": 32, "vit_b_16": 32},
+    **{"swin_t": 32, "maxvit_t": 224},
+}
+SEGMENTERS = [
+    *(f"--encoder {name} --image-size 32" for name in ("vgg16", "vgg16_bn", "resnet34")),
+    "--encoder resnet101 --image-size 32",
+    "--arch deeplabv3 --encoder resnet50 --image-size 32",
+]
+
+
+def test_classic_networks(project: Project, data: Path) -> None:
+    """Each learns from the demo set, and backbone() leaves out what follows the backbone."""
+    networks = SEGMENTERS
+    if project.task == "classification":
+        networks = [f"--arch {name} --image-size {CLASSIFIERS[name]}" for name in CLASSIFIERS]
+    found = project.call("networks.first_steps", data, *networks)
+    for network, result in zip(networks, found, strict=True):
+        assert math.isfinite(result["loss"]), network
+        assert result["changed"] > 0.9, (network, result)
+        if project.task == "classification":
+            weight, *bias = result["others"]
+            assert [weight[0], *bias] in ([6], [6, [6]]), (network, result)
+        else:
+            assert len(result["others"]) > 2, network  # decoder and head
