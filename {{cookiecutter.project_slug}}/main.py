@@ -340,6 +340,7 @@ def train_or_resume(args: Namespace, device: torch.device) -> None:
             add_arguments,
         )
         checkpoint.check_classes(state["path"], state["classes"], classes)
+        args.weights = state["args"]["weights"]  # with which it began
     model = build_model(args, classes, weights=None if state else args.weights)
     if state:
         checkpoint.load_weights(model, state)
