@@ -256,9 +256,7 @@ def train(
             train_loader.sampler.set_epoch(run.epoch, run.seen)
             train_loss = train_one_epoch(task, stepper, train_loader, report, run)
             speed = report.speed()
-            for part in (model, *averaged.values()):
-                replicas.sync_buffers(part)
-            replicas.check_same(model)
+            run.sync_networks()
             run.save()  # whatever fails from here on costs no epoch
             results, found = evaluate(task, val_loader)
             lr = optimizer.param_groups[0]["lr"]
@@ -337,7 +335,7 @@ def train_or_resume(args: Namespace, device: torch.device) -> None:
             state,
             args,
             (*NETWORK_FLAGS, "optimizer", "ema", "value_range", "mean", "std", "overfit"),
-            add_arguments,
+            build_parser(),
         )
         checkpoint.check_classes(state["path"], state["classes"], classes)
         args.weights = state["args"]["weights"]  # with which it began

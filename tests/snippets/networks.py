@@ -1,7 +1,6 @@
 """Two training steps of any network on the demo set, by main.py's own functions."""
 
 import itertools
-from pathlib import Path
 from types import SimpleNamespace
 
 import torch

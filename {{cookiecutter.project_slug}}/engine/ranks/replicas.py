@@ -15,17 +15,24 @@ Wrapped = DistributedDataParallel  # what main.py calls ddp_model
 _wrapped: list[nn.Module] = []  # the networks that `wrap` got, for `explain`
 
 
-def wrap(model: nn.Module, device: torch.device) -> DistributedDataParallel:
+def wrap(
+    model: nn.Module, device: torch.device, find_unused_parameters: bool = False
+) -> DistributedDataParallel:
     """Return `model` in DistributedDataParallel: its gradients become the mean over the ranks.
 
     Each rank keeps its own buffers until `sync_buffers`, which saves a collective per pass.
+    find_unused_parameters: whether some steps may leave some weights out; slower.
     """
     ddp_model = DistributedDataParallel(
-        model, [device] if device.type == "cuda" else None, gradient_as_bucket_view=True
+        model,
+        [device] if device.type == "cuda" else None,
+        gradient_as_bucket_view=True,
+        find_unused_parameters=find_unused_parameters,
     )
     ddp_model.broadcast_buffers = False  # set here: torch has renamed the argument, not this
     _wrapped.append(model)
-    if distributed.world_size() > 2:  # a sum of two is the same in any order
+    # A sum of two is the same in any order; the other flag keeps to the order of the weights.
+    if distributed.world_size() > 2 and not find_unused_parameters:
 
         def before_first_pass(_: nn.Module, args: tuple, kwargs: dict) -> None:
             if torch.is_grad_enabled():
@@ -73,7 +80,8 @@ def explain(error: Exception) -> UserError | None:
         unused = [names[int(number)] for number in found[1].split() if int(number) < len(names)]
     return UserError(
         f"{shorten(unused)}: no gradient, because the loss does not depend on it; use it, remove "
-        "it, or freeze it (requires_grad_(False)) before replicas.wrap"
+        "it, or freeze it (requires_grad_(False)) before replicas.wrap; if other steps use it, "
+        "pass find_unused_parameters=True to replicas.wrap"
     )
 
 
