@@ -73,6 +73,7 @@ SHARED = {
     "engine/run/pretrained.py",
     "engine/run/progress.py",
     "engine/run/reporting.py",
+    "engine/run/sharded.py",
     "engine/run/sizes.py",
     "engine/run/tiles.py",
     "export.py",

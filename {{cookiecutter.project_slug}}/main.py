@@ -42,7 +42,7 @@ from engine.data.images import DEFAULT_FORMAT, Format
 from engine.data.loading import Loader, Options
 from engine.errors import UserError
 from engine.ranks import debugging, distributed, failures, gradients, replicas, stopping
-from engine.run import checkpoint, machine, mistakes
+from engine.run import checkpoint, machine, mistakes, sharded
 from engine.run.checkpoint import State
 from engine.run.flags import Help, Parser, add_image_arguments, add_machine_arguments, at_least
 from engine.run.folder import RunFolder
@@ -219,6 +219,8 @@ def train(
     if average := recipe.build_average(model, args):
         averaged = {"trained": model, "average": average}
         task = replace(task, model=average.module)
+    if args.strategy == "fsdp":
+        model = sharded.share(model, args.image_size, args.channels or 3)
     if args.compile:
         machine.compile_network(model)
     frozen = [weight for weight in backbone(model) if weight.requires_grad]
@@ -233,7 +235,7 @@ def train(
         save_every=args.save_every,
         score=BEST,
         flags={name: value for name, value in flags.items() if name not in NOT_SAVED},
-        model=task.model,
+        model=task.model if average else model,
         optimizer=optimizer,
         scheduler=scheduler,
         scaler=scaler,
@@ -242,9 +244,8 @@ def train(
     run.resume(state)
     mean = gradients.Mean(device)
     recipe.freeze(frozen, run.epoch < args.freeze_backbone)
-    stepper = Stepper(
-        model, replicas.wrap(model, device), optimizer, scheduler, scaler, mean, average
-    )
+    ddp_model = replicas.wrap(model, device, args.strategy)
+    stepper = Stepper(model, ddp_model, optimizer, scheduler, scaler, mean, average)
     report = Reporter(folder.path, device, args.epochs, run.epoch)
     report.start(task.settings, train_loader, val_loader, vars(args))
     first = run.epoch
@@ -252,12 +253,15 @@ def train(
         while run.epoch < args.epochs and not recipe.is_over(run.history, BEST, args.patience):
             if run.epoch == args.freeze_backbone > first:
                 recipe.freeze(frozen, False)
-                stepper.ddp_model = replicas.wrap(model, device)  # DDP keeps to what it was given
+                # DDP keeps to what it was given.
+                stepper.ddp_model = replicas.wrap(model, device, args.strategy)
             train_loader.sampler.set_epoch(run.epoch, run.seen)
             train_loss = train_one_epoch(task, stepper, train_loader, report, run)
             speed = report.speed()
             run.sync_networks()
             run.save()  # whatever fails from here on costs no epoch
+            if args.strategy == "fsdp":
+                sharded.gather(model, task.model)
             results, found = evaluate(task, val_loader)
             lr = optimizer.param_groups[0]["lr"]
             is_best = run.end_epoch({"train_loss": train_loss, **results, "lr": lr, **speed})
@@ -346,6 +350,8 @@ def train_or_resume(args: Namespace, device: torch.device) -> None:
             line = f"{state['path']}: {state['epoch']} epochs done, nothing left to do"
             return distributed.say(f"{line}; use --epochs N for more, --resume never to start over")
     model = model.to(device).to(memory_format=torch.channels_last)
+    if args.sync_bn:
+        model = replicas.sync_batchnorm(model, device)
     metrics = build_metrics(classes).to(device)
     task = Task(args, settings, device, classes, model, build_criterion(args), metrics, format)
     train(task, train_loader, val_loader, folder, state)

@@ -68,6 +68,10 @@ def decay(text: str) -> float:
 
 def set_defaults(args: Namespace) -> None:
     """Set --lr and --weight-decay, unless they are given, to the defaults of --optimizer."""
+    if args.strategy == "fsdp" and (args.ema or args.optimizer not in ("adamw", "sgd")):
+        raise UserError("--strategy fsdp: only with --optimizer adamw or sgd, and without --ema")
+    if args.strategy == "dp" and args.sync_bn:
+        raise UserError("--sync-bn: not with --strategy dp, whose GPUs have BatchNorm of their own")
     for name, value in DEFAULTS[args.optimizer].items():
         if getattr(args, name) is None:
             setattr(args, name, value)

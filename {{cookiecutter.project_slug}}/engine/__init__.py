@@ -37,6 +37,7 @@ run/                  one training run, its files and its reports
   checkpoint          the file format: plain types and a checksum
   pretrained          --weights
   sizes               which image sizes a network takes
+  sharded             --strategy fsdp: each rank trains a part of the weights
   progress            class Run: epoch, step and best score; saves and resumes them
   optimizers          optimizers and schedules in checkpoints
   metrics             torchmetrics over all ranks

@@ -17,7 +17,7 @@ from engine.data import loading
 from engine.data.loading import Loader
 from engine.errors import UserError
 from engine.ranks import distributed, replicas, stopping
-from engine.run import checkpoint, optimizers, palette
+from engine.run import checkpoint, optimizers, palette, sharded
 from engine.run.checkpoint import State
 from engine.run.folder import KEYS, RunFolder
 from engine.run.optimizers import Stateful
@@ -210,7 +210,7 @@ class Run:
         for name, weight in self.model.named_parameters():
             if not weight.isfinite().all():
                 raise UserError(f"{name} became NaN or inf at {self}: {self._remedy()}")
-        states: State = {name: part.state_dict() for name, part in self.parts.items()}
+        states: State = {n: sharded.whole(part.state_dict()) for n, part in self.parts.items()}
         for name, part in self.parts.items():
             if not isinstance(part, nn.Module):  # such as a rate from np.cos
                 states[name] = tree_map_only(np.generic, lambda x: x.item(), states[name])
