@@ -69,6 +69,8 @@ SHARED = {
     "engine/run/plots.py",
     "engine/run/predicting.py",
     "engine/run/pretrained.py",
+    "engine/run/probing.py",
+    "engine/run/profiling.py",
     "engine/run/progress.py",
     "engine/run/reporting.py",
     "engine/run/sizes.py",

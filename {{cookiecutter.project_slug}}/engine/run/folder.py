@@ -28,6 +28,7 @@ OWN_FILES = (
     "curves.png",
     *IMAGES,
     "events.out.tfevents.*",
+    "profile/*.pt.trace.json",
 )
 KEYS = (  # what a checkpoint has to contain
     *("model", "optimizer", "scheduler", "layout", "epoch", "step", "seen", "totals", "images"),

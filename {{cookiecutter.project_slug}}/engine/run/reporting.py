@@ -11,7 +11,7 @@ import os
 import platform
 import subprocess
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
@@ -25,7 +25,7 @@ from engine import files
 from engine.data import images
 from engine.data.loading import Loader
 from engine.ranks import distributed
-from engine.run import machine
+from engine.run import machine, profiling
 from engine.run.folder import IMAGES
 from engine.run.mistakes import Mistakes
 
@@ -37,14 +37,20 @@ if TYPE_CHECKING:
 
 
 class Reporter:
-    def __init__(self, folder: Path, device: torch.device, epochs: int, finished: int) -> None:
-        """Open TensorBoard's log in `folder`; entries after the `finished` epochs are dropped."""
+    def __init__(
+        self, folder: Path, device: torch.device, epochs: int, finished: int, *, profile: int = 0
+    ) -> None:
+        """Open TensorBoard's log in `folder`; entries after the `finished` epochs are dropped.
+
+        profile: how many steps of the first epoch to trace.
+        """
         self.folder = folder
         self.device = device
         self.epochs = epochs
         self.active = distributed.is_rank_zero()
         self.bar = tqdm(disable=True)
         self.workers = 0
+        self.profile = profile if self.active else 0
         if not self.active:
             return
         # Imported here, like matplotlib below: it takes seconds, and other ranks do not need it.
@@ -126,8 +132,12 @@ class Reporter:
             disable=None if self.active else True,
         )
         self.waited, self.count = 0.0, 0
+        batches: Iterable = loader
+        if self.profile and len(loader):
+            batches = profiling.traced(loader, self.profile, self.folder / "profile", self.device)
+            self.profile = 0
         requested = time.monotonic()
-        for batch in loader:
+        for batch in batches:
             self.waited += time.monotonic() - requested
             self.count += per_pass
             yield batch
