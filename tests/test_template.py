@@ -72,6 +72,7 @@ SHARED = {
     "engine/run/probing.py",
     "engine/run/profiling.py",
     "engine/run/progress.py",
+    "engine/run/records.py",
     "engine/run/reporting.py",
     "engine/run/sizes.py",
     "engine/run/tiles.py",

@@ -41,7 +41,7 @@ from engine.data.images import DEFAULT_FORMAT, Format
 from engine.data.loading import Loader, Options
 from engine.errors import UserError
 from engine.ranks import debugging, distributed, failures, gradients, replicas, stopping
-from engine.run import checkpoint, machine, mistakes, probing, profiling
+from engine.run import checkpoint, machine, mistakes, probing, profiling, records
 from engine.run.checkpoint import State
 from engine.run.flags import Help, Parser, add_image_arguments, add_machine_arguments, at_least
 from engine.run.folder import RunFolder
@@ -251,6 +251,7 @@ def train(
     )
     report = Reporter(folder.path, device, args.epochs, run.epoch, profile=args.profile)
     report.start(task.settings, train_loader, val_loader, vars(args))
+    report.catch_up(run.history)
     first = run.epoch
     with run.stoppable(), report:
         while run.epoch < args.epochs and not recipe.is_over(run.history, BEST, args.patience):
@@ -350,7 +351,7 @@ def train_or_resume(args: Namespace, device: torch.device) -> None:
     model = build_model(args, classes, weights=None if state else args.weights)
     if state:
         checkpoint.load_weights(model, state)
-        if state["epoch"] >= args.epochs:
+        if state["epoch"] >= args.epochs and records.are_complete(folder.path, args.epochs):
             line = f"{state['path']}: {state['epoch']} epochs done, nothing left to do"
             return distributed.say(f"{line}; use --epochs N for more, --resume never to start over")
     model = model.to(device).to(memory_format=torch.channels_last)

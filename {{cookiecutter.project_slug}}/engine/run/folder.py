@@ -24,6 +24,7 @@ OWN_FILES = (
     "best.pt",
     "best-*.pt",
     "metrics.csv",
+    "tracker.json",
     "args.json",
     "curves.png",
     *IMAGES,

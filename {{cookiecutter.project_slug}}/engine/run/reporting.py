@@ -4,7 +4,6 @@ Only rank 0 prints and writes; on the other ranks every method returns at once.
 """
 
 import contextlib
-import csv
 import json
 import math
 import os
@@ -25,7 +24,7 @@ from engine import files
 from engine.data import images
 from engine.data.loading import Loader
 from engine.ranks import distributed
-from engine.run import machine, profiling
+from engine.run import machine, profiling, records
 from engine.run.folder import IMAGES
 from engine.run.mistakes import Mistakes
 
@@ -38,7 +37,13 @@ if TYPE_CHECKING:
 
 class Reporter:
     def __init__(
-        self, folder: Path, device: torch.device, epochs: int, finished: int, *, profile: int = 0
+        self,
+        folder: Path,
+        device: torch.device,
+        epochs: int,
+        finished: int,
+        *,
+        profile: int = 0,
     ) -> None:
         """Open TensorBoard's log in `folder`; entries after the `finished` epochs are dropped.
 
@@ -51,6 +56,7 @@ class Reporter:
         self.bar = tqdm(disable=True)
         self.workers = 0
         self.profile = profile if self.active else 0
+        self.tracker: records.Tracker | None = None
         if not self.active:
             return
         # Imported here, like matplotlib below: it takes seconds, and other ranks do not need it.
@@ -173,16 +179,7 @@ class Reporter:
         from engine.run import plots
 
         row = rows[-1]
-        columns = dict.fromkeys(name for row in rows for name in row)
-        path = self.folder / "metrics.csv"
-        with files.writing(path) as tmp_path, open(tmp_path, "w", encoding="utf-8") as file:
-            table = csv.DictWriter(file, columns, lineterminator="\n")
-            table.writeheader()
-            table.writerows(rows)
-        numbers = {name: value for name, value in row.items() if isinstance(value, int | float)}
-        for name, value in numbers.items():
-            self.board.add_scalar(name, value, numbers["epoch"])
-        self.board.flush()
+        numbers = self.record(rows)
         epoch = int(numbers["epoch"])
         left = (self.epochs - epoch) * (time.monotonic() - self.began)
         shown = "  ".join(f"{k} {v:.4g}" for k, v in numbers.items() if k not in ("epoch", "step"))
@@ -191,7 +188,31 @@ class Reporter:
         wait, seconds = numbers["data_wait"], numbers["train_seconds"]
         if wait >= INPUT_BOUND and wait * seconds > 1:
             self.say_input_bound(wait, seconds)
+        if self.tracker:
+            self.tracker.update(rows)
         plots.draw_curves(self.folder / "curves.png", rows)
+
+    def record(self, rows: Sequence["Row"]) -> dict[str, float]:
+        """Write metrics.csv, and the numbers of the last row to TensorBoard; return those."""
+        records.write_table(self.folder, rows)
+        numbers = {k: value for k, value in rows[-1].items() if isinstance(value, int | float)}
+        for name, value in numbers.items():
+            self.board.add_scalar(name, value, numbers["epoch"])
+        self.board.flush()
+        return numbers
+
+    def catch_up(self, rows: Sequence["Row"], tracker: records.Start | None = None) -> None:
+        """Record the rows that a run had saved when it was killed; start the tracker, if any."""
+        if not self.active:
+            return
+        from engine.run import plots
+
+        for epoch in range(records.count(self.folder) + 1, len(rows) + 1):
+            self.record(rows[:epoch])
+            plots.draw_curves(self.folder / "curves.png", rows[:epoch])
+        if tracker:
+            self.tracker = records.Tracker(self.folder, tracker, len(rows))
+            self.tracker.update(rows)
 
     def say_input_bound(self, wait: float, seconds: float) -> None:
         """Print how much time training spends waiting for images, and what helps."""
