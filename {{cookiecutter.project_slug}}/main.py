@@ -42,7 +42,7 @@ from engine.data.images import DEFAULT_FORMAT, Format
 from engine.data.loading import Loader, Options
 from engine.errors import UserError
 from engine.ranks import debugging, distributed, failures, gradients, replicas, stopping
-from engine.run import checkpoint, machine, mistakes, sharded
+from engine.run import checkpoint, machine, mistakes, probing, profiling, records, sharded
 from engine.run.checkpoint import State
 from engine.run.flags import Help, Parser, add_image_arguments, add_machine_arguments, at_least
 from engine.run.folder import RunFolder
@@ -65,6 +65,7 @@ ROOT = Path(__file__).resolve().parent
 NOT_SAVED = {  # flags that checkpoints leave out because they do not affect what is learned
     *("workers", "prefetch", "pin_memory", "output_dir", "resume", "save_every", "keep"),
     *("dist_timeout", "debug_rank", "debug_port", "local_rank"),
+    *("profile", "find_batch_size"),
 }
 OF_CHECKPOINT = object()  # the value of flags that --eval-only takes from the checkpoint
 
@@ -107,12 +108,16 @@ def build_parser() -> Parser:
     add("--overfit", metavar="N", type=positive, help="train and validate on N training images, in the same crops each time: can the network learn them?")
     dataset.add_arguments(parser.add_argument_group("augmentation"))
     add_image_arguments(parser.add_argument_group("images"))
-    add = parser.add_argument_group("output").add_argument
+    group = parser.add_argument_group("output")
+    add = group.add_argument
     add("--output-dir", metavar="DIR", type=Path, default=ROOT / "runs/default", help="checkpoints, metrics and plots")
     add("--resume", metavar="auto|never|PATH", default="auto", help="auto: continue from last.pt if it exists; never: delete the previous run and start over; PATH: start from that checkpoint")
     add("--save-every", metavar="STEPS", type=count, default=0, help="also save every STEPS optimizer steps; 0: only after each epoch")
     add("--keep", type=positive, default=2, help="how many of the newest checkpoints to keep")
+    add = group.add_mutually_exclusive_group().add_argument
     add("--eval-only", action="store_true", help="evaluate best.pt, or --resume PATH, and print JSON")
+    add("--find-batch-size", action="store_true", help="print the largest --batch-size that fits into memory")
+    add("--profile", metavar="STEPS", type=count, default=0, help="trace so many optimizer steps of the first epoch, in --output-dir/profile; 0: none")
     add_arguments(parser.add_argument_group("network"))
     recipe.add_arguments(parser.add_argument_group("recipe"))
     add_machine_arguments(parser.add_argument_group("machine"))
@@ -149,11 +154,12 @@ def train_one_epoch(
         # DDP averages the gradients over the ranks in backward(). A step needs that only in its
         # last pass; no_sync() saves the traffic in the others.
         with contextlib.nullcontext() if is_last else replicas.no_sync(ddp_model):
-            with machine.autocast(task.settings.amp, task.device):
+            with profiling.mark("forward"), machine.autocast(task.settings.amp, task.device):
                 outputs = ddp_model(images)
             loss_sum, count = task.criterion(machine.to_float32(outputs), targets)
             size = stepper.mean.add(count, targets, is_last)
-            scaler.scale(loss_sum / size).backward()
+            with profiling.mark("backward"):
+                scaler.scale(loss_sum / size).backward()
         # The sums stay on the device and are reduced once per epoch: reading or reducing them at
         # every step would make the device, or every rank, wait.
         run.totals += torch.stack((loss_sum.detach().double(), count.double()))
@@ -246,8 +252,9 @@ def train(
     recipe.freeze(frozen, run.epoch < args.freeze_backbone)
     ddp_model = replicas.wrap(model, device, args.strategy)
     stepper = Stepper(model, ddp_model, optimizer, scheduler, scaler, mean, average)
-    report = Reporter(folder.path, device, args.epochs, run.epoch)
+    report = Reporter(folder.path, device, args.epochs, run.epoch, profile=args.profile)
     report.start(task.settings, train_loader, val_loader, vars(args))
+    report.catch_up(run.history)
     first = run.epoch
     with run.stoppable(), report:
         while run.epoch < args.epochs and not recipe.is_over(run.history, BEST, args.patience):
@@ -273,6 +280,29 @@ def train(
     report.finish(BEST, run.best)
     if args.overfit:
         overfit.say_learnt(args.overfit, BEST, run.history)
+
+
+def find_batch_size(task: Task, train_loader: Loader, val_loader: Loader) -> None:
+    """Print the largest --batch-size with which training and validation fit into memory."""
+    args, device, model = task.args, task.device, task.model
+    optimizer, average = recipe.build_optimizer(model, args), recipe.build_average(model, args)
+
+    def try_step(size: int) -> None:
+        """Do what train_one_epoch and evaluate do; gradients stay in memory, as DDP's do."""
+        loaders = train_loader, val_loader
+        train, val = (probing.batch(part, size, device, task.format) for part in loaders)
+        images, targets = transform_batch(*train, args, len(task.classes))
+        recipe.set_training(model)
+        with machine.autocast(task.settings.amp, device):
+            outputs = model(images)
+        task.criterion(machine.to_float32(outputs), targets)[0].backward()
+        optimizer.step()
+        model.eval()
+        with torch.inference_mode(), machine.autocast(task.settings.amp, device):
+            infer(average or model, val[0], args)
+
+    size = probing.find_batch_size(try_step, device, train_loader.sampler.total // args.accumulate)
+    distributed.say(f"--batch-size {size}")
 
 
 def set_up_machine(args: Namespace, device: torch.device) -> tuple[machine.Settings, Options]:
@@ -333,7 +363,7 @@ def train_or_resume(args: Namespace, device: torch.device) -> None:
     )
     val_loader = loading.build_val_loader(val_set, len(classes), args.batch_size, options)
     folder = RunFolder(args.output_dir, args.resume, args.keep)
-    state = folder.find_checkpoint()
+    state = None if args.find_batch_size else folder.find_checkpoint()
     if state:
         checkpoint.check_flags(
             state,
@@ -346,7 +376,7 @@ def train_or_resume(args: Namespace, device: torch.device) -> None:
     model = build_model(args, classes, weights=None if state else args.weights)
     if state:
         checkpoint.load_weights(model, state)
-        if state["epoch"] >= args.epochs:
+        if state["epoch"] >= args.epochs and records.are_complete(folder.path, args.epochs):
             line = f"{state['path']}: {state['epoch']} epochs done, nothing left to do"
             return distributed.say(f"{line}; use --epochs N for more, --resume never to start over")
     model = model.to(device).to(memory_format=torch.channels_last)
@@ -354,6 +384,8 @@ def train_or_resume(args: Namespace, device: torch.device) -> None:
         model = replicas.sync_batchnorm(model, device)
     metrics = build_metrics(classes).to(device)
     task = Task(args, settings, device, classes, model, build_criterion(args), metrics, format)
+    if args.find_batch_size:
+        return find_batch_size(task, train_loader, val_loader)
     train(task, train_loader, val_loader, folder, state)
 
 

@@ -45,6 +45,9 @@ run/                  one training run, its files and its reports
   predicting          images for predict.py, without those that cannot be read
   tiles               large images in overlapping tiles
   reporting           start lines, progress bar, metrics.csv, TensorBoard
+  records             metrics.csv, and a tracker if you add one
+  profiling           --profile: a trace of some steps
+  probing             --find-batch-size
   plots               curves.png and confusion.png
   gallery             images with predictions, examples.png and worst.png, and the legend
 
