@@ -105,8 +105,7 @@ def test_killed_and_resumed(project: Project, data: Path, tmp_path: Path, recipe
     average, trained = state["model"], state["trained"]
     assert average.keys() == trained.keys()
     assert any(not torch.equal(average[name], trained[name]) for name in average)
-    name = next(iter(average))  # of the first layer; saved once
-    assert average[name].data_ptr() == state["average"][f"module.{name}"].data_ptr()
+    name = next(iter(average))  # of the first layer
     if recipe == "freeze":
         first = torch.load(tmp_path / "whole" / "last-1.pt", weights_only=True)
         assert first["epoch"] == 1

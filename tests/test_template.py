@@ -81,6 +81,7 @@ SHARED = {
     "engine/run/tiles.py",
     "export.py",
     "launch.sh",
+    "loaders.py",
     "main.py",
     "prepare_data.py",
     "pyproject.toml",
@@ -445,7 +446,17 @@ def test_nothing_of_this_machine(template: Path) -> None:
 
 ENGINE = sorted((ROOT / TEMPLATE_FOLDER / "engine").rglob("*.py"))
 EDITED = {
-    *("main", "recipe", "dataset", "masks", "model", "predict", "prepare_data", "check_data"),
+    *(
+        "main",
+        "loaders",
+        "recipe",
+        "dataset",
+        "masks",
+        "model",
+        "predict",
+        "prepare_data",
+        "check_data",
+    ),
     "export",
     "losses",
     "demo_set",

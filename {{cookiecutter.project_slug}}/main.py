@@ -34,12 +34,12 @@ from torchmetrics import MetricCollection
 
 import dataset
 import demo_set
+import loaders
 import recipe
-from dataset import IMAGE_SIZE, build_dataset, draw_example, transform_batch
-from engine.data import balance, loading, overfit, seeding
-from engine.data.balance import Counted, Counts
+from dataset import IMAGE_SIZE, draw_example, transform_batch
+from engine.data import loading, overfit, seeding
 from engine.data.images import DEFAULT_FORMAT, Format
-from engine.data.loading import Loader, Options
+from engine.data.loading import Loader
 from engine.errors import UserError
 from engine.ranks import debugging, distributed, failures, gradients, replicas, stopping
 from engine.run import checkpoint, machine, mistakes, probing, profiling, records, sharded
@@ -50,6 +50,7 @@ from engine.run.metrics import check_logits, compute
 from engine.run.mistakes import Drawing, Mistakes, Worst
 from engine.run.progress import Run
 from engine.run.reporting import Reporter
+from loaders import Data
 from model import (
     BEST,
     NETWORK_FLAGS,
@@ -67,6 +68,7 @@ NOT_SAVED = {  # flags that checkpoints leave out because they do not affect wha
     *("dist_timeout", "debug_rank", "debug_port", "local_rank"),
     *("profile", "find_batch_size"),
 }
+KEPT = ("optimizer", "ema", "overfit", "value_range", "mean", "std")  # as in the checkpoint
 OF_CHECKPOINT = object()  # the value of flags that --eval-only takes from the checkpoint
 
 
@@ -223,7 +225,7 @@ def train(
     args, device, model = task.args, task.device, task.model
     averaged: dict[str, Any] = {}  # saved besides the network that is evaluated
     if average := recipe.build_average(model, args):
-        averaged = {"trained": model, "average": average}
+        averaged = {"trained": model}
         task = replace(task, model=average.module)
     if args.strategy == "fsdp":
         model = sharded.share(model, args.image_size, args.channels or 3)
@@ -248,6 +250,8 @@ def train(
         **averaged,
     )
     run.resume(state)
+    if average:
+        average.n_averaged.fill_(run.step)
     mean = gradients.Mean(device)
     recipe.freeze(frozen, run.epoch < args.freeze_backbone)
     ddp_model = replicas.wrap(model, device, args.strategy)
@@ -305,32 +309,9 @@ def find_batch_size(task: Task, train_loader: Loader, val_loader: Loader) -> Non
     distributed.say(f"--batch-size {size}")
 
 
-def set_up_machine(args: Namespace, device: torch.device) -> tuple[machine.Settings, Options]:
-    """Apply the flags for CPUs, memory and precision; return the settings and the loaders' options."""
-    batch_size = args.batch_size or loading.BATCH_SIZE  # at most
-    settings = machine.set_up(
-        *(device, args.workers, args.threads, args.pin_memory, args.amp),
-        bytes_per_worker=4 * (args.channels or 1) * args.prefetch * batch_size * args.image_size**2,
-    )
-    return settings, Options(settings.workers, args.prefetch, settings.pin_memory, args.seed)
-
-
-def build_sets(
-    args: Namespace, format: Format
-) -> tuple[Counted, Counted, Sequence[str], Counts | None]:
-    """Return training set, validation set, classes and, for --sampler balanced, their counts."""
-    train_set: Counted
-    val_set: Counted
-    train_set, val_set, classes = build_dataset(args.data, args.image_size, format, args.augment)
-    if args.overfit:
-        args.batch_size = overfit.batch_size(args.batch_size, args.overfit, args.accumulate)
-        batch = args.batch_size * args.accumulate
-        train_set, val_set = overfit.choose(train_set, args.overfit, args.seed, batch)
-    counts = None
-    if args.class_weights == "auto" or args.sampler == "balanced":
-        counts = balance.count(train_set, classes, args.output_dir)
-    args.class_weights = balance.class_weights(args.class_weights, counts, classes)
-    return train_set, val_set, classes, counts if args.sampler == "balanced" else None
+def build_task(args: Namespace, device: torch.device, data: Data, model: nn.Module) -> Task:
+    criterion, metrics = build_criterion(args), build_metrics(data.classes).to(device)
+    return Task(args, data.settings, device, data.classes, model, criterion, metrics, data.format)
 
 
 def evaluate_checkpoint(args: Namespace, device: torch.device) -> None:
@@ -340,40 +321,26 @@ def evaluate_checkpoint(args: Namespace, device: torch.device) -> None:
     for name, value in vars(args).items():
         if value is OF_CHECKPOINT:
             setattr(args, name, getattr(flags, name))
-    settings, options = set_up_machine(args, device)
-    format = Format(args.value_range, args.max_megapixels, args.channels, args.mean, args.std)
-    _, val_set, classes, _ = build_sets(args, format)
-    checkpoint.check_classes(path, known_classes, classes)
-    val_loader = loading.build_val_loader(val_set, len(classes), args.batch_size, options)
-    metrics = build_metrics(classes).to(device)
-    task = Task(args, settings, device, classes, model, build_criterion(args), metrics, format)
-    results, found = evaluate(task, val_loader)
+    data = loaders.build_data(args, device)
+    checkpoint.check_classes(path, known_classes, data.classes)
+    val_loader = loaders.build_val_loader(data, args)
+    results, found = evaluate(build_task(args, device, data, model), val_loader)
     mistakes.report(found, args.output_dir)
     distributed.say(json.dumps({k: v if math.isfinite(v) else None for k, v in results.items()}))
 
 
 def train_or_resume(args: Namespace, device: torch.device) -> None:
     """Build loaders, network and metrics; train from the checkpoint to resume, or from scratch."""
-    settings, options = set_up_machine(args, device)
-    format = Format(args.value_range, args.max_megapixels, args.channels, args.mean, args.std)
-    train_set, val_set, classes, counts = build_sets(args, format)
-    args.batch_size = args.batch_size or loading.batch_size_for(len(train_set), args.accumulate)
-    train_loader = loading.build_train_loader(
-        train_set, len(classes), args.batch_size, args.accumulate, options, counts=counts
-    )
-    val_loader = loading.build_val_loader(val_set, len(classes), args.batch_size, options)
+    data = loaders.build_data(args, device)
+    train_loader = loaders.build_train_loader(data, args)
+    val_loader = loaders.build_val_loader(data, args)
     folder = RunFolder(args.output_dir, args.resume, args.keep)
     state = None if args.find_batch_size else folder.find_checkpoint()
     if state:
-        checkpoint.check_flags(
-            state,
-            args,
-            (*NETWORK_FLAGS, "optimizer", "ema", "value_range", "mean", "std", "overfit"),
-            build_parser(),
-        )
-        checkpoint.check_classes(state["path"], state["classes"], classes)
+        checkpoint.check_flags(state, args, (*NETWORK_FLAGS, *KEPT), build_parser())
+        checkpoint.check_classes(state["path"], state["classes"], data.classes)
         args.weights = state["args"]["weights"]  # with which it began
-    model = build_model(args, classes, weights=None if state else args.weights)
+    model = build_model(args, data.classes, weights=None if state else args.weights)
     if state:
         checkpoint.load_weights(model, state)
         if state["epoch"] >= args.epochs and records.are_complete(folder.path, args.epochs):
@@ -382,8 +349,7 @@ def train_or_resume(args: Namespace, device: torch.device) -> None:
     model = model.to(device).to(memory_format=torch.channels_last)
     if args.sync_bn:
         model = replicas.sync_batchnorm(model, device)
-    metrics = build_metrics(classes).to(device)
-    task = Task(args, settings, device, classes, model, build_criterion(args), metrics, format)
+    task = build_task(args, device, data, model)
     if args.find_batch_size:
         return find_batch_size(task, train_loader, val_loader)
     train(task, train_loader, val_loader, folder, state)
