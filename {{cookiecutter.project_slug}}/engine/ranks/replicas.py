@@ -2,7 +2,7 @@
 
 import contextlib
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor, nn
@@ -114,6 +114,14 @@ def sync_batchnorm(model: nn.Module, device: torch.device) -> nn.Module:
     if device.type == "cpu":
         raise UserError("--sync-bn: torch has it on GPUs only; omit the flag")
     return nn.SyncBatchNorm.convert_sync_batchnorm(model)
+
+
+def sync_networks(parts: Iterable[object]) -> None:
+    """Give all ranks rank 0's buffers of each network in `parts`; check that weights are equal."""
+    for part in parts:
+        if isinstance(part, nn.Module):
+            sync_buffers(part)
+            check_same(part)
 
 
 def sync_buffers(model: nn.Module) -> None:

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from engine.data import loading
 from engine.data.loading import Loader
 from engine.errors import UserError
-from engine.ranks import distributed, replicas, stopping
+from engine.ranks import distributed, stopping
 from engine.run import checkpoint, optimizers, palette, sharded
 from engine.run.checkpoint import State
 from engine.run.folder import KEYS, RunFolder
@@ -192,13 +192,6 @@ class Run:
         is_best = score > self.best
         self.best = max(self.best, score)
         return is_best
-
-    def sync_networks(self) -> None:
-        """Give all ranks rank 0's buffers; raise a UserError if a weight differs between ranks."""
-        for part in self.parts.values():
-            if isinstance(part, nn.Module):
-                replicas.sync_buffers(part)
-                replicas.check_same(part)
 
     def save(self, is_best: bool = False) -> None:
         """Write a checkpoint, on rank 0; every rank has to call it.
