@@ -111,6 +111,7 @@ class Bench:
 
     def ours(self) -> Callable[[Feed], Any]:
         import main
+        import recipe
         from engine.data import loading
         from engine.ranks import gradients, replicas
         from engine.run.folder import RunFolder
@@ -118,10 +119,10 @@ class Bench:
         from engine.run.reporting import Reporter
 
         args, model = self.args, self.network()
-        optimizer = main.build_optimizer(model, args)
+        optimizer = recipe.build_optimizer(model, args)
         parts = {
             "optimizer": optimizer,
-            "scheduler": main.build_scheduler(optimizer, args, 10**6),
+            "scheduler": recipe.build_scheduler(optimizer, args, 10**6),
             "scaler": torch.amp.GradScaler(self.device.type, enabled=self.settings.amp == "fp16"),
         }
         mean = gradients.Mean(self.device)

@@ -118,3 +118,8 @@ def in_half_precision(data: str, folder: str, *words: object) -> dict:
         "bf16": result("bf16", "--amp", "bf16"),
         "off": result("off", "--amp", "off"),
     }
+
+
+def in_mid_epoch(data: str, folder: str, *words: object) -> dict:
+    result = Runs(data, folder, 2, list(words)).result
+    return {"whole": result("whole"), "stop": result("stop", "--save-every", 1, stop=2)}

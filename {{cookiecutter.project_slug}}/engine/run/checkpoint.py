@@ -134,13 +134,13 @@ def read_file(path: Path | str) -> State:
 
 
 def check_flags(
-    state: State, args: Namespace, names: Sequence[str], add_arguments: AddArguments
+    state: State, args: Namespace, names: Sequence[str], parser: argparse.ArgumentParser
 ) -> None:
     """Raise a UserError unless the flags `names` are those of the checkpoint.
 
-    Flags of `add_arguments` that are newer than the checkpoint get their defaults in `state`.
+    Flags of `parser` that are newer than the checkpoint get their defaults in `state`.
     """
-    old = state["args"] = to_plain(vars(read_flags(state, add_arguments)))
+    old = state["args"] = to_plain(vars(fill_flags(state, parser)))
     for name in names:
         now = to_plain(getattr(args, name))
         if old.get(name) != now:
@@ -173,6 +173,11 @@ def read_flags(state: State, add_arguments: AddArguments) -> Namespace:
     parser = argparse.ArgumentParser()
     add_image_arguments(parser.add_argument_group())
     add_arguments(parser.add_argument_group())
+    return fill_flags(state, parser)
+
+
+def fill_flags(state: State, parser: argparse.ArgumentParser) -> Namespace:
+    """Return a checkpoint's flags; flags of `parser` that are newer have their defaults."""
     for action in parser._actions:
         action.required = False  # the checkpoint has it
     parser.set_defaults(**state["args"])  # text is converted to the flag's type

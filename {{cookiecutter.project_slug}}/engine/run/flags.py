@@ -4,7 +4,7 @@ import argparse
 import math
 import re
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import NoReturn
 
 from engine.errors import UserError
@@ -167,6 +167,18 @@ def deviations(text: str) -> tuple[float, ...]:
     if min(values) <= 0:
         raise argparse.ArgumentTypeError(f"{text}: expected numbers above 0")
     return values
+
+
+def some_of(known: Collection[str]) -> Callable[[str], list[str]]:
+    """Return an argparse type: NAME,NAME,... of `known`."""
+
+    def names(text: str) -> list[str]:
+        found = [name for name in text.split(",") if name]
+        if unknown := [name for name in found if name not in known]:
+            raise argparse.ArgumentTypeError(f"{unknown[0]} is none of {', '.join(known)}")
+        return found
+
+    return names
 
 
 def at_least(low: float, kind: type[int] | type[float] = int) -> Callable[[str], float]:

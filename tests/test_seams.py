@@ -1,0 +1,252 @@
+"""The recipes of EDITS.md: each diff applies, is clean, resumes to the bit and works."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from digest import digest
+from running import SAME_FOR_BOTH, SCRIPTS, TASKS, Done, Project, flags, rows
+
+# The section of each recipe. main.py and recipe.py are the same in both tasks.
+NETWORK, TEACHER, ADVERSARY, SECOND, BEST, FLAG, FROZEN, UNUSED = TITLES = (
+    "A network of your own, with an auxiliary loss",
+    "A teacher: distillation",
+    "A discriminator: a second network with its own optimizer",
+    "A second validation set",
+    "Another metric for best.pt",
+    "A flag that older checkpoints lack",
+    "Layers that stay frozen",
+    "Weights that some steps leave out",
+)
+SKIPPING = """
+import torch
+
+
+class Skipping(nn.Module):
+    def __init__(self, head: nn.Module, size: int) -> None:
+        super().__init__()
+        self.spare, self.head = nn.Linear(size, size), head
+
+    def forward(self, features: Tensor) -> Tensor:
+        logits = self.head(features)
+        skips = self.training and torch.rand(()) < 0.5
+        return logits if skips else logits + self.spare(logits)
+
+
+build_whole = build_model
+
+
+def build_model(args, classes, weights=None):
+    model = build_whole(args, classes, weights)
+    model.fc = Skipping(model.fc, len(classes))
+    return model
+"""
+
+
+def read_diffs(project: Project) -> dict[str, str]:
+    """The diff of each section of EDITS.md that has one."""
+    sections = re.split(r"^## (.*)$", (project.folder / "EDITS.md").read_text(), flags=re.M)[1:]
+    blocks = [re.findall(r"^```diff\n(.*?)^```$", text, re.M | re.S) for text in sections[1::2]]
+    assert all(len(found) == 1 for found in blocks)
+    return {title: found[0] for title, found in zip(sections[::2], blocks, strict=True)}
+
+
+def apply(project: Project, title: str, folder: Path) -> Path:
+    """A copy of the project with the recipe `title` of its EDITS.md."""
+    copy = project.copy(folder).folder
+    command, env = ["git", "apply", "-"], {**os.environ, "GIT_CEILING_DIRECTORIES": str(folder)}
+    done = subprocess.run(
+        command, cwd=copy, env=env, input=read_diffs(project)[title], capture_output=True, text=True
+    )
+    assert done.returncode == 0, f"EDITS.md, {title}: does not apply\n{done.stderr}"
+    return copy
+
+
+class Edited:
+    """Runs of a project with edited front files, in the fork server of the unedited one."""
+
+    def __init__(self, project: Project, data: Path, folder: Path, title: str) -> None:
+        self.project, self.data, self.out = project, data, folder / "out"
+        self.folder = apply(project, title, folder / "edited")
+
+    def run(self, name: str, *more: object, ranks: int = 2, stop: int = 0) -> Done:
+        return self.start(
+            "main.py", *flags(self.data, self.out / name, *more), ranks=ranks, stop=stop
+        )
+
+    def start(self, file: str, *words: object, ranks: int, stop: int = 0) -> Done:
+        script = SCRIPTS / "edited.py"
+        return self.project.fork(self.folder, file, stop, *words, ranks=ranks, script=script)
+
+    def result(self, *more: object) -> str:
+        """The digest of a run; the same of one that was killed in its second epoch."""
+        words = "--epochs", 2, *more
+        self.run("whole", *words).ok()
+        assert self.run("killed", "--save-every", 4, *words, stop=5).status == -9
+        said = self.run("killed", *words).ok().out
+        assert re.search("1 of 2 epochs done, best .* and 1 step of the next", said)
+        assert digest(self.out / "whole") == digest(self.out / "killed")
+        return digest(self.out / "whole")
+
+    def use(self, *more: object) -> dict[str, float]:
+        """Evaluate the best checkpoint and predict with it; return the former's results."""
+        said = self.run("whole", "--eval-only", *more, ranks=1).ok().out
+        words = ["--checkpoint", self.out / "whole/best.pt", "--output", self.out / "predictions"]
+        images = sorted(self.data.glob("val/*/*.jpg"))[:2]
+        self.start("predict.py", *images, *words, ranks=1).ok()
+        return json.loads(said.splitlines()[-1])
+
+    def state(self, name: str = "whole/last.pt") -> dict:
+        return torch.load(self.out / name, weights_only=True)
+
+
+@pytest.fixture
+def few(project: Project) -> Path:
+    """Data of which two ranks make three steps of 4 + 4 images per epoch."""
+    folder = project.folder.parent / "few"
+    return folder if folder.exists() else project.draw(folder, 26, 6)
+
+
+@pytest.fixture
+def edited(project: Project, few: Path, tmp_path: Path) -> Callable[[str], Edited]:
+    return lambda title: Edited(project, few, tmp_path, title)
+
+
+def test_diffs_apply_and_are_clean(project: Project, shared: Path, tmp_path: Path) -> None:
+    assert [*read_diffs(project)] == [*TITLES]
+    wrong = []
+    for number, title in enumerate(TITLES):
+        copy = apply(project, title, tmp_path / str(number))
+        ruff = [sys.executable, "-m", "ruff"]
+        commands = [[*ruff, "check"], [*ruff, "format", "--check"]]
+        if project.task == TASKS[0] or "model.py" in read_diffs(project)[title]:
+            commands.append([sys.executable, "-m", "mypy", "--cache-dir", shared / "mypy"])
+        for command in commands:
+            done = subprocess.run([*command, "."], cwd=copy, capture_output=True, text=True)
+            wrong += [f"{title}: {done.stdout}"] if done.returncode else []
+    assert not wrong, "\n".join(wrong)
+
+
+def test_network_of_your_own(edited: Callable[[str], Edited]) -> None:
+    """The auxiliary head learns; the network returns the logits alone in evaluation."""
+    mine = edited(NETWORK)
+    mine.result("--arch", "mine")
+    now, before = (mine.state(f"whole/{name}.pt")["model"] for name in ("last", "last-1"))
+    assert not torch.equal(now["auxiliary.bias"], before["auxiliary.bias"])
+    mine.use()
+
+
+@SAME_FOR_BOTH
+def test_teacher(edited: Callable[[str], Edited]) -> None:
+    """It changes what is learned and is in no checkpoint."""
+    pupil = edited(TEACHER)
+    pupil.run("alone", "--epochs", 2).ok()
+    teacher = pupil.out / "alone/best.pt"
+    assert pupil.result("--teacher", teacher) != digest(pupil.out / "alone")
+    assert pupil.state().keys() == pupil.state("alone/last.pt").keys()
+    pupil.use()
+
+
+@SAME_FOR_BOTH
+def test_discriminator(project: Project, few: Path, edited: Callable[[str], Edited]) -> None:
+    """Both networks learn, and the first one something else than without."""
+    both = edited(ADVERSARY)
+    both.result("--accumulate", 1)
+    now, before = (both.state(f"whole/{name}.pt") for name in ("last", "last-1"))
+    assert not torch.equal(now["adversary"]["0.bias"], before["adversary"]["0.bias"])
+    assert now["adversary_optimizer"]["state"][0]["step"] == 6
+    project.fork(*flags(few, both.out / "alone", "--epochs", 2)).ok()
+    alone = both.state("alone/last.pt")["model"]
+    assert any(not torch.equal(now["model"][name], alone[name]) for name in alone)
+    both.use()
+
+
+@SAME_FOR_BOTH
+def test_second_validation_set(
+    project: Project, tmp_path: Path, edited: Callable[[str], Edited]
+) -> None:
+    """Its columns are what --eval-only finds; the first set decides which weights are best."""
+    two, other = edited(SECOND), project.draw(tmp_path / "other", 8, 5)
+    two.result("--second-data", other)
+    table = rows(two.out / "whole")
+    best = two.state("whole/best.pt")
+    assert best["best"] == max(float(row["top1"]) for row in table)
+    row = table[best["epoch"] - 1]
+    found = two.use("--data", other)
+    assert found == pytest.approx({name: float(row[f"second_{name}"]) for name in found}, rel=1e-9)
+    assert found["top1"] != best["best"]
+    for part in "train", "val":
+        shutil.rmtree(other / part / "waves")
+    two.run("refused", "--second-data", other).refused("other: its classes are not those of")
+
+
+def test_another_metric(project: Project, edited: Callable[[str], Edited]) -> None:
+    mine, name = edited(BEST), {"classification": "f1", "segmentation": "iou_crack"}[project.task]
+    if project.task == "classification":
+        mine.result()
+    else:
+        mine.run("whole", "--epochs", 2).ok()
+    scores = [float(row[name]) for row in rows(mine.out / "whole")]
+    best = mine.state("whole/best.pt")
+    assert best["best_of"].startswith(f"{name} on ")
+    assert (best["best"], best["epoch"]) == (max(scores), 1 + scores.index(max(scores)))
+    assert mine.use()[name] == pytest.approx(max(scores))
+
+
+@SAME_FOR_BOTH
+def test_older_checkpoint(project: Project, few: Path, edited: Callable[[str], Edited]) -> None:
+    """It resumes with the default of the flag; flags that main.py compares may be newer, too."""
+    newer = edited(FLAG)
+    words = "--epochs", 2, "--save-every", 4
+    project.fork(*flags(few, newer.out / "older", *words)).ok()
+    for name, more in ("as it was", []), ("changed", ["--beta2", 0.9]):
+        script = SCRIPTS / "edited.py"
+        run = flags(few, newer.out / name, *words)
+        assert project.fork(project.folder, "main.py", 5, *run, script=script).status == -9
+        path = newer.out / name / "last.pt"
+        state = torch.load(path, weights_only=True)
+        for flag in "optimizer", "ema", "momentum":
+            del state["args"][flag]
+        torch.save(state, path)
+        said = newer.run(name, *words, *more).ok().out
+        assert ("--beta2 0.9 (was 0.999)" in said) == bool(more)
+        assert (digest(newer.out / name) == digest(newer.out / "older")) != bool(more)
+    newer.result("--beta2", 0.9)
+    newer.use()
+
+
+@SAME_FOR_BOTH
+def test_frozen_layers(edited: Callable[[str], Edited]) -> None:
+    """BatchNorm is as it was at the start, even if the backbone was frozen, too."""
+    some = edited(FROZEN)
+    some.result("--freeze-backbone", 1)
+    model = some.state()["model"]
+    for name in (name for name in model if name.endswith("running_mean")):
+        layer = name.rpartition(".")[0]
+        assert model[f"{layer}.weight"].eq(1).all()
+        assert model[name].eq(0).all()
+    some.use()
+
+
+@SAME_FOR_BOTH
+def test_weights_that_some_steps_leave_out(edited: Callable[[str], Edited]) -> None:
+    """Each rank skips a layer in other steps; without the recipe that is refused."""
+    skipping = edited(UNUSED)
+    with open(skipping.folder / "model.py", "a") as file:
+        file.write(SKIPPING)
+    skipping.result("--accumulate", 1, "--freeze-backbone", 1)
+    now, before = (skipping.state(f"whole/{name}.pt")["model"] for name in ("last", "last-1"))
+    name = "fc.spare.bias"
+    assert not torch.equal(now[name], before[name])
+    skipping.use()
+    main = skipping.folder / "main.py"
+    main.write_text(main.read_text().replace(", find_unused_parameters=True", ""))
+    done = skipping.run("refused", "--dist-timeout", 20)
+    done.refused("fc.spare", "find_unused_parameters=True to replicas.wrap")
