@@ -27,7 +27,9 @@ from engine.ranks import distributed
 
 CACHE = "class_counts.npz"  # in --output-dir
 CHUNK = 256  # samples that are counted at once
-LINE = re.compile(r"(.*\S)(?:\s*[=,;:]\s*|\s+)(\S+)")  # NAME WEIGHT, NAME = WEIGHT, NAME,WEIGHT
+LINE = re.compile(
+    r"(.*[^\s=,;:])(?:\s*[=,;:]\s*|\s+)(\S+)"
+)  # NAME WEIGHT, NAME = WEIGHT, NAME,WEIGHT
 
 
 @runtime_checkable
@@ -80,6 +82,12 @@ def count(dataset: MapDataset, classes: Sequence[str], folder: Path) -> Counts:
         if sources:
             origin = f"; {len(dataset)} masks read in {time.monotonic() - began:.1f} s"
             _keep(path, key, rows)
+    odd = rows[(rows[:, 1] < 0) | (rows[:, 1] >= len(classes))]
+    for sample, label in odd[:1, :2]:
+        last = len(classes) - 1
+        raise UserError(f"sample {sample}: label {label}, but the classes are 0 to {last}")
+    if not len(rows):
+        raise UserError("no training sample has a label")
     samples, labels, counts = rows.T.copy()
     return Counts(samples, labels, counts, classes, origin)
 
@@ -150,13 +158,17 @@ def _keep(path: Path, key: str, rows: np.ndarray) -> None:
 def class_weights(
     given: str | Sequence[float] | None, counts: Counts | None, classes: Sequence[str]
 ) -> tuple[float, ...] | None:
-    """Return a weight for each class: of --class-weights auto (from `counts`) or of a file.
+    """Return the weight of each class that --class-weights says: auto, a file, or numbers.
 
-    auto: total / (classes x count), scikit-learn's "balanced" (King and Zeng 2001); 1 for a class
-    that does not occur. What is no text, None or the weights of a checkpoint, is returned as it is.
+    auto: total / (classes x count), scikit-learn's "balanced", of the classes that `counts` has; 1
+    for others. Numbers, such as those of a checkpoint, and None are returned as they are.
     """
+    if given is None:
+        return None
     if not isinstance(given, str):
-        return None if given is None else tuple(given)
+        if len(given) != len(classes):
+            raise UserError(f"--class-weights: {len(given)} numbers for {len(classes)} classes")
+        return tuple(given)
     if given == "auto":
         assert counts, "of balance.count"
         totals = counts.of_classes()
