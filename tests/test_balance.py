@@ -1,5 +1,6 @@
 """Classes of unequal size: counts, --class-weights, --sampler balanced; and --overfit."""
 
+import json
 import math
 import re
 import shutil
@@ -13,10 +14,12 @@ from PIL import Image
 from running import Project, flags, rows, small
 
 from engine.data import balance, overfit, samples, seeding
-from engine.data.balance import Counts
+from engine.data.counts import CACHE, Counts, count_classes
 from engine.data.loading import TrainSampler
 from engine.errors import UserError
 from engine.ranks import distributed
+
+MASKS = pytest.mark.parametrize("project", ["segmentation"], indirect=True)
 
 
 def counts_of(labels: list[list[int]], classes: int) -> Counts:
@@ -68,14 +71,8 @@ class TestBalancedSampler:
         assert 8 < mixed[:33].sum() < 25  # not one class after the other
 
     def test_checkpoints_tell_orders_apart(self) -> None:
-        found = [
-            TrainSampler(4, 2, 0, counts).order["sampler"]
-            for counts in (
-                None,
-                counts_of([[0], [0], [1], [1]], 2),
-                counts_of([[0]] + [[1]] * 3, 2),
-            )
-        ]
+        two, one = (counts_of([[0]] * n + [[1]] * (4 - n), 2) for n in (2, 1))
+        found = [TrainSampler(4, 2, 0, counts).order["sampler"] for counts in (None, two, one)]
         assert found[0] == "shuffle"
         assert len({*found}) == 3
 
@@ -134,7 +131,7 @@ class TestCounts:
 
         def reads(names: list[str] = names) -> int:
             data.read = 0
-            found = balance.count(data, names, out)
+            found = count_classes(data, names, out)
             assert found.of_classes()[:3].tolist() == [10 * data.labels.count(n) for n in range(3)]
             assert ("from" in found.origin) == (data.read == 0)
             return data.read
@@ -144,7 +141,7 @@ class TestCounts:
         data.files[0].write_text("1")
         data.labels[0] = 1
         assert [reads(), reads()] == [4, 0]
-        cache = out / balance.CACHE
+        cache = out / CACHE
         content = bytearray(cache.read_bytes())
         content[len(content) // 2] ^= 1
         for damaged in (content, content[:90], b"", b"text"):
@@ -158,12 +155,12 @@ class TestCounts:
     def test_auto(self, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
         """scikit-learn's compute_class_weight("balanced"), and 1 for what does not occur."""
         labels = [0] * 30 + [2] * 10
-        counts = balance.count(Random(labels, tmp_path), ["a", "b", "c"], tmp_path)
+        counts = count_classes(Random(labels, tmp_path), ["a", "b", "c"], tmp_path)
         weights = balance.class_weights("auto", counts, counts.classes)
         assert weights == (40 / (2 * 30), 1.0, 40 / (2 * 10))
         said = capsys.readouterr().out
         assert "warning: b is in none of the training samples: weight 1" in said
-        assert "weights in the loss: a 0.667, b 1, c 2; 40 masks read in " in said
+        assert "weights in the loss: a 0.667, b 1, c 2; 40 samples read in " in said
         assert balance.class_weights(None, None, counts.classes) is None
         assert balance.class_weights((1.0, 2.0, 3.0), None, counts.classes) == (1.0, 2.0, 3.0)
         with pytest.raises(UserError, match="2 numbers for 3 classes"):
@@ -209,11 +206,11 @@ class TestCounts:
 
     def test_labels_that_are_no_classes(self, tmp_path: Path) -> None:
         with pytest.raises(UserError, match="sample 2: label 7, but the classes are 0 to 1"):
-            balance.count(Random([0, 1, 7], tmp_path), ["a", "b"], tmp_path)
+            count_classes(Random([0, 1, 7], tmp_path), ["a", "b"], tmp_path)
 
     def test_a_data_set_that_does_not_count(self, tmp_path: Path) -> None:
         with pytest.raises(UserError, match="list has no count_labels and label_sources"):
-            balance.count([(1, 2)], ["a", "b"], tmp_path)
+            count_classes([(1, 2)], ["a", "b"], tmp_path)
 
 
 @pytest.mark.usefixtures("alone")
@@ -238,17 +235,20 @@ class TestFew:
 
 
 def test_the_same_batches_whatever_the_machine(
-    project: Project, data: Path, tmp_path: Path
+    project: Project, own_data: Path, tmp_path: Path
 ) -> None:
-    first, *others = project.call("balancing.checksums", data, tmp_path)
-    assert [len(step) for step in first] == [8] * 5  # of 53 images, after the first 8
+    for path in sorted(own_data.glob("train/dots/*"))[2:]:
+        path.unlink()
+    first, *others = project.call("balancing.checksums", own_data, tmp_path)
+    assert {len(step) for step in first} == {8}
     assert all(other == first for other in others)
     drawn = [tuple(sample) for step in first for sample in step]
     assert len({index for index, _ in drawn}) < len({*drawn})  # repeats, in other crops
-    one, *more = project.call("balancing.counts_on_ranks", data, tmp_path)
+    one, *more = project.call("balancing.counts_on_ranks", own_data)
     assert all(rows == one for rows in more)
 
 
+@MASKS
 def test_stopped_and_resumed(project: Project, data: Path, tmp_path: Path) -> None:
     """The same bits; with another --sampler the epoch starts over; --eval-only reads no mask."""
     words = [*small(data), "--class-weights", "auto"]
@@ -257,28 +257,22 @@ def test_stopped_and_resumed(project: Project, data: Path, tmp_path: Path) -> No
     assert len({*found["digests"]}) == 1
     killed, changed = found["said"]
     assert "2 steps of the next" in killed
+    assert f"; from {tmp_path / 'killed' / CACHE}" in killed
     assert "the images, --seed or --sampler have changed: the epoch starts over" in changed
     assert [row["step"] for row in rows(tmp_path / "changed")] == ["8"]
-    has_masks = project.task == "segmentation"
-    assert f"; from {tmp_path / 'killed' / balance.CACHE}" in killed or not has_masks
-    weights = torch.load(tmp_path / "whole" / "last.pt", weights_only=True)["args"]["class_weights"]
-    if has_masks:
-        shown = np.bincount(
-            np.concatenate(
-                [np.array(Image.open(path)).ravel() for path in data.glob("train/masks/*")]
-            ),
-            minlength=256,
-        )[:2]
-    else:
-        shown = np.array([len([*path.iterdir()]) for path in sorted((data / "train").iterdir())])
-    assert weights == pytest.approx(tuple(shown.sum() / (len(shown) * shown)), rel=1e-12)
-    done = project.alone(*flags(data, tmp_path / "whole", "--eval-only")).ok()
-    assert "weights in the loss" in done.out
-    assert "read in" not in done.out
-    assert "--sampler balanced: each class" not in done.out
+    whole = tmp_path / "whole"
+    masks = [np.array(Image.open(path)).ravel() for path in data.glob("train/masks/*")]
+    pixels = np.bincount(np.concatenate(masks), minlength=256)[:2]
+    weights = torch.load(whole / "last.pt", weights_only=True)["args"]["class_weights"]
+    assert weights == pytest.approx(tuple(pixels.sum() / (2 * pixels)), rel=1e-12)
+    (whole / CACHE).unlink()
+    done = project.alone(*flags(data, whole, "--eval-only")).ok()
+    loss = json.loads(done.out.splitlines()[-1])["val_loss"]
+    assert loss == pytest.approx(float(rows(whole)[0]["val_loss"]), rel=1e-4)
+    assert not (whole / CACHE).exists()
 
 
-@pytest.mark.parametrize("project", ["segmentation"], indirect=True)
+@MASKS
 def test_a_broken_mask_in_the_pass(project: Project, own_data: Path, tmp_path: Path) -> None:
     """Named in one line; the other rank, which finds none, ends, too."""
     order = np.random.default_rng(0).permutation(53)  # in which the first line's masks are read
@@ -287,20 +281,21 @@ def test_a_broken_mask_in_the_pass(project: Project, own_data: Path, tmp_path: P
     assert statuses == [2, 2]
     assert len(said.splitlines()) == 1
     assert name in said
-    assert not (tmp_path / "out" / balance.CACHE).exists()
+    assert not (tmp_path / "out" / CACHE).exists()
 
 
 def test_overfit(project: Project, data: Path, trained: Path, tmp_path: Path) -> None:
     """The loss falls on the same crops; no other run is continued by it, nor it by another."""
     out, before = tmp_path / "out", digest(trained)
-    done = project.fork(*flags(data, out, "--overfit", 4), ranks=3).ok()
-    assert "4 of 53 training images" in done.out
-    assert "batch 2 per rank x 3 rank(s) x 1 accumulated = 6 " in done.out
-    assert "+ 4 validation images | 50 steps per epoch" in done.out
-    assert re.search(r"--overfit 4: (not learnt|learnt by heart) \(", done.out.splitlines()[-1])
+    more = "--sampler", "balanced", "--class-weights", "auto"
+    done = project.fork(*flags(data, out, "--overfit", 3, *more)).ok()
+    assert "3 of 53 training images" in done.out
+    assert "batch 2 per rank x 2 rank(s) x 1 accumulated = 4 " in done.out
+    assert "+ 3 validation images | 50 steps per epoch" in done.out
+    assert re.search(r"--overfit 3: (not learnt|learnt by heart) \(", done.out.splitlines()[-1])
     assert float(rows(out)[0]["train_loss"]) < float(rows(trained)[0]["train_loss"])
-    other = project.alone(*flags(data, trained, "--overfit", 4, "--epochs", 2))
-    other.refused("was trained with --overfit None, not 4", "choose another --output-dir")
-    project.alone(*flags(data, out, "--overfit", 5)).refused("trained with --overfit 4, not 5")
-    project.alone(*flags(data, out)).refused("trained with --overfit 4, not None")
+    other = project.alone(*flags(data, trained, "--overfit", 3, "--epochs", 2))
+    other.refused("was trained with --overfit None, not 3", "choose another --output-dir")
+    project.alone(*flags(data, out, "--overfit", 4)).refused("trained with --overfit 3, not 4")
+    project.alone(*flags(data, out)).refused("trained with --overfit 3, not None")
     assert digest(trained) == before

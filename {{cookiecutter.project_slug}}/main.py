@@ -37,7 +37,7 @@ import demo_set
 import recipe
 from dataset import IMAGE_SIZE, build_dataset, draw_example, transform_batch
 from engine.data import balance, loading, overfit, seeding
-from engine.data.balance import Counted, Counts
+from engine.data.counts import Counted, Counts, count_classes
 from engine.data.images import DEFAULT_FORMAT, Format
 from engine.data.loading import Loader, Options
 from engine.errors import UserError
@@ -296,7 +296,7 @@ def build_sets(
         train_set, val_set = overfit.choose(train_set, args.overfit, args.seed, batch)
     counts = None
     if args.class_weights == "auto" or args.sampler == "balanced":
-        counts = balance.count(train_set, classes, args.output_dir)
+        counts = count_classes(train_set, classes, args.output_dir)
     args.class_weights = balance.class_weights(args.class_weights, counts, classes)
     return train_set, val_set, classes, counts if args.sampler == "balanced" else None
 

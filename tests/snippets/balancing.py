@@ -8,7 +8,7 @@ from digest import digest
 from forked import run
 
 import dataset
-from engine.data import balance, loading
+from engine.data import counts, loading
 from engine.ranks import distributed
 from snippets.resume import killed_after
 
@@ -17,7 +17,7 @@ def checksums(data: str, folder: str) -> list:
     """For each way to deal them, for each global batch of 8, (index, checksum) of each sample."""
     distributed.setup()
     train_set, _, classes = dataset.build_dataset(Path(data), 32)
-    counts = balance.count(train_set, classes, Path(folder))
+    found = counts.count_classes(train_set, classes, Path(folder))
 
     class Numbered:
         def __len__(self) -> int:
@@ -26,34 +26,34 @@ def checksums(data: str, folder: str) -> list:
         def __getitem__(self, index: int) -> tuple:
             return (*train_set[index], index)
 
-    def steps(ranks: int, batch_size: int, accumulate: int, workers: int) -> list:
+    def dealt(ranks: int, batch_size: int, accumulate: int, workers: int) -> list:
         options = loading.Options(workers, prefetch=2, pin_memory=False, seed=3)
         distributed.world_size = lambda: ranks
-        found: dict[int, list] = {}
+        steps: dict[int, list] = {}
         for rank in range(ranks):
             distributed.rank = lambda rank=rank: rank
             shape = batch_size, accumulate, options
-            loader = loading.build_train_loader(Numbered(), len(classes), *shape, counts=counts)
+            loader = loading.build_train_loader(Numbered(), len(classes), *shape, counts=found)
             loader.sampler.set_epoch(1, 8)
             for i, batch in enumerate(loader):
                 for image, _, index in zip(*batch, strict=True):
                     checksum = zlib.crc32(image.numpy().tobytes())
-                    found.setdefault(i // accumulate, []).append((int(index), checksum))
-        return [sorted(step) for step in found.values()]
+                    steps.setdefault(i // accumulate, []).append((int(index), checksum))
+        return [sorted(step) for step in steps.values()]
 
-    return [steps(*shape) for shape in ((1, 8, 1, 0), (2, 4, 1, 1), (2, 1, 4, 2), (4, 2, 1, 0))]
+    return [dealt(*shape) for shape in ((1, 8, 1, 0), (2, 4, 1, 1), (2, 1, 4, 2), (4, 2, 1, 0))]
 
 
-def counts_on_ranks(data: str, folder: str) -> list:
+def counts_on_ranks(data: str) -> list:
     distributed.setup()
     train_set, _, _ = dataset.build_dataset(Path(data), 32)
     rows = []
     for ranks in (1, 2, 3):
         distributed.world_size = lambda ranks=ranks: ranks
         indices = range(len(train_set))
-        parts = [balance._read(train_set, indices[r::ranks], r % 2 == 0) for r in range(ranks)]
+        parts = [counts._read(train_set, indices[r::ranks], r % 2 == 0) for r in range(ranks)]
         distributed.gather_objects = lambda _, parts=parts: parts
-        rows.append(balance.read(train_set, indices, True).tolist())
+        rows.append(counts.read(train_set, indices, True).tolist())
     return rows
 
 
@@ -84,13 +84,13 @@ def broken(data: str, folder: str, name: str, *words: object) -> list:
         import masks  # of a project for segmentation
 
         masks.MOST_READ.update(training=1, validation=1)
-        count = balance.count
+        look_up = counts._look_up
 
-        def counting(*args: object) -> balance.Counts:
+        def spoiling(*args: object) -> tuple:
             Path(data, "train", "masks", name).write_bytes(b"no image")
-            return count(*args)
+            return look_up(*args)
 
-        balance.count = counting
+        counts._look_up = spoiling
 
     flags = ["--data", data, "--output-dir", f"{folder}/out", *words, "--class-weights", "auto"]
     said = f"{folder}/said"
