@@ -11,7 +11,7 @@ import pytest
 import torch
 from digest import digest
 from PIL import Image
-from running import Project, flags, rows, small
+from running import SAME_FOR_BOTH, Project, flags, rows, small
 
 from engine.data import balance, overfit, samples, seeding
 from engine.data.counts import CACHE, Counts, count_classes
@@ -251,7 +251,7 @@ def test_the_same_batches_whatever_the_machine(
 @MASKS
 def test_stopped_and_resumed(project: Project, data: Path, tmp_path: Path) -> None:
     """The same bits; with another --sampler the epoch starts over; --eval-only reads no mask."""
-    words = [*small(data), "--class-weights", "auto"]
+    words = [*small(data), "--image-size", 32, "--class-weights", "auto"]
     found = project.call("balancing.resumed", data, tmp_path, *words)
     assert found["statuses"] == [0] * 6
     assert len({*found["digests"]}) == 1
@@ -284,6 +284,7 @@ def test_a_broken_mask_in_the_pass(project: Project, own_data: Path, tmp_path: P
     assert not (tmp_path / "out" / CACHE).exists()
 
 
+@SAME_FOR_BOTH
 def test_overfit(project: Project, data: Path, trained: Path, tmp_path: Path) -> None:
     """The loss falls on the same crops; no other run is continued by it, nor it by another."""
     out, before = tmp_path / "out", digest(trained)
