@@ -137,7 +137,7 @@ class TestCounts:
             return data.read
 
         assert [reads(), reads()] == [4, 0]
-        assert reads([*names, "d"]) == 4
+        assert [reads([*names, "d"]), reads()] == [4, 4]
         data.files[0].write_text("1")
         data.labels[0] = 1
         assert [reads(), reads()] == [4, 0]
