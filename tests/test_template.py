@@ -33,6 +33,7 @@ SHARED = {
     "engine/check/survey.py",
     "engine/data/__init__.py",
     "engine/data/balance.py",
+    "engine/data/counts.py",
     "engine/data/depth.py",
     "engine/data/images.py",
     "engine/data/listing.py",

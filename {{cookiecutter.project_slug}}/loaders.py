@@ -8,7 +8,7 @@ import torch
 
 from dataset import build_dataset
 from engine.data import balance, loading, overfit
-from engine.data.balance import Counted, Counts
+from engine.data.counts import Counted, Counts, count_classes
 from engine.data.images import Format
 from engine.data.loading import Loader, Options
 from engine.run import machine
@@ -41,7 +41,7 @@ def build_data(args: Namespace, device: torch.device) -> Data:
         train_set, val_set = overfit.choose(train_set, args.overfit, args.seed, batch)
     is_balanced, counts = args.sampler == "balanced", None
     if is_balanced or args.class_weights == "auto":
-        counts = balance.count(train_set, classes, args.output_dir)
+        counts = count_classes(train_set, classes, args.output_dir)
     args.class_weights = balance.class_weights(args.class_weights, counts, classes)
     return Data(settings, format, train_set, val_set, classes, counts if is_balanced else None)
 

@@ -24,7 +24,8 @@ data/                 from files to batches on the device
   prepared            what prepare_data.py writes: all images decoded, in one file
   mapped              that file, read
   shares              which share each class has: said before training
-  balance             classes of unequal size: counts, weights, balanced draws
+  counts              how often each class occurs in each sample
+  balance             classes of unequal size: weights, balanced draws
   overfit             --overfit: a few images, always in the same crops
   samples             a data set with seeded samples; says at which one a loader worker failed
   loading             who loads which sample; loader workers; normalization

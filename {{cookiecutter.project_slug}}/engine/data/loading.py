@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, Sampler, default_collate
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from engine.data import balance, seeding
-from engine.data.balance import Counts
+from engine.data.counts import Counts
 from engine.data.images import DEFAULT_FORMAT, Format
 from engine.data.samples import KeyedDataset, MapDataset
 from engine.errors import UserError

@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from engine.data import balance, loading, seeding
-from engine.data.balance import Counted
+from engine.data import counts, loading, seeding
+from engine.data.counts import Counted
 from engine.data.samples import MapDataset
 from engine.errors import UserError
 from engine.ranks import distributed
@@ -56,14 +56,14 @@ def choose(dataset: MapDataset, count: int, seed: int, batch: int) -> tuple[Few,
 
     They are chosen by `seed`, from all classes in turn. batch: images of a rank in a step.
     """
-    dataset, total = balance.as_counted(dataset), len(dataset)
+    dataset, total = counts.as_counted(dataset), len(dataset)
     if count > total:
         raise UserError(f"--overfit {count}: there are {total} training images; use fewer")
     order = np.random.default_rng(seed).permutation(total)
     from_files = bool(dataset.label_sources())
     if from_files:
         order = order[: max(count, MOST_READ)]
-    indices = _of_all_classes(order, balance.read(dataset, order.tolist(), from_files), count)
+    indices = _of_all_classes(order, counts.read(dataset, order.tolist(), from_files), count)
     distributed.say(
         f"--overfit {count}: training and validation on the same crops of {count} of {total} "
         "training images"
