@@ -10,7 +10,16 @@ FEW = ["--image-size", 32, "--batch-size", 4, "--workers", 0, "--threads", 1]
 # Without BatchNorm, before which some gradients are 0 but for rounding, of which AdamW makes steps.
 CASES = {
     "classification": ([1, 2, 3], "--arch", "squeezenet1_1"),
-    "segmentation": ([2], *NETS["segmentation"], "--optimizer", "sgd", "--lr", 0.001),
+    "segmentation": (
+        [2],
+        *NETS["segmentation"],
+        "--batch-size",
+        6,
+        "--optimizer",
+        "sgd",
+        "--lr",
+        0.001,
+    ),
 }
 
 
@@ -34,11 +43,9 @@ def test_fsdp_resumes(project: Project, data: Path, tmp_path: Path) -> None:
 
 @SAME_FOR_BOTH
 def test_blocks(project: Project) -> None:
-    """Inner ones first; none that is not called or called twice, returns a view, or is tied."""
-    plain, weight, twice, view, *others = project.call("strategies.found_blocks")
-    assert plain == ["0.1", "0"]
-    assert (weight, twice, view) == (["0"], [], ["0.layer"])
-    assert others == [[], []]
+    """Inner ones first; none that is not called, is called twice, or has tied weights."""
+    found = project.call("strategies.found_blocks")
+    assert found == [["0.1", "0"], ["0"], [], []]
 
 
 @SAME_FOR_BOTH
