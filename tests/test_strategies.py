@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+import torch
 from digest import digest
 from running import NETS, SAME_FOR_BOTH, Project, flags
 
@@ -35,7 +36,7 @@ def test_fsdp_is_ddp(project: Project, data: Path, tmp_path: Path) -> None:
 @SAME_FOR_BOTH
 def test_fsdp_resumes(project: Project, data: Path, tmp_path: Path) -> None:
     """To the bit; and with DDP, or after it, to rounding."""
-    words = [*FEW, "--arch", "squeezenet1_1", "--epochs", 2, "--keep", 1]
+    words = [*FEW, "--arch", "squeezenet1_1", "--epochs", 2, "--keep", 1, "--batch-size", 4]
     found = project.call("strategies.resumed", data, tmp_path, *words)
     assert len(set(found["digests"])) == 1
     assert found["turns"] < 1e-8
@@ -73,3 +74,22 @@ def test_what_is_refused(
     project: Project, data: Path, tmp_path: Path, words: tuple, line: str
 ) -> None:
     project.fork(*flags(data, tmp_path, *FEW, *words)).refused(line)
+
+
+@SAME_FOR_BOTH
+def test_a_network_on_two_devices(project: Project, data: Path, tmp_path: Path) -> None:
+    """The README's example. Torch takes any number for a CPU: the code runs, the CPU is one."""
+    text = (project.folder / "main.py").read_text()
+    moved = "    model = model.to(device).to(memory_format=torch.channels_last)\n"
+    assert text.count(moved) == 1
+    other = "torch.device(device.type, (device.index or 0) + distributed.local_world_size())"
+    split = f"    from snippets.halves import split\n    model = split(model)\n{moved}"
+    script = tmp_path / "halves.py"
+    script.write_text(text.replace(moved, f"{split}    model.second.to({other})\n"))
+    runs = {}
+    for name, file in {"whole": "main.py", "halves": script}.items():
+        project.fork(*flags(data, tmp_path / name, *FEW), script=file).ok()
+        runs[name] = torch.load(tmp_path / name / "last.pt", weights_only=True)
+    assert [*runs["halves"]["model"]][0] == "first.0.0.weight"
+    pairs = zip(*(run["model"].values() for run in runs.values()), strict=True)
+    assert all(torch.equal(one, other) for one, other in pairs)
