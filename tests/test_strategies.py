@@ -90,6 +90,6 @@ def test_a_network_on_two_devices(project: Project, data: Path, tmp_path: Path) 
     for name, file in {"whole": "main.py", "halves": script}.items():
         project.fork(*flags(data, tmp_path / name, *FEW), script=file).ok()
         runs[name] = torch.load(tmp_path / name / "last.pt", weights_only=True)
-    assert [*runs["halves"]["model"]][0] == "first.0.0.weight"
+    assert next(iter(runs["halves"]["model"])) == "first.0.0.weight"
     pairs = zip(*(run["model"].values() for run in runs.values()), strict=True)
     assert all(torch.equal(one, other) for one, other in pairs)
