@@ -3,14 +3,24 @@
 from pathlib import Path
 
 import pytest
+import torch
 from digest import digest
 from running import NETS, SAME_FOR_BOTH, Project, flags
 
-FEW = ["--image-size", 32, "--batch-size", 4, "--workers", 0, "--threads", 1]
+FEW = ["--image-size", 32, "--batch-size", 6, "--workers", 0, "--threads", 1]
 # Without BatchNorm, before which some gradients are 0 but for rounding, of which AdamW makes steps.
 CASES = {
     "classification": ([1, 2, 3], "--arch", "squeezenet1_1"),
-    "segmentation": ([2], *NETS["segmentation"], "--optimizer", "sgd", "--lr", 0.001),
+    "segmentation": (
+        [2],
+        *NETS["segmentation"],
+        "--batch-size",
+        6,
+        "--optimizer",
+        "sgd",
+        "--lr",
+        0.001,
+    ),
 }
 
 
@@ -26,7 +36,7 @@ def test_fsdp_is_ddp(project: Project, data: Path, tmp_path: Path) -> None:
 @SAME_FOR_BOTH
 def test_fsdp_resumes(project: Project, data: Path, tmp_path: Path) -> None:
     """To the bit; and with DDP, or after it, to rounding."""
-    words = [*FEW, "--arch", "squeezenet1_1", "--epochs", 2, "--keep", 1]
+    words = [*FEW, "--arch", "squeezenet1_1", "--epochs", 2, "--keep", 1, "--batch-size", 4]
     found = project.call("strategies.resumed", data, tmp_path, *words)
     assert len(set(found["digests"])) == 1
     assert found["turns"] < 1e-8
@@ -34,11 +44,9 @@ def test_fsdp_resumes(project: Project, data: Path, tmp_path: Path) -> None:
 
 @SAME_FOR_BOTH
 def test_blocks(project: Project) -> None:
-    """Inner ones first; none that is not called or called twice, returns a view, or is tied."""
-    plain, weight, twice, view, *others = project.call("strategies.found_blocks")
-    assert plain == ["0.1", "0"]
-    assert (weight, twice, view) == (["0"], [], ["0.layer"])
-    assert others == [[], []]
+    """Inner ones first; none that is not called, is called twice, or has tied weights."""
+    found = project.call("strategies.found_blocks")
+    assert found == [["0.1", "0.0"], ["0"], ["0"], []]
 
 
 @SAME_FOR_BOTH
@@ -66,3 +74,22 @@ def test_what_is_refused(
     project: Project, data: Path, tmp_path: Path, words: tuple, line: str
 ) -> None:
     project.fork(*flags(data, tmp_path, *FEW, *words)).refused(line)
+
+
+@SAME_FOR_BOTH
+def test_a_network_on_two_devices(project: Project, data: Path, tmp_path: Path) -> None:
+    """The README's example. Torch takes any number for a CPU: the code runs, the CPU is one."""
+    text = (project.folder / "main.py").read_text()
+    moved = "    model = model.to(device).to(memory_format=torch.channels_last)\n"
+    assert text.count(moved) == 1
+    other = "torch.device(device.type, (device.index or 0) + distributed.local_world_size())"
+    split = f"    from snippets.halves import split\n    model = split(model)\n{moved}"
+    script = tmp_path / "halves.py"
+    script.write_text(text.replace(moved, f"{split}    model.second.to({other})\n"))
+    runs = {}
+    for name, file in {"whole": "main.py", "halves": script}.items():
+        project.fork(*flags(data, tmp_path / name, *FEW), script=file).ok()
+        runs[name] = torch.load(tmp_path / name / "last.pt", weights_only=True)
+    assert next(iter(runs["halves"]["model"])) == "first.0.0.weight"
+    pairs = zip(*(run["model"].values() for run in runs.values()), strict=True)
+    assert all(torch.equal(one, other) for one, other in pairs)

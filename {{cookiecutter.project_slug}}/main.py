@@ -36,14 +36,8 @@ import dataset
 import demo_set
 import loaders
 import recipe
-<<<<<<< HEAD
 from dataset import IMAGE_SIZE, draw_example, transform_batch
 from engine.data import loading, overfit, seeding
-=======
-from dataset import IMAGE_SIZE, build_dataset, draw_example, transform_batch
-from engine.data import balance, loading, overfit, seeding
-from engine.data.counts import Counted, Counts, count_classes
->>>>>>> balance
 from engine.data.images import DEFAULT_FORMAT, Format
 from engine.data.loading import Loader
 from engine.errors import UserError
@@ -315,28 +309,9 @@ def find_batch_size(task: Task, train_loader: Loader, val_loader: Loader) -> Non
     distributed.say(f"--batch-size {size}")
 
 
-<<<<<<< HEAD
 def build_task(args: Namespace, device: torch.device, data: Data, model: nn.Module) -> Task:
     criterion, metrics = build_criterion(args), build_metrics(data.classes).to(device)
     return Task(args, data.settings, device, data.classes, model, criterion, metrics, data.format)
-=======
-def build_sets(
-    args: Namespace, format: Format
-) -> tuple[Counted, Counted, Sequence[str], Counts | None]:
-    """Return training set, validation set, classes and, for --sampler balanced, their counts."""
-    train_set: Counted
-    val_set: Counted
-    train_set, val_set, classes = build_dataset(args.data, args.image_size, format)
-    if args.overfit:
-        args.batch_size = overfit.batch_size(args.batch_size, args.overfit, args.accumulate)
-        batch = args.batch_size * args.accumulate
-        train_set, val_set = overfit.choose(train_set, args.overfit, args.seed, batch)
-    counts = None
-    if args.class_weights == "auto" or args.sampler == "balanced":
-        counts = count_classes(train_set, classes, args.output_dir)
-    args.class_weights = balance.class_weights(args.class_weights, counts, classes)
-    return train_set, val_set, classes, counts if args.sampler == "balanced" else None
->>>>>>> balance
 
 
 def evaluate_checkpoint(args: Namespace, device: torch.device) -> None:

@@ -39,5 +39,7 @@ class Mean:
         self.pending.wait()
         factor = distributed.world_size() / self.count.clamp(min=1e-12)
         gradients = [weight.grad for weight in weights if weight.grad is not None]
-        torch._foreach_mul_(gradients, factor.float())
+        for device in {gradient.device for gradient in gradients}:
+            own = [gradient for gradient in gradients if gradient.device == device]
+            torch._foreach_mul_(own, factor.float().to(device))
         self.count.zero_()

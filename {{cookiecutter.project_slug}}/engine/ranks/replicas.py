@@ -38,9 +38,10 @@ def wrap(
         if distributed.world_size() > 1:
             raise UserError("--strategy dp: one process uses all GPUs; start python main.py")
         return DataParallel(model)
+    is_split = len({weight.device for weight in model.parameters()}) > 1  # over several GPUs
     ddp_model = DistributedDataParallel(
         model,
-        [device] if device.type == "cuda" else None,
+        [device] if device.type == "cuda" and not is_split else None,
         gradient_as_bucket_view=True,
         find_unused_parameters=find_unused_parameters,
     )
@@ -80,8 +81,8 @@ def _settle_buckets(ddp_model: DistributedDataParallel, args: tuple, kwargs: dic
     resumed run would differ in the last bits from that of an uninterrupted one.
     """
     buffers = [buffer.clone() for buffer in ddp_model.buffers()]
-    device = next(ddp_model.parameters()).device
-    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+    devices = {weight.device for weight in ddp_model.parameters() if weight.is_cuda}
+    with torch.random.fork_rng(devices):
         sync, ddp_model.require_backward_grad_sync = ddp_model.require_backward_grad_sync, True
         outputs = [x for x in tree_leaves(ddp_model(*args, **kwargs)) if isinstance(x, Tensor)]
         torch.stack([x.sum() for x in outputs if x.requires_grad]).sum().backward()
@@ -142,9 +143,10 @@ def check_same(model: nn.Module) -> None:
     state = {name: t for name, t in state.items() if not isinstance(t, DTensor)}
     if not state:
         return
+    device = next(iter(state.values())).device
     # Sums of bytes are exact in any order, so they cannot differ by rounding.
     sums = torch.stack(
-        [t.flatten().view(torch.uint8).sum(dtype=torch.int64) for t in state.values()]
+        [t.flatten().view(torch.uint8).sum(dtype=torch.int64).to(device) for t in state.values()]
     )
     different = distributed.reduce_tensor(sums, "min") != distributed.reduce_tensor(sums, "max")
     if different.any():

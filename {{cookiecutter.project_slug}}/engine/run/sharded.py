@@ -35,26 +35,32 @@ def share(model: nn.Module, size: int, channels: int) -> nn.Module:
     twin = copy.deepcopy(model).to(memory_format=torch.contiguous_format)  # fully_shard's limit
     mesh = init_device_mesh(device.type, (distributed.world_size(),))
     for module in (*find_blocks(twin, size, channels), twin):
+        module.register_forward_hook(copy_views)
         block = fully_shard(module, mesh=mesh)
         if on_cpu:  # gloo has no mean
             block.set_force_sum_reduction_for_comms(True)
     return twin
 
 
+def copy_views(_module: nn.Module, _inputs: object, outputs: Any) -> Any:
+    """Return a block's `outputs` with copies of views in them.
+
+    An operation in place on a view would remove the hook that gathers weights for backward().
+    """
+    return tree_map_only(Tensor, lambda x: x.clone() if x._is_view() else x, outputs)
+
+
 def find_blocks(model: nn.Module, size: int, channels: int) -> list[nn.Module]:
     """Return the modules in `model`, inner ones first, that have LARGE weights besides inner ones'.
 
     Only modules that are called, once in a pass: fully_shard gathers weights when that happens, but
-    attention, for one, uses those of a layer that it never calls. And none that returns a view: an
-    operation in place on that would remove the hook that gathers weights for backward().
+    attention, for one, uses those of a layer that it never calls.
     """
-    calls: dict[nn.Module, list[bool]] = {module: [] for module in model.modules()}
-
-    def note(module: nn.Module, _: object, outputs: object) -> None:
-        tensors = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor)]
-        calls[module].append(any(tensor._is_view() for tensor in tensors))
-
-    hooks = [module.register_forward_hook(note) for module in model.modules()]
+    calls: Counter[nn.Module] = Counter()
+    hooks = [
+        module.register_forward_pre_hook(lambda module, _: calls.update([module]))
+        for module in model.modules()
+    ]
     sizes.forward(model, size, channels)
     for hook in hooks:
         hook.remove()
@@ -65,7 +71,7 @@ def find_blocks(model: nn.Module, size: int, channels: int) -> list[nn.Module]:
         weights = [weight for weight in module.parameters() if weight not in taken]
         is_tied = any(uses[weight] > 1 for weight in weights)  # those stay together
         is_large = sum(weight.numel() for weight in weights) >= LARGE
-        if is_large and calls[module] == [False] and not is_tied:
+        if is_large and calls[module] == 1 and not is_tied:
             blocks.append(module)
             taken.update(weights)
     return blocks
