@@ -5,10 +5,11 @@ import re
 from collections import Counter
 from pathlib import Path
 
+import pytest
 from digest import digest
 from running import SAME_FOR_BOTH, SCRIPTS, Project, flags, rows
 
-from engine.run import probing
+from engine.run import machine, probing
 
 STEP = "            run.end_step()  # saves"
 REPORT = "            report.end_epoch(run.history, is_best)"
@@ -94,14 +95,31 @@ def test_batch_sizes_of_made_up_machines(project: Project) -> None:
             ([(8 * GB, 5e6, MANY), (8 * GB, 5e6, 100)], 96),  # a limit of that process
         ],
     }
-    for ranks, machines in cases.items():
-        words = [json.dumps(each) for each, _ in machines]
+    for ranks, made_up in cases.items():
+        words = [json.dumps(each) for each, _ in made_up]
         done = project.fork(*words, ranks=ranks, script=SCRIPTS / "batch_sizes.py").ok()
         answers = [json.loads(line) for line in done.out.splitlines() if line.startswith("[[")]
-        for answer, (machine, found) in zip(answers, machines, strict=True):
+        for answer, (ranks_of, found) in zip(answers, made_up, strict=True):
             assert [size for size, _, _ in answer] == [found] * ranks
-            for (_, tried, left), (_, each, most) in zip(answer, machine, strict=True):
+            for (_, tried, left), (_, each, most) in zip(answer, ranks_of, strict=True):
                 assert tried == 2 or tried * each <= left or most < tried < 2 * most
+
+
+def test_free_memory_in_cgroups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The least that any level leaves, with the file cache; of v2, of v1, or the machine's."""
+    monkeypatch.setattr(machine, "CGROUPS", tmp_path)
+    whole = machine.free_memory()
+    assert 0 < whole < 2**50
+    newer = {"max": "9000", "current": "5000", "stat": "anon 7\nactive_file 100\ninactive_file 20"}
+    older = {"limit_in_bytes": "800", "usage_in_bytes": "500", "stat": "total_active_file 30"}
+    for folder, content, free in (tmp_path, newer, 4120), (tmp_path / "memory", older, 330):
+        folder.mkdir(exist_ok=True)
+        for name, text in content.items():
+            (folder / f"memory.{name}").write_text(f"{text}\n")
+        assert machine.free_memory() == free
+    (tmp_path / "memory" / "memory.limit_in_bytes").unlink()
+    (tmp_path / "memory.max").write_text("max\n")
+    assert machine.free_memory() > 4120
 
 
 def test_a_batch_size_that_trains(project: Project, data: Path, tmp_path: Path) -> None:
