@@ -285,14 +285,14 @@ def train(
         overfit.say_learnt(args.overfit, BEST, run.history)
 
 
-def find_batch_size(task: Task, *loaders: Loader) -> None:
+def find_batch_size(task: Task, *both: Loader) -> None:
     """Print the largest --batch-size with which training and validation fit into memory."""
     args, device, model = task.args, task.device, task.model
     optimizer, average = recipe.build_optimizer(model, args), recipe.build_average(model, args)
 
     def try_step(size: int) -> None:
         """Do what train_one_epoch and evaluate do; gradients stay in memory, as DDP's do."""
-        train, val = (probing.batch(each, size, device, task.format) for each in loaders)
+        train, val = (probing.batch(each, size, device, task.format) for each in both)
         images, targets = transform_batch(*train, args, len(task.classes))
         recipe.set_training(model)
         with machine.autocast(task.settings.amp, device):
@@ -303,7 +303,7 @@ def find_batch_size(task: Task, *loaders: Loader) -> None:
         with torch.inference_mode(), machine.autocast(task.settings.amp, device):
             infer(average or model, val[0], args)
 
-    images = loaders[0].sampler.total // args.accumulate
+    images = both[0].sampler.total // args.accumulate
     distributed.say(f"--batch-size {probing.find_batch_size(try_step, device, images)}")
 
 
