@@ -65,8 +65,7 @@ from model import (
 ROOT = Path(__file__).resolve().parent
 NOT_SAVED = {  # flags that checkpoints leave out because they do not affect what is learned
     *("workers", "prefetch", "pin_memory", "output_dir", "resume", "save_every", "keep"),
-    *("dist_timeout", "debug_rank", "debug_port", "local_rank"),
-    *("profile", "find_batch_size"),
+    *("dist_timeout", "debug_rank", "debug_port", "local_rank", "profile", "find_batch_size"),
 }
 KEPT = ("optimizer", "ema", "overfit", "value_range", "mean", "std")  # as in the checkpoint
 OF_CHECKPOINT = object()  # the value of flags that --eval-only takes from the checkpoint
@@ -286,15 +285,14 @@ def train(
         overfit.say_learnt(args.overfit, BEST, run.history)
 
 
-def find_batch_size(task: Task, train_loader: Loader, val_loader: Loader) -> None:
+def find_batch_size(task: Task, *both: Loader) -> None:
     """Print the largest --batch-size with which training and validation fit into memory."""
     args, device, model = task.args, task.device, task.model
     optimizer, average = recipe.build_optimizer(model, args), recipe.build_average(model, args)
 
     def try_step(size: int) -> None:
         """Do what train_one_epoch and evaluate do; gradients stay in memory, as DDP's do."""
-        loaders = train_loader, val_loader
-        train, val = (probing.batch(part, size, device, task.format) for part in loaders)
+        train, val = (probing.batch(each, size, device, task.format) for each in both)
         images, targets = transform_batch(*train, args, len(task.classes))
         recipe.set_training(model)
         with machine.autocast(task.settings.amp, device):
@@ -305,8 +303,8 @@ def find_batch_size(task: Task, train_loader: Loader, val_loader: Loader) -> Non
         with torch.inference_mode(), machine.autocast(task.settings.amp, device):
             infer(average or model, val[0], args)
 
-    size = probing.find_batch_size(try_step, device, train_loader.sampler.total // args.accumulate)
-    distributed.say(f"--batch-size {size}")
+    images = both[0].sampler.total // args.accumulate
+    distributed.say(f"--batch-size {probing.find_batch_size(try_step, device, images)}")
 
 
 def build_task(args: Namespace, device: torch.device, data: Data, model: nn.Module) -> Task:

@@ -45,7 +45,8 @@ def find_batch_size(try_step: Callable[[int], object], device: torch.device, ima
             if not failures.lacking_memory(error):
                 raise
             is_enough.zero_()
-        gc.collect()  # only now: the error held the tensors of its step
+        if not is_enough:
+            gc.collect()  # only now: the error held the tensors of its step
         if device.type == "cuda":
             torch.cuda.empty_cache()
         return bool(distributed.reduce_tensor(is_enough, "min"))
@@ -76,18 +77,19 @@ def search(fits: Callable[[int], bool], limit: int) -> int:
 
     By doubling it, then by bisection.
     """
-    good, bad = 0, limit + 1
-    size = min(2, limit)
-    while size > good:
+    good, bad, size = 0, limit + 1, min(2, limit)
+    while size < bad:
         if fits(size):
             good = size
-        else:
+        elif good:
             bad = size
-        if bad > limit:
+        else:
+            return 0
+        if bad > limit and good < limit:
             size = min(2 * good, limit)
         else:
             step = 8 if good >= 16 else 1
-            size = (good + bad) // 2 // step * step if good else 0
+            size = max((good + bad) // 2, good + step) // step * step
     return good
 
 

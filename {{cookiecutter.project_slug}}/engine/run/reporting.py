@@ -37,13 +37,7 @@ if TYPE_CHECKING:
 
 class Reporter:
     def __init__(
-        self,
-        folder: Path,
-        device: torch.device,
-        epochs: int,
-        finished: int,
-        *,
-        profile: int = 0,
+        self, folder: Path, device: torch.device, epochs: int, finished: int, *, profile: int = 0
     ) -> None:
         """Open TensorBoard's log in `folder`; entries after the `finished` epochs are dropped.
 
