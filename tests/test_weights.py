@@ -264,12 +264,19 @@ def test_classic_networks(project: Project, data: Path) -> None:
             assert len(result["others"]) > 2, network  # decoder and head
 
 
+@pytest.mark.parametrize("project", ["segmentation"], indirect=True)
+def test_batch_norm_of_a_single_pixel(project: Project, data: Path, tmp_path: Path) -> None:
+    """Of an image on its own, which deeplab's pooling makes one pixel."""
+    words = flags(data, tmp_path / "out", "--arch", "deeplabv3", "--batch-size", 1)
+    project.alone(*words).refused("BatchNorm", "--batch-size 2")
+
+
 RECIPES = {
     "classification": {"finetune.txt", "imagenet_resnet50.txt"},
     "segmentation": {"cracks_unet.txt", "voc_deeplabv3.txt"},
 }
-# What makes an epoch short. Networks are those of the recipes, but for the small ones.
-SHORT = ("--epochs", "1", "--batch-size", "2", "--image-size", "32", "--weights", "none")
+# What makes an epoch short, with small networks.
+SHORT = ("--epochs", "1", "--batch-size", "2", "--weights", "none")
 
 
 def test_recipes(project: Project, data: Path, tmp_path: Path) -> None:
