@@ -114,8 +114,14 @@ class Downloads:
 
 
 @pytest.fixture
-def downloads(project: Project, data: Path, server: Server, tmp_path: Path) -> Downloads:
-    return Downloads(project, data, server, tmp_path)
+def few(project: Project, tmp_path: Path) -> Path:
+    """A step's images."""
+    return project.draw(tmp_path / "few", 12, 6)
+
+
+@pytest.fixture
+def downloads(project: Project, few: Path, server: Server, tmp_path: Path) -> Downloads:
+    return Downloads(project, few, server, tmp_path)
 
 
 def same(*states: dict[str, Any]) -> bool:
@@ -248,12 +254,12 @@ SEGMENTERS = [
 ]
 
 
-def test_classic_networks(project: Project, data: Path) -> None:
+def test_classic_networks(project: Project, few: Path) -> None:
     """Each learns from the demo set, and backbone() leaves out what follows the backbone."""
     networks = SEGMENTERS
     if project.task == "classification":
         networks = [f"--arch {name} --image-size {CLASSIFIERS[name]}" for name in CLASSIFIERS]
-    found = project.call("networks.first_steps", data, *networks)
+    found = project.call("networks.first_steps", few, *networks)
     for network, result in zip(networks, found, strict=True):
         assert math.isfinite(result["loss"]), network
         assert result["changed"] > 0.9, (network, result)
@@ -265,9 +271,9 @@ def test_classic_networks(project: Project, data: Path) -> None:
 
 
 @pytest.mark.parametrize("project", ["segmentation"], indirect=True)
-def test_batch_norm_of_a_single_pixel(project: Project, data: Path, tmp_path: Path) -> None:
+def test_batch_norm_of_a_single_pixel(project: Project, few: Path, tmp_path: Path) -> None:
     """Of an image on its own, which deeplab's pooling makes one pixel."""
-    words = flags(data, tmp_path / "out", "--arch", "deeplabv3", "--batch-size", 1)
+    words = flags(few, tmp_path / "out", "--arch", "deeplabv3", "--batch-size", 1)
     project.alone(*words).refused("BatchNorm", "--batch-size 2")
 
 
@@ -279,7 +285,7 @@ RECIPES = {
 SHORT = ("--epochs", "1", "--batch-size", "2", "--weights", "none")
 
 
-def test_recipes(project: Project, data: Path, tmp_path: Path) -> None:
+def test_recipes(project: Project, few: Path, tmp_path: Path) -> None:
     """Each says that it was not run, whence its figure comes, and how to start it; and it runs."""
     folder = project.folder / "recipes"
     assert {path.name for path in folder.iterdir()} == RECIPES[project.task]
@@ -290,7 +296,7 @@ def test_recipes(project: Project, data: Path, tmp_path: Path) -> None:
         assert "Not run here" in comment
         assert "https://" in comment
         assert max(map(len, lines)) <= 100
-        words = [f"@{path}", *flags(data, tmp_path / path.stem), *SHORT]
+        words = [f"@{path}", *flags(few, tmp_path / path.stem), *SHORT]
         project.alone(*words, *NETS[project.task]).ok()
 
 
