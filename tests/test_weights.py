@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from running import NETS, SAME_FOR_BOTH, SCRIPTS, SMALL, Project, free_port
+from running import NETS, SAME_FOR_BOTH, SCRIPTS, SMALL, Project, flags, free_port
 from safetensors.torch import load_file
 
 USED = {"classification": "IMAGENET1K_V1", "segmentation": "imagenet"}
@@ -114,8 +114,14 @@ class Downloads:
 
 
 @pytest.fixture
-def downloads(project: Project, data: Path, server: Server, tmp_path: Path) -> Downloads:
-    return Downloads(project, data, server, tmp_path)
+def few(project: Project, tmp_path: Path) -> Path:
+    """A step's images."""
+    return project.draw(tmp_path / "few", 12, 6)
+
+
+@pytest.fixture
+def downloads(project: Project, few: Path, server: Server, tmp_path: Path) -> Downloads:
+    return Downloads(project, few, server, tmp_path)
 
 
 def same(*states: dict[str, Any]) -> bool:
@@ -236,25 +242,24 @@ def test_what_auto_stands_for(project: Project) -> None:
 
 # The smallest images that each takes without BatchNorm over a single pixel.
 CLASSIFIERS = {
-    **{"alexnet": 64, "vgg16": 32, "vgg16_bn": 32, "squeezenet1_1": 32, "googlenet": 64},
+    **{"alexnet": 64, "vgg16_bn": 32, "squeezenet1_1": 32, "googlenet": 64},
     **{"inception_v3": 96, "resnet50": 64, "resnext50_32x4d": 64, "densenet121": 64},
     **{"shufflenet_v2_x1_0": 64, "mobilenet_v2": 64, "mobilenet_v3_large": 64, "mnasnet1_0": 64},
     **{"efficientnet_b0": 64, "regnet_y_400mf": 64, "convnext_tiny": 32, "vit_b_16": 32},
     **{"swin_t": 32, "maxvit_t": 224},
 }
 SEGMENTERS = [
-    *(f"--encoder {name} --image-size 32" for name in ("vgg16", "vgg16_bn", "resnet34")),
-    "--encoder resnet101 --image-size 32",
+    *(f"--encoder {name} --image-size 32" for name in ("vgg16", "resnet34", "resnet101")),
     "--arch deeplabv3 --encoder resnet50 --image-size 32",
 ]
 
 
-def test_classic_networks(project: Project, data: Path) -> None:
+def test_classic_networks(project: Project, few: Path) -> None:
     """Each learns from the demo set, and backbone() leaves out what follows the backbone."""
     networks = SEGMENTERS
     if project.task == "classification":
         networks = [f"--arch {name} --image-size {CLASSIFIERS[name]}" for name in CLASSIFIERS]
-    found = project.call("networks.first_steps", data, *networks)
+    found = project.call("networks.first_steps", few, *networks)
     for network, result in zip(networks, found, strict=True):
         assert math.isfinite(result["loss"]), network
         assert result["changed"] > 0.9, (network, result)
@@ -263,3 +268,55 @@ def test_classic_networks(project: Project, data: Path) -> None:
             assert [weight[0], *bias] in ([6], [6, [6]]), (network, result)
         else:
             assert len(result["others"]) > 2, network  # decoder and head
+
+
+@pytest.mark.parametrize("project", ["segmentation"], indirect=True)
+def test_batch_norm_of_a_single_pixel(project: Project, few: Path, tmp_path: Path) -> None:
+    """Of an image on its own, which deeplab's pooling makes one pixel."""
+    words = flags(few, tmp_path / "out", "--arch", "deeplabv3", "--batch-size", 1)
+    project.alone(*words).refused("BatchNorm", "--batch-size 2")
+
+
+RECIPES = {
+    "classification": {"finetune.txt", "imagenet_resnet50.txt"},
+    "segmentation": {"cracks_unet.txt", "voc_deeplabv3.txt"},
+}
+# What makes an epoch short, with small networks.
+SHORT = ("--epochs", "1", "--batch-size", "2", "--weights", "none")
+
+
+def test_recipes(project: Project, few: Path, tmp_path: Path) -> None:
+    """Each says that it was not run, whence its figure comes, and how to start it; and it runs."""
+    folder = project.folder / "recipes"
+    assert {path.name for path in folder.iterdir()} == RECIPES[project.task]
+    for path in sorted(folder.iterdir()):
+        lines = path.read_text().splitlines()
+        comment = "\n".join(line for line in lines if line.startswith("#"))
+        assert f"./launch.sh @recipes/{path.name} --data DIR" in comment
+        assert "Not run here" in comment
+        assert "https://" in comment
+        assert max(map(len, lines)) <= 100
+        words = [f"@{path}", *flags(few, tmp_path / path.stem), *SHORT]
+        project.alone(*words, *NETS[project.task]).ok()
+
+
+def test_what_recipes_promise(project: Project) -> None:
+    """The numbers of their comments, from the flags."""
+    words = [f"@{path}" for path in sorted((project.folder / "recipes").iterdir())]
+    first, second = (project.call("networks.flags", word) for word in words)
+    if project.task == "classification":
+        assert second["arch"] == "resnet50"
+        assert second["lr"] * 8 * second["batch_size"] / 256 == 0.1
+        rates = project.call("networks.rates", words[1], 2)
+        assert [rates[2 * epoch] for epoch in (0, 29, 30, 60, 89)] == pytest.approx(
+            [0.1, 0.1, 0.01, 0.001, 0.001]
+        )
+        assert first["weights"] == "DEFAULT"
+    else:
+        assert 4 * second["batch_size"] == 16
+        steps = 10582 // 16
+        assert second["epochs"] * steps == 19830
+        rates = project.call("networks.rates", words[1], steps)
+        assert rates[0] == 0.01
+        assert rates[steps * 15] == pytest.approx(0.01 * 0.5**0.9)
+        assert (first["arch"], first["encoder"]) == ("unet", "resnet34")

@@ -42,7 +42,7 @@ from engine.data.images import DEFAULT_FORMAT, Format
 from engine.data.loading import Loader
 from engine.errors import UserError
 from engine.ranks import debugging, distributed, failures, gradients, replicas, stopping
-from engine.run import checkpoint, machine, mistakes, probing, profiling, records, sharded
+from engine.run import checkpoint, machine, mistakes, probing, profiling, records, sharded, sizes
 from engine.run.checkpoint import State
 from engine.run.flags import Help, Parser, add_image_arguments, add_machine_arguments, at_least
 from engine.run.folder import RunFolder
@@ -372,5 +372,5 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    with failures.one_line_errors(loading.explain, replicas.explain):
+    with failures.one_line_errors(loading.explain, replicas.explain, sizes.explain):
         main()

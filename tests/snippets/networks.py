@@ -1,6 +1,7 @@
 """Two training steps of any network on the demo set, by main.py's own functions."""
 
 import itertools
+import json
 from types import SimpleNamespace
 
 import torch
@@ -51,3 +52,15 @@ def train(data: str, words: list[str]) -> dict:
         "others": [list(weight.shape) for weight in model.parameters() if weight not in backbone],
         "classes": len(classes),
     }
+
+
+def flags(*words: str) -> dict:
+    return json.loads(json.dumps(vars(main.parse_args(list(words))), default=str))
+
+
+def rates(words: str, steps: int) -> list[float]:
+    """The learning rate of each step, in epochs of so many."""
+    args = main.parse_args([words])
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], args.lr)
+    factor = recipe.build_scheduler(optimizer, args, steps).lr_lambdas[0]
+    return [args.lr * factor(step) for step in range(args.epochs * steps)]
