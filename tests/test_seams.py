@@ -15,16 +15,33 @@ from digest import digest
 from running import SAME_FOR_BOTH, SCRIPTS, TASKS, Done, Project, flags, rows
 
 # The section of each recipe. main.py and recipe.py are the same in both tasks.
-NETWORK, TEACHER, ADVERSARY, SECOND, BEST, FLAG, FROZEN, UNUSED = TITLES = (
+NETWORK, TEACHER, ADVERSARY, SECOND, BEST, LIBRARY, FLAG, FROZEN, UNUSED = TITLES = (
     "A network of your own, with an auxiliary loss",
     "A teacher: distillation",
     "A discriminator: a second network with its own optimizer",
     "A second validation set",
     "Another metric for best.pt",
+    "Augmentation by another library",
     "A flag that older checkpoints lack",
     "Layers that stay frozen",
     "Weights that some steps leave out",
 )
+ALBUMENTATIONS = """
+import numpy as np
+
+CLAHE = GaussNoise = str
+
+
+class Compose:
+    def __init__(self, transforms):
+        self.random = np.random.default_rng()
+
+    def set_random_seed(self, seed):
+        self.random = np.random.default_rng(seed)
+
+    def __call__(self, image):
+        return {"image": image // 2 + self.random.integers(0, 128, image.shape, np.uint8)}
+"""
 SKIPPING = """
 import torch
 
@@ -173,7 +190,7 @@ def test_second_validation_set(
     project: Project, tmp_path: Path, edited: Callable[[str], Edited]
 ) -> None:
     """Its columns are what --eval-only finds; the first set decides which weights are best."""
-    two, other = edited(SECOND), project.draw(tmp_path / "other", 8, 5)
+    two, other = edited(SECOND), project.draw(tmp_path / "other", 12, 7)
     two.result("--second-data", other)
     table = rows(two.out / "whole")
     best = two.state("whole/best.pt")
@@ -201,24 +218,33 @@ def test_another_metric(project: Project, edited: Callable[[str], Edited]) -> No
 
 
 @SAME_FOR_BOTH
+def test_augmentation_by_a_library(edited: Callable[[str], Edited]) -> None:
+    """With a generator of its own, as albumentations has."""
+    noisy = edited(LIBRARY)
+    (noisy.folder / "albumentations.py").write_text(ALBUMENTATIONS)
+    noisy.result()
+    noisy.use()
+
+
+@SAME_FOR_BOTH
 def test_older_checkpoint(project: Project, few: Path, edited: Callable[[str], Edited]) -> None:
     """It resumes with the default of the flag; flags that main.py compares may be newer, too."""
     newer = edited(FLAG)
-    words = "--epochs", 2, "--save-every", 4
-    project.fork(*flags(few, newer.out / "older", *words)).ok()
-    for name, more in ("as it was", []), ("changed", ["--beta2", 0.9]):
-        script = SCRIPTS / "edited.py"
-        run = flags(few, newer.out / name, *words)
-        assert project.fork(project.folder, "main.py", 5, *run, script=script).status == -9
-        path = newer.out / name / "last.pt"
-        state = torch.load(path, weights_only=True)
-        for flag in "optimizer", "ema", "momentum":
-            del state["args"][flag]
-        torch.save(state, path)
-        said = newer.run(name, *words, *more).ok().out
-        assert ("--beta2 0.9 (was 0.999)" in said) == bool(more)
-        assert (digest(newer.out / name) == digest(newer.out / "older")) != bool(more)
-    newer.result("--beta2", 0.9)
+    words = "--epochs", 2
+    project.fork(*flags(few, newer.out / "whole", *words)).ok()
+    killed = flags(few, newer.out / "killed", "--save-every", 4, *words)
+    script = SCRIPTS / "edited.py"
+    assert project.fork(project.folder, "main.py", 5, *killed, script=script).status == -9
+    path = newer.out / "killed" / "last.pt"
+    state = torch.load(path, weights_only=True)
+    for flag in "optimizer", "ema", "momentum":
+        del state["args"][flag]
+    torch.save(state, path)
+    assert "changed: " not in newer.run("killed", *words).ok().out
+    assert digest(newer.out / "killed") == digest(newer.out / "whole")
+    said = newer.run("killed", "--epochs", 3, "--beta2", 0.9).ok().out
+    assert "--beta2 0.9 (was 0.999)" in said
+    assert newer.state("killed/last.pt")["optimizer"]["param_groups"][0]["betas"] == (0.9, 0.9)
     newer.use()
 
 
