@@ -177,7 +177,7 @@ def test_teacher(edited: Callable[[str], Edited]) -> None:
 
 @SAME_FOR_BOTH
 def test_discriminator(project: Project, few: Path, edited: Callable[[str], Edited]) -> None:
-    """Both networks learn, and the first one something else than without."""
+    """Both networks learn, the first one something else than without; both are compared."""
     both = edited(ADVERSARY)
     both.result("--accumulate", 1)
     now, before = (both.state(f"whole/{name}.pt") for name in ("last", "last-1"))
@@ -187,6 +187,9 @@ def test_discriminator(project: Project, few: Path, edited: Callable[[str], Edit
     alone = both.state("alone/last.pt")["model"]
     assert any(not torch.equal(now["model"][name], alone[name]) for name in alone)
     both.use()
+    file = both.folder / "adversary.py"
+    file.write_text(file.read_text().replace("self.ddp_network(", "self.network("))
+    both.run("bypassed").refused("0.weight differs between ranks: train through ddp_model")
 
 
 @SAME_FOR_BOTH

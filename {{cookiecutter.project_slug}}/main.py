@@ -254,7 +254,7 @@ def train(
             train_loader.sampler.set_epoch(run.epoch, run.seen)
             train_loss = train_one_epoch(task, stepper, train_loader, report, run)
             speed = report.speed()
-            run.sync_networks()
+            replicas.sync(run.parts.values())
             run.save()  # whatever fails from here on costs no epoch
             results, found = evaluate(task, val_loader)
             lr = optimizer.param_groups[0]["lr"]

@@ -2,6 +2,7 @@
 
 import contextlib
 import re
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
@@ -83,6 +84,14 @@ def explain(error: Exception) -> UserError | None:
         "it, or freeze it (requires_grad_(False)) before replicas.wrap; if other steps use it, "
         "pass find_unused_parameters=True to replicas.wrap"
     )
+
+
+def sync(parts: Iterable[object]) -> None:
+    """Give each rank rank 0's buffers of all networks among `parts`, and check their weights."""
+    for part in parts:
+        if isinstance(part, nn.Module):
+            sync_buffers(part)
+            check_same(part)
 
 
 def sync_buffers(model: nn.Module) -> None:
