@@ -37,8 +37,9 @@ DEFAULTS = {
 
 def compare(flags: Namespace, folder: Path) -> dict[str, list[float]]:
     import main as project
+    import recipe
     from engine.data import loading, seeding
-    from engine.ranks import distributed, replicas
+    from engine.ranks import distributed, gradients, replicas
     from engine.run import machine, reporting
     from engine.run.folder import RunFolder
     from engine.run.progress import Run
@@ -59,13 +60,15 @@ def compare(flags: Namespace, folder: Path) -> dict[str, list[float]]:
     )
 
     model = build_model(args, classes).to(memory_format=torch.channels_last)
-    optimizer = project.build_optimizer(model, args)
+    optimizer = recipe.build_optimizer(model, args)
     parts = {
         "optimizer": optimizer,
-        "scheduler": project.build_scheduler(optimizer, args, flags.steps),
+        "scheduler": recipe.build_scheduler(optimizer, args, flags.steps),
         "scaler": torch.amp.GradScaler("cpu", enabled=False),
     }
-    stepper = project.Stepper(replicas.wrap(model, device), **parts)
+    stepper = project.Stepper(
+        *(model, replicas.wrap(model, device)), **parts, mean=gradients.Mean(device)
+    )
     criterion, judged = build_criterion(args), MetricCollection({})
     task = project.Task(args, settings, device, classes, model, criterion, judged)
     args.output_dir.mkdir()

@@ -111,20 +111,22 @@ class Bench:
 
     def ours(self) -> Callable[[Feed], Any]:
         import main
+        import recipe
         from engine.data import loading
-        from engine.ranks import replicas
+        from engine.ranks import gradients, replicas
         from engine.run.folder import RunFolder
         from engine.run.progress import Run
         from engine.run.reporting import Reporter
 
         args, model = self.args, self.network()
-        optimizer = main.build_optimizer(model, args)
+        optimizer = recipe.build_optimizer(model, args)
         parts = {
             "optimizer": optimizer,
-            "scheduler": main.build_scheduler(optimizer, args, 10**6),
+            "scheduler": recipe.build_scheduler(optimizer, args, 10**6),
             "scaler": torch.amp.GradScaler(self.device.type, enabled=self.settings.amp == "fp16"),
         }
-        stepper = main.Stepper(replicas.wrap(model, self.device), **parts)
+        mean = gradients.Mean(self.device)
+        stepper = main.Stepper(model, replicas.wrap(model, self.device), **parts, mean=mean)
         judged = MetricCollection({})
         task = main.Task(
             *(args, self.settings, self.device, self.classes, model, self.loss_and_count, judged)

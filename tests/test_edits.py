@@ -18,16 +18,21 @@ Edited = Callable[..., Callable[..., Done]]
 
 @pytest.fixture
 def edited(project: Project, tmp_path: Path) -> Edited:
-    """Make a main.py with other lines, and return what starts it, on one rank by default."""
+    """Give main.py or recipe.py other lines; return what starts it, on one rank by default."""
     numbers = itertools.count()
 
     def edit(*changes: tuple[str, str]) -> Callable[..., Done]:
-        text = (project.folder / "main.py").read_text()
+        number = next(numbers)
+        texts = {name: (project.folder / name).read_text() for name in ("main.py", "recipe.py")}
         for old, new in changes:
-            assert text.count(old) == 1, old
-            text = text.replace(old, new)
-        path = tmp_path / f"edited{next(numbers)}.py"
-        path.write_text(text)
+            (name,) = [name for name, text in texts.items() if old in text]
+            assert texts[name].count(old) == 1, old
+            texts[name] = texts[name].replace(old, new)
+        (tmp_path / f"recipe{number}.py").write_text(texts["recipe.py"])
+        path = tmp_path / f"edited{number}.py"
+        here = f"sys.path.insert(0, {str(tmp_path)!r})"
+        imported = f"import sys\n{here}\nimport recipe{number} as recipe\n"
+        path.write_text(texts["main.py"].replace("import recipe\n", imported))
         return lambda *flags, ranks=1: project.fork(*flags, ranks=ranks, script=path)
 
     return edit
@@ -42,7 +47,8 @@ SAVE = "            run.save()  # whatever fails from here on costs no epoch\n"
 METRICS = "**results},"
 OWNER = (IMPORTS, "\nfrom snippets import owner\n" + IMPORTS)
 NUMPY = (IMPORTS, "\nimport numpy as np\n" + IMPORTS)
-MATRICES = "    matrices = [weight for weight in model.parameters()"
+IN_RECIPE = "\nDEFAULTS = {"
+MATRICES = "        weights = [w for w in model.parameters()"
 ONE_GROUP = (OPTIMIZER, OPTIMIZER.replace("groups", "model.parameters()"))
 TWO_LAMBDAS = (SCHEDULER, "    return LambdaLR(optimizer, [factor, lambda step: 0.1 + step / 99])")
 ONE_CYCLE = (
@@ -79,7 +85,8 @@ def test_another_optimizer_than_the_checkpoint_has(
     words = "last.pt", "--weights", "--output-dir"
     edited(ONE_GROUP)(*more).refused("groups had 57 + 113 weights and have 170", *words)
     swapped = (MATRICES, MATRICES.replace("model.parameters()", "owner.swapped(model)"))
-    done = edited(OWNER, swapped)(*more)
+    owner = (IN_RECIPE, "\nfrom snippets import owner\n" + IN_RECIPE)
+    done = edited(owner, swapped)(*more)
     done.refused("stage2.1.branch2.5.weight where stage2.1.branch2.0.weight was", *words)
     sgd = (OPTIMIZER, "    return torch.optim.SGD(groups, lr)\n" + OPTIMIZER)
     edited(sgd)(*more).refused("the optimizer was AdamW and is SGD", *words)
@@ -198,6 +205,7 @@ def test_values_that_are_not_plain(data: Path, tmp_path: Path, edited: Edited) -
             '**results, "auc": np.float64(0.5), "when": datetime.date(2026, 1, 2)},',
         ),
         (IMPORTS, "\nimport datetime\n\nimport numpy as np\n" + IMPORTS),
+        (IN_RECIPE, "\nimport datetime\n" + IN_RECIPE),
         (
             '    add("--seed"',
             '    add("--since", type=datetime.date.fromisoformat, default="2026-01-01")\n'
@@ -217,7 +225,7 @@ def test_a_part_that_cannot_be_loaded(data: Path, tmp_path: Path, edited: Edited
     """It is found out at the first save, which writes nothing."""
     part = "types.SimpleNamespace(state_dict=lambda: {'x': np.ones(1)}, load_state_dict=print)"
     start = edited(
-        ("scaler=scaler,\n    )", f"scaler=scaler, mine={part},\n    )"),
+        ("scaler=scaler,\n", f"scaler=scaler, mine={part},\n"),
         (IMPORTS, "\nimport types\n" + NUMPY[1]),
     )
     done = start(*flags(data, tmp_path, "--save-every", 1))
@@ -227,7 +235,10 @@ def test_a_part_that_cannot_be_loaded(data: Path, tmp_path: Path, edited: Edited
 
 def test_a_rate_of_numpy(data: Path, tmp_path: Path, edited: Edited) -> None:
     """It comes after the warm-up, when a file has been saved and read back already."""
-    start = edited(("0.5 * (1 + math.cos(math.pi *", "0.5 * (1 + np.cos(np.pi *"), NUMPY)
+    start = edited(
+        ("0.5 * (1 + math.cos(math.pi * share", "0.5 * (1 + np.cos(np.pi * share"),
+        (IN_RECIPE, "\nimport numpy as np\n" + IN_RECIPE),
+    )
     start(*flags(data, tmp_path, "--epochs", 2, "--save-every", 2)).ok()
     assert "2 of 3 epochs done" in start(*flags(data, tmp_path, "--epochs", 3)).ok().out
 
@@ -368,9 +379,8 @@ def test_one_line_for_what_torch_says_in_many(data: Path, tmp_path: Path, edited
     def in_loop(line: str) -> tuple[str, str]:
         return inside, f"        {line}\n{inside}"
 
-    wrap = (
-        "    stepper = Stepper(replicas.wrap(model, task.device), optimizer, scheduler, scaler)\n"
-    )
+    mean = "    mean = gradients.Mean(device)\n"
+    report = "    report = Reporter("
     unused = "    model.spare, model.other = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)\n"
 
     def dataset(function: str) -> tuple[str, str]:
@@ -384,12 +394,10 @@ def test_one_line_for_what_torch_says_in_many(data: Path, tmp_path: Path, edited
             ),
             ["out of GPU memory (asked for 2.00 GiB)", "--batch-size"],
         ),
-        "unused": ((wrap, unused + wrap), ["spare.weight, spare.bias, other.weight", "wrap"]),
+        "unused": ((mean, unused + mean), ["spare.weight, spare.bias, other.weight", "wrap"]),
         "unfrozen": (
-            (
-                wrap,
-                "    model.fc.requires_grad_(False)\n" + wrap + "    model.fc.requires_grad_()\n",
-            ),
+            (mean, "    model.fc.requires_grad_(False)\n" + mean),
+            (report, "    model.fc.requires_grad_()\n" + report),
             ["fc.weight differs between ranks", "ddp_model", "unfreezing", "wrap again"],
         ),
         "leaves": (
@@ -405,8 +413,8 @@ def test_one_line_for_what_torch_says_in_many(data: Path, tmp_path: Path, edited
             ["train/dots/", ".jpg: label 6", "0 to 5"],
         ),
     }
-    for name, (change, words) in cases.items():
+    for name, (*change, words) in cases.items():
         more = flags(data, tmp_path / name, "--dist-timeout", 20)
-        done = edited(change)(*more, ranks=2)
+        done = edited(*change)(*more, ranks=2)
         assert done.status == 2, (name, done.err)
         done.refused(*words)

@@ -32,12 +32,14 @@ SHARED = {
     "engine/check/report.py",
     "engine/check/survey.py",
     "engine/data/__init__.py",
+    "engine/data/balance.py",
     "engine/data/depth.py",
     "engine/data/images.py",
     "engine/data/listing.py",
     "engine/data/lists.py",
     "engine/data/loading.py",
     "engine/data/mapped.py",
+    "engine/data/overfit.py",
     "engine/data/prepared.py",
     "engine/data/samples.py",
     "engine/data/seeding.py",
@@ -69,12 +71,17 @@ SHARED = {
     "engine/run/plots.py",
     "engine/run/predicting.py",
     "engine/run/pretrained.py",
+    "engine/run/probing.py",
+    "engine/run/profiling.py",
     "engine/run/progress.py",
+    "engine/run/records.py",
     "engine/run/reporting.py",
+    "engine/run/sharded.py",
     "engine/run/sizes.py",
     "engine/run/tiles.py",
     "export.py",
     "launch.sh",
+    "loaders.py",
     "main.py",
     "prepare_data.py",
     "pyproject.toml",
@@ -110,7 +117,13 @@ RENDERED = {"EDITS.md", "README.md"}
 OF_BOTH = {
     *("check_data.py", "dataset.py", "demo_set.py", "model.py", "predict.py", "requirements.txt")
 }
-OF_THE_TASK = {"classification": OF_BOTH, "segmentation": {*OF_BOTH, "masks.py"}}
+OF_THE_TASK = {
+    "classification": {*OF_BOTH, "recipes/finetune.txt", "recipes/imagenet_resnet50.txt"},
+    "segmentation": {
+        *(*OF_BOTH, "losses.py", "masks.py"),
+        *("recipes/cracks_unet.txt", "recipes/voc_deeplabv3.txt"),
+    },
+}
 
 
 def files(folder: Path) -> set[str]:
@@ -433,8 +446,19 @@ def test_nothing_of_this_machine(template: Path) -> None:
 
 ENGINE = sorted((ROOT / TEMPLATE_FOLDER / "engine").rglob("*.py"))
 EDITED = {
-    *("main", "recipe", "dataset", "masks", "model", "predict", "prepare_data", "check_data"),
+    *(
+        "main",
+        "loaders",
+        "recipe",
+        "dataset",
+        "masks",
+        "model",
+        "predict",
+        "prepare_data",
+        "check_data",
+    ),
     "export",
+    "losses",
     "demo_set",
 }
 for_each_module = pytest.mark.parametrize("path", ENGINE, ids=lambda path: path.stem)

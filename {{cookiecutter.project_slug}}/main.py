@@ -34,14 +34,15 @@ from torchmetrics import MetricCollection
 
 import dataset
 import demo_set
+import loaders
 import recipe
-from dataset import IMAGE_SIZE, build_dataset, draw_example, transform_batch
-from engine.data import loading, seeding
+from dataset import IMAGE_SIZE, draw_example, transform_batch
+from engine.data import loading, overfit, seeding
 from engine.data.images import DEFAULT_FORMAT, Format
-from engine.data.loading import Loader, Options
+from engine.data.loading import Loader
 from engine.errors import UserError
 from engine.ranks import debugging, distributed, failures, gradients, replicas, stopping
-from engine.run import checkpoint, machine, mistakes
+from engine.run import checkpoint, machine, mistakes, probing, profiling, records, sharded
 from engine.run.checkpoint import State
 from engine.run.flags import Help, Parser, add_image_arguments, add_machine_arguments, at_least
 from engine.run.folder import RunFolder
@@ -49,6 +50,7 @@ from engine.run.metrics import check_logits, compute
 from engine.run.mistakes import Drawing, Mistakes, Worst
 from engine.run.progress import Run
 from engine.run.reporting import Reporter
+from loaders import Data
 from model import (
     BEST,
     NETWORK_FLAGS,
@@ -64,7 +66,9 @@ ROOT = Path(__file__).resolve().parent
 NOT_SAVED = {  # flags that checkpoints leave out because they do not affect what is learned
     *("workers", "prefetch", "pin_memory", "output_dir", "resume", "save_every", "keep"),
     *("dist_timeout", "debug_rank", "debug_port", "local_rank"),
+    *("profile", "find_batch_size"),
 }
+KEPT = ("optimizer", "ema", "overfit", "value_range", "mean", "std")  # as in the checkpoint
 OF_CHECKPOINT = object()  # the value of flags that --eval-only takes from the checkpoint
 
 
@@ -103,14 +107,19 @@ def build_parser() -> Parser:
     add = parser.add_argument_group("data").add_argument
     add("--data", metavar="DIR", type=Path, help="folder with train/ and val/ (default: demo set, with its own --epochs and sizes)")
     add("--image-size", metavar="PIXELS", type=positive, default=IMAGE_SIZE, help="side of the training images")
+    add("--overfit", metavar="N", type=positive, help="train and validate on N training images, in the same crops each time: can the network learn them?")
     dataset.add_arguments(parser.add_argument_group("augmentation"))
     add_image_arguments(parser.add_argument_group("images"))
-    add = parser.add_argument_group("output").add_argument
+    group = parser.add_argument_group("output")
+    add = group.add_argument
     add("--output-dir", metavar="DIR", type=Path, default=ROOT / "runs/default", help="checkpoints, metrics and plots")
     add("--resume", metavar="auto|never|PATH", default="auto", help="auto: continue from last.pt if it exists; never: delete the previous run and start over; PATH: start from that checkpoint")
     add("--save-every", metavar="STEPS", type=count, default=0, help="also save every STEPS optimizer steps; 0: only after each epoch")
     add("--keep", type=positive, default=2, help="how many of the newest checkpoints to keep")
+    add = group.add_mutually_exclusive_group().add_argument
     add("--eval-only", action="store_true", help="evaluate best.pt, or --resume PATH, and print JSON")
+    add("--find-batch-size", action="store_true", help="print the largest --batch-size that fits into memory")
+    add("--profile", metavar="STEPS", type=count, default=0, help="trace so many optimizer steps of the first epoch, in --output-dir/profile; 0: none")
     add_arguments(parser.add_argument_group("network"))
     recipe.add_arguments(parser.add_argument_group("recipe"))
     add_machine_arguments(parser.add_argument_group("machine"))
@@ -147,11 +156,12 @@ def train_one_epoch(
         # DDP averages the gradients over the ranks in backward(). A step needs that only in its
         # last pass; no_sync() saves the traffic in the others.
         with contextlib.nullcontext() if is_last else replicas.no_sync(ddp_model):
-            with machine.autocast(task.settings.amp, task.device):
+            with profiling.mark("forward"), machine.autocast(task.settings.amp, task.device):
                 outputs = ddp_model(images)
             loss_sum, count = task.criterion(machine.to_float32(outputs), targets)
-            stepper.mean.add(count, targets.numel(), is_last)
-            scaler.scale(loss_sum / targets.numel()).backward()
+            size = stepper.mean.add(count, targets, is_last)
+            with profiling.mark("backward"):
+                scaler.scale(loss_sum / size).backward()
         # The sums stay on the device and are reduced once per epoch: reading or reducing them at
         # every step would make the device, or every rank, wait.
         run.totals += torch.stack((loss_sum.detach().double(), count.double()))
@@ -215,8 +225,10 @@ def train(
     args, device, model = task.args, task.device, task.model
     averaged: dict[str, Any] = {}  # saved besides the network that is evaluated
     if average := recipe.build_average(model, args):
-        averaged = {"trained": model, "average": average}
+        averaged = {"trained": model}
         task = replace(task, model=average.module)
+    if args.strategy == "fsdp":
+        model = sharded.share(model, args.image_size, args.channels or 3)
     if args.compile:
         machine.compile_network(model)
     frozen = [weight for weight in backbone(model) if weight.requires_grad]
@@ -231,31 +243,36 @@ def train(
         save_every=args.save_every,
         score=BEST,
         flags={name: value for name, value in flags.items() if name not in NOT_SAVED},
-        model=task.model,
+        model=task.model if average else model,
         optimizer=optimizer,
         scheduler=scheduler,
         scaler=scaler,
         **averaged,
     )
     run.resume(state)
+    if average:
+        average.n_averaged.fill_(run.step)
     mean = gradients.Mean(device)
     recipe.freeze(frozen, run.epoch < args.freeze_backbone)
-    stepper = Stepper(
-        model, replicas.wrap(model, device), optimizer, scheduler, scaler, mean, average
-    )
-    report = Reporter(folder.path, device, args.epochs, run.epoch)
+    ddp_model = replicas.wrap(model, device, args.strategy)
+    stepper = Stepper(model, ddp_model, optimizer, scheduler, scaler, mean, average)
+    report = Reporter(folder.path, device, args.epochs, run.epoch, profile=args.profile)
     report.start(task.settings, train_loader, val_loader, vars(args))
+    report.catch_up(run.history)
     first = run.epoch
     with run.stoppable(), report:
-        while run.epoch < args.epochs and not run.is_over(args.patience):
+        while run.epoch < args.epochs and not recipe.is_over(run.history, BEST, args.patience):
             if run.epoch == args.freeze_backbone > first:
                 recipe.freeze(frozen, False)
-                stepper.ddp_model = replicas.wrap(model, device)  # DDP keeps to what it was given
+                # DDP keeps to what it was given.
+                stepper.ddp_model = replicas.wrap(model, device, args.strategy)
             train_loader.sampler.set_epoch(run.epoch, run.seen)
             train_loss = train_one_epoch(task, stepper, train_loader, report, run)
             speed = report.speed()
             replicas.sync(run.parts.values())
             run.save()  # whatever fails from here on costs no epoch
+            if args.strategy == "fsdp":
+                sharded.gather(model, task.model)
             results, found = evaluate(task, val_loader)
             lr = optimizer.param_groups[0]["lr"]
             is_best = run.end_epoch({"train_loss": train_loss, **results, "lr": lr, **speed})
@@ -265,16 +282,36 @@ def train(
             if is_best or (run.epoch == first + 1 and results[BEST] == run.best):
                 report.images(found)
     report.finish(BEST, run.best)
+    if args.overfit:
+        overfit.say_learnt(args.overfit, BEST, run.history)
 
 
-def set_up_machine(args: Namespace, device: torch.device) -> tuple[machine.Settings, Options]:
-    """Apply the flags for CPUs, memory and precision; return the settings and the loaders' options."""
-    batch_size = args.batch_size or loading.BATCH_SIZE  # at most
-    settings = machine.set_up(
-        *(device, args.workers, args.threads, args.pin_memory, args.amp),
-        bytes_per_worker=4 * (args.channels or 1) * args.prefetch * batch_size * args.image_size**2,
-    )
-    return settings, Options(settings.workers, args.prefetch, settings.pin_memory, args.seed)
+def find_batch_size(task: Task, train_loader: Loader, val_loader: Loader) -> None:
+    """Print the largest --batch-size with which training and validation fit into memory."""
+    args, device, model = task.args, task.device, task.model
+    optimizer, average = recipe.build_optimizer(model, args), recipe.build_average(model, args)
+
+    def try_step(size: int) -> None:
+        """Do what train_one_epoch and evaluate do; gradients stay in memory, as DDP's do."""
+        loaders = train_loader, val_loader
+        train, val = (probing.batch(part, size, device, task.format) for part in loaders)
+        images, targets = transform_batch(*train, args, len(task.classes))
+        recipe.set_training(model)
+        with machine.autocast(task.settings.amp, device):
+            outputs = model(images)
+        task.criterion(machine.to_float32(outputs), targets)[0].backward()
+        optimizer.step()
+        model.eval()
+        with torch.inference_mode(), machine.autocast(task.settings.amp, device):
+            infer(average or model, val[0], args)
+
+    size = probing.find_batch_size(try_step, device, train_loader.sampler.total // args.accumulate)
+    distributed.say(f"--batch-size {size}")
+
+
+def build_task(args: Namespace, device: torch.device, data: Data, model: nn.Module) -> Task:
+    criterion, metrics = build_criterion(args), build_metrics(data.classes).to(device)
+    return Task(args, data.settings, device, data.classes, model, criterion, metrics, data.format)
 
 
 def evaluate_checkpoint(args: Namespace, device: torch.device) -> None:
@@ -284,47 +321,37 @@ def evaluate_checkpoint(args: Namespace, device: torch.device) -> None:
     for name, value in vars(args).items():
         if value is OF_CHECKPOINT:
             setattr(args, name, getattr(flags, name))
-    settings, options = set_up_machine(args, device)
-    format = Format(args.value_range, args.max_megapixels, args.channels, args.mean, args.std)
-    _, val_set, classes = build_dataset(args.data, args.image_size, format)
-    checkpoint.check_classes(path, known_classes, classes)
-    val_loader = loading.build_val_loader(val_set, len(classes), args.batch_size, options)
-    metrics = build_metrics(classes).to(device)
-    task = Task(args, settings, device, classes, model, build_criterion(args), metrics, format)
-    results, found = evaluate(task, val_loader)
+    data = loaders.build_data(args, device)
+    checkpoint.check_classes(path, known_classes, data.classes)
+    val_loader = loaders.build_val_loader(data, args)
+    results, found = evaluate(build_task(args, device, data, model), val_loader)
     mistakes.report(found, args.output_dir)
     distributed.say(json.dumps({k: v if math.isfinite(v) else None for k, v in results.items()}))
 
 
 def train_or_resume(args: Namespace, device: torch.device) -> None:
     """Build loaders, network and metrics; train from the checkpoint to resume, or from scratch."""
-    settings, options = set_up_machine(args, device)
-    format = Format(args.value_range, args.max_megapixels, args.channels, args.mean, args.std)
-    train_set, val_set, classes = build_dataset(args.data, args.image_size, format)
-    args.batch_size = args.batch_size or loading.batch_size_for(len(train_set), args.accumulate)
-    train_loader = loading.build_train_loader(
-        train_set, len(classes), args.batch_size, args.accumulate, options
-    )
-    val_loader = loading.build_val_loader(val_set, len(classes), args.batch_size, options)
+    data = loaders.build_data(args, device)
+    train_loader = loaders.build_train_loader(data, args)
+    val_loader = loaders.build_val_loader(data, args)
     folder = RunFolder(args.output_dir, args.resume, args.keep)
-    state = folder.find_checkpoint()
+    state = None if args.find_batch_size else folder.find_checkpoint()
     if state:
-        checkpoint.check_flags(
-            state,
-            args,
-            (*NETWORK_FLAGS, "optimizer", "ema", "value_range", "mean", "std"),
-            build_parser(),
-        )
-        checkpoint.check_classes(state["path"], state["classes"], classes)
-    model = build_model(args, classes, weights=None if state else args.weights)
+        checkpoint.check_flags(state, args, (*NETWORK_FLAGS, *KEPT), build_parser())
+        checkpoint.check_classes(state["path"], state["classes"], data.classes)
+        args.weights = state["args"]["weights"]  # with which it began
+    model = build_model(args, data.classes, weights=None if state else args.weights)
     if state:
         checkpoint.load_weights(model, state)
-        if state["epoch"] >= args.epochs:
+        if state["epoch"] >= args.epochs and records.are_complete(folder.path, args.epochs):
             line = f"{state['path']}: {state['epoch']} epochs done, nothing left to do"
             return distributed.say(f"{line}; use --epochs N for more, --resume never to start over")
     model = model.to(device).to(memory_format=torch.channels_last)
-    metrics = build_metrics(classes).to(device)
-    task = Task(args, settings, device, classes, model, build_criterion(args), metrics, format)
+    if args.sync_bn:
+        model = replicas.sync_batchnorm(model, device)
+    task = build_task(args, device, data, model)
+    if args.find_batch_size:
+        return find_batch_size(task, train_loader, val_loader)
     train(task, train_loader, val_loader, folder, state)
 
 

@@ -1,8 +1,8 @@
 """The recipe: flags, optimizer, learning rate, averaged weights and frozen layers."""
 
 import math
-from argparse import Namespace, _ArgumentGroup
-from collections.abc import Iterable
+from argparse import ArgumentTypeError, Namespace, _ArgumentGroup
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -62,12 +62,16 @@ def decay(text: str) -> float:
     """Convert DECAY, a number of at least 0 and less than 1."""
     value = at_least(0, float)(text)
     if value >= 1:
-        at_least(0, float)("nan")
+        raise ArgumentTypeError(f"{text} is not less than 1")
     return value
 
 
 def set_defaults(args: Namespace) -> None:
     """Set --lr and --weight-decay, unless they are given, to the defaults of --optimizer."""
+    if args.strategy == "fsdp" and (args.ema or args.optimizer not in ("adamw", "sgd")):
+        raise UserError("--strategy fsdp: only with --optimizer adamw or sgd, and without --ema")
+    if args.strategy == "dp" and args.sync_bn:
+        raise UserError("--sync-bn: not with --strategy dp, whose GPUs have BatchNorm of their own")
     for name, value in DEFAULTS[args.optimizer].items():
         if getattr(args, name) is None:
             setattr(args, name, value)
@@ -87,6 +91,8 @@ def build_optimizer(model: nn.Module, args: Namespace) -> torch.optim.Optimizer:
         groups.append({"params": matrices, "lr": lr * factor, "weight_decay": args.weight_decay})
         groups.append({"params": others, "lr": lr * factor, "weight_decay": 0.0})
     if args.optimizer == "sgd":  # on CPUs its fused form takes twice the time
+        if args.nesterov and not args.momentum:
+            raise UserError("--nesterov needs --momentum above 0")
         return torch.optim.SGD(groups, lr, args.momentum, nesterov=args.nesterov)
     if args.optimizer == "adafactor":
         return torch.optim.Adafactor(groups, lr)
@@ -102,7 +108,7 @@ def build_scheduler(optimizer: torch.optim.Optimizer, args: Namespace, steps: in
 
     def factor(step: int) -> float:
         if args.schedule == "onecycle":  # Smith and Topin 2017, arXiv:1708.07120
-            return one_cycle(step / total)
+            return one_cycle(step, total)
         if step < warmup:
             return (step + 1) / (warmup + 1)
         share = min((step - warmup) / max(total - warmup, 1), 1)
@@ -117,14 +123,15 @@ def build_scheduler(optimizer: torch.optim.Optimizer, args: Namespace, steps: in
     return LambdaLR(optimizer, factor)
 
 
-def one_cycle(share: float) -> float:
-    """Return the factor after `share` of the steps: from 1/25 to 1 in 30 %, then to 4e-6, as cosines.
+def one_cycle(step: int, total: int) -> float:
+    """Return torch's OneCycleLR at `step` of `total`: cosines from 1/25 to 1 in 30 %, then to 4e-6.
 
-    Momentum stays constant.
+    Momentum stays as it is.
     """
-    low, high = (1 / 25, 1.0) if share < 0.3 else (4e-6, 1.0)
-    phase = share / 0.3 - 1 if share < 0.3 else min((share - 0.3) / 0.7, 1)
-    return low + (high - low) * 0.5 * (1 + math.cos(math.pi * phase))
+    top = 0.3 * total - 1
+    begin, share = (1 / 25, step / top) if step <= top else (4e-6, (step - top) / (total - 1 - top))
+    rise = share if step <= top else 1 - min(share, 1)
+    return begin + (1 - begin) * 0.5 * (1 - math.cos(math.pi * rise))
 
 
 def build_muon(model: nn.Module, groups: list[dict], lr: float) -> torch.optim.Optimizer:
@@ -203,3 +210,20 @@ def set_training(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.affine:
             module.train(module.weight.requires_grad)
+
+
+def is_over(history: Sequence[Mapping[str, float | str]], score: str, patience: int) -> bool:
+    """Return, and say, whether the last `patience` epochs brought no new best; never with 0.
+
+    The same on all ranks, because their metrics are.
+    """
+    best, since = -math.inf, 0
+    for row in history:
+        value = float(row.get(score, math.nan))
+        best, since = (value, 0) if value > best else (best, since + 1)
+    if not 0 < patience <= since:
+        return False
+    distributed.say(
+        f"--patience {patience}: no new best {score} in {since} epochs, so training ends"
+    )
+    return True

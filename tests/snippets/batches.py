@@ -2,6 +2,7 @@
 
 import random
 import zlib
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -26,10 +27,13 @@ class Noisy(torch.utils.data.Dataset):
         return (*self.data[index], torch.tensor(noise, dtype=torch.float64))
 
 
-def checksums(data: str) -> dict:
-    """For each epoch and each global batch of 8 a checksum for each sample, for several shapes."""
+def checksums(data: str, names: Sequence[str] = ()) -> dict:
+    """For each epoch and each global batch of 8 a checksum for each sample, for several shapes.
+
+    names: of --augment.
+    """
     distributed.setup()
-    train_set, _, classes = dataset.build_dataset(Path(data), 32)
+    train_set, _, classes = dataset.build_dataset(Path(data), 32, augment=names)
 
     def sums(ranks: int, batch_size: int, accumulate: int, workers: int) -> list:
         options = loading.Options(workers, prefetch=2, pin_memory=False, seed=3)

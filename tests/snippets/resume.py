@@ -118,3 +118,14 @@ def in_half_precision(data: str, folder: str, *words: object) -> dict:
         "bf16": result("bf16", "--amp", "bf16"),
         "off": result("off", "--amp", "off"),
     }
+
+
+def of_a_loss(data: str, folder: str, *words: object) -> list[str]:
+    """Whole, killed in the first epoch, and killed after its last step, before evaluation."""
+    result = Runs(data, folder, 2, list(words)).result
+    return [result("whole"), result("stop3", stop=3), result("stop6", stop=6)]
+
+
+def in_mid_epoch(data: str, folder: str, *words: object) -> dict:
+    result = Runs(data, folder, 2, list(words)).result
+    return {"whole": result("whole"), "stop": result("stop", "--save-every", 1, stop=2)}

@@ -24,6 +24,8 @@ data/                 from files to batches on the device
   prepared            what prepare_data.py writes: all images decoded, in one file
   mapped              that file, read
   shares              which share each class has: said before training
+  balance             classes of unequal size: counts, weights, balanced draws
+  overfit             --overfit: a few images, always in the same crops
   samples             a data set with seeded samples; says at which one a loader worker failed
   loading             who loads which sample; loader workers; normalization
 
@@ -35,6 +37,7 @@ run/                  one training run, its files and its reports
   checkpoint          the file format: plain types and a checksum
   pretrained          --weights
   sizes               which image sizes a network takes
+  sharded             --strategy fsdp: each rank trains a part of the weights
   progress            class Run: epoch, step and best score; saves and resumes them
   optimizers          optimizers and schedules in checkpoints
   metrics             torchmetrics over all ranks
@@ -42,6 +45,9 @@ run/                  one training run, its files and its reports
   predicting          images for predict.py, without those that cannot be read
   tiles               large images in overlapping tiles
   reporting           start lines, progress bar, metrics.csv, TensorBoard
+  records             metrics.csv, and a tracker if you add one
+  profiling           --profile: a trace of some steps
+  probing             --find-batch-size
   plots               curves.png and confusion.png
   gallery             images with predictions, examples.png and worst.png, and the legend
 

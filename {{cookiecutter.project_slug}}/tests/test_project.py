@@ -14,14 +14,14 @@ import torch
 import demo_set
 import main
 import model
-from dataset import build_dataset
+from dataset import AUGMENTATIONS, build_dataset
 from engine.data import loading
 from engine.ranks import distributed
 
 ROOT = Path(__file__).resolve().parent.parent
 # 37 pictures fill no batch evenly, 11 come out evenly on no number of ranks.
 TRAIN, VAL, EPOCHS = 37, 11, 2
-FLAGS = ["--image-size", "64", "--batch-size", "4", "--workers", "1"]
+FLAGS = ["--image-size", "64", "--batch-size", "4", "--workers", "1", "--weights", "none"]
 
 
 @pytest.fixture(scope="session")
@@ -98,7 +98,7 @@ def test_loader_workers_change_no_sample(data: Path) -> None:
     batches = []
     for workers in (0, 2):
         args = main.parse_args(["--data", str(data), *FLAGS, "--workers", str(workers)])
-        train_set, _, classes = build_dataset(args.data, args.image_size)
+        train_set, _, classes = build_dataset(args.data, args.image_size, augment=[*AUGMENTATIONS])
         options = loading.Options(workers, args.prefetch, pin_memory=False, seed=args.seed)
         loader = loading.build_train_loader(
             train_set, len(classes), args.batch_size, args.accumulate, options

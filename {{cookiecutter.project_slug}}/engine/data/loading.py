@@ -13,7 +13,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Sampler, default_collate
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-from engine.data import seeding
+from engine.data import balance, seeding
+from engine.data.balance import Counts
 from engine.data.images import DEFAULT_FORMAT, Format
 from engine.data.samples import KeyedDataset, MapDataset
 from engine.errors import UserError
@@ -33,16 +34,21 @@ class Options:
 
 
 class TrainSampler(Sampler[tuple[int, int]]):
-    """This rank's share of each global batch, as (epoch, index), reshuffled every epoch.
+    """This rank's share of each global batch, as (epoch, draw), reshuffled every epoch.
 
-    Samples that do not fill a global batch are left out, so all ranks take the same number of
-    steps.
+    A draw is the index of a sample; the sample's n-th repeat within an epoch adds n x total to it.
+    Draws that do not fill a global batch are left out, so all ranks take the same number of steps.
+
+    counts: of the samples' classes, each of which is drawn equally often; None: each sample once.
     """
 
-    def __init__(self, total: int, global_batch: int, seed: int) -> None:
+    def __init__(
+        self, total: int, global_batch: int, seed: int, counts: Counts | None = None
+    ) -> None:
         self.total = total
         self.global_batch = global_batch
         self.seed = seed
+        self.counts = counts
         self.set_epoch(0)
 
     def set_epoch(self, epoch: int, seen: int = 0) -> None:
@@ -50,6 +56,12 @@ class TrainSampler(Sampler[tuple[int, int]]):
         self.epoch = epoch
         left = self.total - seen
         self.span = slice(seen, self.total - left % self.global_batch)
+
+    @property
+    def order(self) -> dict[str, int | str]:
+        """What the order depends on in addition to the epoch; checkpoints have it."""
+        sampler = f"balanced {self.counts.fingerprint()}" if self.counts else "shuffle"
+        return {"images": self.total, "seed": self.seed, "sampler": sampler}
 
     @property
     def steps(self) -> int:
@@ -61,9 +73,12 @@ class TrainSampler(Sampler[tuple[int, int]]):
 
     def __iter__(self) -> Iterator[tuple[int, int]]:
         generator = torch.Generator().manual_seed(seeding.number(self.seed, self.epoch))
-        order = torch.randperm(self.total, generator=generator)[self.span]
-        mine = order[distributed.rank() :: distributed.world_size()]
-        return ((self.epoch, index) for index in mine.tolist())
+        if self.counts:
+            order = balance.draw(self.counts, self.total, generator)
+        else:
+            order = torch.randperm(self.total, generator=generator)
+        mine = order[self.span][distributed.rank() :: distributed.world_size()]
+        return ((self.epoch, draw) for draw in mine.tolist())
 
 
 class Loader(DataLoader):
@@ -100,9 +115,17 @@ def batch_size_for(total: int, accumulate: int) -> int:
 
 
 def build_train_loader(
-    dataset: MapDataset, num_classes: int, batch_size: int, accumulate: int, options: Options
+    dataset: MapDataset,
+    num_classes: int,
+    batch_size: int,
+    accumulate: int,
+    options: Options,
+    *,
+    counts: Counts | None = None,
 ) -> Loader:
     """Return this rank's loader of (images, targets) batches for training.
+
+    counts: as of TrainSampler.
 
     What is in an optimizer step's global batch, pixel by pixel, depends on the seed, the epoch and
     the size of the global batch, not on the number of ranks, passes and loader workers.
@@ -115,7 +138,9 @@ def build_train_loader(
             f"more than the {total} training images: lower one of them, or add images"
         )
     keyed = KeyedDataset(dataset, num_classes, options.seed, options.workers, is_any_size=False)
-    sampler = TrainSampler(total, global_batch, options.seed)
+    sampler = TrainSampler(total, global_batch, options.seed, counts)
+    if counts:
+        balance.say_balanced(counts, total)
     worker_options = _worker_options(options)
     return Loader(keyed, batch_size, sampler=sampler, collate_fn=collate, **worker_options)
 

@@ -47,7 +47,9 @@ class Packed(Sequence):
 
 
 class KeyedDataset(Dataset):
-    """`dataset`, whose random numbers for a sample depend on seed, epoch and index alone.
+    """`dataset`, whose random numbers for a sample depend on seed, epoch and draw alone.
+
+    A draw is the sample's index, plus a multiple of len(dataset) if it comes again in an epoch.
 
     An error names the sample: one that `dataset` raises, one of a loader worker that dies or
     hangs, and that of an integer label which is not in 0..num_classes - 1.
@@ -70,10 +72,11 @@ class KeyedDataset(Dataset):
         return len(self.dataset)
 
     def __getitem__(self, key: tuple[int, int]) -> tuple:
-        # The epoch comes with the index: persistent workers would keep an attribute as it was.
-        epoch, index = key
+        # The epoch comes with the draw: persistent workers would keep an attribute as it was.
+        epoch, draw = key
+        index = draw % len(self.dataset)
         self.note(index + 1)
-        seeding.seed(self.seed, epoch, index)
+        seeding.seed(self.seed, epoch, draw)
         try:
             sample = self.dataset[index]
             self.check_label(index, sample[1])
@@ -119,7 +122,8 @@ class KeyedDataset(Dataset):
             self.reading[2 * worker.id : 2 * worker.id + 2] = os.getpid(), sample
 
     def name(self, index: int) -> str:
-        """Name a sample, with its file if that is known."""
+        """Name a sample, by its index or a draw, with its file if that is known."""
+        index %= len(self.dataset)
         path = self.path(index)
         return f"sample {index}" + (f", {path}" if path else "")
 

@@ -61,7 +61,8 @@ def say_pixels(classes: Sequence[str], train: Pixels, val: Pixels, void: int) ->
     """Print the share of the pixels that each class has; warn of classes without any."""
     parts = {"training": train, "validation": val}
     known = [part.counts[: len(classes)] for part in parts.values()]
-    texts = [[percent(n, counts.sum()) for n in counts] for counts in known]
+    each = [[percent(n, counts.sum()) for n in counts] for counts in known]
+    texts = [f"{share} ({other})" for share, other in zip(*each, strict=True)]
     if any(part.counts[void] for part in parts.values()):
         voids = [percent(part.counts[void], part.counts.sum()) for part in parts.values()]
         tail = f"; void {voids[0]} ({voids[1]})"
@@ -85,19 +86,19 @@ def say_images(classes: Sequence[str], train: Sequence[int], val: Sequence[int])
         if not set(counted) <= set(range(len(classes))):
             return
         counts.append(np.array([counted[number] for number in range(len(classes))]))
-    texts = [[str(n) for n in each] for each in counts]
+    texts = [f"{n} ({other})" for n, other in zip(*counts, strict=True)]
     say_line("images for training (validation)", classes, counts[0], texts)
     for kind, each in zip(("training", "validation"), counts, strict=True):
         warn(classes, each, f"none of the {kind} images")
 
 
 def say_line(
-    head: str, classes: Sequence[str], sizes: np.ndarray, texts: list[list[str]], tail: str = ""
+    head: str, classes: Sequence[str], sizes: np.ndarray, texts: Sequence[str], tail: str = ""
 ) -> None:
     """Print all classes in their order, or the three largest and smallest of many."""
 
     def listed(numbers: Iterable[int]) -> str:
-        return ", ".join(f"{classes[n]} {texts[0][n]} ({texts[1][n]})" for n in numbers)
+        return ", ".join(f"{classes[n]} {texts[n]}" for n in numbers)
 
     if len(classes) <= ALL_NAMED:
         return distributed.say(f"classes, {head}: {listed(range(len(classes)))}{tail}")

@@ -36,7 +36,7 @@ def naming(
     try:
         yield
     except Exception as error:
-        if not (memory := _lacking_memory(error)):
+        if not (memory := lacking_memory(error)):
             raise
         names = shorten([name(int(index)) for index in indices])
         raise OutOfMemory(f"{names}: out of {memory}; {remedy}") from None
@@ -111,7 +111,7 @@ def _disk_full(error: Exception) -> UserError | None:
 
 
 def _out_of_memory(error: Exception) -> UserError | None:
-    if not (memory := _lacking_memory(error)):
+    if not (memory := lacking_memory(error)):
         return None
     return UserError(
         f"rank {distributed.rank()} is out of {memory}: lower --batch-size (--accumulate keeps the "
@@ -119,7 +119,7 @@ def _out_of_memory(error: Exception) -> UserError | None:
     )
 
 
-def _lacking_memory(error: Exception) -> str | None:
+def lacking_memory(error: Exception) -> str | None:
     """Return the kind of memory, and how much was asked for, if `error` is for want of it."""
     text = str(error)
     on_gpu = isinstance(error, torch.OutOfMemoryError) or "_ALLOC_FAILED" in text  # cuDNN's

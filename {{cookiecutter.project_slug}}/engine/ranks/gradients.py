@@ -20,11 +20,18 @@ class Mean:
         self.count = torch.zeros((), dtype=torch.float64, device=device)
         self.pending: distributed.Pending | None = None
 
-    def add(self, count: Tensor, size: int, is_last: bool) -> None:
-        """Add the count of a pass, a scalar, in units of `size`; call it before backward()."""
-        self.count += count / size
+    def add(self, count: Tensor, targets: Tensor, is_last: bool) -> int:
+        """Add the count of a pass, a scalar; return the size. Call it before backward().
+
+        The size is the number of targets, of which those with a share for each class,
+        floating-point (N, classes, ...), are one each.
+        """
+        has_shares = targets.is_floating_point() and targets.ndim > 1
+        size = targets.numel() // (targets.shape[1] if has_shares else 1)
+        self.count += count.double() / size
         if is_last:
             self.pending = distributed.start_sum(self.count)
+        return size
 
     def finish(self, weights: Iterable[Tensor]) -> None:
         """Divide the gradients of `weights`, which DDP has averaged over the ranks; start anew."""

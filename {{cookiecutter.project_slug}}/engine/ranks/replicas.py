@@ -1,29 +1,43 @@
-"""The ranks' copies of the network: what keeps them equal, and checks that they are."""
+"""The network on all ranks: what keeps its copies equal, and checks that they are."""
 
 import contextlib
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 
 from engine.errors import UserError, shorten
 from engine.ranks import distributed
 
-Wrapped = DistributedDataParallel  # what main.py calls ddp_model
+Wrapped = nn.Module  # what main.py calls ddp_model
 _wrapped: list[nn.Module] = []  # the networks that `wrap` got, for `explain`
 
 
 def wrap(
-    model: nn.Module, device: torch.device, find_unused_parameters: bool = False
-) -> DistributedDataParallel:
+    model: nn.Module,
+    device: torch.device,
+    strategy: str = "ddp",
+    find_unused_parameters: bool = False,
+) -> Wrapped:
     """Return `model` in DistributedDataParallel: its gradients become the mean over the ranks.
 
     Each rank keeps its own buffers until `sync_buffers`, which saves a collective per pass.
+
+    strategy: "ddp"; "fsdp" for a network of sharded.share, which is returned as it is; or "dp", for
+        DataParallel on all GPUs of a single process.
     find_unused_parameters: whether some steps may leave some weights out; slower.
     """
+    if strategy == "fsdp":
+        return model
+    if strategy == "dp":
+        if distributed.world_size() > 1:
+            raise UserError("--strategy dp: one process uses all GPUs; start python main.py")
+        return DataParallel(model)
     ddp_model = DistributedDataParallel(
         model,
         [device] if device.type == "cuda" else None,
@@ -44,9 +58,18 @@ def wrap(
     return ddp_model
 
 
-def no_sync(ddp_model: DistributedDataParallel) -> contextlib.AbstractContextManager[None]:
-    """Return a context in which backward() adds to this rank's gradients without averaging them."""
-    return ddp_model.no_sync()
+@contextlib.contextmanager
+def no_sync(ddp_model: Wrapped) -> Iterator[None]:
+    """Within the block backward() adds to this rank's gradients without averaging them."""
+    if isinstance(ddp_model, FSDPModule):
+        ddp_model.set_requires_gradient_sync(False)
+        yield
+        ddp_model.set_requires_gradient_sync(True)
+    elif isinstance(ddp_model, DistributedDataParallel):
+        with ddp_model.no_sync():
+            yield
+    else:
+        yield
 
 
 def _settle_buckets(ddp_model: DistributedDataParallel, args: tuple, kwargs: dict) -> None:
@@ -86,6 +109,13 @@ def explain(error: Exception) -> UserError | None:
     )
 
 
+def sync_batchnorm(model: nn.Module, device: torch.device) -> nn.Module:
+    """Return `model` with BatchNorm over the images of all ranks; its checkpoints stay the same."""
+    if device.type == "cpu":
+        raise UserError("--sync-bn: torch has it on GPUs only; omit the flag")
+    return nn.SyncBatchNorm.convert_sync_batchnorm(model)
+
+
 def sync(parts: Iterable[object]) -> None:
     """Give each rank rank 0's buffers of all networks among `parts`, and check their weights."""
     for part in parts:
@@ -106,9 +136,12 @@ def sync_buffers(model: nn.Module) -> None:
 def check_same(model: nn.Module) -> None:
     """Raise a UserError on all ranks unless each weight has the same checksum on all.
 
-    They drift apart silently if a forward pass bypasses the DDP wrapper.
+    They drift apart silently if a forward pass bypasses the DDP wrapper. Shared weights cannot.
     """
     state = {name: t for name, t in model.state_dict().items() if isinstance(t, Tensor)}
+    state = {name: t for name, t in state.items() if not isinstance(t, DTensor)}
+    if not state:
+        return
     # Sums of bytes are exact in any order, so they cannot differ by rounding.
     sums = torch.stack(
         [t.flatten().view(torch.uint8).sum(dtype=torch.int64) for t in state.values()]

@@ -4,7 +4,7 @@ import argparse
 import math
 import re
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import NoReturn
 
 from engine.errors import UserError
@@ -142,12 +142,43 @@ def numbers(text: str) -> tuple[float, ...]:
     return values
 
 
+def class_weights(text: str) -> str | tuple[float, ...]:
+    """Convert A,B,... to numbers of at least 0; other text, such as a file's name, stays."""
+    try:
+        values = numbers(text)
+    except argparse.ArgumentTypeError:
+        return text
+    if min(values) < 0 or not any(values):
+        raise argparse.ArgumentTypeError(f"{text}: expected numbers of 0 or more, not all 0")
+    return values
+
+
+def below_one(text: str) -> float:
+    """Convert a number of at least 0 and less than 1."""
+    value = at_least(0, float)(text)
+    if value >= 1:
+        raise argparse.ArgumentTypeError(f"{text} is not less than 1")
+    return value
+
+
 def deviations(text: str) -> tuple[float, ...]:
     """Convert A,B,... to finite numbers above 0."""
     values = numbers(text)
     if min(values) <= 0:
         raise argparse.ArgumentTypeError(f"{text}: expected numbers above 0")
     return values
+
+
+def some_of(known: Collection[str]) -> Callable[[str], list[str]]:
+    """Return an argparse type: NAME,NAME,... of `known`."""
+
+    def names(text: str) -> list[str]:
+        found = [name for name in text.split(",") if name]
+        if unknown := [name for name in found if name not in known]:
+            raise argparse.ArgumentTypeError(f"{unknown[0]} is none of {', '.join(known)}")
+        return found
+
+    return names
 
 
 def at_least(low: float, kind: type[int] | type[float] = int) -> Callable[[str], float]:

@@ -24,10 +24,12 @@ OWN_FILES = (
     "best.pt",
     "best-*.pt",
     "metrics.csv",
+    "tracker.json",
     "args.json",
     "curves.png",
     *IMAGES,
     "events.out.tfevents.*",
+    "profile/*.pt.trace.json",
 )
 KEYS = (  # what a checkpoint has to contain
     *("model", "optimizer", "scheduler", "layout", "epoch", "step", "seen", "totals", "images"),

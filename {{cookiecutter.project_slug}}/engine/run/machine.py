@@ -1,7 +1,10 @@
 """What this machine has, and the settings that follow from it."""
 
+import contextlib
+import functools
 import math
 import os
+import re
 import shlex
 import shutil
 import warnings
@@ -52,7 +55,7 @@ def set_up(
     threads = default_threads(cuda) if threads is None else threads
     if pin_memory is None:
         size = bytes_per_worker * workers * distributed.local_world_size()
-        pin_memory = size < _free_memory() / 4
+        pin_memory = size < free_memory() / 4
     if amp == "auto":
         has_bf16 = cuda and torch.cuda.is_bf16_supported(including_emulation=False)
         amp = "bf16" if has_bf16 else "fp16" if cuda else "off"
@@ -79,18 +82,40 @@ def autocast(amp: str, device: torch.device) -> torch.autocast:
     return torch.autocast(device.type, dtype, enabled=amp != "off")
 
 
+@functools.cache
+def constant(values: tuple[float, ...], device: torch.device) -> Tensor:
+    """Return `values` as float32 on `device`; a copy to it at every step would wait for it."""
+    with torch.inference_mode(False):  # a resumed run may evaluate before it trains
+        return torch.tensor(values, device=device)
+
+
 def to_float32(outputs: Outputs) -> Outputs:
     """Return a network's `outputs`, a tensor or tuples and dicts of them, in float32."""
     return tree_map_only(Tensor, lambda x: x.float() if x.is_floating_point() else x, outputs)
 
 
-def _free_memory() -> float:
-    """Return the free memory of this machine in bytes; infinity if it is unknown."""
-    try:
+def free_memory() -> float:
+    """Return the memory in bytes that is free for this process; infinity if it is unknown."""
+    found = [math.inf]
+    with contextlib.suppress(OSError):
         lines = Path("/proc/meminfo").read_text().splitlines()
-    except OSError:
-        return math.inf
-    return next((1024 * int(s.split()[1]) for s in lines if s.startswith("MemAvail")), math.inf)
+        found += [1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvail")]
+    for folder in _cgroups(""):
+        found += _left(folder, "memory.max", "memory.current", "")
+    for folder in _cgroups("memory"):
+        found += _left(folder, "memory.limit_in_bytes", "memory.usage_in_bytes", "total_")
+    return min(found)
+
+
+def _left(folder: Path, limit: str, used: str, prefix: str) -> list[int]:
+    """Return what a cgroup's memory limit leaves, its file cache included; [] without a limit."""
+    try:
+        pairs = [line.split() for line in (folder / "memory.stat").read_text().splitlines()]
+        cache = [int(n) for name, n in pairs if re.fullmatch(f"{prefix}(in)?active_file", name)]
+        limit, used = ((folder / name).read_text() for name in (limit, used))
+        return [int(limit) - int(used) + sum(cache)]
+    except (OSError, ValueError):
+        return []
 
 
 def cpus() -> int:
@@ -102,23 +127,28 @@ def cpus() -> int:
 
 def _quota() -> float:
     """Return the CPUs that the cgroups (v2) of this process allow; infinity without a limit."""
+    found = [math.inf]
+    for folder in _cgroups(""):
+        with contextlib.suppress(OSError, ValueError):  # no limit, which is "max"
+            quota, period = (folder / "cpu.max").read_text().split()
+            found.append(int(quota) / int(period))
+    return min(found)
+
+
+def _cgroups(controller: str) -> list[Path]:
+    """Return the folders of this process's cgroup and of its parents.
+
+    controller: "" for those of v2, a name for those of v1.
+    """
     try:
         lines = Path("/proc/self/cgroup").read_text().splitlines()
     except OSError:
-        return math.inf
-    path = next((line[3:] for line in lines if line.startswith("0::")), "/")
-    here = CGROUPS / path.lstrip("/")
-    found = [math.inf]
-    # In a container, `path` is often the host's, and the container's own cgroup is the root.
-    for folder in (here, *here.parents):
-        try:
-            quota, period = (folder / "cpu.max").read_text().split()
-            found.append(int(quota) / int(period))
-        except (OSError, ValueError):  # no limit, which is "max"
-            pass
-        if folder == CGROUPS:
-            break
-    return min(found)
+        return []
+    paths = [path for _, name, path in (line.split(":", 2) for line in lines) if name == controller]
+    # In a container, the path is often the host's, and the container's own cgroup is the root.
+    root = CGROUPS / controller
+    here = root / (paths or ["/"])[0].lstrip("/")
+    return [folder for folder in (here, *here.parents) if folder.is_relative_to(root)]
 
 
 def default_threads(cuda: bool) -> int:

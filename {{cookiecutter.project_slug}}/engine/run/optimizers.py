@@ -10,6 +10,7 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from engine.errors import UserError
 from engine.ranks import distributed
+from engine.run import sharded
 from engine.run.checkpoint import State
 
 Layout = dict[str, list]
@@ -120,7 +121,10 @@ def load_states(
             continue
         if state.get(name):  # a GradScaler that is off has an empty one
             try:
-                part.load_state_dict({**state[name], **by_flags.get(name, {})})
+                saved = state[name]
+                if isinstance(part, Optimizer):
+                    saved = sharded.distribute(saved, part)
+                part.load_state_dict({**saved, **by_flags.get(name, {})})
             except (LookupError, RuntimeError, TypeError, ValueError) as error:
                 reason = " ".join(str(error).split())[:200]
                 raise UserError(f"{path}: does not fit {name} ({reason})") from None

@@ -16,8 +16,8 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from engine.data import loading
 from engine.data.loading import Loader
 from engine.errors import UserError
-from engine.ranks import distributed, replicas, stopping
-from engine.run import checkpoint, optimizers, palette
+from engine.ranks import distributed, stopping
+from engine.run import checkpoint, optimizers, palette, sharded
 from engine.run.checkpoint import State
 from engine.run.folder import KEYS, RunFolder
 from engine.run.optimizers import Stateful
@@ -56,7 +56,7 @@ class Run:
         that decides which weights are the best. flags: saved with each checkpoint.
         more: further parts with a state_dict and a load_state_dict, by name.
         """
-        if taken := more.keys() & {*KEYS}:
+        if taken := more.keys() & {*KEYS, "sampler"}:
             raise ValueError(f"{taken}: checkpoints already have an entry of that name")
         self.folder = folder
         self.sampler = train_loader.sampler
@@ -110,8 +110,9 @@ class Run:
         self.history = list(state["history"])
         if not state["seen"]:
             return
-        if (state["images"], state["seed"]) != (self.sampler.total, self.sampler.seed):
-            distributed.say("the images or --seed have changed: the epoch starts over")
+        order = {"sampler": "shuffle", **state}  # older checkpoints do not know it
+        if any(order[name] != value for name, value in self.sampler.order.items()):
+            distributed.say("the images, --seed or --sampler have changed: the epoch starts over")
             return
         self.seen = state["seen"]
         totals = torch.tensor(state["totals"], dtype=torch.float64, device=self.totals.device)
@@ -192,24 +193,6 @@ class Run:
         self.best = max(self.best, score)
         return is_best
 
-    def is_over(self, patience: int) -> bool:
-        """Return whether the last `patience` epochs brought no new best; never with 0.
-
-        The same on all ranks, because their metrics are.
-        """
-        best, since = -math.inf, 0
-        for row in self.history:
-            score = float(row.get(self.score, math.nan))
-            best, since = (score, 0) if score > best else (best, since + 1)
-        return 0 < patience <= since
-
-    def sync_networks(self) -> None:
-        """Give all ranks rank 0's buffers; raise a UserError if a weight differs between ranks."""
-        for part in self.parts.values():
-            if isinstance(part, nn.Module):
-                replicas.sync_buffers(part)
-                replicas.check_same(part)
-
     def save(self, is_best: bool = False) -> None:
         """Write a checkpoint, on rank 0; every rank has to call it.
 
@@ -220,7 +203,7 @@ class Run:
         for name, weight in self.model.named_parameters():
             if not weight.isfinite().all():
                 raise UserError(f"{name} became NaN or inf at {self}: {self._remedy()}")
-        states: State = {name: part.state_dict() for name, part in self.parts.items()}
+        states: State = {n: sharded.whole(part.state_dict()) for n, part in self.parts.items()}
         for name, part in self.parts.items():
             if not isinstance(part, nn.Module):  # such as a rate from np.cos
                 states[name] = tree_map_only(np.generic, lambda x: x.item(), states[name])
@@ -231,8 +214,7 @@ class Run:
             "step": self.step,
             "seen": self.seen,
             "totals": totals.tolist(),
-            "images": self.sampler.total,
-            "seed": self.sampler.seed,
+            **self.sampler.order,
             "global_batch": self.global_batch,
             "best": self.best,
             "best_of": self.best_of,

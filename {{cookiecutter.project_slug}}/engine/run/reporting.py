@@ -4,14 +4,13 @@ Only rank 0 prints and writes; on the other ranks every method returns at once.
 """
 
 import contextlib
-import csv
 import json
 import math
 import os
 import platform
 import subprocess
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
@@ -25,7 +24,7 @@ from engine import files
 from engine.data import images
 from engine.data.loading import Loader
 from engine.ranks import distributed
-from engine.run import machine
+from engine.run import machine, profiling, records
 from engine.run.folder import IMAGES
 from engine.run.mistakes import Mistakes
 
@@ -37,14 +36,27 @@ if TYPE_CHECKING:
 
 
 class Reporter:
-    def __init__(self, folder: Path, device: torch.device, epochs: int, finished: int) -> None:
-        """Open TensorBoard's log in `folder`; entries after the `finished` epochs are dropped."""
+    def __init__(
+        self,
+        folder: Path,
+        device: torch.device,
+        epochs: int,
+        finished: int,
+        *,
+        profile: int = 0,
+    ) -> None:
+        """Open TensorBoard's log in `folder`; entries after the `finished` epochs are dropped.
+
+        profile: how many steps of the first epoch to trace.
+        """
         self.folder = folder
         self.device = device
         self.epochs = epochs
         self.active = distributed.is_rank_zero()
         self.bar = tqdm(disable=True)
         self.workers = 0
+        self.profile = profile if self.active else 0
+        self.tracker: records.Tracker | None = None
         if not self.active:
             return
         # Imported here, like matplotlib below: it takes seconds, and other ranks do not need it.
@@ -126,8 +138,12 @@ class Reporter:
             disable=None if self.active else True,
         )
         self.waited, self.count = 0.0, 0
+        batches: Iterable = loader
+        if self.profile and len(loader):
+            batches = profiling.traced(loader, self.profile, self.folder / "profile", self.device)
+            self.profile = 0
         requested = time.monotonic()
-        for batch in loader:
+        for batch in batches:
             self.waited += time.monotonic() - requested
             self.count += per_pass
             yield batch
@@ -163,16 +179,7 @@ class Reporter:
         from engine.run import plots
 
         row = rows[-1]
-        columns = dict.fromkeys(name for row in rows for name in row)
-        path = self.folder / "metrics.csv"
-        with files.writing(path) as tmp_path, open(tmp_path, "w", encoding="utf-8") as file:
-            table = csv.DictWriter(file, columns, lineterminator="\n")
-            table.writeheader()
-            table.writerows(rows)
-        numbers = {name: value for name, value in row.items() if isinstance(value, int | float)}
-        for name, value in numbers.items():
-            self.board.add_scalar(name, value, numbers["epoch"])
-        self.board.flush()
+        numbers = self.record(rows)
         epoch = int(numbers["epoch"])
         left = (self.epochs - epoch) * (time.monotonic() - self.began)
         shown = "  ".join(f"{k} {v:.4g}" for k, v in numbers.items() if k not in ("epoch", "step"))
@@ -181,7 +188,31 @@ class Reporter:
         wait, seconds = numbers["data_wait"], numbers["train_seconds"]
         if wait >= INPUT_BOUND and wait * seconds > 1:
             self.say_input_bound(wait, seconds)
+        if self.tracker:
+            self.tracker.update(rows)
         plots.draw_curves(self.folder / "curves.png", rows)
+
+    def record(self, rows: Sequence["Row"]) -> dict[str, float]:
+        """Write metrics.csv, and the numbers of the last row to TensorBoard; return those."""
+        records.write_table(self.folder, rows)
+        numbers = {k: value for k, value in rows[-1].items() if isinstance(value, int | float)}
+        for name, value in numbers.items():
+            self.board.add_scalar(name, value, numbers["epoch"])
+        self.board.flush()
+        return numbers
+
+    def catch_up(self, rows: Sequence["Row"], tracker: records.Start | None = None) -> None:
+        """Record the rows that a run had saved when it was killed; start the tracker, if any."""
+        if not self.active:
+            return
+        from engine.run import plots
+
+        for epoch in range(records.count(self.folder) + 1, len(rows) + 1):
+            self.record(rows[:epoch])
+            plots.draw_curves(self.folder / "curves.png", rows[:epoch])
+        if tracker:
+            self.tracker = records.Tracker(self.folder, tracker, len(rows))
+            self.tracker.update(rows)
 
     def say_input_bound(self, wait: float, seconds: float) -> None:
         """Print how much time training spends waiting for images, and what helps."""

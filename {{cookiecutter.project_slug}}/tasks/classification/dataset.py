@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset
-from torchvision.transforms import RandomResizedCrop
+from torchvision.transforms import RandomResizedCrop, v2
+from torchvision.transforms.v2 import InterpolationMode as Mode
 from torchvision.transforms.v2 import functional as F
 
 from engine.data import images, listing, lists, prepared, shares
@@ -19,31 +20,83 @@ from engine.data.images import DEFAULT_FORMAT, Format, LazyImage, open_image
 from engine.data.samples import Packed
 from engine.errors import UserError, shorten
 from engine.ranks import distributed
+from engine.run.flags import at_least, some_of
 
 IMAGE_SIZE = 224  # pixels; what the network sees, unless --image-size says otherwise
 SHORT_SIDE = 256  # pixels; of what prepare_data.py stores, unless --short-side says otherwise
+AUGMENTATIONS = {  # the names that --augment takes; add yours
+    "trivial": v2.TrivialAugmentWide(interpolation=Mode.BILINEAR),  # arXiv:2103.10158
+    "rand": v2.RandAugment(interpolation=Mode.BILINEAR),  # arXiv:1909.13719
+    "color": v2.ColorJitter(brightness=0.4, contrast=0.4, saturation=0.4),
+    "grey": v2.RandomGrayscale(p=0.1),
+    "rotation": v2.RandomRotation(30, Mode.BILINEAR),  # degrees
+    "vflip": v2.RandomVerticalFlip(),
+    "erasing": v2.RandomErasing(p=0.25),  # arXiv:1708.04896; in black
+}
+OF_COLORS = {"trivial", "rand", "color", "grey"}  # those that take 1 or 3 channels only
 
 
-def train_transform(image: LazyImage, size: int) -> Tensor:
+def train_transform(image: LazyImage, size: int, augment: v2.Transform | None = None) -> Tensor:
     """Augment: an image of any size -> uint8 (3, size, size). Edit it here.
 
-    The image is decoded no larger than the result needs. Put further augmentation here as well, on
+    The image is decoded no larger than the result needs. `augment` is what --augment names, on
     uint8 (with --channels: float32, 0 to 1); images are normalised on the device.
     """
     shape = torch.empty(3, image.height, image.width, device="meta")  # no pixels yet
     box = RandomResizedCrop.get_params(shape, scale=[0.25, 1.0], ratio=[3 / 4, 4 / 3])
     pixels = image.read(box, (size, size))
-    return F.horizontal_flip(pixels) if torch.rand(()) < 0.5 else pixels
+    pixels = F.horizontal_flip(pixels) if torch.rand(()) < 0.5 else pixels
+    return augment(pixels) if augment else pixels
 
 
 def add_arguments(group: _ArgumentGroup) -> None:
-    """Add the flags for augmentation."""
+    names, alpha = ", ".join(AUGMENTATIONS), at_least(0, float)
+    add = group.add_argument
+    add(
+        "--augment",
+        metavar="NAME,...",
+        type=some_of(AUGMENTATIONS),
+        default=[],
+        help=f"of training images, in the order given: {names}",
+    )
+    add(
+        "--mixup",
+        metavar="ALPHA",
+        type=alpha,
+        default=0.0,
+        help="mix pairs of images, and their labels, by a share from Beta(ALPHA, ALPHA); 0: off",
+    )
+    add(
+        "--cutmix",
+        metavar="ALPHA",
+        type=alpha,
+        default=0.0,
+        help="paste a box of one image, of such a share, into another; 0: off; with --mixup each "
+        "batch gets one of both",
+    )
+
+
+def build_augment(names: Sequence[str], format: Format) -> v2.Transform | None:
+    """Return what applies the AUGMENTATIONS `names`, in that order; None if there are none."""
+    if format.channels not in (None, 1, 3) and (refused := OF_COLORS.intersection(names)):
+        raise UserError(
+            f"--augment {min(refused)}: takes 1 or 3 channels, not --channels {format.channels}"
+        )
+    return v2.Compose([AUGMENTATIONS[name] for name in names]) if names else None
 
 
 def transform_batch(
     images: Tensor, targets: Tensor, args: Namespace, num_classes: int
 ) -> tuple[Tensor, Tensor]:
-    """Augment a training batch on its device, where images are float32 and normalised."""
+    """Augment a training batch on its device, where images are float32 and normalised.
+
+    With --mixup or --cutmix targets become float32 (N, classes): the share of each class.
+    """
+    kinds = (v2.MixUp, args.mixup), (v2.CutMix, args.cutmix)
+    mixes = [mix(alpha=alpha, num_classes=num_classes) for mix, alpha in kinds if alpha]
+    if mixes:
+        images, targets = v2.RandomChoice(mixes)(images, targets)
+        images = images.contiguous(memory_format=torch.channels_last)  # which MixUp loses on GPUs
     return images, targets
 
 
@@ -81,19 +134,29 @@ class ImageDataset(Dataset):
         """Return what prepare_data.py stores of a sample."""
         return (open_image(self.samples[index][0], self.format),)
 
+    def count_labels(self, index: int) -> dict[int, int]:
+        """Return how often each class occurs in a sample, for --class-weights auto and others."""
+        return {self.samples[index][1]: 1}
+
+    def label_sources(self) -> list[str]:
+        """Return the files that `count_labels` reads."""
+        return []
+
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
         (image,) = self.prepared[index] if self.prepared else self.open(index)
         return self.transform(image), self.samples[index][1]
 
 
 def build_dataset(
-    data: Path, image_size: int, format: Format = DEFAULT_FORMAT
+    data: Path, image_size: int, format: Format = DEFAULT_FORMAT, augment: Sequence[str] = ()
 ) -> tuple[ImageDataset, ImageDataset, list[str]]:
     """Return the training set, the validation set and the class names of the folder `data`.
 
     image_size: the side, in pixels, of the images that both return.
+    augment: names of AUGMENTATIONS, for the training set.
     """
-    augment = functools.partial(train_transform, size=image_size)
+    chosen = build_augment(augment, format)
+    crop = functools.partial(train_transform, size=image_size, augment=chosen)
     middle = functools.partial(eval_transform, size=image_size)
     store = prepared.open_store(data, find_samples, 1, format)
     train, val, classes = (store.train, store.val, store.classes) if store else find_samples(data)
@@ -102,7 +165,7 @@ def build_dataset(
         images.say_depth(train[0][0], format)
     stored = (store.train_images, store.val_images) if store else (None, None)
     return (
-        ImageDataset(train, augment, stored[0], format),
+        ImageDataset(train, crop, stored[0], format),
         ImageDataset(val, middle, stored[1], format),
         classes,
     )

@@ -1,5 +1,6 @@
 """The network, its loss and its metrics."""
 
+import functools
 from argparse import Namespace, _ArgumentGroup
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -10,7 +11,8 @@ from torchmetrics import Metric, MetricCollection
 from torchmetrics.classification import MulticlassAccuracy, MulticlassConfusionMatrix
 
 from engine.errors import UserError
-from engine.run import pretrained, sizes
+from engine.run import machine, pretrained, sizes
+from engine.run.flags import below_one, class_weights
 
 BEST = "top1"  # the metric, higher is better, that decides which weights are kept as best.pt
 NETWORK_FLAGS = ("arch", "channels")  # flags that have to equal those of a checkpoint
@@ -21,9 +23,24 @@ def add_arguments(group: _ArgumentGroup) -> None:
     add("--arch", default="resnet18", metavar="NAME", help="any classifier of torchvision")
     add(
         "--weights",
-        metavar="NAME|FILE",
+        metavar="auto|none|NAME|FILE",
+        default="auto",
         help="start from torchvision's weights of that name (DEFAULT: the best) or from a .pt "
-        "file; layers of another shape, such as the last, are not loaded",
+        "file; auto: DEFAULT if it can be downloaded, but none for the demo set; layers of another "
+        "shape, such as the last, are not loaded",
+    )
+    add(
+        "--label-smoothing",
+        metavar="SHARE",
+        type=below_one,
+        default=0.0,
+        help="share of each label that is divided among all classes",
+    )
+    add(
+        "--class-weights",
+        metavar="auto|FILE|A,B,...",
+        type=class_weights,
+        help="weights of the classes in the loss; auto: from their shares of the training labels",
     )
 
 
@@ -52,7 +69,9 @@ def build_model(args: Namespace, classes: Sequence[str], weights: str | None = N
 
     model = sizes.check(create, args.image_size, args.arch, channels)
     if weights:
-        pretrained.copy_matching(model, pretrained.read_weights(weights, args.arch))
+        published = pretrained.published_by_torchvision(args.arch)
+        read = functools.partial(pretrained.read_weights, arch=args.arch)
+        args.weights = pretrained.load(model, weights, published, read)
     return model
 
 
@@ -69,14 +88,23 @@ def infer(model: nn.Module, images: Tensor, args: Namespace) -> Tensor:
 
 
 def build_criterion(args: Namespace) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]:
-    """Return the loss: (logits, int64 (N,)) -> (sum over samples, number of samples).
+    """Return the loss: (logits (N, classes), targets) -> (sum over samples, number of samples).
 
-    Sum and count, because those can be added up over batches and ranks, unlike means.
+    targets: int64 (N,), or float32 (N, classes), shares of the classes, as mixup makes them.
+    Sum and count, because those can be added up over batches and ranks, unlike means. With
+    --class-weights a sample counts as much as its class weighs, or its classes by their shares.
     """
 
     def cross_entropy(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        loss = nn.functional.cross_entropy(outputs, targets, reduction="sum")
-        return loss, loss.new_full((), len(targets))
+        values, smoothing = args.class_weights, args.label_smoothing
+        weights = machine.constant(values, outputs.device) if values else None
+        loss = nn.functional.cross_entropy(
+            outputs, targets, weights, reduction="sum", label_smoothing=smoothing
+        )
+        if weights is None:
+            return loss, loss.new_full((), len(targets))
+        counts = targets @ weights if targets.is_floating_point() else weights[targets]
+        return loss, counts.sum()
 
     return cross_entropy
 

@@ -11,12 +11,17 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset
+from torchvision import tv_tensors
+from torchvision.transforms import v2
+from torchvision.transforms.v2 import InterpolationMode as Mode
 
-from engine.data import images, listing, lists, prepared
+from engine.data import images, listing, lists, prepared, shares
 from engine.data.images import DEFAULT_FORMAT, Format, LazyImage, open_image
+from engine.data.mapped import Images
 from engine.data.samples import Packed
 from engine.errors import UserError
 from engine.ranks import distributed
+from engine.run.flags import at_least, some_of
 from engine.run.palette import colors_of
 from masks import VOID, Labels, parse, read_classes, read_mask, survey
 
@@ -24,14 +29,24 @@ IMAGE_SIZE = 512  # pixels; side of the training crops, unless --image-size says
 SHORT_SIDE = 0  # pixels; of what prepare_data.py stores; 0: as large as they are
 STRIDE = 32  # the networks halve an image five times
 Pairs = list[tuple[str, str]]  # the paths of images and their masks
+AUGMENTATIONS = {  # the names that --augment takes; add yours, if it takes masks, too
+    "color": v2.ColorJitter(brightness=0.4, contrast=0.4, saturation=0.4),
+    "grey": v2.RandomGrayscale(p=0.1),
+    "rotation": v2.RandomRotation(  # degrees; None: black
+        30, Mode.BILINEAR, fill={tv_tensors.Image: None, tv_tensors.Mask: VOID}
+    ),
+    "vflip": v2.RandomVerticalFlip(),
+}
+OF_COLORS = {"color", "grey"}  # those that take 1 or 3 channels only
 
 
-def train_transform(image: LazyImage, mask: LazyImage, size: int) -> tuple[Tensor, Tensor]:
+def train_transform(
+    image: LazyImage, mask: LazyImage, size: int, augment: v2.Transform | None = None
+) -> tuple[Tensor, Tensor]:
     """Augment: image and mask of any size -> both of `size` x `size` pixels. Edit it here.
 
-    The image is decoded no larger than the result needs. Put further augmentation here as well, on
-    uint8 (with --channels: float32, 0 to 1); `torchvision.tv_tensors` tells the transforms of
-    torchvision which is the mask.
+    The image is decoded no larger than the result needs. `augment` is what --augment names, on
+    uint8 (with --channels: float32, 0 to 1).
     """
     zoom = 2 ** float(torch.empty(1).uniform_(-0.5, 0.5))
     side = round(size / zoom)
@@ -40,6 +55,8 @@ def train_transform(image: LazyImage, mask: LazyImage, size: int) -> tuple[Tenso
     pixels, labels = image.read(box, (size, size)), mask.read(box, (size, size), fill=VOID)
     if torch.rand(()) < 0.5:
         pixels, labels = pixels.flip(-1), labels.flip(-1)
+    if augment:
+        pixels, labels = augment(tv_tensors.Image(pixels), tv_tensors.Mask(labels))
     return pixels, labels
 
 
@@ -49,13 +66,42 @@ def random_place(length: int, side: int) -> int:
 
 
 def add_arguments(group: _ArgumentGroup) -> None:
-    """Add the flags for augmentation."""
+    add = group.add_argument
+    add(
+        "--augment",
+        metavar="NAME,...",
+        type=some_of(AUGMENTATIONS),
+        default=[],
+        help=f"of training images, in the order given: {', '.join(AUGMENTATIONS)}",
+    )
+    add(
+        "--cutmix",
+        metavar="ALPHA",
+        type=at_least(0, float),
+        default=0.0,
+        help="paste a box of one image and mask into another, of a share from Beta(ALPHA, ALPHA); "
+        "0: off",
+    )
+
+
+def build_augment(names: Sequence[str], format: Format) -> v2.Transform | None:
+    """Return what applies the AUGMENTATIONS `names`, in that order; None if there are none."""
+    if format.channels not in (None, 1, 3) and (refused := OF_COLORS.intersection(names)):
+        raise UserError(
+            f"--augment {min(refused)}: takes 1 or 3 channels, not --channels {format.channels}"
+        )
+    chosen = [AUGMENTATIONS[name] for name in names]
+    return v2.Compose([*chosen, v2.ToPureTensor()]) if names else None
 
 
 def transform_batch(
     images: Tensor, targets: Tensor, args: Namespace, num_classes: int
 ) -> tuple[Tensor, Tensor]:
     """Augment a training batch on its device, where images are float32 and normalised."""
+    if args.cutmix:
+        x1, y1, x2, y2 = v2.CutMix(alpha=args.cutmix).make_params([images])["box"]
+        for part in images, targets:
+            part[..., y1:y2, x1:x2] = part[..., y1:y2, x1:x2].roll(1, 0)
     return images, targets
 
 
@@ -112,26 +158,39 @@ class SegmentationDataset(Dataset):
             return self.prepared[index][1]
         return LazyImage.of(read_mask(self.samples[index][1], self.labels, self.format))
 
+    def count_labels(self, index: int) -> dict[int, int]:
+        """Return the pixels of each class in a mask, for --class-weights auto and others."""
+        pixels = shares.histogram(self.open_mask(index).read().numpy())
+        return {n: int(pixels[n]) for n in np.flatnonzero(pixels).tolist() if n != VOID}
+
+    def label_sources(self) -> list[str]:
+        """Return the files that `count_labels` reads."""
+        if isinstance(self.prepared, Images):
+            return [str(self.prepared.path), str(self.prepared.path.with_name("index.json"))]
+        return [mask_path for _, mask_path in self.samples]
+
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         return self.transform(*(self.prepared[index] if self.prepared else self.open(index)))
 
 
 def build_dataset(
-    data: Path, image_size: int, format: Format = DEFAULT_FORMAT
+    data: Path, image_size: int, format: Format = DEFAULT_FORMAT, augment: Sequence[str] = ()
 ) -> tuple[SegmentationDataset, SegmentationDataset, Labels]:
     """Return the training set, the validation set and the classes of the folder `data`.
 
     image_size: the side of the training crops in pixels; validation keeps the images' own size.
+    augment: names of AUGMENTATIONS, for the training set.
     """
-    augment = functools.partial(train_transform, size=image_size)
+    chosen = build_augment(augment, format)
+    crop = functools.partial(train_transform, size=image_size, augment=chosen)
     if store := prepared.open_store(data, find_samples, 2, format):
         labels = parse(store.classes, data)
-        train = SegmentationDataset(store.train, labels, augment, store.train_images)
+        train = SegmentationDataset(store.train, labels, crop, store.train_images)
         val = SegmentationDataset(store.val, labels, eval_transform, store.val_images)
     else:
         train_pairs, val_pairs, labels = find_samples(data)
         images.say_depth(train_pairs[0][0], format)
-        train = SegmentationDataset(train_pairs, labels, augment, format=format)
+        train = SegmentationDataset(train_pairs, labels, crop, format=format)
         val = SegmentationDataset(val_pairs, labels, eval_transform, format=format)
     train.labels = val.labels = distributed.from_rank_zero(survey, data, train, val)
     return train, val, train.labels

@@ -1,0 +1,167 @@
+"""Losses: what they come to, on any number of ranks, passes and images per batch."""
+
+import json
+from argparse import ArgumentTypeError
+from pathlib import Path
+
+import pytest
+import torch
+from running import SCRIPTS, Project, rows, small
+
+from engine.ranks import distributed, gradients
+from engine.run import flags, machine
+
+SEGMENTATION = pytest.mark.parametrize("project", ["segmentation"], indirect=True)
+CLASSIFICATION = pytest.mark.parametrize("project", ["classification"], indirect=True)
+LOSS_FLAGS = {
+    "classification": ("--label-smoothing", "0.1", "--class-weights", "0.2,1,5,1,1,1"),
+    "segmentation": ("--loss", "ce+0.5*dice+lovasz+ohem", "--class-weights", "0.2,5"),
+}
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [("auto", "auto"), ("w.csv", "w.csv"), ("1,2.5", (1.0, 2.5)), ("(0.5, 0.0)", (0.5, 0.0))],
+)
+def test_class_weights(text: str, value: object) -> None:
+    """Also as checkpoints and shells may write them."""
+    assert flags.class_weights(text) == value
+
+
+@pytest.mark.parametrize("text", ["0,0", "1,-1"])
+def test_class_weights_that_are_refused(text: str) -> None:
+    with pytest.raises(ArgumentTypeError, match="expected numbers of 0 or more, not all 0"):
+        flags.class_weights(text)
+
+
+def test_a_constant_is_copied_once_and_fit_for_training() -> None:
+    """Even if the first who asks for it is evaluating."""
+    device = torch.device("cpu")
+    with torch.inference_mode():
+        found = machine.constant((1.0, 2.0), device)
+    assert found is machine.constant((1.0, 2.0), device)
+    x = torch.ones(2, requires_grad=True)
+    (x * x * found).sum().backward()  # which saves it
+    assert x.grad.tolist() == [2, 4]
+
+
+def test_size_of_a_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Targets are counted, those with shares of the classes as one each."""
+    monkeypatch.setattr(distributed, "start_sum", lambda _: None)
+    mean = gradients.Mean(torch.device("cpu"))
+    for targets, size in (
+        (torch.zeros(6, dtype=torch.int64), 6),
+        (torch.zeros(6, 4, 4, dtype=torch.int64), 96),
+        (torch.zeros(6, 10), 6),
+        (torch.zeros(6), 6),
+    ):
+        assert mean.add(torch.tensor(size), targets, is_last=True) == size
+    assert mean.count == 4
+
+
+def test_flags(project: Project) -> None:
+    said = project.call("criteria.refusals")
+    for words, line in zip(("is not less than 1", "not all 0", "not all 0"), said, strict=False):
+        assert words in line
+    for line in said[3:]:
+        assert "expected ce, bce, focal, ohem, dice, lovasz, or a sum such as ce+0.5*dice" in line
+
+
+def test_cross_entropy_of_no_flags(project: Project) -> None:
+    total, torchs, count, is_same = project.call("criteria.plain_cross_entropy")
+    assert (total, is_same) == (torchs, True)
+    assert 0 < count <= 16 * 16 * 16
+
+
+@CLASSIFICATION
+def test_means_of_classification(project: Project) -> None:
+    for name, (mean, expected) in project.call("criteria.of_classification").items():
+        assert mean == pytest.approx(expected, rel=1e-5), name
+
+
+@SEGMENTATION
+def test_sums_of_segmentation(project: Project) -> None:
+    """Of images that are void, in part, or lack a class; against plain loops and smp."""
+    found = project.call("criteria.of_segmentation")
+    combined, expected = found.pop("sum")
+    assert combined == pytest.approx(expected, rel=1e-5)
+    for name, each in found.items():
+        total, loop, one_by_one = each["sums"]
+        assert (loop, one_by_one) == pytest.approx((total, total), rel=1e-5), name
+        assert each["counts"][0] == pytest.approx(each["counts"][1], rel=1e-6), name
+        assert each["void"] == 0 < each["slopes"], name
+
+
+@SEGMENTATION
+def test_losses_of_extreme_outputs(project: Project) -> None:
+    assert all(project.call("criteria.extreme_outputs"))
+
+
+@SEGMENTATION
+def test_another_loss_of_smp(project: Project) -> None:
+    found, expected = project.call("criteria.another_of_smp")
+    assert found == pytest.approx(expected, rel=1e-5)
+
+
+def test_gradients_of_other_portions(project: Project, tmp_path: Path) -> None:
+    """1 x 16 images, 4 passes of 4, 2 ranks of 8, 2 ranks of 2 passes of 4: one gradient.
+
+    With weights of classes, and void in some images more than in others; not so the mean of means.
+    """
+    far = project.call("criteria.in_portions", tmp_path)
+    sizes = far.pop("size")
+    for name, found in far.items():
+        if name.endswith("means"):
+            is_even = project.task == "classification" and "weights" not in name
+            assert is_even or max(found) > 0.05, name
+        elif name == "void":
+            assert found == [0, 0, 0]
+            assert sizes[name] == 0
+        else:
+            assert max(found) < 1e-5, name
+            assert sizes[name] > 1e-3, name
+
+
+def test_val_loss_on_any_batches(project: Project, tmp_path: Path) -> None:
+    data = project.draw(tmp_path / "set", 6, 11)
+    if project.task == "segmentation":
+        spoil(data)
+    count = 2 if project.task == "segmentation" else 6
+    found = []
+    for ranks in (1, 2):
+        words = data, project.task, count
+        out = project.fork(*words, script=SCRIPTS / "val_loss.py", ranks=ranks).ok().out
+        found.append([json.loads(line) for line in out.splitlines() if line.startswith("[")])
+    for one, two in zip(*found, strict=True):
+        *words, values = one
+        assert words == two[:-1]
+        assert values + two[-1] == pytest.approx([values[0]] * 6, rel=1e-5), words
+
+
+def spoil(data: Path) -> None:
+    """Make some masks void in part or whole, and a pair smaller."""
+    import numpy as np
+    from PIL import Image
+
+    for number, path in enumerate(sorted((data / "val" / "masks").iterdir())):
+        mask = np.array(Image.open(path))
+        mask[: 8 * number] = 255
+        image_path = data / "val" / "images" / f"{path.stem}.jpg"
+        side = 48 if number % 3 == 1 else 64
+        Image.fromarray(mask[:side]).save(path)
+        Image.open(image_path).crop((0, 0, 64, side)).save(image_path)
+
+
+def test_a_run_with_losses(project: Project, data: Path, tmp_path: Path) -> None:
+    """Killed and resumed it ends with the same bits; --eval-only knows the loss from best.pt."""
+    words = [*small(data), *LOSS_FLAGS[project.task], "--epochs", 2, "--save-every", 2]
+    found = project.call("resume.of_a_loss", data, tmp_path, *words)
+    assert len({*found}) == 1
+    said = project.alone("--eval-only", "--data", data, "--output-dir", tmp_path / "whole").ok().out
+    val_loss = json.loads(said.splitlines()[-1])["val_loss"]
+    assert val_loss == pytest.approx(float(best_row(tmp_path / "whole")["val_loss"]), rel=1e-4)
+
+
+def best_row(folder: Path) -> dict:
+    name = "miou" if "miou" in rows(folder)[0] else "top1"
+    return max(rows(folder), key=lambda row: float(row[name]))

@@ -1,0 +1,171 @@
+"""recipe.py: optimizers, schedules, averaged weights, frozen layers, the end before --epochs."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from running import SAME_FOR_BOTH, Project, flags, rows, small
+from torch.optim import lr_scheduler
+
+EPOCHS, STEPS = 6, 10
+WARM = 5  # steps of half an epoch
+
+
+def by_torch(schedule: str) -> list[float]:
+    """The same rates by torch's own schedulers, where it has one."""
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], 1.0)
+    total = EPOCHS * STEPS
+    if schedule == "onecycle":
+        main = lr_scheduler.OneCycleLR(optimizer, 1.0, total, cycle_momentum=False)
+    elif schedule == "poly":
+        main = lr_scheduler.PolynomialLR(optimizer, total - WARM, 0.9)
+    elif schedule == "cosine":
+        main = lr_scheduler.CosineAnnealingLR(optimizer, total - WARM)
+    rates = []
+    for _ in range(total if schedule == "onecycle" else total - WARM + 1):
+        rates.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        if len(rates) < total:
+            main.step()
+    return rates
+
+
+@SAME_FOR_BOTH
+def test_schedules(project: Project) -> None:
+    rates = {
+        name: project.call("recipes.rates", name, EPOCHS, STEPS, 0 if name == "onecycle" else 0.5)
+        for name in ("cosine", "poly", "onecycle", "step", "wsd")
+    }
+    assert rates["onecycle"][:-1] == pytest.approx(by_torch("onecycle"))
+    for name in "cosine", "poly":
+        assert rates[name][WARM:] == pytest.approx(by_torch(name), abs=1e-12)
+        assert rates[name][:WARM] == pytest.approx([n / (WARM + 1) for n in range(1, WARM + 1)])
+    stable, decay = rates["wsd"][WARM : WARM + 45], rates["wsd"][WARM + 44 :]
+    assert stable == pytest.approx([1] * 45)
+    assert decay == pytest.approx([1 - n / 11 for n in range(12)])
+    assert set(rates["step"][WARM:]) == {1}
+
+
+@SAME_FOR_BOTH
+def test_optimizers(project: Project) -> None:
+    """Which weight gets which rate and decay, from which optimizer."""
+    bias, scale = "encoder.0.bias", "encoder.1.weight"
+    sgd = project.call("recipes.groups", "--optimizer", "sgd", "--nesterov")
+    assert sgd["encoder.0.weight"] == ["SGD", 0.1, 0.0001, 0.9, True]
+    assert sgd[bias] == sgd[scale] == sgd["head.bias"] == ["SGD", 0.1, 0, 0.9, True]
+    slow = project.call("recipes.groups", "--backbone-lr", "0.1")
+    assert slow["encoder.0.weight"][:3] == ["AdamW", pytest.approx(0.0001), 0.05]
+    assert slow[scale][:3] == ["AdamW", pytest.approx(0.0001), 0]
+    assert slow["head.weight"][:3] == ["AdamW", 0.001, 0.05]
+    assert slow["head.bias"][:3] == ["AdamW", 0.001, 0]
+    adafactor = project.call("recipes.groups", "--optimizer", "adafactor", "--lr", "0.5")
+    assert adafactor["head.weight"][:2] == ["Adafactor", 0.5]
+    still = project.call("recipes.groups", "--backbone-lr", "0")
+    assert (still["encoder.0.weight"][1], still["head.weight"][1]) == (0, 0.001)
+
+
+@SAME_FOR_BOTH
+@pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch has Muon from 2.9 on")
+def test_muon(project: Project) -> None:
+    muon = project.call("recipes.groups", "--optimizer", "muon", "--backbone-lr", "0.5")
+    assert muon["encoder.2.weight"][:3] == ["Muon", 0.0005, 0.05]
+    assert muon[" encoder.1.weight".strip()][:3] == ["AdamW", 0.0005, 0]
+    assert muon["head.weight"][:3] == ["AdamW", 0.001, 0.05]
+    assert project.call("recipes.muon_by_hand") == 0
+
+
+@SAME_FOR_BOTH
+def test_average_by_hand(project: Project) -> None:
+    assert max(project.call("recipes.averages", 0.5)) < 1e-5
+    assert max(project.call("recipes.averages", 0.9)) < 1e-5
+
+
+@SAME_FOR_BOTH
+def test_frozen_statistics(project: Project) -> None:
+    frozen, thawed = project.call("recipes.frozen_modes")
+    assert frozen.count(False) == 1
+    assert all(thawed)
+
+
+RECIPES = {
+    "ema": "--ema 0.9 --optimizer adafactor --schedule wsd --amp bf16",
+    "freeze": "--freeze-backbone 1 --backbone-lr 0.1 --optimizer sgd --nesterov --schedule poly "
+    "--clip-grad-value 0.01 --clip-grad-norm 1 --ema 0.99 --accumulate 2",
+}
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_killed_and_resumed(project: Project, data: Path, tmp_path: Path, recipe: str) -> None:
+    """The same bits, stopped in the first and in the second epoch."""
+    words = [*small(data), "--epochs", 2, "--batch-size", 2 if recipe == "freeze" else 4]
+    found = project.call("recipes.resumed", data, tmp_path, *words, *RECIPES[recipe].split())
+    assert len(set(found)) == 1
+    state = torch.load(tmp_path / "whole" / "last.pt", weights_only=True)
+    average, trained = state["model"], state["trained"]
+    assert average.keys() == trained.keys()
+    assert any(not torch.equal(average[name], trained[name]) for name in average)
+    name = next(iter(average))  # of the first layer
+    if recipe == "freeze":
+        first = torch.load(tmp_path / "whole" / "last-1.pt", weights_only=True)
+        assert first["epoch"] == 1
+        assert not torch.equal(first["trained"][name], trained[name])
+
+
+def test_what_is_frozen_stays(project: Project, data: Path, tmp_path: Path) -> None:
+    """Weights and BatchNorm's statistics, on two ranks, and all but the last layer or decoder."""
+    for epochs in 1, 2:
+        more = flags(data, tmp_path / "out", "--freeze-backbone", 1, "--epochs", epochs)
+        project.fork(*more, "--save-every", 1, "--keep", 99).ok()
+    paths = sorted((tmp_path / "out").glob("last*.pt"))
+    states = [torch.load(path, weights_only=True) for path in paths]
+    early = min(states, key=lambda state: state["step"])["model"]
+    frozen = next(s for s in states if (s["epoch"], s["seen"]) == (1, 0))["model"]
+    late = max(states, key=lambda state: state["step"])["model"]
+    head = {"classification": "fc.", "segmentation": ("decoder.", "segmentation_head.")}
+    changed = {name for name in early if not torch.equal(early[name], frozen[name])}
+    assert changed == {name for name in early if name.startswith(head[project.task])}
+    assert not torch.equal(frozen[next(iter(early))], late[next(iter(early))])
+
+
+@SAME_FOR_BOTH
+def test_the_average_is_what_is_used(project: Project, data: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    more = flags(data, out, "--epochs", 2, "--ema", 0.5)
+    project.fork(*more).ok()
+    # Another average, or none, would be another network.
+    project.fork(*flags(data, out, "--epochs", 3)).refused("--ema 0.5, not 0.0", "--output-dir")
+    row = max(rows(out), key=lambda row: float(row["top1"]))
+    said = project.fork(*flags(data, out, "--eval-only")).ok().out.splitlines()[-1]
+    assert f'"val_loss": {float(row["val_loss"])}' in said
+    for path in out.glob("*.pt"):
+        state = torch.load(path, weights_only=True)
+        state["model"], state["trained"] = state["trained"], state["model"]
+        torch.save(state, path)
+    other = project.fork(*flags(data, out, "--eval-only")).ok().out.splitlines()[-1]
+    assert other != said
+
+
+@SAME_FOR_BOTH
+def test_patience(project: Project, data: Path, tmp_path: Path) -> None:
+    """With a rate of 0 nothing improves: two epochs after the first it ends, and stays ended."""
+    more = flags(data, tmp_path, "--lr", 0, "--patience", 2, "--epochs", 9)
+    frozen = ["--freeze-backbone", 9]  # BatchNorm's statistics would change
+    said = project.fork(*more, *frozen).ok().out
+    assert "--patience 2: no new best" in said
+    assert [row["epoch"] for row in rows(tmp_path)] == ["1", "2", "3"]
+    before = (tmp_path / "last.pt").read_bytes()
+    again = project.fork(*more, *frozen).ok().out
+    assert "--patience 2: no new best" in again
+    assert (tmp_path / "last.pt").read_bytes() == before
+
+
+@SAME_FOR_BOTH
+def test_mistakes(project: Project, data: Path, tmp_path: Path) -> None:
+    for words, line in (
+        (["--optimizer", "muon"], "no matrices in hidden layers"),
+        (["--ema", 1], "--ema: 1 is not less than 1"),
+        (["--nesterov", "--optimizer", "sgd", "--momentum", 0], "--nesterov needs --momentum"),
+    ):
+        project.fork(*flags(data, tmp_path / "out", *words)).refused(line)
+    assert not shutil.os.path.exists(tmp_path / "out" / "last.pt")

@@ -1,0 +1,113 @@
+"""--strategy fsdp: weights, gradients and the optimizer's state shared out among the ranks.
+
+What is trained is a copy of the network whose weights are DTensors: each rank holds a part of each.
+Evaluation and checkpoints have whole tensors, so that checkpoints are the same as with DDP.
+"""
+
+import copy
+from collections import Counter
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from engine.errors import UserError
+from engine.ranks import distributed
+from engine.run import sizes
+
+LARGE = 1_000_000  # weights of a block that is gathered on its own
+
+
+def share(model: nn.Module, size: int, channels: int) -> nn.Module:
+    """Return a copy of `model` to train, whose weights are shared out among the ranks.
+
+    size, channels: of the images that it takes.
+    """
+    device = next(model.parameters()).device
+    on_cpu = device.type == "cpu"
+    if on_cpu and not hasattr(FSDPModule, "set_force_sum_reduction_for_comms"):
+        raise UserError(f"--strategy fsdp: torch {torch.__version__} has it on GPUs only; use ddp")
+    twin = copy.deepcopy(model).to(memory_format=torch.contiguous_format)  # fully_shard's limit
+    mesh = init_device_mesh(device.type, (distributed.world_size(),))
+    for module in (*find_blocks(twin, size, channels), twin):
+        block = fully_shard(module, mesh=mesh)
+        if on_cpu:  # gloo has no mean
+            block.set_force_sum_reduction_for_comms(True)
+    return twin
+
+
+def find_blocks(model: nn.Module, size: int, channels: int) -> list[nn.Module]:
+    """Return the modules in `model`, inner ones first, that have LARGE weights besides inner ones'.
+
+    Only modules that are called, once in a pass: fully_shard gathers weights when that happens, but
+    attention, for one, uses those of a layer that it never calls. And none that returns a view: an
+    operation in place on that would remove the hook that gathers weights for backward().
+    """
+    calls: dict[nn.Module, list[bool]] = {module: [] for module in model.modules()}
+
+    def note(module: nn.Module, _: object, outputs: object) -> None:
+        tensors = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor)]
+        calls[module].append(any(tensor._is_view() for tensor in tensors))
+
+    hooks = [module.register_forward_hook(note) for module in model.modules()]
+    sizes.forward(model, size, channels)
+    for hook in hooks:
+        hook.remove()
+    uses = Counter(w for module in model.modules() for w in module.parameters(recurse=False))
+    taken: set[nn.Parameter] = set()
+    blocks = []
+    for module in reversed([*model.modules()][1:]):
+        weights = [weight for weight in module.parameters() if weight not in taken]
+        is_tied = any(uses[weight] > 1 for weight in weights)  # those stay together
+        is_large = sum(weight.numel() for weight in weights) >= LARGE
+        if is_large and calls[module] == [False] and not is_tied:
+            blocks.append(module)
+            taken.update(weights)
+    return blocks
+
+
+@torch.no_grad()
+def gather(shared: nn.Module, model: nn.Module) -> None:
+    """Copy the weights and buffers of `shared` to `model`, of which it is a copy; on all ranks."""
+    whole = model.state_dict()
+    for name, value in shared.state_dict().items():
+        if isinstance(value, Tensor):
+            whole[name].copy_(value.full_tensor() if isinstance(value, DTensor) else value)
+
+
+def whole(state: dict[str, Any]) -> dict[str, Any]:
+    """Return `state` for a checkpoint: on rank 0 shared tensors become whole ones, on the CPU.
+
+    All ranks have to call it.
+    """
+
+    def gathered(value: DTensor) -> Tensor:
+        full = value.full_tensor()
+        return full.cpu() if distributed.is_rank_zero() else full.new_empty(0)
+
+    if not any(isinstance(leaf, DTensor) for leaf in tree_leaves(state)):
+        return state
+    return tree_map_only(DTensor, gathered, state)
+
+
+def distribute(state: dict[str, Any], optimizer: Optimizer) -> dict[str, Any]:
+    """Return the `state` of a checkpoint with moments shared out like the weights."""
+    weights = [weight for group in optimizer.param_groups for weight in group["params"]]
+
+    def shared(weight: Tensor, value: Any) -> Any:
+        is_moment = isinstance(value, Tensor) and value.shape == weight.shape
+        if not is_moment or not isinstance(weight, DTensor):
+            return value
+        value = value.to(weight.device, memory_format=torch.contiguous_format)
+        return distribute_tensor(value, weight.device_mesh, weight.placements)
+
+    moments = {
+        number: {name: shared(weights[number], value) for name, value in values.items()}
+        for number, values in state["state"].items()
+    }
+    return {**state, "state": moments}
