@@ -269,7 +269,7 @@ def train(
             train_loader.sampler.set_epoch(run.epoch, run.seen)
             train_loss = train_one_epoch(task, stepper, train_loader, report, run)
             speed = report.speed()
-            replicas.sync(run.parts.values())
+            replicas.sync_networks(run.parts.values())
             run.save()  # whatever fails from here on costs no epoch
             if args.strategy == "fsdp":
                 sharded.gather(model, task.model)

@@ -116,8 +116,8 @@ def sync_batchnorm(model: nn.Module, device: torch.device) -> nn.Module:
     return nn.SyncBatchNorm.convert_sync_batchnorm(model)
 
 
-def sync(parts: Iterable[object]) -> None:
-    """Give each rank rank 0's buffers of all networks among `parts`, and check their weights."""
+def sync_networks(parts: Iterable[object]) -> None:
+    """Give all ranks rank 0's buffers of each network in `parts`; check that weights are equal."""
     for part in parts:
         if isinstance(part, nn.Module):
             sync_buffers(part)
