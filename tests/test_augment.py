@@ -61,7 +61,7 @@ def test_masks_follow_images(project: Project) -> None:
     assert sum(each["corners"] for each in found) > len(found) / 2
     assert {label for each in found for label in each["classes"]} == {*range(6), 255}
     changed = project.call("augmenting.mixed_masks")
-    assert max(changed) > 0.5
+    assert max(changed) > 0.3
     assert len({*changed}) > 10
 
 
