@@ -37,9 +37,10 @@ import demo_set
 import recipe
 from dataset import IMAGE_SIZE, build_dataset, draw_example, transform_batch
 from engine.data import balance, loading, overfit, seeding
-from engine.data.counts import Counted, Counts, count_classes
+from engine.data.counts import Counts, count_classes
 from engine.data.images import DEFAULT_FORMAT, Format
 from engine.data.loading import Loader, Options
+from engine.data.samples import MapDataset
 from engine.errors import UserError
 from engine.ranks import debugging, distributed, failures, gradients, replicas, stopping
 from engine.run import checkpoint, machine, mistakes
@@ -285,10 +286,10 @@ def set_up_machine(args: Namespace, device: torch.device) -> tuple[machine.Setti
 
 def build_sets(
     args: Namespace, format: Format
-) -> tuple[Counted, Counted, Sequence[str], Counts | None]:
+) -> tuple[MapDataset, MapDataset, Sequence[str], Counts | None]:
     """Return training set, validation set, classes and, for --sampler balanced, their counts."""
-    train_set: Counted
-    val_set: Counted
+    train_set: MapDataset
+    val_set: MapDataset
     train_set, val_set, classes = build_dataset(args.data, args.image_size, format)
     if args.overfit:
         args.batch_size = overfit.batch_size(args.batch_size, args.overfit, args.accumulate)
