@@ -8,9 +8,10 @@ import torch
 
 from dataset import build_dataset
 from engine.data import balance, loading, overfit
-from engine.data.counts import Counted, Counts, count_classes
+from engine.data.counts import Counts, count_classes
 from engine.data.images import Format
 from engine.data.loading import Loader, Options
+from engine.data.samples import MapDataset
 from engine.run import machine
 
 
@@ -18,8 +19,8 @@ from engine.run import machine
 class Data:
     settings: machine.Settings  # what machine.set_up chose: workers, threads, amp
     format: Format  # of the images
-    train_set: Counted
-    val_set: Counted
+    train_set: MapDataset
+    val_set: MapDataset
     classes: Sequence[str]
     counts: Counts | None  # of the training set's classes, for --sampler balanced
 
@@ -32,8 +33,8 @@ def build_data(args: Namespace, device: torch.device) -> Data:
         bytes_per_worker=4 * (args.channels or 1) * args.prefetch * batch_size * args.image_size**2,
     )
     format = Format(args.value_range, args.max_megapixels, args.channels, args.mean, args.std)
-    train_set: Counted
-    val_set: Counted
+    train_set: MapDataset
+    val_set: MapDataset
     train_set, val_set, classes = build_dataset(args.data, args.image_size, format, args.augment)
     if args.overfit:
         args.batch_size = overfit.batch_size(args.batch_size, args.overfit, args.accumulate)
