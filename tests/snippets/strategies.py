@@ -34,14 +34,15 @@ def precise() -> None:
 
 
 def difference(first: Path, second: Path) -> float:
-    """The norm of the difference of all weights, or of all moments, relative to their own."""
+    """The norm of the difference of weights, moments, or validation losses, relative to theirs."""
     vectors = []
     for path in (first, second):
         state = torch.load(path / "last.pt", weights_only=True)
         moments = [v for values in state["optimizer"]["state"].values() for v in values.values()]
         kept = [moment for moment in moments if moment is not None and moment.ndim]
-        both = [[*state["model"].values()], kept]
-        vectors.append([torch.cat([v.flatten().double() for v in values]) for values in both])
+        losses = [torch.tensor(row["val_loss"]) for row in state["history"]]
+        each = [*state["model"].values()], kept, losses
+        vectors.append([torch.cat([v.flatten().double() for v in values]) for values in each])
     pairs = zip(*vectors, strict=True)
     return max(float((one - other).norm() / other.norm()) for one, other in pairs)
 
