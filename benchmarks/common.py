@@ -143,6 +143,7 @@ def launch(project: Path, ranks: int, threads: int, *flags: Any) -> dict[str, fl
     """Train with the project's launch.sh; return the last row of its metrics.csv."""
     with tempfile.TemporaryDirectory(prefix="benchmark-run-") as output:
         command = ["bash", project / "launch.sh", "--output-dir", output, "--threads", threads]
+        command += ["--weights", "none"]
         run(
             [str(part) for part in (*command, *flags)],
             NPROC=ranks,

@@ -59,8 +59,11 @@ def write_cruft_file() -> None:
 
 
 tasks = Path("tasks")
-for path in (tasks / CONTEXT["task"]).glob("*"):
-    path.replace(path.name)
+chosen = tasks / CONTEXT["task"]
+for path in filter(Path.is_file, chosen.rglob("*")):
+    place = path.relative_to(chosen)
+    place.parent.mkdir(exist_ok=True)
+    path.replace(place)
 shutil.rmtree(tasks, ignore_errors=True)
 Path("launch.sh").chmod(0o755)  # an archive may have lost it
 write_cruft_file()

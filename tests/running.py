@@ -24,7 +24,7 @@ TASKS = ("classification", "segmentation")
 # What most runs in these tests are given: small images, and little time in processes.
 SMALL = (
     *("--image-size", "64", "--batch-size", "4", "--workers", "0", "--epochs", "1"),
-    *("--threads", "1"),
+    *("--threads", "1", "--weights", "none"),
 )
 # Networks whose checkpoints are a fifth of the default ones': writing those would take most of the
 # tests' time. make demo and the projects' own tests keep to the default ones.
@@ -50,7 +50,10 @@ def small(data: Path) -> tuple[str, ...]:
 
 
 # One thread a process; the log level is the one that main.py sets before it imports torch.
-ENVIRONMENT = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
+ENVIRONMENT = {
+    **{"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"},
+    **{"https_proxy": "http://127.0.0.1:9", "HF_HUB_OFFLINE": "1"},  # no run downloads weights
+}
 
 
 class Project:

@@ -40,7 +40,7 @@ def with_flags(config: dict[str, Any], *flags: str) -> dict[str, Any]:
 
 def test_a_debugging_session(project: Project, data: Path, tmp_path: Path) -> None:
     """From F5 to the end of the run, in both ranks; on few pictures, with a short timeout."""
-    more = ["--data", str(data), "--image-size", "64", "--dist-timeout", "4"]
+    more = ["--data", str(data), "--image-size", "64", "--dist-timeout", "4", "--weights", "none"]
     config = with_flags(configuration(project.folder, F5), *more)
     # What other packages do when the interpreter ends, which the debugger does not wait for.
     (tmp_path / "sitecustomize.py").write_text(

@@ -83,7 +83,7 @@ def test_a_model_that_does_not_learn_fails(demo: tuple[str, Path, str], tmp_path
     name, promised = PROMISED[task]
     made = Project(project, task)
     data = made.draw(tmp_path / "set", 64, 120)
-    size = ["--image-size", 64, "--batch-size", 8, "--epochs", 1, "--lr", 0]
+    size = ["--image-size", 64, "--batch-size", 8, "--epochs", 1, "--lr", 0, "--weights", "none"]
     flags = [*size, "--data", data, "--output-dir", tmp_path / "out"]
     made.fork(*flags).ok()
     made.close()

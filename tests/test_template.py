@@ -109,7 +109,13 @@ CONTAINER_KEYS = {
 OF_BOTH = {
     *("check_data.py", "dataset.py", "demo_set.py", "model.py", "predict.py", "requirements.txt")
 }
-OF_THE_TASK = {"classification": OF_BOTH, "segmentation": {*OF_BOTH, "masks.py"}}
+OF_THE_TASK = {
+    "classification": {*OF_BOTH, "recipes/finetune.txt", "recipes/imagenet_resnet50.txt"},
+    "segmentation": {
+        *(*OF_BOTH, "masks.py"),
+        *("recipes/cracks_unet.txt", "recipes/voc_deeplabv3.txt"),
+    },
+}
 
 
 def files(folder: Path) -> set[str]:

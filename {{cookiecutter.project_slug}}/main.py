@@ -41,7 +41,7 @@ from engine.data.images import DEFAULT_FORMAT, Format
 from engine.data.loading import Loader, Options
 from engine.errors import UserError
 from engine.ranks import debugging, distributed, failures, gradients, replicas, stopping
-from engine.run import checkpoint, machine, mistakes
+from engine.run import checkpoint, machine, mistakes, sizes
 from engine.run.checkpoint import State
 from engine.run.flags import Help, Parser, add_image_arguments, add_machine_arguments, at_least
 from engine.run.folder import RunFolder
@@ -318,6 +318,7 @@ def train_or_resume(args: Namespace, device: torch.device) -> None:
             add_arguments,
         )
         checkpoint.check_classes(state["path"], state["classes"], classes)
+        args.weights = state["args"]["weights"]  # with which it began
     model = build_model(args, classes, weights=None if state else args.weights)
     if state:
         checkpoint.load_weights(model, state)
@@ -349,5 +350,5 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    with failures.one_line_errors(loading.explain, replicas.explain):
+    with failures.one_line_errors(loading.explain, replicas.explain, sizes.explain):
         main()

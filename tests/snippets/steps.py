@@ -32,7 +32,7 @@ def profiled() -> None:
 
 def profiles(data: str, folder: str) -> None:
     """With and without accumulation."""
-    flags = ["--data", data, "--epochs", 1, "--image-size", 32, "--workers", 1]
+    flags = ["--data", data, "--weights", "none", "--epochs", 1, "--image-size", 32, "--workers", 1]
     # AdamW reads its count of steps, which lies on the CPU here.
     flags += ["--clip-grad-norm", 1, "--optimizer", "sgd"]
     for accumulate, batch_size in (1, 4), (2, 2):
@@ -47,7 +47,7 @@ def portions(data: str, folder: str) -> None:
     def plain() -> None:
         torch.nn.Dropout.forward = lambda self, x: x
 
-    flags = ["--data", data, "--image-size", 64, "--epochs", 1, "--workers", 0]
+    flags = ["--data", data, "--weights", "none", "--image-size", 64, "--epochs", 1, "--workers", 0]
     flags += ["--warmup-epochs", 0, "--arch", "squeezenet1_1", "--optimizer", "sgd"]
     flags += ["--weight-decay", 0, "--momentum", 0]
     clipped = ("--clip-grad-norm", 1e-6, "--lr", 1)

@@ -21,7 +21,7 @@ from engine.ranks import distributed
 ROOT = Path(__file__).resolve().parent.parent
 # 37 pictures fill no batch evenly, 11 come out evenly on no number of ranks.
 TRAIN, VAL, EPOCHS = 37, 11, 2
-FLAGS = ["--image-size", "64", "--batch-size", "4", "--workers", "1"]
+FLAGS = ["--image-size", "64", "--batch-size", "4", "--workers", "1", "--weights", "none"]
 
 
 @pytest.fixture(scope="session")

@@ -4,7 +4,9 @@ Each function works in a group of one, too, so callers never ask how many ranks 
 """
 
 import contextlib
+import itertools
 import os
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
@@ -30,6 +32,7 @@ class Group:
 
 
 _group = Group()
+_turns = itertools.count()  # calls of await_rank_zero
 
 
 def setup(
@@ -205,6 +208,16 @@ def collectives() -> int:
 def from_rank_zero(function: Callable[..., T], *args: object) -> T:
     """Call `function(*args)` on rank 0 and return its result, which has to pickle, on all ranks."""
     return from_rank(0, function, *args)
+
+
+def await_rank_zero(function: Callable[..., T], *args: object) -> T:
+    """As from_rank_zero, for a function that may take longer than --dist-timeout."""
+    key, box = f"rank zero {next(_turns)}", [function(*args)] if is_rank_zero() else []
+    if box:
+        store().set(key, "")
+    while not store().check([key]):
+        time.sleep(0.2)
+    return from_rank_zero(lambda: box[0])
 
 
 def from_rank(source: int, function: Callable[..., T], *args: object) -> T:

@@ -1,6 +1,8 @@
-"""Initial weights, from torchvision or from a file, as far as they match the network."""
+"""Initial weights, published ones or those of a file, as far as they match the network."""
 
-from collections.abc import Mapping
+import contextlib
+import socket
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
 import torchvision
@@ -11,7 +13,68 @@ from engine.ranks import distributed
 from engine.run import checkpoint
 
 KEYS = ("model", "state_dict", "model_state_dict")  # under which programs save weights
+SECONDS = 10.0  # without an answer, after which a download fails
 WRAPPERS = {"module", "_orig_mod"}  # what DDP, averages and torch.compile add to names
+
+
+def load(
+    model: nn.Module,
+    weights: str,
+    published: str | None,
+    read: Callable[[str], Mapping[str, Tensor]],
+) -> str:
+    """Copy --weights into `model`, alike on all ranks; return their name, or "none".
+
+    weights: a name or file for `read`; "none"; or "auto", which stands for `published`, or for
+        "none" if those cannot be had.
+    published: the name of this network's published weights; None if there are none.
+    read: returns tensors by name. Only rank 0 calls it, so that only rank 0 downloads.
+    """
+    is_auto = weights == "auto"
+    name = (published or "none") if is_auto else weights
+    if name == "none":
+        if is_auto:
+            distributed.say("--weights auto: none are published for this network; from scratch")
+        return name
+    if is_auto:
+        distributed.say(f"--weights auto: {name}, downloaded unless cached ...")
+    found = distributed.await_rank_zero(attempt, read, name)
+    if not isinstance(found, str):
+        copy_matching(model, found)
+        return name
+    if not is_auto:
+        raise UserError(found)
+    distributed.say(f"{found}; starts from scratch; use --weights FILE, or --weights none")
+    return "none"
+
+
+def attempt(read: Callable[[str], Mapping[str, Tensor]], name: str) -> Mapping[str, Tensor] | str:
+    """Return what `read` does, or a line that says why it fails."""
+    try:
+        with time_limit():
+            return read(name)
+    except UserError as error:
+        return str(error)
+    except Exception as error:  # urllib, httpx and huggingface_hub have no common one
+        reason = " ".join(str(error).split())[:160] or type(error).__name__
+        return f"--weights {name}: download failed ({reason})"
+
+
+@contextlib.contextmanager
+def time_limit() -> Iterator[None]:
+    """End a connection without an answer after SECONDS; torch.hub would wait for ever."""
+    before = socket.getdefaulttimeout()
+    socket.setdefaulttimeout(SECONDS)
+    try:
+        yield
+    finally:
+        socket.setdefaulttimeout(before)
+
+
+def published_by_torchvision(arch: str) -> str | None:
+    """Return the name of torchvision's best weights for `arch`."""
+    choices = torchvision.models.get_model_weights(arch)
+    return choices["DEFAULT"].name if "DEFAULT" in choices.__members__ else None
 
 
 def read_weights(weights: str, arch: str) -> dict[str, Tensor]:
@@ -19,17 +82,17 @@ def read_weights(weights: str, arch: str) -> dict[str, Tensor]:
 
     weights: the path of a .pt or .pth file, or a name that torchvision has for `arch`.
     """
-    if weights.endswith((".pt", ".pth")):
+    if is_file(weights):
         return find_tensors(checkpoint.read_file(weights))
     choices = torchvision.models.get_model_weights(arch)
     if weights not in choices.__members__:
         names = ", ".join(choices.__members__)
         raise UserError(f"--weights {weights}: {arch} has {names}; or name a .pt file")
-    try:
-        with distributed.rank_zero_first():
-            return choices[weights].get_state_dict(progress=False, check_hash=True)
-    except OSError as error:
-        raise UserError(f"--weights {weights}: download failed ({error})") from None
+    return choices[weights].get_state_dict(progress=False, check_hash=True)
+
+
+def is_file(weights: str) -> bool:
+    return weights.endswith((".pt", ".pth"))
 
 
 def find_tensors(state: checkpoint.State) -> dict[str, Tensor]:

@@ -55,6 +55,16 @@ def check(build: Callable[[int], nn.Module], size: int, name: str, channels: int
     raise UserError(f"--image-size {size}: {name} cannot take such images{remedy}")
 
 
+def explain(error: Exception) -> UserError | None:
+    """Return a line for an `error` of BatchNorm, which needs two values per channel to train."""
+    if "Expected more than 1 value per channel when training" not in str(error):
+        return None
+    return UserError(
+        "BatchNorm has a single value per channel to train on: use --batch-size 2 or more, or a "
+        "larger --image-size"
+    )
+
+
 def takes(build: Callable[[int], nn.Module], size: int, channels: int) -> bool:
     """Return whether `build(size)` takes images of that size."""
     try:

@@ -15,7 +15,7 @@ from engine import files
 SIDE = 80  # pixels; every image is SIDE x SIDE, RGB
 CLASSES = ("bricks", "checks", "dots", "rings", "stripes", "waves")
 # Flags that suit this set, used where --data is not given; those on the command line win.
-DEFAULTS = {"image_size": 64, "epochs": 5, "batch_size": 32}
+DEFAULTS = {"image_size": 64, "epochs": 5, "batch_size": 32, "weights": "none"}
 
 
 def draw(folder: Path, train: int = 1680, val: int = 360) -> None:

@@ -1,5 +1,6 @@
 """The network, its loss and its metrics."""
 
+import functools
 from argparse import Namespace, _ArgumentGroup
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -21,9 +22,11 @@ def add_arguments(group: _ArgumentGroup) -> None:
     add("--arch", default="resnet18", metavar="NAME", help="any classifier of torchvision")
     add(
         "--weights",
-        metavar="NAME|FILE",
+        metavar="auto|none|NAME|FILE",
+        default="auto",
         help="start from torchvision's weights of that name (DEFAULT: the best) or from a .pt "
-        "file; layers of another shape, such as the last, are not loaded",
+        "file; auto: DEFAULT if it can be downloaded, but none for the demo set; layers of another "
+        "shape, such as the last, are not loaded",
     )
 
 
@@ -52,7 +55,9 @@ def build_model(args: Namespace, classes: Sequence[str], weights: str | None = N
 
     model = sizes.check(create, args.image_size, args.arch, channels)
     if weights:
-        pretrained.copy_matching(model, pretrained.read_weights(weights, args.arch))
+        published = pretrained.published_by_torchvision(args.arch)
+        read = functools.partial(pretrained.read_weights, arch=args.arch)
+        args.weights = pretrained.load(model, weights, published, read)
     return model
 
 

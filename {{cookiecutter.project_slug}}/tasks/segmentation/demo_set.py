@@ -14,7 +14,7 @@ from engine import files
 
 SIDE = 64  # pixels; every image is SIDE x SIDE, RGB
 # Flags that suit this set, used where --data is not given; those on the command line win.
-DEFAULTS = {"image_size": 64, "epochs": 2, "batch_size": 20}
+DEFAULTS = {"image_size": 64, "epochs": 2, "batch_size": 20, "weights": "none"}
 CLASSES = ("background", "crack")
 VOID = 255
 

@@ -1,9 +1,12 @@
 """The network, its loss and its metrics."""
 
+import functools
 from argparse import ArgumentTypeError, Namespace, _ArgumentGroup
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
+import huggingface_hub
 import segmentation_models_pytorch as smp
+import timm
 import torch
 import torchvision
 from torch import Tensor, nn
@@ -12,7 +15,6 @@ from torchmetrics.classification import MulticlassConfusionMatrix, MulticlassJac
 
 from dataset import STRIDE
 from engine.errors import UserError
-from engine.ranks import distributed
 from engine.run import pretrained, sizes, tiles
 from masks import VOID
 
@@ -32,9 +34,11 @@ def add_arguments(group: _ArgumentGroup) -> None:
     add("--encoder", default="resnet34", metavar="NAME", help="backbone that feeds the decoder")
     add(
         "--weights",
-        metavar="NAME|FILE",
+        metavar="auto|none|NAME|FILE",
+        default="auto",
         help="start from the encoder's weights of that name (imagenet), from torchvision's "
-        "(DEFAULT), or from a .pt file; layers of another shape, such as the last, are not loaded",
+        "(DEFAULT), or from a .pt file; auto: imagenet or DEFAULT if it can be downloaded, but "
+        "none for the demo set; layers of another shape, such as the last, are not loaded",
     )
     add(
         "--tile",
@@ -70,45 +74,85 @@ def build_model(args: Namespace, classes: Sequence[str], weights: str | None = N
     H and W have to be multiples of STRIDE. With --channels it takes as many instead of 3.
     """
     channels = args.channels or 3
-    file = weights if weights and weights.endswith((".pt", ".pth")) else None
-    name = None if file else weights
-    if args.arch in torchvision.models.list_models(module=torchvision.models.segmentation):
-        model = build_torchvision(args.arch, channels, len(classes), name)
+    if is_torchvisions(args.arch):
+        model = build_torchvision(args.arch, channels, len(classes))
     else:
-        model = build_smp(args.arch, args.encoder, channels, len(classes), name)
+        model = build_smp(args.arch, args.encoder, channels, len(classes))
     sizes.check(lambda _: model, args.image_size, f"{args.arch} with {args.encoder}", channels)
-    if file:
-        pretrained.copy_matching(model, pretrained.read_weights(file, args.arch))
+    if weights:
+        published = find_published(args.arch, args.encoder)
+        args.weights = pretrained.load(
+            model, weights, published, functools.partial(read_weights, args=args)
+        )
     return model
 
 
-def build_torchvision(arch: str, channels: int, num_classes: int, weights: str | None) -> nn.Module:
+def is_torchvisions(arch: str) -> bool:
+    return arch in torchvision.models.list_models(module=torchvision.models.segmentation)
+
+
+def build_torchvision(arch: str, channels: int, num_classes: int) -> nn.Module:
     net = torchvision.models.get_model(
         arch, num_classes=num_classes, weights=None, weights_backbone=None
     )
-    pretrained.set_channels(net, channels)
-    if weights:
-        pretrained.copy_matching(net, pretrained.read_weights(weights, arch))
-    return Logits(net)
+    return Logits(pretrained.set_channels(net, channels))
 
 
-def build_smp(
-    arch: str, encoder: str, channels: int, num_classes: int, weights: str | None
-) -> nn.Module:
-    def create(encoder_weights: str | None) -> nn.Module:
-        model = smp.create_model(arch, encoder, encoder_weights, channels, num_classes)
-        return freeze_unused(model, channels)
-
+def build_smp(arch: str, encoder: str, channels: int, num_classes: int) -> nn.Module:
     try:
-        if weights:
-            with distributed.rank_zero_first():
-                return create(weights)
-        return create(None)
+        model = smp.create_model(arch, encoder, None, channels, num_classes)
+        return freeze_unused(model, channels)
     except (KeyError, ValueError) as error:
         reason = " ".join(str(error).split())
         raise UserError(f"--arch {arch} --encoder {encoder}: {reason}") from None
-    except OSError as error:
-        raise UserError(f"--weights {weights}: download failed ({error})") from None
+
+
+def find_published(arch: str, encoder: str) -> str | None:
+    """Return the name of the weights that --weights auto stands for, or None."""
+    if is_torchvisions(arch):
+        return pretrained.published_by_torchvision(arch)
+    if encoder.startswith("tu-"):  # one of timm's; its tag, if any, says which weights
+        return "imagenet" if timm.is_model_pretrained(encoder[3:]) else None
+    names = list(smp.encoders.encoders.get(encoder, {}).get("pretrained_settings") or ())
+    return "imagenet" if "imagenet" in names else next(iter(names), None)
+
+
+def read_weights(name: str, args: Namespace) -> Mapping[str, Tensor]:
+    """Return the tensors of --weights `name`, an encoder's with its prefix."""
+    if pretrained.is_file(name) or is_torchvisions(args.arch):
+        return pretrained.read_weights(name, args.arch)
+    is_timms = args.encoder.startswith("tu-")
+    if is_timms:
+        config = timm.get_pretrained_cfg(args.encoder[3:])
+        repository = config and config.hf_hub_id
+    else:
+        settings = smp.encoders.encoders[args.encoder]["pretrained_settings"]
+        if name not in settings:
+            names = ", ".join(settings)
+            raise UserError(f"--weights {name}: {args.encoder} has {names}; or name a .pt file")
+        repository = settings[name].get("repo_id")
+    lost = reach(repository) if repository else None
+    weights = True if is_timms else name
+    try:
+        with torch.random.fork_rng([]):
+            model = smp.create_model(args.arch, args.encoder, weights, args.channels or 3)
+    except Exception as error:
+        raise lost or error from None
+    return {f"encoder.{key}": value for key, value in model.encoder.state_dict().items()}
+
+
+def reach(repository: str) -> Exception | None:
+    """Return why Hugging Face's `repository` cannot be reached; from then on only read its cache.
+
+    huggingface_hub itself would try for minutes.
+    """
+    url = huggingface_hub.hf_hub_url(repository, "config.json")
+    try:
+        huggingface_hub.get_hf_file_metadata(url, timeout=pretrained.SECONDS)
+    except Exception as error:
+        huggingface_hub.constants.HF_HUB_OFFLINE = True
+        return error
+    return None
 
 
 def freeze_unused(model: nn.Module, channels: int) -> nn.Module:
