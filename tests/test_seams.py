@@ -14,7 +14,7 @@ from digest import digest
 from running import SAME_FOR_BOTH, SCRIPTS, TASKS, Done, Project, flags, rows
 
 # The section of each recipe. main.py and recipe.py are the same in both tasks.
-NETWORK, TEACHER, ADVERSARY, SECOND, BEST, LIBRARY, FLAG, FROZEN, UNUSED = TITLES = (
+NETWORK, TEACHER, ADVERSARY, SECOND, BEST, LIBRARY, FLAG, FROZEN, UNUSED, TRACKER = TITLES = (
     "To add a network of your own with an auxiliary loss",
     "To add a teacher (distillation)",
     "To add a discriminator with its own optimizer",
@@ -24,6 +24,7 @@ NETWORK, TEACHER, ADVERSARY, SECOND, BEST, LIBRARY, FLAG, FROZEN, UNUSED = TITLE
     "To add a flag that older checkpoints lack",
     "To keep layers frozen",
     "To let some steps leave weights out",
+    "To add a tracker (MLflow)",
 )
 ALBUMENTATIONS = """
 import numpy as np
@@ -40,6 +41,27 @@ class Compose:
 
     def __call__(self, image):
         return {"image": image // 2 + self.random.integers(0, 128, image.shape, np.uint8)}
+"""
+MLFLOW = """
+from types import SimpleNamespace
+
+
+def note(*words):
+    with open(__file__ + ".txt", "a") as file:
+        print(*words, file=file)
+
+
+def start_run(run_id):
+    note("start", run_id)
+    return SimpleNamespace(info=SimpleNamespace(run_id="a1b2"))
+
+
+def log_params(params):
+    note("params", params["batch_size"])
+
+
+def log_metrics(row, step):
+    note("epoch", step, row["top1"])
 """
 SKIPPING = """
 import torch
@@ -283,3 +305,18 @@ def test_weights_that_some_steps_leave_out(edited: Callable[[str], Edited]) -> N
     main.write_text(main.read_text().replace(", find_unused_parameters=True", ""))
     done = skipping.run("refused", "--dist-timeout", 20)
     done.refused("fc.spare", "find_unused_parameters=True to replicas.wrap")
+
+
+@SAME_FOR_BOTH
+def test_tracker(edited: Callable[[str], Edited]) -> None:
+    """It gets each row once; the resumed run continues the tracker's."""
+    tracked = edited(TRACKER)
+    (tracked.folder / "mlflow.py").write_text(MLFLOW)
+    tracked.result()
+    lines = (tracked.folder / "mlflow.py.txt").read_text().splitlines()
+    whole, killed = ([row["top1"] for row in rows(tracked.out / n)] for n in ("whole", "killed"))
+    assert lines == [
+        *("start None", "params 4", f"epoch 1 {whole[0]}", f"epoch 2 {whole[1]}"),
+        *("start None", "params 4", f"epoch 1 {killed[0]}", "start a1b2", f"epoch 2 {killed[1]}"),
+    ]
+    tracked.use()
