@@ -72,7 +72,9 @@ def time_limit() -> Iterator[None]:
 
 
 def published_by_torchvision(arch: str) -> str | None:
-    """Return the name of torchvision's best weights for `arch`."""
+    """Return the name of torchvision's best weights for `arch`, or None."""
+    if arch not in torchvision.models.list_models():
+        return None
     choices = torchvision.models.get_model_weights(arch)
     return choices["DEFAULT"].name if "DEFAULT" in choices.__members__ else None
 
