@@ -1,7 +1,7 @@
 """The recipe: flags, optimizer, learning rate, averaged weights and frozen layers."""
 
 import math
-from argparse import ArgumentTypeError, Namespace, _ArgumentGroup
+from argparse import Namespace, _ArgumentGroup
 from collections.abc import Iterable, Mapping, Sequence
 
 import torch
@@ -11,7 +11,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from engine.errors import UserError
 from engine.ranks import distributed
-from engine.run.flags import at_least
+from engine.run.flags import at_least, below_one
 from engine.run.optimizers import Combined
 from model import backbone
 
@@ -48,7 +48,7 @@ def add_arguments(group: _ArgumentGroup) -> None:
     add("--warmup-epochs", type=rate, default=0.5, help="epochs of linear warm-up (onecycle has its own)")
     add("--clip-grad-norm", metavar="NORM", type=rate, default=0.0, help="maximum norm of the gradient; 0 disables clipping")
     add("--clip-grad-value", metavar="VALUE", type=rate, default=0.0, help="maximum of each of its values; 0 disables clipping")
-    add("--ema", metavar="DECAY", type=decay, default=0.0, help="evaluate and save an exponential moving average of the weights, for example 0.999; 0: none")
+    add("--ema", metavar="DECAY", type=below_one, default=0.0, help="evaluate and save an exponential moving average of the weights, for example 0.999; 0: none")
     add("--sync-bn", action="store_true", help="BatchNorm over the images of all ranks; on GPUs only")
     add("--strategy", choices=("ddp", "fsdp", "dp"), default="ddp", help="DistributedDataParallel; weights and optimizer shared out among the ranks (fully_shard); or DataParallel, one process for all GPUs")
     add("--amp", choices=("auto", "off", "bf16", "fp16"), default="auto", help="mixed precision; auto: bf16 or fp16 on GPUs, off on CPUs")
@@ -56,14 +56,6 @@ def add_arguments(group: _ArgumentGroup) -> None:
     add("--seed", type=count, default=0, help="of initial weights, sample order, augmentation and dropout")
     add("--deterministic", action="store_true", help="bit-identical runs on GPUs; slower")
 # fmt: on
-
-
-def decay(text: str) -> float:
-    """Convert DECAY, a number of at least 0 and less than 1."""
-    value = at_least(0, float)(text)
-    if value >= 1:
-        raise ArgumentTypeError(f"{text} is not less than 1")
-    return value
 
 
 def set_defaults(args: Namespace) -> None:
