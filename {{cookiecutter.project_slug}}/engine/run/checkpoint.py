@@ -148,8 +148,10 @@ def check_flags(
                 ",".join(map(str, value)) if isinstance(value, list | tuple) else value
                 for value in (old.get(name), now)
             )
-            flag = f"--{name.replace('_', '-')} {then}"
-            raise UserError(f"{state['path']} was trained with {flag}, not {now}: {OTHER_RUN}")
+            flag = f"--{name.replace('_', '-')}"
+            was = f"without {flag}" if then is None else f"with {flag} {then}"
+            now = "without" if now is None else now
+            raise UserError(f"{state['path']} was trained {was}, not {now}: {OTHER_RUN}")
 
 
 def check_classes(path: Path | str, known: Sequence[str], classes: Sequence[str]) -> None:
