@@ -296,7 +296,7 @@ def test_overfit(project: Project, data: Path, trained: Path, tmp_path: Path) ->
     assert re.search(r"--overfit 3: (not learnt|learnt by heart) \(", done.out.splitlines()[-1])
     assert float(rows(out)[0]["train_loss"]) < float(rows(trained)[0]["train_loss"])
     other = project.alone(*flags(data, trained, "--overfit", 3, "--epochs", 2))
-    other.refused("was trained with --overfit None, not 3", "choose another --output-dir")
+    other.refused("was trained without --overfit, not 3", "choose another --output-dir")
     project.alone(*flags(data, out, "--overfit", 4)).refused("trained with --overfit 3, not 4")
-    project.alone(*flags(data, out)).refused("trained with --overfit 3, not None")
+    project.alone(*flags(data, out)).refused("trained with --overfit 3, not without")
     assert digest(trained) == before
