@@ -29,6 +29,11 @@ LOOP = "loss_sum, count = task.criterion(machine.to_float32("  # a line of the t
 FIRST_READ = "self.prepared[index] if"  # in __getitem__
 ALARMING = re.compile(r"Traceback|Error|Warning|Killed|Terminated|Aborted|\b[EWF]\d{4} ")
 
+LOSS = {  # where it is computed
+    "classification": ("model.py", "nn.functional.cross_entropy("),
+    "segmentation": ("losses.py", "        return cross_entropy("),
+}
+
 
 def at(project: Project, file: str, text: str, **more: str) -> Breakpoints:
     return {file: [{"line": line_of(project.folder / file, text), **more}]}
@@ -48,7 +53,7 @@ def test_a_debugging_session(project: Project, data: Path, tmp_path: Path) -> No
     )
     config["env"]["PYTHONPATH"] = str(tmp_path)
     main = project.folder / "main.py"
-    wrap = line_of(main, "stepper = Stepper(replicas.wrap(")
+    wrap = line_of(main, "ddp_model = replicas.wrap(")
     with Debugger(project.folder, {"main.py": [{"line": wrap}]}) as debugger:
         debugger.launch(config)
         ranks = debugger.stopped()
@@ -58,7 +63,7 @@ def test_a_debugging_session(project: Project, data: Path, tmp_path: Path) -> No
             assert len(rank.threads()) > 1  # else VS Code does not show its name
             assert rank.evaluate("distributed.rank()") == str(number)
 
-        after = line_of(main, "    run = Run(")
+        after = line_of(main, "    stepper = Stepper(")
         for _ in range(5):  # over DDP(model), which has several lines and waits for all ranks
             if {rank.frame["line"] for rank in ranks} == {after}:
                 break
@@ -74,7 +79,7 @@ def test_a_debugging_session(project: Project, data: Path, tmp_path: Path) -> No
         assert all(rank.frame["name"] == "__getitem__" for rank in ranks)
         assert all(rank.evaluate("index").isdecimal() for rank in ranks)
 
-        debugger.set(at(project, "model.py", "nn.functional.cross_entropy("))
+        debugger.set(at(project, *LOSS[project.task]))
         for rank in ranks:
             rank.go()
         ranks = debugger.stopped()

@@ -41,7 +41,7 @@ def edited(project: Project, tmp_path: Path) -> Edited:
 IMPORTS = "\nROOT = Path"
 OPTIMIZER = "    return torch.optim.AdamW(groups, lr"
 SCHEDULER = "    return LambdaLR(optimizer, factor)"
-CRITERION = "build_criterion(args), metrics, format)\n    train(task"
+CRITERION = "    criterion, metrics = build_criterion(args)"
 END = "            run.end_step()"
 SAVE = "            run.save()  # whatever fails from here on costs no epoch\n"
 METRICS = "**results},"
@@ -276,9 +276,9 @@ def test_targets_that_are_no_classes(data: Path, tmp_path: Path, edited: Edited)
             "from snippets.owner import hardened_metrics as build_metrics\n" + IMPORTS,
         ),
         (
-            "    train_loader = loading",
-            "    train_set, val_set = map(owner.Soft, (train_set, val_set))\n"
-            "    train_loader = loading",
+            "    train_loader = loaders",
+            "    data.train_set, data.val_set = map(owner.Soft, (data.train_set, data.val_set))\n"
+            "    train_loader = loaders",
         ),
         (
             "            loss_sum, count = task.criterion(machine",

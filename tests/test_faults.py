@@ -92,11 +92,11 @@ def test_signals_after_training(fault: Callable) -> None:
 
 
 def test_a_collective_on_one_rank_only(fault: Callable) -> None:
-    """gloo aborts: the stack tells where."""
+    """gloo waits, or aborts: in either case the stacks tell where each rank is."""
     statuses, _, err = fault("a_collective_on_one_rank")
-    assert -signal.SIGABRT in statuses
-    stack = err[err.index("Fatal Python error: Aborted") :]
-    for name in ("reduce_tensor", "train_one_epoch"):
+    assert statuses == [1, 1]
+    for rank, name in (0, "reduce_tensor"), (1, "train_one_epoch"):
+        stack = err.split(f"rank {rank} has made no progress")[1].split("has made no progress")[0]
         assert f"in {name}" in stack
 
 

@@ -112,7 +112,7 @@ def test_large_images_among_small_ones(
         masks[tile] = {path.stem: np.asarray(Image.open(path)) for path in folder.iterdir()}
         assert masks[tile]["big"].shape == (260, 700)
         assert (masks[tile]["small"] == masks[0]["small"]).all()
-        assert (masks[tile]["big"] != masks[0]["big"]).mean() < 0.02
+        assert (masks[tile]["big"] != masks[0]["big"]).mean() < 0.05  # of noise
     assert (masks[128]["big"] != masks[0]["big"]).any()  # they were tiles indeed
     results = []
     for ranks in (1, 2):

@@ -185,7 +185,7 @@ def signals_after_training(data: str, folder: str, *words: object) -> list:
 
 def a_collective_on_one_rank(data: str, folder: str, *words: object) -> list:
     act = after_step(3, lambda: distributed.reduce_tensor(torch.ones(7)), rank=0)
-    return Runs(data, folder, words).train("one", patch=act)
+    return Runs(data, folder, words).train("one", "--dist-timeout", 5, patch=act)
 
 
 def ranks_that_leave(data: str, folder: str, *words: object) -> dict:

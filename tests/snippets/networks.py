@@ -8,6 +8,7 @@ import torch
 
 import main
 import recipe
+from dataset import build_dataset
 from engine.data import loading
 from engine.ranks import distributed, gradients, replicas
 
@@ -22,7 +23,7 @@ def train(data: str, words: list[str]) -> dict:
     words = ["--data", data, "--workers", "0", "--batch-size", "4", "--amp", "off", *words]
     args = main.parse_args([*words, "--optimizer", "sgd", "--lr", "0.001"])
     device = torch.device("cpu")
-    train_set, _, classes = main.build_dataset(args.data, args.image_size)
+    train_set, _, classes = build_dataset(args.data, args.image_size)
     options = loading.Options(args.workers, args.prefetch, False, args.seed)
     loader = loading.build_train_loader(train_set, len(classes), args.batch_size, 1, options)
     model = main.build_model(args, classes)
