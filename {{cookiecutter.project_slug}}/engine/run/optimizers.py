@@ -34,7 +34,7 @@ class Combined(Optimizer):
         ]
         super().__init__(groups, {})
 
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+    def step(self, closure: object = None) -> None:  # type: ignore[override]
         for i, part in enumerate(self.parts):  # loading a state replaces both
             part.param_groups = [group for group in self.param_groups if group["part"] == i]
             part.state = self.state

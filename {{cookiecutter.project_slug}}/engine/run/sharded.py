@@ -6,7 +6,6 @@ Evaluation and checkpoints have whole tensors, so that checkpoints are the same 
 
 import copy
 from collections import Counter
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +18,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from engine.errors import UserError
 from engine.ranks import distributed
 from engine.run import sizes
+from engine.run.checkpoint import State
 
 LARGE = 1_000_000  # weights of a block that is gathered on its own
 
@@ -42,7 +42,7 @@ def share(model: nn.Module, size: int, channels: int) -> nn.Module:
     return twin
 
 
-def copy_views(_module: nn.Module, _inputs: object, outputs: Any) -> Any:
+def copy_views(_module: nn.Module, _inputs: object, outputs: object) -> object:
     """Return a block's `outputs` with copies of views in them.
 
     An operation in place on a view would remove the hook that gathers weights for backward().
@@ -86,7 +86,7 @@ def gather(shared: nn.Module, model: nn.Module) -> None:
             whole[name].copy_(value.full_tensor() if isinstance(value, DTensor) else value)
 
 
-def whole(state: dict[str, Any]) -> dict[str, Any]:
+def whole(state: State) -> State:
     """Return `state` for a checkpoint: on rank 0 shared tensors become whole ones, on the CPU.
 
     All ranks have to call it.
@@ -101,11 +101,11 @@ def whole(state: dict[str, Any]) -> dict[str, Any]:
     return tree_map_only(DTensor, gathered, state)
 
 
-def distribute(state: dict[str, Any], optimizer: Optimizer) -> dict[str, Any]:
+def distribute(state: State, optimizer: Optimizer) -> State:
     """Return the `state` of a checkpoint with moments shared out like the weights."""
     weights = [weight for group in optimizer.param_groups for weight in group["params"]]
 
-    def shared(weight: Tensor, value: Any) -> Any:
+    def shared(weight: Tensor, value: object) -> object:
         is_moment = isinstance(value, Tensor) and value.shape == weight.shape
         if not is_moment or not isinstance(weight, DTensor):
             return value
