@@ -106,8 +106,9 @@ def distribute(state: State, optimizer: Optimizer) -> State:
     weights = [weight for group in optimizer.param_groups for weight in group["params"]]
 
     def shared(weight: Tensor, value: object) -> object:
-        is_moment = isinstance(value, Tensor) and value.shape == weight.shape
-        if not is_moment or not isinstance(weight, DTensor):
+        if not isinstance(value, Tensor) or not isinstance(weight, DTensor):
+            return value
+        if value.shape != weight.shape:  # no moment, such as a count of steps
             return value
         value = value.to(weight.device, memory_format=torch.contiguous_format)
         return distribute_tensor(value, weight.device_mesh, weight.placements)
