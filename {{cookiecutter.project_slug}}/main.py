@@ -29,7 +29,6 @@ if __name__ == "__main__":  # before torch, whose import takes seconds
 import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
-from torch.optim.swa_utils import AveragedModel
 from torchmetrics import MetricCollection
 
 import dataset
@@ -95,7 +94,7 @@ class Stepper:
     scheduler: LRScheduler
     scaler: torch.amp.GradScaler
     mean: gradients.Mean
-    average: AveragedModel | None = None  # of the weights, with --ema
+    average: recipe.Average | None = None  # of the weights, with --ema
 
 
 # fmt: off
@@ -164,7 +163,7 @@ def train_one_epoch(
         # The sums stay on the device and are reduced once per epoch: reading or reducing them at
         # every step would make the device, or every rank, wait.
         run.totals += torch.stack((loss_sum.detach().double(), count.double()))
-        report.loss(run.totals, optimizer.param_groups[0]["lr"])
+        report.loss(run.totals, optimizer.param_groups[-1]["lr"])
         if is_last:
             # DDP has averaged over the ranks, whose numbers of samples (labelled pixels) may differ.
             stepper.mean.finish(ddp_model.parameters())
@@ -174,7 +173,7 @@ def train_one_epoch(
             optimizer.zero_grad()
             stepper.scheduler.step()
             if stepper.average:
-                stepper.average.update_parameters(stepper.model)
+                stepper.average.update(stepper.model)
             run.end_step()  # saves if a save is due, and stops here after a signal
     return run.mean_loss()
 
@@ -223,7 +222,7 @@ def train(
     """Train until --epochs, continuing from the checkpoint `state` if there is one."""
     args, device, model = task.args, task.device, task.model
     averaged: dict[str, Any] = {}  # saved besides the network that is evaluated
-    if average := recipe.build_average(model, args):
+    if average := recipe.Average(model, args.ema) if args.ema else None:
         averaged = {"trained": model}
         task = replace(task, model=average.module)
     if args.strategy == "fsdp":
@@ -250,21 +249,22 @@ def train(
     )
     run.resume(state)
     if average:
-        average.n_averaged.fill_(run.step)
+        average.step = run.step
     mean = gradients.Mean(device)
     recipe.freeze(frozen, run.epoch < args.freeze_backbone)
-    ddp_model = replicas.wrap(model, device, args.strategy)
-    stepper = Stepper(model, ddp_model, optimizer, scheduler, scaler, mean, average)
+    wrap = functools.partial(replicas.wrap, model, device, args.strategy)
+    stepper = Stepper(model, wrap(), optimizer, scheduler, scaler, mean, average)
     report = Reporter(folder.path, device, args.epochs, run.epoch, profile=args.profile)
     report.start(task.settings, train_loader, val_loader, vars(args))
     report.catch_up(run.history)
     first = run.epoch
     with run.stoppable(), report:
-        while run.epoch < args.epochs and not recipe.is_over(run.history, BEST, args.patience):
+        while run.epoch < args.epochs and not recipe.is_over(
+            run.history, BEST, run.best, args.patience
+        ):
             if run.epoch == args.freeze_backbone > first:
                 recipe.freeze(frozen, False)
-                # DDP keeps to what it was given.
-                stepper.ddp_model = replicas.wrap(model, device, args.strategy)
+                stepper.ddp_model = wrap()  # DDP keeps to what it was given
             train_loader.sampler.set_epoch(run.epoch, run.seen)
             train_loss = train_one_epoch(task, stepper, train_loader, report, run)
             speed = report.speed()
@@ -273,7 +273,7 @@ def train(
             if args.strategy == "fsdp":
                 sharded.gather(model, task.model)
             results, found = evaluate(task, val_loader)
-            lr = optimizer.param_groups[0]["lr"]
+            lr = optimizer.param_groups[-1]["lr"]  # not the backbone's
             is_best = run.end_epoch({"train_loss": train_loss, **results, "lr": lr, **speed})
             run.save(is_best)
             report.end_epoch(run.history, is_best)
@@ -288,7 +288,8 @@ def train(
 def find_batch_size(task: Task, *both: Loader) -> None:
     """Print the largest --batch-size with which training and validation fit into memory."""
     args, device, model = task.args, task.device, task.model
-    optimizer, average = recipe.build_optimizer(model, args), recipe.build_average(model, args)
+    optimizer = recipe.build_optimizer(model, args)
+    average = recipe.Average(model, args.ema) if args.ema else None
 
     def try_step(size: int) -> None:
         """Do what train_one_epoch and evaluate do; gradients stay in memory, as DDP's do."""
@@ -301,7 +302,7 @@ def find_batch_size(task: Task, *both: Loader) -> None:
         optimizer.step()
         model.eval()
         with torch.inference_mode(), machine.autocast(task.settings.amp, device):
-            infer(average or model, val[0], args)
+            infer(average.module if average else model, val[0], args)
 
     images = both[0].sampler.total // args.accumulate
     distributed.say(f"--batch-size {probing.find_batch_size(try_step, device, images)}")
@@ -345,7 +346,7 @@ def train_or_resume(args: Namespace, device: torch.device) -> None:
             line = f"{state['path']}: {state['epoch']} epochs done, nothing left to do"
             return distributed.say(f"{line}; use --epochs N for more, --resume never to start over")
     model = model.to(device).to(memory_format=torch.channels_last)
-    if args.sync_bn:
+    if args.sync_bn and not args.find_batch_size:
         model = replicas.sync_batchnorm(model, device)
     task = build_task(args, device, data, model)
     if args.find_batch_size:

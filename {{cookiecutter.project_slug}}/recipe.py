@@ -1,5 +1,6 @@
 """The recipe: flags, optimizer, learning rate, averaged weights and frozen layers."""
 
+import copy
 import math
 from argparse import Namespace, _ArgumentGroup
 from collections.abc import Iterable, Mapping, Sequence
@@ -7,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from engine.errors import UserError
 from engine.ranks import distributed
@@ -21,7 +22,6 @@ DEFAULTS = {  # of --lr and --weight-decay for each --optimizer
     "adafactor": {"lr": 0.01, "weight_decay": 0.0},
     "muon": {"lr": 0.001, "weight_decay": 0.05},
 }
-Tensors = tuple[Tensor, ...] | list[Tensor]
 SCHEDULES = ("cosine", "step", "poly", "onecycle", "wsd")
 
 
@@ -62,8 +62,10 @@ def set_defaults(args: Namespace) -> None:
     """Set --lr and --weight-decay, unless they are given, to the defaults of --optimizer."""
     if args.strategy == "fsdp" and (args.ema or args.optimizer not in ("adamw", "sgd")):
         raise UserError("--strategy fsdp: only with --optimizer adamw or sgd, and without --ema")
-    if args.strategy == "dp" and args.sync_bn:
-        raise UserError("--sync-bn: not with --strategy dp, whose GPUs have BatchNorm of their own")
+    if args.strategy == "dp":
+        if args.sync_bn or args.compile or args.amp == "bf16":  # its threads do not take over bf16
+            raise UserError("--strategy dp: not with --sync-bn, --compile and --amp bf16")
+        args.amp = "off" if args.amp == "auto" else args.amp
     for name, value in DEFAULTS[args.optimizer].items():
         if getattr(args, name) is None:
             setattr(args, name, value)
@@ -134,7 +136,12 @@ def build_muon(model: nn.Module, groups: list[dict], lr: float) -> torch.optim.O
     """
     if not hasattr(torch.optim, "Muon"):
         raise UserError(f"--optimizer muon: torch {torch.__version__} lacks it; needs torch 2.9")
-    hidden = {weight for weight in backbone(model) if weight.ndim == 2}
+    of_backbone = set(backbone(model))
+    hidden = {  # not tables, such as those of relative positions
+        weight
+        for name, weight in model.named_parameters()
+        if weight in of_backbone and weight.ndim == 2 and name.endswith("weight")
+    }
     parts: dict[type[torch.optim.Optimizer], list[dict]] = {
         torch.optim.Muon: [],
         torch.optim.AdamW: [],
@@ -170,21 +177,31 @@ def clip_gradients(
         nn.utils.clip_grad_norm_(weights, args.clip_grad_norm)
 
 
-def build_average(model: nn.Module, args: Namespace) -> AveragedModel | None:
-    """Return the average of the weights and of BatchNorm's statistics, or None without --ema.
+class Average:
+    """An exponential moving average of a network's weights and of BatchNorm's statistics.
 
     At step n the decay is at most (1 + n) / (10 + n), so that the random weights of the start are
-    soon forgotten, as in TensorFlow's ExponentialMovingAverage.
+    soon forgotten, as in TensorFlow's ExponentialMovingAverage. torch's AveragedModel would copy a
+    number to the device at each step, and wait for it.
     """
-    if not args.ema:
-        return None
 
-    def update(averages: Tensors, weights: Tensors, n: Tensor | int) -> None:
-        step = int(average.n_averaged)  # on the CPU, so that nothing waits for the device
-        get_ema_multi_avg_fn(min(args.ema, (1 + step) / (10 + step)))(averages, weights, n)
+    def __init__(self, model: nn.Module, decay: float) -> None:
+        self.module = copy.deepcopy(model)
+        self.decay = decay
+        self.step = 0
 
-    average = AveragedModel(model, multi_avg_fn=update, use_buffers=True)
-    return average
+    @torch.no_grad()
+    def update(self, model: nn.Module) -> None:
+        share = min(self.decay, (1 + self.step) / (10 + self.step))
+        ours, theirs = ([*net.parameters(), *net.buffers()] for net in (self.module, model))
+        pairs = [*zip(ours, theirs, strict=True)]
+        floats = [(average, new) for average, new in pairs if average.is_floating_point()]
+        averages, values = map(list, zip(*floats, strict=True))
+        get_ema_multi_avg_fn(share)(averages, values, self.step)
+        for average, new in pairs:
+            if not average.is_floating_point():  # BatchNorm's counts of batches
+                average.copy_(new)
+        self.step += 1
 
 
 def freeze(weights: Iterable[Tensor], is_frozen: bool) -> None:
@@ -204,15 +221,18 @@ def set_training(model: nn.Module) -> None:
             module.train(module.weight.requires_grad)
 
 
-def is_over(history: Sequence[Mapping[str, float | str]], score: str, patience: int) -> bool:
-    """Return, and say, whether the last `patience` epochs brought no new best; never with 0.
+def is_over(
+    history: Sequence[Mapping[str, float | str]], score: str, best: float, patience: int
+) -> bool:
+    """Return, and say, whether the last `patience` epochs brought no new `best`; never with 0.
 
     The same on all ranks, because their metrics are.
     """
-    best, since = -math.inf, 0
-    for row in history:
-        value = float(row.get(score, math.nan))
-        best, since = (value, 0) if value > best else (best, since + 1)
+    since = 0
+    for row in reversed(history):
+        if float(row.get(score, math.nan)) >= best:
+            break
+        since += 1
     if not 0 < patience <= since:
         return False
     distributed.say(

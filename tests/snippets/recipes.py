@@ -89,18 +89,17 @@ def muon_by_hand() -> float:
 def averages(decay: float) -> list[float]:
     """Differences from an average by hand: of weights, of statistics, of counted batches."""
     model, _, args = build("--ema", str(decay))
-    average = recipe.build_average(model, args)
-    expected: dict[str, torch.Tensor] = {}
+    average = recipe.Average(model, args.ema)
+    expected = {name: value.double() for name, value in model.state_dict().items()}
     for step in range(20):
         model(torch.randn(8, 4))
         with torch.no_grad():
             for weight in model.parameters():
                 weight.add_(torch.randn_like(weight))
-        average.update_parameters(model)
-        share = min(decay, (1 + step) / (10 + step)) if step else 0
+        average.update(model)
+        share = min(decay, (1 + step) / (10 + step))
         for name, value in model.state_dict().items():
-            value = value.double()
-            expected[name] = share * expected.get(name, value) + (1 - share) * value
+            expected[name] = share * expected[name] + (1 - share) * value.double()
     found = average.module.state_dict()
     differences = {name: float((found[name] - expected[name]).abs().max()) for name in found}
     kinds = ("encoder.0.weight", "encoder.1.running_var")

@@ -37,7 +37,7 @@ class Mean:
         """Divide the gradients of `weights`, which DDP has averaged over the ranks; start anew."""
         assert self.pending, "call add first"
         self.pending.wait()
-        factor = distributed.world_size() / self.count.clamp(min=1e-12)
+        factor = (distributed.world_size() / self.count).where(self.count > 0, 0)
         gradients = [weight.grad for weight in weights if weight.grad is not None]
         for device in {gradient.device for gradient in gradients}:
             own = [gradient for gradient in gradients if gradient.device == device]

@@ -103,7 +103,8 @@ class Run:
             until = math.inf if is_newest else self.epoch
             best_of = self.best_of if self.folder.contains(state["path"]) else None
             self.best = distributed.from_rank_zero(self.folder.best_score, best_of, until)
-            del state["model"], state["optimizer"]  # they take as much memory again
+            for name in ("model", "optimizer", "trained"):  # they take as much memory again
+                state.pop(name, None)
 
     def _take_position(self, state: State) -> None:
         self.epoch, self.step = state["epoch"], state["step"]
@@ -177,7 +178,7 @@ class Run:
         if is_early:  # a resumed run starts with the next epoch
             self.seen = self.sampler.total
         loss, count = totals.tolist()
-        return loss / max(count, 1)
+        return loss / count if count else 0.0  # class weights may make it small
 
     def end_epoch(self, row: dict[str, float | str]) -> bool:
         """Record a finished epoch and its metrics; return whether its score is the best so far."""

@@ -26,7 +26,7 @@ def write_table(folder: Path, rows: Sequence[Mapping[str, float | str]]) -> None
 def count(folder: Path) -> int:
     """Return how many rows metrics.csv has."""
     path = folder / "metrics.csv"
-    return len(path.read_text(encoding="utf-8").splitlines()) - 1 if path.exists() else 0
+    return max(0, len(path.read_bytes().splitlines()) - 1) if path.exists() else 0
 
 
 def are_complete(folder: Path, epochs: int) -> bool:

@@ -163,7 +163,7 @@ class Reporter:
             self.read_at = now
             loss_sum, count = totals.tolist()
             wait = f"{self.waited / (now - self.began):.0%}"
-            loss = f"{loss_sum / max(count, 1):.3f}"
+            loss = f"{loss_sum / count if count else 0:.3f}"
             self.bar.set_postfix(loss=loss, lr=f"{lr:.2g}", data_wait=wait)
 
     def end_epoch(self, rows: Sequence["Row"], is_best: bool) -> None:
@@ -201,9 +201,13 @@ class Reporter:
             return
         from engine.run import plots
 
-        for epoch in range(records.count(self.folder) + 1, len(rows) + 1):
+        recorded = records.count(self.folder)
+        for epoch in range(recorded + 1, len(rows) + 1):
             self.record(rows[:epoch])
-            plots.draw_curves(self.folder / "curves.png", rows[:epoch])
+        if recorded > len(rows):  # of epochs after the checkpoint that was gone back to
+            records.write_table(self.folder, rows)
+        if recorded != len(rows):
+            plots.draw_curves(self.folder / "curves.png", rows)
         if tracker:
             self.tracker = records.Tracker(self.folder, tracker, len(rows))
             self.tracker.update(rows)

@@ -104,6 +104,8 @@ def whole(state: State) -> State:
 def distribute(state: State, optimizer: Optimizer) -> State:
     """Return the `state` of a checkpoint with moments shared out like the weights."""
     weights = [weight for group in optimizer.param_groups for weight in group["params"]]
+    if not any(isinstance(weight, DTensor) for weight in weights):
+        return state
 
     def shared(weight: Tensor, value: object) -> object:
         if not isinstance(value, Tensor) or not isinstance(weight, DTensor):
