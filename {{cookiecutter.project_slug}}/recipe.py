@@ -228,11 +228,11 @@ def is_over(
 
     The same on all ranks, because their metrics are.
     """
-    since = 0
-    for row in reversed(history):
-        if float(row.get(score, math.nan)) >= best:
-            break
-        since += 1
+    scores = [float(row.get(score, math.nan)) for row in history]
+    # Greater ones are of another metric or validation set, by which earlier epochs were judged.
+    start = max((i + 1 for i, value in enumerate(scores) if value > best), default=0)
+    first = next((i + 1 for i in range(start, len(scores)) if scores[i] == best), start)
+    since = len(scores) - first
     if not 0 < patience <= since:
         return False
     distributed.say(
