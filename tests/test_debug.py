@@ -53,7 +53,7 @@ def test_a_debugging_session(project: Project, data: Path, tmp_path: Path) -> No
     )
     config["env"]["PYTHONPATH"] = str(tmp_path)
     main = project.folder / "main.py"
-    wrap = line_of(main, "ddp_model = replicas.wrap(")
+    wrap = line_of(main, "stepper = Stepper(model, wrap(), ")
     with Debugger(project.folder, {"main.py": [{"line": wrap}]}) as debugger:
         debugger.launch(config)
         ranks = debugger.stopped()
@@ -63,7 +63,7 @@ def test_a_debugging_session(project: Project, data: Path, tmp_path: Path) -> No
             assert len(rank.threads()) > 1  # else VS Code does not show its name
             assert rank.evaluate("distributed.rank()") == str(number)
 
-        after = line_of(main, "    stepper = Stepper(")
+        after = line_of(main, "    report = Reporter(")
         for _ in range(5):  # over DDP(model), which has several lines and waits for all ranks
             if {rank.frame["line"] for rank in ranks} == {after}:
                 break
@@ -85,7 +85,7 @@ def test_a_debugging_session(project: Project, data: Path, tmp_path: Path) -> No
         ranks = debugger.stopped()
         assert all(rank.frame["name"] == "cross_entropy" for rank in ranks)
 
-        debugger.set(at(project, "main.py", ".backward()"))
+        debugger.set(at(project, "main.py", "size).backward()"))
         for rank in ranks:
             rank.go()
         for number, rank in enumerate(debugger.stopped()):
