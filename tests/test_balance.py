@@ -163,7 +163,10 @@ class TestCounts:
         assert "weights in the loss: a 0.667, b 1, c 2; 40 samples read in " in said
         assert balance.class_weights(None, None, counts.classes) is None
         assert balance.class_weights((1.0, 2.0, 3.0), None, counts.classes) == (1.0, 2.0, 3.0)
-        with pytest.raises(UserError, match="2 numbers for 3 classes"):
+        with pytest.raises(
+            UserError,
+            match="2 numbers, of the flag or of the checkpoint, but the data has 3 classes",
+        ):
             balance.class_weights((1.0, 2.0), None, counts.classes)
 
     @pytest.mark.parametrize(

@@ -89,7 +89,7 @@ def test_frozen_statistics(project: Project) -> None:
 
 
 RECIPES = {
-    "ema": "--ema 0.9 --optimizer adafactor --schedule wsd --amp bf16",
+    "ema": "--ema 0.9 --optimizer adafactor --schedule wsd",
     "freeze": "--freeze-backbone 1 --backbone-lr 0.1 --optimizer sgd --nesterov --schedule poly "
     "--clip-grad-value 0.01 --clip-grad-norm 1 --ema 0.99 --accumulate 2",
 }

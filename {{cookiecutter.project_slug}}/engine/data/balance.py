@@ -30,7 +30,10 @@ def class_weights(
         return None
     if not isinstance(given, str):
         if len(given) != len(classes):
-            raise UserError(f"--class-weights: {len(given)} numbers for {len(classes)} classes")
+            raise UserError(
+                f"--class-weights: {len(given)} numbers, of the flag or of the checkpoint, but the "
+                f"data has {len(classes)} classes"
+            )
         return tuple(given)
     if given == "auto":
         assert counts, "of count_classes"
