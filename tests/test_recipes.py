@@ -95,7 +95,11 @@ RECIPES = {
 }
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize(
+    ("project", "recipe"),
+    [("classification", "ema"), ("classification", "freeze"), ("segmentation", "freeze")],
+    indirect=["project"],
+)
 def test_killed_and_resumed(project: Project, data: Path, tmp_path: Path, recipe: str) -> None:
     """The same bits, stopped in the first and in the second epoch."""
     words = [*small(data), "--epochs", 2, "--batch-size", 2 if recipe == "freeze" else 4]
