@@ -163,10 +163,7 @@ class TestCounts:
         assert "weights in the loss: a 0.667, b 1, c 2; 40 samples read in " in said
         assert balance.class_weights(None, None, counts.classes) is None
         assert balance.class_weights((1.0, 2.0, 3.0), None, counts.classes) == (1.0, 2.0, 3.0)
-        with pytest.raises(
-            UserError,
-            match="2 numbers, .* the data has 3 classes",
-        ):
+        with pytest.raises(UserError, match="2 numbers, of the flag"):
             balance.class_weights((1.0, 2.0), None, counts.classes)
 
     @pytest.mark.parametrize(
