@@ -118,7 +118,7 @@ def build_parser() -> Parser:
     add("--eval-only", action="store_true", help="evaluate best.pt, or --resume PATH, and print JSON")
     add("--find-batch-size", action="store_true", help="print the largest --batch-size that fits into memory")
     add("--profile", metavar="STEPS", type=count, default=0, help="trace so many optimizer steps of the first epoch, in --output-dir/profile; 0: none")
-    add_arguments(parser.add_argument_group("network"))
+    add_arguments(parser.add_argument_group("network and loss"))
     recipe.add_arguments(parser.add_argument_group("recipe"))
     add_machine_arguments(parser.add_argument_group("machine"))
     return parser
