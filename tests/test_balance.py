@@ -193,7 +193,7 @@ class TestCounts:
             *((f"a 1\nb {w}", f"line 2: {w} is no positive") for w in ("0", "-1", "nan", "inf")),
             ("a 1\nb 1e-60", "line 2: 1e-60 is no positive number"),  # 0 as float32
             ("a 1\nb x", "line 2: x is no positive number"),
-            (None, "--class-weights .*weights.txt: cannot be read .*; use auto, or a file"),
+            (None, "--class-weights .*weights.txt: neither numbers nor a file .*; use auto"),
         ],
     )
     def test_a_wrong_file(self, tmp_path: Path, text: str | None, words: str) -> None:

@@ -169,7 +169,10 @@ def test_mistakes(project: Project, data: Path, tmp_path: Path) -> None:
     for words, line in (
         (["--optimizer", "muon"], "no matrices in hidden layers"),
         (["--ema", 1], "--ema: 1 is not less than 1"),
-        (["--nesterov", "--optimizer", "sgd", "--momentum", 0], "--nesterov needs --momentum"),
+        (
+            ["--nesterov", "--optimizer", "sgd", "--momentum", 0],
+            "--nesterov: only with --optimizer sgd, and --momentum",
+        ),
     ):
         project.fork(*flags(data, tmp_path / "out", *words)).refused(line)
     assert not shutil.os.path.exists(tmp_path / "out" / "last.pt")

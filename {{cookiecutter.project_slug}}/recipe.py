@@ -41,7 +41,7 @@ def add_arguments(group: _ArgumentGroup) -> None:
     add("--scale-lr", action="store_true", help="multiply --lr by global batch / 256")
     add("--backbone-lr", metavar="FACTOR", type=rate, default=1.0, help="learning rate of the backbone, as a factor of --lr")
     add("--freeze-backbone", metavar="EPOCHS", type=count, default=0, help="train only the other layers for so many epochs")
-    add("--momentum", type=rate, default=0.9, help="of SGD")
+    add("--momentum", type=below_one, default=0.9, help="of SGD")
     add("--nesterov", action="store_true", help="Nesterov's momentum for SGD")
     add("--weight-decay", type=rate, help=f"not on biases and norms {by_optimizer('weight_decay')}")
     add("--schedule", choices=SCHEDULES, default="cosine", help="cosine decay to 0, division by 10 every 30 epochs, polynomial decay, one cycle, or constant with a linear decay at the end (wsd)")
@@ -62,6 +62,8 @@ def set_defaults(args: Namespace) -> None:
     """Set --lr and --weight-decay, unless they are given, to the defaults of --optimizer."""
     if args.strategy == "fsdp" and (args.ema or args.optimizer not in ("adamw", "sgd")):
         raise UserError("--strategy fsdp: only with --optimizer adamw or sgd, and without --ema")
+    if args.nesterov and (args.optimizer != "sgd" or not args.momentum):
+        raise UserError("--nesterov: only with --optimizer sgd, and --momentum above 0")
     if args.strategy == "dp":
         if args.sync_bn or args.compile or args.amp == "bf16":  # its threads do not take over bf16
             raise UserError("--strategy dp: not with --sync-bn, --compile and --amp bf16")
@@ -85,8 +87,6 @@ def build_optimizer(model: nn.Module, args: Namespace) -> torch.optim.Optimizer:
         groups.append({"params": matrices, "lr": lr * factor, "weight_decay": args.weight_decay})
         groups.append({"params": others, "lr": lr * factor, "weight_decay": 0.0})
     if args.optimizer == "sgd":  # on CPUs its fused form takes twice the time
-        if args.nesterov and not args.momentum:
-            raise UserError("--nesterov needs --momentum above 0")
         return torch.optim.SGD(groups, lr, args.momentum, nesterov=args.nesterov)
     if args.optimizer == "adafactor":
         return torch.optim.Adafactor(groups, lr)
@@ -228,14 +228,12 @@ def is_over(
 
     The same on all ranks, because their metrics are.
     """
-    scores = [float(row.get(score, math.nan)) for row in history]
+    scores = [float(row[score]) for row in history if score in row]
     # Greater ones are of another metric or validation set, by which earlier epochs were judged.
     start = max((i + 1 for i, value in enumerate(scores) if value > best), default=0)
     first = next((i + 1 for i in range(start, len(scores)) if scores[i] == best), start)
     since = len(scores) - first
     if not 0 < patience <= since:
         return False
-    distributed.say(
-        f"--patience {patience}: no new best {score} in {since} epochs, so training ends"
-    )
+    distributed.say(f"--patience {patience}: no new best {score} since {since} epoch(s); the end")
     return True

@@ -61,8 +61,8 @@ def read_weights(path: Path, classes: Sequence[str]) -> list[float]:
         raise UserError(f"--class-weights {path}: not UTF-8; save it as UTF-8") from None
     except OSError as error:
         raise UserError(
-            f"--class-weights {path}: cannot be read ({error.strerror}); use auto, or a file with "
-            "lines NAME WEIGHT"
+            f"--class-weights {path}: neither numbers nor a file ({error.strerror}); use auto, "
+            "numbers A,B,..., or a file with lines NAME WEIGHT"
         ) from None
     number_of = {composed(name): number for number, name in enumerate(classes)}
     found: dict[int, float] = {}

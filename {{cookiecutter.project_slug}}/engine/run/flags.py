@@ -147,8 +147,10 @@ def class_weights(text: str) -> str | tuple[float, ...]:
     try:
         values = numbers(text)
     except argparse.ArgumentTypeError:
-        return text
-    if min(values) < 0 or not any(values):
+        if text.strip():
+            return text
+        values = ()
+    if not any(values) or min(values) < 0:
         raise argparse.ArgumentTypeError(f"{text}: expected numbers of 0 or more, not all 0")
     return values
 

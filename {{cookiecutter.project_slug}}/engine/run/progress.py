@@ -62,8 +62,7 @@ class Run:
         self.sampler = train_loader.sampler
         self.global_batch = self.sampler.global_batch
         self.passes_per_step = self.global_batch // train_loader.images_per_pass
-        self.classes = classes
-        self.epochs = epochs
+        self.classes, self.epochs = classes, epochs
         self.save_every = save_every
         self.flags = checkpoint.to_plain(dict(flags))
         self.model = model
@@ -99,7 +98,8 @@ class Run:
             last_step = self.epochs * self.sampler.steps
             optimizers.load_states(state, self.parts, self._schedule_step(state), last_step)
             # After going back to an earlier checkpoint, a best.pt from later epochs does not count.
-            is_newest = Path(state["path"]).name.startswith("last")
+            path = state["path"]
+            is_newest = Path(path).name.startswith("last") and path != self.folder.resume
             until = math.inf if is_newest else self.epoch
             best_of = self.best_of if self.folder.contains(state["path"]) else None
             self.best = distributed.from_rank_zero(self.folder.best_score, best_of, until)
