@@ -204,9 +204,9 @@ class Reporter:
         recorded = records.count(self.folder)
         for epoch in range(recorded + 1, len(rows) + 1):
             self.record(rows[:epoch])
-        if recorded > len(rows):  # of epochs after the checkpoint that was gone back to
+        if recorded > len(rows) > 0:  # of epochs after the checkpoint that was gone back to
             records.write_table(self.folder, rows)
-        if recorded != len(rows):
+        if rows and recorded != len(rows):
             plots.draw_curves(self.folder / "curves.png", rows)
         if tracker:
             self.tracker = records.Tracker(self.folder, tracker, len(rows))
