@@ -65,7 +65,7 @@ def test_dp(project: Project, data: Path, tmp_path: Path) -> None:
     ("words", "line"),
     [
         (("--sync-bn",), "--sync-bn: torch has it on GPUs only; omit the flag"),
-        (("--strategy", "dp", "--sync-bn"), "--sync-bn: not with --strategy dp"),
+        (("--strategy", "dp", "--sync-bn"), "--strategy dp: not with --sync-bn"),
         (("--strategy", "fsdp", "--ema", 0.9), "--strategy fsdp: only with"),
         (("--strategy", "fsdp", "--optimizer", "muon"), "--strategy fsdp: only with"),
     ],
