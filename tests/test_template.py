@@ -55,6 +55,7 @@ SHARED = {
     "engine/ranks/failures.py",
     "engine/ranks/gradients.py",
     "engine/ranks/launcher.py",
+    "engine/ranks/lockstep.py",
     "engine/ranks/process.py",
     "engine/ranks/protocol.py",
     "engine/ranks/replicas.py",

@@ -1,0 +1,107 @@
+"""Which collectives each rank has started, and from which line: do all ranks do the same?
+
+A collective returns once all ranks have started it. Ranks that start others, or the same in another
+order, wait for each other or get wrong results. torch's flight recorder keeps the last ones of each
+rank (TORCH_FR_BUFFER_SIZE, 2000; over gloo from torch 2.9 on), at no cost that could be measured.
+"""
+
+import os
+import pickle
+import sysconfig
+import zlib
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch._C import _distributed_c10d
+
+from engine.ranks import distributed
+
+ROOT = str(Path(__file__).resolve().parents[2])
+ENGINE = os.path.join(ROOT, "engine", "")
+LIBRARIES = (*sysconfig.get_paths().values(), "<")  # where packages are; code without a file
+WINDOW = 1500  # collectives that are compared; those of other groups fill the recorder, too
+UNEVEN = ("alltoall", "all_to_all", "scatter", "gather")  # shapes may differ between ranks
+DTYPES = {"Float": "float32", "Double": "float64", "Half": "float16", "Byte": "uint8"}
+DTYPES |= {"Long": "int64", "Int": "int32", "Short": "int16", "Char": "int8"}
+
+
+class Collective(NamedTuple):
+    """One that a rank has started: its number, what it does, and the lines that led to it.
+
+    lines: "FILE:LINE" in the files of this project, the innermost last; none if it was started in
+    C++, as DDP does on GPUs.
+    """
+
+    number: int
+    what: str
+    lines: tuple[str, ...]
+
+    @property
+    def place(self) -> str:
+        """Return the innermost line outside the machinery, or ""."""
+        own = [line for line in self.lines if not line.startswith("engine")]
+        return own[-1] if own else ""
+
+    def __str__(self) -> str:
+        return f"{self.what} at {self.place}" if self.place else self.what
+
+
+def started() -> list[Collective]:
+    """Return the last collectives that this rank has started, of the group of all ranks.
+
+    An empty list if torch records none.
+    """
+    on_gpu = torch.distributed.get_backend() == "nccl"
+    dump = getattr(_distributed_c10d, "_dump_nccl_trace" if on_gpu else "_dump_fr_trace", None)
+    entries = pickle.loads(dump()).get("entries", ()) if dump else ()
+    return [
+        Collective(entry["collective_seq_id"], _describe(entry), _lines(entry["frames"]))
+        for entry in entries
+        if entry["process_group"][1] == "default_pg" and not entry["is_p2p"]
+    ]
+
+
+def _describe(entry: Mapping) -> str:
+    name = entry["profiling_name"].split(":")[-1]
+    files = [frame["filename"] for frame in entry["frames"]]
+    own = next((i for i, file in enumerate(files) if _is_own(file)), len(files))
+    by = " ".join(files[:own])
+    if name == "all_reduce" and ("autograd" in by or not files):
+        name = "DDP's gradients"
+    elif os.path.join("nn", "parallel", "distributed.py") in by:
+        name = f"DDP's {name}"
+    if name in UNEVEN or not entry["input_sizes"]:
+        return name
+    shape, dtype = tuple(entry["input_sizes"][0]), entry["input_dtypes"][0]
+    return f"{name} {shape} {DTYPES.get(dtype, dtype.lower())}"
+
+
+def _is_own(file: str) -> bool:
+    return file.startswith(ROOT) and not file.startswith(LIBRARIES)
+
+
+def _lines(frames: Iterable[Mapping]) -> tuple[str, ...]:
+    found = [
+        f"{os.path.relpath(frame['filename'], ROOT)}:{frame['line']}"
+        for frame in frames
+        if _is_own(frame["filename"])
+    ]
+    return tuple(reversed(found))
+
+
+class Checksum:
+    """Of the collectives since the last time: the same on all ranks if they are."""
+
+    def __init__(self) -> None:
+        self.until = distributed.collectives()
+
+    def compute(self) -> int:
+        """Return it, below 2**52; 0 if they are not known. At most the last WINDOW count."""
+        now = distributed.collectives()
+        first, self.until = max(self.until + 1, now - WINDOW), now
+        found = {each.number: each for each in started()}
+        if first not in found:
+            return 0
+        return zlib.crc32(repr([found.get(i) for i in range(first, now + 1)]).encode()) or 1
