@@ -11,6 +11,7 @@ import sysconfig
 import zlib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import torch
@@ -53,14 +54,37 @@ def started() -> list[Collective]:
 
     An empty list if torch records none.
     """
+    return [_collective(entry) for entry in _entries()]
+
+
+def unfinished() -> Collective | None:
+    """Return the collective that this rank waits in, or None; None if torch records none."""
+    left = [entry for entry in _entries() if not _is_finished(entry)]
+    return _collective(left[0]) if left else None
+
+
+def _entries() -> list[dict]:
+    """Return what torch has recorded of the group of all ranks, the oldest first."""
     on_gpu = torch.distributed.get_backend() == "nccl"
     dump = getattr(_distributed_c10d, "_dump_nccl_trace" if on_gpu else "_dump_fr_trace", None)
-    entries = pickle.loads(dump()).get("entries", ()) if dump else ()
-    return [
-        Collective(entry["collective_seq_id"], _describe(entry), _lines(entry["frames"]))
-        for entry in entries
-        if entry["process_group"][1] == "default_pg" and not entry["is_p2p"]
-    ]
+    if dump is None:
+        return []
+    # It looks for compiled code in torch._inductor, whose import takes a second and 40 MB.
+    stub = vars(torch).setdefault("_inductor", SimpleNamespace())
+    try:
+        entries = pickle.loads(dump()).get("entries", ())
+    finally:
+        if isinstance(stub, SimpleNamespace) and vars(torch).get("_inductor") is stub:
+            del vars(torch)["_inductor"]
+    return [e for e in entries if e["process_group"][1] == "default_pg" and not e["is_p2p"]]
+
+
+def _collective(entry: Mapping) -> Collective:
+    return Collective(entry["collective_seq_id"], _describe(entry), _lines(entry["frames"]))
+
+
+def _is_finished(entry: Mapping) -> bool:
+    return entry["retired"] or entry["state"] == "completed"
 
 
 def _describe(entry: Mapping) -> str:
