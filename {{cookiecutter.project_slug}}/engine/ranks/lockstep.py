@@ -5,6 +5,7 @@ order, wait for each other or get wrong results. torch's flight recorder keeps t
 rank (TORCH_FR_BUFFER_SIZE, 2000; over gloo from torch 2.9 on), at no cost that could be measured.
 """
 
+import functools
 import os
 import pickle
 import sysconfig
@@ -20,8 +21,7 @@ from torch._C import _distributed_c10d
 from engine.ranks import distributed
 
 ROOT = str(Path(__file__).resolve().parents[2])
-ENGINE = os.path.join(ROOT, "engine", "")
-LIBRARIES = (*sysconfig.get_paths().values(), "<")  # where packages are; code without a file
+LIBRARIES = tuple(map(os.path.realpath, sysconfig.get_paths().values()))  # where packages are
 WINDOW = 1500  # collectives that are compared; those of other groups fill the recorder, too
 UNEVEN = ("alltoall", "all_to_all", "scatter", "gather")  # shapes may differ between ranks
 DTYPES = {"Float": "float32", "Double": "float64", "Half": "float16", "Byte": "uint8"}
@@ -40,10 +40,14 @@ class Collective(NamedTuple):
     lines: tuple[str, ...]
 
     @property
+    def own(self) -> tuple[str, ...]:
+        """Return the lines outside the machinery."""
+        return tuple(line for line in self.lines if not is_machinery(line))
+
+    @property
     def place(self) -> str:
         """Return the innermost line outside the machinery, or ""."""
-        own = [line for line in self.lines if not line.startswith("engine")]
-        return own[-1] if own else ""
+        return self.own[-1] if self.own else ""
 
     def __str__(self) -> str:
         return f"{self.what} at {self.place}" if self.place else self.what
@@ -90,7 +94,7 @@ def _is_finished(entry: Mapping) -> bool:
 def _describe(entry: Mapping) -> str:
     name = entry["profiling_name"].split(":")[-1]
     files = [frame["filename"] for frame in entry["frames"]]
-    own = next((i for i, file in enumerate(files) if _is_own(file)), len(files))
+    own = next((i for i, file in enumerate(files) if _relative(file)), len(files))
     by = " ".join(files[:own])
     if name == "all_reduce" and ("autograd" in by or not files):
         name = "DDP's gradients"
@@ -102,17 +106,27 @@ def _describe(entry: Mapping) -> str:
     return f"{name} {shape} {DTYPES.get(dtype, dtype.lower())}"
 
 
-def _is_own(file: str) -> bool:
-    return file.startswith(ROOT) and not file.startswith(LIBRARIES)
+@functools.cache
+def _relative(file: str) -> str:
+    """Return the path of a file of this project, relative to it; "" for other files."""
+    path = os.path.realpath(file)
+    is_own = path.startswith(os.path.join(ROOT, "")) and not path.startswith(LIBRARIES)
+    return os.path.relpath(path, ROOT) if is_own and not file.startswith("<") else ""
 
 
 def _lines(frames: Iterable[Mapping]) -> tuple[str, ...]:
-    found = [
-        f"{os.path.relpath(frame['filename'], ROOT)}:{frame['line']}"
-        for frame in frames
-        if _is_own(frame["filename"])
-    ]
-    return tuple(reversed(found))
+    places = (place(frame["filename"], frame["line"]) for frame in frames)
+    return tuple(reversed([place for place in places if place]))
+
+
+def place(file: str, line: int | None) -> str:
+    """Return "FILE:LINE" of a file of this project, and "" of others."""
+    return f"{name}:{line}" if (name := _relative(file)) else ""
+
+
+def is_machinery(place: str) -> bool:
+    """Return whether a line is of engine/, which people do not edit."""
+    return place.startswith(os.path.join("engine", ""))
 
 
 class Checksum:
