@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from engine.errors import UserError, shorten
 from engine.ranks import distributed, explaining, positions, process
-from engine.ranks.protocol import ERROR, MISTAKE
+from engine.ranks.protocol import ERROR, MISTAKE, STOP
 
 EXPLAIN_SECONDS = 3  # for other ranks to say where they are
 DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
@@ -143,7 +143,9 @@ def _lost_rank(error: Exception) -> str | None:
         line = f"rank {distributed.rank()} timed out after {seconds} waiting for another rank"
     else:
         line = f"rank {distributed.rank()} lost another rank"
-    with contextlib.suppress(dist.DistError):  # the store has gone
-        if status_of_failure() is None and not positions.is_told():
-            explaining.show(lambda: positions.here("", error), f"{line}:", EXPLAIN_SECONDS)
+    with contextlib.suppress(dist.DistError):  # the store has gone, with rank 0
+        if status_of_failure() is None and not distributed.store().check([STOP]):
+            if not positions.is_told():
+                explaining.show(lambda: positions.here("", error), f"{line}:", EXPLAIN_SECONDS)
+            positions.await_explained(EXPLAIN_SECONDS)
     return line

@@ -50,17 +50,19 @@ def here(where: str = "", error: BaseException | None = None) -> Position:
         frames = traceback.extract_stack(frame)
     places = [lockstep.place(frame.filename, frame.lineno) for frame in frames]
     own = [place for place in places if place]
-    outside = [place for place in own if not lockstep.is_machinery(place)]
-    first = places.index(own[0]) if own else 0  # before it there are only launchers
+    outside = [place for place in own if not lockstep.is_machinery(place)] or own
+    first = places.index(outside[0]) if own else 0  # before it there are only launchers
     started, unfinished = lockstep.started(), lockstep.unfinished()
+    reached = distributed.collectives()
+    waits = unfinished.number if unfinished else reached if error else 0
     return Position(
         distributed.rank(),
         where,
-        (outside or own or [""])[-1],
+        outside[-1] if outside else "",
         "".join(traceback.format_list(frames[first:])).rstrip(),
-        distributed.collectives(),
+        reached,
         started[-lockstep.WINDOW :],
-        (unfinished.number if unfinished else 0) if started else None,
+        waits if started else None,
     )
 
 
@@ -89,11 +91,9 @@ def ask(find: Callable[[], Position], seconds: float) -> dict[int, Position | st
             if is_first or not store.check([protocol.explained(turn)]):
                 break
         _say(turn, find())
-    deadline = time.monotonic() + seconds
     if not is_first:
-        while time.monotonic() < deadline and not store.check([protocol.explained(turn)]):
-            time.sleep(POLL_SECONDS)
         return None
+    deadline = time.monotonic() + seconds
     left = set(range(distributed.world_size()))
     found: dict[int, Position | str] = {}
     while left:
@@ -110,6 +110,15 @@ def ask(find: Callable[[], Position], seconds: float) -> dict[int, Position | st
 def tell_explained() -> None:
     """Tell the other ranks that what `ask` returned has been printed."""
     distributed.store().set(protocol.explained(_answered), "")
+
+
+def await_explained(seconds: float) -> None:
+    """Wait until that has been printed for which this rank has said where it is."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        if distributed.store().check([protocol.explained(_answered)]):
+            return
+        time.sleep(POLL_SECONDS)
 
 
 def _say(turn: int, position: Position) -> None:

@@ -22,6 +22,7 @@ from engine.ranks.protocol import DUPLICATE_SECONDS, STOP, STOP_SIGNALS, STOPPED
 
 POLL_SECONDS = 0.5
 ANSWER_SECONDS = 10  # a rank that has not answered by then has died, or hangs
+EXPLAIN_SECONDS = 3  # for all ranks to say where they are, after that
 AFTER_SECONDS = 5  # for what follows the training, when a signal comes after the last save
 
 
@@ -44,6 +45,7 @@ class Watcher(threading.Thread):
         self.hang_seconds = min(0.8 * limit, max(0.5 * limit, limit - 4))
         self.last_heartbeat = (-1, 0.0)  # its number, and when it was seen
         # Written by the main thread:
+        self.error: Exception | None = None  # that ends the block
         self.heartbeat = 0
         self.step = 1  # that it is in, counted from the start of the block
         self.is_stopping = False  # it has reached the last step, and saves
@@ -117,9 +119,10 @@ class Watcher(threading.Thread):
             missing = [str(i) for i, key in enumerate(answers) if not self.store.check([key])]
             what = f"rank {', '.join(missing)} to answer" if missing else "this step or save"
             process.drop_unread()
-            failures.report(
-                f"timed out after {limit:g} s waiting for {what}: not saved", self.status
-            )
+            line = f"timed out after {limit:g} s waiting for {what}"
+            if not positions.is_told():
+                explaining.show(self.here, f"{line}:", EXPLAIN_SECONDS)
+            failures.report(f"{line}: not saved", self.status)
 
     def check_hang(self) -> None:
         """Print where all ranks are, once, if the main thread has had no heartbeat for too long."""
@@ -138,7 +141,7 @@ class Watcher(threading.Thread):
         positions.answer(self.here)
 
     def here(self) -> positions.Position:
-        return positions.here(self.where())
+        return positions.here(self.where(), self.error)
 
 
 _watcher: Watcher | None = None  # within `on_signals`
@@ -166,6 +169,9 @@ def on_signals(where: Callable[[], str]) -> Iterator[None]:
     try:
         yield
         is_done = True
+    except Exception as error:
+        watcher.error = error  # another rank may ask meanwhile
+        raise
     finally:
         _watcher = None
         watcher.is_over.set()
