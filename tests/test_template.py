@@ -56,6 +56,8 @@ SHARED = {
     "engine/ranks/gradients.py",
     "engine/ranks/launcher.py",
     "engine/ranks/lockstep.py",
+    "engine/ranks/positions.py",
+    "engine/ranks/explaining.py",
     "engine/ranks/process.py",
     "engine/ranks/protocol.py",
     "engine/ranks/replicas.py",

@@ -8,7 +8,9 @@ ranks/                processes that train together
   launcher            torchrun for launch.sh: passes on signals, restarts, exits as a rank did
   environment         the variables that launchers and SLURM set
   distributed         the process group and its collectives: reduce_tensor, from_rank_zero, say, ...
-  lockstep            which collectives each rank has started, and where they differ
+  lockstep            which collectives each rank has started
+  positions           where each rank is, asked while they wait for each other
+  explaining          why they wait: the block that a hang or a lost rank prints
   failures            an error on one rank ends all, and is printed once
   debugging           --debug-rank: a rank that waits for a debugger
   replicas            DDP around the network, and the check that all ranks' weights are the same

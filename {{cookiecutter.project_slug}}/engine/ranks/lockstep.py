@@ -5,12 +5,14 @@ order, wait for each other or get wrong results. torch's flight recorder keeps t
 rank (TORCH_FR_BUFFER_SIZE, 2000; over gloo from torch 2.9 on), at no cost that could be measured.
 """
 
+import functools
 import os
 import pickle
 import sysconfig
 import zlib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import torch
@@ -19,8 +21,7 @@ from torch._C import _distributed_c10d
 from engine.ranks import distributed
 
 ROOT = str(Path(__file__).resolve().parents[2])
-ENGINE = os.path.join(ROOT, "engine", "")
-LIBRARIES = (*sysconfig.get_paths().values(), "<")  # where packages are; code without a file
+LIBRARIES = tuple(map(os.path.realpath, sysconfig.get_paths().values()))  # where packages are
 WINDOW = 1500  # collectives that are compared; those of other groups fill the recorder, too
 UNEVEN = ("alltoall", "all_to_all", "scatter", "gather")  # shapes may differ between ranks
 DTYPES = {"Float": "float32", "Double": "float64", "Half": "float16", "Byte": "uint8"}
@@ -39,10 +40,14 @@ class Collective(NamedTuple):
     lines: tuple[str, ...]
 
     @property
+    def own(self) -> tuple[str, ...]:
+        """Return the lines outside the machinery."""
+        return tuple(line for line in self.lines if not is_machinery(line))
+
+    @property
     def place(self) -> str:
         """Return the innermost line outside the machinery, or ""."""
-        own = [line for line in self.lines if not line.startswith("engine")]
-        return own[-1] if own else ""
+        return self.own[-1] if self.own else ""
 
     def __str__(self) -> str:
         return f"{self.what} at {self.place}" if self.place else self.what
@@ -53,20 +58,43 @@ def started() -> list[Collective]:
 
     An empty list if torch records none.
     """
+    return [_collective(entry) for entry in _entries()]
+
+
+def unfinished() -> Collective | None:
+    """Return the collective that this rank waits in, or None; None if torch records none."""
+    left = [entry for entry in _entries() if not _is_finished(entry)]
+    return _collective(left[0]) if left else None
+
+
+def _entries() -> list[dict]:
+    """Return what torch has recorded of the group of all ranks, the oldest first."""
     on_gpu = torch.distributed.get_backend() == "nccl"
     dump = getattr(_distributed_c10d, "_dump_nccl_trace" if on_gpu else "_dump_fr_trace", None)
-    entries = pickle.loads(dump()).get("entries", ()) if dump else ()
-    return [
-        Collective(entry["collective_seq_id"], _describe(entry), _lines(entry["frames"]))
-        for entry in entries
-        if entry["process_group"][1] == "default_pg" and not entry["is_p2p"]
-    ]
+    if dump is None:
+        return []
+    # It looks for compiled code in torch._inductor, whose import takes a second and 40 MB.
+    stub = vars(torch).setdefault("_inductor", SimpleNamespace())
+    try:
+        entries = pickle.loads(dump()).get("entries", ())
+    finally:
+        if isinstance(stub, SimpleNamespace) and vars(torch).get("_inductor") is stub:
+            del vars(torch)["_inductor"]
+    return [e for e in entries if e["process_group"][1] == "default_pg" and not e["is_p2p"]]
+
+
+def _collective(entry: Mapping) -> Collective:
+    return Collective(entry["collective_seq_id"], _describe(entry), _lines(entry["frames"]))
+
+
+def _is_finished(entry: Mapping) -> bool:
+    return entry["retired"] or entry["state"] == "completed"
 
 
 def _describe(entry: Mapping) -> str:
     name = entry["profiling_name"].split(":")[-1]
     files = [frame["filename"] for frame in entry["frames"]]
-    own = next((i for i, file in enumerate(files) if _is_own(file)), len(files))
+    own = next((i for i, file in enumerate(files) if _relative(file)), len(files))
     by = " ".join(files[:own])
     if name == "all_reduce" and ("autograd" in by or not files):
         name = "DDP's gradients"
@@ -78,17 +106,27 @@ def _describe(entry: Mapping) -> str:
     return f"{name} {shape} {DTYPES.get(dtype, dtype.lower())}"
 
 
-def _is_own(file: str) -> bool:
-    return file.startswith(ROOT) and not file.startswith(LIBRARIES)
+@functools.cache
+def _relative(file: str) -> str:
+    """Return the path of a file of this project, relative to it; "" for other files."""
+    path = os.path.realpath(file)
+    is_own = path.startswith(os.path.join(ROOT, "")) and not path.startswith(LIBRARIES)
+    return os.path.relpath(path, ROOT) if is_own and not file.startswith("<") else ""
 
 
 def _lines(frames: Iterable[Mapping]) -> tuple[str, ...]:
-    found = [
-        f"{os.path.relpath(frame['filename'], ROOT)}:{frame['line']}"
-        for frame in frames
-        if _is_own(frame["filename"])
-    ]
-    return tuple(reversed(found))
+    places = (place(frame["filename"], frame["line"]) for frame in frames)
+    return tuple(reversed([place for place in places if place]))
+
+
+def place(file: str, line: int | None) -> str:
+    """Return "FILE:LINE" of a file of this project, and "" of others."""
+    return f"{name}:{line}" if (name := _relative(file)) else ""
+
+
+def is_machinery(place: str) -> bool:
+    """Return whether a line is of engine/, which people do not edit."""
+    return place.startswith(os.path.join("engine", ""))
 
 
 class Checksum:
