@@ -79,6 +79,7 @@ SHARED = {
     "engine/run/profiling.py",
     "engine/run/progress.py",
     "engine/run/records.py",
+    "engine/run/replay.py",
     "engine/run/reporting.py",
     "engine/run/sharded.py",
     "engine/run/sizes.py",

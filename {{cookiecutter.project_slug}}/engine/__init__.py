@@ -48,6 +48,7 @@ run/                  one training run, its files and its reports
   mistakes            what the model gets wrong: per_class.csv, confusion.png, worst.png
   predicting          images for predict.py, without those that cannot be read
   tiles               large images in overlapping tiles
+  replay              --replay: a step of a run again, in a debugger
   reporting           start lines, progress bar, metrics.csv, TensorBoard
   records             metrics.csv, and a tracker if you add one
   profiling           --profile: a trace of some steps
