@@ -58,6 +58,8 @@ SHARED = {
     "engine/ranks/lockstep.py",
     "engine/ranks/positions.py",
     "engine/ranks/explaining.py",
+    "engine/ranks/answering.py",
+    "engine/ranks/where.py",
     "engine/ranks/process.py",
     "engine/ranks/protocol.py",
     "engine/ranks/replicas.py",

@@ -11,6 +11,8 @@ ranks/                processes that train together
   lockstep            which collectives each rank has started
   positions           where each rank is, asked while they wait for each other
   explaining          why they wait: the block that a hang or a lost rank prints
+  answering           a thread that says where this rank is; a block before an abort of C++
+  where               the same block of a running job, as a command
   failures            an error on one rank ends all, and is printed once
   debugging           --debug-rank: a rank that waits for a debugger
   replicas            DDP around the network, and the check that all ranks' weights are the same

@@ -95,6 +95,11 @@ def teardown() -> None:
     dist.destroy_process_group()
 
 
+def is_joined() -> bool:
+    """Return whether this process is in a process group."""
+    return dist.is_initialized()
+
+
 def is_set_up() -> bool:
     """Return whether this process has the store of a process group."""
     return _group.store is not None

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from engine.errors import UserError, shorten
-from engine.ranks import distributed, explaining, positions, process
+from engine.ranks import answering, distributed, explaining, positions, process
 from engine.ranks.protocol import ERROR, MISTAKE, STOP
 
 EXPLAIN_SECONDS = 3  # for other ranks to say where they are
@@ -57,6 +57,7 @@ def one_line_errors(
         signal.signal(signal.SIGINT, signal.default_int_handler)
     if isinstance(sys.stdout, io.TextIOWrapper):  # some file names are not valid text
         sys.stdout.reconfigure(errors="backslashreplace")
+    answering.start(report)
     try:
         yield
     except KeyboardInterrupt:
@@ -145,7 +146,7 @@ def _lost_rank(error: Exception) -> str | None:
         line = f"rank {distributed.rank()} lost another rank"
     with contextlib.suppress(dist.DistError):  # the store has gone, with rank 0
         if status_of_failure() is None and not distributed.store().check([STOP]):
-            if not positions.is_told():
-                explaining.show(lambda: positions.here("", error), f"{line}:", EXPLAIN_SECONDS)
+            positions.mine.error = error
+            explaining.show(f"{line}:", EXPLAIN_SECONDS)
             positions.await_explained(EXPLAIN_SECONDS)
     return line

@@ -33,9 +33,8 @@ class Stopped(Exception):
 class Watcher(threading.Thread):
     """The thread that watches a rank's main thread, and what the two share."""
 
-    def __init__(self, where: Callable[[], str]) -> None:
+    def __init__(self) -> None:
         super().__init__(name="stopping", daemon=True)
-        self.where = where
         self.store = distributed.store()
         self.signal_socket, self.wakeup = socket.socketpair()
         self.wakeup.setblocking(False)
@@ -45,7 +44,6 @@ class Watcher(threading.Thread):
         self.hang_seconds = min(0.8 * limit, max(0.5 * limit, limit - 4))
         self.last_heartbeat = (-1, 0.0)  # its number, and when it was seen
         # Written by the main thread:
-        self.error: Exception | None = None  # that ends the block
         self.heartbeat = 0
         self.step = 1  # that it is in, counted from the start of the block
         self.is_stopping = False  # it has reached the last step, and saves
@@ -120,8 +118,7 @@ class Watcher(threading.Thread):
             what = f"rank {', '.join(missing)} to answer" if missing else "this step or save"
             process.drop_unread()
             line = f"timed out after {limit:g} s waiting for {what}"
-            if not positions.is_told():
-                explaining.show(self.here, f"{line}:", EXPLAIN_SECONDS)
+            explaining.show(f"{line}:", EXPLAIN_SECONDS)
             failures.report(f"{line}: not saved", self.status)
 
     def check_hang(self) -> None:
@@ -134,14 +131,11 @@ class Watcher(threading.Thread):
         elif now - seen > self.hang_seconds:
             self.last_heartbeat = (last, math.inf)
             faulthandler.cancel_dump_traceback_later()
-            if not positions.is_told():
-                process.drop_unread()
-                title = f"no progress for {self.hang_seconds:g} s:"
-                explaining.show(self.here, title, 0.6 * (distributed.timeout() - self.hang_seconds))
-        positions.answer(self.here)
-
-    def here(self) -> positions.Position:
-        return positions.here(self.where(), self.error)
+            process.drop_unread()
+            seconds = 0.6 * (distributed.timeout() - self.hang_seconds)
+            explaining.show(
+                f"no progress for {self.hang_seconds:g} s:", min(seconds, EXPLAIN_SECONDS)
+            )
 
 
 _watcher: Watcher | None = None  # within `on_signals`
@@ -158,7 +152,8 @@ def on_signals(where: Callable[[], str]) -> Iterator[None]:
     if distributed.is_debugged():
         yield
         return
-    watcher = _watcher = Watcher(where)
+    watcher = _watcher = Watcher()
+    positions.mine.where = where
     signal.set_wakeup_fd(watcher.wakeup.fileno(), warn_on_full_buffer=False)
     before = {signum: signal.getsignal(signum) for signum in STOP_SIGNALS}
     handled = [signum for signum in STOP_SIGNALS if before[signum] != signal.SIG_IGN]  # by nohup
@@ -170,7 +165,7 @@ def on_signals(where: Callable[[], str]) -> Iterator[None]:
         yield
         is_done = True
     except Exception as error:
-        watcher.error = error  # another rank may ask meanwhile
+        positions.mine.error = error  # another rank may ask meanwhile
         raise
     finally:
         _watcher = None
