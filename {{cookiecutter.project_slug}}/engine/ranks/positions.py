@@ -39,8 +39,9 @@ class Position(NamedTuple):
     """Where a rank is.
 
     where: such as "epoch 1, step 3". place: the line of its main thread, outside the machinery.
-    stack: of the main thread, without most lines of libraries. reached: how many collectives it has started. started: the last ones
-    of them. waits: the number of the one it waits in; 0 if in none; None if that is not known.
+    stack: of the main thread, without most lines of libraries. reached: how many collectives it has
+    started. started: the last ones of them. waits: the number of the one it waits in; 0 if in none;
+    None if that is not known.
     """
 
     rank: int
