@@ -4,8 +4,12 @@ import itertools
 import sys
 from collections.abc import Callable, Collection, Hashable, Mapping
 
+import torch
+from torch import Tensor
+
+from engine.errors import UserError
 from engine.ranks import distributed, positions
-from engine.ranks.lockstep import Collective
+from engine.ranks.lockstep import Checksum, Collective
 from engine.ranks.positions import Position
 
 Known = Mapping[int, Position]  # by rank
@@ -28,6 +32,19 @@ def show(title: str, seconds: float) -> None:
     if not positions.is_told() and (found := positions.ask(seconds)):
         print(block(title, found), file=sys.stderr, flush=True)
         positions.tell_explained()
+
+
+def gather(tensor: Tensor, checksum: Checksum) -> Tensor:
+    """Return the ranks' `tensor`s, float64 (n,), stacked: (ranks, n).
+
+    Raises a UserError on all ranks if they have started different collectives since last time. Both
+    take a single collective.
+    """
+    rows = distributed.gather(torch.cat((tensor, tensor.new_tensor([checksum.compute()]))))
+    checksums = set(rows[:, -1].tolist())
+    if len(checksums) > 1 and 0 not in checksums:  # 0: not known
+        raise UserError(f"the ranks differ since the last save: {explain_difference()}")
+    return rows[:, :-1]
 
 
 def explain_difference() -> str:
