@@ -2,6 +2,7 @@
 
 import re
 import sys
+import textwrap
 import time
 import uuid
 from collections.abc import Callable, Iterator
@@ -28,7 +29,8 @@ def planted(project: Project, data: Path, tmp_path: Path) -> Iterator[Planted]:
     def start(code: str, ranks: int, *more: object) -> tuple[int, str, int]:
         text = (project.folder / "main.py").read_text()
         assert text.count(END) == 1
-        path.write_text(text.replace(END, f"            {code}\n{END}"))
+        lines = textwrap.indent(code, " " * 12)
+        path.write_text(text.replace(END, f"{lines}\n{END}"))
         line = text[: text.index(END)].count("\n") + 1
         given = flags(data, tmp_path / "out", "--dist-timeout", 5, *more)
         done = project.fork(*given, ranks=ranks, script=name)
@@ -47,8 +49,8 @@ def test_a_collective_on_one_rank(planted: Planted) -> None:
     assert status == 1
     assert re.search(
         rf"^collective \d+: rank 0 is in all_reduce \(7,\) float32 at main.py:{line}, "
-        r"ranks 1-2 (are|were) in all_reduce \(\) float64 at main.py:\d+; "
-        rf"ranks 1, 2 never came to main.py:{line}$".replace("1-2", "1, 2"),
+        r"ranks 1, 2 (are|were) in all_reduce \(\) float64 at main.py:\d+; "
+        rf"ranks 1, 2 never came to main.py:{line}$",
         err,
         re.MULTILINE,
     )
@@ -61,10 +63,10 @@ def test_a_collective_on_one_rank(planted: Planted) -> None:
 @SAME_FOR_BOTH
 def test_one_rank_is_late(planted: Planted) -> None:
     began = time.monotonic()
-    code = "run.step == 2 and rank == 1 and __import__('time').sleep(30)"
+    code = "run.step == 2 and rank == 1 and __import__('time').sleep(9)"
     status, err, line = planted(code, 3)
     assert status == 1
-    assert time.monotonic() - began < 28
+    assert time.monotonic() - began < 20
     assert err.startswith("no progress for 2.5 s:\n")
     assert re.search(
         r"^collective \d+: ranks 0, 2 wait in all_reduce \(\) float64 at main.py:\d+; "
@@ -78,10 +80,22 @@ def test_one_rank_is_late(planted: Planted) -> None:
 
 @SAME_FOR_BOTH
 def test_another_order(planted: Planted) -> None:
-    """Nothing waits: the numbers are wrong, and explain_difference tells why."""
-    code = "__import__('snippets.lockstep').lockstep.in_another_order() if run.step == 2 else None"
-    _, err, line = planted(code, 2)
-    assert "differ" in err or line
+    """Nothing waits, but the sums are wrong: the next save says so, and the run ends there."""
+    code = """if run.step == 2:
+    for i in (0, 1) if rank else (1, 0):
+        if i:
+            distributed.reduce_tensor(torch.ones(3))
+        else:
+            distributed.reduce_tensor(torch.zeros(3))"""
+    status, err, line = planted(code, 2)
+    assert status == 2
+    assert err.count("\n") == 1
+    assert re.match(
+        rf"error: .*collective \d+: rank 0 was in all_reduce \(3,\) float32 at main.py:{line + 3}, "
+        rf"rank 1 was in all_reduce \(3,\) float32 at main.py:{line + 5}",
+        err,
+    )
+    assert explaining.ORDER in err
 
 
 @pytest.fixture
@@ -92,7 +106,7 @@ def fault(project: Project, data: Path, tmp_path: Path) -> Callable[[str], Any]:
 
 
 @SAME_FOR_BOTH
-def test_where_is_it(fault: Callable, tmp_path: Path) -> None:
+def test_where_is_it(project: Project, fault: Callable, tmp_path: Path) -> None:
     """Asked twice, with leftovers of killed jobs; the run goes on and says nothing of it."""
     found = fault("asked")
     assert found["statuses"] == [0, 0]
@@ -102,12 +116,11 @@ def test_where_is_it(fault: Callable, tmp_path: Path) -> None:
         assert "stack of rank 1, epoch 1, step 3:" in answer
         assert answer.count("last collectives: ") == 2
         assert "usually" not in answer
-    status, err, seconds = found["late"]
+    status, err = found["late"]
     assert (status, err.count("\n")) == (1, 1)
-    assert "no answer in 10 s" in err
-    assert seconds < 20
+    assert "no answer in 1 s" in err
     assert not found["left"]
-    none = run([sys.executable, "-m", "engine.ranks.where", tmp_path / "none"], cwd=Path.cwd())
+    none = run([sys.executable, "-m", "engine.ranks.where", tmp_path / "none"], cwd=project.folder)
     none.refused("no such folder")
 
 
@@ -118,7 +131,7 @@ def test_a_killed_rank(fault: Callable) -> None:
     first, second, third, *_ = err.splitlines()
     assert first == "rank 0 lost another rank:"
     assert second.startswith("rank 1 has ended (process ")
-    assert re.match(r"collective \d+: rank 0 waits in all_reduce ", third)
+    assert re.match(r"collective \d+: rank 0 waits in ", third)
 
 
 # What is compared
