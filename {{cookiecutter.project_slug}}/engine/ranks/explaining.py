@@ -21,6 +21,7 @@ NOT_ALL = "usually a collective that not all ranks reach: under `if rank == 0`, 
 ORDER = "all ranks have to start the same collectives in the same order"
 INPUT = "usually slow or stuck input: storage, or a loader worker"
 ALONE = "usually work of one rank alone, such as evaluate() or a print of a reduced number"
+RECORDING = "torch 2.9 or later, unless TORCH_FR_BUFFER_SIZE=0, records which collectives these are"
 NETWORK = "usually the network between the ranks, or a process that is stuck"
 
 
@@ -84,11 +85,15 @@ def compare(known: Known) -> tuple[str, str]:
             line, hint = _mismatch(number, known)
             return (f"before or at {line}" if number == first > 1 else line), hint
     reached = {at.reached for at in known.values()}
+    if not recorded:
+        at = _group(known, lambda rank: (known[rank].place, known[rank].reached))
+        parts = (f"{_places(ranks, known)} ({known[ranks[0]].reached})" for _, ranks in at)
+        return f"{', '.join(parts)}; in brackets: the collectives started", RECORDING
     if len(reached) > 1:
         return _laggards(min(reached) + 1, known)
     number, waits = max(reached), {at.waits for at in known.values()}
     if waits != {0} and None not in waits:
-        what = next(iter(recorded))[number]
+        what = _what(number, known, [*known])
         return f"collective {number}: {_verb([*known], 'wait', 'waits')} in {what}", NETWORK
     done = "done" if waits == {0} else "started"
     return f"{number} collectives {done} on each rank: {_places(known, known)}", ""
@@ -128,15 +133,19 @@ def _laggards(number: int, known: Known) -> tuple[str, str]:
     """Return the words for ranks that wait in a collective that others have not started."""
     ahead = [rank for rank, at in known.items() if at.reached >= number]
     behind = [rank for rank, at in known.items() if at.reached < number]
-    found = [each for each in known[ahead[0]].started if each.number == number]
-    verb = _verb(ahead, "wait", "waits")
-    line = f"collective {number}: " + (f"{verb} in {found[0]}" if found else _places(ahead, known))
+    what = _what(number, known, ahead)
+    line = f"collective {number}: {_verb(ahead, 'wait', 'waits')} in {what}"
     line += f"; {_verb(behind, 'have', 'has')} not come to it: {_places(behind, known)}"
     last = known[behind[0]]
     if last.started:
         line += f", after {last.started[-1]}"
     is_input = any(word in last.stack for word in ("dataset.py", "dataloader.py", "loading.py"))
     return line, INPUT if is_input else ALONE
+
+
+def _what(number: int, known: Known, ranks: list[int]) -> str:
+    found = (each for rank in ranks for each in known[rank].started if each.number == number)
+    return str(next(found, "what torch has not recorded"))
 
 
 def _key(each: Collective) -> tuple:

@@ -23,6 +23,8 @@ from engine.ranks import distributed
 ROOT = str(Path(__file__).resolve().parents[2])
 LIBRARIES = tuple(map(os.path.realpath, sysconfig.get_paths().values()))  # where packages are
 WINDOW = 1500  # collectives that are compared; those of other groups fill the recorder, too
+KEYS = {"collective_seq_id", "frames", "input_dtypes", "input_sizes", "is_p2p", "process_group"}
+KEYS |= {"profiling_name", "retired", "state"}  # of an entry, in the versions of torch known here
 UNEVEN = ("alltoall", "all_to_all", "scatter", "gather")  # shapes may differ between ranks
 DTYPES = {"Float": "float32", "Double": "float64", "Half": "float16", "Byte": "uint8"}
 DTYPES |= {"Long": "int64", "Int": "int32", "Short": "int16", "Char": "int8"}
@@ -80,7 +82,8 @@ def _entries() -> list[dict]:
     finally:
         if isinstance(stub, SimpleNamespace) and vars(torch).get("_inductor") is stub:
             del vars(torch)["_inductor"]
-    return [e for e in entries if e["process_group"][1] == "default_pg" and not e["is_p2p"]]
+    known = (each for each in entries if each.keys() >= KEYS)
+    return [e for e in known if e["process_group"][1] == "default_pg" and not e["is_p2p"]]
 
 
 def _collective(entry: Mapping) -> Collective:
