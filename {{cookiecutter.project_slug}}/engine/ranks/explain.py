@@ -14,7 +14,7 @@ OF_THE_MACHINE = {  # printed alone
         "two ranks use the same GPU: start one rank per GPU, with ./launch.sh or torchrun; "
         "if you start ranks yourself, set LOCAL_RANK for each"
     ),
-    "peer access|CUDA IPC handle|cudaIpc|P2P": (
+    "peer access|CUDA IPC handle|cudaIpc": (
         "the GPUs cannot read each other's memory: start again with NCCL_P2P_DISABLE=1"
     ),
     "shared memory segment|extend /dev/shm|posix_fallocate": (

@@ -46,7 +46,7 @@ def join(store: dist.Store, kind: str, number: int, size: int, seconds: float) -
     times = store.add(f"{kind} {number}", 1)
     fault = ""
     if known != size:
-        fault = f"{total}={size} for {kind} {number}, {total}={known} for another: use one number"
+        fault = f"{total}={size} for {kind} {number}, {total}={known} for another: start all with the same"
     elif number >= size:
         fault = f"{own}={number} with {total}={size}: the last {kind} is {size - 1}"
     elif times > 1:
@@ -103,6 +103,6 @@ def _holder(port: int) -> str:
         for link in Path("/proc").glob("[0-9]*/fd/*"):
             with contextlib.suppress(OSError):  # another user's, or it has ended
                 if str(link.readlink()) in inodes:
-                    words = (link.parents[1] / "cmdline").read_text().split("\0")
-                    return f" by process {link.parts[2]} ({' '.join(words).strip()[:80]})"
+                    words = (link.parents[1] / "cmdline").read_text().replace("\0", " ").split()
+                    return f" by process {link.parts[2]} ({' '.join(words)[:80]})"
     return ""
