@@ -32,7 +32,7 @@ def test_ranks_that_disagree(project: Project, tmp_path: Path) -> None:
     """One of them says how, all exit; nobody waits for the timeout unless a rank is missing."""
     found = project.call("errors.ranks_that_disagree", tmp_path)
     one_line(found["twice"], "RANK=1 is there twice")
-    one_line(found["size"], "WORLD_SIZE=3 for rank 1", "WORLD_SIZE=2 for another")
+    one_line(found["size"], "WORLD_SIZE is 3 for rank 1, 2 for another")
     one_line(found["beyond"], "RANK=2 with WORLD_SIZE=2: the last rank is 1")
     statuses, _, err = found["missing"]
     waiting, line = err.splitlines()
@@ -51,7 +51,7 @@ def test_nodes_that_disagree(project: Project, tmp_path: Path) -> None:
     found = project.call("errors.nodes_that_disagree", tmp_path)
     assert found["good"] == [[0, 0], "together\n" * 2, ""]
     for name, text in (
-        ("size", "NNODES="),
+        ("size", "NNODES is "),
         ("twice", "NODE_RANK=1 is there twice"),
         ("beyond", "NODE_RANK=2 with NNODES=2"),
     ):
@@ -109,10 +109,14 @@ USAGE += "ncclInvalidUsage: This usually reflects invalid usage of NCCL library.
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        (NCCL + USAGE + "Duplicate GPU detected : rank 1 and rank 0 both on CUDA device 10", "LOCAL_"),
         (
-            NCCL + CUDA + "Cuda failure 217 'peer access is not supported between these two devices'",
-            "NCCL_P2P_DISABLE=1",
+            NCCL + USAGE + "Duplicate GPU detected : rank 1 and rank 0 both on CUDA device 10",
+            "LOCAL_RANK",
+        ),
+        (
+            f"{NCCL}{CUDA}Cuda failure 217 'peer access is not supported between these two "
+            "devices'",
+            "again with NCCL_P2P_DISABLE=1",
         ),
         (
             NCCL + SYSTEM + "Error while creating shared memory segment /dev/shm/nccl-WU88OE "

@@ -56,7 +56,12 @@ def ranks_that_disagree(folder: str) -> dict:
         "beyond": meet("beyond", {}, {"RANK": "2"}),
         "missing": meet("missing", {"WORLD_SIZE": "3"}, {"WORLD_SIZE": "3"}, seconds=3),
         "unset": meet("unset", {"WORLD_SIZE": ""}, {"WORLD_SIZE": "", "LOCAL_RANK": "1"}),
-        "busy": [*meet("busy", {"MASTER_PORT": port, "WORLD_SIZE": "2"}, {"RANK": "x"}), port],
+        "busy": [
+            *meet(
+                "busy", {"MASTER_PORT": port, "WORLD_SIZE": "2"}, {"RANK": "x", "LOCAL_RANK": "0"}
+            ),
+            port,
+        ],
     }
     server.close()
     return found

@@ -46,34 +46,33 @@ def join(store: dist.Store, kind: str, number: int, size: int, seconds: float) -
     times = store.add(f"{kind} {number}", 1)
     fault = ""
     if known != size:
-        fault = f"{total}={size} for {kind} {number}, {total}={known} for another: start all with the same"
+        fault = f"{total} is {size} for {kind} {number}, {known} for another: give all the same"
     elif number >= size:
         fault = f"{own}={number} with {total}={size}: the last {kind} is {size - 1}"
     elif times > 1:
         fault = f"{own}={number} is there twice: give each its own, and each run a MASTER_PORT"
     elif store.add(f"{kind}s here", 1) < size:
-        _wait(store, kind, number, size, seconds, answer)
+        fault = _wait(store, kind, number, size, seconds)
     # Another run's rank that comes here by mistake must not end those that have begun.
     found = store.compare_set(answer, "", fault or "here").decode()
     if fault or found != "here":
         if number == 0:  # here is the store: let the others read it first
-            time.sleep(2)
+            time.sleep(1)
         raise UserError(fault or found)
 
 
-def _wait(
-    store: dist.Store, kind: str, number: int, size: int, seconds: float, answer: str
-) -> None:
-    """Return once the key `answer` is in the store."""
-    notice = min(NOTICE_SECONDS, seconds)
+def _wait(store: dist.Store, kind: str, number: int, size: int, seconds: float) -> str:
+    """Return once the others have come, or found a fault; or else who is missing."""
+    notice = min(NOTICE_SECONDS, seconds / 2)  # a limit of 0 would mean none
     for limit in (notice, seconds - notice):
         with contextlib.suppress(dist.DistStoreError):
-            return store.wait([answer], timedelta(seconds=limit))
+            store.wait([f"all {kind}s"], timedelta(seconds=limit))
+            return ""
         missing = [str(i) for i in range(size) if not store.check([f"{kind} {i}"])]
         line = f"{kind} {shorten(missing)} of {size} ({VARIABLES[kind][1]}={size})"
         if limit == notice and number == 0:
             print(f"waiting up to {seconds:g} s for {line}", file=sys.stderr, flush=True)
-    raise UserError(
+    return (
         f"waited {seconds:g} s for {line}: start as many, with the same MASTER_ADDR and MASTER_PORT"
     )
 
