@@ -7,6 +7,7 @@ ranks/                processes that train together
   process             signals, debugger and loader workers of one process
   launcher            torchrun for launch.sh: passes on signals, restarts, exits as a rank did
   environment         the variables that launchers and SLURM set
+  joining             ranks and nodes find each other: who is missing, or there twice
   distributed         the process group and its collectives: reduce_tensor, from_rank_zero, say, ...
   lockstep            which collectives each rank has started
   positions           where each rank is, asked while they wait for each other
@@ -16,6 +17,7 @@ ranks/                processes that train together
   failures            an error on one rank ends all, and is printed once
   debugging           --debug-rank: a rank that waits for a debugger
   replicas            DDP around the network, and the check that all ranks' weights are the same
+  explain             what DDP and nccl say of common mistakes, in plainer words
   stopping            a signal stops all ranks after the same step; a rank that hangs is shown
   protocol            statuses, store keys and files by which ranks and launcher agree on all that
 
