@@ -60,10 +60,12 @@ run/                  one training run, its files and its reports
   plots               curves.png and confusion.png
   gallery             images with predictions, examples.png and worst.png, and the legend
 
-check/                what check_data.py does
+check/                what check_data.py does; and lockstep, a check of the code for pre-commit
   command             flags, findings and exit status
   reading             what is in the files of a sample, and what is wrong with them
   survey              the same of a whole data set: duplicates, statistics
   report              the lines that it prints
   plots               check.png
+  lockstep            python -m engine.check.lockstep: collectives that not all ranks reach
+  calls               what it knows of names: which calls are collectives, what differs by rank
 """

@@ -254,8 +254,8 @@ def rank_zero_first() -> Iterator[None]:
     does it again only if it does not share rank 0's disk.
     """
     turn = 0 if is_rank_zero() else 1 if local_rank() == 0 else 2
-    for _ in range(turn):
+    for _ in range(turn):  # lockstep: ok
         dist.barrier()
     yield
-    for _ in range(2 - turn):
+    for _ in range(2 - turn):  # lockstep: ok
         dist.barrier()

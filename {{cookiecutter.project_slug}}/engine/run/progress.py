@@ -251,7 +251,7 @@ class Run:
             try:
                 yield
                 distributed.barrier()  # rank 0 may still be saving: its watcher needs the others'
-            except stopping.Stopped:
+            except stopping.Stopped:  # on all ranks; lockstep: ok
                 if self.saved_step != self.step:
                     self.save()
                 but = " without --resume never" if self.folder.resume == "never" else ""
