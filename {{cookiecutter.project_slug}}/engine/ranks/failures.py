@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from engine.errors import UserError, shorten
-from engine.ranks import distributed, process
+from engine.ranks import debugging, distributed, process
 from engine.ranks.protocol import ERROR, MISTAKE
 
 DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
@@ -51,6 +51,7 @@ def one_line_errors(
     A UserError is one line, with status MISTAKE. So is an error for which one of `explainers`
     returns a UserError; if it returns a string, the status is 1. Other errors print a traceback.
     Ranks that do not notice the error are ended by the launcher, or by their watcher thread.
+    A debugger stops where the error was raised, as if nothing caught it.
     """
     if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -61,6 +62,7 @@ def one_line_errors(
     except KeyboardInterrupt:
         process.exit_now(128 + signal.SIGINT)
     except UserError as error:
+        debugging.hold(error)
         # Often all ranks find the same mistake: let rank 0 print it, whose output people read.
         number = distributed.rank() if distributed.is_set_up() else distributed.local_rank()
         time.sleep(min(number, 1))
@@ -68,6 +70,7 @@ def one_line_errors(
     except Exception as error:
         for explain in (_disk_full, *explainers, _out_of_memory, _lost_rank):
             if line := explain(error):
+                debugging.hold(error)
                 report(str(line), MISTAKE if isinstance(line, UserError) else 1)
         if (status := _reported_status(1)) is not None:
             process.exit_now(status)  # collectives broke here because another rank has left
