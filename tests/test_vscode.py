@@ -12,7 +12,9 @@ from dap import Debugger, configuration, line_of, read, task
 from running import ROOT, SAME_FOR_BOTH, TEMPLATE_FOLDER, Project, flags, free_port, marked, small
 from test_debug import LOOP, at, listening
 
-STUCK = "while i and globals().setdefault('stuck', True):\n            time.sleep(0.1)\n        "
+STUCK = """while i and globals().setdefault('stuck', True):
+            __import__("time").sleep(0.1)
+        """
 
 
 @SAME_FOR_BOTH
@@ -48,13 +50,13 @@ def test_ranks_as_named_sessions(project: Project, data: Path, tmp_path: Path) -
 
 def has_gdb() -> bool:
     """Whether gdb can call a function in another process, as debugpy has it do."""
-    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as other:
+    with subprocess.Popen(["sleep", "60"]) as other:
         command = ["gdb", "-nx", "-batch", "-p", str(other.pid), "-ex", "call (int)getpid()"]
         try:
-            out = subprocess.run(command, capture_output=True, text=True, timeout=60).stdout
-        except OSError:
+            out = subprocess.run(command, capture_output=True, text=True).stdout
+        except FileNotFoundError:
             out = ""
-        other.stdin.close()
+        other.kill()
     return f"$1 = {other.pid}" in out
 
 
@@ -67,10 +69,9 @@ def test_attach_to_a_process(
         pytest.skip("no gdb that can call functions of another process")
     folder = project.copy(tmp_path / "copy").folder
     main = folder / "main.py"
-    text = main.read_text().replace("import argparse", "import time\nimport argparse", 1)
-    main.write_text(text.replace("is_last = ", f"{STUCK}is_last = ", 1))
+    main.write_text(main.read_text().replace("is_last = ", f"{STUCK}is_last = ", 1))
     monkeypatch.setenv("PYDEVD_GDB_SCAN_SHARED_LIBRARIES", "libc")
-    with Debugger(folder, {"main.py": [{"line": line_of(main, "time.sleep(0.1)")}]}) as debugger:
+    with Debugger(folder, {"main.py": [{"line": line_of(main, "sleep(0.1)")}]}) as debugger:
         command = [sys.executable, main, *flags(data, tmp_path / "out")]
         debugger.type([str(word) for word in command], folder, {})
         debugger.wait(lambda: "steps per epoch" in debugger.text, "the first line")

@@ -9,7 +9,7 @@ ranks/                processes that train together
   environment         the variables that launchers and SLURM set
   distributed         the process group and its collectives: reduce_tensor, from_rank_zero, say, ...
   failures            an error on one rank ends all, and is printed once
-  debugging           --debug-rank: a rank that waits for a debugger
+  debugging           --debug-rank: a rank that waits for a debugger; holding an error for one
   replicas            DDP around the network, and the check that all ranks' weights are the same
   stopping            a signal stops all ranks after the same step; a rank that hangs is shown
   protocol            statuses, store keys and files by which ranks and launcher agree on all that
