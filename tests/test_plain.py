@@ -1,6 +1,9 @@
 """Functions of engine/ranks and engine/run as they stand, without any process of their own."""
 
+import contextlib
 import os
+import signal
+import weakref
 import zipfile
 import zlib
 from argparse import ArgumentTypeError
@@ -156,6 +159,23 @@ class TestFiles:
                 (part / name).touch()
         assert os.listdir(tmp_path) == ["folder"]
         assert os.listdir(folder) == ["first"]
+
+    def test_filling_is_ended(self, tmp_path: Path) -> None:
+        """By SIGTERM, even in a callback whose exceptions Python drops; imports have such ones."""
+
+        def on_removal(_: object) -> None:
+            signal.raise_signal(signal.SIGTERM)
+            assert list(range(9))  # some steps, in case that the handler is called only now
+
+        if not (pid := os.fork()):
+            with contextlib.suppress(BaseException), files.filling(tmp_path / "folder") as part:
+                (part / "a").touch()
+                thing = {"a"}
+                reference = weakref.ref(thing, on_removal)
+                del thing
+            os._exit(reference() is None)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 128 + signal.SIGTERM
+        assert not list(tmp_path.iterdir())
 
 
 class TestCheckpoints:

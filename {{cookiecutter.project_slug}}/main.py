@@ -48,6 +48,7 @@ from engine.run.folder import RunFolder
 from engine.run.metrics import check_logits, compute
 from engine.run.mistakes import Drawing, Mistakes, Worst
 from engine.run.progress import Run
+from engine.run.replay import Replay, position, read_flags
 from engine.run.reporting import Reporter
 from loaders import Data
 from model import (
@@ -63,7 +64,7 @@ from model import (
 
 ROOT = Path(__file__).resolve().parent
 NOT_SAVED = {  # flags that checkpoints leave out because they do not affect what is learned
-    *("workers", "prefetch", "pin_memory", "output_dir", "resume", "save_every", "keep"),
+    *("workers", "prefetch", "pin_memory", "output_dir", "resume", "save_every", "keep", "replay"),
     *("dist_timeout", "debug_rank", "debug_port", "local_rank", "profile", "find_batch_size"),
 }
 KEPT = ("optimizer", "ema", "overfit", "value_range", "mean", "std")  # as in the checkpoint
@@ -117,6 +118,7 @@ def build_parser() -> Parser:
     add = group.add_mutually_exclusive_group().add_argument
     add("--eval-only", action="store_true", help="evaluate best.pt, or --resume PATH, and print JSON")
     add("--find-batch-size", action="store_true", help="print the largest --batch-size that fits into memory")
+    add("--replay", metavar="EPOCH:STEP", type=position, help="stop in the debugger (F5, --debug-rank, or pdb in one process) before that step of the run in --output-dir, where nothing changes")
     add("--profile", metavar="STEPS", type=count, default=0, help="trace so many optimizer steps of the first epoch, in --output-dir/profile; 0: none")
     add_arguments(parser.add_argument_group("network and loss"))
     recipe.add_arguments(parser.add_argument_group("recipe"))
@@ -125,13 +127,13 @@ def build_parser() -> Parser:
 # fmt: on
 
 
-def parse_args(argv: Sequence[str] | None = None) -> Namespace:
+def parse_args(argv: Sequence[str] | None = None, **then: Any) -> Namespace:
     parser = build_parser()
     args = parser.parse_args(argv)
-    if args.eval_only or args.data is None:  # with other defaults
+    if then or args.eval_only or args.data is None:  # with other defaults
         names = "image_size", *vars(checkpoint.read_flags({"args": {}}, add_arguments))
         eval_only = {**dict.fromkeys(names, OF_CHECKPOINT), "batch_size": loading.BATCH_SIZE}
-        parser.set_defaults(**(eval_only if args.eval_only else demo_set.DEFAULTS))
+        parser.set_defaults(**(then or (eval_only if args.eval_only else demo_set.DEFAULTS)))
         args = parser.parse_args(argv)
     recipe.set_defaults(args)
     return args
@@ -150,6 +152,8 @@ def train_one_epoch(
     for i, (images, targets) in enumerate(batches, start=run.passes):
         seeding.seed(args.seed, run.epoch, i, rank)  # dropout differs by rank and pass
         images, targets = transform_batch(images, targets, args, len(task.classes))
+        if run.is_due(i):  # of --replay
+            breakpoint()
         is_last = (i + 1) % args.accumulate == 0  # of the passes that make up an optimizer step
         # DDP averages the gradients over the ranks in backward(). A step needs that only in its
         # last pass; no_sync() saves the traffic in the others.
@@ -328,12 +332,11 @@ def evaluate_checkpoint(args: Namespace, device: torch.device) -> None:
     distributed.say(json.dumps({k: v if math.isfinite(v) else None for k, v in results.items()}))
 
 
-def train_or_resume(args: Namespace, device: torch.device) -> None:
+def train_or_resume(args: Namespace, device: torch.device, folder: RunFolder) -> None:
     """Build loaders, network and metrics; train from the checkpoint to resume, or from scratch."""
     data = loaders.build_data(args, device)
     train_loader = loaders.build_train_loader(data, args)
     val_loader = loaders.build_val_loader(data, args)
-    folder = RunFolder(args.output_dir, args.resume, args.keep)
     state = None if args.find_batch_size else folder.find_checkpoint()
     if state:
         checkpoint.check_flags(state, args, (*NETWORK_FLAGS, *KEPT), build_parser())
@@ -356,8 +359,11 @@ def train_or_resume(args: Namespace, device: torch.device) -> None:
 
 def main(argv: Sequence[str] | None = None) -> None:
     args = parse_args(argv)
-    device = distributed.setup(args.local_rank, args.dist_timeout, bool(args.debug_rank))
+    is_debugged = bool(args.debug_rank or args.replay)
+    device = distributed.setup(args.local_rank, args.dist_timeout, is_debugged)
     debugging.wait_for_debugger(args.debug_rank, args.debug_port)
+    if args.replay:
+        args = parse_args(argv, **read_flags(args.output_dir, NOT_SAVED))
     seeding.seed(args.seed)
     if args.deterministic:
         seeding.be_deterministic()
@@ -367,8 +373,11 @@ def main(argv: Sequence[str] | None = None) -> None:
             demo_set.draw(args.data)
     if args.eval_only:
         evaluate_checkpoint(args, device)
+    elif args.replay:
+        again = Replay(args.output_dir, args.resume, args.replay)
+        again.run(functools.partial(train_or_resume, args, device), args.seed)
     else:
-        train_or_resume(args, device)
+        train_or_resume(args, device, RunFolder(args.output_dir, args.resume, args.keep))
     distributed.teardown()
 
 

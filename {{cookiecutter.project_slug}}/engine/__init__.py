@@ -8,6 +8,9 @@ ranks/                processes that train together
   launcher            torchrun for launch.sh: passes on signals, restarts, exits as a rank did
   environment         the variables that launchers and SLURM set
   distributed         the process group and its collectives: reduce_tensor, from_rank_zero, say, ...
+  lockstep            which collectives each rank has started
+  positions           where each rank is, asked while they wait for each other
+  explaining          why they wait: the block that a hang or a lost rank prints
   failures            an error on one rank ends all, and is printed once
   debugging           --debug-rank: a rank that waits for a debugger; holding an error for one
   replicas            DDP around the network, and the check that all ranks' weights are the same
@@ -45,6 +48,7 @@ run/                  one training run, its files and its reports
   mistakes            what the model gets wrong: per_class.csv, confusion.png, worst.png
   predicting          images for predict.py, without those that cannot be read
   tiles               large images in overlapping tiles
+  replay              --replay: a step of a run again, in a debugger
   reporting           start lines, progress bar, metrics.csv, TensorBoard
   records             metrics.csv, and a tracker if you add one
   profiling           --profile: a trace of some steps

@@ -9,7 +9,6 @@ import re
 import shutil
 import signal
 import socket
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -106,16 +105,22 @@ def lock(path: Path, seconds: float = 5) -> bool:
 def filling(folder: Path) -> Iterator[Path]:
     """Give the block an empty folder to fill, then rename it to `folder`.
 
-    An interrupted block leaves no `folder`. What SIGKILL leaves behind is removed by the next call
-    on this machine. If another process was faster, its folder stays.
+    An interrupted block leaves no `folder`; SIGTERM ends the process. What SIGKILL leaves behind is
+    removed by the next call on this machine. If another process was faster, its folder stays.
     """
+
+    def end(signum: int, _: object) -> None:
+        # Not sys.exit: Python drops an exception that is raised during a callback of an import.
+        shutil.rmtree(partial, ignore_errors=True)
+        os._exit(128 + signum)
+
     name = f"{folder.name}.partial-{socket.gethostname()}-"
     partial = folder.with_name(f"{name}{os.getpid()}")
     for left in folder.parent.glob(f"{glob.escape(name)}*"):
         pid = left.name.removeprefix(name)
         if pid.isdecimal() and not process.is_running(int(pid)):
             shutil.rmtree(left, ignore_errors=True)
-    before = signal.signal(signal.SIGTERM, lambda signum, _: sys.exit(128 + signum))
+    before = signal.signal(signal.SIGTERM, end)
     try:
         partial.mkdir(parents=True)
         yield partial

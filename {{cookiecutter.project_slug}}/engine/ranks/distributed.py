@@ -6,6 +6,7 @@ Each function works in a group of one, too, so callers never ask how many ranks 
 import contextlib
 import itertools
 import os
+import socket
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from engine.errors import UserError
-from engine.ranks import environment, process
+from engine.ranks import environment, process, protocol
 
 T = TypeVar("T")
 Pending = dist.Work  # a collective that has begun
@@ -59,6 +60,7 @@ def setup(
     else:
         store, group_rank, size = dist.HashStore(), 0, 1
     _group.store = store
+    store.set(protocol.process_of(group_rank), f"{socket.gethostname()} {os.getpid()}")
     dist.init_process_group(
         "nccl" if device.type == "cuda" else "gloo",
         store=store,

@@ -15,9 +15,10 @@ import torch
 import torch.distributed as dist
 
 from engine.errors import UserError, shorten
-from engine.ranks import debugging, distributed, process
+from engine.ranks import debugging, distributed, explaining, positions, process
 from engine.ranks.protocol import ERROR, MISTAKE
 
+EXPLAIN_SECONDS = 3  # for other ranks to say where they are
 DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 BROKEN = re.compile(r"Broken pipe|Connection \w+|remote process exited|time(d )?out", re.I)
 
@@ -140,7 +141,12 @@ def _lost_rank(error: Exception) -> str | None:
     by_group = by_gloo or isinstance(error, dist.DistError)
     if not (found and by_group and distributed.is_set_up()):
         return None
-    if not found[0].lower().startswith("time"):
-        return f"rank {distributed.rank()} lost another rank"
-    seconds = f"{distributed.timeout():g} s (--dist-timeout)"
-    return f"rank {distributed.rank()} timed out after {seconds} waiting for another rank"
+    if found[0].lower().startswith("time"):
+        seconds = f"{distributed.timeout():g} s (--dist-timeout)"
+        line = f"rank {distributed.rank()} timed out after {seconds} waiting for another rank"
+    else:
+        line = f"rank {distributed.rank()} lost another rank"
+    with contextlib.suppress(dist.DistError):  # the store has gone
+        if status_of_failure() is None and not positions.is_told():
+            explaining.show(lambda: positions.here("", error), f"{line}:", EXPLAIN_SECONDS)
+    return line

@@ -83,6 +83,17 @@ def is_running(pid: int) -> bool:
     return True
 
 
+def state_of(pid: int) -> str:
+    """Return "has ended" or "is held by a signal" of a process of this machine; "" of others."""
+    if not is_running(pid):
+        return "has ended"
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+    except OSError:  # not on Linux
+        return ""
+    return {"Z": "has ended", "X": "has ended", "T": "is held by SIGSTOP"}.get(state, "")
+
+
 def ignore_signals() -> None:
     """Ignore the signals that request a stop."""
     for signum in STOP_SIGNALS:

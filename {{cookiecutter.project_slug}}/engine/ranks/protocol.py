@@ -9,6 +9,10 @@ error. The others find it there when their collectives break, or by polling, and
 the same status. The launcher exits with it, or starts all ranks again (MAX_RESTARTS) unless the
 status is one of FINAL.
 
+To find out where all ranks are: the first rank that wants to know writes its number under
+explain(1), and next time under explain(2). Each rank that sees this writes where it is under
+explain(1, RANK). The first rank prints what follows from that, and writes explained(1).
+
 This module imports neither torch nor debugpy.
 """
 
@@ -46,3 +50,18 @@ BEGUN = ".begun"  # the LAUNCH_ID of the last launch that trained there
 def answer(rank: int) -> str:
     """Return the store's key for the step that `rank` was in when it saw STOP."""
     return f"{STOP}/{rank}"
+
+
+def explain(turn: int, rank: int | None = None) -> str:
+    """Return the key for the `turn`-th question where all ranks are, or for a rank's answer."""
+    return f"explain/{turn}" if rank is None else f"explain/{turn}/{rank}"
+
+
+def explained(turn: int) -> str:
+    """Return the key that says that all answers have been read."""
+    return f"explain/{turn}/done"
+
+
+def process_of(rank: int) -> str:
+    """Return the key for "<node> <process id>" of `rank`."""
+    return f"process/{rank}"

@@ -14,11 +14,10 @@ import socket
 import sys
 import threading
 import time
-import traceback
 from collections.abc import Callable, Iterator
 from typing import NoReturn
 
-from engine.ranks import distributed, failures, process
+from engine.ranks import distributed, explaining, failures, positions, process
 from engine.ranks.protocol import DUPLICATE_SECONDS, STOP, STOP_SIGNALS, STOPPED, answer
 
 POLL_SECONDS = 0.5
@@ -41,7 +40,8 @@ class Watcher(threading.Thread):
         self.wakeup.setblocking(False)
         self.first_signal = 0.0  # when it came
         self.status = 1  # with which to exit if nothing can be saved
-        self.hang_seconds = 0.8 * distributed.timeout()  # before a collective fails
+        limit = distributed.timeout()  # after which a collective fails
+        self.hang_seconds = min(0.8 * limit, max(0.5 * limit, limit - 4))
         self.last_heartbeat = (-1, 0.0)  # its number, and when it was seen
         # Written by the main thread:
         self.heartbeat = 0
@@ -58,8 +58,8 @@ class Watcher(threading.Thread):
         while not self.is_over.is_set():
             readable, _, _ = select.select([self.signal_socket], [], [], POLL_SECONDS)
             signals = self.signal_socket.recv(64) if readable else b""
-            self.check_hang()
             try:
+                self.check_hang()
                 for signum in signals:
                     if signum in STOP_SIGNALS:
                         self.on_signal(signum)
@@ -122,7 +122,7 @@ class Watcher(threading.Thread):
             )
 
     def check_hang(self) -> None:
-        """Print the main thread's stack, once, if it has not had a heartbeat for too long."""
+        """Print where all ranks are, once, if the main thread has had no heartbeat for too long."""
         now, (last, seen) = time.monotonic(), self.last_heartbeat
         if self.heartbeat != last:
             self.last_heartbeat = (self.heartbeat, now)
@@ -131,14 +131,14 @@ class Watcher(threading.Thread):
         elif now - seen > self.hang_seconds:
             self.last_heartbeat = (last, math.inf)
             faulthandler.cancel_dump_traceback_later()
-            frame = sys._current_frames()[threading.main_thread().ident or 0]
-            line = (
-                f"rank {distributed.rank()} has made no progress for {self.hang_seconds:.0f} s: "
-                f"{self.where()}, {distributed.collectives()} collectives started; its stack:\n"
-            )
-            stack = "".join(traceback.format_stack(frame)).rstrip()
-            process.drop_unread()
-            print(line + stack, file=sys.stderr, flush=True)
+            if not positions.is_told():
+                process.drop_unread()
+                title = f"no progress for {self.hang_seconds:g} s:"
+                explaining.show(self.here, title, 0.6 * (distributed.timeout() - self.hang_seconds))
+        positions.answer(self.here)
+
+    def here(self) -> positions.Position:
+        return positions.here(self.where())
 
 
 _watcher: Watcher | None = None  # within `on_signals`

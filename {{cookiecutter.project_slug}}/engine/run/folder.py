@@ -31,6 +31,7 @@ OWN_FILES = (
     "events.out.tfevents.*",
     "profile/*.pt.trace.json",
 )
+Position = tuple[int, int]  # an epoch and an optimizer step in it, both from 1
 KEYS = (  # what a checkpoint has to contain
     *("model", "optimizer", "scheduler", "layout", "epoch", "step", "seen", "totals", "images"),
     *("seed", "global_batch", "best", "best_of", "history", "classes", "resumed_from", "args"),
@@ -38,6 +39,8 @@ KEYS = (  # what a checkpoint has to contain
 
 
 class RunFolder:
+    replay: Position | None = None  # before which step to stop
+
     def __init__(self, path: Path, resume: str, keep: int) -> None:
         """Take the flags; nothing is read or written yet.
 

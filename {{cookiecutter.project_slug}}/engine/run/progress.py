@@ -16,8 +16,8 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from engine.data import loading
 from engine.data.loading import Loader
 from engine.errors import UserError
-from engine.ranks import distributed, stopping
-from engine.run import checkpoint, optimizers, palette, sharded
+from engine.ranks import distributed, explaining, lockstep, stopping
+from engine.run import checkpoint, optimizers, palette, replay, sharded
 from engine.run.checkpoint import State
 from engine.run.folder import KEYS, RunFolder
 from engine.run.optimizers import Stateful
@@ -61,19 +61,19 @@ class Run:
         self.folder = folder
         self.sampler = train_loader.sampler
         self.global_batch = self.sampler.global_batch
+        replay.check(folder.replay, epochs, self.sampler.steps)
         self.passes_per_step = self.global_batch // train_loader.images_per_pass
         self.classes, self.epochs = classes, epochs
-        self.save_every = save_every
+        self.save_every, self.score = 1 if folder.replay else save_every, score
         self.flags = checkpoint.to_plain(dict(flags))
         self.model = model
         self.parts: dict[str, Stateful] = {"model": model, "optimizer": optimizer}
         self.parts |= {"scheduler": scheduler, **more}
-        self.epoch, self.step, self.seen = 0, 0, 0
-        self.score = score
+        self.epoch, self.step, self.seen, self.saved_step = 0, 0, 0, 0
         self.best, self.best_of = -math.inf, f"{score} on {loading.fingerprint(val_loader)}"
         self.totals = torch.zeros(2, dtype=torch.float64, device=next(model.parameters()).device)
         self.history: list[dict[str, float | str]] = []
-        self.saved_step = 0
+        self.checksum = lockstep.Checksum()
         self.verified: set[type] = set()  # types that have been read back from a file
         self.checked_at = time.monotonic()
 
@@ -153,6 +153,10 @@ class Run:
         ]
         return f"{line}; changed: {', '.join(changed)}" if changed else line
 
+    def is_due(self, i: int) -> bool:
+        """Return whether the step of --replay begins with pass `i` of the epoch."""
+        return self.folder.replay == (self.epoch + 1, i / self.passes_per_step + 1)
+
     def end_step(self) -> None:
         """Count an optimizer step; save if that is due; raise Stopped if all ranks are to stop."""
         self.step += 1
@@ -167,8 +171,7 @@ class Run:
     def mean_loss(self) -> float:
         """Return the mean loss of the epoch over all ranks."""
         is_early = self.sampler.total - self.seen >= self.global_batch
-        seconds = distributed.timeout() / 10
-        if is_early and not distributed.all_arrive(f"left/{self.step}", seconds):
+        if is_early and not distributed.all_arrive(f"left/{self.step}", distributed.timeout() / 10):
             raise UserError(
                 f"rank {distributed.rank()} left the training loop at {self} and other ranks did "
                 "not: all ranks have to take the same number of steps"
@@ -189,21 +192,20 @@ class Run:
         self.seen = 0
         self.totals = torch.zeros_like(self.totals)
         self.history.append(checkpoint.to_plain(row))
-        score = float(row[self.score])
-        is_best = score > self.best
-        self.best = max(self.best, score)
-        return is_best
+        score, before = float(row[self.score]), self.best
+        self.best = max(before, score)
+        return score > before
 
     def save(self, is_best: bool = False) -> None:
         """Write a checkpoint, on rank 0; every rank has to call it.
 
         Raises a UserError if it cannot be written, or if the loss or a weight is not finite.
         """
-        totals = distributed.gather(self.totals)
+        totals = explaining.gather(self.totals, self.checksum)
         self._check_loss(totals)
         for name, weight in self.model.named_parameters():
             if not weight.isfinite().all():
-                raise UserError(f"{name} became NaN or inf at {self}: {self._remedy()}")
+                raise self._not_finite(name, distributed.rank())
         states: State = {n: sharded.whole(part.state_dict()) for n, part in self.parts.items()}
         for name, part in self.parts.items():
             if not isinstance(part, nn.Module):  # such as a rate from np.cos
@@ -232,15 +234,14 @@ class Run:
         self.verified |= types
 
     def _check_loss(self, totals: Tensor) -> None:
-        """Raise a UserError unless the sums of losses, `totals` (..., 2), are finite."""
-        if not totals.isfinite().all():
-            raise UserError(f"the loss became NaN or inf at {self}: {self._remedy()}")
+        """Raise a UserError unless the sums of losses, (2,) or (ranks, 2), are finite."""
+        if not (fine := totals.isfinite().all(-1)).all():
+            rank = int(fine.int().argmin()) if fine.ndim else distributed.rank()
+            raise self._not_finite("the loss", rank)
 
-    def _remedy(self) -> str:
-        return (
-            "try a lower --lr or more --warmup-epochs, and check the input images; "
-            f"the checkpoints in {self.folder.path} were saved before that"
-        )
+    def _not_finite(self, what: str, rank: int) -> replay.NotFinite:
+        position = self.epoch + 1, self.seen // self.global_batch or 1
+        return replay.NotFinite(what, position, rank, self.folder.path)
 
     @contextlib.contextmanager
     def stoppable(self) -> Iterator[None]:

@@ -36,6 +36,8 @@ if TYPE_CHECKING:
 
 
 class Reporter:
+    silent = False  # set by --replay
+
     def __init__(
         self, folder: Path, device: torch.device, epochs: int, finished: int, *, profile: int = 0
     ) -> None:
@@ -46,7 +48,7 @@ class Reporter:
         self.folder = folder
         self.device = device
         self.epochs = epochs
-        self.active = distributed.is_rank_zero()
+        self.active = distributed.is_rank_zero() and not self.silent
         self.bar = tqdm(disable=True)
         self.workers = 0
         self.profile = profile if self.active else 0

@@ -1,0 +1,178 @@
+"""Why the ranks wait for each other: their positions, compared and put into words."""
+
+import itertools
+import sys
+from collections.abc import Callable, Collection, Hashable, Mapping
+
+import torch
+from torch import Tensor
+
+from engine.errors import UserError
+from engine.ranks import distributed, positions
+from engine.ranks.lockstep import Checksum, Collective
+from engine.ranks.positions import Position
+
+Known = Mapping[int, Position]  # by rank
+Groups = list[tuple[Hashable, list[int]]]  # what ranks have in common, and the ranks
+
+# Where it usually comes from
+NOT_ALL = "usually a collective that not all ranks reach: under `if rank == 0`, or after a break"
+ORDER = "all ranks have to start the same collectives in the same order"
+INPUT = "usually slow or stuck input: storage, or a loader worker"
+ALONE = "usually work of one rank alone, such as evaluate() or a print of a reduced number"
+NETWORK = "usually the network between the ranks, or a process that is stuck"
+
+
+def show(find: Callable[[], Position], title: str, seconds: float) -> None:
+    """Print where all ranks are, and why they wait; unless another rank is about to.
+
+    find: returns where this rank is. seconds: how long to wait for the others to say it.
+    """
+    if found := positions.ask(find, seconds):
+        print(block(title, found), file=sys.stderr, flush=True)
+        positions.tell_explained()
+
+
+def gather(tensor: Tensor, checksum: Checksum) -> Tensor:
+    """Return the ranks' `tensor`s, float64 (n,), stacked: (ranks, n).
+
+    Raises a UserError on all ranks if they have started different collectives since last time. Both
+    take a single collective.
+    """
+    rows = distributed.gather(torch.cat((tensor, tensor.new_tensor([checksum.compute()]))))
+    checksums = set(rows[:, -1].tolist())
+    if len(checksums) > 1 and 0 not in checksums:  # 0: not known
+        raise UserError(f"the ranks differ since the last save: {explain_difference()}")
+    return rows[:, :-1]
+
+
+def explain_difference() -> str:
+    """Return a line on where the ranks' collectives differ; every rank has to call this."""
+    found = distributed.gather_objects(positions.here())
+    return "; ".join(filter(None, compare({each.rank: each for each in found})))
+
+
+def block(title: str, found: Mapping[int, Position | str]) -> str:
+    """Return lines: which ranks do not answer, how the others differ, and a stack of each group."""
+    known = {rank: each for rank, each in found.items() if isinstance(each, Position)}
+    absent = _group(found.keys() - known.keys(), lambda rank: found[rank])
+    lines = [title, *(f"{name(ranks)} {why}" for why, ranks in absent)]
+    if known:
+        what, hint = compare(known)
+        lines += [what, hint] if hint and not absent else [what]
+    for _, ranks in _group(known, lambda rank: (known[rank].place, known[rank].waits)):
+        first = known[ranks[0]]
+        at = f", {first.where}" if first.where else ""
+        lines += [f"stack of {name(ranks)}{at}:", first.stack]
+    return "\n".join(lines)
+
+
+def compare(known: Known) -> tuple[str, str]:
+    """Return how the ranks' collectives differ, and in half a line where that comes from, or ""."""
+    recorded = [{each.number: each for each in at.started} for at in known.values() if at.started]
+    first = max((min(each) for each in recorded), default=1)
+    last = max((max(each) for each in recorded), default=0)
+    for number in range(first, last + 1):
+        if len({_key(each[number]) for each in recorded if number in each}) > 1:
+            line, hint = _mismatch(number, known)
+            return (f"before or at {line}" if number == first > 1 else line), hint
+    reached = {at.reached for at in known.values()}
+    if len(reached) > 1:
+        return _laggards(min(reached) + 1, known)
+    number, waits = max(reached), {at.waits for at in known.values()}
+    if waits != {0} and None not in waits:
+        what = next(iter(recorded))[number]
+        return f"collective {number}: {_verb([*known], 'wait', 'waits')} in {what}", NETWORK
+    done = "done" if waits == {0} else "started"
+    return f"{number} collectives {done} on each rank: {_places(known, known)}", ""
+
+
+def _mismatch(number: int, known: Known) -> tuple[str, str]:
+    """Return the words for ranks whose collectives of that number differ."""
+    at = {rank: each for rank in known for each in known[rank].started if each.number == number}
+    groups = _group(at, lambda rank: _key(at[rank]))
+    parts = []
+    for (_, ranks), what in zip(groups, _tell_apart([at[r[0]] for _, r in groups]), strict=True):
+        is_there = all(known[rank].waits == number for rank in ranks)
+        verbs = ("are", "is") if is_there else ("were", "was")
+        parts.append(f"{_verb(ranks, *verbs)} in {what}")
+    if behind := known.keys() - at.keys():
+        parts.append(_places(behind, known))
+    line = f"collective {number}: {', '.join(parts)}"
+    if all(_comes_later(number, at[ranks[0]], known) for _, ranks in groups):
+        return line, ORDER
+    # The collective that did not follow in the steps before is the one that ranks have missed.
+    history = [each for each in known[min(at)].started if each.number < number]
+    pairs = [(_key(a), _key(b)) for a, b in itertools.pairwise(history)]
+    seen = [pairs.count((_key(history[-1]), _key(at[r[0]]))) if pairs else 0 for _, r in groups]
+    ranks = groups[seen.index(min(seen))][1]
+    place = at[ranks[0]].place
+    if seen.count(min(seen)) == 1 and place and not _comes_later(number, at[ranks[0]], known):
+        line += f"; {name(at.keys() - set(ranks))} never came to {place}"
+    return line, NOT_ALL
+
+
+def _comes_later(number: int, each: Collective, known: Known) -> bool:
+    later = (other for at in known.values() for other in at.started if other.number > number)
+    return any(_key(other) == _key(each) for other in later)
+
+
+def _laggards(number: int, known: Known) -> tuple[str, str]:
+    """Return the words for ranks that wait in a collective that others have not started."""
+    ahead = [rank for rank, at in known.items() if at.reached >= number]
+    behind = [rank for rank, at in known.items() if at.reached < number]
+    found = [each for each in known[ahead[0]].started if each.number == number]
+    verb = _verb(ahead, "wait", "waits")
+    line = f"collective {number}: " + (f"{verb} in {found[0]}" if found else _places(ahead, known))
+    line += f"; {name(behind)} never came to it: {_places(behind, known)}"
+    last = known[behind[0]]
+    if last.started:
+        line += f" (after {last.started[-1]})"
+    is_input = any(word in last.stack for word in ("dataset.py", "dataloader.py", "loading.py"))
+    return line, INPUT if is_input else ALONE
+
+
+def _key(each: Collective) -> tuple:
+    return each.what, each.own  # rank_zero_first has its barriers on different lines
+
+
+def _tell_apart(different: list[Collective]) -> list[str]:
+    """Return a text for each; where the innermost lines are the same, with the one that differs."""
+    names = [str(each) for each in different]
+    for depth in range(2, max(len(each.own) for each in different) + 1):
+        if len(set(names)) > 1:
+            break
+        calls = [each.own[-depth] if len(each.own) >= depth else "" for each in different]
+        if len(set(calls)) > 1:
+            names = [f"{each}, called at {call}" for each, call in zip(names, calls, strict=True)]
+    return names
+
+
+def _places(ranks: Collection[int], known: Known) -> str:
+    """Return such as "rank 0 is at main.py:180, ranks 1-3 are at dataset.py:88"."""
+    groups = _group(ranks, lambda rank: known[rank].place)
+    return ", ".join(f"{_verb(same, 'are', 'is')} at {place}" for place, same in groups)
+
+
+def _group(ranks: Collection[int], key: Callable[[int], Hashable]) -> Groups:
+    """Return the ranks that have the same key together, in the order of the lowest ones."""
+    groups: dict[Hashable, list[int]] = {}
+    for rank in sorted(ranks):
+        groups.setdefault(key(rank), []).append(rank)
+    return [*groups.items()]
+
+
+def _verb(ranks: Collection[int], of_many: str, of_one: str) -> str:
+    return f"{name(ranks)} {of_one if len(ranks) == 1 else of_many}"
+
+
+def name(ranks: Collection[int]) -> str:
+    """Return such as "rank 0", "ranks 0, 2" or "ranks 1-7"."""
+    runs: list[list[int]] = []
+    for rank in sorted(ranks):
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    texts = [f"{run[0]}-{run[-1]}" if len(run) > 2 else ", ".join(map(str, run)) for run in runs]
+    return f"rank{'' if len(ranks) == 1 else 's'} {', '.join(texts)}"

@@ -1,0 +1,146 @@
+"""Which collectives each rank has started, and from which line: do all ranks do the same?
+
+A collective returns once all ranks have started it. Ranks that start others, or the same in another
+order, wait for each other or get wrong results. torch's flight recorder keeps the last ones of each
+rank (TORCH_FR_BUFFER_SIZE, 2000; over gloo from torch 2.9 on), at no cost that could be measured.
+"""
+
+import functools
+import os
+import pickle
+import sysconfig
+import zlib
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import NamedTuple
+
+import torch
+from torch._C import _distributed_c10d
+
+from engine.ranks import distributed
+
+ROOT = str(Path(__file__).resolve().parents[2])
+LIBRARIES = tuple(map(os.path.realpath, sysconfig.get_paths().values()))  # where packages are
+WINDOW = 1500  # collectives that are compared; those of other groups fill the recorder, too
+UNEVEN = ("alltoall", "all_to_all", "scatter", "gather")  # shapes may differ between ranks
+DTYPES = {"Float": "float32", "Double": "float64", "Half": "float16", "Byte": "uint8"}
+DTYPES |= {"Long": "int64", "Int": "int32", "Short": "int16", "Char": "int8"}
+
+
+class Collective(NamedTuple):
+    """One that a rank has started: its number, what it does, and the lines that led to it.
+
+    lines: "FILE:LINE" in the files of this project, the innermost last; none if it was started in
+    C++, as DDP does on GPUs.
+    """
+
+    number: int
+    what: str
+    lines: tuple[str, ...]
+
+    @property
+    def own(self) -> tuple[str, ...]:
+        """Return the lines outside the machinery."""
+        return tuple(line for line in self.lines if not is_machinery(line))
+
+    @property
+    def place(self) -> str:
+        """Return the innermost line outside the machinery, or ""."""
+        return self.own[-1] if self.own else ""
+
+    def __str__(self) -> str:
+        return f"{self.what} at {self.place}" if self.place else self.what
+
+
+def started() -> list[Collective]:
+    """Return the last collectives that this rank has started, of the group of all ranks.
+
+    An empty list if torch records none.
+    """
+    return [_collective(entry) for entry in _entries()]
+
+
+def unfinished() -> Collective | None:
+    """Return the collective that this rank waits in, or None; None if torch records none."""
+    left = [entry for entry in _entries() if not _is_finished(entry)]
+    return _collective(left[0]) if left else None
+
+
+def _entries() -> list[dict]:
+    """Return what torch has recorded of the group of all ranks, the oldest first."""
+    on_gpu = torch.distributed.get_backend() == "nccl"
+    dump = getattr(_distributed_c10d, "_dump_nccl_trace" if on_gpu else "_dump_fr_trace", None)
+    if dump is None:
+        return []
+    # It looks for compiled code in torch._inductor, whose import takes a second and 40 MB.
+    stub = vars(torch).setdefault("_inductor", SimpleNamespace())
+    try:
+        entries = pickle.loads(dump()).get("entries", ())
+    finally:
+        if isinstance(stub, SimpleNamespace) and vars(torch).get("_inductor") is stub:
+            del vars(torch)["_inductor"]
+    return [e for e in entries if e["process_group"][1] == "default_pg" and not e["is_p2p"]]
+
+
+def _collective(entry: Mapping) -> Collective:
+    return Collective(entry["collective_seq_id"], _describe(entry), _lines(entry["frames"]))
+
+
+def _is_finished(entry: Mapping) -> bool:
+    return entry["retired"] or entry["state"] == "completed"
+
+
+def _describe(entry: Mapping) -> str:
+    name = entry["profiling_name"].split(":")[-1]
+    files = [frame["filename"] for frame in entry["frames"]]
+    own = next((i for i, file in enumerate(files) if _relative(file)), len(files))
+    by = " ".join(files[:own])
+    if name == "all_reduce" and ("autograd" in by or not files):
+        name = "DDP's gradients"
+    elif os.path.join("nn", "parallel", "distributed.py") in by:
+        name = f"DDP's {name}"
+    if name in UNEVEN or not entry["input_sizes"]:
+        return name
+    shape, dtype = tuple(entry["input_sizes"][0]), entry["input_dtypes"][0]
+    return f"{name} {shape} {DTYPES.get(dtype, dtype.lower())}"
+
+
+@functools.cache
+def _relative(file: str) -> str:
+    """Return the path of a file of this project, relative to it; "" for other files."""
+    path = os.path.realpath(file)
+    is_own = path.startswith(os.path.join(ROOT, "")) and not path.startswith(LIBRARIES)
+    return os.path.relpath(path, ROOT) if is_own and not file.startswith("<") else ""
+
+
+def _lines(frames: Iterable[Mapping]) -> tuple[str, ...]:
+    places = (place(frame["filename"], frame["line"]) for frame in frames)
+    return tuple(reversed([place for place in places if place]))
+
+
+def place(file: str, line: int | None) -> str:
+    """Return "FILE:LINE" of a file of this project, and "" of others."""
+    return f"{name}:{line}" if (name := _relative(file)) else ""
+
+
+def is_machinery(place: str) -> bool:
+    """Return whether a line is of engine/, which people do not edit."""
+    return place.startswith(os.path.join("engine", ""))
+
+
+class Checksum:
+    """Of the collectives since the last time: the same on all ranks if they are."""
+
+    def __init__(self) -> None:
+        self.until = distributed.collectives()
+
+    def compute(self) -> int:
+        """Return it, below 2**52; 0 if they are not known. At most the last WINDOW count."""
+        now = distributed.collectives()
+        first, self.until = max(self.until + 1, now - WINDOW), now
+        recent = [entry for entry in _entries() if entry["collective_seq_id"] >= first]
+        if not recent or recent[0]["collective_seq_id"] != first:
+            return 0
+        found = [(each.number, each.what, each.own) for each in map(_collective, recent)]
+        return zlib.crc32(repr(found).encode()) or 1
