@@ -97,6 +97,7 @@ CONFIGURATIONS = [
     "DDP: torch.distributed.launch",  # what F5 runs
     "DDP: torchrun",
     "One process",
+    "DDP: replay a step",
     "This test file",
     "Attach to a rank",
     "Attach to a process",
