@@ -15,7 +15,7 @@ ranks/                processes that train together
   answering           a thread that says where this rank is; a block before an abort of C++
   where               the same block of a running job, as a command
   failures            an error on one rank ends all, and is printed once
-  debugging           --debug-rank: a rank that waits for a debugger
+  debugging           --debug-rank: a rank that waits for a debugger; holding an error for one
   replicas            DDP around the network, and the check that all ranks' weights are the same
   explain             what DDP and nccl say of common mistakes, in plainer words
   stopping            a signal stops all ranks after the same step; a rank that hangs is shown

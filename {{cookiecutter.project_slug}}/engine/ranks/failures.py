@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from engine.errors import UserError, shorten
-from engine.ranks import answering, distributed, explaining, positions, process
+from engine.ranks import answering, debugging, distributed, explaining, positions, process
 from engine.ranks.protocol import ERROR, MISTAKE, STOP
 
 EXPLAIN_SECONDS = 3  # for other ranks to say where they are
@@ -55,6 +55,7 @@ def one_line_errors(
     returns a UserError; if it returns a string, the status is 1; if another exception, the line is
     followed by the traceback. Errors without a line print their traceback.
     Ranks that do not notice the error are ended by the launcher, or by their watcher thread.
+    A debugger stops where the error was raised, as if nothing caught it.
     """
     if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -66,6 +67,7 @@ def one_line_errors(
     except KeyboardInterrupt:
         process.exit_now(128 + signal.SIGINT)
     except UserError as error:
+        debugging.hold(error)
         # Often all ranks find the same mistake: let rank 0 print it, whose output people read.
         number = distributed.rank() if distributed.is_set_up() else distributed.local_rank()
         time.sleep(min(number, 1))
@@ -73,6 +75,7 @@ def one_line_errors(
     except Exception as error:
         for explain in (_disk_full, *explainers, _out_of_memory, _lost_rank):
             if line := explain(error):
+                debugging.hold(error)
                 is_mistake = isinstance(line, UserError)
                 is_bug = isinstance(line, Exception) and not is_mistake
                 report(str(line), MISTAKE if is_mistake else 1, error if is_bug else None)
