@@ -101,10 +101,16 @@ SNIPPETS = {
                 dist.barrier()  # found
             case _:
                 pass
+        match rank:
+            case 0:
+                dist.broadcast(x, 0)
+            case _:
+                dist.broadcast(y, 0)
         """
     ),
     "variables": (
         """
+        import torchmetrics
         writes = distributed.rank() == 0
         self.active = writes
         if writes:
@@ -203,6 +209,18 @@ SNIPPETS = {
             dist.barrier()  # found
         finally:
             dist.barrier()
+        for x in loader:
+            try:
+                y = next(items)
+                net(y).backward()  # found
+            except StopIteration:
+                break
+            except torch.OutOfMemoryError:
+                continue
+            try:
+                net(y).backward()
+            except RuntimeError:
+                raise
         """
     ),
     "not finite": (

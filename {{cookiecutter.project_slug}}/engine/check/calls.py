@@ -58,7 +58,7 @@ class Code:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about the code that is read
             self.tree = ast.parse(source)
-        self.lines, self.is_ours = source.split("\n"), "from engine" in source
+        self.source, self.lines = source, source.split("\n")
         nodes = list(ast.walk(self.tree))
         self.parents = {child: node for node in nodes for child in ast.iter_child_nodes(node)}
         self.differing: Names = set()
@@ -128,18 +128,17 @@ class Code:
         given = [ast.unparse(each) for each in (*call.args, *call.keywords)]
         if any(re.search(r"^group=(?!None|.*WORLD)|(group|_pg|\bpg)$", each) for each in given):
             return name if name == "new_group" else ""  # others are for the ranks of that group
-        is_own = isinstance(call.func, ast.Name) or owner in ("self", "cls")
-        if is_own and name in getattr(self, "functions", ()):
-            return f"{name} ({self.functions[name].split(' (')[0]})"
         if (
             name in COLLECTIVES
             or (name in OF_MODULES and owner in MODULES)
-            or (name == "compute" and "metric" in owner and not given)
-            or (name == "save" and owner == "run" and self.is_ours)
+            or (name == "compute" and not given and "torchmetrics" in self.source)
+            or (name == "save" and owner == "run" and "from engine" in self.source)
             or self.is_among(self.wrapped, call.func)
         ):
             return name
-        return ""
+        is_own = isinstance(call.func, ast.Name) or owner in ("self", "cls")
+        inner = getattr(self, "functions", {}).get(name, "") if is_own else ""
+        return f"{name} ({inner.split(' (')[0]})" if inner else ""
 
     def sites(self, nodes: Iterable[ast.AST]) -> list[Site]:
         """Return the collectives in `nodes`, in order; once if both sides of an `if` have them."""

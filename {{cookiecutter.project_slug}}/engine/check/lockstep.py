@@ -19,6 +19,7 @@ Fault = tuple[Site, Node, str, str]  # a collective, its cause, the words for it
 ON_ONE_RANK = {"await_rank_zero", "from_rank", "from_rank_zero"}  # what they are given runs there
 IN_TURNS = {"local_main_process_first", "main_process_first", "rank_zero_first"}
 LOOPS = (ast.For, ast.AsyncFor, ast.While)
+ALIKE = re.compile("ImportError|StopIteration")  # raised on all ranks or on none
 OFF = re.compile(r"#.*\blockstep:\s*ok\b")
 UNEVEN = "runs on some ranks only"
 
@@ -83,7 +84,7 @@ def is_answered(code: Code, node: ast.If) -> bool:
     ifs = [each for block in blocks for each in block if isinstance(each, ast.If)]
     ifs = [each for each in ifs if ast.dump(each.test) != ast.dump(node.test)]
     others = [names(code.sites(each.body)) for each in ifs if code.differs(each.test)]
-    return set(own) == {"barrier"} and own in others
+    return set(own) <= {"barrier", "wait_for_everyone"} and own in others
 
 
 def faults_of_if(code: Code, node: ast.If, remedy: str) -> Iterator[Fault]:
@@ -126,8 +127,10 @@ def faults_of(code: Code, node: Node) -> Iterator[Fault]:
     elif isinstance(node, ast.For) and called(node.iter) == "range":
         if any(map(code.differs, ast.iter_child_nodes(node.iter))):
             found, why = code.sites(node.body), "runs more often on some ranks"
-    elif isinstance(node, ast.ExceptHandler) and "ImportError" not in ast.unparse(node):
+    elif isinstance(node, ast.ExceptHandler) and not ALIKE.search(text(node)):
         found, remedy = code.sites(node.body), "let all ranks agree on it after the try"
+        if isinstance(first_exit(code, node.body), ast.Break | ast.Continue):
+            found += code.sites(getattr(code.parents[node], "body", []))  # which it leaves out
     elif isinstance(node, ast.With):
         if {called(item.context_expr) for item in node.items} & IN_TURNS:
             found, why = code.sites(node.body), "runs while other ranks wait for their turn"
@@ -157,7 +160,8 @@ def check(source: str) -> list[str]:
 def main(files: Sequence[str]) -> int:
     """Print the faults in all files, those in this folder if none are given; return the status."""
     status = 0
-    for file in files or sorted(map(str, Path().rglob("*.py"))):
+    own = (path for path in sorted(Path().rglob("*.py")) if "site-packages" not in path.parts)
+    for file in files or own:
         try:
             with tokenize.open(file) as opened:
                 lines = check(opened.read())
