@@ -60,8 +60,7 @@ def setup(
         joining.join(_group.store, "rank", group_rank, size, _group.timeout.total_seconds())
     else:
         _group.store, group_rank, size = dist.HashStore(), 0, 1
-    own = f"{socket.gethostname()} {os.getpid()}"
-    _group.store.set(protocol.process_of(group_rank), own)
+    _group.store.set(protocol.process_of(group_rank), f"{socket.gethostname()} {os.getpid()}")
     dist.init_process_group(
         backend,
         store=_group.store,
