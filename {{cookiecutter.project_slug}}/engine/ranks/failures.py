@@ -96,7 +96,7 @@ def report(line: str, status: int, error: Exception | None = None) -> NoReturn:
         if error:
             traceback.print_exception(error)
         has_other_nodes = distributed.world_size() > distributed.local_world_size()
-        if distributed.is_rank_zero() and has_other_nodes:
+        if has_other_nodes and distributed.is_rank_zero():
             time.sleep(2)  # this process holds the store: let the other nodes read it first
     process.exit_now(reported or status)
 
