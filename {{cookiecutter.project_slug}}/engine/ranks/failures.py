@@ -109,8 +109,9 @@ def status_of_failure() -> int | None:
 
 def _reported_status(status: int) -> int | None:
     """Return the status of the rank that reported an error; None if it is this one's turn, now."""
-    if not distributed.is_set_up():  # not in a group yet: the first rank of each node reports
-        return None if distributed.local_rank() == 0 else status
+    if not distributed.is_set_up():  # not in a group yet: the first rank of each node reports,
+        is_first = distributed.local_rank() == 0 or process.is_debugged()  # or is continued
+        return None if is_first else status
     mine = f"{distributed.rank()} {status} {os.getpid()}"  # two may have the same rank
     try:
         first = distributed.store().compare_set(ERROR, "", mine).decode()
