@@ -4,13 +4,18 @@ import itertools
 import sys
 from collections.abc import Callable, Collection, Hashable, Mapping
 
+import torch
+from torch import Tensor
+
+from engine.errors import UserError
 from engine.ranks import distributed, positions
-from engine.ranks.lockstep import Collective
+from engine.ranks.lockstep import Checksum, Collective
 from engine.ranks.positions import Position
 
 Known = Mapping[int, Position]  # by rank
 Groups = list[tuple[Hashable, list[int]]]  # what ranks have in common, and the ranks
 
+LAST = 3  # collectives that an answer to a person lists
 # Where it usually comes from
 NOT_ALL = "usually a collective that not all ranks reach: under `if rank == 0`, or after a break"
 ORDER = "all ranks have to start the same collectives in the same order"
@@ -19,14 +24,27 @@ ALONE = "usually work of one rank alone, such as evaluate() or a print of a redu
 NETWORK = "usually the network between the ranks, or a process that is stuck"
 
 
-def show(find: Callable[[], Position], title: str, seconds: float) -> None:
-    """Print where all ranks are, and why they wait; unless another rank is about to.
+def show(title: str, seconds: float) -> None:
+    """Print where all ranks are, and why they wait; unless another rank is about to, or has.
 
-    find: returns where this rank is. seconds: how long to wait for the others to say it.
+    seconds: how long to wait for the others to say where they are.
     """
-    if found := positions.ask(find, seconds):
+    if not positions.is_told() and (found := positions.ask(seconds)):
         print(block(title, found), file=sys.stderr, flush=True)
         positions.tell_explained()
+
+
+def gather(tensor: Tensor, checksum: Checksum) -> Tensor:
+    """Return the ranks' `tensor`s, float64 (n,), stacked: (ranks, n).
+
+    Raises a UserError on all ranks if they have started different collectives since last time. Both
+    take a single collective.
+    """
+    rows = distributed.gather(torch.cat((tensor, tensor.new_tensor([checksum.compute()]))))
+    checksums = set(rows[:, -1].tolist())
+    if len(checksums) > 1 and 0 not in checksums:  # 0: not known
+        raise UserError(f"the ranks differ since the last save: {explain_difference()}")
+    return rows[:, :-1]
 
 
 def explain_difference() -> str:
@@ -36,17 +54,23 @@ def explain_difference() -> str:
 
 
 def block(title: str, found: Mapping[int, Position | str]) -> str:
-    """Return lines: which ranks do not answer, how the others differ, and a stack of each group."""
+    """Return lines: which ranks do not answer, how the others differ, and a stack of each group.
+
+    title: the first line; if it is empty, nothing may be wrong, and the lines do not guess.
+    """
     known = {rank: each for rank, each in found.items() if isinstance(each, Position)}
     absent = _group(found.keys() - known.keys(), lambda rank: found[rank])
-    lines = [title, *(f"{name(ranks)} {why}" for why, ranks in absent)]
+    lines = [*filter(None, [title]), *(f"{name(ranks)} {why}" for why, ranks in absent)]
     if known:
         what, hint = compare(known)
-        lines += [what, hint] if hint and not absent else [what]
+        lines += [what, hint] if hint and title and not absent else [what]
     for _, ranks in _group(known, lambda rank: (known[rank].place, known[rank].waits)):
         first = known[ranks[0]]
         at = f", {first.where}" if first.where else ""
         lines += [f"stack of {name(ranks)}{at}:", first.stack]
+        if not title:
+            last = (f"{each.number} {each}" for each in first.started[-LAST:])
+            lines.append(f"  last collectives: {'; '.join(last)}")
     return "\n".join(lines)
 
 
@@ -107,10 +131,10 @@ def _laggards(number: int, known: Known) -> tuple[str, str]:
     found = [each for each in known[ahead[0]].started if each.number == number]
     verb = _verb(ahead, "wait", "waits")
     line = f"collective {number}: " + (f"{verb} in {found[0]}" if found else _places(ahead, known))
-    line += f"; {name(behind)} never came to it: {_places(behind, known)}"
+    line += f"; {_verb(behind, 'have', 'has')} not come to it: {_places(behind, known)}"
     last = known[behind[0]]
     if last.started:
-        line += f" (after {last.started[-1]})"
+        line += f", after {last.started[-1]}"
     is_input = any(word in last.stack for word in ("dataset.py", "dataloader.py", "loading.py"))
     return line, INPUT if is_input else ALONE
 

@@ -139,7 +139,8 @@ class Checksum:
         """Return it, below 2**52; 0 if they are not known. At most the last WINDOW count."""
         now = distributed.collectives()
         first, self.until = max(self.until + 1, now - WINDOW), now
-        found = {each.number: each for each in started()}
-        if first not in found:
+        recent = [entry for entry in _entries() if entry["collective_seq_id"] >= first]
+        if not recent or recent[0]["collective_seq_id"] != first:
             return 0
-        return zlib.crc32(repr([found.get(i) for i in range(first, now + 1)]).encode()) or 1
+        found = [(each.number, each.what, each.own) for each in map(_collective, recent)]
+        return zlib.crc32(repr(found).encode()) or 1

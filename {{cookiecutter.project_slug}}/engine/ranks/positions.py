@@ -1,7 +1,6 @@
 """Where all ranks are, asked through the store, which works while they wait in a collective.
 
-protocol.py says with which keys. A rank answers from its watcher thread, or from the main thread
-once a collective has failed there.
+protocol.py says with which keys. answering.py has the thread that answers.
 """
 
 import itertools
@@ -12,6 +11,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from types import FrameType
 from typing import NamedTuple
 
@@ -19,17 +19,29 @@ from engine.ranks import distributed, lockstep, process, protocol
 from engine.ranks.lockstep import Collective
 
 POLL_SECONDS = 0.05
-_lock = threading.Lock()
-_answered = 0  # how often this rank has said where it is
-_reached = -1  # how many collectives it had started then
+
+
+@dataclass
+class Mine:
+    """What the threads of this rank share."""
+
+    where: Callable[[], str] = str  # such as "epoch 1, step 3"
+    error: BaseException | None = None  # that ends the main thread
+    answered: int = 0  # how often this rank has said where it is
+    reached: int = -1  # how many collectives it had started then
+    lock: threading.Lock = field(default_factory=threading.Lock)  # held while it says so
+
+
+mine = Mine()
 
 
 class Position(NamedTuple):
     """Where a rank is.
 
     where: such as "epoch 1, step 3". place: the line of its main thread, outside the machinery.
-    stack: of the main thread. reached: how many collectives it has started. started: the last ones
-    of them. waits: the number of the one it waits in; 0 if in none; None if that is not known.
+    stack: of the main thread, without most lines of libraries. reached: how many collectives it has
+    started. started: the last ones of them. waits: the number of the one it waits in; 0 if in none;
+    None if that is not known.
     """
 
     rank: int
@@ -41,59 +53,59 @@ class Position(NamedTuple):
     waits: int | None
 
 
-def here(where: str = "", error: BaseException | None = None) -> Position:
-    """Return where this rank's main thread is, or where it was when it raised `error`."""
-    if error:
-        frames = traceback.extract_tb(error.__traceback__)
+def here() -> Position:
+    """Return where this rank's main thread is, or where it was when it failed."""
+    if mine.error:
+        frames = traceback.extract_tb(mine.error.__traceback__)
     else:
         frame: FrameType | None = sys._current_frames()[threading.main_thread().ident or 0]
         frames = traceback.extract_stack(frame)
     places = [lockstep.place(frame.filename, frame.lineno) for frame in frames]
     own = [place for place in places if place]
-    outside = [place for place in own if not lockstep.is_machinery(place)]
-    first = places.index(own[0]) if own else 0  # before it there are only launchers
+    outside = [place for place in own if not lockstep.is_machinery(place)] or own
+    first = places.index(outside[0]) if own else 0  # before it there are only launchers
+    shown = [each for each in frames[first:-1] if lockstep.place(each.filename, each.lineno)]
     started, unfinished = lockstep.started(), lockstep.unfinished()
+    reached = distributed.collectives()
+    waits = unfinished.number if unfinished else reached if mine.error else 0
     return Position(
         distributed.rank(),
-        where,
-        (outside or own or [""])[-1],
-        "".join(traceback.format_list(frames[first:])).rstrip(),
-        distributed.collectives(),
+        mine.where(),
+        outside[-1] if outside else "",
+        "".join(traceback.format_list([*shown, frames[-1]])).rstrip(),
+        reached,
         started[-lockstep.WINDOW :],
-        (unfinished.number if unfinished else 0) if started else None,
+        waits if started else None,
     )
 
 
 def is_told() -> bool:
     """Return whether this rank has said where it is and has started no collective since."""
-    return _reached == distributed.collectives()
+    return mine.reached == distributed.collectives()
 
 
-def answer(find: Callable[[], Position]) -> None:
+def answer() -> None:
     """Say where this rank is if another rank has asked."""
-    store = distributed.store()
-    while store.check([protocol.explain(_answered + 1)]):
-        with _lock:
-            _say(_answered + 1, find())
+    with mine.lock:
+        while distributed.store().check([protocol.explain(mine.answered + 1)]):
+            _say(mine.answered + 1)
 
 
-def ask(find: Callable[[], Position], seconds: float) -> dict[int, Position | str] | None:
-    """Return where all ranks are, after at most `seconds`; None if another rank has asked already.
+def ask(seconds: float) -> dict[int, Position | str] | None:
+    """Return where all ranks are, after at most `seconds`; None if another rank is asking already.
 
     A rank that does not answer has a string that tells why.
     """
-    rank, store = distributed.rank(), distributed.store()
-    with _lock:
-        for turn in itertools.count(_answered + 1):
-            is_first = store.compare_set(protocol.explain(turn), "", str(rank)) == b"%d" % rank
+    me, store = str(distributed.rank()), distributed.store()
+    with mine.lock:
+        for turn in itertools.count(mine.answered + 1):
+            is_first = store.compare_set(protocol.explain(turn), "", me) == me.encode()
             if is_first or not store.check([protocol.explained(turn)]):
                 break
-        _say(turn, find())
-    deadline = time.monotonic() + seconds
+        _say(turn)
     if not is_first:
-        while time.monotonic() < deadline and not store.check([protocol.explained(turn)]):
-            time.sleep(POLL_SECONDS)
         return None
+    deadline = time.monotonic() + seconds
     left = set(range(distributed.world_size()))
     found: dict[int, Position | str] = {}
     while left:
@@ -109,14 +121,22 @@ def ask(find: Callable[[], Position], seconds: float) -> dict[int, Position | st
 
 def tell_explained() -> None:
     """Tell the other ranks that what `ask` returned has been printed."""
-    distributed.store().set(protocol.explained(_answered), "")
+    distributed.store().set(protocol.explained(mine.answered), "")
 
 
-def _say(turn: int, position: Position) -> None:
-    global _answered, _reached
-    _answered, _reached = turn, position.reached
-    key = protocol.explain(turn, distributed.rank())
-    distributed.store().set(key, _encode(position))
+def await_explained(seconds: float) -> None:
+    """Wait until that has been printed for which this rank has said where it is."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        if distributed.store().check([protocol.explained(mine.answered)]):
+            return
+        time.sleep(POLL_SECONDS)
+
+
+def _say(turn: int) -> None:
+    position = here()
+    mine.answered, mine.reached = turn, position.reached
+    distributed.store().set(protocol.explain(turn, position.rank), _encode(position))
 
 
 def _encode(position: Position) -> str:

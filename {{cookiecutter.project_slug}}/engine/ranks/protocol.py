@@ -43,7 +43,8 @@ LAUNCH_ID = "LAUNCH_ID"  # one for each start of launch.sh; restarts (MAX_RESTAR
 LAUNCHER_PID = "LAUNCHER_PID"  # the process id of launch.sh, which becomes engine/ranks/launcher.py
 DEBUGGED_LAUNCHER = "DEBUGGED_LAUNCHER"  # with F5: the process id of torchrun, or nothing
 
-# A file in the output folder
+# Files in the output folder
+ASKED = ".where"  # a random name, under which rank 0 is to write where all ranks are: where.py
 BEGUN = ".begun"  # the LAUNCH_ID of the last launch that trained there
 
 

@@ -22,6 +22,7 @@ from engine.ranks.protocol import DUPLICATE_SECONDS, STOP, STOP_SIGNALS, STOPPED
 
 POLL_SECONDS = 0.5
 ANSWER_SECONDS = 10  # a rank that has not answered by then has died, or hangs
+EXPLAIN_SECONDS = 3  # for all ranks to say where they are, after that
 AFTER_SECONDS = 5  # for what follows the training, when a signal comes after the last save
 
 
@@ -32,9 +33,8 @@ class Stopped(Exception):
 class Watcher(threading.Thread):
     """The thread that watches a rank's main thread, and what the two share."""
 
-    def __init__(self, where: Callable[[], str]) -> None:
+    def __init__(self) -> None:
         super().__init__(name="stopping", daemon=True)
-        self.where = where
         self.store = distributed.store()
         self.signal_socket, self.wakeup = socket.socketpair()
         self.wakeup.setblocking(False)
@@ -117,9 +117,9 @@ class Watcher(threading.Thread):
             missing = [str(i) for i, key in enumerate(answers) if not self.store.check([key])]
             what = f"rank {', '.join(missing)} to answer" if missing else "this step or save"
             process.drop_unread()
-            failures.report(
-                f"timed out after {limit:g} s waiting for {what}: not saved", self.status
-            )
+            line = f"timed out after {limit:g} s waiting for {what}"
+            explaining.show(f"{line}:", EXPLAIN_SECONDS)
+            failures.report(f"{line}: not saved", self.status)
 
     def check_hang(self) -> None:
         """Print where all ranks are, once, if the main thread has had no heartbeat for too long."""
@@ -131,14 +131,11 @@ class Watcher(threading.Thread):
         elif now - seen > self.hang_seconds:
             self.last_heartbeat = (last, math.inf)
             faulthandler.cancel_dump_traceback_later()
-            if not positions.is_told():
-                process.drop_unread()
-                title = f"no progress for {self.hang_seconds:g} s:"
-                explaining.show(self.here, title, 0.6 * (distributed.timeout() - self.hang_seconds))
-        positions.answer(self.here)
-
-    def here(self) -> positions.Position:
-        return positions.here(self.where())
+            process.drop_unread()
+            seconds = 0.6 * (distributed.timeout() - self.hang_seconds)
+            explaining.show(
+                f"no progress for {self.hang_seconds:g} s:", min(seconds, EXPLAIN_SECONDS)
+            )
 
 
 _watcher: Watcher | None = None  # within `on_signals`
@@ -155,7 +152,8 @@ def on_signals(where: Callable[[], str]) -> Iterator[None]:
     if distributed.is_debugged():
         yield
         return
-    watcher = _watcher = Watcher(where)
+    watcher = _watcher = Watcher()
+    positions.mine.where = where
     signal.set_wakeup_fd(watcher.wakeup.fileno(), warn_on_full_buffer=False)
     before = {signum: signal.getsignal(signum) for signum in STOP_SIGNALS}
     handled = [signum for signum in STOP_SIGNALS if before[signum] != signal.SIG_IGN]  # by nohup
@@ -166,6 +164,9 @@ def on_signals(where: Callable[[], str]) -> Iterator[None]:
     try:
         yield
         is_done = True
+    except Exception as error:
+        positions.mine.error = error  # another rank may ask meanwhile
+        raise
     finally:
         _watcher = None
         watcher.is_over.set()

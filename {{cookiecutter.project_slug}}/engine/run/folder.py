@@ -13,7 +13,7 @@ from pathlib import Path
 
 from engine import files
 from engine.errors import UserError
-from engine.ranks import distributed, process, protocol
+from engine.ranks import answering, distributed, process, protocol
 from engine.run import checkpoint
 from engine.run.checkpoint import OTHER_RUN, Damaged, State
 
@@ -61,6 +61,7 @@ class RunFolder:
         with distributed.rank_zero_first():
             if distributed.is_rank_zero():
                 self._lock()
+                answering.listen(self.path)
             is_first = distributed.local_rank() == 0  # of its node
             state = self._search() if is_first else None
         step, path = (state["step"], state["path"]) if state else (-1, "")

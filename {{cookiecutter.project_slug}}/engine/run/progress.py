@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from engine.data import loading
 from engine.data.loading import Loader
 from engine.errors import UserError
-from engine.ranks import distributed, stopping
+from engine.ranks import distributed, explaining, lockstep, stopping
 from engine.run import checkpoint, optimizers, palette, replay, sharded
 from engine.run.checkpoint import State
 from engine.run.folder import KEYS, RunFolder
@@ -73,6 +73,7 @@ class Run:
         self.best, self.best_of = -math.inf, f"{score} on {loading.fingerprint(val_loader)}"
         self.totals = torch.zeros(2, dtype=torch.float64, device=next(model.parameters()).device)
         self.history: list[dict[str, float | str]] = []
+        self.checksum = lockstep.Checksum()
         self.verified: set[type] = set()  # types that have been read back from a file
         self.checked_at = time.monotonic()
 
@@ -200,7 +201,7 @@ class Run:
 
         Raises a UserError if it cannot be written, or if the loss or a weight is not finite.
         """
-        totals = distributed.gather(self.totals)
+        totals = explaining.gather(self.totals, self.checksum)
         self._check_loss(totals)
         for name, weight in self.model.named_parameters():
             if not weight.isfinite().all():
@@ -250,7 +251,7 @@ class Run:
             try:
                 yield
                 distributed.barrier()  # rank 0 may still be saving: its watcher needs the others'
-            except stopping.Stopped:
+            except stopping.Stopped:  # on all ranks; lockstep: ok
                 if self.saved_step != self.step:
                     self.save()
                 but = " without --resume never" if self.folder.resume == "never" else ""

@@ -1,0 +1,234 @@
+"""Ranks that start different collectives or wait for each other: one block says which and where."""
+
+import re
+import sys
+import textwrap
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from running import NET, SAME_FOR_BOTH, Project, flags, run
+
+from engine.ranks import explaining, lockstep, positions
+from engine.ranks.lockstep import Collective
+from engine.ranks.positions import Position
+
+END = "            run.end_step()  #"
+Planted = Callable[..., tuple[int, str, int]]
+
+
+@pytest.fixture
+def planted(project: Project, data: Path, tmp_path: Path) -> Iterator[Planted]:
+    """Run main.py with a line of code before the end of a step; return status, stderr, line."""
+    name = f"planted_{uuid.uuid4().hex}.py"
+    path = project.folder / name
+
+    def start(code: str, ranks: int, *more: object) -> tuple[int, str, int]:
+        text = (project.folder / "main.py").read_text()
+        assert text.count(END) == 1
+        lines = textwrap.indent(code, " " * 12)
+        path.write_text(text.replace(END, f"{lines}\n{END}"))
+        line = text[: text.index(END)].count("\n") + 1
+        given = flags(data, tmp_path / "out", "--dist-timeout", 5, *more)
+        done = project.fork(*given, ranks=ranks, script=name)
+        assert not done.left
+        return done.status, done.err.replace(name, "main.py"), line
+
+    yield start
+    path.unlink(missing_ok=True)
+
+
+@SAME_FOR_BOTH
+def test_a_collective_on_one_rank(planted: Planted) -> None:
+    """As gloo has it, ranks wait or are aborted: the same block, with the line that is to blame."""
+    code = "run.step == 2 and rank == 0 and distributed.reduce_tensor(torch.ones(7))"
+    status, err, line = planted(code, 3)
+    assert status == 1
+    assert re.search(
+        rf"^collective \d+: rank 0 is in all_reduce \(7,\) float32 at main.py:{line}, "
+        r"ranks 1, 2 (are|were) in all_reduce \(\) float64 at main.py:\d+; "
+        rf"ranks 1, 2 never came to main.py:{line}$",
+        err,
+        re.MULTILINE,
+    )
+    assert err.count("usually a collective that not all ranks reach") == 1
+    assert err.count("stack of rank 0") == 1
+    assert err.splitlines()[-1].startswith("error: rank ")
+    assert "Fatal Python error" not in err
+
+
+@SAME_FOR_BOTH
+def test_one_rank_is_late(planted: Planted) -> None:
+    began = time.monotonic()
+    code = "run.step == 2 and rank == 1 and __import__('time').sleep(9)"
+    status, err, line = planted(code, 3)
+    assert status == 1
+    assert time.monotonic() - began < 20
+    assert err.startswith("no progress for 2.5 s:\n")
+    assert re.search(
+        r"^collective \d+: ranks 0, 2 wait in all_reduce \(\) float64 at main.py:\d+; "
+        rf"rank 1 has not come to it: rank 1 is at main.py:{line}, after DDP's gradients",
+        err,
+        re.MULTILINE,
+    )
+    assert "stack of ranks 0, 2, epoch 1, step 3:" in err
+    assert "stack of rank 1, epoch 1, step 2:" in err
+
+
+@SAME_FOR_BOTH
+def test_another_order(planted: Planted) -> None:
+    """Nothing waits, but the sums are wrong: the next save says so, and the run ends there."""
+    code = """if run.step == 2:
+    for i in (0, 1) if rank else (1, 0):
+        if i:
+            distributed.reduce_tensor(torch.ones(3))
+        else:
+            distributed.reduce_tensor(torch.zeros(3))"""
+    status, err, line = planted(code, 2)
+    assert status == 2
+    assert err.count("\n") == 1
+    assert re.match(
+        rf"error: .*collective \d+: rank 0 was in all_reduce \(3,\) float32 at main.py:{line + 3}, "
+        rf"rank 1 was in all_reduce \(3,\) float32 at main.py:{line + 5}",
+        err,
+    )
+    assert explaining.ORDER in err
+
+
+@pytest.fixture
+def fault(project: Project, data: Path, tmp_path: Path) -> Callable[[str], Any]:
+    words = [*flags(data, tmp_path)[:-2], *NET]
+    words = [str(word) for word in words if word not in ("--data", data)]
+    return lambda name: project.call(f"lockstep.{name}", data, tmp_path, *words)
+
+
+@SAME_FOR_BOTH
+def test_where_is_it(project: Project, fault: Callable, tmp_path: Path) -> None:
+    """Asked twice, with leftovers of killed jobs; the run goes on and says nothing of it."""
+    found = fault("asked")
+    assert found["statuses"] == [0, 0]
+    assert not found["err"]
+    for answer in found["answers"]:
+        assert "rank 0 waits in all_reduce" in answer
+        assert "stack of rank 1, epoch 1, step 3:" in answer
+        assert answer.count("last collectives: ") == 2
+        assert "usually" not in answer
+    status, err = found["late"]
+    assert (status, err.count("\n")) == (1, 1)
+    assert "no answer in 1 s" in err
+    assert not found["left"]
+    none = run([sys.executable, "-m", "engine.ranks.where", tmp_path / "none"], cwd=project.folder)
+    none.refused("no such folder")
+
+
+@SAME_FOR_BOTH
+def test_a_killed_rank(fault: Callable) -> None:
+    statuses, _, err = fault("killed")
+    assert statuses == [1, -9]
+    first, second, third, *_ = err.splitlines()
+    assert first == "rank 0 lost another rank:"
+    assert second.startswith("rank 1 has ended (process ")
+    assert re.match(r"collective \d+: rank 0 waits in ", third)
+
+
+# What is compared
+
+
+def ranks(*lists: list[Collective], waits: int | None = 0) -> dict[int, Position]:
+    """Positions of ranks that have started these collectives."""
+    return {
+        rank: Position(rank, "", f"main.py:{90 + rank}", "", started[-1].number, started, waits)
+        for rank, started in enumerate(lists)
+    }
+
+
+def steps(*each: tuple[str, int], first: int = 1) -> list[Collective]:
+    return [
+        Collective(number, what, ("main.py:9", f"main.py:{line}", "engine/ranks/distributed.py:1"))
+        for number, (what, line) in enumerate(each, first)
+    ]
+
+
+A, B, C = ("a", 20), ("b", 30), ("c", 40)
+
+
+def test_groups_of_ranks() -> None:
+    line, hint = explaining.compare(
+        ranks(steps(A, B, A, C, waits := ("x", 50)), *[steps(A, B, A, B, A)] * 7)
+    )
+    assert waits and hint == explaining.NOT_ALL
+    assert line == (
+        "collective 4: rank 0 was in c at main.py:40, ranks 1-7 were in b at main.py:30; "
+        "ranks 1-7 never came to main.py:40"
+    )
+
+
+def test_swapped() -> None:
+    line, hint = explaining.compare(ranks(steps(A, B, C), steps(A, C, B)))
+    assert hint == explaining.ORDER
+    assert line.startswith("collective 2: rank 0 was in b at main.py:30, rank 1 was in c at main")
+
+
+def test_a_helper_that_is_called_from_two_lines() -> None:
+    one, two = (
+        [Collective(1, "a", (f"main.py:{line}", "helper.py:3", "engine/x.py:1"))] for line in (7, 8)
+    )
+    line, _ = explaining.compare(ranks(one, two))
+    assert "a at helper.py:3, called at main.py:7, rank 1 was" in line
+    assert "a at helper.py:3, called at main.py:8" in line
+
+
+def test_a_difference_that_is_too_old() -> None:
+    line, _ = explaining.compare(ranks(steps(A, B, first=90), steps(B, A, first=90)))
+    assert line.startswith("before or at collective 90: ")
+
+
+def test_barriers_on_other_lines_of_the_machinery_are_the_same() -> None:
+    one, two = ([Collective(1, "a", ("main.py:7", f"engine/x.py:{i}"))] for i in (1, 2))
+    assert "done" in explaining.compare(ranks(one, two))[0]
+
+
+def test_all_wait() -> None:
+    line, hint = explaining.compare(ranks(*[steps(A, B)] * 3, waits=2))
+    assert (line, hint) == ("collective 2: ranks 0-2 wait in b at main.py:30", explaining.NETWORK)
+
+
+def test_nothing_is_recorded() -> None:
+    """As with gloo of older versions of torch: the lines of the main threads are left."""
+    known = {
+        rank: each._replace(started=[], waits=None)
+        for rank, each in ranks(steps(A, B), steps(A, B), steps(A)).items()
+    }
+    line, _ = explaining.compare(known)
+    assert line == (
+        "collective 2: rank 0 is at main.py:90, rank 1 is at main.py:91; "
+        "rank 2 has not come to it: rank 2 is at main.py:92"
+    )
+    del known[2]
+    assert explaining.compare(known)[0].startswith("2 collectives started on each rank: rank 0 is")
+
+
+def test_positions_travel() -> None:
+    (position, *_) = ranks(steps(A, B, A, B)).values()
+    assert positions._decode(positions._encode(position).encode()) == position
+
+
+def test_what_nccl_records(monkeypatch: pytest.MonkeyPatch) -> None:
+    """DDP's gradients have no Python frames there; what is not completed is waited for."""
+    file = f"{lockstep.ROOT}/main.py"
+    entry = {"process_group": ("0", "default_pg"), "is_p2p": False, "retired": False}
+    entry |= {"input_sizes": [[20]], "input_dtypes": ["Float"], "state": "started"}
+    own = [{"filename": "/x/torch.py", "line": 1}, {"filename": file, "line": 5}]
+    entries = [
+        {**entry, "collective_seq_id": 1, "profiling_name": "nccl:all_reduce", "frames": own}
+        | {"state": "completed"},
+        {**entry, "collective_seq_id": 2, "profiling_name": "nccl:all_reduce", "frames": []},
+    ]
+    monkeypatch.setattr(lockstep, "_entries", lambda: entries)
+    first, second = lockstep.started()
+    assert str(first) == "all_reduce (20,) float32 at main.py:5"
+    assert str(second) == "DDP's gradients (20,) float32"
+    assert lockstep.unfinished() == second

@@ -1,0 +1,63 @@
+"""Print where all ranks of a running job are, without ending it.
+
+python -m engine.ranks.where [OUTPUT_DIR], in any terminal that sees the output folder: rank 0 finds
+the question there, asks the other ranks, and writes the answer next to it.
+"""
+
+import sys
+import time
+import uuid
+from argparse import ArgumentParser
+from pathlib import Path
+
+from engine import files
+from engine.errors import UserError
+from engine.ranks import process
+from engine.ranks.protocol import ASKED, MISTAKE
+
+RUNS = Path(__file__).resolve().parents[2] / "runs"
+ANSWER_SECONDS = 10
+
+
+def ask(folder: Path) -> str | None:
+    """Return the answer of the run that trains into `folder`; None if there is none."""
+    if not folder.is_dir():
+        raise UserError(f"{folder}: no such folder; name the --output-dir of the run")
+    asked, answer = folder / ASKED, folder / f"{ASKED}-{uuid.uuid4().hex}"
+    deadline = time.monotonic() + ANSWER_SECONDS
+    try:
+        with files.writing(asked) as tmp_path:
+            tmp_path.write_text(answer.name)
+        while time.monotonic() < deadline:
+            if answer.exists():
+                return answer.read_text()
+            time.sleep(0.1)
+    finally:
+        for path in (asked, answer):
+            path.unlink(missing_ok=True)
+    return None
+
+
+def main() -> int:
+    parser = ArgumentParser(
+        prog="python -m engine.ranks.where", description=__doc__.splitlines()[0]
+    )
+    text = "--output-dir of the run (default: runs/default)"
+    parser.add_argument("folder", nargs="?", type=Path, default=RUNS / "default", help=text)
+    folder = parser.parse_args().folder
+    try:
+        answer = ask(folder)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return MISTAKE
+    if answer is None:
+        why = "no run trains there, or it has not yet begun, is paused or has a debugger"
+        print(f"error: {folder}: no answer in {ANSWER_SECONDS} s: {why}", file=sys.stderr)
+        return 1
+    print(answer)
+    return 0
+
+
+if __name__ == "__main__":
+    process.be_quiet()
+    sys.exit(main())
