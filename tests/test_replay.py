@@ -55,10 +55,9 @@ def test_a_loss_that_is_no_number(project: Project, data: Path, tmp_path: Path) 
     assert f"--output-dir {tmp_path}/run --replay 1:6 --debug-rank" in found["error"]
     assert found["again"] == [0, 0]
     assert "the loss became NaN or inf at epoch 1, step 3\n" in found["said"]
-    for rank in found["found"]:
-        (stop,) = rank["stops"]
-        assert stop[:2] == ["1:3", 2]
-        assert stop[2]["finite"]
+    for then, now in zip(found["whole"], found["found"], strict=True):
+        assert now["stops"] == [["1:3", 2, *then["passes"]["1:3"]]]
+        assert now["stops"][0][2]["finite"] and not then["passes"]["1:4"][0]["finite"]
 
 
 @SAME_FOR_BOTH

@@ -153,7 +153,7 @@ def train_one_epoch(
     for i, (images, targets) in enumerate(batches, start=run.passes):
         seeding.seed(args.seed, run.epoch, i, rank)  # dropout differs by rank and pass
         images, targets = transform_batch(images, targets, args, len(task.classes))
-        if run.is_due(i):  # of --replay
+        if run.is_due(i):  # the step of --replay begins
             breakpoint()
         is_last = (i + 1) % args.accumulate == 0  # of the passes that make up an optimizer step
         # DDP averages the gradients over the ranks in backward(). A step needs that only in its

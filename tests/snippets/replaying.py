@@ -163,8 +163,9 @@ def no_number(data: str, folder: str, *words: object) -> dict:
         model.build_criterion = build_bad
 
     out = f"{folder}/run"
+    patch = recorded(f"{folder}/whole", bad)
     statuses = run(
-        *(2, "--data", data, "--output-dir", out, *words), patch=bad, output=f"{folder}/bad"
+        *(2, "--data", data, "--output-dir", out, *words), patch=patch, output=f"{folder}/bad"
     )
     error = Path(f"{folder}/bad.err").read_text()
     _, *flags = shlex.split(re.search(r"\./launch\.sh .*", error)[0])
@@ -175,5 +176,6 @@ def no_number(data: str, folder: str, *words: object) -> dict:
         "error": error,
         "again": again,
         "said": Path(f"{folder}/again.said.out").read_text(),
+        "whole": found(f"{folder}/whole", 2),
         "found": found(f"{folder}/again", 2),
     }
