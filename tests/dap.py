@@ -1,7 +1,7 @@
 """What VS Code does when F5 is pressed, in the Debug Adapter Protocol, for tests.
 
 It reads .vscode/launch.json, fills in variables, starts the adapter, runs the program in a terminal
-of its own, and opens one more session for each process that the adapter tells of.
+of its own, and opens one more session for each process that the adapter tells of. Tasks, too.
 https://microsoft.github.io/debug-adapter-protocol/specification
 """
 
@@ -52,16 +52,33 @@ def fill_in(value: Any, variables: dict[str, str]) -> Any:
     return value
 
 
-def configuration(project: Path, name: str, **answers: str) -> dict[str, Any]:
-    """A configuration of launch.json with its questions answered, by default by their defaults."""
-    launch = read(project, "launch.json")
-    (found,) = (c for c in launch["configurations"] if c["name"] == name)
-    variables = {"workspaceFolder": str(project), "file": answers.pop("file", "")}
-    for question in launch["inputs"]:
+def answered(project: Path, questions: list[dict[str, str]], answers: dict[str, str]) -> Any:
+    """What VS Code puts in place of variables; a question's answer is by default its default."""
+    variables = {
+        "workspaceFolder": str(project),
+        "file": answers.pop("file", ""),
+        "command:pickProcess": answers.pop("pid", ""),
+        "command:python.interpreterPath": sys.executable,
+    }
+    for question in questions:
         answer = answers.pop(question["id"], question["default"])
         variables["input:" + question["id"]] = answer
     assert not answers
-    return fill_in(found, variables)
+    return variables
+
+
+def configuration(project: Path, name: str, **answers: str) -> dict[str, Any]:
+    """A configuration of launch.json with its questions answered."""
+    launch = read(project, "launch.json")
+    (found,) = (c for c in launch["configurations"] if c["name"] == name)
+    return fill_in(found, answered(project, launch["inputs"], answers))
+
+
+def task(project: Path, label: str, **answers: str) -> dict[str, Any]:
+    """A task of tasks.json with its questions answered."""
+    tasks = read(project, "tasks.json")
+    (found,) = (t for t in tasks["tasks"] if t["label"] == label)
+    return fill_in(found, answered(project, tasks["inputs"], answers))
 
 
 class Session:
@@ -198,6 +215,12 @@ class Debugger:
 
     def launch(self, config: dict[str, Any], debug: bool = True) -> None:
         """F5, or Ctrl+F5 (without debugging)."""
+        top = self._adapt()
+        more = {"python": sys.executable, "clientOS": "unix"}
+        top.begin("launch", {**config, **more} if debug else {**config, **more, "noDebug": True})
+
+    def _adapt(self) -> Session:
+        """Start an adapter of this window's own."""
         self.adapter = subprocess.Popen(
             [sys.executable, "-m", "debugpy.adapter"],
             stdin=subprocess.PIPE,
@@ -206,12 +229,15 @@ class Debugger:
             env=self.env,
             start_new_session=True,
         )
-        top = Session(self, self.adapter.stdout, self.adapter.stdin)
-        self.sessions.append(top)
-        more = {"python": sys.executable, "clientOS": "unix"}
-        top.begin("launch", {**config, **more} if debug else {**config, **more, "noDebug": True})
+        self.sessions.append(Session(self, self.adapter.stdout, self.adapter.stdin))
+        return self.sessions[-1]
 
     def attach(self, config: dict[str, Any]) -> Session:
+        """Attach to where a process listens, or to a process by its id."""
+        if "processId" in config:
+            session = self._adapt()
+            session.begin("attach", config)
+            return session
         where = config["connect"]
         connection = socket.create_connection((where["host"], int(where["port"])), PATIENCE)
         connection.settimeout(None)
@@ -228,12 +254,20 @@ class Debugger:
             threading.Thread(target=self.attach, args=(child,), daemon=True).start()
             return {}
         assert command == "runInTerminal"
+        words = arguments["args"]
+        if arguments.get("argsCanBeInterpretedByShell"):  # "args" of launch.json is one string
+            words = ["bash", "-c", " ".join(words)]
+        self.type(words, arguments["cwd"], arguments.get("env", {}))
+        return {"shellProcessId": self.shell.pid}
+
+    def type(self, words: list[str], cwd: str | Path, env: dict[str, str]) -> None:
+        """Have the terminal run a command."""
         self.screen, tty = pty.openpty()
         fcntl.ioctl(tty, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 120, 0, 0))
         self.shell = subprocess.Popen(
-            arguments["args"],
-            cwd=arguments["cwd"],
-            env={**self.env, **arguments.get("env", {})},
+            words,
+            cwd=cwd,
+            env={**self.env, **env},
             stdin=tty,
             stdout=tty,
             stderr=tty,
@@ -243,7 +277,16 @@ class Debugger:
         os.close(tty)
         self.shown = threading.Thread(target=self._show, daemon=True)
         self.shown.start()
-        return {"shellProcessId": self.shell.pid}
+
+    def run(self, task: dict[str, Any]) -> None:
+        """Run a task; if it is one in the background, until it has begun."""
+        words = [task["command"], *task.get("args", [])]
+        if task["type"] == "shell":
+            words = ["bash", "-c", " ".join(words)]
+        self.type(words, self.folder, task.get("options", {}).get("env", {}))
+        if task.get("isBackground"):
+            begun = re.compile(task["problemMatcher"]["background"]["endsPattern"], re.M)
+            self.wait(lambda: begun.search(self.text), begun.pattern)
 
     def _show(self) -> None:
         # The only one to close the screen: nothing is hung up while another thread reads from it.

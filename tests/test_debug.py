@@ -2,6 +2,7 @@
 
 import os
 import re
+import shlex
 import signal
 import socket
 import time
@@ -20,6 +21,7 @@ from running import (
     flags,
     free_port,
     processes,
+    small,
     start,
     with_bug,
 )
@@ -39,14 +41,15 @@ def at(project: Project, file: str, text: str, **more: str) -> Breakpoints:
     return {file: [{"line": line_of(project.folder / file, text), **more}]}
 
 
-def with_flags(config: dict[str, Any], *flags: str) -> dict[str, Any]:
-    return {**config, "args": [*config["args"], *flags]}
+def f5(project: Path, *flags: str) -> dict[str, Any]:
+    """The first configuration, with flags typed when it asks for them."""
+    return configuration(project, F5, flags=shlex.join(flags))
 
 
 def test_a_debugging_session(project: Project, data: Path, tmp_path: Path) -> None:
     """From F5 to the end of the run, in both ranks; on few pictures, with a short timeout."""
     more = ["--data", str(data), "--image-size", "64", "--dist-timeout", "4", "--weights", "none"]
-    config = with_flags(configuration(project.folder, F5), *more)
+    config = f5(project.folder, *more)  # the path has blanks
     # What other packages do when the interpreter ends, which the debugger does not wait for.
     (tmp_path / "sitecustomize.py").write_text(
         "import atexit, time\natexit.register(time.sleep, 1)"
@@ -121,7 +124,7 @@ WAYS: dict[str, Callable[[Debugger], None]] = {
 @pytest.mark.parametrize("way", WAYS)
 def test_stopping_at_a_breakpoint(project: Project, way: str) -> None:
     with Debugger(project.folder, at(project, "main.py", LOOP)) as debugger:
-        debugger.launch(configuration(project.folder, F5))
+        debugger.launch(f5(project.folder))
         debugger.stopped()
         WAYS[way](debugger)
         assert not debugger.left(5)
@@ -133,7 +136,7 @@ def test_stopping_at_a_breakpoint(project: Project, way: str) -> None:
 def test_stopping_a_running_training(project: Project, debug: bool) -> None:
     """Ctrl-C while ranks compute and wait for each other; Ctrl+F5 and then Stop."""
     with Debugger(project.folder) as debugger:
-        config = with_flags(configuration(project.folder, F5), "--epochs", "99", "--workers", "1")
+        config = f5(project.folder, "--epochs", "99", "--workers", "1")
         debugger.launch(config, debug)
         debugger.wait(lambda: "epoch 1/99:  1" in debugger.text, "a tenth of an epoch")
         assert len(debugger.processes()) > 5
@@ -150,7 +153,7 @@ def test_stopping_a_running_training(project: Project, debug: bool) -> None:
 def test_stopping_with_loader_workers_at_a_breakpoint(project: Project, way: str) -> None:
     places = at(project, "dataset.py", FIRST_READ)
     with Debugger(project.folder, places) as debugger:
-        debugger.launch(with_flags(configuration(project.folder, F5), "--workers", "1"))
+        debugger.launch(f5(project.folder, "--workers", "1"))
         workers = debugger.stopped()
         assert [each.threads()[0] for each in workers] == ["rank 0, worker 0", "rank 1, worker 0"]
         if way == "killed adapter":
@@ -167,7 +170,7 @@ def test_a_rank_that_raises(project: Project, tmp_path: Path) -> None:
     planted = 'if rank == 1:\n            raise ValueError("planted")\n        '
     folder = with_bug(project, tmp_path / "copy", "is_last = ", planted + "is_last = ").parent
     with Debugger(folder) as debugger:
-        debugger.launch(configuration(folder, F5))
+        debugger.launch(f5(folder))
         (only,) = debugger.stopped(1)
         assert only.stop["reason"] == "exception"
         assert only.frame["line"] == line_of(folder / "main.py", "planted")
@@ -180,14 +183,31 @@ def test_a_rank_that_raises(project: Project, tmp_path: Path) -> None:
 
 
 @SAME_FOR_BOTH
-def test_a_mistake_of_the_user_under_the_debugger(project: Project) -> None:
-    with Debugger(project.folder) as debugger:
-        debugger.launch(with_flags(configuration(project.folder, F5), "--arch", "nonsense"))
+def test_a_mistake_of_the_user_is_held_where_it_was_raised(
+    project: Project, tmp_path: Path
+) -> None:
+    """In the rank that raised it only; then the one line is printed, and all ends."""
+    folder = project.copy(tmp_path / "copy").folder
+    dataset = folder / "dataset.py"
+    planted = 'if os.environ["RANK"] == "1":\n            raise UserError(f"planted in {index}")\n'
+    before, after = dataset.read_text().split("        (image,) = self.prepared[index]")
+    dataset.write_text(f"{before}        {planted}        (image,) = self.prepared[index]{after}")
+    with Debugger(folder) as debugger:
+        debugger.launch(f5(folder))
+        (only,) = debugger.stopped(1)
+        assert only.stop["reason"] == "exception"
+        assert only.frame["line"] == line_of(dataset, "planted")
+        message = f"planted in {only.evaluate('index')}"
+        detail = only.ask("exceptionInfo", {"threadId": only.stop["threadId"]})
+        assert detail["description"] == message
+        assert debugger.held() == [only]
+        only.go()
         assert debugger.finish() != 0
         assert not debugger.left(5)
         start, *_, line = debugger.text.splitlines()
         assert start == "starting 2 rank(s) ..."
-        assert line.startswith("error: ") and "nonsense" in line
+        assert line.endswith(f"error: {message}")  # perhaps after the progress bar
+        assert "Traceback" not in debugger.text
 
 
 @SAME_FOR_BOTH
@@ -204,17 +224,29 @@ def test_other_ways_to_train(project: Project, name: str) -> None:
 
 
 @SAME_FOR_BOTH
-def test_a_test_file(project: Project) -> None:
+def test_a_test_file(project: Project, data: Path, tmp_path: Path) -> None:
+    """The debugger stops in the test, and in the ranks that the test starts."""
+    flags = ["--data", str(data), "--output-dir", str(tmp_path), *small(data)]
     file = project.folder / "tests" / "test_one.py"
-    file.write_text("import model\n\n\ndef test_one():\n    best = model.BEST\n    assert best\n")
+    file.write_text(
+        "from test_project import launch\n\n\n"
+        f"def test_one():\n    flags = {flags}\n    assert 'done: best' in launch(2, *flags)\n"
+    )
     try:
-        with Debugger(project.folder, {"tests/test_one.py": [{"line": 6}]}) as debugger:
+        places = {"tests/test_one.py": [{"line": 6}], **at(project, "main.py", LOOP)}
+        with Debugger(project.folder, places) as debugger:
             debugger.launch(configuration(project.folder, "This test file", file=str(file)))
             (session,) = debugger.stopped(1)
-            assert session.evaluate("best") == "'top1'"
+            assert session.evaluate("flags[0]") == "'--data'"
             session.go()
+            for number, rank in enumerate(debugger.stopped()):
+                assert rank.evaluate("rank") == str(number)
+            debugger.set({})
+            for rank in debugger.held():
+                rank.go()
             assert debugger.finish() == 0
             assert "1 passed" in debugger.text
+            assert not debugger.left(5)
     finally:
         file.unlink()
 
@@ -230,7 +262,7 @@ def test_predict(project: Project, data: Path, trained: Path, tmp_path: Path, wh
     config = configuration(project.folder, f"Predict: {what}", **answer)
     more = ["--checkpoint", str(trained / "best.pt"), "--output", str(tmp_path)]
     with Debugger(project.folder, at(project, "predict.py", "torch.inference_mode")) as debugger:
-        debugger.launch(with_flags(config, *more))
+        debugger.launch({**config, "args": [*config["args"], *more]})
         (session,) = debugger.stopped(1)
         debugger.set({})
         session.go()

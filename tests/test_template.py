@@ -26,7 +26,9 @@ SHARED = {
     "AGENTS.md",
     "engine/__init__.py",
     "engine/check/__init__.py",
+    "engine/check/calls.py",
     "engine/check/command.py",
+    "engine/check/lockstep.py",
     "engine/check/plots.py",
     "engine/check/reading.py",
     "engine/check/report.py",
@@ -52,8 +54,10 @@ SHARED = {
     "engine/ranks/debugging.py",
     "engine/ranks/distributed.py",
     "engine/ranks/environment.py",
+    "engine/ranks/explain.py",
     "engine/ranks/failures.py",
     "engine/ranks/gradients.py",
+    "engine/ranks/joining.py",
     "engine/ranks/launcher.py",
     "engine/ranks/lockstep.py",
     "engine/ranks/positions.py",
@@ -99,8 +103,12 @@ CONFIGURATIONS = [
     "DDP: torch.distributed.launch",  # what F5 runs
     "DDP: torchrun",
     "One process",
+    "DDP: replay a step",
     "This test file",
     "Attach to a rank",
+    "Attach to a process",
+    "rank 0",
+    "rank 1",
     "Predict: the open image",
     "Predict: a folder",
 ]
@@ -109,7 +117,7 @@ CONFIGURATIONS = [
 LAUNCH_KEYS = {
     *("name", "type", "request", "presentation", "preLaunchTask", "postDebugTask"),
     *("args", "connect", "console", "cwd", "env", "envFile", "justMyCode", "module"),
-    *("pathMappings", "program", "python", "pythonArgs", "stopOnEntry", "subProcess"),
+    *("pathMappings", "processId", "program", "python", "pythonArgs", "stopOnEntry", "subProcess"),
 }
 INPUT_KEYS = {"id", "type", "description", "default", "options"}
 TASK_KEYS = {
@@ -188,11 +196,13 @@ def test_vscode(template: Path) -> None:
     for config in launch["configurations"]:
         assert set(config) <= LAUNCH_KEYS, config["name"]
         assert config["type"] == "debugpy"
-        assert ("program" in config) + ("module" in config) + ("connect" in config) == 1
+        assert len({"program", "module", "connect", "processId"} & set(config)) == 1
     for task in tasks["tasks"]:
         assert set(task) <= TASK_KEYS, task["label"]
     labels = {task["label"] for task in tasks["tasks"]}
     assert labels >= {"install", "train", "resume", "test", "lint and format", "TensorBoard"}
+    for part in *launch["configurations"], *launch["compounds"]:
+        assert {part[key] for key in ("preLaunchTask", "postDebugTask") if key in part} <= labels
     for name, content in ("launch.json", launch), ("tasks.json", tasks):
         text = (folder / ".vscode" / name).read_text()
         asked = [question["id"] for question in content["inputs"]]

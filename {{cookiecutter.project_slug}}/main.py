@@ -41,6 +41,7 @@ from engine.data.images import DEFAULT_FORMAT, Format
 from engine.data.loading import Loader
 from engine.errors import UserError
 from engine.ranks import debugging, distributed, failures, gradients, replicas, stopping
+from engine.ranks.explain import explain
 from engine.run import checkpoint, machine, mistakes, probing, profiling, records, sharded, sizes
 from engine.run.checkpoint import State
 from engine.run.flags import Help, Parser, add_image_arguments, add_machine_arguments, at_least
@@ -152,7 +153,7 @@ def train_one_epoch(
     for i, (images, targets) in enumerate(batches, start=run.passes):
         seeding.seed(args.seed, run.epoch, i, rank)  # dropout differs by rank and pass
         images, targets = transform_batch(images, targets, args, len(task.classes))
-        if run.is_due(i):  # of --replay
+        if run.is_due(i):  # the step of --replay begins
             breakpoint()
         is_last = (i + 1) % args.accumulate == 0  # of the passes that make up an optimizer step
         # DDP averages the gradients over the ranks in backward(). A step needs that only in its
@@ -382,5 +383,5 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    with failures.one_line_errors(loading.explain, replicas.explain, sizes.explain):
+    with failures.one_line_errors(loading.explain, explain, sizes.explain):
         main()

@@ -44,7 +44,6 @@ def train(data: str, words: list[str]) -> dict:
         progress=lambda loader, _: itertools.islice(loader, 2), loss=lambda *_: None
     )
     loss = main.train_one_epoch(task, stepper, loader, report, run)
-    replicas._wrapped.clear()  # so that the next network has the memory of this one
     backbone = {*main.backbone(model)}
     changed = [not torch.equal(weight, before[name]) for name, weight in model.named_parameters()]
     return {

@@ -7,6 +7,7 @@ ranks/                processes that train together
   process             signals, debugger and loader workers of one process
   launcher            torchrun for launch.sh: passes on signals, restarts, exits as a rank did
   environment         the variables that launchers and SLURM set
+  joining             ranks and nodes find each other: who is missing, or there twice
   distributed         the process group and its collectives: reduce_tensor, from_rank_zero, say, ...
   lockstep            which collectives each rank has started
   positions           where each rank is, asked while they wait for each other
@@ -14,8 +15,9 @@ ranks/                processes that train together
   answering           a thread that says where this rank is; a block before an abort of C++
   where               the same block of a running job, as a command
   failures            an error on one rank ends all, and is printed once
-  debugging           --debug-rank: a rank that waits for a debugger
+  debugging           --debug-rank: a rank that waits for a debugger; holding an error for one
   replicas            DDP around the network, and the check that all ranks' weights are the same
+  explain             what DDP and nccl say of common mistakes, in plainer words
   stopping            a signal stops all ranks after the same step; a rank that hangs is shown
   protocol            statuses, store keys and files by which ranks and launcher agree on all that
 
@@ -58,10 +60,12 @@ run/                  one training run, its files and its reports
   plots               curves.png and confusion.png
   gallery             images with predictions, examples.png and worst.png, and the legend
 
-check/                what check_data.py does
+check/                what check_data.py does; and lockstep, a check of the code for pre-commit
   command             flags, findings and exit status
   reading             what is in the files of a sample, and what is wrong with them
   survey              the same of a whole data set: duplicates, statistics
   report              the lines that it prints
   plots               check.png
+  lockstep            python -m engine.check.lockstep: collectives that not all ranks reach
+  calls               what it knows of names: which calls are collectives, what differs by rank
 """

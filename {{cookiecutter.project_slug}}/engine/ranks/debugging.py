@@ -1,4 +1,7 @@
-"""--debug-rank: a rank that waits for a debugger, on any node and under any launcher."""
+"""--debug-rank: a rank that waits for a debugger, on any node and under any launcher.
+
+And under F5 or --debug-rank an error is held where it was raised, before it becomes one line.
+"""
 
 import os
 import socket
@@ -29,8 +32,9 @@ def address(text: str) -> tuple[str, int]:
 def wait_for_debugger(ranks: Sequence[int], address: tuple[str, int]) -> None:
     """If this rank is one of `ranks`, wait for a debugger at port + rank.
 
-    The other ranks wait at the next collective. After detaching, the rank runs on, and a debugger
-    can be attached again.
+    They say so in the order of their numbers, so that all wait once the last has said it. The other
+    ranks wait at the next collective. After detaching, the rank runs on, and a debugger can be
+    attached again.
     """
     rank, size = distributed.rank(), distributed.world_size()
     if ranks and ranks[-1] >= size:
@@ -60,5 +64,22 @@ def wait_for_debugger(ranks: Sequence[int], address: tuple[str, int]) -> None:
     )
     if is_local:
         line += f". From another machine, first run: ssh -L {port}:{host}:{port} {node}"
+    before = [waiting(other) for other in ranks if other < rank]
+    if before:
+        distributed.store().wait(before)
     print(line, file=sys.stderr, flush=True)
+    distributed.store().set(waiting(rank), "")
     debugpy.wait_for_client()
+
+
+def waiting(rank: int) -> str:
+    """Return the store's key for "`rank` waits for a debugger"."""
+    return f"debug/{rank}"
+
+
+def hold(error: Exception) -> None:
+    """If there is a debugger that stops at uncaught errors, stop where `error` was raised."""
+    # A debugger has imported it; the function is there from debugpy 1.8.22 on.
+    stop = getattr(sys.modules.get("debugpy"), "trigger_exception_handler", None)
+    if stop:
+        stop(error)

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from engine.errors import UserError
-from engine.ranks import environment, process, protocol
+from engine.ranks import environment, joining, process, protocol
 
 T = TypeVar("T")
 Pending = dist.Work  # a collective that has begun
@@ -53,23 +53,34 @@ def setup(
     if local_rank is not None:
         os.environ.setdefault("LOCAL_RANK", str(local_rank))
     device = _pick_device(by_srun)
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    _avoid_crash(backend)
     if "RANK" in os.environ:
-        environment.wait_for_name(os.environ["MASTER_ADDR"])
-        store, group_rank, size = next(dist.rendezvous("env://", timeout=_group.timeout))
-        store.set_timeout(_group.timeout)
+        _group.store, group_rank, size = joining.open_store(_group.timeout)
+        joining.join(_group.store, "rank", group_rank, size, _group.timeout.total_seconds())
     else:
-        store, group_rank, size = dist.HashStore(), 0, 1
-    _group.store = store
-    store.set(protocol.process_of(group_rank), f"{socket.gethostname()} {os.getpid()}")
+        _group.store, group_rank, size = dist.HashStore(), 0, 1
+    _group.store.set(protocol.process_of(group_rank), f"{socket.gethostname()} {os.getpid()}")
     dist.init_process_group(
-        "nccl" if device.type == "cuda" else "gloo",
-        store=store,
+        backend,
+        store=_group.store,
         rank=group_rank,
         world_size=size,
         device_id=device if device.type == "cuda" else None,
         timeout=_group.timeout,
     )
     return device
+
+
+def _avoid_crash(backend: str) -> None:
+    """Lower TORCH_DISTRIBUTED_DEBUG if DDP would crash: it takes the wrapper of DETAIL for gloo."""
+    level = dist.DebugLevel.DETAIL
+    if backend == "gloo" and torch.__version__ >= "2.7" and dist.get_debug_level() == level:
+        say(
+            f"TORCH_DISTRIBUTED_DEBUG=DETAIL crashes DDP with gloo in torch {torch.__version__}: "
+            "using INFO; a hang or a mismatch is explained without it"
+        )
+        dist.set_debug_level(dist.DebugLevel.INFO)
 
 
 def _pick_device(by_srun: bool) -> torch.device:
@@ -242,8 +253,8 @@ def rank_zero_first() -> Iterator[None]:
     does it again only if it does not share rank 0's disk.
     """
     turn = 0 if is_rank_zero() else 1 if local_rank() == 0 else 2
-    for _ in range(turn):
+    for _ in range(turn):  # lockstep: ok
         dist.barrier()
     yield
-    for _ in range(2 - turn):
+    for _ in range(2 - turn):  # lockstep: ok
         dist.barrier()

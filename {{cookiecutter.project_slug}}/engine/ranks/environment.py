@@ -35,6 +35,17 @@ def adopt_slurm_step() -> bool:
     return True
 
 
+def read_group() -> tuple[str, int, int, int]:
+    """Return MASTER_ADDR, MASTER_PORT, RANK and WORLD_SIZE; raise a UserError if one is missing."""
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        value = os.environ.get(name, "")
+        if not value or not (value.isdecimal() or name == "MASTER_ADDR"):
+            what = f"{name}={value} is not a number" if value else f"RANK is set, {name} is not"
+            raise UserError(f"{what}: start with ./launch.sh or torchrun, or unset RANK")
+    env = os.environ
+    return env["MASTER_ADDR"], int(env["MASTER_PORT"]), int(env["RANK"]), int(env["WORLD_SIZE"])
+
+
 def wait_for_name(host: str, seconds: float = 60) -> None:
     """Return once `host` resolves, which may take a while after its node has started.
 

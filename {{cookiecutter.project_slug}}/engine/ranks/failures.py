@@ -4,10 +4,12 @@ import atexit
 import contextlib
 import errno
 import io
+import os
 import re
 import signal
 import sys
 import time
+import traceback
 from collections.abc import Callable, Iterable, Iterator
 from typing import NoReturn
 
@@ -15,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from engine.errors import UserError, shorten
-from engine.ranks import answering, distributed, explaining, positions, process
+from engine.ranks import answering, debugging, distributed, explaining, positions, process
 from engine.ranks.protocol import ERROR, MISTAKE, STOP
 
 EXPLAIN_SECONDS = 3  # for other ranks to say where they are
@@ -50,8 +52,10 @@ def one_line_errors(
     """Print an error in the block on one rank only, and end all ranks with its status.
 
     A UserError is one line, with status MISTAKE. So is an error for which one of `explainers`
-    returns a UserError; if it returns a string, the status is 1. Other errors print a traceback.
+    returns a UserError; if it returns a string, the status is 1; if another exception, the line is
+    followed by the traceback. Errors without a line print their traceback.
     Ranks that do not notice the error are ended by the launcher, or by their watcher thread.
+    A debugger stops where the error was raised, as if nothing caught it.
     """
     if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -63,6 +67,7 @@ def one_line_errors(
     except KeyboardInterrupt:
         process.exit_now(128 + signal.SIGINT)
     except UserError as error:
+        debugging.hold(error)
         # Often all ranks find the same mistake: let rank 0 print it, whose output people read.
         number = distributed.rank() if distributed.is_set_up() else distributed.local_rank()
         time.sleep(min(number, 1))
@@ -70,20 +75,28 @@ def one_line_errors(
     except Exception as error:
         for explain in (_disk_full, *explainers, _out_of_memory, _lost_rank):
             if line := explain(error):
-                report(str(line), MISTAKE if isinstance(line, UserError) else 1)
+                debugging.hold(error)
+                is_mistake = isinstance(line, UserError)
+                is_bug = isinstance(line, Exception) and not is_mistake
+                report(str(line), MISTAKE if is_mistake else 1, error if is_bug else None)
         if (status := _reported_status(1)) is not None:
             process.exit_now(status)  # collectives broke here because another rank has left
         atexit.register(process.exit_now, 1)  # after the traceback
         raise
 
 
-def report(line: str, status: int) -> NoReturn:
-    """Print `line` as an error, unless another rank has reported one; exit with that `status`."""
+def report(line: str, status: int, error: Exception | None = None) -> NoReturn:
+    """Print `line` as an error, unless another rank has reported one; exit with that `status`.
+
+    error: its traceback follows.
+    """
     reported = _reported_status(status)
     if reported is None:
         print(f"error: {line}", file=sys.stderr, flush=True)
+        if error:
+            traceback.print_exception(error)
         has_other_nodes = distributed.world_size() > distributed.local_world_size()
-        if distributed.is_rank_zero() and has_other_nodes:
+        if has_other_nodes and distributed.is_rank_zero():
             time.sleep(2)  # this process holds the store: let the other nodes read it first
     process.exit_now(reported or status)
 
@@ -96,9 +109,10 @@ def status_of_failure() -> int | None:
 
 def _reported_status(status: int) -> int | None:
     """Return the status of the rank that reported an error; None if it is this one's turn, now."""
-    if not distributed.is_set_up():  # not in a group yet: the first rank of each node reports
-        return None if distributed.local_rank() == 0 else status
-    mine = f"{distributed.rank()} {status}"
+    if not distributed.is_set_up():  # not in a group yet: the first rank of each node reports,
+        is_first = distributed.local_rank() == 0 or process.is_debugged()  # or is continued
+        return None if is_first else status
+    mine = f"{distributed.rank()} {status} {os.getpid()}"  # two may have the same rank
     try:
         first = distributed.store().compare_set(ERROR, "", mine).decode()
     except dist.DistError:  # rank 0 held the store: it has reported and left

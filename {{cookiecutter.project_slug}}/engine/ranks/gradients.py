@@ -5,6 +5,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from engine.errors import UserError
 from engine.ranks import distributed
 
 
@@ -39,6 +40,10 @@ class Mean:
         self.pending.wait()
         factor = (distributed.world_size() / self.count).where(self.count > 0, 0)
         gradients = [weight.grad for weight in weights if weight.grad is not None]
+        if not gradients:
+            raise UserError(
+                "no weight has a gradient at the end of a step: call backward() on the loss"
+            )
         for device in {gradient.device for gradient in gradients}:
             own = [gradient for gradient in gradients if gradient.device == device]
             torch._foreach_mul_(own, factor.float().to(device))

@@ -20,15 +20,17 @@ import os
 import signal
 import time
 import uuid
+from datetime import timedelta
 
-from torch.distributed import DistError
+import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.api import PContext, SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.run import main
 
 from engine.errors import UserError
-from engine.ranks import environment, protocol
+from engine.ranks import environment, joining, protocol
 
+MEET_SECONDS = 600  # for the launchers of all nodes to start
 STOP_SECONDS = 120  # for the ranks to stop and save
 
 
@@ -100,10 +102,31 @@ def launch(signals: Signals) -> int:
         return 128 - status
     except SignalException as error:
         return 128 + error.sigval
-    except DistError as error:  # the launchers of several nodes have lost each other
+    except dist.DistError as error:  # the launchers of several nodes have lost each other
         print_error(str(error).splitlines()[0])
         return 1
     return 0
+
+
+def meet_nodes() -> dist.TCPStore | None:
+    """Return once the launchers of all nodes have come; torchrun would wait without a word.
+
+    They meet at the server that torchrun uses, which stays as long as what this returns.
+    """
+    if "--nnodes" not in sys.argv:
+        return None
+    names = ("--nnodes", "--node-rank", "--master-addr", "--master-port")
+    nodes, node, host, port = [sys.argv[sys.argv.index(name) + 1] for name in names]
+    environment.wait_for_name(host)
+    wait = timedelta(seconds=MEET_SECONDS)
+    try:
+        store = dist.TCPStore(
+            host, int(port), None, node == "0", wait, wait_for_workers=False, multi_tenant=True
+        )
+        joining.join(store, "node", int(node), int(nodes), MEET_SECONDS)
+    except dist.DistError as error:
+        raise joining.explain(error, host, int(port)) or UserError(str(error)) from None
+    return store
 
 
 def root_cause(error: ChildFailedError) -> tuple[int, ProcessFailure]:
@@ -140,12 +163,11 @@ def run() -> int:
     os.environ.setdefault(protocol.LAUNCH_ID, uuid.uuid4().hex)
     os.environ[protocol.LAUNCHER_PID] = str(os.getpid())
     atexit.register(process.ignore_signals)  # the status is known by then
-    if "--master-addr" in sys.argv:
-        try:
-            environment.wait_for_name(sys.argv[sys.argv.index("--master-addr") + 1])
-        except UserError as error:
-            print_error(str(error))
-            return protocol.MISTAKE
+    try:
+        store = meet_nodes()  # noqa: F841  keeps the server
+    except UserError as error:
+        print_error(str(error))
+        return protocol.MISTAKE
     signals = Signals()
     status = launch(signals)
     restarts = int(os.environ.get("MAX_RESTARTS", 0))

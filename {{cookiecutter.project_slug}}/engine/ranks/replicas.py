@@ -1,8 +1,8 @@
 """The network on all ranks: what keeps its copies equal, and checks that they are."""
 
 import contextlib
-import re
 from collections.abc import Iterable, Iterator
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -11,11 +11,11 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 
-from engine.errors import UserError, shorten
+from engine.errors import UserError
 from engine.ranks import distributed
 
 Wrapped = nn.Module  # what main.py calls ddp_model
-_wrapped: list[nn.Module] = []  # the networks that `wrap` got, for `explain`
+_trained: WeakKeyDictionary[nn.Module, list[str]] = WeakKeyDictionary()  # by what `wrap` returned
 
 
 def wrap(
@@ -46,7 +46,8 @@ def wrap(
         find_unused_parameters=find_unused_parameters,
     )
     ddp_model.broadcast_buffers = False  # set here: torch has renamed the argument, not this
-    _wrapped.append(model)
+    weights = model.named_parameters()
+    _trained[ddp_model] = [name for name, weight in weights if weight.requires_grad]
     # A sum of two is the same in any order; the other flag keeps to the order of the weights.
     if distributed.world_size() > 2 and not find_unused_parameters:
 
@@ -93,21 +94,9 @@ def _settle_buckets(ddp_model: DistributedDataParallel, args: tuple, kwargs: dic
             buffer.copy_(before)
 
 
-def explain(error: Exception) -> UserError | None:
-    """Return a line that names the weights without a gradient, if `error` is DDP's about them."""
-    text = str(error)
-    if "Expected to have finished reduction in the prior iteration" not in text:
-        return None
-    found = re.search(r"did not receive grad for rank \d+: ([\d ]+)", text)
-    unused = ["some weights"]
-    if found and len({*map(id, _wrapped)}) == 1:
-        names = [name for name, weight in _wrapped[0].named_parameters() if weight.requires_grad]
-        unused = [names[int(number)] for number in found[1].split() if int(number) < len(names)]
-    return UserError(
-        f"{shorten(unused)}: no gradient, because the loss does not depend on it; use it, remove "
-        "it, or freeze it (requires_grad_(False)) before replicas.wrap; if other steps use it, "
-        "pass find_unused_parameters=True to replicas.wrap"
-    )
+def trained_weights(ddp_model: nn.Module) -> list[str]:
+    """Return the names of the weights that DDP numbers, in its order."""
+    return _trained.get(ddp_model, [])
 
 
 def sync_batchnorm(model: nn.Module, device: torch.device) -> nn.Module:

@@ -58,8 +58,7 @@ class Run:
         """
         if taken := more.keys() & {*KEYS, "sampler"}:
             raise ValueError(f"{taken}: checkpoints already have an entry of that name")
-        self.folder = folder
-        self.sampler = train_loader.sampler
+        self.folder, self.sampler = folder, train_loader.sampler
         self.global_batch = self.sampler.global_batch
         replay.check(folder.replay, epochs, self.sampler.steps)
         self.passes_per_step = self.global_batch // train_loader.images_per_pass
@@ -251,7 +250,7 @@ class Run:
             try:
                 yield
                 distributed.barrier()  # rank 0 may still be saving: its watcher needs the others'
-            except stopping.Stopped:
+            except stopping.Stopped:  # on all ranks; lockstep: ok
                 if self.saved_step != self.step:
                     self.save()
                 but = " without --resume never" if self.folder.resume == "never" else ""

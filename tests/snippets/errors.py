@@ -1,0 +1,170 @@
+"""Mistakes that torch.distributed explains badly. Most take a data set, a folder and flags."""
+
+import contextlib
+import functools
+import os
+import socket
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from forked import Patch, fork, run, wait
+from torch import Tensor, nn
+
+import model
+from engine.ranks import distributed, joining, launcher, replicas
+from engine.ranks.explain import explain
+from snippets.faulty import Runs, after_step
+
+DEVICE = torch.device("cpu")
+
+
+def said(folder: str, name: str, statuses: list[int]) -> list:
+    return [statuses, *(Path(f"{folder}/{name}.{end}").read_text() for end in ("out", "err"))]
+
+
+def listening() -> tuple[socket.socket, str]:
+    server = socket.create_server(("127.0.0.1", 0))
+    return server, str(server.getsockname()[1])
+
+
+def ranks_that_disagree(folder: str) -> dict:
+    """Ranks without a launcher: statuses and what they say, once each has got other variables."""
+
+    def with_variables(*wrong: dict[str, str]) -> Patch:
+        def patch() -> None:
+            for name, value in wrong[int(os.environ["RANK"])].items():
+                os.environ[name] = value
+                if not value:
+                    del os.environ[name]
+
+        return patch
+
+    def meet(name: str, *wrong: dict[str, str], seconds: float = 30) -> list:
+        output = f"{folder}/{name}"
+        flags = ("--dist-timeout", seconds)
+        statuses = run(len(wrong), *flags, patch=with_variables(*wrong), output=output)
+        return said(folder, name, statuses)
+
+    joining.NOTICE_SECONDS = 1
+    server, port = listening()
+    busy = {"MASTER_PORT": port}, {"RANK": "x", "LOCAL_RANK": "0"}
+    found = {
+        "twice": meet("twice", {}, {}, {"RANK": "1"}),
+        "size": meet("size", {}, {"WORLD_SIZE": "3"}),
+        "beyond": meet("beyond", {}, {"RANK": "2"}),
+        "missing": meet("missing", {"WORLD_SIZE": "3"}, {"WORLD_SIZE": "3"}, seconds=3),
+        "unset": meet("unset", {"WORLD_SIZE": ""}, {"WORLD_SIZE": "", "LOCAL_RANK": "1"}),
+        "busy": [*meet("busy", *busy), port],
+    }
+    server.close()
+    return found
+
+
+def nodes_that_disagree(folder: str) -> dict:
+    """launch.sh's launcher on two nodes: statuses and what they say."""
+    names = ("--nnodes", "--node-rank", "--master-addr", "--master-port")
+
+    def launch(port: str, nodes: int, node: int) -> None:
+        values = (nodes, node, "127.0.0.1", port)
+        sys.argv = ["launcher.py"]
+        for name, value in zip(names, values, strict=True):
+            sys.argv += [name, str(value)]
+        launcher.main = lambda: print("together")  # torchrun
+        sys.exit(launcher.run())
+
+    def meet(name: str, *nodes: tuple[int, int], port: str = "") -> list:
+        server, free = listening()
+        server.close()
+        acts = [functools.partial(launch, port or free, *each) for each in nodes]
+        return said(folder, name, wait([fork(act, f"{folder}/{name}") for act in acts], 60))
+
+    server, busy = listening()
+    found = {
+        "good": meet("good", (2, 0), (2, 1)),
+        "size": meet("node size", (2, 0), (3, 1)),
+        "twice": meet("node twice", (3, 0), (3, 1), (3, 1)),
+        "beyond": meet("node beyond", (2, 0), (2, 2)),
+        "busy": [*meet("node busy", (2, 0), port=busy), busy],
+    }
+    server.close()
+    return found
+
+
+class Heads(nn.Module):
+    """Two outputs; layers with numbers for names, one of them frozen, precede the second."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3).requires_grad_(False))
+        self.first, self.second = nn.Linear(3, 2), nn.Linear(3, 2)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        x = self.body(x)
+        return self.first(x), self.second(x)
+
+
+def unused_weights(debug: bool) -> list[str]:
+    """The lines for one of several networks, by itself and accumulating, on one rank."""
+    if debug:
+        dist.set_debug_level(dist.DebugLevel.INFO)
+    distributed.setup()
+    lines = []
+    for passes in (1, 2):
+        networks = [replicas.wrap(Heads(), DEVICE) for _ in range(2)]
+        networks[1].module.body[1].requires_grad_()  # after the start, which DDP ignores
+        try:
+            for step in range(4):
+                is_last = (step + 1) % passes == 0
+                for ddp_model in networks:
+                    skip = contextlib.nullcontext() if is_last else replicas.no_sync(ddp_model)
+                    with skip:
+                        first, second = ddp_model(torch.ones(2, 3))
+                        is_whole = ddp_model is networks[0]
+                        (first.sum() + second.sum() if is_whole else first.sum()).backward()
+        except RuntimeError as error:
+            lines.append(str(explain(error)))
+    return lines
+
+
+def mistakes_in_the_loop(data: str, folder: str, *words: object) -> dict:
+    train = Runs(data, folder, words).train
+
+    def detached() -> None:
+        build = model.build_criterion
+
+        def patched(*args: object) -> Callable:
+            criterion = build(*args)
+            return lambda *batch: tuple(part.detach() for part in criterion(*batch))
+
+        model.build_criterion = patched
+
+    def no_backward() -> None:
+        Tensor.backward = lambda *_: None
+
+    def out_of_memory() -> None:
+        text = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 1 has a total capacity of 8 GiB"
+
+        def act() -> None:
+            raise torch.OutOfMemoryError(text)
+
+        after_step(2, act, rank=1)()
+
+    return {
+        "detached": train("detached", patch=detached),
+        "no backward": train("no backward", patch=no_backward),
+        "memory": train("memory", patch=out_of_memory),
+    }
+
+
+def in_detail(data: str, folder: str, *words: object) -> list:
+    """A run with TORCH_DISTRIBUTED_DEBUG=DETAIL, and whether DDP needs that line here."""
+
+    def patch() -> None:
+        os.environ["TORCH_DISTRIBUTED_DEBUG"] = "DETAIL"
+        dist.set_debug_level_from_env()
+
+    run = Runs(data, folder, words).train("detail", "--epochs", 1, patch=patch)
+    return [*run, torch.__version__ >= "2.7"]

@@ -1,0 +1,90 @@
+"""--replay: a step of a run again, as it was, and without a trace."""
+
+from pathlib import Path
+
+import pytest
+from dap import Debugger, configuration, line_of
+from running import NET, SAME_FOR_BOTH, Project
+
+
+@SAME_FOR_BOTH
+def test_it_is_the_same_step(project: Project, data: Path, tmp_path: Path) -> None:
+    """To the bit, with dropout, BatchNorm, AMP, an average, and a schedule, on two ranks."""
+    words = [*NET, "--epochs", 2, "--save-every", 4, "--ema", 0.9, "--amp", "fp16"]
+    found = project.call("replaying.exactly", data, tmp_path, *words)
+    for step, first in ("2:5", "2:3"), ("1:3", "1:1"):
+        for rank, (then, now) in enumerate(zip(found["whole"], found[step], strict=True)):
+            (stop,) = now["stops"]
+            i = int(step[-1]) - 1
+            assert stop == [step, i, *then["passes"][step]], rank
+            assert [*now["passes"]] == [f"{first[0]}:{n}" for n in range(int(first[-1]), i + 2)]
+            assert all(then["passes"][name] == value for name, value in now["passes"].items())
+            assert now["totals"][step] == then["totals"][step]  # what the forward pass made of it
+    assert found["whole"][0]["passes"]["2:5"] != found["whole"][1]["passes"]["2:5"]
+    assert "from " in found["said"]["2:5"] and "last-1.pt" in found["said"]["2:5"]
+    assert "from the start of the run" in found["said"]["1:3"]
+    assert "train_loss" not in found["said"]["1:3"]
+    assert found["late"][0] == 2
+    assert found["late"][1] == "error: --replay 2:7: the run has 2 epoch(s) of 6 step(s)\n"
+    assert found["is_unchanged"]
+
+
+@SAME_FOR_BOTH
+def test_on_one_process(project: Project, data: Path, tmp_path: Path) -> None:
+    """The same images, from a checkpoint two steps before; the weights differ by rounding."""
+    words = [*NET, "--arch", "squeezenet1_1", "--epochs", 1]  # which has no BatchNorm
+    words += ["--optimizer", "sgd", "--lr", 0.01, "--save-every", 2, "--keep", 9]
+    found = project.call("replaying.on_one_process", data, tmp_path, *words)
+    now = found["again"]["passes"]
+    assert [*now] == ["1:5", "1:6"]
+    assert [stop[:2] for stop in found["again"]["stops"]] == [["1:6", 10]]  # its first pass
+    for step, passes in now.items():
+        images = sorted(image for each in passes for image in each["images"])
+        whole = [image for rank in found["whole"] for image in rank["passes"][step][0]["images"]]
+        assert len(passes) == 2
+        assert images == sorted(whole)
+    assert 0 < found["apart"] < 1e-3 * found["moved"]
+
+
+@SAME_FOR_BOTH
+def test_a_loss_that_is_no_number(project: Project, data: Path, tmp_path: Path) -> None:
+    """What the message says to type leads to the first such step, though that was noticed late."""
+    found = project.call("replaying.no_number", data, tmp_path, *NET, "--epochs", 1)
+    assert 2 in found["statuses"] and 0 not in found["statuses"]
+    assert "became NaN or inf at epoch 1, step 6: " in found["error"]
+    assert f"--output-dir {tmp_path}/run --replay 1:6 --debug-rank" in found["error"]
+    assert found["again"] == [0, 0]
+    assert "the loss became NaN or inf at epoch 1, step 3\n" in found["said"]
+    for then, now in zip(found["whole"], found["found"], strict=True):
+        assert now["stops"] == [["1:3", 2, *then["passes"]["1:3"]]]
+        assert now["stops"][0][2]["finite"] and not then["passes"]["1:4"][0]["finite"]
+
+
+@SAME_FOR_BOTH
+def test_what_cannot_be_replayed(project: Project, trained: Path, tmp_path: Path) -> None:
+    run = ["--output-dir", trained]
+    for value in "0:0", "1:0", "abc", "3", "1:2:3", "-1:2":
+        project.alone(*run, f"--replay={value}").refused(value, "EPOCH:STEP")
+    project.alone(*run, "--replay", "1:1", "--eval-only").refused("--replay", "--eval-only")
+    project.alone(*run, "--replay", "1:1").refused("no debugger", "F5", "--debug-rank")
+    project.fork(*run, "--replay", "1:1").refused("no debugger", "F5", "--debug-rank")
+
+
+@pytest.mark.parametrize("project", ["segmentation"], indirect=True)
+def test_f5(project: Project, trained: Path) -> None:
+    """Both ranks stop in main.py, with the batch at hand, and can be stepped through the step."""
+    main = project.folder / "main.py"
+    config = configuration(project.folder, "DDP: torch.distributed.launch")
+    before = config["args"][: config["args"].index(str(main)) + 1]
+    flags = ["--output-dir", str(trained), "--replay", "1:3", "--workers", "0"]
+    with Debugger(project.folder) as debugger:
+        debugger.launch({**config, "args": [*before, *flags]})
+        for number, rank in enumerate(debugger.stopped()):
+            assert rank.frame["name"] == "train_one_epoch"
+            assert 0 <= rank.frame["line"] - line_of(main, "breakpoint()") <= 1
+            assert rank.evaluate("(rank, run.epoch, i)") == f"({number}, 0, 2)"
+            assert rank.evaluate("(*images.shape,)") == "(4, 3, 64, 64)"
+            rank.go()
+        assert debugger.finish() == 0
+        assert "epoch 1, step 3 is over; nothing was saved" in debugger.text
+        assert not debugger.left(5)
