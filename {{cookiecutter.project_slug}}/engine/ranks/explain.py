@@ -29,8 +29,8 @@ OF_THE_MACHINE = {  # printed alone
         "other's memory, NCCL_P2P_DISABLE=1; if the driver is older than this torch, update it"
     ),
     "unhandled system error|ncclSystemError": (
-        "nccl failed in a call of the system: NCCL_DEBUG=WARN shows why; between nodes try "
-        "NCCL_SOCKET_IFNAME=<interface>, on one node look for a full /dev/shm"
+        "nccl failed in a call of the system: NCCL_DEBUG=WARN shows why; has another rank died? "
+        "Between nodes try NCCL_SOCKET_IFNAME=<interface>; on one, is /dev/shm full?"
     ),
     "nccl(InternalError|InvalidUsage|InvalidArgument)": ("nccl failed: NCCL_DEBUG=WARN shows why"),
     "of the same param in process 0|DDP expects same model": (
