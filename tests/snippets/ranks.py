@@ -1,8 +1,6 @@
 """Launching, devices and statuses, without any process group of several ranks."""
 
 import os
-import sys
-from types import SimpleNamespace
 
 import torch
 
@@ -13,8 +11,7 @@ from engine.ranks import distributed
 
 def device_of_three(is_debugged: bool) -> str:
     """The device of three ranks on a machine that claims two GPUs, or why there is none."""
-    if is_debugged:
-        sys.modules["pydevd"] = SimpleNamespace()
+    distributed._group.is_debugged = is_debugged
     torch.cuda.is_available = lambda: True
     torch.cuda.device_count = lambda: 2
     os.environ.update(LOCAL_RANK="0", LOCAL_WORLD_SIZE="3")

@@ -90,7 +90,7 @@ def _pick_device(by_srun: bool) -> torch.device:
     has_own_gpu = gpus == 1 and by_srun  # srun --gpus-per-task=1 shows each task only its own
     if ranks > gpus and not has_own_gpu:
         line = f"{ranks} ranks on this node but {gpus} GPU(s):"
-        if process.is_debugged():
+        if _group.is_debugged:
             say(f"{line} debugging on the CPU")
             return torch.device("cpu")
         remedy = f"start at most {gpus} (NPROC={gpus}), or use the CPU (CUDA_VISIBLE_DEVICES=)"
