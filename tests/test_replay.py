@@ -74,11 +74,9 @@ def test_what_cannot_be_replayed(project: Project, trained: Path, tmp_path: Path
 def test_f5(project: Project, trained: Path) -> None:
     """Both ranks stop in main.py, with the batch at hand, and can be stepped through the step."""
     main = project.folder / "main.py"
-    config = configuration(project.folder, "DDP: torch.distributed.launch")
-    before = config["args"][: config["args"].index(str(main)) + 1]
-    flags = ["--output-dir", str(trained), "--replay", "1:3", "--workers", "0"]
+    answers = {"run": str(trained), "step": "1:3"}
     with Debugger(project.folder) as debugger:
-        debugger.launch({**config, "args": [*before, *flags]})
+        debugger.launch(configuration(project.folder, "DDP: replay a step", **answers))
         for number, rank in enumerate(debugger.stopped()):
             assert rank.frame["name"] == "train_one_epoch"
             assert 0 <= rank.frame["line"] - line_of(main, "breakpoint()") <= 1

@@ -8,6 +8,7 @@ import re
 import shlex
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import torch
 from forked import Patch, run
@@ -16,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 import model
 from engine.data import seeding
-from engine.run import progress
+from engine.run import plots, progress, reporting
 from engine.run.progress import Run
 
 
@@ -83,6 +84,11 @@ def recorded(out: str, more: Patch = lambda: None, keep: str = "") -> Patch:
     return patch
 
 
+def undrawn() -> None:
+    """Without the drawings, which take half of the time of such short runs."""
+    plots.draw_curves = reporting.Reporter.images = Mock()
+
+
 def found(out: str, ranks: int) -> list:
     return [json.loads(Path(f"{out}.{rank}").read_text()) for rank in range(ranks)]
 
@@ -98,7 +104,7 @@ def contents(folder: Path) -> dict:
 def exactly(data: str, folder: str, *words: object) -> dict:
     """A run, and two of its steps again: after a checkpoint within an epoch, and without any."""
     out = Path(folder, "run")
-    patch = recorded(f"{folder}/whole")
+    patch = recorded(f"{folder}/whole", undrawn)
     assert run(2, "--data", data, "--output-dir", out, *words, patch=patch) == [0, 0]
     before = contents(out)
     with open(out / ".lock", "r+") as lock:
@@ -122,6 +128,7 @@ def on_one_process(data: str, folder: str, *words: object) -> dict:
     """A step of two ranks again, in one process; how far weights are apart, how far they moved."""
 
     def no_dropout() -> None:
+        undrawn()
         nn.Dropout.forward = lambda self, x: x
 
     out, step = f"{folder}/run", "1:6"
