@@ -147,14 +147,17 @@ def faults_of(code: Code, node: Node) -> Iterator[Fault]:
 
 def check(source: str) -> list[str]:
     """Return a line for each fault in the code of a file, without the file's name."""
-    code, lines = Code(source), dict[tuple[int, int], str]()
+    code, lines = Code(source), dict[tuple[int, int], tuple[str, str, int, str]]()
     for node in (node for node in ast.walk(code.tree) if isinstance(node, Node)):
         for (call, name), cause, why, remedy in faults_of(code, node):
             own = [*code.lines[call.lineno - 1 : call.end_lineno], code.lines[cause.lineno - 1]]
             if not any(map(OFF.search, own)):
                 place = call.lineno, len(own[0].encode()[: call.col_offset].decode()) + 1
-                lines.setdefault(place, f"{name} {why}, line {cause.lineno}); {remedy}")
-    return [f"{line}:{column}: {lines[line, column]}" for line, column in sorted(lines)]
+                lines.setdefault(place, (name, why, cause.lineno, remedy))
+    return [
+        f"{line}:{column}: {name} {why}, line {of}): it would wait forever; {remedy}"
+        for (line, column), (name, why, of, remedy) in sorted(lines.items())
+    ]
 
 
 def main(files: Sequence[str]) -> int:
