@@ -124,7 +124,8 @@ SNIPPETS = {
             dist.barrier()  # found
         if not self.active or self.later:
             metrics.compute()  # found
-        if self.later:
+        is_later = self.later
+        if is_later:
             dist.barrier()  # found
         self.later = writes
         if not self.active:
@@ -194,12 +195,14 @@ SNIPPETS = {
                 continue
             for y in x:
                 if rank == 1: break
-            if rank == 0:
-                for y in x:
-                    break
             dist.barrier()  # found
             if step > 100 and is_main_process():
                 break
+        for x in loader:
+            if rank == 0:
+                for y in x:
+                    break
+            dist.barrier()
         """
     ),
     "raise": (

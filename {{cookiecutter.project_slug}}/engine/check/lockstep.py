@@ -70,6 +70,11 @@ def following(code: Code, node: ast.AST, exit: ast.AST) -> list[ast.AST]:
     return [] if isinstance(exit, ast.Raise) else found  # if nothing catches it, all ranks end
 
 
+def is_negative(node: ast.If) -> bool:
+    """Return whether it asks, by its words, for the ranks that are not the first."""
+    return bool(re.search(r"\bnot\b|!=|>", ast.unparse(node.test)))
+
+
 def is_answered(code: Code, node: ast.If) -> bool:
     """Return whether another `if` is for the ranks that do not take this one.
 
@@ -82,7 +87,7 @@ def is_answered(code: Code, node: ast.If) -> bool:
         return True
     blocks = (getattr(parent, name, []) for name in ("body", "orelse", "finalbody"))
     ifs = [each for block in blocks for each in block if isinstance(each, ast.If)]
-    ifs = [each for each in ifs if ast.dump(each.test) != ast.dump(node.test)]
+    ifs = [each for each in ifs if is_negative(each) != is_negative(node)]
     others = [names(code.sites(each.body)) for each in ifs if code.differs(each.test)]
     return set(own) <= {"barrier", "wait_for_everyone"} and own in others
 
