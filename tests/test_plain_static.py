@@ -53,6 +53,13 @@ SNIPPETS = {
             dist.gather_object(x, parts)
         elif rank > 0:
             dist.gather_object(x)
+        if rank == 0:
+            dist.all_reduce(x)  # found
+            dist.broadcast(x, 0)
+        elif first:
+            dist.broadcast(y, 0)
+        else:
+            dist.broadcast(z, 0)
         """
     ),
     "in turns": (
@@ -75,7 +82,7 @@ SNIPPETS = {
         ranked = x.gather(1, y) if rank == 0 else torch.save(z) or plt.broadcast()
         if rank == 0:
             wandb_run.save(path)
-            total = ratio.compute(x)
+            total = ratio.compute()
         """
     ),
     "part of the ranks": (
@@ -115,6 +122,12 @@ SNIPPETS = {
         self.active = writes
         if writes:
             dist.barrier()  # found
+        if not self.active or self.later:
+            metrics.compute()  # found
+        is_later = self.later
+        if is_later:
+            dist.barrier()  # found
+        self.later = writes
         if not self.active:
             metrics.compute()  # found
         def inner():
@@ -185,6 +198,11 @@ SNIPPETS = {
             dist.barrier()  # found
             if step > 100 and is_main_process():
                 break
+        for x in loader:
+            if rank == 0:
+                for y in x:
+                    break
+            dist.barrier()
         """
     ),
     "raise": (
@@ -211,10 +229,11 @@ SNIPPETS = {
             dist.barrier()
         for x in loader:
             try:
-                y = next(items)
-                net(y).backward()  # found
+                net(next(items)).backward()
             except StopIteration:
                 break
+            try:
+                net(y).backward()  # found
             except torch.OutOfMemoryError:
                 continue
             try:
@@ -346,8 +365,8 @@ def test_lines_and_status(tmp_path: Path) -> None:
     done = run(bad)
     assert done.returncode == 1
     assert done.stdout == (
-        f"{bad}:2:9: all_reduce runs on some ranks only (`if rank == 0`, line 1); "
-        "move it out of the if\n"
+        f"{bad}:2:9: all_reduce runs on some ranks only (`if rank == 0`, line 1): "
+        "it would wait forever; move it out of the if\n"
     )
     # As "lint" in tasks.json reads it.
     assert re.fullmatch(r"(.+\.py):(\d+):(\d+): (.+)", done.stdout.strip())

@@ -70,6 +70,11 @@ def following(code: Code, node: ast.AST, exit: ast.AST) -> list[ast.AST]:
     return [] if isinstance(exit, ast.Raise) else found  # if nothing catches it, all ranks end
 
 
+def is_negative(node: ast.If) -> bool:
+    """Return whether it asks, by its words, for the ranks that are not the first."""
+    return bool(re.search(r"\bnot\b|!=|>", ast.unparse(node.test)))
+
+
 def is_answered(code: Code, node: ast.If) -> bool:
     """Return whether another `if` is for the ranks that do not take this one.
 
@@ -82,7 +87,7 @@ def is_answered(code: Code, node: ast.If) -> bool:
         return True
     blocks = (getattr(parent, name, []) for name in ("body", "orelse", "finalbody"))
     ifs = [each for block in blocks for each in block if isinstance(each, ast.If)]
-    ifs = [each for each in ifs if ast.dump(each.test) != ast.dump(node.test)]
+    ifs = [each for each in ifs if is_negative(each) != is_negative(node)]
     others = [names(code.sites(each.body)) for each in ifs if code.differs(each.test)]
     return set(own) <= {"barrier", "wait_for_everyone"} and own in others
 
@@ -147,14 +152,17 @@ def faults_of(code: Code, node: Node) -> Iterator[Fault]:
 
 def check(source: str) -> list[str]:
     """Return a line for each fault in the code of a file, without the file's name."""
-    code, lines = Code(source), dict[tuple[int, int], str]()
+    code, lines = Code(source), dict[tuple[int, int], tuple[str, str, int, str]]()
     for node in (node for node in ast.walk(code.tree) if isinstance(node, Node)):
         for (call, name), cause, why, remedy in faults_of(code, node):
             own = [*code.lines[call.lineno - 1 : call.end_lineno], code.lines[cause.lineno - 1]]
             if not any(map(OFF.search, own)):
                 place = call.lineno, len(own[0].encode()[: call.col_offset].decode()) + 1
-                lines.setdefault(place, f"{name} {why}, line {cause.lineno}); {remedy}")
-    return [f"{line}:{column}: {lines[line, column]}" for line, column in sorted(lines)]
+                lines.setdefault(place, (name, why, cause.lineno, remedy))
+    return [
+        f"{line}:{column}: {name} {why}, line {of}): it would wait forever; {remedy}"
+        for (line, column), (name, why, of, remedy) in sorted(lines.items())
+    ]
 
 
 def main(files: Sequence[str]) -> int:
