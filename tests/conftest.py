@@ -15,7 +15,13 @@ from running import ROOT, TASKS, Project, small
 
 # `make test` gives each file to one worker of pytest-xdist: the tests of test_debug.py share a
 # folder, those of test_demo.py what `make demo` has made. Files that take long come first.
-LONGEST = ("test_stopping.py", "test_debug.py", "test_demo.py", "test_faults.py", "test_runs.py")
+LONGEST = [
+    f"test_{name}.py"
+    for name in (
+        *("stopping", "debug", "demo", "faults", "runs", "launch", "speed", "recipes", "exact"),
+        *("strategies", "seams", "edits", "weights", "template", "tiles", "export"),
+    )
+]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

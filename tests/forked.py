@@ -7,6 +7,7 @@ may name a function of snippets/ to call instead.
 """
 
 import functools
+import gc
 import json
 import os
 import runpy
@@ -17,6 +18,7 @@ import time
 import traceback
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import Mock
 
 sys.path.insert(0, os.getcwd())
 import matplotlib.figure  # noqa: F401
@@ -25,13 +27,20 @@ import torch.utils.tensorboard
 from calling import call
 
 import main  # noqa: F401  with all that it imports, and what rank 0 imports late
+from engine.run import mistakes, plots, reporting
 
 torch.set_num_threads(1)
+gc.freeze()  # the forks' garbage collections need not look at all that is imported
 Patch = Callable[[], object]
 
 
 def nothing() -> None:
     pass
+
+
+def leave_out_drawings() -> None:
+    """They take more than half of the time of a short run."""
+    plots.draw_curves = reporting.Reporter.images = mistakes.report = Mock()
 
 
 def start(
@@ -40,10 +49,12 @@ def start(
     script: str = "main.py",
     patch: Patch = nothing,
     output: str | None = None,
+    draws: bool = True,
 ) -> list[int]:
     """Start `script` on `ranks` ranks, each after a call of `patch`; return their process ids.
 
     One rank is started as `python main.py` is. What they print goes to `output`.out and .err.
+    Without `draws` they make no images of what they have done.
     """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -56,6 +67,8 @@ def start(
                 os.environ.update(dict.fromkeys(same, str(value)))
             os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
         sys.argv = [script, *map(str, flags)]
+        if not draws:
+            leave_out_drawings()
         patch()
         runpy.run_path(script, run_name="__main__")
 
@@ -110,6 +123,7 @@ if __name__ == "__main__":
             act = functools.partial(call, order["call"], order["args"], f"{output}.value")
             pids = [fork(act, output)]
         else:
-            pids = start(order["ranks"], *order["flags"], script=order["script"], output=output)
+            options = {name: order[name] for name in ("script", "draws", "output")}
+            pids = start(order["ranks"], *order["flags"], **options)
         print(json.dumps(wait(pids, 240)), flush=True)
     os._exit(0)  # the interpreter's own way takes a second

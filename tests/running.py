@@ -96,10 +96,20 @@ class Project:
     def launch(self, *flags: object, **kwargs: object) -> "Done":
         return run([self.folder / "launch.sh", *flags], **kwargs)
 
-    def fork(self, *flags: object, ranks: int = 2, script: str | Path = "main.py") -> "Done":
-        """As `launch`, but without a launcher, whose time most tests can do without."""
+    def fork(
+        self,
+        *flags: object,
+        ranks: int = 2,
+        script: str | Path = "main.py",
+        draws: bool = True,
+    ) -> "Done":
+        """As `launch`, but without a launcher, whose time most tests can do without.
+
+        With `draws=False` also without curves.png, examples.png and the like.
+        """
+        options = {"ranks": ranks, "script": script, "draws": draws}
         with tempfile.TemporaryDirectory() as folder:
-            return self._order(folder, ranks=ranks, flags=[*map(str, flags)], script=script)
+            return self._order(folder, flags=[*map(str, flags)], **options)
 
     def _order(self, folder: str, **order: object) -> "Done":
         """Have the fork server do something whose output goes to `folder`."""

@@ -33,7 +33,11 @@ def edited(project: Project, tmp_path: Path) -> Edited:
         here = f"sys.path.insert(0, {str(tmp_path)!r})"
         imported = f"import sys\n{here}\nimport recipe{number} as recipe\n"
         path.write_text(texts["main.py"].replace("import recipe\n", imported))
-        return lambda *flags, ranks=1: project.fork(*flags, ranks=ranks, script=path)
+
+        def start(*flags: object, ranks: int = 1, draws: bool = False) -> Done:
+            return project.fork(*flags, ranks=ranks, script=path, draws=draws)
+
+        return start
 
     return edit
 
@@ -104,7 +108,7 @@ def test_a_kill_between_the_best_and_the_last(
     killed = edited((begin, f"            {KILL}\n{begin}"))
     assert killed(*flags(data, tmp_path), ranks=2).status == -9
     shutil.copy(trained / "best.pt", tmp_path)
-    said = edited()(*flags(data, tmp_path), ranks=2).ok().out
+    said = edited()(*flags(data, tmp_path), ranks=2, draws=True).ok().out
     for name in "examples.png", "per_class.csv", "confusion.png", "worst.png":
         assert (tmp_path / name).exists()
         assert name in said.splitlines()[-1]
@@ -137,7 +141,7 @@ def test_another_choice_of_the_best(
             float(row[metric]) for row in rows(out)[1:]
         )
         # Undone, the former best counts again.
-        done = project.alone(*flags(data, out, "--epochs", 4)).ok()
+        done = project.alone(*flags(data, out, "--epochs", 4), draws=False).ok()
         assert "best-1.pt: has the best top1" in done.out
         best_now = torch.load(out / "best.pt", weights_only=True)["best"]
         assert best_now == max(best["best"], float(rows(out)[3]["top1"]))
@@ -154,18 +158,18 @@ def test_best_is_what_best_pt_has(
         state["best"] = 0.99 if name == "best.pt" else 0.0
         torch.save(state, out / name)
     before = (out / "best.pt").read_bytes()
-    project.alone(*flags(data, out, "--epochs", 2)).ok()
+    project.alone(*flags(data, out, "--epochs", 2), draws=False).ok()
     assert (out / "best.pt").read_bytes() == before
     assert torch.load(out / "last.pt", weights_only=True)["best"] == 0.99
     (out / "best.pt").write_bytes(before[:-99])
-    done = project.alone(*flags(data, out, "--epochs", 3)).ok()
+    done = project.alone(*flags(data, out, "--epochs", 3), draws=False).ok()
     assert "best.pt: not a readable checkpoint" in done.out
     assert "renamed to best.pt.corrupt" in done.out
     assert torch.load(out / "best.pt", weights_only=True)["epoch"] == 3
     # A new start is no continuation of the run that left a best.pt.
     for path in out.glob("last*"):
         path.unlink()
-    done = project.alone(*flags(data, out, "--lr", 0)).ok()
+    done = project.alone(*flags(data, out, "--lr", 0), draws=False).ok()
     assert "of epoch 3; kept as best-1.pt" in done.out
     assert torch.load(out / "best.pt", weights_only=True)["epoch"] == 1
     assert torch.load(out / "best-1.pt", weights_only=True)["epoch"] == 3
@@ -175,17 +179,17 @@ def test_back_to_the_best(project: Project, data: Path, trained: Path, tmp_path:
     """--resume PATH within the run's own folder, started again: it goes on from what came of it."""
     out = shutil.copytree(trained, tmp_path / "out")
     first = shutil.copy(out / "best.pt", out / "first.pt")
-    project.alone(*flags(data, out, "--epochs", 3)).ok()
+    project.alone(*flags(data, out, "--epochs", 3), draws=False).ok()
     back = flags(data, out, "--resume", first)
-    done = project.alone(*back, "--epochs", 2).ok()
+    done = project.alone(*back, "--epochs", 2, draws=False).ok()
     assert "first.pt: 1 of 2 epochs done" in done.out
     assert torch.load(out / "best.pt", weights_only=True)["epoch"] <= 2  # none of what was left
-    done = project.alone(*back, "--epochs", 4).ok()
+    done = project.alone(*back, "--epochs", 4, draws=False).ok()
     assert "last.pt: 2 of 4 epochs done" in done.out
     assert [row["epoch"] for row in rows(out)] == ["1", "2", "3", "4"]
     # Damaged: the one before it, which has come of that path, too.
     (out / "last.pt").write_bytes((out / "last.pt").read_bytes()[:-99])
-    done = project.alone(*back, "--epochs", 5).ok()
+    done = project.alone(*back, "--epochs", 5, draws=False).ok()
     assert "last.pt.corrupt, continuing from last-1.pt" in done.out
     assert "last-1.pt: 3 of 5 epochs done" in done.out
 
@@ -258,7 +262,7 @@ def test_saved_before_it_is_shown(data: Path, tmp_path: Path, edited: Edited) ->
     }
     for name, (change, words, done) in bugs.items():
         out = tmp_path / name
-        broken = edited(change)(*flags(data, out))
+        broken = edited(change)(*flags(data, out), draws=True)
         assert broken.status == (1 if name == "drawing" else 2)
         assert words in broken.err.splitlines()[-1]
         after = edited()(*flags(data, out)).ok()
@@ -286,7 +290,7 @@ def test_targets_that_are_no_classes(data: Path, tmp_path: Path, edited: Edited)
             "            loss_sum, count = task.criterion(machine",
         ),
     )
-    start(*flags(data, tmp_path)).ok()
+    start(*flags(data, tmp_path), draws=True).ok()
     assert (tmp_path / "examples.png").exists()
     assert not (tmp_path / "worst.png").exists()
 
@@ -323,7 +327,7 @@ build_metrics = lambda _: MetricCollection(
     )
     start = edited(lists)
     # One validation batch: two of three ranks hold nothing.
-    start(*flags(data, tmp_path / "out", "--batch-size", 6), ranks=3).ok()
+    start(*flags(data, tmp_path / "out", "--batch-size", 6), ranks=3, draws=True).ok()
     more = flags(data, tmp_path / "out", "--batch-size", 6, "--eval-only")
     one, three = (start(*more, ranks=ranks).ok().out.splitlines()[-1] for ranks in (1, 3))
     assert one == three

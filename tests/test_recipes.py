@@ -102,7 +102,15 @@ RECIPES = {
 )
 def test_killed_and_resumed(project: Project, data: Path, tmp_path: Path, recipe: str) -> None:
     """The same bits, stopped in the first and in the second epoch."""
-    words = [*small(data), "--epochs", 2, "--batch-size", 2 if recipe == "freeze" else 4]
+    words = [
+        *small(data),
+        "--image-size",
+        32,
+        "--epochs",
+        2,
+        "--batch-size",
+        2 if recipe == "freeze" else 4,
+    ]
     found = project.call("recipes.resumed", data, tmp_path, *words, *RECIPES[recipe].split())
     assert len(set(found)) == 1
     state = torch.load(tmp_path / "whole" / "last.pt", weights_only=True)
@@ -120,7 +128,7 @@ def test_what_is_frozen_stays(project: Project, data: Path, tmp_path: Path) -> N
     """Weights and BatchNorm's statistics, on two ranks, and all but the last layer or decoder."""
     for epochs in 1, 2:
         more = flags(data, tmp_path / "out", "--freeze-backbone", 1, "--epochs", epochs)
-        project.fork(*more, "--save-every", 1, "--keep", 99).ok()
+        project.fork(*more, "--save-every", 1, "--keep", 99, draws=False).ok()
     paths = sorted((tmp_path / "out").glob("last*.pt"))
     states = [torch.load(path, weights_only=True) for path in paths]
     early = min(states, key=lambda state: state["step"])["model"]
@@ -136,7 +144,7 @@ def test_what_is_frozen_stays(project: Project, data: Path, tmp_path: Path) -> N
 def test_the_average_is_what_is_used(project: Project, data: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     more = flags(data, out, "--epochs", 2, "--ema", 0.5)
-    project.fork(*more).ok()
+    project.fork(*more, draws=False).ok()
     # Another average, or none, would be another network.
     project.fork(*flags(data, out, "--epochs", 3)).refused("--ema 0.5, not 0.0", "--output-dir")
     row = max(rows(out), key=lambda row: float(row["top1"]))
@@ -155,11 +163,11 @@ def test_patience(project: Project, data: Path, tmp_path: Path) -> None:
     """With a rate of 0 nothing improves: two epochs after the first it ends, and stays ended."""
     more = flags(data, tmp_path, "--lr", 0, "--patience", 2, "--epochs", 9)
     frozen = ["--freeze-backbone", 9]  # BatchNorm's statistics would change
-    said = project.fork(*more, *frozen).ok().out
+    said = project.fork(*more, *frozen, draws=False).ok().out
     assert "--patience 2: no new best" in said
     assert [row["epoch"] for row in rows(tmp_path)] == ["1", "2", "3"]
     before = (tmp_path / "last.pt").read_bytes()
-    again = project.fork(*more, *frozen).ok().out
+    again = project.fork(*more, *frozen, draws=False).ok().out
     assert "--patience 2: no new best" in again
     assert (tmp_path / "last.pt").read_bytes() == before
 

@@ -117,7 +117,7 @@ def test_prepared_data(project: Project, own_data: Path, tmp_path: Path) -> None
 
     runs = {own_data: tmp_path / "from files", store: tmp_path / "from store"}
     for source, out in runs.items():
-        project.fork(*flags(source, out)).ok()
+        project.fork(*flags(source, out), draws=False).ok()
     one, other = map(weights, runs.values())
     assert all(torch.equal(one[name], other[name]) for name in one)
 
@@ -299,10 +299,11 @@ def test_compiled(project: Project, data: Path, tmp_path: Path) -> None:
     """Its checkpoints fit an uncompiled network, and no compiler is one line."""
     # Its graph is small; without moments its checkpoints are a third.
     more = ["--arch", "alexnet", "--optimizer", "sgd", "--momentum", 0, "--keep", 1]
-    done = project.fork(*flags(data, tmp_path, *more, "--compile")).ok()
+    done = project.fork(*flags(data, tmp_path, *more, "--compile"), draws=False).ok()
     assert "--compile: compiling the network" in done.out
     more += ["--epochs", 2]
-    assert "1 of 2 epochs done" in project.fork(*flags(data, tmp_path, *more)).ok().out
+    done = project.fork(*flags(data, tmp_path, *more), draws=False).ok()
+    assert "1 of 2 epochs done" in done.out
 
 
 def test_input_bound(project: Project, data: Path, tmp_path: Path) -> None:

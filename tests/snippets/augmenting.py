@@ -149,7 +149,7 @@ def gradient(data: str, folder: str, *words: object) -> float:
         out = f"{folder}/{rate}"
         flags = ["--data", data, "--output-dir", out, *words, "--epochs", 1, "--lr", rate]
         flags += ["--optimizer", "sgd", "--momentum", 0, "--weight-decay", 0, "--warmup-epochs", 0]
-        assert run(2, *flags, patch=keep_batches) == [0, 0]
+        assert run(2, *flags, patch=keep_batches, draws=False) == [0, 0]
         weights.append(checkpoint.read_file(Path(out, "last.pt"))["model"])
     args = main.parse_args([*map(str, flags)])
     model = build_model(args, checkpoint.read_file(Path(out, "last.pt"))["classes"]).train()

@@ -62,7 +62,7 @@ def resumed(data: str, folder: str, *words: object) -> dict:
 
     def train(name: str, *more: object, **options: object) -> list[int]:
         flags = ["--data", data, "--output-dir", f"{folder}/{name}", *words, *more]
-        return run(2, *flags, output=f"{folder}/{name}.said", **options)
+        return run(2, *flags, output=f"{folder}/{name}.said", draws=False, **options)
 
     balanced = "--sampler", "balanced"
     statuses = train("whole", *balanced)

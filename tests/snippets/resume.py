@@ -42,10 +42,11 @@ class Runs:
         """The digest of a run, which is killed after step `stop` and started again."""
         out = f"{self.folder}/{name}"
         flags = ["--data", self.data, "--output-dir", out, *self.words, *more]
+        options = {"output": f"{out}.said", "draws": False}
         if stop:
-            killed = run(self.ranks, *flags, patch=killed_after(stop, spoil), output=f"{out}.said")
+            killed = run(self.ranks, *flags, patch=killed_after(stop, spoil), **options)
             assert killed == [-9] * self.ranks
-        done = run(self.ranks, *flags, patch=spoil, output=f"{out}.said")
+        done = run(self.ranks, *flags, patch=spoil, **options)
         assert done == [0] * self.ranks
         return digest(out)
 
@@ -103,10 +104,12 @@ def on_fewer_ranks(data: str, folder: str, *words: object) -> str:
         replicas.wrap, Run.end_step = counting, checked
 
     flags = ["--data", data, "--output-dir", f"{folder}/run", *words, "--save-every", 2]
-    assert run(2, *flags, "--batch-size", 4, patch=killed_after(8)) == [-9, -9]
+    killed = run(2, *flags, "--batch-size", 4, patch=killed_after(8), draws=False)
+    assert killed == [-9, -9]
     accumulating = ["--batch-size", 3, "--accumulate", 2]
     said = f"{folder}/said"
-    assert run(1, *flags, *accumulating, output=said, patch=whole_steps) == [0]
+    options = {"output": said, "draws": False}
+    assert run(1, *flags, *accumulating, patch=whole_steps, **options) == [0]
     return Path(f"{said}.out").read_text()
 
 

@@ -56,7 +56,7 @@ class Runs:
         out, said = self.folder / name, self.folder / f"{name}.said"
         more = "--strategy", strategy, "--output-dir", out
         end = killed_after(stop, patch) if stop else patch
-        found = run(ranks, *self.flags, *more, patch=end, output=str(said))
+        found = run(ranks, *self.flags, *more, patch=end, output=str(said), draws=False)
         assert found == [-9 if stop else 0] * ranks, Path(f"{said}.err").read_text()
         return out
 
