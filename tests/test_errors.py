@@ -8,7 +8,7 @@ import pytest
 from running import NET, SAME_FOR_BOTH, Project, flags
 
 from engine.errors import UserError
-from engine.ranks.explain import explain
+from engine.ranks.remedies import explain
 
 
 @pytest.fixture

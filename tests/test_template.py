@@ -54,7 +54,7 @@ SHARED = {
     "engine/ranks/debugging.py",
     "engine/ranks/distributed.py",
     "engine/ranks/environment.py",
-    "engine/ranks/explain.py",
+    "engine/ranks/remedies.py",
     "engine/ranks/failures.py",
     "engine/ranks/gradients.py",
     "engine/ranks/joining.py",

@@ -40,8 +40,7 @@ from engine.data import loading, overfit, seeding
 from engine.data.images import DEFAULT_FORMAT, Format
 from engine.data.loading import Loader
 from engine.errors import UserError
-from engine.ranks import debugging, distributed, failures, gradients, replicas, stopping
-from engine.ranks.explain import explain
+from engine.ranks import debugging, distributed, failures, gradients, remedies, replicas, stopping
 from engine.run import checkpoint, machine, mistakes, probing, profiling, records, sharded, sizes
 from engine.run.checkpoint import State
 from engine.run.flags import Help, Parser, add_image_arguments, add_machine_arguments, at_least
@@ -383,5 +382,5 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    with failures.one_line_errors(loading.explain, explain, sizes.explain):
+    with failures.one_line_errors(loading.explain, remedies.explain, sizes.explain):
         main()

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import model
 from engine.ranks import distributed, joining, launcher, replicas
-from engine.ranks.explain import explain
+from engine.ranks.remedies import explain
 from snippets.faulty import Runs, after_step
 
 DEVICE = torch.device("cpu")

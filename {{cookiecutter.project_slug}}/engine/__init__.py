@@ -17,7 +17,7 @@ ranks/                processes that train together
   failures            an error on one rank ends all, and is printed once
   debugging           --debug-rank: a rank that waits for a debugger; holding an error for one
   replicas            DDP around the network, and the check that all ranks' weights are the same
-  explain             what DDP and nccl say of common mistakes, in plainer words
+  remedies            what DDP and nccl say of common mistakes, in plainer words
   stopping            a signal stops all ranks after the same step; a rank that hangs is shown
   protocol            statuses, store keys and files by which ranks and launcher agree on all that
 
