@@ -507,7 +507,7 @@ class TestArchitecture:
                 assert node.end_lineno - node.lineno < 50, node.name
 
     def test_size_of_main(self) -> None:
-        assert len((ROOT / TEMPLATE_FOLDER / "main.py").read_text().splitlines()) <= 380
+        assert len((ROOT / TEMPLATE_FOLDER / "main.py").read_text().splitlines()) <= 390
 
     def test_what_types_leave_open(self) -> None:
         names = [node for path in ENGINE for node in ast.walk(ast.parse(path.read_text()))]
