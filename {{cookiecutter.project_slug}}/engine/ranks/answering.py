@@ -34,7 +34,8 @@ class Answering(threading.Thread):
 
     def run(self) -> None:
         # RuntimeError: the store has gone, with the rank or launcher that held it.
-        with contextlib.suppress(RuntimeError):
+        # AttributeError: the main thread is leaving the group.
+        with contextlib.suppress(RuntimeError, AttributeError):
             while not self.is_over.wait(POLL_SECONDS):
                 if not distributed.is_joined() or distributed.is_debugged():
                     continue

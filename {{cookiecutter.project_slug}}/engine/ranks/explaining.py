@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from engine.errors import UserError
-from engine.ranks import distributed, positions
+from engine.ranks import distributed, positions, process
 from engine.ranks.lockstep import Checksum, Collective
 from engine.ranks.positions import Position
 
@@ -31,6 +31,7 @@ def show(title: str, seconds: float) -> None:
     seconds: how long to wait for the others to say where they are.
     """
     if not positions.is_told() and (found := positions.ask(seconds)):
+        process.drop_unread()
         print(block(title, found), file=sys.stderr, flush=True)
         positions.tell_explained()
 

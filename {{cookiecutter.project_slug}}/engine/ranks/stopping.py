@@ -131,7 +131,6 @@ class Watcher(threading.Thread):
         elif now - seen > self.hang_seconds:
             self.last_heartbeat = (last, math.inf)
             faulthandler.cancel_dump_traceback_later()
-            process.drop_unread()
             seconds = 0.6 * (distributed.timeout() - self.hang_seconds)
             explaining.show(
                 f"no progress for {self.hang_seconds:g} s:", min(seconds, EXPLAIN_SECONDS)
