@@ -42,10 +42,10 @@ def test_killed_within_a_save(project: Project, tmp_path: Path) -> None:
 def test_damaged_checkpoints(project: Project, data: Path, tmp_path: Path) -> None:
     """The one before is taken; with none before it nothing is begun and nothing changed."""
     out = tmp_path / "out"
-    project.alone(*flags(data, out, "--epochs", 2)).ok()
+    project.alone(*flags(data, out, "--epochs", 2), draws=False).ok()
     damage(out / "last.pt")
     whole = shutil.copytree(out, tmp_path / "copy")
-    done = project.fork(*flags(data, out, "--epochs", 3)).ok()
+    done = project.fork(*flags(data, out, "--epochs", 3), draws=False).ok()
     assert "last.pt: not a readable checkpoint" in done.out
     assert "renamed to last.pt.corrupt, continuing from last-1.pt" in done.out
     assert "last-1.pt: 1 of 3 epochs done" in done.out
@@ -79,12 +79,12 @@ def test_any_damage_is_seen(project: Project, tmp_path: Path) -> None:
 def test_what_is_no_file(project: Project, data: Path, tmp_path: Path) -> None:
     """A folder, or a pipe that nobody writes to, called last.pt; a .begun that is no text."""
     out = tmp_path / "out"
-    project.alone(*flags(data, out, "--epochs", 2)).ok()
+    project.alone(*flags(data, out, "--epochs", 2), draws=False).ok()
     (out / "last.pt").unlink()
     for make in (Path.mkdir, os.mkfifo):
         make(out / "last.pt")
         (out / ".begun").write_bytes(b"\xff\xfe")
-        done = project.alone(*flags(data, out, "--epochs", 3)).ok()
+        done = project.alone(*flags(data, out, "--epochs", 3), draws=False).ok()
         assert "last.pt: not a readable checkpoint (not a regular file); renamed to" in done.out
         assert re.search(r"last-1.pt: [12] of 3 epochs done", done.out)
         for name in ("last.pt", "best.pt"):
@@ -104,7 +104,7 @@ def test_two_runs_in_one_folder(project: Project, data: Path, tmp_path: Path) ->
         project.alone(*flags(data, out)).refused(str(out), "another run", ".lock")
     finally:
         first.kill()
-    project.alone(*flags(data, out)).ok()
+    project.alone(*flags(data, out), draws=False).ok()
     assert not finish(first, mark).left
 
 

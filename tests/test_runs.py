@@ -83,7 +83,7 @@ def test_fewer_validation_pictures_than_ranks(
 def test_resume(project: Project, data: Path, trained: Path, tmp_path: Path) -> None:
     out = shutil.copytree(trained, tmp_path / "out")
     (out / "notes.txt").write_text("mine")
-    done = project.fork(*flags(data, out, "--epochs", 2)).ok()
+    done = project.fork(*flags(data, out, "--epochs", 2), draws=False).ok()
     assert "1 of 2 epochs done" in done.out
     assert [row["epoch"] for row in rows(out)] == ["1", "2"]
     assert rows(out)[0] == rows(trained)[0]
@@ -106,7 +106,7 @@ def test_resume_elsewhere_and_otherwise(
 ) -> None:
     """From a checkpoint of another folder, on one rank instead of two, at another rate."""
     more = ["--resume", trained / "last.pt", "--lr", 0.002]
-    done = project.alone(*flags(data, tmp_path, *more, "--epochs", 3)).ok()
+    done = project.alone(*flags(data, tmp_path, *more, "--epochs", 3), draws=False).ok()
     assert "1 of 3 epochs done" in done.out
     assert "--lr 0.002 (was 0.001)" in done.out
     _, second, third = rows(tmp_path)  # the first is the other folder's
@@ -117,7 +117,7 @@ def test_resume_elsewhere_and_otherwise(
     best = torch.load(tmp_path / "best.pt", weights_only=True)
     assert best["epoch"] in (2, 3)  # this folder's own best, though the other's was better
     # The same command once more goes on from what it has reached since.
-    done = project.alone(*flags(data, tmp_path, *more, "--epochs", 4)).ok()
+    done = project.alone(*flags(data, tmp_path, *more, "--epochs", 4), draws=False).ok()
     assert f"{tmp_path / 'last.pt'}: 3 of 4 epochs done" in done.out
     assert [row["epoch"] for row in rows(tmp_path)] == ["1", "2", "3", "4"]
 
@@ -129,7 +129,7 @@ def test_evaluation_is_as_in_training(project: Project, data: Path, tmp_path: Pa
         # With layers that nothing reads.
         "segmentation": ["--encoder", "efficientnet-b0", "--deterministic"],
     }[project.task]
-    project.fork(*flags(data, tmp_path, *other)).ok()
+    project.fork(*flags(data, tmp_path, *other), draws=False).ok()
     command = ["--data", data, "--output-dir", tmp_path, "--eval-only", "--batch-size", 50]
     found = json.loads(project.alone(*command).ok().out.splitlines()[-1])
     for name, value in found.items():
@@ -267,7 +267,7 @@ def test_weights_of_another_number_of_classes(
     else:
         (own_data / "classes.txt").write_text("ground\ncrack\nroot\n")
     more = ["--weights", trained / "best.pt", "--lr", 0]
-    done = project.fork(*flags(own_data, tmp_path / "out", *more)).ok()
+    done = project.fork(*flags(own_data, tmp_path / "out", *more), draws=False).ok()
     assert re.search(
         r"--weights: \d+ of \d+ tensors loaded; new: \S+weight, \S+bias$",
         done.out,

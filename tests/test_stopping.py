@@ -77,7 +77,7 @@ def test_stopped_and_killed_again_and_again(project: Project, data: Path, tmp_pa
     print(f"TEST_SEED={seed}")
     chance = random.Random(seed)
     whole = tmp_path / "whole"
-    project.fork(*flags(data, whole, *NET), "--epochs", EPOCHS).ok()
+    project.fork(*flags(data, whole, *NET), "--epochs", EPOCHS, draws=False).ok()
     run = Chain(project, data, tmp_path / "run", chance)
 
     def to_launcher(signum: int) -> None:
@@ -93,8 +93,7 @@ def test_stopped_and_killed_again_and_again(project: Project, data: Path, tmp_pa
     # Signals, and the seconds between them. However many come: batch systems repeat them.
     stops = [
         (to_launcher, ["TERM", *4 * [0.4, "TERM"]]),
-        (to_launcher, ["USR1", 0.05, "INT", 0.05, "HUP"]),
-        (to_launcher, ["INT", 1.2, "TERM"]),
+        (to_launcher, ["INT", 0.05, "USR1", 0.05, "HUP", 1.2, "TERM"]),
         (to_one_rank, ["USR1"]),
         (to_all, ["INT", 0.7, "TERM"]),
         (to_all, ["TERM", 0.05, "INT", 0.05, "HUP"]),
@@ -128,8 +127,10 @@ def test_stopped_and_killed_again_and_again(project: Project, data: Path, tmp_pa
         run.process.send_signal(signal.SIGHUP)
         time.sleep(0.5)
     assert run.process.poll() is None
-    to_launcher(signal.SIGTERM)
-    assert run.end().status == 75
+    to_launcher(signal.SIGUSR1)
+    done = run.end()
+    assert done.status == 75
+    assert "SIGUSR1: stopped and saved at epoch" in done.out
 
     run.start(MAX_RESTARTS="2")
     names = []
