@@ -84,11 +84,13 @@ def is_told() -> bool:
     return mine.reached == distributed.collectives()
 
 
-def answer() -> None:
-    """Say where this rank is if another rank has asked."""
+def answer() -> bool:
+    """Say where this rank is if another rank has asked; return whether one has."""
+    before = mine.answered
     with mine.lock:
         while distributed.store().check([protocol.explain(mine.answered + 1)]):
             _say(mine.answered + 1)
+    return mine.answered > before
 
 
 def ask(seconds: float) -> dict[int, Position | str] | None:
