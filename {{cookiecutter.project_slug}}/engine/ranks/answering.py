@@ -85,7 +85,7 @@ def answer_person(folder: Path) -> None:
         for rank in ranks:
             if owner == getattr(os, "getuid", lambda: owner)():  # who debugs can run any code
                 distributed.store().set(protocol.listen(int(rank)), "")
-        if found := positions.ask(ANSWER_SECONDS):
+        if found := positions.ask(ANSWER_SECONDS, is_shown=False):
             lines = [explaining.block("", found), *map(await_listener, map(int, ranks))]
             with files.writing(folder / Path(name).name) as tmp_path:
                 tmp_path.write_text("\n".join(lines), errors="surrogateescape")
