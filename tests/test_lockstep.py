@@ -125,6 +125,16 @@ def test_where_is_it(project: Project, fault: Callable, tmp_path: Path) -> None:
 
 
 @SAME_FOR_BOTH
+def test_where_is_it_in_a_hang(fault: Callable) -> None:
+    """The answer does not replace the block on the job's own terminal."""
+    found = fault("asked_in_a_hang")
+    assert "rank 0 waits in all_reduce" in found["answer"]
+    assert found["err"].startswith("no progress for 6 s:\n")
+    assert found["err"].count("rank 0 waits in all_reduce") == 1
+    assert all(found["statuses"])
+
+
+@SAME_FOR_BOTH
 def test_a_killed_rank(fault: Callable) -> None:
     statuses, _, err = fault("killed")
     assert statuses == [1, -9]

@@ -87,6 +87,36 @@ def test_attach_to_a_process(
     assert not marked(debugger.mark)
 
 
+@SAME_FOR_BOTH
+def test_attach_to_a_rank_that_is_stuck(project: Project, data: Path, tmp_path: Path) -> None:
+    """where.py has it listen; it stops at a breakpoint, and after Disconnect the run goes on."""
+    folder = project.copy(tmp_path / "copy").folder
+    main = folder / "main.py"
+    main.write_text(main.read_text().replace("is_last = ", f"{STUCK}is_last = ", 1))
+    port = next(p for p in iter(free_port, None) if not listening(p + 1))
+    with Debugger(folder, {"main.py": [{"line": line_of(main, "sleep(0.1)")}]}) as debugger:
+        command = [sys.executable, main, *flags(data, tmp_path / "out"), "--debug-port", port]
+        debugger.type([str(word) for word in command], folder, {})
+        debugger.wait(lambda: "steps per epoch" in debugger.text, "the first line")
+        ask = task(folder, "Where is it? Let me attach", output=str(tmp_path / "out"), rank="0")
+        out = subprocess.run(
+            [ask["command"], *ask["args"]], cwd=folder, capture_output=True, text=True, check=True
+        ).stdout
+        assert "stack of rank 0, epoch 1, step 1:" in out
+        assert out.splitlines()[-1].startswith("rank 0 listens on ")
+        assert f'"Attach to a rank": host 127.0.0.1, port {port}' in out
+        config = configuration(folder, "Attach to a rank", host="127.0.0.1", port=str(port))
+        debugger.attach(config)
+        (session,) = debugger.stopped(1)
+        assert session.evaluate("(rank, i)") == "(0, 1)"
+        session.evaluate("globals().update(stuck=False)")
+        debugger.set({})
+        session.disconnect()
+        assert debugger.finish() == 0
+        assert "done: best" in debugger.text
+    assert not marked(debugger.mark)
+
+
 def test_where_is_it() -> None:
     found = task(ROOT / TEMPLATE_FOLDER, "Where is it?", output="runs/a b")
     assert [found["type"], found["command"]] == ["process", sys.executable]

@@ -54,6 +54,22 @@ def asked(data: str, folder: str, *words: object) -> dict:
     }
 
 
+def asked_in_a_hang(data: str, folder: str, *words: object) -> dict:
+    """A person asks before the ranks have noticed it."""
+    held = Path(folder, "held")
+
+    def hold() -> None:
+        held.touch()
+        wait_for((Path(folder) / "never").exists)
+
+    runs = Runs(data, folder, words)
+    pids = runs.start("out", "--dist-timeout", 10, patch=after_step(3, hold, rank=1))
+    wait_for(held.exists)
+    command = [sys.executable, "-m", "engine.ranks.where", f"{folder}/out"]
+    answer = subprocess.run(command, capture_output=True, text=True, timeout=60).stdout
+    return {"answer": answer, "statuses": wait(pids), "err": runs.said("out")[1]}
+
+
 def killed(data: str, folder: str, *words: object) -> list:
     act = after_step(3, lambda: os.kill(os.getpid(), signal.SIGKILL), rank=1)
     return Runs(data, folder, words).train("killed", "--dist-timeout", 5, patch=act)

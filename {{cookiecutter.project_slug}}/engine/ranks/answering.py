@@ -10,13 +10,14 @@ import ctypes
 import os
 import sys
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from engine import files
 from engine.errors import UserError
-from engine.ranks import distributed, explaining, positions, process, protocol
+from engine.ranks import debugging, distributed, explaining, positions, process, protocol
 
 POLL_SECONDS = 0.5
 ANSWER_SECONDS = 3  # for all ranks to say where they are
@@ -26,6 +27,8 @@ Report = Callable[[str, int], object]
 
 class Answering(threading.Thread):
     """The thread that answers; it idles if there is a debugger, which may hold ranks."""
+
+    pydev_do_not_trace = True  # it runs on while a debugger that has attached late holds the others
 
     def __init__(self) -> None:
         super().__init__(name="answering", daemon=True)
@@ -39,7 +42,8 @@ class Answering(threading.Thread):
             while not self.is_over.wait(POLL_SECONDS):
                 if not distributed.is_joined() or distributed.is_debugged():
                     continue
-                positions.answer()
+                if positions.answer():
+                    listen_if_asked()
                 if self.folder:
                     answer_person(self.folder)
 
@@ -76,12 +80,38 @@ def answer_person(folder: Path) -> None:
     """Write where all ranks are into the file that the file ASKED names, if there is one."""
     asked = folder / protocol.ASKED
     with contextlib.suppress(OSError, UserError):
-        answer = folder / Path(asked.read_text()).name
+        owner, (name, *ranks) = asked.stat().st_uid, asked.read_text().split()
         asked.unlink()
-        if found := positions.ask(ANSWER_SECONDS):
-            with files.writing(answer) as tmp_path:
-                tmp_path.write_text(explaining.block("", found), errors="surrogateescape")
+        for rank in ranks:
+            if owner == getattr(os, "getuid", lambda: owner)():  # who debugs can run any code
+                distributed.store().set(protocol.listen(int(rank)), "")
+        if found := positions.ask(ANSWER_SECONDS, is_shown=False):
+            lines = [explaining.block("", found), *map(await_listener, map(int, ranks))]
+            with files.writing(folder / Path(name).name) as tmp_path:
+                tmp_path.write_text("\n".join(lines), errors="surrogateescape")
             positions.tell_explained()
+
+
+def listen_if_asked() -> None:
+    """Have a debugger attach to this rank, if a person has asked for it."""
+    store, rank = distributed.store(), distributed.rank()
+    if store.check([protocol.listen(rank)]) and not store.check([protocol.listens(rank)]):
+        try:
+            line = f"rank {rank} listens on {debugging.listen()}"
+        except UserError as error:
+            line = f"error: {error}"
+        store.set(protocol.listens(rank), line)
+
+
+def await_listener(rank: int) -> str:
+    """Return how a debugger attaches to `rank`, once it listens, or why it cannot."""
+    listen_if_asked()  # if it is this one
+    deadline, key = time.monotonic() + ANSWER_SECONDS, protocol.listens(rank)
+    while time.monotonic() < deadline:
+        if distributed.store().check([key]):
+            return distributed.store().get(key).decode()
+        time.sleep(positions.POLL_SECONDS)
+    return f"error: rank {rank} does not listen for a debugger"
 
 
 def explain_aborts(report: Report) -> None:

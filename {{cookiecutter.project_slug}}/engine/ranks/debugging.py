@@ -13,6 +13,8 @@ from collections.abc import Sequence
 from engine.errors import UserError
 from engine.ranks import distributed, process
 
+_address = "127.0.0.1", 5678  # --debug-port, for rank 0
+
 
 def ranks(text: str) -> list[int]:
     """Parse R[,R...], for argparse."""
@@ -36,11 +38,28 @@ def wait_for_debugger(ranks: Sequence[int], address: tuple[str, int]) -> None:
     ranks wait at the next collective. After detaching, the rank runs on, and a debugger can be
     attached again.
     """
+    global _address
+    _address = address
     rank, size = distributed.rank(), distributed.world_size()
     if ranks and ranks[-1] >= size:
         raise UserError(f"--debug-rank {ranks[-1]}: ranks go from 0 to {size - 1}")
     if rank not in ranks:
         return
+    where = listen()
+    before = [waiting(other) for other in ranks if other < rank]
+    if before:
+        distributed.store().wait(before)
+    print(f"rank {rank} waits on {where}", file=sys.stderr, flush=True)
+    distributed.store().set(waiting(rank), "")
+    import debugpy
+
+    debugpy.wait_for_client()
+
+
+def listen() -> str:
+    """Let a debugger attach to this rank, at --debug-port + rank, from now on; return how."""
+    rank, node = distributed.rank(), socket.gethostname()
+    host, port = _address[0], _address[1] + rank
     if process.is_debugged():
         raise UserError("--debug-rank: this rank already has a debugger; start it without F5")
     os.environ.setdefault("PYDEVD_DISABLE_FILE_VALIDATION", "1")  # a warning that is not needed
@@ -48,28 +67,18 @@ def wait_for_debugger(ranks: Sequence[int], address: tuple[str, int]) -> None:
         import debugpy
     except ImportError:
         raise UserError("--debug-rank needs debugpy: python -m pip install debugpy") from None
-    host, port = address[0], address[1] + rank
     try:
         debugpy.listen((host, port))
     except (RuntimeError, ValueError) as error:
         raise UserError(
             f"rank {rank} cannot listen at {host}:{port} ({error}): choose another --debug-port"
         ) from None
-    threading.current_thread().name = f"rank {rank}"
-    node = socket.gethostname()
+    threading.main_thread().name = f"rank {rank}"
     is_local = host.startswith("127.")
-    line = (
-        f'rank {rank} waits on {node}. VS Code, "Attach to a rank": '
-        f"host {host if is_local else node}, port {port}"
-    )
+    line = f'{node}. VS Code, "Attach to a rank": host {host if is_local else node}, port {port}'
     if is_local:
         line += f". From another machine, first run: ssh -L {port}:{host}:{port} {node}"
-    before = [waiting(other) for other in ranks if other < rank]
-    if before:
-        distributed.store().wait(before)
-    print(line, file=sys.stderr, flush=True)
-    distributed.store().set(waiting(rank), "")
-    debugpy.wait_for_client()
+    return line
 
 
 def waiting(rank: int) -> str:

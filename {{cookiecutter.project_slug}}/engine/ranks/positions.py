@@ -84,25 +84,30 @@ def is_told() -> bool:
     return mine.reached == distributed.collectives()
 
 
-def answer() -> None:
-    """Say where this rank is if another rank has asked."""
+def answer() -> bool:
+    """Say where this rank is if another rank has asked; return whether one has."""
+    before = mine.answered
     with mine.lock:
         while distributed.store().check([protocol.explain(mine.answered + 1)]):
-            _say(mine.answered + 1)
+            asker = distributed.store().get(protocol.explain(mine.answered + 1)).decode()
+            _say(mine.answered + 1, asker.isdecimal())
+    return mine.answered > before
 
 
-def ask(seconds: float) -> dict[int, Position | str] | None:
+def ask(seconds: float, is_shown: bool = True) -> dict[int, Position | str] | None:
     """Return where all ranks are, after at most `seconds`; None if another rank is asking already.
 
     A rank that does not answer has a string that tells why.
+
+    is_shown: whether the answer is for the job's terminal, where `is_told` then spares another.
     """
-    me, store = str(distributed.rank()), distributed.store()
+    me, store = f"{distributed.rank()}{'' if is_shown else ' for a person'}", distributed.store()
     with mine.lock:
         for turn in itertools.count(mine.answered + 1):
             is_first = store.compare_set(protocol.explain(turn), "", me) == me.encode()
             if is_first or not store.check([protocol.explained(turn)]):
                 break
-        _say(turn)
+        _say(turn, is_shown)
     if not is_first:
         return None
     deadline = time.monotonic() + seconds
@@ -133,9 +138,9 @@ def await_explained(seconds: float) -> None:
         time.sleep(POLL_SECONDS)
 
 
-def _say(turn: int) -> None:
+def _say(turn: int, is_shown: bool) -> None:
     position = here()
-    mine.answered, mine.reached = turn, position.reached
+    mine.answered, mine.reached = turn, position.reached if is_shown else mine.reached
     distributed.store().set(protocol.explain(turn, position.rank), _encode(position))
 
 

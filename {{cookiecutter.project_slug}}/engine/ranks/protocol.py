@@ -44,7 +44,7 @@ LAUNCHER_PID = "LAUNCHER_PID"  # the process id of launch.sh, which becomes engi
 DEBUGGED_LAUNCHER = "DEBUGGED_LAUNCHER"  # with F5: the process id of torchrun, or nothing
 
 # Files in the output folder
-ASKED = ".where"  # a random name, under which rank 0 is to write where all ranks are: where.py
+ASKED = ".where"  # of where.py: under which name rank 0 is to answer; a rank that is to listen
 BEGUN = ".begun"  # the LAUNCH_ID of the last launch that trained there
 
 
@@ -61,6 +61,16 @@ def explain(turn: int, rank: int | None = None) -> str:
 def explained(turn: int) -> str:
     """Return the key that says that all answers have been read."""
     return f"explain/{turn}/done"
+
+
+def listen(rank: int) -> str:
+    """Return the key with which `rank` is asked to listen for a debugger, when it next answers."""
+    return f"listen/{rank}"
+
+
+def listens(rank: int) -> str:
+    """Return the key for how a debugger attaches to `rank`, or why it cannot."""
+    return f"listens/{rank}"
 
 
 def process_of(rank: int) -> str:

@@ -1,7 +1,7 @@
 """Print where all ranks of a running job are, without ending it.
 
-python -m engine.ranks.where [OUTPUT_DIR], in any terminal that sees the output folder: rank 0 finds
-the question there, asks the other ranks, and writes the answer next to it.
+python -m engine.ranks.where [--debug-rank R] [OUTPUT_DIR], in any terminal that sees the output
+folder: rank 0 finds the question there, asks the other ranks, and writes the answer next to it.
 """
 
 import sys
@@ -19,15 +19,18 @@ RUNS = Path(__file__).resolve().parents[2] / "runs"
 ANSWER_SECONDS = 10
 
 
-def ask(folder: Path) -> str | None:
-    """Return the answer of the run that trains into `folder`; None if there is none."""
+def ask(folder: Path, rank: int | None) -> str | None:
+    """Return the answer of the run that trains into `folder`; None if there is none.
+
+    rank: it is to listen for a debugger.
+    """
     if not folder.is_dir():
         raise UserError(f"{folder}: no such folder; name the --output-dir of the run")
     asked, answer = folder / ASKED, folder / f"{ASKED}-{uuid.uuid4().hex}"
     deadline = time.monotonic() + ANSWER_SECONDS
     try:
         with files.writing(asked) as tmp_path:
-            tmp_path.write_text(answer.name)
+            tmp_path.write_text(answer.name if rank is None else f"{answer.name} {rank}")
         while time.monotonic() < deadline:
             if answer.exists():
                 return answer.read_text()
@@ -44,9 +47,11 @@ def main() -> int:
     )
     text = "--output-dir of the run (default: runs/default)"
     parser.add_argument("folder", nargs="?", type=Path, default=RUNS / "default", help=text)
-    folder = parser.parse_args().folder
+    text = "let a debugger attach to that rank, at the run's --debug-port + R"
+    parser.add_argument("--debug-rank", metavar="R", type=int, help=text)
+    folder, rank = vars(parser.parse_args()).values()
     try:
-        answer = ask(folder)
+        answer = ask(folder, rank)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return MISTAKE
