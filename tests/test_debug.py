@@ -5,6 +5,7 @@ import re
 import shlex
 import signal
 import socket
+import subprocess
 import time
 import uuid
 from collections.abc import Callable
@@ -12,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from dap import Breakpoints, Debugger, configuration, line_of
+from dap import Breakpoints, Debugger, configuration, line_of, task
 from running import (
     SAME_FOR_BOTH,
     SCRIPTS,
@@ -102,6 +103,10 @@ def test_a_debugging_session(project: Project, data: Path, tmp_path: Path) -> No
         (only,) = debugger.stopped(1)
         assert only.evaluate("rank") == "1"
         time.sleep(6)  # more than --dist-timeout, with rank 0 in a collective
+        ask = task(project.folder, "Where is it?", output="runs/debug")
+        words = [ask["command"], *ask["args"]]
+        answer = subprocess.check_output(words, cwd=project.folder, text=True)
+        assert f"rank 1 is at main.py:{only.frame['line']}" in answer
         assert debugger.held() == [only]
 
         debugger.set({})

@@ -17,7 +17,7 @@ from typing import Any
 
 from engine import files
 from engine.errors import UserError
-from engine.ranks import debugging, distributed, explaining, positions, process, protocol
+from engine.ranks import debugging, distributed, explaining, positions, protocol
 
 POLL_SECONDS = 0.5
 ANSWER_SECONDS = 3  # for all ranks to say where they are
@@ -26,9 +26,9 @@ Report = Callable[[str, int], object]
 
 
 class Answering(threading.Thread):
-    """The thread that answers; it idles if there is a debugger, which may hold ranks."""
+    """The thread that answers."""
 
-    pydev_do_not_trace = True  # it runs on while a debugger that has attached late holds the others
+    pydev_do_not_trace = True  # it runs on while a debugger holds the others
 
     def __init__(self) -> None:
         super().__init__(name="answering", daemon=True)
@@ -40,7 +40,7 @@ class Answering(threading.Thread):
         # AttributeError: the main thread is leaving the group.
         with contextlib.suppress(RuntimeError, AttributeError):
             while not self.is_over.wait(POLL_SECONDS):
-                if not distributed.is_joined() or distributed.is_debugged():
+                if not distributed.is_joined():
                     continue
                 if positions.answer():
                     listen_if_asked()
@@ -59,7 +59,7 @@ _kept: list[Any] = []  # what C++ has a pointer to
 def start(report: Report) -> None:
     """Answer until this process ends; `report` an abort as an error."""
     global _thread
-    if _thread or process.is_debugged():
+    if _thread:
         return
     _thread = Answering()
     _thread.start()

@@ -56,7 +56,7 @@ def main() -> int:
         print(f"error: {error}", file=sys.stderr)
         return MISTAKE
     if answer is None:
-        why = "no run trains there, or it has not yet begun, is paused or has a debugger"
+        why = "no run trains there, or it has not begun to, or is paused"
         print(f"error: {folder}: no answer in {ANSWER_SECONDS} s: {why}", file=sys.stderr)
         return 1
     print(answer)
