@@ -21,6 +21,7 @@ from engine.ranks import answering, debugging, distributed, explaining, position
 from engine.ranks.protocol import ERROR, MISTAKE, STOP
 
 EXPLAIN_SECONDS = 3  # for other ranks to say where they are
+TIMED_OUT_SECONDS = 0.3  # for a rank that has timed out, and so left, to say it first
 DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 BROKEN = re.compile(r"Broken pipe|Connection \w+|remote process exited|time(d )?out", re.I)
 
@@ -157,6 +158,7 @@ def _lost_rank(error: Exception) -> str | None:
         seconds = f"{distributed.timeout():g} s (--dist-timeout)"
         line = f"rank {distributed.rank()} timed out after {seconds} waiting for another rank"
     else:
+        time.sleep(TIMED_OUT_SECONDS)
         line = f"rank {distributed.rank()} lost another rank"
     with contextlib.suppress(dist.DistError):  # the store has gone, with rank 0
         if status_of_failure() is None and not distributed.store().check([STOP]):
