@@ -108,10 +108,11 @@ def fault(project: Project, data: Path, tmp_path: Path) -> Callable[[str], Any]:
 
 @SAME_FOR_BOTH
 def test_where_is_it(project: Project, fault: Callable, tmp_path: Path) -> None:
-    """Asked twice, with leftovers of killed jobs; the run goes on and says nothing of it."""
+    """Asked by two at once, then again, with leftovers; the run goes on and says nothing of it."""
     found = fault("asked")
     assert found["statuses"] == [0, 0]
     assert not found["err"]
+    assert len(found["answers"]) == 3
     for answer in found["answers"]:
         assert "rank 0 waits in all_reduce" in answer
         assert "stack of rank 1, epoch 1, step 3:" in answer
@@ -271,7 +272,7 @@ def test_a_call_on_one_rank_of_what_all_ranks_call_elsewhere() -> None:
 
 
 def test_ranks_whose_collective_has_failed_share_a_stack() -> None:
-    """One has timed out, which has ended it on the other: in neither is it waited for any longer."""
+    """One has timed out, which has ended it on the other, too."""
     one, two = ranks(steps(A, B), steps(A, B), waits=2).values()
     found = {0: one, 1: two._replace(place=one.place, waits=0)}
     assert "stack of ranks 0, 1:" in explaining.block("title", found)

@@ -73,14 +73,14 @@ def listen(folder: Path) -> None:
 
 
 def answer_person(folder: Path) -> None:
-    """Write where all ranks are into the file that the file ASKED names, if there is one."""
-    asked = folder / protocol.ASKED
+    """If there are files ASKED-NAME, write where all ranks are into ASKED-NAME.txt."""
     with contextlib.suppress(OSError, UserError):
-        answer = folder / Path(asked.read_text()).name
-        asked.unlink()
-        if found := positions.ask(ANSWER_SECONDS):
-            with files.writing(answer) as tmp_path:
-                tmp_path.write_text(explaining.block("", found), errors="surrogateescape")
+        asked = [path for path in folder.glob(f"{protocol.ASKED}-*") if not path.suffix]
+        if asked and (found := positions.ask(ANSWER_SECONDS)):
+            for path in asked:
+                path.unlink(missing_ok=True)
+                with files.writing(path.with_suffix(".txt")) as tmp_path:
+                    tmp_path.write_text(explaining.block("", found), errors="surrogateescape")
             positions.tell_explained()
 
 
@@ -101,8 +101,11 @@ def explain_aborts(report: Report) -> None:
     def on_terminate() -> None:
         set_terminate(before)
         if pid == os.getpid() and distributed.is_joined() and not distributed.is_debugged():
+            by_gloo = b"gloo" in name_of(current_type())
             with contextlib.suppress(Exception):
-                end_aborted(b"gloo" in name_of(current_type()), report)
+                end_aborted(by_gloo, report)
+            if by_gloo:  # the store has gone, with the rank that reported the error
+                process.exit_now(1)
         handler(before)()
 
     _kept.append(handler(on_terminate))

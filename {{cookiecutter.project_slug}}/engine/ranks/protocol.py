@@ -44,7 +44,7 @@ LAUNCHER_PID = "LAUNCHER_PID"  # the process id of launch.sh, which becomes engi
 DEBUGGED_LAUNCHER = "DEBUGGED_LAUNCHER"  # with F5: the process id of torchrun, or nothing
 
 # Files in the output folder
-ASKED = ".where"  # a random name, under which rank 0 is to write where all ranks are: where.py
+ASKED = ".where"  # with "-" and a random name: a question where all ranks are, of where.py
 BEGUN = ".begun"  # the LAUNCH_ID of the last launch that trained there
 
 

@@ -23,11 +23,12 @@ def ask(folder: Path) -> str | None:
     """Return the answer of the run that trains into `folder`; None if there is none."""
     if not folder.is_dir():
         raise UserError(f"{folder}: no such folder; name the --output-dir of the run")
-    asked, answer = folder / ASKED, folder / f"{ASKED}-{uuid.uuid4().hex}"
+    asked = folder / f"{ASKED}-{uuid.uuid4().hex}"  # others may ask, too
+    answer = asked.with_suffix(".txt")
     deadline = time.monotonic() + ANSWER_SECONDS
     try:
         with files.writing(asked) as tmp_path:
-            tmp_path.write_text(answer.name)
+            tmp_path.touch()
         while time.monotonic() < deadline:
             if answer.exists():
                 return answer.read_text()
