@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 from running import NET, SAME_FOR_BOTH, Project, flags, run
 
-from engine.ranks import explaining, lockstep, positions
+from engine.ranks import distributed, explaining, lockstep, positions, protocol
 from engine.ranks.lockstep import Collective
 from engine.ranks.positions import Position
 
@@ -107,10 +108,11 @@ def fault(project: Project, data: Path, tmp_path: Path) -> Callable[[str], Any]:
 
 @SAME_FOR_BOTH
 def test_where_is_it(project: Project, fault: Callable, tmp_path: Path) -> None:
-    """Asked twice, with leftovers of killed jobs; the run goes on and says nothing of it."""
+    """Asked by two at once, then again, with leftovers; the run goes on and says nothing of it."""
     found = fault("asked")
     assert found["statuses"] == [0, 0]
     assert not found["err"]
+    assert len(found["answers"]) == 3
     for answer in found["answers"]:
         assert "rank 0 waits in all_reduce" in answer
         assert "stack of rank 1, epoch 1, step 3:" in answer
@@ -240,3 +242,47 @@ def test_what_nccl_records(monkeypatch: pytest.MonkeyPatch) -> None:
     assert str(first) == "all_reduce (20,) float32 at main.py:5"
     assert str(second) == "DDP's gradients (20,) float32"
     assert lockstep.unfinished() == second
+
+
+def test_other_shapes_on_the_same_line() -> None:
+    one, two = (steps(A, (f"all_reduce ({n},)", 30)) for n in (5, 6))
+    line, hint = explaining.compare(ranks(one, two))
+    assert hint == explaining.SHAPES
+    assert "never came" not in line
+
+
+def test_one_block_if_two_ranks_find_the_hang_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second answers the first while it waits for its lock, and has nothing to ask then."""
+
+    class Answered:
+        def __enter__(self) -> None:
+            positions.mine.answered = positions.mine.reached = 7
+
+        def __exit__(self, *_: object) -> None:
+            pass
+
+    store = dist.HashStore()
+    monkeypatch.setattr(positions, "mine", positions.Mine(lock=Answered()))
+    monkeypatch.setattr(distributed, "store", lambda: store)
+    monkeypatch.setattr(distributed, "collectives", lambda: 7)
+    assert positions.ask(1, again=False) is None
+    assert not store.check([protocol.explain(8)])
+
+
+def test_a_call_on_one_rank_of_what_all_ranks_call_elsewhere() -> None:
+    """Such as evaluate() in the loop: not the line in it, but the one that calls it."""
+
+    def evaluate(number: int, line: int) -> Collective:
+        return Collective(number, "e", ("main.py:9", f"main.py:{line}", "main.py:99"))
+
+    before = [evaluate(1, 70), *steps(A, B, A, B, A, first=2)]
+    line, _ = explaining.compare(ranks([*before, evaluate(7, 80)], [*before, *steps(B, first=7)]))
+    assert "rank 0 was in e at main.py:99" in line
+    assert line.endswith("; rank 1 never came to main.py:80")
+
+
+def test_ranks_whose_collective_has_failed_share_a_stack() -> None:
+    """One has timed out, which has ended it on the other, too."""
+    one, two = ranks(steps(A, B), steps(A, B), waits=2).values()
+    found = {0: one, 1: two._replace(place=one.place, waits=0)}
+    assert "stack of ranks 0, 1:" in explaining.block("title", found)

@@ -8,12 +8,13 @@ from pathlib import Path
 
 from forked import wait
 
+from engine.ranks import distributed
 from engine.run.folder import RunFolder
 from snippets.faulty import Runs, after_step, wait_for
 
 
 def asked(data: str, folder: str, *words: object) -> dict:
-    """While rank 1 holds up the others: the answers to a person; then the run goes on."""
+    """While rank 1 holds up the others: the answers to two people; then the run goes on."""
     held, free = Path(folder, "held"), Path(folder, "free")
 
     def hold() -> None:
@@ -25,8 +26,9 @@ def asked(data: str, folder: str, *words: object) -> dict:
 
         def patched(self: RunFolder) -> object:
             self.path.mkdir(parents=True, exist_ok=True)
-            (self.path / ".where").write_text(".where-of a command that was killed")
-            (self.path / ".where-0").touch()
+            for name in (".where-0", ".where-0.txt"):  # of a command that was killed
+                if distributed.is_rank_zero():
+                    (self.path / name).touch()
             return find(self)
 
         RunFolder.find_checkpoint = patched
@@ -36,9 +38,9 @@ def asked(data: str, folder: str, *words: object) -> dict:
     pids = runs.start("out", patch=leftover)
     wait_for(held.exists)
     command = [sys.executable, "-m", "engine.ranks.where", f"{folder}/out"]
-    answers = [
-        subprocess.run(command, capture_output=True, text=True, timeout=60).stdout for _ in range(2)
-    ]
+    both = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    answers = [each.communicate(timeout=60)[0] for each in both]
+    answers.append(subprocess.run(command, capture_output=True, text=True, timeout=60).stdout)
     free.touch()
     statuses = wait(pids)
     code = "from engine.ranks import where; where.ANSWER_SECONDS = 1; exit(where.main())"

@@ -77,19 +77,29 @@ def listen(folder: Path) -> None:
 
 
 def answer_person(folder: Path) -> None:
-    """Write where all ranks are into the file that the file ASKED names, if there is one."""
-    asked = folder / protocol.ASKED
+    """If there are files ASKED-NAME, write where all ranks are into ASKED-NAME.txt."""
     with contextlib.suppress(OSError, UserError):
-        owner, (name, *ranks) = asked.stat().st_uid, asked.read_text().split()
-        asked.unlink()
-        for rank in ranks:
-            if owner == getattr(os, "getuid", lambda: owner)():  # who debugs can run any code
-                distributed.store().set(protocol.listen(int(rank)), "")
-        if found := positions.ask(ANSWER_SECONDS, is_shown=False):
-            lines = [explaining.block("", found), *map(await_listener, map(int, ranks))]
-            with files.writing(folder / Path(name).name) as tmp_path:
-                tmp_path.write_text("\n".join(lines), errors="surrogateescape")
+        asked = [path for path in folder.glob(f"{protocol.ASKED}-*") if not path.suffix]
+        ranks = {path: read_rank(path) for path in asked}
+        if asked and (found := positions.ask(ANSWER_SECONDS, is_shown=False)):
+            for path, rank in ranks.items():
+                path.unlink(missing_ok=True)
+                lines = [explaining.block("", found)]
+                if rank is not None:
+                    lines.append(await_listener(rank))
+                with files.writing(path.with_suffix(".txt")) as tmp_path:
+                    tmp_path.write_text("\n".join(lines), errors="surrogateescape")
             positions.tell_explained()
+
+
+def read_rank(asked: Path) -> int | None:
+    """Return the rank that is to listen for a debugger, having asked it to; None if none is."""
+    owner, text = asked.stat().st_uid, asked.read_text()
+    if not text.isdecimal():
+        return None
+    if owner == getattr(os, "getuid", lambda: owner)():  # through a debugger anything can be run
+        distributed.store().set(protocol.listen(int(text)), "")
+    return int(text)
 
 
 def listen_if_asked() -> None:
@@ -131,8 +141,11 @@ def explain_aborts(report: Report) -> None:
     def on_terminate() -> None:
         set_terminate(before)
         if pid == os.getpid() and distributed.is_joined() and not distributed.is_debugged():
+            by_gloo = b"gloo" in name_of(current_type())
             with contextlib.suppress(Exception):
-                end_aborted(b"gloo" in name_of(current_type()), report)
+                end_aborted(by_gloo, report)
+            if by_gloo:  # the store has gone, with the rank that reported the error
+                process.exit_now(1)
         handler(before)()
 
     _kept.append(handler(on_terminate))

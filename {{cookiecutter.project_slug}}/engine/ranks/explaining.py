@@ -18,6 +18,7 @@ Groups = list[tuple[Hashable, list[int]]]  # what ranks have in common, and the 
 LAST = 3  # collectives that an answer to a person lists
 # Where it usually comes from
 NOT_ALL = "usually a collective that not all ranks reach: under `if rank == 0`, or after a break"
+SHAPES = "shapes and dtypes have to be the same on all ranks"
 ORDER = "all ranks have to start the same collectives in the same order"
 INPUT = "usually slow or stuck input: storage, or a loader worker"
 ALONE = "usually work of one rank alone, such as evaluate() or a print of a reduced number"
@@ -30,7 +31,7 @@ def show(title: str, seconds: float) -> None:
 
     seconds: how long to wait for the others to say where they are.
     """
-    if not positions.is_told() and (found := positions.ask(seconds)):
+    if found := positions.ask(seconds, again=False):
         process.drop_unread()
         print(block(title, found), file=sys.stderr, flush=True)
         positions.tell_explained()
@@ -66,10 +67,11 @@ def block(title: str, found: Mapping[int, Position | str]) -> str:
     if known:
         what, hint = compare(known)
         lines += [what, hint] if hint and title and not absent else [what]
-    for _, ranks in _group(known, lambda rank: (known[rank].place, known[rank].waits)):
+    at = {rank: (each.place, each.waits or each.reached) for rank, each in known.items()}
+    for _, ranks in _group(at, at.__getitem__):
         first = known[ranks[0]]
-        at = f", {first.where}" if first.where else ""
-        lines += [f"stack of {name(ranks)}{at}:", first.stack]
+        when = f", {first.where}" if first.where else ""
+        lines += [f"stack of {name(ranks)}{when}:", first.stack]
         if not title:
             last = (f"{each.number} {each}" for each in first.started[-LAST:])
             lines.append(f"  last collectives: {'; '.join(last)}")
@@ -114,14 +116,18 @@ def _mismatch(number: int, known: Known) -> tuple[str, str]:
     line = f"collective {number}: {', '.join(parts)}"
     if all(_comes_later(number, at[ranks[0]], known) for _, ranks in groups):
         return line, ORDER
+    if not behind and len({each.own for each in at.values()}) == 1:
+        return line, SHAPES
     # The collective that did not follow in the steps before is the one that ranks have missed.
     history = [each for each in known[min(at)].started if each.number < number]
     pairs = [(_key(a), _key(b)) for a, b in itertools.pairwise(history)]
     seen = [pairs.count((_key(history[-1]), _key(at[r[0]]))) if pairs else 0 for _, r in groups]
     ranks = groups[seen.index(min(seen))][1]
-    place = at[ranks[0]].place
+    others = at.keys() - set(ranks)
+    taken = {line for rank in others for each in known[rank].started for line in each.own}
+    place = next((line for line in at[ranks[0]].own if line not in taken), "")
     if seen.count(min(seen)) == 1 and place and not _comes_later(number, at[ranks[0]], known):
-        line += f"; {name(at.keys() - set(ranks))} never came to {place}"
+        line += f"; {name(others)} never came to {place}"
     return line, NOT_ALL
 
 

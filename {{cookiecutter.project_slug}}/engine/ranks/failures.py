@@ -8,6 +8,7 @@ import os
 import re
 import signal
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator
@@ -21,6 +22,8 @@ from engine.ranks import answering, debugging, distributed, explaining, position
 from engine.ranks.protocol import ERROR, MISTAKE, STOP
 
 EXPLAIN_SECONDS = 3  # for other ranks to say where they are
+TIMED_OUT_SECONDS = 0.3  # for a rank that has timed out, and so left, to say it first
+GONE_SECONDS = 15  # after which the store no longer answers, though its connection stands
 DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 BROKEN = re.compile(r"Broken pipe|Connection \w+|remote process exited|time(d )?out", re.I)
 
@@ -157,10 +160,22 @@ def _lost_rank(error: Exception) -> str | None:
         seconds = f"{distributed.timeout():g} s (--dist-timeout)"
         line = f"rank {distributed.rank()} timed out after {seconds} waiting for another rank"
     else:
+        time.sleep(TIMED_OUT_SECONDS)
         line = f"rank {distributed.rank()} lost another rank"
+    timer = threading.Timer(GONE_SECONDS, _give_up, [line])
+    timer.daemon = True
+    timer.start()
     with contextlib.suppress(dist.DistError):  # the store has gone, with rank 0
         if status_of_failure() is None and not distributed.store().check([STOP]):
             positions.mine.error = error
             explaining.show(f"{line}:", EXPLAIN_SECONDS)
             positions.await_explained(EXPLAIN_SECONDS)
     return line
+
+
+def _give_up(line: str) -> NoReturn:
+    print(
+        f"error: {line}; the store, held by rank 0 or its launcher, does not answer",
+        file=sys.stderr,
+    )
+    process.exit_now(1)

@@ -99,10 +99,12 @@ def ask(seconds: float, is_shown: bool = True) -> dict[int, Position | str] | No
 
     A rank that does not answer has a string that tells why.
 
-    is_shown: whether the answer is for the job's terminal, where `is_told` then spares another.
+    is_shown: whether the answer is for the job's terminal, where one is enough (`is_told`).
     """
     me, store = f"{distributed.rank()}{'' if is_shown else ' for a person'}", distributed.store()
     with mine.lock:
+        if is_shown and is_told():  # perhaps while this waited for the lock
+            return None
         for turn in itertools.count(mine.answered + 1):
             is_first = store.compare_set(protocol.explain(turn), "", me) == me.encode()
             if is_first or not store.check([protocol.explained(turn)]):

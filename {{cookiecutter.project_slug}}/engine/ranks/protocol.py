@@ -44,7 +44,7 @@ LAUNCHER_PID = "LAUNCHER_PID"  # the process id of launch.sh, which becomes engi
 DEBUGGED_LAUNCHER = "DEBUGGED_LAUNCHER"  # with F5: the process id of torchrun, or nothing
 
 # Files in the output folder
-ASKED = ".where"  # of where.py: under which name rank 0 is to answer; a rank that is to listen
+ASKED = ".where"  # with "-" and a random name: where.py asks; may hold a rank that is to listen
 BEGUN = ".begun"  # the LAUNCH_ID of the last launch that trained there
 
 

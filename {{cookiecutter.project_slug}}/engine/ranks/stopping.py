@@ -168,9 +168,11 @@ def on_signals(where: Callable[[], str]) -> Iterator[None]:
         raise
     finally:
         _watcher = None
+        if is_done:
+            positions.mine.where = str  # what follows is in no epoch
         watcher.is_over.set()
         watcher.wakeup.send(b"\0")
-        watcher.join()
+        watcher.join(ANSWER_SECONDS)  # it waits for the store, which a stopped rank may hold
         faulthandler.cancel_dump_traceback_later()
         signal.set_wakeup_fd(-1)
         for signum in handled:

@@ -26,11 +26,12 @@ def ask(folder: Path, rank: int | None) -> str | None:
     """
     if not folder.is_dir():
         raise UserError(f"{folder}: no such folder; name the --output-dir of the run")
-    asked, answer = folder / ASKED, folder / f"{ASKED}-{uuid.uuid4().hex}"
+    asked = folder / f"{ASKED}-{uuid.uuid4().hex}"  # others may ask, too
+    answer = asked.with_suffix(".txt")
     deadline = time.monotonic() + ANSWER_SECONDS
     try:
         with files.writing(asked) as tmp_path:
-            tmp_path.write_text(answer.name if rank is None else f"{answer.name} {rank}")
+            tmp_path.write_text("" if rank is None else str(rank))
         while time.monotonic() < deadline:
             if answer.exists():
                 return answer.read_text()
