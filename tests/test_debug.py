@@ -171,14 +171,21 @@ def test_stopping_with_loader_workers_at_a_breakpoint(project: Project, way: str
 
 @SAME_FOR_BOTH
 def test_a_rank_that_raises(project: Project, tmp_path: Path) -> None:
-    """The debugger stops where it was raised; then all end, and that is the last that is said."""
+    """The debugger stops at breakpoint() in the code, and where one rank raises; then all end."""
     planted = 'if rank == 1:\n            raise ValueError("planted")\n        '
+    planted = f"breakpoint()\n        {planted}"
     folder = with_bug(project, tmp_path / "copy", "is_last = ", planted + "is_last = ").parent
+    main = folder / "main.py"
+    raising = line_of(main, "planted")
     with Debugger(folder) as debugger:
         debugger.launch(f5(folder))
+        for number, rank in enumerate(debugger.stopped()):
+            assert rank.evaluate("(rank, i)") == f"({number}, 0)"
+            assert raising - 2 <= rank.frame["line"] < raising
+            rank.go()
         (only,) = debugger.stopped(1)
         assert only.stop["reason"] == "exception"
-        assert only.frame["line"] == line_of(folder / "main.py", "planted")
+        assert only.frame["line"] == raising
         assert only.evaluate("rank") == "1"
         only.go()
         assert not debugger.left(5)

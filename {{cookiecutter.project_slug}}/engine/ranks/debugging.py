@@ -43,6 +43,8 @@ def wait_for_debugger(ranks: Sequence[int], address: tuple[str, int]) -> None:
     rank, size = distributed.rank(), distributed.world_size()
     if ranks and ranks[-1] >= size:
         raise UserError(f"--debug-rank {ranks[-1]}: ranks go from 0 to {size - 1}")
+    if ranks:
+        sys.breakpointhook = process.stop_in_debugger  # in the others breakpoint() does nothing
     if rank not in ranks:
         return
     where = listen()

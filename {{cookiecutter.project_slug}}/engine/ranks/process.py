@@ -208,12 +208,21 @@ def _follow_debugger() -> None:
     thread only, which may be at a breakpoint or in a collective; hence the socket and the thread.
     """
     os.environ[DEBUGGED_LAUNCHER] = str(os.getppid()) if by_torchrun() else ""
+    sys.breakpointhook = stop_in_debugger
     threading.main_thread().name = f"rank {os.environ.get('RANK', 0)}"
     signal_socket, wakeup = socket.socketpair()
     wakeup.setblocking(False)
     signal.set_wakeup_fd(wakeup.detach(), warn_on_full_buffer=False)
     signal.signal(signal.SIGINT, lambda *_: None)  # without a handler the socket gets nothing
     _Watch(_end_with_debugger, signal_socket, os.getppid()).start()
+
+
+def stop_in_debugger() -> None:
+    """Stop in the calling frame; debugpy's own hook does not in a process that torchrun started."""
+    if is_debugged():
+        sys.modules["pydevd"].settrace(
+            trace_only_current_thread=True, stop_at_frame=sys._getframe(1)
+        )
 
 
 class _Watch(threading.Thread):

@@ -121,7 +121,7 @@ def _read_record(folder: Path) -> State:
 def _need_debugger() -> None:
     """Have breakpoint() stop in the ranks with a debugger; raise a UserError if none has one."""
     if any(distributed.gather_objects(process.is_debugged())):
-        sys.breakpointhook = _stop_in_debugger
+        sys.breakpointhook = process.stop_in_debugger  # also in ranks that have none
         return
     has_terminal = distributed.world_size() == 1 and sys.stdin is not None and sys.stdin.isatty()
     if not has_terminal and "PYTHONBREAKPOINT" not in os.environ:
@@ -129,13 +129,6 @@ def _need_debugger() -> None:
             "--replay: no debugger to stop in; start it with F5, with --debug-rank 0, or as one "
             "process in a terminal: python main.py"
         )
-
-
-def _stop_in_debugger() -> None:
-    """Stop in the calling frame; debugpy's own hook does not in a process that torchrun started."""
-    if process.is_debugged():
-        pydevd, caller = sys.modules["pydevd"], sys._getframe(1)
-        pydevd.settrace(trace_only_current_thread=True, stop_at_frame=caller)
 
 
 def next_step(state: State) -> Position:
