@@ -17,7 +17,7 @@ from typing import Any
 
 from engine import files
 from engine.errors import UserError
-from engine.ranks import debugging, distributed, explaining, positions, protocol
+from engine.ranks import debugging, distributed, explaining, positions, process, protocol
 
 POLL_SECONDS = 0.5
 ANSWER_SECONDS = 3  # for all ranks to say where they are
