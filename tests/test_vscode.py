@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from dap import Debugger, configuration, line_of, read, task
+from dap import Breakpoints, Debugger, configuration, line_of, read, task
 from running import ROOT, SAME_FOR_BOTH, TEMPLATE_FOLDER, Project, flags, free_port, marked, small
 from test_debug import LOOP, at, listening
 
@@ -48,6 +48,14 @@ def test_ranks_as_named_sessions(project: Project, data: Path, tmp_path: Path) -
         assert not debugger.left(5)
 
 
+def stuck(project: Project, tmp_path: Path) -> tuple[Path, Breakpoints]:
+    """Return a copy of the project that stays in its second pass, and a breakpoint there."""
+    folder = project.copy(tmp_path / "copy").folder
+    main = folder / "main.py"
+    main.write_text(main.read_text().replace("is_last = ", f"{STUCK}is_last = ", 1))
+    return folder, {"main.py": [{"line": line_of(main, "sleep(0.1)")}]}
+
+
 def has_gdb() -> bool:
     """Whether gdb can call a function in another process, as debugpy has it do."""
     with subprocess.Popen(["sleep", "60"]) as other:
@@ -67,12 +75,10 @@ def test_attach_to_a_process(
     """To one that is stuck: it stops at a breakpoint, and after Disconnect it runs on."""
     if not hasattr(sys, "remote_exec") and not has_gdb():
         pytest.skip("no gdb that can call functions of another process")
-    folder = project.copy(tmp_path / "copy").folder
-    main = folder / "main.py"
-    main.write_text(main.read_text().replace("is_last = ", f"{STUCK}is_last = ", 1))
+    folder, places = stuck(project, tmp_path)
     monkeypatch.setenv("PYDEVD_GDB_SCAN_SHARED_LIBRARIES", "libc")
-    with Debugger(folder, {"main.py": [{"line": line_of(main, "sleep(0.1)")}]}) as debugger:
-        command = [sys.executable, main, *flags(data, tmp_path / "out")]
+    with Debugger(folder, places) as debugger:
+        command = [sys.executable, folder / "main.py", *flags(data, tmp_path / "out")]
         debugger.type([str(word) for word in command], folder, {})
         debugger.wait(lambda: "steps per epoch" in debugger.text, "the first line")
         debugger.attach(configuration(folder, "Attach to a process", pid=str(debugger.shell.pid)))
@@ -90,12 +96,16 @@ def test_attach_to_a_process(
 @SAME_FOR_BOTH
 def test_attach_to_a_rank_that_is_stuck(project: Project, data: Path, tmp_path: Path) -> None:
     """where.py has it listen; it stops at a breakpoint, and after Disconnect the run goes on."""
-    folder = project.copy(tmp_path / "copy").folder
-    main = folder / "main.py"
-    main.write_text(main.read_text().replace("is_last = ", f"{STUCK}is_last = ", 1))
+    folder, places = stuck(project, tmp_path)
     port = next(p for p in iter(free_port, None) if not listening(p + 1))
-    with Debugger(folder, {"main.py": [{"line": line_of(main, "sleep(0.1)")}]}) as debugger:
-        command = [sys.executable, main, *flags(data, tmp_path / "out"), "--debug-port", port]
+    with Debugger(folder, places) as debugger:
+        command = [
+            sys.executable,
+            folder / "main.py",
+            *flags(data, tmp_path / "out"),
+            "--debug-port",
+            port,
+        ]
         debugger.type([str(word) for word in command], folder, {})
         debugger.wait(lambda: "steps per epoch" in debugger.text, "the first line")
         ask = task(folder, "Where is it? Let me attach", output=str(tmp_path / "out"), rank="0")
