@@ -78,7 +78,7 @@ def answer_person(folder: Path) -> None:
     with contextlib.suppress(OSError, UserError):
         answer = folder / Path(asked.read_text()).name
         asked.unlink()
-        if found := positions.ask(ANSWER_SECONDS):
+        if found := positions.ask(ANSWER_SECONDS, by_person=True):
             with files.writing(answer) as tmp_path:
                 tmp_path.write_text(explaining.block("", found), errors="surrogateescape")
             positions.tell_explained()

@@ -82,7 +82,7 @@ def compare(known: Known) -> tuple[str, str]:
     first = max((min(each) for each in recorded), default=1)
     last = max((max(each) for each in recorded), default=0)
     for number in range(first, last + 1):
-        if len({_key(each[number]) for each in recorded if number in each}) > 1:
+        if len({each[number].key for each in recorded if number in each}) > 1:
             line, hint = _mismatch(number, known)
             return (f"before or at {line}" if number == first > 1 else line), hint
     reached = {at.reached for at in known.values()}
@@ -103,7 +103,7 @@ def compare(known: Known) -> tuple[str, str]:
 def _mismatch(number: int, known: Known) -> tuple[str, str]:
     """Return the words for ranks whose collectives of that number differ."""
     at = {rank: each for rank in known for each in known[rank].started if each.number == number}
-    groups = _group(at, lambda rank: _key(at[rank]))
+    groups = _group(at, lambda rank: at[rank].key)
     parts = []
     for (_, ranks), what in zip(groups, _tell_apart([at[r[0]] for _, r in groups]), strict=True):
         is_there = all(known[rank].waits == number for rank in ranks)
@@ -116,8 +116,8 @@ def _mismatch(number: int, known: Known) -> tuple[str, str]:
         return line, ORDER
     # The collective that did not follow in the steps before is the one that ranks have missed.
     history = [each for each in known[min(at)].started if each.number < number]
-    pairs = [(_key(a), _key(b)) for a, b in itertools.pairwise(history)]
-    seen = [pairs.count((_key(history[-1]), _key(at[r[0]]))) if pairs else 0 for _, r in groups]
+    pairs = [(a.key, b.key) for a, b in itertools.pairwise(history)]
+    seen = [pairs.count((history[-1].key, at[r[0]].key)) if pairs else 0 for _, r in groups]
     ranks = groups[seen.index(min(seen))][1]
     place = at[ranks[0]].place
     if seen.count(min(seen)) == 1 and place and not _comes_later(number, at[ranks[0]], known):
@@ -127,7 +127,7 @@ def _mismatch(number: int, known: Known) -> tuple[str, str]:
 
 def _comes_later(number: int, each: Collective, known: Known) -> bool:
     later = (other for at in known.values() for other in at.started if other.number > number)
-    return any(_key(other) == _key(each) for other in later)
+    return any(other.key == each.key for other in later)
 
 
 def _laggards(number: int, known: Known) -> tuple[str, str]:
@@ -147,10 +147,6 @@ def _laggards(number: int, known: Known) -> tuple[str, str]:
 def _what(number: int, known: Known, ranks: list[int]) -> str:
     found = (each for rank in ranks for each in known[rank].started if each.number == number)
     return str(next(found, "what torch has not recorded"))
-
-
-def _key(each: Collective) -> tuple:
-    return each.what, each.own  # rank_zero_first has its barriers on different lines
 
 
 def _tell_apart(different: list[Collective]) -> list[str]:
