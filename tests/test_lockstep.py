@@ -98,6 +98,23 @@ def test_another_order(planted: Planted) -> None:
     assert explaining.ORDER in err
 
 
+@SAME_FOR_BOTH
+def test_what_ranks_may_do_differently(planted: Planted) -> None:
+    """Barriers and broadcasts on the lines of an if and its else; a send between two of three."""
+    code = """if run.step == 2:
+    if rank:
+        distributed.barrier()
+        distributed.broadcast(torch.zeros(3))
+    else:
+        distributed.barrier()
+        distributed.broadcast(torch.ones(3))
+    if rank == 0:
+        torch.distributed.send(torch.ones(3), 1)
+    elif rank == 1:
+        torch.distributed.recv(torch.ones(3), 0)"""
+    assert planted(code, 3)[:2] == (0, "")
+
+
 @pytest.fixture
 def fault(project: Project, data: Path, tmp_path: Path) -> Callable[[str], Any]:
     words = [*flags(data, tmp_path)[:-2], *NET]

@@ -19,8 +19,6 @@ from typing import NamedTuple
 import torch
 from torch._C import _distributed_c10d
 
-from engine.ranks import distributed
-
 ROOT = str(Path(__file__).resolve().parents[2])
 LIBRARIES = tuple(  # where packages are; not "data", which is /usr for the system's Python
     os.path.join(os.path.realpath(sysconfig.get_path(name)), "")
