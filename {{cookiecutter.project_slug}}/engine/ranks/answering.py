@@ -107,6 +107,7 @@ def explain_aborts(report: Report) -> None:
 
     _kept.append(handler(on_terminate))
     before = set_terminate(ctypes.cast(_kept[0], ctypes.c_void_p))
+    atexit.register(set_terminate, before)  # after that there is no Python to call
 
 
 def name_of(type_info: int | None) -> bytes:
