@@ -75,7 +75,7 @@ def listen(folder: Path) -> None:
 def answer_person(folder: Path) -> None:
     """Write where all ranks are into the file that the file ASKED names, if there is one."""
     asked = folder / protocol.ASKED
-    with contextlib.suppress(OSError, UserError):
+    with contextlib.suppress(OSError, ValueError, UserError):
         answer = folder / Path(asked.read_text()).name
         asked.unlink()
         if found := positions.ask(ANSWER_SECONDS, by_person=True):
