@@ -8,6 +8,7 @@ from pathlib import Path
 
 from forked import wait
 
+from engine.ranks import distributed
 from engine.run.folder import RunFolder
 from snippets.faulty import Runs, after_step, wait_for
 
@@ -24,9 +25,10 @@ def asked(data: str, folder: str, *words: object) -> dict:
         find = RunFolder.find_checkpoint
 
         def patched(self: RunFolder) -> object:
-            self.path.mkdir(parents=True, exist_ok=True)
-            (self.path / ".where").write_text(".where-of a command that was killed")
-            (self.path / ".where-0").touch()
+            if distributed.is_rank_zero():
+                self.path.mkdir(parents=True, exist_ok=True)
+                (self.path / ".where").write_text(".where-of a command that was killed")
+                (self.path / ".where-0").touch()
             return find(self)
 
         RunFolder.find_checkpoint = patched
