@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 from running import NET, SAME_FOR_BOTH, Project, flags, run
+from torch.distributed import HashStore
 
 from engine.ranks import distributed, explaining, lockstep, positions, protocol
 from engine.ranks.lockstep import Collective
@@ -99,6 +100,23 @@ def test_another_order(planted: Planted) -> None:
     assert explaining.ORDER in err
 
 
+@SAME_FOR_BOTH
+def test_what_ranks_may_do_differently(planted: Planted) -> None:
+    """Barriers and broadcasts on the lines of an if and its else; a send between two of three."""
+    code = """if run.step == 2:
+    if rank:
+        distributed.barrier()
+        distributed.broadcast(torch.zeros(3))
+    else:
+        distributed.barrier()
+        distributed.broadcast(torch.ones(3))
+    if rank == 0:
+        torch.distributed.send(torch.ones(3), 1)
+    elif rank == 1:
+        torch.distributed.recv(torch.ones(3), 0)"""
+    assert planted(code, 3, "--dist-timeout", 60)[:2] == (0, "")
+
+
 @pytest.fixture
 def fault(project: Project, data: Path, tmp_path: Path) -> Callable[[str], Any]:
     words = [*flags(data, tmp_path)[:-2], *NET]
@@ -144,6 +162,18 @@ def test_a_killed_rank(fault: Callable) -> None:
     assert first == "rank 0 lost another rank:"
     assert second.startswith("rank 1 has ended (process ")
     assert re.match(r"collective \d+: rank 0 waits in ", third)
+
+
+def test_a_person_was_told_but_not_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """When ranks hang, they print where they are even if somebody has asked before."""
+    monkeypatch.setattr(distributed._group, "store", HashStore())
+    monkeypatch.setattr(distributed, "collectives", lambda: 5)
+    monkeypatch.setattr(positions, "here", lambda: Position(0, "", "", "", 5, [], None))
+    monkeypatch.setattr(positions, "mine", positions.Mine())
+    for by_person in (True, False):
+        assert positions.ask(1, by_person)
+        assert positions.is_told() is not by_person
+        positions.tell_explained()
 
 
 # What is compared

@@ -78,10 +78,10 @@ def listen(folder: Path) -> None:
 
 def answer_person(folder: Path) -> None:
     """If there are files ASKED-NAME, write where all ranks are into ASKED-NAME.txt."""
-    with contextlib.suppress(OSError, UserError):
+    with contextlib.suppress(OSError, ValueError, UserError):
         asked = [path for path in folder.glob(f"{protocol.ASKED}-*") if not path.suffix]
         ranks = {path: read_rank(path) for path in asked}
-        if asked and (found := positions.ask(ANSWER_SECONDS, is_shown=False)):
+        if asked and (found := positions.ask(ANSWER_SECONDS, by_person=True)):
             for path, rank in ranks.items():
                 path.unlink(missing_ok=True)
                 lines = [explaining.block("", found)]
@@ -150,6 +150,7 @@ def explain_aborts(report: Report) -> None:
 
     _kept.append(handler(on_terminate))
     before = set_terminate(ctypes.cast(_kept[0], ctypes.c_void_p))
+    atexit.register(set_terminate, before)  # after that there is no Python to call
 
 
 def name_of(type_info: int | None) -> bytes:

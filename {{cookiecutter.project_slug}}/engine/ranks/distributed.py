@@ -42,7 +42,6 @@ def setup(
     """Join the process group that the launcher describes, or a group of one; return the device.
 
     With GPUs: nccl, one GPU per rank. Without: gloo.
-
     local_rank: used only if the launcher does not set LOCAL_RANK.
     timeout: seconds after which a collective fails; a week if a rank may be at a breakpoint.
     debugged: whether another rank may have a debugger.
@@ -58,6 +57,7 @@ def setup(
     if "RANK" in os.environ:
         _group.store, group_rank, size = joining.open_store(_group.timeout)
         joining.join(_group.store, "rank", group_rank, size, _group.timeout.total_seconds())
+        _group.store = dist.PrefixStore("joined", _group.store)  # apart from the errors of others
     else:
         _group.store, group_rank, size = dist.HashStore(), 0, 1
     _group.store.set(protocol.process_of(group_rank), f"{socket.gethostname()} {os.getpid()}")

@@ -84,7 +84,7 @@ def compare(known: Known) -> tuple[str, str]:
     first = max((min(each) for each in recorded), default=1)
     last = max((max(each) for each in recorded), default=0)
     for number in range(first, last + 1):
-        if len({_key(each[number]) for each in recorded if number in each}) > 1:
+        if len({each[number].key for each in recorded if number in each}) > 1:
             line, hint = _mismatch(number, known)
             return (f"before or at {line}" if number == first > 1 else line), hint
     reached = {at.reached for at in known.values()}
@@ -105,7 +105,7 @@ def compare(known: Known) -> tuple[str, str]:
 def _mismatch(number: int, known: Known) -> tuple[str, str]:
     """Return the words for ranks whose collectives of that number differ."""
     at = {rank: each for rank in known for each in known[rank].started if each.number == number}
-    groups = _group(at, lambda rank: _key(at[rank]))
+    groups = _group(at, lambda rank: at[rank].key)
     parts = []
     for (_, ranks), what in zip(groups, _tell_apart([at[r[0]] for _, r in groups]), strict=True):
         is_there = all(known[rank].waits == number for rank in ranks)
@@ -120,8 +120,8 @@ def _mismatch(number: int, known: Known) -> tuple[str, str]:
         return line, SHAPES
     # The collective that did not follow in the steps before is the one that ranks have missed.
     history = [each for each in known[min(at)].started if each.number < number]
-    pairs = [(_key(a), _key(b)) for a, b in itertools.pairwise(history)]
-    seen = [pairs.count((_key(history[-1]), _key(at[r[0]]))) if pairs else 0 for _, r in groups]
+    pairs = [(a.key, b.key) for a, b in itertools.pairwise(history)]
+    seen = [pairs.count((history[-1].key, at[r[0]].key)) if pairs else 0 for _, r in groups]
     ranks = groups[seen.index(min(seen))][1]
     others = at.keys() - set(ranks)
     taken = {line for rank in others for each in known[rank].started for line in each.own}
@@ -133,7 +133,7 @@ def _mismatch(number: int, known: Known) -> tuple[str, str]:
 
 def _comes_later(number: int, each: Collective, known: Known) -> bool:
     later = (other for at in known.values() for other in at.started if other.number > number)
-    return any(_key(other) == _key(each) for other in later)
+    return any(other.key == each.key for other in later)
 
 
 def _laggards(number: int, known: Known) -> tuple[str, str]:
@@ -153,10 +153,6 @@ def _laggards(number: int, known: Known) -> tuple[str, str]:
 def _what(number: int, known: Known, ranks: list[int]) -> str:
     found = (each for rank in ranks for each in known[rank].started if each.number == number)
     return str(next(found, "what torch has not recorded"))
-
-
-def _key(each: Collective) -> tuple:
-    return each.what, each.own  # rank_zero_first has its barriers on different lines
 
 
 def _tell_apart(different: list[Collective]) -> list[str]:

@@ -29,7 +29,8 @@ def open_store(timeout: timedelta) -> tuple[dist.Store, int, int]:
     except dist.DistError as error:
         raise explain(error, host, port) or error from None
     store.set_timeout(timeout)
-    return store, rank, size
+    # Where torchrun starts ranks again, the store may be the same.
+    return dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store), rank, size
 
 
 def join(store: dist.Store, kind: str, number: int, size: int, seconds: float) -> None:
@@ -40,8 +41,6 @@ def join(store: dist.Store, kind: str, number: int, size: int, seconds: float) -
     seconds: how long to wait for the others
     """
     own, total = VARIABLES[kind]
-    # Where torchrun starts ranks again, the store may be the same.
-    store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
     answer, known = f"all {kind}s", int(store.compare_set(f"{kind}s", "", str(size)))
     times = store.add(f"{kind} {number}", 1)
     fault = ""

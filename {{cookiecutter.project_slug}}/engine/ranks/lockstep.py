@@ -8,6 +8,7 @@ rank (TORCH_FR_BUFFER_SIZE, 2000; over gloo from torch 2.9 on), at no cost that 
 import functools
 import os
 import pickle
+import re
 import sysconfig
 import zlib
 from collections.abc import Iterable, Mapping
@@ -18,13 +19,15 @@ from typing import NamedTuple
 import torch
 from torch._C import _distributed_c10d
 
-from engine.ranks import distributed
-
 ROOT = str(Path(__file__).resolve().parents[2])
-LIBRARIES = tuple(map(os.path.realpath, sysconfig.get_paths().values()))  # where packages are
+LIBRARIES = tuple(  # where packages are; not "data", which is /usr for the system's Python
+    os.path.join(os.path.realpath(sysconfig.get_path(name)), "")
+    for name in ("stdlib", "platstdlib", "purelib", "platlib", "scripts")
+)
 WINDOW = 1500  # collectives that are compared; those of other groups fill the recorder, too
 KEYS = {"collective_seq_id", "frames", "input_dtypes", "input_sizes", "is_p2p", "process_group"}
 KEYS |= {"profiling_name", "retired", "state"}  # of an entry, in the versions of torch known here
+APART = re.compile(r"\S*barrier|(broadcast|reduce|scatter|gather)\b")  # in an if and its else
 UNEVEN = ("alltoall", "all_to_all", "scatter", "gather")  # shapes may differ between ranks
 DTYPES = {"Float": "float32", "Double": "float64", "Half": "float16", "Byte": "uint8"}
 DTYPES |= {"Long": "int64", "Int": "int32", "Short": "int16", "Char": "int8"}
@@ -45,6 +48,15 @@ class Collective(NamedTuple):
     def own(self) -> tuple[str, ...]:
         """Return the lines outside the machinery."""
         return tuple(line for line in self.lines if not is_machinery(line))
+
+    @property
+    def key(self) -> tuple:
+        """Return what has to be the same on all ranks: what it does, and from which lines.
+
+        Not the lines in engine/, which may differ, as in rank_zero_first; and none of those that
+        ranks often write apart, such as the sender and the receivers of a broadcast.
+        """
+        return self.what, () if APART.match(self.what) else self.own
 
     @property
     def place(self) -> str:
@@ -136,14 +148,15 @@ class Checksum:
     """Of the collectives since the last time: the same on all ranks if they are."""
 
     def __init__(self) -> None:
-        self.until = distributed.collectives()
+        self.until = 0  # the number of the last that was counted
+        self.compute()
 
     def compute(self) -> int:
         """Return it, below 2**52; 0 if they are not known. At most the last WINDOW count."""
-        now = distributed.collectives()
+        entries = _entries()
+        now = entries[-1]["collective_seq_id"] if entries else self.until
         first, self.until = max(self.until + 1, now - WINDOW), now
-        recent = [entry for entry in _entries() if entry["collective_seq_id"] >= first]
+        recent = [entry for entry in entries if entry["collective_seq_id"] >= first]
         if not recent or recent[0]["collective_seq_id"] != first:
             return 0
-        found = [(each.number, each.what, each.own) for each in map(_collective, recent)]
-        return zlib.crc32(repr(found).encode()) or 1
+        return zlib.crc32(repr([_collective(entry).key for entry in recent]).encode()) or 1

@@ -28,7 +28,7 @@ class Mine:
     where: Callable[[], str] = str  # such as "epoch 1, step 3"
     error: BaseException | None = None  # that ends the main thread
     answered: int = 0  # how often this rank has said where it is
-    reached: int = -1  # how many collectives it had started then
+    reached: int = -1  # how many collectives it had started then, if that was printed by a rank
     lock: threading.Lock = field(default_factory=threading.Lock)  # held while it says so
 
 
@@ -66,7 +66,8 @@ def here() -> Position:
     first = places.index(outside[0]) if own else 0  # before it there are only launchers
     shown = [each for each in frames[first:-1] if lockstep.place(each.filename, each.lineno)]
     started, unfinished = lockstep.started(), lockstep.unfinished()
-    reached = distributed.collectives()
+    # gloo's own number counts what is sent to a single rank, too
+    reached = started[-1].number if started else distributed.collectives()
     waits = unfinished.number if unfinished else reached if mine.error else 0
     return Position(
         distributed.rank(),
@@ -80,7 +81,10 @@ def here() -> Position:
 
 
 def is_told() -> bool:
-    """Return whether this rank has said where it is and has started no collective since."""
+    """Return whether a rank has printed where this one is, which has started no collective since.
+
+    What a person was told does not count: the run's own output lacks it.
+    """
     return mine.reached == distributed.collectives()
 
 
@@ -89,27 +93,26 @@ def answer() -> bool:
     before = mine.answered
     with mine.lock:
         while distributed.store().check([protocol.explain(mine.answered + 1)]):
-            asker = distributed.store().get(protocol.explain(mine.answered + 1)).decode()
-            _say(mine.answered + 1, asker.isdecimal())
+            _say(mine.answered + 1)
     return mine.answered > before
 
 
-def ask(seconds: float, is_shown: bool = True) -> dict[int, Position | str] | None:
+def ask(seconds: float, by_person: bool = False) -> dict[int, Position | str] | None:
     """Return where all ranks are, after at most `seconds`; None if another rank is asking already.
 
     A rank that does not answer has a string that tells why.
-
-    is_shown: whether the answer is for the job's terminal, where one is enough (`is_told`).
     """
-    me, store = f"{distributed.rank()}{'' if is_shown else ' for a person'}", distributed.store()
+    me, store = protocol.PERSON if by_person else str(distributed.rank()), distributed.store()
     with mine.lock:
-        if is_shown and is_told():  # perhaps while this waited for the lock
+        if not by_person and is_told():  # perhaps while this waited for the lock
             return None
         for turn in itertools.count(mine.answered + 1):
-            is_first = store.compare_set(protocol.explain(turn), "", me) == me.encode()
-            if is_first or not store.check([protocol.explained(turn)]):
+            asker = store.compare_set(protocol.explain(turn), "", me).decode()
+            is_first, is_over = asker == me, store.check([protocol.explained(turn)])
+            if is_first or not (is_over or asker == protocol.PERSON):
                 break
-        _say(turn, is_shown)
+            _say(turn)
+        _say(turn)
     if not is_first:
         return None
     deadline = time.monotonic() + seconds
@@ -140,10 +143,12 @@ def await_explained(seconds: float) -> None:
         time.sleep(POLL_SECONDS)
 
 
-def _say(turn: int, is_shown: bool) -> None:
-    position = here()
-    mine.answered, mine.reached = turn, position.reached if is_shown else mine.reached
-    distributed.store().set(protocol.explain(turn, position.rank), _encode(position))
+def _say(turn: int) -> None:
+    reached, position, store = distributed.collectives(), here(), distributed.store()
+    mine.answered = turn
+    if store.get(protocol.explain(turn)) != protocol.PERSON.encode():
+        mine.reached = reached
+    store.set(protocol.explain(turn, position.rank), _encode(position))
 
 
 def _encode(position: Position) -> str:
