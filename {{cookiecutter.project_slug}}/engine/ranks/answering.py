@@ -76,7 +76,7 @@ def answer_person(folder: Path) -> None:
     """If there are files ASKED-NAME, write where all ranks are into ASKED-NAME.txt."""
     with contextlib.suppress(OSError, UserError):
         asked = [path for path in folder.glob(f"{protocol.ASKED}-*") if not path.suffix]
-        if asked and (found := positions.ask(ANSWER_SECONDS)):
+        if asked and (found := positions.ask(ANSWER_SECONDS, by_person=True)):
             for path in asked:
                 path.unlink(missing_ok=True)
                 with files.writing(path.with_suffix(".txt")) as tmp_path:

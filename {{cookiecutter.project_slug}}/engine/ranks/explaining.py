@@ -31,7 +31,7 @@ def show(title: str, seconds: float) -> None:
 
     seconds: how long to wait for the others to say where they are.
     """
-    if found := positions.ask(seconds, again=False):
+    if found := positions.ask(seconds):
         process.drop_unread()
         print(block(title, found), file=sys.stderr, flush=True)
         positions.tell_explained()

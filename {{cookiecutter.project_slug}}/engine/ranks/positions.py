@@ -28,7 +28,7 @@ class Mine:
     where: Callable[[], str] = str  # such as "epoch 1, step 3"
     error: BaseException | None = None  # that ends the main thread
     answered: int = 0  # how often this rank has said where it is
-    reached: int = -1  # how many collectives it had started then
+    reached: int = -1  # how many collectives it had started then, if a rank had asked
     lock: threading.Lock = field(default_factory=threading.Lock)  # held while it says so
 
 
@@ -80,7 +80,7 @@ def here() -> Position:
 
 
 def is_told() -> bool:
-    """Return whether this rank has said where it is and has started no collective since."""
+    """Return whether it is known, and not to a person only, where this rank is now."""
     return mine.reached == distributed.collectives()
 
 
@@ -91,19 +91,23 @@ def answer() -> None:
             _say(mine.answered + 1)
 
 
-def ask(seconds: float, again: bool = True) -> dict[int, Position | str] | None:
+def ask(seconds: float, by_person: bool = False) -> dict[int, Position | str] | None:
     """Return where all ranks are, after at most `seconds`; None if another rank is asking already.
 
     A rank that does not answer has a string that tells why.
-    again: even if this rank has said where it is, and is still there.
+    by_person: for an answer to a person; else None, too, if this rank has said where it is before.
     """
-    me, store = str(distributed.rank()), distributed.store()
+    me = protocol.PERSON if by_person else str(distributed.rank())
+    store = distributed.store()
     with mine.lock:
-        if is_told() and not again:  # perhaps while this waited for the lock
+        if is_told() and not by_person:  # perhaps while this waited for the lock
             return None
         for turn in itertools.count(mine.answered + 1):
-            is_first = store.compare_set(protocol.explain(turn), "", me) == me.encode()
-            if is_first or not store.check([protocol.explained(turn)]):
+            asker = store.compare_set(protocol.explain(turn), "", me).decode()
+            is_first = asker == me
+            if not is_first and asker == protocol.PERSON:
+                _say(turn)
+            elif is_first or not store.check([protocol.explained(turn)]):
                 break
         _say(turn)
     if not is_first:
@@ -138,7 +142,9 @@ def await_explained(seconds: float) -> None:
 
 def _say(turn: int) -> None:
     position = here()
-    mine.answered, mine.reached = turn, position.reached
+    mine.answered = turn
+    if distributed.store().get(protocol.explain(turn)) != protocol.PERSON.encode():
+        mine.reached = position.reached
     distributed.store().set(protocol.explain(turn, position.rank), _encode(position))
 
 

@@ -36,6 +36,7 @@ FINAL = {0, MISTAKE, STOPPED, *(128 + signum for signum in STOP_SIGNALS)}
 
 # Keys in the process group's store
 STOP = "stop"  # the name of the signal
+PERSON = "person"  # instead of the rank that asks, if rank 0 asks for a person
 ERROR = "error"  # "<rank> <exit status>" of the first rank that failed
 
 # Environment variables of this project's own
