@@ -181,6 +181,8 @@ def test_a_helper_that_is_called_from_two_lines() -> None:
     line, _ = explaining.compare(ranks(one, two))
     assert "a at helper.py:3, called at main.py:7, rank 1 was" in line
     assert "a at helper.py:3, called at main.py:8" in line
+    line, _ = explaining.compare(ranks(one, [two[0]._replace(what="b")]))
+    assert "a at helper.py:3, called at main.py:7, rank 1 was" in line
 
 
 def test_a_difference_that_is_too_old() -> None:
