@@ -60,7 +60,7 @@ def test_hangs(fault: Callable) -> None:
     assert statuses[0] == 1
     assert statuses[1] != 0
     assert err.count("no progress for 2.5 s:\n") == 1
-    assert "rank 1 never came to it" in err
+    assert "rank 1 has not come to it" in err
     for rank, step, where in ((0, 3, "train_one_epoch"), (1, 3, "in hang")):
         stack = err.split(f"stack of rank {rank}, epoch 1, step {step}:")[1]
         assert where in stack.split("stack of")[0]

@@ -221,6 +221,8 @@ def test_a_helper_that_is_called_from_two_lines() -> None:
     line, _ = explaining.compare(ranks(one, two))
     assert "a at helper.py:3, called at main.py:7, rank 1 was" in line
     assert "a at helper.py:3, called at main.py:8" in line
+    line, _ = explaining.compare(ranks(one, [two[0]._replace(what="b")]))
+    assert "a at helper.py:3, called at main.py:7, rank 1 was" in line
 
 
 def test_a_difference_that_is_too_old() -> None:
@@ -281,6 +283,22 @@ def test_other_shapes_on_the_same_line() -> None:
     assert "never came" not in line
 
 
+def test_what_a_person_was_told_is_said_again_at_the_hang(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = dist.HashStore()
+    (position,) = ranks(steps(A, B)).values()
+    monkeypatch.setattr(positions, "mine", positions.Mine())
+    monkeypatch.setattr(positions, "here", lambda: position)
+    monkeypatch.setattr(distributed, "store", lambda: store)
+    monkeypatch.setattr(distributed, "collectives", lambda: position.reached)
+    monkeypatch.setattr(distributed, "world_size", lambda: 1)
+    for _ in range(2):
+        assert positions.ask(1, by_person=True) == {0: position}
+        positions.tell_explained()
+    assert positions.ask(1) == {0: position}
+    positions.tell_explained()
+    assert positions.ask(1) is None
+
+
 def test_one_block_if_two_ranks_find_the_hang_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """The second answers the first while it waits for its lock, and has nothing to ask then."""
 
@@ -295,7 +313,7 @@ def test_one_block_if_two_ranks_find_the_hang_at_once(monkeypatch: pytest.Monkey
     monkeypatch.setattr(positions, "mine", positions.Mine(lock=Answered()))
     monkeypatch.setattr(distributed, "store", lambda: store)
     monkeypatch.setattr(distributed, "collectives", lambda: 7)
-    assert positions.ask(1, again=False) is None
+    assert positions.ask(1) is None
     assert not store.check([protocol.explain(8)])
 
 

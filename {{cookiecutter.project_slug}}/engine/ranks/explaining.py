@@ -157,14 +157,14 @@ def _what(number: int, known: Known, ranks: list[int]) -> str:
 
 def _tell_apart(different: list[Collective]) -> list[str]:
     """Return a text for each; where the innermost lines are the same, with the one that differs."""
-    names = [str(each) for each in different]
-    for depth in range(2, max(len(each.own) for each in different) + 1):
-        if len(set(names)) > 1:
-            break
-        calls = [each.own[-depth] if len(each.own) >= depth else "" for each in different]
-        if len(set(calls)) > 1:
-            names = [f"{each}, called at {call}" for each, call in zip(names, calls, strict=True)]
-    return names
+    if len({each.place for each in different}) == 1:
+        for depth in range(2, max(len(each.own) for each in different) + 1):
+            calls = [each.own[-depth] if len(each.own) >= depth else "" for each in different]
+            if len(set(calls)) > 1:
+                return [
+                    f"{each}, called at {at}" for each, at in zip(different, calls, strict=True)
+                ]
+    return [str(each) for each in different]
 
 
 def _places(ranks: Collection[int], known: Known) -> str:
