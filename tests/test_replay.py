@@ -6,6 +6,9 @@ import pytest
 from dap import Debugger, configuration, line_of
 from running import NET, SAME_FOR_BOTH, Project
 
+from engine.errors import UserError
+from engine.run import replay
+
 
 @SAME_FOR_BOTH
 def test_it_is_the_same_step(project: Project, data: Path, tmp_path: Path) -> None:
@@ -54,7 +57,7 @@ def test_a_loss_that_is_no_number(project: Project, data: Path, tmp_path: Path) 
     assert "became NaN or inf at epoch 1, step 6: " in found["error"]
     assert f"--output-dir {tmp_path}/run --replay 1:6 --debug-rank" in found["error"]
     assert found["again"] == [0, 0]
-    assert "the loss became NaN or inf at epoch 1, step 3\n" in found["said"]
+    assert "the loss of rank 1 became NaN or inf at epoch 1, step 3\n" in found["said"]
     for then, now in zip(found["whole"], found["found"], strict=True):
         assert now["stops"] == [["1:3", 2, *then["passes"]["1:3"]]]
         assert now["stops"][0][2]["finite"] and not then["passes"]["1:4"][0]["finite"]
@@ -68,6 +71,13 @@ def test_what_cannot_be_replayed(project: Project, trained: Path, tmp_path: Path
     project.alone(*run, "--replay", "1:1", "--eval-only").refused("--replay", "--eval-only")
     project.alone(*run, "--replay", "1:1").refused("no debugger", "F5", "--debug-rank")
     project.fork(*run, "--replay", "1:1").refused("no debugger", "F5", "--debug-rank")
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"flags": {"lr": 0.1}}'])
+def test_an_args_json_that_is_none(tmp_path: Path, text: str) -> None:
+    (tmp_path / "args.json").write_text(text)
+    with pytest.raises(UserError, match=r"args\.json: cannot be read .*--output-dir"):
+        replay._read_record(tmp_path)
 
 
 @pytest.mark.parametrize("project", ["segmentation"], indirect=True)

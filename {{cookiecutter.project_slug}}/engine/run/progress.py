@@ -236,7 +236,7 @@ class Run:
         """Raise a UserError unless the sums of losses, (2,) or (ranks, 2), are finite."""
         if not (fine := totals.isfinite().all(-1)).all():
             rank = int(fine.int().argmin()) if fine.ndim else distributed.rank()
-            raise self._not_finite("the loss", rank)
+            raise self._not_finite(f"the loss of rank {rank}" if fine.any() else "the loss", rank)
 
     def _not_finite(self, what: str, rank: int) -> replay.NotFinite:
         position = self.epoch + 1, self.seen // self.global_batch or 1

@@ -14,6 +14,7 @@ import sys
 from argparse import ArgumentTypeError
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -82,10 +83,8 @@ def read_flags(folder: Path, left_out: Collection[str]) -> dict[str, object]:
     Raises a UserError if there is no debugger to stop in.
     """
     _need_debugger()
-    record = distributed.from_rank_zero(_read_record, folder)
-    then = {**record["flags"], **record["settings"]}
-    batch, accumulate = then["batch_size"], then["accumulate"]
-    ranks, size = record["ranks"], distributed.world_size()
+    then, ranks = distributed.from_rank_zero(_read_record, folder)
+    batch, accumulate, size = then["batch_size"], then["accumulate"], distributed.world_size()
     if ranks != size:
         images, left = divmod(ranks * batch * accumulate, size)
         if left:
@@ -107,12 +106,14 @@ def read_flags(folder: Path, left_out: Collection[str]) -> dict[str, object]:
     }
 
 
-def _read_record(folder: Path) -> State:
+def _read_record(folder: Path) -> tuple[dict[str, Any], int]:
+    """Return the flags, with what the machine chose, and the number of ranks."""
     path = folder / "args.json"
     try:
-        return json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or error
+        record = json.loads(path.read_text())
+        return {**record["flags"], **record["settings"]}, record["ranks"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        reason = getattr(error, "strerror", None) or repr(error)
         raise UserError(
             f"{path}: cannot be read ({reason}); --replay needs the --output-dir of a run"
         ) from None
