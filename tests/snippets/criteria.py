@@ -105,7 +105,8 @@ def train(words: tuple, passes: int, is_soft: bool, kind: str) -> list[Tensor]:
     whole = main.Task(args, settings, DEVICE, CLASSES, net, chosen, None)
     report = SimpleNamespace(progress=lambda loader, _: loader, loss=lambda *_: None)
     run = SimpleNamespace(
-        epoch=0, passes=0, totals=torch.zeros(2).double(), end_step=int, mean_loss=float
+        **{"epoch": 0, "passes": 0, "totals": torch.zeros(2).double()},
+        **{"end_step": int, "mean_loss": float, "is_due": lambda _: False},
     )
     main.train_one_epoch(whole, stepper, mine, report, run)
     return optimizer.kept

@@ -39,7 +39,7 @@ def train(data: str, words: list[str]) -> dict:
     task = main.Task(args, settings, device, classes, model, criterion, None)
     totals = torch.zeros(2, dtype=torch.float64)
     run = SimpleNamespace(epoch=0, passes=0, totals=totals, end_step=lambda: None)
-    run.mean_loss = lambda: float(totals[0] / totals[1])
+    run.mean_loss, run.is_due = lambda: float(totals[0] / totals[1]), lambda _: False
     report = SimpleNamespace(
         progress=lambda loader, _: itertools.islice(loader, 2), loss=lambda *_: None
     )
