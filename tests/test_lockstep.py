@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 from running import NET, SAME_FOR_BOTH, Project, flags, run
-from torch.distributed import HashStore
 
 from engine.ranks import distributed, explaining, lockstep, positions, protocol
 from engine.ranks.lockstep import Collective
@@ -164,18 +163,6 @@ def test_a_killed_rank(fault: Callable) -> None:
     assert re.match(r"collective \d+: rank 0 waits in ", third)
 
 
-def test_a_person_was_told_but_not_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
-    """When ranks hang, they print where they are even if somebody has asked before."""
-    monkeypatch.setattr(distributed._group, "store", HashStore())
-    monkeypatch.setattr(distributed, "collectives", lambda: 5)
-    monkeypatch.setattr(positions, "here", lambda: Position(0, "", "", "", 5, [], None))
-    monkeypatch.setattr(positions, "mine", positions.Mine())
-    for by_person in (True, False):
-        assert positions.ask(1, by_person)
-        assert positions.is_told() is not by_person
-        positions.tell_explained()
-
-
 # What is compared
 
 
@@ -212,6 +199,11 @@ def test_swapped() -> None:
     line, hint = explaining.compare(ranks(steps(A, B, C), steps(A, C, B)))
     assert hint == explaining.ORDER
     assert line.startswith("collective 2: rank 0 was in b at main.py:30, rank 1 was in c at main")
+    before = steps(A, B, A, B)
+    swapped = [[*before, *steps(("a", x), ("a", y), B, first=5)] for x, y in ((60, 61), (71, 72))]
+    line, hint = explaining.compare(ranks(*swapped))  # in an if and its else
+    assert hint == explaining.ORDER
+    assert line == "collective 5: rank 0 was in a at main.py:60, rank 1 was in a at main.py:71"
 
 
 def test_a_helper_that_is_called_from_two_lines() -> None:

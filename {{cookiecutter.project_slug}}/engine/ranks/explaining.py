@@ -122,6 +122,8 @@ def _mismatch(number: int, known: Known) -> tuple[str, str]:
     history = [each for each in known[min(at)].started if each.number < number]
     pairs = [(a.key, b.key) for a, b in itertools.pairwise(history)]
     seen = [pairs.count((history[-1].key, at[r[0]].key)) if pairs else 0 for _, r in groups]
+    if len(set(seen)) == 1 and len({each.what for each in at.values()}) == 1:
+        return line, ORDER  # the same kind on all ranks, on other lines
     ranks = groups[seen.index(min(seen))][1]
     others = at.keys() - set(ranks)
     taken = {line for rank in others for each in known[rank].started for line in each.own}
