@@ -262,10 +262,10 @@ def test_what_nccl_records(monkeypatch: pytest.MonkeyPatch) -> None:
         {**entry, "collective_seq_id": 2, "profiling_name": "nccl:all_reduce", "frames": []},
     ]
     monkeypatch.setattr(lockstep, "_entries", lambda: entries)
-    first, second = lockstep.started()
+    (first, second), unfinished = lockstep.read()
     assert str(first) == "all_reduce (20,) float32 at main.py:5"
     assert str(second) == "DDP's gradients (20,) float32"
-    assert lockstep.unfinished() == second
+    assert unfinished == second
 
 
 def test_other_shapes_on_the_same_line() -> None:

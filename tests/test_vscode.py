@@ -1,14 +1,16 @@
 """Attaching to ranks, to processes, and the tasks, as VS Code does it."""
 
+import contextlib
 import re
 import shlex
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from dap import Breakpoints, Debugger, configuration, line_of, read, task
+from dap import Debugger, configuration, line_of, read, task
 from running import ROOT, SAME_FOR_BOTH, TEMPLATE_FOLDER, Project, flags, free_port, marked, small
 from test_debug import LOOP, at, listening
 
@@ -48,12 +50,31 @@ def test_ranks_as_named_sessions(project: Project, data: Path, tmp_path: Path) -
         assert not debugger.left(5)
 
 
-def stuck(project: Project, tmp_path: Path) -> tuple[Path, Breakpoints]:
-    """Return a copy of the project that stays in its second pass, and a breakpoint there."""
-    folder = project.copy(tmp_path / "copy").folder
+@contextlib.contextmanager
+def stuck(
+    project: Project, data: Path, output: Path, *more: object
+) -> Iterator[tuple[Debugger, Path]]:
+    """Give the block a run that stays in its second pass, and its folder, to attach to.
+
+    Then it has to stop at a breakpoint there, and after Disconnect to run on to its end.
+    """
+    folder = project.copy(output.with_name("copy")).folder
     main = folder / "main.py"
     main.write_text(main.read_text().replace("is_last = ", f"{STUCK}is_last = ", 1))
-    return folder, {"main.py": [{"line": line_of(main, "sleep(0.1)")}]}
+    with Debugger(folder, {"main.py": [{"line": line_of(main, "sleep(0.1)")}]}) as debugger:
+        command = [sys.executable, main, *flags(data, output), *more]
+        debugger.type([str(word) for word in command], folder, {})
+        debugger.wait(lambda: "steps per epoch" in debugger.text, "the first line")
+        yield debugger, folder
+        (session,) = debugger.stopped(1)
+        assert session.frame["name"] == "train_one_epoch"
+        assert session.evaluate("(rank, i)") == "(0, 1)"
+        session.evaluate("globals().update(stuck=False)")
+        debugger.set({})
+        session.disconnect()
+        assert debugger.finish() == 0
+        assert "done: best" in debugger.text
+    assert not marked(debugger.mark)
 
 
 def has_gdb() -> bool:
@@ -75,39 +96,16 @@ def test_attach_to_a_process(
     """To one that is stuck: it stops at a breakpoint, and after Disconnect it runs on."""
     if not hasattr(sys, "remote_exec") and not has_gdb():
         pytest.skip("no gdb that can call functions of another process")
-    folder, places = stuck(project, tmp_path)
     monkeypatch.setenv("PYDEVD_GDB_SCAN_SHARED_LIBRARIES", "libc")
-    with Debugger(folder, places) as debugger:
-        command = [sys.executable, folder / "main.py", *flags(data, tmp_path / "out")]
-        debugger.type([str(word) for word in command], folder, {})
-        debugger.wait(lambda: "steps per epoch" in debugger.text, "the first line")
+    with stuck(project, data, tmp_path / "out") as (debugger, folder):
         debugger.attach(configuration(folder, "Attach to a process", pid=str(debugger.shell.pid)))
-        (session,) = debugger.stopped(1)
-        assert session.frame["name"] == "train_one_epoch"
-        assert session.evaluate("(rank, i)") == "(0, 1)"
-        session.evaluate("globals().update(stuck=False)")
-        debugger.set({})
-        session.disconnect()
-        assert debugger.finish() == 0
-        assert "done: best" in debugger.text
-    assert not marked(debugger.mark)
 
 
 @SAME_FOR_BOTH
 def test_attach_to_a_rank_that_is_stuck(project: Project, data: Path, tmp_path: Path) -> None:
     """where.py has it listen; it stops at a breakpoint, and after Disconnect the run goes on."""
-    folder, places = stuck(project, tmp_path)
     port = next(p for p in iter(free_port, None) if not listening(p + 1))
-    with Debugger(folder, places) as debugger:
-        command = [
-            sys.executable,
-            folder / "main.py",
-            *flags(data, tmp_path / "out"),
-            "--debug-port",
-            port,
-        ]
-        debugger.type([str(word) for word in command], folder, {})
-        debugger.wait(lambda: "steps per epoch" in debugger.text, "the first line")
+    with stuck(project, data, tmp_path / "out", "--debug-port", port) as (debugger, folder):
         ask = task(folder, "Where is it? Let me attach", output=str(tmp_path / "out"), rank="0")
         out = subprocess.run(
             [ask["command"], *ask["args"]], cwd=folder, capture_output=True, text=True, check=True
@@ -115,16 +113,7 @@ def test_attach_to_a_rank_that_is_stuck(project: Project, data: Path, tmp_path: 
         assert "stack of rank 0, epoch 1, step 1:" in out
         assert out.splitlines()[-1].startswith("rank 0 listens on ")
         assert f'"Attach to a rank": host 127.0.0.1, port {port}' in out
-        config = configuration(folder, "Attach to a rank", host="127.0.0.1", port=str(port))
-        debugger.attach(config)
-        (session,) = debugger.stopped(1)
-        assert session.evaluate("(rank, i)") == "(0, 1)"
-        session.evaluate("globals().update(stuck=False)")
-        debugger.set({})
-        session.disconnect()
-        assert debugger.finish() == 0
-        assert "done: best" in debugger.text
-    assert not marked(debugger.mark)
+        debugger.attach(configuration(folder, "Attach to a rank", host="127.0.0.1", port=str(port)))
 
 
 def test_where_is_it() -> None:

@@ -137,7 +137,7 @@ class Code:
         ):
             return name
         is_own = isinstance(call.func, ast.Name) or owner in ("self", "cls")
-        inner = getattr(self, "functions", {}).get(name, "") if is_own else ""
+        inner = self.functions.get(name, "") if is_own else ""
         return f"{name} ({inner.split(' (')[0]})" if inner else ""
 
     def sites(self, nodes: Iterable[ast.AST]) -> list[Site]:

@@ -10,7 +10,6 @@ import ctypes
 import os
 import sys
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,6 @@ from engine.errors import UserError
 from engine.ranks import debugging, distributed, explaining, positions, process, protocol
 
 POLL_SECONDS = 0.5
-ANSWER_SECONDS = 3  # for all ranks to say where they are
 
 Report = Callable[[str, int], object]
 
@@ -81,7 +79,7 @@ def answer_person(folder: Path) -> None:
     with contextlib.suppress(OSError, ValueError, UserError):
         asked = [path for path in folder.glob(f"{protocol.ASKED}-*") if not path.suffix]
         ranks = {path: read_rank(path) for path in asked}
-        if asked and (found := positions.ask(ANSWER_SECONDS, by_person=True)):
+        if asked and (found := positions.ask(positions.ANSWER_SECONDS, by_person=True)):
             for path, rank in ranks.items():
                 path.unlink(missing_ok=True)
                 lines = [explaining.block("", found)]
@@ -116,12 +114,10 @@ def listen_if_asked() -> None:
 def await_listener(rank: int) -> str:
     """Return how a debugger attaches to `rank`, once it listens, or why it cannot."""
     listen_if_asked()  # if it is this one
-    deadline, key = time.monotonic() + ANSWER_SECONDS, protocol.listens(rank)
-    while time.monotonic() < deadline:
-        if distributed.store().check([key]):
-            return distributed.store().get(key).decode()
-        time.sleep(positions.POLL_SECONDS)
-    return f"error: rank {rank} does not listen for a debugger"
+    key = protocol.listens(rank)
+    if not positions.await_key(key):
+        return f"error: rank {rank} does not listen for a debugger"
+    return distributed.store().get(key).decode()
 
 
 def explain_aborts(report: Report) -> None:
@@ -163,7 +159,7 @@ def name_of(type_info: int | None) -> bytes:
 def end_aborted(by_gloo: bool, report: Report) -> None:
     what = "got from another rank what does not fit its collective" if by_gloo else "is aborted"
     line = f"rank {distributed.rank()} {what}"
-    explaining.show(f"{line}:", ANSWER_SECONDS)
-    positions.await_explained(ANSWER_SECONDS)
+    explaining.show(f"{line}:")
+    positions.await_explained()
     if by_gloo:
         report(line, 1)

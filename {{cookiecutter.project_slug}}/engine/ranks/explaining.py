@@ -26,7 +26,7 @@ RECORDING = "torch 2.9 or later, unless TORCH_FR_BUFFER_SIZE=0, records which co
 NETWORK = "usually the network between the ranks, or a process that is stuck"
 
 
-def show(title: str, seconds: float) -> None:
+def show(title: str, seconds: float = positions.ANSWER_SECONDS) -> None:
     """Print where all ranks are, and why they wait; unless another rank is about to, or has.
 
     seconds: how long to wait for the others to say where they are.

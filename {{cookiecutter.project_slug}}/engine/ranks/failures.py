@@ -21,7 +21,6 @@ from engine.errors import UserError, shorten
 from engine.ranks import answering, debugging, distributed, explaining, positions, process
 from engine.ranks.protocol import ERROR, MISTAKE, STOP
 
-EXPLAIN_SECONDS = 3  # for other ranks to say where they are
 TIMED_OUT_SECONDS = 0.3  # for a rank that has timed out, and so left, to say it first
 GONE_SECONDS = 15  # after which the store no longer answers, though its connection stands
 DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
@@ -168,8 +167,8 @@ def _lost_rank(error: Exception) -> str | None:
     with contextlib.suppress(dist.DistError):  # the store has gone, with rank 0
         if status_of_failure() is None and not distributed.store().check([STOP]):
             positions.mine.error = error
-            explaining.show(f"{line}:", EXPLAIN_SECONDS)
-            positions.await_explained(EXPLAIN_SECONDS)
+            explaining.show(f"{line}:")
+            positions.await_explained()
     return line
 
 

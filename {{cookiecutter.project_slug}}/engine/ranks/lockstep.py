@@ -67,18 +67,15 @@ class Collective(NamedTuple):
         return f"{self.what} at {self.place}" if self.place else self.what
 
 
-def started() -> list[Collective]:
-    """Return the last collectives that this rank has started, of the group of all ranks.
+def read() -> tuple[list[Collective], Collective | None]:
+    """Return the last collectives that this rank has started, and the one that it waits in, if any.
 
-    An empty list if torch records none.
+    Those of the group of all ranks; an empty list if torch records none.
     """
-    return [_collective(entry) for entry in _entries()]
-
-
-def unfinished() -> Collective | None:
-    """Return the collective that this rank waits in, or None; None if torch records none."""
-    left = [entry for entry in _entries() if not _is_finished(entry)]
-    return _collective(left[0]) if left else None
+    entries = _entries()
+    started = [_collective(entry) for entry in entries]
+    pairs = zip(started, entries, strict=True)
+    return started, next((each for each, entry in pairs if not _is_finished(entry)), None)
 
 
 def _entries() -> list[dict]:

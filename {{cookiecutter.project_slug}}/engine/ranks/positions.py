@@ -18,6 +18,7 @@ from typing import NamedTuple
 from engine.ranks import distributed, lockstep, process, protocol
 from engine.ranks.lockstep import Collective
 
+ANSWER_SECONDS = 3  # for all ranks to say where they are
 POLL_SECONDS = 0.05
 
 
@@ -65,7 +66,7 @@ def here() -> Position:
     outside = [place for place in own if not lockstep.is_machinery(place)] or own
     first = places.index(outside[0]) if own else 0  # before it there are only launchers
     shown = [each for each in frames[first:-1] if lockstep.place(each.filename, each.lineno)]
-    started, unfinished = lockstep.started(), lockstep.unfinished()
+    started, unfinished = lockstep.read()
     # gloo's own number counts what is sent to a single rank, too
     reached = started[-1].number if started else distributed.collectives()
     waits = unfinished.number if unfinished else reached if mine.error else 0
@@ -134,13 +135,19 @@ def tell_explained() -> None:
     distributed.store().set(protocol.explained(mine.answered), "")
 
 
-def await_explained(seconds: float) -> None:
+def await_explained() -> None:
     """Wait until that has been printed for which this rank has said where it is."""
-    deadline = time.monotonic() + seconds
+    await_key(protocol.explained(mine.answered))
+
+
+def await_key(key: str) -> bool:
+    """Return whether the store gets `key` in time; meanwhile other threads can use the store."""
+    deadline = time.monotonic() + ANSWER_SECONDS
     while time.monotonic() < deadline:
-        if distributed.store().check([protocol.explained(mine.answered)]):
-            return
+        if distributed.store().check([key]):
+            return True
         time.sleep(POLL_SECONDS)
+    return False
 
 
 def _say(turn: int) -> None:

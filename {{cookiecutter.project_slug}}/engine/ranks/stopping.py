@@ -22,7 +22,6 @@ from engine.ranks.protocol import DUPLICATE_SECONDS, STOP, STOP_SIGNALS, STOPPED
 
 POLL_SECONDS = 0.5
 ANSWER_SECONDS = 10  # a rank that has not answered by then has died, or hangs
-EXPLAIN_SECONDS = 3  # for all ranks to say where they are, after that
 AFTER_SECONDS = 5  # for what follows the training, when a signal comes after the last save
 
 
@@ -118,7 +117,7 @@ class Watcher(threading.Thread):
             what = f"rank {', '.join(missing)} to answer" if missing else "this step or save"
             process.drop_unread()
             line = f"timed out after {limit:g} s waiting for {what}"
-            explaining.show(f"{line}:", EXPLAIN_SECONDS)
+            explaining.show(f"{line}:")
             failures.report(f"{line}: not saved", self.status)
 
     def check_hang(self) -> None:
@@ -133,7 +132,7 @@ class Watcher(threading.Thread):
             faulthandler.cancel_dump_traceback_later()
             seconds = 0.6 * (distributed.timeout() - self.hang_seconds)
             explaining.show(
-                f"no progress for {self.hang_seconds:g} s:", min(seconds, EXPLAIN_SECONDS)
+                f"no progress for {self.hang_seconds:g} s:", min(seconds, positions.ANSWER_SECONDS)
             )
 
 
