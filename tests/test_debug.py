@@ -238,25 +238,23 @@ def test_other_ways_to_train(project: Project, name: str) -> None:
 @SAME_FOR_BOTH
 def test_a_test_file(project: Project, data: Path, tmp_path: Path) -> None:
     """The debugger stops in the test, and in the ranks that the test starts."""
-    flags = ["--data", str(data), "--output-dir", str(tmp_path), *small(data)]
+    flags = ["--data", str(data), "--output-dir", str(tmp_path / "out"), *small(data)]
+    project = project.copy(tmp_path / "copy")  # other tests must not find the test
     file = project.folder / "tests" / "test_one.py"
     file.write_text(
         "from test_project import launch\n\n\n"
         f"def test_one():\n    flags = {flags}\n    launch(2, *flags)\n"
     )
-    try:
-        places = {"tests/test_one.py": [{"line": 6}], **at(project, "main.py", LOOP)}
-        with Debugger(project.folder, places) as debugger:
-            debugger.launch(configuration(project.folder, "This test file", file=str(file)))
-            (session,) = debugger.stopped(1)
-            assert session.evaluate("flags[0]") == "'--data'"
-            session.go()
-            for number, rank in enumerate(debugger.stopped()):
-                assert rank.evaluate("rank") == str(number)
-            debugger.stop()
-            assert not debugger.left(5)
-    finally:
-        file.unlink()
+    places = {"tests/test_one.py": [{"line": 6}], **at(project, "main.py", LOOP)}
+    with Debugger(project.folder, places) as debugger:
+        debugger.launch(configuration(project.folder, "This test file", file=str(file)))
+        (session,) = debugger.stopped(1)
+        assert session.evaluate("flags[0]") == "'--data'"
+        session.go()
+        for number, rank in enumerate(debugger.stopped()):
+            assert rank.evaluate("rank") == str(number)
+        debugger.stop()
+        assert not debugger.left(5)
 
 
 @pytest.mark.parametrize(

@@ -24,8 +24,9 @@ Planted = Callable[..., tuple[int, str, int]]
 @pytest.fixture
 def planted(project: Project, data: Path, tmp_path: Path) -> Iterator[Planted]:
     """Run main.py with a line of code before the end of a step; return status, stderr, line."""
-    name = f"planted_{uuid.uuid4().hex}.py"
+    name = f"runs/planted_{uuid.uuid4().hex}.py"  # which other tests' copies leave out
     path = project.folder / name
+    path.parent.mkdir(exist_ok=True)
 
     def start(code: str, ranks: int, *more: object) -> tuple[int, str, int]:
         text = (project.folder / "main.py").read_text()
