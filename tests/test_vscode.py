@@ -14,7 +14,9 @@ from dap import Debugger, configuration, line_of, read, task
 from running import ROOT, SAME_FOR_BOTH, TEMPLATE_FOLDER, Project, flags, free_port, marked, small
 from test_debug import LOOP, at, listening
 
-STUCK = """while i and globals().setdefault('stuck', True):
+STUCK = """if i:
+            print("it stays here", flush=True)
+        while i and globals().setdefault('stuck', True):
             __import__("time").sleep(0.1)
         """
 
@@ -64,7 +66,7 @@ def stuck(
     with Debugger(folder, {"main.py": [{"line": line_of(main, "sleep(0.1)")}]}) as debugger:
         command = [sys.executable, main, *flags(data, output), *more]
         debugger.type([str(word) for word in command], folder, {})
-        debugger.wait(lambda: "steps per epoch" in debugger.text, "the first line")
+        debugger.wait(lambda: "it stays here" in debugger.text, "the second pass")
         yield debugger, folder
         (session,) = debugger.stopped(1)
         assert session.frame["name"] == "train_one_epoch"
