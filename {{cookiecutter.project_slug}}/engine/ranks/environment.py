@@ -39,9 +39,10 @@ def prepare() -> tuple[Nodes, int]:
     """Return the nodes of launch.sh and how many restarts there may be, or exit with one line."""
     try:
         nodes = read_nodes()
-        restarts = os.environ.get("MAX_RESTARTS") or "0"
-        if not restarts.isdecimal():
-            raise UserError(f"MAX_RESTARTS={restarts} is not an integer of 0 or more")
+        for name, default, least in (("MAX_RESTARTS", "0", 0), ("JOIN_TIMEOUT", "600", 1)):
+            value = os.environ[name] = os.environ.get(name) or default
+            if not (value.isdecimal() and int(value) >= least):
+                raise UserError(f"{name}={value} is not an integer of {least} or more")
     except UserError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
         sys.exit(protocol.MISTAKE)
@@ -51,7 +52,7 @@ def prepare() -> tuple[Nodes, int]:
     if nodes.number == 0:
         with contextlib.suppress(OSError):  # a closed pipe
             print(f"starting {nodes.count * nodes.ranks} rank(s) ...", flush=True)
-    return nodes, int(restarts)
+    return nodes, int(os.environ["MAX_RESTARTS"])
 
 
 def read_nodes() -> Nodes:
