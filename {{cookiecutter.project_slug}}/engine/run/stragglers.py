@@ -79,8 +79,9 @@ class Stopwatch:
         if not (least > most and own > RATIO * usual and cost > max(SECONDS, SHARE * seconds)):
             return None
         node, _ = positions.process_of(rank)
-        cause = "a slower GPU, or a busy CPU" if self.on_gpu else "a slower CPU, or a busy one"
+        part = "GPU" if self.on_gpu else "CPU"
         return (
             f"rank {rank} on {node} needs {own / usual:.1f} x the others' time for a forward pass "
-            f"({1000 * own:.3g} ms, median {1000 * usual:.3g} ms): {cause} there?"
+            f"({1000 * own:.3g} ms, median {1000 * usual:.3g} ms): a slower {part} there, or a "
+            "busy CPU?"
         )
