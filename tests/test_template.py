@@ -89,6 +89,7 @@ SHARED = {
     "engine/run/reporting.py",
     "engine/run/sharded.py",
     "engine/run/sizes.py",
+    "engine/run/stragglers.py",
     "engine/run/tiles.py",
     "export.py",
     "launch.sh",

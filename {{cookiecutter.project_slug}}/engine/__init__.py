@@ -54,6 +54,7 @@ run/                  one training run, its files and its reports
   tiles               large images in overlapping tiles
   replay              --replay: a step of a run again, in a debugger
   reporting           start lines, progress bar, metrics.csv, TensorBoard
+  stragglers          a rank that computes slower than the others
   records             metrics.csv, and a tracker if you add one
   profiling           --profile: a trace of some steps
   probing             --find-batch-size
