@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from engine.check.preflight import MOST, Table, gather
 from engine.errors import shorten
@@ -100,44 +101,49 @@ def check_pairs(table: Table, device: torch.device) -> None:
     for pair in itertools.chain(*itertools.islice(rounds(count), ROUNDS)):
         ends = [table.firsts[node] for node in pair]
         if distributed.rank() in ends:
-            own.append((*pair, measure(ends, device)))
-    speeds = {(a, b): speed for found in gather("pairs", own) for a, b, speed in found}
-    text, slow = judge(speeds, table.nodes)
+            own.append((*pair, *measure(ends, device)))
+    rows = [row for found in gather("pairs", own) for row in found]
+    text, slow = judge({(a, b): (latency, speed) for a, b, latency, speed in rows}, table.nodes)
     table.row("node pairs", text, note=slow)
 
 
-def measure(ranks: list[int], device: torch.device) -> float:
-    """Return the bytes per second between the two `ranks`, one of which is this one."""
-    tensor, is_first = torch.zeros(PAIR_FLOATS, device=device), distributed.rank() == ranks[0]
+def measure(ranks: list[int], device: torch.device) -> tuple[float, float]:
+    """Return seconds for one number, one way, and bytes per second between this rank and another.
+
+    ranks: both of them.
+    """
+    is_first = distributed.rank() == ranks[0]
     other = ranks[1] if is_first else ranks[0]
 
-    def there_and_back() -> None:
+    def there_and_back(tensor: Tensor) -> None:
         for is_sender in (is_first, not is_first):
             (dist.send if is_sender else dist.recv)(tensor, other)
 
-    return 2 * 4 * PAIR_FLOATS / seconds(there_and_back, device, LARGE_TIMES)
+    small, large = torch.zeros(1, device=device), torch.zeros(PAIR_FLOATS, device=device)
+    latency = seconds(lambda: there_and_back(small), device, SMALL_TIMES) / 2
+    return latency, 8 * PAIR_FLOATS / seconds(lambda: there_and_back(large), device, LARGE_TIMES)
 
 
-def judge(speeds: dict[tuple[int, int], float], names: list[str]) -> tuple[str, str]:
-    """Return a text on the bytes per second of each pair of nodes, and which of them are slow.
+def judge(found: dict[tuple[int, int], tuple[float, float]], names: list[str]) -> tuple[str, str]:
+    """Return a text on what `measure` has found of each pair of nodes, and which are slow.
 
     A node is as fast as the fastest of its pairs: it is slow at less than half of what nodes
     usually reach, and a pair at less than half of what both of its nodes do.
     """
-    nodes = range(len(names))
+    nodes, speeds, texts = range(len(names)), {}, {}
+    for pair, (latency, speed) in found.items():
+        speeds[pair] = speed
+        ends = " to ".join(names[node] for node in pair)
+        texts[pair] = f"{ends} {speed / 1e9:.2g} GB/s, {latency * 1e3:.2g} ms"
     best = [max(speed for pair, speed in speeds.items() if node in pair) for node in nodes]
     slow = [f"{names[n]} is slow" for n in nodes if best[n] < statistics.median(best) / 2]
-    texts = {
-        pair: f"{'-'.join(names[n] for n in pair)} {speed / 1e9:.2g} GB/s"
-        for pair, speed in speeds.items()
-    }
     ordered = sorted(speeds, key=speeds.__getitem__)
-    slow += [texts[pair] for pair in ordered if speeds[pair] < min(best[node] for node in pair) / 2]
-    if len(ordered) <= MOST:
-        text = ", ".join(texts[pair] for pair in sorted(speeds))
-    else:
-        text = f"{len(ordered)} from {texts[ordered[0]]} to {texts[ordered[-1]]}"
-    return text, shorten(slow)
+    weak = [pair for pair in ordered if speeds[pair] < min(best[node] for node in pair) / 2]
+    slow += [f"slow: {texts[pair]}" for pair in weak]
+    is_many = len(ordered) > MOST
+    some = (ordered[0], ordered[-1]) if is_many else sorted(ordered)
+    start = f"{len(ordered)}, slowest and fastest: " if is_many else ""
+    return start + "; ".join(texts[pair] for pair in some), shorten(slow)
 
 
 def record_nccl() -> Path | None:
@@ -152,17 +158,17 @@ def record_nccl() -> Path | None:
 
 def check_nccl(table: Table, record: Path | None) -> None:
     """Print which interfaces nccl has chosen, from the file of `record_nccl`."""
-    if not dist.is_initialized() or dist.get_backend() != "nccl":
+    if dist.get_backend() != "nccl":
         return
-    text = ""
+    text = "unset NCCL_DEBUG to see here which interfaces it uses"
     if record:
-        text = record.read_text(errors="replace")
+        text = ", ".join(interfaces(record.read_text(errors="replace"))) or "its log names none"
         with contextlib.suppress(OSError):
             record.unlink()
-    chosen = ", ".join(dict.fromkeys(interfaces(text)))
-    table.row("nccl", table.spread(gather("nccl", chosen or "see what NCCL_DEBUG prints")))
+    table.row("nccl", table.spread(gather("nccl", text)))
 
 
 def interfaces(text: str) -> list[str]:
     """Return what nccl's log, at NCCL_DEBUG=INFO, says of its choice of network."""
-    return re.findall(r"NCCL INFO (NET/\w+ ?: Using [^<\n]*|Using network \w+)", text)
+    found = re.findall(r"NCCL INFO (NET/\w+ ?: Using [^<\n]*|Using network \w+)", text)
+    return [*dict.fromkeys(found)]

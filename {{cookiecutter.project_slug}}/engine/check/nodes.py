@@ -97,9 +97,8 @@ def check_machine(table: Table, workers: int, bytes_per_worker: int) -> None:
     needed = workers * bytes_per_worker * distributed.local_world_size()
     here = (machine.cpus(), machine.free_memory(), files, shared, needed)
     cpus, memory, limits, free, most = zip(*gather("machine", here), strict=True)
-    text = (
-        f"CPUs: {table.numbers(cpus, '{:.0f}'.format)}; free memory: {table.numbers(memory, size)}"
-    )
+    text = f"CPUs: {table.numbers(cpus, '{:.0f}'.format)}; "
+    text += f"free memory: {table.numbers(memory, size)}"
     few = f"ulimit -n is below {OPEN_FILES}: raise it" if min(limits) < OPEN_FILES else ""
     table.row("machine", text, note=few)
     if workers:
@@ -117,8 +116,8 @@ def check_output(table: Table, folder: Path, checkpoint: float, keep: int) -> No
     Nothing is left in `folder`, which is not made if it is missing.
     """
     folder, needed = folder.absolute(), (keep + 2) * checkpoint
-    with probing(existing(folder)) as (path, error):
-        seen = [is_seen for is_seen, _ in table.on_nodes("output", appears, path)]
+    with probing(existing(folder)) as (name, error):
+        seen = table.on_nodes("output", appears, existing(folder) / name)
     free = gather("disk", shutil.disk_usage(existing(folder)).free + checkpoints(folder))[0]
     text = f"{folder}: {size(free)} free, checkpoints take up to {size(needed)}"
     fault, note, home = "", "", table.nodes[0]
@@ -126,11 +125,9 @@ def check_output(table: Table, folder: Path, checkpoint: float, keep: int) -> No
         fault = f"cannot be written ({error})"
     elif free < needed:
         fault = "too little space: make room, or lower --keep"
-    elif apart := [rank for rank, is_seen in enumerate(seen) if not is_seen]:
-        note = (
-            f"not shared: {table.who(apart)} does not see what {home}, which has rank 0, writes; "
-        )
-        note += f"only there will the checkpoints be, so a restart has to include {home}"
+    elif apart := [rank for rank, (is_seen, _) in enumerate(seen) if not is_seen]:
+        note = f"not shared: {table.who(apart)} cannot see the files of {home}, which has rank 0; "
+        note += f"only {home} will have checkpoints, so a restart has to include it"
     elif len(table.nodes) > 1:
         text += "; all nodes share it"
     table.row("output", text, fault, note)
@@ -138,17 +135,17 @@ def check_output(table: Table, folder: Path, checkpoint: float, keep: int) -> No
 
 @contextlib.contextmanager
 def probing(folder: Path) -> Iterator[tuple[str, str]]:
-    """Have rank 0 write a file in `folder` during the block; yield its path, and what is wrong."""
-    path, error = folder / f".check-{secrets.token_hex(8)}", ""
+    """Have rank 0 write a file in `folder` during the block; yield its name, and what is wrong."""
+    name, error = gather("probe", f".check-{secrets.token_hex(8)}")[0], ""
     before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
         if distributed.is_rank_zero():
-            error = attempt(path.touch)[1]
-        yield gather("probe", (str(path), error))[0]
+            error = attempt((folder / name).touch)[1]
+        yield name, gather("probed", error)[0]
     finally:
         if distributed.is_rank_zero():
             with contextlib.suppress(OSError):
-                path.unlink()
+                (folder / name).unlink()
         signal.signal(signal.SIGTERM, before)
 
 
@@ -164,10 +161,10 @@ def existing(folder: Path) -> Path:
     return next(path for path in (folder, *folder.parents) if path.exists())
 
 
-def appears(path: str) -> bool:
+def appears(path: Path) -> bool:
     """Return whether `path` exists, or does within SEEN_SECONDS."""
     deadline = time.monotonic() + SEEN_SECONDS
-    while not os.path.exists(path):
+    while not path.exists():
         if time.monotonic() > deadline:
             return False
         time.sleep(0.1)

@@ -7,7 +7,6 @@ broken does not keep the rest of the table from being printed.
 import contextlib
 import json
 import os
-import socket
 import zlib
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -17,7 +16,7 @@ from typing import TypeVar
 import torch.distributed as dist
 
 from engine.errors import UserError, shorten
-from engine.ranks import distributed, explaining, protocol
+from engine.ranks import distributed, environment, explaining, protocol
 
 T = TypeVar("T")
 
@@ -69,7 +68,7 @@ class Table:
     def __init__(self) -> None:
         self.faults: list[str] = []
         self.notes: list[str] = []
-        name = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
+        name = environment.node()
         key = os.environ.get("GROUP_RANK") or os.environ.get("SLURM_NODEID") or name
         found = gather("nodes", (key, name))
         keys = [key for key, _ in found]

@@ -95,8 +95,11 @@ def launch(nodes: Nodes, signals: Signals) -> int:
     if nodes.count > 1:
         where = ["--nnodes", str(nodes.count), "--node-rank", str(nodes.number)]
         where += ["--master-addr", nodes.host, "--master-port", str(nodes.port)]
+    script, *words = sys.argv[1:]
+    if "--check" in words:
+        script = str(Path(script).with_name("preflight.py"))
     try:
-        main([*where, "--nproc-per-node", str(nodes.ranks), *sys.argv[1:]])
+        main([*where, "--nproc-per-node", str(nodes.ranks), script, *words])
     except ChildFailedError as error:
         rank, failure = root_cause(error)
         status = failure.exitcode
