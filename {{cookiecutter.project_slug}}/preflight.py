@@ -46,6 +46,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         raise UserError("--check is for training: leave out --eval-only and --replay")
     record = network.record_nccl()
     device = distributed.setup(args.local_rank, min(args.dist_timeout, preflight.LIMIT))
+    preflight.end_with_others()
     table = preflight.Table()
     nodes.check_software(table, ROOT, device)
     network.check_clocks(table)

@@ -24,7 +24,7 @@ os.environ.update(LOCAL_RANK="0", LOCAL_WORLD_SIZE="1", SLURMD_NODENAME=f"n{rank
 if Path(folder, f"n{rank}").is_dir():
     os.chdir(Path(folder, f"n{rank}"))
 network.FLOATS, network.PAIR_FLOATS, nodes.SEEN_SECONDS = 2**16, 2**16, 0
-inputs.SECONDS = 0.2
+inputs.SECONDS, network.SMALL_TIMES = 0.2, 2
 version, checksum, clock = nodes.metadata.version, nodes.zlib.crc32, time.time
 
 
@@ -38,6 +38,8 @@ def delay(function, seconds):
 
 if what == "hangs":
     table.LIMIT = 2
+if what != "decoding":  # on a busy machine a node may seem slow
+    inputs.per_second = lambda *_: 1.0
 if rank == ranks - 1:
     if what == "version":
         nodes.metadata.version = lambda name: "0.1" if name == "numpy" else version(name)

@@ -1,6 +1,7 @@
 """Whether each node has the same data, and how fast its ranks read and decode it."""
 
 import contextlib
+import io
 import itertools
 import os
 import statistics
@@ -54,7 +55,7 @@ def list_data(data: Path, find_samples: FindSamples) -> tuple[str, list[str], li
         paths = [data / name for name in ("index.json", "pixels.bin", "rows.bin")]
         lines = [f"{path.name} ({path.stat().st_size} bytes)" for path in paths]
         return "prepared", [*lines, f"{zlib.crc32(paths[0].read_bytes()):08x}"], []
-    with contextlib.redirect_stdout(None):  # training says it
+    with contextlib.redirect_stdout(io.StringIO()):  # training says it
         *parts, classes = find_samples(data)
     total = sum(map(len, parts))
     lines, every = [f"classes {', '.join(classes)}"], 1 << (total // SIZED).bit_length()

@@ -7,6 +7,8 @@ broken does not keep the rest of the table from being printed.
 import contextlib
 import json
 import os
+import threading
+import time
 import zlib
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -16,12 +18,28 @@ from typing import TypeVar
 import torch.distributed as dist
 
 from engine.errors import UserError, shorten
-from engine.ranks import distributed, environment, explaining, protocol
+from engine.ranks import distributed, environment, explaining, failures, process, protocol
 
 T = TypeVar("T")
 
 LIMIT = 60  # seconds that a rank may take for a step
+GONE_SECONDS = 10  # for this rank to notice by itself that the store has gone
 MOST = 4  # nodes, or groups of ranks, that are printed one by one
+
+
+def end_with_others() -> None:
+    """Have a thread end this process after another rank's error, even if this rank hangs."""
+    threading.Thread(target=_watch, daemon=True).start()
+
+
+def _watch() -> None:
+    status, seconds = 1, GONE_SECONDS
+    with contextlib.suppress(RuntimeError):  # the store has gone, with rank 0
+        while (found := failures.status_of_failure()) is None:
+            time.sleep(1)
+        status, seconds = found, 1  # for that rank to print its error first
+    time.sleep(seconds)
+    process.exit_now(status)
 
 
 def gather(step: str, value: T) -> list[T]:
