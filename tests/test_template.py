@@ -28,8 +28,12 @@ SHARED = {
     "engine/check/__init__.py",
     "engine/check/calls.py",
     "engine/check/command.py",
+    "engine/check/inputs.py",
     "engine/check/lockstep.py",
+    "engine/check/network.py",
+    "engine/check/nodes.py",
     "engine/check/plots.py",
+    "engine/check/preflight.py",
     "engine/check/reading.py",
     "engine/check/report.py",
     "engine/check/survey.py",
@@ -95,6 +99,7 @@ SHARED = {
     "launch.sh",
     "loaders.py",
     "main.py",
+    "preflight.py",
     "prepare_data.py",
     "pyproject.toml",
     "recipe.py",
@@ -478,6 +483,7 @@ EDITED = {
     "export",
     "losses",
     "demo_set",
+    "preflight",
 }
 for_each_module = pytest.mark.parametrize("path", ENGINE, ids=lambda path: path.stem)
 

@@ -61,12 +61,16 @@ run/                  one training run, its files and its reports
   plots               curves.png and confusion.png
   gallery             images with predictions, examples.png and worst.png, and the legend
 
-check/                what check_data.py does; and lockstep, a check of the code for pre-commit
+check/                what check_data.py does; preflight.py; and lockstep, a check of the code
   command             flags, findings and exit status
   reading             what is in the files of a sample, and what is wrong with them
   survey              the same of a whole data set: duplicates, statistics
   report              the lines that it prints
   plots               check.png
+  preflight           ./launch.sh --check: the table of what the ranks have found, and its verdict
+  nodes               what each node has: versions, code, memory, an output folder
+  inputs              whether each has the same data, and how fast it is read and decoded
+  network             clocks, all-reduce, pairs of nodes, nccl's interface
   lockstep            python -m engine.check.lockstep: collectives that not all ranks reach
   calls               what it knows of names: which calls are collectives, what differs by rank
 """

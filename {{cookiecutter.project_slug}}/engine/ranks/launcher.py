@@ -85,15 +85,15 @@ def print_error(line: str) -> None:
 
 def launch(nodes: Nodes, agreement: Agreement | None, signals: Signals) -> int:
     """Run torchrun once; return the exit status."""
-    where = [
-        "--standalone",
-        "--local-addr",
-        "127.0.0.1",
-    ]  # even if this host's name does not resolve
+    # Even if this host's name does not resolve.
+    where = ["--standalone", "--local-addr", "127.0.0.1"]
     if agreement:
         where = agreement.flags()
+    script, *words = sys.argv[1:]
+    if "--check" in words:
+        script = str(Path(script).with_name("preflight.py"))
     try:
-        main([*where, "--nproc-per-node", str(nodes.ranks), *sys.argv[1:]])
+        main([*where, "--nproc-per-node", str(nodes.ranks), script, *words])
     except ChildFailedError as error:
         rank, failure = root_cause(error)
         status = failure.exitcode
