@@ -68,6 +68,7 @@ SHARED = {
     "engine/ranks/protocol.py",
     "engine/ranks/replicas.py",
     "engine/ranks/stopping.py",
+    "engine/requeue.py",
     "engine/run/__init__.py",
     "engine/run/checkpoint.py",
     "engine/run/flags.py",
@@ -97,6 +98,7 @@ SHARED = {
     "prepare_data.py",
     "pyproject.toml",
     "recipe.py",
+    "slurm/train.sbatch",
     "tests/test_project.py",
 }
 CONFIGURATIONS = [

@@ -2,6 +2,7 @@
 
 errors                a mistake of the user's, printed as one line
 files                 files and folders that appear whole or not at all
+requeue               what a batch job's start leaves for the next: where it saved, what node failed
 
 ranks/                processes that train together
   process             signals, debugger and loader workers of one process

@@ -17,6 +17,7 @@ from typing import NoReturn
 import torch
 import torch.distributed as dist
 
+from engine import requeue
 from engine.errors import UserError, shorten
 from engine.ranks import answering, debugging, distributed, explaining, positions, process
 from engine.ranks.protocol import ERROR, MISTAKE, STOP
@@ -80,9 +81,12 @@ def one_line_errors(
                 debugging.hold(error)
                 is_mistake = isinstance(line, UserError)
                 is_bug = isinstance(line, Exception) and not is_mistake
+                if not is_mistake and explain is not _lost_rank:
+                    requeue.blame(requeue.node())
                 report(str(line), MISTAKE if is_mistake else 1, error if is_bug else None)
         if (status := _reported_status(1)) is not None:
             process.exit_now(status)  # collectives broke here because another rank has left
+        requeue.blame(requeue.node())
         atexit.register(process.exit_now, 1)  # after the traceback
         raise
 

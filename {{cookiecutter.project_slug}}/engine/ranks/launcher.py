@@ -27,6 +27,7 @@ from torch.distributed.elastic.multiprocessing.api import PContext, SignalExcept
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.run import main
 
+from engine import requeue
 from engine.errors import UserError
 from engine.ranks import environment, joining, protocol
 
@@ -96,6 +97,7 @@ def launch(signals: Signals) -> int:
         if -status in signals.sent:
             return 128 + signals.first
         # A process that a signal ends prints nothing itself.
+        requeue.blame(requeue.node())
         name = signal.Signals(-status).name
         hint = ": out of memory?" if name == "SIGKILL" else ""
         print_error(f"rank {rank} (process {failure.pid}) was ended by {name}{hint}")
