@@ -326,6 +326,28 @@ class TestEnvironment:
         assert not was_used
         assert after == env
 
+    def test_one_process_per_gpu(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """As nvidia-smi lists them; without it as torch does, if there is a device; else two."""
+
+        def ranks(**env: str) -> int:
+            monkeypatch.setattr(os, "environ", {"PATH": str(tmp_path), **env})
+            return environment.read_nodes().ranks
+
+        device, tool = tmp_path / "device", tmp_path / "nvidia-smi"
+        monkeypatch.setattr(environment, "DEVICES", [device])
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: 5)
+        assert ranks() == 2
+        device.touch()
+        assert ranks() == 5
+        tool.write_text("#!/bin/sh\necho GPU 0; echo GPU 1; echo GPU 2\n")
+        tool.chmod(0o755)
+        assert ranks() == 3
+        assert ranks(CUDA_VISIBLE_DEVICES="0,2,5,7") == 4
+        assert ranks(CUDA_VISIBLE_DEVICES="") == ranks(CUDA_VISIBLE_DEVICES="-1") == 2
+        assert ranks(NPROC="6", PET_NPROC_PER_NODE="7") == 6
+        assert ranks(PET_NPROC_PER_NODE="7") == 7
+        assert ranks(PET_NPROC_PER_NODE="auto") == 3
+
     def test_names(self, capsys: pytest.CaptureFixture) -> None:
         """That of another node is told at once; for a while it may still come to be known."""
         environment.wait_for_name("localhost")

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 import model
 from engine.ranks import distributed, joining, launcher, replicas
+from engine.ranks.environment import Nodes
 from engine.ranks.remedies import explain
 from snippets.faulty import Runs, after_step
 
@@ -65,15 +66,10 @@ def ranks_that_disagree(folder: str) -> dict:
 
 def nodes_that_disagree(folder: str) -> dict:
     """launch.sh's launcher on two nodes: statuses and what they say."""
-    names = ("--nnodes", "--node-rank", "--master-addr", "--master-port")
 
     def launch(port: str, nodes: int, node: int) -> None:
-        values = (nodes, node, "127.0.0.1", port)
-        sys.argv = ["launcher.py"]
-        for name, value in zip(names, values, strict=True):
-            sys.argv += [name, str(value)]
-        launcher.main = lambda: print("together")  # torchrun
-        sys.exit(launcher.run())
+        launcher.main = lambda _: print("together")  # torchrun
+        sys.exit(launcher.run(Nodes(nodes, node, 1, "127.0.0.1", int(port)), 0))
 
     def meet(name: str, *nodes: tuple[int, int], port: str = "") -> list:
         server, free = listening()

@@ -36,9 +36,8 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def start(ranks: int, *flags: object) -> subprocess.Popen:
     command: list[object] = [ROOT / "launch.sh", *FLAGS, *flags]
     if is_debugged():  # the debugger does not follow bash
-        launcher = [sys.executable, ROOT / "engine" / "ranks" / "launcher.py", "--standalone"]
-        where = ["--local-addr", "127.0.0.1", "--nproc-per-node", ranks]
-        command = [*launcher, *where, ROOT / "main.py", *FLAGS, *flags, "--workers", 0]
+        launcher = [sys.executable, ROOT / "engine" / "ranks" / "launcher.py", ROOT / "main.py"]
+        command = [*launcher, *FLAGS, *flags, "--workers", 0]
     return subprocess.Popen(
         [str(word) for word in command],
         env={

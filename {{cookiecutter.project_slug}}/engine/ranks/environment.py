@@ -1,14 +1,118 @@
-"""What launchers say through environment variables: torchrun's names, and srun's put into them."""
+"""What launchers say through environment variables: torchrun's names, and others' put into them."""
 
+import contextlib
 import itertools
 import os
 import re
+import shutil
 import socket
 import subprocess
 import sys
 import time
+from dataclasses import dataclass
+from pathlib import Path
 
 from engine.errors import UserError
+from engine.ranks import protocol
+
+PORT = 29500  # torchrun's
+DEVICES = Path("/dev/nvidia0"), Path("/dev/kfd")  # of some containers; of AMD
+
+
+@dataclass(frozen=True)
+class Nodes:
+    """The nodes of a launch: how many, this one's number and ranks, where node 0 listens."""
+
+    count: int
+    number: int
+    ranks: int
+    host: str
+    port: int
+
+
+def node() -> str:
+    """Return the name of this machine, as people know it."""
+    return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
+
+
+def prepare() -> tuple[Nodes, int]:
+    """Return the nodes of launch.sh and how many restarts there may be, or exit with one line."""
+    try:
+        nodes = read_nodes()
+        restarts = os.environ.get("MAX_RESTARTS") or "0"
+        if not restarts.isdecimal():
+            raise UserError(f"MAX_RESTARTS={restarts} is not an integer of 0 or more")
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        sys.exit(protocol.MISTAKE)
+    export_nodes(nodes)
+    # As torchrun does, with a warning; main.py sets the threads.
+    os.environ["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS") or "1"
+    if nodes.number == 0:
+        with contextlib.suppress(OSError):  # a closed pipe
+            print(f"starting {nodes.count * nodes.ranks} rank(s) ...", flush=True)
+    return nodes, int(restarts)
+
+
+def read_nodes() -> Nodes:
+    """Return what launch.sh is told by NNODES and so on, by Kubernetes (PET_...), by srun."""
+    env = os.environ
+    names = ("NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT")
+    given = {name: env.get(name) or env.get(f"PET_{name}", "") for name in names}
+    if not given["NNODES"] and "SLURM_STEP_NUM_NODES" in env:
+        nodes, tasks = env["SLURM_STEP_NUM_NODES"], env["SLURM_STEP_NUM_TASKS"]
+        if nodes != tasks:
+            raise UserError(
+                f"srun started {tasks} copies of launch.sh on {nodes} node(s): "
+                "use --ntasks-per-node 1"
+            )
+        step = {"NNODES": nodes, "NODE_RANK": env["SLURM_NODEID"], "MASTER_ADDR": _first_host()}
+        given = {**step, "MASTER_PORT": _step_port(), **{k: v for k, v in given.items() if v}}
+    ranks = env.get("NPROC") or env.get("PET_NPROC_PER_NODE", "")
+    if not ranks or not (ranks.isdecimal() or env.get("NPROC")):  # PET_NPROC_PER_NODE=auto
+        ranks = str(count_gpus() or 2)
+    numbers = {"NPROC": ranks, "NNODES": given["NNODES"] or "1"}
+    for name, value in numbers.items():
+        if not (value.isdecimal() and int(value)):
+            raise UserError(f"{name}={value} is not an integer of 1 or more")
+    count = int(numbers["NNODES"])
+    if count > 1:
+        for name in ("NODE_RANK", "MASTER_ADDR"):
+            if not given[name]:
+                raise UserError(f"NNODES={count} also requires {name}; see ./launch.sh --help")
+    for name in ("NODE_RANK", "MASTER_PORT"):
+        if given[name] and not given[name].isdecimal():
+            raise UserError(f"{name}={given[name]} is not a number")
+    number, port = int(given["NODE_RANK"] or 0), int(given["MASTER_PORT"] or PORT)
+    return Nodes(count, number, int(ranks), given["MASTER_ADDR"], port)
+
+
+def export_nodes(nodes: Nodes) -> None:
+    """Put `nodes` into the variables that come first, for a restart and for programs that follow.
+
+    torchrun would read flags of its own from PET_ variables.
+    """
+    for name in [name for name in os.environ if name.startswith("PET_")]:
+        del os.environ[name]
+    values = (nodes.count, nodes.number, nodes.ranks)
+    os.environ.update(zip(("NNODES", "NODE_RANK", "NPROC"), map(str, values), strict=True))
+    if nodes.count > 1:
+        os.environ.update(MASTER_ADDR=nodes.host, MASTER_PORT=str(nodes.port))
+
+
+def count_gpus() -> int:
+    """Return the number of GPUs that a rank will see, without torch if that can be."""
+    listed = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if listed is not None:
+        return 0 if listed.strip() == "-1" else len([gpu for gpu in listed.split(",") if gpu])
+    if shutil.which("nvidia-smi"):
+        done = subprocess.run(["nvidia-smi", "--list-gpus"], capture_output=True, text=True)
+        return len(re.findall("^GPU", done.stdout, re.MULTILINE))
+    if any(device.exists() for device in DEVICES):
+        import torch
+
+        return torch.cuda.device_count()
+    return 0
 
 
 def adopt_slurm_step() -> bool:
@@ -23,16 +127,24 @@ def adopt_slurm_step() -> bool:
     per_node: list[str] = []  # "2(x3),1" means 2, 2, 2, 1
     for tasks, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", env["SLURM_STEP_TASKS_PER_NODE"]):
         per_node += [tasks] * int(times or 1)
-    command = ["scontrol", "show", "hostnames", env["SLURM_STEP_NODELIST"]]
-    hosts = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
-    step = int(env["SLURM_JOB_ID"]) * 7 + int(env["SLURM_STEP_ID"])
     env["RANK"] = env["SLURM_PROCID"]
     env["WORLD_SIZE"] = env["SLURM_STEP_NUM_TASKS"]
     env["LOCAL_RANK"] = env["SLURM_LOCALID"]
     env["LOCAL_WORLD_SIZE"] = per_node[int(env["SLURM_NODEID"])]
-    env.setdefault("MASTER_ADDR", hosts[0])
-    env.setdefault("MASTER_PORT", str(20000 + step % 10000))  # one per step, the same on all tasks
+    env.setdefault("MASTER_ADDR", _first_host())
+    env.setdefault("MASTER_PORT", _step_port())
     return True
+
+
+def _first_host() -> str:
+    command = ["scontrol", "show", "hostnames", os.environ["SLURM_STEP_NODELIST"]]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()[0]
+
+
+def _step_port() -> str:
+    """Return a port for this step of SLURM, the same on all its tasks."""
+    step = int(os.environ["SLURM_JOB_ID"]) * 7 + int(os.environ["SLURM_STEP_ID"])
+    return str(20000 + step % 10000)
 
 
 def read_group() -> tuple[str, int, int, int]:

@@ -1,6 +1,6 @@
 """torchrun with a better end: its last line is a rank's own error, its status that of the rank.
 
-It takes torchrun's arguments. MAX_RESTARTS says how often all ranks are started again, to resume
+It takes a script and its flags. MAX_RESTARTS says how often all ranks are started again, to resume
 from the last checkpoint; torchrun's own --max-restarts would also repeat a mistake of the user's.
 """
 
@@ -8,10 +8,11 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from engine.ranks import process
+from engine.ranks import environment, process
 
 if __name__ == "__main__":  # before torch, whose import takes seconds
     process.be_quiet()
+    nodes, restarts = environment.prepare()
 
 import atexit
 import contextlib
@@ -20,6 +21,7 @@ import os
 import signal
 import time
 import uuid
+from dataclasses import replace
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -29,7 +31,8 @@ from torch.distributed.run import main
 
 from engine import requeue
 from engine.errors import UserError
-from engine.ranks import environment, joining, protocol
+from engine.ranks import joining, protocol
+from engine.ranks.environment import Nodes
 
 MEET_SECONDS = 600  # for the launchers of all nodes to start
 STOP_SECONDS = 120  # for the ranks to stop and save
@@ -83,15 +86,23 @@ def print_error(line: str) -> None:
     print(f"error: {line}", file=sys.stderr, flush=True)
 
 
-def launch(signals: Signals) -> int:
+def launch(nodes: Nodes, signals: Signals) -> int:
     """Run torchrun once; return the exit status."""
+    where = [
+        "--standalone",
+        "--local-addr",
+        "127.0.0.1",
+    ]  # even if this host's name does not resolve
+    if nodes.count > 1:
+        where = ["--nnodes", str(nodes.count), "--node-rank", str(nodes.number)]
+        where += ["--master-addr", nodes.host, "--master-port", str(nodes.port)]
     try:
-        main()
+        main([*where, "--nproc-per-node", str(nodes.ranks), *sys.argv[1:]])
     except ChildFailedError as error:
         rank, failure = root_cause(error)
         status = failure.exitcode
         if status >= 0:
-            if "--nnodes" in sys.argv and status not in protocol.FINAL:
+            if nodes.count > 1 and status not in protocol.FINAL:
                 print_error("a rank has failed, here or on another node")
             return status
         if -status in signals.sent:
@@ -110,24 +121,24 @@ def launch(signals: Signals) -> int:
     return 0
 
 
-def meet_nodes() -> dist.TCPStore | None:
+def meet_nodes(nodes: Nodes) -> dist.TCPStore | None:
     """Return once the launchers of all nodes have come; torchrun would wait without a word.
 
     They meet at the server that torchrun uses, which stays as long as what this returns.
     """
-    if "--nnodes" not in sys.argv:
+    if nodes.count == 1:
         return None
-    names = ("--nnodes", "--node-rank", "--master-addr", "--master-port")
-    nodes, node, host, port = [sys.argv[sys.argv.index(name) + 1] for name in names]
-    environment.wait_for_name(host)
-    wait = timedelta(seconds=MEET_SECONDS)
+    environment.wait_for_name(nodes.host)
+    wait, is_first = timedelta(seconds=MEET_SECONDS), nodes.number == 0
     try:
         store = dist.TCPStore(
-            host, int(port), None, node == "0", wait, wait_for_workers=False, multi_tenant=True
+            *(nodes.host, nodes.port, None, is_first, wait),
+            wait_for_workers=False,
+            multi_tenant=True,
         )
-        joining.join(store, "node", int(node), int(nodes), MEET_SECONDS)
+        joining.join(store, "node", nodes.number, nodes.count, MEET_SECONDS)
     except dist.DistError as error:
-        raise joining.explain(error, host, int(port)) or UserError(str(error)) from None
+        raise joining.explain(error, nodes.host, nodes.port) or UserError(str(error)) from None
     return store
 
 
@@ -147,18 +158,16 @@ def root_cause(error: ChildFailedError) -> tuple[int, ProcessFailure]:
     return rank, first
 
 
-def restart(restarts: int) -> None:
+def restart(nodes: Nodes, restarts: int) -> None:
     """Replace this process by a new launcher, with `restarts` left."""
     print(f"restarting; MAX_RESTARTS is {restarts} now", file=sys.stderr, flush=True)
     os.environ["MAX_RESTARTS"] = str(restarts)
-    command = list(sys.orig_argv)
-    if "--master-port" in command:  # use the next one: the old launcher may still be there
-        place = command.index("--master-port") + 1
-        command[place] = str(int(command[place]) + 1)
-    os.execv(sys.executable, command)
+    # The next port: the old launcher of another node may still be there.
+    environment.export_nodes(replace(nodes, port=nodes.port + 1))
+    os.execv(sys.executable, sys.orig_argv)
 
 
-def run() -> int:
+def run(nodes: Nodes, restarts: int) -> int:
     logging.disable(logging.ERROR)
     # Rank 0 holds the ranks' store, not this process: the store survives if this one is killed.
     os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
@@ -166,17 +175,16 @@ def run() -> int:
     os.environ[protocol.LAUNCHER_PID] = str(os.getpid())
     atexit.register(process.ignore_signals)  # the status is known by then
     try:
-        store = meet_nodes()  # noqa: F841  keeps the server
+        store = meet_nodes(nodes)  # noqa: F841  keeps the server
     except UserError as error:
         print_error(str(error))
         return protocol.MISTAKE
     signals = Signals()
-    status = launch(signals)
-    restarts = int(os.environ.get("MAX_RESTARTS", 0))
+    status = launch(nodes, signals)
     if status not in protocol.FINAL and restarts and not signals.first:
-        restart(restarts - 1)
+        restart(nodes, restarts - 1)
     return status
 
 
 if __name__ == "__main__":
-    sys.exit(run())
+    sys.exit(run(nodes, restarts))
