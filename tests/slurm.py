@@ -1,6 +1,7 @@
-"""A real SLURM of three virtual nodes on this host, from Debian's packages, of which none is installed.
+"""A real SLURM of three virtual nodes on this host, from Debian's packages, which it only unpacks.
 
-Each node has a mount namespace of its own: the nodes' names resolve there, and LOCAL is its own disk.
+Each node has a mount namespace of its own: the nodes' names resolve in it, and one path is a disk
+of its own.
 """
 
 import contextlib

@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from engine import requeue
 from engine.errors import UserError
 from engine.ranks import environment, joining, process, protocol
 
@@ -60,7 +59,7 @@ def setup(
         _group.store = dist.PrefixStore("joined", _group.store)  # apart from the errors of others
     else:
         _group.store, group_rank, size = dist.HashStore(), 0, 1
-    _group.store.set(protocol.process_of(group_rank), f"{requeue.node()} {os.getpid()}")
+    _group.store.set(protocol.process_of(group_rank), f"{environment.node()} {os.getpid()}")
     dist.init_process_group(
         backend,
         store=_group.store,

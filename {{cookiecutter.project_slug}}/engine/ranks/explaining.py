@@ -7,9 +7,8 @@ from collections.abc import Callable, Collection, Hashable, Mapping
 import torch
 from torch import Tensor
 
-from engine import requeue
 from engine.errors import UserError
-from engine.ranks import distributed, positions, process
+from engine.ranks import distributed, positions, process, requeue
 from engine.ranks.lockstep import Checksum, Collective
 from engine.ranks.positions import Position
 
@@ -35,8 +34,8 @@ def show(title: str, seconds: float = positions.ANSWER_SECONDS) -> None:
     if found := positions.ask(seconds):
         process.drop_unread()
         print(block(title, found), file=sys.stderr, flush=True)
-        for rank in (rank for rank, each in found.items() if isinstance(each, str)):
-            requeue.blame(positions.process_of(rank)[0])
+        for absent in (rank for rank, each in found.items() if isinstance(each, str)):
+            requeue.blame(positions.process_of(absent)[0])
         positions.tell_explained()
 
 

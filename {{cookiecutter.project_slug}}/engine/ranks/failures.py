@@ -17,9 +17,16 @@ from typing import NoReturn
 import torch
 import torch.distributed as dist
 
-from engine import requeue
 from engine.errors import UserError, shorten
-from engine.ranks import answering, debugging, distributed, explaining, positions, process
+from engine.ranks import (
+    answering,
+    debugging,
+    distributed,
+    explaining,
+    positions,
+    process,
+    requeue,
+)
 from engine.ranks.protocol import ERROR, MISTAKE, STOP
 
 TIMED_OUT_SECONDS = 0.3  # for a rank that has timed out, and so left, to say it first
@@ -82,11 +89,11 @@ def one_line_errors(
                 is_mistake = isinstance(line, UserError)
                 is_bug = isinstance(line, Exception) and not is_mistake
                 if not is_mistake and explain is not _lost_rank:
-                    requeue.blame(requeue.node())
+                    requeue.blame()
                 report(str(line), MISTAKE if is_mistake else 1, error if is_bug else None)
         if (status := _reported_status(1)) is not None:
             process.exit_now(status)  # collectives broke here because another rank has left
-        requeue.blame(requeue.node())
+        requeue.blame()
         atexit.register(process.exit_now, 1)  # after the traceback
         raise
 

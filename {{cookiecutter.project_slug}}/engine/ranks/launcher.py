@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from engine.ranks import environment, process
+from engine.ranks import environment, process, requeue
 
 if __name__ == "__main__":  # before torch, whose import takes seconds
     process.be_quiet()
@@ -29,7 +29,6 @@ from torch.distributed.elastic.multiprocessing.api import PContext, SignalExcept
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.run import main
 
-from engine import requeue
 from engine.errors import UserError
 from engine.ranks import joining, protocol
 from engine.ranks.environment import Nodes
@@ -108,7 +107,7 @@ def launch(nodes: Nodes, signals: Signals) -> int:
         if -status in signals.sent:
             return 128 + signals.first
         # A process that a signal ends prints nothing itself.
-        requeue.blame(requeue.node())
+        requeue.blame()
         name = signal.Signals(-status).name
         hint = ": out of memory?" if name == "SIGKILL" else ""
         print_error(f"rank {rank} (process {failure.pid}) was ended by {name}{hint}")

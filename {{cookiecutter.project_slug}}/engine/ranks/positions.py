@@ -14,8 +14,7 @@ from dataclasses import dataclass, field
 from types import FrameType
 from typing import NamedTuple
 
-from engine import requeue
-from engine.ranks import distributed, lockstep, process, protocol
+from engine.ranks import distributed, environment, lockstep, process, protocol
 from engine.ranks.lockstep import Collective
 
 ANSWER_SECONDS = 3  # for all ranks to say where they are
@@ -174,7 +173,7 @@ def _decode(text: bytes) -> Position:
 def _state_of(rank: int) -> str:
     """Return why a rank does not answer, as far as it can be seen from here."""
     node, pid = process_of(rank)
-    if node == requeue.node() and (state := process.state_of(pid)):
+    if node == environment.node() and (state := process.state_of(pid)):
         return f"{state} (process {pid})"
     return "does not answer"
 

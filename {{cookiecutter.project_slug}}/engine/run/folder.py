@@ -11,9 +11,9 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from engine import files, requeue
+from engine import files
 from engine.errors import UserError
-from engine.ranks import answering, distributed, process, protocol
+from engine.ranks import answering, distributed, process, protocol, requeue
 from engine.run import checkpoint
 from engine.run.checkpoint import OTHER_RUN, Damaged, State
 
@@ -67,10 +67,10 @@ class RunFolder:
         step, path = (state["step"], state["path"]) if state else (-1, "")
         reached = distributed.gather_objects((step, path, is_first))
         furthest = max(reached)[0]
-        if any(path and self.contains(path) for _, path, _ in reached):
-            requeue.note_checkpoint(self.path)
-        else:
+        if not any(path and self.contains(path) for _, path, _ in reached):
             requeue.check_new(self.path)
+        elif distributed.is_rank_zero():
+            requeue.note_checkpoint(self.path)
         if furthest == -1:
             return None
         if any(step != furthest for step, _, is_first in reached if is_first):
