@@ -11,20 +11,22 @@ import re
 import shutil
 import signal
 import subprocess
+import tempfile
 import time
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
-from running import ENVIRONMENT, free_port, marked
+from running import ENVIRONMENT, Done, free_port, marked
 
 PACKAGES = (
     *("libhwloc15", "liblua5.1-0", "libmunge2", "munge"),
     *("slurm-client", "slurm-wlm-basic-plugins", "slurmctld", "slurmd"),
 )
 NODES = ("n1", "n2", "n3")
-CPUS = 2  # of each node
+CPUS = 8  # of each node, as far as SLURM knows
 KILL_WAIT = 20  # seconds from SIGTERM to SIGKILL
 CONFIGURATION = """
 ClusterName=test
@@ -54,6 +56,7 @@ SelectType=select/cons_tres
 SelectTypeParameters=CR_CPU
 ReturnToService=2
 KillWait={kill_wait}
+MinJobAge=3600
 SlurmdTimeout=10
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
@@ -142,9 +145,6 @@ class Slurm:
         (folder / "hosts").write_text(Path("/etc/hosts").read_text() + own)
         (folder / "munge.key").write_bytes(os.urandom(1024))
         (folder / "munge.key").chmod(0o400)
-        for each in (folder, *folder.parents):  # munged refuses a socket that others cannot reach
-            if not each.stat().st_mode & 1:
-                each.chmod(each.stat().st_mode | 0o111)
 
     def disk(self, node: str) -> Path:
         """Return where that node's own disk is for this process."""
@@ -174,13 +174,16 @@ class Slurm:
                 command, env=self.env, stdout=log, stderr=log, start_new_session=True
             )
 
-    def __call__(self, *command: object, cwd: Path | None = None, **env: str) -> str:
-        """Run a command of SLURM; return what it printed."""
+    def run(self, *command: object, cwd: Path | None = None, **env: str) -> Done:
+        """Run a command such as srun."""
         words = [str(word) for word in command]
         options = {"capture_output": True, "text": True, "timeout": 300}
         done = subprocess.run(words, cwd=cwd, env={**self.env, **env}, **options)
-        assert done.returncode == 0, (words, done.stdout, done.stderr)
-        return done.stdout.strip()
+        return Done(done.returncode, done.stdout, done.stderr, [])
+
+    def __call__(self, *command: object, **options: Any) -> str:
+        """Return what a command prints."""
+        return self.run(*command, **options).ok().out.strip()
 
     def job(self, number: str) -> dict[str, str]:
         """Return what scontrol says of a job, such as JobState and Restarts."""
@@ -240,13 +243,15 @@ def wait_until(condition: Callable[[], bool], what: str, seconds: float = 30) ->
 
 
 @contextlib.contextmanager
-def running(folder: Path) -> Iterator[Slurm]:
-    """Start SLURM in `folder`; skip the test where that cannot be done."""
+def running() -> Iterator[Slurm]:
+    """Start SLURM; skip the test where that cannot be done. At the end nothing of it is left."""
     if why := missing():
         pytest.skip(f"no SLURM: {why}")
-    slurm = Slurm(unpack(), folder)
-    try:
-        slurm.start()
-        yield slurm
-    finally:
-        slurm.end()
+    with tempfile.TemporaryDirectory(prefix="slurm-") as folder:  # a short path, for sockets
+        Path(folder).chmod(0o755)  # munged wants its socket within reach of all
+        slurm = Slurm(unpack(), Path(folder))
+        try:
+            slurm.start()
+            yield slurm
+        finally:
+            slurm.end()

@@ -35,7 +35,7 @@ def show(title: str, seconds: float = positions.ANSWER_SECONDS) -> None:
         process.drop_unread()
         print(block(title, found), file=sys.stderr, flush=True)
         for absent in (rank for rank, each in found.items() if isinstance(each, str)):
-            requeue.blame(positions.process_of(absent)[0])
+            requeue.note_failure(1, positions.process_of(absent)[0])
         positions.tell_explained()
 
 

@@ -107,7 +107,7 @@ def launch(nodes: Nodes, signals: Signals) -> int:
         if -status in signals.sent:
             return 128 + signals.first
         # A process that a signal ends prints nothing itself.
-        requeue.blame()
+        requeue.note_failure(128 - status)
         name = signal.Signals(-status).name
         hint = ": out of memory?" if name == "SIGKILL" else ""
         print_error(f"rank {rank} (process {failure.pid}) was ended by {name}{hint}")

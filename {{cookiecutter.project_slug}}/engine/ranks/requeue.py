@@ -12,14 +12,15 @@ from engine.errors import UserError
 from engine.ranks import environment
 
 SAVED_LIST = "SAVED_LIST"  # "<node> <output folder>" for each folder that has got a checkpoint
-FAILED_LIST = "FAILED_LIST"  # nodes on which something has failed, the first one first
+FAILED_LIST = "FAILED_LIST"  # "<exit status> <node>" for each failure, the first one first
 
 
-def blame(node: str | None = None) -> None:
-    """Tell the batch script that something has failed on `node`, by default on this one."""
-    if node is None:
-        node = environment.node()
-    _append(FAILED_LIST, node)
+def note_failure(status: int, node: str | None = None) -> None:
+    """Tell the batch script what has failed, and on which node; by default on this one.
+
+    srun kills the other tasks and returns the highest of all statuses, often that of a victim.
+    """
+    _append(FAILED_LIST, f"{status} {environment.node() if node is None else node}")
 
 
 def note_checkpoint(folder: Path) -> None:
