@@ -59,6 +59,7 @@ SHARED = {
     "engine/ranks/distributed.py",
     "engine/ranks/environment.py",
     "engine/ranks/remedies.py",
+    "engine/ranks/requeue.py",
     "engine/ranks/failures.py",
     "engine/ranks/gradients.py",
     "engine/ranks/joining.py",
@@ -103,6 +104,7 @@ SHARED = {
     "prepare_data.py",
     "pyproject.toml",
     "recipe.py",
+    "slurm/train.sbatch",
     "tests/test_project.py",
 }
 CONFIGURATIONS = [

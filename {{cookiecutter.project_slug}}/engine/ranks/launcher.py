@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from engine.ranks import environment, process
+from engine.ranks import environment, process, requeue
 
 if __name__ == "__main__":  # before torch, whose import takes seconds
     process.be_quiet()
@@ -104,6 +104,7 @@ def launch(nodes: Nodes, agreement: Agreement | None, signals: Signals) -> int:
         if -status in signals.sent:
             return 128 + signals.first
         # A process that a signal ends prints nothing itself.
+        requeue.note_failure(128 - status)
         name = signal.Signals(-status).name
         hint = ": out of memory?" if name == "SIGKILL" else ""
         print_error(f"rank {rank} (process {failure.pid}) was ended by {name}{hint}")
