@@ -28,8 +28,12 @@ SHARED = {
     "engine/check/__init__.py",
     "engine/check/calls.py",
     "engine/check/command.py",
+    "engine/check/inputs.py",
     "engine/check/lockstep.py",
+    "engine/check/network.py",
+    "engine/check/nodes.py",
     "engine/check/plots.py",
+    "engine/check/preflight.py",
     "engine/check/reading.py",
     "engine/check/report.py",
     "engine/check/survey.py",
@@ -55,6 +59,7 @@ SHARED = {
     "engine/ranks/distributed.py",
     "engine/ranks/environment.py",
     "engine/ranks/remedies.py",
+    "engine/ranks/requeue.py",
     "engine/ranks/failures.py",
     "engine/ranks/gradients.py",
     "engine/ranks/joining.py",
@@ -89,14 +94,17 @@ SHARED = {
     "engine/run/reporting.py",
     "engine/run/sharded.py",
     "engine/run/sizes.py",
+    "engine/run/stragglers.py",
     "engine/run/tiles.py",
     "export.py",
     "launch.sh",
     "loaders.py",
     "main.py",
+    "preflight.py",
     "prepare_data.py",
     "pyproject.toml",
     "recipe.py",
+    "slurm/train.sbatch",
     "tests/test_project.py",
 }
 CONFIGURATIONS = [
@@ -477,6 +485,7 @@ EDITED = {
     "export",
     "losses",
     "demo_set",
+    "preflight",
 }
 for_each_module = pytest.mark.parametrize("path", ENGINE, ids=lambda path: path.stem)
 

@@ -24,6 +24,7 @@
 # Two nodes:       NNODES=2 NODE_RANK=0 MASTER_ADDR=node0 ./launch.sh     on node0
 #                  NNODES=2 NODE_RANK=1 MASTER_ADDR=node0 ./launch.sh     on node1
 # SLURM:           srun --nodes 2 --ntasks-per-node 1 --cpus-per-task 32 --gpus-per-node 8 ./launch.sh
+# Check the nodes: the same with --check; see preflight.py
 set -euo pipefail
 
 case ${1-} in

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from engine.errors import UserError, shorten
-from engine.ranks import answering, debugging, distributed, explaining, positions, process
+from engine.ranks import answering, debugging, distributed, explaining, positions, process, requeue
 from engine.ranks.protocol import ERROR, MISTAKE, STOP
 
 TIMED_OUT_SECONDS = 0.3  # for a rank that has timed out, and so left, to say it first
@@ -73,6 +73,7 @@ def one_line_errors(
         # Often all ranks find the same mistake: let rank 0 print it, whose output people read.
         number = distributed.rank() if distributed.is_set_up() else distributed.local_rank()
         time.sleep(min(number, 1))
+        requeue.note_failure(MISTAKE)
         report(str(error), MISTAKE)
     except Exception as error:
         for explain in (_disk_full, *explainers, _out_of_memory, _lost_rank):
@@ -80,9 +81,13 @@ def one_line_errors(
                 debugging.hold(error)
                 is_mistake = isinstance(line, UserError)
                 is_bug = isinstance(line, Exception) and not is_mistake
-                report(str(line), MISTAKE if is_mistake else 1, error if is_bug else None)
-        if (status := _reported_status(1)) is not None:
-            process.exit_now(status)  # collectives broke here because another rank has left
+                status = MISTAKE if is_mistake else 1
+                if explain is not _lost_rank:
+                    requeue.note_failure(status)
+                report(str(line), status, error if is_bug else None)
+        if (reported := _reported_status(1)) is not None:
+            process.exit_now(reported)  # collectives broke here because another rank has left
+        requeue.note_failure(1)
         atexit.register(process.exit_now, 1)  # after the traceback
         raise
 

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from engine.ranks import environment, process
+from engine.ranks import environment, process, requeue
 
 if __name__ == "__main__":  # before torch, whose import takes seconds
     process.be_quiet()
@@ -85,15 +85,15 @@ def print_error(line: str) -> None:
 
 def launch(nodes: Nodes, agreement: Agreement | None, signals: Signals) -> int:
     """Run torchrun once; return the exit status."""
-    where = [
-        "--standalone",
-        "--local-addr",
-        "127.0.0.1",
-    ]  # even if this host's name does not resolve
+    # Even if this host's name does not resolve.
+    where = ["--standalone", "--local-addr", "127.0.0.1"]
     if agreement:
         where = agreement.flags()
+    script, *words = sys.argv[1:]
+    if "--check" in words:
+        script = str(Path(script).with_name("preflight.py"))
     try:
-        main([*where, "--nproc-per-node", str(nodes.ranks), *sys.argv[1:]])
+        main([*where, "--nproc-per-node", str(nodes.ranks), script, *words])
     except ChildFailedError as error:
         rank, failure = root_cause(error)
         status = failure.exitcode
@@ -104,6 +104,7 @@ def launch(nodes: Nodes, agreement: Agreement | None, signals: Signals) -> int:
         if -status in signals.sent:
             return 128 + signals.first
         # A process that a signal ends prints nothing itself.
+        requeue.note_failure(128 - status)
         name = signal.Signals(-status).name
         hint = ": out of memory?" if name == "SIGKILL" else ""
         print_error(f"rank {rank} (process {failure.pid}) was ended by {name}{hint}")

@@ -5,7 +5,6 @@ protocol.py says with which keys. answering.py has the thread that answers.
 
 import itertools
 import json
-import socket
 import sys
 import threading
 import time
@@ -15,7 +14,7 @@ from dataclasses import dataclass, field
 from types import FrameType
 from typing import NamedTuple
 
-from engine.ranks import distributed, lockstep, process, protocol
+from engine.ranks import distributed, environment, lockstep, process, protocol
 from engine.ranks.lockstep import Collective
 
 ANSWER_SECONDS = 3  # for all ranks to say where they are
@@ -173,9 +172,14 @@ def _decode(text: bytes) -> Position:
 
 def _state_of(rank: int) -> str:
     """Return why a rank does not answer, as far as it can be seen from here."""
-    store, key = distributed.store(), protocol.process_of(rank)
-    if store.check([key]):
-        node, pid = store.get(key).decode().rsplit(" ", 1)
-        if node == socket.gethostname() and (state := process.state_of(int(pid))):
-            return f"{state} (process {pid})"
+    node, pid = process_of(rank)
+    if node == environment.node() and (state := process.state_of(pid)):
+        return f"{state} (process {pid})"
     return "does not answer"
+
+
+def process_of(rank: int) -> tuple[str, int]:
+    """Return the node and the process id of `rank`; ("", 0) if it has not come that far."""
+    store, key = distributed.store(), protocol.process_of(rank)
+    node, pid = store.get(key).decode().rsplit(" ", 1) if store.check([key]) else ("", 0)
+    return node, int(pid)
