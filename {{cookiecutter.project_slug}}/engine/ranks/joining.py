@@ -1,8 +1,10 @@
 """How ranks, and launchers of several nodes, meet: who is missing, or there twice, is said."""
 
 import contextlib
+import itertools
 import os
 import re
+import socket
 import sys
 import time
 from datetime import timedelta
@@ -23,7 +25,7 @@ def open_store(timeout: timedelta) -> tuple[dist.Store, int, int]:
     It is not known yet whether the others are there.
     """
     host, port, rank, size = environment.read_group()
-    environment.wait_for_name(host)
+    wait_for_name(host)
     try:  # of 1, so that rank 0 does not wait in here: `join` does, and tells for whom
         store, *_ = next(dist.rendezvous("env://", world_size=1, timeout=timeout))
     except dist.DistError as error:
@@ -31,6 +33,25 @@ def open_store(timeout: timedelta) -> tuple[dist.Store, int, int]:
     store.set_timeout(timeout)
     # Where torchrun starts ranks again, the store may be the same.
     return dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store), rank, size
+
+
+def wait_for_name(host: str, seconds: float = 60) -> None:
+    """Return once `host` resolves, which may take a while after its node has started.
+
+    Raises a UserError after `seconds`.
+    """
+    deadline = time.monotonic() + seconds
+    for attempt in itertools.count():
+        try:
+            socket.getaddrinfo(host, None)
+            return
+        except OSError as error:
+            line = f"MASTER_ADDR={host} cannot be resolved ({error.strerror})"
+        if time.monotonic() > deadline:
+            raise UserError(f"{line}: check the name, or use an IP address")
+        if attempt == 0 and int(os.environ.get("LOCAL_RANK", 0)) == 0:
+            print(f"{line}; trying for {seconds:g} s", file=sys.stderr, flush=True)
+        time.sleep(1)
 
 
 def join(store: dist.Store, kind: str, number: int, size: int, seconds: float) -> None:

@@ -126,7 +126,7 @@ def meet_nodes(nodes: Nodes) -> dist.TCPStore | None:
     """
     if nodes.count == 1:
         return None
-    environment.wait_for_name(nodes.host)
+    joining.wait_for_name(nodes.host)
     wait, is_first = timedelta(seconds=MEET_SECONDS), nodes.number == 0
     try:
         store = dist.TCPStore(
