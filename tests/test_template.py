@@ -56,6 +56,7 @@ SHARED = {
     "engine/files.py",
     "engine/ranks/__init__.py",
     "engine/ranks/debugging.py",
+    "engine/ranks/devices.py",
     "engine/ranks/distributed.py",
     "engine/ranks/environment.py",
     "engine/ranks/remedies.py",
