@@ -10,6 +10,7 @@
 #   MASTER_PORT     free port on node 0        (default: 29500; with one node, any free port)
 #   PYTHON          interpreter                (default: python, else python3)
 #   MAX_RESTARTS    restarts after a failure   (default: 0), each from the last checkpoint
+#   LOG_DIR         folder for rank-0.log, ... (default: none): what each rank prints, besides here
 #   OMP_NUM_THREADS CPU threads per process    (ignored unless 2 or more; see --threads)
 #
 # Within a step of SLURM's srun, a pod of Kubeflow (PET_NNODES, ...) or a task of SkyPilot, the nodes

@@ -6,7 +6,6 @@ Each function works in a group of one, too, so callers never ask how many ranks 
 import contextlib
 import itertools
 import os
-import socket
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -60,7 +59,7 @@ def setup(
         _group.store = dist.PrefixStore("joined", _group.store)  # apart from the errors of others
     else:
         _group.store, group_rank, size = dist.HashStore(), 0, 1
-    _group.store.set(protocol.process_of(group_rank), f"{socket.gethostname()} {os.getpid()}")
+    _group.store.set(protocol.process_of(group_rank), f"{environment.node()} {os.getpid()}")
     dist.init_process_group(
         backend,
         store=_group.store,
