@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from engine.errors import UserError
-from engine.ranks import environment, joining, process, protocol
+from engine.ranks import environment, joining, process, protocol, reaching
 
 T = TypeVar("T")
 Pending = dist.Work  # a collective that has begun
@@ -54,9 +54,8 @@ def setup(
     backend = "nccl" if device.type == "cuda" else "gloo"
     _avoid_crash(backend)
     if "RANK" in os.environ:
-        _group.store, group_rank, size = joining.open_store(_group.timeout)
-        joining.join(_group.store, "rank", group_rank, size, _group.timeout.total_seconds())
-        _group.store = dist.PrefixStore("joined", _group.store)  # apart from the errors of others
+        _group.store, group_rank, size = reaching.open_store(_group.timeout)
+        _group.store = joining.join_ranks(_group.store, group_rank, size, _group.timeout)
     else:
         _group.store, group_rank, size = dist.HashStore(), 0, 1
     _group.store.set(protocol.process_of(group_rank), f"{environment.node()} {os.getpid()}")

@@ -8,7 +8,6 @@ import shutil
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,26 +35,14 @@ def node() -> str:
     return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
 
 
-def has_other_nodes() -> bool:
-    """Return whether the launcher of this rank started ranks on other machines, too."""
-    size, here = (os.environ.get(name, "1") for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
-    return size.isdecimal() and int(size) > int(here)
-
-
-def own_rank() -> str:
-    """Return such as "rank 3", or "rank 3 on n2" if there are other nodes."""
-    rank = f"rank {os.environ.get('RANK', 0)}"
-    return f"{rank} on {node()}" if has_other_nodes() else rank
-
-
 def prepare() -> tuple[Nodes, int]:
     """Return the nodes of launch.sh and how many restarts there may be, or exit with one line."""
     try:
         nodes = read_nodes()
-        _check_log_dir()
-        restarts = os.environ.get("MAX_RESTARTS") or "0"
-        if not restarts.isdecimal():
-            raise UserError(f"MAX_RESTARTS={restarts} is not an integer of 0 or more")
+        for name, default, least in (("MAX_RESTARTS", "0", 0), ("JOIN_TIMEOUT", "600", 1)):
+            value = os.environ[name] = os.environ.get(name) or default
+            if not (value.isdecimal() and int(value) >= least):
+                raise UserError(f"{name}={value} is not an integer of {least} or more")
     except UserError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
         sys.exit(protocol.MISTAKE)
@@ -65,18 +52,7 @@ def prepare() -> tuple[Nodes, int]:
     if nodes.number == 0:
         with contextlib.suppress(OSError):  # a closed pipe
             print(f"starting {nodes.count * nodes.ranks} rank(s) ...", flush=True)
-    return nodes, int(restarts)
-
-
-def _check_log_dir() -> None:
-    """Make the folder LOG_DIR; raise a UserError if no file can be made there."""
-    if folder := os.environ.get("LOG_DIR"):
-        try:
-            os.makedirs(folder, exist_ok=True)
-            tempfile.TemporaryFile(dir=folder).close()
-        except OSError as error:
-            line = f"LOG_DIR={folder}: no file can be made there ({error.strerror})"
-            raise UserError(f"{line}; give another folder") from None
+    return nodes, int(os.environ["MAX_RESTARTS"])
 
 
 def read_nodes() -> Nodes:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from engine.errors import UserError, shorten
-from engine.ranks import distributed, positions, process
+from engine.ranks import distributed, positions, process, requeue
 from engine.ranks.lockstep import Checksum, Collective
 from engine.ranks.positions import Position
 
@@ -34,6 +34,8 @@ def show(title: str, seconds: float = positions.ANSWER_SECONDS) -> None:
     if found := positions.ask(seconds):
         process.drop_unread()
         print(block(title, found), file=sys.stderr, flush=True)
+        for absent in (rank for rank, each in found.items() if isinstance(each, str)):
+            requeue.note_failure(1, positions.process_of(absent)[0])
         positions.tell_explained()
 
 

@@ -26,8 +26,10 @@ from engine.ranks import (
     distributed,
     environment,
     explaining,
+    names,
     positions,
     process,
+    requeue,
 )
 from engine.ranks.protocol import ERROR, MISTAKE, STOP
 
@@ -83,6 +85,7 @@ def one_line_errors(
         # Often all ranks find the same mistake: let rank 0 print it, whose output people read.
         number = distributed.rank() if distributed.is_set_up() else distributed.local_rank()
         time.sleep(min(number, 1))
+        requeue.note_failure(MISTAKE)
         report(str(error), MISTAKE)
     except Exception as error:
         for explain in (_disk_full, *explainers, _out_of_memory, _lost_rank):
@@ -90,11 +93,15 @@ def one_line_errors(
                 debugging.hold(error)
                 is_mistake = isinstance(line, UserError)
                 is_bug = isinstance(line, Exception) and not is_mistake
-                report(str(line), MISTAKE if is_mistake else 1, error if is_bug else None)
-        if (status := _reported_status(1)) is not None:
-            process.exit_now(status)  # collectives broke here because another rank has left
-        if environment.has_other_nodes():
-            print(f"error: {environment.own_rank()}:", file=sys.stderr, flush=True)
+                status = MISTAKE if is_mistake else 1
+                if explain is not _lost_rank:
+                    requeue.note_failure(status)
+                report(str(line), status, error if is_bug else None)
+        if (reported := _reported_status(1)) is not None:
+            process.exit_now(reported)  # collectives broke here because another rank has left
+        requeue.note_failure(1)
+        if names.has_other_nodes():
+            print(f"error: {names.own_rank()}:", file=sys.stderr, flush=True)
         atexit.register(process.exit_now, 1)  # after the traceback
         raise
 
@@ -107,7 +114,7 @@ def report(line: str, status: int, error: Exception | None = None) -> NoReturn:
     """
     reported = _reported_status(status)
     if reported is None:
-        has_other_nodes, who = environment.has_other_nodes(), environment.own_rank()
+        has_other_nodes, who = names.has_other_nodes(), names.own_rank()
         if has_other_nodes and not line.startswith(f"{who} "):
             line = f"{who}: {line}"
         print(f"error: {line}", file=sys.stderr, flush=True)
@@ -142,7 +149,7 @@ def _read(first: str) -> int:
     """Return the status in the value of ERROR; torchrun gives the launcher a note whose it is."""
     rank, status, _, node = first.split()
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if path and environment.has_other_nodes():
+    if path and names.has_other_nodes():
         note = {"message": f"rank {rank} on {node}", "timestamp": int(time.time())}
         with contextlib.suppress(OSError):
             Path(path).write_text(json.dumps(note))
@@ -159,7 +166,7 @@ def _out_of_memory(error: Exception) -> UserError | None:
     if not (memory := lacking_memory(error)):
         return None
     return UserError(
-        f"{environment.own_rank()} is out of {memory}: lower --batch-size (--accumulate keeps the "
+        f"{names.own_rank()} is out of {memory}: lower --batch-size (--accumulate keeps the "
         "global batch), --image-size or --workers, or use smaller images"
     )
 
@@ -184,10 +191,10 @@ def _lost_rank(error: Exception) -> str | None:
         return None
     if found[0].lower().startswith("time"):
         seconds = f"{distributed.timeout():g} s (--dist-timeout)"
-        line = f"{environment.own_rank()} timed out after {seconds} waiting for another rank"
+        line = f"{names.own_rank()} timed out after {seconds} waiting for another rank"
     else:
         time.sleep(TIMED_OUT_SECONDS)
-        line = f"{environment.own_rank()} lost another rank"
+        line = f"{names.own_rank()} lost another rank"
     timer = threading.Timer(GONE_SECONDS, _give_up, [line])
     timer.daemon = True
     timer.start()

@@ -10,12 +10,13 @@ import os
 import shlex
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from engine.ranks import environment, process
+from engine.ranks import environment, process, protocol
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.api import PContext
@@ -27,6 +28,18 @@ TERMINAL = "LOG_TERMINAL"  # in the environment: stderr leads to a terminal
 def has_terminal() -> bool:
     """Return whether stderr is a terminal, or a pipe of this module that leads to one."""
     return sys.stderr.isatty() or TERMINAL in os.environ
+
+
+def check() -> None:
+    """Make the folder LOG_DIR, if it is set; exit with one line if no file can be made there."""
+    if folder := os.environ.get("LOG_DIR"):
+        try:
+            os.makedirs(folder, exist_ok=True)
+            tempfile.TemporaryFile(dir=folder).close()
+        except OSError as error:
+            line = f"LOG_DIR={folder}: no file can be made there ({error.strerror})"
+            print(f"error: {line}; give another folder", file=sys.stderr, flush=True)
+            sys.exit(protocol.MISTAKE)
 
 
 class Logs:

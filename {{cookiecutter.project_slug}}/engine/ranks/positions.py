@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from types import FrameType
 from typing import NamedTuple
 
-from engine.ranks import distributed, environment, lockstep, process, protocol
+from engine.ranks import distributed, environment, lockstep, names, process, protocol
 from engine.ranks.lockstep import Collective
 
 ANSWER_SECONDS = 3  # for all ranks to say where they are
@@ -78,7 +78,7 @@ def here() -> Position:
         reached,
         started[-lockstep.WINDOW :],
         waits if started else None,
-        environment.node() if environment.has_other_nodes() else "",
+        environment.node() if names.has_other_nodes() else "",
     )
 
 
@@ -174,11 +174,16 @@ def _decode(text: bytes) -> Position:
 
 def _state_of(rank: int) -> str:
     """Return why a rank does not answer, as far as it can be seen from here."""
-    store, key = distributed.store(), protocol.process_of(rank)
-    if store.check([key]):
-        node, pid = store.get(key).decode().rsplit(" ", 1)
-        if node != environment.node():
-            return f"does not answer (process {pid} on {node})"
-        if state := process.state_of(int(pid)):
-            return f"{state} (process {pid})"
+    node, pid = process_of(rank)
+    if node == environment.node() and (state := process.state_of(pid)):
+        return f"{state} (process {pid})"
+    if node and node != environment.node():
+        return f"does not answer (process {pid} on {node})"
     return "does not answer"
+
+
+def process_of(rank: int) -> tuple[str, int]:
+    """Return the node and the process id of `rank`; ("", 0) if it has not come that far."""
+    store, key = distributed.store(), protocol.process_of(rank)
+    node, pid = store.get(key).decode().rsplit(" ", 1) if store.check([key]) else ("", 0)
+    return node, int(pid)

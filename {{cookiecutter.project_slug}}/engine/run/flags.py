@@ -32,6 +32,13 @@ class Help(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpFo
         return super()._get_help_string(action) if has_default else action.help
 
 
+class OtherProgram(argparse.Action):
+    """A flag that launch.sh takes: here it raises a UserError."""
+
+    def __call__(self, *_: object) -> NoReturn:
+        raise UserError("--check: start with ./launch.sh, or preflight.py in place of main.py")
+
+
 def add_image_arguments(group: argparse._ArgumentGroup, is_network: bool = True) -> None:
     """Add the flags that say how image files become pixels: the fields of images.Format.
 
@@ -116,6 +123,13 @@ def add_machine_arguments(group: argparse._ArgumentGroup) -> None:
         type=debugging.address,
         default="127.0.0.1:5678",
         help="for the debugger of rank 0; loopback unless HOST is given",
+    )
+    add(
+        "--check",
+        action=OtherProgram,
+        nargs=0,
+        default=argparse.SUPPRESS,
+        help="of launch.sh: instead of training, check nodes, data and network in a minute",
     )
     add("--local-rank", "--local_rank", type=int, help=argparse.SUPPRESS)
 
