@@ -11,6 +11,7 @@
 #   PYTHON          interpreter                (default: python, else python3)
 #   MAX_RESTARTS    restarts after a failure   (default: 0), each from the last checkpoint
 #   JOIN_TIMEOUT    seconds to wait for absent nodes (default: 600)
+#   LOG_DIR         folder for rank-0.log, ... : what each rank prints, besides here (default: none)
 #   OMP_NUM_THREADS CPU threads per process    (ignored unless 2 or more; see --threads)
 #
 # Started once on each node by SLURM's srun, Kubeflow (TrainJob, PyTorchJob), SkyPilot or mpirun, it
