@@ -18,7 +18,18 @@ from running import ROOT, TASKS, Project, small
 LONGEST = [
     f"test_{name}.py"
     for name in (
-        *("stopping", "debug", "demo", "faults", "runs", "launch", "speed", "recipes", "exact"),
+        *(
+            "slurm",
+            "stopping",
+            "debug",
+            "demo",
+            "faults",
+            "runs",
+            "launch",
+            "speed",
+            "recipes",
+            "exact",
+        ),
         *("strategies", "seams", "edits", "weights", "template", "tiles", "export"),
     )
 ]

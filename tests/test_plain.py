@@ -17,7 +17,7 @@ import torch
 
 from engine import files
 from engine.errors import UserError, shorten
-from engine.ranks import debugging, joining, launcher
+from engine.ranks import debugging, launcher, reaching
 from engine.run import checkpoint, flags, machine, metrics, optimizers
 
 
@@ -282,9 +282,9 @@ class TestMachine:
 
 def test_names(capsys: pytest.CaptureFixture) -> None:
     """That of another node is told at once; for a while it may still come to be known."""
-    joining.wait_for_name("localhost")
+    reaching.wait_for_name("localhost")
     with pytest.raises(UserError, match=r"MASTER_ADDR=nowhere\.invalid cannot be resolved"):
-        joining.wait_for_name("nowhere.invalid", seconds=0.1)
+        reaching.wait_for_name("nowhere.invalid", seconds=0.1)
     (line,) = capsys.readouterr().err.splitlines()
     assert line.endswith("; trying for 0.1 s")
 

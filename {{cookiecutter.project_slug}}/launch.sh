@@ -10,6 +10,8 @@
 #   MASTER_PORT     free port on node 0        (default: 29500; with one node, any free port)
 #   PYTHON          interpreter                (default: python, else python3)
 #   MAX_RESTARTS    restarts after a failure   (default: 0), each from the last checkpoint
+#   JOIN_TIMEOUT    seconds to wait for absent nodes (default: 600)
+#   LOG_DIR         folder for rank-0.log, ... : what each rank prints, besides here (default: none)
 #   OMP_NUM_THREADS CPU threads per process    (ignored unless 2 or more; see --threads)
 #
 # Started once on each node by SLURM's srun, Kubeflow (TrainJob, PyTorchJob), SkyPilot or mpirun, it
@@ -23,6 +25,7 @@
 # Two nodes:       NNODES=2 NODE_RANK=0 MASTER_ADDR=node0 ./launch.sh     on node0
 #                  NNODES=2 NODE_RANK=1 MASTER_ADDR=node0 ./launch.sh     on node1
 # SLURM:           srun --nodes 2 --ntasks-per-node 1 --cpus-per-task 32 --gpus-per-node 8 ./launch.sh
+# Check the nodes: the same with --check; see preflight.py
 set -euo pipefail
 
 case ${1-} in

@@ -7,6 +7,9 @@ ranks/                processes that train together
   process             signals, debugger and loader workers of one process
   launcher            torchrun for launch.sh: passes on signals, restarts, exits as a rank did
   environment         the variables that launchers and SLURM set
+  names               what a rank is called in messages
+  logs                LOG_DIR: a file for each rank; copying, the process that fills them
+  requeue             what a batch job leaves for its next start: where it saved, which node failed
   joining             ranks and nodes find each other: who is missing, or there twice
   devices             which GPU is a rank's, and nccl or gloo
   distributed         the process group and its collectives: reduce_tensor, from_rank_zero, say, ...
@@ -55,18 +58,23 @@ run/                  one training run, its files and its reports
   tiles               large images in overlapping tiles
   replay              --replay: a step of a run again, in a debugger
   reporting           start lines, progress bar, metrics.csv, TensorBoard
+  stragglers          a rank that computes slower than the others
   records             metrics.csv, and a tracker if you add one
   profiling           --profile: a trace of some steps
   probing             --find-batch-size
   plots               curves.png and confusion.png
   gallery             images with predictions, examples.png and worst.png, and the legend
 
-check/                what check_data.py does; and lockstep, a check of the code for pre-commit
+check/                what check_data.py does; preflight.py; and lockstep, a check of the code
   command             flags, findings and exit status
   reading             what is in the files of a sample, and what is wrong with them
   survey              the same of a whole data set: duplicates, statistics
   report              the lines that it prints
   plots               check.png
+  preflight           ./launch.sh --check: the table of what the ranks have found, and its verdict
+  nodes               what each node has: versions, code, memory, an output folder
+  inputs              whether each has the same data, and how fast it is read and decoded
+  network             clocks, all-reduce, pairs of nodes, nccl's interface
   lockstep            python -m engine.check.lockstep: collectives that not all ranks reach
   calls               what it knows of names: which calls are collectives, what differs by rank
 """

@@ -6,7 +6,6 @@ Each function works in a group of one, too, so callers never ask how many ranks 
 import contextlib
 import itertools
 import os
-import socket
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -18,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d
 
-from engine.ranks import devices, environment, joining, process, protocol
+from engine.ranks import devices, environment, joining, process, protocol, reaching
 
 T = TypeVar("T")
 Pending = dist.Work  # a collective that has begun
@@ -63,12 +62,11 @@ def setup(
         os.environ.setdefault("LOCAL_RANK", str(local_rank))
     device = devices.pick(is_task, _group.is_debugged)
     if "RANK" in os.environ:
-        _group.store, group_rank, size = joining.open_store(_group.timeout)
-        joining.join(_group.store, "rank", group_rank, size, _group.timeout.total_seconds())
-        _group.store = dist.PrefixStore("joined", _group.store)  # apart from the errors of others
+        _group.store, group_rank, size = reaching.open_store(_group.timeout)
+        _group.store = joining.join_ranks(_group.store, group_rank, size, _group.timeout)
     else:
         _group.store, group_rank, size = dist.HashStore(), 0, 1
-    _group.store.set(protocol.process_of(group_rank), f"{socket.gethostname()} {os.getpid()}")
+    _group.store.set(protocol.process_of(group_rank), f"{environment.node()} {os.getpid()}")
     dist.init_process_group(
         devices.backend(device),
         store=_group.store,
@@ -84,7 +82,7 @@ def _take_up() -> torch.device:
     store = distributed_c10d._get_default_store()
     _group.timeout = cast(Any, store).timeout  # missing in torch's stubs
     _group.store = dist.PrefixStore(f"run {next(_runs)}", store)  # apart from former runs' errors
-    _group.store.set(protocol.process_of(rank()), f"{socket.gethostname()} {os.getpid()}")
+    _group.store.set(protocol.process_of(rank()), f"{environment.node()} {os.getpid()}")
     return devices.current(dist.get_backend())
 
 

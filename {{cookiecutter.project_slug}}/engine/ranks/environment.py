@@ -67,9 +67,10 @@ def prepare() -> tuple[Nodes, int]:
     try:
         nodes = read_nodes()
         nodes = replace(nodes, ranks=nodes.ranks or count_gpus() or 2)
-        restarts = os.environ.get("MAX_RESTARTS") or "0"
-        if not restarts.isdecimal():
-            raise UserError(f"MAX_RESTARTS={restarts} is not an integer of 0 or more")
+        for name, default, least in (("MAX_RESTARTS", "0", 0), ("JOIN_TIMEOUT", "600", 1)):
+            value = os.environ[name] = os.environ.get(name) or default
+            if not (value.isdecimal() and int(value) >= least):
+                raise UserError(f"{name}={value} is not an integer of {least} or more")
     except UserError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
         sys.exit(protocol.MISTAKE)
@@ -79,7 +80,7 @@ def prepare() -> tuple[Nodes, int]:
     if nodes.number == 0:
         with contextlib.suppress(OSError):  # a closed pipe
             print(f"starting {nodes.count * nodes.ranks} rank(s) ...", flush=True)
-    return nodes, int(restarts)
+    return nodes, int(os.environ["MAX_RESTARTS"])
 
 
 def read_nodes(own: Sequence[str] = NODES) -> Nodes:
@@ -139,8 +140,8 @@ def _as_nodes(said: Said) -> Nodes:
     count = number("NNODES", 1, 1)
     for name in ("NODE_RANK", "MASTER_ADDR"):
         if count > 1 and name not in said:
-            variable = said["NNODES"][0]
-            raise UserError(f"{variable}={count} also requires {name}; see ./launch.sh --help")
+            what = f"{said['NNODES'][0]}={count}"
+            raise UserError(f"{what} also requires {name}; see ./launch.sh --help")
     variable, text = said.get("NPROC", ("", "auto"))
     words = {"auto": 0, "gpu": 0, "cpu": os.cpu_count() or 1}  # torchrun's
     ranks = words[text] if text in words else number("NPROC", 0, 1)
@@ -184,8 +185,7 @@ def adopt(alone: bool = False) -> bool:
     alone: whether this process may be on its own in a job of several nodes; else that is a
     UserError. Returns whether srun or mpirun started this one among others.
     """
-    env = os.environ
-    if "RANK" in env:
+    if "RANK" in (env := os.environ):
         return False
     if (tasks := read_tasks()) and tasks.ranks["WORLD_SIZE"] > 1:
         if not (tasks.host or env.get("MASTER_ADDR")):

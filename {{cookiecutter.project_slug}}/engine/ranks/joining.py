@@ -1,127 +1,227 @@
-"""How ranks, and launchers of several nodes, meet: who is missing, or there twice, is said."""
+"""How ranks, and the launchers of several nodes, meet at a store: who is missing, or there twice.
+
+Number 0 opens a meeting, under a new name that precedes all its keys: the store may hold those of
+an earlier one. The others leave a note each. Once there is a note of each number, number 0 calls
+the roll: a process that has died meanwhile does not answer, and is waited for again. Then all go.
+"""
 
 import contextlib
 import itertools
-import os
-import re
-import socket
-import sys
+import json
 import time
+import uuid
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import timedelta
-from pathlib import Path
+from typing import Any, NoReturn
 
 import torch.distributed as dist
 
 from engine.errors import UserError, shorten
 from engine.ranks import environment
+from engine.ranks.reaching import Clock, by_agent, say
 
-NOTICE_SECONDS = 30  # after which one of those who wait says for whom
+ROLL_SECONDS = 10  # for all to answer
+LOOK_SECONDS = 0.5  # between two looks at what else has happened
 VARIABLES = {"rank": ("RANK", "WORLD_SIZE"), "node": ("NODE_RANK", "NNODES")}
 
 
-def open_store(timeout: timedelta) -> tuple[dist.Store, int, int]:
-    """Return the store at the address that the launcher gives, and this rank's number, of how many.
+def join_ranks(store: dist.Store, rank: int, size: int, timeout: timedelta) -> dist.Store:
+    """Return once all ranks have called this, with the part of `store` for what follows.
 
-    It is not known yet whether the others are there.
+    Raises a UserError, the same in all, if they do not fit or are not there within `timeout`.
     """
-    host, port, rank, size = environment.read_group()
-    wait_for_name(host)
-    try:  # of 1, so that rank 0 does not wait in here: `join` does, and tells for whom
-        store, *_ = next(dist.rendezvous("env://", world_size=1, timeout=timeout))
-    except dist.DistError as error:
-        raise explain(error, host, port) or error from None
-    store.set_timeout(timeout)
-    # Where torchrun starts ranks again, the store may be the same.
-    return dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store), rank, size
+    is_old = by_agent()  # then it may hold what ranks that torchrun started before have left
+    clock = Clock(timeout.total_seconds())
+    meeting = Meeting(store, "rank", rank, size, clock, may_be_old=is_old, waits=is_old)
+    meeting.join()
+    return dist.PrefixStore("joined", meeting.store)  # apart from the errors of others
 
 
-def wait_for_name(host: str, seconds: float = 60) -> None:
-    """Return once `host` resolves, which may take a while after its node has started.
-
-    Raises a UserError after `seconds`.
-    """
-    deadline = time.monotonic() + seconds
-    for attempt in itertools.count():
-        try:
-            socket.getaddrinfo(host, None)
-            return
-        except OSError as error:
-            line = f"MASTER_ADDR={host} cannot be resolved ({error.strerror})"
-        if time.monotonic() > deadline:
-            raise UserError(f"{line}: check the name, or use an IP address")
-        if attempt == 0 and int(os.environ.get("LOCAL_RANK", 0)) == 0:
-            print(f"{line}; trying for {seconds:g} s", file=sys.stderr, flush=True)
-        time.sleep(1)
-
-
-def join(store: dist.Store, kind: str, number: int, size: int, seconds: float) -> None:
-    """Return once all of `size` have called this; or raise a UserError, the same in all.
+class Meeting:
+    """One of `size` ranks or nodes that meet.
 
     kind: "rank" or "node"
     number: this one's
-    seconds: how long to wait for the others
+    clock: how long to wait for the others
+    may_be_old: whether the store may be from before number 0 came
+    waits: whether to wait for the next meeting if this one is over
+    apart: a fault if not all are on one node; "" if none
     """
-    own, total = VARIABLES[kind]
-    answer, known = f"all {kind}s", int(store.compare_set(f"{kind}s", "", str(size)))
-    times = store.add(f"{kind} {number}", 1)
-    fault = ""
-    if known != size:
-        fault = f"{total} is {size} for {kind} {number}, {known} for another: give all the same"
-    elif number >= size:
-        fault = f"{own}={number} with {total}={size}: the last {kind} is {size - 1}"
-    elif times > 1:
-        fault = f"{own}={number} is there twice: give each its own, and each run a MASTER_PORT"
-    elif store.add(f"{kind}s here", 1) < size:
-        fault = _wait(store, kind, number, size, seconds)
-    # Another run's rank that comes here by mistake must not end those that have begun.
-    found = store.compare_set(answer, "", fault or "here").decode()
-    if fault or found != "here":
-        if number == 0:  # here is the store: let the others read it first
+
+    def __init__(
+        self, store: dist.Store, kind: str, number: int, size: int, clock: Clock, **more: Any
+    ) -> None:
+        self.all, self.kind, self.number, self.size, self.clock = store, kind, number, size, clock
+        self.may_be_old, self.waits = more.get("may_be_old", False), more.get("waits", False)
+        self.apart: str = more.get("apart", "")
+        self.id = self.name = uuid.uuid4().hex
+        self.store: dist.Store = dist.PrefixStore(self.name, store)  # of this meeting
+
+    def join(self, **note: Any) -> list[dict[str, Any]]:
+        """Return the notes of all, in their order, once all have called this.
+
+        note: what to tell the others, as JSON. Raises a UserError, the same in all, if those who
+        have come do not fit, or if some are missing.
+        """
+        words = json.dumps(
+            {**note, "id": self.id, "place": environment.node(), "apart": self.apart}
+        )
+        if self.number == 0:
+            return self._open(words)
+        while True:
+            while not has(self.all, [self.kind]):
+                self._look()
+            name, size = self.all.get(self.kind).decode().split()
+            self.name, self.store = name, dist.PrefixStore(name, self.all)
+            if not self.store.check(["go"]):
+                self._check_size(int(size))
+                self.store.set(str(self.number), words)
+                if notes := self._answer(words):
+                    return notes
+            if self.all.get(self.kind).decode().split()[0] == name:
+                self._wait_for_next()
+
+    def _open(self, words: str) -> list[dict[str, Any]]:
+        """Open a meeting as number 0; return the notes of all."""
+        self.store.set("0", words)
+        mine = f"{self.name} {self.size}"
+        if self.may_be_old:
+            self.all.set(self.kind, mine)
+        found = self.all.compare_set(self.kind, "", mine).decode()
+        if found != mine:
+            self.store = dist.PrefixStore(found.split()[0], self.all)
+            self._fail(self._twice(json.loads(self.store.get("0"))["place"]))
+        return self._call_roll()
+
+    def _check_size(self, size: int) -> None:
+        own, total = VARIABLES[self.kind]
+        if size != self.size:
+            here = f"{self.size} for {self.kind} {self.number}"
+            self._fail(f"{total} is {here}, {size} for another: give all the same")
+        if self.number >= size:
+            here = f"{own}={self.number} with {total}={size}"
+            self._fail(f"{here}: the last {self.kind} is {size - 1}")
+
+    def _call_roll(self) -> list[dict[str, Any]]:
+        everybody = [str(number) for number in range(self.size)]
+        for turn in itertools.count():
+            while not has(self.store, everybody):
+                self._look()
+            notes = [json.loads(self.store.get(number)) for number in everybody]
+            if len({note["place"] for note in notes}) > 1:
+                for note in notes:
+                    if note["apart"]:
+                        self._fail(note["apart"])
+            self.store.set(f"call {turn}", "")
+            answers = [f"here {turn} {note['id']}" for note in notes[1:]]
+            if not answers or has(self.store, answers, ROLL_SECONDS):
+                said = self.store.compare_set("go", "", json.dumps(notes)).decode()
+                return self._read(said)
+            for number, answer in zip(everybody[1:], answers, strict=True):
+                if not self.store.check([answer]):  # it has died, or another has its number
+                    self.store.delete_key(number)
+        raise AssertionError
+
+    def _answer(self, words: str) -> list[dict[str, Any]] | None:
+        """Return the notes of all; None if they have gone without this one, or number 0 is anew."""
+        turn, mine = 0, str(self.number)
+        while not (has(self.store, ["go"] if turn else ["call 0"]) and self.store.check(["go"])):
+            if self.store.check([f"call {turn}"]):
+                self.store.set(f"here {turn} {self.id}", "")
+                turn += 1
+                continue
+            self._look()
+            if self.all.get(self.kind).decode().split()[0] != self.name:
+                return None
+            found = self.store.compare_set(mine, "", words).decode()  # it may have been slow
+            if json.loads(found)["id"] != self.id:
+                self._fail(self._twice(json.loads(found)["place"]))
+        notes = self._read(self.store.get("go").decode())
+        return notes if notes[self.number]["id"] == self.id else None
+
+    def _wait_for_next(self) -> None:
+        """Return once there is another meeting; this one is over, for another of this number."""
+        place = self._read(self.store.get("go").decode())[self.number]["place"]
+        name, seconds = VARIABLES[self.kind][0], f"{self.clock.seconds:g} s"
+        line = f"{name}={self.number} is running already, on {place}"
+        if self.waits and not self.may_be_old:
+            say(f"{line}; waiting up to {seconds} for the next start")
+        self.store.compare_set(f"end {self.number}", "", "")  # the one on `place` may have died
+        while self.waits and self.clock.left() > 0:
+            if has(self.store, ["over"]):
+                raise UserError(f"{line}; {self.store.get('over').decode()}")
+            if self.all.get(self.kind).decode().split()[0] != self.name:
+                return
+        if self.waits:
+            raise UserError(f"waited {seconds}: {line}")
+        raise UserError(self._twice(place))
+
+    def _twice(self, place: str) -> str:
+        what = f"{VARIABLES[self.kind][0]}={self.number} is there twice"
+        places = sorted({place, environment.node()})
+        return f"{what} ({', '.join(places)}): give each its own, and each run a MASTER_PORT"
+
+    def _look(self) -> None:
+        """Raise a UserError if another has found a fault, or it is too late; say who is missing."""
+        if self.store.check(["go"]):
+            self._read(self.store.get("go").decode())
+        is_due, is_over = self.clock.is_due(), self.clock.left() <= 0
+        if not (is_over or (is_due and self.number == 0)):
+            return
+        places, missing = {}, []
+        for number in range(self.size):
+            if self.store.check([str(number)]):
+                places[number] = json.loads(self.store.get(str(number)))["place"]
+            else:
+                missing.append(number)
+        seconds = f"{self.clock.seconds:g} s"
+        line = (
+            f"{self.kind} {ranges(missing)} of {self.size} ({VARIABLES[self.kind][1]}={self.size})"
+        )
+        line += f"; here: {ranges(places, places)}"
+        if not is_over:
+            return say(f"waiting up to {seconds} for {line}")
+        self.store.delete_key(str(self.number))
+        self._fail(
+            f"waited {seconds} for {line}: start as many, with the same MASTER_ADDR and MASTER_PORT"
+        )
+
+    def _fail(self, fault: str) -> NoReturn:
+        """Raise a UserError in all who have not gone yet."""
+        # Another run's rank that comes here by mistake must not end those that have begun.
+        found = json.loads(self.store.compare_set("go", "", json.dumps(fault)))
+        if self.number == 0:  # here is the store: let the others read it first
             time.sleep(1)
-        raise UserError(fault or found)
+        raise UserError(found if isinstance(found, str) else fault)
+
+    def _read(self, words: str) -> list[dict[str, Any]]:
+        found = json.loads(words)
+        if isinstance(found, str):
+            if self.number == 0:
+                time.sleep(1)
+            raise UserError(found)
+        return found
 
 
-def _wait(store: dist.Store, kind: str, number: int, size: int, seconds: float) -> str:
-    """Return once the others have come, or found a fault; or else who is missing."""
-    notice = min(NOTICE_SECONDS, seconds / 2)  # a limit of 0 would mean none
-    for limit in (notice, seconds - notice):
-        with contextlib.suppress(dist.DistStoreError):
-            store.wait([f"all {kind}s"], timedelta(seconds=limit))
-            return ""
-        missing = [str(i) for i in range(size) if not store.check([f"{kind} {i}"])]
-        line = f"{kind} {shorten(missing)} of {size} ({VARIABLES[kind][1]}={size})"
-        if limit == notice and number == 0:
-            print(f"waiting up to {seconds:g} s for {line}", file=sys.stderr, flush=True)
-    return (
-        f"waited {seconds:g} s for {line}: start as many, with the same MASTER_ADDR and MASTER_PORT"
-    )
+def has(store: dist.Store, keys: Sequence[str], seconds: float = LOOK_SECONDS) -> bool:
+    """Return whether all `keys` are in `store`, within `seconds`."""
+    with contextlib.suppress(dist.DistStoreError):
+        store.wait(list(keys), timedelta(seconds=seconds))
+        return True
+    return False
 
 
-def explain(error: dist.DistError, host: str, port: int) -> UserError | None:
-    """Return a line for an error of the store that rank 0, or node 0, holds at `host`."""
-    text = str(error)
-    if re.search("EADDRINUSE|address already in use", text, re.IGNORECASE):
-        return UserError(
-            f"MASTER_PORT={port} is in use{_holder(port)}: end that, or use another port "
-            f"(MASTER_PORT={port + 1}, the same on all nodes)"
-        )
-    if re.search("client socket has timed out|timed out after", text):
-        return UserError(
-            f"nobody answers at MASTER_ADDR={host}, MASTER_PORT={port}: is rank 0 running there, "
-            "does a firewall let this port through?"
-        )
-    return None
-
-
-def _holder(port: int) -> str:
-    """Return which process listens at `port`, as far as Linux tells this user."""
-    with contextlib.suppress(OSError, ValueError, IndexError):
-        lines = "".join(Path(f"/proc/net/{name}").read_text() for name in ("tcp", "tcp6"))
-        rows = [line.split() for line in lines.splitlines() if f":{port:04X} " in line]
-        inodes = {f"socket:[{row[9]}]" for row in rows if row[3] == "0A"}  # it listens
-        for link in Path("/proc").glob("[0-9]*/fd/*"):
-            with contextlib.suppress(OSError):  # another user's, or it has ended
-                if str(link.readlink()) in inodes:
-                    words = (link.parents[1] / "cmdline").read_text().replace("\0", " ").split()
-                    return f" by process {link.parts[2]} ({' '.join(words)[:80]})"
-    return ""
+def ranges(numbers: Iterable[int], places: Mapping[int, str] | None = None) -> str:
+    """Return "0-7 (a), 8-15 (b)" for numbers in rising order, with the name of each one's place."""
+    groups: list[tuple[list[int], str]] = []
+    for number in numbers:
+        place = places[number] if places else ""
+        if groups and groups[-1][0][-1] == number - 1 and groups[-1][1] == place:
+            groups[-1][0].append(number)
+        else:
+            groups.append(([number], place))
+    texts = []
+    for group, place in groups:
+        text = str(group[0]) + (f"-{group[-1]}" if len(group) > 1 else "")
+        texts.append(f"{text} ({place})" if place else text)
+    return shorten(texts)

@@ -8,10 +8,11 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from engine.ranks import environment, process
+from engine.ranks import environment, logs, process, requeue
 
 if __name__ == "__main__":  # before torch, whose import takes seconds
     process.be_quiet()
+    logs.check()
     nodes, restarts = environment.prepare()
 
 import atexit
@@ -21,8 +22,6 @@ import os
 import signal
 import time
 import uuid
-from dataclasses import replace
-from datetime import timedelta
 
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.api import PContext, SignalException
@@ -30,10 +29,10 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from torch.distributed.run import main
 
 from engine.errors import UserError
-from engine.ranks import joining, protocol
+from engine.ranks import protocol
 from engine.ranks.environment import Nodes
+from engine.ranks.nodes import Agreement, meet
 
-MEET_SECONDS = 600  # for the launchers of all nodes to start
 STOP_SECONDS = 120  # for the ranks to stop and save
 
 
@@ -45,12 +44,14 @@ class Signals:
         self.sent: set[int] = set()
         self.ignored = {s for s in protocol.STOP_SIGNALS if signal.getsignal(s) == signal.SIG_IGN}
         self.start_ranks = PContext.start
+        self.logs = logs.Logs()
         if hasattr(os, "killpg"):  # not on Windows
             PContext.start = lambda ranks: self.start(ranks)  # type: ignore[assignment, method-assign]
 
     def start(self, ranks: PContext) -> None:
         """Start the ranks, then replace the handlers that torchrun has installed by then."""
-        self.start_ranks(ranks)
+        with self.logs.starting(ranks):
+            self.start_ranks(ranks)
         self.ranks = ranks
         signal.signal(signal.SIGALRM, self.kill)
         for signum in protocol.STOP_SIGNALS:
@@ -85,31 +86,42 @@ def print_error(line: str) -> None:
     print(f"error: {line}", file=sys.stderr, flush=True)
 
 
-def launch(nodes: Nodes, signals: Signals) -> int:
+def print_failed(failure: ProcessFailure) -> None:
+    """Print which rank has failed, unless it is one of this node, which has printed its error."""
+    if failure.error_file_data.get("timestamp"):  # failures.py has left a note in the file
+        if not failure.message.endswith(f" on {environment.node()}"):
+            print_error(f"{failure.message} has failed")
+    elif failure.exitcode not in protocol.FINAL:
+        print_error("a rank has failed, here or on another node")
+
+
+def launch(nodes: Nodes, agreement: Agreement | None, signals: Signals) -> int:
     """Run torchrun once; return the exit status."""
-    where = [
-        "--standalone",
-        "--local-addr",
-        "127.0.0.1",
-    ]  # even if this host's name does not resolve
-    if nodes.count > 1:
-        where = ["--nnodes", str(nodes.count), "--node-rank", str(nodes.number)]
-        where += ["--master-addr", nodes.host, "--master-port", str(nodes.port)]
+    # Even if this host's name does not resolve.
+    where = ["--standalone", "--local-addr", "127.0.0.1"]
+    if agreement:
+        where = agreement.flags()
+    script, *words = sys.argv[1:]
+    if "--check" in words:
+        script = str(Path(script).with_name("preflight.py"))
     try:
-        main([*where, "--nproc-per-node", str(nodes.ranks), *sys.argv[1:]])
+        with contextlib.closing(signals.logs):
+            main([*where, "--nproc-per-node", str(nodes.ranks), script, *words])
     except ChildFailedError as error:
         rank, failure = root_cause(error)
         status = failure.exitcode
         if status >= 0:
-            if nodes.count > 1 and status not in protocol.FINAL:
-                print_error("a rank has failed, here or on another node")
+            if nodes.count > 1:
+                print_failed(failure)
             return status
         if -status in signals.sent:
             return 128 + signals.first
         # A process that a signal ends prints nothing itself.
+        requeue.note_failure(128 - status)
         name = signal.Signals(-status).name
         hint = ": out of memory?" if name == "SIGKILL" else ""
-        print_error(f"rank {rank} (process {failure.pid}) was ended by {name}{hint}")
+        place = f" on {environment.node()}" if nodes.count > 1 else ""
+        print_error(f"rank {rank} (process {failure.pid}){place} was ended by {name}{hint}")
         return 128 - status
     except SignalException as error:
         return 128 + error.sigval
@@ -117,27 +129,6 @@ def launch(nodes: Nodes, signals: Signals) -> int:
         print_error(str(error).splitlines()[0])
         return 1
     return 0
-
-
-def meet_nodes(nodes: Nodes) -> dist.TCPStore | None:
-    """Return once the launchers of all nodes have come; torchrun would wait without a word.
-
-    They meet at the server that torchrun uses, which stays as long as what this returns.
-    """
-    if nodes.count == 1:
-        return None
-    joining.wait_for_name(nodes.host)
-    wait, is_first = timedelta(seconds=MEET_SECONDS), nodes.number == 0
-    try:
-        store = dist.TCPStore(
-            *(nodes.host, nodes.port, None, is_first, wait),
-            wait_for_workers=False,
-            multi_tenant=True,
-        )
-        joining.join(store, "node", nodes.number, nodes.count, MEET_SECONDS)
-    except dist.DistError as error:
-        raise joining.explain(error, nodes.host, nodes.port) or UserError(str(error)) from None
-    return store
 
 
 def root_cause(error: ChildFailedError) -> tuple[int, ProcessFailure]:
@@ -160,8 +151,7 @@ def restart(nodes: Nodes, restarts: int) -> None:
     """Replace this process by a new launcher, with `restarts` left."""
     print(f"restarting; MAX_RESTARTS is {restarts} now", file=sys.stderr, flush=True)
     os.environ["MAX_RESTARTS"] = str(restarts)
-    # The next port: the old launcher of another node may still be there.
-    environment.export_nodes(replace(nodes, port=nodes.port + 1))
+    environment.export_nodes(nodes)
     os.execv(sys.executable, sys.orig_argv)
 
 
@@ -169,16 +159,25 @@ def run(nodes: Nodes, restarts: int) -> int:
     logging.disable(logging.ERROR)
     # Rank 0 holds the ranks' store, not this process: the store survives if this one is killed.
     os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
-    os.environ.setdefault(protocol.LAUNCH_ID, uuid.uuid4().hex)
     os.environ[protocol.LAUNCHER_PID] = str(os.getpid())
     atexit.register(process.ignore_signals)  # the status is known by then
-    try:
-        store = meet_nodes(nodes)  # noqa: F841  keeps the server
-    except UserError as error:
-        print_error(str(error))
-        return protocol.MISTAKE
+    agreement, launch_id = None, uuid.uuid4().hex
+    if nodes.count > 1:
+        try:
+            agreement = meet(nodes, restarts)
+        except UserError as error:
+            print_error(str(error))
+            return protocol.MISTAKE
+        restarts, launch_id = agreement.restarts, agreement.launch_id
+        os.environ.pop(protocol.LAUNCH_ID, None)
+    os.environ.setdefault(protocol.LAUNCH_ID, launch_id)
     signals = Signals()
-    status = launch(nodes, signals)
+    status = launch(nodes, agreement, signals)
+    if restarts and agreement:
+        over = agreement.settle(status, *([5] if signals.first else []))
+        if over and status not in protocol.FINAL:
+            print_error(f"not restarting: {over}")
+        restarts = 0 if over else restarts
     if status not in protocol.FINAL and restarts and not signals.first:
         restart(nodes, restarts - 1)
     return status

@@ -5,7 +5,6 @@ protocol.py says with which keys. answering.py has the thread that answers.
 
 import itertools
 import json
-import socket
 import sys
 import threading
 import time
@@ -15,7 +14,7 @@ from dataclasses import dataclass, field
 from types import FrameType
 from typing import NamedTuple
 
-from engine.ranks import distributed, lockstep, process, protocol
+from engine.ranks import distributed, environment, lockstep, names, process, protocol
 from engine.ranks.lockstep import Collective
 
 ANSWER_SECONDS = 3  # for all ranks to say where they are
@@ -43,7 +42,7 @@ class Position(NamedTuple):
     where: such as "epoch 1, step 3". place: the line of its main thread, outside the machinery.
     stack: of the main thread, without most lines of libraries. reached: how many collectives it has
     started. started: the last ones of them. waits: the number of the one it waits in; 0 if in none;
-    None if that is not known.
+    None if that is not known. node: "" if all ranks are on the same one.
     """
 
     rank: int
@@ -53,6 +52,7 @@ class Position(NamedTuple):
     reached: int
     started: list[Collective]
     waits: int | None
+    node: str = ""
 
 
 def here() -> Position:
@@ -79,6 +79,7 @@ def here() -> Position:
         reached,
         started[-lockstep.WINDOW :],
         waits if started else None,
+        environment.node() if names.has_other_nodes() else "",
     )
 
 
@@ -174,9 +175,16 @@ def _decode(text: bytes) -> Position:
 
 def _state_of(rank: int) -> str:
     """Return why a rank does not answer, as far as it can be seen from here."""
-    store, key = distributed.store(), protocol.process_of(rank)
-    if store.check([key]):
-        node, pid = store.get(key).decode().rsplit(" ", 1)
-        if node == socket.gethostname() and (state := process.state_of(int(pid))):
-            return f"{state} (process {pid})"
+    node, pid = process_of(rank)
+    if node == environment.node() and (state := process.state_of(pid)):
+        return f"{state} (process {pid})"
+    if node and node != environment.node():
+        return f"does not answer (process {pid} on {node})"
     return "does not answer"
+
+
+def process_of(rank: int) -> tuple[str, int]:
+    """Return the node and the process id of `rank`; ("", 0) if it has not come that far."""
+    store, key = distributed.store(), protocol.process_of(rank)
+    node, pid = store.get(key).decode().rsplit(" ", 1) if store.check([key]) else ("", 0)
+    return node, int(pid)

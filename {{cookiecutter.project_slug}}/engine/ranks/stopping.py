@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import NoReturn
 
-from engine.ranks import distributed, explaining, failures, positions, process
+from engine.ranks import distributed, explaining, failures, logs, positions, process
 from engine.ranks.protocol import DUPLICATE_SECONDS, STOP, STOP_SIGNALS, STOPPED, answer
 
 POLL_SECONDS = 0.5
@@ -100,7 +100,7 @@ class Watcher(threading.Thread):
                 self.answered = time.monotonic()
             self.status = 128 + signal.Signals[self.store.get(STOP).decode()]
             process.drop_unread()
-            if sys.stderr.isatty():
+            if logs.has_terminal():
                 with contextlib.suppress(OSError):  # a closed terminal
                     print(file=sys.stderr)  # below the progress bar
             distributed.say("stop requested: finishing this step, then saving")

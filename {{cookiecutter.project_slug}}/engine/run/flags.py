@@ -32,6 +32,13 @@ class Help(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpFo
         return super()._get_help_string(action) if has_default else action.help
 
 
+class OtherProgram(argparse.Action):
+    """A flag that launch.sh takes: here it raises a UserError."""
+
+    def __call__(self, *_: object) -> NoReturn:
+        raise UserError("--check: start with ./launch.sh, or preflight.py in place of main.py")
+
+
 def add_image_arguments(group: argparse._ArgumentGroup, is_network: bool = True) -> None:
     """Add the flags that say how image files become pixels: the fields of images.Format.
 
@@ -79,12 +86,7 @@ def add_machine_arguments(group: argparse._ArgumentGroup) -> None:
         type=at_least(0),
         help="loader processes per rank (default: CPUs of the job / ranks, at most 16)",
     )
-    add(
-        "--prefetch",
-        type=at_least(1),
-        default=2,
-        help="batches that each worker loads in advance",
-    )
+    add("--prefetch", type=at_least(1), default=2, help="batches that each worker loads ahead")
     add(
         "--pin-memory",
         action=argparse.BooleanOptionalAction,
@@ -116,6 +118,13 @@ def add_machine_arguments(group: argparse._ArgumentGroup) -> None:
         type=debugging.address,
         default="127.0.0.1:5678",
         help="for the debugger of rank 0; loopback unless HOST is given",
+    )
+    add(
+        "--check",
+        action=OtherProgram,
+        nargs=0,
+        default=argparse.SUPPRESS,
+        help="of launch.sh: instead of training, check nodes, data and network in a minute",
     )
     add("--local-rank", "--local_rank", type=int, help=argparse.SUPPRESS)
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from engine import files
 from engine.errors import UserError
-from engine.ranks import answering, distributed, process, protocol
+from engine.ranks import answering, distributed, process, protocol, requeue
 from engine.run import checkpoint
 from engine.run.checkpoint import OTHER_RUN, Damaged, State
 
@@ -67,6 +67,10 @@ class RunFolder:
         step, path = (state["step"], state["path"]) if state else (-1, "")
         reached = distributed.gather_objects((step, path, is_first))
         furthest = max(reached)[0]
+        if not any(path and self.contains(path) for _, path, _ in reached):
+            requeue.check_new(self.path)
+        elif distributed.is_rank_zero():
+            requeue.note_checkpoint(self.path)
         if furthest == -1:
             return None
         if any(step != furthest for step, _, is_first in reached if is_first):
@@ -205,6 +209,7 @@ class RunFolder:
                     newer.replace(self.path / f"last-{age}.pt")
         with contextlib.suppress(OSError):  # not every file system supports it
             files.sync(self.path)
+        requeue.note_checkpoint(self.path)
         for age in itertools.count(self.keep):
             path = self.path / f"last-{age}.pt"
             if not path.exists():

@@ -22,14 +22,17 @@ NAME = "rank0.pt.trace.json"  # what TensorBoard's plugin looks for
 OPEN = "open it in ui.perfetto.dev, or with TensorBoard and its plugin torch-tb-profiler"
 SHOWN = 5  # operations
 _is_tracing = False
+stopwatches: dict[str, contextlib.AbstractContextManager[object]] = {}  # by name of a mark
 
 
 def mark(name: str) -> contextlib.AbstractContextManager[object]:
-    """Return a context that a trace shows as a bar of that name, and that else costs nothing.
+    """Return a context that a trace shows as a bar of that name, and that else a stopwatch times.
 
     torch itself marks the wait for a batch (`enumerate(DataLoader)`), DDP and the optimizer's step.
     """
-    return record_function(name) if _is_tracing else contextlib.nullcontext()
+    if _is_tracing:
+        return record_function(name)
+    return stopwatches.get(name) or contextlib.nullcontext()
 
 
 def traced(

@@ -23,10 +23,11 @@ from tqdm import tqdm
 from engine import files
 from engine.data import images
 from engine.data.loading import Loader
-from engine.ranks import distributed
+from engine.ranks import distributed, logs
 from engine.run import machine, profiling, records
 from engine.run.folder import IMAGES
 from engine.run.mistakes import Mistakes
+from engine.run.stragglers import Stopwatch
 
 SECONDS_BETWEEN_READINGS = 0.5  # reading the loss waits for the device: not at every step
 INPUT_BOUND = 0.1  # from this share of time spent waiting for images, a message says so
@@ -45,9 +46,7 @@ class Reporter:
 
         profile: how many steps of the first epoch to trace.
         """
-        self.folder = folder
-        self.device = device
-        self.epochs = epochs
+        self.folder, self.device, self.epochs = folder, device, epochs
         self.active = distributed.is_rank_zero() and not self.silent
         self.bar = tqdm(disable=True)
         self.workers = 0
@@ -130,10 +129,10 @@ class Reporter:
             desc=f"epoch {epoch + 1}/{self.epochs}",
             unit="img",
             leave=False,
-            # None: no bar unless the output is a terminal, so that logs stay readable.
-            disable=None if self.active else True,
+            disable=not (self.active and logs.has_terminal()),  # so that logs stay readable
         )
         self.waited, self.count = 0.0, 0
+        self.forward = profiling.stopwatches["forward"] = Stopwatch(self.device, len(loader))
         batches: Iterable = loader
         if self.profile and len(loader):
             batches = profiling.traced(loader, self.profile, self.folder / "profile", self.device)
@@ -149,13 +148,15 @@ class Reporter:
     def speed(self) -> dict[str, float]:
         """Close the progress bar; return images per second and the share of time spent waiting."""
         self.bar.close()
-        waited = torch.tensor(self.waited, device=self.device)
-        longest = distributed.reduce_tensor(waited, "max").item()  # waits for the device, too
+        own = torch.tensor([self.waited, *self.forward.quartiles()], dtype=torch.float64)
+        ranks = distributed.gather(own.to(self.device)).cpu()  # waits for the device, too
         seconds = time.monotonic() - self.began  # of a resumed epoch: since it was resumed
+        if self.active and (line := self.forward.explain(ranks[:, 1:], seconds)):
+            distributed.say(line)
         return {
             "img_per_s": self.count / seconds,
             "train_seconds": seconds,
-            "data_wait": longest / seconds,
+            "data_wait": ranks[:, 0].max().item() / seconds,
         }
 
     def loss(self, totals: Tensor, lr: float) -> None:

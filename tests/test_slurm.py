@@ -1,0 +1,223 @@
+"""On a real SLURM of three virtual nodes (slurm.py): the ways to start, and slurm/train.sbatch.
+
+Jobs run side by side wherever they can: most of the time SLURM waits, for a requeue or a limit.
+"""
+
+import re
+import shutil
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from digest import digest
+from running import NETS, SAME_FOR_BOTH, Done, Project
+from slurm import NODES, Slurm, running, wait_until
+
+pytestmark = SAME_FOR_BOTH
+
+EPOCHS = 4  # of six steps for one rank, three for two
+# SLOW_0 is how long each step of a job's first start sleeps; the faults are once at each start.
+PLANTED = """
+        import os, time
+        start = os.environ.get("SLURM_RESTART_COUNT", "0")
+        time.sleep(float(os.environ.get(f"SLOW_{start}", 0)))
+        if "KILL" in os.environ and run.step == 1:
+            os.kill(os.getpid(), 9)
+        if os.environ.get("RAISE") == f"{start} {rank}" and run.step == 1:
+            raise RuntimeError("uncorrectable ECC error")
+"""
+ENDS = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL"}
+
+
+@pytest.fixture(scope="module")
+def slurm() -> Iterator[Slurm]:
+    with running() as slurm:
+        yield slurm
+
+
+class Lab:
+    """A copy of the project with what is planted, on the disk that all nodes share."""
+
+    def __init__(self, slurm: Slurm, project: Project, folder: Path) -> None:
+        self.slurm, self.project = slurm, project
+        self.folder = project.copy(folder / "the project").folder
+        self.data = project.draw(folder / "data", 24, 8)
+        text, line = (self.folder / "main.py").read_text(), "        if is_last:\n"
+        assert text.count(line) == 1
+        (self.folder / "main.py").write_text(text.replace(line, PLANTED[1:] + line))
+        small = ("--image-size", 32, "--batch-size", 4, "--workers", 0, "--threads", 1)
+        self.flags = [*small, *NETS["classification"], "--weights", "none", "--epochs", EPOCHS]
+        self.env = {"PYTHON": sys.executable, "NPROC": "1"}
+
+    def whole(self, ranks: int) -> str:
+        """Return the digest of a run that nothing disturbs."""
+        out = self.folder / "runs" / f"whole of {ranks}"
+        flags = ("--data", self.data, *self.flags, "--output-dir", out)
+        self.project.fork(*flags, ranks=ranks, draws=False).ok()
+        return digest(out)
+
+    def step(self, *words: object, data: Path | None = None) -> Done:
+        """Run srun, without a batch script; return what it said, without srun's own lines."""
+        command = ("srun", "--kill-on-bad-exit=1", "--nodes", 2, *words)
+        flags = ("--data", data or self.data, *self.flags)
+        done = self.slurm.run(*command, *flags, cwd=self.folder, **self.env)
+        own = [line for line in done.err.splitlines() if not line.startswith(("srun:", "slurmst"))]
+        return Done(done.status, done.out, "\n".join(own), [])
+
+    def submit(self, name: str, *options: object, flags: tuple = (), **env: str) -> "Job":
+        """Submit slurm/train.sbatch with `options` in place of its header's."""
+        cpu = ("--gpus-per-node", 0, "--cpus-per-task", 1)
+        command = ("sbatch", "--parsable", "--job-name", name, *cpu, *options, "slurm/train.sbatch")
+        words = [*command, "--data", self.data, *self.flags, *flags]
+        number = self.slurm(*words, cwd=self.folder, **{**self.env, **env})
+        return Job(self, number, self.folder / "runs" / name)
+
+
+class Job:
+    def __init__(self, lab: Lab, number: str, out: Path) -> None:
+        self.lab, self.number, self.out = lab, number, out
+
+    def __getitem__(self, name: str) -> str:
+        """Return what scontrol says of it, such as JobState."""
+        return self.lab.slurm.job(self.number)[name]
+
+    @property
+    def nodes(self) -> list[str]:
+        return self.lab.slurm("scontrol", "show", "hostnames", self["NodeList"]).split()
+
+    @property
+    def log(self) -> str:
+        path = self.lab.folder / f"slurm-{self.number}.out"
+        return path.read_text() if path.exists() else ""
+
+    def wait_for(self, text: str, starts: int = 1) -> None:
+        """Wait until the latest of so many starts has said `text`."""
+        begun = "starting "
+
+        def is_said() -> bool:
+            assert self["JobState"] not in ENDS, self.log
+            return self.log.count(begun) >= starts and text in self.log.rsplit(begun, 1)[1]
+
+        wait_until(is_said, f"{text!r} of job {self.number}", 120)
+
+    def end(self, state: str = "COMPLETED", restarts: int = 0) -> None:
+        wait_until(lambda: self["JobState"] in ENDS, f"the end of job {self.number}", 180)
+        assert (self["JobState"], self["Restarts"]) == (state, str(restarts)), self.log
+
+
+@pytest.fixture
+def lab(slurm: Slurm, project: Project, tmp_path: Path) -> Lab:
+    return Lab(slurm, project, tmp_path)
+
+
+def test_srun(lab: Lab) -> None:
+    """A task per node and a task per rank end with the same bits; so does a run without SLURM."""
+    local = lab.slurm.local / "data"  # on one node only
+    shutil.copytree(lab.data, lab.slurm.disk("n1") / "data")
+    a_node = ("--ntasks-per-node", 1, "./launch.sh", "--output-dir")
+    a_rank = ("--ntasks-per-node", 1, sys.executable, "main.py", "--output-dir")
+    with ThreadPoolExecutor() as pool:
+        launched = pool.submit(lab.step, *a_node, "runs/launched")
+        plain = pool.submit(lab.step, *a_rank, "runs/plain")
+        absent = [
+            pool.submit(lab.step, "--nodelist", "n1,n2", *each, f"runs/absent {i}", data=local)
+            for i, each in enumerate((a_node, a_rank))
+        ]
+    for future in launched, plain:
+        assert "\n2 rank(s) on CPU" in future.result().ok().out
+    assert {digest(lab.folder / f"runs/{name}") for name in ("launched", "plain")} == {lab.whole(2)}
+    for future in absent:
+        done = future.result()
+        done.refused(str(local))
+
+
+def test_stopped_and_requeued(lab: Lab) -> None:
+    """By whatever stops a job: it saves, and goes on at that step; but not after scancel."""
+    slurm = lab.slurm
+    limited = lab.submit("limited", "--nodes", 2, "--time", 60, SLOW_0="5")
+    one = ("--nodes", 1, "--nodelist")
+    array = lab.submit("array", *one, "n1", "--array", "0-1", SLOW_0="0.7")
+    tasks = [Job(lab, f"{array.number}_{i}", array.out.with_name(f"array-{i}")) for i in range(2)]
+    requeued = lab.submit("requeued", *one, "n2", SLOW_0="0.7")
+    cancelled = lab.submit("cancelled", *one, "n2", SLOW_0="0.7")
+    preempted = lab.submit("preempted", *one, "n3", SLOW_0="0.7")
+
+    limited.wait_for("JPEG")
+    minutes = int(limited["RunTime"].split(":")[1]) + 5  # the header has --signal USR1@300
+    slurm("scontrol", "update", f"JobId={limited.number}", f"TimeLimit={minutes}")
+    tasks[1].wait_for("epoch 1/")
+    slurm("scancel", "--signal", "USR1", tasks[1].number)
+    requeued.wait_for("epoch 1/")
+    slurm("scontrol", "requeue", requeued.number)
+    preempted.wait_for("epoch 1/")
+    other = ("--partition", "high", "--exclusive", "--output", "/dev/null", "--wrap", "sleep 2")
+    slurm("sbatch", *one, "n3", *other)
+    cancelled.wait_for("epoch 1/")
+    asked_at = time.time()
+    slurm("scancel", cancelled.number)
+
+    cancelled.end("CANCELLED")
+    assert (cancelled.out / "last.pt").stat().st_mtime > asked_at
+    tasks[0].end()
+    stopped = {tasks[1]: "USR1", requeued: "TERM", preempted: "TERM", limited: "USR1"}
+    for job, name in stopped.items():
+        job.end(restarts=1)
+        assert f"SIG{name}: stopped and saved at epoch" in job.log or job is requeued, job.log
+        assert "/last.pt: " in job.log, job.log
+    whole = lab.whole(1)
+    for job in (tasks[0], *stopped):
+        assert digest(job.out) == (lab.whole(2) if job is limited else whole), job.log
+
+
+def test_failures(lab: Lab) -> None:
+    """Each is followed by a start without the node that failed, a bounded number of times."""
+    slurm = lab.slurm
+    each_step = ("--save-every", 1)
+    killed = lab.submit("killed", "--nodes", 1, KILL="")
+    raised = lab.submit("raised", "--nodes", 2, flags=each_step, RAISE="0 1")
+    out = slurm.local / "out"  # not shared
+    apart = lab.submit(
+        "apart", "--nodes", 1, flags=("--output-dir", out), SLOW_0="0.7", SLOW_1="0.7"
+    )
+    apart.wait_for("JPEG")
+    slurm("scontrol", "requeue", apart.number)  # before it has anything to lose
+    raised.wait_for("JPEG")
+    nodes = raised.nodes
+    apart.wait_for("epoch 1/", starts=2)
+    first = apart.nodes[0]
+    slurm("scontrol", "requeue", apart.number)
+    slurm("scontrol", "update", f"JobId={apart.number}", f"ExcNodeList={first}")
+
+    raised.end(restarts=1)
+    assert f"failure 1 (max_failures=3): status 1 on node {nodes[1]}\n" in raised.log
+    assert nodes[1] not in raised.nodes
+    assert "/last.pt: 0 of 4 epochs done and 1 step of the next" in raised.log
+
+    apart.end("FAILED", restarts=2)
+    assert apart["ExitCode"] == "2:0"
+    refusals = [line for line in apart.log.splitlines() if line.startswith("error:")]
+    assert len(refusals) == 1, apart.log
+    assert f"this job has saved there on {first}, but there is no checkpoint" in refusals[0]
+    assert not list(slurm.disk(apart.nodes[0]).glob("out/*.pt"))
+
+    killed.end("FAILED", restarts=3)
+    assert killed["ExitCode"] == "137:0"
+    found = re.findall(r"failure (\d) .*: status 137 on node (n\d)\n", killed.log)
+    assert [number for number, _ in found] == ["1", "2", "3", "4"], killed.log
+    assert {node for _, node in found[:3]} == set(NODES)  # a fourth node there is not
+
+
+def test_a_lost_node(lab: Lab) -> None:
+    """SLURM itself finds out, and starts the job again on others."""
+    job = lab.submit("lost", "--nodes", 2, flags=("--save-every", 1), SLOW_0="1")
+    job.wait_for("epoch 1/")
+    lost = job.nodes[1]
+    lab.slurm.lose(lost)
+    job.end(restarts=1)
+    lab.slurm.start_node(lost)
+    assert lost not in job.nodes
+    assert "/last.pt: 1 of 4 epochs done" in job.log
+    assert digest(job.out) == lab.whole(2), job.log

@@ -1,0 +1,136 @@
+"""Whether each node has the same data, and how fast its ranks read and decode it."""
+
+import contextlib
+import io
+import itertools
+import os
+import statistics
+import sys
+import time
+import zlib
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+
+import torch
+
+from engine.check.nodes import size
+from engine.check.preflight import Table, attempt, gather
+from engine.data import prepared
+from engine.data.images import Format, open_image
+from engine.errors import shorten
+from engine.ranks import distributed
+
+SIZED = 20_000  # files, at most, whose sizes are compared: each may take a network disk 1 ms
+NAMED = 100_000  # lines of the list in which the first difference is looked for
+PICKED = 256  # images that the ranks of a node read and decode
+SECONDS = 1.0  # for reading, and for decoding
+FindSamples = Callable[[Path], tuple[Sequence[tuple], Sequence[tuple], Sequence[str]]]
+
+
+def check_data(table: Table, data: Path, find_samples: FindSamples) -> list[str]:
+    """Compare what the nodes have in `data`; return the paths of some images, none after a fault.
+
+    find_samples: of dataset.py.
+    """
+    lines: list[str] = []
+
+    def look() -> tuple[str, list[str]]:
+        kind, found, paths = list_data(data, find_samples)
+        lines.extend(found)
+        checksum = zlib.crc32("\n".join(found).encode(errors="surrogateescape"))
+        return f"{kind} (checksum {checksum:08x})", paths
+
+    found = table.on_nodes("data", look)
+    fault = text = table.spread([error or value[0] for value, error in found])
+    if not any(error for _, error in found):
+        is_alike = len({value[0] for value, _ in found}) == 1
+        fault = "" if is_alike else f"{text}; {find_difference(table, lines)}"
+    table.row("data", "" if fault else f"{data}: {text}", fault)
+    return [] if fault else found[0][0][1]
+
+
+def list_data(data: Path, find_samples: FindSamples) -> tuple[str, list[str], list[str]]:
+    """Return what `data` is, a line for each sample, and the paths of some images."""
+    if prepared.is_store(data):
+        paths = [data / name for name in ("index.json", "pixels.bin", "rows.bin")]
+        lines = [f"{path.name} ({path.stat().st_size} bytes)" for path in paths]
+        return "prepared", [*lines, f"{zlib.crc32(paths[0].read_bytes()):08x}"], []
+    with contextlib.redirect_stdout(io.StringIO()):  # training says it
+        *parts, classes = find_samples(data)
+    total = sum(map(len, parts))
+    lines, every = [f"classes {', '.join(classes)}"], 1 << (total // SIZED).bit_length()
+    for name, samples in zip(("train", "val"), parts, strict=True):
+        for number, sample in enumerate(samples):
+            words = [describe(part, data, has_size=number % every == 0) for part in sample]
+            lines.append(f"{name}: {', '.join(words)}")
+    some = parts[0][:: max(1, len(parts[0]) // PICKED)][:PICKED]
+    return f"{total} samples", lines, [str(sample[0]) for sample in some]
+
+
+def describe(part: object, data: Path, has_size: bool) -> str:
+    """Return a part of a sample as text, a path without `data` and with the file's size."""
+    text = str(part).removeprefix(f"{data}{os.sep}")
+    if has_size and isinstance(part, str):
+        with contextlib.suppress(OSError):  # no file, or no path
+            text += f" ({os.path.getsize(part)} bytes)"
+    return text
+
+
+def find_difference(table: Table, lines: list[str]) -> str:
+    """Return which line one of the nodes has, and node 0 has not, or the other way round."""
+    mine, store = sorted(lines)[:NAMED], distributed.store()
+    if distributed.is_rank_zero():
+        text = "\n".join(mine).encode(errors="surrogateescape")
+        store.set("check/lines", zlib.compress(text))  # type: ignore[arg-type]
+
+    def compare() -> str:
+        others = zlib.decompress(store.get("check/lines")).decode(errors="surrogateescape")
+        pairs = itertools.zip_longest(mine, others.split("\n"), fillvalue=chr(sys.maxunicode))
+        here, there = next((pair for pair in pairs if pair[0] != pair[1]), ("", ""))
+        number = table.node_of[distributed.rank()] if here < there else 0
+        return f"only {table.nodes[number]} has {min(here, there)!r}" if here else ""
+
+    texts = (text for text, _ in table.on_nodes("difference", compare) if text)
+    return next(texts, "in another order")
+
+
+def check_reading(
+    table: Table, paths: list[str], workers: int, image_size: int, format: Format
+) -> None:
+    """Measure how fast each rank reads and decodes the images `paths`."""
+    own = paths[distributed.local_rank() :: distributed.local_world_size()] or paths
+    torch.set_num_threads(1)  # as in a loader worker
+
+    def read(path: str) -> int:
+        return len(Path(path).read_bytes())
+
+    def decode(path: str) -> int:
+        open_image(path, format).read(size=(image_size, image_size))
+        return 1
+
+    def measure() -> tuple[float, float]:
+        return per_second(read, own), per_second(decode, itertools.cycle(own))
+
+    found = gather("reading", attempt(measure))
+    if any(error for _, error in found):
+        errors = table.spread([error or "no error" for _, error in found])
+        return table.row("reading", "", note=f"not measured: {errors}")
+    speeds, rates = zip(*(value for value, _ in found), strict=True)
+    text = table.numbers(speeds, lambda speed: f"{size(speed)}/s")
+    table.row("reading", f"{text} by one rank (maybe from memory, not from the disk)")
+    least, count = table.least(rates), max(workers, 1)
+    slow = [n for n, rate in enumerate(least) if rate < statistics.median(least) / 2]
+    note = f"slow on {shorten([table.nodes[number] for number in slow])}" if slow else ""
+    text = f"{table.numbers(rates, '{:.0f}'.format)} images/s by one loader worker; by the "
+    text += f"{count} of a rank at best {count * min(least):.0f}"
+    table.row("decoding", text, note=note)
+
+
+def per_second(measure: Callable[[str], int], paths: Iterable[str]) -> float:
+    """Return the sum of `measure` over those of `paths` that there is time for, per second."""
+    total, start = 0, time.perf_counter()
+    for path in paths:
+        total += measure(path)
+        if time.perf_counter() > start + SECONDS:
+            break
+    return total / (time.perf_counter() - start)

@@ -1,0 +1,141 @@
+"""How the launchers of several nodes agree: to start, to start again, or to end.
+
+Before each start they meet at MASTER_PORT, where node 0's launcher holds a store as long as it
+lives. What they agree on does not depend on how often each has started before.
+"""
+
+import os
+import time
+from datetime import timedelta
+
+import torch.distributed as dist
+from torch.distributed.elastic.rendezvous import (
+    RendezvousHandler,
+    RendezvousInfo,
+    RendezvousParameters,
+    RendezvousStoreInfo,
+    rendezvous_handler_registry,
+)
+from torch.distributed.elastic.utils.distributed import get_free_port
+
+from engine.errors import UserError
+from engine.ranks import environment, joining, protocol, reaching
+from engine.ranks.environment import Nodes
+
+BACKEND = "launch.sh"  # torchrun's name for what follows
+START_SECONDS = 60  # for torchrun on all nodes, once their launchers have met
+END_SECONDS = 45  # for the ranks of all nodes to end; torchrun kills them after 30
+
+
+class Agreement(RendezvousHandler):
+    """What the launchers have agreed on for one start, as torchrun asks for it.
+
+    restarts: how many are left, the least of all nodes'
+    launch_id: of the first start
+    """
+
+    def __init__(self, nodes: Nodes, meeting: joining.Meeting, notes: list[dict]) -> None:
+        self.nodes, self.store, self.name = nodes, meeting.store, meeting.name
+        self.store.set_timeout(timedelta(seconds=START_SECONDS))
+        self.ports = nodes.host, notes[0]["port"]  # of the ranks' store, which rank 0 holds
+        self.restarts = min(note["restarts"] for note in notes)
+        begun = [note for note in notes if note["launch_id"]]
+        begun.sort(key=lambda note: note["restarts"])
+        self.launch_id = begun[0]["launch_id"] if begun else self.name
+        rendezvous_handler_registry.register(BACKEND, self._create)
+
+    def _create(self, _: RendezvousParameters) -> RendezvousHandler:
+        return self
+
+    def flags(self) -> list[str]:
+        """Return those of torchrun."""
+        return [
+            "--nnodes",
+            str(self.nodes.count),
+            "--rdzv-backend",
+            BACKEND,
+            "--rdzv-id",
+            self.name,
+        ]
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        store = dist.PrefixStore("torchrun", self.store)
+        ranks = RendezvousStoreInfo(*self.ports)
+        return RendezvousInfo(store, self.nodes.number, self.nodes.count, ranks)
+
+    @property
+    def use_agent_store(self) -> bool:
+        return False
+
+    def get_backend(self) -> str:
+        return BACKEND
+
+    def get_run_id(self) -> str:
+        return self.name
+
+    def is_closed(self) -> bool:
+        return False
+
+    def set_closed(self) -> None:
+        pass
+
+    def num_nodes_waiting(self) -> int:
+        return 0
+
+    def shutdown(self) -> bool:
+        return True
+
+    def settle(self, status: int, seconds: float = END_SECONDS) -> str:
+        """Return why not to start again, "" if all do; for the launchers of all nodes alike.
+
+        status: of this node's ranks. seconds: how long to wait for the other nodes' to end.
+        """
+        number, count = self.nodes.number, self.nodes.count
+        over = f"node {number} ({environment.node()}) has ended with status {status}"
+        mine = over if status in protocol.FINAL else ""
+        try:
+            self.store.set(f"end {number}", mine)
+            if number:
+                if joining.has(self.store, ["verdict"], seconds + 15):
+                    mine = self.store.get("verdict").decode()
+                    self.store.set(f"read {number}", "")
+                return mine
+            joining.has(self.store, [f"end {i}" for i in range(count)], seconds)
+            ends = [f"end {i}" for i in range(count) if self.store.check([f"end {i}"])]
+            verdict = next(filter(None, (self.store.get(key).decode() for key in ends)), "")
+            if verdict:
+                self.store.set("over", verdict)
+            self.store.set("verdict", verdict)
+            joining.has(self.store, [f"read {key.split()[1]}" for key in ends[1:]], 5)
+            if verdict:  # for those who came late
+                time.sleep(2 * joining.LOOK_SECONDS)
+            return verdict
+        except dist.DistError:  # node 0's launcher, which holds the store, has died
+            return mine
+
+
+def meet(nodes: Nodes, restarts: int) -> Agreement:
+    """Return once the launchers of all nodes have come; torchrun would wait without a word.
+
+    restarts: how many this one has left. Raises a UserError if they do not agree, or do not come
+    within JOIN_TIMEOUT.
+    """
+    clock, is_first = reaching.Clock(int(os.environ["JOIN_TIMEOUT"])), nodes.number == 0
+
+    def connect(limit: timedelta) -> dist.TCPStore:
+        where = nodes.host, nodes.port, None, is_first, limit
+        return dist.TCPStore(*where, wait_for_workers=False)
+
+    while True:
+        try:
+            store = reaching.reach(connect, (nodes.host, nodes.port), clock, is_first)
+            store.set_timeout(timedelta(seconds=START_SECONDS))
+            meeting = joining.Meeting(
+                *(store, "node", nodes.number, nodes.count, clock), waits=restarts > 0
+            )
+            note = {"restarts": restarts, "launch_id": os.environ.get(protocol.LAUNCH_ID, "")}
+            return Agreement(nodes, meeting, meeting.join(**note, port=get_free_port()))
+        except dist.DistError as error:  # node 0's launcher has died, or starts again
+            if is_first or clock.left() <= 0:
+                raise UserError(str(error).splitlines()[0]) from None
+            time.sleep(1)

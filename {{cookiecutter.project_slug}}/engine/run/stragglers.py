@@ -1,0 +1,87 @@
+"""A rank that computes slower than the others, named at the end of an epoch.
+
+A step takes equally long on all ranks, as backward() waits for the slowest. A forward pass waits
+for nobody, so its time shows a throttled GPU, a busy CPU or too few threads.
+"""
+
+import math
+import time
+
+import torch
+from torch import Tensor
+
+from engine.ranks import distributed, positions
+
+SAMPLES = 100  # passes of an epoch that are timed, at most
+FEWEST = 10  # passes that have to be
+RATIO = 1.25  # from which on a rank is slow
+SECONDS, SHARE = 1.0, 0.02  # that it has to cost in the forward passes, of an epoch
+QUARTERS = torch.tensor([0.25, 0.5, 0.75], dtype=torch.float64)
+
+
+class Stopwatch:
+    """A context that takes the times of an epoch's forward passes, without reading the device."""
+
+    def __init__(self, device: torch.device, passes: int) -> None:
+        self.on_gpu = device.type == "cuda"
+        self.every = math.ceil(passes / SAMPLES) or 1
+        self.passes = 0
+        self.times: list[tuple] = []  # (start, end)
+
+    def __enter__(self) -> None:
+        self.passes += 1
+        self.is_timed = self.passes % self.every == 0
+        if self.is_timed:
+            self.reached = distributed.collectives()
+            self.start = self.now()
+
+    def __exit__(self, *_: object) -> None:
+        # In a collective, such as SyncBatchNorm's, it would have waited for the others.
+        if self.is_timed and self.reached == distributed.collectives():
+            self.times.append((self.start, self.now()))
+
+    def now(self) -> "float | torch.cuda.Event":
+        if not self.on_gpu:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def quartiles(self) -> Tensor:
+        """Return the quartiles of the times, in seconds, float64 (3,); NaN if these are too few.
+
+        Waits for the device.
+        """
+        if len(self.times) < FEWEST:
+            return QUARTERS * math.nan
+        if self.on_gpu:
+            self.times[-1][1].synchronize()
+            times = [start.elapsed_time(end) / 1000 for start, end in self.times]
+        else:
+            times = [end - start for start, end in self.times]
+        return torch.tensor(times, dtype=torch.float64).quantile(QUARTERS)
+
+    def explain(self, quartiles: Tensor, seconds: float) -> str | None:
+        """Return a line about the slowest rank, if it is much slower than the others usually are.
+
+        quartiles: of all ranks, (ranks, 3). seconds: how long the epoch took.
+
+        On a machine that others use, too, medians differ. So it has to be slower in three of four
+        passes than the others in three of four.
+        """
+        if len(quartiles) == 1:
+            return None
+        rank = int(quartiles[:, 1].argmax())
+        least, own, _ = quartiles[rank].tolist()
+        others = torch.cat((quartiles[:rank], quartiles[rank + 1 :]))
+        _, usual, most = others.quantile(0.5, dim=0).tolist()
+        cost = self.passes * (own - usual)
+        if not (least > most and own > RATIO * usual and cost > max(SECONDS, SHARE * seconds)):
+            return None
+        node, _ = positions.process_of(rank)
+        part = "GPU" if self.on_gpu else "CPU"
+        return (
+            f"rank {rank} on {node} needs {own / usual:.1f} x the others' time for a forward pass "
+            f"({1000 * own:.3g} ms, median {1000 * usual:.3g} ms): a slower {part} there, or a "
+            "busy CPU?"
+        )
