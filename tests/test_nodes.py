@@ -1,10 +1,14 @@
 """The launchers of several nodes meet, start again and end together, whoever dies or is late."""
 
 import re
+import subprocess
+import sys
+import threading
+import uuid
 from pathlib import Path
 
 import pytest
-from running import SAME_FOR_BOTH, Project
+from running import SAME_FOR_BOTH, Project, finish, flags, free_port, start
 
 
 @SAME_FOR_BOTH
@@ -68,3 +72,47 @@ def test_absent_nodes(project: Project, tmp_path: Path) -> None:
     assert re.fullmatch(rf"waiting up to 3 {which}", waiting)
     assert re.fullmatch(rf"error: waited 3 {which}: start as many, .*", error)
     assert nodes[1][1] == nodes[4][1] == f"{error}\n"
+
+
+@SAME_FOR_BOTH
+def test_elastic_torchrun(project: Project, data: Path, tmp_path: Path) -> None:
+    """A node joins and leaves: each round goes on where the ranks of the one before stopped."""
+    mark, port = uuid.uuid4().hex, free_port()
+    more = (
+        "--nnodes 1:3 --nproc-per-node 1 --rdzv-backend c10d --rdzv-id x --max-restarts 2".split()
+    )
+    where = ["--rdzv-endpoint", f"127.0.0.1:{port}", "--local-addr", "127.0.0.1"]
+    words = flags(data, tmp_path, "--image-size", 32, "--epochs", 1000)
+    command = [sys.executable, "-m", "torch.distributed.run", *more, *where]
+    nodes: list[subprocess.Popen] = []
+    timer = threading.Timer(200, lambda: [node.kill() for node in nodes])
+    timer.start()
+
+    def launch() -> subprocess.Popen:
+        env = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+        nodes.append(start([*command, project.folder / "main.py", *words], mark, **env))
+        return nodes[-1]
+
+    def until(ranks: int) -> str:
+        """Read on until that many ranks have trained an epoch; return what was said before."""
+        found = ""
+        for line in nodes[0].stdout:
+            found += line
+            if (
+                f"{ranks} rank(s) on CPU" in found.rpartition("starting ")[2]
+                and "epoch" in line[:6]
+            ):
+                return found
+        raise AssertionError(found)
+
+    first = launch()
+    until(1)
+    second = launch()
+    assert "SIGTERM: stopped and saved at epoch" in (joined := until(2))
+    assert "1 rank(s) then, 2 now" in joined
+    second.terminate()
+    assert "2 rank(s) then, 1 now" in until(1)
+    first.terminate()
+    timer.cancel()
+    done = [finish(node, mark) for node in nodes]
+    assert not any(each.left for each in done)
