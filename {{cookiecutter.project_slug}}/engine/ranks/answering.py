@@ -16,7 +16,7 @@ from typing import Any
 
 from engine import files
 from engine.errors import UserError
-from engine.ranks import debugging, distributed, explaining, positions, process, protocol
+from engine.ranks import debugging, distributed, explaining, names, positions, process, protocol
 
 POLL_SECONDS = 0.5
 
@@ -158,7 +158,7 @@ def name_of(type_info: int | None) -> bytes:
 
 def end_aborted(by_gloo: bool, report: Report) -> None:
     what = "got from another rank what does not fit its collective" if by_gloo else "is aborted"
-    line = f"rank {distributed.rank()} {what}"
+    line = f"{names.own_rank()} {what}"
     explaining.show(f"{line}:")
     positions.await_explained()
     if by_gloo:

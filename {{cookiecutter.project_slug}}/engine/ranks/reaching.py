@@ -1,6 +1,7 @@
 """The store at MASTER_ADDR: whether somebody answers there, or who has taken its port."""
 
 import contextlib
+import itertools
 import os
 import re
 import socket
@@ -54,7 +55,7 @@ def reach(
     holds: whether `connect` makes the store itself.
     """
     host, port = where
-    environment.wait_for_name(host)
+    wait_for_name(host)
     begun = clock.left()
     while True:
         try:
@@ -73,6 +74,25 @@ def reach(
             if clock.is_due() and int(os.environ.get("LOCAL_RANK", 0)) == 0:
                 say(f"{line} Trying for {clock.seconds:g} s")
         time.sleep(0.2)
+
+
+def wait_for_name(host: str, seconds: float = 60) -> None:
+    """Return once `host` resolves, which may take a while after its node has started.
+
+    Raises a UserError after `seconds`.
+    """
+    deadline = time.monotonic() + seconds
+    for attempt in itertools.count():
+        try:
+            socket.getaddrinfo(host, None)
+            return
+        except OSError as error:
+            line = f"MASTER_ADDR={host} cannot be resolved ({error.strerror})"
+        if time.monotonic() > deadline:
+            raise UserError(f"{line}: check the name, or use an IP address")
+        if attempt == 0 and int(os.environ.get("LOCAL_RANK", 0)) == 0:
+            say(f"{line}; trying for {seconds:g} s")
+        time.sleep(1)
 
 
 def open_store(timeout: timedelta) -> tuple[dist.Store, int, int]:
