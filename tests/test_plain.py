@@ -17,7 +17,7 @@ import torch
 
 from engine import files
 from engine.errors import UserError, shorten
-from engine.ranks import debugging, environment, launcher
+from engine.ranks import debugging, environment, launcher, reaching
 from engine.run import checkpoint, flags, machine, metrics, optimizers
 
 
@@ -350,9 +350,9 @@ class TestEnvironment:
 
     def test_names(self, capsys: pytest.CaptureFixture) -> None:
         """That of another node is told at once; for a while it may still come to be known."""
-        environment.wait_for_name("localhost")
+        reaching.wait_for_name("localhost")
         with pytest.raises(UserError, match=r"MASTER_ADDR=nowhere\.invalid cannot be resolved"):
-            environment.wait_for_name("nowhere.invalid", seconds=0.1)
+            reaching.wait_for_name("nowhere.invalid", seconds=0.1)
         (line,) = capsys.readouterr().err.splitlines()
         assert line.endswith("; trying for 0.1 s")
 

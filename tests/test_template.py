@@ -57,6 +57,7 @@ SHARED = {
     "engine/ranks/__init__.py",
     "engine/ranks/copying.py",
     "engine/ranks/debugging.py",
+    "engine/ranks/devices.py",
     "engine/ranks/distributed.py",
     "engine/ranks/environment.py",
     "engine/ranks/remedies.py",

@@ -6,17 +6,16 @@ import torch
 
 import main
 from engine.errors import UserError
-from engine.ranks import distributed
+from engine.ranks import devices, distributed
 
 
 def device_of_three(is_debugged: bool) -> str:
     """The device of three ranks on a machine that claims two GPUs, or why there is none."""
-    distributed._group.is_debugged = is_debugged
     torch.cuda.is_available = lambda: True
     torch.cuda.device_count = lambda: 2
     os.environ.update(LOCAL_RANK="0", LOCAL_WORLD_SIZE="3")
     try:
-        return str(distributed._pick_device(False))
+        return str(devices.pick(False, is_debugged))
     except UserError as error:
         return str(error)
 

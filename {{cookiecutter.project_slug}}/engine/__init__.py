@@ -11,6 +11,7 @@ ranks/                processes that train together
   logs                LOG_DIR: a file for each rank; copying, the process that fills them
   requeue             what a batch job leaves for its next start: where it saved, which node failed
   joining             ranks and nodes find each other: who is missing, or there twice
+  devices             which GPU is a rank's, and nccl or gloo
   distributed         the process group and its collectives: reduce_tensor, from_rank_zero, say, ...
   lockstep            which collectives each rank has started
   positions           where each rank is, asked while they wait for each other

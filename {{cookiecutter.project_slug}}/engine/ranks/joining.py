@@ -8,7 +8,6 @@ the roll: a process that has died meanwhile does not answer, and is waited for a
 import contextlib
 import itertools
 import json
-import os
 import time
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
@@ -19,7 +18,7 @@ import torch.distributed as dist
 
 from engine.errors import UserError, shorten
 from engine.ranks import environment
-from engine.ranks.reaching import Clock, say
+from engine.ranks.reaching import Clock, by_agent, say
 
 ROLL_SECONDS = 10  # for all to answer
 LOOK_SECONDS = 0.5  # between two looks at what else has happened
@@ -31,8 +30,7 @@ def join_ranks(store: dist.Store, rank: int, size: int, timeout: timedelta) -> d
 
     Raises a UserError, the same in all, if they do not fit or are not there within `timeout`.
     """
-    # Held by torchrun, which starts ranks again. Their count of restarts can differ, if elastic.
-    is_old = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    is_old = by_agent()  # then it may hold what ranks that torchrun started before have left
     clock = Clock(timeout.total_seconds())
     meeting = Meeting(store, "rank", rank, size, clock, may_be_old=is_old, waits=is_old)
     meeting.join()
@@ -143,17 +141,20 @@ class Meeting:
 
     def _wait_for_next(self) -> None:
         """Return once there is another meeting; this one is over, for another of this number."""
-        notes = self._read(self.store.get("go").decode())
-        line = self._twice(notes[self.number]["place"])
+        place = self._read(self.store.get("go").decode())[self.number]["place"]
+        name, seconds = VARIABLES[self.kind][0], f"{self.clock.seconds:g} s"
+        line = f"{name}={self.number} is running already, on {place}"
         if self.waits and not self.may_be_old:
-            say(f"{line}: waiting up to {self.clock.seconds:g} s for the next start")
-        self.store.set("late", "")
+            say(f"{line}; waiting up to {seconds} for the next start")
+        self.store.compare_set(f"end {self.number}", "", "")  # the one on `place` may have died
         while self.waits and self.clock.left() > 0:
             if has(self.store, ["over"]):
                 raise UserError(f"{line}; {self.store.get('over').decode()}")
             if self.all.get(self.kind).decode().split()[0] != self.name:
                 return
-        raise UserError(line)
+        if self.waits:
+            raise UserError(f"waited {seconds}: {line}")
+        raise UserError(self._twice(place))
 
     def _twice(self, place: str) -> str:
         what = f"{VARIABLES[self.kind][0]}={self.number} is there twice"

@@ -107,7 +107,7 @@ class Agreement(RendezvousHandler):
                 self.store.set("over", verdict)
             self.store.set("verdict", verdict)
             joining.has(self.store, [f"read {key.split()[1]}" for key in ends[1:]], 5)
-            if verdict and self.store.check(["late"]):
+            if verdict:  # for those who came late
                 time.sleep(2 * joining.LOOK_SECONDS)
             return verdict
         except dist.DistError:  # node 0's launcher, which holds the store, has died
@@ -120,7 +120,6 @@ def meet(nodes: Nodes, restarts: int) -> Agreement:
     restarts: how many this one has left. Raises a UserError if they do not agree, or do not come
     within JOIN_TIMEOUT.
     """
-    environment.wait_for_name(nodes.host)
     clock, is_first = reaching.Clock(int(os.environ["JOIN_TIMEOUT"])), nodes.number == 0
 
     def connect(limit: timedelta) -> dist.TCPStore:
@@ -129,7 +128,7 @@ def meet(nodes: Nodes, restarts: int) -> Agreement:
 
     while True:
         try:
-            store = reaching.find(connect, nodes.host, nodes.port, clock)
+            store = reaching.reach(connect, (nodes.host, nodes.port), clock, is_first)
             store.set_timeout(timedelta(seconds=START_SECONDS))
             meeting = joining.Meeting(
                 *(store, "node", nodes.number, nodes.count, clock), waits=restarts > 0

@@ -26,7 +26,8 @@ class Mine:
     """What the threads of this rank share."""
 
     where: Callable[[], str] = str  # such as "epoch 1, step 3"
-    error: BaseException | None = None  # that ends the main thread
+    thread: int = threading.main_thread().ident or 0  # that trains
+    error: BaseException | None = None  # that ends it
     answered: int = 0  # how often this rank has said where it is
     reached: int = -1  # how many collectives it had started then, if that was printed by a rank
     lock: threading.Lock = field(default_factory=threading.Lock)  # held while it says so
@@ -59,7 +60,7 @@ def here() -> Position:
     if mine.error:
         frames = traceback.extract_tb(mine.error.__traceback__)
     else:
-        frame: FrameType | None = sys._current_frames()[threading.main_thread().ident or 0]
+        frame: FrameType | None = sys._current_frames()[mine.thread]
         frames = traceback.extract_stack(frame)
     places = [lockstep.place(frame.filename, frame.lineno) for frame in frames]
     own = [place for place in places if place]

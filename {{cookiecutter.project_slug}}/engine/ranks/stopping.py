@@ -151,10 +151,12 @@ def on_signals(where: Callable[[], str]) -> Iterator[None]:
         yield
         return
     watcher = _watcher = Watcher()
-    positions.mine.where = where
-    signal.set_wakeup_fd(watcher.wakeup.fileno(), warn_on_full_buffer=False)
-    before = {signum: signal.getsignal(signum) for signum in STOP_SIGNALS}
-    handled = [signum for signum in STOP_SIGNALS if before[signum] != signal.SIG_IGN]  # by nohup
+    positions.mine.where, positions.mine.thread = where, threading.get_ident()
+    is_main = threading.current_thread() is threading.main_thread()  # not in Ray's worker
+    before = {signum: signal.getsignal(signum) for signum in STOP_SIGNALS if is_main}
+    handled = [signum for signum in before if before[signum] != signal.SIG_IGN]  # by nohup
+    if is_main:
+        signal.set_wakeup_fd(watcher.wakeup.fileno(), warn_on_full_buffer=False)
     for signum in handled:
         signal.signal(signum, lambda *_: None)  # without a handler the socket gets nothing
     watcher.start()
@@ -173,7 +175,8 @@ def on_signals(where: Callable[[], str]) -> Iterator[None]:
         watcher.wakeup.send(b"\0")
         watcher.join(ANSWER_SECONDS)  # it waits for the store, which a stopped rank may hold
         faulthandler.cancel_dump_traceback_later()
-        signal.set_wakeup_fd(-1)
+        if is_main:
+            signal.set_wakeup_fd(-1)
         for signum in handled:
             signal.signal(signum, _exit_soon if is_done else before[signum])
 
