@@ -78,9 +78,18 @@ def test_absent_nodes(project: Project, tmp_path: Path) -> None:
 def test_elastic_torchrun(project: Project, data: Path, tmp_path: Path) -> None:
     """A node joins and leaves: each round goes on where the ranks of the one before stopped."""
     mark, port = uuid.uuid4().hex, free_port()
-    more = (
-        "--nnodes 1:3 --nproc-per-node 1 --rdzv-backend c10d --rdzv-id x --max-restarts 2".split()
-    )
+    more = [
+        "--nnodes",
+        "1:3",
+        "--nproc-per-node",
+        "1",
+        "--rdzv-backend",
+        "c10d",
+        "--rdzv-id",
+        "x",
+        "--max-restarts",
+        "2",
+    ]
     where = ["--rdzv-endpoint", f"127.0.0.1:{port}", "--local-addr", "127.0.0.1"]
     words = flags(data, tmp_path, "--image-size", 32, "--epochs", 1000)
     command = [sys.executable, "-m", "torch.distributed.run", *more, *where]
