@@ -141,12 +141,15 @@ def test_srun_and_a_lost_node(lab: Lab) -> None:
     with ThreadPoolExecutor() as pool:
         done = [*pool.map(lab.step, tasks)]
         absent = [*pool.map(functools.partial(lab.step, data=local), tasks)]
+    lost.end(restarts=1)
+    lab.slurm.start_node(node)
     for each in done:
         assert "\n2 rank(s) on CPU" in each.ok().out
     for each in absent:  # of both statuses, 2 and that of the task that srun killed, the higher one
-        each.refused(f"rank 1 on {left[1]}", str(local))
-    lost.end(restarts=1)
-    lab.slurm.start_node(node)
+        first, *others = each.err.splitlines()
+        assert first.startswith(f"error: rank 1 on {left[1]}: {local}"), each.err
+        assert others in ([], [f"error: rank 1 on {left[1]} has failed"])
+        assert each.status
     assert lost.nodes == left
     assert "/last.pt: 1 of 4 epochs done" in lost.log
     names = ("launched", "plain", "lost")
