@@ -141,12 +141,15 @@ def test_srun_and_a_lost_node(lab: Lab) -> None:
     with ThreadPoolExecutor() as pool:
         done = [*pool.map(lab.step, tasks)]
         absent = [*pool.map(functools.partial(lab.step, data=local), tasks)]
+    lost.end(restarts=1)
+    lab.slurm.start_node(node)
     for each in done:
         assert "\n2 rank(s) on CPU" in each.ok().out
     for each in absent:  # of both statuses, 2 and that of the task that srun killed, the higher one
-        each.refused(str(local))
-    lost.end(restarts=1)
-    lab.slurm.start_node(node)
+        first, *others = each.err.splitlines()
+        assert first.startswith(f"error: rank 1 on {left[1]}: {local}"), each.err
+        assert others in ([], [f"error: rank 1 on {left[1]} has failed"])
+        assert each.status
     assert lost.nodes == left
     assert "/last.pt: 1 of 4 epochs done" in lost.log
     names = ("launched", "plain", "lost")
@@ -192,6 +195,8 @@ def test_stopped_and_requeued(lab: Lab) -> None:
         assert "/last.pt: " in job.log, job.log
     assert {digest(job.out) for job in (*tasks, preempted)} == {lab.whole(1)}
     assert digest(limited.out) == lab.whole(2)
+    logs = [lab.folder / f"runs/slurm/{limited.number}/rank-{rank}.log" for rank in range(2)]
+    assert [log.read_text().count("--- ") for log in logs] == [2, 2]  # starts
     assert digest(requeued.out) == lab.whole(1, *never)
 
 
