@@ -1,8 +1,16 @@
 """Launching, devices and statuses, without any process group of several ranks."""
 
+import functools
 import os
+import socket
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from pathlib import Path
 
 import torch
+import torch.distributed as dist
+from forked import fork, wait
 
 import main
 from engine.errors import UserError
@@ -27,3 +35,32 @@ def local_rank(flag: str, given: str | None) -> int:
         os.environ["LOCAL_RANK"] = given
     distributed.setup(main.parse_args([flag]).local_rank)
     return distributed.local_rank()
+
+
+def as_ray(output: str, flags: list[str]) -> list:
+    """Statuses of two processes that train twice, in a thread, in a group of their own, and say."""
+    server = socket.create_server(("127.0.0.1", 0))
+    address = f"tcp://127.0.0.1:{server.getsockname()[1]}"
+    server.close()
+
+    def train(rank: int) -> None:
+        main.main([*flags, "--resume", "never"])
+        main.main([*flags, "--resume", "never", "--dist-timeout", "9"])
+        assert distributed.timeout() == 77
+        dist.barrier()
+        print("left as it was", rank, flush=True)
+        main.main([*flags, "--epochs", "none"])
+
+    def act(rank: int) -> None:
+        names = ("RANK", "LOCAL_RANK"), ("WORLD_SIZE", "LOCAL_WORLD_SIZE")
+        for same, value in zip(names, (rank, 2), strict=True):
+            os.environ.update(dict.fromkeys(same, str(value)))
+        options = {"rank": rank, "world_size": 2, "timeout": timedelta(seconds=77)}
+        dist.init_process_group("gloo", init_method=address, **options)
+        with ThreadPoolExecutor(1) as pool:
+            error = pool.submit(train, rank).exception()
+        print(error, file=sys.stderr)
+        assert isinstance(error, UserError)
+
+    statuses = wait([fork(functools.partial(act, rank), output) for rank in range(2)])
+    return [statuses, *(Path(f"{output}.{end}").read_text() for end in ("out", "err"))]

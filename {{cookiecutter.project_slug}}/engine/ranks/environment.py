@@ -20,10 +20,10 @@ SPECIAL_STEPS = 2**32 - 16  # from here on SLURM's steps are not srun's, but sal
 
 # What a person says to launch.sh, and what those call it that start it once on each node
 NODES = ("NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "NPROC")
-LAUNCHERS = (
-    ("PET_NNODES", "PET_NODE_RANK", "PET_MASTER_ADDR", "PET_MASTER_PORT", "PET_NPROC_PER_NODE"),
-    ("SKYPILOT_NUM_NODES", "SKYPILOT_NODE_RANK", "SKYPILOT_NODE_IPS", "", ""),
+LAUNCHERS = (  # the last that says a thing wins
     ("WORLD_SIZE", "RANK", "MASTER_ADDR", "MASTER_PORT", ""),  # PyTorchJob v1, which counts pods
+    ("SKYPILOT_NUM_NODES", "SKYPILOT_NODE_RANK", "SKYPILOT_NODE_IPS", "", ""),  # one IP per line
+    ("PET_NNODES", "PET_NODE_RANK", "PET_MASTER_ADDR", "PET_MASTER_PORT", "PET_NPROC_PER_NODE"),
 )
 # What torchrun says to each rank, and what mpirun does: Open MPI's, then MPICH's and Intel's
 RANKS = ("WORLD_SIZE", "RANK", "LOCAL_WORLD_SIZE", "LOCAL_RANK")
@@ -110,21 +110,23 @@ def _read_launcher() -> Said:
             )
         values = zip(NODES, (size, tasks.node, tasks.host, tasks.port), strict=False)
         return {name: (f"{tasks.by}: {name}", str(value)) for name, value in values if value != ""}
-    if "LOCAL_RANK" in env and env.get("WORLD_SIZE", "1") != "1":
+    if {"RANK", "LOCAL_RANK"} <= env.keys() and env.get("WORLD_SIZE", "1") != "1":
         raise UserError(
-            f"launch.sh was started as rank {env.get('RANK')} of {env['WORLD_SIZE']}: "
+            f"launch.sh was started as rank {env['RANK']} of {env['WORLD_SIZE']}: "
             "start main.py in its place, or unset LOCAL_RANK"
         )
-    for names in LAUNCHERS:
-        if env.get(names[0]) and (names[0] != "WORLD_SIZE" or env.get("RANK")):
-            pairs = zip(NODES, names, strict=True)
-            return {ours: (name, env[name].split("\n")[0]) for ours, name in pairs if env.get(name)}
-    if not tasks and (nodes := env.get("SLURM_JOB_NUM_NODES", "1")) != "1":
+    told: Said = {}
+    for names in LAUNCHERS if env.get("RANK") else LAUNCHERS[1:]:
+        for name, theirs in zip(NODES, names, strict=True):
+            if value := env.get(theirs):
+                told[name] = theirs, value.split("\n")[0]
+    nodes = env.get("SLURM_JOB_NUM_NODES", "1")
+    if nodes != "1" and not tasks and "NNODES" not in told:
         raise UserError(
             f"SLURM gave this job {nodes} nodes, but only this one would train: start with srun "
             "--ntasks-per-node 1 ./launch.sh, or set NNODES=1 for this node alone"
         )
-    return {}
+    return told
 
 
 def _as_nodes(said: Said) -> Nodes:
@@ -138,8 +140,8 @@ def _as_nodes(said: Said) -> Nodes:
     count = number("NNODES", 1, 1)
     for name in ("NODE_RANK", "MASTER_ADDR"):
         if count > 1 and name not in said:
-            variable = said["NNODES"][0]
-            raise UserError(f"{variable}={count} also requires {name}; see ./launch.sh --help")
+            what = f"{said['NNODES'][0]}={count}"
+            raise UserError(f"{what} also requires {name}; see ./launch.sh --help")
     variable, text = said.get("NPROC", ("", "auto"))
     words = {"auto": 0, "gpu": 0, "cpu": os.cpu_count() or 1}  # torchrun's
     ranks = words[text] if text in words else number("NPROC", 0, 1)
@@ -183,10 +185,9 @@ def adopt(alone: bool = False) -> bool:
     alone: whether this process may be on its own in a job of several nodes; else that is a
     UserError. Returns whether srun or mpirun started this one among others.
     """
-    env, tasks, count = os.environ, read_tasks(), os.environ.get("NNODES")
-    if "RANK" in env:
+    if "RANK" in (env := os.environ):
         return False
-    if tasks and tasks.ranks["WORLD_SIZE"] > 1:
+    if (tasks := read_tasks()) and tasks.ranks["WORLD_SIZE"] > 1:
         if not (tasks.host or env.get("MASTER_ADDR")):
             raise UserError(
                 f"{tasks.by} started ranks on several nodes: set MASTER_ADDR to the address of "
@@ -194,7 +195,7 @@ def adopt(alone: bool = False) -> bool:
             )
         _set_rank(tasks.ranks, tasks.host, tasks.port)
         return True
-    if alone or count == "1":
+    if alone or (count := env.get("NNODES")) == "1":
         return False
     if count:
         raise UserError(f"NNODES={count} is for ./launch.sh: start that, or unset NNODES")
