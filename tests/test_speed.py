@@ -304,16 +304,3 @@ def test_compiled(project: Project, data: Path, tmp_path: Path) -> None:
     more += ["--epochs", 2]
     done = project.fork(*flags(data, tmp_path, *more), draws=False).ok()
     assert "1 of 2 epochs done" in done.out
-
-
-def test_input_bound(project: Project, data: Path, tmp_path: Path) -> None:
-    """It is said when a run waits for its pictures, with what to turn; and only then."""
-    more = [*SMALL, "--threads", 1]
-    slow, usual = project.call("steps.slow_and_usual", data, tmp_path, *more)
-    share = float(rows(tmp_path / "slow")[0]["data_wait"])
-    assert share > 0.1
-    assert f"input-bound: {share:.0%} of " in slow
-    assert "with 0 worker(s) on " in slow
-    assert re.search(r"what helps: --workers \d+, prepare_data.py .*, more CPUs", slow)
-    assert "input-bound" not in usual
-    assert "per rank 0 loader worker(s), 0 batches ahead each, and 1 thread(s)" in usual

@@ -17,25 +17,29 @@ CPU = torch.device("cpu")
 
 
 @SAME_FOR_BOTH
-def test_named(project: Project, data: Path, tmp_path: Path) -> None:
-    """Once an epoch; not a rank that waits for another, nor one that waits for its images."""
+def test_who_holds_up_an_epoch(project: Project, data: Path, tmp_path: Path) -> None:
+    """The rank that computes slowly, or the images; not a rank that waits for another."""
     said = project.call("stragglers.of_plan", data, tmp_path)
-    lines = [line for line in said.splitlines() if line.startswith(("rank ", "epoch "))]
-    assert [line.split()[1] for line in lines] == [
-        "2",
-        *(f"{n}/7" for n in range(1, 7)),
-        "0",
-        "7/7",
+    starts = ("rank ", "epoch ", "input-bound")
+    lines = [line for line in said.splitlines() if line.startswith(starts)]
+    epochs = [f"epoch {epoch}/7" for epoch in range(1, 8)]
+    assert [" ".join(line.split()[:2]) for line in lines] == [
+        *("rank 2", *epochs[:4], "input-bound: " + lines[5].split()[1]),
+        *(*epochs[4:6], "rank 0", epochs[6]),
     ]
     pattern = (
         rf"rank 2 on {socket.gethostname()} needs (\S+) x the others' time for a forward pass "
-        r"\((\d+) ms, median (\S+) ms\): a slower CPU there, or a busy CPU\?"
+        r"\((\S+) ms, median (\S+) ms\): a slower CPU there, or a busy CPU\?"
     )
     ratio, own, usual = map(float, re.fullmatch(pattern, lines[0]).groups())
     assert own > 80
     assert ratio == pytest.approx(own / usual, rel=0.05)
     waits = [float(row["data_wait"]) for row in rows(tmp_path / "run")]
     assert waits[3] > 0.5 > max(waits[:3])  # the longest of all ranks'
+    assert f"input-bound: {waits[3]:.0%} of " in lines[5]
+    assert "with 0 worker(s) on " in lines[5]
+    assert re.search(r"what helps: --workers \d+, prepare_data.py .*, more CPUs", lines[5])
+    assert "per rank 0 loader worker(s), 0 batches ahead each, and 1 thread(s)" in said
     for rank in range(3):
         assert json.loads((tmp_path / f"rank{rank}.json").read_text()) == [1] * 7
 

@@ -3,13 +3,11 @@
 import json
 import math
 import os
-import time
 from pathlib import Path
 
 import torch
-from forked import nothing, run
+from forked import run
 
-import dataset
 from engine.run import progress
 from engine.run.progress import Run
 
@@ -68,21 +66,3 @@ def portions(data: str, folder: str) -> None:
         words = "--batch-size", batch_size, "--accumulate", accumulate, "--lr", 0.01, *rest
         out = "--output-dir", f"{folder}/{name}"
         assert run(ranks, *flags, *words, *out, patch=plain, draws=False) == [0] * ranks
-
-
-def slow_and_usual(data: str, folder: str, *words: object) -> list[str]:
-    """What a run says that waits for its pictures, and one that does not."""
-
-    def slow() -> None:
-        read = dataset.open_image
-        dataset.open_image = lambda *args: (time.sleep(0.1), read(*args))[1]
-
-    said = []
-    for name, patch in ("slow", slow), ("usual", nothing):
-        out = f"{folder}/{name}"
-        assert run(2, *words, "--data", data, "--output-dir", out, output=out, patch=patch) == [
-            0,
-            0,
-        ]
-        said.append(Path(f"{out}.out").read_text())
-    return said

@@ -81,6 +81,9 @@ class Logs:
         for *_, end, other_end in pipes:
             os.close(end)
             os.close(other_end)
+        for handler in getattr(ranks, "subprocess_handlers", {}).values():
+            for opened in (handler._stdout, handler._stderr):  # torchrun would keep them open
+                opened.close()
 
     def close(self) -> None:
         """Wait until what the ranks printed last is written, unless nobody reads it."""
