@@ -23,6 +23,7 @@ from engine.ranks import environment
 from engine.ranks.reaching import Clock, by_agent, say
 
 ROLL_SECONDS = 10  # for all to answer
+Note = dict[str, Any]  # what one of them tells the others
 LOOK_SECONDS = 0.5  # between two looks at what else has happened
 VARIABLES = {"rank": ("RANK", "WORLD_SIZE"), "node": ("NODE_RANK", "NNODES")}
 
@@ -73,7 +74,7 @@ class Meeting:
         self.id = self.name = uuid.uuid4().hex
         self.store: dist.Store = dist.PrefixStore(self.name, store)  # of this meeting
 
-    def join(self, **note: Any) -> list[dict[str, Any]]:
+    def join(self, **note: Any) -> list[Note]:
         """Return the notes of all, in their order, once all have called this.
 
         note: what to tell the others, as JSON; "fault": a line if they must be on the same host.
@@ -96,7 +97,7 @@ class Meeting:
             if self.all.get(self.kind).decode().split()[0] == name:
                 self._wait_for_next()
 
-    def _open(self, words: str) -> list[dict[str, Any]]:
+    def _open(self, words: str) -> list[Note]:
         """Open a meeting as number 0; return the notes of all."""
         self.store.set("0", words)
         mine = f"{self.name} {self.size}"
@@ -117,7 +118,7 @@ class Meeting:
             here = f"{own}={self.number} with {total}={size}"
             self._fail(f"{here}: the last {self.kind} is {size - 1}")
 
-    def _call_roll(self) -> list[dict[str, Any]]:
+    def _call_roll(self) -> list[Note]:
         everybody = [str(number) for number in range(self.size)]
         for turn in itertools.count():
             while not has(self.store, everybody):
@@ -136,7 +137,7 @@ class Meeting:
                     self.store.delete_key(number)
         raise AssertionError
 
-    def _answer(self, words: str) -> list[dict[str, Any]] | None:
+    def _answer(self, words: str) -> list[Note] | None:
         """Return the notes of all; None if they have gone without this one, or number 0 is anew."""
         turn, mine = 0, str(self.number)
         while not (has(self.store, ["go"] if turn else ["call 0"]) and self.store.check(["go"])):
@@ -208,7 +209,7 @@ class Meeting:
             time.sleep(1)
         raise UserError(found if isinstance(found, str) else fault)
 
-    def _read(self, words: str) -> list[dict[str, Any]]:
+    def _read(self, words: str) -> list[Note]:
         found = json.loads(words)
         if isinstance(found, str):
             if self.number == 0:
