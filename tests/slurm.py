@@ -7,6 +7,7 @@ of its own.
 import contextlib
 import os
 import platform
+import random
 import re
 import shutil
 import signal
@@ -57,6 +58,7 @@ SelectTypeParameters=CR_CPU
 ReturnToService=2
 KillWait={kill_wait}
 MinJobAge=3600
+FirstJobId={first}
 SlurmdTimeout=10
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
@@ -135,7 +137,8 @@ class Slurm:
     def _configure(self, plugins: Path) -> None:
         folder = self.folder
         values = {"port": free_port(), "folder": folder, "plugins": plugins}
-        lines = CONFIGURATION.format(**values, kill_wait=KILL_WAIT).splitlines()
+        values |= {"kill_wait": KILL_WAIT, "first": random.randrange(1, 10**6)}  # decides on ports
+        lines = CONFIGURATION.format(**values).splitlines()
         for name in NODES:
             self.disk(name).mkdir()
             where = f"NodeHostname=localhost NodeAddr=127.0.0.1 Port={free_port()}"

@@ -8,6 +8,7 @@ import pytest
 from running import NET, SAME_FOR_BOTH, Project, flags
 
 from engine.errors import UserError
+from engine.ranks import environment
 from engine.ranks.remedies import explain
 
 
@@ -36,7 +37,8 @@ def test_ranks_that_disagree(project: Project, tmp_path: Path) -> None:
     one_line(found["beyond"], "RANK=2 with WORLD_SIZE=2: the last rank is 1")
     statuses, _, err = found["missing"]
     waiting, line = err.splitlines()
-    assert waiting == "waiting up to 3 s for rank 2 of 3 (WORLD_SIZE=3)"
+    here = f"; here: 0-1 ({environment.node()})"
+    assert waiting == f"waiting up to 3 s for rank 2 of 3 (WORLD_SIZE=3){here}"
     one_line([statuses, "", line], "waited 3 s for rank 2 of 3", "MASTER_PORT")
     one_line(found["unset"], "RANK is set, WORLD_SIZE is not", "launch.sh")
     *busy, port = found["busy"]

@@ -85,25 +85,25 @@ class TestLaunchers:
 
     def test_srun(self, project: Project, data: Path, tmp_path: Path) -> None:
         """Two nodes of one task each, as srun's variables tell of them; no SLURM is run."""
-        mark, tools = uuid.uuid4().hex, fake_scontrol(tmp_path)
+        mark, job = uuid.uuid4().hex, str(uuid.uuid4().int % 10**6)  # decides on the port
         command = [
             sys.executable,
             project.folder / "main.py",
             *flags(data, tmp_path / "out"),
         ]
-        ranks = [start(command, mark, **tools, **srun_step(r)) for r in range(2)]
+        ranks = [start(command, mark, **srun_step(r, job)) for r in range(2)]
         done = [finish(each, mark).ok() for each in ranks]
         assert "2 rank(s)" in done[0].out
 
     def test_srun_launch_sh(self, project: Project, data: Path, tmp_path: Path) -> None:
         """The same, with launch.sh as the task; its two ranks a node make four."""
-        mark, tools = uuid.uuid4().hex, fake_scontrol(tmp_path)
+        mark, job = uuid.uuid4().hex, str(uuid.uuid4().int % 10**6)  # decides on the port
         command = [project.folder / "launch.sh", *flags(data, tmp_path / "out")]
-        nodes = [start(command, mark, **tools, **srun_step(r)) for r in range(2)]
+        nodes = [start(command, mark, **srun_step(r, job)) for r in range(2)]
         done = [finish(each, mark).ok() for each in nodes]
         assert "4 rank(s)" in done[0].out
-        wrong = {**srun_step(0), "SLURM_STEP_NUM_TASKS": "4"}
-        run(command, **tools, **wrong).refused("--ntasks-per-node 1")
+        wrong = {**srun_step(0, job), "SLURM_STEP_NUM_TASKS": "4"}
+        run(command, **wrong).refused("--ntasks-per-node 1")
 
     def test_two_nodes(self, project: Project, data: Path, tmp_path: Path) -> None:
         """One told by our variables; the other by those that Kubernetes sets for torchrun."""
@@ -158,24 +158,14 @@ class TestLaunchers:
         assert project.call("ranks.device_of_three", True) == "cpu"
 
 
-def fake_scontrol(folder: Path) -> dict[str, str]:
-    tool = folder / "bin" / "scontrol"
-    tool.parent.mkdir()
-    tool.write_text("#!/bin/sh\nprintf 'localhost\\nlocalhost\\n'\n")
-    tool.chmod(0o755)
+def srun_step(node: int, job: str) -> dict[str, str]:
     return {
-        "PATH": f"{tool.parent}:{os.environ['PATH']}",
-        "SLURM_JOB_ID": str(uuid.uuid4().int % 10**6),  # decides on the port
-    }
-
-
-def srun_step(node: int) -> dict[str, str]:
-    return {
+        "SLURM_JOB_ID": job,
         "SLURM_STEP_ID": "0",
         "SLURM_STEP_NUM_NODES": "2",
         "SLURM_STEP_NUM_TASKS": "2",
         "SLURM_STEP_TASKS_PER_NODE": "1(x2)",
-        "SLURM_STEP_NODELIST": "n[1-2]",
+        "SLURM_STEP_NODELIST": "localhost",
         "SLURM_NODEID": str(node),
         "SLURM_PROCID": str(node),
         "SLURM_LOCALID": "0",

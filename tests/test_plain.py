@@ -17,7 +17,7 @@ import torch
 
 from engine import files
 from engine.errors import UserError, shorten
-from engine.ranks import debugging, environment, launcher
+from engine.ranks import debugging, launcher, reaching
 from engine.run import checkpoint, flags, machine, metrics, optimizers
 
 
@@ -280,81 +280,13 @@ class TestMachine:
         assert found["b"].dtype == torch.int64
 
 
-STEP = {
-    "SLURM_STEP_ID": "3",
-    "SLURM_STEP_NUM_TASKS": "7",
-    "SLURM_STEP_TASKS_PER_NODE": "2(x3),1",
-    "SLURM_STEP_NODELIST": "n[1-4]",
-    "SLURM_JOB_ID": "5",
-    "SLURM_NODEID": "2",
-    "SLURM_PROCID": "5",
-    "SLURM_LOCALID": "1",
-}
-
-
-class TestEnvironment:
-    def adopted(self, monkeypatch: pytest.MonkeyPatch, **env: str) -> tuple[bool, dict]:
-        fake = SimpleNamespace(stdout="n1\nn2\nn3\nn4\n")
-        monkeypatch.setattr(environment.subprocess, "run", lambda *_, **__: fake)
-        monkeypatch.setattr(os, "environ", env)
-        return environment.adopt_slurm_step(), env
-
-    def test_a_step(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        was_used, env = self.adopted(monkeypatch, **STEP)
-        assert was_used
-        names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR")
-        assert [env[name] for name in names] == ["5", "7", "1", "2", "n1"]
-        assert env["MASTER_PORT"] == str(20000 + 5 * 7 + 3)
-
-    def test_what_is_set_stays(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        given = {"MASTER_ADDR": "here", "MASTER_PORT": "1"}
-        _, env = self.adopted(monkeypatch, **STEP, **given)
-        assert given.items() <= env.items()
-
-    @pytest.mark.parametrize(
-        "env",
-        [
-            {},
-            {"SLURM_PROCID": "0", "SLURM_NTASKS": "8", "SLURM_JOB_ID": "1"},  # a batch script
-            {**STEP, "SLURM_STEP_NUM_TASKS": "1"},  # srun --pty bash
-            {**STEP, "RANK": "0"},  # torchrun within a step
-        ],
-        ids=["nothing", "batch script", "shell", "torchrun"],
-    )
-    def test_no_step(self, env: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
-        was_used, after = self.adopted(monkeypatch, **env)
-        assert not was_used
-        assert after == env
-
-    def test_one_process_per_gpu(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        """As nvidia-smi lists them; without it as torch does, if there is a device; else two."""
-
-        def ranks(**env: str) -> int:
-            monkeypatch.setattr(os, "environ", {"PATH": str(tmp_path), **env})
-            return environment.read_nodes().ranks
-
-        device, tool = tmp_path / "device", tmp_path / "nvidia-smi"
-        monkeypatch.setattr(environment, "DEVICES", [device])
-        monkeypatch.setattr(torch.cuda, "device_count", lambda: 5)
-        assert ranks() == 2
-        device.touch()
-        assert ranks() == 5
-        tool.write_text("#!/bin/sh\necho GPU 0; echo GPU 1; echo GPU 2\n")
-        tool.chmod(0o755)
-        assert ranks() == 3
-        assert ranks(CUDA_VISIBLE_DEVICES="0,2,5,7") == 4
-        assert ranks(CUDA_VISIBLE_DEVICES="") == ranks(CUDA_VISIBLE_DEVICES="-1") == 2
-        assert ranks(NPROC="6", PET_NPROC_PER_NODE="7") == 6
-        assert ranks(PET_NPROC_PER_NODE="7") == 7
-        assert ranks(PET_NPROC_PER_NODE="auto") == 3
-
-    def test_names(self, capsys: pytest.CaptureFixture) -> None:
-        """That of another node is told at once; for a while it may still come to be known."""
-        environment.wait_for_name("localhost")
-        with pytest.raises(UserError, match=r"MASTER_ADDR=nowhere\.invalid cannot be resolved"):
-            environment.wait_for_name("nowhere.invalid", seconds=0.1)
-        (line,) = capsys.readouterr().err.splitlines()
-        assert line.endswith("; trying for 0.1 s")
+def test_names(capsys: pytest.CaptureFixture) -> None:
+    """That of another node is told at once; for a while it may still come to be known."""
+    reaching.wait_for_name("localhost")
+    with pytest.raises(UserError, match=r"MASTER_ADDR=nowhere\.invalid cannot be resolved"):
+        reaching.wait_for_name("nowhere.invalid", seconds=0.1)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.endswith("; trying for 0.1 s")
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 Jobs run side by side wherever they can: most of the time SLURM waits, for a requeue or a limit.
 """
 
+import functools
 import re
 import shutil
 import sys
@@ -19,6 +20,11 @@ from slurm import NODES, Slurm, running, wait_until
 pytestmark = SAME_FOR_BOTH
 
 EPOCHS = 4  # of six steps for one rank, three for two
+QUICK = """
+import unittest.mock
+from engine.run import plots
+plots.draw_curves = Reporter.images = mistakes.report = unittest.mock.Mock()  # slow
+"""
 # SLOW_0 is how long each step of a job's first start sleeps; the faults are once at each start.
 PLANTED = """
         import os, time
@@ -45,21 +51,23 @@ class Lab:
         self.slurm, self.project = slurm, project
         self.folder = project.copy(folder / "the project").folder
         self.data = project.draw(folder / "data", 24, 8)
-        text, line = (self.folder / "main.py").read_text(), "        if is_last:\n"
-        assert text.count(line) == 1
-        (self.folder / "main.py").write_text(text.replace(line, PLANTED[1:] + line))
+        text = (self.folder / "main.py").read_text()
+        for line, planted in ("        if is_last:\n", PLANTED), ("\nROOT = ", QUICK):
+            assert text.count(line) == 1
+            text = text.replace(line, planted[1:] + line)
+        (self.folder / "main.py").write_text(text)
         small = ("--image-size", 32, "--batch-size", 4, "--workers", 0, "--threads", 1)
         self.flags = [*small, *NETS["classification"], "--weights", "none", "--epochs", EPOCHS]
         self.env = {"PYTHON": sys.executable, "NPROC": "1"}
 
-    def whole(self, ranks: int) -> str:
+    def whole(self, ranks: int, *more: str) -> str:
         """Return the digest of a run that nothing disturbs."""
         out = self.folder / "runs" / f"whole of {ranks}"
-        flags = ("--data", self.data, *self.flags, "--output-dir", out)
+        flags = ("--data", self.data, *self.flags, "--output-dir", out, *more)
         self.project.fork(*flags, ranks=ranks, draws=False).ok()
         return digest(out)
 
-    def step(self, *words: object, data: Path | None = None) -> Done:
+    def step(self, words: tuple, data: Path | None = None) -> Done:
         """Run srun, without a batch script; return what it said, without srun's own lines."""
         command = ("srun", "--kill-on-bad-exit=1", "--nodes", 2, *words)
         flags = ("--data", data or self.data, *self.flags)
@@ -113,25 +121,39 @@ def lab(slurm: Slurm, project: Project, tmp_path: Path) -> Lab:
     return Lab(slurm, project, tmp_path)
 
 
-def test_srun(lab: Lab) -> None:
-    """A task per node and a task per rank end with the same bits; so does a run without SLURM."""
-    local = lab.slurm.local / "data"  # on one node only
-    shutil.copytree(lab.data, lab.slurm.disk("n1") / "data")
-    a_node = ("--ntasks-per-node", 1, "./launch.sh", "--output-dir")
-    a_rank = ("--ntasks-per-node", 1, sys.executable, "main.py", "--output-dir")
+def test_srun_and_a_lost_node(lab: Lab) -> None:
+    """A task per node and a task per rank end with the same bits; so does a run without SLURM.
+
+    So does a job that has lost a node: SLURM itself finds out, and starts it again on others.
+    """
+    lost = lab.submit("lost", "--nodes", 2, flags=("--save-every", 1), SLOW_0="1")
+    lost.wait_for("epoch 1/")
+    node = lost.nodes[1]
+    lab.slurm.lose(node)
+    left = sorted({*NODES} - {node})
+    local = lab.slurm.local / "data"  # on one of the nodes only
+    shutil.copytree(lab.data, lab.slurm.disk(left[0]) / "data")
+    where = ("--nodelist", ",".join(left), "--ntasks-per-node", 1)
+    tasks = [
+        (*where, "./launch.sh", "--output-dir", "runs/launched"),
+        (*where, sys.executable, "main.py", "--output-dir", "runs/plain"),
+    ]
     with ThreadPoolExecutor() as pool:
-        launched = pool.submit(lab.step, *a_node, "runs/launched")
-        plain = pool.submit(lab.step, *a_rank, "runs/plain")
-        absent = [
-            pool.submit(lab.step, "--nodelist", "n1,n2", *each, f"runs/absent {i}", data=local)
-            for i, each in enumerate((a_node, a_rank))
-        ]
-    for future in launched, plain:
-        assert "\n2 rank(s) on CPU" in future.result().ok().out
-    assert {digest(lab.folder / f"runs/{name}") for name in ("launched", "plain")} == {lab.whole(2)}
-    for future in absent:
-        done = future.result()
-        done.refused(str(local))
+        done = [*pool.map(lab.step, tasks)]
+        absent = [*pool.map(functools.partial(lab.step, data=local), tasks)]
+    lost.end(restarts=1)
+    lab.slurm.start_node(node)
+    for each in done:
+        assert "\n2 rank(s) on CPU" in each.ok().out
+    for each in absent:  # of both statuses, 2 and that of the task that srun killed, the higher one
+        first, *others = each.err.splitlines()
+        assert first.startswith(f"error: rank 1 on {left[1]}: {local}"), each.err
+        assert others in ([], [f"error: rank 1 on {left[1]} has failed"])
+        assert each.status
+    assert lost.nodes == left
+    assert "/last.pt: 1 of 4 epochs done" in lost.log
+    names = ("launched", "plain", "lost")
+    assert {digest(lab.folder / f"runs/{name}") for name in names} == {lab.whole(2)}, lost.log
 
 
 def test_stopped_and_requeued(lab: Lab) -> None:
@@ -141,12 +163,14 @@ def test_stopped_and_requeued(lab: Lab) -> None:
     one = ("--nodes", 1, "--nodelist")
     array = lab.submit("array", *one, "n1", "--array", "0-1", SLOW_0="0.7")
     tasks = [Job(lab, f"{array.number}_{i}", array.out.with_name(f"array-{i}")) for i in range(2)]
-    requeued = lab.submit("requeued", *one, "n2", SLOW_0="0.7")
+    never = ("--resume", "never")  # which holds for the first start
+    requeued = lab.submit("requeued", *one, "n2", flags=never, SLOW_0="0.7")
     cancelled = lab.submit("cancelled", *one, "n2", SLOW_0="0.7")
     preempted = lab.submit("preempted", *one, "n3", SLOW_0="0.7")
 
+    # SLURM sends the signal within 30 s, as the header has --signal USR1@300.
     limited.wait_for("JPEG")
-    minutes = int(limited["RunTime"].split(":")[1]) + 5  # the header has --signal USR1@300
+    minutes = int(limited["RunTime"].split(":")[1]) + 5
     slurm("scontrol", "update", f"JobId={limited.number}", f"TimeLimit={minutes}")
     tasks[1].wait_for("epoch 1/")
     slurm("scancel", "--signal", "USR1", tasks[1].number)
@@ -158,6 +182,8 @@ def test_stopped_and_requeued(lab: Lab) -> None:
     cancelled.wait_for("epoch 1/")
     asked_at = time.time()
     slurm("scancel", cancelled.number)
+    limited.wait_for("SIGUSR1: stopped and saved")
+    slurm("scontrol", "update", f"JobId={limited.number}", "TimeLimit=60")
 
     cancelled.end("CANCELLED")
     assert (cancelled.out / "last.pt").stat().st_mtime > asked_at
@@ -165,11 +191,13 @@ def test_stopped_and_requeued(lab: Lab) -> None:
     stopped = {tasks[1]: "USR1", requeued: "TERM", preempted: "TERM", limited: "USR1"}
     for job, name in stopped.items():
         job.end(restarts=1)
-        assert f"SIG{name}: stopped and saved at epoch" in job.log or job is requeued, job.log
+        assert f"SIG{name}: stopped and saved at epoch" in job.log, job.log
         assert "/last.pt: " in job.log, job.log
-    whole = lab.whole(1)
-    for job in (tasks[0], *stopped):
-        assert digest(job.out) == (lab.whole(2) if job is limited else whole), job.log
+    assert {digest(job.out) for job in (*tasks, preempted)} == {lab.whole(1)}
+    assert digest(limited.out) == lab.whole(2)
+    logs = [lab.folder / f"runs/slurm/{limited.number}/rank-{rank}.log" for rank in range(2)]
+    assert [log.read_text().count("--- ") for log in logs] == [2, 2]  # starts
+    assert digest(requeued.out) == lab.whole(1, *never)
 
 
 def test_failures(lab: Lab) -> None:
@@ -208,16 +236,3 @@ def test_failures(lab: Lab) -> None:
     found = re.findall(r"failure (\d) .*: status 137 on node (n\d)\n", killed.log)
     assert [number for number, _ in found] == ["1", "2", "3", "4"], killed.log
     assert {node for _, node in found[:3]} == set(NODES)  # a fourth node there is not
-
-
-def test_a_lost_node(lab: Lab) -> None:
-    """SLURM itself finds out, and starts the job again on others."""
-    job = lab.submit("lost", "--nodes", 2, flags=("--save-every", 1), SLOW_0="1")
-    job.wait_for("epoch 1/")
-    lost = job.nodes[1]
-    lab.slurm.lose(lost)
-    job.end(restarts=1)
-    lab.slurm.start_node(lost)
-    assert lost not in job.nodes
-    assert "/last.pt: 1 of 4 epochs done" in job.log
-    assert digest(job.out) == lab.whole(2), job.log

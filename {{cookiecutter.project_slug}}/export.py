@@ -111,7 +111,7 @@ def pick_batches(data: Path | None, image_size: int, format: Format) -> list[Ten
     folder = data or ROOT / "data" / "demo"
     side = 512 if STRIDE else image_size  # pixels, at most
     if data or (folder.is_dir() and not format.channels):
-        distributed.setup()
+        distributed.setup(alone=True)
         _, val_set, _ = dataset.build_dataset(folder, image_size, format)
         images = [val_set[i % len(val_set)][0] for i in range(3)]
         distributed.teardown()

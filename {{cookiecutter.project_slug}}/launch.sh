@@ -11,10 +11,11 @@
 #   PYTHON          interpreter                (default: python, else python3)
 #   MAX_RESTARTS    restarts after a failure   (default: 0), each from the last checkpoint
 #   JOIN_TIMEOUT    seconds to wait for absent nodes (default: 600)
+#   LOG_DIR         folder for rank-0.log, ... : what each rank prints, besides here (default: none)
 #   OMP_NUM_THREADS CPU threads per process    (ignored unless 2 or more; see --threads)
 #
-# Within a step of SLURM's srun, a pod of Kubeflow (PET_NNODES, ...) or a task of SkyPilot, the nodes
-# are known without NNODES and what follows it.
+# Started once on each node by SLURM's srun, Kubeflow (TrainJob, PyTorchJob), SkyPilot or mpirun, it
+# knows the nodes without NNODES and what follows it.
 #
 # Exit status: 0 done, 75 stopped by a signal and saved, 2 a mistake of the user's, else a failure.
 #

@@ -49,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         raise UserError(
             "--channels: prepared data is RGB of 8 bits; pass --data and --channels to main.py"
         )
-    distributed.setup()
+    distributed.setup(alone=True)
     if prepared.is_store(args.data):
         raise UserError(f"--data {args.data} is prepared already; pass it to main.py")
     data = args.data.resolve()  # the paths of its files are those that training will find

@@ -5,6 +5,7 @@ import functools
 import os
 import socket
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from forked import Patch, fork, run, wait
 from torch import Tensor, nn
 
 import model
-from engine.ranks import distributed, joining, launcher, replicas
+from engine.ranks import distributed, launcher, reaching, replicas
 from engine.ranks.environment import Nodes
 from engine.ranks.remedies import explain
 from snippets.faulty import Runs, after_step
@@ -49,7 +50,7 @@ def ranks_that_disagree(folder: str) -> dict:
         statuses = run(len(wrong), *flags, patch=with_variables(*wrong), output=output)
         return said(folder, name, statuses)
 
-    joining.NOTICE_SECONDS = 1
+    reaching.NOTICE_SECONDS = reaching.BUSY_SECONDS = 1
     server, port = listening()
     busy = {"MASTER_PORT": port}, {"RANK": "x", "LOCAL_RANK": "0"}
     found = {
@@ -68,7 +69,9 @@ def nodes_that_disagree(folder: str) -> dict:
     """launch.sh's launcher on two nodes: statuses and what they say."""
 
     def launch(port: str, nodes: int, node: int) -> None:
-        launcher.main = lambda _: print("together")  # torchrun
+        launcher.main = lambda _: [print("together"), time.sleep(0.5)]  # torchrun
+        sys.argv = ["launcher.py", "main.py"]
+        os.environ["JOIN_TIMEOUT"], reaching.BUSY_SECONDS = "60", 1
         sys.exit(launcher.run(Nodes(nodes, node, 1, "127.0.0.1", int(port)), 0))
 
     def meet(name: str, *nodes: tuple[int, int], port: str = "") -> list:

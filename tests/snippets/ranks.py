@@ -1,22 +1,31 @@
 """Launching, devices and statuses, without any process group of several ranks."""
 
+import functools
 import os
+import signal
+import socket
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from pathlib import Path
 
 import torch
+import torch.distributed as dist
+from forked import fork, run, wait
 
 import main
 from engine.errors import UserError
-from engine.ranks import distributed
+from engine.ranks import devices, distributed
+from snippets.faulty import after_step
 
 
 def device_of_three(is_debugged: bool) -> str:
     """The device of three ranks on a machine that claims two GPUs, or why there is none."""
-    distributed._group.is_debugged = is_debugged
     torch.cuda.is_available = lambda: True
     torch.cuda.device_count = lambda: 2
     os.environ.update(LOCAL_RANK="0", LOCAL_WORLD_SIZE="3")
     try:
-        return str(distributed._pick_device(False))
+        return str(devices.pick(False, is_debugged))
     except UserError as error:
         return str(error)
 
@@ -28,3 +37,47 @@ def local_rank(flag: str, given: str | None) -> int:
         os.environ["LOCAL_RANK"] = given
     distributed.setup(main.parse_args([flag]).local_rank)
     return distributed.local_rank()
+
+
+def as_ray(output: str, flags: list[str]) -> list:
+    """Statuses of two processes that train twice, in a thread, in a group of their own, and say."""
+    server = socket.create_server(("127.0.0.1", 0))
+    address = f"tcp://127.0.0.1:{server.getsockname()[1]}"
+    server.close()
+
+    def train(rank: int) -> None:
+        main.main([*flags, "--resume", "never"])
+        main.main([*flags, "--resume", "never", "--dist-timeout", "9"])
+        assert distributed.timeout() == 77
+        dist.barrier()
+        print("left as it was", rank, flush=True)
+        main.main([*flags, "--epochs", "none"])
+
+    def act(rank: int) -> None:
+        names = ("RANK", "LOCAL_RANK"), ("WORLD_SIZE", "LOCAL_WORLD_SIZE")
+        for same, value in zip(names, (rank, 2), strict=True):
+            os.environ.update(dict.fromkeys(same, str(value)))
+        options = {"rank": rank, "world_size": 2, "timeout": timedelta(seconds=77)}
+        dist.init_process_group("gloo", init_method=address, **options)
+        with ThreadPoolExecutor(1) as pool:
+            error = pool.submit(train, rank).exception()
+        print(error, file=sys.stderr)
+        assert isinstance(error, UserError)
+
+    statuses = wait([fork(functools.partial(act, rank), output) for rank in range(2)])
+    return [statuses, *(Path(f"{output}.{end}").read_text() for end in ("out", "err"))]
+
+
+def killed(data: str, folder: str, *words: object) -> dict:
+    """Runs of three ranks without a launcher: statuses and what they say if one is killed."""
+
+    def act() -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def train(rank: int, step: int) -> list:
+        output = f"{folder}/{rank}"
+        flags = ["--data", data, *words, "--output-dir", f"{output}.out-dir"]
+        statuses = run(3, *flags, patch=after_step(step, act, rank), output=output)
+        return [statuses, Path(f"{output}.err").read_text()]
+
+    return {str(rank): train(rank, 2) for rank in (0, 1)}

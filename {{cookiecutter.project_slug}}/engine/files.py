@@ -9,6 +9,7 @@ import re
 import shutil
 import signal
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -120,7 +121,8 @@ def filling(folder: Path) -> Iterator[Path]:
         pid = left.name.removeprefix(name)
         if pid.isdecimal() and not process.is_running(int(pid)):
             shutil.rmtree(left, ignore_errors=True)
-    before = signal.signal(signal.SIGTERM, end)
+    is_main = threading.current_thread() is threading.main_thread()  # not in Ray's worker
+    before = signal.signal(signal.SIGTERM, end) if is_main else None
     try:
         partial.mkdir(parents=True)
         yield partial
@@ -133,4 +135,5 @@ def filling(folder: Path) -> Iterator[Path]:
         raise UserError(f"{folder}: cannot be written ({error.strerror})") from None
     finally:
         shutil.rmtree(partial, ignore_errors=True)
-        signal.signal(signal.SIGTERM, before)
+        if is_main:
+            signal.signal(signal.SIGTERM, before)

@@ -43,7 +43,7 @@ def prepare(data: Path) -> None:
     """Make this process ready to read; a UserError if `data` is prepared already."""
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # leave GPUs to those who need one
     torch.set_num_threads(1)  # as in a loader worker
-    distributed.setup()
+    distributed.setup(alone=True)
     if prepared.is_store(data):
         index = prepared.Index.read(data / "index.json")
         source = index.source if index else "the folder that it was made from"

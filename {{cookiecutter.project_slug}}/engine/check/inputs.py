@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from engine.check.nodes import size
-from engine.check.preflight import Table, attempt, gather
+from engine.check.preflight import Table, attempt, gather, pack, unpack
 from engine.data import prepared
 from engine.data.images import Format, open_image
 from engine.errors import shorten
@@ -80,12 +80,11 @@ def find_difference(table: Table, lines: list[str]) -> str:
     """Return which line one of the nodes has, and node 0 has not, or the other way round."""
     mine, store = sorted(lines)[:NAMED], distributed.store()
     if distributed.is_rank_zero():
-        text = "\n".join(mine).encode(errors="surrogateescape")
-        store.set("check/lines", zlib.compress(text))  # type: ignore[arg-type]
+        store.set("check/lines", pack("\n".join(mine)))
 
     def compare() -> str:
-        others = zlib.decompress(store.get("check/lines")).decode(errors="surrogateescape")
-        pairs = itertools.zip_longest(mine, others.split("\n"), fillvalue=chr(sys.maxunicode))
+        others = unpack(store.get("check/lines")).split("\n")
+        pairs = itertools.zip_longest(mine, others, fillvalue=chr(sys.maxunicode))
         here, there = next((pair for pair in pairs if pair[0] != pair[1]), ("", ""))
         number = table.node_of[distributed.rank()] if here < there else 0
         return f"only {table.nodes[number]} has {min(here, there)!r}" if here else ""

@@ -4,6 +4,7 @@ Values travel through the process group's store: a rank that hangs is named, and
 broken does not keep the rest of the table from being printed.
 """
 
+import base64
 import contextlib
 import json
 import os
@@ -42,6 +43,15 @@ def _watch() -> None:
     process.exit_now(status)
 
 
+def pack(text: str) -> str:
+    """Return `text` in fewer characters: a value in the store has at most 8 MiB."""
+    return base64.b85encode(zlib.compress(text.encode(errors="surrogateescape"))).decode()
+
+
+def unpack(value: bytes) -> str:
+    return zlib.decompress(base64.b85decode(value)).decode(errors="surrogateescape")
+
+
 def gather(step: str, value: T) -> list[T]:
     """Return the ranks' `value`s, which JSON can hold; a UserError names ranks that do not come."""
     store, ranks = distributed.store(), range(distributed.world_size())
@@ -54,12 +64,11 @@ def gather(step: str, value: T) -> list[T]:
                 break
         missing = [rank for rank in ranks if not store.check([keys[rank]])]
         texts = [] if missing else [store.get(key).decode() for key in keys]
-        found = json.dumps([missing, texts]).encode()  # of many ranks it is long, and much alike
-        store.set(done, zlib.compress(found))  # type: ignore[arg-type]
+        store.set(done, pack(json.dumps([missing, texts])))
     missing, texts = [0], []
     with contextlib.suppress(dist.DistError):
         store.wait([done], timedelta(seconds=2 * LIMIT))
-        missing, texts = json.loads(zlib.decompress(store.get(done)))
+        missing, texts = json.loads(unpack(store.get(done)))
     if missing:
         at = [store.get(protocol.process_of(rank)).decode().split()[0] for rank in missing[:MOST]]
         who = f"{explaining.name(missing)} on {', '.join(dict.fromkeys(at))}"

@@ -10,14 +10,14 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import distributed_c10d
 
-from engine.errors import UserError
-from engine.ranks import environment, joining, process, protocol, reaching
+from engine.ranks import devices, environment, joining, process, protocol, reaching
 
 T = TypeVar("T")
 Pending = dist.Work  # a collective that has begun
@@ -29,38 +29,47 @@ class Group:
     store: dist.Store | None = None  # works while ranks hang in a collective
     timeout: timedelta = timedelta()
     is_debugged: bool = False
+    is_own: bool = True  # else who made it leaves it
 
 
 _group = Group()
+_runs = itertools.count()  # in a group that somebody else has made
 _turns = itertools.count()  # calls of await_rank_zero
 
 
 def setup(
-    local_rank: int | None = None, timeout: float = 600, debugged: bool = False
+    local_rank: int | None = None,
+    timeout: float = 600,
+    debugged: bool = False,
+    alone: bool = False,
 ) -> torch.device:
     """Join the process group that the launcher describes, or a group of one; return the device.
 
-    With GPUs: nccl, one GPU per rank. Without: gloo.
+    With GPUs: nccl, one GPU per rank. Without: gloo. A group that exists, as in a train function of
+    Ray's, is used with its own timeout and device.
     local_rank: used only if the launcher does not set LOCAL_RANK.
     timeout: seconds after which a collective fails; a week if a rank may be at a breakpoint.
     debugged: whether another rank may have a debugger.
+    alone: whether a group of one will do even in a job of several nodes.
     """
     _group.is_debugged = debugged or process.is_debugged()
     _group.timeout = timedelta(days=7) if _group.is_debugged else timedelta(seconds=timeout)
-    by_srun = environment.adopt_slurm_step()
+    _group.is_own = not dist.is_initialized()
+    if not _group.is_own:
+        return _take_up()
+    is_task = environment.adopt(alone)
     if local_rank is not None:
         os.environ.setdefault("LOCAL_RANK", str(local_rank))
-    device = _pick_device(by_srun)
-    backend = "nccl" if device.type == "cuda" else "gloo"
-    _avoid_crash(backend)
+    device = devices.pick(is_task, _group.is_debugged)
     if "RANK" in os.environ:
         _group.store, group_rank, size = reaching.open_store(_group.timeout)
-        _group.store = joining.join_ranks(_group.store, group_rank, size, _group.timeout)
+        fault = joining.unreachable() if device.type == "cpu" else ""
+        _group.store = joining.join_ranks(_group.store, group_rank, size, _group.timeout, fault)
     else:
         _group.store, group_rank, size = dist.HashStore(), 0, 1
     _group.store.set(protocol.process_of(group_rank), f"{environment.node()} {os.getpid()}")
     dist.init_process_group(
-        backend,
+        devices.backend(device),
         store=_group.store,
         rank=group_rank,
         world_size=size,
@@ -70,38 +79,19 @@ def setup(
     return device
 
 
-def _avoid_crash(backend: str) -> None:
-    """Lower TORCH_DISTRIBUTED_DEBUG if DDP would crash: it takes the wrapper of DETAIL for gloo."""
-    level = dist.DebugLevel.DETAIL
-    if backend == "gloo" and torch.__version__ >= "2.7" and dist.get_debug_level() == level:
-        say(
-            f"TORCH_DISTRIBUTED_DEBUG=DETAIL crashes DDP with gloo in torch {torch.__version__}: "
-            "using INFO; a hang or a mismatch is explained without it"
-        )
-        dist.set_debug_level(dist.DebugLevel.INFO)
-
-
-def _pick_device(by_srun: bool) -> torch.device:
-    if not torch.cuda.is_available():
-        return torch.device("cpu")
-    gpus, ranks = torch.cuda.device_count(), local_world_size()
-    has_own_gpu = gpus == 1 and by_srun  # srun --gpus-per-task=1 shows each task only its own
-    if ranks > gpus and not has_own_gpu:
-        line = f"{ranks} ranks on this node but {gpus} GPU(s):"
-        if _group.is_debugged:
-            say(f"{line} debugging on the CPU")
-            return torch.device("cpu")
-        remedy = f"start at most {gpus} (NPROC={gpus}), or use the CPU (CUDA_VISIBLE_DEVICES=)"
-        raise UserError(f"{line} {remedy}")
-    device = torch.device("cuda", 0 if has_own_gpu else local_rank())
-    torch.cuda.set_device(device)
-    return device
+def _take_up() -> torch.device:
+    store = distributed_c10d._get_default_store()
+    _group.timeout = cast(Any, store).timeout  # missing in torch's stubs
+    _group.store = dist.PrefixStore(f"run {next(_runs)}", store)  # apart from former runs' errors
+    _group.store.set(protocol.process_of(rank()), f"{environment.node()} {os.getpid()}")
+    return devices.current(dist.get_backend())
 
 
 def teardown() -> None:
     """Leave the process group once all ranks have come this far."""
     dist.barrier()
-    dist.destroy_process_group()
+    if _group.is_own:
+        dist.destroy_process_group()
 
 
 def is_joined() -> bool:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Hashable, Mapping
 import torch
 from torch import Tensor
 
-from engine.errors import UserError
+from engine.errors import UserError, shorten
 from engine.ranks import distributed, positions, process, requeue
 from engine.ranks.lockstep import Checksum, Collective
 from engine.ranks.positions import Position
@@ -73,7 +73,8 @@ def block(title: str, found: Mapping[int, Position | str]) -> str:
     for _, ranks in _group(at, at.__getitem__):
         first = known[ranks[0]]
         when = f", {first.where}" if first.where else ""
-        lines += [f"stack of {name(ranks)}{when}:", first.stack]
+        nodes = shorten(sorted({known[rank].node for rank in ranks} - {""}))
+        lines += [f"stack of {name(ranks)}{nodes and f' on {nodes}'}{when}:", first.stack]
         if not title:
             last = (f"{each.number} {each}" for each in first.started[-LAST:])
             lines.append(f"  last collectives: {'; '.join(last)}")

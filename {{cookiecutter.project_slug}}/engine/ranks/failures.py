@@ -4,6 +4,7 @@ import atexit
 import contextlib
 import errno
 import io
+import json
 import os
 import re
 import signal
@@ -12,19 +13,33 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 from typing import NoReturn
 
 import torch
 import torch.distributed as dist
 
 from engine.errors import UserError, shorten
-from engine.ranks import answering, debugging, distributed, explaining, positions, process, requeue
-from engine.ranks.protocol import ERROR, MISTAKE, STOP
+from engine.ranks import (
+    answering,
+    debugging,
+    distributed,
+    environment,
+    explaining,
+    names,
+    positions,
+    process,
+    requeue,
+)
+from engine.ranks.protocol import ERROR, MISTAKE, SEEN, STOP
 
 TIMED_OUT_SECONDS = 0.3  # for a rank that has timed out, and so left, to say it first
 GONE_SECONDS = 15  # after which the store no longer answers, though its connection stands
 DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
+SEEN_SECONDS = 2  # for the other ranks to see that one has failed
 BROKEN = re.compile(r"Broken pipe|Connection \w+|remote process exited|time(d )?out", re.I)
+
+_known = threading.Event()  # that some rank has failed
 
 
 class OutOfMemory(UserError):
@@ -63,7 +78,7 @@ def one_line_errors(
         signal.signal(signal.SIGINT, signal.default_int_handler)
     if isinstance(sys.stdout, io.TextIOWrapper):  # some file names are not valid text
         sys.stdout.reconfigure(errors="backslashreplace")
-    answering.start(report)
+    answering.start(report, status_of_failure)
     try:
         yield
     except KeyboardInterrupt:
@@ -86,32 +101,48 @@ def one_line_errors(
                     requeue.note_failure(status)
                 report(str(line), status, error if is_bug else None)
         if (reported := _reported_status(1)) is not None:
-            process.exit_now(reported)  # collectives broke here because another rank has left
+            _leave(reported)  # collectives broke here because another rank has left
         requeue.note_failure(1)
-        atexit.register(process.exit_now, 1)  # after the traceback
+        if names.has_other_nodes():
+            print(f"error: {names.own_rank()}:", file=sys.stderr, flush=True)
+        atexit.register(_leave, 1)  # after the traceback
         raise
 
 
 def report(line: str, status: int, error: Exception | None = None) -> NoReturn:
     """Print `line` as an error, unless another rank has reported one; exit with that `status`.
 
+    If there are other nodes, the line begins with this rank and its node.
     error: its traceback follows.
     """
     reported = _reported_status(status)
     if reported is None:
+        has_other_nodes, who = names.has_other_nodes(), names.own_rank()
+        if has_other_nodes and not line.startswith(f"{who} "):
+            line = f"{who}: {line}"
         print(f"error: {line}", file=sys.stderr, flush=True)
         if error:
             traceback.print_exception(error)
-        has_other_nodes = distributed.world_size() > distributed.local_world_size()
-        if has_other_nodes and distributed.is_rank_zero():
-            time.sleep(2)  # this process holds the store: let the other nodes read it first
-    process.exit_now(reported or status)
+    _leave(reported or status)
+
+
+def _leave(status: int) -> NoReturn:
+    """Exit with `status`; rank 0, which may hold the store, once the others know of the failure."""
+    is_awaited = names.has_other_nodes() or not process.by_torchrun()
+    if is_awaited and distributed.is_set_up() and distributed.is_rank_zero():
+        deadline = time.monotonic() + SEEN_SECONDS
+        with contextlib.suppress(dist.DistError):
+            while distributed.store().add(SEEN, 0) < distributed.world_size():
+                if time.monotonic() > deadline:
+                    break
+                time.sleep(0.05)
+    process.exit_now(status)
 
 
 def status_of_failure() -> int | None:
     """Return the exit status of the first rank that failed; None if none has reported an error."""
     store = distributed.store()
-    return int(store.get(ERROR).split()[1]) if store.check([ERROR]) else None
+    return _read(store.get(ERROR).decode()) if store.check([ERROR]) else None
 
 
 def _reported_status(status: int) -> int | None:
@@ -119,12 +150,27 @@ def _reported_status(status: int) -> int | None:
     if not distributed.is_set_up():  # not in a group yet: the first rank of each node reports,
         is_first = distributed.local_rank() == 0 or process.is_debugged()  # or is continued
         return None if is_first else status
-    mine = f"{distributed.rank()} {status} {os.getpid()}"  # two may have the same rank
+    mine = f"{distributed.rank()} {status} {os.getpid()} {environment.node()}"
     try:
         first = distributed.store().compare_set(ERROR, "", mine).decode()
-    except dist.DistError:  # rank 0 held the store: it has reported and left
-        return status
-    return None if first == mine else int(first.split()[1])
+    except dist.DistError:  # the store has gone: with torchrun, or with rank 0, perhaps killed
+        return status if _known.is_set() or process.by_torchrun() else None
+    reported = _read(first)
+    return None if first == mine else reported
+
+
+def _read(first: str) -> int:
+    """Return the status in the value of ERROR; torchrun gives the launcher a note whose it is."""
+    if not _known.is_set():
+        _known.set()
+        distributed.store().add(SEEN, 1)
+    rank, status, _, node = first.split()
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if path and names.has_other_nodes():
+        note = {"message": f"rank {rank} on {node}", "timestamp": int(time.time())}
+        with contextlib.suppress(OSError):
+            Path(path).write_text(json.dumps(note))
+    return int(status)
 
 
 def _disk_full(error: Exception) -> UserError | None:
@@ -137,7 +183,7 @@ def _out_of_memory(error: Exception) -> UserError | None:
     if not (memory := lacking_memory(error)):
         return None
     return UserError(
-        f"rank {distributed.rank()} is out of {memory}: lower --batch-size (--accumulate keeps the "
+        f"{names.own_rank()} is out of {memory}: lower --batch-size (--accumulate keeps the "
         "global batch), --image-size or --workers, or use smaller images"
     )
 
@@ -162,19 +208,26 @@ def _lost_rank(error: Exception) -> str | None:
         return None
     if found[0].lower().startswith("time"):
         seconds = f"{distributed.timeout():g} s (--dist-timeout)"
-        line = f"rank {distributed.rank()} timed out after {seconds} waiting for another rank"
+        line = f"{names.own_rank()} timed out after {seconds} waiting for another rank"
     else:
         time.sleep(TIMED_OUT_SECONDS)
-        line = f"rank {distributed.rank()} lost another rank"
+        line = f"{names.own_rank()} lost another rank"
     timer = threading.Timer(GONE_SECONDS, _give_up, [line])
     timer.daemon = True
     timer.start()
-    with contextlib.suppress(dist.DistError):  # the store has gone, with rank 0
+    try:
         if status_of_failure() is None and not distributed.store().check([STOP]):
             positions.mine.error = error
             explaining.show(f"{line}:")
             positions.await_explained()
+    except dist.DistError:
+        line = lost_store()
     return line
+
+
+def lost_store() -> str:
+    """Return a line for a rank whose store has gone: without torchrun rank 0 holds it."""
+    return f"{names.own_rank()} lost rank 0, at MASTER_ADDR={os.environ.get('MASTER_ADDR')}"
 
 
 def _give_up(line: str) -> NoReturn:

@@ -8,10 +8,11 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from engine.ranks import environment, process, requeue
+from engine.ranks import environment, logs, process, requeue
 
 if __name__ == "__main__":  # before torch, whose import takes seconds
     process.be_quiet()
+    logs.check()
     nodes, restarts = environment.prepare()
 
 import atexit
@@ -43,12 +44,14 @@ class Signals:
         self.sent: set[int] = set()
         self.ignored = {s for s in protocol.STOP_SIGNALS if signal.getsignal(s) == signal.SIG_IGN}
         self.start_ranks = PContext.start
+        self.logs = logs.Logs()
         if hasattr(os, "killpg"):  # not on Windows
             PContext.start = lambda ranks: self.start(ranks)  # type: ignore[assignment, method-assign]
 
     def start(self, ranks: PContext) -> None:
         """Start the ranks, then replace the handlers that torchrun has installed by then."""
-        self.start_ranks(ranks)
+        with self.logs.starting(ranks):
+            self.start_ranks(ranks)
         self.ranks = ranks
         signal.signal(signal.SIGALRM, self.kill)
         for signum in protocol.STOP_SIGNALS:
@@ -83,6 +86,15 @@ def print_error(line: str) -> None:
     print(f"error: {line}", file=sys.stderr, flush=True)
 
 
+def print_failed(failure: ProcessFailure) -> None:
+    """Print which rank has failed, unless it is one of this node, which has printed its error."""
+    if failure.error_file_data.get("timestamp"):  # failures.py has left a note in the file
+        if not failure.message.endswith(f" on {environment.node()}"):
+            print_error(f"{failure.message} has failed")
+    elif failure.exitcode not in protocol.FINAL:
+        print_error("a rank has failed, here or on another node")
+
+
 def launch(nodes: Nodes, agreement: Agreement | None, signals: Signals) -> int:
     """Run torchrun once; return the exit status."""
     # Even if this host's name does not resolve.
@@ -93,13 +105,14 @@ def launch(nodes: Nodes, agreement: Agreement | None, signals: Signals) -> int:
     if "--check" in words:
         script = str(Path(script).with_name("preflight.py"))
     try:
-        main([*where, "--nproc-per-node", str(nodes.ranks), script, *words])
+        with contextlib.closing(signals.logs):
+            main([*where, "--nproc-per-node", str(nodes.ranks), script, *words])
     except ChildFailedError as error:
         rank, failure = root_cause(error)
         status = failure.exitcode
         if status >= 0:
-            if nodes.count > 1 and status not in protocol.FINAL:
-                print_error("a rank has failed, here or on another node")
+            if nodes.count > 1:
+                print_failed(failure)
             return status
         if -status in signals.sent:
             return 128 + signals.first
@@ -107,7 +120,8 @@ def launch(nodes: Nodes, agreement: Agreement | None, signals: Signals) -> int:
         requeue.note_failure(128 - status)
         name = signal.Signals(-status).name
         hint = ": out of memory?" if name == "SIGKILL" else ""
-        print_error(f"rank {rank} (process {failure.pid}) was ended by {name}{hint}")
+        place = f" on {environment.node()}" if nodes.count > 1 else ""
+        print_error(f"rank {rank} (process {failure.pid}){place} was ended by {name}{hint}")
         return 128 - status
     except SignalException as error:
         return 128 + error.sigval

@@ -24,6 +24,7 @@ from engine.ranks.environment import Nodes
 
 BACKEND = "launch.sh"  # torchrun's name for what follows
 START_SECONDS = 60  # for torchrun on all nodes, once their launchers have met
+LINGER_SECONDS = 10  # for them to end once all are asked to stop
 END_SECONDS = 45  # for the ranks of all nodes to end; torchrun kills them after 30
 
 
@@ -42,13 +43,13 @@ class Agreement(RendezvousHandler):
         begun = [note for note in notes if note["launch_id"]]
         begun.sort(key=lambda note: note["restarts"])
         self.launch_id = begun[0]["launch_id"] if begun else self.name
-        rendezvous_handler_registry.register(BACKEND, self._create)
 
     def _create(self, _: RendezvousParameters) -> RendezvousHandler:
         return self
 
     def flags(self) -> list[str]:
-        """Return those of torchrun."""
+        """Return torchrun's flags, with which it asks this."""
+        rendezvous_handler_registry.register(BACKEND, self._create)
         return [
             "--nnodes",
             str(self.nodes.count),
@@ -93,21 +94,20 @@ class Agreement(RendezvousHandler):
         number, count = self.nodes.number, self.nodes.count
         over = f"node {number} ({environment.node()}) has ended with status {status}"
         mine = over if status in protocol.FINAL else ""
+        ends = [f"end {i}" for i in range(count)]
         try:
-            self.store.set(f"end {number}", mine)
+            self.store.set(ends[number], mine)
             if number:
-                if joining.has(self.store, ["verdict"], seconds + 15):
+                if not mine and joining.has(self.store, ["verdict"], seconds + 15):
                     mine = self.store.get("verdict").decode()
-                    self.store.set(f"read {number}", "")
                 return mine
-            joining.has(self.store, [f"end {i}" for i in range(count)], seconds)
-            ends = [f"end {i}" for i in range(count) if self.store.check([f"end {i}"])]
-            verdict = next(filter(None, (self.store.get(key).decode() for key in ends)), "")
-            if verdict:
-                self.store.set("over", verdict)
+            joining.has(self.store, ends, 0.1 if mine else seconds)
+            said = [self.store.get(end).decode() for end in ends if self.store.check([end])]
+            verdict = next(filter(None, said), "")
             self.store.set("verdict", verdict)
-            joining.has(self.store, [f"read {key.split()[1]}" for key in ends[1:]], 5)
-            if verdict and self.store.check(["late"]):
+            if verdict:
+                self.store.set("over", verdict)  # for those who come late
+                joining.has(self.store, ends, LINGER_SECONDS)
                 time.sleep(2 * joining.LOOK_SECONDS)
             return verdict
         except dist.DistError:  # node 0's launcher, which holds the store, has died
@@ -120,7 +120,6 @@ def meet(nodes: Nodes, restarts: int) -> Agreement:
     restarts: how many this one has left. Raises a UserError if they do not agree, or do not come
     within JOIN_TIMEOUT.
     """
-    environment.wait_for_name(nodes.host)
     clock, is_first = reaching.Clock(int(os.environ["JOIN_TIMEOUT"])), nodes.number == 0
 
     def connect(limit: timedelta) -> dist.TCPStore:
@@ -129,7 +128,7 @@ def meet(nodes: Nodes, restarts: int) -> Agreement:
 
     while True:
         try:
-            store = reaching.find(connect, nodes.host, nodes.port, clock)
+            store = reaching.reach(connect, (nodes.host, nodes.port), clock, is_first)
             store.set_timeout(timedelta(seconds=START_SECONDS))
             meeting = joining.Meeting(
                 *(store, "node", nodes.number, nodes.count, clock), waits=restarts > 0
@@ -139,4 +138,4 @@ def meet(nodes: Nodes, restarts: int) -> Agreement:
         except dist.DistError as error:  # node 0's launcher has died, or starts again
             if is_first or clock.left() <= 0:
                 raise UserError(str(error).splitlines()[0]) from None
-            time.sleep(1)
+            time.sleep(0.2)

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from types import FrameType
 from typing import NamedTuple
 
-from engine.ranks import distributed, environment, lockstep, process, protocol
+from engine.ranks import distributed, environment, lockstep, names, process, protocol
 from engine.ranks.lockstep import Collective
 
 ANSWER_SECONDS = 3  # for all ranks to say where they are
@@ -26,7 +26,8 @@ class Mine:
     """What the threads of this rank share."""
 
     where: Callable[[], str] = str  # such as "epoch 1, step 3"
-    error: BaseException | None = None  # that ends the main thread
+    thread: int = threading.main_thread().ident or 0  # that trains
+    error: BaseException | None = None  # that ends it
     answered: int = 0  # how often this rank has said where it is
     reached: int = -1  # how many collectives it had started then, if that was printed by a rank
     lock: threading.Lock = field(default_factory=threading.Lock)  # held while it says so
@@ -41,7 +42,7 @@ class Position(NamedTuple):
     where: such as "epoch 1, step 3". place: the line of its main thread, outside the machinery.
     stack: of the main thread, without most lines of libraries. reached: how many collectives it has
     started. started: the last ones of them. waits: the number of the one it waits in; 0 if in none;
-    None if that is not known.
+    None if that is not known. node: "" if all ranks are on the same one.
     """
 
     rank: int
@@ -51,6 +52,7 @@ class Position(NamedTuple):
     reached: int
     started: list[Collective]
     waits: int | None
+    node: str = ""
 
 
 def here() -> Position:
@@ -58,7 +60,7 @@ def here() -> Position:
     if mine.error:
         frames = traceback.extract_tb(mine.error.__traceback__)
     else:
-        frame: FrameType | None = sys._current_frames()[threading.main_thread().ident or 0]
+        frame: FrameType | None = sys._current_frames()[mine.thread]
         frames = traceback.extract_stack(frame)
     places = [lockstep.place(frame.filename, frame.lineno) for frame in frames]
     own = [place for place in places if place]
@@ -77,6 +79,7 @@ def here() -> Position:
         reached,
         started[-lockstep.WINDOW :],
         waits if started else None,
+        environment.node() if names.has_other_nodes() else "",
     )
 
 
@@ -175,6 +178,8 @@ def _state_of(rank: int) -> str:
     node, pid = process_of(rank)
     if node == environment.node() and (state := process.state_of(pid)):
         return f"{state} (process {pid})"
+    if node and node != environment.node():
+        return f"does not answer (process {pid} on {node})"
     return "does not answer"
 
 

@@ -4,10 +4,10 @@ To stop: a rank that gets a signal writes the signal's name under STOP in the pr
 The watcher thread of each rank polls the store and answers with the step that its main thread is
 in. All ranks continue to the latest of these steps, save, and exit with STOPPED.
 
-To fail: the first rank that fails writes "<rank> <exit status> <process id>" under ERROR and alone
-prints the error. The others find it there when their collectives break, or by polling, and exit
-silently with the same status. The launcher exits with it, or starts all ranks again (MAX_RESTARTS)
-unless the status is one of FINAL.
+To fail: the first rank that fails writes "<rank> <exit status> <process id> <node>" under ERROR,
+and alone prints the error. The others find it there when their collectives break, or by polling,
+and exit silently with the same status. The launcher exits with it, or starts all ranks again
+(MAX_RESTARTS) unless the status is one of FINAL.
 
 To find out where all ranks are: the first rank that wants to know writes its number (PERSON if
 somebody asks it) under explain(1), and next time under explain(2). Each rank that sees this writes
@@ -38,7 +38,8 @@ FINAL = {0, MISTAKE, STOPPED, *(128 + signum for signum in STOP_SIGNALS)}
 # Keys in the process group's store
 STOP = "stop"  # the name of the signal
 PERSON = "person"  # who asks where all ranks are, if no rank does: where.py
-ERROR = "error"  # "<rank> <exit status> <process id>" of the first rank that failed
+ERROR = "error"  # "<rank> <exit status> <process id> <node>" of the first rank that failed
+SEEN = "error/seen"  # how many ranks know of ERROR: rank 0, which holds the store, waits for them
 
 # Environment variables of this project's own
 LAUNCH_ID = "LAUNCH_ID"  # one for each start of launch.sh; restarts (MAX_RESTARTS) keep it

@@ -1,6 +1,7 @@
 """The store at MASTER_ADDR: whether somebody answers there, or who has taken its port."""
 
 import contextlib
+import itertools
 import os
 import re
 import socket
@@ -46,24 +47,52 @@ def say(line: str) -> None:
         print(line, file=sys.stderr, flush=True)
 
 
-def find(
-    connect: Callable[[timedelta], Store], host: str, port: int, clock: Clock, speaks: bool = True
+def reach(
+    connect: Callable[[timedelta], Store], where: tuple[str, int], clock: Clock, holds: bool
 ) -> Store:
-    """Return what `connect` returns once somebody answers at `host`; if it `speaks`, say who."""
+    """Return what `connect` returns, once somebody answers at `where`; say it if nobody does.
+
+    holds: whether `connect` makes the store itself.
+    """
+    host, port = where
+    wait_for_name(host)
     begun = clock.left()
     while True:
         try:
-            return connect(timedelta(seconds=max(1, min(clock.left(), clock.until_due()))))
+            if not holds:  # torch would print a stack in C++ for nobody
+                socket.create_connection(where, max(1, min(5, clock.left()))).close()
+            return connect(timedelta(seconds=max(1, clock.left())))
         except dist.DistError as error:
             line = explain(error, host, port)
-            if not line:
-                raise
             is_busy = "is in use" in str(line)
-            if clock.left() <= 1 or (is_busy and begun - clock.left() > BUSY_SECONDS):
+            if not (is_busy and begun - clock.left() < BUSY_SECONDS):
+                raise line or error from None
+        except OSError:
+            line = nobody(host, port)
+            if clock.left() <= 0:
                 raise line from None
-            if clock.is_due() and speaks and not is_busy:
+            if clock.is_due() and int(os.environ.get("LOCAL_RANK", 0)) == 0:
                 say(f"{line} Trying for {clock.seconds:g} s")
-            time.sleep(0.2)
+        time.sleep(0.2)
+
+
+def wait_for_name(host: str, seconds: float = 60) -> None:
+    """Return once `host` resolves, which may take a while after its node has started.
+
+    Raises a UserError after `seconds`.
+    """
+    deadline = time.monotonic() + seconds
+    for attempt in itertools.count():
+        try:
+            socket.getaddrinfo(host, None)
+            return
+        except OSError as error:
+            line = f"MASTER_ADDR={host} cannot be resolved ({error.strerror})"
+        if time.monotonic() > deadline:
+            raise UserError(f"{line}: check the name, or use an IP address")
+        if attempt == 0 and int(os.environ.get("LOCAL_RANK", 0)) == 0:
+            say(f"{line}; trying for {seconds:g} s")
+        time.sleep(1)
 
 
 def open_store(timeout: timedelta) -> tuple[dist.Store, int, int]:
@@ -72,16 +101,20 @@ def open_store(timeout: timedelta) -> tuple[dist.Store, int, int]:
     It is not known yet whether the others are there.
     """
     host, port, rank, size = environment.read_group()
-    environment.wait_for_name(host)
 
     def connect(limit: timedelta) -> dist.Store:
         # of 1, so that rank 0 does not wait in here: `join` does, and tells for whom
         return next(dist.rendezvous("env://", world_size=1, timeout=limit))[0]
 
-    clock, speaks = Clock(timeout.total_seconds()), int(os.environ.get("LOCAL_RANK", 0)) == 0
-    store = find(connect, host, port, clock, speaks)
+    holds = rank == 0 and not by_agent()
+    store = reach(connect, (host, port), Clock(timeout.total_seconds()), holds)
     store.set_timeout(timeout)
     return store, rank, size
+
+
+def by_agent() -> bool:
+    """Return whether torchrun holds the ranks' store, for as long as it starts ranks."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def explain(error: dist.DistError, host: str, port: int) -> UserError | None:
@@ -93,15 +126,19 @@ def explain(error: dist.DistError, host: str, port: int) -> UserError | None:
             f"(MASTER_PORT={port + 1}, the same on all nodes)"
         )
     if re.search("client socket has timed out|timed out after", text):
-        where = f"MASTER_ADDR={host}, MASTER_PORT={port}"
-        with contextlib.suppress(OSError):
-            if socket.gethostbyname(host).startswith("127."):
-                where += f" (a name of {environment.node()} itself)"
-        return UserError(
-            f"nobody answers at {where}: is rank 0 running there, "
-            "does a firewall let this port through?"
-        )
+        return nobody(host, port)
     return None
+
+
+def nobody(host: str, port: int) -> UserError:
+    """Return a line for a store that cannot be reached."""
+    where = f"MASTER_ADDR={host}, MASTER_PORT={port}"
+    with contextlib.suppress(OSError):
+        if socket.gethostbyname(host).startswith("127."):
+            where += f", which is {environment.node()} itself"
+    return UserError(
+        f"nobody answers at {where}: is rank 0 running there, does a firewall let the port through?"
+    )
 
 
 def _holder(port: int) -> str:

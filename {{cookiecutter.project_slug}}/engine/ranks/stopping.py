@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import NoReturn
 
-from engine.ranks import distributed, explaining, failures, positions, process
+from engine.ranks import distributed, explaining, failures, logs, positions, process
 from engine.ranks.protocol import DUPLICATE_SECONDS, STOP, STOP_SIGNALS, STOPPED, answer
 
 POLL_SECONDS = 0.5
@@ -68,7 +68,9 @@ class Watcher(threading.Thread):
                 # notices that, too, unless it hangs.
                 if self.is_over.wait(0 if self.first_signal else ANSWER_SECONDS):
                     return
-                process.exit_now(self.status)
+                if self.first_signal:
+                    process.exit_now(self.status)
+                failures.report(failures.lost_store(), self.status)
 
     def on_signal(self, signum: int) -> None:
         now = time.monotonic()
@@ -100,7 +102,7 @@ class Watcher(threading.Thread):
                 self.answered = time.monotonic()
             self.status = 128 + signal.Signals[self.store.get(STOP).decode()]
             process.drop_unread()
-            if sys.stderr.isatty():
+            if logs.has_terminal():
                 with contextlib.suppress(OSError):  # a closed terminal
                     print(file=sys.stderr)  # below the progress bar
             distributed.say("stop requested: finishing this step, then saving")
@@ -151,10 +153,12 @@ def on_signals(where: Callable[[], str]) -> Iterator[None]:
         yield
         return
     watcher = _watcher = Watcher()
-    positions.mine.where = where
-    signal.set_wakeup_fd(watcher.wakeup.fileno(), warn_on_full_buffer=False)
-    before = {signum: signal.getsignal(signum) for signum in STOP_SIGNALS}
-    handled = [signum for signum in STOP_SIGNALS if before[signum] != signal.SIG_IGN]  # by nohup
+    positions.mine.where, positions.mine.thread = where, threading.get_ident()
+    is_main = threading.current_thread() is threading.main_thread()  # not in Ray's worker
+    before = {signum: signal.getsignal(signum) for signum in STOP_SIGNALS if is_main}
+    handled = [signum for signum in before if before[signum] != signal.SIG_IGN]  # by nohup
+    if is_main:
+        signal.set_wakeup_fd(watcher.wakeup.fileno(), warn_on_full_buffer=False)
     for signum in handled:
         signal.signal(signum, lambda *_: None)  # without a handler the socket gets nothing
     watcher.start()
@@ -173,7 +177,8 @@ def on_signals(where: Callable[[], str]) -> Iterator[None]:
         watcher.wakeup.send(b"\0")
         watcher.join(ANSWER_SECONDS)  # it waits for the store, which a stopped rank may hold
         faulthandler.cancel_dump_traceback_later()
-        signal.set_wakeup_fd(-1)
+        if is_main:
+            signal.set_wakeup_fd(-1)
         for signum in handled:
             signal.signal(signum, _exit_soon if is_done else before[signum])
 

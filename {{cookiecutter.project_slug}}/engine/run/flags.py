@@ -86,12 +86,7 @@ def add_machine_arguments(group: argparse._ArgumentGroup) -> None:
         type=at_least(0),
         help="loader processes per rank (default: CPUs of the job / ranks, at most 16)",
     )
-    add(
-        "--prefetch",
-        type=at_least(1),
-        default=2,
-        help="batches that each worker loads in advance",
-    )
+    add("--prefetch", type=at_least(1), default=2, help="batches that each worker loads ahead")
     add(
         "--pin-memory",
         action=argparse.BooleanOptionalAction,

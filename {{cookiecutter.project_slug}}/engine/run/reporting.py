@@ -23,7 +23,7 @@ from tqdm import tqdm
 from engine import files
 from engine.data import images
 from engine.data.loading import Loader
-from engine.ranks import distributed
+from engine.ranks import distributed, logs
 from engine.run import machine, profiling, records
 from engine.run.folder import IMAGES
 from engine.run.mistakes import Mistakes
@@ -129,8 +129,7 @@ class Reporter:
             desc=f"epoch {epoch + 1}/{self.epochs}",
             unit="img",
             leave=False,
-            # None: no bar unless the output is a terminal, so that logs stay readable.
-            disable=None if self.active else True,
+            disable=not (self.active and logs.has_terminal()),  # so that logs stay readable
         )
         self.waited, self.count = 0.0, 0
         self.forward = profiling.stopwatches["forward"] = Stopwatch(self.device, len(loader))
