@@ -266,7 +266,7 @@ def test_stopped_and_resumed(project: Project, data: Path, tmp_path: Path) -> No
     weights = torch.load(whole / "last.pt", weights_only=True)["args"]["class_weights"]
     assert weights == pytest.approx(tuple(pixels.sum() / (2 * pixels)), rel=1e-12)
     (whole / CACHE).unlink()
-    done = project.alone(*flags(data, whole, "--eval-only")).ok()
+    done = project.alone(*flags(data, whole, "--eval-only"), draws=False).ok()
     loss = json.loads(done.out.splitlines()[-1])["val_loss"]
     assert loss == pytest.approx(float(rows(whole)[0]["val_loss"]), rel=1e-4)
     assert not (whole / CACHE).exists()

@@ -223,7 +223,7 @@ def test_a_run(project: Project, tmp_path: Path) -> None:
     run = flags(data, out, "--batch-size", 3)
     project.alone(*run, "--channels", 5).refused("--channels 5 needs --mean")
     project.fork(*run, *given).ok()
-    project.fork(*run, *given, "--epochs", 2).ok()
+    project.fork(*run, *given, "--epochs", 2, draws=False).ok()
     assert len(rows(out)) == 2
     other = [*given[:2], given[2] + "1", given[3]]
     project.alone(*run, *other, "--epochs", 3).refused("was trained with --mean")
@@ -244,7 +244,8 @@ def test_export(projects: object, tmp_path: Path) -> None:
     project = projects("classification")
     data, out = draw(tmp_path / "set", project.task), tmp_path / "out"
     statistics = ["--mean", ",".join(["0.05"] * 5), "--std", ",".join(["0.03"] * 5)]
-    project.fork(*flags(data, out, "--batch-size", 3, "--channels", 5, *statistics)).ok()
+    more = ("--batch-size", 3, "--channels", 5, *statistics)
+    project.fork(*flags(data, out, *more), draws=False).ok()
     words = ["--checkpoint", out / "best.pt", "--output", tmp_path, "--data", data]
     project.alone(*words, script="export.py").ok()
     extra = {"metadata.json": ""}

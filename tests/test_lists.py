@@ -43,7 +43,7 @@ def test_the_same_as_folders(project: Project, data: Path, tmp_path: Path) -> No
         {*part} for part in folders
     ]
     assert project.call("data.found", heap) == project.call("data.found", data)
-    project.fork(*flags(data, tmp_path / "out"), "--data", heap).ok()
+    project.fork(*flags(data, tmp_path / "out"), "--data", heap, draws=False).ok()
     assert len(rows(tmp_path / "out")) == 1
     fast = tmp_path / "fast"
     words = ["--data", heap, "--output", fast, "--workers", 0]

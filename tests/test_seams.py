@@ -205,7 +205,7 @@ def test_discriminator(project: Project, few: Path, edited: Callable[[str], Edit
     now, before = (both.state(f"whole/{name}.pt") for name in ("last", "last-1"))
     assert not torch.equal(now["adversary"]["0.bias"], before["adversary"]["0.bias"])
     assert now["adversary_optimizer"]["state"][0]["step"] == 6
-    project.fork(*flags(few, both.out / "alone", "--epochs", 2)).ok()
+    project.fork(*flags(few, both.out / "alone", "--epochs", 2), draws=False).ok()
     alone = both.state("alone/last.pt")["model"]
     assert any(not torch.equal(now["model"][name], alone[name]) for name in alone)
     both.use()
@@ -260,7 +260,7 @@ def test_older_checkpoint(project: Project, few: Path, edited: Callable[[str], E
     """It resumes with the default of the flag; flags that main.py compares may be newer, too."""
     newer = edited(FLAG)
     words = "--epochs", 2
-    project.fork(*flags(few, newer.out / "whole", *words)).ok()
+    project.fork(*flags(few, newer.out / "whole", *words), draws=False).ok()
     killed = flags(few, newer.out / "killed", "--save-every", 4, *words)
     script = SCRIPTS / "edited.py"
     assert project.fork(project.folder, "main.py", 5, *killed, script=script).status == -9

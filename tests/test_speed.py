@@ -123,7 +123,7 @@ def test_prepared_data(project: Project, own_data: Path, tmp_path: Path) -> None
 
     project.call("preparing.written_to", store)
 
-    said = project.alone(*flags(store, out, "--eval-only")).ok().out
+    said = project.alone(*flags(store, out, "--eval-only"), draws=False).ok().out
     results = json.loads(said.splitlines()[-1])
     assert results["val_loss"] == pytest.approx(float(rows(out)[-1]["val_loss"]))
 
@@ -157,7 +157,7 @@ def test_prepared_data_that_does_not_fit(
     os.utime(picture)
     project.alone(*flags(store, out)).refused(f"{picture}: file or label changed since")
     own_data.rename(tmp_path / "elsewhere")
-    project.alone(*flags(store, out)).ok()
+    project.alone(*flags(store, out), draws=False).ok()
 
     other = other_project.draw(tmp_path / "other", 12, 12)
     prepare(other_project, "--data", other, "--output", tmp_path / "other store").ok()

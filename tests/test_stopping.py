@@ -173,7 +173,7 @@ def test_never_to_resume_but_after_a_failure(project: Project, data: Path, tmp_p
     run = Chain(project, data, tmp_path / "run", random.Random(2))
     run.command += ["--resume", "never", "--epochs", 8]
     table = tmp_path / "run" / "metrics.csv"
-    project.fork(*flags(data, run.out, *NET)).ok()
+    project.fork(*flags(data, run.out, *NET), draws=False).ok()
     run.start(MAX_RESTARTS="1")
     before = set(run.pids())
     os.kill(run.ranks()[0], signal.SIGKILL)
