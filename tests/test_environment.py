@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from running import SAME_FOR_BOTH, Project, finish, flags, free_port, run, start
+from running import SAME_FOR_BOTH, Project, finish, flags, free_port, run, small, start
 
 from engine.errors import UserError
 from engine.ranks import environment
@@ -282,3 +282,15 @@ class TestRuns:
         assert out.count("2 rank(s) on CPU") == out.count("done: best") == 2
         assert out.count("left as it was") == 2
         assert err.count("--epochs: none is not") == 2  # a mistake is raised, and ends no process
+
+    def test_rank_zero_is_lost(self, project: Project, data: Path, tmp_path: Path) -> None:
+        """It holds the store, by which the others would agree on who speaks: each does."""
+        found = project.call("ranks.killed", data, tmp_path, *small(data))
+        statuses, err = found["0"]
+        assert statuses == [-9, 1, 1]
+        lines = [f"error: rank {rank} lost rank 0, at MASTER_ADDR=127.0.0.1" for rank in (1, 2)]
+        assert sorted(err.splitlines()) == lines
+        statuses, err = found["1"]
+        assert statuses == [1, -9, 1]
+        assert err.count("error: ") == 1
+        assert "lost another rank" in err

@@ -31,11 +31,11 @@ HEADER = re.compile(r"--- \d{4}-\d\d-\d\d \d\d:\d\d:\d\d (rank \d on \S+), proce
 def copy(orders: list[tuple], written: bytes, **streams: int) -> subprocess.CompletedProcess:
     """Run copying.py on one pipe into which `written` goes."""
     read_end, write_end = os.pipe()
-    command = [sys.executable, copying.__file__, json.dumps([(read_end, *o) for o in orders])]
+    command, text = [sys.executable, copying.__file__], json.dumps([(read_end, *o) for o in orders])
     os.write(write_end, written)
     os.close(write_end)
     streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **streams}
-    done = subprocess.run(command, pass_fds=[read_end], **streams, timeout=60)
+    done = subprocess.run(command, input=text.encode(), pass_fds=[read_end], **streams, timeout=60)
     os.close(read_end)
     return done
 

@@ -75,17 +75,24 @@ def test_absent_nodes(project: Project, tmp_path: Path) -> None:
 
 
 @SAME_FOR_BOTH
+def test_gloo_that_cannot_be_reached(project: Project, tmp_path: Path) -> None:
+    """As Debian's /etc/hosts would have it: found out at once, where gloo would hang."""
+    statuses, err = project.call("nodes.unreachable", tmp_path)
+    assert statuses == [2, 2]
+    assert "the name of host0 resolves there to 127.0.1.1" in err
+    assert "set GLOO_SOCKET_IFNAME" in err
+
+
+@SAME_FOR_BOTH
 def test_elastic_torchrun(project: Project, data: Path, tmp_path: Path) -> None:
     """A node joins and leaves: each round goes on where the ranks of the one before stopped."""
     mark, port = uuid.uuid4().hex, free_port()
-    more = (
-        "--nnodes 1:3 --nproc-per-node 1 --rdzv-backend c10d --rdzv-id x --max-restarts 2".split()
-    )
+    more = "--nnodes=1:3 --nproc-per-node=1 --rdzv-backend=c10d --rdzv-id=x --max-restarts=2"
     where = ["--rdzv-endpoint", f"127.0.0.1:{port}", "--local-addr", "127.0.0.1"]
     words = flags(data, tmp_path, "--image-size", 32, "--epochs", 1000)
-    command = [sys.executable, "-m", "torch.distributed.run", *more, *where]
+    command = [sys.executable, "-m", "torch.distributed.run", *more.split(), *where]
     nodes: list[subprocess.Popen] = []
-    timer = threading.Timer(200, lambda: [node.kill() for node in nodes])
+    timer = threading.Timer(280, lambda: [node.kill() for node in nodes])
     timer.start()
 
     def launch() -> subprocess.Popen:

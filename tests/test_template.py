@@ -66,6 +66,8 @@ SHARED = {
     "engine/ranks/gradients.py",
     "engine/ranks/joining.py",
     "engine/ranks/launcher.py",
+    "engine/ranks/reaching.py",
+    "engine/ranks/nodes.py",
     "engine/ranks/lockstep.py",
     "engine/ranks/logs.py",
     "engine/ranks/names.py",

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from forked import fork, wait
+from forked import fork, run, wait
 
 from engine.ranks import joining, launcher, nodes, protocol, reaching
 from engine.ranks.environment import Nodes
@@ -119,3 +119,14 @@ def absent(folder: str) -> dict:
     alone = Launchers(folder, "alone", 2, lambda *_: 0)
     pids = [five.start(node, limit=3) for node in (0, 1, 4)]
     return {"alone": alone.end(alone.start(1, limit=2)), "absent": five.end(*pids)}
+
+
+def unreachable(folder: str) -> list:
+    """Ranks of two hosts whose own names resolve to loopback addresses."""
+
+    def patch() -> None:
+        socket.gethostname = lambda: f"host{os.environ['RANK']}"
+        socket.gethostbyname = lambda _: "127.0.1.1"
+
+    statuses = run(2, "--dist-timeout", 20, patch=patch, output=f"{folder}/unreachable")
+    return [statuses, Path(f"{folder}/unreachable.err").read_text()]

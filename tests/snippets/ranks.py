@@ -2,6 +2,7 @@
 
 import functools
 import os
+import signal
 import socket
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -10,11 +11,12 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from forked import fork, wait
+from forked import fork, run, wait
 
 import main
 from engine.errors import UserError
 from engine.ranks import devices, distributed
+from snippets.faulty import after_step
 
 
 def device_of_three(is_debugged: bool) -> str:
@@ -64,3 +66,18 @@ def as_ray(output: str, flags: list[str]) -> list:
 
     statuses = wait([fork(functools.partial(act, rank), output) for rank in range(2)])
     return [statuses, *(Path(f"{output}.{end}").read_text() for end in ("out", "err"))]
+
+
+def killed(data: str, folder: str, *words: object) -> dict:
+    """Runs of three ranks without a launcher: statuses and what they say if one is killed."""
+
+    def act() -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def train(rank: int, step: int) -> list:
+        output = f"{folder}/{rank}"
+        flags = ["--data", data, *words, "--output-dir", f"{output}.out-dir"]
+        statuses = run(3, *flags, patch=after_step(step, act, rank), output=output)
+        return [statuses, Path(f"{output}.err").read_text()]
+
+    return {str(rank): train(rank, 2) for rank in (0, 1)}

@@ -28,8 +28,9 @@ class Answering(threading.Thread):
 
     pydev_do_not_trace = True  # it runs on while a debugger holds the others
 
-    def __init__(self) -> None:
+    def __init__(self, look: Callable[[], object]) -> None:
         super().__init__(name="answering", daemon=True)
+        self.look = look
         self.folder: Path | None = None  # in which rank 0 looks for a person's question
         self.is_over = threading.Event()
 
@@ -40,6 +41,7 @@ class Answering(threading.Thread):
             while not self.is_over.wait(POLL_SECONDS):
                 if not distributed.is_joined():
                     continue
+                self.look()
                 if positions.answer():
                     listen_if_asked()
                 if self.folder:
@@ -54,12 +56,12 @@ _thread: Answering | None = None
 _kept: list[Any] = []  # what C++ has a pointer to
 
 
-def start(report: Report) -> None:
-    """Answer until this process ends; `report` an abort as an error."""
+def start(report: Report, look: Callable[[], object]) -> None:
+    """Answer until this process ends, and `look` for failures; `report` an abort as an error."""
     global _thread
     if _thread:
         return
-    _thread = Answering()
+    _thread = Answering(look)
     _thread.start()
     atexit.register(_thread.stop)
     explain_aborts(report)

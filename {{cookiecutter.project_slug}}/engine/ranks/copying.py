@@ -1,6 +1,6 @@
 """Copies what ranks write into pipes, as a process of its own; logs.py starts it.
 
-Its argument is JSON: for each pipe its file descriptor, the stream of this process (1 or 2) that
+Its input is JSON: for each pipe its file descriptor, the stream of this process (1 or 2) that
 gets all of it at once, the file to which whole lines are appended, and the first line for that.
 """
 
@@ -91,4 +91,4 @@ def main(orders: list[tuple[int, int, str, str]]) -> None:
 
 
 if __name__ == "__main__":
-    main([tuple(order) for order in json.loads(sys.argv[1])])
+    main([tuple(order) for order in json.load(sys.stdin)])

@@ -63,7 +63,8 @@ def setup(
     device = devices.pick(is_task, _group.is_debugged)
     if "RANK" in os.environ:
         _group.store, group_rank, size = reaching.open_store(_group.timeout)
-        _group.store = joining.join_ranks(_group.store, group_rank, size, _group.timeout)
+        fault = joining.unreachable() if device.type == "cpu" else ""
+        _group.store = joining.join_ranks(_group.store, group_rank, size, _group.timeout, fault)
     else:
         _group.store, group_rank, size = dist.HashStore(), 0, 1
     _group.store.set(protocol.process_of(group_rank), f"{environment.node()} {os.getpid()}")

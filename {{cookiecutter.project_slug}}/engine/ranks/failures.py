@@ -31,12 +31,15 @@ from engine.ranks import (
     process,
     requeue,
 )
-from engine.ranks.protocol import ERROR, MISTAKE, STOP
+from engine.ranks.protocol import ERROR, MISTAKE, SEEN, STOP
 
 TIMED_OUT_SECONDS = 0.3  # for a rank that has timed out, and so left, to say it first
 GONE_SECONDS = 15  # after which the store no longer answers, though its connection stands
 DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
+SEEN_SECONDS = 2  # for the other ranks to see that one has failed
 BROKEN = re.compile(r"Broken pipe|Connection \w+|remote process exited|time(d )?out", re.I)
+
+_known = threading.Event()  # that some rank has failed
 
 
 class OutOfMemory(UserError):
@@ -75,7 +78,7 @@ def one_line_errors(
         signal.signal(signal.SIGINT, signal.default_int_handler)
     if isinstance(sys.stdout, io.TextIOWrapper):  # some file names are not valid text
         sys.stdout.reconfigure(errors="backslashreplace")
-    answering.start(report)
+    answering.start(report, status_of_failure)
     try:
         yield
     except KeyboardInterrupt:
@@ -98,11 +101,11 @@ def one_line_errors(
                     requeue.note_failure(status)
                 report(str(line), status, error if is_bug else None)
         if (reported := _reported_status(1)) is not None:
-            process.exit_now(reported)  # collectives broke here because another rank has left
+            _leave(reported)  # collectives broke here because another rank has left
         requeue.note_failure(1)
         if names.has_other_nodes():
             print(f"error: {names.own_rank()}:", file=sys.stderr, flush=True)
-        atexit.register(process.exit_now, 1)  # after the traceback
+        atexit.register(_leave, 1)  # after the traceback
         raise
 
 
@@ -120,9 +123,20 @@ def report(line: str, status: int, error: Exception | None = None) -> NoReturn:
         print(f"error: {line}", file=sys.stderr, flush=True)
         if error:
             traceback.print_exception(error)
-        if has_other_nodes and distributed.is_rank_zero():
-            time.sleep(2)  # this process holds the store: let the other nodes read it first
-    process.exit_now(reported or status)
+    _leave(reported or status)
+
+
+def _leave(status: int) -> NoReturn:
+    """Exit with `status`; rank 0, which may hold the store, once the others know of the failure."""
+    is_awaited = names.has_other_nodes() or not process.by_torchrun()
+    if is_awaited and distributed.is_set_up() and distributed.is_rank_zero():
+        deadline = time.monotonic() + SEEN_SECONDS
+        with contextlib.suppress(dist.DistError):
+            while distributed.store().add(SEEN, 0) < distributed.world_size():
+                if time.monotonic() > deadline:
+                    break
+                time.sleep(0.05)
+    process.exit_now(status)
 
 
 def status_of_failure() -> int | None:
@@ -139,14 +153,17 @@ def _reported_status(status: int) -> int | None:
     mine = f"{distributed.rank()} {status} {os.getpid()} {environment.node()}"
     try:
         first = distributed.store().compare_set(ERROR, "", mine).decode()
-    except dist.DistError:  # rank 0 held the store: it has reported and left
-        return status
+    except dist.DistError:  # the store has gone: with torchrun, or with rank 0, perhaps killed
+        return status if _known.is_set() or process.by_torchrun() else None
     reported = _read(first)
     return None if first == mine else reported
 
 
 def _read(first: str) -> int:
     """Return the status in the value of ERROR; torchrun gives the launcher a note whose it is."""
+    if not _known.is_set():
+        _known.set()
+        distributed.store().add(SEEN, 1)
     rank, status, _, node = first.split()
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path and names.has_other_nodes():
@@ -198,12 +215,19 @@ def _lost_rank(error: Exception) -> str | None:
     timer = threading.Timer(GONE_SECONDS, _give_up, [line])
     timer.daemon = True
     timer.start()
-    with contextlib.suppress(dist.DistError):  # the store has gone, with rank 0
+    try:
         if status_of_failure() is None and not distributed.store().check([STOP]):
             positions.mine.error = error
             explaining.show(f"{line}:")
             positions.await_explained()
+    except dist.DistError:
+        line = lost_store()
     return line
+
+
+def lost_store() -> str:
+    """Return a line for a rank whose store has gone: without torchrun rank 0 holds it."""
+    return f"{names.own_rank()} lost rank 0, at MASTER_ADDR={os.environ.get('MASTER_ADDR')}"
 
 
 def _give_up(line: str) -> NoReturn:

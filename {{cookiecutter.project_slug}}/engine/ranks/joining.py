@@ -8,6 +8,8 @@ the roll: a process that has died meanwhile does not answer, and is waited for a
 import contextlib
 import itertools
 import json
+import os
+import socket
 import time
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
@@ -21,20 +23,37 @@ from engine.ranks import environment
 from engine.ranks.reaching import Clock, by_agent, say
 
 ROLL_SECONDS = 10  # for all to answer
+Note = dict[str, Any]  # what one of them tells the others
 LOOK_SECONDS = 0.5  # between two looks at what else has happened
 VARIABLES = {"rank": ("RANK", "WORLD_SIZE"), "node": ("NODE_RANK", "NNODES")}
 
 
-def join_ranks(store: dist.Store, rank: int, size: int, timeout: timedelta) -> dist.Store:
+def join_ranks(
+    store: dist.Store, rank: int, size: int, timeout: timedelta, fault: str
+) -> dist.Store:
     """Return once all ranks have called this, with the part of `store` for what follows.
 
-    Raises a UserError, the same in all, if they do not fit or are not there within `timeout`.
+    fault: one if they are on several hosts. Raises a UserError, the same in all, if they do not
+    fit or are not there within `timeout`.
     """
     is_old = by_agent()  # then it may hold what ranks that torchrun started before have left
     clock = Clock(timeout.total_seconds())
     meeting = Meeting(store, "rank", rank, size, clock, may_be_old=is_old, waits=is_old)
-    meeting.join()
+    meeting.join(fault=fault)
     return dist.PrefixStore("joined", meeting.store)  # apart from the errors of others
+
+
+def unreachable() -> str:
+    """Return a line if gloo would listen where other nodes cannot reach it; otherwise ""."""
+    host, address = socket.gethostname(), "nothing"
+    with contextlib.suppress(OSError):
+        address = socket.gethostbyname(host)
+    if "GLOO_SOCKET_IFNAME" in os.environ or not address.startswith(("127.", "nothing")):
+        return ""
+    return (
+        f"the name of {host} resolves there to {address}, where gloo cannot be reached from other "
+        "nodes: set GLOO_SOCKET_IFNAME to its network interface (ip addr), or mend /etc/hosts"
+    )
 
 
 class Meeting:
@@ -45,7 +64,6 @@ class Meeting:
     clock: how long to wait for the others
     may_be_old: whether the store may be from before number 0 came
     waits: whether to wait for the next meeting if this one is over
-    apart: a fault if not all are on one node; "" if none
     """
 
     def __init__(
@@ -53,19 +71,17 @@ class Meeting:
     ) -> None:
         self.all, self.kind, self.number, self.size, self.clock = store, kind, number, size, clock
         self.may_be_old, self.waits = more.get("may_be_old", False), more.get("waits", False)
-        self.apart: str = more.get("apart", "")
         self.id = self.name = uuid.uuid4().hex
         self.store: dist.Store = dist.PrefixStore(self.name, store)  # of this meeting
 
-    def join(self, **note: Any) -> list[dict[str, Any]]:
+    def join(self, **note: Any) -> list[Note]:
         """Return the notes of all, in their order, once all have called this.
 
-        note: what to tell the others, as JSON. Raises a UserError, the same in all, if those who
-        have come do not fit, or if some are missing.
+        note: what to tell the others, as JSON; "fault": a line if they must be on the same host.
+        Raises a UserError, the same in all, if they do not fit or are not all there in time.
         """
-        words = json.dumps(
-            {**note, "id": self.id, "place": environment.node(), "apart": self.apart}
-        )
+        here = {"id": self.id, "place": environment.node(), "host": socket.gethostname()}
+        words = json.dumps({**note, **here})
         if self.number == 0:
             return self._open(words)
         while True:
@@ -81,7 +97,7 @@ class Meeting:
             if self.all.get(self.kind).decode().split()[0] == name:
                 self._wait_for_next()
 
-    def _open(self, words: str) -> list[dict[str, Any]]:
+    def _open(self, words: str) -> list[Note]:
         """Open a meeting as number 0; return the notes of all."""
         self.store.set("0", words)
         mine = f"{self.name} {self.size}"
@@ -102,16 +118,15 @@ class Meeting:
             here = f"{own}={self.number} with {total}={size}"
             self._fail(f"{here}: the last {self.kind} is {size - 1}")
 
-    def _call_roll(self) -> list[dict[str, Any]]:
+    def _call_roll(self) -> list[Note]:
         everybody = [str(number) for number in range(self.size)]
         for turn in itertools.count():
             while not has(self.store, everybody):
                 self._look()
             notes = [json.loads(self.store.get(number)) for number in everybody]
-            if len({note["place"] for note in notes}) > 1:
-                for note in notes:
-                    if note["apart"]:
-                        self._fail(note["apart"])
+            faults = [note["fault"] for note in notes if note.get("fault")]
+            if faults and len({note["host"] for note in notes}) > 1:
+                self._fail(faults[0])
             self.store.set(f"call {turn}", "")
             answers = [f"here {turn} {note['id']}" for note in notes[1:]]
             if not answers or has(self.store, answers, ROLL_SECONDS):
@@ -122,7 +137,7 @@ class Meeting:
                     self.store.delete_key(number)
         raise AssertionError
 
-    def _answer(self, words: str) -> list[dict[str, Any]] | None:
+    def _answer(self, words: str) -> list[Note] | None:
         """Return the notes of all; None if they have gone without this one, or number 0 is anew."""
         turn, mine = 0, str(self.number)
         while not (has(self.store, ["go"] if turn else ["call 0"]) and self.store.check(["go"])):
@@ -194,7 +209,7 @@ class Meeting:
             time.sleep(1)
         raise UserError(found if isinstance(found, str) else fault)
 
-    def _read(self, words: str) -> list[dict[str, Any]]:
+    def _read(self, words: str) -> list[Note]:
         found = json.loads(words)
         if isinstance(found, str):
             if self.number == 0:

@@ -58,7 +58,9 @@ class Logs:
         if sys.stderr.isatty():
             columns, lines = os.get_terminal_size(2)  # the progress bar cannot ask a pipe
             os.environ.update({TERMINAL: "1", "COLUMNS": str(columns), "LINES": str(lines)})
-        is_one = os.path.sameopenfile(1, 2)  # then a single pipe keeps the order
+        is_one = False
+        with contextlib.suppress(OSError):  # one is closed
+            is_one = os.path.sameopenfile(1, 2)  # then a single pipe keeps the order
         pipes: list[tuple[int, int, int, int]] = []  # rank on the node, stream, both ends
         for rank in ranks.envs:
             for stream, paths in ((1, ranks.stdouts), (2, ranks.stderrs)):
@@ -74,10 +76,14 @@ class Logs:
         copying = str(Path(__file__).with_name("copying.py"))
         with process.holding_signals():  # in the copier for good
             self.copier = subprocess.Popen(
-                [sys.executable, copying, json.dumps(orders)],
+                [sys.executable, copying],
+                stdin=subprocess.PIPE,
                 pass_fds=[end for _, _, end, _ in pipes],
                 start_new_session=True,
             )
+        assert self.copier.stdin
+        self.copier.stdin.write(json.dumps(orders).encode())
+        self.copier.stdin.close()
         for *_, end, other_end in pipes:
             os.close(end)
             os.close(other_end)

@@ -39,6 +39,7 @@ FINAL = {0, MISTAKE, STOPPED, *(128 + signum for signum in STOP_SIGNALS)}
 STOP = "stop"  # the name of the signal
 PERSON = "person"  # who asks where all ranks are, if no rank does: where.py
 ERROR = "error"  # "<rank> <exit status> <process id> <node>" of the first rank that failed
+SEEN = "error/seen"  # how many ranks know of ERROR: rank 0, which holds the store, waits for them
 
 # Environment variables of this project's own
 LAUNCH_ID = "LAUNCH_ID"  # one for each start of launch.sh; restarts (MAX_RESTARTS) keep it

@@ -68,7 +68,9 @@ class Watcher(threading.Thread):
                 # notices that, too, unless it hangs.
                 if self.is_over.wait(0 if self.first_signal else ANSWER_SECONDS):
                     return
-                process.exit_now(self.status)
+                if self.first_signal:
+                    process.exit_now(self.status)
+                failures.report(failures.lost_store(), self.status)
 
     def on_signal(self, signum: int) -> None:
         now = time.monotonic()
