@@ -199,10 +199,9 @@ class Slurm:
     def lose(self, node: str) -> None:
         """Kill all that runs on that node, as a power failure would."""
         tasks = self.processes(node)
-        keepers = {parent for pid in tasks if (parent := parent_of(pid)) not in tasks}
         self.daemons[node].kill()
         self.daemons[node].wait()
-        for pid in (*keepers, *tasks):  # slurmstepd first, which would tell of the tasks
+        for pid in (*keepers(tasks), *tasks):  # who would tell of the tasks' end comes first
             kill(pid)
 
     def end(self) -> None:
@@ -216,8 +215,19 @@ class Slurm:
                 process.wait(10)
             process.kill()
             process.wait()
-        for pid in marked(self.mark):
+        left = marked(self.mark)
+        for pid in (*keepers(left), *left):
             kill(pid)
+
+
+def keepers(pids: list[int]) -> set[int]:
+    """Return the ids of those slurmstepds, which lose their environment, that watch over `pids`."""
+    found = set()
+    for parent in map(parent_of, pids):
+        with contextlib.suppress(OSError):
+            if Path(f"/proc/{parent}/cmdline").read_bytes().startswith(b"slurmstepd"):
+                found.add(parent)
+    return found
 
 
 def kill(pid: int) -> None:
