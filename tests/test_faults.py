@@ -2,6 +2,7 @@
 
 import re
 import signal
+import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -111,7 +112,11 @@ def test_ranks_that_leave(fault: Callable) -> None:
     for (statuses, _, err), status, last in zip(
         found["unnoticed"],
         (1, 2, 2),
-        ("ValueError: a bug", "error: a mistake", "error: a mistake"),
+        (
+            "ValueError: a bug",
+            "error: a mistake",
+            f"error: rank 0 on {socket.gethostname()}: a mistake",
+        ),
         strict=True,
     ):
         assert statuses == [status] * 2

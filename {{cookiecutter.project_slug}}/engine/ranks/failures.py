@@ -39,7 +39,7 @@ DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 SEEN_SECONDS = 2  # for the other ranks to see that one has failed
 BROKEN = re.compile(r"Broken pipe|Connection \w+|remote process exited|time(d )?out", re.I)
 
-_known = threading.Event()  # that some rank has failed
+_known: list[int] = []  # the status of the rank that failed, once this one has read it
 
 
 class OutOfMemory(UserError):
@@ -141,6 +141,8 @@ def _leave(status: int) -> NoReturn:
 
 def status_of_failure() -> int | None:
     """Return the exit status of the first rank that failed; None if none has reported an error."""
+    if _known:  # rank 0 may have left since, with the store
+        return _known[0]
     store = distributed.store()
     return _read(store.get(ERROR).decode()) if store.check([ERROR]) else None
 
@@ -154,17 +156,17 @@ def _reported_status(status: int) -> int | None:
     try:
         first = distributed.store().compare_set(ERROR, "", mine).decode()
     except dist.DistError:  # the store has gone: with torchrun, or with rank 0, perhaps killed
-        return status if _known.is_set() or process.by_torchrun() else None
+        return _known[0] if _known else status if process.by_torchrun() else None
     reported = _read(first)
     return None if first == mine else reported
 
 
 def _read(first: str) -> int:
     """Return the status in the value of ERROR; torchrun gives the launcher a note whose it is."""
-    if not _known.is_set():
-        _known.set()
-        distributed.store().add(SEEN, 1)
     rank, status, _, node = first.split()
+    if not _known:
+        _known.append(int(status))
+        distributed.store().add(SEEN, 1)
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path and names.has_other_nodes():
         note = {"message": f"rank {rank} on {node}", "timestamp": int(time.time())}
