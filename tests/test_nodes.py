@@ -84,6 +84,29 @@ def test_gloo_that_cannot_be_reached(project: Project, tmp_path: Path) -> None:
 
 
 @SAME_FOR_BOTH
+@pytest.mark.parametrize("broken", [0, 1])
+def test_a_node_that_cannot_begin(
+    project: Project, data: Path, tmp_path: Path, broken: int
+) -> None:
+    """Such as one whose Python lacks a library: the others do not wait for its ranks."""
+    copy = project.copy(tmp_path / "copy").folder
+    module = copy / "engine" / "ranks" / "nodes.py"
+    module.write_text(module.read_text().replace("ALONE_SECONDS = 20", "ALONE_SECONDS = 1", 1))
+    lacks = f"import os, sys\nif os.environ.get('RANK') == '{broken}':\n    os._exit(9)\n"
+    (tmp_path / "sitecustomize.py").write_text(lacks)
+    mark, env = uuid.uuid4().hex, {"NNODES": "2", "MASTER_ADDR": "127.0.0.1"}
+    env |= {"MASTER_PORT": str(free_port()), "PYTHONPATH": str(tmp_path)}
+    command = [copy / "launch.sh", *flags(data, tmp_path / "out")]
+    nodes = [start(command, mark, ranks=1, NODE_RANK=str(node), **env) for node in range(2)]
+    done = [finish(node, mark, 100) for node in nodes]
+    assert done[broken].status == 9
+    assert done[1 - broken].status == 1
+    where = rf"error: node {broken} \(.+\) has ended with status 9: ending the ranks of this node\n"
+    assert re.fullmatch(where, done[1 - broken].err)
+    assert not done[0].left
+
+
+@SAME_FOR_BOTH
 def test_elastic_torchrun(project: Project, data: Path, tmp_path: Path) -> None:
     """A node joins and leaves: each round goes on where the ranks of the one before stopped."""
     mark, port = uuid.uuid4().hex, free_port()

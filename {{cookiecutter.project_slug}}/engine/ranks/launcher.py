@@ -44,6 +44,8 @@ class Signals:
         self.sent: set[int] = set()
         self.ignored = {s for s in protocol.STOP_SIGNALS if signal.getsignal(s) == signal.SIG_IGN}
         self.start_ranks = PContext.start
+        self.ranks: PContext | None = None  # while they run
+        self.is_alone = False  # the ranks of another node have failed, so these had to be ended
         self.logs = logs.Logs()
         if hasattr(os, "killpg"):  # not on Windows
             PContext.start = lambda ranks: self.start(ranks)  # type: ignore[assignment, method-assign]
@@ -70,14 +72,23 @@ class Signals:
 
     def send(self, signum: int) -> None:
         self.sent.add(signum)
-        for pid in self.ranks.pids().values():
+        for pid in self.ranks.pids().values() if self.ranks else ():
             for each in (signum, signal.SIGCONT):  # wake a rank that SIGSTOP holds
                 with contextlib.suppress(ProcessLookupError, PermissionError):  # it has ended
                     os.killpg(pid, each)
 
+    def end_ranks(self, reason: str) -> None:
+        """End the ranks because of what has happened on another node."""
+        if self.ranks and not self.first:
+            self.is_alone, self.first_at = True, time.monotonic()
+            print_error(f"{reason}: ending the ranks of this node")
+            signal.alarm(STOP_SECONDS)
+            self.send(signal.SIGTERM)
+
     def kill(self, *_: object) -> None:
         self.send(signal.SIGKILL)
-        name, seconds = signal.Signals(self.first).name, time.monotonic() - self.first_at
+        name = signal.Signals(self.first or signal.SIGTERM).name
+        seconds = time.monotonic() - self.first_at
         process.drop_unread()
         print_error(f"the ranks had not ended {seconds:.0f} s after {name} and were killed")
 
@@ -101,6 +112,7 @@ def launch(nodes: Nodes, agreement: Agreement | None, signals: Signals) -> int:
     where = ["--standalone", "--local-addr", "127.0.0.1"]
     if agreement:
         where = agreement.flags()
+        agreement.watch(signals.end_ranks)
     script, *words = sys.argv[1:]
     if "--check" in words:
         script = str(Path(script).with_name("preflight.py"))
@@ -128,6 +140,8 @@ def launch(nodes: Nodes, agreement: Agreement | None, signals: Signals) -> int:
     except dist.DistError as error:  # the launchers of several nodes have lost each other
         print_error(str(error).splitlines()[0])
         return 1
+    finally:
+        signals.ranks = None
     return 0
 
 
@@ -173,6 +187,10 @@ def run(nodes: Nodes, restarts: int) -> int:
     os.environ.setdefault(protocol.LAUNCH_ID, launch_id)
     signals = Signals()
     status = launch(nodes, agreement, signals)
+    if signals.is_alone:
+        status = 1  # of which a restart may help
+    elif agreement and status not in protocol.FINAL - {protocol.MISTAKE}:
+        agreement.tell_failure(status)
     if restarts and agreement:
         over = agreement.settle(status, *([5] if signals.first else []))
         if over and status not in protocol.FINAL:

@@ -4,8 +4,11 @@ Before each start they meet at MASTER_PORT, where node 0's launcher holds a stor
 lives. What they agree on does not depend on how often each has started before.
 """
 
+import contextlib
 import os
+import threading
 import time
+from collections.abc import Callable
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -25,6 +28,7 @@ from engine.ranks.environment import Nodes
 BACKEND = "launch.sh"  # torchrun's name for what follows
 START_SECONDS = 60  # for torchrun on all nodes, once their launchers have met
 LINGER_SECONDS = 10  # for them to end once all are asked to stop
+ALONE_SECONDS = 20  # for the ranks of this node to end by themselves once another's have failed
 END_SECONDS = 45  # for the ranks of all nodes to end; torchrun kills them after 30
 
 
@@ -85,6 +89,28 @@ class Agreement(RendezvousHandler):
 
     def shutdown(self) -> bool:
         return True
+
+    def watch(self, end_ranks: Callable[[str], None]) -> None:
+        """Start a thread that calls `end_ranks` if the ranks of another node fail and these go on.
+
+        Ranks that wait for others to come, or in a collective of nccl's, do not notice that.
+        """
+
+        def look() -> None:
+            with contextlib.suppress(dist.DistError):  # node 0's launcher has ended
+                while not self.store.check(["failed"]):
+                    time.sleep(1)
+                time.sleep(ALONE_SECONDS)
+                end_ranks(self.store.get("failed").decode())
+
+        threading.Thread(target=look, daemon=True).start()
+
+    def tell_failure(self, status: int) -> None:
+        """Tell the launchers of the other nodes that this node's ranks have failed."""
+        with contextlib.suppress(dist.DistError):
+            line = f"node {self.nodes.number} ({environment.node()}) has ended with status {status}"
+            self.store.set("failed", line)
+            time.sleep(0 if self.nodes.number else 2)  # here is the store: let the others read it
 
     def settle(self, status: int, seconds: float = END_SECONDS) -> str:
         """Return why not to start again, "" if all do; for the launchers of all nodes alike.
