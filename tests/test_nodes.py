@@ -90,7 +90,7 @@ def test_a_node_that_cannot_begin(
 ) -> None:
     """Such as one whose Python lacks a library: the others do not wait for its ranks."""
     copy = project.copy(tmp_path / "copy").folder
-    module = copy / "engine" / "ranks" / "nodes.py"
+    module = copy / "engine" / "ranks" / "agreeing.py"
     module.write_text(module.read_text().replace("ALONE_SECONDS = 20", "ALONE_SECONDS = 1", 1))
     lacks = f"import os, sys\nif os.environ.get('RANK') == '{broken}':\n    os._exit(9)\n"
     (tmp_path / "sitecustomize.py").write_text(lacks)

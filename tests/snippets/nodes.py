@@ -10,7 +10,7 @@ from pathlib import Path
 
 from forked import fork, run, wait
 
-from engine.ranks import joining, launcher, nodes, protocol, reaching
+from engine.ranks import agreeing, joining, launcher, protocol, reaching
 from engine.ranks.environment import Nodes
 
 
@@ -23,7 +23,7 @@ class Launchers:
             server.bind(("127.0.0.1", 0))
             self.port = server.getsockname()[1]
         reaching.NOTICE_SECONDS = joining.ROLL_SECONDS = 1
-        joining.LOOK_SECONDS, nodes.END_SECONDS = 0.1, 20
+        joining.LOOK_SECONDS, agreeing.END_SECONDS = 0.1, 20
 
     def start(self, node: int, restarts: int = 2, limit: int = 30, launch_id: str = "") -> int:
         def begin() -> None:
@@ -33,7 +33,7 @@ class Launchers:
             left, begun = [restarts], 0
             launcher.restart = lambda _, restarts: left.append(restarts)
 
-            def torchrun(nodes: Nodes, agreement: nodes.Agreement, _: object) -> int:
+            def torchrun(nodes: Nodes, agreement: agreeing.Agreement, _: object) -> int:
                 line = f"start {begun}, id {agreement.launch_id[:4]}, {agreement.restarts} left"
                 print(line, flush=True)
                 return self.act(node, begun)

@@ -12,7 +12,7 @@ ranks/                processes that train together
   requeue             what a batch job leaves for its next start: where it saved, which node failed
   reaching            the store at MASTER_ADDR: nobody answers, or another has its port
   joining             ranks and nodes meet there: who is missing, or there twice
-  nodes               launchers agree: to start, to start again, or to end
+  agreeing            launchers of several nodes agree: to start, to start again, or to end
   devices             which GPU is a rank's, and nccl or gloo
   distributed         the process group and its collectives: reduce_tensor, from_rank_zero, say, ...
   lockstep            which collectives each rank has started

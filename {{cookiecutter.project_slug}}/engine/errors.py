@@ -1,5 +1,6 @@
-"""The error for a mistake of the user's, and a helper that shortens lists of names."""
+"""The error for a mistake of the user's, the line for it, and a helper for lists of names."""
 
+import sys
 from collections.abc import Sequence
 
 
@@ -9,6 +10,10 @@ class UserError(Exception):
     def __str__(self) -> str:
         # From a loader worker it arrives as the text of a traceback, which ends with the message.
         return super().__str__().strip().rsplit("UserError: ", 1)[-1]
+
+
+def print_error(line: object) -> None:
+    print(f"error: {line}", file=sys.stderr, flush=True)
 
 
 def shorten(names: Sequence[str]) -> str:

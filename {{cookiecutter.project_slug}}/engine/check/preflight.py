@@ -63,7 +63,7 @@ def gather(step: str, value: T) -> list[T]:
                 store.wait(keys, timedelta(seconds=1))
                 break
         missing = [rank for rank in ranks if not store.check([keys[rank]])]
-        texts = [] if missing else [store.get(key).decode() for key in keys]
+        texts = [] if missing else [text.decode() for text in store.multi_get(keys)]
         store.set(done, pack(json.dumps([missing, texts])))
     missing, texts = [0], []
     with contextlib.suppress(dist.DistError):

@@ -6,13 +6,11 @@ import re
 import shutil
 import socket
 import subprocess
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from engine.errors import UserError
-from engine.ranks import protocol
 
 PORT = 29500  # torchrun's
 DEVICES = Path("/dev/nvidia0"), Path("/dev/kfd")  # of some containers; of AMD
@@ -63,17 +61,13 @@ def node() -> str:
 
 
 def prepare() -> tuple[Nodes, int]:
-    """Return the nodes of launch.sh and how many restarts there may be, or exit with one line."""
-    try:
-        nodes = read_nodes()
-        nodes = replace(nodes, ranks=nodes.ranks or count_gpus() or 2)
-        for name, default, least in (("MAX_RESTARTS", "0", 0), ("JOIN_TIMEOUT", "600", 1)):
-            value = os.environ[name] = os.environ.get(name) or default
-            if not (value.isdecimal() and int(value) >= least):
-                raise UserError(f"{name}={value} is not an integer of {least} or more")
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr, flush=True)
-        sys.exit(protocol.MISTAKE)
+    """Return the nodes of launch.sh, and how many restarts there may be."""
+    nodes = read_nodes()
+    nodes = replace(nodes, ranks=nodes.ranks or count_gpus() or 2)
+    for name, default, least in (("MAX_RESTARTS", "0", 0), ("JOIN_TIMEOUT", "600", 1)):
+        value = os.environ[name] = os.environ.get(name) or default
+        if not (value.isdecimal() and int(value) >= least):
+            raise UserError(f"{name}={value} is not an integer of {least} or more")
     export_nodes(nodes)
     # As torchrun does, with a warning; main.py sets the threads.
     os.environ["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS") or "1"

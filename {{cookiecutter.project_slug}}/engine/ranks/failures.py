@@ -19,7 +19,7 @@ from typing import NoReturn
 import torch
 import torch.distributed as dist
 
-from engine.errors import UserError, shorten
+from engine.errors import UserError, print_error, shorten
 from engine.ranks import (
     answering,
     debugging,
@@ -58,8 +58,8 @@ def naming(
     except Exception as error:
         if not (memory := lacking_memory(error)):
             raise
-        names = shorten([name(int(index)) for index in indices])
-        raise OutOfMemory(f"{names}: out of {memory}; {remedy}") from None
+        samples = shorten([name(int(index)) for index in indices])
+        raise OutOfMemory(f"{samples}: out of {memory}; {remedy}") from None
 
 
 @contextlib.contextmanager
@@ -104,7 +104,7 @@ def one_line_errors(
             _leave(reported)  # collectives broke here because another rank has left
         requeue.note_failure(1)
         if names.has_other_nodes():
-            print(f"error: {names.own_rank()}:", file=sys.stderr, flush=True)
+            print_error(f"{names.own_rank()}:")
         atexit.register(_leave, 1)  # after the traceback
         raise
 
@@ -120,7 +120,7 @@ def report(line: str, status: int, error: Exception | None = None) -> NoReturn:
         has_other_nodes, who = names.has_other_nodes(), names.own_rank()
         if has_other_nodes and not line.startswith(f"{who} "):
             line = f"{who}: {line}"
-        print(f"error: {line}", file=sys.stderr, flush=True)
+        print_error(line)
         if error:
             traceback.print_exception(error)
     _leave(reported or status)
@@ -233,8 +233,5 @@ def lost_store() -> str:
 
 
 def _give_up(line: str) -> NoReturn:
-    print(
-        f"error: {line}; the store, held by rank 0 or its launcher, does not answer",
-        file=sys.stderr,
-    )
+    print_error(f"{line}; the store, held by rank 0 or its launcher, does not answer")
     process.exit_now(1)

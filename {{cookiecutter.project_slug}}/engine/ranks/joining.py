@@ -13,6 +13,7 @@ import socket
 import time
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, NoReturn
 
@@ -23,6 +24,7 @@ from engine.ranks import environment
 from engine.ranks.reaching import Clock, by_agent, say
 
 ROLL_SECONDS = 10  # for all to answer
+LATER_SECONDS = 2  # the others give up than number 0: each would look who is missing
 Note = dict[str, Any]  # what one of them tells the others
 LOOK_SECONDS = 0.5  # between two looks at what else has happened
 VARIABLES = {"rank": ("RANK", "WORLD_SIZE"), "node": ("NODE_RANK", "NNODES")}
@@ -38,7 +40,7 @@ def join_ranks(
     """
     is_old = by_agent()  # then it may hold what ranks that torchrun started before have left
     clock = Clock(timeout.total_seconds())
-    meeting = Meeting(store, "rank", rank, size, clock, may_be_old=is_old, waits=is_old)
+    meeting = Meeting(store, "rank", rank, size, clock, is_old, is_old)
     meeting.join(fault=fault)
     return dist.PrefixStore("joined", meeting.store)  # apart from the errors of others
 
@@ -56,23 +58,21 @@ def unreachable() -> str:
     )
 
 
+@dataclass
 class Meeting:
-    """One of `size` ranks or nodes that meet.
+    """One of `size` ranks or nodes that meet."""
 
-    kind: "rank" or "node"
-    number: this one's
-    clock: how long to wait for the others
-    may_be_old: whether the store may be from before number 0 came
-    waits: whether to wait for the next meeting if this one is over
-    """
+    all: dist.Store  # of this meeting and those before
+    kind: str  # "rank" or "node"
+    number: int  # this one's
+    size: int
+    clock: Clock  # how long to wait for the others
+    waits: bool  # for the next meeting, if this one is over
+    may_be_old: bool = False  # the store, from before number 0 came
 
-    def __init__(
-        self, store: dist.Store, kind: str, number: int, size: int, clock: Clock, **more: Any
-    ) -> None:
-        self.all, self.kind, self.number, self.size, self.clock = store, kind, number, size, clock
-        self.may_be_old, self.waits = more.get("may_be_old", False), more.get("waits", False)
-        self.id = self.name = uuid.uuid4().hex
-        self.store: dist.Store = dist.PrefixStore(self.name, store)  # of this meeting
+    def __post_init__(self) -> None:
+        self.id = self.name = uuid.uuid4().hex  # the name is the id of number 0
+        self.store: dist.Store = dist.PrefixStore(self.name, self.all)  # of this meeting
 
     def join(self, **note: Any) -> list[Note]:
         """Return the notes of all, in their order, once all have called this.
@@ -123,7 +123,7 @@ class Meeting:
         for turn in itertools.count():
             while not has(self.store, everybody):
                 self._look()
-            notes = [json.loads(self.store.get(number)) for number in everybody]
+            notes = [*map(json.loads, self.store.multi_get(everybody))]
             faults = [note["fault"] for note in notes if note.get("fault")]
             if faults and len({note["host"] for note in notes}) > 1:
                 self._fail(faults[0])
@@ -180,23 +180,23 @@ class Meeting:
         """Raise a UserError if another has found a fault, or it is too late; say who is missing."""
         if self.store.check(["go"]):
             self._read(self.store.get("go").decode())
-        is_due, is_over = self.clock.is_due(), self.clock.left() <= 0
+        is_due = self.clock.is_due()
+        is_over = self.clock.left() <= (-LATER_SECONDS if self.number else 0)
         if not (is_over or (is_due and self.number == 0)):
             return
         places, missing = {}, []
-        for number in range(self.size):
+        is_open = self.number == 0 or self.name != self.id
+        for number in range(self.size if is_open else 1):
             if self.store.check([str(number)]):
                 places[number] = json.loads(self.store.get(str(number)))["place"]
             else:
                 missing.append(number)
         seconds = f"{self.clock.seconds:g} s"
-        line = (
-            f"{self.kind} {ranges(missing)} of {self.size} ({VARIABLES[self.kind][1]}={self.size})"
-        )
-        line += f"; here: {ranges(places, places)}"
+        who, total = f"{self.kind} {ranges(missing)}", VARIABLES[self.kind][1]
+        line = f"{who} of {self.size} ({total}={self.size})"
+        line += f"; here: {ranges(places, places)}" if places else ""
         if not is_over:
             return say(f"waiting up to {seconds} for {line}")
-        self.store.delete_key(str(self.number))
         self._fail(
             f"waited {seconds} for {line}: start as many, with the same MASTER_ADDR and MASTER_PORT"
         )

@@ -8,12 +8,17 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from engine.ranks import environment, logs, process, requeue
+from engine.errors import UserError, print_error
+from engine.ranks import environment, logs, process, protocol, requeue
 
 if __name__ == "__main__":  # before torch, whose import takes seconds
     process.be_quiet()
-    logs.check()
-    nodes, restarts = environment.prepare()
+    try:
+        logs.check()
+        nodes, restarts = environment.prepare()
+    except UserError as error:
+        print_error(error)
+        sys.exit(protocol.MISTAKE)
 
 import atexit
 import contextlib
@@ -28,10 +33,8 @@ from torch.distributed.elastic.multiprocessing.api import PContext, SignalExcept
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.run import main
 
-from engine.errors import UserError
-from engine.ranks import protocol
+from engine.ranks.agreeing import Agreement, meet
 from engine.ranks.environment import Nodes
-from engine.ranks.nodes import Agreement, meet
 
 STOP_SECONDS = 120  # for the ranks to stop and save
 
@@ -91,10 +94,6 @@ class Signals:
         seconds = time.monotonic() - self.first_at
         process.drop_unread()
         print_error(f"the ranks had not ended {seconds:.0f} s after {name} and were killed")
-
-
-def print_error(line: str) -> None:
-    print(f"error: {line}", file=sys.stderr, flush=True)
 
 
 def print_failed(failure: ProcessFailure) -> None:
@@ -180,7 +179,7 @@ def run(nodes: Nodes, restarts: int) -> int:
         try:
             agreement = meet(nodes, restarts)
         except UserError as error:
-            print_error(str(error))
+            print_error(error)
             return protocol.MISTAKE
         restarts, launch_id = agreement.restarts, agreement.launch_id
         os.environ.pop(protocol.LAUNCH_ID, None)

@@ -16,7 +16,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from engine.ranks import environment, process, protocol
+from engine.errors import UserError
+from engine.ranks import environment, process
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.api import PContext
@@ -31,15 +32,14 @@ def has_terminal() -> bool:
 
 
 def check() -> None:
-    """Make the folder LOG_DIR, if it is set; exit with one line if no file can be made there."""
+    """Make the folder LOG_DIR, if it is set; raise a UserError if no file can be made there."""
     if folder := os.environ.get("LOG_DIR"):
         try:
             os.makedirs(folder, exist_ok=True)
             tempfile.TemporaryFile(dir=folder).close()
         except OSError as error:
-            line = f"LOG_DIR={folder}: no file can be made there ({error.strerror})"
-            print(f"error: {line}; give another folder", file=sys.stderr, flush=True)
-            sys.exit(protocol.MISTAKE)
+            what = f"LOG_DIR={folder}: no file can be made there ({error.strerror})"
+            raise UserError(f"{what}; give another folder") from None
 
 
 class Logs:

@@ -110,7 +110,7 @@ class Watcher(threading.Thread):
     def await_answers(self) -> None:
         answers = [answer(rank) for rank in range(distributed.world_size())]
         if not self.agreed.is_set() and self.store.check(answers):
-            self.last_step = max(int(self.store.get(key)) for key in answers)
+            self.last_step = max(map(int, self.store.multi_get(answers)))
             self.agreed.set()
         # Once all have answered, there is only a long step or a save to wait for.
         limit = distributed.timeout() if self.agreed.is_set() else ANSWER_SECONDS

@@ -156,9 +156,8 @@ def meet(nodes: Nodes, restarts: int) -> Agreement:
         try:
             store = reaching.reach(connect, (nodes.host, nodes.port), clock, is_first)
             store.set_timeout(timedelta(seconds=START_SECONDS))
-            meeting = joining.Meeting(
-                *(store, "node", nodes.number, nodes.count, clock), waits=restarts > 0
-            )
+            own = nodes.number, nodes.count, clock
+            meeting = joining.Meeting(store, "node", *own, waits=restarts > 0)
             note = {"restarts": restarts, "launch_id": os.environ.get(protocol.LAUNCH_ID, "")}
             return Agreement(nodes, meeting, meeting.join(**note, port=get_free_port()))
         except dist.DistError as error:  # node 0's launcher has died, or starts again
