@@ -3,6 +3,7 @@
 import contextlib
 import os
 import signal
+import socket
 import weakref
 import zipfile
 import zlib
@@ -14,6 +15,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from running import free_port
 
 from engine import files
 from engine.errors import UserError, shorten
@@ -287,6 +289,14 @@ def test_names(capsys: pytest.CaptureFixture) -> None:
         reaching.wait_for_name("nowhere.invalid", seconds=0.1)
     (line,) = capsys.readouterr().err.splitlines()
     assert line.endswith("; trying for 0.1 s")
+
+
+def test_another_hosts_address() -> None:
+    """Where rank 0 is told that it is at an address of another host: not ten minutes of silence."""
+    for host in ("localhost", "127.0.0.1", socket.gethostname()):
+        reaching.check_own(host, 0, seconds=0)
+    with pytest.raises(UserError, match=r"MASTER_ADDR=198\.51\.100\.1 does not lead to .*: set it"):
+        reaching.check_own("198.51.100.1", free_port(), seconds=0.5)
 
 
 @pytest.mark.parametrize(

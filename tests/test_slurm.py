@@ -236,3 +236,15 @@ def test_failures(lab: Lab) -> None:
     found = re.findall(r"failure (\d) .*: status 137 on node (n\d)\n", killed.log)
     assert [number for number, _ in found] == ["1", "2", "3", "4"], killed.log
     assert {node for _, node in found[:3]} == set(NODES)  # a fourth node there is not
+
+
+def test_a_drained_node(lab: Lab) -> None:
+    """It does not count among those that are left: the job starts again where it failed."""
+    update = "scontrol", "update", "NodeName=n3"
+    lab.slurm(*update, "State=DRAIN", "Reason=test")
+    try:
+        job = lab.submit("drained", "--nodes", 2, RAISE="0 1")
+        job.end(restarts=1)
+    finally:
+        lab.slurm(*update, "State=RESUME")
+    assert job.nodes == ["n1", "n2"]

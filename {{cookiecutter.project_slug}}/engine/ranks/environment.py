@@ -124,25 +124,25 @@ def _read_launcher() -> Said:
 
 
 def _as_nodes(said: Said) -> Nodes:
-    def number(name: str, default: int, low: int) -> int:
+    def number(name: str, default: int, low: int, high: int = 0) -> int:
         variable, text = said.get(name, (name, str(default)))
-        if not (text.isdecimal() and int(text) >= low):
+        if not (text.isdecimal() and low <= int(text) <= (high or int(text))):
             hint = "; an elastic job is started by torchrun main.py" if ":" in text else ""
-            raise UserError(f"{variable}={text} is not an integer of {low} or more{hint}")
+            span = f"{low} to {high}" if high else f"{low} or more"
+            raise UserError(f"{variable}={text} is not an integer of {span}{hint}")
         return int(text)
 
-    count = number("NNODES", 1, 1)
+    count, told = number("NNODES", 1, 1), said.get("NNODES", [""])[0]
     for name in ("NODE_RANK", "MASTER_ADDR"):
         if count > 1 and name not in said:
-            what = f"{said['NNODES'][0]}={count}"
-            raise UserError(f"{what} also requires {name}; see ./launch.sh --help")
+            raise UserError(f"{told}={count} also requires {name}; see ./launch.sh --help")
     variable, text = said.get("NPROC", ("", "auto"))
     words = {"auto": 0, "gpu": 0, "cpu": os.cpu_count() or 1}  # torchrun's
     ranks = words[text] if text in words else number("NPROC", 0, 1)
     if text == "gpu" and not count_gpus():
         raise UserError(f"{variable}=gpu, but this node shows no GPU")
-    host = said.get("MASTER_ADDR", ("", ""))[1]
-    return Nodes(count, number("NODE_RANK", 0, 0), ranks, host, number("MASTER_PORT", PORT, 0))
+    host, port = said.get("MASTER_ADDR", ("", ""))[1], number("MASTER_PORT", PORT, 0, 65535)
+    return Nodes(count, number("NODE_RANK", 0, 0), ranks, host, port)
 
 
 def export_nodes(nodes: Nodes) -> None:

@@ -19,6 +19,8 @@ from engine.ranks import environment
 
 Store = TypeVar("Store", bound=dist.Store)
 NOTICE_SECONDS = 30  # after which a line says for whom one waits; another at three times that, ...
+NAME_SECONDS = 60  # for a host's name to resolve
+OWN_SECONDS = 30  # for an address that is not this machine's to lead here
 BUSY_SECONDS = 5  # for the process that held the port before to end
 
 
@@ -55,7 +57,9 @@ def reach(
     holds: whether `connect` makes the store itself.
     """
     host, port = where
-    wait_for_name(host)
+    wait_for_name(host, min(NAME_SECONDS, clock.left()))
+    if holds:
+        check_own(host, port, min(OWN_SECONDS, clock.left()))
     begun = clock.left()
     while True:
         try:
@@ -76,7 +80,7 @@ def reach(
         time.sleep(0.2)
 
 
-def wait_for_name(host: str, seconds: float = 60) -> None:
+def wait_for_name(host: str, seconds: float = NAME_SECONDS) -> None:
     """Return once `host` resolves, which may take a while after its node has started.
 
     Raises a UserError after `seconds`.
@@ -91,8 +95,28 @@ def wait_for_name(host: str, seconds: float = 60) -> None:
         if time.monotonic() > deadline:
             raise UserError(f"{line}: check the name, or use an IP address")
         if attempt == 0 and int(os.environ.get("LOCAL_RANK", 0)) == 0:
-            say(f"{line}; trying for {seconds:g} s")
+            say(f"{line}; trying for {seconds:.3g} s")
         time.sleep(1)
+
+
+def check_own(host: str, port: int, seconds: float) -> None:
+    """Raise a UserError if others would not find at `host` what this process is to hold.
+
+    An address that is not this machine's may lead here all the same, as that of a service does.
+    """
+    family, *_, (address, *_) = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    with contextlib.suppress(OSError):
+        return socket.create_server((address, 0), family=family).close()
+    deadline = time.monotonic() + seconds
+    with contextlib.suppress(OSError), socket.create_server(("", port), family=family):
+        while (left := deadline - time.monotonic()) > 0:
+            with contextlib.suppress(OSError):
+                return socket.create_connection((host, port), min(5, left)).close()
+            time.sleep(0.2)
+        raise UserError(
+            f"MASTER_ADDR={host} does not lead to {environment.node()}, where rank 0 is: set it "
+            "to that node's address on all nodes, and NODE_RANK=0 there"
+        )
 
 
 def open_store(timeout: timedelta) -> tuple[dist.Store, int, int]:
