@@ -188,7 +188,7 @@ def run(nodes: Nodes, restarts: int) -> int:
     status = launch(nodes, agreement, signals)
     if signals.is_alone:
         status = 1  # of which a restart may help
-    elif agreement and status not in protocol.FINAL - {protocol.MISTAKE}:
+    elif agreement and status not in (0, protocol.STOPPED):
         agreement.tell_failure(status)
     if restarts and agreement:
         over = agreement.settle(status, *([5] if signals.first else []))
