@@ -5,8 +5,7 @@ One process:                   python main.py
 PyTorch's own launchers:       torchrun --standalone --nproc-per-node 2 main.py
                                python -m torch.distributed.launch --nproc-per-node 2 main.py
 Two nodes, on each of them:    NNODES=2 NODE_RANK=<0 or 1> MASTER_ADDR=<node 0> ./launch.sh
-SLURM:                         srun ./launch.sh     one task per node
-                               srun python main.py  one task per GPU
+SLURM:                         sbatch slurm/train.sbatch
 Own data:                      ./launch.sh --data DIR --epochs 90
 Evaluate the best checkpoint:  ./launch.sh --data DIR --eval-only
 """
