@@ -117,6 +117,10 @@ class TestLaunchSh:
                 {**POD, "PET_NNODES": "1:3"},
                 ["PET_NNODES=1:3 is not an integer", "torchrun main.py"],
             ),
+            (
+                {**POD, "PET_MASTER_PORT": "70000"},
+                ["PET_MASTER_PORT=70000 is not an integer of 1 to 65535"],
+            ),
             ({**POD, "PET_NODE_RANK": "x"}, ["PET_NODE_RANK=x is not an integer of 0 or more"]),
             ({"MASTER_PORT": "65536"}, ["MASTER_PORT=65536 is not an integer of 0 to 65535"]),
             ({**POD, "PET_NPROC_PER_NODE": "0"}, ["PET_NPROC_PER_NODE=0 is not an integer of 1"]),

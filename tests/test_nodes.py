@@ -57,6 +57,14 @@ def test_a_launcher_that_is_late(project: Project, tmp_path: Path) -> None:
     assert out.count("start 0, ") == 2
 
 
+def test_a_crowd(project: Project) -> None:
+    said = project.call("nodes.crowd", 60, 7)
+    who = "rank 7 of 60 (WORLD_SIZE=60); here: 0-6 ("
+    assert len(said) == 59 and len(set(said)) == 1 and said[0].startswith(f"waited 3 s for {who}")
+    said = project.call("nodes.nobody_opens")
+    assert said.startswith("waited 0.2 s for rank 0 of 8 (WORLD_SIZE=8): start as many")
+
+
 @SAME_FOR_BOTH
 def test_absent_nodes(project: Project, tmp_path: Path) -> None:
     found = project.call("nodes.absent", tmp_path)

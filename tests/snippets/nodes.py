@@ -4,12 +4,16 @@ import os
 import signal
 import socket
 import sys
+import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import torch.distributed as dist
 from forked import fork, run, wait
 
+from engine.errors import UserError
 from engine.ranks import agreeing, joining, launcher, protocol, reaching
 from engine.ranks.environment import Nodes
 
@@ -119,6 +123,32 @@ def absent(folder: str) -> dict:
     alone = Launchers(folder, "alone", 2, lambda *_: 0)
     pids = [five.start(node, limit=3) for node in (0, 1, 4)]
     return {"alone": alone.end(alone.start(1, limit=2)), "absent": five.end(*pids)}
+
+
+def crowd(count: int, absent: int) -> list[str]:
+    """What the ranks of a crowd, in threads, say of one that does not come."""
+    store, begin = dist.HashStore(), threading.Barrier(count - 1)
+
+    def come(rank: int) -> str:
+        begin.wait()
+        try:
+            joining.Meeting(store, "rank", rank, count, reaching.Clock(3), False).join()
+        except UserError as error:
+            return str(error)
+        return "joined"
+
+    with ThreadPoolExecutor(count) as threads:
+        return [*threads.map(come, (rank for rank in range(count) if rank != absent))]
+
+
+def nobody_opens() -> str:
+    """What a rank says whose number 0 does not come to the store that torchrun holds."""
+    meeting = joining.Meeting(dist.HashStore(), "rank", 3, 8, reaching.Clock(0.2), True, True)
+    try:
+        meeting.join()
+    except UserError as error:
+        return str(error)
+    return "joined"
 
 
 def unreachable(folder: str) -> list:

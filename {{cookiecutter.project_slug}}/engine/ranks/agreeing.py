@@ -108,9 +108,11 @@ class Agreement(RendezvousHandler):
     def tell_failure(self, status: int) -> None:
         """Tell the launchers of the other nodes that this node's ranks have failed."""
         with contextlib.suppress(dist.DistError):
-            line = f"node {self.nodes.number} ({environment.node()}) has ended with status {status}"
-            self.store.set("failed", line)
+            self.store.set("failed", self._end(status))
             time.sleep(0 if self.nodes.number else 2)  # here is the store: let the others read it
+
+    def _end(self, status: int) -> str:
+        return f"node {self.nodes.number} ({environment.node()}) has ended with status {status}"
 
     def settle(self, status: int, seconds: float = END_SECONDS) -> str:
         """Return why not to start again, "" if all do; for the launchers of all nodes alike.
@@ -118,8 +120,7 @@ class Agreement(RendezvousHandler):
         status: of this node's ranks. seconds: how long to wait for the other nodes' to end.
         """
         number, count = self.nodes.number, self.nodes.count
-        over = f"node {number} ({environment.node()}) has ended with status {status}"
-        mine = over if status in protocol.FINAL else ""
+        mine = self._end(status) if status in protocol.FINAL else ""
         ends = [f"end {i}" for i in range(count)]
         try:
             self.store.set(ends[number], mine)

@@ -9,7 +9,6 @@ import json
 import os
 import select
 import sys
-from collections.abc import Iterator
 
 CHUNK = 65536  # bytes; what a pipe holds on Linux
 
@@ -20,21 +19,18 @@ class File:
     def __init__(self, path: str, header: str) -> None:
         self.path = path
         self.fd: int | None = None
-        with self.failing():
-            self.fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+        self.has_failed = False
         self.write(header.encode(errors="backslashreplace") + b"\n")
 
     def write(self, lines: bytes) -> None:
-        with self.failing():
-            if self.fd is not None:
-                write(self.fd, lines)
-
-    @contextlib.contextmanager
-    def failing(self) -> Iterator[None]:
+        if self.has_failed:
+            return
         try:
-            yield
+            if self.fd is None:
+                self.fd = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+            write(self.fd, lines)
         except OSError as error:
-            self.fd = None
+            self.has_failed = True
             line = f"{self.path}: cannot be written ({error.strerror}); it gets no further lines\n"
             with contextlib.suppress(OSError):
                 write(2, line.encode(errors="backslashreplace"))
@@ -78,12 +74,9 @@ def write(fd: int, data: bytes) -> None:
 
 
 def main(orders: list[tuple[int, int, str, str]]) -> None:
-    files: dict[str, File] = {}
-    pipes: dict[int, Pipe] = {}
-    for fd, stream, path, header in orders:
-        if path not in files:
-            files[path] = File(path, header)
-        pipes[fd] = Pipe(fd, stream, files[path])
+    headers = {path: header for _, _, path, header in orders}
+    files = {path: File(path, header) for path, header in headers.items()}
+    pipes = {fd: Pipe(fd, stream, files[path]) for fd, stream, path, _ in orders}
     while pipes:
         for fd in select.select(list(pipes), [], [])[0]:
             if not pipes[fd].copy():

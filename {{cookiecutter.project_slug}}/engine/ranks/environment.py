@@ -12,7 +12,7 @@ from pathlib import Path
 
 from engine.errors import UserError
 
-PORT = 29500  # torchrun's
+PORT, LAST_PORT = 29500, 65535  # torchrun's; of TCP
 DEVICES = Path("/dev/nvidia0"), Path("/dev/kfd")  # of some containers; of AMD
 SPECIAL_STEPS = 2**32 - 16  # from here on SLURM's steps are not srun's, but salloc's shell and such
 
@@ -141,7 +141,8 @@ def _as_nodes(said: Said) -> Nodes:
     ranks = words[text] if text in words else number("NPROC", 0, 1)
     if text == "gpu" and not count_gpus():
         raise UserError(f"{variable}=gpu, but this node shows no GPU")
-    host, port = said.get("MASTER_ADDR", ("", ""))[1], number("MASTER_PORT", PORT, 0, 65535)
+    port = number("MASTER_PORT", PORT, int(count > 1), LAST_PORT)
+    host = said.get("MASTER_ADDR", ("", ""))[1]
     return Nodes(count, number("NODE_RANK", 0, 0), ranks, host, port)
 
 
@@ -251,4 +252,6 @@ def read_group() -> tuple[str, int, int, int]:
             what = f"{name}={value} is not a number" if value else f"RANK is set, {name} is not"
             raise UserError(f"{what}: start with ./launch.sh or torchrun, or unset RANK")
     env = os.environ
-    return env["MASTER_ADDR"], int(env["MASTER_PORT"]), int(env["RANK"]), int(env["WORLD_SIZE"])
+    if (port := int(env["MASTER_PORT"])) > LAST_PORT:
+        raise UserError(f"MASTER_PORT={port} is above {LAST_PORT}, the last port")
+    return env["MASTER_ADDR"], port, int(env["RANK"]), int(env["WORLD_SIZE"])
