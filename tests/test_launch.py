@@ -147,6 +147,8 @@ class TestLaunchers:
         project.launch(NNODES="2", NODE_RANK="0").refused("MASTER_ADDR")
         run([project.folder / "launch.sh"], NNODES="two").refused("NNODES=two")
         run([project.folder / "launch.sh"], MAX_RESTARTS="-1").refused("MAX_RESTARTS=-1")
+        beyond = {"NNODES": "2", "NODE_RANK": "2", "MASTER_ADDR": "localhost"}
+        run([project.folder / "launch.sh"], **beyond).refused("NODE_RANK=2 is none of the NNODES=2")
         usage = run([project.folder / "launch.sh", "--help"]).ok().out
         for name in ("NPROC", "NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "MAX_RESTARTS"):
             assert name in usage
