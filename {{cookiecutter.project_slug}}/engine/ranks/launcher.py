@@ -4,16 +4,22 @@ It takes a script and its flags. MAX_RESTARTS says how often all ranks are start
 from the last checkpoint; torchrun's own --max-restarts would also repeat a mistake of the user's.
 """
 
+import importlib.util
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from engine.ranks import environment, logs, process, requeue
+from engine.ranks import environment, logs, process, protocol, requeue
 
 if __name__ == "__main__":  # before torch, whose import takes seconds
     process.be_quiet()
     logs.check()
     nodes, restarts = environment.prepare()
+    if not importlib.util.find_spec("torch"):
+        remedy = "activate the environment that has it, or set PYTHON to its interpreter"
+        print(f"error: {sys.executable} has no torch: {remedy}", file=sys.stderr)
+        requeue.note_failure(protocol.MISTAKE)
+        sys.exit(protocol.MISTAKE)
 
 import atexit
 import contextlib
@@ -29,7 +35,6 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from torch.distributed.run import main
 
 from engine.errors import UserError
-from engine.ranks import protocol
 from engine.ranks.environment import Nodes
 from engine.ranks.nodes import Agreement, meet
 
