@@ -143,10 +143,16 @@ class TestLaunchers:
         assert done.out.startswith("starting 2 rank(s) ...\n")
         assert (tmp_path / "here" / "best.pt").exists()
 
-    def test_wrong_environment(self, project: Project) -> None:
+    def test_wrong_environment(self, project: Project, tmp_path: Path) -> None:
         project.launch(NNODES="2", NODE_RANK="0").refused("MASTER_ADDR")
         run([project.folder / "launch.sh"], NNODES="two").refused("NNODES=two")
         run([project.folder / "launch.sh"], MAX_RESTARTS="-1").refused("MAX_RESTARTS=-1")
+        beyond = {"NNODES": "2", "NODE_RANK": "2", "MASTER_ADDR": "localhost"}
+        run([project.folder / "launch.sh"], **beyond).refused("NODE_RANK=2 is none of the NNODES=2")
+        bare = tmp_path / "python"  # without installed packages
+        bare.write_text(f'#!/bin/sh\nexec "{sys.executable}" -S "$@"\n')
+        bare.chmod(0o755)
+        run([project.folder / "launch.sh"], PYTHON=str(bare)).refused("has no torch: activate")
         usage = run([project.folder / "launch.sh", "--help"]).ok().out
         for name in ("NPROC", "NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "MAX_RESTARTS"):
             assert name in usage

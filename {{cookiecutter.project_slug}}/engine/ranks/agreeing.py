@@ -147,6 +147,11 @@ def meet(nodes: Nodes, restarts: int) -> Agreement:
     restarts: how many this one has left. Raises a UserError if they do not agree, or do not come
     within JOIN_TIMEOUT.
     """
+    if nodes.number >= nodes.count:
+        raise UserError(
+            f"NODE_RANK={nodes.number} is none of the NNODES={nodes.count} nodes, whose numbers "
+            f"are 0 to {nodes.count - 1}"
+        )
     clock, is_first = reaching.Clock(int(os.environ["JOIN_TIMEOUT"])), nodes.number == 0
 
     def connect(limit: timedelta) -> dist.TCPStore:

@@ -4,6 +4,7 @@ It takes a script and its flags. MAX_RESTARTS says how often all ranks are start
 from the last checkpoint; torchrun's own --max-restarts would also repeat a mistake of the user's.
 """
 
+import importlib.util
 import sys
 from pathlib import Path
 
@@ -15,9 +16,13 @@ if __name__ == "__main__":  # before torch, whose import takes seconds
     process.be_quiet()
     try:
         logs.check()
+        if not importlib.util.find_spec("torch"):
+            remedy = "activate the environment that has it, or set PYTHON to its interpreter"
+            raise UserError(f"{sys.executable} has no torch: {remedy}")
         nodes, restarts = environment.prepare()
     except UserError as error:
         print_error(error)
+        requeue.note_failure(protocol.MISTAKE)
         sys.exit(protocol.MISTAKE)
 
 import atexit
