@@ -76,6 +76,7 @@ def test_fewer_validation_pictures_than_ranks(
     for ranks in (1, 3):
         done = project.fork(*flags(data, tmp_path / "out"), *more, ranks=ranks, draws=ranks == 3)
         results.append(json.loads(done.ok().out.splitlines()[-1]))
+        assert done.err == ""
     assert results[0] == results[1]
 
 

@@ -105,7 +105,8 @@ def print_failed(failure: ProcessFailure) -> None:
     """Print which rank has failed, unless it is one of this node, which has printed its error."""
     if failure.error_file_data.get("timestamp"):  # failures.py has left a note in the file
         if not failure.message.endswith(f" on {environment.node()}"):
-            print_error(f"{failure.message} has failed")
+            or_victim = " or lost another" if failure.exitcode == 1 else ""
+            print_error(f"{failure.message} has failed{or_victim}")
     elif failure.exitcode not in protocol.FINAL:
         print_error("a rank has failed, here or on another node")
 

@@ -1,5 +1,7 @@
 """Metrics over all ranks, as numbers for a row of metrics.csv."""
 
+import warnings
+
 import torch
 from torch import Tensor
 from torchmetrics import Metric, MetricCollection
@@ -19,6 +21,8 @@ def compute(metrics: MetricCollection) -> tuple[dict[str, float], Tensor | None]
     found: dict[str, float] = {}
     confusion: Tensor | None = None
     matrices = {name for name, metric in metrics.items(copy_state=False) if is_confusion(metric)}
+    # Of a rank that has no validation images.
+    warnings.filterwarnings("ignore", "The ``compute`` method of metric")
     for name, value in metrics.compute().items():
         if name in matrices:
             confusion = value
