@@ -8,7 +8,7 @@ import contextlib
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -90,20 +90,29 @@ class Agreement(RendezvousHandler):
     def shutdown(self) -> bool:
         return True
 
-    def watch(self, end_ranks: Callable[[str], None]) -> None:
-        """Start a thread that calls `end_ranks` if the ranks of another node fail and these go on.
+    @contextlib.contextmanager
+    def watching(self, end_ranks: Callable[[str], None]) -> Iterator[None]:
+        """Within the block call `end_ranks` if the ranks of another node fail and these go on.
 
         Ranks that wait for others to come, or in a collective of nccl's, do not notice that.
         """
+        is_over = threading.Event()
 
         def look() -> None:
             with contextlib.suppress(dist.DistError):  # node 0's launcher has ended
                 while not self.store.check(["failed"]):
-                    time.sleep(1)
-                time.sleep(ALONE_SECONDS)
-                end_ranks(self.store.get("failed").decode())
+                    if is_over.wait(1):
+                        return
+                if not is_over.wait(ALONE_SECONDS):
+                    end_ranks(self.store.get("failed").decode())
 
-        threading.Thread(target=look, daemon=True).start()
+        thread = threading.Thread(target=look, daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            is_over.set()
+            thread.join(LINGER_SECONDS)  # in the store when Python ends, it would abort the process
 
     def tell_failure(self, status: int) -> None:
         """Tell the launchers of the other nodes that this node's ranks have failed."""

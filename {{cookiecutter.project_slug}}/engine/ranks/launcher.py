@@ -115,14 +115,14 @@ def launch(nodes: Nodes, agreement: Agreement | None, signals: Signals) -> int:
     """Run torchrun once; return the exit status."""
     # Even if this host's name does not resolve.
     where = ["--standalone", "--local-addr", "127.0.0.1"]
+    watching: contextlib.AbstractContextManager = contextlib.nullcontext()
     if agreement:
-        where = agreement.flags()
-        agreement.watch(signals.end_ranks)
+        where, watching = agreement.flags(), agreement.watching(signals.end_ranks)
     script, *words = sys.argv[1:]
     if "--check" in words:
         script = str(Path(script).with_name("preflight.py"))
     try:
-        with contextlib.closing(signals.logs):
+        with watching, contextlib.closing(signals.logs):
             main([*where, "--nproc-per-node", str(nodes.ranks), script, *words])
     except ChildFailedError as error:
         rank, failure = root_cause(error)
@@ -145,8 +145,6 @@ def launch(nodes: Nodes, agreement: Agreement | None, signals: Signals) -> int:
     except dist.DistError as error:  # the launchers of several nodes have lost each other
         print_error(str(error).splitlines()[0])
         return 1
-    finally:
-        signals.ranks = None
     return 0
 
 
