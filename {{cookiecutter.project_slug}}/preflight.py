@@ -70,7 +70,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     network.check_nccl(table, record)
     status = table.verdict()
     distributed.teardown()
-    sys.exit(status)
+    process.exit_now(status)  # a thread may still be in the store
 
 
 if __name__ == "__main__":
