@@ -55,7 +55,7 @@ def test_nodes_that_disagree(project: Project, tmp_path: Path) -> None:
     for name, text in (
         ("size", "NNODES is "),
         ("twice", "NODE_RANK=1 is there twice"),
-        ("beyond", "NODE_RANK=2 with NNODES=2"),
+        ("beyond", "NODE_RANK=2 is none of the NNODES=2 nodes"),
     ):
         statuses, out, err = found[name]
         assert (set(statuses), out) == ({2}, "")

@@ -85,7 +85,7 @@ def nodes_that_disagree(folder: str) -> dict:
         "good": meet("good", (2, 0), (2, 1)),
         "size": meet("node size", (2, 0), (3, 1)),
         "twice": meet("node twice", (3, 0), (3, 1), (3, 1)),
-        "beyond": meet("node beyond", (2, 0), (2, 2)),
+        "beyond": meet("node beyond", (2, 2)),
         "busy": [*meet("node busy", (2, 0), port=busy), busy],
     }
     server.close()

@@ -131,8 +131,9 @@ def _leave(status: int) -> NoReturn:
     is_awaited = names.has_other_nodes() or not process.by_torchrun()
     if is_awaited and distributed.is_set_up() and distributed.is_rank_zero():
         deadline = time.monotonic() + SEEN_SECONDS
+        ranks = int(os.environ.get("WORLD_SIZE") or distributed.world_size())  # not joined yet: 1
         with contextlib.suppress(dist.DistError):
-            while distributed.store().add(SEEN, 0) < distributed.world_size():
+            while distributed.store().add(SEEN, 0) < ranks:
                 if time.monotonic() > deadline:
                     break
                 time.sleep(0.05)
