@@ -143,14 +143,20 @@ def test_elastic_torchrun(project: Project, data: Path, tmp_path: Path) -> None:
                 return found
         raise AssertionError(found)
 
-    first = launch()
-    until(1)
-    second = launch()
-    assert "SIGTERM: stopped and saved at epoch" in (joined := until(2))
-    assert "1 rank(s) then, 2 now" in joined
-    second.terminate()
-    assert "2 rank(s) then, 1 now" in until(1)
-    first.terminate()
-    timer.cancel()
+    try:
+        first = launch()
+        until(1)
+        second = launch()
+        assert "SIGTERM: stopped and saved at epoch" in (joined := until(2))
+        assert "1 rank(s) then, 2 now" in joined
+        second.terminate()
+        assert "2 rank(s) then, 1 now" in until(1)
+        first.terminate()
+    except BaseException:
+        for node in nodes:
+            node.kill()  # its ranks stop
+        raise
+    finally:
+        timer.cancel()
     done = [finish(node, mark) for node in nodes]
     assert not any(each.left for each in done)
