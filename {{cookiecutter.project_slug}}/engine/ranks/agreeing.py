@@ -54,14 +54,8 @@ class Agreement(RendezvousHandler):
     def flags(self) -> list[str]:
         """Return torchrun's flags, with which it asks this."""
         rendezvous_handler_registry.register(BACKEND, self._create)
-        return [
-            "--nnodes",
-            str(self.nodes.count),
-            "--rdzv-backend",
-            BACKEND,
-            "--rdzv-id",
-            self.name,
-        ]
+        nodes = f"--nnodes={self.nodes.count}"
+        return [nodes, f"--rdzv-backend={BACKEND}", f"--rdzv-id={self.name}"]
 
     def next_rendezvous(self) -> RendezvousInfo:
         store = dist.PrefixStore("torchrun", self.store)

@@ -25,8 +25,8 @@ from engine.ranks.reaching import Clock, by_agent, say
 
 ROLL_SECONDS = 10  # for all to answer
 LATER_SECONDS = 2  # the others give up than number 0: each would look who is missing
-Note = dict[str, Any]  # what one of them tells the others
 LOOK_SECONDS = 0.5  # between two looks at what else has happened
+Note = dict[str, Any]  # what one of them tells the others
 VARIABLES = {"rank": ("RANK", "WORLD_SIZE"), "node": ("NODE_RANK", "NNODES")}
 
 
@@ -204,15 +204,14 @@ class Meeting:
     def _fail(self, fault: str) -> NoReturn:
         """Raise a UserError in all who have not gone yet."""
         # Another run's rank that comes here by mistake must not end those that have begun.
-        found = json.loads(self.store.compare_set("go", "", json.dumps(fault)))
-        if self.number == 0:  # here is the store: let the others read it first
-            time.sleep(1)
-        raise UserError(found if isinstance(found, str) else fault)
+        self._read(self.store.compare_set("go", "", json.dumps(fault)).decode())
+        raise UserError(fault)
 
     def _read(self, words: str) -> list[Note]:
+        """Return the notes that "go" has, or raise a UserError if it has a fault."""
         found = json.loads(words)
         if isinstance(found, str):
-            if self.number == 0:
+            if self.number == 0:  # here is the store: let the others read it first
                 time.sleep(1)
             raise UserError(found)
         return found

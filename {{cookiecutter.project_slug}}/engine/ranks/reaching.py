@@ -34,12 +34,9 @@ class Clock:
     def left(self) -> float:
         return self.end - time.monotonic()
 
-    def until_due(self) -> float:
-        return self.notice - (self.seconds - self.left())
-
     def is_due(self) -> bool:
         """Return whether it is time for another line."""
-        is_due = self.until_due() <= 0
+        is_due = self.seconds - self.left() >= self.notice
         self.notice *= 3 if is_due else 1
         return is_due
 
