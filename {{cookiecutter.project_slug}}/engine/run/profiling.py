@@ -49,7 +49,7 @@ def traced(
     warm_up = min(WARM_UP, max(left - steps, 1), left - 1)
     count = min(steps, left - warm_up)
 
-    on_gpu = device.type == "cuda"
+    on_gpu = device.type != "cpu"
 
     def finish(profiler: torch.profiler.profile) -> None:
         if profiler.step_num == warm_up + count:
@@ -60,7 +60,9 @@ def traced(
             with tqdm.external_write_mode():  # above the progress bar
                 distributed.say("\n".join([line, *longest(profiler, on_gpu)]))
 
-    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
+    activities = [ProfilerActivity.CPU]
+    if gpu := getattr(ProfilerActivity, device.type.upper(), None) if on_gpu else None:
+        activities.append(gpu)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Profiler won't be using warmup")  # in a single step
         schedule = torch.profiler.schedule(
