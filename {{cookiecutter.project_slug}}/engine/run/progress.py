@@ -202,9 +202,9 @@ class Run:
         """
         totals = explaining.gather(self.totals, self.checksum)
         self._check_loss(totals)
-        for name, weight in self.model.named_parameters():
-            if not weight.isfinite().all():
-                raise self._not_finite(name, distributed.rank())
+        names, weights = zip(*self.model.named_parameters(), strict=True)
+        if not all(finite := sharded.are_finite(weights)):
+            raise self._not_finite(names[finite.index(False)], distributed.rank())
         states: State = {n: sharded.whole(part.state_dict()) for n, part in self.parts.items()}
         for name, part in self.parts.items():
             if not isinstance(part, nn.Module):  # such as a rate from np.cos
