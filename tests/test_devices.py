@@ -1,23 +1,18 @@
 """Devices of real ranks: GPUs that torch cannot use, that ranks share, or without collectives."""
 
-import sys
 from pathlib import Path
 
-import pytest
-from running import SAME_FOR_BOTH, Project, rows, run, small
+from running import SAME_FOR_BOTH, Project, rows, small
 
 
 @SAME_FOR_BOTH
-@pytest.mark.parametrize("command", ["launch.sh", "main.py"])
-def test_gpus_that_torch_cannot_use(project: Project, tmp_path: Path, command: str) -> None:
+def test_gpus_that_torch_cannot_use(project: Project, tmp_path: Path) -> None:
     """Nvidia-smi shows two, but nothing of CUDA is there: no rank trains on the CPU unasked."""
     tool = tmp_path / "nvidia-smi"
     tool.write_text("#!/bin/sh\necho 'GPU 0: A (UUID: GPU-1)'; echo 'GPU 1: A (UUID: GPU-2)'\n")
     tool.chmod(0o755)
-    words = [project.folder / command, "--output-dir", tmp_path / "out"]
-    words = words if command == "launch.sh" else [sys.executable, *words]
     path = {"PATH": f"{tmp_path}:/usr/bin:/bin", "CUDA_VISIBLE_DEVICES": "0,1"}
-    done = run(words, **path)
+    done = project.launch("--output-dir", tmp_path / "out", **path)
     done.refused("nvidia-smi shows 2 GPU(s), but torch", "install", "CUDA_VISIBLE_DEVICES=")
     assert done.status == 2
     assert not (tmp_path / "out").exists()

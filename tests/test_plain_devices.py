@@ -40,6 +40,8 @@ def node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]
             "current_accelerator": torch.device(kind),
         }.items():
             monkeypatch.setattr(torch.accelerator, name, lambda value=value: value)
+        for module in (torch.cuda, torch.xpu):
+            monkeypatch.setattr(module, "get_device_properties", lambda _: SimpleNamespace())
 
     return node
 
@@ -105,7 +107,10 @@ class TestPick:
     )
     def test_devices(self, kind: str, seen: int, env: Env, device: str, node: Callable) -> None:
         node(kind=kind, seen=seen, **env)
-        assert devices.pick() == torch.device(device)
+        found, note = devices.pick()
+        assert found == torch.device(device)
+        assert note["device"] == found.type
+        assert devices.pick(on_cpu=True)[0] == devices.CPU
 
     def test_gpus_that_torch_cannot_use(
         self, node: Callable, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
@@ -120,10 +125,10 @@ class TestPick:
         def refusal(**env: str) -> str:
             node(LISTED, **env)
             monkeypatch.setattr(torch.accelerator, "is_available", old)
-            with warnings.catch_warnings(record=True) as caught, pytest.raises(UserError) as error:
-                devices.pick()
-            assert not caught
-            return str(error.value)
+            with warnings.catch_warnings(record=True) as caught:
+                device, note = devices.pick()
+            assert (device, caught) == (devices.CPU, [])
+            return note["mistake"]
 
         monkeypatch.setattr(torch.cuda, "init", init)
         monkeypatch.setattr(torch.version, "cuda", "13.0")
@@ -138,7 +143,7 @@ class TestPick:
         with pytest.warns(UserWarning, match="too old"):  # torch's own words, without nvidia-smi
             node()
             monkeypatch.setattr(torch.accelerator, "is_available", old)
-            assert devices.pick() == devices.CPU
+            assert devices.pick() == (devices.CPU, {"device": "cpu", "gpu": "", "mistake": ""})
 
     def test_no_gpu(self, node: Callable, capsys: pytest.CaptureFixture) -> None:
         """A node of a cluster without any, or a broken driver; silent where nobody asked."""
@@ -151,14 +156,14 @@ class TestPick:
             (None, {}, ""),
         ):
             node(says, **env)
-            assert devices.pick() == devices.CPU
+            assert devices.pick() == (devices.CPU, {"device": "cpu", "gpu": "", "mistake": ""})
             out = capsys.readouterr().out
             assert out.endswith(line)
             assert out.count("\n") == bool(line)
 
 
 def note(gpu: str, host: str = "a", device: str = "cuda") -> dict[str, str]:
-    return {"device": device, "gpu": gpu, "host": host, "place": f"node-{host}"}
+    return {"device": device, "gpu": gpu, "host": host, "place": f"node-{host}", "mistake": ""}
 
 
 class TestCheck:
@@ -183,6 +188,17 @@ class TestCheck:
         assert devices.check(notes, torch.device("cuda", 0), is_debugged=True) == devices.CPU
         assert capsys.readouterr().out == f"{line}debugging on the CPU\n"
 
+    def test_a_mistake_of_one(self) -> None:
+        """It is named in all ranks, with its node if there are several."""
+        wrong = {**note("", "b", "cpu"), "mistake": "no driver"}
+        for notes, line in (
+            ([note("1"), wrong], "node-b: no driver"),
+            ([note("1", "b"), wrong], "no driver"),
+            ([wrong], "no driver"),
+        ):
+            with pytest.raises(UserError, match=f"^{line}$"):
+                devices.check(notes, devices.CPU, is_debugged=True)
+
     def test_different_kinds(self) -> None:
         notes = [note("1"), note("2"), note("", "b", "cpu")]
         with pytest.raises(UserError, match=r"rank 1 \(node-a\) on cuda, rank 2 \(node-b\) on cpu"):
@@ -191,8 +207,8 @@ class TestCheck:
     @pytest.mark.parametrize(
         ("seen", "found", "name"),
         [
-            (1, {"uuid": "u", "pci_bus_id": 7}, "u  7"),
-            (4, {"uuid": "u"}, "u    2"),
+            (1, {"uuid": "u", "pci_bus_id": 7}, "u 7"),
+            (4, {"uuid": "u"}, "u 2"),
             (4, {}, ""),
         ],
     )
@@ -202,9 +218,8 @@ class TestCheck:
         """Parts of a GPU may have all in common but the number."""
         node(kind="xpu", seen=seen)
         monkeypatch.setattr(torch.xpu, "get_device_properties", lambda _: SimpleNamespace(**found))
-        said = devices.describe(torch.device("xpu", 2))
-        assert (said["device"], " ".join(said["gpu"].split())) == ("xpu", " ".join(name.split()))
-        assert devices.describe(devices.CPU) == {"device": "cpu", "gpu": ""}
+        assert devices._name(torch.device("xpu", 2)).split() == name.split()
+        assert devices._name(devices.CPU) == ""
 
 
 class TestBackend:
