@@ -32,6 +32,7 @@ def test_shared_gpus(project: Project, tmp_path: Path) -> None:
         assert line.startswith(f"error: {words}")
 
 
+@SAME_FOR_BOTH
 def test_without_collectives(project: Project, data: Path, tmp_path: Path) -> None:
     """As on Apple's GPUs: a group of one trains, evaluates and saves by itself."""
     words = [*small(data), "--data", data]
