@@ -192,7 +192,7 @@ def evaluate(task: Task, loader: Loader) -> tuple[dict[str, float], Mistakes]:
     torch.backends.cudnn.benchmark = False  # takes seconds for each image size
     model.eval()
     metrics.reset()
-    totals = torch.zeros(3, dtype=torch.float64, device=device)  # loss sum, count, stop requests
+    totals = machine.zeros(3, device)  # loss sum, count, stop requests
     worst, apply = Worst(device), functools.partial(infer, model, args=task.args)
     batches = (batch for group in loader for batch in group)  # one for each image size
     for images, targets, indices in loading.to_device(batches, device, task.format):

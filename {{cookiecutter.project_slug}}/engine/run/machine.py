@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from engine.errors import UserError
-from engine.ranks import distributed, process
+from engine.ranks import devices, distributed, process
 
 CGROUPS = Path("/sys/fs/cgroup")
 
@@ -113,6 +113,11 @@ def constant(values: tuple[float, ...], device: torch.device) -> Tensor:
     """Return `values` as float32 on `device`; a copy to it at every step would wait for it."""
     with torch.inference_mode(False):  # a resumed run may evaluate before it trains
         return torch.tensor(values, device=device)
+
+
+def zeros(count: int, device: torch.device) -> Tensor:
+    """Return `count` sums to begin with, float64; on Apple's GPUs, which lack it, float32."""
+    return torch.zeros(count, dtype=devices.double(device), device=device)
 
 
 def to_float32(outputs: Outputs) -> Outputs:
