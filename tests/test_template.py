@@ -58,6 +58,7 @@ SHARED = {
     "engine/ranks/copying.py",
     "engine/ranks/debugging.py",
     "engine/ranks/devices.py",
+    "engine/ranks/gpus.py",
     "engine/ranks/distributed.py",
     "engine/ranks/environment.py",
     "engine/ranks/remedies.py",

@@ -13,7 +13,8 @@ ranks/                processes that train together
   reaching            the store at MASTER_ADDR: nobody answers, or another has its port
   joining             ranks and nodes meet there: who is missing, or there twice
   agreeing            launchers of several nodes agree: to start, to start again, or to end
-  devices             which GPU is a rank's, and nccl or gloo
+  gpus                how many GPUs a rank will see, counted without torch
+  devices             which GPU is a rank's, and what carries its collectives
   distributed         the process group and its collectives: reduce_tensor, from_rank_zero, say, ...
   lockstep            which collectives each rank has started
   positions           where each rank is, asked while they wait for each other

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from engine.errors import UserError
-from engine.ranks import distributed
+from engine.ranks import devices, distributed
 
 
 class Mean:
@@ -18,7 +18,7 @@ class Mean:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self.count = torch.zeros((), dtype=torch.float64, device=device)
+        self.count = torch.zeros((), dtype=devices.double(device), device=device)
         self.pending: distributed.Pending | None = None
 
     def add(self, count: Tensor, targets: Tensor, is_last: bool) -> int:
@@ -29,7 +29,7 @@ class Mean:
         """
         has_shares = targets.is_floating_point() and targets.ndim > 1
         size = targets.numel() // (targets.shape[1] if has_shares else 1)
-        self.count += count.double() / size
+        self.count += count.to(self.count.dtype) / size
         if is_last:
             self.pending = distributed.start_sum(self.count)
         return size

@@ -126,7 +126,7 @@ def draw_confusion(path: Path, confusion: Tensor, classes: Sequence[str]) -> Non
 
     The colour is the share of the row, and rows without labels are grey.
     """
-    counts = confusion.double().cpu().numpy()
+    counts = confusion.cpu().double().numpy()
     with np.errstate(invalid="ignore"):
         percent = 100 * counts / counts.sum(1, keepdims=True)
     count = len(classes)
