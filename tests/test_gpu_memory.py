@@ -18,7 +18,7 @@ FLAGS = [*SMALL, *NETS["classification"], "--image-size", 32]
 def train(on_gpus: Callable, tmp_path: Path) -> Callable[..., Done]:
     """Trains with gpu_memory.py: train(word, *flags, ranks=1)."""
     project = on_gpus("classification")
-    data = project.draw(tmp_path / "set", 16, 6)
+    data = project.draw(tmp_path / "set", 64, 6)
 
     def run(word: str, *flags: object, ranks: int = 1) -> Done:
         where = "--data", data, "--output-dir", tmp_path / "run"
@@ -31,7 +31,7 @@ def train(on_gpus: Callable, tmp_path: Path) -> Callable[..., Done]:
 
 def test_checkpoints_of_a_gpu(train: Callable, tmp_path: Path) -> None:
     """Each tensor is copied once for both files, with one wait; any machine can load them."""
-    out = train("copies", "--epochs", 2).ok().out
+    out = train("copies", "--epochs", 2, "--batch-size", 16).ok().out
     saves = [json.loads(line) for line in out.splitlines() if line.startswith('{"asked"')]
     assert len(saves) == 4  # before and after each evaluation
     for number, save in enumerate(saves):
@@ -68,11 +68,11 @@ def test_a_rank_runs_out_of_memory(train: Callable) -> None:
 
 
 def test_the_largest_batch_trains(train: Callable) -> None:
-    """--find-batch-size on a GPU of 96 MiB; a batch four times as large does not fit there."""
-    limit = f"limit={96 * 2**20}"
-    out = train(limit, "--find-batch-size").ok().out
+    """--find-batch-size on a GPU of 36 MiB; one of four times that size does not fit there."""
+    limit, flags = f"limit={36 * 2**20}", ("--image-size", 64)
+    out = train(limit, "--find-batch-size", *flags).ok().out
     size = int(re.search(r"--batch-size (\d+)\n", out)[1])
-    assert size > 4
-    done = train(limit, "--batch-size", size).ok()
-    done = train(limit, "--batch-size", 4 * size)
-    assert f"with --batch-size {4 * size}: lower" in done.err
+    assert 4 < size <= 16  # else the number of images is the limit
+    train(limit, *flags, "--batch-size", size).ok()
+    err = train(limit, *flags, "--batch-size", 4 * size).err
+    assert f" of 0.0352 GiB) with --batch-size {4 * size}: lower" in err
