@@ -125,7 +125,6 @@ USAGE += "ncclInvalidUsage: This usually reflects invalid usage of NCCL library.
             "(size 9637888), error: No space left on device (28)",
             "--ipc=host",
         ),
-        (NCCL + CUDA + "Cuda failure 2 'out of memory'", "no free GPU memory"),
         (NCCL + CUDA + "Cuda failure 'invalid argument'", "NCCL_DEBUG=WARN"),
         (NCCL + SYSTEM, "NCCL_SOCKET_IFNAME"),
         (NCCL + USAGE, "NCCL_DEBUG=WARN"),

@@ -58,8 +58,9 @@ def naming(
     except Exception as error:
         if not (lacking := memory.lacking(error)):
             raise
-        samples = shorten([name(int(index)) for index in indices])
-        raise OutOfMemory(f"{samples}: out of {lacking}; {remedy}") from None
+        samples = [name(int(index)) for index in indices]
+        size = f" in a batch of {len(samples)}" if len(samples) > 1 else ""
+        raise OutOfMemory(f"{shorten(samples)}: out of {lacking}{size}; {remedy}") from None
 
 
 @contextlib.contextmanager

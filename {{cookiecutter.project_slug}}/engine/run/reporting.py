@@ -150,8 +150,8 @@ class Reporter:
         """
         self.bar.close()
         numbers = self.waiting.total(), memory.peak(self.device), *self.forward.quartiles()
-        own = torch.tensor(numbers, dtype=devices.double(self.device))
-        ranks = distributed.gather(own.to(self.device)).cpu()  # waits for the device, too
+        own = torch.tensor(numbers, dtype=devices.double(self.device), device=self.device)
+        ranks = distributed.gather(own).cpu().double()  # waits for the device, too
         seconds = time.monotonic() - self.began  # of a resumed epoch: since it was resumed
         memory.reset_peak(self.device)
         if self.active and (line := self.forward.explain(ranks[:, 2:], seconds)):

@@ -25,7 +25,7 @@ def to_host(state: State) -> State:
     As in the files of torch.save, tensors that share memory still do, and strides stay.
     """
     tensors = [leaf for leaf in tree_leaves(state) if isinstance(leaf, Tensor)]
-    away = [tensor for tensor in tensors if tensor.device.type not in ("cpu", "meta")]
+    away = [tensor for tensor in tensors if is_away(tensor)]
     if not away:
         return state
     plain = [tensor for tensor in away if is_plain(tensor)]
@@ -35,6 +35,10 @@ def to_host(state: State) -> State:
     new |= {id(tensor): tensor.detach().cpu() for tensor in away if not is_plain(tensor)}
     new |= {id(tensor): rebuild(tensor, copies[key(tensor)]) for tensor in plain}
     return copy.deepcopy(state, new)  # keeps what containers have besides, such as versions
+
+
+def is_away(tensor: Tensor) -> bool:
+    return tensor.device.type not in ("cpu", "meta")
 
 
 def is_plain(tensor: Tensor) -> bool:
