@@ -266,8 +266,8 @@ def compare_determinism(flags: Namespace, folder: Path) -> None:
 
 def compare_resume(flags: Namespace, folder: Path) -> None:
     project, whole, stopped = (folder / name for name in ("project", "whole", "stopped"))
-    words = ["--data", prepared(flags, folder), "--epochs", 2, "--deterministic"]
-    words += ["--save-every", 3, *flags.flags[0].split()]
+    words = ["--data", prepared(flags, folder), "--epochs", 3, "--deterministic"]
+    words += ["--save-every", 2, *flags.flags[0].split()]
     train(project, whole, *words)
     train(project, stopped, *words, stop_when=stopped / "last-1.pt")
     at = bits(stopped)["step"]

@@ -64,9 +64,10 @@ echo "Machine: $machine"
 trap 'kill "$!" 2> /dev/null; wait; exit 143' INT TERM
 count=0 status=0
 measure() { # PART SHARE SCRIPT [FLAG ...]: run it for SHARE percent of the part's time at most
-    local part=$1 seconds result log began=$SECONDS word
+    local part=$1 seconds result log began=$SECONDS word why
     [[ " ${parts[*]} " == *" $part "* ]] || return 0
     seconds=$(($(sed -nE "s/^  $part +([0-9]+) s  .*/\1/p" <<< "$usage") * $2 / 100))
+    [[ $quick ]] && seconds=600
     log="$logs/$part-$((++count)).log"
     shift 2
     printf '\n%s:\n\n    python benchmarks/%s' "$part" "$1"
@@ -80,8 +81,9 @@ measure() { # PART SHARE SCRIPT [FLAG ...]: run it for SHARE percent of the part
     result=$?
     if ((result)); then
         status=1
-        echo "$part failed with status $result after $((SECONDS - began)) of $seconds s:" \
-            "$(tail -n 1 "$log")" | tee /dev/stderr
+        why=$(grep . "$log" | tail -n 1)
+        ((result == 124)) && why="out of time"
+        echo "$part failed with status $result after $((SECONDS - began)) of $seconds s: $why" | tee /dev/stderr
     else
         sed '1,2d; /./,$!d' "$log.out" # without the machine and the flags
         echo "$part: $((SECONDS - began)) of $seconds s" >&2
@@ -94,9 +96,9 @@ batches=(32 128) turns=(--repeats 3) steps=(--steps 50) workers=(2 4 8 16) few=1
 whole=(--arch resnet50 --batch-size 128 --amp bf16)
 if [[ $quick ]]; then
     resnet="--arch shufflenet_v2_x0_5 --image-size 32" unet="--encoder mobilenet_v2 --image-size 32"
-    other=$resnet
-    batches=(2 4) turns=(--repeats 1) steps=(--steps 2) workers=(1 2) few=64 many=64
-    whole=(--arch shufflenet_v2_x0_5 --batch-size 4 --image-size 32)
+    other=''
+    batches=(8 16) turns=(--repeats 1) steps=(--steps 2) workers=(1 2) few=32 many=32
+    whole=(--arch shufflenet_v2_x0_5 --batch-size 16 --image-size 32)
 fi
 small="--batch-size ${batches[0]}" large="--batch-size ${batches[1]}"
 masks=(--task segmentation)
@@ -112,7 +114,7 @@ measure memory 50 gpu.py memory --flags "$resnet $small" "$resnet $large"
 measure memory 50 gpu.py memory "${masks[@]}" --flags "$unet $small" "$unet $large"
 measure compile 50 step.py --device $device "${turns[@]}" "${steps[@]}" --compile --flags "$resnet $large"
 measure compile 50 step.py --device $device "${turns[@]}" "${steps[@]}" --compile "${masks[@]}" --flags "$unet $large"
-measure checkpoint 100 gpu.py checkpoint --flags "$resnet $small" "$other $small"
+measure checkpoint 100 gpu.py checkpoint --flags "$resnet $small" ${other:+"$other $small"}
 for part in determinism resume; do
     measure $part 50 gpu.py $part --images $few --flags "$resnet $small"
     measure $part 50 gpu.py $part "${masks[@]}" --images $few --flags "$unet $small"
