@@ -23,7 +23,7 @@ def gpu(python: Path | str, *words: str) -> subprocess.CompletedProcess:
         env={**os.environ, "PYTHON": str(python), "CUDA_VISIBLE_DEVICES": ""},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
     )
 
 
@@ -49,14 +49,18 @@ def test_gpu_parts(tmp_path: Path) -> None:
     assert sum(map(int, seconds)) == 40 * 60
 
 
-def test_gpu_without_one() -> None:
-    done = gpu(sys.executable, "checkpoint")
+def test_gpu_quick(tmp_path: Path) -> None:
+    """Without a GPU nothing begins, but with --quick."""
+    stub = tmp_path / "python"
+    stub.write_text("#!/bin/bash\nexit 3\n")
+    stub.chmod(0o755)
+    done = gpu(stub)
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.endswith("error: torch finds no GPU here; --quick runs without one\n")
+    assert done.stderr == "error: torch finds no GPU here; --quick runs without one\n"
     done = gpu(sys.executable, "--quick", "checkpoint")
     assert done.returncode == 0, done.stderr
     (row,) = re.findall(r"^\| `--arch.*", done.stdout, re.M)
-    _, _, size, last, both, held, _ = (cell.strip() for cell in row.split("|"))
+    _, _, size, last, both, _, _ = (cell.strip() for cell in row.split("|"))
     assert 3 < int(size) < 6
-    assert 0 < float(last) < float(both)
-    assert float(held) > 0
+    assert 0 < float(last) < 60
+    assert 0 < float(both) < 60
