@@ -11,6 +11,12 @@ from engine.errors import UserError
 from engine.ranks import devices, distributed
 
 
+def add_to(totals: Tensor, *values: Tensor | int) -> None:
+    """Add `values`, scalars, to the first of `totals`, float64, without reading the device."""
+    for i, value in enumerate(values):
+        totals[i].add_(value.detach() if isinstance(value, Tensor) else value)
+
+
 def compute(metrics: MetricCollection) -> tuple[dict[str, float], Tensor | None]:
     """Return each metric over the samples of all ranks; every rank has to call it.
 
