@@ -135,7 +135,7 @@ class TestPick:
         line = refusal()
         assert line.startswith(f"nvidia-smi shows 3 GPU(s), but torch {torch.__version__} can use")
         assert "none: The driver is too old (found 11040); install" in line
-        assert line.endswith("or use the CPU (CUDA_VISIBLE_DEVICES=)")
+        assert line.endswith("or use the CPU (CUDA_VISIBLE_DEVICES=-1)")
         assert "CUDA_VISIBLE_DEVICES=7 names none of them" in refusal(CUDA_VISIBLE_DEVICES="7")
         monkeypatch.setattr(torch.version, "cuda", None)
         assert "it is built without CUDA; install one with CUDA" in refusal()
@@ -184,7 +184,7 @@ class TestCheck:
         line = "3 ranks on node-b but 2 GPU(s) for them: "
         with pytest.raises(UserError) as error:
             devices.check(notes, torch.device("cuda", 0), is_debugged=False)
-        assert str(error.value).startswith(f"{line}start at most 2 (NPROC=2), or show each rank")
+        assert str(error.value).startswith(f"{line}start at most 2 (NPROC=2), give each rank")
         assert devices.check(notes, torch.device("cuda", 0), is_debugged=True) == devices.CPU
         assert capsys.readouterr().out == f"{line}debugging on the CPU\n"
 

@@ -14,7 +14,7 @@ from engine.ranks.joining import Note
 
 CPU = torch.device("cpu")
 NAMES = ("uuid", "pci_domain_id", "pci_bus_id", "pci_device_id")  # of a GPU, as far as torch knows
-ON_CPU = f"use the CPU ({gpus.VARIABLE}=)"
+ON_CPU = f"use the CPU ({gpus.VARIABLE}=-1)"
 
 
 def kind() -> torch.device:
@@ -133,8 +133,8 @@ def check(notes: Sequence[Note], device: torch.device, is_debugged: bool) -> tor
         if is_debugged:
             _say(f"{line} debugging on the CPU")
             return CPU
-        remedy = f"start at most {count} (NPROC={count}), or show each rank a GPU of its own"
-        raise UserError(f"{line} {remedy} ({gpus.VARIABLE}), or {ON_CPU}")
+        own = f"give each rank its own by LOCAL_RANK or {gpus.VARIABLE}"
+        raise UserError(f"{line} start at most {count} (NPROC={count}), {own}, or {ON_CPU}")
     return device
 
 
