@@ -69,7 +69,7 @@ def test_a_rank_runs_out_of_memory(train: Callable) -> None:
 
 def test_the_largest_batch_trains(train: Callable) -> None:
     """--find-batch-size on a GPU of 36 MiB; one of four times that size does not fit there."""
-    limit, flags = f"limit={36 * 2**20}", ("--image-size", 64)
+    limit, flags = f"limit={36 * 2**20}", ("--image-size", 64, "--resume", "never")
     out = train(limit, "--find-batch-size", *flags).ok().out
     size = int(re.search(r"--batch-size (\d+)\n", out)[1])
     assert 4 < size <= 16  # else the number of images is the limit
