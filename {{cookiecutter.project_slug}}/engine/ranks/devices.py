@@ -3,10 +3,10 @@
 import os
 import warnings
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from engine.errors import UserError
 from engine.ranks import gpus
@@ -32,44 +32,53 @@ def has_collectives(device: torch.device) -> bool:
     return device.type != "mps"
 
 
+def carried(tensor: Tensor) -> Tensor:
+    """Return what to give to a collective that changes `tensor`.
+
+    If nothing carries such tensors, this is a group of one, where it would not change.
+    """
+    return tensor if has_collectives(tensor.device) else torch.zeros(())
+
+
 def double(device: torch.device) -> torch.dtype:
     """Return the dtype of sums on `device`: float64, or float32 on Apple's GPUs, which lack it."""
     return torch.float32 if device.type == "mps" else torch.float64
 
 
-def pick() -> torch.device:
-    """Return this rank's GPU, or the CPU if there is none.
+def pick(on_cpu: bool = False) -> tuple[torch.device, Note]:
+    """Return this rank's GPU, or the CPU if there is none, and what `check` has to know of it.
+
+    on_cpu: take the CPU in any case.
 
     The numbers of a node's ranks go round the GPUs that each of them sees: all of the node, or, as
-    with srun --gpus-per-task=1, one that is its own. `check` looks whether two have the same.
-    Raises a UserError if there are GPUs which torch cannot use.
+    with srun --gpus-per-task=1, one that is its own.
     """
     with warnings.catch_warnings(record=True) as caught:  # what torch says of the driver
-        found = kind()
-    if found.type == "cpu":
-        _check_unused()
-        for each in caught:
+        device, mistake = CPU if on_cpu else kind(), ""
+    if device.type == "cpu":
+        mistake = "" if on_cpu else _why_unused()
+        for each in () if mistake else caught:
             warnings.warn_explicit(each.message, each.category, each.filename, each.lineno)
-        return CPU
-    if not has_collectives(found):
-        is_alone = "RANK" not in os.environ or os.environ.get("WORLD_SIZE") == "1"
-        return found if is_alone else CPU
-    number = int(os.environ.get("LOCAL_RANK", 0)) % torch.accelerator.device_count()
-    return torch.device(found.type, number)
+    elif has_collectives(device):
+        number = int(os.environ.get("LOCAL_RANK", 0)) % torch.accelerator.device_count()
+        device = torch.device(device.type, number)
+    elif "RANK" in os.environ and os.environ.get("WORLD_SIZE") != "1":
+        device = CPU
+    return device, {"device": device.type, "gpu": _name(device), "mistake": mistake}
 
 
-def _check_unused() -> None:
-    """Raise a UserError if nvidia-smi shows GPUs; say it if it shows none, as of a broken driver.
+def _why_unused() -> str:
+    """Return why torch cannot use the GPUs that nvidia-smi shows; "" if nothing is wrong.
 
-    Not if CUDA_VISIBLE_DEVICES hides them.
+    Nothing is if CUDA_VISIBLE_DEVICES hides them. If it shows none, as of a broken driver, say so.
     """
     listed = None if gpus.wanted() == [] else gpus.by_nvidia_smi()
     if listed is None:
-        return
+        return ""
     uuids, text = listed
     if not uuids:
         _say(f"nvidia-smi shows no GPU ({text.split('. ')[0][:100]}): computing on the CPU")
-        return
+        return ""
     if os.environ.get(gpus.VARIABLE) and not gpus.count():
         reason = f"{gpus.VARIABLE}={os.environ[gpus.VARIABLE]} names none of them; mend it"
     elif torch.version.cuda is None:
@@ -77,7 +86,7 @@ def _check_unused() -> None:
     else:
         reason = f"{_refusal()}; install a driver and a torch that fit (pytorch.org)"
     shown = f"nvidia-smi shows {len(uuids)} GPU(s), but torch {torch.__version__} can use none"
-    raise UserError(f"{shown}: {reason}, or {ON_CPU}")
+    return f"{shown}: {reason}, or {ON_CPU}"
 
 
 def _refusal() -> str:
@@ -89,33 +98,35 @@ def _refusal() -> str:
     return "CUDA shows none"
 
 
-def describe(device: torch.device) -> dict[str, Any]:
-    """Return what the other ranks have to know of this one's device, as JSON."""
+def _name(device: torch.device) -> str:
+    """Return what tells a GPU of this host from others; "" if torch does not say."""
     module = torch.get_device_module(device)
-    name = ""
-    if device.index is not None and hasattr(module, "get_device_properties"):
-        found = module.get_device_properties(device)
-        name = " ".join(str(getattr(found, key, "")) for key in NAMES).strip()
-        if name and torch.accelerator.device_count() > 1:
-            name += f" {device.index}"  # parts of a GPU may have all else in common
-    return {"device": device.type, "gpu": name}
+    if device.index is None or not hasattr(module, "get_device_properties"):
+        return ""
+    found = module.get_device_properties(device)
+    name = " ".join(str(getattr(found, key, "")) for key in NAMES).strip()
+    if name and torch.accelerator.device_count() > 1:
+        name += f" {device.index}"  # parts of a GPU may have all else in common
+    return name
 
 
 def check(notes: Sequence[Note], device: torch.device, is_debugged: bool) -> torch.device:
-    """Return `device`; if ranks would share one, the CPU under a debugger, else raise a UserError.
+    """Return `device`; if ranks would share one, the CPU under a debugger.
 
-    notes: of all ranks, as of `describe`.
+    notes: of all ranks. Raises a UserError, the same in all, if their devices do not fit.
     """
+    hosts: dict[str, list[int]] = {}
+    for rank, note in enumerate(notes):
+        hosts.setdefault(note["host"], []).append(rank)
+        if note["mistake"]:
+            where = f"{note['place']}: " if len({each["host"] for each in notes}) > 1 else ""
+            raise UserError(f"{where}{note['mistake']}")
     kinds = {note["device"]: rank for rank, note in enumerate(notes)}
     if len(kinds) > 1:
         texts = [f"rank {r} ({notes[r]['place']}) on {name}" for name, r in kinds.items()]
         raise UserError(f"ranks compute on different kinds of device: {', '.join(texts)}")
-    hosts: dict[str, list[int]] = {}
-    for rank, note in enumerate(notes):
-        if note["gpu"]:
-            hosts.setdefault(note["host"], []).append(rank)
     for ranks in hosts.values():
-        count = len({notes[rank]["gpu"] for rank in ranks})
+        count = len({notes[rank]["gpu"] or rank for rank in ranks})
         if count == len(ranks):
             continue
         line = f"{len(ranks)} ranks on {notes[ranks[0]]['place']} but {count} GPU(s) for them:"

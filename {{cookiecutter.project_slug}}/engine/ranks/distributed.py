@@ -60,17 +60,18 @@ def setup(
     environment.adopt(alone)
     if local_rank is not None:
         os.environ.setdefault("LOCAL_RANK", str(local_rank))
-    device = devices.CPU if alone else devices.pick()
+    device, note = devices.pick(on_cpu=alone)
     if "RANK" in os.environ:
         _group.store, group_rank, size = reaching.open_store(_group.timeout)
         fault = joining.unreachable() if device.type == "cpu" else ""
-        note = {"fault": fault, **devices.describe(device)}
-        _group.store, notes = joining.join_ranks(
-            _group.store, group_rank, size, _group.timeout, note
+        met = joining.join_ranks(
+            *(_group.store, group_rank, size, _group.timeout), {**note, "fault": fault}
         )
+        _group.store, notes = met
         device = devices.check(notes, device, _group.is_debugged)
     else:
         _group.store, group_rank, size = dist.HashStore(), 0, 1
+        devices.check([{**note, "host": ""}], device, _group.is_debugged)
     _group.store.set(protocol.process_of(group_rank), f"{environment.node()} {os.getpid()}")
     if device.index is not None:
         torch.accelerator.set_device_index(device)
@@ -165,7 +166,7 @@ def reduce_tensor(tensor: Tensor, op: str = "sum") -> Tensor:
         wrong as soon as ranks hold different numbers of samples.
     """
     result = tensor.detach().clone()
-    dist.all_reduce(_carried(result), OPERATIONS["sum" if op == "mean" else op])
+    dist.all_reduce(devices.carried(result), OPERATIONS["sum" if op == "mean" else op])
     return result / world_size() if op == "mean" else result
 
 
@@ -174,12 +175,12 @@ def start_sum(tensor: Tensor) -> Pending:
 
     Collectives that follow, such as those of backward(), run meanwhile.
     """
-    return dist.all_reduce(_carried(tensor), async_op=True)
+    return dist.all_reduce(devices.carried(tensor), async_op=True)
 
 
 def broadcast(tensor: Tensor) -> None:
     """Overwrite `tensor` with rank 0's."""
-    dist.broadcast(_carried(tensor), src=0)
+    dist.broadcast(devices.carried(tensor), src=0)
 
 
 def gather(tensor: Tensor) -> Tensor:
@@ -189,14 +190,6 @@ def gather(tensor: Tensor) -> Tensor:
     parts = [torch.empty_like(tensor) for _ in range(world_size())]
     dist.all_gather(parts, tensor)
     return torch.stack(parts)
-
-
-def _carried(tensor: Tensor) -> Tensor:
-    """Return what a collective that changes `tensor` is to be called with.
-
-    If nothing carries such tensors, this is a group of one, where none would change.
-    """
-    return tensor if devices.has_collectives(tensor.device) else torch.zeros(())
 
 
 def gather_objects(value: T) -> list[T]:

@@ -30,6 +30,10 @@ OF_THE_MACHINE = {  # printed alone
         "Between nodes try NCCL_SOCKET_IFNAME=<interface>; on one, is /dev/shm full?"
     ),
     "nccl(InternalError|InvalidUsage|InvalidArgument)": ("nccl failed: NCCL_DEBUG=WARN shows why"),
+    "no kernel image is available": (
+        "this torch has no code for this GPU (torch.cuda.get_arch_list() names what it has some "
+        "for): install a torch that fits, see pytorch.org"
+    ),
     "of the same param in process 0|DDP expects same model": (
         "this rank has built another network than rank 0: are flags, data and code the same?"
     ),

@@ -11,18 +11,16 @@ import sysconfig
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from engine.errors import UserError
-from engine.ranks import distributed, process
+from engine.ranks import devices, distributed, process
 
 CGROUPS = Path("/sys/fs/cgroup")
-
-Outputs = TypeVar("Outputs")
 
 
 @dataclass(frozen=True)
@@ -102,10 +100,12 @@ def _need_compiler(device: torch.device) -> None:
         )
 
 
-def autocast(amp: str, device: torch.device) -> torch.autocast:
+def autocast(amp: str, device: torch.device) -> contextlib.AbstractContextManager[object]:
     """Return a context in which networks compute in bf16 or fp16; with "off", in float32."""
+    if amp == "off":
+        return contextlib.nullcontext()
     dtype = torch.float16 if amp == "fp16" else torch.bfloat16
-    return torch.autocast(device.type, dtype, enabled=amp != "off")
+    return torch.autocast(device.type, dtype)
 
 
 @functools.cache
@@ -115,9 +115,16 @@ def constant(values: tuple[float, ...], device: torch.device) -> Tensor:
         return torch.tensor(values, device=device)
 
 
-def to_float32(outputs: Outputs) -> Outputs:
+def zeros(count: int, device: torch.device) -> Tensor:
+    """Return `count` sums to begin with, float64; on Apple's GPUs, which lack it, float32."""
+    return torch.zeros(count, dtype=devices.double(device), device=device)
+
+
+def to_float32(outputs: Any) -> Any:
     """Return a network's `outputs`, a tensor or tuples and dicts of them, in float32."""
-    return tree_map_only(Tensor, lambda x: x.float() if x.is_floating_point() else x, outputs)
+    if isinstance(outputs, Tensor):  # to search a tree takes longer
+        return outputs.float() if outputs.is_floating_point() else outputs
+    return tree_map_only(Tensor, to_float32, outputs)
 
 
 def free_memory() -> float:

@@ -16,8 +16,8 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from engine.data import loading
 from engine.data.loading import Loader
 from engine.errors import UserError
-from engine.ranks import devices, distributed, explaining, lockstep, stopping
-from engine.run import checkpoint, optimizers, palette, replay, sharded
+from engine.ranks import distributed, explaining, lockstep, stopping
+from engine.run import checkpoint, machine, optimizers, palette, replay, sharded
 from engine.run.checkpoint import State
 from engine.run.folder import KEYS, RunFolder
 from engine.run.optimizers import Stateful
@@ -62,7 +62,7 @@ class Run:
         self.global_batch = self.sampler.global_batch
         replay.check(folder.replay, epochs, self.sampler.steps)
         self.passes_per_step = self.global_batch // train_loader.images_per_pass
-        self.classes, self.epochs, device = classes, epochs, next(model.parameters()).device
+        self.classes, self.epochs = classes, epochs
         self.save_every, self.score = 1 if folder.replay else save_every, score
         self.flags = checkpoint.to_plain(dict(flags))
         self.model = model
@@ -70,7 +70,7 @@ class Run:
         self.parts |= {"scheduler": scheduler, **more}
         self.epoch, self.step, self.seen, self.saved_step = 0, 0, 0, 0
         self.best, self.best_of = -math.inf, f"{score} on {loading.fingerprint(val_loader)}"
-        self.totals = torch.zeros(2, dtype=devices.double(device), device=device)
+        self.totals = machine.zeros(2, next(model.parameters()).device)
         self.history: list[dict[str, float | str]] = []
         self.checksum = lockstep.Checksum()
         self.verified: set[type] = set()  # types that have been read back from a file
