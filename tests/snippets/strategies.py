@@ -34,15 +34,20 @@ def precise() -> None:
 
 
 def difference(first: Path, second: Path) -> float:
-    """The norm of the difference of weights, moments, or validation losses, relative to theirs."""
-    vectors = []
+    """The norm of the difference of weights, moments, or validation losses, relative to theirs.
+
+    The versions of modules have to be saved by both.
+    """
+    vectors, versions = [], []
     for path in (first, second):
         state = torch.load(path / "last.pt", weights_only=True)
+        versions.append({m["version"] for m in state["model"]._metadata.values() if m})
         moments = [v for values in state["optimizer"]["state"].values() for v in values.values()]
         kept = [moment for moment in moments if moment is not None and moment.ndim]
         losses = [torch.tensor(row["val_loss"]) for row in state["history"]]
         each = [*state["model"].values()], kept, losses
         vectors.append([torch.cat([v.flatten().double() for v in values]) for values in each])
+    assert versions[0] == versions[1] != set()
     pairs = zip(*vectors, strict=True)
     return max(float((one - other).norm() / other.norm()) for one, other in pairs)
 

@@ -5,6 +5,7 @@ the device: a machine without one could not load them.
 """
 
 import copy
+import functools
 import itertools
 import math
 from collections.abc import Sequence
@@ -20,7 +21,7 @@ ALIGNED = 64  # bytes
 
 
 def to_host(state: State) -> State:
-    """Return `state` with all tensors on the CPU, none of which is what training goes on to change.
+    """Return `state` with all tensors on the CPU; those of a device are copies.
 
     As in the files of torch.save, tensors that share memory still do, and strides stay.
     """
@@ -76,12 +77,17 @@ def allocate(size: int) -> Tensor:
 
     torch rounds pinned memory up to a power of two and keeps it for the next save.
     """
-    if 2 * size < machine.free_memory() / 4:
+    if may_pin(size):
         try:
             return torch.empty(size, dtype=torch.uint8, pin_memory=True)
         except RuntimeError:  # a limit on pinned memory, or a device that has none
             pass
     return torch.empty(size, dtype=torch.uint8)
+
+
+@functools.cache  # for the next save as for the first one, which has taken some of what is free
+def may_pin(size: int) -> bool:
+    return 2 * size < machine.free_memory() / 4
 
 
 def rebuild(tensor: Tensor, storage: UntypedStorage) -> Tensor:

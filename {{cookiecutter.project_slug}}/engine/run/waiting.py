@@ -7,7 +7,7 @@ work left, so a clock of the host would show waits that cost nothing.
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 
@@ -38,9 +38,13 @@ def await_moment(moment: Moment) -> None:
         moment.synchronize()
 
 
-def seconds(start: Moment, end: Any) -> float:
+def seconds(start: Moment, end: Moment) -> float:
     """Return the time between two moments of the same device, which have passed."""
-    return end - start if isinstance(start, float) else start.elapsed_time(end) / 1000
+    if isinstance(start, float):
+        assert isinstance(end, float)
+        return end - start
+    assert not isinstance(end, float)
+    return start.elapsed_time(end) / 1000
 
 
 class Waiting:
