@@ -7,11 +7,9 @@ import json
 from typing import Any
 
 import emulate
-import torch
 
 import main
-from engine.errors import UserError
-from engine.ranks import distributed, failures
+from engine.ranks import failures
 from engine.run.progress import Run
 
 seen: list[dict[str, int]] = []
