@@ -86,8 +86,12 @@ def build_optimizer(model: nn.Module, args: Namespace) -> torch.optim.Optimizer:
         others = [weight for weight in weights if weight.ndim <= 1]  # biases and norms
         groups.append({"params": matrices, "lr": lr * factor, "weight_decay": args.weight_decay})
         groups.append({"params": others, "lr": lr * factor, "weight_decay": 0.0})
-    if args.optimizer == "sgd":  # on CPUs its fused form takes twice the time
-        return torch.optim.SGD(groups, lr, args.momentum, nesterov=args.nesterov)
+    if args.optimizer == "sgd":
+        # With any but its fused form GradScaler reads the device at each step. On CPUs that form
+        # takes twice the time; fully_shard has none.
+        is_on_cpu = next(model.parameters()).device.type == "cpu"
+        fused = None if is_on_cpu or args.strategy == "fsdp" else True
+        return torch.optim.SGD(groups, lr, args.momentum, nesterov=args.nesterov, fused=fused)
     if args.optimizer == "adafactor":
         return torch.optim.Adafactor(groups, lr)
     if args.optimizer == "muon":

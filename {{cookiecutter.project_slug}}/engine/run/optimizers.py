@@ -123,7 +123,7 @@ def load_states(
             try:
                 saved = state[name]
                 if isinstance(part, Optimizer):
-                    saved = sharded.distribute(saved, part)
+                    saved = sharded.distribute(_with_kernels(saved, part), part)
                 part.load_state_dict({**saved, **by_flags.get(name, {})})
             except (LookupError, RuntimeError, TypeError, ValueError) as error:
                 reason = " ".join(str(error).split())[:200]
@@ -150,6 +150,16 @@ def _settings(optimizer: Optimizer, scheduler: LambdaLR, step: int) -> dict[str,
             "_last_lr": lrs,
         },
     }
+
+
+def _with_kernels(saved: State, optimizer: Optimizer) -> State:
+    """Return an optimizer's state with the kernels of `optimizer`: another device may need others."""
+    kernels = [
+        {name: group[name] for name in ("fused", "foreach") if name in group}
+        for group in optimizer.param_groups
+    ]
+    pairs = zip(saved["param_groups"], kernels, strict=True)
+    return {**saved, "param_groups": [{**group, **own} for group, own in pairs]}
 
 
 def _match_strides(optimizer: Optimizer) -> None:
