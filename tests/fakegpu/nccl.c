@@ -228,7 +228,7 @@ Status ncclCommInitRankScalable(Comm **comm, int size, int rank, int count, Id *
   return ncclCommInitRankConfig(comm, size, ids[0], rank, config);
 }
 Status ncclCommAbort(Comm *comm) {
-  comm->is_aborted = 1;
+  if (comm) comm->is_aborted = 1;
   return OK;
 }
 Status ncclCommDestroy(Comm *comm) { return OK; }
