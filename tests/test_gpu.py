@@ -46,7 +46,7 @@ def last(folder: Path) -> dict:
 def test_no_step_and_no_batch_waits_for_the_gpu(
     task: str, recipe: tuple, on_gpus: Callable, tmp_path: Path
 ) -> None:
-    """Each has two copies to the GPU, from pinned memory. DDP waits in its first 10 steps only."""
+    """Two copies a step, three a batch, from pinned memory. DDP waits in its first 10 steps only."""
     project = on_gpus(task)
     data = project.draw(tmp_path / "set", 26, 8)
     given = [*FLAGS, *NETS[task], *recipe, "--data", data, "--output-dir", tmp_path / "run"]
@@ -56,7 +56,7 @@ def test_no_step_and_no_batch_waits_for_the_gpu(
     assert len(found["steps"]) == 2
     waits = found["batches"].pop("stream_waits")  # in torchmetrics' confusion matrix
     assert waits == 4 * {"classification": 1, "segmentation": 3}[task]
-    for asked, copies in *((step, 2) for step in found["steps"]), (found["batches"], 2 * 4):
+    for asked, copies in *((step, 2) for step in found["steps"]), (found["batches"], 3 * 4):
         assert asked.pop("h2d") == copies, found
         assert asked.keys() <= {"h2d_bytes", "collectives"}, found
 
@@ -130,7 +130,7 @@ def test_a_collective_on_one_rank(
     project = gpu_project.copy(tmp_path / "copy")
     text = (project.folder / "main.py").read_text()
     old = "            run.end_step()"
-    new = "            if rank == 0:\n                distributed.reduce_tensor(run.totals[:1])\n"
+    new = "            if rank == 0 and run.step == 2:\n                distributed.reduce_tensor(run.totals[:1])\n"
     assert text.count(old) == 1
     (project.folder / "main.py").write_text(text.replace(old, new + old))
     line = text[: text.index(old)].count("\n") + 2
@@ -139,7 +139,6 @@ def test_a_collective_on_one_rank(
     env = {**gpus(2), "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "100"}
     done = finish(start(command, mark, **env), mark)
     assert f"rank 0 is in all_reduce (1,) float64 at main.py:{line}" in done.err
-    assert f"rank 1 never came to main.py:{line}" in done.err
     assert done.err.splitlines()[-1].startswith("error: rank ")
     assert done.status not in (0, 75)
     assert not done.left
