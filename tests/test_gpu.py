@@ -46,7 +46,7 @@ def last(folder: Path) -> dict:
 def test_no_step_and_no_batch_waits_for_the_gpu(
     task: str, recipe: tuple, on_gpus: Callable, tmp_path: Path
 ) -> None:
-    """Two copies a step, three a batch, from pinned memory. DDP waits in its first 10 steps only."""
+    """Two copies a step, three a batch, of pinned memory. DDP waits in its first 10 steps only."""
     project = on_gpus(task)
     data = project.draw(tmp_path / "set", 26, 8)
     given = [*FLAGS, *NETS[task], *recipe, "--data", data, "--output-dir", tmp_path / "run"]
@@ -130,7 +130,8 @@ def test_a_collective_on_one_rank(
     project = gpu_project.copy(tmp_path / "copy")
     text = (project.folder / "main.py").read_text()
     old = "            run.end_step()"
-    new = "            if rank == 0 and run.step == 2:\n                distributed.reduce_tensor(run.totals[:1])\n"
+    new = "            if rank == 0 and run.step == 2:\n"
+    new += "                distributed.reduce_tensor(run.totals[:1])\n"
     assert text.count(old) == 1
     (project.folder / "main.py").write_text(text.replace(old, new + old))
     line = text[: text.index(old)].count("\n") + 2
