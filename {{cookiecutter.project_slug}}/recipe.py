@@ -13,7 +13,7 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn
 from engine.errors import UserError
 from engine.ranks import distributed
 from engine.run.flags import at_least, below_one
-from engine.run.optimizers import Combined
+from engine.run.optimizers import Combined, fill_momenta
 from model import backbone
 
 DEFAULTS = {  # of --lr and --weight-decay for each --optimizer
@@ -86,8 +86,14 @@ def build_optimizer(model: nn.Module, args: Namespace) -> torch.optim.Optimizer:
         others = [weight for weight in weights if weight.ndim <= 1]  # biases and norms
         groups.append({"params": matrices, "lr": lr * factor, "weight_decay": args.weight_decay})
         groups.append({"params": others, "lr": lr * factor, "weight_decay": 0.0})
-    if args.optimizer == "sgd":  # on CPUs its fused form takes twice the time
-        return torch.optim.SGD(groups, lr, args.momentum, nesterov=args.nesterov)
+    if args.optimizer == "sgd":
+        # With any but its fused form GradScaler reads the device at each step. On CPUs that form
+        # takes twice the time; fully_shard has none.
+        is_on_cpu = next(model.parameters()).device.type == "cpu"
+        fused = None if is_on_cpu or args.strategy == "fsdp" else True
+        return fill_momenta(
+            torch.optim.SGD(groups, lr, args.momentum, nesterov=args.nesterov, fused=fused)
+        )
     if args.optimizer == "adafactor":
         return torch.optim.Adafactor(groups, lr)
     if args.optimizer == "muon":

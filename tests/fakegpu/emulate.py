@@ -29,6 +29,8 @@ WAITING = {  # for a size, or a value that decides what they do; what a GPU's ke
     *("nonzero", "masked_select", "_unique2", "unique_dim", "unique_consecutive", "bincount"),
     *("histc", "equal", "repeat_interleave", "multinomial", "_ctc_loss"),
 }
+MULTIPLYING = {"convolution", "convolution_backward", "mm", "addmm", "bmm", "baddbmm"}
+HALVES = (torch.float16, torch.bfloat16)
 library = ctypes.CDLL(None)  # preloaded
 hidden_waits = 0
 
@@ -119,9 +121,7 @@ class Emulation(TorchDispatchMode):
         asked = kwargs.get("device")
         if not devices and (asked is None or torch.device(asked).type != "cuda"):
             return func(*args, **kwargs)
-        if (
-            func.namespace == "c10d"
-        ):  # its kernels fill what no one reads, such as a barrier's tensor
+        if func.namespace == "c10d":  # its kernels fill what no one reads
             library.allow_kernels(1)
             try:
                 return func(*args, **kwargs)
@@ -168,6 +168,12 @@ def compute(func: Any, device: torch.device, args: tuple, kwargs: dict) -> Any:
         return known[id(result)][1] if id(result) in known else on_gpu(result, device)
 
     args, kwargs = for_each((args, kwargs), alias)
+    halves = (
+        [t.dtype for t, _ in known.values() if t.dtype in HALVES] if name in MULTIPLYING else []
+    )
+    if halves:  # a CPU takes its time for them
+        wide = for_each(args, lambda tensor: tensor.float() if tensor.dtype in HALVES else tensor)
+        return for_each(func(*wide, **kwargs), lambda each: on_gpu(each.to(halves[0]), device))
     kwargs = {name: value for name, value in kwargs.items() if name != "pin_memory"}
     if kwargs.get("device") is not None:
         kwargs["device"] = torch.device("cpu")

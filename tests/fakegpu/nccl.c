@@ -1,7 +1,8 @@
 /* NCCL between the processes of one machine, through a file that they map.
 
    Real: that a collective waits for all ranks, in a thread of its stream, while the host goes on; sums, broadcasts,
-   gathers, messages; the end of all that by an abort; the complaint about two ranks on one GPU. Not real: other
+   gathers, messages; a hang if the ranks
+   start different ones; the end of all that by an abort; the complaint about two ranks on one GPU. Not real: other
    machines, half precision sums, groups of calls (each is a job of its own), any speed. */
 #define _GNU_SOURCE
 #include "gpu.h"
@@ -24,6 +25,7 @@ typedef struct { char internal[128]; } Id;
 typedef struct {
   atomic_int arrived, rounds;
   int gpus[RANKS];
+  size_t asked[RANKS]; /* what each rank's collective is */
   atomic_int full[RANKS][RANKS];   /* whether a message lies in that place */
   char room[RANKS][ROOM], letters[RANKS][RANKS][ROOM];
 } Shared;
@@ -132,8 +134,20 @@ static void fetch(Job *job, size_t from, size_t bytes) {
   *full = 0;
 }
 
+/* Returns once all ranks have started the same collective; if they start different ones, once it is aborted. */
+static void agree(Job *job) {
+  Comm *comm = job->comm;
+  if (job->run == post || job->run == fetch) return;
+  comm->shared->asked[comm->rank] = job->bytes * 31 + (size_t)job->run % 4096 + job->op + 7 * job->peer;
+  if (!meet(comm)) return;
+  int are_same = 1;
+  for (int rank = 0; rank < comm->size; rank++) are_same &= comm->shared->asked[rank] == comm->shared->asked[comm->rank];
+  while (!are_same && !comm->is_aborted) usleep(500);
+}
+
 static void run(void *argument) {
   Job *job = argument;
+  agree(job);
   for (size_t from = 0; from < job->bytes && !job->comm->is_aborted; from += ROOM)
     job->run(job, from, job->bytes - from < ROOM ? job->bytes - from : ROOM);
   free(job);
@@ -214,7 +228,7 @@ Status ncclCommInitRankScalable(Comm **comm, int size, int rank, int count, Id *
   return ncclCommInitRankConfig(comm, size, ids[0], rank, config);
 }
 Status ncclCommAbort(Comm *comm) {
-  comm->is_aborted = 1;
+  if (comm) comm->is_aborted = 1;
   return OK;
 }
 Status ncclCommDestroy(Comm *comm) { return OK; }

@@ -1,4 +1,4 @@
-"""Puts emulate.py into each Python of a machine with made-up GPUs, as soon as it has imported torch."""
+"""Starts emulate.py in each Python of a machine with made-up GPUs, once torch is imported."""
 
 import importlib.abc
 import importlib.machinery

@@ -1,44 +1,63 @@
-"""Trains as main.py does and prints, as JSON, what the last steps and evaluations asked of a GPU.
+"""Trains as main.py does and prints, as JSON, what that asked of a GPU: counts of emulate.py.
 
-Each rank prints {"rank": N, "steps": [...], "evaluations": [...]}: counts of emulate.py.
+{"steps": of the last two, "batches": of four more batches of evaluate(), "kernels": in all}
 """
 
 import json
+from collections import Counter
 from typing import Any
 
 import emulate
 
 import main
+from engine.data.loading import Loader
 from engine.ranks import failures
 from engine.run.progress import Run
 
-seen: list[dict[str, int]] = []
-steps: list[dict[str, int]] = []
-evaluations: list[dict[str, int]] = []
+marks: list[Counter] = []
+found: dict[str, Any] = {}
 evaluate, end_step = main.evaluate, Run.end_step
 
 
-def difference(before: dict[str, int]) -> dict[str, int]:
-    return {name: n - before[name] for name, n in emulate.counts().items() if n != before[name]}
+class Again:
+    """A validation loader whose batches come `times` times."""
+
+    def __init__(self, loader: Loader, times: int) -> None:
+        self.dataset = loader.dataset
+        self.groups = [*loader] * times
+
+    def __iter__(self):  # type: ignore[no-untyped-def]
+        return iter(self.groups)
 
 
-def mark(self: Run) -> None:
-    if seen:
-        steps.append(difference(seen[-1]))
+def mark(*_: object) -> None:
+    marks.append(Counter(emulate.counts()))
+
+
+def differences() -> list[dict[str, int]]:
+    """Return what was asked between the last three marks, without what was not."""
+    return [dict(after - before) for before, after in zip(marks[-3:], marks[-2:], strict=False)]
+
+
+def end_step_marked(self: Run) -> None:
     end_step(self)
-    seen.append(emulate.counts())
+    mark()
 
 
-def evaluate_counted(*args: Any) -> Any:
-    before = emulate.counts()
-    result = evaluate(*args)
-    evaluations.append(difference(before))
-    seen.clear()
+def evaluate_counted(task: main.Task, loader: Loader) -> Any:
+    found["steps"] = differences()
+    evaluate(task, loader)  # the first time metrics are grouped
+    for times in (1, 2):
+        again = Again(loader, times)
+        mark()
+        result = evaluate(task, again)  # type: ignore[arg-type]
+        mark()
+        found[str(times)] = differences()[-1]
+    found["batches"] = dict(Counter(found.pop("2")) - Counter(found.pop("1")))
     return result
 
 
-Run.end_step, main.evaluate = mark, evaluate_counted
+Run.end_step, main.evaluate = end_step_marked, evaluate_counted  # type: ignore[method-assign]
 with failures.one_line_errors():
     main.main()
-found = {"steps": steps[-2:], "evaluations": evaluations, "kernels": emulate.counts()["kernels"]}
-print(json.dumps(found))
+print(json.dumps({**found, "kernels": emulate.counts()["kernels"]}))

@@ -1,12 +1,16 @@
 """Short real runs on a handful of demo pictures, on the CPU. Keep them passing as you edit."""
 
+import itertools
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
+import traceback
 from pathlib import Path
+from typing import Any, cast
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -14,10 +18,12 @@ import torch
 import demo_set
 import main
 import model
+import recipe
 from dataset import AUGMENTATIONS, build_dataset
 from engine.data import loading
-from engine.ranks import distributed
+from engine.ranks import distributed, gradients
 from engine.ranks.process import is_debugged
+from engine.run import machine
 
 ROOT = Path(__file__).resolve().parent.parent
 # 37 pictures fill no batch evenly, 11 come out evenly on no number of ranks.
@@ -115,6 +121,42 @@ def test_loader_workers_change_no_sample(data: Path) -> None:
     for parts, others in zip(*batches, strict=True):
         for part, other in zip(parts, others, strict=True):
             assert torch.equal(part, other), "make generators in __getitem__: README.md says how"
+
+
+def test_a_step_reads_nothing_off_the_device(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tensors of device "meta" have no values: to read one, such as loss.item(), fails here."""
+    device = torch.device("meta")
+    distributed.setup()
+    monkeypatch.setattr(distributed, "start_sum", lambda tensor: Mock())
+    args = main.parse_args(["--data", str(data), *FLAGS])
+    train_set, _, classes = build_dataset(args.data, args.image_size)
+    settings = machine.Settings(0, 1, False, "off")
+    loader = loading.build_train_loader(
+        train_set, len(classes), args.batch_size, 1, loading.Options(0, 2, False, args.seed)
+    )
+    net = model.build_model(args, classes).to(device)
+    criterion, metrics = model.build_criterion(args), model.build_metrics(classes)
+    task = main.Task(args, settings, device, classes, net, criterion, metrics)
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    stepper = main.Stepper(
+        *(net, cast(Any, net), optimizer, recipe.build_scheduler(optimizer, args, 9)),
+        *(torch.amp.GradScaler("cpu", enabled=False), gradients.Mean(net, device)),
+    )
+    run = Mock(epoch=0, passes=0, totals=torch.zeros(2, dtype=torch.float64, device=device))
+    run.is_due.return_value = False
+    report = Mock(progress=lambda loader, epoch: itertools.islice(loader, 2))
+    try:
+        main.train_one_epoch(task, stepper, loader, report, run)
+    except (NotImplementedError, RuntimeError) as error:
+        lines = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.line]
+        own = [frame for frame in lines if Path(frame.filename).parent == ROOT][-1]
+        pytest.fail(
+            f"{Path(own.filename).name}:{own.lineno}: {own.line}\nreads a value off the device in "
+            f"each step, or has a size that depends on one: the device waits ({error})"
+        )
+    finally:
+        distributed.teardown()
+    assert run.end_step.call_count == 2
 
 
 def test_metrics_are_the_same_on_any_number_of_ranks(run: Path, data: Path) -> None:

@@ -1,7 +1,7 @@
 """Optimizers and learning-rate schedules in checkpoints: what has to match, and how they resume."""
 
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +14,7 @@ from engine.run import sharded
 from engine.run.checkpoint import State
 
 Layout = dict[str, list]
+T = TypeVar("T", bound=Optimizer)
 
 
 class Stateful(Protocol):
@@ -123,7 +124,7 @@ def load_states(
             try:
                 saved = state[name]
                 if isinstance(part, Optimizer):
-                    saved = sharded.distribute(saved, part)
+                    saved = sharded.distribute(_with_kernels(saved, part), part)
                 part.load_state_dict({**saved, **by_flags.get(name, {})})
             except (LookupError, RuntimeError, TypeError, ValueError) as error:
                 reason = " ".join(str(error).split())[:200]
@@ -132,6 +133,21 @@ def load_states(
             distributed.say(f"{path} has no {name}: it starts from its initial state")
         if isinstance(part, Optimizer):
             _match_strides(part)
+            fill_momenta(part)
+
+
+def fill_momenta(optimizer: T) -> T:
+    """Give each weight of a fused SGD a momentum, of 0, and return the optimizer.
+
+    torch would begin with what is in memory if GradScaler skips the first step, and fail if only
+    some weights have one, as after --freeze-backbone.
+    """
+    for group in optimizer.param_groups:
+        if isinstance(optimizer, torch.optim.SGD) and group["fused"] and group["momentum"]:
+            for weight in group["params"]:
+                if optimizer.state[weight].get("momentum_buffer") is None:
+                    optimizer.state[weight]["momentum_buffer"] = torch.zeros_like(weight)
+    return optimizer
 
 
 def _settings(optimizer: Optimizer, scheduler: LambdaLR, step: int) -> dict[str, State]:
@@ -150,6 +166,16 @@ def _settings(optimizer: Optimizer, scheduler: LambdaLR, step: int) -> dict[str,
             "_last_lr": lrs,
         },
     }
+
+
+def _with_kernels(saved: State, optimizer: Optimizer) -> State:
+    """Return an optimizer's state with the kernels of `optimizer`; another device has others."""
+    kernels = [
+        {name: group[name] for name in ("fused", "foreach") if name in group}
+        for group in optimizer.param_groups
+    ]
+    pairs = zip(saved["param_groups"], kernels, strict=True)
+    return {**saved, "param_groups": [{**group, **own} for group, own in pairs]}
 
 
 def _match_strides(optimizer: Optimizer) -> None:
