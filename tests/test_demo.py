@@ -13,7 +13,7 @@ from PIL import Image
 from running import Project, rows, run
 
 RUN = Path("runs/default")  # where a run leaves its files unless told otherwise
-SMALL = "--epochs 1 --arch shufflenet_v2_x0_5 --overfit 24 --batch-size 8"
+SMALL = "--epochs 1 --arch shufflenet_v2_x0_5"
 PROMISED = {"classification": ("top1", 0.90), "segmentation": ("miou", 0.70)}
 EPOCHS = {"classification": 3, "segmentation": 1}  # enough for these; the demo's own are 5 and 2
 
