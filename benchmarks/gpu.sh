@@ -85,7 +85,7 @@ measure() { # PART SHARE SCRIPT [FLAG ...]: run it for SHARE percent of the part
         ((result == 124)) && why="out of time"
         echo "$part failed with status $result after $((SECONDS - began)) of $seconds s: $why" | tee /dev/stderr
     else
-        sed '1,2d; /./,$!d' "$log.out" # without the machine and the flags
+        sed -n '/^speed: \|^|/,$p' "$log.out" # the tables
         echo "$part: $((SECONDS - began)) of $seconds s" >&2
     fi
 }

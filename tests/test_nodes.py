@@ -120,6 +120,7 @@ def test_elastic_torchrun(project: Project, data: Path, tmp_path: Path) -> None:
     mark, port = uuid.uuid4().hex, free_port()
     more = "--nnodes=1:3 --nproc-per-node=1 --rdzv-backend=c10d --rdzv-id=x --max-restarts=2"
     where = ["--rdzv-endpoint", f"127.0.0.1:{port}", "--local-addr", "127.0.0.1"]
+    where += ["--rdzv-conf", "last_call_timeout=4"]  # for a third node: 30 s otherwise, each round
     words = flags(data, tmp_path, "--image-size", 32, "--epochs", 1000)
     command = [sys.executable, "-m", "torch.distributed.run", *more.split(), *where]
     nodes: list[subprocess.Popen] = []
