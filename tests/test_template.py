@@ -41,6 +41,7 @@ SHARED = {
     "engine/data/balance.py",
     "engine/data/counts.py",
     "engine/data/depth.py",
+    "engine/data/handover.py",
     "engine/data/images.py",
     "engine/data/listing.py",
     "engine/data/lists.py",

@@ -41,6 +41,7 @@ data/                 from files to batches on the device
   balance             classes of unequal size: weights, balanced draws
   overfit             --overfit: a few images, always in the same crops
   samples             a data set with seeded samples; says at which one a loader worker failed
+  handover            batches from loader workers, in memory that is used again
   loading             who loads which sample; loader workers; normalization
 
 run/                  one training run, its files and its reports

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from PIL import Image, ImageFile, ImageOps, UnidentifiedImageError
 from torch import Tensor
-from torchvision.transforms import InterpolationMode as Mode
+from torch.nn.functional import interpolate
 from torchvision.transforms.v2 import functional as F
 
 from engine.data import depth, stacks
@@ -127,17 +127,17 @@ class LazyImage:
         part = self.decode(shrink)[max(top, 0) : bottom, max(left, 0) : right]
         # A copy, because augmentation may change it. Its channels are first only by its strides:
         # in memory they stay last, which is faster from here on.
-        pixels = torch.from_numpy(np.array(part))
-        pixels = pixels[None] if self.is_mask else pixels.movedim(2, 0)
+        pixels = torch.from_numpy(part[None].copy())
+        pixels = pixels[None] if self.is_mask else pixels.permute(0, 3, 1, 2)
         rows, columns = part.shape[:2]
         if (rows, columns) != (height, width):
             before = max(-left, 0), max(-top, 0)
             after = width - columns - before[0], height - rows - before[1]
             pixels = F.pad(pixels, [*before, *after], fill=fill)
-        if size and pixels.shape[1:] != size:
-            mode = Mode.NEAREST_EXACT if self.is_mask else Mode.BILINEAR
-            pixels = F.resize(pixels, list(size), mode, antialias=not self.is_mask)
-        return pixels[0] if self.is_mask else pixels
+        if size and pixels.shape[2:] != size:
+            mode = "nearest-exact" if self.is_mask else "bilinear"
+            pixels = interpolate(pixels, size, mode=mode, antialias=not self.is_mask)
+        return pixels[0, 0] if self.is_mask else pixels[0]
 
     def snap(self, box: Box, size: tuple[int, int] | None) -> Box:
         """Return the `box` rounded to the decoder's grid, by less than a pixel of the result.
