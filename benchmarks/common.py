@@ -3,6 +3,7 @@
 import argparse
 import contextlib
 import csv
+import math
 import multiprocessing
 import os
 import platform
@@ -12,6 +13,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
@@ -26,6 +28,7 @@ CLASSES = 4
 VOID = 255
 DISTINCT = 1000  # images that are drawn at most; further ones are links to these
 TIMEOUT = 600  # seconds, of any process that is started here
+BEGAN = time.monotonic()
 
 
 def parser(description: str | None, tasks: Sequence[str] = TASKS) -> argparse.ArgumentParser:
@@ -38,6 +41,7 @@ def parser(description: str | None, tasks: Sequence[str] = TASKS) -> argparse.Ar
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     made.add_argument("--repeats", type=int, default=5, help="turns of each case; default: 5")
+    made.add_argument("--seconds", type=float, default=math.inf, help="after these, no new turn")
     made.add_argument("--task", choices=tasks, default=tasks[0], help=f"default: {tasks[0]}")
     return made
 
@@ -176,13 +180,16 @@ def in_child(function: Callable[..., float], *args: Any, **options: Any) -> floa
 Cases = dict[str, Callable[[], float] | None]
 
 
-def interleave(cases: Cases, repeats: int) -> dict[str, list[float]]:
+def interleave(cases: Cases, repeats: int, seconds: float = math.inf) -> dict[str, list[float]]:
     """Call each case once per repeat, in turn, so that what slows the machine slows all alike.
 
+    No repeat but the first begins later than `seconds` after the benchmark.
     Return {case: its figures}; of a case that is None, for what is not installed, no figures.
     """
     figures: dict[str, list[float]] = {name: [] for name in cases}
     for repeat in range(repeats):
+        if repeat and time.monotonic() - BEGAN > seconds:
+            break
         for name, case in cases.items():
             if case:
                 figures[name].append(case())
@@ -208,10 +215,14 @@ def table(
         spread = f"{min(ratios):.2f}..{max(ratios):.2f}"
         median = f"{scale * statistics.median(found):.4g}"
         rows.append((name, median, f"{statistics.median(ratios):.2f}", spread))
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    rule = tuple("-" * width for width in widths)
     print(f"\nspeed: {baseline} = 1\n")
-    for row in (rows[0], rule, *rows[1:]):
+    markdown(rows)
+
+
+def markdown(rows: Sequence[tuple[str, ...]]) -> None:
+    """Print a table, the first row of which is its head."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in (rows[0], tuple("-" * width for width in widths), *rows[1:]):
         cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
         print(f"| {' | '.join(cells)} |")
     print(flush=True)
@@ -225,16 +236,31 @@ def cpus() -> int:
 
 def say_machine(settings: argparse.Namespace) -> None:
     """Print what it runs on, and with which flags."""
+    print(machine())
+    words = (f"--{name.replace('_', '-')} {value}" for name, value in vars(settings).items())
+    print(" ".join(words), flush=True)
+
+
+def machine() -> str:
+    """Return a line about this machine: CPU, GPUs, driver, versions."""
     import torch
     import torchvision
 
     lines = Path("/proc/cpuinfo").read_text().splitlines() if sys.platform == "linux" else []
     models = [line.split(": ", 1)[-1] for line in lines if line.startswith("model name")]
-    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-    print(
-        f"{models[0] if models else platform.processor()}, {cpus()} CPUs"
-        + "".join(f", {gpu}" for gpu in gpus)
-        + f"; torch {torch.__version__}, torchvision {torchvision.__version__}, "
+    parts = [f"{models[0] if models else platform.processor()}, {cpus()} CPUs"]
+    if torch.accelerator.is_available():
+        kind = torch.accelerator.current_accelerator().type
+        of_kind = torch.get_device_module(kind)
+        name = getattr(of_kind, "get_device_name", lambda i: f"{kind}:{i}")
+        parts += [name(i) for i in range(torch.accelerator.device_count())]
+        with contextlib.suppress(OSError, subprocess.SubprocessError):
+            query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+            found = subprocess.check_output(query, text=True, timeout=30).splitlines()
+            parts += [f"driver {version}" for version in sorted({*found})]
+        cuda, cudnn = torch.version.cuda, torch.backends.cudnn.version()
+        parts += [f"CUDA {cuda}", f"cuDNN {cudnn}"] if cuda else [kind]
+    return (
+        f"{', '.join(parts)}; torch {torch.__version__}, torchvision {torchvision.__version__}, "
         f"Python {platform.python_version()}"
     )
-    print(" ".join(f"--{k.replace('_', '-')} {v}" for k, v in vars(settings).items()), flush=True)

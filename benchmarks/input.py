@@ -27,8 +27,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-os.environ["CUDA_VISIBLE_DEVICES"] = ""  # nothing here runs on a GPU, and the processes are forked
-
 import common
 import numpy as np
 import simplejpeg
@@ -141,18 +139,20 @@ def reference(read: Callable[..., tuple], data: Path, reads: int) -> DataLoader:
     )
 
 
-def ours(side: int, data: Path, reads: int, has_simplejpeg: bool = True) -> DataLoader:
-    """The project's own loader, of `data` as it is or prepared."""
+def ours(
+    side: int, data: Path, reads: int, has_simplejpeg: bool = True, workers: int = 1
+) -> DataLoader:
+    """The project's own loader, of `data` as it is or prepared; pinned where there is a GPU."""
     from dataset import build_dataset
     from engine.data import images, loading
     from engine.ranks import distributed
 
     if not has_simplejpeg:
         images.simplejpeg = None
-    distributed.setup()
+    is_gpu = distributed.setup().type != "cpu"
     dataset, _, classes = build_dataset(data, side)
     part = Subset(dataset, picks(dataset, reads))
-    options = loading.Options(workers=1, prefetch=2, pin_memory=False, seed=0)
+    options = loading.Options(workers, prefetch=2, pin_memory=is_gpu, seed=0)
     return loading.build_train_loader(part, len(classes), BATCH, 1, options)
 
 
@@ -193,6 +193,7 @@ def main() -> None:
     parser.add_argument("--side", type=int, help="of the crops; default: the project's own")
     parser.add_argument("--reads", type=int, help=f"images for a figure; default: {READS}")
     flags = parser.parse_args()
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # nothing here runs on a GPU; the processes are forked
     with common.generated(flags.task) as folder:
         import dataset
 

@@ -1,7 +1,7 @@
-"""What the project's own machinery adds to a training step: with and without it, on the CPU.
+"""What the project's own machinery adds to a training step: with and without it.
 
-main.train_one_epoch of the project, with its own loader (no workers) over images in memory, so
-that everything happens in one process. The cases share one network:
+Two questions. By default, on the CPU: how much longer is a step of a real network? The cases share
+one network, and main.train_one_epoch has its own loader (no workers) over images in memory:
 
 as it is                      no terminal, so no progress bar is drawn; the baseline
 --save-every 10               with checkpoints, each flushed to the disk under the temporary folder
@@ -11,10 +11,16 @@ no keyed random numbers       seeding.seed does nothing, neither in a pass nor f
 no stop watcher               signals are not watched, nor whether the training hangs
 
 Whole epochs are timed and divided by their steps. Speeds above 1: that much faster without it.
+
+With --host: how much longer is the host busy with a step, beside a GPU that has to wait for it? All
+weights of the network are single numbers, and images have one pixel. CPU time of the main thread,
+against a bare loop around DistributedDataParallel that normalises the same batches, with the same
+optimizer. --parts: what a step saves without one part of it.
 """
 
 import contextlib
 import os
+import statistics
 import time
 from argparse import Namespace
 from collections.abc import Callable, Iterator
@@ -25,14 +31,187 @@ from unittest import mock
 
 import common
 import torch
+from step import WARM_UP, Bench, Feed
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import TensorDataset
 from torchmetrics import MetricCollection
 
-BASELINE = "as it is"
+BASELINE, BARE = "as it is", "bare DDP loop"
+VIEWS = f"{BARE}, gradient_as_bucket_view"
 DEFAULTS = {
     "classification": "--arch resnet18 --image-size 64 --batch-size 16",
     "segmentation": "--encoder resnet18 --image-size 64 --batch-size 4",
 }
+HOST_DEFAULTS = {
+    "classification": "--arch resnet50 --batch-size 32",
+    "segmentation": "--arch unet --encoder resnet34 --batch-size 32",
+}
+
+
+class HostFeed(Feed):
+    """A Feed that takes the CPU time of the thread that trains, too."""
+
+    def __iter__(self) -> Iterator[tuple]:
+        for number, batch in enumerate(super().__iter__()):
+            now = time.thread_time()
+            if number == WARM_UP:
+                began = now
+            elif number == WARM_UP + self.steps:
+                self.cpu_seconds = now - began
+            yield batch
+
+
+class Shrunk(nn.Module):
+    """The modules and weights of `net`, each weight a single number, and hardly any computing.
+
+    (N, C, 1, 1) -> logits (N, classes), or (N, classes, 1, 1) if `is_dense`.
+    """
+
+    def __init__(self, net: nn.Module, classes: int, is_dense: bool) -> None:
+        super().__init__()
+        self.net, self.classes, self.is_dense = net, classes, is_dense
+        for module in net.modules():
+            for name, weight in module.named_parameters(recurse=False):
+                setattr(module, name, nn.Parameter(torch.zeros((1,) * weight.ndim)))
+        self.own = [*net.parameters()]
+
+    def forward(self, images: Tensor) -> Tensor:
+        sum = torch.cat([weight.view(1) for weight in self.own]).sum()
+        logits = (images[:, :1] + sum).expand(-1, self.classes, -1, -1)
+        return logits if self.is_dense else logits.flatten(1)
+
+
+class HostBench(Bench):
+    """Loops around a network of almost no size: of one layer, or with all layers of --arch."""
+
+    def __init__(self, args: Namespace, device: torch.device, is_whole: bool) -> None:
+        super().__init__(args, device)
+        self.is_whole = is_whole
+
+    def network(self) -> nn.Module:
+        net = super().network() if self.is_whole else nn.Linear(1, 1)
+        return Shrunk(net, len(self.classes), "encoder" in self.args).to(self.device)
+
+    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        import recipe
+
+        return recipe.build_optimizer(model, self.args)
+
+    def bare_ddp(self, **options: bool) -> Callable[[Feed], None]:
+        model = self.network()
+        devices = [self.device] if self.device.type != "cpu" else None
+        ddp_model = DistributedDataParallel(model, devices, **options)
+        optimizer = self.optimizer(model)
+        mean, std = (torch.rand(3, 1, 1, device=self.device) for _ in range(2))
+        has_amp = self.settings.amp != "off"
+
+        def loop(feed: Feed) -> None:
+            ddp_model.train()
+            for images, targets in feed:
+                images = images.to(self.device, non_blocking=True)
+                targets = targets.to(self.device, non_blocking=True).long()
+                images = images.float().div_(255).sub_(mean).div_(std)
+                with self.autocast() if has_amp else contextlib.nullcontext():
+                    loss = nn.functional.cross_entropy(ddp_model(images), targets)
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+
+        return loop
+
+
+def parts() -> dict[str, Callable[[], Any]]:
+    """Return, by name of a part of the step, what makes the context in which it does nothing."""
+    import main as project
+    import recipe
+    from engine.data import loading, seeding
+    from engine.ranks import distributed, gradients, stopping
+    from engine.run import machine, profiling
+    from engine.run.progress import Run
+    from engine.run.reporting import Reporter
+
+    def without(place: object, name: str, do: Callable[..., Any]) -> Callable[[], Any]:
+        return lambda: mock.patch.object(place, name, do)
+
+    null = contextlib.nullcontext()
+    scaler, scheduler = torch.amp.GradScaler, torch.optim.lr_scheduler.LambdaLR
+    return {
+        "seeding.seed": without(seeding, "seed", lambda *_: None),
+        "loading.normalize": without(loading, "normalize", lambda images, _: images.float()),
+        "transform_batch": without(project, "transform_batch", lambda x, y, *_: (x, y)),
+        "machine.autocast": without(machine, "autocast", lambda *_: null),
+        "machine.to_float32": without(machine, "to_float32", lambda outputs: outputs),
+        "profiling.mark": without(profiling, "mark", lambda _: null),
+        "mean.add": without(gradients.Mean, "add", lambda *_: 1),
+        "its collective": without(distributed, "start_sum", lambda _: Namespace(wait=lambda: None)),
+        "mean.finish": without(gradients.Mean, "finish", lambda *_: None),
+        "report.progress": without(Reporter, "progress", lambda _, loader, __: loader),
+        "report.loss": without(Reporter, "loss", lambda *_: None),
+        "recipe.clip_gradients": without(recipe, "clip_gradients", lambda *_: None),
+        "scaler.scale": without(scaler, "scale", lambda _, loss: loss),
+        "scaler.update": without(scaler, "update", lambda _: None),
+        "scheduler.step": without(scheduler, "step", lambda _: None),
+        "run.end_step": without(Run, "end_step", lambda _: None),
+        "of it the stop watcher": without(stopping, "end_step", lambda: None),
+    }
+
+
+def compare_hosts(flags: Namespace, folder: Path) -> None:
+    """Print the host's time for a step of ours and of bare loops, and what each part takes."""
+    import main as project
+    from engine.ranks import distributed
+
+    own = ["--data", str(folder), "--output-dir", str(folder / "run"), "--threads", "1"]
+    args = project.parse_args([*own, *flags.flags.split()])
+    device = distributed.setup()
+    side = (1, 1) if flags.task == "segmentation" else ()
+    images = torch.randint(256, (args.batch_size, 3, 1, 1), dtype=torch.uint8)
+    targets = torch.randint(common.CLASSES, (len(images), *side))
+    feed = HostFeed((images.to(device), targets.to(device)), flags.steps)
+    found: dict[str, list[list[str]]] = {}  # cells of a row, by name
+    for is_whole in (False, True):
+        bench = HostBench(args, device, is_whole)
+        walls: dict[str, list[float]] = {}
+
+        def case(name: str, loop: Callable, made: Callable, walls: dict = walls) -> float:
+            with made():
+                walls.setdefault(name, []).append(feed.time(loop))
+            return feed.cpu_seconds / feed.steps
+
+        nothing = contextlib.nullcontext
+        ours, views = bench.ours(), bench.bare_ddp(gradient_as_bucket_view=True)
+        cases: common.Cases = {
+            BARE: partial(case, BARE, bench.bare_ddp(), nothing),
+            VIEWS: partial(case, VIEWS, views, nothing),
+            BASELINE: partial(case, BASELINE, ours, nothing),
+        }
+        for name, made in parts().items() if flags.parts else ():
+            cases[name] = partial(case, name, ours, made)
+        common.interleave(cases, 1)
+        walls.clear()
+        figures = common.interleave(cases, flags.repeats)
+
+        for name in list(cases)[:3]:
+            times = [1e6 * statistics.median(own[name]) for own in (figures, walls)]
+            found.setdefault(name, []).append([f"{time:.0f}" for time in times])
+        for name in list(cases)[3:]:
+            saved = [difference(own[BASELINE], own[name]) for own in (figures, walls)]
+            found.setdefault(name, []).append(saved)
+        for name in (BARE, VIEWS):
+            more = [difference(own[BASELINE], own[name]) for own in (figures, walls)]
+            found.setdefault(f"ours - {name}", []).append(more)
+    distributed.teardown()
+    weights = sum(1 for _ in bench.network().parameters())
+    print("\n| us a step | one layer, CPU | in all | " + f"{weights} weights, CPU | in all |")
+    print("|---" * 5 + "|")
+    for name, cells in found.items():
+        print(f"| {name} | {' | '.join(cell for pair in cells for cell in pair)} |")
+
+
+def difference(these: list[float], those: list[float]) -> str:
+    """Return the median of differences within a turn, in microseconds."""
+    return f"{1e6 * statistics.median(a - b for a, b in zip(these, those, strict=True)):.0f}"
 
 
 def compare(flags: Namespace, folder: Path) -> dict[str, list[float]]:
@@ -67,7 +246,7 @@ def compare(flags: Namespace, folder: Path) -> dict[str, list[float]]:
         "scaler": torch.amp.GradScaler("cpu", enabled=False),
     }
     stepper = project.Stepper(
-        *(model, replicas.wrap(model, device)), **parts, mean=gradients.Mean(device)
+        *(model, replicas.wrap(model, device)), **parts, mean=gradients.Mean(model, device)
     )
     criterion, judged = build_criterion(args), MetricCollection({})
     task = project.Task(args, settings, device, classes, model, criterion, judged)
@@ -125,13 +304,20 @@ def compare(flags: Namespace, folder: Path) -> dict[str, list[float]]:
 
 def main() -> None:
     parser = common.parser(__doc__)
-    parser.add_argument("--steps", type=int, default=40, help="in a figure; default: 40")
+    parser.add_argument("--steps", type=int, help="in a figure; default: 40, with --host 100")
     parser.add_argument("--flags", help="of main.py, in quotes; default: by task")
+    parser.add_argument("--host", action="store_true", help="the host's time for a step")
+    parser.add_argument("--parts", action="store_true", help="with --host: by part, too")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="with --host")
     flags = parser.parse_args()
-    flags.flags = flags.flags or DEFAULTS[flags.task]
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    flags.flags = flags.flags or (HOST_DEFAULTS if flags.host else DEFAULTS)[flags.task]
+    flags.steps = flags.steps or (100 if flags.host else 40)
+    if flags.device == "cpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
     with common.generated(flags.task) as folder:
         common.say_machine(flags)
+        if flags.host:
+            return compare_hosts(flags, folder)
         figures = compare(flags, folder)
     common.table(figures, "ms a step", BASELINE, scale=1000)
 

@@ -31,12 +31,14 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=int, required=True)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    cuda = torch.cuda.is_available()
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
-    if cuda:
-        torch.cuda.set_device(device)
+    gpu = torch.accelerator.is_available()
+    device = torch.device("cpu")
+    if gpu:
+        kind = torch.accelerator.current_accelerator().type
+        device = torch.device(kind, int(os.environ["LOCAL_RANK"]))
+        torch.get_device_module(kind).set_device(device)
         torch.backends.cudnn.benchmark = True
-    dist.init_process_group("nccl" if cuda else "gloo")
+    dist.init_process_group(dist.get_default_backend_for_device(device))
 
     transform = transforms.Compose(
         [
@@ -53,13 +55,13 @@ def main() -> None:
         args.batch_size,
         sampler=sampler,
         num_workers=args.workers,
-        pin_memory=cuda,
+        pin_memory=gpu,
         drop_last=True,
         persistent_workers=args.workers > 0,
     )
     net = torchvision.models.get_model(args.arch, num_classes=len(dataset.classes)).to(device)
     model = DistributedDataParallel(
-        net.to(memory_format=torch.channels_last), [device] if cuda else None
+        net.to(memory_format=torch.channels_last), [device] if gpu else None
     )
     optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9, weight_decay=1e-4)
     scaler = torch.amp.GradScaler(device.type, enabled=args.amp == "fp16")

@@ -22,8 +22,8 @@ SETTINGS = {  # flags of main.py, and images in an epoch
 
 def main() -> None:
     parser = common.parser(__doc__, tuple(SETTINGS))
-    gpus = torch.cuda.device_count()
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if gpus else "cpu")
+    gpus = torch.accelerator.device_count()
+    parser.add_argument("--device", choices=("cpu", "gpu"), default="gpu" if gpus else "cpu")
     parser.add_argument("--ranks", type=int, default=max(2, gpus), help="default: all GPUs, or 2")
     parser.add_argument("--threads", type=int, default=1, help="of each rank; default: 1")
     parser.add_argument("--workers", type=int, default=0, help="of each rank; default: 0")

@@ -14,12 +14,14 @@ timm's manner     its create_optimizer_v2 (adamw), its LabelSmoothingCrossEntrop
 Accelerate        Accelerator.prepare for network and optimizer, accelerator.backward
 Lightning         Trainer.fit, automatic optimization; logger, progress bar and checkpoints off
 
-CPU, small, by default. With `--device cuda`: ResNet-50 at 224 pixels, or U-Net with ResNet-34 at
-512, in bf16, batches of 128 or 16.
+CPU, small, by default. With `--device gpu`: ResNet-50 at 224 pixels, or U-Net with ResNet-34 at
+512, in bf16, batches of 128 or 16. With `--compile`: only ours, without that flag of main.py and
+with it.
 """
 
 import importlib.util
 import os
+import sys
 import time
 import warnings
 from argparse import Namespace
@@ -38,8 +40,8 @@ WARM_UP = 5  # batches before the clock starts
 SETTINGS = {  # (device, task): flags of main.py, and steps in a figure
     ("cpu", "classification"): ("--arch resnet18 --image-size 64 --batch-size 16", 20),
     ("cpu", "segmentation"): ("--encoder resnet18 --image-size 64 --batch-size 4", 20),
-    ("cuda", "classification"): ("--arch resnet50 --image-size 224 --batch-size 128", 50),
-    ("cuda", "segmentation"): ("--encoder resnet34 --image-size 512 --batch-size 16", 50),
+    ("gpu", "classification"): ("--arch resnet50 --image-size 224 --batch-size 128", 50),
+    ("gpu", "segmentation"): ("--encoder resnet34 --image-size 512 --batch-size 16", 50),
 }
 
 
@@ -57,35 +59,61 @@ class Feed:
     def __iter__(self) -> Iterator[tuple]:
         for number in range(len(self)):
             if number in (WARM_UP, WARM_UP + self.steps):
-                if self.batch[0].is_cuda:
-                    torch.cuda.synchronize()
+                if self.batch[0].device.type != "cpu":
+                    torch.accelerator.synchronize()
                 now = time.perf_counter()
                 if number == WARM_UP:
                     began = now
                 self.seconds = now - began if number > WARM_UP else 0.0
             yield self.batch
 
-    def time(self, loop: Callable[["Feed"], Any]) -> float:
+    def time(self, loop: "Loop") -> float:
         """Return the seconds that a step of `loop` takes."""
         loop(self)
         return self.seconds / self.steps
 
 
+Loop = Callable[[Feed], Any]
+
+
 class Bench:
     """What the loops share. Each gets a network and an optimizer of its own."""
 
-    def __init__(self, args: Namespace, device: torch.device) -> None:
+    def __init__(self, folder: Path, words: str) -> None:
+        """words: flags of the project's main.py, in one string."""
+        import main
         from engine.data import loading
+        from engine.ranks import distributed
         from engine.run import machine
         from model import build_criterion
 
-        self.args = args
+        own = ["--data", str(folder), "--output-dir", str(folder / "run")]
+        self.args = args = main.parse_args([*own, *words.split()])
+        device = distributed.setup()
+        torch.backends.cudnn.benchmark = True  # as main.train_one_epoch sets it
         self.settings = machine.set_up(device, 0, args.threads, False, args.amp, bytes_per_worker=0)
         self.device = device
         self.classes = [f"class{number}" for number in range(common.CLASSES)]
         self.autocast = partial(machine.autocast, self.settings.amp, device)
         self.to_device = partial(loading.to_device, device=device)
         self.loss_and_count = build_criterion(args)
+
+    def loops(self) -> dict[str, Callable[[], Loop] | None]:
+        """Return what builds each loop, by name; None for what is not installed."""
+        device_ids = None if self.device.type == "cpu" else [self.device]
+        made: dict[str, Callable[[], Loop] | None] = {
+            "bare loop": partial(self.bare, lambda model: model),
+            "bare DDP loop": partial(
+                self.bare, partial(DistributedDataParallel, device_ids=device_ids)
+            ),
+            "ours": self.ours,
+            "ours, --compile": partial(self.ours, is_compiled=True),
+        }
+        for name in ("timm", "accelerate", "lightning"):
+            if name != "timm" or "encoder" not in self.args:
+                installed = importlib.util.find_spec(name)
+                made[name] = getattr(self, name) if installed else None
+        return made
 
     def network(self) -> nn.Module:
         from model import build_model
@@ -109,23 +137,29 @@ class Bench:
         loss, count = self.loss_and_count(outputs.float(), targets)
         return loss / count
 
-    def ours(self) -> Callable[[Feed], Any]:
+    def ours(self, is_compiled: bool = False) -> Loop:
+        return self.ours_and_run(is_compiled)[1]
+
+    def ours_and_run(self, is_compiled: bool = False) -> tuple[Any, Loop]:
         import main
         import recipe
         from engine.data import loading
         from engine.ranks import gradients, replicas
+        from engine.run import machine
         from engine.run.folder import RunFolder
         from engine.run.progress import Run
         from engine.run.reporting import Reporter
 
         args, model = self.args, self.network()
+        if is_compiled:
+            machine.compile_network(model)
         optimizer = recipe.build_optimizer(model, args)
         parts = {
             "optimizer": optimizer,
             "scheduler": recipe.build_scheduler(optimizer, args, 10**6),
             "scaler": torch.amp.GradScaler(self.device.type, enabled=self.settings.amp == "fp16"),
         }
-        mean = gradients.Mean(self.device)
+        mean = gradients.Mean(model, self.device)
         stepper = main.Stepper(model, replicas.wrap(model, self.device), **parts, mean=mean)
         judged = MetricCollection({})
         task = main.Task(
@@ -152,9 +186,9 @@ class Bench:
             with run.stoppable(), report:
                 main.train_one_epoch(task, stepper, feed, report, run)  # type: ignore
 
-        return loop
+        return run, loop
 
-    def bare(self, wrap: Callable[[nn.Module], nn.Module]) -> Callable[[Feed], None]:
+    def bare(self, wrap: Callable[[nn.Module], nn.Module]) -> Loop:
         model = wrap(self.network())
         optimizer = self.optimizer(model)
 
@@ -169,7 +203,7 @@ class Bench:
 
         return loop
 
-    def timm(self) -> Callable[[Feed], None]:
+    def timm(self) -> Loop:
         from timm.loss import LabelSmoothingCrossEntropy
         from timm.optim import create_optimizer_v2
 
@@ -189,7 +223,7 @@ class Bench:
 
         return loop
 
-    def accelerate(self) -> Callable[[Feed], None]:
+    def accelerate(self) -> Loop:
         from accelerate import Accelerator
 
         accelerator = Accelerator(
@@ -209,7 +243,7 @@ class Bench:
 
         return loop
 
-    def lightning(self) -> Callable[[Feed], None]:
+    def lightning(self) -> Loop:
         import lightning
 
         bench = self
@@ -235,7 +269,7 @@ class Bench:
 
         def loop(feed: Feed) -> None:
             trainer = lightning.Trainer(
-                accelerator="gpu" if self.device.type == "cuda" else "cpu",
+                accelerator="cpu" if self.device.type == "cpu" else "auto",
                 devices=1,
                 max_epochs=1,
                 precision=precision,
@@ -250,9 +284,10 @@ class Bench:
 
 def main() -> None:
     parser = common.parser(__doc__)
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="default: cpu")
-    parser.add_argument("--steps", type=int, help="in a figure; default: 20, with cuda 50")
+    parser.add_argument("--device", choices=("cpu", "gpu"), default="cpu", help="default: cpu")
+    parser.add_argument("--steps", type=int, help="in a figure; default: 20, on a GPU 50")
     parser.add_argument("--flags", help="of main.py, in quotes; default: by device and task")
+    parser.add_argument("--compile", action="store_true", help="ours only, without it and with it")
     flags = parser.parse_args()
     defaults, steps = SETTINGS[flags.device, flags.task]
     flags.flags, flags.steps = flags.flags or defaults, flags.steps or steps
@@ -262,28 +297,25 @@ def main() -> None:
     with common.generated(flags.task) as folder:
         common.say_machine(flags)
         figures = compare(flags, folder)
-    common.table(figures, "ms a step", "bare loop", scale=1000)
+    common.table(figures, "ms a step", next(iter(figures)), scale=1000)
 
 
 def compare(flags: Namespace, folder: Path) -> dict[str, list[float]]:
-    import main as project
     from engine.ranks import distributed
 
-    own = ["--data", str(folder), "--output-dir", str(folder / "run")]
-    args = project.parse_args([*own, *flags.flags.split()])
-    device = distributed.setup()
-    bench = Bench(args, device)
+    bench = Bench(folder, flags.flags)
+    if (bench.device.type == "cpu") != (flags.device == "cpu"):
+        sys.exit(f"--device {flags.device}: torch finds only {bench.device}")
     feed = Feed(bench.batch(), flags.steps)
-    wrap = partial(DistributedDataParallel, device_ids=[device] if device.type == "cuda" else None)
-    loops = {"bare loop": bench.bare(lambda model: model), "bare DDP loop": bench.bare(wrap)}
-    loops["ours"] = bench.ours()
-    for name in ("timm", "accelerate", "lightning"):
-        if name != "timm" or flags.task == "classification":
-            installed = importlib.util.find_spec(name)
-            loops[name] = getattr(bench, name)() if installed else None
+    ours = ("ours", "ours, --compile")
+    loops = {
+        name: build and build()
+        for name, build in bench.loops().items()
+        if (name in ours if flags.compile else name != ours[1])
+    }
     cases = {name: loop and partial(feed.time, loop) for name, loop in loops.items()}
     common.interleave(cases, 1)  # to warm up
-    figures = common.interleave(cases, flags.repeats)
+    figures = common.interleave(cases, flags.repeats, flags.seconds)
     distributed.teardown()
     return figures
 

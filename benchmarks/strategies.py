@@ -32,9 +32,9 @@ def train_here(project: str, output: str, *words: str) -> None:
     import main
 
     main.main(["--output-dir", output, *words])
-    if torch.cuda.is_available():
-        devices = range(torch.cuda.device_count())
-        peak = max(torch.cuda.max_memory_allocated(device) for device in devices)
+    if torch.accelerator.is_available():
+        devices = range(torch.accelerator.device_count())
+        peak = max(torch.get_device_module().max_memory_allocated(device) for device in devices)
     else:
         import resource
 
@@ -65,16 +65,13 @@ def table(found: dict[str, list[tuple[float, float, float]]], memory: str) -> No
         spread = f"{min(ratios):.2f}..{max(ratios):.2f}"
         speed = f"{statistics.median(ratios):.2f}"
         rows.append((name, f"{time:.3g}", speed, spread, f"{score:.3f}", f"{peak:.0f}"))
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in (rows[0], tuple("-" * width for width in widths), *rows[1:]):
-        cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
-        print(f"| {' | '.join(cells)} |")
+    common.markdown(rows)
 
 
 def main() -> None:
     parser = common.parser(__doc__)
-    gpus = torch.cuda.device_count()
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if gpus else "cpu")
+    gpus = torch.accelerator.device_count()
+    parser.add_argument("--device", choices=("cpu", "gpu"), default="gpu" if gpus else "cpu")
     parser.add_argument("--ranks", type=int, default=max(2, gpus), help="default: all GPUs, or 2")
     parser.add_argument("--batch-size", type=int, default=64, help="images per step; default: 64")
     parser.add_argument("--images", type=int, default=960, help="in an epoch; default: 960")
@@ -86,8 +83,8 @@ def main() -> None:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     flags.flags = flags.flags or FLAGS[flags.task]
     common.say_machine(flags)
-    has_gpus = flags.device == "cuda" and gpus > 1
-    if flags.device == "cuda" and not has_gpus:
+    has_gpus = flags.device == "gpu" and gpus > 1
+    if flags.device == "gpu" and not has_gpus:
         flags.ranks = 1
     with common.generated(flags.task) as folder:
         import demo_set
@@ -123,7 +120,7 @@ def main() -> None:
         if flags.ranks > 1:
             cases |= many
         common.interleave({name: case(name, *how) for name, how in cases.items()}, flags.repeats)
-    table(found, "of GPU memory" if flags.device == "cuda" else "of memory")
+    table(found, "of GPU memory" if flags.device == "gpu" else "of memory")
     if not has_gpus:
         left_out = "DP" if flags.ranks > 1 else "DP, DDP and FSDP"
         print(f"left out, for it needs several GPUs: {left_out}")

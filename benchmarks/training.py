@@ -67,7 +67,7 @@ def main() -> None:
             "ours, prepared": lambda: ours(prepared),
         }
         cases = {name: case(name, train) for name, train in trainings.items()}
-        figures = common.interleave(cases, flags.repeats)
+        figures = common.interleave(cases, flags.repeats, flags.seconds)
     common.table(figures, "images/s", REFERENCE, is_rate=True)
     for name, shares in waits.items():
         print(f"waiting for images, {name}: {statistics.median(shares):.1%}")

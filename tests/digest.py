@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 
-SPEED = ("img_per_s", "train_seconds", "data_wait")
+SPEED = ("img_per_s", "train_seconds", "data_wait", "peak_memory")
 
 
 def digest(folder: str | Path) -> str:

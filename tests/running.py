@@ -59,9 +59,10 @@ ENVIRONMENT = {
 class Project:
     """A generated project in a path with a space, and small data for it."""
 
-    def __init__(self, folder: Path, task: str) -> None:
+    def __init__(self, folder: Path, task: str, **env: str | None) -> None:
         self.folder = folder
         self.task = task
+        self.env = env  # of what `call` and `fork` run
         self.server: subprocess.Popen | None = None
 
     def call(self, name: str, *args: object, fresh: bool = False) -> Any:
@@ -116,7 +117,8 @@ class Project:
         if self.server is None:
             self.mark = uuid.uuid4().hex
             command = [sys.executable, TESTS / "forked.py"]
-            self.server = start(command, self.mark, cwd=self.folder, stdin=subprocess.PIPE)
+            options = {"cwd": self.folder, "stdin": subprocess.PIPE, **self.env}
+            self.server = start(command, self.mark, **options)
         output = f"{folder}/said"
         self.server.stdin.write(json.dumps({**order, "output": output}, default=str) + "\n")
         self.server.stdin.flush()
@@ -173,20 +175,18 @@ def start(
     ranks: int = 2,
     cwd: Path | None = None,
     stdin: int | None = None,
-    **env: str,
+    **env: str | None,
 ) -> subprocess.Popen:
-    """Start a command whose descendants all carry `mark` in their environment."""
+    """Start a command whose descendants all carry `mark` in their environment.
+
+    env: more variables; None: not set.
+    """
+    own = {"NPROC": str(ranks), "PYTHON": sys.executable, "DDP_TEMPLATE_TEST": mark}
+    env = {**os.environ, **ENVIRONMENT, **own, **env}
     return subprocess.Popen(
         [str(part) for part in command],
         cwd=cwd,
-        env={
-            **os.environ,
-            **ENVIRONMENT,
-            "NPROC": str(ranks),
-            "PYTHON": sys.executable,
-            "DDP_TEMPLATE_TEST": mark,
-            **env,
-        },
+        env={name: value for name, value in env.items() if value is not None},
         stdin=stdin,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

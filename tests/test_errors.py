@@ -125,10 +125,10 @@ USAGE += "ncclInvalidUsage: This usually reflects invalid usage of NCCL library.
             "(size 9637888), error: No space left on device (28)",
             "--ipc=host",
         ),
-        (NCCL + CUDA + "Cuda failure 2 'out of memory'", "no free GPU memory"),
         (NCCL + CUDA + "Cuda failure 'invalid argument'", "NCCL_DEBUG=WARN"),
         (NCCL + SYSTEM, "NCCL_SOCKET_IFNAME"),
         (NCCL + USAGE, "NCCL_DEBUG=WARN"),
+        ("CUDA error: no kernel image is available for execution on the device", "get_arch_list"),
         ("[1]: params[0] in this process with sizes [2, 3] appears not to match sizes of the same "
          "param in process 0.", "another network"),
     ],

@@ -157,12 +157,6 @@ class TestLaunchers:
         for name in ("NPROC", "NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "MAX_RESTARTS"):
             assert name in usage
 
-    def test_more_ranks_than_gpus(self, project: Project) -> None:
-        """The check alone, on a machine that claims two GPUs."""
-        said = project.call("ranks.device_of_three", False)
-        assert said.startswith("3 ranks on this node but 2 GPU(s): start at most")
-        assert project.call("ranks.device_of_three", True) == "cpu"
-
 
 def srun_step(node: int, job: str) -> dict[str, str]:
     return {

@@ -48,7 +48,7 @@ def test_a_constant_is_copied_once_and_fit_for_training() -> None:
 def test_size_of_a_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     """Targets are counted, those with shares of the classes as one each."""
     monkeypatch.setattr(distributed, "start_sum", lambda _: None)
-    mean = gradients.Mean(torch.device("cpu"))
+    mean = gradients.Mean(torch.nn.Linear(1, 1), torch.device("cpu"))
     for targets, size in (
         (torch.zeros(6, dtype=torch.int64), 6),
         (torch.zeros(6, 4, 4, dtype=torch.int64), 96),

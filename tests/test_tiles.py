@@ -66,7 +66,7 @@ class TestTiles:
 
 def test_the_image_that_needs_too_much_memory() -> None:
     errors = (
-        (MemoryError(), "out of memory; lower it"),
+        (MemoryError(), "out of memory in a batch of 2; lower it"),
         (torch.OutOfMemoryError("Tried to allocate 2.00 GiB. G"), "out of GPU memory (asked for"),
     )
     for error, words in errors:

@@ -44,7 +44,7 @@ from engine.run import checkpoint, machine, mistakes, probing, profiling, record
 from engine.run.checkpoint import State
 from engine.run.flags import Help, Parser, add_image_arguments, add_machine_arguments, at_least
 from engine.run.folder import RunFolder
-from engine.run.metrics import check_logits, compute
+from engine.run.metrics import add_to, check_logits, compute
 from engine.run.mistakes import Drawing, Mistakes, Worst
 from engine.run.progress import Run
 from engine.run.replay import Replay, position, read_flags
@@ -79,7 +79,7 @@ class Task:
     device: torch.device
     classes: Sequence[str]
     model: nn.Module  # the bare network, which is evaluated and saved; with --ema its average
-    criterion: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]  # returns (sum, count)
+    criterion: Callable[[Tensor, Tensor], tuple[Tensor, Tensor | int]]  # returns (sum, count)
     metrics: MetricCollection
     format: Format = DEFAULT_FORMAT  # of the images
 
@@ -165,11 +165,11 @@ def train_one_epoch(
                 scaler.scale(loss_sum / size).backward()
         # The sums stay on the device and are reduced once per epoch: reading or reducing them at
         # every step would make the device, or every rank, wait.
-        run.totals += torch.stack((loss_sum.detach().double(), count.double()))
+        add_to(run.totals, loss_sum, count)
         report.loss(run.totals, optimizer.param_groups[-1]["lr"])
         if is_last:
             # DDP has averaged over the ranks, whose numbers of samples (labelled pixels) may differ.
-            stepper.mean.finish(ddp_model.parameters())
+            stepper.mean.finish()
             recipe.clip_gradients(ddp_model.parameters(), optimizer, scaler, args)
             scaler.step(optimizer)
             scaler.update()
@@ -192,7 +192,7 @@ def evaluate(task: Task, loader: Loader) -> tuple[dict[str, float], Mistakes]:
     torch.backends.cudnn.benchmark = False  # takes seconds for each image size
     model.eval()
     metrics.reset()
-    totals = torch.zeros(3, dtype=torch.float64, device=device)  # loss sum, count, stop requests
+    totals = machine.zeros(3, device)  # loss sum, count, stop requests
     worst, apply = Worst(device), functools.partial(infer, model, args=task.args)
     batches = (batch for group in loader for batch in group)  # one for each image size
     for images, targets, indices in loading.to_device(batches, device, task.format):
@@ -201,7 +201,7 @@ def evaluate(task: Task, loader: Loader) -> tuple[dict[str, float], Mistakes]:
                 outputs = apply(images)
             outputs = check_logits(outputs)
             loss_sum, count = task.criterion(outputs, targets)
-            totals[:2] += torch.stack((loss_sum.double(), count.double()))
+            add_to(totals, loss_sum, count)
             with seeding.in_any_order():
                 metrics.update(outputs, targets)
             worst.update(outputs, targets, indices)
@@ -253,7 +253,7 @@ def train(
     run.resume(state)
     if average:
         average.step = run.step
-    mean = gradients.Mean(device)
+    mean = gradients.Mean(model, device)
     recipe.freeze(frozen, run.epoch < args.freeze_backbone)
     wrap = functools.partial(replicas.wrap, model, device, args.strategy)
     stepper = Stepper(model, wrap(), optimizer, scheduler, scaler, mean, average)

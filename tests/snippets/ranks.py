@@ -9,25 +9,13 @@ from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 
-import torch
 import torch.distributed as dist
 from forked import fork, run, wait
 
 import main
 from engine.errors import UserError
-from engine.ranks import devices, distributed
+from engine.ranks import distributed
 from snippets.faulty import after_step
-
-
-def device_of_three(is_debugged: bool) -> str:
-    """The device of three ranks on a machine that claims two GPUs, or why there is none."""
-    torch.cuda.is_available = lambda: True
-    torch.cuda.device_count = lambda: 2
-    os.environ.update(LOCAL_RANK="0", LOCAL_WORLD_SIZE="3")
-    try:
-        return str(devices.pick(False, is_debugged))
-    except UserError as error:
-        return str(error)
 
 
 def local_rank(flag: str, given: str | None) -> int:

@@ -13,13 +13,15 @@ ranks/                processes that train together
   reaching            the store at MASTER_ADDR: nobody answers, or another has its port
   joining             ranks and nodes meet there: who is missing, or there twice
   agreeing            launchers of several nodes agree: to start, to start again, or to end
-  devices             which GPU is a rank's, and nccl or gloo
+  gpus                how many GPUs a rank will see, counted without torch
+  devices             which GPU is a rank's, and what carries its collectives
   distributed         the process group and its collectives: reduce_tensor, from_rank_zero, say, ...
   lockstep            which collectives each rank has started
   positions           where each rank is, asked while they wait for each other
   explaining          why they wait: the block that a hang or a lost rank prints
   answering           a thread that says where this rank is; a block before an abort of C++
   where               the same block of a running job, as a command
+  memory              how much of a GPU's memory was used; errors for want of it
   failures            an error on one rank ends all, and is printed once
   debugging           --debug-rank: a rank that waits for a debugger; holding an error for one
   replicas            DDP around the network, and the check that all ranks' weights are the same
@@ -50,6 +52,7 @@ run/                  one training run, its files and its reports
   machine             CPUs, threads, workers, mixed precision
   folder              --output-dir: which checkpoint to continue from, which saves stay
   checkpoint          the file format: plain types and a checksum
+  transfer            its tensors, copied from the GPU to the CPU with a single wait
   pretrained          --weights
   sizes               which image sizes a network takes
   sharded             --strategy fsdp: each rank trains a part of the weights
@@ -61,6 +64,7 @@ run/                  one training run, its files and its reports
   tiles               large images in overlapping tiles
   replay              --replay: a step of a run again, in a debugger
   reporting           start lines, progress bar, metrics.csv, TensorBoard
+  waiting             how long a GPU, or a CPU, has waited for batches
   stragglers          a rank that computes slower than the others
   records             metrics.csv, and a tracker if you add one
   profiling           --profile: a trace of some steps

@@ -17,7 +17,7 @@ from engine.check.report import Plan, describe
 from engine.check.survey import Survey
 from engine.data import prepared
 from engine.errors import UserError
-from engine.ranks import distributed
+from engine.ranks import distributed, gpus
 from engine.run import machine
 from engine.run.flags import add_image_arguments, at_least
 
@@ -27,7 +27,7 @@ NAMED = 10  # findings of a kind that are printed, but all broken files; check.c
 def add_arguments(parser: ArgumentParser, output: Path, image_size: int) -> None:
     """Add the flags of check_data.py."""
     given = os.environ.get("NPROC", "")
-    ranks = int(given) if given.isdecimal() and int(given) else torch.cuda.device_count() or 2
+    ranks = int(given) if given.isdecimal() and int(given) else gpus.count() or 2
     count, positive = at_least(0), at_least(1)
     add = parser.add_argument
     add("data", metavar="DIR", type=Path, help="as --data of main.py")
@@ -41,7 +41,7 @@ def add_arguments(parser: ArgumentParser, output: Path, image_size: int) -> None
 
 def prepare(data: Path) -> None:
     """Make this process ready to read; a UserError if `data` is prepared already."""
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # leave GPUs to those who need one
+    os.environ[gpus.VARIABLE] = ""  # leave GPUs to those who need one
     torch.set_num_threads(1)  # as in a loader worker
     distributed.setup(alone=True)
     if prepared.is_store(data):

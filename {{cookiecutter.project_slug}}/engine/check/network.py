@@ -16,7 +16,7 @@ from torch import Tensor
 
 from engine.check.preflight import MOST, Table, gather
 from engine.errors import shorten
-from engine.ranks import distributed
+from engine.ranks import distributed, gpus
 
 CLOCK_SECONDS = 1.0  # by which clocks may differ
 FLOATS, PAIR_FLOATS = 2**23, 2**21  # that are sent at a time: 32 and 8 MiB
@@ -79,8 +79,8 @@ def seconds(function: Callable[[], object], device: torch.device, times: int) ->
 
 
 def wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
 
 
 def rounds(count: int) -> Iterator[list[tuple[int, int]]]:
@@ -148,7 +148,7 @@ def judge(found: dict[tuple[int, int], tuple[float, float]], names: list[str]) -
 
 def record_nccl() -> Path | None:
     """Have nccl write what it does to a file; call it before the process group is set up."""
-    if not torch.cuda.is_available() or "NCCL_DEBUG" in os.environ:
+    if not gpus.count() or "NCCL_DEBUG" in os.environ:
         return None
     handle, name = tempfile.mkstemp(prefix="nccl-")
     os.close(handle)

@@ -49,7 +49,7 @@ def check_software(table: Table, root: Path, device: torch.device) -> None:
 
 
 def versions() -> dict[str, str]:
-    has_nccl = torch.cuda.is_available() and torch.distributed.is_nccl_available()
+    has_nccl = torch.distributed.is_initialized() and torch.distributed.get_backend() == "nccl"
     return {
         "python": platform.python_version(),
         **{name: metadata.version(name) for name in ("torch", "torchvision", "numpy")},
@@ -71,9 +71,12 @@ def code(root: Path) -> dict[str, str]:
 
 
 def hardware(device: torch.device) -> dict[str, str]:
-    if device.type != "cuda":
+    if device.type == "cpu":
         return {"CPU": "with gloo"}
-    found = torch.cuda.get_device_properties(device)
+    module = torch.get_device_module(device)
+    if not hasattr(module, "get_device_properties"):
+        return {"GPU": device.type}
+    found = module.get_device_properties(device)
     driver = ["unknown"]
     with contextlib.suppress(OSError):
         text = Path("/proc/driver/nvidia/version").read_text()

@@ -45,35 +45,42 @@ def setup(
 ) -> torch.device:
     """Join the process group that the launcher describes, or a group of one; return the device.
 
-    With GPUs: nccl, one GPU per rank. Without: gloo. A group that exists, as in a train function of
-    Ray's, is used with its own timeout and device.
+    With GPUs: nccl, or what torch has for their kind, and one GPU per rank. Without: gloo. A group
+    that exists, as in a train function of Ray's, is used with its own timeout and device.
     local_rank: used only if the launcher does not set LOCAL_RANK.
     timeout: seconds after which a collective fails; a week if a rank may be at a breakpoint.
     debugged: whether another rank may have a debugger.
-    alone: whether a group of one will do even in a job of several nodes.
+    alone: whether a group of one will do even in a job of several nodes, on the CPU.
     """
     _group.is_debugged = debugged or process.is_debugged()
     _group.timeout = timedelta(days=7) if _group.is_debugged else timedelta(seconds=timeout)
     _group.is_own = not dist.is_initialized()
     if not _group.is_own:
         return _take_up()
-    is_task = environment.adopt(alone)
+    environment.adopt(alone)
     if local_rank is not None:
         os.environ.setdefault("LOCAL_RANK", str(local_rank))
-    device = devices.pick(is_task, _group.is_debugged)
+    device, note = devices.pick(on_cpu=alone)
     if "RANK" in os.environ:
         _group.store, group_rank, size = reaching.open_store(_group.timeout)
         fault = joining.unreachable() if device.type == "cpu" else ""
-        _group.store = joining.join_ranks(_group.store, group_rank, size, _group.timeout, fault)
+        met = joining.join_ranks(
+            *(_group.store, group_rank, size, _group.timeout), {**note, "fault": fault}
+        )
+        _group.store, notes = met
+        device = devices.check(notes, device, _group.is_debugged)
     else:
         _group.store, group_rank, size = dist.HashStore(), 0, 1
+        devices.check([{**note, "host": ""}], device, _group.is_debugged)
     _group.store.set(protocol.process_of(group_rank), f"{environment.node()} {os.getpid()}")
+    if device.index is not None:
+        torch.accelerator.set_device_index(device)
     dist.init_process_group(
         devices.backend(device),
         store=_group.store,
         rank=group_rank,
         world_size=size,
-        device_id=device if device.type == "cuda" else None,
+        device_id=device if device.index is not None else None,
         timeout=_group.timeout,
     )
     return device
@@ -159,7 +166,7 @@ def reduce_tensor(tensor: Tensor, op: str = "sum") -> Tensor:
         wrong as soon as ranks hold different numbers of samples.
     """
     result = tensor.detach().clone()
-    dist.all_reduce(result, OPERATIONS["sum" if op == "mean" else op])
+    dist.all_reduce(devices.carried(result), OPERATIONS["sum" if op == "mean" else op])
     return result / world_size() if op == "mean" else result
 
 
@@ -168,16 +175,18 @@ def start_sum(tensor: Tensor) -> Pending:
 
     Collectives that follow, such as those of backward(), run meanwhile.
     """
-    return dist.all_reduce(tensor, async_op=True)
+    return dist.all_reduce(devices.carried(tensor), async_op=True)
 
 
 def broadcast(tensor: Tensor) -> None:
     """Overwrite `tensor` with rank 0's."""
-    dist.broadcast(tensor, src=0)
+    dist.broadcast(devices.carried(tensor), src=0)
 
 
 def gather(tensor: Tensor) -> Tensor:
     """Return the ranks' `tensor`s, of the same shape and dtype on each, stacked: (ranks, ...)."""
+    if not devices.has_collectives(tensor.device):  # in a group of one
+        return tensor[None]
     parts = [torch.empty_like(tensor) for _ in range(world_size())]
     dist.all_gather(parts, tensor)
     return torch.stack(parts)

@@ -3,17 +3,14 @@
 import contextlib
 import os
 import re
-import shutil
 import socket
-import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from engine.errors import UserError
+from engine.ranks import gpus
 
 PORT, LAST_PORT = 29500, 65535  # torchrun's; of TCP
-DEVICES = Path("/dev/nvidia0"), Path("/dev/kfd")  # of some containers; of AMD
 SPECIAL_STEPS = 2**32 - 16  # from here on SLURM's steps are not srun's, but salloc's shell and such
 
 # What a person says to launch.sh, and what those call it that start it once on each node
@@ -63,7 +60,7 @@ def node() -> str:
 def prepare() -> tuple[Nodes, int]:
     """Return the nodes of launch.sh, and how many restarts there may be."""
     nodes = read_nodes()
-    nodes = replace(nodes, ranks=nodes.ranks or count_gpus() or 2)
+    nodes = replace(nodes, ranks=nodes.ranks or gpus.count() or 2)
     for name, default, least in (("MAX_RESTARTS", "0", 0), ("JOIN_TIMEOUT", "600", 1)):
         value = os.environ[name] = os.environ.get(name) or default
         if not (value.isdecimal() and int(value) >= least):
@@ -139,7 +136,7 @@ def _as_nodes(said: Said) -> Nodes:
     variable, text = said.get("NPROC", ("", "auto"))
     words = {"auto": 0, "gpu": 0, "cpu": os.cpu_count() or 1}  # torchrun's
     ranks = words[text] if text in words else number("NPROC", 0, 1)
-    if text == "gpu" and not count_gpus():
+    if text == "gpu" and not gpus.count():
         raise UserError(f"{variable}=gpu, but this node shows no GPU")
     port = number("MASTER_PORT", PORT, int(count > 1), LAST_PORT)
     host = said.get("MASTER_ADDR", ("", ""))[1]
@@ -159,29 +156,14 @@ def export_nodes(nodes: Nodes) -> None:
         os.environ.update(MASTER_ADDR=nodes.host, MASTER_PORT=str(nodes.port))
 
 
-def count_gpus() -> int:
-    """Return the number of GPUs that a rank will see, without torch if that can be."""
-    listed = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if listed is not None:
-        return 0 if listed.strip() == "-1" else len([gpu for gpu in listed.split(",") if gpu])
-    if shutil.which("nvidia-smi"):
-        done = subprocess.run(["nvidia-smi", "--list-gpus"], capture_output=True, text=True)
-        return len(re.findall("^GPU", done.stdout, re.MULTILINE))
-    if any(device.exists() for device in DEVICES):
-        import torch
-
-        return torch.cuda.device_count()
-    return 0
-
-
-def adopt(alone: bool = False) -> bool:
+def adopt(alone: bool = False) -> None:
     """Set torchrun's variables for a process that something else than torchrun started.
 
     alone: whether this process may be on its own in a job of several nodes; else that is a
-    UserError. Returns whether srun or mpirun started this one among others.
+    UserError.
     """
     if "RANK" in (env := os.environ):
-        return False
+        return
     if (tasks := read_tasks()) and tasks.ranks["WORLD_SIZE"] > 1:
         if not (tasks.host or env.get("MASTER_ADDR")):
             raise UserError(
@@ -189,13 +171,13 @@ def adopt(alone: bool = False) -> bool:
                 "rank 0's, on all of them (Open MPI: mpirun -x MASTER_ADDR=HOST)"
             )
         _set_rank(tasks.ranks, tasks.host, tasks.port)
-        return True
+        return
     if alone or (count := env.get("NNODES")) == "1":
-        return False
+        return
     if count:
         raise UserError(f"NNODES={count} is for ./launch.sh: start that, or unset NNODES")
     nodes = read_nodes(("MASTER_ADDR", "MASTER_PORT"))
-    ranks = nodes.ranks or (count_gpus() if nodes.count > 1 else 1)
+    ranks = nodes.ranks or (gpus.count() if nodes.count > 1 else 1)
     if ranks > 1:
         raise UserError(
             f"this job has {nodes.count} node(s) of {ranks} ranks: start ./launch.sh or torchrun "
@@ -204,7 +186,6 @@ def adopt(alone: bool = False) -> bool:
     if nodes.count > 1:
         values = zip(RANKS, (nodes.count, nodes.number, 1, 0), strict=True)
         _set_rank(dict(values), nodes.host, nodes.port)
-    return False
 
 
 def _set_rank(ranks: dict[str, int], host: str, port: int) -> None:

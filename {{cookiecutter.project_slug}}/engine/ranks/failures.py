@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import NoReturn
 
-import torch
 import torch.distributed as dist
 
 from engine.errors import UserError, print_error, shorten
@@ -26,6 +25,7 @@ from engine.ranks import (
     distributed,
     environment,
     explaining,
+    memory,
     names,
     positions,
     process,
@@ -56,10 +56,11 @@ def naming(
     try:
         yield
     except Exception as error:
-        if not (memory := lacking_memory(error)):
+        if not (lacking := memory.lacking(error)):
             raise
-        samples = shorten([name(int(index)) for index in indices])
-        raise OutOfMemory(f"{samples}: out of {memory}; {remedy}") from None
+        samples = [name(int(index)) for index in indices]
+        size = f" in a batch of {len(samples)}" if len(samples) > 1 else ""
+        raise OutOfMemory(f"{shorten(samples)}: out of {lacking}{size}; {remedy}") from None
 
 
 @contextlib.contextmanager
@@ -91,7 +92,7 @@ def one_line_errors(
         requeue.note_failure(MISTAKE)
         report(str(error), MISTAKE)
     except Exception as error:
-        for explain in (_disk_full, *explainers, _out_of_memory, _lost_rank):
+        for explain in (_disk_full, memory.explain, *explainers, _lost_rank):
             if line := explain(error):
                 debugging.hold(error)
                 is_mistake = isinstance(line, UserError)
@@ -180,25 +181,6 @@ def _disk_full(error: Exception) -> UserError | None:
     if not isinstance(error, OSError) or error.errno not in DISK_ERRORS:
         return None
     return UserError(f"{error.filename or 'a file'}: cannot be written ({error.strerror})")
-
-
-def _out_of_memory(error: Exception) -> UserError | None:
-    if not (memory := lacking_memory(error)):
-        return None
-    return UserError(
-        f"{names.own_rank()} is out of {memory}: lower --batch-size (--accumulate keeps the "
-        "global batch), --image-size or --workers, or use smaller images"
-    )
-
-
-def lacking_memory(error: Exception) -> str | None:
-    """Return the kind of memory, and how much was asked for, if `error` is for want of it."""
-    text = str(error)
-    on_gpu = isinstance(error, torch.OutOfMemoryError) or "_ALLOC_FAILED" in text  # cuDNN's
-    if not (on_gpu or isinstance(error, MemoryError) or "alloc_cpu" in text):
-        return None
-    found = re.search(r"(?:[tT]ried|Unable) to allocate ([\d.]+ ?\w+)", text)
-    return f"{'GPU memory' if on_gpu else 'memory'}{f' (asked for {found[1]})' if found else ''}"
 
 
 def _lost_rank(error: Exception) -> str | None:

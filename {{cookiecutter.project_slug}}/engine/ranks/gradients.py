@@ -1,27 +1,35 @@
 """The gradients of an optimizer step: of the mean over all samples of all ranks and passes."""
 
-from collections.abc import Iterable
+import itertools
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from engine.errors import UserError
-from engine.ranks import distributed
+from engine.ranks import devices, distributed
 
 
 class Mean:
-    """Turns summed gradients into those of the mean, where samples have unequal counts.
+    """Turns summed gradients of `model` into those of the mean, where samples have unequal counts.
 
     Ranks and passes hold different numbers of labelled pixels, so the mean of their means would
     weigh a pixel more where there are few. Each pass divides its sum of losses by `size`, the same
     on all, and the step divides by the count of all: one number, reduced during backward().
+
+    A count that is an int instead of a tensor has to be the size. Then it is the same on all ranks,
+    and nothing has to be reduced.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self.count = torch.zeros((), dtype=torch.float64, device=device)
+    def __init__(self, model: nn.Module, device: torch.device) -> None:
+        self.weights: dict[torch.device, list[nn.Parameter]] = {}  # a search for them takes 0.1 ms
+        for weight in model.parameters():
+            self.weights.setdefault(weight.device, []).append(weight)
+        self.zero = torch.zeros((), dtype=devices.double(device), device=device)
+        self.count, self.passes = self.zero, 0  # of counts that are tensors, and that are ints
+        self.sizes: dict[int, Tensor] = {}  # on the device
         self.pending: distributed.Pending | None = None
 
-    def add(self, count: Tensor, targets: Tensor, is_last: bool) -> int:
+    def add(self, count: Tensor | int, targets: Tensor, is_last: bool) -> int:
         """Add the count of a pass, a scalar; return the size. Call it before backward().
 
         The size is the number of targets, of which those with a share for each class,
@@ -29,22 +37,40 @@ class Mean:
         """
         has_shares = targets.is_floating_point() and targets.ndim > 1
         size = targets.numel() // (targets.shape[1] if has_shares else 1)
-        self.count += count.double() / size
+        if isinstance(count, int):
+            if count != size:
+                raise UserError(
+                    f"the loss returns {count} as its count for {size} targets: return a tensor, "
+                    "as other ranks may have other counts"
+                )
+            self.passes += 1
+            return size
+        if size not in self.sizes:
+            self.sizes[size] = torch.full_like(self.zero, size)
+        self.count = torch.addcdiv(self.count, count, self.sizes[size])
         if is_last:
             self.pending = distributed.start_sum(self.count)
         return size
 
-    def finish(self, weights: Iterable[Tensor]) -> None:
-        """Divide the gradients of `weights`, which DDP has averaged over the ranks; start anew."""
-        assert self.pending, "call add first"
-        self.pending.wait()
-        factor = (distributed.world_size() / self.count).where(self.count > 0, 0)
-        gradients = [weight.grad for weight in weights if weight.grad is not None]
-        if not gradients:
+    def finish(self) -> None:
+        """Divide the gradients, which DDP has averaged over the ranks; start anew."""
+        weights = itertools.chain(*self.weights.values())
+        if all(weight.grad is None for weight in weights):
             raise UserError(
                 "no weight has a gradient at the end of a step: call backward() on the loss"
             )
-        for device in {gradient.device for gradient in gradients}:
-            own = [gradient for gradient in gradients if gradient.device == device]
-            torch._foreach_mul_(own, factor.float().to(device))
-        self.count.zero_()
+        if self.passes and self.count is not self.zero:
+            raise UserError("the loss returns its count as an int in some passes, not in others")
+        if self.pending:
+            self.pending.wait()
+            inverse = self.count.reciprocal_().mul_(distributed.world_size())
+            self._multiply(inverse.nan_to_num_(posinf=0).float())
+        elif self.passes > 1:
+            self._multiply(1 / self.passes)
+        self.count, self.passes, self.pending = self.zero, 0, None
+
+    def _multiply(self, factor: Tensor | float) -> None:
+        for device, weights in self.weights.items():
+            if own := [each for weight in weights if (each := weight.grad) is not None]:
+                there = factor.to(device) if isinstance(factor, Tensor) else factor
+                torch._foreach_mul_(own, there)

@@ -31,18 +31,18 @@ VARIABLES = {"rank": ("RANK", "WORLD_SIZE"), "node": ("NODE_RANK", "NNODES")}
 
 
 def join_ranks(
-    store: dist.Store, rank: int, size: int, timeout: timedelta, fault: str
-) -> dist.Store:
-    """Return once all ranks have called this, with the part of `store` for what follows.
+    store: dist.Store, rank: int, size: int, timeout: timedelta, note: Note
+) -> tuple[dist.Store, list[Note]]:
+    """Return once all ranks have called this: the part of `store` for what follows, and all notes.
 
-    fault: one if they are on several hosts. Raises a UserError, the same in all, if they do not
-    fit or are not there within `timeout`.
+    note: as of `Meeting.join`. Raises a UserError, the same in all, if they do not fit or are not
+    there within `timeout`.
     """
     is_old = by_agent()  # then it may hold what ranks that torchrun started before have left
     clock = Clock(timeout.total_seconds())
     meeting = Meeting(store, "rank", rank, size, clock, is_old, is_old)
-    meeting.join(fault=fault)
-    return dist.PrefixStore("joined", meeting.store)  # apart from the errors of others
+    notes = meeting.join(**note)
+    return dist.PrefixStore("joined", meeting.store), notes  # apart from the errors of others
 
 
 def unreachable() -> str:

@@ -21,9 +21,6 @@ OF_THE_MACHINE = {  # printed alone
         "/dev/shm is too small for nccl (see df -h /dev/shm): docker run --ipc=host or "
         "--shm-size=8g; else NCCL_SHM_DISABLE=1"
     ),
-    "NCCL error(?s:.*)'out of memory'": (
-        "nccl found no free GPU memory: lower --batch-size; nvidia-smi shows who else uses the GPU"
-    ),
     "unhandled cuda error|ncclUnhandledCudaError": (
         "nccl failed in a call of CUDA: NCCL_DEBUG=WARN shows why; if the GPUs cannot read each "
         "other's memory, NCCL_P2P_DISABLE=1; if the driver is older than this torch, update it"
@@ -33,6 +30,10 @@ OF_THE_MACHINE = {  # printed alone
         "Between nodes try NCCL_SOCKET_IFNAME=<interface>; on one, is /dev/shm full?"
     ),
     "nccl(InternalError|InvalidUsage|InvalidArgument)": ("nccl failed: NCCL_DEBUG=WARN shows why"),
+    "no kernel image is available": (
+        "this torch has no code for this GPU (torch.cuda.get_arch_list() names what it has some "
+        "for): install a torch that fits, see pytorch.org"
+    ),
     "of the same param in process 0|DDP expects same model": (
         "this rank has built another network than rank 0: are flags, data and code the same?"
     ),

@@ -12,7 +12,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 
 from engine.errors import UserError
-from engine.ranks import distributed
+from engine.ranks import devices, distributed
 
 Wrapped = nn.Module  # what main.py calls ddp_model
 _trained: WeakKeyDictionary[nn.Module, list[str]] = WeakKeyDictionary()  # by what `wrap` returned
@@ -32,7 +32,7 @@ def wrap(
         DataParallel on all GPUs of a single process.
     find_unused_parameters: whether some steps may leave some weights out; slower.
     """
-    if strategy == "fsdp":
+    if strategy == "fsdp" or not devices.has_collectives(device):
         return model
     if strategy == "dp":
         if distributed.world_size() > 1:
@@ -41,7 +41,7 @@ def wrap(
     is_split = len({weight.device for weight in model.parameters()}) > 1  # over several GPUs
     ddp_model = DistributedDataParallel(
         model,
-        [device] if device.type == "cuda" and not is_split else None,
+        [device] if device.type != "cpu" and not is_split else None,
         gradient_as_bucket_view=True,
         find_unused_parameters=find_unused_parameters,
     )
@@ -82,8 +82,9 @@ def _settle_buckets(ddp_model: DistributedDataParallel, args: tuple, kwargs: dic
     resumed run would differ in the last bits from that of an uninterrupted one.
     """
     buffers = [buffer.clone() for buffer in ddp_model.buffers()]
-    devices = {weight.device for weight in ddp_model.parameters() if weight.is_cuda}
-    with torch.random.fork_rng(devices):
+    all_devices = {weight.device for weight in ddp_model.parameters()} - {devices.CPU}
+    kind = next(iter(all_devices), devices.CPU).type
+    with torch.random.fork_rng(all_devices, device_type=kind):
         sync, ddp_model.require_backward_grad_sync = ddp_model.require_backward_grad_sync, True
         outputs = [x for x in tree_leaves(ddp_model(*args, **kwargs)) if isinstance(x, Tensor)]
         torch.stack([x.sum() for x in outputs if x.requires_grad]).sum().backward()
@@ -101,7 +102,7 @@ def trained_weights(ddp_model: nn.Module) -> list[str]:
 
 def sync_batchnorm(model: nn.Module, device: torch.device) -> nn.Module:
     """Return `model` with BatchNorm over the images of all ranks; its checkpoints stay the same."""
-    if device.type == "cpu":
+    if device.type in ("cpu", "mps"):
         raise UserError("--sync-bn: torch has it on GPUs only; omit the flag")
     return nn.SyncBatchNorm.convert_sync_batchnorm(model)
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from engine import files
 from engine.errors import UserError
 from engine.ranks import answering, distributed, process, protocol, requeue
-from engine.run import checkpoint
+from engine.run import checkpoint, transfer
 from engine.run.checkpoint import OTHER_RUN, Damaged, State
 
 IMAGES = ("examples.png", "per_class.csv", "confusion.png", "worst.png")  # of the best epoch
@@ -196,6 +196,7 @@ class RunFolder:
         """
         if not distributed.is_rank_zero():
             return
+        state = transfer.to_host(state)
         # best.pt comes first: when last.pt records a new best score, best.pt has it already.
         if is_best:
             with files.writing(self.path / "best.pt") as tmp_path:

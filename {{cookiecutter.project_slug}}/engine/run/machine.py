@@ -5,23 +5,22 @@ import functools
 import math
 import os
 import re
-import shlex
 import shutil
+import sys
+import sysconfig
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from engine.errors import UserError
-from engine.ranks import distributed, process
+from engine.ranks import devices, distributed, process
 
 CGROUPS = Path("/sys/fs/cgroup")
-
-Outputs = TypeVar("Outputs")
 
 
 @dataclass(frozen=True)
@@ -50,36 +49,63 @@ def set_up(
     bytes_per_worker: the size of the batches that one loader worker prepares. Pinned memory cannot
     be swapped out, so by default it may take at most a quarter of the free memory.
     """
-    cuda = device.type == "cuda"
+    on_gpu = device.type != "cpu"
     workers = default_workers() if workers is None else workers
-    threads = default_threads(cuda) if threads is None else threads
+    threads = default_threads(on_gpu) if threads is None else threads
     if pin_memory is None:
         size = bytes_per_worker * workers * distributed.local_world_size()
         pin_memory = size < free_memory() / 4
     if amp == "auto":
-        has_bf16 = cuda and torch.cuda.is_bf16_supported(including_emulation=False)
-        amp = "bf16" if has_bf16 else "fp16" if cuda else "off"
+        amp = _best_amp(device)
     if amp == "fp16":  # GradScaler skips steps until it has found its scale
         warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step")
     warnings.filterwarnings("ignore", "This DataLoader will create")  # reported in the start line
     torch.set_num_threads(threads)
     torch.set_float32_matmul_precision("high")  # TF32 for what stays float32, where a GPU has it
-    return Settings(workers, threads, pin_memory and cuda, amp)
+    return Settings(workers, threads, pin_memory and device.type not in ("cpu", "mps"), amp)
+
+
+def _best_amp(device: torch.device) -> str:
+    """Return "bf16" if `device` computes in that by itself, else what it does compute in."""
+    module = torch.get_device_module(device)
+    if device.type == "cuda":
+        return "bf16" if module.is_bf16_supported(including_emulation=False) else "fp16"
+    has_bf16 = device.type != "cpu" and getattr(module, "is_bf16_supported", bool)()
+    return "bf16" if has_bf16 else "off"
 
 
 def compile_network(model: nn.Module) -> None:
     """Compile `model` in place: its checkpoints fit an uncompiled one."""
-    names = ("g++", "clang++", "cl", *shlex.split(os.environ.get("CXX", "")))
-    if not any(map(shutil.which, names)):
-        raise UserError("--compile: no C++ compiler found; install g++ or omit the flag")
+    _need_compiler(next(model.parameters()).device)
     distributed.say("--compile: compiling the network, which takes minutes")
     model.compile()
 
 
-def autocast(amp: str, device: torch.device) -> torch.autocast:
+def _need_compiler(device: torch.device) -> None:
+    """Raise a UserError without what torch.compile calls: for GPUs Triton, and so a C compiler."""
+    on_cpu = device.type == "cpu"
+    variable, kind, names = ("CXX", "C++", ["g++"]) if on_cpu else ("CC", "C", ["gcc", "clang"])
+    if on_cpu and sys.platform != "linux":
+        names = ["clang++" if sys.platform == "darwin" else "cl"]
+    names = [os.environ[variable]] if variable in os.environ else names
+    if not any(map(shutil.which, names)):
+        needed = f"no {kind} compiler ({' or '.join(names)})"
+        raise UserError(f"--compile: {needed}; install one, set {variable}, or omit the flag")
+    folders = {sysconfig.get_path("include"), sysconfig.get_path("include", "posix_prefix")}
+    has_headers = any(Path(folder, "Python.h").exists() for folder in folders)
+    if sys.platform == "linux" and not has_headers:
+        raise UserError(
+            f"--compile: no Python.h in {sysconfig.get_path('include')}; install this Python's "
+            "headers (python3-dev), or omit the flag"
+        )
+
+
+def autocast(amp: str, device: torch.device) -> contextlib.AbstractContextManager[object]:
     """Return a context in which networks compute in bf16 or fp16; with "off", in float32."""
+    if amp == "off":
+        return contextlib.nullcontext()
     dtype = torch.float16 if amp == "fp16" else torch.bfloat16
-    return torch.autocast(device.type, dtype, enabled=amp != "off")
+    return torch.autocast(device.type, dtype)
 
 
 @functools.cache
@@ -89,9 +115,16 @@ def constant(values: tuple[float, ...], device: torch.device) -> Tensor:
         return torch.tensor(values, device=device)
 
 
-def to_float32(outputs: Outputs) -> Outputs:
+def zeros(count: int, device: torch.device) -> Tensor:
+    """Return `count` sums to begin with, float64; on Apple's GPUs, which lack it, float32."""
+    return torch.zeros(count, dtype=devices.double(device), device=device)
+
+
+def to_float32(outputs: Any) -> Any:
     """Return a network's `outputs`, a tensor or tuples and dicts of them, in float32."""
-    return tree_map_only(Tensor, lambda x: x.float() if x.is_floating_point() else x, outputs)
+    if isinstance(outputs, Tensor):  # to search a tree takes longer
+        return outputs.float() if outputs.is_floating_point() else outputs
+    return tree_map_only(Tensor, to_float32, outputs)
 
 
 def free_memory() -> float:
@@ -151,12 +184,12 @@ def _cgroups(controller: str) -> list[Path]:
     return [folder for folder in (here, *here.parents) if folder.is_relative_to(root)]
 
 
-def default_threads(cuda: bool) -> int:
+def default_threads(on_gpu: bool) -> int:
     """Return torch's CPU threads per rank: its share of the CPUs, at most 4 with a GPU."""
     given = os.environ.get("OMP_NUM_THREADS", "1")
     if given.isdecimal() and int(given) > 1:  # torchrun sets 1 unless the user sets it
         return int(given)
-    return min(cpu_share(), 4) if cuda else cpu_share()
+    return min(cpu_share(), 4) if on_gpu else cpu_share()
 
 
 def default_workers() -> int:

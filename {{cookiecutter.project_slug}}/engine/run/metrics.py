@@ -8,7 +8,13 @@ from torchmetrics import Metric, MetricCollection
 from torchmetrics.classification import MulticlassConfusionMatrix
 
 from engine.errors import UserError
-from engine.ranks import distributed
+from engine.ranks import devices, distributed
+
+
+def add_to(totals: Tensor, *values: Tensor | int) -> None:
+    """Add `values`, scalars, to the first of `totals`, float64, without reading the device."""
+    for i, value in enumerate(values):
+        totals[i].add_(value.detach() if isinstance(value, Tensor) else value)
 
 
 def compute(metrics: MetricCollection) -> tuple[dict[str, float], Tensor | None]:
@@ -21,6 +27,9 @@ def compute(metrics: MetricCollection) -> tuple[dict[str, float], Tensor | None]
     found: dict[str, float] = {}
     confusion: Tensor | None = None
     matrices = {name for name, metric in metrics.items(copy_state=False) if is_confusion(metric)}
+    for metric in metrics.modules():
+        if isinstance(metric, Metric) and not devices.has_collectives(metric.device):
+            metric.distributed_available_fn = lambda: False
     # Of a rank that has no validation images.
     warnings.filterwarnings("ignore", "The ``compute`` method of metric")
     for name, value in metrics.compute().items():

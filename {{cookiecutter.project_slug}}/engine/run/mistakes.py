@@ -126,7 +126,7 @@ def write_per_class(path: Path, confusion: Tensor, classes: Sequence[str]) -> No
     confusion: int64 (classes, classes), by label and prediction. A quotient of 0 / 0 is nan: the
     precision of what is never predicted, the recall of what never comes.
     """
-    counts = confusion.double().cpu()
+    counts = confusion.cpu().double()
     right, labels, predictions = counts.diagonal(), counts.sum(1), counts.sum(0)
     columns = {
         "precision": right / predictions,

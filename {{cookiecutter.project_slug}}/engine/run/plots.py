@@ -17,7 +17,7 @@ from engine import files
 
 Row = Mapping[str, float | str]
 
-NOT_DRAWN = {"epoch", "step", "lr", "img_per_s", "train_seconds", "data_wait"}
+NOT_DRAWN = {"epoch", "step", "lr", "img_per_s", "train_seconds", "data_wait", "peak_memory"}
 NAMED = 12  # lines with their class's name at the end; of more, the best and the worst half of it
 NUMBERED = 20  # up to so many classes the cells of confusion.png have numbers
 LABELLED = 120  # up to so many classes each row and column has its class's name
@@ -126,7 +126,7 @@ def draw_confusion(path: Path, confusion: Tensor, classes: Sequence[str]) -> Non
 
     The colour is the share of the row, and rows without labels are grey.
     """
-    counts = confusion.double().cpu().numpy()
+    counts = confusion.cpu().double().numpy()
     with np.errstate(invalid="ignore"):
         percent = 100 * counts / counts.sum(1, keepdims=True)
     count = len(classes)

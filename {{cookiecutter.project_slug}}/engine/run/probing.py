@@ -13,7 +13,7 @@ from engine.data.handover import collate
 from engine.data.images import Format
 from engine.data.loading import Loader
 from engine.errors import UserError
-from engine.ranks import distributed, failures
+from engine.ranks import distributed, memory
 from engine.run import machine
 
 SHARE = 0.9  # of the free memory; loader workers, fragments and NCCL's buffers get the rest
@@ -43,26 +43,24 @@ def find_batch_size(try_step: Callable[[int], object], device: torch.device, ima
         try:
             try_step(size)
         except Exception as error:
-            if not failures.lacking_memory(error):
+            if not memory.lacking(error):
                 raise
             is_enough.zero_()
         if not is_enough:
             gc.collect()  # only now: the error held the tensors of its step
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
+        if device.type != "cpu":
+            torch.get_device_module(device).empty_cache()
         return bool(distributed.reduce_tensor(is_enough, "min"))
 
-    distributed.barrier()  # creates NCCL's buffers
+    distributed.barrier()  # creates nccl's buffers
     limit = images // distributed.world_size()
-    if device.type == "cuda":
-        free, total = torch.cuda.mem_get_info(device)
-        free += torch.cuda.memory_reserved(device)
-        torch.cuda.set_per_process_memory_fraction(SHARE * free / total, device)
-        size = search(attempt, limit)
+    if device.type == "cpu":
+        host = HostMemory(attempt)
+        size = search(host.fits, limit)
+        distributed.say(str(host))
     else:
-        memory = HostMemory(attempt)
-        size = search(memory.fits, limit)
-        distributed.say(str(memory))
+        limit_memory(device)
+        size = search(attempt, limit)
     if size == limit:
         distributed.say(f"more than {size} images per rank would be more than the training images")
     if not size:
@@ -71,6 +69,16 @@ def find_batch_size(try_step: Callable[[int], object], device: torch.device, ima
             "a smaller network"
         )
     return size
+
+
+def limit_memory(device: torch.device) -> None:
+    """Let tensors on `device` take SHARE of what is free there, as far as torch can say that."""
+    module, share = torch.get_device_module(device), SHARE
+    if hasattr(module, "mem_get_info"):
+        free, total = module.mem_get_info(device)
+        share *= (free + module.memory_reserved(device)) / total
+    if hasattr(module, "set_per_process_memory_fraction"):
+        module.set_per_process_memory_fraction(share)
 
 
 def search(fits: Callable[[int], bool], limit: int) -> int:

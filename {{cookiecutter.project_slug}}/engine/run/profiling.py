@@ -49,7 +49,8 @@ def traced(
     warm_up = min(WARM_UP, max(left - steps, 1), left - 1)
     count = min(steps, left - warm_up)
 
-    on_gpu = device.type == "cuda"
+    of_device = getattr(ProfilerActivity, device.type.upper(), ProfilerActivity.CPU)
+    on_gpu = of_device != ProfilerActivity.CPU
 
     def finish(profiler: torch.profiler.profile) -> None:
         if profiler.step_num == warm_up + count:
@@ -60,7 +61,7 @@ def traced(
             with tqdm.external_write_mode():  # above the progress bar
                 distributed.say("\n".join([line, *longest(profiler, on_gpu)]))
 
-    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
+    activities = {ProfilerActivity.CPU, of_device}
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Profiler won't be using warmup")  # in a single step
         schedule = torch.profiler.schedule(

@@ -17,7 +17,7 @@ from engine.data import loading
 from engine.data.loading import Loader
 from engine.errors import UserError
 from engine.ranks import distributed, explaining, lockstep, stopping
-from engine.run import checkpoint, optimizers, palette, replay, sharded
+from engine.run import checkpoint, machine, optimizers, palette, replay, sharded
 from engine.run.checkpoint import State
 from engine.run.folder import KEYS, RunFolder
 from engine.run.optimizers import Stateful
@@ -70,7 +70,7 @@ class Run:
         self.parts |= {"scheduler": scheduler, **more}
         self.epoch, self.step, self.seen, self.saved_step = 0, 0, 0, 0
         self.best, self.best_of = -math.inf, f"{score} on {loading.fingerprint(val_loader)}"
-        self.totals = torch.zeros(2, dtype=torch.float64, device=next(model.parameters()).device)
+        self.totals = machine.zeros(2, next(model.parameters()).device)
         self.history: list[dict[str, float | str]] = []
         self.checksum = lockstep.Checksum()
         self.verified: set[type] = set()  # types that have been read back from a file
@@ -115,7 +115,7 @@ class Run:
             distributed.say("the images, --seed or --sampler have changed: the epoch starts over")
             return
         self.seen = state["seen"]
-        totals = torch.tensor(state["totals"], dtype=torch.float64, device=self.totals.device)
+        totals = self.totals.new_tensor(state["totals"])
         if len(totals) == distributed.world_size():
             self.totals += totals[distributed.rank()]
         elif distributed.is_rank_zero():
@@ -202,9 +202,9 @@ class Run:
         """
         totals = explaining.gather(self.totals, self.checksum)
         self._check_loss(totals)
-        for name, weight in self.model.named_parameters():
-            if not weight.isfinite().all():
-                raise self._not_finite(name, distributed.rank())
+        names, weights = zip(*self.model.named_parameters(), strict=True)
+        if not all(finite := sharded.are_finite(weights)):
+            raise self._not_finite(names[finite.index(False)], distributed.rank())
         states: State = {n: sharded.whole(part.state_dict()) for n, part in self.parts.items()}
         for name, part in self.parts.items():
             if not isinstance(part, nn.Module):  # such as a rate from np.cos

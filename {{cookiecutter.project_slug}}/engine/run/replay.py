@@ -63,7 +63,7 @@ def command(position: Position, rank: int, folder: Path) -> str:
     if distributed.world_size() == 1:
         return f"python main.py {step}"
     ranks = distributed.local_world_size()
-    count = f"NPROC={ranks} " if ranks != (torch.cuda.device_count() or 2) else ""
+    count = f"NPROC={ranks} " if ranks != (torch.accelerator.device_count() or 2) else ""
     return f"{count}./launch.sh {step} --debug-rank {rank}"
 
 

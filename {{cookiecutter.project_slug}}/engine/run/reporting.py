@@ -23,14 +23,14 @@ from tqdm import tqdm
 from engine import files
 from engine.data import images
 from engine.data.loading import Loader
-from engine.ranks import distributed, logs
-from engine.run import machine, profiling, records
+from engine.ranks import devices, distributed, logs, memory
+from engine.run import machine, profiling, records, waiting
 from engine.run.folder import IMAGES
 from engine.run.mistakes import Mistakes
 from engine.run.stragglers import Stopwatch
+from engine.run.waiting import Waiting
 
 SECONDS_BETWEEN_READINGS = 0.5  # reading the loss waits for the device: not at every step
-INPUT_BOUND = 0.1  # from this share of time spent waiting for images, a message says so
 
 if TYPE_CHECKING:
     from engine.run.plots import Row
@@ -82,8 +82,8 @@ class Reporter:
         self.workers = settings.workers
         ranks, sampler = distributed.world_size(), train_loader.sampler
         accumulated = sampler.global_batch // train_loader.images_per_pass
-        cuda = self.device.type == "cuda"
-        name = torch.cuda.get_device_name(self.device) if cuda else "CPU"
+        module = torch.get_device_module(self.device)
+        name = getattr(module, "get_device_name", lambda device: device.type.upper())(self.device)
         distributed.say(
             f"{ranks} rank(s) on {name} | batch {train_loader.batch_size} per rank x "
             f"{ranks} rank(s) x {accumulated} accumulated = {sampler.global_batch} | "
@@ -114,7 +114,7 @@ class Reporter:
                 "python": platform.python_version(),
                 "torch": torch.__version__,
                 "torchvision": torchvision.__version__,
-                "cuda": torch.version.cuda if cuda else None,
+                "cuda": torch.version.cuda if self.device.type == "cuda" else None,
             },
         }
         with files.writing(self.folder / "args.json") as tmp_path:
@@ -131,32 +131,37 @@ class Reporter:
             leave=False,
             disable=not (self.active and logs.has_terminal()),  # so that logs stay readable
         )
-        self.waited, self.count = 0.0, 0
+        self.waiting, self.count = Waiting(self.device), 0
+        memory.note_batch_size(loader.batch_size)
         self.forward = profiling.stopwatches["forward"] = Stopwatch(self.device, len(loader))
         batches: Iterable = loader
         if self.profile and len(loader):
             batches = profiling.traced(loader, self.profile, self.folder / "profile", self.device)
             self.profile = 0
-        requested = time.monotonic()
-        for batch in batches:
-            self.waited += time.monotonic() - requested
+        for batch in self.waiting.timed(batches):
             self.count += per_pass
             yield batch
             self.bar.update(per_pass)
-            requested = time.monotonic()
 
     def speed(self) -> dict[str, float]:
-        """Close the progress bar; return images per second and the share of time spent waiting."""
+        """Close the progress bar; return images per second, share of time spent waiting, and GiB.
+
+        The latter: the most GPU memory that a rank has used since the last call.
+        """
         self.bar.close()
-        own = torch.tensor([self.waited, *self.forward.quartiles()], dtype=torch.float64)
-        ranks = distributed.gather(own.to(self.device)).cpu()  # waits for the device, too
+        numbers = self.waiting.total(), memory.peak(self.device), *self.forward.quartiles()
+        own = torch.tensor(numbers, dtype=devices.double(self.device), device=self.device)
+        ranks = distributed.gather(own).cpu().double()  # waits for the device, too
         seconds = time.monotonic() - self.began  # of a resumed epoch: since it was resumed
-        if self.active and (line := self.forward.explain(ranks[:, 1:], seconds)):
+        memory.reset_peak(self.device)
+        if self.active and (line := self.forward.explain(ranks[:, 2:], seconds)):
             distributed.say(line)
+        waited, peak = ranks[:, :2].max(0).values.tolist()
         return {
             "img_per_s": self.count / seconds,
             "train_seconds": seconds,
-            "data_wait": ranks[:, 0].max().item() / seconds,
+            "data_wait": waited / seconds,
+            **({"peak_memory": peak / memory.GIB} if peak == peak else {}),  # NaN: not known
         }
 
     def loss(self, totals: Tensor, lr: float) -> None:
@@ -165,7 +170,7 @@ class Reporter:
         if not self.bar.disable and now - self.read_at >= SECONDS_BETWEEN_READINGS:
             self.read_at = now
             loss_sum, count = totals.tolist()
-            wait = f"{self.waited / (now - self.began):.0%}"
+            wait = f"{self.waiting.so_far() / (now - self.began):.0%}"
             loss = f"{loss_sum / count if count else 0:.3f}"
             self.bar.set_postfix(loss=loss, lr=f"{lr:.2g}", data_wait=wait)
 
@@ -182,9 +187,8 @@ class Reporter:
         shown = "  ".join(f"{k} {v:.4g}" for k, v in numbers.items() if k not in ("epoch", "step"))
         star = "  best" if is_best else ""
         distributed.say(f"epoch {row['epoch']}/{self.epochs}  {shown}  left {left:.0f} s{star}")
-        wait, seconds = numbers["data_wait"], numbers["train_seconds"]
-        if wait >= INPUT_BOUND and wait * seconds > 1:
-            self.say_input_bound(wait, seconds)
+        if line := waiting.explain(numbers["data_wait"], numbers["train_seconds"], self.workers):
+            distributed.say(line)
         if self.tracker:
             self.tracker.update(rows)
         plots.draw_curves(self.folder / "curves.png", rows)
@@ -214,16 +218,6 @@ class Reporter:
         if tracker:
             self.tracker = records.Tracker(self.folder, tracker, len(rows))
             self.tracker.update(rows)
-
-    def say_input_bound(self, wait: float, seconds: float) -> None:
-        """Print how much time training spends waiting for images, and what helps."""
-        share = machine.cpu_share()
-        more = f"--workers {share}, " if self.workers < share else ""
-        distributed.say(
-            f"input-bound: {wait:.0%} of {seconds:.0f} s were spent waiting for images, with "
-            f"{self.workers} worker(s) on {share} CPU(s) per rank; what helps: {more}"
-            "prepare_data.py (or a smaller --short-side, if that is done), more CPUs"
-        )
 
     def images(self, mistakes: Mistakes) -> None:
         """Write examples.png, validation images with predictions, and the files of `mistakes`."""

@@ -6,6 +6,7 @@ Evaluation and checkpoints have whole tensors, so that checkpoints are the same 
 
 import copy
 from collections import Counter
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -86,19 +87,32 @@ def gather(shared: nn.Module, model: nn.Module) -> None:
             whole[name].copy_(value.full_tensor() if isinstance(value, DTensor) else value)
 
 
+def are_finite(weights: Sequence[Tensor]) -> list[bool]:
+    """Return which weights are finite; reads the device once. All ranks have to call it."""
+    parts = [weight.to_local() if isinstance(weight, DTensor) else weight for weight in weights]
+    finite = torch.stack([part.isfinite().all() for part in parts])
+    if any(isinstance(weight, DTensor) for weight in weights):
+        finite = distributed.reduce_tensor(finite.int(), "min")
+    return finite.bool().tolist()
+
+
 def whole(state: State) -> State:
     """Return `state` for a checkpoint: on rank 0 shared tensors become whole ones, on the CPU.
 
     All ranks have to call it.
     """
 
-    def gathered(value: DTensor) -> Tensor:
+    def gathered(value: Tensor) -> Tensor:
+        if not isinstance(value, DTensor):
+            return value
         full = value.full_tensor()
         return full.cpu() if distributed.is_rank_zero() else full.new_empty(0)
 
-    if not any(isinstance(leaf, DTensor) for leaf in tree_leaves(state)):
+    tensors = [leaf for leaf in tree_leaves(state) if isinstance(leaf, Tensor)]
+    if not any(isinstance(tensor, DTensor) for tensor in tensors):
         return state
-    return tree_map_only(DTensor, gathered, state)
+    # Keeps what a network's state has besides: the versions of its modules.
+    return copy.deepcopy(state, {id(tensor): gathered(tensor) for tensor in tensors})
 
 
 def distribute(state: State, optimizer: Optimizer) -> State:

@@ -5,12 +5,13 @@ for nobody, so its time shows a throttled GPU, a busy CPU or too few threads.
 """
 
 import math
-import time
 
 import torch
 from torch import Tensor
 
 from engine.ranks import distributed, positions
+from engine.run import waiting
+from engine.run.waiting import Moment
 
 SAMPLES = 100  # passes of an epoch that are timed, at most
 FEWEST = 10  # passes that have to be
@@ -23,29 +24,22 @@ class Stopwatch:
     """A context that takes the times of an epoch's forward passes, without reading the device."""
 
     def __init__(self, device: torch.device, passes: int) -> None:
-        self.on_gpu = device.type == "cuda"
+        self.device = device
         self.every = math.ceil(passes / SAMPLES) or 1
         self.passes = 0
-        self.times: list[tuple] = []  # (start, end)
+        self.times: list[tuple[Moment, Moment]] = []  # (start, end)
 
     def __enter__(self) -> None:
         self.passes += 1
         self.is_timed = self.passes % self.every == 0
         if self.is_timed:
             self.reached = distributed.collectives()
-            self.start = self.now()
+            self.start = waiting.now(self.device)
 
     def __exit__(self, *_: object) -> None:
         # In a collective, such as SyncBatchNorm's, it would have waited for the others.
         if self.is_timed and self.reached == distributed.collectives():
-            self.times.append((self.start, self.now()))
-
-    def now(self) -> "float | torch.cuda.Event":
-        if not self.on_gpu:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
+            self.times.append((self.start, waiting.now(self.device)))
 
     def quartiles(self) -> Tensor:
         """Return the quartiles of the times, in seconds, float64 (3,); NaN if these are too few.
@@ -54,11 +48,8 @@ class Stopwatch:
         """
         if len(self.times) < FEWEST:
             return QUARTERS * math.nan
-        if self.on_gpu:
-            self.times[-1][1].synchronize()
-            times = [start.elapsed_time(end) / 1000 for start, end in self.times]
-        else:
-            times = [end - start for start, end in self.times]
+        waiting.await_moment(self.times[-1][1])
+        times = [waiting.seconds(start, end) for start, end in self.times]
         return torch.tensor(times, dtype=torch.float64).quantile(QUARTERS)
 
     def explain(self, quartiles: Tensor, seconds: float) -> str | None:
@@ -79,7 +70,7 @@ class Stopwatch:
         if not (least > most and own > RATIO * usual and cost > max(SECONDS, SHARE * seconds)):
             return None
         node, _ = positions.process_of(rank)
-        part = "GPU" if self.on_gpu else "CPU"
+        part = "CPU" if self.device.type == "cpu" else "GPU"
         return (
             f"rank {rank} on {node} needs {own / usual:.1f} x the others' time for a forward pass "
             f"({1000 * own:.3g} ms, median {1000 * usual:.3g} ms): a slower {part} there, or a "

@@ -87,7 +87,7 @@ def infer(model: nn.Module, images: Tensor, args: Namespace) -> Tensor:
     return model.forward(images)  # __call__ of a compiled one would compile again for each size
 
 
-def build_criterion(args: Namespace) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]:
+def build_criterion(args: Namespace) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor | int]]:
     """Return the loss: (logits (N, classes), targets) -> (sum over samples, number of samples).
 
     targets: int64 (N,), or float32 (N, classes), shares of the classes, as mixup makes them.
@@ -95,14 +95,14 @@ def build_criterion(args: Namespace) -> Callable[[Tensor, Tensor], tuple[Tensor,
     --class-weights a sample counts as much as its class weighs, or its classes by their shares.
     """
 
-    def cross_entropy(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    def cross_entropy(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor | int]:
         values, smoothing = args.class_weights, args.label_smoothing
         weights = machine.constant(values, outputs.device) if values else None
         loss = nn.functional.cross_entropy(
             outputs, targets, weights, reduction="sum", label_smoothing=smoothing
         )
         if weights is None:
-            return loss, loss.new_full((), len(targets))
+            return loss, len(targets)
         counts = targets @ weights if targets.is_floating_point() else weights[targets]
         return loss, counts.sum()
 

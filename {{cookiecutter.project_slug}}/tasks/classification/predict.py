@@ -21,6 +21,7 @@ import model as task
 from dataset import ImageDataset, eval_transform
 from engine import files
 from engine.data import images, listing, loading
+from engine.ranks import devices
 from engine.ranks.failures import one_line_errors
 from engine.run import checkpoint
 from engine.run.flags import add_image_arguments
@@ -38,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.set_defaults(max_megapixels=None)
     args = parser.parse_args(argv)
 
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = devices.kind()
     model, classes, flags = checkpoint.open_model(
         args.checkpoint, task.build_model, task.add_arguments, device
     )

@@ -1,0 +1,64 @@
+"""A machine with GPUs that are not there: builds fakegpu/, and says with which environment.
+
+torch's CUDA wheel runs the whole project on them, on any x86 Linux with gcc.
+Real: torch.cuda, its caching and pinned allocators, streams and events, autograd's threads, DDP's
+Reducer, GradScaler, ProcessGroupNCCL with watchdog, time-outs and flight recorder. Made up: the
+CUDA runtime and NCCL (fakegpu/*.c), and the kernels (fakegpu/emulate.py computes on the CPU).
+Not there: cuDNN, cuBLAS, graphs, torch.compile's kernels, speed.
+"""
+
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+
+SOURCES = Path(__file__).resolve().parent / "fakegpu"
+MAJOR = "13"  # of CUDA: how it lays out its structures
+
+
+def missing() -> str:
+    """Return why there can be no made-up GPUs here, or ""."""
+    if (sys.platform, platform.machine()) != ("linux", "x86_64"):
+        return "made-up GPUs: on x86_64 Linux only"
+    if (torch.version.cuda or "none").split(".")[0] != MAJOR:
+        return f"made-up GPUs: for torch's CUDA {MAJOR} wheel; this one's is {torch.version.cuda}"
+    return "" if shutil.which("gcc") else "made-up GPUs: no gcc"
+
+
+def build(folder: Path) -> None:
+    """Write the libraries and a nvidia-smi into `folder`."""
+    folder.mkdir(parents=True)
+    library = folder / "libcuda.so.1"  # the driver's name: torch loads no other one
+    sources = sorted(SOURCES.glob("*.c"))
+    flags = ["-shared", "-fPIC", "-O1", "-Wall", "-Werror", "-o", library, *sources, "-lpthread"]
+    subprocess.run(["gcc", *map(str, flags)], check=True)
+    smi = folder / "nvidia-smi"
+    each = 'echo "GPU $i: Fake GPU $i (UUID: GPU-$i)"'
+    smi.write_text(f"#!/bin/bash\nfor ((i = 0; i < FAKE_GPUS; i++)); do {each}; done\n")
+    smi.chmod(0o755)
+
+
+def environment(folder: Path, gpus: int, **more: str) -> dict[str, str | None]:
+    """Return what `running.start` has to set for a machine with so many GPUs.
+
+    more: such as FAKE_GPU_BYTES, each GPU's free memory.
+    """
+    return {
+        **{"FAKE_GPUS": str(gpus), "CUDA_VISIBLE_DEVICES": None},
+        **{"LD_PRELOAD": f"{folder}/libcuda.so.1", "LD_LIBRARY_PATH": str(folder)},
+        **{"PYTHONPATH": str(SOURCES), "PATH": f"{folder}:{os.environ['PATH']}"},
+        **more,
+    }
+
+
+if __name__ == "__main__":  # gpus.py N COMMAND...: run a command on a machine with N GPUs
+    place = Path(os.environ.get("FAKE_GPU_FOLDER", "/tmp/ddp-template-fakegpu"))
+    if not (place / "nvidia-smi").exists():
+        build(place)
+    for name, value in environment(place, int(sys.argv[1])).items():
+        os.environ.pop(name, None) if value is None else os.environ.update({name: value})
+    os.execvp(sys.argv[2], sys.argv[2:])

@@ -1,0 +1,78 @@
+"""The memory of GPUs that are not there: checkpoints, peaks, and what happens if it runs out."""
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from running import NETS, SCRIPTS, SMALL, Done, rows
+
+from engine.ranks import protocol
+
+FLAGS = [*SMALL, *NETS["classification"], "--image-size", 32]
+
+
+@pytest.fixture
+def train(on_gpus: Callable, tmp_path: Path) -> Callable[..., Done]:
+    """Trains with gpu_memory.py: train(word, *flags, ranks=1)."""
+    project = on_gpus("classification")
+    data = project.draw(tmp_path / "set", 64, 6)
+
+    def run(word: str, *flags: object, ranks: int = 1) -> Done:
+        where = "--data", data, "--output-dir", tmp_path / "run"
+        script = SCRIPTS / "gpu_memory.py"
+        words = [word, *FLAGS, *where, *flags]
+        return project.fork(*words, ranks=ranks, script=script, draws=False)
+
+    return run
+
+
+def test_checkpoints_of_a_gpu(train: Callable, tmp_path: Path) -> None:
+    """Each tensor is copied once for both files, with one wait; any machine can load them."""
+    out = train("copies", "--epochs", 2, "--batch-size", 16).ok().out
+    saves = [json.loads(line) for line in out.splitlines() if line.startswith('{"asked"')]
+    assert len(saves) == 4  # before and after each evaluation
+    for number, save in enumerate(saves):
+        asked = save["asked"]
+        assert asked.pop("d2h") == save["storages"] > 400
+        assert asked.pop("device_waits") == 1
+        assert asked.pop("pinned_mallocs", 0) == (number == 0)  # which torch keeps
+        assert not asked
+    for name in ("last.pt", "best.pt"):
+        state = torch.load(tmp_path / "run" / name, weights_only=True)  # no GPU in this process
+        assert {each.device.type for each in state["model"].values()} == {"cpu"}
+        assert state["model"]["conv1.0.weight"].is_contiguous(memory_format=torch.channels_last)
+    peaks = [float(row["peak_memory"]) for row in rows(tmp_path / "run")]
+    assert all(0.001 < peak < 0.1 for peak in peaks)  # GiB
+    assert len(set(peaks)) == 2  # counted anew
+
+
+def test_a_rank_runs_out_of_memory(train: Callable) -> None:
+    """One line, with what it takes; a status after which nothing starts again."""
+    done = train("step", ranks=2)
+    assert re.fullmatch(
+        r"error: rank 1 is out of GPU memory \(asked for 32\.00 GiB, peak 0\.0\d+ of 16 GiB\) with "
+        r"--batch-size 4: lower --batch-size .*; --find-batch-size prints the largest .*\n",
+        done.err,
+    ), done.err
+    assert done.status == protocol.MISTAKE
+    assert done.status in protocol.FINAL
+    done = train("evaluation")
+    found = (
+        r"error: .*0003\.jpg: out of GPU memory \(asked for 32.*, peak .*\) in a batch of 4; .*\n"
+    )
+    assert re.fullmatch(found, done.err), done.err
+    assert done.status == protocol.MISTAKE
+
+
+def test_the_largest_batch_trains(train: Callable) -> None:
+    """--find-batch-size on a GPU of 36 MiB; one of four times that size does not fit there."""
+    limit, flags = f"limit={36 * 2**20}", ("--image-size", 64)
+    out = train(limit, "--find-batch-size", *flags).ok().out
+    size = int(re.search(r"--batch-size (\d+)\n", out)[1])
+    assert 4 < size <= 16  # else the number of images is the limit
+    train(limit, *flags, "--batch-size", size).ok()
+    err = train(limit, *flags, "--batch-size", 4 * size).err
+    assert f" of 0.0352 GiB) with --batch-size {4 * size}: lower" in err
