@@ -43,6 +43,7 @@ SHARED = {
     "engine/data/depth.py",
     "engine/data/handover.py",
     "engine/data/images.py",
+    "engine/data/jpeg.py",
     "engine/data/listing.py",
     "engine/data/lists.py",
     "engine/data/loading.py",

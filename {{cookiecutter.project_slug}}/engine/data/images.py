@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.functional import interpolate
 from torchvision.transforms.v2 import functional as F
 
-from engine.data import depth, stacks
+from engine.data import depth, jpeg, stacks
 from engine.errors import UserError
 from engine.ranks import distributed
 
@@ -29,9 +29,8 @@ except ImportError:  # no wheel for this machine: Pillow decodes instead
 MEAN = (0.485, 0.456, 0.406)
 STD = (0.229, 0.224, 0.225)
 SHRINKS = (8, 4, 2)  # what a JPEG decoder can divide height and width by, at less work
-READ_ERRORS = (  # of Pillow, which raises TypeError and struct.error for malformed EXIF entries
-    *(OSError, RuntimeError, SyntaxError, TypeError, ValueError, struct.error),
-)
+# Of Pillow, which raises TypeError and struct.error for malformed EXIF entries.
+READ_ERRORS = OSError, RuntimeError, SyntaxError, TypeError, ValueError, struct.error
 Image.MAX_IMAGE_PIXELS = None  # --max-megapixels decides instead, in every process that reads
 
 
@@ -163,11 +162,14 @@ def open_image(path: str, format: Format = DEFAULT_FORMAT) -> LazyImage:
         with _reading(path):
             return LazyImage.of(stacks.scale(stacks.read(path, format), path, format.value_range))
     data = _read_file(path)
-    with _reading(path), _opened(path, data, format) as image:
-        kind, mode, (width, height) = image.format, image.mode, image.size
-        turned = {"exif", "xmp"} & image.info.keys() and image.getexif().get(0x112, 1) != 1
-    if kind not in ("JPEG", "MPO") or mode not in ("RGB", "L") or turned:
+    if size := jpeg.size(data):
+        format.check_size(path, size[1], size[0])
+    else:
+        with _reading(path), _opened(path, data, format) as image:
+            size = jpeg.upright_size(image)
+    if not size:
         return LazyImage.of(np.array(_read_image(path, data, "RGB", format)))
+    height, width = size
 
     def decode(shrink: int) -> np.ndarray:
         rows, columns = -(-height // shrink), -(-width // shrink)
