@@ -4,9 +4,8 @@ torch itself takes new shared memory for each batch, of which the kernel finds, 
 every page, and opens a socket for each tensor. For prepared images that is half of the time.
 """
 
+import itertools
 import math
-import multiprocessing
-import os
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,7 +17,9 @@ from torch import Tensor
 from torch.utils.data import default_collate, get_worker_info
 
 ALIGNMENT = 64  # bytes: tensors begin at multiples of it
-BLOCKS: dict[tuple[int, int], Tensor] = {}  # in a rank: by the worker's process and their number
+SMALL = 2**16  # bytes: what a pipe holds
+LOADERS = itertools.count()
+BLOCKS: dict[tuple[int, ...], Tensor] = {}  # in a rank: by loader, worker and the block's number
 
 
 def collate(samples: Sequence[tuple]) -> list:
@@ -59,30 +60,33 @@ class Blocks:
 
     def __init__(self, most: int) -> None:
         self.most = most
+        self.loader = next(LOADERS)
         self.blocks: list[Tensor] = []  # of this worker
 
     def __call__(self, samples: Sequence[tuple]) -> "list | Sent":
-        columns = [list(column) for column in zip(*samples, strict=True)]
-        columns[0] = [image.movedim(0, -1) for image in columns[0]]
+        columns: list[tuple] = list(zip(*samples, strict=True))
+        columns[0] = tuple(image.movedim(0, -1) for image in columns[0])
         parts: list = []
         end = ALIGNMENT
         for column in columns:
             first = column[0]
             if not isinstance(first, Tensor):
-                part = default_collate(column)  # of numbers: small, so it goes without a block
-                parts.append(part.numpy() if isinstance(part, Tensor) else part)
+                part = default_collate(column)
+                is_small = isinstance(part, Tensor) and part.nbytes <= SMALL
+                parts.append(part.numpy() if is_small else part)  # a tensor would need a socket
                 continue
             if any(tensor.dtype != first.dtype for tensor in column):
                 return collate(samples)
             parts.append(Place(end, (len(column), *first.shape), first.dtype))
             end = -(-parts[-1].end // ALIGNMENT) * ALIGNMENT
-        number = self._take(end) if get_worker_info() else None
-        if number is None:
+        worker = get_worker_info()
+        number = self._take(end) if worker else None
+        if worker is None or number is None:
             return collate(samples)
         for column, part in zip(columns, parts, strict=True):
             if isinstance(part, Place):
                 torch.stack(column, out=part.of(self.blocks[number]))
-        return Sent(number, self.blocks[number], parts)
+        return Sent((self.loader, worker.id, number), self.blocks[number], parts)
 
     def _take(self, size: int) -> int | None:
         """Return the number of a block of at least `size` bytes that is free, from now on not."""
@@ -103,34 +107,26 @@ class Sent:
     The block itself goes once; its second byte is 1 from then on.
     """
 
-    number: int
+    key: tuple[int, ...]
     block: Tensor
     parts: list
 
     def __reduce__(self) -> tuple:
         block = None if self.block[1] else self.block
         self.block[1] = 1
-        return _receive, ((os.getpid(), self.number), block, self.parts)
+        return _receive, (self.key, block, self.parts)
 
 
-def _receive(key: tuple[int, int], block: Tensor | None, parts: list) -> list:
-    if block is not None:
-        alive = {process.pid for process in multiprocessing.active_children()}
-        for old in [old for old in BLOCKS if old[0] not in alive]:
-            del BLOCKS[old]
-        BLOCKS[key] = block
-    # An array of its own, which all tensors of the batch keep alive.
-    array = BLOCKS[key].numpy()[:]
-    weakref.finalize(array, _free, BLOCKS[key]).atexit = False
+def _receive(key: tuple[int, ...], block: Tensor | None, parts: list) -> list:
+    block = BLOCKS[key] = BLOCKS[key] if block is None else block
+    array = block.numpy()[:]  # an object of its own, which all tensors of the batch keep alive
+    weakref.finalize(array, _free, block).atexit = False
     memory = torch.from_numpy(array)
-    batch = [
-        part.of(memory)
-        if isinstance(part, Place)
-        else torch.from_numpy(part)
-        if isinstance(part, np.ndarray)
-        else part
-        for part in parts
-    ]
+    batch = []
+    for part in parts:
+        if isinstance(part, Place):
+            part = part.of(memory)
+        batch.append(torch.from_numpy(part) if isinstance(part, np.ndarray) else part)
     return [batch[0].movedim(-1, 1), *batch[1:]]
 
 
