@@ -9,7 +9,7 @@ import math
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -64,7 +64,7 @@ class Blocks:
         self.blocks: list[Tensor] = []  # of this worker
 
     def __call__(self, samples: Sequence[tuple]) -> "list | Sent":
-        columns: list[Any] = list(zip(*samples, strict=True))
+        columns: list = list(zip(*samples, strict=True))
         columns[0] = tuple(image.movedim(0, -1) for image in columns[0])
         parts: list = []
         end = ALIGNMENT
