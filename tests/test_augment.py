@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 from running import NETS, Project, flags
 
@@ -81,3 +82,14 @@ def test_mistakes(project: Project, data: Path, tmp_path: Path) -> None:
     refused = project.fork(*flags(data, tmp_path, *words))
     refused.refused("--augment color: takes 1 or 3 channels, not --channels 4")
     project.alone("--augment", "vflip,nothing").refused("nothing is none of", "color, grey, rota")
+
+
+@pytest.mark.parametrize("project", ["classification"], indirect=True)
+def test_crops(project: Project) -> None:
+    """As those of torchvision's RandomResizedCrop, also where it gives up and takes the middle."""
+    for mine, theirs in project.call("augmenting.boxes", 2000):
+        mine, theirs = np.array(mine), np.array(theirs)
+        for share in 5, 25, 50, 75, 95:
+            apart = np.percentile(mine, share, axis=0) - np.percentile(theirs, share, axis=0)
+            assert (abs(apart) <= 1 + 0.15 * theirs.std(0)).all(), share
+    assert (mine == theirs).all()

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torchvision.transforms.v2 import functional as F
 
-from engine.data import images, listing, lists, loading, samples, seeding
+from engine.data import handover, images, listing, lists, loading, samples, seeding
 from engine.errors import UserError
 from engine.ranks import distributed
 
@@ -158,7 +158,7 @@ class TestNormalize:
         """What ToTensor and Normalize make of them, channels last."""
         generator = torch.Generator().manual_seed(0)
         pixels = torch.randint(0, 256, (4, 20, 30, 3), dtype=torch.uint8, generator=generator)
-        batch = loading.collate([(image.movedim(-1, 0), n) for n, image in enumerate(pixels)])
+        batch = handover.collate([(image.movedim(-1, 0), n) for n, image in enumerate(pixels)])
         ((found, targets),) = loading.to_device([batch], torch.device("cpu"))
         scaled = F.to_dtype(pixels.movedim(-1, 1), torch.float32, scale=True)
         expected = F.normalize(scaled, images.MEAN, images.STD)
@@ -172,7 +172,7 @@ class TestNormalize:
 
     def test_batches_by_size(self) -> None:
         sizes = (4, 5, 4)
-        found = loading.collate_by_size([(torch.zeros(3, 4, side), side) for side in sizes])
+        found = handover.collate_by_size([(torch.zeros(3, 4, side), side) for side in sizes])
         assert [targets.tolist() for _, targets in found] == [[4, 4], [5]]
 
 

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from forked import run
 from torch import Tensor, nn
+from torchvision.transforms import RandomResizedCrop
 
 import dataset
 import main
@@ -167,3 +168,16 @@ def gradient(data: str, folder: str, *words: object) -> float:
     expected = torch.cat([model.get_parameter(name).grad.flatten() for name in trained])
     steps = torch.cat([(weights[0][name] - weights[1][name]).flatten() for name in trained])
     return float((steps - expected).norm() / expected.norm())
+
+
+def boxes(count: int) -> list:
+    """Of each of some sizes so many boxes of random_box, and of what it replaces."""
+    limits = {"scale": (0.25, 1), "ratio": (3 / 4, 4 / 3)}
+    found = []
+    for height, width in (375, 500), (300, 90), (2000, 9), (9, 2000):
+        shape = torch.empty(3, height, width, device="meta")
+        seeding.seed(0)
+        mine = [dataset.random_box(height, width, **limits) for _ in range(count)]
+        theirs = [RandomResizedCrop.get_params(shape, *limits.values()) for _ in range(count)]
+        found.append([mine, theirs])
+    return found

@@ -33,6 +33,7 @@ data/                 from files to batches on the device
   seeding             random numbers that depend on seed, epoch and sample alone
   listing             which images a folder holds, and which are for validation
   images              decoding no more of each image than is needed
+  jpeg                the header of a JPEG
   depth               images of more than 8 bits
   stacks              images of any number of channels at full depth: --channels
   lists               samples listed in a CSV file
@@ -43,6 +44,7 @@ data/                 from files to batches on the device
   balance             classes of unequal size: weights, balanced draws
   overfit             --overfit: a few images, always in the same crops
   samples             a data set with seeded samples; says at which one a loader worker failed
+  handover            batches from loader workers, in memory that is used again
   loading             who loads which sample; loader workers; normalization
 
 run/                  one training run, its files and its reports

@@ -12,10 +12,10 @@ import numpy as np
 import torch
 from PIL import Image, ImageFile, ImageOps, UnidentifiedImageError
 from torch import Tensor
-from torchvision.transforms import InterpolationMode as Mode
+from torch.nn.functional import interpolate
 from torchvision.transforms.v2 import functional as F
 
-from engine.data import depth, stacks
+from engine.data import depth, jpeg, stacks
 from engine.errors import UserError
 from engine.ranks import distributed
 
@@ -29,9 +29,8 @@ except ImportError:  # no wheel for this machine: Pillow decodes instead
 MEAN = (0.485, 0.456, 0.406)
 STD = (0.229, 0.224, 0.225)
 SHRINKS = (8, 4, 2)  # what a JPEG decoder can divide height and width by, at less work
-READ_ERRORS = (  # of Pillow, which raises TypeError and struct.error for malformed EXIF entries
-    *(OSError, RuntimeError, SyntaxError, TypeError, ValueError, struct.error),
-)
+# Of Pillow, which raises TypeError and struct.error for malformed EXIF entries.
+READ_ERRORS = OSError, RuntimeError, SyntaxError, TypeError, ValueError, struct.error
 Image.MAX_IMAGE_PIXELS = None  # --max-megapixels decides instead, in every process that reads
 
 
@@ -127,17 +126,17 @@ class LazyImage:
         part = self.decode(shrink)[max(top, 0) : bottom, max(left, 0) : right]
         # A copy, because augmentation may change it. Its channels are first only by its strides:
         # in memory they stay last, which is faster from here on.
-        pixels = torch.from_numpy(np.array(part))
-        pixels = pixels[None] if self.is_mask else pixels.movedim(2, 0)
+        pixels = torch.from_numpy(part[None].copy())
+        pixels = pixels[None] if self.is_mask else pixels.permute(0, 3, 1, 2)
         rows, columns = part.shape[:2]
         if (rows, columns) != (height, width):
             before = max(-left, 0), max(-top, 0)
             after = width - columns - before[0], height - rows - before[1]
             pixels = F.pad(pixels, [*before, *after], fill=fill)
-        if size and pixels.shape[1:] != size:
-            mode = Mode.NEAREST_EXACT if self.is_mask else Mode.BILINEAR
-            pixels = F.resize(pixels, list(size), mode, antialias=not self.is_mask)
-        return pixels[0] if self.is_mask else pixels
+        if size and pixels.shape[2:] != size:
+            mode = "nearest-exact" if self.is_mask else "bilinear"
+            pixels = interpolate(pixels, size, mode=mode, antialias=not self.is_mask)
+        return pixels[0, 0] if self.is_mask else pixels[0]
 
     def snap(self, box: Box, size: tuple[int, int] | None) -> Box:
         """Return the `box` rounded to the decoder's grid, by less than a pixel of the result.
@@ -163,11 +162,14 @@ def open_image(path: str, format: Format = DEFAULT_FORMAT) -> LazyImage:
         with _reading(path):
             return LazyImage.of(stacks.scale(stacks.read(path, format), path, format.value_range))
     data = _read_file(path)
-    with _reading(path), _opened(path, data, format) as image:
-        kind, mode, (width, height) = image.format, image.mode, image.size
-        turned = {"exif", "xmp"} & image.info.keys() and image.getexif().get(0x112, 1) != 1
-    if kind not in ("JPEG", "MPO") or mode not in ("RGB", "L") or turned:
+    if size := jpeg.size(data):
+        format.check_size(path, size[1], size[0])
+    else:
+        with _reading(path), _opened(path, data, format) as image:
+            size = jpeg.upright_size(image)
+    if not size:
         return LazyImage.of(np.array(_read_image(path, data, "RGB", format)))
+    height, width = size
 
     def decode(shrink: int) -> np.ndarray:
         rows, columns = -(-height // shrink), -(-width // shrink)

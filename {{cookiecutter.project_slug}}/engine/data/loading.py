@@ -5,16 +5,17 @@ import math
 import os
 import re
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Sampler, default_collate
+from torch.utils.data import DataLoader, Sampler
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from engine.data import balance, seeding
 from engine.data.counts import Counts
+from engine.data.handover import Blocks, collate_by_size
 from engine.data.images import DEFAULT_FORMAT, Format
 from engine.data.samples import KeyedDataset, MapDataset
 from engine.errors import UserError
@@ -142,7 +143,9 @@ def build_train_loader(
     if counts:
         balance.say_balanced(counts, total)
     worker_options = _worker_options(options)
-    return Loader(keyed, batch_size, sampler=sampler, collate_fn=collate, **worker_options)
+    # Those that wait, the one in use, and the next.
+    into = Blocks(options.prefetch + 2)
+    return Loader(keyed, batch_size, sampler=sampler, collate_fn=into, **worker_options)
 
 
 def build_val_loader(
@@ -174,20 +177,6 @@ def _worker_options(options: Options) -> dict:
         "pin_memory": options.pin_memory,
         "timeout": seconds,
     }
-
-
-def collate(samples: Sequence[tuple]) -> list:
-    """Return a batch whose images are channels last in memory, as they were read."""
-    images = default_collate([sample[0].movedim(0, -1) for sample in samples]).movedim(-1, 1)
-    return [images, *default_collate([sample[1:] for sample in samples])]
-
-
-def collate_by_size(samples: Sequence[tuple]) -> list:
-    """Return one batch for each size of image, so that none needs padding."""
-    groups: dict[torch.Size, list] = {}
-    for sample in samples:
-        groups.setdefault(sample[0].shape, []).append(sample)
-    return [collate(group) for group in groups.values()]
 
 
 def fingerprint(loader: Loader) -> str:

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from engine.data import loading
+from engine.data.handover import collate
 from engine.data.images import Format
 from engine.data.loading import Loader
 from engine.errors import UserError
@@ -25,7 +26,7 @@ def batch(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return `size` times the first sample of `loader`'s data set: images and targets."""
     samples = [loader.dataset.dataset[0]] * size
-    images, targets = next(loading.to_device([loading.collate(samples)], device, format))
+    images, targets = next(loading.to_device([collate(samples)], device, format))
     return images, targets
 
 

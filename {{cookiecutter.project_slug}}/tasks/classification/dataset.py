@@ -1,7 +1,9 @@
 """The data set: one folder of images per class, DIR/{train,val}/<class>/*."""
 
 import functools
+import math
 import os
+import random
 from argparse import Namespace, _ArgumentGroup
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
@@ -11,12 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset
-from torchvision.transforms import RandomResizedCrop, v2
+from torchvision.transforms import v2
 from torchvision.transforms.v2 import InterpolationMode as Mode
-from torchvision.transforms.v2 import functional as F
 
 from engine.data import images, listing, lists, prepared, shares
-from engine.data.images import DEFAULT_FORMAT, Format, LazyImage, open_image
+from engine.data.images import DEFAULT_FORMAT, Box, Format, LazyImage, open_image
 from engine.data.samples import Packed
 from engine.errors import UserError, shorten
 from engine.ranks import distributed
@@ -42,11 +43,28 @@ def train_transform(image: LazyImage, size: int, augment: v2.Transform | None = 
     The image is decoded no larger than the result needs. `augment` is what --augment names, on
     uint8 (with --channels: float32, 0 to 1); images are normalised on the device.
     """
-    shape = torch.empty(3, image.height, image.width, device="meta")  # no pixels yet
-    box = RandomResizedCrop.get_params(shape, scale=[0.25, 1.0], ratio=[3 / 4, 4 / 3])
+    box = random_box(image.height, image.width, scale=(0.25, 1), ratio=(3 / 4, 4 / 3))
     pixels = image.read(box, (size, size))
-    pixels = F.horizontal_flip(pixels) if torch.rand(()) < 0.5 else pixels
+    pixels = pixels.flip(-1) if random.random() < 0.5 else pixels
     return augment(pixels) if augment else pixels
+
+
+def random_box(
+    height: int, width: int, scale: tuple[float, float], ratio: tuple[float, float]
+) -> Box:
+    """Return the part of an image that RandomResizedCrop would take, in a tenth of its time.
+
+    scale: the range of its area, 1 being the whole image; ratio: that of its width / height.
+    """
+    for _ in range(10):
+        area = height * width * random.uniform(*scale)
+        aspect = math.exp(random.uniform(*map(math.log, ratio)))
+        rows, columns = round(math.sqrt(area / aspect)), round(math.sqrt(area * aspect))
+        if 0 < rows <= height and 0 < columns <= width:
+            top, left = random.randint(0, height - rows), random.randint(0, width - columns)
+            return top, left, rows, columns
+    rows, columns = min(height, round(width / ratio[0])), min(width, round(height * ratio[1]))
+    return (height - rows) // 2, (width - columns) // 2, rows, columns
 
 
 def add_arguments(group: _ArgumentGroup) -> None:

@@ -1,0 +1,134 @@
+"""Batches: made of samples, and handed from loader workers to their rank in memory used again.
+
+torch itself takes new shared memory for each batch, of which the kernel finds, clears and frees
+every page, and opens a socket for each tensor. For prepared images that is half of the time.
+"""
+
+import itertools
+import math
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import default_collate, get_worker_info
+
+ALIGNMENT = 64  # bytes: tensors begin at multiples of it
+SMALL = 2**16  # bytes: what a pipe holds
+LOADERS = itertools.count()
+BLOCKS: dict[tuple[int, ...], Tensor] = {}  # in a rank: by loader, worker and the block's number
+
+
+def collate(samples: Sequence[tuple]) -> list:
+    """Return a batch whose images are channels last in memory, as they were read."""
+    images = default_collate([sample[0].movedim(0, -1) for sample in samples]).movedim(-1, 1)
+    return [images, *default_collate([sample[1:] for sample in samples])]
+
+
+def collate_by_size(samples: Sequence[tuple]) -> list:
+    """Return one batch for each size of image, so that none needs padding."""
+    groups: dict[torch.Size, list] = {}
+    for sample in samples:
+        groups.setdefault(sample[0].shape, []).append(sample)
+    return [collate(group) for group in groups.values()]
+
+
+class Place(NamedTuple):
+    """Where a tensor is in a block: the byte at which it begins, shape and type."""
+
+    start: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def end(self) -> int:
+        return self.start + math.prod(self.shape) * self.dtype.itemsize
+
+    def of(self, block: Tensor) -> Tensor:
+        return block[self.start : self.end].view(self.dtype).view(self.shape)
+
+
+class Blocks:
+    """As `collate`, but a worker's rank gets images and masks in one of `most` blocks.
+
+    A block is shared memory, uint8 (bytes,). It is used again once the rank has dropped all tensors
+    in it: its first byte is 0 then. While the rank keeps all blocks, batches get new memory.
+    """
+
+    def __init__(self, most: int) -> None:
+        self.most = most
+        self.loader = next(LOADERS)
+        self.blocks: list[Tensor] = []  # of this worker
+
+    def __call__(self, samples: Sequence[tuple]) -> "list | Sent":
+        columns: list = list(zip(*samples, strict=True))
+        columns[0] = tuple(image.movedim(0, -1) for image in columns[0])
+        parts: list = []
+        end = ALIGNMENT
+        for column in columns:
+            first = column[0]
+            if not isinstance(first, Tensor):
+                part = default_collate(column)
+                is_small = isinstance(part, Tensor) and part.nbytes <= SMALL
+                parts.append(part.numpy() if is_small else part)  # a tensor would need a socket
+                continue
+            if any(tensor.dtype != first.dtype for tensor in column):
+                return collate(samples)
+            parts.append(Place(end, (len(column), *first.shape), first.dtype))
+            end = -(-parts[-1].end // ALIGNMENT) * ALIGNMENT
+        worker = get_worker_info()
+        number = self._take(end) if worker else None
+        if worker is None or number is None:
+            return collate(samples)
+        for column, part in zip(columns, parts, strict=True):
+            if isinstance(part, Place):
+                torch.stack(column, out=part.of(self.blocks[number]))
+        return Sent((self.loader, worker.id, number), self.blocks[number], parts)
+
+    def _take(self, size: int) -> int | None:
+        """Return the number of a block of at least `size` bytes that is free, from now on not."""
+        free = (n for n, block in enumerate(self.blocks) if not block[0] and len(block) >= size)
+        number = next(free, None)
+        if number is None and len(self.blocks) < self.most:
+            number = len(self.blocks)
+            self.blocks.append(torch.zeros(size, dtype=torch.uint8).share_memory_())
+        if number is not None:
+            self.blocks[number][0] = 1
+        return number
+
+
+@dataclass
+class Sent:
+    """A batch in a block, on its way: the rank unpickles it as `collate` returns it.
+
+    The block itself goes once; its second byte is 1 from then on.
+    """
+
+    key: tuple[int, ...]
+    block: Tensor
+    parts: list
+
+    def __reduce__(self) -> tuple:
+        block = None if self.block[1] else self.block
+        self.block[1] = 1
+        return _receive, (self.key, block, self.parts)
+
+
+def _receive(key: tuple[int, ...], block: Tensor | None, parts: list) -> list:
+    block = BLOCKS[key] = BLOCKS[key] if block is None else block
+    array = block.numpy()[:]  # an object of its own, which all tensors of the batch keep alive
+    weakref.finalize(array, _free, block).atexit = False
+    memory = torch.from_numpy(array)
+    batch = []
+    for part in parts:
+        if isinstance(part, Place):
+            part = part.of(memory)
+        batch.append(torch.from_numpy(part) if isinstance(part, np.ndarray) else part)
+    return [batch[0].movedim(-1, 1), *batch[1:]]
+
+
+def _free(block: Tensor) -> None:
+    block[0] = 0
