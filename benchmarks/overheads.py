@@ -180,7 +180,7 @@ def compare_hosts(flags: Namespace, folder: Path) -> None:
 
         nothing = contextlib.nullcontext
         plain = partial(
-            DistributedDataParallel, device_ids=None if device.type == "cpu" else [device]
+            DistributedDataParallel, device_ids=None if device.index is None else [device]
         )
         ours, bare = bench.ours(), bench.bare_ddp(plain)
         wrapped = bench.bare_ddp(partial(replicas.wrap, device=device))
