@@ -38,7 +38,7 @@ from torch.utils.data import TensorDataset
 from torchmetrics import MetricCollection
 
 BASELINE, BARE = "as it is", "bare DDP loop"
-VIEWS = f"{BARE}, gradient_as_bucket_view"
+WRAPPED = f"{BARE}, our settings of DDP"
 DEFAULTS = {
     "classification": "--arch resnet18 --image-size 64 --batch-size 16",
     "segmentation": "--encoder resnet18 --image-size 64 --batch-size 4",
@@ -98,10 +98,9 @@ class HostBench(Bench):
 
         return recipe.build_optimizer(model, self.args)
 
-    def bare_ddp(self, **options: bool) -> Callable[[Feed], None]:
+    def bare_ddp(self, wrap: Callable[..., nn.Module]) -> Callable[[Feed], None]:
         model = self.network()
-        devices = [self.device] if self.device.type != "cpu" else None
-        ddp_model = DistributedDataParallel(model, devices, **options)
+        ddp_model = wrap(model)
         optimizer = self.optimizer(model)
         mean, std = (torch.rand(3, 1, 1, device=self.device) for _ in range(2))
         has_amp = self.settings.amp != "off"
@@ -160,7 +159,7 @@ def parts() -> dict[str, Callable[[], Any]]:
 def compare_hosts(flags: Namespace, folder: Path) -> None:
     """Print the host's time for a step of ours and of bare loops, and what each part takes."""
     import main as project
-    from engine.ranks import distributed
+    from engine.ranks import distributed, replicas
 
     own = ["--data", str(folder), "--output-dir", str(folder / "run"), "--threads", "1"]
     args = project.parse_args([*own, *flags.flags.split()])
@@ -180,10 +179,14 @@ def compare_hosts(flags: Namespace, folder: Path) -> None:
             return feed.cpu_seconds / feed.steps
 
         nothing = contextlib.nullcontext
-        ours, views = bench.ours(), bench.bare_ddp(gradient_as_bucket_view=True)
+        plain = partial(
+            DistributedDataParallel, device_ids=None if device.index is None else [device]
+        )
+        ours, bare = bench.ours(), bench.bare_ddp(plain)
+        wrapped = bench.bare_ddp(partial(replicas.wrap, device=device))
         cases: common.Cases = {
-            BARE: partial(case, BARE, bench.bare_ddp(), nothing),
-            VIEWS: partial(case, VIEWS, views, nothing),
+            BARE: partial(case, BARE, bare, nothing),
+            WRAPPED: partial(case, WRAPPED, wrapped, nothing),
             BASELINE: partial(case, BASELINE, ours, nothing),
         }
         for name, made in parts().items() if flags.parts else ():
@@ -198,7 +201,7 @@ def compare_hosts(flags: Namespace, folder: Path) -> None:
         for name in list(cases)[3:]:
             saved = [difference(own[BASELINE], own[name]) for own in (figures, walls)]
             found.setdefault(name, []).append(saved)
-        for name in (BARE, VIEWS):
+        for name in (BARE, WRAPPED):
             more = [difference(own[BASELINE], own[name]) for own in (figures, walls)]
             found.setdefault(f"ours - {name}", []).append(more)
     distributed.teardown()

@@ -8,6 +8,7 @@ import pytest
 import torch
 from running import SCRIPTS, Project, rows, small
 
+from engine.errors import UserError
 from engine.ranks import distributed, gradients
 from engine.run import flags, machine
 
@@ -57,6 +58,27 @@ def test_size_of_a_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     ):
         assert mean.add(torch.tensor(size), targets, is_last=True) == size
     assert mean.count == 4
+
+
+def test_counts_that_are_known() -> None:
+    """They need no collective, which fails here; and cannot be mixed with others."""
+    weight = torch.nn.Linear(1, 1)
+    mean = gradients.Mean(weight, torch.device("cpu"))
+    targets = torch.zeros(6, dtype=torch.int64)
+    for parameter in weight.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    for passes, left in (1, 1), (2, 0.5), (1, 0.5):
+        assert [mean.add(6, targets, i == passes - 1) for i in range(passes)] == [6] * passes
+        mean.finish()
+        assert weight.bias.grad == weight.weight.grad == left
+    with pytest.raises(UserError, match="returns 5 as its count for 6 targets: return a tensor"):
+        mean.add(5, targets, True)
+    for kinds in (6, torch.tensor(6)), (torch.tensor(6), 6):
+        for kind in kinds:
+            mean.add(kind, targets, False)
+        with pytest.raises(UserError, match="an int in some passes, not in others"):
+            mean.finish()
+        mean = gradients.Mean(weight, torch.device("cpu"))
 
 
 def test_flags(project: Project) -> None:

@@ -86,7 +86,7 @@ def train(words: tuple, passes: int, is_soft: bool, kind: str) -> list[Tensor]:
 
     def means(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         total, count = criterion(outputs, targets)
-        return total / count.clamp(min=1e-6), torch.ones(())
+        return total / torch.as_tensor(count).clamp(min=1e-6), torch.ones(())
 
     images, targets = samples(is_soft)
     if kind == "void":

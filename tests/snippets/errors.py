@@ -136,7 +136,12 @@ def mistakes_in_the_loop(data: str, folder: str, *words: object) -> dict:
 
         def patched(*args: object) -> Callable:
             criterion = build(*args)
-            return lambda *batch: tuple(part.detach() for part in criterion(*batch))
+
+            def without_graph(*batch: Tensor) -> tuple[Tensor, object]:
+                loss, count = criterion(*batch)
+                return loss.detach(), count
+
+            return without_graph
 
         model.build_criterion = patched
 

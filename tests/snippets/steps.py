@@ -3,13 +3,25 @@
 import json
 import math
 import os
+import sys
+from collections.abc import Callable
 from pathlib import Path
+from types import FrameType
+from typing import Any
 
 import torch
 from forked import run
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from engine.run import progress
+import main
+import recipe
+from engine.data import loading
+from engine.ranks import distributed, gradients, replicas
+from engine.run import machine, progress
+from engine.run.folder import RunFolder
 from engine.run.progress import Run
+from engine.run.reporting import Reporter
 
 
 def profiled() -> None:
@@ -66,3 +78,106 @@ def portions(data: str, folder: str) -> None:
         words = "--batch-size", batch_size, "--accumulate", accumulate, "--lr", 0.01, *rest
         out = "--output-dir", f"{folder}/{name}"
         assert run(ranks, *flags, *words, *out, patch=plain, draws=False) == [0] * ranks
+
+
+class Scale(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weight
+
+
+class Operations(TorchDispatchMode):
+    """Counts what torch has a device do, and views, which it is not asked for."""
+
+    count = 0
+
+    def __torch_dispatch__(
+        self, function: Callable, types: tuple, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
+        self.count += 1
+        return function(*args, **(kwargs or {}))
+
+
+def calls_of(loop: Callable[[int], object], steps: int) -> int:
+    """How many functions of Python and C this thread calls meanwhile."""
+    count = 0
+
+    def called(_: FrameType, event: str, __: object) -> None:
+        nonlocal count
+        count += event in ("call", "c_call")
+
+    sys.setprofile(called)
+    try:
+        loop(steps)
+    finally:
+        sys.setprofile(None)
+    return count
+
+
+def operations_of(loop: Callable[[int], object], steps: int) -> int:
+    with Operations() as operations:
+        loop(steps)
+    return operations.count
+
+
+def more_than_bare(folder: str, *words: str) -> list[float]:
+    """Operations and calls of a step of train_one_epoch, less those of a bare loop."""
+    args = main.parse_args(["--output-dir", folder, *words])
+    device, classes = distributed.setup(), ["a", "b", "c"]
+    is_dense = "encoder" in args  # segmentation
+    side = (1, 1) if is_dense else ()
+    images = torch.randint(256, (8, 3, 1, 1), dtype=torch.uint8)
+    targets = torch.randint(3, (8, *side))
+    criterion = main.build_criterion(args)
+
+    def parts() -> tuple[nn.Module, nn.Module, torch.optim.Optimizer]:
+        head = [nn.Conv2d(3, 3, 1)] + ([] if is_dense else [nn.Flatten()])
+        net = nn.Sequential(*(Scale() for _ in range(40)), *head)
+        return net, replicas.wrap(net, device), recipe.build_optimizer(net, args)
+
+    net, ddp_model, optimizer = parts()
+    loader = loading.build_train_loader(
+        *(range(10**6), 3, 8, 1), loading.Options(0, 2, pin_memory=False, seed=0)
+    )
+    own = {"model": net, "optimizer": optimizer}
+    own |= {"scheduler": recipe.build_scheduler(optimizer, args, 10**6)}
+    own |= {"scaler": torch.amp.GradScaler("cpu", enabled=False)}
+    names = {"classes": classes, "epochs": 1, "save_every": 0, "score": "top1", "flags": vars(args)}
+    run = Run(RunFolder(Path(folder), "never", 1), loader, loader, **names, **own)
+    del own["model"]
+    stepper = main.Stepper(net, ddp_model, **own, mean=gradients.Mean(net, device))
+    settings = machine.Settings(0, 1, False, "off")
+    task = main.Task(args, settings, device, classes, net, criterion, None)
+    report = Reporter(Path(folder), device, 1, 0)
+
+    class Feed(list):
+        images_per_pass = 8
+
+    def ours(steps: int) -> None:
+        main.train_one_epoch(task, stepper, Feed([(images, targets)] * steps), report, run)
+
+    _, bare_model, bare_optimizer = parts()
+    mean, std = torch.rand(2, 3, 1, 1)
+
+    def bare(steps: int) -> None:
+        bare_model.train()
+        for x, y in [(images, targets)] * steps:
+            x = x.to(device).float().div_(255).sub_(mean).div_(std)
+            nn.functional.cross_entropy(bare_model(x), y.to(device).long()).backward()
+            bare_optimizer.step()
+            bare_optimizer.zero_grad()
+
+    progress.SECONDS_BETWEEN_CHECKS = math.inf
+    found = []
+    with run.stoppable(), report:
+        for measure in operations_of, calls_of:
+            each = []
+            for loop in ours, bare:
+                loop(3)
+                each.append((measure(loop, 13) - measure(loop, 3)) / 10)
+            found += [each[0] - each[1]]
+    distributed.teardown()
+    return found

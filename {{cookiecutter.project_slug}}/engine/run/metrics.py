@@ -13,8 +13,8 @@ from engine.ranks import devices, distributed
 
 def add_to(totals: Tensor, *values: Tensor | int) -> None:
     """Add `values`, scalars, to the first of `totals`, float64, without reading the device."""
-    for i, value in enumerate(values):
-        totals[i].add_(value.detach() if isinstance(value, Tensor) else value)
+    for total, value in zip(totals.unbind(), values, strict=False):
+        total += value.detach() if isinstance(value, Tensor) else value
 
 
 def compute(metrics: MetricCollection) -> tuple[dict[str, float], Tensor | None]:

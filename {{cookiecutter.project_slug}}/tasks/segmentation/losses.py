@@ -199,7 +199,8 @@ def build(
                 total = OF_PIXELS[name](batch).sum()
             else:
                 total = (batch.counts * OF_IMAGES[name](batch)).sum()
-            sums.append(factor * total)
-        return torch.stack(sums).sum(), batch.counts.sum()
+            sums.append(total if factor == 1 else factor * total)
+        loss = torch.stack(sums).sum() if len(sums) > 1 else sums[0]
+        return loss, batch.counts.sum()
 
     return criterion
