@@ -11,7 +11,7 @@ import sysconfig
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,8 @@ from engine.errors import UserError
 from engine.ranks import devices, distributed, process
 
 CGROUPS = Path("/sys/fs/cgroup")
+
+Outputs = TypeVar("Outputs")
 
 
 @dataclass(frozen=True)
@@ -120,11 +122,15 @@ def zeros(count: int, device: torch.device) -> Tensor:
     return torch.zeros(count, dtype=devices.double(device), device=device)
 
 
-def to_float32(outputs: Any) -> Any:
+def to_float32(outputs: Outputs) -> Outputs:
     """Return a network's `outputs`, a tensor or tuples and dicts of them, in float32."""
     if isinstance(outputs, Tensor):  # to search a tree takes longer
-        return outputs.float() if outputs.is_floating_point() else outputs
-    return tree_map_only(Tensor, to_float32, outputs)
+        return cast(Outputs, _float32(outputs))
+    return tree_map_only(Tensor, _float32, outputs)
+
+
+def _float32(tensor: Tensor) -> Tensor:
+    return tensor.float() if tensor.is_floating_point() else tensor
 
 
 def free_memory() -> float:

@@ -122,10 +122,10 @@ def load_states(
             continue
         if state.get(name):  # a GradScaler that is off has an empty one
             try:
-                saved = state[name]
+                saved = {**state[name], **by_flags.get(name, {})}
                 if isinstance(part, Optimizer):
                     saved = sharded.distribute(_with_kernels(saved, part), part)
-                part.load_state_dict({**saved, **by_flags.get(name, {})})
+                part.load_state_dict(saved)
             except (LookupError, RuntimeError, TypeError, ValueError) as error:
                 reason = " ".join(str(error).split())[:200]
                 raise UserError(f"{path}: does not fit {name} ({reason})") from None
