@@ -27,6 +27,8 @@ LONGEST = [
             "faults",
             "runs",
             "launch",
+            "nodes",
+            "gpu",
             "speed",
             "recipes",
             "exact",
