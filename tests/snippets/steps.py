@@ -154,7 +154,7 @@ def more_than_bare(folder: str, *words: str) -> list[float]:
     report = Reporter(Path(folder), device, 1, 0)
 
     class Feed(list):
-        images_per_pass = 8
+        batch_size = images_per_pass = 8
 
     def ours(steps: int) -> None:
         main.train_one_epoch(task, stepper, Feed([(images, targets)] * steps), report, run)
