@@ -51,7 +51,7 @@ class Feed:
     def __init__(self, batch: tuple, steps: int) -> None:
         self.batch = batch
         self.steps = steps
-        self.images_per_pass = len(batch[0])
+        self.batch_size = self.images_per_pass = len(batch[0])
 
     def __len__(self) -> int:
         return WARM_UP + self.steps + 1
