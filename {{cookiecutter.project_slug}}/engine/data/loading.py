@@ -22,6 +22,7 @@ from engine.errors import UserError
 from engine.ranks import devices, distributed, process
 
 BATCH_SIZE, MIN_STEPS = 32, 20  # the defaults, see batch_size_for
+IN_USE = 2  # batches in shared memory that a worker's rank may have taken: this one and the next
 
 
 @dataclass(frozen=True)
@@ -143,8 +144,7 @@ def build_train_loader(
     if counts:
         balance.say_balanced(counts, total)
     worker_options = _worker_options(options)
-    # Those that wait, the one in use, and the next.
-    into = Blocks(options.prefetch + 2)
+    into = Blocks(options.prefetch + IN_USE)
     return Loader(keyed, batch_size, sampler=sampler, collate_fn=into, **worker_options)
 
 
