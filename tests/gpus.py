@@ -31,7 +31,7 @@ def missing() -> str:
 
 def build(folder: Path) -> None:
     """Write the libraries and a nvidia-smi into `folder`."""
-    folder.mkdir(parents=True)
+    folder.mkdir(parents=True, exist_ok=True)
     library = folder / "libcuda.so.1"  # the driver's name: torch loads no other one
     sources = sorted(SOURCES.glob("*.c"))
     flags = ["-shared", "-fPIC", "-O1", "-Wall", "-Werror", "-o", library, *sources, "-lpthread"]
@@ -57,7 +57,11 @@ def environment(folder: Path, gpus: int, **more: str) -> dict[str, str | None]:
 
 if __name__ == "__main__":  # gpus.py N COMMAND...: run a command on a machine with N GPUs
     place = Path(os.environ.get("FAKE_GPU_FOLDER", "/tmp/ddp-template-fakegpu"))
-    if not (place / "nvidia-smi").exists():
+    built = place / "nvidia-smi"  # the last file of it
+    if why := missing():
+        sys.exit(why)
+    newest = max(source.stat().st_mtime for source in (*SOURCES.iterdir(), Path(__file__)))
+    if not built.exists() or built.stat().st_mtime < newest:
         build(place)
     for name, value in environment(place, int(sys.argv[1])).items():
         os.environ.pop(name, None) if value is None else os.environ.update({name: value})

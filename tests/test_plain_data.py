@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -169,6 +170,17 @@ class TestNormalize:
     def test_what_is_no_uint8(self) -> None:
         with pytest.raises(UserError, match=r"images of torch\.float32: leave them uint8"):
             loading.normalize(torch.zeros(1, 3, 4, 4))
+
+    @pytest.mark.parametrize(("kind", "ahead"), [("cuda", True), ("mps", False)])
+    def test_copies(self, kind: str, ahead: bool) -> None:
+        """To Apple's GPUs torch would copy what has been released since."""
+
+        def to(device: torch.device, non_blocking: bool) -> torch.Tensor:
+            assert (device.type, non_blocking) == (kind, ahead)
+            return torch.zeros(1, 3, 4, 4, dtype=torch.uint8)
+
+        batch = [SimpleNamespace(to=to)] * 2
+        assert len([*loading.to_device([batch], torch.device(kind))]) == 1
 
     def test_batches_by_size(self) -> None:
         sizes = (4, 5, 4)

@@ -1,6 +1,7 @@
 """Reading without a project: batches in shared memory that is used again, JPEG headers."""
 
 import functools
+import os
 from pathlib import Path
 
 import numpy as np
@@ -101,6 +102,22 @@ class TestHandover:
         )
         for number, batch in enumerate([batch for _ in range(3) for batch in one]):
             check(batch, number % 4)
+
+    def test_who_frees_a_block(self) -> None:
+        """The rank does, also one that got it in inference mode; no process forked from it."""
+        block = torch.ones(handover.ALIGNMENT + 3, dtype=torch.uint8).share_memory_()
+        flag = block.numpy()
+        parts = [handover.Place(handover.ALIGNMENT, (1, 1, 1, 3), torch.uint8)]
+        with torch.inference_mode():
+            batch = handover._receive((-1, 0, 0), torch.from_numpy(flag), parts)
+        if not (child := os.fork()):
+            batch.clear()
+            os._exit(0)
+        os.waitpid(child, 0)
+        assert flag[0] == 1
+        batch.clear()
+        assert flag[0] == 0
+        del handover.BLOCKS[-1, 0, 0]
 
     def test_types_that_differ(self) -> None:
         """They become one type, as in a batch without blocks."""

@@ -6,6 +6,7 @@ every page, and opens a socket for each tensor. For prepared images that is half
 
 import itertools
 import math
+import os
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -64,6 +65,8 @@ class Blocks:
         self.blocks: list[Tensor] = []  # of this worker
 
     def __call__(self, samples: Sequence[tuple]) -> "list | Sent":
+        if (worker := get_worker_info()) is None:
+            return collate(samples)
         columns: list = list(zip(*samples, strict=True))
         columns[0] = tuple(image.movedim(0, -1) for image in columns[0])
         parts: list = []
@@ -79,9 +82,7 @@ class Blocks:
                 return collate(samples)
             parts.append(Place(end, (len(column), *first.shape), first.dtype))
             end = -(-parts[-1].end // ALIGNMENT) * ALIGNMENT
-        worker = get_worker_info()
-        number = self._take(end) if worker else None
-        if worker is None or number is None:
+        if (number := self._take(end)) is None:
             return collate(samples)
         for column, part in zip(columns, parts, strict=True):
             if isinstance(part, Place):
@@ -119,8 +120,9 @@ class Sent:
 
 def _receive(key: tuple[int, ...], block: Tensor | None, parts: list) -> list:
     block = BLOCKS[key] = BLOCKS[key] if block is None else block
-    array = block.numpy()[:]  # an object of its own, which all tensors of the batch keep alive
-    weakref.finalize(array, _free, block).atexit = False
+    flags = block.numpy()
+    array = flags[:]  # an object of its own, which all tensors of the batch keep alive
+    weakref.finalize(array, _free, flags, os.getpid()).atexit = False
     memory = torch.from_numpy(array)
     batch = []
     for part in parts:
@@ -130,5 +132,6 @@ def _receive(key: tuple[int, ...], block: Tensor | None, parts: list) -> list:
     return [batch[0].movedim(-1, 1), *batch[1:]]
 
 
-def _free(block: Tensor) -> None:
-    block[0] = 0
+def _free(flags: np.ndarray, owner: int) -> None:
+    if os.getpid() == owner:  # not in a process that has been forked from the rank
+        flags[0] = 0

@@ -19,9 +19,10 @@ from engine.data.handover import Blocks, collate_by_size
 from engine.data.images import DEFAULT_FORMAT, Format
 from engine.data.samples import KeyedDataset, MapDataset
 from engine.errors import UserError
-from engine.ranks import distributed, process
+from engine.ranks import devices, distributed, process
 
 BATCH_SIZE, MIN_STEPS = 32, 20  # the defaults, see batch_size_for
+IN_USE = 2  # batches in shared memory that a worker's rank may have taken: this one and the next
 
 
 @dataclass(frozen=True)
@@ -143,8 +144,7 @@ def build_train_loader(
     if counts:
         balance.say_balanced(counts, total)
     worker_options = _worker_options(options)
-    # Those that wait, the one in use, and the next.
-    into = Blocks(options.prefetch + 2)
+    into = Blocks(options.prefetch + IN_USE)
     return Loader(keyed, batch_size, sampler=sampler, collate_fn=into, **worker_options)
 
 
@@ -219,8 +219,9 @@ def to_device(
     indices int64 (N,) of a validation batch, stays as it is. Images and masks travel as uint8 until
     here, a quarter of the bytes.
     """
+    ahead = devices.copies_ahead(device)
     for batch in batches:
-        images, targets, *others = (part.to(device, non_blocking=True) for part in batch)
+        images, targets, *others = (part.to(device, non_blocking=ahead) for part in batch)
         targets = targets.float() if targets.is_floating_point() else targets.long()
         yield normalize(images, format), targets, *others
 

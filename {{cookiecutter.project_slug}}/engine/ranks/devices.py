@@ -40,6 +40,14 @@ def carried(tensor: Tensor) -> Tensor:
     return tensor if has_collectives(tensor.device) else torch.zeros(())
 
 
+def copies_ahead(device: torch.device) -> bool:
+    """Return whether copies to and from `device` may go on while the host does.
+
+    Those of Apple's GPUs would read memory that has been released since.
+    """
+    return device.type != "mps"
+
+
 def double(device: torch.device) -> torch.dtype:
     """Return the dtype of sums on `device`: float64, or float32 on Apple's GPUs, which lack it."""
     return torch.float32 if device.type == "mps" else torch.float64

@@ -17,7 +17,7 @@ class Mean:
     on all, and the step divides by the count of all: one number, reduced during backward().
 
     A count that is an int instead of a tensor has to be the size. Then it is the same on all ranks,
-    and nothing has to be reduced.
+    and nothing has to be reduced. If `model` gets other weights later, it needs a new Mean, too.
     """
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:

@@ -90,7 +90,8 @@ def gather(shared: nn.Module, model: nn.Module) -> None:
 def are_finite(weights: Sequence[Tensor]) -> list[bool]:
     """Return which weights are finite; reads the device once. All ranks have to call it."""
     parts = [weight.to_local() if isinstance(weight, DTensor) else weight for weight in weights]
-    finite = torch.stack([part.isfinite().all() for part in parts])
+    first = parts[0].device  # of a network that is spread over several GPUs
+    finite = torch.stack([part.isfinite().all().to(first) for part in parts])
     if any(isinstance(weight, DTensor) for weight in weights):
         finite = distributed.reduce_tensor(finite.int(), "min")
     return finite.bool().tolist()

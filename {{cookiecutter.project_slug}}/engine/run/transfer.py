@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, UntypedStorage, nn
 from torch.utils._pytree import tree_leaves
 
+from engine.ranks import devices
 from engine.run import machine
 from engine.run.checkpoint import State
 
@@ -64,7 +65,7 @@ def copy_storages(storages: Sequence[UntypedStorage]) -> list[UntypedStorage]:
             count, offset = storage.nbytes(), end - size
             part = torch.frombuffer(memory, dtype=torch.uint8, count=count, offset=offset)
             copies.append(part.untyped_storage())
-            copies[-1].copy_(storage, non_blocking=True)
+            copies[-1].copy_(storage, non_blocking=devices.copies_ahead(storage.device))
         else:
             copies.append(UntypedStorage(0))
     for device in {storage.device for storage in storages}:
