@@ -166,6 +166,19 @@ class TestNormalize:
         assert targets.tolist() == [0, 1, 2, 3]
         assert found.is_contiguous(memory_format=torch.channels_last)
 
+    @pytest.mark.parametrize(("kind", "may"), [("cpu", True), ("cuda", True), ("mps", False)])
+    def test_copies_that_may_run_ahead(self, kind: str, may: bool) -> None:
+        """Apple's GPUs read pageable memory when they come to the copy, which is too late."""
+
+        class Part:
+            def to(self, device: torch.device, non_blocking: bool) -> torch.Tensor:
+                asked.append((device.type, non_blocking))
+                return torch.zeros(2, 3, 4, 4, dtype=torch.uint8)
+
+        asked: list[tuple[str, bool]] = []
+        list(loading.to_device([(Part(), Part())], torch.device(kind)))
+        assert asked == [(kind, may)] * 2
+
     def test_what_is_no_uint8(self) -> None:
         with pytest.raises(UserError, match=r"images of torch\.float32: leave them uint8"):
             loading.normalize(torch.zeros(1, 3, 4, 4))

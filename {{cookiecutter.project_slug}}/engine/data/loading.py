@@ -219,8 +219,9 @@ def to_device(
     indices int64 (N,) of a validation batch, stays as it is. Images and masks travel as uint8 until
     here, a quarter of the bytes.
     """
+    may_run_ahead = device.type != "mps"  # which would read memory that is used again by then
     for batch in batches:
-        images, targets, *others = (part.to(device, non_blocking=True) for part in batch)
+        images, targets, *others = (part.to(device, non_blocking=may_run_ahead) for part in batch)
         targets = targets.float() if targets.is_floating_point() else targets.long()
         yield normalize(images, format), targets, *others
 
