@@ -52,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     network.check_clocks(table)
 
     workers = machine.default_workers() if args.workers is None else args.workers
-    batch = args.prefetch * (args.batch_size or loading.BATCH_SIZE)
+    batch = (args.prefetch + 2) * (args.batch_size or loading.BATCH_SIZE)
     nodes.check_machine(table, workers, 4 * (args.channels or 1) * batch * args.image_size**2)
     if args.data is None:
         args.data = ROOT / "data" / "demo"

@@ -37,7 +37,7 @@ class Mean:
         """
         has_shares = targets.is_floating_point() and targets.ndim > 1
         size = targets.numel() // (targets.shape[1] if has_shares else 1)
-        if isinstance(count, int):
+        if not isinstance(count, Tensor):
             if count != size:
                 raise UserError(
                     f"the loss returns {count} as its count for {size} targets: return a tensor, "
