@@ -249,7 +249,7 @@ def compare(flags: Namespace, folder: Path) -> dict[str, list[float]]:
         "scaler": torch.amp.GradScaler("cpu", enabled=False),
     }
     stepper = project.Stepper(
-        *(model, replicas.wrap(model, device)), **parts, mean=gradients.Mean(model, device)
+        *(model, replicas.wrap(model, device)), **parts, mean=gradients.Mean(device)
     )
     criterion, judged = build_criterion(args), MetricCollection({})
     task = project.Task(args, settings, device, classes, model, criterion, judged)

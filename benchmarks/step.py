@@ -159,7 +159,7 @@ class Bench:
             "scheduler": recipe.build_scheduler(optimizer, args, 10**6),
             "scaler": torch.amp.GradScaler(self.device.type, enabled=self.settings.amp == "fp16"),
         }
-        mean = gradients.Mean(model, self.device)
+        mean = gradients.Mean(self.device)
         stepper = main.Stepper(model, replicas.wrap(model, self.device), **parts, mean=mean)
         judged = MetricCollection({})
         task = main.Task(

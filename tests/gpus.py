@@ -4,7 +4,8 @@ torch's CUDA wheel runs the whole project on them, on any x86 Linux with gcc.
 Real: torch.cuda, its caching and pinned allocators, streams and events, autograd's threads, DDP's
 Reducer, GradScaler, ProcessGroupNCCL with watchdog, time-outs and flight recorder. Made up: the
 CUDA runtime and NCCL (fakegpu/*.c), and the kernels (fakegpu/emulate.py computes on the CPU).
-Not there: cuDNN, cuBLAS, graphs, torch.compile's kernels, --strategy fsdp and dp, speed.
+Not there: cuDNN, its attention (--arch vit_b_16), cuBLAS, graphs, torch.compile's kernels,
+--sync-bn, --strategy fsdp and dp, speed.
 """
 
 import os

@@ -383,7 +383,7 @@ def test_one_line_for_what_torch_says_in_many(data: Path, tmp_path: Path, edited
     def in_loop(line: str) -> tuple[str, str]:
         return inside, f"        {line}\n{inside}"
 
-    mean = "    mean = gradients.Mean(model, device)\n"
+    mean = "    mean = gradients.Mean(device)\n"
     report = "    report = Reporter("
     unused = "    model.spare, model.other = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)\n"
 

@@ -128,6 +128,9 @@ USAGE += "ncclInvalidUsage: This usually reflects invalid usage of NCCL library.
         (NCCL + CUDA + "Cuda failure 'invalid argument'", "NCCL_DEBUG=WARN"),
         (NCCL + SYSTEM, "NCCL_SOCKET_IFNAME"),
         (NCCL + USAGE, "NCCL_DEBUG=WARN"),
+        ("Caught RuntimeError in DataLoader worker process 0.\nRuntimeError: unable to allocate "
+         "shared memory(shm) for file </torch_2961_119_0>: No space left on device (28)\n",
+         "lower --workers"),
         ("CUDA error: no kernel image is available for execution on the device", "get_arch_list"),
         ("[1]: params[0] in this process with sizes [2, 3] appears not to match sizes of the same "
          "param in process 0.", "another network"),

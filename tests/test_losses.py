@@ -4,6 +4,7 @@ import json
 from argparse import ArgumentTypeError
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from running import SCRIPTS, Project, rows, small
@@ -49,7 +50,7 @@ def test_a_constant_is_copied_once_and_fit_for_training() -> None:
 def test_size_of_a_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     """Targets are counted, those with shares of the classes as one each."""
     monkeypatch.setattr(distributed, "start_sum", lambda _: None)
-    mean = gradients.Mean(torch.nn.Linear(1, 1), torch.device("cpu"))
+    mean = gradients.Mean(torch.device("cpu"))
     for targets, size in (
         (torch.zeros(6, dtype=torch.int64), 6),
         (torch.zeros(6, 4, 4, dtype=torch.int64), 96),
@@ -63,22 +64,23 @@ def test_size_of_a_pass(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_counts_that_are_known() -> None:
     """They need no collective, which fails here; and cannot be mixed with others."""
     weight = torch.nn.Linear(1, 1)
-    mean = gradients.Mean(weight, torch.device("cpu"))
+    mean = gradients.Mean(torch.device("cpu"))
     targets = torch.zeros(6, dtype=torch.int64)
     for parameter in weight.parameters():
         parameter.grad = torch.ones_like(parameter)
     for passes, left in (1, 1), (2, 0.5), (1, 0.5):
         assert [mean.add(6, targets, i == passes - 1) for i in range(passes)] == [6] * passes
-        mean.finish()
+        mean.finish(weight)
         assert weight.bias.grad == weight.weight.grad == left
-    with pytest.raises(UserError, match="returns 5 as its count for 6 targets: return a tensor"):
-        mean.add(5, targets, True)
+    for count in 5, 5.0, np.int64(5):  # of which the last two are no int
+        with pytest.raises(UserError, match=r"returns 5(\.0)? as its count for 6 targets: return "):
+            mean.add(count, targets, True)
     for kinds in (6, torch.tensor(6)), (torch.tensor(6), 6):
         for kind in kinds:
             mean.add(kind, targets, False)
         with pytest.raises(UserError, match="an int in some passes, not in others"):
-            mean.finish()
-        mean = gradients.Mean(weight, torch.device("cpu"))
+            mean.finish(weight)
+        mean = gradients.Mean(torch.device("cpu"))
 
 
 def test_flags(project: Project) -> None:

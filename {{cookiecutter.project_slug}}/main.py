@@ -169,7 +169,7 @@ def train_one_epoch(
         report.loss(run.totals, optimizer.param_groups[-1]["lr"])
         if is_last:
             # DDP has averaged over the ranks, whose numbers of samples (labelled pixels) may differ.
-            stepper.mean.finish()
+            stepper.mean.finish(ddp_model)
             recipe.clip_gradients(ddp_model.parameters(), optimizer, scaler, args)
             scaler.step(optimizer)
             scaler.update()
@@ -253,7 +253,7 @@ def train(
     run.resume(state)
     if average:
         average.step = run.step
-    mean = gradients.Mean(model, device)
+    mean = gradients.Mean(device)
     recipe.freeze(frozen, run.epoch < args.freeze_backbone)
     wrap = functools.partial(replicas.wrap, model, device, args.strategy)
     stepper = Stepper(model, wrap(), optimizer, scheduler, scaler, mean, average)

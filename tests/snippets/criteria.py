@@ -98,7 +98,7 @@ def train(words: tuple, passes: int, is_soft: bool, kind: str) -> list[Tensor]:
     scaler = torch.amp.GradScaler("cpu", init_scale=64.0, enabled=kind == "scaled")
     nothing = SimpleNamespace(step=lambda: None)
     stepper = main.Stepper(
-        *(net, replicas.wrap(net, DEVICE), optimizer, nothing, scaler, gradients.Mean(net, DEVICE))
+        *(net, replicas.wrap(net, DEVICE), optimizer, nothing, scaler, gradients.Mean(DEVICE))
     )
     settings = machine.Settings(0, 1, False, "off")
     chosen = means if kind == "means" else criterion

@@ -33,7 +33,7 @@ def train(data: str, words: list[str]) -> dict:
         *(model, replicas.wrap(model, device), optimizer),
         recipe.build_scheduler(optimizer, args, 2),
         torch.amp.GradScaler("cpu", enabled=False),
-        gradients.Mean(model, device),
+        gradients.Mean(device),
     )
     settings, criterion = SimpleNamespace(amp="off"), main.build_criterion(args)
     task = main.Task(args, settings, device, classes, model, criterion, None)

@@ -148,7 +148,7 @@ def more_than_bare(folder: str, *words: str) -> list[float]:
     names = {"classes": classes, "epochs": 1, "save_every": 0, "score": "top1", "flags": vars(args)}
     run = Run(RunFolder(Path(folder), "never", 1), loader, loader, **names, **own)
     del own["model"]
-    stepper = main.Stepper(net, ddp_model, **own, mean=gradients.Mean(net, device))
+    stepper = main.Stepper(net, ddp_model, **own, mean=gradients.Mean(device))
     settings = machine.Settings(0, 1, False, "off")
     task = main.Task(args, settings, device, classes, net, criterion, None)
     report = Reporter(Path(folder), device, 1, 0)

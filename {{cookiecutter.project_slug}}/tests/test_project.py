@@ -9,7 +9,7 @@ import sys
 import time
 import traceback
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -138,15 +138,17 @@ def test_a_step_reads_nothing_off_the_device(data: Path, monkeypatch: pytest.Mon
     criterion, metrics = model.build_criterion(args), model.build_metrics(classes)
     task = main.Task(args, settings, device, classes, net, criterion, metrics)
     optimizer = torch.optim.SGD(net.parameters(), 0.1)
-    stepper = main.Stepper(
-        *(net, cast(Any, net), optimizer, recipe.build_scheduler(optimizer, args, 9)),
-        *(torch.amp.GradScaler("cpu", enabled=False), gradients.Mean(net, device)),
-    )
+    parts: dict[str, Any] = {
+        **{"model": net, "ddp_model": net, "optimizer": optimizer},
+        "scheduler": recipe.build_scheduler(optimizer, args, 9),
+        "scaler": torch.amp.GradScaler("cpu", enabled=False),
+        "mean": gradients.Mean(device),
+    }
     run = Mock(epoch=0, passes=0, totals=torch.zeros(2, dtype=torch.float64, device=device))
     run.is_due.return_value = False
     report = Mock(progress=lambda loader, epoch: itertools.islice(loader, 2))
     try:
-        main.train_one_epoch(task, stepper, loader, report, run)
+        main.train_one_epoch(task, main.Stepper(**parts), loader, report, run)
     except (NotImplementedError, RuntimeError) as error:
         lines = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.line]
         own = [frame for frame in lines if Path(frame.filename).parent == ROOT][-1]

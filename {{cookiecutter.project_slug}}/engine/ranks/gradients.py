@@ -10,20 +10,19 @@ from engine.ranks import devices, distributed
 
 
 class Mean:
-    """Turns summed gradients of `model` into those of the mean, where samples have unequal counts.
+    """Turns summed gradients into those of the mean, where samples have unequal counts.
 
     Ranks and passes hold different numbers of labelled pixels, so the mean of their means would
     weigh a pixel more where there are few. Each pass divides its sum of losses by `size`, the same
     on all, and the step divides by the count of all: one number, reduced during backward().
 
     A count that is an int instead of a tensor has to be the size. Then it is the same on all ranks,
-    and nothing has to be reduced. If `model` gets other weights later, it needs a new Mean, too.
+    and nothing has to be reduced.
     """
 
-    def __init__(self, model: nn.Module, device: torch.device) -> None:
-        self.weights: dict[torch.device, list[nn.Parameter]] = {}  # a search for them takes 0.1 ms
-        for weight in model.parameters():
-            self.weights.setdefault(weight.device, []).append(weight)
+    def __init__(self, device: torch.device) -> None:
+        self.found_in: nn.Module | None = None
+        self.weights: dict[torch.device, list[nn.Parameter]] = {}
         self.zero = torch.zeros((), dtype=devices.double(device), device=device)
         self.count, self.passes = self.zero, 0  # of counts that are tensors, and that are ints
         self.sizes: dict[int, Tensor] = {}  # on the device
@@ -37,7 +36,7 @@ class Mean:
         """
         has_shares = targets.is_floating_point() and targets.ndim > 1
         size = targets.numel() // (targets.shape[1] if has_shares else 1)
-        if isinstance(count, int):
+        if not isinstance(count, Tensor):
             if count != size:
                 raise UserError(
                     f"the loss returns {count} as its count for {size} targets: return a tensor, "
@@ -52,8 +51,12 @@ class Mean:
             self.pending = distributed.start_sum(self.count)
         return size
 
-    def finish(self) -> None:
+    def finish(self, ddp_model: nn.Module) -> None:
         """Divide the gradients, which DDP has averaged over the ranks; start anew."""
+        if self.found_in is not ddp_model:  # to search it at each step would take 0.1 ms
+            self.found_in, self.weights = ddp_model, {}
+            for weight in ddp_model.parameters():
+                self.weights.setdefault(weight.device, []).append(weight)
         weights = itertools.chain(*self.weights.values())
         if all(weight.grad is None for weight in weights):
             raise UserError(
@@ -61,6 +64,7 @@ class Mean:
             )
         if self.passes and self.count is not self.zero:
             raise UserError("the loss returns its count as an int in some passes, not in others")
+        assert self.pending or self.passes, "call add first"
         if self.pending:
             self.pending.wait()
             inverse = self.count.reciprocal_().mul_(distributed.world_size())

@@ -17,6 +17,10 @@ OF_THE_MACHINE = {  # printed alone
     "peer access|CUDA IPC handle|cudaIpc": (
         "the GPUs cannot read each other's memory: start again with NCCL_P2P_DISABLE=1"
     ),
+    "</torch_.*No space left": (
+        "/dev/shm is too small for the batches of loader workers (see df -h /dev/shm): docker run "
+        "--ipc=host or --shm-size=8g; else lower --workers or --prefetch"
+    ),
     "shared memory segment|extend /dev/shm|posix_fallocate": (
         "/dev/shm is too small for nccl (see df -h /dev/shm): docker run --ipc=host or "
         "--shm-size=8g; else NCCL_SHM_DISABLE=1"
