@@ -85,9 +85,7 @@ class Shrunk(nn.Module):
 class HostBench(Bench):
     """Loops around a network of almost no size: of one layer, or with all layers of --arch."""
 
-    def __init__(self, args: Namespace, device: torch.device, is_whole: bool) -> None:
-        super().__init__(args, device)
-        self.is_whole = is_whole
+    is_whole = False  # whether with all layers
 
     def network(self) -> nn.Module:
         net = super().network() if self.is_whole else nn.Linear(1, 1)
@@ -158,19 +156,16 @@ def parts() -> dict[str, Callable[[], Any]]:
 
 def compare_hosts(flags: Namespace, folder: Path) -> None:
     """Print the host's time for a step of ours and of bare loops, and what each part takes."""
-    import main as project
     from engine.ranks import distributed, replicas
 
-    own = ["--data", str(folder), "--output-dir", str(folder / "run"), "--threads", "1"]
-    args = project.parse_args([*own, *flags.flags.split()])
-    device = distributed.setup()
+    bench = HostBench(folder, f"--threads 1 {flags.flags}")
+    args, device = bench.args, bench.device
     side = (1, 1) if flags.task == "segmentation" else ()
     images = torch.randint(256, (args.batch_size, 3, 1, 1), dtype=torch.uint8)
     targets = torch.randint(common.CLASSES, (len(images), *side))
     feed = HostFeed((images.to(device), targets.to(device)), flags.steps)
     found: dict[str, list[list[str]]] = {}  # cells of a row, by name
-    for is_whole in (False, True):
-        bench = HostBench(args, device, is_whole)
+    for bench.is_whole in (False, True):
         walls: dict[str, list[float]] = {}
 
         def case(name: str, loop: Callable, made: Callable, walls: dict = walls) -> float:
@@ -311,7 +306,7 @@ def main() -> None:
     parser.add_argument("--flags", help="of main.py, in quotes; default: by task")
     parser.add_argument("--host", action="store_true", help="the host's time for a step")
     parser.add_argument("--parts", action="store_true", help="with --host: by part, too")
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="with --host")
+    parser.add_argument("--device", choices=("cpu", "gpu"), default="cpu", help="with --host")
     flags = parser.parse_args()
     flags.flags = flags.flags or (HOST_DEFAULTS if flags.host else DEFAULTS)[flags.task]
     flags.steps = flags.steps or (100 if flags.host else 40)
