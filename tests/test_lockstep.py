@@ -51,7 +51,7 @@ def test_a_collective_on_one_rank(planted: Planted) -> None:
     assert status == 1
     assert re.search(
         rf"^collective \d+: rank 0 is in all_reduce \(7,\) float32 at main.py:{line}, "
-        r"ranks 1, 2 (are|were) in all_reduce \(\) float64 at main.py:\d+; "
+        r"ranks 1, 2 (are|were) in DDP's gradients \(\d+,\) float32 at main.py:\d+; "
         rf"ranks 1, 2 never came to main.py:{line}$",
         err,
         re.MULTILINE,
@@ -71,7 +71,7 @@ def test_one_rank_is_late(planted: Planted) -> None:
     assert time.monotonic() - began < 20
     assert err.startswith("no progress for 2.5 s:\n")
     assert re.search(
-        r"^collective \d+: ranks 0, 2 wait in all_reduce \(\) float64 at main.py:\d+; "
+        r"^collective \d+: ranks 0, 2 wait in DDP's gradients \(\d+,\) float32 at main.py:\d+; "
         rf"rank 1 has not come to it: rank 1 is at main.py:{line}, after DDP's gradients",
         err,
         re.MULTILINE,
@@ -132,7 +132,7 @@ def test_where_is_it(project: Project, fault: Callable, tmp_path: Path) -> None:
     assert not found["err"]
     assert len(found["answers"]) == 3
     for answer in found["answers"]:
-        assert "rank 0 waits in all_reduce" in answer
+        assert "rank 0 waits in DDP's gradients" in answer
         assert "stack of rank 1, epoch 1, step 3:" in answer
         assert answer.count("last collectives: ") == 2
         assert "usually" not in answer
@@ -148,9 +148,9 @@ def test_where_is_it(project: Project, fault: Callable, tmp_path: Path) -> None:
 def test_where_is_it_in_a_hang(fault: Callable) -> None:
     """The answer does not replace the block on the job's own terminal."""
     found = fault("asked_in_a_hang")
-    assert "rank 0 waits in all_reduce" in found["answer"]
+    assert "rank 0 waits in DDP's gradients" in found["answer"]
     assert found["err"].startswith("no progress for 6 s:\n")
-    assert found["err"].count("rank 0 waits in all_reduce") == 1
+    assert found["err"].count("rank 0 waits in DDP's gradients") == 1
     assert all(found["statuses"])
 
 

@@ -78,7 +78,7 @@ def of_plan(data: str, folder: str) -> str:
     """What a run on `data` says; its folder is `folder`/run."""
     words = ["--arch", "squeezenet1_1", "--weights", "none", "--image-size", 32, "--workers", 0]
     words += ["--batch-size", 1, "--epochs", len(PLAN), "--data", data, "--threads", 1]
-    words += ["--optimizer", "sgd", "--output-dir", f"{folder}/run"]
+    words += ["--optimizer", "sgd", "--lr", 0.001, "--output-dir", f"{folder}/run"]
 
     def patch() -> None:
         planned(folder)

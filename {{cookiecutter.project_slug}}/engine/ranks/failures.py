@@ -168,7 +168,8 @@ def _read(first: str) -> int:
     rank, status, _, node = first.split()
     if not _known:
         _known.append(int(status))
-        distributed.store().add(SEEN, 1)
+        with contextlib.suppress(dist.DistError):  # rank 0 waits for this, but not for long
+            distributed.store().add(SEEN, 1)
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path and names.has_other_nodes():
         note = {"message": f"rank {rank} on {node}", "timestamp": int(time.time())}
