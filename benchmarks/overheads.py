@@ -140,7 +140,9 @@ def parts() -> dict[str, Callable[[], Any]]:
         "machine.autocast": without(machine, "autocast", lambda *_: null),
         "machine.to_float32": without(machine, "to_float32", lambda outputs: outputs),
         "profiling.mark": without(profiling, "mark", lambda _: null),
-        "mean.add": without(gradients.Mean, "add", lambda *_: 1),
+        "mean.add": without(
+            gradients.Mean, "add", lambda mean, *_: setattr(mean, "passes", 1) or 1
+        ),
         "its collective": without(distributed, "start_sum", lambda _: Namespace(wait=lambda: None)),
         "mean.finish": without(gradients.Mean, "finish", lambda *_: None),
         "report.progress": without(Reporter, "progress", lambda _, loader, __: loader),
