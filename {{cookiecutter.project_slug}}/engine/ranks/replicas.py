@@ -102,7 +102,7 @@ def trained_weights(ddp_model: nn.Module) -> list[str]:
 
 def sync_batchnorm(model: nn.Module, device: torch.device) -> nn.Module:
     """Return `model` with BatchNorm over the images of all ranks; its checkpoints stay the same."""
-    if device.type in ("cpu", "mps"):
+    if device.type == "cpu" or not devices.has_collectives(device):
         raise UserError("--sync-bn: torch has it on GPUs only; omit the flag")
     return nn.SyncBatchNorm.convert_sync_batchnorm(model)
 

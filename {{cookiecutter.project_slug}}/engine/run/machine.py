@@ -64,7 +64,8 @@ def set_up(
     warnings.filterwarnings("ignore", "This DataLoader will create")  # reported in the start line
     torch.set_num_threads(threads)
     torch.set_float32_matmul_precision("high")  # TF32 for what stays float32, where a GPU has it
-    return Settings(workers, threads, pin_memory and device.type not in ("cpu", "mps"), amp)
+    is_pinned = pin_memory and on_gpu and devices.copies_ahead(device)
+    return Settings(workers, threads, is_pinned, amp)
 
 
 def _best_amp(device: torch.device) -> str:

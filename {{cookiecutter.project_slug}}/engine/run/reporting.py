@@ -161,7 +161,7 @@ class Reporter:
             "img_per_s": self.count / seconds,
             "train_seconds": seconds,
             "data_wait": waited / seconds,
-            **({"peak_memory": peak / memory.GIB} if peak == peak else {}),  # NaN: not known
+            **({"peak_memory": peak / memory.GIB} if not math.isnan(peak) else {}),
         }
 
     def loss(self, totals: Tensor, lr: float) -> None:
