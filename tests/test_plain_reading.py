@@ -1,11 +1,13 @@
-"""Reading without a project: batches in shared memory that is used again, JPEG headers."""
+"""Reading without a project: batches in shared memory that is used again, parts of JPEGs."""
 
 import functools
+import io
 import os
 from pathlib import Path
 
 import numpy as np
 import pytest
+import simplejpeg
 import torch
 from PIL import Image
 from torch import Tensor
@@ -144,12 +146,25 @@ class TestJpegHeader:
     )
     def test_sizes(self, tmp_path: Path, mode: str, options: dict, found: bool) -> None:
         data = self.save(tmp_path / "x", mode, **options).read_bytes()
-        assert jpeg.size(data) == ((37, 50) if found else None)
+        frame = jpeg.frame(data)
+        assert (frame and (*frame[:2], frame.is_plain)) == ((37, 50, True) if found else None)
         with Image.open(tmp_path / "x") as image:
-            assert jpeg.upright_size(image) == jpeg.size(data)
+            assert jpeg.upright_size(image) == (frame and frame[:2])
         head = data.index(b"\xff\xda")
         for end in range(0, head, 7):
-            assert jpeg.size(data[:end]) is None
+            assert jpeg.frame(data[:end]) is None
+
+    def test_a_byte_between_segments(self, tmp_path: Path) -> None:
+        """What looks like the next one's length leads anywhere, here into a comment."""
+        data = self.save(tmp_path / "x.jpg", "RGB").read_bytes()
+        other = simplejpeg.encode_jpeg(np.zeros((16, 16, 3), np.uint8))
+        begin, frame = data.index(b"\xff\xdb\x00"), data.index(b"\xff\xc0")
+        comment = bytes(begin + 0xDB00 - frame - 3) + other[other.index(b"\xff\xc0") :]
+        comment = b"\xff\xfe" + (len(comment) + 2).to_bytes(2, "big") + comment
+        parts = data[:begin], b"\xff", data[begin:frame], comment, data[frame:]
+        (tmp_path / "x.jpg").write_bytes(b"".join(parts))
+        image = images.open_image(str(tmp_path / "x.jpg"))
+        assert (image.height, image.width) == (37, 50)
 
     @pytest.mark.parametrize("orientation", [1, 6])
     def test_exif(self, tmp_path: Path, orientation: int) -> None:
@@ -157,7 +172,97 @@ class TestJpegHeader:
         exif = Image.Exif()
         exif[0x112] = orientation
         path = self.save(tmp_path / "x.jpg", "RGB", exif=exif)
-        assert jpeg.size(path.read_bytes()) is None
+        data = path.read_bytes()
+        assert jpeg.frame(data).is_plain is False
+        end = data.index(b"\xff\xdb")
+        assert jpeg.frame(data[:end] + b"\xff" + data[end:]) is None  # a byte that only fills
         image = images.open_image(str(path))
         assert (image.height, image.width) == ((37, 50) if orientation == 1 else (50, 37))
         assert bool(image.shrinks) == (orientation == 1)
+
+
+class TestJpegRows:
+    """The rows that are asked for are the same, to the bit, as in the whole image."""
+
+    def pixels(self, height: int, width: int) -> np.ndarray:
+        rng = np.random.default_rng(0)
+        coarse = rng.integers(0, 256, (height // 8 + 1, width // 8 + 1, 3), np.uint8)
+        smooth = Image.fromarray(coarse).resize((width, height), Image.Resampling.BICUBIC)
+        return np.clip(np.array(smooth) + rng.normal(0, 20, (height, width, 3)), 0, 255)
+
+    def check(self, data: bytes, is_cut: bool = True) -> None:
+        frame = jpeg.frame(data)
+        for shrink in (1, 2, 4, 8):
+            height, width = -(-frame.height // shrink), -(-frame.width // shrink)
+            whole = simplejpeg.decode_jpeg(data, min_height=height, min_width=width)
+            assert whole.shape[:2] == (height, width)
+            for rows in (-3, 0, 1, *range(5, len(whole) + 9, 7 + len(whole) // 9)):
+                part = jpeg.decode(data, frame, shrink, rows)
+                left = max(rows + jpeg.MARGIN, 8)
+                assert len(part) == (left if is_cut and left < len(whole) else len(whole))
+                end = max(rows, 0)
+                assert np.array_equal(part[:end], whole[:end]), (shrink, rows)
+
+    @pytest.mark.parametrize("colors", ["444", "422", "420", "440", "411", "Gray"])
+    @pytest.mark.parametrize("size", [(203, 301), (64, 48), (9, 7), (301, 3)])
+    def test_sizes(self, colors: str, size: tuple[int, int]) -> None:
+        pixels = np.ascontiguousarray(self.pixels(*size).astype(np.uint8))
+        if colors == "Gray":
+            pixels = np.ascontiguousarray(pixels[..., :1])
+            options = {"colorspace": "GRAY", "colorsubsampling": "Gray"}
+        else:
+            options = {"colorsubsampling": colors}
+        self.check(simplejpeg.encode_jpeg(pixels, quality=90, **options))
+
+    @pytest.mark.parametrize(
+        ("options", "is_cut"),
+        [
+            ({"restart_marker_rows": 1}, True),
+            ({"restart_marker_blocks": 3}, True),
+            ({"optimize": True, "quality": 98}, True),
+            ({"exif": Image.Exif()}, True),
+            ({"progressive": True}, False),
+        ],
+    )
+    def test_kinds(self, options: dict, is_cut: bool, tmp_path: Path) -> None:
+        image = Image.fromarray(self.pixels(203, 301).astype(np.uint8))
+        image.save(tmp_path / "x.jpg", **options)
+        data = (tmp_path / "x.jpg").read_bytes()
+        self.check(data, is_cut)
+        self.check(data + b"more" + data, is_cut)
+
+    def test_a_scan_for_each_color(self) -> None:
+        """A baseline file may have three; nothing can be left out of it."""
+        planes = np.moveaxis(self.pixels(203, 301).astype(np.uint8), -1, 0)[..., None]
+        grey = [
+            simplejpeg.encode_jpeg(np.ascontiguousarray(plane), 90, "GRAY", "Gray")
+            for plane in planes
+        ]
+        at = jpeg.frame(grey[0]).at
+        scan = grey[0].index(b"\xff\xda")
+        colors = b"".join(bytes([number, 0x11, 0]) for number in (1, 2, 3))
+        data = grey[0][: at - 3] + b"\x00\x11" + grey[0][at - 1 : at + 4] + b"\x03" + colors
+        data += grey[0][at + 8 : scan]
+        for number, of_color in enumerate(grey, start=1):
+            bits = of_color[of_color.index(b"\xff\xda") + 10 : -2]
+            data += b"\xff\xda\x00\x08\x01" + bytes([number, 0, 0, 63, 0]) + bits
+        data += b"\xff\xd9"
+        frame = jpeg.frame(data)
+        assert frame == (203, 301, 0, True)
+        whole = simplejpeg.decode_jpeg(data)
+        assert np.ptp(whole) > 100
+        assert np.array_equal(jpeg.decode(data, frame, 1, 50), whole)
+
+    def test_broken(self) -> None:
+        """What is wrong with the rows that are asked for, or a missing end, is an error."""
+        pixels = self.pixels(203, 301).astype(np.uint8)
+        file = io.BytesIO()
+        Image.fromarray(pixels).save(file, "JPEG", restart_marker_rows=1)
+        for data in file.getvalue(), simplejpeg.encode_jpeg(np.ascontiguousarray(pixels), 90):
+            frame, begin = jpeg.frame(data), data.index(b"\xff\xda") + 100
+            for end in (begin, len(data) // 2, len(data) - 2, len(data) - 1):
+                with pytest.raises(ValueError, match=r"Premature end|Corrupt|Invalid"):
+                    jpeg.decode(data[:end], frame, 1, 20)
+        bad = data[:begin] + b"\xff\xd9" + data[begin:]
+        with pytest.raises(ValueError, match=r"Premature end|Corrupt|Invalid"):
+            jpeg.decode(bad, frame, 1, 100)

@@ -19,11 +19,6 @@ from engine.data import depth, jpeg, stacks
 from engine.errors import UserError
 from engine.ranks import distributed
 
-try:
-    import simplejpeg
-except ImportError:  # no wheel for this machine: Pillow decodes instead
-    simplejpeg = None
-
 # ImageNet's channel means and deviations, in RGB order and units of 0..1: what the pretrained
 # weights of torchvision and segmentation-models-pytorch expect.
 MEAN = (0.485, 0.456, 0.406)
@@ -92,14 +87,14 @@ Box = tuple[int, int, int, int]  # top, left, height, width in pixels
 class LazyImage:
     """An image or a mask, upright, that is decoded once `read` is called.
 
-    decode: n -> uint8 (H / n, W / n, 3), of a mask (H, W); sizes are rounded up. With --channels
-    float32 (H, W, channels).
+    decode: n, rows -> uint8 (H / n, W / n, 3), of a mask (H, W); sizes are rounded up; what lies
+    below the first `rows` may be missing. With --channels float32 (H, W, channels).
     shrinks: the n that `decode` takes besides 1, in descending order. is_mask: whether (H, W).
     """
 
     height: int
     width: int
-    decode: Callable[[int], np.ndarray]
+    decode: Callable[[int, int], np.ndarray]
     shrinks: Sequence[int] = ()
     is_mask: bool = False
 
@@ -107,7 +102,7 @@ class LazyImage:
     def of(cls, pixels: np.ndarray) -> "LazyImage":
         """Return pixels (H, W, channels) or (H, W), in memory or mapped from a file."""
         height, width = pixels.shape[:2]
-        return cls(height, width, lambda _: pixels, is_mask=pixels.ndim == 2)
+        return cls(height, width, lambda *_: pixels, is_mask=pixels.ndim == 2)
 
     def read(
         self, box: Box | None = None, size: tuple[int, int] | None = None, fill: int = 0
@@ -115,20 +110,18 @@ class LazyImage:
         """Return uint8 (3, H, W), of a mask (H, W): what is in `box`, resized to `size`.
 
         With --channels float32 (channels, H, W).
-
         box: may reach beyond the edges, where `fill` is; default: the whole image.
         size: (height, width); default: that of `box`. Images are averaged, masks are not.
         """
         box = box or (0, 0, self.height, self.width)
-        shrink = self._shrink(box, size)
-        top, left, height, width = (value // shrink for value in self.snap(box, size))
-        bottom, right = top + height, left + width
-        part = self.decode(shrink)[max(top, 0) : bottom, max(left, 0) : right]
+        shrink, (top, left, bottom, right) = self._edges(box, size)
+        height, width = bottom - top, right - left
+        part = self.decode(shrink, bottom)[max(top, 0) : bottom, max(left, 0) : right]
         # A copy, because augmentation may change it. Its channels are first only by its strides:
         # in memory they stay last, which is faster from here on.
-        pixels = torch.from_numpy(part[None].copy())
-        pixels = pixels[None] if self.is_mask else pixels.permute(0, 3, 1, 2)
-        rows, columns = part.shape[:2]
+        part = part[None].copy()
+        pixels = torch.from_numpy(part[None] if self.is_mask else part.transpose(0, 3, 1, 2))
+        rows, columns = part.shape[1:3]
         if (rows, columns) != (height, width):
             before = max(-left, 0), max(-top, 0)
             after = width - columns - before[0], height - rows - before[1]
@@ -143,14 +136,17 @@ class LazyImage:
 
         `read` does the same. A mask needs the box that its image returns here.
         """
-        shrink = self._shrink(box, size)
-        edges = (box[0], box[1], box[0] + box[2], box[1] + box[3])
-        top, left, bottom, right = (round(edge / shrink) * shrink for edge in edges)
-        return top, left, bottom - top, right - left
+        shrink, (top, left, bottom, right) = self._edges(box, size)
+        return top * shrink, left * shrink, (bottom - top) * shrink, (right - left) * shrink
 
-    def _shrink(self, box: Box, size: tuple[int, int] | None) -> int:
-        least = min(box[2] / size[0], box[3] / size[1]) if size else 1
-        return next((shrink for shrink in self.shrinks if shrink <= least), 1)
+    def _edges(self, box: Box, size: tuple[int, int] | None) -> tuple[int, Box]:
+        """Return by how much to shrink, and the top, left, bottom and right edges then."""
+        top, left, height, width = box
+        least = min(height / size[0], width / size[1]) if size else 1
+        shrink = next((shrink for shrink in self.shrinks if shrink <= least), 1)
+        edges = top, left, top + height, left + width
+        top, left, bottom, right = (round(edge / shrink) for edge in edges)
+        return shrink, (top, left, bottom, right)
 
 
 def open_image(path: str, format: Format = DEFAULT_FORMAT) -> LazyImage:
@@ -159,25 +155,25 @@ def open_image(path: str, format: Format = DEFAULT_FORMAT) -> LazyImage:
     Raises a UserError that names the file if it cannot be read.
     """
     if format.channels:
-        with _reading(path):
+        with _Reading(path):
             return LazyImage.of(stacks.scale(stacks.read(path, format), path, format.value_range))
     data = _read_file(path)
-    if size := jpeg.size(data):
-        format.check_size(path, size[1], size[0])
+    frame = jpeg.frame(data)
+    if frame and frame.is_plain:
+        format.check_size(path, frame.width, frame.height)
     else:
-        with _reading(path), _opened(path, data, format) as image:
+        with _Reading(path), _opened(path, data, format) as image:
             size = jpeg.upright_size(image)
-    if not size:
-        return LazyImage.of(np.array(_read_image(path, data, "RGB", format)))
-    height, width = size
+        if not size:
+            return LazyImage.of(np.array(_read_image(path, data, "RGB", format)))
+        frame = frame or jpeg.Frame(*size)
+    height, width = frame[:2]
 
-    def decode(shrink: int) -> np.ndarray:
-        rows, columns = -(-height // shrink), -(-width // shrink)
-        if simplejpeg:
-            # It shrinks as far as these sizes allow. What it refuses Pillow may read, or explain.
-            with contextlib.suppress(ValueError):
-                return simplejpeg.decode_jpeg(data, min_height=rows, min_width=columns)
-        with _reading(path), Image.open(io.BytesIO(data)) as image:
+    def decode(shrink: int, rows: int) -> np.ndarray:
+        if jpeg.simplejpeg:
+            with contextlib.suppress(ValueError):  # Pillow may read it, or explain
+                return jpeg.decode(data, frame, shrink, rows)
+        with _Reading(path), Image.open(io.BytesIO(data)) as image:
             image.draft("RGB", (width // shrink, height // shrink))
             return np.array(image.convert("RGB"))
 
@@ -187,7 +183,7 @@ def open_image(path: str, format: Format = DEFAULT_FORMAT) -> LazyImage:
 
 def decoder() -> str:
     """Return the name of the library that decodes JPEGs here."""
-    return "simplejpeg" if simplejpeg else "Pillow"
+    return "simplejpeg" if jpeg.simplejpeg else "Pillow"
 
 
 def read_image(path: str, mode: str | None = "RGB", format: Format = DEFAULT_FORMAT) -> Image.Image:
@@ -200,7 +196,7 @@ def read_image(path: str, mode: str | None = "RGB", format: Format = DEFAULT_FOR
 
 def _read_image(path: str, data: bytes, mode: str | None, format: Format) -> Image.Image:
     """Do the same with the file's content at hand."""
-    with _reading(path), _opened(path, data, format) as file:
+    with _Reading(path), _opened(path, data, format) as file:
         kind = depth.kind_of(file) if mode == "RGB" else None
         if not kind:
             image: Image.Image = ImageOps.exif_transpose(file)
@@ -217,11 +213,11 @@ def say_depth(path: str, format: Format) -> None:
     """
     _ = format.statistics
     if format.channels:
-        with _reading(path):
+        with _Reading(path):
             values = stacks.read(path, format)
             low, high = stacks.limits(values, path, format.value_range)
         return distributed.say(f"{path}: {values.dtype}, {low:.9g} to {high:.9g} becomes 0 to 1")
-    with _reading(path), _opened(path, _read_file(path), format) as image:
+    with _Reading(path), _opened(path, _read_file(path), format) as image:
         kind = depth.kind_of(image)
     if kind:
         read_image(path, format=format)  # a UserError here, on all ranks, is the sooner seen
@@ -231,7 +227,7 @@ def say_depth(path: str, format: Format) -> None:
 
 def _read_file(path: str) -> bytes:
     """Return the file's content. Pillow, if it maps the file, turns some TIFFs wrongly."""
-    with _reading(path), open(path, "rb", buffering=0) as file:
+    with _Reading(path), open(path, "rb", buffering=0) as file:
         return file.read()
 
 
@@ -245,15 +241,20 @@ def _opened(path: str, data: bytes, format: Format) -> Iterator[ImageFile.ImageF
         yield image
 
 
-@contextlib.contextmanager
-def _reading(path: str) -> Iterator[None]:
-    try:
-        yield
-    except READ_ERRORS as error:
+@dataclass
+class _Reading:
+    """Names the file in what is raised within the block."""
+
+    path: str
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        if not isinstance(error, READ_ERRORS):
+            return
+        reason = getattr(error, "strerror", None) or str(error)
         if isinstance(error, UnidentifiedImageError):
             reason = "not an image, or of a kind that Pillow does not read"
-            if path.lower().endswith((".tif", ".tiff")):
+            if self.path.lower().endswith((".tif", ".tiff")):
                 reason += "; with more channels it needs --channels N"
-        else:
-            reason = getattr(error, "strerror", None) or str(error)
-        raise UserError(f"{path}: cannot be read ({reason}); replace or remove it") from None
+        raise UserError(f"{self.path}: cannot be read ({reason}); replace or remove it") from None

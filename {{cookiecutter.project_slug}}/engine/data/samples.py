@@ -14,6 +14,8 @@ from torch.utils.data import Dataset, get_worker_info
 from engine.data import seeding
 from engine.errors import UserError
 
+PARTS = (Tensor, np.ndarray, np.number, np.bool_, int, float)  # of a sample, which batches can hold
+
 
 class MapDataset(Protocol):
     """A map-style data set, such as those of dataset.py: a sample is a tuple (image, target, ...).
@@ -79,6 +81,7 @@ class KeyedDataset(Dataset):
         seeding.seed(self.seed, epoch, draw)
         try:
             sample = self.dataset[index]
+            self.check_parts(index, sample)
             self.check_label(index, sample[1])
             return sample
         except UserError:
@@ -108,6 +111,16 @@ class KeyedDataset(Dataset):
             )
         return samples
 
+    def check_parts(self, index: int, sample: object) -> None:
+        parts = sample if isinstance(sample, tuple | list) else (sample,)
+        is_image = len(parts) > 1 and isinstance(parts[0], Tensor)
+        if not is_image or not all(isinstance(part, PARTS) for part in parts):
+            found = ", ".join(type(part).__name__ for part in parts)
+            raise UserError(
+                f"{self.name(index)}: dataset.py returns {found}; return a tuple, the image as a "
+                "tensor and its target as a tensor or a number"
+            )
+
     def check_label(self, index: int, label: object) -> None:
         if isinstance(label, Tensor) and not label.ndim and not label.is_floating_point():
             label = label.item()
@@ -119,7 +132,8 @@ class KeyedDataset(Dataset):
 
     def note(self, sample: int) -> None:
         if worker := get_worker_info():
-            self.reading[2 * worker.id : 2 * worker.id + 2] = os.getpid(), sample
+            at = 2 * worker.id  # a slice would take ten times as long
+            self.reading[at], self.reading[at + 1] = os.getpid(), sample
 
     def name(self, index: int) -> str:
         """Name a sample, by its index or a draw, with its file if that is known."""
