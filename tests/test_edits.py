@@ -45,7 +45,7 @@ def edited(project: Project, tmp_path: Path) -> Edited:
 IMPORTS = "\nROOT = Path"
 OPTIMIZER = "    return torch.optim.AdamW(groups, lr"
 SCHEDULER = "    return LambdaLR(optimizer, factor)"
-CRITERION = "    criterion, metrics = build_criterion(args)"
+CRITERION = "checked(build_criterion(args))"
 END = "            run.end_step()"
 SAVE = "            run.save()  # whatever fails from here on costs no epoch\n"
 METRICS = "**results},"
@@ -77,6 +77,21 @@ def test_schedulers_resume(data: Path, tmp_path: Path, edited: Edited, change: t
     if change == (ONE_CYCLE,):
         longer = edited(*change)(*flags(data, killed, "--epochs", 3))
         longer.refused("OneCycleLR has 26 steps, but --epochs now takes 39")
+
+
+def test_rates_that_are_set_by_hand(data: Path, tmp_path: Path, edited: Edited) -> None:
+    """After the scheduler's: the next step takes them, also in a resumed run."""
+    rate = "            optimizer.param_groups[0]['lr'] = 0.01 / (1 + run.step)\n"
+    decay = "            if run.step == 14: optimizer.param_groups[1]['weight_decay'] = 0.125\n"
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    more = ["--epochs", 2, "--save-every", 5]
+    by_hand = (END, rate + END)
+    edited(by_hand)(*flags(data, whole, *more)).ok()
+    assert edited((END, decay + rate + KILLED[1]))(*flags(data, killed, *more)).status == -9
+    done = edited(by_hand)(*flags(data, killed, *more)).ok()
+    assert "rates that were set without the scheduler" in done.out
+    assert "goes on with weight_decay 0.0 (was 0.125)" in done.out
+    assert digest(whole) == digest(killed)
 
 
 def test_another_optimizer_than_the_checkpoint_has(

@@ -196,6 +196,14 @@ def test_groups_of_ranks() -> None:
     )
 
 
+def test_no_rank_waits() -> None:
+    """A slow machine, or work that never ends: nobody is named, and the block says so."""
+    at = {rank: Position(rank, "", "main.py:9", "  ...", 4, [], 0) for rank in (0, 1)}
+    recorded = {rank: each._replace(started=steps(A, B, A, B)) for rank, each in at.items()}
+    assert explaining.block("no progress for 6 s:", recorded).splitlines()[2] == explaining.WORK
+    assert explaining.WORK not in explaining.block("", recorded)  # asked by a person
+
+
 def test_swapped() -> None:
     line, hint = explaining.compare(ranks(steps(A, B, C), steps(A, C, B)))
     assert hint == explaining.ORDER

@@ -1,7 +1,9 @@
 """Losses: what they come to, on any number of ranks, passes and images per batch."""
 
 import json
+import re
 from argparse import ArgumentTypeError
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -10,8 +12,8 @@ import torch
 from running import SCRIPTS, Project, rows, small
 
 from engine.errors import UserError
-from engine.ranks import distributed, gradients
-from engine.run import flags, machine
+from engine.ranks import gradients
+from engine.run import flags, machine, metrics
 
 SEGMENTATION = pytest.mark.parametrize("project", ["segmentation"], indirect=True)
 CLASSIFICATION = pytest.mark.parametrize("project", ["classification"], indirect=True)
@@ -36,6 +38,23 @@ def test_class_weights_that_are_refused(text: str) -> None:
         flags.class_weights(text)
 
 
+@pytest.mark.parametrize(
+    ("found", "text"),
+    [
+        (torch.ones(()), "Tensor ()"),
+        ((torch.ones(1), 4), "Tensor (1,), int"),
+        ((torch.ones(()), torch.ones(1)), "Tensor (), Tensor (1,)"),
+        ((2.5, 4), "float, int"),
+        ((torch.ones(()), 4, 1), "Tensor (), int, int"),
+        ({"ce": 1}, "dict"),
+        (None, "NoneType"),
+    ],
+)
+def test_losses_of_other_kinds(found: object, text: str) -> None:
+    with pytest.raises(UserError, match=f"model.py returns {re.escape(text)}: return a pair"):
+        metrics.checked(lambda *_: found)(torch.ones(4), torch.ones(4))
+
+
 def test_a_constant_is_copied_once_and_fit_for_training() -> None:
     """Even if the first who asks for it is evaluating."""
     device = torch.device("cpu")
@@ -47,18 +66,33 @@ def test_a_constant_is_copied_once_and_fit_for_training() -> None:
     assert x.grad.tolist() == [2, 4]
 
 
-def test_size_of_a_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_size_of_a_pass() -> None:
     """Targets are counted, those with shares of the classes as one each."""
-    monkeypatch.setattr(distributed, "start_sum", lambda _: None)
-    mean = gradients.Mean(torch.device("cpu"))
     for targets, size in (
         (torch.zeros(6, dtype=torch.int64), 6),
         (torch.zeros(6, 4, 4, dtype=torch.int64), 96),
         (torch.zeros(6, 10), 6),
         (torch.zeros(6), 6),
     ):
-        assert mean.add(torch.tensor(size), targets, is_last=True) == size
-    assert mean.count == 4
+        mean = gradients.Mean(torch.device("cpu"))
+        assert mean.add(torch.tensor(size), targets, is_last=True) == torch.tensor(1 / size)
+        assert mean.count == 1
+
+
+@pytest.mark.parametrize("kind", [int, torch.tensor])
+def test_passes_of_unequal_size(kind: Callable[[int], int | torch.Tensor]) -> None:
+    """Each sample counts as much as any other of the step."""
+    net, device = torch.nn.Linear(1, 1), torch.device("cpu")
+    mean = gradients.Mean(device)
+    for sizes in (6, 2), (3,), (1, 1, 6):
+        for i, size in enumerate(sizes):
+            share = mean.add(kind(size), torch.zeros(size).long(), i == len(sizes) - 1)
+            net(torch.full((size, 1), float(i))).sum().backward(share)
+        mean.finish(net)
+        every = torch.arange(len(sizes)).repeat_interleave(torch.tensor(sizes)).float()
+        assert torch.allclose(net.weight.grad, every.mean())
+        assert torch.allclose(net.bias.grad, torch.ones(1))
+        net.zero_grad()
 
 
 def test_counts_that_are_known() -> None:
@@ -69,7 +103,8 @@ def test_counts_that_are_known() -> None:
     for parameter in weight.parameters():
         parameter.grad = torch.ones_like(parameter)
     for passes, left in (1, 1), (2, 0.5), (1, 0.5):
-        assert [mean.add(6, targets, i == passes - 1) for i in range(passes)] == [6] * passes
+        shares = [mean.add(6, targets, i == passes - 1) for i in range(passes)]
+        assert shares == [torch.tensor(1 / 6)] * passes
         mean.finish(weight)
         assert weight.bias.grad == weight.weight.grad == left
     for count in 5, 5.0, np.int64(5):  # of which the last two are no int

@@ -44,7 +44,7 @@ from engine.run import checkpoint, machine, mistakes, probing, profiling, record
 from engine.run.checkpoint import State
 from engine.run.flags import Help, Parser, add_image_arguments, add_machine_arguments, at_least
 from engine.run.folder import RunFolder
-from engine.run.metrics import add_to, check_logits, compute
+from engine.run.metrics import Totals, check_logits, checked, compute
 from engine.run.mistakes import Drawing, Mistakes, Worst
 from engine.run.progress import Run
 from engine.run.replay import Replay, position, read_flags
@@ -160,12 +160,12 @@ def train_one_epoch(
             with profiling.mark("forward"), machine.autocast(task.settings.amp, task.device):
                 outputs = ddp_model(images)
             loss_sum, count = task.criterion(machine.to_float32(outputs), targets)
-            size = stepper.mean.add(count, targets, is_last)
+            share = stepper.mean.add(count, targets, is_last)
             with profiling.mark("backward"):
-                scaler.scale(loss_sum / size).backward()
+                scaler.scale(loss_sum).backward(share)  # as for loss_sum * share
         # The sums stay on the device and are reduced once per epoch: reading or reducing them at
         # every step would make the device, or every rank, wait.
-        add_to(run.totals, loss_sum, count)
+        run.totals.add(loss_sum, count)
         report.loss(run.totals, optimizer.param_groups[-1]["lr"])
         if is_last:
             # DDP has averaged over the ranks, whose numbers of samples (labelled pixels) may differ.
@@ -192,8 +192,8 @@ def evaluate(task: Task, loader: Loader) -> tuple[dict[str, float], Mistakes]:
     torch.backends.cudnn.benchmark = False  # takes seconds for each image size
     model.eval()
     metrics.reset()
-    totals = machine.zeros(3, device)  # loss sum, count, stop requests
-    worst, apply = Worst(device), functools.partial(infer, model, args=task.args)
+    totals, worst, stop = Totals(device), Worst(device), False
+    apply = functools.partial(infer, model, args=task.args)
     batches = (batch for group in loader for batch in group)  # one for each image size
     for images, targets, indices in loading.to_device(batches, device, task.format):
         with failures.naming(loader.dataset.name, indices):  # if memory runs out
@@ -201,15 +201,15 @@ def evaluate(task: Task, loader: Loader) -> tuple[dict[str, float], Mistakes]:
                 outputs = apply(images)
             outputs = check_logits(outputs)
             loss_sum, count = task.criterion(outputs, targets)
-            add_to(totals, loss_sum, count)
+            totals.add(loss_sum, count)
             with seeding.in_any_order():
                 metrics.update(outputs, targets)
             worst.update(outputs, targets, indices)
         if stopping.stop_requested():
-            totals[2] = 1
+            stop = True
             break
-    total_loss, total_count, stopped = distributed.reduce_tensor(totals).tolist()
-    if stopped:
+    total_loss, total_count, stops = distributed.reduce_tensor(totals.compute(stop)).tolist()
+    if stops:
         stopping.stop()
     if not total_count:
         raise UserError("the validation set has no labelled samples (all are void)")
@@ -312,7 +312,7 @@ def find_batch_size(task: Task, *both: Loader) -> None:
 
 
 def build_task(args: Namespace, device: torch.device, data: Data, model: nn.Module) -> Task:
-    criterion, metrics = build_criterion(args), build_metrics(data.classes).to(device)
+    criterion, metrics = checked(build_criterion(args)), build_metrics(data.classes).to(device)
     return Task(args, data.settings, device, data.classes, model, criterion, metrics, data.format)
 
 

@@ -14,6 +14,7 @@ import model
 from engine.errors import UserError
 from engine.ranks import distributed, gradients, replicas
 from engine.run import machine
+from engine.run.metrics import Totals
 
 CLASSES = ["a", "b", "c"]
 WEIGHTED = ("--class-weights", "0.2,1,5")
@@ -105,7 +106,7 @@ def train(words: tuple, passes: int, is_soft: bool, kind: str) -> list[Tensor]:
     whole = main.Task(args, settings, DEVICE, CLASSES, net, chosen, None)
     report = SimpleNamespace(progress=lambda loader, _: loader, loss=lambda *_: None)
     run = SimpleNamespace(
-        **{"epoch": 0, "passes": 0, "totals": torch.zeros(2).double()},
+        **{"epoch": 0, "passes": 0, "totals": Totals(DEVICE)},
         **{"end_step": int, "mean_loss": float, "is_due": lambda _: False},
     )
     main.train_one_epoch(whole, stepper, mine, report, run)

@@ -69,7 +69,7 @@ def nodes_that_disagree(folder: str) -> dict:
     """launch.sh's launcher on two nodes: statuses and what they say."""
 
     def launch(port: str, nodes: int, node: int) -> None:
-        launcher.main = lambda _: [print("together"), time.sleep(0.5)]  # torchrun
+        launcher.main = lambda _: [print("together\n", end=""), time.sleep(0.5)]  # torchrun
         sys.argv = ["launcher.py", "main.py"]
         os.environ["JOIN_TIMEOUT"], reaching.BUSY_SECONDS = "60", 1
         sys.exit(launcher.run(Nodes(nodes, node, 1, "127.0.0.1", int(port)), 0))

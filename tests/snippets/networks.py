@@ -11,6 +11,7 @@ import recipe
 from dataset import build_dataset
 from engine.data import loading
 from engine.ranks import distributed, gradients, replicas
+from engine.run.metrics import Totals
 
 
 def first_steps(data: str, *networks: str) -> list[dict]:
@@ -37,9 +38,9 @@ def train(data: str, words: list[str]) -> dict:
     )
     settings, criterion = SimpleNamespace(amp="off"), main.build_criterion(args)
     task = main.Task(args, settings, device, classes, model, criterion, None)
-    totals = torch.zeros(2, dtype=torch.float64)
+    totals = Totals(device)
     run = SimpleNamespace(epoch=0, passes=0, totals=totals, end_step=lambda: None)
-    run.mean_loss, run.is_due = lambda: float(totals[0] / totals[1]), lambda _: False
+    run.mean_loss, run.is_due = lambda: float(totals.loss / totals.compute()[1]), lambda _: False
     report = SimpleNamespace(
         progress=lambda loader, _: itertools.islice(loader, 2), loss=lambda *_: None
     )

@@ -1,6 +1,7 @@
 """Launching, devices and statuses, without any process group of several ranks."""
 
 import functools
+import gc
 import os
 import signal
 import socket
@@ -25,6 +26,11 @@ def local_rank(flag: str, given: str | None) -> int:
         os.environ["LOCAL_RANK"] = given
     distributed.setup(main.parse_args([flag]).local_rank)
     return distributed.local_rank()
+
+
+def collects() -> bool:
+    """Whether Python's garbage collector works in a process that has imported main.py."""
+    return gc.isenabled()
 
 
 def as_ray(output: str, flags: list[str]) -> list:

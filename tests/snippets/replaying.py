@@ -71,7 +71,7 @@ def recorded(out: str, more: Patch = lambda: None, keep: str = "") -> Patch:
             return is_due(self, i)
 
         def ended(self: Run) -> None:
-            found["totals"][step(self)] = self.totals.tolist()
+            found["totals"][step(self)] = self.totals.compute().tolist()
             Path(f"{out}.{os.environ.get('RANK', 0)}").write_text(json.dumps(found))
             end_step(self)
 

@@ -53,9 +53,9 @@ def planned(out: str) -> None:
                 hold("a quarter")
         return forward(self, *args)
 
-    def slow_backward(self: torch.Tensor) -> None:
+    def slow_backward(*args: torch.Tensor) -> None:
         hold("backward")
-        backward(self)
+        backward(*args)
         hold("between passes")
 
     def slow_read(*args: object) -> torch.Tensor:

@@ -236,15 +236,16 @@ def normalize(images: Tensor, format: Format = DEFAULT_FORMAT) -> Tensor:
             f"dataset.py returns images of {images.dtype}: leave them uint8, 0 to 255; they are "
             "normalised on the device (normalize in engine/data/loading.py)"
         )
-    mean, std = channel_statistics(format.statistics, images.device)
-    if images.dtype != torch.uint8:
-        return images.float().sub(mean).div_(std)
-    return images.div(255).sub_(mean).div_(std)  # in place: half the time on a CPU
+    most = 255 if images.dtype == torch.uint8 else 1
+    mean, std = channel_statistics(format.statistics, most, images.device)
+    # Converted first, then in place: a third of the time on a CPU.
+    return images.to(torch.float32, copy=True).sub_(mean).div_(std)
 
 
 @functools.cache  # a copy to the device at every step would wait for it
 def channel_statistics(
-    statistics: tuple[tuple[float, ...], ...], device: torch.device
+    statistics: tuple[tuple[float, ...], ...], most: int, device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    mean, std = (torch.tensor(values, device=device).view(-1, 1, 1) for values in statistics)
+    """Return mean and deviation of values from 0 to `most`, float32 (channels, 1, 1) each."""
+    mean, std = (torch.tensor(values).mul(most).view(-1, 1, 1).to(device) for values in statistics)
     return mean, std

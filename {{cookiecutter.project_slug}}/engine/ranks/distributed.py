@@ -170,11 +170,14 @@ def reduce_tensor(tensor: Tensor, op: str = "sum") -> Tensor:
     return result / world_size() if op == "mean" else result
 
 
-def start_sum(tensor: Tensor) -> Pending:
+def start_sum(tensor: Tensor) -> Pending | None:
     """Begin to replace `tensor` by its sum over all ranks, which is there after `wait()`.
 
-    Collectives that follow, such as those of backward(), run meanwhile.
+    Collectives that follow, such as those of backward(), run meanwhile. None if it is there at
+    once, as in a group of one.
     """
+    if world_size() == 1:
+        return None
     return dist.all_reduce(devices.carried(tensor), async_op=True)
 
 

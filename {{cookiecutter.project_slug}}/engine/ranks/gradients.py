@@ -13,43 +13,46 @@ class Mean:
     """Turns summed gradients into those of the mean, where samples have unequal counts.
 
     Ranks and passes hold different numbers of labelled pixels, so the mean of their means would
-    weigh a pixel more where there are few. Each pass divides its sum of losses by `size`, the same
+    weigh a pixel more where there are few. Each pass divides its sum of losses by a size, the same
     on all, and the step divides by the count of all: one number, reduced during backward().
 
-    A count that is an int instead of a tensor has to be the size. Then it is the same on all ranks,
-    and nothing has to be reduced.
+    A count that is an int instead of a tensor has to be the number of targets. Then it is the same
+    on all ranks, and nothing has to be reduced.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.found_in: nn.Module | None = None
         self.weights: dict[torch.device, list[nn.Parameter]] = {}
         self.zero = torch.zeros((), dtype=devices.double(device), device=device)
-        self.count, self.passes = self.zero, 0  # of counts that are tensors, and that are ints
-        self.sizes: dict[int, Tensor] = {}  # on the device
+        self.size = 0  # with the next two, on the device: size and 1 / size
+        self.whole = self.share = self.zero
+        self.count, self.known = self.zero, 0.0  # of a step, in sizes: if tensors, and if ints
         self.pending: distributed.Pending | None = None
 
-    def add(self, count: Tensor | int, targets: Tensor, is_last: bool) -> int:
-        """Add the count of a pass, a scalar; return the size. Call it before backward().
+    def add(self, count: Tensor | int, targets: Tensor, is_last: bool) -> Tensor:
+        """Add the count of a pass, a scalar; return 1 / size, with which to call backward().
 
-        The size is the number of targets, of which those with a share for each class,
-        floating-point (N, classes, ...), are one each.
+        The size is the number of targets in the first pass, of which those with a share for each
+        class, floating-point (N, classes, ...), are one each. backward(1 / size), with a tensor,
+        takes a step's host less time than a division does, which autograd would follow back.
         """
         has_shares = targets.is_floating_point() and targets.ndim > 1
         size = targets.numel() // (targets.shape[1] if has_shares else 1)
+        if not self.size:
+            self.size, self.whole = size, torch.full_like(self.zero, size)
+            self.share = self.whole.reciprocal().float()
         if not isinstance(count, Tensor):
             if count != size:
                 raise UserError(
                     f"the loss returns {count} as its count for {size} targets: return a tensor, "
                     "as other ranks may have other counts"
                 )
-            self.passes += 1
-            return size
-        if size not in self.sizes:
-            self.sizes[size] = torch.full_like(self.zero, size)
-        self.count = torch.addcdiv(self.count, count, self.sizes[size])
+            self.known += size / self.size
+            return self.share
+        self.count = torch.addcdiv(self.count, count, self.whole)
         if is_last:
             self.pending = distributed.start_sum(self.count)
-        return size
+        return self.share
 
     def finish(self, ddp_model: nn.Module) -> None:
         """Divide the gradients, which DDP has averaged over the ranks; start anew."""
@@ -62,16 +65,18 @@ class Mean:
             raise UserError(
                 "no weight has a gradient at the end of a step: call backward() on the loss"
             )
-        if self.passes and self.count is not self.zero:
+        if self.known and self.count is not self.zero:
             raise UserError("the loss returns its count as an int in some passes, not in others")
-        assert self.pending or self.passes, "call add first"
+        if not self.known and self.count is self.zero:
+            raise UserError("mean.add was not called before backward(): call it in each pass")
         if self.pending:
             self.pending.wait()
-            inverse = self.count.reciprocal_().mul_(distributed.world_size())
+        if not self.known:
+            inverse = distributed.world_size() / self.count
             self._multiply(inverse.nan_to_num_(posinf=0).float())
-        elif self.passes > 1:
-            self._multiply(1 / self.passes)
-        self.count, self.passes, self.pending = self.zero, 0, None
+        elif self.known != 1:
+            self._multiply(1 / self.known)
+        self.count, self.known, self.pending = self.zero, 0.0, None
 
     def _multiply(self, factor: Tensor | float) -> None:
         for device, weights in self.weights.items():

@@ -5,6 +5,7 @@ import functools
 import math
 import os
 import re
+import shlex
 import shutil
 import sys
 import sysconfig
@@ -90,7 +91,10 @@ def _need_compiler(device: torch.device) -> None:
     variable, kind, names = ("CXX", "C++", ["g++"]) if on_cpu else ("CC", "C", ["gcc", "clang"])
     if on_cpu and sys.platform != "linux":
         names = ["clang++" if sys.platform == "darwin" else "cl"]
-    names = [os.environ[variable]] if variable in os.environ else names
+    if variable in os.environ:
+        names = [os.environ[variable]]
+        if on_cpu and sys.platform != "win32":  # inductor splits "ccache g++"; Triton does not
+            names = shlex.split(names[0])[:1]
     if not any(map(shutil.which, names)):
         needed = f"no {kind} compiler ({' or '.join(names)})"
         raise UserError(f"--compile: {needed}; install one, set {variable}, or omit the flag")

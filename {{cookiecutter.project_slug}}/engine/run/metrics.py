@@ -1,6 +1,7 @@
 """Metrics over all ranks, as numbers for a row of metrics.csv."""
 
 import warnings
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -9,12 +10,49 @@ from torchmetrics.classification import MulticlassConfusionMatrix
 
 from engine.errors import UserError
 from engine.ranks import devices, distributed
+from engine.run import machine
+
+Criterion = Callable[[Tensor, Tensor], tuple[Tensor, Tensor | int]]
 
 
-def add_to(totals: Tensor, *values: Tensor | int) -> None:
-    """Add `values`, scalars, to the first of `totals`, float64, without reading the device."""
-    for total, value in zip(totals.unbind(), values, strict=False):
-        total += value.detach() if isinstance(value, Tensor) else value
+def checked(criterion: Criterion) -> Criterion:
+    """Return `criterion`, which then raises a UserError unless sum and count are scalars."""
+
+    def call(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor | int]:
+        found = criterion(outputs, targets)
+        parts = found if isinstance(found, (tuple, list)) else (found,)
+        is_pair = len(parts) == 2 and isinstance(parts[0], Tensor)
+        if is_pair and not (parts[0].ndim or getattr(parts[1], "ndim", 0)):
+            return found
+        kinds = [
+            f"Tensor {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__ for x in parts
+        ]
+        raise UserError(
+            f"the loss of model.py returns {', '.join(kinds)}: return a pair, the sum as a tensor "
+            "(), such as loss.sum(), and its count, a tensor () or an int"
+        )
+
+    return call
+
+
+class Totals:
+    """A sum of losses and one of their counts, to which `add` adds without reading the device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.loss, self.count = machine.zeros(2, device).unbind()
+        self.counted = 0  # on the host, of counts that are ints
+
+    def add(self, loss_sum: Tensor, count: Tensor | int) -> None:
+        self.loss += loss_sum.detach()
+        if isinstance(count, Tensor):
+            self.count += count.detach()
+        else:
+            self.counted += count
+
+    def compute(self, *others: float) -> Tensor:
+        """Return float64 (2,), or more with `others`, which come last."""
+        known = self.loss, self.count + self.counted, *map(self.loss.new_tensor, others)
+        return torch.stack(known)
 
 
 def compute(metrics: MetricCollection) -> tuple[dict[str, float], Tensor | None]:

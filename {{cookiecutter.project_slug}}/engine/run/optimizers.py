@@ -8,11 +8,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
-from engine.errors import UserError
+from engine.errors import UserError, shorten
 from engine.ranks import distributed
 from engine.run import sharded
-from engine.run.checkpoint import State
+from engine.run.checkpoint import State, to_plain
 
+NOT_SETTINGS = {"params", "part", "lr", "initial_lr", "fused", "foreach", "capturable"}
 Layout = dict[str, list]
 T = TypeVar("T", bound=Optimizer)
 
@@ -99,13 +100,14 @@ def load_states(
     """Load `state`, a checkpoint of the same layout, into all `parts` but the model.
 
     With a LambdaLR the learning rates and other settings are those of the flags, at `schedule_step`
-    of the schedule. Any other scheduler resumes as it was saved, with the optimizer's settings.
+    of the schedule; rates that were set without it stay as they were. Any other scheduler resumes
+    as it was saved, with the optimizer's settings.
     """
     path, scheduler, optimizer = state["path"], parts["scheduler"], parts["optimizer"]
     check_layout(path, state["layout"], layout(parts))
     by_flags: dict[str, State] = {}
     if type(scheduler) is LambdaLR and isinstance(optimizer, Optimizer):
-        by_flags = _settings(optimizer, scheduler, schedule_step)
+        by_flags = _settings(state, optimizer, scheduler, schedule_step)
     else:
         total = state["scheduler"].get("total_steps")  # of a OneCycleLR
         if total and total < last_step:
@@ -150,14 +152,23 @@ def fill_momenta(optimizer: T) -> T:
     return optimizer
 
 
-def _settings(optimizer: Optimizer, scheduler: LambdaLR, step: int) -> dict[str, State]:
+def _settings(
+    state: State, optimizer: Optimizer, scheduler: LambdaLR, step: int
+) -> dict[str, State]:
     """Return the entries of both states that follow from the flags, at `step` of the schedule."""
     factors = [factor(step) for factor in scheduler.lr_lambdas]
     lrs = [lr * factor for lr, factor in zip(scheduler.base_lrs, factors, strict=True)]
     groups = optimizer.state_dict()["param_groups"]
+    saved = state["optimizer"]["param_groups"]
+    _say_changes(saved, groups)
+    rates = [group["lr"] for group in saved]
+    if [*map(float, rates)] == [*map(float, state["scheduler"]["_last_lr"])]:
+        rates = lrs
+    else:
+        distributed.say("learning rates that were set without the scheduler resume as saved")
     return {
         "optimizer": {
-            "param_groups": [{**group, "lr": lr} for group, lr in zip(groups, lrs, strict=True)]
+            "param_groups": [{**group, "lr": lr} for group, lr in zip(groups, rates, strict=True)]
         },
         "scheduler": {
             "base_lrs": scheduler.base_lrs,
@@ -166,6 +177,18 @@ def _settings(optimizer: Optimizer, scheduler: LambdaLR, step: int) -> dict[str,
             "_last_lr": lrs,
         },
     }
+
+
+def _say_changes(saved: list[State], groups: list[State]) -> None:
+    """Print which settings differ from those of the checkpoint; they may have been set by hand."""
+    changed = {
+        f"{name} {now[name]} (was {then[name]})"
+        for then, now in zip(saved, groups, strict=True)
+        for name in then.keys() & now.keys() - NOT_SETTINGS
+        if to_plain(then[name]) != to_plain(now[name])
+    }
+    if changed:
+        distributed.say(f"the optimizer goes on with {shorten(sorted(changed))}")
 
 
 def _with_kernels(saved: State, optimizer: Optimizer) -> State:

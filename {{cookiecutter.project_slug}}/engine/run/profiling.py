@@ -21,6 +21,7 @@ WARM_UP = 5  # steps before those that are traced: the first ones start workers 
 NAME = "rank0.pt.trace.json"  # what TensorBoard's plugin looks for
 OPEN = "open it in ui.perfetto.dev, or with TensorBoard and its plugin torch-tb-profiler"
 SHOWN = 5  # operations
+NOTHING = contextlib.nullcontext()
 _is_tracing = False
 stopwatches: dict[str, contextlib.AbstractContextManager[object]] = {}  # by name of a mark
 
@@ -32,7 +33,7 @@ def mark(name: str) -> contextlib.AbstractContextManager[object]:
     """
     if _is_tracing:
         return record_function(name)
-    return stopwatches.get(name) or contextlib.nullcontext()
+    return stopwatches.get(name, NOTHING)
 
 
 def traced(

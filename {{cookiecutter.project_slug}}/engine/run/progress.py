@@ -7,7 +7,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -17,9 +16,10 @@ from engine.data import loading
 from engine.data.loading import Loader
 from engine.errors import UserError
 from engine.ranks import distributed, explaining, lockstep, stopping
-from engine.run import checkpoint, machine, optimizers, palette, replay, sharded
+from engine.run import checkpoint, optimizers, palette, replay, sharded
 from engine.run.checkpoint import State
 from engine.run.folder import KEYS, RunFolder
+from engine.run.metrics import Totals
 from engine.run.optimizers import Stateful
 
 SECONDS_BETWEEN_CHECKS = 5  # of the loss; reading it at every step would stall the device
@@ -29,9 +29,8 @@ class Run:
     """The progress of a run, and the parts that a checkpoint saves with it.
 
     epoch: epochs finished. step: optimizer steps taken. seen: images trained on in the current
-    epoch, over all ranks. totals: float64 (2,), this rank's sums of losses and of their counts in
-    that epoch. best: the best score so far. best_of: its metric and validation set, as text.
-    history: a row of metrics for each finished epoch.
+    epoch, over all ranks. totals: this rank's losses of that epoch. best: the best score so far.
+    best_of: its metric and validation set, as text. history: metrics of each finished epoch.
     """
 
     def __init__(
@@ -70,7 +69,7 @@ class Run:
         self.parts |= {"scheduler": scheduler, **more}
         self.epoch, self.step, self.seen, self.saved_step = 0, 0, 0, 0
         self.best, self.best_of = -math.inf, f"{score} on {loading.fingerprint(val_loader)}"
-        self.totals = machine.zeros(2, next(model.parameters()).device)
+        self.totals = Totals(next(model.parameters()).device)
         self.history: list[dict[str, float | str]] = []
         self.checksum = lockstep.Checksum()
         self.verified: set[type] = set()  # types that have been read back from a file
@@ -86,7 +85,7 @@ class Run:
 
         The model has its weights already. With as many ranks as wrote it, the run continues as if
         it had not stopped, to the bit. Learning rates and other settings of the optimizer come from
-        the flags, except with a scheduler other than LambdaLR.
+        the flags, except rates that were set by hand, and with a scheduler other than LambdaLR.
         """
         self.folder.open_for_training(is_new=state is None)
         if state is None:
@@ -115,11 +114,11 @@ class Run:
             distributed.say("the images, --seed or --sampler have changed: the epoch starts over")
             return
         self.seen = state["seen"]
-        totals = self.totals.new_tensor(state["totals"])
+        totals = self.totals.loss.new_tensor(state["totals"])
         if len(totals) == distributed.world_size():
-            self.totals += totals[distributed.rank()]
+            self.totals.add(*totals[distributed.rank()])
         elif distributed.is_rank_zero():
-            self.totals += totals.sum(0)
+            self.totals.add(*totals.sum(0))
 
     def _schedule_step(self, state: State) -> int:
         then = state["images"], state["global_batch"], state["seen"]
@@ -164,7 +163,7 @@ class Run:
             self.save()
         elif (now := time.monotonic()) - self.checked_at > SECONDS_BETWEEN_CHECKS:
             self.checked_at = now
-            self._check_loss(self.totals)
+            self._check_loss(self.totals.compute())
         stopping.end_step()
 
     def mean_loss(self) -> float:
@@ -175,7 +174,7 @@ class Run:
                 f"rank {distributed.rank()} left the training loop at {self} and other ranks did "
                 "not: all ranks have to take the same number of steps"
             )
-        totals = distributed.reduce_tensor(self.totals)
+        totals = distributed.reduce_tensor(self.totals.compute())
         self._check_loss(totals)
         if is_early:  # a resumed run starts with the next epoch
             self.seen = self.sampler.total
@@ -189,7 +188,7 @@ class Run:
         self.epoch += 1
         row = {"epoch": self.epoch, "step": self.step, **row}
         self.seen = 0
-        self.totals = torch.zeros_like(self.totals)
+        self.totals = Totals(self.totals.loss.device)
         self.history.append(checkpoint.to_plain(row))
         score, before = float(row[self.score]), self.best
         self.best = max(before, score)
@@ -200,7 +199,7 @@ class Run:
 
         Raises a UserError if it cannot be written, or if the loss or a weight is not finite.
         """
-        totals = explaining.gather(self.totals, self.checksum)
+        totals = explaining.gather(self.totals.compute(), self.checksum)
         self._check_loss(totals)
         names, weights = zip(*self.model.named_parameters(), strict=True)
         if not all(finite := sharded.are_finite(weights)):

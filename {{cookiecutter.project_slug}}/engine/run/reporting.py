@@ -26,6 +26,7 @@ from engine.data.loading import Loader
 from engine.ranks import devices, distributed, logs, memory
 from engine.run import machine, profiling, records, waiting
 from engine.run.folder import IMAGES
+from engine.run.metrics import Totals
 from engine.run.mistakes import Mistakes
 from engine.run.stragglers import Stopwatch
 from engine.run.waiting import Waiting
@@ -164,12 +165,12 @@ class Reporter:
             **({"peak_memory": peak / memory.GIB} if not math.isnan(peak) else {}),
         }
 
-    def loss(self, totals: Tensor, lr: float) -> None:
-        """Show the mean loss so far (rank 0's own), from `totals` = (sum, count), and the rate."""
+    def loss(self, totals: Totals, lr: float) -> None:
+        """Show the mean loss so far (rank 0's own), and the learning rate."""
         now = time.monotonic()
         if not self.bar.disable and now - self.read_at >= SECONDS_BETWEEN_READINGS:
             self.read_at = now
-            loss_sum, count = totals.tolist()
+            loss_sum, count = totals.compute().tolist()
             wait = f"{self.waiting.so_far() / (now - self.began):.0%}"
             loss = f"{loss_sum / count if count else 0:.3f}"
             self.bar.set_postfix(loss=loss, lr=f"{lr:.2g}", data_wait=wait)

@@ -21,8 +21,11 @@ def forward(model: nn.Module, size: int, channels: int = 3) -> tuple[Tensor, dic
     was_training = model.training
     try:
         return _forward(model.eval(), (channels, size, size), "meta")
-    except NotImplementedError:  # a layer needs numbers
-        return _forward(model, (channels, size, size), "cpu")
+    except RuntimeError as error:
+        if isinstance(error, NotImplementedError) or "meta tensors" in str(error):
+            # A layer needs numbers, or the network decides by some.
+            return _forward(model, (channels, size, size), "cpu")
+        raise
     finally:
         model.train(was_training)
 
