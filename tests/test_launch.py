@@ -186,6 +186,40 @@ def test_one_rank_raises(project: Project, data: Path, tmp_path: Path) -> None:
 
 
 @SAME_FOR_BOTH
+def test_an_error_before_the_group(project: Project) -> None:
+    """Its line is not lost if rank 0 is late with it, nor if rank 0 has none."""
+    script = SCRIPTS / "before_the_group.py"
+    launcher = project.folder / "engine" / "ranks" / "launcher.py"
+    for seconds, rank in ((0, 0), (30, 1)):
+        words = [sys.executable, launcher, script, seconds]
+        done = run(words, timeout=60, PYTHONPATH=str(project.folder))
+        assert done.status == 2
+        done.refused(f"error: planted in rank {rank}\n")
+    project.fork(0, script=script).refused("error: planted in rank 0\n")
+    assert "error: planted in rank 1\n" in project.fork(2, script=script).err
+
+
+@SAME_FOR_BOTH
+def test_a_wrong_flag_under_mpirun(project: Project) -> None:
+    """One rank of a node says so, although they know their numbers only later."""
+    for rank, lines in (0, 1), (1, 0):
+        env = {"SIZE": 2, "LOCAL_SIZE": 2, "RANK": rank, "LOCAL_RANK": rank}
+        env = {f"OMPI_COMM_WORLD_{name}": str(value) for name, value in env.items()}
+        done = run([sys.executable, project.folder / "main.py", "--wrong"], **env)
+        assert (done.status, done.err.count("error: ")) == (2, lines)
+
+
+@SAME_FOR_BOTH
+def test_the_garbage_collector_rests_during_imports(project: Project) -> None:
+    """Not for whoever imports main.py, such as a test."""
+    project.alone(script=SCRIPTS / "collecting.py").ok()
+    assert project.call("ranks.collects")
+    for path in project.folder.glob("*.py"):
+        begins = "process.install_handlers()" in path.read_text()
+        assert begins == ("with one_line_errors(" in path.read_text().replace("failures.", ""))
+
+
+@SAME_FOR_BOTH
 def test_loader_workers_end_with_their_rank(project: Project) -> None:
     """Whichever way Python starts processes by: its default is another from 3.14 on."""
     done = run([sys.executable, SCRIPTS / "loader_workers.py"], cwd=project.folder)

@@ -39,7 +39,7 @@ def tensors(state: dict) -> list[torch.Tensor]:
 def greedy_step(self: Run) -> None:
     end_step(self)
     if distributed.rank() == 1:
-        torch.empty(2**35, dtype=torch.uint8, device=self.totals.device)
+        torch.empty(2**35, dtype=torch.uint8, device=self.totals.loss.device)
 
 
 def greedy_infer(*args: Any, **kwargs: Any) -> Any:

@@ -80,14 +80,15 @@ def _why_unused() -> str:
 
     Nothing is if CUDA_VISIBLE_DEVICES hides them. If it shows none, as of a broken driver, say so.
     """
-    listed = None if gpus.wanted() == [] else gpus.by_nvidia_smi()
+    names = gpus.wanted()
+    listed = None if names == [] else gpus.by_nvidia_smi()
     if listed is None:
         return ""
     uuids, text = listed
     if not uuids:
         _say(f"nvidia-smi shows no GPU ({text.split('. ')[0][:100]}): computing on the CPU")
         return ""
-    if os.environ.get(gpus.VARIABLE) and not gpus.count():
+    if names and not gpus.count_known(names, uuids):
         reason = f"{gpus.VARIABLE}={os.environ[gpus.VARIABLE]} names none of them; mend it"
     elif torch.version.cuda is None:
         reason = "it is built without CUDA; install one with CUDA (pytorch.org)"

@@ -24,6 +24,7 @@ INPUT = "usually slow or stuck input: storage, or a loader worker"
 ALONE = "usually work of one rank alone, such as evaluate() or a print of a reduced number"
 RECORDING = "torch 2.9 or later, unless TORCH_FR_BUFFER_SIZE=0, records which collectives these are"
 NETWORK = "usually the network between the ranks, or a process that is stuck"
+WORK = "no rank waits for another: slow work, or code that is stuck, at the end of the stack"
 
 
 def show(title: str, seconds: float = positions.ANSWER_SECONDS) -> None:
@@ -68,6 +69,8 @@ def block(title: str, found: Mapping[int, Position | str]) -> str:
     lines = [*filter(None, [title]), *(f"{name(ranks)} {why}" for why, ranks in absent)]
     if known:
         what, hint = compare(known)
+        if {each.waits for each in known.values()} == {0}:
+            hint = hint or WORK
         lines += [what, hint] if hint and title and not absent else [what]
     at = {rank: (each.place, each.waits or each.reached) for rank, each in known.items()}
     for _, ranks in _group(at, at.__getitem__):

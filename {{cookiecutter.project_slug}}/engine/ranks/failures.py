@@ -3,11 +3,13 @@
 import atexit
 import contextlib
 import errno
+import gc
 import io
 import json
 import os
 import re
 import signal
+import socket
 import sys
 import threading
 import time
@@ -35,6 +37,7 @@ from engine.ranks.protocol import ERROR, MISTAKE, SEEN, STOP
 
 TIMED_OUT_SECONDS = 0.3  # for a rank that has timed out, and so left, to say it first
 GONE_SECONDS = 15  # after which the store no longer answers, though its connection stands
+ALONE_SECONDS = 5  # for torchrun to end a rank because the first one of its node has failed
 DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 SEEN_SECONDS = 2  # for the other ranks to see that one has failed
 BROKEN = re.compile(r"Broken pipe|Connection \w+|remote process exited|time(d )?out", re.I)
@@ -75,6 +78,8 @@ def one_line_errors(
     Ranks that do not notice the error are ended by the launcher, or by their watcher thread.
     A debugger stops where the error was raised, as if nothing caught it.
     """
+    gc.freeze()  # what the imports made stays: no collection looks at it, no worker copies it
+    gc.enable()
     if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     if isinstance(sys.stdout, io.TextIOWrapper):  # some file names are not valid text
@@ -86,9 +91,9 @@ def one_line_errors(
         process.exit_now(128 + signal.SIGINT)
     except UserError as error:
         debugging.hold(error)
-        # Often all ranks find the same mistake: let rank 0 print it, whose output people read.
-        number = distributed.rank() if distributed.is_set_up() else distributed.local_rank()
-        time.sleep(min(number, 1))
+        if distributed.is_set_up():
+            # Often all find the same mistake: let rank 0 print it, whose output people read.
+            time.sleep(min(distributed.rank(), 1))
         requeue.note_failure(MISTAKE)
         report(str(error), MISTAKE)
     except Exception as error:
@@ -152,8 +157,10 @@ def status_of_failure() -> int | None:
 def _reported_status(status: int) -> int | None:
     """Return the status of the rank that reported an error; None if it is this one's turn, now."""
     if not distributed.is_set_up():  # not in a group yet: the first rank of each node reports,
+        with contextlib.suppress(UserError):
+            environment.adopt()  # srun and mpirun say otherwise which rank it is
         is_first = distributed.local_rank() == 0 or process.is_debugged()  # or is continued
-        return None if is_first else status
+        return None if is_first or _is_alone() else status
     mine = f"{distributed.rank()} {status} {os.getpid()} {environment.node()}"
     try:
         first = distributed.store().compare_set(ERROR, "", mine).decode()
@@ -161,6 +168,23 @@ def _reported_status(status: int) -> int | None:
         return _known[0] if _known else status if process.by_torchrun() else None
     reported = _read(first)
     return None if first == mine else reported
+
+
+def _is_alone() -> bool:
+    """Return whether the first rank of this node has not failed, too, but only after a while.
+
+    If it has, torchrun ends this one. Without torchrun, a store at MASTER_ADDR says it has not.
+    """
+    process.be_quiet()  # on Ctrl-C
+    if process.by_torchrun():
+        time.sleep(ALONE_SECONDS + distributed.local_rank())  # the others go on waiting
+        return True
+    time.sleep(1)
+    with contextlib.suppress(OSError, UserError):  # nobody answers; no address is set
+        host, port, _, _ = environment.read_group()
+        socket.create_connection((host, port), 1).close()
+        return True
+    return False
 
 
 def _read(first: str) -> int:

@@ -42,7 +42,7 @@ def count() -> int:
     if names == []:
         return 0
     if listed := by_nvidia_smi():
-        return len(listed[0]) if names is None else _count_known(names, listed[0])
+        return len(listed[0]) if names is None else count_known(names, listed[0])
     if any(device.exists() for device in DEVICES) or _is_for_xpu():
         import torch  # which knows the variables of other makers, too
 
@@ -50,7 +50,7 @@ def count() -> int:
     return len(names or [])
 
 
-def _count_known(names: list[str], uuids: list[str]) -> int:
+def count_known(names: list[str], uuids: list[str]) -> int:
     """Return how many of `names` CUDA would show: those before the first that there is not."""
     if len({*names}) < len(names):
         return 0
