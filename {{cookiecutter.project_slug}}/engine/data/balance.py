@@ -103,7 +103,7 @@ def say_balanced(counts: Counts, total: int) -> None:
     rare = int(np.where(images, images, total + 1).argmin())
     distributed.say(
         f"--sampler balanced: each class {each} times in an epoch, so that each image of "
-        f"{counts.classes[rare]}, which has the fewest, comes {each / images[rare]:.3g} times"
+        f"{counts.classes[rare]}, which has the fewest, comes {each / images[rare]:.3g} time(s)"
         f"{counts.origin}"
     )
     shares.warn(counts.classes, images, "none of the training images: none is drawn for it")

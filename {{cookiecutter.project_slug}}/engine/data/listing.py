@@ -145,10 +145,12 @@ def split(paths: Sequence[str], root: Path) -> tuple[list[str], list[str]]:
     """Split `paths` into 85 % for training and 15 % for validation, at least one in each.
 
     The order is by a checksum of the path below `root`: the same on every machine and in every
-    run, and adding an image moves few others.
+    run, and adding an image moves few others. A path that a list has twice is not in both.
     """
-    if len(paths) < 2:
+    unique = dict.fromkeys(paths)
+    if len(unique) < 2:
         raise UserError(f"{paths[0]}: too few images to split; add more, or a val folder")
-    by_chance = sorted(paths, key=lambda p: zlib.crc32(os.fsencode(os.path.relpath(p, root))))
-    count = max(1, round(0.15 * len(paths)))
-    return sorted(by_chance[count:]), sorted(by_chance[:count])
+    by_chance = sorted(unique, key=lambda p: zlib.crc32(os.fsencode(os.path.relpath(p, root))))
+    held = {*by_chance[: max(1, round(0.15 * len(unique)))]}
+    train, val = ([path for path in paths if (path in held) == is_val] for is_val in (False, True))
+    return sorted(train), sorted(val)

@@ -19,9 +19,10 @@ def read_list(path: Path, columns: Sequence[str], files: int) -> list[tuple[str,
         with open(path, newline="", encoding="utf-8-sig") as file:
             table = csv.DictReader(file)
             if missing := [name for name in columns if name not in (table.fieldnames or ())]:
+                has = ",".join(table.fieldnames or ())[:80]
                 raise UserError(
-                    f"{path}: no column {missing[0]}; its first line must name the columns "
-                    f"{','.join(columns)}. Rename it if folders are to be used instead"
+                    f"{path}: no column {missing[0]} in its first line, {has!r}; it must name the "
+                    f"columns {','.join(columns)}. Rename it if folders are to be used instead"
                 )
             for row in table:
                 values = [(row[name] or "").strip() for name in columns]

@@ -96,9 +96,10 @@ def say_line(
     head: str, classes: Sequence[str], sizes: np.ndarray, texts: Sequence[str], tail: str = ""
 ) -> None:
     """Print all classes in their order, or the three largest and smallest of many."""
+    names = [f"{name}:" if name.isdecimal() else name for name in classes]
 
     def listed(numbers: Iterable[int]) -> str:
-        return ", ".join(f"{classes[n]} {texts[n]}" for n in numbers)
+        return ", ".join(f"{names[n]} {texts[n]}" for n in numbers)
 
     if len(classes) <= ALL_NAMED:
         return distributed.say(f"classes, {head}: {listed(range(len(classes)))}{tail}")
