@@ -89,7 +89,7 @@ def test_a_debugging_session(project: Project, data: Path, tmp_path: Path) -> No
         ranks = debugger.stopped()
         assert all(rank.frame["name"] == "cross_entropy" for rank in ranks)
 
-        debugger.set(at(project, "main.py", "size).backward()"))
+        debugger.set(at(project, "main.py", ".backward(share)"))
         for rank in ranks:
             rank.go()
         for number, rank in enumerate(debugger.stopped()):
@@ -280,7 +280,7 @@ def test_predict(project: Project, data: Path, trained: Path, tmp_path: Path, wh
 @SAME_FOR_BOTH
 def test_attach_to_ranks_of_two_nodes(project: Project, data: Path, tmp_path: Path) -> None:
     """--debug-rank: each listens on loopback, waits longer than the timeout, can be left again."""
-    debug_port = next(p for p in iter(free_port, None) if not listening(p + 1))
+    debug_port = free_port(2)
     env = {"NNODES": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     more = ["--debug-rank", "1,0", "--debug-port", debug_port, "--dist-timeout", 3]
     command = [project.folder / "launch.sh", *flags(data, tmp_path, *more)]

@@ -20,7 +20,7 @@ from running import free_port
 from engine import files
 from engine.errors import UserError, shorten
 from engine.ranks import debugging, launcher, reaching
-from engine.run import checkpoint, flags, machine, metrics, optimizers
+from engine.run import checkpoint, flags, machine, metrics, optimizers, sizes
 
 
 @pytest.mark.parametrize(
@@ -291,10 +291,15 @@ def test_names(capsys: pytest.CaptureFixture) -> None:
     assert line.endswith("; trying for 0.1 s")
 
 
-def test_another_hosts_address() -> None:
+def test_another_hosts_address(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where rank 0 is told that it is at an address of another host: not ten minutes of silence."""
+
+    def refuse(address: tuple[str, int], *_: object) -> None:
+        raise ConnectionRefusedError(address)  # some networks answer in the name of any host
+
     for host in ("localhost", "127.0.0.1", socket.gethostname()):
         reaching.check_own(host, 0, seconds=0)
+    monkeypatch.setattr(socket, "create_connection", refuse)
     with pytest.raises(UserError, match=r"MASTER_ADDR=198\.51\.100\.1 does not lead to .*: set it"):
         reaching.check_own("198.51.100.1", free_port(), seconds=0.5)
 
@@ -350,7 +355,8 @@ class TestOptimizers:
             moments = {"exp_avg": mean.clone(), "exp_avg_sq": square.clone()}
             moments["step"] = torch.tensor(3.0)
             parts = {"optimizer": optimizer, "scheduler": scheduler}
-            state = {"optimizer": {"state": {0: moments}}, "scheduler": scheduler.state_dict()}
+            saved = {**optimizer.state_dict(), "state": {0: moments}}
+            state = {"optimizer": saved, "scheduler": scheduler.state_dict()}
             state.update(path="last.pt", layout=optimizers.layout(parts))
             optimizers.load_states(state, parts, 3, 9)
             w.grad = grad.contiguous(memory_format=last)
@@ -363,3 +369,14 @@ def test_what_a_network_returns_in_evaluation() -> None:
     assert metrics.check_logits(torch.ones(1).bfloat16()).dtype == torch.float32
     with pytest.raises(UserError, match="returns a dict in evaluation"):
         metrics.check_logits({"out": torch.ones(1)})
+
+
+def test_a_network_that_decides_by_its_numbers() -> None:
+    """It cannot be tried on the device meta, but takes any size."""
+
+    class Deciding(torch.nn.Conv2d):
+        def forward(self, image: torch.Tensor) -> torch.Tensor:
+            outputs = super().forward(image)
+            return outputs if outputs.sum() > 0 else -outputs
+
+    assert sizes.check(lambda _: Deciding(3, 2, 1), 8, "deciding")

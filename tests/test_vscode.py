@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from dap import Debugger, configuration, line_of, read, task
 from running import ROOT, SAME_FOR_BOTH, TEMPLATE_FOLDER, Project, flags, free_port, marked, small
-from test_debug import LOOP, at, listening
+from test_debug import LOOP, at
 
 STUCK = """if i:
             print("it stays here", flush=True)
@@ -27,7 +27,7 @@ def test_ranks_as_named_sessions(project: Project, data: Path, tmp_path: Path) -
     launch = read(project.folder, "launch.json")
     (compound,) = launch["compounds"]
     assert compound["stopAll"]
-    port = next(p for p in iter(free_port, None) if not listening(p + 1))
+    port = free_port(2)
     more = ["--data", data, "--output-dir", tmp_path, "--debug-port", port, *small(data)]
     with Debugger(project.folder, at(project, "main.py", LOOP)) as debugger:
         answer = shlex.join(map(str, more))
@@ -106,7 +106,7 @@ def test_attach_to_a_process(
 @SAME_FOR_BOTH
 def test_attach_to_a_rank_that_is_stuck(project: Project, data: Path, tmp_path: Path) -> None:
     """where.py has it listen; it stops at a breakpoint, and after Disconnect the run goes on."""
-    port = next(p for p in iter(free_port, None) if not listening(p + 1))
+    port = free_port(2)
     with stuck(project, data, tmp_path / "out", "--debug-port", port) as (debugger, folder):
         ask = task(folder, "Where is it? Let me attach", output=str(tmp_path / "out"), rank="0")
         out = subprocess.run(
