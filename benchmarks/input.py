@@ -144,11 +144,11 @@ def ours(
 ) -> DataLoader:
     """The project's own loader, of `data` as it is or prepared; pinned where there is a GPU."""
     from dataset import build_dataset
-    from engine.data import images, loading
+    from engine.data import jpeg, loading
     from engine.ranks import distributed
 
     if not has_simplejpeg:
-        images.simplejpeg = None
+        jpeg.simplejpeg = None
     is_gpu = distributed.setup().type != "cpu"
     dataset, _, classes = build_dataset(data, side)
     part = Subset(dataset, picks(dataset, reads))

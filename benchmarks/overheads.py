@@ -123,7 +123,7 @@ def parts() -> dict[str, Callable[[], Any]]:
     import main as project
     import recipe
     from engine.data import loading, seeding
-    from engine.ranks import distributed, gradients, stopping
+    from engine.ranks import gradients, stopping
     from engine.run import machine, profiling
     from engine.run.progress import Run
     from engine.run.reporting import Reporter
@@ -141,9 +141,8 @@ def parts() -> dict[str, Callable[[], Any]]:
         "machine.to_float32": without(machine, "to_float32", lambda outputs: outputs),
         "profiling.mark": without(profiling, "mark", lambda _: null),
         "mean.add": without(
-            gradients.Mean, "add", lambda mean, *_: setattr(mean, "passes", 1) or 1
+            gradients.Mean, "add", lambda mean, *_: setattr(mean, "known", 1) or mean.zero.float()
         ),
-        "its collective": without(distributed, "start_sum", lambda _: Namespace(wait=lambda: None)),
         "mean.finish": without(gradients.Mean, "finish", lambda *_: None),
         "report.progress": without(Reporter, "progress", lambda _, loader, __: loader),
         "report.loss": without(Reporter, "loss", lambda *_: None),

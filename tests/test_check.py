@@ -280,7 +280,7 @@ def test_what_cannot_be_checked(project: Project, tmp_path: Path) -> None:
 def test_what_would_be_prepared() -> None:
     """As many pixels as prepare_data.py writes."""
     sizes = np.random.default_rng(0).integers(1, 700, (200, 2))
-    images = [LazyImage(height, width, lambda _: np.empty(0)) for height, width in sizes.tolist()]
+    images = [LazyImage(height, width, lambda *_: np.empty(0)) for height, width in sizes.tolist()]
     for side in (0, 1, 256):
         shrunk = prepared.Shrunk([], side)
         expected = sum(int(np.prod(shrunk.size(image))) for image in images)

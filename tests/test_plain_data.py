@@ -31,6 +31,17 @@ class TestSeeding:
         assert first == again
         assert not {*first} & {*other}
 
+    def test_apples_gpus(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """They are seeded by ranks, and left alone by loader workers, which must not open them."""
+        seeds: list[int] = []
+        module = SimpleNamespace(manual_seed=seeds.append, is_available=lambda: True)
+        monkeypatch.setattr(torch, "get_device_module", lambda: module)
+        seeding.seed(1)
+        assert seeds == [seeding.number(1)]
+        monkeypatch.setattr(torch.utils.data._utils.worker, "_worker_info", object())
+        seeding.seed(2)
+        assert len(seeds) == 1
+
 
 def shares(ranks: int, sampler: Callable, monkeypatch: pytest.MonkeyPatch) -> list[list]:
     """What each of so many ranks takes from its sampler."""
@@ -144,6 +155,24 @@ class TestSamples:
     def test_labels_that_are_left_alone(self, label: object) -> None:
         self.keyed(Listed([("a.jpg", 0)])).check_label(0, label)
 
+    @pytest.mark.parametrize(
+        ("sample", "found"),
+        [
+            ({"image": torch.zeros(3, 4, 4), "label": 0}, "dict"),
+            (None, "NoneType"),
+            (torch.zeros(3, 4, 4), "Tensor"),
+            ((np.zeros((3, 4, 4)), 0), "ndarray, int"),
+            ((torch.zeros(3, 4, 4), 0, "a.jpg"), "Tensor, int, str"),
+        ],
+    )
+    def test_samples_of_other_kinds(self, sample: object, found: str) -> None:
+        class Other(Listed):
+            def __getitem__(self, index: int) -> object:
+                return sample
+
+        with pytest.raises(UserError, match=f"sample 0, a.jpg: dataset.py returns {found};"):
+            self.keyed(Other([("a.jpg", 0)]))[0, 0]
+
     def test_names(self) -> None:
         assert self.keyed(Listed([("a.jpg", 0)])).name(0) == "sample 0, a.jpg"
         assert self.keyed([()]).name(0) == "sample 0"
@@ -186,7 +215,7 @@ class TestNormalize:
 
 class TestImages:
     def image(self, shrinks: tuple[int, ...] = ()) -> images.LazyImage:
-        return images.LazyImage(100, 200, lambda n: np.zeros((100 // n, 200 // n, 3)), shrinks)
+        return images.LazyImage(100, 200, lambda n, _: np.zeros((100 // n, 200 // n, 3)), shrinks)
 
     @pytest.mark.parametrize(
         ("box", "size", "snapped"),
@@ -232,9 +261,16 @@ class TestImages:
             path.replace("data", "other") for path in val
         ]
 
+    def test_paths_that_come_twice_are_not_on_both_sides(self) -> None:
+        paths = [f"/data/{number}.jpg" for number in range(20)]
+        train, val = listing.split([*paths, *paths], Path("/data"))
+        assert not {*train} & {*val}
+        assert (len(train), len(val)) == (34, 6)
+
     def test_too_few_to_split(self) -> None:
-        with pytest.raises(UserError, match="too few"):
-            listing.split(["/data/1.jpg"], Path("/data"))
+        for paths in ["/data/1.jpg"], ["/data/1.jpg", "/data/1.jpg"]:
+            with pytest.raises(UserError, match="too few"):
+                listing.split(paths, Path("/data"))
 
 
 class TestLists:
@@ -255,7 +291,10 @@ class TestLists:
     @pytest.mark.parametrize(
         "name, fault",
         {
-            "no column": ("file;label\na.jpg;x\n", "train.csv: no column file; .* file,label"),
+            "no column": (
+                "file;label\na.jpg;x\n",
+                "no column file .* 'file;label'; .* file,label",
+            ),
             "no value": ("file,label\na.jpg,x\na.jpg,\n", "train.csv, line 3: no label"),
             "short row": ("file,label\na.jpg\n", "train.csv, line 2: no label"),
             "no file": ("file,label\nc.jpg,x\n", "train.csv, line 2: .*c.jpg does not exist"),

@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -136,7 +137,10 @@ class TestPick:
         assert line.startswith(f"nvidia-smi shows 3 GPU(s), but torch {torch.__version__} can use")
         assert "none: The driver is too old (found 11040); install" in line
         assert line.endswith("or use the CPU (CUDA_VISIBLE_DEVICES=-1)")
-        assert "CUDA_VISIBLE_DEVICES=7 names none of them" in refusal(CUDA_VISIBLE_DEVICES="7")
+        with monkeypatch.context() as patch:
+            patch.setattr(gpus, "by_nvidia_smi", asked := Mock(wraps=gpus.by_nvidia_smi))
+            assert "CUDA_VISIBLE_DEVICES=7 names none of them" in refusal(CUDA_VISIBLE_DEVICES="7")
+            asked.assert_called_once()  # it takes seconds
         monkeypatch.setattr(torch.version, "cuda", None)
         assert "it is built without CUDA; install one with CUDA" in refusal()
         assert capsys.readouterr().out == ""
@@ -260,6 +264,8 @@ class TestBackend:
         *(("cpu", "g++", {}, ""), ("cuda", "clang", {}, ""), ("cuda", "gcc", {}, "")),
         ("cpu", "gcc", {}, r"no C\+\+ compiler \(g\+\+\); install one, set CXX"),
         ("cpu", "g++", {"CXX": "g++-9"}, r"no C\+\+ compiler \(g\+\+-9\)"),
+        ("cpu", "ccache", {"CXX": "ccache g++"}, ""),
+        ("cuda", "ccache", {"CC": "ccache gcc"}, r"no C compiler \(ccache gcc\)"),
         ("cuda", "g++", {}, r"no C compiler \(gcc or clang\); install one, set CC"),
         ("cuda", "cc", {"CC": "cc"}, ""),
         ("xpu", "gcc", {"CC": "icx"}, r"no C compiler \(icx\)"),

@@ -292,7 +292,7 @@ SNIPPETS = {
 # which line, which collective.
 PLANTED = [
     (
-        "add_to(run.totals",
+        "run.totals.add(",
         "if rank == 0: distributed.reduce_tensor(x)",
         "if rank == 0",
         "reduce_tensor",
@@ -316,7 +316,7 @@ PLANTED = [
     ("demo_set.draw(", "distributed.gather_objects(1)", "objects(1)", "gather_objects"),
     ("first = run.epoch", "if rank > 0:\n{0}    return", "with run.stoppable()", "stoppable"),
     ("stepper.mean.finish(", "if rank == 0:\n{0}    continue", "run.end_step()", "end_step"),
-    ("add_to(run.", "if loss_sum.isnan():\n{0}    break", "outputs = ddp_model(", "ddp_model"),
+    ("run.totals.add(", "if loss_sum.isnan():\n{0}    break", "outputs = ddp_model(", "ddp_model"),
     ("distributed.teardown()", "if rank == 0: train(*all)", "train(*all)", "train (stoppable)"),
 ]
 

@@ -58,8 +58,10 @@ def test_decoders_agree(project: Project, tmp_path: Path) -> None:
     kinds = draw_kinds(tmp_path)
     found = project.call("decoding.compared", *kinds.values())
     for name, (report, decoded) in zip(kinds, found, strict=True):
-        is_left_to_pillow = name in ("lossless.png", "cmyk.jpg", "turned.jpg", "extra.jpg")
-        assert decoded == (0 if is_left_to_pillow else len(report)), name
+        is_left_to_pillow = name in ("lossless.png", "cmyk.jpg", "turned.jpg")
+        expected = 0 if is_left_to_pillow else len(report)
+        # Of this one simplejpeg refuses the end, and so 4 parts that need it.
+        assert decoded == (4 if name == "extra.jpg" else expected), name
         for number, (off, off_if_moved) in enumerate(report):
             is_shrunk = number in (3, 4, 5, 7)
             assert off < (8 if is_shrunk else 0.1), (name, number)
@@ -257,6 +259,18 @@ def test_nothing_waits_in_a_step(project: Project, data: Path, tmp_path: Path) -
     assert count in (3 * 2, 3 * 3)
 
 
+@SAME_FOR_BOTH
+def test_the_projects_own_test_of_a_step(project: Project, data: Path) -> None:
+    """It finds what would make the device wait, and names the line."""
+    plants = ["loss_sum.item()", "outputs.cpu()", "loss_sum > 9 and 0", "outputs[targets > 0]"]
+    plants += ["print(loss_sum)", "f'{loss_sum:.3f}'", "str({'loss': loss_sum})"]
+    *found, clean = project.call("steps.readings", data, [*plants, "print(i, loss_sum.shape)"])
+    assert clean == ""
+    for plant, line in zip(plants, found, strict=True):
+        assert line.startswith("main.py:"), plant
+        assert "report.loss(" in line
+
+
 def test_what_a_step_costs_the_host(project: Project, tmp_path: Path) -> None:
     """Operations of torch, and calls of functions, more than in a bare loop with the same network.
 
@@ -264,7 +278,7 @@ def test_what_a_step_costs_the_host(project: Project, tmp_path: Path) -> None:
     """
     operations, calls = project.call("steps.more_than_bare", tmp_path / "plain")
     is_dense = project.task == "segmentation"  # whose labelled pixels have to be counted
-    assert 0 < operations <= (20 if is_dense else 6)
+    assert 0 <= operations <= (20 if is_dense else 6)
     assert 0 < calls <= (230 if is_dense else 160)  # to search the network takes 500
     if not is_dense:  # counts that are not known take 10 operations and a collective
         words = "--class-weights", "1,2,3"

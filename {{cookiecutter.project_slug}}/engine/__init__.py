@@ -33,7 +33,7 @@ data/                 from files to batches on the device
   seeding             random numbers that depend on seed, epoch and sample alone
   listing             which images a folder holds, and which are for validation
   images              decoding no more of each image than is needed
-  jpeg                the header of a JPEG
+  jpeg                the header of a JPEG; decoding it without its lower rows
   depth               images of more than 8 bits
   stacks              images of any number of channels at full depth: --channels
   lists               samples listed in a CSV file

@@ -111,7 +111,10 @@ def draw_classes(axes: Axes, survey: Survey, classes: Sequence[str], shown: Sequ
 def draw_sizes(axes: Axes, survey: Survey) -> None:
     """Draw a circle for each size of image, the larger the more images have it."""
     sizes, counts = np.unique(survey.sizes[survey.sizes[:, 0] > 0], axis=0, return_counts=True)
-    if len(sizes):
+    if not len(sizes):
+        axes.text(0.5, 0.5, "no image can be used", ha="center", transform=axes.transAxes)
+        axes.set(xticks=(), yticks=())
+    else:
         axes.scatter(sizes[:, 1], sizes[:, 0], s=20 + 280 * counts / counts.max(), alpha=0.5)
         if sizes.max() > 10 * sizes.min():
             axes.set(xscale="log", yscale="log")

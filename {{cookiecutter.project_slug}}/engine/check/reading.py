@@ -108,7 +108,7 @@ def _look(path: str, format: Format, facts: Facts) -> None:
         facts.span = float(values.min()), float(values.max())
         facts.pixels = digest(values)
     lazy = open_image(path, format)
-    decoded = np.ascontiguousarray(lazy.decode(1))
+    decoded = np.ascontiguousarray(lazy.decode(1, lazy.height))
     facts.histogram = np.array(Image.fromarray(decoded).histogram()).reshape(3, 256)
     facts.pixels = facts.pixels or digest(decoded)
     facts.size = lazy.height, lazy.width
