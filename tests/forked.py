@@ -12,7 +12,6 @@ import json
 import os
 import runpy
 import signal
-import socket
 import sys
 import time
 import traceback
@@ -25,6 +24,7 @@ import matplotlib.figure  # noqa: F401
 import torch
 import torch.utils.tensorboard
 from calling import call
+from ports import free_port
 
 import main  # noqa: F401  with all that it imports, and what rank 0 imports late
 from engine.run import mistakes, plots, reporting
@@ -56,9 +56,7 @@ def start(
     One rank is started as `python main.py` is. What they print goes to `output`.out and .err.
     Without `draws` they make no images of what they have done.
     """
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
 
     def begin(rank: int) -> None:
         if ranks > 1:

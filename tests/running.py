@@ -1,12 +1,9 @@
 """A generated project, and how tests run its commands without leaving a process behind."""
 
-import contextlib
 import csv
 import json
 import os
-import random
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
@@ -260,22 +257,6 @@ def with_bug(project: Project, folder: Path, old: str, new: str) -> Path:
     assert text.count(old) == 1
     (copy / "main.py").write_text(text.replace(old, new))
     return copy / "launch.sh"
-
-
-def free_port(count: int = 1) -> int:
-    """The first of `count` free ports in a row.
-
-    They lie below those that Linux gives to outgoing connections, as one of another test could
-    take such a port before it is listened at.
-    """
-    for _ in range(1000):
-        port = random.randrange(20_000, 32_768 - count)
-        with contextlib.ExitStack() as probes, contextlib.suppress(OSError):
-            for offset in range(count):
-                probe = probes.enter_context(socket.socket())
-                probe.bind(("127.0.0.1", port + offset))
-            return port
-    raise AssertionError("no port is free")
 
 
 def wait_for(condition, process, timeout: float = 120) -> None:

@@ -20,7 +20,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from running import ENVIRONMENT, Done, free_port, marked
+from ports import free_port
+from running import ENVIRONMENT, Done, marked
 
 PACKAGES = (
     *("libhwloc15", "liblua5.1-0", "libmunge2", "munge"),

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 import yaml
-from running import SAME_FOR_BOTH, Project, finish, free_port, small, start
+from ports import free_port
+from running import SAME_FOR_BOTH, Project, finish, small, start
 
 # What SkyPilot 0.14 documents, as far as the file may use it.
 TASK_KEYS = {

@@ -14,13 +14,13 @@ from typing import Any
 
 import pytest
 from dap import Breakpoints, Debugger, configuration, line_of, task
+from ports import free_port
 from running import (
     SAME_FOR_BOTH,
     SCRIPTS,
     Project,
     finish,
     flags,
-    free_port,
     processes,
     small,
     start,
@@ -89,7 +89,7 @@ def test_a_debugging_session(project: Project, data: Path, tmp_path: Path) -> No
         ranks = debugger.stopped()
         assert all(rank.frame["name"] == "cross_entropy" for rank in ranks)
 
-        debugger.set(at(project, "main.py", ".backward(share)"))
+        debugger.set(at(project, "main.py", "mean.backward("))
         for rank in ranks:
             rank.go()
         for number, rank in enumerate(debugger.stopped()):

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from running import SAME_FOR_BOTH, Project, finish, flags, free_port, run, small, start
+from ports import free_port
+from running import SAME_FOR_BOTH, Project, finish, flags, run, small, start
 
 from engine.errors import UserError
 from engine.ranks import environment, gpus

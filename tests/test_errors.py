@@ -87,7 +87,9 @@ def test_mistakes_in_the_loop(fault: Callable) -> None:
     assert title.startswith("Traceback")
     assert err.count("Traceback") == 1
     assert any("in train_one_epoch" in each for each in rest)
-    one_line(found["no backward"], "no weight has a gradient", "backward()")
+    one_line(found["no backward"], "mean.backward was not called in a step", "loss.backward()")
+    one_line(found["no gradient"], "no weight has a gradient", "zero_grad()")
+    one_line(found["no finish"], "a step ended without mean.finish")
     one_line(found["memory"], "rank 1 is out of GPU memory (asked for 2.00 GiB)", "--batch-size")
 
 

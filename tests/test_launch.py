@@ -8,18 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from running import (
-    SAME_FOR_BOTH,
-    SCRIPTS,
-    Project,
-    finish,
-    flags,
-    free_port,
-    rows,
-    run,
-    start,
-    with_bug,
-)
+from ports import free_port
+from running import SAME_FOR_BOTH, SCRIPTS, Project, finish, flags, rows, run, start, with_bug
 
 
 @SAME_FOR_BOTH

@@ -11,17 +11,8 @@ import uuid
 from pathlib import Path
 
 import pytest
-from running import (
-    SAME_FOR_BOTH,
-    SCRIPTS,
-    Project,
-    finish,
-    flags,
-    free_port,
-    run,
-    start,
-    wait_for,
-)
+from ports import free_port
+from running import SAME_FOR_BOTH, SCRIPTS, Project, finish, flags, run, start, wait_for
 
 from engine.ranks import copying, names
 

@@ -75,7 +75,9 @@ def test_size_of_a_pass() -> None:
         (torch.zeros(6), 6),
     ):
         mean = gradients.Mean(torch.device("cpu"))
-        assert mean.add(torch.tensor(size), targets, is_last=True) == torch.tensor(1 / size)
+        loss = torch.zeros((), requires_grad=True)
+        mean.backward(loss, torch.tensor(size), targets, is_last=True)
+        assert loss.grad == torch.tensor(1 / size)
         assert mean.count == 1
 
 
@@ -86,8 +88,8 @@ def test_passes_of_unequal_size(kind: Callable[[int], int | torch.Tensor]) -> No
     mean = gradients.Mean(device)
     for sizes in (6, 2), (3,), (1, 1, 6):
         for i, size in enumerate(sizes):
-            share = mean.add(kind(size), torch.zeros(size).long(), i == len(sizes) - 1)
-            net(torch.full((size, 1), float(i))).sum().backward(share)
+            loss_sum = net(torch.full((size, 1), float(i))).sum()
+            mean.backward(loss_sum, kind(size), torch.zeros(size).long(), i == len(sizes) - 1)
         mean.finish(net)
         every = torch.arange(len(sizes)).repeat_interleave(torch.tensor(sizes)).float()
         assert torch.allclose(net.weight.grad, every.mean())
@@ -99,20 +101,20 @@ def test_counts_that_are_known() -> None:
     """They need no collective, which fails here; and cannot be mixed with others."""
     weight = torch.nn.Linear(1, 1)
     mean = gradients.Mean(torch.device("cpu"))
-    targets = torch.zeros(6, dtype=torch.int64)
+    targets, loss = torch.zeros(6, dtype=torch.int64), torch.zeros((), requires_grad=True)
     for parameter in weight.parameters():
         parameter.grad = torch.ones_like(parameter)
     for passes, left in (1, 1), (2, 0.5), (1, 0.5):
-        shares = [mean.add(6, targets, i == passes - 1) for i in range(passes)]
-        assert shares == [torch.tensor(1 / 6)] * passes
+        for i in range(passes):
+            mean.backward(loss, 6, targets, i == passes - 1)
         mean.finish(weight)
         assert weight.bias.grad == weight.weight.grad == left
     for count in 5, 5.0, np.int64(5):  # of which the last two are no int
         with pytest.raises(UserError, match=r"returns 5(\.0)? as its count for 6 targets: return "):
-            mean.add(count, targets, True)
+            mean.backward(loss, count, targets, True)
     for kinds in (6, torch.tensor(6)), (torch.tensor(6), 6):
         for kind in kinds:
-            mean.add(kind, targets, False)
+            mean.backward(loss, kind, targets, False)
         with pytest.raises(UserError, match="an int in some passes, not in others"):
             mean.finish(weight)
         mean = gradients.Mean(torch.device("cpu"))

@@ -8,7 +8,8 @@ import uuid
 from pathlib import Path
 
 import pytest
-from running import SAME_FOR_BOTH, Project, finish, flags, free_port, start
+from ports import free_port
+from running import SAME_FOR_BOTH, Project, finish, flags, start
 
 
 @SAME_FOR_BOTH

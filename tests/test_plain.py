@@ -15,7 +15,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from running import free_port
+from ports import free_port
 
 from engine import files
 from engine.errors import UserError, shorten

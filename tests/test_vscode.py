@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 from dap import Debugger, configuration, line_of, read, task
-from running import ROOT, SAME_FOR_BOTH, TEMPLATE_FOLDER, Project, flags, free_port, marked, small
+from ports import free_port
+from running import ROOT, SAME_FOR_BOTH, TEMPLATE_FOLDER, Project, flags, marked, small
 from test_debug import LOOP, at
 
 STUCK = """if i:

@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 import torch
-from running import NETS, SAME_FOR_BOTH, SCRIPTS, SMALL, Project, flags, free_port
+from ports import free_port
+from running import NETS, SAME_FOR_BOTH, SCRIPTS, SMALL, Project, flags
 from safetensors.torch import load_file
 
 USED = {"classification": "IMAGENET1K_V1", "segmentation": "imagenet"}

@@ -160,9 +160,8 @@ def train_one_epoch(
             with profiling.mark("forward"), machine.autocast(task.settings.amp, task.device):
                 outputs = ddp_model(images)
             loss_sum, count = task.criterion(machine.to_float32(outputs), targets)
-            share = stepper.mean.add(count, targets, is_last)
             with profiling.mark("backward"):
-                scaler.scale(loss_sum).backward(share)  # as for loss_sum * share
+                stepper.mean.backward(scaler.scale(loss_sum), count, targets, is_last)
         # The sums stay on the device and are reduced once per epoch: reading or reducing them at
         # every step would make the device, or every rank, wait.
         run.totals.add(loss_sum, count)

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import torch
 from forked import fork, wait
+from ports import free_port
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -134,7 +135,6 @@ def gradients_of(folder: str, ranks: int, passes: int) -> None:
 def in_portions(folder: str) -> dict:
     """How far the gradients of other portions are from those of 1 rank and pass, by loss."""
     import os
-    import socket
 
     def begin(ranks: int, passes: int, rank: int, port: int) -> None:
         if ranks > 1:
@@ -145,10 +145,7 @@ def in_portions(folder: str) -> dict:
 
     shapes = (1, 1), (1, 4), (2, 1), (2, 2)
     for ranks, passes in shapes:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-        each = range(ranks)
+        port, each = free_port(), range(ranks)
         acts = [functools.partial(begin, ranks, passes, rank, port) for rank in each]
         assert wait([fork(act, None) for act in acts]) == [0] * ranks
     whole, *others = (torch.load(Path(folder, f"{r} {p}.pt")) for r, p in shapes)

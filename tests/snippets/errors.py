@@ -15,7 +15,7 @@ from forked import Patch, fork, run, wait
 from torch import Tensor, nn
 
 import model
-from engine.ranks import distributed, launcher, reaching, replicas
+from engine.ranks import distributed, gradients, launcher, reaching, replicas
 from engine.ranks.environment import Nodes
 from engine.ranks.remedies import explain
 from snippets.faulty import Runs, after_step
@@ -146,7 +146,13 @@ def mistakes_in_the_loop(data: str, folder: str, *words: object) -> dict:
         model.build_criterion = patched
 
     def no_backward() -> None:
+        gradients.Mean.backward = lambda *_: None
+
+    def no_gradient() -> None:
         Tensor.backward = lambda *_: None
+
+    def no_finish() -> None:
+        gradients.Mean.finish = lambda *_: None
 
     def out_of_memory() -> None:
         text = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 1 has a total capacity of 8 GiB"
@@ -159,6 +165,8 @@ def mistakes_in_the_loop(data: str, folder: str, *words: object) -> dict:
     return {
         "detached": train("detached", patch=detached),
         "no backward": train("no backward", patch=no_backward),
+        "no gradient": train("no gradient", patch=no_gradient),
+        "no finish": train("no finish", patch=no_finish),
         "memory": train("memory", patch=out_of_memory),
     }
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 from forked import fork, run, wait
+from ports import free_port
 
 from engine.errors import UserError
 from engine.ranks import agreeing, joining, launcher, protocol, reaching
@@ -23,9 +24,7 @@ class Launchers:
 
     def __init__(self, folder: str, name: str, count: int, act: Callable[[int, int], int]) -> None:
         self.folder, self.name, self.count, self.act = folder, name, count, act
-        with socket.socket() as server:
-            server.bind(("127.0.0.1", 0))
-            self.port = server.getsockname()[1]
+        self.port = free_port()
         reaching.NOTICE_SECONDS = joining.ROLL_SECONDS = 1
         joining.LOOK_SECONDS, agreeing.END_SECONDS = 0.1, 20
 
