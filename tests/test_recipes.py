@@ -72,7 +72,7 @@ def test_muon(project: Project) -> None:
     assert muon["encoder.2.weight"][:3] == ["Muon", 0.0005, 0.05]
     assert muon[" encoder.1.weight".strip()][:3] == ["AdamW", 0.0005, 0]
     assert muon["head.weight"][:3] == ["AdamW", 0.001, 0.05]
-    assert project.call("recipes.muon_by_hand") == 0
+    assert project.call("recipes.muon_by_hand") < 1e-7  # bf16, which rounds by memory layout, too
 
 
 @SAME_FOR_BOTH
