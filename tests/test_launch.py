@@ -2,6 +2,7 @@
 
 import os
 import re
+import signal
 import sys
 import uuid
 from pathlib import Path
@@ -197,6 +198,12 @@ def test_a_wrong_flag_under_mpirun(project: Project) -> None:
         env = {f"OMPI_COMM_WORLD_{name}": str(value) for name, value in env.items()}
         done = run([sys.executable, project.folder / "main.py", "--wrong"], **env)
         assert (done.status, done.err.count("error: ")) == (2, lines)
+
+
+@SAME_FOR_BOTH
+def test_a_launcher_that_took_the_store_with_it(project: Project) -> None:
+    """Its ranks end with the signal that follows; without one they wait for a while."""
+    assert project.call("ranks.without_store") == [128 + signal.SIGTERM, 1]
 
 
 @SAME_FOR_BOTH

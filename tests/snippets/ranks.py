@@ -6,6 +6,7 @@ import os
 import signal
 import socket
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
@@ -15,7 +16,7 @@ from forked import fork, run, wait
 
 import main
 from engine.errors import UserError
-from engine.ranks import distributed
+from engine.ranks import distributed, failures, stopping
 from snippets.faulty import after_step
 
 
@@ -31,6 +32,28 @@ def local_rank(flag: str, given: str | None) -> int:
 def collects() -> bool:
     """Whether Python's garbage collector works in a process that has imported main.py."""
     return gc.isenabled()
+
+
+def without_store() -> list[int]:
+    """Statuses of a rank that trains on without its store: a signal comes later, or none."""
+
+    def gone() -> None:
+        raise RuntimeError("Broken pipe")
+
+    def act() -> None:
+        distributed.setup()
+        failures.status_of_failure = gone
+        stopping.ANSWER_SECONDS = 6
+        with stopping.on_signals(str):
+            time.sleep(60)
+
+    pids = [fork(act, None) for _ in range(2)]
+    time.sleep(2)  # they look every half second
+    began = time.monotonic()
+    os.kill(pids[0], signal.SIGTERM)
+    statuses = wait(pids[:1])
+    assert time.monotonic() < began + 3
+    return statuses + wait(pids[1:])
 
 
 def as_ray(output: str, flags: list[str]) -> list:

@@ -55,22 +55,36 @@ class Watcher(threading.Thread):
 
     def run(self) -> None:
         while not self.is_over.is_set():
-            readable, _, _ = select.select([self.signal_socket], [], [], POLL_SECONDS)
-            signals = self.signal_socket.recv(64) if readable else b""
+            signals = self.wait(POLL_SECONDS)
             try:
                 self.check_hang()
                 for signum in signals:
-                    if signum in STOP_SIGNALS:
-                        self.on_signal(signum)
+                    self.on_signal(signum)
                 self.poll()
             except RuntimeError:
-                # The store has gone, with the rank or launcher that held it. The main thread
-                # notices that, too, unless it hangs.
-                if self.is_over.wait(0 if self.first_signal else ANSWER_SECONDS):
-                    return
-                if self.first_signal:
-                    process.exit_now(self.status)
-                failures.report(failures.lost_store(), self.status)
+                return self.end_without_store()
+
+    def wait(self, seconds: float) -> list[int]:
+        """Return the stop signals that come within so many seconds; at once if one comes."""
+        readable, _, _ = select.select([self.signal_socket], [], [], seconds)
+        signals = self.signal_socket.recv(64) if readable else b""
+        return [signum for signum in signals if signum in STOP_SIGNALS]
+
+    def end_without_store(self) -> None:
+        """End this rank: the store has gone, with the rank or launcher that held it.
+
+        The main thread notices that, too, unless it hangs. A launcher that ends sends a signal,
+        which may come later.
+        """
+        deadline = time.monotonic() + ANSWER_SECONDS
+        while not self.first_signal and time.monotonic() < deadline and not self.is_over.is_set():
+            for signum in self.wait(POLL_SECONDS):
+                self.first_signal, self.status = time.monotonic(), 128 + signum
+        if self.is_over.is_set():
+            return
+        if self.first_signal:
+            process.exit_now(self.status)
+        failures.report(failures.lost_store(), self.status)
 
     def on_signal(self, signum: int) -> None:
         now = time.monotonic()
