@@ -3,6 +3,7 @@
 import os
 import re
 import shlex
+import shutil
 import signal
 import socket
 import subprocess
@@ -16,6 +17,7 @@ import pytest
 from dap import Breakpoints, Debugger, configuration, line_of, task
 from ports import free_port
 from running import (
+    NETS,
     SAME_FOR_BOTH,
     SCRIPTS,
     Project,
@@ -28,14 +30,10 @@ from running import (
 )
 
 F5 = "DDP: torch.distributed.launch"
+SUM = "distributed.reduce_tensor(number)"  # of scripts/endless.py
 LOOP = "loss_sum, count = task.criterion(machine.to_float32("  # a line of the training loop
 FIRST_READ = "self.prepared[index] if"  # in __getitem__
 ALARMING = re.compile(r"Traceback|Error|Warning|Killed|Terminated|Aborted|\b[EWF]\d{4} ")
-
-LOSS = {  # where it is computed
-    "classification": ("model.py", "nn.functional.cross_entropy("),
-    "segmentation": ("losses.py", "        return cross_entropy("),
-}
 
 
 def at(project: Project, file: str, text: str, **more: str) -> Breakpoints:
@@ -47,10 +45,20 @@ def f5(project: Path, *flags: str) -> dict[str, Any]:
     return configuration(project, F5, flags=shlex.join(flags))
 
 
-def test_a_debugging_session(project: Project, data: Path, tmp_path: Path) -> None:
+@pytest.fixture
+def endless(project: Project, tmp_path: Path) -> Project:
+    """A copy of the project with scripts/endless.py in place of main.py."""
+    copy = project.copy(tmp_path / "endless")
+    shutil.copy(SCRIPTS / "endless.py", copy.folder / "main.py")
+    return copy
+
+
+@SAME_FOR_BOTH
+def test_a_debugging_session(project: Project, tmp_path: Path) -> None:
     """From F5 to the end of the run, in both ranks; on few pictures, with a short timeout."""
-    more = ["--data", str(data), "--image-size", "64", "--dist-timeout", "4", "--weights", "none"]
-    config = f5(project.folder, *more)  # the path has blanks
+    data = project.draw(tmp_path / "own data", 16, 6)  # the path has a blank
+    more = ["--data", str(data), *small(data), "--image-size", "32", "--dist-timeout", "2"]
+    config = f5(project.folder, *more)
     # What other packages do when the interpreter ends, which the debugger does not wait for.
     (tmp_path / "sitecustomize.py").write_text(
         "import atexit, time\natexit.register(time.sleep, 1)"
@@ -83,7 +91,7 @@ def test_a_debugging_session(project: Project, data: Path, tmp_path: Path) -> No
         assert all(rank.frame["name"] == "__getitem__" for rank in ranks)
         assert all(rank.evaluate("index").isdecimal() for rank in ranks)
 
-        debugger.set(at(project, *LOSS[project.task]))
+        debugger.set(at(project, "model.py", "nn.functional.cross_entropy("))
         for rank in ranks:
             rank.go()
         ranks = debugger.stopped()
@@ -102,7 +110,7 @@ def test_a_debugging_session(project: Project, data: Path, tmp_path: Path) -> No
             rank.go()
         (only,) = debugger.stopped(1)
         assert only.evaluate("rank") == "1"
-        time.sleep(6)  # more than --dist-timeout, with rank 0 in a collective
+        time.sleep(3)  # more than --dist-timeout, with rank 0 in a collective
         ask = task(project.folder, "Where is it?", output="runs/debug")
         words = [ask["command"], *ask["args"]]
         answer = subprocess.check_output(words, cwd=project.folder, text=True)
@@ -117,21 +125,69 @@ def test_a_debugging_session(project: Project, data: Path, tmp_path: Path) -> No
         assert not ALARMING.search(debugger.text)
 
 
+@pytest.mark.parametrize("project", ["segmentation"], indirect=True)
+def test_stopping_one_rank(project: Project, data: Path) -> None:
+    """In the files that differ between the tasks; Stop, pressed on one rank, ends both."""
+    with Debugger(project.folder, at(project, "dataset.py", FIRST_READ)) as debugger:
+        debugger.launch(f5(project.folder, "--data", str(data), *small(data)))
+        assert all(rank.frame["name"] == "__getitem__" for rank in debugger.stopped())
+        debugger.set(at(project, "losses.py", "        return cross_entropy("))
+        for rank in debugger.stopped():
+            rank.go()
+        ranks = debugger.stopped()
+        assert all(rank.frame["name"] == "cross_entropy" for rank in ranks)
+        ranks[1].disconnect()
+        assert not debugger.left(5)
+        assert not ALARMING.search(debugger.text), debugger.text
+
+
 WAYS: dict[str, Callable[[Debugger], None]] = {
     "top session": Debugger.stop,
-    "one rank's session": lambda debugger: debugger.stopped()[1].disconnect(),
-    "Ctrl-C": Debugger.interrupt,
     "closed window": Debugger.close,
+    "killed adapter": lambda debugger: debugger.adapter.kill(),
 }
 
 
 @SAME_FOR_BOTH
 @pytest.mark.parametrize("way", WAYS)
-def test_stopping_at_a_breakpoint(project: Project, way: str) -> None:
-    with Debugger(project.folder, at(project, "main.py", LOOP)) as debugger:
-        debugger.launch(f5(project.folder))
-        debugger.stopped()
+def test_stopping_at_a_breakpoint(endless: Project, way: str) -> None:
+    """In the ranks, or in their loader workers while the ranks wait for those."""
+    place = "return index" if way == "killed adapter" else SUM
+    with Debugger(endless.folder, at(endless, "main.py", place)) as debugger:
+        debugger.launch(f5(endless.folder))
+        names = [each.threads()[0] for each in debugger.stopped()]
+        worker = ", worker 0" if way == "killed adapter" else ""
+        assert names == [f"rank {number}{worker}" for number in range(2)]
         WAYS[way](debugger)
+        assert not debugger.left(5)
+        assert not ALARMING.search(debugger.text), debugger.text
+
+
+@SAME_FOR_BOTH
+def test_torchrun(endless: Project) -> None:
+    """Three ranks at a breakpoint, and Ctrl-C."""
+    with Debugger(endless.folder, at(endless, "main.py", SUM)) as debugger:
+        debugger.launch(configuration(endless.folder, "DDP: torchrun", processes="3"))
+        for number, rank in enumerate(debugger.stopped(3)):
+            assert rank.evaluate("(rank, local_rank)") == f"({number}, {number})"
+        debugger.interrupt()
+        assert not debugger.left(5)
+        assert not ALARMING.search(debugger.text), debugger.text
+
+
+@SAME_FOR_BOTH
+def test_one_process(project: Project, data: Path) -> None:
+    """The rank stops, then its loader worker; Disconnect of the worker ends the rank, too."""
+    more = shlex.join(["--data", str(data), *small(data), "--workers", "1"])
+    with Debugger(project.folder, at(project, "main.py", LOOP)) as debugger:
+        debugger.launch(configuration(project.folder, "One process", flags=more))
+        (rank,) = debugger.stopped(1)
+        assert rank.evaluate("(rank, local_rank)") == "(0, 0)"
+        debugger.set(at(project, "dataset.py", FIRST_READ))
+        rank.go()
+        (worker,) = debugger.stopped(1)
+        assert worker.threads()[0] == "rank 0, worker 0"
+        worker.disconnect()
         assert not debugger.left(5)
         assert not ALARMING.search(debugger.text), debugger.text
 
@@ -141,9 +197,10 @@ def test_stopping_at_a_breakpoint(project: Project, way: str) -> None:
 def test_stopping_a_running_training(project: Project, debug: bool) -> None:
     """Ctrl-C while ranks compute and wait for each other; Ctrl+F5 and then Stop."""
     with Debugger(project.folder) as debugger:
-        config = f5(project.folder, "--epochs", "99", "--workers", "1")
-        debugger.launch(config, debug)
-        debugger.wait(lambda: "epoch 1/99:  1" in debugger.text, "a tenth of an epoch")
+        more = [*NETS[project.task], "--image-size", "32", "--epochs", "99", "--workers", "1"]
+        debugger.launch(f5(project.folder, *more), debug)
+        tenths = re.compile(r"epoch 1/99: +[1-9]\d%")
+        debugger.wait(lambda: tenths.search(debugger.text), "a tenth of an epoch")
         assert len(debugger.processes()) > 5
         if debug:
             debugger.interrupt()
@@ -154,23 +211,7 @@ def test_stopping_a_running_training(project: Project, debug: bool) -> None:
 
 
 @SAME_FOR_BOTH
-@pytest.mark.parametrize("way", ["one worker's session", "killed adapter"])
-def test_stopping_with_loader_workers_at_a_breakpoint(project: Project, way: str) -> None:
-    places = at(project, "dataset.py", FIRST_READ)
-    with Debugger(project.folder, places) as debugger:
-        debugger.launch(f5(project.folder, "--workers", "1"))
-        workers = debugger.stopped()
-        assert [each.threads()[0] for each in workers] == ["rank 0, worker 0", "rank 1, worker 0"]
-        if way == "killed adapter":
-            debugger.adapter.kill()
-        else:
-            workers[1].disconnect()
-        assert not debugger.left(5)
-        assert not ALARMING.search(debugger.text), debugger.text
-
-
-@SAME_FOR_BOTH
-def test_a_rank_that_raises(project: Project, tmp_path: Path) -> None:
+def test_a_rank_that_raises(project: Project, data: Path, tmp_path: Path) -> None:
     """The debugger stops at breakpoint() in the code, and where one rank raises; then all end."""
     planted = 'if rank == 1:\n            raise ValueError("planted")\n        '
     planted = f"breakpoint()\n        {planted}"
@@ -178,7 +219,7 @@ def test_a_rank_that_raises(project: Project, tmp_path: Path) -> None:
     main = folder / "main.py"
     raising = line_of(main, "planted")
     with Debugger(folder) as debugger:
-        debugger.launch(f5(folder))
+        debugger.launch(f5(folder, "--data", str(data), *small(data)))
         for number, rank in enumerate(debugger.stopped()):
             assert rank.evaluate("(rank, i)") == f"({number}, 0)"
             assert raising - 2 <= rank.frame["line"] < raising
@@ -196,7 +237,7 @@ def test_a_rank_that_raises(project: Project, tmp_path: Path) -> None:
 
 @SAME_FOR_BOTH
 def test_a_mistake_of_the_user_is_held_where_it_was_raised(
-    project: Project, tmp_path: Path
+    project: Project, data: Path, tmp_path: Path
 ) -> None:
     """In the rank that raised it only; then the one line is printed, and all ends."""
     folder = project.copy(tmp_path / "copy").folder
@@ -205,7 +246,7 @@ def test_a_mistake_of_the_user_is_held_where_it_was_raised(
     before, after = dataset.read_text().split("        (image,) = self.prepared[index]")
     dataset.write_text(f"{before}        {planted}        (image,) = self.prepared[index]{after}")
     with Debugger(folder) as debugger:
-        debugger.launch(f5(folder))
+        debugger.launch(f5(folder, "--data", str(data), *small(data)))
         (only,) = debugger.stopped(1)
         assert only.stop["reason"] == "exception"
         assert only.frame["line"] == line_of(dataset, "planted")
@@ -223,33 +264,18 @@ def test_a_mistake_of_the_user_is_held_where_it_was_raised(
 
 
 @SAME_FOR_BOTH
-@pytest.mark.parametrize("name", ["DDP: torchrun", "One process"])
-def test_other_ways_to_train(project: Project, name: str) -> None:
-    count = 1 if name == "One process" else 3
-    answers = {} if name == "One process" else {"processes": "3"}
-    with Debugger(project.folder, at(project, "main.py", LOOP)) as debugger:
-        debugger.launch(configuration(project.folder, name, **answers))
-        for number, rank in enumerate(debugger.stopped(count)):
-            assert rank.evaluate("(rank, local_rank)") == f"({number}, {number})"
-        debugger.stop()
-        assert not debugger.left(5)
-
-
-@SAME_FOR_BOTH
-def test_a_test_file(project: Project, data: Path, tmp_path: Path) -> None:
+def test_a_test_file(endless: Project) -> None:
     """The debugger stops in the test, and in the ranks that the test starts."""
-    flags = ["--data", str(data), "--output-dir", str(tmp_path / "out"), *small(data)]
-    project = project.copy(tmp_path / "copy")  # other tests must not find the test
-    file = project.folder / "tests" / "test_one.py"
+    file = endless.folder / "tests" / "test_one.py"
     file.write_text(
         "from test_project import launch\n\n\n"
-        f"def test_one():\n    flags = {flags}\n    launch(2, *flags)\n"
+        "def test_one():\n    flags = ['--epochs', '1']\n    launch(2, *flags)\n"
     )
-    places = {"tests/test_one.py": [{"line": 6}], **at(project, "main.py", LOOP)}
-    with Debugger(project.folder, places) as debugger:
-        debugger.launch(configuration(project.folder, "This test file", file=str(file)))
+    places = {"tests/test_one.py": [{"line": 6}], **at(endless, "main.py", SUM)}
+    with Debugger(endless.folder, places) as debugger:
+        debugger.launch(configuration(endless.folder, "This test file", file=str(file)))
         (session,) = debugger.stopped(1)
-        assert session.evaluate("flags[0]") == "'--data'"
+        assert session.evaluate("flags[0]") == "'--epochs'"
         session.go()
         for number, rank in enumerate(debugger.stopped()):
             assert rank.evaluate("rank") == str(number)
@@ -345,23 +371,16 @@ def test_without_a_debugger_nothing_of_it_is_there(
 
 
 @SAME_FOR_BOTH
-@pytest.mark.parametrize("when", ["before the ranks have begun", "in training"])
-def test_launcher_killed(project: Project, data: Path, tmp_path: Path, when: str) -> None:
-    """No rank and no loader worker outlives a launcher that could not say goodbye."""
+def test_launcher_killed(project: Project, data: Path, tmp_path: Path) -> None:
+    """Before the ranks have begun: none outlives a launcher that could not say goodbye."""
     mark = uuid.uuid4().hex
-    more = ["--epochs", 999, "--workers", 1]
     (tmp_path / "sitecustomize.py").write_text(
         "import os, time\nif 'RANK' in os.environ: time.sleep(2)"
     )
-    command = [project.folder / "launch.sh", *flags(data, tmp_path, *more)]
+    command = [project.folder / "launch.sh", *flags(data, tmp_path)]
     process = start(command, mark, PYTHONPATH=str(tmp_path))
-    if when == "in training":
-        while "steps per epoch" not in process.stdout.readline():
-            assert process.poll() is None
-        time.sleep(1)
-    else:
-        while len(processes(mark)) < 2:
-            time.sleep(0.01)
+    while len(processes(mark)) < 2:
+        time.sleep(0.01)
     process.kill()
     done = finish(process, mark, timeout=5)
     assert not done.left

@@ -1,5 +1,6 @@
 """The variables of launchers: each start is the right group, or one line that tells the remedy."""
 
+import contextlib
 import os
 import sys
 import uuid
@@ -9,13 +10,14 @@ from pathlib import Path
 import pytest
 import torch
 from ports import free_port
-from running import SAME_FOR_BOTH, Project, finish, flags, run, small, start
+from running import SAME_FOR_BOTH, SCRIPTS, Project, finish, flags, run, small, start
 
 from engine.errors import UserError
 from engine.ranks import environment, gpus
 from engine.ranks.environment import Nodes
 
 Env = dict[str, str]
+JOINING = SCRIPTS / "joining.py"
 STEP = {
     **{"SLURM_JOB_ID": "5", "SLURM_STEP_ID": "3", "SLURM_JOB_NUM_NODES": "4"},
     **{"SLURM_STEP_NUM_TASKS": "7", "SLURM_STEP_TASKS_PER_NODE": "2(x3),1"},
@@ -248,37 +250,37 @@ class TestPythonMain:
 
 @SAME_FOR_BOTH
 class TestRuns:
-    def test_launch_sh(self, project: Project, data: Path, tmp_path: Path) -> None:
+    def test_launch_sh(self, project: Project) -> None:
         """A pod of PyTorchJob's and a machine of SkyPilot's, by the words of each."""
         mark, port = uuid.uuid4().hex, str(free_port())
         pod = {"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
         sky = {**SKY, "SKYPILOT_NODE_IPS": "127.0.0.1\n127.0.0.1", "MASTER_PORT": port}
-        command = [project.folder / "launch.sh", *flags(data, tmp_path)]
-        nodes = [start(command, mark, ranks=1, **env) for env in (pod, sky)]
+        launcher = project.folder / "engine/ranks/launcher.py"  # all that launch.sh starts
+        command, path = [sys.executable, launcher, JOINING], str(project.folder)
+        nodes = [start(command, mark, ranks=1, PYTHONPATH=path, **env) for env in (pod, sky)]
         first, second = (finish(node, mark).ok() for node in nodes)
-        assert first.out.startswith("starting 2 rank(s) ...\nclasses, ")
-        assert "\n2 rank(s) on CPU" in first.out
+        assert first.out == "starting 2 rank(s) ...\n2 rank(s)\n"
         assert second.out == ""
 
-    def test_python_main(self, project: Project, data: Path, tmp_path: Path) -> None:
+    def test_python_main(self, project: Project) -> None:
         """The same of a pod of TrainJob's and a rank of mpirun's."""
         mark, port = uuid.uuid4().hex, str(free_port())
         pod = {"PET_NNODES": "2", "PET_NODE_RANK": "0", "PET_NPROC_PER_NODE": "1"}
         pod |= {"PET_MASTER_ADDR": "127.0.0.1", "PET_MASTER_PORT": port}
         other = {**mpi(2, 1, 1, 0), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-        command = [sys.executable, project.folder / "main.py", *flags(data, tmp_path)]
-        ranks = [start(command, mark, **env) for env in (pod, other)]
+        command, path = [sys.executable, JOINING], str(project.folder)
+        ranks = [start(command, mark, PYTHONPATH=path, **env) for env in (pod, other)]
         first, second = (finish(rank, mark).ok() for rank in ranks)
-        assert "\n2 rank(s) on CPU" in first.out
+        assert first.out == "2 rank(s)\n"
         assert second.out == ""
 
     def test_refused(self, project: Project, data: Path, tmp_path: Path) -> None:
         """A batch script without srun: nothing trains; preparing the data may."""
         run([project.folder / "launch.sh"], **BATCH).refused("srun --ntasks-per-node 1", "NNODES=1")
-        command = [sys.executable, project.folder / "main.py", *flags(data, tmp_path)]
-        run(command, **BATCH).refused("srun --ntasks-per-node 1", "NNODES=1")
         words = ["--data", data, "--output", tmp_path / "fast", "--workers", "0"]
-        run([sys.executable, project.folder / "prepare_data.py", *words], **BATCH).ok()
+        with contextlib.closing(Project(project.folder, project.task, **BATCH)) as batch:
+            batch.alone(*flags(data, tmp_path)).refused("srun --ntasks-per-node 1", "NNODES=1")
+            batch.alone(*words, script="prepare_data.py").ok()
 
     def test_a_group_that_exists(self, project: Project, data: Path, tmp_path: Path) -> None:
         """As in a train function of Ray's: in a thread, two runs one after the other."""

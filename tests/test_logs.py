@@ -128,12 +128,12 @@ class TestFiles:
 def test_torchruns_own_logs(project: Project, tmp_path: Path) -> None:
     """--redirects: its two files a rank, and nothing else is printed."""
     words = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--redirects", "3")
-    own = ("--log-dir", tmp_path, "--master-port", free_port(), project.folder / "main.py")
-    done = run([sys.executable, *words, *own, "--lr", "x"])
+    own = ("--log-dir", tmp_path, "--master-port", free_port(), SCRIPTS / "before_the_group.py", 0)
+    done = run([sys.executable, *words, *own], PYTHONPATH=str(project.folder))
     assert done.status == 1
-    assert "argument --lr" not in done.out + done.err
+    assert "planted" not in done.out + done.err
     said = {path.parent.name: path.read_text() for path in tmp_path.rglob("stderr.log")}
-    assert said["0"].startswith("error: argument --lr: x is not a number")
+    assert said == {"0": "error: planted in rank 0\n", "1": ""}
 
 
 def two_nodes(

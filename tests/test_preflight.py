@@ -28,6 +28,10 @@ FAULTS = {  # what is wrong with the last node, and the row that says so
     "decoding": ("note", "decoding", "slow on n2; "),
     "network": ("note", "node pairs", "n2 is slow; n0 to n1 "),
 }
+TOGETHER = [  # in one run, those of one verdict; of each row one
+    *("version,code,memory,file", "size", "folder"),
+    *("variable,clock,disk", "decoding,network"),
+]
 
 
 def check(project: Project, what: str, folder: Path, *more: object, ranks: int = 2) -> Done:
@@ -63,15 +67,16 @@ def test_good_nodes(project: Project, data: Path, tmp_path: Path) -> None:
 
 
 @SAME_FOR_BOTH
-@pytest.mark.parametrize("what", FAULTS)
+@pytest.mark.parametrize("what", TOGETHER)
 def test_one_odd_node(project: Project, data: Path, tmp_path: Path, what: str) -> None:
-    mark, name, *texts = FAULTS[what]
-    ranks = 3 if "n2" in texts[0] else 2
+    found = [FAULTS[each] for each in what.split(",")]
+    is_ready = found[0][0] == "note"
+    ranks = 3 if "network" in what else 2
     for rank in range(ranks):  # a disk for each
         shutil.copytree(data, tmp_path / f"n{rank}" / "set")
     odd = tmp_path / "n1" / "set"
     image = sorted(odd.glob("train/*/*"))[4]
-    if what == "file":
+    if "file" in what:
         image.unlink()
     elif what == "size":
         image.write_bytes(image.read_bytes() + b"!")
@@ -79,17 +84,20 @@ def test_one_odd_node(project: Project, data: Path, tmp_path: Path, what: str) -
         shutil.rmtree(odd)
     before = names(tmp_path)
     own = flags(
-        Path("set"), Path("out") if what == "disk" else tmp_path / "out", *NETS["classification"]
+        Path("set"), Path("out") if "disk" in what else tmp_path / "out", *NETS["classification"]
     )
     done = check(project, what, tmp_path, *own, ranks=ranks)
-    assert done.status == (2 if mark == "FAULT" else 0), done.err
-    line = row(done, name)
-    assert line.startswith(f"{mark:<7}{name:<13}{texts[0]}"), done.out
-    assert all(text in line for text in texts)
-    start = "not ready" if mark == "FAULT" else f"ready: {ranks} rank(s) on {ranks} node(s), but"
+    assert done.status == (0 if is_ready else 2), done.err
+    for mark, name, *texts in found:
+        line = row(done, name)
+        assert line.startswith(f"{mark:<7}{name:<13}{texts[0]}"), done.out
+        assert all(text in line for text in texts)
+    start = f"ready: {ranks} rank(s) on {ranks} node(s), but" if is_ready else "not ready:"
+    more = f"; and {len(found) - 1} more above" if len(found) > 1 else ""
     verdict = done.out.splitlines()[-1]
-    assert verdict.startswith(start)
-    assert f"{name}: " in verdict
+    assert verdict.startswith(f"{start} {found[0][1]}: ")
+    assert verdict.endswith(more)
+    assert verdict.count(" more above") == bool(more)
     assert done.err == ""
     assert not done.left
     assert names(tmp_path) == before

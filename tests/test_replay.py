@@ -80,7 +80,7 @@ def test_an_args_json_that_is_none(tmp_path: Path, text: str) -> None:
         replay._read_record(tmp_path)
 
 
-@pytest.mark.parametrize("project", ["segmentation"], indirect=True)
+@SAME_FOR_BOTH
 def test_f5(project: Project, trained: Path) -> None:
     """Both ranks stop in main.py, with the batch at hand, and can be stepped through the step."""
     main = project.folder / "main.py"
