@@ -9,7 +9,6 @@ import random
 import re
 import shutil
 import signal
-import sys
 import time
 import uuid
 from pathlib import Path
@@ -27,7 +26,6 @@ from running import (
     planted,
     processes,
     rows,
-    run,
     start,
     wait_for,
 )
@@ -188,7 +186,7 @@ def test_stopped_and_killed_again_and_again(project: Project, data: Path, tmp_pa
 
 def test_a_launcher_gives_up(project: Project) -> None:
     """Of ranks that do not end it says so, and kills them; here of one that ignores signals."""
-    done = run([sys.executable, SCRIPTS / "deaf_ranks.py"], cwd=project.folder).ok()
+    done = project.alone(script=SCRIPTS / "deaf_ranks.py").ok()
     assert done.err == "error: the ranks had not ended 1 s after SIGTERM and were killed\n"
 
 
