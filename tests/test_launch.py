@@ -67,19 +67,17 @@ class TestLaunchers:
         """With a main.py that trains nothing."""
         return in_place_of_main(project, tmp_path / "meeting", "meeting.py")
 
-    @pytest.mark.parametrize(
-        "launcher",
-        [
-            "-m torch.distributed.run --standalone --nproc-per-node 2",
-            "-m torch.distributed.launch --nproc-per-node 2 --master-port {port}",
-        ],
-    )
-    def test_pytorch(self, bare: Project, data: Path, tmp_path: Path, launcher: str) -> None:
-        words = launcher.format(port=free_port()).split()
-        command = [sys.executable, *words, bare.folder / "main.py"]
-        out = run([*command, *flags(data, tmp_path)]).ok().out
+    def test_torchrun(self, bare: Project, data: Path, tmp_path: Path) -> None:
+        launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2]
+        command = [sys.executable, *launcher, bare.folder / "main.py", *flags(data, tmp_path)]
+        out = run(command).ok().out
         assert re.match(r"starting 2 rank\(s\) \.\.\.\nclasses, .*\n2 rank\(s\) on CPU", out)
         assert rows(tmp_path)[0]["step"] == "6"
+
+    def test_torch_distributed_launch(self, meeting: Project) -> None:
+        launcher = f"-m torch.distributed.launch --nproc-per-node 2 --master-port {free_port()}"
+        done = run([sys.executable, *launcher.split(), meeting.folder / "main.py"]).ok()
+        assert done.out == "starting 2 rank(s) ...\n2 rank(s) have met\n"
 
     def test_plain_start_is_a_group_of_one(self, bare: Project, data: Path, tmp_path: Path) -> None:
         command = [sys.executable, bare.folder / "main.py", *flags(data, tmp_path)]
