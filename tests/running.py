@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import textwrap
 import time
 import uuid
 from pathlib import Path
@@ -259,9 +260,36 @@ def with_bug(project: Project, folder: Path, old: str, new: str) -> Path:
     return copy / "launch.sh"
 
 
+DRAWS_NOTHING = """
+import unittest.mock
+from engine.run import plots
+plots.draw_curves = Reporter.images = mistakes.report = unittest.mock.Mock()
+"""
+
+
+def planted(project: Project, folder: Path, code: str = "") -> Project:
+    """A copy of the project that draws nothing, and runs `code` before each optimizer step."""
+    copy = project.copy(folder)
+    main = copy.folder / "main.py"
+    text = main.read_text()
+    code = textwrap.indent(code, " " * 8)
+    for line, before in ("        if is_last:\n", code), ("\nROOT = ", DRAWS_NOTHING):
+        assert text.count(line) == 1
+        text = text.replace(line, before + line)
+    main.write_text(text)
+    return copy
+
+
+def in_place_of_main(project: Project, folder: Path, script: str) -> Project:
+    """A copy of the project whose main.py is that one of scripts/."""
+    copy = project.copy(folder)
+    shutil.copy(SCRIPTS / script, copy.folder / "main.py")
+    return copy
+
+
 def wait_for(condition, process, timeout: float = 120) -> None:
     deadline = time.monotonic() + timeout
     while not condition():
         assert process.poll() is None, process.communicate()
         assert time.monotonic() < deadline
-        time.sleep(0.05)
+        time.sleep(0.1)  # a look at all processes takes 2 ms

@@ -253,7 +253,7 @@ def wait_until(condition: Callable[[], bool], what: str, seconds: float = 30) ->
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, f"waited {seconds:g} s for {what}"
-        time.sleep(0.2)
+        time.sleep(0.5)
 
 
 @contextlib.contextmanager

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import yaml
 from ports import free_port
-from running import SAME_FOR_BOTH, Project, finish, small, start
+from running import SAME_FOR_BOTH, Project, finish, planted, small, start
 
 # What SkyPilot 0.14 documents, as far as the file may use it.
 TASK_KEYS = {
@@ -52,13 +52,13 @@ class TestTrainJob:
         """With the variables of the runtime torch-distributed; its LOG_DIR on the shared volume."""
         (tmp_path / "data").symlink_to(data)
         trainer = read(project, "k8s/trainjob.yaml", shared=str(tmp_path))["spec"]["trainer"]
+        bare = planted(project, tmp_path / "bare").folder
         mark, env = uuid.uuid4().hex, {each["name"]: each["value"] for each in trainer["env"]}
         env.update(PET_NNODES=str(trainer["numNodes"]), PET_NPROC_PER_NODE="1", NPROC="")
         env.update(PET_MASTER_ADDR="127.0.0.1", PET_MASTER_PORT=str(free_port()))
         command = [*trainer["command"], *trainer["args"], *small(data)]
         nodes = [
-            start(command, mark, cwd=project.folder, PET_NODE_RANK=str(node), **env)
-            for node in range(2)
+            start(command, mark, cwd=bare, PET_NODE_RANK=str(node), **env) for node in range(2)
         ]
         done = [finish(node, mark).ok() for node in nodes]
         assert "\n2 rank(s) on CPU" in done[0].out
@@ -85,14 +85,14 @@ class TestSkyPilot:
     def test_trains(self, project: Project, data: Path, tmp_path: Path) -> None:
         (tmp_path / "data").symlink_to(data)
         task = read(project, "skypilot.yaml", data=f"{tmp_path}/data", outputs=f"{tmp_path}/out")
+        bare = planted(project, tmp_path / "bare").folder
         mark, ips = uuid.uuid4().hex, ["127.0.0.1"] * task["num_nodes"]
         env = {"SKYPILOT_NUM_NODES": str(len(ips)), "SKYPILOT_NODE_IPS": "\n".join(ips)}
         env["MASTER_PORT"] = str(free_port())
         words = shlex.join([*small(data), "--resume", "never"])
         command = ["bash", "-c", f"{task['run'].strip()} {words}"]
         nodes = [
-            start(command, mark, 1, project.folder, SKYPILOT_NODE_RANK=str(node), **env)
-            for node in range(2)
+            start(command, mark, 1, bare, SKYPILOT_NODE_RANK=str(node), **env) for node in range(2)
         ]
         done = [finish(node, mark).ok() for node in nodes]
         assert "\n2 rank(s) on CPU" in done[0].out

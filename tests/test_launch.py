@@ -10,18 +10,29 @@ from pathlib import Path
 import pytest
 import torch
 from ports import free_port
-from running import SAME_FOR_BOTH, SCRIPTS, Project, finish, flags, rows, run, start, with_bug
+from running import (
+    SAME_FOR_BOTH,
+    SCRIPTS,
+    Project,
+    finish,
+    flags,
+    in_place_of_main,
+    planted,
+    rows,
+    run,
+    start,
+    with_bug,
+)
 
 
 @SAME_FOR_BOTH
 def test_three_ranks_end_with_the_same_weights(
     project: Project, data: Path, tmp_path: Path
 ) -> None:
-    launcher = [sys.executable, project.folder / "engine/ranks/launcher.py"]
     # 53 pictures are two global batches of 24 and a rest, which is left out.
     more = flags(data, tmp_path, "--accumulate", 2, "--epochs", 2)
-    words = [SCRIPTS / "keep_weights.py", tmp_path, *more]
-    done = run([*launcher, *words], ranks=3, PYTHONPATH=str(project.folder)).ok()
+    script = SCRIPTS / "keep_weights.py"
+    done = project.fork(tmp_path, *more, ranks=3, script=script, draws=False).ok()
     assert "batch 4 per rank x 3 rank(s) x 2 accumulated = 24" in done.out
     assert "each epoch leaves out 5 of 53 training images" in done.out
     assert [row["step"] for row in rows(tmp_path)] == ["2", "4"]
@@ -38,7 +49,7 @@ def test_a_forward_pass_beside_ddp_is_found_out(
 ) -> None:
     right, wrong = "outputs = ddp_model(images)", "outputs = ddp_model.module(images)"
     broken = with_bug(project, tmp_path / "broken", right, wrong)
-    done = run([broken, *flags(data, tmp_path / "out")])
+    done = project.fork(*flags(data, tmp_path / "out"), script=broken.with_name("main.py"))
     done.refused("differs between ranks", "ddp_model")
     assert not (tmp_path / "out" / "last.pt").exists()
 
@@ -47,24 +58,30 @@ def test_a_forward_pass_beside_ddp_is_found_out(
 class TestLaunchers:
     """All ways to start main.py."""
 
-    @pytest.mark.parametrize(
-        "launcher",
-        [
-            "-m torch.distributed.run --standalone --nproc-per-node 2",
-            "-m torch.distributed.launch --nproc-per-node 2 --master-port {port}",
-        ],
-    )
-    def test_pytorch(self, project: Project, data: Path, tmp_path: Path, launcher: str) -> None:
-        words = launcher.format(port=free_port()).split()
-        command = [sys.executable, *words, project.folder / "main.py"]
-        out = run([*command, *flags(data, tmp_path)]).ok().out
+    @pytest.fixture
+    def bare(self, project: Project, tmp_path: Path) -> Project:
+        """Without drawings, which take seconds."""
+        return planted(project, tmp_path / "bare")
+
+    @pytest.fixture
+    def meeting(self, project: Project, tmp_path: Path) -> Project:
+        """With a main.py that trains nothing."""
+        return in_place_of_main(project, tmp_path / "meeting", "meeting.py")
+
+    def test_torchrun(self, bare: Project, data: Path, tmp_path: Path) -> None:
+        launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2]
+        command = [sys.executable, *launcher, bare.folder / "main.py", *flags(data, tmp_path)]
+        out = run(command).ok().out
         assert re.match(r"starting 2 rank\(s\) \.\.\.\nclasses, .*\n2 rank\(s\) on CPU", out)
         assert rows(tmp_path)[0]["step"] == "6"
 
-    def test_plain_start_is_a_group_of_one(
-        self, project: Project, data: Path, tmp_path: Path
-    ) -> None:
-        command = [sys.executable, project.folder / "main.py", *flags(data, tmp_path)]
+    def test_torch_distributed_launch(self, meeting: Project) -> None:
+        launcher = f"-m torch.distributed.launch --nproc-per-node 2 --master-port {free_port()}"
+        done = run([sys.executable, *launcher.split(), meeting.folder / "main.py"]).ok()
+        assert done.out == "starting 2 rank(s) ...\n2 rank(s) have met\n"
+
+    def test_plain_start_is_a_group_of_one(self, bare: Project, data: Path, tmp_path: Path) -> None:
+        command = [sys.executable, bare.folder / "main.py", *flags(data, tmp_path)]
         assert "1 rank(s)" in run(command).ok().out
         assert rows(tmp_path)[0]["step"] == "13"
 
@@ -74,29 +91,25 @@ class TestLaunchers:
         assert project.call("ranks.local_rank", flag, None) == 1
         assert project.call("ranks.local_rank", flag, "2") == 2
 
-    def test_srun(self, project: Project, data: Path, tmp_path: Path) -> None:
+    def test_srun(self, meeting: Project) -> None:
         """Two nodes of one task each, as srun's variables tell of them; no SLURM is run."""
         mark, job = uuid.uuid4().hex, str(uuid.uuid4().int % 10**6)  # decides on the port
-        command = [
-            sys.executable,
-            project.folder / "main.py",
-            *flags(data, tmp_path / "out"),
-        ]
+        command = [sys.executable, meeting.folder / "main.py"]
         ranks = [start(command, mark, **srun_step(r, job)) for r in range(2)]
         done = [finish(each, mark).ok() for each in ranks]
-        assert "2 rank(s)" in done[0].out
+        assert [each.out for each in done] == ["2 rank(s) have met\n", ""]
 
-    def test_srun_launch_sh(self, project: Project, data: Path, tmp_path: Path) -> None:
+    def test_srun_launch_sh(self, meeting: Project) -> None:
         """The same, with launch.sh as the task; its two ranks a node make four."""
         mark, job = uuid.uuid4().hex, str(uuid.uuid4().int % 10**6)  # decides on the port
-        command = [project.folder / "launch.sh", *flags(data, tmp_path / "out")]
+        command = [meeting.folder / "launch.sh"]
         nodes = [start(command, mark, **srun_step(r, job)) for r in range(2)]
         done = [finish(each, mark).ok() for each in nodes]
-        assert "4 rank(s)" in done[0].out
+        assert "\n4 rank(s) have met" in done[0].out
         wrong = {**srun_step(0, job), "SLURM_STEP_NUM_TASKS": "4"}
         run(command, **wrong).refused("--ntasks-per-node 1")
 
-    def test_two_nodes(self, project: Project, data: Path, tmp_path: Path) -> None:
+    def test_two_nodes(self, meeting: Project) -> None:
         """One told by our variables; the other by those that Kubernetes sets for torchrun."""
         mark = uuid.uuid4().hex
         env = {
@@ -106,12 +119,11 @@ class TestLaunchers:
         }
         other = {f"PET_{name}": value for name, value in env.items()}
         other.update(PET_NODE_RANK="1", PET_NPROC_PER_NODE="1", PET_RDZV_BACKEND="c10d", NPROC="")
-        command = [project.folder / "launch.sh", *flags(data, tmp_path)]
+        command = [meeting.folder / "launch.sh"]
         first = start(command, mark, ranks=1, NODE_RANK="0", **env)
         nodes = [first, start(command, mark, **other)]
         first, second = (finish(node, mark).ok() for node in nodes)
-        assert first.out.startswith("starting 2 rank(s) ...\nclasses, ")
-        assert "\n2 rank(s) on CPU" in first.out
+        assert first.out == "starting 2 rank(s) ...\n2 rank(s) have met\n"
         assert second.out == ""
 
     def test_names_that_do_not_resolve(self, project: Project) -> None:
@@ -124,15 +136,25 @@ class TestLaunchers:
         process.kill()
         assert not finish(process, mark).left
 
-    def test_from_another_folder(self, project: Project, data: Path, tmp_path: Path) -> None:
-        """Paths on the command line are seen from where one stands; also if it has no name."""
-        relative = os.path.relpath(data, tmp_path)
+    def test_from_another_folder_until_a_rank_raises(
+        self, project: Project, data: Path, tmp_path: Path
+    ) -> None:
+        """Paths on the command line are seen from where one stands; also if it has no name.
+
+        Of a bug in the script its traceback, once, is all that is said.
+        """
+        bug = "if run.epoch == 1 and rank == 1:\n    raise ValueError('a bug')\n"
+        script = planted(project, tmp_path / "copy", bug).folder / "launch.sh"
         nameless = "import socket\nsocket.getfqdn = lambda *_: 'nowhere.invalid'\n"
         (tmp_path / "sitecustomize.py").write_text(nameless)
-        command = [project.folder / "launch.sh", *flags(Path(relative), Path("here"))]
-        done = run(command, cwd=tmp_path, PYTHONPATH=str(tmp_path)).ok()
+        words = flags(Path(os.path.relpath(data, tmp_path)), Path("here"), "--epochs", 2)
+        done = run([script, *words], cwd=tmp_path, PYTHONPATH=str(tmp_path))
         assert done.out.startswith("starting 2 rank(s) ...\n")
         assert (tmp_path / "here" / "best.pt").exists()
+        assert done.status == 1
+        assert done.err.count("Traceback") == 1
+        assert done.err.rstrip().endswith("ValueError: a bug")
+        assert not done.left
 
     def test_wrong_environment(self, project: Project, tmp_path: Path) -> None:
         project.launch(NNODES="2", NODE_RANK="0").refused("MASTER_ADDR")
@@ -164,40 +186,25 @@ def srun_step(node: int, job: str) -> dict[str, str]:
 
 
 @SAME_FOR_BOTH
-def test_one_rank_raises(project: Project, data: Path, tmp_path: Path) -> None:
-    """A bug in the script: its traceback, once, is all that is said."""
-    line = "        if is_last:\n"
-    bug = "        if i == 2 and distributed.rank() == 1:\n            raise ValueError('a bug')\n"
-    broken = with_bug(project, tmp_path / "broken", line, bug + line)
-    done = run([broken, *flags(data, tmp_path / "out")])
-    assert done.status == 1
-    assert done.err.count("Traceback") == 1
-    assert done.err.rstrip().endswith("ValueError: a bug")
-    assert not done.left
-
-
-@SAME_FOR_BOTH
-def test_an_error_before_the_group(project: Project) -> None:
-    """Its line is not lost if rank 0 is late with it, nor if rank 0 has none."""
-    script = SCRIPTS / "before_the_group.py"
-    launcher = project.folder / "engine" / "ranks" / "launcher.py"
+def test_an_error_before_the_group(project: Project, tmp_path: Path) -> None:
+    """Its line is not lost if rank 0 is late with it, nor if rank 0 has none; nor repeated."""
+    script = "before_the_group.py"
+    copy = in_place_of_main(project, tmp_path / "copy", script)
     for seconds, rank in ((0, 0), (30, 1)):
-        words = [sys.executable, launcher, script, seconds]
-        done = run(words, timeout=60, PYTHONPATH=str(project.folder))
+        done = copy.launch(seconds, timeout=60, MAX_RESTARTS="3")
         assert done.status == 2
         done.refused(f"error: planted in rank {rank}\n")
-    project.fork(0, script=script).refused("error: planted in rank 0\n")
-    assert "error: planted in rank 1\n" in project.fork(2, script=script).err
+    project.fork(0, script=SCRIPTS / script).refused("error: planted in rank 0\n")
+    assert "error: planted in rank 1\n" in project.fork(2, script=SCRIPTS / script).err
 
 
 @SAME_FOR_BOTH
-def test_a_wrong_flag_under_mpirun(project: Project) -> None:
+def test_a_wrong_flag_under_mpirun(project: Project, tmp_path: Path) -> None:
     """One rank of a node says so, although they know their numbers only later."""
     for rank, lines in (0, 1), (1, 0):
-        env = {"SIZE": 2, "LOCAL_SIZE": 2, "RANK": rank, "LOCAL_RANK": rank}
-        env = {f"OMPI_COMM_WORLD_{name}": str(value) for name, value in env.items()}
-        done = run([sys.executable, project.folder / "main.py", "--wrong"], **env)
-        assert (done.status, done.err.count("error: ")) == (2, lines)
+        said = tmp_path / f"said {rank}"
+        statuses, err = project.call("ranks.under_mpirun", said, rank, "--wrong")
+        assert (statuses, err.count("error: ")) == ([2], lines)
 
 
 @SAME_FOR_BOTH

@@ -35,7 +35,7 @@ def planted(project: Project, data: Path, tmp_path: Path) -> Iterator[Planted]:
         path.write_text(text.replace(END, f"{lines}\n{END}"))
         line = text[: text.index(END)].count("\n") + 1
         given = flags(data, tmp_path / "out", "--dist-timeout", 5, *more)
-        done = project.fork(*given, ranks=ranks, script=name)
+        done = project.fork(*given, ranks=ranks, script=name, draws=False)
         assert not done.left
         return done.status, done.err.replace(name, "main.py"), line
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from ports import free_port
-from running import SAME_FOR_BOTH, Project, finish, flags, start
+from running import SAME_FOR_BOTH, Project, finish, flags, in_place_of_main, planted, start
 
 
 @SAME_FOR_BOTH
@@ -58,6 +58,7 @@ def test_a_launcher_that_is_late(project: Project, tmp_path: Path) -> None:
     assert out.count("start 0, ") == 2
 
 
+@SAME_FOR_BOTH
 def test_a_crowd(project: Project) -> None:
     said = project.call("nodes.crowd", 60, 7)
     who = "rank 7 of 60 (WORLD_SIZE=60); here: 0-6 ("
@@ -94,18 +95,16 @@ def test_gloo_that_cannot_be_reached(project: Project, tmp_path: Path) -> None:
 
 @SAME_FOR_BOTH
 @pytest.mark.parametrize("broken", [0, 1])
-def test_a_node_that_cannot_begin(
-    project: Project, data: Path, tmp_path: Path, broken: int
-) -> None:
+def test_a_node_that_cannot_begin(project: Project, tmp_path: Path, broken: int) -> None:
     """Such as one whose Python lacks a library: the others do not wait for its ranks."""
-    copy = project.copy(tmp_path / "copy").folder
+    copy = in_place_of_main(project, tmp_path / "copy", "meeting.py").folder
     module = copy / "engine" / "ranks" / "agreeing.py"
     module.write_text(module.read_text().replace("ALONE_SECONDS = 20", "ALONE_SECONDS = 1", 1))
     lacks = f"import os, sys\nif os.environ.get('RANK') == '{broken}':\n    os._exit(9)\n"
     (tmp_path / "sitecustomize.py").write_text(lacks)
     mark, env = uuid.uuid4().hex, {"NNODES": "2", "MASTER_ADDR": "127.0.0.1"}
     env |= {"MASTER_PORT": str(free_port()), "PYTHONPATH": str(tmp_path)}
-    command = [copy / "launch.sh", *flags(data, tmp_path / "out")]
+    command = [copy / "launch.sh"]
     nodes = [start(command, mark, ranks=1, NODE_RANK=str(node), **env) for node in range(2)]
     done = [finish(node, mark, 100) for node in nodes]
     assert done[broken].status == 9
@@ -122,6 +121,7 @@ def test_elastic_torchrun(project: Project, data: Path, tmp_path: Path) -> None:
     more = "--nnodes=1:3 --nproc-per-node=1 --rdzv-backend=c10d --rdzv-id=x --max-restarts=2"
     where = ["--rdzv-endpoint", f"127.0.0.1:{port}", "--local-addr", "127.0.0.1"]
     where += ["--rdzv-conf", "last_call_timeout=4"]  # for a third node: 30 s otherwise, each round
+    slow = planted(project, tmp_path / "slow", "__import__('time').sleep(0.2)\n")
     words = flags(data, tmp_path, "--image-size", 32, "--epochs", 1000)
     command = [sys.executable, "-m", "torch.distributed.run", *more.split(), *where]
     nodes: list[subprocess.Popen] = []
@@ -130,7 +130,7 @@ def test_elastic_torchrun(project: Project, data: Path, tmp_path: Path) -> None:
 
     def launch() -> subprocess.Popen:
         env = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-        nodes.append(start([*command, project.folder / "main.py", *words], mark, **env))
+        nodes.append(start([*command, slow.folder / "main.py", *words], mark, **env))
         return nodes[-1]
 
     def until(ranks: int) -> str:

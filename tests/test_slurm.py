@@ -3,7 +3,7 @@
 Jobs run side by side wherever they can: most of the time SLURM waits, for a requeue or a limit.
 """
 
-import functools
+import contextlib
 import re
 import shutil
 import sys
@@ -14,27 +14,24 @@ from pathlib import Path
 
 import pytest
 from digest import digest
-from running import NETS, SAME_FOR_BOTH, Done, Project
+from running import NETS, SAME_FOR_BOTH, Done, Project, planted
 from slurm import NODES, Slurm, running, wait_until
 
 pytestmark = SAME_FOR_BOTH
 
 EPOCHS = 4  # of six steps for one rank, three for two
-QUICK = """
-import unittest.mock
-from engine.run import plots
-plots.draw_curves = Reporter.images = mistakes.report = unittest.mock.Mock()  # slow
-"""
-# SLOW_0 is how long each step of a job's first start sleeps; the faults are once at each start.
+# SLOW_0 is how long each step of a job's first start sleeps; faults are in a start's second step.
 PLANTED = """
-        import os, time
-        start = os.environ.get("SLURM_RESTART_COUNT", "0")
-        time.sleep(float(os.environ.get(f"SLOW_{start}", 0)))
-        if "KILL" in os.environ and run.step == 1:
-            os.kill(os.getpid(), 9)
-        if os.environ.get("RAISE") == f"{start} {rank}" and run.step == 1:
-            raise RuntimeError("uncorrectable ECC error")
+import os, time
+start, node = os.environ.get("SLURM_RESTART_COUNT", "0"), os.environ.get("SLURMD_NODENAME")
+is_second = run.step == 1 + globals().setdefault("first step", run.step)
+time.sleep(float(os.environ.get(f"SLOW_{start}", 0)))
+if "KILL" in os.environ and is_second:
+    os.kill(os.getpid(), 9)
+if os.environ.get("RAISE") == f"{start} {rank}" and is_second:
+    raise RuntimeError(f"uncorrectable ECC error on {node}")
 """
+MAX_FAILURES = 2
 ENDS = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL"}
 
 
@@ -49,13 +46,12 @@ class Lab:
 
     def __init__(self, slurm: Slurm, project: Project, folder: Path) -> None:
         self.slurm, self.project = slurm, project
-        self.folder = project.copy(folder / "the project").folder
+        self.folder = planted(project, folder / "the project", PLANTED).folder
         self.data = project.draw(folder / "data", 24, 8)
-        text = (self.folder / "main.py").read_text()
-        for line, planted in ("        if is_last:\n", PLANTED), ("\nROOT = ", QUICK):
-            assert text.count(line) == 1
-            text = text.replace(line, planted[1:] + line)
-        (self.folder / "main.py").write_text(text)
+        script = self.folder / "slurm/train.sbatch"
+        text = script.read_text()
+        assert text.count("\nmax_failures=3 ") == 1
+        script.write_text(text.replace("max_failures=3 ", f"max_failures={MAX_FAILURES} "))
         small = ("--image-size", 32, "--batch-size", 4, "--workers", 0, "--threads", 1)
         self.flags = [*small, *NETS["classification"], "--weights", "none", "--epochs", EPOCHS]
         self.env = {"PYTHON": sys.executable, "NPROC": "1"}
@@ -67,11 +63,10 @@ class Lab:
         self.project.fork(*flags, ranks=ranks, draws=False).ok()
         return digest(out)
 
-    def step(self, words: tuple, data: Path | None = None) -> Done:
+    def step(self, words: tuple) -> Done:
         """Run srun, without a batch script; return what it said, without srun's own lines."""
-        command = ("srun", "--kill-on-bad-exit=1", "--nodes", 2, *words)
-        flags = ("--data", data or self.data, *self.flags)
-        done = self.slurm.run(*command, *flags, cwd=self.folder, **self.env)
+        command = ("srun", "--kill-on-bad-exit=1", "--nodes", 2, *words, *self.flags)
+        done = self.slurm.run(*command, cwd=self.folder, **self.env)
         own = [line for line in done.err.splitlines() if not line.startswith(("srun:", "slurmst"))]
         return Done(done.status, done.out, "\n".join(own), [])
 
@@ -101,19 +96,37 @@ class Job:
         path = self.lab.folder / f"slurm-{self.number}.out"
         return path.read_text() if path.exists() else ""
 
+    def said(self, before: str) -> str:
+        """Return the word that the log has after `before`."""
+        (word,) = re.findall(rf"{re.escape(before)} (\w+)", self.log)
+        return word
+
     def wait_for(self, text: str, starts: int = 1) -> None:
         """Wait until the latest of so many starts has said `text`."""
         begun = "starting "
 
         def is_said() -> bool:
+            if self.log.count(begun) >= starts and text in self.log.rsplit(begun, 1)[1]:
+                return True
             assert self["JobState"] not in ENDS, self.log
-            return self.log.count(begun) >= starts and text in self.log.rsplit(begun, 1)[1]
+            return False
 
         wait_until(is_said, f"{text!r} of job {self.number}", 120)
 
     def end(self, state: str = "COMPLETED", restarts: int = 0) -> None:
         wait_until(lambda: self["JobState"] in ENDS, f"the end of job {self.number}", 180)
         assert (self["JobState"], self["Restarts"]) == (state, str(restarts)), self.log
+
+
+@contextlib.contextmanager
+def drained(slurm: Slurm, node: str) -> Iterator[None]:
+    """Have `node` take no more jobs."""
+    update = "scontrol", "update", f"NodeName={node}"
+    slurm(*update, "State=DRAIN", "Reason=test")
+    try:
+        yield
+    finally:
+        slurm(*update, "State=RESUME")
 
 
 @pytest.fixture
@@ -134,22 +147,20 @@ def test_srun_and_a_lost_node(lab: Lab) -> None:
     local = lab.slurm.local / "data"  # on one of the nodes only
     shutil.copytree(lab.data, lab.slurm.disk(left[0]) / "data")
     where = ("--nodelist", ",".join(left), "--ntasks-per-node", 1)
-    tasks = [
-        (*where, "./launch.sh", "--output-dir", "runs/launched"),
-        (*where, sys.executable, "main.py", "--output-dir", "runs/plain"),
-    ]
+    launched = (*where, "./launch.sh", "--output-dir", "runs/launched", "--data")
+    plain = (*where, sys.executable, "main.py", "--output-dir", "runs/plain", "--data")
+    tasks = [(*launched, lab.data), (*plain, lab.data), (*launched, local)]
     with ThreadPoolExecutor() as pool:
-        done = [*pool.map(lab.step, tasks)]
-        absent = [*pool.map(functools.partial(lab.step, data=local), tasks)]
+        *done, absent = pool.map(lab.step, tasks)
     lost.end(restarts=1)
     lab.slurm.start_node(node)
     for each in done:
         assert "\n2 rank(s) on CPU" in each.ok().out
-    for each in absent:  # of both statuses, 2 and that of the task that srun killed, the higher one
-        first, *others = each.err.splitlines()
-        assert first.startswith(f"error: rank 1 on {left[1]}: {local}"), each.err
-        assert others in ([], [f"error: rank 1 on {left[1]} has failed"])
-        assert each.status
+    # Of both statuses, 2 and that of the task that srun killed, it has the higher one.
+    first, *others = absent.err.splitlines()
+    assert first.startswith(f"error: rank 1 on {left[1]}: {local}"), absent.err
+    assert others in ([], [f"error: rank 1 on {left[1]} has failed"])
+    assert absent.status
     assert lost.nodes == left
     assert "/last.pt: 1 of 4 epochs done" in lost.log
     names = ("launched", "plain", "lost")
@@ -157,68 +168,66 @@ def test_srun_and_a_lost_node(lab: Lab) -> None:
 
 
 def test_stopped_and_requeued(lab: Lab) -> None:
-    """By whatever stops a job: it saves, and goes on at that step; but not after scancel."""
-    slurm = lab.slurm
-    limited = lab.submit("limited", "--nodes", 2, "--time", 60, SLOW_0="5")
-    one = ("--nodes", 1, "--nodelist")
-    array = lab.submit("array", *one, "n1", "--array", "0-1", SLOW_0="0.7")
-    tasks = [Job(lab, f"{array.number}_{i}", array.out.with_name(f"array-{i}")) for i in range(2)]
-    never = ("--resume", "never")  # which holds for the first start
-    requeued = lab.submit("requeued", *one, "n2", flags=never, SLOW_0="0.7")
-    cancelled = lab.submit("cancelled", *one, "n2", SLOW_0="0.7")
-    preempted = lab.submit("preempted", *one, "n3", SLOW_0="0.7")
+    """By whatever stops a job: it saves, and goes on at that step; but not after scancel.
 
-    # SLURM sends the signal within 30 s, as the header has --signal USR1@300.
-    limited.wait_for("JPEG")
-    minutes = int(limited["RunTime"].split(":")[1]) + 5
-    slurm("scontrol", "update", f"JobId={limited.number}", f"TimeLimit={minutes}")
+    After a failure it is started again, where it was if no other node is left that takes jobs.
+    """
+    slurm = lab.slurm
+    one, never = ("--nodes", 1, "--nodelist"), ("--resume", "never")  # for the first start
+    array = lab.submit("array", *one, "n1", "--array", "0-1", flags=never, SLOW_0="1")
+    tasks = [Job(lab, f"{array.number}_{i}", array.out.with_name(f"array-{i}")) for i in range(2)]
+    cancelled = lab.submit("cancelled", *one, "n2", SLOW_0="1")
+    preempted = lab.submit("preempted", *one, "n3", flags=never, SLOW_0="1")
+
+    tasks[0].wait_for("epoch 1/")
+    slurm("scontrol", "requeue", tasks[0].number)
     tasks[1].wait_for("epoch 1/")
     slurm("scancel", "--signal", "USR1", tasks[1].number)
-    requeued.wait_for("epoch 1/")
-    slurm("scontrol", "requeue", requeued.number)
     preempted.wait_for("epoch 1/")
     other = ("--partition", "high", "--exclusive", "--output", "/dev/null", "--wrap", "sleep 2")
     slurm("sbatch", *one, "n3", *other)
     cancelled.wait_for("epoch 1/")
     asked_at = time.time()
     slurm("scancel", cancelled.number)
-    limited.wait_for("SIGUSR1: stopped and saved")
-    slurm("scontrol", "update", f"JobId={limited.number}", "TimeLimit=60")
+    preempted.wait_for("JPEG", starts=2)
+
+    with drained(slurm, "n3"):
+        more = {"flags": ("--save-every", 1), "SLOW_0": "5", "RAISE": "1 1"}
+        limited = lab.submit("limited", "--nodes", 2, "--time", 60, **more)
+        limited.wait_for("JPEG")
+        # SLURM sends the signal within 30 s, as the header has --signal USR1@300.
+        minutes = int(limited["RunTime"].split(":")[1]) + 5
+        slurm("scontrol", "update", f"JobId={limited.number}", f"TimeLimit={minutes}")
+        limited.wait_for("SIGUSR1: stopped and saved")
+        slurm("scontrol", "update", f"JobId={limited.number}", "TimeLimit=60")
+        limited.end(restarts=2)
+    node = limited.said("RuntimeError: uncorrectable ECC error on")
+    assert node == limited.said("failure 1 (max_failures=2): status 1 on node")
+    first, second = re.findall("/last.pt: (.*)", limited.log)
+    assert first != second
+    logs = [lab.folder / f"runs/slurm/{limited.number}/rank-{rank}.log" for rank in range(2)]
+    assert [log.read_text().count("--- ") for log in logs] == [3, 3]  # starts
+    assert digest(limited.out) == lab.whole(2)
 
     cancelled.end("CANCELLED")
     assert (cancelled.out / "last.pt").stat().st_mtime > asked_at
-    tasks[0].end()
-    stopped = {tasks[1]: "USR1", requeued: "TERM", preempted: "TERM", limited: "USR1"}
-    for job, name in stopped.items():
+    for job, name in ((tasks[0], "TERM"), (tasks[1], "USR1"), (preempted, "TERM")):
         job.end(restarts=1)
         assert f"SIG{name}: stopped and saved at epoch" in job.log, job.log
         assert "/last.pt: " in job.log, job.log
-    assert {digest(job.out) for job in (*tasks, preempted)} == {lab.whole(1)}
-    assert digest(limited.out) == lab.whole(2)
-    logs = [lab.folder / f"runs/slurm/{limited.number}/rank-{rank}.log" for rank in range(2)]
-    assert [log.read_text().count("--- ") for log in logs] == [2, 2]  # starts
-    assert digest(requeued.out) == lab.whole(1, *never)
+    assert {digest(job.out) for job in (*tasks, preempted)} == {lab.whole(1, *never)}
 
 
 def test_failures(lab: Lab) -> None:
-    """Each is followed by a start without the node that failed, a bounded number of times."""
+    """Each is followed by a start without the nodes that failed, a bounded number of times."""
     slurm = lab.slurm
-    each_step = ("--save-every", 1)
     killed = lab.submit("killed", "--nodes", 1, KILL="")
-    raised = lab.submit("raised", "--nodes", 2, flags=each_step, RAISE="0 1")
     out = slurm.local / "out"  # not shared
     apart = lab.submit("apart", "--nodes", 1, flags=("--output-dir", out), SLOW_0="0.7")
-    raised.wait_for("JPEG")
-    nodes = raised.nodes
     apart.wait_for("epoch 1/")
     first = apart.nodes[0]
     slurm("scontrol", "requeue", apart.number)
     slurm("scontrol", "update", f"JobId={apart.number}", f"ExcNodeList={first}")
-
-    raised.end(restarts=1)
-    assert f"failure 1 (max_failures=3): status 1 on node {nodes[1]}\n" in raised.log
-    assert nodes[1] not in raised.nodes
-    assert "/last.pt: 0 of 4 epochs done and 1 step of the next" in raised.log
 
     apart.end("FAILED", restarts=1)
     assert apart["ExitCode"] == "2:0"
@@ -227,20 +236,8 @@ def test_failures(lab: Lab) -> None:
     assert f"this job has saved there on {first}, but there is no checkpoint" in refusals[0]
     assert not list(slurm.disk(apart.nodes[0]).glob("out/*.pt"))
 
-    killed.end("FAILED", restarts=3)  # it begins anew each time, as it has nothing to lose
+    killed.end("FAILED", restarts=MAX_FAILURES)  # it begins anew, as it has nothing to lose
     assert killed["ExitCode"] == "137:0"
     found = re.findall(r"failure (\d) .*: status 137 on node (n\d)\n", killed.log)
-    assert [number for number, _ in found] == ["1", "2", "3", "4"], killed.log
-    assert {node for _, node in found[:3]} == set(NODES)  # a fourth node there is not
-
-
-def test_a_drained_node(lab: Lab) -> None:
-    """It does not count among those that are left: the job starts again where it failed."""
-    update = "scontrol", "update", "NodeName=n3"
-    lab.slurm(*update, "State=DRAIN", "Reason=test")
-    try:
-        job = lab.submit("drained", "--nodes", 2, RAISE="0 1")
-        job.end(restarts=1)
-    finally:
-        lab.slurm(*update, "State=RESUME")
-    assert job.nodes == ["n1", "n2"]
+    assert [number for number, _ in found] == ["1", "2", "3"], killed.log
+    assert {node for _, node in found} == {*NODES}

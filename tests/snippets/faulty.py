@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from forked import Patch, run, start
+from forked import Patch, start, wait
 
 from engine.run.progress import Run
 
@@ -42,12 +42,11 @@ class Runs:
 
     def train(self, name: str, *more: object, **options: object) -> list:
         """Return the ranks' statuses, and what they say on stdout and on stderr."""
-        statuses = run(2, *self.flags(name, *more), output=f"{self.folder}/{name}.said", **options)
-        return [statuses, *self.said(name)]
+        return [wait(self.start(name, *more, **options)), *self.said(name)]
 
     def start(self, name: str, *more: object, **options: object) -> list[int]:
         output = f"{self.folder}/{name}.said"
-        return start(2, *self.flags(name, *more), output=output, **options)
+        return start(2, *self.flags(name, *more), output=output, draws=False, **options)
 
     def said(self, name: str) -> list[str]:
         return [Path(f"{self.folder}/{name}.said.{end}").read_text() for end in ("out", "err")]

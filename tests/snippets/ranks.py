@@ -85,6 +85,17 @@ def as_ray(output: str, flags: list[str]) -> list:
     return [statuses, *(Path(f"{output}.{end}").read_text() for end in ("out", "err"))]
 
 
+def under_mpirun(output: str, rank: int, *words: str) -> list:
+    """The status of one of two ranks that mpirun starts here, and what it says on stderr."""
+
+    def patch() -> None:
+        env = {"SIZE": 2, "LOCAL_SIZE": 2, "RANK": rank, "LOCAL_RANK": rank}
+        os.environ.update({f"OMPI_COMM_WORLD_{name}": str(env[name]) for name in env})
+
+    statuses = run(1, *words, patch=patch, output=output)
+    return [statuses, Path(f"{output}.err").read_text()]
+
+
 def killed(data: str, folder: str, *words: object) -> dict:
     """Runs of three ranks without a launcher: statuses and what they say if one is killed."""
 
