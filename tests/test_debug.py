@@ -3,7 +3,6 @@
 import os
 import re
 import shlex
-import shutil
 import signal
 import socket
 import subprocess
@@ -23,6 +22,7 @@ from running import (
     Project,
     finish,
     flags,
+    in_place_of_main,
     processes,
     small,
     start,
@@ -48,9 +48,7 @@ def f5(project: Path, *flags: str) -> dict[str, Any]:
 @pytest.fixture
 def endless(project: Project, tmp_path: Path) -> Project:
     """A copy of the project with scripts/endless.py in place of main.py."""
-    copy = project.copy(tmp_path / "endless")
-    shutil.copy(SCRIPTS / "endless.py", copy.folder / "main.py")
-    return copy
+    return in_place_of_main(project, tmp_path / "endless", "endless.py")
 
 
 @SAME_FOR_BOTH

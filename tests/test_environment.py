@@ -17,7 +17,7 @@ from engine.ranks import environment, gpus
 from engine.ranks.environment import Nodes
 
 Env = dict[str, str]
-JOINING = SCRIPTS / "joining.py"
+MEETING = SCRIPTS / "meeting.py"
 STEP = {
     **{"SLURM_JOB_ID": "5", "SLURM_STEP_ID": "3", "SLURM_JOB_NUM_NODES": "4"},
     **{"SLURM_STEP_NUM_TASKS": "7", "SLURM_STEP_TASKS_PER_NODE": "2(x3),1"},
@@ -256,10 +256,10 @@ class TestRuns:
         pod = {"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
         sky = {**SKY, "SKYPILOT_NODE_IPS": "127.0.0.1\n127.0.0.1", "MASTER_PORT": port}
         launcher = project.folder / "engine/ranks/launcher.py"  # all that launch.sh starts
-        command, path = [sys.executable, launcher, JOINING], str(project.folder)
+        command, path = [sys.executable, launcher, MEETING], str(project.folder)
         nodes = [start(command, mark, ranks=1, PYTHONPATH=path, **env) for env in (pod, sky)]
         first, second = (finish(node, mark).ok() for node in nodes)
-        assert first.out == "starting 2 rank(s) ...\n2 rank(s)\n"
+        assert first.out == "starting 2 rank(s) ...\n2 rank(s) have met\n"
         assert second.out == ""
 
     def test_python_main(self, project: Project) -> None:
@@ -268,10 +268,10 @@ class TestRuns:
         pod = {"PET_NNODES": "2", "PET_NODE_RANK": "0", "PET_NPROC_PER_NODE": "1"}
         pod |= {"PET_MASTER_ADDR": "127.0.0.1", "PET_MASTER_PORT": port}
         other = {**mpi(2, 1, 1, 0), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-        command, path = [sys.executable, JOINING], str(project.folder)
+        command, path = [sys.executable, MEETING], str(project.folder)
         ranks = [start(command, mark, PYTHONPATH=path, **env) for env in (pod, other)]
         first, second = (finish(rank, mark).ok() for rank in ranks)
-        assert first.out == "2 rank(s)\n"
+        assert first.out == "2 rank(s) have met\n"
         assert second.out == ""
 
     def test_refused(self, project: Project, data: Path, tmp_path: Path) -> None:
