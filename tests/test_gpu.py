@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from running import NETS, SCRIPTS, TASKS, Project, finish, processes, start, wait_for
+from running import NETS, SCRIPTS, Project, finish, processes, start, wait_for
 
 FLAGS = (
     *("--image-size", 32, "--batch-size", 2, "--workers", 0, "--threads", 1, "--weights", "none"),
@@ -38,8 +38,8 @@ def last(folder: Path) -> dict:
 @pytest.mark.parametrize(
     ("task", "recipe"),
     [
-        *((task, ()) for task in TASKS),
-        *((task, (*FP16, "--optimizer", "sgd", "--clip-grad-norm", 1)) for task in TASKS),
+        ("classification", ()),
+        ("segmentation", (*FP16, "--optimizer", "sgd", "--clip-grad-norm", 1)),
         ("classification", (*FP16, "--ema", 0.9)),
     ],
 )
@@ -66,7 +66,7 @@ def test_stopped_and_resumed_on_three_gpus(
 ) -> None:
     """A run that SIGTERM stops in mid-epoch ends with the bits of one that nothing stopped."""
     flags += CLIPPED
-    gpu_project.fork(*flags, "--output-dir", tmp_path / "whole", ranks=3).ok()
+    gpu_project.fork(*flags, "--output-dir", tmp_path / "whole", ranks=3, draws=False).ok()
     mark = uuid.uuid4().hex
     command = [gpu_project.folder / "launch.sh", *flags, "--save-every", 1]
     process = start(command, mark, **{**gpus(3), "NPROC": None})
