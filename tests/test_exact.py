@@ -52,7 +52,7 @@ def test_resume_of_three_ranks(project: Project, tmp_path: Path) -> None:
     """DDP sums in another order in a process's first step; not, if that was a throw-away pass."""
     data = project.draw(tmp_path / "set", 38, 6)  # three steps
     words = ["--image-size", 32, "--batch-size", 4, "--workers", 0, "--epochs", 1]
-    words += ["--optimizer", "sgd", "--momentum", 0, "--keep", 1]  # small checkpoints
+    words += ["--arch", "mobilenet_v3_small"]
     found = project.call("resume.of_three_ranks", data, tmp_path, *words)
     assert len(set(found["settled"])) == 1
     assert len(set(found["unsettled"])) == 2
