@@ -328,7 +328,7 @@ def test_workers_do_not_copy_the_list_of_samples(project: Project) -> None:
 def test_compiled(project: Project, data: Path, tmp_path: Path) -> None:
     """Its checkpoints fit an uncompiled network."""
     words, options = flags(data, tmp_path), {"script": SCRIPTS / "tiny.py", "draws": False}
-    done = project.fork(*words, "--compile", **options).ok()
+    done = project.alone(*words, "--compile", **options).ok()
     assert "--compile: compiling the network" in done.out
     done = project.fork(*words, "--epochs", 2, **options).ok()
     assert "1 of 2 epochs done" in done.out
