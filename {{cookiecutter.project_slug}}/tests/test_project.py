@@ -67,7 +67,7 @@ def launch(ranks: int, *flags: object) -> str:
 
 def run_here(*flags: object) -> None:
     """Run main.py on one rank in this process, whose imports are done."""
-    main.main([*FLAGS, *map(str, flags)])
+    main.main([*FLAGS, "--workers", "0", *map(str, flags)])
 
 
 @pytest.fixture(scope="session")
