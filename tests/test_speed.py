@@ -326,11 +326,9 @@ def test_workers_do_not_copy_the_list_of_samples(project: Project) -> None:
 
 @SAME_FOR_BOTH
 def test_compiled(project: Project, data: Path, tmp_path: Path) -> None:
-    """Its checkpoints fit an uncompiled network, and no compiler is one line."""
-    # Its graph is small; without moments its checkpoints are a third.
-    more = ["--arch", "alexnet", "--optimizer", "sgd", "--momentum", 0, "--keep", 1]
-    done = project.fork(*flags(data, tmp_path, *more, "--compile"), draws=False).ok()
+    """Its checkpoints fit an uncompiled network."""
+    words, options = flags(data, tmp_path), {"script": SCRIPTS / "tiny.py", "draws": False}
+    done = project.alone(*words, "--compile", **options).ok()
     assert "--compile: compiling the network" in done.out
-    more += ["--epochs", 2]
-    done = project.fork(*flags(data, tmp_path, *more), draws=False).ok()
+    done = project.fork(*words, "--epochs", 2, **options).ok()
     assert "1 of 2 epochs done" in done.out

@@ -1,25 +1,33 @@
 """The project's own test of its loader, with a dataset.py that has a generator for augmentation."""
 
 import os
+import sys
 from pathlib import Path
 
 import pytest
 
 MADE = "        self.prepared = prepared\n"
-USED = "        return self.transform(image), "
-FLIP = "        flip = [-1] if RNG.random() < 0.5 else []\n"
+USED = "return self.transform(*(self.prepared[index] if self.prepared else self.open(index)))\n"
+FLIPPED = "        return image.flip([-1] if RNG.random() < 0.5 else []), mask\n"
 
 
-def statuses() -> list[int]:
-    """The test's status with a generator made in __init__, and with one for each sample."""
+def statuses(copy: str) -> list[int]:
+    """The test's status in a copy of the project, for segmentation.
+
+    With dataset.py as it is, with a generator made in __init__, and with one for each sample.
+    """
+    os.chdir(copy)
+    sys.path.insert(0, copy)
+    for name in "main", "loaders", "model", "dataset":  # to be imported from the copy
+        del sys.modules[name]
     text = Path("dataset.py").read_text()
     assert text.count(MADE) == text.count(USED) == 1
-    text = text.replace("import torch\n", "import numpy as np\nimport torch\n", 1)
-    everywhere = text.replace(USED, FLIP + USED.replace(")", ").flip(flip)"))
+    everywhere = text.replace("import torch\n", "import numpy as np\nimport torch\n", 1)
+    everywhere = everywhere.replace(USED, USED.replace("return", "image, mask =") + FLIPPED)
     once = everywhere.replace(MADE, MADE + "        self.rng = np.random.default_rng(0)\n")
     each = "np.random.default_rng(torch.initial_seed())"
     found = []
-    for changed in once.replace("RNG", "self.rng"), everywhere.replace("RNG", each):
+    for changed in text, once.replace("RNG", "self.rng"), everywhere.replace("RNG", each):
         if not (pid := os.fork()):
             Path("dataset.py").write_text(changed)
             os._exit(pytest.main(["-q", "-k", "loader_workers", "-p", "no:cacheprovider"]))

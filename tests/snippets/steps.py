@@ -51,7 +51,7 @@ def profiles(data: str, folder: str) -> None:
     """With and without accumulation."""
     flags = ["--data", data, "--weights", "none", "--epochs", 1, "--image-size", 32, "--workers", 1]
     # AdamW reads its count of steps, which lies on the CPU here.
-    flags += ["--clip-grad-norm", 1, "--optimizer", "sgd"]
+    flags += ["--clip-grad-norm", 1, "--optimizer", "sgd", "--momentum", 0]
     for accumulate, batch_size in (1, 4), (2, 2):
         more = "--accumulate", accumulate, "--batch-size", batch_size
         out = "--output-dir", f"{folder}/{accumulate}"
@@ -84,7 +84,7 @@ def portions(data: str, folder: str) -> None:
     def plain() -> None:
         torch.nn.Dropout.forward = lambda self, x: x
 
-    flags = ["--data", data, "--weights", "none", "--image-size", 64, "--epochs", 1, "--workers", 0]
+    flags = ["--data", data, "--weights", "none", "--image-size", 32, "--epochs", 1, "--workers", 0]
     flags += ["--warmup-epochs", 0, "--arch", "squeezenet1_1", "--optimizer", "sgd"]
     flags += ["--weight-decay", 0, "--momentum", 0]
     clipped = ("--clip-grad-norm", 1e-6, "--lr", 1)
