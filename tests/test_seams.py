@@ -146,13 +146,6 @@ class Edited:
 
 
 @pytest.fixture
-def few(project: Project) -> Path:
-    """Data of which two ranks make three steps of 4 + 4 images per epoch."""
-    folder = project.folder.parent / "few"
-    return folder if folder.exists() else project.draw(folder, 26, 6)
-
-
-@pytest.fixture
 def edited(project: Project, few: Path, tmp_path: Path) -> Callable[[str], Edited]:
     return lambda title: Edited(project, few, tmp_path, title)
 

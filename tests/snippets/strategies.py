@@ -15,7 +15,7 @@ from snippets.resume import killed_after
 
 def blocks() -> None:
     """Shares small blocks out, too."""
-    sharded.LARGE = 200_000
+    sharded.LARGE = 50_000
 
 
 def precise() -> None:
