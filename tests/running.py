@@ -29,7 +29,7 @@ SMALL = (
 # time. make demo and the projects' own tests keep to those.
 NETS = {
     "classification": ("--arch", "shufflenet_v2_x0_5"),
-    "segmentation": ("--arch", "linknet", "--encoder", "tu-lcnet_035"),
+    "segmentation": ("--arch", "linknet", "--encoder", "tu-mobilenetv2_035"),
 }
 # With BatchNorm, dropout, loader workers and a schedule: whatever can go astray.
 NET = ["--arch", "mobilenet_v3_small", "--image-size", 32, "--workers", 1, "--batch-size", 4]

@@ -310,7 +310,7 @@ class TestSizes:
     ("project", "network", "size", "words"),
     [
         ("classification", ["--arch", "alexnet"], 32, ["alexnet", "use 64"]),
-        ("segmentation", ["--arch", "linknet"], 100, ["linknet with tu-lcnet_035", "96 or 128"]),
+        ("segmentation", ["--arch", "linknet"], 100, ["linknet with tu-mobilenetv2", "96 or 128"]),
         ("segmentation", ["--encoder", "tu-maxvit_rmlp_pico_rw_256"], 256, ["160 x 160", "STRIDE"]),
     ],
     indirect=["project"],

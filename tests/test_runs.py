@@ -197,7 +197,7 @@ def test_checkpoint_that_does_not_fit(
         for part in ("train", "val"):
             shutil.copytree(own_data / part / "dots", own_data / part / "more")
     else:
-        launch("--encoder", "resnet18").refused("--encoder tu-lcnet_035, not resnet18")
+        launch("--encoder", "resnet18").refused("--encoder tu-mobilenetv2_035, not resnet18")
         with open(own_data / "classes.txt", "a") as file:
             file.write("more\n")
     launch(data=own_data).refused("last.pt", "classes", "more" if other == "fpn" else "7")

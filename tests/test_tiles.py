@@ -86,7 +86,7 @@ def test_a_trained_network(project: Project, trained: Path) -> None:
     assert found["seen"] == [256] * 9 + [512]
     assert found["differ"]
     assert found["others"] < 0.001
-    assert found["mean"] < 0.00005  # tiles that all count alike: 0.0003
+    assert found["mean"] < 0.00005  # tiles that all count alike: 0.0007
     for text in ("-32", "64", "130", "x"):
         words = project.call("tiling.refused", text)
         assert words == f"{text} is not 0 or a multiple of 32 from 128 up"
