@@ -180,6 +180,14 @@ def data(project: Project) -> Path:
 
 
 @pytest.fixture
+def few(project: Project) -> Path:
+    """Data of which two ranks make three steps of 4 + 4 images per epoch."""
+    folder = project.folder.parent / "few"
+    with once(folder) as is_first:
+        return project.draw(folder, 26, 6) if is_first else folder
+
+
+@pytest.fixture
 def trained(project: Project, data: Path) -> Path:
     """The output folder of a finished run of one epoch."""
     folder = project.folder.parent / "trained"

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from PIL import Image
-from running import SMALL, Project
+from running import NETS, SMALL, Project
 
 Spoil = Callable[[Path], None]
 
@@ -161,8 +161,8 @@ def test_spoilt_data(project: Project, own_data: Path, tmp_path: Path, case: str
     spoil, words = SPOILT[project.task][case]
     spoil(own_data)
     # One worker: its exceptions reach the rank as text.
-    flags = [*SMALL, "--workers", 1, "--data", own_data, "--output-dir", tmp_path / "out"]
-    project.fork(*flags).refused(*words)
+    flags = [*SMALL, *NETS[project.task], "--image-size", 32, "--workers", 1, "--data", own_data]
+    project.fork(*flags, "--output-dir", tmp_path / "out").refused(*words)
     assert not (tmp_path / "out" / "best.pt").exists()  # no epoch has been finished
 
 

@@ -249,24 +249,24 @@ def test_the_same_batches_whatever_the_machine(
 
 
 @MASKS
-def test_stopped_and_resumed(project: Project, data: Path, tmp_path: Path) -> None:
+def test_stopped_and_resumed(project: Project, few: Path, tmp_path: Path) -> None:
     """The same bits; with another --sampler the epoch starts over; --eval-only reads no mask."""
-    words = [*small(data), "--image-size", 32, "--class-weights", "auto"]
-    found = project.call("balancing.resumed", data, tmp_path, *words)
+    words = [*small(few), "--image-size", 32, "--class-weights", "auto"]
+    found = project.call("balancing.resumed", few, tmp_path, *words)
     assert found["statuses"] == [0] * 6
     assert len({*found["digests"]}) == 1
     killed, changed = found["said"]
     assert "2 steps of the next" in killed
     assert f"; from {tmp_path / 'killed' / CACHE}" in killed
     assert "the images, --seed or --sampler have changed: the epoch starts over" in changed
-    assert [row["step"] for row in rows(tmp_path / "changed")] == ["8"]
+    assert [row["step"] for row in rows(tmp_path / "changed")] == ["5"]
     whole = tmp_path / "whole"
-    masks = [np.array(Image.open(path)).ravel() for path in data.glob("train/masks/*")]
+    masks = [np.array(Image.open(path)).ravel() for path in few.glob("train/masks/*")]
     pixels = np.bincount(np.concatenate(masks), minlength=256)[:2]
     weights = torch.load(whole / "last.pt", weights_only=True)["args"]["class_weights"]
     assert weights == pytest.approx(tuple(pixels.sum() / (2 * pixels)), rel=1e-12)
     (whole / CACHE).unlink()
-    done = project.alone(*flags(data, whole, "--eval-only"), draws=False).ok()
+    done = project.alone(*flags(few, whole, "--eval-only"), draws=False).ok()
     loss = json.loads(done.out.splitlines()[-1])["val_loss"]
     assert loss == pytest.approx(float(rows(whole)[0]["val_loss"]), rel=1e-4)
     assert not (whole / CACHE).exists()

@@ -60,35 +60,35 @@ ONE_CYCLE = (
     "    return torch.optim.lr_scheduler.OneCycleLR(optimizer, args.lr, args.epochs * steps)",
 )
 KILL = "__import__('os').kill(__import__('os').getpid(), 9)"  # an end without saving
-KILLED = (END, f"{END}\n            if run.step == 16: {KILL}")
+KILLED = (END, f"{END}\n            if run.step == 9: {KILL}")
 
 
 @pytest.mark.parametrize("change", [(TWO_LAMBDAS,), (ONE_CYCLE,)], ids=["lambdas", "cycle"])
-def test_schedulers_resume(data: Path, tmp_path: Path, edited: Edited, change: tuple) -> None:
+def test_schedulers_resume(few: Path, tmp_path: Path, edited: Edited, change: tuple) -> None:
     """Several rates, or another class: killed in mid-epoch and resumed, the same bits."""
     whole, killed = tmp_path / "whole", tmp_path / "killed"
-    more = ["--epochs", 2, "--save-every", 5]
-    edited(*change)(*flags(data, whole, *more)).ok()
-    assert edited(*change, KILLED)(*flags(data, killed, *more)).status == -9
-    done = edited(*change)(*flags(data, killed, *more)).ok()
+    more = ["--epochs", 2, "--save-every", 2]
+    edited(*change)(*flags(few, whole, *more)).ok()
+    assert edited(*change, KILLED)(*flags(few, killed, *more)).status == -9
+    done = edited(*change)(*flags(few, killed, *more)).ok()
     assert re.search("1 of 2 epochs done, best .* and 2 steps of the next", done.out)
     assert digest(whole) == digest(killed)
     assert ("OneCycleLR resumes as saved" in done.out) == (change == (ONE_CYCLE,))
     if change == (ONE_CYCLE,):
-        longer = edited(*change)(*flags(data, killed, "--epochs", 3))
-        longer.refused("OneCycleLR has 26 steps, but --epochs now takes 39")
+        longer = edited(*change)(*flags(few, killed, "--epochs", 3))
+        longer.refused("OneCycleLR has 12 steps, but --epochs now takes 18")
 
 
-def test_rates_that_are_set_by_hand(data: Path, tmp_path: Path, edited: Edited) -> None:
+def test_rates_that_are_set_by_hand(few: Path, tmp_path: Path, edited: Edited) -> None:
     """After the scheduler's: the next step takes them, also in a resumed run."""
     rate = "            optimizer.param_groups[0]['lr'] = 0.01 / (1 + run.step)\n"
-    decay = "            if run.step == 14: optimizer.param_groups[1]['weight_decay'] = 0.125\n"
+    decay = "            if run.step == 7: optimizer.param_groups[1]['weight_decay'] = 0.125\n"
     whole, killed = tmp_path / "whole", tmp_path / "killed"
-    more = ["--epochs", 2, "--save-every", 5]
+    more = ["--epochs", 2, "--save-every", 2]
     by_hand = (END, rate + END)
-    edited(by_hand)(*flags(data, whole, *more)).ok()
-    assert edited((END, decay + rate + KILLED[1]))(*flags(data, killed, *more)).status == -9
-    done = edited(by_hand)(*flags(data, killed, *more)).ok()
+    edited(by_hand)(*flags(few, whole, *more)).ok()
+    assert edited((END, decay + rate + KILLED[1]))(*flags(few, killed, *more)).status == -9
+    done = edited(by_hand)(*flags(few, killed, *more)).ok()
     assert "rates that were set without the scheduler" in done.out
     assert "goes on with weight_decay 0.0 (was 0.125)" in done.out
     assert digest(whole) == digest(killed)
@@ -216,7 +216,7 @@ def test_a_path_under_max_restarts(project: Project, trained: Path, tmp_path: Pa
     assert found == [str(path), None]
 
 
-def test_values_that_are_not_plain(data: Path, tmp_path: Path, edited: Edited) -> None:
+def test_values_that_are_not_plain(few: Path, tmp_path: Path, edited: Edited) -> None:
     """NumPy's numbers among the metrics, a date among the flags: saved as plain types."""
     start = edited(
         (
@@ -231,38 +231,38 @@ def test_values_that_are_not_plain(data: Path, tmp_path: Path, edited: Edited) -
             '    add("--seed"',
         ),
     )
-    start(*flags(data, tmp_path)).ok()
+    start(*flags(few, tmp_path)).ok()
     for name in ("last.pt", "best.pt"):
         state = torch.load(tmp_path / name, weights_only=True)
         assert state["args"]["since"] == "2026-01-01"
         assert (state["history"][0]["auc"], state["history"][0]["when"]) == (0.5, "2026-01-02")
-    assert "1 of 2 epochs done" in start(*flags(data, tmp_path, "--epochs", 2)).ok().out
+    assert "1 of 2 epochs done" in start(*flags(few, tmp_path, "--epochs", 2)).ok().out
     assert [row["auc"] for row in rows(tmp_path)] == ["0.5", "0.5"]
 
 
-def test_a_part_that_cannot_be_loaded(data: Path, tmp_path: Path, edited: Edited) -> None:
+def test_a_part_that_cannot_be_loaded(few: Path, tmp_path: Path, edited: Edited) -> None:
     """It is found out at the first save, which writes nothing."""
     part = "types.SimpleNamespace(state_dict=lambda: {'x': np.ones(1)}, load_state_dict=print)"
     start = edited(
         ("scaler=scaler,\n", f"scaler=scaler, mine={part},\n"),
         (IMPORTS, "\nimport types\n" + NUMPY[1]),
     )
-    done = start(*flags(data, tmp_path, "--save-every", 1))
+    done = start(*flags(few, tmp_path, "--save-every", 1))
     done.refused("mine: its state_dict cannot be read")
     assert not list(tmp_path.glob("*.pt*"))
 
 
-def test_a_rate_of_numpy(data: Path, tmp_path: Path, edited: Edited) -> None:
+def test_a_rate_of_numpy(few: Path, tmp_path: Path, edited: Edited) -> None:
     """It comes after the warm-up, when a file has been saved and read back already."""
     start = edited(
         ("0.5 * (1 + math.cos(math.pi * share", "0.5 * (1 + np.cos(np.pi * share"),
         (IN_RECIPE, "\nimport numpy as np\n" + IN_RECIPE),
     )
-    start(*flags(data, tmp_path, "--epochs", 2, "--save-every", 2)).ok()
-    assert "2 of 3 epochs done" in start(*flags(data, tmp_path, "--epochs", 3)).ok().out
+    start(*flags(few, tmp_path, "--epochs", 2, "--save-every", 2)).ok()
+    assert "2 of 3 epochs done" in start(*flags(few, tmp_path, "--epochs", 3)).ok().out
 
 
-def test_saved_before_it_is_shown(data: Path, tmp_path: Path, edited: Edited) -> None:
+def test_saved_before_it_is_shown(few: Path, tmp_path: Path, edited: Edited) -> None:
     """A metric that has several values, a BEST that does not exist, a bug in draw_example."""
     each = "torchmetrics.classification.MulticlassF1Score(6, average='none')"
     vector = (
@@ -271,21 +271,21 @@ def test_saved_before_it_is_shown(data: Path, tmp_path: Path, edited: Edited) ->
         + IMPORTS,
     )
     bugs = {
-        "vector": (vector, "metric f1 has 6 values", "0 of 1 epochs done and 13 steps"),
-        "name": ((IMPORTS, "\nBEST = 'none'\n" + IMPORTS), "BEST of model.py is none", "13 steps"),
+        "vector": (vector, "metric f1 has 6 values", "0 of 1 epochs done and 6 steps"),
+        "name": ((IMPORTS, "\nBEST = 'none'\n" + IMPORTS), "BEST of model.py is none", "6 steps"),
         "drawing": ((IMPORTS, "\ndraw_example = None\n" + IMPORTS), "NoneType", "nothing left"),
     }
     for name, (change, words, done) in bugs.items():
         out = tmp_path / name
-        broken = edited(change)(*flags(data, out), draws=True)
+        broken = edited(change)(*flags(few, out), draws=name == "drawing")
         assert broken.status == (1 if name == "drawing" else 2)
         assert words in broken.err.splitlines()[-1]
-        after = edited()(*flags(data, out)).ok()
+        after = edited()(*flags(few, out)).ok()
         assert done in after.out
         assert len(rows(out)) == 1
 
 
-def test_targets_that_are_no_classes(data: Path, tmp_path: Path, edited: Edited) -> None:
+def test_targets_that_are_no_classes(few: Path, tmp_path: Path, edited: Edited) -> None:
     """Soft labels, as a data set may return them, reach the loss as they are."""
     start = edited(
         (
@@ -305,12 +305,12 @@ def test_targets_that_are_no_classes(data: Path, tmp_path: Path, edited: Edited)
             "            loss_sum, count = task.criterion(machine",
         ),
     )
-    start(*flags(data, tmp_path), draws=True).ok()
+    start(*flags(few, tmp_path), draws=True).ok()
     assert (tmp_path / "examples.png").exists()
     assert not (tmp_path / "worst.png").exists()
 
 
-def test_networks_with_several_outputs(data: Path, tmp_path: Path, edited: Edited) -> None:
+def test_networks_with_several_outputs(few: Path, tmp_path: Path, edited: Edited) -> None:
     """The loss takes them as they are, in float32; evaluation wants the logits alone."""
     changes = (
         (
@@ -320,15 +320,14 @@ def test_networks_with_several_outputs(data: Path, tmp_path: Path, edited: Edite
         ),
         (CRITERION, CRITERION.replace("build_criterion", "owner.criterion_of_several")),
     )
-    edited(*changes)(*flags(data, tmp_path), ranks=2).ok()
+    edited(*changes)(*flags(few, tmp_path), ranks=2).ok()
     wrong = (changes[0][0], changes[0][1].replace("build_several", "build_always_several"))
-    done = edited(wrong, changes[1])(*flags(data, tmp_path / "wrong"), ranks=2)
+    done = edited(wrong, changes[1])(*flags(few, tmp_path / "wrong"), ranks=2)
     done.refused("returns a dict in evaluation", "unless self.training")
 
 
-def test_metrics_that_keep_lists(project: Project, tmp_path: Path, edited: Edited) -> None:
+def test_metrics_that_keep_lists(few: Path, tmp_path: Path, edited: Edited) -> None:
     """Average precision over ranks of which some get no batch: as on one rank."""
-    data = project.draw(tmp_path / "set", 53, 6)
     lists = (
         IMPORTS,
         """
@@ -342,8 +341,8 @@ build_metrics = lambda _: MetricCollection(
     )
     start = edited(lists)
     # One validation batch: two of three ranks hold nothing.
-    start(*flags(data, tmp_path / "out", "--batch-size", 6), ranks=3, draws=True).ok()
-    more = flags(data, tmp_path / "out", "--batch-size", 6, "--eval-only")
+    start(*flags(few, tmp_path / "out", "--batch-size", 6), ranks=3, draws=True).ok()
+    more = flags(few, tmp_path / "out", "--batch-size", 6, "--eval-only")
     one, three = (start(*more, ranks=ranks).ok().out.splitlines()[-1] for ranks in (1, 3))
     assert one == three
     assert (tmp_path / "out" / "worst.png").exists()
@@ -374,20 +373,20 @@ def test_a_new_flag_of_the_network(
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_a_shorter_epoch(data: Path, tmp_path: Path, edited: Edited, ranks: int) -> None:
+def test_a_shorter_epoch(few: Path, tmp_path: Path, edited: Edited, ranks: int) -> None:
     """All ranks may leave the loop, after the same step."""
     seed = "        seeding.seed(args.seed, run.epoch, i, rank)"
-    short = edited((seed, "        if i == 3: break\n" + seed))
+    short = edited((seed, "        if i == 2: break\n" + seed))
     whole, killed = tmp_path / "whole", tmp_path / "killed"
-    short(*flags(data, whole, "--epochs", 3), ranks=ranks).ok()
-    assert [row["step"] for row in rows(whole)] == ["3", "6", "9"]
+    short(*flags(few, whole, "--epochs", 3), ranks=ranks).ok()
+    assert [row["step"] for row in rows(whole)] == ["2", "4", "6"]
     kill = (
         SAVE,
-        SAVE + f"            if run.step == 6: {KILL}\n",
+        SAVE + f"            if run.step == 4: {KILL}\n",
     )
-    shorter = (seed, "        if i == 3: break\n" + seed)
-    edited(shorter, kill)(*flags(data, killed, "--epochs", 3), ranks=ranks)
-    short(*flags(data, killed, "--epochs", 3), ranks=ranks).ok()
+    shorter = (seed, "        if i == 2: break\n" + seed)
+    edited(shorter, kill)(*flags(few, killed, "--epochs", 3), ranks=ranks)
+    short(*flags(few, killed, "--epochs", 3), ranks=ranks).ok()
     assert digest(whole) == digest(killed)
 
 

@@ -89,45 +89,33 @@ def test_frozen_statistics(project: Project) -> None:
 
 
 RECIPES = {
-    "ema": "--ema 0.9 --optimizer adafactor --schedule wsd",
-    "freeze": "--freeze-backbone 1 --backbone-lr 0.1 --optimizer sgd --nesterov --schedule poly "
-    "--clip-grad-value 0.01 --clip-grad-norm 1 --ema 0.99 --accumulate 2",
+    "classification": "--ema 0.9 --optimizer adafactor --schedule wsd",
+    "segmentation": "--freeze-backbone 1 --backbone-lr 0.1 --optimizer sgd --nesterov "
+    "--schedule poly --clip-grad-value 0.01 --clip-grad-norm 1 --ema 0.99 --accumulate 2 "
+    "--batch-size 2",
 }
 
 
-@pytest.mark.parametrize(
-    ("project", "recipe"),
-    [("classification", "ema"), ("classification", "freeze"), ("segmentation", "freeze")],
-    indirect=["project"],
-)
-def test_killed_and_resumed(project: Project, data: Path, tmp_path: Path, recipe: str) -> None:
+def test_killed_and_resumed(project: Project, few: Path, tmp_path: Path) -> None:
     """The same bits, stopped in the first and in the second epoch."""
-    words = [
-        *small(data),
-        "--image-size",
-        32,
-        "--epochs",
-        2,
-        "--batch-size",
-        2 if recipe == "freeze" else 4,
-    ]
-    found = project.call("recipes.resumed", data, tmp_path, *words, *RECIPES[recipe].split())
+    words = [*small(few), "--image-size", 32, "--epochs", 2, *RECIPES[project.task].split()]
+    found = project.call("recipes.resumed", few, tmp_path, *words)
     assert len(set(found)) == 1
     state = torch.load(tmp_path / "whole" / "last.pt", weights_only=True)
     average, trained = state["model"], state["trained"]
     assert average.keys() == trained.keys()
     assert any(not torch.equal(average[name], trained[name]) for name in average)
     name = next(iter(average))  # of the first layer
-    if recipe == "freeze":
+    if project.task == "segmentation":
         first = torch.load(tmp_path / "whole" / "last-1.pt", weights_only=True)
         assert first["epoch"] == 1
         assert not torch.equal(first["trained"][name], trained[name])
 
 
-def test_what_is_frozen_stays(project: Project, data: Path, tmp_path: Path) -> None:
+def test_what_is_frozen_stays(project: Project, few: Path, tmp_path: Path) -> None:
     """Weights and BatchNorm's statistics, on two ranks, and all but the last layer or decoder."""
     for epochs in 1, 2:
-        more = flags(data, tmp_path / "out", "--freeze-backbone", 1, "--epochs", epochs)
+        more = flags(few, tmp_path / "out", "--freeze-backbone", 1, "--epochs", epochs)
         project.fork(*more, "--save-every", 1, "--keep", 99, draws=False).ok()
     paths = sorted((tmp_path / "out").glob("last*.pt"))
     states = [torch.load(path, weights_only=True) for path in paths]
@@ -141,27 +129,28 @@ def test_what_is_frozen_stays(project: Project, data: Path, tmp_path: Path) -> N
 
 
 @SAME_FOR_BOTH
-def test_the_average_is_what_is_used(project: Project, data: Path, tmp_path: Path) -> None:
+def test_the_average_is_what_is_used(project: Project, few: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    more = flags(data, out, "--epochs", 2, "--ema", 0.5)
+    more = flags(few, out, "--epochs", 2, "--ema", 0.5)
     project.fork(*more, draws=False).ok()
     # Another average, or none, would be another network.
-    project.fork(*flags(data, out, "--epochs", 3)).refused("--ema 0.5, not 0.0", "--output-dir")
+    project.fork(*flags(few, out, "--epochs", 3)).refused("--ema 0.5, not 0.0", "--output-dir")
     row = max(rows(out), key=lambda row: float(row["top1"]))
-    said = project.fork(*flags(data, out, "--eval-only"), draws=False).ok().out.splitlines()[-1]
+    evaluate = flags(few, out, "--eval-only")
+    said = project.fork(*evaluate, draws=False).ok().out.splitlines()[-1]
     assert f'"val_loss": {float(row["val_loss"])}' in said
     for path in out.glob("*.pt"):
         state = torch.load(path, weights_only=True)
         state["model"], state["trained"] = state["trained"], state["model"]
         torch.save(state, path)
-    other = project.fork(*flags(data, out, "--eval-only"), draws=False).ok().out.splitlines()[-1]
+    other = project.fork(*evaluate, draws=False).ok().out.splitlines()[-1]
     assert other != said
 
 
 @SAME_FOR_BOTH
-def test_patience(project: Project, data: Path, tmp_path: Path) -> None:
+def test_patience(project: Project, few: Path, tmp_path: Path) -> None:
     """With a rate of 0 nothing improves: two epochs after the first it ends, and stays ended."""
-    more = flags(data, tmp_path, "--lr", 0, "--patience", 2, "--epochs", 9)
+    more = flags(few, tmp_path, "--lr", 0, "--patience", 2, "--epochs", 9)
     frozen = ["--freeze-backbone", 9]  # BatchNorm's statistics would change
     said = project.fork(*more, *frozen, draws=False).ok().out
     assert "--patience 2: no new best" in said

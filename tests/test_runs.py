@@ -194,7 +194,7 @@ def test_checkpoint_that_does_not_fit(
         for part in ("train", "val"):
             shutil.copytree(own_data / part / "dots", own_data / part / "more")
     else:
-        launch("--encoder", "resnet18").refused("--encoder mobilenet_v2, not resnet18")
+        launch("--encoder", "resnet18").refused("--encoder tu-mobilenetv2_035, not resnet18")
         with open(own_data / "classes.txt", "a") as file:
             file.write("more\n")
     launch(data=own_data).refused("last.pt", "classes", "more" if other == "fpn" else "7")
@@ -320,7 +320,7 @@ def test_flags_that_eval_only_takes_from_the_checkpoint(
 ) -> None:
     """The defaults of the demo set are for training it."""
     assert project.call("flags.image_size") == 64
-    arch = {"classification": "shufflenet_v2_x0_5", "segmentation": "unet"}[project.task]
+    arch = {"classification": "shufflenet_v2_x0_5", "segmentation": "linknet"}[project.task]
     words = [trained / "best.pt", tmp_path / "other.pt", "--data", data]
     found = project.call("evaluating.flags_of_eval_only", *words)
     tile = 256 if project.task == "segmentation" else None

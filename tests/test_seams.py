@@ -96,14 +96,18 @@ def read_diffs(project: Project) -> dict[str, str]:
     return {title: found[0] for title, found in zip(sections[::2], blocks, strict=True)}
 
 
+def git_apply(diff: str, folder: Path) -> str:
+    """Apply a diff to a folder, or change nothing and return why."""
+    command = ["git", "apply", "-"]
+    done = subprocess.run(command, cwd=folder, input=diff, capture_output=True, text=True)
+    return done.stderr if done.returncode else ""
+
+
 def apply(project: Project, title: str, folder: Path) -> Path:
     """A copy of the project with the recipe `title` of its EDITS.md."""
     copy = project.copy(folder).folder
-    diff = read_diffs(project)[title]
-    done = subprocess.run(
-        ["git", "apply", "-"], cwd=copy, input=diff, capture_output=True, text=True
-    )
-    assert done.returncode == 0, f"EDITS.md, {title}: does not apply\n{done.stderr}"
+    fault = git_apply(read_diffs(project)[title], copy)
+    assert not fault, f"EDITS.md, {title}: does not apply\n{fault}"
     return copy
 
 
@@ -146,34 +150,37 @@ class Edited:
 
 
 @pytest.fixture
-def few(project: Project) -> Path:
-    """Data of which two ranks make three steps of 4 + 4 images per epoch."""
-    folder = project.folder.parent / "few"
-    return folder if folder.exists() else project.draw(folder, 26, 6)
-
-
-@pytest.fixture
 def edited(project: Project, few: Path, tmp_path: Path) -> Callable[[str], Edited]:
     return lambda title: Edited(project, few, tmp_path, title)
 
 
 def test_diffs_apply_and_are_clean(project: Project, shared: Path, tmp_path: Path) -> None:
-    assert [*read_diffs(project)] == [*TITLES]
+    """Each alone by ruff; by mypy, which takes longer, in as few copies as the diffs fit into."""
+    diffs = read_diffs(project)
+    assert [*diffs] == [*TITLES]
+    ruff = [sys.executable, "-m", "ruff"]
+    mypy = [sys.executable, "-m", "mypy", "--cache-dir", shared / "mypy"]
     wrong = []
-    for number, (title, diff) in enumerate(read_diffs(project).items()):
+    together: dict[Path, list[str]] = {}
+
+    def check(copy: Path, title: str, *command: object) -> None:
+        done = subprocess.run([*command, "."], cwd=copy, capture_output=True, text=True)
+        wrong.extend([f"{title}: {done.stdout}"] if done.returncode else [])
+
+    for number, (title, diff) in enumerate(diffs.items()):
         try:
             copy = apply(project, title, tmp_path / str(number))
         except AssertionError as error:
             wrong.append(str(error))
             continue
-        ruff = [sys.executable, "-m", "ruff"]
-        commands = [[*ruff, "check"], [*ruff, "format", "--check"]]
+        check(copy, title, *ruff, "check")
+        check(copy, title, *ruff, "format", "--check")
         is_of_the_task = "main.py" not in diff and "recipe.py" not in diff
         if project.task == TASKS[0] or is_of_the_task:
-            commands.append([sys.executable, "-m", "mypy", "--cache-dir", shared / "mypy"])
-        for command in commands:
-            done = subprocess.run([*command, "."], cwd=copy, capture_output=True, text=True)
-            wrong += [f"{title}: {done.stdout}"] if done.returncode else []
+            fits = (folder for folder in together if not git_apply(diff, folder))
+            together.setdefault(next(fits, copy), []).append(title)
+    for folder, titles in together.items():
+        check(folder, ", ".join(titles), *mypy)
     assert not wrong, "\n".join(wrong)
 
 

@@ -7,37 +7,28 @@ import torch
 from digest import digest
 from running import NETS, SAME_FOR_BOTH, Project, flags
 
-FEW = ["--image-size", 32, "--batch-size", 6, "--workers", 0, "--threads", 1]
+FEW = ["--image-size", 32, "--batch-size", 2, "--workers", 0, "--threads", 1]
 # Without BatchNorm, before which some gradients are 0 but for rounding, of which AdamW makes steps.
 CASES = {
-    "classification": ([1, 2, 3], "--arch", "squeezenet1_1"),
-    "segmentation": (
-        [2],
-        *NETS["segmentation"],
-        "--batch-size",
-        6,
-        "--optimizer",
-        "sgd",
-        "--lr",
-        0.001,
-    ),
+    "classification": ([1, 3], "--arch", "squeezenet1_1"),
+    "segmentation": ([2], *NETS["segmentation"], "--optimizer", "sgd", "--lr", 0.001),
 }
 
 
-def test_fsdp_is_ddp(project: Project, data: Path, tmp_path: Path) -> None:
+def test_fsdp_is_ddp(project: Project, few: Path, tmp_path: Path) -> None:
     """Moments included, to rounding; parts of unequal size, passes that add up, clipping."""
     ranks, *words = CASES[project.task]
     words += ["--clip-grad-norm", 1, "--clip-grad-value", 0.1, "--accumulate", 2, "--epochs", 2]
     words += ["--freeze-backbone", 1, "--backbone-lr", 0.5]
-    found = project.call("strategies.differences", data, tmp_path, ranks, *FEW, *words)
+    found = project.call("strategies.differences", few, tmp_path, ranks, *FEW, *words)
     assert max(found) < 1e-8, found
 
 
 @SAME_FOR_BOTH
-def test_fsdp_resumes(project: Project, data: Path, tmp_path: Path) -> None:
+def test_fsdp_resumes(project: Project, few: Path, tmp_path: Path) -> None:
     """To the bit; and with DDP, or after it, to rounding."""
     words = [*FEW, "--arch", "squeezenet1_1", "--epochs", 2, "--keep", 1, "--batch-size", 4]
-    found = project.call("strategies.resumed", data, tmp_path, *words)
+    found = project.call("strategies.resumed", few, tmp_path, *words)
     assert len(set(found["digests"])) == 1
     assert found["turns"] < 1e-8
 
@@ -50,15 +41,15 @@ def test_blocks(project: Project) -> None:
 
 
 @SAME_FOR_BOTH
-def test_dp(project: Project, data: Path, tmp_path: Path) -> None:
+def test_dp(project: Project, few: Path, tmp_path: Path) -> None:
     """One process, to the bit as DDP on a CPU; more are refused."""
     runs = {name: tmp_path / name for name in ("dp", "ddp")}
     for name, out in runs.items():
         project.alone(
-            *flags(data, out, *FEW, "--accumulate", 2, "--strategy", name), draws=False
+            *flags(few, out, *FEW, "--accumulate", 2, "--strategy", name), draws=False
         ).ok()
     assert digest(runs["dp"]) == digest(runs["ddp"])
-    done = project.fork(*flags(data, tmp_path / "two", *FEW, "--strategy", "dp"))
+    done = project.fork(*flags(few, tmp_path / "two", *FEW, "--strategy", "dp"))
     done.refused("--strategy dp: one process uses all GPUs; start python main.py")
 
 
@@ -79,7 +70,7 @@ def test_what_is_refused(
 
 
 @SAME_FOR_BOTH
-def test_a_network_on_two_devices(project: Project, data: Path, tmp_path: Path) -> None:
+def test_a_network_on_two_devices(project: Project, few: Path, tmp_path: Path) -> None:
     """The README's example. Torch takes any number for a CPU: the code runs, the CPU is one."""
     text = (project.folder / "main.py").read_text()
     moved = "    model = model.to(device).to(memory_format=torch.channels_last)\n"
@@ -90,7 +81,7 @@ def test_a_network_on_two_devices(project: Project, data: Path, tmp_path: Path) 
     script.write_text(text.replace(moved, f"{split}    model.second.to({other})\n"))
     runs = {}
     for name, file in {"whole": "main.py", "halves": script}.items():
-        project.fork(*flags(data, tmp_path / name, *FEW), script=file, draws=False).ok()
+        project.fork(*flags(few, tmp_path / name, *FEW), script=file, draws=False).ok()
         runs[name] = torch.load(tmp_path / name / "last.pt", weights_only=True)
     assert next(iter(runs["halves"]["model"])) == "first.0.0.weight"
     pairs = zip(*(run["model"].values() for run in runs.values()), strict=True)

@@ -81,12 +81,12 @@ def test_the_image_that_needs_too_much_memory() -> None:
 
 @SEGMENTATION
 def test_a_trained_network(project: Project, trained: Path) -> None:
-    """A U-Net on 512 pixels, in nine tiles of 256."""
+    """On 512 pixels, in nine tiles of 256."""
     found = project.call("tiling.compared", trained / "best.pt", 512, 256)
     assert found["seen"] == [256] * 9 + [512]
     assert found["differ"]
     assert found["others"] < 0.001
-    assert found["mean"] < 0.001
+    assert found["mean"] < 0.00005  # tiles that all count alike: 0.0007
     for text in ("-32", "64", "130", "x"):
         words = project.call("tiling.refused", text)
         assert words == f"{text} is not 0 or a multiple of 32 from 128 up"
@@ -116,10 +116,10 @@ def test_large_images_among_small_ones(
     results = []
     for ranks, tile in (1, 128), (2, 128), (1, 0):
         evaluate = ["--data", own, "--resume", trained / "best.pt", "--eval-only", "--tile", tile]
-        done = project.fork(*small(data), *evaluate, ranks=ranks).ok()
+        done = project.fork(*small(data), *evaluate, ranks=ranks, draws=False).ok()
         results.append(json.loads(done.out.splitlines()[-1]))
     assert results[0] == pytest.approx(results[1], rel=1e-12)
-    assert results[0]["val_loss"] != pytest.approx(results[2]["val_loss"], rel=1e-6)  # not in tiles
+    assert results[0]["val_loss"] != pytest.approx(results[2]["val_loss"], rel=1e-9)  # not in tiles
 
 
 @SEGMENTATION

@@ -18,6 +18,11 @@ from safetensors.torch import load_file
 
 USED = {"classification": "IMAGENET1K_V1", "segmentation": "imagenet"}
 ENCODER = {"classification": None, "segmentation": "mobilenet_v2"}
+# What has its weights at download.pytorch.org, and at huggingface.co.
+NETWORK = {
+    "classification": NETS["classification"],
+    "segmentation": ("--arch", "pspnet", "--encoder", "mobilenet_v2"),
+}
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -81,7 +86,7 @@ class Downloads:
     def __init__(self, project: Project, data: Path, server: Server, folder: Path) -> None:
         self.project, self.server, self.folder = project, server, folder
         small = (word for word in SMALL if word not in ("--weights", "none"))
-        self.words = [*small, *NETS[project.task], "--data", data]
+        self.words = [*small, "--image-size", 32, *NETWORK[project.task], "--data", data]
         self.name = next(path.name for path in server.folder.iterdir() if path.suffix != ".json")
         self.cache = folder / "cache"
         self.order = [server.server_port, self.name, self.cache]

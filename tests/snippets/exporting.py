@@ -11,23 +11,27 @@ from engine.data import loading
 from engine.run import checkpoint
 
 
-def used(folder: str, path: str, shape: list[int]) -> dict:
-    """How far each file is from the network on images of a `shape`, and what it holds."""
+def used(folder: str, path: str, shapes: list[list[int]]) -> dict:
+    """How far each file is from the network on images of each of `shapes`, and what it holds."""
     device = torch.device("cpu")
     net, classes, flags = checkpoint.open_model(path, task.build_model, task.add_arguments, device)
-    images = np.random.default_rng(0).integers(0, 256, shape, dtype=np.uint8)
-    with torch.inference_mode():
-        expected = net(loading.normalize(torch.from_numpy(images)))
     session = onnxruntime.InferenceSession(f"{folder}/model.onnx")
-    (logits,) = session.run(["logits"], {"images": images})
     extra = {"metadata.json": ""}
-    program = torch.export.load(f"{folder}/model.pt2", extra_files=extra)
-    found = program.module()(torch.from_numpy(images))
+    program = torch.export.load(f"{folder}/model.pt2", extra_files=extra).module()
+    apart, largest = [], []
+    for shape in shapes:
+        images = np.random.default_rng(0).integers(0, 256, shape, dtype=np.uint8)
+        with torch.inference_mode():
+            expected = net(loading.normalize(torch.from_numpy(images)))
+        (logits,) = session.run(["logits"], {"images": images})
+        both = torch.as_tensor(logits), program(torch.from_numpy(images))
+        apart.append([(each - expected).abs().max().item() for each in both])
+        largest.append(expected.abs().max().item())
     held = session.get_modelmeta().custom_metadata_map
     onnx = {name: json.loads(held[name]) for name in json.loads(extra["metadata.json"])}
     return {
-        "apart": [(torch.as_tensor(x) - expected).abs().max().item() for x in (logits, found)],
-        "largest": expected.abs().max().item(),
+        "apart": apart,
+        "largest": largest,
         "type": str(logits.dtype),
         "metadata": [onnx, json.loads(extra["metadata.json"])],
         "classes": list(classes),

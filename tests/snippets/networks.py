@@ -21,7 +21,7 @@ def first_steps(data: str, *networks: str) -> list[dict]:
 
 
 def train(data: str, words: list[str]) -> dict:
-    words = ["--data", data, "--workers", "0", "--batch-size", "4", "--amp", "off", *words]
+    words = ["--data", data, "--workers", "0", "--batch-size", "2", "--amp", "off", *words]
     args = main.parse_args([*words, "--optimizer", "sgd", "--lr", "0.001"])
     device = torch.device("cpu")
     train_set, _, classes = build_dataset(args.data, args.image_size)

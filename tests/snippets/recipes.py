@@ -118,6 +118,6 @@ def frozen_modes() -> list[list[bool]]:
 
 
 def resumed(data: str, folder: str, *words: object) -> list[str]:
-    """Digests of two ranks: not stopped, killed in the first and in the second epoch."""
+    """Digests of two ranks, three steps an epoch: not stopped, killed in either of two epochs."""
     result = Runs(data, folder, 2, [*words, "--save-every", 2]).result
-    return [result("whole"), *(result(f"stop{n}", stop=n) for n in (3, 9))]
+    return [result("whole"), *(result(f"stop{n}", stop=n) for n in (3, 5))]

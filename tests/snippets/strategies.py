@@ -15,7 +15,7 @@ from snippets.resume import killed_after
 
 def blocks() -> None:
     """Shares small blocks out, too."""
-    sharded.LARGE = 200_000
+    sharded.LARGE = 100_000
 
 
 def precise() -> None:
@@ -74,11 +74,11 @@ def differences(data: str, folder: str, ranks: list[int], *words: object) -> lis
 
 def resumed(data: str, folder: str, *words: object) -> dict:
     """Runs that are killed: with fully_shard alone, and with DDP and fully_shard in turn."""
-    each = Runs(data, folder, (*words, "--save-every", 2)).run
-    each("stop", 3, "fsdp", 5, blocks)
+    each = Runs(data, folder, (*words, "--save-every", 1)).run
+    each("stop", 3, "fsdp", 3, blocks)
     whole = [each(name, 3, "fsdp", patch=blocks) for name in ("stop", "whole")]
-    each("turns", 2, "ddp", 3)
-    each("turns", 2, "fsdp", 7)
+    each("turns", 2, "ddp", 2)
+    each("turns", 2, "fsdp", 5)
     turns = difference(each("turns", 2, "ddp"), each("ddp", 2, "ddp"))
     return {"digests": [*map(digest, whole)], "turns": turns}
 

@@ -54,7 +54,8 @@ def ranks(order: list, script: str, said: str, *words: object) -> list:
     """The statuses of two ranks, and what they say on stdout and on stderr."""
     for end in ("out", "err"):
         Path(f"{said}.{end}").unlink(missing_ok=True)
-    statuses = run(2, *words, script=script, patch=Downloads(*order).patch, output=said)
+    options = {"script": script, "output": said, "draws": False}
+    statuses = run(2, *words, patch=Downloads(*order).patch, **options)
     return [statuses, *(Path(f"{said}.{end}").read_text() for end in ("out", "err"))]
 
 
