@@ -173,16 +173,18 @@ def test_a_step_reads_nothing_off_the_device(data: Path, monkeypatch: pytest.Mon
     assert run.end_step.call_count == 2
 
 
-def test_metrics_are_the_same_on_one_and_two_ranks(
+def test_metrics_are_the_same_on_any_number_of_ranks(
     run: Path, data: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    best = torch.load(run / "best.pt", weights_only=True)
-    run_here("--data", data, "--output-dir", run, "--eval-only")
-    found = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert model.BEST in found
-    row = best["history"][-1]  # of the two ranks that have trained
-    expected = {name: row[name] if math.isfinite(row[name]) else None for name in found}
-    assert found == pytest.approx(expected)
+    flags = ["--data", data, "--output-dir", run, "--eval-only"]
+    run_here(*flags)
+    outputs = capsys.readouterr().out, launch(3, *flags)
+    one, three = (json.loads(out.splitlines()[-1]) for out in outputs)
+    row = torch.load(run / "best.pt", weights_only=True)["history"][-1]  # of two ranks
+    two = {name: row[name] if math.isfinite(row[name]) else None for name in one}
+    assert model.BEST in one
+    assert one == pytest.approx(two)
+    assert one == pytest.approx(three)
 
 
 def test_predict_needs_the_checkpoint_alone(run: Path, data: Path, tmp_path: Path) -> None:
