@@ -157,7 +157,9 @@ def test_stopped_and_killed_again_and_again(project: Project, data: Path, tmp_pa
 
     run.start()
     to_launcher(signal.SIGKILL)
-    assert "stopped and saved at epoch" in run.end().out
+    done = run.end()
+    assert "stopped and saved at epoch" in done.out
+    assert done.err == ""
 
     run.start()
     to_all(signal.SIGKILL)
