@@ -251,13 +251,19 @@ def flags(data: Path, out: Path, *more: object) -> list[object]:
     return [*small(data), "--data", data, "--output-dir", out, *more]
 
 
-def with_bug(project: Project, folder: Path, old: str, new: str) -> Path:
-    """A copy of the project's launch.sh whose main.py has `new` where it had `old`, once."""
-    copy = project.copy(folder).folder
-    text = (copy / "main.py").read_text()
-    assert text.count(old) == 1
-    (copy / "main.py").write_text(text.replace(old, new))
-    return copy / "launch.sh"
+def edited(project: Project, folder: Path, *changes: tuple[str, str]) -> Project:
+    """A copy of the project whose main.py has, of each change, the second where it had the first.
+
+    That is there once.
+    """
+    copy = project.copy(folder)
+    main = copy.folder / "main.py"
+    text = main.read_text()
+    for old, new in changes:
+        assert text.count(old) == 1
+        text = text.replace(old, new)
+    main.write_text(text)
+    return copy
 
 
 DRAWS_NOTHING = """
@@ -269,15 +275,9 @@ plots.draw_curves = Reporter.images = mistakes.report = unittest.mock.Mock()
 
 def planted(project: Project, folder: Path, code: str = "") -> Project:
     """A copy of the project that draws nothing, and runs `code` before each optimizer step."""
-    copy = project.copy(folder)
-    main = copy.folder / "main.py"
-    text = main.read_text()
+    step, root = "        if is_last:\n", "\nROOT = "
     code = textwrap.indent(code, " " * 8)
-    for line, before in ("        if is_last:\n", code), ("\nROOT = ", DRAWS_NOTHING):
-        assert text.count(line) == 1
-        text = text.replace(line, before + line)
-    main.write_text(text)
-    return copy
+    return edited(project, folder, (step, code + step), (root, DRAWS_NOTHING + root))
 
 
 def in_place_of_main(project: Project, folder: Path, script: str) -> Project:

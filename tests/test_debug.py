@@ -20,13 +20,13 @@ from running import (
     SAME_FOR_BOTH,
     SCRIPTS,
     Project,
+    edited,
     finish,
     flags,
     in_place_of_main,
     processes,
     small,
     start,
-    with_bug,
 )
 
 F5 = "DDP: torch.distributed.launch"
@@ -213,7 +213,8 @@ def test_a_rank_that_raises(project: Project, data: Path, tmp_path: Path) -> Non
     """The debugger stops at breakpoint() in the code, and where one rank raises; then all end."""
     planted = 'if rank == 1:\n            raise ValueError("planted")\n        '
     planted = f"breakpoint()\n        {planted}"
-    folder = with_bug(project, tmp_path / "copy", "is_last = ", planted + "is_last = ").parent
+    change = "is_last = ", planted + "is_last = "
+    folder = edited(project, tmp_path / "copy", change).folder
     main = folder / "main.py"
     raising = line_of(main, "planted")
     with Debugger(folder) as debugger:

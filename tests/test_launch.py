@@ -14,6 +14,7 @@ from running import (
     SAME_FOR_BOTH,
     SCRIPTS,
     Project,
+    edited,
     finish,
     flags,
     in_place_of_main,
@@ -21,7 +22,6 @@ from running import (
     rows,
     run,
     start,
-    with_bug,
 )
 
 
@@ -47,9 +47,9 @@ def test_three_ranks_end_with_the_same_weights(
 def test_a_forward_pass_beside_ddp_is_found_out(
     project: Project, data: Path, tmp_path: Path
 ) -> None:
-    right, wrong = "outputs = ddp_model(images)", "outputs = ddp_model.module(images)"
-    broken = with_bug(project, tmp_path / "broken", right, wrong)
-    done = project.fork(*flags(data, tmp_path / "out"), script=broken.with_name("main.py"))
+    wrong = "outputs = ddp_model(images)", "outputs = ddp_model.module(images)"
+    main = edited(project, tmp_path / "broken", wrong).folder / "main.py"
+    done = project.fork(*flags(data, tmp_path / "out"), script=main)
     done.refused("differs between ranks", "ddp_model")
     assert not (tmp_path / "out" / "last.pt").exists()
 

@@ -45,13 +45,11 @@ class Mean:
                 "a step ended without mean.finish: call it after the last backward pass, before "
                 "the optimizer's step"
             )
-        self._add(count, targets)
-        if is_last and isinstance(count, Tensor):
-            self.pending = distributed.start_sum(self.count)
+        self._add(count, targets, is_last)
         loss_sum.backward(self.share)
         self.is_ended = is_last
 
-    def _add(self, count: Tensor | int, targets: Tensor) -> None:
+    def _add(self, count: Tensor | int, targets: Tensor, is_last: bool) -> None:
         has_shares = targets.is_floating_point() and targets.ndim > 1
         size = targets.numel() // (targets.shape[1] if has_shares else 1)
         if not self.size:
@@ -64,8 +62,10 @@ class Mean:
                     "as other ranks may have other counts"
                 )
             self.known += size / self.size
-        else:
-            self.count = torch.addcdiv(self.count, count, self.whole)
+            return
+        self.count = torch.addcdiv(self.count, count, self.whole)
+        if is_last:
+            self.pending = distributed.start_sum(self.count)
 
     def finish(self, ddp_model: nn.Module) -> None:
         """Divide the gradients, which DDP has averaged over the ranks; start anew."""
