@@ -8,6 +8,7 @@ import atexit
 import contextlib
 import ctypes
 import os
+import stat
 import sys
 import threading
 from collections.abc import Callable
@@ -31,7 +32,7 @@ class Answering(threading.Thread):
     def __init__(self, look: Callable[[], object]) -> None:
         super().__init__(name="answering", daemon=True)
         self.look = look
-        self.folder: Path | None = None  # in which rank 0 looks for a person's question
+        self.folder: Path | None = None  # in which a person asks
         self.is_over = threading.Event()
 
     def run(self) -> None:
@@ -42,9 +43,9 @@ class Answering(threading.Thread):
                 if not distributed.is_joined():
                     continue
                 self.look()
-                if positions.answer():
-                    listen_if_asked()
-                if self.folder:
+                if positions.answer() and self.folder:
+                    listen_if_asked(self.folder)
+                if self.folder and distributed.is_rank_zero():
                     answer_person(self.folder)
 
     def stop(self) -> None:
@@ -68,11 +69,13 @@ def start(report: Report, look: Callable[[], object]) -> None:
 
 
 def listen(folder: Path) -> None:
-    """Have rank 0 answer those who ask in the output folder `folder`, with where.py."""
-    if _thread and distributed.is_rank_zero():
-        with contextlib.suppress(OSError):
-            for path in folder.glob(f"{protocol.ASKED}*"):  # left by what was killed
-                path.unlink()
+    """Answer those who ask in the output folder `folder`, with where.py."""
+    if distributed.is_rank_zero():
+        for name in protocol.ASKED, protocol.ATTACH:
+            for path in folder.glob(f"{name}-*"):  # left by what was killed
+                with contextlib.suppress(OSError):
+                    path.unlink()
+    if _thread:
         _thread.folder = folder
 
 
@@ -80,46 +83,59 @@ def answer_person(folder: Path) -> None:
     """If there are files ASKED-NAME, write where all ranks are into ASKED-NAME.txt."""
     with contextlib.suppress(OSError, ValueError, UserError):
         asked = [path for path in folder.glob(f"{protocol.ASKED}-*") if not path.suffix]
-        ranks = {path: read_rank(path) for path in asked}
         if asked and (found := positions.ask(positions.ANSWER_SECONDS, by_person=True)):
-            for path, rank in ranks.items():
+            lines = [explaining.block("", found)]
+            listen_if_asked(folder)  # this rank
+            names = {path.name.rpartition("-")[2] for path in folder.glob(f"{protocol.ATTACH}-*")}
+            lines += [await_listener(int(name)) for name in sorted(names) if name.isdecimal()]
+            for path in asked:
                 path.unlink(missing_ok=True)
-                lines = [explaining.block("", found)]
-                if rank is not None:
-                    lines.append(await_listener(rank))
                 with files.writing(path.with_suffix(".txt")) as tmp_path:
                     tmp_path.write_text("\n".join(lines), errors="surrogateescape")
             positions.tell_explained()
 
 
-def read_rank(asked: Path) -> int | None:
-    """Return the rank that is to listen for a debugger, having asked it to; None if none is."""
-    owner, text = asked.stat().st_uid, asked.read_text()
-    if not text.isdecimal():
-        return None
-    if owner == getattr(os, "getuid", lambda: owner)():  # through a debugger anything can be run
-        distributed.store().set(protocol.listen(int(text)), "")
-    return int(text)
+def check_attach(folder: Path) -> bool:
+    """Return whether the owner of this process, and nobody else, asks in `folder` to attach to it.
+
+    Through a debugger anything can be run: a key in the store, which others may reach, is no proof,
+    and in a folder that others can write to, a file may be one that the owner made for another end.
+    Raises a UserError there.
+    """
+    path = folder / f"{protocol.ATTACH}-{distributed.rank()}"
+    try:
+        handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except (AttributeError, OSError):  # on Windows, which lacks both; no such file, or a link
+        return False
+    file, place = os.fstat(handle), os.stat(folder)
+    os.close(handle)
+    if not stat.S_ISREG(file.st_mode) or file.st_uid != os.geteuid() or file.st_nlink > 1:
+        raise UserError(f"{path}: not a file of this run's owner, with that name alone")
+    if place.st_uid != os.geteuid() or place.st_mode & 0o022:
+        raise UserError(f"{folder}: others may write there; chmod go-w it, then ask again")
+    return True
 
 
-def listen_if_asked() -> None:
-    """Have a debugger attach to this rank, if a person has asked for it."""
-    store, rank = distributed.store(), distributed.rank()
-    if store.check([protocol.listen(rank)]) and not store.check([protocol.listens(rank)]):
-        try:
-            line = f"rank {rank} listens on {debugging.listen()}"
-        except UserError as error:
-            line = f"error: {error}"
-        store.set(protocol.listens(rank), line)
+def listen_if_asked(folder: Path) -> None:
+    """Have a debugger attach to this rank, if its owner has asked for it in `folder`."""
+    rank = distributed.rank()
+    try:
+        if not check_attach(folder):
+            return
+        line = f"rank {rank} listens on {debugging.listen()}"
+    except UserError as error:
+        line = f"error: {error}"
+    distributed.store().set(protocol.listens(rank), line)
 
 
 def await_listener(rank: int) -> str:
     """Return how a debugger attaches to `rank`, once it listens, or why it cannot."""
-    listen_if_asked()  # if it is this one
-    key = protocol.listens(rank)
-    if not positions.await_key(key):
+    store, key = distributed.store(), protocol.listens(rank)
+    if not positions.await_keys(key):
         return f"error: rank {rank} does not listen for a debugger"
-    return distributed.store().get(key).decode()
+    line = store.get(key).decode()
+    store.delete_key(key)
+    return line
 
 
 def explain_aborts(report: Report) -> None:

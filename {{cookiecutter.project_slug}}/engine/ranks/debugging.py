@@ -3,6 +3,7 @@
 And under F5 or --debug-rank an error is held where it was raised, before it becomes one line.
 """
 
+import functools
 import os
 import socket
 import sys
@@ -58,6 +59,7 @@ def wait_for_debugger(ranks: Sequence[int], address: tuple[str, int]) -> None:
     debugpy.wait_for_client()
 
 
+@functools.cache
 def listen() -> str:
     """Let a debugger attach to this rank, at --debug-port + rank, from now on; return how."""
     rank, node = distributed.rank(), socket.gethostname()

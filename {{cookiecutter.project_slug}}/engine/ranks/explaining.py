@@ -27,14 +27,17 @@ NETWORK = "usually the network between the ranks, or a process that is stuck"
 WORK = "no rank waits for another: slow work, or code that is stuck, at the end of the stack"
 
 
-def show(title: str, seconds: float = positions.ANSWER_SECONDS) -> None:
+def show(title: str, seconds: float = positions.ANSWER_SECONDS, *, is_end: bool = True) -> None:
     """Print where all ranks are, and why they wait; unless another rank is about to, or has.
 
-    seconds: how long to wait for the others to say where they are.
+    seconds: how long to wait for the others to say where they are. is_end: whether the run ends; if
+    not, and nobody reads the output, nothing is printed.
     """
     if found := positions.ask(seconds):
-        process.drop_unread()
-        print(block(title, found), file=sys.stderr, flush=True)
+        if is_end:
+            process.drop_unread()
+        if is_end or process.is_read(2):
+            print(block(title, found), file=sys.stderr, flush=True)
         for absent in (rank for rank, each in found.items() if isinstance(each, str)):
             requeue.note_failure(1, positions.process_of(absent)[0])
         positions.tell_explained()

@@ -78,7 +78,6 @@ def one_line_errors(
     Ranks that do not notice the error are ended by the launcher, or by their watcher thread.
     A debugger stops where the error was raised, as if nothing caught it.
     """
-    gc.freeze()  # what the imports made stays: no collection looks at it, no worker copies it
     gc.enable()
     if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -224,7 +223,7 @@ def _lost_rank(error: Exception) -> str | None:
         line = f"{names.own_rank()} lost another rank"
     timer = threading.Timer(GONE_SECONDS, _give_up, [line])
     timer.daemon = True
-    timer.start()
+    timer.start()  # until the store has answered: a debugger may hold the error for longer
     try:
         if status_of_failure() is None and not distributed.store().check([STOP]):
             positions.mine.error = error
@@ -232,6 +231,7 @@ def _lost_rank(error: Exception) -> str | None:
             positions.await_explained()
     except dist.DistError:
         line = lost_store()
+    timer.cancel()
     return line
 
 

@@ -8,6 +8,9 @@ import shutil
 import subprocess
 from pathlib import Path
 
+from engine.errors import UserError
+
+SMI_SECONDS = 60  # it takes some seconds where the driver is not kept loaded
 VARIABLE = "CUDA_VISIBLE_DEVICES"
 DEVICES = Path("/dev/nvidiactl"), Path("/dev/kfd")  # of containers without nvidia-smi; of AMD
 
@@ -27,13 +30,25 @@ def wanted() -> list[str] | None:
 
 
 def by_nvidia_smi() -> tuple[list[str], str] | None:
-    """Return the UUIDs of all GPUs, and what nvidia-smi says; None if there is no nvidia-smi."""
+    """Return the UUIDs of all GPUs, and what nvidia-smi says; None if there is no nvidia-smi.
+
+    Raises a UserError if it hangs, as it does if a GPU has failed.
+    """
     if not shutil.which("nvidia-smi"):
         return None
-    done = subprocess.run(["nvidia-smi", "--list-gpus"], capture_output=True, text=True)
-    lines = re.findall("^GPU.*", done.stdout, re.MULTILINE)
-    uuids = [re.search(r"UUID: ([^)]*)", line) for line in lines]
-    return [found[1] if found else "" for found in uuids], (done.stdout + done.stderr).strip()
+    command = ["nvidia-smi", "--list-gpus"]
+    pipe = subprocess.PIPE
+    started = subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True)
+    try:
+        out, err = started.communicate(timeout=SMI_SECONDS)
+    except subprocess.TimeoutExpired:
+        started.kill()  # without waiting: in the driver it may not end
+        remedy = "restart this node or leave it out, or train on CPUs with CUDA_VISIBLE_DEVICES="
+        raise UserError(
+            f"nvidia-smi has not answered in {SMI_SECONDS} s, as if a GPU has failed: {remedy}"
+        ) from None
+    uuids = [re.search(r"UUID: ([^)]*)", line) for line in re.findall("^GPU.*", out, re.MULTILINE)]
+    return [found[1] if found else "" for found in uuids], (out + err).strip()
 
 
 def count() -> int:

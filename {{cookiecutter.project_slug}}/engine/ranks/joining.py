@@ -219,10 +219,13 @@ class Meeting:
 
 def has(store: dist.Store, keys: Sequence[str], seconds: float = LOOK_SECONDS) -> bool:
     """Return whether all `keys` are in `store`, within `seconds`."""
-    with contextlib.suppress(dist.DistStoreError):
+    try:
         store.wait(list(keys), timedelta(seconds=seconds))
-        return True
-    return False
+    except RuntimeError as error:  # a FileStore's time-out is no DistError
+        if isinstance(error, dist.DistError) and not isinstance(error, dist.DistStoreError):
+            raise
+        return False
+    return True
 
 
 def ranges(numbers: Iterable[int], places: Mapping[int, str] | None = None) -> str:

@@ -30,6 +30,7 @@ import contextlib
 import logging
 import os
 import signal
+import tempfile
 import time
 import uuid
 
@@ -113,8 +114,11 @@ def print_failed(failure: ProcessFailure) -> None:
 
 def launch(nodes: Nodes, agreement: Agreement | None, signals: Signals) -> int:
     """Run torchrun once; return the exit status."""
-    # Even if this host's name does not resolve.
-    where = ["--standalone", "--local-addr", "127.0.0.1"]
+    folder = tempfile.TemporaryDirectory(prefix="ddp-", ignore_cleanup_errors=True)
+    # A file, which only its owner can open: torch's store in the network takes orders from whoever
+    # reaches it, and unpickles them. The address: even if this host's name does not resolve.
+    where = ["--rdzv-backend=c10d", "--rdzv-conf=store_type=file", "--local-addr=127.0.0.1"]
+    where += [f"--rdzv-endpoint={folder.name}/launcher", f"--log-dir={folder.name}"]
     watching: contextlib.AbstractContextManager = contextlib.nullcontext()
     if agreement:
         where, watching = agreement.flags(), agreement.watching(signals.end_ranks)
@@ -122,7 +126,7 @@ def launch(nodes: Nodes, agreement: Agreement | None, signals: Signals) -> int:
     if "--check" in words:
         script = str(Path(script).with_name("preflight.py"))
     try:
-        with watching, contextlib.closing(signals.logs):
+        with folder, watching, contextlib.closing(signals.logs):
             main([*where, "--nproc-per-node", str(nodes.ranks), script, *words])
     except ChildFailedError as error:
         rank, failure = root_cause(error)

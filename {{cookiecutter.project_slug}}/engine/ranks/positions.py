@@ -11,6 +11,7 @@ import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import FrameType
 from typing import NamedTuple
 
@@ -125,6 +126,7 @@ def ask(seconds: float, by_person: bool = False) -> dict[int, Position | str] | 
         for rank in sorted(left):
             if store.check([key := protocol.explain(turn, rank)]):
                 found[rank] = _decode(store.get(key))
+                store.delete_key(key)  # an answer takes kilobytes
             elif time.monotonic() > deadline or "ended" in _state_of(rank):
                 found[rank] = _state_of(rank)
         left -= found.keys()
@@ -139,17 +141,24 @@ def tell_explained() -> None:
 
 def await_explained() -> None:
     """Wait until that has been printed for which this rank has said where it is."""
-    await_key(protocol.explained(mine.answered))
+    await_keys(protocol.explained(mine.answered))
 
 
-def await_key(key: str) -> bool:
-    """Return whether the store gets `key` in time; meanwhile other threads can use the store."""
-    deadline = time.monotonic() + ANSWER_SECONDS
+def await_keys(*keys: str, seconds: float = ANSWER_SECONDS) -> bool:
+    """Return whether the store gets all `keys` in time; meanwhile other threads can use it."""
+    deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
-        if distributed.store().check([key]):
+        if distributed.store().check(list(keys)):
             return True
         time.sleep(POLL_SECONDS)
     return False
+
+
+def all_arrive(name: str, seconds: float) -> bool:
+    """Return whether all ranks call this, with the same `name`, within `seconds`."""
+    distributed.store().set(f"{name}/{distributed.rank()}", "")
+    ranks = range(distributed.world_size())
+    return await_keys(*(f"{name}/{rank}" for rank in ranks), seconds=seconds)
 
 
 def _say(turn: int) -> None:
@@ -176,11 +185,22 @@ def _decode(text: bytes) -> Position:
 def _state_of(rank: int) -> str:
     """Return why a rank does not answer, as far as it can be seen from here."""
     node, pid = process_of(rank)
-    if node == environment.node() and (state := process.state_of(pid)):
+    if node == environment.node() and (state := _state_of_process(pid)):
         return f"{state} (process {pid})"
     if node and node != environment.node():
         return f"does not answer (process {pid} on {node})"
     return "does not answer"
+
+
+def _state_of_process(pid: int) -> str:
+    """Return "has ended" or "is held by SIGSTOP" of a process of this machine; "" of others."""
+    if not process.is_running(pid):
+        return "has ended"
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+    except OSError:  # not on Linux
+        return ""
+    return {"Z": "has ended", "X": "has ended", "T": "is held by SIGSTOP"}.get(state, "")
 
 
 def process_of(rank: int) -> tuple[str, int]:

@@ -84,17 +84,6 @@ def is_running(pid: int) -> bool:
     return True
 
 
-def state_of(pid: int) -> str:
-    """Return "has ended" or "is held by a signal" of a process of this machine; "" of others."""
-    if not is_running(pid):
-        return "has ended"
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
-    except OSError:  # not on Linux
-        return ""
-    return {"Z": "has ended", "X": "has ended", "T": "is held by SIGSTOP"}.get(state, "")
-
-
 def ignore_signals() -> None:
     """Ignore the signals that request a stop."""
     for signum in STOP_SIGNALS:
@@ -138,14 +127,21 @@ def drop_unread() -> None:
     A main thread that is blocked in a print continues.
     """
     for stream in (1, 2):
-        with contextlib.suppress(OSError, ValueError):  # closed, or Windows: select needs sockets
-            if select.select([], [stream], [], READ_SECONDS)[1]:
-                continue
+        if is_read(stream):
+            continue
+        with contextlib.suppress(OSError):
             null = os.open(os.devnull, os.O_WRONLY)
             os.dup2(null, stream)
             os.close(null)
             # Interrupted, a blocked write starts again, to the new place.
             signal.pthread_kill(threading.main_thread().ident or 0, WAKE)
+
+
+def is_read(stream: int) -> bool:
+    """Return whether stdout, 1, or stderr, 2, can be written to."""
+    with contextlib.suppress(OSError, ValueError):  # closed, or Windows: select needs sockets
+        return bool(select.select([], [stream], [], READ_SECONDS)[1])
+    return True
 
 
 def _kill_workers() -> None:
@@ -240,8 +236,9 @@ class _Watch(threading.Thread):
 def _end_with_debugger(signal_socket: socket.socket, parent: int) -> None:
     signals = b""
     while is_debugged() and os.getppid() == parent and signal.SIGINT not in signals:
-        readable, _, _ = select.select([signal_socket], [], [], 0.5)
-        signals = signal_socket.recv(64) if readable else b""
+        signal_socket.settimeout(0.5)
+        with contextlib.suppress(TimeoutError):
+            signals = signal_socket.recv(64)
     if threading.main_thread().is_alive():  # else pydevd ends as the program does
         exit_now(128 + signal.SIGINT)
 

@@ -33,7 +33,8 @@ KILL = getattr(signal, "SIGKILL", signal.SIGTERM)  # Windows has no SIGKILL
 DUPLICATE_SECONDS = 1  # a signal often comes twice: from the terminal and from torchrun
 
 # After these, another start would be pointless.
-FINAL = {0, MISTAKE, STOPPED, *(128 + signum for signum in STOP_SIGNALS)}
+FINAL = {0, MISTAKE, STOPPED, 128 + getattr(signal, "SIGQUIT", 3)}  # SIGQUIT: Ctrl-\\
+FINAL |= {128 + signum for signum in STOP_SIGNALS}
 
 # Keys in the process group's store
 STOP = "stop"  # the name of the signal
@@ -47,7 +48,8 @@ LAUNCHER_PID = "LAUNCHER_PID"  # the process id of launch.sh, which becomes engi
 DEBUGGED_LAUNCHER = "DEBUGGED_LAUNCHER"  # with F5: the process id of torchrun, or nothing
 
 # Files in the output folder
-ASKED = ".where"  # with "-" and a random name: where.py asks; may hold a rank that is to listen
+ASKED = ".where"  # with "-" and a random name: where.py asks
+ATTACH = ".attach"  # with "-" and a rank: that is to listen for a debugger
 BEGUN = ".begun"  # the LAUNCH_ID of the last launch that trained there
 
 
@@ -64,11 +66,6 @@ def explain(turn: int, rank: int | None = None) -> str:
 def explained(turn: int) -> str:
     """Return the key that says that all answers have been read."""
     return f"explain/{turn}/done"
-
-
-def listen(rank: int) -> str:
-    """Return the key with which `rank` is asked to listen for a debugger, when it next answers."""
-    return f"listen/{rank}"
 
 
 def listens(rank: int) -> str:

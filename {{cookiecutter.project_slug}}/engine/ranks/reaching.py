@@ -6,6 +6,7 @@ import os
 import re
 import socket
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -21,6 +22,7 @@ Store = TypeVar("Store", bound=dist.Store)
 NOTICE_SECONDS = 30  # after which a line says for whom one waits; another at three times that, ...
 NAME_SECONDS = 60  # for a host's name to resolve
 OWN_SECONDS = 30  # for an address that is not this machine's to lead here
+LOOPBACK = "127.0.0.1"
 BUSY_SECONDS = 5  # for the process that held the port before to end
 
 
@@ -119,23 +121,55 @@ def check_own(host: str, port: int, seconds: float) -> None:
 def open_store(timeout: timedelta) -> tuple[dist.Store, int, int]:
     """Return the store at the address that the launcher gives, and this rank's number, of how many.
 
-    It is not known yet whether the others are there.
+    It is not known yet whether the others are there. The ranks that torchrun starts on one node
+    have a file that only their owner can open; others a TCPStore, which obeys whoever reaches it.
     """
     host, port, rank, size = environment.read_group()
+    if path := private_file():
+        store: dist.Store = dist.FileStore(str(path))
+        store.set_timeout(timeout)
+        return store, rank, size
+    holds = rank == 0 and not by_agent()
+    is_local = os.environ.get("LOCAL_WORLD_SIZE") == str(size) and not by_agent()
+    host = LOOPBACK if is_local else host
 
     def connect(limit: timedelta) -> dist.Store:
+        if is_local and holds:
+            return listen_locally(port, limit)
         # of 1, so that rank 0 does not wait in here: `join` does, and tells for whom
-        return next(dist.rendezvous("env://", world_size=1, timeout=limit))[0]
+        address = f"tcp://{host}:{port}"
+        return next(dist.rendezvous(address, rank, 1, timeout=limit))[0]
 
-    holds = rank == 0 and not by_agent()
     store = reach(connect, (host, port), Clock(timeout.total_seconds()), holds)
     store.set_timeout(timeout)
     return store, rank, size
 
 
+def private_file() -> Path | None:
+    """Return the file of the ranks' store: in a folder that torchrun made, closed to other users.
+
+    None for ranks on several nodes, or started by something else.
+    """
+    note = Path(os.environ.get("TORCHELASTIC_ERROR_FILE", "/"))  # FOLDER/attempt_N/RANK/error.json
+    if os.environ.get("GROUP_WORLD_SIZE") != "1" or not note.is_relative_to(tempfile.gettempdir()):
+        return None
+    is_private = note.parents[2].stat().st_mode & 0o077 == 0
+    return note.parents[1] / "store" if is_private else None
+
+
+def listen_locally(port: int, limit: timedelta) -> dist.TCPStore:
+    """Return a store that other machines cannot reach; torch's own listens at all addresses."""
+    try:
+        listener = socket.create_server((LOOPBACK, port))
+    except OSError as error:
+        raise dist.DistNetworkError(str(error)) from None
+    fd = listener.detach()
+    return dist.TCPStore(LOOPBACK, port, 1, True, limit, multi_tenant=True, master_listen_fd=fd)
+
+
 def by_agent() -> bool:
     """Return whether torchrun holds the ranks' store, for as long as it starts ranks."""
-    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and not private_file()
 
 
 def explain(error: dist.DistError, host: str, port: int) -> UserError | None:

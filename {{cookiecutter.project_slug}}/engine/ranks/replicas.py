@@ -9,7 +9,6 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DataParallel, DistributedDataParallel
-from torch.utils._pytree import tree_leaves
 
 from engine.errors import UserError
 from engine.ranks import devices, distributed
@@ -50,13 +49,7 @@ def wrap(
     _trained[ddp_model] = [name for name, weight in weights if weight.requires_grad]
     # A sum of two is the same in any order; the other flag keeps to the order of the weights.
     if distributed.world_size() > 2 and not find_unused_parameters:
-
-        def before_first_pass(_: nn.Module, args: tuple, kwargs: dict) -> None:
-            if torch.is_grad_enabled():
-                hook.remove()
-                _settle_buckets(ddp_model, args, kwargs)
-
-        hook = ddp_model.register_forward_pre_hook(before_first_pass, with_kwargs=True)
+        _settle_buckets(ddp_model)
     return ddp_model
 
 
@@ -74,25 +67,31 @@ def no_sync(ddp_model: Wrapped) -> Iterator[None]:
         yield
 
 
-def _settle_buckets(ddp_model: DistributedDataParallel, args: tuple, kwargs: dict) -> None:
-    """Run a pass whose gradients are thrown away, without any other effect.
+class _EachWeight(nn.Module):
+    """A function of all weights; their gradients arrive in the order in which DDP expects them."""
+
+    def __init__(self, weights: Iterable[Tensor]) -> None:
+        super().__init__()
+        self.weights = [weight for weight in weights if weight.requires_grad]
+
+    def forward(self) -> Tensor:
+        total = torch.zeros(())
+        for weight in self.weights:
+            total = total.to(weight.device) + (weight * weight.detach()).sum().real
+        return total
+
+
+def _settle_buckets(ddp_model: DistributedDataParallel) -> None:
+    """Run a pass, not of the network, whose gradients are thrown away.
 
     After its first backward pass DDP reassigns the gradients to buckets, in the order in which
     they arrived, and from then on sums them in another order. Without this, the first step of a
     resumed run would differ in the last bits from that of an uninterrupted one.
     """
-    buffers = [buffer.clone() for buffer in ddp_model.buffers()]
-    all_devices = {weight.device for weight in ddp_model.parameters()} - {devices.CPU}
-    kind = next(iter(all_devices), devices.CPU).type
-    with torch.random.fork_rng(all_devices, device_type=kind):
-        sync, ddp_model.require_backward_grad_sync = ddp_model.require_backward_grad_sync, True
-        outputs = [x for x in tree_leaves(ddp_model(*args, **kwargs)) if isinstance(x, Tensor)]
-        torch.stack([x.sum() for x in outputs if x.requires_grad]).sum().backward()
-        ddp_model.require_backward_grad_sync = sync
+    model, ddp_model.module = ddp_model.module, _EachWeight(ddp_model.module.parameters())
+    ddp_model().backward()
+    ddp_model.module = model
     ddp_model.zero_grad()
-    with torch.no_grad():
-        for buffer, before in zip(ddp_model.buffers(), buffers, strict=True):
-            buffer.copy_(before)
 
 
 def trained_weights(ddp_model: nn.Module) -> list[str]:

@@ -6,9 +6,7 @@ no read from the device for it.
 """
 
 import contextlib
-import faulthandler
 import math
-import select
 import signal
 import socket
 import sys
@@ -17,11 +15,16 @@ import time
 from collections.abc import Callable, Iterator
 from typing import NoReturn
 
+import torch.distributed as dist
+
+from engine.errors import print_error
 from engine.ranks import distributed, explaining, failures, logs, positions, process
 from engine.ranks.protocol import DUPLICATE_SECONDS, STOP, STOP_SIGNALS, STOPPED, answer
 
 POLL_SECONDS = 0.5
-ANSWER_SECONDS = 10  # a rank that has not answered by then has died, or hangs
+ANSWER_SECONDS = 10  # after which the ranks that have not answered are named
+# For them to answer, should a machine or disk hang; launch.sh kills after 120, torchrun after 30.
+GRACE_SECONDS = 25 if process.by_plain_torchrun() else 100
 AFTER_SECONDS = 5  # for what follows the training, when a signal comes after the last save
 
 
@@ -35,8 +38,10 @@ class Watcher(threading.Thread):
     def __init__(self) -> None:
         super().__init__(name="stopping", daemon=True)
         self.store = distributed.store()
+        self.before = {signum: signal.getsignal(signum) for signum in STOP_SIGNALS}
         self.signal_socket, self.wakeup = socket.socketpair()
         self.wakeup.setblocking(False)
+        self.is_broken = False  # this thread has died
         self.first_signal = 0.0  # when it came
         self.status = 1  # with which to exit if nothing can be saved
         limit = distributed.timeout()  # after which a collective fails
@@ -54,21 +59,35 @@ class Watcher(threading.Thread):
         self.agreed = threading.Event()  # once all have answered
 
     def run(self) -> None:
-        while not self.is_over.is_set():
-            signals = self.wait(POLL_SECONDS)
-            try:
+        try:
+            while not self.is_over.is_set():
+                signals = self.wait(POLL_SECONDS)
                 self.check_hang()
                 for signum in signals:
                     self.on_signal(signum)
                 self.poll()
-            except RuntimeError:
-                return self.end_without_store()
+        except dist.DistError:
+            self.end_without_store()
+        except Exception as error:
+            self.is_broken = True
+            line = f"signals no longer stop and save this run ({type(error).__name__}: {error})"
+            if self.answered:  # the others wait for this rank's last step
+                failures.report(line, self.status)
+            print_error(line)
 
     def wait(self, seconds: float) -> list[int]:
         """Return the stop signals that come within so many seconds; at once if one comes."""
-        readable, _, _ = select.select([self.signal_socket], [], [], seconds)
-        signals = self.signal_socket.recv(64) if readable else b""
-        return [signum for signum in signals if signum in STOP_SIGNALS]
+        self.signal_socket.settimeout(seconds)  # by poll: select refuses numbers above 1023
+        try:
+            return [signum for signum in self.signal_socket.recv(64) if signum in STOP_SIGNALS]
+        except TimeoutError:
+            return []
+
+    def on_main(self, signum: int, _: object) -> None:
+        """Leave a signal to this thread, which gets it from the socket; else do as before."""
+        if self.is_broken:
+            signal.signal(signum, self.before[signum])
+            signal.raise_signal(signum)
 
     def end_without_store(self) -> None:
         """End this rank: the store has gone, with the rank or launcher that held it.
@@ -127,11 +146,13 @@ class Watcher(threading.Thread):
             self.last_step = max(map(int, self.store.multi_get(answers)))
             self.agreed.set()
         # Once all have answered, there is only a long step or a save to wait for.
-        limit = distributed.timeout() if self.agreed.is_set() else ANSWER_SECONDS
-        if time.monotonic() > self.answered + limit:
+        limit = distributed.timeout() if self.agreed.is_set() else GRACE_SECONDS
+        waited = time.monotonic() - self.answered
+        if waited > min(limit, ANSWER_SECONDS):
             missing = [str(i) for i, key in enumerate(answers) if not self.store.check([key])]
             what = f"rank {', '.join(missing)} to answer" if missing else "this step or save"
-            process.drop_unread()
+            if waited <= limit:  # printed once, as all that is in the same place
+                return explaining.show(f"waiting up to {limit:g} s for {what}:", is_end=False)
             line = f"timed out after {limit:g} s waiting for {what}"
             explaining.show(f"{line}:")
             failures.report(f"{line}: not saved", self.status)
@@ -141,15 +162,11 @@ class Watcher(threading.Thread):
         now, (last, seen) = time.monotonic(), self.last_heartbeat
         if self.heartbeat != last:
             self.last_heartbeat = (self.heartbeat, now)
-            # Prints the stacks if this thread is stuck, too.
-            faulthandler.dump_traceback_later(self.hang_seconds + 3 * POLL_SECONDS)
         elif now - seen > self.hang_seconds:
             self.last_heartbeat = (last, math.inf)
-            faulthandler.cancel_dump_traceback_later()
             seconds = 0.6 * (distributed.timeout() - self.hang_seconds)
-            explaining.show(
-                f"no progress for {self.hang_seconds:g} s:", min(seconds, positions.ANSWER_SECONDS)
-            )
+            seconds = min(seconds, positions.ANSWER_SECONDS)
+            explaining.show(f"no progress for {self.hang_seconds:g} s:", seconds, is_end=False)
 
 
 _watcher: Watcher | None = None  # within `on_signals`
@@ -169,12 +186,12 @@ def on_signals(where: Callable[[], str]) -> Iterator[None]:
     watcher = _watcher = Watcher()
     positions.mine.where, positions.mine.thread = where, threading.get_ident()
     is_main = threading.current_thread() is threading.main_thread()  # not in Ray's worker
-    before = {signum: signal.getsignal(signum) for signum in STOP_SIGNALS if is_main}
+    before = watcher.before if is_main else {}
     handled = [signum for signum in before if before[signum] != signal.SIG_IGN]  # by nohup
     if is_main:
         signal.set_wakeup_fd(watcher.wakeup.fileno(), warn_on_full_buffer=False)
     for signum in handled:
-        signal.signal(signum, lambda *_: None)  # without a handler the socket gets nothing
+        signal.signal(signum, watcher.on_main)  # without a handler the socket gets nothing
     watcher.start()
     is_done = False
     try:
@@ -190,7 +207,6 @@ def on_signals(where: Callable[[], str]) -> Iterator[None]:
         watcher.is_over.set()
         watcher.wakeup.send(b"\0")
         watcher.join(ANSWER_SECONDS)  # it waits for the store, which a stopped rank may hold
-        faulthandler.cancel_dump_traceback_later()
         if is_main:
             signal.set_wakeup_fd(-1)
         for signum in handled:

@@ -4,16 +4,16 @@ python -m engine.ranks.where [--debug-rank R] [OUTPUT_DIR], in any terminal that
 folder: rank 0 finds the question there, asks the other ranks, and writes the answer next to it.
 """
 
+import os
 import sys
 import time
 import uuid
 from argparse import ArgumentParser
 from pathlib import Path
 
-from engine import files
 from engine.errors import UserError
 from engine.ranks import process
-from engine.ranks.protocol import ASKED, MISTAKE
+from engine.ranks.protocol import ASKED, ATTACH, MISTAKE
 
 RUNS = Path(__file__).resolve().parents[2] / "runs"
 ANSWER_SECONDS = 10
@@ -27,17 +27,19 @@ def ask(folder: Path, rank: int | None) -> str | None:
     if not folder.is_dir():
         raise UserError(f"{folder}: no such folder; name the --output-dir of the run")
     asked = folder / f"{ASKED}-{uuid.uuid4().hex}"  # others may ask, too
-    answer = asked.with_suffix(".txt")
+    answer, attach = asked.with_suffix(".txt"), folder / f"{ATTACH}-{rank}"
     deadline = time.monotonic() + ANSWER_SECONDS
     try:
-        with files.writing(asked) as tmp_path:
-            tmp_path.write_text("" if rank is None else str(rank))
+        if rank is not None:
+            attach.unlink(missing_ok=True)
+            os.close(os.open(attach, os.O_CREAT | os.O_EXCL, 0o600))
+        asked.touch()
         while time.monotonic() < deadline:
             if answer.exists():
                 return answer.read_text()
             time.sleep(0.1)
     finally:
-        for path in (asked, answer):
+        for path in (asked, answer, *([attach] if rank is not None else [])):
             path.unlink(missing_ok=True)
     return None
 

@@ -61,7 +61,7 @@ class RunFolder:
         with distributed.rank_zero_first():
             if distributed.is_rank_zero():
                 self._lock()
-                answering.listen(self.path)
+            answering.listen(self.path)
             is_first = distributed.local_rank() == 0  # of its node
             state = self._search() if is_first else None
         step, path = (state["step"], state["path"]) if state else (-1, "")

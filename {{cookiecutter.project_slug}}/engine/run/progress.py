@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from engine.data import loading
 from engine.data.loading import Loader
 from engine.errors import UserError
-from engine.ranks import distributed, explaining, lockstep, stopping
+from engine.ranks import distributed, explaining, lockstep, positions, stopping
 from engine.run import checkpoint, optimizers, palette, replay, sharded
 from engine.run.checkpoint import State
 from engine.run.folder import KEYS, RunFolder
@@ -169,7 +169,7 @@ class Run:
     def mean_loss(self) -> float:
         """Return the mean loss of the epoch over all ranks."""
         is_early = self.sampler.total - self.seen >= self.global_batch
-        if is_early and not distributed.all_arrive(f"left/{self.step}", distributed.timeout() / 10):
+        if is_early and not positions.all_arrive(f"left/{self.step}", distributed.timeout() / 10):
             raise UserError(
                 f"rank {distributed.rank()} left the training loop at {self} and other ranks did "
                 "not: all ranks have to take the same number of steps"
