@@ -2,9 +2,13 @@
 #              (TASK=segmentation for the other kind, FLAGS="..." for flags of its main.py)
 # make test    set up, run all tests
 # make check   set up, lint and the quick tests
+#
+# They install the versions in constraints.txt, which passed. CONSTRAINTS= takes the newest there
+# are, CONSTRAINTS=constraints-oldest.txt the oldest of what training needs.
 
 PYTHON ?= python3
 VENV ?= .venv
+CONSTRAINTS ?= constraints.txt
 TASK ?= classification
 FLAGS ?=
 # Of pytest: many tests wait, for time-outs and signals, while others compute.
@@ -38,9 +42,11 @@ demo: ready
 	@echo "Next:            cd $(project), edit main.py, dataset.py or model.py, and"
 	@echo "                 PYTHON=../../$(VENV)/bin/python ./launch.sh --resume never"
 
-ready: $(VENV)/ready
+ready: $(VENV)/ready-$(or $(CONSTRAINTS),newest)
 
-$(VENV)/ready: requirements.txt $(wildcard $(template)/tasks/*/requirements.txt)
+$(VENV)/ready-%: requirements.txt $(CONSTRAINTS) $(wildcard $(template)/tasks/*/requirements.txt)
 	$(PYTHON) -m venv "$(VENV)"
-	$(python) -m pip install --quiet --disable-pip-version-check -r requirements.txt
+	rm -f "$(VENV)"/ready*
+	$(python) -m pip install --quiet --disable-pip-version-check --upgrade \
+		--upgrade-strategy eager -r requirements.txt $(CONSTRAINTS:%=--constraint %)
 	touch "$@"

@@ -95,9 +95,9 @@ def test_mistakes_in_the_loop(fault: Callable) -> None:
 
 @SAME_FOR_BOTH
 def test_debug_mode_that_crashes(fault: Callable) -> None:
-    statuses, out, err, crashes = fault("in_detail")
+    statuses, out, err = fault("in_detail")
     assert (statuses, err) == ([0, 0], "")
-    assert out.count("TORCH_DISTRIBUTED_DEBUG=DETAIL crashes DDP with gloo") == crashes
+    assert out.count("TORCH_DISTRIBUTED_DEBUG=DETAIL crashes DDP with gloo") == 1
 
 
 NCCL = "NCCL error in: /pytorch/torch/csrc/distributed/c10d/NCCLUtils.cpp:77, "
@@ -139,7 +139,7 @@ USAGE += "ncclInvalidUsage: This usually reflects invalid usage of NCCL library.
     ],
 )  # fmt: skip
 def test_what_nccl_says(text: str, words: str) -> None:
-    """Texts of torch 2.6 to 2.14, and of nccl 2.20 to 2.30; no GPU is here to provoke them."""
+    """Texts of torch 2.9 to 2.15, and of nccl 2.20 to 2.30; no GPU is here to provoke them."""
     line = explain(RuntimeError(text))
     assert isinstance(line, str)
     assert line.startswith("rank 0: ")

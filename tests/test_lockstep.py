@@ -242,7 +242,7 @@ def test_all_wait() -> None:
 
 
 def test_nothing_is_recorded() -> None:
-    """As with gloo of older versions of torch: the lines of the main threads are left."""
+    """As with TORCH_FR_BUFFER_SIZE=0: the lines of the main threads are left."""
     known = {
         rank: each._replace(started=[], waits=None)
         for rank, each in ranks(steps(A, B), steps(A, B), steps(A)).items()

@@ -11,7 +11,6 @@ from unittest.mock import Mock
 import pytest
 import torch
 import torch.distributed as dist
-from torch.torch_version import TorchVersion
 
 from engine.errors import UserError
 from engine.ranks import devices, gpus
@@ -227,19 +226,10 @@ class TestCheck:
 
 
 class TestBackend:
-    @pytest.mark.parametrize(("version", "value"), [("2.7.0+cu126", "0"), ("2.7.1+cu126", None)])
-    def test_nccl(
-        self, version: str, value: str | None, node: Callable, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        """With the NCCL of torch 2.7.0 collectives may hang in a group that has a device_id."""
+    def test_backends(self, node: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
         node()
-        monkeypatch.setattr(torch, "__version__", TorchVersion(version))
         monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
         assert devices.backend(torch.device("cuda", 0)) == "nccl"
-        assert os.environ.get("TORCH_NCCL_USE_COMM_NONBLOCKING") == value
-
-    def test_others(self, node: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
-        node()
         assert devices.backend(devices.CPU) == devices.backend(torch.device("mps")) == "gloo"
         monkeypatch.setattr(dist, "is_xccl_available", lambda: True, raising=False)
         assert devices.backend(torch.device("xpu", 0)) == "xccl"

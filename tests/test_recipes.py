@@ -66,7 +66,6 @@ def test_optimizers(project: Project) -> None:
 
 
 @SAME_FOR_BOTH
-@pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch has Muon from 2.9 on")
 def test_muon(project: Project) -> None:
     muon = project.call("recipes.groups", "--optimizer", "muon", "--backbone-lr", "0.5")
     assert muon["encoder.2.weight"][:3] == ["Muon", 0.0005, 0.05]

@@ -140,8 +140,6 @@ def build_muon(model: nn.Module, groups: list[dict], lr: float) -> torch.optim.O
     Jordan et al. 2024, kellerjordan.github.io/posts/muon; its updates are scaled so that AdamW's
     rate and decay fit both (Liu et al. 2025, arXiv:2502.16982).
     """
-    if not hasattr(torch.optim, "Muon"):
-        raise UserError(f"--optimizer muon: torch {torch.__version__} lacks it; needs torch 2.9")
     of_backbone = set(backbone(model))
     hidden = {  # not tables, such as those of relative positions
         weight

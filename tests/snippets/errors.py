@@ -172,11 +172,10 @@ def mistakes_in_the_loop(data: str, folder: str, *words: object) -> dict:
 
 
 def in_detail(data: str, folder: str, *words: object) -> list:
-    """A run with TORCH_DISTRIBUTED_DEBUG=DETAIL, and whether DDP needs that line here."""
+    """A run with TORCH_DISTRIBUTED_DEBUG=DETAIL."""
 
     def patch() -> None:
         os.environ["TORCH_DISTRIBUTED_DEBUG"] = "DETAIL"
         dist.set_debug_level_from_env()
 
-    run = Runs(data, folder, words).train("detail", "--epochs", 1, patch=patch)
-    return [*run, torch.__version__ >= "2.7"]
+    return Runs(data, folder, words).train("detail", "--epochs", 1, patch=patch)

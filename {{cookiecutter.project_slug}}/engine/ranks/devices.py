@@ -153,12 +153,10 @@ def backend(device: torch.device) -> str:
     With gloo, lower TORCH_DISTRIBUTED_DEBUG if DDP would crash.
     """
     name = dist.get_default_backend_for_device(device) if has_collectives(device) else "gloo"
-    if name == "nccl" and torch.__version__ < "2.7.1":  # which, given a device_id, may hang
-        os.environ.setdefault("TORCH_NCCL_USE_COMM_NONBLOCKING", "0")
     if not getattr(dist, f"is_{name}_available", lambda: True)():
         raise UserError(f"torch {torch.__version__} has no {name} for {device.type}: {ON_CPU}")
     is_detailed = dist.get_debug_level() == dist.DebugLevel.DETAIL
-    if name == "gloo" and torch.__version__ >= "2.7" and is_detailed:
+    if name == "gloo" and is_detailed:
         _say(  # DDP takes the wrapper of DETAIL for gloo
             f"TORCH_DISTRIBUTED_DEBUG=DETAIL crashes DDP with gloo in torch {torch.__version__}: "
             "using INFO; a hang or a mismatch is explained without it"

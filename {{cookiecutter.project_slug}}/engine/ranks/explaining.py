@@ -22,7 +22,7 @@ SHAPES = "shapes and dtypes have to be the same on all ranks"
 ORDER = "all ranks have to start the same collectives in the same order"
 INPUT = "usually slow or stuck input: storage, or a loader worker"
 ALONE = "usually work of one rank alone, such as evaluate() or a print of a reduced number"
-RECORDING = "torch 2.9 or later, unless TORCH_FR_BUFFER_SIZE=0, records which collectives these are"
+RECORDING = "torch records which collectives these are, unless TORCH_FR_BUFFER_SIZE=0"
 NETWORK = "usually the network between the ranks, or a process that is stuck"
 WORK = "no rank waits for another: slow work, or code that is stuck, at the end of the stack"
 

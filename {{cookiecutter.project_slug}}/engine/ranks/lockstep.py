@@ -2,7 +2,7 @@
 
 A collective returns once all ranks have started it. Ranks that start others, or the same in another
 order, wait for each other or get wrong results. torch's flight recorder keeps the last ones of each
-rank (TORCH_FR_BUFFER_SIZE, 2000; over gloo from torch 2.9 on), at no cost that could be measured.
+rank (TORCH_FR_BUFFER_SIZE, 2000), at no cost that could be measured.
 """
 
 import functools

@@ -8,7 +8,7 @@ from torch.nn.parallel import DistributedDataParallel
 from engine.errors import UserError, shorten
 from engine.ranks import distributed, replicas
 
-# Texts of torch 2.6 to 2.14 and of nccl 2.19 to 2.30; the first that is found counts.
+# Texts of torch 2.9 to 2.15 and of nccl 2.19 to 2.30; the first that is found counts.
 OF_THE_MACHINE = {  # printed alone
     "Duplicate GPU detected": (
         "two ranks use the same GPU: start one rank per GPU, with ./launch.sh or torchrun; "
