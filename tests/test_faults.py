@@ -80,14 +80,21 @@ def test_output_that_nobody_reads(fault: Callable, tmp_path: Path) -> None:
 
 
 def test_a_rank_that_does_not_answer(fault: Callable) -> None:
-    """Held by SIGSTOP, of which the launcher does not know: nothing can be saved."""
+    """Held by SIGSTOP, of which the launcher does not know: it is named, and waited for."""
     found = fault("no_answer")
-    assert found["status"] == 128 + signal.SIGTERM
-    assert found["seconds"] < 10
-    first, second, *_, last = found["err"].splitlines()
-    assert first == "timed out after 2 s waiting for rank 1 to answer:"
-    assert re.fullmatch(r"rank 1 is held by SIGSTOP \(process \d+\)", second)
-    assert last == f"error: {first[:-1]}: not saved"
+    for name in found:
+        first, second, *_, last = found[name][3].splitlines()
+        assert first == "waiting up to 8 s for rank 1 to answer:"
+        assert re.fullmatch(r"rank 1 is held by SIGSTOP \(process \d+\)", second)
+    assert found["late"][0] == 75
+    assert "SIGTERM: stopped and saved at epoch 1" in found["late"][2]
+    for name, least in ("dead", 5), ("held", 8):
+        status, seconds, _, err = found[name]
+        assert status == 128 + signal.SIGTERM
+        last = err.splitlines()[-1]
+        expected = r"error: timed out after \d s waiting for rank 1 to answer: not saved"
+        assert re.fullmatch(expected, last), err
+        assert least <= seconds < least + 3
 
 
 def test_signals_after_training(fault: Callable) -> None:

@@ -150,19 +150,27 @@ def state_of(pid: int) -> str:
 
 
 def no_answer(data: str, folder: str, *words: object) -> dict:
-    """Rank 1 is held by SIGSTOP, of which the launcher does not know; rank 0 gets a signal."""
-    stopping.ANSWER_SECONDS = 2
-    runs = Runs(data, folder, words)
+    """Rank 1 is held by SIGSTOP, of which the launcher does not know; rank 0 gets a signal.
+
+    Then it is let go in time, or killed, or stays.
+    """
+    stopping.ANSWER_SECONDS, stopping.GRACE_SECONDS = 1, 8
+    runs, found = Runs(data, folder, words), {}
     stop = after_step(3, lambda: os.kill(os.getpid(), signal.SIGSTOP), rank=1)
-    first, second = runs.start("out", patch=stop)
-    wait_for(lambda: state_of(second) == "T")
-    began = time.monotonic()
-    os.kill(first, signal.SIGTERM)
-    (status,) = wait([first], 30)
-    seconds = time.monotonic() - began
-    os.kill(second, signal.SIGKILL)
-    wait([second])
-    return {"status": status, "seconds": seconds, "err": runs.said("out")[1]}
+    for name, sent in ("late", signal.SIGCONT), ("dead", signal.SIGKILL), ("held", None):
+        first, second = runs.start(name, patch=stop)
+        wait_for(lambda pid=second: state_of(pid) == "T")
+        began = time.monotonic()
+        os.kill(first, signal.SIGTERM)
+        time.sleep(5)
+        if sent:
+            os.kill(second, sent)
+        (status,) = wait([first], 30)
+        seconds = time.monotonic() - began
+        os.kill(second, signal.SIGKILL)
+        wait([second])
+        found[name] = [status, seconds, *runs.said(name)]
+    return found
 
 
 def signals_after_training(data: str, folder: str, *words: object) -> list:

@@ -38,7 +38,7 @@ def without_store() -> list[int]:
     """Statuses of a rank that trains on without its store: a signal comes later, or none."""
 
     def gone() -> None:
-        raise RuntimeError("Broken pipe")
+        raise dist.DistNetworkError("Broken pipe")
 
     def act() -> None:
         distributed.setup()

@@ -127,8 +127,8 @@ def ask(seconds: float, by_person: bool = False) -> dict[int, Position | str] | 
             if store.check([key := protocol.explain(turn, rank)]):
                 found[rank] = _decode(store.get(key))
                 store.delete_key(key)  # an answer takes kilobytes
-            elif time.monotonic() > deadline or "ended" in _state_of(rank):
-                found[rank] = _state_of(rank)
+            elif time.monotonic() > deadline or "ended" in state_of(rank):
+                found[rank] = state_of(rank)
         left -= found.keys()
         time.sleep(POLL_SECONDS)
     return dict(sorted(found.items()))
@@ -182,7 +182,7 @@ def _decode(text: bytes) -> Position:
     return Position(*values)._replace(started=entries)
 
 
-def _state_of(rank: int) -> str:
+def state_of(rank: int) -> str:
     """Return why a rank does not answer, as far as it can be seen from here."""
     node, pid = process_of(rank)
     if node == environment.node() and (state := _state_of_process(pid)):

@@ -74,8 +74,7 @@ class _EachWeight(nn.Module):
         super().__init__()
         self.weights = [weight for weight in weights if weight.requires_grad]
 
-    def forward(self) -> Tensor:
-        total = torch.zeros(())
+    def forward(self, total: Tensor) -> Tensor:
         for weight in self.weights:
             total = total.to(weight.device) + (weight * weight.detach()).sum().real
         return total
@@ -89,7 +88,7 @@ def _settle_buckets(ddp_model: DistributedDataParallel) -> None:
     resumed run would differ in the last bits from that of an uninterrupted one.
     """
     model, ddp_model.module = ddp_model.module, _EachWeight(ddp_model.module.parameters())
-    ddp_model().backward()
+    ddp_model(torch.zeros(())).backward()
     ddp_model.module = model
     ddp_model.zero_grad()
 

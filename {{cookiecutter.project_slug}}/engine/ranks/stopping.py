@@ -148,14 +148,15 @@ class Watcher(threading.Thread):
         # Once all have answered, there is only a long step or a save to wait for.
         limit = distributed.timeout() if self.agreed.is_set() else GRACE_SECONDS
         waited = time.monotonic() - self.answered
-        if waited > min(limit, ANSWER_SECONDS):
-            missing = [str(i) for i, key in enumerate(answers) if not self.store.check([key])]
-            what = f"rank {', '.join(missing)} to answer" if missing else "this step or save"
-            if waited <= limit:  # printed once, as all that is in the same place
-                return explaining.show(f"waiting up to {limit:g} s for {what}:", is_end=False)
-            line = f"timed out after {limit:g} s waiting for {what}"
-            explaining.show(f"{line}:")
-            failures.report(f"{line}: not saved", self.status)
+        if waited <= (limit if self.agreed.is_set() else ANSWER_SECONDS):
+            return
+        missing = [rank for rank, key in enumerate(answers) if not self.store.check([key])]
+        what = f"{explaining.name(missing)} to answer" if missing else "this step or save"
+        if waited <= limit and not any("ended" in positions.state_of(rank) for rank in missing):
+            return explaining.show(f"waiting up to {limit:g} s for {what}:", is_end=False)  # once
+        line = f"timed out after {min(waited, limit):.0f} s waiting for {what}"
+        explaining.show(f"{line}:")
+        failures.report(f"{line}: not saved", self.status)
 
     def check_hang(self) -> None:
         """Print where all ranks are, once, if the main thread has had no heartbeat for too long."""
