@@ -5,6 +5,7 @@ order, wait for each other or get wrong results. torch's flight recorder keeps t
 rank (TORCH_FR_BUFFER_SIZE, 2000), at no cost that could be measured.
 """
 
+import contextlib
 import functools
 import os
 import pickle
@@ -80,19 +81,26 @@ def read() -> tuple[list[Collective], Collective | None]:
 
 def _entries() -> list[dict]:
     """Return what torch has recorded of the group of all ranks, the oldest first."""
-    on_gpu = torch.distributed.get_backend() == "nccl"
-    dump = getattr(_distributed_c10d, "_dump_nccl_trace" if on_gpu else "_dump_fr_trace", None)
-    if dump is None:
-        return []
     # It looks for compiled code in torch._inductor, whose import takes a second and 40 MB.
     stub = vars(torch).setdefault("_inductor", SimpleNamespace())
     try:
-        entries = pickle.loads(dump()).get("entries", ())
+        entries = _dump()
     finally:
         if isinstance(stub, SimpleNamespace) and vars(torch).get("_inductor") is stub:
             del vars(torch)["_inductor"]
     known = (each for each in entries if each.keys() >= KEYS)
     return [e for e in known if e["process_group"][1] == "default_pg" and not e["is_p2p"]]
+
+
+def _dump() -> list[dict]:
+    """Return what torch has recorded of all groups."""
+    if torch.distributed.get_backend() != "nccl":
+        return pickle.loads(_distributed_c10d._dump_fr_trace()).get("entries", [])
+    if entries := pickle.loads(_distributed_c10d._dump_nccl_trace()).get("entries"):
+        return entries
+    with contextlib.suppress(TypeError):  # from torch 2.15 on "nccl" is "nccl2"; before, an error
+        return pickle.loads(_distributed_c10d._dump_fr_trace(backend="nccl2")).get("entries", [])
+    return []
 
 
 def _collective(entry: Mapping) -> Collective:
