@@ -48,7 +48,8 @@ def test_ranks_as_named_sessions(project: Project, data: Path, tmp_path: Path) -
             rank.disconnect()
         (label,) = filter(None, ends)
         end = task(project.folder, label)
-        subprocess.run([end["command"], *end["args"]], check=True)
+        subprocess.run([end["command"], *end["args"]], cwd=project.folder, check=True)
+        assert not list(project.folder.glob("runs/debug/.*"))
         debugger.finish()
         assert not debugger.left(5)
 
