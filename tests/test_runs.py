@@ -324,7 +324,8 @@ def test_flags_that_eval_only_takes_from_the_checkpoint(
     words = [trained / "best.pt", tmp_path / "other.pt", "--data", data]
     found = project.call("evaluating.flags_of_eval_only", *words)
     tile = 256 if project.task == "segmentation" else None
-    assert found == {"image_size": 96, "max_megapixels": 7, "tile": tile, "arch": arch}
-    given = ["--image-size", "64", "--max-megapixels", "8"]
+    expected = {"image_size": 96, "max_megapixels": 7, "tile": tile, "arch": arch}
+    assert found == {**expected, "batch_size": 3}
+    given = ["--image-size", "64", "--max-megapixels", "8", "--batch-size", "5"]
     found = project.call("evaluating.flags_of_eval_only", *words, *given)
-    assert (found["image_size"], found["max_megapixels"]) == (64, 8)
+    assert [found[x] for x in ("image_size", "max_megapixels", "batch_size")] == [64, 8, 5]
