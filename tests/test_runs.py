@@ -301,7 +301,8 @@ def test_drawing_that_was_interrupted(project: Project, tmp_path: Path) -> None:
     for folder in at_work:
         folder.mkdir()
     process.kill()
-    finish(process, mark)
+    said = finish(process, mark).out
+    assert said == f"drawing the demo set in {os.path.relpath(target, project.folder)} ...\n"
     assert not target.exists()
     assert len(list(tmp_path.glob("demo.partial-*"))) == 3
     project.draw(target, 9, 3)
