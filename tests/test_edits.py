@@ -1,6 +1,7 @@
 """What owners change in main.py and model.py: it works and resumes exactly, or is refused."""
 
 import itertools
+import os
 import re
 import shutil
 from collections.abc import Callable
@@ -127,6 +128,51 @@ def test_a_kill_between_the_best_and_the_last(
     for name in "examples.png", "per_class.csv", "confusion.png", "worst.png":
         assert (tmp_path / name).exists()
         assert name in said.splitlines()[-1]
+
+
+EVALUATE = "            results, found = evaluate(task, val_loader)\n"
+
+
+def test_kills_before_the_images(few: Path, tmp_path: Path, edited: Edited) -> None:
+    """They come at the next start, of the epoch of best.pt: a later one is as good, not better.
+
+    An epoch of which all steps were done before the start has no speed.
+    """
+    out, drawn = tmp_path / "out", ("examples.png", "per_class.csv", "confusion.png", "worst.png")
+    more = flags(few, out, "--epochs", 2, "--lr", 0.01)
+    tie = EVALUATE, f"{EVALUATE}            results[BEST] = 0.5\n"
+    record = "            report.end_epoch(run.history, is_best)\n"
+    last_step = END, f"{END}\n            if run.step == 6: {KILL}"
+    assert edited(tie, last_step)(*more, "--save-every", 1).status == -9
+    assert edited(tie, (record, f"{record}            {KILL}\n"))(*more, draws=True).status == -9
+    assert [path.name for path in out.glob("*.png")] == ["curves.png"]
+    edited(tie)(*more, draws=True).ok()
+    best = {name: (out / name).read_bytes() for name in drawn}
+    speeds = [(row["img_per_s"], row["train_seconds"], row["data_wait"]) for row in rows(out)]
+    assert speeds[0] == ("", "", "") and all(map(float, speeds[1][:2]))
+    assert torch.load(out / "best.pt", weights_only=True)["epoch"] == 1
+
+    for name, is_equal in ("best.pt", True), ("last.pt", False):
+        edited()(*flags(few, out, "--eval-only", "--resume", out / name), draws=True).ok()
+        assert ((out / "eval/per_class.csv").read_bytes() == best["per_class.csv"]) == is_equal
+
+    (out / "examples.png").unlink()
+    assert "done: best" in edited(tie)(*more, draws=True).ok().out
+    assert best == {name: (out / name).read_bytes() for name in drawn}
+    os.utime(out / "curves.png", (0, 0))
+    for said in "done: best", "nothing left to do":
+        assert said in edited(tie)(*more, draws=True).ok().out
+
+
+def test_another_network_is_evaluated_than_saved(few: Path, tmp_path: Path, edited: Edited) -> None:
+    run = "    run = Run(\n"
+    own = (run, f"    ema = recipe.Average(model, 0.9).module\n{run}")
+    part = ("        **averaged,\n", "        ema=ema,\n        **averaged,\n")
+    judged = EVALUATE.replace("task,", "replace(task, model=ema),")
+    done = edited(own, part, (EVALUATE, judged))(*flags(few, tmp_path / "refused"))
+    done.refused("evaluate() judged another network", "Run(model=...)", "--ema")
+    wrapped = EVALUATE.replace("task,", "replace(task, model=nn.Sequential(model)),")
+    edited(own, part, (EVALUATE, wrapped))(*flags(few, tmp_path / "same")).ok()
 
 
 def test_another_choice_of_the_best(

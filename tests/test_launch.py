@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from dap import task
 from ports import free_port
 from running import (
     SAME_FOR_BOTH,
@@ -166,6 +167,13 @@ class TestLaunchers:
         bare.write_text(f'#!/bin/sh\nexec "{sys.executable}" -S "$@"\n')
         bare.chmod(0o755)
         run([project.folder / "launch.sh"], PYTHON=str(bare)).refused("has no torch: activate")
+        alone = run([bare, "main.py"], cwd=project.folder)  # F5, "One process"
+        alone.refused(f"{sys.executable} has no torch", "Python: Select Interpreter")
+        before = task(project.folder, "find torch")  # F5
+        run([before["command"], *before["args"]], cwd=project.folder).ok()
+        without = run([bare, *before["args"]], cwd=project.folder)
+        assert without.refused("has no torch").err == alone.err
+        assert (alone.status, without.status) == (2, 2)
         usage = run([project.folder / "launch.sh", "--help"]).ok().out
         for name in ("NPROC", "NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "MAX_RESTARTS"):
             assert name in usage

@@ -148,15 +148,25 @@ class TestCounts:
     def test_files_of_a_run(
         self, project: Project, data: Path, trained: Path, tmp_path: Path
     ) -> None:
-        """Those of --eval-only, the same on one and three ranks, say what metrics.csv says."""
-        out, others = tmp_path / "out", tmp_path / "others"
-        more = [*flags(data, out), "--eval-only", "--resume", trained / "best.pt"]
+        """Those of --eval-only, the same on one and three ranks, say what metrics.csv says.
+
+        They lie apart from those of the run, in whose folder nothing changes.
+        """
+        run, others = shutil.copytree(trained, tmp_path / "run"), tmp_path / "others"
+        before = {path.name: path.read_bytes() for path in run.iterdir()}
+        out = run / "eval"
+        out.mkdir()
+        (out / "worst.png").touch()  # of an evaluation before
+        more = [*flags(data, run), "--eval-only"]
         said, numbers = project.alone(*more).ok().out.splitlines()[-2:]
         assert said == f"written to {out}: per_class.csv, confusion.png, worst.png"
         assert {path.name for path in out.iterdir()} == {*said.split(": ")[1].split(", ")}
+        assert (out / "per_class.csv").read_bytes() == before["per_class.csv"]
+        assert before == {path.name: path.read_bytes() for path in run.iterdir() if path != out}
         assert "matrix" not in numbers
-        more[more.index(out)] = others
+        more = [*flags(data, others), "--eval-only", "--resume", trained / "best.pt"]
         project.fork(*more, ranks=3).ok()
+        others = others / "eval"
         assert (out / "per_class.csv").read_text() == (others / "per_class.csv").read_text()
         for name in ("confusion.png", "worst.png"):
             assert np.array_equal(*(np.asarray(Image.open(path / name)) for path in (out, others)))
@@ -170,9 +180,9 @@ class TestCounts:
                 assert float(each["iou"]) == pytest.approx(float(row[f"iou_{name}"]), abs=1e-5)
         # The numbers come also where no file can be written.
         (tmp_path / "file").touch()
-        more[more.index(others)] = tmp_path / "file"
+        more[more.index(others.parent)] = tmp_path / "file"
         said, again = project.alone(*more).ok().out.splitlines()[-2:]
-        assert "file: cannot be written" in said
+        assert "file/eval: cannot be written" in said
         assert json.loads(again) == json.loads(numbers)
 
 
@@ -357,11 +367,17 @@ class TestPlots:
         assert counts[pale].max() >= 0.7 * (cell - 1) ** 2
 
     def test_panels(self) -> None:
-        names = ["train_loss", "iou_a_b", "miou", "iou_c", "val_loss", "f1_x", "val_top1", "val_2"]
-        losses, means, *by_class = plots.panels(names)
-        assert losses == ["train_loss", "val_loss"]
-        assert means == ["miou", "f1_x", "val_top1", "val_2"]
-        assert by_class == [["iou_a_b", "iou_c"]]
+        means = ["miou", "f1_macro", "f1_micro", "val_top1", "val_c", "second_miou", "a_b", "f1_c"]
+        names = ["train_loss", "iou_a_b", *means, "iou_c", "val_loss", "iou_b"]
+        second = ["second_val_loss", "second_iou_a_b", "second_iou_c", "second_iou_b", "f_0", "f_1"]
+        found = plots.panels([*names, *second, "f_2"], ["b", "a_b", "c"])
+        ious = {"b": "iou_b", "a_b": "iou_a_b", "c": "iou_c"}
+        assert found[:2] == (["train_loss", "val_loss", "second_val_loss"], means)
+        assert found[2] == {
+            "f": {number: f"f_{number}" for number in "012"},
+            "iou": ious,
+            "second_iou": {label: f"second_{name}" for label, name in ious.items()},
+        }
 
     def test_curves(self, tmp_path: Path) -> None:
         """Of 40 classes, one without any value, rows without some; names at least a line apart."""
@@ -372,8 +388,8 @@ class TestPlots:
             history.append({**row, "when": "today"})
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            plots.draw_curves(tmp_path / "forty.png", history)
-            plots.draw_curves(tmp_path / "one.png", history[:1])
+            plots.draw_curves(tmp_path / "forty.png", history, [f"${i}$" for i in range(40)])
+            plots.draw_curves(tmp_path / "one.png", history[:1], ["a", "b"])
         assert Image.open(tmp_path / "forty.png").size[0] == 1500
         assert Image.open(tmp_path / "one.png").size[0] == 1000
         heights = [1.0, 0.99, 0.98, 0.5, 0.02, 0.01, 0.0]

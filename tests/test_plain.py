@@ -65,11 +65,19 @@ class TestFlags:
 
     def test_lines_of_a_file(self, tmp_path: Path) -> None:
         file = tmp_path / "flags"
-        file.write_text("# it's mine\n--a 'x y#1' --b 2  # two\n\n")
+        file.write_text("# it's mine\n--a 'x #1' --b 2  # two, it's \"#2\"\n--c d#e\n\n")
         parser = flags.Parser(fromfile_prefix_chars="@")
         parser.add_argument("--a")
         parser.add_argument("--b", type=int)
-        assert vars(parser.parse_args([f"@{file}"])) == {"a": "x y#1", "b": 2}
+        parser.add_argument("--c")
+        assert vars(parser.parse_args([f"@{file}"])) == {"a": "x #1", "b": 2, "c": "d#e"}
+        flags.add_image_arguments(parser.add_argument_group())
+        file.write_text("--value-range -1000,3000 --mean -.5,-1e-3,2 # CT\n--b -4\n")
+        found = parser.parse_args([f"@{file}"])
+        assert (found.value_range, found.mean, found.b) == ((-1000, 3000), (-0.5, -0.001, 2), -4)
+        for words in (["--value-range", "--a"], ["-1000,3000"], ["--a", "-x"]):
+            with pytest.raises(UserError, match=r"expected one argument|unrecognized"):
+                parser.parse_args(words)
         file.write_text("--a it's\n")
         with pytest.raises(UserError, match="No closing quotation"):
             parser.parse_args([f"@{file}"])

@@ -301,7 +301,8 @@ def test_drawing_that_was_interrupted(project: Project, tmp_path: Path) -> None:
     for folder in at_work:
         folder.mkdir()
     process.kill()
-    finish(process, mark)
+    said = finish(process, mark).out
+    assert said == f"drawing the demo set in {os.path.relpath(target, project.folder)} ...\n"
     assert not target.exists()
     assert len(list(tmp_path.glob("demo.partial-*"))) == 3
     project.draw(target, 9, 3)
@@ -324,7 +325,8 @@ def test_flags_that_eval_only_takes_from_the_checkpoint(
     words = [trained / "best.pt", tmp_path / "other.pt", "--data", data]
     found = project.call("evaluating.flags_of_eval_only", *words)
     tile = 256 if project.task == "segmentation" else None
-    assert found == {"image_size": 96, "max_megapixels": 7, "tile": tile, "arch": arch}
-    given = ["--image-size", "64", "--max-megapixels", "8"]
+    expected = {"image_size": 96, "max_megapixels": 7, "tile": tile, "arch": arch}
+    assert found == {**expected, "batch_size": 3}
+    given = ["--image-size", "64", "--max-megapixels", "8", "--batch-size", "5"]
     found = project.call("evaluating.flags_of_eval_only", *words, *given)
-    assert (found["image_size"], found["max_megapixels"]) == (64, 8)
+    assert [found[x] for x in ("image_size", "max_megapixels", "batch_size")] == [64, 8, 5]

@@ -219,6 +219,8 @@ def test_vscode(template: Path) -> None:
         assert set(config) <= LAUNCH_KEYS, config["name"]
         assert config["type"] == "debugpy"
         assert len({"program", "module", "connect", "processId"} & set(config)) == 1
+        needs_torch = config.get("module", "").startswith("torch.")
+        assert config.get("preLaunchTask") == ("find torch" if needs_torch else None)
     for task in tasks["tasks"]:
         assert set(task) <= TASK_KEYS, task["label"]
     labels = {task["label"] for task in tasks["tasks"]}
@@ -236,6 +238,7 @@ def test_vscode(template: Path) -> None:
 
     recommended = read(folder, "extensions.json")["recommendations"]
     settings = read(folder, "settings.json")
+    assert settings["debug.onTaskErrors"] == "abort"  # that task says itself what is wrong
     # VS Code would take it though no such file is there, and ask nobody.
     assert "python.defaultInterpreterPath" not in settings
     assert settings["[python]"]["editor.defaultFormatter"] in recommended

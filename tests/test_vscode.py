@@ -48,9 +48,14 @@ def test_ranks_as_named_sessions(project: Project, data: Path, tmp_path: Path) -
             rank.disconnect()
         (label,) = filter(None, ends)
         end = task(project.folder, label)
-        subprocess.run([end["command"], *end["args"]], check=True)
-        debugger.finish()
-        assert not debugger.left(5)
+        words = f"{project.folder}/main.py --debug-rank 0,1 "  # as of another job of this folder
+        with subprocess.Popen([sys.executable, "-c", "input()", words], stdin=-1) as other:
+            subprocess.run([end["command"], *end["args"]], cwd=project.folder, check=True)
+            debugger.finish()
+            assert not debugger.left(5)
+            assert other.poll() is None
+            other.kill()
+        assert not (project.folder / "runs/debug/.pid").exists()
 
 
 @contextlib.contextmanager

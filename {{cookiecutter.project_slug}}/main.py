@@ -130,8 +130,8 @@ def parse_args(argv: Sequence[str] | None = None, **then: Any) -> Namespace:
     parser = build_parser()
     args = parser.parse_args(argv)
     if then or args.eval_only or args.data is None:  # with other defaults
-        names = "image_size", *vars(checkpoint.read_flags({"args": {}}, add_arguments))
-        eval_only = {**dict.fromkeys(names, OF_CHECKPOINT), "batch_size": loading.BATCH_SIZE}
+        names = vars(checkpoint.read_flags({"args": {}}, add_arguments))
+        eval_only = dict.fromkeys(("image_size", "batch_size", *names), OF_CHECKPOINT)
         parser.set_defaults(**(then or (eval_only if args.eval_only else demo_set.DEFAULTS)))
         args = parser.parse_args(argv)
     recipe.set_defaults(args)
@@ -214,7 +214,7 @@ def evaluate(task: Task, loader: Loader) -> tuple[dict[str, float], Mistakes]:
         raise UserError("the validation set has no labelled samples (all are void)")
     results, confusion = compute(metrics)
     drawing = Drawing(apply, device, loader.dataset, task.classes, draw_example, task.format)
-    found = Mistakes(confusion, worst.compute(), drawing)
+    found = Mistakes(confusion, worst.compute(), drawing, model)
     return {"val_loss": total_loss / total_count, **results}, found
 
 
@@ -257,10 +257,15 @@ def train(
     wrap = functools.partial(replicas.wrap, model, device, args.strategy)
     stepper = Stepper(model, wrap(), optimizer, scheduler, scaler, mean, average)
     report = Reporter(folder.path, device, args.epochs, run.epoch, profile=args.profile)
-    report.start(task.settings, train_loader, val_loader, vars(args))
+    report.start(task.settings, task.classes, train_loader, val_loader, vars(args))
     report.catch_up(run.history)
     first = run.epoch
     with run.stoppable(), report:
+        if best := distributed.from_rank_zero(report.undrawn):  # a kill came before its images
+            network = build_model(args, task.classes)
+            checkpoint.load_weights(network, best)
+            network = network.to(device).to(memory_format=torch.channels_last)
+            report.images(evaluate(replace(task, model=network), val_loader)[1])
         while run.epoch < args.epochs and not recipe.is_over(
             run.history, BEST, run.best, args.patience
         ):
@@ -275,12 +280,12 @@ def train(
             if args.strategy == "fsdp":
                 sharded.gather(model, task.model)
             results, found = evaluate(task, val_loader)
+            found.check(run.model)
             lr = optimizer.param_groups[-1]["lr"]  # not the backbone's
             is_best = run.end_epoch({"train_loss": train_loss, **results, "lr": lr, **speed})
             run.save(is_best)
             report.end_epoch(run.history, is_best)
-            # An epoch that is evaluated again, after a kill, may have saved the best score already.
-            if is_best or (run.epoch == first + 1 and results[BEST] == run.best):
+            if is_best:
                 report.images(found)
     report.finish(BEST, run.best)
     if args.overfit:
@@ -326,7 +331,7 @@ def evaluate_checkpoint(args: Namespace, device: torch.device) -> None:
     checkpoint.check_classes(path, known_classes, data.classes)
     val_loader = loaders.build_val_loader(data, args)
     results, found = evaluate(build_task(args, device, data, model), val_loader)
-    mistakes.report(found, args.output_dir)
+    mistakes.report(found, args.output_dir / "eval")
     distributed.say(json.dumps({k: v if math.isfinite(v) else None for k, v in results.items()}))
 
 

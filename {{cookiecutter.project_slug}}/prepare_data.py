@@ -6,7 +6,6 @@ python prepare_data.py --data DIR --output FAST
 It first says how much disk space it needs. If it is interrupted, run it again to resume.
 """
 
-import argparse
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -25,11 +24,11 @@ from engine.errors import UserError
 from engine.ranks import distributed
 from engine.ranks.failures import one_line_errors
 from engine.run import machine
-from engine.run.flags import add_image_arguments
+from engine.run.flags import Parser, add_image_arguments
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = Parser(description=__doc__.split("\n")[0])
     parser.add_argument("--data", metavar="DIR", type=Path, required=True)
     parser.add_argument("--output", metavar="FAST", type=Path, required=True)
     parser.add_argument(

@@ -41,7 +41,7 @@ def plain_loop(checkpoint: str, data: str) -> dict:
 def flags_of_eval_only(checkpoint: str, out: str, *words: str) -> dict:
     """What --eval-only evaluates `checkpoint` with, saved with another size and limit, by flag."""
     state = torch.load(checkpoint, weights_only=True)
-    state["args"].update(image_size=96, max_megapixels=7, tile=256)
+    state["args"].update(image_size=96, max_megapixels=7, tile=256, batch_size=3)
     torch.save(state, out)
     found: dict = {}
 
@@ -52,4 +52,5 @@ def flags_of_eval_only(checkpoint: str, out: str, *words: str) -> dict:
     main.evaluate = evaluate
     with contextlib.suppress(KeyboardInterrupt):
         main.main(["--eval-only", "--resume", out, "--workers", "0", *words])
-    return {name: found.get(name) for name in ("image_size", "max_megapixels", "tile", "arch")}
+    names = "image_size", "max_megapixels", "tile", "arch", "batch_size"
+    return {name: found.get(name) for name in names}

@@ -4,21 +4,19 @@ It takes a script and its flags. MAX_RESTARTS says how often all ranks are start
 from the last checkpoint; torchrun's own --max-restarts would also repeat a mistake of the user's.
 """
 
-import importlib.util
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from engine.errors import UserError, print_error
+from engine.errors import UserError, no_torch, print_error
 from engine.ranks import environment, logs, process, protocol, requeue
 
 if __name__ == "__main__":  # before torch, whose import takes seconds
     process.be_quiet()
     try:
         logs.check()
-        if not importlib.util.find_spec("torch"):
-            remedy = "activate the environment that has it, or set PYTHON to its interpreter"
-            raise UserError(f"{sys.executable} has no torch: {remedy}")
+        if line := no_torch():
+            raise UserError(line)
         nodes, restarts = environment.prepare()
     except UserError as error:
         print_error(error)

@@ -22,6 +22,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import NoReturn
 
+from engine.errors import need_torch
 from engine.ranks.protocol import DEBUGGED_LAUNCHER, KILL, LAUNCHER_PID, STOP_SIGNALS
 
 PR_SET_PDEATHSIG = 1  # in Linux' <sys/prctl.h>
@@ -31,6 +32,7 @@ READ_SECONDS = 2  # for whoever reads the output to make room
 
 def install_handlers() -> None:
     """Exit silently on Ctrl-C, and exit with torchrun or the debugger; print a stack on a crash."""
+    need_torch()
     be_quiet()
     gc.disable()  # until one_line_errors: in what the imports make it finds little, and takes 0.5 s
     sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115  None if it is closed
@@ -222,10 +224,7 @@ def stop_in_debugger() -> None:
 
 
 class _Watch(threading.Thread):
-    """A thread that runs on while the debugger holds the others.
-
-    VS Code shows the name of the main thread only if there is a second thread.
-    """
+    """A second thread, so that VS Code names the first; runs while the debugger holds others."""
 
     pydev_do_not_trace = True
 

@@ -5,7 +5,7 @@ import math
 import re
 import shlex
 from collections.abc import Callable, Collection
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from engine.errors import UserError
 from engine.ranks import debugging
@@ -14,14 +14,21 @@ from engine.ranks import debugging
 class Parser(argparse.ArgumentParser):
     """Raises a UserError for a mistake; lines of @FILE may have several flags and # comments."""
 
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self._negative_number_matcher = re.compile(r"-\.?\d")  # also of -1000,3000: no flag
+
     def error(self, message: str) -> NoReturn:
         raise UserError(f"{message} ({self.prog} --help lists the flags)")
 
     def convert_arg_line_to_args(self, line: str) -> list[str]:
-        try:
-            return shlex.split(re.sub(r"(^|\s)#.*", "", line))
-        except ValueError as error:  # a quote that is not closed
-            self.error(f"@FILE, line {line!r}: {error}")
+        # A # begins a comment where a word would begin, but not within quotes: those are open then.
+        for end in [*(match.start() for match in re.finditer(r"(?<!\S)#", line)), len(line)]:
+            try:
+                return shlex.split(line[:end])
+            except ValueError as error:  # a quote that is not closed
+                fault = error
+        self.error(f"@FILE, line {line!r}: {fault}")
 
 
 class Help(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpFormatter):

@@ -14,10 +14,9 @@ from pathlib import Path
 from engine import files
 from engine.errors import UserError
 from engine.ranks import answering, distributed, process, protocol, requeue
-from engine.run import checkpoint, transfer
+from engine.run import checkpoint, records, transfer
 from engine.run.checkpoint import OTHER_RUN, Damaged, State
 
-IMAGES = ("examples.png", "per_class.csv", "confusion.png", "worst.png")  # of the best epoch
 # What a run writes in addition to last.pt and last-N.pt; `--resume never` removes all of them.
 OWN_FILES = (
     "*.pt.corrupt*",
@@ -27,7 +26,8 @@ OWN_FILES = (
     "tracker.json",
     "args.json",
     "curves.png",
-    *IMAGES,
+    *records.IMAGES,
+    *(f"eval/{name}" for name in records.IMAGES),
     "events.out.tfevents.*",
     "profile/*.pt.trace.json",
 )
@@ -201,6 +201,7 @@ class RunFolder:
         if is_best:
             with files.writing(self.path / "best.pt") as tmp_path:
                 checkpoint.write(tmp_path, state, verify)
+                records.remove_images(self.path)
         with files.writing(self.path / "last.pt") as tmp_path:
             checkpoint.write(tmp_path, state, verify)
             files.sync(tmp_path)  # a disk may say only now that it is full
@@ -247,6 +248,7 @@ def rename_damaged(path: Path) -> Path:
 
 def keep_best(best: Path, reason: str) -> None:
     """Rename best.pt, if it exists, to best-1.pt or the next free number, and print that."""
+    records.remove_images(best.parent)
     if os.path.lexists(best):
         names = (best.with_name(f"best-{number}.pt") for number in itertools.count(1))
         kept = best.rename(next(name for name in names if not os.path.lexists(name)))

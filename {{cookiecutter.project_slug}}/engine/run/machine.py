@@ -7,6 +7,7 @@ import os
 import re
 import shlex
 import shutil
+import subprocess
 import sys
 import sysconfig
 import warnings
@@ -217,3 +218,15 @@ def cpu_share() -> int:
     if not process.by_torchrun() and count <= int(os.environ.get("SLURM_CPUS_PER_TASK", 0)):
         return count  # srun has divided them among the ranks
     return max(1, count // distributed.local_world_size())
+
+
+def git_commit() -> str | None:
+    """Return the commit of the project's folder, marked if it has changes; None without git."""
+    command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    try:
+        done = subprocess.run(
+            command, cwd=Path(__file__).parent, capture_output=True, text=True, timeout=30
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() or None

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.nn.functional import cross_entropy
 
 from engine import files
@@ -16,6 +17,7 @@ from engine.data.images import DEFAULT_FORMAT, Format
 from engine.data.samples import KeyedDataset
 from engine.errors import UserError
 from engine.ranks import distributed
+from engine.run import records
 
 if TYPE_CHECKING:
     from engine.run.gallery import DrawExample
@@ -81,6 +83,19 @@ class Mistakes:
     confusion: Tensor | None  # int64 (classes, classes): images or pixels, by label and prediction
     worst: Sequence[tuple[float, int]]  # the greatest losses, and the images' indices
     drawing: Drawing
+    model: nn.Module  # which makes them
+
+    def check(self, saved: nn.Module) -> None:
+        """Raise a UserError unless the model has weights of `saved`, which checkpoints hold.
+
+        Of shared weights it has copies.
+        """
+        is_shared = isinstance(saved, FSDPModule)
+        if not is_shared and not {*saved.parameters()} & {*self.model.parameters()}:
+            raise UserError(
+                "evaluate() judged another network than the one that Run(model=...) saves: give "
+                "Run the judged one as `model`, the trained one by another name, as --ema does"
+            )
 
     def write(self, folder: Path) -> list[str]:
         """Write the files to `folder` and return their names; on rank 0.
@@ -111,6 +126,7 @@ def report(mistakes: Mistakes, folder: Path) -> None:
         return
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        records.remove_images(folder)  # of another checkpoint
         names = mistakes.write(folder)
     except OSError as error:
         return distributed.say(f"{folder}: cannot be written ({error.strerror})")

@@ -34,12 +34,12 @@ def plain_text() -> Iterator[None]:
         yield
 
 
-def draw_curves(path: Path, rows: Sequence[Row]) -> None:
-    """Draw the losses, the other metrics, and those of each class, over the epochs."""
+def draw_curves(path: Path, rows: Sequence[Row], classes: Sequence[str]) -> None:
+    """Draw the losses, the other metrics, and those of each of `classes`, over the epochs."""
     last = {n: v for n, v in rows[-1].items() if n not in NOT_DRAWN and not isinstance(v, str)}
     epochs = [row["epoch"] for row in rows]
     values = {name: np.array([row.get(name) for row in rows], dtype=float) for name in last}
-    losses, means, *by_class = panels(list(last))
+    losses, means, by_class = panels(list(last), classes)
     with plain_text():
         figure = Figure(figsize=(5 * (2 + len(by_class)), 4), layout="constrained")
         first, second, *others = figure.subplots(1, 2 + len(by_class))
@@ -48,8 +48,9 @@ def draw_curves(path: Path, rows: Sequence[Row]) -> None:
                 axes.plot(epochs, values[name], marker=".", label=name)
             if names:
                 axes.legend()
-        for axes, names in zip(others, by_class, strict=True):
-            draw_by_class(axes, epochs, {name: values[name] for name in names})
+        for axes, (kind, columns) in zip(others, by_class.items(), strict=True):
+            lines = {label: values[name] for label, name in columns.items()}
+            draw_by_class(axes, epochs, kind, lines)
         for axes in first, second, *others:
             axes.set_xlabel("epoch")
             axes.xaxis.get_major_locator().set_params(integer=True)
@@ -58,27 +59,32 @@ def draw_curves(path: Path, rows: Sequence[Row]) -> None:
             figure.savefig(tmp_path, format="png", dpi=DPI)
 
 
-def panels(names: Sequence[str]) -> list[list[str]]:
-    """Return the names of the losses, of the other metrics, and of those of each class by kind.
+def panels(
+    names: Sequence[str], classes: Sequence[str]
+) -> tuple[list[str], list[str], dict[str, dict[str, str]]]:
+    """Return the names of the losses, of the other metrics, and by kind those of each class.
 
-    Metrics of classes are those that share what is before their first underscore: iou_road,
-    iou_car. train_... and val_... are none.
+    iou_road and iou_car are of the kind iou, if road and car are all classes; so are iou_0, iou_1.
     """
-    losses = [name for name in names if name.endswith("loss")]
-    kinds: dict[str, list[str]] = {}
-    for name in names:
-        kind, _, of = name.partition("_")
-        if of and name not in losses and kind not in ("train", "val"):
-            kinds.setdefault(kind, []).append(name)
-    by_class = [group for group in kinds.values() if len(group) > 1]
-    apart = {name for group in (losses, *by_class) for name in group}
-    return [losses, [name for name in names if name not in apart], *by_class]
+    by_class = {}
+    for labels in [str(number) for number in range(len(classes))], classes:
+        for name in names if len(labels) > 1 else ():
+            kind = name.removesuffix(f"_{labels[0]}")
+            columns = {label: f"{kind}_{label}" for label in labels}
+            if {*columns.values()} <= {*names}:
+                by_class[kind] = columns
+    apart = {name for columns in by_class.values() for name in columns.values()}
+    others = [name for name in names if name not in apart]
+    losses = [name for name in others if name.endswith("loss")]
+    return losses, [name for name in others if name not in losses], by_class
 
 
-def draw_by_class(axes: Axes, epochs: Sequence, values: Mapping[str, np.ndarray]) -> None:
+def draw_by_class(
+    axes: Axes, epochs: Sequence, kind: str, values: Mapping[str, np.ndarray]
+) -> None:
     """Draw a line for each class with its name at its end; of many classes the best and worst.
 
-    values: name of the metric -> float (epochs,), NaN where the class has no value.
+    kind: of metric. values: class -> float (epochs,), NaN where it has no value.
     """
     with_values = {name: line for name, line in values.items() if not np.isnan(line).all()}
     ends = {name: line[~np.isnan(line)][-1] for name, line in with_values.items()}
@@ -91,7 +97,6 @@ def draw_by_class(axes: Axes, epochs: Sequence, values: Mapping[str, np.ndarray]
     for number, name in enumerate(named):
         style = "-" if number < half else "--"
         axes.plot(epochs, values[name], style, color=f"C{number % half}", marker=".", linewidth=1.2)
-    kind = next(iter(values)).partition("_")[0]
     axes.set_title(
         f"{kind} of {f'{half} best and {half} worst of ' * (named != ranked)}{len(values)} classes"
     )
@@ -100,7 +105,7 @@ def draw_by_class(axes: Axes, epochs: Sequence, values: Mapping[str, np.ndarray]
     for number, (name, height) in enumerate(zip(named, heights, strict=True)):
         color = f"C{number % half}"
         axes.annotate(
-            f"{shorten(name.partition('_')[2])} {ends[name]:.3f}",
+            f"{shorten(name)} {ends[name]:.3f}",
             (epochs[int(np.flatnonzero(~np.isnan(values[name]))[-1])], ends[name]),
             xytext=(1.06, height),
             textcoords="axes fraction",

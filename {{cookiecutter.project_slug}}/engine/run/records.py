@@ -9,6 +9,7 @@ from engine import files
 from engine.ranks import distributed
 
 FILE = "tracker.json"  # the id of the tracker's run, and how many epochs it has got
+IMAGES = ("examples.png", "per_class.csv", "confusion.png", "worst.png")  # of best.pt
 # Takes the id of the run to continue, or None; returns its id, and what takes a row of numbers.
 Start = Callable[[str | None], tuple[str, Callable[[dict[str, float]], object]]]
 
@@ -29,16 +30,31 @@ def count(folder: Path) -> int:
     return max(0, len(path.read_bytes().splitlines()) - 1) if path.exists() else 0
 
 
-def are_complete(folder: Path, epochs: int) -> bool:
-    """Return, on all ranks, whether the run in `folder` has recorded all `epochs`.
+def remove_images(folder: Path) -> None:
+    """Remove the images of best.pt, before another file gets that name."""
+    for name in IMAGES:
+        (folder / name).unlink(missing_ok=True)
 
-    It may have been killed between saving and recording the last one.
+
+def are_drawn(folder: Path) -> bool:
+    """Return whether best.pt has its images, of which examples.png comes last, and curves.png is
+    as new as metrics.csv: a run may have been killed after saving.
     """
+    table, curves = folder / "metrics.csv", folder / "curves.png"
+    if (folder / "best.pt").exists() and not (folder / "examples.png").exists():
+        return False
+    has_curves = curves.exists() and curves.stat().st_mtime >= table.stat().st_mtime
+    return has_curves or not table.exists()
+
+
+def are_complete(folder: Path, epochs: int) -> bool:
+    """Return, on all ranks, whether the run in `folder` has recorded and drawn all `epochs`."""
 
     def check() -> bool:
         known = read_tracker(folder)
         recorded = min(count(folder), known["epochs"] if known else epochs)
-        return recorded >= epochs or not (folder / "last.pt").exists()
+        is_recorded = recorded >= epochs and are_drawn(folder)
+        return is_recorded or not (folder / "last.pt").exists()
 
     return distributed.from_rank_zero(check)
 

@@ -8,7 +8,6 @@ import json
 import math
 import os
 import platform
-import subprocess
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -24,8 +23,8 @@ from engine import files
 from engine.data import images
 from engine.data.loading import Loader
 from engine.ranks import devices, distributed, logs, memory
-from engine.run import machine, profiling, records, waiting
-from engine.run.folder import IMAGES
+from engine.run import checkpoint, machine, profiling, records, waiting
+from engine.run.checkpoint import State
 from engine.run.metrics import Totals
 from engine.run.mistakes import Mistakes
 from engine.run.stragglers import Stopwatch
@@ -73,6 +72,7 @@ class Reporter:
     def start(
         self,
         settings: machine.Settings,
+        classes: Sequence[str],
         train_loader: Loader,
         val_loader: Loader,
         flags: Mapping[str, object],
@@ -80,7 +80,7 @@ class Reporter:
         """Print the start lines and write args.json: flags, settings, versions, commit, device."""
         if not self.active:
             return
-        self.workers = settings.workers
+        self.workers, self.classes = settings.workers, classes
         ranks, sampler = distributed.world_size(), train_loader.sampler
         accumulated = sampler.global_batch // train_loader.images_per_pass
         module = torch.get_device_module(self.device)
@@ -101,8 +101,7 @@ class Reporter:
         if left_out > sampler.total / 20:
             distributed.say(
                 f"each epoch leaves out {left_out} of {sampler.total} training images, others each "
-                f"time, because they do not fill a batch of {sampler.global_batch}; a smaller "
-                "--batch-size leaves out fewer"
+                f"time, as they do not fill a batch of {sampler.global_batch}; lower --batch-size"
             )
         record = {
             "flags": dict(flags),
@@ -110,7 +109,7 @@ class Reporter:
             "ranks": ranks,
             "device": name,
             "jpeg": images.decoder(),
-            "git": git_commit(),
+            "git": machine.git_commit(),
             "versions": {
                 "python": platform.python_version(),
                 "torch": torch.__version__,
@@ -147,7 +146,8 @@ class Reporter:
     def speed(self) -> dict[str, float]:
         """Close the progress bar; return images per second, share of time spent waiting, and GiB.
 
-        The latter: the most GPU memory that a rank has used since the last call.
+        The latter: the most GPU memory that a rank has used since the last call. Nothing if all
+        steps of the epoch were done before the run was stopped.
         """
         self.bar.close()
         numbers = self.waiting.total(), memory.peak(self.device), *self.forward.quartiles()
@@ -157,6 +157,8 @@ class Reporter:
         memory.reset_peak(self.device)
         if self.active and (line := self.forward.explain(ranks[:, 2:], seconds)):
             distributed.say(line)
+        if not self.count:
+            return {}
         waited, peak = ranks[:, :2].max(0).values.tolist()
         return {
             "img_per_s": self.count / seconds,
@@ -188,11 +190,12 @@ class Reporter:
         shown = "  ".join(f"{k} {v:.4g}" for k, v in numbers.items() if k not in ("epoch", "step"))
         star = "  best" if is_best else ""
         distributed.say(f"epoch {row['epoch']}/{self.epochs}  {shown}  left {left:.0f} s{star}")
-        if line := waiting.explain(numbers["data_wait"], numbers["train_seconds"], self.workers):
+        waits = numbers.get("data_wait", 0), numbers.get("train_seconds", 0)
+        if line := waiting.explain(*waits, self.workers):
             distributed.say(line)
         if self.tracker:
             self.tracker.update(rows)
-        plots.draw_curves(self.folder / "curves.png", rows)
+        plots.draw_curves(self.folder / "curves.png", rows, self.classes)
 
     def record(self, rows: Sequence["Row"]) -> dict[str, float]:
         """Write metrics.csv, and the numbers of the last row to TensorBoard; return those."""
@@ -214,8 +217,8 @@ class Reporter:
             self.record(rows[:epoch])
         if recorded > len(rows) > 0:  # of epochs after the checkpoint that was gone back to
             records.write_table(self.folder, rows)
-        if rows and recorded != len(rows):
-            plots.draw_curves(self.folder / "curves.png", rows)
+        if rows and (recorded != len(rows) or not records.are_drawn(self.folder)):
+            plots.draw_curves(self.folder / "curves.png", rows, self.classes)
         if tracker:
             self.tracker = records.Tracker(self.folder, tracker, len(rows))
             self.tracker.update(rows)
@@ -225,30 +228,25 @@ class Reporter:
         if self.active:
             from engine.run import gallery
 
-            for name in IMAGES:  # those of an earlier epoch, should this be interrupted
-                (self.folder / name).unlink(missing_ok=True)
+            mistakes.write(self.folder)
             captions = gallery.evenly_spaced(mistakes.drawing.dataset)
             gallery.draw_images(self.folder / "examples.png", mistakes.drawing, captions)
-            mistakes.write(self.folder)
+
+    def undrawn(self) -> State | None:
+        """Return best.pt if the run was killed before its images were drawn; on rank 0."""
+        best = self.folder / "best.pt"
+        if not self.active or records.are_drawn(self.folder) or not best.exists():
+            return None
+        state = checkpoint.read(best)
+        return {"model": state["model"], "path": state["path"]}
 
     def finish(self, name: str, best: float) -> None:
         """Print the best score and the paths of the results."""
         if self.active:
             path = os.path.join(os.path.relpath(self.folder), "best.pt")
             if math.isfinite(best):
-                found = [file for file in ("curves.png", *IMAGES) if (self.folder / file).exists()]
-                distributed.say(f"done: best {name} {best:.4f}; {', '.join([path, *found])}")
+                drawn = "curves.png", *records.IMAGES
+                found = [path, *(file for file in drawn if (self.folder / file).exists())]
+                distributed.say(f"done: best {name} {best:.4f}; {', '.join(found)}")
             else:
                 distributed.say(f"done: {name} was NaN after every epoch, so there is no best.pt")
-
-
-def git_commit() -> str | None:
-    """Return the commit of the project's folder, marked if it has changes; None without git."""
-    command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
-    try:
-        done = subprocess.run(
-            command, cwd=Path(__file__).parent, capture_output=True, text=True, timeout=30
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return done.stdout.strip() or None

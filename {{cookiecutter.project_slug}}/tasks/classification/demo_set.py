@@ -4,6 +4,7 @@ A fresh project trains on it when --data is not given, and the tests draw theirs
 """
 
 import math
+import os
 import random
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import numpy as np
 from PIL import Image
 
 from engine import files
+from engine.ranks import distributed
 
 SIDE = 80  # pixels; every image is SIDE x SIDE, RGB
 CLASSES = ("bricks", "checks", "dots", "rings", "stripes", "waves")
@@ -26,6 +28,7 @@ def draw(folder: Path, train: int = 1680, val: int = 360) -> None:
     if folder.is_dir():
         return
     with files.filling(folder) as partial:
+        distributed.say(f"drawing the demo set in {os.path.relpath(folder)} ...")
         for part, count in ("train", train), ("val", val):
             for number in range(count):
                 name = CLASSES[number % len(CLASSES)]

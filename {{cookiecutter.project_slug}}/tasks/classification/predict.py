@@ -5,7 +5,6 @@ checkpoint alone says which network and which classes; images are transformed as
 Those that cannot be read are skipped and listed at the end, and the exit status is 1.
 """
 
-import argparse
 import functools
 from collections.abc import Sequence
 from pathlib import Path
@@ -24,14 +23,14 @@ from engine.data import images, listing, loading
 from engine.ranks import devices
 from engine.ranks.failures import one_line_errors
 from engine.run import checkpoint
-from engine.run.flags import add_image_arguments
+from engine.run.flags import Parser, add_image_arguments
 from engine.run.predicting import Readable
 
 ROOT = Path(__file__).resolve().parent
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = Parser(description=__doc__.split("\n")[0])
     parser.add_argument("inputs", nargs="+", metavar="FILES|FOLDER")
     parser.add_argument("--checkpoint", metavar="FILE", default=ROOT / "runs/default/best.pt")
     parser.add_argument("--output", metavar="DIR", type=Path, default=Path("predictions"))

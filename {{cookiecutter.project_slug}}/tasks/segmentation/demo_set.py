@@ -4,6 +4,7 @@ A fresh project trains on it when --data is not given, and the tests draw theirs
 """
 
 import math
+import os
 import random
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import numpy as np
 from PIL import Image, ImageDraw, ImageFilter
 
 from engine import files
+from engine.ranks import distributed
 
 SIDE = 64  # pixels; every image is SIDE x SIDE, RGB
 # Flags that suit this set, used where --data is not given; those on the command line win.
@@ -27,6 +29,7 @@ def draw(folder: Path, train: int = 1400, val: int = 400) -> None:
     if folder.is_dir():
         return
     with files.filling(folder) as partial:
+        distributed.say(f"drawing the demo set in {os.path.relpath(folder)} ...")
         (partial / "classes.txt").write_text("\n".join(CLASSES) + "\n")
         for part, count in ("train", train), ("val", val):
             for kind in "images", "masks":

@@ -7,7 +7,7 @@ Those that cannot be read, or that need too much memory, are skipped and listed 
 exit status is 1.
 """
 
-import argparse
+from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -29,7 +29,7 @@ from engine.data import images, listing, loading, stacks
 from engine.ranks import devices
 from engine.ranks.failures import one_line_errors
 from engine.run import checkpoint, tiles
-from engine.run.flags import add_image_arguments
+from engine.run.flags import Parser, add_image_arguments
 from engine.run.gallery import draw_legend
 from engine.run.palette import paint
 from engine.run.predicting import Readable
@@ -58,7 +58,7 @@ def segment(
     model: nn.Module,
     image: Tensor,
     classes: Sequence[str],
-    flags: argparse.Namespace,
+    flags: Namespace,
     format: images.Format,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return class numbers (H, W) and overlay (H, W, 3), uint8, of `image` (3, H, W).
@@ -79,7 +79,7 @@ def segment(
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = Parser(description=__doc__.split("\n")[0])
     parser.add_argument("inputs", nargs="+", metavar="FILES|FOLDER")
     parser.add_argument("--checkpoint", metavar="FILE", default=ROOT / "runs/default/best.pt")
     parser.add_argument("--output", metavar="DIR", type=Path, default=Path("predictions"))
