@@ -120,15 +120,15 @@ class Listed(torch.utils.data.Dataset):
         return torch.zeros(3, 4, 4, dtype=torch.uint8), 0
 
 
-def fingerprint(samples: list) -> str:
-    options = loading.Options(0, 2, False, 0)
-    return loading.fingerprint(loading.build_val_loader(Listed(samples), 2, 2, options))
+def fingerprint(listed: list) -> str:
+    return samples.fingerprint(Listed(listed))
 
 
 def test_fingerprints() -> None:
     first = [("a/1.jpg", 0), ("a/2.jpg", 1)]
     assert fingerprint(first) == fingerprint([("b/1.jpg", 0), ("c/2.jpg", 1)])
     assert fingerprint([{"image": "a/1.jpg", "label": 0}]) == fingerprint([("b/1.jpg", 0)])
+    assert samples.fingerprint([()] * 3) == "3 images (00000000)"
     others = [first[:1], [*first, ("a/3.jpg", 0)], first[::-1], [("a/1.jpg", 1), ("a/2.jpg", 1)]]
     assert len({fingerprint(each) for each in (first, *others)}) == 5
 
@@ -139,6 +139,8 @@ class TestSamples:
         packed = samples.Packed(listed)
         assert list(packed) == listed
         assert packed[-1] == listed[-1]
+        assert packed[:2] == listed[:2]
+        assert packed[::-2] == listed[::-2]
         assert len(samples.Packed([])) == 0
         with pytest.raises(IndexError):
             packed[3]
@@ -172,6 +174,40 @@ class TestSamples:
 
         with pytest.raises(UserError, match=f"sample 0, a.jpg: dataset.py returns {found};"):
             self.keyed(Other([("a.jpg", 0)]))[0, 0]
+
+    def test_images_that_are_normalised_already(self) -> None:
+        """Floats of --channels are from 0 to 1, with some noise; the device normalises them."""
+        image = torch.linspace(-2.1, 2.6, 48).reshape(3, 4, 4)
+        with pytest.raises(UserError, match=r"sample 0: the image has values down to -2.1; return"):
+            self.keyed([(image, 0)])[0, 0]
+        for fine in (image.clamp(-0.3, 1.3), image[:, :0]):
+            assert self.keyed([(fine, 0)])[0, 0][0] is fine
+
+    @pytest.mark.parametrize("workers", [0, 2])
+    def test_set_epoch(self, workers: int) -> None:
+        """The process that reads calls it, before any sample of that epoch, also on resuming."""
+
+        class Curriculum(Listed):
+            level, calls = -1, 0
+
+            def set_epoch(self, epoch: int) -> None:
+                self.level, self.calls = 10 * epoch, self.calls + 1
+
+            def __getitem__(self, index: int) -> tuple:
+                return torch.zeros(3, 4, 4, dtype=torch.uint8), 0, self.level, self.calls
+
+        options = loading.Options(workers, 2, False, 0)
+        dataset = Curriculum([("a.jpg", 0)] * 24)
+        loader = loading.build_train_loader(dataset, 2, 4, 1, options)
+        for turn, (epoch, seen) in enumerate([(3, 16), (4, 0), (5, 0)], start=1):
+            loader.sampler.set_epoch(epoch, seen)
+            found = [batch[2:] for batch in loader]
+            assert len(found) == 6 - seen // 4
+            assert {level for levels, _ in found for level in levels.tolist()} == {10 * epoch}
+            assert {count for _, counts in found for count in counts.tolist()} == {turn}
+        val = loading.build_val_loader(Curriculum([("a.jpg", 0)]), 2, 4, options)
+        ((batch,),) = val
+        assert batch[2].tolist() == [-1]
 
     def test_names(self) -> None:
         assert self.keyed(Listed([("a.jpg", 0)])).name(0) == "sample 0, a.jpg"
