@@ -16,7 +16,7 @@ import numpy as np
 from engine import files
 from engine.data import shares
 from engine.data.samples import MapDataset
-from engine.errors import UserError
+from engine.errors import LineError, UserError
 from engine.ranks import distributed
 
 CACHE = "class_counts.npz"  # in --output-dir
@@ -139,7 +139,7 @@ def _keep(path: Path, key: str, rows: np.ndarray) -> None:
     if not distributed.is_rank_zero():
         return
     with (
-        contextlib.suppress(UserError),  # it cannot be written
+        contextlib.suppress(LineError),  # it cannot be written
         files.writing(path, parents=True) as tmp_path,
         open(tmp_path, "wb") as file,
     ):

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils.data import Dataset, get_worker_info
 
 from engine.data import seeding
-from engine.errors import UserError
+from engine.errors import LineError, UserError
 from engine.ranks import distributed, names
 
 PARTS = (Tensor, np.ndarray, np.number, np.bool_, int, float)  # of a sample, which batches can hold
@@ -100,7 +100,7 @@ class KeyedDataset(Dataset):
             self.check_parts(index, sample)
             self.check_label(index, sample[1])
             return sample
-        except UserError:
+        except LineError:
             raise
         except Exception as error:
             line = f"while reading {self.name(index)}"

@@ -20,7 +20,8 @@ from typing import NoReturn
 
 import torch.distributed as dist
 
-from engine.errors import UserError, print_error, shorten
+from engine import files
+from engine.errors import DiskError, UserError, print_error, shorten
 from engine.ranks import (
     answering,
     debugging,
@@ -97,7 +98,7 @@ def one_line_errors(
         requeue.note_failure(MISTAKE)
         report(str(error), MISTAKE)
     except Exception as error:
-        for explain in (_disk_full, memory.explain, *explainers, _lost_rank):
+        for explain in (_of_disk, memory.explain, *explainers, _lost_rank):
             if line := explain(error):
                 debugging.hold(error)
                 is_mistake = isinstance(line, UserError)
@@ -202,10 +203,14 @@ def _read(first: str) -> int:
     return int(status)
 
 
-def _disk_full(error: Exception) -> UserError | None:
-    if not isinstance(error, OSError) or error.errno not in DISK_ERRORS:
-        return None
-    return UserError(f"{error.filename or 'a file'}: cannot be written ({error.strerror})")
+def _of_disk(error: Exception) -> UserError | str | None:
+    if isinstance(error, OSError):
+        is_passing = error.errno in files.OF_NETWORK_DISKS and error.filename  # of a file
+        if is_passing or error.errno in DISK_ERRORS:
+            error = files.failure(error.filename or "a file", error)
+    if isinstance(error, DiskError):
+        return str(error)
+    return error if isinstance(error, UserError) else None
 
 
 def _lost_rank(error: Exception) -> str | None:

@@ -21,7 +21,7 @@ from engine.run.palette import Classes
 
 VOID = 255  # the class number that both loss and metrics ignore
 MOST_READ = {"training": 256, "validation": 64}  # masks, for the line about the classes' shares
-JPEG = (".jpeg", ".jfif", ".jpg")
+JPEG = ("JPEG", "MPO")  # as Pillow calls them, whatever the files' names are
 BLOCK = 8  # pixels; JPEG compresses squares of this side
 LEAST_GAP = 64  # between two values that are told apart in a JPEG
 KINDS = {0: "NAME", 1: "NAME = VALUE", 3: "NAME = R G B"}  # lines by how many numbers they have
@@ -152,7 +152,7 @@ def is_void(name: str, value: tuple[int, ...]) -> bool:
 def read_mask(path: str, labels: Labels, format: Format = DEFAULT_FORMAT) -> np.ndarray:
     """Return the mask at `path` as class numbers or VOID, uint8 (H, W)."""
     image = images.read_image(path, None, format)
-    if path.lower().endswith(JPEG):
+    if image.format in JPEG or image.info.get("compression") == "jpeg":  # the latter in a TIFF
         pixels = undo_jpeg(path, image, labels)
     else:
         if image.mode == "1" and VOID in labels.listed:  # 1 is white, as 255 is
