@@ -35,7 +35,9 @@ def build_data(args: Namespace, device: torch.device) -> Data:
     format = Format(args.value_range, args.max_megapixels, args.channels, args.mean, args.std)
     train_set: MapDataset
     val_set: MapDataset
-    train_set, val_set, classes = build_dataset(args.data, args.image_size, format, args.augment)
+    train_set, val_set, classes = build_dataset(
+        args.data, args.image_size, format, args.augment, args.output_dir
+    )
     samples.check_alike(args.data, train_set, val_set, classes)
     if args.overfit:
         args.batch_size = overfit.batch_size(args.batch_size, args.overfit, args.accumulate)

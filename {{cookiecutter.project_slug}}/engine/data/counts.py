@@ -5,7 +5,7 @@ import hashlib
 import os
 import time
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -81,6 +81,14 @@ def count_classes(dataset: MapDataset, classes: Sequence[str], folder: Path) -> 
         raise UserError("no training sample has a label")
     samples, labels, counts = rows.T.copy()
     return Counts(samples, labels, counts, classes, origin)
+
+
+def kept(path: Path, sources: Sequence[str], make: Callable[[], np.ndarray]) -> np.ndarray:
+    """Return what `make` does, which `path` keeps until one of `sources` changes; on rank 0."""
+    key, found = _look_up(path, sources)
+    if found is None:
+        _keep(path, key, found := make())
+    return found
 
 
 def as_counted(dataset: MapDataset) -> Counted:

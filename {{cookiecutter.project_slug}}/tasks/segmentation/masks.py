@@ -13,13 +13,14 @@ from typing import Protocol
 import numpy as np
 from PIL import Image
 
-from engine.data import images, shares
+from engine.data import counts, images, shares
 from engine.data.images import DEFAULT_FORMAT, Format, LazyImage
 from engine.errors import UserError, shorten
 from engine.ranks import distributed
 from engine.run.palette import Classes
 
 VOID = 255  # the class number that both loss and metrics ignore
+CACHE = "mask_values.npz"  # in --output-dir
 MOST_READ = {"training": 256, "validation": 64}  # masks, for the line about the classes' shares
 JPEG = ("JPEG", "MPO")  # as Pillow calls them, whatever the files' names are
 BLOCK = 8  # pixels; JPEG compresses squares of this side
@@ -247,18 +248,24 @@ class Masked(Protocol):
 
     def open_mask(self, index: int) -> LazyImage: ...
 
+    def label_sources(self) -> list[str]: ...
 
-def survey(data: Path, train: Masked, val: Masked) -> Labels:
+
+def survey(data: Path, train: Masked, val: Masked, output: Path | None = None) -> Labels:
     """Print the classes' shares of the pixels; return the classes.
 
-    Reads some masks, or all for training if there is no classes.txt. Raises a UserError if the
-    masks cannot be meant so: fewer than two classes, or class numbers with a gap.
+    Reads some masks, or all for training if there is no classes.txt: what they hold is kept in
+    `output`, until one of them changes. Raises a UserError if the masks cannot be meant so: fewer
+    than two classes, or class numbers with a gap.
     """
     labels, path = train.labels, data / "classes.txt"
     if not labels:
         distributed.say(f"no {path}: reading {len(train)} masks for the class numbers")
-    most = MOST_READ["training"] if labels else 0
-    seen = count(train, most, classes=2)
+    if labels or not output:
+        seen = count(train, MOST_READ["training"] if labels else 0, classes=2)
+    else:
+        found = counts.kept(output / CACHE, train.label_sources(), lambda: count(train, 0).counts)
+        seen = shares.Pixels(found, len(train), len(train))
     values = np.flatnonzero(seen.counts).tolist()
     found = [value for value in values if value != VOID]
     if not labels and len(values) > 1 and (len(found) < 2 or found[-1] >= len(found)):
