@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from torch._utils import ExceptionWrapper
 from torchvision.transforms.v2 import functional as F
 
 from engine import files
@@ -408,14 +409,15 @@ class TestDisks:
                 listing.list_images(tmp_path)
             monkeypatch.undo()
 
-    def test_in_a_worker(self) -> None:
-        class Failing(Listed):
-            def __getitem__(self, index: int) -> tuple:
-                raise DiskError("a.jpg: the disk does not answer (Stale file handle)")
-
-        options = loading.Options(1, 2, False, 0)
-        with pytest.raises(DiskError) as caught:
-            [*loading.build_train_loader(Failing([("a.jpg", 0)] * 4), 2, 4, 1, options)]
+    @pytest.mark.parametrize("kind", [DiskError, UserError])
+    def test_in_a_worker(self, kind: type[Exception]) -> None:
+        """Its error comes with a traceback as text, which ends with the line."""
+        try:
+            raise kind("a.jpg: the disk does not answer (Stale file handle)")
+        except kind:
+            sent = ExceptionWrapper(where="in DataLoader worker process 0")
+        with pytest.raises(kind) as caught:
+            sent.reraise()
         assert str(caught.value) == "a.jpg: the disk does not answer (Stale file handle)"
 
     @pytest.mark.parametrize("call", ["fsync", "replace", "write"])

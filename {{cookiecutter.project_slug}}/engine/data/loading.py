@@ -68,8 +68,8 @@ class TrainSampler(Sampler[tuple[int, int]]):
     def order(self) -> dict[str, int | str]:
         """What the order depends on in addition to the epoch; checkpoints have it."""
         sampler = f"balanced {self.counts.fingerprint()}" if self.counts else "shuffle"
-        order = {"images": self.total, "seed": self.seed, "sampler": sampler}
-        return {**order, "training_set": self.training_set}
+        samples: dict[str, int | str] = {"images": self.total, "training_set": self.training_set}
+        return {**samples, "seed": self.seed, "sampler": sampler}
 
     @property
     def steps(self) -> int:

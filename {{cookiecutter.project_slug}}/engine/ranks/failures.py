@@ -73,9 +73,9 @@ def one_line_errors(
 ) -> Iterator[None]:
     """Print an error in the block on one rank only, and end all ranks with its status.
 
-    A UserError is one line, with status MISTAKE. So is an error for which one of `explainers`
-    returns a UserError; if it returns a string, the status is 1; if another exception, the line is
-    followed by the traceback. Errors without a line print their traceback.
+    A UserError is one line, with status MISTAKE, a DiskError one with status 1. So is an error for
+    which one of `explainers` returns a UserError, or a string; if it returns another exception, the
+    line is followed by the traceback. Errors without a line print their traceback.
     Ranks that do not notice the error are ended by the launcher, or by their watcher thread.
     A debugger stops where the error was raised, as if nothing caught it.
     """

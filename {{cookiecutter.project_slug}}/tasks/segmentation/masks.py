@@ -264,8 +264,8 @@ def survey(data: Path, train: Masked, val: Masked, output: Path | None = None) -
     if labels or not output:
         seen = count(train, MOST_READ["training"] if labels else 0, classes=2)
     else:
-        found = counts.kept(output / CACHE, train.label_sources(), lambda: count(train, 0).counts)
-        seen = shares.Pixels(found, len(train), len(train))
+        kept = counts.kept(output / CACHE, train.label_sources(), lambda: count(train, 0).counts)
+        seen = shares.Pixels(kept, len(train), len(train))
     values = np.flatnonzero(seen.counts).tolist()
     found = [value for value in values if value != VOID]
     if not labels and len(values) > 1 and (len(found) < 2 or found[-1] >= len(found)):
