@@ -10,8 +10,9 @@ import torch
 from digest import digest
 from forked import nothing, run
 
+from engine import files
 from engine.data import seeding
-from engine.ranks import replicas
+from engine.ranks import process, replicas
 from engine.run.progress import Run
 
 Patch = Callable[[], object]
@@ -160,5 +161,23 @@ def with_other_data(data: str, other: str, folder: str, *words: object) -> list:
             sys.argv[sys.argv.index("--data") + 1] = other
 
     flags = ["--data", data, "--output-dir", f"{folder}/out", *words]
+    statuses = run(2, *flags, patch=patch, output=f"{folder}/said", draws=False)
+    return [statuses, Path(f"{folder}/said.err").read_text()]
+
+
+def on_a_dead_disk(data: str, folder: str, *words: object) -> list:
+    """Statuses of two ranks whose loader workers cannot read, and what they say on stderr."""
+
+    def patch() -> None:
+        def fail(path: str, flags: int) -> int:
+            raise OSError(116, "Stale file handle", path)
+
+        def start(worker: int) -> None:
+            files._open_at_once, files.WAITS = fail, (0,)
+            start_worker(worker)
+
+        start_worker, process.start_worker = process.start_worker, start
+
+    flags = ["--data", data, "--output-dir", f"{folder}/out", *words, "--workers", 1]
     statuses = run(2, *flags, patch=patch, output=f"{folder}/said", draws=False)
     return [statuses, Path(f"{folder}/said.err").read_text()]
