@@ -259,13 +259,17 @@ def survey(data: Path, train: Masked, val: Masked, output: Path | None = None) -
     than two classes, or class numbers with a gap.
     """
     labels, path = train.labels, data / "classes.txt"
-    if not labels:
+
+    def read_all() -> np.ndarray:
         distributed.say(f"no {path}: reading {len(train)} masks for the class numbers")
-    if labels or not output:
-        seen = count(train, MOST_READ["training"] if labels else 0, classes=2)
+        return count(train, 0).counts
+
+    if labels:
+        seen = count(train, MOST_READ["training"], classes=2)
     else:
-        kept = counts.kept(output / CACHE, train.label_sources(), lambda: count(train, 0).counts)
-        seen = shares.Pixels(kept, len(train), len(train))
+        sources = train.label_sources()
+        read = counts.kept(output / CACHE, sources, read_all) if output else read_all()
+        seen = shares.Pixels(read, len(train), len(train))
     values = np.flatnonzero(seen.counts).tolist()
     found = [value for value in values if value != VOID]
     if not labels and len(values) > 1 and (len(found) < 2 or found[-1] >= len(found)):
