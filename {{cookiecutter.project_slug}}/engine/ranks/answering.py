@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from engine import files
-from engine.errors import UserError
+from engine.errors import LineError, UserError
 from engine.ranks import debugging, distributed, explaining, names, positions, process, protocol
 
 POLL_SECONDS = 0.5
@@ -78,7 +78,7 @@ def listen(folder: Path) -> None:
 
 def answer_person(folder: Path) -> None:
     """If there are files ASKED-NAME, write where all ranks are into ASKED-NAME.txt."""
-    with contextlib.suppress(OSError, ValueError, UserError):
+    with contextlib.suppress(OSError, ValueError, LineError):
         asked = [path for path in folder.glob(f"{protocol.ASKED}-*") if not path.suffix]
         ranks = {path: read_rank(path) for path in asked}
         if asked and (found := positions.ask(positions.ANSWER_SECONDS, by_person=True)):
