@@ -1,6 +1,7 @@
 """Images of any number of channels, at their files' full depth: --channels."""
 
 import json
+import os
 import re
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from running import Project, flags, rows
 from timm.models._manipulate import adapt_input_conv
 from torch import nn
 
+from engine.check.reading import look
 from engine.data import images, listing, loading, stacks
 from engine.data.images import Format
 from engine.errors import UserError
@@ -111,6 +113,51 @@ class TestFiles:
         with pytest.raises(UserError, match=f"^{re.escape(str(path))}: .*({words})") as error:
             read(path, 5, max_megapixels=1)
         assert "\n" not in str(error.value)
+
+    def test_white_is_zero(self, tmp_path: Path) -> None:
+        """Whatever reads such a TIFF turns it over, so that 0 is black, but for floats."""
+        path, grey = tmp_path / "x.tif", np.arange(0, 240, dtype=np.uint8).reshape(12, 20)
+        for kind in np.uint8, np.uint16:
+            values = grey.astype(kind) * (np.iinfo(kind).max // 255)
+            tifffile.imwrite(path, values, photometric="miniswhite")
+            expected = 255 - grey
+            assert (images.open_image(str(path)).read().numpy() == expected).all(), kind
+            np.testing.assert_allclose(read(path, 1)[..., 0], expected / 255, atol=1e-6)
+        tifffile.imwrite(path, FLOATS[..., 0], photometric="miniswhite")
+        np.testing.assert_allclose(read(path, 1)[..., 0], FLOATS[..., 0], atol=1e-6)
+
+    def test_pages(self, tmp_path: Path) -> None:
+        """Without --channels, pages are refused, but for smaller versions of the first one."""
+        path = tmp_path / "x.tif"
+        for values in SHORTS, (SHORTS // 32).astype(np.uint8):
+            save_tiff(path, values, "series")
+            with pytest.raises(UserError, match=r"x.tif: 5 pages, .* --channels 5 if"):
+                images.open_image(str(path), Format((0, 6000)))
+            with pytest.raises(UserError, match="5 pages"):
+                images.read_image(str(path), None)
+            (finding,) = look(str(path), Format((0, 6000))).findings
+            assert finding.text.startswith("5 pages")
+            assert read(path, 5).shape == SHORTS.shape
+        first = (SHORTS[..., 0] // 32).astype(np.uint8)
+        with tifffile.TiffWriter(path) as writer:
+            writer.write(first, contiguous=False, **GREY_TIFF)
+            writer.write(first[::2, ::2], contiguous=False, subfiletype=1, **GREY_TIFF)
+        assert (images.open_image(str(path)).read()[0].numpy() == first).all()
+
+    @pytest.mark.parametrize("name", ["x.jpg", "x.tif", "x.npy", "x.png"])
+    def test_what_is_no_file(self, tmp_path: Path, name: str) -> None:
+        """Neither a pipe that nobody writes to nor a device without an end is opened."""
+        path = tmp_path / name
+        for make in os.mkfifo, lambda path: path.symlink_to("/dev/zero"):
+            make(path)
+            for format in Format(), Format(channels=5):
+                with pytest.raises(UserError, match=f"^{path}: cannot be read .not a regular file"):
+                    images.open_image(str(path), format)
+                (finding,) = look(str(path), format).findings
+                assert finding.text == "not a regular file"
+            with pytest.raises(UserError, match="not a regular file"):
+                images.read_image(str(path), None)
+            path.unlink()
 
     def test_broken_tiff(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
         path = tmp_path / "x.tif"

@@ -274,6 +274,8 @@ def test_what_cannot_be_checked(project: Project, tmp_path: Path) -> None:
     (tmp_path / "train.csv").write_text("file,label\nnone.png,a\n")
     check(project, tmp_path, tmp_path / "out").refused("train.csv, line 2", "none.png")
     (tmp_path / "index.json").write_text("{}")
+    check(project, tmp_path, tmp_path / "out").refused("train.csv, line 2", "none.png")
+    (tmp_path / "rows.bin").touch()
     check(project, tmp_path, tmp_path / "out").refused("prepared data")
 
 

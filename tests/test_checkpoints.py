@@ -113,3 +113,13 @@ def test_two_runs_in_one_folder(project: Project, data: Path, tmp_path: Path) ->
 def test_whatever_has_a_state_is_saved(project: Project, tmp_path: Path) -> None:
     """An average of the weights and a scaler, as an owner may add them to `Run(...)`."""
     assert project.call("checkpoints.more_parts", tmp_path) == [True, 32.0]
+
+
+@SAME_FOR_BOTH
+def test_a_disk_that_does_not_answer(project: Project, few: Path, tmp_path: Path) -> None:
+    """One line that names the file, and the status of a failure, after which a job starts again."""
+    words = flags(few, tmp_path)[:-4]
+    statuses, said = project.call("resume.on_a_dead_disk", few, tmp_path, *words)
+    assert statuses == [1, 1]
+    (line,) = said.splitlines()
+    assert re.fullmatch(r"error: .*\.jpg: the disk does not answer \(Stale file handle\)", line)

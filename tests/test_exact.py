@@ -1,6 +1,7 @@
 """The same pictures and the same numbers on any number of ranks and of loader workers."""
 
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -102,3 +103,38 @@ def test_metrics_on_any_number_of_ranks(project: Project, tmp_path: Path) -> Non
 def test_deterministic_metrics_take_no_more_memory(project: Project) -> None:
     """For what is told to be deterministic torchmetrics takes pixels x classes squared: 0.9 GB."""
     assert project.call("memory.of_deterministic_metrics") < 300_000  # kilobytes
+
+
+@SAME_FOR_BOTH
+def test_a_training_set_that_changes(project: Project, few: Path, tmp_path: Path) -> None:
+    """In mid-epoch the rest of its images would be others: the epoch starts over, and says so."""
+    words = [*flags(few, tmp_path)[:-4], "--epochs", 1]
+    own = shutil.copytree(few, tmp_path / "own")
+    found = project.call("resume.after_a_renaming", own, tmp_path, *words)
+    assert ["the epoch starts over" in said for said in found] == [True, False, False]
+    assert all("0 of 1 epochs done and 2 steps of the next" in said for said in found)
+
+
+@SAME_FOR_BOTH
+def test_ranks_with_other_data(project: Project, few: Path, trained: Path, tmp_path: Path) -> None:
+    """Nothing is learnt or measured; a copy in another folder will do."""
+    words, copy = flags(few, tmp_path)[:-4], shutil.copytree(few, tmp_path / "copy")
+
+    def said(name: str, status: int, *more: str) -> str:
+        (tmp_path / name).mkdir(exist_ok=True)
+        found = project.call("resume.with_other_data", few, copy, tmp_path / name, *words, *more)
+        assert found[0] == [status, status]
+        assert len(found[1].splitlines()) == bool(status)
+        return found[1]
+
+    said("copied", 0)
+    first = min((copy / "val" / "dots").iterdir())
+    first.rename(first.with_stem("a"))
+    shutil.copytree(trained, tmp_path / "evaluated" / "out")
+    for line in said("trained", 2), said("evaluated", 2, "--eval-only"):
+        assert "rank 1 has 6 images (" in line
+        assert "for validation, rank 0 has 6 images (" in line
+    assert not list((tmp_path / "trained").rglob("*.pt"))
+    for part in ("train", "val"):
+        (copy / part / "dots").rename(copy / part / "zdots")
+    assert "rank 1 has class 2 rings, rank 0 has class 2 dots; all" in said("renamed", 2)

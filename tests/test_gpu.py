@@ -55,8 +55,9 @@ def test_no_step_and_no_batch_waits_for_the_gpu(
     assert found["kernels"] == 0
     assert len(found["steps"]) == 2
     waits = found["batches"].pop("stream_waits")  # in torchmetrics' confusion matrix
-    assert waits == 4 * {"classification": 1, "segmentation": 3}[task]
-    for asked, copies in *((step, 2) for step in found["steps"]), (found["batches"], 3 * 4):
+    # A collective waits or not, as fast as it is; there are a few in each evaluation.
+    assert round(waits / 40) == {"classification": 1, "segmentation": 3}[task]
+    for asked, copies in *((step, 2) for step in found["steps"]), (found["batches"], 3 * 40):
         assert asked.pop("h2d") == copies, found
         assert asked.keys() <= {"h2d_bytes", "collectives"}, found
 

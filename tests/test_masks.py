@@ -113,6 +113,8 @@ def test_values_and_colors(project: Project, tmp_path: Path) -> None:
         ({"classes": colors, "pixels": opaque}, [0, 1, 255]),
         ({"classes": colors, "pixels": [[2, 0, 1]], "mode": "P", "palette": palette}, [0, 1, 255]),
         ({"classes": colors, "pixels": [[0, 1, 255]]}, [0, 1, 255]),
+        ({"classes": names, "pixels": [[0, 2]], "ending": ".jpg", "format": "PNG"}, [0, 2]),
+        ({"classes": names, "pixels": [[0, 2]], "ending": ".tif"}, [0, 2]),
     ]
     bad = [
         ({"classes": names, "pixels": [[0, 3, 3]]}, ("label 3 in 2 pixels", "0 to 2", "c = 3")),
@@ -139,6 +141,17 @@ def test_values_and_colors(project: Project, tmp_path: Path) -> None:
         ),
         ({"classes": colors, "pixels": [row], "ending": ".JPG"}, ("JPEG has changed",)),
         ({"classes": values, "pixels": [[0, 255]], "ending": ".jpeg"}, ("JPEG has changed",)),
+        ({"classes": names, "pixels": [[0, 1]], "ending": ".jpe"}, ("JPEG has changed",)),
+        ({"classes": names, "pixels": [[0, 1]], "format": "JPEG"}, ("JPEG has changed",)),
+        (
+            {
+                "classes": names,
+                "pixels": [[0, 1]],
+                "ending": ".tif",
+                "save": {"compression": "jpeg"},
+            },
+            ("JPEG has changed",),
+        ),
     ]
     found = project.call("labels.read", tmp_path, [case for case, _ in good + bad])
     assert found[: len(good)] == [expected for _, expected in good]
@@ -320,3 +333,17 @@ def test_sizes_that_networks_refuse(
 ) -> None:
     given = flags(data, tmp_path / "out", *network, "--image-size", size)
     project.alone(*given).refused(*words)
+
+
+@SEGMENTATION
+def test_masks_are_read_once(project: Project, data: Path, tmp_path: Path) -> None:
+    """Without classes.txt, all for training are; again once one of them has changed."""
+    (shutil.copytree(data, tmp_path / "data") / "classes.txt").unlink()
+    assert project.call("labels.times_read", tmp_path) == [53, 53, 0, 53, 0]
+
+
+@SEGMENTATION
+def test_masks_that_take_longer_than_collectives(
+    project: Project, few: Path, tmp_path: Path
+) -> None:
+    assert project.call("labels.read_slowly", few, tmp_path, *flags(few, tmp_path)[:-4]) == [0, 0]

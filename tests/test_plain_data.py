@@ -1,5 +1,8 @@
 """Functions of engine/data as they stand, without any process of their own."""
 
+import errno
+import os
+import resource
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -7,11 +10,15 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from PIL import Image
+from torch._utils import ExceptionWrapper
 from torchvision.transforms.v2 import functional as F
 
+from engine import files
 from engine.data import handover, images, listing, lists, loading, samples, seeding
-from engine.errors import UserError
+from engine.errors import DiskError, UserError, print_error
 from engine.ranks import distributed
+from engine.run import checkpoint, folder
 
 
 class TestSeeding:
@@ -120,15 +127,15 @@ class Listed(torch.utils.data.Dataset):
         return torch.zeros(3, 4, 4, dtype=torch.uint8), 0
 
 
-def fingerprint(samples: list) -> str:
-    options = loading.Options(0, 2, False, 0)
-    return loading.fingerprint(loading.build_val_loader(Listed(samples), 2, 2, options))
+def fingerprint(listed: list) -> str:
+    return samples.fingerprint(Listed(listed))
 
 
 def test_fingerprints() -> None:
     first = [("a/1.jpg", 0), ("a/2.jpg", 1)]
     assert fingerprint(first) == fingerprint([("b/1.jpg", 0), ("c/2.jpg", 1)])
     assert fingerprint([{"image": "a/1.jpg", "label": 0}]) == fingerprint([("b/1.jpg", 0)])
+    assert samples.fingerprint([()] * 3) == "3 images (00000000)"
     others = [first[:1], [*first, ("a/3.jpg", 0)], first[::-1], [("a/1.jpg", 1), ("a/2.jpg", 1)]]
     assert len({fingerprint(each) for each in (first, *others)}) == 5
 
@@ -139,6 +146,8 @@ class TestSamples:
         packed = samples.Packed(listed)
         assert list(packed) == listed
         assert packed[-1] == listed[-1]
+        assert packed[:2] == listed[:2]
+        assert packed[::-2] == listed[::-2]
         assert len(samples.Packed([])) == 0
         with pytest.raises(IndexError):
             packed[3]
@@ -172,6 +181,40 @@ class TestSamples:
 
         with pytest.raises(UserError, match=f"sample 0, a.jpg: dataset.py returns {found};"):
             self.keyed(Other([("a.jpg", 0)]))[0, 0]
+
+    def test_images_that_are_normalised_already(self) -> None:
+        """Floats of --channels are from 0 to 1, with some noise; the device normalises them."""
+        image = torch.linspace(-2.1, 2.6, 48).reshape(3, 4, 4)
+        with pytest.raises(UserError, match=r"sample 0: the image has values down to -2.1; return"):
+            self.keyed([(image, 0)])[0, 0]
+        for fine in (image.clamp(-0.3, 1.3), image[:, :0]):
+            assert self.keyed([(fine, 0)])[0, 0][0] is fine
+
+    @pytest.mark.parametrize("workers", [0, 2])
+    def test_set_epoch(self, workers: int) -> None:
+        """The process that reads calls it, before any sample of that epoch, also on resuming."""
+
+        class Curriculum(Listed):
+            level, calls = -1, 0
+
+            def set_epoch(self, epoch: int) -> None:
+                self.level, self.calls = 10 * epoch, self.calls + 1
+
+            def __getitem__(self, index: int) -> tuple:
+                return torch.zeros(3, 4, 4, dtype=torch.uint8), 0, self.level, self.calls
+
+        options = loading.Options(workers, 2, False, 0)
+        dataset = Curriculum([("a.jpg", 0)] * 24)
+        loader = loading.build_train_loader(dataset, 2, 4, 1, options)
+        for turn, (epoch, seen) in enumerate([(3, 16), (4, 0), (5, 0)], start=1):
+            loader.sampler.set_epoch(epoch, seen)
+            found = [batch[2:] for batch in loader]
+            assert len(found) == 6 - seen // 4
+            assert {level for levels, _ in found for level in levels.tolist()} == {10 * epoch}
+            assert {count for _, counts in found for count in counts.tolist()} == {turn}
+        val = loading.build_val_loader(Curriculum([("a.jpg", 0)]), 2, 4, options)
+        ((batch,),) = val
+        assert batch[2].tolist() == [-1]
 
     def test_names(self) -> None:
         assert self.keyed(Listed([("a.jpg", 0)])).name(0) == "sample 0, a.jpg"
@@ -229,12 +272,25 @@ class TestImages:
     def test_boxes(self, box: tuple, size: tuple | None, snapped: tuple) -> None:
         assert self.image((8, 4, 2)).snap(box, size) == snapped
 
-    def test_beyond_the_edges(self) -> None:
+    def jpeg(self, folder: Path) -> str:
+        Image.new("RGB", (64, 48)).save(folder / "x.jpg")
+        return str(folder / "x.jpg")
+
+    def test_beyond_the_edges(self, tmp_path: Path) -> None:
         pixels = np.arange(1, 7, dtype=np.uint8).reshape(2, 3)
         mask = images.LazyImage.of(pixels)
         found = mask.read((-1, 1, 3, 3), fill=255)
         assert found.tolist() == [[255, 255, 255], [2, 3, 255], [5, 6, 255]]
-        assert (mask.read((5, 5, 1, 2), fill=9) == 9).all()
+        inside = torch.from_numpy(pixels.copy())
+        for rows in range(-4, 5):
+            for columns in range(-4, 6):
+                whole = torch.full((12, 14), 9, dtype=torch.uint8)
+                whole[5:7, 5:8] = inside
+                expected = whole[5 + rows :][:2, 5 + columns :][:, :2]
+                assert torch.equal(mask.read((rows, columns, 2, 2), fill=9), expected)
+        image = images.open_image(self.jpeg(tmp_path))
+        assert (image.read((-90, -90, 40, 20), (20, 10), fill=9) == 9).all()
+        assert image.read((-4, 0, 8, 8), fill=9)[:, :4].eq(9).all()
 
     def test_names(self, tmp_path: Path) -> None:
         for name in ("b/2.jpg", "1.PNG", ".3.jpg", "4.txt", ".c/5.jpg"):
@@ -269,8 +325,9 @@ class TestImages:
 
     def test_too_few_to_split(self) -> None:
         for paths in ["/data/1.jpg"], ["/data/1.jpg", "/data/1.jpg"]:
-            with pytest.raises(UserError, match="too few"):
-                listing.split(paths, Path("/data"))
+            assert listing.split(paths, Path("/data")) == (paths, [])
+        with pytest.raises(UserError, match=r"/data: too few images to split; add more, or .*/val"):
+            listing.say_split(Path("/data"), 0, 2)
 
 
 class TestLists:
@@ -307,3 +364,119 @@ class TestLists:
     def test_faults(self, tmp_path: Path, name: str, fault: tuple[str | bytes, str]) -> None:
         with pytest.raises(UserError, match=fault[1]):
             self.rows(tmp_path, fault[0])
+
+
+class TestDisks:
+    """Of network disks, which at times do not answer."""
+
+    @pytest.fixture(autouse=True)
+    def at_once(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(files, "WAITS", (0, 0))
+
+    def failing(self, function: Callable, times: int, number: int) -> Callable:
+        left = [times]
+
+        def call(*args: object, **kwargs: object) -> object:
+            if left[0]:
+                left[0] -= 1
+                raise OSError(number, os.strerror(number), str(args[0]))
+            return function(*args, **kwargs)
+
+        return call
+
+    @pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE, errno.EHOSTDOWN])
+    @pytest.mark.parametrize("channels", [None, 3])
+    def test_reading(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, channels: int | None
+    ) -> None:
+        """Read at the third try, or an error that a restart may find mended."""
+        path, format = str(tmp_path / "x.png"), images.Format(channels=channels)
+        Image.new("RGB", (8, 8)).save(path)
+        monkeypatch.setattr(os, "open", self.failing(os.open, 2, number))
+        assert images.open_image(path, format).read().shape == (3, 8, 8)
+        monkeypatch.setattr(os, "open", self.failing(os.open, 3, number))
+        with pytest.raises(DiskError, match=rf"^{path}: the disk does not answer \(.*\)$"):
+            images.open_image(path, format)
+        monkeypatch.setattr(os, "open", self.failing(os.open, 1, errno.EACCES))
+        with pytest.raises(UserError, match=f"{path}: cannot be read .Permission denied"):
+            images.open_image(path, format)
+
+    def test_folders(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """os.walk would leave out their images."""
+        for number, kind in (errno.ESTALE, DiskError), (errno.EACCES, UserError):
+            monkeypatch.setattr(os, "scandir", self.failing(os.scandir, 1, number))
+            with pytest.raises(kind, match=f"^{tmp_path}: "):
+                listing.list_images(tmp_path)
+            monkeypatch.undo()
+
+    @pytest.mark.parametrize("kind", [DiskError, UserError])
+    def test_in_a_worker(self, kind: type[Exception]) -> None:
+        """Its error comes with a traceback as text, which ends with the line."""
+        try:
+            raise kind("a.jpg: the disk does not answer (Stale file handle)")
+        except kind:
+            sent = ExceptionWrapper(where="in DataLoader worker process 0")
+        with pytest.raises(kind) as caught:
+            sent.reraise()
+        assert str(caught.value) == "a.jpg: the disk does not answer (Stale file handle)"
+
+    @pytest.mark.parametrize("call", ["fsync", "replace", "write"])
+    def test_saving(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str) -> None:
+        """A checkpoint is written whole or not at all; no earlier one is taken for it."""
+        run, state = folder.RunFolder(tmp_path, "auto", 2), dict.fromkeys(folder.KEYS, 0)
+        state["model"] = {"w": torch.arange(999)}
+
+        def epochs() -> list[int]:
+            return [checkpoint.read(path)["epoch"] for path in run.saves()]
+
+        def save(epoch: int, times: int, number: int) -> None:
+            with monkeypatch.context() as patch:
+                if call == "write":
+                    save = self.failing(torch.save, times, number)
+                    patch.setattr(torch, "save", save)
+                else:
+                    patch.setattr(os, call, self.failing(getattr(os, call), times, number))
+                run.add({**state, "epoch": epoch}, epoch == 1, replace=False, verify=False)
+
+        save(1, 0, 0)
+        before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+        with pytest.raises(DiskError, match=r"last.pt: the disk does not answer"):
+            save(2, 9, errno.EIO)
+        with pytest.raises(UserError, match=r"last.pt: cannot be written \(No space left"):
+            save(2, 9, errno.ENOSPC)
+        if call == "replace":  # which is not tried again
+            return
+        assert before == {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+        save(2, 2, errno.ESTALE)
+        assert epochs() == [2, 1]
+        with monkeypatch.context() as patch:
+            patch.setattr(checkpoint, "has_checksum", self.failing(open, 9, errno.EIO))
+            with pytest.raises(DiskError, match=r"last.pt: the disk does not answer"):
+                folder.read_newest(run.saves())
+            patch.setattr(os, "listdir", self.failing(os.listdir, 9, errno.ESTALE))
+            with pytest.raises(DiskError):
+                run.saves()
+        assert epochs() == [2, 1]
+
+    def test_what_torch_hides(self, tmp_path: Path) -> None:
+        """It raises a RuntimeError if the disk fails within a save."""
+        before = resource.getrlimit(resource.RLIMIT_FSIZE)
+        try:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (10**5, before[1]))
+            with (
+                pytest.raises(UserError, match=r"x.pt: cannot be written \(File too large\)"),
+                files.writing(tmp_path / "x.pt") as part,
+            ):
+                checkpoint.write(part, {"w": torch.zeros(10**5)}, False)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        assert not list(tmp_path.iterdir())
+
+
+def test_names_with_control_characters(capsys: pytest.CaptureFixture[str]) -> None:
+    """They cannot begin a line or change a terminal; other names stay as they are."""
+    name = "a\nerror: b\x1b[2J\r\x9b\u2028é 猫 \u200d"
+    distributed.say(name)
+    print_error(UserError(name))
+    expected = "a\\nerror: b\\x1b[2J\\r\\x9b\\u2028é 猫 \u200d\n"
+    assert capsys.readouterr() == (expected, f"error: {expected}")

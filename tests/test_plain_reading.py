@@ -1,6 +1,7 @@
 """Reading without a project: batches in shared memory that is used again, parts of JPEGs."""
 
 import functools
+import gc
 import io
 import os
 from pathlib import Path
@@ -13,7 +14,7 @@ from PIL import Image
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from engine.data import handover, images, jpeg
+from engine.data import handover, images, jpeg, loading, samples
 
 MOST = 3
 
@@ -104,6 +105,20 @@ class TestHandover:
         )
         for number, batch in enumerate([batch for _ in range(3) for batch in one]):
             check(batch, number % 4)
+
+    def test_loaders_that_are_gone(self) -> None:
+        """A rank keeps nothing of them: neither blocks nor their data sets."""
+        before, known = {*handover.BLOCKS}, {*samples.KeyedDataset.in_use}
+        listed = [(torch.zeros(3, 8, 8, dtype=torch.uint8), 0)] * 16
+        options = loading.Options(2, 2, False, 0)
+        loader = loading.build_train_loader(listed, 2, 2, 1, options)
+        assert len([*loader]) == 8
+        assert len({*handover.BLOCKS} - before) >= 2
+        assert len({*samples.KeyedDataset.in_use} - known) == 1
+        del loader
+        gc.collect()
+        assert {*handover.BLOCKS} <= before
+        assert {*samples.KeyedDataset.in_use} <= known
 
     def test_who_frees_a_block(self) -> None:
         """The rank does, also one that got it in inference mode; no process forked from it."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from dataset import build_dataset
-from engine.data import balance, loading, overfit
+from engine.data import balance, loading, overfit, samples
 from engine.data.counts import Counts, count_classes
 from engine.data.images import Format
 from engine.data.loading import Loader, Options
@@ -35,7 +35,10 @@ def build_data(args: Namespace, device: torch.device) -> Data:
     format = Format(args.value_range, args.max_megapixels, args.channels, args.mean, args.std)
     train_set: MapDataset
     val_set: MapDataset
-    train_set, val_set, classes = build_dataset(args.data, args.image_size, format, args.augment)
+    train_set, val_set, classes = build_dataset(
+        args.data, args.image_size, format, args.augment, args.output_dir
+    )
+    samples.check_alike(args.data, train_set, val_set, classes)
     if args.overfit:
         args.batch_size = overfit.batch_size(args.batch_size, args.overfit, args.accumulate)
         batch = args.batch_size * args.accumulate

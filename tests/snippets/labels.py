@@ -2,10 +2,13 @@
 
 import contextlib
 import io
+import os
+import time
 import zlib
 from pathlib import Path
 
 import numpy as np
+from forked import run
 from PIL import Image
 
 import dataset
@@ -42,7 +45,7 @@ def read(folder: str, cases: list[dict]) -> list:
             image.putpalette(case["palette"])
         else:
             image = Image.fromarray(pixels, case.get("mode"))
-        image.save(path)
+        image.save(path, format=case.get("format"), **case.get("save", {}))
         labels = masks.parse(case["classes"], Path("classes.txt"))
         try:
             found.append(masks.read_mask(path, labels)[0].tolist())
@@ -89,3 +92,42 @@ def digest(folder: str) -> dict:
         "masks": zlib.crc32(b"".join(mask.tobytes() for mask in masks)),
         "said": said.getvalue(),
     }
+
+
+def times_read(folder: str) -> list[int]:
+    """How many masks without classes.txt are read: at the first start, at others, after changes."""
+    distributed.setup()
+    data, output, paths = Path(folder, "data"), Path(folder, "out"), []
+    read = masks.read_mask
+    dataset.read_mask = lambda path, *more: paths.append(path) or read(path, *more)
+    found = []
+
+    def start(output: Path | None = output) -> None:
+        paths.clear()
+        dataset.build_dataset(data, 32, output=output)
+        found.append(sum("train" in path for path in paths))
+
+    start(None)
+    start()
+    start()
+    mask = min((data / "train" / "masks").iterdir())
+    os.utime(mask, (1, 1))
+    start()
+    start()
+    Image.fromarray(np.array(Image.open(mask)) * 9).save(mask)
+    try:
+        start()
+    except UserError as error:
+        assert "are not class numbers" in str(error)
+    return found
+
+
+def read_slowly(data: str, folder: str, *words: object) -> list[int]:
+    """Statuses of two ranks with a --dist-timeout shorter than rank 0 takes for the masks."""
+
+    def patch() -> None:
+        survey = dataset.survey
+        dataset.survey = lambda *args: time.sleep(6) or survey(*args)
+
+    flags = ["--data", data, "--output-dir", f"{folder}/out", *words, "--dist-timeout", 4]
+    return run(2, *flags, patch=patch, draws=False)

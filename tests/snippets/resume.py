@@ -2,14 +2,17 @@
 
 import os
 import signal
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import torch
 from digest import digest
 from forked import nothing, run
 
+from engine import files
 from engine.data import seeding
-from engine.ranks import replicas
+from engine.ranks import process, replicas
 from engine.run.progress import Run
 
 Patch = Callable[[], object]
@@ -126,3 +129,55 @@ def in_half_precision(data: str, folder: str, *words: object) -> dict:
 def in_mid_epoch(data: str, folder: str, *words: object) -> dict:
     result = Runs(data, folder, 2, list(words)).result
     return {"whole": result("whole"), "stop": result("stop", "--save-every", 1, stop=2)}
+
+
+def after_a_renaming(data: str, folder: str, *words: object) -> list[str]:
+    """What runs say that are killed in mid-epoch and go on once a training image has a new name.
+
+    The second has a checkpoint that does not know its training set; the third is left as it was.
+    """
+    found = []
+    for name in "renamed", "unknown", "same":
+        out = Path(folder, name)
+        flags = ["--data", data, "--output-dir", out, *words, "--save-every", 1]
+        assert run(2, *flags, patch=killed_after(2), draws=False) == [-9, -9]
+        image = sorted(Path(data, "train").rglob("*.jpg"))[0]
+        if name == "unknown":
+            state = torch.load(out / "last.pt")
+            del state["training_set"]
+            torch.save(state, out / "last.pt")
+        if name != "same":
+            image.rename(image.with_stem(f"z{image.stem}"))
+        assert run(2, *flags, output=f"{out}.said", draws=False) == [0, 0]
+        found.append(Path(f"{out}.said.out").read_text())
+    return found
+
+
+def with_other_data(data: str, other: str, folder: str, *words: object) -> list:
+    """Statuses of two ranks of which the second has other data, and what they say on stderr."""
+
+    def patch() -> None:
+        if os.environ["RANK"] == "1":
+            sys.argv[sys.argv.index("--data") + 1] = other
+
+    flags = ["--data", data, "--output-dir", f"{folder}/out", *words]
+    statuses = run(2, *flags, patch=patch, output=f"{folder}/said", draws=False)
+    return [statuses, Path(f"{folder}/said.err").read_text()]
+
+
+def on_a_dead_disk(data: str, folder: str, *words: object) -> list:
+    """Statuses of two ranks whose loader workers cannot read, and what they say on stderr."""
+
+    def patch() -> None:
+        def fail(path: str, flags: int) -> int:
+            raise OSError(116, "Stale file handle", path)
+
+        def start(worker: int) -> None:
+            files._open_at_once, files.WAITS = fail, (0,)
+            start_worker(worker)
+
+        start_worker, process.start_worker = process.start_worker, start
+
+    flags = ["--data", data, "--output-dir", f"{folder}/out", *words, "--workers", 1]
+    statuses = run(2, *flags, patch=patch, output=f"{folder}/said", draws=False)
+    return [statuses, Path(f"{folder}/said.err").read_text()]

@@ -1,7 +1,7 @@
 """The machinery, in the order in which a run meets it.
 
-errors                a mistake of the user's, printed as one line
-files                 files and folders that appear whole or not at all
+errors                a mistake of the user's, or a disk that does not answer, printed as one line
+files                 files and folders that appear whole or not at all; disks are tried again
 
 ranks/                processes that train together
   process             signals, debugger and loader workers of one process

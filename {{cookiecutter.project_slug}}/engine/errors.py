@@ -1,22 +1,38 @@
-"""The error for a mistake of the user's, the line for it, and a helper for lists of names."""
+"""Errors whose message is one line, how a line is printed, and a helper for lists of names."""
 
 import importlib.util
+import re
 import sys
 from collections.abc import Sequence
 
 from engine.ranks.protocol import MISTAKE
 
+CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029]")  # such as the end of a line
 
-class UserError(Exception):
-    """A mistake of the user's; its message is one line with the file, the value and the remedy."""
+
+class LineError(Exception):
+    """An error whose message is one line with the file, the value and the remedy."""
 
     def __str__(self) -> str:
         # From a loader worker it arrives as the text of a traceback, which ends with the message.
-        return super().__str__().strip().rsplit("UserError: ", 1)[-1]
+        return super().__str__().strip().rsplit(f"{type(self).__name__}: ", 1)[-1]
+
+
+class UserError(LineError):
+    """A mistake of the user's, which a restart would find again."""
+
+
+class DiskError(LineError):
+    """A disk that does not answer, which a restart may find mended."""
+
+
+def escape(line: object) -> str:
+    """Return `line` with control characters, as names of files may have, as Python writes them."""
+    return CONTROL.sub(lambda found: repr(found[0])[1:-1], str(line))
 
 
 def print_error(line: object) -> None:
-    print(f"error: {line}", file=sys.stderr, flush=True)
+    print(f"error: {escape(line)}", file=sys.stderr, flush=True)
 
 
 def no_torch() -> str:

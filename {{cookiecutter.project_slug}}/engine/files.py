@@ -5,19 +5,69 @@ import csv
 import errno
 import glob
 import os
-import re
 import shutil
 import signal
 import socket
+import stat
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import TypeVar
 
-from engine.errors import UserError
+from engine.errors import DiskError, LineError, UserError
 from engine.ranks import process
 
-OF_TORCH_SAVE = "inline_container|PytorchStreamWriter|Parent directory"  # it raises RuntimeErrors
+T = TypeVar("T")
+
+OF_NETWORK_DISKS = {  # errors that pass; not every system has all
+    getattr(errno, name, None)
+    for name in (
+        *("EIO", "ESTALE", "ETIMEDOUT", "EREMOTEIO", "ENOTCONN", "ESHUTDOWN", "EHOSTDOWN"),
+        *("EHOSTUNREACH", "ENETDOWN", "ENETUNREACH", "ECONNRESET", "ECONNREFUSED", "ENOLINK"),
+    )
+} - {None}
+WAITS = (1, 4)  # seconds between tries
+
+
+def failure(path: Path | str, error: OSError, verb: str = "written") -> LineError:
+    """Return what to raise for an `error` at `path`: a DiskError if it may pass."""
+    if error.errno in OF_NETWORK_DISKS:
+        return DiskError(f"{path}: the disk does not answer ({error.strerror})")
+    return UserError(f"{path}: cannot be {verb} ({error.strerror})")
+
+
+def retried(path: Path | str, function: Callable[..., T], *args: object) -> T:
+    """Return `function(*args)`, tried again if a network disk does not answer.
+
+    Raises a DiskError, which names `path`, if it still does not.
+    """
+    for seconds in (*WAITS, None):
+        try:
+            return function(*args)
+        except OSError as error:
+            if error.errno not in OF_NETWORK_DISKS:
+                raise
+            if seconds is None:
+                raise failure(path, error) from None
+        time.sleep(seconds)
+    raise AssertionError
+
+
+def read(path: Path | str) -> bytes:
+    """Return the content of a regular file. A pipe or a device, which may not end, is no file."""
+
+    def attempt() -> bytes:
+        with open(path, "rb", buffering=0, opener=_open_at_once) as file:
+            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                raise OSError(None, "not a regular file")
+            return file.read()
+
+    return retried(path, attempt)
+
+
+def _open_at_once(path: str, flags: int) -> int:
+    return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))  # a pipe would wait for a writer
 
 
 @contextlib.contextmanager
@@ -25,7 +75,7 @@ def writing(path: Path, parents: bool = False) -> Iterator[Path]:
     """Give the block a temporary path next to `path` to write to, then rename it to `path`.
 
     Whatever interrupts the block, `path` is the old file or the new one, never a part of it. With
-    `parents` its folder is created. Raises a UserError if it cannot be written.
+    `parents` its folder is created. Raises what `failure` returns if it cannot be written.
     """
     tmp_path = path.with_name(f".{path.name}.part")
     try:
@@ -34,13 +84,8 @@ def writing(path: Path, parents: bool = False) -> Iterator[Path]:
         yield tmp_path
         sync(tmp_path)
         os.replace(tmp_path, path)
-    except (OSError, RuntimeError) as error:
-        reason = getattr(error, "strerror", None) or str(error).split("\n")[0]
-        if isinstance(error, RuntimeError) and not re.search(OF_TORCH_SAVE, reason):
-            raise  # a loader worker may have died meanwhile
-        if "unexpected pos" in reason:
-            reason = "the disk is full, or a size limit is reached"
-        raise UserError(f"{path}: cannot be written ({reason})") from None
+    except OSError as error:
+        raise failure(path, error) from None
     finally:
         with contextlib.suppress(OSError):
             tmp_path.unlink(missing_ok=True)
@@ -67,7 +112,7 @@ def table(path: Path, columns: Sequence[str]) -> Iterator[Callable[[Sequence], o
         sync(partial)
         os.replace(partial, path)
     except OSError as error:
-        raise UserError(f"{path}: cannot be written ({error.strerror})") from None
+        raise failure(path, error) from None
 
 
 def sync(path: Path) -> None:
@@ -132,7 +177,7 @@ def filling(folder: Path) -> Iterator[Path]:
             if not folder.is_dir():
                 raise
     except OSError as error:
-        raise UserError(f"{folder}: cannot be written ({error.strerror})") from None
+        raise failure(folder, error) from None
     finally:
         shutil.rmtree(partial, ignore_errors=True)
         if is_main:

@@ -18,7 +18,7 @@ from typing import TypeVar
 
 import torch.distributed as dist
 
-from engine.errors import UserError, shorten
+from engine.errors import LineError, UserError, shorten
 from engine.ranks import distributed, environment, explaining, failures, process, protocol
 
 T = TypeVar("T")
@@ -80,7 +80,7 @@ def attempt(function: Callable[..., T], *args: object) -> tuple[T | None, str]:
     """Return what `function(*args)` returns and ""; or None and what is wrong."""
     try:
         return function(*args), ""
-    except UserError as error:
+    except LineError as error:
         return None, str(error)
     except OSError as error:
         return None, f"{error.filename}: {error.strerror}" if error.filename else str(error)

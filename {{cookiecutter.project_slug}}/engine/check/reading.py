@@ -1,6 +1,7 @@
 """Reads the files of a sample, whatever they are: what is in them, and what is wrong with them."""
 
 import contextlib
+import functools
 import hashlib
 import io
 import math
@@ -11,6 +12,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from PIL import Image, UnidentifiedImageError
 
+from engine import files
 from engine.data import depth, stacks
 from engine.data.images import Format, open_image
 from engine.errors import UserError
@@ -90,8 +92,7 @@ def look(path: str, format: Format) -> Facts:
 
 
 def _look(path: str, format: Format, facts: Facts) -> None:
-    with open(path, "rb") as file:
-        data = file.read()
+    data = files.read(path)
     facts.file = digest(data)
     if format.channels:
         return _look_deep(path, format, facts)
@@ -102,7 +103,8 @@ def _look(path: str, format: Format, facts: Facts) -> None:
         facts.stored = image.size[::-1]
         if kind and math.prod(image.size) <= format.max_megapixels * 1e6:
             with contextlib.suppress(UserError):  # open_image says what is wrong
-                values = depth.read_values(path, image, lambda: Image.open(path), is_exact=True)
+                reopen = functools.partial(Image.open, io.BytesIO(data))
+                values = depth.read_values(path, image, reopen, is_exact=True)
         facts.turn = image.getexif().get(ORIENTATION, 1)  # decodes a PNG, so it comes last
     if values is not None and np.isfinite(values).all():
         facts.span = float(values.min()), float(values.max())
@@ -129,7 +131,7 @@ def _look_deep(path: str, format: Format, facts: Facts) -> None:
 
 def orientation(path: str) -> int:
     """Return the orientation in the EXIF data of the image at `path`; 1 means upright."""
-    with Image.open(path) as image:
+    with Image.open(io.BytesIO(files.read(path))) as image:
         return image.getexif().get(ORIENTATION, 1)
 
 

@@ -5,7 +5,7 @@ import hashlib
 import os
 import time
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +16,7 @@ import numpy as np
 from engine import files
 from engine.data import shares
 from engine.data.samples import MapDataset
-from engine.errors import UserError
+from engine.errors import LineError, UserError
 from engine.ranks import distributed
 
 CACHE = "class_counts.npz"  # in --output-dir
@@ -83,6 +83,14 @@ def count_classes(dataset: MapDataset, classes: Sequence[str], folder: Path) -> 
     return Counts(samples, labels, counts, classes, origin)
 
 
+def kept(path: Path, sources: Sequence[str], make: Callable[[], np.ndarray]) -> np.ndarray:
+    """Return what `make` does, which `path` keeps until one of `sources` changes; on rank 0."""
+    key, found = _look_up(path, sources)
+    if found is None:
+        _keep(path, key, found := make())
+    return found
+
+
 def as_counted(dataset: MapDataset) -> Counted:
     """Return `dataset`, or raise a UserError if it lacks a method of Counted."""
     if not isinstance(dataset, Counted):
@@ -139,7 +147,7 @@ def _keep(path: Path, key: str, rows: np.ndarray) -> None:
     if not distributed.is_rank_zero():
         return
     with (
-        contextlib.suppress(UserError),  # it cannot be written
+        contextlib.suppress(LineError),  # it cannot be written
         files.writing(path, parents=True) as tmp_path,
         open(tmp_path, "wb") as file,
     ):

@@ -19,7 +19,8 @@ Range = Sequence[float]  # low, high
 SHORTS, FLOATS = "16-bit values", "floats"
 RANGES = {SHORTS: (0.0, 65535.0), FLOATS: (0.0, 1.0)}  # integers of other types have none
 SET = "(check_data.py prints the range of the whole set)"
-BITS_PER_SAMPLE, PLANAR = 258, 284  # tags of TIFF
+SUBFILE, BITS_PER_SAMPLE, PHOTOMETRIC, PLANAR = 254, 258, 262, 284  # tags of TIFF
+OF_ANOTHER = 0b101  # bits of SUBFILE: a smaller version, or the transparency, of another page
 
 
 def kind_of(file: Image.Image) -> str | None:
@@ -36,6 +37,20 @@ def kind_of(file: Image.Image) -> str | None:
     else:
         is_deep = file.format == "PNG" and ";16B" in str(getattr(file, "tile", ""))
     return SHORTS if is_deep or file.mode.startswith("I") else None
+
+
+def check_pages(path: str, file: Image.Image) -> None:
+    """Raise a UserError if a TIFF has a further page that is no thumbnail or mask of the first."""
+    if not isinstance(file, TiffImageFile):
+        return
+    for page in range(1, file.n_frames):
+        file.seek(page)
+        if not file.tag_v2.get(SUBFILE, 0) & OF_ANOTHER:
+            raise UserError(
+                f"{path}: {file.n_frames} pages, of which only the first would be read; save one "
+                f"page per file, or pass --channels {file.n_frames} if they are an image's channels"
+            )
+    file.seek(0)
 
 
 def to_uint8(values: np.ndarray, path: str, kind: str, value_range: Range | None) -> np.ndarray:
@@ -81,7 +96,8 @@ def read_values(
     if len(file.getbands()) == 1:
         if by_libtiff:  # has swapped the bytes already, which Pillow knows for 16 bits alone
             _set_raw_mode(file, lambda mode: re.sub("B([SF])$", r"N\1", mode))
-        return np.asarray(ImageOps.exif_transpose(file))
+        values = np.asarray(ImageOps.exif_transpose(file))
+        return invert(values) if tags and tags.get(PHOTOMETRIC) == 0 else values
     is_planar = by_libtiff and tags is not None and tags.get(PLANAR) == 2
     if is_planar or not re.match("(RGB)?[RGBAX]?(;|$)", _args(file.tile[0])[0]):
         if is_exact:
@@ -99,6 +115,14 @@ def read_values(
         return upper | 255
     with reopen() as again:
         return upper | _read_bytes(again, other)
+
+
+def invert(values: np.ndarray) -> np.ndarray:
+    """Return the values of a TIFF in which 0 is white so that 0 is black, as Pillow does of 8 bits.
+
+    There is no opposite of floats and signed integers, which stay as they are.
+    """
+    return ~values if values.dtype.kind == "u" else values
 
 
 def _read_bytes(file: ImageFile.ImageFile, order: str) -> np.ndarray:

@@ -63,6 +63,7 @@ class Blocks:
         self.most = most
         self.loader = next(LOADERS)
         self.blocks: list[Tensor] = []  # of this worker
+        weakref.finalize(self, _drop, self.loader).atexit = False
 
     def __call__(self, samples: Sequence[tuple]) -> "list | Sent":
         if (worker := get_worker_info()) is None:
@@ -130,6 +131,12 @@ def _receive(key: tuple[int, ...], block: Tensor | None, parts: list) -> list:
             part = part.of(memory)
         batch.append(torch.from_numpy(part) if isinstance(part, np.ndarray) else part)
     return [batch[0].movedim(-1, 1), *batch[1:]]
+
+
+def _drop(loader: int) -> None:
+    """Give back what a rank holds of a loader that is gone."""
+    for key in [key for key in BLOCKS if key[0] == loader]:
+        del BLOCKS[key]
 
 
 def _free(flags: np.ndarray, owner: int) -> None:

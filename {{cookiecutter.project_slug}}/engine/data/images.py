@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn.functional import interpolate
 from torchvision.transforms.v2 import functional as F
 
+from engine import files
 from engine.data import depth, jpeg, stacks
 from engine.errors import UserError
 from engine.ranks import distributed
@@ -116,15 +117,15 @@ class LazyImage:
         box = box or (0, 0, self.height, self.width)
         shrink, (top, left, bottom, right) = self._edges(box, size)
         height, width = bottom - top, right - left
-        part = self.decode(shrink, bottom)[max(top, 0) : bottom, max(left, 0) : right]
+        rows = self.decode(shrink, max(bottom, 1))[max(top, 0) : max(bottom, 0)]
+        part = rows[:, max(left, 0) : max(right, 0)]
         # A copy, because augmentation may change it. Its channels are first only by its strides:
         # in memory they stay last, which is faster from here on.
         part = part[None].copy()
         pixels = torch.from_numpy(part[None] if self.is_mask else part.transpose(0, 3, 1, 2))
-        rows, columns = part.shape[1:3]
-        if (rows, columns) != (height, width):
-            before = max(-left, 0), max(-top, 0)
-            after = width - columns - before[0], height - rows - before[1]
+        if part.shape[1:3] != (height, width):
+            before = min(max(-left, 0), width), min(max(-top, 0), height)
+            after = width - part.shape[2] - before[0], height - part.shape[1] - before[1]
             pixels = F.pad(pixels, [*before, *after], fill=fill)
         if size and pixels.shape[2:] != size:
             mode = "nearest-exact" if self.is_mask else "bilinear"
@@ -155,14 +156,14 @@ def open_image(path: str, format: Format = DEFAULT_FORMAT) -> LazyImage:
     Raises a UserError that names the file if it cannot be read.
     """
     if format.channels:
-        with _Reading(path):
+        with _reading(path):
             return LazyImage.of(stacks.scale(stacks.read(path, format), path, format.value_range))
     data = _read_file(path)
     frame = jpeg.frame(data)
     if frame and frame.is_plain:
         format.check_size(path, frame.width, frame.height)
     else:
-        with _Reading(path), _opened(path, data, format) as image:
+        with _reading(path), _opened(path, data, format) as image:
             size = jpeg.upright_size(image)
         if not size:
             return LazyImage.of(np.array(_read_image(path, data, "RGB", format)))
@@ -173,7 +174,7 @@ def open_image(path: str, format: Format = DEFAULT_FORMAT) -> LazyImage:
         if jpeg.simplejpeg:
             with contextlib.suppress(ValueError):  # Pillow may read it, or explain
                 return jpeg.decode(data, frame, shrink, rows)
-        with _Reading(path), Image.open(io.BytesIO(data)) as image:
+        with _reading(path), Image.open(io.BytesIO(data)) as image:
             image.draft("RGB", (width // shrink, height // shrink))
             return np.array(image.convert("RGB"))
 
@@ -196,11 +197,12 @@ def read_image(path: str, mode: str | None = "RGB", format: Format = DEFAULT_FOR
 
 def _read_image(path: str, data: bytes, mode: str | None, format: Format) -> Image.Image:
     """Do the same with the file's content at hand."""
-    with _Reading(path), _opened(path, data, format) as file:
+    with _reading(path), _opened(path, data, format) as file:
         kind = depth.kind_of(file) if mode == "RGB" else None
         if not kind:
             image: Image.Image = ImageOps.exif_transpose(file)
-            return image.convert(mode) if mode else image.copy()
+            image.format = file.format
+            return image.convert(mode) if mode else image
         limits = format.value_range
         values = depth.read_values(path, file, lambda: Image.open(io.BytesIO(data)), bool(limits))
         return Image.fromarray(depth.to_uint8(values, path, kind, limits)).convert(mode)
@@ -213,11 +215,11 @@ def say_depth(path: str, format: Format) -> None:
     """
     _ = format.statistics
     if format.channels:
-        with _Reading(path):
+        with _reading(path):
             values = stacks.read(path, format)
             low, high = stacks.limits(values, path, format.value_range)
         return distributed.say(f"{path}: {values.dtype}, {low:.9g} to {high:.9g} becomes 0 to 1")
-    with _Reading(path), _opened(path, _read_file(path), format) as image:
+    with _reading(path), _opened(path, _read_file(path), format) as image:
         kind = depth.kind_of(image)
     if kind:
         read_image(path, format=format)  # a UserError here, on all ranks, is the sooner seen
@@ -227,8 +229,8 @@ def say_depth(path: str, format: Format) -> None:
 
 def _read_file(path: str) -> bytes:
     """Return the file's content. Pillow, if it maps the file, turns some TIFFs wrongly."""
-    with _Reading(path), open(path, "rb", buffering=0) as file:
-        return file.read()
+    with _reading(path):
+        return files.read(path)
 
 
 @contextlib.contextmanager
@@ -238,23 +240,19 @@ def _opened(path: str, data: bytes, format: Format) -> Iterator[ImageFile.ImageF
         raise UserError(f"{path}: .npy files can only be images, and only with --channels N")
     with Image.open(io.BytesIO(data)) as image:
         format.check_size(path, *image.size)
+        depth.check_pages(path, image)
         yield image
 
 
-@dataclass
-class _Reading:
-    """Names the file in what is raised within the block."""
-
-    path: str
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
-        if not isinstance(error, READ_ERRORS):
-            return
+@contextlib.contextmanager
+def _reading(path: str) -> Iterator[None]:
+    """Name the file in what is raised within the block."""
+    try:
+        yield
+    except READ_ERRORS as error:
         reason = getattr(error, "strerror", None) or str(error)
         if isinstance(error, UnidentifiedImageError):
             reason = "not an image, or of a kind that Pillow does not read"
-            if self.path.lower().endswith((".tif", ".tiff")):
+            if path.lower().endswith((".tif", ".tiff")):
                 reason += "; with more channels it needs --channels N"
-        raise UserError(f"{self.path}: cannot be read ({reason}); replace or remove it") from None
+        raise UserError(f"{path}: cannot be read ({reason}); replace or remove it") from None

@@ -6,8 +6,10 @@ import zlib
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import NoReturn
 
-from engine.errors import UserError
+from engine import files
+from engine.errors import UserError, shorten
 from engine.ranks import distributed
 
 EXTENSIONS = {".bmp", ".jfif", ".jpe", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp"}
@@ -75,7 +77,7 @@ def walk(folder: Path) -> Iterator[tuple[str, list[str], list[str]]]:
     """
     real = os.path.realpath(folder)
     seen = {real, *map(str, Path(real).parents)}
-    for parent, folders, names in os.walk(folder, followlinks=True):
+    for parent, folders, names in os.walk(folder, onerror=_refuse, followlinks=True):
         found, folders[:] = sorted(folders), []
         for name in found:
             real = os.path.realpath(os.path.join(parent, name))
@@ -83,6 +85,10 @@ def walk(folder: Path) -> Iterator[tuple[str, list[str], list[str]]]:
                 seen.add(real)
                 folders.append(name)
         yield parent, folders, names
+
+
+def _refuse(error: OSError) -> NoReturn:
+    raise files.failure(error.filename, error, "read")  # os.walk would leave out the folder
 
 
 def collect(
@@ -134,23 +140,30 @@ def val_folder(root: Path) -> Path | None:
     return None
 
 
-def say_split(root: Path, count: int, total: int, name: str = "val") -> None:
-    """Print that `count` of `total` images are held out because `root` has no `name`."""
+def say_split(
+    root: Path, count: int, total: int, name: str = "val", whole: Sequence[str] = ()
+) -> None:
+    """Print that `count` of `total` images are held out because `root` has no `name`.
+
+    whole: classes of which none is. Raises a UserError if that leaves nothing.
+    """
+    if not count:
+        raise UserError(f"{root}: too few images to split; add more, or {root / name}")
     line = f"no {root / name}: {count} of {total} images used for validation"
+    if whole:
+        line += f"; {shorten(whole)}: a single image, used for training"
     has_test = (root / "test").is_dir()
     distributed.say(f"{line}; {root / 'test'} is not used" if has_test else line)
 
 
 def split(paths: Sequence[str], root: Path) -> tuple[list[str], list[str]]:
-    """Split `paths` into 85 % for training and 15 % for validation, at least one in each.
+    """Split `paths` into 85 % for training and 15 % for validation, of two at least one in each.
 
     The order is by a checksum of the path below `root`: the same on every machine and in every
     run, and adding an image moves few others. A path that a list has twice is not in both.
     """
     unique = dict.fromkeys(paths)
-    if len(unique) < 2:
-        raise UserError(f"{paths[0]}: too few images to split; add more, or a val folder")
     by_chance = sorted(unique, key=lambda p: zlib.crc32(os.fsencode(os.path.relpath(p, root))))
-    held = {*by_chance[: max(1, round(0.15 * len(unique)))]}
+    held = {*by_chance[: max(len(unique) > 1, round(0.15 * len(unique)))]}
     train, val = ([path for path in paths if (path in held) == is_val] for is_val in (False, True))
     return sorted(train), sorted(val)

@@ -2,9 +2,7 @@
 
 import functools
 import math
-import os
 import re
-import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
@@ -17,7 +15,7 @@ from engine.data import balance, seeding
 from engine.data.counts import Counts
 from engine.data.handover import Blocks, collate_by_size
 from engine.data.images import DEFAULT_FORMAT, Format
-from engine.data.samples import KeyedDataset, MapDataset
+from engine.data.samples import KeyedDataset, MapDataset, fingerprint
 from engine.errors import UserError
 from engine.ranks import devices, distributed, process
 
@@ -42,15 +40,22 @@ class TrainSampler(Sampler[tuple[int, int]]):
     Draws that do not fill a global batch are left out, so all ranks take the same number of steps.
 
     counts: of the samples' classes, each of which is drawn equally often; None: each sample once.
+    training_set: its fingerprint.
     """
 
     def __init__(
-        self, total: int, global_batch: int, seed: int, counts: Counts | None = None
+        self,
+        total: int,
+        global_batch: int,
+        seed: int,
+        counts: Counts | None = None,
+        training_set: str = "",
     ) -> None:
         self.total = total
         self.global_batch = global_batch
         self.seed = seed
         self.counts = counts
+        self.training_set = training_set
         self.set_epoch(0)
 
     def set_epoch(self, epoch: int, seen: int = 0) -> None:
@@ -63,7 +68,8 @@ class TrainSampler(Sampler[tuple[int, int]]):
     def order(self) -> dict[str, int | str]:
         """What the order depends on in addition to the epoch; checkpoints have it."""
         sampler = f"balanced {self.counts.fingerprint()}" if self.counts else "shuffle"
-        return {"images": self.total, "seed": self.seed, "sampler": sampler}
+        samples: dict[str, int | str] = {"images": self.total, "training_set": self.training_set}
+        return {**samples, "seed": self.seed, "sampler": sampler}
 
     @property
     def steps(self) -> int:
@@ -140,7 +146,7 @@ def build_train_loader(
             f"more than the {total} training images: lower one of them, or add images"
         )
     keyed = KeyedDataset(dataset, num_classes, options.seed, options.workers, is_any_size=False)
-    sampler = TrainSampler(total, global_batch, options.seed, counts)
+    sampler = TrainSampler(total, global_batch, options.seed, counts, fingerprint(dataset))
     if counts:
         balance.say_balanced(counts, total)
     worker_options = _worker_options(options)
@@ -177,19 +183,6 @@ def _worker_options(options: Options) -> dict:
         "pin_memory": options.pin_memory,
         "timeout": seconds,
     }
-
-
-def fingerprint(loader: Loader) -> str:
-    """Return a text that changes once a sample is added, removed, renamed or relabelled.
-
-    It is made of the data set's list `samples`, if it has one, with file names instead of paths.
-    """
-    dataset, total = loader.dataset.dataset, 0
-    for sample in getattr(dataset, "samples", ()):
-        parts = sample.values() if isinstance(sample, dict) else sample
-        names = [os.path.basename(part) if isinstance(part, str) else part for part in parts]
-        total = zlib.crc32(repr(names).encode(), total)
-    return f"{len(dataset)} images ({total:08x})"
 
 
 def explain(error: Exception) -> str | None:

@@ -98,7 +98,8 @@ def _read_rows(folder: Path, each: int) -> np.ndarray:
 
 def is_store(folder: Path) -> bool:
     """Return whether `write` has begun to fill `folder`."""
-    return (folder / "index.json").is_file()
+    own = "rows.bin", "pixels.bin", ".preparing"  # other folders may have an index.json, too
+    return (folder / "index.json").is_file() and any((folder / name).is_file() for name in own)
 
 
 @dataclass
@@ -196,7 +197,7 @@ def write(
         _append(folder, shrunk, done, workers)
         distributed.say(f"{folder}: {len(shrunk)} samples ready; train with --data {folder}")
     except OSError as error:
-        raise UserError(f"{folder}: cannot be written ({error.strerror})") from None
+        raise files.failure(folder, error) from None
 
 
 class Shrunk(Dataset):

@@ -1,10 +1,14 @@
 """What a data set hands to the loader: its list of samples, and each sample with its own seed."""
 
+import itertools
 import multiprocessing
 import os
 import pickle
 import sys
+import weakref
+import zlib
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
 import numpy as np
@@ -12,15 +16,21 @@ from torch import Tensor
 from torch.utils.data import Dataset, get_worker_info
 
 from engine.data import seeding
-from engine.errors import UserError
+from engine.errors import LineError, UserError
+from engine.ranks import distributed, names
 
 PARTS = (Tensor, np.ndarray, np.number, np.bool_, int, float)  # of a sample, which batches can hold
+LEAST = -0.5  # in an image of floats, 0 to 1, with a margin for noise that is added
 
 
 class MapDataset(Protocol):
     """A map-style data set, such as those of dataset.py: a sample is a tuple (image, target, ...).
 
     If it has a list `samples` of tuples or dicts that begin with a path, messages name the file.
+
+    If a training set has a method `set_epoch(epoch)`, from 0, each process that reads calls it
+    before its first sample of an epoch: loader workers, which see no attribute that is set in
+    main.py, or the rank if there are none. It is not called with --overfit.
     """
 
     def __len__(self) -> int: ...
@@ -43,7 +53,9 @@ class Packed(Sequence):
     def __len__(self) -> int:
         return len(self.ends) - 1
 
-    def __getitem__(self, index: Any) -> tuple:
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return [self[each] for each in range(len(self))[index]]
         index = range(len(self))[index]
         return pickle.loads(self.data[self.ends[index] : self.ends[index + 1]])
 
@@ -57,7 +69,8 @@ class KeyedDataset(Dataset):
     hangs, and that of an integer label which is not in 0..num_classes - 1.
     """
 
-    in_use: ClassVar[list["KeyedDataset"]] = []
+    in_use: ClassVar[weakref.WeakSet["KeyedDataset"]] = weakref.WeakSet()
+    epoch: int | None = None  # that `dataset` knows of, in this process
 
     def __init__(
         self, dataset: MapDataset, num_classes: int, seed: int, workers: int, is_any_size: bool
@@ -68,23 +81,26 @@ class KeyedDataset(Dataset):
         self.is_any_size = is_any_size
         # Written by each worker: its process id, and its sample's index + 1 while it reads one.
         self.reading = multiprocessing.RawArray("q", 2 * max(workers, 1))
-        self.in_use.append(self)
+        self.in_use.add(self)
 
     def __len__(self) -> int:
         return len(self.dataset)
 
     def __getitem__(self, key: tuple[int, int]) -> tuple:
-        # The epoch comes with the draw: persistent workers would keep an attribute as it was.
+        # The epoch comes with the draw: persistent workers keep attributes as they were.
         epoch, draw = key
         index = draw % len(self.dataset)
         self.note(index + 1)
         seeding.seed(self.seed, epoch, draw)
         try:
+            if epoch != self.epoch and not self.is_any_size:
+                self.epoch = epoch
+                getattr(self.dataset, "set_epoch", int)(epoch)
             sample = self.dataset[index]
             self.check_parts(index, sample)
             self.check_label(index, sample[1])
             return sample
-        except UserError:
+        except LineError:
             raise
         except Exception as error:
             line = f"while reading {self.name(index)}"
@@ -120,6 +136,12 @@ class KeyedDataset(Dataset):
                 f"{self.name(index)}: dataset.py returns {found}; return a tuple, the image as a "
                 "tensor and its target as a tensor or a number"
             )
+        image = parts[0]
+        if image.is_floating_point() and image.numel() and (least := image.min()) < LEAST:
+            raise UserError(
+                f"{self.name(index)}: the image has values down to {least:.3g}; return uint8, or "
+                "with --channels floats from 0 to 1: it is normalised later, on the device"
+            )
 
     def check_label(self, index: int, label: object) -> None:
         if isinstance(label, Tensor) and not label.ndim and not label.is_floating_point():
@@ -146,3 +168,31 @@ class KeyedDataset(Dataset):
         samples = getattr(self.dataset, "samples", None)
         sample = samples[index] if samples else None
         return str(sample[0]) if isinstance(sample, tuple | list) else ""
+
+
+def fingerprint(dataset: MapDataset) -> str:
+    """Return a text that changes once a sample is added, removed, renamed or relabelled.
+
+    It is made of the data set's list `samples`, if it has one, with file names instead of paths.
+    """
+    total = 0
+    for sample in getattr(dataset, "samples", ()):
+        parts = sample.values() if isinstance(sample, dict) else sample
+        values = [os.path.basename(part) if isinstance(part, str) else part for part in parts]
+        total = zlib.crc32(repr(values).encode(), total)
+    return f"{len(dataset)} images ({total:08x})"
+
+
+def check_alike(data: Path, train: MapDataset, val: MapDataset, classes: Sequence[str]) -> None:
+    """Raise a UserError, on all ranks, unless all have the same samples and classes."""
+    sets = f"{fingerprint(train)} for training", f"{fingerprint(val)} for validation"
+    mine = [*(f"class {number} {name}" for number, name in enumerate(classes)), *sets]
+    found = distributed.gather_objects((names.own_rank(), mine))
+    first, other = found[0], next((each for each in found if each[1] != found[0][1]), None)
+    if other:
+        pairs = itertools.zip_longest(other[1], first[1])
+        there, here = next((a, b) for a, b in pairs if a != b)
+        raise UserError(
+            f"--data {data}: {other[0]} has {there}, {first[0]} has {here}; all ranks need the "
+            "same files (./launch.sh --check names one that differs)"
+        )

@@ -3,13 +3,14 @@
 import io
 import logging
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, BinaryIO
 
 import numpy as np
 import torch
 from PIL import Image, ImageOps
 from torch import Tensor
 
+from engine import files
 from engine.data import depth
 from engine.errors import UserError
 
@@ -22,14 +23,14 @@ SHOWN = (0.01, 0.99)  # quantiles that become black and white
 
 def read(path: str, format: "Format") -> np.ndarray:
     """Return the values in the file, of its own type, as (H, W, format.channels)."""
-    ending = path.lower().rsplit(".", 1)[-1]
+    ending, file = path.lower().rsplit(".", 1)[-1], io.BytesIO(files.read(path))
     values: np.ndarray
     if ending == "npy":
-        values = np.lib.format.open_memmap(path, mode="r")
+        values = np.lib.format.read_array(file, allow_pickle=False)
     elif ending in ("tif", "tiff"):
-        values = _read_tiff(path, format)
+        values = _read_tiff(path, file, format)
     else:
-        values = _read_other(path, format)
+        values = _read_other(path, file, format)
     values = values[..., None] if values.ndim == 2 else values
     if values.ndim != 3 or values.shape[2] != format.channels:
         raise UserError(
@@ -42,17 +43,18 @@ def read(path: str, format: "Format") -> np.ndarray:
     return values.astype(values.dtype.newbyteorder("="), copy=False)
 
 
-def _read_tiff(path: str, format: "Format") -> np.ndarray:
+def _read_tiff(path: str, content: BinaryIO, format: "Format") -> np.ndarray:
     """Return (H, W) or (H, W, channels); the file may hold the channels as planes or pages."""
     import tifffile  # here, because most sets do without
 
     logging.getLogger("tifffile").setLevel(logging.CRITICAL)  # it logs what it raises
     try:
-        with tifffile.TiffFile(path) as file:
+        with tifffile.TiffFile(content) as file:
             series, tags = file.series[0], file.pages.first.tags
             height, width = (series.shape[series.axes.index(axis)] for axis in "YX")
             format.check_size(path, width, height)
             turned = tags.valueof(ORIENTATION, default=1)
+            is_inverted = tags.valueof(depth.PHOTOMETRIC) == 0
             are_pages = 1 < len(file.pages) == format.channels
             values = file.asarray(key=slice(None)) if are_pages else series.asarray()
     except (OSError, UserError):
@@ -65,18 +67,17 @@ def _read_tiff(path: str, format: "Format") -> np.ndarray:
         raise ValueError(str(error) or type(error).__name__) from None
     if turned != 1:
         raise UserError(f"{path}: stored with orientation {turned}; save it upright")
+    values = depth.invert(values) if is_inverted else values
     is_planes_first = values.ndim == 3 and series.axes.endswith("YX")
     return np.moveaxis(values, 0, -1) if is_planes_first else values
 
 
-def _read_other(path: str, format: "Format") -> np.ndarray:
+def _read_other(path: str, content: BinaryIO, format: "Format") -> np.ndarray:
     """Return (H, W) of a file in grey and (H, W, 3) of one in colour, upright."""
-    with open(path, "rb") as file:
-        data = file.read()
-    with Image.open(io.BytesIO(data)) as image:
+    with Image.open(content) as image:
         format.check_size(path, *image.size)
         if depth.kind_of(image):
-            return depth.read_values(path, image, lambda: Image.open(io.BytesIO(data)), True)
+            return depth.read_values(path, image, lambda: Image.open(content), True)
         is_grey = image.mode in ("1", "L", "LA")
         upright: Image.Image = ImageOps.exif_transpose(image)
         return np.asarray(upright.convert("L" if is_grey else "RGB"))

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from engine import files
-from engine.errors import UserError
+from engine.errors import LineError, UserError
 from engine.ranks import debugging, distributed, explaining, names, positions, process, protocol
 
 POLL_SECONDS = 0.5
@@ -81,7 +81,7 @@ def listen(folder: Path) -> None:
 
 def answer_person(folder: Path) -> None:
     """If there are files ASKED-NAME, write where all ranks are into ASKED-NAME.txt."""
-    with contextlib.suppress(OSError, ValueError, UserError):
+    with contextlib.suppress(OSError, ValueError, LineError):
         asked = [path for path in folder.glob(f"{protocol.ASKED}-*") if not path.suffix]
         if asked and (found := positions.ask(positions.ANSWER_SECONDS, by_person=True)):
             lines = [explaining.block("", found)]

@@ -1,7 +1,4 @@
-"""The process group of all ranks, and its collectives.
-
-Each function works in a group of one, too, so callers never ask how many ranks there are.
-"""
+"""The process group of all ranks, and its collectives, which work in a group of one, too."""
 
 import contextlib
 import itertools
@@ -17,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d
 
+from engine.errors import escape
 from engine.ranks import devices, environment, joining, process, protocol, reaching
 
 T = TypeVar("T")
@@ -154,7 +152,7 @@ def say(line: str) -> None:
     """Print `line` on rank 0; do nothing if the terminal or pipe is closed."""
     if is_rank_zero():
         with contextlib.suppress(OSError):
-            print(line, flush=True)
+            print(escape(line), flush=True)
 
 
 def reduce_tensor(tensor: Tensor, op: str = "sum") -> Tensor:

@@ -20,7 +20,8 @@ from typing import NoReturn
 
 import torch.distributed as dist
 
-from engine.errors import UserError, print_error, shorten
+from engine import files
+from engine.errors import DiskError, UserError, print_error, shorten
 from engine.ranks import (
     answering,
     debugging,
@@ -72,9 +73,9 @@ def one_line_errors(
 ) -> Iterator[None]:
     """Print an error in the block on one rank only, and end all ranks with its status.
 
-    A UserError is one line, with status MISTAKE. So is an error for which one of `explainers`
-    returns a UserError; if it returns a string, the status is 1; if another exception, the line is
-    followed by the traceback. Errors without a line print their traceback.
+    A UserError is one line, with status MISTAKE, a DiskError one with status 1. So is an error for
+    which one of `explainers` returns a UserError, or a string; if it returns another exception, the
+    line is followed by the traceback. Errors without a line print their traceback.
     Ranks that do not notice the error are ended by the launcher, or by their watcher thread.
     A debugger stops where the error was raised, as if nothing caught it.
     """
@@ -96,7 +97,7 @@ def one_line_errors(
         requeue.note_failure(MISTAKE)
         report(str(error), MISTAKE)
     except Exception as error:
-        for explain in (_disk_full, memory.explain, *explainers, _lost_rank):
+        for explain in (_of_disk, memory.explain, *explainers, _lost_rank):
             if line := explain(error):
                 debugging.hold(error)
                 is_mistake = isinstance(line, UserError)
@@ -201,10 +202,14 @@ def _read(first: str) -> int:
     return int(status)
 
 
-def _disk_full(error: Exception) -> UserError | None:
-    if not isinstance(error, OSError) or error.errno not in DISK_ERRORS:
-        return None
-    return UserError(f"{error.filename or 'a file'}: cannot be written ({error.strerror})")
+def _of_disk(error: Exception) -> UserError | str | None:
+    if isinstance(error, OSError):
+        is_passing = error.errno in files.OF_NETWORK_DISKS and error.filename  # of a file
+        if is_passing or error.errno in DISK_ERRORS:
+            error = files.failure(error.filename or "a file", error)
+    if isinstance(error, DiskError):
+        return str(error)
+    return error if isinstance(error, UserError) else None
 
 
 def _lost_rank(error: Exception) -> str | None:

@@ -5,6 +5,7 @@ torch.load checks nothing, and the checksums within an archive do not cover its 
 """
 
 import argparse
+import functools
 import os
 import pickle
 import re
@@ -20,6 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from engine import files
 from engine.errors import UserError, shorten
 from engine.run.flags import add_image_arguments
 from engine.run.palette import Classes
@@ -45,7 +47,7 @@ class Damaged(UserError):
 
 def write(path: Path, state: State, verify: bool) -> None:
     """Write `state` and its checksum to `path`; with `verify`, check that it can be read back."""
-    torch.save(state, path)
+    _save(state, path)
     with open(path, "r+b") as file:
         file.seek(-2, os.SEEK_END)  # the length of the archive's comment
         file.write((len(CHECKSUM) + 8).to_bytes(2, "little") + CHECKSUM)
@@ -61,10 +63,18 @@ def write(path: Path, state: State, verify: bool) -> None:
         ) from None
 
 
+def _save(state: State, path: Path) -> None:
+    try:
+        with open(path, "wb") as file:
+            torch.save(state, file)
+    except RuntimeError as error:  # which hides what the disk has said
+        raise error.__context__ if isinstance(error.__context__, OSError) else error from None
+
+
 def find_culprit(state: State, path: Path) -> str:
     """Return the name of the first entry of `state` that cannot be read back from a file."""
     for name, value in state.items():
-        torch.save({name: value}, path)
+        _save({name: value}, path)
         try:
             read_file(path)
         except UserError:
@@ -109,13 +119,14 @@ def read_file(path: Path | str) -> State:
     try:
         if not stat.S_ISREG(os.stat(path).st_mode):
             raise OSError(None, "not a regular file")
-        is_whole = has_checksum(path)
+        is_whole = files.retried(path, has_checksum, path)
         if not is_whole and zipfile.is_zipfile(path):  # written by another program
             with zipfile.ZipFile(path) as archive:
                 if damaged := archive.testzip():
                     raise zipfile.BadZipFile(f"a checksum in it is wrong, of {damaged}")
             is_whole = True
-        state = torch.load(path, map_location="cpu", weights_only=True)
+        load = functools.partial(torch.load, map_location="cpu", weights_only=True)
+        state = files.retried(path, load, path)
     except FileNotFoundError:
         raise UserError(f"{path}: no such checkpoint file") from None
     except PermissionError as error:

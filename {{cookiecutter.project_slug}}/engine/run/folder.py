@@ -91,9 +91,7 @@ class RunFolder:
             probe.unlink()
             is_free = files.lock(self.path / ".lock")
         except OSError as error:
-            raise UserError(
-                f"--output-dir {self.path}: cannot be written ({error.strerror})"
-            ) from None
+            raise files.failure(f"--output-dir {self.path}", error) from None
         if not is_free:
             raise UserError(
                 f"--output-dir {self.path}: another run is using it; choose another folder, "
@@ -128,9 +126,13 @@ class RunFolder:
 
     def saves(self) -> list[Path]:
         """Return the paths of last.pt, last-1.pt and so on that exist, newest first."""
-        older = {path.stem[5:]: path for path in self.path.glob("last-*.pt")}
-        ages = sorted(int(age) for age in older if age.isdecimal())  # other names are the user's
-        return [*self.path.glob("last.pt"), *(older[str(age)] for age in ages)]
+        # Not by glob, for which there is nothing if a network disk does not answer.
+        is_there = self.path.is_dir()
+        names = {*files.retried(self.path, os.listdir, self.path)} if is_there else ()
+        ages = [name[5:-3] for name in names if name.startswith("last-") and name.endswith(".pt")]
+        numbers = sorted(int(age) for age in ages if age.isdecimal())  # others are the user's
+        newest = ["last.pt"] if "last.pt" in names else []
+        return [self.path / name for name in (*newest, *(f"last-{n}.pt" for n in numbers))]
 
     def open_for_training(self, is_new: bool) -> None:
         """On rank 0, clear the folder for a new run with --resume never, and record this launch.
@@ -197,14 +199,18 @@ class RunFolder:
         if not distributed.is_rank_zero():
             return
         state = transfer.to_host(state)
+
+        def write(tmp_path: Path) -> None:
+            checkpoint.write(tmp_path, state, verify)
+            files.sync(tmp_path)  # a disk may say only now that it is full
+
         # best.pt comes first: when last.pt records a new best score, best.pt has it already.
         if is_best:
             with files.writing(self.path / "best.pt") as tmp_path:
-                checkpoint.write(tmp_path, state, verify)
+                files.retried(self.path / "best.pt", write, tmp_path)
                 records.remove_images(self.path)
         with files.writing(self.path / "last.pt") as tmp_path:
-            checkpoint.write(tmp_path, state, verify)
-            files.sync(tmp_path)  # a disk may say only now that it is full
+            files.retried(self.path / "last.pt", write, tmp_path)
             for age in range(0 if replace else self.keep - 1, 0, -1):
                 newer = self.path / (f"last-{age - 1}.pt" if age > 1 else "last.pt")
                 with contextlib.suppress(FileNotFoundError):

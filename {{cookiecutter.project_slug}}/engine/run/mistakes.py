@@ -15,7 +15,7 @@ from torch.nn.functional import cross_entropy
 from engine import files
 from engine.data.images import DEFAULT_FORMAT, Format
 from engine.data.samples import KeyedDataset
-from engine.errors import UserError
+from engine.errors import LineError
 from engine.ranks import distributed
 from engine.run import records
 
@@ -130,7 +130,7 @@ def report(mistakes: Mistakes, folder: Path) -> None:
         names = mistakes.write(folder)
     except OSError as error:
         return distributed.say(f"{folder}: cannot be written ({error.strerror})")
-    except UserError as error:
+    except LineError as error:
         return distributed.say(str(error))
     if names:
         distributed.say(f"written to {folder}: {', '.join(names)}")

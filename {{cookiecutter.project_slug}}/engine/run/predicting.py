@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader, Dataset, default_collate
 from tqdm import tqdm
 
 from engine.data.samples import MapDataset
-from engine.errors import UserError
+from engine.errors import UserError, print_error
 from engine.ranks import distributed, failures, process
 from engine.run import machine
 
@@ -53,7 +53,7 @@ class Readable:
         where = where if count else "no file written"
         distributed.say(f"{count} of {self.total} images predicted: {where}")
         for line in self.broken:
-            print(f"error: {line}", file=sys.stderr)
+            print_error(line)
         if self.broken:
             sys.exit(1)
 

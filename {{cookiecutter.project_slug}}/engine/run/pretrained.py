@@ -8,7 +8,7 @@ import torch
 import torchvision
 from torch import Tensor, nn
 
-from engine.errors import UserError, shorten
+from engine.errors import DiskError, UserError, shorten
 from engine.ranks import distributed
 from engine.run import checkpoint
 
@@ -53,6 +53,8 @@ def attempt(read: Callable[[str], Mapping[str, Tensor]], name: str) -> Mapping[s
     try:
         with time_limit():
             return read(name)
+    except DiskError:
+        raise
     except UserError as error:
         return str(error)
     except Exception as error:  # urllib, httpx and huggingface_hub have no common one

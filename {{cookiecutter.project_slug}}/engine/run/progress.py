@@ -12,8 +12,8 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from engine.data import loading
 from engine.data.loading import Loader
+from engine.data.samples import fingerprint
 from engine.errors import UserError
 from engine.ranks import distributed, explaining, lockstep, positions, stopping
 from engine.run import checkpoint, optimizers, palette, replay, sharded
@@ -68,8 +68,8 @@ class Run:
         self.parts: dict[str, Stateful] = {"model": model, "optimizer": optimizer}
         self.parts |= {"scheduler": scheduler, **more}
         self.epoch, self.step, self.seen, self.saved_step = 0, 0, 0, 0
-        self.best, self.best_of = -math.inf, f"{score} on {loading.fingerprint(val_loader)}"
-        self.totals = Totals(next(model.parameters()).device)
+        self.best_of = f"{score} on {fingerprint(val_loader.dataset.dataset)}"
+        self.best, self.totals = -math.inf, Totals(next(model.parameters()).device)
         self.history: list[dict[str, float | str]] = []
         self.checksum = lockstep.Checksum()
         self.verified: set[type] = set()  # types that have been read back from a file
@@ -109,8 +109,9 @@ class Run:
         self.history = list(state["history"])
         if not state["seen"]:
             return
-        order = {"sampler": "shuffle", **state}  # older checkpoints do not know it
-        if any(order[name] != value for name, value in self.sampler.order.items()):
+        now = self.sampler.order
+        order = {**now, "sampler": "shuffle", **state}  # older checkpoints do not know all of it
+        if any(order[name] != value for name, value in now.items()):
             distributed.say("the images, --seed or --sampler have changed: the epoch starts over")
             return
         self.seen = state["seen"]

@@ -166,12 +166,17 @@ class ImageDataset(Dataset):
 
 
 def build_dataset(
-    data: Path, image_size: int, format: Format = DEFAULT_FORMAT, augment: Sequence[str] = ()
+    data: Path,
+    image_size: int,
+    format: Format = DEFAULT_FORMAT,
+    augment: Sequence[str] = (),
+    output: Path | None = None,
 ) -> tuple[ImageDataset, ImageDataset, list[str]]:
     """Return the training set, the validation set and the class names of the folder `data`.
 
     image_size: the side, in pixels, of the images that both return.
     augment: names of AUGMENTATIONS, for the training set.
+    output: not needed here; for segmentation it keeps what the masks hold.
     """
     chosen = build_augment(augment, format)
     crop = functools.partial(train_transform, size=image_size, augment=chosen)
@@ -208,7 +213,8 @@ def find_samples(root: Path) -> tuple[list[tuple[str, int]], list[tuple[str, int
         val += [(path, label) for path in val_paths]
     if val_of is None:
         name = "val.csv" if has_lists else "val"
-        listing.say_split(root, len(val), len(train) + len(val), name)
+        whole = [each for each, paths in train_of.items() if len({*paths}) == 1]
+        listing.say_split(root, len(val), len(train) + len(val), name, whole)
     return train, val, list(train_of)
 
 

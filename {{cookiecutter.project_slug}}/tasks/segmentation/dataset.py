@@ -174,12 +174,17 @@ class SegmentationDataset(Dataset):
 
 
 def build_dataset(
-    data: Path, image_size: int, format: Format = DEFAULT_FORMAT, augment: Sequence[str] = ()
+    data: Path,
+    image_size: int,
+    format: Format = DEFAULT_FORMAT,
+    augment: Sequence[str] = (),
+    output: Path | None = None,
 ) -> tuple[SegmentationDataset, SegmentationDataset, Labels]:
     """Return the training set, the validation set and the classes of the folder `data`.
 
     image_size: the side of the training crops in pixels; validation keeps the images' own size.
     augment: names of AUGMENTATIONS, for the training set.
+    output: a folder that keeps which values the masks hold, if there is no classes.txt.
     """
     chosen = build_augment(augment, format)
     crop = functools.partial(train_transform, size=image_size, augment=chosen)
@@ -192,7 +197,7 @@ def build_dataset(
         images.say_depth(train_pairs[0][0], format)
         train = SegmentationDataset(train_pairs, labels, crop, format=format)
         val = SegmentationDataset(val_pairs, labels, eval_transform, format=format)
-    train.labels = val.labels = distributed.from_rank_zero(survey, data, train, val)
+    train.labels = val.labels = distributed.await_rank_zero(survey, data, train, val, output)
     return train, val, train.labels
 
 

@@ -13,15 +13,16 @@ from typing import Protocol
 import numpy as np
 from PIL import Image
 
-from engine.data import images, shares
+from engine.data import counts, images, shares
 from engine.data.images import DEFAULT_FORMAT, Format, LazyImage
 from engine.errors import UserError, shorten
 from engine.ranks import distributed
 from engine.run.palette import Classes
 
 VOID = 255  # the class number that both loss and metrics ignore
+CACHE = "mask_values.npz"  # in --output-dir
 MOST_READ = {"training": 256, "validation": 64}  # masks, for the line about the classes' shares
-JPEG = (".jpeg", ".jfif", ".jpg")
+JPEG = ("JPEG", "MPO")  # as Pillow calls them, whatever the files' names are
 BLOCK = 8  # pixels; JPEG compresses squares of this side
 LEAST_GAP = 64  # between two values that are told apart in a JPEG
 KINDS = {0: "NAME", 1: "NAME = VALUE", 3: "NAME = R G B"}  # lines by how many numbers they have
@@ -152,7 +153,7 @@ def is_void(name: str, value: tuple[int, ...]) -> bool:
 def read_mask(path: str, labels: Labels, format: Format = DEFAULT_FORMAT) -> np.ndarray:
     """Return the mask at `path` as class numbers or VOID, uint8 (H, W)."""
     image = images.read_image(path, None, format)
-    if path.lower().endswith(JPEG):
+    if image.format in JPEG or image.info.get("compression") == "jpeg":  # the latter in a TIFF
         pixels = undo_jpeg(path, image, labels)
     else:
         if image.mode == "1" and VOID in labels.listed:  # 1 is white, as 255 is
@@ -247,18 +248,28 @@ class Masked(Protocol):
 
     def open_mask(self, index: int) -> LazyImage: ...
 
+    def label_sources(self) -> list[str]: ...
 
-def survey(data: Path, train: Masked, val: Masked) -> Labels:
+
+def survey(data: Path, train: Masked, val: Masked, output: Path | None = None) -> Labels:
     """Print the classes' shares of the pixels; return the classes.
 
-    Reads some masks, or all for training if there is no classes.txt. Raises a UserError if the
-    masks cannot be meant so: fewer than two classes, or class numbers with a gap.
+    Reads some masks, or all for training if there is no classes.txt: what they hold is kept in
+    `output`, until one of them changes. Raises a UserError if the masks cannot be meant so: fewer
+    than two classes, or class numbers with a gap.
     """
     labels, path = train.labels, data / "classes.txt"
-    if not labels:
+
+    def read_all() -> np.ndarray:
         distributed.say(f"no {path}: reading {len(train)} masks for the class numbers")
-    most = MOST_READ["training"] if labels else 0
-    seen = count(train, most, classes=2)
+        return count(train, 0).counts
+
+    if labels:
+        seen = count(train, MOST_READ["training"], classes=2)
+    else:
+        sources = train.label_sources()
+        read = counts.kept(output / CACHE, sources, read_all) if output else read_all()
+        seen = shares.Pixels(read, len(train), len(train))
     values = np.flatnonzero(seen.counts).tolist()
     found = [value for value in values if value != VOID]
     if not labels and len(values) > 1 and (len(found) < 2 or found[-1] >= len(found)):
