@@ -218,11 +218,9 @@ class RunFolder:
         with contextlib.suppress(OSError):  # not every file system supports it
             files.sync(self.path)
         requeue.note_checkpoint(self.path)
-        for age in itertools.count(self.keep):
-            path = self.path / f"last-{age}.pt"
-            if not path.exists():
-                break
-            path.unlink(missing_ok=True)  # from a run with a larger --keep
+        with contextlib.suppress(FileNotFoundError):
+            for age in itertools.count(self.keep):  # from a run with a larger --keep
+                (self.path / f"last-{age}.pt").unlink()
 
 
 def read_newest(paths: Sequence[Path]) -> State:

@@ -15,7 +15,7 @@ from torch.nn.functional import cross_entropy
 from engine import files
 from engine.data.images import DEFAULT_FORMAT, Format
 from engine.data.samples import KeyedDataset
-from engine.errors import LineError
+from engine.errors import LineError, UserError
 from engine.ranks import distributed
 from engine.run import records
 
