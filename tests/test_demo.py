@@ -20,8 +20,10 @@ PROMISED = {"classification": ("top1", 0.90), "segmentation": ("miou", 0.60)}  #
 
 def make_demo(folder: Path, task: str, flags: str = "") -> str:
     # -o: the environment of these tests is set up already.
-    command = ["make", "-o", ".venv/ready", "demo", f"TASK={task}", f"FLAGS={flags}"]
-    return run(command, cwd=folder, timeout=900, OMP_NUM_THREADS="").ok().out
+    command = ["make", "-o", "ready", "demo", f"TASK={task}", f"FLAGS={flags}"]
+    done = run(command, cwd=folder, timeout=900, OMP_NUM_THREADS="").ok()
+    assert done.err == ""
+    return done.out
 
 
 @pytest.fixture(scope="module", params=PROMISED)
@@ -56,7 +58,7 @@ def test_predictions_are_as_good_as_the_run_says(demo: tuple[str, Path, str]) ->
     reported = max(float(row[name]) for row in rows(project / RUN))
     command = [sys.executable, "predict.py", "data/demo/val", "--output", "predictions"]
     if task == "classification":
-        run(command, cwd=project).ok()
+        assert run(command, cwd=project).ok().err == ""
         with open(project / "predictions" / "predictions.csv", newline="") as file:
             found = list(csv.DictReader(file))
         right = [Path(row["file"]).parent.name == row["class"] for row in found]
@@ -64,7 +66,7 @@ def test_predictions_are_as_good_as_the_run_says(demo: tuple[str, Path, str]) ->
         assert np.mean(right) == pytest.approx(reported, abs=1e-6)
         return
     command[2] += "/images"
-    run(command, cwd=project).ok()
+    assert run(command, cwd=project).ok().err == ""
     both, either = np.zeros(2), np.zeros(2)
     masks = sorted((project / "data/demo/val/masks").iterdir())
     for path in masks:
@@ -77,6 +79,17 @@ def test_predictions_are_as_good_as_the_run_says(demo: tuple[str, Path, str]) ->
             either[label] += (hit | said).sum()
     assert len(masks) == len(list((project / "predictions/masks").iterdir()))
     assert np.mean(both / either) == pytest.approx(reported, abs=1e-3)
+
+
+@pytest.mark.parametrize(
+    "words", ["main.py --eval-only", "main.py --help", "export.py", "check_data.py data/demo"]
+)
+def test_nothing_but_the_project_speaks(demo: tuple[str, Path, str], words: str) -> None:
+    """As in the runs above: torch and other libraries leave no line on stderr."""
+    _, project, _ = demo
+    done = run([sys.executable, *words.split()], cwd=project).ok()
+    assert done.out
+    assert done.err == ""
 
 
 def test_a_model_that_does_not_learn_fails(project: Project, tmp_path: Path) -> None:

@@ -97,6 +97,18 @@ def test_a_rank_that_does_not_answer(fault: Callable) -> None:
         assert least <= seconds < least + 3
 
 
+def test_a_watcher_in_trouble(fault: Callable) -> None:
+    """More than 1,023 open files, and a stderr that is no file, are none; of a bug it tells."""
+    found = fault("watchers")
+    statuses, out, _ = found["many files"]
+    assert statuses == [75, 75]
+    assert "SIGTERM: stopped and saved at epoch 1, step " in out
+    statuses, _, err = found["bug"]
+    assert statuses == [-signal.SIGTERM, -signal.SIGTERM]
+    line = "error: signals no longer stop and save this run (ValueError: a bug)\n"
+    assert line in err
+
+
 def test_signals_after_training(fault: Callable) -> None:
     """All is saved: it ends as if nothing had come, or with 75 if it has more to do than that."""
     soon, late = fault("signals_after_training")

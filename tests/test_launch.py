@@ -3,13 +3,14 @@
 import os
 import re
 import signal
+import socket
 import sys
 import uuid
 from pathlib import Path
 
 import pytest
 import torch
-from dap import task
+from dap import configuration, task
 from ports import free_port
 from running import (
     SAME_FOR_BOTH,
@@ -126,6 +127,32 @@ class TestLaunchers:
         first, second = (finish(node, mark).ok() for node in nodes)
         assert first.out == "starting 2 rank(s) ...\n2 rank(s) have met\n"
         assert second.out == ""
+
+    @pytest.mark.parametrize("by", ["launch.sh", "F5", "srun"])
+    def test_what_others_can_reach(self, project: Project, tmp_path: Path, by: str) -> None:
+        """On one node: loopback alone, and no store of ours but a file that its owner can open."""
+        folder = in_place_of_main(project, tmp_path / "listening", "listening.py").folder
+        temporary = tmp_path / "tmp"
+        temporary.mkdir(0o755)
+        mark, env = uuid.uuid4().hex, {"TMPDIR": str(temporary)}
+        if by == "launch.sh":
+            started = [start([folder / "launch.sh"], mark, **env)]
+        elif by == "F5":
+            f5 = configuration(folder, "DDP: torch.distributed.launch", processes="2")
+            words = f5["args"].split("main.py")[0].split()
+            command = [sys.executable, "-m", f5["module"], *words, folder / "main.py"]
+            started = [start(command, mark, **env, **f5["env"])]
+        else:
+            group = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_PORT": str(free_port())}
+            group["MASTER_ADDR"] = socket.gethostname()  # an address that others can reach, often
+            command = [sys.executable, folder / "main.py"]
+            own = [{"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(2)]
+            started = [start(command, mark, **env, **group, **each) for each in own]
+        first, *_ = [finish(process, mark).ok() for process in started]
+        assert first.err == ""
+        assert first.out.splitlines()[-1] == "0100007F"  # 127.0.0.1; gloo listens there
+        for left in temporary.iterdir():  # by torch, or nothing
+            assert left.stat().st_mode & 0o077 == 0
 
     def test_names_that_do_not_resolve(self, project: Project) -> None:
         """That of another node is told at once; test_plain.py has what follows."""

@@ -225,6 +225,15 @@ class TestCheck:
         assert devices._name(devices.CPU) == ""
 
 
+def test_an_nvidia_smi_that_hangs(node: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+    node(says="")
+    tool = Path(os.environ["PATH"].split(":")[0]) / "nvidia-smi"
+    tool.write_text("#!/bin/sh\nexec sleep 20\n")
+    monkeypatch.setattr(gpus, "SMI_SECONDS", 0.2)
+    with pytest.raises(UserError, match=r"has not answered in 0\.2 s.*restart this node"):
+        gpus.count()
+
+
 class TestBackend:
     def test_backends(self, node: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
         node()

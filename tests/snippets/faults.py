@@ -1,6 +1,7 @@
 """What strikes at one place in the code. Each takes a data set, a folder and flags."""
 
 import contextlib
+import io
 import multiprocessing
 import os
 import resource
@@ -171,6 +172,27 @@ def no_answer(data: str, folder: str, *words: object) -> dict:
         wait([second])
         found[name] = [status, seconds, *runs.said(name)]
     return found
+
+
+def watchers(data: str, folder: str, *words: object) -> dict:
+    """A signal after step 3, to ranks whose watching thread has a hard time."""
+
+    def many_files() -> None:
+        most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(most, 4096), most))
+        many_files.kept = [os.open(os.devnull, os.O_RDONLY) for _ in range(1100)]
+        after_step(2, lambda: setattr(sys, "stderr", io.StringIO()))()
+        after_step(3, lambda: os.kill(os.getpid(), signal.SIGTERM), before=True)()
+
+    def broken() -> None:
+        stopping.Watcher.poll = lambda _: bug()
+        after_step(3, lambda: (time.sleep(2), os.kill(os.getpid(), signal.SIGTERM)))()
+
+    runs = Runs(data, folder, words)
+    return {
+        "many files": runs.train("files", patch=many_files),
+        "bug": runs.train("bug", patch=broken),
+    }
 
 
 def signals_after_training(data: str, folder: str, *words: object) -> list:

@@ -38,7 +38,7 @@ def show(title: str, seconds: float = positions.ANSWER_SECONDS, *, is_end: bool 
             process.drop_unread()
         if is_end or process.is_read(2):
             print(block(title, found), file=sys.stderr, flush=True)
-        for absent in (rank for rank, each in found.items() if isinstance(each, str)):
+        for absent in (rank for rank, each in found.items() if is_end and isinstance(each, str)):
             requeue.note_failure(1, positions.process_of(absent)[0])
         positions.tell_explained()
 
