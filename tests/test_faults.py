@@ -50,8 +50,8 @@ def test_disks(fault: Callable, tmp_path: Path) -> None:
     assert good[0] == [0, 0]
     assert full[0][0] == gone[0][0] == 2
     assert full[0][1] and gone[0][1]
-    one_line(full[2], "full/last.pt", "cannot be written", "disk is full")
-    one_line(gone[2], "gone/last.pt", "cannot be written", "does not exist")
+    one_line(full[2], "full/last.pt", "cannot be written", "File too large")
+    one_line(gone[2], "gone/last.pt", "cannot be written", "No such file")
     assert not (tmp_path / "gone").exists()
 
 
