@@ -36,7 +36,7 @@ def test_output_files(project: Project, trained: Path) -> None:
     assert set(state) == {
         *("model", "optimizer", "scheduler", "scaler", "layout", "epoch", "step", "seen"),
         *("totals", "images", "seed", "global_batch", "best", "best_of", "history", "classes"),
-        *("colors", "resumed_from", "args", "sampler"),
+        *("colors", "resumed_from", "args", "sampler", "training_set"),
     }
     args = json.loads((trained / "args.json").read_text())
     assert args["flags"]["epochs"] == 1
