@@ -10,12 +10,12 @@ class AfterTorch(importlib.abc.MetaPathFinder):
     def find_spec(self, name, path, target=None):  # type: ignore[no-untyped-def]
         if name != "torch":
             return None
-        sys.meta_path.remove(self)
         spec = importlib.machinery.PathFinder.find_spec(name, path)
         if spec and spec.loader:
             load = spec.loader.exec_module
 
             def exec_module(module: ModuleType) -> None:
+                sys.meta_path.remove(self)  # only now: a look for torch is no import
                 load(module)
                 import emulate
 
