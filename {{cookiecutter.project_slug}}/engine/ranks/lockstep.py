@@ -94,12 +94,13 @@ def _entries() -> list[dict]:
 
 def _dump() -> list[dict]:
     """Return what torch has recorded of all groups."""
+    private = vars(_distributed_c10d)  # torch's stubs lack some of them
     if torch.distributed.get_backend() != "nccl":
-        return pickle.loads(_distributed_c10d._dump_fr_trace()).get("entries", [])
-    if entries := pickle.loads(_distributed_c10d._dump_nccl_trace()).get("entries"):
+        return pickle.loads(private["_dump_fr_trace"]()).get("entries", [])
+    if entries := pickle.loads(private["_dump_nccl_trace"]()).get("entries"):
         return entries
     with contextlib.suppress(TypeError):  # from torch 2.15 on "nccl" is "nccl2"; before, an error
-        return pickle.loads(_distributed_c10d._dump_fr_trace(backend="nccl2")).get("entries", [])
+        return pickle.loads(private["_dump_fr_trace"](backend="nccl2")).get("entries", [])
     return []
 
 
