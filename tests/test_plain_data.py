@@ -146,8 +146,8 @@ class TestSamples:
         packed = samples.Packed(listed)
         assert list(packed) == listed
         assert packed[-1] == listed[-1]
-        assert packed[:2] == listed[:2]
-        assert packed[::-2] == listed[::-2]
+        assert list(packed[:2]) == listed[:2]
+        assert list(packed[::-2]) == listed[::-2]
         assert len(samples.Packed([])) == 0
         with pytest.raises(IndexError):
             packed[3]

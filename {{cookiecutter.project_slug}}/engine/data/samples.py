@@ -53,9 +53,9 @@ class Packed(Sequence):
     def __len__(self) -> int:
         return len(self.ends) - 1
 
-    def __getitem__(self, index: Any) -> Any:
+    def __getitem__(self, index: Any) -> tuple:
         if isinstance(index, slice):
-            return [self[each] for each in range(len(self))[index]]
+            return tuple(self[each] for each in range(len(self))[index])
         index = range(len(self))[index]
         return pickle.loads(self.data[self.ends[index] : self.ends[index + 1]])
 

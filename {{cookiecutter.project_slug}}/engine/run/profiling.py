@@ -60,7 +60,8 @@ def traced(
             few = f" (not {steps}: the epoch has no more)" if count < steps else ""
             line = f"--profile: {count} steps{few} in {os.path.relpath(folder / NAME)}; {OPEN}"
             with tqdm.external_write_mode():  # above the progress bar
-                distributed.say("\n".join([line, *longest(profiler, on_gpu)]))
+                for each in (line, *longest(profiler, on_gpu)):
+                    distributed.say(each)
 
     activities = {ProfilerActivity.CPU, of_device}
     with warnings.catch_warnings():
