@@ -167,7 +167,7 @@ def test_stopped_and_killed_again_and_again(project: Project, data: Path, tmp_pa
 
     # The ranks tell where one that is held has stopped; torchrun gives it up after 30 seconds.
     run.start("--dist-timeout", 8, MAX_RESTARTS="2")
-    run.kill(run.ranks()[1], signal.SIGSTOP)
+    run.kill(run.ranks()[0], signal.SIGSTOP)
     run.kill(chance.choice(run.pids()), signal.SIGABRT)
     # After the last epoch all is saved: a signal leaves nothing to be done again.
     table = run.out / "metrics.csv"
@@ -176,8 +176,8 @@ def test_stopped_and_killed_again_and_again(project: Project, data: Path, tmp_pa
     done = run.end()
     assert done.status == 0, done.err
     assert "done: best" in done.out
-    assert "no progress for 4 s:\nrank 1 is held by SIGSTOP (process " in done.err
-    last = "error: rank 0 timed out after 8 s (--dist-timeout) waiting for another rank\n"
+    assert "no progress for 4 s:\nrank 0 is held by SIGSTOP (process " in done.err
+    last = "error: rank 1 timed out after 8 s (--dist-timeout) waiting for another rank\n"
     assert f"{last}restarting; MAX_RESTARTS is 1 now\n" in done.err
     assert re.findall(r"was ended by (\w+)", done.err) == ["SIGABRT"]
     assert "MAX_RESTARTS is 0 now" in done.err
