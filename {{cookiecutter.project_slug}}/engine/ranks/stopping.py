@@ -23,8 +23,7 @@ from engine.ranks.protocol import DUPLICATE_SECONDS, STOP, STOP_SIGNALS, STOPPED
 
 POLL_SECONDS = 0.5
 ANSWER_SECONDS = 10  # after which the ranks that have not answered are named
-# For them to answer, should a machine or disk hang; launch.sh kills after 120, torchrun after 30.
-GRACE_SECONDS = 25 if process.by_plain_torchrun() else 100
+GRACE_SECONDS = 25 if process.by_plain_torchrun() else 100  # for these; killed after 30, 120
 AFTER_SECONDS = 5  # for what follows the training, when a signal comes after the last save
 
 
@@ -155,6 +154,7 @@ class Watcher(threading.Thread):
         if waited <= limit and not any("ended" in positions.state_of(rank) for rank in missing):
             return explaining.show(f"waiting up to {limit:g} s for {what}:", is_end=False)  # once
         line = f"timed out after {min(waited, limit):.0f} s waiting for {what}"
+        process.drop_unread()
         explaining.show(f"{line}:")
         failures.report(f"{line}: not saved", self.status)
 
@@ -165,8 +165,8 @@ class Watcher(threading.Thread):
             self.last_heartbeat = (self.heartbeat, now)
         elif now - seen > self.hang_seconds:
             self.last_heartbeat = (last, math.inf)
-            seconds = 0.6 * (distributed.timeout() - self.hang_seconds)
-            seconds = min(seconds, positions.ANSWER_SECONDS)
+            left = distributed.timeout() - self.hang_seconds
+            seconds = min(0.6 * left, positions.ANSWER_SECONDS)
             explaining.show(f"no progress for {self.hang_seconds:g} s:", seconds, is_end=False)
 
 
