@@ -65,6 +65,7 @@ def set_up(
         warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step")
     warnings.filterwarnings("ignore", "This DataLoader will create")  # reported in the start line
     torch.set_num_threads(threads)
+    warnings.filterwarnings("ignore", "Please use the new API settings")  # by torch 2.9, of this:
     torch.set_float32_matmul_precision("high")  # TF32 for what stays float32, where a GPU has it
     is_pinned = pin_memory and on_gpu and devices.copies_ahead(device)
     return Settings(workers, threads, is_pinned, amp)
