@@ -93,6 +93,14 @@ class TestLaunchers:
         assert project.call("ranks.local_rank", flag, None) == 1
         assert project.call("ranks.local_rank", flag, "2") == 2
 
+    def test_an_address_of_ipv6(self, meeting: Project) -> None:
+        """Ranks that nothing says are on one node, with no launcher of torch's."""
+        mark, command = uuid.uuid4().hex, [sys.executable, meeting.folder / "main.py"]
+        group = {"WORLD_SIZE": "2", "MASTER_ADDR": "::1", "MASTER_PORT": str(free_port())}
+        ranks = [start(command, mark, **group, RANK=str(r), LOCAL_RANK=str(r)) for r in range(2)]
+        done = [finish(each, mark).ok() for each in ranks]
+        assert [each.out for each in done] == ["2 rank(s) have met\n", ""]
+
     def test_srun(self, meeting: Project) -> None:
         """Two nodes of one task each, as srun's variables tell of them; no SLURM is run."""
         mark, job = uuid.uuid4().hex, str(uuid.uuid4().int % 10**6)  # decides on the port

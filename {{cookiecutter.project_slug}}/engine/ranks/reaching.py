@@ -134,11 +134,10 @@ def open_store(timeout: timedelta) -> tuple[dist.Store, int, int]:
     host = LOOPBACK if is_local else host
 
     def connect(limit: timedelta) -> dist.Store:
-        if is_local and holds:
-            return listen_locally(port, limit)
+        if is_local:
+            return open_locally(port, holds, limit)
         # of 1, so that rank 0 does not wait in here: `join` does, and tells for whom
-        address = f"tcp://{host}:{port}"
-        return next(dist.rendezvous(address, rank, 1, timeout=limit))[0]
+        return next(dist.rendezvous("env://", world_size=1, timeout=limit))[0]
 
     store = reach(connect, (host, port), Clock(timeout.total_seconds()), holds)
     store.set_timeout(timeout)
@@ -157,8 +156,10 @@ def private_file() -> Path | None:
     return note.parents[1] / "store" if is_private else None
 
 
-def listen_locally(port: int, limit: timedelta) -> dist.TCPStore:
+def open_locally(port: int, holds: bool, limit: timedelta) -> dist.TCPStore:
     """Return a store that other machines cannot reach; torch's own listens at all addresses."""
+    if not holds:
+        return dist.TCPStore(LOOPBACK, port, 1, False, limit)
     try:
         listener = socket.create_server((LOOPBACK, port))
     except OSError as error:
