@@ -1,14 +1,13 @@
 """Export a network: python export.py --checkpoint best.pt --output DIR [--data DIR]
 
-Writes DIR/model.pt2 (torch.export) and DIR/model.onnx. Input: `images`, uint8 (N, 3, H, W), RGB,
-or float32 (N, channels, H, W), 0 to 1, of a network trained with --channels; they are normalised
-inside. Output: `logits`, float32. N is free; in segmentation H and W, too: 64 and larger multiples
-of 32 (pad at the right and below). Both files hold, as JSON, classes, colors, arch, size,
-multiple_of, channels, value_range, mean and std. They appear if what they return is what the
-network does.
+Writes DIR/model.pt2 (torch.export) and DIR/model.onnx, which return what `infer` in model.py does.
+Input: `images`, uint8 (N, 3, H, W), RGB, normalised inside; with "channels" in data.json float32
+(N, channels, H, W), 0 to 1, normalised inside; of another data set with floats those, as they are.
+Output: `logits`, float32. N is free; in segmentation H and W, too: 64 and larger multiples of 32
+(pad at the right and below). Both files hold, as JSON, classes, colors, arch, size, multiple_of,
+channels, value_range, mean and std. They appear if they return what the network does.
 """
 
-import argparse
 import contextlib
 import importlib.util
 import io
@@ -17,113 +16,111 @@ import logging
 import os
 import sys
 import warnings
+from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from engine.ranks import process
+import engine
 
 if __name__ == "__main__":  # before torch, whose import takes seconds
-    process.install_handlers()
+    engine.prepare()
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # constants in the files belong to the CPU
 
 import torch
 from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 
-import dataset
-import model as task
+from dataset import build_datasets
 from engine import files
 from engine.data import loading
-from engine.data.images import Format
-from engine.errors import UserError
+from engine.data.format import Format
+from engine.data.samples import Key
 from engine.ranks import distributed
-from engine.ranks.failures import one_line_errors
-from engine.run import checkpoint
+from engine.run import checkpoint, metrics
+from flags import parse_args
+from model import STRIDE, build_model, infer
 
 ROOT = Path(__file__).resolve().parent
 TOLERANCE = 1e-3  # how far logits may differ, as a share of the largest (at least 1)
-STRIDE = getattr(dataset, "STRIDE", None)  # None: images have the size that was trained on
 Predict = Callable[[Tensor], Tensor]
 
 
 class Network(nn.Module):
-    """`model` with normalisation: uint8 (N, 3, H, W) -> logits, float32."""
+    """`infer` with normalisation: images as the data set has them -> logits, float32."""
 
-    def __init__(self, model: nn.Module, format: Format) -> None:
+    def __init__(self, model: nn.Module, format: Format, args: Namespace) -> None:
         super().__init__()
-        self.model = model
-        self.format = format
+        self.model, self.format, self.args = model, format, args
 
     def forward(self, images: Tensor) -> Tensor:
-        return self.model(loading.normalize(images, self.format)).float()
+        images = loading.normalize(self.format.normalize(images), self.format)
+        return metrics.first(infer(self.model, images, self.args))
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = engine.Parser(description=__doc__.split("\n")[0])
     add = parser.add_argument
     add("--checkpoint", metavar="FILE", default=ROOT / "runs/default/best.pt")
     add("--output", metavar="DIR", type=Path, default=Path("exported"))
-    add("--data", metavar="DIR", type=Path, help="compare on its images (default: the demo set)")
-    args = parser.parse_args(argv)
+    add("--data", metavar="DIR", type=Path, help="compare on its images (default: as in training)")
+    given = parser.parse_args(argv)
     tools = ("onnx", "onnxscript", "onnxruntime")
     if missing := " ".join(name for name in tools if not importlib.util.find_spec(name)):
-        raise UserError(f"export.py needs more packages: python -m pip install {missing}")
+        raise engine.UserError(f"export.py needs more packages: python -m pip install {missing}")
     warnings.simplefilter("ignore")  # what exporters say is for their authors
     logging.disable()
 
-    device = torch.device("cpu")
-    model, classes, flags = checkpoint.open_model(
-        args.checkpoint, task.build_model, task.add_arguments, device
+    model, classes, args, format = checkpoint.open_model(
+        given.checkpoint, build_model, parse_args, torch.device("cpu")
     )
-    format = Format(flags.value_range, flags.max_megapixels, flags.channels, flags.mean, flags.std)
-    network = Network(model.to(memory_format=torch.contiguous_format), format).eval()
-    batches = pick_batches(args.data, flags.image_size, format)
+    args.data, args.tile = given.data or args.data, 0  # the whole image at once
+    network = Network(model.to(memory_format=torch.contiguous_format), format, args).eval()
+    batches = pick_batches(args, format)
     with torch.inference_mode():
         expected = [network(batch) for batch in batches]
     metadata = {
         "classes": list(classes),
         "colors": None if classes.colors is None else classes.colors.tolist(),
-        "arch": flags.arch,
-        "size": None if STRIDE else [flags.image_size, flags.image_size],  # None: any
+        "arch": args.arch,
+        "size": None if STRIDE else [args.image_size, args.image_size],  # None: any
         "multiple_of": STRIDE,
-        "channels": flags.channels,  # None: uint8 RGB; else float32, 0 to 1
-        "value_range": flags.value_range,
+        "channels": format.channels,  # None: uint8 RGB; else float32, 0 to 1
+        "value_range": format.value_range,
         "mean": format.statistics[0],
         "std": format.statistics[1],
     }
-    with explaining(f"{flags.arch}: torch.export fails"):
-        program = trace(network, flags.image_size, batches[0])
+    with explaining(f"{args.arch}: torch.export fails"):
+        program = trace(network, args.image_size, batches[0])
     for name, write in ("model.pt2", write_pt2), ("model.onnx", write_onnx):
-        with files.writing(args.output / name, parents=True) as tmp_path:
-            with explaining(f"{flags.arch}: cannot become {name}"):
+        with files.writing(given.output / name, parents=True) as tmp_path:
+            with explaining(f"{args.arch}: cannot become {name}"):
                 exported = write(program, tmp_path, metadata)
                 difference = compare(exported, batches, expected)
-            line = f"{args.output / name}: logits differ by up to {difference:.0e} of the largest"
+            line = f"{given.output / name}: logits differ by up to {difference:.0e} of the largest"
             if not difference <= TOLERANCE:
                 print(f"error: {line}, more than {TOLERANCE:.0e}: not written", file=sys.stderr)
                 sys.exit(1)
         print(line)
 
 
-def pick_batches(data: Path | None, image_size: int, format: Format) -> list[Tensor]:
+def pick_batches(args: Namespace, format: Format) -> list[Tensor]:
     """Return batches of 3 images, of 1, and if sizes are free of one that is twice as wide."""
-    folder = data or ROOT / "data" / "demo"
-    side = 512 if STRIDE else image_size  # pixels, at most
-    if data or (folder.is_dir() and not format.channels):
-        distributed.setup(alone=True)
-        _, val_set, _ = dataset.build_dataset(folder, image_size, format)
-        images = [val_set[i % len(val_set)][0] for i in range(3)]
-        distributed.teardown()
+    side = 512 if STRIDE else args.image_size  # pixels, at most
+    distributed.setup(alone=True)
+    try:
+        _, val_set, classes = build_datasets(args)
+        samples = engine.Seeded(val_set, classes, seed=0)
+        images = [samples[Key(0, i % len(samples), is_val=True)][0] for i in range(3)]
         height, width = (min(side, *(image.shape[axis] for image in images)) for axis in (1, 2))
         batch = torch.stack([image[:, :height, :width] for image in images]).contiguous()
-    else:
-        reason = "no --data" if format.channels else f"no {folder}"
-        print(f"{reason}: comparing on random images; --data DIR names others")
+    except engine.UserError as error:
+        print(f"comparing on random images; --data DIR names others ({error})")
         batch = torch.randint(256, (3, format.channels or 3, side, side), dtype=torch.uint8)
         batch = batch / 255 if format.channels else batch
-    wide = [torch.cat([batch[1:2], batch[2:]], dim=3)] if STRIDE else []
-    return [batch, batch[:1], *wide]
+    distributed.teardown()
+    batches = [batch, batch[:1]]
+    return [*batches, torch.cat([batch[1:2], batch[2:]], dim=3)] if STRIDE else batches
 
 
 def trace(network: nn.Module, side: int, batch: Tensor) -> ExportedProgram:
@@ -168,11 +165,11 @@ def explaining(what: str) -> Iterator[None]:
     try:
         with contextlib.redirect_stdout(quiet), contextlib.redirect_stderr(quiet):
             yield
-    except (OSError, UserError):
+    except (OSError, engine.UserError):
         raise
     except Exception as error:  # of many types
         reason = next(iter(str(error).strip().split("\n")))
-        raise UserError(f"{what} ({reason or type(error).__name__})") from None
+        raise engine.UserError(f"{what} ({reason or type(error).__name__})") from None
 
 
 def compare(exported: Predict, batches: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
@@ -183,5 +180,4 @@ def compare(exported: Predict, batches: Sequence[Tensor], expected: Sequence[Ten
 
 
 if __name__ == "__main__":
-    with one_line_errors():
-        main()
+    engine.start(main)

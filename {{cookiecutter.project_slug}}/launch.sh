@@ -12,7 +12,7 @@
 #   MAX_RESTARTS    restarts after a failure   (default: 0), each from the last checkpoint
 #   JOIN_TIMEOUT    seconds to wait for absent nodes (default: 600)
 #   LOG_DIR         folder for rank-0.log, ... : what each rank prints, besides here (default: none)
-#   OMP_NUM_THREADS CPU threads per process    (ignored unless 2 or more; see --threads)
+#   OMP_NUM_THREADS CPU threads per process    (default: its share of the CPUs; with GPUs at most 4)
 #
 # Started once on each node by SLURM's srun, Kubeflow (TrainJob, PyTorchJob), SkyPilot or mpirun, it
 # knows the nodes without NNODES and what follows it.
@@ -25,6 +25,7 @@
 # Two nodes:       NNODES=2 NODE_RANK=0 MASTER_ADDR=node0 ./launch.sh     on node0
 #                  NNODES=2 NODE_RANK=1 MASTER_ADDR=node0 ./launch.sh     on node1
 # SLURM:           srun --nodes 2 --ntasks-per-node 1 --cpus-per-task 32 --gpus-per-node 8 ./launch.sh
+# A step again:    ./launch.sh -m engine.replay 3:120 --debug-rank 0     see engine/replay.py
 # Check the nodes: the same with --check; see preflight.py
 set -euo pipefail
 

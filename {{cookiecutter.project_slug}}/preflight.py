@@ -10,24 +10,22 @@ Nothing is trained, downloaded or left in --output-dir, where a run may be at wo
 
 import sys
 from argparse import Namespace
-from collections.abc import Sequence
 from pathlib import Path
 
-from engine.ranks import process
+import engine
+from flags import parse_args
 
 if __name__ == "__main__":  # before torch, whose import takes seconds
-    process.install_handlers()
+    sys.argv[1:] = [word for word in sys.argv[1:] if word != "--check"]
+    engine.prepare(parse_args)
 
 import demo_set
-from dataset import find_samples
 from engine.check import inputs, network, nodes, preflight
-from engine.data import loading
-from engine.data.images import Format
-from engine.errors import UserError
-from engine.ranks import distributed, remedies
-from engine.ranks.failures import one_line_errors
+from engine.data import handover, loading
+from engine.data.format import read_format
+from engine.ranks import distributed, process
 from engine.run import machine
-from main import parse_args
+from engine.run.flags import launch
 from model import build_model
 
 ROOT = Path(__file__).resolve().parent
@@ -39,32 +37,30 @@ def weigh(args: Namespace) -> int:
     return sum(tensor.nbytes for tensor in model.state_dict().values())
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    words = sys.argv[1:] if argv is None else argv
-    args = parse_args([word for word in words if word != "--check"])
-    if args.eval_only or args.replay:
-        raise UserError("--check is for training: leave out --eval-only and --replay")
+def main() -> None:
+    args = parse_args()
+    if args.eval_only:
+        raise engine.UserError("--check is for training: leave out --eval-only")
     record = network.record_nccl()
-    device = distributed.setup(args.local_rank, min(args.dist_timeout, preflight.LIMIT))
+    device = distributed.setup(launch.local_rank, min(launch.dist_timeout, preflight.LIMIT))
     preflight.end_with_others()
     table = preflight.Table()
     nodes.check_software(table, ROOT, device)
     network.check_clocks(table)
 
-    workers = machine.default_workers() if args.workers is None else args.workers
-    batch = (args.prefetch + loading.IN_USE) * (args.batch_size or loading.BATCH_SIZE)
-    nodes.check_machine(table, workers, 4 * (args.channels or 1) * batch * args.image_size**2)
     if args.data is None:
-        args.data = ROOT / "data" / "demo"
+        args.data = demo_set.FOLDER
         if distributed.local_rank() == 0:
-            demo_set.draw(args.data)
-    images = inputs.check_data(table, args.data, find_samples)
-    format = Format(args.value_range, args.max_megapixels, args.channels, args.mean, args.std)
-    if images:
+            demo_set.draw()
+    format = read_format(args.data)
+    workers = machine.default_workers() if args.workers is None else args.workers
+    batch = handover.BLOCKS_PER_WORKER * (args.batch_size or loading.BATCH_SIZE)
+    nodes.check_machine(table, workers, 4 * (format.channels or 1) * batch * args.image_size**2)
+    if images := inputs.check_data(table, args.data):
         inputs.check_reading(table, images, workers, args.image_size, format)
     weights = nodes.check_network(table, weigh, args)
     # A checkpoint holds the weights, two numbers for each from Adam, and their average (--ema).
-    nodes.check_output(table, args.output_dir, weights * (4 if args.ema else 3), args.keep)
+    nodes.check_output(table, args.output_dir, weights * (4 if args.ema else 3))
     network.check_all_reduce(table, device, weights)
     network.check_pairs(table, device)
     network.check_nccl(table, record)
@@ -74,5 +70,4 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    with one_line_errors(loading.explain, remedies.explain):
-        main()
+    engine.start(main)

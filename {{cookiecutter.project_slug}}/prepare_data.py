@@ -16,15 +16,17 @@ if __name__ == "__main__":  # before torch, whose import takes seconds
     process.install_handlers()
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # leave GPUs to those who need one
 
-from dataset import IMAGE_SIZE, SHORT_SIDE, build_dataset
+from dataset import SHORT_SIDE, build_datasets
 from engine.data import loading, prepared
-from engine.data.images import Format
+from engine.data.datasets import Files
+from engine.data.format import NAME
 from engine.data.listing import VAL_NAMES
 from engine.errors import UserError
 from engine.ranks import distributed
 from engine.ranks.failures import one_line_errors
 from engine.run import machine
-from engine.run.flags import Parser, add_image_arguments
+from engine.run.flags import Parser
+from flags import parse_args
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -39,15 +41,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         help=f"shrink images to this; 0 keeps their size; default: {SHORT_SIDE}",
     )
     parser.add_argument("--workers", type=int, help="processes; default: one per CPU")
-    add_image_arguments(parser.add_argument_group())
     args = parser.parse_args(argv)
     workers = machine.cpus() if args.workers is None else args.workers
     if min(workers, args.short_side) < 0:
         raise UserError("--workers and --short-side must be 0 or more")
-    if args.channels:
-        raise UserError(
-            "--channels: prepared data is RGB of 8 bits; pass --data and --channels to main.py"
-        )
     distributed.setup(alone=True)
     if prepared.is_store(args.data):
         raise UserError(f"--data {args.data} is prepared already; pass it to main.py")
@@ -57,9 +54,15 @@ def main(argv: Sequence[str] | None = None) -> None:
         places = [data]
     if any(map(args.output.resolve().is_relative_to, places)):
         raise UserError(f"{args.output}: inside the data set {data}; name a folder elsewhere")
-    format = Format(args.value_range, args.max_megapixels)
-    train, val, classes = build_dataset(data, IMAGE_SIZE, format)
-    prepared.write(args.output, data, [train, val], classes, args.short_side, workers, format)
+    train, val, classes = build_datasets(parse_args(["--data", str(data)]))
+    if not (isinstance(train, Files) and isinstance(val, Files)):
+        kind = type(train).__name__
+        raise UserError(f"dataset.py returns {kind}, whose samples are no files to be prepared")
+    if train.format.channels:
+        raise UserError(
+            f'{data / NAME}: "channels": prepared data is RGB of 8 bits; train on {data} itself'
+        )
+    prepared.write(args.output, data, [train, val], classes, args.short_side, workers)
     distributed.teardown()
 
 

@@ -19,7 +19,12 @@ class LineError(Exception):
 
 
 class UserError(LineError):
-    """A mistake of the user's, which a restart would find again."""
+    """A mistake of the user's, which a restart would find again.
+
+    `start` prints it as one line and ends all ranks with status 2.
+
+        raise engine.UserError(f"--teacher {path}: no such file")
+    """
 
 
 class DiskError(LineError):

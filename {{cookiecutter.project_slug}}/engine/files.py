@@ -153,6 +153,11 @@ def filling(folder: Path) -> Iterator[Path]:
 
     An interrupted block leaves no `folder`; SIGTERM ends the process. What SIGKILL leaves behind is
     removed by the next call on this machine. If another process was faster, its folder stays.
+
+    Raises a UserError if the folder cannot be written.
+
+        with engine.filling(Path("data/demo")) as partial:
+            image.save(partial / "0001.jpg")
     """
 
     def end(signum: int, _: object) -> None:

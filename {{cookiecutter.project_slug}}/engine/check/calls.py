@@ -13,13 +13,19 @@ COLLECTIVES = {  # on whatever object they are called
     *("all_to_all_single", "barrier", "broadcast_object_list", "gather_for_metrics", "full_tensor"),
     *("gather_object", "monitored_barrier", "new_group", "reduce_scatter", "reduce_scatter_tensor"),
     *("scatter_object_list", "wait_for_everyone", "DDP", "DistributedDataParallel", "backward"),
-    *("await_rank_zero", "check_same", "ddp_model", "end_step", "from_rank", "from_rank_zero"),
-    *("gather_objects", "mean_loss", "rank_zero_first", "reduce_tensor", "start_sum", "stoppable"),
-    *("sync_buffers", "sync_networks"),
+    *("await_rank_zero", "check_same", "ddp_model", "divide_gradients", "end_epoch", "end_step"),
+    *("find_checkpoint", "from_rank", "from_rank_zero", "gather_objects", "mean_loss"),
+    *("rank_zero_first", "rehearse", "reduce_tensor", "start_sum", "stoppable", "sync_buffers"),
+    *("sync_networks",),
 }
 OF_MODULES = {"broadcast", "gather", "reduce", "scatter"}  # tensors have methods of these names
 MODULES = {"accelerator", "c10d", "dist", "distributed", "fabric", "sharded"}
-WRAPPERS = {"DDP", "DistributedDataParallel", "replicas.wrap"}
+OF_ENGINE = {  # others have such names, too
+    *("Run", "batches", "class_weights", "compute", "find_classes", "find_masks", "load_weights"),
+    *("setup", "shard", "teardown", "wrap"),
+}
+OF_RUN = {"batches", "loss", "save"}
+WRAPPERS = {"DDP", "DistributedDataParallel", "engine.wrap", "replicas.wrap"}
 RANK = re.compile(  # names of what differs from rank to rank
     r"_?((ddp|dist|get|global|group|local|my|node|this|world)_)*rank(_zero|_0|_id)?|"
     r"(get_)?(local_)?process_index|(is_)?(local_|world_)?(main|master)_(process|rank)|"
@@ -27,6 +33,7 @@ RANK = re.compile(  # names of what differs from rank to rank
     r"slurm_(localid|nodeid|procid)",
     re.IGNORECASE,
 )
+OWN = re.compile("^(from|import) engine", re.MULTILINE)
 OPERATORS = (ast.BinOp, ast.BoolOp, ast.Compare, ast.IfExp, ast.NamedExpr, ast.Tuple, ast.UnaryOp)
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
 Site = tuple[ast.expr, str]  # a call that starts a collective, and its name
@@ -132,7 +139,8 @@ class Code:
             name in COLLECTIVES
             or (name in OF_MODULES and owner in MODULES)
             or (name == "compute" and not given and "torchmetrics" in self.source)
-            or (name == "save" and owner == "run" and "from engine" in self.source)
+            or (name in OF_ENGINE and owner == "engine")
+            or (name in OF_RUN and owner == "run" and re.search(OWN, self.source))
             or self.is_among(self.wrapped, call.func)
         ):
             return name

@@ -1,41 +1,37 @@
 """Whether each node has the same data, and how fast its ranks read and decode it."""
 
-import contextlib
-import io
 import itertools
 import os
 import statistics
 import sys
 import time
 import zlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import torch
 
 from engine.check.nodes import size
 from engine.check.preflight import Table, attempt, gather, pack, unpack
-from engine.data import prepared
-from engine.data.images import Format, open_image
-from engine.errors import shorten
+from engine.data import listing, prepared
+from engine.data.format import NAME, Format
+from engine.data.images import open_image
+from engine.errors import UserError, shorten
 from engine.ranks import distributed
 
 SIZED = 20_000  # files, at most, whose sizes are compared: each may take a network disk 1 ms
 NAMED = 100_000  # lines of the list in which the first difference is looked for
 PICKED = 256  # images that the ranks of a node read and decode
 SECONDS = 1.0  # for reading, and for decoding
-FindSamples = Callable[[Path], tuple[Sequence[tuple], Sequence[tuple], Sequence[str]]]
+TEXTS = ("train.csv", "val.csv", "classes.txt", NAME)  # whose contents are compared
 
 
-def check_data(table: Table, data: Path, find_samples: FindSamples) -> list[str]:
-    """Compare what the nodes have in `data`; return the paths of some images, none after a fault.
-
-    find_samples: of dataset.py.
-    """
+def check_data(table: Table, data: Path) -> list[str]:
+    """Compare what the nodes have in `data`; return the paths of some images, or none."""
     lines: list[str] = []
 
     def look() -> tuple[str, list[str]]:
-        kind, found, paths = list_data(data, find_samples)
+        kind, found, paths = list_data(data)
         lines.extend(found)
         checksum = zlib.crc32("\n".join(found).encode(errors="surrogateescape"))
         return f"{kind} (checksum {checksum:08x})", paths
@@ -49,31 +45,38 @@ def check_data(table: Table, data: Path, find_samples: FindSamples) -> list[str]
     return [] if fault else found[0][0][1]
 
 
-def list_data(data: Path, find_samples: FindSamples) -> tuple[str, list[str], list[str]]:
-    """Return what `data` is, a line for each sample, and the paths of some images."""
+def list_data(data: Path) -> tuple[str, list[str], list[str]]:
+    """Return what `data` is, a line for each file in it, and the paths of some images."""
     if prepared.is_store(data):
         paths = [data / name for name in ("index.json", "pixels.bin", "rows.bin")]
         lines = [f"{path.name} ({path.stat().st_size} bytes)" for path in paths]
         return "prepared", [*lines, f"{zlib.crc32(paths[0].read_bytes()):08x}"], []
-    with contextlib.redirect_stdout(io.StringIO()):  # training says it
-        *parts, classes = find_samples(data)
-    total = sum(map(len, parts))
-    lines, every = [f"classes {', '.join(classes)}"], 1 << (total // SIZED).bit_length()
-    for name, samples in zip(("train", "val"), parts, strict=True):
-        for number, sample in enumerate(samples):
-            words = [describe(part, data, has_size=number % every == 0) for part in sample]
-            lines.append(f"{name}: {', '.join(words)}")
-    some = parts[0][:: max(1, len(parts[0]) // PICKED)][:PICKED]
-    return f"{total} samples", lines, [str(sample[0]) for sample in some]
+    if not data.is_dir():
+        raise UserError(f"{data}: no such folder")
+    files = [
+        os.path.join(parent, name)
+        for parent, _, names in listing.walk(data)
+        for name in sorted(names)
+        if listing.is_image(name) or name in TEXTS
+    ]
+    every = 1 << (len(files) // SIZED).bit_length()
+    lines = [describe(path, data, number % every == 0) for number, path in enumerate(files)]
+    images = [path for path in files if is_picture(path)]
+    return f"{len(files)} files", lines, images[:: max(1, len(images) // PICKED)][:PICKED]
 
 
-def describe(part: object, data: Path, has_size: bool) -> str:
-    """Return a part of a sample as text, a path without `data` and with the file's size."""
-    text = str(part).removeprefix(f"{data}{os.sep}")
-    if has_size and isinstance(part, str):
-        with contextlib.suppress(OSError):  # no file, or no path
-            text += f" ({os.path.getsize(part)} bytes)"
-    return text
+def is_picture(path: str) -> bool:
+    """Return whether a file is an image, and no mask by its folder."""
+    folder, name = os.path.split(path)
+    return listing.is_image(name) and os.path.basename(folder) != "masks"
+
+
+def describe(path: str, data: Path, has_size: bool) -> str:
+    """Return a path below `data`, with the file's size, or a checksum of one of TEXTS."""
+    text = os.path.relpath(path, data)
+    if os.path.basename(path) in TEXTS:
+        return f"{text} ({zlib.crc32(Path(path).read_bytes()):08x})"
+    return f"{text} ({os.path.getsize(path)} bytes)" if has_size else text
 
 
 def find_difference(table: Table, lines: list[str]) -> str:

@@ -21,6 +21,7 @@ from engine.check.preflight import Table, attempt, gather
 from engine.data import images
 from engine.ranks import distributed
 from engine.run import machine
+from engine.run.folder import KEEP
 
 RECORDED = ("NCCL_", "GLOO_", "TORCH_", "OMP_NUM_THREADS")  # environment variables
 NOT_RECORDED = ("NCCL_DEBUG", "TORCH_CPP_LOG_LEVEL")  # which this program sets
@@ -112,13 +113,13 @@ def check_machine(table: Table, workers: int, bytes_per_worker: int) -> None:
         table.row("/dev/shm", text + table.numbers(most, size), fault)
 
 
-def check_output(table: Table, folder: Path, checkpoint: float, keep: int) -> None:
+def check_output(table: Table, folder: Path, checkpoint: float) -> None:
     """Look whether rank 0 can write in `folder`, which other nodes see that, and for free space.
 
-    checkpoint: its size in bytes, at most. keep: how many stay, beside the best one and a new one.
-    Nothing is left in `folder`, which is not made if it is missing.
+    checkpoint: its size in bytes, at most. Nothing is left in `folder`, which is not made if it is
+    missing.
     """
-    folder, needed = folder.absolute(), (keep + 2) * checkpoint
+    folder, needed = folder.absolute(), (KEEP + 2) * checkpoint  # with best.pt and a new one
     with probing(existing(folder)) as (name, error):
         seen = table.on_nodes("output", appears, existing(folder) / name)
     free = gather("disk", shutil.disk_usage(existing(folder)).free + checkpoints(folder))[0]
@@ -127,7 +128,7 @@ def check_output(table: Table, folder: Path, checkpoint: float, keep: int) -> No
     if error:
         fault = f"cannot be written ({error})"
     elif free < needed:
-        fault = "too little space: make room, or lower --keep"
+        fault = "too little space: make room"
     elif apart := [rank for rank, (is_seen, _) in enumerate(seen) if not is_seen]:
         note = f"not shared: {table.who(apart)} cannot see the files of {home}, which has rank 0; "
         note += f"only {home} will have checkpoints, so a restart has to include it"

@@ -14,7 +14,8 @@ from PIL import Image, UnidentifiedImageError
 
 from engine import files
 from engine.data import depth, stacks
-from engine.data.images import Format, open_image
+from engine.data.format import Format
+from engine.data.images import open_image
 from engine.errors import UserError
 
 PARTS = ("train", "val")
@@ -26,7 +27,7 @@ ERRORS = {  # training would refuse these, or learn or measure something else th
     "no image": "masks without an image",
     "size": "masks of another size than their image",
     "label": "masks with values that are no class",
-    "range": "images that need another --value-range",
+    "range": "images that need another value_range in data.json",
     "rotation": "pairs of which EXIF turns only one (some are in check.png, in red)",
     "few": "too few images for an optimizer step",
     "leak": "the same image in train and in val",
@@ -56,10 +57,10 @@ class Facts:
 
     kind: file format and mode. size, stored: (height, width) upright and as in the file; (0, 0) if
     it cannot be read. turn: the orientation in EXIF. file, pixels, target: digests, of 16 bytes.
-    histogram: int64 (3, 256), of what training sees. moments: instead, with --channels: float64
-    (3, channels), the number of pixels and the sums of their values and squares. span: lowest and
-    highest value, if there are more than 8 bits. counts: pixels of each value in the mask without
-    void, or {class: 1}.
+    histogram: int64 (3, 256), of what training sees. moments: instead, with "channels" in
+    data.json: float64 (3, channels), the number of pixels and the sums of their values and squares.
+    span: lowest and highest value, if there are more than 8 bits. counts: pixels of each value in
+    the mask without void, or {class: 1}.
     """
 
     kind: str = ""
@@ -117,7 +118,7 @@ def _look(path: str, format: Format, facts: Facts) -> None:
 
 
 def _look_deep(path: str, format: Format, facts: Facts) -> None:
-    """Do the same for an image of --channels."""
+    """Do the same for an image with "channels" in data.json."""
     values = stacks.read(path, format)
     facts.kind = f"{values.dtype} with {values.shape[2]} channel" + "s" * (values.shape[2] > 1)
     facts.stored = facts.size = values.shape[:2]

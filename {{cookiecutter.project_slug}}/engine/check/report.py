@@ -1,9 +1,12 @@
 """The report of check_data.py: what is in a data set, and what training would make of it."""
 
+import contextlib
+import json
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -11,9 +14,10 @@ from torch import Tensor
 
 from engine.check.reading import PARTS, Finding
 from engine.check.survey import Survey
-from engine.data.images import Format
-from engine.data.loading import TrainSampler, batch_size_for
+from engine.data.format import NAME, Format, read_format
+from engine.data.loading import TrainSampler
 from engine.data.samples import MapDataset
+from engine.errors import UserError
 from engine.run import machine
 
 MOST_CLASSES = 100  # in the table of classes; beyond it the rarest and the most frequent ones
@@ -21,13 +25,13 @@ MOST_CLASSES = 100  # in the table of classes; beyond it the rarest and the most
 
 @dataclass(frozen=True)
 class Plan:
-    """How training would read the set. dataset: some samples of the training set.
+    """How training would read the set. dataset: the training set, unless that is refused.
 
     stored: bytes that prepare_data.py writes for each pixel of an image whose shorter side is
     shrunk to `short_side`.
     """
 
-    dataset: MapDataset
+    dataset: MapDataset | None
     batch_size: int | None
     ranks: int
     short_side: int
@@ -42,6 +46,7 @@ def describe(survey: Survey, classes: Sequence[str], plan: Plan) -> list[str]:
         ("formats", [", ".join(f"{n} {kind}" for kind, n in survey.kinds.most_common())]),
         ("values", _values(survey, plan.format)),
         ("channels", _channels(survey, plan.format)),
+        (NAME, _data_json(survey, plan.format)),
         ("classes", _classes(survey, classes)),
         ("training", _training(survey, plan)),
     ]
@@ -79,15 +84,11 @@ def _size(size: np.ndarray) -> str:
 def _values(survey: Survey, format: Format) -> list[str]:
     lines, given = [], format.value_range
     for kind, (count, low, high) in survey.spans.items():
-        wanted = f"{low:.6g},{high if high > low else low + 1:.6g}"
-        advice = (
-            ""
-            if format.channels
-            else f": --value-range{'=' if low < 0 else ' '}{wanted} makes the most of them"
-        )
+        wanted = f"[{low:.6g}, {high if high > low else low + 1:.6g}]"
+        advice = "" if format.channels else f": value_range {wanted} makes the most of them"
         if given:
             effect = "covers" if given[0] <= low and high <= given[1] else "clips"
-            advice = f": --value-range {given[0]:g},{given[1]:g} {effect} them; {wanted} would fit"
+            advice = f": {format.range_text} {effect} them; {wanted} would fit"
         lines.append(f"{count} images of {kind} hold {low:.6g} to {high:.6g}{advice}")
     return lines or ["8 bits"]
 
@@ -95,26 +96,52 @@ def _values(survey: Survey, format: Format) -> list[str]:
 def _channels(survey: Survey, format: Format) -> list[str]:
     mean, deviation = survey.channels()
     if survey.moments is not None:
-        lists = (",".join(f"{value:.5g}" for value in each) for each in (mean, deviation))
-        flags = "--channels {} --mean={} --std={}".format(len(mean), *lists)
-        scale = ""
-        if format.value_range:
-            scale = " --value-range={:g},{:g}".format(*format.value_range)
-        return [f"train with {flags}{scale}"]
+        return [f"mean       {_row(mean)} (0..1)", f"deviation  {_row(deviation)}"]
     if not survey.histogram.any():
         return []
     given, spread = map(np.array, format.statistics)
     shift, scale = (mean - given) / spread, deviation / spread
     whose = "ImageNet's" if format.mean is None is format.std else "given"
-    is_close = abs(shift).max() < 1 and 0.5 < scale.min() <= scale.max() < 2
+    distance = "close to 0 and 1" if _is_close(survey, format) else "far from 0 and 1"
     return [
         f"mean       {_row(mean)} (red, green, blue; 0..1), {whose} {_row(given)}",
         f"deviation  {_row(deviation)} (of the training images), {whose} {_row(spread)}",
         f"training normalises with {whose}, to mean {_row(shift)} and deviation {_row(scale)}: "
-        + (
-            "close to 0 and 1" if is_close else "far from 0 and 1 (see --mean and --std of main.py)"
-        ),
+        f"{distance}",
     ]
+
+
+def _is_close(survey: Survey, format: Format) -> bool:
+    """Return whether what training normalises with suits the images, of RGB and 8 bits."""
+    mean, deviation = survey.channels()
+    given, spread = map(np.array, format.statistics)
+    scale = deviation / spread
+    return bool(abs((mean - given) / spread).max() < 1 and 0.5 < scale.min() <= scale.max() < 2)
+
+
+def propose(survey: Survey, format: Format) -> Format:
+    """Return what data.json should say, if `format` is what the images were read with.
+
+    value_range: if images need it; what follows from it is then left to another look. mean, std: of
+    images with "channels", and of others that ImageNet's do not suit.
+    """
+    if survey.spans and any(finding.kind == "range" for finding in survey.findings):
+        lows, highs = zip(*(span[1:] for span in survey.spans.values()), strict=True)
+        low, high = min(lows), max(highs)
+        span = low, high if high > low else low + 1
+        return replace(format, value_range=span, mean=None, std=None)
+    is_deep = survey.moments is not None
+    if not is_deep and (not survey.histogram.any() or _is_close(survey, format)):
+        return format
+    mean, std = ([float(f"{value:.5g}") for value in each] for each in survey.channels())
+    return replace(format, mean=tuple(mean), std=tuple(value or 1.0 for value in std))
+
+
+def _data_json(survey: Survey, format: Format) -> list[str]:
+    wanted = propose(survey, format)
+    if wanted == read_format(Path(survey.root)):
+        return ["as it should be" if wanted.keys() else "not needed"]
+    return [f"{json.dumps(wanted.keys())} (--write writes it)"]
 
 
 def _row(values: Sequence[float] | np.ndarray) -> str:
@@ -154,9 +181,9 @@ def _training(survey: Survey, plan: Plan) -> list[str]:
     if not total:
         return ["no training image can be used"]
     # This process is alone, so ranks and accumulated passes come to the same here.
-    batch_size = plan.batch_size or batch_size_for(total, accumulate=plan.ranks)
+    batch_size = plan.batch_size or TrainSampler.fitting(range(total), accumulate=plan.ranks)
     each = batch_size * plan.ranks
-    steps = TrainSampler(total, each, 0).steps
+    steps = total // each
     if not steps:
         text = f"{total} for training are fewer than {batch_size} x {plan.ranks} ranks; start fewer"
         survey.findings.append(Finding("few", survey.root, f"{text}, or add images"))
@@ -165,14 +192,18 @@ def _training(survey: Survey, plan: Plan) -> list[str]:
         f"{steps} steps per epoch of {batch_size} x {plan.ranks} ranks = {each} images; each "
         f"epoch leaves out {total - steps * each}"
     ]
-    rate, sample = read_some(plan.dataset)
-    workers = min(machine.cpus(), 16 * plan.ranks)
-    read, device = (_bytes(batch_size * size) for size in sample_bytes(sample))
-    lines += [
-        f"one process reads {rate:.3g} images/s as training does: an epoch takes at least "
-        f"{total / rate / workers:.2g} s with {workers}",
-        f"a batch of a rank has {read} as read, {device} on the device, without the network's",
-    ]
+    rate, sample = read_some(plan.dataset) if plan.dataset else (0.0, ())
+    if rate:
+        workers = min(machine.cpus(), 16 * plan.ranks)
+        lines.append(
+            f"one process reads {rate:.3g} images/s as training does: an epoch takes at least "
+            f"{total / rate / workers:.2g} s with {workers}"
+        )
+    if len(sample) > 1 and isinstance(sample[0], Tensor):
+        read, device = (_bytes(batch_size * size) for size in sample_bytes(sample))
+        lines.append(
+            f"a batch of a rank has {read} as read, {device} on the device, without the network's"
+        )
     if survey.has_masks and len(sizes := survey.sizes[survey.usable(1)]):
         size = max(sizes.tolist(), key=math.prod)
         device = _bytes(20 * math.prod(size) * batch_size)  # float32 (3, H, W), int64 (H, W)
@@ -182,15 +213,19 @@ def _training(survey: Survey, plan: Plan) -> list[str]:
     return [*lines, f"prepare_data.py would write {_bytes(pixels * plan.stored)}"]
 
 
-def read_some(dataset: MapDataset, seconds: float = 3) -> tuple[float, tuple]:
-    """Return how many samples of `dataset` this process reads in a second, and one of them."""
-    start = time.perf_counter()
-    for done in range(1, len(dataset) + 1):
-        sample = dataset[done - 1]
-        passed = time.perf_counter() - start
-        if passed > seconds:
+def read_some(dataset: MapDataset, most: int = 64, seconds: float = 3) -> tuple[float, Sequence]:
+    """Return how many samples of `dataset` this process reads in a second, and one of them.
+
+    Of those that are tried, evenly spaced, some may be broken; without any the rate is 0.
+    """
+    start, done, sample = time.perf_counter(), 0, ()
+    for index in np.linspace(0, len(dataset) - 1, min(most, len(dataset))).round().astype(int):
+        with contextlib.suppress(UserError):
+            sample, done = dataset[int(index)], done + 1
+        if time.perf_counter() > start + seconds:
             break
-    return done / passed, sample
+    parts = sample if isinstance(sample, tuple | list) else ()
+    return done / (time.perf_counter() - start), parts
 
 
 def prepared_pixels(sizes: np.ndarray, side: int) -> int:

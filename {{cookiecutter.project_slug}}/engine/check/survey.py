@@ -31,7 +31,7 @@ def list_samples(
 ) -> tuple[Packed, Names, list[Finding]]:
     """Return the samples with the numbers of their parts, the classes, and what is wrong with both.
 
-    find_samples: of dataset.py. find_all: the same for folders that it refuses.
+    find_samples: of folders.py. find_all: the same for folders that it refuses.
     """
     findings: list[Finding] = []
     try:
@@ -65,7 +65,7 @@ class Survey:
         self.pixels, self.images = (np.zeros((2, values), np.int64) for _ in range(2))
         self.void = np.zeros(2, np.int64)
         self.histogram = np.zeros((3, 256), np.int64)  # of training images
-        self.moments: np.ndarray | None = None  # instead, with --channels
+        self.moments: np.ndarray | None = None  # instead, with "channels" in data.json
         self.kinds: Counter[str] = Counter()
         self.spans: dict[str, tuple[int, float, float]] = {}  # images, lowest, highest
         self.kept: dict[int, list[int]] = {}  # samples of each class, at random

@@ -1,99 +1,47 @@
 """Classes of unequal size: weights for the loss, draws for the sampler."""
 
-import math
-import re
 from collections.abc import Sequence
-from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from engine.data import shares
-from engine.data.counts import Counts
-from engine.data.listing import composed
-from engine.errors import UserError, shorten
+from engine.data.counts import Counts, count_classes
+from engine.errors import UserError
 from engine.ranks import distributed
-
-LINE = re.compile(r"(.*[^\s=,;:])(?:\s*[=,;:]\s*|\s+)(\S+)")  # NAME WEIGHT; also = or a comma
 
 
 def class_weights(
-    given: str | Sequence[float] | None, counts: Counts | None, classes: Sequence[str]
-) -> tuple[float, ...] | None:
-    """Return the weight of each class that --class-weights says: auto, a file, or numbers.
+    given: str | Sequence[float] | None, dataset: object, classes: Sequence[str]
+) -> Tensor | None:
+    """Return the weight of each class, float32 (classes,), on the CPU; None if none are `given`.
 
-    auto: total / (classes x count), scikit-learn's "balanced", of the classes that `counts` has; 1
-    for others. Numbers, such as those of a checkpoint, and None are returned as they are.
+    given: --class-weights, "auto" or a number for each class. "auto" is total / (classes x count),
+    scikit-learn's "balanced", of the classes that the training set `dataset` has; 1 for others.
+    Every rank has to call it: with "auto" each counts a share of the samples.
+
+    Raises a UserError if there are not as many numbers as classes.
+
+        weights = engine.class_weights("auto", train_set, classes)
     """
     if given is None:
         return None
     if not isinstance(given, str):
         if len(given) != len(classes):
             raise UserError(
-                f"--class-weights: {len(given)} numbers, of the flag or of the checkpoint, but the "
-                f"data has {len(classes)} classes"
+                f"--class-weights: {len(given)} numbers, but the data has {len(classes)} classes"
             )
-        return tuple(given)
-    if given == "auto":
-        assert counts, "of count_classes"
-        totals = counts.of_classes()
-        present = totals > 0
-        mean = totals.sum() / max(present.sum(), 1)
-        weights = np.where(present, mean / np.maximum(totals, 1), 1.0)
-        shares.warn(classes, totals, "none of the training samples: weight 1")
-    else:
-        weights = np.array(distributed.from_rank_zero(read_weights, Path(given), classes))
+        return torch.tensor(given, dtype=torch.float32)
+    counts = count_classes(dataset, classes)
+    totals = counts.of_classes()
+    present = totals > 0
+    mean = totals.sum() / max(present.sum(), 1)
+    weights = np.where(present, mean / np.maximum(totals, 1), 1.0)
+    shares.warn(classes, totals, "none of the training samples: weight 1")
     texts = [f"{weight:.3g}" for weight in weights]
-    tail = counts.origin if counts and given == "auto" else f"; from {given}"
-    shares.say_line("weights in the loss", classes, weights, texts, tail)
-    return tuple(weights.tolist())
-
-
-def read_weights(path: Path, classes: Sequence[str]) -> list[float]:
-    """Return the weight of each class, of a file with lines NAME WEIGHT; = or a comma may separate.
-
-    Raises a UserError unless each class has one, a positive number.
-    """
-    try:
-        lines = path.read_text(encoding="utf-8-sig").splitlines()
-    except UnicodeDecodeError:
-        raise UserError(f"--class-weights {path}: not UTF-8; save it as UTF-8") from None
-    except OSError as error:
-        raise UserError(
-            f"--class-weights {path}: neither numbers nor a file ({error.strerror}); use auto, "
-            "numbers A,B,..., or a file with lines NAME WEIGHT"
-        ) from None
-    number_of = {composed(name): number for number, name in enumerate(classes)}
-    found: dict[int, float] = {}
-    for row, line in enumerate(lines, 1):
-        if not (line := re.sub(r"(^|\s)#.*", "", line).strip()):
-            continue
-        match = LINE.fullmatch(line)
-        name, text = match.groups() if match else (line, "")
-        number = number_of.get(composed(name))
-        if not match:
-            reason = f"{line}: expected NAME WEIGHT"
-        elif number is None:
-            reason = f"{name} is no class; the classes are {shorten(classes)}"
-        elif number in found:
-            reason = f"{name} comes twice; name each class once"
-        elif not _is_weight(text):
-            reason = f"{text} is no positive number"
-        else:
-            found[number] = float(text)
-            continue
-        raise UserError(f"{path}, line {row}: {reason}")
-    if missing := [name for number, name in enumerate(classes) if number not in found]:
-        raise UserError(f"{path}: no weight for {shorten(missing)}; each class needs one")
-    return [found[number] for number in range(len(classes))]
-
-
-def _is_weight(text: str) -> bool:
-    try:
-        return 0 < float(np.float32(text)) < math.inf  # as the loss takes it
-    except ValueError:
-        return False
+    shares.say_line("weights in the loss", classes, weights, texts, counts.origin)
+    return torch.tensor(weights, dtype=torch.float32)
 
 
 def say_balanced(counts: Counts, total: int) -> None:

@@ -1,38 +1,30 @@
 """How often each class occurs in each training sample: counted once, by all ranks together."""
 
-import contextlib
-import hashlib
-import os
 import time
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Protocol, runtime_checkable
 
 import numpy as np
 
-from engine import files
 from engine.data import shares
-from engine.data.samples import MapDataset
-from engine.errors import LineError, UserError
+from engine.errors import UserError
 from engine.ranks import distributed
 
-CACHE = "class_counts.npz"  # in --output-dir
-CHUNK = 256  # samples that are counted at once
+CHUNK = 16  # samples that a thread counts before it takes the next ones
+SAID = 1  # seconds; how long counting took is said beyond
 
 
 @runtime_checkable
-class Counted(MapDataset, Protocol):
+class Counted(Protocol):
     """A data set that knows what its labels are."""
+
+    def __len__(self) -> int: ...
 
     def count_labels(self, index: int, /) -> Mapping[int, int]:
         """Return how often each class number occurs in a sample; void does not count."""
-        ...
-
-    def label_sources(self) -> Sequence[str]:
-        """Return what `count_labels` reads, files and other texts; nothing if it reads no file."""
         ...
 
 
@@ -44,7 +36,7 @@ class Counts:
     labels: np.ndarray  # int64 (pairs,): class numbers
     counts: np.ndarray  # int64 (pairs,)
     classes: Sequence[str]
-    origin: str = ""  # what to say of where they come from
+    origin: str = ""  # what to say of how long it took
 
     def of_classes(self) -> np.ndarray:
         """Return how often each class occurs in all samples together, int64 (classes,)."""
@@ -56,99 +48,57 @@ class Counts:
         return f"{zlib.crc32(self.labels.tobytes(), zlib.crc32(self.samples.tobytes())):08x}"
 
 
-def count_classes(dataset: MapDataset, classes: Sequence[str], folder: Path) -> Counts:
-    """Count the classes of all samples. Every rank has to call it; each reads its share.
+_last: list[tuple[object, Counts]] = []  # what count_classes has returned
 
-    If that takes reading files, the result is kept in `folder`, until one of them changes.
+
+def count_classes(dataset: object, classes: Sequence[str]) -> Counts:
+    """Count the classes of all samples, once. Every rank has to call it; each reads its share.
+
+    Raises a UserError if `dataset` has no `count_labels`, or finds what is no class, or nothing.
     """
-    dataset, began = as_counted(dataset), time.monotonic()
-    sources, path = dataset.label_sources(), folder / CACHE
-    key, rows = "", None
-    if sources:
-        lines = getattr(classes, "lines", classes)  # of masks.py: with the values they stand for
-        key, rows = distributed.from_rank_zero(_look_up, path, [*sources, *lines])
-    origin = f"; from {path}" if sources else ""
-    if rows is None:
-        rows = read(dataset, range(len(dataset)), bool(sources))
-        if sources:
-            origin = f"; {len(dataset)} samples read in {time.monotonic() - began:.1f} s"
-            _keep(path, key, rows)
-    odd = rows[(rows[:, 1] < 0) | (rows[:, 1] >= len(classes))]
-    for sample, label in odd[:1, :2]:
+    if _last and _last[0][0] is dataset:
+        return _last[0][1]
+    counted, began = as_counted(dataset), time.monotonic()
+    rows = read(counted, range(len(counted)))
+    seconds = time.monotonic() - began
+    for sample, label in rows[(rows[:, 1] < 0) | (rows[:, 1] >= len(classes))][:1, :2]:
         last = len(classes) - 1
         raise UserError(f"sample {sample}: label {label}, but the classes are 0 to {last}")
     if not len(rows):
         raise UserError("no training sample has a label")
     samples, labels, counts = rows.T.copy()
-    return Counts(samples, labels, counts, classes, origin)
+    origin = f"; {len(counted)} samples read in {seconds:.1f} s" if seconds > SAID else ""
+    _last[:] = [(dataset, Counts(samples, labels, counts, classes, origin))]
+    return _last[0][1]
 
 
-def kept(path: Path, sources: Sequence[str], make: Callable[[], np.ndarray]) -> np.ndarray:
-    """Return what `make` does, which `path` keeps until one of `sources` changes; on rank 0."""
-    key, found = _look_up(path, sources)
-    if found is None:
-        _keep(path, key, found := make())
-    return found
-
-
-def as_counted(dataset: MapDataset) -> Counted:
-    """Return `dataset`, or raise a UserError if it lacks a method of Counted."""
+def as_counted(dataset: object) -> Counted:
+    """Return `dataset`, or raise a UserError if it cannot count."""
     if not isinstance(dataset, Counted):
         raise UserError(
-            f"{type(dataset).__name__} has no count_labels and label_sources: --class-weights "
-            "auto, --sampler balanced and --overfit need both; dataset.py shows them"
+            f"{type(dataset).__name__} has no count_labels, which --class-weights auto and "
+            "--sampler balanced need: add a method that returns {class number: how often} of a "
+            "sample's index"
         )
     return dataset
 
 
-def read(dataset: Counted, indices: Sequence[int], from_files: bool) -> np.ndarray:
+def read(dataset: Counted, indices: Sequence[int]) -> np.ndarray:
     """Return (sample, class, count) of the samples `indices`, sorted, int64 (pairs, 3).
 
     Every rank has to call it; each reads its share.
     """
     mine = indices[distributed.rank() :: distributed.world_size()]
-    rows = np.concatenate(distributed.gather_objects(_read(dataset, mine, from_files)))
+    rows = np.concatenate(distributed.gather_objects(_read(dataset, mine)))
     return rows[np.lexsort((rows[:, 1], rows[:, 0]))]
 
 
-def _read(dataset: Counted, indices: Sequence[int], from_files: bool) -> np.ndarray:
-    parts = [np.empty((0, 3), np.int64)]
+def _read(dataset: Counted, indices: Sequence[int]) -> np.ndarray:
+    def count(start: int) -> np.ndarray:
+        chunk = indices[start : start + CHUNK]
+        found = [(index, *pair) for index in chunk for pair in dataset.count_labels(index).items()]
+        return np.array(found, np.int64).reshape(-1, 3)
+
     with ThreadPoolExecutor(shares.THREADS) as pool:
-        for start in range(0, len(indices), CHUNK):
-            chunk = indices[start : start + CHUNK]
-            found = (pool.map if from_files else map)(dataset.count_labels, chunk)
-            pairs = zip(chunk, found, strict=True)
-            rows = [(index, *pair) for index, counts in pairs for pair in counts.items()]
-            parts.append(np.array(rows, np.int64).reshape(-1, 3))
-    return np.concatenate(parts)
-
-
-def _look_up(path: Path, sources: Sequence[str]) -> tuple[str, np.ndarray | None]:
-    """Return a key that changes when a source does, and what `path` holds under it, or None."""
-    with ThreadPoolExecutor(shares.THREADS) as pool:  # a network disk takes its time for each
-        states = [*pool.map(_state_of, sources)]
-    key = hashlib.sha256(repr([*zip(sources, states, strict=True)]).encode()).hexdigest()
-    try:
-        with np.load(path) as saved:  # which checks its checksums
-            return key, saved["rows"] if str(saved["key"]) == key else None
-    except Exception:  # none, or damaged
-        return key, None
-
-
-def _state_of(source: str) -> tuple[int, int] | None:
-    try:
-        stat = os.stat(source)
-    except (OSError, ValueError):
-        return None  # a text
-    return stat.st_size, stat.st_mtime_ns
-
-
-def _keep(path: Path, key: str, rows: np.ndarray) -> None:
-    if not distributed.is_rank_zero():
-        return
-    with (
-        contextlib.suppress(LineError),  # it cannot be written
-        files.writing(path, parents=True) as tmp_path,
-        open(tmp_path, "wb") as file,
-    ):
-        np.savez(file, key=np.array(key), rows=rows)
+        parts = pool.map(count, range(0, len(indices), CHUNK))
+        return np.concatenate([np.empty((0, 3), np.int64), *parts])

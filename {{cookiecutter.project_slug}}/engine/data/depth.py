@@ -48,7 +48,8 @@ def check_pages(path: str, file: Image.Image) -> None:
         if not file.tag_v2.get(SUBFILE, 0) & OF_ANOTHER:
             raise UserError(
                 f"{path}: {file.n_frames} pages, of which only the first would be read; save one "
-                f"page per file, or pass --channels {file.n_frames} if they are an image's channels"
+                f'page per file, or, if they are an image\'s channels, write "channels": '
+                f"{file.n_frames} into data.json"
             )
     file.seek(0)
 
@@ -70,16 +71,18 @@ def to_uint8(values: np.ndarray, path: str, kind: str, value_range: Range | None
 def check_range(lowest: float, highest: float, path: str, kind: str) -> None:
     """Raise a UserError if the range of an image's values does not fit that of their type."""
     low, high = RANGES.get(kind, (0.0, 0.0))
+    remedy = 'write "value_range": [{:.6g}, {:.6g}] into data.json'
     if kind not in RANGES or lowest < low or highest > high:
-        found = f"{lowest:.6g},{highest:.6g}"
         known = f", not over {low:g},{high:g}" if kind in RANGES else ""
-        flag = f"--value-range{'=' if lowest < 0 else ' '}{found}"
-        raise UserError(f"{path}: {kind} that range over {found}{known}; pass {flag} {SET}")
+        raise UserError(
+            f"{path}: {kind} that range over {lowest:.6g},{highest:.6g}{known}; "
+            f"{remedy.format(lowest, highest)} {SET}"
+        )
     if 0 < highest < high / 8:
         top = 2 ** int(highest).bit_length() - 1 if kind == SHORTS else float(f"{highest:.2g}")
         raise UserError(
             f"{path}: {kind} that reach only {highest:.6g} of {high:g}, the image would be nearly "
-            f"black; pass --value-range 0,{top:g}, or 0,{high:g} if it is meant to be {SET}"
+            f"black; {remedy.format(0, top)}, or [0, {high:g}] if it is meant to be {SET}"
         )
 
 
@@ -102,7 +105,7 @@ def read_values(
     if is_planar or not re.match("(RGB)?[RGBAX]?(;|$)", _args(file.tile[0])[0]):
         if is_exact:
             raise UserError(
-                f"{path}: only the upper 8 of its 16 bits can be read, too few for --value-range; "
+                f"{path}: only the upper 8 of its 16 bits can be read, too few for value_range; "
                 "save it as a PNG in grey or RGB"
             )
         return np.asarray(ImageOps.exif_transpose(file).convert("RGB")).astype(np.uint16) << 8

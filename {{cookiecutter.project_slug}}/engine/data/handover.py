@@ -19,22 +19,20 @@ from torch.utils.data import default_collate, get_worker_info
 
 ALIGNMENT = 64  # bytes: tensors begin at multiples of it
 SMALL = 2**16  # bytes: what a pipe holds
+PREFETCH = 2  # batches that each worker reads ahead
+BLOCKS_PER_WORKER = PREFETCH + 2  # the rank may have taken two: this batch and the next
 LOADERS = itertools.count()
 BLOCKS: dict[tuple[int, ...], Tensor] = {}  # in a rank: by loader, worker and the block's number
 
 
-def collate(samples: Sequence[tuple]) -> list:
+class Groups(list):
+    """The batches of a DataLoader's batch, one for each size of image."""
+
+
+def stack(samples: Sequence[tuple]) -> list:
     """Return a batch whose images are channels last in memory, as they were read."""
     images = default_collate([sample[0].movedim(0, -1) for sample in samples]).movedim(-1, 1)
     return [images, *default_collate([sample[1:] for sample in samples])]
-
-
-def collate_by_size(samples: Sequence[tuple]) -> list:
-    """Return one batch for each size of image, so that none needs padding."""
-    groups: dict[torch.Size, list] = {}
-    for sample in samples:
-        groups.setdefault(sample[0].shape, []).append(sample)
-    return [collate(group) for group in groups.values()]
 
 
 class Place(NamedTuple):
@@ -52,22 +50,32 @@ class Place(NamedTuple):
         return block[self.start : self.end].view(self.dtype).view(self.shape)
 
 
-class Blocks:
-    """As `collate`, but a worker's rank gets images and masks in one of `most` blocks.
+class Collate:
+    """A `collate_fn`: stacks samples to a batch [images, targets, ...]; in evaluation by size.
 
-    A block is shared memory, uint8 (bytes,). It is used again once the rank has dropped all tensors
-    in it: its first byte is 0 then. While the rank keeps all blocks, batches get new memory.
+    Samples whose images differ in size become several batches, so that none needs padding.
+
+    A loader worker hands images and masks to its rank in one of a few blocks, each shared memory,
+    uint8 (bytes,). It is used again once the rank has dropped all tensors in it: its first byte is
+    0 then. While the rank keeps all blocks, batches get new memory.
+
+        DataLoader(..., collate_fn=engine.Collate())
     """
 
-    def __init__(self, most: int) -> None:
+    def __init__(self, most: int = BLOCKS_PER_WORKER) -> None:
         self.most = most
         self.loader = next(LOADERS)
         self.blocks: list[Tensor] = []  # of this worker
         weakref.finalize(self, _drop, self.loader).atexit = False
 
     def __call__(self, samples: Sequence[tuple]) -> "list | Sent":
+        groups: dict[torch.Size, list] = {}
+        for sample in samples:
+            groups.setdefault(sample[0].shape, []).append(sample)
+        if len(groups) > 1:
+            return Groups(map(stack, groups.values()))
         if (worker := get_worker_info()) is None:
-            return collate(samples)
+            return stack(samples)
         columns: list = list(zip(*samples, strict=True))
         columns[0] = tuple(image.movedim(0, -1) for image in columns[0])
         parts: list = []
@@ -80,11 +88,11 @@ class Blocks:
                 parts.append(part.numpy() if is_small else part)  # a tensor would need a socket
                 continue
             if any(tensor.dtype != first.dtype for tensor in column):
-                return collate(samples)
+                return stack(samples)
             parts.append(Place(end, (len(column), *first.shape), first.dtype))
             end = -(-parts[-1].end // ALIGNMENT) * ALIGNMENT
         if (number := self._take(end)) is None:
-            return collate(samples)
+            return stack(samples)
         for column, part in zip(columns, parts, strict=True):
             if isinstance(part, Place):
                 torch.stack(column, out=part.of(self.blocks[number]))
@@ -96,7 +104,8 @@ class Blocks:
         number = next(free, None)
         if number is None and len(self.blocks) < self.most:
             number = len(self.blocks)
-            self.blocks.append(torch.zeros(size, dtype=torch.uint8).share_memory_())
+            with torch.inference_mode(False):  # in which `evaluate` may have started this worker
+                self.blocks.append(torch.zeros(size, dtype=torch.uint8).share_memory_())
         if number is not None:
             self.blocks[number][0] = 1
         return number

@@ -1,9 +1,9 @@
 """Images: decoding no more of each than is asked for."""
 
 import contextlib
-import functools
 import io
 import math
+import random
 import struct
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -17,70 +17,16 @@ from torchvision.transforms.v2 import functional as F
 
 from engine import files
 from engine.data import depth, jpeg, stacks
+from engine.data.format import DEFAULT_FORMAT, Format
 from engine.errors import UserError
 from engine.ranks import distributed
 
-# ImageNet's channel means and deviations, in RGB order and units of 0..1: what the pretrained
-# weights of torchvision and segmentation-models-pytorch expect.
-MEAN = (0.485, 0.456, 0.406)
-STD = (0.229, 0.224, 0.225)
 SHRINKS = (8, 4, 2)  # what a JPEG decoder can divide height and width by, at less work
 # Of Pillow, which raises TypeError and struct.error for malformed EXIF entries.
 READ_ERRORS = OSError, RuntimeError, SyntaxError, TypeError, ValueError, struct.error
-Image.MAX_IMAGE_PIXELS = None  # --max-megapixels decides instead, in every process that reads
+Image.MAX_IMAGE_PIXELS = None  # Format.check_size decides instead, in every process that reads
 
 
-@dataclass(frozen=True)
-class Format:
-    """How image files become pixels, and pixels what the network gets: flags of that name.
-
-    channels: None for RGB of 8 bits; with a number images have their files' full depth.
-    mean, std: of each channel, in units of 0..1; None: ImageNet's.
-    """
-
-    value_range: Sequence[float] | None = None
-    max_megapixels: int = 179
-    channels: int | None = None
-    mean: Sequence[float] | None = None
-    std: Sequence[float] | None = None
-
-    @functools.cached_property  # normalize asks at every step
-    def statistics(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
-        """Mean and deviation of each channel; a UserError if they are not known."""
-        count = self.channels or 3
-        found = []
-        for name, given, default in ("mean", self.mean, MEAN), ("std", self.std, STD):
-            values = tuple(given or (default if count == 3 else ()))
-            if given is None and count == 1:
-                values = (sum(default) / 3,)
-            if not values:
-                raise UserError(
-                    f"--channels {count} needs --{name}, {count} numbers; check_data.py DIR "
-                    f"--channels {count} prints them"
-                )
-            if len(values) != count:
-                raise UserError(f"--{name}: {len(values)} numbers for {count} channels")
-            found.append(values)
-        return found[0], found[1]
-
-    def check_size(self, path: str, width: int, height: int) -> None:
-        """Raise a UserError if an image of so many pixels is larger than allowed."""
-        if width * height > self.max_megapixels * 1e6:
-            raise UserError(
-                f"{path}: {width} x {height} pixels are more than --max-megapixels "
-                f"{self.max_megapixels}; shrink it, or pass --max-megapixels "
-                f"{math.ceil(width * height / 1e6)}"
-            )
-
-    @property
-    def range_flag(self) -> str:
-        """The flag that says what `value_range` is."""
-        if self.value_range is None:
-            return "no --value-range"
-        return "--value-range {:.9g},{:.9g}".format(*self.value_range)
-
-
-DEFAULT_FORMAT = Format()
 Box = tuple[int, int, int, int]  # top, left, height, width in pixels
 
 
@@ -89,8 +35,11 @@ class LazyImage:
     """An image or a mask, upright, that is decoded once `read` is called.
 
     decode: n, rows -> uint8 (H / n, W / n, 3), of a mask (H, W); sizes are rounded up; what lies
-    below the first `rows` may be missing. With --channels float32 (H, W, channels).
+    below the first `rows` may be missing. With "channels" in data.json float32 (H, W, channels).
     shrinks: the n that `decode` takes besides 1, in descending order. is_mask: whether (H, W).
+
+        def val_transform(image: engine.LazyImage) -> Tensor:
+            return image.read((0, 0, image.height, image.width), (224, 224))
     """
 
     height: int
@@ -110,7 +59,7 @@ class LazyImage:
     ) -> Tensor:
         """Return uint8 (3, H, W), of a mask (H, W): what is in `box`, resized to `size`.
 
-        With --channels float32 (channels, H, W).
+        With "channels" in data.json float32 (channels, H, W).
         box: may reach beyond the edges, where `fill` is; default: the whole image.
         size: (height, width); default: that of `box`. Images are averaged, masks are not.
         """
@@ -139,6 +88,31 @@ class LazyImage:
         """
         shrink, (top, left, bottom, right) = self._edges(box, size)
         return top * shrink, left * shrink, (bottom - top) * shrink, (right - left) * shrink
+
+    def random_box(self, area: tuple[float, float], ratio: tuple[float, float]) -> Box:
+        """Return the part that RandomResizedCrop would take, in a tenth of its time.
+
+        area: the range of its share of the image; ratio: that of its width / height. Python's
+        `random` draws both.
+        """
+        for _ in range(10):
+            pixels = self.height * self.width * random.uniform(*area)
+            aspect = math.exp(random.uniform(*map(math.log, ratio)))
+            rows, columns = round(math.sqrt(pixels / aspect)), round(math.sqrt(pixels * aspect))
+            if 0 < rows <= self.height and 0 < columns <= self.width:
+                top = random.randint(0, self.height - rows)
+                return top, random.randint(0, self.width - columns), rows, columns
+        rows = min(self.height, round(self.width / ratio[0]))
+        columns = min(self.width, round(self.height * ratio[1]))
+        return (self.height - rows) // 2, (self.width - columns) // 2, rows, columns
+
+    def random_square(self, side: int) -> Box:
+        """Return a random part of that side, or around a smaller image; torch draws it."""
+
+        def place(length: int) -> int:
+            return int(torch.randint(min(0, length - side), max(0, length - side) + 1, ()))
+
+        return place(self.height), place(self.width), side, side
 
     def _edges(self, box: Box, size: tuple[int, int] | None) -> tuple[int, Box]:
         """Return by how much to shrink, and the top, left, bottom and right edges then."""
@@ -211,7 +185,7 @@ def _read_image(path: str, data: bytes, mode: str | None, format: Format) -> Ima
 def say_depth(path: str, format: Format) -> None:
     """Print which values become 0 and 255 if the image at `path` has more than 8 bits.
 
-    With --channels, which become 0 and 1. Raises a UserError if mean or deviation are not known.
+    With "channels" in data.json: which become 0 and 1. Raises a UserError if it lacks mean or std.
     """
     _ = format.statistics
     if format.channels:
@@ -237,7 +211,7 @@ def _read_file(path: str) -> bytes:
 def _opened(path: str, data: bytes, format: Format) -> Iterator[ImageFile.ImageFile]:
     """Open the image in `data`, of which only the header is read; refuse too large ones."""
     if path.lower().endswith(".npy"):
-        raise UserError(f"{path}: .npy files can only be images, and only with --channels N")
+        raise UserError(f'{path}: .npy files can only be images, with "channels" in data.json')
     with Image.open(io.BytesIO(data)) as image:
         format.check_size(path, *image.size)
         depth.check_pages(path, image)
@@ -254,5 +228,5 @@ def _reading(path: str) -> Iterator[None]:
         if isinstance(error, UnidentifiedImageError):
             reason = "not an image, or of a kind that Pillow does not read"
             if path.lower().endswith((".tif", ".tiff")):
-                reason += "; with more channels it needs --channels N"
+                reason += '; more channels need "channels" in data.json (check_data.py --write)'
         raise UserError(f"{path}: cannot be read ({reason}); replace or remove it") from None

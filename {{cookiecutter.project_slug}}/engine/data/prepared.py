@@ -3,6 +3,7 @@
 FOLDER/pixels.bin   uint8 (H, W, 3) of images and (H, W) of masks, one after the other
 FOLDER/rows.bin     for each of them int64: offset in bytes, height, width, channels (0: a mask)
 FOLDER/index.json   an Index; the store is complete once rows.bin has rows for all its samples
+FOLDER/data.json    that of the data set, if it has one
 """
 
 import json
@@ -19,7 +20,8 @@ from torch.utils.data import DataLoader, Dataset, Subset
 from tqdm import tqdm
 
 from engine import files
-from engine.data.images import DEFAULT_FORMAT, Format, LazyImage
+from engine.data.format import NAME, Format, read_format, write_format
+from engine.data.images import LazyImage
 from engine.data.mapped import Images, ends
 from engine.errors import UserError
 from engine.ranks import distributed, process
@@ -27,11 +29,14 @@ from engine.ranks import distributed, process
 ROW = np.dtype(np.int64)
 SAMPLES_PER_SYNC = 256  # a row is written once its pixels are on the disk
 GIVEN = ("source", "side", "value_range")  # of an Index: what prepare_data.py was told
+Parts = list[Sequence[tuple]]  # the samples for training and for validation
 AGAIN = "rerun prepare_data.py with the same flags"
 
 
 class Source(Protocol):
-    """A data set of dataset.py: `open` returns a sample's images and masks."""
+    """A data set such as those of datasets.py: `open` returns a sample's images and masks."""
+
+    format: Format
 
     @property
     def samples(self) -> Sequence[tuple]: ...
@@ -52,7 +57,7 @@ class Index:
 
     @classmethod
     def of(
-        cls, source: Path, side: int, classes: list[str], parts: list[Sequence[tuple]], each: int
+        cls, source: Path, side: int, classes: Sequence[str], parts: Parts, each: int
     ) -> "Index":
         """Return the index of the samples `parts`, which begin with `each` paths, as of now."""
         train, val = ([(s, [_stat(path) for path in s[:each]]) for s in part] for part in parts)
@@ -68,13 +73,12 @@ class Index:
         except (OSError, TypeError, ValueError):
             return None
 
-    def change(self, classes: list[str], parts: list[Sequence[tuple]], each: int) -> str | None:
+    def change(self, classes: Sequence[str], parts: Parts, each: int) -> str | None:
         """Return a path at which the source has changed since; None if it has not."""
         now = Index.of(Path(self.source), self.side, classes, parts, each)
-        for then, part in (self.train, now.train), (self.val, now.val):
-            if then != part:
-                changed = set(map(json.dumps, then)) ^ set(map(json.dumps, part))
-                return json.loads(min(changed))[0][0] if changed else self.source
+        if (self.train, self.val) != (now.train, now.val):
+            then, here = ({*map(json.dumps, each.train + each.val)} for each in (self, now))
+            return json.loads(min(then ^ here))[0][0] if then != here else self.source
         return None if now.classes in ([], self.classes) else f"{self.source}, its classes"
 
 
@@ -117,35 +121,34 @@ def open_store(
     folder: Path,
     find_samples: Callable[[Path], tuple[list, list, list[str]]],
     each: int,
-    format: Format = DEFAULT_FORMAT,
+    format: Format,
 ) -> Store | None:
     """Return the store in `folder`; None if there is none.
 
-    find_samples: of dataset.py; lists the samples of the source for training and for validation,
-    and the classes, or none if only the images tell them. A sample begins with `each` paths.
-
-    Raises a UserError if the store is incomplete or has another --value-range, with --channels, or
-    if all ranks have the source and one of its files, or what `find_samples` returns, has changed.
+    find_samples: lists the samples of the source for training and for validation, and the classes,
+    or none if only the images tell them. A sample begins with `each` paths.
+    format: what data.json in `folder` says.
+    Raises a UserError if the store is incomplete, or of another format, or if all ranks have the
+    source and one of its files, or what `find_samples` returns, has changed.
     """
     if not is_store(folder):
         return None
     if format.channels:
         raise UserError(
-            f"{folder}: prepared data is RGB of 8 bits; leave out --channels, or pass the folder "
-            "that it was made from"
+            f'{folder / NAME}: prepared data is RGB of 8 bits; remove "channels", or train on the '
+            "original folder"
         )
     index, rows = Index.read(folder / "index.json"), _read_rows(folder, each)
     if index and len(index.train[0][1]) != each:
         raise UserError(f"{folder}: made for another task; use this project's prepare_data.py")
     if index is None or len(rows) != len(index.train) + len(index.val):
         raise UserError(f"{folder}: incomplete; {AGAIN} to resume, or copy it again")
-    if (before := Format(index.value_range)).range_flag != format.range_flag:
-        raise UserError(
-            f"{folder}: prepared with {before.range_flag}, not with {format.range_flag}; pass the "
-            "same, or prepare the data again"
-        )
-    source = Path(index.source)
-    if all(distributed.gather_objects(source.is_dir())):
+    if (before := Format(index.value_range)).range_text != format.range_text:
+        line = f"{folder / NAME}: {format.range_text}, but prepared with {before.range_text}"
+        raise UserError(f"{line}; {AGAIN}")
+    if all(distributed.gather_objects((source := Path(index.source)).is_dir())):
+        if read_format(source) != format:
+            raise UserError(f"{source / NAME} differs from {folder / NAME}; {AGAIN}")
         *parts, classes = find_samples(source)
         if where := distributed.from_rank_zero(index.change, classes, parts, each):
             raise UserError(f"{where}: file or label changed since {folder} was prepared; {AGAIN}")
@@ -158,20 +161,17 @@ def write(
     folder: Path,
     source: Path,
     parts: list[Source],
-    classes: list[str],
+    classes: Sequence[str],
     side: int,
     workers: int,
-    format: Format = DEFAULT_FORMAT,
 ) -> None:
     """Write the images of `parts`, the data sets for training and validation, to `folder`.
 
     source: the absolute path of the folder that the paths in `parts` begin with.
     side: the shorter side of the images in pixels; smaller ones keep their size, and with 0 all do.
-    format: with which `parts` read their images.
-
     After an interruption the next call with the same arguments resumes.
     """
-    shrunk, each = Shrunk(parts, side), len(parts[0].open(0))
+    shrunk, each, format = Shrunk(parts, side), len(parts[0].open(0)), parts[0].format
     plan = Index.of(source, side, classes, [part.samples for part in parts], each)
     plan.value_range = list(format.value_range) if format.value_range else None
     try:
@@ -182,9 +182,10 @@ def write(
             raise UserError(f"{folder}: another process is preparing it")
         made = Index.read(folder / "index.json")
         if made and any(vars(made)[name] != vars(plan)[name] for name in GIVEN):
-            flags = f"--short-side {made.side} and {Format(made.value_range).range_flag}"
-            origin = f"{made.source} with {flags}"
-            raise UserError(f"{folder}: made from {origin}; name another folder, or remove it")
+            how = f"--short-side {made.side} and {Format(made.value_range).range_text}"
+            line = f"{folder}: made from {made.source} with {how}"
+            raise UserError(f"{line}; name another folder, or remove it")
+        write_format(folder, format)
         if made != plan:
             for name in ("rows.bin", "pixels.bin"):
                 (folder / name).unlink(missing_ok=True)

@@ -39,6 +39,18 @@ def seed(*key: int) -> None:
         device.manual_seed(value)
 
 
+@contextlib.contextmanager
+def kept() -> Iterator[None]:
+    """Give the generators of Python, NumPy and torch's CPU back their state after the block."""
+    states = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    try:
+        yield
+    finally:
+        random.setstate(states[0])
+        np.random.set_state(states[1])
+        torch.set_rng_state(states[2])
+
+
 def _is_rank() -> bool:
     """Return whether this process may use a GPU; a loader worker leaves it alone."""
     return get_worker_info() is None
@@ -46,15 +58,19 @@ def _is_rank() -> bool:
 
 def be_deterministic() -> None:
     """Have GPUs compute the same bits each time; a warning names an operation that cannot."""
+    from torchmetrics import Metric
+
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS asks for it
     torch.use_deterministic_algorithms(True, warn_only=True)
     # Filling what torch.empty returns takes time, and nothing here reads it.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    wrap = Metric._wrap_update
+    Metric._wrap_update = lambda self, update: _in_any_order()(wrap(self, update))  # type: ignore
 
 
 @contextlib.contextmanager
-def in_any_order() -> Iterator[None]:
-    """Turn deterministic algorithms off within the block, for counts, which are exact in any order.
+def _in_any_order() -> Iterator[None]:
+    """Turn deterministic algorithms off within the block, for metrics: counts are exact anyway.
 
     With them, torchmetrics needs memory of pixels x classes^2 to count pixels.
     """

@@ -1,9 +1,10 @@
-"""Images of any number of channels at their files' full depth: --channels."""
+"""Images of any number of channels at their files' full depth: "channels" in data.json."""
 
 import io
 import logging
+import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, BinaryIO
+from typing import BinaryIO
 
 import numpy as np
 import torch
@@ -12,16 +13,14 @@ from torch import Tensor
 
 from engine import files
 from engine.data import depth
+from engine.data.format import Format
 from engine.errors import UserError
-
-if TYPE_CHECKING:
-    from engine.data.images import Format
 
 ORIENTATION = 274  # tag of TIFF
 SHOWN = (0.01, 0.99)  # quantiles that become black and white
 
 
-def read(path: str, format: "Format") -> np.ndarray:
+def read(path: str, format: Format) -> np.ndarray:
     """Return the values in the file, of its own type, as (H, W, format.channels)."""
     ending, file = path.lower().rsplit(".", 1)[-1], io.BytesIO(files.read(path))
     values: np.ndarray
@@ -34,8 +33,8 @@ def read(path: str, format: "Format") -> np.ndarray:
     values = values[..., None] if values.ndim == 2 else values
     if values.ndim != 3 or values.shape[2] != format.channels:
         raise UserError(
-            f"{path}: values of shape {values.shape}, not (height, width, {format.channels}); pass "
-            "the --channels that all images have, or save it with as many"
+            f"{path}: values of shape {values.shape}, not (height, width, {format.channels}); save "
+            'it with as many channels, or correct "channels" in data.json'
         )
     if values.dtype.kind not in "biuf":
         raise UserError(f"{path}: values of type {values.dtype}; save it as integers or floats")
@@ -43,7 +42,23 @@ def read(path: str, format: "Format") -> np.ndarray:
     return values.astype(values.dtype.newbyteorder("="), copy=False)
 
 
-def _read_tiff(path: str, content: BinaryIO, format: "Format") -> np.ndarray:
+def count_channels(path: str) -> int | None:
+    """Return how many channels a .npy or TIFF file has, its pages counted as such; else None."""
+    ending, content = path.lower().rsplit(".", 1)[-1], io.BytesIO(files.read(path))
+    if ending == "npy":
+        shape = np.lib.format.read_array(content, allow_pickle=False).shape
+        return shape[2] if len(shape) == 3 else 1
+    if ending not in ("tif", "tiff"):
+        return None
+    import tifffile  # here, because most sets do without
+
+    with tifffile.TiffFile(content) as file:
+        series = file.series[0]
+        height, width = (series.shape[series.axes.index(axis)] for axis in "YX")
+        return max(len(file.pages), math.prod(series.shape) // max(height * width, 1))
+
+
+def _read_tiff(path: str, content: BinaryIO, format: Format) -> np.ndarray:
     """Return (H, W) or (H, W, channels); the file may hold the channels as planes or pages."""
     import tifffile  # here, because most sets do without
 
@@ -72,7 +87,7 @@ def _read_tiff(path: str, content: BinaryIO, format: "Format") -> np.ndarray:
     return np.moveaxis(values, 0, -1) if is_planes_first else values
 
 
-def _read_other(path: str, content: BinaryIO, format: "Format") -> np.ndarray:
+def _read_other(path: str, content: BinaryIO, format: Format) -> np.ndarray:
     """Return (H, W) of a file in grey and (H, W, 3) of one in colour, upright."""
     with Image.open(content) as image:
         format.check_size(path, *image.size)

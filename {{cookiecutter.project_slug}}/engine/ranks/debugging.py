@@ -8,28 +8,12 @@ import os
 import socket
 import sys
 import threading
-from argparse import ArgumentTypeError
 from collections.abc import Sequence
 
 from engine.errors import UserError
 from engine.ranks import distributed, process
 
 _address = "127.0.0.1", 5678  # --debug-port, for rank 0
-
-
-def ranks(text: str) -> list[int]:
-    """Parse R[,R...], for argparse."""
-    if not all(part.isdecimal() for part in text.split(",")):
-        raise ArgumentTypeError(f"{text} is not a rank or a list of ranks, such as 0,3")
-    return sorted({int(part) for part in text.split(",")})
-
-
-def address(text: str) -> tuple[str, int]:
-    """Parse [HOST:]PORT, for argparse; the host defaults to loopback."""
-    host, _, port = text.rpartition(":")
-    if not port.isdecimal() or not 0 < int(port) < 2**16:
-        raise ArgumentTypeError(f"{text} is not PORT or HOST:PORT, with a port from 1 to 65535")
-    return host.strip("[]") or "127.0.0.1", int(port)
 
 
 def wait_for_debugger(ranks: Sequence[int], address: tuple[str, int]) -> None:

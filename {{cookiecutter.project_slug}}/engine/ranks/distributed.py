@@ -93,7 +93,13 @@ def _take_up() -> torch.device:
 
 
 def teardown() -> None:
-    """Leave the process group once all ranks have come this far."""
+    """Leave the process group once all ranks have come this far; `start` does it.
+
+    For a notebook, or a test that calls `setup` itself:
+
+        device = engine.setup(0)
+        engine.teardown()
+    """
     dist.barrier()
     if _group.is_own:
         dist.destroy_process_group()
@@ -126,6 +132,13 @@ def is_debugged() -> bool:
 
 
 def rank() -> int:
+    """Return this rank's number, from 0, among those of all nodes.
+
+    Before `setup` the one that the launcher has given it.
+
+        if engine.rank() == 0:
+            print("once")
+    """
     return dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", 0))
 
 
@@ -149,7 +162,12 @@ def is_rank_zero() -> bool:
 
 
 def say(line: str) -> None:
-    """Print `line` on rank 0; do nothing if the terminal or pipe is closed."""
+    """Print `line` on rank 0; do nothing if the terminal or pipe is closed.
+
+    line: control characters in it are escaped.
+
+        engine.say(f"teacher: {path}")
+    """
     if is_rank_zero():
         with contextlib.suppress(OSError):
             print(escape(line), flush=True)
@@ -162,6 +180,8 @@ def reduce_tensor(tensor: Tensor, op: str = "sum") -> Tensor:
     op: "sum", "min", "max", or "mean" of the ranks' values (floating dtypes only). For a mean over
         samples, reduce their sum and their count and divide once: a mean of the ranks' means is
         wrong as soon as ranks hold different numbers of samples.
+
+        loss_sum, count = engine.reduce_tensor(totals).tolist()
     """
     result = tensor.detach().clone()
     dist.all_reduce(devices.carried(result), OPERATIONS["sum" if op == "mean" else op])
@@ -239,7 +259,10 @@ def rank_zero_first() -> Iterator[None]:
     """Run the block on rank 0, then on the first rank of each other node, then on the rest.
 
     For work that one rank does and the others find done, such as downloading a file: another node
-    does it again only if it does not share rank 0's disk.
+    does it again only if it does not share rank 0's disk. Every rank has to reach it.
+
+        with engine.rank_zero_first():
+            dataset = torchvision.datasets.CIFAR10("data", download=True)
     """
     turn = 0 if is_rank_zero() else 1 if local_rank() == 0 else 2
     for _ in range(turn):  # lockstep: ok

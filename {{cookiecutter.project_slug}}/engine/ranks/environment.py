@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from engine.errors import UserError
-from engine.ranks import gpus
+from engine.ranks import gpus, protocol
 
 PORT, LAST_PORT = 29500, 65535  # torchrun's; of TCP
 SPECIAL_STEPS = 2**32 - 16  # from here on SLURM's steps are not srun's, but salloc's shell and such
@@ -67,7 +67,8 @@ def prepare() -> tuple[Nodes, int]:
             raise UserError(f"{name}={value} is not an integer of {least} or more")
     export_nodes(nodes)
     # As torchrun does, with a warning; main.py sets the threads.
-    os.environ["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS") or "1"
+    if not os.environ.get("OMP_NUM_THREADS"):  # torchrun would print a warning
+        os.environ.update({"OMP_NUM_THREADS": "1", protocol.THREADS: "auto"})
     if nodes.number == 0:
         with contextlib.suppress(OSError):  # a closed pipe
             print(f"starting {nodes.count * nodes.ranks} rank(s) ...", flush=True)

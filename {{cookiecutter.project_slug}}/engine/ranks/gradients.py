@@ -9,16 +9,23 @@ from engine.errors import UserError
 from engine.ranks import devices, distributed
 
 
+def check_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
+    """Raise a UserError if no weight of an `optimizer` that is about to step has a gradient."""
+    weights = itertools.chain(*(group["params"] for group in optimizer.param_groups))
+    if all(weight.grad is None for weight in weights):
+        raise UserError(
+            "the optimizer's step found no gradient: call zero_grad() after it, not before"
+        )
+
+
 class Mean:
-    """Turns summed gradients into those of the mean, where samples have unequal counts.
+    """Turns the gradients of summed losses into those of their mean over all samples.
 
     Ranks and passes hold different numbers of labelled pixels, so the mean of their means would
     weigh a pixel more where there are few. Each pass divides its sum of losses by a size, the same
-    on all, and the step divides by the count of all: one number, reduced during the last backward
-    pass.
+    on all, and the step divides by the count of all: one number, reduced while backward() runs.
 
-    A count that is an int instead of a tensor has to be the number of targets. Then it is the same
-    on all ranks, and nothing has to be reduced.
+    Counts that are ints are equal to the size on all ranks. Then nothing has to be reduced.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -26,53 +33,45 @@ class Mean:
         self.weights: dict[torch.device, list[nn.Parameter]] = {}
         self.zero = torch.zeros((), dtype=devices.double(device), device=device)
         self.size = 0  # with the next two, on the device: size and 1 / size
-        self.whole = self.share = self.zero
+        self.whole = self.zero
         self.count, self.known = self.zero, 0.0  # of a step, in sizes: if tensors, and if ints
         self.pending: distributed.Pending | None = None
-        self.is_ended = False  # all passes of the step are done, `finish` is not
+        self.passes = 0  # of a step, whose losses are known
 
-    def backward(
-        self, loss_sum: Tensor, count: Tensor | int, targets: Tensor, is_last: bool
-    ) -> None:
-        """Add the gradients of a pass: those of its loss, a sum over `count`, both scalars.
-
-        The loss is divided by the number of targets in the first pass, of which those with a share
-        for each class, floating-point (N, classes, ...), are one each. Tensor.backward(1 / size)
-        takes a step's host less time than a division does, which autograd would follow back.
-        """
-        if self.is_ended:
-            raise UserError(
-                "a step ended without mean.finish: call it after the last backward pass, before "
-                "the optimizer's step"
-            )
-        self._add(count, targets, is_last)
-        loss_sum.backward(self.share)
-        self.is_ended = is_last
-
-    def _add(self, count: Tensor | int, targets: Tensor, is_last: bool) -> None:
-        has_shares = targets.is_floating_point() and targets.ndim > 1
-        size = targets.numel() // (targets.shape[1] if has_shares else 1)
-        if not self.size:
+    def start(self, size: int) -> None:
+        """Set the number by which each pass divides its sum; the same on all ranks."""
+        if size != self.size:
             self.size, self.whole = size, torch.full_like(self.zero, size)
-            self.share = self.whole.reciprocal().float()
-        if not isinstance(count, Tensor):
-            if count != size:
-                raise UserError(
-                    f"the loss returns {count} as its count for {size} targets: return a tensor, "
-                    "as other ranks may have other counts"
-                )
-            self.known += size / self.size
-            return
-        self.count = torch.addcdiv(self.count, count, self.whole)
-        if is_last:
-            self.pending = distributed.start_sum(self.count)
 
-    def finish(self, ddp_model: nn.Module) -> None:
-        """Divide the gradients, which DDP has averaged over the ranks; start anew."""
-        if not self.known and self.count is self.zero:
+    def loss(self, loss_sum: Tensor, count: Tensor | int, is_last: bool) -> Tensor:
+        """Return the loss of a pass to call backward() on, a scalar.
+
+        loss_sum: scalar, the sum of the losses of `count` samples (labelled pixels).
+        is_last: whether it is the last pass of the step.
+        """
+        self.passes += 1
+        if isinstance(count, Tensor):
+            self.count = torch.addcdiv(self.count, count.detach(), self.whole)
+        elif count != self.size:
             raise UserError(
-                "mean.backward was not called in a step: call it in each pass, on the sum of the "
-                "losses, in place of loss.backward()"
+                f"the loss returns {count} as its count for {self.size} targets: return a tensor, "
+                "as other ranks may have other counts"
+            )
+        else:
+            self.known += count / self.size
+        if is_last and self.count is not self.zero:
+            self.pending = distributed.start_sum(self.count)
+        return loss_sum * (1 / self.size)
+
+    def finish(self, ddp_model: nn.Module, passes: int) -> None:
+        """Divide the gradients, which DDP has averaged over the ranks; start anew.
+
+        passes: that a step has.
+        """
+        if self.passes != passes:
+            raise UserError(
+                f"run.loss was called {self.passes} time(s) in a step of {passes} pass(es): call "
+                "it once in each pass, and backward() on what it returns"
             )
         if self.known and self.count is not self.zero:
             raise UserError("the loss returns its count as an int in some passes, not in others")
@@ -82,8 +81,8 @@ class Mean:
                 self.weights.setdefault(weight.device, []).append(weight)
         if all(weight.grad is None for weight in itertools.chain(*self.weights.values())):
             raise UserError(
-                "no weight has a gradient at the end of a step: call zero_grad() after the "
-                "optimizer's step, not before"
+                "no weight has a gradient at the end of a step: call backward() on what run.loss "
+                "returns, and zero_grad() after the optimizer's step, not before"
             )
         if self.pending:
             self.pending.wait()
@@ -92,7 +91,7 @@ class Mean:
             self._multiply(inverse.nan_to_num_(posinf=0).float())
         elif self.known != 1:
             self._multiply(1 / self.known)
-        self.count, self.known, self.pending, self.is_ended = self.zero, 0.0, None, False
+        self.count, self.known, self.pending, self.passes = self.zero, 0.0, None, 0
 
     def _multiply(self, factor: Tensor | float) -> None:
         for device, weights in self.weights.items():

@@ -121,6 +121,8 @@ def launch(nodes: Nodes, agreement: Agreement | None, signals: Signals) -> int:
     if agreement:
         where, watching = agreement.flags(), agreement.watching(signals.end_ranks)
     script, *words = sys.argv[1:]
+    if words[:1] == ["-m"]:  # and a module, in place of main.py
+        script, *words = words
     if "--check" in words:
         script = str(Path(script).with_name("preflight.py"))
     try:

@@ -2,10 +2,11 @@
 
 import math
 import re
+from collections.abc import Callable, Iterable
 
 import torch
 
-from engine.errors import UserError
+from engine.errors import UserError, shorten
 from engine.ranks import names
 
 GIB = 2**30
@@ -19,11 +20,18 @@ ON_HOST = re.compile(r"alloc_cpu|(?s:in pin memory thread.*out of memory)")
 ASKED = re.compile(r"(?:[tT]ried|Unable) to allocate ([\d.]+ ?\w+)|Failed to CUDA \w+ (\d+ bytes)")
 
 _batch_size: list[int] = []
+_reading: list[Callable[[], list[str]]] = []  # the names of the samples that are evaluated
 
 
 def note_batch_size(size: int | None) -> None:
-    """Note the batch size of training, for errors."""
+    """Note the batch size of training, which begins, for errors."""
     _batch_size[:] = [size] if size else []
+    note_samples()  # evaluation may have been left early
+
+
+def note_samples(name: Callable[[int], str] | None = None, indices: Iterable[int] = ()) -> None:
+    """Note which samples are evaluated, for errors; none without arguments."""
+    _reading[:] = [lambda: [name(int(index)) for index in indices]] if name else []
 
 
 def peak(device: torch.device) -> float:
@@ -45,10 +53,15 @@ def explain(error: Exception) -> UserError | None:
     """Return a line if `error` is for want of memory."""
     if not (found := lacking(error)):
         return None
+    if _reading:
+        samples = _reading[0]()
+        size = f" in a batch of {len(samples)}" if len(samples) > 1 else ""
+        remedy = "lower --batch-size, --image-size or, for segmentation, --tile"
+        return UserError(f"{shorten(samples)}: out of {found}{size}; {remedy}")
     size = f" with --batch-size {_batch_size[0]}" if _batch_size else ""
     remedy = "--image-size or --workers, or use smaller images"
     if found.startswith("GPU"):
-        remedy = "or --image-size; --find-batch-size prints the largest batch that fits"
+        remedy = "or --image-size"
     return UserError(
         f"{names.own_rank()} is out of {found}{size}: lower --batch-size (--accumulate keeps the "
         f"global batch), {remedy}"

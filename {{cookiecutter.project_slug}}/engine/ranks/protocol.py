@@ -46,6 +46,7 @@ SEEN = "error/seen"  # how many ranks know of ERROR: rank 0, which holds the sto
 LAUNCH_ID = "LAUNCH_ID"  # one for each start of launch.sh; restarts (MAX_RESTARTS) keep it
 LAUNCHER_PID = "LAUNCHER_PID"  # the process id of launch.sh, which becomes engine/ranks/launcher.py
 DEBUGGED_LAUNCHER = "DEBUGGED_LAUNCHER"  # with F5: the process id of torchrun, or nothing
+THREADS = "DDP_THREADS"  # launch.sh has set OMP_NUM_THREADS, nobody else
 
 # Files in the output folder
 ASKED = ".where"  # with "-" and a random name: where.py asks

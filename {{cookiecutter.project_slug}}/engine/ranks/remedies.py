@@ -19,7 +19,7 @@ OF_THE_MACHINE = {  # printed alone
     ),
     "</torch_.*No space left": (
         "/dev/shm is too small for the batches of loader workers (see df -h /dev/shm): docker run "
-        "--ipc=host or --shm-size=8g; else lower --workers or --prefetch"
+        "--ipc=host or --shm-size=8g; else lower --workers"
     ),
     "shared memory segment|extend /dev/shm|posix_fallocate": (
         "/dev/shm is too small for nccl (see df -h /dev/shm): docker run --ipc=host or "
@@ -34,6 +34,17 @@ OF_THE_MACHINE = {  # printed alone
         "Between nodes try NCCL_SOCKET_IFNAME=<interface>; on one, is /dev/shm full?"
     ),
     "nccl(InternalError|InvalidUsage|InvalidArgument)": ("nccl failed: NCCL_DEBUG=WARN shows why"),
+    "SyncBatchNorm (expected input tensor to be on|layers only work with GPU)": (
+        "--sync-bn: torch has it on GPUs only; omit the flag"
+    ),
+    "No working C\\+\\+ compiler|InvalidCxxCompiler|CppCompileError.*Python\\.h": (
+        "--compile needs a C++ compiler (g++, or the one that CXX names) and this Python's headers "
+        "(python3-dev): install them, or omit the flag"
+    ),
+    "Failed to find C compiler|Python\\.h: No such file": (
+        "--compile needs a C compiler (gcc or clang, or the one that CC names) and this Python's "
+        "headers (python3-dev): install them, or omit the flag"
+    ),
     "no kernel image is available": (
         "this torch has no code for this GPU (torch.cuda.get_arch_list() names what it has some "
         "for): install a torch that fits, see pytorch.org"
@@ -41,8 +52,11 @@ OF_THE_MACHINE = {  # printed alone
     "of the same param in process 0|DDP expects same model": (
         "this rank has built another network than rank 0: are flags, data and code the same?"
     ),
+    "No inf checks were recorded": (  # by GradScaler, in fp16
+        "the optimizer's step found no gradient: call zero_grad() after it, not before"
+    ),
     "any parameters that require a gradient": (
-        "all weights are frozen: leave some to train, and freeze before replicas.wrap"
+        "all weights are frozen: leave some to train, and freeze before engine.wrap"
     ),
 }
 OF_THE_CODE = {  # followed by the traceback
@@ -63,10 +77,10 @@ OF_THE_CODE = {  # followed by the traceback
         "weight or buffer: torch.autograd.set_detect_anomaly(True) shows which"
     ),
     "efault process group has not been initialized": (
-        "a collective before distributed.setup or after distributed.teardown"
+        "a collective before engine.setup or after engine.teardown"
     ),
     "Tensors must be CUDA and dense|No backend type associated with device type cpu": (
-        "on GPUs a collective needs a tensor there: create it with device=task.device"
+        "on GPUs a collective needs a tensor there: create it with device=device"
     ),
     "device-side assert triggered": (
         "an index is out of range on the GPU, most often a label: CUDA_LAUNCH_BLOCKING=1 shows "
@@ -105,6 +119,6 @@ def _unused(error: Exception, text: str) -> UserError:
     unused = [names[number] for number in numbers if number < len(names)] or ["some weights"]
     return UserError(
         f"{shorten(unused)}: no gradient, because the loss does not depend on it; use it, remove "
-        "it, or freeze it (requires_grad_(False)) before replicas.wrap; if other steps use it, "
-        "pass find_unused_parameters=True to replicas.wrap"
+        "it, or freeze it (requires_grad_(False)) before engine.wrap; if other steps use it, "
+        "pass find_unused_parameters=True to engine.wrap"
     )

@@ -1,42 +1,42 @@
 """The network on all ranks: what keeps its copies equal, and checks that they are."""
 
 import contextlib
+import functools
 from collections.abc import Iterable, Iterator
-from weakref import WeakKeyDictionary
+from typing import cast
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
-from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torch.nn.parallel import DistributedDataParallel
 
 from engine.errors import UserError
 from engine.ranks import devices, distributed
 
-Wrapped = nn.Module  # what main.py calls ddp_model
 _trained: WeakKeyDictionary[nn.Module, list[str]] = WeakKeyDictionary()  # by what `wrap` returned
+_called: WeakSet[nn.Module] = WeakSet()  # of these, since the last optimizer step
 
 
 def wrap(
-    model: nn.Module,
-    device: torch.device,
-    strategy: str = "ddp",
-    find_unused_parameters: bool = False,
-) -> Wrapped:
+    model: nn.Module, device: torch.device, find_unused_parameters: bool = False
+) -> DistributedDataParallel:
     """Return `model` in DistributedDataParallel: its gradients become the mean over the ranks.
 
-    Each rank keeps its own buffers until `sync_buffers`, which saves a collective per pass.
+    A network of `shard` is returned as it is, with a `no_sync` as DistributedDataParallel has.
+    Wrap again after changing which weights are trained. Each rank keeps its own buffers, such as
+    BatchNorm's statistics, until the end of the epoch, which saves a collective per pass.
 
-    strategy: "ddp"; "fsdp" for a network of sharded.share, which is returned as it is; or "dp", for
-        DataParallel on all GPUs of a single process.
     find_unused_parameters: whether some steps may leave some weights out; slower.
+
+    Raises a UserError if ranks have built different networks.
+
+        ddp_model = engine.wrap(model, device)
     """
-    if strategy == "fsdp" or not devices.has_collectives(device):
-        return model
-    if strategy == "dp":
-        if distributed.world_size() > 1:
-            raise UserError("--strategy dp: one process uses all GPUs; start python main.py")
-        return DataParallel(model)
+    if isinstance(model, FSDPModule) or not devices.has_collectives(device):
+        vars(model)["no_sync"] = functools.partial(_no_sync, model)
+        return cast(DistributedDataParallel, model)
     is_split = len({weight.device for weight in model.parameters()}) > 1  # over several GPUs
     ddp_model = DistributedDataParallel(
         model,
@@ -50,21 +50,17 @@ def wrap(
     # A sum of two is the same in any order; the other flag keeps to the order of the weights.
     if distributed.world_size() > 2 and not find_unused_parameters:
         _settle_buckets(ddp_model)
+    ddp_model.register_forward_pre_hook(lambda module, _: _called.add(module))
     return ddp_model
 
 
 @contextlib.contextmanager
-def no_sync(ddp_model: Wrapped) -> Iterator[None]:
-    """Within the block backward() adds to this rank's gradients without averaging them."""
-    if isinstance(ddp_model, FSDPModule):
-        ddp_model.set_requires_gradient_sync(False)
-        yield
-        ddp_model.set_requires_gradient_sync(True)
-    elif isinstance(ddp_model, DistributedDataParallel):
-        with ddp_model.no_sync():
-            yield
-    else:
-        yield
+def _no_sync(model: nn.Module) -> Iterator[None]:
+    if isinstance(model, FSDPModule):
+        model.set_requires_gradient_sync(False)
+    yield
+    if isinstance(model, FSDPModule):
+        model.set_requires_gradient_sync(True)
 
 
 class _EachWeight(nn.Module):
@@ -93,16 +89,22 @@ def _settle_buckets(ddp_model: DistributedDataParallel) -> None:
     ddp_model.zero_grad()
 
 
+def check_called(ddp_model: nn.Module) -> None:
+    """Raise a UserError unless `ddp_model`, if `wrap` returned it, was called since the last check.
+
+    Only a forward pass through it has DDP average the gradients.
+    """
+    if ddp_model in _trained and ddp_model not in _called:
+        raise UserError(
+            "a step without a call of ddp_model, which averages the gradients over the ranks: "
+            "compute the outputs with ddp_model(images), not with model or ddp_model.module"
+        )
+    _called.discard(ddp_model)
+
+
 def trained_weights(ddp_model: nn.Module) -> list[str]:
     """Return the names of the weights that DDP numbers, in its order."""
     return _trained.get(ddp_model, [])
-
-
-def sync_batchnorm(model: nn.Module, device: torch.device) -> nn.Module:
-    """Return `model` with BatchNorm over the images of all ranks; its checkpoints stay the same."""
-    if device.type == "cpu" or not devices.has_collectives(device):
-        raise UserError("--sync-bn: torch has it on GPUs only; omit the flag")
-    return nn.SyncBatchNorm.convert_sync_batchnorm(model)
 
 
 def sync_networks(parts: Iterable[object]) -> None:
@@ -141,6 +143,6 @@ def check_same(model: nn.Module) -> None:
         name = list(state)[int(different.int().argmax())]
         raise UserError(
             f"{name} differs between ranks: train through ddp_model, not through model; after "
-            "unfreezing weights call replicas.wrap again, as DDP keeps to those it started with; "
+            "unfreezing weights call engine.wrap again, as DDP keeps to those it started with; "
             "and change weights in the same way on all ranks"
         )

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import NoReturn
 
+import torch
 import torch.distributed as dist
 
 from engine.errors import print_error
@@ -242,6 +243,14 @@ def stop_requested() -> bool:
         return False
     _watcher.heartbeat += 1
     return bool(_watcher.answered)
+
+
+def agree(device: torch.device) -> None:
+    """Raise Stopped on all ranks if one of them knows of a stop request; all have to call this."""
+    if not _watcher:
+        return
+    if distributed.reduce_tensor(torch.tensor(stop_requested(), dtype=torch.int, device=device)):
+        stop()
 
 
 def stop() -> NoReturn:

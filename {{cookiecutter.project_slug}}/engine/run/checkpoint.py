@@ -4,7 +4,6 @@ The checksum covers the whole file and is the comment of the zip archive that to
 torch.load checks nothing, and the checksums within an archive do not cover its directory.
 """
 
-import argparse
 import functools
 import os
 import pickle
@@ -13,7 +12,7 @@ import stat
 import zipfile
 import zlib
 from argparse import Namespace
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -22,12 +21,12 @@ import torch
 from torch import Tensor, nn
 
 from engine import files
+from engine.data.images import Format
 from engine.errors import UserError, shorten
-from engine.run.flags import add_image_arguments
 from engine.run.palette import Classes
 
 State = dict[str, Any]  # what a checkpoint holds, by name
-AddArguments = Callable[[argparse._ArgumentGroup], None]
+ParseArgs = Callable[[Sequence[str], dict[str, Any]], Namespace]
 
 CHECKSUM = b"crc32:"  # and eight digits
 OTHER_RUN = "choose another --output-dir, or use --resume never to start over"
@@ -105,7 +104,7 @@ def has_checksum(path: Path | str) -> bool:
     return True
 
 
-def read(path: Path | str, keys: Iterable[str] = ("model", "classes", "args")) -> State:
+def read(path: Path | str, keys: Iterable[str] = ("model", "classes", "args", "format")) -> State:
     """Return the checkpoint at `path`, tensors on the CPU; a UserError if an entry is missing."""
     state = read_file(path)
     if missing := sorted(set(keys) - state.keys()):
@@ -144,27 +143,6 @@ def read_file(path: Path | str) -> State:
     return state
 
 
-def check_flags(
-    state: State, args: Namespace, names: Sequence[str], parser: argparse.ArgumentParser
-) -> None:
-    """Raise a UserError unless the flags `names` are those of the checkpoint.
-
-    Flags of `parser` that are newer than the checkpoint get their defaults in `state`.
-    """
-    old = state["args"] = to_plain(vars(fill_flags(state, parser)))
-    for name in names:
-        now = to_plain(getattr(args, name))
-        if old.get(name) != now:
-            then, now = (
-                ",".join(map(str, value)) if isinstance(value, list | tuple) else value
-                for value in (old.get(name), now)
-            )
-            flag = f"--{name.replace('_', '-')}"
-            was = f"without {flag}" if then is None else f"with {flag} {then}"
-            now = "without" if now is None else now
-            raise UserError(f"{state['path']} was trained {was}, not {now}: {OTHER_RUN}")
-
-
 def check_classes(path: Path | str, known: Sequence[str], classes: Sequence[str]) -> None:
     """Raise a UserError unless the checkpoint's classes are those of the data."""
     if list(known) != list(classes):
@@ -181,20 +159,13 @@ def check_classes(path: Path | str, known: Sequence[str], classes: Sequence[str]
         )
 
 
-def read_flags(state: State, add_arguments: AddArguments) -> Namespace:
-    """Return a checkpoint's flags; flags of `add_arguments` that are newer have their defaults."""
-    parser = argparse.ArgumentParser()
-    add_image_arguments(parser.add_argument_group())
-    add_arguments(parser.add_argument_group())
-    return fill_flags(state, parser)
-
-
-def fill_flags(state: State, parser: argparse.ArgumentParser) -> Namespace:
-    """Return a checkpoint's flags; flags of `parser` that are newer have their defaults."""
-    for action in parser._actions:
-        action.required = False  # the checkpoint has it
-    parser.set_defaults(**state["args"])  # text is converted to the flag's type
-    return parser.parse_args([])
+def changes(then: Mapping[str, object], now: Mapping[str, object]) -> str:
+    """Return the flags that have changed since a checkpoint, such as "--lr 0.1 (was 0.2)"."""
+    return ", ".join(
+        f"--{name.replace('_', '-')} {value} (was {then[name]})"
+        for name, value in to_plain(dict(now)).items()
+        if name in then and then[name] != value and name not in ("resume", "eval_only")
+    )
 
 
 def load_weights(model: nn.Module, state: State) -> None:
@@ -202,23 +173,31 @@ def load_weights(model: nn.Module, state: State) -> None:
     try:
         model.load_state_dict(state["model"])
     except RuntimeError as error:
-        reason = " ".join(str(error).split("\n")[1].split())
+        reason = " ".join(str(error).split("\n")[1].split())[:200]
         raise UserError(f"{state['path']} does not fit what model.py builds ({reason})") from None
 
 
 def open_model(
     path: Path | str,
-    build_model: Callable[[Namespace, Sequence[str]], nn.Module],
-    add_arguments: AddArguments,
+    build_model: Callable[[Namespace, Sequence[str], int], nn.Module],
+    parse_args: ParseArgs,
     device: torch.device,
-) -> tuple[nn.Module, Classes, Namespace]:
-    """Return the network of a checkpoint, ready to predict, its classes and its flags."""
+) -> tuple[nn.Module, Classes, Namespace, Format]:
+    """Return the network of a checkpoint, ready to predict, its classes, flags and image format.
+
+    build_model, parse_args: of model.py and flags.py; flags that are newer than the checkpoint have
+        their defaults.
+
+    Raises a UserError if the file cannot be read, or holds other weights than `build_model` makes.
+
+        model, classes, args, format = engine.open_model("best.pt", build_model, parse_args, device)
+    """
     state = read(path)
-    args = read_flags(state, add_arguments)
-    model = build_model(args, state["classes"])
+    args, format = parse_args([], state["args"]), Format(**state["format"])
+    model = build_model(args, state["classes"], state["channels"])
     load_weights(model, state)
     model = model.eval().to(device).to(memory_format=torch.channels_last)
-    return model, Classes(state["classes"], state.get("colors")), args
+    return model, Classes(state["classes"], state.get("colors")), args, format
 
 
 def to_plain(value: object) -> Any:

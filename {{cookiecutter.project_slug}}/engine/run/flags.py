@@ -1,22 +1,111 @@
-"""argparse for a program that runs in several ranks: errors are printed once, help has defaults."""
+"""argparse for a program that runs in several ranks: errors are printed once, help has defaults.
+
+Nothing here imports torch, so that a mistake in a flag is told at once.
+"""
 
 import argparse
 import math
+import os
 import re
 import shlex
-from collections.abc import Callable, Collection
+from argparse import ArgumentTypeError
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 from engine.errors import UserError
-from engine.ranks import debugging
+
+overrides: dict[str, object] = {}  # replace the defaults of all flags: those of a run to replay
+
+
+@dataclass
+class Launch:
+    """How this rank was started: flags that Parser takes for itself."""
+
+    local_rank: int | None = None
+    dist_timeout: float = 600.0  # seconds
+    debug_rank: Sequence[int] = field(default_factory=list)
+    debug_port: tuple[str, int] = ("127.0.0.1", 5678)
+
+
+launch = Launch()
+
+
+class Help(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpFormatter):
+    """Adds "(default: X)" to each flag that has one."""
+
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, max_help_position=30, width=118)
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        has_default = action.default not in (None, []) and action.default is not False
+        return super()._get_help_string(action) if has_default else action.help
 
 
 class Parser(argparse.ArgumentParser):
-    """Raises a UserError for a mistake; lines of @FILE may have several flags and # comments."""
+    """An argument parser for a script that runs on several ranks.
+
+    A mistake raises a UserError, one line; help is printed by the first rank of a node alone. A
+    `@FILE` among the arguments stands for the flags in that file, several in a line if you like,
+    with # comments. -1,5 is a value, not a flag.
+
+    It has the flags of the launcher and the debugger, --local-rank, --dist-timeout, --debug-rank
+    and --debug-port, which `setup` reads; they are not in what `parse_args` returns.
+
+        parser = engine.Parser(description="Train a network.")
+        parser.add_argument("--epochs", type=engine.at_least(1), default=30)
+        args = parser.parse_args()
+    """
 
     def __init__(self, **options: Any) -> None:
-        super().__init__(**options)
+        common = {"formatter_class": Help, "fromfile_prefix_chars": "@", "allow_abbrev": False}
+        super().__init__(**{**common, **options})
         self._negative_number_matcher = re.compile(r"-\.?\d")  # also of -1000,3000: no flag
+
+    def add_launch_arguments(self) -> None:
+        """Add the flags of the launcher and the debugger, after those of the script."""
+        add, own = self.add_argument_group("ranks").add_argument, Launch()
+        add("--dist-timeout", metavar="SECONDS", type=at_least(1, float), default=own.dist_timeout,
+            help="how long a rank waits for the others; a week while debugging")  # fmt: skip
+        add("--debug-rank", metavar="R[,R...]", type=ranks, default=[],
+            help="ranks that wait for a debugger, rank R at --debug-port + R")  # fmt: skip
+        add("--debug-port", metavar="[HOST:]PORT", type=address, default="127.0.0.1:5678",
+            help="for the debugger of rank 0; loopback unless HOST is given")  # fmt: skip
+        add("--local-rank", "--local_rank", type=int, help=argparse.SUPPRESS)
+
+    def parse(
+        self, argv: Sequence[str] | None = None, defaults: Mapping[str, object] | None = None
+    ) -> argparse.Namespace:
+        """Return the flags of `argv`, sys.argv by default; `defaults` replace those of the flags.
+
+        defaults: by name, such as the "args" of a checkpoint; text is converted to the flag's type.
+        """
+        if "--dist-timeout" not in self._option_string_actions:
+            self.add_launch_arguments()
+        self.set_defaults(**{**(defaults or {}), **overrides})
+        for action in self._actions:
+            action.required = action.required and action.dest not in (defaults or {})
+        args = self.parse_args(argv)
+        for name in vars(launch):
+            setattr(launch, name, vars(args).pop(name))
+        return args
+
+    @staticmethod
+    def class_weights(text: str) -> str | tuple[float, ...]:
+        """Convert auto, or A,B,... to numbers of at least 0, of which one is not 0."""
+        if text == "auto":
+            return text
+        try:
+            values = tuple(map(float, re.sub(r"[()\s]", "", text).strip(",").split(",")))
+        except ValueError:
+            values = (math.nan,)
+        if not all(map(math.isfinite, values)) or min(values) < 0 or not any(values):
+            raise ArgumentTypeError(f"{text}: expected auto, or numbers of 0 or more, not all 0")
+        return values
+
+    def print_help(self, file: Any = None) -> None:
+        if os.environ.get("LOCAL_RANK", "0") == "0":
+            super().print_help(file)
 
     def error(self, message: str) -> NoReturn:
         raise UserError(f"{message} ({self.prog} --help lists the flags)")
@@ -31,176 +120,15 @@ class Parser(argparse.ArgumentParser):
         self.error(f"@FILE, line {line!r}: {fault}")
 
 
-class Help(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpFormatter):
-    """Adds "(default: X)" to each flag that has one."""
+def at_least(
+    low: float, kind: type[int] | type[float] = int, below: float = math.inf
+) -> Callable[[str], float]:
+    """Return an argparse type: a finite number of `low` or more, and less than `below`.
 
-    def _get_help_string(self, action: argparse.Action) -> str | None:
-        has_default = action.default not in (None, []) and action.default is not False
-        return super()._get_help_string(action) if has_default else action.help
+    kind: int or float.
 
-
-class OtherProgram(argparse.Action):
-    """A flag that launch.sh takes: here it raises a UserError."""
-
-    def __call__(self, *_: object) -> NoReturn:
-        raise UserError("--check: start with ./launch.sh, or preflight.py in place of main.py")
-
-
-def add_image_arguments(group: argparse._ArgumentGroup, is_network: bool = True) -> None:
-    """Add the flags that say how image files become pixels: the fields of images.Format.
-
-    is_network: also those that the network depends on, which a checkpoint knows.
+        add("--dropout", type=engine.at_least(0, float, below=1), default=0.1)
     """
-    add = group.add_argument
-    add(
-        "--value-range",
-        metavar="LOW,HIGH",
-        type=value_range,
-        help="values that become 0 and 255 in images of more than 8 bits (default: 0,65535 for 16 "
-        "bits, 0,1 for floats; without it an image that would be nearly black is an error)",
-    )
-    add(
-        "--max-megapixels",
-        metavar="N",
-        type=at_least(1),
-        default=179,
-        help="larger images are an error, because a small file may claim any size",
-    )
-    if not is_network:
-        return
-    add(
-        "--channels",
-        metavar="N",
-        type=at_least(1),
-        help="read TIFF, .npy (and PNG, JPEG, ... if N is 1 or 3) with N channels of full depth "
-        "(default: RGB of 8 bits)",
-    )
-    add(
-        "--mean",
-        metavar="A,B,...",
-        type=numbers,
-        help="of each channel, in units of 0..1; check_data.py prints it (default, if N is 1 or "
-        "3: ImageNet's)",
-    )
-    add("--std", metavar="A,B,...", type=deviations, help="likewise, the deviation")
-
-
-def add_machine_arguments(group: argparse._ArgumentGroup) -> None:
-    """Add the flags for ranks and loader workers, which affect nothing that is learned."""
-    add = group.add_argument
-    add(
-        "--workers",
-        type=at_least(0),
-        help="loader processes per rank (default: CPUs of the job / ranks, at most 16)",
-    )
-    add("--prefetch", type=at_least(1), default=2, help="batches that each worker loads ahead")
-    add(
-        "--pin-memory",
-        action=argparse.BooleanOptionalAction,
-        help="faster copies to the GPU (default: on GPUs, if it takes at most 1/4 of the free "
-        "memory)",
-    )
-    add(
-        "--threads",
-        type=at_least(1),
-        help="torch CPU threads per rank (default: CPUs / ranks; with a GPU at most 4)",
-    )
-    add(
-        "--dist-timeout",
-        metavar="SECONDS",
-        type=at_least(1, float),
-        default=600.0,
-        help="how long a rank waits for the others; a week while debugging",
-    )
-    add(
-        "--debug-rank",
-        metavar="R[,R...]",
-        type=debugging.ranks,
-        default=[],
-        help="ranks that wait for a debugger, rank R at --debug-port + R",
-    )
-    add(
-        "--debug-port",
-        metavar="[HOST:]PORT",
-        type=debugging.address,
-        default="127.0.0.1:5678",
-        help="for the debugger of rank 0; loopback unless HOST is given",
-    )
-    add(
-        "--check",
-        action=OtherProgram,
-        nargs=0,
-        default=argparse.SUPPRESS,
-        help="of launch.sh: instead of training, check nodes, data and network in a minute",
-    )
-    add("--local-rank", "--local_rank", type=int, help=argparse.SUPPRESS)
-
-
-def value_range(text: str) -> tuple[float, float]:
-    """Convert LOW,HIGH, two numbers of which the second is larger."""
-    try:
-        low, high = map(float, re.sub(r"[()\s]", "", text).split(","))  # checkpoints: (LOW, HIGH)
-    except ValueError:
-        low = high = math.nan
-    if not -math.inf < low < high < math.inf:
-        raise argparse.ArgumentTypeError(f"{text}: expected two numbers LOW,HIGH with LOW < HIGH")
-    return low, high
-
-
-def numbers(text: str) -> tuple[float, ...]:
-    """Convert A,B,... to finite numbers."""
-    try:
-        values = tuple(map(float, re.sub(r"[()\s]", "", text).split(",")))
-    except ValueError:
-        values = (math.nan,)
-    if not all(map(math.isfinite, values)):
-        raise argparse.ArgumentTypeError(f"{text}: expected numbers A,B,...")
-    return values
-
-
-def class_weights(text: str) -> str | tuple[float, ...]:
-    """Convert A,B,... to numbers of at least 0; other text, such as a file's name, stays."""
-    try:
-        values = numbers(text)
-    except argparse.ArgumentTypeError:
-        if text.strip():
-            return text
-        values = ()
-    if not any(values) or min(values) < 0:
-        raise argparse.ArgumentTypeError(f"{text}: expected numbers of 0 or more, not all 0")
-    return values
-
-
-def below_one(text: str) -> float:
-    """Convert a number of at least 0 and less than 1."""
-    value = at_least(0, float)(text)
-    if value >= 1:
-        raise argparse.ArgumentTypeError(f"{text} is not less than 1")
-    return value
-
-
-def deviations(text: str) -> tuple[float, ...]:
-    """Convert A,B,... to finite numbers above 0."""
-    values = numbers(text)
-    if min(values) <= 0:
-        raise argparse.ArgumentTypeError(f"{text}: expected numbers above 0")
-    return values
-
-
-def some_of(known: Collection[str]) -> Callable[[str], list[str]]:
-    """Return an argparse type: NAME,NAME,... of `known`."""
-
-    def names(text: str) -> list[str]:
-        found = [name for name in text.split(",") if name]
-        if unknown := [name for name in found if name not in known]:
-            raise argparse.ArgumentTypeError(f"{unknown[0]} is none of {', '.join(known)}")
-        return found
-
-    return names
-
-
-def at_least(low: float, kind: type[int] | type[float] = int) -> Callable[[str], float]:
-    """Return an argparse type: a finite number of `low` or more."""
 
     def number(text: str) -> float:
         try:
@@ -209,7 +137,24 @@ def at_least(low: float, kind: type[int] | type[float] = int) -> Callable[[str],
             value = math.nan
         if not low <= value < math.inf:
             name = "an integer" if kind is int else "a number"
-            raise argparse.ArgumentTypeError(f"{text} is not {name} of {low} or more")
+            raise ArgumentTypeError(f"{text} is not {name} of {low} or more")
+        if value >= below:
+            raise ArgumentTypeError(f"{text} is not less than {below:g}")
         return value
 
     return number
+
+
+def ranks(text: str) -> list[int]:
+    """Convert R[,R...]."""
+    if not all(part.isdecimal() for part in text.split(",")):
+        raise ArgumentTypeError(f"{text} is not a rank or a list of ranks, such as 0,3")
+    return sorted({int(part) for part in text.split(",")})
+
+
+def address(text: str) -> tuple[str, int]:
+    """Convert [HOST:]PORT; the host defaults to loopback."""
+    host, _, port = text.rpartition(":")
+    if not port.isdecimal() or not 0 < int(port) < 2**16:
+        raise ArgumentTypeError(f"{text} is not PORT or HOST:PORT, with a port from 1 to 65535")
+    return host.strip("[]") or "127.0.0.1", int(port)

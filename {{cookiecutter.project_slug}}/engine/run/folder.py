@@ -1,6 +1,6 @@
 """The output folder of a run: which checkpoint to resume from, and which ones to keep.
 
-`last.pt` is the newest checkpoint, `last-1.pt` the one before it, and so on, up to --keep of them;
+`last.pt` is the newest checkpoint, `last-1.pt` the one before it, and so on, up to KEEP of them;
 `best.pt` is the one with the best score. Rank 0 writes them, and all ranks read them.
 """
 
@@ -8,14 +8,19 @@ import contextlib
 import itertools
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
 
 from engine import files
+from engine.data import samples
 from engine.errors import UserError
 from engine.ranks import answering, distributed, process, protocol, requeue
-from engine.run import checkpoint, records, transfer
+from engine.run import checkpoint, mistakes, records, transfer
 from engine.run.checkpoint import OTHER_RUN, Damaged, State
+from engine.run.mistakes import Found, Mistakes
 
 # What a run writes in addition to last.pt and last-N.pt; `--resume never` removes all of them.
 OWN_FILES = (
@@ -29,29 +34,92 @@ OWN_FILES = (
     *records.IMAGES,
     *(f"eval/{name}" for name in records.IMAGES),
     "events.out.tfevents.*",
-    "profile/*.pt.trace.json",
 )
+KEEP = 2  # of the newest checkpoints: the last one may be damaged by a crash of the machine
 Position = tuple[int, int]  # an epoch and an optimizer step in it, both from 1
+OF_PARTS = ("model", "optimizer", "scheduler")
 KEYS = (  # what a checkpoint has to contain
-    *("model", "optimizer", "scheduler", "layout", "epoch", "step", "seen", "totals", "images"),
-    *("seed", "global_batch", "best", "best_of", "history", "classes", "resumed_from", "args"),
+    *(*OF_PARTS, "layout", "epoch", "step", "seen", "totals", "images", "seed", "global_batch"),
+    *("best", "best_of", "history", "classes", "resumed_from", "args", "format"),
 )
 
 
-class RunFolder:
+class Folder:
+    """The output folder of a run.
+
+    path: of the folder. resume: "auto" (from last.pt, if it exists), "never", or the path of a
+        checkpoint to start from.
+
+    Raises a UserError if the folder cannot be written, or if no checkpoint can be read.
+
+        folder = engine.Folder(args.output_dir, args.resume)
+        state = folder.find_checkpoint()  # a dict; None: from scratch
+        folder.load(model, classes, vars(args))
+    """
+
     replay: Position | None = None  # before which step to stop
 
-    def __init__(self, path: Path, resume: str, keep: int) -> None:
-        """Take the flags; nothing is read or written yet.
-
-        resume: "auto" (from last.pt, if it exists), "never", or the path of a checkpoint.
-        keep: how many of the newest checkpoints to keep.
-        """
-        self.path = path
+    def __init__(self, path: Path | str, resume: str = "auto") -> None:
+        """Take the flags; nothing is read or written yet."""
+        self.path = Path(path)
         self.resume = resume if resume in ("auto", "never") else os.path.abspath(resume)
-        self.keep = keep
+        self.state: State | None = None  # found by `find_checkpoint`
+
+    def best(self) -> State:
+        """Return best.pt, or the checkpoint that `resume` names, to evaluate it.
+
+        Raises a UserError if it cannot be read.
+        """
+        is_path = self.resume not in ("auto", "never")
+        self.state = checkpoint.read(self.resume if is_path else self.path / "best.pt")
+        return self.state
 
     def find_checkpoint(self) -> State | None:
+        """Return the checkpoint to resume from, a dict, or None to start from scratch.
+
+        Locks the folder. Raises a UserError if it cannot be written, or if the checkpoint cannot be
+        read. All ranks have to call it.
+        """
+        self.state = self._find()
+        return self.state
+
+    def load(self, model: nn.Module, classes: Sequence[str], flags: Mapping[str, object]) -> None:
+        """Give `model` the weights of the checkpoint that was found, if there is one.
+
+        classes: of the data. flags: vars(args), to name those that have changed.
+
+        Raises a UserError if the checkpoint is of other classes or of another network.
+        """
+        if not self.state:
+            return
+        checkpoint.check_classes(self.state["path"], self.state["classes"], classes)
+        try:
+            checkpoint.load_weights(model, self.state)
+        except UserError as error:
+            changed = checkpoint.changes(self.state["args"], flags)
+            raise UserError(f"{error}; changed: {changed or 'no flag'}; {OTHER_RUN}") from None
+
+    def write(
+        self,
+        found: Found,
+        model: nn.Module,
+        loader: Any,
+        classes: Sequence[str],
+        predict: Callable[[nn.Module, Tensor], Any],
+        draw: Callable[..., None],
+    ) -> None:
+        """Write what an evaluation has found to eval/ in the folder, on rank 0, and say so.
+
+        Raises a UserError if the ranks have evaluated other images.
+
+        found: the confusion matrix of `compute`, and what Worst.compute() returns. loader: of the
+        validation images. classes, predict, draw: as Run takes them.
+        """
+        samples.check_alike(classes, validation=samples.of(loader))
+        shown = Mistakes.of(found, model, loader, classes, predict, draw)
+        mistakes.report(shown, self.path / "eval")
+
+    def _find(self) -> State | None:
         """Lock the folder; return the checkpoint to resume from, or None to start from scratch.
 
         The first rank of each node searches its disk. If the nodes do not share one, all ranks get
@@ -211,7 +279,7 @@ class RunFolder:
                 records.remove_images(self.path)
         with files.writing(self.path / "last.pt") as tmp_path:
             files.retried(self.path / "last.pt", write, tmp_path)
-            for age in range(0 if replace else self.keep - 1, 0, -1):
+            for age in range(0 if replace else KEEP - 1, 0, -1):
                 newer = self.path / (f"last-{age - 1}.pt" if age > 1 else "last.pt")
                 with contextlib.suppress(FileNotFoundError):
                     newer.replace(self.path / f"last-{age}.pt")
@@ -219,7 +287,7 @@ class RunFolder:
             files.sync(self.path)
         requeue.note_checkpoint(self.path)
         with contextlib.suppress(FileNotFoundError):
-            for age in itertools.count(self.keep):  # from a run with a larger --keep
+            for age in itertools.count(KEEP):
                 (self.path / f"last-{age}.pt").unlink()
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from engine import files
 from engine.data import loading, stacks
-from engine.data.samples import KeyedDataset
+from engine.data.samples import Key, Seeded
 from engine.run import metrics
 from engine.run.mistakes import Drawing
 from engine.run.palette import colors_of
@@ -32,7 +32,7 @@ COMPRESS = {"compress_level": 2}  # photographs get hardly smaller by more, and 
 FEW = 12  # up to so many classes the legend has all, otherwise those that are in the images
 
 
-def evenly_spaced(dataset: KeyedDataset) -> dict[int, str]:
+def evenly_spaced(dataset: Seeded) -> dict[int, str]:
     """Return the indices of the images of examples.png, without captions."""
     last = len(dataset) - 1
     return {round(i * last / (EXAMPLES - 1)): "" for i in range(EXAMPLES)}
@@ -50,10 +50,10 @@ def draw_images(path: Path, drawing: Drawing, captions: Mapping[int, str]) -> No
         cells: list[Cell] = []
         present: set[int] = set()
         for index, caption in captions.items():
-            image, target, *_ = dataset[0, index]  # of epoch 0
+            image, target, *_ = dataset[Key(0, index, is_val=True)]
             batch = loading.normalize(image[None].to(drawing.device), drawing.format)
             output = drawing.infer(batch)
-            output, target = metrics.check_logits(output)[0].cpu(), torch.as_tensor(target)
+            output, target = metrics.first(output)[0].cpu(), torch.as_tensor(target)
             if target.ndim == 2 and not target.is_floating_point():  # a mask
                 for labels in target, output.argmax(0):
                     present |= {*np.unique(labels.numpy()).tolist()}
@@ -64,7 +64,7 @@ def draw_images(path: Path, drawing: Drawing, captions: Mapping[int, str]) -> No
             letters = int(cells[-1][1] / LETTER)
             lines = [shorten(line, letters) for line in axes.get_title().split("\n")]
             if caption:
-                path_of = dataset.path(index) or f"sample {index}"
+                path_of = dataset.name(index).split(", ", 1)[-1]
                 lines = [shorten_path(path_of, letters), caption, *lines]
             axes.title.set_text("\n".join(lines))
         arrange(figure, cells, legend_of(classes, present))

@@ -1,143 +1,65 @@
 """What this machine has, and the settings that follow from it."""
 
 import contextlib
-import functools
 import math
 import os
 import re
-import shlex
-import shutil
 import subprocess
-import sys
-import sysconfig
 import warnings
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar, cast
+from typing import TypeVar
 
 import torch
-from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
+from torch import Tensor
 
-from engine.errors import UserError
-from engine.ranks import devices, distributed, process
+from engine.data import seeding
+from engine.ranks import debugging, devices, distributed, process, protocol
+from engine.run.flags import launch, overrides
 
 CGROUPS = Path("/sys/fs/cgroup")
 
 Outputs = TypeVar("Outputs")
 
 
-@dataclass(frozen=True)
-class Settings:
-    """What a rank uses of its machine.
+def setup(seed: int, deterministic: bool = False) -> torch.device:
+    """Join the other ranks, seed the random numbers, and return this rank's device.
 
-    workers: loader processes. threads: CPU threads of torch. amp: "bf16", "fp16" or "off".
+    Without a launcher it is a group of one. With GPUs each rank has one; without, the CPU. Flags of
+    the launcher and the debugger are those that engine.Parser has read. Sets the number of torch's
+    CPU threads: OMP_NUM_THREADS, or else the rank's share of the CPUs, at most 4 with a GPU.
+
+    seed: of initial weights and whatever else is drawn before training; the same on all ranks.
+    deterministic: have GPUs compute the same bits each time, which is slower.
+
+    Raises a UserError if the ranks do not find each other, or two want the same GPU.
+
+        device = engine.setup(args.seed)
     """
-
-    workers: int
-    threads: int
-    pin_memory: bool
-    amp: str
-
-
-def set_up(
-    device: torch.device,
-    workers: int | None,
-    threads: int | None,
-    pin_memory: bool | None,
-    amp: str,
-    bytes_per_worker: int,
-) -> Settings:
-    """Choose what is None or "auto", apply it to torch, and return it.
-
-    bytes_per_worker: the size of the batches that one loader worker prepares. Pinned memory cannot
-    be swapped out, so by default it may take at most a quarter of the free memory.
-    """
-    on_gpu = device.type != "cpu"
-    workers = default_workers() if workers is None else workers
-    threads = default_threads(on_gpu) if threads is None else threads
-    if pin_memory is None:
-        size = bytes_per_worker * workers * distributed.local_world_size()
-        pin_memory = size < free_memory() / 4
-    if amp == "auto":
-        amp = _best_amp(device)
-    if amp == "fp16":  # GradScaler skips steps until it has found its scale
-        warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step")
+    device = distributed.setup(
+        launch.local_rank,
+        launch.dist_timeout,
+        bool(launch.debug_rank) or bool(overrides),
+    )
+    debugging.wait_for_debugger(launch.debug_rank, launch.debug_port)
+    seeding.seed(seed)
+    if deterministic:
+        seeding.be_deterministic()
+    warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step")  # by GradScaler, fp16
     warnings.filterwarnings("ignore", "This DataLoader will create")  # reported in the start line
-    torch.set_num_threads(threads)
     warnings.filterwarnings("ignore", "Please use the new API settings")  # by torch 2.9, of this:
     torch.set_float32_matmul_precision("high")  # TF32 for what stays float32, where a GPU has it
-    is_pinned = pin_memory and on_gpu and devices.copies_ahead(device)
-    return Settings(workers, threads, is_pinned, amp)
-
-
-def _best_amp(device: torch.device) -> str:
-    """Return "bf16" if `device` computes in that by itself, else what it does compute in."""
-    module = torch.get_device_module(device)
-    if device.type == "cuda":
-        return "bf16" if module.is_bf16_supported(including_emulation=False) else "fp16"
-    has_bf16 = device.type != "cpu" and getattr(module, "is_bf16_supported", bool)()
-    return "bf16" if has_bf16 else "off"
-
-
-def compile_network(model: nn.Module) -> None:
-    """Compile `model` in place: its checkpoints fit an uncompiled one."""
-    _need_compiler(next(model.parameters()).device)
-    distributed.say("--compile: compiling the network, which takes minutes")
-    model.compile()
-
-
-def _need_compiler(device: torch.device) -> None:
-    """Raise a UserError without what torch.compile calls: for GPUs Triton, and so a C compiler."""
-    on_cpu = device.type == "cpu"
-    variable, kind, names = ("CXX", "C++", ["g++"]) if on_cpu else ("CC", "C", ["gcc", "clang"])
-    if on_cpu and sys.platform != "linux":
-        names = ["clang++" if sys.platform == "darwin" else "cl"]
-    if variable in os.environ:
-        names = [os.environ[variable]]
-        if on_cpu and sys.platform != "win32":  # inductor splits "ccache g++"; Triton does not
-            names = shlex.split(names[0])[:1]
-    if not any(map(shutil.which, names)):
-        needed = f"no {kind} compiler ({' or '.join(names)})"
-        raise UserError(f"--compile: {needed}; install one, set {variable}, or omit the flag")
-    folders = {sysconfig.get_path("include"), sysconfig.get_path("include", "posix_prefix")}
-    has_headers = any(Path(folder, "Python.h").exists() for folder in folders)
-    if sys.platform == "linux" and not has_headers:
-        raise UserError(
-            f"--compile: no Python.h in {sysconfig.get_path('include')}; install this Python's "
-            "headers (python3-dev), or omit the flag"
-        )
-
-
-def autocast(amp: str, device: torch.device) -> contextlib.AbstractContextManager[object]:
-    """Return a context in which networks compute in bf16 or fp16; with "off", in float32."""
-    if amp == "off":
-        return contextlib.nullcontext()
-    dtype = torch.float16 if amp == "fp16" else torch.bfloat16
-    return torch.autocast(device.type, dtype)
-
-
-@functools.cache
-def constant(values: tuple[float, ...], device: torch.device) -> Tensor:
-    """Return `values` as float32 on `device`; a copy to it at every step would wait for it."""
-    with torch.inference_mode(False):  # a resumed run may evaluate before it trains
-        return torch.tensor(values, device=device)
+    torch.set_num_threads(default_threads(device.type != "cpu"))
+    return device
 
 
 def zeros(count: int, device: torch.device) -> Tensor:
-    """Return `count` sums to begin with, float64; on Apple's GPUs, which lack it, float32."""
+    """Return zeros to add to, float64 (count,); on Apple's GPUs, which lack it, float32.
+
+    count: how many.
+
+        totals = engine.zeros(2, device)  # a sum of losses, and their count
+    """
     return torch.zeros(count, dtype=devices.double(device), device=device)
-
-
-def to_float32(outputs: Outputs) -> Outputs:
-    """Return a network's `outputs`, a tensor or tuples and dicts of them, in float32."""
-    if isinstance(outputs, Tensor):  # to search a tree takes longer
-        return cast(Outputs, _float32(outputs))
-    return tree_map_only(Tensor, _float32, outputs)
-
-
-def _float32(tensor: Tensor) -> Tensor:
-    return tensor.float() if tensor.is_floating_point() else tensor
 
 
 def free_memory() -> float:
@@ -199,8 +121,10 @@ def _cgroups(controller: str) -> list[Path]:
 
 def default_threads(on_gpu: bool) -> int:
     """Return torch's CPU threads per rank: its share of the CPUs, at most 4 with a GPU."""
-    given = os.environ.get("OMP_NUM_THREADS", "1")
-    if given.isdecimal() and int(given) > 1:  # torchrun sets 1 unless the user sets it
+    given = os.environ.get("OMP_NUM_THREADS", "")
+    # Plain torchrun sets 1 unless the user sets it.
+    is_default = protocol.THREADS in os.environ or (process.by_plain_torchrun() and given == "1")
+    if given.isdecimal() and int(given) > 0 and not is_default:
         return int(given)
     return min(cpu_share(), 4) if on_gpu else cpu_share()
 

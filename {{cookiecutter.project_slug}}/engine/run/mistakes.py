@@ -1,26 +1,30 @@
 """What the model gets wrong on the validation set: per_class.csv, confusion.png and worst.png."""
 
 import csv
+import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 from torch.nn.functional import cross_entropy
+from torch.utils.data import IterableDataset
 
 from engine import files
+from engine.data import loading
 from engine.data.images import DEFAULT_FORMAT, Format
-from engine.data.samples import KeyedDataset
-from engine.errors import LineError, UserError
+from engine.data.samples import Seeded
+from engine.errors import LineError
 from engine.ranks import distributed
 from engine.run import records
 
 if TYPE_CHECKING:
     from engine.run.gallery import DrawExample
+
+Found = tuple[Tensor | None, Sequence[tuple[float, int]]]  # a confusion matrix; what Worst finds
 
 COUNT = 12  # images in worst.png
 IGNORED = -100  # cross_entropy leaves this label out
@@ -31,6 +35,10 @@ class Worst:
 
     The loss of an image is the cross-entropy of its label, or the mean of that over its labelled
     pixels. Targets that are no class numbers are skipped, and then no image is found.
+
+        worst = engine.Worst(device)
+        worst.update(logits, targets, indices)  # of each batch
+        pairs = worst.compute()
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -70,9 +78,9 @@ class Worst:
 class Drawing:
     """How to draw images with what the network, which is in evaluation mode, makes of them."""
 
-    infer: Callable[[Tensor], Tensor]  # float32 (N, 3, H, W), normalised -> logits
+    infer: Callable[[Tensor], Any]  # float32 (N, 3, H, W), normalised -> logits
     device: torch.device
-    dataset: KeyedDataset
+    dataset: Seeded
     classes: Sequence[str]
     draw: "DrawExample"
     format: Format = DEFAULT_FORMAT
@@ -82,20 +90,26 @@ class Drawing:
 class Mistakes:
     confusion: Tensor | None  # int64 (classes, classes): images or pixels, by label and prediction
     worst: Sequence[tuple[float, int]]  # the greatest losses, and the images' indices
-    drawing: Drawing
-    model: nn.Module  # which makes them
+    classes: Sequence[str]
+    drawing: Drawing | None  # None: images cannot be drawn, such as those of a stream
 
-    def check(self, saved: nn.Module) -> None:
-        """Raise a UserError unless the model has weights of `saved`, which checkpoints hold.
-
-        Of shared weights it has copies.
-        """
-        is_shared = isinstance(saved, FSDPModule)
-        if not is_shared and not {*saved.parameters()} & {*self.model.parameters()}:
-            raise UserError(
-                "evaluate() judged another network than the one that Run(model=...) saves: give "
-                "Run the judged one as `model`, the trained one by another name, as --ema does"
-            )
+    @classmethod
+    def of(
+        cls,
+        found: Found,
+        model: nn.Module,
+        loader: Any,
+        classes: Sequence[str],
+        predict: Callable[[nn.Module, Tensor], Any],
+        draw: "DrawExample | None",
+    ) -> "Mistakes":
+        """Return what `evaluate` has found with `model`, to be drawn with images of `loader`."""
+        dataset, drawing = loader.dataset, None
+        if draw and not isinstance(dataset, IterableDataset):
+            seeded = dataset if isinstance(dataset, Seeded) else Seeded(dataset, classes, 0)
+            apply, device = functools.partial(predict, model), next(model.parameters()).device
+            drawing = Drawing(apply, device, seeded, classes, draw, loading.format_of(loader))
+        return cls(*found, classes, drawing)
 
     def write(self, folder: Path) -> list[str]:
         """Write the files to `folder` and return their names; on rank 0.
@@ -105,12 +119,12 @@ class Mistakes:
         """
         from engine.run import gallery, plots  # imports matplotlib, which takes a second
 
-        names, classes = [], self.drawing.classes
+        names, classes = [], self.classes
         if self.confusion is not None:
             write_per_class(folder / "per_class.csv", self.confusion, classes)
             plots.draw_confusion(folder / "confusion.png", self.confusion, classes)
             names += ["per_class.csv", "confusion.png"]
-        if self.worst:
+        if self.worst and self.drawing:
             captions = {index: f"loss {loss:.3g}" for loss, index in self.worst}
             gallery.draw_images(folder / "worst.png", self.drawing, captions)
             names += ["worst.png"]

@@ -13,7 +13,7 @@ from engine.ranks import distributed
 from engine.run import sharded
 from engine.run.checkpoint import State, to_plain
 
-NOT_SETTINGS = {"params", "part", "lr", "initial_lr", "fused", "foreach", "capturable"}
+NOT_SETTINGS = {"params", "lr", "initial_lr", "fused", "foreach", "capturable"}
 Layout = dict[str, list]
 T = TypeVar("T", bound=Optimizer)
 
@@ -24,23 +24,6 @@ class Stateful(Protocol):
     def state_dict(self) -> dict[str, Any]: ...
 
     def load_state_dict(self, state_dict: dict[str, Any], /) -> object: ...
-
-
-class Combined(Optimizer):
-    """Two optimizers in one, each with its own parameter groups."""
-
-    def __init__(self, *parts: Optimizer) -> None:
-        self.parts = parts
-        groups = [
-            {**group, "part": i} for i, part in enumerate(parts) for group in part.param_groups
-        ]
-        super().__init__(groups, {})
-
-    def step(self, closure: object = None) -> None:  # type: ignore[override]
-        for i, part in enumerate(self.parts):  # loading a state replaces both
-            part.param_groups = [group for group in self.param_groups if group["part"] == i]
-            part.state = self.state
-            part.step()
 
 
 def layout(parts: Mapping[str, Stateful]) -> Layout:
@@ -168,7 +151,10 @@ def _settings(
         distributed.say("learning rates that were set without the scheduler resume as saved")
     return {
         "optimizer": {
-            "param_groups": [{**group, "lr": lr} for group, lr in zip(groups, rates, strict=True)]
+            "param_groups": [  # some optimizers count their steps in the groups
+                {**then, **now, "lr": lr}
+                for then, now, lr in zip(saved, groups, rates, strict=True)
+            ]
         },
         "scheduler": {
             "base_lrs": scheduler.base_lrs,

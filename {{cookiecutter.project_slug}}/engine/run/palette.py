@@ -1,9 +1,16 @@
-"""Colours of classes."""
+"""Colours of classes, and images tinted with them."""
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 from PIL import Image
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from torch import Tensor
+
+VOID = 255  # the class number of pixels without a label
 
 # For people with any of the three kinds of colour blindness: the least distance in CIELAB (Delta E
 # 1976) between two of the first 8, the black of class 0 included, is 40; of all 24 it is 18, and
@@ -51,3 +58,36 @@ def paint(mask: np.ndarray, classes: Sequence[str]) -> Image.Image:
     colors[: len(classes)] = colors_of(classes)
     image.putpalette(colors.tobytes())
     return image
+
+
+def overlay(image: np.ndarray, mask: np.ndarray, classes: Sequence[str]) -> np.ndarray:
+    """Return uint8 (H, W, 3): `image` (same) tinted by `mask` (H, W), whose void is white.
+
+    Classes whose colour is black, such as class 0 unless classes.txt has another, are not tinted.
+    """
+    table = np.full((256, 3), 255)
+    table[: len(classes)] = colors_of(classes)
+    colors = table[mask]
+    tinted = (0.4 * image + 0.6 * colors).astype(np.uint8)
+    return np.where(colors.any(-1, keepdims=True), tinted, image)
+
+
+def draw_masks(
+    axes: "Axes", image: "Tensor", predicted: "Tensor", target: "Tensor", classes: Sequence[str]
+) -> None:
+    """Draw an image, and tinted by its predicted and its true mask, side by side on `axes`.
+
+    image: uint8 (3, H, W). predicted, target: uint8 (H, W). Black edges without a label, at the
+    right and below, with which validation images are padded, are left out.
+
+        engine.draw_masks(axes, image, logits.argmax(0).byte(), target, classes)
+    """
+    pixels, truth = image.permute(1, 2, 0).numpy(), target.numpy()
+    own = np.argwhere(pixels.any(-1) | (truth != VOID))
+    bottom, right = own.max(0) + 1 if len(own) else truth.shape
+    pixels = pixels[:bottom, :right]
+    gap = np.full((bottom, max(2, right // 128), 3), 255, np.uint8)
+    masks = (mask[:bottom, :right] for mask in (predicted.numpy(), truth))
+    first, second = (overlay(pixels, mask, classes) for mask in masks)
+    axes.imshow(np.concatenate([pixels, gap, first, gap, second], axis=1))
+    axes.set_title("image | prediction | truth", fontsize=9)

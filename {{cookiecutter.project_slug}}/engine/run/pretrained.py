@@ -1,12 +1,13 @@
 """Initial weights, published ones or those of a file, as far as they match the network."""
 
-import contextlib
+import functools
 import socket
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 import torchvision
 from torch import Tensor, nn
+from torchvision.models import WeightsEnum
 
 from engine.errors import DiskError, UserError, shorten
 from engine.ranks import distributed
@@ -15,44 +16,47 @@ from engine.run import checkpoint
 KEYS = ("model", "state_dict", "model_state_dict")  # under which programs save weights
 SECONDS = 10.0  # without an answer, after which a download fails
 WRAPPERS = {"module", "_orig_mod"}  # what DDP, averages and torch.compile add to names
+Fetch = Callable[[str], Mapping[str, Tensor]]
 
 
-def load(
-    model: nn.Module,
-    weights: str,
-    published: str | None,
-    read: Callable[[str], Mapping[str, Tensor]],
-) -> str:
-    """Copy --weights into `model`, alike on all ranks; return their name, or "none".
+def load_weights(model: nn.Module, weights: str, arch: str = "", encoder: str = "") -> None:
+    """Copy --weights into `model`, alike on all ranks; only rank 0 downloads and reads.
 
-    weights: a name or file for `read`; "none"; or "auto", which stands for `published`, or for
-        "none" if those cannot be had.
-    published: the name of this network's published weights; None if there are none.
-    read: returns tensors by name. Only rank 0 calls it, so that only rank 0 downloads.
+    weights: "none"; a .pt or .pth file; the name of published weights; or "auto", which stands for
+        the best published ones, or for "none" if those cannot be had, as it then says.
+    arch: a network of torchvision, or a decoder of segmentation-models-pytorch.
+    encoder: of such a decoder; the published weights are the encoder's.
+
+    Tensors are copied by name if their shapes match, others are left out and counted in a line; a
+    first layer for RGB is adapted to other channels.
+
+    Raises a UserError if a file or a name cannot be had, or if none of its tensors fits.
+
+        engine.load_weights(model, args.weights, args.arch)
     """
     is_auto = weights == "auto"
-    name = (published or "none") if is_auto else weights
+    name = next(iter(find_published(arch, encoder)[0]), "none") if is_auto else weights
     if name == "none":
         if is_auto:
             distributed.say("--weights auto: none are published for this network; from scratch")
-        return name
+        return
     if is_auto:
         distributed.say(f"--weights auto: {name}, downloaded unless cached ...")
-    found = distributed.await_rank_zero(attempt, read, name)
+    found = distributed.await_rank_zero(attempt, name, arch, encoder)
     if not isinstance(found, str):
         copy_matching(model, found)
-        return name
-    if not is_auto:
+    elif is_auto:
+        distributed.say(f"{found}; starts from scratch; use --weights FILE, or --weights none")
+    else:
         raise UserError(found)
-    distributed.say(f"{found}; starts from scratch; use --weights FILE, or --weights none")
-    return "none"
 
 
-def attempt(read: Callable[[str], Mapping[str, Tensor]], name: str) -> Mapping[str, Tensor] | str:
-    """Return what `read` does, or a line that says why it fails."""
+def attempt(name: str, arch: str, encoder: str) -> Mapping[str, Tensor] | str:
+    """Return the tensors of --weights `name`, or a line that says why they cannot be had."""
+    before = socket.getdefaulttimeout()
+    socket.setdefaulttimeout(SECONDS)  # torch.hub would wait for ever
     try:
-        with time_limit():
-            return read(name)
+        return read(name, arch, encoder)
     except DiskError:
         raise
     except UserError as error:
@@ -60,43 +64,67 @@ def attempt(read: Callable[[str], Mapping[str, Tensor]], name: str) -> Mapping[s
     except Exception as error:  # urllib, httpx and huggingface_hub have no common one
         reason = " ".join(str(error).split())[:160] or type(error).__name__
         return f"--weights {name}: download failed ({reason})"
-
-
-@contextlib.contextmanager
-def time_limit() -> Iterator[None]:
-    """End a connection without an answer after SECONDS; torch.hub would wait for ever."""
-    before = socket.getdefaulttimeout()
-    socket.setdefaulttimeout(SECONDS)
-    try:
-        yield
     finally:
         socket.setdefaulttimeout(before)
 
 
-def published_by_torchvision(arch: str) -> str | None:
-    """Return the name of torchvision's best weights for `arch`, or None."""
-    if arch not in torchvision.models.list_models():
-        return None
-    choices = torchvision.models.get_model_weights(arch)
-    return choices["DEFAULT"].name if "DEFAULT" in choices.__members__ else None
+def read(name: str, arch: str = "", encoder: str = "") -> Mapping[str, Tensor]:
+    if name.endswith((".pt", ".pth")):
+        return find_tensors(checkpoint.read_file(name))
+    names, fetch = find_published(arch, encoder)
+    if name not in names:
+        known = ", ".join(names) or "none"
+        raise UserError(f"--weights {name}: published are {known}; or name a .pt file")
+    return fetch(name)
 
 
-def read_weights(weights: str, arch: str) -> dict[str, Tensor]:
-    """Return a state dict: of a file (a checkpoint or a state dict) or of torchvision.
+def find_published(arch: str, encoder: str = "") -> tuple[list[str], Fetch]:
+    """Return the names of published weights, the best first, and what downloads those of a name."""
+    if arch in torchvision.models.list_models():
+        choices = torchvision.models.get_model_weights(arch).__members__
+        best = [choices["DEFAULT"].name] if choices else []
+        download = functools.partial(WeightsEnum.get_state_dict, progress=False, check_hash=True)
+        return [*dict.fromkeys([*best, *choices])], lambda name: download(choices[name])
+    if not encoder:
+        return [], lambda _: {}
+    import segmentation_models_pytorch as smp
+    import timm
 
-    weights: the path of a .pt or .pth file, or a name that torchvision has for `arch`.
+    if is_timms := encoder.startswith("tu-"):  # its tag, if any, says which weights
+        has_any = timm.is_model_pretrained(encoder[3:])
+        config = timm.get_pretrained_cfg(encoder[3:]) if has_any else None
+        repositories = {"imagenet": config.hf_hub_id} if config else {}
+    else:
+        settings = smp.encoders.encoders.get(encoder, {}).get("pretrained_settings") or {}
+        repositories = {name: each.get("repo_id") for name, each in settings.items()}
+
+    def fetch(name: str) -> dict[str, Tensor]:
+        repository = repositories[name]
+        lost = reach(repository) if repository else None
+        try:
+            with torch.random.fork_rng([]):
+                model = smp.create_model(arch, encoder, True if is_timms else name)
+        except Exception as error:
+            raise lost or error from None
+        return {f"encoder.{key}": value for key, value in model.encoder.state_dict().items()}
+
+    return sorted(repositories, key="imagenet".__ne__), fetch
+
+
+def reach(repository: str) -> Exception | None:
+    """Return why Hugging Face's `repository` cannot be reached; from then on only read its cache.
+
+    huggingface_hub itself would try for minutes.
     """
-    if is_file(weights):
-        return find_tensors(checkpoint.read_file(weights))
-    choices = torchvision.models.get_model_weights(arch)
-    if weights not in choices.__members__:
-        names = ", ".join(choices.__members__)
-        raise UserError(f"--weights {weights}: {arch} has {names}; or name a .pt file")
-    return choices[weights].get_state_dict(progress=False, check_hash=True)
+    import huggingface_hub
 
-
-def is_file(weights: str) -> bool:
-    return weights.endswith((".pt", ".pth"))
+    url = huggingface_hub.hf_hub_url(repository, "config.json")
+    try:
+        huggingface_hub.get_hf_file_metadata(url, timeout=SECONDS)
+    except Exception as error:
+        huggingface_hub.constants.HF_HUB_OFFLINE = True
+        return error
+    return None
 
 
 def find_tensors(state: checkpoint.State) -> dict[str, Tensor]:
@@ -115,31 +143,6 @@ def bare(name: str) -> str:
     return ".".join(parts)
 
 
-def set_channels(model: nn.Module, channels: int) -> nn.Module:
-    """Have the first convolution of `model`, for RGB, take so many channels; return the model."""
-    first = next(m for m in model.modules() if isinstance(m, nn.Conv2d) and m.in_channels == 3)
-    if channels != 3:
-        first.in_channels = channels
-        shape = first.out_channels, channels, *first.kernel_size
-        first.weight = nn.Parameter(first.weight.new_empty(shape))
-        first.reset_parameters()
-    return model
-
-
-def adapt(weight: Tensor, shape: torch.Size) -> Tensor:
-    """Return the `weight` of a convolution of RGB for one of that shape; others as they are.
-
-    As timm does (adapt_input_conv in timm/models/_manipulate.py): grey sums the three channels,
-    more repeat them, scaled so that the result is about as large as before.
-    """
-    channels = shape[1] if len(shape) == 4 else 3
-    if weight.ndim != 4 or weight.shape[1] != 3 or channels == 3:
-        return weight
-    if channels == 1:
-        return weight.sum(1, keepdim=True)
-    return weight.repeat(1, -(-channels // 3), 1, 1)[:, :channels] * (3 / channels)
-
-
 def copy_matching(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
     """Copy the tensors whose names and shapes match, and print which of `model` do not.
 
@@ -150,7 +153,12 @@ def copy_matching(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
     name_of = {bare(name): name for name in own}
     named = {name_of.get(bare(name), name): value for name, value in weights.items()}
     named.update({name: value for name, value in weights.items() if name in own})
-    named.update({k: adapt(v, own[k].shape) for k, v in named.items() if k in own})
+    for name in named.keys() & own.keys():
+        shape, value = own[name].shape, named[name]
+        if len(shape) == value.ndim == 4 and shape[1] != value.shape[1] == 3:
+            from timm.models import adapt_input_conv  # its import takes half a second
+
+            named[name] = adapt_input_conv(shape[1], value)
     fitting = {k: v for k, v in named.items() if k in own and own[k].shape == v.shape}
     if not fitting:
         first, mine = next(iter(weights), "nothing"), next(iter(own))

@@ -5,27 +5,25 @@ import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 from torch import Tensor, nn
-from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from engine.data.loading import Loader
-from engine.data.samples import fingerprint
+from engine.data.sources import Foreign, Own
 from engine.errors import UserError
 from engine.ranks import distributed, explaining, lockstep, positions, stopping
 from engine.run import checkpoint, optimizers, palette, replay, sharded
-from engine.run.checkpoint import State
-from engine.run.folder import KEYS, RunFolder
+from engine.run.checkpoint import OTHER_RUN, State
+from engine.run.folder import KEYS, OF_PARTS, Folder
 from engine.run.metrics import Totals
 from engine.run.optimizers import Stateful
 
 SECONDS_BETWEEN_CHECKS = 5  # of the loss; reading it at every step would stall the device
 
 
-class Run:
+class Progress:
     """The progress of a run, and the parts that a checkpoint saves with it.
 
     epoch: epochs finished. step: optimizer steps taken. seen: images trained on in the current
@@ -35,41 +33,38 @@ class Run:
 
     def __init__(
         self,
-        folder: RunFolder,
-        train_loader: Loader,
-        val_loader: Loader,
+        folder: Folder,
+        source: Own | Foreign,
         *,
+        best_of: str,
         classes: Sequence[str],
         epochs: int,
+        accumulate: int,
         save_every: int,
         score: str,
         flags: Mapping[str, object],
-        model: nn.Module,
-        optimizer: Optimizer,
-        scheduler: LRScheduler,
-        **more: Stateful,
+        format: Mapping[str, object],
+        channels: int,
+        parts: Mapping[str, Stateful],
     ) -> None:
         """Start at step 0.
 
-        save_every: optimizer steps between saves within an epoch, 0 for none. score: the metric
-        that decides which weights are the best. flags: saved with each checkpoint.
-        more: further parts with a state_dict and a load_state_dict, by name.
+        best_of: the metric that decides which weights are the best, and on what, as text. flags,
+        format: saved with each checkpoint. parts: with a state_dict and a load_state_dict, by name.
         """
-        if taken := more.keys() & {*KEYS, "sampler"}:
-            raise ValueError(f"{taken}: checkpoints already have an entry of that name")
-        self.folder, self.sampler = folder, train_loader.sampler
-        self.global_batch = self.sampler.global_batch
-        replay.check(folder.replay, epochs, self.sampler.steps)
-        self.passes_per_step = self.global_batch // train_loader.images_per_pass
+        if taken := parts.keys() & {*KEYS, "sampler", "loader"} - {*OF_PARTS}:
+            raise UserError(f"Run({min(taken)}=...): checkpoints have an entry of that name")
+        self.folder, self.source = folder, source
+        self.global_batch, self.passes_per_step = source.global_batch, accumulate
+        replay.check(folder.replay, epochs, source.steps)
         self.classes, self.epochs = classes, epochs
         self.save_every, self.score = 1 if folder.replay else save_every, score
-        self.flags = checkpoint.to_plain(dict(flags))
-        self.model = model
-        self.parts: dict[str, Stateful] = {"model": model, "optimizer": optimizer}
-        self.parts |= {"scheduler": scheduler, **more}
+        self.flags, self.format = (checkpoint.to_plain(dict(each)) for each in (flags, format))
+        self.channels, self.parts = channels, dict(parts)
+        self.network = cast(nn.Module, parts["model"])  # whose weights are saved
         self.epoch, self.step, self.seen, self.saved_step = 0, 0, 0, 0
-        self.best_of = f"{score} on {fingerprint(val_loader.dataset.dataset)}"
-        self.best, self.totals = -math.inf, Totals(next(model.parameters()).device)
+        self.best_of = best_of
+        self.best, self.totals = -math.inf, Totals(next(self.network.parameters()).device)
         self.history: list[dict[str, float | str]] = []
         self.checksum = lockstep.Checksum()
         self.verified: set[type] = set()  # types that have been read back from a file
@@ -87,13 +82,15 @@ class Run:
         it had not stopped, to the bit. Learning rates and other settings of the optimizer come from
         the flags, except rates that were set by hand, and with a scheduler other than LambdaLR.
         """
+        if state is not None:
+            self._check_kind(state)
         self.folder.open_for_training(is_new=state is None)
         if state is None:
             self.best = distributed.from_rank_zero(self.folder.best_score, None, 0)
         else:
             distributed.say(self._differences(state))
             self._take_position(state)
-            last_step = self.epochs * self.sampler.steps
+            last_step = self.epochs * self.source.steps
             optimizers.load_states(state, self.parts, self._schedule_step(state), last_step)
             # After going back to an earlier checkpoint, a best.pt from later epochs does not count.
             path = state["path"]
@@ -104,12 +101,32 @@ class Run:
             for name in ("model", "optimizer", "trained"):  # they take as much memory again
                 state.pop(name, None)
 
+    def _check_kind(self, state: State) -> None:
+        """Raise a UserError if the checkpoint's weights are an average, or of other images."""
+        path, is_average = state["path"], "trained" in state
+        if is_average != ("trained" in self.parts):
+            was, now = ("with", "without") if is_average else ("without", "with")
+            raise UserError(f"{path} was trained {was} --ema, not {now}: {OTHER_RUN}")
+        for name, value in self.format.items():
+            if name != "max_megapixels" and (then := state["format"].get(name)) != value:
+                raise UserError(
+                    f"{path} was trained with {name} {then} in data.json, not {value}: {OTHER_RUN}"
+                )
+
     def _take_position(self, state: State) -> None:
         self.epoch, self.step = state["epoch"], state["step"]
         self.history = list(state["history"])
         if not state["seen"]:
             return
-        now = self.sampler.order
+        saved = state.get("loader") or []
+        if not self.source.is_exact or (saved and len(saved) != distributed.world_size()):
+            distributed.say(
+                "the training loader cannot continue in mid-epoch: the epoch starts over"
+            )
+            return
+        if saved and isinstance(self.source, Foreign):
+            self.source.saved = [saved[distributed.rank()]]
+        now = self.source.order
         order = {**now, "sampler": "shuffle", **state}  # older checkpoints do not know all of it
         if any(order[name] != value for name, value in now.items()):
             distributed.say("the images, --seed or --sampler have changed: the epoch starts over")
@@ -123,8 +140,8 @@ class Run:
 
     def _schedule_step(self, state: State) -> int:
         then = state["images"], state["global_batch"], state["seen"]
-        step = self.epoch * self.sampler.steps + self.seen // self.global_batch
-        if then == (self.sampler.total, self.global_batch, self.seen):
+        step = self.epoch * self.source.steps + self.seen // self.global_batch
+        if then == (self.source.total, self.global_batch, self.seen):
             step = state["scheduler"].get("last_epoch", step)  # epochs may have been left early
         return step
 
@@ -144,16 +161,11 @@ class Run:
         if batch_then != batch:
             sizes = "global batch (--batch-size x ranks x --accumulate)"
             line += f"; {sizes} was {batch_then}, is {batch}"
-        old = state["args"]
-        changed = [
-            f"--{name.replace('_', '-')} {value} (was {old[name]})"
-            for name, value in self.flags.items()
-            if name in old and old[name] != value
-        ]
-        return f"{line}; changed: {', '.join(changed)}" if changed else line
+        changed = checkpoint.changes(state["args"], self.flags)
+        return f"{line}; changed: {changed}" if changed else line
 
     def is_due(self, i: int) -> bool:
-        """Return whether the step of --replay begins with pass `i` of the epoch."""
+        """Return whether the step to replay begins with pass `i` of the epoch."""
         return self.folder.replay == (self.epoch + 1, i / self.passes_per_step + 1)
 
     def end_step(self) -> None:
@@ -169,7 +181,7 @@ class Run:
 
     def mean_loss(self) -> float:
         """Return the mean loss of the epoch over all ranks."""
-        is_early = self.sampler.total - self.seen >= self.global_batch
+        is_early = self.source.total - self.seen >= self.global_batch
         if is_early and not positions.all_arrive(f"left/{self.step}", distributed.timeout() / 10):
             raise UserError(
                 f"rank {distributed.rank()} left the training loop at {self} and other ranks did "
@@ -178,14 +190,18 @@ class Run:
         totals = distributed.reduce_tensor(self.totals.compute())
         self._check_loss(totals)
         if is_early:  # a resumed run starts with the next epoch
-            self.seen = self.sampler.total
+            self.seen = self.source.total
         loss, count = totals.tolist()
         return loss / count if count else 0.0  # class weights may make it small
 
-    def end_epoch(self, row: dict[str, float | str]) -> bool:
-        """Record a finished epoch and its metrics; return whether its score is the best so far."""
+    def check_score(self, row: Mapping[str, float | str]) -> None:
+        """Raise a UserError unless the metric that decides which weights are the best is there."""
         if self.score not in row:
             raise UserError(f"BEST of model.py is {self.score}: use one of {', '.join(row)}")
+
+    def end_epoch(self, row: dict[str, float | str]) -> bool:
+        """Record a finished epoch and its metrics; return whether its score is the best so far."""
+        self.check_score(row)
         self.epoch += 1
         row = {"epoch": self.epoch, "step": self.step, **row}
         self.seen = 0
@@ -202,7 +218,7 @@ class Run:
         """
         totals = explaining.gather(self.totals.compute(), self.checksum)
         self._check_loss(totals)
-        names, weights = zip(*self.model.named_parameters(), strict=True)
+        names, weights = zip(*self.network.named_parameters(), strict=True)
         if not all(finite := sharded.are_finite(weights)):
             raise self._not_finite(names[finite.index(False)], distributed.rank())
         states: State = {n: sharded.whole(part.state_dict()) for n, part in self.parts.items()}
@@ -216,7 +232,7 @@ class Run:
             "step": self.step,
             "seen": self.seen,
             "totals": totals.tolist(),
-            **self.sampler.order,
+            **self.source.order,
             "global_batch": self.global_batch,
             "best": self.best,
             "best_of": self.best_of,
@@ -225,7 +241,11 @@ class Run:
             "colors": palette.colors_of(self.classes).tolist(),
             "resumed_from": self.folder.resume,
             "args": self.flags,
+            "format": self.format,
+            "channels": self.channels,
         }
+        if loader := self.source.state():
+            position["loader"] = loader
         # The save after evaluation replaces the one before it, which has the same weights.
         replace, verify = self.saved_step == self.step, not types <= self.verified
         self.folder.add({**states, **position}, is_best, replace, verify)

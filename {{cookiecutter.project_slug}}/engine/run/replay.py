@@ -1,4 +1,4 @@
-"""--replay EPOCH:STEP: a step of a run is done again, up to a breakpoint before its forward pass.
+"""A step of a run is done again, up to a breakpoint where it begins: see engine/replay.py.
 
 Everything is as it was in that step, because a run continues from a checkpoint to the bit. Nothing
 in the run's folder changes, and the run itself may go on meanwhile.
@@ -6,24 +6,21 @@ in the run's folder changes, and the run itself may go on meanwhile.
 
 import bdb
 import contextlib
-import json
 import math
-import os
+import pdb
 import shlex
 import sys
-from argparse import ArgumentTypeError
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from engine.data import seeding
+import engine
 from engine.errors import UserError
 from engine.ranks import distributed, process
 from engine.run import checkpoint
 from engine.run.checkpoint import State
-from engine.run.folder import KEYS, Position, RunFolder
+from engine.run.folder import KEYS, Folder, Position
 from engine.run.reporting import Reporter
 
 
@@ -45,23 +42,15 @@ class NotFinite(UserError):
         )
 
 
-def position(text: str) -> Position:
-    """Parse EPOCH:STEP, for argparse."""
-    parts = text.split(":")
-    if len(parts) != 2 or not all(part.isdecimal() and int(part) for part in parts):
-        raise ArgumentTypeError(f"{text} is not EPOCH:STEP, such as 3:120; both begin at 1")
-    return int(parts[0]), int(parts[1])
-
-
 def name(position: Position) -> str:
     return "epoch {}, step {}".format(*position)
 
 
 def command(position: Position, rank: int, folder: Path) -> str:
     """Return what to type to replay a step on as many ranks as there are now."""
-    step = f"--output-dir {shlex.quote(str(folder))} --replay {position[0]}:{position[1]}"
+    step = f"-m engine.replay {position[0]}:{position[1]} --output-dir {shlex.quote(str(folder))}"
     if distributed.world_size() == 1:
-        return f"python main.py {step}"
+        return f"python {step}"
     ranks = distributed.local_world_size()
     count = f"NPROC={ranks} " if ranks != (torch.accelerator.device_count() or 2) else ""
     return f"{count}./launch.sh {step} --debug-rank {rank}"
@@ -70,65 +59,40 @@ def command(position: Position, rank: int, folder: Path) -> str:
 def check(position: Position | None, epochs: int, steps: int) -> None:
     """Raise a UserError if a run of `epochs` with so many `steps` each has no such step."""
     if position and (position[0] > epochs or position[1] > steps):
-        flag = "--replay {}:{}".format(*position)
-        raise UserError(f"{flag}: the run has {epochs} epoch(s) of {steps} step(s)")
+        raise UserError(f"{name(position)}: the run has {epochs} epoch(s) of {steps} step(s)")
 
 
-def read_flags(folder: Path, left_out: Collection[str]) -> dict[str, object]:
-    """Return the flags of the run in `folder` when it was last started, from its args.json.
+def stop_here() -> None:
+    """Stop in the debugger, or pdb, at the next line of the project that called this.
 
-    With another number of ranks --batch-size and --accumulate are such that the global batch is the
-    same. left_out: flags that are of no use here.
-
-    Raises a UserError if there is no debugger to stop in.
+    On ranks that have neither, do nothing.
     """
-    _need_debugger()
-    then, ranks = distributed.from_rank_zero(_read_record, folder)
-    batch, accumulate, size = then["batch_size"], then["accumulate"], distributed.world_size()
-    if ranks != size:
-        images, left = divmod(ranks * batch * accumulate, size)
-        if left:
-            raise UserError(
-                f"--replay: the global batch of {ranks * batch * accumulate} images cannot be "
-                f"divided by {size} ranks; use the {ranks} rank(s) of the run, or one"
-            )
-        batch = max(number for number in range(1, batch + 1) if images % number == 0)
-        accumulate = images // batch
-        distributed.say(
-            f"--replay: {ranks} rank(s) then, {size} now: --batch-size {batch} "
-            f"--accumulate {accumulate} make the same global batch"
-        )
-    then |= {"batch_size": batch, "accumulate": accumulate}
-    return {
-        key: ",".join(map(str, value)) if isinstance(value, list) else value  # for argparse
-        for key, value in then.items()
-        if key == "resume" or key not in left_out
-    }
+    frame = sys._getframe()
+    while is_other(frame.f_globals.get("__name__", ""), frame.f_code.co_filename):
+        assert frame.f_back
+        frame = frame.f_back
+    if process.is_debugged():
+        pydevd = sys.modules["pydevd"]
+        pydevd.settrace(trace_only_current_thread=True, stop_at_frame=frame)
+    elif distributed.world_size() == 1:
+        debugger = pdb.Pdb(skip=["bdb", "engine", "engine.*"])  # "step" goes over those
+        debugger.set_trace(frame)
+        debugger.set_next(frame)
 
 
-def _read_record(folder: Path) -> tuple[dict[str, Any], int]:
-    """Return the flags, with what the machine chose, and the number of ranks."""
-    path = folder / "args.json"
-    try:
-        record = json.loads(path.read_text())
-        return {**record["flags"], **record["settings"]}, record["ranks"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        reason = getattr(error, "strerror", None) or repr(error)
-        raise UserError(
-            f"{path}: cannot be read ({reason}); --replay needs the --output-dir of a run"
-        ) from None
+def is_other(module: str, file: str) -> bool:
+    """Return whether a module is one of ours, or of a library."""
+    return module.partition(".")[0] == "engine" or "site-packages" in file
 
 
-def _need_debugger() -> None:
-    """Have breakpoint() stop in the ranks with a debugger; raise a UserError if none has one."""
+def check_debugger() -> None:
+    """Raise a UserError if there is no debugger to stop in."""
     if any(distributed.gather_objects(process.is_debugged())):
-        sys.breakpointhook = process.stop_in_debugger  # also in ranks that have none
         return
-    has_terminal = distributed.world_size() == 1 and sys.stdin is not None and sys.stdin.isatty()
-    if not has_terminal and "PYTHONBREAKPOINT" not in os.environ:
+    if distributed.world_size() > 1 or sys.stdin is None or not sys.stdin.isatty():
         raise UserError(
-            "--replay: no debugger to stop in; start it with F5, with --debug-rank 0, or as one "
-            "process in a terminal: python main.py"
+            "no debugger to stop in: start it with F5, with --debug-rank 0, or as one process in a "
+            "terminal: python -m engine.replay"
         )
 
 
@@ -137,40 +101,20 @@ def next_step(state: State) -> Position:
     return state["epoch"] + 1, state["seen"] // state["global_batch"] + 1
 
 
-class Replay(RunFolder):
+class Replay(Folder):
     """The folder of a run of which a step is done again: it is read, but never changed."""
 
-    def __init__(self, path: Path, resume: str, position: Position) -> None:
-        """resume: from which checkpoint the run began, if that is a path."""
-        super().__init__(path, resume, keep=1)
-        self.replay: Position = position
+    replay: Position  # set by `repeat`
 
-    def run(self, train: Callable[[RunFolder], object], seed: int) -> None:
-        """Call `train` with this folder, to come to the step and do it.
+    def best(self) -> State:
+        raise UserError("a step of an evaluation cannot be replayed: leave out --eval-only")
 
-        If an earlier step is the first whose loss or weights are not finite, call it again for
-        that one.
-        """
-        Reporter.silent = True
-        while True:
-            seeding.seed(seed)
-            try:
-                train(self)
-            except (Over, bdb.BdbQuit):
-                return distributed.say(f"{name(self.replay)} is over; nothing was saved")
-            except NotFinite as error:
-                distributed.say(error.reason)
-                if error.position >= self.replay:
-                    return
-                self.replay = error.position
-            else:
-                raise UserError(f"--replay: the run ended before {name(self.replay)}")
-
-    def find_checkpoint(self) -> State | None:
+    def _find(self) -> State | None:
         """Return the newest checkpoint before the step; None to start from scratch.
 
         Rank 0 reads it for all: the run may be renaming its files.
         """
+        check_debugger()
         state = distributed.from_rank_zero(self._search)
         origin = f"from {state['path']}" if state else "from the start of the run"
         distributed.say(f"replaying {name(self.replay)}, {origin}")
@@ -180,8 +124,8 @@ class Replay(RunFolder):
         state = max(self._states(), key=next_step, default=None)
         if state is None and self.resume not in ("auto", "never"):
             raise UserError(
-                f"--replay: no checkpoint in {self.path} is from before {name(self.replay)}, nor "
-                f"is {self.resume}, with which the run began"
+                f"no checkpoint in {self.path} is from before {name(self.replay)}, nor is "
+                f"{self.resume}, with which the run began"
             )
         return state
 
@@ -202,3 +146,26 @@ class Replay(RunFolder):
         """Save nothing; raise Over once the step has been done."""
         if next_step(state) > self.replay:
             raise Over
+
+
+def repeat(main: Callable[[], object], step: Position) -> None:
+    """Call `main` of main.py to come to the step and do it, with the folder of the run unchanged.
+
+    If an earlier step is the first whose loss or weights are not finite, call it again for that
+    one.
+    """
+    vars(engine)["Folder"] = Replay  # which main.py makes
+    Reporter.silent = True
+    while True:
+        Replay.replay = step
+        try:
+            main()
+        except (Over, bdb.BdbQuit):
+            return distributed.say(f"{name(step)} is over; nothing was saved")
+        except NotFinite as error:
+            distributed.say(error.reason)
+            if error.position >= step:
+                return
+            step = error.position
+        else:
+            raise UserError(f"the run ended before {name(step)}")

@@ -8,22 +8,21 @@ import json
 import math
 import os
 import platform
+import tempfile
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torchvision
-from torch import Tensor
 from tqdm import tqdm
 
 from engine import files
-from engine.data import images
-from engine.data.loading import Loader
+from engine.data import images, samples
+from engine.data.sources import Foreign, Own
 from engine.ranks import devices, distributed, logs, memory
-from engine.run import checkpoint, machine, profiling, records, waiting
+from engine.run import checkpoint, machine, records, waiting
 from engine.run.checkpoint import State
 from engine.run.metrics import Totals
 from engine.run.mistakes import Mistakes
@@ -37,20 +36,20 @@ if TYPE_CHECKING:
 
 
 class Reporter:
-    silent = False  # set by --replay
+    silent = False  # set by engine.replay
 
     def __init__(
-        self, folder: Path, device: torch.device, epochs: int, finished: int, *, profile: int = 0
+        self, folder: Path, device: torch.device, epochs: int, finished: int, is_complete: bool
     ) -> None:
         """Open TensorBoard's log in `folder`; entries after the `finished` epochs are dropped.
 
-        profile: how many steps of the first epoch to trace.
+        is_complete: whether nothing is left to report.
         """
         self.folder, self.device, self.epochs = folder, device, epochs
-        self.active = distributed.is_rank_zero() and not self.silent
+        self.active = distributed.is_rank_zero() and not self.silent and not is_complete
         self.bar = tqdm(disable=True)
-        self.workers = 0
-        self.profile = profile if self.active else 0
+        self.workers, self.batch_size = 0, 1
+        self.forward = Stopwatch(device, 0)
         self.tracker: records.Tracker | None = None
         if not self.active:
             return
@@ -59,10 +58,7 @@ class Reporter:
 
         self.board = SummaryWriter(str(folder), purge_step=finished + 1)
 
-    def __enter__(self) -> "Reporter":
-        return self
-
-    def __exit__(self, *_: type | Exception | TracebackType | None) -> None:
+    def close(self) -> None:
         """Clear the progress bar and close the files, before any error is printed."""
         self.bar.close()
         if self.active:
@@ -71,41 +67,41 @@ class Reporter:
 
     def start(
         self,
-        settings: machine.Settings,
+        source: Own | Foreign,
+        accumulate: int,
         classes: Sequence[str],
-        train_loader: Loader,
-        val_loader: Loader,
+        train_loader: Any,
+        val_loader: Any,
         flags: Mapping[str, object],
     ) -> None:
-        """Print the start lines and write args.json: flags, settings, versions, commit, device."""
+        """Print the start lines and write args.json: flags, versions, commit, device."""
+        self.batch_size = train_loader.batch_size or 1
         if not self.active:
             return
-        self.workers, self.classes = settings.workers, classes
-        ranks, sampler = distributed.world_size(), train_loader.sampler
-        accumulated = sampler.global_batch // train_loader.images_per_pass
+        self.workers, self.classes = train_loader.num_workers, classes
+        ranks, val_set = distributed.world_size(), samples.of(val_loader)
         module = torch.get_device_module(self.device)
         name = getattr(module, "get_device_name", lambda device: device.type.upper())(self.device)
+        val = f"{len(val_set)} validation images | " if hasattr(val_set, "__len__") else ""
         distributed.say(
             f"{ranks} rank(s) on {name} | batch {train_loader.batch_size} per rank x "
-            f"{ranks} rank(s) x {accumulated} accumulated = {sampler.global_batch} | "
-            f"{sampler.total} training + {len(val_loader.dataset)} validation images | "
-            f"{sampler.steps} steps per epoch"
+            f"{ranks} rank(s) x {accumulate} accumulated = {source.global_batch} | "
+            f"{source.total} training + {val}{source.steps} steps per epoch"
         )
         distributed.say(
-            f"per rank {settings.workers} loader worker(s), {train_loader.prefetch_factor or 0} "
-            f"batches ahead each, and {settings.threads} thread(s) | memory "
-            f"{'' if settings.pin_memory else 'not '}pinned | JPEG: {images.decoder()} | "
-            f"amp {settings.amp}"
+            f"per rank {self.workers} loader worker(s), {train_loader.prefetch_factor or 0} "
+            f"batches ahead each, and {torch.get_num_threads()} thread(s) | memory "
+            f"{'' if train_loader.pin_memory else 'not '}pinned | JPEG: {images.decoder()}"
+            + (f" | amp {flags['amp']}" if "amp" in flags else "")
         )
-        left_out = sampler.total - sampler.steps * sampler.global_batch
-        if left_out > sampler.total / 20:
+        left_out = source.total - source.steps * source.global_batch
+        if left_out > source.total / 20:
             distributed.say(
-                f"each epoch leaves out {left_out} of {sampler.total} training images, others each "
-                f"time, as they do not fill a batch of {sampler.global_batch}; lower --batch-size"
+                f"each epoch leaves out {left_out} of {source.total} training images, others each "
+                f"time, as they do not fill a batch of {source.global_batch}; lower --batch-size"
             )
         record = {
             "flags": dict(flags),
-            "settings": vars(settings),
             "ranks": ranks,
             "device": name,
             "jpeg": images.decoder(),
@@ -120,24 +116,20 @@ class Reporter:
         with files.writing(self.folder / "args.json") as tmp_path:
             tmp_path.write_text(json.dumps(record, indent=2, default=str) + "\n")
 
-    def progress(self, loader: Loader, epoch: int) -> Iterator[list[Tensor]]:
-        """Yield `loader`'s batches under a progress bar that counts the images of all ranks."""
+    def progress(self, batches: Iterable[Any], passes: int, epoch: int) -> Iterator[Any]:
+        """Yield the batches of `passes` under a progress bar; it counts the images of all ranks."""
         self.began = self.read_at = time.monotonic()
-        per_pass = loader.images_per_pass
+        per_pass = self.batch_size * distributed.world_size()
         self.bar = tqdm(
-            total=len(loader) * per_pass,
+            total=passes * per_pass,
             desc=f"epoch {epoch + 1}/{self.epochs}",
             unit="img",
             leave=False,
             disable=not (self.active and logs.has_terminal()),  # so that logs stay readable
         )
         self.waiting, self.count = Waiting(self.device), 0
-        memory.note_batch_size(loader.batch_size)
-        self.forward = profiling.stopwatches["forward"] = Stopwatch(self.device, len(loader))
-        batches: Iterable = loader
-        if self.profile and len(loader):
-            batches = profiling.traced(loader, self.profile, self.folder / "profile", self.device)
-            self.profile = 0
+        memory.note_batch_size(self.batch_size)
+        self.forward = Stopwatch(self.device, passes)
         for batch in self.waiting.timed(batches):
             self.count += per_pass
             yield batch
@@ -229,8 +221,17 @@ class Reporter:
             from engine.run import gallery
 
             mistakes.write(self.folder)
-            captions = gallery.evenly_spaced(mistakes.drawing.dataset)
-            gallery.draw_images(self.folder / "examples.png", mistakes.drawing, captions)
+            if mistakes.drawing:
+                captions = gallery.evenly_spaced(mistakes.drawing.dataset)
+                gallery.draw_images(self.folder / "examples.png", mistakes.drawing, captions)
+
+    def try_drawing(self, mistakes: Mistakes) -> None:
+        """Draw one image to nowhere: if that fails, it fails before the first epoch."""
+        if self.active and mistakes.drawing:
+            from engine.run import gallery
+
+            with tempfile.TemporaryDirectory() as folder:
+                gallery.draw_images(Path(folder, "image.png"), mistakes.drawing, {0: ""})
 
     def undrawn(self) -> State | None:
         """Return best.pt if the run was killed before its images were drawn; on rank 0."""

@@ -1,4 +1,4 @@
-"""--strategy fsdp: weights, gradients and the optimizer's state shared out among the ranks.
+"""--fsdp: weights, gradients and the optimizer's state shared out among the ranks.
 
 What is trained is a copy of the network whose weights are DTensors: each rank holds a part of each.
 Evaluation and checkpoints have whole tensors, so that checkpoints are the same as with DDP.
@@ -24,18 +24,27 @@ from engine.run.checkpoint import State
 LARGE = 1_000_000  # weights of a block that is gathered on its own
 
 
-def share(model: nn.Module, size: int, channels: int) -> nn.Module:
+def shard(model: nn.Module, size: int) -> nn.Module:
     """Return a copy of `model` to train, whose weights are shared out among the ranks.
 
-    size, channels: of the images that it takes.
+    Each rank holds a part of each weight, of its gradient and of the optimizer's state: torch's
+    fully_shard. `Run` saves whole weights, and copies them to `model` before it is evaluated.
+
+    size: of the images that it takes, to find out which layers are called.
+
+    Raises a UserError if torch has it on GPUs only, and there are none.
+
+        trained = engine.shard(model, args.image_size)
+        optimizer = torch.optim.AdamW(trained.parameters())
+        ddp_model = engine.wrap(trained, device)
     """
     device = next(model.parameters()).device
     on_cpu = device.type == "cpu"
     if on_cpu and not hasattr(FSDPModule, "set_force_sum_reduction_for_comms"):
-        raise UserError(f"--strategy fsdp: torch {torch.__version__} has it on GPUs only; use ddp")
+        raise UserError(f"--fsdp: torch {torch.__version__} has it on GPUs only; omit the flag")
     twin = copy.deepcopy(model).to(memory_format=torch.contiguous_format)  # fully_shard's limit
     mesh = init_device_mesh(device.type, (distributed.world_size(),))
-    for module in (*find_blocks(twin, size, channels), twin):
+    for module in (*find_blocks(twin, size), twin):
         module.register_forward_hook(copy_views)
         block = fully_shard(module, mesh=mesh)
         if on_cpu:  # gloo has no mean
@@ -51,7 +60,7 @@ def copy_views(_module: nn.Module, _inputs: object, outputs: object) -> object:
     return tree_map_only(Tensor, lambda x: x.clone() if x._is_view() else x, outputs)
 
 
-def find_blocks(model: nn.Module, size: int, channels: int) -> list[nn.Module]:
+def find_blocks(model: nn.Module, size: int) -> list[nn.Module]:
     """Return the modules in `model`, inner ones first, that have LARGE weights besides inner ones'.
 
     Only modules that are called, once in a pass: fully_shard gathers weights when that happens, but
@@ -62,7 +71,8 @@ def find_blocks(model: nn.Module, size: int, channels: int) -> list[nn.Module]:
         module.register_forward_pre_hook(lambda module, _: calls.update([module]))
         for module in model.modules()
     ]
-    sizes.forward(model, size, channels)
+    convolutions = (layer for layer in model.modules() if isinstance(layer, nn.Conv2d))
+    sizes.forward(model, size, next((layer.in_channels for layer in convolutions), 3))
     for hook in hooks:
         hook.remove()
     uses = Counter(w for module in model.modules() for w in module.parameters(recurse=False))

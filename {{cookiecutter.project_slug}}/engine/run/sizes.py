@@ -1,4 +1,4 @@
-"""Which image sizes a network takes, on the device meta: shapes and gradients without numbers."""
+"""Which images a network takes, on the device meta: shapes and gradients without numbers."""
 
 from collections.abc import Callable
 
@@ -9,8 +9,61 @@ from torch.func import functional_call
 from engine.errors import UserError
 
 ERRORS = (AssertionError, RuntimeError, ValueError)  # of networks, about sizes
-STEPS = 14, 16  # of sizes that may be suggested: most networks take multiples of one of these
-FARTHEST = 256  # pixels, from the size that was asked for
+
+
+def fit_input(build: Callable[[], nn.Module], size: int, channels: int = 3) -> nn.Module:
+    """Return the network that `build` makes, whose first convolution takes so many channels.
+
+    size: side of the training images in pixels. The network has to take float32 (N, channels, size,
+    size); if its first convolution is for RGB and `channels` are not 3, that one is replaced.
+
+    Raises a UserError if it cannot take such images; to find out takes no time.
+
+        model = engine.fit_input(lambda: Net(len(classes)), args.image_size, channels)
+    """
+    try:
+        model = set_channels(build(), channels)
+        forward(model, size, channels)
+    except ERRORS as error:
+        raise UserError(
+            f"--image-size {size}: this network cannot take such images ({reason(error)}); use "
+            "another size, such as 224"
+        ) from None
+    return model
+
+
+def set_channels(model: nn.Module, channels: int) -> nn.Module:
+    """Have the first convolution of `model`, if it is for RGB, take so many channels instead."""
+    first = next((each for each in model.modules() if isinstance(each, nn.Conv2d)), None)
+    if first is not None and first.in_channels == 3 != channels:
+        first.in_channels = channels
+        shape = first.out_channels, channels, *first.kernel_size
+        first.weight = nn.Parameter(first.weight.new_empty(shape))
+        first.reset_parameters()
+    return model
+
+
+def freeze_unused(model: nn.Module, step: int, channels: int = 3) -> nn.Module:
+    """Freeze the weights of `model` that its output does not depend on; return it.
+
+    Some encoders have layers that no decoder reads; DDP would wait for their gradients.
+    step: of the sides of images, float32 (N, channels, i * step, j * step), which `model` takes.
+
+    Raises a UserError if it does not.
+
+        model = engine.freeze_unused(smp.create_model("unet", "mobilenet_v2"), 32)
+    """
+    try:
+        output, weights = forward(model, 5 * step, channels)
+    except ERRORS as error:
+        raise UserError(
+            f"this network cannot take images of {5 * step} x {5 * step} pixels ({reason(error)}), "
+            f"but validation pads images to multiples of {step}: choose another"
+        ) from None
+    gradients = torch.autograd.grad(output.sum(), list(weights.values()), allow_unused=True)
+    for weight, gradient in zip(model.parameters(), gradients, strict=True):
+        weight.requires_grad_(gradient is not None)
+    return model
 
 
 def forward(model: nn.Module, size: int, channels: int = 3) -> tuple[Tensor, dict[str, Tensor]]:
@@ -39,23 +92,8 @@ def _forward(
     return functional_call(model, {**weights, **buffers}, image), weights
 
 
-def check(build: Callable[[int], nn.Module], size: int, name: str, channels: int = 3) -> nn.Module:
-    """Return `build(size)`, a network called `name`; a UserError if it does not take that size."""
-    try:
-        model = build(size)
-        forward(model, size, channels)
-        return model
-    except ERRORS as error:
-        reason = " ".join(str(error).split())
-    others = sorted({n for step in STEPS for n in range(step, size + FARTHEST, step)})
-    below = [n for n in reversed(others) if size - FARTHEST < n < size]
-    above = [n for n in others if n > size]
-    with torch.device("meta"):  # where building takes no time
-        near = [
-            next((str(n) for n in way if takes(build, n, channels)), "") for way in (below, above)
-        ]
-    remedy = f"; use {' or '.join(filter(None, near))}" if any(near) else f" ({reason})"
-    raise UserError(f"--image-size {size}: {name} cannot take such images{remedy}")
+def reason(error: Exception) -> str:
+    return " ".join(str(error).split())
 
 
 def explain(error: Exception) -> UserError | None:
@@ -66,12 +104,3 @@ def explain(error: Exception) -> UserError | None:
         "BatchNorm has a single value per channel to train on: use --batch-size 2 or more, or a "
         "larger --image-size"
     )
-
-
-def takes(build: Callable[[int], nn.Module], size: int, channels: int) -> bool:
-    """Return whether `build(size)` takes images of that size."""
-    try:
-        forward(build(size), size, channels)
-    except ERRORS:
-        return False
-    return True

@@ -21,25 +21,27 @@ QUARTERS = torch.tensor([0.25, 0.5, 0.75], dtype=torch.float64)
 
 
 class Stopwatch:
-    """A context that takes the times of an epoch's forward passes, without reading the device."""
+    """Takes the times of an epoch's forward passes, without reading the device."""
 
     def __init__(self, device: torch.device, passes: int) -> None:
         self.device = device
         self.every = math.ceil(passes / SAMPLES) or 1
         self.passes = 0
         self.times: list[tuple[Moment, Moment]] = []  # (start, end)
+        self.started: tuple[Moment, int] | None = None  # and how many collectives by then
 
-    def __enter__(self) -> None:
+    def start(self) -> None:
         self.passes += 1
-        self.is_timed = self.passes % self.every == 0
-        if self.is_timed:
-            self.reached = distributed.collectives()
-            self.start = waiting.now(self.device)
+        if self.passes % self.every == 0:
+            self.started = waiting.now(self.device), distributed.collectives()
 
-    def __exit__(self, *_: object) -> None:
+    def end(self) -> None:
+        if self.started is None:
+            return
+        (start, reached), self.started = self.started, None
         # In a collective, such as SyncBatchNorm's, it would have waited for the others.
-        if self.is_timed and self.reached == distributed.collectives():
-            self.times.append((self.start, waiting.now(self.device)))
+        if reached == distributed.collectives():
+            self.times.append((start, waiting.now(self.device)))
 
     def quartiles(self) -> Tensor:
         """Return the quartiles of the times, in seconds, float64 (3,); NaN if these are too few.

@@ -5,14 +5,26 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from engine.run.metrics import check_logits
+from engine.errors import UserError
+from engine.run.metrics import first
 
 OVERLAP = 256  # pixels that neighbouring tiles share at least; half a tile if that is less
 Predict = Callable[[Tensor], Tensor]  # (1, 3, h, w) -> logits (1, classes, h, w)
 
 
-def whole(predict: Predict, images: Tensor, tile: int, step: int) -> Tensor:
-    """Return the logits of `images` (N, 3, H, W), float32 (N, classes, H, W); see `bands`."""
+def in_tiles(predict: Predict, images: Tensor, tile: int, step: int) -> Tensor:
+    """Return the logits of `images` (N, 3, H, W), float32 (N, classes, H, W).
+
+    predict: takes images of any size, as a network's `forward` does.
+    tile: side in pixels of the overlapping tiles in which larger images are predicted, one after
+        another; smaller ones are predicted whole, all at once. 0: always whole.
+    step: tiles begin at multiples of it, as the cells of a network of that stride do.
+
+        logits = engine.in_tiles(model.forward, images, args.tile, STRIDE)
+    """
+    check(tile, step)
+    if not 0 < tile < max(images.shape[-2:]):
+        return predict(images)
     found: Tensor | None = None
     for number, image in enumerate(images):
         for rows, logits in bands(predict, image, tile, step):
@@ -29,11 +41,15 @@ def bands(predict: Predict, image: Tensor, tile: int, step: int) -> Iterator[tup
     tile: side of the tiles in pixels, at most that of the image; 0: the whole image at once.
     step: tiles begin at multiples of it, as the cells of a network of that stride do.
     The logits are float32 (classes, rows, W); where tiles overlap, a weighted mean of theirs.
+
+        for rows, logits in engine.bands(model.forward, image, 1024, STRIDE):
+            mask[rows] = logits.argmax(0)
     """
+    check(tile, step)
     height, width = image.shape[1:]
     rows, columns = (arrange(side, tile or side, step) for side in (height, width))
     if len(rows) == len(columns) == 1:
-        yield slice(0, height), check_logits(predict(image[None]))[0]
+        yield slice(0, height), first(predict(image[None]))[0]
         return
     ends = [top for top, _ in rows[1:]] + [height]
     rest: Tensor | None = None  # logits below the last band, as far as tiles have reached
@@ -41,7 +57,7 @@ def bands(predict: Predict, image: Tensor, tile: int, step: int) -> Iterator[tup
         band: Tensor | None = None
         for left, across in columns:
             part = image[None, :, top : top + len(down), left : left + len(across)]
-            logits = check_logits(predict(part))[0]
+            logits = first(predict(part))[0]
             if band is None:
                 band = logits.new_zeros(len(logits), len(down), width)
             weights = (down[:, None] * across).to(logits.device)
@@ -51,6 +67,12 @@ def bands(predict: Predict, image: Tensor, tile: int, step: int) -> Iterator[tup
             band[:, : rest.shape[1]] += rest
         rest = band[:, end - top :].clone()
         yield slice(top, end), band[:, : end - top]
+
+
+def check(tile: int, step: int) -> None:
+    """Raise a UserError unless tiles of that side overlap on a grid of `step` pixels."""
+    if tile and (tile % step or tile < 4 * step):
+        raise UserError(f"--tile {tile} is not 0 or a multiple of {step} from {4 * step} up")
 
 
 def arrange(side: int, tile: int, step: int) -> list[tuple[int, Tensor]]:

@@ -20,27 +20,21 @@ if __name__ == "__main__":  # before torch, whose import takes seconds
 from matplotlib.axes import Axes
 from torch.utils.data import Dataset
 
-from dataset import (
-    IMAGE_SIZE,
-    SHORT_SIDE,
-    ImageDataset,
-    class_folders,
-    find_samples,
-    find_train,
-    sort_names,
-    train_transform,
-)
+from dataset import SHORT_SIDE, build_datasets
 from engine.check import command
 from engine.check.plots import plain, show
 from engine.check.reading import PARTS, Facts, Finding, look, reason
 from engine.check.report import Plan
 from engine.check.survey import Survey, list_samples
 from engine.data import listing, loading
-from engine.data.images import Format, open_image
+from engine.data.folders import Labelled, class_folders, find_classes, find_train, sort_names
+from engine.data.format import Format
+from engine.data.images import open_image
 from engine.data.samples import Packed
 from engine.errors import UserError
 from engine.ranks.failures import one_line_errors
 from engine.run.flags import Help, Parser
+from flags import parse_args
 
 ROOT = Path(__file__).resolve().parent
 Sample = tuple[str, int, int]  # path, class number, part: 0 for training, 1 for validation
@@ -64,10 +58,8 @@ class Files(Dataset):
         return facts
 
 
-def find_all(
-    root: Path, findings: list[Finding]
-) -> tuple[list[tuple[str, int]], list[tuple[str, int]], list[str]]:
-    """Return what find_samples does, for folders that it refuses; what is wrong is added."""
+def find_all(root: Path, findings: list[Finding]) -> tuple[Labelled, Labelled, list[str]]:
+    """Return what find_classes does, for folders that it refuses; what is wrong is added."""
     if (root / "train.csv").is_file():  # whose error names the line
         return [], [], []
     train_folder, val_folder = find_train(root), listing.val_folder(root)
@@ -106,19 +98,20 @@ def draw(axes: Axes, sample: Sample, format: Format, classes: Sequence[str]) -> 
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = Parser(description=__doc__, formatter_class=Help)
-    command.add_arguments(parser, ROOT / "runs/check", IMAGE_SIZE)
+    command.add_arguments(parser, ROOT / "runs/check")
     args = parser.parse_args(argv)
     command.prepare(args.data)
-    format = Format(args.value_range, args.max_megapixels, args.channels, args.mean, args.std)
-    samples, classes, findings = list_samples(args.data, find_samples, find_all)
+    samples, classes, findings = list_samples(args.data, find_classes, find_all)
+    format = command.find_format(args.data, samples, args.channels)
     survey = Survey(samples, len(classes), findings)
     survey.read(Files(samples, format), args.workers)
     survey.finish(classes, args.data)
-    transform = functools.partial(train_transform, size=args.image_size)
-    dataset = ImageDataset([sample[:2] for sample in survey.some(0)], transform, format=format)
+    size = ["--image-size", str(args.image_size)] if args.image_size else []
+    training = parse_args(["--data", str(args.data), *size])
+    dataset = command.training_set(build_datasets, training)
     plan = Plan(dataset, args.batch_size, args.ranks, SHORT_SIDE, 3, format)
     drawing = functools.partial(draw, format=format, classes=classes)
-    command.finish(args.data, survey, classes, plan, drawing, args.output)
+    command.finish(args.data, survey, classes, plan, drawing, args.output, args.write)
 
 
 if __name__ == "__main__":

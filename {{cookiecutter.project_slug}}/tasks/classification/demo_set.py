@@ -11,24 +11,22 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from engine import files
-from engine.ranks import distributed
+import engine
 
+FOLDER = Path(__file__).resolve().parent / "data" / "demo"
 SIDE = 80  # pixels; every image is SIDE x SIDE, RGB
 CLASSES = ("bricks", "checks", "dots", "rings", "stripes", "waves")
-# Flags that suit this set, used where --data is not given; those on the command line win.
-DEFAULTS = {"image_size": 64, "epochs": 5, "batch_size": 32, "weights": "none"}
 
 
-def draw(folder: Path, train: int = 1680, val: int = 360) -> None:
+def draw(folder: Path = FOLDER, train: int = 1680, val: int = 360) -> Path:
     """Write `train` + `val` images as `folder`/{train,val}/<class>/<number>.jpg.
 
-    The folder appears at once and whole; if it is there already nothing is done.
+    The folder, which is returned, appears at once and whole; if it is there nothing is done.
     """
     if folder.is_dir():
-        return
-    with files.filling(folder) as partial:
-        distributed.say(f"drawing the demo set in {os.path.relpath(folder)} ...")
+        return folder
+    with engine.filling(folder) as partial:
+        print(f"drawing the demo set in {os.path.relpath(folder)} ...", flush=True)
         for part, count in ("train", train), ("val", val):
             for number in range(count):
                 name = CLASSES[number % len(CLASSES)]
@@ -36,6 +34,7 @@ def draw(folder: Path, train: int = 1680, val: int = 360) -> None:
                 path.parent.mkdir(parents=True, exist_ok=True)
                 # Seeded one by one: an image does not depend on how many there are.
                 draw_image(name, random.Random(f"{part} {number}")).save(path, quality=90)
+    return folder
 
 
 def draw_image(name: str, rng: random.Random) -> Image.Image:

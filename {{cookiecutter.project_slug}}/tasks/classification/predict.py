@@ -9,59 +9,39 @@ import functools
 from collections.abc import Sequence
 from pathlib import Path
 
-from engine.ranks import process
+import engine
 
 if __name__ == "__main__":  # before torch, whose import takes seconds
-    process.install_handlers()
+    engine.prepare()
 
 import torch
 
-import model as task
-from dataset import ImageDataset, eval_transform
-from engine import files
-from engine.data import images, listing, loading
-from engine.ranks import devices
-from engine.ranks.failures import one_line_errors
-from engine.run import checkpoint
-from engine.run.flags import Parser, add_image_arguments
-from engine.run.predicting import Readable
+from dataset import val_transform
+from flags import parse_args
+from model import build_model, infer
 
-ROOT = Path(__file__).resolve().parent
+BEST = Path(__file__).resolve().parent / "runs/default/best.pt"
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = Parser(description=__doc__.split("\n")[0])
+    parser = engine.Parser(description=__doc__.split("\n")[0])
     parser.add_argument("inputs", nargs="+", metavar="FILES|FOLDER")
-    parser.add_argument("--checkpoint", metavar="FILE", default=ROOT / "runs/default/best.pt")
+    parser.add_argument("--checkpoint", metavar="FILE", default=BEST)
     parser.add_argument("--output", metavar="DIR", type=Path, default=Path("predictions"))
-    add_image_arguments(parser.add_argument_group("images", "default: as in training"), False)
-    parser.set_defaults(max_megapixels=None)
-    args = parser.parse_args(argv)
-
-    device = devices.kind()
-    model, classes, flags = checkpoint.open_model(
-        args.checkpoint, task.build_model, task.add_arguments, device
-    )
-    paths = [path for path, _ in listing.collect(args.inputs)]
-    transform = functools.partial(eval_transform, size=flags.image_size)
-    values = args.value_range or flags.value_range
-    most = args.max_megapixels or flags.max_megapixels
-    format = images.Format(values, most, flags.channels, flags.mean, flags.std)
-    dataset = ImageDataset([(path, -1) for path in paths], transform, format=format)
-    batches = Readable(dataset, batch_size=32)
-    table = args.output / "predictions.csv"
+    given = parser.parse_args(argv)
+    job = engine.Predictor(given.checkpoint, given.inputs, build_model, parse_args)
+    args, classes = job.args, job.classes  # with which the network was trained
     columns = ["file", "class", "probability", *(f"probability_{name}" for name in classes)]
-    with files.table(table, columns) as write:
-        for indices, (batch, _) in batches:
+    with job.table(given.output / "predictions.csv", columns) as write:
+        read = functools.partial(val_transform, size=args.image_size)
+        for paths, images in job.batches(read, batch_size=32):
             with torch.inference_mode():
-                outputs = task.infer(model, loading.normalize(batch.to(device), format), flags)
-            for index, scores in zip(indices, torch.softmax(outputs, 1).cpu(), strict=True):
-                label = int(scores.argmax())
-                probabilities = [f"{score:.4f}" for score in scores.tolist()]
-                write((paths[index], classes[label], probabilities[label], *probabilities))
-    batches.finish(table)
+                scores = infer(job.model, images, args).softmax(1).cpu()
+            for path, row in zip(paths, scores, strict=True):
+                label = int(row.argmax())
+                probabilities = [f"{share:.4f}" for share in row.tolist()]
+                write((path, classes[label], probabilities[label], *probabilities))
 
 
 if __name__ == "__main__":
-    with one_line_errors(loading.explain):
-        main()
+    engine.start(main)

@@ -23,16 +23,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from torch.utils.data import Dataset
 
-from dataset import (
-    IMAGE_SIZE,
-    SHORT_SIDE,
-    Pairs,
-    SegmentationDataset,
-    find_samples,
-    overlay,
-    split_pairs,
-    train_transform,
-)
+from dataset import SHORT_SIDE, build_datasets
 from engine.check import command
 from engine.check.plots import plain, show
 from engine.check.reading import (
@@ -46,13 +37,17 @@ from engine.check.reading import (
 )
 from engine.check.report import Plan
 from engine.check.survey import Survey, list_samples
-from engine.data import images, listing, loading
-from engine.data.images import Format, LazyImage, open_image
+from engine.data import folders, images, listing, loading
+from engine.data.folders import Pairs, split_pairs
+from engine.data.format import Format
+from engine.data.images import LazyImage, open_image
+from engine.data.masks import UNNAMED, VOID, Labels, explain_lack, read_classes, read_mask
 from engine.data.samples import Packed
 from engine.errors import UserError, shorten
 from engine.ranks.failures import one_line_errors
 from engine.run.flags import Help, Parser
-from masks import UNNAMED, VOID, Labels, explain_lack, read_classes, read_mask
+from engine.run.palette import overlay
+from flags import parse_args
 
 ROOT = Path(__file__).resolve().parent
 Sample = tuple[str, str, int]  # paths of image and mask, part: 0 for training, 1 for validation
@@ -113,6 +108,11 @@ def compare(
         text = f"EXIF orientation {image.turn}, the mask has {turn}; turn the pixels instead"
         return [Finding("rotation", path, text, mask_path)]
     return []
+
+
+def find_samples(root: Path) -> tuple[Pairs, Pairs, Labels]:
+    """Return the pairs for training and for validation, and the classes of classes.txt."""
+    return *folders.find_pairs(root), read_classes(root / "classes.txt")
 
 
 def find_all(root: Path, findings: list[Finding]) -> tuple[Pairs, Pairs, Labels]:
@@ -197,22 +197,22 @@ def draw(
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = Parser(description=__doc__, formatter_class=Help)
-    command.add_arguments(parser, ROOT / "runs/check", IMAGE_SIZE)
+    command.add_arguments(parser, ROOT / "runs/check")
     args = parser.parse_args(argv)
     command.prepare(args.data)
-    format = Format(args.value_range, args.max_megapixels, args.channels, args.mean, args.std)
     samples, labels, findings = list_samples(args.data, find_samples, find_all)
+    format = command.find_format(args.data, samples, args.channels)
     survey = Survey(samples, VOID, findings, has_masks=True)
     survey.read(Files(samples, labels, format), args.workers)
     classes = labels or number_classes(survey)
     check_labels(survey, labels, classes, args.data)
     survey.finish(classes, args.data)
-    transform = functools.partial(train_transform, size=args.image_size)
-    pairs = [sample[:2] for sample in survey.some(0)]
-    dataset = SegmentationDataset(pairs, labels, transform, format=format)
+    size = ["--image-size", str(args.image_size)] if args.image_size else []
+    training = parse_args(["--data", str(args.data), *size])
+    dataset = command.training_set(build_datasets, training)
     plan = Plan(dataset, args.batch_size, args.ranks, SHORT_SIDE, 4, format)
     drawing = functools.partial(draw, format=format, labels=labels, classes=classes)
-    command.finish(args.data, survey, classes, plan, drawing, args.output)
+    command.finish(args.data, survey, classes, plan, drawing, args.output, args.write)
 
 
 if __name__ == "__main__":

@@ -11,25 +11,23 @@ from pathlib import Path
 import numpy as np
 from PIL import Image, ImageDraw, ImageFilter
 
-from engine import files
-from engine.ranks import distributed
+import engine
 
+FOLDER = Path(__file__).resolve().parent / "data" / "demo"
 SIDE = 64  # pixels; every image is SIDE x SIDE, RGB
-# Flags that suit this set, used where --data is not given; those on the command line win.
-DEFAULTS = {"image_size": 64, "epochs": 2, "batch_size": 20, "weights": "none"}
 CLASSES = ("background", "crack")
 VOID = 255
 
 
-def draw(folder: Path, train: int = 1400, val: int = 400) -> None:
+def draw(folder: Path = FOLDER, train: int = 1400, val: int = 400) -> Path:
     """Write `train` + `val` pairs below `folder`, laid out as a user's own data would be.
 
-    The folder appears at once and whole; if it is there already nothing is done.
+    The folder, which is returned, appears at once and whole; if it is there nothing is done.
     """
     if folder.is_dir():
-        return
-    with files.filling(folder) as partial:
-        distributed.say(f"drawing the demo set in {os.path.relpath(folder)} ...")
+        return folder
+    with engine.filling(folder) as partial:
+        print(f"drawing the demo set in {os.path.relpath(folder)} ...", flush=True)
         (partial / "classes.txt").write_text("\n".join(CLASSES) + "\n")
         for part, count in ("train", train), ("val", val):
             for kind in "images", "masks":
@@ -39,6 +37,7 @@ def draw(folder: Path, train: int = 1400, val: int = 400) -> None:
                 image, mask = draw_pair(random.Random(f"{part} {number}"))
                 image.save(partial / part / "images" / f"{number:04d}.jpg", quality=92)
                 mask.save(partial / part / "masks" / f"{number:04d}.png")
+    return folder
 
 
 def draw_pair(rng: random.Random) -> tuple[Image.Image, Image.Image]:

@@ -8,20 +8,15 @@ loss nor in metrics.
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 from PIL import Image
 
-from engine.data import counts, images, shares
-from engine.data.images import DEFAULT_FORMAT, Format, LazyImage
+from engine.data import images
+from engine.data.format import DEFAULT_FORMAT, Format
 from engine.errors import UserError, shorten
-from engine.ranks import distributed
-from engine.run.palette import Classes
+from engine.run.palette import VOID, Classes
 
-VOID = 255  # the class number that both loss and metrics ignore
-CACHE = "mask_values.npz"  # in --output-dir
-MOST_READ = {"training": 256, "validation": 64}  # masks, for the line about the classes' shares
 JPEG = ("JPEG", "MPO")  # as Pillow calls them, whatever the files' names are
 BLOCK = 8  # pixels; JPEG compresses squares of this side
 LEAST_GAP = 64  # between two values that are told apart in a JPEG
@@ -237,62 +232,6 @@ def describe(unknown: np.ndarray, labels: Labels) -> str:
         f"label {value:g} in {count} pixels, but the classes are 0 to {len(labels) - 1} ({VOID} is "
         f"void); correct the mask" + ("" if labels.kind else remedy)
     )
-
-
-class Masked(Protocol):
-    """A data set with masks."""
-
-    labels: Labels
-
-    def __len__(self) -> int: ...
-
-    def open_mask(self, index: int) -> LazyImage: ...
-
-    def label_sources(self) -> list[str]: ...
-
-
-def survey(data: Path, train: Masked, val: Masked, output: Path | None = None) -> Labels:
-    """Print the classes' shares of the pixels; return the classes.
-
-    Reads some masks, or all for training if there is no classes.txt: what they hold is kept in
-    `output`, until one of them changes. Raises a UserError if the masks cannot be meant so: fewer
-    than two classes, or class numbers with a gap.
-    """
-    labels, path = train.labels, data / "classes.txt"
-
-    def read_all() -> np.ndarray:
-        distributed.say(f"no {path}: reading {len(train)} masks for the class numbers")
-        return count(train, 0).counts
-
-    if labels:
-        seen = count(train, MOST_READ["training"], classes=2)
-    else:
-        sources = train.label_sources()
-        read = counts.kept(output / CACHE, sources, read_all) if output else read_all()
-        seen = shares.Pixels(read, len(train), len(train))
-    values = np.flatnonzero(seen.counts).tolist()
-    found = [value for value in values if value != VOID]
-    if not labels and len(values) > 1 and (len(found) < 2 or found[-1] >= len(found)):
-        names = ["background", "object"] if len(values) == 2 else ["NAME"] * len(values)
-        lines = [f"{name} = {value}" for name, value in zip(names, values, strict=True)]
-        raise UserError(
-            f"{data}: the values of the training masks ({shorten(list(map(str, values)))}) are not "
-            f"class numbers from 0 without a gap; write what they mean into {path}, one class per "
-            f"line: {shorten(lines)}"
-        )
-    if len(found) < 2:
-        raise UserError(f"{data}: {explain_lack(labels, found, len(train), VOID in values)}")
-    labels = labels or parse([str(number) for number in found], path)
-    train.labels = val.labels = labels
-    shares.say_pixels(labels, seen, count(val, MOST_READ["validation"]), VOID)
-    return labels
-
-
-def count(dataset: Masked, most: int, classes: int = 0) -> shares.Pixels:
-    def read(index: int) -> np.ndarray:
-        return dataset.open_mask(index).read().numpy()
-
-    return shares.count_pixels(read, len(dataset), VOID, most, classes)
 
 
 def explain_lack(labels: Labels, found: list[int], total: int, has_void: bool) -> str:

@@ -1,0 +1,83 @@
+"""Training on device meta, whose tensors have no values: code that reads one fails there."""
+
+import itertools
+import traceback
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, nullcontext
+from pathlib import Path
+from typing import Any
+from unittest.mock import MagicMock, patch
+
+import torch
+from torch import Tensor, nn
+
+import engine
+from engine.data import loading
+from engine.ranks import distributed
+
+CPU, META = torch.device("cpu"), torch.device("meta")
+STEPS = 2
+
+
+def reading(main: Callable[[], object], root: Path) -> str:
+    """Return which line of the files in `root` reads a value off the device in a step; "" if none.
+
+    main: of main.py; its `setup`, `Folder`, `Run` and others are stand-ins meanwhile, so that it
+    takes two optimizer steps and writes nothing.
+    """
+    run = MagicMock(epoch=0, began=0, step=0)
+    run.is_over.side_effect = [False, True]
+    run.loss = lambda loss_sum, count: loss_sum / 2
+    run.end_epoch.return_value = False
+
+    def start(_: object, loader: Any, __: object, classes: Sequence[str], **parts: Any) -> object:
+        batches = itertools.islice(loader, STEPS * parts["accumulate"])
+        format = loading.format_of(loader)
+        run.batches.return_value = enumerate(
+            loading.move(batch, META, ahead=False, format=format) for batch in batches
+        )
+        run.classes = classes
+        return run
+
+    stand_ins: dict[str, object] = {
+        **{"setup": lambda *_: META, "Folder": lambda *_: MagicMock(state=None)},
+        **{"Run": start, "workers": lambda *_: loading.workers(0, CPU), "wrap": wrap},
+    }
+    distributed.setup()
+    try:
+        with ExitStack() as stack:
+            for name, value in stand_ins.items():
+                stack.enter_context(patch.object(engine, name, value))
+            for name in ("__repr__", "__format__"):  # which would read values if there were some
+                stack.enter_context(patch.object(Tensor, name, refusing(getattr(Tensor, name))))
+            main()
+    except RuntimeError as error:
+        lines = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.line]
+        own = [frame for frame in lines if Path(frame.filename).parent == root]
+        if not own:
+            raise
+        place = f"{Path(own[-1].filename).name}:{own[-1].lineno}: {own[-1].line}"
+        return (
+            f"{place}\nreads a value off the device in each step, or has a size that depends on "
+            f"one: the device waits ({error})"
+        )
+    finally:
+        distributed.teardown()
+    assert run.end_step.call_count == STEPS
+    return ""
+
+
+def wrap(model: nn.Module, *_: object, **__: object) -> nn.Module:
+    vars(model)["no_sync"] = nullcontext
+    return model
+
+
+def refusing(show: Callable[..., str]) -> Callable[..., str]:
+    """Return a function that shows tensors, but not those of device meta."""
+
+    def shown(tensor: Tensor, *args: Any, **options: Any) -> str:
+        if tensor.device == META:
+            raise RuntimeError("a tensor is printed")
+        return show(tensor, *args, **options)
+
+    return shown
