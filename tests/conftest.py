@@ -26,6 +26,7 @@ LONGEST = [
             "demo",
             "faults",
             "runs",
+            "equality",
             "launch",
             "nodes",
             "gpu",

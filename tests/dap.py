@@ -57,7 +57,6 @@ def answered(project: Path, questions: list[dict[str, str]], answers: dict[str, 
     variables = {
         "workspaceFolder": str(project),
         "file": answers.pop("file", ""),
-        "command:pickProcess": answers.pop("pid", ""),
         "command:python.interpreterPath": sys.executable,
     }
     for question in questions:
@@ -209,18 +208,12 @@ class Debugger:
         self.mark = uuid.uuid4().hex
         self.env = {
             **os.environ,
-            "CUDA_VISIBLE_DEVICES": "",
+            **{"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
             "DDP_TEMPLATE_TEST": self.mark,
         }
 
     def launch(self, config: dict[str, Any], debug: bool = True) -> None:
         """F5, or Ctrl+F5 (without debugging)."""
-        top = self._adapt()
-        more = {"python": sys.executable, "clientOS": "unix"}
-        top.begin("launch", {**config, **more} if debug else {**config, **more, "noDebug": True})
-
-    def _adapt(self) -> Session:
-        """Start an adapter of this window's own."""
         self.adapter = subprocess.Popen(
             [sys.executable, "-m", "debugpy.adapter"],
             stdin=subprocess.PIPE,
@@ -229,15 +222,13 @@ class Debugger:
             env=self.env,
             start_new_session=True,
         )
-        self.sessions.append(Session(self, self.adapter.stdout, self.adapter.stdin))
-        return self.sessions[-1]
+        top = Session(self, self.adapter.stdout, self.adapter.stdin)
+        self.sessions.append(top)
+        more = {"python": sys.executable, "clientOS": "unix"}
+        top.begin("launch", {**config, **more} if debug else {**config, **more, "noDebug": True})
 
     def attach(self, config: dict[str, Any]) -> Session:
-        """Attach to where a process listens, or to a process by its id."""
-        if "processId" in config:
-            session = self._adapt()
-            session.begin("attach", config)
-            return session
+        """Attach to where a process listens."""
         where = config["connect"]
         connection = socket.create_connection((where["host"], int(where["port"])), PATIENCE)
         connection.settimeout(None)
@@ -277,16 +268,6 @@ class Debugger:
         os.close(tty)
         self.shown = threading.Thread(target=self._show, daemon=True)
         self.shown.start()
-
-    def run(self, task: dict[str, Any]) -> None:
-        """Run a task; if it is one in the background, until it has begun."""
-        words = [task["command"], *task.get("args", [])]
-        if task["type"] == "shell":
-            words = ["bash", "-c", " ".join(words)]
-        self.type(words, self.folder, task.get("options", {}).get("env", {}))
-        if task.get("isBackground"):
-            begun = re.compile(task["problemMatcher"]["background"]["endsPattern"], re.M)
-            self.wait(lambda: begun.search(self.text), begun.pattern)
 
     def _show(self) -> None:
         # The only one to close the screen: nothing is hung up while another thread reads from it.

@@ -24,7 +24,7 @@ TASKS = ("classification", "segmentation")
 # What most runs in these tests are given: small images, and little time in processes.
 SMALL = (
     *("--image-size", "64", "--batch-size", "4", "--workers", "0", "--epochs", "1"),
-    *("--threads", "1", "--weights", "none"),
+    *("--weights", "none"),
 )
 # Small networks: building, exporting and saving the default ones would take most of the tests'
 # time. make demo and the projects' own tests keep to those.
@@ -268,17 +268,17 @@ def edited(project: Project, folder: Path, *changes: tuple[str, str]) -> Project
 
 DRAWS_NOTHING = """
 import unittest.mock
-from engine.run import plots
-plots.draw_curves = Reporter.images = mistakes.report = unittest.mock.Mock()
+from engine.run import mistakes, plots, records, reporting
+plots.draw_curves = reporting.Reporter.images = mistakes.report = unittest.mock.Mock()
 records.are_drawn = lambda _: True
 """
 
 
 def planted(project: Project, folder: Path, code: str = "") -> Project:
     """A copy of the project that draws nothing, and runs `code` before each optimizer step."""
-    step, root = "        if is_last:\n", "\nROOT = "
+    step, recipe = "        if is_last:\n", "\nimport recipe\n"
     code = textwrap.indent(code, " " * 8)
-    return edited(project, folder, (step, code + step), (root, DRAWS_NOTHING + root))
+    return edited(project, folder, (step, code + step), (recipe, DRAWS_NOTHING + recipe))
 
 
 def in_place_of_main(project: Project, folder: Path, script: str) -> Project:

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
-from running import NETS, SMALL, Project
+from running import NETS, SAME_FOR_BOTH, SMALL, Done, Project, edited, flags, rows
 
 Spoil = Callable[[Path], None]
 
@@ -200,3 +201,89 @@ def test_folders_to_leave_out(project: Project, own_data: Path, tmp_path: Path) 
             (folder / name).symlink_to(elsewhere)
         (elsewhere / "back").symlink_to(train)
     assert project.call("data.found", own_data) == before
+
+
+Change = tuple[str, str]
+LOSS = "            loss = run.loss(loss_sum, count)  # divided by what is equal on all ranks\n"
+BACKWARD = "            scaler.scale(loss).backward()\n"
+DIVIDE = "            run.divide_gradients(ddp_model)\n"
+STEP = "            scaler.step(optimizer)\n"
+ZERO = "            optimizer.zero_grad()\n"
+OWN_LOSS = "            loss = nn.functional.cross_entropy(outputs, targets)\n"
+OWN_BACKWARD = "            loss.backward()\n"
+FORWARD = "                outputs = ddp_model(images)\n"
+JUDGE = "judge(model, val_loader)\n            lr"
+NOT_DIVIDED = "call run.divide_gradients(ddp_model) after its last backward()"
+ZEROED = "zero_grad() after "
+ANOTHER = "evaluate() judged another network than Run(model=...)"
+MISUSES: dict[str, tuple[list[Change], str]] = {
+    "undivided": ([(DIVIDE, "")], NOT_DIVIDED),
+    "own loss": ([(LOSS, OWN_LOSS), (BACKWARD, OWN_BACKWARD)], "run.loss was called 0 time(s)"),
+    "own loss, undivided": (
+        [(LOSS, OWN_LOSS), (BACKWARD, OWN_BACKWARD), (DIVIDE, "")],
+        NOT_DIVIDED,
+    ),
+    "zeroed": ([(ZERO, ""), (DIVIDE, ZERO + DIVIDE)], ZEROED),
+    "zeroed after the division": ([(ZERO, ""), (STEP, ZERO + STEP)], ZEROED),
+    "no end": ([("            run.end_step()", "            pass")], "run.end_step was not called"),
+    "past DDP": (
+        [(FORWARD, FORWARD.replace("ddp_model", "ddp_model.module"))],
+        "a step without a call of ddp_model",
+    ),
+    "a copy": ([(JUDGE, JUDGE.replace("model", "__import__('copy').deepcopy(model)"))], ANOTHER),
+    "no average": ([(JUDGE, JUDGE.replace("model", "trained"))], ANOTHER),
+}
+
+
+def train(project: Project, data: Path, folder: Path, changes: list[Change], *more: object) -> Done:
+    main = edited(project, folder / "copy", *changes).folder / "main.py"
+    return project.fork(*flags(data, folder / "out", *more), script=main)
+
+
+@SAME_FOR_BOTH
+@pytest.mark.parametrize("name", MISUSES)
+def test_training_steps(project: Project, few: Path, tmp_path: Path, name: str) -> None:
+    """At the first step; another network than the saved one after the first epoch."""
+    changes, words = MISUSES[name]
+    more = ("--ema", 0.9) if name == "no average" else ()
+    done = train(project, few, tmp_path, changes, *more)
+    done.refused(words)
+    assert done.status == 2
+    assert (tmp_path / "out" / "last.pt").exists() == (words == ANOTHER)
+    assert not (tmp_path / "out" / "best.pt").exists()
+
+
+TO_DEVICE = "    model = model.to(device)"
+TUPLE = "    forward = model.forward\n    model.forward = lambda x: (forward(x), x.sum())\n"
+RETURNS_TUPLE = (TO_DEVICE, TUPLE + TO_DEVICE)
+CRITERION = "engine.criterion(build_criterion(args, train_set, classes).to(device))"
+MEAN = (CRITERION, "engine.criterion(nn.CrossEntropyLoss(ignore_index=255))")
+OF_THE_FIRST = (
+    CRITERION,
+    "engine.criterion(lambda outputs, targets: "
+    "nn.functional.cross_entropy(outputs[0], targets, ignore_index=255))",
+)
+
+
+def test_losses_and_outputs(project: Project, few: Path, tmp_path: Path) -> None:
+    """A mean is weighed by its labels, void left out; metrics take the first of several outputs."""
+    own = shutil.copytree(few, tmp_path / "own")
+    for number, path in enumerate(sorted(own.glob("*/masks/*"))):
+        mask = np.array(Image.open(path))
+        mask[: number % 5 * 12] = 255
+        Image.fromarray(mask).save(path)
+    recipe = ("--optimizer", "sgd", "--lr", 0.01, "--warmup-epochs", 0)
+    found = []
+    for name, changes in (("pair", []), ("mean", [MEAN]), ("tuple", [RETURNS_TUPLE, OF_THE_FIRST])):
+        train(project, own, tmp_path / name, changes, *recipe).ok()
+        state = torch.load(tmp_path / name / "out" / "last.pt", weights_only=True)
+        (row,) = rows(tmp_path / name / "out")
+        losses = [float(row["train_loss"]), float(row["val_loss"])]
+        weights = torch.cat([weight.flatten().double() for weight in state["model"].values()])
+        found.append((losses, weights))
+    for losses, weights in found[1:]:
+        assert losses == pytest.approx(found[0][0], rel=1e-6)
+        assert (weights - found[0][1]).abs().max() < 1e-6
+    done = train(project, own, tmp_path / "refused", [RETURNS_TUPLE])
+    done.refused("the network returns a tuple, which the loss of model.py does not take")
+    assert done.status == 2

@@ -1,20 +1,17 @@
-"""Classes of unequal size: counts, --class-weights, --sampler balanced; and --overfit."""
+"""Classes of unequal size: counts, --class-weights, --sampler balanced."""
 
 import json
-import math
-import re
-import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from digest import digest
 from PIL import Image
-from running import SAME_FOR_BOTH, Project, flags, rows, small
+from running import Project, flags, rows, small
+from torchvision.datasets import FakeData
 
-from engine.data import balance, overfit, samples, seeding
-from engine.data.counts import CACHE, Counts, count_classes
+from engine.data import balance, samples, seeding
+from engine.data.counts import count_classes
 from engine.data.loading import TrainSampler
 from engine.errors import UserError
 from engine.ranks import distributed
@@ -22,18 +19,34 @@ from engine.ranks import distributed
 MASKS = pytest.mark.parametrize("project", ["segmentation"], indirect=True)
 
 
-def counts_of(labels: list[list[int]], classes: int) -> Counts:
-    """Of samples that each have some classes."""
-    pairs = [(i, label) for i, each in enumerate(labels) for label in each]
-    found = np.array(pairs, np.int64).reshape(-1, 2)
+class Labelled:
+    """Samples of some classes each."""
+
+    def __init__(self, labels: list[list[int]]) -> None:
+        self.labels = labels
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def count_labels(self, index: int) -> dict[int, int]:
+        return dict.fromkeys(self.labels[index], 1)
+
+
+@pytest.fixture(autouse=True)
+def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A group of one without a store."""
+    monkeypatch.setattr(distributed, "gather_objects", lambda value: [value])
+
+
+def sampler_of(labels: list[list[int]], classes: int, seed: int = 0) -> TrainSampler:
     names = [f"class{number}" for number in range(classes)]
-    return Counts(found[:, 0].copy(), found[:, 1].copy(), np.ones(len(pairs), np.int64), names)
+    return TrainSampler(Labelled(labels), 1, 1, seed, balanced=True, classes=names)
 
 
 def draws(labels: list[list[int]], classes: int, epoch: int = 0, seed: int = 0) -> np.ndarray:
-    sampler = TrainSampler(len(labels), 1, seed, counts_of(labels, classes))
+    sampler = sampler_of(labels, classes, seed)
     sampler.set_epoch(epoch)
-    return np.array([draw for _, draw in sampler])
+    return np.array([key.draw for key in sampler])
 
 
 class TestBalancedSampler:
@@ -71,167 +84,78 @@ class TestBalancedSampler:
         assert 8 < mixed[:33].sum() < 25  # not one class after the other
 
     def test_checkpoints_tell_orders_apart(self) -> None:
-        two, one = (counts_of([[0]] * n + [[1]] * (4 - n), 2) for n in (2, 1))
-        found = [TrainSampler(4, 2, 0, counts).order["sampler"] for counts in (None, two, one)]
+        two, one = (sampler_of([[0]] * n + [[1]] * (4 - n), 2) for n in (2, 1))
+        found = [each.order["sampler"] for each in (TrainSampler([()] * 4, 1, 1, 0), two, one)]
         assert found[0] == "shuffle"
         assert len({*found}) == 3
 
 
-class Random:
-    """Samples of random numbers, one file each, with a label."""
+class Random(Labelled):
+    """Samples of random numbers with a label; `read` says how often those were asked for."""
 
-    def __init__(self, labels: list[int], folder: Path) -> None:
-        self.labels = labels
-        self.files = [folder / f"{number}" for number in range(len(labels))]
-        for file, label in zip(self.files, labels, strict=True):
-            file.write_text(str(label))
-        self.read = 0
+    read = 0
 
-    def __len__(self) -> int:
-        return len(self.labels)
+    def __init__(self, labels: list[int]) -> None:
+        super().__init__([[label] for label in labels])
 
     def __getitem__(self, index: int) -> tuple:
-        return torch.rand(3), self.labels[index]
+        return torch.rand(3, 1, 1), self.labels[index][0]
 
     def count_labels(self, index: int) -> dict[int, int]:
         self.read += 1
-        return {int(self.files[index].read_text()): 10}
-
-    def label_sources(self) -> list[str]:
-        return [str(file) for file in self.files]
+        return {self.labels[index][0]: 10}
 
 
-def test_a_repeat_is_augmented_anew(tmp_path: Path) -> None:
+def test_a_repeat_is_augmented_anew() -> None:
     """And what comes once, as ever."""
-    data = Random([0, 1, 0, 1], tmp_path)
-    keyed = samples.KeyedDataset(data, 2, 7, 0, is_any_size=False)
-    (first, _), (again, _), (other, _) = keyed.__getitems__([(2, 1), (2, 1 + 4), (2, 3)])
+    seeded = samples.Seeded(Random([0, 1, 0, 1]), 2, 7)
+    keys = [samples.Key(2, draw) for draw in (1, 1 + 4, 3)]
+    (first, _), (again, _), (other, _) = seeded.__getitems__(keys)
     seeding.seed(7, 2, 1)
-    assert torch.equal(first, torch.rand(3))
+    assert torch.equal(first, torch.rand(3, 1, 1))
     assert not torch.equal(first, again)
     assert not torch.equal(other, again)
-    assert keyed.name(1 + 4) == "sample 1"
+    assert seeded.name(1 + 4) == "sample 1"
 
 
-@pytest.fixture
-def alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A group of one without a store."""
-    monkeypatch.setattr(distributed, "gather_objects", lambda value: [value])
-    monkeypatch.setattr(distributed, "from_rank_zero", lambda function, *args: function(*args))
-
-
-@pytest.mark.usefixtures("alone")
 class TestCounts:
-    def test_what_is_kept(self, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-        """Read once; again if a file, the classes or the list changes, or the cache is damaged."""
-        folder = tmp_path / "files"
-        folder.mkdir()
-        data, out = Random([0, 1, 1, 2], folder), tmp_path / "new" / "out"
+    def test_they_are_counted_once(self) -> None:
+        """For the sampler and for the weights; another data set anew."""
+        data = Random([0, 1, 1, 2])
         names = ["a", "b", "c"]
+        assert count_classes(data, names).of_classes().tolist() == [10, 20, 10]
+        TrainSampler(data, 2, 1, 0, balanced=True, classes=names)
+        balance.class_weights("auto", data, names)
+        assert data.read == 4
+        assert count_classes(Random([2] * 40), names).of_classes().tolist() == [0, 0, 400]
 
-        def reads(names: list[str] = names) -> int:
-            data.read = 0
-            found = count_classes(data, names, out)
-            assert found.of_classes()[:3].tolist() == [10 * data.labels.count(n) for n in range(3)]
-            assert ("from" in found.origin) == (data.read == 0)
-            return data.read
-
-        assert [reads(), reads()] == [4, 0]
-        assert [reads([*names, "d"]), reads()] == [4, 4]
-        data.files[0].write_text("1")
-        data.labels[0] = 1
-        assert [reads(), reads()] == [4, 0]
-        cache = out / CACHE
-        content = bytearray(cache.read_bytes())
-        content[len(content) // 2] ^= 1
-        for damaged in (content, content[:90], b"", b"text"):
-            cache.write_bytes(damaged)
-            assert [reads(), reads()] == [4, 0]
-        shutil.rmtree(out)
-        out.write_text("a file where the folder should be")
-        assert [reads(), reads()] == [4, 4]
-        assert not list(tmp_path.rglob("*.part"))
-
-    def test_auto(self, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    def test_weights(self, capsys: pytest.CaptureFixture) -> None:
         """scikit-learn's compute_class_weight("balanced"), and 1 for what does not occur."""
-        labels = [0] * 30 + [2] * 10
-        counts = count_classes(Random(labels, tmp_path), ["a", "b", "c"], tmp_path)
-        weights = balance.class_weights("auto", counts, counts.classes)
-        assert weights == (40 / (2 * 30), 1.0, 40 / (2 * 10))
+        data, names = Random([0] * 30 + [2] * 10), ["a", "b", "c"]
+        weights = balance.class_weights("auto", data, names)
+        assert torch.equal(weights, torch.tensor([40 / (2 * 30), 1.0, 40 / (2 * 10)]))
         said = capsys.readouterr().out
         assert "warning: b is in none of the training samples: weight 1" in said
-        assert "weights in the loss: a 0.667, b 1, c 2; 40 samples read in " in said
-        assert balance.class_weights(None, None, counts.classes) is None
-        assert balance.class_weights((1.0, 2.0, 3.0), None, counts.classes) == (1.0, 2.0, 3.0)
-        with pytest.raises(UserError, match="2 numbers, of the flag"):
-            balance.class_weights((1.0, 2.0), None, counts.classes)
+        assert "weights in the loss: a 0.667, b 1, c 2\n" in said
+        assert balance.class_weights(None, [], names) is None
+        given = balance.class_weights((1.0, 2.5, 3.0), [], names)
+        assert torch.equal(given, torch.tensor([1.0, 2.5, 3.0]))
+        with pytest.raises(UserError, match="2 numbers, but the data has 3 classes"):
+            balance.class_weights((1.0, 2.0), data, names)
 
     @pytest.mark.parametrize(
-        "text",
+        ("data", "words"),
         [
-            "a crack 2\nb 0.5\n",
-            "\ufeff# weights\nb = .5  # rare\n\na crack = 2e0",
-            "b,0.5\r\na crack,2\r\n",
-            "a crack: 2\nb\t0.5",
+            (Random([0, 1, 7]), "sample 2: label 7, but the classes are 0 to 1"),
+            (Labelled([[]] * 3), "no training sample has a label"),
+            ([(1, 2)], "list has no count_labels, which --class-weights auto and"),
+            (FakeData(8), "FakeData has no count_labels"),
         ],
     )
-    def test_a_file(self, tmp_path: Path, text: str) -> None:
-        path = tmp_path / "weights.txt"
-        path.write_text(text, encoding="utf-8")
-        names = ["a crack", "b"]
-        assert balance.class_weights(str(path), None, names) == (2.0, 0.5)
-        both = balance.class_weights(str(path), counts_of([[0], [1]], 2), names)
-        assert both == (2.0, 0.5)  # with counts for --sampler balanced at hand, too
-
-    @pytest.mark.parametrize(
-        "text, words",
-        [
-            ("a 1", "weights.txt: no weight for b; each class needs one"),
-            ("a 1\nb 2\nc 3", "weights.txt, line 3: c is no class; the classes are a, b"),
-            ("a 1\nb 2\na 1", "line 3: a comes twice"),
-            ("a 1\nb", "line 2: b: expected NAME WEIGHT"),
-            *((f"a 1\nb {w}", f"line 2: {w} is no positive") for w in ("0", "-1", "nan", "inf")),
-            ("a 1\nb 1e-60", "line 2: 1e-60 is no positive number"),  # 0 as float32
-            ("a 1\nb x", "line 2: x is no positive number"),
-            (None, "--class-weights .*weights.txt: neither numbers nor a file .*; use auto"),
-        ],
-    )
-    def test_a_wrong_file(self, tmp_path: Path, text: str | None, words: str) -> None:
-        path = tmp_path / "weights.txt"
-        if text is not None:
-            path.write_text(text)
+    def test_what_cannot_be_counted(self, data: object, words: str) -> None:
         with pytest.raises(UserError, match=words) as found:
-            balance.class_weights(str(path), None, ["a", "b"])
+            balance.class_weights("auto", data, ["a", "b"])
         assert "\n" not in str(found.value)
-
-    def test_labels_that_are_no_classes(self, tmp_path: Path) -> None:
-        with pytest.raises(UserError, match="sample 2: label 7, but the classes are 0 to 1"):
-            count_classes(Random([0, 1, 7], tmp_path), ["a", "b"], tmp_path)
-
-    def test_a_data_set_that_does_not_count(self, tmp_path: Path) -> None:
-        with pytest.raises(UserError, match="list has no count_labels and label_sources"):
-            count_classes([(1, 2)], ["a", "b"], tmp_path)
-
-
-@pytest.mark.usefixtures("alone")
-class TestFew:
-    def test_all_classes_and_the_same_crops(self, tmp_path: Path) -> None:
-        data = Random([0] * 300 + [1] * 5 + [2], tmp_path)
-        data.label_sources = list  # known without a file
-        train, val = overfit.choose(data, 7, 3, 8)
-        assert np.bincount([val[i][1] for i in range(7)]).tolist() == [3, 3, 1]
-        assert len(train) == math.ceil(overfit.MIN_STEPS * 8 / 7) * 7
-        keyed = [samples.KeyedDataset(part, 3, 3, 0, is_any_size=False) for part in (train, val)]
-        for key in (0, 3), (5, 3 + 7), (9, 3 + 2 * 7):
-            assert torch.equal(keyed[0][key][0], keyed[1][0, 3][0])
-        assert not torch.equal(keyed[1][0, 3][0], keyed[1][0, 4][0])
-        with pytest.raises(UserError, match="--overfit 400: there are 306 training images"):
-            overfit.choose(data, 400, 3, 8)
-
-    def test_few_masks_are_read(self, tmp_path: Path) -> None:
-        data = Random([0] * 500, tmp_path)
-        overfit.choose(data, 2, 0, 4)
-        assert data.read == overfit.MOST_READ
 
 
 def test_the_same_batches_whatever_the_machine(
@@ -239,7 +163,7 @@ def test_the_same_batches_whatever_the_machine(
 ) -> None:
     for path in sorted(own_data.glob("train/dots/*"))[2:]:
         path.unlink()
-    first, *others = project.call("balancing.checksums", own_data, tmp_path)
+    first, *others = project.call("balancing.checksums", own_data)
     assert {len(step) for step in first} == {8}
     assert all(other == first for other in others)
     drawn = [tuple(sample) for step in first for sample in step]
@@ -257,19 +181,16 @@ def test_stopped_and_resumed(project: Project, few: Path, tmp_path: Path) -> Non
     assert len({*found["digests"]}) == 1
     killed, changed = found["said"]
     assert "2 steps of the next" in killed
-    assert f"; from {tmp_path / 'killed' / CACHE}" in killed
     assert "the images, --seed or --sampler have changed: the epoch starts over" in changed
     assert [row["step"] for row in rows(tmp_path / "changed")] == ["5"]
     whole = tmp_path / "whole"
     masks = [np.array(Image.open(path)).ravel() for path in few.glob("train/masks/*")]
     pixels = np.bincount(np.concatenate(masks), minlength=256)[:2]
-    weights = torch.load(whole / "last.pt", weights_only=True)["args"]["class_weights"]
-    assert weights == pytest.approx(tuple(pixels.sum() / (2 * pixels)), rel=1e-12)
-    (whole / CACHE).unlink()
+    texts = [f"{weight:.3g}" for weight in pixels.sum() / (2 * pixels)]
+    assert f"weights in the loss: background {texts[0]}, crack {texts[1]}\n" in killed
     done = project.alone(*flags(few, whole, "--eval-only"), draws=False).ok()
     loss = json.loads(done.out.splitlines()[-1])["val_loss"]
     assert loss == pytest.approx(float(rows(whole)[0]["val_loss"]), rel=1e-4)
-    assert not (whole / CACHE).exists()
 
 
 @MASKS
@@ -281,22 +202,3 @@ def test_a_broken_mask_in_the_pass(project: Project, own_data: Path, tmp_path: P
     assert statuses == [2, 2]
     assert len(said.splitlines()) == 1
     assert name in said
-    assert not (tmp_path / "out" / CACHE).exists()
-
-
-@SAME_FOR_BOTH
-def test_overfit(project: Project, data: Path, trained: Path, tmp_path: Path) -> None:
-    """The loss falls on the same crops; no other run is continued by it, nor it by another."""
-    out, before = tmp_path / "out", digest(trained)
-    more = "--sampler", "balanced", "--class-weights", "auto"
-    done = project.fork(*flags(data, out, "--overfit", 3, *more)).ok()
-    assert "3 of 53 training images" in done.out
-    assert "batch 2 per rank x 2 rank(s) x 1 accumulated = 4 " in done.out
-    assert "+ 3 validation images | 50 steps per epoch" in done.out
-    assert re.search(r"--overfit 3: (not learnt|learnt by heart) \(", done.out.splitlines()[-1])
-    assert float(rows(out)[0]["train_loss"]) < float(rows(trained)[0]["train_loss"])
-    other = project.alone(*flags(data, trained, "--overfit", 3, "--epochs", 2))
-    other.refused("was trained without --overfit, not 3", "choose another --output-dir")
-    project.alone(*flags(data, out, "--overfit", 4)).refused("trained with --overfit 3, not 4")
-    project.alone(*flags(data, out)).refused("trained with --overfit 3, not without")
-    assert digest(trained) == before

@@ -60,7 +60,7 @@ def test_gpu_is_looked_for(tmp_path: Path) -> None:
 
 def test_gpu_measures(project: Project, data: Path, tmp_path: Path) -> None:
     """It knows the projects' code: a step, a save, decoding beside a step; here on the CPU."""
-    words = " ".join((*NETS[project.task], "--image-size 32 --batch-size 2 --threads 1"))
+    words = " ".join((*NETS[project.task], "--image-size 32 --batch-size 2"))
     assert project.call("benchmarking.measured", "peak", tmp_path, words, "ours") > 1e8
     if project.task == "classification":
         size, *times = project.call("benchmarking.measured", "save", tmp_path, words)

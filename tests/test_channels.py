@@ -1,4 +1,4 @@
-"""Images of any number of channels, at their files' full depth: --channels."""
+"""Images of any number of channels, at their files' full depth: "channels" in data.json."""
 
 import json
 import os
@@ -17,9 +17,9 @@ from torch import nn
 
 from engine.check.reading import look
 from engine.data import images, listing, loading, stacks
-from engine.data.images import Format
+from engine.data.format import MEAN, STD, Format
 from engine.errors import UserError
-from engine.run import pretrained
+from engine.run import pretrained, sizes
 
 NOISE = np.random.default_rng(0)
 SHORTS = NOISE.integers(0, 6000, (40, 52, 5)).astype(np.uint16)  # of 65535: dark, and not refused
@@ -95,12 +95,12 @@ class TestFiles:
         ("name", "values", "words"),
         [
             ("x.npy", FLOATS, r"shape \(40, 52, 3\), not \(height, width, 5\)"),
-            ("x.npy", FLOATS[..., :1] * 2 - np.ones(5), "floats .* over 0,1; pass --value-range=-"),
-            ("x.npy", SHORTS.astype(np.int16), "values of type int16 .*pass --value-range 0,5999"),
+            ("x.npy", FLOATS[..., :1] * 2 - np.ones(5), "floats .* over 0,1; write .*: .-0"),
+            ("x.npy", SHORTS.astype(np.int16), "values of type int16 .*write .*: .0, 5999."),
             ("x.npy", SHORTS * 1j, "values of type complex128; save it as integers or floats"),
             ("x.npy", np.full((4, 4, 5), np.nan), "NaN or infinite; replace them"),
             ("x.npy", np.array([None]), r"cannot be read \(.*\); replace or remove it"),
-            ("x.npy", np.zeros((2000, 1000, 5)), "1000 x 2000 pixels are more than --max-mega"),
+            ("x.npy", np.zeros((2000, 1000, 5)), "1000 x 2000 pixels are more than max_mega"),
             ("x.png", SHORTS[..., 0], r"shape \(40, 52, 1\), not \(height, width, 5\)"),
         ],
     )
@@ -127,11 +127,11 @@ class TestFiles:
         np.testing.assert_allclose(read(path, 1)[..., 0], FLOATS[..., 0], atol=1e-6)
 
     def test_pages(self, tmp_path: Path) -> None:
-        """Without --channels, pages are refused, but for smaller versions of the first one."""
+        """Without "channels", pages are refused, but for smaller versions of the first one."""
         path = tmp_path / "x.tif"
         for values in SHORTS, (SHORTS // 32).astype(np.uint8):
             save_tiff(path, values, "series")
-            with pytest.raises(UserError, match=r"x.tif: 5 pages, .* --channels 5 if"):
+            with pytest.raises(UserError, match=r"x.tif: 5 pages, .* .channels.: 5 into data"):
                 images.open_image(str(path), Format((0, 6000)))
             with pytest.raises(UserError, match="5 pages"):
                 images.read_image(str(path), None)
@@ -182,29 +182,32 @@ class TestFiles:
             read(tmp_path / "x.tif", 5)
 
     def test_arrays_in_folders(self, tmp_path: Path) -> None:
-        """They are images where there are no others; without --channels a line says so."""
+        """They are images where there are no others; without "channels" a line says so."""
         np.save(tmp_path / "x.npy", SHORTS)
         assert listing.list_images(tmp_path) == [str(tmp_path / "x.npy")]
-        with pytest.raises(UserError, match=r"x.npy: .*only with --channels N"):
+        with pytest.raises(UserError, match=r"x.npy: .*with .channels. in data.json"):
             images.open_image(str(tmp_path / "x.npy"))
         Image.fromarray(SHORTS[..., 0]).save(tmp_path / "y.png")
         assert listing.list_images(tmp_path) == [str(tmp_path / "y.png")]
 
 
 def test_normalization() -> None:
-    values = torch.rand(2, 5, 8, 8)
+    """Of images with channels by their data set, to the bit as the device does it; of RGB there."""
+    values = torch.rand(5, 8, 8)
     mean, std = (0.1, 0.2, 0.3, 0.4, 0.5), (0.5, 0.4, 0.3, 0.2, 0.1)
-    found = loading.normalize(values, Format(channels=5, mean=mean, std=std))
+    found = Format(channels=5, mean=mean, std=std).normalize(values)
     for i in range(5):
-        torch.testing.assert_close(found[:, i], (values[:, i] - mean[i]) / std[i])
-    assert Format(channels=3).statistics == Format().statistics == (images.MEAN, images.STD)
+        assert torch.equal(found[i], (values[i] - torch.tensor(mean[i])) / torch.tensor(std[i]))
+    assert torch.equal(loading.normalize(found), found)
+    assert Format().normalize(values) is values  # what dataset.py returns as float32 is taken as is
+    assert Format(channels=3).statistics == Format().statistics == (MEAN, STD)
     assert Format(channels=1).statistics[0] == (pytest.approx(0.449),)
     grey = torch.full((1, 3, 2, 2), 51, dtype=torch.uint8)
     assert loading.normalize(grey, Format(mean=(0.2,) * 3, std=(1,) * 3)).abs().max() < 1e-6
-    with pytest.raises(UserError, match="--channels 4 needs --mean, 4 numbers; check_data"):
+    with pytest.raises(
+        UserError, match=r'^data\.json: "channels": 4 needs "mean", 4 numbers; check'
+    ):
         _ = Format(channels=4).statistics
-    with pytest.raises(UserError, match="--std: 3 numbers for 4 channels"):
-        _ = Format(channels=4, mean=(0,) * 4, std=(1,) * 3).statistics
 
 
 def test_visible() -> None:
@@ -225,7 +228,7 @@ def test_visible() -> None:
 def test_first_convolution(channels: int, capsys: pytest.CaptureFixture[str]) -> None:
     """Pretrained weights of RGB become those that timm makes of them; the rest is copied."""
     source = torchvision.models.shufflenet_v2_x0_5().state_dict()
-    net = pretrained.set_channels(torchvision.models.shufflenet_v2_x0_5(), channels)
+    net = sizes.set_channels(torchvision.models.shufflenet_v2_x0_5(), channels)
     first = next(m for m in net.modules() if isinstance(m, nn.Conv2d))
     assert first.weight.std() > 0
     pretrained.copy_matching(net, source)
@@ -259,23 +262,38 @@ def draw(root: Path, task: str) -> Path:
 def test_a_run(project: Project, tmp_path: Path) -> None:
     """What check_data.py prints trains, resumes, evaluates, predicts and is exported."""
     data, out = draw(tmp_path / "set", project.task), tmp_path / "out"
-    words = [data, "--channels", 5, "--workers", 0, "--output", tmp_path]
+    net = ["--arch", "squeezenet1_1"] if project.task == "classification" else []
+    run = flags(data, out, "--batch-size", 3, *net)
+    project.alone(*run).refused("0.tif: cannot be read", 'more channels need "channels" in data.js')
+    words = [data, "--workers", 0, "--output", tmp_path]
     said = project.alone(*words, script="check_data.py").ok().out
-    given = re.search(r"train with (.*)", said)[1].split()
-    found = [[float(n) for n in flag.split("=")[1].split(",")] for flag in given[2:4]]
+    assert not (data / "data.json").exists()
+    (proposed,) = re.findall(r"^data.json ({.*}) \(--write writes it\)$", said, re.MULTILINE)
+    project.alone(*words, "--write", script="check_data.py").ok()
+    given = json.loads((data / "data.json").read_text())
+    assert given == json.loads(proposed)
+    said = project.alone(*words, script="check_data.py").ok().out
+    assert "data.json as it should be" in said
+    assert "a batch of a rank has " in said
+    found = [given["mean"], given["std"]]
     paths = (data / "train").rglob("*.tif")
     values = np.concatenate([read(path, 5).reshape(-1, 5) for path in paths])
     np.testing.assert_allclose(found, [values.mean(0), values.std(0)], rtol=1e-3)
 
-    net = ["--arch", "squeezenet1_1"] if project.task == "classification" else []
-    run = flags(data, out, "--batch-size", 3, *net)
-    project.alone(*run, "--channels", 5).refused("--channels 5 needs --mean")
-    project.fork(*run, *given).ok()
-    project.fork(*run, *given, "--epochs", 2, draws=False).ok()
+    def write(**changes: object) -> None:
+        (data / "data.json").write_text(json.dumps({**given, **changes}))
+
+    (data / "data.json").write_text('{"channels": 5}')
+    project.alone(*run).refused('"channels": 5 needs "mean"', "check_data.py DIR --write")
+    write()
+    project.fork(*run).ok()
+    project.fork(*run, "--epochs", 2, draws=False).ok()
     assert len(rows(out)) == 2
-    other = [*given[:2], given[2] + "1", given[3]]
-    project.alone(*run, *other, "--epochs", 3).refused("was trained with --mean")
-    project.alone(*run, "--channels", 3).refused("values of shape (40, 52, 5)")
+    write(mean=[0.5] * 5)
+    project.alone(*run, "--epochs", 3).refused("was trained with mean (")
+    (data / "data.json").write_text('{"channels": 3}')
+    project.alone(*run).refused("values of shape (40, 52, 5)")
+    write()
     assert (out / "examples.png").is_file()
     only = project.fork(*run, "--eval-only", draws=False).ok().out
     best = json.loads(only.strip().splitlines()[-1])
@@ -283,7 +301,7 @@ def test_a_run(project: Project, tmp_path: Path) -> None:
     folder = data / "val" / ("images" if project.task == "segmentation" else "")
     words = [folder, "--checkpoint", out / "best.pt", "--output", tmp_path / "predicted"]
     project.alone(*words, script="predict.py").ok()
-    words = ["--data", data, "--output", tmp_path / "fast", "--workers", 0, *given]
+    words = ["--data", data, "--output", tmp_path / "fast", "--workers", 0]
     project.alone(*words, script="prepare_data.py").refused("prepared data is RGB of 8 bits")
     if project.task == "segmentation":
         return

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from deep import save_png
 from PIL import Image
-from running import SAME_FOR_BOTH, Done, Project
+from running import SAME_FOR_BOTH, Done, Project, flags
 
 from engine.check.reading import look
 from engine.check.report import prepared_pixels
@@ -18,6 +18,14 @@ from engine.data.images import Format, LazyImage
 from engine.data.samples import Packed
 
 UPSIDE_DOWN, RIGHT = 3, 6  # orientations in EXIF
+OF_TORCHVISION = """
+
+def build_datasets(args):
+    from torchvision.datasets import FakeData
+
+    train, val = (FakeData(16, (3, args.image_size, args.image_size), 2) for _ in range(2))
+    return train, val, ["cat", "dog"]
+"""
 
 
 def check(project: Project, data: Path, out: Path, *more: object) -> Done:
@@ -293,3 +301,25 @@ def test_equal_rows() -> None:
     rows = np.array([[1, 2], [0, 0], [3, 2], [1, 2], [0, 0], [1, 3], [3, 2], [1, 2]], np.uint64)
     assert sorted(equal_rows(rows)) == [[0, 3, 7], [2, 6]]
     assert list(equal_rows(rows[:1])) == list(equal_rows(rows[:0])) == []
+
+
+@SAME_FOR_BOTH
+def test_a_data_set_of_torchvision(project: Project, data: Path, tmp_path: Path) -> None:
+    """In place of folders: checked are those that are named; what needs files or counts says so."""
+    own = project.copy(tmp_path / "own")
+    with open(own.folder / "dataset.py", "a") as file:
+        file.write(OF_TORCHVISION)
+    out = tmp_path / "out"
+    assert "one process reads " in check(own, data, out).ok().out
+    check(own, tmp_path / "none", out).refused("none/train: no such folder")
+    words = ["--data", data, "--output", tmp_path / "fast"]
+    own.alone(*words, script="prepare_data.py").refused(
+        "dataset.py returns FakeData, whose samples"
+    )
+    for more in ("--sampler", "balanced"), ("--class-weights", "auto"):
+        own.alone(*flags(data, out), *more).refused("FakeData has no count_labels, which --class-")
+    own.fork(*flags(data, out), draws=False).ok()
+    (image, *_) = (data / "val").glob("*/*.jpg")
+    words = [image, "--checkpoint", out / "best.pt", "--output", tmp_path / "predicted"]
+    own.alone(*words, script="predict.py").ok()
+    own.close()

@@ -31,8 +31,8 @@ from running import (
 
 F5 = "DDP: torch.distributed.launch"
 SUM = "distributed.reduce_tensor(number)"  # of scripts/endless.py
-LOOP = "loss_sum, count = task.criterion(machine.to_float32("  # a line of the training loop
-FIRST_READ = "self.prepared[index] if"  # in __getitem__
+LOOP = "loss = run.loss("  # a line of the training loop, which calls the engine
+FIRST_READ = "self.open(index)"  # in __getitem__
 ALARMING = re.compile(r"Traceback|Error|Warning|Killed|Terminated|Aborted|\b[EWF]\d{4} ")
 
 
@@ -63,7 +63,7 @@ def test_a_debugging_session(project: Project, tmp_path: Path) -> None:
     )
     config["env"]["PYTHONPATH"] = str(tmp_path)
     main = project.folder / "main.py"
-    wrap = line_of(main, "stepper = Stepper(model, wrap(), ")
+    wrap = line_of(main, "ddp_model = engine.wrap(")
     with Debugger(project.folder, {"main.py": [{"line": wrap}]}) as debugger:
         debugger.launch(config)
         ranks = debugger.stopped()
@@ -71,15 +71,10 @@ def test_a_debugging_session(project: Project, tmp_path: Path) -> None:
             assert rank.frame["line"] == wrap
             assert rank.threads()[0] == f"rank {number}"
             assert len(rank.threads()) > 1  # else VS Code does not show its name
-            assert rank.evaluate("distributed.rank()") == str(number)
-
-        after = line_of(main, "    report = Reporter(")
-        for _ in range(5):  # over DDP(model), which has several lines and waits for all ranks
-            if {rank.frame["line"] for rank in ranks} == {after}:
-                break
-            for rank in ranks:
-                rank.go("next")
-            ranks = debugger.stopped()
+            assert rank.evaluate("engine.rank()") == str(number)
+            rank.go("next")  # over DDP(model), which waits for all ranks
+        ranks = debugger.stopped()
+        after = line_of(main, "train_loss = train_one_epoch(")
         assert {rank.frame["line"] for rank in ranks} == {after}
 
         debugger.set(at(project, "dataset.py", FIRST_READ))
@@ -93,15 +88,22 @@ def test_a_debugging_session(project: Project, tmp_path: Path) -> None:
         for rank in ranks:
             rank.go()
         ranks = debugger.stopped()
-        assert all(rank.frame["name"] == "cross_entropy" for rank in ranks)
+        assert all(rank.frame["name"] == "forward" for rank in ranks)
 
-        debugger.set(at(project, "main.py", "mean.backward("))
+        debugger.set(at(project, "main.py", LOOP))
         for rank in ranks:
             rank.go()
         for number, rank in enumerate(debugger.stopped()):
-            assert rank.evaluate("rank") == rank.evaluate("local_rank") == str(number)
+            assert rank.evaluate("(rank, i)") == f"({number}, 0)"
+            assert rank.evaluate("len(images) == len(outputs) == len(targets)") == "True"
+            rank.go("stepIn")  # F11, over what is the engine's
+        ranks = debugger.stopped()
+        for rank in ranks:
+            assert rank.frame["line"] == line_of(main, "scaler.scale(loss).backward()")
+            assert rank.evaluate("loss.ndim") == "0"
             rank.go("next")  # over backward(), where DDP reduces the gradients
         ranks = debugger.stopped()
+        assert {rank.frame["name"] for rank in ranks} == {"train_one_epoch"}
 
         debugger.set(at(project, "main.py", LOOP, condition="rank == 1"))
         for rank in ranks:
@@ -129,7 +131,7 @@ def test_stopping_one_rank(project: Project, data: Path) -> None:
     with Debugger(project.folder, at(project, "dataset.py", FIRST_READ)) as debugger:
         debugger.launch(f5(project.folder, "--data", str(data), *small(data)))
         assert all(rank.frame["name"] == "__getitem__" for rank in debugger.stopped())
-        debugger.set(at(project, "losses.py", "        return cross_entropy("))
+        debugger.set(at(project, "losses.py", "return cross_entropy(outputs"))
         for rank in debugger.stopped():
             rank.go()
         ranks = debugger.stopped()
@@ -162,15 +164,28 @@ def test_stopping_at_a_breakpoint(endless: Project, way: str) -> None:
 
 
 @SAME_FOR_BOTH
-def test_torchrun(endless: Project) -> None:
-    """Three ranks at a breakpoint, and Ctrl-C."""
+def test_three_ranks(endless: Project) -> None:
+    """At a breakpoint, and Ctrl-C."""
     with Debugger(endless.folder, at(endless, "main.py", SUM)) as debugger:
-        debugger.launch(configuration(endless.folder, "DDP: torchrun", processes="3"))
+        debugger.launch(configuration(endless.folder, F5, processes="3"))
         for number, rank in enumerate(debugger.stopped(3)):
             assert rank.evaluate("(rank, local_rank)") == f"({number}, {number})"
         debugger.interrupt()
         assert not debugger.left(5)
         assert not ALARMING.search(debugger.text), debugger.text
+
+
+@SAME_FOR_BOTH
+def test_step_into_engine(project: Project, data: Path) -> None:
+    """F11 in the configuration for that."""
+    answers = {"flags": shlex.join(["--data", str(data), *small(data)]), "processes": "1"}
+    with Debugger(project.folder, at(project, "main.py", LOOP)) as debugger:
+        debugger.launch(configuration(project.folder, "DDP: step into engine", **answers))
+        (rank,) = debugger.stopped(1)
+        rank.go("stepIn")
+        (rank,) = debugger.stopped(1)
+        assert rank.frame["source"]["path"].endswith("engine/run/loop.py")
+        assert rank.frame["name"] == "loss"
 
 
 @SAME_FOR_BOTH
@@ -180,7 +195,7 @@ def test_one_process(project: Project, data: Path) -> None:
     with Debugger(project.folder, at(project, "main.py", LOOP)) as debugger:
         debugger.launch(configuration(project.folder, "One process", flags=more))
         (rank,) = debugger.stopped(1)
-        assert rank.evaluate("(rank, local_rank)") == "(0, 0)"
+        assert rank.evaluate("rank") == "0"
         debugger.set(at(project, "dataset.py", FIRST_READ))
         rank.go()
         (worker,) = debugger.stopped(1)
@@ -197,8 +212,8 @@ def test_stopping_a_running_training(project: Project, debug: bool) -> None:
     with Debugger(project.folder) as debugger:
         more = [*NETS[project.task], "--image-size", "32", "--epochs", "99", "--workers", "1"]
         debugger.launch(f5(project.folder, *more), debug)
-        tenths = re.compile(r"epoch 1/99: +[1-9]\d%")
-        debugger.wait(lambda: tenths.search(debugger.text), "a tenth of an epoch")
+        steps = re.compile(r"epoch 1/99: +[1-9]\d*%")
+        debugger.wait(lambda: steps.search(debugger.text), "the first steps")
         assert len(debugger.processes()) > 5
         if debug:
             debugger.interrupt()
@@ -241,9 +256,9 @@ def test_a_mistake_of_the_user_is_held_where_it_was_raised(
     """In the rank that raised it only; then the one line is printed, and all ends."""
     folder = project.copy(tmp_path / "copy").folder
     dataset = folder / "dataset.py"
-    planted = 'if os.environ["RANK"] == "1":\n            raise UserError(f"planted in {index}")\n'
-    before, after = dataset.read_text().split("        (image,) = self.prepared[index]")
-    dataset.write_text(f"{before}        {planted}        (image,) = self.prepared[index]{after}")
+    planted = 'if engine.rank() == 1:\n            raise engine.UserError(f"planted in {index}")\n'
+    before, after = dataset.read_text().split("        (image,) = self.open(index)")
+    dataset.write_text(f"{before}        {planted}        (image,) = self.open(index){after}")
     with Debugger(folder) as debugger:
         debugger.launch(f5(folder, "--data", str(data), *small(data)))
         (only,) = debugger.stopped(1)
@@ -260,6 +275,25 @@ def test_a_mistake_of_the_user_is_held_where_it_was_raised(
         assert start == "starting 2 rank(s) ..."
         assert line.endswith(f"error: {message}")  # perhaps after the progress bar
         assert "Traceback" not in debugger.text
+
+
+@SAME_FOR_BOTH
+def test_a_mistake_that_the_engine_finds_is_held_in_main(
+    project: Project, data: Path, tmp_path: Path
+) -> None:
+    """At the line that called the engine, although F11 does not enter that."""
+    change = "            run.divide_gradients(ddp_model)\n", ""
+    folder = edited(project, tmp_path / "copy", change).folder
+    with Debugger(folder) as debugger:
+        debugger.launch(f5(folder, "--data", str(data), *small(data)))
+        for rank in debugger.stopped():
+            assert rank.stop["reason"] == "exception"
+            assert rank.frame["line"] == line_of(folder / "main.py", "run.end_step()")
+            detail = rank.ask("exceptionInfo", {"threadId": rank.stop["threadId"]})
+            assert "call run.divide_gradients" in detail["description"]
+        debugger.held()[0].go()  # the other rank ends with it
+        assert debugger.finish() != 0
+        assert not debugger.left(5)
 
 
 @SAME_FOR_BOTH
@@ -282,15 +316,11 @@ def test_a_test_file(endless: Project) -> None:
         assert not debugger.left(5)
 
 
-@pytest.mark.parametrize(
-    ("project", "what"),
-    [("classification", "the open image"), ("segmentation", "a folder")],
-    indirect=["project"],
-)
-def test_predict(project: Project, data: Path, trained: Path, tmp_path: Path, what: str) -> None:
+def test_predict(project: Project, data: Path, trained: Path, tmp_path: Path) -> None:
+    """On the open image, or on a folder in its place."""
     picture = next((data / "val").rglob("*.jpg"))
-    answer = {"file": str(picture)} if what == "the open image" else {"folder": str(data / "val")}
-    config = configuration(project.folder, f"Predict: {what}", **answer)
+    file = picture if project.task == "classification" else picture.parent
+    config = configuration(project.folder, "Predict: the open image", file=str(file))
     more = ["--checkpoint", str(trained / "best.pt"), "--output", str(tmp_path)]
     with Debugger(project.folder, at(project, "predict.py", "torch.inference_mode")) as debugger:
         debugger.launch({**config, "args": [*config["args"], *more]})
@@ -322,7 +352,6 @@ def test_attach_to_ranks_of_two_nodes(project: Project, data: Path, tmp_path: Pa
         for number, rank in enumerate(debugger.stopped()):
             assert rank.threads()[0] == f"rank {number}"
             assert rank.evaluate("rank") == str(number)
-            assert rank.evaluate("local_rank") == "0"
             rank.disconnect()
         for node in nodes:
             out, err = node.communicate(timeout=120)

@@ -81,7 +81,7 @@ class TestWeights:
         torch.save(state, tmp_path / "file.pt")
         net = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3), nn.Linear(3, 5))
         model = Wrapped(net) if is_wrapped else net
-        pretrained.copy_matching(model, pretrained.read_weights(f"{tmp_path}/file.pt", ""))
+        pretrained.copy_matching(model, pretrained.read(f"{tmp_path}/file.pt"))
         assert torch.equal(net[0].weight, weights["0.weight"])
         prefix = "net." if is_wrapped else ""
         new = f"new: {prefix}2.weight, {prefix}2.bias"
@@ -91,8 +91,7 @@ class TestWeights:
         torch.save({"state_dict": {"a.weight": torch.ones(1)}}, tmp_path / "other.pt")
         words = r"begins with weight; the file begins with a\.weight"
         with pytest.raises(UserError, match=words):
-            found = pretrained.read_weights(f"{tmp_path}/other.pt", "")
-            pretrained.copy_matching(nn.Linear(2, 2), found)
+            pretrained.copy_matching(nn.Linear(2, 2), pretrained.read(f"{tmp_path}/other.pt"))
         torch.save({"model": nn.Linear(2, 2)}, tmp_path / "objects.pt")
         with pytest.raises(UserError, match=r"more than plain types.*weights_only"):
-            pretrained.read_weights(f"{tmp_path}/objects.pt", "")
+            pretrained.read(f"{tmp_path}/objects.pt")

@@ -46,7 +46,7 @@ def test_checkpoints_of_a_gpu(train: Callable, tmp_path: Path) -> None:
         assert state["model"]["conv1.0.weight"].is_contiguous(memory_format=torch.channels_last)
     peaks = [float(row["peak_memory"]) for row in rows(tmp_path / "run")]
     assert all(0.001 < peak < 0.1 for peak in peaks)  # GiB
-    assert len(set(peaks)) == 2  # counted anew
+    assert peaks[0] > 2 * peaks[1]  # which is counted anew
 
 
 def test_a_rank_runs_out_of_memory(train: Callable) -> None:
@@ -54,7 +54,7 @@ def test_a_rank_runs_out_of_memory(train: Callable) -> None:
     done = train("step", ranks=2)
     assert re.fullmatch(
         r"error: rank 1 is out of GPU memory \(asked for 32\.00 GiB, peak 0\.0\d+ of 16 GiB\) with "
-        r"--batch-size 4: lower --batch-size .*; --find-batch-size prints the largest .*\n",
+        r"--batch-size 4: lower --batch-size \(.*\), or --image-size\n",
         done.err,
     ), done.err
     assert done.status == protocol.MISTAKE
@@ -65,14 +65,3 @@ def test_a_rank_runs_out_of_memory(train: Callable) -> None:
     )
     assert re.fullmatch(found, done.err), done.err
     assert done.status == protocol.MISTAKE
-
-
-def test_the_largest_batch_trains(train: Callable) -> None:
-    """--find-batch-size on a GPU of 36 MiB; one of four times that size does not fit there."""
-    limit, flags = f"limit={36 * 2**20}", ("--image-size", 64, "--resume", "never")
-    out = train(limit, "--find-batch-size", *flags).ok().out
-    size = int(re.search(r"--batch-size (\d+)\n", out)[1])
-    assert 4 < size <= 16  # else the number of images is the limit
-    train(limit, *flags, "--batch-size", size).ok()
-    err = train(limit, *flags, "--batch-size", 4 * size).err
-    assert f" of 0.0352 GiB) with --batch-size {4 * size}: lower" in err

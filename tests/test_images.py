@@ -1,5 +1,6 @@
 """Images and folders as people have them: deep, huge, or named and laid out otherwise."""
 
+import json
 import os
 import re
 import shutil
@@ -11,12 +12,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from deep import save_png, save_tiff
 from PIL import Image
 from running import SAME_FOR_BOTH, Project, flags
 
 from engine.data import images, listing
-from engine.data.images import Format
+from engine.data.format import Format, read_format, write_format
 from engine.errors import UserError
 from engine.run import checkpoint
 
@@ -70,16 +72,19 @@ class TestDepth:
         for kind in np.int16, np.int32:
             save_tiff(path, (grey - 100).astype(kind), order, packed)
             assert (read(path, (-100, 155)) == steps(grey, 0, 255)).all()
-            with pytest.raises(UserError, match=r"x.tif: .*-100,155; pass --value-range=-100,155"):
+            with pytest.raises(UserError, match=r"x.tif: .*; write .*: .-100, 155. into data.json"):
                 read(path)
 
     @pytest.mark.parametrize(
         ("values", "words"),
         [
-            (RAMP // 17, "16-bit values that reach only 3839 .*black; pass --value-range 0,4095,"),
-            (COLOURS // 256, "16-bit values that reach only 254 .*pass --value-range 0,255, or"),
-            (RAMP / np.float32(2**20), "floats that reach only 0.0622.* --value-range 0,0.062,"),
-            (RAMP.astype(np.float32), "floats that range over 0,65263, .*--value-range 0,65263 "),
+            (
+                RAMP // 17,
+                "16-bit values that reach only 3839 .*black; .*: .0, 4095. into data",
+            ),
+            (COLOURS // 256, "16-bit values that reach only 254 .*write .*: .0, 255. into .*, or"),
+            (RAMP / np.float32(2**20), "floats that reach only 0.0622.*: .0, 0.062. into data"),
+            (RAMP.astype(np.float32), "floats that range over 0,65263, .*: .0, 65263. into data"),
             (RAMP * np.float32("nan"), "NaN or infinite; replace them"),
         ],
     )
@@ -156,7 +161,7 @@ class TestMegapixels:
         with open(path, "r+b") as file:
             file.seek(18)
             file.write((20000).to_bytes(4, "little") + (10000).to_bytes(4, "little"))
-        limit = "20000 x 10000 pixels are more than --max-megapixels {0}; .* --max-megapixels 200"
+        limit = "20000 x 10000 pixels are more than max_megapixels, {0}; .*.max_megapixels.: 200"
         assert re.search(f"^{path}: {limit.format(179)}", complaint(path, 179))
         assert re.search("truncated|not enough|buffer", complaint(path, 200))
         with get_context("spawn").Pool(1) as pool:
@@ -168,18 +173,22 @@ class TestMegapixels:
             assert "1001 x 1000" in complaint(str(tmp_path / name), 1)
             assert complaint(str(tmp_path / name), 2) == "read"
 
-    def test_flags(self, project: Project, own_data: Path, trained: Path, tmp_path: Path) -> None:
-        """In training by a worker, masks too, and in predict.py, which takes its own."""
+    def test_runs(self, project: Project, own_data: Path, trained: Path, tmp_path: Path) -> None:
+        """In training by a worker, masks too; predict.py takes what a folder of images allows."""
         folder = {"classification": "train/dots", "segmentation": "train/masks"}[project.task]
         large = min((own_data / folder).iterdir())
         Image.new("L", (1001, 1000), 1).save(large, large.suffix.replace(".jpg", ".jpeg")[1:])
-        words = (large.name, "1001 x 1000", "more than --max-megapixels 1;")
-        more = ("--workers", 1, "--max-megapixels", 1)
-        project.fork(*flags(own_data, tmp_path / "out", *more)).refused(*words)
-        more = ("--checkpoint", trained / "best.pt", "--output", tmp_path / "p")
-        predict = {"ranks": 1, "script": "predict.py"}
-        project.fork(large, *more, "--max-megapixels", 1, **predict).refused(*words)
-        project.fork(large, *more, "--max-megapixels", 2, **predict).ok()
+        words = (large.name, "1001 x 1000", 'more than max_megapixels, 1; shrink it, or write "')
+        (own_data / "data.json").write_text('{"max_megapixels": 1}')
+        project.fork(*flags(own_data, tmp_path / "out", "--workers", 1)).refused(*words)
+        state = torch.load(trained / "best.pt", weights_only=True)
+        state["format"]["max_megapixels"] = 1
+        torch.save(state, tmp_path / "small.pt")
+        more = ("--checkpoint", tmp_path / "small.pt", "--output", tmp_path / "p")
+        (large.parent / "data.json").write_text('{"max_megapixels": 1}')
+        project.alone(large, *more, script="predict.py").refused(*words)
+        (large.parent / "data.json").write_text('{"max_megapixels": 2}')
+        project.alone(large, *more, script="predict.py").ok()
 
 
 def test_a_checkpoint_keeps_the_range(project: Project, own_data: Path, tmp_path: Path) -> None:
@@ -190,21 +199,77 @@ def test_a_checkpoint_keeps_the_range(project: Project, own_data: Path, tmp_path
         grey = np.asarray(Image.open(path).convert("L")).astype(np.uint16) << 4
         Image.fromarray(grey).save(path.with_suffix(".tif"))
         path.unlink()
-    out, store, given = tmp_path / "out", tmp_path / "store", ("--value-range", "0,4095")
-    project.fork(*flags(own_data, out)).refused(".tif", "nearly black", "--value-range 0,4095")
-    done = project.fork(*flags(own_data, out, *given), draws=False).ok()
+    out, store, said = tmp_path / "out", tmp_path / "store", own_data / "data.json"
+    wanted = '"value_range": [0, 4095] into data.json'
+    project.fork(*flags(own_data, out)).refused(".tif", "nearly black", wanted)
+    words = [own_data, "--write", "--output", tmp_path, "--workers", 0]
+    assert project.alone(*words, script="check_data.py").status == 1
+    low, high = json.loads(said.read_text())["value_range"]
+    assert 0 <= low < 300 < 3800 < high <= 4080
+    said.write_text('{"value_range": [0, 4095]}')
+    done = project.fork(*flags(own_data, out), draws=False).ok()
     assert "16-bit values, 0 to 4095 becomes 0 to 255" in done.out
     more = ("--checkpoint", out / "best.pt", "--output", tmp_path / "p")
     project.alone(paths[0].with_suffix(".tif"), *more, script="predict.py").ok()
     if project.task == "segmentation":
         return  # what follows is the engine's
     words = ("--data", own_data, "--output", store, "--workers", 0)
-    project.alone(*words, *given, script="prepare_data.py").ok()
-    other = project.alone(*words, "--value-range", "0,8191", script="prepare_data.py")
-    other.refused("made from", "--value-range 0,4095; name another")
+    project.alone(*words, script="prepare_data.py").ok()
+    assert json.loads((store / "data.json").read_text()) == {"value_range": [0, 4095]}
+    project.alone(*flags(store, tmp_path / "two"), draws=False).ok()
+    (store / "data.json").unlink()
     refused = project.alone(*flags(store, tmp_path / "two"))
-    refused.refused("prepared with --value-range 0,4095, not with no --value-range")
-    project.alone(*flags(store, tmp_path / "two", *given), draws=False).ok()
+    refused.refused("store/data.json: no value_range, but prepared with value_range [0, 4095]")
+    said.write_text('{"value_range": [0, 4095], "mean": [0.1, 0.2, 0.3]}')  # needs no new pixels
+    project.alone(*flags(store, tmp_path / "two")).refused("data.json")
+    done = project.alone(*words, script="prepare_data.py").ok()
+    assert "prepared already" in done.out
+    project.alone(*flags(store, tmp_path / "three"), draws=False).ok()
+    said.write_text('{"value_range": [0, 4095]}')
+    project.alone(*flags(store, tmp_path / "two")).refused(f"{said} differs from {store}")
+    said.write_text('{"value_range": [0, 8191]}')
+    other = project.alone(*words, script="prepare_data.py")
+    other.refused("made from", "value_range [0, 4095]; name another folder")
+
+
+class TestFormat:
+    @pytest.mark.parametrize(
+        "text, words",
+        [
+            ("{", r"data.json: not JSON \(.*\); correct it, or remove it"),
+            (b"\xff", "data.json: not JSON"),
+            ("[5]", "not a JSON object; expected such as"),
+            ('{"chanels": 5}', 'unknown key "chanels"; the keys are value_range, max_megapixels, '),
+            ('{"channels": "5"}', '"channels": "5": expected an integer of 1 or more'),
+            ('{"channels": true}', '"channels": true: expected an integer'),
+            ('{"channels": 0}', '"channels": 0: expected an integer'),
+            ('{"max_megapixels": 1.5}', '"max_megapixels": 1.5: expected an integer'),
+            ('{"value_range": 5}', r'"value_range": 5: expected \[LOW, HIGH\]'),
+            ('{"value_range": [5, 5]}', r"\[5, 5\]: expected .* LOW < HIGH"),
+            ('{"value_range": [0, Infinity]}', r"\[0, Infinity\]: expected"),
+            ('{"mean": []}', r'"mean": \[\]: expected a list of numbers'),
+            ('{"mean": [1, "2", 3]}', "expected a list of numbers"),
+            ('{"std": [1, 0, 1]}', "expected a list of numbers above 0"),
+            ('{"std": [1, 1]}', '"std": 2 numbers for 3 channels'),
+            ('{"channels": 4, "mean": [1, 1, 1]}', '"mean": 3 numbers for 4 channels'),
+        ],
+    )
+    def test_mistakes(self, tmp_path: Path, text: str | bytes, words: str) -> None:
+        path = tmp_path / "data.json"
+        path.write_bytes(text if isinstance(text, bytes) else text.encode())
+        with pytest.raises(UserError, match=f"^{re.escape(str(path))}: .*") as error:
+            read_format(tmp_path)
+        assert re.search(words, str(error.value))
+        assert "\n" not in str(error.value)
+
+    def test_what_is_written_is_read(self, tmp_path: Path) -> None:
+        assert read_format(tmp_path) == read_format(tmp_path / "none") == Format()
+        full = Format((-1.5, 3000), 2, 4, (0.1, 0.2, 0.3, 0.4), (1, 2, 3, 4))
+        for format in full, Format(channels=5), Format(mean=(0.1, 0.2, 0.3)):
+            write_format(tmp_path, format)
+            assert read_format(tmp_path) == format
+        write_format(tmp_path, Format())
+        assert not list(tmp_path.iterdir())
 
 
 class TestListing:

@@ -52,7 +52,7 @@ def test_a_forward_pass_beside_ddp_is_found_out(
     wrong = "outputs = ddp_model(images)", "outputs = ddp_model.module(images)"
     main = edited(project, tmp_path / "broken", wrong).folder / "main.py"
     done = project.fork(*flags(data, tmp_path / "out"), script=main)
-    done.refused("differs between ranks", "ddp_model")
+    done.refused("ddp_model(images)")
     assert not (tmp_path / "out" / "last.pt").exists()
 
 
@@ -262,8 +262,9 @@ def test_the_garbage_collector_rests_during_imports(project: Project) -> None:
     project.alone(script=SCRIPTS / "collecting.py").ok()
     assert project.call("ranks.collects")
     for path in project.folder.glob("*.py"):
-        begins = "process.install_handlers()" in path.read_text()
-        assert begins == ("with one_line_errors(" in path.read_text().replace("failures.", ""))
+        text = path.read_text()
+        begins = "process.install_handlers()" in text or "engine.prepare(" in text
+        assert begins == ("with one_line_errors(" in text or "engine.start(" in text)
 
 
 @SAME_FOR_BOTH

@@ -46,7 +46,7 @@ def planted(project: Project, data: Path, tmp_path: Path) -> Iterator[Planted]:
 @SAME_FOR_BOTH
 def test_a_collective_on_one_rank(planted: Planted) -> None:
     """As gloo has it, ranks wait or are aborted: the same block, with the line that is to blame."""
-    code = "run.step == 2 and rank == 0 and distributed.reduce_tensor(torch.ones(7))"
+    code = "run.step == 2 and rank == 0 and engine.reduce_tensor(torch.ones(7))"
     status, err, line = planted(code, 3)
     assert status == 1
     assert re.search(
@@ -86,9 +86,9 @@ def test_another_order(planted: Planted) -> None:
     code = """if run.step == 2:
     for i in (0, 1) if rank else (1, 0):
         if i:
-            distributed.reduce_tensor(torch.ones(3))
+            engine.reduce_tensor(torch.ones(3))
         else:
-            distributed.reduce_tensor(torch.zeros(3))"""
+            engine.reduce_tensor(torch.zeros(3))"""
     status, err, line = planted(code, 2)
     assert status == 2
     assert err.count("\n") == 1
@@ -105,11 +105,11 @@ def test_what_ranks_may_do_differently(planted: Planted) -> None:
     """Barriers and broadcasts on the lines of an if and its else; a send between two of three."""
     code = """if run.step == 2:
     if rank:
-        distributed.barrier()
-        distributed.broadcast(torch.zeros(3))
+        torch.distributed.barrier()
+        torch.distributed.broadcast(torch.zeros(3), 0)
     else:
-        distributed.barrier()
-        distributed.broadcast(torch.ones(3))
+        torch.distributed.barrier()
+        torch.distributed.broadcast(torch.ones(3), 0)
     if rank == 0:
         torch.distributed.send(torch.ones(3), 1)
     elif rank == 1:

@@ -293,28 +293,20 @@ class Strided(nn.Module):
 
 
 class TestSizes:
-    @pytest.mark.parametrize(
-        ("stride", "size", "words"),
-        [
-            (32, 100, "use 96 or 128"),
-            (14, 100, "use 98 or 112"),
-            (32, 8, "use 32"),
-            (999, 8, "(wrong size)"),
-        ],
-    )
-    def test_refused(self, stride: int, size: int, words: str) -> None:
-        with pytest.raises(UserError) as error:
-            sizes.check(lambda _: Strided(stride), size, "unet")
-        assert f"--image-size {size}: unet cannot" in str(error.value)
-        assert words in str(error.value)
+    def test_refused(self) -> None:
+        words = r"^--image-size 100: this network cannot .* \(wrong size\); use another size"
+        with pytest.raises(UserError, match=words):
+            sizes.fit_input(lambda: Strided(32), 100)
 
     def test_taken(self) -> None:
         model = Strided(32)
-        assert sizes.check(lambda _: model, 96, "unet") is model
+        assert sizes.fit_input(lambda: model, 96) is model
         output, weights = sizes.forward(model, 64)
         assert output.shape == (1, 2, 2, 2)
         found = torch.autograd.grad(output.sum(), list(weights.values()), allow_unused=True)
         assert [gradient is not None for gradient in found] == [True, True, False, False]
+        frozen = sizes.freeze_unused(model, 32).parameters()
+        assert [weight.requires_grad for weight in frozen] == [True, True, False, False]
         assert model.training
         assert {weight.device.type for weight in model.parameters()} == {"cpu"}
 
@@ -322,9 +314,9 @@ class TestSizes:
 @pytest.mark.parametrize(
     ("project", "network", "size", "words"),
     [
-        ("classification", ["--arch", "alexnet"], 32, ["alexnet", "use 64"]),
-        ("segmentation", ["--arch", "linknet"], 100, ["linknet with tu-mobilenetv2", "96 or 128"]),
-        ("segmentation", ["--encoder", "tu-maxvit_rmlp_pico_rw_256"], 256, ["160 x 160", "STRIDE"]),
+        ("classification", ["--arch", "alexnet"], 32, ["--image-size 32", "use another size"]),
+        ("segmentation", ["--arch", "linknet"], 100, ["--image-size 100", "use another size"]),
+        ("segmentation", ["--encoder", "tu-maxvit_rmlp_pico_rw_256"], 256, ["160 x 160", "pads"]),
     ],
     indirect=["project"],
 )
@@ -333,13 +325,6 @@ def test_sizes_that_networks_refuse(
 ) -> None:
     given = flags(data, tmp_path / "out", *network, "--image-size", size)
     project.alone(*given).refused(*words)
-
-
-@SEGMENTATION
-def test_masks_are_read_once(project: Project, data: Path, tmp_path: Path) -> None:
-    """Without classes.txt, all for training are; again once one of them has changed."""
-    (shutil.copytree(data, tmp_path / "data") / "classes.txt").unlink()
-    assert project.call("labels.times_read", tmp_path) == [53, 53, 0, 53, 0]
 
 
 @SEGMENTATION

@@ -24,7 +24,7 @@ from torchmetrics.classification import (
     MulticlassRecall,
 )
 
-from engine.data.samples import KeyedDataset
+from engine.data.samples import Seeded
 from engine.errors import UserError
 from engine.ranks import distributed
 from engine.run import gallery, metrics, mistakes, palette, plots
@@ -297,7 +297,7 @@ class TestGallery:
         def infer(images: Tensor) -> Tensor:
             return torch.stack((images[:, 0] + 100, images[:, 0]), 1)
 
-        dataset = KeyedDataset(Cracks(), 2, 0, 0, is_any_size=True)
+        dataset = Seeded(Cracks(), 2, seed=0)
         names = ["_back$ground$", "crack"]
         gallery.draw_images(path, mistakes.Drawing(infer, CPU, dataset, names, example), captions)
         return np.asarray(Image.open(path).convert("RGB"))

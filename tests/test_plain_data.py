@@ -12,12 +12,14 @@ import pytest
 import torch
 from PIL import Image
 from torch._utils import ExceptionWrapper
+from torch.utils.data import DataLoader
 from torchvision.transforms.v2 import functional as F
 
 from engine import files
-from engine.data import handover, images, listing, lists, loading, samples, seeding
+from engine.data import folders, handover, images, listing, loading, samples, seeding
+from engine.data.format import MEAN, STD, Format
 from engine.errors import DiskError, UserError, print_error
-from engine.ranks import distributed
+from engine.ranks import devices, distributed
 from engine.run import checkpoint, folder
 
 
@@ -69,14 +71,15 @@ class TestSampler:
         self, ranks: int, seen: int, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         def sampler() -> loading.TrainSampler:
-            made = loading.TrainSampler(53, 12, seed=5)
+            each = 12 // distributed.world_size()
+            made = loading.TrainSampler([()] * 53, each, 1, seed=5)
             made.set_epoch(3, seen)
             return made
 
         (alone,) = shares(1, sampler, monkeypatch)
         assert len(alone) == 48 - seen  # 53 are four global batches of 12, and a rest
         assert len({*alone}) == len(alone)
-        assert {epoch for epoch, _ in alone} == {3}
+        assert {key.epoch for key in alone} == {3}
         parts = shares(ranks, sampler, monkeypatch)
         each = 12 // ranks
         for step in range(len(alone) // 12):
@@ -86,23 +89,22 @@ class TestSampler:
 
     def test_orders(self) -> None:
         def order(seed: int, epoch: int) -> list[int]:
-            sampler = loading.TrainSampler(40, 8, seed)
+            sampler = loading.TrainSampler([()] * 40, 4, 2, seed)
             sampler.set_epoch(epoch)
-            return [index for _, index in sampler]
+            return [key.draw for key in sampler]
 
         assert order(1, 0) == order(1, 0)
         assert len({*map(tuple, (order(1, 0), order(1, 1), order(2, 0)))}) == 3
 
     def test_the_rest_of_an_epoch(self) -> None:
-        sampler = loading.TrainSampler(40, 8, 0)
+        sampler = loading.TrainSampler([()] * 40, 8, 1, 0)
         whole = list(sampler)
         sampler.set_epoch(0, 16)
         assert list(sampler) == whole[16:]
 
     def test_a_batch_that_is_too_large(self) -> None:
-        options = loading.Options(0, 2, False, 0)
         with pytest.raises(UserError, match="--batch-size 4 x 1 ranks x --accumulate 3 is more"):
-            loading.build_train_loader([()] * 11, 2, 4, 3, options)
+            loading.TrainSampler([()] * 11, 4, 3, 0)
 
     @pytest.mark.parametrize(
         "total, accumulate, size",
@@ -111,7 +113,7 @@ class TestSampler:
     def test_default_batch_size(
         self, capsys: pytest.CaptureFixture[str], total: int, accumulate: int, size: int
     ) -> None:
-        assert loading.batch_size_for(total, accumulate) == size
+        assert loading.TrainSampler.fitting(range(total), accumulate) == size
         least = ", the least" if size == 2 else ""
         assert (f"--batch-size {size}{least}: with 32" in capsys.readouterr().out) == (size < 32)
 
@@ -152,8 +154,8 @@ class TestSamples:
         with pytest.raises(IndexError):
             packed[3]
 
-    def keyed(self, dataset: object, num_classes: int = 2) -> samples.KeyedDataset:
-        return samples.KeyedDataset(dataset, num_classes, 0, 0, is_any_size=False)
+    def keyed(self, dataset: object) -> samples.Seeded:
+        return samples.Seeded(dataset, 2, 0)
 
     @pytest.mark.parametrize("label", [-1, 2, np.int64(2), torch.tensor(2)])
     def test_labels_that_are_no_class(self, label: object) -> None:
@@ -167,11 +169,13 @@ class TestSamples:
     @pytest.mark.parametrize(
         ("sample", "found"),
         [
-            ({"image": torch.zeros(3, 4, 4), "label": 0}, "dict"),
-            (None, "NoneType"),
-            (torch.zeros(3, 4, 4), "Tensor"),
-            ((np.zeros((3, 4, 4)), 0), "ndarray, int"),
-            ((torch.zeros(3, 4, 4), 0, "a.jpg"), "Tensor, int, str"),
+            (None, "NoneType; return .image, target., or a dict"),
+            (torch.zeros(3, 4, 4), "Tensor; return"),
+            ({"image": torch.zeros(3, 4, 4), "boxes": 0}, "dict of image, boxes; return"),
+            ((torch.zeros(3, 4, 4).int(), 0), r"a tensor \(3, 4, 4\) of torch.int32 as image"),
+            ((torch.zeros(4), 0), r"a tensor \(4,\) of torch.float32 as image; return"),
+            (("a.jpg", 0), "str as image; return a PIL image, an array"),
+            ((torch.zeros(3, 4, 4), "cat"), "'cat' as target; return the number"),
         ],
     )
     def test_samples_of_other_kinds(self, sample: object, found: str) -> None:
@@ -179,16 +183,24 @@ class TestSamples:
             def __getitem__(self, index: int) -> object:
                 return sample
 
-        with pytest.raises(UserError, match=f"sample 0, a.jpg: dataset.py returns {found};"):
-            self.keyed(Other([("a.jpg", 0)]))[0, 0]
+        with pytest.raises(UserError, match=f"sample 0, a.jpg: the data set returns {found}"):
+            self.keyed(Other([("a.jpg", 0)]))[samples.Key(0, 0)]
 
-    def test_images_that_are_normalised_already(self) -> None:
-        """Floats of --channels are from 0 to 1, with some noise; the device normalises them."""
-        image = torch.linspace(-2.1, 2.6, 48).reshape(3, 4, 4)
-        with pytest.raises(UserError, match=r"sample 0: the image has values down to -2.1; return"):
-            self.keyed([(image, 0)])[0, 0]
-        for fine in (image.clamp(-0.3, 1.3), image[:, :0]):
-            assert self.keyed([(fine, 0)])[0, 0][0] is fine
+    def test_samples_as_people_have_them(self) -> None:
+        """PIL images, arrays, floats as they are, more parts, dicts; masks of any of these."""
+        grey = np.arange(12, dtype=np.uint8).reshape(3, 4)
+        pixels = torch.from_numpy(grey)
+        floats = torch.randn(3, 3, 4)
+        for sample, image, target in (
+            ((Image.fromarray(grey), 1), pixels.expand(3, -1, -1), 1),
+            ((np.stack([grey] * 5, -1), grey), pixels.expand(5, -1, -1), pixels),
+            ((floats, Image.fromarray(grey), "a.jpg"), floats, pixels),
+            ({"label": 1, "id": "x", "image": floats}, floats, 1),
+        ):
+            parts = self.keyed([sample])[samples.Key(0, 0)]
+            assert torch.equal(parts[0], image)
+            assert torch.equal(torch.as_tensor(parts[1]), torch.as_tensor(target))
+            assert len(parts) == len(sample)
 
     @pytest.mark.parametrize("workers", [0, 2])
     def test_set_epoch(self, workers: int) -> None:
@@ -203,18 +215,21 @@ class TestSamples:
             def __getitem__(self, index: int) -> tuple:
                 return torch.zeros(3, 4, 4, dtype=torch.uint8), 0, self.level, self.calls
 
-        options = loading.Options(workers, 2, False, 0)
+        options = loading.workers(workers, torch.device("cpu"))
+        options["collate_fn"] = handover.Collate()
         dataset = Curriculum([("a.jpg", 0)] * 24)
-        loader = loading.build_train_loader(dataset, 2, 4, 1, options)
+        sampler = loading.TrainSampler(dataset, 4, 1, 0)
+        loader = DataLoader(self.keyed(dataset), 4, sampler=sampler, **options)
         for turn, (epoch, seen) in enumerate([(3, 16), (4, 0), (5, 0)], start=1):
             loader.sampler.set_epoch(epoch, seen)
             found = [batch[2:] for batch in loader]
             assert len(found) == 6 - seen // 4
             assert {level for levels, _ in found for level in levels.tolist()} == {10 * epoch}
             assert {count for _, counts in found for count in counts.tolist()} == {turn}
-        val = loading.build_val_loader(Curriculum([("a.jpg", 0)]), 2, 4, options)
-        ((batch,),) = val
-        assert batch[2].tolist() == [-1]
+        dataset = Curriculum([("a.jpg", 0)])
+        sampler = loading.ValSampler(dataset, 4)
+        (batch,) = DataLoader(self.keyed(dataset), batch_sampler=sampler, **options)
+        assert [part.tolist() for part in batch[1:]] == [[0], [-1], [0], [0]]
 
     def test_names(self) -> None:
         assert self.keyed(Listed([("a.jpg", 0)])).name(0) == "sample 0, a.jpg"
@@ -223,7 +238,7 @@ class TestSamples:
     def test_images_of_several_sizes(self) -> None:
         several = [(torch.zeros(3, 4, side, dtype=torch.uint8), 0) for side in (4, 5)]
         with pytest.raises(UserError, match=r"sample 1: \(3, 4, 5\), but sample 0 has \(3, 4, 4\)"):
-            self.keyed(several).__getitems__([(0, 0), (0, 1)])
+            self.keyed(several).__getitems__([samples.Key(0, 0), samples.Key(0, 1)])
 
 
 class TestNormalize:
@@ -231,28 +246,23 @@ class TestNormalize:
         """What ToTensor and Normalize make of them, channels last."""
         generator = torch.Generator().manual_seed(0)
         pixels = torch.randint(0, 256, (4, 20, 30, 3), dtype=torch.uint8, generator=generator)
-        batch = handover.collate([(image.movedim(-1, 0), n) for n, image in enumerate(pixels)])
-        ((found, targets),) = loading.to_device([batch], torch.device("cpu"))
+        batch = handover.Collate()([(image.movedim(-1, 0), n) for n, image in enumerate(pixels)])
+        found, targets = loading.move(batch, torch.device("cpu"), False, Format())
         scaled = F.to_dtype(pixels.movedim(-1, 1), torch.float32, scale=True)
-        expected = F.normalize(scaled, images.MEAN, images.STD)
+        expected = F.normalize(scaled, MEAN, STD)
         assert (found - expected).abs().max() < 1e-6
         assert targets.tolist() == [0, 1, 2, 3]
         assert found.is_contiguous(memory_format=torch.channels_last)
 
-    @pytest.mark.parametrize(("kind", "ahead"), [("cuda", True), ("mps", False)])
-    def test_copies(self, kind: str, ahead: bool) -> None:
+    def test_copies(self) -> None:
         """To Apple's GPUs torch would copy what has been released since."""
-
-        def to(device: torch.device, non_blocking: bool) -> torch.Tensor:
-            assert (device.type, non_blocking) == (kind, ahead)
-            return torch.zeros(1, 3, 4, 4, dtype=torch.uint8)
-
-        batch = [SimpleNamespace(to=to)] * 2
-        assert len([*loading.to_device([batch], torch.device(kind))]) == 1
+        found = [devices.copies_ahead(torch.device(kind)) for kind in ("cuda", "mps")]
+        assert found == [True, False]
 
     def test_batches_by_size(self) -> None:
         sizes = (4, 5, 4)
-        found = handover.collate_by_size([(torch.zeros(3, 4, side), side) for side in sizes])
+        found = handover.Collate()([(torch.zeros(3, 4, side), side) for side in sizes])
+        assert isinstance(found, handover.Groups)
         assert [targets.tolist() for _, targets in found] == [[4, 4], [5]]
 
 
@@ -337,7 +347,7 @@ class TestLists:
             (folder / name).touch()
         data = content if isinstance(content, bytes) else content.encode()
         (folder / "train.csv").write_bytes(data)
-        return lists.read_list(folder / "train.csv", ("file", "label"), files=1)
+        return folders.read_list(folder / "train.csv", ("file", "label"), files=1)
 
     def test_rows(self, tmp_path: Path) -> None:
         """As spreadsheets write them: a mark, CRLF, quotes, further columns in another order."""
@@ -423,7 +433,7 @@ class TestDisks:
     @pytest.mark.parametrize("call", ["fsync", "replace", "write"])
     def test_saving(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str) -> None:
         """A checkpoint is written whole or not at all; no earlier one is taken for it."""
-        run, state = folder.RunFolder(tmp_path, "auto", 2), dict.fromkeys(folder.KEYS, 0)
+        run, state = folder.Folder(tmp_path, "auto"), dict.fromkeys(folder.KEYS, 0)
         state["model"] = {"w": torch.arange(999)}
 
         def epochs() -> list[int]:

@@ -38,7 +38,7 @@ class Samples(list):
 
 @functools.cache
 def expected(index: int) -> list:
-    return handover.collate([Samples()[2 * index], Samples()[2 * index + 1]])
+    return handover.stack([Samples()[2 * index], Samples()[2 * index + 1]])
 
 
 @pytest.fixture
@@ -49,7 +49,7 @@ def loader() -> DataLoader:
         num_workers=2,
         persistent_workers=True,
         multiprocessing_context="fork",
-        collate_fn=handover.Blocks(MOST),
+        collate_fn=handover.Collate(MOST),
     )
 
 
@@ -101,24 +101,25 @@ class TestHandover:
             batch_size=2,
             num_workers=1,
             multiprocessing_context="fork",
-            collate_fn=handover.Blocks(MOST),
+            collate_fn=handover.Collate(MOST),
         )
         for number, batch in enumerate([batch for _ in range(3) for batch in one]):
             check(batch, number % 4)
 
     def test_loaders_that_are_gone(self) -> None:
         """A rank keeps nothing of them: neither blocks nor their data sets."""
-        before, known = {*handover.BLOCKS}, {*samples.KeyedDataset.in_use}
+        before, known = {*handover.BLOCKS}, {*samples.Seeded.in_use}
         listed = [(torch.zeros(3, 8, 8, dtype=torch.uint8), 0)] * 16
-        options = loading.Options(2, 2, False, 0)
-        loader = loading.build_train_loader(listed, 2, 2, 1, options)
+        sampler = loading.TrainSampler(listed, 2, accumulate=1, seed=0)
+        how = {"collate_fn": handover.Collate(), **loading.workers(2, torch.device("cpu"))}
+        loader = DataLoader(samples.Seeded(listed, 2, 0), 2, sampler=sampler, **how)
         assert len([*loader]) == 8
         assert len({*handover.BLOCKS} - before) >= 2
-        assert len({*samples.KeyedDataset.in_use} - known) == 1
-        del loader
+        assert len({*samples.Seeded.in_use} - known) == 1
+        del loader, sampler, how
         gc.collect()
         assert {*handover.BLOCKS} <= before
-        assert {*samples.KeyedDataset.in_use} <= known
+        assert {*samples.Seeded.in_use} <= known
 
     def test_who_frees_a_block(self) -> None:
         """The rank does, also one that got it in inference mode; no process forked from it."""
@@ -139,7 +140,7 @@ class TestHandover:
     def test_types_that_differ(self) -> None:
         """They become one type, as in a batch without blocks."""
         several = [(torch.zeros(3, 4, 4), torch.tensor(n)) for n in (2**40, 1.5)]
-        assert handover.Blocks(MOST)(several)[1].tolist() == [2**40, 1.5]
+        assert handover.Collate(MOST)(several)[1].tolist() == [2**40, 1.5]
 
 
 class TestJpegHeader:

@@ -141,13 +141,27 @@ SNIPPETS = {
     "ddp": (
         """
         model = DistributedDataParallel(model)
-        stepper.net = replicas.wrap(model, device)
+        self.net = engine.wrap(model, device)
         if rank == 0:
             model(images)  # found
-            stepper.net(images)  # found
-            stepper.ddp_model(images)  # found
+            self.net(images)  # found
+            self.ddp_model(images)  # found
             bare(images)
-            stepper.ddp_model.eval()
+            self.ddp_model.eval()
+        """
+    ),
+    "the door of engine": (
+        """
+        import engine
+        if engine.rank() == 0:
+            device = engine.setup(0)  # found
+            for images, *_ in engine.batches(loader, device):  # found
+                pass
+            for i, batch in run.batches():  # found
+                loss = run.loss(loss_sum, count)  # found
+            loader.batches()
+            engine.say(engine.zeros(1))
+            folder.find_checkpoint()  # found
         """
     ),
     "functions of the file": (
@@ -291,33 +305,21 @@ SNIPPETS = {
 # A line of main.py, what is planted below it with its indentation, and where that is found: in
 # which line, which collective.
 PLANTED = [
-    (
-        "run.totals.add(",
-        "if rank == 0: distributed.reduce_tensor(x)",
-        "if rank == 0",
-        "reduce_tensor",
-    ),
-    (
-        "outputs = apply(",
-        "if distributed.is_rank_zero(): ddp_model(x)",
-        "ddp_model(x)",
-        "ddp_model",
-    ),
-    ("outputs = ddp_model(", "args.local_rank and distributed.gather(x)", "gather(x)", "gather"),
-    (
-        "train_loss = train",
-        "if ready or rank(): replicas.check_same(model)",
-        "same(m",
-        "check_same",
-    ),
-    ("train_loss = train", "first = rank() == 0\n{0}if first: run.save()", "if first:", "save"),
-    ("results, confusion =", "x = metrics.compute() if rank == 0 else 1", "x = metrics", "compute"),
-    ("args = parse_args(", "for _ in range(rank): distributed.barrier()", "range(", "barrier"),
-    ("demo_set.draw(", "distributed.gather_objects(1)", "objects(1)", "gather_objects"),
-    ("first = run.epoch", "if rank > 0:\n{0}    return", "with run.stoppable()", "stoppable"),
-    ("stepper.mean.finish(", "if rank == 0:\n{0}    continue", "run.end_step()", "end_step"),
-    ("run.totals.add(", "if loss_sum.isnan():\n{0}    break", "outputs = ddp_model(", "ddp_model"),
-    ("distributed.teardown()", "if rank == 0: train(*all)", "train(*all)", "train (stoppable)"),
+    ("outputs = ddp_model(", "if rank == 0: engine.reduce_tensor(x)", "if rank", "reduce_tensor"),
+    ("outputs = ddp_model(", "if engine.rank() == 0: ddp_model(x)", "ddp_model(x)", "ddp_model"),
+    ("outputs = ddp_model(", "args.local_rank and dist.gather(x)", "gather(x)", "gather"),
+    ("loss_sum, count = cri", "if rank == 0: run.loss(x, 1)", "run.loss(x", "loss"),
+    ("run.save()", "if ready or engine.rank(): engine.wrap(model)", "if ready", "wrap"),
+    ("run.save()", "is_0 = engine.rank() == 0\n{0}if is_0: run.save()", "if is_0", "save"),
+    ("results, found = judge(", "x = metrics.compute() if rank == 0 else 1", "x = met", "compute"),
+    ("results, found = judge(", "x = engine.compute(x) if rank else 1", "x = engine", "compute"),
+    ("results, found = judge(", "rank and print(*run.batches())", "rank and print", "batches"),
+    ("device = engine.setup(", "for _ in range(rank): dist.barrier()", "range(", "barrier"),
+    ("folder.load(", "if rank > 0:\n{0}    return", "train(args, folder", "train (shard)"),
+    ("scaler = torch", "if rank > 0:\n{0}    return", "run = engine.Run(", "Run"),
+    ("run.divide_gradients(", "if rank == 0:\n{0}    continue", "run.end_step()", "end_step"),
+    ("run.loss(", "if loss_sum.isnan():\n{0}    break", "outputs = ddp_model(", "ddp_model"),
+    ("engine.start(main)", "if rank == 0: train(*all)", "train(*all)", "train (shard)"),
 ]
 
 

@@ -12,7 +12,7 @@ from torch import nn
 
 from engine.errors import UserError
 from engine.ranks import memory
-from engine.run import machine, probing, transfer, waiting
+from engine.run import machine, transfer, waiting
 from engine.run.waiting import Waiting
 
 GPU, CPU = torch.device("cuda"), torch.device("cpu")
@@ -170,7 +170,7 @@ def test_other_errors(error: Exception) -> None:
 
 
 class Device:
-    """A module as torch.cuda is one, of a GPU of 80 GiB of which 20 are used by others."""
+    """A module as torch.cuda is one, of a GPU of 80 GiB."""
 
     def max_memory_allocated(self, device: object = None) -> int:
         return 50 * 2**30
@@ -183,15 +183,6 @@ class Device:
 
     total_memory = 80 * 2**30
 
-    def mem_get_info(self, device: object) -> tuple[int, int]:
-        return 59 * 2**30, 80 * 2**30
-
-    def memory_reserved(self, device: object) -> int:
-        return 2**30
-
-    def set_per_process_memory_fraction(self, share: float) -> None:
-        self.share = share
-
 
 def test_what_torch_says_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     device = Device()
@@ -200,13 +191,10 @@ def test_what_torch_says_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         "GPU memory (asked for 2.00 GiB, peak 50 of 80 GiB)"
     )
     assert memory.peak(GPU) == 50 * 2**30
-    probing.limit_memory(GPU)
-    assert device.share == pytest.approx(0.9 * 60 / 80)
     monkeypatch.setattr(torch, "get_device_module", lambda _=None: torch.cpu)  # it says nothing
     assert memory.lacking(torch.OutOfMemoryError(OUT)) == "GPU memory (asked for 2.00 GiB)"
     assert math.isnan(memory.peak(CPU))
     memory.reset_peak(CPU)
-    probing.limit_memory(CPU)
 
 
 @pytest.mark.filterwarnings("ignore:Validating sparse tensor")

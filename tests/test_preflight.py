@@ -21,9 +21,9 @@ FAULTS = {  # what is wrong with the last node, and the row that says so
     "variable": ("note", "environment", "NCCL_SOCKET_IFNAME: n0: none; n1: eth9; OMP_"),
     "clock": ("note", "clocks", "n1 is 90.0 s ahead of n0"),
     "memory": ("FAULT", "/dev/shm", "too small on n1: lower --workers; "),
-    "file": ("FAULT", "data", "n0: 76 samples (", "; n1: 75 samples (", "; only n0 has 'train: "),
-    "size": ("FAULT", "data", "n0: 76 samples (", "; n1: 76 samples (", " has 'train: "),
-    "folder": ("FAULT", "data", "n0: 76 samples (", "; n1: set/train: no such folder"),
+    "file": ("FAULT", "data", "n0: 76 files (", "; n1: 75 files (", "; only n0 has 'train/"),
+    "size": ("FAULT", "data", "n0: 76 files (", "; n1: 76 files (", " has 'train/"),
+    "folder": ("FAULT", "data", "n0: 76 files (", "; n1: set: no such folder"),
     "disk": ("note", "output", "not shared: n1 cannot see the files of n0, which has rank 0; "),
     "decoding": ("note", "decoding", "slow on n2; "),
     "network": ("note", "node pairs", "n2 is slow; n0 to n1 "),
@@ -60,7 +60,7 @@ def test_good_nodes(project: Project, data: Path, tmp_path: Path) -> None:
     assert lines[0] == "starting 2 rank(s) ..."
     assert lines[-1] == "ready: 2 rank(s) on 1 node(s)"
     assert all(line.startswith("ok ") for line in lines[1:-1]), done.out
-    assert row(done, "data").startswith(f"ok     data         {data}: 76 samples (checksum ")
+    assert row(done, "data").startswith(f"ok     data         {data}: 76 files (checksum ")
     assert done.err == ""
     assert names(out) == {"last.pt", ".lock"}
     assert (out / "last.pt").read_text() == "of a run"
@@ -129,9 +129,7 @@ def test_a_node_that_hangs(project: Project, data: Path, tmp_path: Path) -> None
 
 
 @SAME_FOR_BOTH
-def test_mistakes(project: Project, data: Path, tmp_path: Path) -> None:
-    """Of flags, and main.py with a flag that is none of its own."""
-    project.alone("--check").refused("--check: start with ./launch.sh, or preflight.py")
+def test_wrong_flags(project: Project, data: Path, tmp_path: Path) -> None:
     project.alone("--eval-only", script="preflight.py").refused("--check is for training")
     file = tmp_path / "file"
     file.touch()

@@ -1,13 +1,19 @@
-"""--replay: a step of a run again, as it was, and without a trace."""
+"""engine.replay: a step of a run again, as it was, and without a trace."""
 
+import os
+import sys
 from pathlib import Path
 
 import pytest
 from dap import Debugger, configuration, line_of
+from ports import free_port
 from running import NET, SAME_FOR_BOTH, Project
 
+from engine import replay
 from engine.errors import UserError
-from engine.run import replay
+
+REPLAY = "engine/replay.py"
+BODY = "images, targets = transform_batch("  # the first line of the training loop's body
 
 
 @SAME_FOR_BOTH
@@ -28,7 +34,7 @@ def test_it_is_the_same_step(project: Project, data: Path, tmp_path: Path) -> No
     assert "from the start of the run" in found["said"]["1:3"]
     assert "train_loss" not in found["said"]["1:3"]
     assert found["late"][0] == 2
-    assert found["late"][1] == "error: --replay 2:7: the run has 2 epoch(s) of 6 step(s)\n"
+    assert found["late"][1] == "error: epoch 2, step 7: the run has 2 epoch(s) of 6 step(s)\n"
     assert found["is_unchanged"]
 
 
@@ -36,7 +42,7 @@ def test_it_is_the_same_step(project: Project, data: Path, tmp_path: Path) -> No
 def test_on_one_process(project: Project, data: Path, tmp_path: Path) -> None:
     """The same images, from a checkpoint two steps before; the weights differ by rounding."""
     words = [*NET, "--arch", "squeezenet1_1", "--epochs", 1]  # which has no BatchNorm
-    words += ["--optimizer", "sgd", "--lr", 0.01, "--save-every", 2, "--keep", 9]
+    words += ["--optimizer", "sgd", "--lr", 0.01, "--save-every", 2]
     found = project.call("replaying.on_one_process", data, tmp_path, *words)
     now = found["again"]["passes"]
     assert [*now] == ["1:5", "1:6"]
@@ -55,7 +61,7 @@ def test_a_loss_that_is_no_number(project: Project, data: Path, tmp_path: Path) 
     found = project.call("replaying.no_number", data, tmp_path, *NET, "--epochs", 1)
     assert 2 in found["statuses"] and 0 not in found["statuses"]
     assert "became NaN or inf at epoch 1, step 6: " in found["error"]
-    assert f"--output-dir {tmp_path}/run --replay 1:6 --debug-rank" in found["error"]
+    assert f"replay 1:6 --output-dir {tmp_path}/run --debug-rank" in found["error"]
     assert found["again"] == [0, 0]
     assert "the loss of rank 1 became NaN or inf at epoch 1, step 3\n" in found["said"]
     for then, now in zip(found["whole"], found["found"], strict=True):
@@ -66,33 +72,82 @@ def test_a_loss_that_is_no_number(project: Project, data: Path, tmp_path: Path) 
 @SAME_FOR_BOTH
 def test_what_cannot_be_replayed(project: Project, trained: Path, tmp_path: Path) -> None:
     run = ["--output-dir", trained]
-    for value in "0:0", "1:0", "abc", "3", "1:2:3", "-1:2":
-        project.alone(*run, f"--replay={value}").refused(value, "EPOCH:STEP")
-    project.alone(*run, "--replay", "1:1", "--eval-only").refused("--replay", "--eval-only")
-    project.alone(*run, "--replay", "1:1").refused("no debugger", "F5", "--debug-rank")
-    project.fork(*run, "--replay", "1:1").refused("no debugger", "F5", "--debug-rank")
+    for value in "0:0", "1:0", "abc", "3", "1:2:3", "--lr":
+        project.alone(value, *run, script=REPLAY).refused("EPOCH:STEP")
+    project.alone("1:1", *run, "--eval-only", script=REPLAY).refused("--eval-only")
+    project.alone("1:1", *run, "--lrr", 1, script=REPLAY).refused("--lrr", "main.py --help")
+    project.alone("1:1", "--output-dir", tmp_path, script=REPLAY).refused("args.json", "No such")
+    project.alone("1:1", *run, script=REPLAY).refused("no debugger", "F5", "--debug-rank")
+    project.fork("1:1", *run, script=REPLAY).refused("no debugger", "F5", "--debug-rank")
 
 
 @pytest.mark.parametrize("text", ["{", "[]", '{"flags": {"lr": 0.1}}'])
 def test_an_args_json_that_is_none(tmp_path: Path, text: str) -> None:
     (tmp_path / "args.json").write_text(text)
     with pytest.raises(UserError, match=r"args\.json: cannot be read .*--output-dir"):
-        replay._read_record(tmp_path)
+        replay.read_record(tmp_path)
+
+
+def test_a_global_batch() -> None:
+    """One rank, or fewer, makes the batch of many."""
+    run = {"batch_size": 12, "accumulate": 1}
+    assert replay.keep_global_batch(run, 2, 2) == "" and run["batch_size"] == 12
+    assert "--batch-size 12 --accumulate 2 " in replay.keep_global_batch(run, 2, 1)
+    assert replay.keep_global_batch(run, 1, 3)
+    assert run == {"batch_size": 8, "accumulate": 1}
+    with pytest.raises(UserError, match=r"24 images .* 5 ranks; use the 3 rank"):
+        replay.keep_global_batch(run, 3, 5)
 
 
 @SAME_FOR_BOTH
 def test_f5(project: Project, trained: Path) -> None:
     """Both ranks stop in main.py, with the batch at hand, and can be stepped through the step."""
-    main = project.folder / "main.py"
     answers = {"run": str(trained), "step": "1:3"}
     with Debugger(project.folder) as debugger:
         debugger.launch(configuration(project.folder, "DDP: replay a step", **answers))
         for number, rank in enumerate(debugger.stopped()):
             assert rank.frame["name"] == "train_one_epoch"
-            assert 0 <= rank.frame["line"] - line_of(main, "breakpoint()") <= 1
+            assert rank.frame["line"] == line_of(project.folder / "main.py", BODY)
             assert rank.evaluate("(rank, run.epoch, i)") == f"({number}, 0, 2)"
             assert rank.evaluate("(*images.shape,)") == "(4, 3, 64, 64)"
             rank.go()
         assert debugger.finish() == 0
+        assert "epoch 1, step 3 is over; nothing was saved" in debugger.text
+        assert not debugger.left(5)
+
+
+@SAME_FOR_BOTH
+def test_one_rank_of_two(project: Project, trained: Path) -> None:
+    """What the message of a NaN says to type: the other rank waits, and does not stop."""
+    port = free_port(2)
+    words = ["./launch.sh", "-m", "engine.replay", "1:3", "--output-dir", str(trained)]
+    words += ["--debug-rank", "1", "--debug-port", str(port)]
+    with Debugger(project.folder) as debugger:
+        env = {"NPROC": "2", "PYTHON": sys.executable}
+        debugger.type(words, project.folder, env)
+        debugger.wait(lambda: "rank 1 waits on " in debugger.text, "rank 1")
+        where = {"host": "127.0.0.1", "port": str(port + 1)}
+        debugger.attach(configuration(project.folder, "Attach to a rank", **where))
+        (rank,) = debugger.stopped(1)
+        assert rank.frame["line"] == line_of(project.folder / "main.py", BODY)
+        assert rank.evaluate("(rank, run.epoch, i)") == "(1, 0, 2)"
+        rank.go()
+        assert debugger.finish() == 0
+        assert "epoch 1, step 3 is over; nothing was saved" in debugger.text
+        assert not debugger.left(5)
+
+
+@SAME_FOR_BOTH
+def test_in_a_terminal(project: Project, trained: Path) -> None:
+    """One process: pdb stops in main.py, steps over the engine, and can be left."""
+    words = [sys.executable, "-m", "engine.replay", "1:3", "--output-dir", str(trained)]
+    with Debugger(project.folder) as debugger:
+        debugger.type(words, project.folder, {})
+        debugger.wait(lambda: "(Pdb)" in debugger.text, "pdb")
+        assert f"-> {BODY}" in debugger.text
+        for word in "p (i, *images.shape)", "next", "until loss", "step", "continue":
+            os.write(debugger.screen, f"{word}\n".encode())
+        assert debugger.finish() == 0
+        assert "(4, 4, 3, 64, 64)" in debugger.text  # two passes a step, as of two ranks
         assert "epoch 1, step 3 is over; nothing was saved" in debugger.text
         assert not debugger.left(5)

@@ -13,19 +13,25 @@ import torch
 from digest import digest
 from running import SAME_FOR_BOTH, SCRIPTS, TASKS, Done, Project, flags, rows
 
-# The section of each recipe. main.py and recipe.py are the same in both tasks.
-NETWORK, TEACHER, ADVERSARY, SECOND, BEST, LIBRARY, FLAG, FROZEN, UNUSED, TRACKER = TITLES = (
+# The section of each recipe. main.py, flags.py's lines and recipe.py are the same in both tasks.
+TITLES = (
+    "To train on one of torchvision's data sets",
+    "To train on a data set of Hugging Face",
+    "To use a DataLoader of your own",
+    "To have three parts in a sample",
     "To add a network of your own with an auxiliary loss",
     "To add a teacher (distillation)",
     "To add a discriminator with its own optimizer",
     "To add a second validation set",
     "To choose best.pt by another metric",
     "To augment with another library",
-    "To add a flag that older checkpoints lack",
+    "To add a flag",
     "To keep layers frozen",
     "To let some steps leave weights out",
     "To add a tracker (MLflow)",
 )
+TORCHVISION, HUGGING_FACE, LOADER, PARTS, NETWORK, TEACHER, ADVERSARY = TITLES[:7]
+SECOND, BEST, LIBRARY, FLAG, FROZEN, UNUSED, TRACKER = TITLES[7:]
 ALBUMENTATIONS = """
 import numpy as np
 
@@ -81,10 +87,96 @@ class Skipping(nn.Module):
 build_whole = build_model
 
 
-def build_model(args, classes, weights=None):
-    model = build_whole(args, classes, weights)
+def build_model(args, classes, channels=3, weights=None):
+    model = build_whole(args, classes, channels, weights)
     model.fc = Skipping(model.fc, len(classes))
     return model
+"""
+
+# In place of what would be downloaded; appended to dataset.py.
+OF_TORCHVISION = """
+
+class Downloaded(torch.utils.data.Dataset):
+    def __init__(self, root, split="", train=True, transform=None, transforms=None, **_):
+        from PIL import Image
+
+        self.apply, self.image = transform or transforms, Image
+        self.total, self.classes = (26 if train and split != "test" else 6), list("abcdef")
+
+    def __len__(self):
+        return self.total
+
+    def __getitem__(self, index):
+        image = self.image.new("RGB", (48, 40), (index * 9, 99, 9))
+        if {is_segmentation}:
+            return self.apply(image, self.image.new("L", (48, 40), 1 + index % 3))
+        return self.apply(image), index % 6
+
+
+torchvision.datasets.CIFAR10 = torchvision.datasets.OxfordIIITPet = Downloaded
+"""
+OF_HUGGING_FACE = """
+from types import SimpleNamespace
+
+from PIL import Image
+
+
+class Part:
+    features = {"label": SimpleNamespace(names=list("abcdef"))}
+
+    def __init__(self, total):
+        self.total = total
+
+    def __len__(self):
+        return self.total
+
+    def with_transform(self, transform):
+        self.transform = transform
+        return self
+
+    def __getitem__(self, index):
+        image = Image.new("RGB", (48, 40), (index * 9, 99, 9))
+        batch = {"id": [index], "image": [image], "label": [index % 6]}
+        batch["mask"] = [Image.new("L", (48, 40), index % 2)]
+        return {"id": index, **{name: part[0] for name, part in self.transform(batch).items()}}
+
+
+def load_dataset(name):
+    return {"train": Part(26), "test": Part(6)}
+"""
+STREAM = """
+
+class Stream(torch.utils.data.IterableDataset):
+    at = 0
+
+    def __init__(self, dataset):
+        self.dataset = dataset
+
+    def __len__(self):
+        return len(self.dataset)
+
+    def set_epoch(self, epoch):
+        self.at = epoch
+
+    def __iter__(self):
+        for _ in range(len(self)):
+            self.at += 1
+            yield self.dataset[self.at % len(self)]
+
+    def state_dict(self):
+        return {"at": self.at}
+
+    def load_state_dict(self, state):
+        self.at = state["at"]
+
+
+build_files = build_datasets
+
+
+def build_datasets(args):
+    train, val, classes = build_files(args)
+    train.transform = val.transform
+    return Stream(train), val, classes
 """
 
 
@@ -184,13 +276,82 @@ def test_diffs_apply_and_are_clean(project: Project, shared: Path, tmp_path: Pat
     assert not wrong, "\n".join(wrong)
 
 
+def append(path: Path, text: str) -> None:
+    path.write_text(path.read_text() + text)
+
+
+def test_torchvisions_set(project: Project, edited: Callable[[str], Edited]) -> None:
+    """Images of PIL, labels and masks, the network's sizes: as the loaders want them."""
+    own = edited(TORCHVISION)
+    code = OF_TORCHVISION.replace("{is_segmentation}", str(project.task == "segmentation"))
+    append(own.folder / "dataset.py", code)
+    own.result()
+    assert own.state()["images"] == 26
+    assert "miou" in own.use() or project.task == "classification"
+
+
+def test_hugging_faces_set(project: Project, edited: Callable[[str], Edited]) -> None:
+    """Samples are dicts, in another order than (image, target, ...)."""
+    own = edited(HUGGING_FACE)
+    (own.folder / "datasets.py").write_text(OF_HUGGING_FACE)
+    own.result()
+    own.use()
+
+
+@SAME_FOR_BOTH
+def test_a_plain_loader(edited: Callable[[str], Edited]) -> None:
+    """It says what it gives up; the ranks share its batches; a stopped epoch starts over."""
+    own = edited(LOADER)
+    said = own.run("whole", "--epochs", 2).ok().out
+    assert "resumes from its start, not to the bit" in said
+    assert own.state()["step"] == 6
+    assert own.run("killed", "--save-every", 2, "--epochs", 2, stop=5).status == -9
+    said = own.run("killed", "--epochs", 2).ok().out
+    assert "cannot continue in mid-epoch" in said
+    assert own.state("killed/last.pt")["epoch"] == 2
+    own.use()
+    sampler = "torch.utils.data.distributed.DistributedSampler(train_set)"
+    main = own.folder / "main.py"
+    text = main.read_text().replace("shuffle=True", f"sampler={sampler}")
+    main.write_text(text.replace(" // torch.distributed.get_world_size()", ""))
+    own.run("distributed", "--epochs", 2).ok()
+    assert own.state("distributed/last.pt")["step"] == 6
+    val = "batch_sampler=engine.ValSampler(val_set, args.batch_size)"
+    text = main.read_text().replace("seeded,\n", "val_set,\n")
+    assert val in text
+    plain = text.replace(val, "batch_size=4").replace("collate_fn=engine.Collate(),\n", "\n")
+    main.write_text(plain)
+    alike = own.run("plain", "--epochs", 2).ok() and rows(own.out / "plain")[0]
+    first = rows(own.out / "distributed")[0]
+    assert float(alike["val_loss"]) == pytest.approx(float(first["val_loss"]))
+    repeats = "sampler=torch.utils.data.distributed.DistributedSampler(val_set), batch_size=4"
+    main.write_text(plain.replace("batch_size=4", repeats))
+    own.run("repeats", "--epochs", 1).refused("DistributedSampler, which repeats samples")
+
+
+@SAME_FOR_BOTH
+def test_a_stream(edited: Callable[[str], Edited]) -> None:
+    """With a state_dict an epoch resumes to the bit."""
+    own = edited(LOADER)
+    append(own.folder / "dataset.py", STREAM)
+    main = own.folder / "main.py"
+    main.write_text(main.read_text().replace("shuffle=True, ", ""))
+    own.result()
+
+
+def test_three_parts(edited: Callable[[str], Edited]) -> None:
+    own = edited(PARTS)
+    own.result()
+    own.use()
+
+
 def test_network_of_your_own(edited: Callable[[str], Edited]) -> None:
     """The auxiliary head learns; the network returns the logits alone in evaluation."""
     mine = edited(NETWORK)
     mine.result("--arch", "mine")
     now, before = (mine.state(f"whole/{name}.pt")["model"] for name in ("last", "last-1"))
     assert not torch.equal(now["auxiliary.bias"], before["auxiliary.bias"])
-    mine.use()
+    mine.use("--arch", "mine")
 
 
 @SAME_FOR_BOTH
@@ -264,7 +425,7 @@ def test_augmentation_by_a_library(edited: Callable[[str], Edited]) -> None:
 
 @SAME_FOR_BOTH
 def test_older_checkpoint(project: Project, few: Path, edited: Callable[[str], Edited]) -> None:
-    """It resumes with the default of the flag; flags that main.py compares may be newer, too."""
+    """It resumes with the default of the flag."""
     newer = edited(FLAG)
     words = "--epochs", 2
     project.fork(*flags(few, newer.out / "whole", *words), draws=False).ok()
@@ -273,10 +434,10 @@ def test_older_checkpoint(project: Project, few: Path, edited: Callable[[str], E
     assert project.fork(project.folder, "main.py", 5, *killed, script=script).status == -9
     path = newer.out / "killed" / "last.pt"
     state = torch.load(path, weights_only=True)
-    for flag in "optimizer", "ema", "momentum":
+    for flag in "optimizer", "ema", "patience":
         del state["args"][flag]
     torch.save(state, path)
-    assert "changed: " not in newer.run("killed", *words).ok().out
+    assert "--beta2" not in newer.run("killed", *words).ok().out
     assert digest(newer.out / "killed") == digest(newer.out / "whole")
     said = newer.run("killed", "--epochs", 3, "--beta2", 0.9).ok().out
     assert "--beta2 0.9 (was 0.999)" in said
@@ -311,7 +472,7 @@ def test_weights_that_some_steps_leave_out(edited: Callable[[str], Edited]) -> N
     main = skipping.folder / "main.py"
     main.write_text(main.read_text().replace(", find_unused_parameters=True", ""))
     done = skipping.run("refused", "--dist-timeout", 20)
-    done.refused("fc.spare", "find_unused_parameters=True to replicas.wrap")
+    done.refused("fc.spare", "find_unused_parameters=True to engine.wrap")
 
 
 @SAME_FOR_BOTH

@@ -52,7 +52,7 @@ class Lab:
         text = script.read_text()
         assert text.count("\nmax_failures=3 ") == 1
         script.write_text(text.replace("max_failures=3 ", f"max_failures={MAX_FAILURES} "))
-        small = ("--image-size", 32, "--batch-size", 4, "--workers", 0, "--threads", 1)
+        small = ("--image-size", 32, "--batch-size", 4, "--workers", 0)
         self.flags = [*small, *NETS["classification"], "--weights", "none", "--epochs", EPOCHS]
         self.env = {"PYTHON": sys.executable, "NPROC": "1"}
 
@@ -147,9 +147,15 @@ def test_srun_and_a_lost_node(lab: Lab) -> None:
     local = lab.slurm.local / "data"  # on one of the nodes only
     shutil.copytree(lab.data, lab.slurm.disk(left[0]) / "data")
     where = ("--nodelist", ",".join(left), "--ntasks-per-node", 1)
-    launched = (*where, "./launch.sh", "--output-dir", "runs/launched", "--data")
-    plain = (*where, sys.executable, "main.py", "--output-dir", "runs/plain", "--data")
-    tasks = [(*launched, lab.data), (*plain, lab.data), (*launched, local)]
+    starts = {"launched": ("./launch.sh",), "plain": (sys.executable, "main.py")}
+    tasks = [
+        (*where, *starts[start], "--output-dir", f"runs/{name}", "--data", data)
+        for name, start, data in (
+            ("launched", "launched", lab.data),
+            ("plain", "plain", lab.data),
+            ("absent", "launched", local),
+        )
+    ]
     with ThreadPoolExecutor() as pool:
         *done, absent = pool.map(lab.step, tasks)
     lost.end(restarts=1)

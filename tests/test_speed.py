@@ -14,6 +14,8 @@ import torch
 from PIL import Image
 from running import SAME_FOR_BOTH, SCRIPTS, SMALL, TASKS, Done, Project, flags, rows, run
 
+from engine.run import machine
+
 
 def photo(height: int, width: int) -> Image.Image:
     """Waves of another length in each direction and colour, so that a shift would show."""
@@ -208,37 +210,28 @@ def test_workers_that_are_not_forked(project: Project, own_data: Path, tmp_path:
 
 @SAME_FOR_BOTH
 def test_prepared_data_of_a_list(project: Project, own_data: Path, tmp_path: Path) -> None:
-    """Labels that an owner reads from files of his own are stored as they are, and looked after."""
+    """Labels that come from a file are looked after."""
     store, out = tmp_path / "store", tmp_path / "out"
     for part in ("train", "val"):
         names = [path.relative_to(own_data) for path in sorted((own_data / part).rglob("*.jpg"))]
-        lines = [f"{name},{name.parent.name}|small" for name in names]
+        lines = ["file,label", *(f"{name},{name.parent.name} small" for name in names)]
         (own_data / f"{part}.csv").write_text("\n".join(lines))
 
-    def run(name: str, *words: object) -> Done:
-        ranks = 2 if name == "main.py" else 1
-        return project.fork(name, *words, ranks=ranks, script=SCRIPTS / "csv_labels.py")
+    def prepare_again() -> list:
+        prepare(project, "--data", own_data, "--output", store, "--short-side", 32).ok()
+        index = json.loads((store / "index.json").read_text())
+        samples = dict(sample for sample, _ in index["train"])
+        return samples[str(own_data / "train/bricks/0000.jpg")]
 
-    def prepare() -> list[list]:
-        run("prepare_data.py", "--data", own_data, "--output", store, "--short-side", 32).ok()
-        return json.loads((store / "index.json").read_text())["train"]
-
-    assert prepare()[0][0] == [str(own_data / "train/bricks/0000.jpg"), "bricks|small"]
-    run("main.py", *flags(store, out)).ok()
-
-    def edit(old: str, new: str) -> None:
-        text = (own_data / "train.csv").read_text()
-        (own_data / "train.csv").write_text(text.replace(old, new, 1))
-
-    def refused(*words: str) -> None:
-        run("main.py", *flags(store, out)).refused(*words, f"changed since {store} was prepared")
-
-    edit("bricks|small", "dots|small")
-    refused(f"{own_data / 'train/bricks/0000.jpg'}: file or label changed")
-    assert prepare()[0][0] == [str(own_data / "train/bricks/0000.jpg"), "dots|small"]
-    run("main.py", *flags(store, out)).ok()
+    label = prepare_again()
+    project.fork(*flags(store, out), draws=False).ok()
+    text = (own_data / "train.csv").read_text()
+    (own_data / "train.csv").write_text(text.replace("bricks small", "dots small", 1))
+    done = project.fork(*flags(store, out))
+    done.refused("bricks/0000.jpg: file or label changed", f"changed since {store} was prepared")
+    assert (label, prepare_again()) == (0, 2)
     own_data.rename(tmp_path / "elsewhere")
-    run("main.py", *flags(store, out)).ok()
+    project.fork(*flags(store, out), draws=False).ok()
 
 
 @SAME_FOR_BOTH
@@ -268,7 +261,7 @@ def test_the_projects_own_test_of_a_step(project: Project, data: Path) -> None:
     assert clean == ""
     for plant, line in zip(plants, found, strict=True):
         assert line.startswith("main.py:"), plant
-        assert "report.loss(" in line
+        assert "run.loss(" in line
 
 
 def test_what_a_step_costs_the_host(project: Project, tmp_path: Path) -> None:
@@ -324,11 +317,28 @@ def test_workers_do_not_copy_the_list_of_samples(project: Project) -> None:
     assert of_packed < 2_000
 
 
+def test_free_memory_in_cgroups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The least that any level leaves, with the file cache; of v2, of v1, or the machine's."""
+    monkeypatch.setattr(machine, "CGROUPS", tmp_path)
+    whole = machine.free_memory()
+    assert 0 < whole < 2**50
+    newer = {"max": "9000", "current": "5000", "stat": "anon 7\nactive_file 100\ninactive_file 20"}
+    older = {"limit_in_bytes": "800", "usage_in_bytes": "500", "stat": "total_active_file 30"}
+    for folder, content, free in (tmp_path, newer, 4120), (tmp_path / "memory", older, 330):
+        folder.mkdir(exist_ok=True)
+        for name, text in content.items():
+            (folder / f"memory.{name}").write_text(f"{text}\n")
+        assert machine.free_memory() == free
+    (tmp_path / "memory" / "memory.limit_in_bytes").unlink()
+    (tmp_path / "memory.max").write_text("max\n")
+    assert machine.free_memory() > 4120
+
+
 @SAME_FOR_BOTH
 def test_compiled(project: Project, data: Path, tmp_path: Path) -> None:
     """Its checkpoints fit an uncompiled network."""
     words, options = flags(data, tmp_path), {"script": SCRIPTS / "tiny.py", "draws": False}
     done = project.alone(*words, "--compile", **options).ok()
-    assert "--compile: compiling the network" in done.out
+    assert "compiled 1 graph(s)" in done.out
     done = project.fork(*words, "--epochs", 2, **options).ok()
     assert "1 of 2 epochs done" in done.out

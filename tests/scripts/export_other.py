@@ -1,5 +1,6 @@
 """export.py whose graph is another than the network."""
 
+import engine
 import export
 
 forward, trace = export.Network.forward, export.trace
@@ -11,5 +12,4 @@ def other(*args: object) -> object:
 
 
 export.trace = other
-with export.one_line_errors():
-    export.main()
+engine.start(export.main)

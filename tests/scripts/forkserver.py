@@ -2,26 +2,29 @@
 
 import multiprocessing
 import sys
-from pathlib import Path
 
 
 def main(source: str, store: str) -> None:
     multiprocessing.set_start_method("forkserver")
     import torch
+    from torch.utils.data import DataLoader
 
     import dataset
+    import engine
     import prepare_data
-    from engine.data import loading
     from engine.ranks import process
+    from flags import parse_args
 
     process.worker_context = lambda workers: None  # Python's default, on Linux too
     prepare_data.main(["--data", source, "--output", store, "--short-side", "0", "--workers", "1"])
-    loading.distributed.setup()
-    train, _, classes = dataset.build_dataset(Path(store), 32)
+    device = engine.setup(3)
+    train, _, classes = dataset.build_datasets(parse_args(["--data", store, "--image-size", "32"]))
     found = []
     for workers in 0, 1:
-        options = loading.Options(workers, prefetch=2, pin_memory=False, seed=3)
-        found.append(list(loading.build_train_loader(train, len(classes), 4, 1, options)))
+        options = {"collate_fn": engine.Collate(), **engine.workers(workers, device)}
+        sampler = engine.TrainSampler(train, 4, accumulate=1, seed=3)
+        seeded = engine.Seeded(train, classes, seed=3)
+        found.append(list(DataLoader(seeded, 4, sampler=sampler, **options)))
     for one, other in zip(*found, strict=True):
         assert all(map(torch.equal, one, other))
 

@@ -9,11 +9,13 @@ from collections import Counter
 from typing import Any
 
 import emulate
+import torch
+from torch.utils.data import DataLoader
 
+import engine
 import main
-from engine.data.loading import Loader
-from engine.ranks import failures
-from engine.run.progress import Run
+from engine.data.loading import First
+from engine.run.loop import Run
 
 marks: list[Counter] = []
 found: dict[str, Any] = {}
@@ -23,8 +25,8 @@ evaluate, end_step = main.evaluate, Run.end_step
 class Again:
     """A validation loader whose batches come `times` times."""
 
-    def __init__(self, loader: Loader, times: int) -> None:
-        self.dataset = loader.dataset
+    def __init__(self, loader: DataLoader, times: int) -> None:
+        self.dataset, self.batch_sampler = loader.dataset, loader.batch_sampler
         self.groups = [*loader] * times
 
     def __iter__(self):  # type: ignore[no-untyped-def]
@@ -46,13 +48,15 @@ def end_step_marked(self: Run) -> None:
     mark()
 
 
-def evaluate_counted(task: main.Task, loader: Loader) -> Any:
+def evaluate_counted(model: torch.nn.Module, loader: Any, **options: Any) -> Any:
+    result = evaluate(model, loader, **options)  # the first time metrics are grouped
+    if isinstance(loader, First):
+        return result
     found["steps"] = differences()
-    evaluate(task, loader)  # the first time metrics are grouped
     for times in (1, 11):
         again = Again(loader, times)
         mark()
-        result = evaluate(task, again)  # type: ignore[arg-type]
+        result = evaluate(model, again, **options)  # type: ignore[arg-type]
         mark()
         found[str(times)] = differences()[-1]
     found["batches"] = dict(Counter(found.pop("11")) - Counter(found.pop("1")))
@@ -60,6 +64,5 @@ def evaluate_counted(task: main.Task, loader: Loader) -> Any:
 
 
 Run.end_step, main.evaluate = end_step_marked, evaluate_counted  # type: ignore[method-assign]
-with failures.one_line_errors():
-    main.main()
+engine.start(main.main)
 print(json.dumps({**found, "kernels": emulate.counts()["kernels"]}))

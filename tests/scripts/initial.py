@@ -1,20 +1,19 @@
-"""Leaves a rank's initial network, and the name of its weights: initial.py DIR FLAG..."""
+"""Leaves a rank's initial network: initial.py DIR FLAG..."""
 
 import sys
 from pathlib import Path
 
 import torch
 
-import main
-from engine.data import seeding
-from engine.ranks import distributed, failures
+import engine
+import model
+from engine.ranks import failures
+from flags import parse_args
 
 with failures.one_line_errors():
-    args = main.parse_args(sys.argv[2:])
-    distributed.setup()
-    seeding.seed(args.seed)
-    net = main.build_model(args, ["one", "two"], args.weights)
+    args = parse_args(sys.argv[2:])
+    engine.setup(args.seed)
+    net = model.build_model(args, ["one", "two"], weights=args.weights)
     Path(sys.argv[1]).mkdir(exist_ok=True)
-    state = {"model": net.state_dict(), "args": {"weights": args.weights}}
-    torch.save(state, Path(sys.argv[1], f"{distributed.rank()}.pt"))
-    distributed.teardown()
+    torch.save({"model": net.state_dict()}, Path(sys.argv[1], f"{engine.rank()}.pt"))
+    engine.teardown()

@@ -3,30 +3,30 @@
 import json
 import sys
 
-import torch
-from torch.utils.data import Subset
+from torch.utils.data import DataLoader, Subset
 
 import dataset
+import engine
 import main
 import model
-from engine.data import loading, seeding
-from engine.ranks import distributed
-from engine.run import machine
+from engine.data import seeding
+from flags import parse_args
 
-args = main.parse_args(["--data", sys.argv[1], "--batch-size", "2", "--workers", "0"])
-options = loading.Options(0, 2, False, args.seed)
-settings = machine.Settings(0, 1, False, "off")
-device = torch.device("cpu")
-distributed.setup()
-_, val, classes = dataset.build_dataset(args.data, 32)
+args = parse_args(["--data", sys.argv[1], "--image-size", "32"])
+args.amp = "off"
+engine.setup(args.seed)
+_, val, classes = dataset.build_datasets(args)
 seeding.seed(1)
 net = model.build_model(args, classes)
-criterion = model.build_criterion(args)
+criterion = engine.criterion(model.build_criterion(args, val, classes))
 for size in (1, 5, 53):
     part = Subset(val, list(range(0, 53, 53 // size))[:size])
-    loader = loading.build_val_loader(part, len(classes), 2, options)
+    loader = DataLoader(
+        engine.Seeded(part, classes, args.seed),
+        batch_sampler=engine.ValSampler(part, 2),
+        collate_fn=engine.Collate(),
+    )
     metrics = model.build_metrics(classes)
-    task = main.Task(args, settings, device, classes, net, criterion, metrics)
-    found, mistakes = main.evaluate(task, loader)
-    distributed.say(json.dumps([found, mistakes.confusion.tolist(), mistakes.worst]))
-distributed.teardown()
+    found, (confusion, worst) = main.evaluate(net, loader, criterion, metrics, args)
+    engine.say(json.dumps([found, confusion.tolist(), worst]))
+engine.teardown()

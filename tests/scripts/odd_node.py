@@ -12,11 +12,9 @@ from pathlib import Path
 
 import preflight
 
+import engine
 from engine.check import inputs, network, nodes
 from engine.check import preflight as table
-from engine.data import loading
-from engine.ranks import remedies
-from engine.ranks.failures import one_line_errors
 
 whats, folder, *flags = sys.argv[1:]
 rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -54,10 +52,8 @@ for what in whats.split(",") if rank == ranks - 1 else ():
     elif what == "decoding":
         inputs.open_image = delay(inputs.open_image, 0.1)
     elif what == "hangs":
-        preflight.find_samples = delay(preflight.find_samples, 60)
-    elif what == "dies":
-        preflight.find_samples = lambda _: os._exit(9)
+        inputs.list_data = delay(inputs.list_data, 60)
     elif what == "memory":
         nodes.shutil.disk_usage = lambda _: nodes.shutil._ntuple_diskusage(1, 1, 0)
-with one_line_errors(loading.explain, remedies.explain):
-    preflight.main(flags)
+sys.argv[1:] = flags
+engine.start(preflight.main)

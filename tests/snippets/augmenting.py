@@ -12,9 +12,10 @@ from torch import Tensor, nn
 from torchvision.transforms import RandomResizedCrop
 
 import dataset
+import engine
 import main
 from engine.data import seeding
-from engine.data.images import Format, LazyImage
+from engine.data.images import LazyImage
 from engine.errors import UserError
 from engine.run import checkpoint
 from model import build_model
@@ -33,7 +34,7 @@ def of_channels(channels: int) -> dict[str, str]:
     found = {}
     for name in dataset.AUGMENTATIONS:
         try:
-            augment = dataset.build_augment([name], Format(channels=channels))
+            augment = dataset.build_augment(name, channels)
         except UserError as error:
             found[name] = str(error)
             continue
@@ -57,7 +58,7 @@ def masks_that_follow() -> list[dict]:
     mask = mask.repeat(20, axis=0).repeat(20, axis=1)
     shades = (40 + 40 * mask)[..., None].repeat(3, axis=2)
     pair = LazyImage.of(shades), LazyImage.of(mask)
-    augment = dataset.build_augment(["vflip", "rotation"], Format())
+    augment = dataset.build_augment("vflip,rotation", None)
     found = []
     for seed in range(12):
         seeding.seed(seed)
@@ -83,8 +84,9 @@ def masks_that_follow() -> list[dict]:
 
 def pickled(data: str) -> None:
     """As workers that are not forked get the data set."""
-    main.distributed.setup()
-    train_set, _, _ = dataset.build_dataset(Path(data), 32, augment=names())
+    engine.setup(seed=0)
+    args = Namespace(data=Path(data), image_size=32, augment=",".join(names()))
+    train_set, _, _ = dataset.build_datasets(args)
     copy = pickle.loads(pickle.dumps(train_set))
     for index in range(5):
         samples = []
@@ -140,7 +142,7 @@ def gradient(data: str, folder: str, *words: object) -> float:
 
         def kept(*args: object) -> tuple[Tensor, Tensor]:
             batch = transform(*args)
-            torch.save(batch, f"{folder}/rank{main.distributed.rank()}.pt")
+            torch.save(batch, f"{folder}/rank{engine.rank()}.pt")
             return batch
 
         dataset.transform_batch = kept
@@ -149,7 +151,7 @@ def gradient(data: str, folder: str, *words: object) -> float:
     for rate in 0, 1:
         out = f"{folder}/{rate}"
         flags = ["--data", data, "--output-dir", out, *words, "--epochs", 1, "--lr", rate]
-        flags += ["--optimizer", "sgd", "--momentum", 0, "--weight-decay", 0, "--warmup-epochs", 0]
+        flags += ["--optimizer", "sgd", "--weight-decay", 0, "--warmup-epochs", 0]
         assert run(2, *flags, patch=keep_batches, draws=False) == [0, 0]
         weights.append(checkpoint.read_file(Path(out, "last.pt"))["model"])
     args = main.parse_args([*map(str, flags)])
@@ -172,12 +174,13 @@ def gradient(data: str, folder: str, *words: object) -> float:
 
 def boxes(count: int) -> list:
     """Of each of some sizes so many boxes of random_box, and of what it replaces."""
-    limits = {"scale": (0.25, 1), "ratio": (3 / 4, 4 / 3)}
+    limits = (0.25, 1), (3 / 4, 4 / 3)
     found = []
     for height, width in (375, 500), (300, 90), (2000, 9), (9, 2000):
         shape = torch.empty(3, height, width, device="meta")
+        image = LazyImage(height, width, lambda *_: np.empty(0))
         seeding.seed(0)
-        mine = [dataset.random_box(height, width, **limits) for _ in range(count)]
-        theirs = [RandomResizedCrop.get_params(shape, *limits.values()) for _ in range(count)]
+        mine = [image.random_box(*limits) for _ in range(count)]
+        theirs = [RandomResizedCrop.get_params(shape, *limits) for _ in range(count)]
         found.append([mine, theirs])
     return found

@@ -4,56 +4,67 @@ import shutil
 import zlib
 from pathlib import Path
 
+import torch
 from digest import digest
 from forked import run
+from torch.utils.data import DataLoader
 
-import dataset
-from engine.data import counts, loading
+import engine
+from engine.data import counts, datasets
 from engine.ranks import distributed
+from snippets.data import build
 from snippets.resume import killed_after
 
 
-def checksums(data: str, folder: str) -> list:
+def checksums(data: str) -> list:
     """For each way to deal them, for each global batch of 8, (index, checksum) of each sample."""
-    distributed.setup()
-    train_set, _, classes = dataset.build_dataset(Path(data), 32)
-    found = counts.count_classes(train_set, classes, Path(folder))
+    train_set, _, classes = build(data, 32)
 
     class Numbered:
+        count_labels = staticmethod(train_set.count_labels)
+
         def __len__(self) -> int:
             return len(train_set)
 
         def __getitem__(self, index: int) -> tuple:
             return (*train_set[index], index)
 
+    numbered = Numbered()
+
     def dealt(ranks: int, batch_size: int, accumulate: int, workers: int) -> list:
-        options = loading.Options(workers, prefetch=2, pin_memory=False, seed=3)
         distributed.world_size = lambda: ranks
         steps: dict[int, list] = {}
         for rank in range(ranks):
             distributed.rank = lambda rank=rank: rank
-            shape = batch_size, accumulate, options
-            loader = loading.build_train_loader(Numbered(), len(classes), *shape, counts=found)
-            loader.sampler.set_epoch(1, 8)
+            shape, options = (batch_size, accumulate, 3), {"balanced": True, "classes": classes}
+            sampler = engine.TrainSampler(numbered, *shape, **options)
+            sampler.set_epoch(1, 8)
+            loader = DataLoader(
+                engine.Seeded(numbered, classes, 3),
+                batch_size,
+                sampler=sampler,
+                collate_fn=engine.Collate(),
+                **engine.workers(workers, torch.device("cpu")),
+            )
             for i, batch in enumerate(loader):
                 for image, _, index in zip(*batch, strict=True):
                     checksum = zlib.crc32(image.numpy().tobytes())
                     steps.setdefault(i // accumulate, []).append((int(index), checksum))
         return [sorted(step) for step in steps.values()]
 
+    engine.TrainSampler(numbered, 8, 1, 3, balanced=True, classes=classes)  # counts, on one rank
     return [dealt(*shape) for shape in ((1, 8, 1, 0), (2, 4, 1, 1), (2, 1, 4, 2), (4, 2, 1, 0))]
 
 
 def counts_on_ranks(data: str) -> list:
-    distributed.setup()
-    train_set, _, _ = dataset.build_dataset(Path(data), 32)
+    train_set, _, _ = build(data, 32)
     rows = []
     for ranks in (1, 2, 3):
         distributed.world_size = lambda ranks=ranks: ranks
         indices = range(len(train_set))
-        parts = [counts._read(train_set, indices[r::ranks], r % 2 == 0) for r in range(ranks)]
+        parts = [counts._read(train_set, indices[r::ranks]) for r in range(ranks)]
         distributed.gather_objects = lambda _, parts=parts: parts
-        rows.append(counts.read(train_set, indices, True).tolist())
+        rows.append(counts.read(train_set, indices).tolist())
     return rows
 
 
@@ -81,16 +92,14 @@ def broken(data: str, folder: str, name: str, *words: object) -> list:
     """A mask that only the pass over all masks meets: the statuses, and what is said."""
 
     def few() -> None:
-        import masks  # of a project for segmentation
+        datasets.MOST_READ.update(training=1, validation=1)
+        read = counts.read
 
-        masks.MOST_READ.update(training=1, validation=1)
-        look_up = counts._look_up
-
-        def spoiling(*args: object) -> tuple:
+        def spoiling(*args: object) -> object:
             Path(data, "train", "masks", name).write_bytes(b"no image")
-            return look_up(*args)
+            return read(*args)
 
-        counts._look_up = spoiling
+        counts.read = spoiling
 
     flags = ["--data", data, "--output-dir", f"{folder}/out", *words, "--class-weights", "auto"]
     said = f"{folder}/said"

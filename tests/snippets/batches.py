@@ -2,14 +2,17 @@
 
 import random
 import zlib
+from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import torch
+from torch.utils.data import DataLoader
 
 import dataset
-from engine.data import loading, seeding
+import engine
+from engine.data import seeding
 from engine.ranks import distributed
 
 
@@ -32,20 +35,25 @@ def checksums(data: str, names: Sequence[str] = ()) -> dict:
 
     names: of --augment.
     """
-    distributed.setup()
-    train_set, _, classes = dataset.build_dataset(Path(data), 32, augment=names)
+    device = engine.setup(seed=0)
+    args = Namespace(data=Path(data), image_size=32, augment=",".join(names))
+    train_set, _, classes = dataset.build_datasets(args)
 
     def sums(ranks: int, batch_size: int, accumulate: int, workers: int) -> list:
-        options = loading.Options(workers, prefetch=2, pin_memory=False, seed=3)
         distributed.world_size = lambda: ranks
         found: list[dict] = [{}, {}]
         for rank in range(ranks):
             distributed.rank = lambda rank=rank: rank
-            loader = loading.build_train_loader(
-                Noisy(train_set), len(classes), batch_size, accumulate, options
+            sampler = engine.TrainSampler(train_set, batch_size, accumulate, seed=3)
+            loader = DataLoader(
+                engine.Seeded(Noisy(train_set), classes, seed=3),
+                batch_size,
+                sampler=sampler,
+                collate_fn=engine.Collate(),
+                **engine.workers(workers, device),
             )
             for epoch in range(2):
-                loader.sampler.set_epoch(epoch)
+                sampler.set_epoch(epoch)
                 for i, batch in enumerate(loader):
                     step = found[epoch].setdefault(i // accumulate, [])
                     for sample in zip(*batch, strict=True):

@@ -8,23 +8,23 @@ from pathlib import Path
 
 import torch
 from torch.optim.swa_utils import AveragedModel
+from torch.utils.data import DataLoader
 
-from engine.data import loading
+import engine
 from engine.errors import UserError
-from engine.ranks import distributed, protocol
+from engine.ranks import protocol
 from engine.run import checkpoint
-from engine.run.folder import KEYS, RunFolder
-from engine.run.progress import Run
+from engine.run.folder import KEYS, Folder
 
 
-def save(folder: Path, epoch: int, keep: int = 2, is_best: bool = False) -> None:
+def save(folder: Path, epoch: int, is_best: bool = False) -> None:
     state = {**dict.fromkeys(KEYS, 0), "model": {"w": torch.full((999,), epoch)}}
     state["epoch"] = epoch
-    RunFolder(folder, "auto", keep).add(state, is_best, replace=False, verify=False)
+    Folder(folder).add(state, is_best, replace=False, verify=False)
 
 
 def epochs(folder: Path) -> list[int]:
-    return [checkpoint.read(path)["epoch"] for path in RunFolder(folder, "auto", 2).saves()]
+    return [checkpoint.read(path)["epoch"] for path in Folder(folder).saves()]
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -32,12 +32,15 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 def kept(where: str) -> dict:
-    """The epochs of what is kept after each of 15 saves, and what there is in the end."""
+    """The epochs of what is kept after each of five saves, and what there is in the end."""
     folder = Path(where)
     (folder / "last-2024-05-01.pt").touch()  # the user's own
     found = []
-    for epoch, keep in enumerate((12,) * 13 + (3, 1)):
-        save(folder, epoch, keep, is_best=epoch == 1)
+    for epoch in range(5):
+        if epoch == 4:  # as of a version that has kept more
+            for age in 2, 3:
+                shutil.copy(folder / "last-1.pt", folder / f"last-{age}.pt")
+        save(folder, epoch, is_best=epoch == 1)
         found.append(epochs(folder))
     best = checkpoint.read(folder / "best.pt")["epoch"]
     return {"epochs": found, "best": best, "files": sorted(p.name for p in folder.iterdir())}
@@ -76,7 +79,7 @@ def killed_within_a_save(where: str) -> dict:
             save(folder, 3, is_best=True)
             os._exit(0)
         status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-        best, last = checkpoint.read(folder / "best.pt"), RunFolder(folder, "auto", 2)._search()
+        best, last = checkpoint.read(folder / "best.pt"), Folder(folder)._search()
         assert best["epoch"] >= last["epoch"]
         reached.add((status, last["epoch"]))
         if status == 0:
@@ -141,40 +144,30 @@ def damaged(where: str) -> dict:
 
 def more_parts(where: str) -> list:
     """Whether an average of the weights, and a scaler, come back as they were."""
-    distributed.setup()
-    options = loading.Options(0, 2, False, 0)
+    engine.setup(seed=0)
     samples = [(torch.zeros(3, 8, 8, dtype=torch.uint8), 0)] * 9
+    seeded, folder = engine.Seeded(samples, 1, seed=0), engine.Folder(where)
     loaders = (
-        loading.build_train_loader(samples, 1, 1, 1, options),
-        loading.build_val_loader(samples, 1, 1, options),
+        DataLoader(seeded, 1, sampler=engine.TrainSampler(samples, 1, 1, seed=0)),
+        DataLoader(seeded, batch_sampler=engine.ValSampler(samples, 1)),
     )
-    folder = RunFolder(Path(where), "auto", 2)
 
-    def made() -> Run:
+    def made() -> engine.Run:
         net = torch.nn.Linear(3, 2)
         optimizer = torch.optim.SGD(net.parameters(), 0.1)
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1)
         more = {"ema": AveragedModel(net), "scaler": torch.amp.GradScaler("cpu", init_scale=64.0)}
-        return Run(
-            *(folder, *loaders),
-            classes=["a"],
-            epochs=1,
-            save_every=0,
-            score="top1",
-            flags={},
-            model=net,
-            optimizer=optimizer,
-            scheduler=scheduler,
-            **more,
-        )
+        parts = {"model": net, "optimizer": optimizer, "scheduler": scheduler, **more}
+        return engine.Run(folder, *loaders, ["a"], epochs=1, best="top1", **parts)
 
-    first, second = made(), made()
+    first = made()
     for part in first.parts["ema"].parameters():
         part.data += 1
     first.parts["scaler"].scale(torch.ones(1))
     first.parts["scaler"].update(32.0)
     first.save()
-    second.resume(folder.find_checkpoint())
+    assert folder.find_checkpoint()
+    second = made()
     averages = [run.parts["ema"].parameters() for run in (first, second)]
     same = all(torch.equal(*pair) for pair in zip(*averages, strict=True))
     return [same, second.parts["scaler"].get_scale()]
@@ -183,6 +176,6 @@ def more_parts(where: str) -> list:
 def found_by_the_next_attempt(where: str, path: str) -> list:
     """What --resume PATH and --resume never find where this launch's first attempt has begun."""
     os.environ[protocol.LAUNCH_ID] = "1"
-    by_path, never = (RunFolder(Path(where), resume, 2) for resume in (path, "never"))
+    by_path, never = (Folder(where, resume) for resume in (path, "never"))
     by_path.open_for_training(is_new=False)
     return [by_path._search()["path"], never._search()]

@@ -1,6 +1,8 @@
 """What the losses come to: image by image, in other portions, and against plain loops."""
 
 import functools
+import os
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -10,21 +12,20 @@ from ports import free_port
 from torch import Tensor, nn
 from torch.nn import functional
 
+import engine
 import main
 import model
-from engine.errors import UserError
 from engine.ranks import distributed, gradients, replicas
-from engine.run import machine
-from engine.run.metrics import Totals
+from engine.run import metrics
+from flags import parse_args
 
-CLASSES = ["a", "b", "c"]
 WEIGHTED = ("--class-weights", "0.2,1,5")
 LOSSES = {  # flags, by task; those of segmentation are given --loss as well
     "classification": [(), ("--label-smoothing", "0.1"), WEIGHTED],
     "segmentation": [
-        *[("--loss", name) for name in ("ce", "bce", "dice", "focal", "lovasz", "ohem")],
+        *[("--loss", name) for name in ("ce", "focal", "dice", "lovasz")],
         ("--loss", "ce+0.5*dice", *WEIGHTED),
-        ("--loss", "ohem+bce+focal", "--label-smoothing", "0.1", *WEIGHTED),
+        ("--loss", "focal+ce", "--label-smoothing", "0.1", *WEIGHTED),
     ],
 }
 IMAGES = 16
@@ -32,7 +33,12 @@ DEVICE = torch.device("cpu")
 
 
 def task() -> str:
-    return "segmentation" if hasattr(model, "STRIDE") else "classification"
+    return "segmentation" if model.STRIDE else "classification"
+
+
+def build(*words: object) -> nn.Module:
+    """The loss that flags ask for, of three classes."""
+    return model.build_criterion(parse_args([*map(str, words)]), None, "abc")
 
 
 def samples(is_soft: bool = False) -> tuple[Tensor, Tensor]:
@@ -81,10 +87,32 @@ class Keep(torch.optim.SGD):
         self.kept = [weight.grad.clone() for weight in self.param_groups[0]["params"]]
 
 
+class Run:
+    """What a Run does to the gradients, for one step."""
+
+    def __init__(self, portions: list[tuple[Tensor, Tensor]]) -> None:
+        self.portions, self.classes, self.step = portions, "abc", 0
+        self.mean = gradients.Mean(DEVICE)
+        self.mean.start(metrics.size(portions[0][1]))
+
+    def batches(self) -> Iterator[tuple[int, tuple]]:
+        for i, (images, targets) in enumerate(self.portions):
+            self.is_last = i == len(self.portions) - 1
+            yield i, (images, targets if targets.is_floating_point() else targets.long())
+
+    def loss(self, loss_sum: Tensor, count: Tensor | int) -> Tensor:
+        return self.mean.loss(loss_sum, count, self.is_last)
+
+    def divide_gradients(self, ddp_model: nn.Module) -> None:
+        self.mean.finish(ddp_model, len(self.portions))
+
+    end_step = mean_loss = staticmethod(lambda: None)
+
+
 def train(words: tuple, passes: int, is_soft: bool, kind: str) -> list[Tensor]:
     """The gradients of one step of main.train_one_epoch, on this rank's share of the samples."""
-    args = main.parse_args([*words, "--accumulate", str(passes)])
-    net, criterion = network(), model.build_criterion(args)
+    args = parse_args([*words, "--accumulate", str(passes), "--amp", "off"])
+    net, criterion = network(), build(*words)
 
     def means(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         total, count = criterion(outputs, targets)
@@ -98,19 +126,10 @@ def train(words: tuple, passes: int, is_soft: bool, kind: str) -> list[Tensor]:
     optimizer = Keep([weight for weight in net.parameters() if weight.requires_grad])
     # As in fp16: it is applied to the loss and taken off again before the step.
     scaler = torch.amp.GradScaler("cpu", init_scale=64.0, enabled=kind == "scaled")
-    nothing = SimpleNamespace(step=lambda: None)
-    stepper = main.Stepper(
-        *(net, replicas.wrap(net, DEVICE), optimizer, nothing, scaler, gradients.Mean(DEVICE))
-    )
-    settings = machine.Settings(0, 1, False, "off")
-    chosen = means if kind == "means" else criterion
-    whole = main.Task(args, settings, DEVICE, CLASSES, net, chosen, None)
-    report = SimpleNamespace(progress=lambda loader, _: loader, loss=lambda *_: None)
-    run = SimpleNamespace(
-        **{"epoch": 0, "passes": 0, "totals": Totals(DEVICE)},
-        **{"end_step": int, "mean_loss": float, "is_due": lambda _: False},
-    )
-    main.train_one_epoch(whole, stepper, mine, report, run)
+    chosen = engine.criterion(means if kind == "means" else criterion)
+    scheduler, ddp_model = SimpleNamespace(step=lambda: None), replicas.wrap(net, DEVICE)
+    parts = ddp_model, chosen, optimizer, scheduler, scaler
+    main.train_one_epoch(Run(mine), *parts, None, args)
     return optimizer.kept
 
 
@@ -126,7 +145,7 @@ def gradients_of(folder: str, ranks: int, passes: int) -> None:
     if task() == "classification":
         found["soft"] = train((*WEIGHTED, "--label-smoothing", "0.1"), passes, True, "usual")
     else:
-        found["void"] = train(("--loss", "ce+dice+lovasz+ohem"), passes, False, "void")
+        found["void"] = train(("--loss", "ce+dice+lovasz"), passes, False, "void")
     if distributed.rank() == 0:
         torch.save(found, Path(folder, f"{ranks} {passes}.pt"))
     distributed.teardown()
@@ -134,7 +153,6 @@ def gradients_of(folder: str, ranks: int, passes: int) -> None:
 
 def in_portions(folder: str) -> dict:
     """How far the gradients of other portions are from those of 1 rank and pass, by loss."""
-    import os
 
     def begin(ranks: int, passes: int, rank: int, port: int) -> None:
         if ranks > 1:
@@ -163,16 +181,12 @@ def in_portions(folder: str) -> dict:
 
 
 def refusals() -> list[str]:
-    """What is said of flags that are wrong."""
+    """What is said of losses that are wrong."""
     said = []
-    words = [("--label-smoothing", "1"), ("--class-weights", "0,0"), ("--class-weights", "1,-1")]
-    if task() == "segmentation":
-        words += [("--loss", text) for text in ("mse", "ce+", "0*ce", "nan*ce", "ce+2dice")]
-    for pair in words:
+    for text in ("mse", "ce+", "0*ce", "nan*ce", "ce+2dice", "", ".*ce"):
         try:
-            main.parse_args(pair)
-            said.append("")
-        except UserError as error:
+            said.append(f"built: {build('--loss', text)}")
+        except engine.UserError as error:
             said.append(str(error))
     return said
 
@@ -180,12 +194,12 @@ def refusals() -> list[str]:
 def of_flags(*words: object) -> tuple:
     """The loss for a batch, as flags have it; and outputs, targets and weights to work it out."""
     torch.manual_seed(3)
-    args = main.parse_args([*map(str, words)])
+    args = parse_args([*map(str, words)])
     _, targets = samples()
     shape = (IMAGES, 3, *targets.shape[1:])
     outputs = (3 * torch.randn(shape)).requires_grad_()
     weights = torch.tensor(args.class_weights or (1.0, 1.0, 1.0))
-    return model.build_criterion(args), outputs, targets.long(), weights
+    return build(*words), outputs, targets.long(), weights
 
 
 def plain_cross_entropy() -> list:
@@ -237,18 +251,11 @@ def of_image(
     )
     if name == "ce":
         return (ce.sum() / n.sum()).item()
-    if name == "bce":
-        truth = functional.one_hot(labels, 3) * (1 - smoothing) + smoothing / 3
-        each = nn.BCEWithLogitsLoss(reduction="none")(logits, truth).mean(1)
-        return ((each * n).sum() / n.sum()).item()
     if name == "focal" and not smoothing and weights.eq(1).all():
         return _functional.softmax_focal_loss_with_logits(logits, labels).item()
     p = logits.softmax(1)[range(len(labels)), labels]
     if name == "focal":
         return (((1 - p) ** 2 * ce).sum() / n.sum()).item()
-    if name == "ohem":
-        hard = p.argsort()[: max(int((p <= 0.7).sum()), len(labels) // 16 + 1)]
-        return (ce[hard].sum() / n[hard].sum()).item()
     if name == "lovasz":
         return smp.losses.LovaszLoss("multiclass", ignore_index=255)(
             outputs[None].float(), targets[None]
@@ -261,7 +268,7 @@ def of_image(
 def of_segmentation() -> dict:
     """Sums by the criterion, image by image from plain loops, and of other portions."""
     found = {}
-    for name in ("ce", "bce", "dice", "focal", "lovasz", "ohem"):
+    for name in ("ce", "focal", "dice", "lovasz"):
         for more in ((), (*WEIGHTED, "--label-smoothing", 0.1)):
             criterion, outputs, targets, weights = of_flags("--loss", name, *more)
             total, count = criterion(outputs, targets)
@@ -286,30 +293,13 @@ def of_segmentation() -> dict:
 
 def extreme_outputs() -> list[bool]:
     """Whether loss and gradient are finite for outputs of 0 and of 1000, right and wrong."""
-    import losses
-
     found = []
     _, _, targets, _ = of_flags()
     guesses = functional.one_hot(targets.clamp(max=2), 3).movedim(-1, 1).float()
-    for name in (*losses.OF_PIXELS, *losses.OF_IMAGES):
+    for name in ("ce", "focal", "dice", "lovasz"):
         for factor in (0, 1000, -1000):
             outputs = (factor * guesses).requires_grad_()
             total, _ = of_flags("--loss", name)[0](outputs, targets)
             total.backward()
             found.append(bool(total.isfinite() and outputs.grad.isfinite().all()))
     return found
-
-
-def another_of_smp() -> list[float]:
-    """A loss that the comment in losses.py names, put there."""
-    import segmentation_models_pytorch as smp
-
-    import losses
-
-    tversky = smp.losses.TverskyLoss("multiclass", ignore_index=255, alpha=0.3)
-    losses.OF_IMAGES["tversky"] = losses.per_image(tversky)
-    criterion, outputs, targets, _ = of_flags("--loss", "ce+tversky")
-    rest = of_flags("--loss", "ce")[0](outputs, targets)[0]
-    pairs = zip(outputs.split(1), targets.split(1), strict=True)
-    each = [(t != 255).sum() * tversky(o, t) for o, t in pairs]
-    return [criterion(outputs, targets)[0].item(), (rest + sum(each)).item()]

@@ -8,15 +8,19 @@ import dataset
 import demo_set
 from engine.errors import UserError
 from engine.ranks import distributed
+from flags import parse_args
 
 
 def draw(folder: str, train: int, val: int) -> None:
     demo_set.draw(Path(folder), train, val)
 
 
-def build(folder: str) -> tuple:
-    distributed.setup()
-    return dataset.build_dataset(Path(folder), 64)
+def build(folder: str, image_size: int = 64, augment: str = "") -> tuple:
+    """The training set, the validation set and the classes."""
+    if not distributed.is_set_up():
+        distributed.setup()
+    words = ["--data", folder, "--image-size", image_size, "--augment", augment]
+    return dataset.build_datasets(parse_args([*map(str, words)]))
 
 
 def found(folder: str) -> str:

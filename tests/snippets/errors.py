@@ -6,7 +6,6 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -15,9 +14,10 @@ from forked import Patch, fork, run, wait
 from torch import Tensor, nn
 
 import model
-from engine.ranks import distributed, gradients, launcher, reaching, replicas
+from engine.ranks import distributed, launcher, reaching, replicas
 from engine.ranks.environment import Nodes
 from engine.ranks.remedies import explain
+from engine.run.loop import Run
 from snippets.faulty import Runs, after_step
 
 DEVICE = torch.device("cpu")
@@ -118,7 +118,7 @@ def unused_weights(debug: bool) -> list[str]:
             for step in range(4):
                 is_last = (step + 1) % passes == 0
                 for ddp_model in networks:
-                    skip = contextlib.nullcontext() if is_last else replicas.no_sync(ddp_model)
+                    skip = contextlib.nullcontext() if is_last else ddp_model.no_sync()
                     with skip:
                         first, second = ddp_model(torch.ones(2, 3))
                         is_whole = ddp_model is networks[0]
@@ -132,27 +132,25 @@ def mistakes_in_the_loop(data: str, folder: str, *words: object) -> dict:
     train = Runs(data, folder, words).train
 
     def detached() -> None:
-        build = model.build_criterion
+        forward = model.CrossEntropy.forward
 
-        def patched(*args: object) -> Callable:
-            criterion = build(*args)
+        def patched(*args: object) -> tuple[Tensor, object]:
+            loss, count = forward(*args)
+            return loss.detach(), count
 
-            def without_graph(*batch: Tensor) -> tuple[Tensor, object]:
-                loss, count = criterion(*batch)
-                return loss.detach(), count
+        model.CrossEntropy.forward = patched
 
-            return without_graph
-
-        model.build_criterion = patched
-
-    def no_backward() -> None:
-        gradients.Mean.backward = lambda *_: None
+    def no_loss() -> None:
+        Run.loss = lambda self, loss_sum, count: loss_sum
 
     def no_gradient() -> None:
         Tensor.backward = lambda *_: None
 
-    def no_finish() -> None:
-        gradients.Mean.finish = lambda *_: None
+    def no_division() -> None:
+        Run.divide_gradients = lambda *_: None
+
+    def no_end_step() -> None:
+        Run.end_step = lambda *_: None
 
     def out_of_memory() -> None:
         text = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 1 has a total capacity of 8 GiB"
@@ -164,9 +162,10 @@ def mistakes_in_the_loop(data: str, folder: str, *words: object) -> dict:
 
     return {
         "detached": train("detached", patch=detached),
-        "no backward": train("no backward", patch=no_backward),
+        "no loss": train("no loss", patch=no_loss),
         "no gradient": train("no gradient", patch=no_gradient),
-        "no finish": train("no finish", patch=no_finish),
+        "no division": train("no division", patch=no_division),
+        "no end_step": train("no end_step", patch=no_end_step),
         "memory": train("memory", patch=out_of_memory),
     }
 

@@ -1,15 +1,15 @@
 """Loss and metrics of a checkpoint, counted by a plain loop, and the flags of --eval-only."""
 
-import argparse
 import contextlib
-from pathlib import Path
+from argparse import Namespace
 
 import torch
 
 import dataset
+import engine
+import flags
 import main
 import model
-from engine.ranks import distributed
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
@@ -17,9 +17,9 @@ MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 def plain_loop(checkpoint: str, data: str) -> dict:
     """The mean loss, and each guess with its truth."""
     state = torch.load(checkpoint, weights_only=True)
-    args = argparse.Namespace(**state["args"])
-    distributed.setup()
-    _, val, classes = dataset.build_dataset(Path(data), args.image_size)
+    args = flags.parse_args(["--data", data], state["args"])
+    engine.setup(seed=0)
+    _, val, classes = dataset.build_datasets(args)
     net = model.build_model(args, classes)
     net.load_state_dict(state["model"])
     net.eval()
@@ -39,18 +39,20 @@ def plain_loop(checkpoint: str, data: str) -> dict:
 
 
 def flags_of_eval_only(checkpoint: str, out: str, *words: str) -> dict:
-    """What --eval-only evaluates `checkpoint` with, saved with another size and limit, by flag."""
+    """What --eval-only evaluates `checkpoint` with, saved with another size, by flag."""
     state = torch.load(checkpoint, weights_only=True)
-    state["args"].update(image_size=96, max_megapixels=7, tile=256, batch_size=3)
+    state["args"].update(image_size=96, batch_size=3)
+    if "tile" in state["args"]:
+        state["args"]["tile"] = 256
     torch.save(state, out)
     found: dict = {}
 
-    def evaluate(task: main.Task, _: object) -> None:
-        found.update(vars(task.args))
+    def evaluate(*_: object, args: Namespace, **more: object) -> None:
+        found.update(vars(args))
         raise KeyboardInterrupt
 
     main.evaluate = evaluate
     with contextlib.suppress(KeyboardInterrupt):
         main.main(["--eval-only", "--resume", out, "--workers", "0", *words])
-    names = "image_size", "max_megapixels", "tile", "arch", "batch_size"
+    names = "image_size", "tile", "arch", "batch_size"
     return {name: found.get(name) for name in names}

@@ -6,15 +6,16 @@ import numpy as np
 import onnxruntime
 import torch
 
-import model as task
+import model
 from engine.data import loading
 from engine.run import checkpoint
+from flags import parse_args
 
 
 def used(folder: str, path: str, shapes: list[list[int]]) -> dict:
     """How far each file is from the network on images of each of `shapes`, and what it holds."""
     device = torch.device("cpu")
-    net, classes, flags = checkpoint.open_model(path, task.build_model, task.add_arguments, device)
+    net, classes, args, _ = checkpoint.open_model(path, model.build_model, parse_args, device)
     session = onnxruntime.InferenceSession(f"{folder}/model.onnx")
     extra = {"metadata.json": ""}
     program = torch.export.load(f"{folder}/model.pt2", extra_files=extra).module()
@@ -35,5 +36,5 @@ def used(folder: str, path: str, shapes: list[list[int]]) -> dict:
         "type": str(logits.dtype),
         "metadata": [onnx, json.loads(extra["metadata.json"])],
         "classes": list(classes),
-        "image_size": flags.image_size,
+        "image_size": args.image_size,
     }

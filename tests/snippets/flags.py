@@ -1,7 +1,7 @@
-"""What main.py makes of flags."""
+"""What flags.py makes of flags."""
 
-import main
+import flags
 
 
-def image_size(*words: str) -> int | None:
-    return main.parse_args(list(words)).image_size
+def image_size(*words: str) -> int:
+    return flags.parse_args(list(words)).image_size

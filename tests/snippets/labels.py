@@ -2,7 +2,6 @@
 
 import contextlib
 import io
-import os
 import time
 import zlib
 from pathlib import Path
@@ -11,10 +10,9 @@ import numpy as np
 from forked import run
 from PIL import Image
 
-import dataset
-import masks
+from engine.data import datasets, masks
 from engine.errors import UserError
-from engine.ranks import distributed
+from snippets.data import build
 
 
 def parsed(folder: str, text: str) -> list | str:
@@ -78,56 +76,26 @@ def jpegs(folder: str) -> list:
 
 def digest(folder: str) -> dict:
     """The classes of a set, what is said of it, and its masks; or why it is refused."""
-    if not distributed.is_set_up():
-        distributed.setup()
     with contextlib.redirect_stdout(io.StringIO()) as said:
         try:
-            train, val, classes = dataset.build_dataset(Path(folder), 64)
+            train, val, classes = build(folder)
         except UserError as error:
             return {"refused": str(error)}
-    masks = [part.open_mask(n).read().numpy() for part in (train, val) for n in range(len(part))]
+    found = [part.open_mask(n).read().numpy() for part in (train, val) for n in range(len(part))]
     return {
         "classes": list(classes),
         "colors": None if classes.colors is None else classes.colors.tolist(),
-        "masks": zlib.crc32(b"".join(mask.tobytes() for mask in masks)),
+        "masks": zlib.crc32(b"".join(mask.tobytes() for mask in found)),
         "said": said.getvalue(),
     }
-
-
-def times_read(folder: str) -> list[int]:
-    """How many masks without classes.txt are read: at the first start, at others, after changes."""
-    distributed.setup()
-    data, output, paths = Path(folder, "data"), Path(folder, "out"), []
-    read = masks.read_mask
-    dataset.read_mask = lambda path, *more: paths.append(path) or read(path, *more)
-    found = []
-
-    def start(output: Path | None = output) -> None:
-        paths.clear()
-        dataset.build_dataset(data, 32, output=output)
-        found.append(sum("train" in path for path in paths))
-
-    start(None)
-    start()
-    start()
-    mask = min((data / "train" / "masks").iterdir())
-    os.utime(mask, (1, 1))
-    start()
-    start()
-    Image.fromarray(np.array(Image.open(mask)) * 9).save(mask)
-    try:
-        start()
-    except UserError as error:
-        assert "are not class numbers" in str(error)
-    return found
 
 
 def read_slowly(data: str, folder: str, *words: object) -> list[int]:
     """Statuses of two ranks with a --dist-timeout shorter than rank 0 takes for the masks."""
 
     def patch() -> None:
-        survey = dataset.survey
-        dataset.survey = lambda *args: time.sleep(6) or survey(*args)
+        survey = datasets.survey
+        datasets.survey = lambda *args: time.sleep(6) or survey(*args)
 
     flags = ["--data", data, "--output-dir", f"{folder}/out", *words, "--dist-timeout", 4]
     return run(2, *flags, patch=patch, draws=False)

@@ -9,7 +9,7 @@ from pathlib import Path
 from forked import wait
 
 from engine.ranks import distributed
-from engine.run.folder import RunFolder
+from engine.run.folder import Folder
 from snippets.faulty import Runs, after_step, wait_for
 
 
@@ -22,16 +22,16 @@ def asked(data: str, folder: str, *words: object) -> dict:
         wait_for(free.exists)
 
     def leftover() -> None:
-        find = RunFolder.find_checkpoint
+        find = Folder.find_checkpoint
 
-        def patched(self: RunFolder) -> object:
+        def patched(self: Folder) -> object:
             self.path.mkdir(parents=True, exist_ok=True)
             for name in (".where-0", ".where-0.txt"):  # of a command that was killed
                 if distributed.is_rank_zero():
                     (self.path / name).touch()
             return find(self)
 
-        RunFolder.find_checkpoint = patched
+        Folder.find_checkpoint = patched
         after_step(3, hold, rank=1)()
 
     runs = Runs(data, folder, words)

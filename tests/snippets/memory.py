@@ -1,17 +1,15 @@
 """How much memory is taken, in kilobytes."""
 
-import argparse
 import os
-from types import SimpleNamespace
+from argparse import Namespace
 
 import torch
 
-import dataset
+import engine
 import main
 import model
-from engine.data import seeding
-from engine.ranks import distributed
-from engine.run import machine
+from engine.data import datasets
+from engine.data.format import Format
 
 
 def status(name: str, file: str = "/proc/self/status") -> int:
@@ -19,30 +17,23 @@ def status(name: str, file: str = "/proc/self/status") -> int:
         return next(int(line.split()[1]) for line in lines if line.startswith(name))
 
 
-LOSS = SimpleNamespace(loss="ce", label_smoothing=0.0, class_weights=None)
-
-
 class Loader(list):
-    dataset = SimpleNamespace(name=str)
+    dataset = ()
 
 
 def of_deterministic_metrics() -> int:
     """What the peak grows by while two pictures of 256 x 256 are evaluated for 21 classes."""
-    distributed.setup()
-    seeding.be_deterministic()
+    engine.setup(seed=0, deterministic=True)
+    args = Namespace(tile=0, amp="off", loss="ce", label_smoothing=0.0, class_weights=None)
     shapes = ((3,), ())
     images, targets = (torch.zeros(2, *shape, 256, 256, dtype=torch.uint8) for shape in shapes)
-    metrics = model.build_metrics([str(number) for number in range(21)])
+    classes = [str(number) for number in range(21)]
+    metrics = model.build_metrics(classes)
     with open("/proc/self/clear_refs", "w") as file:
         file.write("5")  # the peak begins anew
     before = status("VmHWM")
-    net, loss = torch.nn.Conv2d(3, 21, 1), model.build_criterion(LOSS)
-    settings = machine.Settings(0, 1, False, "off")
-    task = main.Task(
-        argparse.Namespace(tile=0), settings, torch.device("cpu"), [], net, loss, metrics
-    )
-    loader = Loader([[(images, targets, torch.arange(2))]])
-    main.evaluate(task, loader)
+    criterion = engine.criterion(model.build_criterion(args, [], classes))
+    main.evaluate(torch.nn.Conv2d(3, 21, 1), Loader([(images, targets)]), criterion, metrics, args)
     assert torch.are_deterministic_algorithms_enabled()
     assert torch.is_deterministic_algorithms_warn_only_enabled()
     return status("VmHWM") - before
@@ -68,10 +59,7 @@ def grown(samples: object) -> int:
 def of_samples() -> list[int]:
     """Of 100,000 samples in a list, and as the project's dataset holds them."""
     samples = [(f"train/{number:050}.jpg", f"{number:050}.png") for number in range(100_000)]
-    if hasattr(dataset, "ImageDataset"):
-        packed = dataset.ImageDataset(samples, None).samples
-    else:
-        packed = dataset.SegmentationDataset(samples, None, None).samples
+    packed = datasets.Files(datasets.Part(samples, Format()), None).samples
     assert list(packed) == samples
     assert packed[-1] == samples[-1]
     return [grown(samples), grown(packed)]

@@ -11,6 +11,7 @@ from torchmetrics import MetricCollection
 import dataset
 import model
 from dataset import draw_example
+from engine.run import flags
 from model import build_criterion, build_metrics, build_model
 
 
@@ -62,17 +63,17 @@ def build_always_several(*args: object, **more: object) -> nn.Module:
     return Several(build_model(*args, **more), always=True)
 
 
-def criterion_of_several(*args: object) -> Callable:
-    criterion = build_criterion(*args)
+class OfSeveral(nn.Module):
+    def __init__(self, *args: object) -> None:
+        super().__init__()
+        self.criterion = build_criterion(*args)
 
-    def both(outputs: object, targets: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, outputs: object, targets: Tensor) -> tuple[Tensor, Tensor]:
         if isinstance(outputs, Tensor):
-            return criterion(outputs, targets)
+            return self.criterion(outputs, targets)
         assert outputs["aux"][0].dtype == torch.float32
-        loss, count = criterion(outputs["out"], targets)
-        return loss + 0.4 * criterion(outputs["aux"][0], targets)[0], count
-
-    return both
+        loss, count = self.criterion(outputs["out"], targets)
+        return loss + 0.4 * self.criterion(outputs["aux"][0], targets)[0], count
 
 
 def swapped(net: nn.Module) -> list[nn.Parameter]:
@@ -103,18 +104,18 @@ def mislabel_dots() -> None:
 
 
 def add_flags() -> None:
-    """Give the network two more flags, one of which its checkpoints depend on."""
-    build, add_arguments = model.build_model, model.add_arguments
+    """Give the network two more flags."""
+    build, parse = model.build_model, flags.Parser.parse
 
-    def added(group: object) -> None:
-        add_arguments(group)
-        group.add_argument("--drop", type=float, default=0.25)
-        group.add_argument("--folder", type=Path, default="here")
+    def more(self: flags.Parser, *words: object) -> Namespace:
+        if "--arch" in self._option_string_actions and "--drop" not in self._option_string_actions:
+            self.add_argument("--drop", type=float, default=0.25)
+            self.add_argument("--folder", type=Path, default="here")
+        return parse(self, *words)
 
     def checked(args: Namespace, *rest: object, **more: object) -> nn.Module:
-        assert args.drop == 0.25
+        assert args.drop in (0.25, 0.5)
         assert (args.folder / "it").name == "it"
         return build(args, *rest, **more)
 
-    model.build_model, model.add_arguments = checked, added
-    model.NETWORK_FLAGS += ("drop",)
+    model.build_model, flags.Parser.parse = checked, more

@@ -3,15 +3,13 @@
 import os
 import signal
 from collections.abc import Iterator
-from pathlib import Path
 from types import SimpleNamespace
 
-import dataset
 import prepare_data
 from engine.data import prepared
 from engine.errors import UserError
-from engine.ranks import distributed
 from engine.ranks.failures import one_line_errors
+from snippets.data import build
 
 
 def prepare(words: list[str], last: int | None) -> str:
@@ -54,9 +52,8 @@ def interrupted(source: str, store: str, *flags: str) -> list[str]:
 
 def written_to(store: str) -> None:
     """Writing to a picture that was read leaves the store as it is."""
-    distributed.setup()
-    train_set, _, _ = dataset.build_dataset(Path(store), 32)
-    for picture in train_set.prepared[3]:
+    train_set, _, _ = build(store)
+    for picture in train_set.open(3):
         before = picture.read().clone()
         picture.read().zero_()
         assert before.any()

@@ -14,6 +14,7 @@ from pathlib import Path
 import torch.distributed as dist
 from forked import fork, run, wait
 
+import engine
 import main
 from engine.errors import UserError
 from engine.ranks import distributed, failures, stopping
@@ -25,7 +26,8 @@ def local_rank(flag: str, given: str | None) -> int:
     os.environ.pop("LOCAL_RANK", None)
     if given:
         os.environ["LOCAL_RANK"] = given
-    distributed.setup(main.parse_args([flag]).local_rank)
+    main.parse_args([flag])
+    engine.setup(seed=0)
     return distributed.local_rank()
 
 

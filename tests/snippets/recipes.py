@@ -1,11 +1,15 @@
 """What recipe.py makes of its flags."""
 
+import io
+
 import torch
 from torch import nn
 
-import main
 import recipe
+from engine.errors import UserError
 from engine.ranks import distributed
+from engine.run import optimizers
+from flags import parse_args
 from snippets.resume import Runs
 
 
@@ -21,17 +25,16 @@ class Net(nn.Module):
         return self.head(self.encoder(inputs))
 
 
-def build(*words: str) -> tuple[Net, torch.optim.Optimizer, main.Namespace]:
+def build(*words: object) -> tuple[Net, torch.optim.Optimizer, object]:
     torch.manual_seed(0)
-    model, args = Net(), main.parse_args([*words])
-    args.batch_size = args.batch_size or 4
+    model, args = Net(), parse_args([*map(str, words)])
     return model, recipe.build_optimizer(model, args), args
 
 
-def rates(schedule: str, epochs: int, steps: int, warmup: float) -> list[float]:
+def rates(schedule: str, epochs: int, steps: int) -> list[float]:
     """The factor of the learning rate at each step, and at one after the last."""
-    words = "--schedule", schedule, "--epochs", epochs, "--warmup-epochs", warmup, "--lr", 1
-    _, optimizer, args = build(*map(str, words), "--optimizer", "sgd")
+    words = "--schedule", schedule, "--epochs", epochs, "--lr", 1
+    _, optimizer, args = build(*words, "--optimizer", "sgd")
     scheduler = recipe.build_scheduler(optimizer, args, steps)
     found = []
     for _ in range(epochs * steps + 1):
@@ -42,78 +45,94 @@ def rates(schedule: str, epochs: int, steps: int, warmup: float) -> list[float]:
 
 
 def groups(*words: str) -> dict[str, list]:
-    """Of each weight, by name: optimizer, learning rate, weight decay, momentum and Nesterov."""
-    distributed.setup()
+    """Of each weight, by name: optimizer, learning rate, weight decay, momentum."""
     model, optimizer, _ = build(*words)
     name_of = {weight: name for name, weight in model.named_parameters()}
-    keys = "lr", "weight_decay", "momentum", "nesterov"
     found = {}
     for group in optimizer.param_groups:
-        kind = type(getattr(optimizer, "parts", [optimizer])[group.get("part", 0)]).__name__
         for weight in group["params"]:
             assert name_of[weight] not in found
-            found[name_of[weight]] = [kind, *(group.get(key) for key in keys)]
+            values = (group.get(key) for key in ("lr", "weight_decay", "momentum"))
+            found[name_of[weight]] = [type(optimizer).__name__, *values]
     return found
 
 
-def muon_by_hand() -> float:
-    """The greatest difference between three steps of --optimizer muon and of torch's two."""
-    ours, optimizer, args = build("--optimizer", "muon", "--weight-decay", "0.1")
-    theirs, _, _ = build()
-    encoder, head = theirs.encoder, theirs.head
-    plain = [w for w in theirs.parameters() if w.ndim == 1]
-    adamw = [{"params": [head.weight]}, {"params": plain, "weight_decay": 0.0}]
-    both = [
-        torch.optim.Muon(
-            [encoder[0].weight, encoder[2].weight], args.lr, 0.1, adjust_lr_fn="match_rms_adamw"
-        ),
-        torch.optim.AdamW(adamw, args.lr, weight_decay=0.1),
-    ]
-    for step in range(3):
+def train(parts: dict, steps: range) -> float:
+    model, optimizer = parts["model"], parts["optimizer"]
+    for step in steps:
         inputs = torch.randn(8, 4, generator=torch.Generator().manual_seed(step))
-        for model, optimizers in (ours, [optimizer]), (theirs, both):
-            model(inputs).square().sum().backward()
-            for each in optimizers:
-                each.step()
-                each.zero_grad()
-        if not step:  # as a resumed run does
-            _, resumed, _ = build("--optimizer", "muon", "--weight-decay", "0.1")
-            for group, own in zip(resumed.param_groups, optimizer.param_groups, strict=True):
-                group["params"] = own["params"]
-            resumed.load_state_dict(optimizer.state_dict())
-            optimizer = resumed
-    pairs = zip(ours.parameters(), theirs.parameters(), strict=True)
-    return max(float((a - b).detach().abs().max()) for a, b in pairs)
+        loss = nn.functional.mse_loss(model(inputs), inputs[:, :2])
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        parts["scheduler"].step()
+    return loss.item()
+
+
+def timms(*names: str) -> dict[str, list]:
+    """Of each optimizer: its losses, and whether a resumed one ends with the same bits."""
+    distributed.setup()
+    found = {}
+    for name in names:
+
+        def parts(name: str = name) -> dict:
+            model, optimizer, args = build("--optimizer", name, "--epochs", 2, "--lr", 0.01)
+            scheduler = recipe.build_scheduler(optimizer, args, 4)
+            return {"model": model, "optimizer": optimizer, "scheduler": scheduler}
+
+        whole, stopped, resumed, file = parts(), parts(), parts(), io.BytesIO()
+        losses = [train(whole, range(1)), train(whole, range(1, 8))]
+        train(stopped, range(3))
+        state = {name: part.state_dict() for name, part in stopped.items()}
+        torch.save({**state, "layout": optimizers.layout(stopped), "path": "last.pt"}, file)
+        file.seek(0)
+        state = torch.load(file, weights_only=True)
+        resumed["model"].load_state_dict(state["model"])
+        optimizers.load_states(state, resumed, 3, 8)
+        train(resumed, range(3, 8))
+        ends = (each["model"].state_dict().values() for each in (whole, resumed))
+        is_same = all(torch.equal(*pair) for pair in zip(*ends, strict=True))
+        found[name] = [*losses, is_same]
+    return found
+
+
+def refusal(*words: str) -> str:
+    try:
+        return f"built: {build(*words)[1]}"
+    except UserError as error:
+        return str(error)
 
 
 def averages(decay: float) -> list[float]:
-    """Differences from an average by hand: of weights, of statistics, of counted batches."""
-    model, _, args = build("--ema", str(decay))
-    average = recipe.Average(model, args.ema)
+    """Differences from an average by hand: of weights, of statistics, of what the forward gives."""
+    model, _, _ = build()
+    ema = recipe.Ema(model, decay)
     expected = {name: value.double() for name, value in model.state_dict().items()}
     for step in range(20):
-        model(torch.randn(8, 4))
+        ema.trained(torch.randn(8, 4))
         with torch.no_grad():
-            for weight in model.parameters():
+            for weight in ema.trained.parameters():
                 weight.add_(torch.randn_like(weight))
-        average.update(model)
+        ema.update(step)
         share = min(decay, (1 + step) / (10 + step))
-        for name, value in model.state_dict().items():
+        for name, value in ema.trained.state_dict().items():
             expected[name] = share * expected[name] + (1 - share) * value.double()
-    found = average.module.state_dict()
-    differences = {name: float((found[name] - expected[name]).abs().max()) for name in found}
+    assert model.encoder[1].num_batches_tracked == 20
+    found = model.state_dict()
     kinds = ("encoder.0.weight", "encoder.1.running_var")
-    return [differences[name] for name in kinds]
+    return [float((found[name] - expected[name]).abs().max()) for name in kinds]
 
 
 def frozen_modes() -> list[list[bool]]:
-    """Whether BatchNorm is in training mode, frozen and not."""
+    """Whether BatchNorm is in training mode and weights are trained, frozen and not."""
     model, _, _ = build()
+    model.encoder[2].bias.requires_grad_(False)  # as of a layer that no decoder reads
     found = []
-    for is_frozen in True, False:
-        recipe.freeze(recipe.backbone(model), is_frozen)
+    for is_frozen in True, True, False:
+        recipe.freeze(model, is_frozen)
         recipe.set_training(model)
         found.append([module.training for module in model.modules()])
+        found.append([weight.requires_grad for weight in model.parameters()])
     return found
 
 

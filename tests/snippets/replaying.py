@@ -7,6 +7,7 @@ import os
 import re
 import shlex
 import sys
+from argparse import Namespace
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -15,10 +16,14 @@ from forked import Patch, run
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+import dataset
+import main
 import model
 from engine.data import seeding
-from engine.run import plots, progress, records, reporting
-from engine.run.progress import Run
+from engine.run import plots, progress, records, replay, reporting
+from engine.run.loop import Run
+
+REPLAY = "engine/replay.py"
 
 
 def checksum(value: object) -> str:
@@ -32,54 +37,57 @@ def checksum(value: object) -> str:
 
 def look(names: dict) -> dict:
     """What the local variables of train_one_epoch hold before a forward pass, as checksums."""
-    stepper = names["stepper"]
-    weights = [*stepper.model.parameters()]
+    weights = [*names["ddp_model"].parameters()]
     return {
         "images": [checksum(image) for image in names["images"]],
         "targets": checksum(names["targets"]),
         "random": checksum([torch.get_rng_state(), seeding.random.getstate()]),
         "weights": checksum(weights),
         "finite": all(weight.isfinite().all().item() for weight in weights),
-        "optimizer": checksum(stepper.optimizer.state_dict()),
-        "scheduler": checksum(stepper.scheduler.state_dict()["_last_lr"]),
-        "scaler": checksum(stepper.scaler.state_dict()),
-        "average": checksum([*stepper.average.module.parameters()]) if stepper.average else "",
-        "averaged": stepper.average.step if stepper.average else 0,
+        "optimizer": checksum(names["optimizer"].state_dict()),
+        "scheduler": checksum(names["scheduler"].state_dict()["_last_lr"]),
+        "scaler": checksum(names["scaler"].state_dict()),
+        "average": checksum([*names["run"].model.parameters()]),
+        "step": names["run"].step,
     }
 
 
 def recorded(out: str, more: Patch = lambda: None, keep: str = "") -> Patch:
-    """Record all passes, the sums of losses after each step, and where breakpoint() stops.
+    """Record all passes, the sums of losses after each step, and in which pass a debugger stops.
 
     keep: a step before which the weights are kept, too.
     """
 
     def patch() -> None:
         more()
-        os.environ["PYTHONBREAKPOINT"] = "a.debugger"
         found: dict = {"passes": {}, "totals": {}, "stops": []}
-        is_due, end_step = Run.is_due, Run.end_step
+        transform, end_step, due = dataset.transform_batch, Run.end_step, []
 
-        def step(self: Run) -> str:
-            return f"{self.epoch + 1}:{self.seen // self.global_batch + 1}"
+        def step(run: Run) -> str:
+            return f"{run.epoch + 1}:{run.seen // run.global_batch + 1}"
 
-        def watched(self: Run, i: int) -> bool:
-            names = sys._getframe(1).f_locals
-            found["passes"].setdefault(step(self), []).append(look(names))
-            if step(self) == keep:
-                torch.save([*names["stepper"].model.parameters()], f"{out}.weights")
-            return is_due(self, i)
+        def watched(
+            images: Tensor, targets: Tensor, args: Namespace, num_classes: int
+        ) -> tuple[Tensor, Tensor]:
+            images, targets = transform(images, targets, args, num_classes)
+            names = {**sys._getframe(1).f_locals, "images": images, "targets": targets}
+            now, run = look(names), names["run"]
+            found["passes"].setdefault(step(run), []).append(now)
+            if due:
+                found["stops"].append([step(run), names["i"], now])
+            due.clear()
+            if step(run) == keep:
+                torch.save([*names["ddp_model"].parameters()], f"{out}.weights")
+            return images, targets
 
         def ended(self: Run) -> None:
             found["totals"][step(self)] = self.totals.compute().tolist()
             Path(f"{out}.{os.environ.get('RANK', 0)}").write_text(json.dumps(found))
             end_step(self)
 
-        def stopped() -> None:
-            names = sys._getframe(1).f_locals
-            found["stops"].append([step(names["run"]), names["i"], look(names)])
-
-        Run.is_due, Run.end_step, sys.breakpointhook = watched, ended, stopped
+        dataset.transform_batch = main.transform_batch = watched
+        Run.end_step = ended
+        replay.check_debugger, replay.stop_here = Mock(), lambda: due.append(True)
 
     return patch
 
@@ -112,11 +120,13 @@ def exactly(data: str, folder: str, *words: object) -> dict:
         fcntl.lockf(lock, fcntl.LOCK_EX)  # as if the run was going on
         said = {}
         for step in "2:5", "1:3":
-            again = ["--output-dir", out, "--replay", step]
+            again = [step, "--output-dir", out]
             patch = recorded(f"{folder}/{step}")
-            assert run(2, *again, patch=patch, output=f"{folder}/{step}.said") == [0, 0]
+            output = f"{folder}/{step}.said"
+            assert run(2, *again, script=REPLAY, patch=patch, output=output) == [0, 0]
             said[step] = Path(f"{folder}/{step}.said.out").read_text()
-        late = run(1, "--output-dir", out, "--replay", "2:7", patch=patch, output=f"{folder}/late")
+        again = ["2:7", "--output-dir", out]
+        late = run(1, *again, script=REPLAY, patch=patch, output=f"{folder}/late")
     return {
         **{name: found(f"{folder}/{name}", 2) for name in ("whole", "2:5", "1:3")},
         "said": said,
@@ -133,20 +143,21 @@ def on_one_process(data: str, folder: str, *words: object) -> dict:
         nn.Dropout.forward = lambda self, x: x
 
     out, step = f"{folder}/run", "1:6"
-    whole, again, earlier = (f"{folder}/{name}" for name in ("whole", "again", "earlier"))
+    whole, later, earlier = (f"{folder}/{name}" for name in ("whole", "again", "earlier"))
     flags = ["--data", data, "--output-dir", out, *words]
     assert run(2, *flags, patch=recorded(whole, no_dropout, step)) == [0, 0]
-    for name, at in (again, step), (earlier, "1:4"):
-        flags = ["--output-dir", out, "--replay", at]
-        assert run(1, *flags, patch=recorded(name, no_dropout, at), output=f"{name}.said") == [0]
-    weights = [torch.load(f"{name}.weights") for name in (whole, again, earlier)]
+    for name, at in (later, step), (earlier, "1:4"):
+        patch = recorded(name, no_dropout, at)
+        again = [at, "--output-dir", out]
+        assert run(1, *again, script=REPLAY, patch=patch, output=f"{name}.said") == [0]
+    weights = [torch.load(f"{name}.weights") for name in (whole, later, earlier)]
 
     def distance(one: list, other: list) -> float:
         return max((a - b).abs().max().item() for a, b in zip(one, other, strict=True))
 
     return {
         "whole": found(whole, 2),
-        "again": found(again, 1)[0],
+        "again": found(later, 1)[0],
         "apart": distance(*weights[:2]),
         "moved": distance(weights[0], weights[2]),
     }
@@ -159,16 +170,16 @@ def no_number(data: str, folder: str, *words: object) -> dict:
         progress.SECONDS_BETWEEN_CHECKS = 99
         build, seed = model.build_criterion, seeding.number(0, 0, 2, 1)
 
-        def build_bad(*args: object) -> object:
-            criterion = build(*args)
+        class Bad(nn.Module):
+            def __init__(self, *args: object) -> None:
+                super().__init__()
+                self.criterion = build(*args)
 
-            def one(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-                loss, count = criterion(outputs, targets)
+            def forward(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+                loss, count = self.criterion(outputs, targets)
                 return loss * (float("nan") if torch.initial_seed() == seed else 1), count
 
-            return one
-
-        model.build_criterion = build_bad
+        model.build_criterion = main.build_criterion = Bad
 
     out = f"{folder}/run"
     patch = recorded(f"{folder}/whole", bad)
@@ -176,9 +187,10 @@ def no_number(data: str, folder: str, *words: object) -> dict:
         *(2, "--data", data, "--output-dir", out, *words), patch=patch, output=f"{folder}/bad"
     )
     error = Path(f"{folder}/bad.err").read_text()
-    _, *flags = shlex.split(re.search(r"\./launch\.sh .*", error)[0])
-    del flags[flags.index("--debug-rank") :]
-    again = run(2, *flags, patch=recorded(f"{folder}/again", bad), output=f"{folder}/again.said")
+    *begin, step, folder_flag, at, _, _ = shlex.split(re.search(r"\./launch\.sh .*", error)[0])
+    assert begin == ["./launch.sh", "-m", "engine.replay"]
+    patch, output = recorded(f"{folder}/again", bad), f"{folder}/again.said"
+    again = run(2, step, folder_flag, at, script=REPLAY, patch=patch, output=output)
     return {
         "statuses": statuses,
         "error": error,

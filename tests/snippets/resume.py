@@ -10,10 +10,11 @@ import torch
 from digest import digest
 from forked import nothing, run
 
+import engine
 from engine import files
 from engine.data import seeding
 from engine.ranks import process, replicas
-from engine.run.progress import Run
+from engine.run.loop import Run
 
 Patch = Callable[[], object]
 
@@ -104,7 +105,7 @@ def on_fewer_ranks(data: str, folder: str, *words: object) -> str:
             assert len(passes) % 2 == 0, len(passes)
             end_step(self)
 
-        replicas.wrap, Run.end_step = counting, checked
+        engine.wrap, Run.end_step = counting, checked
 
     flags = ["--data", data, "--output-dir", f"{folder}/run", *words, "--save-every", 2]
     killed = run(2, *flags, "--batch-size", 4, patch=killed_after(8), draws=False)

@@ -15,15 +15,15 @@ import torch
 from forked import run
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.data import DataLoader, TensorDataset
 
+import engine
 import main
+import model
 import recipe
-from engine.data import loading
-from engine.ranks import distributed, gradients, replicas
-from engine.run import machine, progress
-from engine.run.folder import RunFolder
-from engine.run.progress import Run
-from engine.run.reporting import Reporter
+from engine.run import progress
+from engine.run.loop import Run
+from flags import parse_args
 
 
 def profiled() -> None:
@@ -51,7 +51,7 @@ def profiles(data: str, folder: str) -> None:
     """With and without accumulation."""
     flags = ["--data", data, "--weights", "none", "--epochs", 1, "--image-size", 32, "--workers", 1]
     # AdamW reads its count of steps, which lies on the CPU here.
-    flags += ["--clip-grad-norm", 1, "--optimizer", "sgd", "--momentum", 0]
+    flags += ["--clip-grad-norm", 1, "--optimizer", "sgd"]
     for accumulate, batch_size in (1, 4), (2, 2):
         more = "--accumulate", accumulate, "--batch-size", batch_size
         out = "--output-dir", f"{folder}/{accumulate}"
@@ -67,7 +67,7 @@ def readings(data: str, plants: list[str]) -> list[str]:
     code = main.train_one_epoch.__code__
     source = "\n" * (code.co_firstlineno - 1) + inspect.getsource(main.train_one_epoch)
     for plant in plants:
-        planted = source.replace("report.loss(", f"{plant}; report.loss(")
+        planted = source.replace("loss = run.loss(", f"{plant}; loss = run.loss(")
         exec(compile(planted, code.co_filename, "exec"), vars(main))
         with pytest.MonkeyPatch.context() as patch:
             try:
@@ -79,14 +79,14 @@ def readings(data: str, plants: list[str]) -> list[str]:
 
 
 def portions(data: str, folder: str) -> None:
-    """Train from the same weights in other portions; without dropout and BatchNorm."""
+    """Train from the same weights in other portions; without dropout, BatchNorm and momentum."""
 
     def plain() -> None:
         torch.nn.Dropout.forward = lambda self, x: x
+        recipe.build_optimizer = lambda net, args: torch.optim.SGD(net.parameters(), args.lr)
 
     flags = ["--data", data, "--weights", "none", "--image-size", 32, "--epochs", 1, "--workers", 0]
-    flags += ["--warmup-epochs", 0, "--arch", "squeezenet1_1", "--optimizer", "sgd"]
-    flags += ["--weight-decay", 0, "--momentum", 0]
+    flags += ["--warmup-epochs", 0, "--arch", "squeezenet1_1"]
     clipped = ("--clip-grad-norm", 1e-6, "--lr", 1)
     for name, ranks, batch_size, accumulate, *rest in (
         ("start", 1, 48, 1, "--lr", 0),
@@ -147,39 +147,31 @@ def operations_of(loop: Callable[[int], object], steps: int) -> int:
 
 def more_than_bare(folder: str, *words: str) -> list[float]:
     """Operations and calls of a step of train_one_epoch, less those of a bare loop."""
-    args = main.parse_args(["--output-dir", folder, *words])
-    device, classes = distributed.setup(), ["a", "b", "c"]
+    args = parse_args(["--data", folder, "--amp", "off", *words])
+    device, classes = engine.setup(0), ["a", "b", "c"]
     is_dense = "encoder" in args  # segmentation
-    side = (1, 1) if is_dense else ()
     images = torch.randint(256, (8, 3, 1, 1), dtype=torch.uint8)
-    targets = torch.randint(3, (8, *side))
-    criterion = main.build_criterion(args)
+    targets = torch.randint(3, (8, 1, 1) if is_dense else (8,))
+    samples = TensorDataset(images[:1].expand(10**6, 3, 1, 1), torch.zeros(10**6, dtype=int))
+    criterion = engine.criterion(model.build_criterion(args, samples, classes))
 
     def parts() -> tuple[nn.Module, nn.Module, torch.optim.Optimizer]:
         head = [nn.Conv2d(3, 3, 1)] + ([] if is_dense else [nn.Flatten()])
         net = nn.Sequential(*(Scale() for _ in range(40)), *head)
-        return net, replicas.wrap(net, device), recipe.build_optimizer(net, args)
+        return net, engine.wrap(net, device), recipe.build_optimizer(net, args)
 
     net, ddp_model, optimizer = parts()
-    loader = loading.build_train_loader(
-        *(range(10**6), 3, 8, 1), loading.Options(0, 2, pin_memory=False, seed=0)
-    )
-    own = {"model": net, "optimizer": optimizer}
-    own |= {"scheduler": recipe.build_scheduler(optimizer, args, 10**6)}
+    sampler = engine.TrainSampler(samples, 8, accumulate=1, seed=0)
+    loader = DataLoader(engine.Seeded(samples, classes, 0), 8, sampler=sampler)
+    own = {"optimizer": optimizer, "scheduler": recipe.build_scheduler(optimizer, args, 10**6)}
     own |= {"scaler": torch.amp.GradScaler("cpu", enabled=False)}
-    names = {"classes": classes, "epochs": 1, "save_every": 0, "score": "top1", "flags": vars(args)}
-    run = Run(RunFolder(Path(folder), "never", 1), loader, loader, **names, **own)
-    del own["model"]
-    stepper = main.Stepper(net, ddp_model, **own, mean=gradients.Mean(device))
-    settings = machine.Settings(0, 1, False, "off")
-    task = main.Task(args, settings, device, classes, net, criterion, None)
-    report = Reporter(Path(folder), device, 1, 0)
-
-    class Feed(list):
-        batch_size = images_per_pass = 8
+    place = engine.Folder(folder), loader, loader, classes
+    run = engine.Run(*place, model=net, **own, epochs=1, best="top1", flags=vars(args))
 
     def ours(steps: int) -> None:
-        main.train_one_epoch(task, stepper, Feed([(images, targets)] * steps), report, run)
+        run.seen = 0
+        run.source.epoch = lambda *_: [(images, targets)] * steps
+        main.train_one_epoch(run, ddp_model, criterion, **own, ema=None, args=args)
 
     _, bare_model, bare_optimizer = parts()
     mean, std = torch.rand(2, 3, 1, 1)
@@ -194,12 +186,12 @@ def more_than_bare(folder: str, *words: str) -> list[float]:
 
     progress.SECONDS_BETWEEN_CHECKS = math.inf
     found = []
-    with run.stoppable(), report:
+    with run:
         for measure in operations_of, calls_of:
             each = []
             for loop in ours, bare:
                 loop(3)
                 each.append((measure(loop, 13) - measure(loop, 3)) / 10)
             found += [each[0] - each[1]]
-    distributed.teardown()
+    engine.teardown()
     return found

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from forked import run
 
-import dataset
+from engine.data import datasets
 from engine.data.loading import TrainSampler
 from engine.ranks import distributed, replicas
 from engine.run.reporting import Reporter
@@ -31,7 +31,7 @@ def planned(out: str) -> None:
     rank, epoch, passes = int(os.environ["RANK"]), 0, 0
     set_epoch, speed = TrainSampler.set_epoch, Reporter.speed
     forward, backward = replicas.DistributedDataParallel.forward, torch.Tensor.backward
-    open_image, counts = dataset.open_image, []
+    open_image, counts = datasets.open_image, []
 
     def hold(what: str) -> None:
         if (what, rank) in ((PLAN[epoch][0], each) for each in PLAN[epoch][1]):
@@ -71,13 +71,13 @@ def planned(out: str) -> None:
 
     TrainSampler.set_epoch, Reporter.speed = begin, counted
     replicas.DistributedDataParallel.forward, torch.Tensor.backward = slow_forward, slow_backward
-    dataset.open_image = slow_read
+    datasets.open_image = slow_read
 
 
 def of_plan(data: str, folder: str) -> str:
     """What a run on `data` says; its folder is `folder`/run."""
     words = ["--arch", "squeezenet1_1", "--weights", "none", "--image-size", 32, "--workers", 0]
-    words += ["--batch-size", 1, "--epochs", len(PLAN), "--data", data, "--threads", 1]
+    words += ["--batch-size", 1, "--epochs", len(PLAN), "--data", data]
     words += ["--optimizer", "sgd", "--lr", 0.001, "--output-dir", f"{folder}/run"]
 
     def patch() -> None:

@@ -9,7 +9,7 @@ from torch import nn
 
 import dataset
 import model
-from engine.run import machine, sharded
+from engine.run import metrics, sharded
 from snippets.resume import killed_after
 
 
@@ -30,7 +30,7 @@ def precise() -> None:
         return images.double(), targets
 
     dataset.transform_batch = in_double
-    machine.to_float32 = lambda outputs: outputs
+    metrics.to_float32 = lambda outputs: outputs
 
 
 def difference(first: Path, second: Path) -> float:
@@ -59,7 +59,7 @@ class Runs:
     def run(self, name: str, ranks: int, strategy: str, stop: int = 0, patch=precise) -> Path:
         """Start a run, or go on with it; with `stop` it is killed after that step."""
         out, said = self.folder / name, self.folder / f"{name}.said"
-        more = "--strategy", strategy, "--output-dir", out
+        more = *(["--fsdp"] if strategy == "fsdp" else []), "--output-dir", out
         end = killed_after(stop, patch) if stop else patch
         found = run(ranks, *self.flags, *more, patch=end, output=str(said), draws=False)
         assert found == [-9 if stop else 0] * ranks, Path(f"{said}.err").read_text()
@@ -109,5 +109,5 @@ def found_blocks() -> list[list[str]]:
     found = []
     for net in nets:
         names = {module: name for name, module in net.named_modules()}
-        found.append([names[block] for block in sharded.find_blocks(net, 3, 3)])
+        found.append([names[block] for block in sharded.find_blocks(net, 3)])
     return found

@@ -5,7 +5,6 @@ import io
 import random
 import resource
 import shutil
-from argparse import ArgumentTypeError
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +17,7 @@ import model as task
 import predict
 from engine.data import loading
 from engine.run import checkpoint, machine
+from flags import parse_args
 from snippets.memory import status
 
 
@@ -27,7 +27,7 @@ def compared(path: str, side: int, tile: int) -> dict:
     The network is made of the checkpoint's weights; it takes a large image of `side` pixels.
     """
     device = torch.device("cpu")
-    net, _, flags = checkpoint.open_model(path, task.build_model, task.add_arguments, device)
+    net, _, flags, _ = checkpoint.open_model(path, task.build_model, parse_args, device)
     demo_set.SIDE = side
     image = np.array(demo_set.draw_pair(random.Random(0))[0])
     images = loading.normalize(torch.from_numpy(image).movedim(2, 0)[None])
@@ -50,14 +50,6 @@ def compared(path: str, side: int, tile: int) -> dict:
         "mean": (parts - whole).abs().mean().item(),
         "differ": not torch.equal(parts, whole),
     }
-
-
-def refused(text: str) -> str:
-    try:
-        task.tile_size(text)
-    except ArgumentTypeError as error:
-        return str(error)
-    return "taken"
 
 
 def with_large(data: str, folder: str, image: str) -> None:

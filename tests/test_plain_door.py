@@ -1,0 +1,126 @@
+"""What a project uses of engine, and the sizes of the files that people edit."""
+
+import ast
+import inspect
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from running import ROOT, TASKS, TEMPLATE_FOLDER
+
+import engine
+
+FOLDER = ROOT / TEMPLATE_FOLDER
+LINES = {"main": 220, "recipe": 150, "dataset": 120, "model": 100, "losses": 100, "predict": 60}
+IN_ALL = {"classification": 700, "segmentation": 820}  # with flags.py
+ROOMS = [*LINES, "flags", "demo_set"]
+
+
+def rooms(task: str) -> dict[str, str]:
+    """The code of the files that people edit, by name."""
+    folders = FOLDER, FOLDER / "tasks" / task
+    paths = [folder / f"{name}.py" for name in ROOMS for folder in folders]
+    return {path.stem: path.read_text() for path in paths if path.exists()}
+
+
+def used(code: str) -> set[str]:
+    """Which names of engine it uses."""
+    return {
+        node.attr
+        for node in ast.walk(ast.parse(code))
+        if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "engine"
+    }
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_sizes(task: str) -> None:
+    sizes = {name: len(code.splitlines()) for name, code in rooms(task).items()}
+    assert {name: size for name, size in sizes.items() if size > LINES.get(name, 999)} == {}
+    assert sum(sizes.values()) - sizes["demo_set"] <= IN_ALL[task]
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_names(task: str) -> None:
+    found = rooms(task)
+    assert len(used(found["main"])) <= 20
+    names = set().union(*map(used, found.values()))
+    assert len(names) <= 35
+    assert names <= engine.DOOR.keys()
+    for name, code in found.items():
+        for line in re.findall(r"^ *(?:import|from) engine\b.*", code, re.MULTILINE):
+            assert line == "import engine", name
+
+
+def test_each_name_is_what_a_type_checker_takes_it_for() -> None:
+    (block,) = (
+        node
+        for node in ast.parse((FOLDER / "engine/__init__.py").read_text()).body
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+    )
+    imported = {
+        (alias.name, alias.asname, node.module)
+        for node in block.body
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }
+    assert imported == {(name, name, f"engine.{module}") for name, module in engine.DOOR.items()}
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        _ = engine.nothing
+
+
+@pytest.mark.parametrize("name", engine.DOOR)
+def test_each_name_says_how_it_is_used(name: str) -> None:
+    """An indented example that uses it, and the error that it raises."""
+    value = getattr(engine, name)
+    text = inspect.getdoc(value) or ""
+    examples = re.findall(r"^ {4}.*", text, re.MULTILINE)
+    assert any(re.search(rf"\b{name}\b", line) for line in examples), text
+    if "raise UserError" in inspect.getsource(value):
+        assert "UserError" in text
+
+
+def test_the_table_of_modules() -> None:
+    lines = re.findall(r"^( *)(\w+)/? {2,}", engine.__doc__ or "", re.MULTILINE)
+    found, folder = [], ""
+    for indent, name in lines:
+        is_folder = (FOLDER / "engine" / name).is_dir() and not indent
+        folder = "" if not indent else folder
+        found += [] if is_folder else [f"{folder}{name}"]
+        folder = f"{name}/" if is_folder else folder
+    paths = [path.relative_to(FOLDER / "engine") for path in (FOLDER / "engine").rglob("*.py")]
+    modules = [path.with_suffix("").as_posix() for path in paths if path.stem != "__init__"]
+    assert sorted(found) == sorted(modules)
+
+
+def test_it_imports_no_torch() -> None:
+    code = "import engine, sys; engine.Parser, engine.at_least, engine.UserError, engine.prepare"
+    code += "; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-B", "-c", code], cwd=FOLDER, check=True, timeout=60)
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_flags_without_torch(task: str, tmp_path: Path) -> None:
+    """The help fits on two screens; a wrong flag is said once. Both before torch is imported."""
+    for path in (FOLDER / "main.py", FOLDER / "tasks" / task / "flags.py"):
+        (tmp_path / path.name).write_text(path.read_text())
+    (tmp_path / "torch.py").write_text("raise SystemExit('torch is imported')")
+    (tmp_path / "engine").symlink_to(FOLDER / "engine")
+
+    def start(rank: int, *words: str) -> subprocess.Popen:
+        env = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
+        command, pipe = [sys.executable, "-B", "main.py", *words], subprocess.PIPE
+        return subprocess.Popen(command, cwd=tmp_path, env=env, stdout=pipe, stderr=pipe, text=True)
+
+    out, err = start(0, "--help").communicate(timeout=60)
+    assert not err
+    assert len(out.splitlines()) < 80
+    flags = set(re.findall(r"^  (?:-h, )?(--[\w-]+)", out, re.MULTILINE))
+    assert {"--data", "--help", "--dist-timeout"} < flags
+    assert len(flags) <= 40
+    ranks = [start(rank, "--epoch", "3") for rank in range(2)]
+    said = [rank.communicate(timeout=60) for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [2, 2]
+    assert said[1] == ("", "")
+    assert re.fullmatch(r"error: .*--epoch 3.*\n", said[0][1])
