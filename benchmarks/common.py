@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -119,6 +119,17 @@ def prepare(project: Path, data: Path, output: Path, *flags: str) -> Path:
     return output
 
 
+def on_device(batches: Iterable[Any], device: Any) -> Iterator[tuple]:
+    """Yield `batches` on `device`, normalised, as the project's loop gets them."""
+    from engine.data import loading
+    from engine.data.images import DEFAULT_FORMAT
+    from engine.ranks import devices
+
+    ahead = devices.copies_ahead(device)
+    for batch in batches:
+        yield loading.move(batch, device, ahead, DEFAULT_FORMAT)
+
+
 def run(command: Sequence[str], timeout: float = TIMEOUT, **env: Any) -> str:
     """Run `command` with `env` added to the environment; return its stdout.
 
@@ -146,8 +157,7 @@ def run(command: Sequence[str], timeout: float = TIMEOUT, **env: Any) -> str:
 def launch(project: Path, ranks: int, threads: int, *flags: Any) -> dict[str, float]:
     """Train with the project's launch.sh; return the last row of its metrics.csv."""
     with tempfile.TemporaryDirectory(prefix="benchmark-run-") as output:
-        command = ["bash", project / "launch.sh", "--output-dir", output, "--threads", threads]
-        command += ["--weights", "none"]
+        command = ["bash", project / "launch.sh", "--output-dir", output, "--weights", "none"]
         run(
             [str(part) for part in (*command, *flags)],
             NPROC=ranks,

@@ -62,23 +62,22 @@ def load(folder: str, data: str, side: str, workers: str) -> float:
     import torch
     from input import ours
 
-    from engine.data import loading
-
     loader = ours(int(side), Path(data), 10**9, workers=int(workers))
     device = torch.accelerator.current_accelerator() if loader.pin_memory else torch.device("cpu")
 
     def epoch() -> None:
         loader.sampler.set_epoch(0)
-        for _ in loading.to_device(loader, device):
+        for _ in common.on_device(loader, device):
             pass
 
     return rate(len(loader) * loader.batch_size, epoch, device)
 
 
 def compare_input(flags: Namespace, folder: Path) -> None:
-    import dataset
+    from flags import parse_args
 
-    project, side = folder / "project", flags.side or dataset.IMAGE_SIZE
+    project = folder / "project"
+    side = flags.side or parse_args(["--data", "x"]).image_size
     data = common.draw_photos(folder / "data", flags.task, flags.images)
     places = {"JPEG files": data, "prepared": common.prepare(project, data, folder / "prepared")}
     cases = {
@@ -170,7 +169,7 @@ def save(folder: str, words: str) -> list[float]:
     import torch
 
     bench = step.Bench(Path(folder), words)
-    run, loop = bench.ours_and_run()
+    run, loop = bench.run_and_loop()
     feed = step.Feed(bench.batch(), 30)
     found = [feed.time(loop)]
 

@@ -121,13 +121,21 @@ def decode(path: str, target: Any, simple: bool = False) -> tuple[int, int]:
     return 0, 0
 
 
+def training_set(data: Path, *words: object) -> tuple[Any, Sequence[str], Any]:
+    """Return the project's data set of `data`, its classes, and the device."""
+    import engine
+    from dataset import build_datasets
+    from flags import parse_args
+
+    device = engine.setup(0)
+    torch.set_num_threads(1)
+    dataset, _, classes = build_datasets(parse_args(["--data", str(data), *map(str, words)]))
+    return dataset, classes, device
+
+
 def reference(read: Callable[..., tuple], data: Path, reads: int) -> DataLoader:
     """A peer's loader: of the same samples, each read by `read`."""
-    from dataset import find_samples
-    from engine.ranks import distributed
-
-    distributed.setup()
-    found = find_samples(data)[0]
+    found = training_set(data)[0].samples
     return DataLoader(
         Files([found[pick] for pick in picks(found, reads)], read),
         BATCH,
@@ -143,17 +151,20 @@ def ours(
     side: int, data: Path, reads: int, has_simplejpeg: bool = True, workers: int = 1
 ) -> DataLoader:
     """The project's own loader, of `data` as it is or prepared; pinned where there is a GPU."""
-    from dataset import build_dataset
-    from engine.data import jpeg, loading
-    from engine.ranks import distributed
+    import engine
+    from engine.data import jpeg
 
     if not has_simplejpeg:
         jpeg.simplejpeg = None
-    is_gpu = distributed.setup().type != "cpu"
-    dataset, _, classes = build_dataset(data, side)
+    dataset, classes, device = training_set(data, "--image-size", side)
     part = Subset(dataset, picks(dataset, reads))
-    options = loading.Options(workers, prefetch=2, pin_memory=is_gpu, seed=0)
-    return loading.build_train_loader(part, len(classes), BATCH, 1, options)
+    return DataLoader(
+        engine.Seeded(part, classes, seed=0),
+        BATCH,
+        sampler=engine.TrainSampler(part, BATCH, accumulate=1, seed=0),
+        collate_fn=engine.Collate(),
+        **engine.workers(workers, device),
+    )
 
 
 def picks(samples: Any, reads: int) -> range:
@@ -163,9 +174,6 @@ def picks(samples: Any, reads: int) -> range:
 
 def measure(build: Callable[[], DataLoader], reads: int, normalize: bool = False) -> float:
     """Return CPU seconds per image of the loader that `build` returns."""
-    from engine.data import loading
-
-    torch.set_num_threads(1)
     loader = build()
     count, before = 0, 0.0
     for epoch in range(1 + max(1, round(reads / len(loader) / BATCH))):
@@ -173,7 +181,7 @@ def measure(build: Callable[[], DataLoader], reads: int, normalize: bool = False
             count, before = 0, cpu_seconds()
         if hasattr(loader.sampler, "set_epoch"):
             loader.sampler.set_epoch(epoch)
-        for images, _ in loading.to_device(loader, torch.device("cpu")) if normalize else loader:
+        for images, _ in common.on_device(loader, torch.device("cpu")) if normalize else loader:
             count += len(images)
     return (cpu_seconds() - before) / count
 
@@ -196,8 +204,9 @@ def main() -> None:
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # nothing here runs on a GPU; the processes are forked
     with common.generated(flags.task) as folder:
         import dataset
+        from flags import parse_args
 
-        side = flags.side = flags.side or dataset.IMAGE_SIZE
+        side = flags.side = flags.side or parse_args(["--data", "x"]).image_size
         reads = flags.reads = flags.reads or READS[flags.task]
         common.say_machine(flags)
         size = LARGE if flags.large else SIDES[flags.task]

@@ -35,7 +35,6 @@ from step import WARM_UP, Bench, Feed
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import TensorDataset
-from torchmetrics import MetricCollection
 
 BASELINE, BARE = "as it is", "bare DDP loop"
 WRAPPED = f"{BARE}, our settings of DDP"
@@ -101,7 +100,7 @@ class HostBench(Bench):
         ddp_model = wrap(model)
         optimizer = self.optimizer(model)
         mean, std = (torch.rand(3, 1, 1, device=self.device) for _ in range(2))
-        has_amp = self.settings.amp != "off"
+        has_amp = self.args.amp != "off"
 
         def loop(feed: Feed) -> None:
             ddp_model.train()
@@ -124,9 +123,17 @@ def parts() -> dict[str, Callable[[], Any]]:
     import recipe
     from engine.data import loading, seeding
     from engine.ranks import gradients, stopping
-    from engine.run import machine, profiling
-    from engine.run.progress import Run
+    from engine.run import metrics
+    from engine.run.loop import Run
     from engine.run.reporting import Reporter
+    from engine.run.stragglers import Stopwatch
+
+    def loss(mean: gradients.Mean, loss_sum: Tensor, *_: object) -> Tensor:
+        mean.passes, mean.known = 1, 1
+        return loss_sum
+
+    def end_step(run: Run) -> None:
+        run.seen += run.global_batch
 
     def without(place: object, name: str, do: Callable[..., Any]) -> Callable[[], Any]:
         return lambda: mock.patch.object(place, name, do)
@@ -137,20 +144,20 @@ def parts() -> dict[str, Callable[[], Any]]:
         "seeding.seed": without(seeding, "seed", lambda *_: None),
         "loading.normalize": without(loading, "normalize", lambda images, _: images.float()),
         "transform_batch": without(project, "transform_batch", lambda x, y, *_: (x, y)),
-        "machine.autocast": without(machine, "autocast", lambda *_: null),
-        "machine.to_float32": without(machine, "to_float32", lambda outputs: outputs),
-        "profiling.mark": without(profiling, "mark", lambda _: null),
-        "mean.add": without(
-            gradients.Mean, "add", lambda mean, *_: setattr(mean, "known", 1) or mean.zero.float()
+        "recipe.autocast": without(recipe, "autocast", lambda *_: null),
+        "metrics.to_float32": without(metrics, "to_float32", lambda outputs: outputs),
+        "mean.loss": without(gradients.Mean, "loss", loss),
+        "mean.finish": without(
+            gradients.Mean, "finish", lambda mean, *_: setattr(mean, "passes", 0)
         ),
-        "mean.finish": without(gradients.Mean, "finish", lambda *_: None),
-        "report.progress": without(Reporter, "progress", lambda _, loader, __: loader),
+        "totals.add": without(metrics.Totals, "add", lambda *_: None),
+        "report.progress": without(Reporter, "progress", lambda _, batches, *__: batches),
         "report.loss": without(Reporter, "loss", lambda *_: None),
-        "recipe.clip_gradients": without(recipe, "clip_gradients", lambda *_: None),
+        "report.forward": without(Stopwatch, "start", lambda _: None),
         "scaler.scale": without(scaler, "scale", lambda _, loss: loss),
         "scaler.update": without(scaler, "update", lambda _: None),
         "scheduler.step": without(scheduler, "step", lambda _: None),
-        "run.end_step": without(Run, "end_step", lambda _: None),
+        "run.end_step": without(Run, "end_step", end_step),
         "of it the stop watcher": without(stopping, "end_step", lambda: None),
     }
 
@@ -159,7 +166,8 @@ def compare_hosts(flags: Namespace, folder: Path) -> None:
     """Print the host's time for a step of ours and of bare loops, and what each part takes."""
     from engine.ranks import distributed, replicas
 
-    bench = HostBench(folder, f"--threads 1 {flags.flags}")
+    bench = HostBench(folder, flags.flags)
+    torch.set_num_threads(1)
     args, device = bench.args, bench.device
     side = (1, 1) if flags.task == "segmentation" else ()
     images = torch.randint(256, (args.batch_size, 3, 1, 1), dtype=torch.uint8)
@@ -214,68 +222,31 @@ def difference(these: list[float], those: list[float]) -> str:
 
 
 def compare(flags: Namespace, folder: Path) -> dict[str, list[float]]:
-    import main as project
-    import recipe
-    from engine.data import loading, seeding
-    from engine.ranks import distributed, gradients, replicas
-    from engine.run import machine, reporting
-    from engine.run.folder import RunFolder
-    from engine.run.progress import Run
-    from model import build_criterion, build_model
+    from engine.data import seeding
+    from engine.ranks import distributed
+    from engine.run import reporting
+    from engine.run.loop import Run
 
-    own = ["--data", str(folder), "--output-dir", str(folder / "run"), "--workers", "0"]
-    args = project.parse_args([*own, *flags.flags.split()])
-    device = distributed.setup()
-    settings = machine.set_up(device, 0, args.threads, False, args.amp, bytes_per_worker=0)
-    classes = [f"class{number}" for number in range(common.CLASSES)]
-    count, side = flags.steps * args.batch_size, args.image_size
+    bench = Bench(folder, flags.flags)
+    count, side = flags.steps * bench.args.batch_size, bench.args.image_size
     images = torch.randint(256, (count, side, side, 3), dtype=torch.uint8).movedim(-1, 1)
     shape = (count, side, side) if flags.task == "segmentation" else (count,)
     targets = torch.randint(common.CLASSES, shape, dtype=torch.uint8)
-    loader = loading.build_train_loader(
-        *(TensorDataset(images, targets), len(classes), args.batch_size, args.accumulate),
-        loading.Options(0, args.prefetch, pin_memory=False, seed=args.seed),
-    )
-
-    model = build_model(args, classes).to(memory_format=torch.channels_last)
-    optimizer = recipe.build_optimizer(model, args)
-    parts = {
-        "optimizer": optimizer,
-        "scheduler": recipe.build_scheduler(optimizer, args, flags.steps),
-        "scaler": torch.amp.GradScaler("cpu", enabled=False),
-    }
-    stepper = project.Stepper(
-        *(model, replicas.wrap(model, device)), **parts, mean=gradients.Mean(device)
-    )
-    criterion, judged = build_criterion(args), MetricCollection({})
-    task = project.Task(args, settings, device, classes, model, criterion, judged)
-    args.output_dir.mkdir()
-    folder = RunFolder(args.output_dir, "never", args.keep)
+    run, train = bench.run_and_epoch(TensorDataset(images, targets))
 
     def epoch(*without: Callable[[], Any], save_every: int = 0) -> float:
         """Return seconds a step, in the contexts that `without` make."""
-        run = Run(
-            *(folder, loader, loader),
-            classes=classes,
-            epochs=1,
-            save_every=save_every,
-            score="top1",
-            flags=vars(args),
-            model=model,
-            **parts,
-        )
-        report = reporting.Reporter(args.output_dir, device, 1, 0)
+        run.save_every = save_every
         with contextlib.ExitStack() as stack:
             for make in without:
                 stack.enter_context(make())
             stack.enter_context(run.stoppable())
-            stack.enter_context(report)
             began = time.perf_counter()
-            project.train_one_epoch(task, stepper, loader, report, run)
+            train()
             return (time.perf_counter() - began) / flags.steps
 
-    def silent(_: Any, loader: Iterator, *__: Any) -> Iterator:
-        return loader
+    def silent(_: Any, batches: Iterator, *__: Any) -> Iterator:
+        return batches
 
     null = open(os.devnull, "w")  # noqa: SIM115  as long as the process
     drawn = lambda **o: reporting_tqdm(**{**o, "disable": False, "file": null})  # noqa: E731
@@ -289,6 +260,7 @@ def compare(flags: Namespace, folder: Path) -> dict[str, list[float]]:
             epoch,
             lambda: mock.patch.object(Reporter, "progress", silent),
             lambda: mock.patch.object(Reporter, "loss", lambda *_: None),
+            lambda: mock.patch.object(Reporter, "speed", lambda _: {}),
         ),
         "no keyed random numbers": partial(
             epoch, lambda: mock.patch.object(seeding, "seed", lambda *_: None)

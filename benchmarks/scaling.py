@@ -1,6 +1,6 @@
 """One process and several: images per second of real runs through launch.sh.
 
-The batch of a rank, its one thread (--threads) and its network are the same whatever their number.
+The batch of a rank, its one thread and its network are the same whatever their number.
 Images are drawn small (96 x 72 pixels) and prepared, and each rank reads its own (--workers 0),
 so that no loader worker takes a core from a rank in one case and not in the other. The figure is
 that of the second epoch in metrics.csv. `--accumulate 4` sums gradients once in four passes.

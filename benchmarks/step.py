@@ -34,8 +34,9 @@ import common
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torchmetrics import MetricCollection
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 
+LR = 0.001  # the project's own
 WARM_UP = 5  # batches before the clock starts
 SETTINGS = {  # (device, task): flags of main.py, and steps in a figure
     ("cpu", "classification"): ("--arch resnet18 --image-size 64 --batch-size 16", 20),
@@ -51,7 +52,6 @@ class Feed:
     def __init__(self, batch: tuple, steps: int) -> None:
         self.batch = batch
         self.steps = steps
-        self.batch_size = self.images_per_pass = len(batch[0])
 
     def __len__(self) -> int:
         return WARM_UP + self.steps + 1
@@ -81,22 +81,26 @@ class Bench:
 
     def __init__(self, folder: Path, words: str) -> None:
         """words: flags of the project's main.py, in one string."""
-        import main
-        from engine.data import loading
-        from engine.ranks import distributed
-        from engine.run import machine
+        import engine
+        import recipe
+        from engine.run.reporting import Reporter
+        from flags import parse_args
         from model import build_criterion
 
         own = ["--data", str(folder), "--output-dir", str(folder / "run")]
-        self.args = args = main.parse_args([*own, *words.split()])
-        device = distributed.setup()
+        self.args = args = parse_args([*own, *words.split()])
+        self.device = device = engine.setup(args.seed)
         torch.backends.cudnn.benchmark = True  # as main.train_one_epoch sets it
-        self.settings = machine.set_up(device, 0, args.threads, False, args.amp, bytes_per_worker=0)
-        self.device = device
+        Reporter.silent = True
+        args.amp = recipe.choose_amp(args, device)
+        args.batch_size = args.batch_size or 32
         self.classes = [f"class{number}" for number in range(common.CLASSES)]
-        self.autocast = partial(machine.autocast, self.settings.amp, device)
-        self.to_device = partial(loading.to_device, device=device)
-        self.loss_and_count = build_criterion(args)
+        self.autocast = partial(recipe.autocast, args.amp, device)
+        self.to_device = partial(common.on_device, device=device)
+        # Its samples are counted, and never read.
+        none = (torch.zeros(1, *shape, dtype=torch.uint8) for shape in ((3, 1, 1), ()))
+        self.samples = TensorDataset(*(each.expand(10**6, *each.shape[1:]) for each in none))
+        self.criterion = build_criterion(args, self.samples, self.classes).to(device)
 
     def loops(self) -> dict[str, Callable[[], Loop] | None]:
         """Return what builds each loop, by name; None for what is not installed."""
@@ -123,7 +127,7 @@ class Bench:
         return model.to(memory_format=torch.channels_last)
 
     def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(model.parameters(), self.args.lr, weight_decay=0.05, fused=True)
+        return torch.optim.AdamW(model.parameters(), LR, weight_decay=0.05, fused=True)
 
     def batch(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Return uint8 images, channels last in memory, and targets."""
@@ -134,59 +138,61 @@ class Bench:
         return images.to(self.device), targets.to(self.device)
 
     def mean_loss(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        loss, count = self.loss_and_count(outputs.float(), targets)
+        loss, count = self.criterion(outputs.float(), targets)
         return loss / count
 
     def ours(self, is_compiled: bool = False) -> Loop:
-        return self.ours_and_run(is_compiled)[1]
+        return self.run_and_loop(is_compiled)[1]
 
-    def ours_and_run(self, is_compiled: bool = False) -> tuple[Any, Loop]:
+    def run_and_loop(self, is_compiled: bool = False) -> tuple[Any, Loop]:
+        run, train = self.run_and_epoch(self.samples, is_compiled)
+
+        def loop(feed: Feed) -> None:
+            run.source.epoch = lambda *_: feed
+            with run.stoppable():
+                train()
+
+        return run, loop
+
+    def run_and_epoch(
+        self, dataset: Dataset, is_compiled: bool = False
+    ) -> tuple[Any, Callable[[], float]]:
+        """Return a Run, and what trains an epoch on `dataset` as main.py does."""
+        import engine
         import main
         import recipe
-        from engine.data import loading
-        from engine.ranks import gradients, replicas
-        from engine.run import machine
-        from engine.run.folder import RunFolder
-        from engine.run.progress import Run
-        from engine.run.reporting import Reporter
 
         args, model = self.args, self.network()
         if is_compiled:
-            machine.compile_network(model)
+            model.compile()
         optimizer = recipe.build_optimizer(model, args)
+        sampler = engine.TrainSampler(dataset, args.batch_size, args.accumulate, args.seed)
+        seeded = engine.Seeded(dataset, self.classes, args.seed)
+        loader: DataLoader = DataLoader(
+            seeded, args.batch_size, sampler=sampler, collate_fn=engine.Collate()
+        )
         parts = {
             "optimizer": optimizer,
-            "scheduler": recipe.build_scheduler(optimizer, args, 10**6),
-            "scaler": torch.amp.GradScaler(self.device.type, enabled=self.settings.amp == "fp16"),
+            "scheduler": recipe.build_scheduler(optimizer, args, sampler.steps),
+            "scaler": torch.amp.GradScaler(self.device.type, enabled=args.amp == "fp16"),
         }
-        mean = gradients.Mean(self.device)
-        stepper = main.Stepper(model, replicas.wrap(model, self.device), **parts, mean=mean)
-        judged = MetricCollection({})
-        task = main.Task(
-            *(args, self.settings, self.device, self.classes, model, self.loss_and_count, judged)
-        )
-        # Its samples are counted, and never read.
-        loader = loading.build_train_loader(
-            *(range(10**6), len(self.classes), args.batch_size, args.accumulate),
-            loading.Options(0, args.prefetch, pin_memory=False, seed=args.seed),
-        )
-        run = Run(
-            *(RunFolder(args.output_dir, "never", args.keep), loader, loader),
-            classes=self.classes,
-            epochs=1,
-            save_every=0,
-            score="top1",
-            flags=vars(args),
+        args.output_dir.mkdir(exist_ok=True)
+        run = engine.Run(
+            *(engine.Folder(args.output_dir), loader, loader, self.classes),
             model=model,
             **parts,
+            epochs=1,
+            accumulate=args.accumulate,
+            best="top1",
+            flags=vars(args),
         )
-        report = Reporter(args.output_dir, self.device, 1, 0)
+        words = run, engine.wrap(model, self.device), engine.criterion(self.criterion)
 
-        def loop(feed: Feed) -> None:
-            with run.stoppable(), report:
-                main.train_one_epoch(task, stepper, feed, report, run)  # type: ignore
+        def train() -> float:
+            run.seen = 0
+            return main.train_one_epoch(*words, **parts, ema=None, args=args)
 
-        return run, loop
+        return run, train
 
     def bare(self, wrap: Callable[[nn.Module], nn.Module]) -> Loop:
         model = wrap(self.network())
@@ -208,7 +214,7 @@ class Bench:
         from timm.optim import create_optimizer_v2
 
         model, criterion = self.network(), LabelSmoothingCrossEntropy(0.1)
-        optimizer = create_optimizer_v2(model, "adamw", self.args.lr, weight_decay=0.05)
+        optimizer = create_optimizer_v2(model, "adamw", LR, weight_decay=0.05)
 
         def loop(feed: Feed) -> None:
             model.train()
@@ -228,7 +234,7 @@ class Bench:
 
         accelerator = Accelerator(
             cpu=self.device.type == "cpu",
-            mixed_precision="no" if self.settings.amp == "off" else self.settings.amp,
+            mixed_precision="no" if self.args.amp == "off" else self.args.amp,
         )
         net = self.network()
         model, optimizer = accelerator.prepare(net, self.optimizer(net))
@@ -265,7 +271,7 @@ class Bench:
 
         module = Module()
         names = ("logger", "enable_progress_bar", "enable_checkpointing", "enable_model_summary")
-        precision = {"off": "32-true", "bf16": "bf16-mixed", "fp16": "16-mixed"}[self.settings.amp]
+        precision = {"off": "32-true", "bf16": "bf16-mixed", "fp16": "16-mixed"}[self.args.amp]
 
         def loop(feed: Feed) -> None:
             trainer = lightning.Trainer(

@@ -1,10 +1,10 @@
-"""One process, DataParallel, DDP, DDP with --accumulate 4, and fully_shard: time, accuracy, memory.
+"""One process, DDP, DDP with --accumulate 4, and fully_shard: time, accuracy, memory.
 
 All train the same network on the project's demo set, with as many images in each optimizer step:
 `--batch-size` is for all ranks and passes together. A case has a new --seed in each turn, the same
 as the other cases. Time is the training part of the last epoch in metrics.csv, accuracy its BEST
 (top1, miou). Memory is the largest peak of any process: what torch has allocated on a GPU, without
-a GPU all memory of the process, Python and torch included. DataParallel needs several GPUs.
+a GPU all memory of the process, Python and torch included.
 """
 
 import csv
@@ -43,13 +43,15 @@ def train_here(project: str, output: str, *words: str) -> None:
     Path(output, f"memory{os.environ.get('RANK', 0)}").write_text(str(peak / 2**20))
 
 
-def train(project: Path, score: str, ranks: int, *words: object) -> tuple[float, float, float]:
+def train(
+    project: Path, score: str, ranks: int, threads: int, *words: object
+) -> tuple[float, float, float]:
     """Train on so many ranks; return seconds per epoch, the score and the peak of memory."""
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
     start = [sys.executable, *([*launcher, str(ranks)] if ranks > 1 else [])]
     with tempfile.TemporaryDirectory(prefix="benchmark-run-") as output:
         command = [*start, __file__, "--train-here", str(project), output, *map(str, words)]
-        common.run(command, OMP_NUM_THREADS=1)
+        common.run(command, OMP_NUM_THREADS=threads)
         with open(Path(output, "metrics.csv")) as file:
             *_, last = csv.DictReader(file)
         peak = max(float(path.read_text()) for path in Path(output).glob("memory*"))
@@ -83,8 +85,7 @@ def main() -> None:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     flags.flags = flags.flags or FLAGS[flags.task]
     common.say_machine(flags)
-    has_gpus = flags.device == "gpu" and gpus > 1
-    if flags.device == "gpu" and not has_gpus:
+    if flags.device == "gpu" and gpus == 1:
         flags.ranks = 1
     with common.generated(flags.task) as folder:
         import demo_set
@@ -94,16 +95,14 @@ def main() -> None:
         demo_set.draw(data, flags.images, flags.images // 4)
         found: dict[str, list[tuple[float, float, float]]] = {}
 
-        def case(
-            name: str, ranks: int, strategy: str = "ddp", passes: int = 1
-        ) -> Callable[[], float]:
+        def case(name: str, ranks: int, passes: int = 1, *words: str) -> Callable[[], float]:
             seeds = itertools.count()
-            own = ("--data", data, "--workers", flags.workers, "--threads", flags.threads)
+            own = ("--data", data, "--workers", flags.workers, "--accumulate", passes, *words)
             own = (*own, "--batch-size", flags.batch_size // (ranks * passes))
-            own = (*own, "--accumulate", passes, "--strategy", strategy, *flags.flags.split())
+            place, own = folder / "project", (*own, *flags.flags.split(), "--seed")
 
             def seconds() -> float:
-                turn = train(folder / "project", BEST, ranks, *own, "--seed", next(seeds))
+                turn = train(place, BEST, ranks, flags.threads, *own, next(seeds))
                 found.setdefault(name, []).append(turn)
                 return turn[0]
 
@@ -111,19 +110,14 @@ def main() -> None:
 
         many = {
             f"DDP, {flags.ranks} ranks": (flags.ranks,),
-            f"DDP, {flags.ranks} ranks, --accumulate 4": (flags.ranks, "ddp", 4),
-            f"FSDP, {flags.ranks} ranks": (flags.ranks, "fsdp"),
+            f"DDP, {flags.ranks} ranks, --accumulate 4": (flags.ranks, 4),
+            f"FSDP, {flags.ranks} ranks": (flags.ranks, 1, "--fsdp"),
         }
-        cases = {ONE: (1,)}
-        if has_gpus:
-            cases[f"DP, {gpus} GPUs"] = (1, "dp")
-        if flags.ranks > 1:
-            cases |= many
+        cases = {ONE: (1,), **(many if flags.ranks > 1 else {})}
         common.interleave({name: case(name, *how) for name, how in cases.items()}, flags.repeats)
     table(found, "of GPU memory" if flags.device == "gpu" else "of memory")
-    if not has_gpus:
-        left_out = "DP" if flags.ranks > 1 else "DP, DDP and FSDP"
-        print(f"left out, for it needs several GPUs: {left_out}")
+    if flags.ranks == 1:
+        print("left out, for they need several GPUs: DDP and FSDP")
 
 
 if __name__ == "__main__":
