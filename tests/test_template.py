@@ -410,38 +410,36 @@ EDITED = {
     *("prepare_data", "check_data", "export", "preflight"),
 }
 REPLAY = ROOT / TEMPLATE_FOLDER / "engine" / "replay.py"  # a command, which runs main.py
-for_each_module = pytest.mark.parametrize("path", ENGINE, ids=lambda path: path.stem)
+LINES, FILES = 13_871, 89  # of engine/: limits that fall, and never rise
 
 
 class TestArchitecture:
     """What keeps engine/ small, and apart from what people edit."""
 
-    @for_each_module
-    def test_it_imports_nothing_that_people_edit(self, path: Path) -> None:
-        for node in ast.walk(ast.parse(path.read_text())):
-            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-            if isinstance(node, ast.ImportFrom):
-                names = [node.module or ""]
-            assert not {name.split(".")[0] for name in names} & EDITED or path == REPLAY
+    def test_it_imports_nothing_that_people_edit(self) -> None:
+        for path in ENGINE:
+            for node in ast.walk(ast.parse(path.read_text())):
+                names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+                if isinstance(node, ast.ImportFrom):
+                    names = [node.module or ""]
+                is_owners = {name.split(".")[0] for name in names} & EDITED
+                assert not is_owners or path == REPLAY, path
 
-    @for_each_module
-    def test_it_reads_no_flag(self, path: Path) -> None:
+    def test_it_reads_no_flag(self) -> None:
         """No attribute of an `args` or `flags`; a function gets values."""
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
-                assert node.value.id not in ("args", "flags"), f"{path}:{node.lineno}"
+        for path in ENGINE:
+            for node in ast.walk(ast.parse(path.read_text())):
+                if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+                    assert node.value.id not in ("args", "flags"), f"{path}:{node.lineno}"
 
-    @for_each_module
-    def test_sizes(self, path: Path) -> None:
-        """Of files and functions, without what they say of themselves."""
-        tree, said = ast.parse(path.read_text()), 0
-        for node in ast.walk(tree):
-            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and node.body:
-                first = node.body[0]
-                said += first.end_lineno - first.lineno + 1 if ast.get_docstring(node) else 0
-            if isinstance(node, ast.FunctionDef):
-                assert node.end_lineno - node.body[0].lineno < 50, node.name
-        assert len(path.read_text().splitlines()) - said <= 260
+    def test_totals(self) -> None:
+        """They may fall, not rise. A file is one subject; a function fits on a screen."""
+        assert sum(len(path.read_text().splitlines()) for path in ENGINE) <= LINES
+        assert len(ENGINE) <= FILES
+        for path in ENGINE:
+            for node in ast.walk(ast.parse(path.read_text())):
+                if isinstance(node, ast.FunctionDef):
+                    assert node.end_lineno - node.body[0].lineno < 50, f"{path}: {node.name}"
 
     def test_what_types_leave_open(self) -> None:
         names = [node for path in ENGINE for node in ast.walk(ast.parse(path.read_text()))]
