@@ -4,7 +4,7 @@ import torch
 from torchvision.io import ImageReadMode, decode_jpeg, read_file
 from torchvision.transforms.v2 import functional as F
 
-from engine.data import images, jpeg
+from engine.data import images
 from engine.errors import UserError
 
 BOXES = (  # with the size of the result: whole; a part as it is; shrunk by less and more than 2
@@ -14,7 +14,7 @@ BOXES = (  # with the size of the result: whole; a part as it is; shrunk by less
 )
 
 
-simplejpeg = jpeg.simplejpeg
+simplejpeg = images.simplejpeg
 calls = []
 
 
@@ -23,17 +23,14 @@ class Counted:
 
     @staticmethod
     def decode_jpeg(*args: object, **options: object) -> object:
-        try:
-            calls.append(simplejpeg.decode_jpeg(*args, **options))
-            return calls[-1]
-        except ValueError as error:
-            if "buffer" in options and str(error).endswith(jpeg.LEFT_OVER):
-                calls.append(options["buffer"])  # rows below the box are left out
-            raise
+        calls.append(simplejpeg.decode_jpeg(*args, **options))
+        return calls[-1]
+
+    decode_jpeg_header = staticmethod(simplejpeg.decode_jpeg_header)
 
 
 def read(path: str, library: object) -> tuple:
-    jpeg.simplejpeg = library
+    images.simplejpeg = library
     image = images.open_image(path)
     return image, [image.read(*box) for box in BOXES]
 
@@ -78,7 +75,7 @@ def compared(*paths: str) -> list:
 def parts(*paths: str) -> dict[str, list]:
     """By decoder: whether the upper left of each image can be read, whole and shrunk."""
     said = {}
-    for jpeg.simplejpeg in (simplejpeg, None):
+    for images.simplejpeg in (simplejpeg, None):
         lines = said[images.decoder()] = []
         for path in paths:
             for size in (None, (20, 20)):
