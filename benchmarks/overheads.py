@@ -7,7 +7,7 @@ as it is                      no terminal, so no progress bar is drawn; the base
 --save-every 10               with checkpoints, each flushed to the disk under the temporary folder
 progress bar drawn            as on a terminal
 no reporting                  no loss shown, no progress bar, no time taken of the waits
-no keyed random numbers       samples.seed does nothing, neither in a pass nor for a sample
+no keyed random numbers       seeding.seed does nothing, neither in a pass nor for a sample
 no stop watcher               signals are not watched, nor whether the training hangs
 
 Whole epochs are timed and divided by their steps. Speeds above 1: that much faster without it.
@@ -121,13 +121,14 @@ def parts() -> dict[str, Callable[[], Any]]:
     """Return, by name of a part of the step, what makes the context in which it does nothing."""
     import main as project
     import recipe
-    from engine.data import loading, samples
-    from engine.ranks import replicas, stopping
+    from engine.data import loading, seeding
+    from engine.ranks import gradients, stopping
     from engine.run import metrics
     from engine.run.loop import Run
     from engine.run.reporting import Reporter
+    from engine.run.stragglers import Stopwatch
 
-    def loss(mean: replicas.Mean, loss_sum: Tensor, *_: object) -> Tensor:
+    def loss(mean: gradients.Mean, loss_sum: Tensor, *_: object) -> Tensor:
         mean.passes, mean.known = 1, 1
         return loss_sum
 
@@ -140,18 +141,19 @@ def parts() -> dict[str, Callable[[], Any]]:
     null = contextlib.nullcontext()
     scaler, scheduler = torch.amp.GradScaler, torch.optim.lr_scheduler.LambdaLR
     return {
-        "samples.seed": without(samples, "seed", lambda *_: None),
+        "seeding.seed": without(seeding, "seed", lambda *_: None),
         "loading.normalize": without(loading, "normalize", lambda images, _: images.float()),
         "transform_batch": without(project, "transform_batch", lambda x, y, *_: (x, y)),
         "recipe.autocast": without(recipe, "autocast", lambda *_: null),
         "metrics.to_float32": without(metrics, "to_float32", lambda outputs: outputs),
-        "mean.loss": without(replicas.Mean, "loss", loss),
+        "mean.loss": without(gradients.Mean, "loss", loss),
         "mean.finish": without(
-            replicas.Mean, "finish", lambda mean, *_: setattr(mean, "passes", 0)
+            gradients.Mean, "finish", lambda mean, *_: setattr(mean, "passes", 0)
         ),
         "totals.add": without(metrics.Totals, "add", lambda *_: None),
         "report.progress": without(Reporter, "progress", lambda _, batches, *__: batches),
         "report.loss": without(Reporter, "loss", lambda *_: None),
+        "report.forward": without(Stopwatch, "start", lambda _: None),
         "scaler.scale": without(scaler, "scale", lambda _, loss: loss),
         "scaler.update": without(scaler, "update", lambda _: None),
         "scheduler.step": without(scheduler, "step", lambda _: None),
@@ -220,7 +222,7 @@ def difference(these: list[float], those: list[float]) -> str:
 
 
 def compare(flags: Namespace, folder: Path) -> dict[str, list[float]]:
-    from engine.data import samples
+    from engine.data import seeding
     from engine.ranks import distributed
     from engine.run import reporting
     from engine.run.loop import Run
@@ -261,7 +263,7 @@ def compare(flags: Namespace, folder: Path) -> dict[str, list[float]]:
             lambda: mock.patch.object(Reporter, "speed", lambda _: {}),
         ),
         "no keyed random numbers": partial(
-            epoch, lambda: mock.patch.object(samples, "seed", lambda *_: None)
+            epoch, lambda: mock.patch.object(seeding, "seed", lambda *_: None)
         ),
         "no stop watcher": partial(epoch, lambda: mock.patch.object(Run, "stoppable", unwatched)),
     }

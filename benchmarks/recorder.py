@@ -20,14 +20,14 @@ def measure(project: str) -> None:
     import torch
     from torch import nn
 
-    from engine.ranks import distributed, explaining, replicas
+    from engine.ranks import distributed, lockstep, replicas
 
     torch.set_num_threads(1)
     device = distributed.setup()
     convolutions = [nn.Conv2d(3, 64, 3, 2), nn.ReLU(), nn.Conv2d(64, 64, 3, 2), nn.ReLU()]
     ddp_model = replicas.wrap(nn.Sequential(*convolutions), device)
     images, number = torch.randn(8, 3, 64, 64), torch.ones(1)
-    checksum = explaining.Checksum()
+    checksum = lockstep.Checksum()
     steps = []
     for _ in range(STEPS):
         began = time.perf_counter()

@@ -103,13 +103,13 @@ SPOILT: dict[str, dict[str, tuple[Spoil, list[str]]]] = {
         ),
         "label outside the classes": (
             lambda d: Image.new("L", (64, 64), 7).save(d / "train/masks/0003.png"),
-            ["masks/0003.png", "value 7", "0 to 1"],
+            ["masks/0003.png", "label 7", "0 to 1"],
         ),
         "label below 0": (
             lambda d: Image.fromarray(np.full((64, 64), -2, np.int32)).save(
                 (d / "train/masks/0003.png").rename(d / "train/masks/0003.tif")
             ),
-            ["masks/0003.tif", "value -2", "0 to 1"],
+            ["masks/0003.tif", "label -2", "0 to 1"],
         ),
         "two pictures of one name": (
             lambda d: Image.new("RGB", (64, 64)).save(d / "train/images/0003.png"),
@@ -135,7 +135,7 @@ SPOILT: dict[str, dict[str, tuple[Spoil, list[str]]]] = {
         ),
         "255 for the class": (
             lambda d: repaint(d, {1: 255}),
-            ["own: all 53 training masks hold class 0 and nothing else", "'NAME = 255'"],
+            ["own: all 53 training masks hold class 0 and nothing else", "'crack = 255'"],
         ),
         "255 for the class, without its name": (
             lambda d: (repaint(d, {1: 255}), (d / "classes.txt").unlink()),

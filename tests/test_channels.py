@@ -1,6 +1,5 @@
 """Images of any number of channels, at their files' full depth: "channels" in data.json."""
 
-import io
 import json
 import os
 import re
@@ -11,16 +10,16 @@ import pytest
 import tifffile
 import torch
 import torchvision
-from PIL import Image, ImageOps
+from PIL import Image
 from running import Project, flags, rows
 from timm.models._manipulate import adapt_input_conv
 from torch import nn
 
-from engine.check.survey import look
-from engine.data import bit_depth, folders, images, loading
+from engine.check.reading import look
+from engine.data import images, listing, loading, stacks
 from engine.data.format import MEAN, STD, Format
 from engine.errors import UserError
-from engine.run import predicting, pretrained
+from engine.run import pretrained, sizes
 
 NOISE = np.random.default_rng(0)
 SHORTS = NOISE.integers(0, 6000, (40, 52, 5)).astype(np.uint16)  # of 65535: dark, and not refused
@@ -168,15 +167,10 @@ class TestFiles:
             path.write_bytes(content)
             with pytest.raises(UserError, match=r"x.tif: cannot be read \(.*\); replace or remove"):
                 read(path, 5)
+        Image.fromarray(SHORTS[..., 0]).save(path, tiffinfo={274: 6})
+        with pytest.raises(UserError, match="orientation 6; save it upright"):
+            read(path, 1)
         assert not caplog.records
-
-    @pytest.mark.parametrize("orientation", range(1, 9))
-    def test_turned(self, tmp_path: Path, orientation: int) -> None:
-        """As Pillow turns those that it can read."""
-        path, pixels = tmp_path / "x.tif", SHORTS[..., 0]
-        Image.fromarray(pixels).save(path, tiffinfo={274: orientation})
-        expected = np.asarray(ImageOps.exif_transpose(Image.open(io.BytesIO(path.read_bytes()))))
-        np.testing.assert_allclose(read(path, 1)[..., 0], expected / 65535, atol=1e-7)
 
     def test_missing_decoder(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         def fail(*_: object, **__: object) -> None:
@@ -190,11 +184,11 @@ class TestFiles:
     def test_arrays_in_folders(self, tmp_path: Path) -> None:
         """They are images where there are no others; without "channels" a line says so."""
         np.save(tmp_path / "x.npy", SHORTS)
-        assert folders.list_images(tmp_path) == [str(tmp_path / "x.npy")]
+        assert listing.list_images(tmp_path) == [str(tmp_path / "x.npy")]
         with pytest.raises(UserError, match=r"x.npy: .*with .channels. in data.json"):
             images.open_image(str(tmp_path / "x.npy"))
         Image.fromarray(SHORTS[..., 0]).save(tmp_path / "y.png")
-        assert folders.list_images(tmp_path) == [str(tmp_path / "y.png")]
+        assert listing.list_images(tmp_path) == [str(tmp_path / "y.png")]
 
 
 def test_normalization() -> None:
@@ -219,10 +213,10 @@ def test_normalization() -> None:
 def test_visible() -> None:
     """Three channels, or one in grey, each from dark to bright; RGB of 8 bits as it is."""
     rgb = torch.randint(256, (3, 20, 30), dtype=torch.uint8)
-    assert bit_depth.visible(rgb) is rgb
+    assert stacks.visible(rgb) is rgb
     ramp = torch.linspace(0, 0.01, 600).view(20, 30)
     for image in ramp[None], torch.stack([ramp, ramp.flip(0), 9 * ramp, ramp * 0]):
-        shown = bit_depth.visible(image)
+        shown = stacks.visible(image)
         assert shown.dtype == torch.uint8
         assert shown.shape == (3, 20, 30)
         assert (shown.amin((1, 2)) == 0).all()
@@ -234,7 +228,7 @@ def test_visible() -> None:
 def test_first_convolution(channels: int, capsys: pytest.CaptureFixture[str]) -> None:
     """Pretrained weights of RGB become those that timm makes of them; the rest is copied."""
     source = torchvision.models.shufflenet_v2_x0_5().state_dict()
-    net = predicting.set_channels(torchvision.models.shufflenet_v2_x0_5(), channels)
+    net = sizes.set_channels(torchvision.models.shufflenet_v2_x0_5(), channels)
     first = next(m for m in net.modules() if isinstance(m, nn.Conv2d))
     assert first.weight.std() > 0
     pretrained.copy_matching(net, source)
@@ -280,6 +274,7 @@ def test_a_run(project: Project, tmp_path: Path) -> None:
     assert given == json.loads(proposed)
     said = project.alone(*words, script="check_data.py").ok().out
     assert "data.json as it should be" in said
+    assert "a batch of a rank has " in said
     found = [given["mean"], given["std"]]
     paths = (data / "train").rglob("*.tif")
     values = np.concatenate([read(path, 5).reshape(-1, 5) for path in paths])

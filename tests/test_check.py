@@ -10,8 +10,12 @@ from deep import save_png
 from PIL import Image
 from running import SAME_FOR_BOTH, Done, Project, flags
 
-from engine.check.survey import Survey, look
-from engine.data.images import Format
+from engine.check.reading import look
+from engine.check.report import prepared_pixels
+from engine.check.survey import Survey, equal_rows
+from engine.data import prepared
+from engine.data.images import Format, LazyImage
+from engine.data.samples import Packed
 
 UPSIDE_DOWN, RIGHT = 3, 6  # orientations in EXIF
 OF_TORCHVISION = """
@@ -97,8 +101,7 @@ def test_faults_of_classification(project: Project, tmp_path: Path) -> None:
         for part, count in ("train", 5), ("val", 2):
             for number in range(count):
                 painter.image(f"{part}/{name}/{number}.png")
-    painter.image("train/c/0.png", (40, 40))
-    painter.image("val/c/0.png")
+    painter.image("train/c/0.png", (40, 40))  # and no val/c
     jpeg = whole_jpeg(painter)
     bad = ("train/a/cut.jpg", jpeg[:900]), ("train/b/text.png", b"text"), ("val/a/none.tif", b"")
     for name, content in bad:
@@ -112,7 +115,9 @@ def test_faults_of_classification(project: Project, tmp_path: Path) -> None:
     painter.pixels.append(painter.pixels[2])
     painter.copy("train/a/3.png", "train/a/twice.png")
     painter.pixels.append(painter.pixels[3])
-    done = check(project, data, out)
+    (data / "train/empty").mkdir()
+
+    done = check(project, data, out, "--batch-size", 3, "--ranks", 2)
     assert done.status == 1, done.err
     assert findings(data, out) == {
         *(("broken", name, "") for name, _ in bad),
@@ -120,7 +125,14 @@ def test_faults_of_classification(project: Project, tmp_path: Path) -> None:
         ("leak", "val/b/saved again.bmp", "train/b/1.png"),
         ("label clash", "train/b/clash.png", "train/a/2.png"),
         ("twice", "train/a/twice.png", "train/a/3.png"),
+        ("layout", "val/c", ""),
+        ("layout", "train/empty", ""),
+        ("layout", "val/empty", ""),
+        ("absent", ".", ""),
     }
+    texts = {row.split(",")[2]: row for row in (out / "check.csv").read_text().splitlines()}
+    assert "the same file" in texts[str(data / "val/a/leak.png")]
+    assert "the same pixels" in texts[str(data / "val/b/saved again.bmp")]
     lines = done.out.splitlines()
     for name, _ in bad:
         assert any(line.startswith(f"  {name}: ") for line in lines)
@@ -128,10 +140,9 @@ def test_faults_of_classification(project: Project, tmp_path: Path) -> None:
         assert text in done.out
     assert "15 for training, 2 of them with errors" in done.out
     assert "30 x 20 to 40 x 40 pixels" in done.out
-    assert lines[-2].startswith("6 errors, 1 warnings")
+    assert "2 steps per epoch of 3 x 2 ranks = 6 images; each epoch leaves out 1" in done.out
+    assert lines[-2].startswith("9 errors, 3 warnings")
     assert (out / "check.png").stat().st_size > 10_000
-    (data / "train/empty").mkdir()
-    check(project, data, out).refused("empty")
 
 
 @pytest.mark.parametrize("project", ["segmentation"], indirect=True)
@@ -193,7 +204,7 @@ def test_faults_of_segmentation(project: Project, tmp_path: Path) -> None:
     }
     for text in painter.channels():
         assert text in done.out
-    assert "value 9 in 600 pixels is no class (the classes are 0 to 3)" in done.out
+    assert "label 9 in 600 pixels, but the classes are 0 to 3" in done.out
     assert "1 of 4 never come in train: never" in done.out
     assert done.out.splitlines()[-2].startswith("12 errors, 3 warnings")
 
@@ -201,10 +212,11 @@ def test_faults_of_segmentation(project: Project, tmp_path: Path) -> None:
 def test_a_whole_set(project: Project, data: Path, tmp_path: Path) -> None:
     """No finding, no check.csv, not even an older one; counts as numpy has them."""
     (tmp_path / "check.csv").write_text("old")
-    done = check(project, data, tmp_path).ok()
+    done = check(project, data, tmp_path, "--batch-size", 4, "--ranks", 2).ok()
     assert [path.name for path in tmp_path.iterdir()] == ["check.png"]
     assert "0 errors, 0 warnings" in done.out
     assert "53 for training; " in done.out
+    assert "6 steps per epoch of 4 x 2 ranks = 8 images; each epoch leaves out 5" in done.out
     if project.task == "segmentation":
         files = (data / "train/masks").iterdir()
         masks = np.stack([np.asarray(Image.open(path)) for path in files])
@@ -224,7 +236,8 @@ def test_masks_without_names(project: Project, tmp_path: Path) -> None:
         painter.image(f"{part}/images/0.png")
         painter.mask(f"{part}/masks/0.png", top=top)
     done = check(project, painter.data, tmp_path / "out")
-    expected = {("label", "val/masks/0.png", "val/images/0.png")}
+    few = ("few", ".", "")
+    expected = {few, ("label", "val/masks/0.png", "val/images/0.png")}
     assert (done.status, findings(painter.data, tmp_path / "out")) == (1, expected)
     for value in (0, 2):  # one class, and two that are not 0 and 1
         for part in "train", "val":
@@ -232,7 +245,7 @@ def test_masks_without_names(project: Project, tmp_path: Path) -> None:
             mask[5] = value
             painter.save(f"{part}/masks/0.png", mask)
         done = check(project, painter.data, tmp_path / "out")
-        expected = {("layout", ".", ""), *([("absent", ".", "")] if value else [])}
+        expected = {few, ("layout", ".", ""), *([("absent", ".", "")] if value else [])}
         assert (done.status, findings(painter.data, tmp_path / "out")) == (1, expected)
 
 
@@ -243,13 +256,13 @@ def test_more_than_8_bits(tmp_path: Path) -> None:
     names = ("0.png", "1.tif", "2.png")
     for name, offset in zip(names, (0, 0, 1), strict=True):
         painter.save(name, values + np.uint16(offset))
-    samples = [(str(tmp_path / name), 0) for name in names]
-    survey = Survey(tmp_path, [samples, []], ["a"], Format((0, 4095)), 1)
-    for index in range(len(survey)):
-        survey.add(index, survey[index])
+    survey = Survey(Packed([(str(tmp_path / name), 0, 0) for name in names]), 1, [])
+    for index, name in enumerate(names):
+        survey.add(index, look(str(tmp_path / name), Format((0, 4095))))
     low, high = float(values.min()), float(values.max())
     assert survey.spans["PNG I;16 (16-bit values)"] == (2, low, high + 1)
     assert survey.spans["TIFF I;16 (16-bit values)"] == (1, low, high)
+    survey.find_duplicates()
     (finding,) = survey.findings
     assert (finding.kind, Path(finding.file).name) == ("twice", "1.tif")
     # Without the flag they would be nearly black, which training refuses.
@@ -270,8 +283,24 @@ def test_what_cannot_be_checked(project: Project, tmp_path: Path) -> None:
     check(project, tmp_path, tmp_path / "out").refused("train.csv, line 2", "none.png")
     (tmp_path / "index.json").write_text("{}")
     check(project, tmp_path, tmp_path / "out").refused("train.csv, line 2", "none.png")
-    (tmp_path / "pixels.bin").touch()
+    (tmp_path / "rows.bin").touch()
     check(project, tmp_path, tmp_path / "out").refused("prepared data")
+
+
+def test_what_would_be_prepared() -> None:
+    """As many pixels as prepare_data.py writes."""
+    sizes = np.random.default_rng(0).integers(1, 700, (200, 2))
+    images = [LazyImage(height, width, lambda *_: np.empty(0)) for height, width in sizes.tolist()]
+    for side in (0, 1, 256):
+        shrunk = prepared.Shrunk([], side)
+        expected = sum(int(np.prod(shrunk.size(image))) for image in images)
+        assert prepared_pixels(sizes, side) == expected
+
+
+def test_equal_rows() -> None:
+    rows = np.array([[1, 2], [0, 0], [3, 2], [1, 2], [0, 0], [1, 3], [3, 2], [1, 2]], np.uint64)
+    assert sorted(equal_rows(rows)) == [[0, 3, 7], [2, 6]]
+    assert list(equal_rows(rows[:1])) == list(equal_rows(rows[:0])) == []
 
 
 @SAME_FOR_BOTH
@@ -281,7 +310,7 @@ def test_a_data_set_of_torchvision(project: Project, data: Path, tmp_path: Path)
     with open(own.folder / "dataset.py", "a") as file:
         file.write(OF_TORCHVISION)
     out = tmp_path / "out"
-    assert "53 for training; " in check(own, data, out).ok().out
+    assert "one process reads " in check(own, data, out).ok().out
     check(own, tmp_path / "none", out).refused("none/train: no such folder")
     words = ["--data", data, "--output", tmp_path / "fast"]
     own.alone(*words, script="prepare_data.py").refused(

@@ -394,7 +394,7 @@ def test_without_a_debugger_nothing_of_it_is_there(
     more += ["--dist-timeout", 77]
     done = project.alone(*more, script=SCRIPTS / "look_around.py").ok()
     *_, left, timeout = done.out.splitlines()
-    assert left == "[] ['MainThread', 'watch']"
+    assert left == "[] ['MainThread', 'answering']"
     assert timeout == "0:01:17"
 
 

@@ -1,6 +1,7 @@
 """What owners change in main.py and model.py: it works and resumes exactly, or is refused."""
 
 import itertools
+import os
 import re
 import shutil
 from collections.abc import Callable
@@ -52,6 +53,7 @@ METRICS = '**results, "lr": lr}):'
 OWNER = (IMPORTS, "\nfrom snippets import owner\n" + IMPORTS)
 NUMPY = (IMPORTS, "\nimport numpy as np\n" + IMPORTS)
 IN_RECIPE = "\n\ndef choose_amp("
+MATRICES = "        weights = [w for w in model.parameters()"
 ONE_GROUP = (OPTIMIZER, OPTIMIZER.replace("groups", "model.parameters()"))
 TWO_LAMBDAS = (SCHEDULER, "    return LambdaLR(optimizer, [factor, lambda step: 0.1 + step / 99])")
 ONE_CYCLE = (
@@ -72,7 +74,7 @@ def test_schedulers_resume(few: Path, tmp_path: Path, edited: Edited, change: tu
     done = edited(*change)(*flags(few, killed, *more)).ok()
     assert re.search("1 of 2 epochs done, best .* and 2 steps of the next", done.out)
     assert digest(whole) == digest(killed)
-    assert ("OneCycleLR and the optimizer's" in done.out) == (change == (ONE_CYCLE,))
+    assert ("OneCycleLR resumes as saved" in done.out) == (change == (ONE_CYCLE,))
     if change == (ONE_CYCLE,):
         longer = edited(*change)(*flags(few, killed, "--epochs", 3))
         longer.refused("OneCycleLR has 12 steps, but --epochs now takes 18")
@@ -89,6 +91,7 @@ def test_rates_that_are_set_by_hand(few: Path, tmp_path: Path, edited: Edited) -
     assert edited((END, decay + rate + KILLED[1]))(*flags(few, killed, *more)).status == -9
     done = edited(by_hand)(*flags(few, killed, *more)).ok()
     assert "rates that were set without the scheduler" in done.out
+    assert "goes on with weight_decay 0.0 (was 0.125)" in done.out
     assert digest(whole) == digest(killed)
 
 
@@ -101,6 +104,10 @@ def test_another_optimizer_than_the_checkpoint_has(
     before = {path.name: path.read_bytes() for path in out.glob("*.pt")}
     words = "last.pt", "--weights", "--output-dir"
     edited(ONE_GROUP)(*more).refused("groups had 57 + 113 weights and have 170", *words)
+    swapped = (MATRICES, MATRICES.replace("model.parameters()", "owner.swapped(model)"))
+    owner = (IN_RECIPE, "\nfrom snippets import owner\n" + IN_RECIPE)
+    done = edited(owner, swapped)(*more)
+    done.refused("stage2.1.branch2.5.weight where stage2.1.branch2.0.weight was", *words)
     sgd = (OPTIMIZER, "    return torch.optim.SGD(groups, lr)\n" + OPTIMIZER)
     edited(sgd)(*more).refused("the optimizer was AdamW and is SGD", *words)
     edited(ONE_CYCLE)(*more).refused("the scheduler was LambdaLR and is OneCycleLR", *words)
@@ -154,17 +161,9 @@ def test_kills_before_the_images(few: Path, tmp_path: Path, edited: Edited) -> N
     (out / "examples.png").unlink()
     assert "done: best" in edited(tie)(*more, draws=True).ok().out
     assert best == {name: (out / name).read_bytes() for name in drawn}
-    (out / "curves.png").unlink()
+    os.utime(out / "curves.png", (0, 0))
     for said in "done: best", "nothing left to do":
         assert said in edited(tie)(*more, draws=True).ok().out
-
-
-def test_a_run_without_drawings(few: Path, tmp_path: Path, edited: Edited) -> None:
-    """Nothing is left to do when all epochs are done."""
-    start = edited(("        draw=draw_example,\n", ""))
-    for said in "done: best", "nothing left to do":
-        assert said in start(*flags(few, tmp_path), draws=True).ok().out
-    assert not (tmp_path / "examples.png").exists()
 
 
 def test_another_network_is_evaluated_than_saved(few: Path, tmp_path: Path, edited: Edited) -> None:
@@ -189,8 +188,7 @@ def test_another_choice_of_the_best(
         out = shutil.copytree(trained, tmp_path / name)
         done = start(*flags(pictures, out, "--epochs", 2)).ok()
         assert re.search(
-            r"best.pt: has the best top1 on 23 images \(\w+\) of epoch 1; renamed to best-1.pt",
-            done.out,
+            r"best.pt: has the best top1 on 23 images \(\w+\) of epoch 1; kept as", done.out
         )
         kept = torch.load(out / "best-1.pt", weights_only=True)
         assert (kept["epoch"], kept["best"]) == (1, best["best"])
@@ -200,15 +198,15 @@ def test_another_choice_of_the_best(
         assert new["best"] == float(rows(out)[1][metric])
         # Not once more.
         done = start(*flags(pictures, out, "--epochs", 3)).ok()
-        assert "renamed to" not in done.out
+        assert "kept as" not in done.out
         assert torch.load(out / "last.pt", weights_only=True)["best"] == max(
             float(row[metric]) for row in rows(out)[1:]
         )
-        # Undone, it is chosen once more.
+        # Undone, the former best counts again.
         done = project.alone(*flags(data, out, "--epochs", 4), draws=False).ok()
-        assert "renamed to best-2.pt" in done.out
+        assert "best-1.pt: has the best top1" in done.out
         best_now = torch.load(out / "best.pt", weights_only=True)["best"]
-        assert best_now == float(rows(out)[3]["top1"])
+        assert best_now == max(best["best"], float(rows(out)[3]["top1"]))
         assert torch.load(out / "best-2.pt", weights_only=True)["best_of"] == new["best_of"]
 
 
@@ -234,7 +232,7 @@ def test_best_is_what_best_pt_has(
     for path in out.glob("last*"):
         path.unlink()
     done = project.alone(*flags(data, out, "--lr", 0), draws=False).ok()
-    assert "of epoch 3; renamed to best-1.pt" in done.out
+    assert "of epoch 3; kept as best-1.pt" in done.out
     assert torch.load(out / "best.pt", weights_only=True)["epoch"] == 1
     assert torch.load(out / "best-1.pt", weights_only=True)["epoch"] == 3
 

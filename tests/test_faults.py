@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from running import (
     NET,
     SAME_FOR_BOTH,
@@ -70,6 +71,14 @@ def test_hangs(fault: Callable) -> None:
     assert twice["seconds"] < 5
 
 
+def test_output_that_nobody_reads(fault: Callable, tmp_path: Path) -> None:
+    """A full pipe holds up rank 0 in a print; a signal lets it go on, to be saved."""
+    found = fault("a_full_pipe")
+    assert found["statuses"] == [75, 75]
+    assert found["seconds"] < 15
+    assert torch.load(tmp_path / "out/last.pt", weights_only=True)["step"] in (3, 4)
+
+
 def test_a_rank_that_does_not_answer(fault: Callable) -> None:
     """Held by SIGSTOP, of which the launcher does not know: it is named, and waited for."""
     found = fault("no_answer")
@@ -85,7 +94,7 @@ def test_a_rank_that_does_not_answer(fault: Callable) -> None:
         last = err.splitlines()[-1]
         expected = r"error: timed out after \d s waiting for rank 1 to answer: not saved"
         assert re.fullmatch(expected, last), err
-        assert least <= seconds < least + 8  # 5 of them for rank 1 to see that it has failed
+        assert least <= seconds < least + 3
 
 
 def test_a_watcher_in_trouble(fault: Callable) -> None:
@@ -95,7 +104,7 @@ def test_a_watcher_in_trouble(fault: Callable) -> None:
     assert statuses == [75, 75]
     assert "SIGTERM: stopped and saved at epoch 1, step " in out
     statuses, _, err = found["bug"]
-    assert set(statuses) <= {-signal.SIGTERM, 128 + signal.SIGTERM}  # or the store has gone
+    assert statuses == [-signal.SIGTERM, -signal.SIGTERM]
     line = "error: signals no longer stop and save this run (ValueError: a bug)\n"
     assert line in err
 
@@ -108,10 +117,10 @@ def test_signals_after_training(fault: Callable) -> None:
 
 
 def test_a_collective_on_one_rank_only(fault: Callable) -> None:
-    """The stacks tell where each rank is."""
+    """gloo waits, or aborts: in either case the stacks tell where each rank is."""
     statuses, _, err = fault("a_collective_on_one_rank")
     assert statuses == [1, 1]
-    for rank, name in (0, "barrier"), (1, "train_one_epoch"):
+    for rank, name in (0, "reduce_tensor"), (1, "train_one_epoch"):
         assert f"in {name}" in err.split(f"stack of rank {rank}")[1].split("stack of")[0]
 
 

@@ -6,6 +6,7 @@ import re
 import shutil
 import unicodedata
 import warnings
+from collections import Counter
 from multiprocessing import get_context
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from deep import save_png, save_tiff
 from PIL import Image
 from running import SAME_FOR_BOTH, Project, flags
 
-from engine.data import folders, images
+from engine.data import images, listing
 from engine.data.format import Format, read_format, write_format
 from engine.errors import UserError
 from engine.run import checkpoint
@@ -101,14 +102,14 @@ class TestDepth:
             save_tiff(tmp_path / f"{number}.tif", np.zeros((4, 5, 3 - 2 * number), kind))
             assert not read(tmp_path / f"{number}.tif").any()
 
-    def test_kinds_of_16_bits(self, tmp_path: Path) -> None:
-        """Channels that are compressed apart are read; grey with alpha is refused."""
-        save_tiff(tmp_path / "x", COLOURS, packed=True, planar=True)
-        assert (read(tmp_path / "x") == steps(COLOURS, 0, 65536)).all()
-        assert (read(tmp_path / "x", (0, 4095)) == steps(COLOURS, 0, 4095)).all()
-        save_png(tmp_path / "y", COLOURS[..., :2])
-        with pytest.raises(UserError, match="y: 16 bits that are neither grey nor RGB"):
-            read(tmp_path / "y")
+    def test_upper_bytes_alone(self, tmp_path: Path) -> None:
+        """Of grey with alpha, and of channels that are compressed apart, Pillow reads no more."""
+        save_png(tmp_path / "0", COLOURS[..., :2])
+        save_tiff(tmp_path / "1", COLOURS, packed=True, planar=True)
+        for name, values in ("0", RAMP), ("1", COLOURS):
+            assert (read(tmp_path / name) == steps(values, 0, 65536)).all()
+            with pytest.raises(UserError, match=f"{name}: only the upper 8 of its 16 bits"):
+                read(tmp_path / name, (0, 4095))
 
     def test_eight_bits_stay(self, tmp_path: Path) -> None:
         """A range is for images of more than 8 bits alone."""
@@ -128,6 +129,18 @@ class TestDepth:
         Image.fromarray(values).save(tmp_path / "plain.tif")
         expected = np.rot90(read(tmp_path / "plain.tif"), turns[orientation])
         assert np.array_equal(read(tmp_path / "turned.tif"), expected)
+
+    def test_what_is_said(self, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+        path = str(tmp_path / "x.png")
+        Image.fromarray(RAMP).save(path)
+        images.say_depth(path, Format())
+        images.say_depth(path, Format((0, 4095)))
+        Image.fromarray((RAMP >> 8).astype(np.uint8)).save(path)
+        images.say_depth(path, Format())
+        assert capsys.readouterr().out == (
+            f"{path}: 16-bit values, 0 to 65535 becomes 0 to 255\n"
+            f"{path}: 16-bit values, 0 to 4095 becomes 0 to 255\n"
+        )
 
 
 def complaint(path: str, megapixels: int) -> str:
@@ -194,7 +207,8 @@ def test_a_checkpoint_keeps_the_range(project: Project, own_data: Path, tmp_path
     low, high = json.loads(said.read_text())["value_range"]
     assert 0 <= low < 300 < 3800 < high <= 4080
     said.write_text('{"value_range": [0, 4095]}')
-    project.fork(*flags(own_data, out), draws=False).ok()
+    done = project.fork(*flags(own_data, out), draws=False).ok()
+    assert "16-bit values, 0 to 4095 becomes 0 to 255" in done.out
     more = ("--checkpoint", out / "best.pt", "--output", tmp_path / "p")
     project.alone(paths[0].with_suffix(".tif"), *more, script="predict.py").ok()
     if project.task == "segmentation":
@@ -265,10 +279,11 @@ class TestListing:
         quiet = [".hidden.gif", "Thumbs.db", "desktop.ini", "n.txt", "n.json", "n.xml", "n.csv"]
         for name in names + quiet:
             (tmp_path / name).touch()
-        found = folders.list_images(tmp_path)
+        skipped = Counter[str]()
+        found = listing.list_images(tmp_path, skipped)
         assert [os.path.basename(path) for path in found] == names[:4]
-        folders.say_skipped()
-        folders.say_skipped()
+        listing.say_skipped(skipped)
+        listing.say_skipped(Counter())
         assert capsys.readouterr().out == (
             "skipped, because their type is not read: 2 .heic, 1 .npy, 1 without ending; "
             "convert them to JPEG or PNG\n"
@@ -276,11 +291,11 @@ class TestListing:
         for path in [*found, tmp_path / "3.npy"]:  # which is an image where there are no others
             os.remove(path)
         with pytest.raises(UserError, match=r"no images in it but 2 \.heic, .*; expected \.bmp"):
-            folders.list_images(tmp_path)
+            listing.list_images(tmp_path)
 
     def test_the_split_stays(self) -> None:
         paths = [f"/d/train/images/{number:02d}.jpg" for number in range(20)]
-        held_out = folders.split(paths, Path("/d"))[1]
+        held_out = listing.split(paths, Path("/d"))[1]
         assert [path[-6:-4] for path in held_out] == ["02", "03", "17"]
 
     def test_classes_in_another_order(self) -> None:

@@ -162,11 +162,11 @@ class TestLaunchers:
         for left in temporary.iterdir():  # by torch, or nothing
             assert left.stat().st_mode & 0o077 == 0
 
-    def test_names_that_do_not_resolve(self, meeting: Project) -> None:
-        """That of another node is told at once."""
+    def test_names_that_do_not_resolve(self, project: Project) -> None:
+        """That of another node is told at once; test_plain.py has what follows."""
         mark = uuid.uuid4().hex
-        env = {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "nowhere.invalid"}
-        process = start([meeting.folder / "launch.sh"], mark, ranks=1, **env)
+        env = {"NNODES": "2", "NODE_RANK": "0", "MASTER_ADDR": "nowhere.invalid"}
+        process = start([project.folder / "launch.sh"], mark, **env)
         line = process.stderr.readline()
         assert line.startswith("MASTER_ADDR=nowhere.invalid cannot be resolved (")
         process.kill()
@@ -196,8 +196,6 @@ class TestLaunchers:
         project.launch(NNODES="2", NODE_RANK="0").refused("MASTER_ADDR")
         run([project.folder / "launch.sh"], NNODES="two").refused("NNODES=two")
         run([project.folder / "launch.sh"], MAX_RESTARTS="-1").refused("MAX_RESTARTS=-1")
-        two = {"NNODES": "2", "NODE_RANK": "0", "MASTER_ADDR": "localhost", "MAX_RESTARTS": "1"}
-        run([project.folder / "launch.sh"], **two).refused("MAX_RESTARTS=1 is for one node")
         beyond = {"NNODES": "2", "NODE_RANK": "2", "MASTER_ADDR": "localhost"}
         run([project.folder / "launch.sh"], **beyond).refused("NODE_RANK=2 is none of the NNODES=2")
         bare = tmp_path / "python"  # without installed packages
@@ -244,13 +242,25 @@ def test_an_error_before_the_group(project: Project, tmp_path: Path) -> None:
 
 
 @SAME_FOR_BOTH
+def test_a_wrong_flag_under_mpirun(project: Project, tmp_path: Path) -> None:
+    """One rank of a node says so, although they know their numbers only later."""
+    for rank, lines in (0, 1), (1, 0):
+        said = tmp_path / f"said {rank}"
+        statuses, err = project.call("ranks.under_mpirun", said, rank, "--wrong")
+        assert (statuses, err.count("error: ")) == ([2], lines)
+
+
+@SAME_FOR_BOTH
 def test_a_launcher_that_took_the_store_with_it(project: Project) -> None:
     """Its ranks end with the signal that follows; without one they wait for a while."""
     assert project.call("ranks.without_store") == [128 + signal.SIGTERM, 1]
 
 
 @SAME_FOR_BOTH
-def test_scripts_that_begin_quietly_end_so(project: Project) -> None:
+def test_the_garbage_collector_rests_during_imports(project: Project) -> None:
+    """Not for whoever imports main.py, such as a test."""
+    project.alone(script=SCRIPTS / "collecting.py").ok()
+    assert project.call("ranks.collects")
     for path in project.folder.glob("*.py"):
         text = path.read_text()
         begins = "process.install_handlers()" in text or "engine.prepare(" in text
@@ -261,5 +271,5 @@ def test_scripts_that_begin_quietly_end_so(project: Project) -> None:
 def test_loader_workers_end_with_their_rank(project: Project) -> None:
     """Whichever way Python starts processes by: its default is another from 3.14 on."""
     done = run([sys.executable, SCRIPTS / "loader_workers.py"], cwd=project.folder)
-    assert [line.split()[0] for line in done.out.splitlines()] == ["fork", "spawn"]
+    assert [line.split()[0] for line in done.out.splitlines()] == ["fork", "spawn", "forkserver"]
     assert not done.left

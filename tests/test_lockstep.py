@@ -1,6 +1,5 @@
 """Ranks that start different collectives or wait for each other: one block says which and where."""
 
-import json
 import re
 import sys
 import textwrap
@@ -14,8 +13,9 @@ import pytest
 import torch.distributed as dist
 from running import NET, SAME_FOR_BOTH, Project, flags, run
 
-from engine.ranks import distributed, explaining, process, protocol
-from engine.ranks.explaining import Collective, Position
+from engine.ranks import distributed, explaining, lockstep, positions, protocol
+from engine.ranks.lockstep import Collective
+from engine.ranks.positions import Position
 
 END = "            run.end_step()  #"
 Planted = Callable[..., tuple[int, str, int]]
@@ -45,13 +45,13 @@ def planted(project: Project, data: Path, tmp_path: Path) -> Iterator[Planted]:
 
 @SAME_FOR_BOTH
 def test_a_collective_on_one_rank(planted: Planted) -> None:
-    """All ranks wait: one block, with the line that is to blame."""
-    code = "run.step == 2 and rank == 0 and torch.distributed.barrier()"
+    """As gloo has it, ranks wait or are aborted: the same block, with the line that is to blame."""
+    code = "run.step == 2 and rank == 0 and engine.reduce_tensor(torch.ones(7))"
     status, err, line = planted(code, 3)
     assert status == 1
     assert re.search(
-        rf"^collective \d+: rank 0 waits in barrier at main.py:{line}, "
-        r"ranks 1, 2 (wait|were) in DDP's gradients \(\d+,\) float at main.py:\d+; "
+        rf"^collective \d+: rank 0 is in all_reduce \(7,\) float32 at main.py:{line}, "
+        r"ranks 1, 2 (are|were) in DDP's gradients \(\d+,\) float32 at main.py:\d+; "
         rf"ranks 1, 2 never came to main.py:{line}$",
         err,
         re.MULTILINE,
@@ -71,7 +71,7 @@ def test_one_rank_is_late(planted: Planted) -> None:
     assert time.monotonic() - began < 20
     assert err.startswith("no progress for 2.5 s:\n")
     assert re.search(
-        r"^collective \d+: ranks 0, 2 wait in DDP's gradients \(\d+,\) float at main.py:\d+; "
+        r"^collective \d+: ranks 0, 2 wait in DDP's gradients \(\d+,\) float32 at main.py:\d+; "
         rf"rank 1 has not come to it: rank 1 is at main.py:{line}, after DDP's gradients",
         err,
         re.MULTILINE,
@@ -93,8 +93,8 @@ def test_another_order(planted: Planted) -> None:
     assert status == 2
     assert err.count("\n") == 1
     assert re.match(
-        rf"error: .*collective \d+: rank 0 was in all_reduce \(3,\) float at main.py:{line + 3}, "
-        rf"rank 1 was in all_reduce \(3,\) float at main.py:{line + 5}",
+        rf"error: .*collective \d+: rank 0 was in all_reduce \(3,\) float32 at main.py:{line + 3}, "
+        rf"rank 1 was in all_reduce \(3,\) float32 at main.py:{line + 5}",
         err,
     )
     assert explaining.ORDER in err
@@ -134,10 +134,11 @@ def test_where_is_it(project: Project, fault: Callable, tmp_path: Path) -> None:
     for answer in found["answers"]:
         assert "rank 0 waits in DDP's gradients" in answer
         assert "stack of rank 1, epoch 1, step 3:" in answer
+        assert answer.count("last collectives: ") == 2
         assert "usually" not in answer
     status, err = found["late"]
     assert (status, err.count("\n")) == (1, 1)
-    assert "no answer: no run" in err
+    assert "no answer in 1 s" in err
     assert not found["left"]
     none = run([sys.executable, "-m", "engine.ranks.where", tmp_path / "none"], cwd=project.folder)
     none.refused("no such folder")
@@ -166,17 +167,17 @@ def test_a_killed_rank(fault: Callable) -> None:
 # What is compared
 
 
-def ranks(*lists: list[Collective], waits: int = 0) -> dict[int, Position]:
+def ranks(*lists: list[Collective], waits: int | None = 0) -> dict[int, Position]:
     """Positions of ranks that have started these collectives."""
     return {
-        rank: Position(rank, "", f"main.py:{90 + rank}", "", started, waits)
+        rank: Position(rank, "", f"main.py:{90 + rank}", "", started[-1].number, started, waits)
         for rank, started in enumerate(lists)
     }
 
 
 def steps(*each: tuple[str, int], first: int = 1) -> list[Collective]:
     return [
-        Collective(number, what, ("main.py:9", f"main.py:{line}"))
+        Collective(number, what, ("main.py:9", f"main.py:{line}", "engine/ranks/distributed.py:1"))
         for number, (what, line) in enumerate(each, first)
     ]
 
@@ -197,10 +198,10 @@ def test_groups_of_ranks() -> None:
 
 def test_no_rank_waits() -> None:
     """A slow machine, or work that never ends: nobody is named, and the block says so."""
-    at = {rank: Position(rank, "", "main.py:9", "  ...", [], 0) for rank in (0, 1)}
+    at = {rank: Position(rank, "", "main.py:9", "  ...", 4, [], 0) for rank in (0, 1)}
     recorded = {rank: each._replace(started=steps(A, B, A, B)) for rank, each in at.items()}
-    assert explaining.block("no progress for 6 s:", recorded).splitlines()[2] == explaining.STUCK
-    assert explaining.STUCK not in explaining.block("", recorded)  # asked by a person
+    assert explaining.block("no progress for 6 s:", recorded).splitlines()[2] == explaining.WORK
+    assert explaining.WORK not in explaining.block("", recorded)  # asked by a person
 
 
 def test_swapped() -> None:
@@ -215,7 +216,9 @@ def test_swapped() -> None:
 
 
 def test_a_helper_that_is_called_from_two_lines() -> None:
-    one, two = ([Collective(1, "a", (f"main.py:{line}", "helper.py:3"))] for line in (7, 8))
+    one, two = (
+        [Collective(1, "a", (f"main.py:{line}", "helper.py:3", "engine/x.py:1"))] for line in (7, 8)
+    )
     line, _ = explaining.compare(ranks(one, two))
     assert "a at helper.py:3, called at main.py:7, rank 1 was" in line
     assert "a at helper.py:3, called at main.py:8" in line
@@ -228,75 +231,91 @@ def test_a_difference_that_is_too_old() -> None:
     assert line.startswith("before or at collective 90: ")
 
 
+def test_barriers_on_other_lines_of_the_machinery_are_the_same() -> None:
+    one, two = ([Collective(1, "a", ("main.py:7", f"engine/x.py:{i}"))] for i in (1, 2))
+    assert "done" in explaining.compare(ranks(one, two))[0]
+
+
 def test_all_wait() -> None:
     line, hint = explaining.compare(ranks(*[steps(A, B)] * 3, waits=2))
-    assert (line, hint) == ("collective 2: ranks 0-2 wait in b at main.py:30", explaining.STUCK)
+    assert (line, hint) == ("collective 2: ranks 0-2 wait in b at main.py:30", explaining.NETWORK)
 
 
 def test_nothing_is_recorded() -> None:
     """As with TORCH_FR_BUFFER_SIZE=0: the lines of the main threads are left."""
-    known = {rank: each._replace(started=[]) for rank, each in ranks(steps(A), steps(A)).items()}
-    line = "rank 0 is at main.py:90, rank 1 is at main.py:91"
-    assert explaining.compare(known) == (line, explaining.RECORDING)
+    known = {
+        rank: each._replace(started=[], waits=None)
+        for rank, each in ranks(steps(A, B), steps(A, B), steps(A)).items()
+    }
+    assert explaining.compare(known) == (
+        "rank 0 is at main.py:90 (2), rank 1 is at main.py:91 (2), rank 2 is at main.py:92 (1); "
+        "in brackets: the collectives started",
+        explaining.RECORDING,
+    )
 
 
 def test_positions_travel() -> None:
     (position, *_) = ranks(steps(A, B, A, B)).values()
-    assert explaining._decode(json.dumps(position).encode()) == position
+    assert positions._decode(positions._encode(position).encode()) == position
 
 
-def test_what_nccl_records() -> None:
-    """DDP's gradients have no Python frames there."""
-    entry = {"input_sizes": [[20]], "input_dtypes": ["Float"], "collective_seq_id": 1}
-    entry["profiling_name"] = "nccl:all_reduce"
-    own = [{"filename": "/x/torch.py", "line": 1}]
-    for file, line in ("main.py", 5), ("engine/run/loop.py", 7):
-        own.append({"filename": f"{explaining.ROOT}/{file}", "line": line})
-    lines = [str(explaining.described({**entry, **more})) for more in ({"frames": own}, {})]
-    assert lines == ["all_reduce (20,) float at main.py:5", "DDP's gradients (20,) float"]
+def test_what_nccl_records(monkeypatch: pytest.MonkeyPatch) -> None:
+    """DDP's gradients have no Python frames there; what is not completed is waited for."""
+    file = f"{lockstep.ROOT}/main.py"
+    entry = {"process_group": ("0", "default_pg"), "is_p2p": False, "retired": False}
+    entry |= {"input_sizes": [[20]], "input_dtypes": ["Float"], "state": "started"}
+    own = [{"filename": "/x/torch.py", "line": 1}, {"filename": file, "line": 5}]
+    entries = [
+        {**entry, "collective_seq_id": 1, "profiling_name": "nccl:all_reduce", "frames": own}
+        | {"state": "completed"},
+        {**entry, "collective_seq_id": 2, "profiling_name": "nccl:all_reduce", "frames": []},
+    ]
+    monkeypatch.setattr(lockstep, "_entries", lambda: entries)
+    (first, second), unfinished = lockstep.read()
+    assert str(first) == "all_reduce (20,) float32 at main.py:5"
+    assert str(second) == "DDP's gradients (20,) float32"
+    assert unfinished == second
 
 
 def test_other_shapes_on_the_same_line() -> None:
     one, two = (steps(A, (f"all_reduce ({n},)", 30)) for n in (5, 6))
     line, hint = explaining.compare(ranks(one, two))
-    assert hint == explaining.ORDER
+    assert hint == explaining.SHAPES
     assert "never came" not in line
 
 
-@pytest.fixture
-def alone(monkeypatch: pytest.MonkeyPatch) -> Position:
-    """The position of the only rank, which has a store."""
-    store, (position,) = dist.HashStore(), ranks(steps(A, B)).values()
+def test_what_a_person_was_told_is_said_again_at_the_hang(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = dist.HashStore()
+    (position,) = ranks(steps(A, B)).values()
+    monkeypatch.setattr(positions, "mine", positions.Mine())
+    monkeypatch.setattr(positions, "here", lambda: position)
     monkeypatch.setattr(distributed, "store", lambda: store)
+    monkeypatch.setattr(distributed, "collectives", lambda: position.reached)
     monkeypatch.setattr(distributed, "world_size", lambda: 1)
-    monkeypatch.setattr(explaining, "watch", process.Watch())
-    monkeypatch.setattr(explaining, "here", lambda: position)
-    monkeypatch.setattr(explaining, "_shown", [-1])
-    return position
-
-
-def test_what_a_person_was_told_is_said_again_at_the_hang(alone: Position) -> None:
     for _ in range(2):
-        assert explaining.ask(1, protocol.PERSON) == {0: alone}
-    assert explaining.ask(1) == {0: alone}
-    assert explaining.ask(1) is None
+        assert positions.ask(1, by_person=True) == {0: position}
+        positions.tell_explained()
+    assert positions.ask(1) == {0: position}
+    positions.tell_explained()
+    assert positions.ask(1) is None
 
 
-def test_one_block_if_two_ranks_find_the_hang_at_once(
-    alone: Position, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_block_if_two_ranks_find_the_hang_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """The second answers the first while it waits for its lock, and has nothing to ask then."""
 
     class Answered:
         def __enter__(self) -> None:
-            explaining._shown[0] = alone.reached
+            positions.mine.answered = positions.mine.reached = 7
 
         def __exit__(self, *_: object) -> None:
             pass
 
-    monkeypatch.setattr(explaining, "_lock", Answered())
-    assert explaining.ask(1) is None
-    assert not distributed.store().check([protocol.ASKED.format(1)])
+    store = dist.HashStore()
+    monkeypatch.setattr(positions, "mine", positions.Mine(lock=Answered()))
+    monkeypatch.setattr(distributed, "store", lambda: store)
+    monkeypatch.setattr(distributed, "collectives", lambda: 7)
+    assert positions.ask(1) is None
+    assert not store.check([protocol.explain(8)])
 
 
 def test_a_call_on_one_rank_of_what_all_ranks_call_elsewhere() -> None:

@@ -12,7 +12,7 @@ import torch
 from running import SCRIPTS, Project, rows, small
 
 from engine.errors import UserError
-from engine.ranks import replicas
+from engine.ranks import gradients
 from engine.run import metrics
 from engine.run.flags import Parser
 
@@ -83,7 +83,7 @@ def test_sizes() -> None:
 def test_passes_of_unequal_size(kind: Callable[[int], int | torch.Tensor]) -> None:
     """Each sample counts as much as any other of the step."""
     net, device = torch.nn.Linear(1, 1), torch.device("cpu")
-    mean = replicas.Mean(device)
+    mean = gradients.Mean(device)
     for sizes in (6, 6), (3,), (2, 2, 2) if kind is int else (1, 1, 6):
         for i, size in enumerate(sizes):
             mean.start(size if kind is int else 8)
@@ -101,8 +101,8 @@ def test_counts_that_are_known() -> None:
     net = torch.nn.Linear(1, 1)
     loss = torch.zeros((), requires_grad=True)
 
-    def begin() -> replicas.Mean:
-        mean = replicas.Mean(torch.device("cpu"))
+    def begin() -> gradients.Mean:
+        mean = gradients.Mean(torch.device("cpu"))
         mean.start(6)
         for weight in net.parameters():
             weight.grad = torch.ones_like(weight)

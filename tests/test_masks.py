@@ -13,9 +13,9 @@ from PIL import Image
 from running import SMALL, Project, flags
 from torch import nn
 
-from engine.data import class_counts
+from engine.data import shares
 from engine.errors import UserError
-from engine.run import predicting
+from engine.run import sizes
 
 SEGMENTATION = pytest.mark.parametrize("project", ["segmentation"], indirect=True)
 COLORS = {0: (10, 20, 30), 1: (200, 0, 7), 255: (0, 0, 0)}  # by class number, for `recolor`
@@ -117,8 +117,8 @@ def test_values_and_colors(project: Project, tmp_path: Path) -> None:
         ({"classes": names, "pixels": [[0, 2]], "ending": ".tif"}, [0, 2]),
     ]
     bad = [
-        ({"classes": names, "pixels": [[0, 3, 3]]}, ("value 3 in 2 pixels", "0 to 2", "NAME = 3")),
-        ({"classes": values, "pixels": [[0, 255, 8]]}, ("value 8 in 1 pixels is no", "void = 8")),
+        ({"classes": names, "pixels": [[0, 3, 3]]}, ("label 3 in 2 pixels", "0 to 2", "c = 3")),
+        ({"classes": values, "pixels": [[0, 255, 8]]}, ("value 8 in 1 pixels", "void = 8")),
         (
             {
                 "classes": ["a = 0", "b = 1"],
@@ -133,11 +133,11 @@ def test_values_and_colors(project: Project, tmp_path: Path) -> None:
             ("colour 0 0 4 in 1 pixels", "void = 0 0 4"),
         ),
         ({"classes": colors, "pixels": clear}, ("transparent",)),
-        ({"classes": colors, "pixels": [[0, 7]]}, ("value 7", "NAME = 7")),
+        ({"classes": colors, "pixels": [[0, 7]]}, ("label 7", "0 to 1")),
         ({"classes": names, "pixels": [row]}, ("3 channels", "NAME = 1 2 3")),
         (
             {"classes": names, "pixels": [[0, 0]], "ending": ".jpg"},
-            ("JPEG has changed", "as PNG"),
+            ("JPEG has changed", "'object = 255'"),
         ),
         ({"classes": colors, "pixels": [row], "ending": ".JPG"}, ("JPEG has changed",)),
         ({"classes": values, "pixels": [[0, 255]], "ending": ".jpeg"}, ("JPEG has changed",)),
@@ -160,10 +160,18 @@ def test_values_and_colors(project: Project, tmp_path: Path) -> None:
 
 
 @SEGMENTATION
+def test_jpeg_masks_of_two_values(project: Project, tmp_path: Path) -> None:
+    *whole, three, near = project.call("labels.jpegs", tmp_path)
+    assert whole == [True, True, True]
+    assert "neither near 0 nor near 255" in three
+    assert "JPEG has changed" in near
+
+
+@SEGMENTATION
 def test_sets_of_values_and_colors(project: Project, data: Path, tmp_path: Path) -> None:
     """The same masks, however they are stored, prepared or not, and the same score."""
     expected = project.call("labels.digest", data)
-    assert expected["said"].startswith("classes, in % of the pixels of 53 training masks: ")
+    assert expected["said"].startswith("classes, in % of the pixels of 53 training masks (23 val")
     variants = {
         "values": (lambda mask: np.choose(mask.clip(max=2), (255, 0, 7)), classes(255, 0, 7)),
         "colors": (recolor, classes(rgb(0), rgb(1, ","), rgb(255, ", "))),
@@ -203,7 +211,7 @@ def test_evaluation_of_colors(project: Project, data: Path, own_data: Path, trai
     [
         (lambda mask: 128 * (mask == 1), None, ["(0, 128)", "background = 0, object = 128"]),
         (lambda mask: 255 * (mask == 1), None, ["(0, 255)", "background = 0, object = 255"]),
-        (lambda mask: 255 * (mask == 1), "ground\ncrack", ["hold class 0", "'NAME = 255'"]),
+        (lambda mask: 255 * (mask == 1), "ground\ncrack", ["hold class 0", "'crack = 255'"]),
         (lambda mask: mask % 2 * 3, None, ["(0, 3)", "without a gap"]),
         (lambda mask: 0 * mask, None, ["hold class 0 and nothing else", "two classes"]),
         (recolor, None, ["3 channels", "NAME = 10 20 30"]),
@@ -223,30 +231,44 @@ def test_masks_that_cannot_be_meant(
 
 
 class TestShares:
-    def count(self, values: list[int], most: int = 0) -> tuple[list[int], int]:
-        """The classes found in masks that have one value each, and how many masks were read."""
-
-        def read(index: int) -> np.ndarray:
-            return np.full((2, 50), values[index], np.uint8)
-
-        counts, read_masks = class_counts.count_pixels(read, len(values), 255, most)
-        assert counts.sum() == 100 * read_masks
-        return np.flatnonzero(counts).tolist(), read_masks
+    def count(self, values: list[int], most: int = 0, least: int = 0) -> shares.Pixels:
+        """Of masks that have one value each."""
+        return shares.count_pixels(
+            lambda n: np.full((2, 50), values[n], np.uint8), len(values), 255, most, least
+        )
 
     def test_how_many_are_read(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        assert self.count([0] * 40) == ([0], 40)
-        assert self.count([0] * 20 + [1] * 20, most=20) == ([0, 1], 32)  # 16 at once
-        assert self.count([0] * 39 + [1], most=1)[0] == [0, 1]
-        assert self.count([0] * 40, most=1) == ([0], 40)
-        assert self.count([0] * 20 + [255] * 20, most=1) == ([0, 255], 40)  # void is no class
-        monkeypatch.setattr(class_counts, "MOST_PIXELS", 1000)
-        assert self.count([0] * 20 + [1] * 20, most=40) == ([0, 1], 16)
+        assert self.count([0] * 40).read == 40
+        assert self.count([0] * 40, most=20).read == 32  # 16 at once
+        rare = [0] * 39 + [1]
+        assert self.count(rare, most=1, least=2).counts[1] in (0, 100)
+        assert self.count([0] * 40, most=1, least=2).read == 40
+        assert self.count([255] * 40, most=1, least=1).read == 40  # void is no class
+        monkeypatch.setattr(shares, "MOST_PIXELS", 1000)
+        assert self.count([0] * 40, most=40).read == 16
+
+    def test_pixels(self, capsys: pytest.CaptureFixture) -> None:
+        train = self.count([0] * 30 + [1] * 9 + [255])
+        train.counts[1] += 1
+        val = self.count([0] * 30 + [255] * 10, most=16)
+        shares.say_pixels(["ground", "crack", "dust"], train, val, 255)
+        line, *warnings = capsys.readouterr().out.splitlines()
+        assert line.startswith(
+            "classes, in % of the pixels of 40 training masks (16 of 40 validation masks): "
+            "ground 76.9 (100.0), crack 23.1 (0.0), dust 0.0 (0.0); void 2.5 ("
+        )
+        assert warnings == [
+            "warning: dust is in none of the 40 training masks",
+            "warning: crack, dust are in none of the 16 of 40 validation masks read; "
+            "check_data.py reads all",
+        ]
 
     def test_many_classes(self, capsys: pytest.CaptureFixture) -> None:
         names = [f"c{n}" for n in range(20)]
         labels = [n for n in range(20) for _ in range(n)]
-        class_counts.say_images(names, labels, [*range(20)])
-        class_counts.say_images(["a", "b"], [0, 1, 1], [1])
+        shares.say_images(names, labels, [*range(20)])
+        shares.say_images(["a", "b"], [0, 1, 1], [1])
+        shares.say_images(["1", "2"], [0.5, 1], ["1"])  # no class numbers: nothing is said
         assert capsys.readouterr().out.splitlines() == [
             "20 classes, images for training (validation): largest c19 19 (1), c18 18 (1), "
             "c17 17 (1); smallest c2 2 (1), c1 1 (1), c0 0 (1)",
@@ -274,16 +296,16 @@ class TestSizes:
     def test_refused(self) -> None:
         words = r"^--image-size 100: this network cannot .* \(wrong size\); use another size"
         with pytest.raises(UserError, match=words):
-            predicting.fit_input(lambda: Strided(32), 100)
+            sizes.fit_input(lambda: Strided(32), 100)
 
     def test_taken(self) -> None:
         model = Strided(32)
-        assert predicting.fit_input(lambda: model, 96) is model
-        output, weights = predicting.forward(model, 64)
+        assert sizes.fit_input(lambda: model, 96) is model
+        output, weights = sizes.forward(model, 64)
         assert output.shape == (1, 2, 2, 2)
         found = torch.autograd.grad(output.sum(), list(weights.values()), allow_unused=True)
         assert [gradient is not None for gradient in found] == [True, True, False, False]
-        frozen = predicting.freeze_unused(model, 32).parameters()
+        frozen = sizes.freeze_unused(model, 32).parameters()
         assert [weight.requires_grad for weight in frozen] == [True, True, False, False]
         assert model.training
         assert {weight.device.type for weight in model.parameters()} == {"cpu"}

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 from torchvision.transforms.v2 import functional as F
 
 from engine import files
-from engine.data import folders, images, loading, samples
+from engine.data import folders, handover, images, listing, loading, samples, seeding
 from engine.data.format import MEAN, STD, Format
 from engine.errors import DiskError, UserError, print_error
 from engine.ranks import devices, distributed
@@ -26,15 +26,15 @@ from engine.run import checkpoint, folder
 class TestSeeding:
     def test_numbers(self) -> None:
         keys = [(), (0,), (1,), (1, 2), (2, 1), (1, 2, 0), (0, 1, 2), (2**40, 1)]
-        found = [samples.hash_key(*key) for key in keys]
+        found = [seeding.number(*key) for key in keys]
         assert len(set(found)) == len(keys)
-        assert found == [samples.hash_key(*map(np.int64, key)) for key in keys]
+        assert found == [seeding.number(*map(np.int64, key)) for key in keys]
         assert all(0 <= number < 2**64 for number in found)
 
     def test_generators(self) -> None:
         def drawn(*key: int) -> tuple:
-            samples.seed(*key)
-            return samples.random.random(), np.random.rand(), torch.rand(1).item()
+            seeding.seed(*key)
+            return seeding.random.random(), np.random.rand(), torch.rand(1).item()
 
         first, again, other = drawn(1, 2), drawn(1, 2), drawn(1, 3)
         assert first == again
@@ -45,10 +45,10 @@ class TestSeeding:
         seeds: list[int] = []
         module = SimpleNamespace(manual_seed=seeds.append, is_available=lambda: True)
         monkeypatch.setattr(torch, "get_device_module", lambda: module)
-        samples.seed(1)
-        assert seeds == [samples.hash_key(1)]
+        seeding.seed(1)
+        assert seeds == [seeding.number(1)]
         monkeypatch.setattr(torch.utils.data._utils.worker, "_worker_info", object())
-        samples.seed(2)
+        seeding.seed(2)
         assert len(seeds) == 1
 
 
@@ -116,22 +116,6 @@ class TestSampler:
         assert loading.TrainSampler.fitting(range(total), accumulate) == size
         least = ", the least" if size == 2 else ""
         assert (f"--batch-size {size}{least}: with 32" in capsys.readouterr().out) == (size < 32)
-
-
-@pytest.mark.parametrize("workers", [0, 1])
-def test_other_loaders_take_the_seed(workers: int) -> None:
-    """Each seed and each epoch has an order of its own; a part of an epoch is its beginning."""
-
-    def order(seed: int, epoch: int, seen: int = 0) -> list[int]:
-        loader = DataLoader(range(40), 4, shuffle=True, num_workers=workers)
-        source = loading.Foreign(loader, 1, seed)
-        assert source.order["seed"] == seed
-        return torch.cat([*source.epoch(epoch, seen)]).tolist()
-
-    orders = [order(0, 0), order(1, 0), order(0, 1), order(1, 1)]
-    assert len({*map(tuple, orders)}) == 4
-    assert order(1, 1) == orders[3]
-    assert order(1, 1, 20) == orders[3][:20]
 
 
 class Listed(torch.utils.data.Dataset):
@@ -232,7 +216,7 @@ class TestSamples:
                 return torch.zeros(3, 4, 4, dtype=torch.uint8), 0, self.level, self.calls
 
         options = loading.workers(workers, torch.device("cpu"))
-        options["collate_fn"] = loading.Collate()
+        options["collate_fn"] = handover.Collate()
         dataset = Curriculum([("a.jpg", 0)] * 24)
         sampler = loading.TrainSampler(dataset, 4, 1, 0)
         loader = DataLoader(self.keyed(dataset), 4, sampler=sampler, **options)
@@ -262,7 +246,7 @@ class TestNormalize:
         """What ToTensor and Normalize make of them, channels last."""
         generator = torch.Generator().manual_seed(0)
         pixels = torch.randint(0, 256, (4, 20, 30, 3), dtype=torch.uint8, generator=generator)
-        batch = loading.Collate()([(image.movedim(-1, 0), n) for n, image in enumerate(pixels)])
+        batch = handover.Collate()([(image.movedim(-1, 0), n) for n, image in enumerate(pixels)])
         found, targets = loading.move(batch, torch.device("cpu"), False, Format())
         scaled = F.to_dtype(pixels.movedim(-1, 1), torch.float32, scale=True)
         expected = F.normalize(scaled, MEAN, STD)
@@ -277,14 +261,14 @@ class TestNormalize:
 
     def test_batches_by_size(self) -> None:
         sizes = (4, 5, 4)
-        found = loading.Collate()([(torch.zeros(3, 4, side), side) for side in sizes])
-        assert isinstance(found, loading.Groups)
+        found = handover.Collate()([(torch.zeros(3, 4, side), side) for side in sizes])
+        assert isinstance(found, handover.Groups)
         assert [targets.tolist() for _, targets in found] == [[4, 4], [5]]
 
 
 class TestImages:
     def image(self, shrinks: tuple[int, ...] = ()) -> images.LazyImage:
-        return images.LazyImage(100, 200, lambda n: np.zeros((100 // n, 200 // n, 3)), shrinks)
+        return images.LazyImage(100, 200, lambda n, _: np.zeros((100 // n, 200 // n, 3)), shrinks)
 
     @pytest.mark.parametrize(
         ("box", "size", "snapped"),
@@ -322,38 +306,38 @@ class TestImages:
         for name in ("b/2.jpg", "1.PNG", ".3.jpg", "4.txt", ".c/5.jpg"):
             (tmp_path / name).parent.mkdir(exist_ok=True)
             (tmp_path / name).touch()
-        found = folders.collect([tmp_path, tmp_path / "b" / "2.jpg"])
+        found = listing.collect([tmp_path, tmp_path / "b" / "2.jpg"])
         assert [name for _, name in found] == ["1", "b/2", "2"]
-        assert folders.by_name(found)["b/2"] == str(tmp_path / "b/2.jpg")
+        assert listing.by_name(found)["b/2"] == str(tmp_path / "b/2.jpg")
         with pytest.raises(UserError, match="the same name"):
-            folders.by_name([("a/1.jpg", "1"), ("b/1.jpg", "1")])
+            listing.by_name([("a/1.jpg", "1"), ("b/1.jpg", "1")])
         (tmp_path / "empty").mkdir()
         with pytest.raises(UserError, match="no images"):
-            folders.list_images(tmp_path / "empty")
+            listing.list_images(tmp_path / "empty")
         with pytest.raises(UserError, match="no such"):
-            folders.list_images(tmp_path / "none")
+            listing.list_images(tmp_path / "none")
 
     @pytest.mark.parametrize(("count", "aside"), [(2, 1), (6, 1), (20, 3), (100, 15)])
     def test_split(self, count: int, aside: int) -> None:
         paths = [f"/data/{number}.jpg" for number in range(count)]
-        train, val = folders.split(paths, Path("/data"))
+        train, val = listing.split(paths, Path("/data"))
         assert (len(val), sorted([*train, *val])) == (aside, sorted(paths))
         moved = [path.replace("data", "other") for path in paths]
-        assert folders.split(moved[::-1], Path("/other"))[1] == [
+        assert listing.split(moved[::-1], Path("/other"))[1] == [
             path.replace("data", "other") for path in val
         ]
 
     def test_paths_that_come_twice_are_not_on_both_sides(self) -> None:
         paths = [f"/data/{number}.jpg" for number in range(20)]
-        train, val = folders.split([*paths, *paths], Path("/data"))
+        train, val = listing.split([*paths, *paths], Path("/data"))
         assert not {*train} & {*val}
         assert (len(train), len(val)) == (34, 6)
 
     def test_too_few_to_split(self) -> None:
         for paths in ["/data/1.jpg"], ["/data/1.jpg", "/data/1.jpg"]:
-            assert folders.split(paths, Path("/data")) == (paths, [])
+            assert listing.split(paths, Path("/data")) == (paths, [])
         with pytest.raises(UserError, match=r"/data: too few images to split; add more, or .*/val"):
-            folders.say_split(Path("/data"), 0, 2, False)
+            listing.say_split(Path("/data"), 0, 2)
 
 
 class TestLists:
@@ -432,7 +416,7 @@ class TestDisks:
         for number, kind in (errno.ESTALE, DiskError), (errno.EACCES, UserError):
             monkeypatch.setattr(os, "scandir", self.failing(os.scandir, 1, number))
             with pytest.raises(kind, match=f"^{tmp_path}: "):
-                folders.list_images(tmp_path)
+                listing.list_images(tmp_path)
             monkeypatch.undo()
 
     @pytest.mark.parametrize("kind", [DiskError, UserError])
@@ -462,7 +446,7 @@ class TestDisks:
                     patch.setattr(torch, "save", save)
                 else:
                     patch.setattr(os, call, self.failing(getattr(os, call), times, number))
-                run.add({**state, "epoch": epoch}, epoch == 1, replace=False)
+                run.add({**state, "epoch": epoch}, epoch == 1, replace=False, verify=False)
 
         save(1, 0, 0)
         before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
@@ -493,7 +477,7 @@ class TestDisks:
                 pytest.raises(UserError, match=r"x.pt: cannot be written \(File too large\)"),
                 files.writing(tmp_path / "x.pt") as part,
             ):
-                checkpoint.write(part, {"w": torch.zeros(10**5)})
+                checkpoint.write(part, {"w": torch.zeros(10**5)}, False)
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, before)
         assert not list(tmp_path.iterdir())

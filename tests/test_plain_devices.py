@@ -5,13 +5,14 @@ import warnings
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from engine.errors import UserError
-from engine.ranks import devices, environment, protocol
+from engine.ranks import devices, gpus, remedies
 
 Env = dict[str, str]
 UUIDS = ["GPU-ab1", "GPU-ab2", "GPU-c3"]
@@ -25,7 +26,7 @@ def node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]
 
     def node(says: str | None = None, kind: str = "cuda", seen: int = 0, **env: str) -> None:
         monkeypatch.setattr(os, "environ", {"PATH": f"{tmp_path}:/bin", **env})
-        monkeypatch.setattr(environment, "GPU_FILES", [tmp_path / "device"])
+        monkeypatch.setattr(gpus, "DEVICES", [tmp_path / "device"])
         tool = tmp_path / "nvidia-smi"
         tool.unlink(missing_ok=True)
         if says is not None:
@@ -49,21 +50,40 @@ class TestCount:
         [
             *((None, 3), ("0,1,2", 3), (" 0, 2", 2), ("2", 1), ("1gpu,2", 2)),
             *(("", 0), (" ", 0), ("-1", 0), ("NoDevFiles", 0), ("none", 0), ("void", 0)),
-            *(("0,1,-1,2", 2), ("0,,1", 1), ("GPU-ab1,GPU-c", 2), ("MIG-1/2/3", 1)),
+            *(("0,1,-1,2", 2), ("0,,1", 1), ("1,7,0", 1), ("7", 0), ("0,0", 0), ("01,1", 0)),
+            *(("GPU-ab1,GPU-c", 2), ("GPU-ab", 0), ("GPU-c3,GPU-x,GPU-ab1", 1), ("GPU-c,0", 1)),
+            *(("MIG-1/2/3,MIG-4", 1), ("0,GPU-c3", 1)),
         ],
     )
-    def test_as_cuda_reads_them(self, text: str | None, count: int, node: Callable) -> None:
-        node(LISTED, **({} if text is None else {environment.GPUS: text}))
-        assert environment.count_gpus() == count
+    def test_as_cuda_does(
+        self, text: str | None, count: int, node: Callable, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        node(LISTED, **({} if text is None else {gpus.VARIABLE: text}))
+        assert gpus.count() == count
+        monkeypatch.setattr(torch.cuda, "_raw_device_count_nvml", lambda: 3)
+        monkeypatch.setattr(torch.cuda, "_raw_device_uuid_nvml", lambda: UUIDS)
+        found = torch.cuda._device_count_nvml()  # what torch makes of it; -1: it asks CUDA
+        assert found == (-1 if text and text.startswith("MIG-") else count)
 
-    def test_without_nvidia_smi(self, node: Callable, tmp_path: Path) -> None:
-        """Torch counts if there is a device."""
+    def test_without_nvidia_smi(
+        self, node: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Torch counts if there is a device, or if it is built for Intel's."""
+        node(seen=5, CUDA_VISIBLE_DEVICES="0,2")
+        assert gpus.count() == 2
         node(seen=5)
-        assert environment.count_gpus() == 0
+        assert gpus.count() == 0
+        origin = str(tmp_path / "torch" / "__init__.py")
+        monkeypatch.setattr(
+            gpus.importlib.util, "find_spec", lambda _: SimpleNamespace(origin=origin)
+        )
+        (tmp_path / "torch" / "lib").mkdir(parents=True)
+        assert gpus.count() == 0
+        (tmp_path / "torch" / "lib" / "libtorch_xpu.so").touch()
+        assert gpus.count() == 5
         (tmp_path / "device").touch()
-        assert environment.count_gpus() == 5
         node(seen=4, CUDA_VISIBLE_DEVICES="")
-        assert environment.count_gpus() == 0
+        assert gpus.count() == 0
 
 
 class TestPick:
@@ -112,11 +132,14 @@ class TestPick:
         monkeypatch.setattr(torch.version, "cuda", "13.0")
         line = refusal()
         assert line.startswith(f"nvidia-smi shows 3 GPU(s), but torch {torch.__version__} can use")
-        assert "none: The driver is too old (found 11040); install a driver and a torch" in line
+        assert "none: The driver is too old (found 11040); install" in line
         assert line.endswith("or use the CPU (CUDA_VISIBLE_DEVICES=-1)")
-        assert "with CUDA_VISIBLE_DEVICES=7: The" in refusal(CUDA_VISIBLE_DEVICES="7")
+        with monkeypatch.context() as patch:
+            patch.setattr(gpus, "by_nvidia_smi", asked := Mock(wraps=gpus.by_nvidia_smi))
+            assert "CUDA_VISIBLE_DEVICES=7 names none of them" in refusal(CUDA_VISIBLE_DEVICES="7")
+            asked.assert_called_once()  # it takes seconds
         monkeypatch.setattr(torch.version, "cuda", None)
-        assert "it is built without CUDA; install a driver and a torch" in refusal()
+        assert "it is built without CUDA; install one with CUDA" in refusal()
         assert capsys.readouterr().out == ""
         with pytest.warns(UserWarning, match="too old"):  # torch's own words, without nvidia-smi
             node()
@@ -204,9 +227,9 @@ def test_an_nvidia_smi_that_hangs(node: Callable, monkeypatch: pytest.MonkeyPatc
     node(says="")
     tool = Path(os.environ["PATH"].split(":")[0]) / "nvidia-smi"
     tool.write_text("#!/bin/sh\nexec sleep 20\n")
-    monkeypatch.setattr(protocol, "NOTICE_SECONDS", 0.2)
+    monkeypatch.setattr(gpus, "SMI_SECONDS", 0.2)
     with pytest.raises(UserError, match=r"has not answered in 0\.2 s.*restart this node"):
-        environment.count_gpus()
+        gpus.count()
 
 
 class TestBackend:
@@ -220,3 +243,29 @@ class TestBackend:
         monkeypatch.setattr(dist, "is_xccl_available", lambda: False, raising=False)
         with pytest.raises(UserError, match=r"has no xccl for xpu: use the CPU"):
             devices.backend(torch.device("xpu", 0))
+
+    def test_a_group_that_exists(self, node: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 3)
+        for kind, seen, backend, device in (
+            *(("cuda", 4, "nccl", "cuda:3"), ("cuda", 4, "cpu:gloo,cuda:nccl", "cuda:3")),
+            *(("xpu", 4, "xccl", "xpu:3"), ("cuda", 4, "gloo", "cpu"), ("mps", 1, "gloo", "cpu")),
+            ("cuda", 0, "gloo", "cpu"),
+        ):
+            node(kind=kind, seen=seen)
+            assert devices.current(backend) == torch.device(device)
+
+
+@pytest.mark.parametrize(
+    ("message", "line"),
+    [
+        ("InvalidCxxCompiler: No working C++ compiler found in ('g++',)", "a C++ compiler (g++"),
+        ("CppCompileError: fatal error: Python.h: No such file or directory", "a C++ compiler"),
+        ("Failed to find C compiler. Please specify via CC environment variable", "a C compiler"),
+        ("cuda_utils.c:6:10: fatal error: Python.h: No such file or directory", "a C compiler"),
+    ],
+)
+def test_compilers(message: str, line: str) -> None:
+    """What torch's inductor raises on CPUs, and Triton on GPUs, if one is missing."""
+    found = remedies.explain(RuntimeError(message))
+    assert f"--compile needs {line}" in found
+    assert "this Python's headers" in found

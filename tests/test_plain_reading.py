@@ -2,6 +2,7 @@
 
 import functools
 import gc
+import io
 import os
 from pathlib import Path
 
@@ -13,8 +14,7 @@ from PIL import Image
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from engine.data import images, loading, samples
-from engine.errors import UserError
+from engine.data import handover, images, jpeg, loading, samples
 
 MOST = 3
 
@@ -38,7 +38,7 @@ class Samples(list):
 
 @functools.cache
 def expected(index: int) -> list:
-    return loading.stack([Samples()[2 * index], Samples()[2 * index + 1]])
+    return handover.stack([Samples()[2 * index], Samples()[2 * index + 1]])
 
 
 @pytest.fixture
@@ -49,7 +49,7 @@ def loader() -> DataLoader:
         num_workers=2,
         persistent_workers=True,
         multiprocessing_context="fork",
-        collate_fn=loading.Collate(MOST),
+        collate_fn=handover.Collate(MOST),
     )
 
 
@@ -101,33 +101,33 @@ class TestHandover:
             batch_size=2,
             num_workers=1,
             multiprocessing_context="fork",
-            collate_fn=loading.Collate(MOST),
+            collate_fn=handover.Collate(MOST),
         )
         for number, batch in enumerate([batch for _ in range(3) for batch in one]):
             check(batch, number % 4)
 
     def test_loaders_that_are_gone(self) -> None:
         """A rank keeps nothing of them: neither blocks nor their data sets."""
-        before, known = {*loading.BLOCKS}, {*samples.Seeded.in_use}
+        before, known = {*handover.BLOCKS}, {*samples.Seeded.in_use}
         listed = [(torch.zeros(3, 8, 8, dtype=torch.uint8), 0)] * 16
         sampler = loading.TrainSampler(listed, 2, accumulate=1, seed=0)
-        how = {"collate_fn": loading.Collate(), **loading.workers(2, torch.device("cpu"))}
+        how = {"collate_fn": handover.Collate(), **loading.workers(2, torch.device("cpu"))}
         loader = DataLoader(samples.Seeded(listed, 2, 0), 2, sampler=sampler, **how)
         assert len([*loader]) == 8
-        assert len({*loading.BLOCKS} - before) >= 2
+        assert len({*handover.BLOCKS} - before) >= 2
         assert len({*samples.Seeded.in_use} - known) == 1
         del loader, sampler, how
         gc.collect()
-        assert {*loading.BLOCKS} <= before
+        assert {*handover.BLOCKS} <= before
         assert {*samples.Seeded.in_use} <= known
 
     def test_who_frees_a_block(self) -> None:
         """The rank does, also one that got it in inference mode; no process forked from it."""
-        block = torch.ones(loading.ALIGNMENT + 3, dtype=torch.uint8).share_memory_()
+        block = torch.ones(handover.ALIGNMENT + 3, dtype=torch.uint8).share_memory_()
         flag = block.numpy()
-        parts = [loading.Place(loading.ALIGNMENT, (1, 1, 1, 3), torch.uint8)]
+        parts = [handover.Place(handover.ALIGNMENT, (1, 1, 1, 3), torch.uint8)]
         with torch.inference_mode():
-            batch = loading._receive((-1, 0, 0), torch.from_numpy(flag), parts)
+            batch = handover._receive((-1, 0, 0), torch.from_numpy(flag), parts)
         if not (child := os.fork()):
             batch.clear()
             os._exit(0)
@@ -135,12 +135,12 @@ class TestHandover:
         assert flag[0] == 1
         batch.clear()
         assert flag[0] == 0
-        del loading.BLOCKS[-1, 0, 0]
+        del handover.BLOCKS[-1, 0, 0]
 
     def test_types_that_differ(self) -> None:
         """They become one type, as in a batch without blocks."""
         several = [(torch.zeros(3, 4, 4), torch.tensor(n)) for n in (2**40, 1.5)]
-        assert loading.Collate(MOST)(several)[1].tolist() == [2**40, 1.5]
+        assert handover.Collate(MOST)(several)[1].tolist() == [2**40, 1.5]
 
 
 class TestJpegHeader:
@@ -160,20 +160,15 @@ class TestJpegHeader:
             ("CMYK", {}, False),
         ],
     )
-    def test_sizes(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str, options: dict, found: bool
-    ) -> None:
-        """The header alone says them; Pillow has to look at all else."""
-        opened, own = [], images._opened
-        monkeypatch.setattr(images, "_opened", lambda *args: opened.append(args) or own(*args))
-        path = self.save(tmp_path / "x", mode, **options)
-        image = images.open_image(str(path))
-        assert (image.height, image.width) == (37, 50)
-        assert bool(image.shrinks) == (not opened) == found
-        data = path.read_bytes()
-        for end in range(2, data.index(b"\xff\xda"), 7):
-            assert images._jpeg_size(data[:end]) is None
-        assert images._jpeg_size(data) == ((37, 50) if found else None)
+    def test_sizes(self, tmp_path: Path, mode: str, options: dict, found: bool) -> None:
+        data = self.save(tmp_path / "x", mode, **options).read_bytes()
+        frame = jpeg.frame(data)
+        assert (frame and (*frame[:2], frame.is_plain)) == ((37, 50, True) if found else None)
+        with Image.open(tmp_path / "x") as image:
+            assert jpeg.upright_size(image) == (frame and frame[:2])
+        head = data.index(b"\xff\xda")
+        for end in range(0, head, 7):
+            assert jpeg.frame(data[:end]) is None
 
     def test_a_byte_between_segments(self, tmp_path: Path) -> None:
         """What looks like the next one's length leads anywhere, here into a comment."""
@@ -193,16 +188,97 @@ class TestJpegHeader:
         exif = Image.Exif()
         exif[0x112] = orientation
         path = self.save(tmp_path / "x.jpg", "RGB", exif=exif)
-        assert images._jpeg_size(path.read_bytes()) is None
+        data = path.read_bytes()
+        assert jpeg.frame(data).is_plain is False
+        end = data.index(b"\xff\xdb")
+        assert jpeg.frame(data[:end] + b"\xff" + data[end:]) is None  # a byte that only fills
         image = images.open_image(str(path))
         assert (image.height, image.width) == ((37, 50) if orientation == 1 else (50, 37))
         assert bool(image.shrinks) == (orientation == 1)
 
-    def test_broken(self, tmp_path: Path) -> None:
-        """A missing end is an error, whichever part is asked for."""
-        path = self.save(tmp_path / "x.jpg", "RGB")
-        data = path.read_bytes()
-        for end in (data.index(b"\xff\xda") + 100, len(data) // 2, len(data) - 2):
-            path.write_bytes(data[:end])
-            with pytest.raises(UserError, match=r"x.jpg: cannot be read"):
-                images.open_image(str(path)).read((0, 0, 20, 20))
+
+class TestJpegRows:
+    """The rows that are asked for are the same, to the bit, as in the whole image."""
+
+    def pixels(self, height: int, width: int) -> np.ndarray:
+        rng = np.random.default_rng(0)
+        coarse = rng.integers(0, 256, (height // 8 + 1, width // 8 + 1, 3), np.uint8)
+        smooth = Image.fromarray(coarse).resize((width, height), Image.Resampling.BICUBIC)
+        return np.clip(np.array(smooth) + rng.normal(0, 20, (height, width, 3)), 0, 255)
+
+    def check(self, data: bytes, is_cut: bool = True) -> None:
+        frame = jpeg.frame(data)
+        for shrink in (1, 2, 4, 8):
+            height, width = -(-frame.height // shrink), -(-frame.width // shrink)
+            whole = simplejpeg.decode_jpeg(data, min_height=height, min_width=width)
+            assert whole.shape[:2] == (height, width)
+            for rows in (-3, 0, 1, *range(5, len(whole) + 9, 7 + len(whole) // 9)):
+                part = jpeg.decode(data, frame, shrink, rows)
+                left = max(rows + jpeg.MARGIN, 8)
+                assert len(part) == (left if is_cut and left < len(whole) else len(whole))
+                end = max(rows, 0)
+                assert np.array_equal(part[:end], whole[:end]), (shrink, rows)
+
+    @pytest.mark.parametrize("colors", ["444", "422", "420", "440", "411", "Gray"])
+    @pytest.mark.parametrize("size", [(203, 301), (64, 48), (9, 7), (301, 3)])
+    def test_sizes(self, colors: str, size: tuple[int, int]) -> None:
+        pixels = np.ascontiguousarray(self.pixels(*size).astype(np.uint8))
+        if colors == "Gray":
+            pixels = np.ascontiguousarray(pixels[..., :1])
+            options = {"colorspace": "GRAY", "colorsubsampling": "Gray"}
+        else:
+            options = {"colorsubsampling": colors}
+        self.check(simplejpeg.encode_jpeg(pixels, quality=90, **options))
+
+    @pytest.mark.parametrize(
+        ("options", "is_cut"),
+        [
+            ({"restart_marker_rows": 1}, True),
+            ({"restart_marker_blocks": 3}, True),
+            ({"optimize": True, "quality": 98}, True),
+            ({"exif": Image.Exif()}, True),
+            ({"progressive": True}, False),
+        ],
+    )
+    def test_kinds(self, options: dict, is_cut: bool, tmp_path: Path) -> None:
+        image = Image.fromarray(self.pixels(203, 301).astype(np.uint8))
+        image.save(tmp_path / "x.jpg", **options)
+        data = (tmp_path / "x.jpg").read_bytes()
+        self.check(data, is_cut)
+        self.check(data + b"more" + data, is_cut)
+
+    def test_a_scan_for_each_color(self) -> None:
+        """A baseline file may have three; nothing can be left out of it."""
+        planes = np.moveaxis(self.pixels(203, 301).astype(np.uint8), -1, 0)[..., None]
+        grey = [
+            simplejpeg.encode_jpeg(np.ascontiguousarray(plane), 90, "GRAY", "Gray")
+            for plane in planes
+        ]
+        at = jpeg.frame(grey[0]).at
+        scan = grey[0].index(b"\xff\xda")
+        colors = b"".join(bytes([number, 0x11, 0]) for number in (1, 2, 3))
+        data = grey[0][: at - 3] + b"\x00\x11" + grey[0][at - 1 : at + 4] + b"\x03" + colors
+        data += grey[0][at + 8 : scan]
+        for number, of_color in enumerate(grey, start=1):
+            bits = of_color[of_color.index(b"\xff\xda") + 10 : -2]
+            data += b"\xff\xda\x00\x08\x01" + bytes([number, 0, 0, 63, 0]) + bits
+        data += b"\xff\xd9"
+        frame = jpeg.frame(data)
+        assert frame == (203, 301, 0, True)
+        whole = simplejpeg.decode_jpeg(data)
+        assert np.ptp(whole) > 100
+        assert np.array_equal(jpeg.decode(data, frame, 1, 50), whole)
+
+    def test_broken(self) -> None:
+        """What is wrong with the rows that are asked for, or a missing end, is an error."""
+        pixels = self.pixels(203, 301).astype(np.uint8)
+        file = io.BytesIO()
+        Image.fromarray(pixels).save(file, "JPEG", restart_marker_rows=1)
+        for data in file.getvalue(), simplejpeg.encode_jpeg(np.ascontiguousarray(pixels), 90):
+            frame, begin = jpeg.frame(data), data.index(b"\xff\xda") + 100
+            for end in (begin, len(data) // 2, len(data) - 2, len(data) - 1):
+                with pytest.raises(ValueError, match=r"Premature end|Corrupt|Invalid"):
+                    jpeg.decode(data[:end], frame, 1, 20)
+        bad = data[:begin] + b"\xff\xd9" + data[begin:]
+        with pytest.raises(ValueError, match=r"Premature end|Corrupt|Invalid"):
+            jpeg.decode(bad, frame, 1, 100)

@@ -65,10 +65,10 @@ SNIPPETS = {
     "in turns": (
         """
         if rank > 0:
-            dist.barrier()  # found
+            dist.barrier()
         load()
         if rank == 0:
-            dist.barrier()  # lockstep: ok
+            dist.barrier()
         """
     ),
     "not about which rank": (
@@ -103,6 +103,16 @@ SNIPPETS = {
             dist.barrier()  # found
         for _ in range(rank):
             dist.barrier()  # found
+        match rank:
+            case 0:
+                dist.barrier()  # found
+            case _:
+                pass
+        match rank:
+            case 0:
+                dist.broadcast(x, 0)
+            case _:
+                dist.broadcast(y, 0)
         """
     ),
     "variables": (
@@ -207,6 +217,17 @@ SNIPPETS = {
                 for y in x:
                     break
             dist.barrier()
+        """
+    ),
+    "raise": (
+        """
+        try:
+            if rank == 0:
+                raise OSError
+            dist.barrier()  # found
+        except OSError:
+            pass
+        dist.barrier()
         """
     ),
     "except": (

@@ -1,15 +1,19 @@
 """How long a device waits for images, and what fits into its memory; no device is needed."""
 
+import copy
+import io
 import math
+from collections import OrderedDict
 from collections.abc import Iterator
 
 import pytest
 import torch
+from torch import nn
 
 from engine.errors import UserError
-from engine.ranks import failures
-from engine.run import machine, reporting
-from engine.run.reporting import Waiting
+from engine.ranks import memory
+from engine.run import machine, transfer, waiting
+from engine.run.waiting import Waiting
 
 GPU, CPU = torch.device("cuda"), torch.device("cpu")
 
@@ -114,7 +118,21 @@ PIN = "Caught {} in pin memory thread for device 0.\nTraceback ...\n"
             ),
             "GPU memory (asked for 256 bytes)",
         ),
+        (RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"), "GPU memory"),
+        (
+            RuntimeError("cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED"),
+            "GPU memory",
+        ),
+        (
+            RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate`"),
+            "GPU memory",
+        ),
+        (RuntimeError("level_zero: 39 (UR_RESULT_ERROR_OUT_OF_DEVICE_MEMORY)"), "GPU memory"),
         (RuntimeError(f"{NCCL}Cuda failure 2 'out of memory'"), "GPU memory"),
+        (
+            RuntimeError(f"{NCCL}Failed to CUDA calloc 6291456 bytes"),
+            "GPU memory (asked for 6291456 bytes)",
+        ),
         (MemoryError("Unable to allocate 3.0 GiB for an array"), "memory (asked for 3.0 GiB)"),
         (RuntimeError(PIN + "CUDA error: out of memory"), "memory"),
         (
@@ -125,16 +143,16 @@ PIN = "Caught {} in pin memory thread for device 0.\nTraceback ...\n"
 )
 def test_errors_for_want_of_memory(error: Exception, lacking: str) -> None:
     """Each is a mistake of the user's, which no restart repeats, with the batch size if known."""
-    found = failures.out_of_memory(error)
+    found = memory.lacking(error)
     assert found.endswith(lacking)
-    line = failures._of_memory(error)
+    line = memory.explain(error)
     assert isinstance(line, UserError)
     assert str(line).startswith(f"rank 0 is out of {found}: lower --batch-size")
-    failures.note_batch_size(32)
+    memory.note_batch_size(32)
     try:
-        assert f"is out of {found} with --batch-size 32: lower" in str(failures._of_memory(error))
+        assert f"is out of {found} with --batch-size 32: lower" in str(memory.explain(error))
     finally:
-        failures.note_batch_size(None)
+        memory.note_batch_size(None)
 
 
 @pytest.mark.parametrize(
@@ -147,8 +165,8 @@ def test_errors_for_want_of_memory(error: Exception, lacking: str) -> None:
     ],
 )
 def test_other_errors(error: Exception) -> None:
-    assert failures.out_of_memory(error) is None
-    assert failures._of_memory(error) is None
+    assert memory.lacking(error) is None
+    assert memory.explain(error) is None
 
 
 class Device:
@@ -169,20 +187,85 @@ class Device:
 def test_what_torch_says_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     device = Device()
     monkeypatch.setattr(torch, "get_device_module", lambda _=None: device)
-    assert failures.out_of_memory(torch.OutOfMemoryError(OUT)) == (
+    assert memory.lacking(torch.OutOfMemoryError(OUT)) == (
         "GPU memory (asked for 2.00 GiB, peak 50 of 80 GiB)"
     )
-    assert failures.peak(GPU) == 50 * 2**30
+    assert memory.peak(GPU) == 50 * 2**30
     monkeypatch.setattr(torch, "get_device_module", lambda _=None: torch.cpu)  # it says nothing
-    assert failures.out_of_memory(torch.OutOfMemoryError(OUT)) == "GPU memory (asked for 2.00 GiB)"
-    assert math.isnan(failures.peak(CPU))
-    failures.reset_peak(CPU)
+    assert memory.lacking(torch.OutOfMemoryError(OUT)) == "GPU memory (asked for 2.00 GiB)"
+    assert math.isnan(memory.peak(CPU))
+    memory.reset_peak(CPU)
+
+
+@pytest.mark.filterwarnings("ignore:Validating sparse tensor")
+def test_the_copy_of_a_checkpoint(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The file is the same, byte for byte, as of the tensors themselves; one wait, for all."""
+    waits: list[object] = []
+    monkeypatch.setattr(transfer, "is_away", lambda tensor: tensor.device.type == "cpu")
+    monkeypatch.setattr(torch.accelerator, "synchronize", waits.append)
+    base = torch.arange(100.0)
+    weights = OrderedDict(part=base[10:20], turned=base.view(10, 10).t(), empty=torch.empty(0, 3))
+    weights["image"] = torch.randn(3, 4, 5, 6).to(memory_format=torch.channels_last)
+    weights._metadata = {"": {"version": 7}}  # type: ignore[attr-defined]
+    tied = nn.Parameter(torch.ones(5))
+    dtypes = torch.bool, torch.int16, torch.bfloat16, torch.float8_e4m3fn, torch.complex128
+    state = {
+        "model": weights,
+        "tied": [tied, tied, tied.detach()],
+        "others": {str(dtype): torch.ones(3).to(dtype) for dtype in dtypes},
+        "odd": [torch.ones(2, dtype=torch.cfloat).conj(), torch.eye(3).to_sparse()],
+        "number": (torch.tensor(3.0), 1, "a", None, 2.5),
+    }
+    assert transfer.to_host({"epoch": 1, "name": "a"}) == {"epoch": 1, "name": "a"}
+    copied = transfer.to_host(state)
+    assert waits == [CPU]
+    before = saved(copied)
+    same = saved(state)
+    assert before == same
+    base.zero_()  # what training goes on to do
+    tied.data.zero_()
+    assert saved(copied) == before
+    assert saved(copied) != saved(state)
+    read = torch.load(io.BytesIO(before), weights_only=True)
+    assert read["model"]["part"].tolist() == [*range(10, 20)]
+    assert read["model"]._metadata == {"": {"version": 7}}
+    assert read["model"]["image"].stride() == weights["image"].stride()
+    assert read["tied"][0] is read["tied"][1]
+    assert type(read["tied"][0]) is nn.Parameter
+    pointers = {each.untyped_storage().data_ptr() for each in read["tied"]}
+    assert len(pointers) == 1
+    assert [each.dtype for each in read["others"].values()] == [*dtypes]
+    assert read["odd"][1].is_sparse
+
+
+def saved(state: object) -> bytes:
+    file = io.BytesIO()
+    torch.save(copy.copy(state), file)
+    return file.getvalue()
+
+
+def test_how_much_memory_is_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """None if much of what is free would be; and none where it is refused."""
+    asked, empty = [], torch.empty
+
+    def refuse(size: int, dtype: torch.dtype, pin_memory: bool = False) -> torch.Tensor:
+        asked.append(pin_memory)
+        if pin_memory:
+            raise RuntimeError("CUDA error: out of memory")
+        return empty(size, dtype=dtype)
+
+    monkeypatch.setattr(torch, "empty", refuse)
+    monkeypatch.setattr(machine, "free_memory", lambda: 8000)
+    assert len(transfer.allocate(900)) == 900
+    assert asked == [True, False]
+    assert len(transfer.allocate(1100)) == 1100
+    assert asked == [True, False, False]
 
 
 def test_the_line_on_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "cpu_share", lambda: 8)
-    assert reporting.explain(0.09, 100, 4) is None
-    assert reporting.explain(0.5, 1.9, 4) is None  # too short to say
-    assert "50% of 40 s" in reporting.explain(0.5, 40, 4)
-    assert "--workers 8" in reporting.explain(0.5, 40, 4)
-    assert "--workers" not in reporting.explain(0.5, 40, 8)
+    assert waiting.explain(0.09, 100, 4) is None
+    assert waiting.explain(0.5, 1.9, 4) is None  # too short to say
+    assert "50% of 40 s" in waiting.explain(0.5, 40, 4)
+    assert "--workers 8" in waiting.explain(0.5, 40, 4)
+    assert "--workers" not in waiting.explain(0.5, 40, 8)

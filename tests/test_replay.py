@@ -1,6 +1,5 @@
 """engine.replay: a step of a run again, as it was, and without a trace."""
 
-import json
 import os
 import sys
 from pathlib import Path
@@ -83,30 +82,21 @@ def test_what_cannot_be_replayed(project: Project, trained: Path, tmp_path: Path
 
 
 @pytest.mark.parametrize("text", ["{", "[]", '{"flags": {"lr": 0.1}}'])
-def test_an_args_json_that_is_none(
-    tmp_path: Path, text: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_args_json_that_is_none(tmp_path: Path, text: str) -> None:
     (tmp_path / "args.json").write_text(text)
-    monkeypatch.setattr(sys, "argv", ["replay", "1:1", "--output-dir", str(tmp_path)])
-    with pytest.raises(UserError, match=r"args\.json: cannot be read .*--output-dir .* each node"):
-        replay.read_flags()
+    with pytest.raises(UserError, match=r"args\.json: cannot be read .*--output-dir"):
+        replay.read_record(tmp_path)
 
 
-def test_on_another_number_of_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """More passes on fewer ranks: each has the images that a pass of a rank had."""
-    monkeypatch.setattr(sys, "argv", ["replay", "2:7", "--output-dir", str(tmp_path), "--lr", "1"])
-    monkeypatch.setattr(replay, "overrides", given := {})
-    flags = {"accumulate": 3, "batch_size": 12, "output_dir": "elsewhere"}
-    (tmp_path / "args.json").write_text(json.dumps({"flags": flags, "ranks": 4}))
-    for ranks, accumulate in (4, 3), (2, 6), (1, 12), (6, 2):
-        monkeypatch.setenv("WORLD_SIZE", str(ranks))
-        step, words, line = replay.read_flags()
-        assert (step, words) == ((2, 7), ["--lr", "1", "--output-dir", str(tmp_path)])
-        assert given == {"accumulate": accumulate, "batch_size": 12}
-        assert (f"{ranks} now: --accumulate {accumulate} " in line) == (ranks != 4)
-    monkeypatch.setenv("WORLD_SIZE", "5")
-    with pytest.raises(UserError, match=r"12 passes .* 5 ranks; use .* 4 or one"):
-        replay.read_flags()
+def test_a_global_batch() -> None:
+    """One rank, or fewer, makes the batch of many."""
+    run = {"batch_size": 12, "accumulate": 1}
+    assert replay.keep_global_batch(run, 2, 2) == "" and run["batch_size"] == 12
+    assert "--batch-size 12 --accumulate 2 " in replay.keep_global_batch(run, 2, 1)
+    assert replay.keep_global_batch(run, 1, 3)
+    assert run == {"batch_size": 8, "accumulate": 1}
+    with pytest.raises(UserError, match=r"24 images .* 5 ranks; use the 3 rank"):
+        replay.keep_global_batch(run, 3, 5)
 
 
 @SAME_FOR_BOTH

@@ -34,7 +34,7 @@ def test_output_files(project: Project, trained: Path) -> None:
     }
     state = torch.load(trained / "last.pt", weights_only=True)
     assert set(state) == {
-        *("model", "optimizer", "scheduler", "scaler", "kinds", "epoch", "step", "seen"),
+        *("model", "optimizer", "scheduler", "scaler", "layout", "epoch", "step", "seen"),
         *("totals", "images", "seed", "global_batch", "best", "best_of", "history", "classes"),
         *("colors", "resumed_from", "args", "sampler", "training_set", "format", "channels"),
     }

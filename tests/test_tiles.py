@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from engine.errors import UserError
 from engine.ranks import failures
-from engine.run import predicting
+from engine.run import tiles
 
 SEGMENTATION = pytest.mark.parametrize("project", ["segmentation"], indirect=True)
 
@@ -24,7 +24,7 @@ class TestTiles:
     @pytest.mark.parametrize("tile", [128, 256])
     def test_where_they_lie(self, side: int, tile: int) -> None:
         """On the network's grid, one size, overlapping by half, and each pixel counted once."""
-        total, found = torch.zeros(side), predicting.arrange(side, tile, 32)
+        total, found = torch.zeros(side), tiles.arrange(side, tile, 32)
         for start, weights in found:
             assert start % 32 == 0
             assert len(weights) == min(tile, side)
@@ -42,8 +42,8 @@ class TestTiles:
         images = torch.randn(2, 3, height, width)
         with torch.inference_mode():
             expected = net(images)
-            assert torch.allclose(predicting.in_tiles(net, images, 128, 32), expected, atol=1e-5)
-            ((rows, logits),) = predicting.bands(net, images[0], 0, 32)
+            assert torch.allclose(tiles.in_tiles(net, images, 128, 32), expected, atol=1e-5)
+            ((rows, logits),) = tiles.bands(net, images[0], 0, 32)
         assert rows == slice(0, height)
         assert torch.allclose(logits, expected[0], atol=1e-5)  # alone, not in a batch of two
 
@@ -56,7 +56,7 @@ class TestTiles:
             return part.bfloat16()
 
         image = torch.rand(3, 320, 416)
-        found = list(predicting.bands(predict, image, 128, 32))
+        found = list(tiles.bands(predict, image, 128, 32))
         assert {*seen} == {(1, 3, 128, 128)}
         assert [rows.start for rows, _ in found] == [0, *(rows.stop for rows, _ in found[:-1])]
         assert max(logits.shape[1] for _, logits in found) <= 128
@@ -68,21 +68,24 @@ class TestTiles:
     def test_sides_that_are_refused(self, tile: int) -> None:
         words = f"--tile {tile} is not 0 or a multiple of 32 from 128 up"
         with pytest.raises(UserError, match=words):
-            predicting.in_tiles(nn.Identity(), torch.zeros(1, 3, 32, 32), tile, 32)
+            tiles.in_tiles(nn.Identity(), torch.zeros(1, 3, 32, 32), tile, 32)
         with pytest.raises(UserError, match=words):
-            next(predicting.bands(nn.Identity(), torch.zeros(3, 32, 32), tile, 32))
+            next(tiles.bands(nn.Identity(), torch.zeros(3, 32, 32), tile, 32))
 
 
-def test_the_images_that_need_too_much_memory() -> None:
-    failures.note_samples(lambda index: f"{index}.png", torch.tensor([1, 2]))
-    try:
-        for error, words in (
-            (MemoryError(), "out of memory in a batch of 2; lower "),
-            (torch.OutOfMemoryError("Tried to allocate 2.00 GiB. G"), "out of GPU memory (asked f"),
+def test_the_image_that_needs_too_much_memory() -> None:
+    errors = (
+        (MemoryError(), "out of memory in a batch of 2; lower it"),
+        (torch.OutOfMemoryError("Tried to allocate 2.00 GiB. G"), "out of GPU memory (asked for"),
+    )
+    for error, words in errors:
+        with (
+            pytest.raises(failures.OutOfMemory, match=re.escape(f"1.png, 2.png: {words}")),
+            failures.naming(lambda index: f"{index}.png", torch.tensor([1, 2]), "lower it"),
         ):
-            assert str(failures._of_memory(error)).startswith(f"1.png, 2.png: {words}")
-    finally:
-        failures.note_samples()
+            raise error
+    with pytest.raises(ZeroDivisionError), failures.naming(str, [1], ""):
+        raise ZeroDivisionError
 
 
 @SEGMENTATION

@@ -13,6 +13,7 @@ from pathlib import Path
 import preflight
 
 import engine
+from engine.check import inputs, network, nodes
 from engine.check import preflight as table
 
 whats, folder, *flags = sys.argv[1:]
@@ -20,20 +21,39 @@ rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 os.environ.update(LOCAL_RANK="0", LOCAL_WORLD_SIZE="1", SLURMD_NODENAME=f"n{rank}")
 if Path(folder, f"n{rank}").is_dir():
     os.chdir(Path(folder, f"n{rank}"))
-table.FLOATS, table.SEEN_SECONDS = 2**16, 0
-version, checksum, clock = table.metadata.version, table.zlib.crc32, time.time
+network.FLOATS, network.PAIR_FLOATS, nodes.SEEN_SECONDS = 2**16, 2**16, 0
+inputs.SECONDS, network.SMALL_TIMES = 0.2, 2
+version, checksum, clock = nodes.metadata.version, nodes.zlib.crc32, time.time
+
+
+def delay(function, seconds):
+    def slow(*args):
+        time.sleep(seconds)
+        return function(*args)
+
+    return slow
+
+
 if whats == "hangs":
     table.LIMIT = 2
+if "decoding" not in whats:  # on a busy machine a node may seem slow
+    inputs.per_second = lambda *_: 1.0
 for what in whats.split(",") if rank == ranks - 1 else ():
     if what == "version":
-        table.metadata.version = lambda name: "0.1" if name == "numpy" else version(name)
+        nodes.metadata.version = lambda name: "0.1" if name == "numpy" else version(name)
     elif what == "code":
-        table.zlib.crc32 = lambda data: checksum(data) + (b"def build_optimizer" in data)
+        nodes.zlib.crc32 = lambda data: checksum(data) + (b"def build_optimizer" in data)
     elif what == "variable":
         os.environ["NCCL_SOCKET_IFNAME"] = "eth9"
     elif what == "clock":
-        table.time.time = lambda: clock() + 90
+        network.time.time = lambda: clock() + 90
+    elif what == "network":
+        network.dist.send = delay(network.dist.send, 0.1)
+    elif what == "decoding":
+        inputs.open_image = delay(inputs.open_image, 0.1)
     elif what == "hangs":
-        table.list_data = lambda _: time.sleep(60)
+        inputs.list_data = delay(inputs.list_data, 60)
+    elif what == "memory":
+        nodes.shutil.disk_usage = lambda _: nodes.shutil._ntuple_diskusage(1, 1, 0)
 sys.argv[1:] = flags
 engine.start(preflight.main)

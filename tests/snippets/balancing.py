@@ -10,7 +10,7 @@ from forked import run
 from torch.utils.data import DataLoader
 
 import engine
-from engine.data import class_counts, folders
+from engine.data import counts, datasets
 from engine.ranks import distributed
 from snippets.data import build
 from snippets.resume import killed_after
@@ -62,9 +62,9 @@ def counts_on_ranks(data: str) -> list:
     for ranks in (1, 2, 3):
         distributed.world_size = lambda ranks=ranks: ranks
         indices = range(len(train_set))
-        parts = [class_counts._read(train_set, indices[r::ranks]) for r in range(ranks)]
+        parts = [counts._read(train_set, indices[r::ranks]) for r in range(ranks)]
         distributed.gather_objects = lambda _, parts=parts: parts
-        rows.append(class_counts.read(train_set, indices).tolist())
+        rows.append(counts.read(train_set, indices).tolist())
     return rows
 
 
@@ -92,14 +92,14 @@ def broken(data: str, folder: str, name: str, *words: object) -> list:
     """A mask that only the pass over all masks meets: the statuses, and what is said."""
 
     def few() -> None:
-        folders.MOST_READ = 1
-        read = class_counts.read
+        datasets.MOST_READ.update(training=1, validation=1)
+        read = counts.read
 
         def spoiling(*args: object) -> object:
             Path(data, "train", "masks", name).write_bytes(b"no image")
             return read(*args)
 
-        class_counts.read = spoiling
+        counts.read = spoiling
 
     flags = ["--data", data, "--output-dir", f"{folder}/out", *words, "--class-weights", "auto"]
     said = f"{folder}/said"

@@ -20,7 +20,7 @@ from engine.run.folder import KEYS, Folder
 def save(folder: Path, epoch: int, is_best: bool = False) -> None:
     state = {**dict.fromkeys(KEYS, 0), "model": {"w": torch.full((999,), epoch)}}
     state["epoch"] = epoch
-    Folder(folder).add(state, is_best, replace=False)
+    Folder(folder).add(state, is_best, replace=False, verify=False)
 
 
 def epochs(folder: Path) -> list[int]:
@@ -37,6 +37,9 @@ def kept(where: str) -> dict:
     (folder / "last-2024-05-01.pt").touch()  # the user's own
     found = []
     for epoch in range(5):
+        if epoch == 4:  # as of a version that has kept more
+            for age in 2, 3:
+                shutil.copy(folder / "last-1.pt", folder / f"last-{age}.pt")
         save(folder, epoch, is_best=epoch == 1)
         found.append(epochs(folder))
     best = checkpoint.read(folder / "best.pt")["epoch"]

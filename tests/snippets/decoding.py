@@ -4,7 +4,7 @@ import torch
 from torchvision.io import ImageReadMode, decode_jpeg, read_file
 from torchvision.transforms.v2 import functional as F
 
-from engine.data import images
+from engine.data import images, jpeg
 from engine.errors import UserError
 
 BOXES = (  # with the size of the result: whole; a part as it is; shrunk by less and more than 2
@@ -14,7 +14,7 @@ BOXES = (  # with the size of the result: whole; a part as it is; shrunk by less
 )
 
 
-simplejpeg = images.simplejpeg
+simplejpeg = jpeg.simplejpeg
 calls = []
 
 
@@ -23,14 +23,17 @@ class Counted:
 
     @staticmethod
     def decode_jpeg(*args: object, **options: object) -> object:
-        calls.append(simplejpeg.decode_jpeg(*args, **options))
-        return calls[-1]
-
-    decode_jpeg_header = staticmethod(simplejpeg.decode_jpeg_header)
+        try:
+            calls.append(simplejpeg.decode_jpeg(*args, **options))
+            return calls[-1]
+        except ValueError as error:
+            if "buffer" in options and str(error).endswith(jpeg.LEFT_OVER):
+                calls.append(options["buffer"])  # rows below the box are left out
+            raise
 
 
 def read(path: str, library: object) -> tuple:
-    images.simplejpeg = library
+    jpeg.simplejpeg = library
     image = images.open_image(path)
     return image, [image.read(*box) for box in BOXES]
 
@@ -75,7 +78,7 @@ def compared(*paths: str) -> list:
 def parts(*paths: str) -> dict[str, list]:
     """By decoder: whether the upper left of each image can be read, whole and shrunk."""
     said = {}
-    for images.simplejpeg in (simplejpeg, None):
+    for jpeg.simplejpeg in (simplejpeg, None):
         lines = said[images.decoder()] = []
         for path in paths:
             for size in (None, (20, 20)):

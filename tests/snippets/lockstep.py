@@ -8,6 +8,7 @@ from pathlib import Path
 
 from forked import wait
 
+from engine.ranks import distributed
 from engine.run.folder import Folder
 from snippets.faulty import Runs, after_step, wait_for
 
@@ -25,7 +26,9 @@ def asked(data: str, folder: str, *words: object) -> dict:
 
         def patched(self: Folder) -> object:
             self.path.mkdir(parents=True, exist_ok=True)
-            (self.path / ".where").touch()  # of a command that was killed
+            for name in (".where-0", ".where-0.txt"):  # of a command that was killed
+                if distributed.is_rank_zero():
+                    (self.path / name).touch()
             return find(self)
 
         Folder.find_checkpoint = patched
@@ -40,10 +43,10 @@ def asked(data: str, folder: str, *words: object) -> dict:
     answers.append(subprocess.run(command, capture_output=True, text=True, timeout=60).stdout)
     free.touch()
     statuses = wait(pids)
-    code = "from engine.ranks import where; where.LIMIT = 1; exit(where.main())"
+    code = "from engine.ranks import where; where.ANSWER_SECONDS = 1; exit(where.main())"
     command[1:3] = ["-c", code]
     late = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    left = [path.name for path in Path(folder, "out").glob(".where")]
+    left = [path.name for path in Path(folder, "out").glob(".where*")]
     return {
         "answers": answers,
         "statuses": statuses,

@@ -76,6 +76,14 @@ class OfSeveral(nn.Module):
         return loss + 0.4 * self.criterion(outputs["aux"][0], targets)[0], count
 
 
+def swapped(net: nn.Module) -> list[nn.Parameter]:
+    """The network's weights, two of one shape in each other's place."""
+    weights = dict(net.named_parameters())
+    one, other = "stage2.1.branch2.0.weight", "stage2.1.branch2.5.weight"
+    weights[one], weights[other] = weights[other], weights[one]
+    return list(weights.values())
+
+
 def change_dots(change: Callable[[Tensor, Tensor], tuple]) -> None:
     """Have the data set change what it returns for the class "dots"."""
     get = dataset.ImageDataset.__getitem__

@@ -17,6 +17,7 @@ def prepare(words: list[str], last: int | None) -> str:
     out, send = os.pipe()
     if not (pid := os.fork()):
         os.dup2(send, 1)
+        prepared.SAMPLES_PER_SYNC = 1
         tqdm = prepared.tqdm
 
         def samples(loader: object, **options: object) -> Iterator:
@@ -38,10 +39,13 @@ def prepare(words: list[str], last: int | None) -> str:
 
 
 def interrupted(source: str, store: str, *flags: str) -> list[str]:
-    """Killed after 20 samples, whole, once more."""
+    """Killed after 20 samples, after 25 more in the middle of a write, whole, once more."""
     words = ["--data", source, "--output", store, "--workers", "1", *map(str, flags)]
     said = [prepare(words, 20)]
-    assert not os.path.exists(store)
+    said.append(prepare(words, 25))
+    for name in "pixels.bin", "rows.bin":
+        with open(f"{store}/{name}", "ab") as file:
+            file.write(b"torn")
     said += [prepare(words, None), prepare(words, None)]
     return "".join(said).splitlines()
 

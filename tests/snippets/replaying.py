@@ -19,9 +19,8 @@ from torch.utils._pytree import tree_leaves
 import dataset
 import main
 import model
-from engine import replay
-from engine.data import samples
-from engine.run import loop, pictures, reporting
+from engine.data import seeding
+from engine.run import plots, progress, records, replay, reporting
 from engine.run.loop import Run
 
 REPLAY = "engine/replay.py"
@@ -42,7 +41,7 @@ def look(names: dict) -> dict:
     return {
         "images": [checksum(image) for image in names["images"]],
         "targets": checksum(names["targets"]),
-        "random": checksum([torch.get_rng_state(), samples.random.getstate()]),
+        "random": checksum([torch.get_rng_state(), seeding.random.getstate()]),
         "weights": checksum(weights),
         "finite": all(weight.isfinite().all().item() for weight in weights),
         "optimizer": checksum(names["optimizer"].state_dict()),
@@ -95,8 +94,8 @@ def recorded(out: str, more: Patch = lambda: None, keep: str = "") -> Patch:
 
 def undrawn() -> None:
     """Without the drawings, which take half of the time of such short runs."""
-    pictures.draw_curves = reporting.Reporter.images = Mock()
-    reporting.are_drawn = lambda *_: True
+    plots.draw_curves = reporting.Reporter.images = Mock()
+    records.are_drawn = lambda _: True
 
 
 def found(out: str, ranks: int) -> list:
@@ -168,8 +167,8 @@ def no_number(data: str, folder: str, *words: object) -> dict:
     """The loss of rank 1 is NaN in step 3, which is noticed later; what is said is then done."""
 
     def bad() -> None:
-        loop.SECONDS_BETWEEN_CHECKS = 99
-        build, seed = model.build_criterion, samples.hash_key(0, 0, 2, 1)
+        progress.SECONDS_BETWEEN_CHECKS = 99
+        build, seed = model.build_criterion, seeding.number(0, 0, 2, 1)
 
         class Bad(nn.Module):
             def __init__(self, *args: object) -> None:

@@ -12,7 +12,7 @@ from forked import nothing, run
 
 import engine
 from engine import files
-from engine.data import samples
+from engine.data import seeding
 from engine.ranks import process, replicas
 from engine.run.loop import Run
 
@@ -58,8 +58,8 @@ class Runs:
 def at_any_step(data: str, folder: str, *words: object) -> dict:
     def unkeyed() -> None:
         numbers = iter(range(10**6))
-        key = samples.hash_key
-        samples.hash_key = lambda *_: key(next(numbers))
+        key = seeding.number
+        seeding.number = lambda *_: key(next(numbers))
 
     result = Runs(data, folder, 2, list(words)).result
     every3 = ("--save-every", 3)
@@ -135,7 +135,7 @@ def in_mid_epoch(data: str, folder: str, *words: object) -> dict:
 def after_a_renaming(data: str, folder: str, *words: object) -> list[str]:
     """What runs say that are killed in mid-epoch and go on once a training image has a new name.
 
-    The second has a checkpoint that does not know its training set; the third changes nothing.
+    The second has a checkpoint that does not know its training set; the third is left as it was.
     """
     found = []
     for name in "renamed", "unknown", "same":

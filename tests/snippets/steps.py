@@ -21,14 +21,14 @@ import engine
 import main
 import model
 import recipe
-from engine.run import loop as loops
+from engine.run import progress
 from engine.run.loop import Run
 from flags import parse_args
 
 
 def profiled() -> None:
     """Leave rank<n>.json: how often each thing was done in three optimizer steps."""
-    loops.SECONDS_BETWEEN_CHECKS = (
+    progress.SECONDS_BETWEEN_CHECKS = (
         math.inf
     )  # the loss is read by time, and this machine may be slow
     end_step = Run.end_step
@@ -184,7 +184,7 @@ def more_than_bare(folder: str, *words: str) -> list[float]:
             bare_optimizer.step()
             bare_optimizer.zero_grad()
 
-    loops.SECONDS_BETWEEN_CHECKS = math.inf
+    progress.SECONDS_BETWEEN_CHECKS = math.inf
     found = []
     with run:
         for measure in operations_of, calls_of:

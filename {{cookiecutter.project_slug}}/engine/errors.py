@@ -42,9 +42,10 @@ def print_error(line: object) -> None:
 
 def no_torch() -> str:
     """Return what to do if this Python has no torch, otherwise nothing."""
+    if importlib.util.find_spec("torch"):
+        return ""
     remedy = "activate the environment that has it, or set PYTHON to its interpreter"
-    line = f'{sys.executable} has no torch: {remedy} (VS Code: "Python: Select Interpreter")'
-    return "" if importlib.util.find_spec("torch") else line
+    return f'{sys.executable} has no torch: {remedy} (VS Code: "Python: Select Interpreter")'
 
 
 def need_torch() -> None:

@@ -6,8 +6,10 @@ import errno
 import glob
 import os
 import shutil
+import signal
 import socket
 import stat
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -40,13 +42,13 @@ def retried(path: Path | str, function: Callable[..., T], *args: object) -> T:
 
     Raises a DiskError, which names `path`, if it still does not.
     """
-    for seconds in (*WAITS, 0):
+    for seconds in (*WAITS, None):
         try:
             return function(*args)
         except OSError as error:
             if error.errno not in OF_NETWORK_DISKS:
                 raise
-            if not seconds:
+            if seconds is None:
                 raise failure(path, error) from None
         time.sleep(seconds)
     raise AssertionError
@@ -56,15 +58,16 @@ def read(path: Path | str) -> bytes:
     """Return the content of a regular file. A pipe or a device, which may not end, is no file."""
 
     def attempt() -> bytes:
-        with open(path, "rb", buffering=0, opener=opener) as file:
+        with open(path, "rb", buffering=0, opener=_open_at_once) as file:
             if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
                 raise OSError(None, "not a regular file")
             return file.read()
 
-    def opener(name: str, flags: int) -> int:
-        return os.open(name, flags | getattr(os, "O_NONBLOCK", 0))  # a pipe waits for a writer
-
     return retried(path, attempt)
+
+
+def _open_at_once(path: str, flags: int) -> int:
+    return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))  # a pipe would wait for a writer
 
 
 @contextlib.contextmanager
@@ -148,20 +151,28 @@ def lock(path: Path, seconds: float = 5) -> bool:
 def filling(folder: Path) -> Iterator[Path]:
     """Give the block an empty folder to fill, then rename it to `folder`.
 
-    An interrupted block leaves no `folder`; what a killed process has left is removed by the next
-    call on this machine. If another process was faster, its folder stays.
+    An interrupted block leaves no `folder`; SIGTERM ends the process. What SIGKILL leaves behind is
+    removed by the next call on this machine. If another process was faster, its folder stays.
 
     Raises a UserError if the folder cannot be written.
 
         with engine.filling(Path("data/demo")) as partial:
             image.save(partial / "0001.jpg")
     """
+
+    def end(signum: int, _: object) -> None:
+        # Not sys.exit: Python drops an exception that is raised during a callback of an import.
+        shutil.rmtree(partial, ignore_errors=True)
+        os._exit(128 + signum)
+
     name = f"{folder.name}.partial-{socket.gethostname()}-"
     partial = folder.with_name(f"{name}{os.getpid()}")
     for left in folder.parent.glob(f"{glob.escape(name)}*"):
         pid = left.name.removeprefix(name)
         if pid.isdecimal() and not process.is_running(int(pid)):
             shutil.rmtree(left, ignore_errors=True)
+    is_main = threading.current_thread() is threading.main_thread()  # not in Ray's worker
+    before = signal.signal(signal.SIGTERM, end) if is_main else None
     try:
         partial.mkdir(parents=True)
         yield partial
@@ -174,3 +185,5 @@ def filling(folder: Path) -> Iterator[Path]:
         raise failure(folder, error) from None
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+        if is_main:
+            signal.signal(signal.SIGTERM, before)

@@ -3,10 +3,9 @@
 import functools
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from torch import Tensor, tensor
 
@@ -52,7 +51,10 @@ class Format:
         return found[0], found[1]
 
     def normalize(self, image: Tensor) -> Tensor:
-        """Return a float image, 0 to 1, with about zero mean and unit deviation; uint8 as it is."""
+        """Return a float image (channels, H, W), 0 to 1, with about zero mean and unit deviation.
+
+        Without "channels" images are uint8 (3, H, W), and stay: the device normalises those.
+        """
         if not self.channels:
             return image
         mean, std = (tensor(values).view(-1, 1, 1) for values in self.statistics)
@@ -69,8 +71,8 @@ class Format:
 
     def keys(self) -> dict[str, object]:
         """Return what data.json has to say, without defaults."""
-        defaults = asdict(DEFAULT_FORMAT)
-        return {name: value for name, value in asdict(self).items() if value != defaults[name]}
+        given, defaults = asdict(self), asdict(DEFAULT_FORMAT)
+        return {name: value for name, value in given.items() if value != defaults[name]}
 
     @property
     def range_text(self) -> str:
@@ -82,23 +84,31 @@ class Format:
 DEFAULT_FORMAT = Format()
 
 
-EXPECTED = {
-    "value_range": "[LOW, HIGH], two numbers with LOW < HIGH",
-    "max_megapixels": "an integer of 1 or more",
-    "channels": "an integer of 1 or more",
-    "mean": "a list of numbers",
-    "std": "a list of numbers above 0",
-}
+def _is_count(value: object) -> bool:
+    return type(value) is int and value >= 1
 
 
-def _fits(name: str, value: Any) -> bool:
-    if name in ("max_megapixels", "channels"):
-        return type(value) is int and value >= 1
-    if not isinstance(value, list) or not value or not {*map(type, value)} <= {int, float}:
+def _are_numbers(value: object, least: float = -math.inf) -> bool:
+    def is_number(each: object) -> bool:
+        return isinstance(each, int | float) and type(each) is not bool and least < each < math.inf
+
+    return isinstance(value, list) and bool(value) and all(map(is_number, value))
+
+
+def _is_range(value: object) -> bool:
+    if not isinstance(value, list) or not _are_numbers(value) or len(value) != 2:
         return False
-    if name == "value_range":
-        return len(value) == 2 and -math.inf < value[0] < value[1] < math.inf
-    return all(map(math.isfinite, value)) and (name == "mean" or min(value) > 0)
+    low, high = value
+    return bool(low < high)
+
+
+RULES: dict[str, tuple[Callable[[object], bool], str]] = {
+    "value_range": (_is_range, "[LOW, HIGH], two numbers with LOW < HIGH"),
+    "max_megapixels": (_is_count, "an integer of 1 or more"),
+    "channels": (_is_count, "an integer of 1 or more"),
+    "mean": (_are_numbers, "a list of numbers"),
+    "std": (functools.partial(_are_numbers, least=0), "a list of numbers above 0"),
+}
 
 
 def read_format(folder: Path) -> Format:
@@ -115,10 +125,10 @@ def read_format(folder: Path) -> Format:
     if not isinstance(found, dict):
         raise UserError(f"{path}: not a JSON object; expected such as " + '{"channels": 5}')
     for name, value in found.items():
-        if name not in EXPECTED:
-            raise UserError(f'{path}: unknown key "{name}"; the keys are {", ".join(EXPECTED)}')
-        if not _fits(name, value):
-            raise UserError(f'{path}: "{name}": {json.dumps(value)}: expected {EXPECTED[name]}')
+        if name not in RULES:
+            raise UserError(f'{path}: unknown key "{name}"; the keys are {", ".join(RULES)}')
+        if not RULES[name][0](value):
+            raise UserError(f'{path}: "{name}": {json.dumps(value)}: expected {RULES[name][1]}')
     count = found.get("channels", 3)
     for name in "mean", "std":
         if name in found and len(found[name]) != count:

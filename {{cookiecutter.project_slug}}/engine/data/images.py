@@ -12,24 +12,20 @@ import numpy as np
 import torch
 from PIL import Image, ImageFile, ImageOps, UnidentifiedImageError
 from torch import Tensor
-from torch.nn.functional import interpolate, pad
+from torch.nn.functional import interpolate
+from torchvision.transforms.v2 import functional as F
 
 from engine import files
-from engine.data import bit_depth
+from engine.data import depth, jpeg, stacks
 from engine.data.format import DEFAULT_FORMAT, Format
 from engine.errors import UserError
-
-try:
-    import simplejpeg
-except ImportError:  # no wheel for this machine: Pillow decodes instead
-    simplejpeg = None
+from engine.ranks import distributed
 
 SHRINKS = (8, 4, 2)  # what a JPEG decoder can divide height and width by, at less work
-ORIENTATION = 0x112  # the EXIF entry
-MAY_TURN = b"Exif\0", b"http://ns.adobe.com/xap/"  # what begins EXIF and XMP in a JPEG
 # Of Pillow, which raises TypeError and struct.error for malformed EXIF entries.
 READ_ERRORS = OSError, RuntimeError, SyntaxError, TypeError, ValueError, struct.error
 Image.MAX_IMAGE_PIXELS = None  # Format.check_size decides instead, in every process that reads
+
 
 Box = tuple[int, int, int, int]  # top, left, height, width in pixels
 
@@ -38,8 +34,8 @@ Box = tuple[int, int, int, int]  # top, left, height, width in pixels
 class LazyImage:
     """An image or a mask, upright, that is decoded once `read` is called.
 
-    decode: n -> uint8 (H / n, W / n, 3), of a mask (H, W); sizes are rounded up. With "channels" in
-    data.json float32 (H, W, channels).
+    decode: n, rows -> uint8 (H / n, W / n, 3), of a mask (H, W); sizes are rounded up; what lies
+    below the first `rows` may be missing. With "channels" in data.json float32 (H, W, channels).
     shrinks: the n that `decode` takes besides 1, in descending order. is_mask: whether (H, W).
 
         def val_transform(image: engine.LazyImage) -> Tensor:
@@ -48,7 +44,7 @@ class LazyImage:
 
     height: int
     width: int
-    decode: Callable[[int], np.ndarray]
+    decode: Callable[[int, int], np.ndarray]
     shrinks: Sequence[int] = ()
     is_mask: bool = False
 
@@ -56,7 +52,7 @@ class LazyImage:
     def of(cls, pixels: np.ndarray) -> "LazyImage":
         """Return pixels (H, W, channels) or (H, W), in memory or mapped from a file."""
         height, width = pixels.shape[:2]
-        return cls(height, width, lambda _: pixels, is_mask=pixels.ndim == 2)
+        return cls(height, width, lambda *_: pixels, is_mask=pixels.ndim == 2)
 
     def read(
         self, box: Box | None = None, size: tuple[int, int] | None = None, fill: int = 0
@@ -67,19 +63,19 @@ class LazyImage:
         box: may reach beyond the edges, where `fill` is; default: the whole image.
         size: (height, width); default: that of `box`. Images are averaged, masks are not.
         """
-        shrink, (top, left, bottom, right) = self._edges(
-            box or (0, 0, self.height, self.width), size
-        )
+        box = box or (0, 0, self.height, self.width)
+        shrink, (top, left, bottom, right) = self._edges(box, size)
         height, width = bottom - top, right - left
-        part = self.decode(shrink)[max(top, 0) : max(bottom, 0), max(left, 0) : max(right, 0)]
+        rows = self.decode(shrink, max(bottom, 1))[max(top, 0) : max(bottom, 0)]
+        part = rows[:, max(left, 0) : max(right, 0)]
         # A copy, because augmentation may change it. Its channels are first only by its strides:
         # in memory they stay last, which is faster from here on.
         part = part[None].copy()
         pixels = torch.from_numpy(part[None] if self.is_mask else part.transpose(0, 3, 1, 2))
         if part.shape[1:3] != (height, width):
-            x, y = min(max(-left, 0), width), min(max(-top, 0), height)
-            edges = [x, width - part.shape[2] - x, y, height - part.shape[1] - y]
-            pixels = pad(pixels, edges, value=fill)
+            before = min(max(-left, 0), width), min(max(-top, 0), height)
+            after = width - part.shape[2] - before[0], height - part.shape[1] - before[1]
+            pixels = F.pad(pixels, [*before, *after], fill=fill)
         if size and pixels.shape[2:] != size:
             mode = "nearest-exact" if self.is_mask else "bilinear"
             pixels = interpolate(pixels, size, mode=mode, antialias=not self.is_mask)
@@ -133,27 +129,25 @@ def open_image(path: str, format: Format = DEFAULT_FORMAT) -> LazyImage:
 
     Raises a UserError that names the file if it cannot be read.
     """
-    with _reading(path):
-        if format.channels:
-            values = bit_depth.read(path, format)
-            return LazyImage.of(bit_depth.scale(values, path, format.value_range))
-        data = files.read(path)
-        if size := _jpeg_size(data):
-            format.check_size(path, size[1], size[0])
-        else:
-            with _opened(path, data, format) as image:
-                is_jpeg = image.format in ("JPEG", "MPO") and image.mode in ("RGB", "L")
-                if is_jpeg and image.getexif().get(ORIENTATION, 1) == 1:
-                    size = image.size[::-1]
-                else:
-                    return LazyImage.of(np.array(_read(path, data, "RGB", format)))
-    height, width = size
+    if format.channels:
+        with _reading(path):
+            return LazyImage.of(stacks.scale(stacks.read(path, format), path, format.value_range))
+    data = _read_file(path)
+    frame = jpeg.frame(data)
+    if frame and frame.is_plain:
+        format.check_size(path, frame.width, frame.height)
+    else:
+        with _reading(path), _opened(path, data, format) as image:
+            size = jpeg.upright_size(image)
+        if not size:
+            return LazyImage.of(np.array(_read_image(path, data, "RGB", format)))
+        frame = frame or jpeg.Frame(*size)
+    height, width = frame[:2]
 
-    def decode(shrink: int) -> np.ndarray:
-        rows, columns = -(-height // shrink), -(-width // shrink)
-        if simplejpeg:
+    def decode(shrink: int, rows: int) -> np.ndarray:
+        if jpeg.simplejpeg:
             with contextlib.suppress(ValueError):  # Pillow may read it, or explain
-                return simplejpeg.decode_jpeg(data, min_height=rows, min_width=columns)
+                return jpeg.decode(data, frame, shrink, rows)
         with _reading(path), Image.open(io.BytesIO(data)) as image:
             image.draft("RGB", (width // shrink, height // shrink))
             return np.array(image.convert("RGB"))
@@ -162,37 +156,55 @@ def open_image(path: str, format: Format = DEFAULT_FORMAT) -> LazyImage:
     return LazyImage(height, width, decode, shrinks)
 
 
-def _jpeg_size(data: bytes) -> tuple[int, int] | None:
-    """Return height and width of a JPEG that is upright for sure, in a tenth of Pillow's time."""
-    if simplejpeg and data.startswith(b"\xff\xd8") and not any(mark in data for mark in MAY_TURN):
-        with contextlib.suppress(ValueError):  # Pillow may read it, or explain
-            height, width, colors, _ = simplejpeg.decode_jpeg_header(data)
-            if colors in ("YCbCr", "Gray", "RGB"):
-                return height, width
-    return None
-
-
 def decoder() -> str:
     """Return the name of the library that decodes JPEGs here."""
-    return "simplejpeg" if simplejpeg else "Pillow"
+    return "simplejpeg" if jpeg.simplejpeg else "Pillow"
 
 
 def read_image(path: str, mode: str | None = "RGB", format: Format = DEFAULT_FORMAT) -> Image.Image:
-    """Return the image at `path`, upright and converted to `mode` (None: as it is stored)."""
+    """Return the image at `path`, upright and converted to `mode` (None: as it is stored).
+
+    Raises a UserError that names the file if it cannot be read whole.
+    """
+    return _read_image(path, _read_file(path), mode, format)
+
+
+def _read_image(path: str, data: bytes, mode: str | None, format: Format) -> Image.Image:
+    """Do the same with the file's content at hand."""
+    with _reading(path), _opened(path, data, format) as file:
+        kind = depth.kind_of(file) if mode == "RGB" else None
+        if not kind:
+            image: Image.Image = ImageOps.exif_transpose(file)
+            image.format = file.format
+            return image.convert(mode) if mode else image
+        limits = format.value_range
+        values = depth.read_values(path, file, lambda: Image.open(io.BytesIO(data)), bool(limits))
+        return Image.fromarray(depth.to_uint8(values, path, kind, limits)).convert(mode)
+
+
+def say_depth(path: str, format: Format) -> None:
+    """Print which values become 0 and 255 if the image at `path` has more than 8 bits.
+
+    With "channels" in data.json: which become 0 and 1. Raises a UserError if it lacks mean or std.
+    """
+    _ = format.statistics
+    if format.channels:
+        with _reading(path):
+            values = stacks.read(path, format)
+            low, high = stacks.limits(values, path, format.value_range)
+        return distributed.say(f"{path}: {values.dtype}, {low:.9g} to {high:.9g} becomes 0 to 1")
+    with _reading(path), _opened(path, _read_file(path), format) as image:
+        kind = depth.kind_of(image)
+    if kind:
+        read_image(path, format=format)  # a UserError here, on all ranks, is the sooner seen
+        low, high = format.value_range or depth.RANGES[kind]
+        distributed.say(f"{path}: {kind}, {low:.9g} to {high:.9g} becomes 0 to 255")
+
+
+def _read_file(path: str) -> bytes:
+    """Return the file's content. Pillow, if it maps the file, turns some TIFFs wrongly."""
     with _reading(path):
-        # Its content, because Pillow, if it maps the file, turns some TIFFs wrongly.
-        return _read(path, files.read(path), mode, format)
-
-
-def _read(path: str, data: bytes, mode: str | None, format: Format) -> Image.Image:
-    with _opened(path, data, format) as file:
-        if mode == "RGB" and bit_depth.kind_of(file):
-            values = bit_depth.read_values(path, file, data, format)
-            pixels = bit_depth.to_uint8(values, path, format.value_range)
-            return Image.fromarray(pixels).convert(mode)
-        image: Image.Image = ImageOps.exif_transpose(file)
-        image.format = file.format
-        return image.convert(mode) if mode else image
+        return files.read(path)
 
 
 @contextlib.contextmanager
@@ -202,7 +214,7 @@ def _opened(path: str, data: bytes, format: Format) -> Iterator[ImageFile.ImageF
         raise UserError(f'{path}: .npy files can only be images, with "channels" in data.json')
     with Image.open(io.BytesIO(data)) as image:
         format.check_size(path, *image.size)
-        bit_depth.check_pages(path, image)
+        depth.check_pages(path, image)
         yield image
 
 

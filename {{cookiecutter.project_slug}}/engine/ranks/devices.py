@@ -9,12 +9,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from engine.errors import UserError
-from engine.ranks import environment
-from engine.ranks.meeting import Note
+from engine.ranks import gpus
+from engine.ranks.joining import Note
 
 CPU = torch.device("cpu")
 NAMES = ("uuid", "pci_domain_id", "pci_bus_id", "pci_device_id")  # of a GPU, as far as torch knows
-ON_CPU = f"use the CPU ({environment.GPUS}=-1)"
+ON_CPU = f"use the CPU ({gpus.VARIABLE}=-1)"
 
 
 def kind() -> torch.device:
@@ -22,7 +22,7 @@ def kind() -> torch.device:
 
     CUDA_VISIBLE_DEVICES= or -1 means the CPU with every kind.
     """
-    if environment.visible_gpus() == [] or not torch.accelerator.is_available():
+    if gpus.wanted() == [] or not torch.accelerator.is_available():
         return CPU
     return torch.accelerator.current_accelerator() or CPU
 
@@ -33,12 +33,18 @@ def has_collectives(device: torch.device) -> bool:
 
 
 def carried(tensor: Tensor) -> Tensor:
-    """Return what to give to a collective that changes `tensor`, if this is no group of one."""
+    """Return what to give to a collective that changes `tensor`.
+
+    If nothing carries such tensors, this is a group of one, where it would not change.
+    """
     return tensor if has_collectives(tensor.device) else torch.zeros(())
 
 
 def copies_ahead(device: torch.device) -> bool:
-    """Return whether the host may go on while it copies; Apple's GPUs would read freed memory."""
+    """Return whether copies to and from `device` may go on while the host does.
+
+    Those of Apple's GPUs would read memory that has been released since.
+    """
     return device.type != "mps"
 
 
@@ -74,25 +80,31 @@ def _why_unused() -> str:
 
     Nothing is if CUDA_VISIBLE_DEVICES hides them. If it shows none, as of a broken driver, say so.
     """
-    lines = None if environment.visible_gpus() == [] else environment.list_gpus()
-    if lines is None:
+    names = gpus.wanted()
+    listed = None if names == [] else gpus.by_nvidia_smi()
+    if listed is None:
         return ""
-    if not (count := sum(line.startswith("GPU ") for line in lines)):
-        reason = " ".join(lines).split(". ")[0][:100]
-        _say(f"nvidia-smi shows no GPU ({reason}): computing on the CPU")
+    uuids, text = listed
+    if not uuids:
+        _say(f"nvidia-smi shows no GPU ({text.split('. ')[0][:100]}): computing on the CPU")
         return ""
-    reason = "it is built without CUDA"
-    if torch.version.cuda:
-        try:
-            torch.cuda.init()
-            reason = "CUDA shows none"
-        except Exception as error:
-            reason = str(error).split("\n")[0].split(". ")[0]
-    shown = f"nvidia-smi shows {count} GPU(s), but torch {torch.__version__} can use none"
-    asked = f" with {environment.GPUS}={os.environ.get(environment.GPUS)}"
-    asked = asked if environment.GPUS in os.environ else ""
-    remedy = f"install a driver and a torch that fit (pytorch.org), or {ON_CPU}"
-    return f"{shown}{asked}: {reason}; {remedy}"
+    if names and not gpus.count_known(names, uuids):
+        reason = f"{gpus.VARIABLE}={os.environ[gpus.VARIABLE]} names none of them; mend it"
+    elif torch.version.cuda is None:
+        reason = "it is built without CUDA; install one with CUDA (pytorch.org)"
+    else:
+        reason = f"{_refusal()}; install a driver and a torch that fit (pytorch.org)"
+    shown = f"nvidia-smi shows {len(uuids)} GPU(s), but torch {torch.__version__} can use none"
+    return f"{shown}: {reason}, or {ON_CPU}"
+
+
+def _refusal() -> str:
+    """Return what CUDA says, in one sentence."""
+    try:
+        torch.cuda.init()
+    except Exception as error:
+        return str(error).split("\n")[0].split(". ")[0]
+    return "CUDA shows none"
 
 
 def _name(device: torch.device) -> str:
@@ -115,11 +127,9 @@ def check(notes: Sequence[Note], device: torch.device, is_debugged: bool) -> tor
     hosts: dict[str, list[int]] = {}
     for rank, note in enumerate(notes):
         hosts.setdefault(note["host"], []).append(rank)
-    for note in notes:
         if note["mistake"]:
-            raise UserError(
-                f"{note['place']}: {note['mistake']}" if len(hosts) > 1 else note["mistake"]
-            )
+            where = f"{note['place']}: " if len({each["host"] for each in notes}) > 1 else ""
+            raise UserError(f"{where}{note['mistake']}")
     kinds = {note["device"]: rank for rank, note in enumerate(notes)}
     if len(kinds) > 1:
         texts = [f"rank {r} ({notes[r]['place']}) on {name}" for name, r in kinds.items()]
@@ -132,7 +142,7 @@ def check(notes: Sequence[Note], device: torch.device, is_debugged: bool) -> tor
         if is_debugged:
             _say(f"{line} debugging on the CPU")
             return CPU
-        own = f"give each rank its own by LOCAL_RANK or {environment.GPUS}"
+        own = f"give each rank its own by LOCAL_RANK or {gpus.VARIABLE}"
         raise UserError(f"{line} start at most {count} (NPROC={count}), {own}, or {ON_CPU}")
     return device
 
@@ -145,13 +155,24 @@ def backend(device: torch.device) -> str:
     name = dist.get_default_backend_for_device(device) if has_collectives(device) else "gloo"
     if not getattr(dist, f"is_{name}_available", lambda: True)():
         raise UserError(f"torch {torch.__version__} has no {name} for {device.type}: {ON_CPU}")
-    if name == "gloo" and dist.get_debug_level() == dist.DebugLevel.DETAIL:
+    is_detailed = dist.get_debug_level() == dist.DebugLevel.DETAIL
+    if name == "gloo" and is_detailed:
         _say(  # DDP takes the wrapper of DETAIL for gloo
             f"TORCH_DISTRIBUTED_DEBUG=DETAIL crashes DDP with gloo in torch {torch.__version__}: "
             "using INFO; a hang or a mismatch is explained without it"
         )
         dist.set_debug_level(dist.DebugLevel.INFO)
     return name
+
+
+def current(backend: str) -> torch.device:
+    """Return the device of a process whose group somebody else has made, with `backend`."""
+    device = kind()
+    if device.type == "cpu" or not has_collectives(device):
+        return CPU
+    if dist.get_default_backend_for_device(device) not in backend:
+        return CPU
+    return torch.device(device.type, torch.accelerator.current_device_index())
 
 
 def _say(line: str) -> None:

@@ -2,21 +2,20 @@
 
 import contextlib
 import itertools
-import math
 import os
-import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import distributed_c10d
 
-from engine.errors import UserError, escape
-from engine.ranks import devices, environment, meeting, process, protocol
+from engine.errors import escape
+from engine.ranks import devices, environment, joining, process, protocol, reaching
 
 T = TypeVar("T")
 Pending = dist.Work  # a collective that has begun
@@ -28,9 +27,11 @@ class Group:
     store: dist.Store | None = None  # works while ranks hang in a collective
     timeout: timedelta = timedelta()
     is_debugged: bool = False
+    is_own: bool = True  # else who made it leaves it
 
 
 _group = Group()
+_runs = itertools.count()  # in a group that somebody else has made
 _turns = itertools.count()  # calls of await_rank_zero
 
 
@@ -42,7 +43,8 @@ def setup(
 ) -> torch.device:
     """Join the process group that the launcher describes, or a group of one; return the device.
 
-    With GPUs: nccl, or what torch has for their kind, and one GPU per rank. Without: gloo.
+    With GPUs: nccl, or what torch has for their kind, and one GPU per rank. Without: gloo. A group
+    that exists, as in a train function of Ray's, is used with its own timeout and device.
     local_rank: used only if the launcher does not set LOCAL_RANK.
     timeout: seconds after which a collective fails; a week if a rank may be at a breakpoint.
     debugged: whether another rank may have a debugger.
@@ -50,18 +52,25 @@ def setup(
     """
     _group.is_debugged = debugged or process.is_debugged()
     _group.timeout = timedelta(days=7) if _group.is_debugged else timedelta(seconds=timeout)
+    _group.is_own = not dist.is_initialized()
+    if not _group.is_own:
+        return _take_up()
     environment.adopt(alone)
     if local_rank is not None:
         os.environ.setdefault("LOCAL_RANK", str(local_rank))
     device, note = devices.pick(on_cpu=alone)
     if "RANK" in os.environ:
-        _group.store, group_rank, size = meeting.open_store(_group.timeout)
-        _group.store, notes = meeting.join(_group.store, group_rank, size, _group.timeout, note)
+        _group.store, group_rank, size = reaching.open_store(_group.timeout)
+        fault = joining.unreachable() if device.type == "cpu" else ""
+        met = joining.join_ranks(
+            *(_group.store, group_rank, size, _group.timeout), {**note, "fault": fault}
+        )
+        _group.store, notes = met
         device = devices.check(notes, device, _group.is_debugged)
     else:
         _group.store, group_rank, size = dist.HashStore(), 0, 1
         devices.check([{**note, "host": ""}], device, _group.is_debugged)
-    _group.store.set(protocol.PROCESS.format(group_rank), f"{environment.node()} {os.getpid()}")
+    _group.store.set(protocol.process_of(group_rank), f"{environment.node()} {os.getpid()}")
     if device.index is not None:
         torch.accelerator.set_device_index(device)
     dist.init_process_group(
@@ -75,6 +84,14 @@ def setup(
     return device
 
 
+def _take_up() -> torch.device:
+    store = distributed_c10d._get_default_store()
+    _group.timeout = cast(Any, store).timeout  # missing in torch's stubs
+    _group.store = dist.PrefixStore(f"run {next(_runs)}", store)  # apart from former runs' errors
+    _group.store.set(protocol.process_of(rank()), f"{environment.node()} {os.getpid()}")
+    return devices.current(dist.get_backend())
+
+
 def teardown() -> None:
     """Leave the process group once all ranks have come this far; `start` does it.
 
@@ -84,10 +101,12 @@ def teardown() -> None:
         engine.teardown()
     """
     dist.barrier()
-    dist.destroy_process_group()
+    if _group.is_own:
+        dist.destroy_process_group()
 
 
 def is_joined() -> bool:
+    """Return whether this process is in a process group."""
     return dist.is_initialized()
 
 
@@ -97,12 +116,14 @@ def is_set_up() -> bool:
 
 
 def store() -> dist.Store:
+    """Return the group's key-value store."""
     assert _group.store, "call setup first"
     return _group.store
 
 
 def timeout() -> float:
-    return _group.timeout.total_seconds()  # after which a collective fails
+    """Return after how many seconds a collective fails."""
+    return _group.timeout.total_seconds()
 
 
 def is_debugged() -> bool:
@@ -126,15 +147,18 @@ def world_size() -> int:
 
 
 def local_rank() -> int:
+    """Return this process's number on its node."""
     return int(os.environ.get("LOCAL_RANK", 0))
 
 
 def local_world_size() -> int:
+    """Return how many ranks this node has."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", 1))
 
 
 def is_rank_zero() -> bool:
-    return rank() == 0  # which writes and prints
+    """Return whether this is the rank that writes and prints."""
+    return rank() == 0
 
 
 def say(line: str) -> None:
@@ -165,13 +189,18 @@ def reduce_tensor(tensor: Tensor, op: str = "sum") -> Tensor:
 
 
 def start_sum(tensor: Tensor) -> Pending | None:
-    """Begin to replace `tensor` by its sum over all ranks, which is there after `wait()`."""
+    """Begin to replace `tensor` by its sum over all ranks, which is there after `wait()`.
+
+    Collectives that follow, such as those of backward(), run meanwhile. None if it is there at
+    once, as in a group of one.
+    """
     if world_size() == 1:
         return None
     return dist.all_reduce(devices.carried(tensor), async_op=True)
 
 
 def broadcast(tensor: Tensor) -> None:
+    """Overwrite `tensor` with rank 0's."""
     dist.broadcast(devices.carried(tensor), src=0)
 
 
@@ -185,12 +214,22 @@ def gather(tensor: Tensor) -> Tensor:
 
 
 def gather_objects(value: T) -> list[T]:
+    """Return the ranks' `value`s, which have to pickle."""
     values = [value] * world_size()
     dist.all_gather_object(values, value)
     return values
 
 
-barrier = dist.barrier
+def barrier() -> None:
+    """Return once all ranks have called this."""
+    dist.barrier()
+
+
+def collectives() -> int:
+    """Return how many collectives this rank has started, with DDP's own; 0 if nothing counts."""
+    with contextlib.suppress(RuntimeError):  # a backend that does not count
+        return dist.group.WORLD._get_sequence_number_for_group()  # type: ignore[union-attr]
+    return 0
 
 
 def from_rank_zero(function: Callable[..., T], *args: object) -> T:
@@ -200,35 +239,12 @@ def from_rank_zero(function: Callable[..., T], *args: object) -> T:
 
 def await_rank_zero(function: Callable[..., T], *args: object) -> T:
     """As from_rank_zero, for a function that may take longer than --dist-timeout."""
-    key, box = protocol.DONE.format(next(_turns)), [function(*args)] if is_rank_zero() else []
+    key, box = f"rank zero {next(_turns)}", [function(*args)] if is_rank_zero() else []
     if box:
         store().set(key, "")
-    await_keys([key], math.inf)
+    while not store().check([key]):
+        time.sleep(0.2)
     return from_rank_zero(lambda: box[0])
-
-
-def await_keys(keys: Sequence[str], seconds: float) -> bool:
-    """Return whether the store gets all `keys` in time; meanwhile the other thread can use it."""
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        if store().check([*keys]):
-            return True
-        time.sleep(0.05)
-    return False
-
-
-def all_arrive(name: str, seconds: float) -> bool:
-    """Return whether all ranks call this, with the same `name`, within `seconds`."""
-    keys = [protocol.ARRIVED.format(name, rank) for rank in range(world_size())]
-    store().set(keys[rank()], "")
-    return await_keys(keys, seconds)
-
-
-def process_of(rank: int) -> tuple[str, int]:
-    """Return the node and the process id of `rank`; ("", 0) if it has not come that far."""
-    key = protocol.PROCESS.format(rank)
-    node, pid = store().get(key).decode().rsplit(" ", 1) if store().check([key]) else ("", 0)
-    return node, int(pid)
 
 
 def from_rank(source: int, function: Callable[..., T], *args: object) -> T:
@@ -236,28 +252,6 @@ def from_rank(source: int, function: Callable[..., T], *args: object) -> T:
     box = [function(*args) if rank() == source else None]
     dist.broadcast_object_list(box, src=source)
     return cast(T, box[0])
-
-
-def wait_for_debugger(ranks: Sequence[int], address: tuple[str, int]) -> None:
-    """If this rank is one of `ranks`, wait for a debugger at port + rank.
-
-    They say so in the order of their numbers, so that all wait once the last has said it. The other
-    ranks wait at the next collective. After detaching, the rank runs on, and a debugger can be
-    attached again.
-    """
-    if ranks and ranks[-1] >= world_size():
-        raise UserError(f"--debug-rank {ranks[-1]}: ranks go from 0 to {world_size() - 1}")
-    if ranks:
-        sys.breakpointhook = process.stop_in_debugger  # in the others breakpoint() does nothing
-    if rank() not in ranks:
-        return
-    how = process.listen(address[0], address[1] + rank())
-    before = [protocol.WAITS.format(other) for other in ranks if other < rank()]
-    if before:
-        store().wait(before)
-    print(f"rank {rank()} waits on {how}", file=sys.stderr, flush=True)
-    store().set(protocol.WAITS.format(rank()), "")
-    sys.modules["debugpy"].wait_for_client()
 
 
 @contextlib.contextmanager

@@ -1,113 +1,49 @@
-"""How a process ends: with its launcher, its debugger or its rank; and the thread that sees to it.
+"""How a process ends: with its launcher, its debugger or its rank, and never with a hang.
 
-This module imports neither torch nor debugpy.
+This module imports neither torch nor debugpy, and starts no thread unless there is a debugger.
 """
 
 import atexit
 import contextlib
 import ctypes
 import faulthandler
+import gc
 import multiprocessing
 import multiprocessing.util  # registers its exit handler before install_handlers does
 import os
+import select
 import signal
 import socket
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import NoReturn
 
-from engine.errors import UserError, need_torch, print_error
-from engine.ranks import protocol
-from engine.ranks.protocol import DEBUGGED_LAUNCHER, KILL, LAUNCHER, STOP_SIGNALS
+from engine.errors import need_torch
+from engine.ranks.protocol import DEBUGGED_LAUNCHER, KILL, LAUNCHER_PID, STOP_SIGNALS
 
 PR_SET_PDEATHSIG = 1  # in Linux' <sys/prctl.h>
-Duty = Callable[[list[int]], object]  # is given the signals that have come
-
-
-class Watch(threading.Thread):
-    """The one thread beside the main one; it does its duties every POLL_SECONDS, or at a signal.
-
-    Python's own signal handlers do not run while the main thread is in a collective or held by a
-    debugger. Here signals arrive through a socket.
-    """
-
-    pydev_do_not_trace = True  # it runs while the debugger holds the others
-
-    def __init__(self) -> None:
-        super().__init__(name="watch", daemon=True)
-        self.duties: dict[Duty, Callable[[Exception], object]] = {}
-        self.lock = threading.Lock()  # held while it does them
-        self.is_over = False
-        # What else it and the main thread share:
-        self.folder: Path | None = None  # in which a person asks where all ranks are
-        self.position: Callable[[], str] = str  # such as "epoch 1, step 3"
-        self.error: BaseException | None = None  # that ends the main thread,
-        self.is_leaving = False  # which ends this rank
-        self.questions = 0  # that this rank has answered
-
-    def start(self) -> None:
-        self.socket, self.wakeup = socket.socketpair()  # not before: forks would share it
-        self.wakeup.setblocking(False)
-        atexit.register(self.stop)
-        super().start()
-
-    def run(self) -> None:
-        while not self.is_over:
-            signals = self.wait()
-            with self.lock:
-                for duty, on_error in [*self.duties.items()]:
-                    try:
-                        duty(signals)
-                    except Exception as error:
-                        del self.duties[duty]
-                        on_error(error)
-
-    def wait(self) -> list[int]:
-        """Return the signals that come within POLL_SECONDS; at once if one comes."""
-        self.socket.settimeout(protocol.POLL_SECONDS)
-        try:
-            return [*self.socket.recv(64)]
-        except TimeoutError:
-            return []
-
-    def add(self, duty: Duty, on_error: Callable[[Exception], object]) -> None:
-        """Have it done from now on. on_error: called with an exception that ends the duty."""
-        self.duties[duty] = on_error
-        if not self.ident:
-            self.start()
-
-    def remove(self, duty: Duty) -> None:
-        """Have it done no more; wait for a while if it is being done."""
-        if is_held := self.lock.acquire(timeout=2 * protocol.ANSWER_SECONDS):
-            self.lock.release()
-        self.duties.pop(duty, None) if is_held else None
-
-    def stop(self) -> None:
-        self.is_over = True
-        self.wakeup.send(b"\0")
-        self.join(1)
-
-    def take_signals(self) -> int:
-        """Have signals that have a Python handler come here; return where they went before."""
-        return signal.set_wakeup_fd(self.wakeup.fileno(), warn_on_full_buffer=False)
-
-
-watch = Watch()
+WAKE = getattr(signal, "SIGURG", 0)  # interrupts a system call; 0 on Windows
+READ_SECONDS = 2  # for whoever reads the output to make room
 
 
 def install_handlers() -> None:
     """Exit silently on Ctrl-C, and exit with torchrun or the debugger; print a stack on a crash."""
     need_torch()
     be_quiet()
+    gc.disable()  # until one_line_errors: in what the imports make it finds little, and takes 0.5 s
     sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115  None if it is closed
     faulthandler.enable(sys.__stderr__ or sys.stderr)
     # Runs before multiprocessing's own exit handler, which would wait forever for a stuck worker.
     atexit.register(_kill_workers)
     atexit.register(ignore_signals)
+    if WAKE:
+        signal.signal(WAKE, lambda *_: None)
     if by_torchrun():
-        _follow_parent(signal.SIGTERM, int(os.environ.get(LAUNCHER, os.getppid())))
+        _follow_parent(signal.SIGTERM, int(os.environ.get(LAUNCHER_PID, os.getppid())))
     if by_plain_torchrun() and os.environ["RANK"] == "0" and "--help" not in sys.argv:
         with contextlib.suppress(OSError):  # a closed pipe
             print(f"starting {os.environ['WORLD_SIZE']} rank(s) ...", flush=True)
@@ -125,12 +61,12 @@ def be_quiet() -> None:
 
 def by_torchrun() -> bool:
     """Return whether torchrun, torch.distributed.launch or launch.sh started this process."""
-    return "TORCHELASTIC_RUN_ID" in os.environ or LAUNCHER in os.environ
+    return "TORCHELASTIC_RUN_ID" in os.environ
 
 
 def by_plain_torchrun() -> bool:
     """Return whether torchrun or torch.distributed.launch did, without launch.sh."""
-    return by_torchrun() and LAUNCHER not in os.environ
+    return by_torchrun() and LAUNCHER_PID not in os.environ
 
 
 def is_debugged() -> bool:
@@ -177,6 +113,7 @@ def exit_now(status: int) -> NoReturn:
 
     With F5 it kills torchrun first, which would print a traceback; the other ranks end with it.
     """
+    drop_unread()
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):  # a closed terminal
             stream.flush()
@@ -184,6 +121,29 @@ def exit_now(status: int) -> NoReturn:
     if os.environ.get(DEBUGGED_LAUNCHER) == str(os.getppid()):
         os.kill(os.getppid(), KILL)
     os._exit(status)
+
+
+def drop_unread() -> None:
+    """Redirect stdout and stderr to nowhere if nobody reads them: a full pipe, or Ctrl-S.
+
+    A main thread that is blocked in a print continues.
+    """
+    for stream in (1, 2):
+        if is_read(stream):
+            continue
+        with contextlib.suppress(OSError):
+            null = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(null, stream)
+            os.close(null)
+            # Interrupted, a blocked write starts again, to the new place.
+            signal.pthread_kill(threading.main_thread().ident or 0, WAKE)
+
+
+def is_read(stream: int) -> bool:
+    """Return whether stdout, 1, or stderr, 2, can be written to."""
+    with contextlib.suppress(OSError, ValueError):  # closed, or Windows: select needs sockets
+        return bool(select.select([], [stream], [], READ_SECONDS)[1])
+    return True
 
 
 def _kill_workers() -> None:
@@ -196,12 +156,23 @@ def _kill_workers() -> None:
         worker.kill()
 
 
-def _follow_parent(signum: int, launcher: int) -> None:
-    """Have the kernel send `signum` to this process when its parent ends; on Linux only."""
+def _follow_parent(signum: int, ancestor: int) -> None:
+    """Have the kernel send `signum` to this process when its parent ends; on Linux only.
+
+    ancestor: the process id of the parent, or of a process further up, that should still be there.
+    """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signum)
-        if not is_running(launcher):  # it ended before that call
+        if ancestor not in _ancestors():  # it ended before the call of prctl
             os.kill(os.getpid(), signum)
+
+
+def _ancestors() -> Iterator[int]:
+    pid = os.getppid()
+    with contextlib.suppress(OSError):  # it has ended, or we may not see it
+        while pid:
+            yield pid
+            pid = int(Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[1])
 
 
 def worker_context(workers: int) -> str | None:
@@ -217,45 +188,32 @@ def start_worker(number: int) -> None:
     """Set up a loader worker, as its `worker_init_fn`: it ends with its rank, however that ends."""
     rank = multiprocessing.parent_process()
     assert rank and rank.pid
-    if rank.pid == os.getppid():  # else Python's fork server is the parent, and torch looks
+    if rank.pid == os.getppid():
         _follow_parent(KILL, rank.pid)
+    else:  # Python's fork server is the parent
+        _Watch(_end_with, rank).start()
     signal.set_wakeup_fd(-1)
     ignore_signals()  # the rank needs its workers until the end of the step
     if is_debugged():
         threading.main_thread().name = f"rank {os.environ.get('RANK', 0)}, worker {number}"
         if DEBUGGED_LAUNCHER in os.environ:
-            Watch().add(_interrupt(rank.pid), print_error)
-
-
-def _interrupt(rank: int) -> Duty:
-    """Return what interrupts the rank once the debugger has left this worker of it."""
-
-    def duty(_: list[int]) -> None:
-        if not is_debugged() and threading.main_thread().is_alive():
-            with contextlib.suppress(ProcessLookupError):  # the rank has ended
-                os.kill(rank, signal.SIGINT)
-
-    return duty
+            _Watch(_interrupt_rank, rank.pid).start()
 
 
 def _follow_debugger() -> None:
     """Name this rank in the call stack, and end all ranks with its debugger or on Ctrl-C.
 
-    VS Code's Stop ends or detaches only the process in focus.
+    VS Code's Stop ends or detaches only the process in focus. Signal handlers run in the main
+    thread only, which may be at a breakpoint or in a collective; hence the socket and the thread.
     """
     os.environ[DEBUGGED_LAUNCHER] = str(os.getppid()) if by_torchrun() else ""
     sys.breakpointhook = stop_in_debugger
     threading.main_thread().name = f"rank {os.environ.get('RANK', 0)}"
+    signal_socket, wakeup = socket.socketpair()
+    wakeup.setblocking(False)
+    signal.set_wakeup_fd(wakeup.detach(), warn_on_full_buffer=False)
     signal.signal(signal.SIGINT, lambda *_: None)  # without a handler the socket gets nothing
-    parent = os.getppid()
-
-    def duty(signals: list[int]) -> None:
-        is_held = is_debugged() and os.getppid() == parent and signal.SIGINT not in signals
-        if not is_held and threading.main_thread().is_alive():  # else pydevd ends as the program
-            exit_now(128 + signal.SIGINT)
-
-    watch.add(duty, print_error)
-    watch.take_signals()
+    _Watch(_end_with_debugger, signal_socket, os.getppid()).start()
 
 
 def stop_in_debugger() -> None:
@@ -265,34 +223,34 @@ def stop_in_debugger() -> None:
         pydevd.settrace(trace_only_current_thread=True, stop_at_frame=sys._getframe(1))
 
 
-def listen(host: str, port: int) -> str:
-    """Let a debugger attach to this process from now on; return how."""
-    node = socket.gethostname()
-    if is_debugged():
-        raise UserError("--debug-rank: this rank already has a debugger; start it without F5")
-    os.environ.setdefault("PYDEVD_DISABLE_FILE_VALIDATION", "1")  # a warning that is not needed
-    try:
-        import debugpy
+class _Watch(threading.Thread):
+    """A second thread, so that VS Code names the first; runs while the debugger holds others."""
 
-        debugpy.listen((host, port))
-    except ImportError:
-        raise UserError("--debug-rank needs debugpy: python -m pip install debugpy") from None
-    except (RuntimeError, ValueError) as error:
-        line = (
-            f"--debug-rank: cannot listen at {host}:{port} ({error}): choose another --debug-port"
-        )
-        raise UserError(line) from None
-    threading.main_thread().name = f"rank {os.environ.get('RANK', 0)}"
-    line = f'{node}. VS Code, "Attach to a rank": host {{}}, port {port}'
-    if not host.startswith("127."):
-        return line.format(node)
-    return (
-        f"{line.format(host)}. From another machine, first run: ssh -L {port}:{host}:{port} {node}"
-    )
+    pydev_do_not_trace = True
+
+    def __init__(self, function: Callable[..., None], *args: object) -> None:
+        super().__init__(target=function, args=args, name="watch", daemon=True)
 
 
-def hold(error: Exception) -> None:
-    """If there is a debugger that stops at uncaught errors, stop where `error` was raised."""
-    # A debugger has imported it; the function is there from debugpy 1.8.22 on.
-    if stop := getattr(sys.modules.get("debugpy"), "trigger_exception_handler", None):
-        stop(error)
+def _end_with_debugger(signal_socket: socket.socket, parent: int) -> None:
+    signals = b""
+    while is_debugged() and os.getppid() == parent and signal.SIGINT not in signals:
+        signal_socket.settimeout(0.5)
+        with contextlib.suppress(TimeoutError):
+            signals = signal_socket.recv(64)
+    if threading.main_thread().is_alive():  # else pydevd ends as the program does
+        exit_now(128 + signal.SIGINT)
+
+
+def _end_with(rank: BaseProcess) -> None:
+    rank.join()
+    os.kill(os.getpid(), KILL)
+
+
+def _interrupt_rank(pid: int) -> None:
+    """Interrupt the rank once the debugger has left this worker."""
+    while is_debugged():
+        time.sleep(0.5)
+    if threading.main_thread().is_alive():
+        with contextlib.suppress(ProcessLookupError):  # the rank has ended
+            os.kill(pid, signal.SIGINT)

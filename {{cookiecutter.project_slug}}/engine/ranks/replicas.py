@@ -1,14 +1,15 @@
-"""The network on all ranks: its gradients are exact means, and its copies stay equal."""
+"""The network on all ranks: what keeps its copies equal, and checks that they are."""
 
 import contextlib
 import functools
-import itertools
 from collections.abc import Iterable, Iterator
 from typing import cast
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from engine.errors import UserError
@@ -33,7 +34,7 @@ def wrap(
 
         ddp_model = engine.wrap(model, device)
     """
-    if is_sharded(model) or not devices.has_collectives(device):
+    if isinstance(model, FSDPModule) or not devices.has_collectives(device):
         vars(model)["no_sync"] = functools.partial(_no_sync, model)
         return cast(DistributedDataParallel, model)
     is_split = len({weight.device for weight in model.parameters()}) > 1  # over several GPUs
@@ -53,17 +54,13 @@ def wrap(
     return ddp_model
 
 
-def is_sharded(model: nn.Module) -> bool:
-    """Return whether `model` is one of fully_shard; its module, which takes 1 s, stays away."""
-    return hasattr(model, "set_requires_gradient_sync")
-
-
 @contextlib.contextmanager
 def _no_sync(model: nn.Module) -> Iterator[None]:
-    switch = getattr(model, "set_requires_gradient_sync", lambda _: None)
-    switch(False)
+    if isinstance(model, FSDPModule):
+        model.set_requires_gradient_sync(False)
     yield
-    switch(True)
+    if isinstance(model, FSDPModule):
+        model.set_requires_gradient_sync(True)
 
 
 class _EachWeight(nn.Module):
@@ -111,24 +108,29 @@ def trained_weights(ddp_model: nn.Module) -> list[str]:
 
 
 def sync_networks(parts: Iterable[object]) -> None:
-    """Give all ranks rank 0's buffers (BatchNorm's statistics); check that weights are equal."""
+    """Give all ranks rank 0's buffers of each network in `parts`; check that weights are equal."""
     for part in parts:
         if isinstance(part, nn.Module):
-            for buffer in part.buffers():
-                distributed.broadcast(buffer)
-            _check_same(part)
+            sync_buffers(part)
+            check_same(part)
 
 
-def _check_same(model: nn.Module) -> None:
+def sync_buffers(model: nn.Module) -> None:
+    """Give every rank rank 0's buffers (BatchNorm's running statistics).
+
+    Each rank's are of what it has seen itself; evaluation and checkpoints use those of rank 0.
+    """
+    for buffer in model.buffers():
+        distributed.broadcast(buffer)
+
+
+def check_same(model: nn.Module) -> None:
     """Raise a UserError on all ranks unless each weight has the same checksum on all.
 
-    They drift apart silently if a forward pass bypasses the DDP wrapper. Sharded weights cannot.
+    They drift apart silently if a forward pass bypasses the DDP wrapper. Shared weights cannot.
     """
-    state = {
-        name: value
-        for name, value in model.state_dict().items()
-        if isinstance(value, Tensor) and not hasattr(value, "full_tensor")
-    }
+    state = {name: t for name, t in model.state_dict().items() if isinstance(t, Tensor)}
+    state = {name: t for name, t in state.items() if not isinstance(t, DTensor)}
     if not state:
         return
     device = next(iter(state.values())).device
@@ -144,90 +146,3 @@ def _check_same(model: nn.Module) -> None:
             "unfreezing weights call engine.wrap again, as DDP keeps to those it started with; "
             "and change weights in the same way on all ranks"
         )
-
-
-def check_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
-    """Raise a UserError if no weight of an `optimizer` that is about to step has a gradient."""
-    weights = itertools.chain(*(group["params"] for group in optimizer.param_groups))
-    if all(weight.grad is None for weight in weights):
-        raise UserError(
-            "no weight has a gradient in the optimizer's step: call backward() on what run.loss "
-            "returns, and zero_grad() after the step, not before"
-        )
-
-
-class Mean:
-    """Turns the gradients of summed losses into those of their mean over all samples.
-
-    Ranks and passes hold different numbers of labelled pixels, so the mean of their means would
-    weigh a pixel more where there are few. Each pass divides its sum of losses by a size, the same
-    on all, and the step divides by the count of all: one number, reduced while backward() runs.
-
-    Counts that are ints are equal to the size on all ranks. Then nothing has to be reduced.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self.found_in: nn.Module | None = None
-        self.weights: dict[torch.device, list[nn.Parameter]] = {}
-        self.zero = torch.zeros((), dtype=devices.double(device), device=device)
-        self.size = 0
-        self.whole = self.zero  # the size, on the device
-        self.count, self.known = self.zero, 0.0  # of a step, in sizes: if tensors, and if ints
-        self.pending: distributed.Pending | None = None
-        self.passes = 0  # of a step, whose losses are known
-
-    def start(self, size: int) -> None:
-        """Set the number by which each pass divides its sum; the same on all ranks."""
-        if size != self.size:
-            self.size, self.whole = size, torch.full_like(self.zero, size)
-
-    def loss(self, loss_sum: Tensor, count: Tensor | int, is_last: bool) -> Tensor:
-        """Return the loss of a pass to call backward() on, a scalar.
-
-        loss_sum: scalar, the sum of the losses of `count` samples (labelled pixels).
-        is_last: whether it is the last pass of the step.
-        """
-        self.passes += 1
-        if isinstance(count, Tensor):
-            self.count = torch.addcdiv(self.count, count.detach(), self.whole)
-        elif count != self.size:
-            raise UserError(
-                f"the loss returns {count} as its count for {self.size} targets: return a tensor, "
-                "as other ranks may have other counts"
-            )
-        else:
-            self.known += count / self.size
-        if is_last and self.count is not self.zero:
-            self.pending = distributed.start_sum(self.count)
-        return loss_sum * (1 / self.size)
-
-    def finish(self, ddp_model: nn.Module, passes: int) -> None:
-        """Divide the gradients, which DDP has averaged over the ranks; start anew.
-
-        passes: that a step has.
-        """
-        if self.passes != passes:
-            raise UserError(
-                f"run.loss was called {self.passes} time(s) in a step of {passes} pass(es): call "
-                "it once in each pass, and backward() on what it returns"
-            )
-        if self.known and self.count is not self.zero:
-            raise UserError("the loss returns its count as an int in some passes, not in others")
-        if self.found_in is not ddp_model:  # to search it at each step would take 0.1 ms
-            self.found_in, self.weights = ddp_model, {}
-            for weight in ddp_model.parameters():
-                self.weights.setdefault(weight.device, []).append(weight)
-        if self.pending:
-            self.pending.wait()
-        if not self.known:
-            inverse = distributed.world_size() / self.count
-            self._multiply(inverse.nan_to_num_(posinf=0).float())
-        elif self.known != 1:
-            self._multiply(1 / self.known)
-        self.count, self.known, self.pending, self.passes = self.zero, 0.0, None, 0
-
-    def _multiply(self, factor: Tensor | float) -> None:
-        for device, weights in self.weights.items():
-            if own := [each for weight in weights if (each := weight.grad) is not None]:
-                there = factor.to(device) if isinstance(factor, Tensor) else factor
-                torch._foreach_mul_(own, there)

@@ -1,37 +1,46 @@
-"""Print where all ranks of a running job are, and why they wait for each other; end nothing.
+"""Print where all ranks of a running job are, without ending it.
 
-python -m engine.ranks.where [OUTPUT_DIR], in any terminal that sees the output folder: rank 0 finds
-the question there.
+python -m engine.ranks.where [--debug-rank R] [OUTPUT_DIR], in any terminal that sees the output
+folder: rank 0 finds the question there, asks the other ranks, and writes the answer next to it.
 """
 
-import contextlib
+import os
 import sys
 import time
+import uuid
 from argparse import ArgumentParser
 from pathlib import Path
 
-from engine.errors import UserError, print_error
-from engine.ranks import process, protocol
-from engine.ranks.protocol import ANSWER_SECONDS, MISTAKE
+from engine.errors import UserError
+from engine.ranks import process
+from engine.ranks.protocol import ASKED, ATTACH, MISTAKE
 
 RUNS = Path(__file__).resolve().parents[2] / "runs"
-LIMIT = 2 * ANSWER_SECONDS  # seconds
+ANSWER_SECONDS = 10
 
 
-def question(folder: Path) -> str | None:
-    """Return the answer of the run that trains into `folder`; None if there is none."""
+def ask(folder: Path, rank: int | None) -> str | None:
+    """Return the answer of the run that trains into `folder`; None if there is none.
+
+    rank: it is to listen for a debugger.
+    """
     if not folder.is_dir():
         raise UserError(f"{folder}: no such folder; name the --output-dir of the run")
-    asked, reply = folder / protocol.QUESTION, folder / protocol.REPLY
-    before = reply.stat().st_mtime_ns if reply.exists() else 0
-    deadline = time.monotonic() + LIMIT
-    asked.touch()
-    while time.monotonic() < deadline:
-        with contextlib.suppress(FileNotFoundError):
-            if reply.stat().st_mtime_ns != before:
-                return reply.read_text()
-        time.sleep(0.1)
-    asked.unlink(missing_ok=True)
+    asked = folder / f"{ASKED}-{uuid.uuid4().hex}"  # others may ask, too
+    answer, attach = asked.with_suffix(".txt"), folder / f"{ATTACH}-{rank}"
+    deadline = time.monotonic() + ANSWER_SECONDS
+    try:
+        if rank is not None:
+            attach.unlink(missing_ok=True)
+            os.close(os.open(attach, os.O_CREAT | os.O_EXCL, 0o600))
+        asked.touch()
+        while time.monotonic() < deadline:
+            if answer.exists():
+                return answer.read_text()
+            time.sleep(0.1)
+    finally:
+        for path in (asked, answer, *([attach] if rank is not None else [])):
+            path.unlink(missing_ok=True)
     return None
 
 
@@ -41,16 +50,19 @@ def main() -> int:
     )
     text = "--output-dir of the run (default: runs/default)"
     parser.add_argument("folder", nargs="?", type=Path, default=RUNS / "default", help=text)
-    folder = parser.parse_args().folder
+    text = "let a debugger attach to that rank, at the run's --debug-port + R"
+    parser.add_argument("--debug-rank", metavar="R", type=int, help=text)
+    folder, rank = vars(parser.parse_args()).values()
     try:
-        found = question(folder)
-    except (UserError, OSError) as error:
-        print_error(error)
+        answer = ask(folder, rank)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
         return MISTAKE
-    if found is None:
-        print_error(f"{folder}: no answer: no run trains there, or has begun to, or it is paused")
+    if answer is None:
+        why = "no run trains there, or it has not begun to, or is paused"
+        print(f"error: {folder}: no answer in {ANSWER_SECONDS} s: {why}", file=sys.stderr)
         return 1
-    print(found)
+    print(answer)
     return 0
 
 

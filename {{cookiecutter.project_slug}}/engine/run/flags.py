@@ -4,22 +4,31 @@ Nothing here imports torch, so that a mistake in a flag is told at once.
 """
 
 import argparse
-import contextlib
 import math
 import os
 import re
 import shlex
 from argparse import ArgumentTypeError
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 from engine.errors import UserError
 
 overrides: dict[str, object] = {}  # replace the defaults of all flags: those of a run to replay
-# How this rank was started: flags that Parser takes for itself.
-launch = argparse.Namespace(
-    local_rank=None, dist_timeout=600.0, debug_rank=[], debug_port=("127.0.0.1", 5678)
-)
+
+
+@dataclass
+class Launch:
+    """How this rank was started: flags that Parser takes for itself."""
+
+    local_rank: int | None = None
+    dist_timeout: float = 600.0  # seconds
+    debug_rank: Sequence[int] = field(default_factory=list)
+    debug_port: tuple[str, int] = ("127.0.0.1", 5678)
+
+
+launch = Launch()
 
 
 class Help(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpFormatter):
@@ -53,9 +62,10 @@ class Parser(argparse.ArgumentParser):
         super().__init__(**{**common, **options})
         self._negative_number_matcher = re.compile(r"-\.?\d")  # also of -1000,3000: no flag
 
-    def _add_launch_arguments(self) -> None:
-        add = self.add_argument_group("ranks").add_argument
-        add("--dist-timeout", metavar="SECONDS", type=at_least(1, float), default=600.0,
+    def add_launch_arguments(self) -> None:
+        """Add the flags of the launcher and the debugger, after those of the script."""
+        add, own = self.add_argument_group("ranks").add_argument, Launch()
+        add("--dist-timeout", metavar="SECONDS", type=at_least(1, float), default=own.dist_timeout,
             help="how long a rank waits for the others; a week while debugging")  # fmt: skip
         add("--debug-rank", metavar="R[,R...]", type=ranks, default=[],
             help="ranks that wait for a debugger, rank R at --debug-port + R")  # fmt: skip
@@ -71,7 +81,7 @@ class Parser(argparse.ArgumentParser):
         defaults: by name, such as the "args" of a checkpoint; text is converted to the flag's type.
         """
         if "--dist-timeout" not in self._option_string_actions:
-            self._add_launch_arguments()
+            self.add_launch_arguments()
         self.set_defaults(**{**(defaults or {}), **overrides})
         for action in self._actions:
             action.required = action.required and action.dest not in (defaults or {})
@@ -85,11 +95,13 @@ class Parser(argparse.ArgumentParser):
         """Convert auto, or A,B,... to numbers of at least 0, of which one is not 0."""
         if text == "auto":
             return text
-        with contextlib.suppress(ValueError):
+        try:
             values = tuple(map(float, re.sub(r"[()\s]", "", text).strip(",").split(",")))
-            if all(0 <= value < math.inf for value in values) and any(values):
-                return values
-        raise ArgumentTypeError(f"{text}: expected auto, or numbers of 0 or more, not all 0")
+        except ValueError:
+            values = (math.nan,)
+        if not all(map(math.isfinite, values)) or min(values) < 0 or not any(values):
+            raise ArgumentTypeError(f"{text}: expected auto, or numbers of 0 or more, not all 0")
+        return values
 
     def print_help(self, file: Any = None) -> None:
         if os.environ.get("LOCAL_RANK", "0") == "0":

@@ -1,7 +1,7 @@
 """The output folder of a run: which checkpoint to resume from, and which ones to keep.
 
-`last.pt` is the newest checkpoint, `last-1.pt` the one before it, in case a crash of the machine
-damages the last one; `best.pt` has the best score. Rank 0 writes them, and all ranks read them.
+`last.pt` is the newest checkpoint, `last-1.pt` the one before it, and so on, up to KEEP of them;
+`best.pt` is the one with the best score. Rank 0 writes them, and all ranks read them.
 """
 
 import contextlib
@@ -17,21 +17,30 @@ from torch import Tensor, nn
 from engine import files
 from engine.data import samples
 from engine.errors import UserError
-from engine.ranks import distributed, environment, process, protocol
-from engine.run import checkpoint, reporting
+from engine.ranks import answering, distributed, process, protocol, requeue
+from engine.run import checkpoint, mistakes, records, transfer
 from engine.run.checkpoint import OTHER_RUN, Damaged, State
-from engine.run.metrics import Found, Mistakes
+from engine.run.mistakes import Found, Mistakes
 
-SAVES = ("last.pt", "last-1.pt")  # newest first
-OWN_FILES = (  # what a run writes; `--resume never` removes all of them
-    *(*SAVES, "*.pt.corrupt*", "best.pt", "best-*.pt", "metrics.csv", "tracker.json", "args.json"),
-    *("curves.png", *reporting.IMAGES, *(f"eval/{name}" for name in reporting.IMAGES)),
+# What a run writes in addition to last.pt and last-N.pt; `--resume never` removes all of them.
+OWN_FILES = (
+    "*.pt.corrupt*",
+    "best.pt",
+    "best-*.pt",
+    "metrics.csv",
+    "tracker.json",
+    "args.json",
+    "curves.png",
+    *records.IMAGES,
+    *(f"eval/{name}" for name in records.IMAGES),
     "events.out.tfevents.*",
 )
-KEYS = (  # what a checkpoint has to contain, besides what a training loader adds
-    *("model", "optimizer", "scheduler", "kinds", "epoch", "step", "seen", "totals", "images"),
-    *("seed", "global_batch", "best", "best_of", "history", "classes", "resumed_from", "args"),
-    "format",
+KEEP = 2  # of the newest checkpoints: the last one may be damaged by a crash of the machine
+Position = tuple[int, int]  # an epoch and an optimizer step in it, both from 1
+OF_PARTS = ("model", "optimizer", "scheduler")
+KEYS = (  # what a checkpoint has to contain
+    *(*OF_PARTS, "layout", "epoch", "step", "seen", "totals", "images", "seed", "global_batch"),
+    *("best", "best_of", "history", "classes", "resumed_from", "args", "format"),
 )
 
 
@@ -48,7 +57,10 @@ class Folder:
         folder.load(model, classes, vars(args))
     """
 
+    replay: Position | None = None  # before which step to stop
+
     def __init__(self, path: Path | str, resume: str = "auto") -> None:
+        """Take the flags; nothing is read or written yet."""
         self.path = Path(path)
         self.resume = resume if resume in ("auto", "never") else os.path.abspath(resume)
         self.state: State | None = None  # found by `find_checkpoint`
@@ -65,32 +77,11 @@ class Folder:
     def find_checkpoint(self) -> State | None:
         """Return the checkpoint to resume from, a dict, or None to start from scratch.
 
-        Locks the folder. The first rank of each node searches its disk; if the nodes do not share
-        one, all ranks get the checkpoint with the most steps. All ranks have to call it.
-
-        Raises a UserError if the folder cannot be written, or if the checkpoint cannot be read.
+        Locks the folder. Raises a UserError if it cannot be written, or if the checkpoint cannot be
+        read. All ranks have to call it.
         """
-        with distributed.rank_zero_first():
-            if distributed.is_rank_zero():
-                self._lock()
-            process.watch.folder = self.path
-            is_first = distributed.local_rank() == 0  # of its node
-            state = self._search() if is_first else None
-        step, path = (state["step"], state["path"]) if state else (-1, "")
-        reached = distributed.gather_objects((step, path, is_first))
-        furthest = max(reached)[0]
-        if not any(path and self.contains(path) for _, path, _ in reached):
-            environment.check_new(self.path)
-        elif distributed.is_rank_zero():
-            environment.note_checkpoint(self.path)
-        if any(step != furthest for step, _, is_first in reached if is_first):
-            source = [step for step, _, _ in reached].index(furthest)
-            state = distributed.from_rank(source, lambda: state)
-        elif state is None and furthest != -1:
-            path = next(path for _, path, _ in reversed(reached[: distributed.rank()]) if path)
-            state = checkpoint.read(path, KEYS)
-        self.state = state
-        return state
+        self.state = self._find()
+        return self.state
 
     def load(self, model: nn.Module, classes: Sequence[str], flags: Mapping[str, object]) -> None:
         """Give `model` the weights of the checkpoint that was found, if there is one.
@@ -119,14 +110,44 @@ class Folder:
     ) -> None:
         """Write what an evaluation has found to eval/ in the folder, on rank 0, and say so.
 
+        Raises a UserError if the ranks have evaluated other images.
+
         found: the confusion matrix of `compute`, and what Worst.compute() returns. loader: of the
         validation images. classes, predict, draw: as Run takes them.
-
-        Raises a UserError if the ranks have evaluated other images.
         """
         samples.check_alike(classes, validation=samples.of(loader))
-        shown = Mistakes(found, model, loader, classes, predict, draw)
-        reporting.report(shown, self.path / "eval")
+        shown = Mistakes.of(found, model, loader, classes, predict, draw)
+        mistakes.report(shown, self.path / "eval")
+
+    def _find(self) -> State | None:
+        """Lock the folder; return the checkpoint to resume from, or None to start from scratch.
+
+        The first rank of each node searches its disk. If the nodes do not share one, all ranks get
+        the checkpoint with the most steps. Raises a UserError if the folder cannot be written, or
+        if the checkpoint cannot be read.
+        """
+        with distributed.rank_zero_first():
+            if distributed.is_rank_zero():
+                self._lock()
+            answering.listen(self.path)
+            is_first = distributed.local_rank() == 0  # of its node
+            state = self._search() if is_first else None
+        step, path = (state["step"], state["path"]) if state else (-1, "")
+        reached = distributed.gather_objects((step, path, is_first))
+        furthest = max(reached)[0]
+        if not any(path and self.contains(path) for _, path, _ in reached):
+            requeue.check_new(self.path)
+        elif distributed.is_rank_zero():
+            requeue.note_checkpoint(self.path)
+        if furthest == -1:
+            return None
+        if any(step != furthest for step, _, is_first in reached if is_first):
+            source = [step for step, _, _ in reached].index(furthest)
+            return distributed.from_rank(source, lambda: state)
+        if state is None:
+            path = next(path for _, path, _ in reversed(reached[: distributed.rank()]) if path)
+            state = checkpoint.read(path, KEYS)
+        return state
 
     def _lock(self) -> None:
         if self.resume not in ("auto", "never") and not Path(self.resume).is_file():
@@ -157,24 +178,29 @@ class Folder:
         if resume == "never":
             return None
         found = self.saves()
-        is_own = resume != "auto" and self.contains(resume)
-        for path in found if is_own else ():  # use it, unless last.pt resumed from it
-            with contextlib.suppress(Damaged):
-                is_own = checkpoint.read(path, KEYS)["resumed_from"] != resume
-                break
-        if found and not is_own:
+        if resume == "auto":
+            return read_newest(found) if found else None
+        if found and not self.contains(resume):
             return read_newest(found)
-        return None if resume == "auto" else checkpoint.read(resume, KEYS)
+        for path in found:  # `resume` is in this folder: use it, unless last.pt resumed from it
+            with contextlib.suppress(Damaged):
+                if checkpoint.read(path, KEYS)["resumed_from"] == resume:
+                    return read_newest(found)
+                break
+        return checkpoint.read(resume, KEYS)
 
     def contains(self, path: Path | str) -> bool:
         return Path(path).parent.resolve() == self.path.resolve()
 
     def saves(self) -> list[Path]:
-        """Return the paths of last.pt and last-1.pt that exist, newest first."""
-        # Not by exists(), which is False if a network disk does not answer.
+        """Return the paths of last.pt, last-1.pt and so on that exist, newest first."""
+        # Not by glob, for which there is nothing if a network disk does not answer.
         is_there = self.path.is_dir()
-        names = files.retried(self.path, os.listdir, self.path) if is_there else ()
-        return [self.path / name for name in SAVES if name in names]
+        names = {*files.retried(self.path, os.listdir, self.path)} if is_there else ()
+        ages = [name[5:-3] for name in names if name.startswith("last-") and name.endswith(".pt")]
+        numbers = sorted(int(age) for age in ages if age.isdecimal())  # others are the user's
+        newest = ["last.pt"] if "last.pt" in names else []
+        return [self.path / name for name in (*newest, *(f"last-{n}.pt" for n in numbers))]
 
     def open_for_training(self, is_new: bool) -> None:
         """On rank 0, clear the folder for a new run with --resume never, and record this launch.
@@ -191,7 +217,7 @@ class Folder:
 
     def _clear(self) -> None:
         """Remove the files of the previous run, and nothing else."""
-        old = sorted({path for name in OWN_FILES for path in self.path.glob(name)})
+        old = sorted({*self.saves(), *(p for name in OWN_FILES for p in self.path.glob(name))})
         if folders := [path for path in old if path.is_dir()]:
             raise UserError(f"{folders[0]}: is a folder, not a file; rename or remove it")
         if old:
@@ -201,46 +227,68 @@ class Folder:
                 for path in old:
                     path.unlink()
 
-    def best_score(self, best_of: str | None, until: float) -> tuple[float, int]:
-        """Return the score of best.pt and its epoch; -inf and 0 if it is of something else.
+    def best_score(self, best_of: str | None, until: float) -> float:
+        """Return the score of best.pt, or -inf if there is none to continue from; on rank 0.
 
-        It is then renamed. On rank 0. best_of: its metric and validation set; None if a best.pt
-        cannot belong to this run. until: the last epoch that it may be from.
+        best_of: its metric and validation set; None if a best.pt cannot belong to this run. until:
+        the last epoch that it may be from. A best.pt that does not match is renamed to best-1.pt,
+        best-2.pt and so on; one of those that matches becomes best.pt again.
         """
-        path = self.path / "best.pt"
-        if os.path.lexists(path):
+        best, reason = self.path / "best.pt", ""
+        kept = sorted(self.path.glob("best-*.pt"), key=lambda p: p.stat().st_mtime, reverse=True)
+        for path in (best, *kept) if best_of else (best,):
+            if not os.path.lexists(path):
+                continue
             try:
-                state, name = checkpoint.read(path, KEYS), "best{}.pt"
-                if state["best_of"] == best_of and state["epoch"] <= until:
-                    return state["best"], state["epoch"]
-                reason = f"{path}: has the best {state['best_of']} of epoch {state['epoch']}"
+                state = checkpoint.read(path, KEYS)
+            except Damaged as error:
+                if path == best:
+                    distributed.say(f"{error.reason}; renamed to {rename_damaged(path).name}")
+                continue
             except UserError as error:
-                reason = getattr(error, "reason", str(error))
-                name = "best.pt.corrupt{}" if isinstance(error, Damaged) else "best{}.pt"
-            set_aside(reason, path, name)
-        reporting.remove_images(self.path)
-        return -math.inf, 0
+                reason = reason or str(error)
+                continue
+            if state["best_of"] == best_of and state["epoch"] <= until:
+                if path != best:
+                    keep_best(best, reason)
+                    path.rename(best)
+                    distributed.say(f"{path}: has the best {best_of}; renamed to best.pt")
+                return state["best"]
+            reason = reason or f"{path}: has the best {state['best_of']} of epoch {state['epoch']}"
+        keep_best(best, reason)
+        return -math.inf
 
-    def add(self, state: State, is_best: bool, replace: bool) -> None:
+    def add(self, state: State, is_best: bool, replace: bool, verify: bool) -> None:
         """Save `state` as last.pt, and as best.pt if it is the best so far; on rank 0.
 
-        The old last.pt becomes last-1.pt; with `replace` it is overwritten instead.
+        The old last.pt becomes last-1.pt, and so on; with `replace` it is overwritten instead. With
+        `verify` the new file is read back before it gets its name.
         """
         if not distributed.is_rank_zero():
             return
-        last, older = (self.path / name for name in SAVES)
+        state = transfer.to_host(state)
+
+        def write(tmp_path: Path) -> None:
+            checkpoint.write(tmp_path, state, verify)
+            files.sync(tmp_path)  # a disk may say only now that it is full
+
         # best.pt comes first: when last.pt records a new best score, best.pt has it already.
-        for path in (self.path / "best.pt", last) if is_best else (last,):
-            with files.writing(path) as tmp_path:
-                files.retried(path, checkpoint.write, tmp_path, state)
-                if path != last:
-                    reporting.remove_images(self.path)
-                elif not replace:
-                    with contextlib.suppress(FileNotFoundError):
-                        last.replace(older)
+        if is_best:
+            with files.writing(self.path / "best.pt") as tmp_path:
+                files.retried(self.path / "best.pt", write, tmp_path)
+                records.remove_images(self.path)
+        with files.writing(self.path / "last.pt") as tmp_path:
+            files.retried(self.path / "last.pt", write, tmp_path)
+            for age in range(0 if replace else KEEP - 1, 0, -1):
+                newer = self.path / (f"last-{age - 1}.pt" if age > 1 else "last.pt")
+                with contextlib.suppress(FileNotFoundError):
+                    newer.replace(self.path / f"last-{age}.pt")
         with contextlib.suppress(OSError):  # not every file system supports it
             files.sync(self.path)
-        environment.note_checkpoint(self.path)
+        requeue.note_checkpoint(self.path)
+        with contextlib.suppress(FileNotFoundError):
+            for age in itertools.count(KEEP):
+                (self.path / f"last-{age}.pt").unlink()
 
 
 def read_newest(paths: Sequence[Path]) -> State:
@@ -255,16 +303,25 @@ def read_newest(paths: Sequence[Path]) -> State:
         except Damaged as error:
             reasons.append(error.reason)
             continue
-        if distributed.is_rank_zero():
-            for bad, reason in zip(paths, reasons, strict=False):
-                set_aside(reason, bad, f"{bad.name}.corrupt{{}}", f", continuing from {path.name}")
+        for bad, reason in zip(paths, reasons, strict=False):
+            if distributed.is_rank_zero():
+                new = rename_damaged(bad).name
+                distributed.say(f"{reason}; renamed to {new}, continuing from {path.name}")
         return state
     raise UserError(f"{'; '.join(reasons)}: {OTHER_RUN}")
 
 
-def set_aside(reason: str, path: Path, name: str, more: str = "") -> None:
-    """Rename a file to `name` with the first free number for "{}", if it needs one; say so."""
-    ends = itertools.chain([""], (f"-{number}" for number in itertools.count(1)))
-    names = (path.with_name(name.format(end)) for end in ends)
-    new = path.rename(next(each for each in names if not os.path.lexists(each)))
-    distributed.say(f"{reason}; renamed to {new.name}{more}")
+def rename_damaged(path: Path) -> Path:
+    """Rename `path` to PATH.corrupt, or PATH.corrupt-1 and so on; return the new path."""
+    suffixes = itertools.chain([""], (f"-{number}" for number in itertools.count(1)))
+    names = (Path(f"{path}.corrupt{suffix}") for suffix in suffixes)
+    return path.rename(next(name for name in names if not os.path.lexists(name)))
+
+
+def keep_best(best: Path, reason: str) -> None:
+    """Rename best.pt, if it exists, to best-1.pt or the next free number, and print that."""
+    records.remove_images(best.parent)
+    if os.path.lexists(best):
+        names = (best.with_name(f"best-{number}.pt") for number in itertools.count(1))
+        kept = best.rename(next(name for name in names if not os.path.lexists(name)))
+        distributed.say(f"{reason}; kept as {kept.name}")

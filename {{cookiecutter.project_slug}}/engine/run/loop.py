@@ -1,35 +1,30 @@
-"""class Run: what a training loop needs besides torch. It counts, saves and resumes to the step."""
+"""class Run: what a training loop needs besides torch."""
 
-import contextlib
 import copy
 import dataclasses
-import math
-import shlex
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
-from engine.data import loading, samples
-from engine.data.loading import Foreign, Own
+from engine.data import loading, samples, seeding
+from engine.data.sources import Foreign, Own
 from engine.errors import UserError
-from engine.ranks import devices, distributed, failures, replicas, stopping
-from engine.run import checkpoint, metrics, pictures, reporting
-from engine.run.checkpoint import OTHER_RUN, State
-from engine.run.folder import KEYS, Folder
-from engine.run.metrics import Found, Mistakes
+from engine.ranks import devices, distributed, gradients, replicas
+from engine.run import checkpoint, metrics, records, replay, sharded
+from engine.run.folder import Folder
+from engine.run.mistakes import Found, Mistakes
+from engine.run.optimizers import fill_momenta
+from engine.run.progress import Progress
 from engine.run.reporting import Reporter
 
-SECONDS_BETWEEN_CHECKS = 5  # of the loss; reading it at every step would stall the device
-OF_PARTS = {"model", "optimizer", "scheduler"}
 Judge = Callable[[nn.Module, Any], tuple[dict[str, float], Found]]
-Row = Mapping[str, float | str]
 
 
-class Run:
+class Run(Progress):
     """A training run: its progress, which it saves and resumes to the step, and its reports.
 
     folder: whose `find_checkpoint` has been called; the run continues from what it found.
@@ -50,9 +45,8 @@ class Run:
 
     Raises a UserError if the checkpoint does not fit.
 
-    epoch: epochs finished; began: at the start of this process. step: optimizer steps taken. seen:
-    images trained on in this epoch, on all ranks. totals: this rank's losses of it. best: the best
-    score so far. history: the rows of metrics.csv.
+    epoch: epochs finished; began: at the start of this process. step: optimizer steps taken.
+    history: the rows of metrics.csv.
 
         run = engine.Run(folder, train_loader, val_loader, classes, model=model, ...)
         with run:
@@ -79,174 +73,72 @@ class Run:
         flags: Mapping[str, object] | None = None,
         predict: Callable[[nn.Module, Tensor], Any] | None = None,
         draw: Callable[..., None] | None = None,
-        tracker: reporting.Start | None = None,
+        tracker: records.Start | None = None,
         **more: Any,
     ) -> None:
-        self.folder, self.classes, self.epochs, self.score = folder, classes, epochs, best
+        self.optimizer = optimizer
         self.model, self.trained = model, model if trained is None else trained
-        self.optimizer, self.device = optimizer, next(model.parameters()).device
         self.train_loader, self.val_loader = train_loader, val_loader
+        self.device = next(model.parameters()).device
         self.predict, self.draw_example = predict or (lambda model, images: model(images)), draw
         val_set = samples.of(val_loader)
         samples.check_alike(classes, training=samples.of(train_loader), validation=val_set)
-        self.is_own = loading.is_ours(train_loader)
-        self.source: Own | Foreign = (
-            Own(train_loader, accumulate)
-            if self.is_own
-            else Foreign(train_loader, accumulate, (flags or {}).get("seed", 0))
+        is_own = loading.is_ours(train_loader)
+        source = (Own if is_own else Foreign)(train_loader, accumulate)
+        # Whole weights are saved; those of an average besides what is averaged.
+        is_shared = isinstance(self.trained, FSDPModule)
+        parts: dict[str, Any] = {"model": self.trained if is_shared else model}
+        parts |= {"optimizer": optimizer, "scheduler": scheduler, **more}
+        if trained is not None and trained is not model and not is_shared:
+            parts["trained"] = trained
+        super().__init__(
+            *(folder, source),
+            best_of=f"{best} on {samples.fingerprint(val_set)}",
+            classes=classes,
+            epochs=epochs,
+            accumulate=accumulate,
+            save_every=save_every,
+            score=best,
+            flags=flags or {},
+            format=dataclasses.asdict(loading.format_of(val_loader)),
+            channels=getattr(val_loader.dataset, "channels", 3),
+            parts=parts,
         )
-        self.global_batch, self.passes_per_step = self.source.global_batch, accumulate
-        self.save_every = save_every
-        self.parts = self._parts(scheduler, more)
-        self.about = checkpoint.to_plain(  # the same in all checkpoints of this run
-            {
-                "kinds": checkpoint.kinds(self.parts),
-                "best_of": f"{best} on {samples.fingerprint(val_set)}",
-                "classes": list(classes),
-                "colors": pictures.colors_of(classes).tolist(),
-                "resumed_from": folder.resume,
-                "args": dict(flags or {}),
-                "format": dataclasses.asdict(loading.format_of(val_loader)),
-                "channels": getattr(val_loader.dataset, "channels", 3),
-            }
-        )
-        self.epoch, self.step, self.seen, self.saved_step = 0, 0, 0, 0
-        self.totals = metrics.Totals(self.device)
-        self.history: list[dict[str, float | str]] = []
-        self.mean = replicas.Mean(self.device)
-        self.is_divided = False  # the gradients of the last step
-        self.checked_at = time.monotonic()
-        state = folder.state
-        is_over = state is not None and state["epoch"] >= epochs
-        draws = draw is not None
-        self.is_complete = is_over and reporting.are_complete(folder.path, epochs, draws)
-        self._resume(state)
+        fill_momenta(optimizer)
+        optimizer.register_step_pre_hook(gradients.check_step)
+        self.is_complete = self._is_complete()
+        self.resume(folder.state)
         self.began = self.epoch
-        self.first_step = optimizer.register_step_pre_hook(replicas.check_step)
+        self.mean = gradients.Mean(self.device)
+        self.is_divided = False  # the gradients of the last step
         self.report = Reporter(folder.path, self.device, epochs, self.epoch, self.is_complete)
-        self.report.has_images = draws
-        about = accumulate, classes, train_loader, val_loader, self.about["args"]
-        self.report.start(self.source, *about)
+        self.report.start(source, accumulate, classes, train_loader, val_loader, self.flags)
         self.report.catch_up(self.history, tracker)
-        self.block = self._block()
+        self.stopping = self.stoppable()
 
-    def _parts(self, scheduler: Any, more: checkpoint.Parts) -> State:
-        """Return what is saved: whole weights, and those of an average besides what is averaged."""
-        if taken := more.keys() & {*KEYS, "sampler", "loader"} - OF_PARTS:
-            raise UserError(f"Run({min(taken)}=...): checkpoints have an entry of that name")
-        self.is_sharded = hasattr(self.trained, "unshard")  # to import FSDPModule takes a second
-        saved = self.trained if self.is_sharded else self.model
-        parts = {"model": saved, "optimizer": self.optimizer, "scheduler": scheduler, **more}
-        return parts if self.trained is saved else {**parts, "trained": self.trained}
-
-    def _resume(self, state: State | None) -> None:
-        """Open the folder for training; continue from the checkpoint `state` if there is one.
-
-        The model has its weights already. With as many ranks as wrote it, the run continues as if
-        it had not stopped, to the bit.
-        """
-        best_of, until = None, 0.0
-        if state is not None:
-            self._check_kind(state)
-        self.folder.open_for_training(is_new=state is None)
-        if state is not None:
-            self._say_differences(state)
-            self._take_position(state)
-            step = self.epoch * self.source.steps + self.seen // self.global_batch
-            then = state["images"], state["global_batch"], state["seen"]
-            if then == (self.source.total, self.global_batch, self.seen):
-                step = state["scheduler"].get("last_epoch", step)  # epochs may have ended early
-            checkpoint.load_states(state, self.parts, step, self.epochs * self.source.steps)
-            # After going back to an earlier checkpoint, a best.pt from later epochs does not count.
-            path = state["path"]
-            is_newest = Path(path).name.startswith("last") and path != self.folder.resume
-            best_of = self.about["best_of"] if self.folder.contains(path) else None
-            until = math.inf if is_newest else self.epoch
-            for name in ("model", "optimizer", "trained"):  # they take as much memory again
-                state.pop(name, None)
-        for part in self.parts.values():
-            if isinstance(part, torch.optim.Optimizer):
-                checkpoint.fill_momenta(part)
-        found = distributed.from_rank_zero(self.folder.best_score, best_of, until)
-        self.best, self.best_epoch = found if found[0] > -math.inf else (-math.inf, self.epoch)
-
-    def _check_kind(self, state: State) -> None:
-        """Raise a UserError if the checkpoint's weights are an average, or of other images."""
-        path, is_average = state["path"], "trained" in state
-        if is_average != ("trained" in self.parts):
-            was, now = ("with", "without") if is_average else ("without", "with")
-            raise UserError(f"{path} was trained {was} --ema, not {now}: {OTHER_RUN}")
-        for name, value in self.about["format"].items():
-            if name != "max_megapixels" and (then := state["format"].get(name)) != value:
-                line = f"{path} was trained with {name} {then} in data.json, not {value}"
-                raise UserError(f"{line}: {OTHER_RUN}")
-
-    def _take_position(self, state: State) -> None:
-        self.epoch, self.step = state["epoch"], state["step"]
-        self.history = list(state["history"])
-        saved, totals = state.get("loader") or [], self.totals.loss.new_tensor(state["totals"])
-        ranks, reason = distributed.world_size(), ""
-        if not state["seen"]:
-            return
-        if not self.source.is_exact or (saved and len(saved) != ranks):
-            reason = "the training loader cannot continue in mid-epoch"
-        elif any(state.get(name) != value for name, value in self.source.order.items()):
-            reason = "the images, --seed or --sampler have changed"
-        if reason:
-            return distributed.say(f"{reason}: the epoch starts over")
-        if saved and isinstance(self.source, Foreign):
-            self.source.saved = [saved[distributed.rank()]]
-        self.seen = state["seen"]
-        if len(totals) == ranks:
-            self.totals.add(*totals[distributed.rank()])
-        elif distributed.is_rank_zero():
-            self.totals.add(*totals.sum(0))
-
-    def _say_differences(self, state: State) -> None:
-        """Print the checkpoint's progress and what has changed since."""
-        then, now = state["global_batch"], self.global_batch
-        ranks_then, ranks = len(state["totals"]), distributed.world_size()
-        line = f"{state['path']}: {state['epoch']} of {self.epochs} epochs done"
-        if state["epoch"]:
-            line += f", best {state['best']:.4f}"
-        if steps := state["seen"] // then:
-            line += f" and {steps} step{'s' * (steps != 1)} of the next"
-        if ranks_then != ranks:
-            effect = "the same images in the same order, but BatchNorm, dropout and rounding differ"
-            line += f"; {ranks_then} rank(s) then, {ranks} now: {effect}"
-        if then != now:
-            line += f"; global batch (--batch-size x ranks x --accumulate) was {then}, is {now}"
-        changed = checkpoint.changes(state["args"], self.about["args"])
-        distributed.say(f"{line}; changed: {changed}" if changed else line)
+    def _is_complete(self) -> bool:
+        state = self.folder.state
+        if not state or state["epoch"] < self.epochs:
+            return False
+        return records.are_complete(self.folder.path, self.epochs)
 
     def __enter__(self) -> "Run":
         """A signal makes all ranks stop after the same step, save, and exit with status 75."""
-        self.block.__enter__()
+        self.stopping.__enter__()
         return self
 
-    def __exit__(self, *error: Any) -> None:
-        self.block.__exit__(*error)
-
-    @contextlib.contextmanager
-    def _block(self) -> Iterator[None]:
-        distributed.barrier()  # lets rank 0 print the start lines before any rank can fail
-        with stopping.on_signals(self.__str__):
-            try:
-                with contextlib.closing(self.report):
-                    yield
-                distributed.barrier()  # rank 0 may still be saving: its watcher needs the others'
-            except stopping.Stopped:  # on all ranks; lockstep: ok
-                if self.saved_step != self.step:
-                    self.save()
-                but = " without --resume never" if self.folder.resume == "never" else ""
-                stopping.exit_stopped(f"at {self}; run the same command{but} to continue")
-        if self.is_complete:
-            remedy = "use --epochs N for more, --resume never to start over"
-            return distributed.say(f"nothing left to do; {remedy}")
-        return self.report.finish(self.score, self.best)
-
-    def __str__(self) -> str:
-        return f"epoch {self.epoch + 1}, step {self.seen // self.global_batch}"
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.report.close()
+        if not self.stopping.__exit__(kind, error, trace) and kind is None:
+            if self.is_complete:
+                remedy = "use --epochs N for more, --resume never to start over"
+                return distributed.say(f"nothing left to do; {remedy}")
+            self.report.finish(self.score, self.best)
 
     def batches(self) -> Iterator[tuple[int, tuple]]:
         """Yield (i, (images, targets, ...)) of the rest of the epoch, on the device.
@@ -268,20 +160,18 @@ class Run:
             parts = loading.move(batch, self.device, ahead, format)
             if not self.mean.size:
                 self._start_mean(parts[1])
-            samples.seed(seed, self.epoch, i, rank)  # dropout differs by rank and pass
+            seeding.seed(seed, self.epoch, i, rank)  # dropout differs by rank and pass
+            if self.is_due(i):
+                replay.stop_here()
             self.last_pass, self.is_divided = i, False
+            self.report.forward.start()
             yield i, parts
         self._check_last_step(i + 1)
 
     def _start_mean(self, targets: Any) -> None:
         own = metrics.size(targets) if isinstance(targets, Tensor) else 1
-        # The ranks of another loader may begin with unequal batches.
-        self.mean.start(own if self.is_own else distributed.from_rank_zero(lambda: own))
-
-    @property
-    def passes(self) -> int:
-        """Return how many passes of the current epoch are done, counting whole steps only."""
-        return self.seen // self.global_batch * self.passes_per_step
+        is_own = isinstance(self.source, Own)
+        self.mean.start(own if is_own else distributed.from_rank_zero(lambda: own))
 
     def _check_last_step(self, i: int) -> None:
         """Raise a UserError if the passes before the `i`-th have not ended as a step does."""
@@ -302,8 +192,9 @@ class Run:
             loss = run.loss(loss_sum, count)
             loss.backward()
         """
-        if not self.is_own and isinstance(count, int):
-            count = self.totals.count.new_tensor(count)
+        self.report.forward.end()
+        if isinstance(self.source, Foreign):
+            count = self.totals.count.new_tensor(count) if isinstance(count, int) else count
         self.totals.add(loss_sum, count)
         self.report.loss(self.totals, self.optimizer.param_groups[-1]["lr"])
         is_last = (self.last_pass + 1) % self.passes_per_step == 0
@@ -315,7 +206,8 @@ class Run:
         After the last backward() of a step, before clipping and the optimizer's step: they become
         those of the mean loss over all samples of all ranks and passes.
 
-        Raises a UserError if a pass had no `loss`, or if none went through `ddp_model`.
+        Raises a UserError if a pass had no `loss`, if no weight has a gradient, or if none of the
+        passes went through `ddp_model`.
         """
         replicas.check_called(ddp_model)
         self.mean.finish(ddp_model, self.passes_per_step)
@@ -331,43 +223,20 @@ class Run:
                 "the gradients of a step were not divided by the counts of all ranks and passes: "
                 "call run.divide_gradients(ddp_model) after its last backward()"
             )
-        self.first_step.remove()
-        self.step += 1
-        self.seen += self.global_batch
-        if self.save_every and self.step % self.save_every == 0:
-            self.save()
-        elif (now := time.monotonic()) - self.checked_at > SECONDS_BETWEEN_CHECKS:
-            self.checked_at = now
-            self._check_loss(self.totals.compute())
-        stopping.end_step()
+        super().end_step()
 
     def mean_loss(self) -> float:
-        """Return the mean loss of the epoch over all ranks; all have to call it, after the loop.
-
-        Raises a UserError if ranks have left the loop at different steps.
-        """
+        """Return the mean loss of the epoch over all ranks; all have to call it, after the loop."""
         if self.mean.passes:
             self.end_step()  # raises
-        is_early = self.source.total - self.seen >= self.global_batch
-        if is_early and not distributed.all_arrive(f"left/{self.step}", distributed.timeout() / 10):
-            raise UserError(
-                f"rank {distributed.rank()} left the training loop at {self} and other ranks did "
-                "not: all ranks have to take the same number of steps"
-            )
-        totals = distributed.reduce_tensor(self.totals.compute())
-        self._check_loss(totals)
-        if is_early:  # a resumed run starts with the next epoch
-            self.seen = self.source.total
+        loss = super().mean_loss()
         self.speed = self.report.speed()
         replicas.sync_networks(self.parts.values())
-        if self.is_sharded:
-            from engine.run import sharded
-
+        if isinstance(self.trained, FSDPModule):
             sharded.gather(self.trained, self.model)
-        loss, count = totals.tolist()
-        return loss / count if count else 0.0  # class weights may make it small
+        return loss
 
-    def end_epoch(self, row: Row) -> bool:
+    def end_epoch(self, row: Mapping[str, float | str]) -> bool:
         """Record a finished epoch and save; return whether its score is the best so far.
 
         row: numbers by name, for metrics.csv and TensorBoard.
@@ -379,85 +248,28 @@ class Run:
                 "evaluate() judged another network than Run(model=...), which is saved: that is in "
                 "training mode; evaluate it, after model.eval()"
             )
-        self._check_score(row)
-        self.epoch, self.seen, self.totals = self.epoch + 1, 0, metrics.Totals(self.device)
-        row = {"epoch": self.epoch, "step": self.step, **row, **self.speed}
-        self.history.append(checkpoint.to_plain(row))
-        score = float(row[self.score])
-        if is_best := score > self.best:
-            self.best, self.best_epoch = score, self.epoch
+        is_best = super().end_epoch({**row, **self.speed})
         self.save(is_best)
         self.report.end_epoch(self.history, is_best)
         return is_best
-
-    def _check_score(self, row: Row) -> None:
-        if self.score not in row:
-            raise UserError(f"BEST of model.py is {self.score}: use one of {', '.join(row)}")
 
     def is_over(self, patience: int) -> bool:
         """Return whether all epochs are done, or the last `patience` brought no new best score.
 
         patience: 0 to do all epochs.
         """
-        since = self.epoch - self.best_epoch
-        if 0 < patience <= since and self.epoch < self.epochs:
-            distributed.say(f"--patience {patience}: no new best {self.score} for {since} epoch(s)")
-            return True
-        return self.epoch >= self.epochs
+        return self.epoch >= self.epochs or self._has_stalled(patience)
 
-    def save(self, is_best: bool = False) -> None:
-        """Write a checkpoint, on rank 0; every rank has to call it.
-
-        Raises a UserError if it cannot be written, or if the loss or a weight is not finite.
-        """
-        totals = failures.gather(self.totals.compute())
-        self._check_loss(totals)
-        self._check_weights()
-        state = {
-            **checkpoint.take_states(self.parts),
-            **self.about,
-            **{"epoch": self.epoch, "step": self.step, "seen": self.seen},
-            **{"totals": totals.tolist(), "best": self.best, "history": self.history},
-            **self.source.order,
-            "global_batch": self.global_batch,
-        }
-        if loader := self.source.state():
-            state["loader"] = loader
-        # The save after evaluation replaces the one before it, which has the same weights.
-        self.folder.add(state, is_best, replace=self.saved_step == self.step)
-        self.saved_step = self.step
-
-    def _check_weights(self) -> None:
-        """Raise a UserError unless all weights are finite; reads the device once."""
-        names, weights = zip(*self.parts["model"].named_parameters(), strict=True)
-        own = [weight.to_local() if self.is_sharded else weight for weight in weights]
-        each = [weight.isfinite().all().to(self.device) for weight in own]
-        finite = distributed.reduce_tensor(torch.stack(each).int(), "min").tolist()
-        if not all(finite):
-            raise self._not_finite(names[finite.index(0)], distributed.rank())
-
-    def _check_loss(self, totals: Tensor) -> None:
-        """Raise a UserError unless the sums of losses, (2,) or (ranks, 2), are finite."""
-        if not (fine := totals.isfinite().all(-1)).all():
-            rank = int(fine.int().argmin()) if fine.ndim else distributed.rank()
-            raise self._not_finite(f"the loss of rank {rank}" if fine.any() else "the loss", rank)
-
-    @property
-    def position(self) -> tuple[int, int]:
-        """Return epoch and step, both from 1."""
-        return self.epoch + 1, self.seen // self.global_batch or 1
-
-    def _not_finite(self, what: str, rank: int) -> Exception:
-        (epoch, step), path = self.position, self.folder.path
-        replay = f"-m engine.replay {epoch}:{step} --output-dir {shlex.quote(str(path))}"
-        ranks = distributed.local_world_size()
-        on_ranks = f"NPROC={ranks} ./launch.sh {replay} --debug-rank {rank}"
-        return UserError(
-            f"{what} became NaN or inf at epoch {epoch}, step {step}: try a lower --lr or more "
-            f"--warmup-epochs, and check the input images; the checkpoints in {path} were saved "
-            "before that; to step through it: "
-            + (on_ranks if distributed.world_size() > 1 else f"python {replay}")
-        )
+    def _has_stalled(self, patience: int) -> bool:
+        scores = [float(row[self.score]) for row in self.history if self.score in row]
+        # Greater ones are of another metric or validation set, by which earlier ones were judged.
+        start = max((i + 1 for i, value in enumerate(scores) if value > self.best), default=0)
+        first = next((i + 1 for i in range(start, len(scores)) if scores[i] == self.best), start)
+        since = len(scores) - first
+        if not 0 < patience <= since:
+            return False
+        distributed.say(f"--patience {patience}: no new best {self.score} for {since} epoch(s)")
+        return True
 
     def rehearse(self, judge: Judge) -> None:
         """Try what follows an epoch on one validation batch, before the first one.
@@ -470,7 +282,7 @@ class Run:
             return
         if self.epoch == 0 and self.seen == 0:
             results, found = judge(self.model, loading.First(self.val_loader))
-            self._check_score(results)
+            self.check_score(results)
             self.report.try_drawing(self._drawing(self.model, found))
         elif best := distributed.from_rank_zero(self.report.undrawn):
             network = copy.deepcopy(self.model)
@@ -486,4 +298,4 @@ class Run:
 
     def _drawing(self, model: nn.Module, found: Found) -> Mistakes:
         how = self.classes, self.predict, self.draw_example
-        return Mistakes(found, model, self.val_loader, *how)
+        return Mistakes.of(found, model, self.val_loader, *how)

@@ -3,18 +3,22 @@
 import contextlib
 import math
 import os
+import re
 import subprocess
 import warnings
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from engine.data import samples
-from engine.ranks import devices, distributed, process, protocol
+from engine.data import seeding
+from engine.ranks import debugging, devices, distributed, process, protocol
 from engine.run.flags import launch, overrides
 
-QUOTA = Path("/sys/fs/cgroup/cpu.max")  # of a container: microseconds of CPU time per period
+CGROUPS = Path("/sys/fs/cgroup")
+
+Outputs = TypeVar("Outputs")
 
 
 def setup(seed: int, deterministic: bool = False) -> torch.device:
@@ -31,12 +35,15 @@ def setup(seed: int, deterministic: bool = False) -> torch.device:
 
         device = engine.setup(args.seed)
     """
-    is_debugged = bool(launch.debug_rank or overrides)
-    device = distributed.setup(launch.local_rank, launch.dist_timeout, is_debugged)
-    distributed.wait_for_debugger(launch.debug_rank, launch.debug_port)
-    samples.seed(seed)
+    device = distributed.setup(
+        launch.local_rank,
+        launch.dist_timeout,
+        bool(launch.debug_rank) or bool(overrides),
+    )
+    debugging.wait_for_debugger(launch.debug_rank, launch.debug_port)
+    seeding.seed(seed)
     if deterministic:
-        samples.be_deterministic()
+        seeding.be_deterministic()
     warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step")  # by GradScaler, fp16
     warnings.filterwarnings("ignore", "This DataLoader will create")  # reported in the start line
     warnings.filterwarnings("ignore", "Please use the new API settings")  # by torch 2.9, of this:
@@ -55,23 +62,61 @@ def zeros(count: int, device: torch.device) -> Tensor:
     return torch.zeros(count, dtype=devices.double(device), device=device)
 
 
-def cpus() -> int:
-    """Return how many CPUs the affinity and the container of this process let it use."""
-    usable = getattr(os, "sched_getaffinity", None)  # not on macOS and Windows
-    count = float(len(usable(0)) if usable else os.cpu_count() or 1)
-    with contextlib.suppress(OSError, ValueError):  # no cgroups v2, or no limit, which is "max"
-        quota, period = QUOTA.read_text().split()
-        count = min(count, int(quota) / int(period))
-    return max(1, math.ceil(count))
-
-
 def free_memory() -> float:
-    """Return the bytes of memory that this machine has free; infinity if that is unknown."""
+    """Return the memory in bytes that is free for this process; infinity if it is unknown."""
+    found = [math.inf]
     with contextlib.suppress(OSError):
         lines = Path("/proc/meminfo").read_text().splitlines()
-        found = [int(line.split()[1]) for line in lines if line.startswith("MemAvailable")]
-        return 1024.0 * found[0]
-    return math.inf
+        found += [1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvail")]
+    for folder in _cgroups(""):
+        found += _left(folder, "memory.max", "memory.current", "")
+    for folder in _cgroups("memory"):
+        found += _left(folder, "memory.limit_in_bytes", "memory.usage_in_bytes", "total_")
+    return min(found)
+
+
+def _left(folder: Path, limit: str, used: str, prefix: str) -> list[int]:
+    """Return what a cgroup's memory limit leaves, its file cache included; [] without a limit."""
+    try:
+        pairs = [line.split() for line in (folder / "memory.stat").read_text().splitlines()]
+        cache = [int(n) for name, n in pairs if re.fullmatch(f"{prefix}(in)?active_file", name)]
+        limit, used = ((folder / name).read_text() for name in (limit, used))
+        return [int(limit) - int(used) + sum(cache)]
+    except (OSError, ValueError):
+        return []
+
+
+def cpus() -> int:
+    """Return how many CPUs the affinity and the cgroups of this process let it use."""
+    usable = getattr(os, "sched_getaffinity", None)  # not on macOS and Windows
+    count = len(usable(0)) if usable else os.cpu_count() or 1
+    return max(1, math.ceil(min(count, _quota())))
+
+
+def _quota() -> float:
+    """Return the CPUs that the cgroups (v2) of this process allow; infinity without a limit."""
+    found = [math.inf]
+    for folder in _cgroups(""):
+        with contextlib.suppress(OSError, ValueError):  # no limit, which is "max"
+            quota, period = (folder / "cpu.max").read_text().split()
+            found.append(int(quota) / int(period))
+    return min(found)
+
+
+def _cgroups(controller: str) -> list[Path]:
+    """Return the folders of this process's cgroup and of its parents.
+
+    controller: "" for those of v2, a name for those of v1.
+    """
+    try:
+        lines = Path("/proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return []
+    paths = [path for _, name, path in (line.split(":", 2) for line in lines) if name == controller]
+    # In a container, the path is often the host's, and the container's own cgroup is the root.
+    root = CGROUPS / controller
+    here = root / (paths or ["/"])[0].lstrip("/")
+    return [folder for folder in (here, *here.parents) if folder.is_relative_to(root)]
 
 
 def default_threads(on_gpu: bool) -> int:
@@ -103,8 +148,10 @@ def cpu_share() -> int:
 def git_commit() -> str | None:
     """Return the commit of the project's folder, marked if it has changes; None without git."""
     command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
-    with contextlib.suppress(OSError, subprocess.SubprocessError):
-        here = Path(__file__).parent
-        done = subprocess.run(command, cwd=here, capture_output=True, text=True, timeout=30)
-        return done.stdout.strip() or None
-    return None
+    try:
+        done = subprocess.run(
+            command, cwd=Path(__file__).parent, capture_output=True, text=True, timeout=30
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() or None

@@ -1,34 +1,21 @@
-"""Losses and metrics over all ranks, as exact sums, and what the model gets wrong."""
+"""Metrics over all ranks, as numbers for a row of metrics.csv."""
 
-import math
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
+from torch import Tensor
 from torch.utils._pytree import tree_map_only
-from torch.utils.data import IterableDataset
 from torchmetrics import Metric, MetricCollection
 from torchmetrics.classification import MulticlassConfusionMatrix
 
-from engine import files
-from engine.data import bit_depth, loading
-from engine.data.samples import Key, Seeded
 from engine.errors import UserError
-from engine.ranks import distributed
-from engine.run import machine, pictures
-from engine.run.pictures import DrawExample
+from engine.ranks import devices, distributed
+from engine.run import machine
 
 Loss = Callable[..., Any]
 Criterion = Callable[..., tuple[Tensor, Tensor | int]]
-Found = tuple[Tensor | None, Sequence[tuple[float, int]]]  # a confusion matrix; what Worst finds
-
-COUNT = 12  # images in worst.png
-EXAMPLES = 8  # in examples.png
-IGNORED = -100  # cross_entropy leaves this label out
 
 
 def criterion(loss: Loss) -> Criterion:
@@ -46,7 +33,7 @@ def criterion(loss: Loss) -> Criterion:
     """
 
     def call(outputs: Any, targets: Tensor, *more: Any) -> tuple[Tensor, Tensor | int]:
-        if not (isinstance(outputs, (Tensor, tuple)) or torch.is_grad_enabled()):
+        if not (torch.is_grad_enabled() or isinstance(outputs, Tensor | tuple)):
             raise UserError(
                 f"the network of model.py returns a {type(outputs).__name__} in evaluation: return "
                 "the logits, or a tuple that begins with them"
@@ -63,12 +50,12 @@ def criterion(loss: Loss) -> Criterion:
         if isinstance(found, Tensor) and not found.ndim:
             count = labels(outputs, targets)
             return found * count, count
-        parts = found if isinstance(found, (tuple, list)) else (found,)
+        parts = found if isinstance(found, tuple | list) else (found,)
         is_pair = len(parts) == 2 and isinstance(parts[0], Tensor)
         if is_pair and not (parts[0].ndim or getattr(parts[1], "ndim", 0)):
             return parts[0], parts[1]
         kinds = [
-            f"Tensor {(*x.shape,)}" if isinstance(x, Tensor) else type(x).__name__ for x in parts
+            f"Tensor {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__ for x in parts
         ]
         raise UserError(
             f"the loss of model.py returns {', '.join(kinds)}: return a mean, a tensor (), or a "
@@ -82,7 +69,8 @@ def labels(outputs: Any, targets: Tensor) -> Tensor | int:
     """Return how many labels a batch has; those that are no class number do not count."""
     if targets.is_floating_point() or targets.ndim < 2:
         return size(targets)
-    return ((targets >= 0) & (targets < first(outputs).shape[1])).sum()
+    logits = first(outputs)
+    return ((targets >= 0) & (targets < logits.shape[1])).sum()
 
 
 def size(targets: Tensor) -> int:
@@ -96,8 +84,11 @@ def first(outputs: Any) -> Tensor:
 
     Raises a UserError if that is no tensor.
     """
-    parts = [*outputs.values()] if isinstance(outputs, Mapping) else outputs
-    logits = next(iter(parts), None) if isinstance(parts, (tuple, list)) else parts
+    logits = outputs
+    if isinstance(outputs, Mapping):
+        logits = next(iter(outputs.values()), None)
+    elif isinstance(outputs, tuple | list):
+        logits = outputs[0] if outputs else None
     if not isinstance(logits, Tensor):
         raise UserError(
             f"the network of model.py returns a {type(outputs).__name__} without logits: metrics "
@@ -143,17 +134,17 @@ def compute(metrics: MetricCollection) -> tuple[dict[str, float], Tensor | None]
 
         results, confusion = engine.compute(metrics)  # {"top1": 0.93}, a matrix
     """
-    for metric in metrics.modules():
-        if isinstance(metric, Metric):
-            metric.dist_sync_fn = gather
-    # Of a rank that has no validation images.
-    warnings.filterwarnings("ignore", "The ``compute`` method of metric")
+    fill_empty_lists(metrics)
     found: dict[str, float] = {}
     confusion: Tensor | None = None
-    known = dict(metrics.items(copy_state=False))
+    matrices = {name for name, metric in metrics.items(copy_state=False) if is_confusion(metric)}
+    for metric in metrics.modules():
+        if isinstance(metric, Metric) and not devices.has_collectives(metric.device):
+            metric.distributed_available_fn = lambda: False
+    # Of a rank that has no validation images.
+    warnings.filterwarnings("ignore", "The ``compute`` method of metric")
     for name, value in metrics.compute().items():
-        own = known.get(name)
-        if type(own) is MulticlassConfusionMatrix and own.normalize in (None, "none"):
+        if name in matrices:
             confusion = value
             continue
         value = torch.as_tensor(value)
@@ -166,125 +157,31 @@ def compute(metrics: MetricCollection) -> tuple[dict[str, float], Tensor | None]
     return found, confusion
 
 
-def gather(value: Tensor, group: object = None) -> list[Tensor]:
-    """Return the state of a metric from each rank, without those that have none.
+def is_confusion(metric: object) -> bool:
+    """Return whether `metric` counts a confusion matrix; torchmetrics derives others from it."""
+    return type(metric) is MulticlassConfusionMatrix and metric.normalize in (None, "none")
 
-    torchmetrics' own way fails if a rank without images has an empty list of another shape.
+
+def fill_empty_lists(metrics: MetricCollection) -> None:
+    """Give lists of values that are empty on this rank an empty tensor of the others' shape.
+
+    torchmetrics would gather tensors of other shapes from these ranks, and fail.
     """
-    parts = [part for part in distributed.gather_objects(value.cpu()) if part.numel()]
-    return [part.to(value.device) for part in parts] or [value]
-
-
-class Worst:
-    """The images with the greatest losses so far, on this rank; `compute` joins the ranks'.
-
-    The loss of an image is the cross-entropy of its label, or the mean of that over its labelled
-    pixels. Targets that are no class numbers are skipped, and then no image is found.
-
-        worst = engine.Worst(device)
-        worst.update(logits, targets, indices)  # of each batch
-        pairs = worst.compute()
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self.losses = torch.empty(0, device=device)  # float32, of up to COUNT images
-        self.indices = torch.empty(0, dtype=torch.int64, device=device)  # of these images
-
-    def update(self, outputs: Tensor, targets: Tensor, indices: Tensor) -> None:
-        """Take logits (N, classes, ...), targets int64 (N, ...) and the images' indices (N,).
-
-        Nothing is read off the device, which would make it wait.
-        """
-        shape = (outputs.shape[0], *outputs.shape[2:])
-        if outputs.ndim < 2 or targets.shape != shape or targets.is_floating_point():
-            return
-        is_class = (targets >= 0) & (targets < outputs.shape[1])
-        labels = targets.where(is_class, IGNORED)
-        losses = cross_entropy(outputs, labels, ignore_index=IGNORED, reduction="none")
-        total, count = (x.reshape(len(x), -1).sum(1) for x in (losses, is_class))
-        mean = (total / count).where(count > 0, -math.inf)  # of images without labels
-        losses, indices = torch.cat((self.losses, mean)), torch.cat((self.indices, indices))
-        # By index, then stably by loss: of equal losses the same are kept on any number of ranks.
-        order = indices.argsort()
-        order = order[losses[order].argsort(descending=True, stable=True)][:COUNT]
-        self.losses, self.indices = losses[order], indices[order]
-
-    def compute(self) -> list[tuple[float, int]]:
-        """Return (loss, index) of the worst images of all ranks; every rank has to call it."""
-        mine = [*zip(self.losses.tolist(), self.indices.tolist(), strict=True)]
-        pairs = [pair for part in distributed.gather_objects(mine) for pair in part]
-        pairs = [pair for pair in pairs if pair[0] != -math.inf]
-        return sorted(pairs, key=lambda p: (not math.isnan(p[0]), -p[0], p[1]))[:COUNT]
-
-
-class Mistakes:
-    """What `evaluate` has found with `model`, to be drawn with images of `loader`.
-
-    Images cannot be drawn without `draw`, nor those of a stream.
-    """
-
-    def __init__(
-        self,
-        found: Found,
-        model: nn.Module,
-        loader: Any,
-        classes: Sequence[str],
-        predict: Callable[[nn.Module, Tensor], Any],
-        draw: DrawExample | None,
-    ) -> None:
-        self.confusion, self.worst = found
-        self.model, self.classes, self.predict, self.draw = model, classes, predict, draw
-        self.device = next(model.parameters()).device
-        self.format, dataset = loading.format_of(loader), loader.dataset
-        self.dataset: Seeded | None = None
-        if draw and not isinstance(dataset, IterableDataset):
-            self.dataset = dataset if isinstance(dataset, Seeded) else Seeded(dataset, classes, 0)
-
-    @torch.inference_mode()
-    def draw_images(self, path: Path, captions: Mapping[int, str] | None = None) -> None:
-        """Draw images with what the network makes of them, if images can be drawn.
-
-        captions: by index, what to write above, after the file; by default some without any.
-        """
-        if not (self.dataset and self.draw):
-            return
-        spread = [round(i * (len(self.dataset) - 1) / (EXAMPLES - 1)) for i in range(EXAMPLES)]
-        examples = []
-        for index, caption in (captions or dict.fromkeys(spread, "")).items():
-            image, target, *_ = self.dataset[Key(0, index, is_val=True)]
-            batch = loading.normalize(image[None].to(self.device), self.format)
-            logits = first(self.predict(self.model, batch))[0].cpu()
-            name = Path(*Path(self.dataset.name(index).split(", ", 1)[-1]).parts[-2:])
-            above = [str(name), caption] if caption else []
-            examples.append((bit_depth.visible(image), torch.as_tensor(target), logits, above))
-        pictures.draw_images(path, examples, self.draw, self.classes)
-
-    def write(self, folder: Path) -> list[str]:
-        """Write the files to `folder` and return their names; on rank 0.
-
-        Without a confusion matrix in build_metrics of model.py there is no per_class.csv and no
-        confusion.png; without targets that are class numbers, no worst.png.
-        """
-        if self.confusion is not None:
-            write_per_class(folder / "per_class.csv", self.confusion, self.classes)
-            pictures.draw_confusion(folder / "confusion.png", self.confusion, self.classes)
-        if self.worst:
-            captions = {index: f"loss {loss:.3g}" for loss, index in self.worst}
-            self.draw_images(folder / "worst.png", captions)
-        names = "per_class.csv", "confusion.png", "worst.png"
-        return [name for name in names if (folder / name).exists()]
-
-
-def write_per_class(path: Path, confusion: Tensor, classes: Sequence[str]) -> None:
-    """Write precision, recall, F1, IoU and number of labels of each class as a CSV file.
-
-    confusion: int64 (classes, classes), by label and prediction. A quotient of 0 / 0 is nan: the
-    precision of what is never predicted, the recall of what never comes.
-    """
-    counts = confusion.cpu().double()
-    right, labels, predictions = counts.diagonal(), counts.sum(1), counts.sum(0)
-    both = labels + predictions
-    shares = right / predictions, right / labels, 2 * right / both, right / (both - right)
-    with files.table(path, ["class", "precision", "recall", "f1", "iou", "support"]) as write:
-        for name, support, *values in zip(classes, labels, *shares, strict=True):
-            write([name, *(f"{value:.6f}" for value in values), int(support)])
+    metrics.items(copy_state=False)  # hands shared states to each metric of a group
+    lists = {
+        (name, key): (metric, value)
+        for name, metric in metrics.named_modules()
+        if isinstance(metric, Metric)
+        for key, value in metric.metric_state.items()
+        if isinstance(value, list)
+    }
+    if not lists:  # the same on all ranks
+        return
+    mine = {at: (v[0].shape[1:], v[0].dtype) for at, (_, v) in lists.items() if v}
+    known: dict[tuple[str, str], tuple[torch.Size, torch.dtype]] = {}
+    for each in distributed.gather_objects(mine):
+        known.update(each)
+    for at, (metric, value) in lists.items():
+        if not value and at in known:
+            shape, dtype = known[at]
+            setattr(metric, at[1], [torch.empty(0, *shape, dtype=dtype, device=metric.device)])

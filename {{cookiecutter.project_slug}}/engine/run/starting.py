@@ -46,10 +46,10 @@ def start(main: Callable[[], object]) -> None:
             engine.start(main)
     """
     from engine.data import loading
-    from engine.ranks import distributed, failures
-    from engine.run import predicting
+    from engine.ranks import distributed, failures, remedies
+    from engine.run import sizes
 
-    with failures.one_line_errors(loading.explain, predicting.explain):
+    with failures.one_line_errors(loading.explain, remedies.explain, sizes.explain):
         main()
         if distributed.is_joined():
             distributed.teardown()
