@@ -7,15 +7,13 @@
 #   NNODES          number of nodes            (default: 1)
 #   NODE_RANK       this node's number, from 0 (required if NNODES > 1)
 #   MASTER_ADDR     address of node 0          (required if NNODES > 1)
-#   MASTER_PORT     free port on node 0        (default: 29500; with one node, any free port)
+#   MASTER_PORT     free port on node 0        (default: 29500; not used if NNODES is 1)
 #   PYTHON          interpreter                (default: python, else python3)
 #   MAX_RESTARTS    restarts after a failure   (default: 0), each from the last checkpoint
-#   JOIN_TIMEOUT    seconds to wait for absent nodes (default: 600)
-#   LOG_DIR         folder for rank-0.log, ... : what each rank prints, besides here (default: none)
 #   OMP_NUM_THREADS CPU threads per process    (default: its share of the CPUs; with GPUs at most 4)
 #
-# Started once on each node by SLURM's srun, Kubeflow (TrainJob, PyTorchJob), SkyPilot or mpirun, it
-# knows the nodes without NNODES and what follows it.
+# Started once on each node by SLURM's srun, it knows the nodes without NNODES and what follows it.
+# Every node has the same NPROC, and MAX_RESTARTS is for one node.
 #
 # Exit status: 0 done, 75 stopped by a signal and saved, 2 a mistake of the user's, else a failure.
 #

@@ -210,10 +210,10 @@ def evaluate(
         metrics.update(logits.float(), targets)
         worst.update(logits.float(), targets, indices)
     loss_sum, count = engine.reduce_tensor(totals).tolist()  # sums first, then one division
-    if not count:
+    if not count and isinstance(loader, DataLoader):  # a rehearsal's two samples may be void
         raise engine.UserError("the validation set has no labelled samples (all are void)")
     results, confusion = engine.compute(metrics)
-    return {"val_loss": loss_sum / count, **results}, (confusion, worst.compute())
+    return {"val_loss": loss_sum / (count or 1), **results}, (confusion, worst.compute())
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 python prepare_data.py --data DIR --output FAST
 ./launch.sh --data FAST
 
-It first says how much disk space it needs. If it is interrupted, run it again to resume.
+FAST appears once it is whole.
 """
 
 import os
@@ -18,9 +18,8 @@ if __name__ == "__main__":  # before torch, whose import takes seconds
 
 from dataset import SHORT_SIDE, build_datasets
 from engine.data import loading, prepared
-from engine.data.datasets import Files
+from engine.data.folders import VAL_NAMES, Files
 from engine.data.format import NAME
-from engine.data.listing import VAL_NAMES
 from engine.errors import UserError
 from engine.ranks import distributed
 from engine.ranks.failures import one_line_errors

@@ -1,4 +1,4 @@
-"""Errors whose message is one line, how a line is printed, and a helper for lists of names."""
+"""Errors whose message is one line, and how a line is printed."""
 
 import importlib.util
 import re
@@ -19,7 +19,7 @@ class LineError(Exception):
 
 
 class UserError(LineError):
-    """A mistake of the user's, which a restart would find again.
+    """A mistake of the user's.
 
     `start` prints it as one line and ends all ranks with status 2.
 
@@ -42,10 +42,9 @@ def print_error(line: object) -> None:
 
 def no_torch() -> str:
     """Return what to do if this Python has no torch, otherwise nothing."""
-    if importlib.util.find_spec("torch"):
-        return ""
     remedy = "activate the environment that has it, or set PYTHON to its interpreter"
-    return f'{sys.executable} has no torch: {remedy} (VS Code: "Python: Select Interpreter")'
+    line = f'{sys.executable} has no torch: {remedy} (VS Code: "Python: Select Interpreter")'
+    return "" if importlib.util.find_spec("torch") else line
 
 
 def need_torch() -> None:
@@ -56,5 +55,5 @@ def need_torch() -> None:
 
 
 def shorten(names: Sequence[str]) -> str:
-    """Return the first four of `names`, separated by commas, and dots if there are more."""
+    """Return the first four of `names`, and dots if there are more."""
     return ", ".join(names[:4]) + (", ..." if len(names) > 4 else "")

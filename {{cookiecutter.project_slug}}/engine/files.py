@@ -1,4 +1,4 @@
-"""Files and folders that appear whole or not at all."""
+"""Files and folders that appear whole or not at all; disks are tried again."""
 
 import contextlib
 import csv
@@ -6,10 +6,8 @@ import errno
 import glob
 import os
 import shutil
-import signal
 import socket
 import stat
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -20,28 +18,21 @@ from engine.ranks import process
 
 T = TypeVar("T")
 
-OF_NETWORK_DISKS = {  # errors that pass; not every system has all
-    getattr(errno, name, None)
-    for name in (
-        *("EIO", "ESTALE", "ETIMEDOUT", "EREMOTEIO", "ENOTCONN", "ESHUTDOWN", "EHOSTDOWN"),
-        *("EHOSTUNREACH", "ENETDOWN", "ENETUNREACH", "ECONNRESET", "ECONNREFUSED", "ENOLINK"),
-    )
-} - {None}
+NAMES = """EIO ESTALE ETIMEDOUT EREMOTEIO ENOTCONN ESHUTDOWN EHOSTDOWN EHOSTUNREACH ENETDOWN
+    ENETUNREACH ECONNRESET ECONNREFUSED ENOLINK"""
+OF_NETWORK_DISKS = {getattr(errno, name, -1) for name in NAMES.split()}  # errors that pass
 WAITS = (1, 4)  # seconds between tries
 
 
 def failure(path: Path | str, error: OSError, verb: str = "written") -> LineError:
-    """Return what to raise for an `error` at `path`: a DiskError if it may pass."""
+    """Return what to raise: a DiskError if it may pass."""
     if error.errno in OF_NETWORK_DISKS:
         return DiskError(f"{path}: the disk does not answer ({error.strerror})")
     return UserError(f"{path}: cannot be {verb} ({error.strerror})")
 
 
 def retried(path: Path | str, function: Callable[..., T], *args: object) -> T:
-    """Return `function(*args)`, tried again if a network disk does not answer.
-
-    Raises a DiskError, which names `path`, if it still does not.
-    """
+    """Return `function(*args)`; if a network disk still does not answer, raise a DiskError."""
     for seconds in (*WAITS, None):
         try:
             return function(*args)
@@ -50,7 +41,7 @@ def retried(path: Path | str, function: Callable[..., T], *args: object) -> T:
                 raise
             if seconds is None:
                 raise failure(path, error) from None
-        time.sleep(seconds)
+            time.sleep(seconds)
     raise AssertionError
 
 
@@ -58,25 +49,17 @@ def read(path: Path | str) -> bytes:
     """Return the content of a regular file. A pipe or a device, which may not end, is no file."""
 
     def attempt() -> bytes:
-        with open(path, "rb", buffering=0, opener=_open_at_once) as file:
-            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-                raise OSError(None, "not a regular file")
+        if not stat.S_ISREG(os.stat(path).st_mode):  # to open a pipe waits for a writer
+            raise OSError(None, "not a regular file")
+        with open(path, "rb", buffering=0) as file:
             return file.read()
 
     return retried(path, attempt)
 
 
-def _open_at_once(path: str, flags: int) -> int:
-    return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))  # a pipe would wait for a writer
-
-
 @contextlib.contextmanager
 def writing(path: Path, parents: bool = False) -> Iterator[Path]:
-    """Give the block a temporary path next to `path` to write to, then rename it to `path`.
-
-    Whatever interrupts the block, `path` is the old file or the new one, never a part of it. With
-    `parents` its folder is created. Raises what `failure` returns if it cannot be written.
-    """
+    """Give the block a path next to `path` to write to, then rename it: the old file or the new."""
     tmp_path = path.with_name(f".{path.name}.part")
     try:
         if parents:
@@ -93,11 +76,7 @@ def writing(path: Path, parents: bool = False) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def table(path: Path, columns: Sequence[str]) -> Iterator[Callable[[Sequence], object]]:
-    """Give the block a function that writes a row of the CSV file `path`, which appears at its end.
-
-    If the block is interrupted, even by SIGKILL, the rows so far are in `path`.partial. If it
-    writes no row, there is no file. File names that are not UTF-8 are written as their own bytes.
-    """
+    """Give the block a function that writes a row of a CSV file; until its end it is `.partial`."""
     partial = path.with_name(f"{path.name}.partial")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -124,66 +103,47 @@ def sync(path: Path) -> None:
         os.close(handle)
 
 
-def lock(path: Path, seconds: float = 5) -> bool:
-    """Lock `path` until this process ends; return whether that was possible within `seconds`.
-
-    Always True where files cannot be locked, as on Windows and some network disks.
-    """
+def lock(path: Path) -> bool:
+    """Return whether this process got the lock; True where there are none, as on Windows."""
     try:
         import fcntl
     except ImportError:
         return True
     handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
-    deadline = time.monotonic() + seconds  # a run that was just killed may need a moment
-    while True:
+    for _ in range(50):  # a run that was just killed may need a moment
         try:
             fcntl.lockf(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)  # forked workers inherit flock's
             return True
         except OSError as error:
             if error.errno not in (errno.EACCES, errno.EAGAIN):
                 return True
-            if time.monotonic() > deadline:
-                return False
         time.sleep(0.1)
+    return False
 
 
 @contextlib.contextmanager
 def filling(folder: Path) -> Iterator[Path]:
-    """Give the block an empty folder to fill, then rename it to `folder`.
+    """Give the block an empty folder to fill, then rename it to `folder`, unless there is one.
 
-    An interrupted block leaves no `folder`; SIGTERM ends the process. What SIGKILL leaves behind is
-    removed by the next call on this machine. If another process was faster, its folder stays.
+    What a killed process has left is removed by the next call on this machine.
 
     Raises a UserError if the folder cannot be written.
 
         with engine.filling(Path("data/demo")) as partial:
             image.save(partial / "0001.jpg")
     """
-
-    def end(signum: int, _: object) -> None:
-        # Not sys.exit: Python drops an exception that is raised during a callback of an import.
-        shutil.rmtree(partial, ignore_errors=True)
-        os._exit(128 + signum)
-
     name = f"{folder.name}.partial-{socket.gethostname()}-"
     partial = folder.with_name(f"{name}{os.getpid()}")
     for left in folder.parent.glob(f"{glob.escape(name)}*"):
         pid = left.name.removeprefix(name)
         if pid.isdecimal() and not process.is_running(int(pid)):
             shutil.rmtree(left, ignore_errors=True)
-    is_main = threading.current_thread() is threading.main_thread()  # not in Ray's worker
-    before = signal.signal(signal.SIGTERM, end) if is_main else None
     try:
         partial.mkdir(parents=True)
         yield partial
-        try:
-            partial.rename(folder)
-        except OSError:
-            if not folder.is_dir():
-                raise
+        partial.rename(folder)
     except OSError as error:
-        raise failure(folder, error) from None
+        if not folder.is_dir():
+            raise failure(folder, error) from None
     finally:
         shutil.rmtree(partial, ignore_errors=True)
-        if is_main:
-            signal.signal(signal.SIGTERM, before)

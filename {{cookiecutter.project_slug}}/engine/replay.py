@@ -1,92 +1,137 @@
 """Do a step of a run again, and stop in the debugger where it begins, in the loop of main.py.
 
-One process, in a terminal, with pdb:  python -m engine.replay EPOCH:STEP [--output-dir DIR]
-One rank per GPU, or two on CPUs:      ./launch.sh -m engine.replay EPOCH:STEP --debug-rank R[,R...]
-In VS Code:                            F5, "DDP: replay a step"
+    ./launch.sh -m engine.replay EPOCH:STEP --debug-rank R[,R...] [--output-dir DIR]
 
 EPOCH and STEP are as messages print them, both from 1. Flags of main.py may follow; those that are
 not given are those of the run. Nothing in its folder changes, and it may go on meanwhile.
 """
 
+import bdb
 import importlib
 import json
+import math
 import os
+import re
 import sys
-from argparse import ArgumentTypeError
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import engine
+
+if __name__ == "__main__":  # before torch, whose import takes seconds
+    engine.prepare()
+
+from engine import files
 from engine.errors import UserError
-from engine.ranks import environment
+from engine.ranks import distributed, environment, process
+from engine.run import checkpoint
+from engine.run.checkpoint import State
 from engine.run.flags import Parser, overrides
-
-WORDS = sys.argv[1:]
-OWN = {"eval_only", "output_dir", "workers"}  # flags that are not those of the run
-
-
-def position(text: str) -> tuple[int, int]:
-    """Parse EPOCH:STEP, for argparse."""
-    parts = text.split(":")
-    if len(parts) != 2 or not all(part.isdecimal() and int(part) for part in parts):
-        raise ArgumentTypeError(f"{text} is not EPOCH:STEP, such as 3:120; both begin at 1")
-    return int(parts[0]), int(parts[1])
+from engine.run.folder import KEYS, Folder
+from engine.run.loop import Run
+from engine.run.reporting import Reporter
 
 
-def read_flags() -> tuple[tuple[int, int], str]:
-    """Give main.py its flags; return the step, and a line about what differs from the run."""
-    usage = "python -m engine.replay EPOCH:STEP [flags of main.py]"
-    parser = Parser(prog=usage.partition(" EPOCH")[0], usage=usage, description=__doc__)
-    parser.add_argument("step", metavar="EPOCH:STEP", type=position, help="where to stop")
+def read_flags() -> tuple[tuple[int, int], list[str]]:
+    """Return the step, and the flags for main.py; those of the run become the defaults."""
+    parser = Parser(prog="python -m engine.replay", description=__doc__)
+    parser.add_argument("step", metavar="EPOCH:STEP", help="where to stop; both begin at 1")
     parser.add_argument("--output-dir", metavar="DIR", type=Path, default=Path("runs/default"))
-    own, words = parser.parse_known_args(WORDS)
-    sys.argv = ["main.py", *words, "--output-dir", str(own.output_dir)]
+    own, words = parser.parse_known_args()
+    found = re.fullmatch(r"0*([1-9]\d*):0*([1-9]\d*)", own.step)
+    if not found or "--eval-only" in words:
+        parser.error("expected EPOCH:STEP of training, such as 3:120, and no --eval-only")
     environment.adopt()
-    run, ranks = read_record(own.output_dir)
-    line = keep_global_batch(run, ranks, int(os.environ.get("WORLD_SIZE", 1)))
-    overrides.update((name, value) for name, value in run.items() if name not in OWN)
-    return own.step, line
-
-
-def read_record(folder: Path) -> tuple[dict[str, Any], int]:
-    """Return the flags of the run in `folder` when it was last started, and its number of ranks."""
-    path = folder / "args.json"
+    path, ranks = own.output_dir / "args.json", int(os.environ.get("WORLD_SIZE", 1))
     try:
-        record = json.loads(path.read_text())
-        return dict(record["flags"]), int(record["ranks"])
+        run, then = (json.loads(files.read(path))[name] for name in ("flags", "ranks"))
     except (OSError, ValueError, KeyError, TypeError) as error:
-        reason = getattr(error, "strerror", None) or repr(error)
-        raise UserError(f"{path}: cannot be read ({reason}): --output-dir names a run") from None
-
-
-def keep_global_batch(run: dict[str, Any], then: int, now: int) -> str:
-    """Change a run's flags such that `now` ranks have its global batch; return a line, or ""."""
-    if then == now:
-        return ""
-    images, left = divmod(then * run["batch_size"] * run["accumulate"], now)
+        raise UserError(f"{path}: cannot be read ({error}): is --output-dir a run?") from None
+    run["accumulate"], left = divmod(then * run.get("accumulate", 1), ranks)  # the same images
     if left:
-        raise UserError(
-            f"the global batch of {images * now + left} images cannot be divided by {now} ranks; "
-            f"use the {then} rank(s) of the run, or one"
-        )
-    size = max(number for number in range(1, run["batch_size"] + 1) if images % number == 0)
-    run.update(batch_size=size, accumulate=images // size)
-    return (
-        f"{then} rank(s) then, {now} now: --batch-size {size} --accumulate {images // size} make "
-        "the same global batch"
-    )
+        raise UserError(f"{ranks} ranks cannot share a step of {then}: use {then} or one")
+    for name in run.keys() - {"eval_only", "output_dir", "workers"}:
+        overrides[name] = run[name]
+    return (int(found[1]), int(found[2])), [*words, "--output-dir", str(own.output_dir)]
+
+
+def following(state: State) -> tuple[int, int]:
+    """Return the step that follows a checkpoint."""
+    return state["epoch"] + 1, state["seen"] // state["global_batch"] + 1
+
+
+class ReplayFolder(Folder):
+    """The folder of a run of which `step` is done again: it is read, but never changed."""
+
+    step: tuple[int, int]
+
+    def find_checkpoint(self) -> State | None:
+        if not any(distributed.gather_objects(process.is_debugged())):
+            raise UserError("no debugger to stop in: start it with F5 or --debug-rank 0")
+        self.state = distributed.from_rank_zero(self._search)  # the run may be renaming its files
+        origin = self.state["path"] if self.state else "the start of the run"
+        distributed.say("replaying epoch {}, step {}, from {}".format(*self.step, origin))
+        return self.state
+
+    def _search(self) -> State | None:
+        """Return the newest checkpoint before the step; None to start from scratch."""
+        found: State | None = None
+        for path in (*self.saves(), self.path / "best.pt", Path(self.resume)):
+            with suppress(UserError):
+                state = checkpoint.read(path, KEYS)
+                if following(state) <= self.step:
+                    found = max(found or state, state, key=following)
+        if found is None and self.resume not in ("auto", "never"):
+            raise UserError(f"{self.path}: no checkpoint is from before the step")
+        return found
+
+    def open_for_training(self, is_new: bool) -> None:
+        pass
+
+    def best_score(self, best_of: str | None, until: float) -> tuple[float, int]:
+        return -math.inf, 0
+
+    def add(self, state: State, is_best: bool, replace: bool) -> None:
+        if following(state) > self.step:
+            raise bdb.BdbQuit  # as debuggers do when they are left
+
+
+class ReplayRun(Run):
+    """The run up to the end of that step, with a breakpoint where it begins."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **{**options, "save_every": 1})
+        epoch, step = ReplayFolder.step
+        if epoch > self.epochs or step > self.source.steps:
+            raise UserError(f"the run has {self.epochs} epoch(s) of {self.source.steps} step(s)")
+
+    def batches(self) -> Iterator[tuple[int, tuple]]:
+        for i, parts in super().batches():
+            if (self.epoch + 1, i / self.passes_per_step + 1) == ReplayFolder.step:
+                stop_here()
+            yield i, parts
+
+
+def stop_here() -> None:
+    """Stop in the debugger, at the next line of the project that called this."""
+    frame = sys._getframe()
+    while frame.f_back and re.match(r"(engine|tqdm)\b", frame.f_globals["__name__"]):
+        frame = frame.f_back
+    process.stop_in_debugger(frame)
 
 
 def main() -> None:
-    step, line = read_flags()
-    from engine.ranks import distributed
-    from engine.run import replay
-
-    if line:
-        distributed.say(line)
-    replay.repeat(importlib.import_module("main").main, step)
+    ReplayFolder.step, words = read_flags()
+    sys.argv = ["main.py", *words]
+    vars(engine).update(Folder=ReplayFolder, Run=ReplayRun)  # which main.py makes
+    Reporter.silent = True
+    with suppress(bdb.BdbQuit):
+        importlib.import_module("main").main()
+        raise UserError("the run ended before this step")
+    distributed.say("epoch {}, step {} is over; nothing was saved".format(*ReplayFolder.step))
 
 
 if __name__ == "__main__":
-    engine.prepare(read_flags)
-    engine.start(main)
+    engine.start(importlib.import_module("engine.replay").main)

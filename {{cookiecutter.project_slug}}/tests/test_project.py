@@ -13,10 +13,10 @@ from torch.utils.data import DataLoader
 import demo_set
 import engine
 import main
+import meta
 import predict
 import recipe
 from dataset import AUGMENTATIONS, build_datasets
-from engine.check import meta
 from engine.ranks.process import is_debugged
 from flags import parse_args
 

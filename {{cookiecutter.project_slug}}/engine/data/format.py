@@ -3,9 +3,10 @@
 import functools
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor, tensor
 
@@ -13,6 +14,7 @@ from engine import files
 from engine.errors import UserError
 
 NAME = "data.json"
+EXAMPLE = '{"channels": 1, "value_range": [0, 9], "mean": [1], "std": [1], "max_megapixels": 9}'
 # ImageNet's channel means and deviations, in RGB order and units of 0..1: what the pretrained
 # weights of torchvision and segmentation-models-pytorch expect.
 MEAN = (0.485, 0.456, 0.406)
@@ -40,21 +42,14 @@ class Format:
     def statistics(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
         """Mean and deviation of each channel; a UserError if they are not known."""
         count = self.channels or 3
-        found = []
-        for name, given, default in ("mean", self.mean, MEAN), ("std", self.std, STD):
-            if given is None and count not in (1, 3):
-                raise UserError(
-                    f'{NAME}: "channels": {count} needs "{name}", {count} numbers; '
-                    "check_data.py DIR --write adds them"
-                )
-            found.append(tuple(given or (default if count == 3 else (sum(default) / 3,))))
-        return found[0], found[1]
+        if count not in (1, 3) and not (self.mean and self.std):
+            line = f'{NAME}: "channels": {count} needs "mean" and "std", {count} numbers each'
+            raise UserError(f"{line}; check_data.py DIR --write adds them")
+        mean, std = (each if count == 3 else (sum(each) / 3,) for each in (MEAN, STD))
+        return tuple(self.mean or mean), tuple(self.std or std)
 
     def normalize(self, image: Tensor) -> Tensor:
-        """Return a float image (channels, H, W), 0 to 1, with about zero mean and unit deviation.
-
-        Without "channels" images are uint8 (3, H, W), and stay: the device normalises those.
-        """
+        """Return a float image, 0 to 1, with about zero mean and unit deviation; uint8 as it is."""
         if not self.channels:
             return image
         mean, std = (tensor(values).view(-1, 1, 1) for values in self.statistics)
@@ -71,70 +66,36 @@ class Format:
 
     def keys(self) -> dict[str, object]:
         """Return what data.json has to say, without defaults."""
-        given, defaults = asdict(self), asdict(DEFAULT_FORMAT)
-        return {name: value for name, value in given.items() if value != defaults[name]}
-
-    @property
-    def range_text(self) -> str:
-        if not self.value_range:
-            return "no value_range"
-        return "value_range [{:.9g}, {:.9g}]".format(*self.value_range)
+        defaults = asdict(DEFAULT_FORMAT)
+        return {name: value for name, value in asdict(self).items() if value != defaults[name]}
 
 
 DEFAULT_FORMAT = Format()
 
 
-def _is_count(value: object) -> bool:
-    return type(value) is int and value >= 1
-
-
-def _are_numbers(value: object, least: float = -math.inf) -> bool:
-    def is_number(each: object) -> bool:
-        return isinstance(each, int | float) and type(each) is not bool and least < each < math.inf
-
-    return isinstance(value, list) and bool(value) and all(map(is_number, value))
-
-
-def _is_range(value: object) -> bool:
-    if not isinstance(value, list) or not _are_numbers(value) or len(value) != 2:
-        return False
-    low, high = value
-    return bool(low < high)
-
-
-RULES: dict[str, tuple[Callable[[object], bool], str]] = {
-    "value_range": (_is_range, "[LOW, HIGH], two numbers with LOW < HIGH"),
-    "max_megapixels": (_is_count, "an integer of 1 or more"),
-    "channels": (_is_count, "an integer of 1 or more"),
-    "mean": (_are_numbers, "a list of numbers"),
-    "std": (functools.partial(_are_numbers, least=0), "a list of numbers above 0"),
-}
+def _parse(found: dict[str, Any]) -> Format:
+    """Return the keys as a Format; a ValueError, or what Python raises, if they cannot be meant."""
+    lists = {name: tuple(value) for name, value in found.items() if isinstance(value, list)}
+    format = Format(**{**found, **lists})
+    count, (low, high) = format.channels or 3, format.value_range or (0, 1)
+    mean, std = ((0.5,) * count if each is None else each for each in (format.mean, format.std))
+    is_right = len(mean) == len(std) == count and low < high and min(std) > 0
+    if not (is_right and all(map(math.isfinite, [low, high, *mean, *std, format.max_megapixels]))):
+        raise ValueError("a wrong number or order of numbers")
+    return format
 
 
 def read_format(folder: Path) -> Format:
     """Return what `folder`/data.json says, the defaults without it; a UserError names a mistake."""
     path = folder / NAME
     try:
-        found = json.loads(files.read(path).decode("utf-8-sig"))
+        return _parse(json.loads(files.read(path).decode("utf-8-sig")))
     except (FileNotFoundError, NotADirectoryError):
         return DEFAULT_FORMAT
     except OSError as error:
         raise files.failure(path, error, "read") from None
-    except ValueError as error:  # of JSON, or of UTF-8
-        raise UserError(f"{path}: not JSON ({error}); correct it, or remove it") from None
-    if not isinstance(found, dict):
-        raise UserError(f"{path}: not a JSON object; expected such as " + '{"channels": 5}')
-    for name, value in found.items():
-        if name not in RULES:
-            raise UserError(f'{path}: unknown key "{name}"; the keys are {", ".join(RULES)}')
-        if not RULES[name][0](value):
-            raise UserError(f'{path}: "{name}": {json.dumps(value)}: expected {RULES[name][1]}')
-    count = found.get("channels", 3)
-    for name in "mean", "std":
-        if name in found and len(found[name]) != count:
-            raise UserError(f'{path}: "{name}": {len(found[name])} numbers for {count} channels')
-    lists = {name: tuple(each) for name, each in found.items() if isinstance(each, list)}
-    return Format(**{**found, **lists})
+    except (AttributeError, TypeError, ValueError) as error:  # of JSON, UTF-8, keys or values
+        raise UserError(f"{path}: not JSON such as {EXAMPLE} ({error})") from None
 
 
 def write_format(folder: Path, format: Format) -> None:

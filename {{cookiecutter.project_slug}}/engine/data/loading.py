@@ -4,25 +4,23 @@ import functools
 import itertools
 import math
 import re
-from collections.abc import Iterator, Sequence
+import zlib
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import IterableDataset, Sampler
+from torch.utils.data import Sampler, default_collate
 from torch.utils.data.distributed import DistributedSampler
 
-from engine.data import balance, samples, seeding
-from engine.data.counts import count_classes
-from engine.data.handover import PREFETCH, Groups
-from engine.data.images import DEFAULT_FORMAT, Format
-from engine.data.samples import Key, Seeded, fingerprint
+from engine.data import class_counts, samples
+from engine.data.format import DEFAULT_FORMAT, Format
+from engine.data.samples import Key, MapDataset, Seeded, fingerprint
 from engine.errors import UserError
-from engine.ranks import devices, distributed, memory, process, stopping
+from engine.ranks import distributed, process, stopping
 from engine.run import machine
 
 BATCH_SIZE, MIN_STEPS = 32, 20  # the defaults, see TrainSampler.fitting
-FEW = 2  # samples with which evaluation is tried
 
 
 class TrainSampler(Sampler[Key]):
@@ -43,11 +41,9 @@ class TrainSampler(Sampler[Key]):
         loader = DataLoader(engine.Seeded(train_set, classes, seed=0), 32, sampler=sampler)
     """
 
-    is_ours = True
-
     def __init__(
         self,
-        dataset: Any,
+        dataset: MapDataset,
         batch_size: int,
         accumulate: int,
         seed: int,
@@ -57,66 +53,51 @@ class TrainSampler(Sampler[Key]):
     ) -> None:
         ranks, self.total = distributed.world_size(), len(dataset)
         self.global_batch = batch_size * ranks * accumulate
-        if self.total < self.global_batch:
-            raise UserError(
-                f"--batch-size {batch_size} x {ranks} ranks x --accumulate {accumulate} is "
-                f"more than the {self.total} training images: lower one of them, or add images"
-            )
-        self.batch_size = batch_size
-        self.seed = seed
-        self.training_set = fingerprint(dataset)
-        self.counts = count_classes(dataset, classes) if balanced else None
-        if self.counts:
-            balance.say_balanced(self.counts, self.total)
+        self.steps = self.total // self.global_batch  # of the optimizer, in a whole epoch
+        if not self.steps:
+            line = f"--batch-size {batch_size} x {ranks} ranks x --accumulate {accumulate} is more"
+            line += f" than the {self.total} training images: lower one of them, or add images"
+            raise UserError(line)
+        self.seed, order = seed, "shuffle"
+        self.counts = class_counts.count_classes(dataset, classes) if balanced else None
+        if self.counts is not None:
+            order = f"balanced {zlib.crc32(self.counts[:, :2].tobytes()):08x}"
+        # What the order depends on in addition to the epoch; checkpoints have it.
+        data = {"images": self.total, "training_set": fingerprint(dataset)}
+        self.order: dict[str, Any] = {**data, "seed": seed, "sampler": order}
         self.set_epoch(0)
 
     @staticmethod
-    def fitting(dataset: Any, accumulate: int) -> int:
-        """Return images per rank and pass: 32, or less for a small data set.
-
-        That gets the largest power of two, at least 2, with which an epoch has 20 steps.
-        """
-        total = len(dataset)
-        images = total / (MIN_STEPS * distributed.world_size() * accumulate)  # per pass of a rank
-        if images >= BATCH_SIZE:
-            return BATCH_SIZE
-        size = 2 ** int(math.log2(max(images, 2)))
-        least = ", the least" if size == 2 else ""
-        distributed.say(
-            f"--batch-size {size}{least}: with {BATCH_SIZE}, the default for larger sets, {total} "
-            f"training images would make fewer than {MIN_STEPS} steps per epoch"
-        )
+    def fitting(dataset: MapDataset, accumulate: int) -> int:
+        """Return images per rank and pass: 32, or a power of two that makes 20 steps an epoch."""
+        images = len(dataset) / (MIN_STEPS * distributed.world_size() * accumulate)
+        size = min(2 ** int(math.log2(max(images, 2))), BATCH_SIZE)
+        if size < BATCH_SIZE:
+            line = f"--batch-size {size}: with {BATCH_SIZE}, as for larger sets, {len(dataset)}"
+            distributed.say(f"{line} images would make fewer than {MIN_STEPS} steps per epoch")
         return size
 
     def set_epoch(self, epoch: int, seen: int = 0) -> None:
         """Switch to `epoch`, without the first `seen` of its samples."""
-        self.epoch = epoch
-        left = self.total - seen
-        self.span = slice(seen, self.total - left % self.global_batch)
-
-    @property
-    def order(self) -> dict[str, int | str]:
-        """What the order depends on in addition to the epoch; checkpoints have it."""
-        sampler = f"balanced {self.counts.fingerprint()}" if self.counts else "shuffle"
-        samples: dict[str, int | str] = {"images": self.total, "training_set": self.training_set}
-        return {**samples, "seed": self.seed, "sampler": sampler}
-
-    @property
-    def steps(self) -> int:
-        """Optimizer steps of a whole epoch."""
-        return self.total // self.global_batch
+        self.epoch, self.seen = epoch, seen
 
     def __len__(self) -> int:
-        return (self.span.stop - self.span.start) // distributed.world_size()
+        left = (self.total - self.seen) // self.global_batch * self.global_batch
+        return left // distributed.world_size()
 
     def __iter__(self) -> Iterator[Key]:
-        generator = torch.Generator().manual_seed(seeding.number(self.seed, self.epoch))
-        if self.counts:
-            order = balance.draw(self.counts, self.total, generator)
+        generator = torch.Generator().manual_seed(samples.hash_key(self.seed, self.epoch))
+        if self.counts is not None:
+            order = class_counts.draw(self.counts, self.total, generator)
         else:
             order = torch.randperm(self.total, generator=generator)
-        mine = order[self.span][distributed.rank() :: distributed.world_size()]
-        return (Key(self.epoch, draw) for draw in mine.tolist())
+        mine = order[self.seen + distributed.rank() :: distributed.world_size()]
+        return (Key(self.epoch, draw) for draw in mine[: len(self)].tolist())
+
+    def batches(self, loader: Any, epoch: int, seen: int) -> Iterator:
+        """Return this rank's batches of `epoch`, without the first `seen` of its samples."""
+        self.set_epoch(epoch, seen)
+        return started(loader)
 
 
 class ValSampler(Sampler[list[Key]]):
@@ -130,9 +111,7 @@ class ValSampler(Sampler[list[Key]]):
         )
     """
 
-    is_ours = True
-
-    def __init__(self, dataset: Any, batch_size: int) -> None:
+    def __init__(self, dataset: MapDataset, batch_size: int) -> None:
         self.total, self.batch_size = len(dataset), batch_size
 
     def __len__(self) -> int:
@@ -162,28 +141,104 @@ def workers(count: int | None, device: torch.device) -> dict[str, Any]:
         "persistent_workers": count > 0,
         "multiprocessing_context": process.worker_context(count),
         "worker_init_fn": process.start_worker,
-        "prefetch_factor": PREFETCH if count else None,
-        "pin_memory": device.type != "cpu" and devices.copies_ahead(device),
+        "prefetch_factor": 2 if count else None,  # batches that each reads ahead
+        "pin_memory": device.type != "cpu",
         "timeout": seconds,
     }
 
 
 def explain(error: Exception) -> str | None:
     """Return a line that names the samples at which loader workers died or hung, if they did."""
-    found = re.search(
-        r"DataLoader (worker \(pid(\(s\))? (?P<pids>[\d, ]+)\)|timed out)", str(error)
-    )
+    text = " ".join(str(error).split())
+    found = re.search(r"DataLoader (worker \(pid(\(s\))? (?P<pids>[\d, ]+)\)|timed out)", text)
     if not found:
         return None
-    pids = found["pids"]
+    pids = found["pids"].split(", ") if found["pids"] else None
     at = [
-        f"worker {pid} at {keyed.name(sample - 1)}" if sample else f"worker {pid} between samples"
-        for keyed in Seeded.in_use
-        for pid, sample in zip(keyed.reading[::2], keyed.reading[1::2], strict=True)
-        if (str(pid) in re.split(", ", pids) if pids else sample)
+        f"worker {pid} at {samples.name(seeded.dataset, sample - 1)}"
+        for seeded in Seeded.in_use
+        for pid, sample in zip(seeded.reading[::2], seeded.reading[1::2], strict=True)
+        if sample and (not pids or str(pid) in pids)
     ]
-    text = " ".join(str(error).split())
     return f"{'; '.join(at)}: {text}" if at else text
+
+
+class Groups(list):
+    """The batches of a DataLoader's batch, one for each size of image."""
+
+
+class Collate:
+    """A `collate_fn`: stacks samples to a batch [images, targets, ...]; in evaluation by size.
+
+    Samples whose images differ in size become several batches, so that none needs padding.
+
+        DataLoader(..., collate_fn=engine.Collate())
+    """
+
+    def __call__(self, samples: Sequence[tuple]) -> list:
+        groups: dict[torch.Size, list] = {}
+        for sample in samples:
+            groups.setdefault(sample[0].shape, []).append(sample)
+        batches = Groups()
+        for group in groups.values():  # images are channels last in memory, as they were read
+            images = default_collate([sample[0].movedim(0, -1) for sample in group]).movedim(-1, 1)
+            batches.append([images, *default_collate([sample[1:] for sample in group])])
+        return batches if len(batches) > 1 else batches[0]
+
+
+def find_source(loader: Any, accumulate: int, seed: Any) -> "TrainSampler | Foreign":
+    """Return what Run has to know of its loader, in all of its epochs."""
+    if not is_ours(loader):
+        return Foreign(loader, accumulate, seed)
+    found = (loader.batch_size or 0) * distributed.world_size() * accumulate
+    if (planned := loader.sampler.global_batch) != found:
+        line = f"TrainSampler has a global batch of {planned}, but all batches of a step of the"
+        raise UserError(f"{line} loader make {found}: give both the same batch size")
+    return loader.sampler
+
+
+class Foreign:
+    """What Run has to know of any other loader: ranks take its batches, the same on all, in turn.
+
+    A stopped epoch starts over, unless the loader, or without workers its data set, has a state.
+    """
+
+    def __init__(self, loader: Any, accumulate: int, seed: Any) -> None:
+        self.accumulate, ranks = accumulate, distributed.world_size()
+        has_own = isinstance(getattr(loader, "sampler", None), DistributedSampler)
+        self.turn = 1 if has_own else ranks  # batches, of which this rank takes one
+        try:
+            self.steps = len(loader) // self.turn // accumulate
+        except TypeError:
+            raise UserError("the training loader has no length: give its data set one") from None
+        if not self.steps:
+            raise UserError(f"the training loader has {len(loader)} batches, too few for a step")
+        self.global_batch = (getattr(loader, "batch_size", 0) or 1) * ranks * accumulate
+        self.total = self.steps * self.global_batch
+        data = {"images": self.total, "training_set": fingerprint(samples.of(loader))}
+        self.order: dict[str, Any] = {**data, "seed": seed, "sampler": type(loader).__name__}
+        parts = [loader] if getattr(loader, "num_workers", 0) else [loader, loader.dataset]
+        self.stateful = next((part for part in parts if hasattr(part, "load_state_dict")), None)
+        self.saved: list = []  # the state to continue from
+        how = "from its state_dict" if self.stateful else "from its start, not to the bit"
+        line = "the training loader has no engine.TrainSampler: an epoch that is stopped resumes"
+        distributed.say(f"{line} {how}")
+
+    def states(self) -> list:  # each rank's, after its last batch, for a checkpoint
+        return distributed.gather_objects(self.stateful.state_dict()) if self.stateful else []
+
+    def batches(self, loader: Any, epoch: int, seen: int) -> Iterator:
+        for part in getattr(loader, "sampler", None), samples.of(loader):
+            getattr(part, "set_epoch", int)(epoch)
+        samples.seed(self.order["seed"], epoch)  # the same order on all ranks
+        if self.stateful and self.saved:
+            self.stateful.load_state_dict(self.saved.pop())
+        batches = started(loader)
+        for _ in range((self.total - seen) // self.global_batch * self.accumulate):
+            some = list(itertools.islice(batches, self.turn))
+            if len(some) < self.turn:
+                raise UserError(f"the training loader has less than {len(loader)} batches")
+            yield some[distributed.rank() % self.turn]
 
 
 def batches(loader: Any, device: torch.device) -> Iterator[tuple]:
@@ -197,13 +252,9 @@ def batches(loader: Any, device: torch.device) -> Iterator[tuple]:
 
         for images, targets, *_, indices in engine.batches(val_loader, device):
     """
-    ahead, format = devices.copies_ahead(device), format_of(loader)
-    dataset = samples.of(loader)
+    format = format_of(loader)
     for batch in _dealt(loader):
-        parts = move(batch, device, ahead, format)
-        memory.note_samples(lambda index: samples.name(dataset, index), batch[-1])
-        yield parts
-        memory.note_samples()  # not after an error in the loop, which is explained later
+        yield move(batch, device, format)
         if stopping.stop_requested():
             break
     stopping.agree(device)
@@ -215,45 +266,44 @@ class First:
     def __init__(self, loader: Any) -> None:
         self.loader, self.dataset = loader, loader.dataset
 
-    def __iter__(self) -> Iterator[Any]:
-        if isinstance(self.dataset, IterableDataset):
-            return itertools.islice(started(self.loader), 1)
-        count = min(FEW, len(self.dataset))
-        if is_ours(self.loader):
-            found = self.dataset.__getitems__([Key(0, n, is_val=True) for n in range(count)])
-            batch = self.loader.collate_fn(found)
-            return iter(batch if isinstance(batch, Groups) else [batch])
-        batch = self.loader.collate_fn([self.dataset[number] for number in range(count)])
-        return iter([[*unpack(batch), torch.arange(count)]])
+    def __iter__(self) -> Iterator[list]:
+        if not is_ours(self.loader):
+            return itertools.islice(_numbered(self.loader), 1)
+        keys = [Key(0, number, is_val=True) for number in range(min(2, len(self.dataset)))]
+        return _by_size([self.loader.collate_fn(self.dataset.__getitems__(keys))])
 
 
 def _dealt(loader: Any) -> Iterator[list]:
-    """Yield the batches of a loader for evaluation that are this rank's, with indices."""
+    """Return the batches of a loader for evaluation that are this rank's, with indices."""
     if isinstance(loader, First):
-        yield from loader
-        return
+        return iter(loader)
     if is_ours(loader):
-        for batch in started(loader):
-            yield from batch if isinstance(batch, Groups) else [batch]
-        return
+        return _by_size(started(loader))
+    return itertools.islice(_numbered(loader), distributed.rank(), None, distributed.world_size())
+
+
+def _by_size(found: Iterable[list]) -> Iterator[list]:
+    for batch in found:
+        yield from batch if isinstance(batch, Groups) else [batch]
+
+
+def _numbered(loader: Any) -> Iterator[list]:
+    """Yield all batches of any loader, with the indices of their samples."""
     if isinstance(getattr(loader, "sampler", None), DistributedSampler):
-        raise UserError(
-            "the validation loader has a DistributedSampler, which repeats samples to give each "
-            "rank as many: leave it out; the ranks take its batches in turn"
-        )
+        line = "the validation loader has a DistributedSampler, which repeats samples"
+        raise UserError(f"{line}: leave it out; the ranks take its batches in turn")
     first = 0
-    for number, batch in enumerate(started(loader)):
+    for batch in started(loader):
         parts = unpack(batch)
-        count = len(parts[0])
-        if number % distributed.world_size() == distributed.rank():
-            yield [*parts, torch.arange(first, first + count)]
-        first += count
+        end = first + len(parts[0])
+        yield [*parts, torch.arange(first, end)]
+        first = end
 
 
 def is_ours(loader: Any) -> bool:
     """Return whether a DataLoader has our sampler and seeds its samples."""
     samplers = getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None)
-    has_sampler = any(getattr(each, "is_ours", False) for each in samplers)
+    has_sampler = any(isinstance(each, TrainSampler | ValSampler) for each in samplers)
     if has_sampler and not isinstance(loader.dataset, Seeded):
         raise UserError("a loader with a sampler of engine needs engine.Seeded(dataset, ...)")
     return has_sampler
@@ -265,32 +315,24 @@ def started(loader: Any) -> Iterator:
         return iter(loader)
 
 
-def unpack(batch: Any) -> list:
-    """Return a batch as [images, targets, ...], floating-point or uint8 images (N, C, H, W)."""
+def unpack(batch: Any) -> tuple:
+    """Return a batch as (images, targets, ...), floating-point or uint8 images (N, C, H, W)."""
     parts = samples.ordered(batch)
-    if parts is None or len(parts) < 2 or not isinstance(parts[0], Tensor):
-        kind = type(batch).__name__
-        found = f"{kind} of {', '.join(type(part).__name__ for part in parts)}" if parts else kind
-        raise UserError(
-            f"the loader returns a {found}: a batch is (images, targets, ...) or a dict with "
-            '"image" and "label", images a tensor (N, C, H, W); see collate_fn'
-        )
-    return list(parts)
+    if parts is None or not isinstance(parts[0], Tensor):
+        line = f"the loader returns a {type(batch).__name__}: a batch is (images, targets, ...) or"
+        raise UserError(f'{line} a dict with "image" and "label", images a tensor (N, C, H, W)')
+    return parts
 
 
 def format_of(loader: Any) -> Format:
-    """Return how the images of a loader's data set are normalised."""
     format = getattr(samples.of(loader), "format", None)
     return format if isinstance(format, Format) else DEFAULT_FORMAT
 
 
-def move(batch: Any, device: torch.device, ahead: bool, format: Format) -> tuple:
-    """Return a batch on `device`: images float32, uint8 ones normalised, targets as in `batches`.
-
-    Images and masks travel as uint8 until here, a quarter of the bytes.
-    """
+def move(batch: Any, device: torch.device, format: Format) -> tuple:
+    """Return a batch, which has travelled as uint8, on `device`, as `batches` describes it."""
     images, targets, *others = (
-        part.to(device, non_blocking=ahead) if isinstance(part, Tensor) else part
+        part.to(device, non_blocking=True) if isinstance(part, Tensor) else part
         for part in unpack(batch)
     )
     if isinstance(targets, Tensor):
@@ -299,10 +341,7 @@ def move(batch: Any, device: torch.device, ahead: bool, format: Format) -> tuple
 
 
 def normalize(images: Tensor, format: Format = DEFAULT_FORMAT) -> Tensor:
-    """Return uint8 `images` (N, C, H, W) as float32 of about zero mean and unit deviation.
-
-    Floating-point images are returned in float32, as they are.
-    """
+    """Return uint8 `images` (N, C, H, W) normalised, as float32; floats as they are."""
     if images.dtype != torch.uint8:
         return images.float()
     mean, std = channel_statistics(format.statistics, images.device)
@@ -311,9 +350,6 @@ def normalize(images: Tensor, format: Format = DEFAULT_FORMAT) -> Tensor:
 
 
 @functools.cache  # a copy to the device at every step would wait for it
-def channel_statistics(
-    statistics: tuple[tuple[float, ...], ...], device: torch.device
-) -> tuple[Tensor, Tensor]:
+def channel_statistics(statistics: tuple, device: torch.device) -> tuple[Tensor, ...]:
     """Return mean and deviation of values from 0 to 255, float32 (channels, 1, 1) each."""
-    mean, std = (torch.tensor(values).mul(255).view(-1, 1, 1).to(device) for values in statistics)
-    return mean, std
+    return tuple(torch.tensor(each).mul(255).view(-1, 1, 1).to(device) for each in statistics)

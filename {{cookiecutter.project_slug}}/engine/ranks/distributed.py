@@ -2,94 +2,75 @@
 
 import contextlib
 import itertools
+import math
 import os
+import sys
+import threading
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
-from typing import Any, TypeVar, cast
+from typing import TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import distributed_c10d
 
-from engine.errors import escape
-from engine.ranks import devices, environment, joining, process, protocol, reaching
+from engine.errors import UserError, escape
+from engine.ranks import devices, environment, meeting, process, protocol
 
 T = TypeVar("T")
-Pending = dist.Work  # a collective that has begun
 OPERATIONS = {"sum": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}
 
 
-@dataclass
 class Group:
     store: dist.Store | None = None  # works while ranks hang in a collective
-    timeout: timedelta = timedelta()
-    is_debugged: bool = False
-    is_own: bool = True  # else who made it leaves it
+    timeout = timedelta()
+    is_debugged = False
+    device = devices.CPU
 
 
-_group = Group()
-_runs = itertools.count()  # in a group that somebody else has made
 _turns = itertools.count()  # calls of await_rank_zero
 
 
 def setup(
-    local_rank: int | None = None,
-    timeout: float = 600,
-    debugged: bool = False,
-    alone: bool = False,
+    local_rank: int | None = None, timeout: float = 600, debugged: bool = False, alone: bool = False
 ) -> torch.device:
     """Join the process group that the launcher describes, or a group of one; return the device.
 
-    With GPUs: nccl, or what torch has for their kind, and one GPU per rank. Without: gloo. A group
-    that exists, as in a train function of Ray's, is used with its own timeout and device.
-    local_rank: used only if the launcher does not set LOCAL_RANK.
-    timeout: seconds after which a collective fails; a week if a rank may be at a breakpoint.
-    debugged: whether another rank may have a debugger.
-    alone: whether a group of one will do even in a job of several nodes, on the CPU.
+    With GPUs: nccl, or what torch has for their kind, and one GPU per rank. Without: gloo.
+    local_rank: if the launcher does not set LOCAL_RANK. timeout: of collectives, in seconds; a week
+    if a rank is `debugged`. alone: a group of one will do in a job of several nodes, on the CPU.
     """
-    _group.is_debugged = debugged or process.is_debugged()
-    _group.timeout = timedelta(days=7) if _group.is_debugged else timedelta(seconds=timeout)
-    _group.is_own = not dist.is_initialized()
-    if not _group.is_own:
-        return _take_up()
+    if dist.is_initialized():  # engine.replay has called main before
+        return Group.device
+    Group.is_debugged = debugged or process.is_debugged()
+    Group.timeout = timedelta(days=7) if Group.is_debugged else timedelta(seconds=timeout)
     environment.adopt(alone)
     if local_rank is not None:
         os.environ.setdefault("LOCAL_RANK", str(local_rank))
     device, note = devices.pick(on_cpu=alone)
     if "RANK" in os.environ:
-        _group.store, group_rank, size = reaching.open_store(_group.timeout)
-        fault = joining.unreachable() if device.type == "cpu" else ""
-        met = joining.join_ranks(
-            *(_group.store, group_rank, size, _group.timeout), {**note, "fault": fault}
-        )
-        _group.store, notes = met
-        device = devices.check(notes, device, _group.is_debugged)
+        if sys.platform == "linux" and not environment.has_other_nodes():
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # nobody else can reach it
+        Group.store, group_rank, size = meeting.open_store(Group.timeout)
+        Group.store, notes = meeting.join(Group.store, group_rank, size, Group.timeout, note)
+        device = devices.check(notes, device, Group.is_debugged)
     else:
-        _group.store, group_rank, size = dist.HashStore(), 0, 1
-        devices.check([{**note, "host": ""}], device, _group.is_debugged)
-    _group.store.set(protocol.process_of(group_rank), f"{environment.node()} {os.getpid()}")
+        Group.store, group_rank, size = dist.HashStore(), 0, 1
+        devices.check([note], device, Group.is_debugged)
+    Group.store.set(protocol.PROCESS.format(group_rank), f"{environment.node()} {os.getpid()}")
     if device.index is not None:
         torch.accelerator.set_device_index(device)
     dist.init_process_group(
         devices.backend(device),
-        store=_group.store,
+        store=Group.store,
         rank=group_rank,
         world_size=size,
         device_id=device if device.index is not None else None,
-        timeout=_group.timeout,
+        timeout=Group.timeout,
     )
+    Group.device = device
     return device
-
-
-def _take_up() -> torch.device:
-    store = distributed_c10d._get_default_store()
-    _group.timeout = cast(Any, store).timeout  # missing in torch's stubs
-    _group.store = dist.PrefixStore(f"run {next(_runs)}", store)  # apart from former runs' errors
-    _group.store.set(protocol.process_of(rank()), f"{environment.node()} {os.getpid()}")
-    return devices.current(dist.get_backend())
 
 
 def teardown() -> None:
@@ -101,34 +82,27 @@ def teardown() -> None:
         engine.teardown()
     """
     dist.barrier()
-    if _group.is_own:
-        dist.destroy_process_group()
+    dist.destroy_process_group()
 
 
-def is_joined() -> bool:
-    """Return whether this process is in a process group."""
-    return dist.is_initialized()
+is_joined = dist.is_initialized
 
 
 def is_set_up() -> bool:
-    """Return whether this process has the store of a process group."""
-    return _group.store is not None
+    return Group.store is not None
 
 
 def store() -> dist.Store:
-    """Return the group's key-value store."""
-    assert _group.store, "call setup first"
-    return _group.store
+    assert Group.store, "call setup first"
+    return Group.store
 
 
 def timeout() -> float:
-    """Return after how many seconds a collective fails."""
-    return _group.timeout.total_seconds()
+    return Group.timeout.total_seconds()  # after which a collective fails
 
 
 def is_debugged() -> bool:
-    """Return whether some rank has a debugger, or may get one."""
-    return _group.is_debugged
+    return Group.is_debugged  # some rank has a debugger, or may get one
 
 
 def rank() -> int:
@@ -147,18 +121,15 @@ def world_size() -> int:
 
 
 def local_rank() -> int:
-    """Return this process's number on its node."""
     return int(os.environ.get("LOCAL_RANK", 0))
 
 
 def local_world_size() -> int:
-    """Return how many ranks this node has."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", 1))
 
 
 def is_rank_zero() -> bool:
-    """Return whether this is the rank that writes and prints."""
-    return rank() == 0
+    return rank() == 0  # which writes and prints
 
 
 def say(line: str) -> None:
@@ -184,89 +155,102 @@ def reduce_tensor(tensor: Tensor, op: str = "sum") -> Tensor:
         loss_sum, count = engine.reduce_tensor(totals).tolist()
     """
     result = tensor.detach().clone()
-    dist.all_reduce(devices.carried(result), OPERATIONS["sum" if op == "mean" else op])
+    dist.all_reduce(result, OPERATIONS["sum" if op == "mean" else op])
     return result / world_size() if op == "mean" else result
 
 
-def start_sum(tensor: Tensor) -> Pending | None:
-    """Begin to replace `tensor` by its sum over all ranks, which is there after `wait()`.
-
-    Collectives that follow, such as those of backward(), run meanwhile. None if it is there at
-    once, as in a group of one.
-    """
+def start_sum(tensor: Tensor) -> dist.Work | None:
+    """Begin to replace `tensor` by its sum over all ranks, which is there after `wait()`."""
     if world_size() == 1:
         return None
-    return dist.all_reduce(devices.carried(tensor), async_op=True)
-
-
-def broadcast(tensor: Tensor) -> None:
-    """Overwrite `tensor` with rank 0's."""
-    dist.broadcast(devices.carried(tensor), src=0)
+    return dist.all_reduce(tensor, async_op=True)
 
 
 def gather(tensor: Tensor) -> Tensor:
     """Return the ranks' `tensor`s, of the same shape and dtype on each, stacked: (ranks, ...)."""
-    if not devices.has_collectives(tensor.device):  # in a group of one
-        return tensor[None]
     parts = [torch.empty_like(tensor) for _ in range(world_size())]
     dist.all_gather(parts, tensor)
     return torch.stack(parts)
 
 
 def gather_objects(value: T) -> list[T]:
-    """Return the ranks' `value`s, which have to pickle."""
     values = [value] * world_size()
     dist.all_gather_object(values, value)
     return values
 
 
-def barrier() -> None:
-    """Return once all ranks have called this."""
-    dist.barrier()
+barrier = dist.barrier
 
 
-def collectives() -> int:
-    """Return how many collectives this rank has started, with DDP's own; 0 if nothing counts."""
-    with contextlib.suppress(RuntimeError):  # a backend that does not count
-        return dist.group.WORLD._get_sequence_number_for_group()  # type: ignore[union-attr]
-    return 0
+def from_rank(source: int, function: Callable[..., T], *args: object) -> T:
+    """Call `function(*args)` on rank `source`; return its result, which has to pickle, on all."""
+    box = [function(*args) if rank() == source else None]
+    dist.broadcast_object_list(box, src=source)
+    return cast(T, box[0])
 
 
 def from_rank_zero(function: Callable[..., T], *args: object) -> T:
-    """Call `function(*args)` on rank 0 and return its result, which has to pickle, on all ranks."""
     return from_rank(0, function, *args)
 
 
 def await_rank_zero(function: Callable[..., T], *args: object) -> T:
     """As from_rank_zero, for a function that may take longer than --dist-timeout."""
-    key, box = f"rank zero {next(_turns)}", [function(*args)] if is_rank_zero() else []
-    if box:
-        store().set(key, "")
-    while not store().check([key]):
-        time.sleep(0.2)
+    box = [function(*args)] if is_rank_zero() else []
+    all_arrive(f"done/{next(_turns)}", math.inf)
     return from_rank_zero(lambda: box[0])
 
 
-def from_rank(source: int, function: Callable[..., T], *args: object) -> T:
-    """Call `function(*args)` on rank `source` and return its result on all ranks."""
-    box = [function(*args) if rank() == source else None]
-    dist.broadcast_object_list(box, src=source)
-    return cast(T, box[0])
+def await_keys(keys: Sequence[str], seconds: float) -> bool:
+    """Return whether the store gets all `keys` in time; meanwhile the other thread can use it."""
+    deadline = time.monotonic() + seconds
+    while not (is_there := store().check([*keys])) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return is_there
+
+
+def all_arrive(name: str, seconds: float) -> bool:
+    """Return whether all ranks call this, with the same `name`, within `seconds`."""
+    keys = [protocol.ARRIVED.format(name, rank) for rank in range(world_size())]
+    store().set(keys[rank()], "")
+    return await_keys(keys, seconds)
+
+
+def wait_for_debugger(ranks: Sequence[int], port: int) -> None:
+    """If this rank is one of `ranks`, wait for a debugger at port + rank."""
+    if ranks and ranks[-1] >= world_size():
+        raise UserError(f"--debug-rank {ranks[-1]}: ranks go from 0 to {world_size() - 1}")
+    if ranks:
+        sys.breakpointhook = process.stop_in_debugger  # in the others breakpoint() does nothing
+    if rank() not in ranks:
+        return
+    host, port = "127.0.0.1", port + rank()
+    os.environ.setdefault("PYDEVD_DISABLE_FILE_VALIDATION", "1")  # a warning that is not needed
+    try:
+        import debugpy
+
+        debugpy.listen((host, port))
+    except (ImportError, RuntimeError, ValueError) as error:
+        text = f"cannot listen with debugpy at {host}:{port} ({error})"
+        raise UserError(f"--debug-rank: {text}: install it, or use another --debug-port") from None
+    line = f"rank {rank()} on {environment.node()} waits for a debugger: host {host}, port {port}"
+    print(line, file=sys.stderr, flush=True)
+    threading.main_thread().name = f"rank {rank()}"
+    debugpy.wait_for_client()
 
 
 @contextlib.contextmanager
 def rank_zero_first() -> Iterator[None]:
     """Run the block on rank 0, then on the first rank of each other node, then on the rest.
 
-    For work that one rank does and the others find done, such as downloading a file: another node
-    does it again only if it does not share rank 0's disk. Every rank has to reach it.
+    For work that others find done, such as a download; another node does it again only if it does
+    not share rank 0's disk. Every rank has to reach it.
 
         with engine.rank_zero_first():
             dataset = torchvision.datasets.CIFAR10("data", download=True)
     """
     turn = 0 if is_rank_zero() else 1 if local_rank() == 0 else 2
-    for _ in range(turn):  # lockstep: ok
+    for _ in range(turn):
         dist.barrier()
     yield
-    for _ in range(2 - turn):  # lockstep: ok
+    for _ in range(2 - turn):
         dist.barrier()

@@ -1,55 +1,34 @@
-"""What launchers say through environment variables: torchrun's names, and others' put into them."""
+"""What launchers say through environment variables: torchrun's names, and SLURM's put into them."""
 
 import contextlib
+import itertools
 import os
 import re
+import shutil
 import socket
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+import subprocess
+import zlib
+from dataclasses import dataclass
+from pathlib import Path
 
 from engine.errors import UserError
-from engine.ranks import gpus, protocol
+from engine.ranks import protocol
 
 PORT, LAST_PORT = 29500, 65535  # torchrun's; of TCP
 SPECIAL_STEPS = 2**32 - 16  # from here on SLURM's steps are not srun's, but salloc's shell and such
-
-# What a person says to launch.sh, and what those call it that start it once on each node
-NODES = ("NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "NPROC")
-LAUNCHERS = (  # the last that says a thing wins
-    ("WORLD_SIZE", "RANK", "MASTER_ADDR", "MASTER_PORT", ""),  # PyTorchJob v1, which counts pods
-    ("SKYPILOT_NUM_NODES", "SKYPILOT_NODE_RANK", "SKYPILOT_NODE_IPS", "", ""),  # one IP per line
-    ("PET_NNODES", "PET_NODE_RANK", "PET_MASTER_ADDR", "PET_MASTER_PORT", "PET_NPROC_PER_NODE"),
-)
-# What torchrun says to each rank, and what mpirun does: Open MPI's, then MPICH's and Intel's
-RANKS = ("WORLD_SIZE", "RANK", "LOCAL_WORLD_SIZE", "LOCAL_RANK")
-MPI = (
-    tuple(f"OMPI_COMM_WORLD_{name}" for name in ("SIZE", "RANK", "LOCAL_SIZE", "LOCAL_RANK")),
-    ("PMI_SIZE", "PMI_RANK", "MPI_LOCALNRANKS", "MPI_LOCALRANKID"),
-)
-Said = dict[str, tuple[str, str]]  # one of NODES -> the variable that says it, its value
+GPUS = "CUDA_VISIBLE_DEVICES"
+GPU_FILES = Path("/dev/nvidiactl"), Path("/dev/kfd")  # of containers without nvidia-smi; of AMD
+TYPED = ("NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "NPROC", "MAX_RESTARTS")
 
 
 @dataclass(frozen=True)
-class Nodes:
-    """The nodes of a launch: how many, this one's number and ranks, where node 0 listens."""
-
+class Nodes:  # of a launch
     count: int
-    number: int
-    ranks: int  # 0 if nobody says how many
-    host: str
+    number: int  # this one's
+    ranks: int  # of this one
+    host: str  # where rank 0 listens
     port: int
-
-
-@dataclass(frozen=True)
-class Tasks:
-    """The processes that srun or mpirun started, and which of them this one is."""
-
-    by: str
-    ranks: dict[str, int]  # the values of RANKS
-    node: int  # the number of this one's
-    are_one_per_node: bool
-    host: str  # of rank 0; "" if it is not known
-    port: int = PORT
+    restarts: int = 0
 
 
 def node() -> str:
@@ -57,183 +36,160 @@ def node() -> str:
     return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
 
 
-def prepare() -> tuple[Nodes, int]:
-    """Return the nodes of launch.sh, and how many restarts there may be."""
-    nodes = read_nodes()
-    nodes = replace(nodes, ranks=nodes.ranks or gpus.count() or 2)
-    for name, default, least in (("MAX_RESTARTS", "0", 0), ("JOIN_TIMEOUT", "600", 1)):
-        value = os.environ[name] = os.environ.get(name) or default
-        if not (value.isdecimal() and int(value) >= least):
-            raise UserError(f"{name}={value} is not an integer of {least} or more")
-    export_nodes(nodes)
-    # As torchrun does, with a warning; main.py sets the threads.
-    if not os.environ.get("OMP_NUM_THREADS"):  # torchrun would print a warning
-        os.environ.update({"OMP_NUM_THREADS": "1", protocol.THREADS: "auto"})
-    if nodes.number == 0:
-        with contextlib.suppress(OSError):  # a closed pipe
-            print(f"starting {nodes.count * nodes.ranks} rank(s) ...", flush=True)
-    return nodes, int(os.environ["MAX_RESTARTS"])
+def has_other_nodes() -> bool:
+    """Return whether this rank's launcher tells of ranks on other nodes."""
+    return os.environ.get("WORLD_SIZE", "1") != os.environ.get("LOCAL_WORLD_SIZE", "1")
 
 
-def read_nodes(own: Sequence[str] = NODES) -> Nodes:
-    """Return the nodes of the job as its launcher tells of them; what a person says in `own` wins.
-
-    Raises a UserError if this is one of several nodes and nothing would bring them together.
-    """
-    said = {name: (name, os.environ[name]) for name in own if os.environ.get(name)}
-    try:
-        told = _read_launcher()
-    except UserError:
-        if "NNODES" not in said:
-            raise
-        told = {}
-    if "NNODES" in said and told.get("NNODES", said["NNODES"])[1] != said["NNODES"][1]:
-        told = {name: told[name] for name in told if name == "NPROC"}
-    return _as_nodes({**told, **said})
+def own_rank() -> str:
+    """Return such as "rank 3", or "rank 3 on n2" if there are other nodes."""
+    rank = f"rank {os.environ.get('RANK', 0)}"
+    return f"{rank} on {node()}" if has_other_nodes() else rank
 
 
-def _read_launcher() -> Said:
-    env, tasks = os.environ, read_tasks()
-    if tasks and (size := tasks.ranks["WORLD_SIZE"]) > 1:
-        if not tasks.are_one_per_node:
-            raise UserError(
-                f"{tasks.by} started {size} copies of launch.sh, several on one node: "
-                "use srun --ntasks-per-node 1 (mpirun -N 1)"
-            )
-        values = zip(NODES, (size, tasks.node, tasks.host, tasks.port), strict=False)
-        return {name: (f"{tasks.by}: {name}", str(value)) for name, value in values if value != ""}
-    if {"RANK", "LOCAL_RANK"} <= env.keys() and env.get("WORLD_SIZE", "1") != "1":
-        raise UserError(
-            f"launch.sh was started as rank {env['RANK']} of {env['WORLD_SIZE']}: "
-            "start main.py in its place, or unset LOCAL_RANK"
-        )
-    told: Said = {}
-    for names in LAUNCHERS if env.get("RANK") else LAUNCHERS[1:]:
-        for name, theirs in zip(NODES, names, strict=True):
-            if value := env.get(theirs):
-                told[name] = theirs, value.split("\n")[0]
-    nodes = env.get("SLURM_JOB_NUM_NODES", "1")
-    if nodes != "1" and not tasks and "NNODES" not in told:
-        raise UserError(
-            f"SLURM gave this job {nodes} nodes, but only this one would train: start with srun "
-            "--ntasks-per-node 1 ./launch.sh, or set NNODES=1 for this node alone"
-        )
-    return told
+def read_nodes() -> Nodes:
+    """Return the nodes of launch.sh, as people or srun tell them; a mistake is a UserError."""
+    said = {name: os.environ[name] for name in TYPED if os.environ.get(name)}
+    if "NNODES" not in said and (task := read_task()):
+        size = task["WORLD_SIZE"]
+        if os.environ["SLURM_STEP_TASKS_PER_NODE"] != f"1(x{size})":
+            line = f"srun started {size} copies of launch.sh, several on one node: use srun"
+            raise UserError(f"{line} --ntasks-per-node 1")
+        said = {**task, "NNODES": size, "NODE_RANK": task["RANK"]} | said
 
-
-def _as_nodes(said: Said) -> Nodes:
-    def number(name: str, default: int, low: int, high: int = 0) -> int:
-        variable, text = said.get(name, (name, str(default)))
-        if not (text.isdecimal() and low <= int(text) <= (high or int(text))):
-            hint = "; an elastic job is started by torchrun main.py" if ":" in text else ""
-            span = f"{low} to {high}" if high else f"{low} or more"
-            raise UserError(f"{variable}={text} is not an integer of {span}{hint}")
+    def number(name: str, default: int, low: int, high: int = 2**31) -> int:
+        text = said.get(name, str(default))
+        if not (text.isdecimal() and low <= int(text) <= high):
+            raise UserError(f"{name}={text} is not an integer of {low} to {high}")
         return int(text)
 
-    count, told = number("NNODES", 1, 1), said.get("NNODES", [""])[0]
+    count, this = number("NNODES", 1, 1), number("NODE_RANK", 0, 0)
     for name in ("NODE_RANK", "MASTER_ADDR"):
         if count > 1 and name not in said:
-            raise UserError(f"{told}={count} also requires {name}; see ./launch.sh --help")
-    variable, text = said.get("NPROC", ("", "auto"))
-    words = {"auto": 0, "gpu": 0, "cpu": os.cpu_count() or 1}  # torchrun's
-    ranks = words[text] if text in words else number("NPROC", 0, 1)
-    if text == "gpu" and not gpus.count():
-        raise UserError(f"{variable}=gpu, but this node shows no GPU")
-    port = number("MASTER_PORT", PORT, int(count > 1), LAST_PORT)
-    host = said.get("MASTER_ADDR", ("", ""))[1]
-    return Nodes(count, number("NODE_RANK", 0, 0), ranks, host, port)
-
-
-def export_nodes(nodes: Nodes) -> None:
-    """Put `nodes` into the variables that come first, for a restart and for programs that follow.
-
-    torchrun would read flags of its own from PET_ variables.
-    """
-    for name in [name for name in os.environ if name.startswith("PET_")]:
-        del os.environ[name]
-    values = (nodes.count, nodes.number, nodes.ranks)
-    os.environ.update(zip(("NNODES", "NODE_RANK", "NPROC"), map(str, values), strict=True))
-    if nodes.count > 1:
-        os.environ.update(MASTER_ADDR=nodes.host, MASTER_PORT=str(nodes.port))
+            raise UserError(f"NNODES={count} also requires {name}; see ./launch.sh --help")
+    if this >= count > 1:
+        raise UserError(f"NODE_RANK={this} is none of the NNODES={count} nodes: 0 to {count - 1}")
+    port, restarts = number("MASTER_PORT", PORT, 1, LAST_PORT), number("MAX_RESTARTS", 0, 0)
+    if count > 1 and restarts:
+        raise UserError("MAX_RESTARTS is for one node: slurm/train.sbatch restarts several")
+    ranks = number("NPROC", 0, 1) if "NPROC" in said else count_gpus() or 2
+    host = said["MASTER_ADDR"] if count > 1 else "127.0.0.1"
+    return Nodes(count, this, ranks, host, port, restarts)
 
 
 def adopt(alone: bool = False) -> None:
-    """Set torchrun's variables for a process that something else than torchrun started.
-
-    alone: whether this process may be on its own in a job of several nodes; else that is a
-    UserError.
-    """
-    if "RANK" in (env := os.environ):
-        return
-    if (tasks := read_tasks()) and tasks.ranks["WORLD_SIZE"] > 1:
-        if not (tasks.host or env.get("MASTER_ADDR")):
-            raise UserError(
-                f"{tasks.by} started ranks on several nodes: set MASTER_ADDR to the address of "
-                "rank 0's, on all of them (Open MPI: mpirun -x MASTER_ADDR=HOST)"
-            )
-        _set_rank(tasks.ranks, tasks.host, tasks.port)
-        return
-    if alone or (count := env.get("NNODES")) == "1":
-        return
-    if count:
-        raise UserError(f"NNODES={count} is for ./launch.sh: start that, or unset NNODES")
-    nodes = read_nodes(("MASTER_ADDR", "MASTER_PORT"))
-    ranks = nodes.ranks or (gpus.count() if nodes.count > 1 else 1)
-    if ranks > 1:
-        raise UserError(
-            f"this job has {nodes.count} node(s) of {ranks} ranks: start ./launch.sh or torchrun "
-            "main.py in place of python main.py, or set NNODES=1 for one process alone"
-        )
-    if nodes.count > 1:
-        values = zip(RANKS, (nodes.count, nodes.number, 1, 0), strict=True)
-        _set_rank(dict(values), nodes.host, nodes.port)
+    """Set torchrun's variables for a process that srun started; alone: see read_task."""
+    if "RANK" not in os.environ:
+        own = {name: os.environ[name] for name in TYPED if os.environ.get(name)}
+        os.environ.update(read_task(alone) | own)  # the MASTER_ADDR that a person wants
 
 
-def _set_rank(ranks: dict[str, int], host: str, port: int) -> None:
-    os.environ.update({name: str(value) for name, value in ranks.items()})
-    os.environ.setdefault("MASTER_ADDR", host)
-    os.environ.setdefault("MASTER_PORT", str(port))
-
-
-def read_tasks() -> Tasks | None:
-    """Return what mpirun, or else srun, says; None if neither started this process.
-
-    mpirun first: within a job of SLURM it is itself started by srun, once on each node.
-    """
+def read_task(alone: bool = False) -> dict[str, str]:
+    """Return torchrun's variables for one of several tasks of srun's; {} if it may be `alone`."""
     env = os.environ
-    for names in MPI:
-        if all(env.get(name, "").isdecimal() for name in names):
-            ranks = dict(zip(RANKS, (int(env[name]) for name in names), strict=True))
-            size, local_size = ranks["WORLD_SIZE"], ranks["LOCAL_WORLD_SIZE"]
-            host = "127.0.0.1" if size == local_size else ""
-            return Tasks("mpirun", ranks, ranks["RANK"], local_size == 1, host)
     if int(env.get("SLURM_STEP_ID", SPECIAL_STEPS)) >= SPECIAL_STEPS:
-        return None
+        names = ("NNODES", "PET_NNODES", "SLURM_JOB_NUM_NODES")  # a person's, torchrun's, SLURM's
+        nodes = next(filter(None, map(env.get, names)), "1")
+        if nodes != "1" and not alone:
+            raise UserError(
+                f"this job has {nodes} nodes, but only this one would train: start with torchrun "
+                "or srun --ntasks-per-node 1 ./launch.sh, or set NNODES=1 for this node alone"
+            )
+        return {}
+    if env.get("SLURM_STEP_NUM_TASKS") == "1":
+        return {}
     try:
-        size, node = int(env["SLURM_STEP_NUM_TASKS"]), int(env["SLURM_NODEID"])
-        per_node: list[int] = []  # "2(x3),1" means 2, 2, 2, 1
-        for tasks, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", env["SLURM_STEP_TASKS_PER_NODE"]):
-            per_node += [int(tasks)] * int(times or 1)
-        values = size, int(env["SLURM_PROCID"]), per_node[node], int(env["SLURM_LOCALID"])
-        host = re.sub(r"\[(\w+)[^]]*\]", r"\1", env["SLURM_STEP_NODELIST"]).split(",")[0]
+        groups = re.findall(r"(\d+)(?:\(x(\d+)\))?", env["SLURM_STEP_TASKS_PER_NODE"])
+        per_node = [tasks for tasks, times in groups for _ in range(int(times or 1))]
+        first = re.sub(r"\[(\w+)[^]]*\]", r"\1", env["SLURM_STEP_NODELIST"]).split(",")[0]
         port = 20000 + (int(env["SLURM_JOB_ID"]) * 7 + int(env["SLURM_STEP_ID"])) % 10000
+        return {
+            **{"RANK": env["SLURM_PROCID"], "WORLD_SIZE": env["SLURM_STEP_NUM_TASKS"]},
+            "LOCAL_RANK": env["SLURM_LOCALID"],
+            "LOCAL_WORLD_SIZE": per_node[int(env["SLURM_NODEID"])],  # "2(x3),1" is 2, 2, 2, 1
+            **{"MASTER_ADDR": first, "MASTER_PORT": str(port)},
+        }
     except (KeyError, IndexError, ValueError) as error:
         raise UserError(
             f"srun's variables are incomplete ({error}): pass all of SLURM_* on, and start one "
             "group of tasks"
         ) from None
-    ranks = dict(zip(RANKS, values, strict=True))
-    return Tasks("srun", ranks, node, per_node == [1] * size, host, port)
 
 
 def read_group() -> tuple[str, int, int, int]:
     """Return MASTER_ADDR, MASTER_PORT, RANK and WORLD_SIZE; raise a UserError if one is missing."""
+    env = os.environ
     for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
-        value = os.environ.get(name, "")
+        value = env.get(name, "")
         if not value or not (value.isdecimal() or name == "MASTER_ADDR"):
             what = f"{name}={value} is not a number" if value else f"RANK is set, {name} is not"
             raise UserError(f"{what}: start with ./launch.sh or torchrun, or unset RANK")
-    env = os.environ
-    if (port := int(env["MASTER_PORT"])) > LAST_PORT:
-        raise UserError(f"MASTER_PORT={port} is above {LAST_PORT}, the last port")
-    return env["MASTER_ADDR"], port, int(env["RANK"]), int(env["WORLD_SIZE"])
+    return env["MASTER_ADDR"], int(env["MASTER_PORT"]), int(env["RANK"]), int(env["WORLD_SIZE"])
+
+
+def visible_gpus() -> list[str] | None:
+    """Return the GPUs that CUDA_VISIBLE_DEVICES names, such as none by "-1"; None if not set."""
+    if GPUS not in os.environ:
+        return None
+    words = os.environ[GPUS].split(",")
+    return [*itertools.takewhile(re.compile(r"\s*(\d|(GPU|MIG)-.)").match, words)]
+
+
+def list_gpus() -> int:
+    """Return how many GPUs nvidia-smi lists; 0 if it is not installed."""
+    if not shutil.which("nvidia-smi"):
+        return 0
+    seconds, pipe = protocol.NOTICE_SECONDS, subprocess.PIPE
+    started = subprocess.Popen(["nvidia-smi", "-L"], stdout=pipe, stderr=pipe, text=True)
+    try:
+        lines = started.communicate(timeout=seconds)[0].splitlines()
+    except subprocess.TimeoutExpired:
+        started.kill()  # without waiting: in the driver it may not end
+        raise UserError(
+            f"nvidia-smi has not answered in {seconds} s, as if a GPU has failed: restart this "
+            f"node or leave it out, or train on CPUs with {GPUS}="
+        ) from None
+    return sum(line.startswith("GPU ") for line in lines)
+
+
+def count_gpus() -> int:
+    """Return the number of GPUs that a rank will see, without torch if that can be."""
+    if (names := visible_gpus()) is not None:
+        return len(names)
+    if (count := list_gpus()) or not any(file.exists() for file in GPU_FILES):
+        return count
+    import torch
+
+    return torch.accelerator.device_count()
+
+
+def note_mistake() -> None:
+    """Tell slurm/train.sbatch that another start would end alike; srun's status may not say it."""
+    _note("mistake")
+
+
+def note_checkpoint(folder: Path) -> None:
+    """Tell this batch job's later starts that `folder` has a checkpoint."""
+    _note(_saved(folder))
+
+
+def check_new(folder: Path) -> None:
+    """Raise a UserError if an earlier start of this batch job had a checkpoint in `folder`."""
+    with contextlib.suppress(OSError, KeyError):
+        before = Path(os.environ[protocol.JOB], _saved(folder)).read_text()
+        raise UserError(
+            f"--output-dir {folder}: this job has saved there on {before}, but there is no "
+            f"checkpoint on {node()}: use a folder that all nodes share, or submit a new job to "
+            "start over"
+        )
+
+
+def _saved(folder: Path) -> str:
+    return f"saved-{zlib.crc32(os.fsencode(os.path.abspath(folder))):08x}"
+
+
+def _note(name: str) -> None:
+    """Write this node into a file of the folder that slurm/train.sbatch keeps for its job."""
+    if folder := os.environ.get(protocol.JOB):
+        with contextlib.suppress(OSError):
+            Path(folder, name).write_text(node())

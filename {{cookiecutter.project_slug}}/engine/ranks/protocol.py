@@ -1,18 +1,19 @@
-"""How the ranks, their watcher threads and the launcher agree to stop or to fail.
+"""How the ranks and their launcher agree: to start, to stop, to fail; and where all ranks are.
 
-To stop: a rank that gets a signal writes the signal's name under STOP in the process group's store.
-The watcher thread of each rank polls the store and answers with the step that its main thread is
-in. All ranks continue to the latest of these steps, save, and exit with STOPPED.
-
-To fail: the first rank that fails writes "<rank> <exit status> <process id> <node>" under ERROR,
-and alone prints the error. The others find it there when their collectives break, or by polling,
-and exit silently with the same status. The launcher exits with it, or starts all ranks again
-(MAX_RESTARTS) unless the status is one of FINAL.
-
-To find out where all ranks are: the first rank that wants to know writes its number (PERSON if
-somebody asks it) under explain(1), and next time under explain(2). Each rank that sees this writes
-where it is under explain(1, RANK). The first rank prints what follows from that, and writes
-explained(1).
+    launch.sh -> launcher.py: checks its environment, starts the ranks, passes signals on to them
+    rank: process.install_handlers: it ends with its launcher; then it imports torch
+          failures.one_line_errors: starts its one thread, "watch"; errors come out of here
+          distributed.setup: takes a device, meets the others at the store, joins the group
+          stopping.on_signals: from here on a signal no longer ends it but stops all
+    every POLL_SECONDS the thread looks, in this order, for
+          the debugger or the launcher that has gone (F5) -> exits at once
+          ERROR: the first rank that fails leaves it -> the others exit silently with its status
+          ASKED: a rank asks where all are, for itself or a person -> this one leaves its PLACE
+          a main thread without progress -> asks; who has asked prints one block
+          a signal -> writes STOP; STOP -> this rank's STEP; all go on to the latest step,
+          save, and exit with STOPPED
+    no store -> the rank that held it has died: exits. The launcher ends who is left, exits with
+          the status of the first failure, or starts all again (MAX_RESTARTS) unless it is FINAL
 
 This module imports neither torch nor debugpy.
 """
@@ -24,56 +25,42 @@ MISTAKE = 2  # the user's; another start would end in the same way
 STOPPED = 75  # stopped by a signal and saved; EX_TEMPFAIL ("try again") of sysexits.h
 
 # Signals
-STOP_SIGNALS = {  # Windows lacks the last two
-    getattr(signal, name)
-    for name in ("SIGINT", "SIGTERM", "SIGUSR1", "SIGHUP")
-    if hasattr(signal, name)
-}
+STOP_NAMES = {"SIGINT", "SIGTERM", "SIGUSR1", "SIGHUP"}  # Windows lacks the last two
+STOP_SIGNALS = {signum for signum in signal.Signals if signum.name in STOP_NAMES}
 KILL = getattr(signal, "SIGKILL", signal.SIGTERM)  # Windows has no SIGKILL
-DUPLICATE_SECONDS = 1  # a signal often comes twice: from the terminal and from torchrun
 
 # After these, another start would be pointless.
 FINAL = {0, MISTAKE, STOPPED, 128 + getattr(signal, "SIGQUIT", 3)}  # SIGQUIT: Ctrl-\\
 FINAL |= {128 + signum for signum in STOP_SIGNALS}
 
-# Keys in the process group's store
-STOP = "stop"  # the name of the signal
-PERSON = "person"  # who asks where all ranks are, if no rank does: where.py
-ERROR = "error"  # "<rank> <exit status> <process id> <node>" of the first rank that failed
-SEEN = "error/seen"  # how many ranks know of ERROR: rank 0, which holds the store, waits for them
+# Seconds. 2 POLL < ANSWER, and ANSWER + END < GRACE_TORCHRUN, and GRACE + ANSWER + END < STOP:
+# a rank that does not answer is named, waited for, and given up before the launcher kills all.
+POLL_SECONDS = 0.5  # between two looks of the thread
+DUPLICATE_SECONDS = 1  # a signal often comes twice: from the terminal and from torchrun
+ANSWER_SECONDS = 5  # for the other ranks to answer; who has not is named
+END_SECONDS = 5  # for the launcher to end a rank, for others to see a failure, for code at the end
+GRACE_TORCHRUN_SECONDS = 24  # for a rank to answer a STOP, where torchrun kills all after 30
+GRACE_SECONDS = 100  # the same under our launcher, which kills them after
+STOP_SECONDS = 120
+NOTICE_SECONDS = 30  # then it is said for whom one waits; for ranks to end after a failure
 
-# Environment variables of this project's own
-LAUNCH_ID = "LAUNCH_ID"  # one for each start of launch.sh; restarts (MAX_RESTARTS) keep it
-LAUNCHER_PID = "LAUNCHER_PID"  # the process id of launch.sh, which becomes engine/ranks/launcher.py
-DEBUGGED_LAUNCHER = "DEBUGGED_LAUNCHER"  # with F5: the process id of torchrun, or nothing
+# Keys in the group's store: what is there (who writes it; who reads it)
+STOP = "stop"  # the name of the signal (the rank that got one; all)
+STEP = "stop/{}"  # the step in which a rank saw STOP (that rank; all)
+ERROR = "error"  # "<rank> <exit status> <process id> <node>" (the first rank that fails; all)
+ASKED = "where/{}"  # the n-th question where all are: the rank that asks (that rank; all)
+PLACE = "where/{}/{}"  # the n-th answer of a rank (that rank; who asks)
+PROCESS = "process/{}"  # "<node> <process id>" of a rank (that rank; who has to name it)
+ARRIVED = "arrived/{}/{}"  # a rank is at a point with a name (that rank; all)
+
+# Environment variables of this project's own, besides those that people type
+LAUNCH_ID = "DDP_LAUNCH_ID"  # one for each start of launch.sh; restarts (MAX_RESTARTS) keep it
+LAUNCHER = "DDP_LAUNCHER"  # the process id of launch.sh, which becomes engine/ranks/launcher.py
+STORE = "DDP_STORE"  # the file of the store, if all ranks are on one node
+JOB = "DDP_JOB"  # a folder that slurm/train.sbatch keeps: where it has saved, what is a mistake
+DEBUGGED_LAUNCHER = "DDP_DEBUGGED_LAUNCHER"  # with F5: the process id of torchrun, or nothing
 THREADS = "DDP_THREADS"  # launch.sh has set OMP_NUM_THREADS, nobody else
 
 # Files in the output folder
-ASKED = ".where"  # with "-" and a random name: where.py asks
-ATTACH = ".attach"  # with "-" and a rank: that is to listen for a debugger
+QUESTION = ".where"  # a person asks where all ranks are
 BEGUN = ".begun"  # the LAUNCH_ID of the last launch that trained there
-
-
-def answer(rank: int) -> str:
-    """Return the store's key for the step that `rank` was in when it saw STOP."""
-    return f"{STOP}/{rank}"
-
-
-def explain(turn: int, rank: int | None = None) -> str:
-    """Return the key for the `turn`-th question where all ranks are, or for a rank's answer."""
-    return f"explain/{turn}" if rank is None else f"explain/{turn}/{rank}"
-
-
-def explained(turn: int) -> str:
-    """Return the key that says that all answers have been read."""
-    return f"explain/{turn}/done"
-
-
-def listens(rank: int) -> str:
-    """Return the key for how a debugger attaches to `rank`, or why it cannot."""
-    return f"listens/{rank}"
-
-
-def process_of(rank: int) -> str:
-    """Return the key for "<node> <process id>" of `rank`."""
-    return f"process/{rank}"

@@ -1,52 +1,51 @@
-"""class Run: what a training loop needs besides torch."""
+"""class Run: what a training loop needs besides torch. It counts, saves and resumes to the step."""
 
+import contextlib
 import copy
 import dataclasses
+import math
+import shlex
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from types import TracebackType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 
-from engine.data import loading, samples, seeding
-from engine.data.sources import Foreign, Own
+from engine.data import loading, samples
+from engine.data.loading import Foreign
 from engine.errors import UserError
-from engine.ranks import devices, distributed, gradients, replicas
-from engine.run import checkpoint, metrics, records, replay, sharded
-from engine.run.folder import Folder
-from engine.run.mistakes import Found, Mistakes
-from engine.run.optimizers import fill_momenta
-from engine.run.progress import Progress
-from engine.run.reporting import Reporter
+from engine.ranks import distributed, replicas, stopping
+from engine.run import checkpoint, metrics, pictures, reporting
+from engine.run.checkpoint import OTHER_RUN, State
+from engine.run.folder import KEYS, Folder
+from engine.run.metrics import Found, Mistakes
 
+SECONDS_BETWEEN_CHECKS = 5  # of the loss; reading it at every step would stall the device
 Judge = Callable[[nn.Module, Any], tuple[dict[str, float], Found]]
 
 
-class Run(Progress):
+class Run:
     """A training run: its progress, which it saves and resumes to the step, and its reports.
 
     folder: whose `find_checkpoint` has been called; the run continues from what it found.
-    train_loader: a DataLoader with our TrainSampler: the run continues in mid-epoch, to the bit. Or
-        any other that has a length: it trains, but an epoch that was stopped starts over.
-    val_loader: for the lines that it prints, and for drawing.
+    train_loader: with our TrainSampler the run continues in mid-epoch, to the bit; with another,
+        which needs a length, an epoch that was stopped starts over.
     model: the network that is evaluated, saved, exported and predicted with. trained: the one that
         is trained, if that is another, such as what `shard` or an average of weights returns.
-    optimizer, scheduler, scaler, **more: saved by name with state_dict(), resumed with
-        load_state_dict(). A LambdaLR follows the flags on resume, others resume as saved.
+    optimizer, scheduler, **more: saved by name with state_dict(), resumed with load_state_dict().
+        A LambdaLR follows the flags on resume, others resume as saved.
     best: the metric, higher is better, by which best.pt is chosen. accumulate: passes per optimizer
         step. save_every: optimizer steps between saves; 0: after each epoch only.
-    flags: vars(args), kept in checkpoints and args.json.
-    predict, draw: of dataset.py and model.py, for drawings: (model, images) -> outputs and
-        draw_example(axes, image, target, logits, classes).
+    flags: vars(args), kept in checkpoints and args.json. predict, draw: for drawings, (model,
+        images) -> outputs and draw_example(axes, image, target, logits, classes).
     tracker: gets the rows of metrics.csv, on rank 0: a function that takes the id of the run to
         continue, or None, and returns its id and a function of a row.
 
     Raises a UserError if the checkpoint does not fit.
 
-    epoch: epochs finished; began: at the start of this process. step: optimizer steps taken.
-    history: the rows of metrics.csv.
+    epoch: epochs finished; began: at the start of this process. step: optimizer steps taken. seen:
+    images trained on in this epoch, on all ranks. totals: this rank's losses of it.
 
         run = engine.Run(folder, train_loader, val_loader, classes, model=model, ...)
         with run:
@@ -73,128 +72,195 @@ class Run(Progress):
         flags: Mapping[str, object] | None = None,
         predict: Callable[[nn.Module, Tensor], Any] | None = None,
         draw: Callable[..., None] | None = None,
-        tracker: records.Start | None = None,
+        tracker: reporting.Start | None = None,
         **more: Any,
     ) -> None:
-        self.optimizer = optimizer
-        self.model, self.trained = model, model if trained is None else trained
-        self.train_loader, self.val_loader = train_loader, val_loader
-        self.device = next(model.parameters()).device
+        self.folder, self.classes, self.epochs, self.score = folder, classes, epochs, best
+        self.model, self.trained, self.optimizer = model, trained or model, optimizer
+        self.device, self.val_loader = next(model.parameters()).device, val_loader
         self.predict, self.draw_example = predict or (lambda model, images: model(images)), draw
-        val_set = samples.of(val_loader)
+        self.passes_per_step, self.save_every = accumulate, save_every
+        val_set, kept = samples.of(val_loader), checkpoint.to_plain(dict(flags or {}))
         samples.check_alike(classes, training=samples.of(train_loader), validation=val_set)
-        is_own = loading.is_ours(train_loader)
-        source = (Own if is_own else Foreign)(train_loader, accumulate)
-        # Whole weights are saved; those of an average besides what is averaged.
-        is_shared = isinstance(self.trained, FSDPModule)
-        parts: dict[str, Any] = {"model": self.trained if is_shared else model}
-        parts |= {"optimizer": optimizer, "scheduler": scheduler, **more}
-        if trained is not None and trained is not model and not is_shared:
-            parts["trained"] = trained
-        super().__init__(
-            *(folder, source),
-            best_of=f"{best} on {samples.fingerprint(val_set)}",
-            classes=classes,
-            epochs=epochs,
-            accumulate=accumulate,
-            save_every=save_every,
-            score=best,
-            flags=flags or {},
-            format=dataclasses.asdict(loading.format_of(val_loader)),
-            channels=getattr(val_loader.dataset, "channels", 3),
-            parts=parts,
+        self.source = loading.find_source(train_loader, accumulate, kept.get("seed", 0))
+        self.is_own = not isinstance(self.source, Foreign)
+        self.train_loader, self.global_batch = train_loader, self.source.global_batch
+        self.parts = self._parts(scheduler, more)
+        self.about = checkpoint.to_plain(  # the same in all checkpoints of this run
+            {
+                "kinds": checkpoint.kinds(self.parts),
+                "best_of": f"{best} on {samples.fingerprint(val_set)}",
+                "classes": list(classes),
+                "colors": pictures.colors_of(classes).tolist(),
+                "resumed_from": folder.resume,
+                "args": kept,
+                "format": dataclasses.asdict(loading.format_of(val_loader)),
+                "channels": getattr(val_loader.dataset, "channels", 3),
+            }
         )
-        fill_momenta(optimizer)
-        optimizer.register_step_pre_hook(gradients.check_step)
-        self.is_complete = self._is_complete()
-        self.resume(folder.state)
-        self.began = self.epoch
-        self.mean = gradients.Mean(self.device)
-        self.is_divided = False  # the gradients of the last step
-        self.report = Reporter(folder.path, self.device, epochs, self.epoch, self.is_complete)
-        self.report.start(source, accumulate, classes, train_loader, val_loader, self.flags)
+        self.epoch, self.step, self.seen, self.saved_step = 0, 0, 0, -1
+        self.totals, self.mean = metrics.Totals(self.device), replicas.Mean(self.device)
+        self.history: list[dict[str, float | str]] = []
+        self.is_divided, self.checked_at = False, time.monotonic()
+        self._resume(folder.state)
+        self.began, draws = self.epoch, draw is not None
+        is_over = self.epoch >= epochs
+        self.is_complete = is_over and reporting.are_complete(folder.path, epochs, draws)
+        self.first_step = optimizer.register_step_pre_hook(replicas.check_step)
+        self.report = reporting.Reporter(
+            folder.path, self.device, epochs, self.epoch, self.is_complete
+        )
+        self.report.has_images = draws
+        self.report.start(self.source, accumulate, classes, train_loader, val_loader, kept)
         self.report.catch_up(self.history, tracker)
-        self.stopping = self.stoppable()
+        self.block = self._block()
 
-    def _is_complete(self) -> bool:
-        state = self.folder.state
-        if not state or state["epoch"] < self.epochs:
-            return False
-        return records.are_complete(self.folder.path, self.epochs)
+    def _parts(self, scheduler: Any, more: State) -> State:
+        """Return what is saved: whole weights, and those of an average besides what is averaged."""
+        if taken := more.keys() & {*KEYS, "trained", "sampler", "streams"}:
+            raise UserError(f"Run({min(taken)}=...): checkpoints have an entry of that name")
+        self.is_sharded = replicas.is_sharded(self.trained)
+        saved = self.trained if self.is_sharded else self.model
+        parts = {"model": saved, "optimizer": self.optimizer, "scheduler": scheduler, **more}
+        return parts if self.trained is saved else {**parts, "trained": self.trained}
+
+    def _resume(self, state: State | None) -> None:
+        """Open the folder; continue from `state`, whose weights the model has already."""
+        best_of, until = None, math.inf
+        if state:
+            self._check_kind(state)
+        self.folder.open_for_training(is_new=not state)
+        if state:
+            self._say_differences(state)
+            self._take_position(state)
+            step = self.epoch * self.source.steps + self.seen // self.global_batch
+            then = state["images"], state["global_batch"], state["seen"]
+            if then == (self.source.total, self.global_batch, self.seen):
+                step = state["scheduler"].get("last_epoch", step)  # epochs may have ended early
+            checkpoint.load_states(state, self.parts, step)
+            # After going back to an earlier checkpoint, a best.pt from later epochs does not count.
+            if self.folder.contains(state["path"]):
+                best_of = self.about["best_of"]
+                until = self.epoch if state["path"] == self.folder.resume else math.inf
+            for name in self.parts:  # they take as much memory again
+                state.pop(name, None)
+        checkpoint.fill_momenta(self.parts)
+        self.best, epoch = distributed.from_rank_zero(self.folder.best_score, best_of, until)
+        self.best_epoch = epoch or self.epoch
+
+    def _check_kind(self, state: State) -> None:
+        """Raise a UserError if the checkpoint's weights are an average, or of other images."""
+        if (is_average := "trained" in state) != ("trained" in self.parts):
+            how = "with --ema, not without" if is_average else "without --ema, not with --ema"
+            raise UserError(f"{state['path']} was trained {how}: {OTHER_RUN}")
+        checkpoint.check_format(state, loading.format_of(self.val_loader))
+
+    def _take_position(self, state: State) -> None:
+        self.epoch, self.step, self.history = state["epoch"], state["step"], [*state["history"]]
+        if not state["seen"]:
+            return
+        streams, is_over = state.get("streams") or [], state["seen"] >= self.source.total
+        if not (self.is_own or is_over) and len(streams) != distributed.world_size():
+            line = "the training loader cannot continue in mid-epoch"
+            return distributed.say(f"{line}: the epoch starts over")
+        if any(state.get(name) != value for name, value in self.source.order.items()):
+            line = "the images, --seed or --sampler have changed"
+            return distributed.say(f"{line}: the epoch starts over")
+        if isinstance(self.source, Foreign) and not is_over:
+            self.source.saved = [streams[distributed.rank()]]
+        self.seen, totals = state["seen"], self.totals.loss.new_tensor(state["totals"])
+        if len(totals) == distributed.world_size():
+            self.totals.add(*totals[distributed.rank()])
+        elif distributed.is_rank_zero():
+            self.totals.add(*totals.sum(0))
+
+    def _say_differences(self, state: State) -> None:
+        """Print the checkpoint's progress and what has changed since."""
+        then, now = len(state["totals"]), distributed.world_size()
+        line = f"{state['path']}: {state['epoch']} of {self.epochs} epochs done"
+        if state["epoch"]:
+            line += f", best {state['best']:.4f}"
+        if steps := state["seen"] // state["global_batch"]:
+            line += f" and {steps} step{'s' * (steps != 1)} of the next"
+        if then != now:
+            line += f"; {then} rank(s) then, {now} now: BatchNorm, dropout and rounding differ"
+        changed = checkpoint.changes(state["args"], self.about["args"])
+        distributed.say(f"{line}; changed: {changed}" if changed else line)
 
     def __enter__(self) -> "Run":
         """A signal makes all ranks stop after the same step, save, and exit with status 75."""
-        self.stopping.__enter__()
+        self.block.__enter__()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.report.close()
-        if not self.stopping.__exit__(kind, error, trace) and kind is None:
-            if self.is_complete:
-                remedy = "use --epochs N for more, --resume never to start over"
-                return distributed.say(f"nothing left to do; {remedy}")
-            self.report.finish(self.score, self.best)
+    def __exit__(self, *error: Any) -> None:
+        self.block.__exit__(*error)
+
+    @contextlib.contextmanager
+    def _block(self) -> Iterator[None]:
+        distributed.barrier()  # lets rank 0 print the start lines before any rank can fail
+        with stopping.on_signals(self.__str__):
+            try:
+                with contextlib.closing(self.report):
+                    yield
+                distributed.barrier()  # rank 0 may still be saving: its watcher needs the others'
+            except stopping.Stopped:
+                if self.saved_step != self.step:
+                    self.save()
+                but = " without --resume never" if self.folder.resume == "never" else ""
+                stopping.exit_stopped(f"at {self}; run the same command{but} to continue")
+        if self.is_complete:
+            remedy = "use --epochs N for more, --resume never to start over"
+            return distributed.say(f"nothing left to do; {remedy}")
+        return self.report.finish(self.score, self.best)
+
+    def __str__(self) -> str:
+        return f"epoch {self.epoch + 1}, step {self.seen // self.global_batch}"
 
     def batches(self) -> Iterator[tuple[int, tuple]]:
         """Yield (i, (images, targets, ...)) of the rest of the epoch, on the device.
 
-        i: the number of the pass in the epoch, from 0; a resumed epoch continues where it stopped.
-        images: float32 (N, C, H, W), uint8 ones normalised. targets: int64, or float32 if they are
-        floating-point. Before each pass the random numbers are seeded by epoch, pass and rank.
+        i: the number of the pass in the epoch, from 0. images: float32 (N, C, H, W), uint8 ones
+        normalised. targets: int64, or float32. Each pass seeds all random numbers.
         """
-        ahead, format = devices.copies_ahead(self.device), loading.format_of(self.train_loader)
+        format = loading.format_of(self.train_loader)
         left = (self.source.total - self.seen) // self.global_batch * self.passes_per_step
-        found = self.source.epoch(self.epoch, self.seen)
+        found = self.source.batches(self.train_loader, self.epoch, self.seen)
+        found = self.report.progress(found, left, self.epoch)
         seed, rank = int(self.source.order["seed"]), distributed.rank()
         if self.model is not self.trained:
             self.model.train()  # for end_epoch to see whether `evaluate` was given it
         i = self.passes - 1
-        for i, batch in enumerate(self.report.progress(found, left, self.epoch), start=self.passes):
+        for i, batch in enumerate(found, start=self.passes):
             if i % self.passes_per_step == 0:
                 self._check_last_step(i)
-            parts = loading.move(batch, self.device, ahead, format)
-            if not self.mean.size:
-                self._start_mean(parts[1])
-            seeding.seed(seed, self.epoch, i, rank)  # dropout differs by rank and pass
-            if self.is_due(i):
-                replay.stop_here()
+            parts = loading.move(batch, self.device, format)
+            if not self.mean.size:  # ranks of another loader may begin with unequal batches
+                targets = parts[1]
+                size = metrics.size(targets) if isinstance(targets, Tensor) else 1
+                self.mean.start(distributed.from_rank_zero(lambda size=size: size))
+            samples.seed(seed, self.epoch, i, rank)  # dropout differs by rank and pass
             self.last_pass, self.is_divided = i, False
-            self.report.forward.start()
             yield i, parts
         self._check_last_step(i + 1)
 
-    def _start_mean(self, targets: Any) -> None:
-        own = metrics.size(targets) if isinstance(targets, Tensor) else 1
-        is_own = isinstance(self.source, Own)
-        self.mean.start(own if is_own else distributed.from_rank_zero(lambda: own))
+    @property
+    def passes(self) -> int:  # of the current epoch, in whole steps
+        return self.seen // self.global_batch * self.passes_per_step
 
     def _check_last_step(self, i: int) -> None:
-        """Raise a UserError if the passes before the `i`-th have not ended as a step does."""
         if i != self.passes:
-            raise UserError(
-                "run.end_step was not called after an optimizer step: call it after each, when "
-                f"{self.passes_per_step} pass(es) are done"
-            )
+            line = "run.end_step was not called after an optimizer step: call it after each, when"
+            raise UserError(f"{line} {self.passes_per_step} pass(es) are done")
 
     def loss(self, loss_sum: Tensor, count: Tensor | int) -> Tensor:
         """Return the loss to call backward() on, once in each pass.
 
         loss_sum, count: scalars, what `criterion` returns. Ranks and passes hold unequal numbers of
-        samples (labelled pixels), so a mean of their means would be wrong: this divides by a number
-        that is equal everywhere, and `divide_gradients` then by the true count.
-
-            loss_sum, count = criterion(outputs, targets)
-            loss = run.loss(loss_sum, count)
-            loss.backward()
+        samples (labelled pixels): this divides by a number that is equal everywhere, and
+        `divide_gradients` then by the true count.
         """
-        self.report.forward.end()
-        if isinstance(self.source, Foreign):
-            count = self.totals.count.new_tensor(count) if isinstance(count, int) else count
+        if not self.is_own and isinstance(count, int):
+            count = self.totals.count.new_tensor(count)
         self.totals.add(loss_sum, count)
         self.report.loss(self.totals, self.optimizer.param_groups[-1]["lr"])
         is_last = (self.last_pass + 1) % self.passes_per_step == 0
@@ -203,86 +269,131 @@ class Run(Progress):
     def divide_gradients(self, ddp_model: nn.Module) -> None:
         """Divide the gradients, which DDP has averaged over the ranks, by the counts of all.
 
-        After the last backward() of a step, before clipping and the optimizer's step: they become
-        those of the mean loss over all samples of all ranks and passes.
-
-        Raises a UserError if a pass had no `loss`, if no weight has a gradient, or if none of the
-        passes went through `ddp_model`.
+        After the last backward() of a step, before clipping. They become those of the mean loss
+        over all samples. Raises a UserError if a pass had no `loss`, or none called `ddp_model`.
         """
         replicas.check_called(ddp_model)
         self.mean.finish(ddp_model, self.passes_per_step)
         self.is_divided = True
 
     def end_step(self) -> None:
-        """Count an optimizer step; save if that is due; after a signal stop here, on all ranks.
-
-        Raises a UserError if the gradients were not divided, or if the loss is not finite.
-        """
+        """Count an optimizer step; save if that is due; after a signal stop here, on all ranks."""
         if not self.is_divided or self.mean.passes:
+            line = "the gradients of a step were not divided by the counts of all ranks and passes"
             raise UserError(
-                "the gradients of a step were not divided by the counts of all ranks and passes: "
-                "call run.divide_gradients(ddp_model) after its last backward()"
+                f"{line}: call run.divide_gradients(ddp_model) after its last backward()"
             )
-        super().end_step()
+        self.first_step.remove()
+        self.step += 1
+        self.seen += self.global_batch
+        if self.save_every and self.step % self.save_every == 0:
+            self.save()
+        elif (now := time.monotonic()) - self.checked_at > SECONDS_BETWEEN_CHECKS:
+            self.checked_at = now
+            self._check_loss(self.totals.compute())
+        stopping.end_step()
 
     def mean_loss(self) -> float:
         """Return the mean loss of the epoch over all ranks; all have to call it, after the loop."""
         if self.mean.passes:
             self.end_step()  # raises
-        loss = super().mean_loss()
+        is_early = self.source.total - self.seen >= self.global_batch
+        if is_early and not distributed.all_arrive(f"left/{self.step}", distributed.timeout() / 10):
+            line = f"rank {distributed.rank()} left the training loop at {self} and other ranks"
+            raise UserError(f"{line} did not: all have to take the same number of steps")
+        totals = distributed.reduce_tensor(self.totals.compute())
+        self._check_loss(totals)
+        if is_early:  # a resumed run starts with the next epoch
+            self.seen = self.source.total
         self.speed = self.report.speed()
         replicas.sync_networks(self.parts.values())
-        if isinstance(self.trained, FSDPModule):
+        if self.is_sharded:
+            from engine.run import sharded
+
             sharded.gather(self.trained, self.model)
-        return loss
+        loss, count = totals.tolist()
+        return loss / count if count else 0.0  # class weights may make it small
 
     def end_epoch(self, row: Mapping[str, float | str]) -> bool:
-        """Record a finished epoch and save; return whether its score is the best so far.
-
-        row: numbers by name, for metrics.csv and TensorBoard.
-
-        Raises a UserError if another network than `model` was evaluated.
-        """
+        """Record a finished epoch, its numbers by name, and save; return whether it is the best."""
         if self.model.training:
-            raise UserError(
-                "evaluate() judged another network than Run(model=...), which is saved: that is in "
-                "training mode; evaluate it, after model.eval()"
-            )
-        is_best = super().end_epoch({**row, **self.speed})
+            line = "evaluate() judged another network than Run(model=...), which is saved: that is"
+            raise UserError(f"{line} in training mode; evaluate it, after model.eval()")
+        self._check_score(row)
+        self.epoch, self.seen, self.totals = self.epoch + 1, 0, metrics.Totals(self.device)
+        row = {"epoch": self.epoch, "step": self.step, **row, **self.speed}
+        self.history.append(checkpoint.to_plain(row))
+        if is_best := float(row[self.score]) > self.best:
+            self.best, self.best_epoch = float(row[self.score]), self.epoch
         self.save(is_best)
         self.report.end_epoch(self.history, is_best)
         return is_best
 
+    def _check_score(self, row: Mapping) -> None:
+        if self.score not in row:
+            raise UserError(f"BEST of model.py is {self.score}: use one of {', '.join(row)}")
+
     def is_over(self, patience: int) -> bool:
-        """Return whether all epochs are done, or the last `patience` brought no new best score.
+        """Return whether all epochs are done, or the last `patience`, if any, had no new best."""
+        since = self.epoch - self.best_epoch
+        if 0 < patience <= since and self.epoch < self.epochs:
+            distributed.say(f"--patience {patience}: no new best {self.score} for {since} epoch(s)")
+            return True
+        return self.epoch >= self.epochs
 
-        patience: 0 to do all epochs.
-        """
-        return self.epoch >= self.epochs or self._has_stalled(patience)
+    def save(self, is_best: bool = False) -> None:
+        """Write a checkpoint, unless the loss or a weight is not finite; to call on all ranks."""
+        totals = distributed.gather(self.totals.compute())
+        self._check_loss(totals)
+        self._check_weights()
+        state = {
+            **checkpoint.take_states(self.parts),
+            **self.about,
+            **{"epoch": self.epoch, "step": self.step, "seen": self.seen},
+            **{"totals": totals.tolist(), "best": self.best, "history": self.history},
+            **{**self.source.order, "global_batch": self.global_batch},
+        }
+        if isinstance(self.source, Foreign):
+            state["streams"] = self.source.states()
+        # The save after evaluation replaces the one before it, which has the same weights.
+        self.folder.add(state, is_best, replace=self.saved_step == self.step)
+        self.saved_step = self.step
 
-    def _has_stalled(self, patience: int) -> bool:
-        scores = [float(row[self.score]) for row in self.history if self.score in row]
-        # Greater ones are of another metric or validation set, by which earlier ones were judged.
-        start = max((i + 1 for i, value in enumerate(scores) if value > self.best), default=0)
-        first = next((i + 1 for i in range(start, len(scores)) if scores[i] == self.best), start)
-        since = len(scores) - first
-        if not 0 < patience <= since:
-            return False
-        distributed.say(f"--patience {patience}: no new best {self.score} for {since} epoch(s)")
-        return True
+    def _check_weights(self) -> None:
+        """Raise a UserError unless all weights are finite; reads the device once."""
+        names, weights = zip(*self.parts["model"].named_parameters(), strict=True)
+        own = (weight.to_local() if self.is_sharded else weight for weight in weights)
+        each = torch.stack([weight.isfinite().all().to(self.device) for weight in own])
+        finite = distributed.reduce_tensor(each.int(), "min").tolist()
+        if not all(finite):
+            raise self._not_finite(names[finite.index(0)], distributed.rank())
+
+    def _check_loss(self, totals: Tensor) -> None:
+        """Raise a UserError unless the sums of losses, (2,) or (ranks, 2), are finite."""
+        if not (fine := totals.isfinite().all(-1)).all():
+            rank = int(fine.int().argmin()) if fine.ndim else distributed.rank()
+            raise self._not_finite(f"the loss of rank {rank}" if fine.any() else "the loss", rank)
+
+    def _not_finite(self, what: str, rank: int) -> Exception:
+        epoch, step, path = self.epoch + 1, self.seen // self.global_batch or 1, self.folder.path
+        start = f"NPROC={distributed.local_world_size()} ./launch.sh -m engine.replay"
+        return UserError(
+            f"{what} became NaN or inf at epoch {epoch}, step {step}: try a lower --lr or more "
+            f"--warmup-epochs, and check the input images; the checkpoints in {path} were saved "
+            f"before that; to step through it: {start} {epoch}:{step} --output-dir "
+            f"{shlex.quote(str(path))} --debug-rank {rank}"
+        )
 
     def rehearse(self, judge: Judge) -> None:
-        """Try what follows an epoch on one validation batch, before the first one.
+        """Try what follows an epoch on one validation batch; draw what a kill has left undrawn.
 
-        judge: (model, loader) -> (results, what `draw` takes), as `evaluate` in main.py returns it.
-        So a mistake in evaluation or drawing costs no epoch. If a kill came before the images of
-        best.pt were drawn, they are drawn now.
+        judge: (model, loader) -> (results, what `draw` takes).
         """
         if self.is_complete:
             return
         if self.epoch == 0 and self.seen == 0:
             results, found = judge(self.model, loading.First(self.val_loader))
-            self.check_score(results)
+            self._check_score(results)
             self.report.try_drawing(self._drawing(self.model, found))
         elif best := distributed.from_rank_zero(self.report.undrawn):
             network = copy.deepcopy(self.model)
@@ -298,4 +409,4 @@ class Run(Progress):
 
     def _drawing(self, model: nn.Module, found: Found) -> Mistakes:
         how = self.classes, self.predict, self.draw_example
-        return Mistakes.of(found, model, self.val_loader, *how)
+        return Mistakes(found, model, self.val_loader, *how)

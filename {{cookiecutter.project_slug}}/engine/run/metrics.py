@@ -1,21 +1,35 @@
-"""Metrics over all ranks, as numbers for a row of metrics.csv."""
+"""Losses and metrics over all ranks, as exact sums, and what the model gets wrong."""
 
+import math
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
 from torch.utils._pytree import tree_map_only
+from torch.utils.data import IterableDataset
 from torchmetrics import Metric, MetricCollection
 from torchmetrics.classification import MulticlassConfusionMatrix
 
+from engine import files
+from engine.data import images, loading, samples
+from engine.data.samples import Key, Seeded
 from engine.errors import UserError
-from engine.ranks import devices, distributed
-from engine.run import machine
+from engine.ranks import distributed
+from engine.run import machine, pictures
+from engine.run.pictures import DrawExample
 
 Loss = Callable[..., Any]
 Criterion = Callable[..., tuple[Tensor, Tensor | int]]
+Found = tuple[Tensor | None, Sequence[tuple[float, int]]]  # a confusion matrix; what Worst finds
+
+COUNT = 12  # images in worst.png
+EXAMPLES = 8  # in examples.png
+IGNORED = -100  # cross_entropy leaves this label out
 
 
 def criterion(loss: Loss) -> Criterion:
@@ -33,62 +47,34 @@ def criterion(loss: Loss) -> Criterion:
     """
 
     def call(outputs: Any, targets: Tensor, *more: Any) -> tuple[Tensor, Tensor | int]:
-        if not (torch.is_grad_enabled() or isinstance(outputs, Tensor | tuple)):
-            raise UserError(
-                f"the network of model.py returns a {type(outputs).__name__} in evaluation: return "
-                "the logits, or a tuple that begins with them"
-            )
-        try:
-            found = loss(to_float32(outputs), targets, *more)
-        except (AttributeError, TypeError) as error:
-            if isinstance(outputs, Tensor):
-                raise
-            raise UserError(
-                f"the network returns a {type(outputs).__name__}, which the loss of model.py does "
-                f"not take ({error}): take its parts there, or return a tensor"
-            ) from None
+        found = loss(to_float32(outputs), targets, *more)
         if isinstance(found, Tensor) and not found.ndim:
-            count = labels(outputs, targets)
+            count: Tensor | int = size(targets)
+            if targets.ndim > 1 and not targets.is_floating_point():  # class numbers
+                count = ((targets >= 0) & (targets < first(outputs).shape[1])).sum()
             return found * count, count
-        parts = found if isinstance(found, tuple | list) else (found,)
-        is_pair = len(parts) == 2 and isinstance(parts[0], Tensor)
-        if is_pair and not (parts[0].ndim or getattr(parts[1], "ndim", 0)):
-            return parts[0], parts[1]
-        kinds = [
-            f"Tensor {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__ for x in parts
-        ]
+        pair = found if isinstance(found, (tuple, list)) and len(found) == 2 else (None, 0)
+        if isinstance(pair[0], Tensor) and not (pair[0].ndim or getattr(pair[1], "ndim", 0)):
+            return pair[0], pair[1]
+        what = f"a tensor {(*found.shape,)}" if isinstance(found, Tensor) else type(found).__name__
         raise UserError(
-            f"the loss of model.py returns {', '.join(kinds)}: return a mean, a tensor (), or a "
-            "pair, the sum as a tensor (), such as loss.sum(), and its count, a tensor () or an int"
+            f"the loss of model.py returns {what}: return a mean, a tensor (), or a pair, the sum "
+            "as a tensor (), such as loss.sum(), and its count, a tensor () or an int"
         )
 
     return call
 
 
-def labels(outputs: Any, targets: Tensor) -> Tensor | int:
-    """Return how many labels a batch has; those that are no class number do not count."""
-    if targets.is_floating_point() or targets.ndim < 2:
-        return size(targets)
-    logits = first(outputs)
-    return ((targets >= 0) & (targets < logits.shape[1])).sum()
-
-
 def size(targets: Tensor) -> int:
-    """Return the number of targets; floats (N, classes, ...), shares of classes, are one each."""
+    """Return the number of targets; the shares of classes, floats (N, classes, ...), are one."""
     has_shares = targets.is_floating_point() and targets.ndim > 1
     return targets.numel() // (targets.shape[1] if has_shares else 1)
 
 
 def first(outputs: Any) -> Tensor:
-    """Return the logits of what a network returns: a tensor, or the first of a tuple or dict.
-
-    Raises a UserError if that is no tensor.
-    """
-    logits = outputs
-    if isinstance(outputs, Mapping):
-        logits = next(iter(outputs.values()), None)
-    elif isinstance(outputs, tuple | list):
-        logits = outputs[0] if outputs else None
+    """Return the logits of what a network returns: a tensor, or the first of a tuple or dict."""
+    parts = [*outputs.values()] if isinstance(outputs, Mapping) else outputs
+    logits = next(iter(parts), None) if isinstance(parts, (tuple, list)) else parts
     if not isinstance(logits, Tensor):
         raise UserError(
             f"the network of model.py returns a {type(outputs).__name__} without logits: metrics "
@@ -98,7 +84,6 @@ def first(outputs: Any) -> Tensor:
 
 
 def to_float32(outputs: Any) -> Any:
-    """Return a network's `outputs`, a tensor or tuples and dicts of them, in float32."""
     if isinstance(outputs, Tensor):  # to search a tree takes longer
         return outputs.float() if outputs.is_floating_point() else outputs
     return tree_map_only(Tensor, to_float32, outputs)
@@ -109,19 +94,13 @@ class Totals:
 
     def __init__(self, device: torch.device) -> None:
         self.loss, self.count = machine.zeros(2, device).unbind()
-        self.counted = 0  # on the host, of counts that are ints
 
     def add(self, loss_sum: Tensor, count: Tensor | int) -> None:
         self.loss += loss_sum.detach()
-        if isinstance(count, Tensor):
-            self.count += count.detach()
-        else:
-            self.counted += count
+        self.count += count.detach() if isinstance(count, Tensor) else count
 
-    def compute(self, *others: float) -> Tensor:
-        """Return float64 (2,), or more with `others`, which come last."""
-        known = self.loss, self.count + self.counted, *map(self.loss.new_tensor, others)
-        return torch.stack(known)
+    def compute(self) -> Tensor:
+        return torch.stack((self.loss, self.count))
 
 
 def compute(metrics: MetricCollection) -> tuple[dict[str, float], Tensor | None]:
@@ -134,54 +113,116 @@ def compute(metrics: MetricCollection) -> tuple[dict[str, float], Tensor | None]
 
         results, confusion = engine.compute(metrics)  # {"top1": 0.93}, a matrix
     """
-    fill_empty_lists(metrics)
-    found: dict[str, float] = {}
-    confusion: Tensor | None = None
-    matrices = {name for name, metric in metrics.items(copy_state=False) if is_confusion(metric)}
     for metric in metrics.modules():
-        if isinstance(metric, Metric) and not devices.has_collectives(metric.device):
-            metric.distributed_available_fn = lambda: False
+        if isinstance(metric, Metric):
+            metric.dist_sync_fn = gather
     # Of a rank that has no validation images.
     warnings.filterwarnings("ignore", "The ``compute`` method of metric")
-    for name, value in metrics.compute().items():
-        if name in matrices:
-            confusion = value
-            continue
-        value = torch.as_tensor(value)
-        if value.numel() != 1:
+    found = metrics.compute()
+    confusion: Tensor | None = None
+    for name, metric in metrics.items(copy_state=False):
+        if type(metric) is MulticlassConfusionMatrix and metric.normalize in (None, "none"):
+            confusion = found.pop(name)
+    for name, value in found.items():
+        if (count := torch.as_tensor(value).numel()) != 1:
             raise UserError(
-                f"metric {name} has {value.numel()} values: in build_metrics of model.py, average "
-                "them or put a torchmetrics.ClasswiseWrapper around it, which names each"
+                f"metric {name} has {count} values: in build_metrics of model.py, average them or "
+                "put a torchmetrics.ClasswiseWrapper around it, which names each"
             )
-        found[name] = value.item()
-    return found, confusion
+    return {name: float(value) for name, value in found.items()}, confusion
 
 
-def is_confusion(metric: object) -> bool:
-    """Return whether `metric` counts a confusion matrix; torchmetrics derives others from it."""
-    return type(metric) is MulticlassConfusionMatrix and metric.normalize in (None, "none")
+def gather(value: Tensor, group: object = None) -> list[Tensor]:
+    """Return each rank's state of a metric; torchmetrics' own way fails at one without images."""
+    parts = [part for part in distributed.gather_objects(value.cpu()) if part.numel()]
+    return [part.to(value.device) for part in parts] or [value]
 
 
-def fill_empty_lists(metrics: MetricCollection) -> None:
-    """Give lists of values that are empty on this rank an empty tensor of the others' shape.
+class Worst:
+    """The images with the greatest losses so far, on this rank; `compute` joins the ranks'.
 
-    torchmetrics would gather tensors of other shapes from these ranks, and fail.
+    The loss of an image is the cross-entropy of its label, or the mean of that over its labelled
+    pixels. Targets that are no class numbers are skipped, and then no image is found.
+
+        worst = engine.Worst(device)
+        worst.update(logits, targets, indices)  # of each batch
+        pairs = worst.compute()
     """
-    metrics.items(copy_state=False)  # hands shared states to each metric of a group
-    lists = {
-        (name, key): (metric, value)
-        for name, metric in metrics.named_modules()
-        if isinstance(metric, Metric)
-        for key, value in metric.metric_state.items()
-        if isinstance(value, list)
-    }
-    if not lists:  # the same on all ranks
-        return
-    mine = {at: (v[0].shape[1:], v[0].dtype) for at, (_, v) in lists.items() if v}
-    known: dict[tuple[str, str], tuple[torch.Size, torch.dtype]] = {}
-    for each in distributed.gather_objects(mine):
-        known.update(each)
-    for at, (metric, value) in lists.items():
-        if not value and at in known:
-            shape, dtype = known[at]
-            setattr(metric, at[1], [torch.empty(0, *shape, dtype=dtype, device=metric.device)])
+
+    def __init__(self, device: torch.device) -> None:
+        self.losses = torch.empty(0, device=device)  # float32, of up to COUNT images
+        self.indices = torch.empty(0, dtype=torch.int64, device=device)  # of these images
+
+    def update(self, outputs: Tensor, targets: Tensor, indices: Tensor) -> None:
+        """Take logits (N, classes, ...), targets int64 (N, ...) and the images' indices (N,)."""
+        shape = (outputs.shape[0], *outputs.shape[2:])
+        if outputs.ndim < 2 or targets.shape != shape or targets.is_floating_point():
+            return
+        is_class = (targets >= 0) & (targets < outputs.shape[1])
+        labels = targets.where(is_class, IGNORED)
+        losses = cross_entropy(outputs, labels, ignore_index=IGNORED, reduction="none")
+        total, count = (x.reshape(len(x), -1).sum(1) for x in (losses, is_class))
+        mean = (total / count).where(count > 0, -math.inf)  # of images without labels
+        losses, indices = torch.cat((self.losses, mean)), torch.cat((self.indices, indices))
+        # By index, then stably by loss: of equal losses the same are kept on any number of ranks.
+        order = indices.argsort()
+        order = order[losses[order].argsort(descending=True, stable=True)][:COUNT]
+        self.losses, self.indices = losses[order], indices[order]
+
+    def compute(self) -> list[tuple[float, int]]:
+        """Return (loss, index) of the worst images of all ranks; every rank has to call it."""
+        mine = [*zip(self.losses.tolist(), self.indices.tolist(), strict=True)]
+        parts = distributed.gather_objects(mine)
+        pairs = [pair for part in parts for pair in part if pair[0] != -math.inf]
+        return sorted(pairs, key=lambda p: (not math.isnan(p[0]), -p[0], p[1]))[:COUNT]
+
+
+@dataclass
+class Mistakes:
+    """What `evaluate` has found, to be drawn: images only with `draw`, none of a stream."""
+
+    found: Found
+    model: nn.Module
+    loader: Any
+    classes: Sequence[str]
+    predict: Callable[[nn.Module, Tensor], Any]
+    draw: DrawExample | None
+
+    @torch.inference_mode()
+    def draw_images(self, path: Path, captions: Mapping[int, str] | None = None) -> None:
+        """Draw images by index, with their file and caption; by default some, without any."""
+        data, format = self.loader.dataset, loading.format_of(self.loader)
+        if not self.draw or isinstance(data, IterableDataset):
+            return
+        data = data if isinstance(data, Seeded) else Seeded(data, self.classes, 0)
+        spread = [round(i * (len(data) - 1) / (EXAMPLES - 1)) for i in range(EXAMPLES)]
+        device, examples = next(self.model.parameters()).device, []
+        for index, caption in (captions or dict.fromkeys(spread, "")).items():
+            image, target, *_ = data[Key(0, index, is_val=True)]
+            batch = loading.normalize(image[None].to(device), format)
+            logits = first(self.predict(self.model, batch))[0].cpu()
+            file = Path(samples.name(data.dataset, index).split(", ", 1)[-1])
+            above = [str(Path(*file.parts[-2:])), caption] if caption else []
+            examples.append((images.visible(image), torch.as_tensor(target), logits, above))
+        pictures.draw_images(path, examples, self.draw, self.classes)
+
+    def write(self, folder: Path) -> None:
+        """Write the files for which there is something to `folder`."""
+        confusion, worst = self.found
+        if confusion is not None:
+            write_per_class(folder / "per_class.csv", confusion, self.classes)
+            pictures.draw_confusion(folder / "confusion.png", confusion, self.classes)
+        if worst:
+            captions = {index: f"loss {loss:.3g}" for loss, index in worst}
+            self.draw_images(folder / "worst.png", captions)
+
+
+def write_per_class(path: Path, confusion: Tensor, classes: Sequence[str]) -> None:
+    """Write precision, recall, F1, IoU and number of labels of each class; 0 / 0 is nan."""
+    counts = confusion.cpu().double()
+    right, labels, predictions = counts.diagonal(), counts.sum(1), counts.sum(0)
+    both = labels + predictions
+    shares = right / predictions, right / labels, 2 * right / both, right / (both - right)
+    with files.table(path, ["class", "precision", "recall", "f1", "iou", "support"]) as write:
+        for name, support, *values in zip(classes, labels, *shares, strict=True):
+            write([name, *(f"{value:.6f}" for value in values), int(support)])

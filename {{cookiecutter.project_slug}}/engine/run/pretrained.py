@@ -1,6 +1,7 @@
 """Initial weights, published ones or those of a file, as far as they match the network."""
 
 import functools
+import re
 import socket
 from collections.abc import Callable, Mapping
 
@@ -15,7 +16,6 @@ from engine.run import checkpoint
 
 KEYS = ("model", "state_dict", "model_state_dict")  # under which programs save weights
 SECONDS = 10.0  # without an answer, after which a download fails
-WRAPPERS = {"module", "_orig_mod"}  # what DDP, averages and torch.compile add to names
 Fetch = Callable[[str], Mapping[str, Tensor]]
 
 
@@ -34,14 +34,14 @@ def load_weights(model: nn.Module, weights: str, arch: str = "", encoder: str = 
 
         engine.load_weights(model, args.weights, args.arch)
     """
-    is_auto = weights == "auto"
-    name = next(iter(find_published(arch, encoder)[0]), "none") if is_auto else weights
-    if name == "none":
-        if is_auto:
-            distributed.say("--weights auto: none are published for this network; from scratch")
-        return
+    name, is_auto = weights, weights == "auto"
     if is_auto:
-        distributed.say(f"--weights auto: {name}, downloaded unless cached ...")
+        name = next(iter(find_published(arch, encoder)[0]), "none")
+        is_none = name == "none"
+        then = "published for this network" if is_none else "downloaded unless cached ..."
+        distributed.say(f"--weights auto: {name}, {then}")
+    if name == "none":
+        return
     found = distributed.await_rank_zero(attempt, name, arch, encoder)
     if not isinstance(found, str):
         copy_matching(model, found)
@@ -69,8 +69,12 @@ def attempt(name: str, arch: str, encoder: str) -> Mapping[str, Tensor] | str:
 
 
 def read(name: str, arch: str = "", encoder: str = "") -> Mapping[str, Tensor]:
+    """Return the tensors of published weights, or of a file: at its top, or under KEYS."""
     if name.endswith((".pt", ".pth")):
-        return find_tensors(checkpoint.read_file(name))
+        state = checkpoint.read_file(name)
+        for _ in range(2):
+            state = next((state[k] for k in KEYS if isinstance(state.get(k), dict)), state)
+        return {key: value for key, value in state.items() if isinstance(value, Tensor)}
     names, fetch = find_published(arch, encoder)
     if name not in names:
         known = ", ".join(names) or "none"
@@ -90,7 +94,7 @@ def find_published(arch: str, encoder: str = "") -> tuple[list[str], Fetch]:
     import segmentation_models_pytorch as smp
     import timm
 
-    if is_timms := encoder.startswith("tu-"):  # its tag, if any, says which weights
+    if encoder.startswith("tu-"):  # its tag, if any, says which weights
         has_any = timm.is_model_pretrained(encoder[3:])
         config = timm.get_pretrained_cfg(encoder[3:]) if has_any else None
         repositories = {"imagenet": config.hf_hub_id} if config else {}
@@ -99,74 +103,43 @@ def find_published(arch: str, encoder: str = "") -> tuple[list[str], Fetch]:
         repositories = {name: each.get("repo_id") for name, each in settings.items()}
 
     def fetch(name: str) -> dict[str, Tensor]:
-        repository = repositories[name]
-        lost = reach(repository) if repository else None
-        try:
-            with torch.random.fork_rng([]):
-                model = smp.create_model(arch, encoder, True if is_timms else name)
-        except Exception as error:
-            raise lost or error from None
-        return {f"encoder.{key}": value for key, value in model.encoder.state_dict().items()}
+        import huggingface_hub as hub
+
+        try:  # the library itself would try for minutes
+            if repository := repositories[name]:
+                url = hub.hf_hub_url(repository, "config.json")
+                hub.get_hf_file_metadata(url, timeout=SECONDS)
+        except Exception:
+            hub.constants.HF_HUB_OFFLINE = True  # what its cache has
+        with torch.random.fork_rng([]):
+            network = smp.encoders.get_encoder(encoder, weights=name)
+        return {f"encoder.{key}": value for key, value in network.state_dict().items()}
 
     return sorted(repositories, key="imagenet".__ne__), fetch
 
 
-def reach(repository: str) -> Exception | None:
-    """Return why Hugging Face's `repository` cannot be reached; from then on only read its cache.
-
-    huggingface_hub itself would try for minutes.
-    """
-    import huggingface_hub
-
-    url = huggingface_hub.hf_hub_url(repository, "config.json")
-    try:
-        huggingface_hub.get_hf_file_metadata(url, timeout=SECONDS)
-    except Exception as error:
-        huggingface_hub.constants.HF_HUB_OFFLINE = True
-        return error
-    return None
-
-
-def find_tensors(state: checkpoint.State) -> dict[str, Tensor]:
-    """Return the tensors of a file: at its top, under one of KEYS, or under two of them."""
-    for _ in range(2):
-        inner = [state[key] for key in KEYS if isinstance(state.get(key), dict)]
-        state = inner[0] if inner else state
-    return {name: value for name, value in state.items() if isinstance(value, Tensor)}
-
-
-def bare(name: str) -> str:
-    """Return the name of a tensor without what wrappers of its network have added."""
-    parts = [part for part in name.split(".") if part not in WRAPPERS]
-    while parts[0] in ("net", "model") and len(parts) > 1:
-        del parts[0]
-    return ".".join(parts)
-
-
 def copy_matching(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
-    """Copy the tensors whose names and shapes match, and print which of `model` do not.
+    """Copy the tensors whose names and shapes match, and print which of `model` do not."""
 
-    The first layer's for RGB are adapted if `model` takes another number of channels.
-    Names match without their wrappers, too: a file may have `module.fc.weight` for `fc.weight`.
-    """
-    own = model.state_dict()
-    name_of = {bare(name): name for name in own}
-    named = {name_of.get(bare(name), name): value for name, value in weights.items()}
-    named.update({name: value for name, value in weights.items() if name in own})
-    for name in named.keys() & own.keys():
-        shape, value = own[name].shape, named[name]
-        if len(shape) == value.ndim == 4 and shape[1] != value.shape[1] == 3:
+    def bare(name: str) -> str:  # a file may have `module.fc.weight` for `fc.weight`
+        return re.sub(r"^((net|model)\.)+", "", re.sub(r"\b(module|_orig_mod)\.", "", name))
+
+    mine = model.state_dict()
+    named = {bare(name): value for name, value in weights.items()}
+    fitting = {}
+    for name, weight in mine.items():
+        value = weights.get(name, named.get(bare(name), weight.new_empty(0)))
+        if weight.ndim == value.ndim == 4 and weight.shape[1] != value.shape[1] == 3:
             from timm.models import adapt_input_conv  # its import takes half a second
 
-            named[name] = adapt_input_conv(shape[1], value)
-    fitting = {k: v for k, v in named.items() if k in own and own[k].shape == v.shape}
+            value = adapt_input_conv(weight.shape[1], value)
+        if value.shape == weight.shape:
+            fitting[name] = value
     if not fitting:
-        first, mine = next(iter(weights), "nothing"), next(iter(own))
-        raise UserError(
-            "--weights: no tensor has the same name and shape as one of this network, which begins "
-            f"with {mine}; the file begins with {first}"
-        )
+        line = "--weights: no tensor has the same name and shape as one of this network, which"
+        theirs = next(iter(weights), "nothing")
+        raise UserError(f"{line} begins with {next(iter(mine))}; the file begins with {theirs}")
     model.load_state_dict(fitting, strict=False)
-    new = [name for name in own if name not in fitting]
-    line = f"--weights: {len(fitting)} of {len(own)} tensors loaded"
+    new = [name for name in mine if name not in fitting]
+    line = f"--weights: {len(fitting)} of {len(mine)} tensors loaded"
     distributed.say(f"{line}; new: {shorten(new)}" if new else line)

@@ -64,10 +64,9 @@ def backbone(model: nn.Module) -> list[nn.Parameter]:
 def infer(model: nn.Module, images: Tensor, args: Namespace) -> Tensor:
     """Apply `model` in evaluation: float32 (N, 3, H, W), normalised -> logits (N, classes, H, W).
 
-    Larger images than --tile go through one tile at a time. On the demo that changes the class of
-    at most 1 pixel in 10,000 of a U-Net (tiles of 512 or more). Networks that look at the whole
-    image at once (global pooling, attention, group norm: deeplab, segformer, fpn) see one tile, and
-    change up to 2 in 100.
+    Larger images than --tile go through one tile at a time. That changes the class of some 1.5
+    pixels in 10,000 of a U-Net (tiles of 512), and of more by networks that look at the whole image
+    at once (global pooling, attention, group norm: deeplab, segformer, fpn): they see one tile.
     """
     # Not __call__, which of a compiled network would compile again for each size.
     return engine.in_tiles(model.forward, images, args.tile, STRIDE)

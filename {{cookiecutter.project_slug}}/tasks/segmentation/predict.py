@@ -2,8 +2,8 @@
 
 Writes, at each image's own size, DIR/masks/<name>.png with the class numbers, which viewers show in
 colours, and DIR/overlays/<name>.png with these colours over the image; DIR/legend.png names them.
-The checkpoint alone says which network and which classes. Images that cannot be read, or that need
-too much memory, are skipped and listed at the end, and the exit status is 1.
+The checkpoint alone says which network and which classes. Images that cannot be read are skipped
+and listed at the end, and the exit status is 1.
 """
 
 from collections.abc import Sequence
@@ -34,7 +34,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     job = engine.Predictor(given.checkpoint, given.inputs, build_model, parse_args)
     args = job.args  # with which the network was trained
     args.tile = args.tile if given.tile is None else given.tile
-    remedy = f"lower --tile {args.tile}" if args.tile else "use --tile 1024"
 
     @torch.inference_mode()
     def predict(part: Tensor) -> Tensor:
@@ -42,13 +41,12 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     with job.masks(given.output) as write:
         for path, image in job.images():
-            with job.skipping(path, remedy):
-                padded = pad(image, 0)
-                mask = torch.empty(padded.shape[1:], dtype=torch.uint8)
-                # Band by band: logits of the whole image may need more memory than there is.
-                for rows, logits in engine.bands(predict, padded, args.tile, STRIDE):
-                    mask[rows] = logits.argmax(0)
-                write(path, image, mask)
+            padded = pad(image, 0)
+            mask = torch.empty(padded.shape[1:], dtype=torch.uint8)
+            # Band by band: logits of the whole image may need more memory than there is.
+            for rows, logits in engine.bands(predict, padded, args.tile, STRIDE):
+                mask[rows] = logits.argmax(0)
+            write(path, image, mask)
 
 
 if __name__ == "__main__":

@@ -22,22 +22,21 @@ STEPS = 2
 def reading(main: Callable[[], object], root: Path) -> str:
     """Return which line of the files in `root` reads a value off the device in a step; "" if none.
 
-    main: of main.py; its `setup`, `Folder`, `Run` and others are stand-ins meanwhile, so that it
-    takes two optimizer steps and writes nothing.
+    main: of main.py, which takes two optimizer steps with stand-ins, and writes nothing.
     """
-    run = MagicMock(epoch=0, began=0, step=0)
+    run = MagicMock(epoch=0, began=0, step=0, loss=lambda loss_sum, count: loss_sum / 2)
     run.is_over.side_effect = [False, True]
-    run.loss = lambda loss_sum, count: loss_sum / 2
     run.end_epoch.return_value = False
 
     def start(_: object, loader: Any, __: object, classes: Sequence[str], **parts: Any) -> object:
         batches = itertools.islice(loader, STEPS * parts["accumulate"])
-        format = loading.format_of(loader)
-        run.batches.return_value = enumerate(
-            loading.move(batch, META, ahead=False, format=format) for batch in batches
-        )
-        run.classes = classes
+        moved = (loading.move(each, META, loading.format_of(loader)) for each in batches)
+        run.batches.return_value, run.classes = enumerate(moved), classes
         return run
+
+    def wrap(model: nn.Module, *_: object, **__: object) -> nn.Module:
+        vars(model)["no_sync"] = nullcontext
+        return model
 
     stand_ins: dict[str, object] = {
         **{"setup": lambda *_: META, "Folder": lambda *_: MagicMock(state=None)},
@@ -57,24 +56,15 @@ def reading(main: Callable[[], object], root: Path) -> str:
         if not own:
             raise
         place = f"{Path(own[-1].filename).name}:{own[-1].lineno}: {own[-1].line}"
-        return (
-            f"{place}\nreads a value off the device in each step, or has a size that depends on "
-            f"one: the device waits ({error})"
-        )
+        why = "reads a value off the device in each step, or has a size that depends on one"
+        return f"{place}\n{why}: the device waits ({error})"
     finally:
         distributed.teardown()
     assert run.end_step.call_count == STEPS
     return ""
 
 
-def wrap(model: nn.Module, *_: object, **__: object) -> nn.Module:
-    vars(model)["no_sync"] = nullcontext
-    return model
-
-
 def refusing(show: Callable[..., str]) -> Callable[..., str]:
-    """Return a function that shows tensors, but not those of device meta."""
-
     def shown(tensor: Tensor, *args: Any, **options: Any) -> str:
         if tensor.device == META:
             raise RuntimeError("a tensor is printed")
