@@ -27,7 +27,7 @@ from calling import call
 from ports import free_port
 
 import main  # noqa: F401  with all that it imports, and what rank 0 imports late
-from engine.run import mistakes, plots, records, reporting
+from engine.run import pictures, reporting
 
 torch.set_num_threads(1)
 gc.freeze()  # the forks' garbage collections need not look at all that is imported
@@ -40,8 +40,8 @@ def nothing() -> None:
 
 def leave_out_drawings() -> None:
     """They take more than half of the time of a short run."""
-    plots.draw_curves = reporting.Reporter.images = mistakes.report = Mock()
-    records.are_drawn = lambda _: True
+    pictures.draw_curves = reporting.Reporter.images = reporting.report = Mock()
+    reporting.are_drawn = lambda *_: True
 
 
 def start(

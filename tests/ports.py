@@ -1,21 +1,26 @@
 """Ports for what tests start."""
 
+import collections
 import contextlib
 import random
 import socket
 
+_marks: collections.deque[socket.socket] = collections.deque(maxlen=100)
+
 
 def free_port(count: int = 1) -> int:
-    """The first of `count` free ports in a row.
+    """The first of `count` free ports in a row, which other tests do not get meanwhile.
 
-    They lie below those that Linux gives to outgoing connections, as one of another test could
-    take such a port before it is listened at.
+    A store listens there seconds later: two groups of ranks with one port would meet each other.
+    The ports lie below those that Linux gives to outgoing connections.
     """
     for _ in range(1000):
-        port = random.randrange(20_000, 32_768 - count)
+        port = random.SystemRandom().randrange(20_000, 32_768 - count)
         with contextlib.ExitStack() as probes, contextlib.suppress(OSError):
-            for offset in range(count):
-                probe = probes.enter_context(socket.socket())
-                probe.bind(("127.0.0.1", port + offset))
+            marks = [probes.enter_context(socket.socket(socket.AF_UNIX)) for _ in range(count)]
+            for number, mark in enumerate(marks, port):
+                mark.bind(f"\0ddp-template port {number}")  # no file; it ends with this process
+                probes.enter_context(socket.socket()).bind(("127.0.0.1", number))
+            _marks.extend(mark.dup() for mark in marks)
             return port
     raise AssertionError("no port is free")

@@ -164,7 +164,7 @@ class Done:
         assert self.status not in (0, None), self.out
         assert len(self.err.splitlines()) == 1, self.err
         for word in words:
-            assert word in self.err
+            assert word in self.err, self.err
         assert not self.left
         return self
 
@@ -268,9 +268,9 @@ def edited(project: Project, folder: Path, *changes: tuple[str, str]) -> Project
 
 DRAWS_NOTHING = """
 import unittest.mock
-from engine.run import mistakes, plots, records, reporting
-plots.draw_curves = reporting.Reporter.images = mistakes.report = unittest.mock.Mock()
-records.are_drawn = lambda _: True
+from engine.run import pictures, reporting
+pictures.draw_curves = reporting.Reporter.images = reporting.report = unittest.mock.Mock()
+reporting.are_drawn = lambda *_: True
 """
 
 

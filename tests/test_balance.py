@@ -10,8 +10,8 @@ from PIL import Image
 from running import Project, flags, rows, small
 from torchvision.datasets import FakeData
 
-from engine.data import balance, samples, seeding
-from engine.data.counts import count_classes
+from engine.data import class_counts, samples
+from engine.data.class_counts import count_classes
 from engine.data.loading import TrainSampler
 from engine.errors import UserError
 from engine.ranks import distributed
@@ -91,9 +91,7 @@ class TestBalancedSampler:
 
 
 class Random(Labelled):
-    """Samples of random numbers with a label; `read` says how often those were asked for."""
-
-    read = 0
+    """Samples of random numbers with a label."""
 
     def __init__(self, labels: list[int]) -> None:
         super().__init__([[label] for label in labels])
@@ -102,7 +100,6 @@ class Random(Labelled):
         return torch.rand(3, 1, 1), self.labels[index][0]
 
     def count_labels(self, index: int) -> dict[int, int]:
-        self.read += 1
         return {self.labels[index][0]: 10}
 
 
@@ -111,42 +108,42 @@ def test_a_repeat_is_augmented_anew() -> None:
     seeded = samples.Seeded(Random([0, 1, 0, 1]), 2, 7)
     keys = [samples.Key(2, draw) for draw in (1, 1 + 4, 3)]
     (first, _), (again, _), (other, _) = seeded.__getitems__(keys)
-    seeding.seed(7, 2, 1)
+    samples.seed(7, 2, 1)
     assert torch.equal(first, torch.rand(3, 1, 1))
     assert not torch.equal(first, again)
     assert not torch.equal(other, again)
-    assert seeded.name(1 + 4) == "sample 1"
+    assert samples.name(seeded.dataset, 1 + 4) == "sample 1"
+
+
+def totals(data: object, names: list[str]) -> list[int]:
+    rows = count_classes(data, names)
+    return np.bincount(rows[:, 1], rows[:, 2], len(names)).tolist()
 
 
 class TestCounts:
-    def test_they_are_counted_once(self) -> None:
-        """For the sampler and for the weights; another data set anew."""
-        data = Random([0, 1, 1, 2])
+    def test_totals(self) -> None:
         names = ["a", "b", "c"]
-        assert count_classes(data, names).of_classes().tolist() == [10, 20, 10]
-        TrainSampler(data, 2, 1, 0, balanced=True, classes=names)
-        balance.class_weights("auto", data, names)
-        assert data.read == 4
-        assert count_classes(Random([2] * 40), names).of_classes().tolist() == [0, 0, 400]
+        assert totals(Random([0, 1, 1, 2]), names) == [10, 20, 10]
+        assert totals(Random([2] * 40), names) == [0, 0, 400]
 
     def test_weights(self, capsys: pytest.CaptureFixture) -> None:
         """scikit-learn's compute_class_weight("balanced"), and 1 for what does not occur."""
         data, names = Random([0] * 30 + [2] * 10), ["a", "b", "c"]
-        weights = balance.class_weights("auto", data, names)
+        weights = class_counts.class_weights("auto", data, names)
         assert torch.equal(weights, torch.tensor([40 / (2 * 30), 1.0, 40 / (2 * 10)]))
         said = capsys.readouterr().out
-        assert "warning: b is in none of the training samples: weight 1" in said
+        assert "warning: 1 of 3 classes in none of the training samples (weight 1): b" in said
         assert "weights in the loss: a 0.667, b 1, c 2\n" in said
-        assert balance.class_weights(None, [], names) is None
-        given = balance.class_weights((1.0, 2.5, 3.0), [], names)
+        assert class_counts.class_weights(None, [], names) is None
+        given = class_counts.class_weights((1.0, 2.5, 3.0), [], names)
         assert torch.equal(given, torch.tensor([1.0, 2.5, 3.0]))
         with pytest.raises(UserError, match="2 numbers, but the data has 3 classes"):
-            balance.class_weights((1.0, 2.0), data, names)
+            class_counts.class_weights((1.0, 2.0), data, names)
 
     @pytest.mark.parametrize(
         ("data", "words"),
         [
-            (Random([0, 1, 7]), "sample 2: label 7, but the classes are 0 to 1"),
+            (Random([0, 1, 7]), "sample 2: label 7, not 0 to 1"),
             (Labelled([[]] * 3), "no training sample has a label"),
             ([(1, 2)], "list has no count_labels, which --class-weights auto and"),
             (FakeData(8), "FakeData has no count_labels"),
@@ -154,7 +151,7 @@ class TestCounts:
     )
     def test_what_cannot_be_counted(self, data: object, words: str) -> None:
         with pytest.raises(UserError, match=words) as found:
-            balance.class_weights("auto", data, ["a", "b"])
+            class_counts.class_weights("auto", data, ["a", "b"])
         assert "\n" not in str(found.value)
 
 

@@ -1,8 +1,8 @@
-"""Devices of real ranks: GPUs that torch cannot use, that ranks share, or without collectives."""
+"""Devices of real ranks: GPUs that torch cannot use, or that ranks share."""
 
 from pathlib import Path
 
-from running import SAME_FOR_BOTH, Project, rows, small
+from running import SAME_FOR_BOTH, Project
 
 
 @SAME_FOR_BOTH
@@ -30,14 +30,3 @@ def test_shared_gpus(project: Project, tmp_path: Path) -> None:
         assert (set(statuses), out) == ({2}, "")
         (line,) = err.splitlines()
         assert line.startswith(f"error: {words}")
-
-
-@SAME_FOR_BOTH
-def test_without_collectives(project: Project, data: Path, tmp_path: Path) -> None:
-    """As on Apple's GPUs: a group of one trains, evaluates and saves by itself."""
-    words = [*small(data), "--data", data]
-    statuses, out, err = project.call("devices.as_apple", tmp_path, *words)
-    assert (statuses, err) == ([0], ""), out + err
-    (row,) = rows(tmp_path / "apple.run")
-    assert float(row["train_loss"]) > 0
-    assert (tmp_path / "apple.run" / "best.pt").exists()

@@ -1,7 +1,6 @@
 """What owners change in main.py and model.py: it works and resumes exactly, or is refused."""
 
 import itertools
-import os
 import re
 import shutil
 from collections.abc import Callable
@@ -53,7 +52,6 @@ METRICS = '**results, "lr": lr}):'
 OWNER = (IMPORTS, "\nfrom snippets import owner\n" + IMPORTS)
 NUMPY = (IMPORTS, "\nimport numpy as np\n" + IMPORTS)
 IN_RECIPE = "\n\ndef choose_amp("
-MATRICES = "        weights = [w for w in model.parameters()"
 ONE_GROUP = (OPTIMIZER, OPTIMIZER.replace("groups", "model.parameters()"))
 TWO_LAMBDAS = (SCHEDULER, "    return LambdaLR(optimizer, [factor, lambda step: 0.1 + step / 99])")
 ONE_CYCLE = (
@@ -74,25 +72,7 @@ def test_schedulers_resume(few: Path, tmp_path: Path, edited: Edited, change: tu
     done = edited(*change)(*flags(few, killed, *more)).ok()
     assert re.search("1 of 2 epochs done, best .* and 2 steps of the next", done.out)
     assert digest(whole) == digest(killed)
-    assert ("OneCycleLR resumes as saved" in done.out) == (change == (ONE_CYCLE,))
-    if change == (ONE_CYCLE,):
-        longer = edited(*change)(*flags(few, killed, "--epochs", 3))
-        longer.refused("OneCycleLR has 12 steps, but --epochs now takes 18")
-
-
-def test_rates_that_are_set_by_hand(few: Path, tmp_path: Path, edited: Edited) -> None:
-    """After the scheduler's: the next step takes them, also in a resumed run."""
-    rate = "            optimizer.param_groups[0]['lr'] = 0.01 / (1 + run.step)\n"
-    decay = "            if run.step == 7: optimizer.param_groups[1]['weight_decay'] = 0.125\n"
-    whole, killed = tmp_path / "whole", tmp_path / "killed"
-    more = ["--epochs", 2, "--save-every", 2]
-    by_hand = (END, rate + END)
-    edited(by_hand)(*flags(few, whole, *more)).ok()
-    assert edited((END, decay + rate + KILLED[1]))(*flags(few, killed, *more)).status == -9
-    done = edited(by_hand)(*flags(few, killed, *more)).ok()
-    assert "rates that were set without the scheduler" in done.out
-    assert "goes on with weight_decay 0.0 (was 0.125)" in done.out
-    assert digest(whole) == digest(killed)
+    assert ("OneCycleLR and the optimizer's" in done.out) == (change == (ONE_CYCLE,))
 
 
 def test_another_optimizer_than_the_checkpoint_has(
@@ -104,15 +84,9 @@ def test_another_optimizer_than_the_checkpoint_has(
     before = {path.name: path.read_bytes() for path in out.glob("*.pt")}
     words = "last.pt", "--weights", "--output-dir"
     edited(ONE_GROUP)(*more).refused("groups had 57 + 113 weights and have 170", *words)
-    swapped = (MATRICES, MATRICES.replace("model.parameters()", "owner.swapped(model)"))
-    owner = (IN_RECIPE, "\nfrom snippets import owner\n" + IN_RECIPE)
-    done = edited(owner, swapped)(*more)
-    done.refused("stage2.1.branch2.5.weight where stage2.1.branch2.0.weight was", *words)
     sgd = (OPTIMIZER, "    return torch.optim.SGD(groups, lr)\n" + OPTIMIZER)
-    edited(sgd)(*more).refused("the optimizer was AdamW and is SGD", *words)
-    edited(ONE_CYCLE)(*more).refused("the scheduler was LambdaLR and is OneCycleLR", *words)
-    amsgrad = (OPTIMIZER, OPTIMIZER.replace("lr", "amsgrad=True, lr=lr"))
-    edited(amsgrad)(*more).refused("the optimizer was AdamW and is AdamW amsgrad", *words)
+    edited(sgd)(*more).refused("the optimizer (it was AdamW and is SGD)", *words)
+    edited(ONE_CYCLE)(*more).refused("the scheduler (it was LambdaLR and is OneCycleLR)", *words)
     assert before == {path.name: path.read_bytes() for path in out.glob("*.pt")}
 
 
@@ -161,9 +135,21 @@ def test_kills_before_the_images(few: Path, tmp_path: Path, edited: Edited) -> N
     (out / "examples.png").unlink()
     assert "done: best" in edited(tie)(*more, draws=True).ok().out
     assert best == {name: (out / name).read_bytes() for name in drawn}
-    os.utime(out / "curves.png", (0, 0))
+    whole = (out / "metrics.csv").read_bytes()
+    (out / "metrics.csv").write_bytes(b"".join(whole.splitlines(keepends=True)[:2]))
+    (out / "curves.png").unlink()
     for said in "done: best", "nothing left to do":
         assert said in edited(tie)(*more, draws=True).ok().out
+        assert (out / "curves.png").exists()
+        assert (out / "metrics.csv").read_bytes() == whole
+
+
+def test_a_run_without_drawings(few: Path, tmp_path: Path, edited: Edited) -> None:
+    """Nothing is left to do when all epochs are done."""
+    start = edited(("        draw=draw_example,\n", ""))
+    for said in "done: best", "nothing left to do":
+        assert said in start(*flags(few, tmp_path), draws=True).ok().out
+    assert not (tmp_path / "examples.png").exists()
 
 
 def test_another_network_is_evaluated_than_saved(few: Path, tmp_path: Path, edited: Edited) -> None:
@@ -188,7 +174,8 @@ def test_another_choice_of_the_best(
         out = shutil.copytree(trained, tmp_path / name)
         done = start(*flags(pictures, out, "--epochs", 2)).ok()
         assert re.search(
-            r"best.pt: has the best top1 on 23 images \(\w+\) of epoch 1; kept as", done.out
+            r"best.pt: has the best top1 on 23 images \(\w+\) of epoch 1; renamed to best-1.pt",
+            done.out,
         )
         kept = torch.load(out / "best-1.pt", weights_only=True)
         assert (kept["epoch"], kept["best"]) == (1, best["best"])
@@ -198,16 +185,16 @@ def test_another_choice_of_the_best(
         assert new["best"] == float(rows(out)[1][metric])
         # Not once more.
         done = start(*flags(pictures, out, "--epochs", 3)).ok()
-        assert "kept as" not in done.out
+        assert "renamed to" not in done.out
         assert torch.load(out / "last.pt", weights_only=True)["best"] == max(
             float(row[metric]) for row in rows(out)[1:]
         )
-        # Undone, the former best counts again.
+        # Undone, it is chosen once more.
         done = project.alone(*flags(data, out, "--epochs", 4), draws=False).ok()
-        assert "best-1.pt: has the best top1" in done.out
+        assert "renamed to best-1.pt" in done.out
         best_now = torch.load(out / "best.pt", weights_only=True)["best"]
-        assert best_now == max(best["best"], float(rows(out)[3]["top1"]))
-        assert torch.load(out / "best-2.pt", weights_only=True)["best_of"] == new["best_of"]
+        assert best_now == float(rows(out)[3]["top1"])
+        assert torch.load(out / "best-1.pt", weights_only=True)["best_of"] == new["best_of"]
 
 
 def test_best_is_what_best_pt_has(
@@ -232,7 +219,7 @@ def test_best_is_what_best_pt_has(
     for path in out.glob("last*"):
         path.unlink()
     done = project.alone(*flags(data, out, "--lr", 0), draws=False).ok()
-    assert "of epoch 3; kept as best-1.pt" in done.out
+    assert "of epoch 3; renamed to best-1.pt" in done.out
     assert torch.load(out / "best.pt", weights_only=True)["epoch"] == 1
     assert torch.load(out / "best-1.pt", weights_only=True)["epoch"] == 3
 
@@ -290,7 +277,7 @@ def test_a_part_that_cannot_be_loaded(few: Path, tmp_path: Path, edited: Edited)
         (IMPORTS, "\nimport types\n" + NUMPY[1]),
     )
     done = start(*flags(few, tmp_path, "--save-every", 1))
-    done.refused("mine: its state_dict cannot be read")
+    done.refused("mine: its state_dict has a ndarray")
     assert not list(tmp_path.glob("*.pt*"))
 
 
@@ -351,7 +338,7 @@ def test_targets_that_are_no_classes(few: Path, tmp_path: Path, edited: Edited) 
 
 
 def test_networks_with_several_outputs(few: Path, tmp_path: Path, edited: Edited) -> None:
-    """The loss takes them as they are, in float32; evaluation wants the logits alone."""
+    """The loss takes them as they are, in float32."""
     changes = (
         (
             IMPORTS,
@@ -361,9 +348,6 @@ def test_networks_with_several_outputs(few: Path, tmp_path: Path, edited: Edited
         (CRITERION, CRITERION.replace("build_criterion", "owner.OfSeveral")),
     )
     edited(*changes)(*flags(few, tmp_path), ranks=2).ok()
-    always = (changes[0][0], changes[0][1].replace("build_several", "build_always_several"))
-    done = edited(always, changes[1])(*flags(few, tmp_path / "always"), ranks=2)
-    done.refused("returns a dict")
 
 
 def test_metrics_that_keep_lists(few: Path, tmp_path: Path, edited: Edited) -> None:
@@ -467,7 +451,7 @@ def test_one_line_for_what_torch_says_in_many(data: Path, tmp_path: Path, edited
         ),
         "size": (
             dataset("narrow_dots"),
-            ["(3, 60, 64)", "train/dots/", "but sample", "train_transform"],
+            ["(3, 60, 64)", "train/dots/", "train_transform"],
         ),
         "label": (
             dataset("mislabel_dots"),

@@ -127,7 +127,9 @@ def flat(path: Path) -> dict[str, object]:
         for name, value in state.get(part, {}).items()
     }
     groups = state["optimizer"]["param_groups"]
-    names = [[name.removeprefix("trained.") for name in g] for g in state["layout"]["optimizer"][1]]
+    # The reference has numbers in place of names, and those in an entry of its own.
+    named = state["layout"]["optimizer"][1] if "layout" in state else [g["params"] for g in groups]
+    names = [[name.removeprefix("trained.") for name in group] for group in named]
     for number, group in enumerate(groups):
         rate = state["scheduler"]["_last_lr"][number]
         settings = {key: value for key, value in group.items() if key not in KERNELS}

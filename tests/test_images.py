@@ -4,9 +4,7 @@ import json
 import os
 import re
 import shutil
-import unicodedata
 import warnings
-from collections import Counter
 from multiprocessing import get_context
 from pathlib import Path
 
@@ -17,7 +15,7 @@ from deep import save_png, save_tiff
 from PIL import Image
 from running import SAME_FOR_BOTH, Project, flags
 
-from engine.data import images, listing
+from engine.data import folders, images
 from engine.data.format import Format, read_format, write_format
 from engine.errors import UserError
 from engine.run import checkpoint
@@ -39,15 +37,12 @@ def steps(values: np.ndarray, low: float, high: float) -> np.ndarray:
 
 
 class TestDepth:
-    @pytest.fixture(params=["grey.png", "colour.png", "alpha.png", "grey.tif", "colour.tif"])
+    @pytest.fixture(params=["grey.png", "grey.tif", "colour.tif"])
     def shorts(self, request: pytest.FixtureRequest, tmp_path: Path) -> list[tuple]:
         """Files of 16 bits with the values in them."""
         path, values = tmp_path / request.param, COLOURS if "grey" not in request.param else RAMP
         if request.param == "grey.png":
             Image.fromarray(RAMP).save(path)
-        elif path.suffix == ".png":
-            alpha = [RAMP[..., None]] if "alpha" in request.param else []
-            save_png(path, np.concatenate([values, *alpha], axis=-1))
         else:
             paths = [tmp_path / f"{n}.tif" for n in range(5)]
             for each, (order, packed) in zip(paths, LATER, strict=False):
@@ -72,19 +67,19 @@ class TestDepth:
         for kind in np.int16, np.int32:
             save_tiff(path, (grey - 100).astype(kind), order, packed)
             assert (read(path, (-100, 155)) == steps(grey, 0, 255)).all()
-            with pytest.raises(UserError, match=r"x.tif: .*; write .*: .-100, 155. into data.json"):
+            with pytest.raises(
+                UserError,
+                match=r"x.tif: int.* values of -100 to 155 .*; write .*value_r",
+            ):
                 read(path)
 
     @pytest.mark.parametrize(
         ("values", "words"),
         [
-            (
-                RAMP // 17,
-                "16-bit values that reach only 3839 .*black; .*: .0, 4095. into data",
-            ),
-            (COLOURS // 256, "16-bit values that reach only 254 .*write .*: .0, 255. into .*, or"),
-            (RAMP / np.float32(2**20), "floats that reach only 0.0622.*: .0, 0.062. into data"),
-            (RAMP.astype(np.float32), "floats that range over 0,65263, .*: .0, 65263. into data"),
+            (RAMP // 17, "uint16 values of 0 to 3839 would be nearly black or white; write"),
+            (COLOURS // 256, "uint16 values of 0 to 254 would be nearly black"),
+            (RAMP / np.float32(2**20), "float values of 0 to 0.062.* would be nearly black"),
+            (RAMP.astype(np.float32), "float values of 0 to 65263 would be nearly black or white"),
             (RAMP * np.float32("nan"), "NaN or infinite; replace them"),
         ],
     )
@@ -93,7 +88,7 @@ class TestDepth:
         save_tiff(path, values)
         with pytest.raises(UserError, match=f"^{path}: .*{words}"):
             read(path)
-        if "black" in words:  # an explicit range is never too dark
+        if "3839" in words:  # an explicit range is never too dark
             assert read(path, (0, 65535)).max() == 14
             assert read(path, (0, 4095)).max() == 239
 
@@ -102,14 +97,15 @@ class TestDepth:
             save_tiff(tmp_path / f"{number}.tif", np.zeros((4, 5, 3 - 2 * number), kind))
             assert not read(tmp_path / f"{number}.tif").any()
 
-    def test_upper_bytes_alone(self, tmp_path: Path) -> None:
-        """Of grey with alpha, and of channels that are compressed apart, Pillow reads no more."""
-        save_png(tmp_path / "0", COLOURS[..., :2])
-        save_tiff(tmp_path / "1", COLOURS, packed=True, planar=True)
-        for name, values in ("0", RAMP), ("1", COLOURS):
-            assert (read(tmp_path / name) == steps(values, 0, 65536)).all()
-            with pytest.raises(UserError, match=f"{name}: only the upper 8 of its 16 bits"):
-                read(tmp_path / name, (0, 4095))
+    def test_kinds_of_16_bits(self, tmp_path: Path) -> None:
+        """Channels that are compressed apart are read; PNGs of more than grey are refused."""
+        save_tiff(tmp_path / "x", COLOURS, packed=True, planar=True)
+        assert (read(tmp_path / "x") == steps(COLOURS, 0, 65536)).all()
+        assert (read(tmp_path / "x", (0, 4095)) == steps(COLOURS, 0, 4095)).all()
+        for values in COLOURS[..., :2], COLOURS:
+            save_png(tmp_path / "y", values)
+            with pytest.raises(UserError, match=r"y: cannot be read .a PNG of 16 bits that is not"):
+                read(tmp_path / "y")
 
     def test_eight_bits_stay(self, tmp_path: Path) -> None:
         """A range is for images of more than 8 bits alone."""
@@ -120,27 +116,18 @@ class TestDepth:
             assert (read(path, (0, 9)) == np.asarray(image.convert("RGB"))).all()
 
     @pytest.mark.parametrize("orientation", [3, 6, 8])
-    @pytest.mark.parametrize("values", [RAMP, RAMP.astype(np.uint8), RAMP / np.float32(65536)])
-    def test_turned(self, tmp_path: Path, values: np.ndarray, orientation: int) -> None:
+    def test_turned(self, tmp_path: Path, orientation: int) -> None:
         """TIFFs not compressed as well, which Pillow turns wrongly where it maps them."""
+        values = RAMP.astype(np.uint8)
         exif, turns = Image.Exif(), {3: 2, 6: -1, 8: 1}
         exif[0x0112] = orientation
         Image.fromarray(values).save(tmp_path / "turned.tif", exif=exif)
         Image.fromarray(values).save(tmp_path / "plain.tif")
         expected = np.rot90(read(tmp_path / "plain.tif"), turns[orientation])
         assert np.array_equal(read(tmp_path / "turned.tif"), expected)
-
-    def test_what_is_said(self, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-        path = str(tmp_path / "x.png")
-        Image.fromarray(RAMP).save(path)
-        images.say_depth(path, Format())
-        images.say_depth(path, Format((0, 4095)))
-        Image.fromarray((RAMP >> 8).astype(np.uint8)).save(path)
-        images.say_depth(path, Format())
-        assert capsys.readouterr().out == (
-            f"{path}: 16-bit values, 0 to 65535 becomes 0 to 255\n"
-            f"{path}: 16-bit values, 0 to 4095 becomes 0 to 255\n"
-        )
+        Image.fromarray(RAMP).save(tmp_path / "deep.tif", exif=exif)
+        with pytest.raises(UserError, match=r"deep.tif: cannot be read .turned"):
+            read(tmp_path / "deep.tif")
 
 
 def complaint(path: str, megapixels: int) -> str:
@@ -191,6 +178,14 @@ class TestMegapixels:
         project.alone(large, *more, script="predict.py").ok()
 
 
+@SAME_FOR_BOTH
+def test_evaluated_as_it_was_trained(project: Project, own_data: Path, trained: Path) -> None:
+    """Another mean would give other numbers."""
+    (own_data / "data.json").write_text('{"mean": [0.1, 0.2, 0.3]}')
+    words = ["--data", own_data, "--output-dir", trained, "--eval-only"]
+    project.alone(*words).refused("best.pt was trained with mean None", "use the same data.json")
+
+
 def test_a_checkpoint_keeps_the_range(project: Project, own_data: Path, tmp_path: Path) -> None:
     """Of 12 bits in 16: refused without; predicted and prepared as they were trained."""
     where = {"classification": "train/*", "segmentation": "train/images"}[project.task]
@@ -200,15 +195,10 @@ def test_a_checkpoint_keeps_the_range(project: Project, own_data: Path, tmp_path
         Image.fromarray(grey).save(path.with_suffix(".tif"))
         path.unlink()
     out, store, said = tmp_path / "out", tmp_path / "store", own_data / "data.json"
-    wanted = '"value_range": [0, 4095] into data.json'
+    wanted = '"value_range": [BLACK, WHITE] into data.json'
     project.fork(*flags(own_data, out)).refused(".tif", "nearly black", wanted)
-    words = [own_data, "--write", "--output", tmp_path, "--workers", 0]
-    assert project.alone(*words, script="check_data.py").status == 1
-    low, high = json.loads(said.read_text())["value_range"]
-    assert 0 <= low < 300 < 3800 < high <= 4080
     said.write_text('{"value_range": [0, 4095]}')
-    done = project.fork(*flags(own_data, out), draws=False).ok()
-    assert "16-bit values, 0 to 4095 becomes 0 to 255" in done.out
+    project.fork(*flags(own_data, out), draws=False).ok()
     more = ("--checkpoint", out / "best.pt", "--output", tmp_path / "p")
     project.alone(paths[0].with_suffix(".tif"), *more, script="predict.py").ok()
     if project.task == "segmentation":
@@ -219,47 +209,39 @@ def test_a_checkpoint_keeps_the_range(project: Project, own_data: Path, tmp_path
     project.alone(*flags(store, tmp_path / "two"), draws=False).ok()
     (store / "data.json").unlink()
     refused = project.alone(*flags(store, tmp_path / "two"))
-    refused.refused("store/data.json: no value_range, but prepared with value_range [0, 4095]")
-    said.write_text('{"value_range": [0, 4095], "mean": [0.1, 0.2, 0.3]}')  # needs no new pixels
-    project.alone(*flags(store, tmp_path / "two")).refused("data.json")
-    done = project.alone(*words, script="prepare_data.py").ok()
-    assert "prepared already" in done.out
-    project.alone(*flags(store, tmp_path / "three"), draws=False).ok()
-    said.write_text('{"value_range": [0, 4095]}')
-    project.alone(*flags(store, tmp_path / "two")).refused(f"{said} differs from {store}")
+    refused.refused("store/data.json is not what it was prepared with; prepare it anew")
+    shutil.copy(said, store)
     said.write_text('{"value_range": [0, 8191]}')
     other = project.alone(*words, script="prepare_data.py")
-    other.refused("made from", "value_range [0, 4095]; name another folder")
+    other.refused("there already, and not made of", "name another folder")
 
 
 class TestFormat:
     @pytest.mark.parametrize(
         "text, words",
         [
-            ("{", r"data.json: not JSON \(.*\); correct it, or remove it"),
-            (b"\xff", "data.json: not JSON"),
-            ("[5]", "not a JSON object; expected such as"),
-            ('{"chanels": 5}', 'unknown key "chanels"; the keys are value_range, max_megapixels, '),
-            ('{"channels": "5"}', '"channels": "5": expected an integer of 1 or more'),
-            ('{"channels": true}', '"channels": true: expected an integer'),
-            ('{"channels": 0}', '"channels": 0: expected an integer'),
-            ('{"max_megapixels": 1.5}', '"max_megapixels": 1.5: expected an integer'),
-            ('{"value_range": 5}', r'"value_range": 5: expected \[LOW, HIGH\]'),
-            ('{"value_range": [5, 5]}', r"\[5, 5\]: expected .* LOW < HIGH"),
-            ('{"value_range": [0, Infinity]}', r"\[0, Infinity\]: expected"),
-            ('{"mean": []}', r'"mean": \[\]: expected a list of numbers'),
-            ('{"mean": [1, "2", 3]}', "expected a list of numbers"),
-            ('{"std": [1, 0, 1]}', "expected a list of numbers above 0"),
-            ('{"std": [1, 1]}', '"std": 2 numbers for 3 channels'),
-            ('{"channels": 4, "mean": [1, 1, 1]}', '"mean": 3 numbers for 4 channels'),
+            ("{", "Expecting property name"),
+            (b"\xff", "can't decode byte"),
+            ("[5]", "no attribute"),
+            ('{"chanels": 5}', "unexpected keyword argument 'chanels'"),
+            ('{"channels": "5"}', "str"),
+            ('{"channels": -1}', "a wrong number or order of numbers"),
+            ('{"max_megapixels": "5"}', "number"),
+            ('{"value_range": 5}', "int"),
+            ('{"value_range": [5, 5]}', "a wrong number or order of numbers"),
+            ('{"value_range": [0, Infinity]}', "a wrong number or order of numbers"),
+            ('{"mean": []}', "a wrong number or order of numbers"),
+            ('{"mean": [1, "2", 3]}', "number"),
+            ('{"std": [1, 0, 1]}', "a wrong number or order of numbers"),
+            ('{"channels": 4, "mean": [1, 1, 1]}', "a wrong number or order of numbers"),
         ],
     )
     def test_mistakes(self, tmp_path: Path, text: str | bytes, words: str) -> None:
         path = tmp_path / "data.json"
         path.write_bytes(text if isinstance(text, bytes) else text.encode())
-        with pytest.raises(UserError, match=f"^{re.escape(str(path))}: .*") as error:
+        with pytest.raises(UserError, match=f"^{re.escape(str(path))}: not JSON such as ") as error:
             read_format(tmp_path)
-        assert re.search(words, str(error.value))
+        assert words in str(error.value)
         assert "\n" not in str(error.value)
 
     def test_what_is_written_is_read(self, tmp_path: Path) -> None:
@@ -274,32 +256,30 @@ class TestFormat:
 
 class TestListing:
     def test_endings(self, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-        """What was meant as an image is counted; what usually lies beside images is not."""
-        names = ["a.JPG", "b.jfif", "c.jpe", "d.Tiff", "1.heic", "2.HEIC", "3.npy", "4"]
-        quiet = [".hidden.gif", "Thumbs.db", "desktop.ini", "n.txt", "n.json", "n.xml", "n.csv"]
+        """What was meant as an image is named once; what usually lies beside images is not."""
+        names = ["a.JPG", "b.jfif", "c.jpe", "d.Tiff", "1.heic", "2.HEIC", "3.npy"]
+        quiet = ["4", ".hidden.gif", "Thumbs.db", "desktop.ini", "n.txt", "n.json", "n.xml"]
         for name in names + quiet:
             (tmp_path / name).touch()
-        skipped = Counter[str]()
-        found = listing.list_images(tmp_path, skipped)
+        folders.say_skipped.cache_clear()
+        found = folders.list_images(tmp_path)
         assert [os.path.basename(path) for path in found] == names[:4]
-        listing.say_skipped(skipped)
-        listing.say_skipped(Counter())
-        assert capsys.readouterr().out == (
-            "skipped, because their type is not read: 2 .heic, 1 .npy, 1 without ending; "
-            "convert them to JPEG or PNG\n"
+        assert folders.list_images(tmp_path) == found
+        assert capsys.readouterr().out == "".join(
+            f"skipped, because their type is not read: {kind}\n" for kind in (".heic", ".npy")
         )
         for path in [*found, tmp_path / "3.npy"]:  # which is an image where there are no others
             os.remove(path)
-        with pytest.raises(UserError, match=r"no images in it but 2 \.heic, .*; expected \.bmp"):
-            listing.list_images(tmp_path)
+        with pytest.raises(UserError, match=r"no images in it; expected \.bmp"):
+            folders.list_images(tmp_path)
 
     def test_the_split_stays(self) -> None:
-        paths = [f"/d/train/images/{number:02d}.jpg" for number in range(20)]
-        held_out = listing.split(paths, Path("/d"))[1]
-        assert [path[-6:-4] for path in held_out] == ["02", "03", "17"]
+        listed = [(f"/d/train/images/{number:02d}.jpg", 0) for number in range(20)]
+        held_out = folders.split(listed, Path("/d"))[1]
+        assert [path[-6:-4] for path, _ in held_out] == ["02", "03", "17"]
 
     def test_classes_in_another_order(self) -> None:
-        words = r"a.pt .* in another order \(class 1 is 10 there, 2 in the data\)"
+        words = r"a.pt .* in another order"
         with pytest.raises(UserError, match=words):
             checkpoint.check_classes("a.pt", ["0", "10", "2"], ["0", "2", "10"])
         checkpoint.check_classes("a.pt", ["0", "2"], ["0", "2"])
@@ -325,8 +305,7 @@ def test_names_of_val(project: Project, own_data: Path, name: str) -> None:
 def test_test_is_not_val(project: Project, own_data: Path) -> None:
     (own_data / "val").rename(own_data / "test")
     parts, said = found(project, own_data)
-    used = f"{len(parts[1])} of 53 images used for validation"
-    assert said == [f"no {own_data}/val: {used}; {own_data}/test is not used"]
+    assert said == [f"no {own_data}/val: {len(parts[1])} of 53 images used for validation"]
 
 
 def test_without_train(project: Project, own_data: Path) -> None:
@@ -336,25 +315,22 @@ def test_without_train(project: Project, own_data: Path) -> None:
     shutil.rmtree(own_data / "train")
     if project.task == "classification":
         line = project.call("data.refusal", own_data)
-        assert f"expected {own_data}/train/<class>/* or {own_data}/<class>/*, but" in line
-        assert line.endswith(f"{own_data}/val cannot be classes")
+        assert f"{own_data}/train: no such folder" in line
     shutil.rmtree(own_data / "val")
-    if project.task == "classification":
-        Image.new("L", (9, 9)).save(own_data / "loose.png")
     (train, val), said = found(project, own_data)
-    if project.task == "classification":
-        assert said.pop(1) == f"{own_data}: 1 image(s) beside the class folders are not used"
     assert len(val) == {"classification": 6, "segmentation": 8}[project.task]
     assert len({*train, *val}) == len(train) + len(val) == 53
     assert said[0].startswith(f"no {own_data}/train: ")
     assert said[1:] == [f"no {own_data}/val: {len(val)} of 53 images used for validation"]
     for mistyped in (own_data.parent, own_data / "none", next(own_data.glob("[di]*"))):
-        assert f"{mistyped}/train: no such folder" in project.call("data.refusal", mistyped)
+        line = project.call("data.refusal", mistyped).lower()
+        assert line.startswith(str(mistyped).lower())
+        assert "no such f" in line
 
 
 @SAME_FOR_BOTH
 def test_class_folders(project: Project, own_data: Path) -> None:
-    """Numbers sort as numbers; names in either form of Unicode match; loose images are said."""
+    """Numbers sort as numbers; images beside the folders are left out; val may lack a class."""
     numbers = iter(("10", "2", "0", "1", *map(str, range(11, 99))))
     for path in sorted((own_data / "train").iterdir()):
         number = next(numbers)
@@ -363,21 +339,16 @@ def test_class_folders(project: Project, own_data: Path) -> None:
     classes = project.call("data.found", own_data).split()[2:]
     assert classes == sorted(classes, key=int) != sorted(classes)
     shutil.copy(next((own_data / "train" / "2").iterdir()), own_data / "train" / "loose, é.JPG")
-    parts, said = found(project, own_data)
-    assert [len(part) for part in parts] == [53, 23]
-    assert said == [f"{own_data}/train: 1 image(s) beside the class folders are not used"]
-    (own_data / "train" / "2").rename(own_data / "train" / unicodedata.normalize("NFD", "é"))
-    (own_data / "val" / "2").rename(own_data / "val" / "é")
-    assert "é" in project.call("data.found", own_data).split()[2:]
     assert [len(part) for part in found(project, own_data)[0]] == [53, 23]
+    shutil.rmtree(own_data / "val" / "2")
+    assert project.call("data.found", own_data).split()[2:] == classes
 
 
 @pytest.mark.parametrize("project", ["segmentation"], indirect=True)
 def test_names_of_masks(project: Project, own_data: Path) -> None:
-    """In either form of Unicode, with commas, linked; classes.txt as Windows writes it."""
-    for kind, form, ending in ("images", "NFC", ".jpg"), ("masks", "NFD", ".png"):
-        folder = own_data / "train" / kind
-        name = unicodedata.normalize(form, "é, 1") + ending
+    """With accents and commas, linked; classes.txt as Windows writes it."""
+    for kind, ending in ("images", ".jpg"), ("masks", ".png"):
+        folder, name = own_data / "train" / kind, f"é, 1{ending}"
         (folder / f"0002{ending}").rename(own_data / name)
         (folder / name).symlink_to(own_data / name)
     (own_data / "classes.txt").write_bytes("\ufeffground\r\nfissüre\r\n".encode())
@@ -385,10 +356,10 @@ def test_names_of_masks(project: Project, own_data: Path) -> None:
 
 
 def test_what_is_skipped(project: Project, own_data: Path) -> None:
-    """One line for all folders."""
+    """One line each for all folders."""
     folder = {"classification": "dots", "segmentation": "images"}[project.task]
     for name in ("a.heic", "b.HEIC", "c.gif", "Thumbs.db"):
         for part in ("train", "val"):
             (own_data / part / folder / name).touch()
-    line = "skipped, because their type is not read: 4 .heic, 2 .gif; convert them to JPEG or PNG"
-    assert found(project, own_data)[1] == [line]
+    lines = [f"skipped, because their type is not read: {kind}" for kind in (".gif", ".heic")]
+    assert found(project, own_data)[1] == lines

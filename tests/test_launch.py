@@ -36,7 +36,6 @@ def test_three_ranks_end_with_the_same_weights(
     script = SCRIPTS / "keep_weights.py"
     done = project.fork(tmp_path, *more, ranks=3, script=script, draws=False).ok()
     assert "batch 4 per rank x 3 rank(s) x 2 accumulated = 24" in done.out
-    assert "each epoch leaves out 5 of 53 training images" in done.out
     assert [row["step"] for row in rows(tmp_path)] == ["2", "4"]
     first, *others = (torch.load(tmp_path / f"rank{r}.pt", weights_only=True) for r in range(3))
     saved = torch.load(tmp_path / "last.pt", weights_only=True)["model"]
@@ -120,18 +119,10 @@ class TestLaunchers:
         run(command, **wrong).refused("--ntasks-per-node 1")
 
     def test_two_nodes(self, meeting: Project) -> None:
-        """One told by our variables; the other by those that Kubernetes sets for torchrun."""
-        mark = uuid.uuid4().hex
-        env = {
-            "NNODES": "2",
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(free_port()),
-        }
-        other = {f"PET_{name}": value for name, value in env.items()}
-        other.update(PET_NODE_RANK="1", PET_NPROC_PER_NODE="1", PET_RDZV_BACKEND="c10d", NPROC="")
+        mark, port = uuid.uuid4().hex, str(free_port())
+        env = {"NNODES": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
         command = [meeting.folder / "launch.sh"]
-        first = start(command, mark, ranks=1, NODE_RANK="0", **env)
-        nodes = [first, start(command, mark, **other)]
+        nodes = [start(command, mark, ranks=1, NODE_RANK=str(n), **env) for n in range(2)]
         first, second = (finish(node, mark).ok() for node in nodes)
         assert first.out == "starting 2 rank(s) ...\n2 rank(s) have met\n"
         assert second.out == ""
@@ -158,19 +149,14 @@ class TestLaunchers:
             started = [start(command, mark, **env, **group, **each) for each in own]
         first, *_ = [finish(process, mark).ok() for process in started]
         assert first.err == ""
-        assert first.out.splitlines()[-1] == "0100007F"  # 127.0.0.1; gloo listens there
+        # gloo listens at 127.0.0.1, also where the host's name means another address
+        assert first.out.splitlines()[-2:] == ["lo", "0100007F"]
         for left in temporary.iterdir():  # by torch, or nothing
             assert left.stat().st_mode & 0o077 == 0
 
     def test_names_that_do_not_resolve(self, project: Project) -> None:
-        """That of another node is told at once; test_plain.py has what follows."""
-        mark = uuid.uuid4().hex
-        env = {"NNODES": "2", "NODE_RANK": "0", "MASTER_ADDR": "nowhere.invalid"}
-        process = start([project.folder / "launch.sh"], mark, **env)
-        line = process.stderr.readline()
-        assert line.startswith("MASTER_ADDR=nowhere.invalid cannot be resolved (")
-        process.kill()
-        assert not finish(process, mark).left
+        said = project.call("nodes.nowhere")
+        assert said.startswith("MASTER_ADDR=nowhere.invalid cannot be resolved (")
 
     def test_from_another_folder_until_a_rank_raises(
         self, project: Project, data: Path, tmp_path: Path
@@ -196,6 +182,8 @@ class TestLaunchers:
         project.launch(NNODES="2", NODE_RANK="0").refused("MASTER_ADDR")
         run([project.folder / "launch.sh"], NNODES="two").refused("NNODES=two")
         run([project.folder / "launch.sh"], MAX_RESTARTS="-1").refused("MAX_RESTARTS=-1")
+        two = {"NNODES": "2", "NODE_RANK": "0", "MASTER_ADDR": "localhost", "MAX_RESTARTS": "1"}
+        run([project.folder / "launch.sh"], **two).refused("MAX_RESTARTS is for one node")
         beyond = {"NNODES": "2", "NODE_RANK": "2", "MASTER_ADDR": "localhost"}
         run([project.folder / "launch.sh"], **beyond).refused("NODE_RANK=2 is none of the NNODES=2")
         bare = tmp_path / "python"  # without installed packages
@@ -230,24 +218,18 @@ def srun_step(node: int, job: str) -> dict[str, str]:
 
 @SAME_FOR_BOTH
 def test_an_error_before_the_group(project: Project, tmp_path: Path) -> None:
-    """Its line is not lost if rank 0 is late with it, nor if rank 0 has none; nor repeated."""
+    """Its line is not lost if rank 0 is late with it, nor if rank 0 has none; nor repeated.
+
+    Without a launcher each rank prints it.
+    """
     script = "before_the_group.py"
     copy = in_place_of_main(project, tmp_path / "copy", script)
     for seconds, rank in ((0, 0), (30, 1)):
         done = copy.launch(seconds, timeout=60, MAX_RESTARTS="3")
         assert done.status == 2
         done.refused(f"error: planted in rank {rank}\n")
-    project.fork(0, script=SCRIPTS / script).refused("error: planted in rank 0\n")
-    assert "error: planted in rank 1\n" in project.fork(2, script=SCRIPTS / script).err
-
-
-@SAME_FOR_BOTH
-def test_a_wrong_flag_under_mpirun(project: Project, tmp_path: Path) -> None:
-    """One rank of a node says so, although they know their numbers only later."""
-    for rank, lines in (0, 1), (1, 0):
-        said = tmp_path / f"said {rank}"
-        statuses, err = project.call("ranks.under_mpirun", said, rank, "--wrong")
-        assert (statuses, err.count("error: ")) == ([2], lines)
+    err = project.fork(0, script=SCRIPTS / script).err
+    assert [f"error: planted in rank {rank}\n" in err for rank in (0, 1)] == [True, True]
 
 
 @SAME_FOR_BOTH
@@ -257,10 +239,7 @@ def test_a_launcher_that_took_the_store_with_it(project: Project) -> None:
 
 
 @SAME_FOR_BOTH
-def test_the_garbage_collector_rests_during_imports(project: Project) -> None:
-    """Not for whoever imports main.py, such as a test."""
-    project.alone(script=SCRIPTS / "collecting.py").ok()
-    assert project.call("ranks.collects")
+def test_scripts_that_begin_quietly_end_so(project: Project) -> None:
     for path in project.folder.glob("*.py"):
         text = path.read_text()
         begins = "process.install_handlers()" in text or "engine.prepare(" in text
@@ -271,5 +250,5 @@ def test_the_garbage_collector_rests_during_imports(project: Project) -> None:
 def test_loader_workers_end_with_their_rank(project: Project) -> None:
     """Whichever way Python starts processes by: its default is another from 3.14 on."""
     done = run([sys.executable, SCRIPTS / "loader_workers.py"], cwd=project.folder)
-    assert [line.split()[0] for line in done.out.splitlines()] == ["fork", "spawn", "forkserver"]
+    assert [line.split()[0] for line in done.out.splitlines()] == ["fork", "spawn"]
     assert not done.left

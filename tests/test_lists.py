@@ -63,11 +63,11 @@ def test_labels_of_the_lists(project: Project, data: Path, tmp_path: Path) -> No
     kept = (heap / "val.csv").read_text()
     with open(heap / "val.csv", "a") as file:
         file.write(f"{kept.splitlines()[1].split(',')[0]},unheard of\n")
-    project.alone(*more).refused("val.csv", "unheard of", "not in train.csv")
+    project.alone(*more).refused("unheard of", "not in the training set")
     (heap / "val.csv").write_text(kept)
     images = sorted(path.relative_to(heap) for path in heap.glob("heap of train/*/*"))
     write(heap / "train.csv", ("file", "label"), [(path, "one") for path in images])
-    project.alone(*more).refused("train.csv", "one class")
+    project.alone(*more).refused("1 class(es)")
     (heap / "val.csv").unlink()
     names = ["2", "10", "1"]
     write(heap / "train.csv", ("label", "file"), [(names[i % 3], p) for i, p in enumerate(images)])

@@ -12,7 +12,7 @@ import torch
 from running import SCRIPTS, Project, rows, small
 
 from engine.errors import UserError
-from engine.ranks import gradients
+from engine.ranks import replicas
 from engine.run import metrics
 from engine.run.flags import Parser
 
@@ -41,11 +41,11 @@ def test_class_weights_that_are_refused(text: str) -> None:
 @pytest.mark.parametrize(
     ("found", "text"),
     [
-        (torch.ones(1), "Tensor (1,)"),
-        ((torch.ones(1), 4), "Tensor (1,), int"),
-        ((torch.ones(()), torch.ones(1)), "Tensor (), Tensor (1,)"),
-        ((2.5, 4), "float, int"),
-        ((torch.ones(()), 4, 1), "Tensor (), int, int"),
+        (torch.ones(1), "a tensor (1,)"),
+        ((torch.ones(1), 4), "tuple"),
+        ((torch.ones(()), torch.ones(1)), "tuple"),
+        ((2.5, 4), "tuple"),
+        ((torch.ones(()), 4, 1), "tuple"),
         ({"ce": 1}, "dict"),
         (None, "NoneType"),
     ],
@@ -83,7 +83,7 @@ def test_sizes() -> None:
 def test_passes_of_unequal_size(kind: Callable[[int], int | torch.Tensor]) -> None:
     """Each sample counts as much as any other of the step."""
     net, device = torch.nn.Linear(1, 1), torch.device("cpu")
-    mean = gradients.Mean(device)
+    mean = replicas.Mean(device)
     for sizes in (6, 6), (3,), (2, 2, 2) if kind is int else (1, 1, 6):
         for i, size in enumerate(sizes):
             mean.start(size if kind is int else 8)
@@ -101,8 +101,8 @@ def test_counts_that_are_known() -> None:
     net = torch.nn.Linear(1, 1)
     loss = torch.zeros((), requires_grad=True)
 
-    def begin() -> gradients.Mean:
-        mean = gradients.Mean(torch.device("cpu"))
+    def begin() -> replicas.Mean:
+        mean = replicas.Mean(torch.device("cpu"))
         mean.start(6)
         for weight in net.parameters():
             weight.grad = torch.ones_like(weight)

@@ -1,6 +1,8 @@
-"""The launchers of several nodes meet, start again and end together, whoever dies or is late."""
+"""Ranks of several nodes meet, and end together, whoever dies or is late; and who says so."""
 
+import os
 import re
+import signal
 import subprocess
 import sys
 import threading
@@ -9,109 +11,131 @@ from pathlib import Path
 
 import pytest
 from ports import free_port
-from running import SAME_FOR_BOTH, Project, finish, flags, in_place_of_main, planted, start
+from running import (
+    SAME_FOR_BOTH,
+    SCRIPTS,
+    Project,
+    finish,
+    flags,
+    planted,
+    processes,
+    run,
+    start,
+    wait_for,
+)
+
+from engine.ranks import environment
+
+
+def test_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"RANK": "3", "SLURMD_NODENAME": "n2"}.items():
+        monkeypatch.setenv(name, value)
+    for size, here, name in ("4", "2", "rank 3 on n2"), ("4", "4", "rank 3"):
+        monkeypatch.setenv("WORLD_SIZE", size)
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", here)
+        assert environment.own_rank() == name
+
+
+def begin(
+    folder: Path, numbers: tuple[int, ...], count: int, *words: object, own: tuple = (), **env: str
+) -> tuple[list[subprocess.Popen], str]:
+    """Start some of `count` nodes of one rank, the last one of them with `own` flags, too."""
+    mark, port = uuid.uuid4().hex, str(free_port())
+    env |= {"NNODES": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    nodes = []
+    for number in numbers:
+        command = [folder / "launch.sh", *words, *(own if number == numbers[-1] else ())]
+        names = {"NODE_RANK": str(number), "SLURMD_NODENAME": f"n{number}"}
+        nodes.append(start(command, mark, 1, **env, **names))
+    return nodes, mark
 
 
 @SAME_FOR_BOTH
-def test_counters_that_diverge(project: Project, tmp_path: Path) -> None:
-    """Both take over the lower number of restarts, and the id of the launch that began first."""
-    statuses, *nodes = project.call("nodes.counters_diverge", tmp_path)
-    assert statuses == [0, 0]
-    for out, err in nodes:
-        *_, first, second = out.splitlines()
-        assert (first, second) == ("start 0, id abcd, 2 left", "start 1, id abcd, 1 left")
-        assert err == ""
+class TestMeeting:
+    def test_a_crowd(self, project: Project) -> None:
+        said = project.call("nodes.crowd", 60, 7)
+        who = "rank 7 of 60 (WORLD_SIZE=60); here: "
+        assert len(said) == 59 and len(set(said)) == 1
+        assert said[0].startswith(f"waited 3 s for {who}")
+        said = project.call("nodes.nobody_opens")
+        assert said.startswith("waited 0.2 s for rank 0, 1, 2, 4, ... of 8 (WORLD_SIZE=8); here: ")
+
+    def test_a_stray(self, project: Project) -> None:
+        """It is told why it is one; those who have met do not hear of it."""
+        first, twice, size, beyond, after = project.call("nodes.a_stray")
+        assert first == "joined"
+        assert twice.startswith("RANK=0 is there twice (")
+        assert size == "WORLD_SIZE is 2 for rank 1, 1 for rank 0"
+        assert beyond == "RANK=1 with WORLD_SIZE=1: the last rank is 0"
+        assert after == twice
+
+    def test_absent_nodes(self, project: Project, data: Path, tmp_path: Path) -> None:
+        """A line says which, after a while and at the end; without node 0, that nobody answers."""
+        words = [*flags(data, tmp_path / "out"), "--dist-timeout", 12]
+        started = [
+            begin(project.folder, (0, 1, 4), 5, *words),
+            begin(project.folder, (1,), 2, *words),
+        ]
+        *some, alone = [finish(node, mark, 60) for nodes, mark in started for node in nodes]
+        waiting, error = some[0].err.splitlines()
+        which = r"12 s for rank 2, 3 of 5 \(WORLD_SIZE=5\); here: n0, n1, n4"
+        assert re.fullmatch(rf"waiting up to {which}", waiting)
+        assert re.fullmatch(rf"error: rank 0 on n0: waited {which}: start as many, .*", error)
+        for other in some[1:]:
+            assert other.err == "error: rank 0 on n0 has failed\n"
+        assert [done.status for done in (*some, alone)] == [2, 2, 2, 2]
+        waiting, error = alone.err.splitlines()
+        line = r"nobody answers at MASTER_ADDR=127.0.0.1, MASTER_PORT=\d+"
+        assert re.fullmatch(rf"{line}; trying for 12 s", waiting)
+        assert re.match(rf"error: rank 1 on n1: {line}: is rank 0 there", error)
 
 
 @SAME_FOR_BOTH
-@pytest.mark.parametrize(("status", "other"), [(75, 1), (1, 75)])
-def test_one_ends_for_good(project: Project, tmp_path: Path, status: int, other: int) -> None:
-    """Whichever: the launcher whose ranks have failed does not start them again alone."""
-    statuses, *nodes, seconds = project.call("nodes.one_ends_for_good", tmp_path, status, other)
-    assert statuses == [status, other]
-    failed, final = nodes if other == 75 else reversed(nodes)
-    line = rf"error: not restarting: node {int(other == 75)} \(.+\) has ended with status 75\n"
-    assert re.fullmatch(line, failed[1])
-    assert final[1] == ""
-    assert seconds < 10
+class TestFaults:
+    def test_data_that_one_node_lacks(self, project: Project, data: Path, tmp_path: Path) -> None:
+        """Its line is that rank's own; the other node's output says which rank it was."""
+        words = flags(data, tmp_path / "out")
+        nodes, mark = begin(project.folder, (0, 1), 2, *words, own=("--data", "/nowhere"))
+        first, second = (finish(node, mark) for node in nodes)
+        assert (first.status, second.status) == (2, 2)
+        assert second.err.startswith("error: rank 1 on n1: /nowhere")
+        assert second.err.count("\n") == 1
+        assert first.err == "error: rank 1 on n1 has failed\n"
+
+    def test_a_rank_that_is_killed(self, project: Project, data: Path, tmp_path: Path) -> None:
+        words = flags(data, tmp_path / "out", "--epochs", 1000, "--save-every", 1)
+        nodes, mark = begin(project.folder, (0, 1), 2, *words)
+        wait_for((tmp_path / "out" / "last.pt").exists, nodes[0])
+        (pid,) = (pid for pid, rank in processes(mark) if rank == 1)
+        os.kill(pid, signal.SIGKILL)
+        first, second = (finish(node, mark) for node in nodes)
+        killed = f"error: rank 1 (process {pid}) on n1 was ended by SIGKILL: out of memory?\n"
+        assert second.err == killed
+        assert first.err.endswith("error: rank 0 on n0 lost another rank\n")
+        assert (first.status, second.status) == (1, 137)
+
+    def test_a_signal_to_one_launcher(self, project: Project, data: Path, tmp_path: Path) -> None:
+        """All nodes' ranks stop after the same step, and save."""
+        words = flags(data, tmp_path / "out", "--epochs", 1000, "--save-every", 1)
+        nodes, mark = begin(project.folder, (0, 1), 2, *words)
+        wait_for((tmp_path / "out" / "last.pt").exists, nodes[0])
+        nodes[1].send_signal(signal.SIGTERM)
+        done = [finish(node, mark) for node in nodes]
+        assert [each.status for each in done] == [75, 75]
+        assert "SIGTERM: stopped and saved at epoch" in done[0].out
+        assert [each.err for each in done] == ["", ""]
 
 
 @SAME_FOR_BOTH
-def test_a_launcher_that_dies(project: Project, tmp_path: Path) -> None:
-    """While it waits: nobody starts without it, and another may take its place."""
-    statuses, *nodes = project.call("nodes.dies_while_it_waits", tmp_path)
-    assert statuses == [0, 0, 0]
-    assert [out.count("start 0, ") for out, _ in nodes] == [1, 1, 1]
-    assert "waiting up to 30 s for node 1 of 3 (NNODES=3); here: 0 (" in nodes[0][1]
-
-
-@SAME_FOR_BOTH
-def test_a_launcher_that_is_late(project: Project, tmp_path: Path) -> None:
-    """It disturbs nobody: refused, or with MAX_RESTARTS in the next start."""
-    statuses, _, (out, other) = project.call("nodes.late", tmp_path)
-    assert statuses == [0, 0]
-    refused, waits = other.splitlines()
-    assert refused.startswith("error: NODE_RANK=1 is there twice (")
-    assert re.fullmatch(
-        r"NODE_RANK=1 is running already, on .+; waiting up to 30 s for the next start", waits
-    )
-    assert out.count("start 0, ") == 2
-
-
-@SAME_FOR_BOTH
-def test_a_crowd(project: Project) -> None:
-    said = project.call("nodes.crowd", 60, 7)
-    who = "rank 7 of 60 (WORLD_SIZE=60); here: 0-6 ("
-    assert len(said) == 59 and len(set(said)) == 1 and said[0].startswith(f"waited 3 s for {who}")
-    said = project.call("nodes.nobody_opens")
-    assert said.startswith("waited 0.2 s for rank 0 of 8 (WORLD_SIZE=8): start as many")
-
-
-@SAME_FOR_BOTH
-def test_absent_nodes(project: Project, tmp_path: Path) -> None:
-    found = project.call("nodes.absent", tmp_path)
-    statuses, _, (_, err) = found["alone"]
-    assert statuses == [2]
-    waiting, error = err.splitlines()
-    assert re.match("nobody answers at MASTER_ADDR=127.0.0.1, .* Trying for 2 s", waiting)
-    assert error.startswith("error: nobody answers at MASTER_ADDR=127.0.0.1, ")
-    statuses, *nodes = found["absent"]
-    assert statuses == [2, 2, 2]
-    waiting, error = nodes[0][1].splitlines()
-    which = r"s for node 2-3 of 5 \(NNODES=5\); here: 0-1 \([^()]+\), 4 \([^()]+\)"
-    assert re.fullmatch(rf"waiting up to 3 {which}", waiting)
-    assert re.fullmatch(rf"error: waited 3 {which}: start as many, .*", error)
-    assert nodes[1][1] == nodes[4][1] == f"{error}\n"
-
-
-@SAME_FOR_BOTH
-def test_gloo_that_cannot_be_reached(project: Project, tmp_path: Path) -> None:
-    """As Debian's /etc/hosts would have it: found out at once, where gloo would hang."""
-    statuses, err = project.call("nodes.unreachable", tmp_path)
-    assert statuses == [2, 2]
-    assert "the name of host0 resolves there to 127.0.1.1" in err
-    assert "set GLOO_SOCKET_IFNAME" in err
-
-
-@SAME_FOR_BOTH
-@pytest.mark.parametrize("broken", [0, 1])
-def test_a_node_that_cannot_begin(project: Project, tmp_path: Path, broken: int) -> None:
-    """Such as one whose Python lacks a library: the others do not wait for its ranks."""
-    copy = in_place_of_main(project, tmp_path / "copy", "meeting.py").folder
-    module = copy / "engine" / "ranks" / "agreeing.py"
-    module.write_text(module.read_text().replace("ALONE_SECONDS = 20", "ALONE_SECONDS = 1", 1))
-    lacks = f"import os, sys\nif os.environ.get('RANK') == '{broken}':\n    os._exit(9)\n"
-    (tmp_path / "sitecustomize.py").write_text(lacks)
-    mark, env = uuid.uuid4().hex, {"NNODES": "2", "MASTER_ADDR": "127.0.0.1"}
-    env |= {"MASTER_PORT": str(free_port()), "PYTHONPATH": str(tmp_path)}
-    command = [copy / "launch.sh"]
-    nodes = [start(command, mark, ranks=1, NODE_RANK=str(node), **env) for node in range(2)]
-    done = [finish(node, mark, 100) for node in nodes]
-    assert done[broken].status == 9
-    assert done[1 - broken].status == 1
-    where = rf"error: node {broken} \(.+\) has ended with status 9: ending the ranks of this node\n"
-    assert re.fullmatch(where, done[1 - broken].err)
-    assert not done[0].left
+def test_torchruns_own_logs(project: Project, tmp_path: Path) -> None:
+    """--redirects: its two files a rank, and nothing else is printed."""
+    words = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--redirects", "3")
+    own = ("--log-dir", tmp_path, "--master-port", free_port(), SCRIPTS / "before_the_group.py", 0)
+    done = run([sys.executable, *words, *own], PYTHONPATH=str(project.folder))
+    assert done.status == 1
+    assert "planted" not in done.out + done.err
+    said = {path.parent.name: path.read_text() for path in tmp_path.rglob("stderr.log")}
+    assert said == {"0": "error: planted in rank 0\n", "1": ""}
 
 
 @SAME_FOR_BOTH

@@ -1,28 +1,17 @@
 """What ranks say to each other, and to whom they listen; in this process alone."""
 
-import contextlib
-import os
+import ast
+import signal
 import threading
 import time
 from collections.abc import Iterator
 from datetime import timedelta
-from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch.distributed as dist
+from running import ROOT, TEMPLATE_FOLDER
 
-from engine.errors import UserError
-from engine.ranks import (
-    answering,
-    debugging,
-    distributed,
-    explaining,
-    failures,
-    positions,
-    process,
-    protocol,
-)
+from engine.ranks import distributed, explaining, failures, process, protocol
 
 
 @pytest.fixture
@@ -34,124 +23,99 @@ def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[dist.Store]:
     yield store
 
 
-class TestAttaching:
-    """A debugger opens for the owner's file alone, whatever is in the store."""
-
-    @pytest.fixture
-    def folder(self, tmp_path: Path) -> Path:
-        folder = tmp_path / "run"
-        folder.mkdir(0o755)
-        return folder
-
-    def test_by_the_owner(self, folder: Path) -> None:
-        assert not answering.check_attach(folder)
-        (folder / ".attach-0").touch()
-        assert answering.check_attach(folder)
-
-    def test_by_a_link(self, folder: Path, tmp_path: Path) -> None:
-        (tmp_path / "own").touch()
-        (folder / ".attach-0").symlink_to(tmp_path / "own")
-        assert not answering.check_attach(folder)
-
-    @pytest.mark.parametrize("kind", ["pipe", "second name", "folder", "another's", "open to all"])
-    def test_by_others(
-        self, folder: Path, tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        path = folder / ".attach-0"
-        if kind == "pipe":
-            os.mkfifo(path)
-        elif kind == "folder":
-            path.mkdir()
-        else:
-            path.touch()
-        if kind == "second name":
-            os.link(path, tmp_path / "other")
-        elif kind == "another's":
-            monkeypatch.setattr(os, "geteuid", lambda: path.stat().st_uid + 1)
-        elif kind == "open to all":
-            folder.chmod(0o775)
-        what = "chmod go-w" if kind == "open to all" else "not a file of this run's owner"
-        with pytest.raises(UserError, match=what):
-            answering.check_attach(folder)
-
-    def test_not_for_a_key(
-        self, folder: Path, store: dist.Store, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        opened: list[int] = []
-        monkeypatch.setattr(debugging, "listen", lambda: opened.append(0) or "port 1")
-        for key in "listen/0", "explain/1", "joined/listen/0":
-            store.set(key, protocol.PERSON)
-        answering.listen_if_asked(folder)
-        assert not opened
-        (folder / ".attach-0").touch()
-        answering.listen_if_asked(folder)
-        assert opened
-        assert answering.await_listener(0) == "rank 0 listens on port 1"
-        assert not store.check([protocol.listens(0)])
-
-
 def test_waiting_leaves_the_store_to_others(store: dist.Store) -> None:
     """TCPStore.wait would hold it, and a thread that is asked to stop could not answer."""
     found: list[bool] = []
-    waiting = threading.Thread(target=lambda: found.append(positions.all_arrive("end", 6)))
+    waiting = threading.Thread(target=lambda: found.append(distributed.all_arrive("end", 6)))
     waiting.start()
     time.sleep(0.5)
-    store.set("end/1", "")  # the other rank's
+    store.set(protocol.ARRIVED.format("end", 1), "")  # the other rank's
     waiting.join()
     assert found == [True]
-    assert not positions.all_arrive("none", 0.2)
+    assert not distributed.all_arrive("none", 0.2)
 
 
-def test_answers_are_deleted(store: dist.Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    at = positions.Position(1, "", "", "", 0, [], 0)
-    monkeypatch.setattr(positions, "here", lambda: at._replace(rank=0))
-    monkeypatch.setattr(positions, "mine", positions.Mine())
-    monkeypatch.setattr(distributed, "collectives", lambda: 0)
-    key = protocol.explain(1, 1)
-    store.set(key, positions._encode(at))
-    assert positions.ask(5) == {0: at._replace(rank=0), 1: at}
-    assert not store.check([key]) and not store.check([protocol.explain(1, 0)])
-
-
-@pytest.mark.parametrize("is_end", [True, False])
-def test_output_that_nobody_reads(
-    is_end: bool, store: dist.Store, monkeypatch: pytest.MonkeyPatch
+def test_answers(
+    store: dist.Store, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """It is given up if the run ends; one that goes on has it back once somebody reads again."""
-    called: list[str] = []
-    monkeypatch.setattr(process, "is_read", lambda _: called.append("look") or False)
-    monkeypatch.setattr(process, "drop_unread", lambda: called.append("drop"))
-    monkeypatch.setattr(positions, "ask", lambda _: {0: "does not answer"})
-    monkeypatch.setattr(positions, "tell_explained", lambda: None)
-    explaining.show("", is_end=is_end)
-    assert called == (["drop"] if is_end else ["look"])
+    """One block, of this rank and of another that answers or does not; if that asks, none."""
+    at = explaining.Position("at main.py:9", "  ...")
+    monkeypatch.setattr(explaining, "here", lambda: at)
+    monkeypatch.setattr(explaining, "watch", process.Watch())
+    store.set(protocol.PLACE.format(1, 1), explaining.json.dumps(at))
+    explaining.show("title", 5, is_hang=False)
+    assert capsys.readouterr().err == "title\nranks 0, 1, at main.py:9\n  ...\n"
+    store.set(protocol.PROCESS.format(1), "elsewhere 7")
+    explaining.show("title", 0.1)
+    gone = "rank 1 does not answer (process 7 on elsewhere)"
+    assert capsys.readouterr().err == f"title\n{gone}\nrank 0, at main.py:9\n  ...\n"
+    store.set(protocol.ASKED.format(3), "1")
+    explaining.show("title", 5)
+    assert capsys.readouterr().err == ""
+    assert store.check([protocol.PLACE.format(3, 0)])
 
 
 def test_a_held_error_is_not_ended_from_behind(
     store: dist.Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ended: list[str] = []
-    monkeypatch.setattr(failures, "GONE_SECONDS", 0.2)
-    monkeypatch.setattr(failures, "_give_up", ended.append)
+    monkeypatch.setattr(failures, "END_SECONDS", 0.1)
     monkeypatch.setattr(distributed, "is_set_up", lambda: True)
+    monkeypatch.setattr(failures, "_known", [])
     store.set(protocol.ERROR, "1 1 1 host")
-    with contextlib.suppress(IndexError):
-        failures._known.clear()
     assert failures._lost_rank(dist.DistNetworkError("Broken pipe"))
-    failures._known.clear()
     time.sleep(0.5)  # in the debugger
-    assert not ended
-
-
-def test_a_backend_that_counts_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Group:
-        def _get_sequence_number_for_group(self) -> int:
-            raise RuntimeError("Backend fake does not yet support sequence numbers")
-
-    monkeypatch.setattr(dist, "group", SimpleNamespace(WORLD=Group()))
-    assert distributed.collectives() == 0
 
 
 def test_no_restart_after_a_quit() -> None:
     """Ctrl-\\ is a person's."""
-    assert 128 + 3 in protocol.FINAL
+    assert 128 + signal.SIGQUIT in protocol.FINAL
+
+
+def test_seconds() -> None:
+    """Few enough to be compared; who does not answer is given up before the launcher kills all."""
+    names = [name for name in vars(protocol) if name.endswith("_SECONDS")]
+    assert len(names) <= 8
+    p = protocol
+    assert 2 * p.POLL_SECONDS < p.ANSWER_SECONDS
+    assert p.ANSWER_SECONDS + p.END_SECONDS < p.GRACE_TORCHRUN_SECONDS
+    assert p.GRACE_TORCHRUN_SECONDS + p.ANSWER_SECONDS < 30  # after which torchrun kills all
+    assert p.GRACE_SECONDS + p.ANSWER_SECONDS + p.END_SECONDS < p.STOP_SECONDS
+
+
+def test_every_key_is_in_the_table() -> None:
+    """No call of the store, in the files that share it, has a key that protocol.py lacks."""
+    ranks = ROOT / TEMPLATE_FOLDER / "engine" / "ranks"
+    for name in ("distributed", "failures", "stopping", "explaining"):
+        for node in ast.walk(ast.parse((ranks / f"{name}.py").read_text())):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+                is_store = "store" in ast.unparse(node.func.value)
+                texts = ast.JoinedStr, ast.Constant
+                if is_store and node.func.attr in ("set", "get", "add", "check", "compare_set"):
+                    assert not isinstance(node.args[0], texts), f"{name}.py:{node.lineno}"
+
+
+class TestWatch:
+    """The one thread of a rank."""
+
+    def test_a_duty_that_fails_ends_the_rank(
+        self, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    ) -> None:
+        monkeypatch.setattr(protocol, "POLL_SECONDS", 0.01)
+        ended = threading.Event()
+        monkeypatch.setattr(process, "exit_now", lambda status: status == 1 and ended.set())
+        watch = process.Watch()
+        watch.add(lambda _: 1 / 0)
+        assert ended.wait(5)
+        watch.stop()
+        assert not watch.is_alive()
+        assert "ZeroDivisionError" in capfd.readouterr().err
+
+    def test_it_is_the_only_one(self) -> None:
+        folder = ROOT / TEMPLATE_FOLDER / "engine"
+        found = {
+            f"{path.name}: {node.attr}"
+            for path in folder.rglob("*.py")
+            for node in ast.walk(ast.parse(path.read_text()))
+            if isinstance(node, ast.Attribute) and node.attr in ("Thread", "Timer")
+        }
+        assert found - {"preflight.py: Thread"} == {"process.py: Thread"}

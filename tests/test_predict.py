@@ -22,7 +22,7 @@ def test_predict_bad_input(project: Project, data: Path, trained: Path, tmp_path
         more = ["--output", tmp_path / "p", "--checkpoint", trained / "best.pt"]
         return project.fork(*args, *more, ranks=1, script="predict.py")
 
-    predict(tmp_path / "none").refused("none", "no such file or folder")
+    predict(tmp_path / "none").refused("none", "cannot be read (No such file")
     (tmp_path / "bad.jpg").write_bytes(b"\xff\xd8 no picture")
     predict(tmp_path / "bad.jpg").refused("bad.jpg", "cannot be read")
     assert not list((tmp_path / "p").rglob("*.*"))
@@ -111,4 +111,4 @@ def test_pictures_of_every_kind(project: Project, trained: Path, tmp_path: Path)
             **{Path(name).stem: (96, 40) for name in kinds},
             "turned": (40, 96),
         }
-    assert project.call("decoding.extrema", tmp_path / "deep.png")[0] == [0, 254]
+    assert project.call("decoding.extrema", tmp_path / "deep.png") == [0, 254]

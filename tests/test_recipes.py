@@ -175,7 +175,7 @@ def test_patience(project: Project, few: Path, tmp_path: Path) -> None:
 def test_mistakes(project: Project, data: Path, tmp_path: Path) -> None:
     for words, line in (
         (["--optimizer", "mouse"], "--optimizer mouse: not one of timm's, such as "),
-        (["--ema", 1], "--ema: 1 is not less than 1"),
+        (["--ema", 1], "--ema: 1 is not a number of 0 or more and less than 1"),
     ):
         project.fork(*flags(data, tmp_path / "out", *words)).refused(line)
     assert not shutil.os.path.exists(tmp_path / "out" / "last.pt")

@@ -1,6 +1,6 @@
 """engine.replay: a step of a run again, as it was, and without a trace."""
 
-import os
+import json
 import sys
 from pathlib import Path
 
@@ -34,7 +34,7 @@ def test_it_is_the_same_step(project: Project, data: Path, tmp_path: Path) -> No
     assert "from the start of the run" in found["said"]["1:3"]
     assert "train_loss" not in found["said"]["1:3"]
     assert found["late"][0] == 2
-    assert found["late"][1] == "error: epoch 2, step 7: the run has 2 epoch(s) of 6 step(s)\n"
+    assert found["late"][1] == "error: the run has 2 epoch(s) of 6 step(s)\n"
     assert found["is_unchanged"]
 
 
@@ -57,13 +57,14 @@ def test_on_one_process(project: Project, data: Path, tmp_path: Path) -> None:
 
 @SAME_FOR_BOTH
 def test_a_loss_that_is_no_number(project: Project, data: Path, tmp_path: Path) -> None:
-    """What the message says to type leads to the first such step, though that was noticed late."""
+    """It was noticed late: the replay of that step names the first one, and what to type."""
     found = project.call("replaying.no_number", data, tmp_path, *NET, "--epochs", 1)
     assert 2 in found["statuses"] and 0 not in found["statuses"]
     assert "became NaN or inf at epoch 1, step 6: " in found["error"]
     assert f"replay 1:6 --output-dir {tmp_path}/run --debug-rank" in found["error"]
-    assert found["again"] == [0, 0]
-    assert "the loss of rank 1 became NaN or inf at epoch 1, step 3\n" in found["said"]
+    assert "the loss of rank 1 became NaN or inf at epoch 1, step 3: " in found["earlier"]
+    assert f"replay 1:3 --output-dir {tmp_path}/run --debug-rank 1" in found["earlier"]
+    assert found["last"] == found["earlier"]
     for then, now in zip(found["whole"], found["found"], strict=True):
         assert now["stops"] == [["1:3", 2, *then["passes"]["1:3"]]]
         assert now["stops"][0][2]["finite"] and not then["passes"]["1:4"][0]["finite"]
@@ -82,21 +83,29 @@ def test_what_cannot_be_replayed(project: Project, trained: Path, tmp_path: Path
 
 
 @pytest.mark.parametrize("text", ["{", "[]", '{"flags": {"lr": 0.1}}'])
-def test_an_args_json_that_is_none(tmp_path: Path, text: str) -> None:
+def test_an_args_json_that_is_none(
+    tmp_path: Path, text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "args.json").write_text(text)
+    monkeypatch.setattr(sys, "argv", ["replay", "1:1", "--output-dir", str(tmp_path)])
     with pytest.raises(UserError, match=r"args\.json: cannot be read .*--output-dir"):
-        replay.read_record(tmp_path)
+        replay.read_flags()
 
 
-def test_a_global_batch() -> None:
-    """One rank, or fewer, makes the batch of many."""
-    run = {"batch_size": 12, "accumulate": 1}
-    assert replay.keep_global_batch(run, 2, 2) == "" and run["batch_size"] == 12
-    assert "--batch-size 12 --accumulate 2 " in replay.keep_global_batch(run, 2, 1)
-    assert replay.keep_global_batch(run, 1, 3)
-    assert run == {"batch_size": 8, "accumulate": 1}
-    with pytest.raises(UserError, match=r"24 images .* 5 ranks; use the 3 rank"):
-        replay.keep_global_batch(run, 3, 5)
+def test_on_another_number_of_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """More passes on fewer ranks: each has the images that a pass of a rank had."""
+    monkeypatch.setattr(sys, "argv", ["replay", "2:7", "--output-dir", str(tmp_path), "--lr", "1"])
+    monkeypatch.setattr(replay, "overrides", given := {})
+    flags = {"accumulate": 3, "batch_size": 12, "output_dir": "elsewhere"}
+    (tmp_path / "args.json").write_text(json.dumps({"flags": flags, "ranks": 4}))
+    for ranks, accumulate in (4, 3), (2, 6), (1, 12), (6, 2):
+        monkeypatch.setenv("WORLD_SIZE", str(ranks))
+        own = ["--lr", "1", "--output-dir", str(tmp_path)]
+        assert replay.read_flags() == ((2, 7), own)
+        assert given == {"accumulate": accumulate, "batch_size": 12}
+    monkeypatch.setenv("WORLD_SIZE", "5")
+    with pytest.raises(UserError, match="5 ranks cannot share a step of 4: use 4 or one"):
+        replay.read_flags()
 
 
 @SAME_FOR_BOTH
@@ -125,7 +134,7 @@ def test_one_rank_of_two(project: Project, trained: Path) -> None:
     with Debugger(project.folder) as debugger:
         env = {"NPROC": "2", "PYTHON": sys.executable}
         debugger.type(words, project.folder, env)
-        debugger.wait(lambda: "rank 1 waits on " in debugger.text, "rank 1")
+        debugger.wait(lambda: "waits for a debugger" in debugger.text, "rank 1")
         where = {"host": "127.0.0.1", "port": str(port + 1)}
         debugger.attach(configuration(project.folder, "Attach to a rank", **where))
         (rank,) = debugger.stopped(1)
@@ -133,21 +142,5 @@ def test_one_rank_of_two(project: Project, trained: Path) -> None:
         assert rank.evaluate("(rank, run.epoch, i)") == "(1, 0, 2)"
         rank.go()
         assert debugger.finish() == 0
-        assert "epoch 1, step 3 is over; nothing was saved" in debugger.text
-        assert not debugger.left(5)
-
-
-@SAME_FOR_BOTH
-def test_in_a_terminal(project: Project, trained: Path) -> None:
-    """One process: pdb stops in main.py, steps over the engine, and can be left."""
-    words = [sys.executable, "-m", "engine.replay", "1:3", "--output-dir", str(trained)]
-    with Debugger(project.folder) as debugger:
-        debugger.type(words, project.folder, {})
-        debugger.wait(lambda: "(Pdb)" in debugger.text, "pdb")
-        assert f"-> {BODY}" in debugger.text
-        for word in "p (i, *images.shape)", "next", "until loss", "step", "continue":
-            os.write(debugger.screen, f"{word}\n".encode())
-        assert debugger.finish() == 0
-        assert "(4, 4, 3, 64, 64)" in debugger.text  # two passes a step, as of two ranks
         assert "epoch 1, step 3 is over; nothing was saved" in debugger.text
         assert not debugger.left(5)

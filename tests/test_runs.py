@@ -4,7 +4,6 @@ import json
 import os
 import re
 import shutil
-import signal
 import socket
 import sys
 import uuid
@@ -34,7 +33,7 @@ def test_output_files(project: Project, trained: Path) -> None:
     }
     state = torch.load(trained / "last.pt", weights_only=True)
     assert set(state) == {
-        *("model", "optimizer", "scheduler", "scaler", "layout", "epoch", "step", "seen"),
+        *("model", "optimizer", "scheduler", "scaler", "kinds", "epoch", "step", "seen"),
         *("totals", "images", "seed", "global_batch", "best", "best_of", "history", "classes"),
         *("colors", "resumed_from", "args", "sampler", "training_set", "format", "channels"),
     }
@@ -197,13 +196,13 @@ def test_checkpoint_that_does_not_fit(
         launch("--encoder", "resnet18").refused("--encoder resnet18 (was tu-mobilenetv2_035)")
         with open(own_data / "classes.txt", "a") as file:
             file.write("more\n")
-    launch(data=own_data).refused("last.pt", "classes", "more" if other == "fpn" else "7")
+    launch(data=own_data).refused("last.pt has", "classes", "the data has")
     assert before == {path.name: path.read_bytes() for path in trained.iterdir()}
     if project.task == "segmentation":
         return  # the rest is the same for both
     launch("--optimizer", "sgd").refused("last.pt", "was AdamW and is SGD")
     launch("--resume", tmp_path / "none.pt").refused("none.pt", "no such file")
-    launch("--eval-only", out=tmp_path).refused("best.pt", "no such checkpoint file")
+    launch("--eval-only", out=tmp_path).refused("best.pt", "cannot be read (No such file")
     broken = tmp_path / "broken.pt"
     broken.write_bytes((trained / "last.pt").read_bytes()[:1000])
     fresh = tmp_path / "fresh"
@@ -233,7 +232,7 @@ def test_flags_that_cannot_be(project: Project, data: Path, tmp_path: Path) -> N
     refused("--batch-size", 0, words=("--batch-size", "0"))
     refused("--epoch", 3, words=("--epoch",))
     refused("--arch", "resnet99", words=("resnet99",))
-    refused("--weights", tmp_path / "none.pt", words=("none.pt", "no such checkpoint file"))
+    refused("--weights", tmp_path / "none.pt", words=("none.pt", "cannot be read (No such file"))
     (tmp_path / "file").touch()
     refused(
         "--output-dir",
@@ -305,12 +304,6 @@ def test_drawing_that_was_interrupted(project: Project, tmp_path: Path) -> None:
     assert len(list(tmp_path.glob("demo.partial-*"))) == 3
     project.draw(target, 9, 3)
     assert len(list(target.glob("*/*/*.jpg"))) == 12
-    assert {*tmp_path.glob("demo.partial-*")} == at_work
-    shutil.rmtree(target)
-    process = start([sys.executable, "-c", code, target], mark, cwd=project.folder)
-    wait_for(lambda: len(list(tmp_path.glob("demo.partial-*"))) == 3, process)
-    process.terminate()
-    assert finish(process, mark).status == 128 + signal.SIGTERM
     assert {*tmp_path.glob("demo.partial-*")} == at_work
 
 

@@ -372,7 +372,7 @@ def test_discriminator(project: Project, few: Path, edited: Callable[[str], Edit
     both.result("--accumulate", 1)
     now, before = (both.state(f"whole/{name}.pt") for name in ("last", "last-1"))
     assert not torch.equal(now["adversary"]["0.bias"], before["adversary"]["0.bias"])
-    assert now["adversary_optimizer"]["state"][0]["step"] == 6
+    assert now["adversary_optimizer"]["state"]["adversary.0.weight"]["step"] == 6
     project.fork(*flags(few, both.out / "alone", "--epochs", 2), draws=False).ok()
     alone = both.state("alone/last.pt")["model"]
     assert any(not torch.equal(now["model"][name], alone[name]) for name in alone)

@@ -96,11 +96,6 @@ class Job:
         path = self.lab.folder / f"slurm-{self.number}.out"
         return path.read_text() if path.exists() else ""
 
-    def said(self, before: str) -> str:
-        """Return the word that the log has after `before`."""
-        (word,) = re.findall(rf"{re.escape(before)} (\w+)", self.log)
-        return word
-
     def wait_for(self, text: str, starts: int = 1) -> None:
         """Wait until the latest of so many starts has said `text`."""
         begun = "starting "
@@ -176,7 +171,7 @@ def test_srun_and_a_lost_node(lab: Lab) -> None:
 def test_stopped_and_requeued(lab: Lab) -> None:
     """By whatever stops a job: it saves, and goes on at that step; but not after scancel.
 
-    After a failure it is started again, where it was if no other node is left that takes jobs.
+    After a failure it is started again, too.
     """
     slurm = lab.slurm
     one, never = ("--nodes", 1, "--nodelist"), ("--resume", "never")  # for the first start
@@ -207,12 +202,12 @@ def test_stopped_and_requeued(lab: Lab) -> None:
         limited.wait_for("SIGUSR1: stopped and saved")
         slurm("scontrol", "update", f"JobId={limited.number}", "TimeLimit=60")
         limited.end(restarts=2)
-    node = limited.said("RuntimeError: uncorrectable ECC error on")
-    assert node == limited.said("failure 1 (max_failures=2): status 1 on node")
+    assert limited.log.count("RuntimeError: uncorrectable ECC error on n") == 1
+    assert re.findall(
+        r"failure (\d) \(max_failures=2\): status \d+ on n\[1-2\]\n", limited.log
+    ) == ["1"]
     first, second = re.findall("/last.pt: (.*)", limited.log)
     assert first != second
-    logs = [lab.folder / f"runs/slurm/{limited.number}/rank-{rank}.log" for rank in range(2)]
-    assert [log.read_text().count("--- ") for log in logs] == [3, 3]  # starts
     assert digest(limited.out) == lab.whole(2)
 
     cancelled.end("CANCELLED")
@@ -225,7 +220,7 @@ def test_stopped_and_requeued(lab: Lab) -> None:
 
 
 def test_failures(lab: Lab) -> None:
-    """Each is followed by a start without the nodes that failed, a bounded number of times."""
+    """Each is followed by another start, a bounded number of times; but not a mistake."""
     slurm = lab.slurm
     killed = lab.submit("killed", "--nodes", 1, KILL="")
     out = slurm.local / "out"  # not shared
@@ -244,6 +239,5 @@ def test_failures(lab: Lab) -> None:
 
     killed.end("FAILED", restarts=MAX_FAILURES)  # it begins anew, as it has nothing to lose
     assert killed["ExitCode"] == "137:0"
-    found = re.findall(r"failure (\d) .*: status 137 on node (n\d)\n", killed.log)
-    assert [number for number, _ in found] == ["1", "2", "3"], killed.log
-    assert {node for _, node in found} == {*NODES}
+    found = re.findall(r"failure (\d) .*: status 137 on n\d\n", killed.log)
+    assert found == ["1", "2", "3"], killed.log

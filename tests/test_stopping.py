@@ -9,6 +9,7 @@ import random
 import re
 import shutil
 import signal
+import sys
 import time
 import uuid
 from pathlib import Path
@@ -207,6 +208,18 @@ def test_a_second_interrupt(project: Project, data: Path, tmp_path: Path) -> Non
     assert not done.left
     assert not done.err
     assert time.monotonic() - began < 8  # before the ranks give up waiting for answers
+
+
+def test_a_torchrun_that_is_killed(project: Project, data: Path, tmp_path: Path) -> None:
+    """On one node its ranks save: their store is a file in its folder, not its own."""
+    slow, out, mark = planted(project, tmp_path / "slow", SLOW), tmp_path / "out", uuid.uuid4().hex
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2]
+    process = start([sys.executable, *launcher, slow.folder / "main.py", *flags(data, out)], mark)
+    wait_for((slow.folder / "stepped").exists, process)
+    process.kill()
+    done = finish(process, mark)
+    assert "stopped and saved at epoch 1, step " in done.out
+    assert (out / "last.pt").exists() and not done.left
 
 
 def test_a_signal_before_training(project: Project, data: Path, tmp_path: Path) -> None:

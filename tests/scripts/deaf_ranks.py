@@ -4,22 +4,29 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
-from types import SimpleNamespace
 
 sys.path.insert(0, os.getcwd())
-from engine.ranks import launcher
+from engine.ranks import launcher, protocol
+from engine.ranks.environment import Nodes
 
-launcher.STOP_SECONDS = 1
-signals = launcher.Signals()
-signals.start_ranks = lambda ranks: None
+protocol.STOP_SECONDS = 1
+ranks = launcher.Ranks(Nodes(1, 0, 1, "127.0.0.1", 0))
 shell = ["sh", "-c", "trap '' TERM; echo; while :; do sleep 1; done"]
 deaf = subprocess.Popen(shell, start_new_session=True, stdout=subprocess.PIPE)
 deaf.stdout.readline()
-signals.start(SimpleNamespace(pids=lambda: {0: deaf.pid}))
-for _ in range(2):
-    os.kill(os.getpid(), signal.SIGTERM)
-    time.sleep(0.4)
-assert deaf.poll() is None
-assert deaf.wait(10) == -9
-assert signals.sent == {signal.SIGTERM, signal.SIGKILL}
+ranks.running = [deaf]
+
+
+def terminate() -> None:
+    for _ in range(2):
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(0.4)
+    assert deaf.poll() is None
+
+
+threading.Thread(target=terminate).start()
+assert ranks.wait() == 128 + signal.SIGTERM
+assert deaf.returncode == -9
+assert ranks.sent == {signal.SIGTERM, signal.SIGKILL}

@@ -13,11 +13,11 @@ import torch
 
 import engine
 import main
-from engine.run import transfer
+from engine.run import checkpoint
 from engine.run.loop import Run
 
 word = sys.argv.pop(1)
-to_host, end_step, infer = transfer.to_host, Run.end_step, main.infer
+to_host, end_step, infer = checkpoint.to_host, Run.end_step, main.infer
 
 
 def counted(state: dict) -> dict:
@@ -50,7 +50,7 @@ def greedy_infer(net: torch.nn.Module, images: torch.Tensor, *args: Any, **optio
 
 Run.end_step = greedy_step
 if word == "copies":
-    transfer.to_host = counted
+    checkpoint.to_host = counted
 elif word == "evaluation":
     main.infer = greedy_infer
 engine.start(main.main)

@@ -28,5 +28,6 @@ def addresses() -> list[str]:
 with failures.one_line_errors():
     distributed.setup()
     distributed.reduce_tensor(torch.ones(1))
+    distributed.say(os.environ["GLOO_SOCKET_IFNAME"])
     distributed.say(" ".join(sorted({*addresses()})))
     distributed.teardown()

@@ -1,4 +1,4 @@
-"""Starts workers in each way that Python has, and is killed."""
+"""Starts workers by fork and by spawn, and is killed."""
 
 import multiprocessing
 import os
@@ -16,7 +16,7 @@ def work(number: int, ready: multiprocessing.Queue) -> None:
 
 
 if __name__ == "__main__":
-    for method in ("fork", "spawn", "forkserver"):
+    for method in ("fork", "spawn"):
         context = multiprocessing.get_context(method)
         ready = context.Queue()
         for number in range(2):

@@ -9,14 +9,14 @@ import dataset
 import engine
 import main
 import model
-from engine.data import seeding
+from engine.data import samples
 from flags import parse_args
 
 args = parse_args(["--data", sys.argv[1], "--image-size", "32"])
 args.amp = "off"
 engine.setup(args.seed)
 _, val, classes = dataset.build_datasets(args)
-seeding.seed(1)
+samples.seed(1)
 net = model.build_model(args, classes)
 criterion = engine.criterion(model.build_criterion(args, val, classes))
 for size in (1, 5, 53):

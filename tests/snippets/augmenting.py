@@ -14,7 +14,7 @@ from torchvision.transforms import RandomResizedCrop
 import dataset
 import engine
 import main
-from engine.data import seeding
+from engine.data import samples
 from engine.data.images import LazyImage
 from engine.errors import UserError
 from engine.run import checkpoint
@@ -40,7 +40,7 @@ def of_channels(channels: int) -> dict[str, str]:
             continue
         kinds = set()
         for seed in range(60):  # policies draw one of 14 transforms
-            seeding.seed(seed)
+            samples.seed(seed)
             made = dataset.train_transform(*images, size=32, augment=augment)
             image = made if isinstance(made, Tensor) else made[0]
             assert 0 <= image.min() <= image.max() <= 1
@@ -61,7 +61,7 @@ def masks_that_follow() -> list[dict]:
     augment = dataset.build_augment("vflip,rotation", None)
     found = []
     for seed in range(12):
-        seeding.seed(seed)
+        samples.seed(seed)
         pixels, labels = dataset.train_transform(*pair, size=96, augment=augment)
         assert type(pixels) is type(labels) is Tensor
         assert pixels.dtype == labels.dtype == torch.uint8
@@ -89,11 +89,11 @@ def pickled(data: str) -> None:
     train_set, _, _ = dataset.build_datasets(args)
     copy = pickle.loads(pickle.dumps(train_set))
     for index in range(5):
-        samples = []
+        found = []
         for each in train_set, copy:
-            seeding.seed(index)
-            samples.append(each[index])
-        for parts in zip(*samples, strict=True):
+            samples.seed(index)
+            found.append(each[index])
+        for parts in zip(*found, strict=True):
             assert torch.equal(*map(torch.as_tensor, parts))
 
 
@@ -105,14 +105,14 @@ def mixed_batches() -> dict[str, int]:
     images = images.contiguous(memory_format=torch.channels_last)
     args = Namespace(mixup=0.4, cutmix=1.0)
     for number in range(40):
-        seeding.seed(number)
+        samples.seed(number)
         mixed, targets = dataset.transform_batch(images, labels, args, 6)
         assert mixed.is_contiguous(memory_format=torch.channels_last)
         assert targets.dtype == torch.float32
         torch.testing.assert_close(mixed.mean((2, 3)), targets)
         is_cut = bool(((mixed == 0) | (mixed == 1)).all())
         count["cutmix" if is_cut else "mixup"] += 1
-        seeding.seed(number)
+        samples.seed(number)
         again = dataset.transform_batch(images, labels, args, 6)
         assert torch.equal(again[0], mixed)
         assert torch.equal(again[1], targets)
@@ -123,7 +123,7 @@ def mixed_masks() -> list[float]:
     """The share of pixels that 20 passes have changed in images that show their masks."""
     found = []
     for number in range(20):
-        seeding.seed(number)
+        samples.seed(number)
         masks = torch.arange(5)[:, None, None].expand(5, 32, 32).clone()
         images = masks[:, None].float().repeat(1, 3, 1, 1)
         before = masks.clone()
@@ -179,7 +179,7 @@ def boxes(count: int) -> list:
     for height, width in (375, 500), (300, 90), (2000, 9), (9, 2000):
         shape = torch.empty(3, height, width, device="meta")
         image = LazyImage(height, width, lambda *_: np.empty(0))
-        seeding.seed(0)
+        samples.seed(0)
         mine = [image.random_box(*limits) for _ in range(count)]
         theirs = [RandomResizedCrop.get_params(shape, *limits) for _ in range(count)]
         found.append([mine, theirs])

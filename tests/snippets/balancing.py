@@ -10,7 +10,7 @@ from forked import run
 from torch.utils.data import DataLoader
 
 import engine
-from engine.data import counts, datasets
+from engine.data import class_counts
 from engine.ranks import distributed
 from snippets.data import build
 from snippets.resume import killed_after
@@ -52,19 +52,22 @@ def checksums(data: str) -> list:
                     steps.setdefault(i // accumulate, []).append((int(index), checksum))
         return [sorted(step) for step in steps.values()]
 
-    engine.TrainSampler(numbered, 8, 1, 3, balanced=True, classes=classes)  # counts, on one rank
+    counts = class_counts.count_classes(numbered, classes)  # on one rank
+    class_counts.count_classes = lambda *_: counts
     return [dealt(*shape) for shape in ((1, 8, 1, 0), (2, 4, 1, 1), (2, 1, 4, 2), (4, 2, 1, 0))]
 
 
 def counts_on_ranks(data: str) -> list:
-    train_set, _, _ = build(data, 32)
+    train_set, _, classes = build(data, 32)
     rows = []
     for ranks in (1, 2, 3):
         distributed.world_size = lambda ranks=ranks: ranks
-        indices = range(len(train_set))
-        parts = [counts._read(train_set, indices[r::ranks]) for r in range(ranks)]
-        distributed.gather_objects = lambda _, parts=parts: parts
-        rows.append(counts.read(train_set, indices).tolist())
+        parts: list = []
+        distributed.gather_objects = lambda part, parts=parts: parts.append(part) or parts
+        for rank in range(ranks):
+            distributed.rank = lambda rank=rank: rank
+            found = class_counts.count_classes(train_set, classes)  # with those of ranks before
+        rows.append(found.tolist())
     return rows
 
 
@@ -92,14 +95,14 @@ def broken(data: str, folder: str, name: str, *words: object) -> list:
     """A mask that only the pass over all masks meets: the statuses, and what is said."""
 
     def few() -> None:
-        datasets.MOST_READ.update(training=1, validation=1)
-        read = counts.read
+        class_counts.MOST_PIXELS = 1
+        count = class_counts.count_classes
 
         def spoiling(*args: object) -> object:
             Path(data, "train", "masks", name).write_bytes(b"no image")
-            return read(*args)
+            return count(*args)
 
-        counts.read = spoiling
+        class_counts.count_classes = spoiling
 
     flags = ["--data", data, "--output-dir", f"{folder}/out", *words, "--class-weights", "auto"]
     said = f"{folder}/said"

@@ -20,7 +20,7 @@ from engine.run.folder import KEYS, Folder
 def save(folder: Path, epoch: int, is_best: bool = False) -> None:
     state = {**dict.fromkeys(KEYS, 0), "model": {"w": torch.full((999,), epoch)}}
     state["epoch"] = epoch
-    Folder(folder).add(state, is_best, replace=False, verify=False)
+    Folder(folder).add(state, is_best, replace=False)
 
 
 def epochs(folder: Path) -> list[int]:
@@ -37,9 +37,6 @@ def kept(where: str) -> dict:
     (folder / "last-2024-05-01.pt").touch()  # the user's own
     found = []
     for epoch in range(5):
-        if epoch == 4:  # as of a version that has kept more
-            for age in 2, 3:
-                shutil.copy(folder / "last-1.pt", folder / f"last-{age}.pt")
         save(folder, epoch, is_best=epoch == 1)
         found.append(epochs(folder))
     best = checkpoint.read(folder / "best.pt")["epoch"]
@@ -125,17 +122,14 @@ def damaged(where: str) -> dict:
     def flipped(index: int, bit: int) -> bytes:
         return good[:index] + bytes([good[index] ^ bit]) + good[index + 1 :]
 
-    seal = len(good) - 14
     found: dict = {
         "flipped": [read(flipped(index, 1 << chance.randrange(8))) for index in range(len(good))],
-        "cut": [read(good[:length]) for length in range(0, seal, 37)],
+        "cut": [read(good[:length]) for length in range(0, len(good) - 2, 37)],
     }
-    found["within"] = found["flipped"][:seal]
     # The bit of "external attributes" that makes a directory of a tensor.
     entry = good.index(b"PK\x01\x02", good.rindex(b"data/0") - 60)
     found["attribute"] = read(flipped(entry + 38, 0x10))
-    checkpoint.has_checksum = lambda path: False
-    checkpoint.zipfile.ZipFile.testzip = lambda self: None
+    checkpoint.check_archive = lambda path: None
     tensor = good.index(right.numpy().tobytes())
     unsealed = [flipped(entry + 38, 0x10), flipped(tensor + 99, 1)]
     found["unsealed"] = [read(content) for content in unsealed]

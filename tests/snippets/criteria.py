@@ -15,7 +15,7 @@ from torch.nn import functional
 import engine
 import main
 import model
-from engine.ranks import distributed, gradients, replicas
+from engine.ranks import distributed, replicas
 from engine.run import metrics
 from flags import parse_args
 
@@ -92,7 +92,7 @@ class Run:
 
     def __init__(self, portions: list[tuple[Tensor, Tensor]]) -> None:
         self.portions, self.classes, self.step = portions, "abc", 0
-        self.mean = gradients.Mean(DEVICE)
+        self.mean = replicas.Mean(DEVICE)
         self.mean.start(metrics.size(portions[0][1]))
 
     def batches(self) -> Iterator[tuple[int, tuple]]:

@@ -4,7 +4,8 @@ import torch
 from torchvision.io import ImageReadMode, decode_jpeg, read_file
 from torchvision.transforms.v2 import functional as F
 
-from engine.data import images, jpeg
+from engine.data import images
+from engine.data.format import Format
 from engine.errors import UserError
 
 BOXES = (  # with the size of the result: whole; a part as it is; shrunk by less and more than 2
@@ -14,7 +15,7 @@ BOXES = (  # with the size of the result: whole; a part as it is; shrunk by less
 )
 
 
-simplejpeg = jpeg.simplejpeg
+simplejpeg = images.simplejpeg
 calls = []
 
 
@@ -23,17 +24,14 @@ class Counted:
 
     @staticmethod
     def decode_jpeg(*args: object, **options: object) -> object:
-        try:
-            calls.append(simplejpeg.decode_jpeg(*args, **options))
-            return calls[-1]
-        except ValueError as error:
-            if "buffer" in options and str(error).endswith(jpeg.LEFT_OVER):
-                calls.append(options["buffer"])  # rows below the box are left out
-            raise
+        calls.append(simplejpeg.decode_jpeg(*args, **options))
+        return calls[-1]
+
+    decode_jpeg_header = staticmethod(simplejpeg.decode_jpeg_header)
 
 
 def read(path: str, library: object) -> tuple:
-    jpeg.simplejpeg = library
+    images.simplejpeg = library
     image = images.open_image(path)
     return image, [image.read(*box) for box in BOXES]
 
@@ -43,7 +41,7 @@ def compare(path: str) -> list[list[float]]:
 
     Pillow and simplejpeg agree to the bit, and with torchvision on the whole image.
     """
-    whole = F.pil_to_tensor(images.read_image(path))
+    whole = F.pil_to_tensor(images.read_stored(path).convert("RGB"))
     image, plain = read(path, None)
     _, best = read(path, Counted)
     assert (image.height, image.width) == whole.shape[1:]
@@ -78,7 +76,7 @@ def compared(*paths: str) -> list:
 def parts(*paths: str) -> dict[str, list]:
     """By decoder: whether the upper left of each image can be read, whole and shrunk."""
     said = {}
-    for jpeg.simplejpeg in (simplejpeg, None):
+    for images.simplejpeg in (simplejpeg, None):
         lines = said[images.decoder()] = []
         for path in paths:
             for size in (None, (20, 20)):
@@ -91,5 +89,6 @@ def parts(*paths: str) -> dict[str, list]:
 
 
 def extrema(path: str) -> tuple:
-    """The least and the most of each channel."""
-    return images.read_image(path).getextrema()
+    """The least and the most of an image as it is read."""
+    image = images.open_image(path, Format()).read()
+    return int(image.min()), int(image.max())

@@ -1,22 +1,17 @@
 """Mistakes that torch.distributed explains badly. Most take a data set, a folder and flags."""
 
 import contextlib
-import functools
 import os
 import socket
-import sys
-import time
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from forked import Patch, fork, run, wait
+from forked import Patch, run
 from torch import Tensor, nn
 
-import model
-from engine.ranks import distributed, launcher, reaching, replicas
-from engine.ranks.environment import Nodes
-from engine.ranks.remedies import explain
+from engine.ranks import distributed, protocol, replicas
+from engine.ranks.failures import _of_torch
 from engine.run.loop import Run
 from snippets.faulty import Runs, after_step
 
@@ -50,7 +45,7 @@ def ranks_that_disagree(folder: str) -> dict:
         statuses = run(len(wrong), *flags, patch=with_variables(*wrong), output=output)
         return said(folder, name, statuses)
 
-    reaching.NOTICE_SECONDS = reaching.BUSY_SECONDS = 1
+    protocol.NOTICE_SECONDS = 1
     server, port = listening()
     busy = {"MASTER_PORT": port}, {"RANK": "x", "LOCAL_RANK": "0"}
     found = {
@@ -60,33 +55,6 @@ def ranks_that_disagree(folder: str) -> dict:
         "missing": meet("missing", {"WORLD_SIZE": "3"}, {"WORLD_SIZE": "3"}, seconds=3),
         "unset": meet("unset", {"WORLD_SIZE": ""}, {"WORLD_SIZE": "", "LOCAL_RANK": "1"}),
         "busy": [*meet("busy", *busy), port],
-    }
-    server.close()
-    return found
-
-
-def nodes_that_disagree(folder: str) -> dict:
-    """launch.sh's launcher on two nodes: statuses and what they say."""
-
-    def launch(port: str, nodes: int, node: int) -> None:
-        launcher.main = lambda _: [print("together\n", end=""), time.sleep(0.5)]  # torchrun
-        sys.argv = ["launcher.py", "main.py"]
-        os.environ["JOIN_TIMEOUT"], reaching.BUSY_SECONDS = "60", 1
-        sys.exit(launcher.run(Nodes(nodes, node, 1, "127.0.0.1", int(port)), 0))
-
-    def meet(name: str, *nodes: tuple[int, int], port: str = "") -> list:
-        server, free = listening()
-        server.close()
-        acts = [functools.partial(launch, port or free, *each) for each in nodes]
-        return said(folder, name, wait([fork(act, f"{folder}/{name}") for act in acts], 60))
-
-    server, busy = listening()
-    found = {
-        "good": meet("good", (2, 0), (2, 1)),
-        "size": meet("node size", (2, 0), (3, 1)),
-        "twice": meet("node twice", (3, 0), (3, 1), (3, 1)),
-        "beyond": meet("node beyond", (2, 2)),
-        "busy": [*meet("node busy", (2, 0), port=busy), busy],
     }
     server.close()
     return found
@@ -124,21 +92,12 @@ def unused_weights(debug: bool) -> list[str]:
                         is_whole = ddp_model is networks[0]
                         (first.sum() + second.sum() if is_whole else first.sum()).backward()
         except RuntimeError as error:
-            lines.append(str(explain(error)))
+            lines.append(str(_of_torch(error)))
     return lines
 
 
 def mistakes_in_the_loop(data: str, folder: str, *words: object) -> dict:
     train = Runs(data, folder, words).train
-
-    def detached() -> None:
-        forward = model.CrossEntropy.forward
-
-        def patched(*args: object) -> tuple[Tensor, object]:
-            loss, count = forward(*args)
-            return loss.detach(), count
-
-        model.CrossEntropy.forward = patched
 
     def no_loss() -> None:
         Run.loss = lambda self, loss_sum, count: loss_sum
@@ -161,7 +120,6 @@ def mistakes_in_the_loop(data: str, folder: str, *words: object) -> dict:
         after_step(2, act, rank=1)()
 
     return {
-        "detached": train("detached", patch=detached),
         "no loss": train("no loss", patch=no_loss),
         "no gradient": train("no gradient", patch=no_gradient),
         "no division": train("no division", patch=no_division),

@@ -1,6 +1,5 @@
 """What strikes at one place in the code. Each takes a data set, a folder and flags."""
 
-import contextlib
 import io
 import multiprocessing
 import os
@@ -17,10 +16,10 @@ from digest import digest
 from forked import Patch, wait
 
 import model
-from engine.data import datasets
-from engine.data.handover import Collate
+from engine.data import folders
+from engine.data.loading import Collate
 from engine.errors import UserError
-from engine.ranks import distributed, stopping
+from engine.ranks import distributed, protocol, stopping
 from engine.run import checkpoint
 from engine.run.folder import Folder
 from engine.run.loop import Run
@@ -115,32 +114,6 @@ def interrupted_twice(data: str, folder: str, *words: object) -> dict:
     return {"statuses": wait(pids), "seconds": time.monotonic() - began}
 
 
-def a_full_pipe(data: str, folder: str, *words: object) -> dict:
-    """Nobody reads what rank 0 prints; then come signals."""
-    _reader, writer = os.pipe()
-    os.set_blocking(writer, False)
-    for size in (4096, 1):
-        with contextlib.suppress(BlockingIOError):
-            while True:
-                os.write(writer, bytes(size))
-    os.set_blocking(writer, True)
-
-    def hold() -> None:
-        os.dup2(writer, 1)
-        os.dup2(writer, 2)
-        Path(folder, "held").touch()
-        print("a line of the owner's")
-        sys.stdout.flush()
-
-    pids = Runs(data, folder, words).start("out", patch=after_step(3, hold, rank=0))
-    wait_for(Path(folder, "held").exists)
-    time.sleep(1)
-    began = time.monotonic()
-    for pid in pids:
-        os.kill(pid, signal.SIGTERM)
-    return {"statuses": wait(pids, 30), "seconds": time.monotonic() - began}
-
-
 def state_of(pid: int) -> str:
     return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
 
@@ -150,7 +123,7 @@ def no_answer(data: str, folder: str, *words: object) -> dict:
 
     Then it is let go in time, or killed, or stays.
     """
-    stopping.ANSWER_SECONDS, stopping.GRACE_SECONDS = 1, 8
+    stopping.ANSWER_SECONDS, protocol.GRACE_SECONDS = 1, 8
     runs, found = Runs(data, folder, words), {}
     stop = after_step(3, lambda: os.kill(os.getpid(), signal.SIGSTOP), rank=1)
     for name, sent in ("late", signal.SIGCONT), ("dead", signal.SIGKILL), ("held", None):
@@ -180,7 +153,7 @@ def watchers(data: str, folder: str, *words: object) -> dict:
         after_step(3, lambda: os.kill(os.getpid(), signal.SIGTERM), before=True)()
 
     def broken() -> None:
-        stopping.Watcher.poll = lambda _: bug()
+        stopping.Stopper.answer = lambda _: bug()
         after_step(3, lambda: (time.sleep(2), os.kill(os.getpid(), signal.SIGTERM)))()
 
     runs = Runs(data, folder, words)
@@ -209,7 +182,7 @@ def signals_after_training(data: str, folder: str, *words: object) -> list:
 
 
 def a_collective_on_one_rank(data: str, folder: str, *words: object) -> list:
-    act = after_step(3, lambda: distributed.reduce_tensor(torch.ones(7)), rank=0)
+    act = after_step(3, distributed.barrier, rank=0)
     return Runs(data, folder, words).train("one", "--dist-timeout", 5, patch=act)
 
 
@@ -245,14 +218,14 @@ def samples_that_break_their_worker(data: str, folder: str, *words: object) -> l
 
     def at(path: str, act: Callable[[], object]) -> Patch:
         def patch() -> None:
-            read = datasets.open_image
+            read = folders.open_image
 
             def patched(name: str, *args: object) -> object:
                 if name.endswith(path):
                     act()
                 return read(name, *args)
 
-            datasets.open_image = patched
+            folders.open_image = patched
 
         return patch
 

@@ -10,7 +10,7 @@ import numpy as np
 from forked import run
 from PIL import Image
 
-from engine.data import datasets, masks
+from engine.data import folders, masks
 from engine.errors import UserError
 from snippets.data import build
 
@@ -52,28 +52,6 @@ def read(folder: str, cases: list[dict]) -> list:
     return found
 
 
-def jpegs(folder: str) -> list:
-    """Whether masks that were saved as JPEG are as they were, or what is said of them."""
-    rng = np.random.default_rng(0)
-    lines = np.zeros((90, 110), bool)
-    for row, column in rng.integers(0, 80, (40, 2)):
-        lines[row : row + 3, column : column + 9] = True
-    lines[40:, 60:] = True
-    found = []
-    for low, high, third in (0, 255, 0), (255, 0, 0), (0, 128, 0), (0, 255, 128), (0, 1, 0):
-        pixels = np.where(lines, high, low).astype(np.uint8)
-        if third:
-            pixels[70:86, 20:36] = third
-        path = str(Path(folder, "mask.jpg"))
-        Image.fromarray(pixels).convert("RGB").save(path, quality=60)
-        labels = masks.parse([f"a = {low}", f"b = {high}"], Path())
-        try:
-            found.append(bool((masks.read_mask(path, labels) == lines).all()))
-        except UserError as error:
-            found.append(str(error).removeprefix(path))
-    return found
-
-
 def digest(folder: str) -> dict:
     """The classes of a set, what is said of it, and its masks; or why it is refused."""
     with contextlib.redirect_stdout(io.StringIO()) as said:
@@ -94,8 +72,8 @@ def read_slowly(data: str, folder: str, *words: object) -> list[int]:
     """Statuses of two ranks with a --dist-timeout shorter than rank 0 takes for the masks."""
 
     def patch() -> None:
-        survey = datasets.survey
-        datasets.survey = lambda *args: time.sleep(6) or survey(*args)
+        survey = folders.survey
+        folders.survey = lambda *args: time.sleep(6) or survey(*args)
 
     flags = ["--data", data, "--output-dir", f"{folder}/out", *words, "--dist-timeout", 4]
     return run(2, *flags, patch=patch, draws=False)

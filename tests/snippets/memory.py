@@ -8,7 +8,7 @@ import torch
 import engine
 import main
 import model
-from engine.data import datasets
+from engine.data import folders
 from engine.data.format import Format
 
 
@@ -59,7 +59,7 @@ def grown(samples: object) -> int:
 def of_samples() -> list[int]:
     """Of 100,000 samples in a list, and as the project's dataset holds them."""
     samples = [(f"train/{number:050}.jpg", f"{number:050}.png") for number in range(100_000)]
-    packed = datasets.Files(datasets.Part(samples, Format()), None).samples
+    packed = folders.Files(folders.Part(samples, Format()), None).samples
     assert list(packed) == samples
     assert packed[-1] == samples[-1]
     return [grown(samples), grown(packed)]

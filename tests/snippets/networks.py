@@ -52,7 +52,7 @@ def train(data: str, words: list[str]) -> dict:
         torch.amp.GradScaler("cpu", enabled=False),
     )
     for batch in itertools.islice(loader, 2):
-        step = Step([loading.move(batch, DEVICE, False, train_set.format)])
+        step = Step([loading.move(batch, DEVICE, train_set.format)])
         main.train_one_epoch(step, *parts, None, args)
     backbone = {*model.backbone(net)}
     changed = [not torch.equal(weight, before[name]) for name, weight in net.named_parameters()]

@@ -42,25 +42,21 @@ def draw_hardened(axes: object, image: Tensor, target: Tensor, *more: object) ->
 
 
 class Several(nn.Module):
-    """A network that returns several outputs: in training, or always."""
+    """A network that returns several outputs in training."""
 
-    def __init__(self, net: nn.Module, always: bool) -> None:
+    def __init__(self, net: nn.Module) -> None:
         super().__init__()
-        self.net, self.always = net, always
+        self.net = net
 
     def forward(self, images: Tensor) -> object:
         logits = self.net(images)
-        if self.training or self.always:
+        if self.training:
             return {"out": logits, "aux": (logits.bfloat16(), 1)}
         return logits
 
 
 def build_several(*args: object, **more: object) -> nn.Module:
-    return Several(build_model(*args, **more), always=False)
-
-
-def build_always_several(*args: object, **more: object) -> nn.Module:
-    return Several(build_model(*args, **more), always=True)
+    return Several(build_model(*args, **more))
 
 
 class OfSeveral(nn.Module):
@@ -74,14 +70,6 @@ class OfSeveral(nn.Module):
         assert outputs["aux"][0].dtype == torch.float32
         loss, count = self.criterion(outputs["out"], targets)
         return loss + 0.4 * self.criterion(outputs["aux"][0], targets)[0], count
-
-
-def swapped(net: nn.Module) -> list[nn.Parameter]:
-    """The network's weights, two of one shape in each other's place."""
-    weights = dict(net.named_parameters())
-    one, other = "stage2.1.branch2.0.weight", "stage2.1.branch2.5.weight"
-    weights[one], weights[other] = weights[other], weights[one]
-    return list(weights.values())
 
 
 def change_dots(change: Callable[[Tensor, Tensor], tuple]) -> None:

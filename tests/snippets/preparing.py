@@ -3,11 +3,9 @@
 import os
 import signal
 from collections.abc import Iterator
-from types import SimpleNamespace
 
 import prepare_data
 from engine.data import prepared
-from engine.errors import UserError
 from engine.ranks.failures import one_line_errors
 from snippets.data import build
 
@@ -17,7 +15,6 @@ def prepare(words: list[str], last: int | None) -> str:
     out, send = os.pipe()
     if not (pid := os.fork()):
         os.dup2(send, 1)
-        prepared.SAMPLES_PER_SYNC = 1
         tqdm = prepared.tqdm
 
         def samples(loader: object, **options: object) -> Iterator:
@@ -39,13 +36,10 @@ def prepare(words: list[str], last: int | None) -> str:
 
 
 def interrupted(source: str, store: str, *flags: str) -> list[str]:
-    """Killed after 20 samples, after 25 more in the middle of a write, whole, once more."""
+    """Killed after 20 samples, whole, once more."""
     words = ["--data", source, "--output", store, "--workers", "1", *map(str, flags)]
     said = [prepare(words, 20)]
-    said.append(prepare(words, 25))
-    for name in "pixels.bin", "rows.bin":
-        with open(f"{store}/{name}", "ab") as file:
-            file.write(b"torn")
+    assert not os.path.exists(store)
     said += [prepare(words, None), prepare(words, None)]
     return "".join(said).splitlines()
 
@@ -58,13 +52,3 @@ def written_to(store: str) -> None:
         picture.read().zero_()
         assert before.any()
         assert (picture.read() == before).all()
-
-
-def without_room(*words: str) -> str:
-    """What is said on a disk that has 100 kB free."""
-    prepared.shutil.disk_usage = lambda _: SimpleNamespace(free=10**5)
-    try:
-        prepare_data.main(list(map(str, words)))
-    except UserError as error:
-        return str(error)
-    return "prepared"

@@ -8,7 +8,7 @@ from torch import nn
 import recipe
 from engine.errors import UserError
 from engine.ranks import distributed
-from engine.run import optimizers
+from engine.run import checkpoint
 from flags import parse_args
 from snippets.resume import Runs
 
@@ -83,12 +83,12 @@ def timms(*names: str) -> dict[str, list]:
         whole, stopped, resumed, file = parts(), parts(), parts(), io.BytesIO()
         losses = [train(whole, range(1)), train(whole, range(1, 8))]
         train(stopped, range(3))
-        state = {name: part.state_dict() for name, part in stopped.items()}
-        torch.save({**state, "layout": optimizers.layout(stopped), "path": "last.pt"}, file)
+        state = checkpoint.take_states(stopped)
+        torch.save({**state, "kinds": checkpoint.kinds(stopped), "path": "last.pt"}, file)
         file.seek(0)
         state = torch.load(file, weights_only=True)
         resumed["model"].load_state_dict(state["model"])
-        optimizers.load_states(state, resumed, 3, 8)
+        checkpoint.load_states(state, resumed, 3)
         train(resumed, range(3, 8))
         ends = (each["model"].state_dict().values() for each in (whole, resumed))
         is_same = all(torch.equal(*pair) for pair in zip(*ends, strict=True))

@@ -19,8 +19,9 @@ from torch.utils._pytree import tree_leaves
 import dataset
 import main
 import model
-from engine.data import seeding
-from engine.run import plots, progress, records, replay, reporting
+from engine import replay
+from engine.data import samples
+from engine.run import loop, pictures, reporting
 from engine.run.loop import Run
 
 REPLAY = "engine/replay.py"
@@ -41,7 +42,7 @@ def look(names: dict) -> dict:
     return {
         "images": [checksum(image) for image in names["images"]],
         "targets": checksum(names["targets"]),
-        "random": checksum([torch.get_rng_state(), seeding.random.getstate()]),
+        "random": checksum([torch.get_rng_state(), samples.random.getstate()]),
         "weights": checksum(weights),
         "finite": all(weight.isfinite().all().item() for weight in weights),
         "optimizer": checksum(names["optimizer"].state_dict()),
@@ -87,15 +88,16 @@ def recorded(out: str, more: Patch = lambda: None, keep: str = "") -> Patch:
 
         dataset.transform_batch = main.transform_batch = watched
         Run.end_step = ended
-        replay.check_debugger, replay.stop_here = Mock(), lambda: due.append(True)
+        replay.process = Mock(is_debugged=lambda: True)
+        replay.stop_here = lambda: due.append(True)
 
     return patch
 
 
 def undrawn() -> None:
     """Without the drawings, which take half of the time of such short runs."""
-    plots.draw_curves = reporting.Reporter.images = Mock()
-    records.are_drawn = lambda _: True
+    pictures.draw_curves = reporting.Reporter.images = Mock()
+    reporting.are_drawn = lambda *_: True
 
 
 def found(out: str, ranks: int) -> list:
@@ -167,8 +169,8 @@ def no_number(data: str, folder: str, *words: object) -> dict:
     """The loss of rank 1 is NaN in step 3, which is noticed later; what is said is then done."""
 
     def bad() -> None:
-        progress.SECONDS_BETWEEN_CHECKS = 99
-        build, seed = model.build_criterion, seeding.number(0, 0, 2, 1)
+        loop.SECONDS_BETWEEN_CHECKS = 99
+        build, seed = model.build_criterion, samples.hash_key(0, 0, 2, 1)
 
         class Bad(nn.Module):
             def __init__(self, *args: object) -> None:
@@ -187,15 +189,20 @@ def no_number(data: str, folder: str, *words: object) -> dict:
         *(2, "--data", data, "--output-dir", out, *words), patch=patch, output=f"{folder}/bad"
     )
     error = Path(f"{folder}/bad.err").read_text()
-    *begin, step, folder_flag, at, _, _ = shlex.split(re.search(r"\./launch\.sh .*", error)[0])
-    assert begin == ["./launch.sh", "-m", "engine.replay"]
-    patch, output = recorded(f"{folder}/again", bad), f"{folder}/again.said"
-    again = run(2, step, folder_flag, at, script=REPLAY, patch=patch, output=output)
+    said = [error]
+    for name in "earlier", "last":
+        *begin, step, folder_flag, at, _, _ = shlex.split(
+            re.search(r"\./launch\.sh .*", said[-1])[0]
+        )
+        assert begin == ["./launch.sh", "-m", "engine.replay"]
+        patch, output = recorded(f"{folder}/{name}", bad), f"{folder}/{name}.said"
+        assert 2 in run(2, step, folder_flag, at, script=REPLAY, patch=patch, output=output)
+        said.append(Path(f"{output}.err").read_text())
     return {
         "statuses": statuses,
         "error": error,
-        "again": again,
-        "said": Path(f"{folder}/again.said.out").read_text(),
+        "earlier": said[1],
+        "last": said[2],
         "whole": found(f"{folder}/whole", 2),
-        "found": found(f"{folder}/again", 2),
+        "found": found(f"{folder}/last", 2),
     }

@@ -12,7 +12,7 @@ from forked import nothing, run
 
 import engine
 from engine import files
-from engine.data import seeding
+from engine.data import samples
 from engine.ranks import process, replicas
 from engine.run.loop import Run
 
@@ -58,8 +58,8 @@ class Runs:
 def at_any_step(data: str, folder: str, *words: object) -> dict:
     def unkeyed() -> None:
         numbers = iter(range(10**6))
-        key = seeding.number
-        seeding.number = lambda *_: key(next(numbers))
+        key = samples.hash_key
+        samples.hash_key = lambda *_: key(next(numbers))
 
     result = Runs(data, folder, 2, list(words)).result
     every3 = ("--save-every", 3)
@@ -135,7 +135,7 @@ def in_mid_epoch(data: str, folder: str, *words: object) -> dict:
 def after_a_renaming(data: str, folder: str, *words: object) -> list[str]:
     """What runs say that are killed in mid-epoch and go on once a training image has a new name.
 
-    The second has a checkpoint that does not know its training set; the third is left as it was.
+    The second has a checkpoint that does not know its training set; the third changes nothing.
     """
     found = []
     for name in "renamed", "unknown", "same":
@@ -170,11 +170,14 @@ def on_a_dead_disk(data: str, folder: str, *words: object) -> list:
     """Statuses of two ranks whose loader workers cannot read, and what they say on stderr."""
 
     def patch() -> None:
-        def fail(path: str, flags: int) -> int:
-            raise OSError(116, "Stale file handle", path)
+        def fail(path: Path | str) -> bytes:
+            return files.retried(path, stale, path)
+
+        def stale(path: Path | str) -> bytes:
+            raise OSError(116, "Stale file handle", str(path))
 
         def start(worker: int) -> None:
-            files._open_at_once, files.WAITS = fail, (0,)
+            files.read, files.WAITS = fail, (0,)
             start_worker(worker)
 
         start_worker, process.start_worker = process.start_worker, start

@@ -21,14 +21,14 @@ import engine
 import main
 import model
 import recipe
-from engine.run import progress
+from engine.run import loop as loops
 from engine.run.loop import Run
 from flags import parse_args
 
 
 def profiled() -> None:
     """Leave rank<n>.json: how often each thing was done in three optimizer steps."""
-    progress.SECONDS_BETWEEN_CHECKS = (
+    loops.SECONDS_BETWEEN_CHECKS = (
         math.inf
     )  # the loss is read by time, and this machine may be slow
     end_step = Run.end_step
@@ -165,12 +165,13 @@ def more_than_bare(folder: str, *words: str) -> list[float]:
     loader = DataLoader(engine.Seeded(samples, classes, 0), 8, sampler=sampler)
     own = {"optimizer": optimizer, "scheduler": recipe.build_scheduler(optimizer, args, 10**6)}
     own |= {"scaler": torch.amp.GradScaler("cpu", enabled=False)}
+    Path(folder).mkdir()
     place = engine.Folder(folder), loader, loader, classes
     run = engine.Run(*place, model=net, **own, epochs=1, best="top1", flags=vars(args))
 
     def ours(steps: int) -> None:
         run.seen = 0
-        run.source.epoch = lambda *_: [(images, targets)] * steps
+        run.source.batches = lambda *_: [(images, targets)] * steps
         main.train_one_epoch(run, ddp_model, criterion, **own, ema=None, args=args)
 
     _, bare_model, bare_optimizer = parts()
@@ -184,7 +185,7 @@ def more_than_bare(folder: str, *words: str) -> list[float]:
             bare_optimizer.step()
             bare_optimizer.zero_grad()
 
-    progress.SECONDS_BETWEEN_CHECKS = math.inf
+    loops.SECONDS_BETWEEN_CHECKS = math.inf
     found = []
     with run:
         for measure in operations_of, calls_of:

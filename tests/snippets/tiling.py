@@ -16,6 +16,7 @@ import demo_set
 import model as task
 import predict
 from engine.data import loading
+from engine.ranks import failures
 from engine.run import checkpoint, machine
 from flags import parse_args
 from snippets.memory import status
@@ -63,7 +64,7 @@ def with_large(data: str, folder: str, image: str) -> None:
 
 
 def in_little_memory(folder: str, path: str, output: str, tile: int) -> list:
-    """The status of predict.py and what it prints, if it may take another 600 MB."""
+    """What predict.py lacks, 0 if nothing, and what it prints, if it may take another 600 MB."""
     open_model = checkpoint.open_model
 
     def open_and_limit(*args: object) -> tuple:
@@ -75,10 +76,10 @@ def in_little_memory(folder: str, path: str, output: str, tile: int) -> list:
     checkpoint.open_model, machine.default_workers = open_and_limit, lambda: 0
     words = [folder, "--checkpoint", path, "--output", output, "--tile", str(tile)]
     out, err = io.StringIO(), io.StringIO()
-    code = 0
+    code: str | int | None = 0
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         try:
             predict.main(words)
-        except SystemExit as error:
-            code = error.code
+        except RuntimeError as error:
+            code = failures.out_of_memory(error)
     return [code, out.getvalue(), err.getvalue()]

@@ -1,0 +1,123 @@
+"""The private parts of torch, debugpy and Python that are used: where, and that they are there."""
+
+import subprocess
+import sys
+import time
+import types
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from running import ROOT, TEMPLATE_FOLDER
+from torchmetrics import Metric
+from torchmetrics.classification import MulticlassConfusionMatrix
+
+from engine.data import samples
+from engine.ranks import explaining, process
+
+ENGINE = ROOT / TEMPLATE_FOLDER / "engine"
+PLACES = {  # each in one file only
+    "_is_view": "sharded.py",
+    "_last_lr": "checkpoint.py",
+    "_get_help_string": "flags.py",
+    "_negative_number_matcher": "flags.py",
+    "_wrap_update": "samples.py",
+    "_dump_fr_trace": "explaining.py",
+    "_dump_nccl_trace": "explaining.py",
+    "_foreach_mul_": "replicas.py",
+    "_is_attached": "process.py",
+    "_current_frames": "explaining.py",
+}
+
+
+@pytest.mark.parametrize("name", PLACES)
+def test_one_place(name: str) -> None:
+    found = {path.name for path in ENGINE.rglob("*.py") if name in path.read_text()}
+    assert found == {PLACES[name]}
+
+
+@pytest.fixture
+def group() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def test_the_flight_recorder(group: None) -> None:
+    """What it keeps of each collective."""
+    for size in (3, 4):
+        dist.all_reduce(torch.ones(size))
+    deadline = time.monotonic() + 10
+    while not all(over for _, over in explaining.collectives()) and time.monotonic() < deadline:
+        time.sleep(0.05)  # a thread of torch notes that it is over
+    found = [(text.split(", ", 1)[1], is_over) for text, is_over in explaining.collectives()]
+    assert found[-2:] == [("all_reduce (3,)", True), ("all_reduce (4,)", True)]
+
+
+def test_without_the_flight_recorder(group: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another version of torch: the hang is explained by stacks alone."""
+    dist.all_reduce(torch.ones(3))
+    with monkeypatch.context() as patch:
+        patch.setattr(torch._C, "_distributed_c10d", types.ModuleType("other"))
+        assert explaining.collectives() == []
+        here = explaining.here()
+    assert "collective" not in here.text + here.waits_in
+    assert explaining.block({0: here}, is_hang=True)[-1] == explaining.STUCK
+
+
+def test_one_product_for_all_gradients() -> None:
+    weights = [torch.ones(2), torch.ones(3)]
+    torch._foreach_mul_(weights, torch.tensor(0.5))
+    assert [weight.tolist() for weight in weights] == [[0.5] * 2, [0.5] * 3]
+
+
+def test_whether_a_debugger_is_attached(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A version of pydevd that does not say so counts as attached."""
+    code = "import debugpy._vendored.force_pydevd, pydevd; print(pydevd._is_attached())"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout == "False\n", done.stderr
+    assert not process.is_debugged()
+    monkeypatch.setitem(sys.modules, "pydevd", types.ModuleType("pydevd"))
+    assert process.is_debugged()
+
+
+def test_where_a_thread_is() -> None:
+    assert Path(explaining.__file__).name == "explaining.py"
+    assert sys._current_frames()
+
+
+@pytest.fixture(autouse=True)
+def as_before(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(Metric, "_wrap_update", Metric._wrap_update)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def test_metrics_count_in_any_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Metric._wrap_update is wrapped once, however often `setup` is called."""
+    samples.be_deterministic()
+    wrapped = Metric._wrap_update
+    samples.be_deterministic()
+    assert Metric._wrap_update is wrapped
+    seen = []
+
+    class Watched(MulticlassConfusionMatrix):
+        def update(self, predicted: torch.Tensor, target: torch.Tensor) -> None:
+            seen.append(torch.are_deterministic_algorithms_enabled())
+            super().update(predicted, target)
+
+    metric = Watched(2)
+    metric.update(torch.tensor([0, 1]), torch.tensor([0, 0]))
+    assert metric.compute().tolist() == [[1, 1], [0, 0]]
+    assert seen == [False]
+    assert torch.are_deterministic_algorithms_enabled()
+
+
+def test_metrics_without_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delattr(Metric, "_wrap_update")
+    samples.be_deterministic()
+    assert "takes more memory" in capsys.readouterr().out
