@@ -123,11 +123,9 @@ def on_device(batches: Iterable[Any], device: Any) -> Iterator[tuple]:
     """Yield `batches` on `device`, normalised, as the project's loop gets them."""
     from engine.data import loading
     from engine.data.images import DEFAULT_FORMAT
-    from engine.ranks import devices
 
-    ahead = devices.copies_ahead(device)
     for batch in batches:
-        yield loading.move(batch, device, ahead, DEFAULT_FORMAT)
+        yield loading.move(batch, device, DEFAULT_FORMAT)
 
 
 def run(command: Sequence[str], timeout: float = TIMEOUT, **env: Any) -> str:

@@ -152,10 +152,10 @@ def ours(
 ) -> DataLoader:
     """The project's own loader, of `data` as it is or prepared; pinned where there is a GPU."""
     import engine
-    from engine.data import jpeg
+    from engine.data import images
 
     if not has_simplejpeg:
-        jpeg.simplejpeg = None
+        images.simplejpeg = None
     dataset, classes, device = training_set(data, "--image-size", side)
     part = Subset(dataset, picks(dataset, reads))
     return DataLoader(

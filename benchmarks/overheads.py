@@ -7,7 +7,7 @@ as it is                      no terminal, so no progress bar is drawn; the base
 --save-every 10               with checkpoints, each flushed to the disk under the temporary folder
 progress bar drawn            as on a terminal
 no reporting                  no loss shown, no progress bar, no time taken of the waits
-no keyed random numbers       seeding.seed does nothing, neither in a pass nor for a sample
+no keyed random numbers       samples.seed does nothing, neither in a pass nor for a sample
 no stop watcher               signals are not watched, nor whether the training hangs
 
 Whole epochs are timed and divided by their steps. Speeds above 1: that much faster without it.
@@ -121,14 +121,13 @@ def parts() -> dict[str, Callable[[], Any]]:
     """Return, by name of a part of the step, what makes the context in which it does nothing."""
     import main as project
     import recipe
-    from engine.data import loading, seeding
-    from engine.ranks import gradients, stopping
+    from engine.data import loading, samples
+    from engine.ranks import replicas, stopping
     from engine.run import metrics
     from engine.run.loop import Run
     from engine.run.reporting import Reporter
-    from engine.run.stragglers import Stopwatch
 
-    def loss(mean: gradients.Mean, loss_sum: Tensor, *_: object) -> Tensor:
+    def loss(mean: replicas.Mean, loss_sum: Tensor, *_: object) -> Tensor:
         mean.passes, mean.known = 1, 1
         return loss_sum
 
@@ -141,19 +140,18 @@ def parts() -> dict[str, Callable[[], Any]]:
     null = contextlib.nullcontext()
     scaler, scheduler = torch.amp.GradScaler, torch.optim.lr_scheduler.LambdaLR
     return {
-        "seeding.seed": without(seeding, "seed", lambda *_: None),
+        "samples.seed": without(samples, "seed", lambda *_: None),
         "loading.normalize": without(loading, "normalize", lambda images, _: images.float()),
         "transform_batch": without(project, "transform_batch", lambda x, y, *_: (x, y)),
         "recipe.autocast": without(recipe, "autocast", lambda *_: null),
         "metrics.to_float32": without(metrics, "to_float32", lambda outputs: outputs),
-        "mean.loss": without(gradients.Mean, "loss", loss),
+        "mean.loss": without(replicas.Mean, "loss", loss),
         "mean.finish": without(
-            gradients.Mean, "finish", lambda mean, *_: setattr(mean, "passes", 0)
+            replicas.Mean, "finish", lambda mean, *_: setattr(mean, "passes", 0)
         ),
         "totals.add": without(metrics.Totals, "add", lambda *_: None),
         "report.progress": without(Reporter, "progress", lambda _, batches, *__: batches),
         "report.loss": without(Reporter, "loss", lambda *_: None),
-        "report.forward": without(Stopwatch, "start", lambda _: None),
         "scaler.scale": without(scaler, "scale", lambda _, loss: loss),
         "scaler.update": without(scaler, "update", lambda _: None),
         "scheduler.step": without(scheduler, "step", lambda _: None),
@@ -222,10 +220,9 @@ def difference(these: list[float], those: list[float]) -> str:
 
 
 def compare(flags: Namespace, folder: Path) -> dict[str, list[float]]:
-    from engine.data import seeding
-    from engine.ranks import distributed
+    from engine.data import samples
+    from engine.ranks import distributed, stopping
     from engine.run import reporting
-    from engine.run.loop import Run
 
     bench = Bench(folder, flags.flags)
     count, side = flags.steps * bench.args.batch_size, bench.args.image_size
@@ -234,13 +231,14 @@ def compare(flags: Namespace, folder: Path) -> dict[str, list[float]]:
     targets = torch.randint(common.CLASSES, shape, dtype=torch.uint8)
     run, train = bench.run_and_epoch(TensorDataset(images, targets))
 
-    def epoch(*without: Callable[[], Any], save_every: int = 0) -> float:
+    def epoch(*without: Callable[[], Any], save_every: int = 0, is_watched: bool = True) -> float:
         """Return seconds a step, in the contexts that `without` make."""
         run.save_every = save_every
         with contextlib.ExitStack() as stack:
             for make in without:
                 stack.enter_context(make())
-            stack.enter_context(run.stoppable())
+            if is_watched:
+                stack.enter_context(stopping.on_signals(str))
             began = time.perf_counter()
             train()
             return (time.perf_counter() - began) / flags.steps
@@ -251,7 +249,6 @@ def compare(flags: Namespace, folder: Path) -> dict[str, list[float]]:
     null = open(os.devnull, "w")  # noqa: SIM115  as long as the process
     drawn = lambda **o: reporting_tqdm(**{**o, "disable": False, "file": null})  # noqa: E731
     reporting_tqdm, Reporter = reporting.tqdm, reporting.Reporter
-    unwatched = lambda *_: contextlib.nullcontext()  # noqa: E731
     cases: common.Cases = {
         BASELINE: epoch,
         "--save-every 10": partial(epoch, save_every=10),
@@ -263,9 +260,9 @@ def compare(flags: Namespace, folder: Path) -> dict[str, list[float]]:
             lambda: mock.patch.object(Reporter, "speed", lambda _: {}),
         ),
         "no keyed random numbers": partial(
-            epoch, lambda: mock.patch.object(seeding, "seed", lambda *_: None)
+            epoch, lambda: mock.patch.object(samples, "seed", lambda *_: None)
         ),
-        "no stop watcher": partial(epoch, lambda: mock.patch.object(Run, "stoppable", unwatched)),
+        "no stop watcher": partial(epoch, is_watched=False),
     }
     common.interleave({BASELINE: epoch}, 1)  # to warm up
     figures = common.interleave(cases, flags.repeats)

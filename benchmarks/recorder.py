@@ -1,8 +1,7 @@
-"""What torch's record of collectives costs a step, and what comparing the ranks' costs a save.
+"""What torch's record of collectives costs a step.
 
 Two ranks over gloo, one thread each, with that record (TORCH_FR_BUFFER_SIZE) and without: sums of
-one number, and steps of DDP with a small network. Last, the time that Run.save
-takes for the checksum of 1,500 collectives.
+one number, and steps of DDP with a small network.
 """
 
 import statistics
@@ -15,19 +14,18 @@ REDUCTIONS, STEPS = 4000, 100
 
 
 def measure(project: str) -> None:
-    """Print seconds per reduction, per step and per checksum; on rank 0."""
+    """Print seconds per reduction and per step; on rank 0."""
     sys.path.insert(0, project)
     import torch
     from torch import nn
 
-    from engine.ranks import distributed, lockstep, replicas
+    from engine.ranks import distributed, replicas
 
     torch.set_num_threads(1)
     device = distributed.setup()
     convolutions = [nn.Conv2d(3, 64, 3, 2), nn.ReLU(), nn.Conv2d(64, 64, 3, 2), nn.ReLU()]
     ddp_model = replicas.wrap(nn.Sequential(*convolutions), device)
     images, number = torch.randn(8, 3, 64, 64), torch.ones(1)
-    checksum = lockstep.Checksum()
     steps = []
     for _ in range(STEPS):
         began = time.perf_counter()
@@ -37,9 +35,7 @@ def measure(project: str) -> None:
     for _ in range(REDUCTIONS):
         distributed.reduce_tensor(number)
     seconds = [(time.perf_counter() - began) / REDUCTIONS, statistics.median(steps)]
-    began = time.perf_counter()
-    checksum.compute()
-    distributed.say(" ".join(map(str, (*seconds, time.perf_counter() - began))))
+    distributed.say(" ".join(map(str, seconds)))
     distributed.teardown()
 
 
@@ -65,8 +61,6 @@ def main() -> None:
         print(f"\n{what}:", end="")
         figures = {name: [turn[place] for turn in turns] for name, turns in found.items()}
         common.table(figures, "us", "without a record", scale=10**6)
-    checksum = statistics.median(turn[2] for turn in found["with it"])
-    print(f"a checksum: {1000 * checksum:.0f} ms")
 
 
 if __name__ == "__main__":

@@ -147,9 +147,11 @@ class Bench:
     def run_and_loop(self, is_compiled: bool = False) -> tuple[Any, Loop]:
         run, train = self.run_and_epoch(self.samples, is_compiled)
 
+        from engine.ranks import stopping
+
         def loop(feed: Feed) -> None:
-            run.source.epoch = lambda *_: feed
-            with run.stoppable():
+            run.source.batches = lambda *_: feed
+            with stopping.on_signals(str):
                 train()
 
         return run, loop
