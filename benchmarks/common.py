@@ -121,8 +121,8 @@ def prepare(project: Path, data: Path, output: Path, *flags: str) -> Path:
 
 def on_device(batches: Iterable[Any], device: Any) -> Iterator[tuple]:
     """Yield `batches` on `device`, normalised, as the project's loop gets them."""
-    from engine.data import loading
-    from engine.data.images import DEFAULT_FORMAT
+    from ddpkit.data import loading
+    from ddpkit.data.images import DEFAULT_FORMAT
 
     for batch in batches:
         yield loading.move(batch, device, DEFAULT_FORMAT)

@@ -123,11 +123,11 @@ def decode(path: str, target: Any, simple: bool = False) -> tuple[int, int]:
 
 def training_set(data: Path, *words: object) -> tuple[Any, Sequence[str], Any]:
     """Return the project's data set of `data`, its classes, and the device."""
-    import engine
+    import ddpkit
     from dataset import build_datasets
     from flags import parse_args
 
-    device = engine.setup(0)
+    device = ddpkit.setup(0)
     torch.set_num_threads(1)
     dataset, _, classes = build_datasets(parse_args(["--data", str(data), *map(str, words)]))
     return dataset, classes, device
@@ -151,19 +151,19 @@ def ours(
     side: int, data: Path, reads: int, has_simplejpeg: bool = True, workers: int = 1
 ) -> DataLoader:
     """The project's own loader, of `data` as it is or prepared; pinned where there is a GPU."""
-    import engine
-    from engine.data import images
+    import ddpkit
+    from ddpkit.data import images
 
     if not has_simplejpeg:
         images.simplejpeg = None
     dataset, classes, device = training_set(data, "--image-size", side)
     part = Subset(dataset, picks(dataset, reads))
     return DataLoader(
-        engine.Seeded(part, classes, seed=0),
+        ddpkit.Seeded(part, classes, seed=0),
         BATCH,
-        sampler=engine.TrainSampler(part, BATCH, accumulate=1, seed=0),
-        collate_fn=engine.Collate(),
-        **engine.workers(workers, device),
+        sampler=ddpkit.TrainSampler(part, BATCH, accumulate=1, seed=0),
+        collate_fn=ddpkit.Collate(),
+        **ddpkit.workers(workers, device),
     )
 
 

@@ -121,11 +121,11 @@ def parts() -> dict[str, Callable[[], Any]]:
     """Return, by name of a part of the step, what makes the context in which it does nothing."""
     import main as project
     import recipe
-    from engine.data import loading, samples
-    from engine.ranks import replicas, stopping
-    from engine.run import metrics
-    from engine.run.loop import Run
-    from engine.run.reporting import Reporter
+    from ddpkit.data import loading, samples
+    from ddpkit.ranks import replicas, stopping
+    from ddpkit.run import metrics
+    from ddpkit.run.loop import Run
+    from ddpkit.run.reporting import Reporter
 
     def loss(mean: replicas.Mean, loss_sum: Tensor, *_: object) -> Tensor:
         mean.passes, mean.known = 1, 1
@@ -162,7 +162,7 @@ def parts() -> dict[str, Callable[[], Any]]:
 
 def compare_hosts(flags: Namespace, folder: Path) -> None:
     """Print the host's time for a step of ours and of bare loops, and what each part takes."""
-    from engine.ranks import distributed, replicas
+    from ddpkit.ranks import distributed, replicas
 
     bench = HostBench(folder, flags.flags)
     torch.set_num_threads(1)
@@ -220,9 +220,9 @@ def difference(these: list[float], those: list[float]) -> str:
 
 
 def compare(flags: Namespace, folder: Path) -> dict[str, list[float]]:
-    from engine.data import samples
-    from engine.ranks import distributed, stopping
-    from engine.run import reporting
+    from ddpkit.data import samples
+    from ddpkit.ranks import distributed, stopping
+    from ddpkit.run import reporting
 
     bench = Bench(folder, flags.flags)
     count, side = flags.steps * bench.args.batch_size, bench.args.image_size

@@ -19,7 +19,7 @@ def measure(project: str) -> None:
     import torch
     from torch import nn
 
-    from engine.ranks import distributed, replicas
+    from ddpkit.ranks import distributed, replicas
 
     torch.set_num_threads(1)
     device = distributed.setup()

@@ -81,15 +81,15 @@ class Bench:
 
     def __init__(self, folder: Path, words: str) -> None:
         """words: flags of the project's main.py, in one string."""
-        import engine
+        import ddpkit
         import recipe
-        from engine.run.reporting import Reporter
+        from ddpkit.run.reporting import Reporter
         from flags import parse_args
         from model import build_criterion
 
         own = ["--data", str(folder), "--output-dir", str(folder / "run")]
         self.args = args = parse_args([*own, *words.split()])
-        self.device = device = engine.setup(args.seed)
+        self.device = device = ddpkit.setup(args.seed)
         torch.backends.cudnn.benchmark = True  # as main.train_one_epoch sets it
         Reporter.silent = True
         args.amp = recipe.choose_amp(args, device)
@@ -147,7 +147,7 @@ class Bench:
     def run_and_loop(self, is_compiled: bool = False) -> tuple[Any, Loop]:
         run, train = self.run_and_epoch(self.samples, is_compiled)
 
-        from engine.ranks import stopping
+        from ddpkit.ranks import stopping
 
         def loop(feed: Feed) -> None:
             run.source.batches = lambda *_: feed
@@ -160,7 +160,7 @@ class Bench:
         self, dataset: Dataset, is_compiled: bool = False
     ) -> tuple[Any, Callable[[], float]]:
         """Return a Run, and what trains an epoch on `dataset` as main.py does."""
-        import engine
+        import ddpkit
         import main
         import recipe
 
@@ -168,10 +168,10 @@ class Bench:
         if is_compiled:
             model.compile()
         optimizer = recipe.build_optimizer(model, args)
-        sampler = engine.TrainSampler(dataset, args.batch_size, args.accumulate, args.seed)
-        seeded = engine.Seeded(dataset, self.classes, args.seed)
+        sampler = ddpkit.TrainSampler(dataset, args.batch_size, args.accumulate, args.seed)
+        seeded = ddpkit.Seeded(dataset, self.classes, args.seed)
         loader: DataLoader = DataLoader(
-            seeded, args.batch_size, sampler=sampler, collate_fn=engine.Collate()
+            seeded, args.batch_size, sampler=sampler, collate_fn=ddpkit.Collate()
         )
         parts = {
             "optimizer": optimizer,
@@ -179,8 +179,8 @@ class Bench:
             "scaler": torch.amp.GradScaler(self.device.type, enabled=args.amp == "fp16"),
         }
         args.output_dir.mkdir(exist_ok=True)
-        run = engine.Run(
-            *(engine.Folder(args.output_dir), loader, loader, self.classes),
+        run = ddpkit.Run(
+            *(ddpkit.Folder(args.output_dir), loader, loader, self.classes),
             model=model,
             **parts,
             epochs=1,
@@ -188,7 +188,7 @@ class Bench:
             best="top1",
             flags=vars(args),
         )
-        words = run, engine.wrap(model, self.device), engine.criterion(self.criterion)
+        words = run, ddpkit.wrap(model, self.device), ddpkit.criterion(self.criterion)
 
         def train() -> float:
             run.seen = 0
@@ -309,7 +309,7 @@ def main() -> None:
 
 
 def compare(flags: Namespace, folder: Path) -> dict[str, list[float]]:
-    from engine.ranks import distributed
+    from ddpkit.ranks import distributed
 
     bench = Bench(folder, flags.flags)
     if (bench.device.type == "cpu") != (flags.device == "cpu"):

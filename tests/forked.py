@@ -27,7 +27,7 @@ from calling import call
 from ports import free_port
 
 import main  # noqa: F401  with all that it imports, and what rank 0 imports late
-from engine.run import pictures, reporting
+from ddpkit.run import pictures, reporting
 
 torch.set_num_threads(1)
 gc.freeze()  # the forks' garbage collections need not look at all that is imported

@@ -268,7 +268,7 @@ def edited(project: Project, folder: Path, *changes: tuple[str, str]) -> Project
 
 DRAWS_NOTHING = """
 import unittest.mock
-from engine.run import pictures, reporting
+from ddpkit.run import pictures, reporting
 pictures.draw_curves = reporting.Reporter.images = reporting.report = unittest.mock.Mock()
 reporting.are_drawn = lambda *_: True
 """

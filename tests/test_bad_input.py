@@ -252,11 +252,11 @@ def test_training_steps(project: Project, few: Path, tmp_path: Path, name: str) 
 TO_DEVICE = "    model = model.to(device)"
 TUPLE = "    forward = model.forward\n    model.forward = lambda x: (forward(x), x.sum())\n"
 RETURNS_TUPLE = (TO_DEVICE, TUPLE + TO_DEVICE)
-CRITERION = "engine.criterion(build_criterion(args, train_set, classes).to(device))"
-MEAN = (CRITERION, "engine.criterion(nn.CrossEntropyLoss(ignore_index=255))")
+CRITERION = "ddpkit.criterion(build_criterion(args, train_set, classes).to(device))"
+MEAN = (CRITERION, "ddpkit.criterion(nn.CrossEntropyLoss(ignore_index=255))")
 OF_THE_FIRST = (
     CRITERION,
-    "engine.criterion(lambda outputs, targets: "
+    "ddpkit.criterion(lambda outputs, targets: "
     "nn.functional.cross_entropy(outputs[0], targets, ignore_index=255))",
 )
 

@@ -10,11 +10,11 @@ from PIL import Image
 from running import Project, flags, rows, small
 from torchvision.datasets import FakeData
 
-from engine.data import class_counts, samples
-from engine.data.class_counts import count_classes
-from engine.data.loading import TrainSampler
-from engine.errors import UserError
-from engine.ranks import distributed
+from ddpkit.data import class_counts, samples
+from ddpkit.data.class_counts import count_classes
+from ddpkit.data.loading import TrainSampler
+from ddpkit.errors import UserError
+from ddpkit.ranks import distributed
 
 MASKS = pytest.mark.parametrize("project", ["segmentation"], indirect=True)
 

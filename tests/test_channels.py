@@ -15,11 +15,11 @@ from running import Project, flags, rows
 from timm.models._manipulate import adapt_input_conv
 from torch import nn
 
-from engine.check.survey import look
-from engine.data import folders, images, loading
-from engine.data.format import MEAN, STD, Format
-from engine.errors import UserError
-from engine.run import predicting, pretrained
+from ddpkit.check.survey import look
+from ddpkit.data import folders, images, loading
+from ddpkit.data.format import MEAN, STD, Format
+from ddpkit.errors import UserError
+from ddpkit.run import predicting, pretrained
 
 NOISE = np.random.default_rng(0)
 SHORTS = NOISE.integers(0, 6000, (40, 52, 5)).astype(np.uint16)  # of 65535: dark, and not refused

@@ -10,8 +10,8 @@ from deep import save_tiff
 from PIL import Image
 from running import SAME_FOR_BOTH, Done, Project, flags
 
-from engine.check.survey import Survey, look
-from engine.data.images import Format
+from ddpkit.check.survey import Survey, look
+from ddpkit.data.images import Format
 
 RIGHT = 6  # an orientation in EXIF
 OF_TORCHVISION = """

@@ -31,7 +31,7 @@ from running import (
 
 F5 = "DDP: torch.distributed.launch"
 SUM = "distributed.reduce_tensor(number)"  # of scripts/endless.py
-LOOP = "loss = run.loss("  # a line of the training loop, which calls the engine
+LOOP = "loss = run.loss("  # a line of the training loop, which calls the library
 FIRST_READ = "self.open(index)"  # in __getitem__
 ALARMING = re.compile(r"Traceback|Error|Warning|Killed|Terminated|Aborted|\b[EWF]\d{4} ")
 
@@ -63,7 +63,7 @@ def test_a_debugging_session(project: Project, tmp_path: Path) -> None:
     )
     config["env"]["PYTHONPATH"] = str(tmp_path)
     main = project.folder / "main.py"
-    wrap = line_of(main, "ddp_model = engine.wrap(")
+    wrap = line_of(main, "ddp_model = ddpkit.wrap(")
     with Debugger(project.folder, {"main.py": [{"line": wrap}]}) as debugger:
         debugger.launch(config)
         ranks = debugger.stopped()
@@ -71,7 +71,7 @@ def test_a_debugging_session(project: Project, tmp_path: Path) -> None:
             assert rank.frame["line"] == wrap
             assert rank.threads()[0] == f"rank {number}"
             assert len(rank.threads()) > 1  # else VS Code does not show its name
-            assert rank.evaluate("engine.rank()") == str(number)
+            assert rank.evaluate("ddpkit.rank()") == str(number)
             rank.go("next")  # over DDP(model), which waits for all ranks
         ranks = debugger.stopped()
         after = line_of(main, "train_loss = train_one_epoch(")
@@ -96,7 +96,7 @@ def test_a_debugging_session(project: Project, tmp_path: Path) -> None:
         for number, rank in enumerate(debugger.stopped()):
             assert rank.evaluate("(rank, i)") == f"({number}, 0)"
             assert rank.evaluate("len(images) == len(outputs) == len(targets)") == "True"
-            rank.go("stepIn")  # F11, over what is the engine's
+            rank.go("stepIn")  # F11, over what is the library's
         ranks = debugger.stopped()
         for rank in ranks:
             assert rank.frame["line"] == line_of(main, "scaler.scale(loss).backward()")
@@ -178,15 +178,15 @@ def test_three_ranks(endless: Project) -> None:
 
 
 @SAME_FOR_BOTH
-def test_step_into_engine(project: Project, data: Path) -> None:
+def test_step_into_ddpkit(project: Project, data: Path) -> None:
     """F11 in the configuration for that."""
     answers = {"flags": shlex.join(["--data", str(data), *small(data)]), "processes": "1"}
     with Debugger(project.folder, at(project, "main.py", LOOP)) as debugger:
-        debugger.launch(configuration(project.folder, "DDP: step into engine", **answers))
+        debugger.launch(configuration(project.folder, "DDP: step into ddpkit", **answers))
         (rank,) = debugger.stopped(1)
         rank.go("stepIn")
         (rank,) = debugger.stopped(1)
-        assert rank.frame["source"]["path"].endswith("engine/run/loop.py")
+        assert rank.frame["source"]["path"].endswith("ddpkit/run/loop.py")
         assert rank.frame["name"] == "loss"
 
 
@@ -258,7 +258,7 @@ def test_a_mistake_of_the_user_is_held_where_it_was_raised(
     """In the rank that raised it only; then the one line is printed, and all ends."""
     folder = project.copy(tmp_path / "copy").folder
     dataset = folder / "dataset.py"
-    planted = 'if engine.rank() == 1:\n            raise engine.UserError(f"planted in {index}")\n'
+    planted = 'if ddpkit.rank() == 1:\n            raise ddpkit.UserError(f"planted in {index}")\n'
     before, after = dataset.read_text().split("        (image,) = self.open(index)")
     dataset.write_text(f"{before}        {planted}        (image,) = self.open(index){after}")
     with Debugger(folder) as debugger:
@@ -280,10 +280,10 @@ def test_a_mistake_of_the_user_is_held_where_it_was_raised(
 
 
 @SAME_FOR_BOTH
-def test_a_mistake_that_the_engine_finds_is_held_in_main(
+def test_a_mistake_that_the_library_finds_is_held_in_main(
     project: Project, data: Path, tmp_path: Path
 ) -> None:
-    """At the line that called the engine, although F11 does not enter that."""
+    """At the line that called the library, although F11 does not enter that."""
     change = "            run.divide_gradients(ddp_model)\n", ""
     folder = edited(project, tmp_path / "copy", change).folder
     with Debugger(folder) as debugger:

@@ -154,8 +154,8 @@ def test_a_run_without_drawings(few: Path, tmp_path: Path, edited: Edited) -> No
 
 def test_another_network_is_evaluated_than_saved(few: Path, tmp_path: Path, edited: Edited) -> None:
     own = (
-        "    run = engine.Run(\n",
-        "    other = recipe.Ema(model, 0.9).trained\n    run = engine.Run(\n",
+        "    run = ddpkit.Run(\n",
+        "    other = recipe.Ema(model, 0.9).trained\n    run = ddpkit.Run(\n",
     )
     judged = (EVALUATE, EVALUATE.replace("model,", "other,"))
     done = edited(own, judged)(*flags(few, tmp_path / "refused"))
@@ -421,7 +421,7 @@ def test_one_line_for_what_torch_says_in_many(data: Path, tmp_path: Path, edited
     def in_loop(line: str) -> tuple[str, str]:
         return inside, f"        {line}\n{inside}"
 
-    wrap = "                ddp_model = engine.wrap(trained, device)"
+    wrap = "                ddp_model = ddpkit.wrap(trained, device)"
     unused = "    model.spare, model.other = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)\n"
     before = "    # `model` is evaluated, saved and predicted with;"
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 from running import SAME_FOR_BOTH, SCRIPTS, Project, flags, run, small
 
-from engine.errors import UserError
-from engine.ranks import environment
-from engine.ranks.environment import Nodes
+from ddpkit.errors import UserError
+from ddpkit.ranks import environment
+from ddpkit.ranks.environment import Nodes
 
 Env = dict[str, str]
 MEETING = SCRIPTS / "meeting.py"

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from running import NET, SAME_FOR_BOTH, Project, flags
 
-from engine.ranks import environment
-from engine.ranks.failures import _of_torch
+from ddpkit.ranks import environment
+from ddpkit.ranks.failures import _of_torch
 
 
 @pytest.fixture

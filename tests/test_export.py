@@ -7,8 +7,8 @@ import torch
 from running import SAME_FOR_BOTH, SCRIPTS, Done, Project
 from torch import nn
 
-from engine.errors import UserError
-from engine.run import pretrained
+from ddpkit.errors import UserError
+from ddpkit.run import pretrained
 
 
 def test_exported(project: Project, data: Path, trained: Path, tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from running import NETS, SCRIPTS, SMALL, Done, rows
 
-from engine.ranks import protocol
+from ddpkit.ranks import protocol
 
 FLAGS = [*SMALL, *NETS["classification"], "--image-size", 32]
 

@@ -15,10 +15,10 @@ from deep import save_png, save_tiff
 from PIL import Image
 from running import SAME_FOR_BOTH, Project, flags
 
-from engine.data import folders, images
-from engine.data.format import Format, read_format, write_format
-from engine.errors import UserError
-from engine.run import checkpoint
+from ddpkit.data import folders, images
+from ddpkit.data.format import Format, read_format, write_format
+from ddpkit.errors import UserError
+from ddpkit.run import checkpoint
 
 RAMP = (np.arange(40 * 96).reshape(40, 96) * 17).astype(np.uint16)  # 0 to 65263
 COLOURS = np.stack([RAMP, RAMP // 2, RAMP // 3], axis=-1)
@@ -202,7 +202,7 @@ def test_a_checkpoint_keeps_the_range(project: Project, own_data: Path, tmp_path
     more = ("--checkpoint", out / "best.pt", "--output", tmp_path / "p")
     project.alone(paths[0].with_suffix(".tif"), *more, script="predict.py").ok()
     if project.task == "segmentation":
-        return  # what follows is the engine's
+        return  # what follows is the library's
     words = ("--data", own_data, "--output", store, "--workers", 0)
     project.alone(*words, script="prepare_data.py").ok()
     assert json.loads((store / "data.json").read_text()) == {"value_range": [0, 4095]}

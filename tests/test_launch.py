@@ -242,8 +242,8 @@ def test_a_launcher_that_took_the_store_with_it(project: Project) -> None:
 def test_scripts_that_begin_quietly_end_so(project: Project) -> None:
     for path in project.folder.glob("*.py"):
         text = path.read_text()
-        begins = "process.install_handlers()" in text or "engine.prepare(" in text
-        assert begins == ("with one_line_errors(" in text or "engine.start(" in text)
+        begins = "process.install_handlers()" in text or "ddpkit.prepare(" in text
+        assert begins == ("with one_line_errors(" in text or "ddpkit.start(" in text)
 
 
 @SAME_FOR_BOTH

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from running import NET, SAME_FOR_BOTH, Project, flags
 
-from engine.ranks import explaining
-from engine.ranks.explaining import Position
+from ddpkit.ranks import explaining
+from ddpkit.ranks.explaining import Position
 
 END = "            run.end_step()  #"
 Planted = Callable[..., tuple[int, str, int]]

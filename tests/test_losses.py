@@ -11,10 +11,10 @@ import pytest
 import torch
 from running import SCRIPTS, Project, rows, small
 
-from engine.errors import UserError
-from engine.ranks import replicas
-from engine.run import metrics
-from engine.run.flags import Parser
+from ddpkit.errors import UserError
+from ddpkit.ranks import replicas
+from ddpkit.run import metrics
+from ddpkit.run.flags import Parser
 
 SEGMENTATION = pytest.mark.parametrize("project", ["segmentation"], indirect=True)
 CLASSIFICATION = pytest.mark.parametrize("project", ["classification"], indirect=True)

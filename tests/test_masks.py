@@ -13,9 +13,9 @@ from PIL import Image
 from running import SMALL, Project, flags
 from torch import nn
 
-from engine.data import class_counts
-from engine.errors import UserError
-from engine.run import predicting
+from ddpkit.data import class_counts
+from ddpkit.errors import UserError
+from ddpkit.run import predicting
 
 SEGMENTATION = pytest.mark.parametrize("project", ["segmentation"], indirect=True)
 COLORS = {0: (10, 20, 30), 1: (200, 0, 7), 255: (0, 0, 0)}  # by class number, for `recolor`

@@ -24,10 +24,10 @@ from torchmetrics.classification import (
     MulticlassRecall,
 )
 
-from engine.data.samples import Seeded
-from engine.errors import UserError
-from engine.ranks import distributed
-from engine.run import metrics, pictures
+from ddpkit.data.samples import Seeded
+from ddpkit.errors import UserError
+from ddpkit.ranks import distributed
+from ddpkit.run import metrics, pictures
 
 CPU = torch.device("cpu")
 

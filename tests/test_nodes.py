@@ -24,7 +24,7 @@ from running import (
     wait_for,
 )
 
-from engine.ranks import environment
+from ddpkit.ranks import environment
 
 
 def test_names(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""Functions of engine/ranks and engine/run as they stand, without any process of their own."""
+"""Functions of ddpkit/ranks and ddpkit/run as they stand, without any process of their own."""
 
 import os
 import signal
@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 import torch
 
-from engine import files
-from engine.errors import UserError, shorten
-from engine.ranks import launcher, process, protocol
-from engine.run import checkpoint, flags, machine, metrics
+from ddpkit import files
+from ddpkit.errors import UserError, shorten
+from ddpkit.ranks import launcher, process, protocol
+from ddpkit.run import checkpoint, flags, machine, metrics
 
 
 @pytest.mark.parametrize(
@@ -25,7 +25,7 @@ def test_shorten(count: int, text: str) -> None:
 
 
 def test_the_line_of_an_error_from_a_loader_worker() -> None:
-    text = 'Traceback ...\n  File "x"\nengine.errors.UserError: a.jpg: cannot be read\n'
+    text = 'Traceback ...\n  File "x"\nddpkit.errors.UserError: a.jpg: cannot be read\n'
     assert str(UserError(text)) == "a.jpg: cannot be read"
 
 

@@ -1,4 +1,4 @@
-"""Functions of engine/data as they stand, without any process of their own."""
+"""Functions of ddpkit/data as they stand, without any process of their own."""
 
 import errno
 import os
@@ -15,12 +15,12 @@ from torch._utils import ExceptionWrapper
 from torch.utils.data import DataLoader
 from torchvision.transforms.v2 import functional as F
 
-from engine import files
-from engine.data import folders, images, loading, samples
-from engine.data.format import MEAN, STD, Format
-from engine.errors import DiskError, UserError, print_error
-from engine.ranks import distributed
-from engine.run import checkpoint, folder
+from ddpkit import files
+from ddpkit.data import folders, images, loading, samples
+from ddpkit.data.format import MEAN, STD, Format
+from ddpkit.errors import DiskError, UserError, print_error
+from ddpkit.ranks import distributed
+from ddpkit.run import checkpoint, folder
 
 
 class TestSeeding:

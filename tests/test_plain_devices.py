@@ -9,8 +9,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from engine.errors import UserError
-from engine.ranks import devices, environment, protocol
+from ddpkit.errors import UserError
+from ddpkit.ranks import devices, environment, protocol
 
 Env = dict[str, str]
 UUIDS = ["GPU-ab1", "GPU-ab2", "GPU-c3"]

@@ -1,4 +1,4 @@
-"""What a project uses of engine, and the sizes of the files that people edit."""
+"""What a project uses of ddpkit, and the sizes of the files that people edit."""
 
 import ast
 import inspect
@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from running import ROOT, TASKS, TEMPLATE_FOLDER
 
-import engine
+import ddpkit
 
 FOLDER = ROOT / TEMPLATE_FOLDER
 LINES = {"main": 220, "recipe": 150, "dataset": 120, "model": 100, "losses": 100, "predict": 60}
@@ -26,11 +26,11 @@ def rooms(task: str) -> dict[str, str]:
 
 
 def used(code: str) -> set[str]:
-    """Which names of engine it uses."""
+    """Which names of ddpkit it uses."""
     return {
         node.attr
         for node in ast.walk(ast.parse(code))
-        if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "engine"
+        if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "ddpkit"
     }
 
 
@@ -47,16 +47,16 @@ def test_names(task: str) -> None:
     assert len(used(found["main"])) <= 20
     names = set().union(*map(used, found.values()))
     assert len(names) <= 35
-    assert names <= engine.DOOR.keys()
+    assert names <= ddpkit.DOOR.keys()
     for name, code in found.items():
-        for line in re.findall(r"^ *(?:import|from) engine\b.*", code, re.MULTILINE):
-            assert line == "import engine", name
+        for line in re.findall(r"^ *(?:import|from) ddpkit\b.*", code, re.MULTILINE):
+            assert line == "import ddpkit", name
 
 
 def test_each_name_is_what_a_type_checker_takes_it_for() -> None:
     (block,) = (
         node
-        for node in ast.parse((FOLDER / "engine/__init__.py").read_text()).body
+        for node in ast.parse((FOLDER / "ddpkit/__init__.py").read_text()).body
         if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
     )
     imported = {
@@ -65,15 +65,15 @@ def test_each_name_is_what_a_type_checker_takes_it_for() -> None:
         if isinstance(node, ast.ImportFrom)
         for alias in node.names
     }
-    assert imported == {(name, None, f"engine.{module}") for name, module in engine.DOOR.items()}
+    assert imported == {(name, None, f"ddpkit.{module}") for name, module in ddpkit.DOOR.items()}
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
-        _ = engine.nothing
+        _ = ddpkit.nothing
 
 
-@pytest.mark.parametrize("name", engine.DOOR)
+@pytest.mark.parametrize("name", ddpkit.DOOR)
 def test_each_name_says_how_it_is_used(name: str) -> None:
     """An indented example that uses it, and the error that it raises."""
-    value = getattr(engine, name)
+    value = getattr(ddpkit, name)
     text = inspect.getdoc(value) or ""
     examples = re.findall(r"^ {4}.*", text, re.MULTILINE)
     assert any(re.search(rf"\b{name}\b", line) for line in examples), text
@@ -82,20 +82,20 @@ def test_each_name_says_how_it_is_used(name: str) -> None:
 
 
 def test_the_table_of_modules() -> None:
-    lines = re.findall(r"^( *)(\w+)/? {2,}", engine.__doc__ or "", re.MULTILINE)
+    lines = re.findall(r"^( *)(\w+)/? {2,}", ddpkit.__doc__ or "", re.MULTILINE)
     found, folder = [], ""
     for indent, name in lines:
-        is_folder = (FOLDER / "engine" / name).is_dir() and not indent
+        is_folder = (FOLDER / "ddpkit" / name).is_dir() and not indent
         folder = "" if not indent else folder
         found += [] if is_folder else [f"{folder}{name}"]
         folder = f"{name}/" if is_folder else folder
-    paths = [path.relative_to(FOLDER / "engine") for path in (FOLDER / "engine").rglob("*.py")]
+    paths = [path.relative_to(FOLDER / "ddpkit") for path in (FOLDER / "ddpkit").rglob("*.py")]
     modules = [path.with_suffix("").as_posix() for path in paths if path.stem != "__init__"]
     assert sorted(found) == sorted(modules)
 
 
 def test_it_imports_no_torch() -> None:
-    code = "import engine, sys; engine.Parser, engine.at_least, engine.UserError, engine.prepare"
+    code = "import ddpkit, sys; ddpkit.Parser, ddpkit.at_least, ddpkit.UserError, ddpkit.prepare"
     code += "; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-B", "-c", code], cwd=FOLDER, check=True, timeout=60)
 
@@ -106,7 +106,7 @@ def test_flags_without_torch(task: str, tmp_path: Path) -> None:
     for path in (FOLDER / "main.py", FOLDER / "tasks" / task / "flags.py"):
         (tmp_path / path.name).write_text(path.read_text())
     (tmp_path / "torch.py").write_text("raise SystemExit('torch is imported')")
-    (tmp_path / "engine").symlink_to(FOLDER / "engine")
+    (tmp_path / "ddpkit").symlink_to(FOLDER / "ddpkit")
 
     def start(rank: int, *words: str) -> subprocess.Popen:
         env = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}

@@ -11,7 +11,7 @@ import pytest
 import torch.distributed as dist
 from running import ROOT, TEMPLATE_FOLDER
 
-from engine.ranks import distributed, explaining, failures, process, protocol
+from ddpkit.ranks import distributed, explaining, failures, process, protocol
 
 
 @pytest.fixture
@@ -84,7 +84,7 @@ def test_seconds() -> None:
 
 def test_every_key_is_in_the_table() -> None:
     """No call of the store, in the files that share it, has a key that protocol.py lacks."""
-    ranks = ROOT / TEMPLATE_FOLDER / "engine" / "ranks"
+    ranks = ROOT / TEMPLATE_FOLDER / "ddpkit" / "ranks"
     for name in ("distributed", "failures", "stopping", "explaining"):
         for node in ast.walk(ast.parse((ranks / f"{name}.py").read_text())):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
@@ -111,7 +111,7 @@ class TestWatch:
         assert "ZeroDivisionError" in capfd.readouterr().err
 
     def test_it_is_the_only_one(self) -> None:
-        folder = ROOT / TEMPLATE_FOLDER / "engine"
+        folder = ROOT / TEMPLATE_FOLDER / "ddpkit"
         found = {
             f"{path.name}: {node.attr}"
             for path in folder.rglob("*.py")

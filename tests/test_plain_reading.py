@@ -10,8 +10,8 @@ import torch
 from PIL import Image
 from torch.utils.data import DataLoader
 
-from engine.data import images, loading, samples
-from engine.errors import UserError
+from ddpkit.data import images, loading, samples
+from ddpkit.errors import UserError
 
 
 def loader() -> DataLoader:

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.errors import UserError
-from engine.ranks import failures
-from engine.run import reporting
+from ddpkit.errors import UserError
+from ddpkit.ranks import failures
+from ddpkit.run import reporting
 
 GPU, CPU = torch.device("cuda"), torch.device("cpu")
 

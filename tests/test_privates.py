@@ -14,10 +14,10 @@ from running import ROOT, TEMPLATE_FOLDER
 from torchmetrics import Metric
 from torchmetrics.classification import MulticlassConfusionMatrix
 
-from engine.data import samples
-from engine.ranks import explaining, process
+from ddpkit.data import samples
+from ddpkit.ranks import explaining, process
 
-ENGINE = ROOT / TEMPLATE_FOLDER / "engine"
+DDPKIT = ROOT / TEMPLATE_FOLDER / "ddpkit"
 PLACES = {  # each in one file only
     "_is_view": "sharded.py",
     "_last_lr": "checkpoint.py",
@@ -34,7 +34,7 @@ PLACES = {  # each in one file only
 
 @pytest.mark.parametrize("name", PLACES)
 def test_one_place(name: str) -> None:
-    found = {path.name for path in ENGINE.rglob("*.py") if name in path.read_text()}
+    found = {path.name for path in DDPKIT.rglob("*.py") if name in path.read_text()}
     assert found == {PLACES[name]}
 
 

@@ -1,4 +1,4 @@
-"""engine.replay: a step of a run again, as it was, and without a trace."""
+"""ddpkit.replay: a step of a run again, as it was, and without a trace."""
 
 import json
 import sys
@@ -9,10 +9,10 @@ from dap import Debugger, configuration, line_of
 from ports import free_port
 from running import NET, SAME_FOR_BOTH, Project
 
-from engine import replay
-from engine.errors import UserError
+from ddpkit import replay
+from ddpkit.errors import UserError
 
-REPLAY = "engine/replay.py"
+REPLAY = "ddpkit/replay.py"
 BODY = "images, targets = transform_batch("  # the first line of the training loop's body
 
 
@@ -129,7 +129,7 @@ def test_f5(project: Project, trained: Path) -> None:
 def test_one_rank_of_two(project: Project, trained: Path) -> None:
     """What the message of a NaN says to type: the other rank waits, and does not stop."""
     port = free_port(2)
-    words = ["./launch.sh", "-m", "engine.replay", "1:3", "--output-dir", str(trained)]
+    words = ["./launch.sh", "-m", "ddpkit.replay", "1:3", "--output-dir", str(trained)]
     words += ["--debug-rank", "1", "--debug-port", str(port)]
     with Debugger(project.folder) as debugger:
         env = {"NPROC": "2", "PYTHON": sys.executable}

@@ -47,7 +47,7 @@ def test_output_files(project: Project, trained: Path) -> None:
 
 
 def test_metrics_are_those_of_a_plain_loop(project: Project, data: Path, trained: Path) -> None:
-    """Loss and metrics of two ranks against a loop over single pictures, without our engine."""
+    """Loss and metrics of two ranks against a loop over single pictures, without our library."""
     found = project.call("evaluating.plain_loop", trained / "last.pt", data)
     loss, pairs = found["loss"], found["pairs"]
     row = rows(trained)[0]

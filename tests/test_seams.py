@@ -316,10 +316,10 @@ def test_a_plain_loader(edited: Callable[[str], Edited]) -> None:
     main.write_text(text.replace(" // torch.distributed.get_world_size()", ""))
     own.run("distributed", "--epochs", 2).ok()
     assert own.state("distributed/last.pt")["step"] == 6
-    val = "batch_sampler=engine.ValSampler(val_set, args.batch_size)"
+    val = "batch_sampler=ddpkit.ValSampler(val_set, args.batch_size)"
     text = main.read_text().replace("seeded,\n", "val_set,\n")
     assert val in text
-    plain = text.replace(val, "batch_size=4").replace("collate_fn=engine.Collate(),\n", "\n")
+    plain = text.replace(val, "batch_size=4").replace("collate_fn=ddpkit.Collate(),\n", "\n")
     main.write_text(plain)
     alike = own.run("plain", "--epochs", 2).ok() and rows(own.out / "plain")[0]
     first = rows(own.out / "distributed")[0]
@@ -472,7 +472,7 @@ def test_weights_that_some_steps_leave_out(edited: Callable[[str], Edited]) -> N
     main = skipping.folder / "main.py"
     main.write_text(main.read_text().replace(", find_unused_parameters=True", ""))
     done = skipping.run("refused", "--dist-timeout", 20)
-    done.refused("fc.spare", "find_unused_parameters=True to engine.wrap")
+    done.refused("fc.spare", "find_unused_parameters=True to ddpkit.wrap")
 
 
 @SAME_FOR_BOTH

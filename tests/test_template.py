@@ -14,7 +14,7 @@ from conftest import Generate
 from dap import parse, read
 from running import ROOT, TASKS, TEMPLATE_FOLDER, Project
 
-ENGINE = sorted((ROOT / TEMPLATE_FOLDER / "engine").rglob("*.py"))
+DDPKIT = sorted((ROOT / TEMPLATE_FOLDER / "ddpkit").rglob("*.py"))
 SHARED = {
     ".devcontainer/devcontainer.json",
     ".github/workflows/ci.yml",
@@ -35,11 +35,11 @@ SHARED = {
     "slurm/train.sbatch",
     "tests/meta.py",
     "tests/test_project.py",
-    *(path.relative_to(ROOT / TEMPLATE_FOLDER).as_posix() for path in ENGINE),
+    *(path.relative_to(ROOT / TEMPLATE_FOLDER).as_posix() for path in DDPKIT),
 }
 CONFIGURATIONS = [
     "DDP: torch.distributed.launch",  # what F5 runs
-    "DDP: step into engine",
+    "DDP: step into ddpkit",
     "One process",
     "DDP: replay a step",
     "This test file",
@@ -135,7 +135,7 @@ def test_vscode(template: Path) -> None:
         assert set(config) <= LAUNCH_KEYS, config["name"]
         assert config["type"] == "debugpy"
         assert len({"program", "module", "connect", "processId"} & set(config)) == 1
-        rules = [{"path": "${workspaceFolder}/engine/**", "include": False}]  # F11 goes over it
+        rules = [{"path": "${workspaceFolder}/ddpkit/**", "include": False}]  # F11 goes over it
         assert config.get("rules") == (None if config is other else rules)
         needs_torch = config.get("module", "").startswith("torch.")
         assert config.get("preLaunchTask") == ("find torch" if needs_torch else None)
@@ -408,15 +408,15 @@ EDITED = {
     *("main", "flags", "recipe", "dataset", "model", "losses", "predict", "demo_set"),
     *("prepare_data", "check_data", "export", "preflight"),
 }
-REPLAY = ROOT / TEMPLATE_FOLDER / "engine" / "replay.py"  # a command, which runs main.py
-LINES, FILES = 6_999, 41  # of engine/: limits that fall, and never rise
+REPLAY = ROOT / TEMPLATE_FOLDER / "ddpkit" / "replay.py"  # a command, which runs main.py
+LINES, FILES = 6_999, 41  # of ddpkit/: limits that fall, and never rise
 
 
 class TestArchitecture:
-    """What keeps engine/ small, and apart from what people edit."""
+    """What keeps ddpkit/ small, and apart from what people edit."""
 
     def test_it_imports_nothing_that_people_edit(self) -> None:
-        for path in ENGINE:
+        for path in DDPKIT:
             for node in ast.walk(ast.parse(path.read_text())):
                 names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
                 if isinstance(node, ast.ImportFrom):
@@ -426,22 +426,22 @@ class TestArchitecture:
 
     def test_it_reads_no_flag(self) -> None:
         """No attribute of an `args` or `flags`; a function gets values."""
-        for path in ENGINE:
+        for path in DDPKIT:
             for node in ast.walk(ast.parse(path.read_text())):
                 if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
                     assert node.value.id not in ("args", "flags"), f"{path}:{node.lineno}"
 
     def test_totals(self) -> None:
         """They may fall, not rise. A file is one subject; a function fits on a screen."""
-        assert sum(len(path.read_text().splitlines()) for path in ENGINE) <= LINES
-        assert len(ENGINE) <= FILES
-        for path in ENGINE:
+        assert sum(len(path.read_text().splitlines()) for path in DDPKIT) <= LINES
+        assert len(DDPKIT) <= FILES
+        for path in DDPKIT:
             for node in ast.walk(ast.parse(path.read_text())):
                 if isinstance(node, ast.FunctionDef):
                     assert node.end_lineno - node.body[0].lineno < 50, f"{path}: {node.name}"
 
     def test_what_types_leave_open(self) -> None:
-        names = [node for path in ENGINE for node in ast.walk(ast.parse(path.read_text()))]
-        lines = [line for path in ENGINE for line in path.read_text().splitlines()]
+        names = [node for path in DDPKIT for node in ast.walk(ast.parse(path.read_text()))]
+        lines = [line for path in DDPKIT for line in path.read_text().splitlines()]
         assert sum(isinstance(node, ast.Name) and node.id == "Any" for node in names) <= 75
         assert sum("type: ignore" in line for line in lines) <= 4

@@ -11,8 +11,8 @@ from PIL import Image
 from running import Project, small
 from torch import Tensor, nn
 
-from engine.errors import UserError
-from engine.run import predicting
+from ddpkit.errors import UserError
+from ddpkit.run import predicting
 
 SEGMENTATION = pytest.mark.parametrize("project", ["segmentation"], indirect=True)
 

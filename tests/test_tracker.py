@@ -40,7 +40,7 @@ def test_a_tracker(project: Project, data: Path, tmp_path: Path) -> None:
     def script(name: str, before: str = "") -> Path:
         path = tmp_path / f"{name}.py"
         edited = text.replace("draw=draw_example,", "draw=draw_example, tracker=start_mlflow,")
-        edited = edited.replace("    run = engine.Run(", f"{start}    run = engine.Run(")
+        edited = edited.replace("    run = ddpkit.Run(", f"{start}    run = ddpkit.Run(")
         path.write_text(edited.replace("    with run:", f"{before}    with run:"))
         return path
 

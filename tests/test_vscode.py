@@ -8,7 +8,7 @@ from typing import Any
 from dap import line_of, task
 from running import ROOT, TEMPLATE_FOLDER
 
-from engine.ranks.protocol import QUESTION
+from ddpkit.ranks.protocol import QUESTION
 
 
 def test_where_is_it(tmp_path: Path) -> None:

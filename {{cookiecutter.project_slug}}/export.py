@@ -21,10 +21,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import engine
+import ddpkit
 
 if __name__ == "__main__":  # before torch, whose import takes seconds
-    engine.prepare()
+    ddpkit.prepare()
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # constants in the files belong to the CPU
 
 import torch
@@ -32,12 +32,12 @@ from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 
 from dataset import build_datasets
-from engine import files
-from engine.data import loading
-from engine.data.format import Format
-from engine.data.samples import Key
-from engine.ranks import distributed
-from engine.run import checkpoint, metrics
+from ddpkit import files
+from ddpkit.data import loading
+from ddpkit.data.format import Format
+from ddpkit.data.samples import Key
+from ddpkit.ranks import distributed
+from ddpkit.run import checkpoint, metrics
 from flags import parse_args
 from model import STRIDE, build_model, infer
 
@@ -59,7 +59,7 @@ class Network(nn.Module):
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = engine.Parser(description=__doc__.split("\n")[0])
+    parser = ddpkit.Parser(description=__doc__.split("\n")[0])
     add = parser.add_argument
     add("--checkpoint", metavar="FILE", default=ROOT / "runs/default/best.pt")
     add("--output", metavar="DIR", type=Path, default=Path("exported"))
@@ -67,7 +67,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     given = parser.parse_args(argv)
     tools = ("onnx", "onnxscript", "onnxruntime")
     if missing := " ".join(name for name in tools if not importlib.util.find_spec(name)):
-        raise engine.UserError(f"export.py needs more packages: python -m pip install {missing}")
+        raise ddpkit.UserError(f"export.py needs more packages: python -m pip install {missing}")
     warnings.simplefilter("ignore")  # what exporters say is for their authors
     logging.disable()
 
@@ -110,11 +110,11 @@ def pick_batches(args: Namespace, format: Format) -> list[Tensor]:
     distributed.setup(alone=True)
     try:
         _, val_set, classes = build_datasets(args)
-        samples = engine.Seeded(val_set, classes, seed=0)
+        samples = ddpkit.Seeded(val_set, classes, seed=0)
         images = [samples[Key(0, i % len(samples), is_val=True)][0] for i in range(3)]
         height, width = (min(side, *(image.shape[axis] for image in images)) for axis in (1, 2))
         batch = torch.stack([image[:, :height, :width] for image in images]).contiguous()
-    except engine.UserError as error:
+    except ddpkit.UserError as error:
         print(f"comparing on random images; --data DIR names others ({error})")
         batch = torch.randint(256, (3, format.channels or 3, side, side), dtype=torch.uint8)
         batch = batch / 255 if format.channels else batch
@@ -165,11 +165,11 @@ def explaining(what: str) -> Iterator[None]:
     try:
         with contextlib.redirect_stdout(quiet), contextlib.redirect_stderr(quiet):
             yield
-    except (OSError, engine.UserError):
+    except (OSError, ddpkit.UserError):
         raise
     except Exception as error:  # of many types
         reason = next(iter(str(error).strip().split("\n")))
-        raise engine.UserError(f"{what} ({reason or type(error).__name__})") from None
+        raise ddpkit.UserError(f"{what} ({reason or type(error).__name__})") from None
 
 
 def compare(exported: Predict, batches: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
@@ -180,4 +180,4 @@ def compare(exported: Predict, batches: Sequence[Tensor], expected: Sequence[Ten
 
 
 if __name__ == "__main__":
-    engine.start(main)
+    ddpkit.start(main)

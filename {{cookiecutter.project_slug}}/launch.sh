@@ -23,7 +23,7 @@
 # Two nodes:       NNODES=2 NODE_RANK=0 MASTER_ADDR=node0 ./launch.sh     on node0
 #                  NNODES=2 NODE_RANK=1 MASTER_ADDR=node0 ./launch.sh     on node1
 # SLURM:           srun --nodes 2 --ntasks-per-node 1 --cpus-per-task 32 --gpus-per-node 8 ./launch.sh
-# A step again:    ./launch.sh -m engine.replay 3:120 --debug-rank 0     see engine/replay.py
+# A step again:    ./launch.sh -m ddpkit.replay 3:120 --debug-rank 0     see ddpkit/replay.py
 # Check the nodes: the same with --check; see preflight.py
 set -euo pipefail
 
@@ -39,4 +39,4 @@ python=${PYTHON:-$(command -v python || command -v python3)} || {
     echo "error: no python found: set PYTHON" >&2
     exit 2
 }
-exec "$python" "$here/engine/ranks/launcher.py" "$here/main.py" "$@"
+exec "$python" "$here/ddpkit/ranks/launcher.py" "$here/main.py" "$@"

@@ -18,11 +18,11 @@ from argparse import Namespace
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import engine
+import ddpkit
 from flags import parse_args
 
 if __name__ == "__main__":  # before torch, whose import takes seconds
-    engine.prepare(parse_args)
+    ddpkit.prepare(parse_args)
 
 import torch
 from torch import Tensor, nn
@@ -40,8 +40,8 @@ Criterion = Callable[..., tuple[Tensor, Tensor | int]]  # (outputs, targets) -> 
 
 def main(argv: Sequence[str] | None = None) -> None:
     args = parse_args(argv)
-    device = engine.setup(args.seed, args.deterministic)  # joins the other ranks
-    folder = engine.Folder(args.output_dir, args.resume)
+    device = ddpkit.setup(args.seed, args.deterministic)  # joins the other ranks
+    folder = ddpkit.Folder(args.output_dir, args.resume)
     if args.eval_only:  # flags that are not given are those of the training
         own = {"output_dir": args.output_dir, "amp": args.amp}  # of this start and machine
         args = parse_args(argv, {**folder.best()["args"], **own})
@@ -51,13 +51,13 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     train_set, val_set, classes = build_datasets(args)
     if not args.batch_size:
-        args.batch_size = engine.TrainSampler.fitting(train_set, args.accumulate)
-    seeded = engine.Seeded(val_set, classes, args.seed)  # samples have random numbers of their own
+        args.batch_size = ddpkit.TrainSampler.fitting(train_set, args.accumulate)
+    seeded = ddpkit.Seeded(val_set, classes, args.seed)  # samples have random numbers of their own
     val_loader: DataLoader = DataLoader(
         seeded,
-        batch_sampler=engine.ValSampler(val_set, args.batch_size),
-        collate_fn=engine.Collate(),
-        **engine.workers(args.workers, device),
+        batch_sampler=ddpkit.ValSampler(val_set, args.batch_size),
+        collate_fn=ddpkit.Collate(),
+        **ddpkit.workers(args.workers, device),
     )
 
     weights = None if folder.state else args.weights
@@ -66,14 +66,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     model = model.to(device).to(memory_format=torch.channels_last)
     if args.sync_bn:
         model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
-    criterion = engine.criterion(build_criterion(args, train_set, classes).to(device))
+    criterion = ddpkit.criterion(build_criterion(args, train_set, classes).to(device))
     metrics = build_metrics(classes).to(device)
     judge = functools.partial(evaluate, criterion=criterion, metrics=metrics, args=args)
     if args.eval_only:
         results, found = judge(model, val_loader)
         predict = functools.partial(infer, args=args)
         folder.write(found, model, val_loader, classes, predict, draw_example)
-        if engine.rank() == 0:
+        if ddpkit.rank() == 0:
             print(json.dumps({k: v if math.isfinite(v) else None for k, v in results.items()}))
     else:
         train(args, folder, train_set, val_loader, classes, model, criterion, judge)
@@ -81,7 +81,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def train(
     args: Namespace,
-    folder: engine.Folder,
+    folder: ddpkit.Folder,
     train_set: Dataset,
     val_loader: DataLoader,
     classes: Sequence[str],
@@ -91,28 +91,28 @@ def train(
 ) -> None:
     """Train until --epochs, continuing from the checkpoint that `folder` has found."""
     device = next(model.parameters()).device
-    sampler = engine.TrainSampler(
+    sampler = ddpkit.TrainSampler(
         *(train_set, args.batch_size, args.accumulate, args.seed),
         balanced=args.sampler == "balanced",
         classes=classes,
     )
     train_loader: DataLoader = DataLoader(
-        engine.Seeded(train_set, classes, args.seed),
+        ddpkit.Seeded(train_set, classes, args.seed),
         args.batch_size,
         sampler=sampler,
-        collate_fn=engine.Collate(),
-        **engine.workers(args.workers, device),
+        collate_fn=ddpkit.Collate(),
+        **ddpkit.workers(args.workers, device),
     )
 
     # `model` is evaluated, saved and predicted with; `trained` is what the optimizer changes.
     ema = recipe.Ema(model, args.ema) if args.ema else None
-    trained = ema.trained if ema else engine.shard(model, args.image_size) if args.fsdp else model
+    trained = ema.trained if ema else ddpkit.shard(model, args.image_size) if args.fsdp else model
     if args.compile:
         trained.compile()
     optimizer = recipe.build_optimizer(trained, args)
     scheduler = recipe.build_scheduler(optimizer, args, sampler.steps)
     scaler = torch.amp.GradScaler(device.type, enabled=args.amp == "fp16")
-    run = engine.Run(
+    run = ddpkit.Run(
         *(folder, train_loader, val_loader, classes),
         model=model,
         trained=trained,
@@ -132,7 +132,7 @@ def train(
         while not run.is_over(args.patience):
             if run.epoch in (run.began, args.freeze_backbone):
                 recipe.freeze(trained, run.epoch < args.freeze_backbone)
-                ddp_model = engine.wrap(trained, device)  # after changing what is trained
+                ddp_model = ddpkit.wrap(trained, device)  # after changing what is trained
             train_loss = train_one_epoch(
                 run, ddp_model, criterion, optimizer, scheduler, scaler, ema, args
             )
@@ -144,7 +144,7 @@ def train(
 
 
 def train_one_epoch(
-    run: engine.Run,
+    run: ddpkit.Run,
     ddp_model: DistributedDataParallel,
     criterion: Criterion,
     optimizer: torch.optim.Optimizer,
@@ -154,7 +154,7 @@ def train_one_epoch(
     args: Namespace,
 ) -> float:
     """Train on this rank's share of the rest of the epoch; return the mean loss of all ranks."""
-    rank = engine.rank()  # noqa: F841  for conditions of breakpoints, such as rank == 1
+    rank = ddpkit.rank()  # noqa: F841  for conditions of breakpoints, such as rank == 1
     torch.backends.cudnn.benchmark = not args.deterministic  # all batches have one shape
     recipe.set_training(ddp_model)
     for i, (images, targets, *_) in run.batches():
@@ -199,8 +199,8 @@ def evaluate(
     torch.backends.cudnn.benchmark = False  # takes seconds for each image size
     model.eval()
     metrics.reset()
-    totals, worst = engine.zeros(2, device), engine.Worst(device)
-    for images, targets, *_, indices in engine.batches(loader, device):
+    totals, worst = ddpkit.zeros(2, device), ddpkit.Worst(device)
+    for images, targets, *_, indices in ddpkit.batches(loader, device):
         with recipe.autocast(args.amp, device):
             outputs = infer(model, images, args)
         loss_sum, count = criterion(outputs, targets)
@@ -209,12 +209,12 @@ def evaluate(
         logits = outputs[0] if isinstance(outputs, tuple) else outputs
         metrics.update(logits.float(), targets)
         worst.update(logits.float(), targets, indices)
-    loss_sum, count = engine.reduce_tensor(totals).tolist()  # sums first, then one division
+    loss_sum, count = ddpkit.reduce_tensor(totals).tolist()  # sums first, then one division
     if not count and isinstance(loader, DataLoader):  # a rehearsal's two samples may be void
-        raise engine.UserError("the validation set has no labelled samples (all are void)")
-    results, confusion = engine.compute(metrics)
+        raise ddpkit.UserError("the validation set has no labelled samples (all are void)")
+    results, confusion = ddpkit.compute(metrics)
     return {"val_loss": loss_sum / (count or 1), **results}, (confusion, worst.compute())
 
 
 if __name__ == "__main__":
-    engine.start(main)
+    ddpkit.start(main)

@@ -11,24 +11,24 @@ Nothing is trained, downloaded or left in --output-dir, where a run may be at wo
 import sys
 from pathlib import Path
 
-import engine
+import ddpkit
 from flags import parse_args
 
 if __name__ == "__main__":  # before torch, whose import takes seconds
     sys.argv[1:] = [word for word in sys.argv[1:] if word != "--check"]
-    engine.prepare(parse_args)
+    ddpkit.prepare(parse_args)
 
 import demo_set
 import main as training  # for its code, and what it imports, to be compared
-from engine.check import preflight
-from engine.ranks import distributed, process
-from engine.run.flags import launch
+from ddpkit.check import preflight
+from ddpkit.ranks import distributed, process
+from ddpkit.run.flags import launch
 
 
 def main() -> None:
     args = parse_args()
     if args.eval_only:
-        raise engine.UserError("--check is for training: leave out --eval-only")
+        raise ddpkit.UserError("--check is for training: leave out --eval-only")
     device = distributed.setup(launch.local_rank, min(launch.dist_timeout, preflight.LIMIT))
     if args.data is None:
         args.data = demo_set.FOLDER
@@ -40,4 +40,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    engine.start(main)
+    ddpkit.start(main)

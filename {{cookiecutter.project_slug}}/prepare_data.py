@@ -10,21 +10,21 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from engine.ranks import process
+from ddpkit.ranks import process
 
 if __name__ == "__main__":  # before torch, whose import takes seconds
     process.install_handlers()
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # leave GPUs to those who need one
 
 from dataset import SHORT_SIDE, build_datasets
-from engine.data import loading, prepared
-from engine.data.folders import VAL_NAMES, Files
-from engine.data.format import NAME
-from engine.errors import UserError
-from engine.ranks import distributed
-from engine.ranks.failures import one_line_errors
-from engine.run import machine
-from engine.run.flags import Parser
+from ddpkit.data import loading, prepared
+from ddpkit.data.folders import VAL_NAMES, Files
+from ddpkit.data.format import NAME
+from ddpkit.errors import UserError
+from ddpkit.ranks import distributed
+from ddpkit.ranks.failures import one_line_errors
+from ddpkit.run import machine
+from ddpkit.run.flags import Parser
 from flags import parse_args
 
 

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
-import engine
+import ddpkit
 from model import backbone
 
 
@@ -44,7 +44,7 @@ def build_optimizer(model: nn.Module, args: Namespace) -> Optimizer:
     adamp, sgdp and novograd read the device at each step; in fp16 GradScaler does for all of them.
     """
     if args.fsdp and (args.ema or args.optimizer not in ("adamw", "sgd")):
-        raise engine.UserError("--fsdp: only with --optimizer adamw or sgd, and without --ema")
+        raise ddpkit.UserError("--fsdp: only with --optimizer adamw or sgd, and without --ema")
     is_sgd = args.optimizer == "sgd"
     lr = (0.1 if is_sgd else 0.001) if args.lr is None else args.lr
     default = 0.0001 if is_sgd else 0.05
@@ -74,7 +74,7 @@ def timms_optimizer(name: str, groups: list[dict], lr: float) -> Optimizer:
     known = timm.optim.list_optimizers(exclude_filters=["bnb*", "fused*", "adahessian", "kron*"])
     if name not in known:
         near = difflib.get_close_matches(name, map(str, known), 4, 0.5) or ["adamw", "sgd", "muon"]
-        raise engine.UserError(f"--optimizer {name}: not one of timm's, such as {', '.join(near)}")
+        raise ddpkit.UserError(f"--optimizer {name}: not one of timm's, such as {', '.join(near)}")
     return timm.optim.create_optimizer_v2(groups, name, lr)
 
 
@@ -129,7 +129,7 @@ class Ema:
 
 
 def freeze(model: nn.Module, is_frozen: bool) -> None:
-    """Freeze the backbone, or unfreeze what was frozen here; call engine.wrap afterwards."""
+    """Freeze the backbone, or unfreeze what was frozen here; call ddpkit.wrap afterwards."""
     if is_frozen:  # not weights that never train, such as those that no decoder reads
         vars(model).setdefault("frozen", [w for w in backbone(model) if w.requires_grad])
     for weight in vars(model).get("frozen", ()):

@@ -3,11 +3,11 @@
 import sys
 import time
 
-from engine.ranks import process
+from ddpkit.ranks import process
 
 process.install_handlers()
-from engine.errors import UserError  # noqa: E402
-from engine.ranks import distributed, failures  # noqa: E402
+from ddpkit.errors import UserError  # noqa: E402
+from ddpkit.ranks import distributed, failures  # noqa: E402
 
 seconds = float(sys.argv[1])  # for which rank 0 waits for the others
 with failures.one_line_errors():

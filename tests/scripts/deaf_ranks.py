@@ -8,8 +8,8 @@ import threading
 import time
 
 sys.path.insert(0, os.getcwd())
-from engine.ranks import launcher, protocol
-from engine.ranks.environment import Nodes
+from ddpkit.ranks import launcher, protocol
+from ddpkit.ranks.environment import Nodes
 
 protocol.STOP_SECONDS = 1
 ranks = launcher.Ranks(Nodes(1, 0, 1, "127.0.0.1", 0))

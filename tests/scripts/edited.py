@@ -1,6 +1,6 @@
 """A script of a folder whose front files are edited: edited.py FOLDER SCRIPT STEP FLAG...
 
-The engine is the project's own, without its drawings. The ranks are killed after optimizer step
+ddpkit is the project's own, without its drawings. The ranks are killed after optimizer step
 STEP, unless it is 0.
 """
 

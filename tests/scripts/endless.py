@@ -3,14 +3,14 @@
 For what holds and ends ranks under a debugger, which main.py has no part in.
 """
 
-from engine.ranks import process
+from ddpkit.ranks import process
 
 if __name__ == "__main__":
     process.install_handlers()
 
 from torch.utils.data import DataLoader, Dataset
 
-from engine.ranks import distributed, failures
+from ddpkit.ranks import distributed, failures
 
 
 class Numbers(Dataset):

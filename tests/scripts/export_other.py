@@ -1,6 +1,6 @@
 """export.py whose graph is another than the network."""
 
-import engine
+import ddpkit
 import export
 
 forward, trace = export.Network.forward, export.trace
@@ -12,4 +12,4 @@ def other(*args: object) -> object:
 
 
 export.trace = other
-engine.start(export.main)
+ddpkit.start(export.main)

@@ -10,20 +10,20 @@ def main(source: str, store: str) -> None:
     from torch.utils.data import DataLoader
 
     import dataset
-    import engine
+    import ddpkit
     import prepare_data
-    from engine.ranks import process
+    from ddpkit.ranks import process
     from flags import parse_args
 
     process.worker_context = lambda workers: None  # Python's default, on Linux too
     prepare_data.main(["--data", source, "--output", store, "--short-side", "0", "--workers", "1"])
-    device = engine.setup(3)
+    device = ddpkit.setup(3)
     train, _, classes = dataset.build_datasets(parse_args(["--data", store, "--image-size", "32"]))
     found = []
     for workers in 0, 1:
-        options = {"collate_fn": engine.Collate(), **engine.workers(workers, device)}
-        sampler = engine.TrainSampler(train, 4, accumulate=1, seed=3)
-        seeded = engine.Seeded(train, classes, seed=3)
+        options = {"collate_fn": ddpkit.Collate(), **ddpkit.workers(workers, device)}
+        sampler = ddpkit.TrainSampler(train, 4, accumulate=1, seed=3)
+        seeded = ddpkit.Seeded(train, classes, seed=3)
         found.append(list(DataLoader(seeded, 4, sampler=sampler, **options)))
     for one, other in zip(*found, strict=True):
         assert all(map(torch.equal, one, other))

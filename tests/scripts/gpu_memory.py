@@ -11,10 +11,10 @@ from typing import Any
 import emulate
 import torch
 
-import engine
+import ddpkit
 import main
-from engine.run import checkpoint
-from engine.run.loop import Run
+from ddpkit.run import checkpoint
+from ddpkit.run.loop import Run
 
 word = sys.argv.pop(1)
 to_host, end_step, infer = checkpoint.to_host, Run.end_step, main.infer
@@ -37,7 +37,7 @@ def tensors(state: dict) -> list[torch.Tensor]:
 def greedy_step(self: Run) -> None:
     end_step(self)
     size = 2**24 if word == "copies" and self.step == 1 else 0
-    if word == "step" and engine.rank() == 1:
+    if word == "step" and ddpkit.rank() == 1:
         size = 2**35
     torch.empty(size, dtype=torch.uint8, device=self.device)
 
@@ -53,4 +53,4 @@ if word == "copies":
     checkpoint.to_host = counted
 elif word == "evaluation":
     main.infer = greedy_infer
-engine.start(main.main)
+ddpkit.start(main.main)

@@ -12,10 +12,10 @@ import emulate
 import torch
 from torch.utils.data import DataLoader
 
-import engine
+import ddpkit
 import main
-from engine.data.loading import First
-from engine.run.loop import Run
+from ddpkit.data.loading import First
+from ddpkit.run.loop import Run
 
 marks: list[Counter] = []
 found: dict[str, Any] = {}
@@ -64,5 +64,5 @@ def evaluate_counted(model: torch.nn.Module, loader: Any, **options: Any) -> Any
 
 
 Run.end_step, main.evaluate = end_step_marked, evaluate_counted  # type: ignore[method-assign]
-engine.start(main.main)
+ddpkit.start(main.main)
 print(json.dumps({**found, "kernels": emulate.counts()["kernels"]}))

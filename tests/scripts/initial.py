@@ -5,15 +5,15 @@ from pathlib import Path
 
 import torch
 
-import engine
+import ddpkit
 import model
-from engine.ranks import failures
+from ddpkit.ranks import failures
 from flags import parse_args
 
 with failures.one_line_errors():
     args = parse_args(sys.argv[2:])
-    engine.setup(args.seed)
+    ddpkit.setup(args.seed)
     net = model.build_model(args, ["one", "two"], weights=args.weights)
     Path(sys.argv[1]).mkdir(exist_ok=True)
-    torch.save({"model": net.state_dict()}, Path(sys.argv[1], f"{engine.rank()}.pt"))
-    engine.teardown()
+    torch.save({"model": net.state_dict()}, Path(sys.argv[1], f"{ddpkit.rank()}.pt"))
+    ddpkit.teardown()

@@ -3,12 +3,12 @@
 import os
 from pathlib import Path
 
-from engine.ranks import process
+from ddpkit.ranks import process
 
 process.install_handlers()
 import torch  # noqa: E402
 
-from engine.ranks import distributed, failures  # noqa: E402
+from ddpkit.ranks import distributed, failures  # noqa: E402
 
 
 def sockets(pid: int) -> set[str]:

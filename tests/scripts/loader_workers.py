@@ -6,7 +6,7 @@ import sys
 import time
 
 sys.path.insert(0, os.getcwd())
-from engine.ranks import process
+from ddpkit.ranks import process
 
 
 def work(number: int, ready: multiprocessing.Queue) -> None:

@@ -7,7 +7,7 @@ import threading
 import torch
 import torch.distributed as dist
 
-from engine.ranks import distributed
+from ddpkit.ranks import distributed
 
 distributed.teardown = lambda: None
 runpy.run_path("main.py", run_name="__main__")

@@ -1,11 +1,11 @@
 """Takes the place of main.py where only the start is tried: the ranks meet and are counted."""
 
-from engine.ranks import process
+from ddpkit.ranks import process
 
 process.install_handlers()
 import torch  # noqa: E402
 
-from engine.ranks import distributed, failures  # noqa: E402
+from ddpkit.ranks import distributed, failures  # noqa: E402
 
 with failures.one_line_errors():
     distributed.setup()

@@ -6,27 +6,27 @@ import sys
 from torch.utils.data import DataLoader, Subset
 
 import dataset
-import engine
+import ddpkit
 import main
 import model
-from engine.data import samples
+from ddpkit.data import samples
 from flags import parse_args
 
 args = parse_args(["--data", sys.argv[1], "--image-size", "32"])
 args.amp = "off"
-engine.setup(args.seed)
+ddpkit.setup(args.seed)
 _, val, classes = dataset.build_datasets(args)
 samples.seed(1)
 net = model.build_model(args, classes)
-criterion = engine.criterion(model.build_criterion(args, val, classes))
+criterion = ddpkit.criterion(model.build_criterion(args, val, classes))
 for size in (1, 5, 53):
     part = Subset(val, list(range(0, 53, 53 // size))[:size])
     loader = DataLoader(
-        engine.Seeded(part, classes, args.seed),
-        batch_sampler=engine.ValSampler(part, 2),
-        collate_fn=engine.Collate(),
+        ddpkit.Seeded(part, classes, args.seed),
+        batch_sampler=ddpkit.ValSampler(part, 2),
+        collate_fn=ddpkit.Collate(),
     )
     metrics = model.build_metrics(classes)
     found, (confusion, worst) = main.evaluate(net, loader, criterion, metrics, args)
-    engine.say(json.dumps([found, confusion.tolist(), worst]))
-engine.teardown()
+    ddpkit.say(json.dumps([found, confusion.tolist(), worst]))
+ddpkit.teardown()

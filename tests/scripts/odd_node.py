@@ -12,8 +12,8 @@ from pathlib import Path
 
 import preflight
 
-import engine
-from engine.check import preflight as table
+import ddpkit
+from ddpkit.check import preflight as table
 
 whats, folder, *flags = sys.argv[1:]
 rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -41,4 +41,4 @@ for what in whats.split(",") if rank == ranks - 1 else ():
     elif what == "hangs":
         table.list_data = lambda _: time.sleep(60)
 sys.argv[1:] = flags
-engine.start(preflight.main)
+ddpkit.start(preflight.main)

@@ -6,7 +6,7 @@ import signal
 
 import torch
 
-from engine.data import loading
+from ddpkit.data import loading
 
 normalize, batches = loading.normalize, []
 

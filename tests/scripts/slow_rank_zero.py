@@ -2,7 +2,7 @@
 
 import time
 
-from engine.ranks import distributed
+from ddpkit.ranks import distributed
 
 distributed.setup(timeout=3)
 for seconds in (4, 0):

@@ -3,7 +3,7 @@
 from torch import nn
 from torch._dynamo.utils import counters
 
-import engine
+import ddpkit
 import main
 
 
@@ -13,5 +13,5 @@ def build_model(args: object, classes: list[str], *_: object) -> nn.Module:
 
 
 main.build_model = build_model
-engine.start(main.main)
+ddpkit.start(main.main)
 print(f"compiled {counters['stats']['unique_graphs']} graph(s)")

@@ -9,13 +9,13 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import dataset
-import engine
+import ddpkit
 import main
 import model
 from flags import parse_args
 
 data, task, classes = sys.argv[1], sys.argv[2], int(sys.argv[3])
-engine.setup(seed=1)
+ddpkit.setup(seed=1)
 head = [nn.AdaptiveAvgPool2d(1), nn.Flatten()] if task == "classification" else []
 net = nn.Sequential(nn.Conv2d(3, 8, 5, padding=2), nn.Tanh(), nn.Conv2d(8, classes, 1), *head)
 net[2].weight.data *= 8
@@ -27,13 +27,13 @@ for words in LOSSES[task]:
     found = []
     for size in (1, 3, 9):
         loader: DataLoader = DataLoader(
-            engine.Seeded(val, names, args.seed),
-            batch_sampler=engine.ValSampler(val, size),
-            collate_fn=engine.Collate(),
+            ddpkit.Seeded(val, names, args.seed),
+            batch_sampler=ddpkit.ValSampler(val, size),
+            collate_fn=ddpkit.Collate(),
         )
-        criterion = engine.criterion(model.build_criterion(args, train, names))
+        criterion = ddpkit.criterion(model.build_criterion(args, train, names))
         metrics = model.build_metrics(names)
         with torch.inference_mode():
             found.append(main.evaluate(net, loader, criterion, metrics, args)[0]["val_loss"])
-    engine.say(json.dumps([*flags, found]))
-engine.teardown()
+    ddpkit.say(json.dumps([*flags, found]))
+ddpkit.teardown()

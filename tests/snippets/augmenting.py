@@ -12,12 +12,12 @@ from torch import Tensor, nn
 from torchvision.transforms import RandomResizedCrop
 
 import dataset
-import engine
+import ddpkit
 import main
-from engine.data import samples
-from engine.data.images import LazyImage
-from engine.errors import UserError
-from engine.run import checkpoint
+from ddpkit.data import samples
+from ddpkit.data.images import LazyImage
+from ddpkit.errors import UserError
+from ddpkit.run import checkpoint
 from model import build_model
 
 
@@ -84,7 +84,7 @@ def masks_that_follow() -> list[dict]:
 
 def pickled(data: str) -> None:
     """As workers that are not forked get the data set."""
-    engine.setup(seed=0)
+    ddpkit.setup(seed=0)
     args = Namespace(data=Path(data), image_size=32, augment=",".join(names()))
     train_set, _, _ = dataset.build_datasets(args)
     copy = pickle.loads(pickle.dumps(train_set))
@@ -142,7 +142,7 @@ def gradient(data: str, folder: str, *words: object) -> float:
 
         def kept(*args: object) -> tuple[Tensor, Tensor]:
             batch = transform(*args)
-            torch.save(batch, f"{folder}/rank{engine.rank()}.pt")
+            torch.save(batch, f"{folder}/rank{ddpkit.rank()}.pt")
             return batch
 
         dataset.transform_batch = kept

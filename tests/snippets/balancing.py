@@ -9,9 +9,9 @@ from digest import digest
 from forked import run
 from torch.utils.data import DataLoader
 
-import engine
-from engine.data import class_counts
-from engine.ranks import distributed
+import ddpkit
+from ddpkit.data import class_counts
+from ddpkit.ranks import distributed
 from snippets.data import build
 from snippets.resume import killed_after
 
@@ -37,14 +37,14 @@ def checksums(data: str) -> list:
         for rank in range(ranks):
             distributed.rank = lambda rank=rank: rank
             shape, options = (batch_size, accumulate, 3), {"balanced": True, "classes": classes}
-            sampler = engine.TrainSampler(numbered, *shape, **options)
+            sampler = ddpkit.TrainSampler(numbered, *shape, **options)
             sampler.set_epoch(1, 8)
             loader = DataLoader(
-                engine.Seeded(numbered, classes, 3),
+                ddpkit.Seeded(numbered, classes, 3),
                 batch_size,
                 sampler=sampler,
-                collate_fn=engine.Collate(),
-                **engine.workers(workers, torch.device("cpu")),
+                collate_fn=ddpkit.Collate(),
+                **ddpkit.workers(workers, torch.device("cpu")),
             )
             for i, batch in enumerate(loader):
                 for image, _, index in zip(*batch, strict=True):

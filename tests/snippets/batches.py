@@ -11,9 +11,9 @@ import torch
 from torch.utils.data import DataLoader
 
 import dataset
-import engine
-from engine.data import samples
-from engine.ranks import distributed
+import ddpkit
+from ddpkit.data import samples
+from ddpkit.ranks import distributed
 
 
 class Noisy(torch.utils.data.Dataset):
@@ -35,7 +35,7 @@ def checksums(data: str, names: Sequence[str] = ()) -> dict:
 
     names: of --augment.
     """
-    device = engine.setup(seed=0)
+    device = ddpkit.setup(seed=0)
     args = Namespace(data=Path(data), image_size=32, augment=",".join(names))
     train_set, _, classes = dataset.build_datasets(args)
 
@@ -44,13 +44,13 @@ def checksums(data: str, names: Sequence[str] = ()) -> dict:
         found: list[dict] = [{}, {}]
         for rank in range(ranks):
             distributed.rank = lambda rank=rank: rank
-            sampler = engine.TrainSampler(train_set, batch_size, accumulate, seed=3)
+            sampler = ddpkit.TrainSampler(train_set, batch_size, accumulate, seed=3)
             loader = DataLoader(
-                engine.Seeded(Noisy(train_set), classes, seed=3),
+                ddpkit.Seeded(Noisy(train_set), classes, seed=3),
                 batch_size,
                 sampler=sampler,
-                collate_fn=engine.Collate(),
-                **engine.workers(workers, device),
+                collate_fn=ddpkit.Collate(),
+                **ddpkit.workers(workers, device),
             )
             for epoch in range(2):
                 sampler.set_epoch(epoch)

@@ -1,4 +1,4 @@
-"""Checkpoints as engine/run/checkpoint.py writes, keeps and reads them."""
+"""Checkpoints as ddpkit/run/checkpoint.py writes, keeps and reads them."""
 
 import os
 import random
@@ -10,11 +10,11 @@ import torch
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader
 
-import engine
-from engine.errors import UserError
-from engine.ranks import protocol
-from engine.run import checkpoint
-from engine.run.folder import KEYS, Folder
+import ddpkit
+from ddpkit.errors import UserError
+from ddpkit.ranks import protocol
+from ddpkit.run import checkpoint
+from ddpkit.run.folder import KEYS, Folder
 
 
 def save(folder: Path, epoch: int, is_best: bool = False) -> None:
@@ -138,21 +138,21 @@ def damaged(where: str) -> dict:
 
 def more_parts(where: str) -> list:
     """Whether an average of the weights, and a scaler, come back as they were."""
-    engine.setup(seed=0)
+    ddpkit.setup(seed=0)
     samples = [(torch.zeros(3, 8, 8, dtype=torch.uint8), 0)] * 9
-    seeded, folder = engine.Seeded(samples, 1, seed=0), engine.Folder(where)
+    seeded, folder = ddpkit.Seeded(samples, 1, seed=0), ddpkit.Folder(where)
     loaders = (
-        DataLoader(seeded, 1, sampler=engine.TrainSampler(samples, 1, 1, seed=0)),
-        DataLoader(seeded, batch_sampler=engine.ValSampler(samples, 1)),
+        DataLoader(seeded, 1, sampler=ddpkit.TrainSampler(samples, 1, 1, seed=0)),
+        DataLoader(seeded, batch_sampler=ddpkit.ValSampler(samples, 1)),
     )
 
-    def made() -> engine.Run:
+    def made() -> ddpkit.Run:
         net = torch.nn.Linear(3, 2)
         optimizer = torch.optim.SGD(net.parameters(), 0.1)
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1)
         more = {"ema": AveragedModel(net), "scaler": torch.amp.GradScaler("cpu", init_scale=64.0)}
         parts = {"model": net, "optimizer": optimizer, "scheduler": scheduler, **more}
-        return engine.Run(folder, *loaders, ["a"], epochs=1, best="top1", **parts)
+        return ddpkit.Run(folder, *loaders, ["a"], epochs=1, best="top1", **parts)
 
     first = made()
     for part in first.parts["ema"].parameters():

@@ -12,11 +12,11 @@ from ports import free_port
 from torch import Tensor, nn
 from torch.nn import functional
 
-import engine
+import ddpkit
 import main
 import model
-from engine.ranks import distributed, replicas
-from engine.run import metrics
+from ddpkit.ranks import distributed, replicas
+from ddpkit.run import metrics
 from flags import parse_args
 
 WEIGHTED = ("--class-weights", "0.2,1,5")
@@ -126,7 +126,7 @@ def train(words: tuple, passes: int, is_soft: bool, kind: str) -> list[Tensor]:
     optimizer = Keep([weight for weight in net.parameters() if weight.requires_grad])
     # As in fp16: it is applied to the loss and taken off again before the step.
     scaler = torch.amp.GradScaler("cpu", init_scale=64.0, enabled=kind == "scaled")
-    chosen = engine.criterion(means if kind == "means" else criterion)
+    chosen = ddpkit.criterion(means if kind == "means" else criterion)
     scheduler, ddp_model = SimpleNamespace(step=lambda: None), replicas.wrap(net, DEVICE)
     parts = ddp_model, chosen, optimizer, scheduler, scaler
     main.train_one_epoch(Run(mine), *parts, None, args)
@@ -186,7 +186,7 @@ def refusals() -> list[str]:
     for text in ("mse", "ce+", "0*ce", "nan*ce", "ce+2dice", "", ".*ce"):
         try:
             said.append(f"built: {build('--loss', text)}")
-        except engine.UserError as error:
+        except ddpkit.UserError as error:
             said.append(str(error))
     return said
 

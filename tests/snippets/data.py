@@ -6,8 +6,8 @@ from pathlib import Path
 
 import dataset
 import demo_set
-from engine.errors import UserError
-from engine.ranks import distributed
+from ddpkit.errors import UserError
+from ddpkit.ranks import distributed
 from flags import parse_args
 
 

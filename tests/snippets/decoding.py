@@ -4,9 +4,9 @@ import torch
 from torchvision.io import ImageReadMode, decode_jpeg, read_file
 from torchvision.transforms.v2 import functional as F
 
-from engine.data import images
-from engine.data.format import Format
-from engine.errors import UserError
+from ddpkit.data import images
+from ddpkit.data.format import Format
+from ddpkit.errors import UserError
 
 BOXES = (  # with the size of the result: whole; a part as it is; shrunk by less and more than 2
     *((None, None), ((13, 7, 101, 93), None), ((33, 51, 177, 123), (100, 90))),

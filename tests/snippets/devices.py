@@ -5,7 +5,7 @@ from pathlib import Path
 
 from forked import run
 
-from engine.ranks import devices
+from ddpkit.ranks import devices
 
 
 def claimed(folder: str, *names: str) -> list:

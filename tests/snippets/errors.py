@@ -10,9 +10,9 @@ import torch.distributed as dist
 from forked import Patch, run
 from torch import Tensor, nn
 
-from engine.ranks import distributed, protocol, replicas
-from engine.ranks.failures import _of_torch
-from engine.run.loop import Run
+from ddpkit.ranks import distributed, protocol, replicas
+from ddpkit.ranks.failures import _of_torch
+from ddpkit.run.loop import Run
 from snippets.faulty import Runs, after_step
 
 DEVICE = torch.device("cpu")

@@ -6,7 +6,7 @@ from argparse import Namespace
 import torch
 
 import dataset
-import engine
+import ddpkit
 import flags
 import main
 import model
@@ -18,7 +18,7 @@ def plain_loop(checkpoint: str, data: str) -> dict:
     """The mean loss, and each guess with its truth."""
     state = torch.load(checkpoint, weights_only=True)
     args = flags.parse_args(["--data", data], state["args"])
-    engine.setup(seed=0)
+    ddpkit.setup(seed=0)
     _, val, classes = dataset.build_datasets(args)
     net = model.build_model(args, classes)
     net.load_state_dict(state["model"])

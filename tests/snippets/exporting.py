@@ -7,8 +7,8 @@ import onnxruntime
 import torch
 
 import model
-from engine.data import loading
-from engine.run import checkpoint
+from ddpkit.data import loading
+from ddpkit.run import checkpoint
 from flags import parse_args
 
 

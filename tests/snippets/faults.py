@@ -16,14 +16,14 @@ from digest import digest
 from forked import Patch, wait
 
 import model
-from engine.data import folders
-from engine.data.loading import Collate
-from engine.errors import UserError
-from engine.ranks import distributed, protocol, stopping
-from engine.run import checkpoint
-from engine.run.folder import Folder
-from engine.run.loop import Run
-from engine.run.reporting import Reporter
+from ddpkit.data import folders
+from ddpkit.data.loading import Collate
+from ddpkit.errors import UserError
+from ddpkit.ranks import distributed, protocol, stopping
+from ddpkit.run import checkpoint
+from ddpkit.run.folder import Folder
+from ddpkit.run.loop import Run
+from ddpkit.run.reporting import Reporter
 from snippets.faulty import Runs, after_step, wait_for
 
 

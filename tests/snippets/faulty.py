@@ -7,7 +7,7 @@ from pathlib import Path
 
 from forked import Patch, start, wait
 
-from engine.run.loop import Run
+from ddpkit.run.loop import Run
 
 
 def after_step(

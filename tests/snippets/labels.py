@@ -10,8 +10,8 @@ import numpy as np
 from forked import run
 from PIL import Image
 
-from engine.data import folders, masks
-from engine.errors import UserError
+from ddpkit.data import folders, masks
+from ddpkit.errors import UserError
 from snippets.data import build
 
 

@@ -5,11 +5,11 @@ from argparse import Namespace
 
 import torch
 
-import engine
+import ddpkit
 import main
 import model
-from engine.data import folders
-from engine.data.format import Format
+from ddpkit.data import folders
+from ddpkit.data.format import Format
 
 
 def status(name: str, file: str = "/proc/self/status") -> int:
@@ -23,7 +23,7 @@ class Loader(list):
 
 def of_deterministic_metrics() -> int:
     """What the peak grows by while two pictures of 256 x 256 are evaluated for 21 classes."""
-    engine.setup(seed=0, deterministic=True)
+    ddpkit.setup(seed=0, deterministic=True)
     args = Namespace(tile=0, amp="off", loss="ce", label_smoothing=0.0, class_weights=None)
     shapes = ((3,), ())
     images, targets = (torch.zeros(2, *shape, 256, 256, dtype=torch.uint8) for shape in shapes)
@@ -32,7 +32,7 @@ def of_deterministic_metrics() -> int:
     with open("/proc/self/clear_refs", "w") as file:
         file.write("5")  # the peak begins anew
     before = status("VmHWM")
-    criterion = engine.criterion(model.build_criterion(args, [], classes))
+    criterion = ddpkit.criterion(model.build_criterion(args, [], classes))
     main.evaluate(torch.nn.Conv2d(3, 21, 1), Loader([(images, targets)]), criterion, metrics, args)
     assert torch.are_deterministic_algorithms_enabled()
     assert torch.is_deterministic_algorithms_warn_only_enabled()

@@ -7,8 +7,8 @@ from matplotlib.figure import Figure
 
 import dataset
 import model
-from engine.ranks import distributed
-from engine.run import metrics
+from ddpkit.ranks import distributed
+from ddpkit.run import metrics
 
 
 def shared_counts() -> dict:

@@ -8,11 +8,11 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 import dataset
-import engine
+import ddpkit
 import main
 import model
 import recipe
-from engine.data import loading
+from ddpkit.data import loading
 from flags import parse_args
 from snippets.criteria import DEVICE, Run
 
@@ -27,7 +27,7 @@ class Step(Run):
 
 def first_steps(data: str, *networks: str) -> list[dict]:
     """What becomes of networks, given by their flags, one after another."""
-    engine.setup(seed=0)
+    ddpkit.setup(seed=0)
     return [train(data, words.split()) for words in networks]
 
 
@@ -36,17 +36,17 @@ def train(data: str, words: list[str]) -> dict:
     args = parse_args([*words, "--optimizer", "sgd", "--lr", "0.001"])
     train_set, _, classes = dataset.build_datasets(args)
     loader: DataLoader = DataLoader(
-        engine.Seeded(train_set, classes, args.seed),
+        ddpkit.Seeded(train_set, classes, args.seed),
         args.batch_size,
-        sampler=engine.TrainSampler(train_set, args.batch_size, 1, args.seed),
-        collate_fn=engine.Collate(),
+        sampler=ddpkit.TrainSampler(train_set, args.batch_size, 1, args.seed),
+        collate_fn=ddpkit.Collate(),
     )
     net = model.build_model(args, classes)
     before = {name: weight.detach().clone() for name, weight in net.named_parameters()}
     optimizer = recipe.build_optimizer(net, args)
     parts = (
-        engine.wrap(net, DEVICE),
-        engine.criterion(model.build_criterion(args, train_set, classes)),
+        ddpkit.wrap(net, DEVICE),
+        ddpkit.criterion(model.build_criterion(args, train_set, classes)),
         optimizer,
         recipe.build_scheduler(optimizer, args, 2),
         torch.amp.GradScaler("cpu", enabled=False),

@@ -6,8 +6,8 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from engine.errors import UserError
-from engine.ranks import meeting
+from ddpkit.errors import UserError
+from ddpkit.ranks import meeting
 
 
 def come(store: dist.Store, rank: int, count: int, seconds: float) -> str:

@@ -11,7 +11,7 @@ from torchmetrics import MetricCollection
 import dataset
 import model
 from dataset import draw_example
-from engine.run import flags
+from ddpkit.run import flags
 from model import build_criterion, build_metrics, build_model
 
 

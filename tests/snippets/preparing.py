@@ -5,8 +5,8 @@ import signal
 from collections.abc import Iterator
 
 import prepare_data
-from engine.data import prepared
-from engine.ranks.failures import one_line_errors
+from ddpkit.data import prepared
+from ddpkit.ranks.failures import one_line_errors
 from snippets.data import build
 
 

@@ -9,9 +9,9 @@ from unittest.mock import Mock
 import torch.distributed as dist
 from forked import fork, run, wait
 
-import engine
+import ddpkit
 import main
-from engine.ranks import distributed, stopping
+from ddpkit.ranks import distributed, stopping
 from snippets.faulty import after_step
 
 
@@ -21,7 +21,7 @@ def local_rank(flag: str, given: str | None) -> int:
     if given:
         os.environ["LOCAL_RANK"] = given
     main.parse_args([flag])
-    engine.setup(seed=0)
+    ddpkit.setup(seed=0)
     return distributed.local_rank()
 
 

@@ -6,9 +6,9 @@ import torch
 from torch import nn
 
 import recipe
-from engine.errors import UserError
-from engine.ranks import distributed
-from engine.run import checkpoint
+from ddpkit.errors import UserError
+from ddpkit.ranks import distributed
+from ddpkit.run import checkpoint
 from flags import parse_args
 from snippets.resume import Runs
 

@@ -19,12 +19,12 @@ from torch.utils._pytree import tree_leaves
 import dataset
 import main
 import model
-from engine import replay
-from engine.data import samples
-from engine.run import loop, pictures, reporting
-from engine.run.loop import Run
+from ddpkit import replay
+from ddpkit.data import samples
+from ddpkit.run import loop, pictures, reporting
+from ddpkit.run.loop import Run
 
-REPLAY = "engine/replay.py"
+REPLAY = "ddpkit/replay.py"
 
 
 def checksum(value: object) -> str:
@@ -194,7 +194,7 @@ def no_number(data: str, folder: str, *words: object) -> dict:
         *begin, step, folder_flag, at, _, _ = shlex.split(
             re.search(r"\./launch\.sh .*", said[-1])[0]
         )
-        assert begin == ["./launch.sh", "-m", "engine.replay"]
+        assert begin == ["./launch.sh", "-m", "ddpkit.replay"]
         patch, output = recorded(f"{folder}/{name}", bad), f"{folder}/{name}.said"
         assert 2 in run(2, step, folder_flag, at, script=REPLAY, patch=patch, output=output)
         said.append(Path(f"{output}.err").read_text())

@@ -10,11 +10,11 @@ import torch
 from digest import digest
 from forked import nothing, run
 
-import engine
-from engine import files
-from engine.data import samples
-from engine.ranks import process, replicas
-from engine.run.loop import Run
+import ddpkit
+from ddpkit import files
+from ddpkit.data import samples
+from ddpkit.ranks import process, replicas
+from ddpkit.run.loop import Run
 
 Patch = Callable[[], object]
 
@@ -105,7 +105,7 @@ def on_fewer_ranks(data: str, folder: str, *words: object) -> str:
             assert len(passes) % 2 == 0, len(passes)
             end_step(self)
 
-        engine.wrap, Run.end_step = counting, checked
+        ddpkit.wrap, Run.end_step = counting, checked
 
     flags = ["--data", data, "--output-dir", f"{folder}/run", *words, "--save-every", 2]
     killed = run(2, *flags, "--batch-size", 4, patch=killed_after(8), draws=False)

@@ -17,12 +17,12 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader, TensorDataset
 
-import engine
+import ddpkit
 import main
 import model
 import recipe
-from engine.run import loop as loops
-from engine.run.loop import Run
+from ddpkit.run import loop as loops
+from ddpkit.run.loop import Run
 from flags import parse_args
 
 
@@ -148,26 +148,26 @@ def operations_of(loop: Callable[[int], object], steps: int) -> int:
 def more_than_bare(folder: str, *words: str) -> list[float]:
     """Operations and calls of a step of train_one_epoch, less those of a bare loop."""
     args = parse_args(["--data", folder, "--amp", "off", *words])
-    device, classes = engine.setup(0), ["a", "b", "c"]
+    device, classes = ddpkit.setup(0), ["a", "b", "c"]
     is_dense = "encoder" in args  # segmentation
     images = torch.randint(256, (8, 3, 1, 1), dtype=torch.uint8)
     targets = torch.randint(3, (8, 1, 1) if is_dense else (8,))
     samples = TensorDataset(images[:1].expand(10**6, 3, 1, 1), torch.zeros(10**6, dtype=int))
-    criterion = engine.criterion(model.build_criterion(args, samples, classes))
+    criterion = ddpkit.criterion(model.build_criterion(args, samples, classes))
 
     def parts() -> tuple[nn.Module, nn.Module, torch.optim.Optimizer]:
         head = [nn.Conv2d(3, 3, 1)] + ([] if is_dense else [nn.Flatten()])
         net = nn.Sequential(*(Scale() for _ in range(40)), *head)
-        return net, engine.wrap(net, device), recipe.build_optimizer(net, args)
+        return net, ddpkit.wrap(net, device), recipe.build_optimizer(net, args)
 
     net, ddp_model, optimizer = parts()
-    sampler = engine.TrainSampler(samples, 8, accumulate=1, seed=0)
-    loader = DataLoader(engine.Seeded(samples, classes, 0), 8, sampler=sampler)
+    sampler = ddpkit.TrainSampler(samples, 8, accumulate=1, seed=0)
+    loader = DataLoader(ddpkit.Seeded(samples, classes, 0), 8, sampler=sampler)
     own = {"optimizer": optimizer, "scheduler": recipe.build_scheduler(optimizer, args, 10**6)}
     own |= {"scaler": torch.amp.GradScaler("cpu", enabled=False)}
     Path(folder).mkdir()
-    place = engine.Folder(folder), loader, loader, classes
-    run = engine.Run(*place, model=net, **own, epochs=1, best="top1", flags=vars(args))
+    place = ddpkit.Folder(folder), loader, loader, classes
+    run = ddpkit.Run(*place, model=net, **own, epochs=1, best="top1", flags=vars(args))
 
     def ours(steps: int) -> None:
         run.seen = 0
@@ -194,5 +194,5 @@ def more_than_bare(folder: str, *words: str) -> list[float]:
                 loop(3)
                 each.append((measure(loop, 13) - measure(loop, 3)) / 10)
             found += [each[0] - each[1]]
-    engine.teardown()
+    ddpkit.teardown()
     return found

@@ -9,7 +9,7 @@ from torch import nn
 
 import dataset
 import model
-from engine.run import metrics, sharded
+from ddpkit.run import metrics, sharded
 from snippets.resume import killed_after
 
 

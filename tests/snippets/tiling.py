@@ -15,9 +15,9 @@ from torch import Tensor
 import demo_set
 import model as task
 import predict
-from engine.data import loading
-from engine.ranks import failures
-from engine.run import checkpoint, machine
+from ddpkit.data import loading
+from ddpkit.ranks import failures
+from ddpkit.run import checkpoint, machine
 from flags import parse_args
 from snippets.memory import status
 

@@ -9,7 +9,7 @@ import torch
 import torchvision
 from forked import run, start, wait
 
-from engine.run import pretrained
+from ddpkit.run import pretrained
 
 
 def publish(folder: str, encoder: str | None) -> str:

@@ -11,9 +11,9 @@ from unittest.mock import MagicMock, patch
 import torch
 from torch import Tensor, nn
 
-import engine
-from engine.data import loading
-from engine.ranks import distributed
+import ddpkit
+from ddpkit.data import loading
+from ddpkit.ranks import distributed
 
 CPU, META = torch.device("cpu"), torch.device("meta")
 STEPS = 2
@@ -46,7 +46,7 @@ def reading(main: Callable[[], object], root: Path) -> str:
     try:
         with ExitStack() as stack:
             for name, value in stand_ins.items():
-                stack.enter_context(patch.object(engine, name, value))
+                stack.enter_context(patch.object(ddpkit, name, value))
             for name in ("__repr__", "__format__"):  # which would read values if there were some
                 stack.enter_context(patch.object(Tensor, name, refusing(getattr(Tensor, name))))
             main()

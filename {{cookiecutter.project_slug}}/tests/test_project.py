@@ -11,13 +11,13 @@ import torch
 from torch.utils.data import DataLoader
 
 import demo_set
-import engine
+import ddpkit
 import main
 import meta
 import predict
 import recipe
 from dataset import AUGMENTATIONS, build_datasets
-from engine.ranks.process import is_debugged
+from ddpkit.ranks.process import is_debugged
 from flags import parse_args
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -29,7 +29,7 @@ os.environ["CUDA_VISIBLE_DEVICES"] = ""  # of this process and of those that it 
 def launch(ranks: int, *flags: object) -> str:
     command: list[object] = [ROOT / "launch.sh", "--workers", 1]
     if is_debugged():  # the debugger does not follow bash; there is no time-out at a breakpoint
-        command = [sys.executable, ROOT / "engine/ranks/launcher.py", ROOT / "main.py"]
+        command = [sys.executable, ROOT / "ddpkit/ranks/launcher.py", ROOT / "main.py"]
     env = {**os.environ, "NPROC": str(ranks), "PYTHON": sys.executable}
     words = [str(word) for word in (*command, *flags)]
     seconds = None if is_debugged() else 300
@@ -63,15 +63,15 @@ def test_a_resumed_run_ends_with_the_same_bits(run: Path, data: Path, tmp_path: 
 
 def test_loader_workers_change_no_sample(data: Path) -> None:
     """Augmentation that keeps a generator of its own from sample to sample fails here."""
-    device, batches = engine.setup(0), []
+    device, batches = ddpkit.setup(0), []
     args = parse_args([*FLAGS, str(data), "--augment", ",".join(AUGMENTATIONS)])
     train_set, _, classes = build_datasets(args)
     for workers in (0, 2):
-        options = {"collate_fn": engine.Collate(), **engine.workers(workers, device)}
-        sampler = engine.TrainSampler(train_set, 4, 1, args.seed)
-        samples = engine.Seeded(train_set, classes, args.seed)
+        options = {"collate_fn": ddpkit.Collate(), **ddpkit.workers(workers, device)}
+        sampler = ddpkit.TrainSampler(train_set, 4, 1, args.seed)
+        samples = ddpkit.Seeded(train_set, classes, args.seed)
         batches.append(list(DataLoader(samples, 4, sampler=sampler, **options)))
-    engine.teardown()
+    ddpkit.teardown()
     parts, others = ([part for batch in each for part in batch] for each in batches)
     assert all(map(torch.equal, parts, others)), "make generators in __getitem__: README.md"
 

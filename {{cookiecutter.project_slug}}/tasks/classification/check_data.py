@@ -10,14 +10,14 @@ at 0. Folders that training refuses are told in one line, with status 2.
 
 from collections.abc import Sequence
 
-import engine
+import ddpkit
 
 if __name__ == "__main__":  # before torch, whose import takes seconds
-    engine.prepare()
+    ddpkit.prepare()
 
-from engine.check import survey
-from engine.data import folders
-from engine.data.format import read_format
+from ddpkit.check import survey
+from ddpkit.data import folders
+from ddpkit.data.format import read_format
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -30,4 +30,4 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    engine.start(main)
+    ddpkit.start(main)

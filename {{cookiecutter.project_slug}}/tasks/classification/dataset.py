@@ -12,7 +12,7 @@ from torchvision.transforms import v2
 from torchvision.transforms.v2 import InterpolationMode as Mode
 
 import demo_set
-import engine
+import ddpkit
 
 SHORT_SIDE = 256  # pixels; of what prepare_data.py stores, unless --short-side says otherwise
 AUGMENTATIONS = {  # the names that --augment takes; add yours
@@ -28,7 +28,7 @@ OF_COLORS = {"trivial", "rand", "color", "grey"}  # those that take 1 or 3 chann
 
 
 def train_transform(
-    image: engine.LazyImage, size: int, augment: v2.Transform | None = None
+    image: ddpkit.LazyImage, size: int, augment: v2.Transform | None = None
 ) -> Tensor:
     """Augment: an image of any size -> uint8 (3, size, size). Edit it here.
 
@@ -41,14 +41,14 @@ def train_transform(
     return augment(pixels) if augment else pixels
 
 
-def val_transform(image: engine.LazyImage, size: int) -> Tensor:
+def val_transform(image: ddpkit.LazyImage, size: int) -> Tensor:
     """Return the middle of the image, uint8 (3, size, size), for validation and predict.py."""
     side = round(0.875 * min(image.height, image.width))
     box = ((image.height - side) // 2, (image.width - side) // 2, side, side)
     return image.read(box, (size, size))
 
 
-class ImageDataset(engine.ImageFiles):
+class ImageDataset(ddpkit.ImageFiles):
     """Images with their class numbers. A sample is (uint8 (3, size, size), int).
 
     With "channels" in data.json the image is float32 (channels, size, size), normalised.
@@ -65,9 +65,9 @@ def build_datasets(args: Namespace) -> tuple[ImageDataset, ImageDataset, Sequenc
     Any map-style data set of (image, label) will do, such as torchvision's CIFAR10, which has
     `classes`: images uint8, normalised on the device, or floats, taken as they are.
     """
-    with engine.rank_zero_first():  # the other ranks find it drawn
+    with ddpkit.rank_zero_first():  # the other ranks find it drawn
         data = args.data or demo_set.draw()
-    train, val, classes = engine.find_classes(data)
+    train, val, classes = ddpkit.find_classes(data)
     augment = build_augment(args.augment, train.format.channels)
     crop = functools.partial(train_transform, size=args.image_size, augment=augment)
     middle = functools.partial(val_transform, size=args.image_size)
@@ -78,9 +78,9 @@ def build_augment(text: str, channels: int | None) -> v2.Transform | None:
     """Return what applies the AUGMENTATIONS that `text` names, in that order; None if it is ""."""
     names = [name for name in text.split(",") if name]
     if unknown := [name for name in names if name not in AUGMENTATIONS]:
-        raise engine.UserError(f"--augment {unknown[0]}: is none of {', '.join(AUGMENTATIONS)}")
+        raise ddpkit.UserError(f"--augment {unknown[0]}: is none of {', '.join(AUGMENTATIONS)}")
     if channels not in (None, 1, 3) and (refused := OF_COLORS.intersection(names)):
-        raise engine.UserError(f"--augment {min(refused)}: takes 1 or 3 channels, not {channels}")
+        raise ddpkit.UserError(f"--augment {min(refused)}: takes 1 or 3 channels, not {channels}")
     return v2.Compose([AUGMENTATIONS[name] for name in names]) if names else None
 
 

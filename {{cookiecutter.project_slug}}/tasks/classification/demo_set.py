@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-import engine
+import ddpkit
 
 FOLDER = Path(__file__).resolve().parent / "data" / "demo"
 SIDE = 80  # pixels; every image is SIDE x SIDE, RGB
@@ -25,7 +25,7 @@ def draw(folder: Path = FOLDER, train: int = 1680, val: int = 360) -> Path:
     """
     if folder.is_dir():
         return folder
-    with engine.filling(folder) as partial:
+    with ddpkit.filling(folder) as partial:
         print(f"drawing the demo set in {os.path.relpath(folder)} ...", flush=True)
         for part, count in ("train", train), ("val", val):
             for number in range(count):

@@ -10,7 +10,7 @@ from torch.utils.data import Dataset
 from torchmetrics import Metric, MetricCollection
 from torchmetrics.classification import MulticlassAccuracy, MulticlassConfusionMatrix
 
-import engine
+import ddpkit
 
 BEST = "top1"  # the metric, higher is better, that decides which weights are kept as best.pt
 STRIDE = None  # of images' sides, if the network takes any multiples of it; None: --image-size
@@ -24,7 +24,7 @@ def build_model(
     weights: --weights, to start from; None: none, because those of a checkpoint follow.
     """
     if args.arch not in (names := torchvision.models.list_models(module=torchvision.models)):
-        raise engine.UserError(f"--arch {args.arch}: torchvision has {', '.join(names)}")
+        raise ddpkit.UserError(f"--arch {args.arch}: torchvision has {', '.join(names)}")
     # What some networks need; auxiliary heads are off, as they need a loss of their own.
     no_head = {"aux_logits": False, "init_weights": True, "transform_input": channels == 3}
     special: dict[str, dict[str, Any]] = {
@@ -38,9 +38,9 @@ def build_model(
     def build() -> nn.Module:
         return torchvision.models.get_model(args.arch, num_classes=len(classes), **options)
 
-    model = engine.fit_input(build, args.image_size, channels)
+    model = ddpkit.fit_input(build, args.image_size, channels)
     if weights:
-        engine.load_weights(model, weights, args.arch)
+        ddpkit.load_weights(model, weights, args.arch)
     return model
 
 
@@ -81,7 +81,7 @@ class CrossEntropy(nn.Module):
 
 
 def build_criterion(args: Namespace, train_set: Dataset, classes: Sequence[str]) -> nn.Module:
-    weights = engine.class_weights(args.class_weights, train_set, classes)
+    weights = ddpkit.class_weights(args.class_weights, train_set, classes)
     return CrossEntropy(weights, args.label_smoothing)
 
 

@@ -9,10 +9,10 @@ import functools
 from collections.abc import Sequence
 from pathlib import Path
 
-import engine
+import ddpkit
 
 if __name__ == "__main__":  # before torch, whose import takes seconds
-    engine.prepare()
+    ddpkit.prepare()
 
 import torch
 
@@ -24,12 +24,12 @@ BEST = Path(__file__).resolve().parent / "runs/default/best.pt"
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = engine.Parser(description=__doc__.split("\n")[0])
+    parser = ddpkit.Parser(description=__doc__.split("\n")[0])
     parser.add_argument("inputs", nargs="+", metavar="FILES|FOLDER")
     parser.add_argument("--checkpoint", metavar="FILE", default=BEST)
     parser.add_argument("--output", metavar="DIR", type=Path, default=Path("predictions"))
     given = parser.parse_args(argv)
-    job = engine.Predictor(given.checkpoint, given.inputs, build_model, parse_args)
+    job = ddpkit.Predictor(given.checkpoint, given.inputs, build_model, parse_args)
     args, classes = job.args, job.classes  # with which the network was trained
     columns = ["file", "class", "probability", *(f"probability_{name}" for name in classes)]
     with job.table(given.output / "predictions.csv", columns) as write:
@@ -44,4 +44,4 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    engine.start(main)
+    ddpkit.start(main)

@@ -13,19 +13,19 @@ is told in one line, with status 2.
 from collections.abc import Sequence
 from pathlib import Path
 
-import engine
+import ddpkit
 
 if __name__ == "__main__":  # before torch, whose import takes seconds
-    engine.prepare()
+    ddpkit.prepare()
 
 import numpy as np
 
-from engine.check.survey import Facts, Finding, Survey, finish, look, reason, start
-from engine.data import folders
-from engine.data.folders import Pairs
-from engine.data.format import read_format
-from engine.data.masks import VOID, Labels, explain_values, read_classes, read_mask
-from engine.errors import UserError, shorten
+from ddpkit.check.survey import Facts, Finding, Survey, finish, look, reason, start
+from ddpkit.data import folders
+from ddpkit.data.folders import Pairs
+from ddpkit.data.format import read_format
+from ddpkit.data.masks import VOID, Labels, explain_values, read_classes, read_mask
+from ddpkit.errors import UserError, shorten
 
 
 class Masks(Survey):
@@ -107,4 +107,4 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    engine.start(main)
+    ddpkit.start(main)

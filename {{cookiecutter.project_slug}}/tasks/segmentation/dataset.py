@@ -12,7 +12,7 @@ from torchvision.transforms import v2
 from torchvision.transforms.v2 import InterpolationMode as Mode
 
 import demo_set
-import engine
+import ddpkit
 
 STRIDE = 32  # the networks halve an image five times
 VOID = 255  # the class number that loss and metrics ignore
@@ -29,7 +29,7 @@ OF_COLORS = {"color", "grey"}  # those that take 1 or 3 channels only
 
 
 def train_transform(
-    image: engine.LazyImage, mask: engine.LazyImage, size: int, augment: v2.Transform | None = None
+    image: ddpkit.LazyImage, mask: ddpkit.LazyImage, size: int, augment: v2.Transform | None = None
 ) -> tuple[Tensor, Tensor]:
     """Augment: image and mask of any size -> both of `size` x `size` pixels. Edit it here.
 
@@ -47,7 +47,7 @@ def train_transform(
     return pixels, labels
 
 
-def val_transform(image: engine.LazyImage, mask: engine.LazyImage) -> tuple[Tensor, Tensor]:
+def val_transform(image: ddpkit.LazyImage, mask: ddpkit.LazyImage) -> tuple[Tensor, Tensor]:
     """Return image and mask at their own size, padded to multiples of STRIDE."""
     return pad(image.read(), 0), pad(mask.read(), VOID)
 
@@ -59,7 +59,7 @@ def pad(pixels: Tensor, fill: int) -> Tensor:
     return torch.nn.functional.pad(pixels, edges, value=fill)
 
 
-class SegmentationDataset(engine.MaskFiles):
+class SegmentationDataset(ddpkit.MaskFiles):
     """Images with their masks. A sample is (uint8 (3, H, W), uint8 (H, W)).
 
     With "channels" in data.json the image is float32 (channels, H, W), normalised.
@@ -78,9 +78,9 @@ def build_datasets(
     Any map-style data set of (image, mask) will do, such as one of torchvision's: images uint8,
     normalised on the device, or floats, taken as they are; for validation padded as `pad` does.
     """
-    with engine.rank_zero_first():  # the other ranks find it drawn
+    with ddpkit.rank_zero_first():  # the other ranks find it drawn
         data = args.data or demo_set.draw()
-    train, val, classes = engine.find_masks(data)
+    train, val, classes = ddpkit.find_masks(data)
     augment = build_augment(args.augment, train.format.channels)
     crop = functools.partial(train_transform, size=args.image_size, augment=augment)
     return SegmentationDataset(train, crop), SegmentationDataset(val, val_transform), classes
@@ -90,9 +90,9 @@ def build_augment(text: str, channels: int | None) -> v2.Transform | None:
     """Return what applies the AUGMENTATIONS that `text` names, in that order; None if it is ""."""
     names = [name for name in text.split(",") if name]
     if unknown := [name for name in names if name not in AUGMENTATIONS]:
-        raise engine.UserError(f"--augment {unknown[0]}: is none of {', '.join(AUGMENTATIONS)}")
+        raise ddpkit.UserError(f"--augment {unknown[0]}: is none of {', '.join(AUGMENTATIONS)}")
     if channels not in (None, 1, 3) and (refused := OF_COLORS.intersection(names)):
-        raise engine.UserError(f"--augment {min(refused)}: takes 1 or 3 channels, not {channels}")
+        raise ddpkit.UserError(f"--augment {min(refused)}: takes 1 or 3 channels, not {channels}")
     chosen = [AUGMENTATIONS[name] for name in names]
     return v2.Compose([*chosen, v2.ToPureTensor()]) if names else None
 
@@ -115,4 +115,4 @@ def draw_example(
 
     image: uint8 (3, H, W). target: uint8 (H, W). logits: float (classes, H, W).
     """
-    engine.draw_masks(axes, image, logits.argmax(0).byte(), target, classes)
+    ddpkit.draw_masks(axes, image, logits.argmax(0).byte(), target, classes)

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image, ImageDraw, ImageFilter
 
-import engine
+import ddpkit
 
 FOLDER = Path(__file__).resolve().parent / "data" / "demo"
 SIDE = 64  # pixels; every image is SIDE x SIDE, RGB
@@ -26,7 +26,7 @@ def draw(folder: Path = FOLDER, train: int = 1400, val: int = 400) -> Path:
     """
     if folder.is_dir():
         return folder
-    with engine.filling(folder) as partial:
+    with ddpkit.filling(folder) as partial:
         print(f"drawing the demo set in {os.path.relpath(folder)} ...", flush=True)
         (partial / "classes.txt").write_text("\n".join(CLASSES) + "\n")
         for part, count in ("train", train), ("val", val):

@@ -4,7 +4,7 @@ from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-import engine
+import ddpkit
 
 ROOT = Path(__file__).resolve().parent
 DEMO = {
@@ -18,8 +18,8 @@ DEMO = {
 # fmt: off
 def parse_args(argv: Sequence[str] | None = None, defaults: Mapping[str, object] | None = None) -> Namespace:
     """Return the flags; `defaults`, such as the "args" of a checkpoint, stand for those not given."""
-    parser = engine.Parser(description="Train a network for segmentation; README.md explains.", epilog="@FILE reads flags from a file.")
-    count, positive, rate, share = engine.at_least(0), engine.at_least(1), engine.at_least(0, float), engine.at_least(0, float, below=1)
+    parser = ddpkit.Parser(description="Train a network for segmentation; README.md explains.", epilog="@FILE reads flags from a file.")
+    count, positive, rate, share = ddpkit.at_least(0), ddpkit.at_least(1), ddpkit.at_least(0, float), ddpkit.at_least(0, float, below=1)
 
     add = parser.add_argument_group("first").add_argument
     add("--data", type=Path, metavar="DIR", help="folder with train/ and val/ (default: the demo set, with its own --epochs and sizes)")

@@ -9,7 +9,7 @@ import re
 import torch
 from torch import Tensor, nn
 
-import engine
+import ddpkit
 from dataset import VOID
 
 # "sum" would not be deterministic on GPUs.
@@ -34,7 +34,7 @@ class Loss(nn.Module):
         for part in text.split("+"):
             match = re.fullmatch(r"(?:(\d*\.?\d+)\*)?(\w+)", part.strip())
             if not match or match[2] not in known or not float(match[1] or 1):
-                raise engine.UserError(f"--loss {text}: use {', '.join(known)} or ce+0.5*dice")
+                raise ddpkit.UserError(f"--loss {text}: use {', '.join(known)} or ce+0.5*dice")
             self.terms.append((float(match[1] or 1), known[match[2]]))
 
     def forward(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:

@@ -10,7 +10,7 @@ from torch.utils.data import Dataset
 from torchmetrics import ClasswiseWrapper, Metric, MetricCollection
 from torchmetrics.classification import MulticlassConfusionMatrix, MulticlassJaccardIndex
 
-import engine
+import ddpkit
 from dataset import STRIDE, VOID
 from losses import Loss
 
@@ -45,12 +45,12 @@ def build_model(
             net = smp.create_model(args.arch, args.encoder, None, channels, len(classes))
         except (KeyError, RuntimeError, ValueError) as error:
             line = f"--arch {args.arch} --encoder {args.encoder}: {error}"
-            raise engine.UserError(" ".join(line.split())) from None
-        return engine.freeze_unused(net, STRIDE, channels)
+            raise ddpkit.UserError(" ".join(line.split())) from None
+        return ddpkit.freeze_unused(net, STRIDE, channels)
 
-    model = engine.fit_input(build, args.image_size, channels)
+    model = ddpkit.fit_input(build, args.image_size, channels)
     if weights:
-        engine.load_weights(model, weights, args.arch, args.encoder)
+        ddpkit.load_weights(model, weights, args.arch, args.encoder)
     return model
 
 
@@ -69,12 +69,12 @@ def infer(model: nn.Module, images: Tensor, args: Namespace) -> Tensor:
     at once (global pooling, attention, group norm: deeplab, segformer, fpn): they see one tile.
     """
     # Not __call__, which of a compiled network would compile again for each size.
-    return engine.in_tiles(model.forward, images, args.tile, STRIDE)
+    return ddpkit.in_tiles(model.forward, images, args.tile, STRIDE)
 
 
 def build_criterion(args: Namespace, train_set: Dataset, classes: Sequence[str]) -> nn.Module:
     """Return the loss: (logits, int64 (N, H, W)) -> (sum over pixels, number of pixels)."""
-    weights = engine.class_weights(args.class_weights, train_set, classes)
+    weights = ddpkit.class_weights(args.class_weights, train_set, classes)
     return Loss(args.loss, args.label_smoothing, weights)
 
 

@@ -9,10 +9,10 @@ and listed at the end, and the exit status is 1.
 from collections.abc import Sequence
 from pathlib import Path
 
-import engine
+import ddpkit
 
 if __name__ == "__main__":  # before torch, whose import takes seconds
-    engine.prepare()
+    ddpkit.prepare()
 
 import torch
 from torch import Tensor
@@ -25,13 +25,13 @@ BEST = Path(__file__).resolve().parent / "runs/default/best.pt"
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = engine.Parser(description=__doc__.split("\n")[0])
+    parser = ddpkit.Parser(description=__doc__.split("\n")[0])
     parser.add_argument("inputs", nargs="+", metavar="FILES|FOLDER")
     parser.add_argument("--checkpoint", metavar="FILE", default=BEST)
     parser.add_argument("--output", metavar="DIR", type=Path, default=Path("predictions"))
-    parser.add_argument("--tile", type=engine.at_least(0), help="default: as in training")
+    parser.add_argument("--tile", type=ddpkit.at_least(0), help="default: as in training")
     given = parser.parse_args(argv)
-    job = engine.Predictor(given.checkpoint, given.inputs, build_model, parse_args)
+    job = ddpkit.Predictor(given.checkpoint, given.inputs, build_model, parse_args)
     args = job.args  # with which the network was trained
     args.tile = args.tile if given.tile is None else given.tile
 
@@ -44,10 +44,10 @@ def main(argv: Sequence[str] | None = None) -> None:
             padded = pad(image, 0)
             mask = torch.empty(padded.shape[1:], dtype=torch.uint8)
             # Band by band: logits of the whole image may need more memory than there is.
-            for rows, logits in engine.bands(predict, padded, args.tile, STRIDE):
+            for rows, logits in ddpkit.bands(predict, padded, args.tile, STRIDE):
                 mask[rows] = logits.argmax(0)
             write(path, image, mask)
 
 
 if __name__ == "__main__":
-    engine.start(main)
+    ddpkit.start(main)

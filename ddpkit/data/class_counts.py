@@ -1,0 +1,137 @@
+"""How often each class occurs: said before training; weights in the loss, balanced draws."""
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+
+from ddpkit.data.samples import MapDataset
+from ddpkit.errors import UserError, shorten
+from ddpkit.ranks import distributed
+
+MOST_NAMED = 12  # of the classes, in a line
+CHUNK = 16  # samples that are counted at once, by THREADS threads
+MOST_PIXELS = 2**27  # of the masks; reading PNGs of so many takes 1 to 3 s on 2 CPUs
+THREADS = 8  # each with a few copies of a mask in memory
+
+
+def histogram(mask: np.ndarray) -> np.ndarray:
+    return np.array(Image.fromarray(mask).histogram())  # a fifth of np.bincount's time
+
+
+def count_pixels(
+    read: Callable[[int], np.ndarray], total: int, has_to_read_all: bool
+) -> tuple[np.ndarray, int]:
+    """Count each class number's pixels, int64 (256,), in some of `total` masks; how many masks."""
+    found, order = np.zeros(256, np.int64), np.random.default_rng(0).permutation(total)
+    with ThreadPoolExecutor(THREADS) as pool:
+        for start in range(0, total, CHUNK):
+            chunk = order[start : start + CHUNK].tolist()
+            found += sum(pool.map(lambda index: histogram(read(index)), chunk))
+            if found.sum() > MOST_PIXELS and not has_to_read_all:
+                return found, start + len(chunk)
+    return found, total
+
+
+def say_images(classes: Sequence[str], train: Sequence[int], val: Sequence[int]) -> None:
+    """Print how many images each class has, by the samples' labels; warn of classes without any."""
+    counts = [np.bincount(labels, minlength=len(classes)) for labels in (train, val)]
+    texts = [f"{n} ({other})" for n, other in zip(*counts, strict=True)]
+    say_line("images for training (validation)", classes, texts)
+    warn(classes, counts[0], "none of the training images")
+    warn(classes, counts[1], "none of the validation images")
+
+
+def say_line(title: str, classes: Sequence[str], texts: Sequence[str]) -> None:
+    listed = [f"{name}{':' * name.isdecimal()} {texts[n]}" for n, name in enumerate(classes)]
+    more = ", ..." * (len(listed) > MOST_NAMED)
+    distributed.say(f"classes, {title}: {', '.join(listed[:MOST_NAMED])}{more}")
+
+
+def warn(classes: Sequence[str], counts: np.ndarray, where: str) -> None:
+    if lacking := [name for name, count in zip(classes, counts, strict=True) if not count]:
+        some = f"{len(lacking)} of {len(classes)} classes"
+        distributed.say(f"warning: {some} in {where}: {shorten(lacking)}")
+
+
+def count_classes(dataset: MapDataset, classes: Sequence[str]) -> np.ndarray:
+    """Return (sample, class, count) of all samples, sorted, int64 (pairs, 3); each rank reads some.
+
+    dataset: has a method count_labels(index) -> {class number: how often}, without void.
+    """
+    if not hasattr(dataset, "count_labels"):
+        line = "has no count_labels, which --class-weights auto and --sampler balanced need"
+        raise UserError(f"{type(dataset).__name__} {line}: index -> how often, by class number")
+
+    def count(some: Sequence[int]) -> list[tuple]:
+        return [(index, *pair) for index in some for pair in dataset.count_labels(index).items()]
+
+    mine = range(distributed.rank(), len(dataset), distributed.world_size())
+    with ThreadPoolExecutor(THREADS) as pool:
+        chunks = (mine[start : start + CHUNK] for start in range(0, len(mine), CHUNK))
+        found = [row for rows in pool.map(count, chunks) for row in rows]
+    own = np.array(found, np.int64).reshape(-1, 3)
+    rows = np.concatenate(distributed.gather_objects(own))
+    rows = rows[np.lexsort((rows[:, 1], rows[:, 0]))]
+    for sample, label, _ in rows[(rows[:, 1] < 0) | (rows[:, 1] >= len(classes))]:
+        raise UserError(f"sample {sample}: label {label}, not 0 to {len(classes) - 1}")
+    if not len(rows):
+        raise UserError("no training sample has a label")
+    return rows
+
+
+def class_weights(
+    given: str | Sequence[float] | None, dataset: object, classes: Sequence[str]
+) -> Tensor | None:
+    """Return the weight of each class, float32 (classes,), on the CPU; None if none are `given`.
+
+    given: --class-weights, "auto" or a number for each class. "auto" is total / (classes x count),
+    scikit-learn's "balanced", of the classes that the training set `dataset` has; 1 for others.
+    Every rank has to call it: with "auto" each counts a share of the samples.
+
+    Raises a UserError if there are not as many numbers as classes.
+
+        weights = ddpkit.class_weights("auto", train_set, classes)
+    """
+    if given is None:
+        return None
+    if not isinstance(given, str):
+        if len(given) != len(classes):
+            found = f"{len(given)} numbers, but the data has {len(classes)} classes"
+            raise UserError(f"--class-weights: {found}")
+        return torch.tensor(given, dtype=torch.float32)
+    rows = count_classes(dataset, classes)
+    totals = np.bincount(rows[:, 1], rows[:, 2], len(classes))
+    weights = totals.sum() / np.count_nonzero(totals) / np.maximum(totals, 1)
+    weights[totals == 0] = 1
+    warn(classes, totals, "none of the training samples (weight 1)")
+    say_line("weights in the loss", classes, [f"{weight:.3g}" for weight in weights])
+    return torch.tensor(weights, dtype=torch.float32)
+
+
+def draw(rows: np.ndarray, total: int, generator: torch.Generator) -> Tensor:
+    """Return `total` draws in random order, int64: image + repeat x total.
+
+    Each class that occurs comes equally often, to one, and within a class each of its images. An
+    image of several classes comes for each of them. `repeat` numbers the draws of an image from 0.
+    """
+    samples, labels, _ = torch.from_numpy(rows.T.copy())
+    order = torch.randperm(len(labels), generator=generator)
+    order = order[labels[order].argsort(stable=True)]  # by class, within a class random
+    sizes = torch.bincount(labels)
+    present = sizes.nonzero()[:, 0]
+    quota = torch.zeros_like(sizes)
+    quota[present] = total // len(present)
+    luck = torch.randperm(len(present), generator=generator)[: total % len(present)]
+    quota[present[luck]] += 1
+    labels = labels[order]
+    place = torch.arange(len(labels)) - (sizes.cumsum(0) - sizes)[labels]  # within its class
+    size, quota = sizes[labels], quota[labels]
+    times = torch.zeros(total, dtype=torch.int64)
+    times.index_add_(0, samples[order], quota // size + (place < quota % size))
+    images = torch.arange(total).repeat_interleave(times)
+    repeat = torch.arange(total) - (times.cumsum(0) - times).repeat_interleave(times)
+    return (images + repeat * total)[torch.randperm(total, generator=generator)]

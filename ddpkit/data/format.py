@@ -1,0 +1,107 @@
+"""How image files become pixels, and pixels what the network gets: DIR/data.json."""
+
+import functools
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, tensor
+
+from ddpkit import files
+from ddpkit.errors import UserError
+
+NAME = "data.json"
+EXAMPLE = '{"channels": 1, "value_range": [0, 9], "mean": [1], "std": [1], "max_megapixels": 9}'
+# ImageNet's channel means and deviations, in RGB order and units of 0..1: what the pretrained
+# weights of torchvision and segmentation-models-pytorch expect.
+MEAN = (0.485, 0.456, 0.406)
+STD = (0.229, 0.224, 0.225)
+
+
+@dataclass(frozen=True)
+class Format:
+    """The keys of data.json.
+
+    value_range: which values become 0 and 255 in images of more than 8 bits; None: 0 to 65535 for
+    16 bits, 0 to 1 for floats, and images that would be nearly black are refused.
+    max_megapixels: larger images are refused, because a small file may claim any size.
+    channels: None for RGB of 8 bits; with a number images have their files' full depth, as float32.
+    mean, std: of each channel, in units of 0..1; None: ImageNet's.
+    """
+
+    value_range: Sequence[float] | None = None
+    max_megapixels: int = 179
+    channels: int | None = None
+    mean: Sequence[float] | None = None
+    std: Sequence[float] | None = None
+
+    @functools.cached_property  # asked for at every step
+    def statistics(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
+        """Mean and deviation of each channel; a UserError if they are not known."""
+        count = self.channels or 3
+        if count not in (1, 3) and not (self.mean and self.std):
+            line = f'{NAME}: "channels": {count} needs "mean" and "std", {count} numbers each'
+            raise UserError(f"{line}; check_data.py DIR --write adds them")
+        mean, std = (each if count == 3 else (sum(each) / 3,) for each in (MEAN, STD))
+        return tuple(self.mean or mean), tuple(self.std or std)
+
+    def normalize(self, image: Tensor) -> Tensor:
+        """Return a float image, 0 to 1, with about zero mean and unit deviation; uint8 as it is."""
+        if not self.channels:
+            return image
+        mean, std = (tensor(values).view(-1, 1, 1) for values in self.statistics)
+        return (image - mean) / std
+
+    def check_size(self, path: str, width: int, height: int) -> None:
+        """Raise a UserError if an image of so many pixels is larger than allowed."""
+        if width * height > self.max_megapixels * 1e6:
+            raise UserError(
+                f"{path}: {width} x {height} pixels are more than max_megapixels, "
+                f'{self.max_megapixels}; shrink it, or write "max_megapixels": '
+                f"{math.ceil(width * height / 1e6)} into {NAME}"
+            )
+
+    def keys(self) -> dict[str, object]:
+        """Return what data.json has to say, without defaults."""
+        defaults = asdict(DEFAULT_FORMAT)
+        return {name: value for name, value in asdict(self).items() if value != defaults[name]}
+
+
+DEFAULT_FORMAT = Format()
+
+
+def _parse(found: dict[str, Any]) -> Format:
+    """Return the keys as a Format; a ValueError, or what Python raises, if they cannot be meant."""
+    lists = {name: tuple(value) for name, value in found.items() if isinstance(value, list)}
+    format = Format(**{**found, **lists})
+    count, (low, high) = format.channels or 3, format.value_range or (0, 1)
+    mean, std = ((0.5,) * count if each is None else each for each in (format.mean, format.std))
+    is_right = len(mean) == len(std) == count and low < high and min(std) > 0
+    if not (is_right and all(map(math.isfinite, [low, high, *mean, *std, format.max_megapixels]))):
+        raise ValueError("a wrong number or order of numbers")
+    return format
+
+
+def read_format(folder: Path) -> Format:
+    """Return what `folder`/data.json says, the defaults without it; a UserError names a mistake."""
+    path = folder / NAME
+    try:
+        return _parse(json.loads(files.read(path).decode("utf-8-sig")))
+    except (FileNotFoundError, NotADirectoryError):
+        return DEFAULT_FORMAT
+    except OSError as error:
+        raise files.failure(path, error, "read") from None
+    except (AttributeError, TypeError, ValueError) as error:  # of JSON, UTF-8, keys or values
+        raise UserError(f"{path}: not JSON such as {EXAMPLE} ({error})") from None
+
+
+def write_format(folder: Path, format: Format) -> None:
+    """Write `folder`/data.json; remove it if `format` is the default."""
+    path = folder / NAME
+    if not format.keys():
+        return path.unlink(missing_ok=True)
+    with files.writing(path) as tmp_path:
+        tmp_path.write_text(json.dumps(format.keys()) + "\n")

@@ -1,0 +1,286 @@
+"""Images: JPEGs are decoded at a fraction of their size if that is enough; 16 bits if wanted.
+
+Of more than 8 bits, the type decides what becomes 0 and 255: equal values stay equal in all files.
+"""
+
+import contextlib
+import io
+import logging
+import math
+import random
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from PIL import Image, ImageFile, ImageOps, UnidentifiedImageError
+from PIL.TiffImagePlugin import TiffImageFile
+from torch import Tensor
+from torch.nn.functional import interpolate, pad
+
+from ddpkit import files
+from ddpkit.data.format import DEFAULT_FORMAT, NAME, Format
+from ddpkit.errors import LineError, UserError
+
+try:
+    import simplejpeg
+except ImportError:  # no wheel for this machine: Pillow decodes instead
+    simplejpeg = None
+
+SHRINKS = (8, 4, 2)  # what a JPEG decoder can divide height and width by, at less work
+ORIENTATION, BITS_PER_SAMPLE, PHOTOMETRIC = 274, 258, 262  # entries of TIFF, the first of EXIF
+RANGES = {"uint8": (0, 255), "uint16": (0, 65535), "float": (0.0, 1.0)}  # black, white
+Image.MAX_IMAGE_PIXELS = None  # Format.check_size decides instead, in every process that reads
+
+Box = tuple[int, int, int, int]  # top, left, height, width in pixels
+
+
+@dataclass
+class LazyImage:
+    """An image or a mask, upright, that is decoded once `read` is called.
+
+    decode: n -> uint8 (H / n, W / n, 3), of a mask (H, W); sizes are rounded up. With "channels" in
+    data.json float32 (H, W, channels).
+    shrinks: the n that `decode` takes besides 1, in descending order. is_mask: whether (H, W).
+
+        def val_transform(image: ddpkit.LazyImage) -> Tensor:
+            return image.read((0, 0, image.height, image.width), (224, 224))
+    """
+
+    height: int
+    width: int
+    decode: Callable[[int], np.ndarray]
+    shrinks: Sequence[int] = ()
+    is_mask: bool = False
+
+    @classmethod
+    def of(cls, pixels: np.ndarray) -> "LazyImage":
+        """Return pixels (H, W, channels) or (H, W), in memory or mapped from a file."""
+        height, width = pixels.shape[:2]
+        return cls(height, width, lambda _: pixels, is_mask=pixels.ndim == 2)
+
+    def read(
+        self, box: Box | None = None, size: tuple[int, int] | None = None, fill: int = 0
+    ) -> Tensor:
+        """Return uint8 (3, H, W), of a mask (H, W): what is in `box`, resized to `size`.
+
+        With "channels" in data.json float32 (channels, H, W).
+        box: may reach beyond the edges, where `fill` is; default: the whole image.
+        size: (height, width); default: that of `box`. Images are averaged, masks are not.
+        """
+        box = box or (0, 0, self.height, self.width)
+        shrink, (top, left, bottom, right) = self._edges(box, size)
+        height, width = bottom - top, right - left
+        part = self.decode(shrink)[max(top, 0) : max(bottom, 0), max(left, 0) : max(right, 0)]
+        # A copy, because augmentation may change it. Its channels are first only by its strides:
+        # in memory they stay last, which is faster from here on.
+        part = part[None].copy()
+        pixels = torch.from_numpy(part[None] if self.is_mask else part.transpose(0, 3, 1, 2))
+        if part.shape[1:3] != (height, width):
+            x, y = min(max(-left, 0), width), min(max(-top, 0), height)
+            edges = [x, width - part.shape[2] - x, y, height - part.shape[1] - y]
+            pixels = pad(pixels, edges, value=fill)
+        if size and pixels.shape[2:] != size:
+            mode = "nearest-exact" if self.is_mask else "bilinear"
+            pixels = interpolate(pixels, size, mode=mode, antialias=not self.is_mask)
+        return pixels[0, 0] if self.is_mask else pixels[0]
+
+    def snap(self, box: Box, size: tuple[int, int] | None) -> Box:
+        """Return the `box` rounded to the decoder's grid, by less than a pixel of the result.
+
+        `read` does the same. A mask needs the box that its image returns here.
+        """
+        shrink, (top, left, bottom, right) = self._edges(box, size)
+        return top * shrink, left * shrink, (bottom - top) * shrink, (right - left) * shrink
+
+    def random_box(self, area: tuple[float, float], ratio: tuple[float, float]) -> Box:
+        """Return the part that RandomResizedCrop would take, in a tenth of its time.
+
+        area: the range of its share of the image; ratio: that of its width / height. Python's
+        `random` draws both.
+        """
+        for _ in range(10):
+            pixels = self.height * self.width * random.uniform(*area)
+            aspect = math.exp(random.uniform(*map(math.log, ratio)))
+            rows, columns = round(math.sqrt(pixels / aspect)), round(math.sqrt(pixels * aspect))
+            if 0 < rows <= self.height and 0 < columns <= self.width:
+                top = random.randint(0, self.height - rows)
+                return top, random.randint(0, self.width - columns), rows, columns
+        rows = min(self.height, round(self.width / ratio[0]))
+        columns = min(self.width, round(self.height * ratio[1]))
+        return (self.height - rows) // 2, (self.width - columns) // 2, rows, columns
+
+    def random_square(self, side: int) -> Box:
+        """Return a random part of that side, or around a smaller image; torch draws it."""
+
+        def place(length: int) -> int:
+            return int(torch.randint(min(0, length - side), max(0, length - side) + 1, ()))
+
+        return place(self.height), place(self.width), side, side
+
+    def _edges(self, box: Box, size: tuple[int, int] | None) -> tuple[int, Box]:
+        """Return by how much to shrink, and the top, left, bottom and right edges then."""
+        top, left, height, width = box
+        least = min(height / size[0], width / size[1]) if size else 1
+        shrink = next((shrink for shrink in self.shrinks if shrink <= least), 1)
+        edges = top, left, top + height, left + width
+        top, left, bottom, right = (round(edge / shrink) for edge in edges)
+        return shrink, (top, left, bottom, right)
+
+
+def open_image(path: str, format: Format = DEFAULT_FORMAT) -> LazyImage:
+    """Return the image at `path`, in RGB or with the channels that `format` asks for.
+
+    Raises a UserError that names the file if it cannot be read.
+    """
+    with _reading(path):
+        data = files.read(path)
+        if format.channels:
+            return LazyImage.of(_to_floats(path, read_values(path, data, format), format))
+        with _opened(path, data, format) as file:
+            is_jpeg = file.format in ("JPEG", "MPO") and file.mode in ("RGB", "L")
+            if is_jpeg and file.getexif().get(ORIENTATION, 1) == 1:
+                return _open_jpeg(path, data, *file.size)
+            if is_deep(file):
+                return LazyImage.of(_to_rgb(path, read_values(path, data, format), format))
+            return LazyImage.of(np.array(ImageOps.exif_transpose(file).convert("RGB")))
+
+
+def _open_jpeg(path: str, data: bytes, width: int, height: int) -> LazyImage:
+    def decode(shrink: int) -> np.ndarray:
+        rows, columns = -(-height // shrink), -(-width // shrink)
+        if simplejpeg:
+            with contextlib.suppress(ValueError):  # Pillow may read it, or explain
+                return simplejpeg.decode_jpeg(data, min_height=rows, min_width=columns)
+        with _reading(path), Image.open(io.BytesIO(data)) as image:
+            image.draft("RGB", (width // shrink, height // shrink))
+            return np.array(image.convert("RGB"))
+
+    return LazyImage(height, width, decode, [n for n in SHRINKS if n <= min(height, width)])
+
+
+def decoder() -> str:
+    """Return the name of the library that decodes JPEGs here."""
+    return "simplejpeg" if simplejpeg else "Pillow"
+
+
+def read_stored(path: str, format: Format = DEFAULT_FORMAT) -> Image.Image:
+    """Return the image at `path`, upright and otherwise as it is stored; for masks."""
+    # Its content, because Pillow, if it maps the file, turns some TIFFs wrongly.
+    with _reading(path), _opened(path, files.read(path), format) as file:
+        image: Image.Image = ImageOps.exif_transpose(file)
+        image.format = file.format
+        return image
+
+
+def is_deep(file: ImageFile.ImageFile) -> bool:
+    """Return whether the values in a file, not decoded yet, have more than 8 bits."""
+    if isinstance(file, TiffImageFile):
+        return max(file.tag_v2.get(BITS_PER_SAMPLE, (1,))) > 8
+    return file.mode[0] in "IF" or (file.format == "PNG" and ";16B" in str(file.tile))
+
+
+def read_values(path: str, data: bytes, format: Format) -> np.ndarray:
+    """Return the values of a file, of their own type: (H, W, channels)."""
+    if path.lower().endswith(".npy"):
+        values = np.lib.format.read_array(io.BytesIO(data), allow_pickle=False)
+        format.check_size(path, *values.shape[1::-1])
+    elif data[:4] in (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+"):
+        values = _read_tiff(path, data, format)
+    else:
+        with _opened(path, data, format) as file:
+            if is_deep(file) and file.mode[0] not in "IF":
+                raise ValueError("a PNG of 16 bits that is not grey; save it as TIFF")
+            grey = "L" if file.mode in ("1", "L", "LA") else "RGB"
+            mode = file.mode if is_deep(file) else grey
+            values = np.asarray(ImageOps.exif_transpose(file).convert(mode))
+    values = values[..., None] if values.ndim == 2 else values
+    if values.ndim != 3 or values.shape[2] != (format.channels or values.shape[2]):
+        wanted = f"(height, width, {format.channels}); save it so, or correct data.json"
+        raise UserError(f"{path}: values of shape {values.shape}, not {wanted}")
+    return values
+
+
+def _read_tiff(path: str, data: bytes, format: Format) -> np.ndarray:
+    """Return (H, W) or (H, W, channels); pages of one size are channels."""
+    import tifffile
+
+    logging.getLogger("tifffile").setLevel(logging.CRITICAL)  # it logs what it raises
+    with tifffile.TiffFile(io.BytesIO(data)) as file:
+        series, tags = file.series[0], file.pages.first.tags
+        height, width = (series.shape[series.axes.index(axis)] for axis in "YX")
+        format.check_size(path, width, height)
+        if tags.valueof(ORIENTATION, default=1) != 1 or tags.valueof(PHOTOMETRIC) == 0:
+            raise ValueError("turned, or 0 is white in it; save it upright, with 0 as black")
+        values = series.asarray()
+    is_apart = values.ndim == 3 and series.axes.endswith("YX")
+    return np.moveaxis(values, 0, -1) if is_apart else values
+
+
+def _ends(path: str, values: np.ndarray, format: Format, may_be_dark: bool) -> Sequence[float]:
+    """Return which of the `values` become black and white; a UserError if that is not known."""
+    type = "float" if values.dtype.kind == "f" else values.dtype.name
+    lowest, highest = float(values.min()), float(values.max())
+    if not math.isfinite(lowest + highest):
+        raise UserError(f"{path}: some of its values are NaN or infinite; replace them")
+    if format.value_range and type != "uint8":
+        return format.value_range
+    low, high = RANGES.get(type, (0, -1))
+    if lowest < low or highest > high or (0 < highest < high / 8 and not may_be_dark):
+        found = f"{type} values of {lowest:.6g} to {highest:.6g} would be nearly black or white"
+        how = f'write "value_range": [BLACK, WHITE] into {NAME}'
+        raise UserError(f"{path}: {found}; {how}")
+    return low, high
+
+
+def _to_rgb(path: str, values: np.ndarray, format: Format) -> np.ndarray:
+    """Return `values` as uint8 (H, W, 3), in 256 steps of equal width: of 16 bits the upper 8."""
+    values = values[..., : 3 if values.shape[2] > 2 else 1]
+    low, high = _ends(path, values, format, may_be_dark=False)
+    pixels = ((values.astype(np.float64) - low) * 256 / (high - low)).clip(0, 255)
+    return np.broadcast_to(pixels.astype(np.uint8), (*values.shape[:2], 3))
+
+
+def _to_floats(path: str, values: np.ndarray, format: Format) -> np.ndarray:
+    """Return `values` as float32, 0 to 1."""
+    low, high = _ends(path, values, format, may_be_dark=True)
+    # Integers of 32 bits have more digits than float32.
+    exact: np.ndarray = values.astype(np.float32 if values.itemsize <= 2 else np.float64)
+    return ((exact - low) / (high - low)).clip(0, 1).astype(np.float32, copy=False)
+
+
+def visible(image: Tensor) -> Tensor:
+    """Return uint8 (3, H, W) for display; floats without their darkest and brightest 1 %."""
+    if image.dtype == torch.uint8 and len(image) == 3:
+        return image
+    shown = image[:3].float() if len(image) > 2 else image[:1].float()
+    ends = np.quantile(shown.numpy(), (0.01, 0.99), axis=(1, 2))  # torch's takes 2^24 values
+    low, high = (torch.from_numpy(end).float().view(-1, 1, 1) for end in ends)
+    stretched = (shown - low) / (high - low).clamp(min=1e-6) * 255
+    return stretched.clamp(0, 255).byte().expand(3, -1, -1)
+
+
+@contextlib.contextmanager
+def _opened(path: str, data: bytes, format: Format) -> Iterator[ImageFile.ImageFile]:
+    """Open the image in `data`, of which only the header is read; refuse what is too large."""
+    with Image.open(io.BytesIO(data)) as image:
+        format.check_size(path, *image.size)
+        if isinstance(image, TiffImageFile) and image.n_frames > 1:
+            how = f'save one per file, or write the number of "channels" into {NAME}'
+            raise UserError(f"{path}: {image.n_frames} pages; {how}")
+        yield image
+
+
+@contextlib.contextmanager
+def _reading(path: str) -> Iterator[None]:
+    """Name the file in what is raised within the block."""
+    try:
+        yield
+    except (LineError, MemoryError):
+        raise
+    except Exception as error:  # libraries raise errors of many kinds for malformed files
+        reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
+        if isinstance(error, UnidentifiedImageError):
+            reason = f'no image for Pillow; .npy and more channels need "channels" in {NAME}'
+        reason = " ".join(reason.split())
+        raise UserError(f"{path}: cannot be read ({reason}); replace or remove it") from None

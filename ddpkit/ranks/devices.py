@@ -1,0 +1,99 @@
+"""On which device a rank computes, and what carries its collectives."""
+
+import os
+import warnings
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+from ddpkit.errors import UserError
+from ddpkit.ranks import environment, meeting
+from ddpkit.ranks.meeting import Note
+
+CPU = torch.device("cpu")
+NAMES = ("uuid", "pci_domain_id", "pci_bus_id", "pci_device_id")  # of a GPU, as far as torch knows
+ON_CPU = f"use the CPU ({environment.GPUS}=-1)"
+
+
+def kind() -> torch.device:
+    """Return the kind of GPU that torch can use here; the CPU for CUDA_VISIBLE_DEVICES= or -1."""
+    if environment.visible_gpus() == [] or not torch.accelerator.is_available():
+        return CPU
+    found = torch.accelerator.current_accelerator()
+    return found if found and found.type != "mps" else CPU  # Apple's have no collectives
+
+
+def pick(on_cpu: bool = False) -> tuple[torch.device, Note]:
+    """Return this rank's GPU, or the CPU if there is none or `on_cpu`, and a note for `check`.
+
+    The numbers of a node's ranks go round the GPUs that each of them sees: all of the node, or, as
+    with srun --gpus-per-task=1, one that is its own.
+    """
+    with warnings.catch_warnings():  # what torch says of the driver is said by _why_unused
+        warnings.simplefilter("ignore")
+        device, mistake = CPU if on_cpu else kind(), ""
+    if device.type == "cpu":
+        mistake = "" if on_cpu else _why_unused()
+    else:
+        number = int(os.environ.get("LOCAL_RANK", 0)) % torch.accelerator.device_count()
+        device = torch.device(device.type, number)
+    note = {"device": device.type, "gpu": _name(device), "mistake": mistake}
+    return device, {**note, "place": environment.node()}
+
+
+def _why_unused() -> str:
+    """Return why torch cannot use the GPUs that nvidia-smi shows; "" if there are none."""
+    if environment.visible_gpus() == [] or not (count := environment.list_gpus()):
+        return ""
+    reason = "it is built without CUDA"
+    if torch.version.cuda:
+        try:
+            torch.cuda.init()
+            reason = "CUDA shows none"
+        except Exception as error:
+            reason = str(error).split("\n")[0].split(". ")[0]
+    asked = os.environ.get(environment.GPUS)
+    asked = f" with {environment.GPUS}={asked}" if asked else ""
+    shown = f"nvidia-smi shows {count} GPU(s), but torch {torch.__version__} can use none{asked}"
+    return f"{shown}: {reason}; install a driver and a torch that fit (pytorch.org), or {ON_CPU}"
+
+
+def _name(device: torch.device) -> str:
+    """Return what tells a GPU of this host from others; "" if torch does not say."""
+    if device.index is None:
+        return ""
+    found = torch.get_device_module(device).get_device_properties(device)
+    name = " ".join(str(getattr(found, key, "")) for key in NAMES).strip()
+    return f"{name} {device.index}" if name else ""
+
+
+def check(notes: Sequence[Note], device: torch.device, is_debugged: bool) -> torch.device:
+    """Return `device`, or the CPU if ranks would share one under a debugger; else a UserError."""
+    gpus: dict[str, list[str]] = {}
+    for rank, note in enumerate(notes):
+        gpus.setdefault(note["place"], []).append(note["gpu"] or str(rank))
+        if note["mistake"]:
+            raise UserError(f"{note['place']}: {note['mistake']}")
+    kinds = {note["device"]: f"rank {rank} ({note['place']})" for rank, note in enumerate(notes)}
+    if len(kinds) > 1:
+        texts = ", ".join(f"{rank} on {name}" for name, rank in kinds.items())
+        raise UserError(f"ranks compute on different kinds of device: {texts}")
+    for place, names in gpus.items():
+        if (count := len({*names})) < len(names):
+            line = f"{len(names)} ranks on {place} but {count} GPU(s) for them:"
+            if is_debugged:
+                meeting.say(f"{line} debugging on the CPU")
+                return CPU
+            own = f"give each rank its own by LOCAL_RANK or {environment.GPUS}"
+            raise UserError(f"{line} start at most {count} (NPROC={count}), {own}, or {ON_CPU}")
+    return device
+
+
+def backend(device: torch.device) -> str:
+    """Return what carries collectives: "nccl", "gloo" or another that torch has for `device`."""
+    name = dist.get_default_backend_for_device(device)
+    if name == "gloo" and dist.get_debug_level() == dist.DebugLevel.DETAIL:
+        meeting.say("TORCH_DISTRIBUTED_DEBUG=DETAIL crashes DDP with gloo: using INFO")
+        dist.set_debug_level(dist.DebugLevel.INFO)
+    return name

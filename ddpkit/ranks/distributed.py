@@ -1,0 +1,256 @@
+"""The process group of all ranks, and its collectives, which work in a group of one, too."""
+
+import contextlib
+import itertools
+import math
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
+from typing import TypeVar, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ddpkit.errors import UserError, escape
+from ddpkit.ranks import devices, environment, meeting, process, protocol
+
+T = TypeVar("T")
+OPERATIONS = {"sum": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}
+
+
+class Group:
+    store: dist.Store | None = None  # works while ranks hang in a collective
+    timeout = timedelta()
+    is_debugged = False
+    device = devices.CPU
+
+
+_turns = itertools.count()  # calls of await_rank_zero
+
+
+def setup(
+    local_rank: int | None = None, timeout: float = 600, debugged: bool = False, alone: bool = False
+) -> torch.device:
+    """Join the process group that the launcher describes, or a group of one; return the device.
+
+    With GPUs: nccl, or what torch has for their kind, and one GPU per rank. Without: gloo.
+    local_rank: if the launcher does not set LOCAL_RANK. timeout: of collectives, in seconds; a week
+    if a rank is `debugged`. alone: a group of one will do in a job of several nodes, on the CPU.
+    """
+    if dist.is_initialized():  # ddpkit.replay has called main before
+        return Group.device
+    Group.is_debugged = debugged or process.is_debugged()
+    Group.timeout = timedelta(days=7) if Group.is_debugged else timedelta(seconds=timeout)
+    environment.adopt(alone)
+    if local_rank is not None:
+        os.environ.setdefault("LOCAL_RANK", str(local_rank))
+    device, note = devices.pick(on_cpu=alone)
+    if "RANK" in os.environ:
+        if sys.platform == "linux" and not environment.has_other_nodes():
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # nobody else can reach it
+        Group.store, group_rank, size = meeting.open_store(Group.timeout)
+        Group.store, notes = meeting.join(Group.store, group_rank, size, Group.timeout, note)
+        device = devices.check(notes, device, Group.is_debugged)
+    else:
+        Group.store, group_rank, size = dist.HashStore(), 0, 1
+        devices.check([note], device, Group.is_debugged)
+    Group.store.set(protocol.PROCESS.format(group_rank), f"{environment.node()} {os.getpid()}")
+    if device.index is not None:
+        torch.accelerator.set_device_index(device)
+    dist.init_process_group(
+        devices.backend(device),
+        store=Group.store,
+        rank=group_rank,
+        world_size=size,
+        device_id=device if device.index is not None else None,
+        timeout=Group.timeout,
+    )
+    Group.device = device
+    return device
+
+
+def teardown() -> None:
+    """Leave the process group once all ranks have come this far; `start` does it.
+
+    For a notebook, or a test that calls `setup` itself:
+
+        device = ddpkit.setup(0)
+        ddpkit.teardown()
+    """
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+is_joined = dist.is_initialized
+
+
+def is_set_up() -> bool:
+    return Group.store is not None
+
+
+def store() -> dist.Store:
+    assert Group.store, "call setup first"
+    return Group.store
+
+
+def timeout() -> float:
+    return Group.timeout.total_seconds()  # after which a collective fails
+
+
+def is_debugged() -> bool:
+    return Group.is_debugged  # some rank has a debugger, or may get one
+
+
+def rank() -> int:
+    """Return this rank's number, from 0, among those of all nodes.
+
+    Before `setup` the one that the launcher has given it.
+
+        if ddpkit.rank() == 0:
+            print("once")
+    """
+    return dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", 0))
+
+
+def world_size() -> int:
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def local_rank() -> int:
+    return int(os.environ.get("LOCAL_RANK", 0))
+
+
+def local_world_size() -> int:
+    return int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+
+
+def is_rank_zero() -> bool:
+    return rank() == 0  # which writes and prints
+
+
+def say(line: str) -> None:
+    """Print `line` on rank 0; do nothing if the terminal or pipe is closed.
+
+    line: control characters in it are escaped.
+
+        ddpkit.say(f"teacher: {path}")
+    """
+    if is_rank_zero():
+        with contextlib.suppress(OSError):
+            print(escape(line), flush=True)
+
+
+def reduce_tensor(tensor: Tensor, op: str = "sum") -> Tensor:
+    """Return `tensor` combined over all ranks; every rank has to call it and gets the result.
+
+    tensor: any shape and numeric dtype, the same on every rank; it is not modified.
+    op: "sum", "min", "max", or "mean" of the ranks' values (floating dtypes only). For a mean over
+        samples, reduce their sum and their count and divide once: a mean of the ranks' means is
+        wrong as soon as ranks hold different numbers of samples.
+
+        loss_sum, count = ddpkit.reduce_tensor(totals).tolist()
+    """
+    result = tensor.detach().clone()
+    dist.all_reduce(result, OPERATIONS["sum" if op == "mean" else op])
+    return result / world_size() if op == "mean" else result
+
+
+def start_sum(tensor: Tensor) -> dist.Work | None:
+    """Begin to replace `tensor` by its sum over all ranks, which is there after `wait()`."""
+    if world_size() == 1:
+        return None
+    return dist.all_reduce(tensor, async_op=True)
+
+
+def gather(tensor: Tensor) -> Tensor:
+    """Return the ranks' `tensor`s, of the same shape and dtype on each, stacked: (ranks, ...)."""
+    parts = [torch.empty_like(tensor) for _ in range(world_size())]
+    dist.all_gather(parts, tensor)
+    return torch.stack(parts)
+
+
+def gather_objects(value: T) -> list[T]:
+    values = [value] * world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+barrier = dist.barrier
+
+
+def from_rank(source: int, function: Callable[..., T], *args: object) -> T:
+    """Call `function(*args)` on rank `source`; return its result, which has to pickle, on all."""
+    box = [function(*args) if rank() == source else None]
+    dist.broadcast_object_list(box, src=source)
+    return cast(T, box[0])
+
+
+def from_rank_zero(function: Callable[..., T], *args: object) -> T:
+    return from_rank(0, function, *args)
+
+
+def await_rank_zero(function: Callable[..., T], *args: object) -> T:
+    """As from_rank_zero, for a function that may take longer than --dist-timeout."""
+    box = [function(*args)] if is_rank_zero() else []
+    all_arrive(f"done/{next(_turns)}", math.inf)
+    return from_rank_zero(lambda: box[0])
+
+
+def await_keys(keys: Sequence[str], seconds: float) -> bool:
+    """Return whether the store gets all `keys` in time; meanwhile the other thread can use it."""
+    deadline = time.monotonic() + seconds
+    while not (is_there := store().check([*keys])) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return is_there
+
+
+def all_arrive(name: str, seconds: float) -> bool:
+    """Return whether all ranks call this, with the same `name`, within `seconds`."""
+    keys = [protocol.ARRIVED.format(name, rank) for rank in range(world_size())]
+    store().set(keys[rank()], "")
+    return await_keys(keys, seconds)
+
+
+def wait_for_debugger(ranks: Sequence[int], port: int) -> None:
+    """If this rank is one of `ranks`, wait for a debugger at port + rank."""
+    if ranks and ranks[-1] >= world_size():
+        raise UserError(f"--debug-rank {ranks[-1]}: ranks go from 0 to {world_size() - 1}")
+    if ranks:
+        sys.breakpointhook = process.stop_in_debugger  # in the others breakpoint() does nothing
+    if rank() not in ranks:
+        return
+    host, port = "127.0.0.1", port + rank()
+    os.environ.setdefault("PYDEVD_DISABLE_FILE_VALIDATION", "1")  # a warning that is not needed
+    try:
+        import debugpy
+
+        debugpy.listen((host, port))
+    except (ImportError, RuntimeError, ValueError) as error:
+        text = f"cannot listen with debugpy at {host}:{port} ({error})"
+        raise UserError(f"--debug-rank: {text}: install it, or use another --debug-port") from None
+    line = f"rank {rank()} on {environment.node()} waits for a debugger: host {host}, port {port}"
+    print(line, file=sys.stderr, flush=True)
+    threading.main_thread().name = f"rank {rank()}"
+    debugpy.wait_for_client()
+
+
+@contextlib.contextmanager
+def rank_zero_first() -> Iterator[None]:
+    """Run the block on rank 0, then on the first rank of each other node, then on the rest.
+
+    For work that others find done, such as a download; another node does it again only if it does
+    not share rank 0's disk. Every rank has to reach it.
+
+        with ddpkit.rank_zero_first():
+            dataset = torchvision.datasets.CIFAR10("data", download=True)
+    """
+    turn = 0 if is_rank_zero() else 1 if local_rank() == 0 else 2
+    for _ in range(turn):
+        dist.barrier()
+    yield
+    for _ in range(2 - turn):
+        dist.barrier()

@@ -1,0 +1,195 @@
+"""What launchers say through environment variables: torchrun's names, and SLURM's put into them."""
+
+import contextlib
+import itertools
+import os
+import re
+import shutil
+import socket
+import subprocess
+import zlib
+from dataclasses import dataclass
+from pathlib import Path
+
+from ddpkit.errors import UserError
+from ddpkit.ranks import protocol
+
+PORT, LAST_PORT = 29500, 65535  # torchrun's; of TCP
+SPECIAL_STEPS = 2**32 - 16  # from here on SLURM's steps are not srun's, but salloc's shell and such
+GPUS = "CUDA_VISIBLE_DEVICES"
+GPU_FILES = Path("/dev/nvidiactl"), Path("/dev/kfd")  # of containers without nvidia-smi; of AMD
+TYPED = ("NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "NPROC", "MAX_RESTARTS")
+
+
+@dataclass(frozen=True)
+class Nodes:  # of a launch
+    count: int
+    number: int  # this one's
+    ranks: int  # of this one
+    host: str  # where rank 0 listens
+    port: int
+    restarts: int = 0
+
+
+def node() -> str:
+    """Return the name of this machine, as people know it."""
+    return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
+
+
+def has_other_nodes() -> bool:
+    """Return whether this rank's launcher tells of ranks on other nodes."""
+    return os.environ.get("WORLD_SIZE", "1") != os.environ.get("LOCAL_WORLD_SIZE", "1")
+
+
+def own_rank() -> str:
+    """Return such as "rank 3", or "rank 3 on n2" if there are other nodes."""
+    rank = f"rank {os.environ.get('RANK', 0)}"
+    return f"{rank} on {node()}" if has_other_nodes() else rank
+
+
+def read_nodes() -> Nodes:
+    """Return the nodes of launch.sh, as people or srun tell them; a mistake is a UserError."""
+    said = {name: os.environ[name] for name in TYPED if os.environ.get(name)}
+    if "NNODES" not in said and (task := read_task()):
+        size = task["WORLD_SIZE"]
+        if os.environ["SLURM_STEP_TASKS_PER_NODE"] != f"1(x{size})":
+            line = f"srun started {size} copies of launch.sh, several on one node: use srun"
+            raise UserError(f"{line} --ntasks-per-node 1")
+        said = {**task, "NNODES": size, "NODE_RANK": task["RANK"]} | said
+
+    def number(name: str, default: int, low: int, high: int = 2**31) -> int:
+        text = said.get(name, str(default))
+        if not (text.isdecimal() and low <= int(text) <= high):
+            raise UserError(f"{name}={text} is not an integer of {low} to {high}")
+        return int(text)
+
+    count, this = number("NNODES", 1, 1), number("NODE_RANK", 0, 0)
+    for name in ("NODE_RANK", "MASTER_ADDR"):
+        if count > 1 and name not in said:
+            raise UserError(f"NNODES={count} also requires {name}; see ./launch.sh --help")
+    if this >= count > 1:
+        raise UserError(f"NODE_RANK={this} is none of the NNODES={count} nodes: 0 to {count - 1}")
+    port, restarts = number("MASTER_PORT", PORT, 1, LAST_PORT), number("MAX_RESTARTS", 0, 0)
+    if count > 1 and restarts:
+        raise UserError("MAX_RESTARTS is for one node: slurm/train.sbatch restarts several")
+    ranks = number("NPROC", 0, 1) if "NPROC" in said else count_gpus() or 2
+    host = said["MASTER_ADDR"] if count > 1 else "127.0.0.1"
+    return Nodes(count, this, ranks, host, port, restarts)
+
+
+def adopt(alone: bool = False) -> None:
+    """Set torchrun's variables for a process that srun started; alone: see read_task."""
+    if "RANK" not in os.environ:
+        own = {name: os.environ[name] for name in TYPED if os.environ.get(name)}
+        os.environ.update(read_task(alone) | own)  # the MASTER_ADDR that a person wants
+
+
+def read_task(alone: bool = False) -> dict[str, str]:
+    """Return torchrun's variables for one of several tasks of srun's; {} if it may be `alone`."""
+    env = os.environ
+    if int(env.get("SLURM_STEP_ID", SPECIAL_STEPS)) >= SPECIAL_STEPS:
+        names = ("NNODES", "PET_NNODES", "SLURM_JOB_NUM_NODES")  # a person's, torchrun's, SLURM's
+        nodes = next(filter(None, map(env.get, names)), "1")
+        if nodes != "1" and not alone:
+            raise UserError(
+                f"this job has {nodes} nodes, but only this one would train: start with torchrun "
+                "or srun --ntasks-per-node 1 ./launch.sh, or set NNODES=1 for this node alone"
+            )
+        return {}
+    if env.get("SLURM_STEP_NUM_TASKS") == "1":
+        return {}
+    try:
+        groups = re.findall(r"(\d+)(?:\(x(\d+)\))?", env["SLURM_STEP_TASKS_PER_NODE"])
+        per_node = [tasks for tasks, times in groups for _ in range(int(times or 1))]
+        first = re.sub(r"\[(\w+)[^]]*\]", r"\1", env["SLURM_STEP_NODELIST"]).split(",")[0]
+        port = 20000 + (int(env["SLURM_JOB_ID"]) * 7 + int(env["SLURM_STEP_ID"])) % 10000
+        return {
+            **{"RANK": env["SLURM_PROCID"], "WORLD_SIZE": env["SLURM_STEP_NUM_TASKS"]},
+            "LOCAL_RANK": env["SLURM_LOCALID"],
+            "LOCAL_WORLD_SIZE": per_node[int(env["SLURM_NODEID"])],  # "2(x3),1" is 2, 2, 2, 1
+            **{"MASTER_ADDR": first, "MASTER_PORT": str(port)},
+        }
+    except (KeyError, IndexError, ValueError) as error:
+        raise UserError(
+            f"srun's variables are incomplete ({error}): pass all of SLURM_* on, and start one "
+            "group of tasks"
+        ) from None
+
+
+def read_group() -> tuple[str, int, int, int]:
+    """Return MASTER_ADDR, MASTER_PORT, RANK and WORLD_SIZE; raise a UserError if one is missing."""
+    env = os.environ
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        value = env.get(name, "")
+        if not value or not (value.isdecimal() or name == "MASTER_ADDR"):
+            what = f"{name}={value} is not a number" if value else f"RANK is set, {name} is not"
+            raise UserError(f"{what}: start with ./launch.sh or torchrun, or unset RANK")
+    return env["MASTER_ADDR"], int(env["MASTER_PORT"]), int(env["RANK"]), int(env["WORLD_SIZE"])
+
+
+def visible_gpus() -> list[str] | None:
+    """Return the GPUs that CUDA_VISIBLE_DEVICES names, such as none by "-1"; None if not set."""
+    if GPUS not in os.environ:
+        return None
+    words = os.environ[GPUS].split(",")
+    return [*itertools.takewhile(re.compile(r"\s*(\d|(GPU|MIG)-.)").match, words)]
+
+
+def list_gpus() -> int:
+    """Return how many GPUs nvidia-smi lists; 0 if it is not installed."""
+    if not shutil.which("nvidia-smi"):
+        return 0
+    seconds, pipe = protocol.NOTICE_SECONDS, subprocess.PIPE
+    started = subprocess.Popen(["nvidia-smi", "-L"], stdout=pipe, stderr=pipe, text=True)
+    try:
+        lines = started.communicate(timeout=seconds)[0].splitlines()
+    except subprocess.TimeoutExpired:
+        started.kill()  # without waiting: in the driver it may not end
+        raise UserError(
+            f"nvidia-smi has not answered in {seconds} s, as if a GPU has failed: restart this "
+            f"node or leave it out, or train on CPUs with {GPUS}="
+        ) from None
+    return sum(line.startswith("GPU ") for line in lines)
+
+
+def count_gpus() -> int:
+    """Return the number of GPUs that a rank will see, without torch if that can be."""
+    if (names := visible_gpus()) is not None:
+        return len(names)
+    if (count := list_gpus()) or not any(file.exists() for file in GPU_FILES):
+        return count
+    import torch
+
+    return torch.accelerator.device_count()
+
+
+def note_mistake() -> None:
+    """Tell slurm/train.sbatch that another start would end alike; srun's status may not say it."""
+    _note("mistake")
+
+
+def note_checkpoint(folder: Path) -> None:
+    """Tell this batch job's later starts that `folder` has a checkpoint."""
+    _note(_saved(folder))
+
+
+def check_new(folder: Path) -> None:
+    """Raise a UserError if an earlier start of this batch job had a checkpoint in `folder`."""
+    with contextlib.suppress(OSError, KeyError):
+        before = Path(os.environ[protocol.JOB], _saved(folder)).read_text()
+        raise UserError(
+            f"--output-dir {folder}: this job has saved there on {before}, but there is no "
+            f"checkpoint on {node()}: use a folder that all nodes share, or submit a new job to "
+            "start over"
+        )
+
+
+def _saved(folder: Path) -> str:
+    return f"saved-{zlib.crc32(os.fsencode(os.path.abspath(folder))):08x}"
+
+
+def _note(name: str) -> None:
+    """Write this node into a file of the folder that slurm/train.sbatch keeps for its job."""
+    if folder := os.environ.get(protocol.JOB):
+        with contextlib.suppress(OSError):
+            Path(folder, name).write_text(node())

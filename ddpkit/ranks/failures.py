@@ -1,0 +1,263 @@
+"""Errors: the first rank that fails prints its error, and all ranks exit with its status."""
+
+import atexit
+import contextlib
+import errno
+import faulthandler
+import io
+import math
+import os
+import re
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from typing import NoReturn
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from ddpkit import files
+from ddpkit.errors import DiskError, UserError, print_error, shorten
+from ddpkit.ranks import distributed, environment, process, protocol, replicas
+from ddpkit.ranks.process import watch
+from ddpkit.ranks.protocol import ANSWER_SECONDS, END_SECONDS, ERROR, MISTAKE, POLL_SECONDS
+
+BROKEN = re.compile(r"Broken pipe|Connection \w+|remote process exited|time(d )?out", re.I)
+GIB = 2**30
+# What torch says of common mistakes, and what to do
+REMEDIES = {
+    "</torch_.*No space left": (
+        "/dev/shm is too small for the batches of loader workers (see df -h /dev/shm): docker run "
+        "--ipc=host or --shm-size=8g; else lower --workers"
+    ),
+    "SyncBatchNorm (expected input tensor to be on|layers only work with GPU)": (
+        "--sync-bn: torch has it on GPUs only; omit the flag"
+    ),
+}
+_known: list[int] = []  # the status of the rank that failed, once this one has read it
+_batch_size: list[int] = []
+
+
+@contextlib.contextmanager
+def one_line_errors(*explainers: Callable[[Exception], str | UserError | None]) -> Iterator[None]:
+    """Print an error in the block on one rank only, and end all ranks with its status.
+
+    It is one line if it is a UserError (MISTAKE), a DiskError, or what an explainer makes of it.
+    """
+    if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    if isinstance(sys.stdout, io.TextIOWrapper):  # some file names are not valid text
+        sys.stdout.reconfigure(errors="backslashreplace")
+    watch.add(follow_others)
+    try:
+        yield
+    except KeyboardInterrupt:
+        process.exit_now(128 + signal.SIGINT)
+    except Exception as error:
+        watch.is_leaving = True
+        for explain in (_of_disk, _of_memory, _of_torch, *explainers, _lost_rank):
+            if line := explain(error):
+                # Stop where it was raised, in a debugger that can (debugpy 1.8.22 on).
+                hold = getattr(sys.modules.get("debugpy"), "trigger_exception_handler", None)
+                hold(error) if hold else None
+                is_mistake = isinstance(line, UserError)
+                if is_mistake and distributed.is_set_up():
+                    # Often all find the same: let rank 0 print it, whose output people read.
+                    time.sleep(min(distributed.rank(), 1))
+                report(str(line), MISTAKE if is_mistake else 1)
+        if (reported := _reported_status(1)) is not None:
+            _leave(reported)  # collectives broke here because another rank has left
+        if environment.has_other_nodes():
+            print_error(f"{environment.own_rank()}:")
+        atexit.register(_leave, 1)  # after the traceback
+        raise
+
+
+def report(line: str, status: int) -> NoReturn:
+    """Print `line` as an error, unless another rank has reported one; exit with that `status`."""
+    if status == MISTAKE:
+        environment.note_mistake()
+    if (reported := _reported_status(status)) is None:
+        who = f"{environment.own_rank()} " if environment.has_other_nodes() else ""
+        print_error(line if line.startswith(who) else f"{who.strip()}: {line}")
+    _leave(reported or status)
+
+
+def _leave(status: int) -> NoReturn:
+    """Exit with `status`; rank 0, which may hold the store, once the others know of the failure."""
+    is_awaited = environment.has_other_nodes() or not process.by_torchrun()
+    if is_awaited and os.environ.get("RANK") == "0" and os.environ.get("WORLD_SIZE") != "1":
+        time.sleep(4 * POLL_SECONDS)
+    process.exit_now(status)
+
+
+def follow_others(_: list[int]) -> None:
+    """End this rank once another has failed; say where it is if one or a person asks."""
+    if not distributed.is_joined():
+        return
+    try:
+        status, is_held = status_of_failure(), distributed.is_debugged() or watch.is_leaving
+        if status is not None and not is_held:  # nccl does not notice it
+            time.sleep(2 * POLL_SECONDS)  # let that rank print its error first
+            process.exit_now(status)
+        is_asked = distributed.store().check([protocol.ASKED.format(watch.questions + 1)])
+        person = watch.folder / protocol.QUESTION if watch.folder else None
+        is_person = person and distributed.is_rank_zero() and person.exists()
+        if is_asked or is_person:
+            from ddpkit.ranks import explaining  # only now: training does without
+
+            explaining.answer()
+            if person and is_person:
+                person.unlink(missing_ok=True)
+                explaining.show("asked where all ranks are:", ANSWER_SECONDS, is_hang=False)
+    except (dist.DistError, ValueError, AttributeError) as error:
+        # Without the store, or when the main thread is leaving the group, there is nobody to hear.
+        if distributed.is_joined() and not isinstance(error, dist.DistError):
+            raise
+        watch.duties.remove(follow_others)
+
+
+def status_of_failure() -> int | None:
+    """Return the exit status of the first rank that failed; None if none has reported an error."""
+    if not _known and distributed.store().check([ERROR]):
+        _read(distributed.store().get(ERROR).decode())
+    return _known[0] if _known else None
+
+
+def _reported_status(status: int) -> int | None:
+    """Return the status of the rank that reported an error; None if it is this one's turn, now."""
+    if not distributed.is_set_up():  # not in a group yet: the first rank of each node reports
+        if distributed.local_rank() and process.by_torchrun() and not process.is_debugged():
+            process.be_quiet()  # on Ctrl-C
+            time.sleep(END_SECONDS + distributed.local_rank())  # if it has, the launcher ends this
+        return None
+    mine = f"{distributed.rank()} {status} {os.getpid()} {environment.node()}"
+    try:
+        first = distributed.store().compare_set(ERROR, "", mine).decode()
+    except dist.DistError:  # the store has gone: with torchrun, or with rank 0, perhaps killed
+        return _known[0] if _known else status if process.by_torchrun() else None
+    reported = _read(first)
+    return None if first == mine else reported
+
+
+def _read(first: str) -> int:
+    """Return the status in the value of ERROR; say it once on each other node."""
+    rank, status, _, node = first.split()
+    if not _known:
+        _known.append(int(status))
+        if node != environment.node() and distributed.local_rank() == 0:
+            print_error(f"rank {rank} on {node} has failed")
+    return int(status)
+
+
+def _lost_rank(error: Exception) -> str | None:
+    """Return a line if a collective failed because another rank died or hangs."""
+    found = BROKEN.search(str(error))
+    by_gloo = re.search("gloo/transport|caused pair closure", str(error))
+    by_group = by_gloo or isinstance(error, dist.DistError)
+    if not (found and by_group and distributed.is_set_up()):
+        return None
+    if found[0].lower().startswith("time"):
+        seconds = f"{distributed.timeout():g} s (--dist-timeout)"
+        line = f"{environment.own_rank()} timed out after {seconds} waiting for another rank"
+    else:
+        time.sleep(POLL_SECONDS)  # for a rank that has timed out, and so left, to say it first
+        line = f"{environment.own_rank()} lost another rank"
+    stderr = sys.__stderr__ or sys.stderr
+    faulthandler.dump_traceback_later(3 * END_SECONDS, exit=True, file=stderr)  # if the store hangs
+    try:
+        if status_of_failure() is None and not distributed.store().check([protocol.STOP]):
+            from ddpkit.ranks import explaining
+
+            if "timed out" in line and not watch.questions:  # before training no hang is shown
+                explaining.show(f"{line}:", ANSWER_SECONDS, is_hang=False)
+            states = explaining.states(range(distributed.world_size()))
+            line = ": ".join([line, *(state for state in states if "has ended" in state)])
+    except dist.DistError:
+        line = lost_store()
+    faulthandler.cancel_dump_traceback_later()  # a debugger may hold the error for longer
+    return line
+
+
+def lost_store() -> str:
+    return f"{environment.own_rank()} lost rank 0, at MASTER_ADDR={os.environ.get('MASTER_ADDR')}"
+
+
+def _of_disk(error: Exception) -> UserError | str | None:
+    if isinstance(error, OSError):
+        is_passing = error.errno in files.OF_NETWORK_DISKS and error.filename
+        if is_passing or error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
+            error = files.failure(error.filename or "a file", error)
+    if isinstance(error, DiskError):
+        return str(error)
+    return error if isinstance(error, UserError) else None
+
+
+def _of_torch(error: Exception) -> UserError | str | None:
+    """Return a line for a mistake that torch explains badly."""
+    text = str(error)
+    if "Expected to have finished reduction in the prior iteration" in text:
+        return _unused(error, text)
+    is_known = isinstance(error, RuntimeError | ValueError | AssertionError)
+    found = (line for pattern, line in REMEDIES.items() if is_known and re.search(pattern, text))
+    return f"rank {distributed.rank()}: {line}" if (line := next(found, "")) else None
+
+
+def _unused(error: Exception, text: str) -> UserError:
+    """Name the weights to which the last backward pass has brought no gradient."""
+    callers = [frame.f_locals.get("self") for frame, _ in traceback.walk_tb(error.__traceback__)]
+    networks = [each for each in callers if isinstance(each, DistributedDataParallel)]
+    found = re.search(r"indices which did not receive grad for rank \d+: ([\d ]+)", text)
+    trained = dict(enumerate(replicas.trained.get(networks[-1], []) if networks else []))
+    numbers = found[1].split() if found else []
+    unused = [trained[int(n)] for n in numbers if int(n) in trained] or ["some weights"]
+    return UserError(
+        f"{shorten(unused)}: no gradient, because the loss does not depend on it; use it, remove "
+        "it, or freeze it (requires_grad_(False)) before ddpkit.wrap; if other steps use it, "
+        "pass find_unused_parameters=True to ddpkit.wrap"
+    )
+
+
+def note_batch_size(size: int | None) -> None:  # of training, which begins
+    _batch_size[:] = [size] if size else []
+
+
+def _of_memory(error: Exception) -> UserError | None:
+    if not (what := out_of_memory(error)):
+        return None
+    size = f" with --batch-size {_batch_size[0]}" if _batch_size else ""
+    return UserError(
+        f"{environment.own_rank()} is out of {what}{size}: lower --batch-size (--accumulate keeps "
+        "the global batch), --image-size or, for segmentation, --tile (0 is the whole image)"
+    )
+
+
+def out_of_memory(error: Exception) -> str | None:
+    """Return such as "GPU memory (asked for 2.00 GiB, peak 75.3 of 79.2 GiB)", if it is that."""
+    text = str(error)
+    on_host = isinstance(error, MemoryError) or "alloc_cpu" in text or "in pin memory" in text
+    is_said = isinstance(error, RuntimeError) and re.search("out of memory|alloc_cpu", text)
+    if not (is_said or isinstance(error, MemoryError | torch.OutOfMemoryError)):
+        return None
+    asked = re.search(r"(?:[tT]ried|Unable) to allocate ([\d.]+ ?\w+)", text)
+    known = [f"asked for {asked[1]}"] if asked else []
+    device = torch.accelerator.current_accelerator() or torch.device("cpu")
+    if not on_host and (most := peak(device)) > 0:
+        module = torch.get_device_module(device)
+        total = module.get_device_properties(module.current_device()).total_memory
+        known.append(f"peak {most / GIB:.3g} of {total / GIB:.3g} GiB")
+    kind = "memory" if on_host else "GPU memory"
+    return f"{kind} ({', '.join(known)})" if known else kind
+
+
+def peak(device: torch.device) -> float:
+    """Return the most bytes that tensors have taken since reset_peak(); NaN if nothing counts."""
+    count = getattr(torch.get_device_module(device), "max_memory_allocated", None)
+    return float(count(device)) if count else math.nan
+
+
+def reset_peak(device: torch.device) -> None:
+    getattr(torch.get_device_module(device), "reset_peak_memory_stats", lambda _: None)(device)

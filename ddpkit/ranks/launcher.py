@@ -1,0 +1,153 @@
+"""What launch.sh starts: a process of main.py for each rank of this node, and an end as theirs.
+
+Each rank has torchrun's variables and gets all signals that this process gets; it exits as the rank
+that failed first. MAX_RESTARTS starts them again, from the last checkpoint. It imports no torch.
+"""
+
+import contextlib
+import math
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from collections.abc import Sequence
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from ddpkit.errors import UserError, no_torch, print_error
+from ddpkit.ranks import environment, process, protocol
+from ddpkit.ranks.environment import Nodes
+
+POLL = 0.05  # seconds between two looks at the ranks
+
+
+class Ranks:
+    """The ranks of this node."""
+
+    def __init__(self, nodes: Nodes) -> None:
+        self.nodes = nodes
+        self.running: list[subprocess.Popen] = []
+        self.first, self.first_at = 0, 0.0  # the signal that came first, and when
+        self.sent: set[int] = set()
+        self.kill_at = math.inf
+        for signum in protocol.STOP_SIGNALS:
+            if signal.getsignal(signum) != signal.SIG_IGN:  # as under nohup
+                signal.signal(signum, self.on_signal)
+
+    def start(self, words: Sequence[str], store: str) -> None:
+        """Start a Python with `words` for each rank; those of one node meet in the file `store`."""
+        nodes = self.nodes
+        env = os.environ | {protocol.LAUNCHER: str(os.getpid())}
+        env |= {"MASTER_ADDR": nodes.host, "MASTER_PORT": str(nodes.port)}
+        env |= {"LOCAL_WORLD_SIZE": str(nodes.ranks), "WORLD_SIZE": str(nodes.count * nodes.ranks)}
+        if nodes.count == 1:
+            env[protocol.STORE] = store
+        self.running, self.kill_at = [], math.inf
+        for local_rank in range(nodes.ranks):
+            env["LOCAL_RANK"] = str(local_rank)
+            env["RANK"] = str(nodes.number * nodes.ranks + local_rank)
+            command = [sys.executable, "-u", *words]
+            with process.holding_signals({signal.SIGINT}):  # until it can be quiet
+                self.running.append(subprocess.Popen(command, env=env, start_new_session=True))
+        if self.first:
+            self.send(self.first)
+
+    def on_signal(self, signum: int, _: object) -> None:
+        now = time.monotonic()
+        is_new = now > self.first_at + protocol.DUPLICATE_SECONDS
+        if not self.first:
+            self.first, self.first_at = signum, now
+            self.kill_at = now + protocol.STOP_SECONDS
+        elif signum == self.first == signal.SIGINT and is_new:
+            self.kill_at = min(self.kill_at, now + protocol.END_SECONDS)  # a rank may be held
+        self.send(signum)
+
+    def send(self, signum: int) -> None:
+        self.sent.add(signum)
+        for rank in self.running:
+            for each in (signum, signal.SIGCONT):  # wake a rank that SIGSTOP holds
+                if rank.returncode is None:
+                    with contextlib.suppress(ProcessLookupError, PermissionError):  # it has ended
+                        os.killpg(rank.pid, each)
+
+    def wait(self) -> int:
+        """Return the exit status of the rank that failed first, or 0, once all have ended."""
+        failed: tuple[int, int] | None = None
+        while None in (statuses := [rank.poll() for rank in self.running]):
+            if any(statuses) and not failed:
+                failed = find_first([rank.poll() for rank in self.running])
+                self.kill_at = min(self.kill_at, time.monotonic() + protocol.NOTICE_SECONDS)
+                self.send(signal.SIGTERM)
+            if time.monotonic() > self.kill_at:
+                self.kill_at = math.inf
+                self.send(signal.SIGKILL)
+                if self.first:
+                    name = signal.Signals(self.first).name
+                    seconds = f"{time.monotonic() - self.first_at:.0f} s"
+                    print_error(f"the ranks had not ended {seconds} after {name} and were killed")
+            time.sleep(POLL)
+        return self.explain(*(failed or find_first(statuses)))
+
+    def explain(self, local_rank: int, status: int) -> int:
+        """Return the exit status for that of a rank; name one that a signal has ended."""
+        if status >= 0:
+            return status
+        if self.first and -status in self.sent:
+            return 128 + self.first
+        name, pid = signal.Signals(-status).name, self.running[local_rank].pid
+        hint = ": out of memory?" if name == "SIGKILL" else ""
+        place = f" on {environment.node()}" if self.nodes.count > 1 else ""
+        rank = self.nodes.number * self.nodes.ranks + local_rank
+        print_error(f"rank {rank} (process {pid}){place} was ended by {name}{hint}")
+        return 128 - status
+
+
+def find_first(statuses: Sequence[int | None]) -> tuple[int, int]:
+    """Return (rank, status) of the rank that made the others fail; (0, 0) if none has failed."""
+
+    def order(each: tuple[int, int]) -> tuple[bool, bool]:  # a mistake, then one that crashed
+        return each[1] != protocol.MISTAKE, each[1] > 0 or each[1] == -signal.SIGTERM
+
+    failed = [(rank, status) for rank, status in enumerate(statuses) if status]
+    return min(failed, key=order, default=(0, 0))
+
+
+def main() -> int:
+    process.be_quiet()
+    try:
+        if line := no_torch():
+            raise UserError(line)
+        nodes = environment.read_nodes()
+    except UserError as error:
+        print_error(error)
+        environment.note_mistake()
+        return protocol.MISTAKE
+    if not os.environ.get("OMP_NUM_THREADS"):  # main.py sets the threads
+        os.environ.update({"OMP_NUM_THREADS": "1", protocol.THREADS: "auto"})
+    os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")  # as torchrun does
+    os.environ.setdefault(protocol.LAUNCH_ID, uuid.uuid4().hex)
+    script, *words = sys.argv[1:]
+    if words[:1] == ["-m"]:  # and a module, in place of main.py
+        script, *words = words
+    if "--check" in words:
+        script = str(Path(script).with_name("preflight.py"))
+    if nodes.number == 0:
+        with contextlib.suppress(OSError):  # a closed pipe
+            print(f"starting {nodes.count * nodes.ranks} rank(s) ...", flush=True)
+    ranks, restarts = Ranks(nodes), nodes.restarts
+    with tempfile.TemporaryDirectory(prefix="ddp-", ignore_cleanup_errors=True) as folder:
+        while True:
+            ranks.start([script, *words], f"{folder}/{uuid.uuid4().hex}")
+            status = ranks.wait()
+            if status in protocol.FINAL or not restarts or ranks.first:
+                process.ignore_signals()
+                return status
+            restarts -= 1
+            print(f"restarting; MAX_RESTARTS is {restarts} now", file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

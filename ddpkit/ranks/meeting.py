@@ -1,0 +1,152 @@
+"""Where ranks meet: one store, and in it a note of each. Who is missing, or there twice, is said.
+
+Ranks of one node have a file that only its owner can open, and that outlives a launcher. Of several
+nodes rank 0 holds a store at MASTER_ADDR:MASTER_PORT, which obeys whoever reaches it; torchrun may
+hold it for them. Each leaves a note; when all are there, rank 0 writes them under "met", or anybody
+a fault.
+"""
+
+import contextlib
+import json
+import os
+import socket
+import sys
+import tempfile
+import time
+import uuid
+from collections.abc import Iterator, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch.distributed as dist
+
+from ddpkit.errors import UserError, shorten
+from ddpkit.ranks import environment, protocol
+
+LOOPBACK = "127.0.0.1"
+Note = dict[str, Any]  # what a rank tells the others, as JSON
+
+
+def ticks(seconds: float) -> Iterator[bool]:
+    """Yield, again and again for so long, whether it is time to say for what one waits."""
+    start, notice = time.monotonic(), min(protocol.NOTICE_SECONDS, seconds / 2)
+    while (waited := time.monotonic() - start) < seconds:
+        yield waited >= notice
+        notice *= 3 if waited >= notice else 1
+        time.sleep(0.1)
+
+
+def say(line: str) -> None:
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        with contextlib.suppress(OSError):  # a closed terminal
+            print(line, file=sys.stderr, flush=True)
+
+
+def open_store(timeout: timedelta) -> tuple[dist.Store, int, int]:
+    """Return the store, and this rank's number, of how many; the others may not be there yet."""
+    host, port, rank, size = environment.read_group()
+    by_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # by torchrun
+    is_local = os.environ.get("LOCAL_WORLD_SIZE") == str(size) and not by_agent
+    if path := os.environ.get(protocol.STORE) or _torchruns_file():
+        store: dist.Store = dist.FileStore(path)
+    elif rank == 0 and not by_agent:
+        store = _hold(port, is_local, timeout)
+    else:
+        store = _reach(LOOPBACK if is_local else host, port, timeout)
+    if by_agent and not path:  # it may hold what ranks before a restart have left
+        store = dist.PrefixStore(f"start {os.environ.get('TORCHELASTIC_RESTART_COUNT')}", store)
+    store.set_timeout(timeout)
+    return store, rank, size
+
+
+def _torchruns_file() -> str:
+    """Return a file in the folder that torchrun has made for its ranks, if all are on this node."""
+    folder = Path(os.environ.get("TORCHELASTIC_ERROR_FILE", "/")).parents  # .../RANK/error.json
+    is_one = os.environ.get("GROUP_WORLD_SIZE") == "1" and len(folder) > 3
+    if not is_one or not folder[2].is_relative_to(tempfile.gettempdir()):
+        return ""
+    is_private = folder[2].stat().st_mode & 0o077 == 0
+    return str(folder[1] / "store") if is_private else ""
+
+
+def _hold(port: int, is_local: bool, timeout: timedelta) -> dist.Store:
+    """Return a store of this process's; if it is local, other machines cannot reach it."""
+    six = socket.has_dualstack_ipv6() and not is_local
+    family = socket.AF_INET6 if six else socket.AF_INET
+    where = LOOPBACK if is_local else "", port
+    try:
+        fd = socket.create_server(where, family=family, dualstack_ipv6=six).detach()
+    except OSError as error:
+        raise UserError(
+            f"MASTER_PORT={port} is in use or closed ({error.strerror}): use another one "
+            f"(MASTER_PORT={port + 1}, the same on all nodes)"
+        ) from None
+    return dist.TCPStore(LOOPBACK, port, 1, True, timeout, multi_tenant=True, master_listen_fd=fd)
+
+
+def _reach(host: str, port: int, timeout: timedelta) -> dist.Store:
+    """Return the store of another process, once somebody answers there; say it if nobody does."""
+    seconds, line = timeout.total_seconds(), ""
+    for is_due in ticks(seconds):
+        try:  # torch alone would print a stack in C++
+            socket.create_connection((host, port), 5).close()
+            return dist.TCPStore(host, port, None, False, timeout, wait_for_workers=False)
+        except (OSError, dist.DistError) as error:
+            line = f"nobody answers at MASTER_ADDR={host}, MASTER_PORT={port}"
+            if isinstance(error, socket.gaierror):
+                line = f"MASTER_ADDR={host} cannot be resolved ({error.strerror})"
+        if is_due:
+            say(f"{line}; trying for {seconds:g} s")
+    raise UserError(f"{line}: is rank 0 there, does a firewall let the port through?")
+
+
+def join(
+    store: dist.Store, rank: int, size: int, timeout: timedelta, note: Note
+) -> tuple[dist.Store, list[Note]]:
+    """Return once all ranks have called this: the part of `store` for what follows, and all notes.
+
+    Raises a UserError, the same in all, if they do not fit or are not there within `timeout`.
+    """
+    seconds, keys = timeout.total_seconds(), [f"rank {number}" for number in range(size)]
+    note = {"id": uuid.uuid4().hex, "place": environment.node(), **note}
+
+    def fail(fault: str) -> NoReturn:
+        found = json.loads(store.compare_set("met", "", json.dumps(fault)))
+        if rank == 0:  # here may be the store: let the others read it first
+            time.sleep(1)
+        raise UserError(found if isinstance(found, str) else fault)
+
+    if rank >= size:
+        fail(f"RANK={rank} with WORLD_SIZE={size}: the last rank is {size - 1}")
+    other_size, other = store.compare_set("size", "", f"{size} {rank}").decode().split()
+    if other_size != str(size):
+        fail(f"WORLD_SIZE is {size} for rank {rank}, {other_size} for rank {other}")
+    found = json.loads(store.compare_set(keys[rank], "", json.dumps(note)))
+    if found["id"] != note["id"]:
+        places = ", ".join(sorted({found["place"], note["place"]}))
+        fail(f"RANK={rank} is there twice ({places}): give each its own, and each run a port")
+    for is_due in ticks(seconds + (2 if rank else 0)):  # rank 0 says it, if it is there
+        if store.check(["met"]) or (rank == 0 and store.check(keys)):
+            break
+        if is_due and rank == 0:
+            say(f"waiting up to {seconds:g} s for {_missing(store, keys)}")
+    else:
+        who = f"waited {seconds:g} s for {_missing(store, keys)}"
+        fail(f"{who}: start as many, with the same MASTER_ADDR and MASTER_PORT")
+    if rank == 0 and not store.check(["met"]):
+        notes = [json.loads(each) for each in store.multi_get(keys)]
+        store.compare_set("met", "", json.dumps(notes))
+    met = json.loads(store.get("met"))
+    if isinstance(met, str):
+        fail(met)
+    return dist.PrefixStore("joined", store), met  # apart from errors of those who do not fit
+
+
+def _missing(store: dist.Store, keys: Sequence[str]) -> str:
+    """Return which ranks have left no note, and on which nodes the others are."""
+    there = [key for key in keys if store.check([key])]
+    missing = shorten([key.split()[1] for key in keys if key not in there])
+    places = dict.fromkeys(json.loads(store.get(key))["place"] for key in there)
+    here = f"; here: {shorten([*places])}" if places else ""
+    return f"rank {missing} of {len(keys)} (WORLD_SIZE={len(keys)}){here}"

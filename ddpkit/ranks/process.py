@@ -1,0 +1,260 @@
+"""How a process ends: with its launcher, its debugger or its rank; and the thread that sees to it.
+
+This module imports neither torch nor debugpy.
+"""
+
+import atexit
+import contextlib
+import ctypes
+import faulthandler
+import importlib.util
+import multiprocessing
+import multiprocessing.util  # registers its exit handler before install_handlers does
+import os
+import signal
+import socket
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Collection, Iterator
+from pathlib import Path
+from types import FrameType
+from typing import NoReturn
+
+from ddpkit.errors import need_torch
+from ddpkit.ranks import protocol
+from ddpkit.ranks.protocol import DEBUGGED_LAUNCHER, KILL, LAUNCHER, STOP_SIGNALS
+
+PR_SET_PDEATHSIG = 1  # in Linux' <sys/prctl.h>
+Duty = Callable[[list[int]], object]  # is given the signals that have come
+
+
+class Watch(threading.Thread):
+    """The one thread beside the main one; it does its duties every POLL_SECONDS, or at a signal.
+
+    Signals reach it by a socket: handlers do not run while the main thread is in a collective.
+    """
+
+    pydev_do_not_trace = True  # it runs while the debugger holds the others
+
+    def __init__(self) -> None:
+        super().__init__(name="watch", daemon=True)
+        self.duties: list[Duty] = []
+        self.lock = threading.Lock()  # held while it does them
+        self.is_over = False
+        # What else it and the main thread share:
+        self.folder: Path | None = None  # in which a person asks where all ranks are
+        self.position: Callable[[], str] = str  # such as "epoch 1, step 3"
+        self.is_leaving = False  # the main thread ends this rank
+        self.questions = 0  # that this rank has answered
+
+    def start(self) -> None:
+        self.socket, self.wakeup = socket.socketpair()  # not before: forks would share it
+        self.wakeup.setblocking(False)
+        atexit.register(self.stop)
+        super().start()
+
+    def run(self) -> None:
+        while not self.is_over:
+            signals = self.wait(protocol.POLL_SECONDS)
+            with self.lock:
+                try:
+                    for duty in [*self.duties]:
+                        duty(signals)
+                except Exception:  # without it nobody could stop this rank
+                    traceback.print_exc()
+                    exit_now(1)
+
+    def wait(self, seconds: float) -> list[int]:
+        """Return the signals that come within `seconds`; at once if one comes."""
+        self.socket.settimeout(seconds)
+        with contextlib.suppress(TimeoutError):
+            return [*self.socket.recv(64)]
+        return []
+
+    def add(self, duty: Duty) -> None:
+        if duty not in self.duties:
+            self.duties.append(duty)
+        if not self.ident:
+            self.start()
+
+    def remove(self, duty: Duty) -> None:
+        if self.lock.acquire(timeout=2 * protocol.ANSWER_SECONDS):
+            self.duties.remove(duty)
+            self.lock.release()
+
+    def stop(self) -> None:
+        self.is_over = True
+        self.wakeup.send(b"\0")
+        self.join(1)
+
+
+watch = Watch()
+
+
+def project() -> Path:
+    """Return the folder of the main.py that is imported as `main`; without one the working folder.
+
+    ddpkit may lie in it or elsewhere, so its own place says nothing.
+    """
+    with contextlib.suppress(ValueError):  # as a test may have made it
+        if (spec := importlib.util.find_spec("main")) and spec.origin:
+            return Path(spec.origin).resolve().parent
+    return Path.cwd()
+
+
+def install_handlers() -> None:
+    """Exit silently on Ctrl-C, and exit with torchrun or the debugger; print a stack on a crash."""
+    need_torch()
+    be_quiet()
+    sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115  None if it is closed
+    faulthandler.enable(sys.__stderr__ or sys.stderr)
+    # Runs before multiprocessing's own exit handler, which would wait forever for a stuck worker.
+    atexit.register(_kill_workers)
+    atexit.register(ignore_signals)
+    if by_torchrun():
+        _follow_parent(signal.SIGTERM, int(os.environ.get(LAUNCHER, os.getppid())))
+    if by_plain_torchrun() and os.environ["RANK"] == "0" and "--help" not in sys.argv:
+        with contextlib.suppress(OSError):  # a closed pipe
+            print(f"starting {os.environ['WORLD_SIZE']} rank(s) ...", flush=True)
+    if is_debugged():
+        _follow_debugger()
+
+
+def be_quiet() -> None:
+    """Print nothing on Ctrl-C, nor 40 lines of C++ when the rank that held the store has died."""
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # torch.profiler's; read when torch is imported
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # else the shell ignores it
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+    if hasattr(signal, "pthread_sigmask"):  # the launcher holds it back until now
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+
+
+def by_torchrun() -> bool:  # or by launch.sh
+    return "TORCHELASTIC_RUN_ID" in os.environ or LAUNCHER in os.environ
+
+
+def by_plain_torchrun() -> bool:  # without launch.sh
+    return by_torchrun() and LAUNCHER not in os.environ
+
+
+def is_debugged() -> bool:
+    pydevd = sys.modules.get("pydevd")  # sys.gettrace() is None from Python 3.12 on
+    return pydevd is not None and getattr(pydevd, "_is_attached", lambda: True)()
+
+
+def is_running(pid: int) -> bool:
+    """Return whether this machine has such a process; always True on Windows."""
+    if sys.platform == "win32":
+        return True
+    try:
+        os.kill(pid, 0)
+    except OSError as error:
+        return isinstance(error, PermissionError)  # another user's
+    return state(pid) != "Z"  # it has ended, but its parent has not asked yet
+
+
+def state(pid: int) -> str:
+    """Return the letter of a process's state, such as "T" if SIGSTOP holds it; on Linux only."""
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+    return ""
+
+
+def ignore_signals() -> None:
+    for signum in STOP_SIGNALS:
+        signal.signal(signum, signal.SIG_IGN)
+
+
+@contextlib.contextmanager
+def holding_signals(signals: Collection[int] = STOP_SIGNALS) -> Iterator[None]:
+    """Hold back the signals that request a stop; a process forked in the block never gets them."""
+    if not hasattr(signal, "pthread_sigmask"):  # on Windows
+        yield
+        return
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def exit_now(status: int) -> NoReturn:
+    """Exit without cleaning up, which could wait forever; with F5, end torchrun and all ranks."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):  # a closed terminal
+            stream.flush()
+    _kill_workers()
+    if os.environ.get(DEBUGGED_LAUNCHER) == str(os.getppid()):
+        os.kill(os.getppid(), KILL)
+    os._exit(status)
+
+
+def _kill_workers() -> None:
+    """Kill the loader workers, which otherwise take seconds to notice that their rank has gone."""
+    if threading.current_thread() is not threading.main_thread():
+        return  # torch would raise in the main thread; _follow_parent ends them soon enough
+    if hasattr(signal, "SIGCHLD"):
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    for worker in multiprocessing.active_children():
+        worker.kill()
+
+
+def _follow_parent(signum: int, launcher: int) -> None:
+    """Have the kernel send `signum` to this process when its parent ends; on Linux only."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signum)
+        if not is_running(launcher):  # it ended before that call
+            os.kill(os.getpid(), signum)
+
+
+def worker_context(workers: int) -> str | None:
+    """Return how loader workers start: Python 3.14's helper process may outlive its parent."""
+    return "fork" if workers and sys.platform == "linux" else None
+
+
+def start_worker(number: int) -> None:
+    """Set up a loader worker, as its `worker_init_fn`: it ends with its rank, however that ends."""
+    parent = multiprocessing.parent_process()
+    rank = parent.pid if parent else None
+    assert rank
+    if rank == os.getppid():  # else Python's fork server is the parent, and torch looks
+        _follow_parent(KILL, rank)
+    signal.set_wakeup_fd(-1)
+    ignore_signals()  # the rank needs its workers until the end of the step
+    if is_debugged():
+        threading.main_thread().name = f"rank {os.environ.get('RANK', 0)}, worker {number}"
+        if DEBUGGED_LAUNCHER in os.environ:
+            Watch().add(lambda _: _interrupt(rank))
+
+
+def _interrupt(rank: int) -> None:
+    """Interrupt the rank once the debugger has left this worker of it."""
+    if not is_debugged() and threading.main_thread().is_alive():
+        with contextlib.suppress(ProcessLookupError):  # the rank has ended
+            os.kill(rank, signal.SIGINT)
+
+
+def _follow_debugger() -> None:
+    """End all ranks with this one's debugger (VS Code's Stop means one process) or on Ctrl-C."""
+    os.environ[DEBUGGED_LAUNCHER] = str(os.getppid()) if by_torchrun() else ""
+    sys.breakpointhook = stop_in_debugger
+    threading.main_thread().name = f"rank {os.environ.get('RANK', 0)}"
+    signal.signal(signal.SIGINT, lambda *_: None)  # without a handler the socket gets nothing
+    parent = os.getppid()
+
+    def duty(signals: list[int]) -> None:
+        is_held = is_debugged() and os.getppid() == parent and signal.SIGINT not in signals
+        if not is_held and threading.main_thread().is_alive():  # else pydevd ends as the program
+            exit_now(128 + signal.SIGINT)
+
+    watch.add(duty)
+    signal.set_wakeup_fd(watch.wakeup.fileno(), warn_on_full_buffer=False)
+
+
+def stop_in_debugger(frame: FrameType | None = None) -> None:
+    """Stop in the calling frame; debugpy's own hook does not in a process that torchrun started."""
+    if is_debugged():
+        frame = frame or sys._getframe(1)
+        sys.modules["pydevd"].settrace(trace_only_current_thread=True, stop_at_frame=frame)

@@ -1,0 +1,200 @@
+"""On a signal all ranks stop after the same step; and a rank that hangs prints where it is.
+
+protocol.py says how the ranks agree. A step needs no collective for it, nor a read from the device.
+"""
+
+import contextlib
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import NoReturn
+
+import torch
+import torch.distributed as dist
+
+from ddpkit.ranks import distributed, failures, process, protocol
+from ddpkit.ranks.process import watch
+from ddpkit.ranks.protocol import ANSWER_SECONDS, STEP, STOP, STOP_SIGNALS, STOPPED
+
+
+class Stopped(Exception):
+    """Raised on all ranks after the same step, to stop the training."""
+
+
+class Stopper:
+    """The duty within `on_signals`, and what the thread and the main thread share for it."""
+
+    def __init__(self) -> None:
+        self.store = distributed.store()
+        self.first_signal = 0.0  # when it came
+        self.status = 1  # with which to exit if nothing can be saved
+        by_torchrun = process.by_plain_torchrun()
+        self.grace = protocol.GRACE_TORCHRUN_SECONDS if by_torchrun else protocol.GRACE_SECONDS
+        limit = distributed.timeout()  # after which a collective fails
+        self.hang_seconds = min(0.8 * limit, max(0.5 * limit, limit - 4))
+        self.last_heartbeat, self.seen = -1, 0.0  # its number, and when it was seen,
+        self.questions = 0  # and how many this rank had answered then
+        # Written by the main thread:
+        self.heartbeat = 0
+        self.step = 1  # that it is in, counted from the start of the block
+        self.is_stopping = False  # it has reached the last step, and saves
+        # Written by the other thread:
+        self.lock = threading.Lock()  # held while it answers, and while `step` changes
+        self.answered = 0.0  # when this rank, asked to stop, answered with its step
+        self.is_said = False  # for whom it waits
+        self.last_step = 0  # the latest of the ranks' answers,
+        self.agreed = threading.Event()  # once all have answered
+
+    def __call__(self, signals: list[int]) -> None:
+        try:
+            self.check_hang()
+            for signum in signals:
+                if signum in STOP_SIGNALS:
+                    self.on_signal(signum)
+            if self.answered and not self.is_stopping:
+                self.await_answers()
+            elif not self.is_stopping and self.store.check([STOP]):
+                self.answer()
+        except dist.DistError:  # the store has gone, with the rank or launcher that held it
+            for signum in watch.wait(ANSWER_SECONDS):  # a launcher that ends sends one
+                if signum in STOP_SIGNALS:
+                    process.exit_now(128 + signum)
+            if not watch.is_leaving:  # as the main thread does unless it hangs
+                failures.report(failures.lost_store(), self.status)
+
+    def on_signal(self, signum: int) -> None:
+        now = time.monotonic()
+        if not self.first_signal:
+            self.first_signal, self.status = now, 128 + signum
+            if not self.is_stopping:
+                self.store.set(STOP, signal.Signals(signum).name)
+            return
+        # Plain torchrun passes a second Ctrl-C on as SIGTERM.
+        is_interrupt = signum == signal.SIGINT or process.by_plain_torchrun()
+        was_interrupt = self.status == 128 + signal.SIGINT
+        is_new = now > self.first_signal + protocol.DUPLICATE_SECONDS
+        if was_interrupt and is_interrupt and is_new:
+            distributed.say("aborted; progress since the last checkpoint is lost")
+            process.exit_now(self.status)
+
+    def answer(self) -> None:
+        with self.lock:
+            self.store.set(STEP.format(distributed.rank()), str(self.step))
+            self.answered = time.monotonic()
+        self.status = 128 + signal.Signals[self.store.get(STOP).decode()]
+        distributed.say("stop requested: finishing this step, then saving")
+
+    def await_answers(self) -> None:
+        if self.agreed.is_set():
+            return
+        answers = [STEP.format(rank) for rank in range(distributed.world_size())]
+        waited = time.monotonic() - self.answered
+        if self.store.check(answers):
+            self.last_step = max(map(int, self.store.multi_get(answers)))
+            self.agreed.set()
+        elif waited > ANSWER_SECONDS:
+            from ddpkit.ranks import explaining
+
+            missing = [rank for rank, key in enumerate(answers) if not self.store.check([key])]
+            states = ", ".join(explaining.states(missing))
+            if waited > self.grace or "has ended" in states:
+                line = f"not saved, after {waited:.0f} s for an answer: {states}"
+                failures.report(line, self.status)
+            if not self.is_said:
+                self.is_said = True
+                line = f"waiting up to {self.grace:g} s for an answer: {states}"
+                print(line, file=sys.stderr, flush=True)
+
+    def check_hang(self) -> None:
+        """Print where all ranks are, if the main thread has had no heartbeat for too long."""
+        now = time.monotonic()
+        if self.heartbeat != self.last_heartbeat:
+            self.last_heartbeat, self.seen, self.questions = self.heartbeat, now, watch.questions
+        elif now - self.seen > self.hang_seconds and watch.questions == self.questions:  # once
+            from ddpkit.ranks import explaining
+
+            seconds = min(0.6 * (distributed.timeout() - self.hang_seconds), ANSWER_SECONDS)
+            explaining.show(f"no progress for {self.hang_seconds:g} s:", seconds)
+
+
+_stopper: Stopper | None = None  # within `on_signals`
+
+
+@contextlib.contextmanager
+def on_signals(position: Callable[[], str]) -> Iterator[None]:
+    """Within the block a signal makes `end_step` raise Stopped; a rank without progress is shown.
+
+    With a debugger at some rank neither holds: signals end the run, and ranks may be paused.
+    """
+    global _stopper
+    if distributed.is_debugged():
+        yield
+        return
+    stopper = _stopper = Stopper()
+    watch.position = position
+    watch.add(failures.follow_others)
+    watch.add(stopper)
+    taken_from = signal.set_wakeup_fd(watch.wakeup.fileno(), warn_on_full_buffer=False)
+    handled = [each for each in STOP_SIGNALS if signal.getsignal(each) != signal.SIG_IGN]  # nohup
+    # Without a handler the socket gets nothing.
+    before = {signum: signal.signal(signum, lambda *_: None) for signum in handled}
+    is_done = False
+    try:
+        yield
+        is_done = True
+    finally:
+        _stopper = None
+        if is_done:
+            watch.position = str  # what follows is in no epoch
+        watch.remove(stopper)
+        signal.set_wakeup_fd(taken_from)
+        for signum in before:
+            signal.signal(signum, _exit_soon if is_done else before[signum])
+
+
+def _exit_soon(*_: object) -> None:
+    """After the training: exit unless what follows it ends by itself in a few seconds."""
+    deadline = time.monotonic() + protocol.END_SECONDS
+    watch.add(lambda _: time.monotonic() > deadline and process.exit_now(STOPPED))
+
+
+def end_step() -> None:
+    """Mark the end of a training step; raise Stopped if all ranks stop after this one."""
+    if not _stopper:
+        return
+    _stopper.heartbeat += 1
+    with _stopper.lock:
+        if not _stopper.answered:
+            _stopper.step += 1
+            return
+    _stopper.agreed.wait()
+    if _stopper.step >= _stopper.last_step:
+        _stopper.is_stopping = True
+        raise Stopped
+    _stopper.step += 1
+
+
+def stop_requested() -> bool:
+    """Return whether this rank knows of a stop request; other ranks may not know it yet."""
+    if _stopper:
+        _stopper.heartbeat += 1
+    return bool(_stopper and _stopper.answered)
+
+
+def agree(device: torch.device) -> None:
+    """Raise Stopped on all ranks if one of them knows of a stop request; all have to call this."""
+    mine = torch.tensor(stop_requested(), dtype=torch.int, device=device)
+    if _stopper and distributed.reduce_tensor(mine):
+        _stopper.is_stopping = True
+        raise Stopped
+
+
+def exit_stopped(position: str) -> NoReturn:
+    """Exit with STOPPED, once all ranks have come here and the checkpoint is written."""
+    name = distributed.store().get(STOP).decode()
+    distributed.barrier()  # when the first rank exits, torchrun ends the others
+    process.ignore_signals()
+    distributed.say(f"{name}: stopped and saved {position}")
+    process.exit_now(STOPPED)

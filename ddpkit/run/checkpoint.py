@@ -1,0 +1,309 @@
+"""Checkpoints: files of plain types that `torch.load(path, weights_only=True)` reads.
+
+An optimizer's state goes by the names of weights.
+"""
+
+import copy
+import functools
+import os
+import pickle
+import re
+import stat
+import zipfile
+import zlib
+from argparse import Namespace
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from ddpkit import files
+from ddpkit.data.format import Format
+from ddpkit.errors import UserError, shorten
+from ddpkit.ranks import distributed
+from ddpkit.run.pictures import Classes
+
+State = dict[str, Any]  # what a checkpoint holds, by name
+Names = Mapping[Tensor, str]
+Parts = Mapping[str, Any]  # what has a state_dict, by name
+ParseArgs = Callable[[Sequence[str], dict[str, Any]], Namespace]
+
+OTHER_RUN = "choose another --output-dir, or use --resume never to start over"
+READ_ERRORS = (
+    *(OSError, RuntimeError, EOFError, LookupError, ValueError),
+    *(pickle.UnpicklingError, zipfile.BadZipFile, zlib.error),
+)
+CONTAINERS = {dict, OrderedDict, list, tuple}
+PLAIN = {type(None), bool, int, float, str, bytes}
+TAKEN = {*PLAIN, torch.Size, torch.dtype, torch.device}  # by torch.load with weights_only=True
+
+
+class Damaged(UserError):
+    """The file is not as it was written; an earlier one may be used."""
+
+    def __init__(self, path: Path | str, reason: str) -> None:
+        self.reason = f"{path}: not a readable checkpoint ({reason})"
+        super().__init__(f"{self.reason}; use a copy of it, or another checkpoint")
+
+
+def write(path: Path, state: State) -> None:
+    """Write `state` to `path`, and wait until the disk has it."""
+    try:
+        with open(path, "wb") as new:
+            torch.save(state, new)
+    except RuntimeError as error:  # which hides what the disk has said
+        raise error.__context__ if isinstance(error.__context__, OSError) else error from None
+    files.sync(path)  # a disk may say only now that it is full
+
+
+def check_archive(path: Path | str) -> None:
+    """Raise a BadZipFile if a file of torch.save is damaged: torch.load checks no checksum."""
+    if zipfile.is_zipfile(path):
+        with zipfile.ZipFile(path) as archive:
+            has_folder = any(entry.external_attr & 0x10 for entry in archive.infolist())
+            if archive.testzip() or has_folder:  # for torch that is an empty tensor
+                raise zipfile.BadZipFile("a checksum is wrong")
+
+
+def read(path: Path | str, keys: Iterable[str] = ("model", "classes", "args", "format")) -> State:
+    """Return the checkpoint at `path`, tensors on the CPU."""
+    state = read_file(path)
+    if missing := sorted({*keys, "channels"} - state.keys()):
+        raise UserError(f"{path}: not a checkpoint of this project ({', '.join(missing)} missing)")
+    return {**state, "path": str(path)}
+
+
+def read_file(path: Path | str) -> State:
+    """Return the dict in any .pt file, tensors on the CPU."""
+    load = functools.partial(torch.load, map_location="cpu", weights_only=True)
+    try:
+        if not stat.S_ISREG(os.stat(path).st_mode):
+            raise OSError(None, "not a regular file")
+        files.retried(path, check_archive, path)
+        state = files.retried(path, load, path)
+    except (FileNotFoundError, PermissionError) as error:
+        raise files.failure(path, error, "read") from None
+    except READ_ERRORS as error:
+        if isinstance(error, pickle.UnpicklingError) and zipfile.is_zipfile(path):
+            line = "more than plain types: torch.load cannot read it with weights_only=True"
+            raise UserError(f"{path}: not a readable checkpoint ({line})") from None
+        reason = getattr(error, "strerror", None) or re.split(r"\n|\. ", str(error).strip())[0]
+        raise Damaged(path, reason[:120]) from None
+    if not isinstance(state, dict):
+        raise UserError(f"{path}: not a checkpoint but a {type(state).__name__}")
+    return state
+
+
+def check_classes(path: Path | str, known: Sequence[str], classes: Sequence[str]) -> None:
+    """Raise a UserError unless the checkpoint's classes are those of the data."""
+    if list(known) != list(classes):
+        then, now = (f"{len(names)} classes ({shorten(names)})" for names in (known, classes))
+        line = f"{path} has {then}, the data has {now}: others, or in another order"
+        raise UserError(f"{line}; {OTHER_RUN}")
+
+
+def check_format(state: State, format: Format) -> None:
+    """Raise a UserError unless images are read and normalised as those of the checkpoint were."""
+    for name, then in state.get("format", {}).items():
+        now = getattr(format, name, None)
+        if name != "max_megapixels" and to_plain(now) != then:
+            line = f"{state['path']} was trained with {name} {then} in data.json, not {now}"
+            raise UserError(f"{line}: use the same data.json, or train anew with it")
+
+
+def changes(then: Mapping[str, object], now: Mapping[str, object]) -> str:
+    """Return the flags that have changed since a checkpoint, such as "--lr 0.1 (was 0.2)"."""
+    return ", ".join(
+        f"--{name.replace('_', '-')} {value} (was {then[name]})"
+        for name, value in to_plain(dict(now)).items()
+        if name in then and then[name] != value and name not in ("resume", "eval_only")
+    )
+
+
+def load_weights(model: nn.Module, state: State, more: str = "") -> None:
+    """Copy the checkpoint's weights into `model`, or raise a UserError, which ends with `more`."""
+    try:
+        model.load_state_dict(state["model"])
+    except RuntimeError as error:
+        reason = " ".join(str(error).split("\n")[1].split())[:200]
+        line = f"{state['path']} does not fit what model.py builds ({reason}){more}"
+        raise UserError(line) from None
+
+
+def open_model(
+    path: Path | str,
+    build_model: Callable[[Namespace, Sequence[str], int], nn.Module],
+    parse_args: ParseArgs,
+    device: torch.device,
+) -> tuple[nn.Module, Classes, Namespace, Format]:
+    """Return the network of a checkpoint, ready to predict, its classes, flags and image format.
+
+    build_model, parse_args: of model.py and flags.py; flags that are newer than the checkpoint have
+        their defaults.
+
+    Raises a UserError if the file cannot be read, or holds other weights than `build_model` makes.
+
+        model, classes, args, format = ddpkit.open_model("best.pt", build_model, parse_args, device)
+    """
+    state = read(path)
+    args, format = parse_args([], state["args"]), Format(**state["format"])
+    model = build_model(args, state["classes"], state["channels"])
+    load_weights(model, state)
+    model = model.eval().to(device).to(memory_format=torch.channels_last)
+    return model, Classes(state["classes"], state.get("colors")), args, format
+
+
+def to_plain(value: object) -> Any:
+    """Return `value` with numbers of NumPy and torch as those of Python, other types as text."""
+    if isinstance(value, dict):
+        return {to_plain(key): to_plain(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(map(to_plain, value))
+    if isinstance(value, np.generic) or (isinstance(value, Tensor) and value.numel() == 1):
+        value = value.item()
+    return value if type(value) in PLAIN else str(value)
+
+
+def take_states(parts: Parts) -> State:
+    """Return the state of each part for a checkpoint, on rank 0; all ranks have to call it."""
+    states, names = {}, names_of(parts)
+    for name, part in parts.items():
+        state = by_name(part, names) if isinstance(part, Optimizer) else part.state_dict()
+        if not isinstance(part, nn.Module):  # such as a rate from np.cos
+            state = tree_map_only(np.generic, lambda x: x.item(), state)
+        for leaf in tree_leaves(state, is_leaf=lambda x: type(x) not in CONTAINERS):
+            if not isinstance(leaf, Tensor) and type(leaf) not in TAKEN:
+                kind = f"{type(leaf).__name__}, which torch.load(weights_only=True) refuses"
+                raise UserError(f"{name}: its state_dict has a {kind}")
+        states[name] = state
+    return to_host(states)
+
+
+def to_host(state: State) -> State:
+    """Return `state` with tensors on the CPU, those of --fsdp whole; empty but on rank 0."""
+    tensors = [leaf for leaf in tree_leaves(state) if isinstance(leaf, Tensor)]
+    if all(t.device.type in ("cpu", "meta") and not hasattr(t, "full_tensor") for t in tensors):
+        return state
+    new = {}
+    for tensor in tensors:
+        whole = getattr(tensor, "full_tensor", tensor.detach)()
+        new[id(tensor)] = whole.cpu() if distributed.is_rank_zero() else whole.new_empty(0)
+    return copy.deepcopy(state, new)
+
+
+def names_of(parts: Parts) -> dict[Tensor, str]:
+    """Return the name of each weight of the networks in `parts`: "fc.bias", "trained.fc.bias"."""
+    return {
+        weight: key if name == "model" else f"{name}.{key}"
+        for name, part in parts.items()
+        if isinstance(part, nn.Module)
+        for key, weight in part.named_parameters()
+    }
+
+
+def by_name(optimizer: Optimizer, names: Names) -> State:
+    """Return an optimizer's state_dict() with the names of weights in place of their numbers."""
+    weights = [weight for group in optimizer.param_groups for weight in group["params"]]
+    known = [names.get(w, f"{i} {tuple(w.shape)}") for i, w in enumerate(weights)]
+    state = optimizer.state_dict()
+    moments = {known[i]: values for i, values in sorted(state["state"].items())}
+    groups = [{**g, "params": [known[i] for i in g["params"]]} for g in state["param_groups"]]
+    return {**state, "state": moments, "param_groups": groups}
+
+
+def kinds(parts: Parts) -> dict[str, str]:
+    """Return the class of each optimizer and scheduler."""
+    return {n: type(p).__name__ for n, p in parts.items() if isinstance(p, Optimizer | LRScheduler)}
+
+
+def load_states(state: State, parts: Parts, step: int) -> None:
+    """Load `state`, a checkpoint, into all `parts` but the model.
+
+    With a LambdaLR settings and rates are those of the flags, at `step`; else they are as saved.
+    """
+    path, scheduler, names = state["path"], parts["scheduler"], names_of(parts)
+    by_flags = type(scheduler) is LambdaLR
+    if not by_flags:
+        kind = type(scheduler).__name__
+        distributed.say(f"{kind} and the optimizer's settings resume as saved, not as flags say")
+    for name, part in parts.items():
+        if name not in state:
+            distributed.say(f"{path} has no {name}: it starts from its initial state")
+        elif name != "model" and (saved := state[name]):  # empty of a GradScaler that is off
+            try:
+                then, now = state["kinds"].get(name), type(part).__name__
+                if then not in (None, now):
+                    raise ValueError(f"it was {then} and is {now}")
+                if isinstance(part, Optimizer):
+                    saved = as_made(saved, part, names, by_flags and name == "optimizer")
+                if part is scheduler and by_flags:
+                    follow(scheduler, parts["optimizer"], saved, step)
+                else:
+                    part.load_state_dict(saved)
+            except (LookupError, RuntimeError, TypeError, ValueError) as error:
+                reason = " ".join(str(error).split())[:200]
+                undo = f"or keep only its weights: --weights {path} --output-dir ANOTHER"
+                line = f"{path} does not fit the {name} ({reason}); undo that to resume, {undo}"
+                raise UserError(line) from None
+
+
+def as_made(saved: State, optimizer: Optimizer, names: Names, by_flags: bool) -> State:
+    """Return the `saved` state of an optimizer, by name, as its load_state_dict() takes it."""
+    then = [group["params"] for group in saved["param_groups"]]
+    known = [group["params"] for group in by_name(optimizer, names)["param_groups"]]
+    if [*map(set, then)] != [*map(set, known)]:
+        had, have = (" + ".join(str(len(group)) for group in each) for each in (then, known))
+        raise ValueError(f"groups had {had} weights and have {have}, or others")
+    weights = [weight for group in optimizer.param_groups for weight in group["params"]]
+    moments = {
+        i: {key: like(value, weights[i]) for key, value in saved["state"][name].items()}
+        for i, name in enumerate(name for group in known for name in group)
+        if name in saved["state"]
+    }
+    now = [
+        {k: v for k, v in group.items() if by_flags or k in ("params", "fused", "foreach")}
+        for group in optimizer.state_dict()["param_groups"]
+    ]
+    groups = [{**old, **new} for old, new in zip(saved["param_groups"], now, strict=True)]
+    return {**saved, "state": moments, "param_groups": groups}
+
+
+def like(value: Any, weight: Any) -> Any:
+    """Return a saved moment in its weight's layout, on which fused kernels rely, and sharding."""
+    if not isinstance(value, Tensor) or value.shape != weight.shape or not value.ndim:
+        return value
+    if hasattr(weight, "device_mesh"):  # a DTensor, whose import takes a second
+        from torch.distributed.tensor import distribute_tensor
+
+        value = value.to(weight.device, memory_format=torch.contiguous_format)
+        return distribute_tensor(value, weight.device_mesh, weight.placements)
+    return torch.empty_like(weight, dtype=value.dtype).copy_(value)
+
+
+def follow(scheduler: LambdaLR, optimizer: Optimizer, saved: State, step: int) -> None:
+    """Set a schedule, and the learning rates, to `step`."""
+    pairs = zip(scheduler.base_lrs, scheduler.lr_lambdas, strict=True)
+    rates = [float(lr * factor(step)) for lr, factor in pairs]
+    more = {"base_lrs": scheduler.base_lrs, "last_epoch": step, "_last_lr": rates}
+    scheduler.load_state_dict({**saved, **more, "lr_lambdas": [None] * len(rates)})
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate
+
+
+def fill_momenta(parts: Parts) -> None:
+    """Give each weight of a fused SGD a momentum, of 0.
+
+    torch would begin with any memory if GradScaler skips the first step, and fail if some have one.
+    """
+    for optimizer in parts.values():
+        for group in optimizer.param_groups if isinstance(optimizer, torch.optim.SGD) else ():
+            for weight in group["params"] if group["fused"] and group["momentum"] else ():
+                if optimizer.state[weight].get("momentum_buffer") is None:
+                    optimizer.state[weight]["momentum_buffer"] = torch.zeros_like(weight)

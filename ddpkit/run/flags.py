@@ -1,0 +1,120 @@
+"""argparse for a program that runs in several ranks; without torch, so that mistakes show at once."""
+
+import argparse
+import contextlib
+import math
+import os
+import re
+import shlex
+from argparse import ArgumentTypeError
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NoReturn
+
+from ddpkit.errors import UserError
+
+overrides: dict[str, object] = {}  # replace the defaults of all flags: those of a run to replay
+# How this rank was started: flags that Parser takes for itself.
+launch = argparse.Namespace(local_rank=None, dist_timeout=600.0, debug_rank=[], debug_port=5678)
+
+
+class Help(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpFormatter):
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, max_help_position=30, width=118)
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        has_default = action.default not in (None, []) and action.default is not False
+        return super()._get_help_string(action) if has_default else action.help
+
+
+class Parser(argparse.ArgumentParser):
+    """An argument parser for a script that runs on several ranks.
+
+    A mistake raises a UserError, one line; help is printed by the first rank of a node alone. A
+    `@FILE` among the arguments stands for the flags in that file, several in a line if you like;
+    a # before a word begins a comment. -1,5 is a value, not a flag.
+
+        parser = ddpkit.Parser(description="Train a network.")
+        parser.add_argument("--epochs", type=ddpkit.at_least(1), default=30)
+        args = parser.parse()
+    """
+
+    def __init__(self, **options: Any) -> None:
+        common = {"formatter_class": Help, "fromfile_prefix_chars": "@", "allow_abbrev": False}
+        super().__init__(**{**common, **options})
+        self._negative_number_matcher = re.compile(r"-\.?\d")  # also of -1000,3000: no flag
+
+    def parse(
+        self, argv: Sequence[str] | None = None, defaults: Mapping[str, object] | None = None
+    ) -> argparse.Namespace:
+        """Return the flags of `argv`, sys.argv by default; `defaults` replace those of the flags.
+
+        defaults: by name, such as the "args" of a checkpoint; text is converted to the flag's type.
+        The flags of launcher and debugger, which `setup` reads, are taken, too, but not returned.
+        """
+        if "--dist-timeout" not in self._option_string_actions:  # parse may come twice
+            add = self.add_argument_group("ranks").add_argument
+            add("--dist-timeout", metavar="SECONDS", type=at_least(1, float), default=600.0,
+                help="how long a rank waits for the others; a week while debugging")  # fmt: skip
+            add("--debug-rank", metavar="R[,R...]", type=ranks, default=[],
+                help="ranks that wait for a debugger, rank R at --debug-port + R")  # fmt: skip
+            add("--debug-port", metavar="PORT", type=at_least(1, below=2**16), default=5678,
+                help="for the debugger of rank 0, on loopback")  # fmt: skip
+            add("--local-rank", "--local_rank", type=int, help=argparse.SUPPRESS)
+        self.set_defaults(**{**(defaults or {}), **overrides})
+        for action in self._actions:
+            action.required = action.required and action.dest not in (defaults or {})
+        args = self.parse_args(argv)
+        for name in vars(launch):
+            setattr(launch, name, vars(args).pop(name))
+        return args
+
+    @staticmethod
+    def class_weights(text: str) -> str | tuple[float, ...]:
+        """Convert auto, or A,B,... to numbers of at least 0, of which one is not 0."""
+        if text == "auto":
+            return text
+        with contextlib.suppress(ValueError):
+            values = tuple(map(float, re.sub(r"[()\s]", "", text).strip(",").split(",")))
+            if all(0 <= value < math.inf for value in values) and any(values):
+                return values
+        raise ArgumentTypeError(f"{text}: expected auto, or numbers of 0 or more, not all 0")
+
+    def print_help(self, file: Any = None) -> None:
+        if os.environ.get("LOCAL_RANK", "0") == "0":
+            super().print_help(file)
+
+    def error(self, message: str) -> NoReturn:
+        raise UserError(f"{message} ({self.prog} --help lists the flags)")
+
+    def convert_arg_line_to_args(self, line: str) -> list[str]:
+        try:
+            return shlex.split(re.split(r"(?<!\S)#", line)[0])
+        except ValueError as error:  # a quote that is not closed
+            self.error(f"@FILE, line {line!r}: {error}")
+
+
+def at_least(
+    low: float, kind: type[int] | type[float] = int, below: float = math.inf
+) -> Callable[[str], float]:
+    """Return an argparse type: a finite number of `low` or more, and less than `below`.
+
+    kind: int or float.
+
+        add("--dropout", type=ddpkit.at_least(0, float, below=1), default=0.1)
+    """
+
+    def number(text: str) -> float:
+        with contextlib.suppress(ValueError):
+            if low <= (value := kind(text)) < below:
+                return value
+        name = "an integer" if kind is int else "a number"
+        end = "" if below == math.inf else f" and less than {below:g}"
+        raise ArgumentTypeError(f"{text} is not {name} of {low} or more{end}")
+
+    return number
+
+
+def ranks(text: str) -> list[int]:
+    if not all(part.isdecimal() for part in text.split(",")):
+        raise ArgumentTypeError(f"{text} is not a rank or a list of ranks, such as 0,3")
+    return sorted({int(part) for part in text.split(",")})

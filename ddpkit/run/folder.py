@@ -1,0 +1,231 @@
+"""The output folder of a run: which checkpoint to resume from, and which ones to keep.
+
+`last.pt` is the newest checkpoint, `last-1.pt` the one before it, in case a crash of the machine
+damages the last one; `best.pt` has the best score. Rank 0 writes them, and all ranks read them.
+"""
+
+import contextlib
+import math
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from ddpkit import files
+from ddpkit.data import loading, samples
+from ddpkit.errors import UserError
+from ddpkit.ranks import distributed, environment, process, protocol
+from ddpkit.run import checkpoint, reporting
+from ddpkit.run.checkpoint import OTHER_RUN, Damaged, State
+from ddpkit.run.metrics import Found, Mistakes
+
+SAVES = ("last.pt", "last-1.pt")  # newest first
+OWN_FILES = (  # what `--resume never` removes
+    *(*SAVES, "*.pt.corrupt", "best.pt", "best-1.pt", "metrics.csv", "tracker.json", "args.json"),
+    *("curves.png", *reporting.IMAGES, *(f"eval/{name}" for name in reporting.IMAGES)),
+    "events.out.tfevents.*",
+)
+KEYS = (  # what a checkpoint has to contain, besides what a training loader adds
+    *("model", "optimizer", "scheduler", "kinds", "epoch", "step", "seen", "totals", "images"),
+    *("seed", "global_batch", "best", "best_of", "history", "classes", "resumed_from", "args"),
+    *("format", "channels"),
+)
+
+
+class Folder:
+    """The output folder of a run.
+
+    path: of the folder. resume: "auto" (from last.pt, if it exists), "never", or the path of a
+        checkpoint to start from.
+
+    Raises a UserError if the folder cannot be written, or if no checkpoint can be read.
+
+        folder = ddpkit.Folder(args.output_dir, args.resume)
+        state = folder.find_checkpoint()  # a dict; None: from scratch
+        folder.load(model, classes, vars(args))
+    """
+
+    def __init__(self, path: Path | str, resume: str = "auto") -> None:
+        self.path = Path(path)
+        self.is_path = resume not in ("auto", "never")
+        self.resume = os.path.abspath(resume) if self.is_path else resume
+        self.state: State | None = None  # found by `find_checkpoint`
+
+    def best(self) -> State:
+        """Return best.pt, or the checkpoint that `resume` names, to evaluate it.
+
+        Raises a UserError if it cannot be read.
+        """
+        self.state = checkpoint.read(self.resume if self.is_path else self.path / "best.pt")
+        return self.state
+
+    def find_checkpoint(self) -> State | None:
+        """Return the checkpoint to resume from, a dict, or None to start from scratch.
+
+        Locks the folder. If the nodes do not share a disk, all ranks get the checkpoint with the
+        most steps. All ranks have to call it.
+
+        Raises a UserError if the folder cannot be written, or if the checkpoint cannot be read.
+        """
+        with distributed.rank_zero_first():
+            if distributed.is_rank_zero():
+                self._lock()
+            process.watch.folder = self.path
+            state = self._search()
+        step, is_own = (state["step"], self.contains(state["path"])) if state else (-1, False)
+        steps, are_own = zip(*distributed.gather_objects((step, is_own)), strict=True)
+        if not any(are_own):
+            environment.check_new(self.path)
+        elif distributed.is_rank_zero():
+            environment.note_checkpoint(self.path)
+        if min(steps) < max(steps):
+            state = distributed.from_rank(steps.index(max(steps)), lambda: state)
+        self.state = state
+        return state
+
+    def load(self, model: nn.Module, classes: Sequence[str], flags: Mapping[str, object]) -> None:
+        """Give `model` the weights of the checkpoint that was found, if there is one.
+
+        classes: of the data. flags: vars(args), to name those that have changed.
+
+        Raises a UserError if the checkpoint is of other classes or of another network.
+        """
+        if state := self.state:
+            checkpoint.check_classes(state["path"], state["classes"], classes)
+            changed = checkpoint.changes(state["args"], flags) or "no flag"
+            checkpoint.load_weights(model, state, f"; changed: {changed}; {OTHER_RUN}")
+
+    def write(
+        self,
+        found: Found,
+        model: nn.Module,
+        loader: Any,
+        classes: Sequence[str],
+        predict: Callable[[nn.Module, Tensor], Any],
+        draw: Callable[..., None],
+    ) -> None:
+        """Write what an evaluation has found to eval/ in the folder, on rank 0, and say so.
+
+        found: the confusion matrix of `compute`, and what Worst.compute() returns. loader: of the
+        validation images. classes, predict, draw: as Run takes them.
+        """
+        samples.check_alike(classes, validation=samples.of(loader))
+        checkpoint.check_format(self.state or {}, loading.format_of(loader))
+        shown = Mistakes(found, model, loader, classes, predict, draw)
+        reporting.report(shown, self.path / "eval")
+
+    def _lock(self) -> None:
+        if self.is_path and not Path(self.resume).is_file():
+            raise UserError(f"--resume {self.resume}: no such file; use auto, never or a file")
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            is_free = files.lock(self.path / ".lock")
+        except OSError as error:
+            raise files.failure(f"--output-dir {self.path}", error) from None
+        if not is_free:
+            raise UserError(
+                f"--output-dir {self.path}: another run is using it; choose another folder, "
+                "or remove .lock in it if the machine of that run has crashed"
+            )
+
+    def _search(self) -> State | None:
+        """Return the checkpoint on this disk to resume; a path only if nothing has come of it."""
+        begun, launch = self.path / protocol.BEGUN, os.environ.get(protocol.LAUNCH_ID)
+        is_restart = launch and begun.is_file() and begun.read_bytes() == launch.encode()
+        if self.resume == "never" and not is_restart:
+            return None
+        if found := self.saves():
+            newest, is_own = read_newest(found), self.is_path and self.contains(self.resume)
+            if not is_own or newest["resumed_from"] == self.resume:
+                return newest
+        return checkpoint.read(self.resume, KEYS) if self.is_path else None
+
+    def contains(self, path: Path | str) -> bool:
+        return Path(path).parent.resolve() == self.path.resolve()
+
+    def saves(self) -> list[Path]:
+        """Return the paths of last.pt and last-1.pt that exist, newest first."""
+        return [self.path / name for name in SAVES if name in self.names()]
+
+    def names(self) -> list[str]:  # exists() would be False if a network disk does not answer
+        with contextlib.suppress(FileNotFoundError):
+            return files.retried(self.path, os.listdir, self.path)
+        return []
+
+    def open_for_training(self, is_new: bool) -> None:
+        """On rank 0, clear the folder with --resume never, once a launch: restarts resume."""
+        if not distributed.is_rank_zero():
+            return
+        found = {path for name in OWN_FILES for path in self.path.glob(name)}
+        old = sorted(path for path in found if not path.is_dir())
+        if old and is_new and self.resume == "never":
+            names = ", ".join(path.name for path in old)
+            distributed.say(f"--resume never: removing {names} from {self.path}")
+            with process.holding_signals():  # all or nothing
+                for path in old:
+                    path.unlink()
+        if launch := os.environ.get(protocol.LAUNCH_ID):
+            with files.writing(self.path / protocol.BEGUN) as tmp_path:
+                tmp_path.write_bytes(launch.encode())
+
+    def best_score(self, best_of: str | None, until: float) -> tuple[float, int]:
+        """On rank 0, return the score of best.pt and its epoch; rename it if it is of another run.
+
+        best_of: its metric and validation set. until: the last epoch that it may be from.
+        """
+        path = self.path / "best.pt"
+        if path.name in self.names():
+            try:
+                state = checkpoint.read(path, KEYS)
+                if state["best_of"] == best_of and state["epoch"] <= until:
+                    return state["best"], state["epoch"]
+                reason = f"{path}: has the best {state['best_of']} of epoch {state['epoch']}"
+                set_aside(reason, path, "best-1.pt")
+            except Damaged as error:
+                set_aside(error.reason, path, "best.pt.corrupt")
+            except UserError as error:
+                set_aside(str(error), path, "best-1.pt")
+        reporting.remove_images(self.path)
+        return -math.inf, 0
+
+    def add(self, state: State, is_best: bool, replace: bool) -> None:
+        """Save last.pt, and best.pt; the old last.pt becomes last-1.pt unless with `replace`."""
+        if not distributed.is_rank_zero():
+            return
+        last, older = (self.path / name for name in SAVES)
+        # best.pt comes first: when last.pt records a new best score, best.pt has it already.
+        for path in (self.path / "best.pt", last) if is_best else (last,):
+            with files.writing(path) as tmp_path:
+                files.retried(path, checkpoint.write, tmp_path, state)
+                if path != last:
+                    reporting.remove_images(self.path)
+                elif not replace:
+                    with contextlib.suppress(FileNotFoundError):
+                        last.replace(older)
+        with contextlib.suppress(OSError):  # not every file system supports it
+            files.sync(self.path)
+        environment.note_checkpoint(self.path)
+
+
+def read_newest(paths: Sequence[Path]) -> State:
+    """Return the first of `paths` that can be read; rank 0 renames the damaged ones before it."""
+    reasons = []
+    for path in paths:
+        try:
+            state = checkpoint.read(path, KEYS)
+        except Damaged as error:
+            reasons.append(error.reason)
+            continue
+        if distributed.is_rank_zero():
+            for bad, reason in zip(paths, reasons, strict=False):
+                set_aside(reason, bad, f"{bad.name}.corrupt", f", continuing from {path.name}")
+        return state
+    raise UserError(f"{'; '.join(reasons)}: {OTHER_RUN}")
+
+
+def set_aside(reason: str, path: Path, name: str, more: str = "") -> None:
+    """Rename a file, and say why; an earlier one of that name is replaced."""
+    path.replace(path.with_name(name))
+    distributed.say(f"{reason}; renamed to {name}{more}")

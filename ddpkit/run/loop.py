@@ -1,0 +1,412 @@
+"""class Run: what a training loop needs besides torch. It counts, saves and resumes to the step."""
+
+import contextlib
+import copy
+import dataclasses
+import math
+import shlex
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ddpkit.data import loading, samples
+from ddpkit.data.loading import Foreign
+from ddpkit.errors import UserError
+from ddpkit.ranks import distributed, replicas, stopping
+from ddpkit.run import checkpoint, metrics, pictures, reporting
+from ddpkit.run.checkpoint import OTHER_RUN, State
+from ddpkit.run.folder import KEYS, Folder
+from ddpkit.run.metrics import Found, Mistakes
+
+SECONDS_BETWEEN_CHECKS = 5  # of the loss; reading it at every step would stall the device
+Judge = Callable[[nn.Module, Any], tuple[dict[str, float], Found]]
+
+
+class Run:
+    """A training run: its progress, which it saves and resumes to the step, and its reports.
+
+    folder: whose `find_checkpoint` has been called; the run continues from what it found.
+    train_loader: with our TrainSampler the run continues in mid-epoch, to the bit; with another,
+        which needs a length, an epoch that was stopped starts over.
+    model: the network that is evaluated, saved, exported and predicted with. trained: the one that
+        is trained, if that is another, such as what `shard` or an average of weights returns.
+    optimizer, scheduler, **more: saved by name with state_dict(), resumed with load_state_dict().
+        A LambdaLR follows the flags on resume, others resume as saved.
+    best: the metric, higher is better, by which best.pt is chosen. accumulate: passes per optimizer
+        step. save_every: optimizer steps between saves; 0: after each epoch only.
+    flags: vars(args), kept in checkpoints and args.json. predict, draw: for drawings, (model,
+        images) -> outputs and draw_example(axes, image, target, logits, classes).
+    tracker: gets the rows of metrics.csv, on rank 0: a function that takes the id of the run to
+        continue, or None, and returns its id and a function of a row.
+
+    Raises a UserError if the checkpoint does not fit.
+
+    epoch: epochs finished; began: at the start of this process. step: optimizer steps taken. seen:
+    images trained on in this epoch, on all ranks. totals: this rank's losses of it.
+
+        run = ddpkit.Run(folder, train_loader, val_loader, classes, model=model, ...)
+        with run:
+            while run.epoch < args.epochs:
+                for i, (images, targets) in run.batches():
+                    ...
+    """
+
+    def __init__(
+        self,
+        folder: Folder,
+        train_loader: Any,
+        val_loader: Any,
+        classes: Sequence[str],
+        *,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        scheduler: Any,
+        epochs: int,
+        best: str,
+        trained: nn.Module | None = None,
+        accumulate: int = 1,
+        save_every: int = 0,
+        flags: Mapping[str, object] | None = None,
+        predict: Callable[[nn.Module, Tensor], Any] | None = None,
+        draw: Callable[..., None] | None = None,
+        tracker: reporting.Start | None = None,
+        **more: Any,
+    ) -> None:
+        self.folder, self.classes, self.epochs, self.score = folder, classes, epochs, best
+        self.model, self.trained, self.optimizer = model, trained or model, optimizer
+        self.device, self.val_loader = next(model.parameters()).device, val_loader
+        self.predict, self.draw_example = predict or (lambda model, images: model(images)), draw
+        self.passes_per_step, self.save_every = accumulate, save_every
+        val_set, kept = samples.of(val_loader), checkpoint.to_plain(dict(flags or {}))
+        samples.check_alike(classes, training=samples.of(train_loader), validation=val_set)
+        self.source = loading.find_source(train_loader, accumulate, kept.get("seed", 0))
+        self.is_own = not isinstance(self.source, Foreign)
+        self.train_loader, self.global_batch = train_loader, self.source.global_batch
+        self.parts = self._parts(scheduler, more)
+        self.about = checkpoint.to_plain(  # the same in all checkpoints of this run
+            {
+                "kinds": checkpoint.kinds(self.parts),
+                "best_of": f"{best} on {samples.fingerprint(val_set)}",
+                "classes": list(classes),
+                "colors": pictures.colors_of(classes).tolist(),
+                "resumed_from": folder.resume,
+                "args": kept,
+                "format": dataclasses.asdict(loading.format_of(val_loader)),
+                "channels": getattr(val_loader.dataset, "channels", 3),
+            }
+        )
+        self.epoch, self.step, self.seen, self.saved_step = 0, 0, 0, -1
+        self.totals, self.mean = metrics.Totals(self.device), replicas.Mean(self.device)
+        self.history: list[dict[str, float | str]] = []
+        self.is_divided, self.checked_at = False, time.monotonic()
+        self._resume(folder.state)
+        self.began, draws = self.epoch, draw is not None
+        is_over = self.epoch >= epochs
+        self.is_complete = is_over and reporting.are_complete(folder.path, epochs, draws)
+        self.first_step = optimizer.register_step_pre_hook(replicas.check_step)
+        self.report = reporting.Reporter(
+            folder.path, self.device, epochs, self.epoch, self.is_complete
+        )
+        self.report.has_images = draws
+        self.report.start(self.source, accumulate, classes, train_loader, val_loader, kept)
+        self.report.catch_up(self.history, tracker)
+        self.block = self._block()
+
+    def _parts(self, scheduler: Any, more: State) -> State:
+        """Return what is saved: whole weights, and those of an average besides what is averaged."""
+        if taken := more.keys() & {*KEYS, "trained", "sampler", "streams"}:
+            raise UserError(f"Run({min(taken)}=...): checkpoints have an entry of that name")
+        self.is_sharded = replicas.is_sharded(self.trained)
+        saved = self.trained if self.is_sharded else self.model
+        parts = {"model": saved, "optimizer": self.optimizer, "scheduler": scheduler, **more}
+        return parts if self.trained is saved else {**parts, "trained": self.trained}
+
+    def _resume(self, state: State | None) -> None:
+        """Open the folder; continue from `state`, whose weights the model has already."""
+        best_of, until = None, math.inf
+        if state:
+            self._check_kind(state)
+        self.folder.open_for_training(is_new=not state)
+        if state:
+            self._say_differences(state)
+            self._take_position(state)
+            step = self.epoch * self.source.steps + self.seen // self.global_batch
+            then = state["images"], state["global_batch"], state["seen"]
+            if then == (self.source.total, self.global_batch, self.seen):
+                step = state["scheduler"].get("last_epoch", step)  # epochs may have ended early
+            checkpoint.load_states(state, self.parts, step)
+            # After going back to an earlier checkpoint, a best.pt from later epochs does not count.
+            if self.folder.contains(state["path"]):
+                best_of = self.about["best_of"]
+                until = self.epoch if state["path"] == self.folder.resume else math.inf
+            for name in self.parts:  # they take as much memory again
+                state.pop(name, None)
+        checkpoint.fill_momenta(self.parts)
+        self.best, epoch = distributed.from_rank_zero(self.folder.best_score, best_of, until)
+        self.best_epoch = epoch or self.epoch
+
+    def _check_kind(self, state: State) -> None:
+        """Raise a UserError if the checkpoint's weights are an average, or of other images."""
+        if (is_average := "trained" in state) != ("trained" in self.parts):
+            how = "with --ema, not without" if is_average else "without --ema, not with --ema"
+            raise UserError(f"{state['path']} was trained {how}: {OTHER_RUN}")
+        checkpoint.check_format(state, loading.format_of(self.val_loader))
+
+    def _take_position(self, state: State) -> None:
+        self.epoch, self.step, self.history = state["epoch"], state["step"], [*state["history"]]
+        if not state["seen"]:
+            return
+        streams, is_over = state.get("streams") or [], state["seen"] >= self.source.total
+        if not (self.is_own or is_over) and len(streams) != distributed.world_size():
+            line = "the training loader cannot continue in mid-epoch"
+            return distributed.say(f"{line}: the epoch starts over")
+        if any(state.get(name) != value for name, value in self.source.order.items()):
+            line = "the images, --seed or --sampler have changed"
+            return distributed.say(f"{line}: the epoch starts over")
+        if isinstance(self.source, Foreign) and not is_over:
+            self.source.saved = [streams[distributed.rank()]]
+        self.seen, totals = state["seen"], self.totals.loss.new_tensor(state["totals"])
+        if len(totals) == distributed.world_size():
+            self.totals.add(*totals[distributed.rank()])
+        elif distributed.is_rank_zero():
+            self.totals.add(*totals.sum(0))
+
+    def _say_differences(self, state: State) -> None:
+        """Print the checkpoint's progress and what has changed since."""
+        then, now = len(state["totals"]), distributed.world_size()
+        line = f"{state['path']}: {state['epoch']} of {self.epochs} epochs done"
+        if state["epoch"]:
+            line += f", best {state['best']:.4f}"
+        if steps := state["seen"] // state["global_batch"]:
+            line += f" and {steps} step{'s' * (steps != 1)} of the next"
+        if then != now:
+            line += f"; {then} rank(s) then, {now} now: BatchNorm, dropout and rounding differ"
+        changed = checkpoint.changes(state["args"], self.about["args"])
+        distributed.say(f"{line}; changed: {changed}" if changed else line)
+
+    def __enter__(self) -> "Run":
+        """A signal makes all ranks stop after the same step, save, and exit with status 75."""
+        self.block.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self.block.__exit__(*error)
+
+    @contextlib.contextmanager
+    def _block(self) -> Iterator[None]:
+        distributed.barrier()  # lets rank 0 print the start lines before any rank can fail
+        with stopping.on_signals(self.__str__):
+            try:
+                with contextlib.closing(self.report):
+                    yield
+                distributed.barrier()  # rank 0 may still be saving: its watcher needs the others'
+            except stopping.Stopped:
+                if self.saved_step != self.step:
+                    self.save()
+                but = " without --resume never" if self.folder.resume == "never" else ""
+                stopping.exit_stopped(f"at {self}; run the same command{but} to continue")
+        if self.is_complete:
+            remedy = "use --epochs N for more, --resume never to start over"
+            return distributed.say(f"nothing left to do; {remedy}")
+        return self.report.finish(self.score, self.best)
+
+    def __str__(self) -> str:
+        return f"epoch {self.epoch + 1}, step {self.seen // self.global_batch}"
+
+    def batches(self) -> Iterator[tuple[int, tuple]]:
+        """Yield (i, (images, targets, ...)) of the rest of the epoch, on the device.
+
+        i: the number of the pass in the epoch, from 0. images: float32 (N, C, H, W), uint8 ones
+        normalised. targets: int64, or float32. Each pass seeds all random numbers.
+        """
+        format = loading.format_of(self.train_loader)
+        left = (self.source.total - self.seen) // self.global_batch * self.passes_per_step
+        found = self.source.batches(self.train_loader, self.epoch, self.seen)
+        found = self.report.progress(found, left, self.epoch)
+        seed, rank = int(self.source.order["seed"]), distributed.rank()
+        if self.model is not self.trained:
+            self.model.train()  # for end_epoch to see whether `evaluate` was given it
+        i = self.passes - 1
+        for i, batch in enumerate(found, start=self.passes):
+            if i % self.passes_per_step == 0:
+                self._check_last_step(i)
+            parts = loading.move(batch, self.device, format)
+            if not self.mean.size:  # ranks of another loader may begin with unequal batches
+                targets = parts[1]
+                size = metrics.size(targets) if isinstance(targets, Tensor) else 1
+                self.mean.start(distributed.from_rank_zero(lambda size=size: size))
+            samples.seed(seed, self.epoch, i, rank)  # dropout differs by rank and pass
+            self.last_pass, self.is_divided = i, False
+            yield i, parts
+        self._check_last_step(i + 1)
+
+    @property
+    def passes(self) -> int:  # of the current epoch, in whole steps
+        return self.seen // self.global_batch * self.passes_per_step
+
+    def _check_last_step(self, i: int) -> None:
+        if i != self.passes:
+            line = "run.end_step was not called after an optimizer step: call it after each, when"
+            raise UserError(f"{line} {self.passes_per_step} pass(es) are done")
+
+    def loss(self, loss_sum: Tensor, count: Tensor | int) -> Tensor:
+        """Return the loss to call backward() on, once in each pass.
+
+        loss_sum, count: scalars, what `criterion` returns. Ranks and passes hold unequal numbers of
+        samples (labelled pixels): this divides by a number that is equal everywhere, and
+        `divide_gradients` then by the true count.
+        """
+        if not self.is_own and isinstance(count, int):
+            count = self.totals.count.new_tensor(count)
+        self.totals.add(loss_sum, count)
+        self.report.loss(self.totals, self.optimizer.param_groups[-1]["lr"])
+        is_last = (self.last_pass + 1) % self.passes_per_step == 0
+        return self.mean.loss(loss_sum, count, is_last)
+
+    def divide_gradients(self, ddp_model: nn.Module) -> None:
+        """Divide the gradients, which DDP has averaged over the ranks, by the counts of all.
+
+        After the last backward() of a step, before clipping. They become those of the mean loss
+        over all samples. Raises a UserError if a pass had no `loss`, or none called `ddp_model`.
+        """
+        replicas.check_called(ddp_model)
+        self.mean.finish(ddp_model, self.passes_per_step)
+        self.is_divided = True
+
+    def end_step(self) -> None:
+        """Count an optimizer step; save if that is due; after a signal stop here, on all ranks."""
+        if not self.is_divided or self.mean.passes:
+            line = "the gradients of a step were not divided by the counts of all ranks and passes"
+            raise UserError(
+                f"{line}: call run.divide_gradients(ddp_model) after its last backward()"
+            )
+        self.first_step.remove()
+        self.step += 1
+        self.seen += self.global_batch
+        if self.save_every and self.step % self.save_every == 0:
+            self.save()
+        elif (now := time.monotonic()) - self.checked_at > SECONDS_BETWEEN_CHECKS:
+            self.checked_at = now
+            self._check_loss(self.totals.compute())
+        stopping.end_step()
+
+    def mean_loss(self) -> float:
+        """Return the mean loss of the epoch over all ranks; all have to call it, after the loop."""
+        if self.mean.passes:
+            self.end_step()  # raises
+        is_early = self.source.total - self.seen >= self.global_batch
+        if is_early and not distributed.all_arrive(f"left/{self.step}", distributed.timeout() / 10):
+            line = f"rank {distributed.rank()} left the training loop at {self} and other ranks"
+            raise UserError(f"{line} did not: all have to take the same number of steps")
+        totals = distributed.reduce_tensor(self.totals.compute())
+        self._check_loss(totals)
+        if is_early:  # a resumed run starts with the next epoch
+            self.seen = self.source.total
+        self.speed = self.report.speed()
+        replicas.sync_networks(self.parts.values())
+        if self.is_sharded:
+            from ddpkit.run import sharded
+
+            sharded.gather(self.trained, self.model)
+        loss, count = totals.tolist()
+        return loss / count if count else 0.0  # class weights may make it small
+
+    def end_epoch(self, row: Mapping[str, float | str]) -> bool:
+        """Record a finished epoch, its numbers by name, and save; return whether it is the best."""
+        if self.model.training:
+            line = "evaluate() judged another network than Run(model=...), which is saved: that is"
+            raise UserError(f"{line} in training mode; evaluate it, after model.eval()")
+        self._check_score(row)
+        self.epoch, self.seen, self.totals = self.epoch + 1, 0, metrics.Totals(self.device)
+        row = {"epoch": self.epoch, "step": self.step, **row, **self.speed}
+        self.history.append(checkpoint.to_plain(row))
+        if is_best := float(row[self.score]) > self.best:
+            self.best, self.best_epoch = float(row[self.score]), self.epoch
+        self.save(is_best)
+        self.report.end_epoch(self.history, is_best)
+        return is_best
+
+    def _check_score(self, row: Mapping) -> None:
+        if self.score not in row:
+            raise UserError(f"BEST of model.py is {self.score}: use one of {', '.join(row)}")
+
+    def is_over(self, patience: int) -> bool:
+        """Return whether all epochs are done, or the last `patience`, if any, had no new best."""
+        since = self.epoch - self.best_epoch
+        if 0 < patience <= since and self.epoch < self.epochs:
+            distributed.say(f"--patience {patience}: no new best {self.score} for {since} epoch(s)")
+            return True
+        return self.epoch >= self.epochs
+
+    def save(self, is_best: bool = False) -> None:
+        """Write a checkpoint, unless the loss or a weight is not finite; to call on all ranks."""
+        totals = distributed.gather(self.totals.compute())
+        self._check_loss(totals)
+        self._check_weights()
+        state = {
+            **checkpoint.take_states(self.parts),
+            **self.about,
+            **{"epoch": self.epoch, "step": self.step, "seen": self.seen},
+            **{"totals": totals.tolist(), "best": self.best, "history": self.history},
+            **{**self.source.order, "global_batch": self.global_batch},
+        }
+        if isinstance(self.source, Foreign):
+            state["streams"] = self.source.states()
+        # The save after evaluation replaces the one before it, which has the same weights.
+        self.folder.add(state, is_best, replace=self.saved_step == self.step)
+        self.saved_step = self.step
+
+    def _check_weights(self) -> None:
+        """Raise a UserError unless all weights are finite; reads the device once."""
+        names, weights = zip(*self.parts["model"].named_parameters(), strict=True)
+        own = (weight.to_local() if self.is_sharded else weight for weight in weights)
+        each = torch.stack([weight.isfinite().all().to(self.device) for weight in own])
+        finite = distributed.reduce_tensor(each.int(), "min").tolist()
+        if not all(finite):
+            raise self._not_finite(names[finite.index(0)], distributed.rank())
+
+    def _check_loss(self, totals: Tensor) -> None:
+        """Raise a UserError unless the sums of losses, (2,) or (ranks, 2), are finite."""
+        if not (fine := totals.isfinite().all(-1)).all():
+            rank = int(fine.int().argmin()) if fine.ndim else distributed.rank()
+            raise self._not_finite(f"the loss of rank {rank}" if fine.any() else "the loss", rank)
+
+    def _not_finite(self, what: str, rank: int) -> Exception:
+        epoch, step, path = self.epoch + 1, self.seen // self.global_batch or 1, self.folder.path
+        start = f"NPROC={distributed.local_world_size()} ./launch.sh -m ddpkit.replay"
+        return UserError(
+            f"{what} became NaN or inf at epoch {epoch}, step {step}: try a lower --lr or more "
+            f"--warmup-epochs, and check the input images; the checkpoints in {path} were saved "
+            f"before that; to step through it: {start} {epoch}:{step} --output-dir "
+            f"{shlex.quote(str(path))} --debug-rank {rank}"
+        )
+
+    def rehearse(self, judge: Judge) -> None:
+        """Try what follows an epoch on one validation batch; draw what a kill has left undrawn.
+
+        judge: (model, loader) -> (results, what `draw` takes).
+        """
+        if self.is_complete:
+            return
+        if self.epoch == 0 and self.seen == 0:
+            results, found = judge(self.model, loading.First(self.val_loader))
+            self._check_score(results)
+            self.report.try_drawing(self._drawing(self.model, found))
+        elif best := distributed.from_rank_zero(self.report.undrawn):
+            network = copy.deepcopy(self.model)
+            checkpoint.load_weights(network, best)
+            self.draw(judge(network, self.val_loader)[1], network)
+
+    def draw(self, found: Found, model: nn.Module | None = None) -> None:
+        """Draw examples.png, worst.png, confusion.png and write per_class.csv, on rank 0.
+
+        found: the confusion matrix of `compute`, and what Worst.compute() returns.
+        """
+        self.report.images(self._drawing(model or self.model, found))
+
+    def _drawing(self, model: nn.Module, found: Found) -> Mistakes:
+        how = self.classes, self.predict, self.draw_example
+        return Mistakes(found, model, self.val_loader, *how)

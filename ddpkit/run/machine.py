@@ -1,0 +1,94 @@
+"""What this machine has, and the settings that follow from it."""
+
+import contextlib
+import math
+import os
+import subprocess
+import warnings
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from ddpkit.data import samples
+from ddpkit.ranks import distributed, process, protocol
+from ddpkit.run.flags import launch, overrides
+
+QUOTA = Path("/sys/fs/cgroup/cpu.max")  # of a container: microseconds of CPU time per period
+
+
+def setup(seed: int, deterministic: bool = False) -> torch.device:
+    """Join the other ranks, seed the random numbers, and return this rank's device.
+
+    Without a launcher it is a group of one. With GPUs each rank has one; without, the CPU. torch's
+    CPU threads: OMP_NUM_THREADS, or else the rank's share of the CPUs, at most 4 with a GPU.
+
+    seed: of initial weights and whatever else is drawn before training; the same on all ranks.
+    deterministic: have GPUs compute the same bits each time, which is slower.
+
+    Raises a UserError if the ranks do not find each other, or two want the same GPU.
+
+        device = ddpkit.setup(args.seed)
+    """
+    is_debugged = bool(launch.debug_rank or overrides)  # by the flags that ddpkit.Parser has read
+    device = distributed.setup(launch.local_rank, launch.dist_timeout, is_debugged)
+    distributed.wait_for_debugger(launch.debug_rank, launch.debug_port)
+    samples.seed(seed)
+    if deterministic:
+        samples.be_deterministic()
+    warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step")  # by GradScaler, fp16
+    warnings.filterwarnings("ignore", "This DataLoader will create")  # reported in the start line
+    warnings.filterwarnings("ignore", "Please use the new API settings")  # by torch 2.9, of this:
+    torch.set_float32_matmul_precision("high")  # TF32 for what stays float32, where a GPU has it
+    torch.set_num_threads(default_threads(device.type != "cpu"))
+    return device
+
+
+def zeros(count: int, device: torch.device) -> Tensor:
+    """Return zeros to add to, float64 (count,).
+
+    count: how many.
+
+        totals = ddpkit.zeros(2, device)  # a sum of losses, and their count
+    """
+    return torch.zeros(count, dtype=torch.float64, device=device)
+
+
+def cpus() -> int:
+    """Return how many CPUs the affinity and the container of this process let it use."""
+    usable = getattr(os, "sched_getaffinity", None)  # not on macOS and Windows
+    count = float(len(usable(0)) if usable else os.cpu_count() or 1)
+    with contextlib.suppress(OSError, ValueError):  # no cgroups v2, or no limit, which is "max"
+        quota, period = QUOTA.read_text().split()
+        count = min(count, int(quota) / int(period))
+    return max(1, math.ceil(count))
+
+
+def default_threads(on_gpu: bool) -> int:
+    """Return OMP_NUM_THREADS if a user has set it, or this rank's share of the CPUs."""
+    given = os.environ.get("OMP_NUM_THREADS", "")
+    by_torchrun = process.by_plain_torchrun() and given == "1"
+    if given.isdecimal() and int(given) and not by_torchrun and protocol.THREADS not in os.environ:
+        return int(given)
+    return min(cpu_share(), 4) if on_gpu else cpu_share()
+
+
+def default_workers() -> int:
+    """Return the loader workers of a rank; 0 under a debugger, for which each is a session."""
+    return 0 if process.is_debugged() else min(cpu_share(), 16)
+
+
+def cpu_share() -> int:
+    count = cpus()
+    if not process.by_torchrun() and count <= int(os.environ.get("SLURM_CPUS_PER_TASK", 0)):
+        return count  # srun has divided them among the ranks
+    return max(1, count // distributed.local_world_size())
+
+
+def git_commit() -> str:
+    """Return the commit of the project's folder, marked if it has changes; "" without git."""
+    command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    with contextlib.suppress(OSError):
+        done = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True)
+        return done.stdout.strip()
+    return ""

@@ -1,0 +1,228 @@
+"""Losses and metrics over all ranks, as exact sums, and what the model gets wrong."""
+
+import math
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from torch.utils._pytree import tree_map_only
+from torch.utils.data import IterableDataset
+from torchmetrics import Metric, MetricCollection
+from torchmetrics.classification import MulticlassConfusionMatrix
+
+from ddpkit import files
+from ddpkit.data import images, loading, samples
+from ddpkit.data.samples import Key, Seeded
+from ddpkit.errors import UserError
+from ddpkit.ranks import distributed
+from ddpkit.run import machine, pictures
+from ddpkit.run.pictures import DrawExample
+
+Loss = Callable[..., Any]
+Criterion = Callable[..., tuple[Tensor, Tensor | int]]
+Found = tuple[Tensor | None, Sequence[tuple[float, int]]]  # a confusion matrix; what Worst finds
+
+COUNT = 12  # images in worst.png
+EXAMPLES = 8  # in examples.png
+IGNORED = -100  # cross_entropy leaves this label out
+
+
+def criterion(loss: Loss) -> Criterion:
+    """Return `loss` such that it gives a sum of losses and their count, which can be added up.
+
+    loss: a function or module of (outputs, targets, ...): what the network returns, in float32, the
+        targets of a batch, and what else the training loop gives it. It returns (sum, count), two
+        scalars, or a mean, one scalar, which then counts as much as the batch has labels: class
+        numbers from 0 to classes - 1.
+
+    Raises a UserError for anything else.
+
+        criterion = ddpkit.criterion(nn.CrossEntropyLoss(ignore_index=255))
+        loss_sum, count = criterion(outputs, targets)
+    """
+
+    def call(outputs: Any, targets: Tensor, *more: Any) -> tuple[Tensor, Tensor | int]:
+        found = loss(to_float32(outputs), targets, *more)
+        if isinstance(found, Tensor) and not found.ndim:
+            count: Tensor | int = size(targets)
+            if targets.ndim > 1 and not targets.is_floating_point():  # class numbers
+                count = ((targets >= 0) & (targets < first(outputs).shape[1])).sum()
+            return found * count, count
+        pair = found if isinstance(found, (tuple, list)) and len(found) == 2 else (None, 0)
+        if isinstance(pair[0], Tensor) and not (pair[0].ndim or getattr(pair[1], "ndim", 0)):
+            return pair[0], pair[1]
+        what = f"a tensor {(*found.shape,)}" if isinstance(found, Tensor) else type(found).__name__
+        raise UserError(
+            f"the loss of model.py returns {what}: return a mean, a tensor (), or a pair, the sum "
+            "as a tensor (), such as loss.sum(), and its count, a tensor () or an int"
+        )
+
+    return call
+
+
+def size(targets: Tensor) -> int:
+    """Return the number of targets; the shares of classes, floats (N, classes, ...), are one."""
+    has_shares = targets.is_floating_point() and targets.ndim > 1
+    return targets.numel() // (targets.shape[1] if has_shares else 1)
+
+
+def first(outputs: Any) -> Tensor:
+    """Return the logits of what a network returns: a tensor, or the first of a tuple or dict."""
+    parts = [*outputs.values()] if isinstance(outputs, Mapping) else outputs
+    logits = next(iter(parts), None) if isinstance(parts, (tuple, list)) else parts
+    if not isinstance(logits, Tensor):
+        raise UserError(
+            f"the network of model.py returns a {type(outputs).__name__} without logits: metrics "
+            "and predict.py take a tensor, or the first of a tuple"
+        )
+    return logits.float()
+
+
+def to_float32(outputs: Any) -> Any:
+    if isinstance(outputs, Tensor):  # to search a tree takes longer
+        return outputs.float() if outputs.is_floating_point() else outputs
+    return tree_map_only(Tensor, to_float32, outputs)
+
+
+class Totals:
+    """A sum of losses and one of their counts, to which `add` adds without reading the device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.loss, self.count = machine.zeros(2, device).unbind()
+
+    def add(self, loss_sum: Tensor, count: Tensor | int) -> None:
+        self.loss += loss_sum.detach()
+        self.count += count.detach() if isinstance(count, Tensor) else count
+
+    def compute(self) -> Tensor:
+        return torch.stack((self.loss, self.count))
+
+
+def compute(metrics: MetricCollection) -> tuple[dict[str, float], Tensor | None]:
+    """Return each metric over the samples of all ranks; every rank has to call it.
+
+    The counts of a MulticlassConfusionMatrix, int64 (classes, classes), labels by predictions, are
+    returned apart from the others; None if `metrics` has none.
+
+    Raises a UserError if a metric has more than one value.
+
+        results, confusion = ddpkit.compute(metrics)  # {"top1": 0.93}, a matrix
+    """
+    for metric in metrics.modules():
+        if isinstance(metric, Metric):
+            metric.dist_sync_fn = gather
+    # Of a rank that has no validation images.
+    warnings.filterwarnings("ignore", "The ``compute`` method of metric")
+    found = metrics.compute()
+    confusion: Tensor | None = None
+    for name, metric in metrics.items(copy_state=False):
+        if type(metric) is MulticlassConfusionMatrix and metric.normalize in (None, "none"):
+            confusion = found.pop(name)
+    for name, value in found.items():
+        if (count := torch.as_tensor(value).numel()) != 1:
+            raise UserError(
+                f"metric {name} has {count} values: in build_metrics of model.py, average them or "
+                "put a torchmetrics.ClasswiseWrapper around it, which names each"
+            )
+    return {name: float(value) for name, value in found.items()}, confusion
+
+
+def gather(value: Tensor, group: object = None) -> list[Tensor]:
+    """Return each rank's state of a metric; torchmetrics' own way fails at one without images."""
+    parts = [part for part in distributed.gather_objects(value.cpu()) if part.numel()]
+    return [part.to(value.device) for part in parts] or [value]
+
+
+class Worst:
+    """The images with the greatest losses so far, on this rank; `compute` joins the ranks'.
+
+    The loss of an image is the cross-entropy of its label, or the mean of that over its labelled
+    pixels. Targets that are no class numbers are skipped, and then no image is found.
+
+        worst = ddpkit.Worst(device)
+        worst.update(logits, targets, indices)  # of each batch
+        pairs = worst.compute()
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.losses = torch.empty(0, device=device)  # float32, of up to COUNT images
+        self.indices = torch.empty(0, dtype=torch.int64, device=device)  # of these images
+
+    def update(self, outputs: Tensor, targets: Tensor, indices: Tensor) -> None:
+        """Take logits (N, classes, ...), targets int64 (N, ...) and the images' indices (N,)."""
+        shape = (outputs.shape[0], *outputs.shape[2:])
+        if outputs.ndim < 2 or targets.shape != shape or targets.is_floating_point():
+            return
+        is_class = (targets >= 0) & (targets < outputs.shape[1])
+        labels = targets.where(is_class, IGNORED)
+        losses = cross_entropy(outputs, labels, ignore_index=IGNORED, reduction="none")
+        total, count = (x.reshape(len(x), -1).sum(1) for x in (losses, is_class))
+        mean = (total / count).where(count > 0, -math.inf)  # of images without labels
+        losses, indices = torch.cat((self.losses, mean)), torch.cat((self.indices, indices))
+        # By index, then stably by loss: of equal losses the same are kept on any number of ranks.
+        order = indices.argsort()
+        order = order[losses[order].argsort(descending=True, stable=True)][:COUNT]
+        self.losses, self.indices = losses[order], indices[order]
+
+    def compute(self) -> list[tuple[float, int]]:
+        """Return (loss, index) of the worst images of all ranks; every rank has to call it."""
+        mine = [*zip(self.losses.tolist(), self.indices.tolist(), strict=True)]
+        parts = distributed.gather_objects(mine)
+        pairs = [pair for part in parts for pair in part if pair[0] != -math.inf]
+        return sorted(pairs, key=lambda p: (not math.isnan(p[0]), -p[0], p[1]))[:COUNT]
+
+
+@dataclass
+class Mistakes:
+    """What `evaluate` has found, to be drawn: images only with `draw`, none of a stream."""
+
+    found: Found
+    model: nn.Module
+    loader: Any
+    classes: Sequence[str]
+    predict: Callable[[nn.Module, Tensor], Any]
+    draw: DrawExample | None
+
+    @torch.inference_mode()
+    def draw_images(self, path: Path, captions: Mapping[int, str] | None = None) -> None:
+        """Draw images by index, with their file and caption; by default some, without any."""
+        data, format = self.loader.dataset, loading.format_of(self.loader)
+        if not self.draw or isinstance(data, IterableDataset):
+            return
+        data = data if isinstance(data, Seeded) else Seeded(data, self.classes, 0)
+        spread = [round(i * (len(data) - 1) / (EXAMPLES - 1)) for i in range(EXAMPLES)]
+        device, examples = next(self.model.parameters()).device, []
+        for index, caption in (captions or dict.fromkeys(spread, "")).items():
+            image, target, *_ = data[Key(0, index, is_val=True)]
+            batch = loading.normalize(image[None].to(device), format)
+            logits = first(self.predict(self.model, batch))[0].cpu()
+            file = Path(samples.name(data.dataset, index).split(", ", 1)[-1])
+            above = [str(Path(*file.parts[-2:])), caption] if caption else []
+            examples.append((images.visible(image), torch.as_tensor(target), logits, above))
+        pictures.draw_images(path, examples, self.draw, self.classes)
+
+    def write(self, folder: Path) -> None:
+        """Write the files for which there is something to `folder`."""
+        confusion, worst = self.found
+        if confusion is not None:
+            write_per_class(folder / "per_class.csv", confusion, self.classes)
+            pictures.draw_confusion(folder / "confusion.png", confusion, self.classes)
+        if worst:
+            captions = {index: f"loss {loss:.3g}" for loss, index in worst}
+            self.draw_images(folder / "worst.png", captions)
+
+
+def write_per_class(path: Path, confusion: Tensor, classes: Sequence[str]) -> None:
+    """Write precision, recall, F1, IoU and number of labels of each class; 0 / 0 is nan."""
+    counts = confusion.cpu().double()
+    right, labels, predictions = counts.diagonal(), counts.sum(1), counts.sum(0)
+    both = labels + predictions
+    shares = right / predictions, right / labels, 2 * right / both, right / (both - right)
+    with files.table(path, ["class", "precision", "recall", "f1", "iou", "support"]) as write:
+        for name, support, *values in zip(classes, labels, *shares, strict=True):
+            write([name, *(f"{value:.6f}" for value in values), int(support)])

@@ -1,0 +1,197 @@
+"""All that is drawn, by matplotlib, whose import takes a second: so only when it is needed."""
+
+import contextlib
+import math
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+from PIL import Image
+from torch import Tensor
+
+from ddpkit import files
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+Row = Mapping[str, float | str]
+DrawExample = Callable[["Axes", Tensor, Tensor, Tensor, Sequence[str]], None]
+Example = tuple[Tensor, Tensor, Tensor, Sequence[str]]  # image uint8, target, logits, text
+
+VOID = 255  # the class number of pixels without a label
+NOT_DRAWN = {"epoch", "step", "lr", "img_per_s", "train_seconds", "data_wait", "peak_memory"}
+LARGEST = 480  # pixels; higher images are drawn smaller, small ones are enlarged up to this
+MOST_PIXELS = 400_000  # of an image with its masks
+DPI = 150
+
+# For people with any kind of colour blindness, too (Machado et al. 2009, at severity 1), the least
+# distance in CIELAB is 40 between two of the first 8, 18 of all 24, and 25 to the white of void.
+COLORS = """
+    000000 e63c28 ffdc00 1e00d2 6effa0 f064ff 6e0078 8caaaa 325a3c b4ff78 e6a01e 50be5a
+    32323c 9646ff 963cbe be5a6e a00000 b40a78 147896 f050c8 5a00aa ffb4ff 6e0a14 beb496
+"""
+PALETTE = np.frombuffer(bytes.fromhex(COLORS), np.uint8).reshape(-1, 3)
+
+
+class Classes(list[str]):
+    """The class names, with `colors`, uint8 (classes, 3), if the user has chosen them."""
+
+    def __init__(self, names: Sequence[str], colors: Sequence[Sequence[int]] | None = None) -> None:
+        super().__init__(names)
+        self.colors = np.array(colors, dtype=np.uint8) if colors else None
+
+
+def colors_of(classes: Sequence[str], count: int = 0) -> np.ndarray:
+    """Return uint8 (classes, 3): the user's, or PALETTE, again but for black; white up to count."""
+    chosen = getattr(classes, "colors", None)
+    again = [1 + i % (len(PALETTE) - 1) for i in range(len(classes) - 1)]
+    colors = PALETTE[[0, *again]] if chosen is None else chosen
+    return np.pad(colors, ((0, max(0, count - len(colors))), (0, 0)), constant_values=255)
+
+
+def paint(mask: np.ndarray, classes: Sequence[str]) -> Image.Image:
+    """Return `mask`, uint8 (H, W), as an image of the same numbers that viewers show in colours."""
+    image = Image.fromarray(mask).convert("L")
+    image.putpalette(colors_of(classes, 256).tobytes())
+    return image
+
+
+def overlay(image: np.ndarray, mask: np.ndarray, classes: Sequence[str]) -> np.ndarray:
+    """Return uint8 (H, W, 3): `image` (same) tinted by `mask` (H, W), but for black classes."""
+    colors = colors_of(classes, 256)[mask]
+    tinted = Image.blend(Image.fromarray(image), Image.fromarray(colors), 0.6)
+    return np.where(colors.any(-1, keepdims=True), np.asarray(tinted), image)
+
+
+def draw_masks(
+    axes: "Axes", image: Tensor, predicted: Tensor, target: Tensor, classes: Sequence[str]
+) -> None:
+    """Draw an image, and tinted by its predicted and its true mask, side by side on `axes`.
+
+    image: uint8 (3, H, W). predicted, target: uint8 (H, W). Black edges without a label, at the
+    right and below, with which validation images are padded, are left out.
+
+        ddpkit.draw_masks(axes, image, logits.argmax(0).byte(), target, classes)
+    """
+    pixels, truth = image.permute(1, 2, 0).numpy(), target.numpy()
+    own = np.argwhere(pixels.any(-1) | (truth != VOID))
+    bottom, right = own.max(0) + 1 if len(own) else truth.shape
+    pixels = pixels[:bottom, :right]
+    gap = np.full((bottom, max(2, right // 128), 3), 255, np.uint8)
+    masks = (mask[:bottom, :right] for mask in (predicted.numpy(), truth))
+    first, second = (overlay(pixels, mask, classes) for mask in masks)
+    axes.imshow(np.concatenate([pixels, gap, first, gap, second], axis=1))
+    axes.set_title("image | prediction | truth", fontsize=9)
+
+
+@contextlib.contextmanager
+def drawing(path: Path) -> "Iterator[Figure]":
+    """Give the block a figure to draw on, which is then saved as `path`; a $ in names is a $."""
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    with matplotlib.rc_context({"text.parse_math": False}), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Glyph .* missing from")
+        figure = Figure(dpi=DPI, layout="constrained")
+        yield figure
+        with files.writing(path, parents=True) as tmp_path:
+            how = {"compress_level": 2}  # more takes long, and photographs get hardly smaller
+            figure.savefig(tmp_path, format="png", bbox_inches="tight", pil_kwargs=how)
+
+
+def draw_curves(path: Path, rows: Sequence[Row], classes: Sequence[str]) -> None:
+    """Draw the losses, and the other metrics, over the epochs; those of single classes are not."""
+    of_class = tuple(f"_{name}" for name in classes)
+    names = [n for n, v in rows[-1].items() if not isinstance(v, str) and n not in NOT_DRAWN]
+    losses = [name for name in names if name.endswith("loss")]
+    means = [name for name in names if name not in losses and not name.endswith(of_class)]
+    epochs = [row["epoch"] for row in rows]
+    with drawing(path) as figure:
+        figure.set_size_inches(10, 4)
+        for axes, shown in zip(figure.subplots(1, 2), (losses, means), strict=True):
+            for name in shown:
+                line = np.array([row.get(name) for row in rows], dtype=float)
+                axes.plot(epochs, line, ".-", label=f" {shorten(name)} {line[-1]:.4g}")
+            if shown:
+                axes.legend(fontsize=8)
+            axes.set_xlabel("epoch")
+            axes.xaxis.get_major_locator().set_params(integer=True)
+            axes.grid(alpha=0.3)
+
+
+def draw_confusion(path: Path, confusion: Tensor, classes: Sequence[str]) -> None:
+    """Draw the confusion matrix, int64 (classes, classes), in % of each row, of one true class."""
+    from matplotlib.colors import PowerNorm
+
+    counts, count = confusion.cpu().double().numpy(), len(classes)
+    with np.errstate(invalid="ignore"):
+        percent = 100 * counts / counts.sum(1, keepdims=True)
+    side = min(4 + 0.24 * count, 15)  # inches
+    with drawing(path) as figure:
+        figure.set_size_inches(side, side)
+        axes = figure.subplots()
+        norm = PowerNorm(0.5, 0, 100)  # the root makes a few percent visible
+        drawn = axes.imshow(percent, norm=norm, cmap="Blues", interpolation="nearest")
+        axes.set_facecolor("0.85")  # of a row without labels
+        figure.colorbar(drawn, shrink=0.6, ticks=[0, 1, 5, 10, 25, 50, 100])
+        if count <= 120:
+            names, size = [*map(shorten, classes)], 8 if count < 60 else 5
+            axes.set_xticks(range(count), names, rotation=90, fontsize=size)
+            axes.set_yticks(range(count), names, fontsize=size)
+        axes.set(xlabel="prediction", ylabel="truth", title="% of each row")
+        for (row, column), value in np.ndenumerate(percent) if count <= 20 else ():
+            text = f"{value:.0f}" if value > 0 else ""
+            color = "white" if value > 35 else "black"
+            axes.text(column, row, text, ha="center", va="center", color=color, fontsize=7)
+
+
+def draw_images(
+    path: Path, examples: Iterable[Example], draw: DrawExample, classes: Sequence[str]
+) -> None:
+    """Draw `examples` in a grid of about 3 : 2, each as `draw` draws it; below it the legend."""
+    present: set[int] = set()
+    with drawing(path) as figure:
+        for i, (image, target, logits, above) in enumerate(examples):
+            if target.ndim == 2 and not target.is_floating_point():  # a mask
+                present.update(np.unique(target.numpy()), np.unique(logits.argmax(0).numpy()))
+            axes = figure.add_subplot(label=str(i))
+            axes.axis("off")
+            draw(axes, image, target, logits, classes)
+            lines = [shorten(line, 48) for line in (*above, *axes.get_title().split("\n"))]
+            axes.title.set_text("\n".join(lines))
+        every = figure.axes
+        height, width = np.max([axes.images[0].get_size() for axes in every], axis=0)
+        scale = min(LARGEST / height, math.sqrt(MOST_PIXELS / (height * width)))
+        most = max(axes.get_title().count("\n") for axes in every)
+        height, width = height * scale + 22 * (3 + most), width * scale
+        rows = round(math.sqrt(len(every) * width / (1.5 * height))) or 1
+        columns = math.ceil(len(every) / rows)
+        rows = math.ceil(len(every) / columns)
+        figure.set_size_inches(columns * width / DPI, rows * height / DPI)
+        grid = figure.add_gridspec(rows, columns)
+        for i, axes in enumerate(every):
+            axes.set_subplotspec(grid[i])
+            axes.images[0].set_interpolation("auto" if scale < 1 else "nearest")
+        if present:
+            draw_legend(figure, classes, present)
+
+
+def draw_legend(figure: "Figure", classes: Sequence[str], present: set[int]) -> None:
+    """Draw the colours of the classes in `present`; numbers that are no class stand for void."""
+    from matplotlib.patches import Patch
+
+    colors, entries = colors_of(classes, 256) / 255, []
+    for i in sorted({min(number, len(classes)) for number in present}):
+        name = shorten(classes[i]) if i < len(classes) else "void"
+        hint = "" if colors[i].any() else " (not tinted)"
+        label = f" {name}{hint}"  # a leading underscore would leave an entry out
+        entries.append(Patch(facecolor=colors[i], edgecolor="black", label=label))
+    figure.legend(handles=entries, loc="outside lower center", ncols=8, fontsize=9, frameon=False)
+
+
+def shorten(text: str, letters: int = 24) -> str:
+    text = text.encode("utf-8", "replace").decode()
+    return text if len(text) <= letters else f"{text[: letters - 1]}\N{HORIZONTAL ELLIPSIS}"

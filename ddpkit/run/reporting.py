@@ -1,0 +1,275 @@
+"""What a run reports, on rank 0: lines, progress, metrics.csv, TensorBoard, a tracker, images."""
+
+import contextlib
+import json
+import math
+import os
+import platform
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from ddpkit import files
+from ddpkit.data import images, samples
+from ddpkit.data.loading import Foreign, TrainSampler
+from ddpkit.errors import LineError
+from ddpkit.ranks import distributed, failures
+from ddpkit.run import checkpoint, machine, pictures
+from ddpkit.run.checkpoint import State
+from ddpkit.run.metrics import Mistakes, Totals
+from ddpkit.run.pictures import Row
+
+# Takes the id of the run to continue, or None; returns its id, and what takes a row of numbers.
+Start = Callable[[str | None], tuple[str, Callable[[dict[str, float]], object]]]
+
+IMAGES = ("examples.png", "per_class.csv", "confusion.png", "worst.png")  # of best.pt
+
+
+class Reporter:
+    silent = False  # set by ddpkit.replay
+    has_images = True  # to draw, of each best epoch
+
+    def __init__(
+        self, folder: Path, device: torch.device, epochs: int, finished: int, is_complete: bool
+    ) -> None:
+        """Report to `folder`, after the `finished` epochs. is_complete: nothing is left to do."""
+        self.folder, self.device, self.epochs, self.finished = folder, device, epochs, finished
+        self.active = distributed.is_rank_zero() and not self.silent and not is_complete
+        self.bar = tqdm(disable=True)
+        self.batch_size = 1
+        self.board: Any = None
+        self.log: Callable[[dict[str, float]], object] | None = None  # a tracker's
+        self.tracked: dict[str, Any] = {}
+
+    def close(self) -> None:
+        """Clear the progress bar and close the files, before any error is printed."""
+        self.bar.close()
+        if self.board:
+            with contextlib.suppress(OSError):  # the disk may be full
+                self.board.close()
+
+    def start(
+        self,
+        source: TrainSampler | Foreign,
+        accumulate: int,
+        classes: Sequence[str],
+        train_loader: Any,
+        val_loader: Any,
+        flags: Mapping[str, object],
+    ) -> None:
+        """Print the start lines and write args.json: flags, versions, commit, device."""
+        self.batch_size = source.global_batch // accumulate // distributed.world_size()
+        if not self.active:
+            return
+        self.classes = classes
+        ranks, val_set = distributed.world_size(), samples.of(val_loader)
+        name_of = getattr(torch.get_device_module(self.device), "get_device_name", None)
+        name = name_of(self.device) if name_of else self.device.type.upper()
+        val = f"{len(val_set)} validation images | " if hasattr(val_set, "__len__") else ""
+        distributed.say(
+            f"{ranks} rank(s) on {name} | batch {self.batch_size} per rank x "
+            f"{ranks} rank(s) x {accumulate} accumulated = {source.global_batch} | "
+            f"{source.total} training + {val}{source.steps} steps per epoch"
+        )
+        distributed.say(
+            f"per rank {getattr(train_loader, 'num_workers', 0)} loader worker(s) and "
+            f"{torch.get_num_threads()} thread(s) | JPEG: {images.decoder()}"
+            + (f" | amp {flags['amp']}" if "amp" in flags else "")
+        )
+        versions = {"python": platform.python_version(), "torch": torch.__version__}
+        about = {"device": name, "jpeg": images.decoder(), "git": machine.git_commit()}
+        record = {"flags": dict(flags), "ranks": ranks, **about, "versions": versions}
+        self.write("args.json", record)
+
+    def progress(self, batches: Iterable[Any], passes: int, epoch: int) -> Iterator[Any]:
+        """Yield the batches of `passes` under a progress bar; it counts the images of all ranks."""
+        self.began = self.read_at = time.monotonic()
+        per_pass = self.batch_size * distributed.world_size()
+        self.bar = tqdm(
+            total=passes * per_pass,
+            desc=f"epoch {epoch + 1}/{self.epochs}",
+            unit="img",
+            leave=False,
+            disable=not (self.active and sys.stderr.isatty()),  # so that logs stay readable
+        )
+        self.waited, self.count = 0.0, 0
+        failures.note_batch_size(self.batch_size)
+        asked = time.monotonic()
+        for batch in batches:
+            self.waited += time.monotonic() - asked
+            self.count += per_pass
+            yield batch
+            self.bar.update(per_pass)
+            asked = time.monotonic()
+
+    def speed(self) -> dict[str, float]:
+        """Return what metrics.csv has of it; nothing if the epoch's steps were done before."""
+        self.bar.close()
+        two = self.waited, failures.peak(self.device)
+        own = torch.tensor(two, dtype=torch.float64, device=self.device)
+        waited, peak = distributed.gather(own).max(0).values.tolist()  # waits for the device, too
+        seconds = time.monotonic() - self.began  # of a resumed epoch: since it was resumed
+        failures.reset_peak(self.device)
+        if not self.count:
+            return {}
+        found = {"img_per_s": self.count / seconds, "train_seconds": seconds}
+        found["data_wait"] = waited / seconds
+        return found if math.isnan(peak) else {**found, "peak_memory": peak / failures.GIB}
+
+    def loss(self, totals: Totals, lr: float) -> None:
+        """Show the mean loss so far (rank 0's own), and the learning rate."""
+        # Reading it waits for the device: not at every step.
+        if self.bar.disable or time.monotonic() - self.read_at < 0.5:
+            return
+        self.read_at = time.monotonic()
+        loss_sum, count = totals.compute().tolist()
+        self.bar.set_postfix(loss=f"{loss_sum / max(count, 1):.3f}", lr=f"{lr:.2g}")
+
+    def end_epoch(self, rows: Sequence[Row], is_best: bool) -> None:
+        """Record the last of `rows`: a line, metrics.csv, TensorBoard scalars, curves.png."""
+        if not self.active:
+            return
+        row = numbers(rows[-1])
+        left = (self.epochs - int(row["epoch"])) * (time.monotonic() - self.began)
+        shown = "  ".join(f"{k} {v:.4g}" for k, v in row.items() if k not in ("epoch", "step"))
+        star = "  best" if is_best else ""
+        distributed.say(f"epoch {row['epoch']}/{self.epochs}  {shown}  left {left:.0f} s{star}")
+        wait, seconds = row.get("data_wait", 0), row.get("train_seconds", 0)
+        if wait > 0.1 and wait * seconds > 1:
+            distributed.say(
+                f"input-bound: {wait:.0%} of {seconds:.0f} s were spent waiting for images; what "
+                f"helps: --workers up to {machine.cpu_share()} (CPUs per rank), prepare_data.py "
+                "(or a smaller --short-side, if that is done), more CPUs"
+            )
+        self.record(rows, rows[-1:])
+
+    def record(self, rows: Sequence[Row], new: Sequence[Row]) -> None:
+        """Draw curves.png, then write metrics.csv; give the `new` rows to TensorBoard."""
+        pictures.draw_curves(self.folder / "curves.png", rows, self.classes)
+        columns = [*dict.fromkeys(name for row in rows for name in row)]
+        with files.table(self.folder / "metrics.csv", columns) as write:
+            for row in rows:
+                write([row.get(name, "") for name in columns])
+        if not self.board:
+            from torch.utils.tensorboard import SummaryWriter  # takes seconds
+
+            # Entries of later epochs, before going back to an earlier checkpoint, are dropped.
+            self.board = SummaryWriter(str(self.folder), purge_step=self.finished + 1)
+        for row in map(numbers, new):
+            for name, value in row.items():
+                self.board.add_scalar(name, value, row["epoch"])
+        self.board.flush()
+        self.track(rows)
+
+    def catch_up(self, rows: Sequence[Row], tracker: Start | None = None) -> None:
+        """Record the rows that a run had saved when it was killed; start the tracker, if any."""
+        if not self.active:
+            return
+        if tracker:
+            path = self.folder / "tracker.json"
+            known = json.loads(path.read_text()) if path.exists() else {}
+            run, self.log = tracker(known.get("run"))
+            self.tracked = {"run": run, "epochs": min(known.get("epochs", 0), len(rows))}
+            self.write("tracker.json", self.tracked)
+        recorded = count(self.folder)
+        if rows and recorded != len(rows):  # more: of epochs after the one that was gone back to
+            self.record(rows, rows[recorded:])
+        self.track(rows)
+
+    def track(self, rows: Sequence[Row]) -> None:
+        """Give the tracker the rows that it lacks; a kill may repeat one."""
+        if not self.log:
+            return
+        for row in rows[self.tracked["epochs"] :]:
+            try:
+                self.log(numbers(row))
+            except Exception as error:
+                reason = " ".join(f"{type(error).__name__}: {error}".split())
+                line = f"the tracker did not take epoch {row['epoch']} ({reason[:200]})"
+                return distributed.say(f"{line}; trying again after the next one")
+            self.tracked["epochs"] += 1
+            self.write("tracker.json", self.tracked)
+
+    def write(self, name: str, value: object) -> None:
+        with files.writing(self.folder / name, parents=True) as tmp_path:
+            tmp_path.write_text(json.dumps(value, indent=2, default=str) + "\n")
+
+    def images(self, mistakes: Mistakes) -> None:
+        """Write examples.png, validation images with predictions, and the files of `mistakes`."""
+        if self.active:
+            mistakes.write(self.folder)
+            mistakes.draw_images(self.folder / "examples.png")
+
+    def try_drawing(self, mistakes: Mistakes) -> None:
+        """Draw one image to nowhere: if that fails, it fails before the first epoch."""
+        if self.active:
+            with tempfile.TemporaryDirectory() as folder:
+                mistakes.draw_images(Path(folder, "image.png"), {0: ""})
+
+    def undrawn(self) -> State | None:
+        """Return best.pt if the run was killed before its images were drawn; on rank 0."""
+        best = self.folder / "best.pt"
+        if not self.active or are_drawn(self.folder, self.has_images) or not best.exists():
+            return None
+        state = checkpoint.read(best)
+        return {"model": state["model"], "path": state["path"]}
+
+    def finish(self, name: str, best: float) -> None:
+        """Print the best score and the paths of the results."""
+        if not self.active:
+            return
+        if not math.isfinite(best):
+            return distributed.say(f"done: {name} was NaN after every epoch: there is no best.pt")
+        drawn = [file for file in ("curves.png", *IMAGES) if (self.folder / file).exists()]
+        path = os.path.join(os.path.relpath(self.folder), "best.pt")
+        return distributed.say(f"done: best {name} {best:.4f}; {', '.join([path, *drawn])}")
+
+
+def numbers(row: Row) -> dict[str, float]:
+    return {name: value for name, value in row.items() if isinstance(value, int | float)}
+
+
+def count(folder: Path) -> int:
+    path = folder / "metrics.csv"
+    return max(0, len(path.read_bytes().splitlines()) - 1) if path.exists() else 0
+
+
+def remove_images(folder: Path) -> None:
+    """Remove the images of best.pt, before another file gets that name."""
+    for name in IMAGES:
+        (folder / name).unlink(missing_ok=True)
+
+
+def are_drawn(folder: Path, has_images: bool) -> bool:
+    """Return whether best.pt has its images, if the run draws any: examples.png comes last."""
+    return not (has_images and (folder / "best.pt").exists()) or (folder / "examples.png").exists()
+
+
+def are_complete(folder: Path, epochs: int, has_images: bool) -> bool:
+    """Return, on all ranks, whether the run in `folder` has recorded and drawn all `epochs`."""
+
+    def look() -> bool:
+        is_new = not (folder / "last.pt").exists()
+        return is_new or (count(folder) >= epochs and are_drawn(folder, has_images))
+
+    return distributed.from_rank_zero(look)
+
+
+def report(mistakes: Mistakes, folder: Path) -> None:
+    """Write the files of `mistakes` on rank 0 and say where, or why not."""
+    if not distributed.is_rank_zero():
+        return
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        remove_images(folder)  # of another checkpoint
+        mistakes.write(folder)
+    except (OSError, LineError) as error:
+        return distributed.say(f"{folder}: cannot be written ({error})")
+    if names := [name for name in IMAGES if (folder / name).exists()]:
+        distributed.say(f"written to {folder}: {', '.join(names)}")
