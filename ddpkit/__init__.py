@@ -74,6 +74,8 @@ if TYPE_CHECKING:
     from ddpkit.run.sharded import shard
     from ddpkit.run.starting import prepare, start
 
+__version__ = "1.0.0"
+
 NAMES = {  # by module, which is imported when one of them is first used: no torch until then
     "data.class_counts": "class_weights",
     "data.folders": "ImageFiles MaskFiles find_classes find_masks",

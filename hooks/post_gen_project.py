@@ -1,5 +1,5 @@
-"""Put the chosen task's files in place, drop the others, record the template's version for
-`cruft update`, and say what to type next."""
+"""Put the chosen task's files and ddpkit in place, drop the others, record the template's version
+for `cruft update`, and say what to type next."""
 
 from __future__ import annotations  # cookiecutter may run under an older Python than the project
 
@@ -36,15 +36,23 @@ def template_version(repository: Path) -> tuple[str, str] | None:
         return None
 
 
-def write_cruft_file() -> None:
-    """Write the .cruft.json that `cruft create` would write, so that `cruft update` works."""
-    if "_repo_dir" not in CONTEXT:
-        return  # cruft runs this hook and writes the file itself
-    # cookiecutter passes on a relative path as typed: found unless --output-dir was given, too.
-    version = template_version(Path(CONTEXT["_output_dir"], CONTEXT["_repo_dir"]).resolve())
-    if version is None:
+def place_library(repository: Path | None, template: str, commit: str) -> None:
+    """Name the library in requirements.txt if it can be had at that address, else copy it."""
+    library, required = Path("ddpkit"), Path("requirements.txt")
+    if template.startswith("https://") and commit:
+        shutil.rmtree(library)
+        line = f"ddpkit @ git+{template}@{commit}\n"
+        required.write_text(line + required.read_text(encoding="utf-8"), encoding="utf-8")
         return
-    template, commit = version
+    if library.is_file() and repository:  # where links cannot be, as in an archive
+        library.unlink()
+        shutil.copytree(repository / "ddpkit", library)
+    for cache in [*library.rglob("__pycache__")]:
+        shutil.rmtree(cache)
+
+
+def write_cruft_file(template: str, commit: str) -> None:
+    """Write the .cruft.json that `cruft create` would write, so that `cruft update` works."""
     local = ("_output_dir", "_repo_dir", "_checkout")  # cruft does not record these
     answers = {key: value for key, value in CONTEXT.items() if key not in local}
     state = {
@@ -66,7 +74,14 @@ for path in filter(Path.is_file, chosen.rglob("*")):
     path.replace(place)
 shutil.rmtree(tasks, ignore_errors=True)
 Path("launch.sh").chmod(0o755)  # an archive may have lost it
-write_cruft_file()
+if "_repo_dir" in CONTEXT:
+    # cookiecutter passes on a relative path as typed: found unless --output-dir was given, too.
+    repository = Path(CONTEXT["_output_dir"], CONTEXT["_repo_dir"]).resolve()
+    if version := template_version(repository):
+        write_cruft_file(*version)
+    place_library(repository, *(version or ("", "")))
+else:  # cruft runs this hook and writes the file itself
+    place_library(None, CONTEXT.get("_template", ""), CONTEXT.get("_commit", ""))
 
 print(
     f"""

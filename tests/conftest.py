@@ -73,9 +73,10 @@ def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ).stdout
     copy = tmp_path_factory.mktemp("template")
     for name in filter(None, listed.split("\0")):
-        if (ROOT / name).is_file():  # a deleted file is listed until the deletion is committed
+        source = ROOT / name
+        if source.is_file() or source.is_symlink():  # deleted ones are listed until committed
             (copy / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy2(ROOT / name, copy / name)
+            shutil.copy2(source, copy / name, follow_symlinks=False)
     return copy
 
 

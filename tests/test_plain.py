@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 import torch
 
-from ddpkit import files
+from ddpkit import files, launch
 from ddpkit.errors import UserError, shorten
-from ddpkit.ranks import launcher, process, protocol
+from ddpkit.ranks import process, protocol
 from ddpkit.run import checkpoint, flags, machine, metrics
 
 
@@ -253,8 +253,8 @@ class TestMachine:
 )
 def test_which_rank_counts(statuses: tuple[int, int], status: int) -> None:
     """A crash before those that it draws with it; but a mistake before what nccl makes of it."""
-    assert launcher.find_first(statuses) == (statuses.index(status), status)
-    assert launcher.find_first([0, None]) == (0, 0)
+    assert launch.find_first(statuses) == (statuses.index(status), status)
+    assert launch.find_first([0, None]) == (0, 0)
 
 
 class TestOptimizers:

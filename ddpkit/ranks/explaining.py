@@ -23,7 +23,7 @@ from ddpkit.ranks import distributed, environment, process
 from ddpkit.ranks.process import watch
 from ddpkit.ranks.protocol import ASKED, PLACE, PROCESS
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = process.project()
 LIBRARIES = tuple(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))
 # Where a hang usually comes from
 NOT_ALL = "usually a collective that not all ranks reach: under `if rank == 0`, or after a break"

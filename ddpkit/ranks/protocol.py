@@ -1,6 +1,6 @@
 """How the ranks and their launcher agree: to start, to stop, to fail; and where all ranks are.
 
-    launch.sh -> launcher.py: checks its environment, starts the ranks, passes signals on to them
+    launch.sh -> launch.py: checks its environment, starts the ranks, passes signals on to them
     rank: process.install_handlers: it ends with its launcher; then it imports torch
           failures.one_line_errors: starts its one thread, "watch"; errors come out of here
           distributed.setup: takes a device, meets the others at the store, joins the group
@@ -55,7 +55,7 @@ ARRIVED = "arrived/{}/{}"  # a rank is at a point with a name (that rank; all)
 
 # Environment variables of this project's own, besides those that people type
 LAUNCH_ID = "DDP_LAUNCH_ID"  # one for each start of launch.sh; restarts (MAX_RESTARTS) keep it
-LAUNCHER = "DDP_LAUNCHER"  # the process id of launch.sh, which becomes ddpkit/ranks/launcher.py
+LAUNCHER = "DDP_LAUNCHER"  # the process id of launch.sh, which becomes ddpkit/launch.py
 STORE = "DDP_STORE"  # the file of the store, if all ranks are on one node
 JOB = "DDP_JOB"  # a folder that slurm/train.sbatch keeps: where it has saved, what is a mistake
 DEBUGGED_LAUNCHER = "DDP_DEBUGGED_LAUNCHER"  # with F5: the process id of torchrun, or nothing

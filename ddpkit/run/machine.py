@@ -89,6 +89,6 @@ def git_commit() -> str:
     """Return the commit of the project's folder, marked if it has changes; "" without git."""
     command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
     with contextlib.suppress(OSError):
-        done = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True)
+        done = subprocess.run(command, cwd=process.project(), capture_output=True, text=True)
         return done.stdout.strip()
     return ""

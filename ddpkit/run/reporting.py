@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
+import ddpkit
 from ddpkit import files
 from ddpkit.data import images, samples
 from ddpkit.data.loading import Foreign, TrainSampler
@@ -82,8 +83,16 @@ class Reporter:
             f"{torch.get_num_threads()} thread(s) | JPEG: {images.decoder()}"
             + (f" | amp {flags['amp']}" if "amp" in flags else "")
         )
-        versions = {"python": platform.python_version(), "torch": torch.__version__}
-        about = {"device": name, "jpeg": images.decoder(), "git": machine.git_commit()}
+        place = str(Path(ddpkit.__file__).parent)
+        distributed.say(f"ddpkit {ddpkit.__version__} in {place}")
+        own = {"ddpkit": ddpkit.__version__, "python": platform.python_version()}
+        versions = {**own, "torch": torch.__version__}
+        about = {
+            "ddpkit": place,
+            "device": name,
+            "jpeg": images.decoder(),
+            "git": machine.git_commit(),
+        }
         record = {"flags": dict(flags), "ranks": ranks, **about, "versions": versions}
         self.write("args.json", record)
 

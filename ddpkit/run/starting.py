@@ -2,24 +2,28 @@
 
 import contextlib
 import os
+import re
 import time
 from collections.abc import Callable
+from pathlib import Path
 
+import ddpkit
 from ddpkit.errors import UserError, print_error
 from ddpkit.ranks import environment, process
 from ddpkit.ranks.protocol import END_SECONDS, MISTAKE
 
 
-def prepare(parse_args: Callable[[], object] | None = None) -> None:
+def prepare(parse_args: Callable[[], object] | None = None, needs: str = "1.0") -> None:
     """Have this process end quietly on Ctrl-C, and with its launcher; then check the flags.
 
-    Call it before torch is imported, which takes seconds.
+    Call it before torch is imported, which takes seconds. needs: the least version of ddpkit.
 
         if __name__ == "__main__":
-            ddpkit.prepare(parse_args)
+            ddpkit.prepare(parse_args, needs="1.2")
     """
     process.install_handlers()
     try:
+        check_itself(needs)
         if parse_args and not process.is_debugged():  # `start` lets the debugger show the error
             parse_args()
     except UserError as error:
@@ -31,6 +35,19 @@ def prepare(parse_args: Callable[[], object] | None = None) -> None:
             time.sleep(END_SECONDS)  # the launcher ends this rank
         environment.note_mistake()
         process.exit_now(MISTAKE)
+
+
+def check_itself(needs: str) -> None:
+    """Raise a UserError if this ddpkit is too old, or is not the one that lies beside main.py."""
+    own, beside = Path(ddpkit.__file__).parent, process.project() / "ddpkit"
+    is_copy = (beside / "__init__.py").is_file()
+    if is_copy and not own.samefile(beside):
+        raise UserError(f"{own} is imported instead of {beside}: start python without -I and -P")
+    version, least = ([*map(int, re.findall(r"\d+", text))] for text in (ddpkit.__version__, needs))
+    if version < least:
+        how = "cruft update" if is_copy else "python -m pip install -r requirements.txt"
+        line = f"{own} is ddpkit {ddpkit.__version__}, main.py needs {needs}"
+        raise UserError(f"{line}: bring it up to date ({how})")
 
 
 def start(main: Callable[[], object]) -> None:

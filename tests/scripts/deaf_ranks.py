@@ -8,11 +8,12 @@ import threading
 import time
 
 sys.path.insert(0, os.getcwd())
-from ddpkit.ranks import launcher, protocol
+from ddpkit import launch
+from ddpkit.ranks import protocol
 from ddpkit.ranks.environment import Nodes
 
 protocol.STOP_SECONDS = 1
-ranks = launcher.Ranks(Nodes(1, 0, 1, "127.0.0.1", 0))
+ranks = launch.Ranks(Nodes(1, 0, 1, "127.0.0.1", 0))
 shell = ["sh", "-c", "trap '' TERM; echo; while :; do sleep 1; done"]
 deaf = subprocess.Popen(shell, start_new_session=True, stdout=subprocess.PIPE)
 deaf.stdout.readline()

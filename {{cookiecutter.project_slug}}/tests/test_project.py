@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-import demo_set
 import ddpkit
+import demo_set
 import main
 import meta
 import predict
@@ -29,11 +29,11 @@ os.environ["CUDA_VISIBLE_DEVICES"] = ""  # of this process and of those that it 
 def launch(ranks: int, *flags: object) -> str:
     command: list[object] = [ROOT / "launch.sh", "--workers", 1]
     if is_debugged():  # the debugger does not follow bash; there is no time-out at a breakpoint
-        command = [sys.executable, ROOT / "ddpkit/ranks/launcher.py", ROOT / "main.py"]
+        command = [sys.executable, "-m", "ddpkit.launch"]
     env = {**os.environ, "NPROC": str(ranks), "PYTHON": sys.executable}
     words = [str(word) for word in (*command, *flags)]
     seconds = None if is_debugged() else 300
-    done = subprocess.run(words, env=env, capture_output=True, text=True, timeout=seconds)
+    done = subprocess.run(words, cwd=ROOT, env=env, capture_output=True, text=True, timeout=seconds)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

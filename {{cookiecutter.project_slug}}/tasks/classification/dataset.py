@@ -11,8 +11,8 @@ from torch import Tensor
 from torchvision.transforms import v2
 from torchvision.transforms.v2 import InterpolationMode as Mode
 
-import demo_set
 import ddpkit
+import demo_set
 
 SHORT_SIDE = 256  # pixels; of what prepare_data.py stores, unless --short-side says otherwise
 AUGMENTATIONS = {  # the names that --augment takes; add yours

@@ -11,8 +11,8 @@ from torchvision import tv_tensors
 from torchvision.transforms import v2
 from torchvision.transforms.v2 import InterpolationMode as Mode
 
-import demo_set
 import ddpkit
+import demo_set
 
 STRIDE = 32  # the networks halve an image five times
 VOID = 255  # the class number that loss and metrics ignore

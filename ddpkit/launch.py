@@ -1,8 +1,33 @@
-"""What launch.sh starts: a process of main.py for each rank of this node, and an end as theirs.
+"""Usage: [NAME=value ...] ./launch.sh [flags of main.py]
 
-Each rank has torchrun's variables and gets all signals that this process gets; it exits as the rank
-that failed first. MAX_RESTARTS starts them again, from the last checkpoint. It imports no torch.
+Starts a process of main.py for each GPU of this machine, or two if it has no GPU.
+
+  NPROC           processes on this node     (default: one per GPU, or 2 without GPUs)
+  NNODES          number of nodes            (default: 1)
+  NODE_RANK       this node's number, from 0 (required if NNODES > 1)
+  MASTER_ADDR     address of node 0          (required if NNODES > 1)
+  MASTER_PORT     free port on node 0        (default: 29500; not used if NNODES is 1)
+  PYTHON          interpreter                (default: python, else python3)
+  MAX_RESTARTS    restarts after a failure   (default: 0), each from the last checkpoint
+  OMP_NUM_THREADS CPU threads per process    (default: its share of the CPUs; with GPUs at most 4)
+
+Started once on each node by SLURM's srun, it knows the nodes without NNODES and what follows it.
+Every node has the same NPROC, and MAX_RESTARTS is for one node.
+
+Exit status: 0 done, 75 stopped by a signal and saved, 2 a mistake of the user's, else a failure.
+
+One node:        ./launch.sh --epochs 90
+Two of its GPUs: CUDA_VISIBLE_DEVICES=0,1 ./launch.sh
+CPU only:        CUDA_VISIBLE_DEVICES= ./launch.sh
+Two nodes:       NNODES=2 NODE_RANK=0 MASTER_ADDR=node0 ./launch.sh     on node0
+                 NNODES=2 NODE_RANK=1 MASTER_ADDR=node0 ./launch.sh     on node1
+SLURM:           srun --nodes 2 --ntasks-per-node 1 --cpus-per-task 32 --gpus-per-node 8 ./launch.sh
+A step again:    ./launch.sh -m ddpkit replay 3:120 --debug-rank 0
+Check the nodes: the same with --check
 """
+
+# Each rank has torchrun's variables and gets all signals that this process gets; it exits as the
+# rank that failed first. MAX_RESTARTS starts them again. This module imports no torch.
 
 import contextlib
 import math
@@ -14,9 +39,7 @@ import tempfile
 import time
 import uuid
 from collections.abc import Sequence
-from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from ddpkit.errors import UserError, no_torch, print_error
 from ddpkit.ranks import environment, process, protocol
 from ddpkit.ranks.environment import Nodes
@@ -116,6 +139,11 @@ def find_first(statuses: Sequence[int | None]) -> tuple[int, int]:
 
 
 def main() -> int:
+    words = sys.argv[1:]
+    if words[:1] in (["-h"], ["--help"]):
+        signal.signal(getattr(signal, "SIGPIPE", signal.SIGTERM), signal.SIG_DFL)  # as of `| head`
+        print(__doc__, end="")
+        return 0
     process.be_quiet()
     try:
         if line := no_torch():
@@ -129,18 +157,23 @@ def main() -> int:
         os.environ.update({"OMP_NUM_THREADS": "1", protocol.THREADS: "auto"})
     os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")  # as torchrun does
     os.environ.setdefault(protocol.LAUNCH_ID, uuid.uuid4().hex)
-    script, *words = sys.argv[1:]
-    if words[:1] == ["-m"]:  # and a module, in place of main.py
-        script, *words = words
+    folder = process.project()
     if "--check" in words:
-        script = str(Path(script).with_name("preflight.py"))
+        words = ["-m", "ddpkit", "preflight", *words]
+    if words[:1] == ["-m"]:  # and a module, in place of main.py: this ddpkit, not another
+        os.environ |= {
+            "PYTHONPATH": f"{folder}{os.pathsep}{os.environ.get('PYTHONPATH', '')}",
+            "PYTHONSAFEPATH": "1",
+        }
+    else:
+        words = [str(folder / "main.py"), *words]
     if nodes.number == 0:
         with contextlib.suppress(OSError):  # a closed pipe
             print(f"starting {nodes.count * nodes.ranks} rank(s) ...", flush=True)
     ranks, restarts = Ranks(nodes), nodes.restarts
-    with tempfile.TemporaryDirectory(prefix="ddp-", ignore_cleanup_errors=True) as folder:
+    with tempfile.TemporaryDirectory(prefix="ddp-", ignore_cleanup_errors=True) as private:
         while True:
-            ranks.start([script, *words], f"{folder}/{uuid.uuid4().hex}")
+            ranks.start(words, f"{private}/{uuid.uuid4().hex}")
             status = ranks.wait()
             if status in protocol.FINAL or not restarts or ranks.first:
                 process.ignore_signals()
