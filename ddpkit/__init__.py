@@ -1,15 +1,17 @@
-"""The machinery. `import ddpkit` is its door: the names in DOOR, such as ddpkit.Run, are all that a
-project uses; each says what it takes, returns and raises. What else is here may change.
+"""What lies below a training script that uses DDP. The names in DOOR, such as ddpkit.Run, are all
+that a project uses, and follow semantic versions; each says what it takes, returns and raises. What
+else is here may change.
 
 In the order in which a run meets it:
 
 errors                a mistake of the user's, or a disk that does not answer, printed as one line
 files                 files and folders that appear whole or not at all; disks are tried again
+launch                launch.sh: starts the ranks, passes on signals, restarts, exits as a rank did
+copying               python -m ddpkit copy: the installed library into a project, and out again
 replay                ./launch.sh -m ddpkit.replay EPOCH:STEP: a step of a run again, in a debugger
 
 ranks/                processes that train together
   process             how a process ends, with its launcher, debugger or rank; its one thread
-  launcher            launch.sh: starts the ranks, passes on signals, restarts, exits as a rank did
   environment         the variables that launchers and SLURM set; how many GPUs there are
   meeting             the store of the ranks, and their meeting there: who is missing, or twice
   devices             which GPU is a rank's, and what carries its collectives

@@ -161,10 +161,8 @@ def main() -> int:
     if "--check" in words:
         words = ["-m", "ddpkit", "preflight", *words]
     if words[:1] == ["-m"]:  # and a module, in place of main.py: this ddpkit, not another
-        os.environ |= {
-            "PYTHONPATH": f"{folder}{os.pathsep}{os.environ.get('PYTHONPATH', '')}",
-            "PYTHONSAFEPATH": "1",
-        }
+        path = f"{folder}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
+        os.environ |= {"PYTHONPATH": path, "PYTHONSAFEPATH": "1"}
     else:
         words = [str(folder / "main.py"), *words]
     if nodes.number == 0:

@@ -32,7 +32,7 @@ def demo(
 ) -> Iterator[tuple[str, Path, str]]:
     """The task, the project's folder and the output of `make demo` at a path with a space."""
     folder = tmp_path_factory.mktemp("demo") / "a space"
-    shutil.copytree(template, folder)
+    shutil.copytree(template, folder, symlinks=True)
     (folder / ".venv").symlink_to(Path(sys.executable).parent.parent)
     out = make_demo(folder, request.param, f"--epochs {EPOCHS[request.param]}")
     yield request.param, folder / "demo" / request.param, out

@@ -14,7 +14,7 @@ from conftest import Generate
 from dap import parse, read
 from running import ROOT, TASKS, TEMPLATE_FOLDER, Project
 
-DDPKIT = sorted((ROOT / TEMPLATE_FOLDER / "ddpkit").rglob("*.py"))
+DDPKIT = sorted((ROOT / "ddpkit").rglob("*.py"))
 SHARED = {
     ".devcontainer/devcontainer.json",
     ".github/workflows/ci.yml",
@@ -35,7 +35,9 @@ SHARED = {
     "slurm/train.sbatch",
     "tests/meta.py",
     "tests/test_project.py",
-    *(path.relative_to(ROOT / TEMPLATE_FOLDER).as_posix() for path in DDPKIT),
+    ".gitattributes",
+    "ddpkit/py.typed",
+    *(path.relative_to(ROOT).as_posix() for path in DDPKIT),
 }
 CONFIGURATIONS = [
     "DDP: torch.distributed.launch",  # what F5 runs
@@ -214,7 +216,7 @@ def git(*args: object, cwd: Path, env: dict[str, str]) -> str:
 @pytest.fixture
 def repository(template: Path, clean_home: dict[str, str], tmp_path: Path) -> Path:
     """The template as a repository of its own."""
-    copy = shutil.copytree(template, tmp_path / "origin" / "ddp-template.git")
+    copy = shutil.copytree(template, tmp_path / "origin" / "ddp-template.git", symlinks=True)
     git("init", "--quiet", "--initial-branch", "main", cwd=copy, env=clean_home)
     commit(copy, clean_home)
     return copy
@@ -376,7 +378,7 @@ def lint(folder: Path, env: dict[str, str]) -> None:
 
 
 def test_lint_of_the_template(template: Path, clean_home: dict[str, str], tmp_path: Path) -> None:
-    copy = shutil.copytree(template, tmp_path / "copy")
+    copy = shutil.copytree(template, tmp_path / "copy", symlinks=True)
     lint(copy, clean_home)
     # The template folder is covered: a fault in it is found.
     (copy / TEMPLATE_FOLDER / "tasks" / "classification" / "model.py").write_text("undefined\n")
@@ -408,7 +410,7 @@ EDITED = {
     *("main", "flags", "recipe", "dataset", "model", "losses", "predict", "demo_set"),
     *("prepare_data", "check_data", "export", "preflight"),
 }
-REPLAY = ROOT / TEMPLATE_FOLDER / "ddpkit" / "replay.py"  # a command, which runs main.py
+REPLAY = ROOT / "ddpkit" / "replay.py"  # a command, which runs main.py
 LINES, FILES = 6_999, 41  # of ddpkit/: limits that fall, and never rise
 
 

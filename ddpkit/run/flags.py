@@ -1,4 +1,4 @@
-"""argparse for a program that runs in several ranks; without torch, so that mistakes show at once."""
+"""argparse for a program that runs in several ranks; without torch, for mistakes to show soon."""
 
 import argparse
 import contextlib

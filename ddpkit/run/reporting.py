@@ -83,16 +83,10 @@ class Reporter:
             f"{torch.get_num_threads()} thread(s) | JPEG: {images.decoder()}"
             + (f" | amp {flags['amp']}" if "amp" in flags else "")
         )
-        place = str(Path(ddpkit.__file__).parent)
-        distributed.say(f"ddpkit {ddpkit.__version__} in {place}")
-        own = {"ddpkit": ddpkit.__version__, "python": platform.python_version()}
-        versions = {**own, "torch": torch.__version__}
-        about = {
-            "ddpkit": place,
-            "device": name,
-            "jpeg": images.decoder(),
-            "git": machine.git_commit(),
-        }
+        own = f"{ddpkit.__version__} in {Path(ddpkit.__file__).parent}"
+        distributed.say(f"ddpkit {own}")
+        versions = {"python": platform.python_version(), "torch": torch.__version__, "ddpkit": own}
+        about = {"device": name, "jpeg": images.decoder(), "git": machine.git_commit()}
         record = {"flags": dict(flags), "ranks": ranks, **about, "versions": versions}
         self.write("args.json", record)
 
