@@ -8,4 +8,9 @@ python=${PYTHON:-$(command -v python || command -v python3)} || {
     exit 2
 }
 # As for main.py, a ddpkit in this folder comes before one that is installed.
-exec "$python" -c 'import sys; sys.path[0] = sys.argv.pop(1); import ddpkit.launch as launch; sys.exit(launch.main())' "$here" "$@"
+exec "$python" -c 'import importlib.util, sys
+sys.path[0] = sys.argv.pop(1)
+if not importlib.util.find_spec("ddpkit"):
+    print("error: no ddpkit: python -m pip install -r requirements.txt", file=sys.stderr)
+    sys.exit(2)
+sys.exit(__import__("ddpkit.launch").launch.main())' "$here" "$@"
