@@ -123,11 +123,11 @@ def decode(path: str, target: Any, simple: bool = False) -> tuple[int, int]:
 
 def training_set(data: Path, *words: object) -> tuple[Any, Sequence[str], Any]:
     """Return the project's data set of `data`, its classes, and the device."""
-    import ddpkit
+    import distributed
     from dataset import build_datasets
     from flags import parse_args
 
-    device = ddpkit.setup(0)
+    device = distributed.setup(0)
     torch.set_num_threads(1)
     dataset, _, classes = build_datasets(parse_args(["--data", str(data), *map(str, words)]))
     return dataset, classes, device

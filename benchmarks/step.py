@@ -81,7 +81,7 @@ class Bench:
 
     def __init__(self, folder: Path, words: str) -> None:
         """words: flags of the project's main.py, in one string."""
-        import ddpkit
+        import distributed
         import recipe
         from ddpkit.run.reporting import Reporter
         from flags import parse_args
@@ -89,7 +89,7 @@ class Bench:
 
         own = ["--data", str(folder), "--output-dir", str(folder / "run")]
         self.args = args = parse_args([*own, *words.split()])
-        self.device = device = ddpkit.setup(args.seed)
+        self.device = device = distributed.setup(args.seed)
         torch.backends.cudnn.benchmark = True  # as main.train_one_epoch sets it
         Reporter.silent = True
         args.amp = recipe.choose_amp(args, device)

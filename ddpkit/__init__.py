@@ -15,7 +15,7 @@ ranks/                processes that train together
   environment         the variables that launchers and SLURM set; how many GPUs there are
   meeting             the store of the ranks, and their meeting there: who is missing, or twice
   devices             which GPU is a rank's, and what carries its collectives
-  distributed         the process group and its collectives: reduce_tensor, from_rank_zero, say, ...
+  distributed         the process group and its collectives: meet, gather, from_rank_zero, ...
   explaining          where all ranks are, and why they wait: the block that a hang prints
   failures            an error on one rank ends all, and is printed once, in a line if it is known
   replicas            exact mean gradients; DDP around the network; equal weights on all ranks
@@ -62,13 +62,13 @@ if TYPE_CHECKING:
     from ddpkit.data.samples import Seeded
     from ddpkit.errors import UserError
     from ddpkit.files import filling
-    from ddpkit.ranks.distributed import rank, rank_zero_first, reduce_tensor, say, teardown
+    from ddpkit.ranks.distributed import rank, rank_zero_first
     from ddpkit.ranks.replicas import wrap
     from ddpkit.run.checkpoint import open_model
     from ddpkit.run.flags import Parser, at_least
     from ddpkit.run.folder import Folder
     from ddpkit.run.loop import Run
-    from ddpkit.run.machine import setup, zeros
+    from ddpkit.run.machine import configure, meet, zeros
     from ddpkit.run.metrics import Worst, compute, criterion
     from ddpkit.run.pictures import draw_masks
     from ddpkit.run.predicting import Predictor, bands, fit_input, freeze_unused, in_tiles
@@ -86,13 +86,13 @@ NAMES = {  # by module, which is imported when one of them is first used: no tor
     "data.samples": "Seeded",
     "errors": "UserError",
     "files": "filling",
-    "ranks.distributed": "rank rank_zero_first reduce_tensor say teardown",
+    "ranks.distributed": "rank rank_zero_first",
     "ranks.replicas": "wrap",
     "run.checkpoint": "open_model",
     "run.flags": "Parser at_least",
     "run.folder": "Folder",
     "run.loop": "Run",
-    "run.machine": "setup zeros",
+    "run.machine": "configure meet zeros",
     "run.metrics": "Worst compute criterion",
     "run.pictures": "draw_masks",
     "run.predicting": "Predictor bands fit_input freeze_unused in_tiles",

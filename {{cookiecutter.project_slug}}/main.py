@@ -31,6 +31,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Dataset
 from torchmetrics import MetricCollection
 
+import distributed
 import recipe
 from dataset import build_datasets, draw_example, transform_batch
 from model import BEST, build_criterion, build_metrics, build_model, infer
@@ -40,7 +41,7 @@ Criterion = Callable[..., tuple[Tensor, Tensor | int]]  # (outputs, targets) -> 
 
 def main(argv: Sequence[str] | None = None) -> None:
     args = parse_args(argv)
-    device = ddpkit.setup(args.seed, args.deterministic)  # joins the other ranks
+    device = distributed.setup(args.seed, args.deterministic)  # joins the other ranks
     folder = ddpkit.Folder(args.output_dir, args.resume)
     if args.eval_only:  # flags that are not given are those of the training
         own = {"output_dir": args.output_dir, "amp": args.amp}  # of this start and machine
@@ -73,8 +74,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         results, found = judge(model, val_loader)
         predict = functools.partial(infer, args=args)
         folder.write(found, model, val_loader, classes, predict, draw_example)
-        if ddpkit.rank() == 0:
-            print(json.dumps({k: v if math.isfinite(v) else None for k, v in results.items()}))
+        distributed.say(
+            json.dumps({k: v if math.isfinite(v) else None for k, v in results.items()})
+        )
     else:
         train(args, folder, train_set, val_loader, classes, model, criterion, judge)
 
@@ -209,7 +211,7 @@ def evaluate(
         logits = outputs[0] if isinstance(outputs, tuple) else outputs
         metrics.update(logits.float(), targets)
         worst.update(logits.float(), targets, indices)
-    loss_sum, count = ddpkit.reduce_tensor(totals).tolist()  # sums first, then one division
+    loss_sum, count = distributed.reduce_tensor(totals).tolist()  # sums first, then one division
     if not count and isinstance(loader, DataLoader):  # a rehearsal's two samples may be void
         raise ddpkit.UserError("the validation set has no labelled samples (all are void)")
     results, confusion = ddpkit.compute(metrics)

@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
-from typing import TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -26,23 +26,30 @@ class Group:
     store: dist.Store | None = None  # works while ranks hang in a collective
     timeout = timedelta()
     is_debugged = False
-    device = devices.CPU
 
 
 _turns = itertools.count()  # calls of await_rank_zero
 
 
-def setup(
-    local_rank: int | None = None, timeout: float = 600, debugged: bool = False, alone: bool = False
-) -> torch.device:
-    """Join the process group that the launcher describes, or a group of one; return the device.
+class Rank(NamedTuple):
+    """What torch.distributed.init_process_group needs to know."""
 
-    With GPUs: nccl, or what torch has for their kind, and one GPU per rank. Without: gloo.
+    device: torch.device  # the GPU that is this rank's, or the CPU
+    backend: str  # what carries collectives: "nccl", "gloo" or another that torch has for it
+    store: dist.Store
+    rank: int
+    world_size: int
+    timeout: timedelta
+
+
+def meet(
+    local_rank: int | None = None, timeout: float = 600, debugged: bool = False, alone: bool = False
+) -> Rank:
+    """Find the other ranks that the launcher describes, or be a group of one.
+
     local_rank: if the launcher does not set LOCAL_RANK. timeout: of collectives, in seconds; a week
     if a rank is `debugged`. alone: a group of one will do in a job of several nodes, on the CPU.
     """
-    if dist.is_initialized():  # ddpkit.replay has called main before
-        return Group.device
     Group.is_debugged = debugged or process.is_debugged()
     Group.timeout = timedelta(days=7) if Group.is_debugged else timedelta(seconds=timeout)
     environment.adopt(alone)
@@ -52,35 +59,35 @@ def setup(
     if "RANK" in os.environ:
         if sys.platform == "linux" and not environment.has_other_nodes():
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # nobody else can reach it
-        Group.store, group_rank, size = meeting.open_store(Group.timeout)
-        Group.store, notes = meeting.join(Group.store, group_rank, size, Group.timeout, note)
+        Group.store, number, size = meeting.open_store(Group.timeout)
+        Group.store, notes = meeting.join(Group.store, number, size, Group.timeout, note)
         device = devices.check(notes, device, Group.is_debugged)
     else:
-        Group.store, group_rank, size = dist.HashStore(), 0, 1
+        Group.store, number, size = dist.HashStore(), 0, 1
         devices.check([note], device, Group.is_debugged)
-    Group.store.set(protocol.PROCESS.format(group_rank), f"{environment.node()} {os.getpid()}")
-    if device.index is not None:
-        torch.accelerator.set_device_index(device)
+    Group.store.set(protocol.PROCESS.format(number), f"{environment.node()} {os.getpid()}")
+    return Rank(device, devices.backend(device), Group.store, number, size, Group.timeout)
+
+
+def setup(**options: Any) -> torch.device:
+    """Join the group of those that `meet`, with its `options`, finds; return the device."""
+    here = meet(**options)
+    device_id = None if here.device.type == "cpu" else here.device
+    if device_id:
+        torch.accelerator.set_device_index(device_id)
     dist.init_process_group(
-        devices.backend(device),
-        store=Group.store,
-        rank=group_rank,
-        world_size=size,
-        device_id=device if device.index is not None else None,
-        timeout=Group.timeout,
+        here.backend,
+        store=here.store,
+        rank=here.rank,
+        world_size=here.world_size,
+        device_id=device_id,
+        timeout=here.timeout,
     )
-    Group.device = device
-    return device
+    return here.device
 
 
 def teardown() -> None:
-    """Leave the process group once all ranks have come this far; `start` does it.
-
-    For a notebook, or a test that calls `setup` itself:
-
-        device = ddpkit.setup(0)
-        ddpkit.teardown()
-    """
+    """Leave the process group once all ranks have come this far."""
     dist.barrier()
     dist.destroy_process_group()
 
@@ -133,27 +140,14 @@ def is_rank_zero() -> bool:
 
 
 def say(line: str) -> None:
-    """Print `line` on rank 0; do nothing if the terminal or pipe is closed.
-
-    line: control characters in it are escaped.
-
-        ddpkit.say(f"teacher: {path}")
-    """
+    """Print `line` on rank 0, control characters escaped; nothing if the terminal is closed."""
     if is_rank_zero():
         with contextlib.suppress(OSError):
             print(escape(line), flush=True)
 
 
 def reduce_tensor(tensor: Tensor, op: str = "sum") -> Tensor:
-    """Return `tensor` combined over all ranks; every rank has to call it and gets the result.
-
-    tensor: any shape and numeric dtype, the same on every rank; it is not modified.
-    op: "sum", "min", "max", or "mean" of the ranks' values (floating dtypes only). For a mean over
-        samples, reduce their sum and their count and divide once: a mean of the ranks' means is
-        wrong as soon as ranks hold different numbers of samples.
-
-        loss_sum, count = ddpkit.reduce_tensor(totals).tolist()
-    """
+    """Return `tensor` combined over all ranks by `op`: "sum", "min", "max" or "mean"."""
     result = tensor.detach().clone()
     dist.all_reduce(result, OPERATIONS["sum" if op == "mean" else op])
     return result / world_size() if op == "mean" else result

@@ -12,26 +12,35 @@ from torch import Tensor
 
 from ddpkit.data import samples
 from ddpkit.ranks import distributed, process, protocol
+from ddpkit.ranks.distributed import Rank
 from ddpkit.run.flags import launch, overrides
 
 QUOTA = Path("/sys/fs/cgroup/cpu.max")  # of a container: microseconds of CPU time per period
 
 
-def setup(seed: int, deterministic: bool = False) -> torch.device:
-    """Join the other ranks, seed the random numbers, and return this rank's device.
+def meet() -> Rank:
+    """Find the other ranks that the launcher describes; without a launcher be a group of one.
 
-    Without a launcher it is a group of one. With GPUs each rank has one; without, the CPU. torch's
-    CPU threads: OMP_NUM_THREADS, or else the rank's share of the CPUs, at most 4 with a GPU.
+    Returns what torch.distributed.init_process_group needs: device (with GPUs each rank has one),
+    backend, store, rank, world_size and timeout. Raises a UserError if the ranks do not find each
+    other within --dist-timeout, or if two want the same GPU.
+
+        here = ddpkit.meet()
+    """
+    is_debugged = bool(launch.debug_rank or overrides)  # by the flags that ddpkit.Parser has read
+    return distributed.meet(launch.local_rank, launch.dist_timeout, is_debugged)
+
+
+def configure(device: torch.device, seed: int, deterministic: bool = False) -> None:
+    """Seed random numbers, set torch's threads, and wait for a debugger if --debug-rank says so.
+
+    Threads: OMP_NUM_THREADS, or else the rank's share of the CPUs, at most 4 with a GPU.
 
     seed: of initial weights and whatever else is drawn before training; the same on all ranks.
     deterministic: have GPUs compute the same bits each time, which is slower.
 
-    Raises a UserError if the ranks do not find each other, or two want the same GPU.
-
-        device = ddpkit.setup(args.seed)
+        ddpkit.configure(device, args.seed)
     """
-    is_debugged = bool(launch.debug_rank or overrides)  # by the flags that ddpkit.Parser has read
-    device = distributed.setup(launch.local_rank, launch.dist_timeout, is_debugged)
     distributed.wait_for_debugger(launch.debug_rank, launch.debug_port)
     samples.seed(seed)
     if deterministic:
@@ -41,7 +50,6 @@ def setup(seed: int, deterministic: bool = False) -> torch.device:
     warnings.filterwarnings("ignore", "Please use the new API settings")  # by torch 2.9, of this:
     torch.set_float32_matmul_precision("high")  # TF32 for what stays float32, where a GPU has it
     torch.set_num_threads(default_threads(device.type != "cpu"))
-    return device
 
 
 def zeros(count: int, device: torch.device) -> Tensor:

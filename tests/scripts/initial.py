@@ -6,14 +6,15 @@ from pathlib import Path
 import torch
 
 import ddpkit
+import distributed
 import model
 from ddpkit.ranks import failures
 from flags import parse_args
 
 with failures.one_line_errors():
     args = parse_args(sys.argv[2:])
-    ddpkit.setup(args.seed)
+    distributed.setup(args.seed)
     net = model.build_model(args, ["one", "two"], weights=args.weights)
     Path(sys.argv[1]).mkdir(exist_ok=True)
     torch.save({"model": net.state_dict()}, Path(sys.argv[1], f"{ddpkit.rank()}.pt"))
-    ddpkit.teardown()
+    torch.distributed.destroy_process_group()

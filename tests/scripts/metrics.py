@@ -3,10 +3,12 @@
 import json
 import sys
 
+import torch
 from torch.utils.data import DataLoader, Subset
 
 import dataset
 import ddpkit
+import distributed
 import main
 import model
 from ddpkit.data import samples
@@ -14,7 +16,7 @@ from flags import parse_args
 
 args = parse_args(["--data", sys.argv[1], "--image-size", "32"])
 args.amp = "off"
-ddpkit.setup(args.seed)
+distributed.setup(args.seed)
 _, val, classes = dataset.build_datasets(args)
 samples.seed(1)
 net = model.build_model(args, classes)
@@ -28,5 +30,5 @@ for size in (1, 5, 53):
     )
     metrics = model.build_metrics(classes)
     found, (confusion, worst) = main.evaluate(net, loader, criterion, metrics, args)
-    ddpkit.say(json.dumps([found, confusion.tolist(), worst]))
-ddpkit.teardown()
+    distributed.say(json.dumps([found, confusion.tolist(), worst]))
+torch.distributed.destroy_process_group()

@@ -10,12 +10,13 @@ from torch.utils.data import DataLoader
 
 import dataset
 import ddpkit
+import distributed
 import main
 import model
 from flags import parse_args
 
 data, task, classes = sys.argv[1], sys.argv[2], int(sys.argv[3])
-ddpkit.setup(seed=1)
+distributed.setup(seed=1)
 head = [nn.AdaptiveAvgPool2d(1), nn.Flatten()] if task == "classification" else []
 net = nn.Sequential(nn.Conv2d(3, 8, 5, padding=2), nn.Tanh(), nn.Conv2d(8, classes, 1), *head)
 net[2].weight.data *= 8
@@ -35,5 +36,5 @@ for words in LOSSES[task]:
         metrics = model.build_metrics(names)
         with torch.inference_mode():
             found.append(main.evaluate(net, loader, criterion, metrics, args)[0]["val_loss"])
-    ddpkit.say(json.dumps([*flags, found]))
-ddpkit.teardown()
+    distributed.say(json.dumps([*flags, found]))
+torch.distributed.destroy_process_group()

@@ -84,7 +84,7 @@ def masks_that_follow() -> list[dict]:
 
 def pickled(data: str) -> None:
     """As workers that are not forked get the data set."""
-    ddpkit.setup(seed=0)
+    main.distributed.setup(seed=0)
     args = Namespace(data=Path(data), image_size=32, augment=",".join(names()))
     train_set, _, _ = dataset.build_datasets(args)
     copy = pickle.loads(pickle.dumps(train_set))

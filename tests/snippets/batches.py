@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader
 
 import dataset
 import ddpkit
+import main
 from ddpkit.data import samples
 from ddpkit.ranks import distributed
 
@@ -35,7 +36,7 @@ def checksums(data: str, names: Sequence[str] = ()) -> dict:
 
     names: of --augment.
     """
-    device = ddpkit.setup(seed=0)
+    device = main.distributed.setup(seed=0)
     args = Namespace(data=Path(data), image_size=32, augment=",".join(names))
     train_set, _, classes = dataset.build_datasets(args)
 

@@ -11,6 +11,7 @@ from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader
 
 import ddpkit
+import distributed
 from ddpkit.errors import UserError
 from ddpkit.ranks import protocol
 from ddpkit.run import checkpoint
@@ -138,7 +139,7 @@ def damaged(where: str) -> dict:
 
 def more_parts(where: str) -> list:
     """Whether an average of the weights, and a scaler, come back as they were."""
-    ddpkit.setup(seed=0)
+    distributed.setup(seed=0)
     samples = [(torch.zeros(3, 8, 8, dtype=torch.uint8), 0)] * 9
     seeded, folder = ddpkit.Seeded(samples, 1, seed=0), ddpkit.Folder(where)
     loaders = (

@@ -6,7 +6,6 @@ from argparse import Namespace
 import torch
 
 import dataset
-import ddpkit
 import flags
 import main
 import model
@@ -18,7 +17,7 @@ def plain_loop(checkpoint: str, data: str) -> dict:
     """The mean loss, and each guess with its truth."""
     state = torch.load(checkpoint, weights_only=True)
     args = flags.parse_args(["--data", data], state["args"])
-    ddpkit.setup(seed=0)
+    main.distributed.setup(seed=0)
     _, val, classes = dataset.build_datasets(args)
     net = model.build_model(args, classes)
     net.load_state_dict(state["model"])

@@ -23,7 +23,7 @@ class Loader(list):
 
 def of_deterministic_metrics() -> int:
     """What the peak grows by while two pictures of 256 x 256 are evaluated for 21 classes."""
-    ddpkit.setup(seed=0, deterministic=True)
+    main.distributed.setup(seed=0, deterministic=True)
     args = Namespace(tile=0, amp="off", loss="ce", label_smoothing=0.0, class_weights=None)
     shapes = ((3,), ())
     images, targets = (torch.zeros(2, *shape, 256, 256, dtype=torch.uint8) for shape in shapes)

@@ -27,7 +27,7 @@ class Step(Run):
 
 def first_steps(data: str, *networks: str) -> list[dict]:
     """What becomes of networks, given by their flags, one after another."""
-    ddpkit.setup(seed=0)
+    main.distributed.setup(seed=0)
     return [train(data, words.split()) for words in networks]
 
 

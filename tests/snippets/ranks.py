@@ -9,7 +9,6 @@ from unittest.mock import Mock
 import torch.distributed as dist
 from forked import fork, run, wait
 
-import ddpkit
 import main
 from ddpkit.ranks import distributed, stopping
 from snippets.faulty import after_step
@@ -21,7 +20,7 @@ def local_rank(flag: str, given: str | None) -> int:
     if given:
         os.environ["LOCAL_RANK"] = given
     main.parse_args([flag])
-    ddpkit.setup(seed=0)
+    main.distributed.setup(seed=0)
     return distributed.local_rank()
 
 

@@ -148,7 +148,7 @@ def operations_of(loop: Callable[[int], object], steps: int) -> int:
 def more_than_bare(folder: str, *words: str) -> list[float]:
     """Operations and calls of a step of train_one_epoch, less those of a bare loop."""
     args = parse_args(["--data", folder, "--amp", "off", *words])
-    device, classes = ddpkit.setup(0), ["a", "b", "c"]
+    device, classes = main.distributed.setup(0), ["a", "b", "c"]
     is_dense = "encoder" in args  # segmentation
     images = torch.randint(256, (8, 3, 1, 1), dtype=torch.uint8)
     targets = torch.randint(3, (8, 1, 1) if is_dense else (8,))
@@ -194,5 +194,5 @@ def more_than_bare(folder: str, *words: str) -> list[float]:
                 loop(3)
                 each.append((measure(loop, 13) - measure(loop, 3)) / 10)
             found += [each[0] - each[1]]
-    ddpkit.teardown()
+    torch.distributed.destroy_process_group()
     return found

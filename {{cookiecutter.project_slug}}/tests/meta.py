@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 import ddpkit
+import distributed
 from ddpkit.data import loading
-from ddpkit.ranks import distributed
 
 CPU, META = torch.device("cpu"), torch.device("meta")
 STEPS = 2
@@ -39,12 +39,13 @@ def reading(main: Callable[[], object], root: Path) -> str:
         return model
 
     stand_ins: dict[str, object] = {
-        **{"setup": lambda *_: META, "Folder": lambda *_: MagicMock(state=None)},
-        **{"Run": start, "workers": lambda *_: loading.workers(0, CPU), "wrap": wrap},
+        **{"Folder": lambda *_: MagicMock(state=None), "Run": start},
+        **{"workers": lambda *_: loading.workers(0, CPU), "wrap": wrap},
     }
-    distributed.setup()
+    distributed.setup(seed=0)
     try:
         with ExitStack() as stack:
+            stack.enter_context(patch.object(distributed, "setup", lambda *_: META))
             for name, value in stand_ins.items():
                 stack.enter_context(patch.object(ddpkit, name, value))
             for name in ("__repr__", "__format__"):  # which would read values if there were some
@@ -59,7 +60,7 @@ def reading(main: Callable[[], object], root: Path) -> str:
         why = "reads a value off the device in each step, or has a size that depends on one"
         return f"{place}\n{why}: the device waits ({error})"
     finally:
-        distributed.teardown()
+        torch.distributed.destroy_process_group()
     assert run.end_step.call_count == STEPS
     return ""
 

@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader
 
 import ddpkit
 import demo_set
+import distributed
 import main
 import meta
 import predict
@@ -63,7 +64,7 @@ def test_a_resumed_run_ends_with_the_same_bits(run: Path, data: Path, tmp_path: 
 
 def test_loader_workers_change_no_sample(data: Path) -> None:
     """Augmentation that keeps a generator of its own from sample to sample fails here."""
-    device, batches = ddpkit.setup(0), []
+    device, batches = distributed.setup(0), []
     args = parse_args([*FLAGS, str(data), "--augment", ",".join(AUGMENTATIONS)])
     train_set, _, classes = build_datasets(args)
     for workers in (0, 2):
@@ -71,7 +72,7 @@ def test_loader_workers_change_no_sample(data: Path) -> None:
         sampler = ddpkit.TrainSampler(train_set, 4, 1, args.seed)
         samples = ddpkit.Seeded(train_set, classes, args.seed)
         batches.append(list(DataLoader(samples, 4, sampler=sampler, **options)))
-    ddpkit.teardown()
+    torch.distributed.destroy_process_group()
     parts, others = ([part for batch in each for part in batch] for each in batches)
     assert all(map(torch.equal, parts, others)), "make generators in __getitem__: README.md"
 

@@ -1,0 +1,46 @@
+"""How this process becomes one rank of many, in plain torch, and what ranks tell each other."""
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import ddpkit
+
+
+def setup(seed: int, deterministic: bool = False) -> torch.device:
+    """Join the ranks that the launcher describes; return this one's device.
+
+    torchrun, launch.sh and srun set RANK, LOCAL_RANK and WORLD_SIZE. Without them it is a group of
+    one, so that no other code has to ask whether there are several ranks.
+    """
+    here = ddpkit.meet()  # waits for all ranks, or says in a line who is missing
+    has_gpu = here.device.type != "cpu"  # number LOCAL_RANK of those on this node
+    if has_gpu:
+        torch.accelerator.set_device_index(here.device)
+    dist.init_process_group(
+        here.backend,  # nccl for GPUs, gloo for CPUs
+        store=here.store,
+        rank=here.rank,
+        world_size=here.world_size,
+        device_id=here.device if has_gpu else None,
+        timeout=here.timeout,  # of a collective
+    )
+    ddpkit.configure(here.device, seed, deterministic)
+    return here.device
+
+
+def reduce_tensor(tensor: Tensor) -> Tensor:
+    """Return the sum of the ranks' `tensor`s, of the same shape and dtype on all.
+
+    Every rank has to call it. For a mean, reduce the sum and the count of samples and divide once:
+    a mean of the ranks' means is wrong as soon as they hold different numbers of samples.
+    """
+    result = tensor.detach().clone()
+    dist.all_reduce(result)
+    return result
+
+
+def say(line: str) -> None:
+    """Print `line` once, not on every rank."""
+    if dist.get_rank() == 0:
+        print(line, flush=True)
