@@ -26,6 +26,7 @@ SHARED = {
     ".vscode/tasks.json",
     "AGENTS.md",
     "export.py",
+    "distributed.py",
     "launch.sh",
     "main.py",
     "preflight.py",
@@ -408,6 +409,7 @@ def test_nothing_of_this_machine(template: Path) -> None:
 
 
 EDITED = {
+    "distributed",
     *("main", "flags", "recipe", "dataset", "model", "losses", "predict", "demo_set"),
     *("prepare_data", "check_data", "export", "preflight"),
 }

@@ -13,9 +13,9 @@ Evaluate the best checkpoint:  ./launch.sh --data DIR --eval-only
 import contextlib
 import functools
 import json
-import math
 from argparse import Namespace
 from collections.abc import Callable, Sequence
+from math import isfinite
 from typing import Any
 
 import ddpkit
@@ -74,9 +74,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         results, found = judge(model, val_loader)
         predict = functools.partial(infer, args=args)
         folder.write(found, model, val_loader, classes, predict, draw_example)
-        distributed.say(
-            json.dumps({k: v if math.isfinite(v) else None for k, v in results.items()})
-        )
+        distributed.say(json.dumps({k: v if isfinite(v) else None for k, v in results.items()}))
     else:
         train(args, folder, train_set, val_loader, classes, model, criterion, judge)
 

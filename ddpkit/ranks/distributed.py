@@ -69,9 +69,9 @@ def meet(
     return Rank(device, devices.backend(device), Group.store, number, size, Group.timeout)
 
 
-def setup(**options: Any) -> torch.device:
-    """Join the group of those that `meet`, with its `options`, finds; return the device."""
-    here = meet(**options)
+def setup(*args: Any, **options: Any) -> torch.device:
+    """Join the group of those that `meet`, with these arguments, finds; return the device."""
+    here = meet(*args, **options)
     device_id = None if here.device.type == "cpu" else here.device
     if device_id:
         torch.accelerator.set_device_index(device_id)
