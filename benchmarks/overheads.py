@@ -149,7 +149,6 @@ def parts() -> dict[str, Callable[[], Any]]:
         "mean.finish": without(
             replicas.Mean, "finish", lambda mean, *_: setattr(mean, "passes", 0)
         ),
-        "totals.add": without(metrics.Totals, "add", lambda *_: None),
         "report.progress": without(Reporter, "progress", lambda _, batches, *__: batches),
         "report.loss": without(Reporter, "loss", lambda *_: None),
         "scaler.scale": without(scaler, "scale", lambda _, loss: loss),

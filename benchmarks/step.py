@@ -91,7 +91,7 @@ class Bench:
         self.args = args = parse_args([*own, *words.split()])
         self.device = device = distributed.setup(args.seed)
         torch.backends.cudnn.benchmark = True  # as main.train_one_epoch sets it
-        Reporter.silent = True
+        Reporter.start = lambda report, *_: setattr(report, "batch_size", args.batch_size)
         args.amp = recipe.choose_amp(args, device)
         args.batch_size = args.batch_size or 32
         self.classes = [f"class{number}" for number in range(common.CLASSES)]

@@ -22,8 +22,6 @@ CPU only:        CUDA_VISIBLE_DEVICES= ./launch.sh
 Two nodes:       NNODES=2 NODE_RANK=0 MASTER_ADDR=node0 ./launch.sh     on node0
                  NNODES=2 NODE_RANK=1 MASTER_ADDR=node0 ./launch.sh     on node1
 SLURM:           srun --nodes 2 --ntasks-per-node 1 --cpus-per-task 32 --gpus-per-node 8 ./launch.sh
-A step again:    ./launch.sh -m ddpkit replay 3:120 --debug-rank 0
-Check the nodes: the same with --check
 """
 
 # Each rank has torchrun's variables and gets all signals that this process gets; it exits as the
@@ -158,8 +156,6 @@ def main() -> int:
     os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")  # as torchrun does
     os.environ.setdefault(protocol.LAUNCH_ID, uuid.uuid4().hex)
     folder = process.project()
-    if "--check" in words:
-        words = ["-m", "ddpkit", "preflight", *words]
     if words[:1] == ["-m"]:  # and a module, in place of main.py: this ddpkit, not another
         path = f"{folder}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
         os.environ |= {"PYTHONPATH": path, "PYTHONSAFEPATH": "1"}

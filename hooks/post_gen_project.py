@@ -37,12 +37,15 @@ def template_version(repository: Path) -> tuple[str, str] | None:
 
 
 def place_library(repository: Path | None, template: str, commit: str) -> None:
-    """Name the library in requirements.txt if it can be had at that address, else copy it."""
-    library, required = Path("ddpkit"), Path("requirements.txt")
+    """Name the library in requirements.txt if it can be had at that address, else copy it.
+
+    What a copy requires is in requirements.txt already.
+    """
+    library = Path("ddpkit")
     if template.startswith("https://") and commit:
         shutil.rmtree(library)
-        line = f"ddpkit @ git+{template}@{commit}\n"
-        required.write_text(line + required.read_text(encoding="utf-8"), encoding="utf-8")
+        line = f"ddpkit[{CONTEXT['task']}] @ git+{template}@{commit}\n"  # with what it requires
+        Path("requirements.txt").write_text(line, encoding="utf-8")
         return
     if library.is_file() and repository:  # where links cannot be, as in an archive
         library.unlink()

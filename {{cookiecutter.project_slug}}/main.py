@@ -91,11 +91,7 @@ def train(
 ) -> None:
     """Train until --epochs, continuing from the checkpoint that `folder` has found."""
     device = next(model.parameters()).device
-    sampler = ddpkit.TrainSampler(
-        *(train_set, args.batch_size, args.accumulate, args.seed),
-        balanced=args.sampler == "balanced",
-        classes=classes,
-    )
+    sampler = ddpkit.TrainSampler(train_set, args.batch_size, args.accumulate, args.seed)
     train_loader: DataLoader = DataLoader(
         ddpkit.Seeded(train_set, classes, args.seed),
         args.batch_size,
@@ -106,7 +102,7 @@ def train(
 
     # `model` is evaluated, saved and predicted with; `trained` is what the optimizer changes.
     ema = recipe.Ema(model, args.ema) if args.ema else None
-    trained = ema.trained if ema else ddpkit.shard(model, args.image_size) if args.fsdp else model
+    trained = ema.trained if ema else model
     if args.compile:
         trained.compile()
     optimizer = recipe.build_optimizer(trained, args)

@@ -43,8 +43,6 @@ def build_optimizer(model: nn.Module, args: Namespace) -> Optimizer:
     the gradient's norm to 1; adafactor keeps to --lr; lion wants a third of AdamW's. Of timm's only
     adamp, sgdp and novograd read the device at each step; in fp16 GradScaler does for all of them.
     """
-    if args.fsdp and (args.ema or args.optimizer not in ("adamw", "sgd")):
-        raise ddpkit.UserError("--fsdp: only with --optimizer adamw or sgd, and without --ema")
     is_sgd = args.optimizer == "sgd"
     lr = (0.1 if is_sgd else 0.001) if args.lr is None else args.lr
     default = 0.0001 if is_sgd else 0.05
@@ -61,9 +59,9 @@ def build_optimizer(model: nn.Module, args: Namespace) -> Optimizer:
         return torch.optim.AdamW(groups, lr, fused=True)
     if is_sgd:
         # With any but its fused form GradScaler reads the device at each step. On CPUs that form
-        # takes twice the time; fully_shard has none.
+        # takes twice the time.
         is_on_cpu = next(model.parameters()).device.type == "cpu"
-        return torch.optim.SGD(groups, lr, 0.9, fused=None if is_on_cpu or args.fsdp else True)
+        return torch.optim.SGD(groups, lr, 0.9, fused=None if is_on_cpu else True)
     return timms_optimizer(args.optimizer, groups, lr)
 
 

@@ -1,4 +1,4 @@
-"""How often each class occurs: said before training; weights in the loss, balanced draws."""
+"""How often each class occurs: said before training; the weights of classes in the loss."""
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -63,7 +63,7 @@ def count_classes(dataset: MapDataset, classes: Sequence[str]) -> np.ndarray:
     dataset: has a method count_labels(index) -> {class number: how often}, without void.
     """
     if not hasattr(dataset, "count_labels"):
-        line = "has no count_labels, which --class-weights auto and --sampler balanced need"
+        line = "has no count_labels, which --class-weights auto needs"
         raise UserError(f"{type(dataset).__name__} {line}: index -> how often, by class number")
 
     def count(some: Sequence[int]) -> list[tuple]:
@@ -110,28 +110,3 @@ def class_weights(
     warn(classes, totals, "none of the training samples (weight 1)")
     say_line("weights in the loss", classes, [f"{weight:.3g}" for weight in weights])
     return torch.tensor(weights, dtype=torch.float32)
-
-
-def draw(rows: np.ndarray, total: int, generator: torch.Generator) -> Tensor:
-    """Return `total` draws in random order, int64: image + repeat x total.
-
-    Each class that occurs comes equally often, to one, and within a class each of its images. An
-    image of several classes comes for each of them. `repeat` numbers the draws of an image from 0.
-    """
-    samples, labels, _ = torch.from_numpy(rows.T.copy())
-    order = torch.randperm(len(labels), generator=generator)
-    order = order[labels[order].argsort(stable=True)]  # by class, within a class random
-    sizes = torch.bincount(labels)
-    present = sizes.nonzero()[:, 0]
-    quota = torch.zeros_like(sizes)
-    quota[present] = total // len(present)
-    luck = torch.randperm(len(present), generator=generator)[: total % len(present)]
-    quota[present[luck]] += 1
-    labels = labels[order]
-    place = torch.arange(len(labels)) - (sizes.cumsum(0) - sizes)[labels]  # within its class
-    size, quota = sizes[labels], quota[labels]
-    times = torch.zeros(total, dtype=torch.int64)
-    times.index_add_(0, samples[order], quota // size + (place < quota % size))
-    images = torch.arange(total).repeat_interleave(times)
-    repeat = torch.arange(total) - (times.cumsum(0) - times).repeat_interleave(times)
-    return (images + repeat * total)[torch.randperm(total, generator=generator)]

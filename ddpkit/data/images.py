@@ -203,8 +203,10 @@ def read_values(path: str, data: bytes, format: Format) -> np.ndarray:
 
 def _read_tiff(path: str, data: bytes, format: Format) -> np.ndarray:
     """Return (H, W) or (H, W, channels); pages of one size are channels."""
-    import tifffile
-
+    try:
+        import tifffile
+    except ImportError:
+        raise UserError(f"{path}: needs a package: python -m pip install tifffile") from None
     logging.getLogger("tifffile").setLevel(logging.CRITICAL)  # it logs what it raises
     with tifffile.TiffFile(io.BytesIO(data)) as file:
         series, tags = file.series[0], file.pages.first.tags

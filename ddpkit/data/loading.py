@@ -4,7 +4,6 @@ import functools
 import itertools
 import math
 import re
-import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -13,7 +12,7 @@ from torch import Tensor
 from torch.utils.data import Sampler, default_collate
 from torch.utils.data.distributed import DistributedSampler
 
-from ddpkit.data import class_counts, samples
+from ddpkit.data import samples
 from ddpkit.data.format import DEFAULT_FORMAT, Format
 from ddpkit.data.samples import Key, MapDataset, Seeded, fingerprint
 from ddpkit.errors import UserError
@@ -33,7 +32,6 @@ class TrainSampler(Sampler[Key]):
 
     dataset: of the samples. batch_size: images per rank and forward pass. accumulate: forward
         passes per optimizer step. seed: of the order.
-    balanced: draw each of the `classes` equally often, by the data set's `count_labels`.
 
     Raises a UserError if there are fewer samples than a global batch has.
 
@@ -41,16 +39,7 @@ class TrainSampler(Sampler[Key]):
         loader = DataLoader(ddpkit.Seeded(train_set, classes, seed=0), 32, sampler=sampler)
     """
 
-    def __init__(
-        self,
-        dataset: MapDataset,
-        batch_size: int,
-        accumulate: int,
-        seed: int,
-        *,
-        balanced: bool = False,
-        classes: Sequence[str] = (),
-    ) -> None:
+    def __init__(self, dataset: MapDataset, batch_size: int, accumulate: int, seed: int) -> None:
         ranks, self.total = distributed.world_size(), len(dataset)
         self.global_batch = batch_size * ranks * accumulate
         self.steps = self.total // self.global_batch  # of the optimizer, in a whole epoch
@@ -58,13 +47,10 @@ class TrainSampler(Sampler[Key]):
             line = f"--batch-size {batch_size} x {ranks} ranks x --accumulate {accumulate} is more"
             line += f" than the {self.total} training images: lower one of them, or add images"
             raise UserError(line)
-        self.seed, order = seed, "shuffle"
-        self.counts = class_counts.count_classes(dataset, classes) if balanced else None
-        if self.counts is not None:
-            order = f"balanced {zlib.crc32(self.counts[:, :2].tobytes()):08x}"
+        self.seed = seed
         # What the order depends on in addition to the epoch; checkpoints have it.
         data = {"images": self.total, "training_set": fingerprint(dataset)}
-        self.order: dict[str, Any] = {**data, "seed": seed, "sampler": order}
+        self.order: dict[str, Any] = {**data, "seed": seed, "sampler": type(self).__name__}
         self.set_epoch(0)
 
     @staticmethod
@@ -87,10 +73,7 @@ class TrainSampler(Sampler[Key]):
 
     def __iter__(self) -> Iterator[Key]:
         generator = torch.Generator().manual_seed(samples.hash_key(self.seed, self.epoch))
-        if self.counts is not None:
-            order = class_counts.draw(self.counts, self.total, generator)
-        else:
-            order = torch.randperm(self.total, generator=generator)
+        order = torch.randperm(self.total, generator=generator)
         mine = order[self.seen + distributed.rank() :: distributed.world_size()]
         return (Key(self.epoch, draw) for draw in mine[: len(self)].tolist())
 

@@ -2,7 +2,6 @@
 
 import contextlib
 import functools
-import itertools
 import multiprocessing
 import os
 import pickle
@@ -20,7 +19,7 @@ from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
 from ddpkit.errors import LineError, UserError
-from ddpkit.ranks import distributed, environment
+from ddpkit.ranks import distributed
 
 BITS = 2**64 - 1
 IMAGES = ("image", "images", "img", "pixel_values")  # keys of a sample's image
@@ -86,7 +85,7 @@ class Key(NamedTuple):
     """Which sample, and in which epoch: what our samplers yield."""
 
     epoch: int
-    draw: int  # the sample's index, plus a multiple of len(dataset) if it comes again in an epoch
+    draw: int  # the sample's index, plus a multiple of len(dataset) if a sampler repeats it
     is_val: bool = False
 
 
@@ -255,15 +254,3 @@ def fingerprint(dataset: MapDataset) -> str:
         values = [os.path.basename(part) if isinstance(part, str) else part for part in parts]
         total = zlib.crc32(repr(values).encode(), total)
     return f"{count} images ({total:08x})"
-
-
-def check_alike(classes: Sequence[str], **datasets: MapDataset) -> None:
-    """Raise a UserError, on all ranks, unless all have the same classes and samples."""
-    mine = [f"class {number} {name}" for number, name in enumerate(classes)]
-    mine += [f"{fingerprint(dataset)} for {use}" for use, dataset in datasets.items()]
-    (first, expected), *others = distributed.gather_objects((environment.own_rank(), mine))
-    for rank, found in others:
-        for there, here in itertools.zip_longest(found, expected):
-            if there != here:
-                line = f"--data: {rank} has {there}, {first} has {here}; all ranks need the same"
-                raise UserError(f"{line} files (./launch.sh --check names one that differs)")

@@ -7,6 +7,7 @@ import atexit
 import contextlib
 import ctypes
 import faulthandler
+import importlib
 import importlib.util
 import multiprocessing
 import multiprocessing.util  # registers its exit handler before install_handlers does
@@ -19,9 +20,9 @@ import traceback
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from types import FrameType
-from typing import NoReturn
+from typing import Any, NoReturn
 
-from ddpkit.errors import need_torch
+from ddpkit.errors import UserError, need_torch
 from ddpkit.ranks import protocol
 from ddpkit.ranks.protocol import DEBUGGED_LAUNCHER, KILL, LAUNCHER, STOP_SIGNALS
 
@@ -101,6 +102,16 @@ def project() -> Path:
         if (spec := importlib.util.find_spec("main")) and spec.origin:
             return Path(spec.origin).resolve().parent
     return Path.cwd()
+
+
+def own(name: str) -> Any:
+    """Return a module of the project, such as "dataset"."""
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name != name:
+            raise
+        raise UserError(f"no {name}.py in {project()}: run this in the project's folder") from None
 
 
 def install_handlers() -> None:

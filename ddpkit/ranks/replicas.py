@@ -1,10 +1,7 @@
 """The network on all ranks: its gradients are exact means, and its copies stay equal."""
 
-import contextlib
-import functools
 import itertools
-from collections.abc import Iterable, Iterator
-from typing import cast
+from collections.abc import Iterable
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
@@ -24,7 +21,6 @@ def wrap(
 ) -> DistributedDataParallel:
     """Return `model` in DistributedDataParallel: its gradients become the mean over the ranks.
 
-    A network of `shard` is returned as it is, with a `no_sync` as DistributedDataParallel has.
     Wrap again after changing which weights are trained. Buffers, such as BatchNorm's statistics,
     are each rank's own until the end of the epoch, which saves a collective per pass.
 
@@ -32,9 +28,6 @@ def wrap(
 
         ddp_model = ddpkit.wrap(model, device)
     """
-    if is_sharded(model):
-        vars(model)["no_sync"] = functools.partial(_no_sync, model)
-        return cast(DistributedDataParallel, model)
     ddp_model = DistributedDataParallel(
         model, gradient_as_bucket_view=True, find_unused_parameters=find_unused_parameters
     )
@@ -45,18 +38,6 @@ def wrap(
         _settle_buckets(ddp_model, device)
     ddp_model.register_forward_pre_hook(lambda module, _: _called.add(module))
     return ddp_model
-
-
-def is_sharded(model: nn.Module) -> bool:
-    return hasattr(model, "set_requires_gradient_sync")  # by fully_shard, not imported for it: 1 s
-
-
-@contextlib.contextmanager
-def _no_sync(model: nn.Module) -> Iterator[None]:
-    switch = getattr(model, "set_requires_gradient_sync", lambda _: None)
-    switch(False)
-    yield
-    switch(True)
 
 
 class _EachWeight(nn.Module):
@@ -103,8 +84,8 @@ def sync_networks(parts: Iterable[object]) -> None:
 
 
 def _check_same(state: dict[str, Tensor]) -> None:
-    """Raise a UserError unless weights are equal; those of fully_shard cannot drift apart."""
-    state = {key: t for key, t in state.items() if type(t) is Tensor}
+    """Raise a UserError unless weights are equal."""
+    state = {key: value for key, value in state.items() if isinstance(value, Tensor)}
     # Sums of bytes are exact in any order, so they cannot differ by rounding.
     sums = [t.flatten().view(torch.uint8).sum(dtype=torch.int64) for t in state.values()]
     if not sums:

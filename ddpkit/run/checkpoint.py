@@ -172,7 +172,7 @@ def to_plain(value: object) -> Any:
 
 
 def take_states(parts: Parts) -> State:
-    """Return the state of each part for a checkpoint, on rank 0; all ranks have to call it."""
+    """Return the state of each part for a checkpoint."""
     states, names = {}, names_of(parts)
     for name, part in parts.items():
         state = by_name(part, names) if isinstance(part, Optimizer) else part.state_dict()
@@ -187,15 +187,11 @@ def take_states(parts: Parts) -> State:
 
 
 def to_host(state: State) -> State:
-    """Return `state` with tensors on the CPU, those of --fsdp whole; empty but on rank 0."""
+    """Return `state` with tensors on the CPU; on rank 0, others have no use for it."""
     tensors = [leaf for leaf in tree_leaves(state) if isinstance(leaf, Tensor)]
-    if all(t.device.type in ("cpu", "meta") and not hasattr(t, "full_tensor") for t in tensors):
+    if not distributed.is_rank_zero() or all(t.device.type in ("cpu", "meta") for t in tensors):
         return state
-    new = {}
-    for tensor in tensors:
-        whole = getattr(tensor, "full_tensor", tensor.detach)()
-        new[id(tensor)] = whole.cpu() if distributed.is_rank_zero() else whole.new_empty(0)
-    return copy.deepcopy(state, new)
+    return copy.deepcopy(state, {id(tensor): tensor.detach().cpu() for tensor in tensors})
 
 
 def names_of(parts: Parts) -> dict[Tensor, str]:
@@ -276,14 +272,9 @@ def as_made(saved: State, optimizer: Optimizer, names: Names, by_flags: bool) ->
 
 
 def like(value: Any, weight: Any) -> Any:
-    """Return a saved moment in its weight's layout, on which fused kernels rely, and sharding."""
+    """Return a saved moment in its weight's layout, on which fused kernels rely."""
     if not isinstance(value, Tensor) or value.shape != weight.shape or not value.ndim:
         return value
-    if hasattr(weight, "device_mesh"):  # a DTensor, whose import takes a second
-        from torch.distributed.tensor import distribute_tensor
-
-        value = value.to(weight.device, memory_format=torch.contiguous_format)
-        return distribute_tensor(value, weight.device_mesh, weight.placements)
     return torch.empty_like(weight, dtype=value.dtype).copy_(value)
 
 

@@ -12,7 +12,6 @@ from typing import Any, NoReturn
 
 from ddpkit.errors import UserError
 
-overrides: dict[str, object] = {}  # replace the defaults of all flags: those of a run to replay
 # How this rank was started: flags that Parser takes for itself.
 launch = argparse.Namespace(local_rank=None, dist_timeout=600.0, debug_rank=[], debug_port=5678)
 
@@ -60,7 +59,7 @@ class Parser(argparse.ArgumentParser):
             add("--debug-port", metavar="PORT", type=at_least(1, below=2**16), default=5678,
                 help="for the debugger of rank 0, on loopback")  # fmt: skip
             add("--local-rank", "--local_rank", type=int, help=argparse.SUPPRESS)
-        self.set_defaults(**{**(defaults or {}), **overrides})
+        self.set_defaults(**(defaults or {}))
         for action in self._actions:
             action.required = action.required and action.dest not in (defaults or {})
         args = self.parse_args(argv)

@@ -17,7 +17,7 @@ from ddpkit import files
 from ddpkit.data import loading, samples
 from ddpkit.errors import UserError
 from ddpkit.ranks import distributed, environment, process, protocol
-from ddpkit.run import checkpoint, reporting
+from ddpkit.run import checkpoint, machine, reporting
 from ddpkit.run.checkpoint import OTHER_RUN, Damaged, State
 from ddpkit.run.metrics import Found, Mistakes
 
@@ -111,7 +111,7 @@ class Folder:
         found: the confusion matrix of `compute`, and what Worst.compute() returns. loader: of the
         validation images. classes, predict, draw: as Run takes them.
         """
-        samples.check_alike(classes, validation=samples.of(loader))
+        machine.check_alike(classes, validation=samples.of(loader))
         checkpoint.check_format(self.state or {}, loading.format_of(loader))
         shown = Mistakes(found, model, loader, classes, predict, draw)
         reporting.report(shown, self.path / "eval")

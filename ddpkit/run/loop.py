@@ -16,7 +16,7 @@ from ddpkit.data import loading, samples
 from ddpkit.data.loading import Foreign
 from ddpkit.errors import UserError
 from ddpkit.ranks import distributed, replicas, stopping
-from ddpkit.run import checkpoint, metrics, pictures, reporting
+from ddpkit.run import checkpoint, machine, metrics, pictures, reporting
 from ddpkit.run.checkpoint import OTHER_RUN, State
 from ddpkit.run.folder import KEYS, Folder
 from ddpkit.run.metrics import Found, Mistakes
@@ -32,7 +32,7 @@ class Run:
     train_loader: with our TrainSampler the run continues in mid-epoch, to the bit; with another,
         which needs a length, an epoch that was stopped starts over.
     model: the network that is evaluated, saved, exported and predicted with. trained: the one that
-        is trained, if that is another, such as what `shard` or an average of weights returns.
+        is trained, if that is another, of which `model` is an average.
     optimizer, scheduler, **more: saved by name with state_dict(), resumed with load_state_dict().
         A LambdaLR follows the flags on resume, others resume as saved.
     best: the metric, higher is better, by which best.pt is chosen. accumulate: passes per optimizer
@@ -45,7 +45,8 @@ class Run:
     Raises a UserError if the checkpoint does not fit.
 
     epoch: epochs finished; began: at the start of this process. step: optimizer steps taken. seen:
-    images trained on in this epoch, on all ranks. totals: this rank's losses of it.
+    images trained on in this epoch, on all ranks. totals: this rank's sum of
+    losses in it, and their count.
 
         run = ddpkit.Run(folder, train_loader, val_loader, classes, model=model, ...)
         with run:
@@ -81,7 +82,7 @@ class Run:
         self.predict, self.draw_example = predict or (lambda model, images: model(images)), draw
         self.passes_per_step, self.save_every = accumulate, save_every
         val_set, kept = samples.of(val_loader), checkpoint.to_plain(dict(flags or {}))
-        samples.check_alike(classes, training=samples.of(train_loader), validation=val_set)
+        machine.check_alike(classes, training=samples.of(train_loader), validation=val_set)
         self.source = loading.find_source(train_loader, accumulate, kept.get("seed", 0))
         self.is_own = not isinstance(self.source, Foreign)
         self.train_loader, self.global_batch = train_loader, self.source.global_batch
@@ -99,7 +100,8 @@ class Run:
             }
         )
         self.epoch, self.step, self.seen, self.saved_step = 0, 0, 0, -1
-        self.totals, self.mean = metrics.Totals(self.device), replicas.Mean(self.device)
+        self.mean = replicas.Mean(self.device)
+        self._begin_totals()
         self.history: list[dict[str, float | str]] = []
         self.is_divided, self.checked_at = False, time.monotonic()
         self._resume(folder.state)
@@ -116,13 +118,11 @@ class Run:
         self.block = self._block()
 
     def _parts(self, scheduler: Any, more: State) -> State:
-        """Return what is saved: whole weights, and those of an average besides what is averaged."""
+        """Return what is saved: with an average of the weights also those that are averaged."""
         if taken := more.keys() & {*KEYS, "trained", "sampler", "streams"}:
             raise UserError(f"Run({min(taken)}=...): checkpoints have an entry of that name")
-        self.is_sharded = replicas.is_sharded(self.trained)
-        saved = self.trained if self.is_sharded else self.model
-        parts = {"model": saved, "optimizer": self.optimizer, "scheduler": scheduler, **more}
-        return parts if self.trained is saved else {**parts, "trained": self.trained}
+        parts = {"model": self.model, "optimizer": self.optimizer, "scheduler": scheduler, **more}
+        return parts if self.trained is self.model else {**parts, "trained": self.trained}
 
     def _resume(self, state: State | None) -> None:
         """Open the folder; continue from `state`, whose weights the model has already."""
@@ -148,6 +148,10 @@ class Run:
         self.best, epoch = distributed.from_rank_zero(self.folder.best_score, best_of, until)
         self.best_epoch = epoch or self.epoch
 
+    def _begin_totals(self) -> None:
+        self.totals = machine.zeros(2, self.device)
+        self.loss_total, self.count_total = self.totals.unbind()
+
     def _check_kind(self, state: State) -> None:
         """Raise a UserError if the checkpoint's weights are an average, or of other images."""
         if (is_average := "trained" in state) != ("trained" in self.parts):
@@ -164,15 +168,15 @@ class Run:
             line = "the training loader cannot continue in mid-epoch"
             return distributed.say(f"{line}: the epoch starts over")
         if any(state.get(name) != value for name, value in self.source.order.items()):
-            line = "the images, --seed or --sampler have changed"
+            line = "the images, --seed or the sampler have changed"
             return distributed.say(f"{line}: the epoch starts over")
         if isinstance(self.source, Foreign) and not is_over:
             self.source.saved = [streams[distributed.rank()]]
-        self.seen, totals = state["seen"], self.totals.loss.new_tensor(state["totals"])
+        self.seen, totals = state["seen"], self.totals.new_tensor(state["totals"])
         if len(totals) == distributed.world_size():
-            self.totals.add(*totals[distributed.rank()])
+            self.totals += totals[distributed.rank()]
         elif distributed.is_rank_zero():
-            self.totals.add(*totals.sum(0))
+            self.totals += totals.sum(0)
 
     def _say_differences(self, state: State) -> None:
         """Print the checkpoint's progress and what has changed since."""
@@ -260,8 +264,9 @@ class Run:
         `divide_gradients` then by the true count.
         """
         if not self.is_own and isinstance(count, int):
-            count = self.totals.count.new_tensor(count)
-        self.totals.add(loss_sum, count)
+            count = self.totals.new_tensor(count)
+        self.loss_total += loss_sum.detach()  # without reading the device
+        self.count_total += count.detach() if isinstance(count, Tensor) else count
         self.report.loss(self.totals, self.optimizer.param_groups[-1]["lr"])
         is_last = (self.last_pass + 1) % self.passes_per_step == 0
         return self.mean.loss(loss_sum, count, is_last)
@@ -290,7 +295,7 @@ class Run:
             self.save()
         elif (now := time.monotonic()) - self.checked_at > SECONDS_BETWEEN_CHECKS:
             self.checked_at = now
-            self._check_loss(self.totals.compute())
+            self._check_loss(self.totals)
         stopping.end_step()
 
     def mean_loss(self) -> float:
@@ -301,16 +306,12 @@ class Run:
         if is_early and not distributed.all_arrive(f"left/{self.step}", distributed.timeout() / 10):
             line = f"rank {distributed.rank()} left the training loop at {self} and other ranks"
             raise UserError(f"{line} did not: all have to take the same number of steps")
-        totals = distributed.reduce_tensor(self.totals.compute())
+        totals = distributed.reduce_tensor(self.totals)
         self._check_loss(totals)
         if is_early:  # a resumed run starts with the next epoch
             self.seen = self.source.total
         self.speed = self.report.speed()
         replicas.sync_networks(self.parts.values())
-        if self.is_sharded:
-            from ddpkit.run import sharded
-
-            sharded.gather(self.trained, self.model)
         loss, count = totals.tolist()
         return loss / count if count else 0.0  # class weights may make it small
 
@@ -320,7 +321,8 @@ class Run:
             line = "evaluate() judged another network than Run(model=...), which is saved: that is"
             raise UserError(f"{line} in training mode; evaluate it, after model.eval()")
         self._check_score(row)
-        self.epoch, self.seen, self.totals = self.epoch + 1, 0, metrics.Totals(self.device)
+        self.epoch, self.seen = self.epoch + 1, 0
+        self._begin_totals()
         row = {"epoch": self.epoch, "step": self.step, **row, **self.speed}
         self.history.append(checkpoint.to_plain(row))
         if is_best := float(row[self.score]) > self.best:
@@ -343,7 +345,7 @@ class Run:
 
     def save(self, is_best: bool = False) -> None:
         """Write a checkpoint, unless the loss or a weight is not finite; to call on all ranks."""
-        totals = distributed.gather(self.totals.compute())
+        totals = distributed.gather(self.totals)
         self._check_loss(totals)
         self._check_weights()
         state = {
@@ -362,8 +364,7 @@ class Run:
     def _check_weights(self) -> None:
         """Raise a UserError unless all weights are finite; reads the device once."""
         names, weights = zip(*self.parts["model"].named_parameters(), strict=True)
-        own = (weight.to_local() if self.is_sharded else weight for weight in weights)
-        each = torch.stack([weight.isfinite().all().to(self.device) for weight in own])
+        each = torch.stack([weight.isfinite().all().to(self.device) for weight in weights])
         finite = distributed.reduce_tensor(each.int(), "min").tolist()
         if not all(finite):
             raise self._not_finite(names[finite.index(0)], distributed.rank())
@@ -376,12 +377,12 @@ class Run:
 
     def _not_finite(self, what: str, rank: int) -> Exception:
         epoch, step, path = self.epoch + 1, self.seen // self.global_batch or 1, self.folder.path
-        start = f"NPROC={distributed.local_world_size()} ./launch.sh -m ddpkit.replay"
+        again = f"--resume {shlex.quote(str(path / 'last.pt'))} --output-dir ANOTHER"
         return UserError(
             f"{what} became NaN or inf at epoch {epoch}, step {step}: try a lower --lr or more "
             f"--warmup-epochs, and check the input images; the checkpoints in {path} were saved "
-            f"before that; to step through it: {start} {epoch}:{step} --output-dir "
-            f"{shlex.quote(str(path))} --debug-rank {rank}"
+            f"before that; to step through it: {again} --debug-rank {rank}, and a breakpoint in "
+            "train_one_epoch with the condition: not loss.isfinite()"
         )
 
     def rehearse(self, judge: Judge) -> None:

@@ -4,16 +4,22 @@ import contextlib
 import math
 import os
 import subprocess
+import sys
 import warnings
+import zlib
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
+import ddpkit
 from ddpkit.data import samples
-from ddpkit.ranks import distributed, process, protocol
+from ddpkit.errors import UserError
+from ddpkit.ranks import distributed, environment, process, protocol
 from ddpkit.ranks.distributed import Rank
-from ddpkit.run.flags import launch, overrides
+from ddpkit.run.flags import launch
 
 QUOTA = Path("/sys/fs/cgroup/cpu.max")  # of a container: microseconds of CPU time per period
 
@@ -27,8 +33,8 @@ def meet() -> Rank:
 
         here = ddpkit.meet()
     """
-    is_debugged = bool(launch.debug_rank or overrides)  # by the flags that ddpkit.Parser has read
-    return distributed.meet(launch.local_rank, launch.dist_timeout, is_debugged)
+    # By the flags that ddpkit.Parser has read.
+    return distributed.meet(launch.local_rank, launch.dist_timeout, bool(launch.debug_rank))
 
 
 def configure(device: torch.device, seed: int, deterministic: bool = False) -> None:
@@ -91,6 +97,38 @@ def cpu_share() -> int:
     if not process.by_torchrun() and count <= int(os.environ.get("SLURM_CPUS_PER_TASK", 0)):
         return count  # srun has divided them among the ranks
     return max(1, count // distributed.local_world_size())
+
+
+def library() -> str:
+    """Return which ddpkit runs, and from where."""
+    return f"{ddpkit.__version__} in {Path(ddpkit.__file__).parent}"
+
+
+def check_alike(classes: Sequence[str], **datasets: Any) -> None:
+    """Raise a UserError, on all ranks, unless they have the same data, code and versions."""
+    mine = {f"class {n}": f"class {n} {name}" for n, name in enumerate(classes)}
+    mine |= {"classes": f"{len(classes)} classes", "torch": f"torch {torch.__version__}"}
+    mine |= {use: f"{samples.fingerprint(each)} for {use}" for use, each in datasets.items()}
+    for name, checksum in code().items():
+        mine[name] = f"another {name} (checksum {checksum:08x})"
+    (first, expected), *others = distributed.gather_objects((environment.own_rank(), mine))
+    for rank, found in others:
+        for name, here in expected.items():
+            if (there := found.get(name, here)) != here:  # of files those that both have imported
+                line = f"{rank} has {there}, {first} has {here}"
+                raise UserError(f"{line}; all ranks need the same data, code and versions")
+
+
+def code() -> dict[str, int]:
+    """Return a checksum of each file that is imported of the project, and one of ddpkit."""
+    root, found = process.project(), dict[str, int]()
+    for module in [*sys.modules.values()]:
+        path = Path(getattr(module, "__file__", None) or "/").resolve()
+        if path.parent == root and path.is_file():
+            found[path.name] = zlib.crc32(path.read_bytes())
+    library = sorted(Path(ddpkit.__file__).parent.rglob("*.py"))
+    found[f"ddpkit {ddpkit.__version__}"] = zlib.crc32(b"".join(map(Path.read_bytes, library)))
+    return found
 
 
 def git_commit() -> str:

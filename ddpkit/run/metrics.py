@@ -20,7 +20,7 @@ from ddpkit.data import images, loading, samples
 from ddpkit.data.samples import Key, Seeded
 from ddpkit.errors import UserError
 from ddpkit.ranks import distributed
-from ddpkit.run import machine, pictures
+from ddpkit.run import pictures
 from ddpkit.run.pictures import DrawExample
 
 Loss = Callable[..., Any]
@@ -87,20 +87,6 @@ def to_float32(outputs: Any) -> Any:
     if isinstance(outputs, Tensor):  # to search a tree takes longer
         return outputs.float() if outputs.is_floating_point() else outputs
     return tree_map_only(Tensor, to_float32, outputs)
-
-
-class Totals:
-    """A sum of losses and one of their counts, to which `add` adds without reading the device."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.loss, self.count = machine.zeros(2, device).unbind()
-
-    def add(self, loss_sum: Tensor, count: Tensor | int) -> None:
-        self.loss += loss_sum.detach()
-        self.count += count.detach() if isinstance(count, Tensor) else count
-
-    def compute(self) -> Tensor:
-        return torch.stack((self.loss, self.count))
 
 
 def compute(metrics: MetricCollection) -> tuple[dict[str, float], Tensor | None]:

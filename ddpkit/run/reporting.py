@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-import ddpkit
 from ddpkit import files
 from ddpkit.data import images, samples
 from ddpkit.data.loading import Foreign, TrainSampler
@@ -23,7 +22,7 @@ from ddpkit.errors import LineError
 from ddpkit.ranks import distributed, failures
 from ddpkit.run import checkpoint, machine, pictures
 from ddpkit.run.checkpoint import State
-from ddpkit.run.metrics import Mistakes, Totals
+from ddpkit.run.metrics import Mistakes
 from ddpkit.run.pictures import Row
 
 # Takes the id of the run to continue, or None; returns its id, and what takes a row of numbers.
@@ -33,7 +32,6 @@ IMAGES = ("examples.png", "per_class.csv", "confusion.png", "worst.png")  # of b
 
 
 class Reporter:
-    silent = False  # set by ddpkit.replay
     has_images = True  # to draw, of each best epoch
 
     def __init__(
@@ -41,7 +39,7 @@ class Reporter:
     ) -> None:
         """Report to `folder`, after the `finished` epochs. is_complete: nothing is left to do."""
         self.folder, self.device, self.epochs, self.finished = folder, device, epochs, finished
-        self.active = distributed.is_rank_zero() and not self.silent and not is_complete
+        self.active = distributed.is_rank_zero() and not is_complete
         self.bar = tqdm(disable=True)
         self.batch_size = 1
         self.board: Any = None
@@ -83,7 +81,7 @@ class Reporter:
             f"{torch.get_num_threads()} thread(s) | JPEG: {images.decoder()}"
             + (f" | amp {flags['amp']}" if "amp" in flags else "")
         )
-        own = f"{ddpkit.__version__} in {Path(ddpkit.__file__).parent}"
+        own = machine.library()
         distributed.say(f"ddpkit {own}")
         versions = {"python": platform.python_version(), "torch": torch.__version__, "ddpkit": own}
         about = {"device": name, "jpeg": images.decoder(), "git": machine.git_commit()}
@@ -125,13 +123,13 @@ class Reporter:
         found["data_wait"] = waited / seconds
         return found if math.isnan(peak) else {**found, "peak_memory": peak / failures.GIB}
 
-    def loss(self, totals: Totals, lr: float) -> None:
+    def loss(self, totals: torch.Tensor, lr: float) -> None:
         """Show the mean loss so far (rank 0's own), and the learning rate."""
         # Reading it waits for the device: not at every step.
         if self.bar.disable or time.monotonic() - self.read_at < 0.5:
             return
         self.read_at = time.monotonic()
-        loss_sum, count = totals.compute().tolist()
+        loss_sum, count = totals.tolist()
         self.bar.set_postfix(loss=f"{loss_sum / max(count, 1):.3f}", lr=f"{lr:.2g}")
 
     def end_epoch(self, rows: Sequence[Row], is_best: bool) -> None:

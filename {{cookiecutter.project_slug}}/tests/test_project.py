@@ -11,13 +11,12 @@ import torch
 from torch.utils.data import DataLoader
 
 import ddpkit
-import demo_set
 import distributed
 import main
 import meta
 import predict
 import recipe
-from dataset import AUGMENTATIONS, build_datasets
+from dataset import AUGMENTATIONS, build_datasets, draw_demo
 from ddpkit.ranks.process import is_debugged
 from flags import parse_args
 
@@ -42,7 +41,7 @@ def launch(ranks: int, *flags: object) -> str:
 @pytest.fixture(scope="session")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """37 images fill no batch evenly; of 9 one of two ranks gets two batches, the other one."""
-    return demo_set.draw(tmp_path_factory.mktemp("data") / "demo", train=37, val=9)
+    return draw_demo(tmp_path_factory.mktemp("data") / "demo", train=37, val=9)
 
 
 @pytest.fixture(scope="session")

@@ -12,9 +12,9 @@ from torchvision.transforms import v2
 from torchvision.transforms.v2 import InterpolationMode as Mode
 
 import ddpkit
-import demo_set
 
-SHORT_SIDE = 256  # pixels; of what prepare_data.py stores, unless --short-side says otherwise
+SHORT_SIDE = 256  # pixels; of what `python -m ddpkit prepare` stores
+draw_demo = ddpkit.demo_classes  # without --data
 AUGMENTATIONS = {  # the names that --augment takes; add yours
     "trivial": v2.TrivialAugmentWide(interpolation=Mode.BILINEAR),  # arXiv:2103.10158
     "rand": v2.RandAugment(interpolation=Mode.BILINEAR),  # arXiv:1909.13719
@@ -66,7 +66,7 @@ def build_datasets(args: Namespace) -> tuple[ImageDataset, ImageDataset, Sequenc
     `classes`: images uint8, normalised on the device, or floats, taken as they are.
     """
     with ddpkit.rank_zero_first():  # the other ranks find it drawn
-        data = args.data or demo_set.draw()
+        data = args.data or draw_demo()
     train, val, classes = ddpkit.find_classes(data)
     augment = build_augment(args.augment, train.format.channels)
     crop = functools.partial(train_transform, size=args.image_size, augment=augment)

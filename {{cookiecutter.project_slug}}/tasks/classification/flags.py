@@ -52,7 +52,6 @@ def parse_args(argv: Sequence[str] | None = None, defaults: Mapping[str, object]
     add = parser.add_argument_group("loss and images").add_argument
     add("--label-smoothing", type=share, default=0.0, metavar="SHARE", help="of each label, divided among all classes")
     add("--class-weights", type=parser.class_weights, metavar="auto|A,B,...", help="of the classes in the loss; auto: from their shares of the labels")
-    add("--sampler", choices=("shuffle", "balanced"), default="shuffle", help="balanced: each class equally often")
     add("--augment", default="", metavar="NAME,...", help="of trivial, rand, color, grey, rotation, vflip, erasing")
     add("--mixup", type=rate, default=0.0, metavar="ALPHA", help="mix pairs of images and labels, by a share from Beta(ALPHA, ALPHA)")
     add("--cutmix", type=rate, default=0.0, metavar="ALPHA", help="paste a box of such a share of one image into another; with --mixup: either")
@@ -60,7 +59,6 @@ def parse_args(argv: Sequence[str] | None = None, defaults: Mapping[str, object]
     add = parser.add_argument_group("machine").add_argument
     add("--save-every", type=count, default=0, metavar="STEPS", help="also save every STEPS optimizer steps; 0: after each epoch")
     add("--sync-bn", action="store_true", help="BatchNorm over the images of all ranks; on GPUs only")
-    add("--fsdp", action="store_true", help="share out weights and optimizer among the ranks (fully_shard); adamw or sgd")
     add("--deterministic", action="store_true", help="the same bits on GPUs; slower")
     args = parser.parse(argv, defaults)
     return args if args.data or defaults else parser.parse(argv, DEMO)

@@ -12,11 +12,11 @@ from torchvision.transforms import v2
 from torchvision.transforms.v2 import InterpolationMode as Mode
 
 import ddpkit
-import demo_set
 
 STRIDE = 32  # the networks halve an image five times
 VOID = 255  # the class number that loss and metrics ignore
-SHORT_SIDE = 0  # pixels; of what prepare_data.py stores; 0: as large as they are
+SHORT_SIDE = 0  # pixels; of what `python -m ddpkit prepare` stores; 0: as large as they are
+draw_demo = ddpkit.demo_masks  # without --data
 AUGMENTATIONS = {  # the names that --augment takes; add yours, if it takes masks, too
     "color": v2.ColorJitter(brightness=0.4, contrast=0.4, saturation=0.4),
     "grey": v2.RandomGrayscale(p=0.1),
@@ -79,7 +79,7 @@ def build_datasets(
     normalised on the device, or floats, taken as they are; for validation padded as `pad` does.
     """
     with ddpkit.rank_zero_first():  # the other ranks find it drawn
-        data = args.data or demo_set.draw()
+        data = args.data or draw_demo()
     train, val, classes = ddpkit.find_masks(data)
     augment = build_augment(args.augment, train.format.channels)
     crop = functools.partial(train_transform, size=args.image_size, augment=augment)

@@ -53,7 +53,6 @@ def parse_args(argv: Sequence[str] | None = None, defaults: Mapping[str, object]
     add = parser.add_argument_group("loss and images").add_argument
     add("--label-smoothing", type=share, default=0.0, metavar="SHARE", help="of each label, divided among all classes")
     add("--class-weights", type=parser.class_weights, metavar="auto|A,B,...", help="of the classes in the loss; auto: from their shares of the labels")
-    add("--sampler", choices=("shuffle", "balanced"), default="shuffle", help="balanced: each class equally often")
     add("--augment", default="", metavar="NAME,...", help="of color, grey, rotation, vflip")
     add("--cutmix", type=rate, default=0.0, metavar="ALPHA", help="paste a box of one image and mask into another, of a share from Beta(ALPHA, ALPHA)")
     add("--loss", default="ce", metavar="TERMS", help="ce, dice, focal, lovasz, or a sum such as ce+0.5*dice")
@@ -62,7 +61,6 @@ def parse_args(argv: Sequence[str] | None = None, defaults: Mapping[str, object]
     add = parser.add_argument_group("machine").add_argument
     add("--save-every", type=count, default=0, metavar="STEPS", help="also save every STEPS optimizer steps; 0: after each epoch")
     add("--sync-bn", action="store_true", help="BatchNorm over the images of all ranks; on GPUs only")
-    add("--fsdp", action="store_true", help="share out weights and optimizer among the ranks (fully_shard); adamw or sgd")
     add("--deterministic", action="store_true", help="the same bits on GPUs; slower")
     args = parser.parse(argv, defaults)
     return args if args.data or defaults else parser.parse(argv, DEMO)

@@ -1,4 +1,13 @@
-"""check_data.py: reads every file of a data set once; says what is in it, and what is wrong."""
+"""Check a data set before training: python -m ddpkit check DIR
+
+Reads every file once, and prints what is in them and all that is wrong with them. Writes
+runs/check/check.png, images of every class, with their masks, and check.csv, all findings if any.
+
+The exit status is 1 if there are errors: files that cannot be read, images without masks and masks
+without images, sizes that differ, values that are no class, images that need another value_range in
+data.json, or that are in train and in val. Images that come twice in a part are warnings, which
+leave it at 0. Whatever else training refuses is told in one line, with status 2.
+"""
 
 import hashlib
 import itertools
@@ -8,11 +17,10 @@ import os
 import re
 import sys
 import warnings
-from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,14 +29,16 @@ from torch.utils.data import DataLoader, Dataset
 from tqdm import tqdm
 
 from ddpkit import files
-from ddpkit.data import loading
+from ddpkit.data import folders, loading
+from ddpkit.data.folders import Pairs
 from ddpkit.data.format import NAME, Format, read_format, write_format
 from ddpkit.data.images import LazyImage, open_image, visible
+from ddpkit.data.masks import UNNAMED, VOID, Labels, explain_values, read_classes, read_mask
 from ddpkit.data.samples import Packed
-from ddpkit.ranks import distributed, environment
+from ddpkit.errors import UserError, shorten
+from ddpkit.ranks import distributed, process
 from ddpkit.run import machine, pictures
 from ddpkit.run.flags import Parser, at_least
-from ddpkit.run.pictures import VOID
 
 PARTS = ("train", "val")
 KINDS = {  # of findings
@@ -93,15 +103,16 @@ def reason(error: Exception, path: str) -> str:
 
 
 class Survey(Dataset):
-    """What reading has shown of all samples, (path, class or mask, part): some bytes for each."""
+    """What reading has shown of all samples, (path, class or mask, part): some bytes for each.
 
-    has_masks = False
+    classes: their names, or what the masks mean.
+    """
 
-    def __init__(
-        self, root: Path, parts: Sequence[list], classes: Sequence[str], format: Format, values: int
-    ) -> None:
+    def __init__(self, root: Path, parts: Sequence[Sequence], classes: Sequence[str]) -> None:
         samples = [(*sample, n) for n, part in enumerate(parts) for sample in part]
-        self.root, self.classes, self.format = root, classes, format
+        self.root, self.classes, self.format = root, classes, read_format(root)
+        self.labels = classes if isinstance(classes, Labels) else None
+        values = VOID + 1 if self.has_masks else len(classes)
         self.samples, self.findings = Packed(samples), list[Finding]()
         self.totals = [*map(len, parts)]
         self.sizes = np.zeros((len(samples), 2), np.int32)  # 0 if training cannot use it
@@ -116,11 +127,30 @@ class Survey(Dataset):
     def __getitem__(self, index: int) -> Facts:
         path, label, _ = self.samples[index]
         facts = look(path, self.format)
-        facts.counts = {label: 1}
+        if not self.has_masks:
+            facts.counts = {label: 1}
+            return facts
+        try:
+            mask = self.mask(label)
+        except Exception as error:  # Pillow raises errors of many kinds for malformed files
+            is_whole = isinstance(error, UserError) and "cannot be read" not in str(error)
+            kind = "label" if is_whole else "broken"
+            facts.findings.append(Finding(kind, label, reason(error, label), path))
+            return facts
+        values, counts = np.unique(mask, return_counts=True)
+        facts.counts = dict(zip(values.tolist(), counts.tolist(), strict=True))
+        if facts.size[0] and mask.shape != facts.size:
+            text = "{1} x {0} pixels, its image {3} x {2}".format(*mask.shape, *facts.size)
+            facts.findings.append(Finding("size", label, text, path))
         return facts
 
-    def mask(self, sample: tuple) -> np.ndarray | None:
-        return None
+    @property
+    def has_masks(self) -> bool:
+        return self.labels is not None
+
+    def mask(self, path: str) -> np.ndarray:
+        assert self.labels is not None
+        return read_mask(path, self.labels, self.format)
 
     def read(self, workers: int) -> None:
         options = loading.workers(workers, torch.device("cpu"))
@@ -152,19 +182,71 @@ class Survey(Dataset):
         return mean.tolist(), np.sqrt(np.maximum(square - mean**2, 0)).tolist()
 
 
-def start(argv: Sequence[str] | None, description: str | None) -> Namespace:
-    """Return the flags, and make this process ready to read."""
-    parser = Parser(description=description)
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = Parser(prog="python -m ddpkit check", description=__doc__)
     add = parser.add_argument
     add("data", metavar="DIR", type=Path, help="as --data of main.py")
     add("--output", metavar="DIR2", type=Path, default="runs/check", help="for the two files")
     add("--workers", type=at_least(0), default=machine.cpus(), help="processes that read")
     add("--write", action="store_true", help="write what the report proposes for DIR/data.json")
     given = parser.parse_args(argv)
-    os.environ[environment.GPUS] = ""  # leave GPUs to those who need one
     torch.set_num_threads(1)  # as in a loader worker
+    kinds = [kind for kind in vars(process.own("dataset")).values() if isinstance(kind, type)]
     distributed.setup(alone=True)
-    return given
+    if any(issubclass(kind, folders.MaskFiles) for kind in kinds):
+        findings: list[Finding] = []
+        parts = find_pairs(given.data, findings)
+        survey = Survey(given.data, parts, read_classes(given.data / "classes.txt"))
+        survey.findings += findings
+    else:
+        *parts, classes = folders.find_labelled(given.data)
+        survey = Survey(given.data, parts, classes)
+    survey.read(given.workers)
+    if survey.has_masks:
+        check_values(survey)
+    errors = report(survey, given.output, given.write)
+    distributed.teardown()
+    sys.exit(1 if errors else 0)
+
+
+def find_pairs(root: Path, findings: list[Finding]) -> Sequence[Pairs]:
+    """Return the pairs for training and for validation; images and masks without are added."""
+    try:
+        return folders.find_pairs(root)
+    except UserError:
+        if (root / "train.csv").is_file():
+            raise
+        train = root / "train" if (root / "train").is_dir() else root
+        val = folders.find_val(root)
+        pairs = [match(folder, findings) for folder in (train, val) if folder]
+        if not findings or not pairs[0]:
+            raise
+        return pairs if val else folders.split(pairs[0], root)
+
+
+def match(folder: Path, findings: list[Finding]) -> Pairs:
+    image_of, mask_of = (
+        {name: path for path, name in folders.collect([folder / kind])}
+        for kind in ("images", "masks")
+    )
+    for kind, one, other in ("no mask", image_of, mask_of), ("no image", mask_of, image_of):
+        findings += [Finding(kind, one[name]) for name in one if name not in other]
+    return [(image_of[name], mask_of[name]) for name in sorted(image_of.keys() & mask_of)]
+
+
+def check_values(survey: Survey) -> None:
+    """Name the classes; add a finding of too few, or of numbers that no training mask has."""
+    used, others = (np.flatnonzero(counts).tolist() for counts in survey.images)
+    has_names = survey.classes is not UNNAMED
+    if not has_names:
+        highest = max((number for number in used if number != VOID), default=-1)
+        survey.classes = [str(number) for number in range(highest + 1)]
+    text = explain_values(used, has_names) if used else ""  # no mask could be read
+    unknown = [str(value) for value in others if len(survey.classes) <= value < VOID]
+    if unknown and not text:
+        text = f"validation masks have {shorten(unknown)}, no training mask has; add classes.txt"
+    if text:
+        survey.findings.append(Finding("layout", str(survey.root), text))
 
 
 def propose(survey: Survey) -> Format:
@@ -175,8 +257,8 @@ def propose(survey: Survey) -> Format:
     return replace(survey.format, mean=tuple(means), std=tuple(x or 1.0 for x in deviations))
 
 
-def finish(survey: Survey, output: Path, has_to_write: bool) -> NoReturn:
-    """Print the report and write the files; exit with 1 if there are errors."""
+def report(survey: Survey, output: Path, has_to_write: bool) -> int:
+    """Print the report and write the files; return the number of errors."""
     wanted, findings = propose(survey), survey.findings
     for line in (*describe(survey, wanted), *list_findings(survey)):
         distributed.say(line)
@@ -192,8 +274,7 @@ def finish(survey: Survey, output: Path, has_to_write: bool) -> NoReturn:
     if has_to_write and wanted != read_format(survey.root):
         write_format(survey.root, wanted)
         distributed.say(f"written: {survey.root / NAME}")
-    distributed.teardown()
-    sys.exit(1 if errors else 0)
+    return errors
 
 
 def describe(survey: Survey, wanted: Format) -> Iterator[str]:
@@ -241,11 +322,14 @@ def draw(survey: Survey, path: Path) -> None:
     indices = dict.fromkeys(index for turn in turns for index in turn if index is not None)
     examples = []
     for sample in (survey.samples[index] for index in [*indices][:SAMPLES]):
-        image, mask = open_image(sample[0], survey.format), survey.mask(sample)
+        image = open_image(sample[0], survey.format)
         scale = PIXELS / max(image.height, image.width)
         size = max(1, round(image.height * scale)), max(1, round(image.width * scale))
         pixels = visible(image.read(size=size))
-        target = torch.tensor(sample[1]) if mask is None else LazyImage.of(mask).read(size=size)
+        if survey.has_masks:
+            target = LazyImage.of(survey.mask(sample[1])).read(size=size)
+        else:
+            target = torch.tensor(sample[1])
         name = f"{PARTS[sample[-1]]}: {Path(sample[0]).name}"
         examples.append((pixels, target, target[None], [name]))
 
