@@ -113,9 +113,9 @@ def _draw(
 
 
 def prepare(project: Path, data: Path, output: Path, *flags: str) -> Path:
-    """Have the project's prepare_data.py decode `data` to `output`, once."""
-    script = str(project / "prepare_data.py")
-    run([sys.executable, script, "--data", str(data), "--output", str(output), *flags])
+    """Have `data` decoded to `output`, once."""
+    command = [sys.executable, "-m", "ddpkit", "prepare", "--data", str(data)]
+    run([*command, "--output", str(output), *flags], cwd=project)
     return output
 
 

@@ -14,7 +14,7 @@ is from 2**-0.5 to 2**0.5 times the image's own, the range of the project, so th
 enlarged as much on either side.
 
 The project's JPEGs are decoded by simplejpeg, or by Pillow where it is missing; "prepared" is after
-prepare_data.py, which is not in the time. The project normalises on the training device: that is
+`ddpkit prepare`, which is not in the time. The project normalises on the training device: that is
 not in its rows, but in the one that says so, with one thread. "decoding alone" hands nothing over:
 a limit for what decodes whole images, by torchvision's decoder and by simplejpeg.
 """

@@ -1,4 +1,4 @@
-"""One process, DDP, DDP with --accumulate 4, and fully_shard: time, accuracy, memory.
+"""One process, DDP, and DDP with --accumulate 4: time, accuracy, memory.
 
 All train the same network on the project's demo set, with as many images in each optimizer step:
 `--batch-size` is for all ranks and passes together. A case has a new --seed in each turn, the same
@@ -88,11 +88,11 @@ def main() -> None:
     if flags.device == "gpu" and gpus == 1:
         flags.ranks = 1
     with common.generated(flags.task) as folder:
-        import demo_set
+        from dataset import draw_demo
         from model import BEST
 
         data = folder / "data"
-        demo_set.draw(data, flags.images, flags.images // 4)
+        draw_demo(data, flags.images, flags.images // 4)
         found: dict[str, list[tuple[float, float, float]]] = {}
 
         def case(name: str, ranks: int, passes: int = 1, *words: str) -> Callable[[], float]:
@@ -111,13 +111,12 @@ def main() -> None:
         many = {
             f"DDP, {flags.ranks} ranks": (flags.ranks,),
             f"DDP, {flags.ranks} ranks, --accumulate 4": (flags.ranks, 4),
-            f"FSDP, {flags.ranks} ranks": (flags.ranks, 1, "--fsdp"),
         }
         cases = {ONE: (1,), **(many if flags.ranks > 1 else {})}
         common.interleave({name: case(name, *how) for name, how in cases.items()}, flags.repeats)
     table(found, "of GPU memory" if flags.device == "gpu" else "of memory")
     if flags.ranks == 1:
-        print("left out, for they need several GPUs: DDP and FSDP")
+        print("left out, for they need several GPUs: DDP")
 
 
 if __name__ == "__main__":

@@ -3,8 +3,8 @@
 Real runs of two epochs on the same drawn JPEGs of 500 x 375 pixels, classification, of which the
 second is reported: images per second of all ranks, without validation. Network, batch, ranks,
 threads, loader workers, precision and optimizer (SGD) are the same; reference.py says what the
-other side does. "prepared" is after prepare_data.py, whose time is not in it. How long the training
-waited for images is reported as its share of that epoch, the median of all turns.
+other side does. "prepared" is after `ddpkit prepare`, whose time is not in it. How long the
+training waited for images is reported as its share of that epoch, the median of all turns.
 """
 
 import json

@@ -31,15 +31,19 @@ def where(argv: Sequence[str] | None = None) -> None:
     if not (folder / ".lock").exists():
         raise ddpkit.UserError(f"{folder}: no run has written there; name its --output-dir")
     (folder / protocol.QUESTION).touch()
+    print(f"asked: the run in {folder} answers in its own terminal or log")
 
 
 def main() -> None:
-    if not sys.argv[1:] or sys.argv[1] in ("-h", "--help"):
-        return print(__doc__, end="")
-    name = sys.argv.pop(1)
-    if name not in COMMANDS:
+    name = sys.argv.pop(1) if sys.argv[1:] else "--help"
+    if name in ("-h", "--help"):
+        print(__doc__, end="")
+    elif name == "where":
+        where()
+    elif name in COMMANDS:
+        importlib.import_module(f"ddpkit.tools.{name}").main()
+    else:
         raise ddpkit.UserError(f"python -m ddpkit {name}: use one of {', '.join(COMMANDS)}")
-    return where() if name == "where" else importlib.import_module(f"ddpkit.tools.{name}").main()
 
 
 if __name__ == "__main__":

@@ -156,11 +156,7 @@ def main() -> int:
     os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")  # as torchrun does
     os.environ.setdefault(protocol.LAUNCH_ID, uuid.uuid4().hex)
     folder = process.project()
-    if words[:1] == ["-m"]:  # and a module, in place of main.py: this ddpkit, not another
-        path = f"{folder}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
-        os.environ |= {"PYTHONPATH": path, "PYTHONSAFEPATH": "1"}
-    else:
-        words = [str(folder / "main.py"), *words]
+    words = [str(folder / "main.py"), *words]
     if nodes.number == 0:
         with contextlib.suppress(OSError):  # a closed pipe
             print(f"starting {nodes.count * nodes.ranks} rank(s) ...", flush=True)

@@ -224,7 +224,7 @@ class Debugger:
         )
         top = Session(self, self.adapter.stdout, self.adapter.stdin)
         self.sessions.append(top)
-        more = {"python": sys.executable, "clientOS": "unix"}
+        more = {"python": config.get("python", sys.executable), "clientOS": "unix"}
         top.begin("launch", {**config, **more} if debug else {**config, **more, "noDebug": True})
 
     def attach(self, config: dict[str, Any]) -> Session:

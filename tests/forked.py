@@ -54,6 +54,8 @@ def start(
 ) -> list[int]:
     """Start `script` on `ranks` ranks, each after a call of `patch`; return their process ids.
 
+    script: a file, or a command such as "ddpkit check".
+
     One rank is started as `python main.py` is. What they print goes to `output`.out and .err.
     Without `draws` they make no images of what they have done.
     """
@@ -69,7 +71,11 @@ def start(
         if not draws:
             leave_out_drawings()
         patch()
-        runpy.run_path(script, run_name="__main__")
+        if script.startswith("ddpkit "):  # a command: python -m ddpkit NAME
+            sys.argv = [*script.split(), *map(str, flags)]
+            runpy.run_module("ddpkit.__main__", run_name="__main__")
+        else:
+            runpy.run_path(script, run_name="__main__")
 
     return [fork(functools.partial(begin, rank), output) for rank in range(ranks)]
 

@@ -1,4 +1,4 @@
-"""Classes of unequal size: counts, --class-weights, --sampler balanced."""
+"""Classes of unequal size: counts, --class-weights."""
 
 import json
 from pathlib import Path
@@ -12,7 +12,6 @@ from torchvision.datasets import FakeData
 
 from ddpkit.data import class_counts, samples
 from ddpkit.data.class_counts import count_classes
-from ddpkit.data.loading import TrainSampler
 from ddpkit.errors import UserError
 from ddpkit.ranks import distributed
 
@@ -36,58 +35,6 @@ class Labelled:
 def alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """A group of one without a store."""
     monkeypatch.setattr(distributed, "gather_objects", lambda value: [value])
-
-
-def sampler_of(labels: list[list[int]], classes: int, seed: int = 0) -> TrainSampler:
-    names = [f"class{number}" for number in range(classes)]
-    return TrainSampler(Labelled(labels), 1, 1, seed, balanced=True, classes=names)
-
-
-def draws(labels: list[list[int]], classes: int, epoch: int = 0, seed: int = 0) -> np.ndarray:
-    sampler = sampler_of(labels, classes, seed)
-    sampler.set_epoch(epoch)
-    return np.array([key.draw for key in sampler])
-
-
-class TestBalancedSampler:
-    @pytest.mark.parametrize("sizes", [(5, 200), (1, 1, 98), (40, 0, 7, 6), (3, 3), (1000, 1)])
-    def test_each_class_and_each_of_its_images_equally_often(self, sizes: tuple) -> None:
-        labels = [[label] for label, size in enumerate(sizes) for _ in range(size)]
-        total = len(labels)
-        for epoch in range(3):
-            found = draws(labels, len(sizes), epoch)
-            assert len(found) == len({*found.tolist()}) == total
-            times = np.bincount(found % total, minlength=total)
-            of_class = np.split(times, np.cumsum(sizes)[:-1])
-            present = [each for each in of_class if len(each)]
-            assert np.ptp([each.sum() for each in present]) <= 1
-            assert max(np.ptp(each) for each in present) <= 1
-            for image in np.flatnonzero(times):  # numbered from 0 without a gap
-                repeats = sorted(found[found % total == image] // total)
-                assert repeats == [*range(times[image])]
-
-    def test_images_of_several_classes(self) -> None:
-        """Background is everywhere, 30 images have cracks, 2 have dust, too; 5 have nothing."""
-        labels = [[0, 1, 2]] * 2 + [[0, 1]] * 28 + [[0]] * 65 + [[]] * 5
-        found = draws(labels, 4) % 100
-        times = np.bincount(found, minlength=100)
-        assert times.sum() == 100
-        assert times[95:].sum() == 0
-        assert 33 <= times[:2].sum() <= 33 + 2 * 3  # all of dust, and some for the other two
-        assert times[:30].sum() >= 66
-
-    def test_orders(self) -> None:
-        labels = [[0]] * 6 + [[1]] * 60
-        orders = {tuple(draws(labels, 2, *key)) for key in ((0, 1), (1, 1), (0, 2), (0, 1))}
-        assert len(orders) == 3
-        mixed = draws(labels, 2) % 66 < 6
-        assert 8 < mixed[:33].sum() < 25  # not one class after the other
-
-    def test_checkpoints_tell_orders_apart(self) -> None:
-        two, one = (sampler_of([[0]] * n + [[1]] * (4 - n), 2) for n in (2, 1))
-        found = [each.order["sampler"] for each in (TrainSampler([()] * 4, 1, 1, 0), two, one)]
-        assert found[0] == "shuffle"
-        assert len({*found}) == 3
 
 
 class Random(Labelled):
@@ -145,7 +92,7 @@ class TestCounts:
         [
             (Random([0, 1, 7]), "sample 2: label 7, not 0 to 1"),
             (Labelled([[]] * 3), "no training sample has a label"),
-            ([(1, 2)], "list has no count_labels, which --class-weights auto and"),
+            ([(1, 2)], "list has no count_labels, which --class-weights auto needs"),
             (FakeData(8), "FakeData has no count_labels"),
         ],
     )
@@ -155,30 +102,21 @@ class TestCounts:
         assert "\n" not in str(found.value)
 
 
-def test_the_same_batches_whatever_the_machine(
-    project: Project, own_data: Path, tmp_path: Path
-) -> None:
-    for path in sorted(own_data.glob("train/dots/*"))[2:]:
-        path.unlink()
-    first, *others = project.call("balancing.checksums", own_data)
-    assert {len(step) for step in first} == {8}
-    assert all(other == first for other in others)
-    drawn = [tuple(sample) for step in first for sample in step]
-    assert len({index for index, _ in drawn}) < len({*drawn})  # repeats, in other crops
+def test_the_same_counts_whatever_the_ranks(project: Project, own_data: Path) -> None:
     one, *more = project.call("balancing.counts_on_ranks", own_data)
     assert all(rows == one for rows in more)
 
 
 @MASKS
 def test_stopped_and_resumed(project: Project, few: Path, tmp_path: Path) -> None:
-    """The same bits; with another --sampler the epoch starts over; --eval-only reads no mask."""
+    """The same bits; with another --seed the epoch starts over; --eval-only reads no mask."""
     words = [*small(few), "--image-size", 32, "--class-weights", "auto"]
     found = project.call("balancing.resumed", few, tmp_path, *words)
     assert found["statuses"] == [0] * 6
     assert len({*found["digests"]}) == 1
     killed, changed = found["said"]
     assert "2 steps of the next" in killed
-    assert "the images, --seed or --sampler have changed: the epoch starts over" in changed
+    assert "the images, --seed or the sampler have changed: the epoch starts over" in changed
     assert [row["step"] for row in rows(tmp_path / "changed")] == ["5"]
     whole = tmp_path / "whole"
     masks = [np.array(Image.open(path)).ravel() for path in few.glob("train/masks/*")]

@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 import numpy as np
+import onnxruntime
 import pytest
 import tifffile
 import torch
@@ -15,11 +16,11 @@ from running import Project, flags, rows
 from timm.models._manipulate import adapt_input_conv
 from torch import nn
 
-from ddpkit.check.survey import look
 from ddpkit.data import folders, images, loading
 from ddpkit.data.format import MEAN, STD, Format
 from ddpkit.errors import UserError
 from ddpkit.run import predicting, pretrained
+from ddpkit.tools.check import look
 
 NOISE = np.random.default_rng(0)
 SHORTS = NOISE.integers(0, 6000, (40, 52, 5)).astype(np.uint16)  # of 65535: dark, and not refused
@@ -204,7 +205,8 @@ def test_normalization() -> None:
     grey = torch.full((1, 3, 2, 2), 51, dtype=torch.uint8)
     assert loading.normalize(grey, Format(mean=(0.2,) * 3, std=(1,) * 3)).abs().max() < 1e-6
     with pytest.raises(
-        UserError, match=r'^data\.json: "channels": 4 needs "mean" and "std", 4 numbers each; check'
+        UserError,
+        match=r'^data\.json: "channels": 4 needs "mean" and "std", 4 numbers each; pyth',
     ):
         _ = Format(channels=4).statistics
 
@@ -259,19 +261,19 @@ def draw(root: Path, task: str) -> Path:
 
 
 def test_a_run(project: Project, tmp_path: Path) -> None:
-    """What check_data.py prints trains, resumes, evaluates, predicts and is exported."""
+    """What the check prints trains, resumes, evaluates, predicts and is exported."""
     data, out = draw(tmp_path / "set", project.task), tmp_path / "out"
     net = ["--arch", "squeezenet1_1"] if project.task == "classification" else []
     run = flags(data, out, "--batch-size", 3, *net)
     project.alone(*run).refused("0.tif: cannot be read", 'more channels need "channels" in data.js')
     words = [data, "--workers", 0, "--output", tmp_path]
     (data / "data.json").write_text('{"channels": 5}')
-    said = project.alone(*words, script="check_data.py").ok().out
+    said = project.alone(*words, script="ddpkit check").ok().out
     (proposed,) = re.findall(r"^data.json ({.*}) \(--write writes it\)$", said, re.MULTILINE)
-    project.alone(*words, "--write", script="check_data.py").ok()
+    project.alone(*words, "--write", script="ddpkit check").ok()
     given = json.loads((data / "data.json").read_text())
     assert given == json.loads(proposed)
-    said = project.alone(*words, script="check_data.py").ok().out
+    said = project.alone(*words, script="ddpkit check").ok().out
     assert "data.json as it should be" in said
     found = [given["mean"], given["std"]]
     paths = (data / "train").rglob("*.tif")
@@ -282,7 +284,7 @@ def test_a_run(project: Project, tmp_path: Path) -> None:
         (data / "data.json").write_text(json.dumps({**given, **changes}))
 
     (data / "data.json").write_text('{"channels": 5}')
-    project.alone(*run).refused('"channels": 5 needs "mean"', "check_data.py DIR --write")
+    project.alone(*run).refused('"channels": 5 needs "mean"', "ddpkit check DIR --write")
     write()
     project.fork(*run).ok()
     project.fork(*run, "--epochs", 2, draws=False).ok()
@@ -300,15 +302,16 @@ def test_a_run(project: Project, tmp_path: Path) -> None:
     words = [folder, "--checkpoint", out / "best.pt", "--output", tmp_path / "predicted"]
     project.alone(*words, script="predict.py").ok()
     words = ["--data", data, "--output", tmp_path / "fast", "--workers", 0]
-    project.alone(*words, script="prepare_data.py").refused("prepared data is RGB of 8 bits")
+    project.alone(*words, script="ddpkit prepare").refused("prepared data is RGB of 8 bits")
     if project.task == "segmentation":
         return
     # The exported network takes float32 of as many channels, and normalises it.
     words = ["--checkpoint", out / "best.pt", "--output", tmp_path, "--data", data]
-    project.alone(*words, script="export.py").ok()
-    extra = {"metadata.json": ""}
-    program = torch.export.load(tmp_path / "model.pt2", extra_files=extra).module()
-    metadata = json.loads(extra["metadata.json"])
-    assert metadata["channels"] == 5
-    assert [metadata["mean"], metadata["std"]] == found
-    assert program(torch.rand(4, 5, 64, 64)).shape == (4, 2)
+    project.alone(*words, script="ddpkit export").ok()
+    session = onnxruntime.InferenceSession(tmp_path / "model.onnx")
+    held = session.get_modelmeta().custom_metadata_map
+    assert held["channels"] == "5"
+    assert [json.loads(held[name]) for name in ("mean", "std")] == found
+    images = np.random.default_rng(0).random((4, 5, 64, 64), np.float32)
+    (logits,) = session.run(["logits"], {"images": images})
+    assert logits.shape == (4, 2)

@@ -1,4 +1,4 @@
-"""check_data.py on folders with faults of every kind, and on whole ones."""
+"""python -m ddpkit check on folders with faults of every kind, and on whole ones."""
 
 import csv
 import shutil
@@ -10,8 +10,8 @@ from deep import save_tiff
 from PIL import Image
 from running import SAME_FOR_BOTH, Done, Project, flags
 
-from ddpkit.check.survey import Survey, look
 from ddpkit.data.images import Format
+from ddpkit.tools.check import Survey, look
 
 RIGHT = 6  # an orientation in EXIF
 OF_TORCHVISION = """
@@ -26,7 +26,7 @@ def build_datasets(args):
 
 def check(project: Project, data: Path, out: Path, *more: object) -> Done:
     flags = [data, "--output", out, "--workers", 2, *more]
-    return project.fork(*flags, ranks=1, script="check_data.py")
+    return project.fork(*flags, ranks=1, script="ddpkit check")
 
 
 def findings(data: Path, out: Path) -> set[tuple[str, ...]]:
@@ -239,7 +239,8 @@ def test_more_than_8_bits(tmp_path: Path) -> None:
     for name, offset in zip(names, (0, 0, 1), strict=True):
         painter.save(name, values + np.uint16(offset))
     samples = [(str(tmp_path / name), 0) for name in names]
-    survey = Survey(tmp_path, [samples, []], ["a"], Format((0, 4095)), 1)
+    (tmp_path / "data.json").write_text('{"value_range": [0, 4095]}')
+    survey = Survey(tmp_path, [samples, []], ["a"])
     for index in range(len(survey)):
         survey.add(index, survey[index])
     assert ("twice", "1.tif") in {(each.kind, Path(each.file).name) for each in survey.findings}
@@ -269,11 +270,9 @@ def test_a_data_set_of_torchvision(project: Project, data: Path, tmp_path: Path)
     assert "train     53 images; " in check(own, data, out).ok().out
     check(own, tmp_path / "none", out).refused("none: ", "No such file")
     words = ["--data", data, "--output", tmp_path / "fast"]
-    own.alone(*words, script="prepare_data.py").refused(
-        "dataset.py returns FakeData, whose samples"
-    )
-    for more in ("--sampler", "balanced"), ("--class-weights", "auto"):
-        own.alone(*flags(data, out), *more).refused("FakeData has no count_labels, which --class-")
+    own.alone(*words, script="ddpkit prepare").refused("dataset.py returns FakeData, whose samples")
+    more = "--class-weights", "auto"
+    own.alone(*flags(data, out), *more).refused("FakeData has no count_labels, which --class-")
     own.fork(*flags(data, out), draws=False).ok()
     (image, *_) = (data / "val").glob("*/*.jpg")
     words = [image, "--checkpoint", out / "best.pt", "--output", tmp_path / "predicted"]

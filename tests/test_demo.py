@@ -82,7 +82,8 @@ def test_predictions_are_as_good_as_the_run_says(demo: tuple[str, Path, str]) ->
 
 
 @pytest.mark.parametrize(
-    "words", ["main.py --eval-only", "main.py --help", "export.py", "check_data.py data/demo"]
+    "words",
+    ["main.py --eval-only", "main.py --help", "-m ddpkit export", "-m ddpkit check data/demo"],
 )
 def test_nothing_but_the_project_speaks(demo: tuple[str, Path, str], words: str) -> None:
     """As in the runs above: torch and other libraries leave no line on stderr."""

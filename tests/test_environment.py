@@ -186,7 +186,7 @@ class TestRuns:
         words = ["--data", data, "--output", tmp_path / "fast", "--workers", "0"]
         with contextlib.closing(Project(project.folder, project.task, **BATCH)) as batch:
             batch.alone(*flags(data, tmp_path)).refused("srun --ntasks-per-node 1", "NNODES=1")
-            batch.alone(*words, script="prepare_data.py").ok()
+            batch.alone(*words, script="ddpkit prepare").ok()
 
     def test_rank_zero_is_lost(self, project: Project, data: Path, tmp_path: Path) -> None:
         """It holds the store, by which the others would agree on who speaks: each does."""

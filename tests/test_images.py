@@ -204,7 +204,7 @@ def test_a_checkpoint_keeps_the_range(project: Project, own_data: Path, tmp_path
     if project.task == "segmentation":
         return  # what follows is the library's
     words = ("--data", own_data, "--output", store, "--workers", 0)
-    project.alone(*words, script="prepare_data.py").ok()
+    project.alone(*words, script="ddpkit prepare").ok()
     assert json.loads((store / "data.json").read_text()) == {"value_range": [0, 4095]}
     project.alone(*flags(store, tmp_path / "two"), draws=False).ok()
     (store / "data.json").unlink()
@@ -212,7 +212,7 @@ def test_a_checkpoint_keeps_the_range(project: Project, own_data: Path, tmp_path
     refused.refused("store/data.json is not what it was prepared with; prepare it anew")
     shutil.copy(said, store)
     said.write_text('{"value_range": [0, 8191]}')
-    other = project.alone(*words, script="prepare_data.py")
+    other = project.alone(*words, script="ddpkit prepare")
     other.refused("there already, and not made of", "name another folder")
 
 

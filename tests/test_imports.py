@@ -6,7 +6,7 @@ from pathlib import Path
 from running import NET, SAME_FOR_BOTH, Project, run
 
 # Names of modules, with all that is in them, which neither importing main.py nor a run loads.
-ABSENT = {"ddpkit.check", "ddpkit.copying", "ddpkit.run.export"}
+ABSENT = {"ddpkit.tools"}
 CODE = """
 import sys, main
 main.main(sys.argv[1:])

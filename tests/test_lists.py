@@ -47,7 +47,7 @@ def test_the_same_as_folders(project: Project, data: Path, tmp_path: Path) -> No
     assert len(rows(tmp_path / "out")) == 1
     fast = tmp_path / "fast"
     words = ["--data", heap, "--output", fast, "--workers", 0]
-    project.alone(*words, script="prepare_data.py").ok()
+    project.alone(*words, script="ddpkit prepare").ok()
     assert project.call("data.found", fast) == project.call("data.found", data)
     (heap / "val.csv").unlink()
     found = project.call("data.parts", heap)

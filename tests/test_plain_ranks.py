@@ -1,17 +1,25 @@
 """What ranks say to each other, and to whom they listen; in this process alone."""
 
 import ast
+import importlib
+import re
 import signal
+import sys
 import threading
 import time
 from collections.abc import Iterator
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 from running import ROOT, TEMPLATE_FOLDER
 
+import ddpkit
+from ddpkit.errors import UserError
 from ddpkit.ranks import distributed, explaining, failures, process, protocol
+from ddpkit.run import machine
 
 
 @pytest.fixture
@@ -118,4 +126,46 @@ class TestWatch:
             for node in ast.walk(ast.parse(path.read_text()))
             if isinstance(node, ast.Attribute) and node.attr in ("Thread", "Timer")
         }
-        assert found - {"preflight.py: Thread"} == {"process.py: Thread"}
+        assert found == {"process.py: Thread"}
+
+
+ALIKE = {"torch": f"torch {torch.__version__}", "version": f"ddpkit {ddpkit.__version__}"}
+
+
+@pytest.mark.parametrize(
+    ("other", "words"),
+    [
+        ({}, ""),
+        ({"of one rank.py": "of one rank.py with checksum 1"}, ""),
+        ({"torch": "torch 1.0"}, f"rank 1 has torch 1.0, rank 0 has {ALIKE['torch']}; all ranks"),
+        ({"version": "ddpkit 0.9"}, f"has ddpkit 0.9, rank 0 has {ALIKE['version']};"),
+        (
+            {"ddpkit": "ddpkit with checksum 1"},
+            "rank 1 has ddpkit with checksum 1, rank 0 ",
+        ),
+        (
+            {"main.py": "main.py with checksum 1"},
+            "rank 1 has main.py with checksum 1, rank 0",
+        ),
+        ({"classes": "3 classes"}, "rank 1 has 3 classes, rank 0 has 2 classes;"),
+    ],
+)
+def test_what_ranks_need_alike(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, other: dict[str, str], words: str
+) -> None:
+    """Versions and code as well as data; a file that only one rank has imported may differ."""
+    (tmp_path / "main.py").write_text("imported = True")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "main", raising=False)
+    importlib.import_module("main")
+
+    def gathered(mine: tuple[str, dict]) -> list:
+        assert ALIKE.items() <= mine[1].items() and "main.py" in mine[1]
+        return [mine, ("rank 1", {**mine[1], **other})]
+
+    monkeypatch.setattr(distributed, "gather_objects", gathered)
+    if not words:
+        return machine.check_alike(["a", "b"], training=[1, 2])
+    with pytest.raises(UserError, match=re.escape(words)):
+        machine.check_alike(["a", "b"], training=[1, 2])
+    return None

@@ -79,7 +79,7 @@ def test_names_that_are_not_text(project: Project, own_data: Path) -> None:
     (dots / "0002.jpg").rename(dots / "\udcff.jpg")
     data = own_data.rename(own_data.with_name("\udcfe \u00e9"))
     store, ascii_only = data.with_name("\udcfd"), {"LC_ALL": "C", "PYTHONIOENCODING": "ascii"}
-    command = [sys.executable, "prepare_data.py", "--data", data, "--output", store]
+    command = [sys.executable, "-m", "ddpkit", "prepare", "--data", data, "--output", store]
     assert "53 samples" in run(command, cwd=project.folder, **ascii_only).ok().out
     project.alone(*flags(store, data.with_name("out"))).ok()
 

@@ -19,7 +19,6 @@ from ddpkit.ranks import explaining, process
 
 DDPKIT = ROOT / TEMPLATE_FOLDER / "ddpkit"
 PLACES = {  # each in one file only
-    "_is_view": "sharded.py",
     "_last_lr": "checkpoint.py",
     "_get_help_string": "flags.py",
     "_negative_number_matcher": "flags.py",

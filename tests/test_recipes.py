@@ -78,9 +78,6 @@ def test_optimizers_that_are_refused(project: Project) -> None:
     assert line == "--optimizer adamwx: not one of timm's, such as adamw, radamw, nadamw, cadamw"
     for name in "other", "adahessian", "bnbadamw":
         assert "not one of timm's" in project.call("recipes.refusal", "--optimizer", name), name
-    for words in ("--optimizer", "muon"), ("--ema", "0.9"):
-        line = project.call("recipes.refusal", "--fsdp", *words)
-        assert line == "--fsdp: only with --optimizer adamw or sgd, and without --ema"
 
 
 @SAME_FOR_BOTH

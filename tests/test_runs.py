@@ -290,7 +290,7 @@ def test_no_validation_folder(project: Project, own_data: Path, tmp_path: Path) 
 @SAME_FOR_BOTH
 def test_drawing_that_was_interrupted(project: Project, tmp_path: Path) -> None:
     target, mark = tmp_path / "demo", uuid.uuid4().hex
-    code = "import demo_set, sys, pathlib; demo_set.draw(pathlib.Path(sys.argv[1]))"
+    code = "import dataset, sys, pathlib; dataset.draw_demo(pathlib.Path(sys.argv[1]))"
     process = start([sys.executable, "-c", code, target], mark, cwd=project.folder)
     wait_for(lambda: len(list(tmp_path.glob("demo.partial-*/train/*/*"))) > 9, process)
     others = ("elsewhere", 2**22 + 1), (socket.gethostname(), os.getpid())

@@ -209,6 +209,7 @@ class Edited:
     def __init__(self, project: Project, data: Path, folder: Path, title: str) -> None:
         self.project, self.data, self.out = project, data, folder / "out"
         self.folder = apply(project, title, folder / "edited")
+        shutil.rmtree(self.folder / "ddpkit")  # the fork server has imported that of the project
 
     def run(self, name: str, *more: object, ranks: int = 2, stop: int = 0) -> Done:
         return self.start(

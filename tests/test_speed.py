@@ -87,7 +87,7 @@ def test_broken_images_are_found(project: Project, tmp_path: Path) -> None:
 
 
 def prepare(project: Project, *words: object) -> Done:
-    return project.fork(*words, ranks=1, script="prepare_data.py")
+    return project.fork(*words, ranks=1, script="ddpkit prepare")
 
 
 def content(store: Path) -> list[bytes]:

@@ -1,57 +1,17 @@
-"""The same training by DDP and fully_shard; networks on several devices."""
+"""Networks on several devices, and what needs GPUs."""
 
 from pathlib import Path
 
-import pytest
 import torch
-from running import NETS, SAME_FOR_BOTH, Project, flags
+from running import SAME_FOR_BOTH, Project, flags
 
 FEW = ["--image-size", 32, "--batch-size", 2, "--workers", 0]
-# Without BatchNorm, before which some gradients are 0 but for rounding, of which AdamW makes steps.
-CASES = {
-    "classification": ([1, 3], "--arch", "squeezenet1_1"),
-    "segmentation": ([2], *NETS["segmentation"], "--optimizer", "sgd", "--lr", 0.001),
-}
-
-
-def test_fsdp_is_ddp(project: Project, few: Path, tmp_path: Path) -> None:
-    """Moments included, to rounding; parts of unequal size, passes that add up, clipping."""
-    ranks, *words = CASES[project.task]
-    words += ["--clip-grad-norm", 1, "--accumulate", 2, "--epochs", 2]
-    words += ["--freeze-backbone", 1, "--backbone-lr", 0.5]
-    found = project.call("strategies.differences", few, tmp_path, ranks, *FEW, *words)
-    assert max(found) < 1e-8, found
 
 
 @SAME_FOR_BOTH
-def test_fsdp_resumes(project: Project, few: Path, tmp_path: Path) -> None:
-    """To the bit; and with DDP, or after it, to rounding."""
-    words = [*FEW, "--arch", "squeezenet1_1", "--epochs", 2, "--batch-size", 4]
-    found = project.call("strategies.resumed", few, tmp_path, *words)
-    assert len(set(found["digests"])) == 1
-    assert found["turns"] < 1e-8
-
-
-@SAME_FOR_BOTH
-def test_blocks(project: Project) -> None:
-    """Inner ones first; none that is not called, is called twice, or has tied weights."""
-    found = project.call("strategies.found_blocks")
-    assert found == [["0.1", "0.0"], ["0"], ["0"], []]
-
-
-@SAME_FOR_BOTH
-@pytest.mark.parametrize(
-    ("words", "line"),
-    [
-        (("--sync-bn",), "--sync-bn: torch has it on GPUs only; omit the flag"),
-        (("--fsdp", "--ema", 0.9), "--fsdp: only with"),
-        (("--fsdp", "--optimizer", "muon"), "--fsdp: only with"),
-    ],
-)
-def test_what_is_refused(
-    project: Project, data: Path, tmp_path: Path, words: tuple, line: str
-) -> None:
-    project.fork(*flags(data, tmp_path, *FEW, *words)).refused(line)
+def test_sync_bn_is_refused_on_cpus(project: Project, data: Path, tmp_path: Path) -> None:
+    line = "--sync-bn: torch has it on GPUs only; omit the flag"
+    project.fork(*flags(data, tmp_path, *FEW, "--sync-bn")).refused(line)
 
 
 @SAME_FOR_BOTH

@@ -44,7 +44,7 @@ class Format:
         count = self.channels or 3
         if count not in (1, 3) and not (self.mean and self.std):
             line = f'{NAME}: "channels": {count} needs "mean" and "std", {count} numbers each'
-            raise UserError(f"{line}; check_data.py DIR --write adds them")
+            raise UserError(f"{line}; python -m ddpkit check DIR --write adds them")
         mean, std = (each if count == 3 else (sum(each) / 3,) for each in (MEAN, STD))
         return tuple(self.mean or mean), tuple(self.std or std)
 

@@ -50,7 +50,7 @@ class TrainSampler(Sampler[Key]):
         self.seed = seed
         # What the order depends on in addition to the epoch; checkpoints have it.
         data = {"images": self.total, "training_set": fingerprint(dataset)}
-        self.order: dict[str, Any] = {**data, "seed": seed, "sampler": type(self).__name__}
+        self.order: dict[str, Any] = {**data, "seed": seed, "sampler": "shuffle"}
         self.set_epoch(0)
 
     @staticmethod

@@ -42,6 +42,7 @@ READ_ERRORS = (
 )
 CONTAINERS = {dict, OrderedDict, list, tuple}
 PLAIN = {type(None), bool, int, float, str, bytes}
+ON_HOST = ("cpu", "meta")  # kinds of device whose tensors are saved as they are
 TAKEN = {*PLAIN, torch.Size, torch.dtype, torch.device}  # by torch.load with weights_only=True
 
 
@@ -189,7 +190,7 @@ def take_states(parts: Parts) -> State:
 def to_host(state: State) -> State:
     """Return `state` with tensors on the CPU; on rank 0, others have no use for it."""
     tensors = [leaf for leaf in tree_leaves(state) if isinstance(leaf, Tensor)]
-    if not distributed.is_rank_zero() or all(t.device.type in ("cpu", "meta") for t in tensors):
+    if not distributed.is_rank_zero() or all(t.device.type in ON_HOST for t in tensors):
         return state
     return copy.deepcopy(state, {id(tensor): tensor.detach().cpu() for tensor in tensors})
 

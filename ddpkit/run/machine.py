@@ -107,10 +107,11 @@ def library() -> str:
 def check_alike(classes: Sequence[str], **datasets: Any) -> None:
     """Raise a UserError, on all ranks, unless they have the same data, code and versions."""
     mine = {f"class {n}": f"class {n} {name}" for n, name in enumerate(classes)}
-    mine |= {"classes": f"{len(classes)} classes", "torch": f"torch {torch.__version__}"}
+    mine |= {"classes": f"{len(classes)} classes", "version": f"ddpkit {ddpkit.__version__}"}
+    mine |= {"torch": f"torch {torch.__version__}"}
     mine |= {use: f"{samples.fingerprint(each)} for {use}" for use, each in datasets.items()}
     for name, checksum in code().items():
-        mine[name] = f"another {name} (checksum {checksum:08x})"
+        mine[name] = f"{name} with checksum {checksum:08x}"
     (first, expected), *others = distributed.gather_objects((environment.own_rank(), mine))
     for rank, found in others:
         for name, here in expected.items():
@@ -127,7 +128,7 @@ def code() -> dict[str, int]:
         if path.parent == root and path.is_file():
             found[path.name] = zlib.crc32(path.read_bytes())
     library = sorted(Path(ddpkit.__file__).parent.rglob("*.py"))
-    found[f"ddpkit {ddpkit.__version__}"] = zlib.crc32(b"".join(map(Path.read_bytes, library)))
+    found["ddpkit"] = zlib.crc32(b"".join(map(Path.read_bytes, library)))
     return found
 
 

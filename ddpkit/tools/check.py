@@ -186,7 +186,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = Parser(prog="python -m ddpkit check", description=__doc__)
     add = parser.add_argument
     add("data", metavar="DIR", type=Path, help="as --data of main.py")
-    add("--output", metavar="DIR2", type=Path, default="runs/check", help="for the two files")
+    add("--output", metavar="FOLDER", type=Path, default="runs/check", help="for the two files")
     add("--workers", type=at_least(0), default=machine.cpus(), help="processes that read")
     add("--write", action="store_true", help="write what the report proposes for DIR/data.json")
     given = parser.parse_args(argv)

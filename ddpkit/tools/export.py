@@ -71,17 +71,17 @@ def main(argv: Sequence[str] | None = None) -> None:
         lambda words, then: parse_args(words, {**then, **fixed}),
         torch.device("cpu"),
     )
-    flags = vars(args)
+    then = vars(args)
     model = model.to(memory_format=torch.contiguous_format)
     network = Network(own.infer, model, format, args).eval()
-    side = 512 if stride else int(flags.get("image_size", 224))  # pixels, at most
+    side = 512 if stride else int(then.get("image_size", 224))  # pixels, at most
     batches = pick_batches(args, format, stride, side)
     with torch.inference_mode():
         expected = [network(batch) for batch in batches]
     metadata = {
         "classes": list(classes),
         "colors": None if classes.colors is None else classes.colors.tolist(),
-        "arch": flags.get("arch"),
+        "arch": then.get("arch"),
         "size": None if stride else [*batches[0].shape[2:]],  # None: any
         "multiple_of": stride,
         "channels": format.channels,  # None: uint8 RGB; else float32, 0 to 1

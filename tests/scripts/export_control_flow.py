@@ -1,7 +1,7 @@
-"""export.py for a network whose path depends on its images."""
+"""Exports a network whose path depends on its images."""
 
 import ddpkit
-import export
+from ddpkit.tools import export
 
 forward = export.Network.forward
 export.Network.forward = lambda self, images: (

@@ -1,15 +1,15 @@
-"""export.py whose graph is another than the network."""
+"""Exports another graph than the network's."""
 
 import ddpkit
-import export
+from ddpkit.tools import export
 
-forward, trace = export.Network.forward, export.trace
+forward, write = export.Network.forward, export.write
 
 
 def other(*args: object) -> object:
     export.Network.forward = lambda self, images: 1.1 * forward(self, images)
-    return trace(*args)
+    return write(*args)
 
 
-export.trace = other
+export.write = other
 ddpkit.start(export.main)

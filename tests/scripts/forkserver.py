@@ -12,12 +12,12 @@ def main(source: str, store: str) -> None:
     import dataset
     import ddpkit
     import distributed
-    import prepare_data
     from ddpkit.ranks import process
+    from ddpkit.tools import prepare
     from flags import parse_args
 
     process.worker_context = lambda workers: None  # Python's default, on Linux too
-    prepare_data.main(["--data", source, "--output", store, "--short-side", "0", "--workers", "1"])
+    prepare.main(["--data", source, "--output", store, "--short-side", "0", "--workers", "1"])
     device = distributed.setup(3)
     train, _, classes = dataset.build_datasets(parse_args(["--data", store, "--image-size", "32"]))
     found = []

@@ -1,60 +1,15 @@
-"""Balanced batches, and runs that count classes first."""
+"""Runs that count classes first."""
 
 import shutil
-import zlib
 from pathlib import Path
 
-import torch
 from digest import digest
 from forked import run
-from torch.utils.data import DataLoader
 
-import ddpkit
 from ddpkit.data import class_counts
 from ddpkit.ranks import distributed
 from snippets.data import build
 from snippets.resume import killed_after
-
-
-def checksums(data: str) -> list:
-    """For each way to deal them, for each global batch of 8, (index, checksum) of each sample."""
-    train_set, _, classes = build(data, 32)
-
-    class Numbered:
-        count_labels = staticmethod(train_set.count_labels)
-
-        def __len__(self) -> int:
-            return len(train_set)
-
-        def __getitem__(self, index: int) -> tuple:
-            return (*train_set[index], index)
-
-    numbered = Numbered()
-
-    def dealt(ranks: int, batch_size: int, accumulate: int, workers: int) -> list:
-        distributed.world_size = lambda: ranks
-        steps: dict[int, list] = {}
-        for rank in range(ranks):
-            distributed.rank = lambda rank=rank: rank
-            shape, options = (batch_size, accumulate, 3), {"balanced": True, "classes": classes}
-            sampler = ddpkit.TrainSampler(numbered, *shape, **options)
-            sampler.set_epoch(1, 8)
-            loader = DataLoader(
-                ddpkit.Seeded(numbered, classes, 3),
-                batch_size,
-                sampler=sampler,
-                collate_fn=ddpkit.Collate(),
-                **ddpkit.workers(workers, torch.device("cpu")),
-            )
-            for i, batch in enumerate(loader):
-                for image, _, index in zip(*batch, strict=True):
-                    checksum = zlib.crc32(image.numpy().tobytes())
-                    steps.setdefault(i // accumulate, []).append((int(index), checksum))
-        return [sorted(step) for step in steps.values()]
-
-    counts = class_counts.count_classes(numbered, classes)  # on one rank
-    class_counts.count_classes = lambda *_: counts
-    return [dealt(*shape) for shape in ((1, 8, 1, 0), (2, 4, 1, 1), (2, 1, 4, 2), (4, 2, 1, 0))]
 
 
 def counts_on_ranks(data: str) -> list:
@@ -72,18 +27,17 @@ def counts_on_ranks(data: str) -> list:
 
 
 def resumed(data: str, folder: str, *words: object) -> dict:
-    """A whole run, and one killed in mid-epoch that goes on, or goes on without --sampler."""
+    """A whole run, and one killed in mid-epoch that goes on, or goes on with another --seed."""
 
     def train(name: str, *more: object, **options: object) -> list[int]:
         flags = ["--data", data, "--output-dir", f"{folder}/{name}", *words, *more]
         return run(2, *flags, output=f"{folder}/{name}.said", draws=False, **options)
 
-    balanced = "--sampler", "balanced"
-    statuses = train("whole", *balanced)
-    killed = train("killed", *balanced, "--save-every", 2, patch=killed_after(3))
+    statuses = train("whole")
+    killed = train("killed", "--save-every", 2, patch=killed_after(3))
     assert killed == [-9, -9]
     shutil.copytree(f"{folder}/killed", f"{folder}/changed")
-    statuses += train("killed", *balanced) + train("changed")
+    statuses += train("killed") + train("changed", "--seed", 1)
     return {
         "statuses": statuses,
         "digests": [digest(f"{folder}/{name}") for name in ("whole", "killed")],

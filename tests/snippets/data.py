@@ -5,14 +5,13 @@ import io
 from pathlib import Path
 
 import dataset
-import demo_set
 from ddpkit.errors import UserError
 from ddpkit.ranks import distributed
 from flags import parse_args
 
 
 def draw(folder: str, train: int, val: int) -> None:
-    demo_set.draw(Path(folder), train, val)
+    dataset.draw_demo(Path(folder), train, val)
 
 
 def build(folder: str, image_size: int = 64, augment: str = "") -> tuple:

@@ -4,18 +4,17 @@ import os
 import signal
 from collections.abc import Iterator
 
-import prepare_data
-from ddpkit.data import prepared
 from ddpkit.ranks.failures import one_line_errors
+from ddpkit.tools import prepare as command
 from snippets.data import build
 
 
 def prepare(words: list[str], last: int | None) -> str:
-    """Run prepare_data.py, killed after `last` samples; return what it prints."""
+    """Prepare a data set, killed after `last` samples; return what it prints."""
     out, send = os.pipe()
     if not (pid := os.fork()):
         os.dup2(send, 1)
-        tqdm = prepared.tqdm
+        tqdm = command.tqdm
 
         def samples(loader: object, **options: object) -> Iterator:
             for number, sample in enumerate(tqdm(loader, **options)):
@@ -23,9 +22,9 @@ def prepare(words: list[str], last: int | None) -> str:
                     os.kill(os.getpid(), signal.SIGKILL)
                 yield sample
 
-        prepared.tqdm = samples
+        command.tqdm = samples
         with one_line_errors():
-            prepare_data.main(words)
+            command.main(words)
         os._exit(0)
     os.close(send)
     with open(out) as said:

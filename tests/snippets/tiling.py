@@ -12,10 +12,9 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-import demo_set
 import model as task
 import predict
-from ddpkit.data import loading
+from ddpkit.data import demo, loading
 from ddpkit.ranks import failures
 from ddpkit.run import checkpoint, machine
 from flags import parse_args
@@ -29,8 +28,8 @@ def compared(path: str, side: int, tile: int) -> dict:
     """
     device = torch.device("cpu")
     net, _, flags, _ = checkpoint.open_model(path, task.build_model, parse_args, device)
-    demo_set.SIDE = side
-    image = np.array(demo_set.draw_pair(random.Random(0))[0])
+    demo.CRACK_SIDE = side
+    image = np.array(demo.draw_cracks(random.Random(0))[0])
     images = loading.normalize(torch.from_numpy(image).movedim(2, 0)[None])
     seen: list[int] = []
     forward = net.forward
