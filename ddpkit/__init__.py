@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from ddpkit.data.loading import Collate, TrainSampler, ValSampler, batches, workers
     from ddpkit.data.samples import Seeded
     from ddpkit.errors import UserError
-    from ddpkit.files import filling
     from ddpkit.ranks.distributed import rank, rank_zero_first
     from ddpkit.ranks.replicas import wrap
     from ddpkit.run.checkpoint import open_model
@@ -46,7 +45,6 @@ NAMES = {  # by module, which is imported when one of them is first used: no tor
     "data.loading": "Collate TrainSampler ValSampler batches workers",
     "data.samples": "Seeded",
     "errors": "UserError",
-    "files": "filling",
     "ranks.distributed": "rank rank_zero_first",
     "ranks.replicas": "wrap",
     "run.checkpoint": "open_model",
@@ -61,7 +59,6 @@ NAMES = {  # by module, which is imported when one of them is first used: no tor
     "run.starting": "prepare start",
 }
 DOOR = {name: module for module, names in NAMES.items() for name in names.split()}
-__all__ = [*DOOR]
 
 
 def __getattr__(name: str) -> object:

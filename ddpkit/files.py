@@ -126,11 +126,6 @@ def filling(folder: Path) -> Iterator[Path]:
     """Give the block an empty folder to fill, then rename it to `folder`, unless there is one.
 
     What a killed process has left is removed by the next call on this machine.
-
-    Raises a UserError if the folder cannot be written.
-
-        with ddpkit.filling(Path("data/demo")) as partial:
-            image.save(partial / "0001.jpg")
     """
     name = f"{folder.name}.partial-{socket.gethostname()}-"
     partial = folder.with_name(f"{name}{os.getpid()}")

@@ -57,11 +57,12 @@ def parse(lines: Sequence[str], path: Path) -> Labels:
     lines = [re.sub(r"(^|\s)#.*", "", line).strip() for line in lines]
     rows: list[tuple[str, tuple[int, ...], bool]] = []
     for row, line in enumerate(lines, 1):
-        if match := LINE.fullmatch(line):
-            key = tuple(map(int, re.findall(r"-?\d+", match[2] or "")))
-            rows.append((match[1], key, bool(key) and match[1].lower() == "void"))
+        match = LINE.fullmatch(line)
+        key = tuple(map(int, re.findall(r"-?\d+", match[2] or ""))) if match else ()
         if line and (not match or (len(key) == 3 and max(key) > 255)):
             raise UserError(f"{path}, line {row}: expected one of {FORMS}")
+        if match:
+            rows.append((match[1], key, bool(key) and match[1].lower() == "void"))
     kind = next((len(key) for _, key, is_void in rows if not is_void), 0)
     names: list[str] = []
     keys: dict[tuple, int] = {}

@@ -178,7 +178,8 @@ class Seeded(Dataset):
         is_image = isinstance(image, Tensor) and image.ndim == 3
         if not is_image or not (image.dtype == torch.uint8 or image.is_floating_point()):
             kind = type(sample if image is None else image).__name__
-            found = f"{kind} {tuple(image.shape)}, {image.dtype}" if kind == "Tensor" else kind
+            is_tensor = isinstance(image, Tensor)
+            found = f"{kind} {tuple(image.shape)}, {image.dtype}" if is_tensor else kind
             raise UserError(f"{name(self.dataset, index)}: the data set returns {found}; {WANTED}")
         if isinstance(target, str | None):
             raise UserError(f"{name(self.dataset, index)}: the target is {target!r}; {WANTED}")

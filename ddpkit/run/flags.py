@@ -85,11 +85,11 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise UserError(f"{message} ({self.prog} --help lists the flags)")
 
-    def convert_arg_line_to_args(self, line: str) -> list[str]:
+    def convert_arg_line_to_args(self, arg_line: str) -> list[str]:
         try:
-            return shlex.split(re.split(r"(?<!\S)#", line)[0])
+            return shlex.split(re.split(r"(?<!\S)#", arg_line)[0])
         except ValueError as error:  # a quote that is not closed
-            self.error(f"@FILE, line {line!r}: {error}")
+            self.error(f"@FILE, line {arg_line!r}: {error}")
 
 
 def at_least(

@@ -124,11 +124,11 @@ def copy_matching(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
     def bare(name: str) -> str:  # a file may have `module.fc.weight` for `fc.weight`
         return re.sub(r"^((net|model)\.)+", "", re.sub(r"\b(module|_orig_mod)\.", "", name))
 
-    mine = model.state_dict()
+    mine, missing = model.state_dict(), torch.empty(0)
     named = {bare(name): value for name, value in weights.items()}
     fitting = {}
     for name, weight in mine.items():
-        value = weights.get(name, named.get(bare(name), weight.new_empty(0)))
+        value = weights.get(name, named.get(bare(name), missing))
         if weight.ndim == value.ndim == 4 and weight.shape[1] != value.shape[1] == 3:
             from timm.models import adapt_input_conv  # its import takes half a second
 

@@ -20,7 +20,7 @@ AUGMENTATIONS = {  # the names that --augment takes; add yours
     "rand": v2.RandAugment(interpolation=Mode.BILINEAR),  # arXiv:1909.13719
     "color": v2.ColorJitter(brightness=0.4, contrast=0.4, saturation=0.4),
     "grey": v2.RandomGrayscale(p=0.1),
-    "rotation": v2.RandomRotation(30, Mode.BILINEAR),  # degrees
+    "rotation": v2.RandomRotation((-30, 30), Mode.BILINEAR),  # degrees
     "vflip": v2.RandomVerticalFlip(),
     "erasing": v2.RandomErasing(p=0.25),  # arXiv:1708.04896; in black
 }

@@ -21,7 +21,7 @@ AUGMENTATIONS = {  # the names that --augment takes; add yours, if it takes mask
     "color": v2.ColorJitter(brightness=0.4, contrast=0.4, saturation=0.4),
     "grey": v2.RandomGrayscale(p=0.1),
     "rotation": v2.RandomRotation(  # degrees; None: black
-        30, Mode.BILINEAR, fill={tv_tensors.Image: None, tv_tensors.Mask: VOID}
+        (-30, 30), Mode.BILINEAR, fill={tv_tensors.Image: None, tv_tensors.Mask: VOID}
     ),
     "vflip": v2.RandomVerticalFlip(),
 }

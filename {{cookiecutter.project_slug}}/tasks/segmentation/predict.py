@@ -25,7 +25,7 @@ BEST = Path(__file__).resolve().parent / "runs/default/best.pt"
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = ddpkit.Parser(description=__doc__.split("\n")[0])
+    parser = ddpkit.Parser(description=__doc__)
     parser.add_argument("inputs", nargs="+", metavar="FILES|FOLDER")
     parser.add_argument("--checkpoint", metavar="FILE", default=BEST)
     parser.add_argument("--output", metavar="DIR", type=Path, default=Path("predictions"))
