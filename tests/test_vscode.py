@@ -13,7 +13,12 @@ from ddpkit.ranks.protocol import QUESTION
 
 def test_where_is_it(tmp_path: Path) -> None:
     found = task(ROOT / TEMPLATE_FOLDER, "Where is it?", output=str(tmp_path))
-    subprocess.run([found["command"], *found["args"]], check=True)
+    command, folder = [found["command"], *found["args"]], ROOT / TEMPLATE_FOLDER
+    no_run = subprocess.run(command, cwd=folder, capture_output=True, text=True)
+    line = f"error: {tmp_path}: no run has written there; name its --output-dir\n"
+    assert (no_run.returncode, no_run.stderr) == (2, line)
+    (tmp_path / ".lock").touch()
+    subprocess.run(command, cwd=folder, check=True)
     assert (tmp_path / QUESTION).exists()
     assert task(ROOT / TEMPLATE_FOLDER, "Where is it?")["args"][-1] == "runs/default"
 

@@ -25,6 +25,7 @@ from ddpkit.ranks.protocol import ASKED, PLACE, PROCESS
 
 ROOT = process.project()
 LIBRARIES = tuple(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))
+BELOW = (f"ddpkit{os.sep}", "distributed.py")  # what the place of a rank is not in, but its callers
 # Where a hang usually comes from
 NOT_ALL = "usually a collective that not all ranks reach: under `if rank == 0`, or after a break"
 LATE = "usually slow or stuck input, or work of one rank alone, such as evaluate()"
@@ -75,7 +76,7 @@ def here() -> Position:
     main = threading.main_thread().ident or 0
     *outer, last = traceback.extract_stack(sys._current_frames()[main])
     own = [(path, frame) for frame in (*outer, last) if (path := _own(frame.filename))]
-    edited = [each for each in own if not each[0].startswith(f"ddpkit{os.sep}")] or own
+    edited = [each for each in own if not each[0].startswith(BELOW)] or own
     place = f"at {edited[-1][0]}:{edited[-1][1].lineno}" if own else ""
     shown = [frame for frame in outer if _own(frame.filename)]
     found = collectives()

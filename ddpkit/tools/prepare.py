@@ -57,6 +57,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         line = "prepared data is RGB of 8 bits; train on"
         raise UserError(f'{data / NAME}: "channels": {line} {data} itself')
     write(given.output, data, [train, val], classes, side, given.workers)
+    distributed.teardown()
 
 
 def write(

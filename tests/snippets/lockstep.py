@@ -20,8 +20,12 @@ def asked(data: str, folder: str, *words: object) -> dict:
     runs = Runs(data, folder, words)
     pids = runs.start("out", patch=after_step(3, hold, rank=1))
     wait_for(held.exists)
-    question.touch()
-    wait_for(lambda: "rank 1" in runs.said("out")[1])
+    while "in collective" not in runs.said("out")[1]:  # rank 0 may still be on its way there
+        question.touch()
+        wait_for(lambda: not question.exists())
+        wait_for(
+            lambda: runs.said("out")[1].count("\nrank 1, ") == runs.said("out")[1].count("asked")
+        )
     free.touch()
     return {"statuses": wait(pids), "err": runs.said("out")[1], "left": question.exists()}
 
