@@ -26,12 +26,13 @@ ON_CPU = ("check", "prepare", "export")  # they leave GPUs to those who need one
 def where(argv: Sequence[str] | None = None) -> None:
     """Have a run print, in its own terminal or log, the line and the collective of each rank."""
     parser = Parser(prog="python -m ddpkit where", description=where.__doc__)
-    parser.add_argument("run", nargs="?", metavar="OUTPUT_DIR", default="runs/default", type=Path)
+    parser.add_argument("run", nargs="?", metavar="OUTPUT_DIR", default="runs/default", type=Path,
+        help="of the run (default: runs/default)")  # fmt: skip
     folder = parser.parse_args(argv).run
     if not (folder / ".lock").exists():
         raise ddpkit.UserError(f"{folder}: no run has written there; name its --output-dir")
     (folder / protocol.QUESTION).touch()
-    print(f"asked: the run in {folder} answers in its own terminal or log")
+    print(f"asked: a run that is at work in {folder} answers in its own terminal or log")
 
 
 def main() -> None:

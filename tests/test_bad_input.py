@@ -221,6 +221,8 @@ MISUSES: dict[str, tuple[list[Change], str]] = {
     ),
     "zeroed": ([(ZERO, ""), (DIVIDE, ZERO + DIVIDE)], ZEROED),
     "zeroed after the division": ([(ZERO, ""), (STEP, ZERO + STEP)], ZEROED),
+    "unscaled": ([(BACKWARD, OWN_BACKWARD)], "scaler.scale(loss).backward()"),
+    "never zeroed": ([(ZERO, "")], "the gradients of the step before are still there"),
     "no end": ([("            run.end_step()", "            pass")], "run.end_step was not called"),
     "past DDP": (
         [(FORWARD, FORWARD.replace("ddp_model", "ddp_model.module"))],
@@ -241,7 +243,7 @@ def train(project: Project, data: Path, folder: Path, changes: list[Change], *mo
 def test_training_steps(project: Project, few: Path, tmp_path: Path, name: str) -> None:
     """At the first step; another network than the saved one after the first epoch."""
     changes, words = MISUSES[name]
-    more = ("--ema", 0.9) if name == "no average" else ()
+    more = {"no average": ("--ema", 0.9), "unscaled": ("--amp", "fp16")}.get(name, ())
     done = train(project, few, tmp_path, changes, *more)
     done.refused(words)
     assert done.status == 2
@@ -249,11 +251,26 @@ def test_training_steps(project: Project, few: Path, tmp_path: Path, name: str) 
     assert not (tmp_path / "out" / "best.pt").exists()
 
 
+SAMPLER = "        sampler=sampler,\n"
+OTHER_LOADER = "ddpkit.Seeded needs ddpkit.TrainSampler or ValSampler as the loader's sampler"
+
+
+@SAME_FOR_BOTH
+def test_other_loops(project: Project, few: Path, tmp_path: Path) -> None:
+    """zero_grad() before backward(), as in torch's tutorials, trains; half a loader does not."""
+    before = [(ZERO, ""), (BACKWARD, f"{ZERO}{BACKWARD}")]
+    train(project, few, tmp_path / "before", before).ok()
+    half = train(project, few, tmp_path / "half", [(SAMPLER, "        shuffle=True,\n")])
+    half.refused(OTHER_LOADER)
+    assert half.status == 2
+
+
 TO_DEVICE = "    model = model.to(device)"
 TUPLE = "    forward = model.forward\n    model.forward = lambda x: (forward(x), x.sum())\n"
 RETURNS_TUPLE = (TO_DEVICE, TUPLE + TO_DEVICE)
 CRITERION = "ddpkit.criterion(build_criterion(args, train_set, classes).to(device))"
 MEAN = (CRITERION, "ddpkit.criterion(nn.CrossEntropyLoss(ignore_index=255))")
+NO_VOID = (CRITERION, "ddpkit.criterion(nn.CrossEntropyLoss())")
 OF_THE_FIRST = (
     CRITERION,
     "ddpkit.criterion(lambda outputs, targets: "
@@ -280,3 +297,10 @@ def test_losses_and_outputs(project: Project, few: Path, tmp_path: Path) -> None
     for losses, weights in found[1:]:
         assert losses == pytest.approx(found[0][0], rel=1e-6)
         assert (weights - found[0][1]).abs().max() < 1e-6
+
+
+@pytest.mark.parametrize("project", ["segmentation"], indirect=True)
+def test_a_loss_that_does_not_know_void(project: Project, few: Path, tmp_path: Path) -> None:
+    done = train(project, few, tmp_path, [NO_VOID])
+    done.refused("a target is no class number", "ignore_index=255")
+    assert done.status == 2

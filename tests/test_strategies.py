@@ -11,7 +11,9 @@ FEW = ["--image-size", 32, "--batch-size", 2, "--workers", 0]
 @SAME_FOR_BOTH
 def test_sync_bn_is_refused_on_cpus(project: Project, data: Path, tmp_path: Path) -> None:
     line = "--sync-bn: torch has it on GPUs only; omit the flag"
-    project.fork(*flags(data, tmp_path, *FEW, "--sync-bn")).refused(line)
+    done = project.fork(*flags(data, tmp_path, *FEW, "--sync-bn"))
+    done.refused(line)
+    assert done.status == 2
 
 
 @SAME_FOR_BOTH

@@ -65,6 +65,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     model = build_model(args, classes, seeded.channels, weights)
     folder.load(model, classes, vars(args))  # the checkpoint's weights, if there is one
     model = model.to(device).to(memory_format=torch.channels_last)
+    if args.sync_bn and device.type == "cpu":
+        raise ddpkit.UserError("--sync-bn: torch has it on GPUs only; omit the flag")
     if args.sync_bn:
         model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
     criterion = ddpkit.criterion(build_criterion(args, train_set, classes).to(device))

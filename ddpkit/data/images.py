@@ -283,6 +283,8 @@ def _reading(path: str) -> Iterator[None]:
     except Exception as error:  # libraries raise errors of many kinds for malformed files
         reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
         if isinstance(error, UnidentifiedImageError):
-            reason = f'no image for Pillow; .npy and more channels need "channels" in {NAME}'
+            reason = "not an image"
+            if path.lower().endswith((".npy", ".tif", ".tiff")):
+                reason = f'no image for Pillow; .npy and more channels need "channels" in {NAME}'
         reason = " ".join(reason.split())
         raise UserError(f"{path}: cannot be read ({reason}); replace or remove it") from None

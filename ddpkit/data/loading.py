@@ -289,6 +289,9 @@ def is_ours(loader: Any) -> bool:
     has_sampler = any(isinstance(each, TrainSampler | ValSampler) for each in samplers)
     if has_sampler and not isinstance(loader.dataset, Seeded):
         raise UserError("a loader with a sampler of ddpkit needs ddpkit.Seeded(dataset, ...)")
+    if isinstance(loader.dataset, Seeded) and not has_sampler:
+        line = "ddpkit.Seeded needs ddpkit.TrainSampler or ValSampler as the loader's sampler; with"
+        raise UserError(f"{line} another give the loader the data set itself, no Seeded")
     return has_sampler
 
 

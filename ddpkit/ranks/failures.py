@@ -28,13 +28,15 @@ from ddpkit.ranks.protocol import ANSWER_SECONDS, END_SECONDS, ERROR, MISTAKE, P
 BROKEN = re.compile(r"Broken pipe|Connection \w+|remote process exited|time(d )?out", re.I)
 GIB = 2**30
 # What torch says of common mistakes, and what to do
+SHM = "/dev/shm is too small for the batches of loader workers (see df -h /dev/shm): docker run "
+SHM += "--ipc=host or --shm-size=8g; else lower --workers"
 REMEDIES = {
-    "</torch_.*No space left": (
-        "/dev/shm is too small for the batches of loader workers (see df -h /dev/shm): docker run "
-        "--ipc=host or --shm-size=8g; else lower --workers"
+    r"Target \d+ is out of bounds": (
+        "a target is no class number; if it is 255, a pixel without a label, give torch's loss "
+        "ignore_index=255"
     ),
-    "SyncBatchNorm (expected input tensor to be on|layers only work with GPU)": (
-        "--sync-bn: torch has it on GPUs only; omit the flag"
+    "_scale is None|No inf checks were recorded": (
+        "with --amp fp16 the loss has to be scaled: scaler.scale(loss).backward()"
     ),
 }
 _known: list[int] = []  # the status of the rank that failed, once this one has read it
@@ -201,9 +203,11 @@ def _of_torch(error: Exception) -> UserError | str | None:
     text = str(error)
     if "Expected to have finished reduction in the prior iteration" in text:
         return _unused(error, text)
-    is_known = isinstance(error, RuntimeError | ValueError | AssertionError)
+    if isinstance(error, RuntimeError) and re.search("</torch_.*No space left", text):
+        return f"rank {distributed.rank()}: {SHM}"
+    is_known = isinstance(error, IndexError | AssertionError)
     found = (line for pattern, line in REMEDIES.items() if is_known and re.search(pattern, text))
-    return f"rank {distributed.rank()}: {line}" if (line := next(found, "")) else None
+    return UserError(line) if (line := next(found, "")) else None
 
 
 def _unused(error: Exception, text: str) -> UserError:

@@ -111,6 +111,16 @@ def check_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
         )
 
 
+def check_cleared(optimizer: torch.optim.Optimizer) -> None:
+    """Raise a UserError if weights still have the gradients of the step before, at a backward()."""
+    weights = itertools.chain(*(group["params"] for group in optimizer.param_groups))
+    if any(weight.grad is not None and weight.grad.any() for weight in weights):
+        raise UserError(
+            "the gradients of the step before are still there at backward(): call "
+            "optimizer.zero_grad() after each optimizer step"
+        )
+
+
 class Mean:
     """Turns the gradients of summed losses into those of their mean over all samples.
 

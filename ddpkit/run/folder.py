@@ -72,6 +72,7 @@ class Folder:
         with distributed.rank_zero_first():
             if distributed.is_rank_zero():
                 self._lock()
+                (self.path / protocol.QUESTION).unlink(missing_ok=True)  # asked of an earlier run
             process.watch.folder = self.path
             state = self._search()
         step, is_own = (state["step"], self.contains(state["path"])) if state else (-1, False)

@@ -105,7 +105,7 @@ class Run:
         self.history: list[dict[str, float | str]] = []
         self.is_divided, self.checked_at = False, time.monotonic()
         self._resume(folder.state)
-        self.began, draws = self.epoch, draw is not None
+        self.began, self.began_step, draws = self.epoch, self.step, draw is not None
         is_over = self.epoch >= epochs
         self.is_complete = is_over and reporting.are_complete(folder.path, epochs, draws)
         self.first_step = optimizer.register_step_pre_hook(replicas.check_step)
@@ -269,7 +269,11 @@ class Run:
         self.count_total += count.detach() if isinstance(count, Tensor) else count
         self.report.loss(self.totals, self.optimizer.param_groups[-1]["lr"])
         is_last = (self.last_pass + 1) % self.passes_per_step == 0
-        return self.mean.loss(loss_sum, count, is_last)
+        loss = self.mean.loss(loss_sum, count, is_last)
+        is_second = self.step == self.began_step + 1 and self.mean.passes == 1
+        if is_second and loss.requires_grad:  # once is enough
+            loss.register_hook(lambda _: replicas.check_cleared(self.optimizer))
+        return loss
 
     def divide_gradients(self, ddp_model: nn.Module) -> None:
         """Divide the gradients, which DDP has averaged over the ranks, by the counts of all.

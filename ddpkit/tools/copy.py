@@ -41,7 +41,8 @@ def find_installed(project: Path) -> Path:
     places = [place for place in sys.path if Path(place).resolve() != project]
     spec = importlib.machinery.PathFinder.find_spec("ddpkit", places)
     if not spec or not spec.origin:  # a namespace package has none
-        raise UserError(f"{sys.executable} has no other ddpkit installed")
+        line = f"{sys.executable} has no other ddpkit installed: pip install it first"
+        raise UserError(f"{line}, as the first line of a requirements.txt says")
     return Path(spec.origin).resolve().parent
 
 

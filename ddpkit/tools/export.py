@@ -51,8 +51,8 @@ class Network(nn.Module):
 def main(argv: Sequence[str] | None = None) -> None:
     parser = Parser(prog="python -m ddpkit export", description=__doc__)
     add = parser.add_argument
-    add("--checkpoint", metavar="FILE", default="runs/default/best.pt")
-    add("--output", metavar="DIR", type=Path, default=Path("exported"))
+    add("--checkpoint", metavar="FILE", default="runs/default/best.pt", help="of the network")
+    add("--output", metavar="DIR", type=Path, default=Path("exported"), help="for model.onnx")
     add("--data", metavar="DIR", type=Path, help="compare on its images (default: as in training)")
     given = parser.parse_args(argv)
     tools = ("onnx", "onnxscript", "onnxruntime")

@@ -8,6 +8,7 @@ FAST appears once it is whole.
 
 import functools
 import json
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -82,7 +83,9 @@ def write(
         _fill(partial, parts, side, workers)
         for path in partial.iterdir():
             files.sync(path)
-    distributed.say(f"{folder}: {sum(map(len, samples))} samples; train with --data {folder}")
+    distributed.say(
+        f"{folder}: {sum(map(len, samples))} samples; train with --data {shlex.quote(str(folder))}"
+    )
 
 
 def _read_small(side: int, key: tuple[Any, int]) -> list[Tensor]:
