@@ -122,6 +122,22 @@ def test_no_jinja_in_code(template: Path) -> None:
             assert not re.search(r"{%|(?<!\$){{", path.read_text()), path
 
 
+def test_what_is_required(template: Path) -> None:
+    """By a project with a copy of ddpkit, and by ddpkit itself."""
+    text = (template / "pyproject.toml").read_text()
+
+    def listed(name: str) -> set[str]:
+        (found,) = re.findall(rf"^{name} = \[(.*?)\]", text, re.MULTILINE | re.DOTALL)
+        return {*re.findall(r'"(.*?)"', found)}
+
+    folder = template / TEMPLATE_FOLDER
+    for task in TASKS:
+        lines = (folder / "tasks" / task / "requirements.txt").read_text().splitlines()
+        assert {*lines} == listed("dependencies") | listed(task)
+    first, *lines = (folder / "requirements-dev.txt").read_text().splitlines()
+    assert (first, {*lines}) == ("-r requirements.txt", listed("dev"))
+
+
 def test_vscode(template: Path) -> None:
     folder = template / TEMPLATE_FOLDER
     launch, tasks = read(folder, "launch.json"), read(folder, "tasks.json")
