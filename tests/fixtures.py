@@ -1,0 +1,171 @@
+"""Fixtures: the template, both kinds of project, data, and a run of each."""
+
+import contextlib
+import fcntl
+import functools
+import os
+import random
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import generated
+import pytest
+from generated import ROOT, Project
+
+
+@pytest.fixture(autouse=True)
+def nobody_stays() -> Iterator[None]:
+    """Each test ends all that it has started."""
+    before = {*generated.LIVE}
+    yield
+    forgotten = generated.LIVE - before
+    generated.LIVE.intersection_update(before)
+    assert not generated.left(0)
+    assert not forgotten
+
+
+@pytest.fixture(scope="session")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of this run of pytest, the same in all workers of pytest-xdist."""
+    folder = tmp_path_factory.getbasetemp()
+    return folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder
+
+
+@contextlib.contextmanager
+def once(path: Path) -> Iterator[bool]:
+    """Whether `path` is to be made in this block; if another worker is at it, when it is done."""
+    done = path.with_name(f"{path.name}.done")
+    with open(path.with_name(f"{path.name}.lock"), "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield not done.exists()
+        done.touch()
+
+
+@pytest.fixture(scope="session")
+def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of what git would commit: no caches, no virtual environment."""
+    listed = subprocess.run(
+        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
+        cwd=ROOT,
+        check=True,
+        capture_output=True,
+        text=True,
+    ).stdout
+    copy = tmp_path_factory.mktemp("template")
+    for name in filter(None, listed.split("\0")):
+        source = ROOT / name
+        if source.is_file() or source.is_symlink():  # deleted ones are listed until committed
+            (copy / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(source, copy / name, follow_symlinks=False)
+    return copy
+
+
+@pytest.fixture(scope="session")
+def clean_home(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """An environment in which cookiecutter and git find no settings of the user's."""
+    home = tmp_path_factory.mktemp("home")
+    config = home / "cookiecutter.yaml"
+    config.write_text(f"replay_dir: {home}/replay\ncookiecutters_dir: {home}/cookiecutters\n")
+    git = {
+        f"GIT_{who}_{what}": "test@example.org"
+        for who in ("AUTHOR", "COMMITTER")
+        for what in ("NAME", "EMAIL")
+    }
+    return {**os.environ, "HOME": str(home), "COOKIECUTTER_CONFIG": str(config), **git}
+
+
+Generate = Callable[..., subprocess.CompletedProcess]
+
+
+@pytest.fixture(scope="session")
+def generate(template: Path, clean_home: dict[str, str]) -> Generate:
+    def generate(folder: Path, *answers: str, **options: object) -> subprocess.CompletedProcess:
+        command = [
+            sys.executable,
+            "-m",
+            "cookiecutter",
+            str(template),
+            "-o",
+            str(folder),
+        ]
+        if "input" not in options:
+            command.append("--no-input")
+        return subprocess.run(
+            [*command, *answers],
+            env=clean_home,
+            capture_output=True,
+            text=True,
+            timeout=60,
+            **options,
+        )
+
+    return generate
+
+
+@pytest.fixture(scope="session")
+def projects(generate: Generate, shared: Path) -> Callable[[str], Project]:
+    """Both kinds of project, each generated once."""
+
+    @functools.cache
+    def project(task: str) -> Project:
+        parent = shared / f"a path with a space, {task} (new)"
+        with once(parent) as is_first:
+            if is_first:
+                done = generate(parent, f"task={task}")
+                assert done.returncode == 0, done.stderr
+                library = parent / "my_ddp_project" / "ddpkit"
+                shutil.rmtree(library)
+                library.symlink_to(ROOT / "ddpkit")  # which forks of this process have imported
+        return Project(parent / "my_ddp_project", task)
+
+    return project
+
+
+@pytest.fixture
+def project(request: pytest.FixtureRequest, projects: Callable[[str], Project]) -> Project:
+    """The project for classification, or of each task with `@both_tasks`."""
+    return projects(getattr(request, "param", "classification"))
+
+
+@pytest.fixture
+def data(project: Project) -> Path:
+    """53 + 23 images: they divide by no batch and no number of ranks that is tried."""
+    folder = project.folder.parent / "set"
+    with once(folder) as is_first:
+        return project.draw(folder, 53, 23) if is_first else folder
+
+
+@pytest.fixture
+def few(project: Project) -> Path:
+    """Data of which two ranks make three steps of 4 + 4 images per epoch."""
+    folder = project.folder.parent / "few"
+    with once(folder) as is_first:
+        return project.draw(folder, 26, 6) if is_first else folder
+
+
+@pytest.fixture
+def own_data(data: Path, tmp_path: Path) -> Path:
+    """A copy of `data` to spoil."""
+    return shutil.copytree(data, tmp_path / "own")
+
+
+@pytest.fixture
+def trained(project: Project, data: Path) -> Path:
+    """The output folder of a finished run of one epoch, which is only read."""
+    folder = project.folder.parent / "trained"
+    with once(folder) as is_first:
+        if is_first:
+            project.train(data, folder, draws=True).ok()
+    return folder
+
+
+@pytest.fixture
+def chance() -> random.Random:
+    """Chance whose seed is printed, and can be given: TEST_SEED=123 pytest ..."""
+    seed = int(os.environ.get("TEST_SEED", time.time_ns() % 10**6))
+    print(f"TEST_SEED={seed}")
+    return random.Random(seed)

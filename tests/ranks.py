@@ -1,0 +1,185 @@
+"""Forks of this process that are ranks: of a test function (`on_ranks`) or of a project's script.
+
+This process has imported torch, so that a run takes a second or two; a launcher whose ranks import
+torch takes eight. A fork's streams, warnings and modules are those of a new process.
+"""
+
+import contextlib
+import ctypes
+import functools
+import gc
+import logging
+import os
+import runpy
+import signal
+import sys
+import tempfile
+import threading
+import time
+import traceback
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ports import free_port
+
+# One thread a process, no GPU, no download, and the log level that main.py sets.
+os.environ |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
+os.environ |= {"https_proxy": "http://127.0.0.1:9", "HF_HUB_OFFLINE": "1"}
+
+import torch
+import torch.utils.tensorboard
+import torchmetrics  # noqa: F401  what projects import, once for all forks
+
+from ddpkit.ranks import distributed
+from ddpkit.run import pictures, reporting
+
+Patch = Callable[[], object]
+OWNED = "main", "flags", "recipe", "distributed", "dataset", "model", "losses", "predict"
+
+torch.set_num_threads(1)  # a fork of a process with OpenMP's threads would wait for them
+ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER: orphans are this process's
+gc.freeze()  # garbage collections of the forks need not look at what is imported
+
+
+def fork(act: Callable[[], object], output: str | Path, folder: Path | None = None) -> int:
+    """Have a fork call `act` in `folder`, which ends as a script would; return its process id.
+
+    What it prints goes to `output`.out and .err. The project in `folder` is what it imports.
+    """
+    if pid := os.fork():
+        return pid
+    status = 1
+    try:
+        for number, end in (1, "out"), (2, "err"):
+            how = os.O_WRONLY | os.O_CREAT | os.O_APPEND
+            os.dup2(os.open(f"{output}.{end}", how), number)
+        sys.stdout = sys.__stdout__ = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115
+        sys.stderr = sys.__stderr__ = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
+        sys.excepthook, sys.unraisablehook = sys.__excepthook__, sys.__unraisablehook__
+        threading.excepthook = threading.__excepthook__
+        logging.getLogger().handlers.clear()
+        warnings.resetwarnings()
+        for category in (DeprecationWarning, PendingDeprecationWarning, ImportWarning):
+            warnings.simplefilter("ignore", category)
+        warnings.simplefilter("ignore", ResourceWarning)
+        warnings.showwarning = lambda *what: sys.stderr.write(warnings.formatwarning(*what[:4]))
+        if folder:
+            os.chdir(folder)
+            sys.path.insert(0, str(folder))
+            for name in OWNED:
+                sys.modules.pop(name, None)
+        act()
+        status = 0
+    except SystemExit as error:
+        status = error.code if isinstance(error.code, int) else int(error.code is not None)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+
+
+def join(rank: int, ranks: int, port: int) -> None:
+    """Set what torchrun would tell this rank; alone it is started as `python main.py` is."""
+    if ranks > 1:
+        names = ("RANK", "LOCAL_RANK"), ("WORLD_SIZE", "LOCAL_WORLD_SIZE")
+        for same, value in zip(names, (rank, ranks), strict=True):
+            os.environ.update(dict.fromkeys(same, str(value)))
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+
+
+def wait(pids: list[int], seconds: float = 120) -> list[int]:
+    """Return the statuses of forks; those that are left after `seconds` are killed."""
+    statuses: dict[int, int] = {}
+    deadline = time.monotonic() + seconds
+    while len(statuses) < len(pids):
+        for pid in set(pids) - statuses.keys():
+            done, status = os.waitpid(pid, os.WNOHANG)
+            if done:
+                statuses[pid] = os.waitstatus_to_exitcode(status)
+            elif time.monotonic() > deadline:
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.01)
+    return [statuses[pid] for pid in pids]
+
+
+def said(output: Path) -> tuple[str, str]:
+    """Return what forks have printed on stdout and on stderr."""
+    out, err = (Path(f"{output}.{end}") for end in ("out", "err"))
+    return out.read_text(), err.read_text()
+
+
+def draw_nothing() -> None:
+    """Images of what was learnt take more than half of the time of a short run."""
+    pictures.draw_curves = reporting.Reporter.images = reporting.report = lambda *_, **__: None
+    reporting.are_drawn = lambda *_: True
+
+
+def start(
+    ranks: int,
+    script: str,
+    words: list[str],
+    output: Path,
+    folder: Path,
+    patch: Patch = draw_nothing,
+) -> list[int]:
+    """Start `script`, or a command such as "ddpkit check", on forks; return their process ids."""
+    port = free_port()
+
+    def begin(rank: int) -> None:
+        join(rank, ranks, port)
+        patch()
+        sys.argv = [*(script.split() if script.startswith("ddpkit ") else [script]), *words]
+        if script.startswith("ddpkit "):
+            runpy.run_module("ddpkit.__main__", run_name="__main__")
+        else:
+            runpy.run_path(script, run_name="__main__")
+
+    return [fork(functools.partial(begin, rank), output, folder) for rank in range(ranks)]
+
+
+def on_ranks(*counts: int, group: bool = True) -> Callable[[Callable], Callable]:
+    """Run the test function itself on each of so many ranks: `@on_ranks(2)` or `@on_ranks(1, 3)`.
+
+    Each rank is a fork, and nothing that it changes is seen outside. It is in a gloo group of all
+    ranks, unless `group` is False. With the fixture `project`, that project's modules are what it
+    imports, and its folder is where it runs. The test fails with the traceback of each rank that
+    raises. Fixtures are made once, before the forks.
+    """
+
+    def decorate(test: Callable) -> Callable:
+        @functools.wraps(test)
+        def wrapper(**fixtures: Any) -> None:
+            project = fixtures.get("project")
+            for ranks in counts:
+                port = free_port()
+
+                def act(rank: int, ranks: int = ranks, port: int = port) -> None:
+                    join(rank, ranks, port)
+                    if group:
+                        distributed.setup()
+                    test(**fixtures)
+                    with contextlib.suppress(RuntimeError):  # of a rank that has failed
+                        distributed.teardown()
+
+                with tempfile.TemporaryDirectory() as folder:
+                    output = [Path(folder, f"rank {rank} of {ranks}") for rank in range(ranks)]
+                    pids = [
+                        fork(functools.partial(act, rank), path, project and project.folder)
+                        for rank, path in enumerate(output)
+                    ]
+                    told = [
+                        f"{path.name}, status {status}:\n" + "".join(said(path))
+                        for path, status in zip(output, wait(pids), strict=True)
+                        if status
+                    ]
+                if told:
+                    pytest.fail("\n".join(told), pytrace=False)
+
+        return wrapper
+
+    return decorate
