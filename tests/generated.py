@@ -243,7 +243,7 @@ def run(command: list, cwd: Path | None = None, **env: str | None) -> Done:
 
 
 def after_step(step: int, act: Patch, *which: int, before: bool = False) -> Patch:
-    """A patch: these ranks, or all, call `act` once they have taken `step` steps, or just before."""
+    """A patch: these ranks, or all, call `act` after (or just before) the end of step `step`."""
 
     def patch() -> None:
         from ddpkit.run.loop import Run
