@@ -4,18 +4,31 @@ import importlib.util
 import re
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from ddpkit.ranks.protocol import MISTAKE
 
 CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029]")  # such as the end of a line
+CODE = re.compile(r"\s*\[(\w+\.\w+)\]\s*$")
 
 
 class LineError(Exception):
-    """An error whose message is one line with the file, the value and the remedy."""
+    """An error whose message is one line with the file, the value and the remedy.
 
-    def __str__(self) -> str:
+    It ends with a code, the function that raises it: "... [masks.parse]".
+    """
+
+    def __init__(self, line: str) -> None:
         # From a loader worker it arrives as the text of a traceback, which ends with the message.
-        return super().__str__().strip().rsplit(f"{type(self).__name__}: ", 1)[-1]
+        line = line.strip().rsplit(f"{type(self).__name__}: ", 1)[-1]
+        if not CODE.search(line):
+            caller = sys._getframe(1).f_code
+            line = f"{line} [{Path(caller.co_filename).stem}.{caller.co_name.strip('_<>')}]"
+        super().__init__(line)
+
+    @property
+    def line(self) -> str:
+        return CODE.sub("", str(self))  # without the code
 
 
 class UserError(LineError):

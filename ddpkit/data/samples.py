@@ -85,7 +85,7 @@ class Key(NamedTuple):
     """Which sample, and in which epoch: what our samplers yield."""
 
     epoch: int
-    draw: int  # the sample's index, plus a multiple of len(dataset) if a sampler repeats it
+    number: int  # of the sample
     is_val: bool = False
 
 
@@ -141,10 +141,9 @@ class Seeded(Dataset):
 
     def __getitem__(self, key: Key) -> tuple:
         # The epoch comes with the draw: persistent workers keep attributes as they were.
-        epoch, draw, is_val = key
-        index = draw % len(self.dataset)
+        epoch, index, is_val = key
         self.note(index + 1)
-        seed(self.seed, epoch, draw)
+        seed(self.seed, epoch, index)
         try:
             if epoch != self.epoch and not is_val:
                 self.epoch = epoch
@@ -163,10 +162,10 @@ class Seeded(Dataset):
         """Return the samples of a batch, for validation with their indices; DataLoader calls it."""
         samples = [self[key] for key in keys]
         if keys[0].is_val:
-            return [(*sample, key.draw) for sample, key in zip(samples, keys, strict=True)]
+            return [(*sample, key.number) for sample, key in zip(samples, keys, strict=True)]
         for key, (image, *_) in zip(keys, samples, strict=True):
             if image.shape != samples[0][0].shape:
-                here, there = (name(self.dataset, each.draw) for each in (key, keys[0]))
+                here, there = (name(self.dataset, each.number) for each in (key, keys[0]))
                 line = f"{here} has {tuple(image.shape)}, {there} {tuple(samples[0][0].shape)}"
                 raise UserError(f"{line}; let train_transform in dataset.py return one size")
         return samples

@@ -69,21 +69,11 @@ def meet(
     return Rank(device, devices.backend(device), Group.store, number, size, Group.timeout)
 
 
-def setup(*args: Any, **options: Any) -> torch.device:
-    """Join the group of those that `meet`, with these arguments, finds; return the device."""
-    here = meet(*args, **options)
-    device_id = None if here.device.type == "cpu" else here.device
-    if device_id:
-        torch.accelerator.set_device_index(device_id)
-    dist.init_process_group(
-        here.backend,
-        store=here.store,
-        rank=here.rank,
-        world_size=here.world_size,
-        device_id=device_id,
-        timeout=here.timeout,
-    )
-    return here.device
+def setup(**options: Any) -> torch.device:
+    """Join the group of those that `meet`, with these `options`, finds; return the device."""
+    device, backend, store, number, size, timeout = meet(**options)
+    dist.init_process_group(backend, None, timeout, size, number, store)
+    return device
 
 
 def teardown() -> None:

@@ -49,10 +49,6 @@ TAKEN = {*PLAIN, torch.Size, torch.dtype, torch.device}  # by torch.load with we
 class Damaged(UserError):
     """The file is not as it was written; an earlier one may be used."""
 
-    def __init__(self, path: Path | str, reason: str) -> None:
-        self.reason = f"{path}: not a readable checkpoint ({reason})"
-        super().__init__(f"{self.reason}; use a copy of it, or another checkpoint")
-
 
 def write(path: Path, state: State) -> None:
     """Write `state` to `path`, and wait until the disk has it."""
@@ -96,7 +92,8 @@ def read_file(path: Path | str) -> State:
             line = "more than plain types: torch.load cannot read it with weights_only=True"
             raise UserError(f"{path}: not a readable checkpoint ({line})") from None
         reason = getattr(error, "strerror", None) or re.split(r"\n|\. ", str(error).strip())[0]
-        raise Damaged(path, reason[:120]) from None
+        line = f"{path}: not a readable checkpoint ({reason[:120]}): another one is needed"
+        raise Damaged(line) from None
     if not isinstance(state, dict):
         raise UserError(f"{path}: not a checkpoint but a {type(state).__name__}")
     return state

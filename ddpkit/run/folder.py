@@ -182,12 +182,13 @@ class Folder:
                 state = checkpoint.read(path, KEYS)
                 if state["best_of"] == best_of and state["epoch"] <= until:
                     return state["best"], state["epoch"]
-                reason = f"{path}: has the best {state['best_of']} of epoch {state['epoch']}"
-                set_aside(reason, path, "best-1.pt")
+                raise UserError(
+                    f"{path}: has the best {state['best_of']} of epoch {state['epoch']}"
+                )
             except Damaged as error:
-                set_aside(error.reason, path, "best.pt.corrupt")
+                set_aside(error.line, path, "best.pt.corrupt")
             except UserError as error:
-                set_aside(str(error), path, "best-1.pt")
+                set_aside(error.line, path, "best-1.pt")
         reporting.remove_images(self.path)
         return -math.inf, 0
 
@@ -217,7 +218,7 @@ def read_newest(paths: Sequence[Path]) -> State:
         try:
             state = checkpoint.read(path, KEYS)
         except Damaged as error:
-            reasons.append(error.reason)
+            reasons.append(error.line)
             continue
         if distributed.is_rank_zero():
             for bad, reason in zip(paths, reasons, strict=False):

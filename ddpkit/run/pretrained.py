@@ -60,7 +60,7 @@ def attempt(name: str, arch: str, encoder: str) -> Mapping[str, Tensor] | str:
     except DiskError:
         raise
     except UserError as error:
-        return str(error)
+        return error.line
     except Exception as error:  # urllib, httpx and huggingface_hub have no common one
         reason = " ".join(str(error).split())[:160] or type(error).__name__
         return f"--weights {name}: download failed ({reason})"

@@ -271,6 +271,6 @@ def report(mistakes: Mistakes, folder: Path) -> None:
         remove_images(folder)  # of another checkpoint
         mistakes.write(folder)
     except (OSError, LineError) as error:
-        return distributed.say(f"{folder}: cannot be written ({error})")
+        return distributed.say(f"{folder}: cannot be written ({getattr(error, 'line', error)})")
     if names := [name for name in IMAGES if (folder / name).exists()]:
         distributed.say(f"written to {folder}: {', '.join(names)}")

@@ -99,7 +99,8 @@ def look(path: str, format: Format) -> Facts:
 
 def reason(error: Exception, path: str) -> str:
     """Return what is wrong with the file at `path`, in one line."""
-    text = " ".join((str(error) or type(error).__name__).split()).removeprefix(f"{path}: ")
+    text = " ".join((getattr(error, "line", "") or str(error) or type(error).__name__).split())
+    text = text.removeprefix(f"{path}: ")
     return re.sub(r"cannot be read \((.*)\); replace or remove it", r"\1", text)  # of images.py
 
 

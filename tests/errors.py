@@ -1,0 +1,75 @@
+"""The table of what is refused: docs/errors.md, from the source. Run this to write it anew."""
+
+import ast
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+TEMPLATE = ROOT / "{{cookiecutter.project_slug}}"
+PAGE = ROOT / "docs" / "errors.md"
+HEAD = """# Errors
+
+A mistake ends all ranks with status 2 and one line: the file or flag, the value, the remedy.
+The line ends with a code: the file and the function that found it. What is in braces is filled in.
+
+| Code | Line |
+| --- | --- |
+"""
+
+
+def texts(node: ast.AST, scope: ast.AST) -> list[str]:
+    """Return what an expression may say; {name} is what it fills in."""
+    if isinstance(node, ast.Constant):
+        return [str(node.value)]
+    if isinstance(node, ast.IfExp):
+        return [*texts(node.body, scope), *texts(node.orelse, scope)]
+    if isinstance(node, ast.JoinedStr):
+        found = [""]
+        for part in node.values:
+            more = texts(part.value if isinstance(part, ast.FormattedValue) else part, scope)
+            found = [text + each for text in found for each in more]
+        return found
+    if isinstance(node, ast.Name):
+        for each in ast.walk(scope):  # a text that the function puts together before
+            is_it = isinstance(each, ast.Assign) and ast.unparse(each.targets[0]) == node.id
+            if is_it and isinstance(each.value, ast.JoinedStr | ast.IfExp | ast.Constant):
+                values = texts(each.value, scope)
+                if any(" " in value for value in values):
+                    return values
+        return [f"{{{node.id}}}"]
+    if isinstance(node, ast.Attribute):
+        return [f"{{{node.attr}}}"]
+    if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant):
+        return [f"{{{node.slice.value}}}"] if isinstance(node.slice.value, str) else ["{first}"]
+    names = [each.id for each in ast.walk(node) if isinstance(each, ast.Name)]
+    return [f"{{{names[-1] if names else '...'}}}"]
+
+
+def raised() -> Iterator[tuple[str, str, str]]:
+    """Yield file, code and line of each error of ddpkit and of a project's own files."""
+    for path in sorted([*(ROOT / "ddpkit").rglob("*.py"), *TEMPLATE.rglob("*.py")]):
+        if TEMPLATE / "ddpkit" in path.parents or "tests" in path.parts:
+            continue
+        for scope in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(scope, ast.FunctionDef):
+                continue
+            inner = [each for each in ast.walk(scope) if isinstance(each, ast.FunctionDef)][1:]
+            of_others = {id(node) for each in inner for node in ast.walk(each)}
+            for node in ast.walk(scope):
+                if not isinstance(node, ast.Call) or id(node) in of_others:
+                    continue
+                name = ast.unparse(node.func).split(".")[-1]
+                if name in ("UserError", "DiskError", "Damaged"):
+                    for text in texts(node.args[0], scope):
+                        yield str(path), f"{path.stem}.{scope.name.strip('_')}", text
+
+
+def page() -> str:
+    rows = sorted({(code, text) for _, code, text in raised()})
+    lines = [f"| `{code}` | {text} |\n".replace("\\", "\\\\") for code, text in rows]
+    return HEAD + "".join(line.replace("<", "\\<") for line in lines)
+
+
+if __name__ == "__main__":
+    sys.exit(PAGE.write_text(page()) < 0)
