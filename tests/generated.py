@@ -10,13 +10,15 @@ import sys
 import tempfile
 import textwrap
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import ranks
 from ranks import Patch, draw_nothing
+
+from ddpkit.errors import LineError
 
 ROOT = Path(__file__).resolve().parent.parent
 TEMPLATE_FOLDER = "{{cookiecutter.project_slug}}"
@@ -262,6 +264,17 @@ def after_step(step: int, act: Patch, *which: int, before: bool = False) -> Patc
         Run.end_step = patched
 
     return patch
+
+
+@contextlib.contextmanager
+def refusal(code: str, *words: object) -> Iterator[None]:
+    """What is in this block raises an error in one line, with this code and all `words`."""
+    with pytest.raises(LineError) as caught:
+        yield
+    line = str(caught.value)
+    assert line.endswith(f" [{code}]") and "\n" not in line, line
+    for word in words:
+        assert str(word) in line, line
 
 
 def rows(folder: Path) -> list[dict[str, str]]:

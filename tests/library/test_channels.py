@@ -1,24 +1,21 @@
 """Images of any number of channels, at their files' full depth: "channels" in data.json."""
 
-import json
 import os
 import re
 from pathlib import Path
 
 import numpy as np
-import onnxruntime
 import pytest
 import tifffile
 import torch
 import torchvision
+from generated import refusal
 from PIL import Image
-from running import Project, flags, rows
 from timm.models._manipulate import adapt_input_conv
 from torch import nn
 
 from ddpkit.data import folders, images, loading
 from ddpkit.data.format import MEAN, STD, Format
-from ddpkit.errors import UserError
 from ddpkit.run import predicting, pretrained
 from ddpkit.tools.check import look
 
@@ -89,34 +86,27 @@ class TestFiles:
         assert (parts[1] * 255 - parts[0]).abs().max() <= 1
 
     @pytest.mark.parametrize(
-        ("name", "values", "words"),
+        ("name", "values", "code", "words"),
         [
-            ("x.npy", FLOATS, r"shape \(40, 52, 3\), not \(height, width, 5\)"),
-            (
-                "x.npy",
-                FLOATS[..., :1] * 2 - np.ones(5),
-                "float values of -0.* would be nearly black or white",
-            ),
-            (
-                "x.npy",
-                SHORTS.astype(np.int16),
-                "int16 values of 0 to 5999 .*; write .value",
-            ),
-            ("x.npy", np.full((4, 4, 5), np.nan), "NaN or infinite; replace them"),
-            ("x.npy", np.array([None]), r"cannot be read \(.*\); replace or remove it"),
-            ("x.npy", np.zeros((2000, 1000, 5)), "1000 x 2000 pixels are more than max_mega"),
-            ("x.png", SHORTS[..., 0], r"shape \(40, 52, 1\), not \(height, width, 5\)"),
+            ("x.npy", FLOATS, "images.read_values", "(40, 52, 3)"),
+            ("x.npy", FLOATS[..., :1] * 2 - np.ones(5), "images.ends", "float values of -0."),
+            ("x.npy", SHORTS.astype(np.int16), "images.ends", "int16 values of 0 to 5999"),
+            ("x.npy", np.full((4, 4, 5), np.nan), "images.ends", "NaN"),
+            ("x.npy", np.array([None]), "images.reading", "replace"),
+            ("x.npy", np.zeros((2000, 1000, 5)), "format.check_size", "1000 x 2000"),
+            ("x.png", SHORTS[..., 0], "images.read_values", "(40, 52, 1)"),
         ],
     )
-    def test_refusals(self, tmp_path: Path, name: str, values: np.ndarray, words: str) -> None:
+    def test_refusals(
+        self, tmp_path: Path, name: str, values: np.ndarray, code: str, words: str
+    ) -> None:
         path = tmp_path / name
         if path.suffix == ".npy":
             np.save(path, values, allow_pickle=True)
         else:
             Image.fromarray(values).save(path)
-        with pytest.raises(UserError, match=f"^{re.escape(str(path))}: .*({words})") as error:
+        with refusal(code, path, words):
             read(path, 5, max_megapixels=1)
-        assert "\n" not in str(error.value)
 
     def test_white_is_zero(self, tmp_path: Path) -> None:
         """Pillow turns such a TIFF of 8 bits over, so that 0 is black; others are refused."""
@@ -126,7 +116,7 @@ class TestFiles:
             tifffile.imwrite(path, values, photometric="miniswhite")
             if kind is np.uint8:
                 assert (images.open_image(str(path)).read().numpy() == 255 - grey).all()
-            with pytest.raises(UserError, match="or 0 is white in it"):
+            with refusal("images.reading", "white"):
                 read(path, 1)
 
     def test_pages(self, tmp_path: Path) -> None:
@@ -134,9 +124,9 @@ class TestFiles:
         path = tmp_path / "x.tif"
         for values in SHORTS, (SHORTS // 32).astype(np.uint8):
             save_tiff(path, values, "pages")
-            with pytest.raises(UserError, match=r"x.tif: 5 pages; .* .channels. into data"):
+            with refusal("images.opened", "x.tif: 5 pages", "channels"):
                 images.open_image(str(path), Format((0, 6000)))
-            with pytest.raises(UserError, match="5 pages"):
+            with refusal("images.opened", "5 pages"):
                 images.read_stored(str(path))
             (finding,) = look(str(path), Format((0, 6000))).findings
             assert finding.text.startswith("5 pages")
@@ -154,11 +144,11 @@ class TestFiles:
         for make in os.mkfifo, lambda path: path.symlink_to("/dev/zero"):
             make(path)
             for format in Format(), Format(channels=5):
-                with pytest.raises(UserError, match=f"^{path}: cannot be read .not a regular file"):
+                with refusal("images.reading", path, "not a regular file"):
                     images.open_image(str(path), format)
                 (finding,) = look(str(path), format).findings
                 assert finding.text == "not a regular file"
-            with pytest.raises(UserError, match="not a regular file"):
+            with refusal("images.reading", "not a regular file"):
                 images.read_stored(str(path))
             path.unlink()
 
@@ -168,7 +158,7 @@ class TestFiles:
         whole = path.read_bytes()
         for content in b"", b"II*\0garbage", whole[: len(whole) // 2]:
             path.write_bytes(content)
-            with pytest.raises(UserError, match=r"x.tif: cannot be read \(.*\); replace or remove"):
+            with refusal("images.reading", "x.tif"):
                 read(path, 5)
         assert not caplog.records
 
@@ -178,14 +168,14 @@ class TestFiles:
 
         save_tiff(tmp_path / "x.tif", SHORTS, "contig")
         monkeypatch.setattr(tifffile.TiffPageSeries, "asarray", fail)
-        with pytest.raises(UserError, match=r"x.tif: .*requires the .imagecodecs. package"):
+        with refusal("images.reading", "x.tif", "imagecodecs"):
             read(tmp_path / "x.tif", 5)
 
     def test_arrays_in_folders(self, tmp_path: Path) -> None:
         """They are images where there are no others; without "channels" a line says so."""
         np.save(tmp_path / "x.npy", SHORTS)
         assert folders.list_images(tmp_path) == [str(tmp_path / "x.npy")]
-        with pytest.raises(UserError, match=r"x.npy: .*need .channels. in data.json"):
+        with refusal("images.reading", "x.npy", "channels"):
             images.open_image(str(tmp_path / "x.npy"))
         Image.fromarray(SHORTS[..., 0]).save(tmp_path / "y.png")
         assert folders.list_images(tmp_path) == [str(tmp_path / "y.png")]
@@ -204,25 +194,8 @@ def test_normalization() -> None:
     assert Format(channels=1).statistics[0] == (pytest.approx(0.449),)
     grey = torch.full((1, 3, 2, 2), 51, dtype=torch.uint8)
     assert loading.normalize(grey, Format(mean=(0.2,) * 3, std=(1,) * 3)).abs().max() < 1e-6
-    with pytest.raises(
-        UserError,
-        match=r'^data\.json: "channels": 4 needs "mean" and "std", 4 numbers each; pyth',
-    ):
+    with refusal("format.statistics", '"channels": 4', '"mean" and "std", 4 numbers'):
         _ = Format(channels=4).statistics
-
-
-def test_visible() -> None:
-    """Three channels, or one in grey, each from dark to bright; RGB of 8 bits as it is."""
-    rgb = torch.randint(256, (3, 20, 30), dtype=torch.uint8)
-    assert images.visible(rgb) is rgb
-    ramp = torch.linspace(0, 0.01, 600).view(20, 30)
-    for image in ramp[None], torch.stack([ramp, ramp.flip(0), 9 * ramp, ramp * 0]):
-        shown = images.visible(image)
-        assert shown.dtype == torch.uint8
-        assert shown.shape == (3, 20, 30)
-        assert (shown.amin((1, 2)) == 0).all()
-        assert (shown.amax((1, 2)) == 255).all()
-        assert shown.float().mean() == pytest.approx(127.5, abs=2)
 
 
 @pytest.mark.parametrize("channels", [1, 2, 5])
@@ -238,80 +211,3 @@ def test_first_convolution(channels: int, capsys: pytest.CaptureFixture[str]) ->
     torch.testing.assert_close(first.weight, adapt_input_conv(channels, source[name]))
     assert torch.equal(net.fc.weight, source["fc.weight"])
     assert net.eval()(torch.rand(1, channels, 64, 64)).shape == (1, 1000)
-
-
-def draw(root: Path, task: str) -> Path:
-    """A set of TIFF files of five channels, whose last tells the classes."""
-    kinds = ["contig", "planes", "pages"]
-    for part, count in ("train", 12), ("val", 5):
-        for i in range(count):
-            mask = np.zeros((40, 52), np.uint8)
-            mask[10:30, i : i + 20] = 1
-            values = SHORTS.copy()
-            values[..., 4] += 3000 * (mask.astype(np.uint16) if task == "segmentation" else i % 2)
-            folder = "images" if task == "segmentation" else f"class {i % 2}"
-            path = root / part / folder / f"{i}.tif"
-            path.parent.mkdir(parents=True, exist_ok=True)
-            save_tiff(path, values + np.uint16(i + count), kinds[i % 3])  # no image comes twice
-            if task == "segmentation":
-                path = root / part / "masks" / f"{i}.png"
-                path.parent.mkdir(parents=True, exist_ok=True)
-                Image.fromarray(mask).save(path)
-    return root
-
-
-def test_a_run(project: Project, tmp_path: Path) -> None:
-    """What the check prints trains, resumes, evaluates, predicts and is exported."""
-    data, out = draw(tmp_path / "set", project.task), tmp_path / "out"
-    net = ["--arch", "squeezenet1_1"] if project.task == "classification" else []
-    run = flags(data, out, "--batch-size", 3, *net)
-    project.alone(*run).refused("0.tif: cannot be read", 'more channels need "channels" in data.js')
-    words = [data, "--workers", 0, "--output", tmp_path]
-    (data / "data.json").write_text('{"channels": 5}')
-    said = project.alone(*words, script="ddpkit check").ok().out
-    (proposed,) = re.findall(r"^data.json ({.*}) \(--write writes it\)$", said, re.MULTILINE)
-    project.alone(*words, "--write", script="ddpkit check").ok()
-    given = json.loads((data / "data.json").read_text())
-    assert given == json.loads(proposed)
-    said = project.alone(*words, script="ddpkit check").ok().out
-    assert "data.json as it should be" in said
-    found = [given["mean"], given["std"]]
-    paths = (data / "train").rglob("*.tif")
-    values = np.concatenate([read(path, 5).reshape(-1, 5) for path in paths])
-    np.testing.assert_allclose(found, [values.mean(0), values.std(0)], rtol=1e-3)
-
-    def write(**changes: object) -> None:
-        (data / "data.json").write_text(json.dumps({**given, **changes}))
-
-    (data / "data.json").write_text('{"channels": 5}')
-    project.alone(*run).refused('"channels": 5 needs "mean"', "ddpkit check DIR --write")
-    write()
-    project.fork(*run).ok()
-    project.fork(*run, "--epochs", 2, draws=False).ok()
-    assert len(rows(out)) == 2
-    write(mean=[0.5] * 5)
-    project.alone(*run, "--epochs", 3).refused("was trained with mean (")
-    (data / "data.json").write_text('{"channels": 3}')
-    project.alone(*run).refused("values of shape (40, 52, 5)")
-    write()
-    assert (out / "examples.png").is_file()
-    only = project.fork(*run, "--eval-only", draws=False).ok().out
-    best = json.loads(only.strip().splitlines()[-1])
-    assert any(float(row["val_loss"]) == pytest.approx(best["val_loss"]) for row in rows(out))
-    folder = data / "val" / ("images" if project.task == "segmentation" else "")
-    words = [folder, "--checkpoint", out / "best.pt", "--output", tmp_path / "predicted"]
-    project.alone(*words, script="predict.py").ok()
-    words = ["--data", data, "--output", tmp_path / "fast", "--workers", 0]
-    project.alone(*words, script="ddpkit prepare").refused("prepared data is RGB of 8 bits")
-    if project.task == "segmentation":
-        return
-    # The exported network takes float32 of as many channels, and normalises it.
-    words = ["--checkpoint", out / "best.pt", "--output", tmp_path, "--data", data]
-    project.alone(*words, script="ddpkit export").ok()
-    session = onnxruntime.InferenceSession(tmp_path / "model.onnx")
-    held = session.get_modelmeta().custom_metadata_map
-    assert held["channels"] == "5"
-    assert [json.loads(held[name]) for name in ("mean", "std")] == found
-    images = np.random.default_rng(0).random((4, 5, 64, 64), np.float32)
-    (logits,) = session.run(["logits"], {"images": images})
-    assert logits.shape == (4, 2)

@@ -1,0 +1,381 @@
+"""Which samples a rank takes, with which random numbers, and what a sample may be."""
+
+import errno
+import gc
+import os
+import resource
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from generated import refusal
+from PIL import Image
+from test_reading import failing
+from torch.utils.data import DataLoader
+from torchvision.transforms.v2 import functional as F
+
+from ddpkit import files
+from ddpkit.data import loading, samples
+from ddpkit.data.format import MEAN, STD, Format
+from ddpkit.errors import DiskError, UserError, print_error
+from ddpkit.ranks import distributed
+from ddpkit.run import checkpoint, folder
+
+
+class TestSeeding:
+    def test_numbers(self) -> None:
+        keys = [(), (0,), (1,), (1, 2), (2, 1), (1, 2, 0), (0, 1, 2), (2**40, 1)]
+        found = [samples.hash_key(*key) for key in keys]
+        assert len(set(found)) == len(keys)
+        assert found == [samples.hash_key(*map(np.int64, key)) for key in keys]
+        assert all(0 <= number < 2**64 for number in found)
+
+    def test_generators(self) -> None:
+        def drawn(*key: int) -> tuple:
+            samples.seed(*key)
+            return samples.random.random(), np.random.rand(), torch.rand(1).item()
+
+        first, again, other = drawn(1, 2), drawn(1, 2), drawn(1, 3)
+        assert first == again
+        assert not {*first} & {*other}
+
+    def test_apples_gpus(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """They are seeded by ranks, and left alone by loader workers, which must not open them."""
+        seeds: list[int] = []
+        module = SimpleNamespace(manual_seed=seeds.append, is_available=lambda: True)
+        monkeypatch.setattr(torch, "get_device_module", lambda: module)
+        samples.seed(1)
+        assert seeds == [samples.hash_key(1)]
+        monkeypatch.setattr(torch.utils.data._utils.worker, "_worker_info", object())
+        samples.seed(2)
+        assert len(seeds) == 1
+
+
+def shares(ranks: int, sampler: Callable, monkeypatch: pytest.MonkeyPatch) -> list[list]:
+    """What each of so many ranks takes from its sampler."""
+    found = []
+    monkeypatch.setattr(distributed, "world_size", lambda: ranks)
+    for rank in range(ranks):
+        monkeypatch.setattr(distributed, "rank", lambda rank=rank: rank)
+        mine = sampler()
+        found.append(list(mine))
+        assert len(mine) == len(found[-1])
+    return found
+
+
+class TestSampler:
+    @pytest.mark.parametrize("ranks", [2, 3, 4, 6])
+    @pytest.mark.parametrize("seen", [0, 24])
+    def test_ranks_share_what_one_would_take(
+        self, ranks: int, seen: int, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def sampler() -> loading.TrainSampler:
+            each = 12 // distributed.world_size()
+            made = loading.TrainSampler([()] * 53, each, 1, seed=5)
+            made.set_epoch(3, seen)
+            return made
+
+        (alone,) = shares(1, sampler, monkeypatch)
+        assert len(alone) == 48 - seen  # 53 are four global batches of 12, and a rest
+        assert len({*alone}) == len(alone)
+        assert {key.epoch for key in alone} == {3}
+        parts = shares(ranks, sampler, monkeypatch)
+        each = 12 // ranks
+        for step in range(len(alone) // 12):
+            mine = [part[step * each : (step + 1) * each] for part in parts]
+            together = {key for part in mine for key in part}
+            assert together == {*alone[step * 12 : (step + 1) * 12]}
+
+    def test_orders(self) -> None:
+        def order(seed: int, epoch: int) -> list[int]:
+            sampler = loading.TrainSampler([()] * 40, 4, 2, seed)
+            sampler.set_epoch(epoch)
+            return [key.number for key in sampler]
+
+        assert order(1, 0) == order(1, 0)
+        assert len({*map(tuple, (order(1, 0), order(1, 1), order(2, 0)))}) == 3
+
+    def test_the_rest_of_an_epoch(self) -> None:
+        sampler = loading.TrainSampler([()] * 40, 8, 1, 0)
+        whole = list(sampler)
+        sampler.set_epoch(0, 16)
+        assert list(sampler) == whole[16:]
+
+    def test_a_batch_that_is_too_large(self) -> None:
+        with refusal("loading.init", "--batch-size 4 x 1 ranks x --accumulate 3"):
+            loading.TrainSampler([()] * 11, 4, 3, 0)
+
+    @pytest.mark.parametrize(
+        "total, accumulate, size",
+        [(640, 1, 32), (639, 1, 16), (640, 2, 16), (100, 1, 4), (40, 1, 2), (5, 1, 2)],
+    )
+    def test_default_batch_size(
+        self, capsys: pytest.CaptureFixture[str], total: int, accumulate: int, size: int
+    ) -> None:
+        assert loading.TrainSampler.fitting(range(total), accumulate) == size
+        assert (f"--batch-size {size}: with 32" in capsys.readouterr().out) == (size < 32)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_other_loaders_take_the_seed(workers: int) -> None:
+    """Each seed and each epoch has an order of its own; a part of an epoch is its beginning."""
+
+    def order(seed: int, epoch: int, seen: int = 0) -> list[int]:
+        loader = DataLoader(range(40), 4, shuffle=True, num_workers=workers)
+        source = loading.Foreign(loader, 1, seed)
+        assert source.order["seed"] == seed
+        return torch.cat([*source.batches(loader, epoch, seen)]).tolist()
+
+    orders = [order(0, 0), order(1, 0), order(0, 1), order(1, 1)]
+    assert len({*map(tuple, orders)}) == 4
+    assert order(1, 1) == orders[3]
+    assert order(1, 1, 20) == orders[3][:20]
+
+
+class Listed(torch.utils.data.Dataset):
+    def __init__(self, samples: list) -> None:
+        self.samples = samples
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitem__(self, index: int) -> tuple:
+        return torch.zeros(3, 4, 4, dtype=torch.uint8), 0
+
+
+def fingerprint(listed: list) -> str:
+    return samples.fingerprint(Listed(listed))
+
+
+def test_samples_that_are_no_list() -> None:
+    """An array has no truth value; only the number of its samples is compared."""
+    assert fingerprint(np.zeros((3, 2))).startswith("3 images")
+    assert samples.name(Listed(np.zeros((3, 2))), 1) == "sample 1"
+
+
+def test_fingerprints() -> None:
+    first = [("a/1.jpg", 0), ("a/2.jpg", 1)]
+    assert fingerprint(first) == fingerprint([("b/1.jpg", 0), ("c/2.jpg", 1)])
+    assert samples.fingerprint([()] * 3) == "3 images (00000000)"
+    others = [first[:1], [*first, ("a/3.jpg", 0)], first[::-1], [("a/1.jpg", 1), ("a/2.jpg", 1)]]
+    assert len({fingerprint(each) for each in (first, *others)}) == 5
+
+
+class TestSamples:
+    def test_packed(self) -> None:
+        listed = [("a.jpg", 1), ("é\udcff.jpg", None), ((1, 2), "x")]
+        packed = samples.Packed(listed)
+        assert list(packed) == listed
+        assert packed[-1] == listed[-1]
+        assert len(samples.Packed([])) == 0
+        with pytest.raises(IndexError):
+            packed[3]
+
+    def keyed(self, dataset: object) -> samples.Seeded:
+        return samples.Seeded(dataset, 2, 0)
+
+    @pytest.mark.parametrize("label", [-1, 2, np.int64(2), torch.tensor(2)])
+    def test_labels_that_are_no_class(self, label: object) -> None:
+        with refusal("samples.parts", "sample 0, a.jpg", "0 to 1"):
+            self.keyed(Listed([("a.jpg", 0)])).parts(0, (torch.zeros(3, 4, 4), label))
+
+    @pytest.mark.parametrize("label", [0, 1, 2.0, torch.tensor(7.0), torch.full((3,), 9)])
+    def test_labels_that_are_left_alone(self, label: object) -> None:
+        self.keyed(Listed([("a.jpg", 0)])).parts(0, (torch.zeros(3, 4, 4), label))
+
+    @pytest.mark.parametrize(
+        ("sample", "found"),
+        [
+            (None, "NoneType"),
+            ([torch.zeros(3, 4, 4)], "list"),
+            ({"image": torch.zeros(3, 4, 4), "boxes": 0}, "dict"),
+            ((torch.zeros(3, 4, 4).int(), 0), "Tensor (3, 4, 4), torch.int32"),
+            ((torch.zeros(4), 0), "Tensor (4,), torch.float32"),
+            (("a.jpg", 0), "str"),
+            ((torch.zeros(3, 4, 4), "cat"), "the target is 'cat'"),
+        ],
+    )
+    def test_samples_of_other_kinds(self, sample: object, found: str) -> None:
+        class Other(Listed):
+            def __getitem__(self, index: int) -> object:
+                return sample
+
+        with refusal("samples.parts", "sample 0, a.jpg", found):
+            self.keyed(Other([("a.jpg", 0)]))[samples.Key(0, 0)]
+
+    def test_samples_as_people_have_them(self) -> None:
+        """PIL images, arrays, floats as they are, more parts, dicts; masks of any of these."""
+        grey = np.arange(12, dtype=np.uint8).reshape(3, 4)
+        pixels = torch.from_numpy(grey)
+        floats = torch.randn(3, 3, 4)
+        for sample, image, target in (
+            ((Image.fromarray(grey), 1), pixels.expand(3, -1, -1), 1),
+            ((np.stack([grey] * 5, -1), grey), pixels.expand(5, -1, -1), pixels),
+            ((floats, Image.fromarray(grey), "a.jpg"), floats, pixels),
+            ({"label": 1, "id": "x", "image": floats}, floats, 1),
+        ):
+            parts = self.keyed([sample])[samples.Key(0, 0)]
+            assert torch.equal(parts[0], image)
+            assert torch.equal(torch.as_tensor(parts[1]), torch.as_tensor(target))
+            assert len(parts) == len(sample)
+
+    @pytest.mark.parametrize("workers", [0, 2])
+    def test_set_epoch(self, workers: int) -> None:
+        """The process that reads calls it, before any sample of that epoch, also on resuming."""
+
+        class Curriculum(Listed):
+            level, calls = -1, 0
+
+            def set_epoch(self, epoch: int) -> None:
+                self.level, self.calls = 10 * epoch, self.calls + 1
+
+            def __getitem__(self, index: int) -> tuple:
+                return torch.zeros(3, 4, 4, dtype=torch.uint8), 0, self.level, self.calls
+
+        options = loading.workers(workers, torch.device("cpu"))
+        options["collate_fn"] = loading.Collate()
+        dataset = Curriculum([("a.jpg", 0)] * 24)
+        sampler = loading.TrainSampler(dataset, 4, 1, 0)
+        loader = DataLoader(self.keyed(dataset), 4, sampler=sampler, **options)
+        for turn, (epoch, seen) in enumerate([(3, 16), (4, 0), (5, 0)], start=1):
+            loader.sampler.set_epoch(epoch, seen)
+            found = [batch[2:] for batch in loader]
+            assert len(found) == 6 - seen // 4
+            assert {level for levels, _ in found for level in levels.tolist()} == {10 * epoch}
+            assert {count for _, counts in found for count in counts.tolist()} == {turn}
+        dataset = Curriculum([("a.jpg", 0)])
+        sampler = loading.ValSampler(dataset, 4)
+        (batch,) = DataLoader(self.keyed(dataset), batch_sampler=sampler, **options)
+        assert [part.tolist() for part in batch[1:]] == [[0], [-1], [0], [0]]
+
+    def test_images_of_several_sizes(self) -> None:
+        several = [(torch.zeros(3, 4, side, dtype=torch.uint8), 0) for side in (4, 5)]
+        with refusal("samples.getitems", "sample 1 has (3, 4, 5), sample 0 (3, 4, 4)"):
+            self.keyed(several).__getitems__([samples.Key(0, 0), samples.Key(0, 1)])
+
+
+class TestNormalize:
+    def test_values(self) -> None:
+        """What ToTensor and Normalize make of them, channels last."""
+        generator = torch.Generator().manual_seed(0)
+        pixels = torch.randint(0, 256, (4, 20, 30, 3), dtype=torch.uint8, generator=generator)
+        batch = loading.Collate()([(image.movedim(-1, 0), n) for n, image in enumerate(pixels)])
+        found, targets = loading.move(batch, torch.device("cpu"), Format())
+        scaled = F.to_dtype(pixels.movedim(-1, 1), torch.float32, scale=True)
+        expected = F.normalize(scaled, MEAN, STD)
+        assert (found - expected).abs().max() < 1e-6
+        assert targets.tolist() == [0, 1, 2, 3]
+        assert found.is_contiguous(memory_format=torch.channels_last)
+
+    def test_batches_by_size(self) -> None:
+        sizes = (4, 5, 4)
+        found = loading.Collate()([(torch.zeros(3, 4, side), side) for side in sizes])
+        assert isinstance(found, loading.Groups)
+        assert [targets.tolist() for _, targets in found] == [[4, 4], [5]]
+
+
+def loader() -> DataLoader:
+    listed = [
+        (torch.full((3, 8, 8), n, dtype=torch.uint8), torch.full((8, 8), n), n) for n in range(16)
+    ]
+    sampler = loading.TrainSampler(listed, 2, accumulate=1, seed=0)
+    how = {"collate_fn": loading.Collate(), **loading.workers(2, torch.device("cpu"))}
+    return DataLoader(samples.Seeded(listed, 99, 0), 2, sampler=sampler, **how)
+
+
+class TestBatches:
+    def test_batches_that_are_kept(self) -> None:
+        """All of two epochs keep their values, channels last in memory."""
+        found = loader()
+        expected = [key.number for key in found.sampler] * 2
+        whole = [batch for _ in range(2) for batch in found]
+        assert torch.cat([numbers for *_, numbers in whole]).tolist() == expected
+        for pixels, masks, numbers in whole:
+            assert pixels.is_contiguous(memory_format=torch.channels_last)
+            assert torch.equal(pixels[:, 0, 0, 0].long(), numbers)
+            assert torch.equal(masks[:, 7, 7], numbers)
+
+    def test_loaders_that_are_gone(self) -> None:
+        """A rank keeps nothing of them."""
+        known = {*samples.Seeded.in_use}
+        found = loader()
+        assert len([*found]) == 8
+        assert len({*samples.Seeded.in_use} - known) == 1
+        del found
+        gc.collect()
+        assert {*samples.Seeded.in_use} <= known
+
+    def test_types_that_differ(self) -> None:
+        """They become one type."""
+        several = [(torch.zeros(3, 4, 4), torch.tensor(n)) for n in (2**40, 1.5)]
+        assert loading.Collate()(several)[1].tolist() == [2**40, 1.5]
+
+
+@pytest.mark.parametrize("call", ["fsync", "replace", "write"])
+def test_saving(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str) -> None:
+    """On a network disk a checkpoint is written whole or not at all."""
+    monkeypatch.setattr(files, "WAITS", (1e-6, 1e-6))
+    run, state = folder.Folder(tmp_path, "auto"), dict.fromkeys(folder.KEYS, 0)
+    state["model"] = {"w": torch.arange(999)}
+
+    def epochs() -> list[int]:
+        return [checkpoint.read(path)["epoch"] for path in run.saves()]
+
+    def save(epoch: int, times: int, number: int) -> None:
+        with monkeypatch.context() as patch:
+            if call == "write":
+                save = failing(torch.save, times, number)
+                patch.setattr(torch, "save", save)
+            else:
+                patch.setattr(os, call, failing(getattr(os, call), times, number))
+            run.add({**state, "epoch": epoch}, epoch == 1, replace=False)
+
+    save(1, 0, 0)
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    with pytest.raises(DiskError, match=r"last.pt: the disk does not answer"):
+        save(2, 9, errno.EIO)
+    with pytest.raises(UserError, match=r"last.pt: cannot be written \(No space left"):
+        save(2, 9, errno.ENOSPC)
+    if call == "replace":  # which is not tried again
+        return
+    assert before == {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    save(2, 2, errno.ESTALE)
+    assert epochs() == [2, 1]
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint, "check_archive", failing(open, 9, errno.EIO))
+        with pytest.raises(DiskError, match=r"last.pt: the disk does not answer"):
+            folder.read_newest(run.saves())
+        patch.setattr(os, "listdir", failing(os.listdir, 9, errno.ESTALE))
+        with pytest.raises(DiskError):
+            run.saves()
+    assert epochs() == [2, 1]
+
+
+def test_what_torch_hides(tmp_path: Path) -> None:
+    """It raises a RuntimeError if the disk fails within a save."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (10**5, before[1]))
+        with (
+            pytest.raises(UserError, match=r"x.pt: cannot be written \(File too large\)"),
+            files.writing(tmp_path / "x.pt") as part,
+        ):
+            checkpoint.write(part, {"w": torch.zeros(10**5)})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert not list(tmp_path.iterdir())
+
+
+def test_names_with_control_characters(capsys: pytest.CaptureFixture[str]) -> None:
+    """They cannot begin a line or change a terminal; other names stay as they are."""
+    name = "a\nerror: b\x1b[2J\r\x9b\u2028é 猫 \u200d"
+    distributed.say(name)
+    print_error(UserError(name))
+    expected = "a\\nerror: b\\x1b[2J\\r\\x9b\\u2028é 猫 \u200d"
+    assert capsys.readouterr() == (
+        f"{expected}\n",
+        f"error: {expected} [test_samples.test_names_with_control_characters]\n",
+    )
