@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 from deep import save_tiff
+from generated import Done, Project, both_tasks
 from PIL import Image
-from running import SAME_FOR_BOTH, Done, Project, flags
 
 from ddpkit.data.images import Format
 from ddpkit.tools.check import Survey, look
@@ -25,8 +25,7 @@ def build_datasets(args):
 
 
 def check(project: Project, data: Path, out: Path, *more: object) -> Done:
-    flags = [data, "--output", out, "--workers", 2, *more]
-    return project.fork(*flags, ranks=1, script="ddpkit check")
+    return project.run(data, "--output", out, *more, "--workers", 2, script="ddpkit check", on=1)
 
 
 def findings(data: Path, out: Path) -> set[tuple[str, ...]]:
@@ -89,7 +88,6 @@ def whole_jpeg(painter: Painter) -> bytes:
     return (painter.data / "spare.jpg").read_bytes()
 
 
-@pytest.mark.parametrize("project", ["classification"], indirect=True)
 def test_faults_of_classification(project: Project, tmp_path: Path) -> None:
     data, out = tmp_path / "set", tmp_path / "out"
     painter = Painter(data)
@@ -131,7 +129,7 @@ def test_faults_of_classification(project: Project, tmp_path: Path) -> None:
     assert lines[-2].startswith("5 errors, 2 warnings")
     assert (out / "check.png").stat().st_size > 10_000
     (data / "train/empty").mkdir()
-    check(project, data, out).refused("empty")
+    check(project, data, out).refused("folders.list_images", "empty")
 
 
 @pytest.mark.parametrize("project", ["segmentation"], indirect=True)
@@ -193,6 +191,7 @@ def test_faults_of_segmentation(project: Project, tmp_path: Path) -> None:
     assert done.out.splitlines()[-2].startswith("9 errors, 2 warnings")
 
 
+@both_tasks
 def test_a_whole_set(project: Project, data: Path, tmp_path: Path) -> None:
     """No finding, no check.csv, not even an older one; counts as numpy has them."""
     (tmp_path / "check.csv").write_text("old")
@@ -251,16 +250,12 @@ def test_more_than_8_bits(tmp_path: Path) -> None:
     assert not facts.findings
 
 
-@SAME_FOR_BOTH
 def test_what_cannot_be_checked(project: Project, tmp_path: Path) -> None:
-    check(project, tmp_path / "none", tmp_path / "out").refused("none", "No such file")
+    check(project, tmp_path / "none", tmp_path / "out").refused("files.failure", "none")
     (tmp_path / "train.csv").write_text("file,label\nnone.png,a\n")
-    check(project, tmp_path, tmp_path / "out").refused("train.csv, line 2", "none.png")
-    (tmp_path / "index.json").write_text("{}")
-    check(project, tmp_path, tmp_path / "out").refused("train.csv, line 2", "none.png")
+    check(project, tmp_path, tmp_path / "out").refused("folders.read_list", "line 2", "none.png")
 
 
-@SAME_FOR_BOTH
 def test_a_data_set_of_torchvision(project: Project, data: Path, tmp_path: Path) -> None:
     """In place of folders: checked are those that are named; what needs files or counts says so."""
     own = project.copy(tmp_path / "own")
@@ -268,13 +263,11 @@ def test_a_data_set_of_torchvision(project: Project, data: Path, tmp_path: Path)
         file.write(OF_TORCHVISION)
     out = tmp_path / "out"
     assert "train     53 images; " in check(own, data, out).ok().out
-    check(own, tmp_path / "none", out).refused("none: ", "No such file")
-    words = ["--data", data, "--output", tmp_path / "fast"]
-    own.alone(*words, script="ddpkit prepare").refused("dataset.py returns FakeData, whose samples")
-    more = "--class-weights", "auto"
-    own.alone(*flags(data, out), *more).refused("FakeData has no count_labels, which --class-")
-    own.fork(*flags(data, out), draws=False).ok()
-    (image, *_) = (data / "val").glob("*/*.jpg")
+    prepared = own.run("--data", data, "--output", tmp_path, script="ddpkit prepare", on=1)
+    prepared.refused("prepare.main", "FakeData")
+    weighed = own.train(data, out, "--class-weights", "auto", on=1)
+    weighed.refused("class_counts.count_classes", "FakeData", "count_labels")
+    own.train(data, out).ok()
+    image = next((data / "val").glob("*/*.jpg"))
     words = [image, "--checkpoint", out / "best.pt", "--output", tmp_path / "predicted"]
-    own.alone(*words, script="predict.py").ok()
-    own.close()
+    own.run(*words, script="predict.py", on=1).ok()

@@ -1,0 +1,322 @@
+"""What the values and colours in masks mean, the classes' shares, and image sizes."""
+
+import shutil
+import time
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from generated import Project, refusal
+from PIL import Image
+from ranks import on_ranks
+from torch import nn
+
+import ddpkit
+from ddpkit.data import class_counts, folders, masks
+from ddpkit.ranks import distributed
+from ddpkit.run import predicting
+
+COLORS = {0: (10, 20, 30), 1: (200, 0, 7), 255: (0, 0, 0)}  # by class number, for `recolor`
+
+
+def repaint(folder: Path, change: Callable[[np.ndarray], np.ndarray | Image.Image]) -> None:
+    """Replace all masks of a set."""
+    for path in folder.glob("*/masks/*"):
+        made = change(np.array(Image.open(path)))
+        image = made if isinstance(made, Image.Image) else Image.fromarray(made.astype(np.uint8))
+        image.save(path)
+
+
+def recolor(mask: np.ndarray) -> np.ndarray:
+    table = np.zeros((256, 3), np.uint8)
+    table[list(COLORS)] = list(COLORS.values())
+    return table[mask]
+
+
+def as_palette(mask: np.ndarray) -> Image.Image:
+    """With other numbers than those of the classes."""
+    image = Image.fromarray(np.where(mask == 255, 2, 1 - mask.clip(max=1)).astype(np.uint8))
+    image.putpalette([*COLORS[1], *COLORS[0], *COLORS[255]])
+    return image
+
+
+def names(*values: object) -> str:
+    """A classes.txt of background, crack and void."""
+    words = ("background", "crack", "void")
+    return "\r\n".join(f"{name} = {value}" for name, value in zip(words, values, strict=True))
+
+
+def rgb(key: int, separator: str = " ") -> str:
+    return separator.join(map(str, COLORS[key]))
+
+
+@pytest.mark.parametrize(
+    ("text", "classes", "colors"),
+    [
+        ("a\nb\n", ["a", "b"], None),
+        ("\n é b \r\n\r\nvoid\r\n", ["é b", "void"], None),
+        ("a = 0\nb=255\nvoid = 7", ["a", "b"], None),
+        ("void = 7\nb = -1\na = 300", ["b", "a"], None),
+        ("a\nb\nVoid = 7", ["a", "b"], None),
+        ("# all\n\na # one\nC#\n", ["a", "C#"], None),
+        ("class 1\nclass 2", ["class 1", "class 2"], None),
+        ("a = 1 2 3\nb = 255,0, 255\nVoid = 0 0 0", ["a", "b"], [[1, 2, 3], [255, 0, 255]]),
+    ],
+)
+def test_classes_txt(tmp_path: Path, text: str, classes: list, colors: list | None) -> None:
+    (tmp_path / "classes.txt").write_bytes(text.encode("utf-8-sig"))
+    found = masks.read_classes(tmp_path / "classes.txt")
+    assert list(found) == classes
+    assert (None if found.colors is None else found.colors.tolist()) == colors
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("a\nb = 1", ["b: ", "NAME = VALUE"]),
+        ("a = 1\n\nb = 1 2 3", ["b: ", "NAME = R G B"]),
+        ("a = 1\nb = 2\nvoid = 1 2 3", ["void: "]),
+        ("a = 1 2 3\nb = 4 5 6\nvoid = 0", ["void: "]),
+        ("a\nb\na", ["a: ", "twice"]),
+        ("a = 1\na = 2", ["a: ", "twice"]),
+        ("a = 7\nb = 7", ["b: ", "twice"]),
+        ("a\nb\nvoid = 1", ["void: ", "twice"]),
+        ("a = 1 2 3\nb = 1 2 3", ["b: ", "twice"]),
+        ("a = 1 2\nb = 3 4", ["line 1", "NAME"]),
+        ("a = 1 2 256\nb = 1 2 3", ["line 1", "0 to 255"]),
+        ("a = red\nb = blue", ["line 1"]),
+        ("= 3\nb = 4", ["line 1"]),
+        ("a = 3\nvoid = 4", ["1 classes", "2 to 255"]),
+        ("", ["0 classes"]),
+    ],
+)
+def test_faults_of_classes_txt(tmp_path: Path, text: str, words: list[str]) -> None:
+    (tmp_path / "classes.txt").write_text(text)
+    with refusal("masks.parse", tmp_path / "classes.txt", *words):
+        masks.read_classes(tmp_path / "classes.txt")
+
+
+NAMES, VALUES = ["a", "b", "c"], ["a = 0", "b = 255", "void = 7"]
+COLORED = ["a = 1 2 3", "b = 3 2 1", "void = 9 9 9"]
+ROW = [[1, 2, 3], [3, 2, 1], [9, 9, 9]]
+PALETTE = [3, 2, 1, 9, 9, 9, 1, 2, 3]
+CLEAR, OPAQUE = ([[*pixel, alpha] for pixel in ROW] for alpha in (0, 255))
+
+
+def read(
+    folder: Path,
+    classes: list[str],
+    row: list,
+    name: str = "mask.png",
+    dtype: str = "uint8",
+    palette: list[int] | None = None,
+    **how: str,
+) -> list[int]:
+    """The classes in a mask of one row that holds these values or colours."""
+    image = Image.fromarray(np.array([row], dtype))
+    if palette:
+        image.putpalette(palette)
+    image.save(folder / name, **how)
+    labels = masks.parse(classes, Path("classes.txt"))
+    return masks.read_mask(str(folder / name), labels)[0].tolist()
+
+
+@pytest.mark.parametrize(
+    ("classes", "row", "how", "expected"),
+    [
+        (NAMES, [0, 2, 255], {}, [0, 2, 255]),
+        ([*NAMES, "void = 7"], [0, 7, 255], {}, [0, 255, 255]),
+        (NAMES, [False, True, True], {"dtype": "bool"}, [0, 1, 1]),
+        (NAMES, [2, 1, 0], {"palette": PALETTE}, [2, 1, 0]),
+        (VALUES, [0, 255, 7], {}, [0, 1, 255]),
+        (["a = 0", "b = 128"], [0, 128, 255], {}, [0, 1, 255]),
+        (["a = 300", "b = 65535"], [300, 65535], {"dtype": "uint16"}, [0, 1]),
+        (COLORED, ROW, {}, [0, 1, 255]),
+        (COLORED, OPAQUE, {}, [0, 1, 255]),
+        (COLORED, [2, 0, 1], {"palette": PALETTE}, [0, 1, 255]),
+        (COLORED, [0, 1, 255], {}, [0, 1, 255]),
+        (NAMES, [0, 2], {"name": "x.jpg", "format": "PNG"}, [0, 2]),
+        (NAMES, [0, 2], {"name": "x.tif"}, [0, 2]),
+    ],
+)
+def test_masks(tmp_path: Path, classes: list, row: list, how: dict, expected: list) -> None:
+    assert read(tmp_path, classes, row, **how) == expected
+
+
+@pytest.mark.parametrize(
+    ("classes", "row", "how", "words"),
+    [
+        (NAMES, [0, 3, 3], {}, ["value 3 in 2 pixels", "NAME = 3"]),
+        (VALUES, [0, 255, 8], {}, ["value 8 in 1 pixels", "void = 8"]),
+        (NAMES, [0.5], {"dtype": "float32", "name": "x.tif"}, ["value 0.5"]),
+        (COLORED, [*ROW, [0, 0, 4]], {}, ["colour 0 0 4 in 1 pixels", "void = 0 0 4"]),
+        (COLORED, CLEAR, {}, ["transparent"]),
+        (COLORED, [0, 7], {}, ["value 7", "NAME = 7"]),
+        (NAMES, ROW, {}, ["colour ", "NAME = "]),
+        (NAMES, [0, 0], {"name": "x.jpg"}, ["JPEG", "PNG"]),
+        (COLORED, ROW, {"name": "x.JPG"}, ["JPEG"]),
+        (NAMES, [0, 1], {"format": "JPEG"}, ["JPEG"]),
+        (NAMES, [0, 1], {"name": "x.tif", "compression": "jpeg"}, ["JPEG"]),
+    ],
+)
+def test_faults_of_masks(tmp_path: Path, classes: list, row: list, how: dict, words: list) -> None:
+    with refusal("masks.read_mask", tmp_path, *words):
+        read(tmp_path, classes, row, **how)
+
+
+def content(data: Path) -> tuple:
+    """The classes of a set, their colours, and a checksum of its masks."""
+    train, val, classes = folders.find_masks(data)
+    parts = [folders.MaskFiles(part, lambda *_: None) for part in (train, val)]
+    found = [part.open_mask(n).read().numpy() for part in parts for n in range(len(part))]
+    colors = None if classes.colors is None else classes.colors.tolist()
+    return list(classes), colors, zlib.crc32(b"".join(mask.tobytes() for mask in found))
+
+
+@on_ranks(1)
+def test_values_and_colors(tmp_path: Path) -> None:
+    """The same masks, however they are stored."""
+    data = tmp_path / "set"
+    ddpkit.demo_masks(data, 20, 6)
+    classes, _, checksum = content(data)
+    variants = {
+        "values": (lambda mask: np.choose(mask.clip(max=2), (255, 0, 7)), names(255, 0, 7)),
+        "colors": (recolor, names(rgb(0), rgb(1, ","), rgb(255, ", "))),
+        "palette": (as_palette, names(rgb(0), rgb(1), rgb(255))),
+        "numbers": (None, names(rgb(0), rgb(1), rgb(255))),
+    }
+    for name, (change, text) in variants.items():
+        own = shutil.copytree(data, tmp_path / name)
+        (own / "classes.txt").write_bytes(text.encode("utf-8-sig"))
+        if change:
+            repaint(own, change)
+        colors = None if name == "values" else [list(COLORS[0]), list(COLORS[1])]
+        assert content(own) == (classes, colors, checksum)
+
+
+@pytest.mark.parametrize("project", ["segmentation"], indirect=True)
+def test_colors_that_are_prepared(project: Project, tmp_path: Path) -> None:
+    """What the colours mean is part of what was prepared."""
+    data, store = tmp_path / "set", tmp_path / "store"
+    ddpkit.demo_masks(data, 20, 6)
+    repaint(data, recolor)
+    text = names(rgb(0), rgb(1), rgb(255))
+    (data / "classes.txt").write_text(text)
+    words = ["--data", data, "--output", store, "--workers", 0]
+    project.run(*words, script="ddpkit prepare", on=1).ok()
+
+    @on_ranks(1)
+    def compare() -> None:
+        assert content(store) == content(data)
+        (data / "classes.txt").write_text(text.replace("7", "8"))
+        with refusal("prepared.open_store", data, "changed"):
+            content(store)
+
+    compare()
+
+
+@pytest.mark.parametrize(
+    ("change", "text", "words"),
+    [
+        (lambda mask: 128 * (mask == 1), None, ["hold 0, 128", "NAME = 0, NAME = 128"]),
+        (lambda mask: 255 * (mask == 1), "ground\ncrack", ["hold 0, 255", "NAME = 255"]),
+        (lambda mask: mask % 2 * 3, None, ["hold 0, 3", "without a gap"]),
+        (lambda mask: 0 * mask, None, ["hold 0 (255 is void)", "two classes"]),
+        (lambda mask: 255 * (mask == 1), "a = 0\nb = 254", ["hold 0, 255", "NAME = 255"]),
+    ],
+)
+@on_ranks(1)
+def test_masks_that_cannot_be_meant(
+    tmp_path: Path, change: Callable, text: str | None, words: list[str]
+) -> None:
+    data = tmp_path / "set"
+    ddpkit.demo_masks(data, 12, 4)
+    repaint(data, change)
+    (data / "classes.txt").unlink()
+    if text:
+        (data / "classes.txt").write_text(text)
+    with refusal("folders.survey", data, *words):
+        content(data)
+
+
+def test_how_many_masks_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    def count(values: list[int], has_to_read_all: bool = False) -> tuple[list[int], int]:
+        def read(index: int) -> np.ndarray:
+            return np.full((2, 50), values[index], np.uint8)
+
+        counts, read_masks = class_counts.count_pixels(read, len(values), has_to_read_all)
+        assert counts.sum() == 100 * read_masks
+        return np.flatnonzero(counts).tolist(), read_masks
+
+    assert count([0] * 40) == ([0], 40)
+    monkeypatch.setattr(class_counts, "MOST_PIXELS", 1000)
+    assert count([0] * 20 + [1] * 20) == ([0, 1], 16)  # 16 at once
+    assert count([0] * 20 + [1] * 20, has_to_read_all=True) == ([0, 1], 40)
+
+
+@on_ranks(2, group=False)
+def test_masks_that_take_longer_than_collectives(tmp_path: Path) -> None:
+    """Rank 0 reads them while the others wait in no collective, which would time out."""
+    distributed.setup(timeout=2)
+    if ddpkit.rank() == 0:
+        ddpkit.demo_masks(tmp_path / "set", 12, 4)
+        survey = folders.survey
+        folders.survey = lambda *args: time.sleep(3) or survey(*args)
+    distributed.barrier()
+    assert len(folders.find_masks(tmp_path / "set")[2]) == 2
+
+
+def test_shares_of_many_classes(capsys: pytest.CaptureFixture) -> None:
+    words = [f"c{n}" for n in range(20)]
+    class_counts.say_images(words, [n for n in range(20) for _ in range(n)], [*range(20)])
+    class_counts.say_images(["a", "b"], [0, 1, 1], [1])
+    many, warning, few, other = capsys.readouterr().out.splitlines()
+    assert ", ".join(f"c{n} {n} (1)" for n in range(12)) + ", ..." in many
+    assert "training" in warning and warning.endswith(": c0")
+    assert few.endswith("a 1 (0), b 2 (1)")
+    assert "validation" in other and other.endswith(": a")
+
+
+class Strided(nn.Module):
+    """Takes sizes that 32 divides, and has a layer that it does not use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.unused = nn.Conv2d(3, 2, 32, 32), nn.Conv2d(3, 2, 1)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        if images.shape[-1] % 32:
+            raise RuntimeError("wrong\nsize")
+        return self.used(images)
+
+
+@on_ranks(1)
+def test_sizes_that_a_network_takes() -> None:
+    with refusal("predicting.forward", "100 x 100", "wrong size", "--image-size"):
+        predicting.fit_input(Strided, 100)
+    model = predicting.fit_input(Strided, 96)
+    assert predicting.forward(model, 64).shape == (1, 2, 2, 2)
+    frozen = predicting.freeze_unused(model, 32).parameters()
+    assert [weight.requires_grad for weight in frozen] == [True, True, False, False]
+    assert model.training
+
+
+@pytest.mark.parametrize(
+    ("project", "flags", "words"),
+    [
+        ("classification", ["--arch", "alexnet", "--image-size", "32"], ["32 x 32"]),
+        ("segmentation", ["--arch", "linknet", "--image-size", "100"], ["100 x 100"]),
+        ("segmentation", ["--encoder", "tu-maxvit_rmlp_pico_rw_256"], ["160 x 160", "pads"]),
+    ],
+    indirect=["project"],
+)
+@on_ranks(1)
+def test_sizes_that_networks_refuse(project: Project, flags: list, words: list[str]) -> None:
+    import model
+    from flags import parse_args
+
+    with refusal("predicting.forward", *words):
+        model.build_model(parse_args(["--weights", "none", *flags]), ["a", "b"])

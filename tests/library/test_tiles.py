@@ -1,0 +1,158 @@
+"""Large images: the same in tiles as whole; one line where memory does not suffice."""
+
+import itertools
+import json
+import random
+import resource
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from generated import Project, refusal
+from PIL import Image
+from ranks import on_ranks
+from torch import Tensor, nn
+
+from ddpkit.data import demo, loading
+from ddpkit.run import checkpoint, machine, predicting
+
+SEGMENTATION = pytest.mark.parametrize("project", ["segmentation"], indirect=True)
+
+
+@pytest.mark.parametrize("side", [64, 96, 160, 1024])
+@pytest.mark.parametrize("tile", [128, 256])
+def test_where_tiles_lie(side: int, tile: int) -> None:
+    """On the grid, overlapping by half; each pixel is of one, in which it lies well inside."""
+    found = predicting.arrange(side, tile, 32)
+    assert [begin for _, begin, _ in found] == [0, *(end for _, _, end in found[:-1])]
+    assert found[-1][2] == side
+    for start, begin, end in found:
+        assert start % 32 == 0
+        assert begin == 0 or begin >= start + tile // 4
+        assert end == side or end <= start + tile - tile // 4
+    starts = [start for start, _, _ in found]
+    assert all(0 < b - a <= tile // 2 for a, b in itertools.pairwise(starts))
+    assert (starts[0], starts[-1]) == (0, max(side - tile, 0))
+
+
+@on_ranks(1)
+def test_a_network_that_sees_little() -> None:
+    """Of 15 pixels: less than the edges of tiles that do not count. The rest is rounding."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Conv2d(3, 4, 15, padding=7), nn.ReLU(), nn.Conv2d(4, 3, 1))
+    for height, width in (512, 512), (128, 480), (96, 128):
+        images = torch.randn(2, 3, height, width)
+        with torch.inference_mode():
+            expected = net(images)
+            assert torch.allclose(predicting.in_tiles(net, images, 128, 32), expected, atol=1e-5)
+            ((rows, logits),) = predicting.bands(net, images[0], 0, 32)
+        assert rows == slice(0, height)
+        assert torch.allclose(logits, expected[0], atol=1e-5)  # alone, not in a batch of two
+
+
+def test_bands() -> None:
+    """Each row once, in order, and none of more than a tile's height."""
+    seen: list[tuple[int, ...]] = []
+
+    def predict(part: Tensor) -> Tensor:
+        seen.append(tuple(part.shape))
+        return part.bfloat16()
+
+    image = torch.rand(3, 320, 416)
+    found = list(predicting.bands(predict, image, 128, 32))
+    assert {*seen} == {(1, 3, 128, 128)}
+    assert [rows.start for rows, _ in found] == [0, *(rows.stop for rows, _ in found[:-1])]
+    assert max(logits.shape[1] for _, logits in found) <= 128
+    logits = torch.cat([logits for _, logits in found], dim=1)
+    assert logits.dtype == torch.float32
+    assert torch.allclose(logits, image, atol=0.01)
+    for tile in 64, 130:
+        with refusal("predicting.is_tiled", f"--tile {tile}", "32 from 128"):
+            predicting.in_tiles(nn.Identity(), torch.zeros(1, 3, 32, 32), tile, 32)
+
+
+@SEGMENTATION
+@on_ranks(1)
+def test_a_trained_network(project: Project, trained: Path) -> None:
+    """Class maps and probabilities of a demo image of 512 pixels, in nine tiles of 256."""
+    import model
+    from flags import parse_args
+
+    opened = checkpoint.open_model(
+        trained / "best.pt", model.build_model, parse_args, torch.device("cpu")
+    )
+    net, _, flags, _ = opened
+    demo.CRACK_SIDE = 512
+    image = np.array(demo.draw_cracks(random.Random(0))[0])
+    images = loading.normalize(torch.from_numpy(image).movedim(2, 0)[None])
+    seen: list[int] = []
+    forward = net.forward
+    net.forward = lambda part: seen.append(part.shape[-1]) or forward(part)
+    found = []
+    with torch.inference_mode():
+        for flags.tile in (256, 0):
+            found.append(model.infer(net, images, flags))
+    assert seen == [256] * 9 + [512]
+    parts, whole = (logits.softmax(1) for logits in found)
+    assert not torch.equal(parts, whole)
+    assert (parts.argmax(1) != whole.argmax(1)).float().mean() < 0.001
+    assert (parts - whole).abs().mean() < 0.00005  # tiles that all count alike: 0.0007
+
+
+@SEGMENTATION
+def test_large_images_among_small_ones(
+    project: Project, data: Path, trained: Path, tmp_path: Path
+) -> None:
+    """Predicted in tiles and whole, evaluated on one rank and on two."""
+    noise = np.random.default_rng(0).integers(0, 255, (330, 500, 3), dtype=np.uint8)
+    own = shutil.copytree(data, tmp_path / "own")
+    big, small = own / "val/images/big.png", own / "val/images/0000.jpg"
+    Image.fromarray(noise).resize((700, 260), Image.Resampling.BICUBIC).save(big)
+    labels = (np.arange(700 * 260).reshape(260, 700) % 2).astype(np.uint8)
+    Image.fromarray(labels).save(own / "val/masks/big.png")
+    masks = {}
+    for tile in (0, 128, 256):
+        out = tmp_path / f"{tile}"
+        words = [big, small, "--checkpoint", trained / "best.pt", "--output", out, "--tile", tile]
+        project.run(*words, script="predict.py", on=1).ok()
+        masks[tile] = {path.stem: np.asarray(Image.open(path)) for path in out.glob("masks/*")}
+        assert masks[tile]["big"].shape == (260, 700)
+        assert (masks[tile]["0000"] == masks[0]["0000"]).all()
+        assert (masks[tile]["big"] != masks[0]["big"]).mean() < 0.05  # of noise
+    results = []
+    for ranks, tile in (1, 128), (2, 128), (1, 0):
+        more = ["--resume", trained / "best.pt", "--eval-only", "--tile", tile]
+        done = project.train(own, tmp_path / "eval", *more, on=ranks).ok()
+        results.append(json.loads(done.out.splitlines()[-1]))
+    assert results[0] == pytest.approx(results[1], rel=1e-12)
+    assert results[0]["val_loss"] != pytest.approx(results[2]["val_loss"], rel=1e-9)  # not in tiles
+
+
+@SEGMENTATION
+def test_too_large_for_the_memory(project: Project, trained: Path, tmp_path: Path) -> None:
+    """If predict.py may take another 600 MB; in tiles that is enough."""
+    noise = np.random.default_rng(0).integers(0, 255, (1500, 1500, 3), dtype=np.uint8)
+    Image.fromarray(noise).save(tmp_path / "big.png", compress_level=1)
+
+    def limit() -> None:
+        open_model = checkpoint.open_model
+
+        def open_and_limit(*args: object) -> tuple:
+            found = open_model(*args)
+            size = Path("/proc/self/status").read_text().split("VmSize:")[1].split()[0]
+            most = 1024 * int(size) + 600 * 2**20
+            resource.setrlimit(resource.RLIMIT_AS, (most, most))
+            return found
+
+        checkpoint.open_model, machine.default_workers = open_and_limit, lambda: 0
+
+    words = [tmp_path / "big.png", "--checkpoint", trained / "best.pt", "--output", tmp_path / "p"]
+    for tile in (0, 256):
+        how = {"script": "predict.py", "on": 1, "patch": limit}
+        done = project.run(*words, "--tile", tile, **how)
+        if tile:
+            assert done.ok().out.startswith("1 of 1 images predicted: ")
+        else:
+            done.refused("failures.of_memory", "memory (asked for ", "--tile")

@@ -1,0 +1,248 @@
+"""Runs on data that is unusual: broken, of 12 bits, of five channels, in colours, prepared."""
+
+import json
+import os
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import onnxruntime
+import pytest
+import tifffile
+import torch
+from generated import Done, Project, both_tasks, rows
+from PIL import Image
+
+GREY = {"photometric": "minisblack"}
+
+
+def test_a_broken_image(project: Project, own_data: Path, tmp_path: Path) -> None:
+    """One line, of a loader worker, too; all ranks end, and no epoch is saved."""
+    path = own_data / "train/dots/0002.jpg"
+    path.write_bytes(path.read_bytes()[:300])
+    done = project.train(own_data, tmp_path / "out", "--workers", 1)
+    done.refused("images.reading", path)
+    assert not (tmp_path / "out" / "best.pt").exists()
+
+
+@pytest.mark.parametrize("project", ["segmentation"], indirect=True)
+def test_void(project: Project, own_data: Path, tmp_path: Path) -> None:
+    """The first masks without labels are no reason to refuse a run; all of them are."""
+    paths = sorted((own_data / "val" / "masks").iterdir())
+    for count, evaluates in (2, False), (len(paths), True):
+        for path in paths[:count]:
+            Image.fromarray(np.full(Image.open(path).size[::-1], 255, np.uint8)).save(path)
+        more = ["--eval-only"] if evaluates else []
+        done = project.train(own_data, tmp_path / "out", *more, on=1)
+        done.refused("main.evaluate") if evaluates else done.ok()
+
+
+def test_limits_of_images(project: Project, own_data: Path, trained: Path, tmp_path: Path) -> None:
+    """In training by a worker; predict.py takes what a folder of images allows."""
+    large = min((own_data / "train/dots").iterdir())
+    Image.new("L", (1001, 1000), 1).save(large)
+    words = ("format.check_size", large.name, "1001 x 1000", "max_megapixels")
+    (own_data / "data.json").write_text('{"max_megapixels": 1}')
+    project.train(own_data, tmp_path / "out", "--workers", 1).refused(*words)
+    state = torch.load(trained / "best.pt", weights_only=True)
+    state["format"]["max_megapixels"] = 1
+    torch.save(state, tmp_path / "small.pt")
+    more = ("--checkpoint", tmp_path / "small.pt", "--output", tmp_path / "p")
+    for limit in 1, 2:
+        (large.parent / "data.json").write_text(json.dumps({"max_megapixels": limit}))
+        done = project.run(large, *more, script="predict.py", on=1)
+        assert done.ok() if limit == 2 else done.status == 1 and "1001 x 1000" in done.err
+
+
+def test_12_bits(project: Project, own_data: Path, tmp_path: Path) -> None:
+    """In files of 16: refused without a range; predicted and prepared as they were trained."""
+    paths = sorted(own_data.glob("train/*/*"))
+    for path in paths:
+        grey = np.asarray(Image.open(path).convert("L")).astype(np.uint16) << 4
+        Image.fromarray(grey).save(path.with_suffix(".tif"))
+        path.unlink()
+    out, store, said = tmp_path / "out", tmp_path / "store", own_data / "data.json"
+    project.train(own_data, out).refused("images.ends", ".tif", '"value_range"')
+    said.write_text('{"value_range": [0, 4095]}')
+    project.train(own_data, out).ok()
+    more = ("--checkpoint", out / "best.pt", "--output", tmp_path / "p")
+    project.run(paths[0].with_suffix(".tif"), *more, script="predict.py", on=1).ok()
+    said.write_text('{"value_range": [0, 4095], "mean": [0.1, 0.2, 0.3]}')
+    other = project.train(own_data, out, "--eval-only", on=1)
+    other.refused("checkpoint.check_format", "best.pt", "mean None")
+    said.write_text('{"value_range": [0, 4095]}')
+    words = ("--data", own_data, "--output", store, "--workers", 0)
+    prepare = {"script": "ddpkit prepare", "on": 1}
+    project.run(*words, **prepare).ok()
+    assert json.loads((store / "data.json").read_text()) == {"value_range": [0, 4095]}
+    project.train(store, tmp_path / "two", on=1).ok()
+    (store / "data.json").unlink()
+    refused = project.train(store, tmp_path / "two", on=1)
+    refused.refused("prepared.open_store", store / "data.json")
+    said.write_text('{"value_range": [0, 8191]}')
+    project.run(*words, **prepare).refused("prepare.write", store)
+
+
+def content(store: Path) -> list[bytes]:
+    return [(store / name).read_bytes() for name in ("pixels.bin", "rows.bin", "index.json")]
+
+
+def test_prepared_data(
+    project: Project, projects: Callable, own_data: Path, tmp_path: Path
+) -> None:
+    """Whole or not there; trains to the bits of its source; refused once that has changed."""
+    store, words = tmp_path / "store", ["--data", own_data, "--workers", 1, "--output"]
+
+    def prepare(out: Path, patch: Callable | None = None, side: int = 0) -> Done:
+        how = {"script": "ddpkit prepare", "on": 1, "patch": patch}
+        return project.run(*words, out, "--short-side", side, **how)
+
+    def killed() -> None:
+        from ddpkit.tools import prepare
+
+        tqdm = prepare.tqdm
+
+        def samples(loader: object, **options: object) -> Iterator:
+            for number, sample in enumerate(tqdm(loader, **options)):
+                if number == 20:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                yield sample
+
+        prepare.tqdm = samples
+
+    assert prepare(store, killed).statuses == [-signal.SIGKILL] and not store.exists()
+    assert "76 samples" in prepare(store).ok().out
+    assert not [*tmp_path.glob("store.partial*")]  # of the one that was killed
+    assert "prepared already" in prepare(store).ok().out
+    prepare(tmp_path / "other").ok()
+    first = content(store)
+    assert first == content(tmp_path / "other")
+    states = []
+    for source in own_data, store:
+        out = tmp_path / f"from {source.name}"
+        project.train(source, out, on=1).ok()
+        states.append(torch.load(out / "last.pt", weights_only=True)["model"])
+    assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
+
+    def train() -> Done:
+        return project.train(store, tmp_path / "out", "--eval-only", "--resume", best, on=1)
+
+    best = tmp_path / "from store" / "best.pt"
+    image = min((own_data / "train").rglob("*.jpg"))
+    os.utime(image)
+    train().refused("prepared.open_store", own_data, store)
+    prepare(store).refused("prepare.write", store)
+    assert content(store) == first
+    own_data.rename(tmp_path / "elsewhere")
+    train().ok()
+    for name in "pixels.bin", "rows.bin":
+        whole = (store / name).read_bytes()
+        (store / name).write_bytes(whole[:1000])
+        train().refused("prepared.open_store", store)
+        (store / name).write_bytes(whole)
+    other = projects("segmentation")
+    other.train(store, tmp_path / "x", on=1).refused("prepared.open_store", "another task")
+    words[1] = tmp_path / "elsewhere"
+    prepare(words[1] / "train" / "x").refused("prepare.main", "elsewhere")
+    prepare(best.parent).refused("prepare.write")
+    assert best.exists()
+    image = words[1] / image.relative_to(own_data)
+    image.write_bytes(image.read_bytes()[:-200])
+    prepare(tmp_path / "broken").refused("images.reading", image)
+    assert not (tmp_path / "broken").exists()
+
+
+def test_prepared_lists(project: Project, own_data: Path, tmp_path: Path) -> None:
+    """Labels that come from a file are looked after."""
+    store, out = tmp_path / "store", tmp_path / "out"
+    for part in ("train", "val"):
+        names = [path.relative_to(own_data) for path in sorted((own_data / part).rglob("*.jpg"))]
+        lines = ["file,label", *(f"{name},{name.parent.name} small" for name in names)]
+        (own_data / f"{part}.csv").write_text("\n".join(lines))
+    words = ["--data", own_data, "--output", store, "--short-side", 32]
+    project.run(*words, script="ddpkit prepare", on=1).ok()
+    project.train(store, out).ok()
+    text = (own_data / "train.csv").read_text()
+    (own_data / "train.csv").write_text(text.replace("bricks small", "dots small", 1))
+    project.train(store, out).refused("prepared.open_store", own_data, store)
+
+
+@pytest.mark.parametrize("project", ["segmentation"], indirect=True)
+def test_evaluation_of_colors(
+    project: Project, data: Path, own_data: Path, trained: Path, tmp_path: Path
+) -> None:
+    """A checkpoint of a set of class numbers, and the same set in colours, on two ranks."""
+    colors = np.zeros((256, 3), np.uint8)
+    colors[[0, 1]] = (10, 20, 30), (200, 0, 7)
+    for path in own_data.glob("*/masks/*"):
+        Image.fromarray(colors[np.array(Image.open(path))]).save(path)
+    lines = "background = 10 20 30\ncrack = 200 0 7\nvoid = 0 0 0\n"
+    (own_data / "classes.txt").write_text(lines)
+    words = ["--eval-only", "--resume", trained / "best.pt"]
+    said = [project.train(each, tmp_path, *words).ok().out for each in (data, own_data)]
+    found = [json.loads(text.splitlines()[-1]) for text in said]
+    assert found[0] == found[1] and found[0]["miou"] > 0
+
+
+def draw_channels(root: Path, task: str) -> np.ndarray:
+    """Draw TIFFs of five channels of 16 bits; return the values of those for training."""
+    noise, found = np.random.default_rng(0).integers(0, 6000, (40, 52, 5)).astype(np.uint16), []
+    for part, count in ("train", 12), ("val", 5):
+        for i in range(count):
+            mask = np.zeros((40, 52), np.uint8)
+            mask[10:30, i : i + 20] = 1
+            values = noise + np.uint16(i + count)  # no image comes twice
+            values[..., 4] += 3000 * (mask.astype(np.uint16) if task == "segmentation" else i % 2)
+            path = root / part / ("images" if task == "segmentation" else f"class {i % 2}")
+            path.mkdir(parents=True, exist_ok=True)
+            tifffile.imwrite(path / f"{i}.tif", values, planarconfig="contig", **GREY)
+            found += [values.reshape(-1, 5)] if part == "train" else []
+            if task == "segmentation":
+                (root / part / "masks").mkdir(exist_ok=True)
+                Image.fromarray(mask).save(root / part / "masks" / f"{i}.png")
+    return np.concatenate(found) / 65535
+
+
+@both_tasks
+def test_five_channels(project: Project, tmp_path: Path) -> None:
+    """What the check writes trains, resumes, evaluates, predicts and is exported."""
+    data, out = tmp_path / "set", tmp_path / "out"
+    values, is_dense = draw_channels(data, project.task), project.task == "segmentation"
+    net = ["--batch-size", 3] if is_dense else ["--batch-size", 3, "--arch", "squeezenet1_1"]
+    project.train(data, out, *net, on=1).refused("images.reading", "0.tif", '"channels"')
+    (data / "data.json").write_text('{"channels": 5}')
+    project.train(data, out, *net, on=1).refused("format.statistics", "check DIR --write")
+    words = [data, "--workers", 0, "--output", tmp_path, "--write"]
+    project.run(*words, script="ddpkit check", on=1).ok()
+    given = json.loads((data / "data.json").read_text())
+    expected = [values.mean(0), values.std(0)]
+    np.testing.assert_allclose([given["mean"], given["std"]], expected, rtol=1e-3)
+    project.train(data, out, *net, draws=True).ok()
+    assert (out / "examples.png").is_file()
+    project.train(data, out, *net, "--epochs", 2).ok()
+    assert len(rows(out)) == 2
+    (data / "data.json").write_text(json.dumps({**given, "mean": [0.5] * 5}))
+    changed = project.train(data, out, *net, "--epochs", 3, on=1)
+    changed.refused("checkpoint.check_format", "mean (")
+    (data / "data.json").write_text(json.dumps(given))
+    only = project.train(data, out, *net, "--eval-only").ok().out
+    best = json.loads(only.strip().splitlines()[-1])
+    assert any(float(row["val_loss"]) == pytest.approx(best["val_loss"]) for row in rows(out))
+    folder = data / "val" / ("images" if is_dense else "")
+    words = [folder, "--checkpoint", out / "best.pt", "--output", tmp_path / "predicted"]
+    project.run(*words, script="predict.py", on=1).ok()
+    words = ["--data", data, "--output", tmp_path / "fast", "--workers", 0]
+    project.run(*words, script="ddpkit prepare", on=1).refused("prepare.main", "8 bits")
+    if is_dense:
+        return
+    # The exported network takes float32 of as many channels, and normalises it.
+    words = ["--checkpoint", out / "best.pt", "--output", tmp_path, "--data", data]
+    project.run(*words, script="ddpkit export", on=1).ok()
+    session = onnxruntime.InferenceSession(tmp_path / "model.onnx")
+    held = session.get_modelmeta().custom_metadata_map
+    assert held["channels"] == "5"
+    assert [json.loads(held[name]) for name in ("mean", "std")] == [given["mean"], given["std"]]
+    images = np.random.default_rng(0).random((4, 5, 64, 64), np.float32)
+    (logits,) = session.run(["logits"], {"images": images})
+    assert logits.shape == (4, 2)
