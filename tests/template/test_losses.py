@@ -1,0 +1,427 @@
+"""Losses: what they come to, on any number of ranks, passes and images per batch."""
+
+import functools
+import json
+from argparse import ArgumentTypeError
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import segmentation_models_pytorch as smp
+import torch
+from generated import Project, both_tasks, refusal, rows
+from PIL import Image
+from ranks import on_ranks
+from segmentation_models_pytorch.losses import _functional
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.data import DataLoader
+
+import ddpkit
+from ddpkit.ranks import distributed, replicas
+from ddpkit.run import metrics
+from ddpkit.run.flags import Parser
+
+SEGMENTATION = pytest.mark.parametrize("project", ["segmentation"], indirect=True)
+WEIGHTED = ("--class-weights", "0.2,1,5")
+LOSSES = {  # flags, by task; those of segmentation are given --loss as well
+    "classification": [(), ("--label-smoothing", "0.1"), WEIGHTED],
+    "segmentation": [
+        *[("--loss", name) for name in ("ce", "focal", "dice", "lovasz")],
+        ("--loss", "ce+0.5*dice", *WEIGHTED),
+        ("--loss", "focal+ce", "--label-smoothing", "0.1", *WEIGHTED),
+    ],
+}
+IMAGES = 16
+DEVICE = torch.device("cpu")
+
+
+def test_class_weights() -> None:
+    """Also as checkpoints and shells may write them."""
+    for text, value in ("auto", "auto"), ("1,2.5", (1.0, 2.5)), ("(0.5, 0.0)", (0.5, 0.0)):
+        assert Parser.class_weights(text) == value
+    for text in "0,0", "1,-1", "weights.csv", "":
+        with pytest.raises(ArgumentTypeError, match="0 or more"):
+            Parser.class_weights(text)
+
+
+@pytest.mark.parametrize(
+    ("found", "text"),
+    [
+        (torch.ones(1), "a tensor (1,)"),
+        ((torch.ones(1), 4), "tuple"),
+        ((torch.ones(()), torch.ones(1)), "tuple"),
+        ((2.5, 4), "tuple"),
+        ({"ce": 1}, "dict"),
+        (None, "NoneType"),
+    ],
+)
+def test_losses_of_other_kinds(found: object, text: str) -> None:
+    with refusal("metrics.call", text):
+        metrics.criterion(lambda *_: found)(torch.ones(4, 2), torch.ones(4))
+
+
+def test_a_mean_counts_as_much_as_its_batch_has_labels() -> None:
+    """Those of void are none, such as 255, -1 or -100; soft targets are one each."""
+    outputs = torch.randn(2, 3, 4, 4).bfloat16()
+    for void in (255, -1, -100):
+        targets = torch.randint(3, (2, 4, 4))
+        targets[0, :3] = void
+        total, count = metrics.criterion(nn.CrossEntropyLoss(ignore_index=void))(outputs, targets)
+        whole = nn.CrossEntropyLoss(ignore_index=void, reduction="sum")
+        assert int(count) == 2 * 16 - 12
+        assert torch.allclose(total, whole(outputs.float(), targets))
+    labels = torch.zeros(6, dtype=torch.int64)
+    for targets, size in (labels, 6), (labels.expand(4, 4, 6), 96), (torch.zeros(6, 10), 6):
+        assert metrics.size(targets) == size
+
+
+@pytest.mark.parametrize("kind", [int, torch.tensor])
+@on_ranks(1)
+def test_passes_of_unequal_size(kind: Callable[[int], int | Tensor]) -> None:
+    """Each sample counts as much as any other of the step."""
+    net, mean = nn.Linear(1, 1), replicas.Mean(DEVICE)
+    for sizes in (6, 6), (3,), (2, 2, 2) if kind is int else (1, 1, 6):
+        for i, size in enumerate(sizes):
+            mean.start(size if kind is int else 8)
+            loss_sum = net(torch.full((size, 1), float(i))).sum()
+            mean.loss(loss_sum, kind(size), i == len(sizes) - 1).backward()
+        mean.finish(net, len(sizes))
+        every = torch.arange(len(sizes)).repeat_interleave(torch.tensor(sizes)).float()
+        assert torch.allclose(net.weight.grad, every.mean())
+        assert torch.allclose(net.bias.grad, torch.ones(1))
+        net.zero_grad()
+
+
+def test_counts_that_are_known() -> None:
+    """They need no collective, which fails here; and cannot be mixed with others."""
+    net, loss = nn.Linear(1, 1), torch.zeros((), requires_grad=True)
+
+    def begin() -> replicas.Mean:
+        mean = replicas.Mean(DEVICE)
+        mean.start(6)
+        for weight in net.parameters():
+            weight.grad = torch.ones_like(weight)
+        return mean
+
+    for passes, left in (1, 1), (2, 0.5):
+        mean = begin()
+        for i in range(passes):
+            mean.loss(loss, 6, i == passes - 1)
+        mean.finish(net, passes)
+        assert net.bias.grad == net.weight.grad == left
+    for count in 5, 5.0, np.int64(5):  # of which the last two are no int
+        with refusal("replicas.loss", str(count)):
+            begin().loss(loss, count, True)
+    for kinds in (6, torch.tensor(6)), (torch.tensor(6), 6):
+        mean = begin()
+        for kind in kinds:
+            mean.loss(loss, kind, False)
+        with refusal("replicas.finish", "int"):
+            mean.finish(net, 2)
+
+
+def samples(is_dense: bool, is_soft: bool = False) -> tuple[Tensor, Tensor]:
+    """Images and targets; of masks the first 5 are void, others in part, some lack a class."""
+    torch.manual_seed(1)
+    images = torch.randint(256, (IMAGES, 3, 16, 16), dtype=torch.uint8)
+    if not is_dense:
+        targets = torch.randint(3, (IMAGES,))
+        targets[:6] = 2  # the ranks' and passes' sums of weights differ
+        shares = 0.7 * functional.one_hot(targets, 3) + 0.3 * functional.one_hot(2 - targets, 3)
+        return images, shares if is_soft else targets
+    masks = torch.randint(3, (IMAGES, 16, 16), dtype=torch.uint8)
+    masks[5:8][masks[5:8] == 1] = 2
+    for number in range(8, IMAGES):
+        masks[number, : 2 * (number - 8)] = 255
+    masks[:5] = 255
+    return images, masks
+
+
+def of_flags(is_dense: bool, *words: object) -> tuple:
+    """The loss for a batch, as flags have it; and outputs, targets and weights to work it out."""
+    import model
+    from flags import parse_args
+
+    torch.manual_seed(3)
+    args = parse_args([*map(str, words)])
+    _, targets = samples(is_dense)
+    outputs = (3 * torch.randn((IMAGES, 3, *targets.shape[1:]))).requires_grad_()
+    weights = torch.tensor(args.class_weights or (1.0, 1.0, 1.0))
+    return model.build_criterion(args, None, "abc"), outputs, targets.long(), weights
+
+
+@both_tasks
+@on_ranks(1)
+def test_cross_entropy_of_no_flags(project: Project) -> None:
+    """Sum, count and gradient are those of torch; of equal bits."""
+    is_dense = project.task == "segmentation"
+    criterion, outputs, targets, _ = of_flags(is_dense)
+    total, count = criterion(outputs, targets)
+    how = "none" if is_dense else "sum"
+    torchs = functional.cross_entropy(outputs, targets, ignore_index=255, reduction=how).sum()
+    slopes = [torch.autograd.grad(x, outputs)[0] for x in (total, torchs)]
+    assert total.item() == torchs.item() and torch.equal(*slopes)
+    assert int(count) == (targets != 255).sum()
+
+
+@on_ranks(1)
+def test_means_of_classification(project: Project) -> None:
+    """Of labels and of shares of classes, by the criterion, by torch and by a plain loop."""
+    criterion, outputs, targets, weights = of_flags(False, *WEIGHTED, "--label-smoothing", 0.1)
+
+    def mean(targets: Tensor) -> float:
+        total, count = criterion(outputs, targets)
+        return (total / count).item()
+
+    labels = functional.cross_entropy(outputs, targets, weights, label_smoothing=0.1).item()
+    assert mean(targets) == pytest.approx(labels, rel=1e-5)
+    assert mean(functional.one_hot(targets, 3).float()) == pytest.approx(labels, rel=1e-5)
+    shares = samples(False, is_soft=True)[1]
+    smooth = 0.9 * shares + 0.1 / 3
+    loop = sum(
+        (-weights * s * o.log_softmax(0)).sum() for s, o in zip(smooth, outputs, strict=True)
+    )
+    counts = sum((weights * s).sum() for s in shares)
+    assert mean(shares) == pytest.approx((loop / counts).item(), rel=1e-5)
+
+
+def of_image(
+    name: str, outputs: Tensor, targets: Tensor, weights: Tensor, smoothing: float
+) -> float:
+    """A term for one image (classes, H, W), worked out from its labelled pixels alone."""
+    keep = targets != 255
+    labels, logits = targets[keep], outputs.flatten(1)[:, keep.flatten()].T  # (pixels, classes)
+    if not len(labels):
+        return 0.0
+    n = weights[labels]
+    how = {"reduction": "none", "label_smoothing": smoothing}
+    ce = functional.cross_entropy(logits, labels, weights, **how)
+    if name == "ce":
+        return (ce.sum() / n.sum()).item()
+    if name == "focal" and not smoothing and weights.eq(1).all():
+        return _functional.softmax_focal_loss_with_logits(logits, labels).item()
+    p = logits.softmax(1)[range(len(labels)), labels]
+    if name == "focal":
+        return (((1 - p) ** 2 * ce).sum() / n.sum()).item()
+    kind = {"lovasz": smp.losses.LovaszLoss, "dice": smp.losses.DiceLoss}[name]
+    loss = kind("multiclass", ignore_index=255)(outputs[None], targets[None]).item()
+    return loss * 3 / len(labels.unique()) if name == "dice" else loss
+
+
+@SEGMENTATION
+@on_ranks(1)
+def test_sums_of_segmentation(project: Project) -> None:
+    """Of images that are void, in part, or lack a class; against plain loops and smp."""
+    for name in ("ce", "focal", "dice", "lovasz"):
+        for more in ((), (*WEIGHTED, "--label-smoothing", 0.1)):
+            criterion, outputs, targets, weights = of_flags(True, "--loss", name, *more)
+            total, count = criterion(outputs, targets)
+            slopes = torch.autograd.grad(total, outputs)[0]
+            is_void = (targets == 255)[:, None].expand_as(slopes)
+            assert slopes[is_void].abs().max() == 0 < slopes[~is_void].abs().max()
+            counts = [weights[t[t != 255]].sum().item() for t in targets]
+            assert count.item() == pytest.approx(sum(counts), rel=1e-6)
+            pairs = list(zip(outputs.detach(), targets, counts, strict=True))
+            loop = sum(n * of_image(name, o, t, weights, 0.1 * bool(more)) for o, t, n in pairs)
+            sums = [criterion(o[None], t[None])[0].item() for o, t, _ in pairs]
+            assert (loop, sum(sums)) == pytest.approx((total.item(),) * 2, rel=1e-5), name
+    criterion, outputs, targets, _ = of_flags(True, "--loss", "ce+0.5*dice+2*lovasz")
+    parts = [of_flags(True, "--loss", name)[0](outputs, targets)[0] for name in LOSSES_OF_SUM]
+    combined = (parts[0] + 0.5 * parts[1] + 2 * parts[2]).item()
+    assert criterion(outputs, targets)[0].item() == pytest.approx(combined, rel=1e-5)
+    for text in ("mse", "ce+", "0*ce", "nan*ce", "ce+2dice", "", ".*ce"):
+        with refusal("losses.init", "--loss", "ce, focal, dice, lovasz"):
+            of_flags(True, "--loss", text)
+    guesses = functional.one_hot(targets.clamp(max=2), 3).movedim(-1, 1).float()
+    for name in ("ce", "focal", "dice", "lovasz"):  # finite whatever a network says
+        for factor in (0, 1000, -1000):
+            outputs = (factor * guesses).requires_grad_()
+            total, _ = of_flags(True, "--loss", name)[0](outputs, targets)
+            total.backward()
+            assert total.isfinite() and outputs.grad.isfinite().all()
+
+
+LOSSES_OF_SUM = "ce", "dice", "lovasz"
+
+
+class Double(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.double()
+
+
+class Pool(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.mean((2, 3))
+
+
+class Keep(torch.optim.SGD):
+    """Instead of a step it keeps the gradients."""
+
+    def step(self, closure: object = None) -> None:
+        self.kept = [weight.grad.clone() for weight in self.param_groups[0]["params"]]
+
+
+class Step:
+    """What a Run does to the gradients, for one step."""
+
+    def __init__(self, portions: list[tuple[Tensor, Tensor]]) -> None:
+        self.portions, self.classes, self.step = portions, "abc", 0
+        self.mean = replicas.Mean(DEVICE)
+        self.mean.start(metrics.size(portions[0][1]))
+
+    def batches(self) -> Iterator[tuple[int, tuple]]:
+        for i, (images, targets) in enumerate(self.portions):
+            self.is_last = i == len(self.portions) - 1
+            yield i, (images, targets if targets.is_floating_point() else targets.long())
+
+    def loss(self, loss_sum: Tensor, count: Tensor | int) -> Tensor:
+        return self.mean.loss(loss_sum, count, self.is_last)
+
+    def divide_gradients(self, ddp_model: nn.Module) -> None:
+        self.mean.finish(ddp_model, len(self.portions))
+
+    end_step = mean_loss = staticmethod(lambda: None)
+
+
+def gradients(words: tuple, passes: int, task: str, kind: str) -> list[Tensor]:
+    """The gradients of one step of main.train_one_epoch, on this rank's share of the samples."""
+    import main
+    import model
+    from flags import parse_args
+
+    args = parse_args([*words, "--accumulate", str(passes), "--amp", "off"])
+    is_dense = task == "segmentation"
+    torch.manual_seed(2)
+    head = nn.Conv2d(8, 3, 1)
+    head.weight.data *= 4  # the guesses are confident
+    layers = [nn.Conv2d(3, 8, 3, padding=1), nn.Tanh(), head, *([] if is_dense else [Pool()])]
+    net = nn.Sequential(Double(), *layers).double()  # without much rounding
+    net[1].bias.requires_grad_(False)
+    criterion = model.build_criterion(args, None, "abc")
+
+    def means(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        total, count = criterion(outputs, targets)
+        return total / torch.as_tensor(count).clamp(min=1e-6), torch.ones(())
+
+    images, targets = samples(is_dense, kind == "soft")
+    if kind == "void":
+        targets = torch.full_like(targets, 255)
+    portions = [part.chunk(distributed.world_size() * passes) for part in (images, targets)]
+    mine = list(zip(*portions, strict=True))[distributed.rank() * passes :][:passes]
+    optimizer = Keep([weight for weight in net.parameters() if weight.requires_grad])
+    # As in fp16: it is applied to the loss and taken off again before the step.
+    scaler = torch.amp.GradScaler("cpu", init_scale=64.0, enabled=kind == "scaled")
+    chosen = ddpkit.criterion(means if kind == "means" else criterion)
+    scheduler, ddp_model = SimpleNamespace(step=lambda: None), replicas.wrap(net, DEVICE)
+    main.train_one_epoch(Step(mine), ddp_model, chosen, optimizer, scheduler, scaler, None, args)
+    return optimizer.kept
+
+
+@both_tasks
+def test_gradients_of_other_portions(project: Project, tmp_path: Path) -> None:
+    """1 x 16 images, 4 passes of 4, 2 ranks of 8, 2 ranks of 2 passes of 4: one gradient.
+
+    With weights of classes, and void in some images more than in others; not so the mean of means.
+    """
+    cases = [(words, kind) for words in LOSSES[project.task] for kind in ("usual", "means")]
+    cases.append((WEIGHTED, "scaled"))
+    if project.task == "classification":
+        cases.append(((*WEIGHTED, "--label-smoothing", "0.1"), "soft"))
+    else:
+        cases.append((("--loss", "ce+dice+lovasz"), "void"))
+
+    def work_out(passes: int, project: Project) -> None:
+        found = [gradients(words, passes, project.task, kind) for words, kind in cases]
+        if distributed.rank() == 0:
+            torch.save(found, tmp_path / f"{distributed.world_size()} {passes}.pt")
+
+    shapes = (1, 1), (1, 4), (2, 1), (2, 2)
+    for ranks, passes in shapes:
+        on_ranks(ranks)(functools.partial(work_out, passes))(project=project)
+    whole, *others = (torch.load(tmp_path / f"{r} {p}.pt") for r, p in shapes)
+    for number, (words, kind) in enumerate(cases):
+        first = whole[number]
+        size = max(part.abs().max().item() for part in first)
+        if kind == "void":
+            assert all(not part.any() for found in [whole, *others] for part in found[number])
+            continue
+        assert size > 1e-3
+        far = [
+            max(float((a - b).abs().max()) for a, b in zip(first, found[number], strict=True))
+            / size
+            for found in others
+        ]
+        if kind != "means":
+            assert max(far) < 1e-5, (words, kind)
+        elif project.task == "segmentation" or "--class-weights" in words:
+            assert max(far) > 0.05, (words, kind)
+
+
+@both_tasks
+def test_val_loss_on_any_batches(project: Project, tmp_path: Path) -> None:
+    data, is_dense = project.draw(tmp_path / "set", 6, 11), project.task == "segmentation"
+    for number, path in enumerate(sorted((data / "val").glob("masks/*"))):
+        mask = np.array(Image.open(path))
+        mask[: 8 * number] = 255
+        image_path = data / "val" / "images" / f"{path.stem}.jpg"
+        side = 48 if number % 3 == 1 else 64
+        Image.fromarray(mask[:side]).save(path)
+        Image.open(image_path).crop((0, 0, 64, side)).save(image_path)
+
+    @on_ranks(1, 2)
+    def work_out(project: Project) -> None:
+        import dataset
+        import main
+        import model
+        from flags import parse_args
+
+        train, val, names = dataset.build_datasets(
+            parse_args(["--data", str(data), "--image-size", "32"])
+        )
+        torch.manual_seed(0)
+        ends = [] if is_dense else [nn.AdaptiveAvgPool2d(1), nn.Flatten()]
+        layers = nn.Conv2d(3, 8, 5, padding=2), nn.Tanh(), nn.Conv2d(8, len(names), 1)
+        net = nn.Sequential(*layers, *ends)
+        net[2].weight.data *= 8
+        weights = ",".join(str(1 + number) for number in range(len(names)))
+        found = []
+        for words in LOSSES[project.task]:
+            if "--class-weights" in words:
+                words = (*words[:-2], "--class-weights", weights)
+            args = parse_args(["--amp", "off", *words])
+            for size in (1, 3, 9):
+                loader = DataLoader(
+                    ddpkit.Seeded(val, names, args.seed),
+                    batch_sampler=ddpkit.ValSampler(val, size),
+                    collate_fn=ddpkit.Collate(),
+                )
+                criterion = ddpkit.criterion(model.build_criterion(args, train, names))
+                judge = net, loader, criterion, model.build_metrics(names), args
+                with torch.inference_mode():
+                    found.append(main.evaluate(*judge)[0]["val_loss"])
+        path = tmp_path / "found.json"
+        if distributed.world_size() == 1:
+            path.write_text(json.dumps(found))
+        one = json.loads(path.read_text())
+        for number in range(0, len(one), 3):
+            first, *others = one[number : number + 3] + found[number : number + 3]
+            assert others == pytest.approx([first] * 5, rel=1e-5)
+
+    work_out(project=project)
+
+
+@both_tasks
+def test_eval_only_knows_the_loss(project: Project, tmp_path: Path) -> None:
+    """And its flags: they are in the checkpoint."""
+    data, out = project.draw(tmp_path / "set", 12, 7), tmp_path / "out"
+    flags = {
+        "classification": ("--label-smoothing", "0.1", "--class-weights", "0.2,1,5,1,1,1"),
+        "segmentation": ("--loss", "ce+0.5*dice+lovasz+focal", "--class-weights", "0.2,5"),
+    }
+    project.train(data, out, *flags[project.task], on=1).ok()
+    words = ["--data", data, "--output-dir", out, "--eval-only", "--workers", 0]
+    val_loss = json.loads(project.run(*words, on=1).ok().out.splitlines()[-1])["val_loss"]
+    assert val_loss == pytest.approx(float(rows(out)[0]["val_loss"]), rel=1e-3)

@@ -1,0 +1,314 @@
+"""--weights auto: published weights where they can be had; classic networks."""
+
+import hashlib
+import itertools
+import os
+import shutil
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+import segmentation_models_pytorch as smp
+import torch
+import torchvision
+from generated import Done, Project, Ranks, both_tasks, wait_for
+from ports import free_port
+from ranks import on_ranks
+from safetensors.torch import load_file, save_file
+from test_losses import DEVICE, Step
+from torch.utils.data import DataLoader
+
+import ddpkit
+from ddpkit.data import loading
+from ddpkit.ranks import distributed
+from ddpkit.run import pretrained
+
+USED = {"classification": "IMAGENET1K_V1", "segmentation": "imagenet"}
+# What has its weights at download.pytorch.org, and at huggingface.co.
+NETWORK = {
+    "classification": ("--arch", "shufflenet_v2_x0_5"),
+    "segmentation": ("--arch", "pspnet", "--encoder", "mobilenet_v2"),
+}
+INITIAL = """
+import ddpkit, distributed, model, sys, torch
+from ddpkit.ranks import failures
+from flags import parse_args
+
+with failures.one_line_errors():
+    args = parse_args(sys.argv[2:])
+    distributed.setup(args.seed)
+    net = model.build_model(args, ["one", "two"], weights=args.weights)
+    torch.save({"model": net.state_dict()}, f"{sys.argv[1]}/{ddpkit.rank()}.pt")
+    torch.distributed.destroy_process_group()
+"""
+
+
+class Handler(BaseHTTPRequestHandler):
+    """Answers as download.pytorch.org and huggingface.co do, or as `server.mode` says."""
+
+    server: "Server"
+
+    def do_HEAD(self) -> None:
+        self.do_GET(False)
+
+    def do_GET(self, with_body: bool = True) -> None:
+        server, (*_, revision, name) = self.server, self.path.split("/")
+        server.requests.append(f"{self.command} {name}")
+        path = server.folder / name
+        if server.mode == "missing" or not path.exists():
+            return self.send_error(404)
+        if server.mode == "silent":
+            server.is_over.wait()
+            return None
+        content = path.read_bytes()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(content)))
+        self.send_header("X-Repo-Commit", revision)
+        self.send_header("ETag", f'"{hashlib.sha256(content).hexdigest()}"')
+        self.end_headers()
+        if with_body and server.mode == "half" and name != "config.json":
+            self.wfile.write(content[: len(content) // 2])
+            server.mark.touch()
+            server.is_over.wait()
+        elif with_body:
+            self.wfile.write(bytes(len(content)) if server.mode == "wrong" else content)
+        return None
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+class Server(ThreadingHTTPServer):
+    daemon_threads = True
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.folder, self.mark = folder, folder / "half"
+        self.mode, self.requests, self.is_over = "whole", [], threading.Event()
+        threading.Thread(target=self.serve_forever, daemon=True).start()
+
+
+class Downloads:
+    """Ranks with --weights auto that download from a server on this machine."""
+
+    def __init__(self, project: Project, server: Server, folder: Path) -> None:
+        self.project, self.server, self.folder = project, server, folder
+        # Any folder will do; for the demo set nothing is downloaded.
+        self.words = ["--image-size", 32, *NETWORK[project.task], "--data", folder]
+        self.name = next(path.name for path in server.folder.iterdir() if path.suffix != ".json")
+        self.cache, self.port = folder / "cache", server.server_port
+        (folder / "initial.py").write_text(INITIAL)
+
+    def patch(self) -> None:
+        server = f"http://127.0.0.1:{self.port}"
+        os.environ["TORCH_HOME"] = str(self.cache)
+        pretrained.SECONDS = 1
+        torchvision.models.WeightsEnum.url = property(lambda _: f"{server}/{self.name}")
+        if self.name.endswith("safetensors"):
+            from huggingface_hub import constants
+
+            path = "/{repo_id}/resolve/{revision}/{filename}"
+            constants.HUGGINGFACE_CO_URL_TEMPLATE = server + path
+            constants.ENDPOINT, constants.HF_HUB_CACHE = server, str(self.cache)
+            constants.HF_HUB_OFFLINE = False
+
+    def start(self, *more: object, on: int = 2) -> Ranks:
+        """Start ranks that build the network, and save what each begins with."""
+        out = self.folder / "begun"
+        shutil.rmtree(out, ignore_errors=True)
+        out.mkdir()
+        script = self.folder / "initial.py"
+        return self.project.start(out, *self.words, *more, on=on, script=script, patch=self.patch)
+
+    def build(self, *more: object, on: int = 2) -> tuple[Done, list[dict[str, Any]]]:
+        done = self.start(*more, on=on).end()
+        paths = sorted((self.folder / "begun").iterdir())
+        return done, [torch.load(path, weights_only=True)["model"] for path in paths]
+
+    def cached(self) -> list[Path]:
+        """The files of weights that would be taken for whole."""
+        return [path for path in self.cache.rglob("*") if path.name == self.name and path.exists()]
+
+    def published(self) -> torch.Tensor:
+        """The first weight of what the server publishes."""
+        path = self.server.folder / self.name
+        is_pickle = path.suffix == ".pth"
+        state = torch.load(path, weights_only=True) if is_pickle else load_file(path)
+        return state["conv1.0.weight" if is_pickle else "features.0.0.weight"]
+
+
+@pytest.fixture
+def downloads(project: Project, tmp_path: Path) -> Iterator[Downloads]:
+    folder = tmp_path / "published"
+    folder.mkdir()
+    torch.manual_seed(7)
+    if project.task == "classification":
+        net = torchvision.models.get_model("shufflenet_v2_x0_5", num_classes=1000)
+        torch.save(net.state_dict(), folder / "whole")
+        digest = hashlib.sha256((folder / "whole").read_bytes()).hexdigest()
+        (folder / "whole").rename(folder / f"net-{digest[:8]}.pth")
+    else:
+        encoder = smp.encoders.get_encoder("mobilenet_v2", weights=None)
+        save_file(encoder.state_dict(), folder / "model.safetensors")
+        (folder / "config.json").write_text("{}")
+    with Server(folder) as server:
+        yield Downloads(project, server, tmp_path)
+        server.is_over.set()
+        server.shutdown()
+
+
+def same(*states: dict[str, Any]) -> bool:
+    first, *others = states
+    return all(torch.equal(first[name], other[name]) for other in others for name in first)
+
+
+@both_tasks
+def test_published_weights(downloads: Downloads, tmp_path: Path) -> None:
+    """Downloaded by one rank, for all, and once: a resumed run and --eval-only need no network."""
+    project, server = downloads.project, downloads.server
+    done, begun = downloads.build()
+    assert f"--weights auto: {USED[project.task]}, downloaded unless" in done.ok().out
+    assert "tensors loaded; new: " in done.out
+    assert server.requests.count(f"GET {downloads.name}") == len(downloads.cached()) == 1
+    downloads.port = free_port()  # where nobody answers: it is cached
+    _, again = downloads.build(on=1)
+    _, scratch = downloads.build("--weights", "none", on=1)
+    assert same(*begun, *again) and not same(*begun, *scratch)
+    assert torch.equal(next(iter(begun[1].values())), downloads.published())
+
+    downloads.port = server.server_port
+    data, out = project.draw(tmp_path / "few", 12, 6), tmp_path / "out"
+    words = [*project.flags(data, out), *downloads.words[:-2]]
+    at = words.index("--weights")
+    del words[at : at + 2]
+    assert "--weights auto: " in project.run(*words, patch=downloads.patch).ok().out
+    shutil.rmtree(downloads.cache)
+    server.requests.clear()
+    for more in ("--epochs", 2), ("--eval-only",):
+        done = project.run(*words, *more, patch=downloads.patch, on=1).ok()
+        assert "--weights" not in done.out
+    assert server.requests == [] and not downloads.cache.exists()
+
+
+@both_tasks
+def test_weights_that_cannot_be_had(downloads: Downloads) -> None:
+    """From scratch, with one line, to the bit as with --weights none; nothing broken is kept.
+
+    If they are asked for, that is an error.
+    """
+    task, server = downloads.project.task, downloads.server
+    _, scratch = downloads.build("--weights", "none", on=1)
+    assert server.requests == []
+    modes = ["closed", "silent", "half", "wrong", "missing", "no folder"]
+    if task == "segmentation":  # of huggingface_hub, which tries half a file again and again
+        modes = ["closed", "missing"]
+    for mode in modes:
+        server.mode, downloads.port = mode, server.server_port
+        if mode == "closed":
+            downloads.port = free_port()
+        if mode == "no folder":
+            shutil.rmtree(downloads.cache, ignore_errors=True)
+            downloads.cache.touch()
+        began = time.monotonic()
+        done, states = downloads.build(on=2 if mode == "closed" else 1)
+        assert time.monotonic() - began < 30, mode
+        (line,) = (line for line in done.ok().out.splitlines() if "from scratch" in line)
+        assert line.startswith(f"--weights {USED[task]}: download failed ("), line
+        assert same(*scratch, *states), mode
+        assert downloads.cached() == []
+    for weights in USED[task], "other", "none.pt":
+        done, _ = downloads.build("--weights", weights)
+        done.refused("", weights)
+
+
+def test_a_kill_while_downloading(downloads: Downloads) -> None:
+    downloads.server.mode = "half"
+    ranks = downloads.start(on=1)
+    wait_for(downloads.server.mark.exists)
+    ranks.kill(signal.SIGKILL)
+    assert ranks.end().statuses == [-9]
+    assert any(path.is_file() for path in downloads.cache.rglob("*"))
+    assert downloads.cached() == []
+    downloads.server.mode = "whole"
+    _, states = downloads.build(on=1)
+    assert torch.equal(next(iter(states[0].values())), downloads.published())
+
+
+@on_ranks(2, group=False)
+def test_a_download_may_take_longer_than_collectives() -> None:
+    distributed.setup(timeout=2)
+    for seconds in (3, 0):
+        assert distributed.await_rank_zero(lambda s: time.sleep(s) or s, seconds) == seconds
+
+
+def test_what_auto_stands_for() -> None:
+    for network, name in {
+        ("unet", "resnet34"): "imagenet",
+        ("unet", "resnext101_32x4d"): "ssl",
+        ("unet", "dpn68b"): "imagenet+5k",
+        ("fpn", "tu-resnet18.a1_in1k"): "imagenet",
+        ("fpn", "tu-seresnet18"): None,
+        ("deeplabv3_resnet50", "resnet34"): "COCO_WITH_VOC_LABELS_V1",
+    }.items():
+        assert next(iter(pretrained.find_published(*network)[0]), None) == name
+
+
+# The smallest images that each takes without BatchNorm over a single pixel.
+CLASSIFIERS = {
+    **{"alexnet": 64, "vgg16_bn": 32, "squeezenet1_1": 32, "googlenet": 64},
+    **{"inception_v3": 96, "resnet50": 64, "densenet121": 64, "mobilenet_v2": 64},
+    **{"mobilenet_v3_large": 64, "mnasnet1_0": 64, "efficientnet_b0": 64},
+    **{"regnet_y_400mf": 64, "convnext_tiny": 32, "vit_b_16": 32, "swin_t": 32, "maxvit_t": 224},
+}
+NETWORKS = [
+    *(("classification", f"--arch {name} --image-size {n}") for name, n in CLASSIFIERS.items()),
+    *(("segmentation", f"--encoder {name} --image-size 32") for name in ("vgg16", "resnet34")),
+    ("segmentation", "--arch deeplabv3 --encoder resnet50 --image-size 32"),
+]
+
+
+@pytest.mark.parametrize(("project", "network"), NETWORKS, indirect=["project"])
+@on_ranks(1)
+def test_classic_networks(project: Project, few: Path, network: str) -> None:
+    """Each learns from the demo set, and backbone() leaves out what follows the backbone."""
+    import dataset
+    import main
+    import model
+    import recipe
+    from flags import parse_args
+
+    words = ["--data", str(few), "--batch-size", "2", "--amp", "off", "--weights", "none"]
+    words += [*network.split(), "--optimizer", "sgd", "--lr", "0.001"]
+    args = parse_args(words)
+    train_set, _, classes = dataset.build_datasets(args)
+    sampler = ddpkit.TrainSampler(train_set, 2, accumulate=1, seed=0)
+    seeded = ddpkit.Seeded(train_set, classes, 0)
+    loader = DataLoader(seeded, 2, sampler=sampler, collate_fn=ddpkit.Collate())
+    net = model.build_model(args, classes)
+    before = {name: weight.clone() for name, weight in net.named_parameters()}
+    optimizer = recipe.build_optimizer(net, args)
+    parts = (
+        ddpkit.wrap(net, DEVICE),
+        ddpkit.criterion(model.build_criterion(args, train_set, classes)),
+        optimizer,
+        recipe.build_scheduler(optimizer, args, 2),
+        torch.amp.GradScaler("cpu", enabled=False),
+    )
+    for batch in itertools.islice(loader, 2):
+        step = Step([loading.move(batch, DEVICE, train_set.format)])
+        main.train_one_epoch(step, *parts, None, args)
+    changed = [not torch.equal(weight, before[name]) for name, weight in net.named_parameters()]
+    assert all(weight.isfinite().all() for weight in net.parameters())
+    assert sum(changed) / len(changed) > 0.9
+    backbone = {*model.backbone(net)}
+    others = [list(weight.shape) for weight in net.parameters() if weight not in backbone]
+    if project.task == "classification":
+        weight, *bias = others
+        assert [weight[0], *bias] in ([6], [6, [6]])
+    else:
+        assert len(others) > 2  # decoder and head
