@@ -163,8 +163,9 @@ def on_ranks(*counts: int, group: bool = True) -> Callable[[Callable], Callable]
                     if group:
                         distributed.setup()
                     test(**fixtures)
-                    with contextlib.suppress(RuntimeError):  # of a rank that has failed
-                        distributed.teardown()
+                    if distributed.is_joined():
+                        with contextlib.suppress(RuntimeError):  # of a rank that has failed
+                            distributed.teardown()
 
                 with tempfile.TemporaryDirectory() as folder:
                     output = [Path(folder, f"rank {rank} of {ranks}") for rank in range(ranks)]
