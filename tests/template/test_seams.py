@@ -1,8 +1,10 @@
 """The recipes of EDITS.md: each diff applies, is clean, resumes to the bit and works."""
 
 import json
+import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -11,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from digest import digest
-from running import SAME_FOR_BOTH, SCRIPTS, TASKS, Done, Project, flags, rows
+from generated import TASKS, Done, Project, after_step, both_tasks, rows
 
 # The section of each recipe. main.py, flags.py's lines and recipe.py are the same in both tasks.
 TITLES = (
@@ -195,30 +197,25 @@ def git_apply(diff: str, folder: Path) -> str:
     return done.stderr if done.returncode else ""
 
 
-def apply(project: Project, title: str, folder: Path) -> Path:
+def apply(project: Project, title: str, folder: Path) -> Project:
     """A copy of the project with the recipe `title` of its EDITS.md."""
-    copy = project.copy(folder).folder
-    fault = git_apply(read_diffs(project)[title], copy)
+    copy = project.copy(folder)
+    fault = git_apply(read_diffs(project)[title], copy.folder)
     assert not fault, f"EDITS.md, {title}: does not apply\n{fault}"
     return copy
 
 
 class Edited:
-    """Runs of a project with edited front files, in the fork server of the unedited one."""
+    """Runs of a project with edited files."""
 
     def __init__(self, project: Project, data: Path, folder: Path, title: str) -> None:
-        self.project, self.data, self.out = project, data, folder / "out"
-        self.folder = apply(project, title, folder / "edited")
-        shutil.rmtree(self.folder / "ddpkit")  # the fork server has imported that of the project
+        self.data, self.out = data, folder / "out"
+        self.project = apply(project, title, folder / "edited")
+        self.folder = self.project.folder
 
     def run(self, name: str, *more: object, ranks: int = 2, stop: int = 0) -> Done:
-        return self.start(
-            "main.py", *flags(self.data, self.out / name, *more), ranks=ranks, stop=stop
-        )
-
-    def start(self, file: str, *words: object, ranks: int, stop: int = 0) -> Done:
-        script = SCRIPTS / "edited.py"
-        return self.project.fork(self.folder, file, stop, *words, ranks=ranks, script=script)
+        kill = after_step(stop, lambda: os.kill(os.getpid(), signal.SIGKILL)) if stop else None
+        return self.project.train(self.data, self.out / name, *more, on=ranks, patch=kill)
 
     def result(self, *more: object) -> str:
         """The digest of a run; the same of one that was killed in its second epoch."""
@@ -235,7 +232,7 @@ class Edited:
         said = self.run("whole", "--eval-only", *more, ranks=1).ok().out
         words = ["--checkpoint", self.out / "whole/best.pt", "--output", self.out / "predictions"]
         images = sorted(self.data.glob("val/*/*.jpg"))[:2]
-        self.start("predict.py", *images, *words, ranks=1).ok()
+        self.project.run(*images, *words, script="predict.py", on=1).ok()
         return json.loads(said.splitlines()[-1])
 
     def state(self, name: str = "whole/last.pt") -> dict:
@@ -247,6 +244,7 @@ def edited(project: Project, few: Path, tmp_path: Path) -> Callable[[str], Edite
     return lambda title: Edited(project, few, tmp_path, title)
 
 
+@both_tasks
 def test_diffs_apply_and_are_clean(project: Project, shared: Path, tmp_path: Path) -> None:
     """Each alone by ruff; by mypy, which takes longer, in as few copies as the diffs fit into."""
     diffs = read_diffs(project)
@@ -262,7 +260,7 @@ def test_diffs_apply_and_are_clean(project: Project, shared: Path, tmp_path: Pat
 
     for number, (title, diff) in enumerate(diffs.items()):
         try:
-            copy = apply(project, title, tmp_path / str(number))
+            copy = apply(project, title, tmp_path / str(number)).folder
         except AssertionError as error:
             wrong.append(str(error))
             continue
@@ -281,6 +279,7 @@ def append(path: Path, text: str) -> None:
     path.write_text(path.read_text() + text)
 
 
+@both_tasks
 def test_torchvisions_set(project: Project, edited: Callable[[str], Edited]) -> None:
     """Images of PIL, labels and masks, the network's sizes: as the loaders want them."""
     own = edited(TORCHVISION)
@@ -291,6 +290,7 @@ def test_torchvisions_set(project: Project, edited: Callable[[str], Edited]) -> 
     assert "miou" in own.use() or project.task == "classification"
 
 
+@both_tasks
 def test_hugging_faces_set(project: Project, edited: Callable[[str], Edited]) -> None:
     """Samples are dicts, in another order than (image, target, ...)."""
     own = edited(HUGGING_FACE)
@@ -299,7 +299,6 @@ def test_hugging_faces_set(project: Project, edited: Callable[[str], Edited]) ->
     own.use()
 
 
-@SAME_FOR_BOTH
 def test_a_plain_loader(edited: Callable[[str], Edited]) -> None:
     """It says what it gives up; the ranks share its batches; a stopped epoch starts over."""
     own = edited(LOADER)
@@ -327,10 +326,9 @@ def test_a_plain_loader(edited: Callable[[str], Edited]) -> None:
     assert float(alike["val_loss"]) == pytest.approx(float(first["val_loss"]))
     repeats = "sampler=torch.utils.data.distributed.DistributedSampler(val_set), batch_size=4"
     main.write_text(plain.replace("batch_size=4", repeats))
-    own.run("repeats", "--epochs", 1).refused("DistributedSampler, which repeats samples")
+    own.run("repeats", "--epochs", 1).refused("loading.numbered", "DistributedSampler")
 
 
-@SAME_FOR_BOTH
 def test_a_stream(edited: Callable[[str], Edited]) -> None:
     """With a state_dict an epoch resumes to the bit."""
     own = edited(LOADER)
@@ -340,12 +338,14 @@ def test_a_stream(edited: Callable[[str], Edited]) -> None:
     own.result()
 
 
+@both_tasks
 def test_three_parts(edited: Callable[[str], Edited]) -> None:
     own = edited(PARTS)
     own.result()
     own.use()
 
 
+@both_tasks
 def test_network_of_your_own(edited: Callable[[str], Edited]) -> None:
     """The auxiliary head learns; the network returns the logits alone in evaluation."""
     mine = edited(NETWORK)
@@ -355,7 +355,6 @@ def test_network_of_your_own(edited: Callable[[str], Edited]) -> None:
     mine.use("--arch", "mine")
 
 
-@SAME_FOR_BOTH
 def test_teacher(edited: Callable[[str], Edited]) -> None:
     """It changes what is learned and is in no checkpoint."""
     pupil = edited(TEACHER)
@@ -366,7 +365,6 @@ def test_teacher(edited: Callable[[str], Edited]) -> None:
     pupil.use()
 
 
-@SAME_FOR_BOTH
 def test_discriminator(project: Project, few: Path, edited: Callable[[str], Edited]) -> None:
     """Both networks learn, the first one something else than without; both are compared."""
     both = edited(ADVERSARY)
@@ -374,16 +372,15 @@ def test_discriminator(project: Project, few: Path, edited: Callable[[str], Edit
     now, before = (both.state(f"whole/{name}.pt") for name in ("last", "last-1"))
     assert not torch.equal(now["adversary"]["0.bias"], before["adversary"]["0.bias"])
     assert now["adversary_optimizer"]["state"]["adversary.0.weight"]["step"] == 6
-    project.fork(*flags(few, both.out / "alone", "--epochs", 2), draws=False).ok()
+    project.train(few, both.out / "alone", "--epochs", 2).ok()
     alone = both.state("alone/last.pt")["model"]
     assert any(not torch.equal(now["model"][name], alone[name]) for name in alone)
     both.use()
     file = both.folder / "adversary.py"
     file.write_text(file.read_text().replace("self.ddp_network(", "self.network("))
-    both.run("bypassed").refused("0.weight differs between ranks: train through ddp_model")
+    both.run("bypassed").refused("replicas.check_same", "0.weight")
 
 
-@SAME_FOR_BOTH
 def test_second_validation_set(
     project: Project, tmp_path: Path, edited: Callable[[str], Edited]
 ) -> None:
@@ -399,9 +396,10 @@ def test_second_validation_set(
     assert found["top1"] != best["best"]
     for part in "train", "val":
         shutil.rmtree(other / part / "waves")
-    two.run("refused", "--second-data", other).refused("other: its classes are not those of")
+    two.run("refused", "--second-data", other).refused("", "other: its classes")
 
 
+@both_tasks
 def test_another_metric(project: Project, edited: Callable[[str], Edited]) -> None:
     mine, name = edited(BEST), {"classification": "f1", "segmentation": "iou_crack"}[project.task]
     if project.task == "classification":
@@ -415,7 +413,6 @@ def test_another_metric(project: Project, edited: Callable[[str], Edited]) -> No
     assert mine.use()[name] == pytest.approx(max(scores))
 
 
-@SAME_FOR_BOTH
 def test_augmentation_by_a_library(edited: Callable[[str], Edited]) -> None:
     """With a generator of its own, as albumentations has."""
     noisy = edited(LIBRARY)
@@ -424,15 +421,14 @@ def test_augmentation_by_a_library(edited: Callable[[str], Edited]) -> None:
     noisy.use()
 
 
-@SAME_FOR_BOTH
 def test_older_checkpoint(project: Project, few: Path, edited: Callable[[str], Edited]) -> None:
     """It resumes with the default of the flag."""
     newer = edited(FLAG)
     words = "--epochs", 2
-    project.fork(*flags(few, newer.out / "whole", *words), draws=False).ok()
-    killed = flags(few, newer.out / "killed", "--save-every", 4, *words)
-    script = SCRIPTS / "edited.py"
-    assert project.fork(project.folder, "main.py", 5, *killed, script=script).status == -9
+    project.train(few, newer.out / "whole", *words).ok()
+    kill = after_step(5, lambda: os.kill(os.getpid(), signal.SIGKILL))
+    killed = newer.out / "killed"
+    assert project.train(few, killed, "--save-every", 4, *words, patch=kill).status == -9
     path = newer.out / "killed" / "last.pt"
     state = torch.load(path, weights_only=True)
     for flag in "optimizer", "ema", "patience":
@@ -446,7 +442,6 @@ def test_older_checkpoint(project: Project, few: Path, edited: Callable[[str], E
     newer.use()
 
 
-@SAME_FOR_BOTH
 def test_frozen_layers(edited: Callable[[str], Edited]) -> None:
     """BatchNorm is as it was at the start, even if the backbone was frozen, too."""
     some = edited(FROZEN)
@@ -459,7 +454,6 @@ def test_frozen_layers(edited: Callable[[str], Edited]) -> None:
     some.use()
 
 
-@SAME_FOR_BOTH
 def test_weights_that_some_steps_leave_out(edited: Callable[[str], Edited]) -> None:
     """Each rank skips a layer in other steps; without the recipe that is refused."""
     skipping = edited(UNUSED)
@@ -473,10 +467,9 @@ def test_weights_that_some_steps_leave_out(edited: Callable[[str], Edited]) -> N
     main = skipping.folder / "main.py"
     main.write_text(main.read_text().replace(", find_unused_parameters=True", ""))
     done = skipping.run("refused", "--dist-timeout", 20)
-    done.refused("fc.spare", "find_unused_parameters=True to ddpkit.wrap")
+    done.refused("failures.unused", "fc.spare", "find_unused_parameters=True")
 
 
-@SAME_FOR_BOTH
 def test_tracker(edited: Callable[[str], Edited]) -> None:
     """It gets each row once; the resumed run continues the tracker's."""
     tracked = edited(TRACKER)
