@@ -153,7 +153,7 @@ def on_ranks(*counts: int, group: bool = True) -> Callable[[Callable], Callable]
 
     def decorate(test: Callable) -> Callable:
         @functools.wraps(test)
-        def wrapper(**fixtures: Any) -> None:
+        def wrapper(*of_class: Any, **fixtures: Any) -> None:
             project = fixtures.get("project")
             for ranks in counts:
                 port = free_port()
@@ -162,7 +162,7 @@ def on_ranks(*counts: int, group: bool = True) -> Callable[[Callable], Callable]
                     join(rank, ranks, port)
                     if group:
                         distributed.setup()
-                    test(**fixtures)
+                    test(*of_class, **fixtures)
                     if distributed.is_joined():
                         with contextlib.suppress(RuntimeError):  # of a rank that has failed
                             distributed.teardown()

@@ -10,9 +10,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from generated import Project, both_tasks, refusal, rows
 from matplotlib.figure import Figure
 from PIL import Image
-from running import Project, flags, rows
+from ranks import on_ranks
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 from torchmetrics import MetricCollection
@@ -24,8 +25,8 @@ from torchmetrics.classification import (
     MulticlassRecall,
 )
 
+from ddpkit.data import folders
 from ddpkit.data.samples import Seeded
-from ddpkit.errors import UserError
 from ddpkit.ranks import distributed
 from ddpkit.run import metrics, pictures
 
@@ -133,18 +134,34 @@ class TestCounts:
                 assert numbers == {}
                 assert confusion.tolist() == [[1, 1], [0, 1]]
             else:
-                with pytest.raises(UserError, match="val_m has 4 values"):
+                with refusal("metrics.compute", "val_m has 4 values"):
                     metrics.compute(collection)
 
+    @both_tasks
+    @on_ranks(1)
     def test_they_are_counted_once(self, project: Project) -> None:
-        found = project.call("mistakes.shared_counts")
-        assert found["found"] == found["expected"]
-        groups = {
-            "classification": [["matrix"], ["top1"]],
-            "segmentation": [["iou", "matrix", "miou"]],
-        }
-        assert found["groups"] == groups[project.task]
+        """The groups of metrics that count once, and counts over two evaluations of 3 batches."""
+        import model
 
+        collection = model.build_metrics(["a", "b"])
+        sides = (8, 8) if "iou" in collection else ()
+        for _ in range(2):
+            collection.reset()
+            counts = torch.zeros(2, 2, dtype=torch.long)
+            for _ in range(3):
+                outputs = torch.randn(5, 2, *sides)
+                targets = torch.randint(0, 2, (5, *sides))
+                collection.update(outputs, targets)
+                pairs = 2 * targets + outputs.argmax(1)
+                counts += pairs.flatten().bincount(minlength=4).view(2, 2)
+            numbers, confusion = metrics.compute(collection)
+            assert all(type(number) is float for number in numbers.values())
+            assert confusion.tolist() == counts.tolist()
+        groups = sorted(map(sorted, collection.compute_groups.values()))
+        is_dense = project.task == "segmentation"
+        assert groups == ([["iou", "matrix", "miou"]] if is_dense else [["matrix"], ["top1"]])
+
+    @both_tasks
     def test_files_of_a_run(
         self, project: Project, data: Path, trained: Path, tmp_path: Path
     ) -> None:
@@ -157,15 +174,15 @@ class TestCounts:
         out = run / "eval"
         out.mkdir()
         (out / "worst.png").touch()  # of an evaluation before
-        more = [*flags(data, run), "--eval-only"]
-        said, numbers = project.alone(*more).ok().out.splitlines()[-2:]
+        done = project.train(data, run, "--eval-only", on=1, draws=True).ok()
+        said, numbers = done.out.splitlines()[-2:]
         assert said == f"written to {out}: per_class.csv, confusion.png, worst.png"
         assert {path.name for path in out.iterdir()} == {*said.split(": ")[1].split(", ")}
         assert (out / "per_class.csv").read_bytes() == before["per_class.csv"]
         assert before == {path.name: path.read_bytes() for path in run.iterdir() if path != out}
         assert "matrix" not in numbers
-        more = [*flags(data, others), "--eval-only", "--resume", trained / "best.pt"]
-        project.fork(*more, ranks=3).ok()
+        more = ["--eval-only", "--resume", trained / "best.pt"]
+        project.train(data, others, *more, on=3, draws=True).ok()
         others = others / "eval"
         assert (out / "per_class.csv").read_text() == (others / "per_class.csv").read_text()
         for name in ("confusion.png", "worst.png"):
@@ -180,8 +197,8 @@ class TestCounts:
                 assert float(each["iou"]) == pytest.approx(float(row[f"iou_{name}"]), abs=1e-5)
         # The numbers come also where no file can be written.
         (tmp_path / "file").touch()
-        more[more.index(others.parent)] = tmp_path / "file"
-        said, again = project.alone(*more).ok().out.splitlines()[-2:]
+        done = project.train(data, tmp_path / "file", *more, on=1, draws=True).ok()
+        said, again = done.out.splitlines()[-2:]
         assert "file/eval: cannot be written" in said
         assert json.loads(again) == json.loads(numbers)
 
@@ -383,7 +400,7 @@ def test_predicted_masks(project: Project, data: Path, trained: Path, tmp_path: 
     for checkpoint in (trained / "best.pt", tmp_path / "colored.pt"):
         out = tmp_path / checkpoint.stem
         more = ["--checkpoint", checkpoint, "--output", out]
-        project.alone(data / "val" / "images", *more, script="predict.py").ok()
+        project.run(data / "val" / "images", *more, script="predict.py", on=1).ok()
         masks = [Image.open(path) for path in sorted((out / "masks").iterdir())]
         assert {mask.mode for mask in masks} == {"P"}
         found.append((masks[0].getpalette()[:6], np.array([np.array(mask) for mask in masks])))
@@ -406,13 +423,18 @@ def test_predicted_masks(project: Project, data: Path, trained: Path, tmp_path: 
     mask = np.array(Image.open(first))
     mask[:9] = 1 - mask[:9]  # both classes come
     pictures.paint(mask, ["a", "b"]).save(first)
-    assert project.call("data.found", own) == "23 23 0 1"
+
+    @on_ranks(1)
+    def find() -> None:
+        train, val, classes = folders.find_masks(own)
+        assert (len(train.samples), len(val.samples), [*classes]) == (23, 23, ["0", "1"])
+
+    find()
 
 
-@pytest.mark.parametrize("project", ["classification"], indirect=True)
 def test_scores_of_all_classes(project: Project, data: Path, trained: Path, tmp_path: Path) -> None:
     more = ["--checkpoint", trained / "best.pt", "--output", tmp_path]
-    project.alone(data / "val", *more, script="predict.py").ok()
+    project.run(data / "val", *more, script="predict.py", on=1).ok()
     with open(tmp_path / "predictions.csv", newline="") as file:
         header, *found = csv.reader(file)
     classes = torch.load(trained / "best.pt", weights_only=True)["classes"]
@@ -424,7 +446,13 @@ def test_scores_of_all_classes(project: Project, data: Path, trained: Path, tmp_
 
 
 @pytest.mark.parametrize("project", ["segmentation"], indirect=True)
+@on_ranks(1)
 def test_padding_is_not_drawn(project: Project) -> None:
     """Validation pads to multiples of 32; only the image's own 40 x 50 pixels are drawn."""
-    gap = 2
-    assert project.call("mistakes.drawn_size", 40, 50) == [40, 3 * 50 + 2 * gap]
+    import dataset
+
+    axes, gap = Figure().add_subplot(), 2
+    image = dataset.pad(torch.full((3, 40, 50), 7, dtype=torch.uint8), 0)
+    target = dataset.pad(torch.zeros(40, 50, dtype=torch.uint8), 255)
+    dataset.draw_example(axes, image, target, torch.zeros(2, *target.shape), ["a", "b"])
+    assert axes.images[0].get_size() == (40, 3 * 50 + 2 * gap)
