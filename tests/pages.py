@@ -1,14 +1,32 @@
-"""What docs/flags.md quotes: --help of main.py. Run this to write it anew."""
+"""What people read, and the --help that docs/flags.md quotes. Run this to write it anew."""
 
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+
+import jinja2
 
 ROOT = Path(__file__).resolve().parent.parent
 TEMPLATE = ROOT / "{{cookiecutter.project_slug}}"
 FLAGS = ROOT / "docs" / "flags.md"
 TASKS = ("classification", "segmentation")
+
+
+def rendered(name: str, task: str) -> str:
+    template = jinja2.Template((TEMPLATE / name).read_text())
+    return template.render(cookiecutter={"task": task, "project_name": "Cracks"})
+
+
+def documents() -> Iterator[tuple[str, Path, tuple[str, ...], str]]:
+    """Yield name, folder, tasks that it is for, and text of each document."""
+    for path in [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *ROOT.glob("*/README.md")]:
+        if path.parent != TEMPLATE and path.name != "CHANGELOG.md":
+            yield path.relative_to(ROOT).as_posix(), path.parent, TASKS, path.read_text()
+    for name in ("README.md", "EDITS.md", "AGENTS.md"):
+        for task in TASKS:
+            yield f"{task}/{name}", TEMPLATE, (task,), rendered(name, task)
 
 
 def help_of(task: str) -> str:
