@@ -2,12 +2,14 @@
 #              (TASK=segmentation for the other kind, FLAGS="..." for flags of its main.py)
 # make test    set up, run all tests
 # make check   set up, lint and the quick tests
+# make docs    build the documentation to site/, in an environment of its own
 #
 # They install the versions in constraints.txt, which passed. CONSTRAINTS= takes the newest there
 # are, CONSTRAINTS=constraints-oldest.txt the oldest of what training needs.
 
 PYTHON ?= python3
 VENV ?= .venv
+DOCS_VENV ?= .venv-docs
 CONSTRAINTS ?= constraints.txt
 TASK ?= classification
 FLAGS ?=
@@ -22,7 +24,7 @@ python = "$(VENV)/bin/python"
 template = {{cookiecutter.project_slug}}
 project = demo/$(TASK)
 
-.PHONY: demo test check ready
+.PHONY: demo test check docs ready
 
 test: ready
 	$(python) -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
@@ -41,6 +43,15 @@ demo: ready
 	@echo "The images:      $(project)/runs/default/examples.png and curves.png"
 	@echo "Next:            cd $(project), edit main.py, dataset.py or model.py, and"
 	@echo "                 PYTHON=../../$(VENV)/bin/python ./launch.sh --resume never"
+
+docs: $(DOCS_VENV)/ready
+	"$(DOCS_VENV)/bin/zensical" build --clean --strict
+
+$(DOCS_VENV)/ready: docs/requirements.txt
+	$(PYTHON) -m venv "$(DOCS_VENV)"
+	"$(DOCS_VENV)/bin/python" -m pip install --quiet --disable-pip-version-check --upgrade \
+		-r docs/requirements.txt
+	touch "$@"
 
 ready: $(VENV)/ready-$(or $(CONSTRAINTS),newest)
 

@@ -39,7 +39,7 @@ def texts(node: ast.AST, scope: ast.AST) -> list[str]:
                     return values
         return [f"{{{node.id}}}"]
     if isinstance(node, ast.Attribute):
-        return [f"{{{node.attr}}}"]
+        return [f"{{{node.attr.strip('_')}}}"]
     if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant):
         return [f"{{{node.slice.value}}}"] if isinstance(node.slice.value, str) else ["{first}"]
     names = [each.id for each in ast.walk(node) if isinstance(each, ast.Name)]

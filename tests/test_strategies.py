@@ -18,7 +18,7 @@ def test_sync_bn_is_refused_on_cpus(project: Project, data: Path, tmp_path: Path
 
 @SAME_FOR_BOTH
 def test_a_network_on_two_devices(project: Project, few: Path, tmp_path: Path) -> None:
-    """The README's example. Torch takes any number for a CPU: the code runs, the CPU is one."""
+    """That of docs/recipes.md. Torch takes any number for a CPU: the code runs on the one."""
     text = (project.folder / "main.py").read_text()
     built = "    model = build_model(args, classes, seeded.channels, weights)\n"
     moved = "    model = model.to(device).to(memory_format=torch.channels_last)\n"

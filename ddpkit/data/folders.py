@@ -218,7 +218,7 @@ class Part:
 
     samples: Sequence[tuple]  # begin with the path of an image
     format: Format
-    stored: Sequence[tuple[LazyImage, ...]] | None = None  # by prepare_data.py
+    stored: Sequence[tuple[LazyImage, ...]] | None = None  # by `prepare`
     labels: masks.Labels = field(default_factory=lambda: masks.UNNAMED)  # what the masks mean
 
 
@@ -291,7 +291,7 @@ class MaskFiles(Files):
 def find_classes(data: Path) -> tuple[Part, Part, Sequence[str]]:
     """Return the parts for training and for validation, for ImageFiles, and the class names.
 
-    data: a folder as README.md describes it, or one that prepare_data.py has made. Every rank has
+    data: a folder as README.md describes it, or one that `prepare` has made. Every rank has
     to call it. Says how many images each class has. Raises a UserError for any other folder.
 
         train, val, classes = ddpkit.find_classes(Path("data/demo"))

@@ -145,8 +145,8 @@ class Reporter:
         if wait > 0.1 and wait * seconds > 1:
             distributed.say(
                 f"input-bound: {wait:.0%} of {seconds:.0f} s were spent waiting for images; what "
-                f"helps: --workers up to {machine.cpu_share()} (CPUs per rank), prepare_data.py "
-                "(or a smaller --short-side, if that is done), more CPUs"
+                f"helps: --workers up to {machine.cpu_share()} (CPUs per rank), python -m ddpkit "
+                "prepare (or a smaller --short-side, if that is done), more CPUs"
             )
         self.record(rows, rows[-1:])
 

@@ -1,4 +1,4 @@
-"""The README's network on two devices."""
+"""The network on two devices of docs/recipes.md."""
 
 from torch import Tensor, nn
 
@@ -16,7 +16,7 @@ class Halves(nn.Module):
 
 
 def split(net: nn.Module) -> Halves:
-    """The README's, of a ShuffleNet, whose order of layers is that of its children."""
+    """That of docs/recipes.md, of a ShuffleNet, whose order of layers is that of its children."""
     layers = [*net.children()]
     pool = nn.AdaptiveAvgPool2d(1), nn.Flatten(1)
     return Halves(nn.Sequential(*layers[:3]), nn.Sequential(*layers[3:-1], *pool, layers[-1]))

@@ -76,7 +76,7 @@ def test_loader_workers_change_no_sample(data: Path) -> None:
         batches.append(list(DataLoader(samples, 4, sampler=sampler, **options)))
     torch.distributed.destroy_process_group()
     parts, others = ([part for batch in each for part in batch] for each in batches)
-    assert all(map(torch.equal, parts, others)), "make generators in __getitem__: README.md"
+    assert all(map(torch.equal, parts, others)), "make generators in __getitem__: AGENTS.md"
 
 
 def test_metrics_are_the_same_on_any_number_of_ranks(run: Path, data: Path) -> None:

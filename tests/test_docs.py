@@ -1,0 +1,117 @@
+"""What a person reads: links lead somewhere, commands and flags exist, pages say what is so."""
+
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+
+import pages
+import pytest
+from markdown.extensions.toc import slugify
+from pages import ROOT, TASKS, TEMPLATE, rendered
+
+import ddpkit
+
+SITE = "https://org.github.io/ddp-template/"
+SOURCE = "https://github.com/org/ddp-template/blob/main/"
+FLAG = re.compile(r'add(?:_argument)?\(\s*"(--[a-z-]+)"')
+
+
+DOCUMENTS = {name: rest for name, *rest in pages.documents()}
+
+
+def anchors(text: str) -> set[str]:
+    """Return the anchors of a page: of headings, and of names of ddpkit."""
+    prose = re.sub(r"^```.*?^```", "", text, flags=re.M | re.S)
+    headings = (slugify(heading, "-") for heading in re.findall(r"^#+ (.*)$", prose, re.M))
+    return {*headings, *re.findall(r"^::: (.+)$", text, re.M)}
+
+
+def destination(link: str, folder: Path) -> Path | None:
+    """Return the file that a link leads to; None: a page of somebody else's."""
+    if link.startswith(SITE):
+        page = ROOT / "docs" / link.removeprefix(SITE).rstrip("/")
+        return page / "index.md" if page.is_dir() else page.with_name(page.name + ".md")
+    if link.startswith(SOURCE):
+        return ROOT / link.removeprefix(SOURCE)
+    return None if re.match(r"https?:", link) else folder / link
+
+
+@pytest.mark.parametrize("name", DOCUMENTS)
+def test_links(name: str) -> None:
+    folder, _, text = DOCUMENTS[name]
+    prose = re.sub(r"^```.*?^```|`[^`\n]*`", "", text, flags=re.M | re.S)
+    for url in re.findall(r'\]\(([^)\s]+)\)|src="([^"]+)"', prose):
+        link, _, anchor = "".join(url).partition("#")
+        path = destination(link, folder) if link else None
+        assert path is None or path.exists(), f"{name}: {link}"
+        if anchor and (path or not link):
+            assert anchor in anchors(path.read_text() if path else text), f"{name}: #{anchor}"
+
+
+def flags_of(script: str, task: str) -> set[str]:
+    """Return the flags of main.py, predict.py or `ddpkit COMMAND`."""
+    kit, folder = ROOT / "ddpkit", TEMPLATE / "tasks" / task
+    files = {
+        "main.py": (folder / "flags.py", kit / "run" / "flags.py"),
+        "predict.py": (folder / "predict.py",),
+        "ddpkit where": (kit / "__main__.py",),
+    }.get(script) or (kit / "tools" / f"{script.split()[-1]}.py",)
+    return {"--help", *(flag for file in files for flag in FLAG.findall(file.read_text()))}
+
+
+def commands(text: str) -> Iterator[tuple[str, str, list[str]]]:
+    """Yield line, script and what follows it of each command for a project's scripts."""
+    for block in re.findall(r"^```bash\n(.*?)^```", text, re.M | re.S):
+        for line in block.replace("\\\n", " ").splitlines():
+            words = shlex.split(line, comments=True)
+            for i, word in enumerate(words):
+                if word in ("./launch.sh", "main.py", "slurm/train.sbatch"):
+                    yield line, "main.py", words[i + 1 :]
+                elif word == "predict.py":
+                    yield line, word, words[i + 1 :]
+                elif words[i - 1 : i + 1] == ["-m", "ddpkit"]:
+                    yield line, f"ddpkit {words[i + 1]}", words[i + 2 :]
+
+
+@pytest.mark.parametrize("name", DOCUMENTS)
+def test_commands(name: str) -> None:
+    _, tasks, text = DOCUMENTS[name]
+    for line, script, words in commands(text):
+        for task in [task for task in tasks if f"# {task}" in line] or tasks:
+            for word in words:
+                known = not word.startswith("--") or word in flags_of(script, task)
+                file = TEMPLATE / "tasks" / task / word[1:]
+                assert known and (file.exists() or word[0] != "@"), f"{name}: {line}"
+    for target in re.findall(r"^ *make (\w+)", text, re.M):
+        assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(), re.M), f"{name}: {target}"
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_what_to_edit(task: str) -> None:
+    """The files of the table exist, and have what it names."""
+    table = rendered("README.md", task).split("## What to edit")[1].split("\n\n")[2]
+    for file, names in re.findall(r"`(\w+\.py)`((?:, `\w+`)*)", table):
+        (path,) = (p for p in (TEMPLATE / file, TEMPLATE / "tasks" / task / file) if p.exists())
+        for name in re.findall(r"\w+", names):
+            assert re.search(rf"^(def|class) {name}\b|^{name}\b.* =", path.read_text(), re.M), name
+
+
+def test_length() -> None:
+    """Of what people read first."""
+    assert (ROOT / "README.md").read_text().count("\n") <= 120
+    assert (TEMPLATE / "README.md").read_text().count("\n") <= 200
+    assert all(rendered("README.md", task).count("\n") <= 200 for task in TASKS)
+
+
+def test_flags() -> None:
+    assert pages.FLAGS.read_text() == pages.flags_page(), f"to update: python {pages.__file__}"
+
+
+def test_names_of_ddpkit() -> None:
+    """The pages describe each name of the door, once, and no other."""
+    texts = [path.read_text() for path in (ROOT / "docs" / "api").glob("*.md")]
+    named = [name for text in texts for name in re.findall(r"^::: ddpkit\.(\w+)$", text, re.M)]
+    assert sorted(named) == sorted(ddpkit.DOOR)
+    listed = (ROOT / "docs" / "api" / "index.md").read_text()
+    assert sorted(re.findall(r"\[`(\w+)`\]", listed)) == sorted(ddpkit.DOOR)
