@@ -61,29 +61,10 @@ class TestFiles:
         found = read(tmp_path / "x.npy", expected.shape[2])
         np.testing.assert_allclose(found, expected, atol=1e-7)
 
-    def test_other_types(self, tmp_path: Path) -> None:
-        Image.fromarray(SHORTS[..., 0]).save(tmp_path / "x.png")
-        np.testing.assert_allclose(read(tmp_path / "x.png", 1), SHORTS[..., :1] / 65535, atol=1e-7)
-        pixels = (FLOATS * 255).astype(np.uint8)
-        Image.fromarray(pixels).save(tmp_path / "y.png")
-        np.testing.assert_allclose(read(tmp_path / "y.png", 3), pixels / 255, atol=1e-7)
-
     def test_value_range(self, tmp_path: Path) -> None:
         np.save(tmp_path / "x.npy", SHORTS.astype(np.int32) - 100)
         found = read(tmp_path / "x.npy", 5, value_range=(-100, 3900))
         np.testing.assert_allclose(found, (SHORTS / 4000).clip(0, 1), atol=1e-7)
-
-    def test_parts(self, tmp_path: Path) -> None:
-        """Cropped beyond the edges and resized as images of 8 bits are, but unrounded."""
-        pixels = (FLOATS * 255).astype(np.uint8)
-        Image.fromarray(pixels).save(tmp_path / "x.png")
-        box, size = (-5, 4, 50, 40), (32, 24)
-        parts = [
-            images.open_image(str(tmp_path / "x.png"), Format(channels=channels)).read(box, size)
-            for channels in (None, 3)
-        ]
-        assert parts[0].shape == parts[1].shape == (3, 32, 24)
-        assert (parts[1] * 255 - parts[0]).abs().max() <= 1
 
     @pytest.mark.parametrize(
         ("name", "values", "code", "words"),
@@ -151,25 +132,6 @@ class TestFiles:
             with refusal("images.reading", "not a regular file"):
                 images.read_stored(str(path))
             path.unlink()
-
-    def test_broken_tiff(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-        path = tmp_path / "x.tif"
-        save_tiff(path, SHORTS, "contig")
-        whole = path.read_bytes()
-        for content in b"", b"II*\0garbage", whole[: len(whole) // 2]:
-            path.write_bytes(content)
-            with refusal("images.reading", "x.tif"):
-                read(path, 5)
-        assert not caplog.records
-
-    def test_missing_decoder(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        def fail(*_: object, **__: object) -> None:
-            raise ValueError("<COMPRESSION.LZW: 5> requires the 'imagecodecs' package")
-
-        save_tiff(tmp_path / "x.tif", SHORTS, "contig")
-        monkeypatch.setattr(tifffile.TiffPageSeries, "asarray", fail)
-        with refusal("images.reading", "x.tif", "imagecodecs"):
-            read(tmp_path / "x.tif", 5)
 
     def test_arrays_in_folders(self, tmp_path: Path) -> None:
         """They are images where there are no others; without "channels" a line says so."""

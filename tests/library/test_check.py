@@ -6,12 +6,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from deep import save_tiff
 from generated import Done, Project, both_tasks
 from PIL import Image
-
-from ddpkit.data.images import Format
-from ddpkit.tools.check import Survey, look
 
 RIGHT = 6  # an orientation in EXIF
 OF_TORCHVISION = """
@@ -228,26 +224,6 @@ def test_masks_without_names(project: Project, tmp_path: Path) -> None:
             painter.save(f"{part}/masks/0.png", mask)
         done = check(project, painter.data, tmp_path / "out")
         assert (done.status, findings(painter.data, tmp_path / "out")) == (1, expected)
-
-
-def test_more_than_8_bits(tmp_path: Path) -> None:
-    """Files of the same values are the same image; those that would be nearly black are named."""
-    painter = Painter(tmp_path)
-    values = painter.noise.integers(100, 4000, (20, 30)).astype(np.uint16)
-    names = ("0.png", "1.tif", "2.png")
-    for name, offset in zip(names, (0, 0, 1), strict=True):
-        painter.save(name, values + np.uint16(offset))
-    samples = [(str(tmp_path / name), 0) for name in names]
-    (tmp_path / "data.json").write_text('{"value_range": [0, 4095]}')
-    survey = Survey(tmp_path, [samples, []], ["a"])
-    for index in range(len(survey)):
-        survey.add(index, survey[index])
-    assert ("twice", "1.tif") in {(each.kind, Path(each.file).name) for each in survey.findings}
-    facts = look(str(tmp_path / "0.png"), Format())
-    assert [finding.kind for finding in facts.findings] == ["range"]
-    save_tiff(tmp_path / "color.tif", np.stack([values, values + 1, values + 2], axis=2))
-    facts = look(str(tmp_path / "color.tif"), Format((0, 4095)))
-    assert not facts.findings
 
 
 def test_what_cannot_be_checked(project: Project, tmp_path: Path) -> None:

@@ -1,7 +1,6 @@
 """Folders and lists as people have them: what is found in them, and what is refused."""
 
 import csv
-import errno
 import os
 import shutil
 import struct
@@ -15,9 +14,8 @@ from PIL import Image
 from ranks import on_ranks
 
 import ddpkit
-from ddpkit import files
 from ddpkit.data import folders
-from ddpkit.errors import DiskError, UserError
+from ddpkit.errors import UserError
 from ddpkit.run import checkpoint
 
 KINDS = "labels", "masks"
@@ -295,22 +293,6 @@ def test_classes_in_another_order() -> None:
     with refusal("checkpoint.check_classes", "a.pt", "another order"):
         checkpoint.check_classes("a.pt", ["0", "10", "2"], ["0", "2", "10"])
     checkpoint.check_classes("a.pt", ["0", "2"], ["0", "2"])
-
-
-def test_a_network_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """os.walk would leave out images in a folder that cannot be read."""
-    monkeypatch.setattr(files, "WAITS", (1e-6, 1e-6))
-
-    def fail(number: int) -> Callable:
-        def scandir(path: object) -> None:
-            raise OSError(number, os.strerror(number), str(path))
-
-        return scandir
-
-    for number, kind in (errno.ESTALE, DiskError), (errno.EACCES, UserError):
-        monkeypatch.setattr(os, "scandir", fail(number))
-        with pytest.raises(kind, match=f"^{tmp_path}: "):
-            folders.list_images(tmp_path)
 
 
 class TestLists:

@@ -10,13 +10,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from generated import Project, both_tasks, refusal, rows
+from generated import Project, both_tasks, rows
 from matplotlib.figure import Figure
 from PIL import Image
 from ranks import on_ranks
 from torch import Tensor
 from torch.nn.functional import cross_entropy
-from torchmetrics import MetricCollection
 from torchmetrics.classification import (
     MulticlassConfusionMatrix,
     MulticlassF1Score,
@@ -123,19 +122,6 @@ class TestCounts:
             assert np.flatnonzero(np.isnan(mine)).tolist() == nowhere
         support = [int(row["support"]) for row in found.values()]
         assert support == truth[truth != 255].bincount(minlength=6).tolist()
-
-    def test_which_metric_is_set_aside(self) -> None:
-        normalized = MulticlassConfusionMatrix(2, normalize="true")
-        for metric, is_counts in ((MulticlassConfusionMatrix(2), True), (normalized, False)):
-            collection = MetricCollection({"m": metric}, prefix="val_")
-            collection.update(torch.tensor([0, 1, 1]), torch.tensor([0, 0, 1]))
-            if is_counts:
-                numbers, confusion = metrics.compute(collection)
-                assert numbers == {}
-                assert confusion.tolist() == [[1, 1], [0, 1]]
-            else:
-                with refusal("metrics.compute", "val_m has 4 values"):
-                    metrics.compute(collection)
 
     @both_tasks
     @on_ranks(1)
@@ -335,22 +321,6 @@ class TestGallery:
             return
         assert longest > 400
         assert rows <= (is_crack.sum(1) == longest).sum() <= rows + 1
-
-    def test_legends(self, tmp_path: Path) -> None:
-        """Of the classes that are there, and void where there is some."""
-        names = [f"_{i}" for i in range(13)]
-        for present, labels in (
-            ({0, 3}, [" _0 (not tinted)", " _3"]),
-            ({3, 5, 255}, [" _3", " _5", " void"]),
-        ):
-            figure = Figure(layout="constrained")
-            pictures.draw_legend(figure, names, present)
-            assert [text.get_text() for text in figure.legends[0].get_texts()] == labels
-        with pictures.drawing(tmp_path / "legend.png") as figure:
-            pictures.draw_legend(figure, names, {*range(256)})
-        drawn = np.asarray(Image.open(tmp_path / "legend.png").convert("RGB"))
-        shown = {tuple(color) for color in drawn.reshape(-1, 3).tolist()}
-        assert {tuple(color) for color in pictures.PALETTE[:13].tolist()} <= shown
 
 
 class TestPlots:

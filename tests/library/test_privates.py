@@ -49,24 +49,6 @@ def test_the_flight_recorder() -> None:
     assert found[-2:] == [("all_reduce (3,)", True), ("all_reduce (4,)", True)]
 
 
-@on_ranks(1)
-def test_without_the_flight_recorder(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another version of torch: the hang is explained by stacks alone."""
-    dist.all_reduce(torch.ones(3))
-    with monkeypatch.context() as patch:
-        patch.setattr(torch._C, "_distributed_c10d", types.ModuleType("other"))
-        assert explaining.collectives() == []
-        here = explaining.here()
-    assert "collective" not in here.text + here.waits_in
-    assert explaining.block({0: here}, is_hang=True)[-1] == explaining.STUCK
-
-
-def test_one_product_for_all_gradients() -> None:
-    weights = [torch.ones(2), torch.ones(3)]
-    torch._foreach_mul_(weights, torch.tensor(0.5))
-    assert [weight.tolist() for weight in weights] == [[0.5] * 2, [0.5] * 3]
-
-
 def test_whether_a_debugger_is_attached(monkeypatch: pytest.MonkeyPatch) -> None:
     """A version of pydevd that does not say so counts as attached."""
     code = "import debugpy._vendored.force_pydevd, pydevd; print(pydevd._is_attached())"
@@ -102,11 +84,3 @@ def test_metrics_count_in_any_order(monkeypatch: pytest.MonkeyPatch) -> None:
     assert metric.compute().tolist() == [[1, 1], [0, 0]]
     assert seen == [False]
     assert torch.are_deterministic_algorithms_enabled()
-
-
-def test_metrics_without_it(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.delattr(Metric, "_wrap_update")
-    samples.be_deterministic()
-    assert "takes more memory" in capsys.readouterr().out

@@ -6,7 +6,6 @@ import os
 import resource
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -41,17 +40,6 @@ class TestSeeding:
         first, again, other = drawn(1, 2), drawn(1, 2), drawn(1, 3)
         assert first == again
         assert not {*first} & {*other}
-
-    def test_apples_gpus(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """They are seeded by ranks, and left alone by loader workers, which must not open them."""
-        seeds: list[int] = []
-        module = SimpleNamespace(manual_seed=seeds.append, is_available=lambda: True)
-        monkeypatch.setattr(torch, "get_device_module", lambda: module)
-        samples.seed(1)
-        assert seeds == [samples.hash_key(1)]
-        monkeypatch.setattr(torch.utils.data._utils.worker, "_worker_info", object())
-        samples.seed(2)
-        assert len(seeds) == 1
 
 
 def shares(ranks: int, sampler: Callable, monkeypatch: pytest.MonkeyPatch) -> list[list]:
@@ -88,15 +76,6 @@ class TestSampler:
             mine = [part[step * each : (step + 1) * each] for part in parts]
             together = {key for part in mine for key in part}
             assert together == {*alone[step * 12 : (step + 1) * 12]}
-
-    def test_orders(self) -> None:
-        def order(seed: int, epoch: int) -> list[int]:
-            sampler = loading.TrainSampler([()] * 40, 4, 2, seed)
-            sampler.set_epoch(epoch)
-            return [key.number for key in sampler]
-
-        assert order(1, 0) == order(1, 0)
-        assert len({*map(tuple, (order(1, 0), order(1, 1), order(2, 0)))}) == 3
 
     def test_the_rest_of_an_epoch(self) -> None:
         sampler = loading.TrainSampler([()] * 40, 8, 1, 0)
@@ -150,12 +129,6 @@ def fingerprint(listed: list) -> str:
     return samples.fingerprint(Listed(listed))
 
 
-def test_samples_that_are_no_list() -> None:
-    """An array has no truth value; only the number of its samples is compared."""
-    assert fingerprint(np.zeros((3, 2))).startswith("3 images")
-    assert samples.name(Listed(np.zeros((3, 2))), 1) == "sample 1"
-
-
 def test_fingerprints() -> None:
     first = [("a/1.jpg", 0), ("a/2.jpg", 1)]
     assert fingerprint(first) == fingerprint([("b/1.jpg", 0), ("c/2.jpg", 1)])
@@ -165,15 +138,6 @@ def test_fingerprints() -> None:
 
 
 class TestSamples:
-    def test_packed(self) -> None:
-        listed = [("a.jpg", 1), ("é\udcff.jpg", None), ((1, 2), "x")]
-        packed = samples.Packed(listed)
-        assert list(packed) == listed
-        assert packed[-1] == listed[-1]
-        assert len(samples.Packed([])) == 0
-        with pytest.raises(IndexError):
-            packed[3]
-
     def keyed(self, dataset: object) -> samples.Seeded:
         return samples.Seeded(dataset, 2, 0)
 
@@ -181,10 +145,6 @@ class TestSamples:
     def test_labels_that_are_no_class(self, label: object) -> None:
         with refusal("samples.parts", "sample 0, a.jpg", "0 to 1"):
             self.keyed(Listed([("a.jpg", 0)])).parts(0, (torch.zeros(3, 4, 4), label))
-
-    @pytest.mark.parametrize("label", [0, 1, 2.0, torch.tensor(7.0), torch.full((3,), 9)])
-    def test_labels_that_are_left_alone(self, label: object) -> None:
-        self.keyed(Listed([("a.jpg", 0)])).parts(0, (torch.zeros(3, 4, 4), label))
 
     @pytest.mark.parametrize(
         ("sample", "found"),
@@ -307,11 +267,6 @@ class TestBatches:
         del found
         gc.collect()
         assert {*samples.Seeded.in_use} <= known
-
-    def test_types_that_differ(self) -> None:
-        """They become one type."""
-        several = [(torch.zeros(3, 4, 4), torch.tensor(n)) for n in (2**40, 1.5)]
-        assert loading.Collate()(several)[1].tolist() == [2**40, 1.5]
 
 
 @pytest.mark.parametrize("call", ["fsync", "replace", "write"])

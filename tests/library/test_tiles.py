@@ -1,6 +1,5 @@
 """Large images: the same in tiles as whole; one line where memory does not suffice."""
 
-import itertools
 import json
 import random
 import resource
@@ -19,22 +18,6 @@ from ddpkit.data import demo, loading
 from ddpkit.run import checkpoint, machine, predicting
 
 SEGMENTATION = pytest.mark.parametrize("project", ["segmentation"], indirect=True)
-
-
-@pytest.mark.parametrize("side", [64, 96, 160, 1024])
-@pytest.mark.parametrize("tile", [128, 256])
-def test_where_tiles_lie(side: int, tile: int) -> None:
-    """On the grid, overlapping by half; each pixel is of one, in which it lies well inside."""
-    found = predicting.arrange(side, tile, 32)
-    assert [begin for _, begin, _ in found] == [0, *(end for _, _, end in found[:-1])]
-    assert found[-1][2] == side
-    for start, begin, end in found:
-        assert start % 32 == 0
-        assert begin == 0 or begin >= start + tile // 4
-        assert end == side or end <= start + tile - tile // 4
-    starts = [start for start, _, _ in found]
-    assert all(0 < b - a <= tile // 2 for a, b in itertools.pairwise(starts))
-    assert (starts[0], starts[-1]) == (0, max(side - tile, 0))
 
 
 @on_ranks(1)

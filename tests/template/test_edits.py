@@ -140,24 +140,6 @@ def test_kills_before_the_images(few: Path, tmp_path: Path, edited: Edited) -> N
         assert (out / "metrics.csv").read_bytes() == whole
 
 
-def test_a_run_without_drawings(few: Path, tmp_path: Path, edited: Edited) -> None:
-    """Nothing is left to do when all epochs are done."""
-    start = edited(("        draw=draw_example,\n", ""))
-    for said in "done: best", "nothing left to do":
-        assert said in start(few, tmp_path, draws=True).ok().out
-    assert not (tmp_path / "examples.png").exists()
-
-
-def test_another_network_is_evaluated_than_saved(few: Path, tmp_path: Path, edited: Edited) -> None:
-    own = (
-        "    run = ddpkit.Run(\n",
-        "    other = recipe.Ema(model, 0.9).trained\n    run = ddpkit.Run(\n",
-    )
-    judged = (EVALUATE, EVALUATE.replace("model,", "other,"))
-    done = edited(own, judged)(few, tmp_path / "refused")
-    done.refused("loop.end_epoch", "Run(model=...)")
-
-
 def test_another_choice_of_the_best(
     project: Project, data: Path, own_data: Path, trained: Path, tmp_path: Path, edited: Edited
 ) -> None:
@@ -268,16 +250,6 @@ def test_a_part_that_cannot_be_loaded(few: Path, tmp_path: Path, edited: Edited)
     done = start(few, tmp_path, "--save-every", 1)
     done.refused("checkpoint.take_states", "mine", "ndarray")
     assert not list(tmp_path.glob("*.pt*"))
-
-
-def test_a_rate_of_numpy(few: Path, tmp_path: Path, edited: Edited) -> None:
-    """It comes after the warm-up, when a file has been saved and read back already."""
-    start = edited(
-        ("0.5 * (1 + math.cos(math.pi * share", "0.5 * (1 + np.cos(np.pi * share"),
-        (IN_RECIPE, "\nimport numpy as np\n" + IN_RECIPE),
-    )
-    start(few, tmp_path, "--epochs", 2, "--save-every", 2).ok()
-    assert "2 of 3 epochs done" in start(few, tmp_path, "--epochs", 3).ok().out
 
 
 def test_tried_before_the_first_epoch(few: Path, tmp_path: Path, edited: Edited) -> None:
