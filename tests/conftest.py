@@ -20,15 +20,10 @@ LONGEST = [
     f"test_{name}.py"
     for name in (
         *(
-            "slurm",
-            "stopping",
             "debug",
             "demo",
-            "faults",
             "runs",
             "equality",
-            "launch",
-            "nodes",
             "gpu",
             "speed",
             "recipes",

@@ -1,0 +1,213 @@
+"""Launched runs that are stopped or killed: what is left, and what the next start makes of it."""
+
+import contextlib
+import os
+import random
+import re
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Collection
+from pathlib import Path
+
+from digest import digest
+from generated import NET, Command, Done, Project, children, rows, wait_for
+from ranks import on_ranks
+
+from ddpkit import launch
+from ddpkit.ranks import protocol
+from ddpkit.ranks.environment import Nodes
+
+EPOCHS = 20
+SLOW = """
+import pathlib, time
+pathlib.Path(__file__).with_name("stepped").touch()
+time.sleep(0.1)  # or the chain would come to its end too soon
+"""
+HANGS = """
+import pathlib, time
+if rank == 1 and run.step == 2:
+    pathlib.Path(__file__).with_name("hangs").touch()
+    time.sleep(600)
+"""
+
+
+class Chain:
+    """One run that is stopped and started again, until it has come to its end."""
+
+    def __init__(self, project: Project, words: list, out: Path, chance: random.Random) -> None:
+        self.out, self.chance = out, chance
+        self.changed = out / "last.pt", project.folder / "stepped"
+        self.command = [project.folder / "launch.sh", *words, "--save-every", 4]
+        self.command += ["--output-dir", out]
+
+    def start(self, *more: object, before: tuple = (), **env: str) -> None:
+        self.run = Command([*before, *self.command, *more], NPROC="2", **env)
+        self.wait_for_training()
+
+    def wait_for_training(self, but: Collection[int] = ()) -> None:
+        """Wait until all ranks, none of `but`, have saved and taken a step; then a random while."""
+        wait_for(lambda: len(pids := {*self.run.ranks().values()}) == 2 and not pids & {*but})
+        began = time.time()
+
+        def is_new(path: Path) -> bool:
+            return path.exists() and path.stat().st_mtime > began
+
+        wait_for(lambda: all(map(is_new, self.changed)))
+        time.sleep(self.chance.uniform(0, 0.5))
+
+    def kill(self, signum: int, rank: int) -> None:
+        """Send a rank what makes the launcher start all again; wait for that."""
+        before = self.run.ranks().values()
+        self.run.kill(signum, rank)
+        self.wait_for_training(but=before)
+
+    def end(self) -> Done:
+        done = self.run.end(120)
+        assert not done.left
+        return done
+
+
+def test_stopped_and_killed_again_and_again(project, data, tmp_path, chance):
+    """Its end is that of the run that nobody touched, to the bit."""
+    whole = tmp_path / "whole"
+    words = project.flags(data, whole, *NET, "--epochs", EPOCHS)
+    project.run(*words).ok()
+    slow = project.planted(tmp_path / "slow", SLOW)
+    run = Chain(slow, words, shutil.copytree(whole, tmp_path / "run"), chance)
+
+    def to_launcher(signum: int) -> None:
+        run.run.kill(signum)
+
+    def to_one_rank(signum: int) -> None:
+        run.run.kill(signum, chance.randrange(2))
+
+    def to_all(signum: int) -> None:  # as a terminal or SLURM does, loader workers included
+        for pid in children():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signum)
+
+    # --resume never holds for the launch, not for what MAX_RESTARTS starts again. When no restart
+    # is left, the last line names the rank, the status the signal. The terminal of nohup closes.
+    run.start("--resume", "never", before=("nohup",), MAX_RESTARTS="1")
+    to_launcher(signal.SIGHUP)
+    run.kill(signal.SIGKILL, 0)
+    run.run.kill(signal.SIGSEGV, 1)
+    done = run.end()
+    assert done.status == 128 + signal.SIGSEGV
+    assert done.out.count("--resume never: removing") == 1
+    assert done.out.count(f"of {EPOCHS} epochs done") == 1
+    assert re.findall(r"was ended by (\w+)", done.err) == ["SIGKILL", "SIGSEGV"]
+    assert "MAX_RESTARTS is 0 now" in done.err and "Traceback" not in done.err
+    last = r"error: rank 1 \(process \d+\) was ended by SIGSEGV"
+    assert re.fullmatch(last, done.err.splitlines()[-1])
+
+    # Signals, and the seconds between them. However many come: batch systems repeat them. Before
+    # the second ones SIGSTOP holds a rank and its store; a signal to the launcher lets it go on.
+    stops = [
+        (to_launcher, ["USR1", *4 * [0.4, "TERM"]]),
+        (to_launcher, ["INT", 0.05, "USR1", 0.05, "HUP", 1.2, "TERM"]),
+        (to_one_rank, ["USR1"]),
+        (to_all, ["INT", 0.7, "TERM"]),
+        (to_all, ["TERM", 0.05, "INT", 0.05, "HUP"]),
+    ]
+    for number, (send, signals) in enumerate(stops):
+        run.start()
+        if number == 1:
+            run.run.kill(signal.SIGSTOP, 0)
+            time.sleep(1)
+        began = time.monotonic()
+        for each in signals:
+            if isinstance(each, float):
+                time.sleep(each)
+            else:
+                send(signal.Signals[f"SIG{each}"])
+        done = run.end()
+        assert (done.status, done.err) == (75, ""), (send, signals, done.out, done.err)
+        assert f"SIG{signals[0]}: stopped and saved at epoch" in done.out
+        assert time.monotonic() - began < 30
+
+    run.start()
+    to_launcher(signal.SIGKILL)
+    done = run.end()
+    assert "stopped and saved at epoch" in done.out and not done.err
+
+    run.start()
+    to_all(signal.SIGKILL)
+    run.end()
+
+    # The ranks tell where one that is held has stopped; torchrun gives it up after 30 seconds.
+    run.start("--dist-timeout", 8, MAX_RESTARTS="2")
+    run.kill(signal.SIGSTOP, 0)
+    run.kill(signal.SIGABRT, chance.randrange(2))
+    # After the last epoch all is saved: a signal leaves nothing to be done again.
+    table = run.out / "metrics.csv"
+    wait_for(lambda: table.exists() and len(rows(run.out)) == EPOCHS)
+    to_launcher(signal.SIGTERM)
+    done = run.end()
+    assert done.status == 0, done.err
+    assert "done: best" in done.out
+    assert "no progress for 4 s:\nrank 0 is held by SIGSTOP (process " in done.err
+    last = "error: rank 1 timed out after 8 s (--dist-timeout) waiting for another rank\n"
+    assert f"{last}restarting; MAX_RESTARTS is 1 now\n" in done.err
+    assert re.findall(r"was ended by (\w+)", done.err) == ["SIGABRT"]
+    assert "MAX_RESTARTS is 0 now" in done.err and "Traceback" not in done.err
+
+    assert digest(whole) == digest(run.out)
+
+
+def test_a_second_interrupt(project, data, tmp_path):
+    """Of the launcher, while a rank hangs outside any collective: all end at once."""
+    slow = project.planted(tmp_path / "slow", HANGS)
+    run = slow.launch(*project.flags(data, tmp_path / "out"))
+    wait_for((slow.folder / "hangs").exists)
+    began = time.monotonic()
+    run.kill(signal.SIGINT)
+    time.sleep(2 * protocol.DUPLICATE_SECONDS)
+    run.kill(signal.SIGINT)
+    done = run.end()
+    assert (done.status, done.err, done.left) == (128 + signal.SIGINT, "", [])
+    assert time.monotonic() - began < 8  # before the ranks give up waiting for answers
+
+
+def test_a_torchrun_that_is_killed(project, data, tmp_path):
+    """On one node its ranks save, as their store is a file in its folder; another one goes on."""
+    slow, out = project.planted(tmp_path / "slow", SLOW), tmp_path / "out"
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command = [*launcher, "--nproc-per-node", 2, slow.folder / "main.py"]
+    command += project.flags(data, out, "--epochs", 3)
+    run = Command(command)
+    wait_for((slow.folder / "stepped").exists)
+    run.kill(signal.SIGKILL)
+    done = run.end()
+    assert "stopped and saved at epoch " in done.out and not done.left
+    done = Command(command).end().ok()
+    assert re.match(r"starting 2 rank\(s\) \.\.\.\n(.*\n)+2 rank\(s\) on CPU", done.out)
+    assert f"{out}/last.pt: " in done.out
+    assert rows(out)[-1]["step"] == "18"
+
+
+def test_a_signal_before_training(project, data, tmp_path):
+    """Nothing is to be saved: it ends at once, with the signal's status."""
+    run = project.launch(*project.flags(data, tmp_path / "out"))
+    wait_for(lambda: len(run.ranks()) == 2)
+    run.kill(signal.SIGTERM)
+    done = run.end()
+    assert (done.status, done.err, done.left) == (128 + signal.SIGTERM, "", [])
+
+
+@on_ranks(1, group=False)
+def test_a_launcher_gives_up(tmp_path):
+    """Of ranks that do not end it says so, and kills them; here of one that ignores signals."""
+    lines: list[str] = []
+    launch.print_error, protocol.STOP_SECONDS = lines.append, 1
+    running = launch.Ranks(Nodes(1, 0, 1, "127.0.0.1", 0))
+    shell = ["sh", "-c", "trap '' TERM; touch ready; while :; do sleep 1; done"]
+    deaf = Command(shell, cwd=tmp_path)
+    running.running = [deaf.process]
+    wait_for((tmp_path / "ready").exists)
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert running.wait() == 128 + signal.SIGTERM
+    assert deaf.process.returncode == -signal.SIGKILL
+    assert lines == ["the ranks had not ended 1 s after SIGTERM and were killed"]
