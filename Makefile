@@ -27,7 +27,7 @@ project = demo/$(TASK)
 .PHONY: demo test check docs ready
 
 test: ready
-	$(python) -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
+	$(python) -m pytest --numprocesses $(WORKERS) --dist loadgroup --maxschedchunk 1
 
 check: ready
 	$(python) -m pytest --numprocesses 2 tests/test_template.py tests/test_plain*.py
