@@ -2,7 +2,6 @@
 
 import os
 import signal
-from collections import OrderedDict
 from pathlib import Path
 
 import numpy as np
@@ -72,20 +71,6 @@ def test_plain_types() -> None:
     }
     plain = {"a": [1, ("x",)], "b": 0.5, "c": 2, "d": None}
     assert repr(checkpoint.to_plain(given)) == repr(plain)
-
-
-def test_copies_of_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Values, strides, and the versions of modules stay."""
-    monkeypatch.setattr(checkpoint, "ON_HOST", ())
-    image = torch.randn(3, 4, 5, 6).to(memory_format=torch.channels_last)
-    weights = OrderedDict(image=image, part=torch.arange(9.0)[2:5])
-    weights._metadata = {"": {"version": 7}}  # type: ignore[attr-defined]
-    copied = checkpoint.to_host({"model": weights, "number": (torch.tensor(3.0), "a", None)})
-    image_now, part = copied["model"].values()
-    assert copied["model"]._metadata == weights._metadata
-    assert torch.equal(image_now, image) and image_now.stride() == image.stride()
-    assert part.tolist() == [2, 3, 4] and part is not weights["part"]
-    assert copied["number"] == (torch.tensor(3.0), "a", None)
 
 
 @on_ranks(1)
