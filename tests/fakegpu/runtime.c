@@ -298,26 +298,17 @@ Status cudaMemsetAsync(void *to, int value, size_t size, Stream *stream) {
 
 /* Kernels */
 
-typedef struct { unsigned x, y, z; } Dim;
-
 static _Thread_local int allowed;
 void allow_kernels(int are) { allowed = are; }
 
 static Status launch(void) {
-  if (allowed) return OK;
-  if (count_kernels++) return OK;
+  if (allowed || count_kernels++) return OK;
   return FAILED(OK, "a kernel computes nothing: emulate.py has not replaced it");
 }
-Status cudaLaunchKernel(const void *kernel, Dim grid, Dim block, void **arguments, size_t shared, Stream *stream) {
-  return launch();
-}
-Status __cudaLaunchKernel(const void *kernel, Dim grid, Dim block, void **arguments, size_t shared, Stream *stream) {
-  return launch();
-}
-Status cudaLaunchKernelExC(const void *options, const void *kernel, void **arguments) { return launch(); }
-Status cudaLaunchCooperativeKernel(const void *kernel, Dim grid, Dim block, void **arguments, size_t shared, Stream *stream) {
-  return launch();
-}
+Status cudaLaunchKernel(void) { return launch(); }
+Status __cudaLaunchKernel(void) { return launch(); }
+Status cudaLaunchKernelExC(void) { return launch(); }
+Status cudaLaunchCooperativeKernel(void) { return launch(); }
 Status __cudaGetKernel(const void **kernel, const void *function) { return *kernel = function, OK; }
 Status cudaFuncGetAttributes(void *attributes, const void *function) {
   memset(attributes, 0, 144);

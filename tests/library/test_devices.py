@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from generated import Project, refusal
+from generated import refusal
 
 from ddpkit.ranks import devices, environment, protocol
 
@@ -51,7 +51,7 @@ def node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Node:
         *(("mps", 1, {}, "cpu"), ("cuda", 0, {}, "cpu")),
     ],
 )
-def test_devices(kind: str, seen: int, env: dict, device: str, node: Node) -> None:
+def test_devices(kind, seen, env, device, node):
     node(kind=kind, seen=seen, **env)
     found, note = devices.pick()
     assert found == torch.device(device)
@@ -61,7 +61,7 @@ def test_devices(kind: str, seen: int, env: dict, device: str, node: Node) -> No
     assert devices.pick(on_cpu=True)[0] == devices.CPU
 
 
-def test_a_driver_that_torch_cannot_use(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_driver_that_torch_cannot_use(node, monkeypatch):
     """Its GPUs are there: the line has torch's reason; without any of them there is no line."""
 
     def is_available() -> None:
@@ -92,7 +92,7 @@ def test_a_driver_that_torch_cannot_use(node: Node, monkeypatch: pytest.MonkeyPa
     assert not mistake(None)
 
 
-def test_an_nvidia_smi_that_hangs(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_nvidia_smi_that_hangs(node, monkeypatch):
     node("exec sleep 20")
     monkeypatch.setattr(protocol, "NOTICE_SECONDS", 0.2)
     with refusal("environment.list_gpus", "0.2 s", "CUDA_VISIBLE_DEVICES="):
@@ -103,7 +103,7 @@ def note(gpu: str, host: str = "a", device: str = "cuda", mistake: str = "") -> 
     return {"device": device, "gpu": gpu, "place": f"node-{host}", "mistake": mistake}
 
 
-def test_each_its_own_gpu(capsys: pytest.CaptureFixture) -> None:
+def test_each_its_own_gpu(capsys):
     device, cpu = torch.device("cuda", 1), note("", device="cpu")
     unnamed = [note(""), note("")]  # by torch
     for notes in [note("1"), note("2"), note("1", "b"), note("2", "b")], unnamed, [cpu, cpu]:
@@ -119,7 +119,7 @@ def test_each_its_own_gpu(capsys: pytest.CaptureFixture) -> None:
         devices.check([note("1"), note("2"), note("", "b", "cpu")], device, is_debugged=True)
 
 
-def test_ranks_on_one_gpu(project: Project, few: Path, tmp_path: Path) -> None:
+def test_ranks_on_one_gpu(project, few, tmp_path):
     """All end with one line, before nccl would hang or fail; no folder is made."""
 
     def claim() -> None:
@@ -129,7 +129,7 @@ def test_ranks_on_one_gpu(project: Project, few: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
-def test_launch_sh_with_gpus_that_torch_cannot_use(project: Project, tmp_path: Path) -> None:
+def test_launch_sh_with_gpus_that_torch_cannot_use(project, tmp_path):
     """No rank trains on the CPU unasked."""
     tool = tmp_path / "nvidia-smi"
     tool.write_text(f"#!/bin/sh\necho '{LISTED}'\n")

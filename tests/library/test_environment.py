@@ -2,11 +2,10 @@
 
 import os
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
-from generated import Project, refusal, run
+from generated import refusal, run
 
 from ddpkit.ranks import environment
 from ddpkit.ranks.environment import Nodes
@@ -57,7 +56,7 @@ def use(monkeypatch: pytest.MonkeyPatch) -> Callable[[Env], Env]:
         ({**BATCH, **OWN}, Nodes(3, 2, 1, "own", 1)),
     ],
 )
-def test_nodes_of_launch_sh(env: Env, nodes: Nodes, use: Callable[[Env], Env]) -> None:
+def test_nodes_of_launch_sh(env, nodes, use):
     use(env)
     assert environment.read_nodes() == nodes
 
@@ -81,13 +80,13 @@ def test_nodes_of_launch_sh(env: Env, nodes: Nodes, use: Callable[[Env], Env]) -
         ({**OWN, "MAX_RESTARTS": "1"}, "read_nodes", ["MAX_RESTARTS", "one node"]),
     ],
 )
-def test_lines_of_launch_sh(env: Env, code: str, words: list, use: Callable[[Env], Env]) -> None:
+def test_lines_of_launch_sh(env, code, words, use):
     use(env)
     with refusal(f"environment.{code}", *words):
         environment.read_nodes()
 
 
-def test_one_process_per_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_process_per_gpu(tmp_path, monkeypatch):
     """As nvidia-smi lists them; without it as torch does, if there is a device; else two."""
 
     def ranks(**env: str) -> int:
@@ -121,9 +120,7 @@ def test_one_process_per_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         ({**STEP, "NNODES": "4"}, "n01", PORT),
     ],
 )
-def test_groups_of_python_main_py(
-    env: Env, host: str, port: int, use: Callable[[Env], Env]
-) -> None:
+def test_groups_of_python_main_py(env, host, port, use):
     env = use(env)
     environment.adopt()
     names = "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"
@@ -138,7 +135,7 @@ def test_groups_of_python_main_py(
         *({**STEP, "SLURM_NODEID": "", "RANK": "0"}, {**POD, "RANK": "0"}),  # by torchrun
     ],
 )
-def test_a_group_of_one_or_of_torchrun_stays(env: Env, use: Callable[[Env], Env]) -> None:
+def test_a_group_of_one_or_of_torchrun_stays(env, use):
     env = use(env)
     before = dict(env)
     environment.adopt()
@@ -149,9 +146,7 @@ def test_a_group_of_one_or_of_torchrun_stays(env: Env, use: Callable[[Env], Env]
     ("env", "words"),
     [(BATCH, SRUN), (OWN, ["3 nodes", "torchrun", "NNODES=1"]), (POD, ["2 nodes", "torchrun"])],
 )
-def test_one_process_of_a_job_of_several_nodes(
-    env: Env, words: list, use: Callable[[Env], Env]
-) -> None:
+def test_one_process_of_a_job_of_several_nodes(env, words, use):
     """It does not train alone; tools that need no others run."""
     before = dict(use(env))
     environment.adopt(alone=True)
@@ -160,7 +155,7 @@ def test_one_process_of_a_job_of_several_nodes(
         environment.adopt()
 
 
-def test_a_batch_script_without_srun(project: Project, few: Path, tmp_path: Path) -> None:
+def test_a_batch_script_without_srun(project, few, tmp_path):
     run([project.folder / "launch.sh"], **BATCH).refused("environment.read_task", *SRUN)
     words = "--data", few, "--output", tmp_path / "fast", "--workers", 0
 

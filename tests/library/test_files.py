@@ -14,7 +14,7 @@ from ddpkit import files
 from ddpkit.run import checkpoint
 
 
-def test_writing(tmp_path: Path) -> None:
+def test_writing(tmp_path):
     path = tmp_path / "new" / "file"
     with files.writing(path, parents=True) as part:
         part.write_text("one")
@@ -29,7 +29,7 @@ def test_writing(tmp_path: Path) -> None:
     assert os.listdir(path.parent) == ["file"]
 
 
-def test_a_table(tmp_path: Path) -> None:
+def test_a_table(tmp_path):
     path, partial = tmp_path / "table.csv", tmp_path / "table.csv.partial"
     with files.table(path, ["file"]):
         pass
@@ -43,7 +43,7 @@ def test_a_table(tmp_path: Path) -> None:
     assert path.read_text() == "file\na\n" and not partial.exists()
 
 
-def test_filling(tmp_path: Path) -> None:
+def test_filling(tmp_path):
     """A killed process leaves no folder, and what it has left is removed by the next one."""
     folder = tmp_path / "folder"
     if not (pid := os.fork()):
@@ -61,7 +61,7 @@ def test_filling(tmp_path: Path) -> None:
     assert (os.listdir(tmp_path), os.listdir(folder)) == (["folder"], ["first"])
 
 
-def test_plain_types() -> None:
+def test_plain_types():
     """Of flags and numbers in a checkpoint, such that torch.load(weights_only=True) reads it."""
     given = {
         "a": [np.int64(1), (Path("x"),)],
@@ -74,7 +74,7 @@ def test_plain_types() -> None:
 
 
 @on_ranks(1)
-def test_groups_of_an_optimizer() -> None:
+def test_groups_of_an_optimizer():
     """In another order they resume, each weight with its own moment."""
     net, other = torch.nn.Linear(2, 2), torch.nn.Linear(3, 1, bias=False)
 
@@ -97,7 +97,7 @@ def test_groups_of_an_optimizer() -> None:
 
 
 @on_ranks(1)
-def test_another_memory_format() -> None:
+def test_another_memory_format():
     """A fused optimizer takes the order in memory for granted; other moments are put right."""
     last = torch.channels_last
     weight, mean, square, grad = (torch.rand(4, 3, 3, 3) for _ in range(4))

@@ -19,7 +19,7 @@ from ddpkit.run import flags, machine
         *((0, float, text, None) for text in ("nan", "inf", "-1e-9", "x")),
     ],
 )
-def test_numbers(low: float, kind: type, text: str, value: float | None) -> None:
+def test_numbers(low, kind, text, value):
     if value is None:
         with pytest.raises(ArgumentTypeError, match=text):
             flags.at_least(low, kind)(text)
@@ -36,7 +36,7 @@ def test_numbers(low: float, kind: type, text: str, value: float | None) -> None
         *("--debug-rank one", "--debug-rank -1", "--debug-rank 0,", "--debug-rank 1;2"),
     ],
 )
-def test_mistakes(words: str) -> None:
+def test_mistakes(words):
     parser = flags.Parser(prog="main.py")
     parser.add_argument("--epochs", type=flags.at_least(1))
     parser.add_argument("--name")
@@ -45,7 +45,7 @@ def test_mistakes(words: str) -> None:
     assert flags.ranks("3,0,3") == [0, 3]
 
 
-def test_lines_of_a_file(tmp_path: Path) -> None:
+def test_lines_of_a_file(tmp_path):
     file = tmp_path / "flags"
     parser = flags.Parser()
     parser.add_argument("--a", default=3, help="number")
@@ -61,7 +61,7 @@ def test_lines_of_a_file(tmp_path: Path) -> None:
     assert parser.format_help().count("default") == parser.format_help().count("(default: 3)") == 1
 
 
-def test_flags_of_a_checkpoint() -> None:
+def test_flags_of_a_checkpoint():
     """Its own count, also for a flag that has to be given; newer ones get their default."""
     parser = flags.Parser()
     parser.add_argument("--labels", type=Path, required=True)
@@ -70,7 +70,7 @@ def test_flags_of_a_checkpoint() -> None:
     assert vars(found) == {"labels": Path("a"), "newer": 4, "older": 0.1}
 
 
-def test_cpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cpus(tmp_path, monkeypatch):
     """A container's quota of 8 CPUs, the ranks' shares, and what srun may have dealt out."""
     quota = tmp_path / "cpu.max"
     monkeypatch.setattr(machine, "QUOTA", quota)
@@ -85,7 +85,7 @@ def test_cpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         assert machine.cpu_share() == share
 
 
-def test_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_threads(monkeypatch):
     """What a person sets counts; the 1 that launch.sh or plain torchrun sets does not."""
     monkeypatch.setattr(machine, "cpu_share", lambda: 8)
     for given, on_gpu, threads in ("", 0, 8), ("", 1, 4), ("3", 1, 3), ("x", 0, 8), ("1", 0, 1):

@@ -7,15 +7,14 @@ import socket
 import sys
 import threading
 from datetime import timedelta
-from pathlib import Path
 
 import pytest
 import torch.distributed as dist
-from generated import Project, after_step, refusal, wait_for
+from generated import after_step, refusal, wait_for
 from ranks import Patch, on_ranks
 
 from ddpkit import launch
-from ddpkit.ranks import distributed, environment, process, protocol
+from ddpkit.ranks import distributed, environment, protocol
 from ddpkit.run import machine
 
 
@@ -31,8 +30,8 @@ def with_variables(*wrong: dict[str, str]) -> Patch:
     return patch
 
 
-def test_ranks_that_disagree(project: Project, few: Path, tmp_path: Path) -> None:
-    """They say how, and all exit; nobody waits for the timeout unless a rank is missing."""
+def test_ranks_that_disagree(project, few, tmp_path):
+    """They say how, and all exit; nobody waits long unless a rank is missing."""
     server = socket.create_server(("127.0.0.1", 0))
     port = server.getsockname()[1]
     busy = {"MASTER_PORT": str(port)}, {"RANK": "x", "LOCAL_RANK": "0"}
@@ -40,16 +39,13 @@ def test_ranks_that_disagree(project: Project, few: Path, tmp_path: Path) -> Non
     node, three = environment.node(), {"WORLD_SIZE": "3"}
     unset = {"WORLD_SIZE": ""}
     cases = (
-        ([("meeting.fail", "RANK=1 ", "twice")], {}, {}, {"RANK": "1"}),
-        ([("meeting.fail", "WORLD_SIZE", "rank 0", "rank 1")], {}, three),
-        ([("meeting.fail", "RANK=2 ", "WORLD_SIZE=2")], {}, {"RANK": "2"}),
         ([("", "3 s for rank 2 of 3", node), ("meeting.fail", "rank 2", "PORT")], three, three),
         ([("environment.read_group", "RANK", "WORLD_SIZE")], unset, unset),
         ([("environment.read_group", "RANK=x"), ("meeting.hold", next_port)], *busy),
     )
     runs = []
     for number, (_, *wrong) in enumerate(cases):
-        flags = project.flags(few, tmp_path / "out", "--dist-timeout", 3 if number == 3 else 20)
+        flags = project.flags(few, tmp_path / "out", "--dist-timeout", 20 if number else 3)
         runs.append(project.start(*flags, on=len(wrong), patch=with_variables(*wrong)))
     for run, (lines, *_) in zip(runs, cases, strict=True):
         done = run.end()
@@ -60,7 +56,7 @@ def test_ranks_that_disagree(project: Project, few: Path, tmp_path: Path) -> Non
     server.close()
 
 
-def test_rank_zero_is_lost(project: Project, few: Path, tmp_path: Path) -> None:
+def test_rank_zero_is_lost(project, few, tmp_path):
     """It holds the store, by which the others would agree on who speaks: each does."""
     killed = after_step(2, lambda: os.kill(os.getpid(), signal.SIGKILL), 0)
     done = project.train(few, tmp_path, on=3, patch=killed)
@@ -71,7 +67,7 @@ def test_rank_zero_is_lost(project: Project, few: Path, tmp_path: Path) -> None:
 
 
 @on_ranks(1, group=False)
-def test_waiting_leaves_the_store_to_others() -> None:
+def test_waiting_leaves_the_store_to_others():
     """TCPStore.wait would hold it, and a thread that is asked to stop could not answer."""
     store = dist.TCPStore("127.0.0.1", 0, 1, True, timedelta(seconds=9), wait_for_workers=False)
     found: list[bool] = []
@@ -87,22 +83,11 @@ def test_waiting_leaves_the_store_to_others() -> None:
         assert not distributed.all_arrive("none", 0.2)
 
 
-@on_ranks(1, group=False)
-def test_a_duty_of_the_thread_that_fails_ends_the_rank() -> None:
-    ended: list[int] = []
-    process.exit_now = ended.append
-    watch = process.Watch()
-    watch.add(lambda _: 1 / 0)
-    wait_for(lambda: ended)
-    watch.stop()
-    assert ended[0] == 1
-
-
 @pytest.mark.parametrize(
     ("statuses", "rank"),
     [((2, -6), 0), ((1, -6), 1), ((1, -15), 0), ((None, 2), 1), ((0, None), 0)],
 )
-def test_which_rank_counts(statuses: tuple[int, int], rank: int) -> None:
+def test_which_rank_counts(statuses, rank):
     """A crash before those that it draws with it; but a mistake before what nccl makes of it."""
     assert launch.find_first(statuses) == (rank, statuses[rank])
 
@@ -115,9 +100,7 @@ def test_which_rank_counts(statuses: tuple[int, int], rank: int) -> None:
         *({name: f"{name} with checksum 1"} for name in ("ddpkit", "main.py")),
     ],
 )
-def test_what_ranks_need_alike(
-    other: dict[str, str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_what_ranks_need_alike(other, monkeypatch, tmp_path):
     """Versions and code as well as data; a file that only one rank has imported may differ."""
     (tmp_path / "main.py").write_text("imported = True")
     monkeypatch.syspath_prepend(tmp_path)

@@ -9,7 +9,7 @@ import pytest
 
 
 @pytest.mark.skipif(bool(gpus.missing()), reason=gpus.missing())
-def test_on_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_gpus(tmp_path, monkeypatch):
     """The tests of on_gpus.py pass in a pytest whose forks see three GPUs."""
     monkeypatch.setenv("FAKE_GPU_FOLDER", str(tmp_path))
     monkeypatch.delenv("PYTEST_XDIST_WORKER", raising=False)
