@@ -10,7 +10,6 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import gpus as made_up
 import pytest
 from running import ROOT, TASKS, Project, small
 
@@ -24,7 +23,6 @@ LONGEST = [
             "demo",
             "runs",
             "equality",
-            "gpu",
             "speed",
             "recipes",
             "exact",
@@ -140,32 +138,6 @@ def projects(generate: Generate, shared: Path) -> Iterator[Callable]:
 @pytest.fixture(params=TASKS)
 def project(request: pytest.FixtureRequest, projects: Callable[[str], Project]) -> Project:
     return projects(request.param)
-
-
-@pytest.fixture(scope="session")
-def gpus(shared: Path) -> Callable[..., dict[str, str | None]]:
-    """Returns the environment of a machine with GPUs that are not there: gpus(3); see gpus.py."""
-    if fault := made_up.missing():
-        pytest.skip(fault)
-    with once(shared / "fakegpu") as is_first:
-        if is_first:
-            made_up.build(shared / "fakegpu")
-    return functools.partial(made_up.environment, shared / "fakegpu")
-
-
-@pytest.fixture(scope="session")
-def on_gpus(projects: Callable, gpus: Callable) -> Iterator[Callable[[str], Project]]:
-    """Both kinds of project, each used on a machine with three made-up GPUs."""
-
-    @functools.cache
-    def project(task: str) -> Project:
-        made.append(Project(projects(task).folder, task, **gpus(3)))
-        return made[-1]
-
-    made: list[Project] = []
-    yield project
-    for each in made:
-        each.close()
 
 
 @pytest.fixture

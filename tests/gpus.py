@@ -43,19 +43,6 @@ def build(folder: Path) -> None:
     smi.chmod(0o755)
 
 
-def environment(folder: Path, gpus: int, **more: str) -> dict[str, str | None]:
-    """Return what `running.start` has to set for a machine with so many GPUs.
-
-    more: such as FAKE_GPU_BYTES, each GPU's free memory.
-    """
-    return {
-        **{"FAKE_GPUS": str(gpus), "CUDA_VISIBLE_DEVICES": None},
-        **{"LD_PRELOAD": f"{folder}/libcuda.so.1", "LD_LIBRARY_PATH": str(folder)},
-        **{"PYTHONPATH": str(SOURCES), "PATH": f"{folder}:{os.environ['PATH']}"},
-        **more,
-    }
-
-
 if __name__ == "__main__":  # gpus.py N COMMAND...: run a command on a machine with N GPUs
     place = Path(os.environ.get("FAKE_GPU_FOLDER", "/tmp/ddp-template-fakegpu"))
     built = place / "nvidia-smi"  # the last file of it
@@ -64,6 +51,8 @@ if __name__ == "__main__":  # gpus.py N COMMAND...: run a command on a machine w
     newest = max(source.stat().st_mtime for source in (*SOURCES.iterdir(), Path(__file__)))
     if not built.exists() or built.stat().st_mtime < newest:
         build(place)
-    for name, value in environment(place, int(sys.argv[1])).items():
-        os.environ.pop(name, None) if value is None else os.environ.update({name: value})
+    os.environ.pop("CUDA_VISIBLE_DEVICES", None)
+    os.environ |= {"FAKE_GPUS": sys.argv[1], "PYTHONPATH": str(SOURCES)}
+    os.environ |= {"LD_PRELOAD": f"{place}/libcuda.so.1", "LD_LIBRARY_PATH": str(place)}
+    os.environ["PATH"] = f"{place}:{os.environ['PATH']}"
     os.execvp(sys.argv[2], sys.argv[2:])

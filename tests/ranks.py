@@ -26,8 +26,10 @@ import pytest
 from ports import free_port
 
 # One thread a process, no GPU, no download, and the log level that main.py sets.
-os.environ |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
+os.environ |= {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
 os.environ |= {"https_proxy": "http://127.0.0.1:9", "HF_HUB_OFFLINE": "1"}
+if "FAKE_GPUS" not in os.environ:  # gpus.py has started this
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 import torch
 import torch.utils.tensorboard

@@ -1,6 +1,6 @@
 /* CUDA's runtime in the host's memory.
 
-   Real: memory and its limit (FAKE_GPU_BYTES for each device, as if the rest were in use), copies, streams, events,
+   Real: memory and its limit (16 GiB for each device), copies, streams, events,
    FAKE_GPUS devices of which CUDA_VISIBLE_DEVICES shows some. Not real: kernels, which compute nothing and are
    counted; graphs; peers; any speed. */
 #define _GNU_SOURCE
@@ -16,6 +16,7 @@
 
 enum { OK = 0, INVALID_VALUE = 1, OUT_OF_MEMORY = 2, NO_DEVICE = 100, INVALID_DEVICE = 101, NOT_READY = 600 };
 #define MAX_DEVICES 16
+#define BYTES (1ul << 34) /* of each */
 #define NOT_MODELLED(name) Status name(void) { return FAILED(801, #name " is not modelled"); }
 
 #define DEFINE(name) atomic_long count_##name;
@@ -30,17 +31,12 @@ static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 
 static Status fail(Status status) { return last = status; }
 
-static long number(const char *name, long otherwise) {
-  const char *value = getenv(name);
-  return value ? atol(value) : otherwise;
-}
-
 /* Reads FAKE_GPUS and CUDA_VISIBLE_DEVICES, whose list ends at the first device that is not there. */
 static int count_devices(void) {
   pthread_mutex_lock(&lock);
   if (devices < 0) {
     const char *list = getenv("CUDA_VISIBLE_DEVICES");
-    long all = number("FAKE_GPUS", 0);
+    long all = atol(getenv("FAKE_GPUS"));
     for (devices = 0; !list && devices < all && devices < MAX_DEVICES; devices++) visible[devices] = devices;
     while (list && *list && devices < MAX_DEVICES) {
       char *end;
@@ -76,21 +72,13 @@ Status cudaGetDeviceProperties(void *prop, int device) {
   if (device < 0 || device >= count_devices()) return fail(INVALID_DEVICE);
   memset(prop, 0, 1008);
   snprintf(prop, 256, "Fake GPU %d", visible[device]);
-  PUT(size_t, 288, number("FAKE_GPU_BYTES", 1L << 34)); /* totalGlobalMem */
-  PUT(size_t, 296, 48 << 10);                          /* sharedMemPerBlock */
-  PUT(int, 304, 65536);                                /* regsPerBlock */
+  PUT(size_t, 288, BYTES); /* totalGlobalMem */
   PUT(int, 308, 32);                                   /* warpSize */
   PUT(int, 320, 1024);                                 /* maxThreadsPerBlock */
-  for (int axis = 0; axis < 3; axis++) {
-    PUT(int, 324 + 4 * axis, axis < 2 ? 1024 : 64);         /* maxThreadsDim */
-    PUT(int, 336 + 4 * axis, axis < 1 ? INT32_MAX : 65535); /* maxGridSize */
-  }
   PUT(int, 360, 9);                     /* major: bf16 is there */
   PUT(int, 384, 132);                   /* multiProcessorCount */
   PUT(int, 568, visible[device] + 1);   /* pciBusID */
   PUT(int, 604, 2048);                  /* maxThreadsPerMultiProcessor */
-  PUT(size_t, 624, 228 << 10);          /* sharedMemPerMultiprocessor */
-  PUT(int, 632, 65536);                 /* regsPerMultiprocessor */
   return OK;
 }
 Status cudaDeviceGetAttribute(int *value, int attribute, int device) {
@@ -108,9 +96,8 @@ static int used; /* of blocks, some of them empty again */
 static size_t taken[MAX_DEVICES];
 
 static Status take(void **pointer, size_t size, enum Kind kind) {
-  size_t limit = number("FAKE_GPU_BYTES", 1L << 34);
   pthread_mutex_lock(&lock);
-  if (kind == DEVICE && taken[current] + size > limit) {
+  if (kind == DEVICE && taken[current] + size > BYTES) {
     pthread_mutex_unlock(&lock);
     return fail(OUT_OF_MEMORY);
   }
@@ -161,7 +148,7 @@ Status cudaHostAlloc(void **pointer, size_t size, unsigned flags) {
 }
 Status cudaFreeHost(void *pointer) { return drop(pointer); }
 Status cudaMemGetInfo(size_t *free, size_t *total) {
-  *total = number("FAKE_GPU_BYTES", 1L << 34);
+  *total = BYTES;
   return *free = *total - taken[current], OK;
 }
 Status cudaPointerGetAttributes(void *attributes, const void *pointer) {
@@ -311,27 +298,17 @@ Status cudaMemsetAsync(void *to, int value, size_t size, Stream *stream) {
 
 /* Kernels */
 
-typedef struct { unsigned x, y, z; } Dim;
-
 static _Thread_local int allowed;
 void allow_kernels(int are) { allowed = are; }
 
 static Status launch(void) {
-  if (allowed) return OK;
-  if (getenv("FAKE_GPU_ABORT")) abort(); /* PYTHONFAULTHANDLER=1 says where */
-  if (count_kernels++) return OK;
-  return FAILED(OK, "a kernel computes nothing: emulate.py has not replaced it; FAKE_GPU_ABORT=1 ends there");
+  if (allowed || count_kernels++) return OK;
+  return FAILED(OK, "a kernel computes nothing: emulate.py has not replaced it");
 }
-Status cudaLaunchKernel(const void *kernel, Dim grid, Dim block, void **arguments, size_t shared, Stream *stream) {
-  return launch();
-}
-Status __cudaLaunchKernel(const void *kernel, Dim grid, Dim block, void **arguments, size_t shared, Stream *stream) {
-  return launch();
-}
-Status cudaLaunchKernelExC(const void *options, const void *kernel, void **arguments) { return launch(); }
-Status cudaLaunchCooperativeKernel(const void *kernel, Dim grid, Dim block, void **arguments, size_t shared, Stream *stream) {
-  return launch();
-}
+Status cudaLaunchKernel(void) { return launch(); }
+Status __cudaLaunchKernel(void) { return launch(); }
+Status cudaLaunchKernelExC(void) { return launch(); }
+Status cudaLaunchCooperativeKernel(void) { return launch(); }
 Status __cudaGetKernel(const void **kernel, const void *function) { return *kernel = function, OK; }
 Status cudaFuncGetAttributes(void *attributes, const void *function) {
   memset(attributes, 0, 144);

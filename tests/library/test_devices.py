@@ -1,0 +1,140 @@
+"""Which device a rank takes, on machines that are only told of: GPUs of each kind, or none."""
+
+import os
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from generated import refusal
+
+from ddpkit.ranks import devices, environment, protocol
+
+LISTED = "".join(f"GPU {n}: Some (UUID: GPU-{n})\n" for n in range(3))
+Node = Callable[..., None]
+
+
+@pytest.fixture
+def node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Node:
+    """Make this a node where nvidia-smi, if there is one, prints a text, and torch sees devices."""
+
+    def node(says: str | None = None, kind: str = "cuda", seen: int = 0, **env: str) -> None:
+        monkeypatch.setattr(os, "environ", {"PATH": f"{tmp_path}:/bin", **env})
+        monkeypatch.setattr(environment, "GPU_FILES", [])
+        tool = tmp_path / "nvidia-smi"
+        tool.unlink(missing_ok=True)
+        if says is not None:
+            tool.write_text(f"#!/bin/sh\n{says}\n")
+            tool.chmod(0o755)
+        found = {"is_available": seen > 0, "device_count": seen}
+        for name, value in {**found, "current_accelerator": torch.device(kind)}.items():
+            monkeypatch.setattr(torch.accelerator, name, lambda value=value: value)
+        for module in (torch.cuda, torch.xpu):
+            monkeypatch.setattr(module, "get_device_properties", lambda _: SimpleNamespace(uuid=7))
+
+    return node
+
+
+@pytest.mark.parametrize(
+    ("kind", "seen", "env", "device"),
+    [
+        ("cuda", 4, {}, "cuda:0"),
+        ("cuda", 4, {"LOCAL_RANK": "3"}, "cuda:3"),
+        ("cuda", 1, {"LOCAL_RANK": "3"}, "cuda:0"),  # its own, of srun --gpus-per-task=1
+        ("cuda", 2, {"LOCAL_RANK": "3"}, "cuda:1"),
+        ("cuda", 4, {"CUDA_VISIBLE_DEVICES": "-1"}, "cpu"),
+        ("xpu", 4, {"LOCAL_RANK": "2"}, "xpu:2"),
+        ("xpu", 4, {"CUDA_VISIBLE_DEVICES": ""}, "cpu"),
+        *(("mps", 1, {}, "cpu"), ("cuda", 0, {}, "cpu")),
+    ],
+)
+def test_devices(kind, seen, env, device, node):
+    node(kind=kind, seen=seen, **env)
+    found, note = devices.pick()
+    assert found == torch.device(device)
+    assert note["device"] == found.type and not note["mistake"]
+    assert note["gpu"].split() == ([] if device == "cpu" else ["7", device[-1]])
+    assert devices.backend(found) == {"cuda": "nccl", "cpu": "gloo", "xpu": "xccl"}[found.type]
+    assert devices.pick(on_cpu=True)[0] == devices.CPU
+
+
+def test_a_driver_that_torch_cannot_use(node, monkeypatch):
+    """Its GPUs are there: the line has torch's reason; without any of them there is no line."""
+
+    def is_available() -> None:
+        warnings.warn("CUDA initialization: The driver is too old", stacklevel=1)
+
+    def init() -> None:
+        raise RuntimeError("The driver is too old (found 11040). Please update\nyour driver")
+
+    def mistake(says: str | None, **env: str) -> str:
+        node(says, **env)
+        monkeypatch.setattr(torch.accelerator, "is_available", is_available)
+        with warnings.catch_warnings(record=True) as caught:
+            device, note = devices.pick()
+        assert (device, caught) == (devices.CPU, [])
+        return note["mistake"]
+
+    listed = f"echo '{LISTED}'"
+    monkeypatch.setattr(torch.cuda, "init", init)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    line = mistake(listed)
+    for words in "3 GPU(s)", "driver is too old (found 11040);", "pytorch.org", devices.ON_CPU:
+        assert words in line
+    assert "CUDA_VISIBLE_DEVICES=7: The" in mistake(listed, CUDA_VISIBLE_DEVICES="7")
+    monkeypatch.setattr(torch.version, "cuda", None)
+    assert "built without CUDA" in mistake(listed)
+    assert not mistake("echo No devices were found")
+    assert not mistake(listed, CUDA_VISIBLE_DEVICES="NoDevFiles")
+    assert not mistake(None)
+
+
+def test_an_nvidia_smi_that_hangs(node, monkeypatch):
+    node("exec sleep 20")
+    monkeypatch.setattr(protocol, "NOTICE_SECONDS", 0.2)
+    with refusal("environment.list_gpus", "0.2 s", "CUDA_VISIBLE_DEVICES="):
+        environment.count_gpus()
+
+
+def note(gpu: str, host: str = "a", device: str = "cuda", mistake: str = "") -> dict[str, Any]:
+    return {"device": device, "gpu": gpu, "place": f"node-{host}", "mistake": mistake}
+
+
+def test_each_its_own_gpu(capsys):
+    device, cpu = torch.device("cuda", 1), note("", device="cpu")
+    unnamed = [note(""), note("")]  # by torch
+    for notes in [note("1"), note("2"), note("1", "b"), note("2", "b")], unnamed, [cpu, cpu]:
+        assert devices.check(notes, device, is_debugged=False) is device
+    shared = [note("1"), note("1", "b"), note("2", "b"), note("1", "b")]
+    with refusal("devices.check", "3 ranks on node-b", "2 GPU(s)", "NPROC=2", devices.ON_CPU):
+        devices.check(shared, device, is_debugged=False)
+    assert devices.check(shared, device, is_debugged=True) == devices.CPU
+    assert "3 ranks on node-b" in capsys.readouterr().err
+    with refusal("devices.check", "node-b: no driver"):
+        devices.check([note("1"), note("", "b", "cpu", "no driver")], device, is_debugged=True)
+    with refusal("devices.check", "rank 1 (node-a) on cuda", "rank 2 (node-b) on cpu"):
+        devices.check([note("1"), note("2"), note("", "b", "cpu")], device, is_debugged=True)
+
+
+def test_ranks_on_one_gpu(project, few, tmp_path):
+    """All end with one line, before nccl would hang or fail; no folder is made."""
+
+    def claim() -> None:
+        devices.pick = lambda **_: (devices.CPU, note("1"))
+
+    project.train(few, tmp_path / "out", patch=claim).refused("devices.check", "2 ranks on")
+    assert not (tmp_path / "out").exists()
+
+
+def test_launch_sh_with_gpus_that_torch_cannot_use(project, tmp_path):
+    """No rank trains on the CPU unasked."""
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text(f"#!/bin/sh\necho '{LISTED}'\n")
+    tool.chmod(0o755)
+    path = {"PATH": f"{tmp_path}:/usr/bin:/bin", "CUDA_VISIBLE_DEVICES": "0,1"}
+    done = project.launch("--output-dir", tmp_path / "out", **path).end()
+    done.refused("devices.check", "nvidia-smi shows 3 GPU(s)", devices.ON_CPU)
+    assert not (tmp_path / "out").exists()

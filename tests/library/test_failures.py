@@ -1,0 +1,144 @@
+"""What torch, DDP and a device without memory say comes as one line that tells the remedy."""
+
+import contextlib
+import os
+
+import pytest
+import torch
+import torch.distributed as dist
+from generated import after_step
+from ranks import on_ranks
+from torch import Tensor, nn
+
+from ddpkit.ranks import devices, failures, replicas
+from ddpkit.run import reporting
+from ddpkit.run.loop import Run
+
+OUT = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.2 GiB"
+NCCL = "NCCL error in: NCCLUtils.cpp:77, unhandled cuda error, NCCL version 2.27.3\nLast error:\n"
+PIN = "Caught {} in pin memory thread for device 0.\nTraceback ...\n"
+MPS = (
+    "MPS backend out of memory (MPS allocated: 8.05 GB, other allocations: 2.31 GB, max allowed: "
+    "9.07 GB). Tried to allocate 256 bytes on shared pool."
+)
+HOST = "alloc_cpu.cpp:127 can't allocate memory: you tried to allocate 9 bytes"
+
+
+@pytest.mark.parametrize(
+    ("error", "lacking"),
+    [
+        (torch.OutOfMemoryError(OUT), "GPU memory (asked for 2.00 GiB)"),
+        (RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be"), "GPU memory"),
+        (RuntimeError("HIP out of memory. Tried to allocate 20.00 MiB. GPU 0"), "20.00 MiB)"),
+        (RuntimeError("XPU out of memory. Tried to allocate 4.66 GiB. GPU 0"), "4.66 GiB)"),
+        (RuntimeError(MPS), "GPU memory (asked for 256 bytes)"),
+        (RuntimeError(f"{NCCL}Cuda failure 2 'out of memory'"), "GPU memory"),
+        (MemoryError("Unable to allocate 3.0 GiB for an array"), "memory (asked for 3.0 GiB)"),
+        (RuntimeError(PIN + "CUDA error: out of memory"), " memory"),
+        (RuntimeError(HOST), "memory (asked for 9 bytes)"),
+        (ValueError("a text about CUDA out of memory"), ""),
+        (RuntimeError(f"{NCCL}Cuda failure 217 'peer access is not supported'"), ""),
+        (RuntimeError("CUDA error: device-side assert triggered"), ""),
+        (RuntimeError(PIN + "the images differ in size"), ""),
+    ],
+)
+def test_errors_for_want_of_memory(error, lacking):
+    """A mistake of the user's, which no restart repeats."""
+    line = str(failures._of_memory(error) or "")
+    assert (f"{lacking}: lower --batch-size" in line) if lacking else not line
+
+
+def test_too_little_shared_memory():
+    text = "Caught RuntimeError in DataLoader worker process 0.\nRuntimeError: unable to allocate "
+    text += "shared memory(shm) for file </torch_2961_119_0>: No space left on device (28)\n"
+    line = str(failures._of_torch(RuntimeError(text)))
+    assert line.startswith("rank 0: ") and "lower --workers" in line
+
+
+class Heads(nn.Module):
+    """Two outputs; layers with numbers for names, one of them frozen, precede the second."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3).requires_grad_(False))
+        self.first, self.second = nn.Linear(3, 2), nn.Linear(3, 2)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        x = self.body(x)
+        return self.first(x), self.second(x)
+
+
+@on_ranks(1)
+def test_weights_without_a_gradient():
+    """The names are right with several networks, outputs and passes, and in debug mode."""
+    for debug, passes in (False, 1), (False, 2), (True, 1):
+        if debug:
+            dist.set_debug_level(dist.DebugLevel.INFO)
+        networks = [replicas.wrap(Heads(), devices.CPU) for _ in range(2)]
+        networks[1].module.body[1].requires_grad_()  # after the start, which DDP ignores
+        with pytest.raises(RuntimeError) as error:
+            for step in range(4):
+                is_last = (step + 1) % passes == 0
+                for ddp_model in networks:
+                    with contextlib.nullcontext() if is_last else ddp_model.no_sync():
+                        first, second = ddp_model(torch.ones(2, 3))
+                        is_whole = ddp_model is networks[0]
+                        (first.sum() + second.sum() if is_whole else first.sum()).backward()
+        line = str(failures._of_torch(error.value))
+        assert line.startswith("second.weight, second.bias: no gradient"), line
+
+
+def no_loss() -> None:
+    Run.loss = lambda self, loss_sum, count: loss_sum
+
+
+def no_gradient() -> None:
+    Tensor.backward = lambda *_: None
+
+
+def no_division() -> None:
+    Run.divide_gradients = lambda *_: None
+
+
+def no_end_step() -> None:
+    Run.end_step = lambda *_: None
+
+
+def out_of_memory() -> None:
+    def act() -> None:
+        raise torch.OutOfMemoryError(OUT)
+
+    after_step(2, act, 1)()
+
+
+@pytest.mark.parametrize(
+    ("patch", "code", "words"),
+    [
+        (no_loss, "replicas.finish", ["run.loss", "0 time(s)", "1 pass(es)"]),
+        (no_gradient, "replicas.check_step", ["zero_grad()"]),
+        (no_division, "loop.end_step", ["run.divide_gradients(ddp_model)"]),
+        (no_end_step, "loop.check_last_step", ["run.end_step"]),
+        (out_of_memory, "failures.of_memory", ["rank 1", "asked for 2.00 GiB", "--batch-size 4"]),
+    ],
+)
+def test_mistakes_in_the_loop(patch, code, words, project, few, tmp_path):
+    project.train(few, tmp_path, patch=patch).refused(code, *words)
+
+
+def test_debug_mode_that_crashes(project, few, tmp_path):
+    def patch() -> None:
+        os.environ["TORCH_DISTRIBUTED_DEBUG"] = "DETAIL"
+        dist.set_debug_level_from_env()
+
+    done = project.train(few, tmp_path, patch=patch).ok()
+    assert done.err.count("\n") == 1 and "DETAIL crashes DDP with gloo: using INFO" in done.err
+
+
+@pytest.mark.parametrize(("wait", "seconds"), [(0.09, 100), (0.5, 1.9), (0.5, 40)])
+def test_the_line_on_waiting(wait, seconds, tmp_path, capsys):
+    """If it is much of the time, and more than a second."""
+    report = reporting.Reporter(tmp_path, devices.CPU, 1, 0, is_complete=False)
+    report.began, report.record = 0, lambda *_: None
+    report.end_epoch([{"epoch": 1, "data_wait": wait, "train_seconds": seconds}], is_best=False)
+    said = "input-bound: 50% of 40 s" in capsys.readouterr().out
+    assert said == (seconds == 40)

@@ -1,0 +1,98 @@
+"""Flags, and what is set where nobody gives one: threads and the ranks' share of the CPUs."""
+
+import os
+from argparse import ArgumentTypeError
+from pathlib import Path
+
+import pytest
+from generated import refusal
+
+from ddpkit.ranks import process, protocol
+from ddpkit.run import flags, machine
+
+
+@pytest.mark.parametrize(
+    ("low", "kind", "text", "value"),
+    [
+        *((0, int, "0", 0), (1, int, "7", 7), (0, float, "1e-3", 0.001), (0.5, float, "0.5", 0.5)),
+        *((1, int, text, None) for text in ("0", "-1", "1.5", "x")),
+        *((0, float, text, None) for text in ("nan", "inf", "-1e-9", "x")),
+    ],
+)
+def test_numbers(low, kind, text, value):
+    if value is None:
+        with pytest.raises(ArgumentTypeError, match=text):
+            flags.at_least(low, kind)(text)
+    else:
+        found = flags.at_least(low, kind)(text)
+        assert (found, type(found)) == (value, kind)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        *("--epochs 0", "--epochs two", "--epoch 3", "--epochs", "-1000,3000", "--name -x"),
+        *("--debug-port 0", "--debug-port 65536", "--debug-port host:1"),
+        *("--debug-rank one", "--debug-rank -1", "--debug-rank 0,", "--debug-rank 1;2"),
+    ],
+)
+def test_mistakes(words):
+    parser = flags.Parser(prog="main.py")
+    parser.add_argument("--epochs", type=flags.at_least(1))
+    parser.add_argument("--name")
+    with refusal("flags.error", "main.py --help"):
+        parser.parse(words.split())
+    assert flags.ranks("3,0,3") == [0, 3]
+
+
+def test_lines_of_a_file(tmp_path):
+    file = tmp_path / "flags"
+    parser = flags.Parser()
+    parser.add_argument("--a", default=3, help="number")
+    parser.add_argument("--b", type=int, help="none")
+    parser.add_argument("--c", help="none")
+    file.write_text("# it's mine\n--a 'x#1' --b 2  # two, it's \"#2\"\n--c d#e\n\n")
+    assert vars(parser.parse_args([f"@{file}"])) == {"a": "x#1", "b": 2, "c": "d#e"}
+    file.write_text("--a -1000,3000 --c -.5,-1e-3,2 # CT\n--b -4\n")
+    assert vars(parser.parse_args([f"@{file}"])) == {"a": "-1000,3000", "b": -4, "c": "-.5,-1e-3,2"}
+    file.write_text("--a it's\n")
+    with refusal("flags.error", "it's"):
+        parser.parse_args([f"@{file}"])
+    assert parser.format_help().count("default") == parser.format_help().count("(default: 3)") == 1
+
+
+def test_flags_of_a_checkpoint():
+    """Its own count, also for a flag that has to be given; newer ones get their default."""
+    parser = flags.Parser()
+    parser.add_argument("--labels", type=Path, required=True)
+    parser.add_argument("--newer", type=int, default=4)
+    found = parser.parse([], {"labels": "a", "older": 0.1})
+    assert vars(found) == {"labels": Path("a"), "newer": 4, "older": 0.1}
+
+
+def test_cpus(tmp_path, monkeypatch):
+    """A container's quota of 8 CPUs, the ranks' shares, and what srun may have dealt out."""
+    quota = tmp_path / "cpu.max"
+    monkeypatch.setattr(machine, "QUOTA", quota)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {*range(8)})
+    assert machine.cpus() == 8
+    for limit, cpus in ("100000", 1), ("150000", 2), ("50000", 1), ("900000", 8), ("max", 8):
+        quota.write_text(f"{limit} 100000\n")
+        assert machine.cpus() == cpus
+    for ranks, per_task, share in (1, 0, 8), (8, 0, 1), (8, 8, 8), (3, 1, 2):
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
+        monkeypatch.setenv("SLURM_CPUS_PER_TASK", str(per_task))
+        assert machine.cpu_share() == share
+
+
+def test_threads(monkeypatch):
+    """What a person sets counts; the 1 that launch.sh or plain torchrun sets does not."""
+    monkeypatch.setattr(machine, "cpu_share", lambda: 8)
+    for given, on_gpu, threads in ("", 0, 8), ("", 1, 4), ("3", 1, 3), ("x", 0, 8), ("1", 0, 1):
+        monkeypatch.setenv("OMP_NUM_THREADS", given)
+        assert machine.default_threads(bool(on_gpu)) == threads
+    with monkeypatch.context() as by_torchrun:
+        by_torchrun.setattr(process, "by_plain_torchrun", lambda: True)
+        assert machine.default_threads(False) == 8
+    monkeypatch.setenv(protocol.THREADS, "auto")
+    assert machine.default_threads(False) == 8

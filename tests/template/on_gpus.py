@@ -1,0 +1,180 @@
+"""Tests that test_gpu.py runs, on a machine with three made-up GPUs."""
+
+import itertools
+import json
+import math
+import os
+import signal
+import sys
+from collections import Counter
+from typing import Any
+
+import emulate
+import pytest
+import torch
+from generated import after_step, both_tasks, rows, wait_for
+from ranks import draw_nothing, on_ranks
+
+import ddpkit
+from ddpkit.data.loading import First
+from ddpkit.run import checkpoint
+from ddpkit.run.loop import Run
+
+SHORT = "--image-size", 32, "--batch-size", 2
+
+
+def counts() -> Counter:
+    """What was asked of the GPU by this process so far."""
+    return Counter(emulate.counts())
+
+
+def train_here(*flags: object) -> None:
+    import main
+
+    draw_nothing()
+    sys.argv = ["main.py", *map(str, flags)]
+    ddpkit.start(main.main)
+
+
+class Again(list):
+    """The batches of `loader`, so many times."""
+
+    def __init__(self, loader: Any, times: int) -> None:
+        super().__init__([*loader] * times)
+        self.dataset, self.batch_sampler = loader.dataset, loader.batch_sampler
+
+
+@both_tasks
+@on_ranks(1, group=False)
+def test_no_step_and_no_batch_waits_for_the_gpu(project, few, tmp_path):
+    """Two copies a step, three a batch, of pinned memory. DDP waits in its first 10 steps only."""
+    import main
+
+    steps, evaluations = [], []
+    own_step, own_evaluate = Run.end_step, main.evaluate
+
+    def end_step(self: Run) -> None:
+        self.checked_at = math.inf  # every few seconds it reads the loss
+        own_step(self)
+        steps.append(counts())
+
+    def evaluate(model: Any, loader: Any, **options: Any) -> Any:
+        result = own_evaluate(model, loader, **options)  # the first time metrics are grouped
+        if not isinstance(loader, First):
+            for times in 1, 11:
+                again, before = Again(loader, times), counts()
+                own_evaluate(model, again, **options)
+                evaluations.append(counts() - before)
+        return result
+
+    Run.end_step, main.evaluate = end_step, evaluate
+    fp16 = "--amp", "fp16", "--optimizer", "sgd", "--clip-grad-norm", 1
+    recipe = {"classification": ("--ema", 0.9), "segmentation": fp16}[project.task]
+    train_here(*project.flags(few, tmp_path, *SHORT, *recipe))
+    passes = 3 * 10  # batches of 6 images
+    asked = evaluations[1] - evaluations[0]
+    waits = asked.pop("stream_waits")  # in torchmetrics' confusion matrix
+    # A collective waits or not, as fast as it is; there are a few in each evaluation.
+    assert round(waits / passes) == {"classification": 1, "segmentation": 3}[project.task]
+    each = [(later - earlier, 2) for earlier, later in itertools.pairwise(steps[-3:])]
+    for found, copies in (*each, (asked, 3 * passes)):
+        assert found.pop("h2d") == copies
+        assert found.keys() <= {"h2d_bytes", "collectives"}
+    assert counts()["kernels"] == 0  # which would have computed nothing
+
+
+@on_ranks(2, group=False)
+def test_checkpoints_and_peaks_of_a_gpu(project, few, tmp_path):
+    """Rank 0 copies each tensor once for both files; any machine can load them."""
+    saves, to_host = [], checkpoint.to_host
+
+    def counted(state: dict) -> dict:
+        before, copied = counts(), to_host(state)
+        leaves = torch.utils._pytree.tree_leaves(state)
+        there = {leaf.data_ptr() for leaf in leaves if getattr(leaf, "is_cuda", False)}
+        saves.append((counts() - before, len(there)))
+        return copied
+
+    checkpoint.to_host = counted
+    after_step(1, lambda: torch.empty(2**24, dtype=torch.uint8, device="cuda"))()
+    train_here(*project.flags(few, tmp_path, "--epochs", 2))
+    if ddpkit.rank():
+        return
+    assert len(saves) == 4  # before and after each evaluation
+    for asked, tensors in saves:
+        assert asked.pop("d2h") == tensors > 400
+        assert asked.keys() <= {"stream_waits", "device_waits"}
+    for name in "last.pt", "best.pt":
+        weights = torch.load(tmp_path / name, weights_only=True)["model"]
+        assert {each.device.type for each in weights.values()} == {"cpu"}
+        assert weights["conv1.0.weight"].is_contiguous(memory_format=torch.channels_last)
+    peaks = [float(row["peak_memory"]) for row in rows(tmp_path)]  # GiB
+    assert 0.1 > peaks[0] > peaks[1] + 2**-7 > 2**-7 + 0.001  # which is counted anew
+
+
+def test_stopped_and_resumed(project, few, tmp_path):
+    """With three ranks, SIGTERM in mid-epoch: the bits are those of a run that nothing stopped."""
+    flags = *SHORT, "--accumulate", 2, "--clip-grad-norm", 1, "--epochs", 2
+    whole, stopped = tmp_path / "whole", tmp_path / "stopped"
+    project.train(few, whole, *flags, on=3).ok()
+    run = project.launch(*project.flags(few, stopped, *flags, "--save-every", 1), NPROC=None)
+    wait_for((stopped / "last.pt").exists)
+    run.kill(signal.SIGTERM)
+    done = run.end()
+    assert (done.status, done.left) == (75, []), done.err
+    assert "3 rank(s) on Fake GPU 0" in done.out
+    at_stop = torch.load(stopped / "last.pt", weights_only=True)["step"]
+    project.train(few, stopped, *flags, on=3).ok()
+    one, other = (torch.load(each / "last.pt", weights_only=True) for each in (whole, stopped))
+    assert 0 < at_stop < one["step"] == other["step"]
+    for name, value in one["model"].items():
+        assert torch.equal(value, other["model"][name]), name
+
+
+def test_evaluation_on_two_gpus_and_on_the_cpu(project, few, tmp_path):
+    project.train(few, tmp_path).ok()
+    flags = project.flags(few, tmp_path, "--eval-only", "--amp", "off")
+    runs = (
+        project.start(*flags, on=2),
+        project.start(*flags, on=1, patch=lambda: os.environ.update(CUDA_VISIBLE_DEVICES="-1")),
+    )
+    there, here = (json.loads(run.end().ok().out.splitlines()[-1]) for run in runs)
+    assert there == pytest.approx(here, rel=1e-5)
+
+
+def test_one_line(project, own_data, tmp_path):
+    """Too many ranks, a broken image, and memory that runs out, among ranks of nccl."""
+    done = project.train(own_data, tmp_path / "out", on=4)
+    done.refused("devices.check", "4 ranks", "3 GPU(s)")
+    greedy = after_step(2, lambda: torch.empty(2**35, dtype=torch.uint8, device="cuda"), 1)
+    done = project.train(own_data, tmp_path / "out", patch=greedy)
+    asked = "asked for 32.00 GiB, peak 0.0"
+    done.refused("failures.of_memory", "rank 1 ", asked, " of 16 GiB", "--batch-size 4")
+    image = sorted((own_data / "train").rglob("*.*"))[8]
+    image.write_bytes(b"no image")
+    project.train(own_data, tmp_path / "out").refused("images.reading", image.name)
+
+
+def test_a_killed_rank(project, few, tmp_path):
+    """The other one waits in nccl for it, and is ended all the same."""
+    run = project.launch(*project.flags(few, tmp_path, "--epochs", 99, "--save-every", 1))
+    wait_for((tmp_path / "last.pt").exists)
+    run.kill(signal.SIGKILL, 1)
+    done = run.end(30)
+    line = done.err.splitlines()[-1]
+    assert line.startswith("error: rank 1 (process ") and "was ended by SIGKILL" in line
+    assert done.status not in (0, 75) and not done.left
+
+
+def test_a_collective_on_one_rank(project, few, tmp_path):
+    """nccl's ranks hang: one block says where; then its watchdog ends them."""
+    old = "            run.end_step()"
+    new = "            if rank == 0 and run.step == 2:\n"
+    new += "                distributed.reduce_tensor(run.totals)\n"
+    planted = project.copy(tmp_path / "copy", (old, new + old))
+    line = (planted.folder / "main.py").read_text().split("(run.totals)")[0].count("\n") + 1
+    soon = {"TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "100"}
+    flags = *SHORT, "--dist-timeout", 5
+    done = planted.train(few, tmp_path / "out", *flags, patch=lambda: os.environ.update(soon))
+    assert f"rank 0, epoch 1, step 2, at main.py:{line}: in collective " in done.err
+    assert done.status == -signal.SIGABRT and not done.left

@@ -1,0 +1,22 @@
+"""The project on GPUs that are not there; gpus.py says what of them is real."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import gpus
+import pytest
+
+
+@pytest.mark.skipif(bool(gpus.missing()), reason=gpus.missing())
+def test_on_gpus(tmp_path, monkeypatch):
+    """The tests of on_gpus.py pass in a pytest whose forks see three GPUs."""
+    monkeypatch.setenv("FAKE_GPU_FOLDER", str(tmp_path))
+    monkeypatch.delenv("PYTEST_XDIST_WORKER", raising=False)
+    tests = Path(__file__).with_name("on_gpus.py")
+    pytest_ = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--durations", "0"]
+    done = subprocess.run(
+        [sys.executable, gpus.__file__, "3", *pytest_, tests], text=True, capture_output=True
+    )
+    print(done.stdout)
+    assert done.returncode == 0, done.stderr
