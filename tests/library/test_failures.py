@@ -6,13 +6,11 @@ import os
 import pytest
 import torch
 import torch.distributed as dist
-from generated import after_step
 from ranks import on_ranks
 from torch import Tensor, nn
 
 from ddpkit.ranks import devices, failures, replicas
 from ddpkit.run import reporting
-from ddpkit.run.loop import Run
 
 OUT = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.2 GiB"
 NCCL = "NCCL error in: NCCLUtils.cpp:77, unhandled cuda error, NCCL version 2.27.3\nLast error:\n"
@@ -86,43 +84,6 @@ def test_weights_without_a_gradient():
                         (first.sum() + second.sum() if is_whole else first.sum()).backward()
         line = str(failures._of_torch(error.value))
         assert line.startswith("second.weight, second.bias: no gradient"), line
-
-
-def no_loss() -> None:
-    Run.loss = lambda self, loss_sum, count: loss_sum
-
-
-def no_gradient() -> None:
-    Tensor.backward = lambda *_: None
-
-
-def no_division() -> None:
-    Run.divide_gradients = lambda *_: None
-
-
-def no_end_step() -> None:
-    Run.end_step = lambda *_: None
-
-
-def out_of_memory() -> None:
-    def act() -> None:
-        raise torch.OutOfMemoryError(OUT)
-
-    after_step(2, act, 1)()
-
-
-@pytest.mark.parametrize(
-    ("patch", "code", "words"),
-    [
-        (no_loss, "replicas.finish", ["run.loss", "0 time(s)", "1 pass(es)"]),
-        (no_gradient, "replicas.check_step", ["zero_grad()"]),
-        (no_division, "loop.end_step", ["run.divide_gradients(ddp_model)"]),
-        (no_end_step, "loop.check_last_step", ["run.end_step"]),
-        (out_of_memory, "failures.of_memory", ["rank 1", "asked for 2.00 GiB", "--batch-size 4"]),
-    ],
-)
-def test_mistakes_in_the_loop(patch, code, words, project, few, tmp_path):
-    project.train(few, tmp_path, patch=patch).refused(code, *words)
 
 
 def test_debug_mode_that_crashes(project, few, tmp_path):

@@ -3,7 +3,7 @@
 import functools
 import json
 from argparse import ArgumentTypeError
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -76,23 +76,6 @@ def test_a_mean_counts_as_much_as_its_batch_has_labels() -> None:
     labels = torch.zeros(6, dtype=torch.int64)
     for targets, size in (labels, 6), (labels.expand(4, 4, 6), 96), (torch.zeros(6, 10), 6):
         assert metrics.size(targets) == size
-
-
-@pytest.mark.parametrize("kind", [int, torch.tensor])
-@on_ranks(1)
-def test_passes_of_unequal_size(kind: Callable[[int], int | Tensor]) -> None:
-    """Each sample counts as much as any other of the step."""
-    net, mean = nn.Linear(1, 1), replicas.Mean(DEVICE)
-    for sizes in (6, 6), (3,), (2, 2, 2) if kind is int else (1, 1, 6):
-        for i, size in enumerate(sizes):
-            mean.start(size if kind is int else 8)
-            loss_sum = net(torch.full((size, 1), float(i))).sum()
-            mean.loss(loss_sum, kind(size), i == len(sizes) - 1).backward()
-        mean.finish(net, len(sizes))
-        every = torch.arange(len(sizes)).repeat_interleave(torch.tensor(sizes)).float()
-        assert torch.allclose(net.weight.grad, every.mean())
-        assert torch.allclose(net.bias.grad, torch.ones(1))
-        net.zero_grad()
 
 
 def test_counts_that_are_known() -> None:
