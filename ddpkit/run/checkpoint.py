@@ -89,8 +89,8 @@ def read_file(path: Path | str) -> State:
         raise files.failure(path, error, "read") from None
     except READ_ERRORS as error:
         if isinstance(error, pickle.UnpicklingError) and zipfile.is_zipfile(path):
-            line = "more than plain types: torch.load cannot read it with weights_only=True"
-            raise UserError(f"{path}: not a readable checkpoint ({line})") from None
+            why = "more than plain types: torch.load cannot read it with weights_only=True"
+            raise UserError(f"{path}: not a readable checkpoint ({why})") from None
         reason = getattr(error, "strerror", None) or re.split(r"\n|\. ", str(error).strip())[0]
         line = f"{path}: not a readable checkpoint ({reason[:120]}): another one is needed"
         raise Damaged(line) from None
