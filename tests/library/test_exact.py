@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from digest import digest
-from generated import NET, Project, after_step, both_tasks, refusal, rows
+from generated import NET, Project, after_step, both_tasks, rows
 from PIL import Image
 from ranks import Patch, on_ranks
 from torch.utils.data import DataLoader, Subset
@@ -21,7 +21,6 @@ import ddpkit
 from ddpkit import files
 from ddpkit.data import samples
 from ddpkit.ranks import distributed, process, replicas
-from ddpkit.run import machine
 from ddpkit.run.loop import Run
 
 
@@ -152,22 +151,6 @@ def test_ranks_with_other_data(project: Project, few: Path, trained: Path, tmp_p
         done.refused("machine.check_alike", "rank 1 has 6 images (", "rank 0 has 6 images (")
         assert done.statuses == [2, 2]
     assert not list((tmp_path / "new").rglob("*.pt"))
-
-
-@on_ranks(2)
-def test_what_ranks_have_to_share() -> None:
-    """Classes and names of files; not the folder that they are in."""
-    rank = distributed.rank()
-
-    def check(classes: list[str], name: str) -> None:
-        files = [(Path(f"/{rank}/{name}"), 0), (Path(f"/{rank}/b.jpg"), 1)]
-        machine.check_alike(classes, training=[(str(p.name), label) for p, label in files])
-
-    check(["dots", "rings"], "a.jpg")
-    with refusal("machine.check_alike", "rank 1 has class 1", "rank 0 has class 1"):
-        check(["dots", f"rings{rank}"], "a.jpg")
-    with refusal("machine.check_alike", "rank 1", "for training"):
-        check(["dots", "rings"], f"{rank}.jpg")
 
 
 @both_tasks
