@@ -1,0 +1,349 @@
+"""Real runs of generated projects: resume, output files, metrics, flags, a tracker."""
+
+import functools
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import sys
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from generated import Command, Done, Project, both_tasks, rows, run, wait_for
+from PIL import Image
+from ranks import on_ranks
+
+SEGMENTATION = pytest.mark.parametrize("project", ["segmentation"], indirect=True)
+
+
+@both_tasks
+def test_output_files(project: Project, trained: Path) -> None:
+    names = {re.sub(r"tfevents\..*", "tfevents", path.name) for path in trained.iterdir()}
+    images = {"curves.png", "examples.png", "confusion.png", "worst.png"}
+    assert names == images | {
+        *(".lock", "last.pt", "best.pt", "metrics.csv", "args.json"),
+        *("per_class.csv", "events.out.tfevents"),
+    }
+    state = torch.load(trained / "last.pt", weights_only=True)
+    assert set(state) == {
+        *("model", "optimizer", "scheduler", "scaler", "kinds", "epoch", "step", "seen"),
+        *("totals", "images", "seed", "global_batch", "best", "best_of", "history", "classes"),
+        *("colors", "resumed_from", "args", "sampler", "training_set", "format", "channels"),
+    }
+    args = json.loads((trained / "args.json").read_text())
+    assert (args["flags"]["epochs"], args["ranks"]) == (1, 2)
+    assert args["versions"]["torch"] == torch.__version__
+    for name in images:
+        assert np.asarray(Image.open(trained / name)).std() > 10  # something is drawn
+
+
+@both_tasks
+@on_ranks(1)
+def test_metrics_are_those_of_a_plain_loop(project: Project, data: Path, trained: Path) -> None:
+    """Loss and metrics of two ranks against a loop over single images, without our library."""
+    import dataset
+    import flags
+    import model
+
+    state = torch.load(trained / "last.pt", weights_only=True)
+    args = flags.parse_args(["--data", str(data)], state["args"])
+    _, val, classes = dataset.build_datasets(args)
+    net = model.build_model(args, classes)
+    net.load_state_dict(state["model"])
+    net.eval()
+    numbers = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+    mean, std = (torch.tensor(each).view(3, 1, 1) for each in numbers)
+    losses, guesses, truths = 0.0, [], []
+    for image, label in val:
+        with torch.no_grad():
+            output = net(((image / 255 - mean) / std)[None])[0].double()
+        scores, target = output.reshape(len(classes), -1).T, torch.as_tensor(label).long().flatten()
+        scores, target = scores[target != 255], target[target != 255]
+        losses -= torch.log_softmax(scores, 1)[torch.arange(len(target)), target].sum().item()
+        guesses.append(scores.argmax(1))
+        truths.append(target)
+    guess, truth = torch.cat(guesses), torch.cat(truths)
+    row = {name: float(value) for name, value in rows(trained)[0].items() if value}
+    assert row["val_loss"] == pytest.approx(losses / len(truth), rel=1e-4)
+    if project.task == "classification":
+        assert len(truth) == 23
+        assert row["top1"] == pytest.approx(float((guess == truth).double().mean()), abs=1e-6)
+        return
+    pairs = [(guess == number, truth == number) for number in (0, 1)]
+    iou = [float((one & other).sum() / (one | other).sum()) for one, other in pairs]
+    found = [row["iou_background"], row["iou_crack"], row["miou"]]
+    assert found == pytest.approx([*iou, np.mean(iou)], abs=1e-3)
+
+
+def evaluated(done: Done) -> dict:
+    return json.loads(done.ok().out.splitlines()[-1])
+
+
+def test_resume(project: Project, data: Path, trained: Path, tmp_path: Path) -> None:
+    """Goes on in the folder; --resume never starts over, and leaves what is not the run's."""
+    out = shutil.copytree(trained, tmp_path / "out")
+    (out / "notes.txt").write_text("mine")
+    assert "1 of 2 epochs done" in project.train(data, out, "--epochs", 2).ok().out
+    assert [row["epoch"] for row in rows(out)] == ["1", "2"]
+    assert rows(out)[0] == rows(trained)[0]
+
+    # A mistake found before training begins costs nothing of the former run.
+    before = {path.name: path.read_bytes() for path in out.iterdir()}
+    never = "--resume", "never"
+    project.train(data, out, *never, "--arch", "none", on=1).refused("model.build_model", "none")
+    project.train(data, out, "--arch", "resnet34", on=1).refused(
+        "checkpoint.load_weights", "last.pt", "--arch resnet34 (was", "--output-dir"
+    )
+    assert {path.name: path.read_bytes() for path in out.iterdir()} == before
+
+    assert "--resume never: removing" in project.train(data, out, *never).ok().out
+    assert [row["epoch"] for row in rows(out)] == ["1"]
+    assert len(list(out.glob("events*"))) == 1
+    assert (out / "notes.txt").read_text() == "mine"
+
+
+def test_resume_elsewhere_and_otherwise(
+    project: Project, data: Path, trained: Path, tmp_path: Path
+) -> None:
+    """From a checkpoint of another folder, on one rank, at another rate, by flags from a file."""
+    out, file = tmp_path / "out", tmp_path / "flags.txt"
+    file.write_text(f"# other\n--lr 0.002 --epochs 3\n--resume {trained / 'last.pt'}\n")
+    said = project.train(data, out, f"@{file}", on=1).ok().out
+    assert "1 of 3 epochs done" in said
+    assert "--lr 0.002 (was None)" in said
+    assert json.loads((out / "args.json").read_text())["flags"]["lr"] == 0.002
+    _, second, third = rows(out)  # the first is the other folder's
+    assert (second["epoch"], second["step"]) == ("2", str(6 + 13))
+    # Cosine after half an epoch of warm-up: the schedule goes by epochs, not by steps.
+    assert float(second["lr"]) == pytest.approx(0.001 * (1 + np.cos(np.pi * 1.5 / 2.5)))
+    assert float(third["lr"]) == pytest.approx(0, abs=1e-9)
+    best = torch.load(out / "best.pt", weights_only=True)
+    assert best["epoch"] in (2, 3)  # this folder's own best, though the other's was better
+    # The same command once more goes on from what it has reached since.
+    said = project.train(data, out, f"@{file}", "--epochs", 4, on=1).ok().out
+    assert f"{out / 'last.pt'}: 3 of 4 epochs done" in said
+    assert [row["epoch"] for row in rows(out)] == ["1", "2", "3", "4"]
+
+
+def test_a_damaged_checkpoint(project: Project, few: Path, tmp_path: Path) -> None:
+    """Two ranks take the one before."""
+    project.train(few, tmp_path, "--epochs", 2, on=1).ok()
+    with zipfile.ZipFile(tmp_path / "last.pt") as archive:
+        entry = max(archive.infolist(), key=lambda entry: entry.file_size)
+    content = bytearray((tmp_path / "last.pt").read_bytes())
+    content[entry.header_offset + 200 + entry.file_size // 2] ^= 1  # a bit of a tensor
+    (tmp_path / "last.pt").write_bytes(content)
+    said = project.train(few, tmp_path, "--epochs", 3).ok().out
+    assert "last-1.pt: 1 of 3 epochs done" in said
+    assert [row["epoch"] for row in rows(tmp_path)] == ["1", "2", "3"]
+    assert (tmp_path / "last.pt.corrupt").read_bytes() == content
+
+
+def test_two_runs_in_one_folder(project: Project, few: Path, tmp_path: Path) -> None:
+    """The second is refused; once the first has been killed, it may begin at once."""
+    first = project.start(*project.flags(few, tmp_path, "--epochs", 999))
+    wait_for(lambda: "steps per epoch" in first.said()[0])
+    project.train(few, tmp_path, on=1).refused("folder.lock", tmp_path, ".lock")
+    first.kill(signal.SIGKILL)
+    first.end()
+    project.train(few, tmp_path, on=1).ok()
+
+
+@both_tasks
+def test_evaluation_is_as_in_training(project: Project, data: Path, tmp_path: Path) -> None:
+    """--eval-only takes network and image size from the checkpoint, at any batch size."""
+    other = {
+        "classification": ["--arch", "squeezenet1_1", "--image-size", 32],
+        # With layers that nothing reads.
+        "segmentation": ["--encoder", "efficientnet-b0", "--deterministic"],
+    }[project.task]
+    project.train(data, tmp_path, *other).ok()
+    command = ["--data", data, "--output-dir", tmp_path, "--eval-only", "--batch-size", 50]
+    row = rows(tmp_path)[0]
+    for name, value in evaluated(project.run(*command, on=1)).items():
+        assert value == pytest.approx(float(row[name]), rel=1e-4)
+
+
+@SEGMENTATION
+def test_images_of_different_sizes(
+    project: Project, own_data: Path, trained: Path, tmp_path: Path
+) -> None:
+    """No image is padded for the sake of another, so the batch size does not matter."""
+    for n, path in enumerate(sorted((own_data / "val" / "images").iterdir())):
+        for each in path, own_data / "val" / "masks" / f"{path.stem}.png":
+            image = Image.open(each)
+            image.crop((0, 0, 64 - 7 * (n % 3), 40 + 5 * (n % 2))).save(each)
+    one, all_in_one = (
+        evaluated(project.train(own_data, tmp_path, *more, "--batch-size", size, on=on))
+        for more in [["--eval-only", "--resume", trained / "best.pt"]]
+        for size, on in ((1, 2), (23, 1))
+    )
+    assert one == pytest.approx(all_in_one, rel=1e-4)
+
+
+@SEGMENTATION
+@pytest.mark.parametrize("arch", ["pspnet", "lraspp_mobilenet_v3_large"])
+def test_other_networks(project: Project, few: Path, tmp_path: Path, arch: str) -> None:
+    project.train(few, tmp_path, "--arch", arch).ok()
+    more = ["--checkpoint", tmp_path / "best.pt", "--output", tmp_path / "predictions"]
+    project.run(few / "val" / "images", *more, script="predict.py", on=1).ok()
+
+
+@both_tasks
+def test_weights_of_another_number_of_classes(
+    project: Project, own_data: Path, trained: Path, tmp_path: Path
+) -> None:
+    """Start from a checkpoint's weights: all layers but the last fit. To resume it is refused."""
+    if project.task == "classification":
+        for part in "train", "val":
+            shutil.rmtree(own_data / part / "waves")
+    else:
+        (own_data / "classes.txt").write_text("ground\ncrack\nroot\n")
+    done = project.train(own_data, tmp_path, "--weights", trained / "best.pt", "--lr", 0).ok()
+    assert re.search(
+        r"--weights: \d+ of \d+ tensors loaded; new: \S+weight, \S+bias$", done.out, re.M
+    )
+    old, new = (torch.load(f / "best.pt", weights_only=True) for f in (trained, tmp_path))
+    weights = [name for name in old["model"] if name.endswith("weight")]
+    same = [torch.equal(old["model"][name], new["model"][name]) for name in weights]
+    assert same == [True] * (len(weights) - 1) + [False]
+    out = shutil.copytree(trained, tmp_path / "resumed")
+    refused = project.train(own_data, out, "--epochs", 2, on=1)
+    refused.refused("checkpoint.check_classes", "last.pt", "the data has")
+
+
+def test_flags_that_cannot_be(project: Project, data: Path, tmp_path: Path) -> None:
+    out, file = tmp_path / "out", tmp_path / "file"
+    file.touch()
+    sync_bn = project.train(data, out, "--sync-bn")
+    sync_bn.refused("main.main", "--sync-bn")
+    assert sync_bn.statuses == [2, 2]
+    done = project.train(data, out, "--batch-size", 27)
+    done.refused("loading.init", "--batch-size 27", "53 training images", "2 ranks")
+    for flag, value, code in [
+        ("--batch-size", 0, "flags.error"),
+        ("--epoch", 3, "flags.error"),
+        ("--weights", tmp_path / "none.pt", "files.failure"),
+        ("--output-dir", file, "files.failure"),
+    ]:
+        project.train(data, out, flag, value, on=1).refused(code, flag if code[1] == "l" else value)
+    assert not (out / "last.pt").exists()
+
+
+def test_a_network_on_two_devices(project: Project, few: Path, tmp_path: Path) -> None:
+    """The README's lines. Torch takes any number for a CPU: the code runs, the CPU is one."""
+    readme = (project.folder / "README.md").read_text()
+    (halves,) = re.findall(r"```python\n(class Halves.*?)```", readme, re.S)
+    (moved,) = re.findall(r"`(model\.second\.to\(.*\))`", readme)
+
+    def split() -> None:
+        import model
+
+        names = {"nn": torch.nn, "Tensor": torch.Tensor}
+        exec(halves, names)
+        build = model.build_model
+
+        def built(*args: object, **more: object) -> torch.nn.Module:
+            layers = [*build(*args, **more).children()]  # a ShuffleNet's, in their order
+            pool = torch.nn.AdaptiveAvgPool2d(1), torch.nn.Flatten(1)
+            parts = layers[:3], [*layers[3:-1], *pool, layers[-1]]
+            return names["Halves"](*(torch.nn.Sequential(*part) for part in parts))
+
+        model.build_model = built
+
+    line = "    model = model.to(device).to(memory_format=torch.channels_last)\n"
+    change = line, f"{line}    import os\n    {moved}\n"
+    edited = project.copy(tmp_path / "edited", change)
+    for each, patch in (project, None), (edited, split):
+        each.train(few, tmp_path / each.folder.name, patch=patch).ok()
+    whole, parts = (
+        torch.load(tmp_path / each.folder.name / "last.pt")["model"] for each in (project, edited)
+    )
+    assert next(iter(parts)) == "first.0.0.weight"
+    assert all(map(torch.equal, whole.values(), parts.values()))
+
+
+def test_a_tracker_that_fails(project: Project, few: Path, tmp_path: Path) -> None:
+    """It gets what it missed with the next row, and each row once."""
+    calls = tmp_path / "calls"
+    calls.write_text("[]")
+
+    def note(*call: object) -> None:
+        calls.write_text(json.dumps([*json.loads(calls.read_text()), call]))
+
+    def log(row: dict) -> None:
+        is_first = "fails" not in calls.read_text()
+        note("fails" if is_first else "log", row)
+        if is_first:
+            raise ConnectionError("no route to host\nat all")
+
+    def start(run_id: str | None) -> tuple[str, Callable]:
+        note("start", run_id)
+        return "a1b2", log
+
+    def patch() -> None:
+        import ddpkit
+
+        ddpkit.Run = functools.partial(ddpkit.Run, tracker=start)
+
+    done = project.train(few, tmp_path / "out", "--epochs", 2, patch=patch).ok()
+    assert "did not take epoch 1 (ConnectionError: no route to host at all); trying" in done.out
+    names, given = zip(*json.loads(calls.read_text()), strict=True)
+    assert names == ("start", "fails", "log", "log")
+    assert [{k: str(v) for k, v in row.items()} for row in given[2:]] == rows(tmp_path / "out")
+
+
+def test_its_own_tests(project: Project, tmp_path: Path) -> None:
+    copy = project.copy(tmp_path / "copy")
+    done = run([sys.executable, "-m", "pytest", "-q"], cwd=copy.folder).ok()
+    assert " passed" in done.out
+    assert "skipped" not in done.out
+
+
+@SEGMENTATION
+def test_its_own_test_finds_a_generator_that_is_not_seeded(
+    project: Project, tmp_path: Path
+) -> None:
+    """One that all samples share; one that is made anew for each sample passes."""
+    copy = project.copy(tmp_path / "copy")
+    path, made = copy.folder / "dataset.py", "    def __getitem__("
+    used = "        pixels, labels = self.transform(*self.open(index))\n"
+    text = path.read_text().replace("import torch\n", "import numpy as np\nimport torch\n", 1)
+    assert text.count(made) == text.count(used) == 1
+    for generator, status in ("self.rng", 1), ("np.random.default_rng(torch.initial_seed())", 0):
+        flip = f"        pixels = pixels.flip([-1] if {generator}.random() < 0.5 else [])\n"
+        rng = f"    rng = np.random.default_rng(0)\n\n{made}" if status else made
+        path.write_text(text.replace(used, used + flip).replace(made, rng))
+
+        def act() -> None:
+            import pytest
+
+            sys.exit(pytest.main(["-q", "-k", "loader_workers", "-p", "no:cacheprovider"]))
+
+        assert copy.here(act).status == status
+
+
+def test_drawing_that_was_interrupted(project: Project, tmp_path: Path) -> None:
+    """What is left of it is removed; what others are still drawing is not."""
+    target = tmp_path / "demo"
+    code = "import dataset, sys, pathlib; dataset.draw_demo(pathlib.Path(sys.argv[1]))"
+    command = Command([sys.executable, "-c", code, target], project.folder)
+    wait_for(lambda: len(list(tmp_path.glob("demo.partial-*/train/*/*"))) > 9)
+    others = ("elsewhere", 2**22 + 1), (socket.gethostname(), os.getpid())
+    at_work = {tmp_path / f"demo.partial-{host}-{pid}" for host, pid in others}
+    for folder in at_work:
+        folder.mkdir()
+    command.kill(signal.SIGKILL)
+    said = command.end().out
+    assert said == f"drawing the demo set in {os.path.relpath(target, project.folder)} ...\n"
+    assert not target.exists()
+    assert len(list(tmp_path.glob("demo.partial-*"))) == 3
+    project.draw(target, 9, 3)
+    assert len(list(target.glob("*/*/*.jpg"))) == 12
+    assert {*tmp_path.glob("demo.partial-*")} == at_work
