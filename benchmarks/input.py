@@ -20,9 +20,11 @@ own, the range of the project, so that images are enlarged as much on either sid
 The project's JPEGs are decoded by simplejpeg, or by Pillow where it is missing.
 """
 
+import contextlib
 import importlib.util
 import multiprocessing
 import os
+import sys
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -138,7 +140,8 @@ def training_set(data: Path, *words: object) -> tuple[Any, Sequence[str], Any]:
 
     device = distributed.setup(0)
     torch.set_num_threads(1)
-    dataset, _, classes = build_datasets(parse_args(["--data", str(data), *map(str, words)]))
+    with contextlib.redirect_stdout(sys.stderr):  # what it says of each folder
+        dataset, _, classes = build_datasets(parse_args(["--data", str(data), *map(str, words)]))
     return dataset, classes, device
 
 
