@@ -16,6 +16,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ TASKS = ("classification", "segmentation")
 CLASSES = 4
 VOID = 255
 DISTINCT = 1000  # images that are drawn at most; further ones are links to these
+PEERS = ("simplejpeg", "torchcodec", "timm", "accelerate", "lightning")
 TIMEOUT = 600  # seconds, of any process that is started here
 BEGAN = time.monotonic()
 
@@ -119,6 +121,18 @@ def prepare(project: Path, data: Path, output: Path, *flags: str) -> Path:
     return output
 
 
+def image_decoders() -> Any:
+    """Return torchcodec's decoders, for which torchvision 0.29 deprecates its own, or those."""
+    with contextlib.suppress(ImportError, RuntimeError):  # RuntimeError: of another torch
+        from torchcodec import decoders
+
+        if hasattr(decoders, "decode_jpeg"):  # since 0.16
+            return decoders
+    from torchvision import io
+
+    return io
+
+
 def on_device(batches: Iterable[Any], device: Any) -> Iterator[tuple]:
     """Yield `batches` on `device`, normalised, as the project's loop gets them."""
     from ddpkit.data import loading
@@ -128,13 +142,16 @@ def on_device(batches: Iterable[Any], device: Any) -> Iterator[tuple]:
         yield loading.move(batch, device, DEFAULT_FORMAT)
 
 
-def run(command: Sequence[str], timeout: float = TIMEOUT, **env: Any) -> str:
-    """Run `command` with `env` added to the environment; return its stdout.
+def run(
+    command: Sequence[str], timeout: float = TIMEOUT, cwd: Path | None = None, **env: Any
+) -> str:
+    """Run `command` in the folder `cwd`, with `env` added to the environment; return its stdout.
 
     It ends, with all that it started, before this returns; a failure ends the benchmark.
     """
     process = subprocess.Popen(
         command,
+        cwd=cwd,
         env={**os.environ, **{name: str(value) for name, value in env.items()}},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -268,7 +285,10 @@ def machine() -> str:
             parts += [f"driver {version}" for version in sorted({*found})]
         cuda, cudnn = torch.version.cuda, torch.backends.cudnn.version()
         parts += [f"CUDA {cuda}", f"cuDNN {cudnn}"] if cuda else [kind]
-    return (
-        f"{', '.join(parts)}; torch {torch.__version__}, torchvision {torchvision.__version__}, "
-        f"Python {platform.python_version()}"
-    )
+    parts[-1] += f"; torch {torch.__version__}, torchvision {torchvision.__version__}"
+    for name in PEERS:
+        try:
+            parts.append(f"{name} {metadata.version(name)}")
+        except metadata.PackageNotFoundError:
+            parts.append(f"no {name}")
+    return f"{', '.join(parts)}, Python {platform.python_version()}"

@@ -1,8 +1,8 @@
 """What only a machine with a GPU can tell, one part at a time. benchmarks/gpu.sh runs all of them.
 
 input         images per second of the project's loader to the device, by the number of its workers
-nvjpeg        JPEGs per second that torchvision decodes on the GPU, alone and while the network
-              trains: a batch in each step, which is thrown away
+nvjpeg        JPEGs per second that torchcodec (or torchvision) decodes on the GPU, alone and while
+              the network trains: a batch in each step, which is thrown away
 memory        peak of the memory that torch has allocated on the GPU, in some training steps; each
               case in a process of its own
 checkpoint    how long a save takes, and a training step with a save every 10 steps
@@ -93,18 +93,19 @@ def decode_and_train(folder: str, data: str, words: str) -> list[float]:
     """Return images per second: decoded, trained on, and both in turn beside each other."""
     import step
     import torch
-    from torchvision import io
 
     bench = step.Bench(Path(folder), words)
     count = bench.args.batch_size
     paths = sorted(Path(data).rglob("*.jpg"))
-    files = [io.read_file(str(paths[number % len(paths)])) for number in range(count)]
+    picked = (paths[number % len(paths)].read_bytes() for number in range(count))
+    files = [torch.frombuffer(bytearray(data), dtype=torch.uint8) for data in picked]
+    decode_jpeg = common.image_decoders().decode_jpeg
     pool = ThreadPoolExecutor(1)
     stream = torch.cuda.Stream() if bench.device.type == "cuda" else None
 
     def decode() -> None:
         with torch.cuda.stream(stream):  # beside the training's
-            io.decode_jpeg(files, io.ImageReadMode.RGB, device=bench.device)
+            decode_jpeg(files, mode="RGB", device=bench.device)
         if stream:
             stream.synchronize()
 

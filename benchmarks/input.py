@@ -2,25 +2,29 @@
 
 A whole DataLoader with one worker and batches of 32. What counts is the time on a CPU of both
 processes, after a first pass that does not: starting, listing and importing are not in it. All
-pipelines crop, resize and flip in the same ranges, those of the project's train_transform.
+pipelines crop, resize and flip in the same ranges, those of the project's train_transform, and are
+compared with those that hand over the same: first normalised float32, which the project and timm
+make of a batch in the training process (here with one thread; beside a GPU there), then uint8.
 Linux only.
 
-Classification. The baseline is torchvision's reference recipe (references/classification in its
-repository): PIL, RandomResizedCrop, RandomHorizontalFlip, ToTensor, Normalize; float32 comes out.
-Segmentation. The baseline is torchvision's reference recipe (references/segmentation): the whole
-image and mask resized by PIL, flipped, padded and cropped, then converted and normalised; float32
-and int64 come out. The reference draws the size uniformly from 0.5 to 2 times a base size; here it
-is from 2**-0.5 to 2**0.5 times the image's own, the range of the project, so that images are
-enlarged as much on either side.
+Classification: torchvision's reference recipe is that of references/classification in its
+repository: PIL, RandomResizedCrop, RandomHorizontalFlip, ToTensor, Normalize. "v2 on tensors" is
+the same with transforms.v2 on what torchcodec decodes, or torchvision.io where that is missing.
+"timm" is its create_loader without color jitter. A third table has what images take once they were
+shrunk to the short side of `ddpkit prepare`: as JPEGs, or decoded. That is not in the time.
+Segmentation: torchvision's reference recipe is that of references/segmentation: the whole image and
+mask resized, flipped, padded and cropped, then converted and normalised. The reference draws the
+size uniformly from 0.5 to 2 times a base size; here it is from 2**-0.5 to 2**0.5 times the image's
+own, the range of the project, so that images are enlarged as much on either side.
 
-The project's JPEGs are decoded by simplejpeg, or by Pillow where it is missing; "prepared" is after
-`ddpkit prepare`, which is not in the time. The project normalises on the training device: that is
-not in its rows, but in the one that says so, with one thread. "decoding alone" hands nothing over:
-a limit for what decodes whole images, by torchvision's decoder and by simplejpeg.
+The project's JPEGs are decoded by simplejpeg, or by Pillow where it is missing.
 """
 
+import contextlib
+import importlib.util
 import multiprocessing
 import os
+import sys
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -29,21 +33,22 @@ from typing import Any
 
 import common
 import numpy as np
-import simplejpeg
 import torch
 from PIL import Image
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Subset
-from torchvision import io, transforms
+from torchvision import transforms
 from torchvision.transforms import InterpolationMode, v2
-from torchvision.transforms import functional as F
+from torchvision.transforms.v2 import functional as F
 
 BATCH = 32
 NORMALIZE = {"mean": (0.485, 0.456, 0.406), "std": (0.229, 0.224, 0.225)}
 READS = {"classification": 2400, "segmentation": 480}
 SIDES = {"classification": (500, 375), "segmentation": (960, 720)}
 LARGE = (1600, 1200)
-RGB = io.ImageReadMode.RGB
+DECODERS = common.image_decoders()
+AS_UINT8 = v2.PILToTensor()  # leaves tensors as they are
+AS_FLOAT = v2.Compose([AS_UINT8, v2.ToDtype(torch.float, scale=True), v2.Normalize(**NORMALIZE)])
 
 
 class Files(Dataset):
@@ -60,12 +65,22 @@ class Files(Dataset):
         return self.read(*self.samples[index])
 
 
-def classify_by(transform: Callable) -> Callable:
-    def read(path: str, label: int) -> tuple[Tensor, int]:
-        with Image.open(path) as image:
-            return transform(image.convert("RGB")), label
+def open_image(path: str, mode: str = "RGB") -> Image.Image:
+    with Image.open(path) as image:
+        return image.convert(mode)
 
-    return read
+
+def decode(path: str, mode: str = "RGB") -> Tensor:
+    data = torch.from_numpy(np.fromfile(path, np.uint8))
+    return DECODERS.decode_image(data, mode="UNCHANGED" if mode == "L" else mode)
+
+
+def load_raw(path: str) -> Tensor:
+    return torch.from_numpy(np.load(path + ".npy"))
+
+
+def classify(open_image: Callable, transform: Callable, path: str, label: int) -> tuple:
+    return transform(open_image(path)), label
 
 
 def v1_transforms(side: int) -> Callable:
@@ -79,46 +94,42 @@ def v1_transforms(side: int) -> Callable:
     )
 
 
-def v2_transforms(side: int) -> Callable:
-    return v2.Compose(
-        [
-            v2.RandomResizedCrop(side, scale=(0.25, 1)),
-            v2.RandomHorizontalFlip(),
-            v2.PILToTensor(),
-            v2.ToDtype(torch.float, scale=True),
-            v2.Normalize(**NORMALIZE),
-        ]
-    )
+def v2_transforms(side: int, finish: Callable) -> Callable:
+    crop = v2.RandomResizedCrop(side, scale=(0.25, 1))
+    return v2.Compose([crop, v2.RandomHorizontalFlip(), finish])
 
 
-def segment(side: int, path: str, mask_path: str) -> tuple[Tensor, Tensor]:
-    """Torchvision's reference recipe for an image and its mask."""
-    with Image.open(path) as file, Image.open(mask_path) as mask_file:
-        image, mask = file.convert("RGB"), mask_file.copy()
-    low, high = (round(min(image.size) * 2**power) for power in (-0.5, 0.5))
-    length = int(torch.randint(low, high + 1, ()))
+def segment(
+    open_image: Callable, finish: Callable, side: int, path: str, mask_path: str
+) -> tuple[Tensor, Tensor]:
+    """Torchvision's reference recipe for an image and its mask, on PIL or on tensors."""
+    image, mask = open_image(path), open_image(mask_path, "L")
+    low, high = (round(min(F.get_size(image)) * 2**power) for power in (-0.5, 0.5))
+    length = [int(torch.randint(low, high + 1, ()))]
     image = F.resize(image, length, antialias=True)
     mask = F.resize(mask, length, InterpolationMode.NEAREST)
     if torch.rand(()) < 0.5:
-        image, mask = F.hflip(image), F.hflip(mask)
-    if min(image.size) < side:
-        edges = [0, 0, max(0, side - image.width), max(0, side - image.height)]
+        image, mask = F.horizontal_flip(image), F.horizontal_flip(mask)
+    height, width = F.get_size(image)
+    if min(height, width) < side:
+        edges = [0, 0, max(0, side - width), max(0, side - height)]
         image, mask = F.pad(image, edges, fill=0), F.pad(mask, edges, fill=common.VOID)
-    box = transforms.RandomCrop.get_params(image, (side, side))
-    image, mask = F.crop(image, *box), F.crop(mask, *box)
-    tensor = F.convert_image_dtype(F.pil_to_tensor(image), torch.float)
-    return F.normalize(tensor, **NORMALIZE), torch.as_tensor(np.array(mask), dtype=torch.int64)
+        height, width = F.get_size(image)
+    top, left = (int(torch.randint(size - side + 1, ())) for size in (height, width))
+    image, mask = (F.crop(each, top, left, side, side) for each in (image, mask))
+    mask = AS_UINT8(mask)[0]
+    return finish(image), mask.long() if finish is AS_FLOAT else mask
 
 
-def decode(path: str, target: Any, simple: bool = False) -> tuple[int, int]:
-    """Decode an image, and its mask if it has one, and throw both away."""
-    if simple:
-        simplejpeg.decode_jpeg(Path(path).read_bytes())
-    else:
-        io.decode_jpeg(io.read_file(path), RGB)
-    if isinstance(target, str):
-        io.decode_png(io.read_file(target))
-    return 0, 0
+def shrink(data: Path, folder: Path, side: int) -> Path:
+    """Write the images of `data` with a short side of `side`, as JPEGs and as NAME.jpg.npy."""
+    for path in data.rglob("*.jpg"):
+        image = F.resize(open_image(str(path)), [side], antialias=True)
+        place = folder / path.relative_to(data)
+        place.parent.mkdir(parents=True, exist_ok=True)
+        image.save(place, quality=90)
+        np.save(f"{place}.npy", F.pil_to_tensor(image).numpy())
+    return folder
 
 
 def training_set(data: Path, *words: object) -> tuple[Any, Sequence[str], Any]:
@@ -129,7 +140,8 @@ def training_set(data: Path, *words: object) -> tuple[Any, Sequence[str], Any]:
 
     device = distributed.setup(0)
     torch.set_num_threads(1)
-    dataset, _, classes = build_datasets(parse_args(["--data", str(data), *map(str, words)]))
+    with contextlib.redirect_stdout(sys.stderr):  # what it says of each folder
+        dataset, _, classes = build_datasets(parse_args(["--data", str(data), *map(str, words)]))
     return dataset, classes, device
 
 
@@ -145,6 +157,20 @@ def reference(read: Callable[..., tuple], data: Path, reads: int) -> DataLoader:
         persistent_workers=True,
         multiprocessing_context="fork",
     )
+
+
+def timms(side: int, is_float: bool, data: Path, reads: int) -> Any:
+    """timm's loader: with what normalises batches in the training process, or without it."""
+    from timm.data import create_loader
+
+    plain: Any = reference(None, data, reads).dataset
+    loader = create_loader(
+        *(plain, side, BATCH, True),
+        **{"scale": (0.25, 1), "color_jitter": None, "device": torch.device("cpu")},
+    )
+    plain.read = partial(classify, open_image, plain.transform)
+    loader.loader.multiprocessing_context = "fork"
+    return loader if is_float else loader.loader
 
 
 def ours(
@@ -206,6 +232,7 @@ def main() -> None:
         import dataset
         from flags import parse_args
 
+        has_timm = importlib.util.find_spec("timm")
         side = flags.side = flags.side or parse_args(["--data", "x"]).image_size
         reads = flags.reads = flags.reads or READS[flags.task]
         common.say_machine(flags)
@@ -216,31 +243,57 @@ def main() -> None:
         def case(build: Callable, place: Path = data, **options: Any) -> Callable[[], float]:
             return partial(common.in_child, measure, partial(build, place, reads), reads, **options)
 
+        def peer(read: Callable, *first: Any, place: Path = data) -> Callable[[], float]:
+            return case(partial(reference, partial(read, *first)), place)
+
         us, with_pillow = partial(ours, side), partial(ours, side, has_simplejpeg=False)
+        of_float: common.Cases = {"ours": case(us, normalize=True)}
+        of_float["ours, without simplejpeg"] = case(with_pillow, normalize=True)
+        of_uint8: common.Cases = {"ours": case(us), "ours, without simplejpeg": case(with_pillow)}
+        once: common.Cases = {"ours, prepared, own size": case(us, own_size)}
         if flags.task == "classification":
-            baseline = "torchvision reference, v1"
-            cases = {
-                baseline: case(partial(reference, classify_by(v1_transforms(side)))),
-                "torchvision reference, v2": case(
-                    partial(reference, classify_by(v2_transforms(side)))
-                ),
+            floats, bytes_ = (v2_transforms(side, finish) for finish in (AS_FLOAT, AS_UINT8))
+            of_float = {
+                "torchvision reference": peer(classify, open_image, v1_transforms(side)),
+                "v2 on tensors": peer(classify, decode, floats),
+                "timm": case(partial(timms, side, True)) if has_timm else None,
+                **of_float,
             }
-            small = common.prepare(folder / "project", data, folder / "small")
-            stored = {f"ours, prepared, short side {dataset.SHORT_SIDE}": small}
+            of_uint8 = {
+                "v2 on tensors": peer(classify, decode, bytes_),
+                "timm": case(partial(timms, side, False)) if has_timm else None,
+                **of_uint8,
+            }
+            short = dataset.SHORT_SIDE
+            small = shrink(data, folder / "small", short)
+            stored = common.prepare(folder / "project", data, folder / "stored")
+            once = {
+                "v2 on tensors, JPEG files": peer(classify, decode, bytes_, place=small),
+                "ours, JPEG files": case(us, small),
+                "v2 on tensors, .npy files": peer(classify, load_raw, bytes_, place=small),
+                f"ours, prepared, short side {short}": case(us, stored),
+                **once,
+            }
         else:
-            baseline, stored = "torchvision reference", {}
-            cases = {baseline: case(partial(reference, partial(segment, side)))}
-        cases |= {
-            "decoding alone, torchvision": case(partial(reference, decode)),
-            "decoding alone, simplejpeg": case(partial(reference, partial(decode, simple=True))),
-            "ours, JPEG files": case(us),
-            "the same, normalised on the CPU": case(us, normalize=True),
-            "ours, without simplejpeg": case(with_pillow),
+            of_float = {
+                "torchvision reference": peer(segment, open_image, AS_FLOAT, side),
+                "v2 on tensors": peer(segment, decode, AS_FLOAT, side),
+                **of_float,
+            }
+            of_uint8 = {"v2 on tensors": peer(segment, decode, AS_UINT8, side), **of_uint8, **once}
+            once = {}
+        tables = {
+            "float32, normalised": of_float,
+            "uint8": of_uint8,
+            "uint8, made smaller or decoded before": once,
         }
-        stored["ours, prepared, own size"] = own_size
-        cases |= {name: case(us, place) for name, place in stored.items()}
-        figures = common.interleave(cases, flags.repeats)
-        common.table(figures, "ms of CPU per image", baseline, scale=1000)
+        cases = {f"{kind}: {name}": own[name] for kind, own in tables.items() for name in own}
+        figures = common.interleave(cases, flags.repeats, flags.seconds)
+    for kind, own in tables.items():
+        if own:
+            print(f"\n{kind}:", end="")
+            found = {name: figures[f"{kind}: {name}"] for name in own}
+            common.table(found, "ms of CPU per image", next(iter(own)), scale=1000)
 
 
 if __name__ == "__main__":

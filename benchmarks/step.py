@@ -1,16 +1,15 @@
 """The training step: the project's train_one_epoch against other loops around the same network.
 
 Every loop gets the same uint8 batch on the device again and again and normalises it there, has the
-same network (channels last), loss, precision (--amp) and number of threads, and, but for timm's,
-torch's fused AdamW. The clock runs from one batch to another, after some that do not count, with
-the device at rest at either end. Its cases, in turn in one process:
+same network (channels last), precision (--amp) and number of threads, and torch's fused AdamW. The
+clock runs from one batch to another, after some that do not count, with the device at rest at
+either end. Its cases, in turn in one process:
 
 ours              main.train_one_epoch as it is, with Run, Reporter, schedule and stop watcher
 bare loop         forward, loss, backward, step, zero_grad; nothing is reported, nothing is wrapped
 bare DDP loop     the same around DistributedDataParallel with its defaults, a group of one
-timm's manner     its create_optimizer_v2 (adamw), its LabelSmoothingCrossEntropy; no wrapper; the
-                  loss is read each 50 steps, as its train script's default log interval has it;
-                  classification only
+timm              the bare loop with its LabelSmoothingCrossEntropy, and its AdamW as --opt-kwargs
+                  fused=True of its train script makes it; classification only
 Accelerate        Accelerator.prepare for network and optimizer, accelerator.backward
 Lightning         Trainer.fit, automatic optimization; logger, progress bar and checkpoints off
 
@@ -196,16 +195,21 @@ class Bench:
 
         return run, train
 
-    def bare(self, wrap: Callable[[nn.Module], nn.Module]) -> Loop:
-        model = wrap(self.network())
-        optimizer = self.optimizer(model)
+    def bare(
+        self,
+        wrap: Callable[[nn.Module], nn.Module],
+        build_optimizer: Callable[[nn.Module], torch.optim.Optimizer] | None = None,
+        criterion: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None,
+    ) -> Loop:
+        model, criterion = wrap(self.network()), criterion or self.mean_loss
+        optimizer = (build_optimizer or self.optimizer)(model)
 
         def loop(feed: Feed) -> None:
             model.train()
             for images, targets in self.to_device(feed):
                 with self.autocast():
                     outputs = model(images)
-                self.mean_loss(outputs, targets).backward()
+                criterion(outputs, targets).backward()
                 optimizer.step()
                 optimizer.zero_grad()
 
@@ -215,21 +219,11 @@ class Bench:
         from timm.loss import LabelSmoothingCrossEntropy
         from timm.optim import create_optimizer_v2
 
-        model, criterion = self.network(), LabelSmoothingCrossEntropy(0.1)
-        optimizer = create_optimizer_v2(model, "adamw", LR, weight_decay=0.05)
-
-        def loop(feed: Feed) -> None:
-            model.train()
-            for number, (images, targets) in enumerate(self.to_device(feed)):
-                with self.autocast():
-                    loss = criterion(model(images), targets)
-                loss.backward()
-                optimizer.step()
-                optimizer.zero_grad()
-                if number % 50 == 0:
-                    loss.item()
-
-        return loop
+        return self.bare(
+            lambda model: model,
+            partial(create_optimizer_v2, opt="adamw", lr=LR, weight_decay=0.05, fused=True),
+            LabelSmoothingCrossEntropy(0.1),
+        )
 
     def accelerate(self) -> Loop:
         from accelerate import Accelerator
