@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader
 
 import ddpkit
 from ddpkit.data.format import Format
+from ddpkit.ranks import protocol
 from ddpkit.run import checkpoint, pretrained
 from ddpkit.run.folder import KEYS, Folder
 
@@ -110,8 +111,11 @@ def test_any_damage_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert read(flipped(tensor + 99, 1)) is False
 
 
-def test_the_one_before(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_the_one_before(
+    tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A folder, a pipe that nobody writes to, or half a file, called last.pt; a broken .begun."""
+    monkeypatch.setenv(protocol.LAUNCH_ID, "1")
     for n, make in enumerate((Path.mkdir, os.mkfifo, lambda path: path.write_bytes(b"PK"))):
         folder = tmp_path / str(n)
         folder.mkdir()
@@ -151,7 +155,7 @@ def test_files_that_are_no_checkpoints(tmp_path: Path) -> None:
     with refusal("files.failure", "best.pt", "No such file"):
         Folder(tmp_path).best()
     with refusal("folder.lock", tmp_path / "none.pt"):
-        Folder(tmp_path / "out", str(tmp_path / "none.pt")).find_checkpoint()
+        Folder(tmp_path / "out", str(tmp_path / "none.pt"))._lock()
     (tmp_path / "last.pt").write_bytes(b"PK")
     (tmp_path / "last-1.pt").write_bytes(b"")
     before = contents(tmp_path)

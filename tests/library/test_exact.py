@@ -185,6 +185,8 @@ def test_metrics_on_any_number_of_ranks(project: Project, tmp_path: Path) -> Non
             )
             metrics = model.build_metrics(classes)
             found, (confusion, worst) = main.evaluate(net, loader, criterion, metrics, args)
+            if distributed.rank():  # rank 0 alone has all of them
+                continue
             assert worst
             now = [*found.values(), confusion.tolist(), json.loads(json.dumps(worst))]
             path = tmp_path / f"of {size}"

@@ -113,7 +113,7 @@ def test_resume_elsewhere_and_otherwise(
 ) -> None:
     """From a checkpoint of another folder, on one rank, at another rate, by flags from a file."""
     out, file = tmp_path / "out", tmp_path / "flags.txt"
-    file.write_text(f"# other\n--lr 0.002 --epochs 3\n--resume {trained / 'last.pt'}\n")
+    file.write_text(f"# other\n--lr 0.002 --epochs 3\n--resume '{trained / 'last.pt'}'\n")
     said = project.train(data, out, f"@{file}", on=1).ok().out
     assert "1 of 3 epochs done" in said
     assert "--lr 0.002 (was None)" in said
@@ -261,9 +261,10 @@ def test_a_network_on_two_devices(project: Project, few: Path, tmp_path: Path) -
     change = line, f"{line}    import os\n    {moved}\n"
     edited = project.copy(tmp_path / "edited", change)
     for each, patch in (project, None), (edited, split):
-        each.train(few, tmp_path / each.folder.name, patch=patch).ok()
+        each.train(few, tmp_path / f"of {each.folder.name}", patch=patch).ok()
     whole, parts = (
-        torch.load(tmp_path / each.folder.name / "last.pt")["model"] for each in (project, edited)
+        torch.load(tmp_path / f"of {each.folder.name}" / "last.pt")["model"]
+        for each in (project, edited)
     )
     assert next(iter(parts)) == "first.0.0.weight"
     assert all(map(torch.equal, whole.values(), parts.values()))
