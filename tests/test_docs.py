@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pages
 import pytest
-from markdown.extensions.toc import slugify
 from pages import ROOT, TASKS, TEMPLATE, rendered
 
 import ddpkit
@@ -23,8 +22,9 @@ DOCUMENTS = {name: rest for name, *rest in pages.documents()}
 def anchors(text: str) -> set[str]:
     """Return the anchors of a page: of headings, and of names of ddpkit."""
     prose = re.sub(r"^```.*?^```", "", text, flags=re.M | re.S)
-    headings = (slugify(heading, "-") for heading in re.findall(r"^#+ (.*)$", prose, re.M))
-    return {*headings, *re.findall(r"^::: (.+)$", text, re.M)}
+    headings = (re.sub(r"[^\w -]", "", found) for found in re.findall(r"^#+ (.*)$", prose, re.M))
+    slugs = (re.sub(r"[ -]+", "-", heading.strip().lower()) for heading in headings)
+    return {*slugs, *re.findall(r"^::: (.+)$", text, re.M)}
 
 
 def destination(link: str, folder: Path) -> Path | None:
