@@ -1,7 +1,7 @@
-"""What VS Code does when F5 is pressed, in the Debug Adapter Protocol, for tests.
+"""What VS Code does when F5 is pressed, in the Debug Adapter Protocol, and with tasks.
 
 It reads .vscode/launch.json, fills in variables, starts the adapter, runs the program in a terminal
-of its own, and opens one more session for each process that the adapter tells of. Tasks, too.
+of its own, and opens one more session for each process that the adapter tells of.
 https://microsoft.github.io/debug-adapter-protocol/specification
 """
 
@@ -13,21 +13,22 @@ import os
 import pty
 import re
 import select
+import signal
 import socket
-import struct
 import subprocess
 import sys
 import termios
 import threading
 import time
-import uuid
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from running import marked
+import generated
 
 PATIENCE = 120  # seconds; a safety net
+F5 = "DDP: torch.distributed.launch"
+ALARMING = re.compile(r"Traceback|Error|Warning|Killed|Terminated|Aborted|\b[EWF]\d{4} ")
 Breakpoints = dict[str, list[dict[str, Any]]]  # file -> [{"line": 7, "condition": "rank == 1"}]
 
 
@@ -38,46 +39,46 @@ def parse(text: str) -> Any:
     return json.loads(re.sub(rf"({string})|,(?=\s*[\]}}])", lambda m: m[1] or "", text))
 
 
-def read(folder: Path, name: str) -> Any:
-    return parse((folder / ".vscode" / name).read_text())
+def read(project: Path, name: str) -> Any:
+    return parse((project / ".vscode" / name).read_text())
 
 
-def fill_in(value: Any, variables: dict[str, str]) -> Any:
+def filled_in(value: Any, questions: list[dict[str, str]], **variables: str) -> Any:
+    """`value` with what VS Code puts in place of variables; a question has its default answer."""
     if isinstance(value, dict):
-        return {key: fill_in(part, variables) for key, part in value.items()}
+        return {key: filled_in(part, questions, **variables) for key, part in value.items()}
     if isinstance(value, list):
-        return [fill_in(part, variables) for part in value]
-    if isinstance(value, str):
-        return re.sub(r"\$\{(.+?)\}", lambda m: variables[m[1]], value)
-    return value
+        return [filled_in(part, questions, **variables) for part in value]
+    if not isinstance(value, str):
+        return value
+    defaults = {f"input:{question['id']}": question["default"] for question in questions}
+    known = {**defaults, "command:python.interpreterPath": sys.executable, **variables}
+    return re.sub(r"\$\{(.+?)\}", lambda m: known[m[1]], value)
 
 
-def answered(project: Path, questions: list[dict[str, str]], answers: dict[str, str]) -> Any:
-    """What VS Code puts in place of variables; a question's answer is by default its default."""
-    variables = {
-        "workspaceFolder": str(project),
-        "file": answers.pop("file", ""),
-        "command:python.interpreterPath": sys.executable,
-    }
-    for question in questions:
-        answer = answers.pop(question["id"], question["default"])
-        variables["input:" + question["id"]] = answer
-    assert not answers
-    return variables
+def chosen(project: Path, file: str, kind: str, title: str, answers: dict[str, str]) -> Any:
+    content = read(project, file)
+    (found,) = (part for part in content[kind] if title in (part.get("name"), part.get("label")))
+    asked = {question["id"] for question in content["inputs"]}
+    assert answers.keys() <= asked | {"file"}
+    variables = {f"input:{name}" if name in asked else name: answers[name] for name in answers}
+    return filled_in(found, content["inputs"], workspaceFolder=str(project), **variables)
 
 
 def configuration(project: Path, name: str, **answers: str) -> dict[str, Any]:
-    """A configuration of launch.json with its questions answered."""
-    launch = read(project, "launch.json")
-    (found,) = (c for c in launch["configurations"] if c["name"] == name)
-    return fill_in(found, answered(project, launch["inputs"], answers))
+    """A configuration of launch.json with its questions answered; file: the one that is open."""
+    return chosen(project, "launch.json", "configurations", name, answers)
 
 
 def task(project: Path, label: str, **answers: str) -> dict[str, Any]:
     """A task of tasks.json with its questions answered."""
-    tasks = read(project, "tasks.json")
-    (found,) = (t for t in tasks["tasks"] if t["label"] == label)
-    return fill_in(found, answered(project, tasks["inputs"], answers))
+    return chosen(project, "tasks.json", "tasks", label, answers)
+
+
+def line_of(path: Path, text: str) -> int:
+    """The number of the only line with `text`."""
+    (found,) = (n for n, line in enumerate(path.read_text().splitlines(), 1) if text in line)
+    return found
 
 
 class Session:
@@ -89,21 +90,12 @@ class Session:
         self.responses: dict[int, dict] = {}
         self.stop: dict | None = None  # the body of the latest stopped event, while it is stopped
         self.ended = False
-        threading.Thread(target=self._read, daemon=True).start()
+        debugger.in_thread(self._read)
 
     def begin(self, request: str, arguments: dict[str, Any]) -> None:
-        client = {
-            "clientID": "vscode",
-            "adapterID": "debugpy",
-            "pathFormat": "path",
-            "linesStartAt1": True,
-            "columnsStartAt1": True,
-            "supportsVariableType": True,
-            "supportsRunInTerminalRequest": True,
-            "supportsStartDebuggingRequest": True,
-            "supportsArgsCanBeInterpretedByShell": True,
-        }
-        self.ask("initialize", client)
+        client = {"clientID": "vscode", "adapterID": "debugpy", "pathFormat": "path"}
+        abilities = "RunInTerminalRequest", "StartDebuggingRequest", "ArgsCanBeInterpretedByShell"
+        self.ask("initialize", {**client, **{f"supports{name}": True for name in abilities}})
         self.send({"type": "request", "command": request, "arguments": arguments})
 
     def configure(self) -> None:
@@ -121,7 +113,7 @@ class Session:
     def send(self, message: dict) -> int:
         number = message["seq"] = next(self.numbers)
         text = json.dumps(message).encode()
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, ValueError):
             self.writer.write(b"Content-Length: %d\r\n\r\n%b" % (len(text), text))
             self.writer.flush()
         return number
@@ -143,7 +135,7 @@ class Session:
             answer = {"request_seq": message["seq"], "command": kind, "success": True, "body": body}
             self.send({"type": "response", **answer})
         elif kind == "initialized":
-            threading.Thread(target=self.configure, daemon=True).start()
+            self.debugger.in_thread(self.configure)
         with self.debugger.changed:
             if message["type"] == "response":
                 self.responses[message["request_seq"]] = message
@@ -151,17 +143,13 @@ class Session:
                 self.stop = message["body"]
             elif kind == "continued":
                 self.stop = None
-            elif kind == "terminated":
+            elif kind == "terminated":  # the debuggee has ended
                 self.ended = True
-                threading.Thread(target=self._bury, daemon=True).start()
+                words = {"command": "disconnect", "arguments": {"restart": False}}
+                self.send({"type": "request", **words})
+                if self is self.debugger.sessions[0] and self.debugger.adapter:
+                    self.debugger.in_thread(self.debugger.adapter.stdin.close)
             self.debugger.changed.notify_all()
-
-    def _bury(self) -> None:
-        """What follows when the adapter says that the debuggee has ended."""
-        self.send({"type": "request", "command": "disconnect", "arguments": {"restart": False}})
-        if self is self.debugger.sessions[0] and self.debugger.adapter:
-            time.sleep(1)
-            self.debugger.adapter.terminate()
 
     # What a person does with a session.
 
@@ -183,6 +171,11 @@ class Session:
     def threads(self) -> list[str]:
         return [thread["name"] for thread in self.ask("threads")["threads"]]
 
+    def error(self) -> str:
+        """The message of the exception at which it is stopped."""
+        assert self.stop and self.stop["reason"] == "exception", self.stop
+        return self.ask("exceptionInfo", {"threadId": self.stop["threadId"]})["description"]
+
     def go(self, command: str = "continue") -> None:
         assert self.stop
         thread, self.stop = self.stop["threadId"], None
@@ -197,68 +190,54 @@ class Debugger:
     """A window of VS Code: one top session, a terminal, and a session for each child process."""
 
     def __init__(self, folder: Path, breakpoints: Breakpoints | None = None) -> None:
-        self.folder = folder
-        self.breakpoints = breakpoints or {}
+        self.folder, self.breakpoints = folder, breakpoints or {}
         self.changed = threading.Condition()
         self.sessions: list[Session] = []
-        self.terminal = b""
-        self.closing = False
+        self.threads: list[threading.Thread] = []
+        self.terminal, self.closing = b"", False
         self.shell: subprocess.Popen | None = None
         self.adapter: subprocess.Popen | None = None
-        self.mark = uuid.uuid4().hex
-        self.env = {
-            **os.environ,
-            **{"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
-            "DDP_TEMPLATE_TEST": self.mark,
-        }
+
+    def in_thread(self, act: Callable[..., object], *arguments: object) -> None:
+        self.threads.append(threading.Thread(target=act, args=arguments, daemon=True))
+        self.threads[-1].start()
 
     def launch(self, config: dict[str, Any], debug: bool = True) -> None:
         """F5, or Ctrl+F5 (without debugging)."""
+        command, pipe = [sys.executable, "-m", "debugpy.adapter"], subprocess.PIPE
         self.adapter = subprocess.Popen(
-            [sys.executable, "-m", "debugpy.adapter"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            env=self.env,
-            start_new_session=True,
+            command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, start_new_session=True
         )
-        top = Session(self, self.adapter.stdout, self.adapter.stdin)
-        self.sessions.append(top)
-        more = {"python": config.get("python", sys.executable), "clientOS": "unix"}
-        top.begin("launch", {**config, **more} if debug else {**config, **more, "noDebug": True})
+        self.sessions.append(Session(self, self.adapter.stdout, self.adapter.stdin))
+        more = {"python": sys.executable, "clientOS": "unix", "noDebug": not debug}
+        self.sessions[0].begin("launch", {**more, **config})
 
-    def attach(self, config: dict[str, Any]) -> Session:
+    def attach(self, config: dict[str, Any]) -> None:
         """Attach to where a process listens."""
         where = config["connect"]
-        connection = socket.create_connection((where["host"], int(where["port"])), PATIENCE)
-        connection.settimeout(None)
-        stream = connection.makefile("rwb")
+        with socket.create_connection((where["host"], int(where["port"])), PATIENCE) as connection:
+            connection.settimeout(None)
+            stream = connection.makefile("rwb")
         session = Session(self, stream, stream)
         self.sessions.append(session)
         session.begin("attach", config)
-        return session
 
     def serve(self, command: str, arguments: dict[str, Any]) -> dict[str, Any]:
         """Answer what the adapter asks of VS Code."""
         if command == "startDebugging":
             child = {**arguments["configuration"], "request": arguments["request"]}
-            threading.Thread(target=self.attach, args=(child,), daemon=True).start()
+            self.in_thread(self.attach, child)
             return {}
         assert command == "runInTerminal"
         words = arguments["args"]
         if arguments.get("argsCanBeInterpretedByShell"):  # "args" of launch.json is one string
             words = ["bash", "-c", " ".join(words)]
-        self.type(words, arguments["cwd"], arguments.get("env", {}))
-        return {"shellProcessId": self.shell.pid}
-
-    def type(self, words: list[str], cwd: str | Path, env: dict[str, str]) -> None:
-        """Have the terminal run a command."""
         self.screen, tty = pty.openpty()
-        fcntl.ioctl(tty, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 120, 0, 0))
+        termios.tcsetwinsize(tty, (40, 120)) if sys.version_info >= (3, 11) else None
         self.shell = subprocess.Popen(
             words,
-            cwd=cwd,
-            env={**self.env, **env},
+            cwd=arguments["cwd"],
+            env={**os.environ, **arguments.get("env", {})},
             stdin=tty,
             stdout=tty,
             stderr=tty,
@@ -266,8 +245,8 @@ class Debugger:
             preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
         )
         os.close(tty)
-        self.shown = threading.Thread(target=self._show, daemon=True)
-        self.shown.start()
+        self.in_thread(self._show)
+        return {"shellProcessId": self.shell.pid}
 
     def _show(self) -> None:
         # The only one to close the screen: nothing is hung up while another thread reads from it.
@@ -292,20 +271,29 @@ class Debugger:
     def stopped(self, count: int = 2) -> list[Session]:
         """Wait until `count` processes are stopped; return them in the order of their ranks."""
         self.wait(lambda: len(self.held()) >= count, f"{count} stopped")
-        return sorted(self.held(), key=lambda session: session.threads()[0])
+        found = sorted(self.held(), key=lambda session: session.threads()[0])
+        assert len(found) == count
+        return found
 
     def held(self) -> list[Session]:
         return [session for session in self.sessions if session.stop and not session.ended]
 
     # What a person does with the window.
 
-    def set(self, breakpoints: Breakpoints) -> None:
-        """Put these breakpoints in place of the former ones, in every session."""
+    def set(self, file: str = "", text: str = "", **more: str) -> None:
+        """Put a breakpoint at the line with `text` in place of the former ones, everywhere."""
         empty: Breakpoints = {file: [] for file in self.breakpoints}
-        self.breakpoints = breakpoints
+        new = {file: [{"line": line_of(self.folder / file, text), **more}]} if file else {}
+        self.breakpoints = new
         for session in self.sessions:
             if not session.ended:
-                session.set({**empty, **breakpoints})
+                session.set({**empty, **new})
+
+    def go(self, command: str = "continue", count: int = 2) -> list[Session]:
+        """Continue all that are stopped, until `count` of them are so again."""
+        for session in self.held():
+            session.go(command)
+        return self.stopped(count)
 
     def stop(self) -> None:
         """Stop, pressed on the top session."""
@@ -318,36 +306,30 @@ class Debugger:
     def close(self) -> None:
         """The window is closed: its terminal and its adapter are gone."""
         self.closing = True
-        self.shown.join()
         self.adapter.kill()
-
-    def left(self, seconds: float) -> list[int]:
-        """The processes that are still there after at most `seconds`."""
-        deadline = time.monotonic() + seconds
-        while (found := self.processes()) and time.monotonic() < deadline:
-            time.sleep(0.05)
-        return found
-
-    def processes(self) -> list[int]:
-        for child in (self.shell, self.adapter):
-            if child:
-                child.poll()
-        return marked(self.mark)
 
     def finish(self) -> int:
         """Wait for the program's own end; return its exit status."""
         return self.wait(lambda: self.shell, "the terminal").wait(PATIENCE)
 
+    def all_end(self) -> str:
+        """Within 5 s nobody is left, and nothing alarming is in the terminal; return its text."""
+        who = [Path(f"/proc/{p}/cmdline").read_bytes() for p in generated.children()]
+        import time; time.sleep(5)
+        who = [Path(f"/proc/{p}/cmdline").read_bytes() for p in generated.children()]
+        assert not generated.left(5), who
+        assert not ALARMING.search(self.text), self.text
+        return self.text
+
     def __enter__(self) -> "Debugger":
         return self
 
     def __exit__(self, *_: object) -> None:
-        for pid in marked(self.mark):
+        self.closing = True
+        for pid in generated.children():
             with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, 9)
-
-
-def line_of(path: Path, text: str) -> int:
-    """The number of the only line with `text`."""
-    (found,) = (n for n, line in enumerate(path.read_text().splitlines(), 1) if text in line)
-    return found
+                os.kill(pid, signal.SIGKILL)
+        for process in filter(None, (self.shell, self.adapter)):
+            process.wait()
+        for thread in self.threads:
+            thread.join(10)

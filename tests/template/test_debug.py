@@ -1,0 +1,384 @@
+"""F5, as VS Code does it: every launch configuration, every way to stop, attaching to a rank."""
+
+import os
+import re
+import shlex
+import shutil
+import signal
+import socket
+import subprocess
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import generated
+import pytest
+import torch
+import torch.distributed as dist
+from dap import F5, Debugger, configuration, line_of, task
+from generated import NET, ROOT, Project, both_tasks, wait_for
+from ports import free_port
+
+LOOP = "loss = run.loss("  # a line of the training loop, which calls the library
+FIRST_READ = "self.open(index)"  # in __getitem__
+SEGMENTATION = pytest.mark.parametrize("project", ["segmentation"], indirect=True)
+
+# Ranks that add numbers from a loader worker, without end; they start in half of main.py's time.
+ENDLESS = """
+from ddpkit.ranks import process
+
+process.install_handlers()
+
+from torch.utils.data import DataLoader, Dataset
+
+from ddpkit.ranks import distributed, failures
+
+
+class Numbers(Dataset):
+    def __len__(self):
+        return 10**6
+
+    def __getitem__(self, index):
+        return index + 1
+
+
+with failures.one_line_errors():
+    distributed.setup()
+    rank = distributed.rank()
+    begin = {"multiprocessing_context": process.worker_context(1)}
+    for number in DataLoader(Numbers(), num_workers=1, worker_init_fn=process.start_worker, **begin):
+        distributed.reduce_tensor(number)
+"""
+SUM = "distributed.reduce_tensor(number)"
+
+
+@pytest.fixture
+def own(project: Project, tmp_path: Path) -> Project:
+    """A copy of the project with a copy of ddpkit, where breakpoints and F11 tell it from main."""
+    copy = project.copy(tmp_path / "its own")
+    (copy.folder / "ddpkit").unlink()
+    ignored = shutil.ignore_patterns("__pycache__")
+    shutil.copytree(ROOT / "ddpkit", copy.folder / "ddpkit", ignore=ignored)
+    return copy
+
+
+@pytest.fixture
+def endless(own: Project) -> Project:
+    (own.folder / "main.py").write_text(ENDLESS)
+    return own
+
+
+def begin(debugger: Debugger, project: Project, data: Path, *flags: object, name: str = F5) -> None:
+    words = shlex.join(map(str, [*project.flags(data, "runs/debug"), *flags]))
+    debugger.launch(configuration(debugger.folder, name, flags=words))
+
+
+def test_a_debugging_session(own: Project, tmp_path: Path) -> None:
+    """From F5 to the end of the run, in both ranks; on few images, with a short timeout."""
+    data = own.draw(tmp_path / "own data", 16, 6)  # the path has a blank
+    # What other packages do when the interpreter ends, which the debugger does not wait for.
+    late = "import atexit, time\natexit.register(time.sleep, 1)\n"
+    main = own.folder / "main.py"
+    main.write_text(
+        main.read_text().replace("import contextlib\n", f"import contextlib\n{late}", 1)
+    )
+    with Debugger(own.folder) as debugger:
+        debugger.set("main.py", "ddp_model = ddpkit.wrap(")
+        begin(debugger, own, data, "--image-size", 32, "--dist-timeout", 1)
+        for number, rank in enumerate(debugger.stopped()):
+            assert rank.threads()[0] == f"rank {number}"
+            assert len(rank.threads()) > 1  # else VS Code does not show its name
+            assert rank.evaluate("ddpkit.rank()") == str(number)
+        for rank in debugger.go("next"):  # over DDP(model), which waits for all ranks
+            assert rank.frame["line"] == line_of(main, "train_loss = train_one_epoch(")
+
+        debugger.set("dataset.py", FIRST_READ)
+        for rank in debugger.go():
+            assert rank.frame["name"] == "__getitem__" and rank.evaluate("index").isdecimal()
+        debugger.set("model.py", "nn.functional.cross_entropy(")
+        assert {rank.frame["name"] for rank in debugger.go()} == {"forward"}
+        debugger.set("main.py", LOOP)
+        for number, rank in enumerate(debugger.go()):
+            assert rank.evaluate("(rank, i)") == f"({number}, 0)"
+            assert rank.evaluate("len(images) == len(outputs) == len(targets)") == "True"
+        for rank in debugger.go("stepIn"):  # F11, over what is the library's
+            assert rank.frame["line"] == line_of(main, "scaler.scale(loss).backward()")
+            assert rank.evaluate("loss.ndim") == "0"
+        ranks = debugger.go("next")  # over backward(), where DDP reduces the gradients
+        assert {rank.frame["name"] for rank in ranks} == {"train_one_epoch"}
+
+        debugger.set("main.py", LOOP, condition="rank == 1")
+        (only,) = debugger.go(count=1)
+        since = time.monotonic()
+        assert only.evaluate("rank") == "1"
+        ask = task(own.folder, "Where is it?", output="runs/debug")
+        subprocess.run([ask["command"], *ask["args"]], cwd=own.folder, check=True)
+        place = rf"^rank 1, .*at main.py:{only.frame['line']}"
+        debugger.wait(lambda: re.search(place, debugger.text, re.M), "where rank 1 is")
+        debugger.wait(lambda: time.monotonic() > since + 2, "more than --dist-timeout")
+        assert debugger.held() == [only]  # and rank 0 in a collective
+
+        debugger.set()
+        only.go()
+        assert debugger.finish() == 0
+        assert "done: best" in debugger.all_end()
+
+
+@SEGMENTATION
+def test_stopping_one_rank(project: Project, few: Path, tmp_path: Path) -> None:
+    """In the files that differ between the tasks; Stop, pressed on one rank, ends both."""
+    folder = project.copy(tmp_path / "copy").folder
+    with Debugger(folder) as debugger:
+        debugger.set("dataset.py", FIRST_READ)
+        begin(debugger, project, few)
+        assert {rank.frame["name"] for rank in debugger.stopped()} == {"__getitem__"}
+        debugger.set("losses.py", "return cross_entropy(outputs")
+        ranks = debugger.go()
+        assert {rank.frame["name"] for rank in ranks} == {"cross_entropy"}
+        ranks[1].disconnect()
+        debugger.all_end()
+
+
+WAYS: dict[str, tuple[int, Callable[[Debugger], None]]] = {
+    "top session": (2, Debugger.stop),
+    "closed window": (2, Debugger.close),
+    "Ctrl-C": (3, Debugger.interrupt),
+    "killed adapter": (2, lambda debugger: debugger.adapter.kill()),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_stopping_at_a_breakpoint(endless: Project, way: str) -> None:
+    """In the ranks, or in their loader workers while the ranks wait for those."""
+    count, end = WAYS[way]
+    worker = ", worker 0" if way == "killed adapter" else ""
+    with Debugger(endless.folder) as debugger:
+        debugger.set("main.py", "return index" if worker else SUM)
+        debugger.launch(configuration(endless.folder, F5, processes=str(count)))
+        names = [each.threads()[0] for each in debugger.stopped(count)]
+        assert names == [f"rank {number}{worker}" for number in range(count)]
+        end(debugger)
+        debugger.all_end()
+
+
+def test_step_into_ddpkit(own: Project, few: Path) -> None:
+    """F11 in the configuration for that."""
+    words = shlex.join(map(str, own.flags(few, "runs/debug")))
+    with Debugger(own.folder) as debugger:
+        debugger.set("main.py", LOOP)
+        name, answers = "DDP: step into ddpkit", {"flags": words, "processes": "1"}
+        debugger.launch(configuration(own.folder, name, **answers))
+        debugger.stopped(1)
+        (rank,) = debugger.go("stepIn", 1)
+        assert rank.frame["source"]["path"] == str(own.folder / "ddpkit/run/loop.py")
+        assert rank.frame["name"] == "loss"
+
+
+def test_one_process(own: Project, few: Path) -> None:
+    """The rank stops, then its loader worker; Disconnect of the worker ends the rank, too."""
+    with Debugger(own.folder) as debugger:
+        debugger.set("main.py", LOOP)
+        begin(debugger, own, few, "--workers", 1, name="One process")
+        (rank,) = debugger.stopped(1)
+        assert rank.evaluate("rank") == "0"
+        debugger.set("dataset.py", FIRST_READ)
+        (worker,) = debugger.go(count=1)
+        assert worker.threads()[0] == "rank 0, worker 0"
+        worker.disconnect()
+        debugger.all_end()
+
+
+@pytest.mark.parametrize("debug", [True, False])
+def test_stopping_a_running_training(own: Project, few: Path, debug: bool) -> None:
+    """Ctrl-C while ranks compute and wait for each other; Ctrl+F5 and then Stop."""
+    with Debugger(own.folder) as debugger:
+        words = shlex.join(map(str, [*NET, "--data", few, "--epochs", 9999]))
+        debugger.launch(configuration(own.folder, F5, flags=words), debug)
+        steps = re.compile(r"epoch 1/9999: +[1-9]\d*%")
+        debugger.wait(lambda: steps.search(debugger.text), "the first steps")
+        debugger.interrupt() if debug else debugger.stop()
+        debugger.all_end()
+
+
+def test_a_rank_that_raises(project: Project, few: Path, tmp_path: Path) -> None:
+    """The debugger stops at breakpoint() in the code, and where one rank raises; then all end."""
+    planted = (
+        "breakpoint()\n        if rank == 1:\n            raise ValueError('planted')\n        "
+    )
+    folder = project.copy(tmp_path / "copy", ("is_last = ", f"{planted}is_last = ")).folder
+    raising = line_of(folder / "main.py", "planted")
+    with Debugger(folder) as debugger:
+        begin(debugger, project, few)
+        for number, rank in enumerate(debugger.stopped()):
+            assert rank.evaluate("(rank, i)") == f"({number}, 0)"
+            assert raising - 2 <= rank.frame["line"] < raising
+        (only,) = debugger.go(count=1)
+        assert (only.error(), only.frame["line"]) == ("planted", raising)
+        only.go()
+        assert debugger.finish() != 0
+        assert not generated.left(5)
+        assert debugger.text.splitlines()[-1].endswith("ValueError: planted")
+        assert debugger.text.count("Traceback") == 1
+
+
+def test_a_mistake_is_held_where_it_was_raised(project: Project, few: Path, tmp_path: Path) -> None:
+    """In the rank that raised it only; then the one line is printed, and all ends."""
+    folder = project.copy(tmp_path / "copy").folder
+    dataset = folder / "dataset.py"
+    planted = 'if ddpkit.rank() == 1:\n            raise ddpkit.UserError(f"planted in {index}")\n'
+    line = "        (image,) = self.open(index)"
+    dataset.write_text(dataset.read_text().replace(line, f"        {planted}{line}"))
+    with Debugger(folder) as debugger:
+        begin(debugger, project, few)
+        (only,) = debugger.stopped(1)
+        assert only.frame["line"] == line_of(dataset, "planted")
+        message = only.error()
+        assert message.startswith(f"planted in {only.evaluate('index')}")
+        assert debugger.held() == [only]
+        only.go()
+        assert debugger.finish() != 0
+        assert not generated.left(5)
+        start, *_, last = debugger.text.splitlines()
+        assert start == "starting 2 rank(s) ..."
+        assert last.endswith(f"error: {message}")  # perhaps after the progress bar
+        assert "Traceback" not in debugger.text
+
+
+def test_a_mistake_that_the_library_finds_is_held_in_main(own: Project, few: Path) -> None:
+    """At the line that called the library, although F11 does not enter that."""
+    folder = own.copy(
+        own.folder.parent / "copy", ("            run.divide_gradients(ddp_model)\n", "")
+    )
+    with Debugger(folder.folder) as debugger:
+        begin(debugger, own, few)
+        for rank in debugger.stopped():
+            assert "[loop.end_step]" in rank.error()
+            assert rank.frame["line"] == line_of(folder.folder / "main.py", "run.end_step()")
+        debugger.held()[0].go()  # the other rank ends with it
+        assert debugger.finish() != 0
+        assert not generated.left(5)
+
+
+def test_a_test_file(endless: Project) -> None:
+    """The debugger stops in the test, and in the ranks that the test starts."""
+    file = endless.folder / "tests" / "test_one.py"
+    file.write_text(
+        "from test_project import launch\n\n\ndef test_one():\n"
+        "    flags = ['--epochs', '1']\n    launch(2, *flags)\n"
+    )
+    with Debugger(endless.folder, {"tests/test_one.py": [{"line": 6}]}) as debugger:
+        debugger.launch(configuration(endless.folder, "This test file", file=str(file)))
+        (session,) = debugger.stopped(1)
+        assert session.evaluate("flags[0]") == "'--epochs'"
+        debugger.set("main.py", SUM)
+        assert [rank.evaluate("rank") for rank in debugger.go()] == ["0", "1"]
+        debugger.stop()
+        assert not generated.left(5)
+
+
+@both_tasks
+def test_predict(project: Project, data: Path, trained: Path, tmp_path: Path) -> None:
+    """On the open image, or on a folder in its place."""
+    image = next((data / "val").rglob("*.jpg"))
+    file = image if project.task == "classification" else image.parent
+    config = configuration(project.folder, "Predict: the open image", file=str(file))
+    more = ["--checkpoint", str(trained / "best.pt"), "--output", str(tmp_path)]
+    with Debugger(project.folder) as debugger:
+        debugger.set("predict.py", "torch.inference_mode")
+        debugger.launch({**config, "args": [*config["args"], *more]})
+        (session,) = debugger.stopped(1)
+        debugger.set()
+        session.go()
+        assert debugger.finish() == 0
+        debugger.all_end()
+    assert any(path.is_file() for path in tmp_path.rglob("*"))
+
+
+def test_attach_to_ranks_of_two_nodes(project: Project, few: Path, tmp_path: Path) -> None:
+    """--debug-rank: each listens on loopback, waits longer than the timeout, can be left again."""
+    debug_port = free_port(2)
+    env = {"NNODES": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "NPROC": "1"}
+    more = ["--debug-rank", "1,0", "--debug-port", debug_port, "--dist-timeout", 2]
+    flags = project.flags(few, tmp_path, *more)
+    with Debugger(project.folder) as debugger:
+        debugger.set("main.py", LOOP)
+        nodes = [project.launch(*flags, NODE_RANK=str(number), **env) for number in range(2)]
+        lines = [node.process.stderr.readline() for node in nodes]
+        since = time.monotonic()
+        for number, line in enumerate(lines):
+            host, port = re.search(r"host (\S+), port (\d+)$", line).groups()
+            assert (host, int(port)) == ("127.0.0.1", debug_port + number)
+            assert listening(int(port)) == {"127.0.0.1"}
+            debugger.wait(lambda: time.monotonic() > since + 2, "more than --dist-timeout")
+            debugger.attach(configuration(project.folder, "Attach to a rank", host=host, port=port))
+        for number, rank in enumerate(debugger.stopped()):
+            assert rank.threads()[0] == f"rank {number}"
+            assert rank.evaluate("rank") == str(number)
+            rank.disconnect()
+        assert [node.end().ok().err for node in nodes] == ["", ""]
+    assert (tmp_path / "last.pt").exists()
+
+
+def listening(port: int) -> set[str]:
+    """The addresses at which anything listens on `port`."""
+    words = ["ss", "--no-header", "--listening", "--tcp", "--numeric", f"sport = {port}"]
+    out = subprocess.run(words, check=True, capture_output=True, text=True).stdout
+    return {line.split()[3].rsplit(":", 1)[0] for line in out.splitlines()}
+
+
+def test_debug_rank_that_cannot_be(project: Project, few: Path, tmp_path: Path) -> None:
+    flags = project.flags(few, tmp_path)
+    done = project.run(*flags, "--debug-rank", 1, on=1)
+    done.refused("distributed.wait_for_debugger", "--debug-rank 1", "0 to 0")
+    project.run(*flags, "--debug-rank", "one", on=1).refused("flags.error", "--debug-rank", "one")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        done = project.run(*flags, "--debug-rank", 0, "--debug-port", port, on=1)
+        done.refused("distributed.wait_for_debugger", f"127.0.0.1:{port}", "--debug-port")
+
+
+def test_without_a_debugger_nothing_of_it_is_there(
+    project: Project, few: Path, tmp_path: Path
+) -> None:
+    def look() -> None:
+        import sys
+
+        assert not {"debugpy", "pydevd"} & {*sys.modules}
+        names = {thread.name for thread in threading.enumerate()}
+        timeout = dist.group.WORLD._get_backend(torch.device("cpu")).options._timeout
+        print("seen:", sorted(names), timeout)
+
+    patch = generated.after_step(1, look)
+    done = project.train(few, tmp_path, "--dist-timeout", 77, on=1, patch=patch).ok()
+    assert "seen: ['MainThread', 'watch'] 0:01:17" in done.out
+
+
+def test_a_launcher_that_is_killed(project: Project, tmp_path: Path) -> None:
+    """Before the ranks have begun: none outlives it, though it could not tell them."""
+    late = "import os, time\nparent = os.getppid()\n"
+    late += "while 'RANK' in os.environ and os.getppid() == parent: time.sleep(0.01)\n"
+    (tmp_path / "sitecustomize.py").write_text(late)
+    command = project.launch(PYTHONPATH=str(tmp_path))
+    wait_for(lambda: len(command.ranks()) == 2)
+    command.kill(signal.SIGKILL)
+    done = command.end()
+    assert (done.err, done.left) == ("", [])
+
+
+@pytest.mark.parametrize("library", ["libc.so", "libtorch_cpu.so"])
+def test_interrupted_while_starting(project: Project, library: str) -> None:
+    """Ctrl-C as soon as the launcher runs, or while the ranks import torch."""
+    command = project.launch()
+
+    def has_loaded(pid: int) -> bool:
+        return library in Path(f"/proc/{pid}/maps").read_text()
+
+    if library == "libc.so":
+        wait_for(lambda: has_loaded(command.process.pid))
+    else:
+        wait_for(lambda: any(map(has_loaded, command.ranks().values())))
+    os.killpg(command.process.pid, signal.SIGINT)
+    done = command.end()
+    assert done.status in (128 + signal.SIGINT, -signal.SIGINT)
+    assert (done.err, done.left) == ("", [])
