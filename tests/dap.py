@@ -7,6 +7,7 @@ https://microsoft.github.io/debug-adapter-protocol/specification
 
 import contextlib
 import fcntl
+import functools
 import itertools
 import json
 import os
@@ -43,26 +44,16 @@ def read(project: Path, name: str) -> Any:
     return parse((project / ".vscode" / name).read_text())
 
 
-def filled_in(value: Any, questions: list[dict[str, str]], **variables: str) -> Any:
-    """`value` with what VS Code puts in place of variables; a question has its default answer."""
-    if isinstance(value, dict):
-        return {key: filled_in(part, questions, **variables) for key, part in value.items()}
-    if isinstance(value, list):
-        return [filled_in(part, questions, **variables) for part in value]
-    if not isinstance(value, str):
-        return value
-    defaults = {f"input:{question['id']}": question["default"] for question in questions}
-    known = {**defaults, "command:python.interpreterPath": sys.executable, **variables}
-    return re.sub(r"\$\{(.+?)\}", lambda m: known[m[1]], value)
-
-
 def chosen(project: Path, file: str, kind: str, title: str, answers: dict[str, str]) -> Any:
+    """A part of a file with what VS Code puts in place of variables; some answers are defaults."""
     content = read(project, file)
-    (found,) = (part for part in content[kind] if title in (part.get("name"), part.get("label")))
-    asked = {question["id"] for question in content["inputs"]}
-    assert answers.keys() <= asked | {"file"}
-    variables = {f"input:{name}" if name in asked else name: answers[name] for name in answers}
-    return filled_in(found, content["inputs"], workspaceFolder=str(project), **variables)
+    (found,) = (part for part in content[kind] if part.get("name", part.get("label")) == title)
+    known = {"workspaceFolder": str(project), "command:python.interpreterPath": sys.executable}
+    for question in content["inputs"]:
+        known["input:" + question["id"]] = answers.pop(question["id"], question["default"])
+    known |= answers  # that is: file
+    fill = functools.partial(re.sub, r"\$\{(.+?)\}", lambda m: json.dumps(known[m[1]])[1:-1])
+    return json.loads(fill(json.dumps(found)))
 
 
 def configuration(project: Path, name: str, **answers: str) -> dict[str, Any]:
@@ -93,9 +84,9 @@ class Session:
         debugger.in_thread(self._read)
 
     def begin(self, request: str, arguments: dict[str, Any]) -> None:
-        client = {"clientID": "vscode", "adapterID": "debugpy", "pathFormat": "path"}
         abilities = "RunInTerminalRequest", "StartDebuggingRequest", "ArgsCanBeInterpretedByShell"
-        self.ask("initialize", {**client, **{f"supports{name}": True for name in abilities}})
+        client = {f"supports{name}": True for name in abilities}
+        self.ask("initialize", {"clientID": "vscode", "adapterID": "debugpy", **client})
         self.send({"type": "request", "command": request, "arguments": arguments})
 
     def configure(self) -> None:
@@ -199,6 +190,7 @@ class Debugger:
         self.adapter: subprocess.Popen | None = None
 
     def in_thread(self, act: Callable[..., object], *arguments: object) -> None:
+        """Call `act` beside the test, until it ends or the window does."""
         self.threads.append(threading.Thread(target=act, args=arguments, daemon=True))
         self.threads[-1].start()
 
@@ -233,14 +225,11 @@ class Debugger:
         if arguments.get("argsCanBeInterpretedByShell"):  # "args" of launch.json is one string
             words = ["bash", "-c", " ".join(words)]
         self.screen, tty = pty.openpty()
-        termios.tcsetwinsize(tty, (40, 120)) if sys.version_info >= (3, 11) else None
         self.shell = subprocess.Popen(
             words,
             cwd=arguments["cwd"],
             env={**os.environ, **arguments.get("env", {})},
-            stdin=tty,
-            stdout=tty,
-            stderr=tty,
+            **dict.fromkeys(("stdin", "stdout", "stderr"), tty),
             start_new_session=True,
             preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
         )
@@ -314,10 +303,7 @@ class Debugger:
 
     def all_end(self) -> str:
         """Within 5 s nobody is left, and nothing alarming is in the terminal; return its text."""
-        who = [Path(f"/proc/{p}/cmdline").read_bytes() for p in generated.children()]
-        import time; time.sleep(5)
-        who = [Path(f"/proc/{p}/cmdline").read_bytes() for p in generated.children()]
-        assert not generated.left(5), who
+        assert not generated.left(5)
         assert not ALARMING.search(self.text), self.text
         return self.text
 

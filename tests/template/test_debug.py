@@ -7,6 +7,7 @@ import shutil
 import signal
 import socket
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -22,7 +23,6 @@ from ports import free_port
 
 LOOP = "loss = run.loss("  # a line of the training loop, which calls the library
 FIRST_READ = "self.open(index)"  # in __getitem__
-SEGMENTATION = pytest.mark.parametrize("project", ["segmentation"], indirect=True)
 
 # Ranks that add numbers from a loader worker, without end; they start in half of main.py's time.
 ENDLESS = """
@@ -30,15 +30,12 @@ from ddpkit.ranks import process
 
 process.install_handlers()
 
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
 from ddpkit.ranks import distributed, failures
 
 
-class Numbers(Dataset):
-    def __len__(self):
-        return 10**6
-
+class Numbers(range):
     def __getitem__(self, index):
         return index + 1
 
@@ -46,8 +43,8 @@ class Numbers(Dataset):
 with failures.one_line_errors():
     distributed.setup()
     rank = distributed.rank()
-    begin = {"multiprocessing_context": process.worker_context(1)}
-    for number in DataLoader(Numbers(), num_workers=1, worker_init_fn=process.start_worker, **begin):
+    how = {"num_workers": 1, "multiprocessing_context": process.worker_context(1)}
+    for number in DataLoader(Numbers(10**6), worker_init_fn=process.start_worker, **how):
         distributed.reduce_tensor(number)
 """
 SUM = "distributed.reduce_tensor(number)"
@@ -69,23 +66,23 @@ def endless(own: Project) -> Project:
     return own
 
 
-def begin(debugger: Debugger, project: Project, data: Path, *flags: object, name: str = F5) -> None:
-    words = shlex.join(map(str, [*project.flags(data, "runs/debug"), *flags]))
-    debugger.launch(configuration(debugger.folder, name, flags=words))
+def debugging(project: Project, *flags: object, at: tuple = (), **answers: str) -> Debugger:
+    """A window in which F5 has been pressed, with a breakpoint at a text in a file."""
+    debugger, words = Debugger(project.folder), shlex.join(map(str, flags))
+    debugger.set(*at)
+    name = answers.pop("name", F5)
+    debugger.launch(configuration(project.folder, name, flags=words, **answers))
+    return debugger
 
 
 def test_a_debugging_session(own: Project, tmp_path: Path) -> None:
     """From F5 to the end of the run, in both ranks; on few images, with a short timeout."""
     data = own.draw(tmp_path / "own data", 16, 6)  # the path has a blank
     # What other packages do when the interpreter ends, which the debugger does not wait for.
-    late = "import atexit, time\natexit.register(time.sleep, 1)\n"
-    main = own.folder / "main.py"
-    main.write_text(
-        main.read_text().replace("import contextlib\n", f"import contextlib\n{late}", 1)
-    )
-    with Debugger(own.folder) as debugger:
-        debugger.set("main.py", "ddp_model = ddpkit.wrap(")
-        begin(debugger, own, data, "--image-size", 32, "--dist-timeout", 1)
+    late, main = "import atexit, time\natexit.register(time.sleep, 1)\n", own.folder / "main.py"
+    main.write_text(main.read_text().replace("import json\n", f"import json\n{late}", 1))
+    flags = own.flags(data, "runs/debug", "--image-size", 32, "--dist-timeout", 1)
+    with debugging(own, *flags, at=("main.py", "ddp_model = ddpkit.wrap(")) as debugger:
         for number, rank in enumerate(debugger.stopped()):
             assert rank.threads()[0] == f"rank {number}"
             assert len(rank.threads()) > 1  # else VS Code does not show its name
@@ -125,13 +122,11 @@ def test_a_debugging_session(own: Project, tmp_path: Path) -> None:
         assert "done: best" in debugger.all_end()
 
 
-@SEGMENTATION
-def test_stopping_one_rank(project: Project, few: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("project", ["segmentation"], indirect=True)
+def test_stopping_one_rank(own: Project, few: Path) -> None:
     """In the files that differ between the tasks; Stop, pressed on one rank, ends both."""
-    folder = project.copy(tmp_path / "copy").folder
-    with Debugger(folder) as debugger:
-        debugger.set("dataset.py", FIRST_READ)
-        begin(debugger, project, few)
+    at = "dataset.py", FIRST_READ
+    with debugging(own, *own.flags(few, "runs/debug"), at=at) as debugger:
         assert {rank.frame["name"] for rank in debugger.stopped()} == {"__getitem__"}
         debugger.set("losses.py", "return cross_entropy(outputs")
         ranks = debugger.go()
@@ -153,47 +148,22 @@ def test_stopping_at_a_breakpoint(endless: Project, way: str) -> None:
     """In the ranks, or in their loader workers while the ranks wait for those."""
     count, end = WAYS[way]
     worker = ", worker 0" if way == "killed adapter" else ""
-    with Debugger(endless.folder) as debugger:
-        debugger.set("main.py", "return index" if worker else SUM)
-        debugger.launch(configuration(endless.folder, F5, processes=str(count)))
+    if is_in_code := way == "Ctrl-C":
+        main = endless.folder / "main.py"
+        main.write_text(main.read_text().replace(SUM, f"breakpoint()\n        {SUM}"))
+    at = () if is_in_code else ("main.py", "return index" if worker else SUM)
+    with debugging(endless, at=at, processes=str(count)) as debugger:
         names = [each.threads()[0] for each in debugger.stopped(count)]
         assert names == [f"rank {number}{worker}" for number in range(count)]
         end(debugger)
         debugger.all_end()
 
 
-def test_step_into_ddpkit(own: Project, few: Path) -> None:
-    """F11 in the configuration for that."""
-    words = shlex.join(map(str, own.flags(few, "runs/debug")))
-    with Debugger(own.folder) as debugger:
-        debugger.set("main.py", LOOP)
-        name, answers = "DDP: step into ddpkit", {"flags": words, "processes": "1"}
-        debugger.launch(configuration(own.folder, name, **answers))
-        debugger.stopped(1)
-        (rank,) = debugger.go("stepIn", 1)
-        assert rank.frame["source"]["path"] == str(own.folder / "ddpkit/run/loop.py")
-        assert rank.frame["name"] == "loss"
-
-
-def test_one_process(own: Project, few: Path) -> None:
-    """The rank stops, then its loader worker; Disconnect of the worker ends the rank, too."""
-    with Debugger(own.folder) as debugger:
-        debugger.set("main.py", LOOP)
-        begin(debugger, own, few, "--workers", 1, name="One process")
-        (rank,) = debugger.stopped(1)
-        assert rank.evaluate("rank") == "0"
-        debugger.set("dataset.py", FIRST_READ)
-        (worker,) = debugger.go(count=1)
-        assert worker.threads()[0] == "rank 0, worker 0"
-        worker.disconnect()
-        debugger.all_end()
-
-
 @pytest.mark.parametrize("debug", [True, False])
 def test_stopping_a_running_training(own: Project, few: Path, debug: bool) -> None:
     """Ctrl-C while ranks compute and wait for each other; Ctrl+F5 and then Stop."""
+    words = shlex.join(map(str, [*NET, "--data", few, "--epochs", 9999]))
     with Debugger(own.folder) as debugger:
-        words = shlex.join(map(str, [*NET, "--data", few, "--epochs", 9999]))
         debugger.launch(configuration(own.folder, F5, flags=words), debug)
         steps = re.compile(r"epoch 1/9999: +[1-9]\d*%")
         debugger.wait(lambda: steps.search(debugger.text), "the first steps")
@@ -201,80 +171,58 @@ def test_stopping_a_running_training(own: Project, few: Path, debug: bool) -> No
         debugger.all_end()
 
 
-def test_a_rank_that_raises(project: Project, few: Path, tmp_path: Path) -> None:
-    """The debugger stops at breakpoint() in the code, and where one rank raises; then all end."""
-    planted = (
-        "breakpoint()\n        if rank == 1:\n            raise ValueError('planted')\n        "
-    )
-    folder = project.copy(tmp_path / "copy", ("is_last = ", f"{planted}is_last = ")).folder
-    raising = line_of(folder / "main.py", "planted")
-    with Debugger(folder) as debugger:
-        begin(debugger, project, few)
-        for number, rank in enumerate(debugger.stopped()):
-            assert rank.evaluate("(rank, i)") == f"({number}, 0)"
-            assert raising - 2 <= rank.frame["line"] < raising
-        (only,) = debugger.go(count=1)
-        assert (only.error(), only.frame["line"]) == ("planted", raising)
-        only.go()
+def test_one_process(own: Project, few: Path) -> None:
+    """The rank stops, then its loader worker; Disconnect of the worker ends the rank, too."""
+    flags = own.flags(few, "runs/debug", "--workers", 1)
+    with debugging(own, *flags, at=("main.py", LOOP), name="One process") as debugger:
+        assert debugger.stopped(1)[0].evaluate("rank") == "0"
+        debugger.set("dataset.py", FIRST_READ)
+        (worker,) = debugger.go(count=1)
+        assert worker.threads()[0] == "rank 0, worker 0"
+        worker.disconnect()
+        debugger.all_end()
+
+
+PLANTED = "if ddpkit.rank() == 1:\n            raise {}('planted')\n        "
+MISTAKES = {  # file, a text in it, what comes in its place; the line that is held, its error
+    "ValueError": ("main.py", "is_last = ", PLANTED + "is_last = ", "planted", "planted"),
+    "ddpkit.UserError": ("dataset.py", "(image,) =", PLANTED + "(image,) =", "planted", "planted"),
+    "of ddpkit": ("main.py", "run.divide_gradients(", "(", "run.end_step()", "[loop.end_step]"),
+}
+
+
+@pytest.mark.parametrize("kind", MISTAKES)
+def test_a_mistake_is_held_where_it_is_made(own: Project, few: Path, kind: str) -> None:
+    """Of ddpkit's own errors that is the line which calls it; then one line, and all ranks end."""
+    name, old, new, held, error = MISTAKES[kind]
+    path, text = own.folder / name, (own.folder / name).read_text()
+    assert text.count(old) == 1
+    path.write_text(text.replace(old, new.format(kind)))
+    with debugging(own, *own.flags(few, "runs/debug")) as debugger:
+        for rank in debugger.stopped(1 if held == "planted" else 2):
+            assert error in rank.error()
+            assert rank.frame["line"] == line_of(path, held)
+        rank.go()  # another rank ends with it
         assert debugger.finish() != 0
         assert not generated.left(5)
-        assert debugger.text.splitlines()[-1].endswith("ValueError: planted")
-        assert debugger.text.count("Traceback") == 1
-
-
-def test_a_mistake_is_held_where_it_was_raised(project: Project, few: Path, tmp_path: Path) -> None:
-    """In the rank that raised it only; then the one line is printed, and all ends."""
-    folder = project.copy(tmp_path / "copy").folder
-    dataset = folder / "dataset.py"
-    planted = 'if ddpkit.rank() == 1:\n            raise ddpkit.UserError(f"planted in {index}")\n'
-    line = "        (image,) = self.open(index)"
-    dataset.write_text(dataset.read_text().replace(line, f"        {planted}{line}"))
-    with Debugger(folder) as debugger:
-        begin(debugger, project, few)
-        (only,) = debugger.stopped(1)
-        assert only.frame["line"] == line_of(dataset, "planted")
-        message = only.error()
-        assert message.startswith(f"planted in {only.evaluate('index')}")
-        assert debugger.held() == [only]
-        only.go()
-        assert debugger.finish() != 0
-        assert not generated.left(5)
-        start, *_, last = debugger.text.splitlines()
-        assert start == "starting 2 rank(s) ..."
-        assert last.endswith(f"error: {message}")  # perhaps after the progress bar
-        assert "Traceback" not in debugger.text
-
-
-def test_a_mistake_that_the_library_finds_is_held_in_main(own: Project, few: Path) -> None:
-    """At the line that called the library, although F11 does not enter that."""
-    folder = own.copy(
-        own.folder.parent / "copy", ("            run.divide_gradients(ddp_model)\n", "")
-    )
-    with Debugger(folder.folder) as debugger:
-        begin(debugger, own, few)
-        for rank in debugger.stopped():
-            assert "[loop.end_step]" in rank.error()
-            assert rank.frame["line"] == line_of(folder.folder / "main.py", "run.end_step()")
-        debugger.held()[0].go()  # the other rank ends with it
-        assert debugger.finish() != 0
-        assert not generated.left(5)
+        first, *_, last = debugger.text.splitlines()
+        assert first == "starting 2 rank(s) ..."
+        assert error in last and ("ValueError: " if kind == "ValueError" else "error: ") in last
+        assert debugger.text.count("Traceback") == (kind == "ValueError")
 
 
 def test_a_test_file(endless: Project) -> None:
     """The debugger stops in the test, and in the ranks that the test starts."""
     file = endless.folder / "tests" / "test_one.py"
-    file.write_text(
-        "from test_project import launch\n\n\ndef test_one():\n"
-        "    flags = ['--epochs', '1']\n    launch(2, *flags)\n"
-    )
-    with Debugger(endless.folder, {"tests/test_one.py": [{"line": 6}]}) as debugger:
-        debugger.launch(configuration(endless.folder, "This test file", file=str(file)))
-        (session,) = debugger.stopped(1)
-        assert session.evaluate("flags[0]") == "'--epochs'"
+    lines = "from test_project import launch", "def test_one():", "    flags = []", "    launch(2)"
+    file.write_text("\n".join(lines))
+    at = "tests/test_one.py", "launch(2)"
+    with debugging(endless, at=at, name="This test file", file=str(file)) as debugger:
+        assert debugger.stopped(1)[0].evaluate("flags") == "[]"
         debugger.set("main.py", SUM)
         assert [rank.evaluate("rank") for rank in debugger.go()] == ["0", "1"]
         debugger.stop()
-        assert not generated.left(5)
+        debugger.all_end()
 
 
 @both_tasks
@@ -283,13 +231,11 @@ def test_predict(project: Project, data: Path, trained: Path, tmp_path: Path) ->
     image = next((data / "val").rglob("*.jpg"))
     file = image if project.task == "classification" else image.parent
     config = configuration(project.folder, "Predict: the open image", file=str(file))
-    more = ["--checkpoint", str(trained / "best.pt"), "--output", str(tmp_path)]
+    config["args"] += ["--checkpoint", str(trained / "best.pt"), "--output", str(tmp_path)]
     with Debugger(project.folder) as debugger:
         debugger.set("predict.py", "torch.inference_mode")
-        debugger.launch({**config, "args": [*config["args"], *more]})
-        (session,) = debugger.stopped(1)
-        debugger.set()
-        session.go()
+        debugger.launch(config)
+        debugger.stopped(1)[0].go()
         assert debugger.finish() == 0
         debugger.all_end()
     assert any(path.is_file() for path in tmp_path.rglob("*"))
@@ -309,7 +255,7 @@ def test_attach_to_ranks_of_two_nodes(project: Project, few: Path, tmp_path: Pat
         for number, line in enumerate(lines):
             host, port = re.search(r"host (\S+), port (\d+)$", line).groups()
             assert (host, int(port)) == ("127.0.0.1", debug_port + number)
-            assert listening(int(port)) == {"127.0.0.1"}
+            assert listening(int(port)) == [f"0100007F:{int(port):04X}"]
             debugger.wait(lambda: time.monotonic() > since + 2, "more than --dist-timeout")
             debugger.attach(configuration(project.folder, "Attach to a rank", host=host, port=port))
         for number, rank in enumerate(debugger.stopped()):
@@ -320,11 +266,11 @@ def test_attach_to_ranks_of_two_nodes(project: Project, few: Path, tmp_path: Pat
     assert (tmp_path / "last.pt").exists()
 
 
-def listening(port: int) -> set[str]:
-    """The addresses at which anything listens on `port`."""
-    words = ["ss", "--no-header", "--listening", "--tcp", "--numeric", f"sport = {port}"]
-    out = subprocess.run(words, check=True, capture_output=True, text=True).stdout
-    return {line.split()[3].rsplit(":", 1)[0] for line in out.splitlines()}
+def listening(port: int) -> list[str]:
+    """The addresses, in hexadecimals, at which anything listens on `port`."""
+    lines = "".join(Path("/proc/net", name).read_text() for name in ("tcp", "tcp6")).splitlines()
+    ends = [line.split()[1] for line in lines if line.split()[3] == "0A"]
+    return [end for end in ends if end.endswith(f":{port:04X}")]
 
 
 def test_debug_rank_that_cannot_be(project: Project, few: Path, tmp_path: Path) -> None:
@@ -342,16 +288,13 @@ def test_without_a_debugger_nothing_of_it_is_there(
     project: Project, few: Path, tmp_path: Path
 ) -> None:
     def look() -> None:
-        import sys
-
-        assert not {"debugpy", "pydevd"} & {*sys.modules}
-        names = {thread.name for thread in threading.enumerate()}
+        names = sorted(thread.name for thread in threading.enumerate())
         timeout = dist.group.WORLD._get_backend(torch.device("cpu")).options._timeout
-        print("seen:", sorted(names), timeout)
+        print("seen:", names, timeout, {"debugpy", "pydevd"} & {*sys.modules})
 
     patch = generated.after_step(1, look)
     done = project.train(few, tmp_path, "--dist-timeout", 77, on=1, patch=patch).ok()
-    assert "seen: ['MainThread', 'watch'] 0:01:17" in done.out
+    assert "seen: ['MainThread', 'watch'] 0:01:17 set()" in done.out
 
 
 def test_a_launcher_that_is_killed(project: Project, tmp_path: Path) -> None:
@@ -371,13 +314,11 @@ def test_interrupted_while_starting(project: Project, library: str) -> None:
     """Ctrl-C as soon as the launcher runs, or while the ranks import torch."""
     command = project.launch()
 
-    def has_loaded(pid: int) -> bool:
-        return library in Path(f"/proc/{pid}/maps").read_text()
+    def loads() -> bool:
+        pids = command.ranks().values() if "torch" in library else [command.process.pid]
+        return any(library in Path(f"/proc/{pid}/maps").read_text() for pid in pids)
 
-    if library == "libc.so":
-        wait_for(lambda: has_loaded(command.process.pid))
-    else:
-        wait_for(lambda: any(map(has_loaded, command.ranks().values())))
+    wait_for(loads)
     os.killpg(command.process.pid, signal.SIGINT)
     done = command.end()
     assert done.status in (128 + signal.SIGINT, -signal.SIGINT)
