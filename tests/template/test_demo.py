@@ -40,51 +40,46 @@ def demo(request: pytest.FixtureRequest, template: Path, shared: Path) -> tuple[
 
 
 @pytest.mark.xdist_group("demo")
-def test_it_learns(demo: tuple[str, Path, str]) -> None:
+def test_it_learns_and_predicts(demo: tuple[str, Path, str]) -> None:
+    """predict.py is as good as the run says; nothing but the project speaks on stderr."""
     task, project, out = demo
     name, promised = PROMISED[task]
-    assert float(rows(project / RUN)[-1][name]) >= promised
+    table = rows(project / RUN)
+    assert float(table[-1][name]) >= promised
     assert "2 rank(s) on CPU" in out
     last = out[out.index("The project:") :]
     for path in re.findall(r"(demo/\S+)", last.replace(",", "")):
         assert (project.parent.parent / path).exists(), path
     assert np.asarray(Image.open(project / RUN / "examples.png")).std() > 10
 
-
-@pytest.mark.xdist_group("demo")
-def test_predictions_are_as_good_as_the_run_says(demo: tuple[str, Path, str]) -> None:
-    """Accuracy or IoU counted from the files that predict.py writes; stderr stays empty."""
-    task, project, _ = demo
     val, found = project / "data/demo/val", project / "predictions"
     folder = val if task == "classification" else val / "images"
-    command = [sys.executable, "predict.py", folder, "--output", found]
-    assert run(command, project).ok().err == ""
-    reported = max(float(row[PROMISED[task][0]]) for row in rows(project / RUN))
-    if task == "classification":
-        with open(found / "predictions.csv", newline="") as file:
-            right = [Path(row["file"]).parent.name == row["class"] for row in csv.DictReader(file)]
-        assert len(right) == len(list(val.glob("*/*.jpg")))
-        assert np.mean(right) == pytest.approx(reported, abs=1e-6)
-        return
-    names = sorted(path.name for path in (val / "masks").iterdir())
-    assert names == sorted(path.name for path in (found / "masks").iterdir())
-    assert names == sorted(path.name for path in (found / "overlays").iterdir())
+    for words in ["predict.py", folder, "--output", found], ["-m", "ddpkit", "export"]:
+        done = run([sys.executable, *words], project).ok()
+        assert done.out and done.err == ""
+    count = accuracy if task == "classification" else miou
+    assert count(val, found) == pytest.approx(max(float(row[name]) for row in table), abs=1e-3)
+
+
+def accuracy(val: Path, found: Path) -> float:
+    with open(found / "predictions.csv", newline="") as file:
+        right = [Path(row["file"]).parent.name == row["class"] for row in csv.DictReader(file)]
+    assert len(right) == len(list(val.glob("*/*.jpg")))
+    return np.mean(right)
+
+
+def miou(val: Path, found: Path) -> float:
     both, either = np.zeros(2), np.zeros(2)
+    names = sorted(path.name for path in (val / "masks").iterdir())
+    for folder in "masks", "overlays":
+        assert names == sorted(path.name for path in (found / folder).iterdir())
     for name in names:
         truth, guess = (np.asarray(Image.open(at / "masks" / name)) for at in (val, found))
         for label in range(2):
             hit, said = truth == label, (guess == label) & (truth != 255)
             both[label] += (hit & said).sum()
             either[label] += (hit | said).sum()
-    assert np.mean(both / either) == pytest.approx(reported, abs=1e-3)
-
-
-@pytest.mark.xdist_group("demo")
-@pytest.mark.parametrize("words", ["main.py --eval-only", "-m ddpkit export"])
-def test_nothing_but_the_project_speaks(demo: tuple[str, Path, str], words: str) -> None:
-    """As in the runs above: torch and other libraries leave no line on stderr."""
-    done = run([sys.executable, *words.split()], demo[1]).ok()
-    assert done.out and done.err == ""
+    return np.mean(both / either)
 
 
 @pytest.mark.xdist_group("demo")

@@ -3,13 +3,13 @@
 import ast
 import inspect
 import re
-import subprocess
+import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from generated import ROOT, TASKS, TEMPLATE_FOLDER, Project
+from generated import ROOT, TASKS, TEMPLATE_FOLDER, Command, Project
 
 import ddpkit
 
@@ -64,24 +64,15 @@ def test_lines() -> None:
     assert sum(lines(path.read_text()) for path in tests) <= TESTS
 
 
-def test_a_function_fits_on_a_screen() -> None:
+def test_ddpkit() -> None:
+    """A function fits on a screen; none reads a flag, or imports what people edit."""
     functions = nodes(ast.FunctionDef)
     assert not [at for at, node in functions if node.end_lineno - node.body[0].lineno >= 50]
-
-
-def test_ddpkit_imports_nothing_that_people_edit() -> None:
-    found = [(at, node.module or "") for at, node in nodes(ast.ImportFrom)]
-    found += [(at, alias.name) for at, node in nodes(ast.Import) for alias in node.names]
-    assert not [(at, name) for at, name in found if name.split(".")[0] in EDITED]
-
-
-def test_ddpkit_reads_no_flag() -> None:
-    """No attribute of an `args` or `flags`; a function gets values."""
-    found = ((at, ast.unparse(node.value)) for at, node in nodes(ast.Attribute))
-    assert not [(at, name) for at, name in found if name in ("args", "flags")]
-
-
-def test_what_types_leave_open() -> None:
+    read = ((at, ast.unparse(node.value)) for at, node in nodes(ast.Attribute))
+    assert not [(at, name) for at, name in read if name in ("args", "flags")]
+    imported = [(at, node.module or "") for at, node in nodes(ast.ImportFrom)]
+    imported += [(at, alias.name) for at, node in nodes(ast.Import) for alias in node.names]
+    assert not [(at, name) for at, name in imported if name.split(".")[0] in EDITED]
     assert sum(node.id == "Any" for _, node in nodes(ast.Name)) <= 75
     assert "".join(DDPKIT.values()).count("type: ignore") <= 4
 
@@ -137,25 +128,22 @@ def test_a_run_loads_no_tool(project: Project, few: Path, tmp_path: Path) -> Non
 def test_flags_without_torch(task: str, tmp_path: Path) -> None:
     """The help fits on two screens; a wrong flag is said once. Both before torch is imported."""
     for path in (FOLDER / "main.py", FOLDER / "tasks" / task / "flags.py"):
-        (tmp_path / path.name).write_text(path.read_text())
+        shutil.copy(path, tmp_path)
     (tmp_path / "torch.py").write_text("raise SystemExit('torch is imported')")
-    (tmp_path / "ddpkit").symlink_to(FOLDER / "ddpkit")
+    (tmp_path / "ddpkit").symlink_to(ROOT / "ddpkit")
 
-    def start(rank: int, *words: str) -> subprocess.Popen:
-        env = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
+    def start(rank: str, *words: str) -> Command:
+        env = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2"}
         env["DDP_JOB"] = str(tmp_path)  # of a batch job, which is not to be started again
-        command, pipe = [sys.executable, "-B", "main.py", *words], subprocess.PIPE
-        return subprocess.Popen(command, cwd=tmp_path, env=env, stdout=pipe, stderr=pipe, text=True)
+        return Command([sys.executable, "main.py", *words], tmp_path, **env)
 
-    out, err = start(0, "--help").communicate()
-    assert not err
-    assert len(out.splitlines()) < 80
-    flags = set(re.findall(r"^  (?:-h, )?(--[\w-]+)", out, re.MULTILINE))
+    done = start("0", "--help").end().ok()
+    assert not done.err and done.out.count("\n") < 80
+    flags = set(re.findall(r"^  (?:-h, )?(--[\w-]+)", done.out, re.MULTILINE))
     assert {"--data", "--help", "--dist-timeout"} < flags
     assert len(flags) <= 40
-    ranks = [start(rank, "--epoch", "3") for rank in range(2)]
-    said = [rank.communicate() for rank in ranks]
-    assert [rank.returncode for rank in ranks] == [2, 2]
-    assert said[1] == ("", "")
-    assert re.fullmatch(r"error: .*--epoch 3.*\n", said[0][1])
+    ranks = [start(rank, "--epoch", "3") for rank in "01"]
+    second, first = (rank.end() for rank in reversed(ranks))
+    first.refused("flags.error", "--epoch 3")
+    assert (second.status, second.out, second.err) == (2, "", "")
     assert (tmp_path / "mistake").exists()

@@ -61,12 +61,20 @@ def repository(template: Path, clean_home: Env, tmp_path: Path) -> Repository:
     return make_repository(template, tmp_path / "origin", clean_home)
 
 
-def edit(project: Path, **changes: tuple[str, str]) -> None:
-    """An owner's edits of modules, each of one text, in a repository of theirs."""
+def edit(project: Path, env: Env, **changes: tuple[str, str]) -> None:
+    """Make the project a repository of its owner's, with edits: module=(text, what replaces it)."""
+    git("init", "--quiet", cwd=project, env=env)
     for name, (old, new) in changes.items():
         path = project / f"{name}.py"
         assert old in path.read_text()
         path.write_text(path.read_text().replace(old, new))
+    commit(project, env)
+
+
+def update(project: Path, env: Env) -> None:
+    cruft("update", "--skip-apply-ask", cwd=project, env=env)
+    git("diff", "--check", cwd=project, env=env)  # fails on conflict markers
+    assert not [*project.rglob("*.rej")]
 
 
 MINE = "def train_one_epoch(", "# mine\n\n\ndef train_one_epoch("
@@ -89,17 +97,14 @@ def test_update(repository: Repository, tmp_path: Path) -> None:
     """An owner's edits and the template's changes both end up in a project of cookiecutter's."""
     origin, env = repository
     project = cookiecutter(origin, "task=segmentation", cwd=tmp_path, env=env)
-    git("init", "--quiet", cwd=project, env=env)
-    edit(project, dataset=("SHORT_SIDE = 0", "SHORT_SIDE = 768"), main=MINE)
-    commit(project, env)
+    edit(project, env, dataset=("SHORT_SIDE = 0", "SHORT_SIDE = 768"), main=MINE)
     for name in "main.py", "tasks/segmentation/model.py":
         with open(origin / TEMPLATE_FOLDER / name, "a") as file:
             file.write("# newer\n")
     newest = commit(origin, env)
     with pytest.raises(subprocess.CalledProcessError):
         cruft("check", cwd=project, env=env)
-    cruft("update", "--skip-apply-ask", cwd=project, env=env)
-    git("diff", "--check", cwd=project, env=env)  # fails on conflict markers
+    update(project, env)
     assert "SHORT_SIDE = 768" in (project / "dataset.py").read_text()
     assert "# mine\n" in (project / "main.py").read_text()
     for name in "main.py", "model.py":
@@ -113,32 +118,29 @@ def test_cruft_file(repository: Repository, tmp_path: Path) -> None:
     """What cruft itself writes, and nothing where it would be wrong."""
     origin, env = repository
     (tmp_path / "by_cruft").mkdir()
-    args = "create", origin, "--checkout", "main", "--no-input"
-    cruft(*args, cwd=tmp_path / "by_cruft", env=env)
+    main = "--checkout", "main"
+    cruft("create", origin, *main, "--no-input", cwd=tmp_path / "by_cruft", env=env)
     expected = cruft_file(tmp_path / "by_cruft" / "my_ddp_project")
     address = Path("origin") / origin.name  # a relative one
-    project = cookiecutter(address, "--checkout", "main", cwd=tmp_path, env=env)
+    project = cookiecutter(address, *main, cwd=tmp_path, env=env)
     assert cruft_file(project) == expected
-
-    # A second time over the same project, from a later commit.
     (origin / TEMPLATE_FOLDER / "newer.txt").write_text("newer")
     newest = commit(origin, env)
     cookiecutter(address, "--overwrite-if-exists", cwd=tmp_path, env=env)
     assert cruft_file(project)["commit"] == newest
-    shutil.rmtree(project)
 
+    shutil.rmtree(project)
     (origin / TEMPLATE_FOLDER / "newest.txt").write_text("in no commit")
-    project = cookiecutter(address, cwd=tmp_path, env=env)
+    cookiecutter(address, cwd=tmp_path, env=env)
     assert (project / "newest.txt").exists()
     assert not (project / ".cruft.json").exists()
-    shutil.rmtree(project)
 
     # Neither without a repository, though the folder lies in one, as a home folder may.
+    shutil.rmtree(project)
     shutil.rmtree(origin / ".git")
     git("init", "--quiet", cwd=tmp_path, env=env)
     commit(tmp_path, env)
-    project = cookiecutter(address, cwd=tmp_path, env=env)
-    assert not (project / ".cruft.json").exists()
+    assert not (cookiecutter(address, cwd=tmp_path, env=env) / ".cruft.json").exists()
 
 
 def test_from_an_archive(repository: Repository, tmp_path: Path) -> None:
@@ -166,16 +168,12 @@ def test_update_over_the_split(clean_home: Env, template: Path, tmp_path: Path, 
     project = tmp_path / "my_ddp_project"
     address = str(origin) if by == "a folder" else by
     cruft("create", address, "--no-input", cwd=tmp_path, env=env)
-    git("init", "--quiet", cwd=project, env=env)
-    edit(project, recipe=("** 0.9", "** 0.8"), main=MINE)
-    commit(project, env)
+    edit(project, env, recipe=("** 0.9", "** 0.8"), main=MINE)
 
     git("rm", "--quiet", "-r", ".", cwd=origin, env=env)
     shutil.copytree(template, origin, symlinks=True, dirs_exist_ok=True)
     newest = commit(origin, env)
-    cruft("update", "--skip-apply-ask", cwd=project, env=env)
-    git("diff", "--check", cwd=project, env=env)  # fails on conflict markers
-    assert not [*project.rglob("*.rej")]
+    update(project, env)
     assert "** 0.8" in (project / "recipe.py").read_text()
     assert "# mine\n" in (project / "main.py").read_text()
     assert not [*(project / "engine").rglob("*.py")]
@@ -190,5 +188,5 @@ def test_update_over_the_split(clean_home: Env, template: Path, tmp_path: Path, 
         (origin / "new.txt").write_text("new")
         newest = commit(origin, env)
         commit(project, env)
-        cruft("update", "--skip-apply-ask", cwd=project, env=env)
+        update(project, env)
         assert newest in (project / "requirements.txt").read_text()
