@@ -30,7 +30,6 @@ import generated
 PATIENCE = 120  # seconds; a safety net
 F5 = "DDP: torch.distributed.launch"
 ALARMING = re.compile(r"Traceback|Error|Warning|Killed|Terminated|Aborted|\b[EWF]\d{4} ")
-Breakpoints = dict[str, list[dict[str, Any]]]  # file -> [{"line": 7, "condition": "rank == 1"}]
 
 
 def parse(text: str) -> Any:
@@ -144,7 +143,7 @@ class Session:
 
     # What a person does with a session.
 
-    def set(self, breakpoints: Breakpoints) -> None:
+    def set(self, breakpoints: dict[str, list]) -> None:
         for file, places in breakpoints.items():
             path = str(self.debugger.folder / file)
             self.ask("setBreakpoints", {"source": {"path": path}, "breakpoints": places})
@@ -180,8 +179,9 @@ class Session:
 class Debugger:
     """A window of VS Code: one top session, a terminal, and a session for each child process."""
 
-    def __init__(self, folder: Path, breakpoints: Breakpoints | None = None) -> None:
-        self.folder, self.breakpoints = folder, breakpoints or {}
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.breakpoints: dict[str, list] = {}  # file -> [{"line": 7, "condition": "rank == 1"}]
         self.changed = threading.Condition()
         self.sessions: list[Session] = []
         self.threads: list[threading.Thread] = []
@@ -254,7 +254,7 @@ class Debugger:
         return done
 
     @property
-    def text(self) -> str:
+    def text(self) -> str:  # in the terminal
         return self.terminal.decode(errors="replace").replace("\r\n", "\n")
 
     def stopped(self, count: int = 2) -> list[Session]:
@@ -269,14 +269,14 @@ class Debugger:
 
     # What a person does with the window.
 
-    def set(self, file: str = "", text: str = "", **more: str) -> None:
-        """Put a breakpoint at the line with `text` in place of the former ones, everywhere."""
-        empty: Breakpoints = {file: [] for file in self.breakpoints}
-        new = {file: [{"line": line_of(self.folder / file, text), **more}]} if file else {}
-        self.breakpoints = new
+    def set(self, file: str = "main.py", text: str = "", **more: str) -> None:
+        """Put a breakpoint at the line with `text` in place of the former one, everywhere."""
+        self.breakpoints = {name: [] for name in self.breakpoints}
+        if text:
+            self.breakpoints[file] = [{"line": line_of(self.folder / file, text), **more}]
         for session in self.sessions:
             if not session.ended:
-                session.set({**empty, **new})
+                session.set(self.breakpoints)
 
     def go(self, command: str = "continue", count: int = 2) -> list[Session]:
         """Continue all that are stopped, until `count` of them are so again."""
@@ -289,12 +289,10 @@ class Debugger:
         self.sessions[0].ask("terminate")
 
     def interrupt(self) -> None:
-        """Ctrl-C in the terminal."""
-        os.write(self.screen, b"\x03")
+        os.write(self.screen, b"\x03")  # Ctrl-C in the terminal
 
     def close(self) -> None:
-        """The window is closed: its terminal and its adapter are gone."""
-        self.closing = True
+        self.closing = True  # the terminal's end
         self.adapter.kill()
 
     def finish(self) -> int:

@@ -1,6 +1,5 @@
 """F5, as VS Code does it: every launch configuration, every way to stop, attaching to a rank."""
 
-import os
 import re
 import shlex
 import shutil
@@ -297,29 +296,22 @@ def test_without_a_debugger_nothing_of_it_is_there(
     assert "seen: ['MainThread', 'watch'] 0:01:17 set()" in done.out
 
 
-def test_a_launcher_that_is_killed(project: Project, tmp_path: Path) -> None:
-    """Before the ranks have begun: none outlives it, though it could not tell them."""
-    late = "import os, time\nparent = os.getppid()\n"
-    late += "while 'RANK' in os.environ and os.getppid() == parent: time.sleep(0.01)\n"
-    (tmp_path / "sitecustomize.py").write_text(late)
+def imports_torch(pid: int) -> bool:
+    return "libtorch_cpu.so" in Path(f"/proc/{pid}/maps").read_text()
+
+
+@pytest.mark.parametrize("moment", ["killed", "begins", "imports torch"])
+def test_a_launcher_that_ends_at_once(project: Project, tmp_path: Path, moment: str) -> None:
+    """Killed before the ranks have begun; Ctrl-C as it begins, or while the ranks import torch."""
+    held = "import os, time\nparent = os.getppid()\n"
+    held += "while 'RANK' in os.environ and os.getppid() == parent: time.sleep(0.01)\n"
+    (tmp_path / "sitecustomize.py").write_text(held if moment == "killed" else "")
     command = project.launch(PYTHONPATH=str(tmp_path))
-    wait_for(lambda: len(command.ranks()) == 2)
-    command.kill(signal.SIGKILL)
+    if moment == "killed":
+        wait_for(lambda: len(command.ranks()) == 2)
+    elif moment == "imports torch":
+        wait_for(lambda: any(map(imports_torch, command.ranks().values())))
+    command.kill(signal.SIGKILL if moment == "killed" else signal.SIGINT)
     done = command.end()
-    assert (done.err, done.left) == ("", [])
-
-
-@pytest.mark.parametrize("library", ["libc.so", "libtorch_cpu.so"])
-def test_interrupted_while_starting(project: Project, library: str) -> None:
-    """Ctrl-C as soon as the launcher runs, or while the ranks import torch."""
-    command = project.launch()
-
-    def loads() -> bool:
-        pids = command.ranks().values() if "torch" in library else [command.process.pid]
-        return any(library in Path(f"/proc/{pid}/maps").read_text() for pid in pids)
-
-    wait_for(loads)
-    os.killpg(command.process.pid, signal.SIGINT)
-    done = command.end()
-    assert done.status in (128 + signal.SIGINT, -signal.SIGINT)
+    assert moment == "killed" or done.status in (128 + signal.SIGINT, -signal.SIGINT)
     assert (done.err, done.left) == ("", [])
