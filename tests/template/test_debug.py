@@ -20,6 +20,8 @@ from dap import F5, Debugger, configuration, line_of, task
 from generated import NET, ROOT, Project, both_tasks, wait_for
 from ports import free_port
 
+from ddpkit.ranks import distributed
+
 LOOP = "loss = run.loss("  # a line of the training loop, which calls the library
 FIRST_READ = "self.open(index)"  # in __getitem__
 
@@ -34,7 +36,10 @@ from torch.utils.data import DataLoader
 from ddpkit.ranks import distributed, failures
 
 
-class Numbers(range):
+class Numbers:
+    def __len__(self):
+        return 10**6
+
     def __getitem__(self, index):
         return index + 1
 
@@ -43,7 +48,7 @@ with failures.one_line_errors():
     distributed.setup()
     rank = distributed.rank()
     how = {"num_workers": 1, "multiprocessing_context": process.worker_context(1)}
-    for number in DataLoader(Numbers(10**6), worker_init_fn=process.start_worker, **how):
+    for number in DataLoader(Numbers(), worker_init_fn=process.start_worker, **how):
         distributed.reduce_tensor(number)
 """
 SUM = "distributed.reduce_tensor(number)"
@@ -74,12 +79,14 @@ def debugging(project: Project, *flags: object, at: tuple = (), **answers: str) 
     return debugger
 
 
-def test_a_debugging_session(own: Project, tmp_path: Path) -> None:
+def test_a_debugging_session(own: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """From F5 to the end of the run, in both ranks; on few images, with a short timeout."""
     data = own.draw(tmp_path / "own data", 16, 6)  # the path has a blank
     # What other packages do when the interpreter ends, which the debugger does not wait for.
-    late, main = "import atexit, time\natexit.register(time.sleep, 1)\n", own.folder / "main.py"
-    main.write_text(main.read_text().replace("import json\n", f"import json\n{late}", 1))
+    late = "import atexit, time\natexit.register(time.sleep, 1)\n"
+    (tmp_path / "sitecustomize.py").write_text(late)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    main = own.folder / "main.py"
     flags = own.flags(data, "runs/debug", "--image-size", 32, "--dist-timeout", 1)
     with debugging(own, *flags, at=("main.py", "ddp_model = ddpkit.wrap(")) as debugger:
         for number, rank in enumerate(debugger.stopped()):
@@ -221,7 +228,7 @@ def test_a_test_file(endless: Project) -> None:
         debugger.set("main.py", SUM)
         assert [rank.evaluate("rank") for rank in debugger.go()] == ["0", "1"]
         debugger.stop()
-        debugger.all_end()
+        assert not generated.left(5)
 
 
 @both_tasks
@@ -284,15 +291,18 @@ def test_debug_rank_that_cannot_be(project: Project, few: Path, tmp_path: Path) 
 
 
 def test_without_a_debugger_nothing_of_it_is_there(
-    project: Project, few: Path, tmp_path: Path
+    project: Project, data: Path, trained: Path, tmp_path: Path
 ) -> None:
     def look() -> None:
         names = sorted(thread.name for thread in threading.enumerate())
         timeout = dist.group.WORLD._get_backend(torch.device("cpu")).options._timeout
         print("seen:", names, timeout, {"debugpy", "pydevd"} & {*sys.modules})
 
-    patch = generated.after_step(1, look)
-    done = project.train(few, tmp_path, "--dist-timeout", 77, on=1, patch=patch).ok()
+    def patch() -> None:
+        distributed.teardown = look
+
+    flags = "--eval-only", "--resume", trained / "best.pt", "--dist-timeout", 77
+    done = project.train(data, tmp_path, *flags, on=1, patch=patch).ok()
     assert "seen: ['MainThread', 'watch'] 0:01:17 set()" in done.out
 
 
@@ -309,7 +319,9 @@ def test_a_launcher_that_ends_at_once(project: Project, tmp_path: Path, moment: 
     command = project.launch(PYTHONPATH=str(tmp_path))
     if moment == "killed":
         wait_for(lambda: len(command.ranks()) == 2)
-    elif moment == "imports torch":
+    else:
+        assert command.process.stdout.readline() == "starting 2 rank(s) ...\n"
+    if moment == "imports torch":
         wait_for(lambda: any(map(imports_torch, command.ranks().values())))
     command.kill(signal.SIGKILL if moment == "killed" else signal.SIGINT)
     done = command.end()

@@ -26,7 +26,10 @@ def make_demo(folder: Path, task: str, flags: str) -> str:
     return done.out
 
 
-@pytest.fixture(scope="module", params=PROMISED)
+GROUPS = [pytest.param(task, marks=pytest.mark.xdist_group(f"demo of {task}")) for task in PROMISED]
+
+
+@pytest.fixture(scope="module", params=GROUPS)
 def demo(request: pytest.FixtureRequest, template: Path, shared: Path) -> tuple[str, Path, str]:
     """The task, the project's folder and the output of `make demo` at a path with a space."""
     task, folder = request.param, shared / f"a demo of {request.param}"
@@ -39,7 +42,6 @@ def demo(request: pytest.FixtureRequest, template: Path, shared: Path) -> tuple[
     return task, folder / "demo" / task, (folder / "out.txt").read_text()
 
 
-@pytest.mark.xdist_group("demo")
 def test_it_learns_and_predicts(demo: tuple[str, Path, str]) -> None:
     """predict.py is as good as the run says; nothing but the project speaks on stderr."""
     task, project, out = demo
@@ -82,7 +84,7 @@ def miou(val: Path, found: Path) -> float:
     return np.mean(both / either)
 
 
-@pytest.mark.xdist_group("demo")
+@pytest.mark.xdist_group("demo of classification")
 @pytest.mark.parametrize("demo", ["classification"], indirect=True)
 def test_twice_in_a_row(demo: tuple[str, Path, str]) -> None:
     """The last test of the folder: it overwrites the run."""
