@@ -30,7 +30,7 @@ test: ready
 	$(python) -m pytest --numprocesses $(WORKERS) --dist loadgroup --maxschedchunk 1
 
 check: ready
-	$(python) -m pytest --numprocesses 2 tests/test_template.py tests/test_plain*.py
+	$(python) -m pytest --numprocesses 2 tests/library tests/template/test_template.py tests/template/test_limits.py
 
 demo: ready
 	find "$(template)" -name '.*_cache' -prune -exec rm -rf {} +
