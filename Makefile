@@ -15,6 +15,7 @@ TASK ?= classification
 FLAGS ?=
 # Of pytest: many tests wait, for time-outs and signals, while others compute.
 WORKERS ?= 3
+QUICK = channels checkpoints environment errors files flags folders masks reading samples
 
 # No caches in the template folder: cookiecutter would copy them into projects.
 export RUFF_NO_CACHE = true
@@ -30,7 +31,8 @@ test: ready
 	$(python) -m pytest --numprocesses $(WORKERS) --dist loadgroup --maxschedchunk 1
 
 check: ready
-	$(python) -m pytest --numprocesses 2 tests/test_docs.py tests/test_template.py tests/test_plain*.py
+	$(python) -m pytest --numprocesses 2 tests/template/test_docs.py tests/template/test_limits.py \
+		tests/template/test_template.py $(QUICK:%=tests/library/test_%.py)
 
 demo: ready
 	find "$(template)" -name '.*_cache' -prune -exec rm -rf {} +

@@ -1,34 +1,35 @@
-"""What VS Code does when F5 is pressed, in the Debug Adapter Protocol, for tests.
+"""What VS Code does when F5 is pressed, in the Debug Adapter Protocol, and with tasks.
 
 It reads .vscode/launch.json, fills in variables, starts the adapter, runs the program in a terminal
-of its own, and opens one more session for each process that the adapter tells of. Tasks, too.
+of its own, and opens one more session for each process that the adapter tells of.
 https://microsoft.github.io/debug-adapter-protocol/specification
 """
 
 import contextlib
 import fcntl
+import functools
 import itertools
 import json
 import os
 import pty
 import re
 import select
+import signal
 import socket
-import struct
 import subprocess
 import sys
 import termios
 import threading
 import time
-import uuid
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from running import marked
+import generated
 
 PATIENCE = 120  # seconds; a safety net
-Breakpoints = dict[str, list[dict[str, Any]]]  # file -> [{"line": 7, "condition": "rank == 1"}]
+F5 = "DDP: torch.distributed.launch"
+ALARMING = re.compile(r"Traceback|Error|Warning|Killed|Terminated|Aborted|\b[EWF]\d{4} ")
 
 
 def parse(text: str) -> Any:
@@ -38,46 +39,36 @@ def parse(text: str) -> Any:
     return json.loads(re.sub(rf"({string})|,(?=\s*[\]}}])", lambda m: m[1] or "", text))
 
 
-def read(folder: Path, name: str) -> Any:
-    return parse((folder / ".vscode" / name).read_text())
+def read(project: Path, name: str) -> Any:
+    return parse((project / ".vscode" / name).read_text())
 
 
-def fill_in(value: Any, variables: dict[str, str]) -> Any:
-    if isinstance(value, dict):
-        return {key: fill_in(part, variables) for key, part in value.items()}
-    if isinstance(value, list):
-        return [fill_in(part, variables) for part in value]
-    if isinstance(value, str):
-        return re.sub(r"\$\{(.+?)\}", lambda m: variables[m[1]], value)
-    return value
-
-
-def answered(project: Path, questions: list[dict[str, str]], answers: dict[str, str]) -> Any:
-    """What VS Code puts in place of variables; a question's answer is by default its default."""
-    variables = {
-        "workspaceFolder": str(project),
-        "file": answers.pop("file", ""),
-        "command:python.interpreterPath": sys.executable,
-    }
-    for question in questions:
-        answer = answers.pop(question["id"], question["default"])
-        variables["input:" + question["id"]] = answer
-    assert not answers
-    return variables
+def chosen(project: Path, file: str, kind: str, title: str, answers: dict[str, str]) -> Any:
+    """A part of a file with what VS Code puts in place of variables; some answers are defaults."""
+    content = read(project, file)
+    (found,) = (part for part in content[kind] if part.get("name", part.get("label")) == title)
+    known = {"workspaceFolder": str(project), "command:python.interpreterPath": sys.executable}
+    for question in content["inputs"]:
+        known["input:" + question["id"]] = answers.pop(question["id"], question["default"])
+    known |= answers  # that is: file
+    fill = functools.partial(re.sub, r"\$\{(.+?)\}", lambda m: json.dumps(known[m[1]])[1:-1])
+    return json.loads(fill(json.dumps(found)))
 
 
 def configuration(project: Path, name: str, **answers: str) -> dict[str, Any]:
-    """A configuration of launch.json with its questions answered."""
-    launch = read(project, "launch.json")
-    (found,) = (c for c in launch["configurations"] if c["name"] == name)
-    return fill_in(found, answered(project, launch["inputs"], answers))
+    """A configuration of launch.json with its questions answered; file: the one that is open."""
+    return chosen(project, "launch.json", "configurations", name, answers)
 
 
 def task(project: Path, label: str, **answers: str) -> dict[str, Any]:
     """A task of tasks.json with its questions answered."""
-    tasks = read(project, "tasks.json")
-    (found,) = (t for t in tasks["tasks"] if t["label"] == label)
-    return fill_in(found, answered(project, tasks["inputs"], answers))
+    return chosen(project, "tasks.json", "tasks", label, answers)
+
+
+def line_of(path: Path, text: str) -> int:
+    """The number of the only line with `text`."""
+    (found,) = (n for n, line in enumerate(path.read_text().splitlines(), 1) if text in line)
+    return found
 
 
 class Session:
@@ -89,21 +80,12 @@ class Session:
         self.responses: dict[int, dict] = {}
         self.stop: dict | None = None  # the body of the latest stopped event, while it is stopped
         self.ended = False
-        threading.Thread(target=self._read, daemon=True).start()
+        debugger.in_thread(self._read)
 
     def begin(self, request: str, arguments: dict[str, Any]) -> None:
-        client = {
-            "clientID": "vscode",
-            "adapterID": "debugpy",
-            "pathFormat": "path",
-            "linesStartAt1": True,
-            "columnsStartAt1": True,
-            "supportsVariableType": True,
-            "supportsRunInTerminalRequest": True,
-            "supportsStartDebuggingRequest": True,
-            "supportsArgsCanBeInterpretedByShell": True,
-        }
-        self.ask("initialize", client)
+        abilities = "RunInTerminalRequest", "StartDebuggingRequest", "ArgsCanBeInterpretedByShell"
+        client = {f"supports{name}": True for name in abilities}
+        self.ask("initialize", {"clientID": "vscode", "adapterID": "debugpy", **client})
         self.send({"type": "request", "command": request, "arguments": arguments})
 
     def configure(self) -> None:
@@ -121,7 +103,7 @@ class Session:
     def send(self, message: dict) -> int:
         number = message["seq"] = next(self.numbers)
         text = json.dumps(message).encode()
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, ValueError):
             self.writer.write(b"Content-Length: %d\r\n\r\n%b" % (len(text), text))
             self.writer.flush()
         return number
@@ -143,7 +125,7 @@ class Session:
             answer = {"request_seq": message["seq"], "command": kind, "success": True, "body": body}
             self.send({"type": "response", **answer})
         elif kind == "initialized":
-            threading.Thread(target=self.configure, daemon=True).start()
+            self.debugger.in_thread(self.configure)
         with self.debugger.changed:
             if message["type"] == "response":
                 self.responses[message["request_seq"]] = message
@@ -151,21 +133,17 @@ class Session:
                 self.stop = message["body"]
             elif kind == "continued":
                 self.stop = None
-            elif kind == "terminated":
+            elif kind == "terminated":  # the debuggee has ended
                 self.ended = True
-                threading.Thread(target=self._bury, daemon=True).start()
+                words = {"command": "disconnect", "arguments": {"restart": False}}
+                self.send({"type": "request", **words})
+                if self is self.debugger.sessions[0] and self.debugger.adapter:
+                    self.debugger.in_thread(self.debugger.adapter.stdin.close)
             self.debugger.changed.notify_all()
-
-    def _bury(self) -> None:
-        """What follows when the adapter says that the debuggee has ended."""
-        self.send({"type": "request", "command": "disconnect", "arguments": {"restart": False}})
-        if self is self.debugger.sessions[0] and self.debugger.adapter:
-            time.sleep(1)
-            self.debugger.adapter.terminate()
 
     # What a person does with a session.
 
-    def set(self, breakpoints: Breakpoints) -> None:
+    def set(self, breakpoints: dict[str, list]) -> None:
         for file, places in breakpoints.items():
             path = str(self.debugger.folder / file)
             self.ask("setBreakpoints", {"source": {"path": path}, "breakpoints": places})
@@ -183,6 +161,11 @@ class Session:
     def threads(self) -> list[str]:
         return [thread["name"] for thread in self.ask("threads")["threads"]]
 
+    def error(self) -> str:
+        """The message of the exception at which it is stopped."""
+        assert self.stop and self.stop["reason"] == "exception", self.stop
+        return self.ask("exceptionInfo", {"threadId": self.stop["threadId"]})["description"]
+
     def go(self, command: str = "continue") -> None:
         assert self.stop
         thread, self.stop = self.stop["threadId"], None
@@ -196,78 +179,63 @@ class Session:
 class Debugger:
     """A window of VS Code: one top session, a terminal, and a session for each child process."""
 
-    def __init__(self, folder: Path, breakpoints: Breakpoints | None = None) -> None:
+    def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.breakpoints = breakpoints or {}
+        self.breakpoints: dict[str, list] = {}  # file -> [{"line": 7, "condition": "rank == 1"}]
         self.changed = threading.Condition()
         self.sessions: list[Session] = []
-        self.terminal = b""
-        self.closing = False
+        self.threads: list[threading.Thread] = []
+        self.terminal, self.closing = b"", False
         self.shell: subprocess.Popen | None = None
         self.adapter: subprocess.Popen | None = None
-        self.mark = uuid.uuid4().hex
-        self.env = {
-            **os.environ,
-            **{"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
-            "DDP_TEMPLATE_TEST": self.mark,
-        }
+
+    def in_thread(self, act: Callable[..., object], *arguments: object) -> None:
+        """Call `act` beside the test, until it ends or the window does."""
+        self.threads.append(threading.Thread(target=act, args=arguments, daemon=True))
+        self.threads[-1].start()
 
     def launch(self, config: dict[str, Any], debug: bool = True) -> None:
         """F5, or Ctrl+F5 (without debugging)."""
+        command, pipe = [sys.executable, "-m", "debugpy.adapter"], subprocess.PIPE
         self.adapter = subprocess.Popen(
-            [sys.executable, "-m", "debugpy.adapter"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            env=self.env,
-            start_new_session=True,
+            command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, start_new_session=True
         )
-        top = Session(self, self.adapter.stdout, self.adapter.stdin)
-        self.sessions.append(top)
-        more = {"python": config.get("python", sys.executable), "clientOS": "unix"}
-        top.begin("launch", {**config, **more} if debug else {**config, **more, "noDebug": True})
+        self.sessions.append(Session(self, self.adapter.stdout, self.adapter.stdin))
+        more = {"python": sys.executable, "clientOS": "unix", "noDebug": not debug}
+        self.sessions[0].begin("launch", {**more, **config})
 
-    def attach(self, config: dict[str, Any]) -> Session:
+    def attach(self, config: dict[str, Any]) -> None:
         """Attach to where a process listens."""
         where = config["connect"]
-        connection = socket.create_connection((where["host"], int(where["port"])), PATIENCE)
-        connection.settimeout(None)
-        stream = connection.makefile("rwb")
+        with socket.create_connection((where["host"], int(where["port"])), PATIENCE) as connection:
+            connection.settimeout(None)
+            stream = connection.makefile("rwb")
         session = Session(self, stream, stream)
         self.sessions.append(session)
         session.begin("attach", config)
-        return session
 
     def serve(self, command: str, arguments: dict[str, Any]) -> dict[str, Any]:
         """Answer what the adapter asks of VS Code."""
         if command == "startDebugging":
             child = {**arguments["configuration"], "request": arguments["request"]}
-            threading.Thread(target=self.attach, args=(child,), daemon=True).start()
+            self.in_thread(self.attach, child)
             return {}
         assert command == "runInTerminal"
         words = arguments["args"]
         if arguments.get("argsCanBeInterpretedByShell"):  # "args" of launch.json is one string
             words = ["bash", "-c", " ".join(words)]
-        self.type(words, arguments["cwd"], arguments.get("env", {}))
-        return {"shellProcessId": self.shell.pid}
-
-    def type(self, words: list[str], cwd: str | Path, env: dict[str, str]) -> None:
-        """Have the terminal run a command."""
         self.screen, tty = pty.openpty()
-        fcntl.ioctl(tty, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 120, 0, 0))
         self.shell = subprocess.Popen(
             words,
-            cwd=cwd,
-            env={**self.env, **env},
-            stdin=tty,
-            stdout=tty,
-            stderr=tty,
+            cwd=arguments["cwd"],
+            env={**os.environ, **arguments.get("env", {})},
+            **dict.fromkeys(("stdin", "stdout", "stderr"), tty),
             start_new_session=True,
             preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
         )
         os.close(tty)
-        self.shown = threading.Thread(target=self._show, daemon=True)
-        self.shown.start()
+        self.in_thread(self._show)
+        return {"shellProcessId": self.shell.pid}
 
     def _show(self) -> None:
         # The only one to close the screen: nothing is hung up while another thread reads from it.
@@ -286,68 +254,66 @@ class Debugger:
         return done
 
     @property
-    def text(self) -> str:
+    def text(self) -> str:  # in the terminal
         return self.terminal.decode(errors="replace").replace("\r\n", "\n")
 
     def stopped(self, count: int = 2) -> list[Session]:
         """Wait until `count` processes are stopped; return them in the order of their ranks."""
         self.wait(lambda: len(self.held()) >= count, f"{count} stopped")
-        return sorted(self.held(), key=lambda session: session.threads()[0])
+        found = sorted(self.held(), key=lambda session: session.threads()[0])
+        assert len(found) == count
+        return found
 
     def held(self) -> list[Session]:
         return [session for session in self.sessions if session.stop and not session.ended]
 
     # What a person does with the window.
 
-    def set(self, breakpoints: Breakpoints) -> None:
-        """Put these breakpoints in place of the former ones, in every session."""
-        empty: Breakpoints = {file: [] for file in self.breakpoints}
-        self.breakpoints = breakpoints
+    def set(self, file: str = "main.py", text: str = "", **more: str) -> None:
+        """Put a breakpoint at the line with `text` in place of the former one, everywhere."""
+        self.breakpoints = {name: [] for name in self.breakpoints}
+        if text:
+            self.breakpoints[file] = [{"line": line_of(self.folder / file, text), **more}]
         for session in self.sessions:
             if not session.ended:
-                session.set({**empty, **breakpoints})
+                session.set(self.breakpoints)
+
+    def go(self, command: str = "continue", count: int = 2) -> list[Session]:
+        """Continue all that are stopped, until `count` of them are so again."""
+        for session in self.held():
+            session.go(command)
+        return self.stopped(count)
 
     def stop(self) -> None:
         """Stop, pressed on the top session."""
         self.sessions[0].ask("terminate")
 
     def interrupt(self) -> None:
-        """Ctrl-C in the terminal."""
-        os.write(self.screen, b"\x03")
+        os.write(self.screen, b"\x03")  # Ctrl-C in the terminal
 
     def close(self) -> None:
-        """The window is closed: its terminal and its adapter are gone."""
-        self.closing = True
-        self.shown.join()
+        self.closing = True  # the terminal's end
         self.adapter.kill()
-
-    def left(self, seconds: float) -> list[int]:
-        """The processes that are still there after at most `seconds`."""
-        deadline = time.monotonic() + seconds
-        while (found := self.processes()) and time.monotonic() < deadline:
-            time.sleep(0.05)
-        return found
-
-    def processes(self) -> list[int]:
-        for child in (self.shell, self.adapter):
-            if child:
-                child.poll()
-        return marked(self.mark)
 
     def finish(self) -> int:
         """Wait for the program's own end; return its exit status."""
         return self.wait(lambda: self.shell, "the terminal").wait(PATIENCE)
 
+    def all_end(self) -> str:
+        """Within 5 s nobody is left, and nothing alarming is in the terminal; return its text."""
+        assert not generated.left(5)
+        assert not ALARMING.search(self.text), self.text
+        return self.text
+
     def __enter__(self) -> "Debugger":
         return self
 
     def __exit__(self, *_: object) -> None:
-        for pid in marked(self.mark):
+        self.closing = True
+        for pid in generated.children():
             with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, 9)
-
-
-def line_of(path: Path, text: str) -> int:
-    """The number of the only line with `text`."""
-    (found,) = (n for n, line in enumerate(path.read_text().splitlines(), 1) if text in line)
-    return found
+                os.kill(pid, signal.SIGKILL)
+        for process in filter(None, (self.shell, self.adapter)):
+            process.wait()
+        for thread in self.threads:
+            thread.join(10)

@@ -1,0 +1,329 @@
+"""F5, as VS Code does it: every launch configuration, every way to stop, attaching to a rank."""
+
+import re
+import shlex
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import generated
+import pytest
+import torch
+import torch.distributed as dist
+from dap import F5, Debugger, configuration, line_of, task
+from generated import NET, ROOT, Project, both_tasks, wait_for
+from ports import free_port
+
+from ddpkit.ranks import distributed
+
+LOOP = "loss = run.loss("  # a line of the training loop, which calls the library
+FIRST_READ = "self.open(index)"  # in __getitem__
+
+# Ranks that add numbers from a loader worker, without end; they start in half of main.py's time.
+ENDLESS = """
+from ddpkit.ranks import process
+
+process.install_handlers()
+
+from torch.utils.data import DataLoader
+
+from ddpkit.ranks import distributed, failures
+
+
+class Numbers:
+    def __len__(self):
+        return 10**6
+
+    def __getitem__(self, index):
+        return index + 1
+
+
+with failures.one_line_errors():
+    distributed.setup()
+    rank = distributed.rank()
+    how = {"num_workers": 1, "multiprocessing_context": process.worker_context(1)}
+    for number in DataLoader(Numbers(), worker_init_fn=process.start_worker, **how):
+        distributed.reduce_tensor(number)
+"""
+SUM = "distributed.reduce_tensor(number)"
+
+
+@pytest.fixture
+def own(project: Project, tmp_path: Path) -> Project:
+    """A copy of the project with a copy of ddpkit, where breakpoints and F11 tell it from main."""
+    copy = project.copy(tmp_path / "its own")
+    (copy.folder / "ddpkit").unlink()
+    ignored = shutil.ignore_patterns("__pycache__")
+    shutil.copytree(ROOT / "ddpkit", copy.folder / "ddpkit", ignore=ignored)
+    return copy
+
+
+@pytest.fixture
+def endless(own: Project) -> Project:
+    (own.folder / "main.py").write_text(ENDLESS)
+    return own
+
+
+def debugging(project: Project, *flags: object, at: tuple = (), **answers: str) -> Debugger:
+    """A window in which F5 has been pressed, with a breakpoint at a text in a file."""
+    debugger, words = Debugger(project.folder), shlex.join(map(str, flags))
+    debugger.set(*at)
+    name = answers.pop("name", F5)
+    debugger.launch(configuration(project.folder, name, flags=words, **answers))
+    return debugger
+
+
+def test_a_debugging_session(own: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From F5 to the end of the run, in both ranks; on few images, with a short timeout."""
+    data = own.draw(tmp_path / "own data", 16, 6)  # the path has a blank
+    # What other packages do when the interpreter ends, which the debugger does not wait for.
+    late = "import atexit, time\natexit.register(time.sleep, 1)\n"
+    (tmp_path / "sitecustomize.py").write_text(late)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    main = own.folder / "main.py"
+    flags = own.flags(data, "runs/debug", "--image-size", 32, "--dist-timeout", 1)
+    with debugging(own, *flags, at=("main.py", "ddp_model = ddpkit.wrap(")) as debugger:
+        for number, rank in enumerate(debugger.stopped()):
+            assert rank.threads()[0] == f"rank {number}"
+            assert len(rank.threads()) > 1  # else VS Code does not show its name
+            assert rank.evaluate("ddpkit.rank()") == str(number)
+        for rank in debugger.go("next"):  # over DDP(model), which waits for all ranks
+            assert rank.frame["line"] == line_of(main, "train_loss = train_one_epoch(")
+
+        debugger.set("dataset.py", FIRST_READ)
+        for rank in debugger.go():
+            assert rank.frame["name"] == "__getitem__" and rank.evaluate("index").isdecimal()
+        debugger.set("model.py", "nn.functional.cross_entropy(")
+        assert {rank.frame["name"] for rank in debugger.go()} == {"forward"}
+        debugger.set("main.py", LOOP)
+        for number, rank in enumerate(debugger.go()):
+            assert rank.evaluate("(rank, i)") == f"({number}, 0)"
+            assert rank.evaluate("len(images) == len(outputs) == len(targets)") == "True"
+        for rank in debugger.go("stepIn"):  # F11, over what is the library's
+            assert rank.frame["line"] == line_of(main, "scaler.scale(loss).backward()")
+            assert rank.evaluate("loss.ndim") == "0"
+        ranks = debugger.go("next")  # over backward(), where DDP reduces the gradients
+        assert {rank.frame["name"] for rank in ranks} == {"train_one_epoch"}
+
+        debugger.set("main.py", LOOP, condition="rank == 1")
+        (only,) = debugger.go(count=1)
+        since = time.monotonic()
+        assert only.evaluate("rank") == "1"
+        ask = task(own.folder, "Where is it?", output="runs/debug")
+        subprocess.run([ask["command"], *ask["args"]], cwd=own.folder, check=True)
+        place = rf"^rank 1, .*at main.py:{only.frame['line']}"
+        debugger.wait(lambda: re.search(place, debugger.text, re.M), "where rank 1 is")
+        debugger.wait(lambda: time.monotonic() > since + 2, "more than --dist-timeout")
+        assert debugger.held() == [only]  # and rank 0 in a collective
+
+        debugger.set()
+        only.go()
+        assert debugger.finish() == 0
+        assert "done: best" in debugger.all_end()
+
+
+@pytest.mark.parametrize("project", ["segmentation"], indirect=True)
+def test_stopping_one_rank(own: Project, few: Path) -> None:
+    """In the files that differ between the tasks; Stop, pressed on one rank, ends both."""
+    at = "dataset.py", FIRST_READ
+    with debugging(own, *own.flags(few, "runs/debug"), at=at) as debugger:
+        assert {rank.frame["name"] for rank in debugger.stopped()} == {"__getitem__"}
+        debugger.set("losses.py", "return cross_entropy(outputs")
+        ranks = debugger.go()
+        assert {rank.frame["name"] for rank in ranks} == {"cross_entropy"}
+        ranks[1].disconnect()
+        debugger.all_end()
+
+
+WAYS: dict[str, tuple[int, Callable[[Debugger], None]]] = {
+    "top session": (2, Debugger.stop),
+    "closed window": (2, Debugger.close),
+    "Ctrl-C": (3, Debugger.interrupt),
+    "killed adapter": (2, lambda debugger: debugger.adapter.kill()),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_stopping_at_a_breakpoint(endless: Project, way: str) -> None:
+    """In the ranks, or in their loader workers while the ranks wait for those."""
+    count, end = WAYS[way]
+    worker = ", worker 0" if way == "killed adapter" else ""
+    if is_in_code := way == "Ctrl-C":
+        main = endless.folder / "main.py"
+        main.write_text(main.read_text().replace(SUM, f"breakpoint()\n        {SUM}"))
+    at = () if is_in_code else ("main.py", "return index" if worker else SUM)
+    with debugging(endless, at=at, processes=str(count)) as debugger:
+        names = [each.threads()[0] for each in debugger.stopped(count)]
+        assert names == [f"rank {number}{worker}" for number in range(count)]
+        end(debugger)
+        debugger.all_end()
+
+
+@pytest.mark.parametrize("debug", [True, False])
+def test_stopping_a_running_training(own: Project, few: Path, debug: bool) -> None:
+    """Ctrl-C while ranks compute and wait for each other; Ctrl+F5 and then Stop."""
+    words = shlex.join(map(str, [*NET, "--data", few, "--epochs", 9999]))
+    with Debugger(own.folder) as debugger:
+        debugger.launch(configuration(own.folder, F5, flags=words), debug)
+        steps = re.compile(r"epoch 1/9999: +[1-9]\d*%")
+        debugger.wait(lambda: steps.search(debugger.text), "the first steps")
+        debugger.interrupt() if debug else debugger.stop()
+        debugger.all_end()
+
+
+def test_one_process(own: Project, few: Path) -> None:
+    """The rank stops, then its loader worker; Disconnect of the worker ends the rank, too."""
+    flags = own.flags(few, "runs/debug", "--workers", 1)
+    with debugging(own, *flags, at=("main.py", LOOP), name="One process") as debugger:
+        assert debugger.stopped(1)[0].evaluate("rank") == "0"
+        debugger.set("dataset.py", FIRST_READ)
+        (worker,) = debugger.go(count=1)
+        assert worker.threads()[0] == "rank 0, worker 0"
+        worker.disconnect()
+        debugger.all_end()
+
+
+PLANTED = "if ddpkit.rank() == 1:\n            raise {}('planted')\n        "
+MISTAKES = {  # file, a text in it, what comes in its place; the line that is held, its error
+    "ValueError": ("main.py", "is_last = ", PLANTED + "is_last = ", "planted", "planted"),
+    "ddpkit.UserError": ("dataset.py", "(image,) =", PLANTED + "(image,) =", "planted", "planted"),
+    "of ddpkit": ("main.py", "run.divide_gradients(", "(", "run.end_step()", "[loop.end_step]"),
+}
+
+
+@pytest.mark.parametrize("kind", MISTAKES)
+def test_a_mistake_is_held_where_it_is_made(own: Project, few: Path, kind: str) -> None:
+    """Of ddpkit's own errors that is the line which calls it; then one line, and all ranks end."""
+    name, old, new, held, error = MISTAKES[kind]
+    path, text = own.folder / name, (own.folder / name).read_text()
+    assert text.count(old) == 1
+    path.write_text(text.replace(old, new.format(kind)))
+    with debugging(own, *own.flags(few, "runs/debug")) as debugger:
+        for rank in debugger.stopped(1 if held == "planted" else 2):
+            assert error in rank.error()
+            assert rank.frame["line"] == line_of(path, held)
+        rank.go()  # another rank ends with it
+        assert debugger.finish() != 0
+        assert not generated.left(5)
+        first, *_, last = debugger.text.splitlines()
+        assert first == "starting 2 rank(s) ..."
+        assert error in last and ("ValueError: " if kind == "ValueError" else "error: ") in last
+        assert debugger.text.count("Traceback") == (kind == "ValueError")
+
+
+def test_a_test_file(endless: Project) -> None:
+    """The debugger stops in the test, and in the ranks that the test starts."""
+    file = endless.folder / "tests" / "test_one.py"
+    lines = "from test_project import launch", "def test_one():", "    flags = []", "    launch(2)"
+    file.write_text("\n".join(lines))
+    at = "tests/test_one.py", "launch(2)"
+    with debugging(endless, at=at, name="This test file", file=str(file)) as debugger:
+        assert debugger.stopped(1)[0].evaluate("flags") == "[]"
+        debugger.set("main.py", SUM)
+        assert [rank.evaluate("rank") for rank in debugger.go()] == ["0", "1"]
+        debugger.stop()
+        assert not generated.left(5)
+
+
+@both_tasks
+def test_predict(project: Project, data: Path, trained: Path, tmp_path: Path) -> None:
+    """On the open image, or on a folder in its place."""
+    image = next((data / "val").rglob("*.jpg"))
+    file = image if project.task == "classification" else image.parent
+    config = configuration(project.folder, "Predict: the open image", file=str(file))
+    config["args"] += ["--checkpoint", str(trained / "best.pt"), "--output", str(tmp_path)]
+    with Debugger(project.folder) as debugger:
+        debugger.set("predict.py", "torch.inference_mode")
+        debugger.launch(config)
+        debugger.stopped(1)[0].go()
+        assert debugger.finish() == 0
+        debugger.all_end()
+    assert any(path.is_file() for path in tmp_path.rglob("*"))
+
+
+def test_attach_to_ranks_of_two_nodes(project: Project, few: Path, tmp_path: Path) -> None:
+    """--debug-rank: each listens on loopback, waits longer than the timeout, can be left again."""
+    debug_port = free_port(2)
+    env = {"NNODES": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "NPROC": "1"}
+    more = ["--debug-rank", "1,0", "--debug-port", debug_port, "--dist-timeout", 2]
+    flags = project.flags(few, tmp_path, *more)
+    with Debugger(project.folder) as debugger:
+        debugger.set("main.py", LOOP)
+        nodes = [project.launch(*flags, NODE_RANK=str(number), **env) for number in range(2)]
+        lines = [node.process.stderr.readline() for node in nodes]
+        since = time.monotonic()
+        for number, line in enumerate(lines):
+            host, port = re.search(r"host (\S+), port (\d+)$", line).groups()
+            assert (host, int(port)) == ("127.0.0.1", debug_port + number)
+            assert listening(int(port)) == [f"0100007F:{int(port):04X}"]
+            debugger.wait(lambda: time.monotonic() > since + 2, "more than --dist-timeout")
+            debugger.attach(configuration(project.folder, "Attach to a rank", host=host, port=port))
+        for number, rank in enumerate(debugger.stopped()):
+            assert rank.threads()[0] == f"rank {number}"
+            assert rank.evaluate("rank") == str(number)
+            rank.disconnect()
+        assert [node.end().ok().err for node in nodes] == ["", ""]
+    assert (tmp_path / "last.pt").exists()
+
+
+def listening(port: int) -> list[str]:
+    """The addresses, in hexadecimals, at which anything listens on `port`."""
+    lines = "".join(Path("/proc/net", name).read_text() for name in ("tcp", "tcp6")).splitlines()
+    ends = [line.split()[1] for line in lines if line.split()[3] == "0A"]
+    return [end for end in ends if end.endswith(f":{port:04X}")]
+
+
+def test_debug_rank_that_cannot_be(project: Project, few: Path, tmp_path: Path) -> None:
+    flags = project.flags(few, tmp_path)
+    done = project.run(*flags, "--debug-rank", 1, on=1)
+    done.refused("distributed.wait_for_debugger", "--debug-rank 1", "0 to 0")
+    project.run(*flags, "--debug-rank", "one", on=1).refused("flags.error", "--debug-rank", "one")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        done = project.run(*flags, "--debug-rank", 0, "--debug-port", port, on=1)
+        done.refused("distributed.wait_for_debugger", f"127.0.0.1:{port}", "--debug-port")
+
+
+def test_without_a_debugger_nothing_of_it_is_there(
+    project: Project, data: Path, trained: Path, tmp_path: Path
+) -> None:
+    def look() -> None:
+        names = sorted(thread.name for thread in threading.enumerate())
+        timeout = dist.group.WORLD._get_backend(torch.device("cpu")).options._timeout
+        print("seen:", names, timeout, {"debugpy", "pydevd"} & {*sys.modules})
+
+    def patch() -> None:
+        distributed.teardown = look
+
+    flags = "--eval-only", "--resume", trained / "best.pt", "--dist-timeout", 77
+    done = project.train(data, tmp_path, *flags, on=1, patch=patch).ok()
+    assert "seen: ['MainThread', 'watch'] 0:01:17 set()" in done.out
+
+
+def imports_torch(pid: int) -> bool:
+    return "libtorch_cpu.so" in Path(f"/proc/{pid}/maps").read_text()
+
+
+@pytest.mark.parametrize("moment", ["killed", "begins", "imports torch"])
+def test_a_launcher_that_ends_at_once(project: Project, tmp_path: Path, moment: str) -> None:
+    """Killed before the ranks have begun; Ctrl-C as it begins, or while the ranks import torch."""
+    held = "import os, time\nparent = os.getppid()\n"
+    held += "while 'RANK' in os.environ and os.getppid() == parent: time.sleep(0.01)\n"
+    (tmp_path / "sitecustomize.py").write_text(held if moment == "killed" else "")
+    command = project.launch(PYTHONPATH=str(tmp_path))
+    if moment == "killed":
+        wait_for(lambda: len(command.ranks()) == 2)
+    else:
+        assert command.process.stdout.readline() == "starting 2 rank(s) ...\n"
+    if moment == "imports torch":
+        wait_for(lambda: any(map(imports_torch, command.ranks().values())))
+    command.kill(signal.SIGKILL if moment == "killed" else signal.SIGINT)
+    done = command.end()
+    assert moment == "killed" or done.status in (128 + signal.SIGINT, -signal.SIGINT)
+    assert (done.err, done.left) == ("", [])

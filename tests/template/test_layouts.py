@@ -1,0 +1,155 @@
+"""A project with a copy of ddpkit beside main.py, and with one that pip has installed."""
+
+import json
+import shlex
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+import pytest
+from dap import F5, Debugger, configuration
+from digest import digest
+from fixtures import once
+from generated import ROOT, Done, Project, run
+from test_updates import ADDRESS, Repository, cookiecutter, git, make_repository
+
+INTO = "DDP: step into ddpkit"
+pytestmark = pytest.mark.xdist_group("layouts")  # they share what has been installed
+
+
+@pytest.fixture(scope="module")
+def origin(template: Path, clean_home: dict[str, str], tmp_path_factory: object) -> Repository:
+    return make_repository(template, tmp_path_factory.mktemp("github"), clean_home)
+
+
+class Installed(Project):
+    """A project of ADDRESS whose requirements.txt has named ddpkit to pip, in `python`."""
+
+    def __init__(self, folder: Path, python: Path) -> None:
+        super().__init__(folder, "classification")
+        self.python = python
+        self.library = next(python.parent.parent.glob("lib/*/site-packages")) / "ddpkit"
+
+    def process(self, *words: object, cwd: Path = Path("/"), **env: str) -> Done:
+        return run([*words], cwd, PYTHON=str(self.python), **env)
+
+    def copy_command(self, *words: str) -> Done:
+        return self.process(self.python, "-m", "ddpkit", "copy", *words, cwd=self.folder)
+
+
+@pytest.fixture(scope="module")
+def installed(origin: Repository, shared: Path) -> Installed:
+    """What its README says: cookiecutter, then pip, here without an index."""
+    folder = shared / "installed here"
+    repository, env = origin
+    with once(folder) as is_first:
+        if is_first:
+            folder.mkdir()
+            project = cookiecutter(ADDRESS, cwd=folder, env=env)
+            head = git("rev-parse", "HEAD", cwd=repository, env=env).strip()
+            line = f"ddpkit[classification] @ git+{ADDRESS}@{head}"
+            assert (project / "requirements.txt").read_text() == f"{line}\n"
+            assert not (project / "ddpkit").exists()
+            venv = [sys.executable, "-m", "venv", "--without-pip", folder / "v"]
+            subprocess.run(venv, check=True)
+            place = next((folder / "v").glob("lib/*/site-packages"))
+            (place / "those_of_the_tests.pth").write_text(sysconfig.get_path("purelib"))
+            pip = [sys.executable, "-m", "pip", "--python", folder / "v/bin/python", "install"]
+            offline = ["--quiet", "--no-deps", "--no-build-isolation", "--no-index", line]
+            subprocess.run([*pip, *offline], check=True, env=env)
+    return Installed(folder / "my_ddp_project", folder / "v/bin/python")
+
+
+@pytest.fixture
+def own(installed: Installed, tmp_path: Path) -> Installed:
+    return Installed(installed.copy(tmp_path / "own").folder, installed.python)
+
+
+def test_no_file_of_the_template(origin: Repository, installed: Installed) -> None:
+    """Neither of a build in the template, nor more of it than the library in the installation."""
+    place = installed.library.parent
+    found = {path.relative_to(place) for path in place.rglob("*.py")}
+    assert found == {path.relative_to(ROOT) for path in (ROOT / "ddpkit").rglob("*.py")}
+    assert (installed.library / "py.typed").exists()
+    repository, env = origin
+    assert git("status", "--porcelain", "--ignored", cwd=repository, env=env) == ""
+
+
+def test_one_rank_and_many_use_the_same(own: Installed, few: Path, tmp_path: Path) -> None:
+    """However they are started, from another folder, before the copy, with it, and after it."""
+    flags = [*own.flags(few, tmp_path / "out"), "--workers", 1, "--resume", "never"]
+    launch, copy = own.folder / "launch.sh", own.folder / "ddpkit"
+    main = own.folder / "main.py"
+    told = "class Told(ddpkit.Collate):\n    def __call__(self, samples):\n        "  # in a worker
+    told += "assert ddpkit.__file__ == __import__('os').environ['EXPECTED']\n        "
+    told += "return super().__call__(samples)\n\n\n"
+    text = main.read_text().replace("ddpkit.Collate()", "Told()")
+    main.write_text(text.replace("def main(", f"{told}def main("))
+    torchrun = [own.python, "-m", "torch.distributed.run", "--nproc-per-node", 2]
+    torchrun += ["--rdzv-backend", "c10d", "--rdzv-conf", "store_type=file", main]
+    digests = set()
+
+    def check(library: Path, *words: object) -> None:
+        done = own.process(*words, *flags, EXPECTED=str(library / "__init__.py")).ok()
+        assert f"ddpkit 1.0.0 in {library}\n" in done.out
+        versions = json.loads((tmp_path / "out" / "args.json").read_text())["versions"]
+        assert versions["ddpkit"] == f"1.0.0 in {library}"
+        if words[0] != own.python or len(words) > 2:  # two ranks
+            digests.add(digest(tmp_path / "out"))
+
+    check(own.library, own.python, main)
+    check(own.library, launch)
+    assert str(copy) in own.copy_command().ok().out
+    own.copy_command().refused("copy.main", copy)
+    check(copy, launch)
+    check(copy, *torchrun)
+    # Where the folder of main.py is left out, the other one would be used in silence.
+    isolated = own.process(own.python, "-I", "-m", "ddpkit", "copy", cwd=own.folder)
+    isolated.refused("starting.check_itself", "-I")
+
+    changed = copy / "errors.py"
+    before = changed.read_text()
+    changed.write_text(before + "# mine\n")
+    own.copy_command("--undo").refused("copy.remove", "errors.py")
+    assert changed.read_text() == before + "# mine\n"
+    changed.write_text(before)
+    own.copy_command("--undo").ok()
+    assert not copy.exists()
+    check(own.library, *torchrun)
+    assert len(digests) == 1
+
+
+def test_what_is_missing(own: Installed, project: Project, tmp_path: Path) -> None:
+    """Something to copy, a ddpkit that is new enough, any ddpkit at all."""
+    copy = own.python, "-m", "ddpkit", "copy"
+    own.process(*copy, cwd=tmp_path).refused("copy.main", tmp_path)
+    own.copy_command("--undo").refused("copy.remove")
+    run([sys.executable, *copy[1:], "--undo"], project.folder).refused("copy.find_installed")
+    text = (own.folder / "main.py").read_text()
+    assert text.count('needs="1.0"') == 1
+    (own.folder / "main.py").write_text(text.replace('needs="1.0"', 'needs="1.10"'))
+    words = "ddpkit 1.0.0", "1.10", "pip install -r requirements.txt"
+    own.process(own.folder / "launch.sh").refused("starting.check_itself", *words)
+    before_pip = run([own.folder / "launch.sh"])  # after cookiecutter alone
+    before_pip.refused("", "no ddpkit", "pip install -r requirements.txt")
+
+
+@pytest.mark.parametrize(("name", "is_copied"), [(F5, 0), (INTO, 0), (INTO, 1)])
+def test_f5(own: Installed, few: Path, name: str, is_copied: bool) -> None:
+    """F11 steps over the library, wherever it is; one configuration steps into it."""
+    library = own.folder / "ddpkit" if is_copied else own.library
+    if is_copied:
+        own.copy_command().ok()
+    flags = shlex.join(map(str, own.flags(few, "runs/debug")))
+    config = configuration(own.folder, name, flags=flags, processes="1")
+    with Debugger(own.folder) as debugger:
+        debugger.set("main.py", "loss = run.loss(")
+        debugger.launch({**config, "python": [str(own.python)]})
+        (rank,) = debugger.stopped(1)
+        assert rank.evaluate("ddpkit.__file__") == repr(str(library / "__init__.py"))
+        (rank,) = debugger.go("stepIn", 1)
+        place = own.folder / "main.py" if name == F5 else library / "run/loop.py"
+        assert rank.frame["source"]["path"] == str(place)
+        debugger.stop()
+        debugger.all_end()

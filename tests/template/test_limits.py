@@ -1,0 +1,149 @@
+"""What keeps the code small, and its parts apart: limits that fall, and never rise."""
+
+import ast
+import inspect
+import re
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from generated import ROOT, TASKS, TEMPLATE_FOLDER, Command, Project
+
+import ddpkit
+
+FOLDER = ROOT / TEMPLATE_FOLDER
+DDPKIT = {path: path.read_text() for path in sorted((ROOT / "ddpkit").rglob("*.py"))}
+TREES = {path: ast.parse(code) for path, code in DDPKIT.items()}
+EDITED = {"distributed", "main", "flags", "recipe", "dataset", "model", "losses", "predict"}
+# Lines of the files that people edit, each and in all, without the tests
+OWNERS = {"main": 220, "recipe": 150, "distributed": 100, "dataset": 120, "model": 100}
+OWNERS |= {"losses": 100, "predict": 60, "flags": 70}
+IN_ALL = {"classification": 750, "segmentation": 900}
+# Of ddpkit/; TOOLS: its commands and the demo sets, which training does not import
+LINES, FILES, TOOLS = 6_358, 43, 889
+TESTS = 9_000
+
+
+def lines(code: str) -> int:
+    return len(code.splitlines())
+
+
+def nodes(kind: type) -> Iterator[tuple[str, ast.AST]]:
+    """All nodes of ddpkit of one kind, each with its place."""
+    for path, tree in TREES.items():
+        for node in ast.walk(tree):
+            if isinstance(node, kind):
+                yield f"{path.relative_to(ROOT)}:{node.lineno}", node
+
+
+def of_owner(task: str) -> dict[str, str]:
+    """The code of the files that people edit, by name."""
+    paths = [*FOLDER.glob("*.py"), *(FOLDER / "tasks" / task).glob("*.py")]
+    return {path.stem: path.read_text() for path in paths}
+
+
+def used(code: str) -> set[str]:
+    """Which names of ddpkit it uses."""
+    found = (node for node in ast.walk(ast.parse(code)) if isinstance(node, ast.Attribute))
+    return {node.attr for node in found if ast.unparse(node.value) == "ddpkit"}
+
+
+def test_lines() -> None:
+    tools = {path for path in DDPKIT if path.parent.name == "tools"}
+    tools |= {path for path in DDPKIT if path.stem in ("demo", "__main__")}
+    assert sum(lines(code) for path, code in DDPKIT.items() if path not in tools) <= LINES
+    assert sum(lines(DDPKIT[path]) for path in tools) <= TOOLS
+    assert len(DDPKIT) <= FILES
+    for task in TASKS:
+        sizes = {name: lines(code) for name, code in of_owner(task).items()}
+        assert not {name: size for name, size in sizes.items() if size > OWNERS.get(name, 70)}
+        assert sum(sizes.values()) <= IN_ALL[task]
+    tests = (path for path in (ROOT / "tests").rglob("*.py") if "__pycache__" not in path.parts)
+    assert sum(lines(path.read_text()) for path in tests) <= TESTS
+
+
+def test_ddpkit() -> None:
+    """A function fits on a screen; none reads a flag, or imports what people edit."""
+    functions = nodes(ast.FunctionDef)
+    assert not [at for at, node in functions if node.end_lineno - node.body[0].lineno >= 50]
+    read = ((at, ast.unparse(node.value)) for at, node in nodes(ast.Attribute))
+    assert not [(at, name) for at, name in read if name in ("args", "flags")]
+    imported = [(at, node.module or "") for at, node in nodes(ast.ImportFrom)]
+    imported += [(at, alias.name) for at, node in nodes(ast.Import) for alias in node.names]
+    assert not [(at, name) for at, name in imported if name.split(".")[0] in EDITED]
+    assert sum(node.id == "Any" for _, node in nodes(ast.Name)) <= 75
+    assert "".join(DDPKIT.values()).count("type: ignore") <= 4
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_names_of_ddpkit_that_a_project_uses(task: str) -> None:
+    found = of_owner(task)
+    names = set().union(*map(used, found.values()))
+    assert len(used(found["main"])) <= 20
+    assert len(names) <= 35 and len(ddpkit.DOOR) <= 38
+    assert names <= ddpkit.DOOR.keys()
+    imports = re.findall(r"^ *(?:import|from) ddpkit\b.*", "\n".join(found.values()), re.MULTILINE)
+    assert {*imports} == {"import ddpkit"}
+
+
+def test_each_name_is_what_a_type_checker_takes_it_for() -> None:
+    blocks = [node for node in TREES[ROOT / "ddpkit/__init__.py"].body if isinstance(node, ast.If)]
+    imported = {
+        (alias.name, alias.asname, node.module) for node in blocks[0].body for alias in node.names
+    }
+    assert imported == {(name, None, f"ddpkit.{module}") for name, module in ddpkit.DOOR.items()}
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        _ = ddpkit.nothing
+
+
+def test_each_name_says_how_it_is_used() -> None:
+    """An indented example that uses it, and the error that it raises."""
+    faults = []
+    for name in ddpkit.DOOR:
+        value = getattr(ddpkit, name)
+        text = inspect.getdoc(value) or ""
+        if not re.search(rf"^ {{4}}.*\b{name}\b", text, re.MULTILINE):
+            faults.append((name, "example"))
+        if "raise UserError" in inspect.getsource(value) and "UserError" not in text:
+            faults.append((name, "UserError"))
+    assert not faults
+
+
+def test_a_run_loads_no_tool(project: Project, few: Path, tmp_path: Path) -> None:
+    def forget() -> None:  # what other tests have imported
+        for name in [name for name in sys.modules if name.startswith("ddpkit.tools")]:
+            del sys.modules[name]
+
+    script = tmp_path / "script.py"
+    script.write_text("import sys, main\nmain.main(sys.argv[1:])\nprint('loaded', *sys.modules)\n")
+    done = project.train(few, tmp_path / "out", script=script, patch=forget, on=1).ok()
+    names = done.out.splitlines()[-1].split()
+    assert "ddpkit.run.loop" in names
+    assert not [name for name in names if name.startswith("ddpkit.tools")]
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_flags_without_torch(task: str, tmp_path: Path) -> None:
+    """The help fits on two screens; a wrong flag is said once. Both before torch is imported."""
+    for path in (FOLDER / "main.py", FOLDER / "tasks" / task / "flags.py"):
+        shutil.copy(path, tmp_path)
+    (tmp_path / "torch.py").write_text("raise SystemExit('torch is imported')")
+    (tmp_path / "ddpkit").symlink_to(ROOT / "ddpkit")
+
+    def start(rank: str, *words: str) -> Command:
+        env = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2"}
+        env["DDP_JOB"] = str(tmp_path)  # of a batch job, which is not to be started again
+        return Command([sys.executable, "main.py", *words], tmp_path, **env)
+
+    done = start("0", "--help").end().ok()
+    assert not done.err and done.out.count("\n") < 80
+    flags = set(re.findall(r"^  (?:-h, )?(--[\w-]+)", done.out, re.MULTILINE))
+    assert {"--data", "--help", "--dist-timeout"} < flags
+    assert len(flags) <= 40
+    ranks = [start(rank, "--epoch", "3") for rank in "01"]
+    second, first = (rank.end() for rank in reversed(ranks))
+    first.refused("flags.error", "--epoch 3")
+    assert (second.status, second.out, second.err) == (2, "", "")
+    assert (tmp_path / "mistake").exists()

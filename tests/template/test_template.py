@@ -1,0 +1,269 @@
+"""What comes out of the template, before anything is trained: files, hooks, lint, updates."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from dap import F5, line_of, parse, read, task
+from fixtures import Generate
+from generated import ROOT, TASKS, TEMPLATE_FOLDER
+from test_updates import git
+
+from ddpkit.ranks.protocol import QUESTION
+
+FOLDER = ROOT / TEMPLATE_FOLDER
+SHARED = {
+    *(".devcontainer/devcontainer.json", ".gitattributes", ".github/workflows/ci.yml"),
+    *(".gitignore", ".pre-commit-config.yaml", ".vscode/extensions.json", ".vscode/launch.json"),
+    *(".vscode/settings.json", ".vscode/tasks.json", "AGENTS.md", "distributed.py", "launch.sh"),
+    *("main.py", "pyproject.toml", "recipe.py", "requirements-dev.txt", "slurm/train.sbatch"),
+    *("tests/meta.py", "tests/test_project.py", "ddpkit/py.typed"),
+    *(path.relative_to(ROOT).as_posix() for path in (ROOT / "ddpkit").rglob("*.py")),
+}
+OF_BOTH = {"dataset.py", "flags.py", "model.py", "predict.py", "requirements.txt"}
+OF_THE_TASK = {
+    "classification": OF_BOTH | {"recipes/finetune.txt", "recipes/imagenet_resnet50.txt"},
+    "segmentation": OF_BOTH | {"losses.py", "recipes/cracks_unet.txt", "recipes/voc_deeplabv3.txt"},
+}
+RENDERED = {"EDITS.md", "README.md"}
+
+
+def files(folder: Path) -> set[str]:
+    return {
+        path.relative_to(folder).as_posix()
+        for path in folder.rglob("*")
+        if path.is_file() and "__pycache__" not in path.parts
+    }
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_files(generate: Generate, template: Path, tmp_path: Path, task: str) -> None:
+    """Those of the template, byte for byte; also over an older generation and its runs."""
+    project = tmp_path / "my_ddp_project"
+    (project / "runs").mkdir(parents=True)
+    (project / "main.py").write_text("old")
+    done = generate(tmp_path, f"task={task}", "--overwrite-if-exists")
+    assert done.returncode == 0, done.stderr
+    assert (project / "runs").exists()
+    assert files(project) == SHARED | OF_THE_TASK[task] | RENDERED
+    assert files(template / TEMPLATE_FOLDER / "tasks" / task) == OF_THE_TASK[task]
+    places = {name: FOLDER / name for name in SHARED}
+    places |= {name: FOLDER / "tasks" / task / name for name in OF_THE_TASK[task]}
+    differ = [n for n, path in places.items() if (project / n).read_bytes() != path.read_bytes()]
+    assert not differ
+    assert not [name for name in RENDERED if "cookiecutter" in (project / name).read_text()]
+    assert (project / "README.md").read_text().startswith("# My DDP Project\n")
+    assert os.access(project / "launch.sh", os.X_OK)
+    assert done.stdout.split("Next:")[1].split("\n")[1:4] == [
+        "  cd my_ddp_project",
+        "  python -m pip install -r requirements.txt",
+        "  ./launch.sh",
+    ]
+
+
+def test_no_jinja_in_code_and_nothing_of_this_machine(template: Path) -> None:
+    faults = []
+    for path in template.rglob("*"):
+        if path.is_file() and path.suffix != ".png":
+            text = path.read_text()
+            is_code = TEMPLATE_FOLDER in path.parts and path.name not in RENDERED
+            jinja = r"cookiecutter|{%|(?<!\$){{" if is_code else "$^"
+            if re.search(rf"/(root|home)/\w|{re.escape(str(ROOT))}|{jinja}", text):
+                faults.append(path)
+    assert not faults
+
+
+def test_what_is_required() -> None:
+    """By a project with a copy of ddpkit, and by ddpkit itself."""
+    text = (ROOT / "pyproject.toml").read_text()
+
+    def listed(name: str) -> set[str]:
+        (found,) = re.findall(rf"^{name} = \[(.*?)\]", text, re.MULTILINE | re.DOTALL)
+        return {*re.findall(r'"(.*?)"', found)}
+
+    for name in TASKS:
+        lines = (FOLDER / "tasks" / name / "requirements.txt").read_text().splitlines()
+        assert {*lines} == listed("dependencies") | listed(name)
+    first, *lines = (FOLDER / "requirements-dev.txt").read_text().splitlines()
+    assert (first, {*lines}) == ("-r requirements.txt", listed("dev"))
+
+
+def test_three_questions(generate: Generate, tmp_path: Path) -> None:
+    done = generate(tmp_path, input="Été à Lyon!\n\n2\n")
+    assert done.returncode == 0, done.stderr
+    words = "Name of the project", "Name of its folder", "What it learns", "[3/3]"
+    options = "image classification: one", "semantic segmentation: one"
+    assert not [text for text in (*words, *options) if text not in done.stdout]
+    project = tmp_path / "ete_a_lyon"
+    assert (project / "README.md").read_text().startswith("# Été à Lyon!\n")
+    assert (project / "losses.py").exists()
+
+
+SLUGS = "two words", "-dash", "semi;colon", "quote'", 'quote"'
+
+
+@pytest.mark.parametrize("answer", [*(f"project_slug={slug}" for slug in SLUGS), "task=detection"])
+def test_a_wrong_answer(generate: Generate, tmp_path: Path, answer: str) -> None:
+    done = generate(tmp_path, answer)
+    assert done.returncode == 1
+    assert answer.split("=")[0] in done.stderr.splitlines()[-1]
+    assert answer.startswith("task") or done.stderr.count("\n") == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_existing_folder(generate: Generate, tmp_path: Path) -> None:
+    (tmp_path / "my_ddp_project").mkdir()
+    (tmp_path / "my_ddp_project" / "mine.txt").write_text("mine")
+    done = generate(tmp_path)
+    assert done.returncode == 1
+    assert done.stdout.strip().endswith('my_ddp_project" directory already exists')
+    assert files(tmp_path) == {"my_ddp_project/mine.txt"}
+
+
+# Keys that VS Code's debug view, the Python debugger's package.json and VS Code's tasks document;
+# nothing that they call deprecated. "rules" is debugpy's own.
+KEYS = {
+    "configurations": "name type request presentation preLaunchTask postDebugTask args connect "
+    "console cwd env justMyCode module pathMappings processId program python subProcess rules",
+    "tasks": "label type command args options group isBackground presentation problemMatcher "
+    "dependsOn dependsOrder runOptions",
+    "inputs": "id type description default options",
+}
+RULES = [{"path": "${workspaceFolder}/ddpkit/**", "include": False}]  # F11 goes over it
+
+
+def test_vscode() -> None:
+    launch, tasks = read(FOLDER, "launch.json"), read(FOLDER, "tasks.json")
+    assert (launch["version"], tasks["version"]) == ("0.2.0", "2.0.0")
+    first, other, *others = launch["configurations"]  # F5 runs the first
+    assert (first["name"], first["module"]) == (F5, "torch.distributed.launch")
+    into = [{"module": "ddpkit", "include": True}]
+    assert other == {**first, "name": "DDP: step into ddpkit", "rules": into}
+    for config in (first, *others):
+        assert (config["type"], config["rules"]) == ("debugpy", RULES)
+        needs_torch = config.get("module", "").startswith("torch.")
+        assert config.get("preLaunchTask") == ("find torch" if needs_torch else None)
+    labels = {task["label"] for task in tasks["tasks"]}
+    wanted = {"install", "train", "resume", "test", "lint and format", "TensorBoard", "find torch"}
+    assert wanted <= labels
+    for name, content in ("launch.json", launch), ("tasks.json", tasks):
+        for kind in KEYS.keys() & content.keys():
+            assert set().union(*content[kind]) <= {*KEYS[kind].split()}
+        text = (FOLDER / ".vscode" / name).read_text()
+        assert {*re.findall(r"\$\{input:(\w+)\}", text)} == {q["id"] for q in content["inputs"]}
+        assert not re.search(r'"/|"~|[A-Z]:\\', text)  # no absolute path
+        for file in re.findall(r"\$\{workspaceFolder\}/([\w.]+)", text):
+            assert (FOLDER / file).exists() or file in OF_BOTH, file
+    recommended = read(FOLDER, "extensions.json")["recommendations"]
+    settings = read(FOLDER, "settings.json")
+    assert settings["debug.onTaskErrors"] == "abort"  # that task says itself what is wrong
+    # VS Code would take it though no such file is there, and ask nobody.
+    assert "python.defaultInterpreterPath" not in settings
+    assert settings["[python]"]["editor.defaultFormatter"] in recommended
+    container = parse((FOLDER / ".devcontainer" / "devcontainer.json").read_text())
+    assert container["hostRequirements"] == {"gpu": "optional"}
+    assert container["customizations"]["vscode"]["extensions"] == recommended
+
+
+def test_the_task_where_is_it(tmp_path: Path) -> None:
+    found = task(FOLDER, "Where is it?", output=str(tmp_path))
+    command = [found["command"], *found["args"]]
+    done = subprocess.run(command, cwd=FOLDER, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert str(tmp_path) in done.stderr and done.stderr.endswith(" [__main__.where]\n")
+    (tmp_path / ".lock").touch()
+    subprocess.run(command, cwd=FOLDER, check=True)
+    assert (tmp_path / QUESTION).exists()
+    assert task(FOLDER, "Where is it?")["args"][-1] == "runs/default"
+
+
+FAILING = """
+import pytest
+
+@pytest.fixture
+def broken():
+    raise OSError("no such thing")
+
+def test_fixture(broken):
+    pass
+
+def test_equal():
+    assert 1 + 1 == 3
+
+def double(x):
+    assert isinstance(x, int), "an integer is wanted"
+
+def test_several_lines():
+    double(
+        "4"
+    )
+
+def test_marked():
+    x = {"a": 1}["b"] + 2
+"""
+
+
+def test_problems_of_failed_tests(tmp_path: Path) -> None:
+    """What the problem matchers of the task "test" find in pytest's output: place and message."""
+    file = tmp_path / "test_it.py"
+    file.write_text(FAILING)
+    found = task(FOLDER, "test")
+    command = [found["command"], *found["args"], "-p", "no:cacheprovider", "--color=yes"]
+    out = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True).stdout
+    lines = re.sub(r"\x1b\[[\d;]*m", "", out).splitlines()  # as VS Code does
+    shown = []
+    for patterns in (matcher["pattern"] for matcher in found["problemMatcher"]):
+        for start in range(len(lines) - len(patterns) + 1):  # they match lines in succession
+            hits = [re.search(p["regexp"], lines[start + n]) for n, p in enumerate(patterns)]
+            if all(hits):
+                shown.append((hits[0][1], int(hits[0][2]), hits[-1][1]))
+    assert sorted(shown) == [
+        ("test_it.py", line_of(file, "raise OSError"), "OSError: no such thing"),
+        ("test_it.py", line_of(file, "== 3"), "assert (1 + 1) == 3"),
+        (
+            "test_it.py",
+            line_of(file, "int("),
+            "ValueError: invalid literal for int() with base 10: 'x'",
+        ),
+        ("test_it.py", line_of(file, '["b"]'), "KeyError: 'b'"),
+    ]
+
+
+def lint(folder: Path, env: dict[str, str]) -> subprocess.CompletedProcess:
+    """All that pre-commit checks, in a repository made of `folder`."""
+    git("init", "--quiet", cwd=folder, env=env)
+    git("add", "--all", cwd=folder, env=env)
+    cache = os.environ.get("PRE_COMMIT_HOME", str(Path.home() / ".cache" / "pre-commit"))
+    command = [sys.executable, "-m", "pre_commit", "run", "--all-files"]
+    env = {**env, "PRE_COMMIT_HOME": cache}
+    return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True)
+
+
+def test_lint_of_the_template(template: Path, clean_home: dict[str, str], tmp_path: Path) -> None:
+    copy = shutil.copytree(template, tmp_path / "copy", symlinks=True)
+    done = lint(copy, clean_home)
+    assert done.returncode == 0, done.stdout
+    # The template folder is covered: faults in it are found.
+    folder = copy / TEMPLATE_FOLDER
+    (folder / "tasks/classification/model.py").write_text("undefined\n")
+    (folder / "launch.sh").write_text("#!/bin/sh\nls $1\n")
+    done = lint(copy, clean_home)
+    assert "F821" in done.stdout and "SC2086" in done.stdout
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_lint_and_types_of_a_project(
+    generate: Generate, clean_home: dict[str, str], tmp_path: Path, task: str
+) -> None:
+    assert generate(tmp_path, f"task={task}").returncode == 0
+    project = tmp_path / "my_ddp_project"
+    done = lint(project, clean_home)
+    assert done.returncode == 0, done.stdout
+    # What mypy finds out about torch takes half a minute, and is kept for the next time.
+    command = [sys.executable, "-m", "mypy", "--cache-dir", ROOT / ".mypy_cache", "."]
+    done = subprocess.run(command, cwd=project, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout

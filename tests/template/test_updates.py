@@ -1,0 +1,192 @@
+"""The template as a repository: projects of it, and what cruft brings into them later."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from generated import ROOT, TEMPLATE_FOLDER
+
+OLD = "e4a9bfb"  # the last commit with the library in the project, as engine/
+ADDRESS = "https://github.com/org/ddp-template"
+Env = dict[str, str]
+Repository = tuple[Path, Env]
+
+
+def git(*args: object, cwd: Path, env: Env) -> str:
+    command = ["git", *map(str, args)]
+    done = subprocess.run(command, cwd=cwd, env=env, check=True, capture_output=True, text=True)
+    return done.stdout
+
+
+def commit(repository: Path, env: Env) -> str:
+    """Commit all changes and return the commit."""
+    git("add", "--all", cwd=repository, env=env)
+    git("commit", "--quiet", "--message", "a change", cwd=repository, env=env)
+    return git("rev-parse", "HEAD", cwd=repository, env=env).strip()
+
+
+def cruft(*args: object, cwd: Path, env: Env) -> None:
+    subprocess.run([sys.executable, "-m", "cruft", *map(str, args)], cwd=cwd, env=env, check=True)
+
+
+def cookiecutter(*args: object, cwd: Path, env: Env) -> Path:
+    """Generate a project in `cwd` and return its folder."""
+    command = [sys.executable, "-m", "cookiecutter", *map(str, args), "--no-input"]
+    subprocess.run(command, cwd=cwd, env=env, check=True)
+    return cwd / "my_ddp_project"
+
+
+def cruft_file(project: Path) -> dict:
+    return json.loads((project / ".cruft.json").read_text())
+
+
+def make_repository(template: Path, folder: Path, env: Env) -> Repository:
+    """A repository of the template, and an environment in which git finds it at ADDRESS."""
+    copy = shutil.copytree(template, folder / "ddp-template.git", symlinks=True)
+    github = "https://github.com/org/", "https://name:password@github.com/org/"
+    for number, url in enumerate(github):
+        env = {**env, f"GIT_CONFIG_KEY_{number}": f"url.{folder}/.insteadOf"}
+        env |= {f"GIT_CONFIG_VALUE_{number}": url, "GIT_CONFIG_COUNT": "2"}
+    git("init", "--quiet", "--initial-branch", "main", cwd=copy, env=env)
+    commit(copy, env)
+    return copy, env
+
+
+@pytest.fixture
+def repository(template: Path, clean_home: Env, tmp_path: Path) -> Repository:
+    return make_repository(template, tmp_path / "origin", clean_home)
+
+
+def edit(project: Path, env: Env, **changes: tuple[str, str]) -> None:
+    """Make the project a repository of its owner's, with edits: module=(text, what replaces it)."""
+    git("init", "--quiet", cwd=project, env=env)
+    for name, (old, new) in changes.items():
+        path = project / f"{name}.py"
+        assert old in path.read_text()
+        path.write_text(path.read_text().replace(old, new))
+    commit(project, env)
+
+
+def update(project: Path, env: Env) -> None:
+    cruft("update", "--skip-apply-ask", cwd=project, env=env)
+    git("diff", "--check", cwd=project, env=env)  # fails on conflict markers
+    assert not [*project.rglob("*.rej")]
+
+
+MINE = "def train_one_epoch(", "# mine\n\n\ndef train_one_epoch("
+
+
+@pytest.mark.parametrize("account", ["", "name:password@"])
+def test_from_github(repository: Repository, tmp_path: Path, account: str) -> None:
+    """The README's command, with git told to look for github.com in a folder."""
+    address = f"https://{account}github.com/org/ddp-template" if account else "gh:org/ddp-template"
+    project = cookiecutter(address, cwd=tmp_path, env=repository[1])
+    assert os.access(project / "launch.sh", os.X_OK)
+    # An address that git can clone again, without the account; no path of this machine.
+    assert cruft_file(project)["template"].removesuffix(".git") == ADDRESS
+    text = (project / ".cruft.json").read_text()
+    assert str(tmp_path) not in text and "password" not in text
+    cruft("check", cwd=project, env=repository[1])
+
+
+def test_update(repository: Repository, tmp_path: Path) -> None:
+    """An owner's edits and the template's changes both end up in a project of cookiecutter's."""
+    origin, env = repository
+    project = cookiecutter(origin, "task=segmentation", cwd=tmp_path, env=env)
+    edit(project, env, dataset=("SHORT_SIDE = 0", "SHORT_SIDE = 768"), main=MINE)
+    for name in "main.py", "tasks/segmentation/model.py":
+        with open(origin / TEMPLATE_FOLDER / name, "a") as file:
+            file.write("# newer\n")
+    newest = commit(origin, env)
+    with pytest.raises(subprocess.CalledProcessError):
+        cruft("check", cwd=project, env=env)
+    update(project, env)
+    assert "SHORT_SIDE = 768" in (project / "dataset.py").read_text()
+    assert "# mine\n" in (project / "main.py").read_text()
+    for name in "main.py", "model.py":
+        assert (project / name).read_text().endswith("# newer\n")
+    assert not (project / "tasks").exists()
+    assert cruft_file(project)["commit"] == newest
+    cruft("check", cwd=project, env=env)
+
+
+def test_cruft_file(repository: Repository, tmp_path: Path) -> None:
+    """What cruft itself writes, and nothing where it would be wrong."""
+    origin, env = repository
+    (tmp_path / "by_cruft").mkdir()
+    main = "--checkout", "main"
+    cruft("create", origin, *main, "--no-input", cwd=tmp_path / "by_cruft", env=env)
+    expected = cruft_file(tmp_path / "by_cruft" / "my_ddp_project")
+    address = Path("origin") / origin.name  # a relative one
+    project = cookiecutter(address, *main, cwd=tmp_path, env=env)
+    assert cruft_file(project) == expected
+    (origin / TEMPLATE_FOLDER / "newer.txt").write_text("newer")
+    newest = commit(origin, env)
+    cookiecutter(address, "--overwrite-if-exists", cwd=tmp_path, env=env)
+    assert cruft_file(project)["commit"] == newest
+
+    shutil.rmtree(project)
+    (origin / TEMPLATE_FOLDER / "newest.txt").write_text("in no commit")
+    cookiecutter(address, cwd=tmp_path, env=env)
+    assert (project / "newest.txt").exists()
+    assert not (project / ".cruft.json").exists()
+
+    # Neither without a repository, though the folder lies in one, as a home folder may.
+    shutil.rmtree(project)
+    shutil.rmtree(origin / ".git")
+    git("init", "--quiet", cwd=tmp_path, env=env)
+    commit(tmp_path, env)
+    assert not (cookiecutter(address, cwd=tmp_path, env=env) / ".cruft.json").exists()
+
+
+def test_from_an_archive(repository: Repository, tmp_path: Path) -> None:
+    """Where the link to the library is a file with its name, as in GitHub's archives."""
+    origin, env = repository
+    archive = tmp_path / "template.zip"
+    git("archive", "--prefix=main/", "--output", archive, "HEAD", cwd=origin, env=env)
+    project = cookiecutter(archive, cwd=tmp_path, env=env)
+    assert os.access(project / "launch.sh", os.X_OK)
+    assert not (project / ".cruft.json").exists()
+    files = [path for path in (origin / "ddpkit").rglob("*") if path.is_file()]
+    copies = [project / path.relative_to(origin) for path in files]
+    assert [path.read_bytes() for path in copies] == [path.read_bytes() for path in files]
+
+
+@pytest.mark.parametrize("by", [ADDRESS, "a folder"])
+def test_update_over_the_split(clean_home: Env, template: Path, tmp_path: Path, by: str) -> None:
+    """From a project whose library is its own engine/, with an owner's edits, by cruft."""
+    old = tmp_path / "old"
+    old.mkdir()
+    archive = subprocess.run(["git", "archive", OLD], cwd=ROOT, stdout=subprocess.PIPE)
+    assert archive.returncode == 0, f"no commit {OLD} in this clone: git fetch --unshallow"
+    subprocess.run(["tar", "-x", "-C", old], input=archive.stdout, check=True)
+    origin, env = make_repository(old, tmp_path / "origin", clean_home)
+    project = tmp_path / "my_ddp_project"
+    address = str(origin) if by == "a folder" else by
+    cruft("create", address, "--no-input", cwd=tmp_path, env=env)
+    edit(project, env, recipe=("** 0.9", "** 0.8"), main=MINE)
+
+    git("rm", "--quiet", "-r", ".", cwd=origin, env=env)
+    shutil.copytree(template, origin, symlinks=True, dirs_exist_ok=True)
+    newest = commit(origin, env)
+    update(project, env)
+    assert "** 0.8" in (project / "recipe.py").read_text()
+    assert "# mine\n" in (project / "main.py").read_text()
+    assert not [*(project / "engine").rglob("*.py")]
+    is_copy = by == "a folder"
+    assert (project / "ddpkit/__init__.py").exists() == is_copy
+    required = (project / "requirements.txt").read_text()
+    line = f"ddpkit[classification] @ git+{ADDRESS}@{newest}\n"
+    assert line in required if not is_copy else "ddpkit" not in required
+    assert cruft_file(project)["commit"] == newest
+    subprocess.run([sys.executable, "-m", "compileall", "-q", "."], cwd=project, check=True)
+    if not is_copy:  # the line is brought up to date
+        (origin / "new.txt").write_text("new")
+        newest = commit(origin, env)
+        commit(project, env)
+        update(project, env)
+        assert newest in (project / "requirements.txt").read_text()
