@@ -4,37 +4,28 @@ import contextlib
 import fcntl
 import functools
 import os
+import random
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import generated
 import pytest
-from running import ROOT, TASKS, Project, small
-
-# `make test` gives each file to one worker of pytest-xdist: the tests of test_debug.py share a
-# folder, those of test_demo.py what `make demo` has made. Files that take long come first.
-LONGEST = [
-    f"test_{name}.py"
-    for name in (
-        *(
-            "debug",
-            "demo",
-            "runs",
-            "equality",
-            "speed",
-            "recipes",
-            "exact",
-        ),
-        *("strategies", "seams", "edits", "weights", "template", "tiles", "export"),
-    )
-]
+from generated import ROOT, Project
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    rank = {name: number for number, name in enumerate(LONGEST)}
-    items.sort(key=lambda item: rank.get(item.path.name, len(rank)))
+@pytest.fixture(autouse=True)
+def nobody_stays() -> Iterator[None]:
+    """Each test ends all that it has started."""
+    before = {*generated.LIVE}
+    yield
+    forgotten = generated.LIVE - before
+    generated.LIVE.intersection_update(before)
+    assert not generated.left(0)
+    assert not forgotten
 
 
 @pytest.fixture(scope="session")
@@ -116,33 +107,33 @@ def generate(template: Path, clean_home: dict[str, str]) -> Generate:
 
 
 @pytest.fixture(scope="session")
-def projects(generate: Generate, shared: Path) -> Iterator[Callable]:
+def projects(generate: Generate, shared: Path) -> Callable[[str], Project]:
     """Both kinds of project, each generated once."""
 
     @functools.cache
     def project(task: str) -> Project:
-        parent = shared / f"a path with a space, {task}"
+        parent = shared / f"a path with a space, {task} (new)"
         with once(parent) as is_first:
             if is_first:
                 done = generate(parent, f"task={task}")
                 assert done.returncode == 0, done.stderr
-        made.append(Project(parent / "my_ddp_project", task))
-        return made[-1]
+                library = parent / "my_ddp_project" / "ddpkit"
+                shutil.rmtree(library)
+                library.symlink_to(ROOT / "ddpkit")  # which forks of this process have imported
+        return Project(parent / "my_ddp_project", task)
 
-    made: list[Project] = []
-    yield project
-    for each in made:
-        each.close()
+    return project
 
 
-@pytest.fixture(params=TASKS)
+@pytest.fixture
 def project(request: pytest.FixtureRequest, projects: Callable[[str], Project]) -> Project:
-    return projects(request.param)
+    """The project for classification, or of each task with `@both_tasks`."""
+    return projects(getattr(request, "param", "classification"))
 
 
 @pytest.fixture
 def data(project: Project) -> Path:
-    """53 + 23 pictures: they divide by no batch and no number of ranks that is tried."""
+    """53 + 23 images: they divide by no batch and no number of ranks that is tried."""
     folder = project.folder.parent / "set"
     with once(folder) as is_first:
         return project.draw(folder, 53, 23) if is_first else folder
@@ -157,16 +148,24 @@ def few(project: Project) -> Path:
 
 
 @pytest.fixture
+def own_data(data: Path, tmp_path: Path) -> Path:
+    """A copy of `data` to spoil."""
+    return shutil.copytree(data, tmp_path / "own")
+
+
+@pytest.fixture
 def trained(project: Project, data: Path) -> Path:
-    """The output folder of a finished run of one epoch."""
+    """The output folder of a finished run of one epoch, which is only read."""
     folder = project.folder.parent / "trained"
     with once(folder) as is_first:
         if is_first:
-            project.fork(*small(data), "--data", data, "--output-dir", folder).ok()
+            project.train(data, folder, draws=True).ok()
     return folder
 
 
 @pytest.fixture
-def own_data(data: Path, tmp_path: Path) -> Path:
-    """A copy of `data` to spoil."""
-    return shutil.copytree(data, tmp_path / "own")
+def chance() -> random.Random:
+    """Chance whose seed is printed, and can be given: TEST_SEED=123 pytest ..."""
+    seed = int(os.environ.get("TEST_SEED", time.time_ns() % 10**6))
+    print(f"TEST_SEED={seed}")
+    return random.Random(seed)

@@ -218,7 +218,9 @@ class Project:
             made_by_runs = {"data", "runs"} if Path(path) == self.folder else set()
             return {"__pycache__", ".pytest_cache", *made_by_runs} & {*names}
 
-        copied = Project(shutil.copytree(self.folder, folder, symlinks=True, ignore=ignore), self.task)
+        copied = Project(
+            shutil.copytree(self.folder, folder, symlinks=True, ignore=ignore), self.task
+        )
         main = copied.folder / "main.py"
         for old, new in changes:
             text = main.read_text()

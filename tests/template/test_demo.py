@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from fixtures import once
+from conftest import once
 from generated import Project, both_tasks, rows, run
 from PIL import Image
 

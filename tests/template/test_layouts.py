@@ -8,9 +8,9 @@ import sysconfig
 from pathlib import Path
 
 import pytest
+from conftest import once
 from dap import F5, Debugger, configuration
 from digest import digest
-from fixtures import once
 from generated import ROOT, Done, Project, run
 from test_updates import ADDRESS, Repository, cookiecutter, git, make_repository
 

@@ -8,8 +8,8 @@ import sys
 from pathlib import Path
 
 import pytest
+from conftest import Generate
 from dap import F5, line_of, parse, read, task
-from fixtures import Generate
 from generated import ROOT, TASKS, TEMPLATE_FOLDER
 from test_updates import git
 
