@@ -37,16 +37,15 @@ def destination(link: str, folder: Path) -> Path | None:
     return None if re.match(r"https?:", link) else folder / link
 
 
-@pytest.mark.parametrize("name", DOCUMENTS)
-def test_links(name: str) -> None:
-    folder, _, text = DOCUMENTS[name]
-    prose = re.sub(r"^```.*?^```|`[^`\n]*`", "", text, flags=re.M | re.S)
-    for url in re.findall(r'\]\(([^)\s]+)\)|src="([^"]+)"', prose):
-        link, _, anchor = "".join(url).partition("#")
-        path = destination(link, folder) if link else None
-        assert path is None or path.exists(), f"{name}: {link}"
-        if anchor and (path or not link):
-            assert anchor in anchors(path.read_text() if path else text), f"{name}: #{anchor}"
+def test_links() -> None:
+    for name, (folder, _, text) in DOCUMENTS.items():
+        prose = re.sub(r"^```.*?^```|`[^`\n]*`", "", text, flags=re.M | re.S)
+        for url in re.findall(r'\]\(([^)\s]+)\)|src="([^"]+)"', prose):
+            link, _, anchor = "".join(url).partition("#")
+            path = destination(link, folder) if link else None
+            assert path is None or path.exists(), f"{name}: {link}"
+            if anchor and (path or not link):
+                assert anchor in anchors(path.read_text() if path else text), f"{name}: #{anchor}"
 
 
 def flags_of(script: str, task: str) -> set[str]:
@@ -74,17 +73,16 @@ def commands(text: str) -> Iterator[tuple[str, str, list[str]]]:
                     yield line, f"ddpkit {words[i + 1]}", words[i + 2 :]
 
 
-@pytest.mark.parametrize("name", DOCUMENTS)
-def test_commands(name: str) -> None:
-    _, tasks, text = DOCUMENTS[name]
-    for line, script, words in commands(text):
-        for task in [task for task in tasks if f"# {task}" in line] or tasks:
-            for word in words:
-                known = not word.startswith("--") or word in flags_of(script, task)
-                file = TEMPLATE / "tasks" / task / word[1:]
-                assert known and (file.exists() or word[0] != "@"), f"{name}: {line}"
-    for target in re.findall(r"^ *make (\w+)", text, re.M):
-        assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(), re.M), f"{name}: {target}"
+def test_commands() -> None:
+    for name, (_, tasks, text) in DOCUMENTS.items():
+        for line, script, words in commands(text):
+            for task in [task for task in tasks if f"# {task}" in line] or tasks:
+                for word in words:
+                    known = not word.startswith("--") or word in flags_of(script, task)
+                    file = TEMPLATE / "tasks" / task / word[1:]
+                    assert known and (file.exists() or word[0] != "@"), f"{name}: {line}"
+        for target in re.findall(r"^ *make (\w+)", text, re.M):
+            assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(), re.M), name
 
 
 @pytest.mark.parametrize("task", TASKS)
