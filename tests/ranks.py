@@ -134,8 +134,8 @@ def start(
 
     def begin(rank: int) -> None:
         join(rank, ranks, port)
-        patch()
         sys.argv = [*(script.split() if script.startswith("ddpkit ") else [script]), *words]
+        patch()
         if script.startswith("ddpkit "):
             runpy.run_module("ddpkit.__main__", run_name="__main__")
         else:
