@@ -16,6 +16,14 @@ import generated
 import pytest
 from generated import ROOT, Project
 
+# They take long, and come first, so that no worker is left with one at the end.
+LONGEST = "slurm", "stopping", "demo", "debug", "layouts", "runs", "gpu", "launch", "equality"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    rank = {f"test_{name}.py": number for number, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: rank.get(item.path.name, len(rank)))
+
 
 @pytest.fixture(autouse=True)
 def nobody_stays() -> Iterator[None]:
