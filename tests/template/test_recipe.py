@@ -3,6 +3,8 @@
 import io
 import json
 import os
+import re
+import runpy
 import signal
 from pathlib import Path
 
@@ -10,6 +12,7 @@ import pytest
 import torch
 from digest import digest
 from generated import Project, after_step, both_tasks, refusal, rows
+from pages import TASKS, TEMPLATE
 from ranks import on_ranks
 from torch import nn
 from torch.optim import lr_scheduler
@@ -178,6 +181,24 @@ def test_frozen_statistics() -> None:
         trained = [weight.requires_grad for weight in model.parameters()]
         assert modes.count(False) == is_frozen
         assert trained.count(True) == (2 if is_frozen else len(trained) - 1)
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_files_of_flags(task: str) -> None:
+    """Their flags exist; their heads name command, data, figure, time and versions."""
+    folder = TEMPLATE / "tasks" / task
+    parse = runpy.run_path(str(folder / "flags.py"))["parse_args"]
+    for path in sorted((folder / "recipes").glob("*.txt")):
+        head = path.read_text().split("\n\n")[0]
+        parse([f"@{path}"])
+        assert f"#   ./launch.sh @recipes/{path.name} " in head
+        for pattern in (
+            r"Data: .*\d",
+            r"Result: .* of 0\.\d+",
+            r"Time: \d+ s on two CPU cores",
+            "torch 2",
+        ):
+            assert re.search(pattern, head), f"{path.name}: {pattern}"
 
 
 RECIPES = {

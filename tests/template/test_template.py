@@ -26,8 +26,8 @@ SHARED = {
 }
 OF_BOTH = {"dataset.py", "flags.py", "model.py", "predict.py", "requirements.txt"}
 OF_THE_TASK = {
-    "classification": OF_BOTH | {"recipes/finetune.txt", "recipes/imagenet_resnet50.txt"},
-    "segmentation": OF_BOTH | {"losses.py", "recipes/cracks_unet.txt", "recipes/voc_deeplabv3.txt"},
+    "classification": OF_BOTH | {"recipes/digits.py", "recipes/digits.txt", "recipes/finetune.txt"},
+    "segmentation": OF_BOTH | {"losses.py", "recipes/cracks_unet.txt"},
 }
 RENDERED = {"EDITS.md", "README.md"}
 
