@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from generated import Command, Done, Project, both_tasks, rows, run, wait_for
+from generated import ROOT, Command, Done, Project, both_tasks, rows, run, wait_for
 from PIL import Image
 from ranks import on_ranks
 
@@ -229,7 +229,7 @@ def test_flags_that_cannot_be(project: Project, data: Path, tmp_path: Path) -> N
     for flag, value, code in [
         ("--batch-size", 0, "flags.error"),
         ("--epoch", 3, "flags.error"),
-        ("--weights", tmp_path / "none.pt", "files.failure"),
+        ("--weights", tmp_path / "none.pt", "pretrained.load_weights"),
         ("--output-dir", file, "files.failure"),
     ]:
         project.train(data, out, flag, value, on=1).refused(code, flag if code[1] == "l" else value)
@@ -237,10 +237,10 @@ def test_flags_that_cannot_be(project: Project, data: Path, tmp_path: Path) -> N
 
 
 def test_a_network_on_two_devices(project: Project, few: Path, tmp_path: Path) -> None:
-    """The README's lines. Torch takes any number for a CPU: the code runs, the CPU is one."""
-    readme = (project.folder / "README.md").read_text()
-    (halves,) = re.findall(r"```python\n(class Halves.*?)```", readme, re.S)
-    (moved,) = re.findall(r"`(model\.second\.to\(.*\))`", readme)
+    """The lines of docs/recipes.md. Torch takes any number for a CPU: the CPU is one."""
+    page = (ROOT / "docs/recipes.md").read_text()
+    (halves,) = re.findall(r"```python\n(class Halves.*?)```", page, re.S)
+    (moved,) = re.findall(r"`(model\.second\.to\(.*\))`", page)
 
     def split() -> None:
         import model
