@@ -310,9 +310,11 @@ class Debugger:
 
     def __exit__(self, *_: object) -> None:
         self.closing = True
-        for pid in generated.children():
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        while there := generated.children():  # also what those start that are ended here
+            for pid in there:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            time.sleep(0.05)
         for process in filter(None, (self.shell, self.adapter)):
             process.wait()
         for thread in self.threads:
