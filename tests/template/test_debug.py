@@ -44,12 +44,13 @@ class Numbers:
         return index + 1
 
 
-with failures.one_line_errors():
-    distributed.setup()
-    rank = distributed.rank()
-    how = {"num_workers": 1, "multiprocessing_context": process.worker_context(1)}
-    for number in DataLoader(Numbers(), worker_init_fn=process.start_worker, **how):
-        distributed.reduce_tensor(number)
+if __name__ == "__main__":  # the project's tests import main
+    with failures.one_line_errors():
+        distributed.setup()
+        rank = distributed.rank()
+        how = {"num_workers": 1, "multiprocessing_context": process.worker_context(1)}
+        for number in DataLoader(Numbers(), worker_init_fn=process.start_worker, **how):
+            distributed.reduce_tensor(number)
 """
 SUM = "distributed.reduce_tensor(number)"
 
@@ -240,7 +241,9 @@ def test_predict(project: Project, data: Path, trained: Path, tmp_path: Path) ->
     with Debugger(project.folder) as debugger:
         debugger.set("predict.py", "torch.inference_mode")
         debugger.launch(config)
-        debugger.stopped(1)[0].go()
+        (session,) = debugger.stopped(1)
+        debugger.set()
+        session.go()
         assert debugger.finish() == 0
         debugger.all_end()
     assert any(path.is_file() for path in tmp_path.rglob("*"))
