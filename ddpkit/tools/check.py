@@ -100,8 +100,7 @@ def look(path: str, format: Format) -> Facts:
 def reason(error: Exception, path: str) -> str:
     """Return what is wrong with the file at `path`, in one line."""
     text = " ".join((getattr(error, "line", "") or str(error) or type(error).__name__).split())
-    text = text.removeprefix(f"{path}: ")
-    return re.sub(r"cannot be read \((.*)\); replace or remove it", r"\1", text)  # of images.py
+    return re.sub(rf"^{re.escape(path)}: |cannot be read \(|\); replace or remove it$", "", text)
 
 
 class Survey(Dataset):

@@ -315,8 +315,9 @@ def imports_torch(pid: int) -> bool:
 @pytest.mark.parametrize("moment", ["killed", "begins", "imports torch"])
 def test_a_launcher_that_ends_at_once(project: Project, tmp_path: Path, moment: str) -> None:
     """Killed before the ranks have begun; Ctrl-C as it begins, or while the ranks import torch."""
-    held = "import os, time\nparent = os.getppid()\n"
-    held += "while 'RANK' in os.environ and os.getppid() == parent: time.sleep(0.01)\n"
+    go = tmp_path / "go"
+    held = "import os, time\nwhile 'RANK' in os.environ and not os.path.exists(" + repr(str(go))
+    held += "): time.sleep(0.01)\n"
     (tmp_path / "sitecustomize.py").write_text(held if moment == "killed" else "")
     command = project.launch(PYTHONPATH=str(tmp_path))
     if moment == "killed":
@@ -326,6 +327,7 @@ def test_a_launcher_that_ends_at_once(project: Project, tmp_path: Path, moment: 
     if moment == "imports torch":
         wait_for(lambda: any(map(imports_torch, command.ranks().values())))
     command.kill(signal.SIGKILL if moment == "killed" else signal.SIGINT)
+    go.touch()
     done = command.end()
     assert moment == "killed" or done.status in (128 + signal.SIGINT, -signal.SIGINT)
     assert (done.err, done.left) == ("", [])
