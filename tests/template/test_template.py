@@ -26,7 +26,7 @@ SHARED = {
 }
 OF_BOTH = {"dataset.py", "flags.py", "model.py", "predict.py", "requirements.txt"}
 OF_THE_TASK = {
-    "classification": OF_BOTH | {"recipes/digits.py", "recipes/digits.txt", "recipes/finetune.txt"},
+    "classification": OF_BOTH | {"recipes/digits.py", "recipes/digits.txt"},
     "segmentation": OF_BOTH | {"losses.py", "recipes/cracks_unet.txt"},
 }
 RENDERED = {"EDITS.md", "README.md"}
