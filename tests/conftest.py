@@ -120,7 +120,7 @@ def projects(generate: Generate, shared: Path) -> Callable[[str], Project]:
 
     @functools.cache
     def project(task: str) -> Project:
-        parent = shared / f"a path with a space, {task} (new)"
+        parent = shared / f"a path with a space, {task}"
         with once(parent) as is_first:
             if is_first:
                 done = generate(parent, f"task={task}")

@@ -4,6 +4,7 @@ This process has imported torch, so that a run takes a second or two; a launcher
 torch takes eight. A fork's streams, warnings and modules are those of a new process.
 """
 
+import builtins
 import contextlib
 import ctypes
 import functools
@@ -64,9 +65,8 @@ def fork(act: Callable[[], object], output: str | Path, folder: Path | None = No
         threading.excepthook = threading.__excepthook__
         logging.getLogger().handlers.clear()
         warnings.resetwarnings()
-        for category in (DeprecationWarning, PendingDeprecationWarning, ImportWarning):
-            warnings.simplefilter("ignore", category)
-        warnings.simplefilter("ignore", ResourceWarning)
+        for kind in "Deprecation", "PendingDeprecation", "Import", "Resource":
+            warnings.simplefilter("ignore", getattr(builtins, f"{kind}Warning"))
         warnings.showwarning = lambda *what: sys.stderr.write(warnings.formatwarning(*what[:4]))
         if folder:
             os.chdir(folder)
@@ -127,7 +127,7 @@ def start(
     words: list[str],
     output: Path,
     folder: Path,
-    patch: Patch = draw_nothing,
+    patch: Patch,
 ) -> list[int]:
     """Start `script`, or a command such as "ddpkit check", on forks; return their process ids."""
     port = free_port()

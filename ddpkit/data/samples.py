@@ -140,7 +140,7 @@ class Seeded(Dataset):
         return len(self.dataset)
 
     def __getitem__(self, key: Key) -> tuple:
-        # The epoch comes with the draw: persistent workers keep attributes as they were.
+        # The epoch comes with the key: persistent workers keep attributes as they were.
         epoch, index, is_val = key
         self.note(index + 1)
         seed(self.seed, epoch, index)

@@ -182,9 +182,8 @@ class Folder:
                 state = checkpoint.read(path, KEYS)
                 if state["best_of"] == best_of and state["epoch"] <= until:
                     return state["best"], state["epoch"]
-                raise UserError(
-                    f"{path}: has the best {state['best_of']} of epoch {state['epoch']}"
-                )
+                reason = f"{path}: has the best {state['best_of']} of epoch {state['epoch']}"
+                set_aside(reason, path, "best-1.pt")
             except Damaged as error:
                 set_aside(error.line, path, "best.pt.corrupt")
             except UserError as error:
