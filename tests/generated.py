@@ -294,12 +294,15 @@ def wait_for(condition: Callable[[], object], seconds: float = 120) -> None:
 
 def children(stop: set[int] = frozenset()) -> dict[int, int]:
     """The living processes below this one, each with its parent; not `stop`, nor what is below."""
-    parents = {}
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):
-            state, parent = path.read_text().rsplit(")", 1)[1].split()[:2]
-            if state != "Z":
-                parents[int(path.parent.name)] = int(parent)
+    for _ in range(10):
+        parents = {}
+        for path in Path("/proc").glob("[0-9]*/stat"):
+            with contextlib.suppress(OSError):
+                state, parent = path.read_text().rsplit(")", 1)[1].split()[:2]
+                if state != "Z":
+                    parents[int(path.parent.name)] = int(parent)
+        if parents.keys() >= {*parents.values()} - {0}:
+            break  # else a parent ended meanwhile, whose children are another's now
     found: dict[int, int] = {}
     new = {os.getpid()}
     while new:

@@ -1,7 +1,6 @@
 """Tests that test_gpu.py runs, on a machine with three made-up GPUs."""
 
 import itertools
-import json
 import math
 import os
 import signal
@@ -10,7 +9,6 @@ from collections import Counter
 from typing import Any
 
 import emulate
-import pytest
 import torch
 from generated import after_step, both_tasks, rows, wait_for
 from ranks import draw_nothing, on_ranks
@@ -131,17 +129,6 @@ def test_stopped_and_resumed(project, few, tmp_path):
         assert torch.equal(value, other["model"][name]), name
 
 
-def test_evaluation_on_two_gpus_and_on_the_cpu(project, few, tmp_path):
-    project.train(few, tmp_path).ok()
-    flags = project.flags(few, tmp_path, "--eval-only", "--amp", "off")
-    runs = (
-        project.start(*flags, on=2),
-        project.start(*flags, on=1, patch=lambda: os.environ.update(CUDA_VISIBLE_DEVICES="-1")),
-    )
-    there, here = (json.loads(run.end().ok().out.splitlines()[-1]) for run in runs)
-    assert there == pytest.approx(here, rel=1e-5)
-
-
 def test_one_line(project, own_data, tmp_path):
     """Too many ranks, memory that runs out, and broken images, among ranks of nccl."""
     done = project.train(own_data, tmp_path / "out", on=4)
@@ -153,17 +140,6 @@ def test_one_line(project, own_data, tmp_path):
     for image in (own_data / "train").rglob("*.*"):
         image.write_bytes(b"no image")
     project.train(own_data, tmp_path / "out").refused("images.reading", "own/train")
-
-
-def test_a_killed_rank(project, few, tmp_path):
-    """The other one waits in nccl for it, and is ended all the same."""
-    run = project.launch(*project.flags(few, tmp_path, "--epochs", 99, "--save-every", 1))
-    wait_for((tmp_path / "last.pt").exists)
-    run.kill(signal.SIGKILL, 1)
-    done = run.end(30)
-    line = done.err.splitlines()[-1]
-    assert line.startswith("error: rank 1 (process ") and "was ended by SIGKILL" in line
-    assert done.status not in (0, 75) and not done.left
 
 
 def test_a_collective_on_one_rank(project, few, tmp_path):

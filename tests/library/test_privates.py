@@ -2,20 +2,12 @@
 
 import subprocess
 import sys
-import time
 import types
-from collections.abc import Iterator
 
 import pytest
-import torch
-import torch.distributed as dist
 from generated import ROOT
-from ranks import on_ranks
-from torchmetrics import Metric
-from torchmetrics.classification import MulticlassConfusionMatrix
 
-from ddpkit.data import samples
-from ddpkit.ranks import explaining, process
+from ddpkit.ranks import process
 
 DDPKIT = ROOT / "ddpkit"
 PLACES = {  # each in one file only
@@ -37,18 +29,6 @@ def test_one_place() -> None:
         assert found == {place}, name
 
 
-@on_ranks(1)
-def test_the_flight_recorder() -> None:
-    """What it keeps of each collective."""
-    for size in (3, 4):
-        dist.all_reduce(torch.ones(size))
-    deadline = time.monotonic() + 10
-    while not all(over for _, over in explaining.collectives()) and time.monotonic() < deadline:
-        time.sleep(0.05)  # a thread of torch notes that it is over
-    found = [(text.split(", ", 1)[1], is_over) for text, is_over in explaining.collectives()]
-    assert found[-2:] == [("all_reduce (3,)", True), ("all_reduce (4,)", True)]
-
-
 def test_whether_a_debugger_is_attached(monkeypatch: pytest.MonkeyPatch) -> None:
     """A version of pydevd that does not say so counts as attached."""
     code = "import debugpy._vendored.force_pydevd, pydevd; print(pydevd._is_attached())"
@@ -57,30 +37,3 @@ def test_whether_a_debugger_is_attached(monkeypatch: pytest.MonkeyPatch) -> None
     assert not process.is_debugged()
     monkeypatch.setitem(sys.modules, "pydevd", types.ModuleType("pydevd"))
     assert process.is_debugged()
-
-
-@pytest.fixture(autouse=True)
-def as_before(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(Metric, "_wrap_update", Metric._wrap_update)
-    yield
-    torch.use_deterministic_algorithms(False)
-
-
-def test_metrics_count_in_any_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Metric._wrap_update is wrapped once, however often `setup` is called."""
-    samples.be_deterministic()
-    wrapped = Metric._wrap_update
-    samples.be_deterministic()
-    assert Metric._wrap_update is wrapped
-    seen = []
-
-    class Watched(MulticlassConfusionMatrix):
-        def update(self, predicted: torch.Tensor, target: torch.Tensor) -> None:
-            seen.append(torch.are_deterministic_algorithms_enabled())
-            super().update(predicted, target)
-
-    metric = Watched(2)
-    metric.update(torch.tensor([0, 1]), torch.tensor([0, 0]))
-    assert metric.compute().tolist() == [[1, 1], [0, 0]]
-    assert seen == [False]
-    assert torch.are_deterministic_algorithms_enabled()

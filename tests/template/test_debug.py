@@ -17,7 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from dap import F5, Debugger, configuration, line_of, task
-from generated import NET, ROOT, Project, both_tasks, wait_for
+from generated import NET, ROOT, Project, wait_for
 from ports import free_port
 
 from ddpkit.ranks import distributed
@@ -166,14 +166,13 @@ def test_stopping_at_a_breakpoint(endless: Project, way: str) -> None:
         debugger.all_end()
 
 
-@pytest.mark.parametrize("debug", [True, False])
-def test_stopping_a_running_training(own: Project, few: Path, debug: bool) -> None:
-    """Ctrl-C while ranks compute and wait for each other; Ctrl+F5 and then Stop."""
+def test_stopping_a_running_training(own: Project, few: Path) -> None:
+    """Ctrl+F5, and Stop while ranks compute and wait for each other."""
     words = shlex.join(map(str, [*NET, "--weights", "none", "--data", few, "--epochs", 9999]))
     with Debugger(own.folder) as debugger:
-        debugger.launch(configuration(own.folder, F5, flags=words), debug)
+        debugger.launch(configuration(own.folder, F5, flags=words), debug=False)
         debugger.wait(lambda: "epoch 1/9999" in debugger.text, "the first epoch")
-        debugger.interrupt() if debug else debugger.stop()
+        debugger.stop()
         debugger.all_end()
 
 
@@ -192,7 +191,6 @@ def test_one_process(own: Project, few: Path) -> None:
 PLANTED = "if ddpkit.rank() == 1:\n            raise {}('planted')\n        "
 MISTAKES = {  # file, a text in it, what comes in its place; the line that is held, its error
     "ValueError": ("main.py", "is_last = ", PLANTED + "is_last = ", "planted", "planted"),
-    "ddpkit.UserError": ("dataset.py", "(image,) =", PLANTED + "(image,) =", "planted", "planted"),
     "of ddpkit": ("main.py", "run.divide_gradients(", "(", "run.end_step()", "[loop.end_step]"),
 }
 
@@ -231,12 +229,9 @@ def test_a_test_file(endless: Project) -> None:
         assert not generated.left(5)
 
 
-@both_tasks
 def test_predict(project: Project, data: Path, trained: Path, tmp_path: Path) -> None:
-    """On the open image, or on a folder in its place."""
     image = next((data / "val").rglob("*.jpg"))
-    file = image if project.task == "classification" else image.parent
-    config = configuration(project.folder, "Predict: the open image", file=str(file))
+    config = configuration(project.folder, "Predict: the open image", file=str(image))
     config["args"] += ["--checkpoint", str(trained / "best.pt"), "--output", str(tmp_path)]
     with Debugger(project.folder) as debugger:
         debugger.set("predict.py", "torch.inference_mode")
