@@ -4,6 +4,7 @@ This process has imported torch, so that a run takes a second or two; a launcher
 torch takes eight. A fork's streams, warnings and modules are those of a new process.
 """
 
+import atexit
 import builtins
 import contextlib
 import ctypes
@@ -45,6 +46,7 @@ OWNED = "main", "flags", "recipe", "distributed", "dataset", "model", "losses", 
 torch.set_num_threads(1)  # a fork of a process with OpenMP's threads would wait for them
 ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER: orphans are this process's
 gc.freeze()  # garbage collections of the forks need not look at what is imported
+atexit.register(gc.unfreeze)  # else nanobind tells of leaks
 
 
 def fork(act: Callable[[], object], output: str | Path, folder: Path | None = None) -> int:
