@@ -1,7 +1,6 @@
 """Which samples a rank takes, with which random numbers, and what a sample may be."""
 
 import errno
-import gc
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -23,22 +22,14 @@ from ddpkit.ranks import distributed
 from ddpkit.run import checkpoint, folder
 
 
-class TestSeeding:
-    def test_numbers(self) -> None:
-        keys = [(), (0,), (1,), (1, 2), (2, 1), (1, 2, 0), (0, 1, 2), (2**40, 1)]
-        found = [samples.hash_key(*key) for key in keys]
-        assert len(set(found)) == len(keys)
-        assert found == [samples.hash_key(*map(np.int64, key)) for key in keys]
-        assert all(0 <= number < 2**64 for number in found)
+def test_seeding() -> None:
+    def drawn(*key: int) -> tuple:
+        samples.seed(*key)
+        return samples.random.random(), np.random.rand(), torch.rand(1).item()
 
-    def test_generators(self) -> None:
-        def drawn(*key: int) -> tuple:
-            samples.seed(*key)
-            return samples.random.random(), np.random.rand(), torch.rand(1).item()
-
-        first, again, other = drawn(1, 2), drawn(1, 2), drawn(1, 3)
-        assert first == again
-        assert not {*first} & {*other}
+    first, others = drawn(1, 2), [drawn(*key) for key in ((1, 3), (2, 1), (1,), (1, 2, 0))]
+    assert first == drawn(1, 2) == drawn(np.int64(1), np.int64(2))
+    assert not {*first} & {number for other in others for number in other}
 
 
 def shares(ranks: int, sampler: Callable, monkeypatch: pytest.MonkeyPatch) -> list[list]:
@@ -54,7 +45,7 @@ def shares(ranks: int, sampler: Callable, monkeypatch: pytest.MonkeyPatch) -> li
 
 
 class TestSampler:
-    @pytest.mark.parametrize("ranks", [2, 3, 4, 6])
+    @pytest.mark.parametrize("ranks", [2, 3])
     @pytest.mark.parametrize("seen", [0, 24])
     def test_ranks_share_what_one_would_take(
         self, ranks: int, seen: int, monkeypatch: pytest.MonkeyPatch
@@ -140,21 +131,15 @@ class TestSamples:
     def keyed(self, dataset: object) -> samples.Seeded:
         return samples.Seeded(dataset, 2, 0)
 
-    @pytest.mark.parametrize("label", [-1, 2, np.int64(2), torch.tensor(2)])
-    def test_labels_that_are_no_class(self, label: object) -> None:
-        with refusal("samples.parts", "sample 0, a.jpg", "0 to 1"):
-            self.keyed(Listed([("a.jpg", 0)])).parts(0, (torch.zeros(3, 4, 4), label))
-
     @pytest.mark.parametrize(
         ("sample", "found"),
         [
             (None, "NoneType"),
-            ([torch.zeros(3, 4, 4)], "list"),
             ({"image": torch.zeros(3, 4, 4), "boxes": 0}, "dict"),
             ((torch.zeros(3, 4, 4).int(), 0), "Tensor (3, 4, 4), torch.int32"),
-            ((torch.zeros(4), 0), "Tensor (4,), torch.float32"),
-            (("a.jpg", 0), "str"),
             ((torch.zeros(3, 4, 4), "cat"), "the target is 'cat'"),
+            ((torch.zeros(3, 4, 4), -1), "0 to 1"),
+            ((torch.zeros(3, 4, 4), torch.tensor(2)), "0 to 1"),
         ],
     )
     def test_samples_of_other_kinds(self, sample: object, found: str) -> None:
@@ -205,10 +190,6 @@ class TestSamples:
             assert len(found) == 6 - seen // 4
             assert {level for levels, _ in found for level in levels.tolist()} == {10 * epoch}
             assert {count for _, counts in found for count in counts.tolist()} == {turn}
-        dataset = Curriculum([("a.jpg", 0)])
-        sampler = loading.ValSampler(dataset, 4)
-        (batch,) = DataLoader(self.keyed(dataset), batch_sampler=sampler, **options)
-        assert [part.tolist() for part in batch[1:]] == [[0], [-1], [0], [0]]
 
     def test_images_of_several_sizes(self) -> None:
         several = [(torch.zeros(3, 4, side, dtype=torch.uint8), 0) for side in (4, 5)]
@@ -236,36 +217,21 @@ class TestNormalize:
         assert [targets.tolist() for _, targets in found] == [[4, 4], [5]]
 
 
-def loader() -> DataLoader:
+def test_batches_that_are_kept() -> None:
+    """All of two epochs keep their values, channels last in memory."""
     listed = [
         (torch.full((3, 8, 8), n, dtype=torch.uint8), torch.full((8, 8), n), n) for n in range(16)
     ]
     sampler = loading.TrainSampler(listed, 2, accumulate=1, seed=0)
     how = {"collate_fn": loading.Collate(), **loading.workers(2, torch.device("cpu"))}
-    return DataLoader(samples.Seeded(listed, 99, 0), 2, sampler=sampler, **how)
-
-
-class TestBatches:
-    def test_batches_that_are_kept(self) -> None:
-        """All of two epochs keep their values, channels last in memory."""
-        found = loader()
-        expected = [key.number for key in found.sampler] * 2
-        whole = [batch for _ in range(2) for batch in found]
-        assert torch.cat([numbers for *_, numbers in whole]).tolist() == expected
-        for pixels, masks, numbers in whole:
-            assert pixels.is_contiguous(memory_format=torch.channels_last)
-            assert torch.equal(pixels[:, 0, 0, 0].long(), numbers)
-            assert torch.equal(masks[:, 7, 7], numbers)
-
-    def test_loaders_that_are_gone(self) -> None:
-        """A rank keeps nothing of them."""
-        known = {*samples.Seeded.in_use}
-        found = loader()
-        assert len([*found]) == 8
-        assert len({*samples.Seeded.in_use} - known) == 1
-        del found
-        gc.collect()
-        assert {*samples.Seeded.in_use} <= known
+    found = DataLoader(samples.Seeded(listed, 99, 0), 2, sampler=sampler, **how)
+    expected = [key.number for key in found.sampler] * 2
+    whole = [batch for _ in range(2) for batch in found]
+    assert torch.cat([numbers for *_, numbers in whole]).tolist() == expected
+    for pixels, masks, numbers in whole:
+        assert pixels.is_contiguous(memory_format=torch.channels_last)
+        assert torch.equal(pixels[:, 0, 0, 0].long(), numbers)
+        assert torch.equal(masks[:, 7, 7], numbers)
 
 
 @pytest.mark.parametrize("call", ["fsync", "replace", "write"])
