@@ -107,7 +107,7 @@ class TestDepth:
 
 
 def test_megapixels(tmp_path: Path) -> None:
-    """Limits beyond and below those of Pillow, without its warnings."""
+    """Beyond the limits of Pillow, without its warnings."""
     path = tmp_path / "x.bmp"  # 20000 x 10000 as it says, and nothing else
     Image.new("L", (4, 4)).save(path)
     content = bytearray(path.read_bytes())
@@ -119,9 +119,6 @@ def test_megapixels(tmp_path: Path) -> None:
             images.open_image(str(path), Format(max_megapixels=179))
         with refusal("images.reading", path):  # read at last: it is cut off
             images.open_image(str(path), Format(max_megapixels=200)).read()
-        Image.new("RGB", (1001, 1000)).save(tmp_path / "x.jpg")
-        with refusal("format.check_size", "1001 x 1000"):
-            images.open_image(str(tmp_path / "x.jpg"), Format(max_megapixels=1))
 
 
 class TestFormat:
