@@ -81,12 +81,8 @@ def test_faults_of_classification(project: Project, tmp_path: Path) -> None:
         ("twice", "train/b/clash.png", "train/a/2.png"),
         ("twice", "train/a/twice.png", "train/a/3.png"),
     }
-    lines = done.out.splitlines()
-    for name, _ in bad:
-        assert any(line.startswith(f"  {name}: ") for line in lines)
     assert "train     15 images, 2 of them with errors; " in done.out
-    assert lines[-2].startswith("5 errors, 2 warnings")
-    assert (out / "check.png").stat().st_size > 10_000
+    assert done.out.splitlines()[-2].startswith("5 errors, 2 warnings")
     (data / "train/empty").mkdir()
     check(project, data, out).refused("folders.list_images", "empty")
 

@@ -50,10 +50,6 @@ def names(samples: list, data: Path) -> set[str]:
     return {Path(sample[0]).relative_to(data).as_posix() for sample in samples}
 
 
-def truncate(path: Path) -> None:
-    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
-
-
 def empty(folder: Path) -> None:
     for path in folder.rglob("*.*"):
         path.unlink()
@@ -68,7 +64,7 @@ SPOILT = [
     ("labels", lambda d: shutil.rmtree(d / "train"), "folders.find_train", ["train"]),
     ("labels", lambda d: empty(d / "train/dots"), "folders.list_images", ["train/dots"]),
     ("labels", lambda d: shutil.rmtree(d / "train/dots"), "folders.find_labelled", ["dots"]),
-    ("labels", lambda d: truncate(d / "train/bricks/0000.jpg"), BROKEN, ["truncated"]),
+    ("labels", lambda d: os.truncate(d / "train/bricks/0000.jpg", 800), BROKEN, ["bricks/0000"]),
     ("labels", lambda d: (d / "val/dots/0002.jpg").write_bytes(b""), BROKEN, ["val/dots/0002"]),
     ("masks", lambda d: (d / "train/images/0003.jpg").unlink(), PAIR, ["masks/0003.png"]),
     ("masks", lambda d: (d / "val/masks/0003.png").unlink(), PAIR, ["images/0003.jpg", "val"]),
@@ -173,10 +169,6 @@ def test_endings(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
         assert [os.path.basename(path) for path in folders.list_images(tmp_path)] == kept
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[-1] for line in lines] == [".heic", ".npy"]
-    for name in [*kept, "3.npy"]:  # an array is an image where there are no others
-        os.remove(tmp_path / name)
-    with refusal("folders.list_images", ".bmp"):
-        folders.list_images(tmp_path)
 
 
 def test_inputs_of_predict(tmp_path: Path) -> None:
@@ -185,7 +177,6 @@ def test_inputs_of_predict(tmp_path: Path) -> None:
         (tmp_path / name).touch()
     found = folders.collect([tmp_path, tmp_path / "b" / "2.jpg"])
     assert [name for _, name in found] == ["1", "b/2", "2"]
-    assert folders.by_name(found)["b/2"] == str(tmp_path / "b/2.jpg")
     with refusal("folders.by_name", "a/1.jpg", "b/1.jpg"):
         folders.by_name([("a/1.jpg", "1"), ("b/1.jpg", "1")])
 

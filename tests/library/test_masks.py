@@ -56,7 +56,6 @@ def test_classes_txt(tmp_path: Path, text: str, classes: list, colors: list | No
         ("a\nb\na", ["a: ", "twice"]),
         ("a = 7\nb = 7", ["b: ", "twice"]),
         ("a = 1 2 256\nb = 1 2 3", ["line 1", "0 to 255"]),
-        ("a = red\nb = blue", ["line 1"]),
         ("a = 3\nvoid = 4", ["1 classes", "2 to 255"]),
     ],
 )
@@ -111,11 +110,9 @@ def test_masks(tmp_path: Path, classes: list, row: list, how: dict, expected: li
 @pytest.mark.parametrize(
     ("classes", "row", "how", "words"),
     [
-        (VALUES, [0, 255, 8], {}, ["value 8 in 1 pixels", "void = 8"]),
         (NAMES, [0.5], {"dtype": "float32", "name": "x.tif"}, ["value 0.5"]),
         (COLORED, [*ROW, [0, 0, 4]], {}, ["colour 0 0 4 in 1 pixels", "void = 0 0 4"]),
         (COLORED, CLEAR, {}, ["transparent"]),
-        (NAMES, ROW, {}, ["colour ", "NAME = "]),
         (NAMES, [0, 1], {"format": "JPEG"}, ["JPEG"]),
         (NAMES, [0, 1], {"name": "x.tif", "compression": "jpeg"}, ["JPEG"]),
     ],

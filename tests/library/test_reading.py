@@ -172,14 +172,11 @@ class TestJpeg:
         monkeypatch.setattr(images, "simplejpeg", library)
         path = Path(save_jpeg(tmp_path / "x.jpg", size=(200, 160)))
         data = path.read_bytes()
-        for size in None, (20, 20):
-            images.open_image(str(path)).read((0, 0, 50, 50), size)
         for end in (data.index(b"\xff\xda") + 100, len(data) // 2, len(data) - 2):
             path.write_bytes(data[:end])
             for size in None, (20, 20):
                 with refusal("images.reading", path):
                     images.open_image(str(path)).read((0, 0, 20, 20), size)
-            path.write_bytes(data)
 
     @pytest.mark.parametrize("mode", ["RGB", "L"])
     def test_parts(self, tmp_path: Path, mode: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -84,7 +84,6 @@ def test_other_loaders_take_the_seed(workers: int) -> None:
     def order(seed: int, epoch: int, seen: int = 0) -> list[int]:
         loader = DataLoader(range(40), 4, shuffle=True, num_workers=workers)
         source = loading.Foreign(loader, 1, seed)
-        assert source.order["seed"] == seed
         return torch.cat([*source.batches(loader, epoch, seen)]).tolist()
 
     orders = [order(0, 0), order(1, 0), order(0, 1), order(1, 1)]
@@ -104,14 +103,12 @@ class Listed(torch.utils.data.Dataset):
         return torch.zeros(3, 4, 4, dtype=torch.uint8), 0
 
 
-def fingerprint(listed: list) -> str:
-    return samples.fingerprint(Listed(listed))
-
-
 def test_fingerprints() -> None:
+    def fingerprint(listed: list) -> str:
+        return samples.fingerprint(Listed(listed))
+
     first = [("a/1.jpg", 0), ("a/2.jpg", 1)]
     assert fingerprint(first) == fingerprint([("b/1.jpg", 0), ("c/2.jpg", 1)])
-    assert samples.fingerprint([()] * 3) == "3 images (00000000)"
     others = [first[:1], [*first, ("a/3.jpg", 0)], first[::-1], [("a/1.jpg", 1), ("a/2.jpg", 1)]]
     assert len({fingerprint(each) for each in (first, *others)}) == 5
 
