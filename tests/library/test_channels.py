@@ -10,7 +10,6 @@ import tifffile
 import torch
 import torchvision
 from generated import refusal
-from PIL import Image
 from timm.models._manipulate import adapt_input_conv
 from torch import nn
 
@@ -27,9 +26,7 @@ GREY_TIFF = {"photometric": "minisblack"}
 
 def save_tiff(path: Path, values: np.ndarray, kind: str) -> None:
     first = np.moveaxis(values, -1, 0)
-    if kind == "contig":
-        tifffile.imwrite(path, values, planarconfig="contig", **GREY_TIFF)
-    elif kind == "planes":
+    if kind == "planes":
         tifffile.imwrite(path, first, planarconfig="separate", **GREY_TIFF)
     else:
         tifffile.imwrite(path, first, compression="zlib", byteorder=">", **GREY_TIFF)
@@ -42,7 +39,7 @@ def read(path: Path, channels: int, **options: object) -> np.ndarray:
 
 
 class TestFiles:
-    @pytest.mark.parametrize("kind", ["contig", "planes", "pages"])
+    @pytest.mark.parametrize("kind", ["planes", "pages"])
     def test_tiff(self, tmp_path: Path, kind: str) -> None:
         save_tiff(tmp_path / "x.tif", SHORTS, kind)
         np.testing.assert_allclose(read(tmp_path / "x.tif", 5), SHORTS / 65535, atol=1e-7)
@@ -51,7 +48,6 @@ class TestFiles:
         ("values", "expected"),
         [
             (SHORTS.astype(">u2"), SHORTS / 65535),
-            (FLOATS, FLOATS),
             (FLOATS[..., 0].astype(np.float32), FLOATS[..., :1]),
             ((FLOATS * 255).astype(np.uint8), (FLOATS * 255).astype(np.uint8) / 255),
         ],
@@ -67,70 +63,38 @@ class TestFiles:
         np.testing.assert_allclose(found, (SHORTS / 4000).clip(0, 1), atol=1e-7)
 
     @pytest.mark.parametrize(
-        ("name", "values", "code", "words"),
+        ("values", "code", "words"),
         [
-            ("x.npy", FLOATS, "images.read_values", "(40, 52, 3)"),
-            ("x.npy", FLOATS[..., :1] * 2 - np.ones(5), "images.ends", "float values of -0."),
-            ("x.npy", SHORTS.astype(np.int16), "images.ends", "int16 values of 0 to 5999"),
-            ("x.npy", np.full((4, 4, 5), np.nan), "images.ends", "NaN"),
-            ("x.npy", np.array([None]), "images.reading", "replace"),
-            ("x.npy", np.zeros((2000, 1000, 5)), "format.check_size", "1000 x 2000"),
-            ("x.png", SHORTS[..., 0], "images.read_values", "(40, 52, 1)"),
+            (FLOATS, "images.read_values", "(40, 52, 3)"),
+            (FLOATS[..., :1] * 2 - np.ones(5), "images.ends", "float values of -0."),
+            (np.array([None]), "images.reading", "replace"),
+            (np.zeros((2000, 1000, 5)), "format.check_size", "1000 x 2000"),
         ],
     )
-    def test_refusals(
-        self, tmp_path: Path, name: str, values: np.ndarray, code: str, words: str
-    ) -> None:
-        path = tmp_path / name
-        if path.suffix == ".npy":
-            np.save(path, values, allow_pickle=True)
-        else:
-            Image.fromarray(values).save(path)
-        with refusal(code, path, words):
-            read(path, 5, max_megapixels=1)
-
-    def test_white_is_zero(self, tmp_path: Path) -> None:
-        """Pillow turns such a TIFF of 8 bits over, so that 0 is black; others are refused."""
-        path, grey = tmp_path / "x.tif", np.arange(0, 240, dtype=np.uint8).reshape(12, 20)
-        for kind in np.uint8, np.uint16:
-            values = grey.astype(kind) * (np.iinfo(kind).max // 255)
-            tifffile.imwrite(path, values, photometric="miniswhite")
-            if kind is np.uint8:
-                assert (images.open_image(str(path)).read().numpy() == 255 - grey).all()
-            with refusal("images.reading", "white"):
-                read(path, 1)
+    def test_refusals(self, tmp_path: Path, values: np.ndarray, code: str, words: str) -> None:
+        np.save(tmp_path / "x.npy", values, allow_pickle=True)
+        with refusal(code, tmp_path / "x.npy", words):
+            read(tmp_path / "x.npy", 5, max_megapixels=1)
 
     def test_pages(self, tmp_path: Path) -> None:
-        """Without "channels", pages are refused; with, those that are smaller are left out."""
+        """Without "channels" they are refused."""
         path = tmp_path / "x.tif"
-        for values in SHORTS, (SHORTS // 32).astype(np.uint8):
-            save_tiff(path, values, "pages")
-            with refusal("images.opened", "x.tif: 5 pages", "channels"):
-                images.open_image(str(path), Format((0, 6000)))
-            with refusal("images.opened", "5 pages"):
-                images.read_stored(str(path))
-            (finding,) = look(str(path), Format((0, 6000))).findings
-            assert finding.text.startswith("5 pages")
-            assert read(path, 5).shape == SHORTS.shape
-        first = (SHORTS[..., 0] // 32).astype(np.uint8)
-        with tifffile.TiffWriter(path) as writer:
-            writer.write(first, contiguous=False, **GREY_TIFF)
-            writer.write(first[::2, ::2], contiguous=False, subfiletype=1, **GREY_TIFF)
-        np.testing.assert_allclose(read(path, 1)[..., 0], first / 255, atol=1e-6)
+        save_tiff(path, SHORTS, "pages")
+        with refusal("images.opened", "x.tif: 5 pages", "channels"):
+            images.open_image(str(path), Format((0, 6000)))
+        with refusal("images.opened", "5 pages"):
+            images.read_stored(str(path))
 
-    @pytest.mark.parametrize("name", ["x.jpg", "x.tif", "x.npy", "x.png"])
-    def test_what_is_no_file(self, tmp_path: Path, name: str) -> None:
+    def test_what_is_no_file(self, tmp_path: Path) -> None:
         """Neither a pipe that nobody writes to nor a device without an end is opened."""
-        path = tmp_path / name
+        path = tmp_path / "x.jpg"
         for make in os.mkfifo, lambda path: path.symlink_to("/dev/zero"):
             make(path)
-            for format in Format(), Format(channels=5):
+            for read in images.open_image, images.read_stored:
                 with refusal("images.reading", path, "not a regular file"):
-                    images.open_image(str(path), format)
-                (finding,) = look(str(path), format).findings
-                assert finding.text == "not a regular file"
-            with refusal("images.reading", "not a regular file"):
-                images.read_stored(str(path))
+                    read(str(path))
+            (finding,) = look(str(path), Format()).findings
+            assert finding.text == "not a regular file"
             path.unlink()
 
     def test_arrays_in_folders(self, tmp_path: Path) -> None:
@@ -139,8 +103,6 @@ class TestFiles:
         assert folders.list_images(tmp_path) == [str(tmp_path / "x.npy")]
         with refusal("images.reading", "x.npy", "channels"):
             images.open_image(str(tmp_path / "x.npy"))
-        Image.fromarray(SHORTS[..., 0]).save(tmp_path / "y.png")
-        assert folders.list_images(tmp_path) == [str(tmp_path / "y.png")]
 
 
 def test_normalization() -> None:
@@ -154,19 +116,16 @@ def test_normalization() -> None:
     assert Format().normalize(values) is values  # what dataset.py returns as float32 is taken as is
     assert Format(channels=3).statistics == Format().statistics == (MEAN, STD)
     assert Format(channels=1).statistics[0] == (pytest.approx(0.449),)
-    grey = torch.full((1, 3, 2, 2), 51, dtype=torch.uint8)
-    assert loading.normalize(grey, Format(mean=(0.2,) * 3, std=(1,) * 3)).abs().max() < 1e-6
     with refusal("format.statistics", '"channels": 4', '"mean" and "std", 4 numbers'):
         _ = Format(channels=4).statistics
 
 
-@pytest.mark.parametrize("channels", [1, 2, 5])
+@pytest.mark.parametrize("channels", [1, 5])
 def test_first_convolution(channels: int, capsys: pytest.CaptureFixture[str]) -> None:
     """Pretrained weights of RGB become those that timm makes of them; the rest is copied."""
     source = torchvision.models.shufflenet_v2_x0_5().state_dict()
     net = predicting.fit_input(torchvision.models.shufflenet_v2_x0_5, 64, channels)
     first = next(m for m in net.modules() if isinstance(m, nn.Conv2d))
-    assert first.weight.std() > 0
     pretrained.copy_matching(net, source)
     assert re.search(r"(\d+) of \1 tensors loaded$", capsys.readouterr().out.strip())
     name = next(iter(source))

@@ -10,14 +10,6 @@ from generated import Done, Project, both_tasks
 from PIL import Image
 
 RIGHT = 6  # an orientation in EXIF
-OF_TORCHVISION = """
-
-def build_datasets(args):
-    from torchvision.datasets import FakeData
-
-    train, val = (FakeData(16, (3, args.image_size, args.image_size), 2) for _ in range(2))
-    return train, val, ["cat", "dog"]
-"""
 
 
 def check(project: Project, data: Path, out: Path, *more: object) -> Done:
@@ -37,24 +29,17 @@ def findings(data: Path, out: Path) -> set[tuple[str, ...]]:
 
 
 class Painter:
-    """Draws images and masks below a folder, and keeps the values of training images."""
+    """Draws images and masks below a folder."""
 
     def __init__(self, data: Path) -> None:
         self.data = data
         self.noise = np.random.default_rng(0)
-        self.pixels: list[np.ndarray] = []
 
-    def image(self, name: str, size: tuple[int, int] = (20, 30), turn: int = 1) -> np.ndarray:
-        values = self.noise.integers(0, 256, (*size, 3), dtype=np.uint8) // 2
-        self.save(name, values, turn)
-        if name.startswith("train"):
-            self.pixels.append(values.reshape(-1, 3))
-        return values
+    def image(self, name: str, size: tuple[int, int] = (20, 30), turn: int = 1) -> None:
+        self.save(name, self.noise.integers(0, 256, (*size, 3), dtype=np.uint8), turn)
 
-    def mask(self, name: str, size: tuple[int, int] = (20, 30), top: int = 2) -> np.ndarray:
-        values = self.noise.integers(0, top, size, dtype=np.uint8)
-        self.save(name, values)
-        return values
+    def mask(self, name: str, size: tuple[int, int] = (20, 30), top: int = 2) -> None:
+        self.save(name, self.noise.integers(0, top, size, dtype=np.uint8))
 
     def save(self, name: str, values: np.ndarray, turn: int = 1) -> None:
         path = self.data / name
@@ -67,22 +52,6 @@ class Painter:
         (self.data / other).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(self.data / name, self.data / other)
 
-    def spoil(self, name: str, content: bytes) -> None:
-        (self.data / name).parent.mkdir(parents=True, exist_ok=True)
-        (self.data / name).write_bytes(content)
-
-    def channels(self) -> list[str]:
-        """Mean and deviation of the training images, as the report begins them."""
-        values = np.concatenate(self.pixels).astype(np.float64) / 255
-        rows = values.mean(axis=0), values.std(axis=0)
-        texts = [" ".join(f"{value:.4f}" for value in row) for row in rows]
-        return [f"mean       {texts[0]}", f"deviation  {texts[1]}"]
-
-
-def whole_jpeg(painter: Painter) -> bytes:
-    painter.image("spare.jpg", (60, 60))
-    return (painter.data / "spare.jpg").read_bytes()
-
 
 def test_faults_of_classification(project: Project, tmp_path: Path) -> None:
     data, out = tmp_path / "set", tmp_path / "out"
@@ -93,19 +62,16 @@ def test_faults_of_classification(project: Project, tmp_path: Path) -> None:
                 painter.image(f"{part}/{name}/{number}.png")
     painter.image("train/c/0.png", (40, 40))
     painter.image("val/c/0.png")
-    jpeg = whole_jpeg(painter)
+    painter.image("spare.jpg", (60, 60))
+    jpeg = (data / "spare.jpg").read_bytes()
     bad = ("train/a/cut.jpg", jpeg[:900]), ("train/b/text.png", b"text"), ("val/a/none.tif", b"")
     for name, content in bad:
-        painter.spoil(name, content)
+        (data / name).write_bytes(content)
     painter.copy("train/a/0.png", "val/a/leak.png")
-    painter.image("train/b/1.png")
-    painter.pixels.pop(6)  # which that one has replaced
     with Image.open(data / "train/b/1.png") as image:
         image.save(data / "val/b/saved again.bmp")
     painter.copy("train/a/2.png", "train/b/clash.png")
-    painter.pixels.append(painter.pixels[2])
     painter.copy("train/a/3.png", "train/a/twice.png")
-    painter.pixels.append(painter.pixels[3])
     done = check(project, data, out)
     assert done.status == 1, done.err
     assert findings(data, out) == {
@@ -115,15 +81,8 @@ def test_faults_of_classification(project: Project, tmp_path: Path) -> None:
         ("twice", "train/b/clash.png", "train/a/2.png"),
         ("twice", "train/a/twice.png", "train/a/3.png"),
     }
-    lines = done.out.splitlines()
-    for name, _ in bad:
-        assert any(line.startswith(f"  {name}: ") for line in lines)
-    for text in painter.channels():
-        assert text in done.out
     assert "train     15 images, 2 of them with errors; " in done.out
-    assert "width x height: 30 x 20 to 40 x 40" in done.out
-    assert lines[-2].startswith("5 errors, 2 warnings")
-    assert (out / "check.png").stat().st_size > 10_000
+    assert done.out.splitlines()[-2].startswith("5 errors, 2 warnings")
     (data / "train/empty").mkdir()
     check(project, data, out).refused("folders.list_images", "empty")
 
@@ -144,34 +103,26 @@ def test_faults_of_segmentation(project: Project, tmp_path: Path) -> None:
 
     pair("fine", (20, 30), RIGHT, (30, 20))
     pair("as stored", (20, 30), RIGHT, (20, 30))
-    pair("smaller", (20, 30), 1, (10, 15))
     pair("unknown", (20, 30), 1, (20, 30))
     painter.save("train/masks/unknown.png", np.full((20, 30), 9, np.uint8))
-    pair("colours", (20, 30), 1, (20, 30))
-    painter.save("train/masks/colours.png", np.zeros((20, 30, 3), np.uint8))
     pair("broken mask", (20, 30), 1, (20, 30))
-    painter.spoil("train/masks/broken mask.png", b"text")
+    (data / "train/masks/broken mask.png").write_bytes(b"text")
     pair("broken", (20, 30), 1, (20, 30))
-    painter.pixels.pop()
-    painter.spoil("train/images/broken.png", (data / "train/images/0.png").read_bytes()[:300])
+    cut = (data / "train/images/0.png").read_bytes()[:300]
+    (data / "train/images/broken.png").write_bytes(cut)
     painter.image("train/images/alone.png")
-    painter.pixels.pop()
     painter.mask("val/masks/alone.png")
     for kind in "images", "masks":
         painter.copy(f"train/{kind}/0.png", f"val/{kind}/leak.png")
         painter.copy(f"train/{kind}/1.png", f"train/{kind}/twice.png")
-    painter.pixels.append(painter.pixels[1])
     painter.copy("train/images/2.png", "train/images/two masks.png")
-    painter.pixels.append(painter.pixels[2])
     painter.mask("train/masks/two masks.png")
 
     done = check(project, data, out)
     assert done.status == 1, done.err
     assert findings(data, out) == {
         ("size", "train/masks/as stored.png", "train/images/as stored.png"),
-        ("size", "train/masks/smaller.png", "train/images/smaller.png"),
         ("label", "train/masks/unknown.png", "train/images/unknown.png"),
-        ("label", "train/masks/colours.png", "train/images/colours.png"),
         ("broken", "train/masks/broken mask.png", "train/images/broken mask.png"),
         ("broken", "train/images/broken.png", ""),
         ("no mask", "train/images/alone.png", ""),
@@ -180,11 +131,8 @@ def test_faults_of_segmentation(project: Project, tmp_path: Path) -> None:
         ("twice", "train/images/twice.png", "train/images/1.png"),
         ("twice", "train/images/two masks.png", "train/images/2.png"),
     }
-    for text in painter.channels():
-        assert text in done.out
     assert "value 9 in 600 pixels is no class; " in done.out
-    assert f"{'never':6}  {0:9} {0:8} %" in done.out
-    assert done.out.splitlines()[-2].startswith("9 errors, 2 warnings")
+    assert done.out.splitlines()[-2].startswith("7 errors, 2 warnings")
 
 
 @both_tasks
@@ -204,46 +152,3 @@ def test_a_whole_set(project: Project, data: Path, tmp_path: Path) -> None:
     else:
         count = len([*(data / "train/dots").iterdir()])
         assert f"dots     {count:9} {100 * count / 53:8.3g} %" in done.out
-
-
-@pytest.mark.parametrize("project", ["segmentation"], indirect=True)
-def test_masks_without_names(project: Project, tmp_path: Path) -> None:
-    """Numbers that validation alone has are no classes; one class is none to learn."""
-    painter = Painter(tmp_path / "set")
-    for part, top in ("train", 2), ("val", 3):
-        painter.image(f"{part}/images/0.png")
-        painter.mask(f"{part}/masks/0.png", top=top)
-    done = check(project, painter.data, tmp_path / "out")
-    expected = {("layout", ".", "")}
-    assert (done.status, findings(painter.data, tmp_path / "out")) == (1, expected)
-    assert "validation masks have 2, " in done.out
-    for value in (0, 2):  # one class, and two that are not 0 and 1
-        for part in "train", "val":
-            mask = np.zeros((20, 30), np.uint8)
-            mask[5] = value
-            painter.save(f"{part}/masks/0.png", mask)
-        done = check(project, painter.data, tmp_path / "out")
-        assert (done.status, findings(painter.data, tmp_path / "out")) == (1, expected)
-
-
-def test_what_cannot_be_checked(project: Project, tmp_path: Path) -> None:
-    check(project, tmp_path / "none", tmp_path / "out").refused("files.failure", "none")
-    (tmp_path / "train.csv").write_text("file,label\nnone.png,a\n")
-    check(project, tmp_path, tmp_path / "out").refused("folders.read_list", "line 2", "none.png")
-
-
-def test_a_data_set_of_torchvision(project: Project, data: Path, tmp_path: Path) -> None:
-    """In place of folders: checked are those that are named; what needs files or counts says so."""
-    own = project.copy(tmp_path / "own")
-    with open(own.folder / "dataset.py", "a") as file:
-        file.write(OF_TORCHVISION)
-    out = tmp_path / "out"
-    assert "train     53 images; " in check(own, data, out).ok().out
-    prepared = own.run("--data", data, "--output", tmp_path, script="ddpkit prepare", on=1)
-    prepared.refused("prepare.main", "FakeData")
-    weighed = own.train(data, out, "--class-weights", "auto", on=1)
-    weighed.refused("class_counts.count_classes", "FakeData", "count_labels")
-    own.train(data, out).ok()
-    image = next((data / "val").glob("*/*.jpg"))
-    words = [image, "--checkpoint", out / "best.pt", "--output", tmp_path / "predicted"]
-    own.run(*words, script="predict.py", on=1).ok()

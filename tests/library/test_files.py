@@ -2,9 +2,7 @@
 
 import os
 import signal
-from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from generated import refusal
@@ -59,18 +57,6 @@ def test_filling(tmp_path):
         with files.filling(folder) as part:
             (part / name).touch()
     assert (os.listdir(tmp_path), os.listdir(folder)) == (["folder"], ["first"])
-
-
-def test_plain_types():
-    """Of flags and numbers in a checkpoint, such that torch.load(weights_only=True) reads it."""
-    given = {
-        "a": [np.int64(1), (Path("x"),)],
-        "b": np.float32(0.5),
-        "c": torch.tensor(2),
-        "d": None,
-    }
-    plain = {"a": [1, ("x",)], "b": 0.5, "c": 2, "d": None}
-    assert repr(checkpoint.to_plain(given)) == repr(plain)
 
 
 @on_ranks(1)

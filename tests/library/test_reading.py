@@ -56,14 +56,13 @@ class TestDepth:
             with refusal("images.reading", "colours.png", "PNG of 16 bits that is not"):
                 read(tmp_path / "colours.png")
 
-    @pytest.mark.parametrize(("order", "packed"), LAYOUTS)
-    def test_floats_and_integers(self, tmp_path: Path, order: str, packed: bool) -> None:
+    def test_floats_and_integers(self, tmp_path: Path) -> None:
         path = tmp_path / "x.tif"
         grey = np.arange(256).reshape(16, 16)
-        save_tiff(path, (grey / 255).astype(np.float32), order, packed)
+        save_tiff(path, (grey / 255).astype(np.float32))
         assert (read(path)[..., 0] == grey).all()
         for kind in np.int16, np.int32:
-            save_tiff(path, (grey - 100).astype(kind), order, packed)
+            save_tiff(path, (grey - 100).astype(kind))
             assert (read(path, (-100, 155)) == steps(grey, 0, 255)).all()
             with refusal("images.ends", path, "values of -100 to 155", "value_range"):
                 read(path)
@@ -72,8 +71,6 @@ class TestDepth:
         ("values", "words"),
         [
             (RAMP // 17, "uint16 values of 0 to 3839"),
-            (COLOURS // 256, "uint16 values of 0 to 254"),
-            (RAMP / np.float32(2**20), "float values of 0 to 0.062"),
             (RAMP.astype(np.float32), "float values of 0 to 65263"),
             (RAMP * np.float32("nan"), "NaN or infinite"),
         ],
@@ -96,15 +93,13 @@ class TestDepth:
             image.save(path)
             assert (read(path, (0, 9)) == np.asarray(image.convert("RGB"))).all()
 
-    @pytest.mark.parametrize("orientation", [3, 6, 8])
-    def test_turned(self, tmp_path: Path, orientation: int) -> None:
+    def test_turned(self, tmp_path: Path) -> None:
         """TIFFs not compressed as well, which Pillow turns wrongly where it maps them."""
-        values = RAMP.astype(np.uint8)
-        exif, turns = Image.Exif(), {3: 2, 6: -1, 8: 1}
-        exif[0x0112] = orientation
+        values, exif = RAMP.astype(np.uint8), Image.Exif()
+        exif[0x0112] = 6
         Image.fromarray(values).save(tmp_path / "turned.tif", exif=exif)
         Image.fromarray(values).save(tmp_path / "plain.tif")
-        expected = np.rot90(read(tmp_path / "plain.tif"), turns[orientation])
+        expected = np.rot90(read(tmp_path / "plain.tif"), -1)
         assert np.array_equal(read(tmp_path / "turned.tif"), expected)
         Image.fromarray(RAMP).save(tmp_path / "deep.tif", exif=exif)
         with refusal("images.reading", "deep.tif", "turned"):
@@ -112,7 +107,7 @@ class TestDepth:
 
 
 def test_megapixels(tmp_path: Path) -> None:
-    """Limits beyond and below those of Pillow, without its warnings."""
+    """Beyond the limits of Pillow, without its warnings."""
     path = tmp_path / "x.bmp"  # 20000 x 10000 as it says, and nothing else
     Image.new("L", (4, 4)).save(path)
     content = bytearray(path.read_bytes())
@@ -124,11 +119,6 @@ def test_megapixels(tmp_path: Path) -> None:
             images.open_image(str(path), Format(max_megapixels=179))
         with refusal("images.reading", path):  # read at last: it is cut off
             images.open_image(str(path), Format(max_megapixels=200)).read()
-        for name in ("x.jpg", "x.png"):
-            Image.new("RGB", (1001, 1000)).save(tmp_path / name)
-            with refusal("format.check_size", "1001 x 1000"):
-                images.open_image(str(tmp_path / name), Format(max_megapixels=1))
-            images.open_image(str(tmp_path / name), Format(max_megapixels=2)).read()
 
 
 class TestFormat:
@@ -137,16 +127,9 @@ class TestFormat:
         [
             (b"{", "Expecting property name"),
             (b"\xff", "can't decode byte"),
-            (b"[5]", "no attribute"),
             (b'{"chanels": 5}', "'chanels'"),
-            (b'{"channels": "5"}', "str"),
             (b'{"channels": -1}', "wrong number"),
-            (b'{"max_megapixels": "5"}', "number"),
-            (b'{"value_range": 5}', "int"),
             (b'{"value_range": [5, 5]}', "order of numbers"),
-            (b'{"value_range": [0, Infinity]}', "wrong number"),
-            (b'{"mean": []}', "wrong number"),
-            (b'{"mean": [1, "2", 3]}', "number"),
             (b'{"std": [1, 0, 1]}', "wrong number"),
             (b'{"channels": 4, "mean": [1, 1, 1]}', "wrong number"),
         ],
@@ -173,39 +156,15 @@ def save_jpeg(path: Path, mode: str = "RGB", size: tuple[int, int] = (50, 37), *
 
 
 class TestJpeg:
-    @pytest.mark.parametrize(
-        ("mode", "how", "shrinks"),
-        [
-            ("RGB", {}, True),
-            ("L", {"comment": b"grey"}, True),
-            ("RGB", {"progressive": True, "quality": 95, "subsampling": 0}, True),
-            ("RGB", {"icc_profile": bytes(70_000)}, True),
-            ("RGB", {"restart_marker_rows": 1, "dpi": (300, 300)}, True),
-            ("CMYK", {}, False),
-        ],
-    )
-    def test_sizes(self, tmp_path: Path, mode: str, how: dict, shrinks: bool) -> None:
-        image = images.open_image(save_jpeg(tmp_path / "x", mode, **how))
-        assert (image.height, image.width) == (37, 50)
-        assert bool(image.shrinks) == shrinks
-
-    def test_a_byte_between_segments(self, tmp_path: Path) -> None:
-        """What looks like the next one's length leads anywhere, here into a comment."""
-        data = Path(save_jpeg(tmp_path / "x.jpg")).read_bytes()
-        other = simplejpeg.encode_jpeg(np.zeros((16, 16, 3), np.uint8))
-        begin, frame = data.index(b"\xff\xdb\x00"), data.index(b"\xff\xc0")
-        comment = bytes(begin + 0xDB00 - frame - 3) + other[other.index(b"\xff\xc0") :]
-        comment = b"\xff\xfe" + (len(comment) + 2).to_bytes(2, "big") + comment
-        parts = data[:begin], b"\xff", data[begin:frame], comment, data[frame:]
-        (tmp_path / "x.jpg").write_bytes(b"".join(parts))
-        image = images.open_image(str(tmp_path / "x.jpg"))
-        assert (image.height, image.width) == (37, 50)
-
-    def test_turned(self, tmp_path: Path) -> None:
-        exif = Image.Exif()
-        exif[0x112] = 6
-        image = images.open_image(save_jpeg(tmp_path / "x.jpg", exif=exif))
-        assert (image.height, image.width, image.shrinks) == (50, 37, ())
+    def test_sizes(self, tmp_path: Path) -> None:
+        """Those that are upright, in RGB or grey, can be decoded at reduced size."""
+        kinds = (("RGB", 1, True), ("L", 1, True), ("CMYK", 1, False), ("RGB", 6, False))
+        for mode, orientation, shrinks in kinds:
+            exif = Image.Exif()
+            exif[0x112] = orientation
+            image = images.open_image(save_jpeg(tmp_path / "x", mode, exif=exif))
+            size = (37, 50) if orientation == 1 else (50, 37)
+            assert (image.height, image.width, bool(image.shrinks)) == (*size, shrinks)
 
     @pytest.mark.parametrize("library", [simplejpeg, None])
     def test_broken(self, tmp_path: Path, library: object, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -213,35 +172,27 @@ class TestJpeg:
         monkeypatch.setattr(images, "simplejpeg", library)
         path = Path(save_jpeg(tmp_path / "x.jpg", size=(200, 160)))
         data = path.read_bytes()
-        for size in None, (20, 20):
-            images.open_image(str(path)).read((0, 0, 50, 50), size)
         for end in (data.index(b"\xff\xda") + 100, len(data) // 2, len(data) - 2):
             path.write_bytes(data[:end])
             for size in None, (20, 20):
                 with refusal("images.reading", path):
                     images.open_image(str(path)).read((0, 0, 20, 20), size)
-            path.write_bytes(data)
 
-    @pytest.mark.parametrize(
-        "how", [{}, {"subsampling": 0, "quality": 95}, {"progressive": True}, None]
-    )
-    def test_parts(self, tmp_path: Path, how: dict | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    @pytest.mark.parametrize("mode", ["RGB", "L"])
+    def test_parts(self, tmp_path: Path, mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
         """As a decode of the whole, cropped and resized, and not off by a pixel.
 
         Pillow and simplejpeg agree to the bit.
         """
-        rng = np.random.default_rng(1)
-        small = Image.fromarray(rng.integers(0, 256, (24, 32, 3), np.uint8))
+        small = np.random.default_rng(1).integers(0, 256, (24, 32, 3), np.uint8)
+        large = Image.fromarray(small).resize((613, 487), Image.Resampling.BICUBIC)
         path = str(tmp_path / "x.jpg")
-        large = small.resize((613, 487), Image.Resampling.BICUBIC)
-        (large.convert("L") if how is None else large).save(path, **(how or {}))
+        large.convert(mode).save(path)
         whole = F.pil_to_tensor(images.read_stored(path).convert("RGB"))
         boxes = (
             (None, None),
-            ((13, 7, 101, 93), None),
             ((33, 51, 177, 123), (100, 90)),
             (None, (64, 80)),
-            ((8, 16, 256, 320), (64, 80)),
             ((33, 51, 313, 347), (60, 60)),
             ((-20, -10, 400, 560), (80, 112)),
         )
@@ -261,48 +212,22 @@ class TestJpeg:
                 return (moved - inner).abs().mean().item()
 
             here = off(0, 0)
-            assert here < (9 if number > 2 else 0.1)  # grey levels of 256; shrunk or not
+            assert here < (9 if number > 1 else 0.1)  # grey levels of 256; shrunk or not
             assert here < 0.7 * min(off(-1, 0), off(1, 0), off(0, -1), off(0, 1))
 
 
-class TestParts:
-    @pytest.mark.parametrize(
-        ("box", "size", "snapped"),
-        [
-            ((3, 5, 50, 60), None, (3, 5, 50, 60)),
-            ((3, 5, 50, 60), (25, 30), (4, 4, 48, 60)),
-            ((3, 5, 50, 60), (26, 30), (3, 5, 50, 60)),
-            ((-3, 0, 90, 90), (10, 10), (0, 0, 88, 88)),
-        ],
-    )
-    def test_boxes(self, box: tuple, size: tuple | None, snapped: tuple) -> None:
-        decode = lambda n: np.zeros((100 // n, 200 // n, 3))  # noqa: E731
-        assert images.LazyImage(100, 200, decode, (8, 4, 2)).snap(box, size) == snapped
-
-    def test_beyond_the_edges(self, tmp_path: Path) -> None:
-        pixels = np.arange(1, 7, dtype=np.uint8).reshape(2, 3)
-        mask, inside = images.LazyImage.of(pixels), torch.from_numpy(pixels.copy())
-        for rows in range(-4, 5):
-            for columns in range(-4, 6):
-                whole = torch.full((12, 14), 9, dtype=torch.uint8)
-                whole[5:7, 5:8] = inside
-                expected = whole[5 + rows :][:2, 5 + columns :][:, :2]
-                assert torch.equal(mask.read((rows, columns, 2, 2), fill=9), expected)
-        image = images.open_image(save_jpeg(tmp_path / "x.jpg"))
-        assert (image.read((-90, -90, 40, 20), (20, 10), fill=9) == 9).all()
-        assert image.read((-4, 0, 8, 8), fill=9)[:, :4].eq(9).all()
-
-
-def test_visible() -> None:
-    """Three channels, or one in grey, each from dark to bright; RGB of 8 bits as it is."""
-    rgb = torch.randint(256, (3, 20, 30), dtype=torch.uint8)
-    assert images.visible(rgb) is rgb
-    ramp = torch.linspace(0, 0.01, 600).view(20, 30)
-    for image in ramp[None], torch.stack([ramp, ramp.flip(0), 9 * ramp, ramp * 0]):
-        shown = images.visible(image)
-        assert (shown.dtype, shown.shape) == (torch.uint8, (3, 20, 30))
-        assert (shown.amin((1, 2)) == 0).all() and (shown.amax((1, 2)) == 255).all()
-        assert shown.float().mean() == pytest.approx(127.5, abs=2)
+def test_beyond_the_edges(tmp_path: Path) -> None:
+    pixels = np.arange(1, 7, dtype=np.uint8).reshape(2, 3)
+    mask, inside = images.LazyImage.of(pixels), torch.from_numpy(pixels.copy())
+    for rows in range(-4, 5):
+        for columns in range(-4, 6):
+            whole = torch.full((12, 14), 9, dtype=torch.uint8)
+            whole[5:7, 5:8] = inside
+            expected = whole[5 + rows :][:2, 5 + columns :][:, :2]
+            assert torch.equal(mask.read((rows, columns, 2, 2), fill=9), expected)
+    image = images.open_image(save_jpeg(tmp_path / "x.jpg"))
+    assert (image.read((-90, -90, 40, 20), (20, 10), fill=9) == 9).all()
+    assert image.read((-4, 0, 8, 8), fill=9)[:, :4].eq(9).all()
 
 
 def failing(function: Callable, times: int, number: int) -> Callable:
@@ -319,19 +244,16 @@ def failing(function: Callable, times: int, number: int) -> Callable:
 
 
 @pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE, errno.EHOSTDOWN])
-@pytest.mark.parametrize("channels", [None, 3])
-def test_network_disks(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, channels: int | None
-) -> None:
+def test_network_disks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
     """Read at the third try, or an error that a restart may find mended."""
     monkeypatch.setattr(files, "WAITS", (1e-6, 1e-6))
-    path, format = str(tmp_path / "x.png"), Format(channels=channels)
+    path = str(tmp_path / "x.png")
     Image.new("RGB", (8, 8)).save(path)
     monkeypatch.setattr(files, "open", failing(open, 2, number), raising=False)
-    assert images.open_image(path, format).read().shape == (3, 8, 8)
+    assert images.open_image(path).read().shape == (3, 8, 8)
     monkeypatch.setattr(files, "open", failing(open, 3, number), raising=False)
     with pytest.raises(DiskError, match=f"^{path}: the disk does not answer"):
-        images.open_image(path, format)
+        images.open_image(path)
     monkeypatch.setattr(files, "open", failing(open, 1, errno.EACCES), raising=False)
     with pytest.raises(UserError, match=f"{path}: cannot be read .Permission denied"):
-        images.open_image(path, format)
+        images.open_image(path)

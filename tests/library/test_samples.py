@@ -1,9 +1,7 @@
 """Which samples a rank takes, with which random numbers, and what a sample may be."""
 
 import errno
-import gc
 import os
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -18,59 +16,41 @@ from torchvision.transforms.v2 import functional as F
 from ddpkit import files
 from ddpkit.data import loading, samples
 from ddpkit.data.format import MEAN, STD, Format
-from ddpkit.errors import DiskError, UserError, print_error
+from ddpkit.errors import DiskError, UserError
 from ddpkit.ranks import distributed
 from ddpkit.run import checkpoint, folder
 
 
-class TestSeeding:
-    def test_numbers(self) -> None:
-        keys = [(), (0,), (1,), (1, 2), (2, 1), (1, 2, 0), (0, 1, 2), (2**40, 1)]
-        found = [samples.hash_key(*key) for key in keys]
-        assert len(set(found)) == len(keys)
-        assert found == [samples.hash_key(*map(np.int64, key)) for key in keys]
-        assert all(0 <= number < 2**64 for number in found)
+def test_seeding() -> None:
+    def drawn(*key: int) -> tuple:
+        samples.seed(*key)
+        return samples.random.random(), np.random.rand(), torch.rand(1).item()
 
-    def test_generators(self) -> None:
-        def drawn(*key: int) -> tuple:
-            samples.seed(*key)
-            return samples.random.random(), np.random.rand(), torch.rand(1).item()
-
-        first, again, other = drawn(1, 2), drawn(1, 2), drawn(1, 3)
-        assert first == again
-        assert not {*first} & {*other}
-
-
-def shares(ranks: int, sampler: Callable, monkeypatch: pytest.MonkeyPatch) -> list[list]:
-    """What each of so many ranks takes from its sampler."""
-    found = []
-    monkeypatch.setattr(distributed, "world_size", lambda: ranks)
-    for rank in range(ranks):
-        monkeypatch.setattr(distributed, "rank", lambda rank=rank: rank)
-        mine = sampler()
-        found.append(list(mine))
-        assert len(mine) == len(found[-1])
-    return found
+    first, others = drawn(1, 2), [drawn(*key) for key in ((1, 3), (2, 1), (1,), (1, 2, 0))]
+    assert first == drawn(1, 2) == drawn(np.int64(1), np.int64(2))
+    assert not {*first} & {number for other in others for number in other}
 
 
 class TestSampler:
-    @pytest.mark.parametrize("ranks", [2, 3, 4, 6])
+    @pytest.mark.parametrize("ranks", [2, 3])
     @pytest.mark.parametrize("seen", [0, 24])
     def test_ranks_share_what_one_would_take(
         self, ranks: int, seen: int, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        def sampler() -> loading.TrainSampler:
-            each = 12 // distributed.world_size()
-            made = loading.TrainSampler([()] * 53, each, 1, seed=5)
-            made.set_epoch(3, seen)
-            return made
+        def taken(rank: int, ranks: int) -> list:
+            monkeypatch.setattr(distributed, "world_size", lambda: ranks)
+            monkeypatch.setattr(distributed, "rank", lambda: rank)
+            sampler = loading.TrainSampler([()] * 53, 12 // ranks, 1, seed=5)
+            sampler.set_epoch(3, seen)
+            found = list(sampler)
+            assert len(sampler) == len(found)
+            return found
 
-        (alone,) = shares(1, sampler, monkeypatch)
+        alone, each = taken(0, 1), 12 // ranks
         assert len(alone) == 48 - seen  # 53 are four global batches of 12, and a rest
         assert len({*alone}) == len(alone)
         assert {key.epoch for key in alone} == {3}
-        parts = shares(ranks, sampler, monkeypatch)
-        each = 12 // ranks
+        parts = [taken(rank, ranks) for rank in range(ranks)]
         for step in range(len(alone) // 12):
             mine = [part[step * each : (step + 1) * each] for part in parts]
             together = {key for part in mine for key in part}
@@ -104,7 +84,6 @@ def test_other_loaders_take_the_seed(workers: int) -> None:
     def order(seed: int, epoch: int, seen: int = 0) -> list[int]:
         loader = DataLoader(range(40), 4, shuffle=True, num_workers=workers)
         source = loading.Foreign(loader, 1, seed)
-        assert source.order["seed"] == seed
         return torch.cat([*source.batches(loader, epoch, seen)]).tolist()
 
     orders = [order(0, 0), order(1, 0), order(0, 1), order(1, 1)]
@@ -124,14 +103,12 @@ class Listed(torch.utils.data.Dataset):
         return torch.zeros(3, 4, 4, dtype=torch.uint8), 0
 
 
-def fingerprint(listed: list) -> str:
-    return samples.fingerprint(Listed(listed))
-
-
 def test_fingerprints() -> None:
+    def fingerprint(listed: list) -> str:
+        return samples.fingerprint(Listed(listed))
+
     first = [("a/1.jpg", 0), ("a/2.jpg", 1)]
     assert fingerprint(first) == fingerprint([("b/1.jpg", 0), ("c/2.jpg", 1)])
-    assert samples.fingerprint([()] * 3) == "3 images (00000000)"
     others = [first[:1], [*first, ("a/3.jpg", 0)], first[::-1], [("a/1.jpg", 1), ("a/2.jpg", 1)]]
     assert len({fingerprint(each) for each in (first, *others)}) == 5
 
@@ -140,21 +117,15 @@ class TestSamples:
     def keyed(self, dataset: object) -> samples.Seeded:
         return samples.Seeded(dataset, 2, 0)
 
-    @pytest.mark.parametrize("label", [-1, 2, np.int64(2), torch.tensor(2)])
-    def test_labels_that_are_no_class(self, label: object) -> None:
-        with refusal("samples.parts", "sample 0, a.jpg", "0 to 1"):
-            self.keyed(Listed([("a.jpg", 0)])).parts(0, (torch.zeros(3, 4, 4), label))
-
     @pytest.mark.parametrize(
         ("sample", "found"),
         [
             (None, "NoneType"),
-            ([torch.zeros(3, 4, 4)], "list"),
             ({"image": torch.zeros(3, 4, 4), "boxes": 0}, "dict"),
             ((torch.zeros(3, 4, 4).int(), 0), "Tensor (3, 4, 4), torch.int32"),
-            ((torch.zeros(4), 0), "Tensor (4,), torch.float32"),
-            (("a.jpg", 0), "str"),
             ((torch.zeros(3, 4, 4), "cat"), "the target is 'cat'"),
+            ((torch.zeros(3, 4, 4), -1), "0 to 1"),
+            ((torch.zeros(3, 4, 4), torch.tensor(2)), "0 to 1"),
         ],
     )
     def test_samples_of_other_kinds(self, sample: object, found: str) -> None:
@@ -205,10 +176,6 @@ class TestSamples:
             assert len(found) == 6 - seen // 4
             assert {level for levels, _ in found for level in levels.tolist()} == {10 * epoch}
             assert {count for _, counts in found for count in counts.tolist()} == {turn}
-        dataset = Curriculum([("a.jpg", 0)])
-        sampler = loading.ValSampler(dataset, 4)
-        (batch,) = DataLoader(self.keyed(dataset), batch_sampler=sampler, **options)
-        assert [part.tolist() for part in batch[1:]] == [[0], [-1], [0], [0]]
 
     def test_images_of_several_sizes(self) -> None:
         several = [(torch.zeros(3, 4, side, dtype=torch.uint8), 0) for side in (4, 5)]
@@ -236,39 +203,24 @@ class TestNormalize:
         assert [targets.tolist() for _, targets in found] == [[4, 4], [5]]
 
 
-def loader() -> DataLoader:
+def test_batches_that_are_kept() -> None:
+    """All of two epochs keep their values, channels last in memory."""
     listed = [
         (torch.full((3, 8, 8), n, dtype=torch.uint8), torch.full((8, 8), n), n) for n in range(16)
     ]
     sampler = loading.TrainSampler(listed, 2, accumulate=1, seed=0)
     how = {"collate_fn": loading.Collate(), **loading.workers(2, torch.device("cpu"))}
-    return DataLoader(samples.Seeded(listed, 99, 0), 2, sampler=sampler, **how)
+    found = DataLoader(samples.Seeded(listed, 99, 0), 2, sampler=sampler, **how)
+    expected = [key.number for key in found.sampler] * 2
+    whole = [batch for _ in range(2) for batch in found]
+    assert torch.cat([numbers for *_, numbers in whole]).tolist() == expected
+    for pixels, masks, numbers in whole:
+        assert pixels.is_contiguous(memory_format=torch.channels_last)
+        assert torch.equal(pixels[:, 0, 0, 0].long(), numbers)
+        assert torch.equal(masks[:, 7, 7], numbers)
 
 
-class TestBatches:
-    def test_batches_that_are_kept(self) -> None:
-        """All of two epochs keep their values, channels last in memory."""
-        found = loader()
-        expected = [key.number for key in found.sampler] * 2
-        whole = [batch for _ in range(2) for batch in found]
-        assert torch.cat([numbers for *_, numbers in whole]).tolist() == expected
-        for pixels, masks, numbers in whole:
-            assert pixels.is_contiguous(memory_format=torch.channels_last)
-            assert torch.equal(pixels[:, 0, 0, 0].long(), numbers)
-            assert torch.equal(masks[:, 7, 7], numbers)
-
-    def test_loaders_that_are_gone(self) -> None:
-        """A rank keeps nothing of them."""
-        known = {*samples.Seeded.in_use}
-        found = loader()
-        assert len([*found]) == 8
-        assert len({*samples.Seeded.in_use} - known) == 1
-        del found
-        gc.collect()
-        assert {*samples.Seeded.in_use} <= known
-
-
-@pytest.mark.parametrize("call", ["fsync", "replace", "write"])
+@pytest.mark.parametrize("call", ["fsync", "replace"])
 def test_saving(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str) -> None:
     """On a network disk a checkpoint is written whole or not at all."""
     monkeypatch.setattr(files, "WAITS", (1e-6, 1e-6))
@@ -280,11 +232,7 @@ def test_saving(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str) -> N
 
     def save(epoch: int, times: int, number: int) -> None:
         with monkeypatch.context() as patch:
-            if call == "write":
-                save = failing(torch.save, times, number)
-                patch.setattr(torch, "save", save)
-            else:
-                patch.setattr(os, call, failing(getattr(os, call), times, number))
+            patch.setattr(os, call, failing(getattr(os, call), times, number))
             run.add({**state, "epoch": epoch}, epoch == 1, replace=False)
 
     save(1, 0, 0)
@@ -306,15 +254,3 @@ def test_saving(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str) -> N
         with pytest.raises(DiskError):
             run.saves()
     assert epochs() == [2, 1]
-
-
-def test_names_with_control_characters(capsys: pytest.CaptureFixture[str]) -> None:
-    """They cannot begin a line or change a terminal; other names stay as they are."""
-    name = "a\nerror: b\x1b[2J\r\x9b\u2028é 猫 \u200d"
-    distributed.say(name)
-    print_error(UserError(name))
-    expected = "a\\nerror: b\\x1b[2J\\r\\x9b\\u2028é 猫 \u200d"
-    assert capsys.readouterr() == (
-        f"{expected}\n",
-        f"error: {expected} [test_samples.test_names_with_control_characters]\n",
-    )

@@ -1,7 +1,6 @@
 """Large images: the same in tiles as whole; one line where memory does not suffice."""
 
 import json
-import random
 import resource
 import shutil
 from pathlib import Path
@@ -11,28 +10,23 @@ import pytest
 import torch
 from generated import Project, refusal
 from PIL import Image
-from ranks import on_ranks
 from torch import Tensor, nn
 
-from ddpkit.data import demo, loading
 from ddpkit.run import checkpoint, machine, predicting
 
 SEGMENTATION = pytest.mark.parametrize("project", ["segmentation"], indirect=True)
 
 
-@on_ranks(1)
 def test_a_network_that_sees_little() -> None:
-    """Of 15 pixels: less than the edges of tiles that do not count. The rest is rounding."""
+    """Of 31 pixels around: each pixel is taken where it is 32 from a tile's edge, or further."""
     torch.manual_seed(0)
-    net = nn.Sequential(nn.Conv2d(3, 4, 15, padding=7), nn.ReLU(), nn.Conv2d(4, 3, 1))
-    for height, width in (512, 512), (128, 480), (96, 128):
+    reach = nn.MaxPool2d((49, 1), 1, (24, 0)), nn.MaxPool2d((1, 49), 1, (0, 24))
+    net = nn.Sequential(nn.Conv2d(3, 1, 15, padding=7), *reach, nn.Conv2d(1, 3, 1))
+    for height, width in (320, 352), (128, 480), (96, 128):
         images = torch.randn(2, 3, height, width)
         with torch.inference_mode():
             expected = net(images)
             assert torch.allclose(predicting.in_tiles(net, images, 128, 32), expected, atol=1e-5)
-            ((rows, logits),) = predicting.bands(net, images[0], 0, 32)
-        assert rows == slice(0, height)
-        assert torch.allclose(logits, expected[0], atol=1e-5)  # alone, not in a batch of two
 
 
 def test_bands() -> None:
@@ -57,46 +51,18 @@ def test_bands() -> None:
 
 
 @SEGMENTATION
-@on_ranks(1)
-def test_a_trained_network(project: Project, trained: Path) -> None:
-    """Class maps and probabilities of a demo image of 512 pixels, in nine tiles of 256."""
-    import model
-    from flags import parse_args
-
-    opened = checkpoint.open_model(
-        trained / "best.pt", model.build_model, parse_args, torch.device("cpu")
-    )
-    net, _, flags, _ = opened
-    demo.CRACK_SIDE = 512
-    image = np.array(demo.draw_cracks(random.Random(0))[0])
-    images = loading.normalize(torch.from_numpy(image).movedim(2, 0)[None])
-    seen: list[int] = []
-    forward = net.forward
-    net.forward = lambda part: seen.append(part.shape[-1]) or forward(part)
-    found = []
-    with torch.inference_mode():
-        for flags.tile in (256, 0):
-            found.append(model.infer(net, images, flags))
-    assert seen == [256] * 9 + [512]
-    parts, whole = (logits.softmax(1) for logits in found)
-    assert not torch.equal(parts, whole)
-    assert (parts.argmax(1) != whole.argmax(1)).float().mean() < 0.001
-    assert (parts - whole).abs().mean() < 0.00005  # tiles that all count alike: 0.0007
-
-
-@SEGMENTATION
 def test_large_images_among_small_ones(
     project: Project, data: Path, trained: Path, tmp_path: Path
 ) -> None:
-    """Predicted in tiles and whole, evaluated on one rank and on two."""
+    """Predicted and evaluated, whole on one rank and in tiles on two."""
     noise = np.random.default_rng(0).integers(0, 255, (330, 500, 3), dtype=np.uint8)
     own = shutil.copytree(data, tmp_path / "own")
     big, small = own / "val/images/big.png", own / "val/images/0000.jpg"
     Image.fromarray(noise).resize((700, 260), Image.Resampling.BICUBIC).save(big)
     labels = (np.arange(700 * 260).reshape(260, 700) % 2).astype(np.uint8)
     Image.fromarray(labels).save(own / "val/masks/big.png")
-    masks = {}
-    for tile in (0, 128, 256):
+    masks, losses = {}, []
+    for tile, ranks in (0, 1), (128, 2):
         out = tmp_path / f"{tile}"
         words = [big, small, "--checkpoint", trained / "best.pt", "--output", out, "--tile", tile]
         project.run(*words, script="predict.py", on=1).ok()
@@ -104,13 +70,11 @@ def test_large_images_among_small_ones(
         assert masks[tile]["big"].shape == (260, 700)
         assert (masks[tile]["0000"] == masks[0]["0000"]).all()
         assert (masks[tile]["big"] != masks[0]["big"]).mean() < 0.05  # of noise
-    results = []
-    for ranks, tile in (1, 128), (2, 128), (1, 0):
         more = ["--resume", trained / "best.pt", "--eval-only", "--tile", tile]
         done = project.train(own, tmp_path / "eval", *more, on=ranks).ok()
-        results.append(json.loads(done.out.splitlines()[-1]))
-    assert results[0] == pytest.approx(results[1], rel=1e-12)
-    assert results[0]["val_loss"] != pytest.approx(results[2]["val_loss"], rel=1e-9)  # not in tiles
+        losses.append(json.loads(done.out.splitlines()[-1])["val_loss"])
+    assert losses[0] != pytest.approx(losses[1], rel=1e-9)  # in tiles
+    assert losses[0] == pytest.approx(losses[1], rel=0.01)
 
 
 @SEGMENTATION
