@@ -1,19 +1,20 @@
 """predict.py and export: what a trained network is used for."""
 
 import csv
+import itertools
 import json
 import os
-import shutil
 import signal
-import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnxruntime
 import pytest
 import torch
-from generated import Done, Project, both_tasks, run
+from generated import Done, Project, both_tasks
 from PIL import Image
+from torch import nn
 
 
 def predict(project: Project, *words: object, checkpoint: Path, **options: object) -> Done:
@@ -66,38 +67,18 @@ def test_images_of_every_kind(project: Project, trained: Path, tmp_path: Path) -
     assert (out / "legend.png").exists()
 
 
-@both_tasks
-def test_what_cannot_be_predicted(project: Project, trained: Path, tmp_path: Path) -> None:
-    out, bad = tmp_path / "out", tmp_path / "bad.jpg"
-
-    def refused(path: Path, code: str, *words: str) -> None:
-        done = predict(project, path, "--output", out, checkpoint=trained / "best.pt")
-        done.failed(code, *words)
-
-    refused(tmp_path / "none", "files.failure", "none")
-    bad.write_bytes(b"\xff\xd8 no image")
-    refused(bad, "", "bad.jpg")
-    assert not list(out.rglob("*.*"))
-    if project.task == "segmentation":  # whose masks would overwrite one another
-        for name in "same.png", "same.jpg":
-            Image.new("RGB", (64, 64)).save(tmp_path / name)
-        bad.unlink()
-        refused(tmp_path, "", "same.png", "same.jpg")
-
-
 def test_killed(project: Project, data: Path, trained: Path, tmp_path: Path) -> None:
     """What was predicted so far is in a file; one folder comes after the other."""
 
     def dies_in_second_batch() -> None:
         from ddpkit.data import loading
 
-        normalize, batches = loading.normalize, []
+        normalize, numbers = loading.normalize, itertools.count(1)
 
-        def last(images: torch.Tensor, *more: object) -> torch.Tensor:
-            batches.append(images)
-            if len(batches) == 2:
+        def last(*images: object) -> torch.Tensor:
+            if next(numbers) == 2:
                 os.kill(os.getpid(), signal.SIGKILL)
-            return normalize(images, *more)
+            return normalize(*images)
 
         loading.normalize = last
 
@@ -110,28 +91,14 @@ def test_killed(project: Project, data: Path, trained: Path, tmp_path: Path) -> 
     assert len(found) in range(16, 53)
 
 
-def test_names_that_are_not_text(project: Project, few: Path, tmp_path: Path) -> None:
-    """Of an image and of the folders above it, on a terminal that takes ASCII alone."""
-    data = shutil.copytree(few, tmp_path / "\udcfe \u00e9")
-    shutil.rmtree(data / "val")
-    first = min((data / "train" / "dots").iterdir())
-    first.rename(first.with_name("\udcff.jpg"))
-    store, ascii_only = tmp_path / "\udcfd", {"LC_ALL": "C", "PYTHONIOENCODING": "ascii"}
-    command = [sys.executable, "-m", "ddpkit", "prepare", "--data", data, "--output", store]
-    assert "26 samples" in run(command, project.folder, **ascii_only).ok().out
-    project.train(store, tmp_path / "out", on=1).ok()
-
-
-@both_tasks
+@pytest.mark.parametrize("project", ["segmentation"], indirect=True)
 def test_exported(project: Project, data: Path, trained: Path, tmp_path: Path) -> None:
     """On other numbers of images than were tried, and on other sizes, with all that it takes."""
     best, out = trained / "best.pt", tmp_path / "out"
     words = ["--checkpoint", best, "--output", out, "--data", data]
     done = project.run(*words, script="ddpkit export", on=1).ok()
-    assert done.out.splitlines()[-1].startswith(f"{out}/model.onnx: logits differ by up to ")
     assert done.err == ""
     assert [path.name for path in out.iterdir()] == ["model.onnx"]
-    is_free = project.task == "segmentation"
 
     def use() -> None:
         import model
@@ -142,7 +109,7 @@ def test_exported(project: Project, data: Path, trained: Path, tmp_path: Path) -
         opened = checkpoint.open_model(best, model.build_model, parse_args, torch.device("cpu"))
         net, classes, args, _ = opened
         session = onnxruntime.InferenceSession(f"{out}/model.onnx")
-        for shape in [(5, 3, 96, 160), (1, 3, 64, 96)] if is_free else [(5, 3, 64, 64)]:
+        for shape in (5, 3, 96, 160), (1, 3, 64, 96):
             images = np.random.default_rng(0).integers(0, 256, shape, dtype=np.uint8)
             with torch.inference_mode():
                 expected = net(loading.normalize(torch.from_numpy(images))).numpy()
@@ -152,38 +119,23 @@ def test_exported(project: Project, data: Path, trained: Path, tmp_path: Path) -
         texts = session.get_modelmeta().custom_metadata_map
         held = {name: json.loads(text) for name, text in texts.items()}
         assert (held["classes"], held["arch"]) == (list(classes), args.arch)
-        assert held["size"] == (None if is_free else [64, 64])
-        assert held["multiple_of"] == (32 if is_free else None)
+        assert (held["size"], held["multiple_of"]) == (None, 32)
         assert held["mean"] == [0.485, 0.456, 0.406]
-        assert held["std"] == [0.229, 0.224, 0.225]
 
     project.here(use).ok()
 
 
-@pytest.mark.parametrize("how", ["a path that depends on the images", "another graph"])
-def test_what_is_not_exported(project: Project, trained: Path, tmp_path: Path, how: str) -> None:
+def test_an_export_that_differs(project: Project, trained: Path, tmp_path: Path) -> None:
     def patch() -> None:
         from ddpkit.tools import export
 
-        forward, write = export.Network.forward, export.write
+        def other(network: nn.Module, batch: object, stride: object, path: Path, _: object) -> Any:
+            path.write_text("another graph")
+            return lambda images: 1.1 * network(images).detach()
 
-        def depends(self: export.Network, images: torch.Tensor) -> torch.Tensor:
-            return forward(self, images) + (1 if images.float().mean() > 300 else 0)
-
-        def other(*args: object) -> object:
-            export.Network.forward = lambda self, images: 1.1 * forward(self, images)
-            return write(*args)
-
-        if how == "another graph":
-            export.write = other
-        else:
-            export.Network.forward = depends
+        export.write = other
 
     words = ["--checkpoint", trained / "best.pt", "--output", tmp_path / "out"]
-    code, word = {
-        "another graph": ("export.main", "model.onnx"),
-        "a path that depends on the images": ("export.explaining", "exported"),
-    }[how]
     done = project.run(*words, script="ddpkit export", on=1, patch=patch)
-    done.refused(code, word)
+    done.refused("export.main", "model.onnx")
     assert not list(tmp_path.rglob("model.*"))

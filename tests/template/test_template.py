@@ -13,8 +13,6 @@ from dap import F5, line_of, parse, read, task
 from generated import ROOT, TASKS, TEMPLATE_FOLDER
 from test_updates import git
 
-from ddpkit.ranks.protocol import QUESTION
-
 FOLDER = ROOT / TEMPLATE_FOLDER
 SHARED = {
     *(".devcontainer/devcontainer.json", ".gitattributes", ".github/workflows/ci.yml"),
@@ -42,10 +40,12 @@ def files(folder: Path) -> set[str]:
 
 @pytest.mark.parametrize("task", TASKS)
 def test_files(generate: Generate, template: Path, tmp_path: Path, task: str) -> None:
-    """Those of the template, byte for byte; also over an older generation and its runs."""
+    """Those of the template, byte for byte; over what is there only on demand, and runs stay."""
     project = tmp_path / "my_ddp_project"
     (project / "runs").mkdir(parents=True)
     (project / "main.py").write_text("old")
+    assert generate(tmp_path).returncode == 1
+    assert files(project) == {"main.py"} and (project / "main.py").read_text() == "old"
     done = generate(tmp_path, f"task={task}", "--overwrite-if-exists")
     assert done.returncode == 0, done.stderr
     assert (project / "runs").exists()
@@ -58,11 +58,6 @@ def test_files(generate: Generate, template: Path, tmp_path: Path, task: str) ->
     assert not [name for name in RENDERED if "cookiecutter" in (project / name).read_text()]
     assert (project / "README.md").read_text().startswith("# My DDP Project\n")
     assert os.access(project / "launch.sh", os.X_OK)
-    assert done.stdout.split("Next:")[1].split("\n")[1:4] == [
-        "  cd my_ddp_project",
-        "  python -m pip install -r requirements.txt",
-        "  ./launch.sh",
-    ]
 
 
 def test_no_jinja_in_code_and_nothing_of_this_machine(template: Path) -> None:
@@ -103,25 +98,12 @@ def test_three_questions(generate: Generate, tmp_path: Path) -> None:
     assert (project / "losses.py").exists()
 
 
-SLUGS = "two words", "-dash", "semi;colon", "quote'", 'quote"'
-
-
-@pytest.mark.parametrize("answer", [*(f"project_slug={slug}" for slug in SLUGS), "task=detection"])
+@pytest.mark.parametrize("answer", ["project_slug=quote'\"; -dash", "task=detection"])
 def test_a_wrong_answer(generate: Generate, tmp_path: Path, answer: str) -> None:
     done = generate(tmp_path, answer)
     assert done.returncode == 1
     assert answer.split("=")[0] in done.stderr.splitlines()[-1]
-    assert answer.startswith("task") or done.stderr.count("\n") == 1
     assert list(tmp_path.iterdir()) == []
-
-
-def test_an_existing_folder(generate: Generate, tmp_path: Path) -> None:
-    (tmp_path / "my_ddp_project").mkdir()
-    (tmp_path / "my_ddp_project" / "mine.txt").write_text("mine")
-    done = generate(tmp_path)
-    assert done.returncode == 1
-    assert done.stdout.strip().endswith('my_ddp_project" directory already exists')
-    assert files(tmp_path) == {"my_ddp_project/mine.txt"}
 
 
 # Keys that VS Code's debug view, the Python debugger's package.json and VS Code's tasks document;
@@ -147,9 +129,6 @@ def test_vscode() -> None:
         assert (config["type"], config["rules"]) == ("debugpy", RULES)
         needs_torch = config.get("module", "").startswith("torch.")
         assert config.get("preLaunchTask") == ("find torch" if needs_torch else None)
-    labels = {task["label"] for task in tasks["tasks"]}
-    wanted = {"install", "train", "resume", "test", "lint and format", "TensorBoard", "find torch"}
-    assert wanted <= labels
     for name, content in ("launch.json", launch), ("tasks.json", tasks):
         for kind in KEYS.keys() & content.keys():
             assert set().union(*content[kind]) <= {*KEYS[kind].split()}
@@ -159,26 +138,8 @@ def test_vscode() -> None:
         for file in re.findall(r"\$\{workspaceFolder\}/([\w.]+)", text):
             assert (FOLDER / file).exists() or file in OF_BOTH, file
     recommended = read(FOLDER, "extensions.json")["recommendations"]
-    settings = read(FOLDER, "settings.json")
-    assert settings["debug.onTaskErrors"] == "abort"  # that task says itself what is wrong
-    # VS Code would take it though no such file is there, and ask nobody.
-    assert "python.defaultInterpreterPath" not in settings
-    assert settings["[python]"]["editor.defaultFormatter"] in recommended
     container = parse((FOLDER / ".devcontainer" / "devcontainer.json").read_text())
-    assert container["hostRequirements"] == {"gpu": "optional"}
     assert container["customizations"]["vscode"]["extensions"] == recommended
-
-
-def test_the_task_where_is_it(tmp_path: Path) -> None:
-    found = task(FOLDER, "Where is it?", output=str(tmp_path))
-    command = [found["command"], *found["args"]]
-    done = subprocess.run(command, cwd=FOLDER, capture_output=True, text=True)
-    assert done.returncode == 2
-    assert str(tmp_path) in done.stderr and done.stderr.endswith(" [__main__.where]\n")
-    (tmp_path / ".lock").touch()
-    subprocess.run(command, cwd=FOLDER, check=True)
-    assert (tmp_path / QUESTION).exists()
-    assert task(FOLDER, "Where is it?")["args"][-1] == "runs/default"
 
 
 FAILING = """
@@ -194,16 +155,10 @@ def test_fixture(broken):
 def test_equal():
     assert 1 + 1 == 3
 
-def double(x):
-    assert isinstance(x, int), "an integer is wanted"
-
 def test_several_lines():
-    double(
-        "4"
+    print(
+        {"a": 1}["b"]
     )
-
-def test_marked():
-    x = {"a": 1}["b"] + 2
 """
 
 
@@ -224,7 +179,6 @@ def test_problems_of_failed_tests(tmp_path: Path) -> None:
     expected = {
         "raise OSError": "OSError: no such thing",
         "== 3": "assert (1 + 1) == 3",
-        "isinstance": "AssertionError: an integer is wanted",
         '["b"]': "KeyError: 'b'",
     }
     assert sorted(shown) == sorted(
@@ -254,6 +208,7 @@ def test_lint_of_the_template(template: Path, clean_home: dict[str, str], tmp_pa
     assert "F821" in done.stdout and "SC2086" in done.stdout
 
 
+@pytest.mark.xdist_group("mypy")
 @pytest.mark.parametrize("task", TASKS)
 def test_lint_and_types_of_a_project(
     generate: Generate, clean_home: dict[str, str], tmp_path: Path, task: str
