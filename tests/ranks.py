@@ -29,6 +29,7 @@ from ports import free_port
 
 # One thread a process, no GPU, no download, and the log level that main.py sets.
 os.environ |= {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
+os.environ.setdefault("OWN_PROXY", os.environ.get("https_proxy", ""))  # before pytest began
 os.environ |= {"https_proxy": "http://127.0.0.1:9", "HF_HUB_OFFLINE": "1"}
 if "FAKE_GPUS" not in os.environ:  # gpus.py has started this
     os.environ["CUDA_VISIBLE_DEVICES"] = ""

@@ -192,7 +192,8 @@ def lint(folder: Path, env: dict[str, str]) -> subprocess.CompletedProcess:
     git("add", "--all", cwd=folder, env=env)
     cache = os.environ.get("PRE_COMMIT_HOME", str(Path.home() / ".cache" / "pre-commit"))
     command = [sys.executable, "-m", "pre_commit", "run", "--all-files"]
-    env = {**env, "PRE_COMMIT_HOME": cache}
+    own = {name: os.environ[name] for name in ("HOME", "OWN_PROXY")}  # which pip has settings for
+    env = {**env, "HOME": own["HOME"], "https_proxy": own["OWN_PROXY"], "PRE_COMMIT_HOME": cache}
     return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True)
 
 
