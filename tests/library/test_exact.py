@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from digest import digest
-from generated import NET, Project, after_step, both_tasks, rows
+from generated import NET, NETS, Project, after_step, both_tasks, rows
 from PIL import Image
 from ranks import on_ranks
 from torch import nn
@@ -133,10 +133,7 @@ def looped(net: nn.Module, val: Dataset) -> dict[str, float]:
 
 @both_tasks
 def test_metrics_on_any_number_of_ranks(project: Project, tmp_path: Path) -> None:
-    """Of 1, 5 and 53 images: fewer than ranks, void, and a class that never comes.
-
-    Of the 53 they are those of a plain loop.
-    """
+    """Of 1, 5 and 53 images: fewer than ranks, void, a class that never comes; by a plain loop."""
     data = project.draw(tmp_path / "set", 6, 53)
     if project.task == "segmentation":
         (data / "classes.txt").write_text("background\ncrack\nnever\n")
@@ -145,6 +142,9 @@ def test_metrics_on_any_number_of_ranks(project: Project, tmp_path: Path) -> Non
             mask[: 5 * (n % 7)] = 255
             Image.fromarray(mask).save(path)
 
+    # An untrained ShuffleNet hardly looks at its images
+    net_of = {**NETS, "classification": ("--arch", "squeezenet1_1")}
+
     @on_ranks(1, 2, 3)
     def measure(project: Project) -> None:
         import dataset
@@ -152,7 +152,8 @@ def test_metrics_on_any_number_of_ranks(project: Project, tmp_path: Path) -> Non
         import model
         from flags import parse_args
 
-        args = parse_args(["--data", str(data), "--image-size", "32", "--amp", "off"])
+        words = ["--data", str(data), "--image-size", "32", "--amp", "off", *net_of[project.task]]
+        args = parse_args(words)
         _, val, classes = dataset.build_datasets(args)
         samples.seed(1)
         net = model.build_model(args, classes)
@@ -175,7 +176,8 @@ def test_metrics_on_any_number_of_ranks(project: Project, tmp_path: Path) -> Non
                 path.write_text(json.dumps(now))
                 plain = looped(net, part) if size == 53 else {}
                 for name in plain.keys() & found.keys():
-                    assert found[name] == pytest.approx(plain[name], rel=1e-3), name
+                    near = 1e-5 if name == "val_loss" else 1e-3
+                    assert found[name] == pytest.approx(plain[name], rel=near), name
             loss, *then = json.loads(path.read_text())
             assert now[0] == pytest.approx(loss, rel=1e-14)
             assert str(now[1:]) == str(then)  # NaN for NaN
