@@ -6,22 +6,17 @@ import re
 import resource
 import shutil
 import signal
-import socket
 import sys
 import time
 from collections.abc import Callable
-from unittest.mock import Mock
 
 import pytest
-import ranks
 import torch
-import torch.distributed as dist
 from digest import digest
 from generated import NET, Done, after_step, rows, wait_for
 
 from ddpkit.data import folders
 from ddpkit.data.loading import Collate
-from ddpkit.errors import UserError
 from ddpkit.ranks import distributed, explaining, process, protocol, stopping
 from ddpkit.run.folder import Folder
 from ddpkit.run.loop import Run
@@ -39,10 +34,6 @@ hang = functools.partial(time.sleep, 600)
 
 def bug() -> None:
     raise ValueError("a bug")
-
-
-def mistake() -> None:
-    raise UserError("a mistake")
 
 
 def nan_on_one_rank() -> None:
@@ -89,14 +80,6 @@ def test_what_is_not_saved(project, data, trained, tmp_path, patch, code, words)
     done.refused(code, *words)
     assert digest(out) == before
     assert not list(out.glob("*.part"))
-
-
-def test_a_folder_that_goes_away(project, data, tmp_path):
-    out = tmp_path / "out"
-    gone = after_step(3, lambda: shutil.rmtree(out), 1)
-    done = project.train(data, out, "--save-every", 4, patch=gone)
-    done.refused("files.failure", "out/last.pt", "No such file")
-    assert not out.exists()
 
 
 @pytest.mark.parametrize(
@@ -203,26 +186,14 @@ def test_a_signal_after_training(project, few, tmp_path):
     assert (done.statuses, done.err, done.left) == ([0, 0], "", [])
 
 
-def mistake_on_another_node() -> None:  # at rank 0, where the store is, which rank 1 reads
-    os.environ["LOCAL_WORLD_SIZE"] = "1"
-    after_step(3, mistake, 0)()
-    after_step(3, hang, 1)()
-
-
-def unnoticed(act: Callable) -> Callable:
-    """As with nccl, where a collective does not raise when a rank has gone."""
-    return lambda: (after_step(3, hang, 0)(), after_step(3, act, 1)())
-
-
 LOST = r"error: rank 0 lost another rank: rank 1 has ended \(process \d+\)"
 LEAVE = {
-    "raises": (after_step(3, bug, 1), [1, 1], "ValueError: a bug"),
     "exits": (after_step(3, lambda: os._exit(0), 1), [1, 0], LOST),
-    "raises, unnoticed": (unnoticed(bug), [1, 1], "ValueError: a bug"),
-    "mistake elsewhere": (
-        mistake_on_another_node,
-        [2, 2],
-        rf"error: rank 0 on {socket.gethostname()}: a mistake \[test_faults.mistake\]",
+    # as with nccl, where a collective does not raise when a rank has gone
+    "raises": (
+        lambda: (after_step(3, hang, 0)(), after_step(3, bug, 1)()),
+        [1, 1],
+        "ValueError: a bug",
     ),
 }
 
@@ -316,17 +287,3 @@ def test_stopped_and_killed_at_awkward_moments(project, data, tmp_path):
     assert "node1/last.pt: 2 of 3 epochs done" in done.out
     assert digest(tmp_path / "whole") == digest(tmp_path / "node0")
     assert [row["epoch"] for row in rows(tmp_path / "node0")] == ["1", "2", "3"]
-
-
-def test_a_store_that_has_gone(tmp_path):
-    """With its launcher, on another node: after a while a rank ends."""
-    gone = dist.DistNetworkError("Broken pipe")
-
-    def act() -> None:
-        distributed.setup()
-        stopping.ANSWER_SECONDS = 1
-        with stopping.on_signals(str):
-            stopping._stopper.store = Mock(**{"check.side_effect": gone, "set.side_effect": gone})
-            hang()
-
-    assert ranks.wait([ranks.fork(act, tmp_path / "said")]) == [1]
