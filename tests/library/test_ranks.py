@@ -6,27 +6,24 @@ import re
 import signal
 import socket
 import sys
-import threading
 from datetime import timedelta
 
 import pytest
 import torch.distributed as dist
-from generated import after_step, refusal, wait_for
-from ranks import Patch, on_ranks
+from generated import after_step, refusal
+from ranks import Patch
 
 from ddpkit import launch
-from ddpkit.ranks import distributed, environment, protocol
+from ddpkit.errors import UserError
+from ddpkit.ranks import distributed, environment, meeting
 from ddpkit.run import machine
 
 
 def with_variables(*wrong: dict[str, str]) -> Patch:
-    """A patch: each rank has other variables of torchrun; an empty value unsets."""
+    """A patch: each rank has other variables of torchrun."""
 
     def patch() -> None:
-        for name, value in wrong[int(os.environ["RANK"])].items():
-            os.environ[name] = value
-            if not value:
-                del os.environ[name]
+        os.environ.update(wrong[int(os.environ["RANK"])])
 
     return patch
 
@@ -38,10 +35,8 @@ def test_ranks_that_disagree(project, few, tmp_path):
     busy = {"MASTER_PORT": str(port)}, {"RANK": "x", "LOCAL_RANK": "0"}
     next_port = f"MASTER_PORT={port + 1}"
     node, three = environment.node(), {"WORLD_SIZE": "3"}
-    unset = {"WORLD_SIZE": ""}
     cases = (
         ([("", "3 s for rank 2 of 3", node), ("meeting.fail", "rank 2", "PORT")], three, three),
-        ([("environment.read_group", "RANK", "WORLD_SIZE")], unset, unset),
         ([("environment.read_group", "RANK=x"), ("meeting.hold", next_port)], *busy),
     )
     runs = []
@@ -69,41 +64,22 @@ def test_rank_zero_is_lost(project, few, tmp_path):
     assert done.err.count("error: ") == 2 and not done.left
 
 
-@on_ranks(1, group=False)
-def test_waiting_leaves_the_store_to_others():
-    """TCPStore.wait would hold it, and a thread that is asked to stop could not answer."""
-    store = dist.TCPStore("127.0.0.1", 0, 1, True, timedelta(seconds=9), wait_for_workers=False)
-    found: list[bool] = []
-    waiting = threading.Thread(target=lambda: found.append(distributed.all_arrive("end", 60)))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(distributed, "store", lambda: store)
-        patch.setattr(distributed, "world_size", lambda: 2)
-        waiting.start()
-        wait_for(lambda: store.check([protocol.ARRIVED.format("end", 0)]))
-        store.set(protocol.ARRIVED.format("end", 1), "")  # the other rank's
-        waiting.join(9)
-        assert found == [True]
-        assert not distributed.all_arrive("none", 0.2)
-
-
 @pytest.mark.parametrize(
-    ("statuses", "rank"),
-    [((2, -6), 0), ((1, -6), 1), ((1, -15), 0), ((None, 2), 1), ((0, None), 0)],
+    ("statuses", "rank"), [((2, -6), 0), ((1, -6), 1), ((1, -15), 0), ((None, 2), 1)]
 )
 def test_which_rank_counts(statuses, rank):
     """A crash before those that it draws with it; but a mistake before what nccl makes of it."""
     assert launch.find_first(statuses) == (rank, statuses[rank])
 
 
-@pytest.mark.parametrize(
-    "other",
-    [
-        *({}, {"of one rank.py": "of one rank.py with checksum 1"}),
-        *({"torch": "torch 1.0"}, {"version": "ddpkit 0.9"}, {"classes": "3 classes"}),
-        *({name: f"{name} with checksum 1"} for name in ("ddpkit", "main.py")),
-    ],
-)
-def test_what_ranks_need_alike(other, monkeypatch, tmp_path):
+OTHERS = {
+    **{"torch": "torch 1.0", "classes": "3 classes"},
+    **{name: f"{name} with checksum 1" for name in ("main.py", "of one rank.py")},
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_what_ranks_need_alike(name, monkeypatch, tmp_path):
     """Versions and code as well as data; a file that only one rank has imported may differ."""
     (tmp_path / "main.py").write_text("imported = True")
     monkeypatch.syspath_prepend(tmp_path)
@@ -111,11 +87,36 @@ def test_what_ranks_need_alike(other, monkeypatch, tmp_path):
     importlib.import_module("main")
 
     def gathered(mine: tuple[str, dict]) -> list:
-        return [mine, ("rank 1", {**mine[1], **other})]
+        return [mine, ("rank 1", {**mine[1], name: OTHERS[name]})]
 
     monkeypatch.setattr(distributed, "gather_objects", gathered)
-    if not other or "of one rank.py" in other:
+    if name == "of one rank.py":
         machine.check_alike(["a", "b"], training=[1, 2])
     else:
-        with refusal("machine.check_alike", "rank 1 has", "rank 0", *other.values()):
+        with refusal("machine.check_alike", "rank 1 has", "rank 0", OTHERS[name]):
             machine.check_alike(["a", "b"], training=[1, 2])
+
+
+def come(store: dist.Store, rank: int, count: int, seconds: float) -> str:
+    try:
+        meeting.join(store, rank, count, timedelta(seconds=seconds), {})
+    except UserError as error:
+        return str(error)
+    return "joined"
+
+
+def test_a_stray():
+    """It is told why it is one; those who have met do not hear of it."""
+    store = dist.HashStore()
+    assert come(store, 0, 1, 3) == "joined"
+    for rank, size, line in (
+        (0, 1, "RANK=0 is there twice ("),
+        (1, 2, "WORLD_SIZE is 2 for rank 1, 1 for rank 0"),
+        (1, 1, "RANK=1 with WORLD_SIZE=1: the last rank is 0"),
+    ):
+        assert come(store, rank, size, 3).startswith(line)
+
+
+def test_a_name_that_does_not_resolve():
+    with refusal("meeting.reach", "MASTER_ADDR=nowhere.invalid cannot be resolved"):
+        meeting._reach("nowhere.invalid", 1, timedelta(seconds=0.4))
