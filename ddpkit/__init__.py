@@ -15,6 +15,7 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from ddpkit.data.augment import choose
     from ddpkit.data.class_counts import class_weights
     from ddpkit.data.demo import demo_classes, demo_masks
     from ddpkit.data.folders import ImageFiles, MaskFiles, find_classes, find_masks
@@ -24,20 +25,20 @@ if TYPE_CHECKING:
     from ddpkit.errors import UserError
     from ddpkit.ranks.distributed import rank, rank_zero_first
     from ddpkit.ranks.replicas import wrap
-    from ddpkit.run.checkpoint import open_model
     from ddpkit.run.flags import Parser, at_least
     from ddpkit.run.folder import Folder
+    from ddpkit.run.labels import BinaryCrossEntropy, label_metrics
     from ddpkit.run.loop import Run
-    from ddpkit.run.machine import configure, meet, zeros
+    from ddpkit.run.machine import configure, meet
     from ddpkit.run.metrics import Worst, compute, criterion
     from ddpkit.run.pictures import draw_masks
     from ddpkit.run.predicting import Predictor, bands, fit_input, freeze_unused, in_tiles
-    from ddpkit.run.pretrained import load_weights
     from ddpkit.run.starting import prepare, start
 
 __version__ = "1.0.0"
 
 NAMES = {  # by module, which is imported when one of them is first used: no torch until then
+    "data.augment": "choose",
     "data.class_counts": "class_weights",
     "data.demo": "demo_classes demo_masks",
     "data.folders": "ImageFiles MaskFiles find_classes find_masks",
@@ -47,15 +48,14 @@ NAMES = {  # by module, which is imported when one of them is first used: no tor
     "errors": "UserError",
     "ranks.distributed": "rank rank_zero_first",
     "ranks.replicas": "wrap",
-    "run.checkpoint": "open_model",
     "run.flags": "Parser at_least",
     "run.folder": "Folder",
     "run.loop": "Run",
-    "run.machine": "configure meet zeros",
+    "run.labels": "BinaryCrossEntropy label_metrics",
+    "run.machine": "configure meet",
     "run.metrics": "Worst compute criterion",
     "run.pictures": "draw_masks",
     "run.predicting": "Predictor bands fit_input freeze_unused in_tiles",
-    "run.pretrained": "load_weights",
     "run.starting": "prepare start",
 }
 DOOR = {name: module for module, names in NAMES.items() for name in names.split()}

@@ -1,7 +1,6 @@
 """Tools beside training, to be started in the project's folder: python -m ddpkit COMMAND
 
   check DIR      read every file of a data set, and list what is wrong with it
-  prepare        decode a data set once, for training that waits for its images
   export         write a checkpoint as an ONNX file
   where          have a run print where its ranks are
   copy           copy this library into the project, to edit it; --undo removes the copy
@@ -19,8 +18,8 @@ import ddpkit
 from ddpkit.ranks import environment, protocol
 from ddpkit.run.flags import Parser
 
-COMMANDS = ("check", "prepare", "export", "where", "copy")
-ON_CPU = ("check", "prepare", "export")  # they leave GPUs to those who need one
+COMMANDS = ("check", "export", "where", "copy")
+ON_CPU = ("check", "export")  # they leave GPUs to those who need one
 
 
 def where(argv: Sequence[str] | None = None) -> None:

@@ -3,7 +3,6 @@
 import contextlib
 import csv
 import errno
-import glob
 import os
 import shutil
 import socket
@@ -14,7 +13,6 @@ from pathlib import Path
 from typing import TypeVar
 
 from ddpkit.errors import DiskError, LineError, UserError
-from ddpkit.ranks import process
 
 T = TypeVar("T")
 
@@ -123,16 +121,8 @@ def lock(path: Path) -> bool:
 
 @contextlib.contextmanager
 def filling(folder: Path) -> Iterator[Path]:
-    """Give the block an empty folder to fill, then rename it to `folder`, unless there is one.
-
-    What a killed process has left is removed by the next call on this machine.
-    """
-    name = f"{folder.name}.partial-{socket.gethostname()}-"
-    partial = folder.with_name(f"{name}{os.getpid()}")
-    for left in folder.parent.glob(f"{glob.escape(name)}*"):
-        pid = left.name.removeprefix(name)
-        if pid.isdecimal() and not process.is_running(int(pid)):
-            shutil.rmtree(left, ignore_errors=True)
+    """Give the block an empty folder to fill, then rename it to `folder`, unless there is one."""
+    partial = folder.with_name(f"{folder.name}.partial-{socket.gethostname()}-{os.getpid()}")
     try:
         partial.mkdir(parents=True)
         yield partial

@@ -51,8 +51,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     args.amp = recipe.choose_amp(args, device)
 
     train_set, val_set, classes = build_datasets(args)
-    if not args.batch_size:
-        args.batch_size = ddpkit.TrainSampler.fitting(train_set, args.accumulate)
     seeded = ddpkit.Seeded(val_set, classes, args.seed)  # samples have random numbers of their own
     val_loader: DataLoader = DataLoader(
         seeded,
@@ -70,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if args.sync_bn:
         model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
     criterion = ddpkit.criterion(build_criterion(args, train_set, classes).to(device))
-    metrics = build_metrics(classes).to(device)
+    metrics = build_metrics(args, classes).to(device)
     judge = functools.partial(evaluate, criterion=criterion, metrics=metrics, args=args)
     if args.eval_only:
         results, found = judge(model, val_loader)
@@ -124,6 +122,7 @@ def train(
         flags=vars(args),
         predict=functools.partial(infer, args=args),
         draw=draw_example,
+        tracker=args.tracker,
     )
     with run:  # after a signal all ranks stop at the same step, save, and exit with status 75
         run.rehearse(judge)  # on one batch: a mistake in it costs no epoch
@@ -197,7 +196,7 @@ def evaluate(
     torch.backends.cudnn.benchmark = False  # takes seconds for each image size
     model.eval()
     metrics.reset()
-    totals, worst = ddpkit.zeros(2, device), ddpkit.Worst(device)
+    totals, worst = torch.zeros(2, dtype=torch.float64, device=device), ddpkit.Worst(device)
     for images, targets, *_, indices in ddpkit.batches(loader, device):
         with recipe.autocast(args.amp, device):
             outputs = infer(model, images, args)

@@ -2,7 +2,7 @@
 
 import contextlib
 import copy
-import difflib
+import itertools
 import math
 from argparse import Namespace
 
@@ -13,7 +13,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 import ddpkit
-from model import backbone
+from model import layers
 
 
 def choose_amp(args: Namespace, device: torch.device) -> str:
@@ -38,6 +38,8 @@ def autocast(amp: str, device: torch.device) -> contextlib.AbstractContextManage
 def build_optimizer(model: nn.Module, args: Namespace) -> Optimizer:
     """Return the optimizer that --optimizer names; biases and norms do not decay.
 
+    With --layer-decay D the rate of the n-th layer before the last is --lr x D ** n.
+
     adamw and sgd are torch's. Others are timm's, as timm sets them up: muon is for all matrices
     and convolutions, also of the last layer, at AdamW's rates, and AdamW for the rest; lamb clips
     the gradient's norm to 1; adafactor keeps to --lr; lion wants a third of AdamW's. Of timm's only
@@ -47,14 +49,17 @@ def build_optimizer(model: nn.Module, args: Namespace) -> Optimizer:
     lr = (0.1 if is_sgd else 0.001) if args.lr is None else args.lr
     default = 0.0001 if is_sgd else 0.05
     weight_decay = default if args.weight_decay is None else args.weight_decay
-    slow = set(backbone(model)) if args.backbone_lr != 1 else set()
-    groups = []
-    for factor in (args.backbone_lr, 1.0) if slow else (1.0,):
-        weights = [w for w in model.parameters() if (w in slow) == (factor != 1)]
-        matrices = [weight for weight in weights if weight.ndim > 1]
-        others = [weight for weight in weights if weight.ndim <= 1]  # biases and norms
-        groups.append({"params": matrices, "lr": lr * factor, "weight_decay": weight_decay})
-        groups.append({"params": others, "lr": lr * factor, "weight_decay": 0.0})
+    names: set[str] = getattr(model, "no_weight_decay", set)()  # of a ViT's embeddings
+    exempt = {weight for name, weight in model.named_parameters() if name in names}
+    parts = layers(model) if args.layer_decay != 1 else [[*model.parameters()]]
+    groups: list[dict] = []
+    for n, weights in enumerate(reversed(parts)):
+        rate = lr * args.layer_decay**n
+        matrices = [weight for weight in weights if weight.ndim > 1 and weight not in exempt]
+        others = [weight for weight in weights if weight.ndim <= 1 or weight in exempt]
+        groups.insert(0, {"params": others, "lr": rate, "weight_decay": 0.0})
+        groups.insert(0, {"params": matrices, "lr": rate, "weight_decay": weight_decay})
+    groups = [group for group in groups if group["params"]]
     if args.optimizer == "adamw":
         return torch.optim.AdamW(groups, lr, fused=True)
     if is_sgd:
@@ -71,8 +76,7 @@ def timms_optimizer(name: str, groups: list[dict], lr: float) -> Optimizer:
     # Without those that need other packages, second derivatives, or all memory.
     known = timm.optim.list_optimizers(exclude_filters=["bnb*", "fused*", "adahessian", "kron*"])
     if name not in known:
-        near = difflib.get_close_matches(name, map(str, known), 4, 0.5) or ["adamw", "sgd", "muon"]
-        raise ddpkit.UserError(f"--optimizer {name}: not one of timm's, such as {', '.join(near)}")
+        raise ddpkit.UserError(f"--optimizer {name}: timm has {', '.join(map(str, known))}")
     return timm.optim.create_optimizer_v2(groups, name, lr)
 
 
@@ -129,7 +133,8 @@ class Ema:
 def freeze(model: nn.Module, is_frozen: bool) -> None:
     """Freeze the backbone, or unfreeze what was frozen here; call ddpkit.wrap afterwards."""
     if is_frozen:  # not weights that never train, such as those that no decoder reads
-        vars(model).setdefault("frozen", [w for w in backbone(model) if w.requires_grad])
+        weights = itertools.chain(*layers(model)[:-1])
+        vars(model).setdefault("frozen", [w for w in weights if w.requires_grad])
     for weight in vars(model).get("frozen", ()):
         weight.requires_grad_(not is_frozen)
 

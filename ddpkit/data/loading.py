@@ -2,7 +2,6 @@
 
 import functools
 import itertools
-import math
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
@@ -18,8 +17,6 @@ from ddpkit.data.samples import Key, MapDataset, Seeded, fingerprint
 from ddpkit.errors import UserError
 from ddpkit.ranks import distributed, process, stopping
 from ddpkit.run import machine
-
-BATCH_SIZE, MIN_STEPS = 32, 20  # the defaults, see TrainSampler.fitting
 
 
 class TrainSampler(Sampler[Key]):
@@ -52,16 +49,6 @@ class TrainSampler(Sampler[Key]):
         data = {"images": self.total, "training_set": fingerprint(dataset)}
         self.order: dict[str, Any] = {**data, "seed": seed, "sampler": "shuffle"}
         self.set_epoch(0)
-
-    @staticmethod
-    def fitting(dataset: MapDataset, accumulate: int) -> int:
-        """Return images per rank and pass: 32, or a power of two that makes 20 steps an epoch."""
-        images = len(dataset) / (MIN_STEPS * distributed.world_size() * accumulate)
-        size = min(2 ** int(math.log2(max(images, 2))), BATCH_SIZE)
-        if size < BATCH_SIZE:
-            line = f"--batch-size {size}: with {BATCH_SIZE}, as for larger sets, {len(dataset)}"
-            distributed.say(f"{line} images would make fewer than {MIN_STEPS} steps per epoch")
-        return size
 
     def set_epoch(self, epoch: int, seen: int = 0) -> None:
         """Switch to `epoch`, without the first `seen` of its samples."""
@@ -183,7 +170,7 @@ def find_source(loader: Any, accumulate: int, seed: Any) -> "TrainSampler | Fore
 class Foreign:
     """What Run has to know of any other loader: ranks take its batches, the same on all, in turn.
 
-    A stopped epoch starts over, unless the loader, or without workers its data set, has a state.
+    A stopped epoch starts over.
     """
 
     def __init__(self, loader: Any, accumulate: int, seed: Any) -> None:
@@ -200,22 +187,13 @@ class Foreign:
         self.total = self.steps * self.global_batch
         data = {"images": self.total, "training_set": fingerprint(samples.of(loader))}
         self.order: dict[str, Any] = {**data, "seed": seed, "sampler": type(loader).__name__}
-        parts = [loader] if getattr(loader, "num_workers", 0) else [loader, loader.dataset]
-        self.stateful = next((part for part in parts if hasattr(part, "load_state_dict")), None)
-        self.saved: list = []  # the state to continue from
-        how = "from its state_dict" if self.stateful else "from its start, not to the bit"
         line = "the training loader has no ddpkit.TrainSampler: an epoch that is stopped resumes"
-        distributed.say(f"{line} {how}")
-
-    def states(self) -> list:  # each rank's, after its last batch, for a checkpoint
-        return distributed.gather_objects(self.stateful.state_dict()) if self.stateful else []
+        distributed.say(f"{line} from its start, not to the bit")
 
     def batches(self, loader: Any, epoch: int, seen: int) -> Iterator:
         for part in getattr(loader, "sampler", None), samples.of(loader):
             getattr(part, "set_epoch", int)(epoch)
         samples.seed(self.order["seed"], epoch)  # the same order on all ranks
-        if self.stateful and self.saved:
-            self.stateful.load_state_dict(self.saved.pop())
         batches = started(loader)
         for _ in range((self.total - seen) // self.global_batch * self.accumulate):
             some = list(itertools.islice(batches, self.turn))

@@ -215,7 +215,7 @@ def wait_for_debugger(ranks: Sequence[int], port: int) -> None:
         debugpy.listen((host, port))
     except (ImportError, RuntimeError, ValueError) as error:
         text = f"cannot listen with debugpy at {host}:{port} ({error})"
-        raise UserError(f"--debug-rank: {text}: install it, or use another --debug-port") from None
+        raise UserError(f"--debug-rank: {text}: install it, or use another port, R:PORT") from None
     line = f"rank {rank()} on {environment.node()} waits for a debugger: host {host}, port {port}"
     print(line, file=sys.stderr, flush=True)
     threading.main_thread().name = f"rank {rank()}"

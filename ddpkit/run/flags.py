@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 from ddpkit.errors import UserError
 
 # How this rank was started: flags that Parser takes for itself.
-launch = argparse.Namespace(local_rank=None, dist_timeout=600.0, debug_rank=[], debug_port=5678)
+launch = argparse.Namespace(local_rank=None, dist_timeout=600.0, debug_rank=([], 5678))
 
 
 class Help(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpFormatter):
@@ -21,7 +21,7 @@ class Help(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpFo
         super().__init__(prog, max_help_position=30, width=118)
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
-        has_default = action.default not in (None, []) and action.default is not False
+        has_default = action.default not in (None, ([], 5678)) and action.default is not False
         return super()._get_help_string(action) if has_default else action.help
 
 
@@ -54,10 +54,8 @@ class Parser(argparse.ArgumentParser):
             add = self.add_argument_group("ranks").add_argument
             add("--dist-timeout", metavar="SECONDS", type=at_least(1, float), default=600.0,
                 help="how long a rank waits for the others; a week while debugging")  # fmt: skip
-            add("--debug-rank", metavar="R[,R...]", type=ranks, default=[],
-                help="ranks that wait for a debugger, rank R at --debug-port + R")  # fmt: skip
-            add("--debug-port", metavar="PORT", type=at_least(1, below=2**16), default=5678,
-                help="for the debugger of rank 0, on loopback")  # fmt: skip
+            add("--debug-rank", metavar="R[,R...][:PORT]", type=ranks, default=([], 5678),
+                help="ranks that wait for a debugger, rank R at PORT + R, 5678 + R")  # fmt: skip
             add("--local-rank", "--local_rank", type=int, help=argparse.SUPPRESS)
         self.set_defaults(**(defaults or {}))
         for action in self._actions:
@@ -77,6 +75,16 @@ class Parser(argparse.ArgumentParser):
             if all(0 <= value < math.inf for value in values) and any(values):
                 return values
         raise ArgumentTypeError(f"{text}: expected auto, or numbers of 0 or more, not all 0")
+
+    @staticmethod
+    def fold(text: str | Sequence[int]) -> tuple[int, int]:
+        """Convert 2/5, the second of five parts, to numbers."""
+        found = text.split("/") if isinstance(text, str) else text
+        with contextlib.suppress(ValueError):
+            part, parts = map(int, found)
+            if 1 <= part <= parts > 1:
+                return part, parts
+        raise ArgumentTypeError(f"{text}: expected N/K, the N-th of K parts, such as 2/5")
 
     def print_help(self, file: Any = None) -> None:
         if os.environ.get("LOCAL_RANK", "0") == "0":
@@ -113,7 +121,10 @@ def at_least(
     return number
 
 
-def ranks(text: str) -> list[int]:
-    if not all(part.isdecimal() for part in text.split(",")):
-        raise ArgumentTypeError(f"{text} is not a rank or a list of ranks, such as 0,3")
-    return sorted({int(part) for part in text.split(",")})
+def ranks(text: str) -> tuple[list[int], int]:
+    """Convert 0,3 or 0,3:5678 to ranks and the port of rank 0."""
+    some, _, port = text.partition(":")
+    parts = [*some.split(","), port or "5678"]
+    if not (all(map(str.isdecimal, parts)) and 0 < int(parts[-1]) < 2**16):
+        raise ArgumentTypeError(f"{text} is not a rank or a list of ranks, such as 0,3 or 0,3:5678")
+    return sorted({int(part) for part in parts[:-1]}), int(parts[-1])

@@ -1,7 +1,6 @@
 """class Run: what a training loop needs besides torch. It counts, saves and resumes to the step."""
 
 import contextlib
-import copy
 import dataclasses
 import math
 import shlex
@@ -35,12 +34,14 @@ class Run:
         is trained, if that is another, of which `model` is an average.
     optimizer, scheduler, **more: saved by name with state_dict(), resumed with load_state_dict().
         A LambdaLR follows the flags on resume, others resume as saved.
-    best: the metric, higher is better, by which best.pt is chosen. accumulate: passes per optimizer
-        step. save_every: optimizer steps between saves; 0: after each epoch only.
+    best: the metric, higher is better, by which best.pt is chosen; of several the first that
+        `evaluate` returns. accumulate: passes per optimizer step. save_every: optimizer steps
+        between saves; 0: after each epoch only.
     flags: vars(args), kept in checkpoints and args.json. predict, draw: for drawings, (model,
         images) -> outputs and draw_example(axes, image, target, logits, classes).
-    tracker: gets the rows of metrics.csv, on rank 0: a function that takes the id of the run to
-        continue, or None, and returns its id and a function of a row.
+    tracker: gets the rows of metrics.csv, on rank 0: "mlflow", "trackio", "wandb", or a function
+        that takes the id of the run to continue, or None, and returns its id and a function of a
+        row.
 
     Raises a UserError if the checkpoint does not fit.
 
@@ -66,17 +67,19 @@ class Run:
         optimizer: torch.optim.Optimizer,
         scheduler: Any,
         epochs: int,
-        best: str,
+        best: str | Sequence[str],
         trained: nn.Module | None = None,
         accumulate: int = 1,
         save_every: int = 0,
         flags: Mapping[str, object] | None = None,
         predict: Callable[[nn.Module, Tensor], Any] | None = None,
         draw: Callable[..., None] | None = None,
-        tracker: reporting.Start | None = None,
+        tracker: str | reporting.Start | None = None,
         **more: Any,
     ) -> None:
-        self.folder, self.classes, self.epochs, self.score = folder, classes, epochs, best
+        self.folder, self.classes, self.epochs = folder, classes, epochs
+        self.scores = [best] if isinstance(best, str) else [*best]
+        self.score = self.scores[0]
         self.model, self.trained, self.optimizer = model, trained or model, optimizer
         self.device, self.val_loader = next(model.parameters()).device, val_loader
         self.predict, self.draw_example = predict or (lambda model, images: model(images)), draw
@@ -90,7 +93,7 @@ class Run:
         self.about = checkpoint.to_plain(  # the same in all checkpoints of this run
             {
                 "kinds": checkpoint.kinds(self.parts),
-                "best_of": f"{best} on {samples.fingerprint(val_set)}",
+                "best_of": f"{'/'.join(self.scores)} on {samples.fingerprint(val_set)}",
                 "classes": list(classes),
                 "colors": pictures.colors_of(classes).tolist(),
                 "resumed_from": folder.resume,
@@ -105,21 +108,22 @@ class Run:
         self.history: list[dict[str, float | str]] = []
         self.is_divided, self.checked_at = False, time.monotonic()
         self._resume(folder.state)
-        self.began, self.began_step, draws = self.epoch, self.step, draw is not None
-        is_over = self.epoch >= epochs
-        self.is_complete = is_over and reporting.are_complete(folder.path, epochs, draws)
+        self.began, self.began_step = self.epoch, self.step
+        recorded = distributed.from_rank_zero(reporting.count, folder.path)
+        self.is_complete = min(self.epoch, recorded) >= epochs
         self.first_step = optimizer.register_step_pre_hook(replicas.check_step)
         self.report = reporting.Reporter(
             folder.path, self.device, epochs, self.epoch, self.is_complete
         )
-        self.report.has_images = draws
         self.report.start(self.source, accumulate, classes, train_loader, val_loader, kept)
+        if isinstance(tracker, str):
+            tracker = reporting.find_tracker(tracker, folder.path, kept)
         self.report.catch_up(self.history, tracker)
         self.block = self._block()
 
     def _parts(self, scheduler: Any, more: State) -> State:
         """Return what is saved: with an average of the weights also those that are averaged."""
-        if taken := more.keys() & {*KEYS, "trained", "sampler", "streams"}:
+        if taken := more.keys() & {*KEYS, "trained", "sampler"}:
             raise UserError(f"Run({min(taken)}=...): checkpoints have an entry of that name")
         parts = {"model": self.model, "optimizer": self.optimizer, "scheduler": scheduler, **more}
         return parts if self.trained is self.model else {**parts, "trained": self.trained}
@@ -149,7 +153,7 @@ class Run:
         self.best_epoch = epoch or self.epoch
 
     def _begin_totals(self) -> None:
-        self.totals = machine.zeros(2, self.device)
+        self.totals = torch.zeros(2, dtype=torch.float64, device=self.device)
         self.loss_total, self.count_total = self.totals.unbind()
 
     def _check_kind(self, state: State) -> None:
@@ -163,15 +167,12 @@ class Run:
         self.epoch, self.step, self.history = state["epoch"], state["step"], [*state["history"]]
         if not state["seen"]:
             return
-        streams, is_over = state.get("streams") or [], state["seen"] >= self.source.total
-        if not (self.is_own or is_over) and len(streams) != distributed.world_size():
+        if not self.is_own and state["seen"] < self.source.total:
             line = "the training loader cannot continue in mid-epoch"
             return distributed.say(f"{line}: the epoch starts over")
         if any(state.get(name) != value for name, value in self.source.order.items()):
             line = "the images, --seed or the sampler have changed"
             return distributed.say(f"{line}: the epoch starts over")
-        if isinstance(self.source, Foreign) and not is_over:
-            self.source.saved = [streams[distributed.rank()]]
         self.seen, totals = state["seen"], self.totals.new_tensor(state["totals"])
         if len(totals) == distributed.world_size():
             self.totals += totals[distributed.rank()]
@@ -336,8 +337,11 @@ class Run:
         return is_best
 
     def _check_score(self, row: Mapping) -> None:
-        if self.score not in row:
-            raise UserError(f"BEST of model.py is {self.score}: use one of {', '.join(row)}")
+        found = [name for name in self.scores if name in row]
+        if not found:
+            given = " or ".join(self.scores)
+            raise UserError(f"BEST of model.py is {given}: use one of {', '.join(row)}")
+        self.score = found[0]
 
     def is_over(self, patience: int) -> bool:
         """Return whether all epochs are done, or the last `patience`, if any, had no new best."""
@@ -359,8 +363,6 @@ class Run:
             **{"totals": totals.tolist(), "best": self.best, "history": self.history},
             **{**self.source.order, "global_batch": self.global_batch},
         }
-        if isinstance(self.source, Foreign):
-            state["streams"] = self.source.states()
         # The save after evaluation replaces the one before it, which has the same weights.
         self.folder.add(state, is_best, replace=self.saved_step == self.step)
         self.saved_step = self.step
@@ -390,7 +392,7 @@ class Run:
         )
 
     def rehearse(self, judge: Judge) -> None:
-        """Try what follows an epoch on one validation batch; draw what a kill has left undrawn.
+        """Try what follows an epoch on one validation batch, at the start of a run.
 
         judge: (model, loader) -> (results, what `draw` takes).
         """
@@ -399,19 +401,15 @@ class Run:
         if self.epoch == 0 and self.seen == 0:
             results, found = judge(self.model, loading.First(self.val_loader))
             self._check_score(results)
-            self.report.try_drawing(self._drawing(self.model, found))
-        elif best := distributed.from_rank_zero(self.report.undrawn):
-            network = copy.deepcopy(self.model)
-            checkpoint.load_weights(network, best)
-            self.draw(judge(network, self.val_loader)[1], network)
+            self.report.try_drawing(self._drawing(found))
 
-    def draw(self, found: Found, model: nn.Module | None = None) -> None:
+    def draw(self, found: Found) -> None:
         """Draw examples.png, worst.png, confusion.png and write per_class.csv, on rank 0.
 
         found: the confusion matrix of `compute`, and what Worst.compute() returns.
         """
-        self.report.images(self._drawing(model or self.model, found))
+        self.report.images(self._drawing(found))
 
-    def _drawing(self, model: nn.Module, found: Found) -> Mistakes:
+    def _drawing(self, found: Found) -> Mistakes:
         how = self.classes, self.predict, self.draw_example
-        return Mistakes(found, model, self.val_loader, *how)
+        return Mistakes(found, self.model, self.val_loader, *how)

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 import ddpkit
 from ddpkit.data import samples
@@ -34,7 +33,7 @@ def meet() -> Rank:
         here = ddpkit.meet()
     """
     # By the flags that ddpkit.Parser has read.
-    return distributed.meet(launch.local_rank, launch.dist_timeout, bool(launch.debug_rank))
+    return distributed.meet(launch.local_rank, launch.dist_timeout, bool(launch.debug_rank[0]))
 
 
 def configure(device: torch.device, seed: int, deterministic: bool = False) -> None:
@@ -47,7 +46,7 @@ def configure(device: torch.device, seed: int, deterministic: bool = False) -> N
 
         ddpkit.configure(device, args.seed)
     """
-    distributed.wait_for_debugger(launch.debug_rank, launch.debug_port)
+    distributed.wait_for_debugger(*launch.debug_rank)
     samples.seed(seed)
     if deterministic:
         samples.be_deterministic()
@@ -56,16 +55,6 @@ def configure(device: torch.device, seed: int, deterministic: bool = False) -> N
     warnings.filterwarnings("ignore", "Please use the new API settings")  # by torch 2.9, of this:
     torch.set_float32_matmul_precision("high")  # TF32 for what stays float32, where a GPU has it
     torch.set_num_threads(default_threads(device.type != "cpu"))
-
-
-def zeros(count: int, device: torch.device) -> Tensor:
-    """Return zeros to add to, float64 (count,).
-
-    count: how many.
-
-        totals = ddpkit.zeros(2, device)  # a sum of losses, and their count
-    """
-    return torch.zeros(count, dtype=torch.float64, device=device)
 
 
 def cpus() -> int:

@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
+from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy
 from torch.utils._pytree import tree_map_only
 from torch.utils.data import IterableDataset
 from torchmetrics import Metric, MetricCollection
-from torchmetrics.classification import MulticlassConfusionMatrix
+from torchmetrics.classification import MulticlassConfusionMatrix, MultilabelConfusionMatrix
 
 from ddpkit import files
 from ddpkit.data import images, loading, samples
@@ -92,8 +92,8 @@ def to_float32(outputs: Any) -> Any:
 def compute(metrics: MetricCollection) -> tuple[dict[str, float], Tensor | None]:
     """Return each metric over the samples of all ranks; every rank has to call it.
 
-    The counts of a MulticlassConfusionMatrix, int64 (classes, classes), labels by predictions, are
-    returned apart from the others; None if `metrics` has none.
+    The counts of a MulticlassConfusionMatrix, int64 (classes, classes), labels by predictions, or
+    of a MultilabelConfusionMatrix, (classes, 2, 2), are apart from the others; None without one.
 
     Raises a UserError if a metric has more than one value.
 
@@ -103,11 +103,12 @@ def compute(metrics: MetricCollection) -> tuple[dict[str, float], Tensor | None]
         if isinstance(metric, Metric):
             metric.dist_sync_fn = gather
     # Of a rank that has no validation images.
-    warnings.filterwarnings("ignore", "The ``compute`` method of metric")
+    warnings.filterwarnings("ignore", "The ``compute`` method of metric|No positive samples")
     found = metrics.compute()
     confusion: Tensor | None = None
     for name, metric in metrics.items(copy_state=False):
-        if type(metric) is MulticlassConfusionMatrix and metric.normalize in (None, "none"):
+        is_matrix = type(metric) in (MulticlassConfusionMatrix, MultilabelConfusionMatrix)
+        if is_matrix and metric.normalize in (None, "none"):
             confusion = found.pop(name)
     for name, value in found.items():
         if (count := torch.as_tensor(value).numel()) != 1:
@@ -128,7 +129,7 @@ class Worst:
     """The images with the greatest losses so far, on this rank; `compute` joins the ranks'.
 
     The loss of an image is the cross-entropy of its label, or the mean of that over its labelled
-    pixels. Targets that are no class numbers are skipped, and then no image is found.
+    pixels, or over its labels, float (classes,). Other targets are skipped; then none is found.
 
         worst = ddpkit.Worst(device)
         worst.update(logits, targets, indices)  # of each batch
@@ -142,11 +143,15 @@ class Worst:
     def update(self, outputs: Tensor, targets: Tensor, indices: Tensor) -> None:
         """Take logits (N, classes, ...), targets int64 (N, ...) and the images' indices (N,)."""
         shape = (outputs.shape[0], *outputs.shape[2:])
-        if outputs.ndim < 2 or targets.shape != shape or targets.is_floating_point():
+        if targets.is_floating_point() and targets.shape == outputs.shape:
+            losses = binary_cross_entropy_with_logits(outputs, targets, reduction="none")
+            is_class = torch.ones_like(targets)
+        elif outputs.ndim < 2 or targets.shape != shape or targets.is_floating_point():
             return
-        is_class = (targets >= 0) & (targets < outputs.shape[1])
-        labels = targets.where(is_class, IGNORED)
-        losses = cross_entropy(outputs, labels, ignore_index=IGNORED, reduction="none")
+        else:
+            is_class = (targets >= 0) & (targets < outputs.shape[1])
+            labels = targets.where(is_class, IGNORED)
+            losses = cross_entropy(outputs, labels, ignore_index=IGNORED, reduction="none")
         total, count = (x.reshape(len(x), -1).sum(1) for x in (losses, is_class))
         mean = (total / count).where(count > 0, -math.inf)  # of images without labels
         losses, indices = torch.cat((self.losses, mean)), torch.cat((self.indices, indices))
@@ -197,7 +202,8 @@ class Mistakes:
         confusion, worst = self.found
         if confusion is not None:
             write_per_class(folder / "per_class.csv", confusion, self.classes)
-            pictures.draw_confusion(folder / "confusion.png", confusion, self.classes)
+            if confusion.ndim == 2:
+                pictures.draw_confusion(folder / "confusion.png", confusion, self.classes)
         if worst:
             captions = {index: f"loss {loss:.3g}" for loss, index in worst}
             self.draw_images(folder / "worst.png", captions)
@@ -206,7 +212,10 @@ class Mistakes:
 def write_per_class(path: Path, confusion: Tensor, classes: Sequence[str]) -> None:
     """Write precision, recall, F1, IoU and number of labels of each class; 0 / 0 is nan."""
     counts = confusion.cpu().double()
-    right, labels, predictions = counts.diagonal(), counts.sum(1), counts.sum(0)
+    if counts.ndim == 3:  # of several labels: (classes, not there or there, not said or said)
+        right, labels, predictions = counts[:, 1, 1], counts[:, 1].sum(1), counts[:, :, 1].sum(1)
+    else:
+        right, labels, predictions = counts.diagonal(), counts.sum(1), counts.sum(0)
     both = labels + predictions
     shares = right / predictions, right / labels, 2 * right / both, right / (both - right)
     with files.table(path, ["class", "precision", "recall", "f1", "iou", "support"]) as write:

@@ -20,7 +20,7 @@ from ddpkit.data.format import Format, read_format
 from ddpkit.data.images import LazyImage, open_image, visible
 from ddpkit.errors import UserError, print_error
 from ddpkit.ranks import devices, distributed, process
-from ddpkit.run import checkpoint, machine
+from ddpkit.run import checkpoint, machine, pretrained
 from ddpkit.run.metrics import first
 from ddpkit.run.pictures import draw_legend, drawing, overlay, paint
 
@@ -217,16 +217,31 @@ def arrange(side: int, tile: int, step: int) -> list[tuple[int, int, int]]:
     return [(start, *part) for start, part in zip(starts, pairwise(seams), strict=True)]
 
 
-def fit_input(build: Callable[[], nn.Module], size: int, channels: int = 3) -> nn.Module:
+def fit_input(
+    build: Callable[[], nn.Module],
+    size: int,
+    channels: int = 3,
+    weights: str | None = None,
+    **published: Any,
+) -> nn.Module:
     """Return the network that `build` makes, whose first convolution takes so many channels.
 
     size: side of the training images in pixels: float32 (N, channels, size, size).
+    weights: --weights, for `load_weights`, as arch="resnet18"; None: none.
 
-    Raises a UserError if it cannot take such images.
+    Raises a UserError if it cannot be built, or cannot take such images.
 
-        model = ddpkit.fit_input(lambda: Net(len(classes)), args.image_size, channels)
+        build = functools.partial(torchvision.models.resnet18, num_classes=len(classes))
+        model = ddpkit.fit_input(build, args.image_size, channels, args.weights, arch="resnet18")
     """
-    model = build()
+    try:
+        model = build()
+    except (AssertionError, KeyError, RuntimeError, TypeError, ValueError) as error:
+        name = " ".join(f"--{flag} {value}" for flag, value in published.items())
+        line = f"{name}: {' '.join(str(error).split())[:300]}"
+        if "downsampling pattern" in line:  # of a ViT, whose maps have one size
+            line += ": use --arch dpt"
+        raise UserError(line) from None
     entry = next((each for each in model.modules() if isinstance(each, nn.Conv2d)), None)
     if entry is not None and entry.in_channels == 3 != channels:
         entry.in_channels = channels
@@ -235,6 +250,8 @@ def fit_input(build: Callable[[], nn.Module], size: int, channels: int = 3) -> n
         entry.reset_parameters()
     with torch.no_grad():
         forward(model, size, channels, "use another --image-size, such as 224")
+    if weights:
+        pretrained.load_weights(model, weights, **published, build=build)
     return model
 
 

@@ -4,6 +4,7 @@ import functools
 import re
 import socket
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 import torchvision
@@ -17,15 +18,20 @@ from ddpkit.run import checkpoint
 KEYS = ("model", "state_dict", "model_state_dict")  # under which programs save weights
 SECONDS = 10.0  # without an answer, after which a download fails
 Fetch = Callable[[str], Mapping[str, Tensor]]
+Find = Callable[[], tuple[list[str], Fetch]]
+Build = Callable[..., nn.Module]
 
 
-def load_weights(model: nn.Module, weights: str, arch: str = "", encoder: str = "") -> None:
+def load_weights(
+    model: nn.Module, weights: str, arch: str = "", encoder: str = "", build: Build | None = None
+) -> None:
     """Copy --weights into `model`, alike on all ranks; only rank 0 downloads and reads.
 
     weights: "none"; a .pt or .pth file; the name of published weights; or "auto", which stands for
         the best published ones, or for "none" if those cannot be had, as it then says.
-    arch: a network of torchvision, or a decoder of segmentation-models-pytorch.
+    arch: a network of torchvision, timm/NAME, or a decoder of segmentation-models-pytorch.
     encoder: of such a decoder; the published weights are the encoder's.
+    build: of a network of timm; makes it anew with pretrained=True.
 
     Tensors are copied by name if their shapes match, others are left out and counted in a line; a
     first layer for RGB is adapted to other channels.
@@ -35,14 +41,15 @@ def load_weights(model: nn.Module, weights: str, arch: str = "", encoder: str = 
         ddpkit.load_weights(model, args.weights, args.arch)
     """
     name, is_auto = weights, weights == "auto"
+    find = functools.partial(find_published, arch, encoder, build)
     if is_auto:
-        name = next(iter(find_published(arch, encoder)[0]), "none")
+        name = next(iter(find()[0]), "none")
         is_none = name == "none"
         then = "published for this network" if is_none else "downloaded unless cached ..."
         distributed.say(f"--weights auto: {name}, {then}")
     if name == "none":
         return
-    found = distributed.await_rank_zero(attempt, name, arch, encoder)
+    found = distributed.await_rank_zero(attempt, name, find)
     if not isinstance(found, str):
         copy_matching(model, found)
     elif is_auto:
@@ -51,12 +58,12 @@ def load_weights(model: nn.Module, weights: str, arch: str = "", encoder: str = 
         raise UserError(found)
 
 
-def attempt(name: str, arch: str, encoder: str) -> Mapping[str, Tensor] | str:
+def attempt(name: str, find: Find) -> Mapping[str, Tensor] | str:
     """Return the tensors of --weights `name`, or a line that says why they cannot be had."""
     before = socket.getdefaulttimeout()
     socket.setdefaulttimeout(SECONDS)  # torch.hub would wait for ever
     try:
-        return read(name, arch, encoder)
+        return read(name, find)
     except DiskError:
         raise
     except UserError as error:
@@ -68,31 +75,37 @@ def attempt(name: str, arch: str, encoder: str) -> Mapping[str, Tensor] | str:
         socket.setdefaulttimeout(before)
 
 
-def read(name: str, arch: str = "", encoder: str = "") -> Mapping[str, Tensor]:
+def read(name: str, find: Find) -> Mapping[str, Tensor]:
     """Return the tensors of published weights, or of a file: at its top, or under KEYS."""
     if name.endswith((".pt", ".pth")):
         state = checkpoint.read_file(name)
         for _ in range(2):
             state = next((state[k] for k in KEYS if isinstance(state.get(k), dict)), state)
         return {key: value for key, value in state.items() if isinstance(value, Tensor)}
-    names, fetch = find_published(arch, encoder)
+    names, fetch = find()
     if name not in names:
         known = ", ".join(names) or "none"
         raise UserError(f"--weights {name}: published are {known}; or name a .pt file")
     return fetch(name)
 
 
-def find_published(arch: str, encoder: str = "") -> tuple[list[str], Fetch]:
+def find_published(arch: str, encoder: str, build: Build | None) -> tuple[list[str], Fetch]:
     """Return the names of published weights, the best first, and what downloads those of a name."""
     if arch in torchvision.models.list_models():
         choices = torchvision.models.get_model_weights(arch).__members__
         best = [choices["DEFAULT"].name] if choices else []
         download = functools.partial(WeightsEnum.get_state_dict, progress=False, check_hash=True)
         return [*dict.fromkeys([*best, *choices])], lambda name: download(choices[name])
+    import timm
+
+    if arch.startswith("timm/"):
+        if not (build and timm.is_model_pretrained(arch[5:])):
+            return [], lambda _: {}
+        config: Any = timm.get_pretrained_cfg(arch[5:])
+        return [config.tag or "default"], lambda _: fetch_timm(config, build)
     if not encoder:
         return [], lambda _: {}
     import segmentation_models_pytorch as smp
-    import timm
 
     if encoder.startswith("tu-"):  # its tag, if any, says which weights
         has_any = timm.is_model_pretrained(encoder[3:])
@@ -103,19 +116,34 @@ def find_published(arch: str, encoder: str = "") -> tuple[list[str], Fetch]:
         repositories = {name: each.get("repo_id") for name, each in settings.items()}
 
     def fetch(name: str) -> dict[str, Tensor]:
-        import huggingface_hub as hub
-
-        try:  # the library itself would try for minutes
-            if repository := repositories[name]:
-                url = hub.hf_hub_url(repository, "config.json")
-                hub.get_hf_file_metadata(url, timeout=SECONDS)
-        except Exception:
-            hub.constants.HF_HUB_OFFLINE = True  # what its cache has
+        look_for(repositories[name])
         with torch.random.fork_rng([]):
             network = smp.encoders.get_encoder(encoder, weights=name)
         return {f"encoder.{key}": value for key, value in network.state_dict().items()}
 
     return sorted(repositories, key="imagenet".__ne__), fetch
+
+
+def look_for(repository: str | None) -> None:
+    """Leave the hub alone unless it answers: its library would try for minutes."""
+    import huggingface_hub as hub
+
+    try:
+        if repository:
+            url = hub.hf_hub_url(repository, "config.json")
+            hub.get_hf_file_metadata(url, timeout=SECONDS)
+    except Exception:
+        hub.constants.HF_HUB_OFFLINE = True  # what its cache has
+
+
+def fetch_timm(config: Any, build: Build) -> dict[str, Tensor]:
+    """Return the tensors of timm's network but those of its last layer, as `build` makes it."""
+    look_for(config.hf_hub_id)
+    with torch.random.fork_rng([]):
+        network = build(pretrained=True)
+    heads = config.classifier if isinstance(config.classifier, tuple) else (config.classifier,)
+    last = tuple(f"{head}." for head in heads)
+    return {key: each for key, each in network.state_dict().items() if not key.startswith(last)}
 
 
 def copy_matching(model: nn.Module, weights: Mapping[str, Tensor]) -> None:

@@ -1,6 +1,7 @@
 """What a run reports, on rank 0: lines, progress, metrics.csv, TensorBoard, a tracker, images."""
 
 import contextlib
+import importlib
 import json
 import math
 import os
@@ -18,10 +19,9 @@ from tqdm import tqdm
 from ddpkit import files
 from ddpkit.data import images, samples
 from ddpkit.data.loading import Foreign, TrainSampler
-from ddpkit.errors import LineError
-from ddpkit.ranks import distributed, failures
-from ddpkit.run import checkpoint, machine, pictures
-from ddpkit.run.checkpoint import State
+from ddpkit.errors import LineError, UserError
+from ddpkit.ranks import distributed, failures, process
+from ddpkit.run import machine, pictures
 from ddpkit.run.metrics import Mistakes
 from ddpkit.run.pictures import Row
 
@@ -32,8 +32,6 @@ IMAGES = ("examples.png", "per_class.csv", "confusion.png", "worst.png")  # of b
 
 
 class Reporter:
-    has_images = True  # to draw, of each best epoch
-
     def __init__(
         self, folder: Path, device: torch.device, epochs: int, finished: int, is_complete: bool
     ) -> None:
@@ -44,7 +42,6 @@ class Reporter:
         self.batch_size = 1
         self.board: Any = None
         self.log: Callable[[dict[str, float]], object] | None = None  # a tracker's
-        self.tracked: dict[str, Any] = {}
 
     def close(self) -> None:
         """Clear the progress bar and close the files, before any error is printed."""
@@ -145,8 +142,8 @@ class Reporter:
         if wait > 0.1 and wait * seconds > 1:
             distributed.say(
                 f"input-bound: {wait:.0%} of {seconds:.0f} s were spent waiting for images; what "
-                f"helps: --workers up to {machine.cpu_share()} (CPUs per rank), python -m ddpkit "
-                "prepare (or a smaller --short-side, if that is done), more CPUs"
+                f"helps: --workers up to {machine.cpu_share()} (CPUs per rank), image files that "
+                "are not much larger than --image-size, more CPUs"
             )
         self.record(rows, rows[-1:])
 
@@ -165,8 +162,8 @@ class Reporter:
         for row in map(numbers, new):
             for name, value in row.items():
                 self.board.add_scalar(name, value, row["epoch"])
+            self.track(row)
         self.board.flush()
-        self.track(rows)
 
     def catch_up(self, rows: Sequence[Row], tracker: Start | None = None) -> None:
         """Record the rows that a run had saved when it was killed; start the tracker, if any."""
@@ -174,28 +171,20 @@ class Reporter:
             return
         if tracker:
             path = self.folder / "tracker.json"
-            known = json.loads(path.read_text()) if path.exists() else {}
-            run, self.log = tracker(known.get("run"))
-            self.tracked = {"run": run, "epochs": min(known.get("epochs", 0), len(rows))}
-            self.write("tracker.json", self.tracked)
+            known = json.loads(path.read_text())["run"] if path.exists() else None
+            run, self.log = tracker(known)
+            self.write("tracker.json", {"run": run})
         recorded = count(self.folder)
         if rows and recorded != len(rows):  # more: of epochs after the one that was gone back to
             self.record(rows, rows[recorded:])
-        self.track(rows)
 
-    def track(self, rows: Sequence[Row]) -> None:
-        """Give the tracker the rows that it lacks; a kill may repeat one."""
-        if not self.log:
-            return
-        for row in rows[self.tracked["epochs"] :]:
-            try:
+    def track(self, row: Row) -> None:
+        try:
+            if self.log:
                 self.log(numbers(row))
-            except Exception as error:
-                reason = " ".join(f"{type(error).__name__}: {error}".split())
-                line = f"the tracker did not take epoch {row['epoch']} ({reason[:200]})"
-                return distributed.say(f"{line}; trying again after the next one")
-            self.tracked["epochs"] += 1
-            self.write("tracker.json", self.tracked)
+        except Exception as error:  # which costs no epoch
+            reason = " ".join(f"{type(error).__name__}: {error}".split())
+            distributed.say(f"the tracker did not take epoch {row['epoch']} ({reason[:200]})")
 
     def write(self, name: str, value: object) -> None:
         with files.writing(self.folder / name, parents=True) as tmp_path:
@@ -213,14 +202,6 @@ class Reporter:
             with tempfile.TemporaryDirectory() as folder:
                 mistakes.draw_images(Path(folder, "image.png"), {0: ""})
 
-    def undrawn(self) -> State | None:
-        """Return best.pt if the run was killed before its images were drawn; on rank 0."""
-        best = self.folder / "best.pt"
-        if not self.active or are_drawn(self.folder, self.has_images) or not best.exists():
-            return None
-        state = checkpoint.read(best)
-        return {"model": state["model"], "path": state["path"]}
-
     def finish(self, name: str, best: float) -> None:
         """Print the best score and the paths of the results."""
         if not self.active:
@@ -230,6 +211,28 @@ class Reporter:
         drawn = [file for file in ("curves.png", *IMAGES) if (self.folder / file).exists()]
         path = os.path.join(os.path.relpath(self.folder), "best.pt")
         return distributed.say(f"done: best {name} {best:.4f}; {', '.join([path, *drawn])}")
+
+
+def find_tracker(name: str, folder: Path, flags: Mapping[str, Any]) -> Start:
+    """Return what begins or continues a run of that tracker, named as `folder` and its project."""
+    try:
+        tool: Any = importlib.import_module(name)
+    except ImportError:
+        line = f"--tracker {name}: not installed; python -m pip install {name}"
+        raise UserError(line) from None
+    project = process.project().name
+
+    def start(known: str | None) -> tuple[str, Callable[[dict[str, float]], object]]:
+        if name == "mlflow":
+            tool.set_experiment(project)
+            run = tool.start_run(known, run_name=folder.name)
+            tool.log_params({} if known else flags)
+            return run.info.run_id, lambda row: tool.log_metrics(row, step=int(row["epoch"]))
+        key = {"id": known} if name == "wandb" else {"name": known or folder.name}
+        run = tool.init(project=project, config=dict(flags), resume="allow", **key)
+        return (run.id if name == "wandb" else run.name), run.log
+
+    return start
 
 
 def numbers(row: Row) -> dict[str, float]:
@@ -245,21 +248,6 @@ def remove_images(folder: Path) -> None:
     """Remove the images of best.pt, before another file gets that name."""
     for name in IMAGES:
         (folder / name).unlink(missing_ok=True)
-
-
-def are_drawn(folder: Path, has_images: bool) -> bool:
-    """Return whether best.pt has its images, if the run draws any: examples.png comes last."""
-    return not (has_images and (folder / "best.pt").exists()) or (folder / "examples.png").exists()
-
-
-def are_complete(folder: Path, epochs: int, has_images: bool) -> bool:
-    """Return, on all ranks, whether the run in `folder` has recorded and drawn all `epochs`."""
-
-    def look() -> bool:
-        is_new = not (folder / "last.pt").exists()
-        return is_new or (count(folder) >= epochs and are_drawn(folder, has_images))
-
-    return distributed.from_rank_zero(look)
 
 
 def report(mistakes: Mistakes, folder: Path) -> None:

@@ -34,7 +34,6 @@ from ddpkit.data.folders import Pairs
 from ddpkit.data.format import NAME, Format, read_format, write_format
 from ddpkit.data.images import LazyImage, open_image, visible
 from ddpkit.data.masks import UNNAMED, VOID, Labels, explain_values, read_classes, read_mask
-from ddpkit.data.prepared import is_store
 from ddpkit.data.samples import Packed
 from ddpkit.errors import UserError, shorten
 from ddpkit.ranks import distributed, process
@@ -191,8 +190,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     add("--workers", type=at_least(0), default=machine.cpus(), help="processes that read")
     add("--write", action="store_true", help="write what the report proposes for DIR/data.json")
     given = parser.parse_args(argv)
-    if is_store(given.data):
-        raise UserError(f"{given.data} is prepared data: check the folder that it was made of")
     torch.set_num_threads(1)  # as in a loader worker
     kinds = [kind for kind in vars(process.own("dataset")).values() if isinstance(kind, type)]
     distributed.setup(alone=True)

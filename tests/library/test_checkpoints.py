@@ -178,7 +178,7 @@ def test_weights_of_other_programs(
     for prefix in "", "net.":
         net = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3), nn.Linear(3, 5))
         model = nn.ModuleDict({"net": net}) if prefix else net
-        pretrained.copy_matching(model, pretrained.read(f"{tmp_path}/file.pt"))
+        pretrained.copy_matching(model, pretrained.read(f"{tmp_path}/file.pt", list))
         assert torch.equal(net[0].weight, weights["0.weight"])
         new = f"new: {prefix}2.weight, {prefix}2.bias"
         assert capsys.readouterr().out == f"--weights: 7 of 9 tensors loaded; {new}\n"
@@ -188,4 +188,4 @@ def test_weights_that_do_not_fit(tmp_path: Path) -> None:
     path = tmp_path / "file.pt"
     torch.save({"state_dict": {"a.weight": torch.ones(1)}}, path)
     with refusal("pretrained.copy_matching", "begins with weight", "a.weight"):
-        pretrained.copy_matching(nn.Linear(2, 2), pretrained.read(str(path)))
+        pretrained.copy_matching(nn.Linear(2, 2), pretrained.read(str(path), list))

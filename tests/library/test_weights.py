@@ -237,7 +237,7 @@ def test_what_auto_stands_for() -> None:
         ("fpn", "tu-seresnet18"): None,
         ("deeplabv3_resnet50", "resnet34"): "COCO_WITH_VOC_LABELS_V1",
     }.items():
-        assert next(iter(pretrained.find_published(*network)[0]), None) == name
+        assert next(iter(pretrained.find_published(*network, None)[0]), None) == name
 
 
 # The smallest images that each takes without BatchNorm over a single pixel.

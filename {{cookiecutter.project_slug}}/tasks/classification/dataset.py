@@ -1,6 +1,7 @@
 """The data set: images and their classes, and the augmentation. README.md describes folders."""
 
 import functools
+import itertools
 import random
 from argparse import Namespace
 from collections.abc import Sequence
@@ -13,7 +14,6 @@ from torchvision.transforms.v2 import InterpolationMode as Mode
 
 import ddpkit
 
-SHORT_SIDE = 256  # pixels; of what `python -m ddpkit prepare` stores
 draw_demo = ddpkit.demo_classes  # without --data
 AUGMENTATIONS = {  # the names that --augment takes; add yours
     "trivial": v2.TrivialAugmentWide(interpolation=Mode.BILINEAR),  # arXiv:2103.10158
@@ -24,7 +24,8 @@ AUGMENTATIONS = {  # the names that --augment takes; add yours
     "vflip": v2.RandomVerticalFlip(),
     "erasing": v2.RandomErasing(p=0.25),  # arXiv:1708.04896; in black
 }
-OF_COLORS = {"trivial", "rand", "color", "grey"}  # those that take 1 or 3 channels only
+# Names, too, of what mixes the images and labels of a batch, by alpha; arXiv:1710.09412, 1905.04899
+MIXES = {"mixup": (v2.MixUp, 0.2), "cutmix": (v2.CutMix, 1.0)}
 
 
 def train_transform(
@@ -41,9 +42,12 @@ def train_transform(
     return augment(pixels) if augment else pixels
 
 
-def val_transform(image: ddpkit.LazyImage, size: int) -> Tensor:
-    """Return the middle of the image, uint8 (3, size, size), for validation and predict.py."""
-    side = round(0.875 * min(image.height, image.width))
+def val_transform(image: ddpkit.LazyImage, size: int, crop: float = 0.875) -> Tensor:
+    """Return the middle of the image, uint8 (3, size, size), for validation and predict.py.
+
+    crop: the side of the middle, as a share of the image's shorter one.
+    """
+    side = round(crop * min(image.height, image.width))
     box = ((image.height - side) // 2, (image.width - side) // 2, side, side)
     return image.read(box, (size, size))
 
@@ -51,12 +55,13 @@ def val_transform(image: ddpkit.LazyImage, size: int) -> Tensor:
 class ImageDataset(ddpkit.ImageFiles):
     """Images with their class numbers. A sample is (uint8 (3, size, size), int).
 
-    With "channels" in data.json the image is float32 (channels, size, size), normalised.
+    If images have several labels, these are float32 (classes,), 0 or 1. With "channels" in
+    data.json the image is float32 (channels, size, size), normalised.
     """
 
-    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+    def __getitem__(self, index: int) -> tuple[Tensor, int | Tensor]:
         (image,) = self.open(index)
-        return self.format.normalize(self.transform(image)), self.samples[index][1]
+        return self.format.normalize(self.transform(image)), self.label(index)
 
 
 def build_datasets(args: Namespace) -> tuple[ImageDataset, ImageDataset, Sequence[str]]:
@@ -67,21 +72,13 @@ def build_datasets(args: Namespace) -> tuple[ImageDataset, ImageDataset, Sequenc
     """
     with ddpkit.rank_zero_first():  # the other ranks find it drawn
         data = args.data or draw_demo()
-    train, val, classes = ddpkit.find_classes(data)
-    augment = build_augment(args.augment, train.format.channels)
-    crop = functools.partial(train_transform, size=args.image_size, augment=augment)
-    middle = functools.partial(val_transform, size=args.image_size)
-    return ImageDataset(train, crop), ImageDataset(val, middle), classes
-
-
-def build_augment(text: str, channels: int | None) -> v2.Transform | None:
-    """Return what applies the AUGMENTATIONS that `text` names, in that order; None if it is ""."""
-    names = [name for name in text.split(",") if name]
-    if unknown := [name for name in names if name not in AUGMENTATIONS]:
-        raise ddpkit.UserError(f"--augment {unknown[0]}: is none of {', '.join(AUGMENTATIONS)}")
-    if channels not in (None, 1, 3) and (refused := OF_COLORS.intersection(names)):
-        raise ddpkit.UserError(f"--augment {min(refused)}: takes 1 or 3 channels, not {channels}")
-    return v2.Compose([AUGMENTATIONS[name] for name in names]) if names else None
+    held = args.eval_only or "val"
+    train, val, classes = ddpkit.find_classes(data, args.fold, held, args.arch)
+    args.several_labels, args.crop = train.several, train.crop  # predict.py finds them, too
+    augment = ddpkit.choose(AUGMENTATIONS, args.augment, train.format.channels, MIXES)
+    box = functools.partial(train_transform, size=args.image_size, augment=augment)
+    middle = functools.partial(val_transform, size=args.image_size, crop=args.crop)
+    return ImageDataset(train, box), ImageDataset(val, middle), classes
 
 
 def transform_batch(
@@ -89,11 +86,11 @@ def transform_batch(
 ) -> tuple[Tensor, Tensor]:
     """Augment a training batch on its device, where images are float32 and normalised.
 
-    With --mixup or --cutmix targets become float32 (N, classes): the share of each class.
+    With MIXES, of which each batch gets one, targets become float32 (N, classes): the share of
+    each class.
     """
-    kinds = (v2.MixUp, args.mixup), (v2.CutMix, args.cutmix)
-    mixes = [mix(alpha=alpha, num_classes=num_classes) for mix, alpha in kinds if alpha]
-    if mixes:
+    found = [mix for name, mix in MIXES.items() if name in args.augment.split(",")]
+    if mixes := [mix(alpha=alpha, num_classes=num_classes) for mix, alpha in found]:
         images, targets = v2.RandomChoice(mixes)(images, targets)
         images = images.contiguous(memory_format=torch.channels_last)  # which MixUp loses on GPUs
     return images, targets
@@ -104,14 +101,18 @@ def draw_example(
 ) -> None:
     """Draw one image with its prediction and its true class on matplotlib `axes`.
 
-    image: uint8 (3, H, W). target: int64 scalar. logits: float (classes,).
+    image: uint8 (3, H, W). target: int64 scalar, or float (classes,). logits: float (classes,).
     """
-    probability, predicted = torch.softmax(logits, 0).max(0)
-    is_right = int(predicted) == int(target)
+    more = ""
+    if target.ndim:  # several labels
+        both = (itertools.compress(classes, each) for each in (logits > 0, target > 0.5))
+        guess, truth = map("; ".join, both)
+    else:
+        guess, truth = classes[int(logits.argmax())], classes[int(target)]
+        more = f" {torch.softmax(logits, 0).max():.0%}"
     axes.imshow(image.permute(1, 2, 0).numpy())
     axes.set_title(
-        f"{classes[int(predicted)]} {probability:.0%}"
-        + ("" if is_right else f"\nis {classes[int(target)]}"),
-        color="green" if is_right else "red",
+        guess + more + ("" if guess == truth else f"\nis {truth or 'none'}"),
+        color="green" if guess == truth else "red",
         fontsize=9,
     )

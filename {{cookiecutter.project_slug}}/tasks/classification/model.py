@@ -4,6 +4,7 @@ from argparse import Namespace
 from collections.abc import Sequence
 from typing import Any
 
+import timm
 import torchvision
 from torch import Tensor, nn
 from torch.utils.data import Dataset
@@ -12,7 +13,7 @@ from torchmetrics.classification import MulticlassAccuracy, MulticlassConfusionM
 
 import ddpkit
 
-BEST = "top1"  # the metric, higher is better, that decides which weights are kept as best.pt
+BEST = "top1", "map"  # the first of these metrics that there is, higher is better, chooses best.pt
 STRIDE = None  # of images' sides, if the network takes any multiples of it; None: --image-size
 
 
@@ -23,37 +24,39 @@ def build_model(
 
     weights: --weights, to start from; None: none, because those of a checkpoint follow.
     """
-    if args.arch not in (names := torchvision.models.list_models(module=torchvision.models)):
-        raise ddpkit.UserError(f"--arch {args.arch}: torchvision has {', '.join(names)}")
-    # What some networks need; auxiliary heads are off, as they need a loss of their own.
-    no_head = {"aux_logits": False, "init_weights": True, "transform_input": channels == 3}
-    special: dict[str, dict[str, Any]] = {
-        "googlenet": no_head,
-        "inception": no_head,
-        "maxvit": {"input_size": (args.image_size, args.image_size)},
-        "vit": {"image_size": args.image_size},
-    }
-    options = special.get(args.arch.split("_")[0], {})
 
-    def build() -> nn.Module:
-        return torchvision.models.get_model(args.arch, num_classes=len(classes), **options)
+    def build(pretrained: bool = False) -> nn.Module:
+        if not args.arch.startswith("timm/"):
+            if args.drop_path or args.grad_checkpointing:
+                raise ValueError("--drop-path and --grad-checkpointing are for --arch timm/NAME")
+            has_heads = args.arch in ("googlenet", "inception_v3")  # which need a loss of their own
+            heads = {"aux_logits": False, "init_weights": True} if has_heads else {}
+            return torchvision.models.get_model(args.arch, num_classes=len(classes), **heads)
+        own = timm.get_pretrained_cfg(name := args.arch.removeprefix("timm/"))
+        options: Any = {"num_classes": len(classes), "drop_path_rate": args.drop_path or None}
+        if own and own.fixed_input_size:
+            options["img_size"] = args.image_size
+        model: Any = timm.create_model(name, pretrained, in_chans=channels, **options)
+        model.set_grad_checkpointing(args.grad_checkpointing)
+        return model
 
-    model = ddpkit.fit_input(build, args.image_size, channels)
-    if weights:
-        ddpkit.load_weights(model, weights, args.arch)
-    return model
+    return ddpkit.fit_input(build, args.image_size, channels, weights, arch=args.arch)
 
 
-def backbone(model: nn.Module) -> list[nn.Parameter]:
-    """Return all weights but those of the last layer, for --backbone-lr and --freeze-backbone."""
-    layers = [layer for layer in model.modules() if isinstance(layer, nn.Linear | nn.Conv2d)]
-    last = set(layers[-1].parameters())
-    return [weight for weight in model.parameters() if weight not in last]
+def layers(model: nn.Module) -> list[list[nn.Parameter]]:
+    """Return the weights of each layer, as timm says; else of all but the last, and of that."""
+    if matcher := getattr(model, "group_matcher", None):
+        names = timm.models.group_parameters(model, matcher())
+        return [[model.get_parameter(name) for name in names[n]] for n in sorted(names)]
+    last = [each for each in model.modules() if isinstance(each, nn.Linear | nn.Conv2d)][-1]
+    own = set(last.parameters())
+    return [[each for each in model.parameters() if each not in own], [*last.parameters()]]
 
 
 def infer(model: nn.Module, images: Tensor, args: Namespace) -> Tensor:
     """Apply `model` in evaluation: float32 (N, 3, H, W), normalised -> logits (N, classes)."""
-    return model.forward(images)  # __call__ of a compiled one would compile again for each size
+    logits = model.forward(images)  # __call__ of a compiled one would compile again for each size
+    return (logits + model.forward(images.flip(-1))) / 2 if args.tta else logits
 
 
 class CrossEntropy(nn.Module):
@@ -82,15 +85,18 @@ class CrossEntropy(nn.Module):
 
 def build_criterion(args: Namespace, train_set: Dataset, classes: Sequence[str]) -> nn.Module:
     weights = ddpkit.class_weights(args.class_weights, train_set, classes)
-    return CrossEntropy(weights, args.label_smoothing)
+    loss = ddpkit.BinaryCrossEntropy if args.several_labels else CrossEntropy
+    return loss(weights, args.label_smoothing)
 
 
-def build_metrics(classes: Sequence[str]) -> MetricCollection:
+def build_metrics(args: Namespace, classes: Sequence[str]) -> MetricCollection:
     """Return the metrics; they take (logits (N, classes), int64 (N,)) and add up over ranks.
 
     The confusion matrix is for per_class.csv and confusion.png, not for metrics.csv.
     """
     count = len(classes)
+    if args.several_labels:
+        return ddpkit.label_metrics(count)
     metrics: dict[str, Metric | MetricCollection] = {
         "top1": MulticlassAccuracy(count, average="micro"),
         "matrix": MulticlassConfusionMatrix(count),

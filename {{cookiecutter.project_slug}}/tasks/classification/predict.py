@@ -6,6 +6,7 @@ Those that cannot be read are skipped and listed at the end, and the exit status
 """
 
 import functools
+import itertools
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -28,19 +29,25 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("inputs", nargs="+", metavar="FILES|FOLDER")
     parser.add_argument("--checkpoint", metavar="FILE", default=BEST)
     parser.add_argument("--output", metavar="DIR", type=Path, default=Path("predictions"))
+    parser.add_argument("--tta", action="store_true", help="mirrored images, too, and the mean")
+    parser.add_argument("--threshold", type=ddpkit.at_least(0, float), default=0.5,
+        help="of the probability of a label, if images have several")  # fmt: skip
     given = parser.parse_args(argv)
     job = ddpkit.Predictor(given.checkpoint, given.inputs, build_model, parse_args)
     args, classes = job.args, job.classes  # with which the network was trained
+    args.tta |= given.tta
     columns = ["file", "class", "probability", *(f"probability_{name}" for name in classes)]
     with job.table(given.output / "predictions.csv", columns) as write:
         read = functools.partial(val_transform, size=args.image_size)
         for paths, images in job.batches(read, batch_size=32):
             with torch.inference_mode():
-                scores = infer(job.model, images, args).softmax(1).cpu()
+                logits = infer(job.model, images, args).cpu()
+            scores = logits.sigmoid() if args.several_labels else logits.softmax(1)
             for path, row in zip(paths, scores, strict=True):
-                label = int(row.argmax())
-                probabilities = [f"{share:.4f}" for share in row.tolist()]
-                write((path, classes[label], probabilities[label], *probabilities))
+                found = [classes[int(row.argmax())]]
+                if args.several_labels:
+                    found = [*itertools.compress(classes, row >= given.threshold)]
+                write((path, ";".join(found), *(f"{x:.4f}" for x in (row.max(), *row))))
 
 
 if __name__ == "__main__":

@@ -15,7 +15,6 @@ import ddpkit
 
 STRIDE = 32  # the networks halve an image five times
 VOID = 255  # the class number that loss and metrics ignore
-SHORT_SIDE = 0  # pixels; of what `python -m ddpkit prepare` stores; 0: as large as they are
 draw_demo = ddpkit.demo_masks  # without --data
 AUGMENTATIONS = {  # the names that --augment takes; add yours, if it takes masks, too
     "color": v2.ColorJitter(brightness=0.4, contrast=0.4, saturation=0.4),
@@ -25,7 +24,6 @@ AUGMENTATIONS = {  # the names that --augment takes; add yours, if it takes mask
     ),
     "vflip": v2.RandomVerticalFlip(),
 }
-OF_COLORS = {"color", "grey"}  # those that take 1 or 3 channels only
 
 
 def train_transform(
@@ -80,21 +78,10 @@ def build_datasets(
     """
     with ddpkit.rank_zero_first():  # the other ranks find it drawn
         data = args.data or draw_demo()
-    train, val, classes = ddpkit.find_masks(data)
-    augment = build_augment(args.augment, train.format.channels)
+    train, val, classes = ddpkit.find_masks(data, args.fold, args.eval_only or "val")
+    augment = ddpkit.choose(AUGMENTATIONS, args.augment, train.format.channels)
     crop = functools.partial(train_transform, size=args.image_size, augment=augment)
     return SegmentationDataset(train, crop), SegmentationDataset(val, val_transform), classes
-
-
-def build_augment(text: str, channels: int | None) -> v2.Transform | None:
-    """Return what applies the AUGMENTATIONS that `text` names, in that order; None if it is ""."""
-    names = [name for name in text.split(",") if name]
-    if unknown := [name for name in names if name not in AUGMENTATIONS]:
-        raise ddpkit.UserError(f"--augment {unknown[0]}: is none of {', '.join(AUGMENTATIONS)}")
-    if channels not in (None, 1, 3) and (refused := OF_COLORS.intersection(names)):
-        raise ddpkit.UserError(f"--augment {min(refused)}: takes 1 or 3 channels, not {channels}")
-    chosen = [AUGMENTATIONS[name] for name in names]
-    return v2.Compose([*chosen, v2.ToPureTensor()]) if names else None
 
 
 def transform_batch(

@@ -41,24 +41,19 @@ def build_model(
         if args.arch in torchvision.models.list_models(module=torchvision.models.segmentation):
             none = {"weights": None, "weights_backbone": None}
             return Logits(torchvision.models.get_model(args.arch, num_classes=len(classes), **none))
-        try:
-            net = smp.create_model(args.arch, args.encoder, None, channels, len(classes))
-        except (KeyError, RuntimeError, ValueError) as error:
-            line = f"--arch {args.arch} --encoder {args.encoder}: {error}"
-            raise ddpkit.UserError(" ".join(line.split())) from None
+        net = smp.create_model(args.arch, args.encoder, None, channels, len(classes))
         return ddpkit.freeze_unused(net, STRIDE, channels)
 
-    model = ddpkit.fit_input(build, args.image_size, channels)
-    if weights:
-        ddpkit.load_weights(model, weights, args.arch, args.encoder)
-    return model
+    how = {"arch": args.arch, "encoder": args.encoder}
+    return ddpkit.fit_input(build, args.image_size, channels, weights, **how)
 
 
-def backbone(model: nn.Module) -> list[nn.Parameter]:
-    """Return the encoder's weights, for --backbone-lr and --freeze-backbone."""
+def layers(model: nn.Module) -> list[list[nn.Parameter]]:
+    """Return the weights of the encoder and the others, for the flags of layers."""
     encoder = model.net.backbone if isinstance(model, Logits) else model.encoder
     assert isinstance(encoder, nn.Module)
-    return list(encoder.parameters())
+    own = set(encoder.parameters())
+    return [[*encoder.parameters()], [each for each in model.parameters() if each not in own]]
 
 
 def infer(model: nn.Module, images: Tensor, args: Namespace) -> Tensor:
@@ -69,7 +64,11 @@ def infer(model: nn.Module, images: Tensor, args: Namespace) -> Tensor:
     at once (global pooling, attention, group norm: deeplab, segformer, fpn): they see one tile.
     """
     # Not __call__, which of a compiled network would compile again for each size.
-    return ddpkit.in_tiles(model.forward, images, args.tile, STRIDE)
+    logits = ddpkit.in_tiles(model.forward, images, args.tile, STRIDE)
+    if args.tta:
+        mirrored = ddpkit.in_tiles(model.forward, images.flip(-1), args.tile, STRIDE)
+        logits = (logits + mirrored.flip(-1)) / 2
+    return logits
 
 
 def build_criterion(args: Namespace, train_set: Dataset, classes: Sequence[str]) -> nn.Module:
@@ -78,7 +77,7 @@ def build_criterion(args: Namespace, train_set: Dataset, classes: Sequence[str])
     return Loss(args.loss, args.label_smoothing, weights)
 
 
-def build_metrics(classes: Sequence[str]) -> MetricCollection:
+def build_metrics(args: Namespace, classes: Sequence[str]) -> MetricCollection:
     """Return mean and per-class IoU over the whole set; they take (logits, int64 (N, H, W)).
 
     A class in neither labels nor predictions is NaN and left out of the mean. The confusion matrix
