@@ -1,4 +1,4 @@
-"""A training step: that nothing waits, its portions; half precision; compiled."""
+"""A training step: that nothing waits; half precision; compiled."""
 
 import inspect
 import json
@@ -49,12 +49,8 @@ def test_nothing_waits_in_a_step(project: Project, data: Path, tmp_path: Path) -
     assert len(sums) == 1  # the buckets of the gradients, whatever is accumulated
 
 
-PLANTS = ["loss_sum.item()", "loss_sum > 9 and 0", "outputs[targets > 0]", "print(loss_sum)"]
-
-
-@pytest.mark.parametrize("plant", [*PLANTS, "print(i, loss_sum.shape)"])
 @on_ranks(1, group=False)
-def test_the_projects_own_test_of_a_step(project: Project, few: Path, plant: str) -> None:
+def test_the_projects_own_test_of_a_step(project: Project, few: Path) -> None:
     """It finds what would make the device wait, and names the line."""
     sys.path.insert(0, "tests")
     import test_project
@@ -63,18 +59,11 @@ def test_the_projects_own_test_of_a_step(project: Project, few: Path, plant: str
 
     code = main.train_one_epoch.__code__
     source = "\n" * (code.co_firstlineno - 1) + inspect.getsource(main.train_one_epoch)
-    planted = source.replace("loss = run.loss(", f"{plant}; loss = run.loss(")
+    planted = source.replace("loss = run.loss(", "loss_sum.item(); loss = run.loss(")
     exec(compile(planted, code.co_filename, "exec"), vars(main))
-    with pytest.MonkeyPatch.context() as patch:
-        try:
-            test_project.test_a_step_reads_nothing_off_the_device(few, patch)
-            found = ""
-        except pytest.fail.Exception as error:
-            found = str(error)
-    if plant in PLANTS:
-        assert found.startswith("main.py:") and "run.loss(" in found
-    else:
-        assert not found
+    line = r"^main.py:(?s:.*)run.loss\("
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(pytest.fail.Exception, match=line):
+        test_project.test_a_step_reads_nothing_off_the_device(few, patch)
 
 
 def test_half_precision(project: Project, data: Path, tmp_path: Path) -> None:
