@@ -1,9 +1,7 @@
 """Real runs of generated projects: resume, output files, metrics, flags, a tracker."""
 
-import copy
 import functools
 import json
-import os
 import re
 import shutil
 import signal
@@ -13,10 +11,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from generated import ROOT, Command, Project, both_tasks, rows, wait_for
+from generated import Project, both_tasks, rows, wait_for
 from PIL import Image
-from ranks import on_ranks
-from torch import nn
 
 import ddpkit
 
@@ -123,27 +119,6 @@ def test_flags_that_cannot_be(project: Project, data: Path, tmp_path: Path) -> N
     assert not (out / "last.pt").exists()
 
 
-@on_ranks(2)
-def test_a_network_on_two_devices() -> None:
-    """The lines of docs/recipes.md. Torch takes any number for a CPU: the CPU is one."""
-    page = (ROOT / "docs/recipes.md").read_text()
-    (halves,) = re.findall(r"```python\n(class Halves.*?)```", page, re.S)
-    (moved,) = re.findall(r"`(model\.second\.to\(.*\))`", page)
-    torch.manual_seed(0)
-    parts = nn.Conv2d(3, 4, 3), nn.Sequential(nn.Flatten(), nn.Linear(144, 2))
-    names = {"nn": nn, "Tensor": torch.Tensor, "torch": torch, "os": os}
-    names["device"] = device = torch.device("cpu")
-    exec(halves, names)
-    names["model"] = model = names["Halves"](*copy.deepcopy(parts))
-    exec(moved, names)
-    whole = nn.Sequential(*parts)
-    images = torch.randn(2, 3, 8, 8)
-    for net in whole, model:
-        ddpkit.wrap(net, device)(images).square().sum().backward()
-    for one, other in zip(whole.parameters(), model.parameters(), strict=True):
-        assert torch.equal(one.grad, other.grad)
-
-
 def test_a_tracker_that_fails(project: Project, few: Path, tmp_path: Path) -> None:
     """It gets what it missed with the next row, and each row once."""
     calls = tmp_path / "calls"
@@ -200,18 +175,3 @@ def test_its_own_test_finds_a_generator_that_is_not_seeded(
 
     done = own.here(act)
     assert done.status == 1 and "AGENTS.md" in done.out
-
-
-def test_drawing_that_was_interrupted(project: Project, tmp_path: Path) -> None:
-    """What is left of it is removed."""
-    target = tmp_path / "demo"
-    code = "import dataset, sys, pathlib; dataset.draw_demo(pathlib.Path(sys.argv[1]))"
-    command = Command([sys.executable, "-c", code, target], project.folder)
-    wait_for(lambda: len(list(tmp_path.glob("demo.partial-*/train/*/*"))) > 9)
-    command.kill(signal.SIGKILL)
-    said = command.end().out
-    assert said == f"drawing the demo set in {os.path.relpath(target, project.folder)} ...\n"
-    assert not target.exists()
-    project.draw(target, 9, 3)
-    assert len(list(target.glob("*/*/*.jpg"))) == 12
-    assert not list(tmp_path.glob("demo.partial-*"))

@@ -1,4 +1,4 @@
-"""A training step: that nothing waits, its portions; half precision; compiled."""
+"""A training step: that nothing waits; half precision; compiled."""
 
 import inspect
 import json
@@ -13,14 +13,10 @@ import torch
 from digest import digest
 from generated import Project, after_step, rows, run
 from ranks import on_ranks
-from torch import Tensor, nn
+from torch import nn
 
 import ddpkit
 from ddpkit.run import loop as loops
-
-
-def weights(folder: Path) -> dict[str, Tensor]:
-    return torch.load(folder / "last.pt", weights_only=True)["model"]
 
 
 def test_nothing_waits_in_a_step(project: Project, data: Path, tmp_path: Path) -> None:
@@ -53,12 +49,8 @@ def test_nothing_waits_in_a_step(project: Project, data: Path, tmp_path: Path) -
     assert len(sums) == 1  # the buckets of the gradients, whatever is accumulated
 
 
-PLANTS = ["loss_sum.item()", "loss_sum > 9 and 0", "outputs[targets > 0]", "print(loss_sum)"]
-
-
-@pytest.mark.parametrize("plant", [*PLANTS, "print(i, loss_sum.shape)"])
 @on_ranks(1, group=False)
-def test_the_projects_own_test_of_a_step(project: Project, few: Path, plant: str) -> None:
+def test_the_projects_own_test_of_a_step(project: Project, few: Path) -> None:
     """It finds what would make the device wait, and names the line."""
     sys.path.insert(0, "tests")
     import test_project
@@ -67,47 +59,11 @@ def test_the_projects_own_test_of_a_step(project: Project, few: Path, plant: str
 
     code = main.train_one_epoch.__code__
     source = "\n" * (code.co_firstlineno - 1) + inspect.getsource(main.train_one_epoch)
-    planted = source.replace("loss = run.loss(", f"{plant}; loss = run.loss(")
+    planted = source.replace("loss = run.loss(", "loss_sum.item(); loss = run.loss(")
     exec(compile(planted, code.co_filename, "exec"), vars(main))
-    with pytest.MonkeyPatch.context() as patch:
-        try:
-            test_project.test_a_step_reads_nothing_off_the_device(few, patch)
-            found = ""
-        except pytest.fail.Exception as error:
-            found = str(error)
-    if plant in PLANTS:
-        assert found.startswith("main.py:") and "run.loss(" in found
-    else:
-        assert not found
-
-
-def test_accumulation_equals_a_large_batch(project: Project, data: Path, tmp_path: Path) -> None:
-    """And so do ranks; gradients are clipped once they are whole."""
-
-    def plain() -> None:
-        import recipe
-
-        nn.Dropout.forward = lambda self, x: x
-        recipe.build_optimizer = lambda net, args: torch.optim.SGD(net.parameters(), args.lr)
-
-    for name, ranks, batch_size, accumulate, *rest in (
-        ("start", 1, 48, 1, "--lr", 0),
-        ("one", 1, 48, 1),
-        ("ranks", 2, 12, 2),
-        ("clipped", 2, 2, 2, "--clip-grad-norm", 1e-6, "--lr", 1),
-    ):
-        words = ["--image-size", 32, "--warmup-epochs", 0, "--arch", "squeezenet1_1", "--lr", 0.01]
-        words += ["--batch-size", batch_size, "--accumulate", accumulate, *rest]
-        project.train(data, tmp_path / name, *words, on=ranks, patch=plain).ok()
-    start, one = weights(tmp_path / "start"), weights(tmp_path / "one")
-
-    def way(name: str, origin: dict[str, Tensor] = start) -> float:
-        now = weights(tmp_path / name)
-        return sum((now[key] - origin[key]).square().sum().item() for key in origin) ** 0.5
-
-    assert way("one") > 1e-3
-    assert way("ranks", one) < 1e-4 * way("one")
-    assert 1e-6 < way("clipped") < 6.01e-6
+    line = r"^main.py:(?s:.*)run.loss\("
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(pytest.fail.Exception, match=line):
+        test_project.test_a_step_reads_nothing_off_the_device(few, patch)
 
 
 def test_half_precision(project: Project, data: Path, tmp_path: Path) -> None:
