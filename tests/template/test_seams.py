@@ -1,5 +1,6 @@
 """The recipes of EDITS.md: each diff applies, is clean, resumes to the bit and works."""
 
+import importlib.util
 import json
 import os
 import re
@@ -24,7 +25,9 @@ RECIPES = (
         "library",
         "flag",
         "frozen",
+        "LoRA",
         "leave weights out",
+        "heatmap",
     ),
     "tracker",
 )
@@ -111,6 +114,35 @@ def log_params(params):
 def log_metrics(row, step):
     note("epoch", step, row["top1"])
 """
+PEFT = """
+import re
+from types import SimpleNamespace
+
+import torch
+
+LoraConfig = SimpleNamespace
+
+
+class Adapted(torch.nn.Module):
+    def __init__(self, layer):
+        super().__init__()
+        self.base_layer = layer
+        self.lora_A = torch.nn.Parameter(torch.rand(layer.weight.shape[0]))
+        self.lora_B = torch.nn.Parameter(torch.zeros(()))
+
+    def forward(self, x):
+        y = self.base_layer(x)
+        return y + self.lora_B * self.lora_A.view(-1, *[1] * (y.ndim - 2)) * y
+
+
+def inject_adapter_in_model(config, model):
+    model.requires_grad_(False)
+    for name in [name for name, _ in model.named_modules()]:
+        if re.fullmatch(config.target_modules, name):
+            parent, _, last = name.rpartition(".")
+            parent = model.get_submodule(parent)
+            setattr(parent, last, Adapted(getattr(parent, last)))
+"""
 SKIPPING = """
 import torch
 
@@ -169,6 +201,8 @@ FILES = {
     "leave weights out": ("model.py", SKIPPING),
     "tracker": ("mlflow.py", MLFLOW),
 }
+if not importlib.util.find_spec("peft"):
+    FILES["LoRA"] = ("peft.py", PEFT)
 
 
 def append(path: Path, text: str) -> None:
@@ -183,7 +217,8 @@ def read_diffs(project: Project) -> dict[str, str]:
     for title, text in zip(sections[::2], sections[1::2], strict=True):
         (name,) = (word for word in RECIPES if word in title)
         (diffs[name],) = re.findall(r"^```diff\n(.*?)^```$", text, re.M | re.S)
-    assert [*diffs] == [*RECIPES]
+    left_out = {"heatmap"} if project.task == TASKS[1] else set()
+    assert [*diffs] == [name for name in RECIPES if name not in left_out]
     return diffs
 
 
@@ -362,6 +397,53 @@ def test_frozen_layers(edited: Callable[[str], Edited]) -> None:
         layer = name.rpartition(".")[0]
         assert model[f"{layer}.weight"].eq(1).all()
         assert model[name].eq(0).all()
+
+
+@both_tasks
+def test_lora(project: Project, edited: Callable[[str], Edited]) -> None:
+    """Adapters and head learn, and nothing else; what was learnt is exported."""
+    tuned = edited("LoRA")
+    tuned.result()
+    now, before = (tuned.state(f"whole/{name}.pt")["model"] for name in ("last", "last-1"))
+    changed = {name for name in now if not torch.equal(now[name], before[name])}
+    head = "fc." if project.task == TASKS[0] else "decoder.", "segmentation_head."
+    assert {"lora_" in name or name.startswith(head) for name in changed} == {True}
+    learn = tuned.state()["optimizer"]["state"].keys()
+    assert {"lora_" in name for name in learn} == {True, False}
+    words = "--checkpoint", tuned.out / "whole/best.pt", "--output", tuned.out, "--data", tuned.data
+    tuned.project.run(*words, script="ddpkit export", on=1).ok()
+    assert (tuned.out / "model.onnx").exists()
+
+
+def test_heatmap(project: Project, trained: Path, edited: Callable[[str], Edited]) -> None:
+    """Where a network averages its last maps, they show what its last layer makes of each place."""
+    seen, best = edited("heatmap"), trained / "best.pt"
+    words = seen.data / "val", "--checkpoint", best, "--output"
+    for each in project, seen.project:
+        each.run(*words, seen.out / each.folder.name, script="predict.py", on=1).ok()
+    table, same = (p / "predictions.csv" for p in sorted(seen.out.iterdir()))
+    assert table.read_text() == same.read_text()
+    names = [path.stem for path in sorted(seen.data.glob("val/*/*.jpg"))]
+    found = {path.name for path in (table.parent / "heatmaps").iterdir()}
+    assert found == {f"{number}_{name}.png" for number, name in enumerate(names, 1)}
+
+    def compare() -> None:
+        import predict
+        from ddpkit.run.checkpoint import open_model
+
+        net, _, args, _ = open_model(best, predict.build_model, predict.parse_args, "cpu")
+        *layers, head = net.children()
+        images = torch.rand(3, 3, 64, 96) * 4 - 2
+        logits, heat = predict.explain(net, images.clone(), args)
+        with torch.inference_mode():
+            maps = torch.nn.Sequential(*layers)(images)
+            assert torch.allclose(logits, head(maps.mean((2, 3))), atol=1e-5)
+            weights = head.weight[logits.argmax(1)]
+            own = torch.einsum("nkhw,nk->nhw", maps, weights).relu().unsqueeze(1)
+            own = torch.nn.functional.interpolate(own, (64, 96), mode="bilinear").squeeze(1)
+        assert torch.allclose(heat, own / own.amax((1, 2), keepdim=True), atol=1e-4)
+
+    seen.project.here(compare).ok()
 
 
 def test_weights_that_some_steps_leave_out(edited: Callable[[str], Edited]) -> None:

@@ -15,9 +15,10 @@ from test_updates import git
 
 FOLDER = ROOT / TEMPLATE_FOLDER
 SHARED = {
-    *(".devcontainer/devcontainer.json", ".gitattributes", ".github/workflows/ci.yml"),
-    *(".gitignore", ".pre-commit-config.yaml", ".vscode/extensions.json", ".vscode/launch.json"),
-    *(".vscode/settings.json", ".vscode/tasks.json", "AGENTS.md", "distributed.py", "launch.sh"),
+    *(".devcontainer/devcontainer.json", ".dockerignore", ".gitattributes", "Dockerfile"),
+    *(".github/workflows/ci.yml", ".gitignore", ".pre-commit-config.yaml", "recipes/sweep.py"),
+    *(".vscode/extensions.json", ".vscode/launch.json", ".vscode/settings.json"),
+    *(".vscode/tasks.json", "AGENTS.md", "distributed.py", "launch.sh"),
     *("main.py", "pyproject.toml", "recipe.py", "requirements-dev.txt", "slurm/train.sbatch"),
     *("tests/meta.py", "tests/test_project.py", "ddpkit/py.typed"),
     *(path.relative_to(ROOT).as_posix() for path in (ROOT / "ddpkit").rglob("*.py")),
