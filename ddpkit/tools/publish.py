@@ -12,7 +12,6 @@ import shlex
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from ddpkit import files
 from ddpkit.errors import UserError
@@ -52,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 def describe(path: Path, title: str, license: str, names: Sequence[str]) -> str:
     """Return the model card of the checkpoint at `path`. names: the files to show, beside it."""
     state, about = checkpoint.read(path), json.loads(files.read(path.with_name("args.json")))
-    args, data = state["args"], Path(state["args"].get("data") or "demo").name
+    used, data = state["args"], Path(state["args"].get("data") or "demo").name
     header, *rows = read(path.with_name("metrics.csv"))
     own = next((row for row in rows if row[0] == str(state["epoch"])), rows[-1])
     scores = [["", f"{path.name}, epoch {own[0]}", f"the last, epoch {rows[-1][0]}"]]
@@ -72,10 +71,10 @@ model-index: {json.dumps([{"name": title, "results": [results]}])}
 ---
 # {title}
 
-`{args.get("arch")}` for {task} with {len(state["classes"])} classes, trained on `{data}` by
+`{used.get("arch")}` for {task} with {len(state["classes"])} classes, trained on `{data}` by
 {about["ranks"]} rank(s) on {about["device"]} with
 
-    {shlex.join(["./launch.sh", *give(args)])}
+    {shlex.join(["./launch.sh", *give(used)])}
 
 `args.json` has all flags and versions, and the commit of the project. Metrics:
 
@@ -94,11 +93,11 @@ In the project that trained it, `python predict.py FILES --checkpoint {path.name
 """
 
 
-def give(args: dict[str, Any]) -> list[str]:
-    """Return the flags that are not as by default, but for where the run was."""
-    words = ["--data", Path(args["data"]).name] if args.get("data") else []
+def give(used: dict[str, object]) -> list[str]:
+    """Return the words of the flags that are not as by default, but for where the run was."""
+    words = ["--data", Path(str(used["data"])).name] if used.get("data") else []
     defaults = vars(process.own("flags").parse_args(words))
-    for name, value in args.items():
+    for name, value in used.items():
         if name not in ("data", "output_dir", "resume") and value != defaults.get(name, value):
             words += [f"--{name.replace('_', '-')}", *([] if value is True else [str(value)])]
     return words
