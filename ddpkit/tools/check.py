@@ -27,6 +27,7 @@ from ddpkit.data import folders, loading
 from ddpkit.data.format import NAME, Format, read_format, write_format
 from ddpkit.data.masks import VOID, Labels, explain_values, read_classes
 from ddpkit.data.prepared import is_store
+from ddpkit.data.samples import MapDataset
 from ddpkit.errors import UserError, shorten
 from ddpkit.ranks import distributed, process
 from ddpkit.run import machine
@@ -46,8 +47,8 @@ class Facts:
     moments: Any = 0.0  # with "channels", (3, channels): pixels, sums of values 0 to 1, of squares
 
 
-def look(key: tuple[Any, int]) -> Facts:
-    """Read a sample of ImageFiles or MaskFiles, by its number."""
+def look(key: Any) -> Facts:
+    """Read a sample; key: its part, ImageFiles or MaskFiles, and its number there."""
     part, index = key
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Pillow's, about files that it can read
@@ -72,15 +73,15 @@ def look(key: tuple[Any, int]) -> Facts:
 class Survey:
     """What all samples of the two parts have shown."""
 
-    def __init__(self, parts: Sequence[Any], workers: int) -> None:
+    def __init__(self, parts: Sequence[MapDataset], workers: int) -> None:
         self.errors, self.warnings = list[str](), list[str]()
         self.sizes: tuple[list, list] = ([], [])
         self.pixels, self.images = np.zeros((2, 2, 2**16), np.int64)  # by part and class number
         self.moments: Any = 0.0  # of training images
         first: dict[str, tuple[int, str]] = {}  # part and path, by the pixels' digest
-        keys = [(part, index) for part in parts for index in range(len(part))]
+        keys: MapDataset = [(part, index) for part in parts for index in range(len(part))]
         options = loading.workers(workers, torch.device("cpu"))
-        loader: DataLoader = DataLoader(keys, None, collate_fn=look, **options)  # type: ignore
+        loader: DataLoader = DataLoader(keys, None, collate_fn=look, **options)
         for (part, index), facts in zip(
             keys, tqdm(loader, unit="sample", disable=None), strict=True
         ):

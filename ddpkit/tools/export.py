@@ -34,7 +34,7 @@ from torch.utils.data import DataLoader
 from ddpkit import files
 from ddpkit.data import loading
 from ddpkit.data.format import Format
-from ddpkit.data.samples import Key, Seeded
+from ddpkit.data.samples import Key, MapDataset, Seeded
 from ddpkit.errors import UserError
 from ddpkit.ranks import distributed, process
 from ddpkit.run import checkpoint, metrics
@@ -44,7 +44,7 @@ TOLERANCE = 1e-3  # how far logits may differ, as a share of the largest (at lea
 CALIBRATION = 128  # training images whose values give the ranges of --int8
 CPU = torch.device("cpu")
 Predict = Callable[[Tensor], Tensor]
-Sets = tuple[Any, Any, Sequence[str]]  # for training, for validation, classes
+Sets = tuple[MapDataset, MapDataset, Sequence[str]]  # for training, for validation, classes
 
 
 class Network(nn.Module):
@@ -203,7 +203,7 @@ def quantize(source: Path, path: Path, sets: Sets) -> None:
     train, val = (Seeded(each, sets[2], seed=0) for each in sets[:2])
     order = torch.randperm(len(train), generator=torch.Generator().manual_seed(0))
     inputs = ({"images": images.numpy()} for images, *_ in samples(train, order[:CALIBRATION]))
-    reader: Any = SimpleNamespace(get_next=lambda: next(inputs, None))
+    reader = SimpleNamespace(get_next=lambda: next(inputs, None))
     with files.writing(path) as tmp_path, tempfile.TemporaryDirectory() as folder, explaining():
         prepared = Path(folder, "prepared.onnx")
         quant_pre_process(source, prepared, skip_symbolic_shape=True)
