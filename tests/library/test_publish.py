@@ -51,17 +51,8 @@ def test_push(project: Project, trained: Path, tmp_path: Path) -> None:
         threading.Thread(target=hub.serve_forever, daemon=True).start()
         url = f"http://127.0.0.1:{hub.server_address[1]}"
         env = {"HF_HUB_DISABLE_XET": "1", "HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "0"}
-        command = [
-            sys.executable,
-            "-m",
-            "ddpkit",
-            "publish",
-            "--license",
-            "mit",
-            "--repo",
-            "me/net",
-        ]
-        command += ["--output", tmp_path / "out", "--checkpoint", trained / "best.pt"]
+        words = ["--repo", "me/net", "--checkpoint", trained / "best.pt", "--output", tmp_path]
+        command = [sys.executable, "-m", "ddpkit", "publish", *words]
 
         def push(token: str) -> Done:
             return Command(command, project.folder, HF_ENDPOINT=url, HF_TOKEN=token, **env).end()
@@ -75,5 +66,5 @@ def test_push(project: Project, trained: Path, tmp_path: Path) -> None:
         assert FILES[name] == (trained / name).read_bytes()
     card = ModelCard(FILES["README.md"].decode())
     assert f"| {card.data.eval_results[-1].metric_value:.4g} |" in card.text
-    assert card.data.license == "mit" and card.data.pipeline_tag == "image-classification"
+    assert card.data.pipeline_tag == "image-classification"
     assert "./launch.sh --data set --arch shufflenet_v2_x0_5 " in card.text
