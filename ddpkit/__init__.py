@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from ddpkit.errors import UserError
     from ddpkit.ranks.distributed import rank, rank_zero_first
     from ddpkit.ranks.replicas import wrap
+    from ddpkit.run.checkpoint import open_model
     from ddpkit.run.flags import Parser, at_least
     from ddpkit.run.folder import Folder
     from ddpkit.run.labels import BinaryCrossEntropy, label_metrics
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
     from ddpkit.run.machine import configure, meet
     from ddpkit.run.metrics import Worst, compute, criterion
     from ddpkit.run.pictures import draw_masks
-    from ddpkit.run.predicting import Predictor, bands, fit_input, freeze_unused, in_tiles
+    from ddpkit.run.predicting import Predictor, bands, fit_input, in_tiles
     from ddpkit.run.starting import prepare, start
 
 __version__ = "1.0.0"
@@ -48,6 +49,7 @@ NAMES = {  # by module, which is imported when one of them is first used: no tor
     "errors": "UserError",
     "ranks.distributed": "rank rank_zero_first",
     "ranks.replicas": "wrap",
+    "run.checkpoint": "open_model",
     "run.flags": "Parser at_least",
     "run.folder": "Folder",
     "run.loop": "Run",
@@ -55,7 +57,7 @@ NAMES = {  # by module, which is imported when one of them is first used: no tor
     "run.machine": "configure meet",
     "run.metrics": "Worst compute criterion",
     "run.pictures": "draw_masks",
-    "run.predicting": "Predictor bands fit_input freeze_unused in_tiles",
+    "run.predicting": "Predictor bands fit_input in_tiles",
     "run.starting": "prepare start",
 }
 DOOR = {name: module for module, names in NAMES.items() for name in names.split()}

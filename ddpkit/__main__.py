@@ -1,49 +1,78 @@
 """Tools beside training, to be started in the project's folder: python -m ddpkit COMMAND
 
   check DIR      read every file of a data set, and list what is wrong with it
-  export         write a checkpoint as an ONNX file
+  export         write a checkpoint as an ONNX file, also with 8-bit integers
+  publish        write a model card, and push it with the checkpoint to the Hugging Face hub
   where          have a run print where its ranks are
-  copy           copy this library into the project, to edit it; --undo removes the copy
+  copy           copy this library into the project, to edit it
 
 Each has a --help.
 """
 
 import importlib
+import importlib.machinery
 import os
+import shutil
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 import ddpkit
-from ddpkit.ranks import environment, protocol
+from ddpkit import files
+from ddpkit.ranks import environment, process, protocol
 from ddpkit.run.flags import Parser
 
-COMMANDS = ("check", "export", "where", "copy")
-ON_CPU = ("check", "export")  # they leave GPUs to those who need one
+ON_CPU = ("check", "export", "publish")  # they leave GPUs to those who need one
 
 
-def where(argv: Sequence[str] | None = None) -> None:
+def where() -> None:
     """Have a run print, in its own terminal or log, the line and the collective of each rank."""
     parser = Parser(prog="python -m ddpkit where", description=where.__doc__)
     parser.add_argument("run", nargs="?", metavar="OUTPUT_DIR", default="runs/default", type=Path,
         help="of the run (default: runs/default)")  # fmt: skip
-    folder = parser.parse_args(argv).run
+    folder = parser.parse_args().run
     if not (folder / ".lock").exists():
         raise ddpkit.UserError(f"{folder}: no run has written there; name its --output-dir")
     (folder / protocol.QUESTION).touch()
     print(f"asked: a run that is at work in {folder} answers in its own terminal or log")
 
 
+def copy() -> None:
+    """Copy the installed ddpkit into the project, to edit it there or for nodes without a network.
+
+    The copy beside main.py is then the one that runs, until you remove it.
+    """
+    Parser(prog="python -m ddpkit copy", description=copy.__doc__).parse_args()
+    project = process.project()
+    if not (project / "main.py").is_file():
+        raise ddpkit.UserError(f"no main.py in {project}: run this in the project's folder")
+    places = [place for place in sys.path if Path(place).resolve() != project]
+    spec = importlib.machinery.PathFinder.find_spec("ddpkit", places)
+    if (project / "ddpkit").exists():
+        raise ddpkit.UserError(f"{project / 'ddpkit'} is there already; remove it to copy anew")
+    if not spec or not spec.origin:  # a namespace package has none
+        line = f"{sys.executable} has no other ddpkit installed: pip install it first"
+        raise ddpkit.UserError(f"{line}, as the first line of a requirements.txt says")
+    installed = Path(spec.origin).resolve().parent
+    with files.filling(project / "ddpkit") as partial:
+        ignored = shutil.ignore_patterns("__pycache__")
+        shutil.copytree(installed, partial, ignore=ignored, dirs_exist_ok=True)
+    print(f"copied {installed} to {project / 'ddpkit'}, which is used from now on")
+
+
+COMMANDS = {"where": where, "copy": copy}
+
+
 def main() -> None:
     name = sys.argv.pop(1) if sys.argv[1:] else "--help"
     if name in ("-h", "--help"):
         print(__doc__, end="")
-    elif name == "where":
-        where()
     elif name in COMMANDS:
+        COMMANDS[name]()
+    elif name in ON_CPU:
         importlib.import_module(f"ddpkit.tools.{name}").main()
     else:
-        raise ddpkit.UserError(f"python -m ddpkit {name}: use one of {', '.join(COMMANDS)}")
+        names = ", ".join((*ON_CPU, *COMMANDS))
+        raise ddpkit.UserError(f"python -m ddpkit {name}: use one of {names}")
 
 
 if __name__ == "__main__":

@@ -222,12 +222,15 @@ def fit_input(
     size: int,
     channels: int = 3,
     weights: str | None = None,
+    step: int = 0,
     **published: Any,
 ) -> nn.Module:
     """Return the network that `build` makes, whose first convolution takes so many channels.
 
     size: side of the training images in pixels: float32 (N, channels, size, size).
-    weights: --weights, for `load_weights`, as arch="resnet18"; None: none.
+    weights: --weights, to start from, with `published`: arch="resnet18"; None: none.
+    step: of the sides of images (N, channels, i * step, j * step), if it takes any such; weights
+        that its output does not depend on, as in some encoders, are frozen, or DDP would wait.
 
     Raises a UserError if it cannot be built, or cannot take such images.
 
@@ -248,6 +251,8 @@ def fit_input(
         shape = entry.out_channels, channels, *entry.kernel_size
         entry.weight = nn.Parameter(entry.weight.new_empty(shape))
         entry.reset_parameters()
+    if step:
+        freeze_unused(model, step, channels)
     with torch.no_grad():
         forward(model, size, channels, "use another --image-size, such as 224")
     if weights:
@@ -255,23 +260,14 @@ def fit_input(
     return model
 
 
-def freeze_unused(model: nn.Module, step: int, channels: int = 3) -> nn.Module:
-    """Freeze the weights of `model` that its output does not depend on; return it.
-
-    Some encoders have layers that no decoder reads; DDP would wait for their gradients.
-    step: of the sides of images, float32 (N, channels, i * step, j * step), which `model` takes.
-
-    Raises a UserError if it does not.
-
-        model = ddpkit.freeze_unused(smp.create_model("unet", "mobilenet_v2"), 32)
-    """
+def freeze_unused(model: nn.Module, step: int, channels: int) -> None:
+    """Freeze the weights of `model` that its output does not depend on."""
     remedy = f"validation pads images to multiples of {step}: choose another network"
     output = forward(model, 5 * step, channels, remedy)
     weights = [weight for weight in model.parameters() if weight.requires_grad]
     gradients = torch.autograd.grad(output.sum(), weights, allow_unused=True)
     for weight, gradient in zip(weights, gradients, strict=True):
         weight.requires_grad_(gradient is not None)
-    return model
 
 
 def forward(model: nn.Module, size: int, channels: int = 3, remedy: str = "") -> Tensor:

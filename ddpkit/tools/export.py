@@ -6,34 +6,45 @@ Input: `images`, uint8 (N, 3, H, W), RGB, normalised inside; with "channels" in 
 Output: `logits`, float32. N is free; in segmentation H and W, too: 64 and larger multiples of 32
 (pad at the right and below). The file holds, as JSON, classes, colors, arch, size, multiple_of,
 channels, value_range, mean and std. It appears if it returns what the network does.
+
+--int8 also writes DIR/model_int8.onnx, which computes in integers of 8 bits, with ranges that 128
+training images show, and prints the metrics of both files on the validation set.
 """
 
 import contextlib
+import copy
 import importlib.util
 import io
 import json
 import logging
+import tempfile
 import warnings
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.export import Dim
+from torch.utils.data import DataLoader
 
 from ddpkit import files
 from ddpkit.data import loading
 from ddpkit.data.format import Format
-from ddpkit.data.samples import Key, Seeded
+from ddpkit.data.samples import Key, MapDataset, Seeded
 from ddpkit.errors import UserError
 from ddpkit.ranks import distributed, process
 from ddpkit.run import checkpoint, metrics
 from ddpkit.run.flags import Parser
 
 TOLERANCE = 1e-3  # how far logits may differ, as a share of the largest (at least 1)
+CALIBRATION = 128  # training images whose values give the ranges of --int8
+CPU = torch.device("cpu")
 Predict = Callable[[Tensor], Tensor]
+Sets = tuple[MapDataset, MapDataset, Sequence[str]]  # for training, for validation, classes
 
 
 class Network(nn.Module):
@@ -54,34 +65,33 @@ def main(argv: Sequence[str] | None = None) -> None:
     add("--checkpoint", metavar="FILE", default="runs/default/best.pt", help="of the network")
     add("--output", metavar="DIR", type=Path, default=Path("exported"), help="for model.onnx")
     add("--data", metavar="DIR", type=Path, help="compare on its images (default: as in training)")
+    add("--int8", action="store_true", help="also write model_int8.onnx; needs the data set")
     given = parser.parse_args(argv)
     tools = ("onnx", "onnxscript", "onnxruntime")
     if missing := " ".join(name for name in tools if not importlib.util.find_spec(name)):
         raise UserError(f"export needs more packages: python -m pip install {missing}")
     warnings.simplefilter("ignore")  # what exporters say is for their authors
     logging.disable()
-
     own, parse_args = process.own("model"), process.own("flags").parse_args
-    stride, fixed = own.STRIDE, dict[str, Any](tile=0)  # the whole image at once
-    if given.data:
-        fixed["data"] = str(given.data)
+    stride, now = own.STRIDE, {"tile": 0, **({"data": str(given.data)} if given.data else {})}
     model, classes, args, format = checkpoint.open_model(
         given.checkpoint,
         own.build_model,
-        lambda words, then: parse_args(words, {**then, **fixed}),
-        torch.device("cpu"),
+        lambda words, then: parse_args(words, {**then, **now}),
+        CPU,
     )
-    then = vars(args)
     model = model.to(memory_format=torch.contiguous_format)
     network = Network(own.infer, model, format, args).eval()
-    side = 512 if stride else int(then.get("image_size", 224))  # pixels, at most
-    batches = pick_batches(args, format, stride, side)
+    side = 512 if stride else int(vars(args).get("image_size", 224))  # pixels, at most
+    distributed.setup(alone=True)
+    sets = build_sets(args, format, is_needed=given.int8)
+    batches = pick_batches(sets, format, stride, side)
     with torch.inference_mode():
         expected = [network(batch) for batch in batches]
     metadata = {
         "classes": list(classes),
         "colors": None if classes.colors is None else classes.colors.tolist(),
-        "arch": then.get("arch"),
+        "arch": vars(args).get("arch"),
         "size": None if stride else [*batches[0].shape[2:]],  # None: any
         "multiple_of": stride,
         "channels": format.channels,  # None: uint8 RGB; else float32, 0 to 1
@@ -97,22 +107,36 @@ def main(argv: Sequence[str] | None = None) -> None:
         if not difference <= TOLERANCE:
             raise UserError(f"{line}, more than {TOLERANCE:.0e}: not written")
     print(line)
+    if given.int8 and sets:
+        quantize(path, path.with_name("model_int8.onnx"), sets)
+    distributed.teardown()
 
 
-def pick_batches(args: Namespace, format: Format, stride: int, side: int) -> list[Tensor]:
-    """Return batches of 3 images, of 1, and if sizes are free of one that is twice as wide."""
-    distributed.setup(alone=True)
+def build_sets(args: Namespace, format: Format, is_needed: bool) -> Sets | None:
+    """Return the sets for training, with images as for validation, and for validation; classes."""
     try:
-        _, val_set, classes = process.own("dataset").build_datasets(args)
-        samples = Seeded(val_set, classes, seed=0)
+        train_set, val_set, classes = process.own("dataset").build_datasets(args)
+    except UserError as error:
+        if is_needed:
+            raise
+        return print(f"comparing on random images; --data DIR names others ({error})")
+    train_set = copy.copy(train_set)
+    vars(train_set).update({k: v for k, v in vars(val_set).items() if k.startswith("transform")})
+    if count := format.channels:  # the file normalises
+        train_set.format = val_set.format = replace(format, mean=(0.0,) * count, std=(1.0,) * count)
+    return train_set, val_set, classes
+
+
+def pick_batches(sets: Sets | None, format: Format, stride: int, side: int) -> list[Tensor]:
+    """Return batches of 3 images, of 1, and if sizes are free of one that is twice as wide."""
+    if sets:
+        samples = Seeded(sets[1], sets[2], seed=0)
         images = [samples[Key(0, i % len(samples), is_val=True)][0] for i in range(3)]
         height, width = (min(side, *(image.shape[axis] for image in images)) for axis in (1, 2))
         batch = torch.stack([image[:, :height, :width] for image in images]).contiguous()
-    except UserError as error:
-        print(f"comparing on random images; --data DIR names others ({error})")
+    else:
         batch = torch.randint(256, (3, format.channels or 3, side, side), dtype=torch.uint8)
         batch = batch / 255 if format.channels else batch
-    distributed.teardown()
     batches = [batch, batch[:1]]
     return [*batches, torch.cat([batch[1:2], batch[2:]], dim=3)] if stride else batches
 
@@ -124,8 +148,6 @@ def write(
 
     batch: of images such as it takes.
     """
-    import onnxruntime
-
     height, width = (4 * stride, 5 * stride) if stride else batch.shape[2:]
     shapes: dict[int, Any] = {0: Dim("batch")}
     if stride:
@@ -137,6 +159,12 @@ def write(
     exported: Any = torch.onnx.export(program, **names, dynamo=True, verbose=False)
     exported.model.metadata_props.update({k: json.dumps(v) for k, v in metadata.items()})
     exported.save(path, external_data=False)
+    return load(path)
+
+
+def load(path: Path) -> Predict:
+    import onnxruntime
+
     session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
     return lambda images: torch.from_numpy(session.run(None, {"images": images.numpy()})[0])
 
@@ -161,3 +189,33 @@ def compare(exported: Predict, batches: Sequence[Tensor], expected: Sequence[Ten
     pairs = [(exported(batch), logits) for batch, logits in zip(batches, expected, strict=True)]
     shares = [(a - b).abs().max() / b.abs().max().clamp(min=1) for a, b in pairs]
     return float(torch.stack(shares).max())  # NaN, if one is
+
+
+def quantize(source: Path, path: Path, sets: Sets) -> None:
+    """Write the network in `source` with integers of 8 bits as `path`; print metrics of both."""
+    from onnxruntime.quantization import quantize_static
+    from onnxruntime.quantization.shape_inference import quant_pre_process
+
+    def samples(part: Seeded, numbers: Tensor) -> DataLoader:
+        keys: Any = [Key(0, number, is_val=True) for number in numbers.tolist()]
+        return DataLoader(part, sampler=keys, **loading.workers(None, CPU))
+
+    train, val = (Seeded(each, sets[2], seed=0) for each in sets[:2])
+    order = torch.randperm(len(train), generator=torch.Generator().manual_seed(0))
+    inputs = ({"images": images.numpy()} for images, *_ in samples(train, order[:CALIBRATION]))
+    reader = SimpleNamespace(get_next=lambda: next(inputs, None))
+    with files.writing(path) as tmp_path, tempfile.TemporaryDirectory() as folder, explaining():
+        prepared = Path(folder, "prepared.onnx")
+        quant_pre_process(source, prepared, skip_symbolic_shape=True)
+        more = {"ActivationSymmetric": True}  # TensorRT takes no other zero points
+        quantize_static(prepared, tmp_path, reader, per_channel=True, extra_options=more)
+    networks = [load(each) for each in (source, path)]
+    found = [process.own("model").build_metrics(sets[2]) for _ in networks]
+    for images, targets, *_ in samples(val, torch.arange(len(val))):
+        targets = targets if targets.is_floating_point() else targets.long()
+        for network, each in zip(networks, found, strict=True):
+            each.update(network(images), targets)
+    before, after = (metrics.compute(each)[0] for each in found)
+    print(f"{'':20} {source.name:>15} {path.name:>15}")
+    for name, value in before.items():
+        print(f"{name:20} {value:15.4f} {after[name]:15.4f}")

@@ -137,7 +137,7 @@ def test_five_channels(project: Project, tmp_path: Path) -> None:
     project.train(data, out, *net, on=1).refused("images.reading", "0.tif", '"channels"')
     (data / "data.json").write_text('{"channels": 5}')
     project.train(data, out, *net, on=1).refused("format.statistics", "check DIR --write")
-    words = [data, "--workers", 0, "--output", tmp_path, "--write"]
+    words = [data, "--workers", 0, "--write"]
     project.run(*words, script="ddpkit check", on=1).ok()
     given = json.loads((data / "data.json").read_text())
     expected = [values.mean(0), values.std(0)]

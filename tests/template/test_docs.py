@@ -13,7 +13,7 @@ import ddpkit
 
 SITE = "https://org.github.io/ddp-template/"
 SOURCE = "https://github.com/org/ddp-template/blob/main/"
-FLAG = re.compile(r'add(?:_argument)?\(\s*"(--[a-z-]+)"')
+FLAG = re.compile(r'add(?:_argument)?\(\s*"(--[a-z0-9-]+)"')
 
 
 DOCUMENTS = {name: rest for name, *rest in pages.documents()}

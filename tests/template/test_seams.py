@@ -1,6 +1,5 @@
 """The recipes of EDITS.md: each diff applies, is clean, resumes to the bit and works."""
 
-import importlib.util
 import json
 import os
 import re
@@ -29,7 +28,6 @@ RECIPES = (
         "leave weights out",
         "heatmap",
     ),
-    "tracker",
 )
 OF_TORCHVISION = """
 
@@ -93,56 +91,6 @@ class Compose:
         noise = self.random.integers(0, 128, image.shape, np.uint8)
         return {"image": image // 2 + noise, **mask}
 """
-MLFLOW = """
-from types import SimpleNamespace
-
-
-def note(*words):
-    with open(__file__ + ".txt", "a") as file:
-        print(*words, file=file)
-
-
-def start_run(run_id):
-    note("start", run_id)
-    return SimpleNamespace(info=SimpleNamespace(run_id="a1b2"))
-
-
-def log_params(params):
-    assert params["batch_size"] == 4
-
-
-def log_metrics(row, step):
-    note("epoch", step, row["top1"])
-"""
-PEFT = """
-import re
-from types import SimpleNamespace
-
-import torch
-
-LoraConfig = SimpleNamespace
-
-
-class Adapted(torch.nn.Module):
-    def __init__(self, layer):
-        super().__init__()
-        self.base_layer = layer
-        self.lora_A = torch.nn.Parameter(torch.rand(layer.weight.shape[0]))
-        self.lora_B = torch.nn.Parameter(torch.zeros(()))
-
-    def forward(self, x):
-        y = self.base_layer(x)
-        return y + self.lora_B * self.lora_A.view(-1, *[1] * (y.ndim - 2)) * y
-
-
-def inject_adapter_in_model(config, model):
-    model.requires_grad_(False)
-    for name in [name for name, _ in model.named_modules()]:
-        if re.fullmatch(config.target_modules, name):
-            parent, _, last = name.rpartition(".")
-            parent = model.get_submodule(parent)
-            setattr(parent, last, Adapted(getattr(parent, last)))
-"""
 SKIPPING = """
 import torch
 
@@ -162,47 +110,13 @@ def build_model(args, classes, channels=3, weights=None):
     model.fc.spare = nn.Parameter(torch.zeros(len(classes)))
     return model
 """
-STREAM = """
-
-class Stream(torch.utils.data.IterableDataset):
-    at = 0
-
-    def __init__(self, dataset):
-        self.dataset = dataset
-
-    def __len__(self):
-        return len(self.dataset)
-
-    def __iter__(self):
-        for _ in range(len(self)):
-            self.at += 1
-            yield self.dataset[self.at % len(self)]
-
-    def state_dict(self):
-        return {"at": self.at}
-
-    def load_state_dict(self, state):
-        self.at = state["at"]
-
-
-build_files = build_datasets
-
-
-def build_datasets(args):
-    train, val, classes = build_files(args)
-    train.transform = val.transform
-    return Stream(train), val, classes
-"""
 # In place of packages and downloads, and what a recipe is for: at the end of these files.
 FILES = {
     "torchvision": ("dataset.py", OF_TORCHVISION),
     "Hugging Face": ("datasets.py", OF_HUGGING_FACE),
     "library": ("albumentations.py", ALBUMENTATIONS),
     "leave weights out": ("model.py", SKIPPING),
-    "tracker": ("mlflow.py", MLFLOW),
 }
-if not importlib.util.find_spec("peft"):
-    FILES["LoRA"] = ("peft.py", PEFT)
 
 
 def append(path: Path, text: str) -> None:
@@ -307,7 +221,7 @@ def test_diffs_of_a_task(name: str, project: Project, edited: Callable[[str], Ed
 
 
 def test_loaders_of_your_own(edited: Callable[[str], Edited]) -> None:
-    """What they give up is said; the ranks share their batches; a state_dict resumes to the bit."""
+    """What they give up is said; the ranks share their batches."""
     own = edited("DataLoader")
     main = own.folder / "main.py"
     plain = main.read_text()
@@ -328,9 +242,6 @@ def test_loaders_of_your_own(edited: Callable[[str], Edited]) -> None:
     )
     main.write_text(text.replace("collate_fn=ddpkit.Collate(),\n", "\n"))
     own.run("repeats").refused("loading.numbered", "DistributedSampler")
-    append(own.folder / "dataset.py", STREAM)
-    main.write_text(plain.replace("shuffle=True, ", ""))
-    own.result()
 
 
 def test_teacher(edited: Callable[[str], Edited]) -> None:
@@ -449,15 +360,3 @@ def test_heatmap(project: Project, trained: Path, edited: Callable[[str], Edited
 def test_weights_that_some_steps_leave_out(edited: Callable[[str], Edited]) -> None:
     """Each rank skips a layer in other steps."""
     edited("leave weights out").result("--accumulate", 1, "--freeze-backbone", 1, epochs=2)
-
-
-def test_tracker(edited: Callable[[str], Edited]) -> None:
-    """It gets each row once; the resumed run continues the tracker's."""
-    tracked = edited("tracker")
-    tracked.result(epochs=2)
-    lines = (tracked.folder / "mlflow.py.txt").read_text().splitlines()
-    whole, killed = ([row["top1"] for row in rows(tracked.out / n)] for n in ("whole", "killed"))
-    assert lines == [
-        *("start None", f"epoch 1 {whole[0]}", f"epoch 2 {whole[1]}"),
-        *("start None", f"epoch 1 {killed[0]}", "start a1b2", f"epoch 2 {killed[1]}"),
-    ]

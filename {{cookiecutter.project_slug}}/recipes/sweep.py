@@ -32,13 +32,13 @@ TRIALS, HOURS = 20, 24  # in all; for one trial at most
 PRUNER = optuna.pruners.MedianPruner(n_startup_trials=2, n_warmup_steps=2)
 ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "runs/sweep"
-(BEST,) = re.findall(r'^BEST = "(.*?)"', (ROOT / "model.py").read_text(), re.M)
+BEST = re.findall(r'"(\w+)"', re.findall("^BEST = (.*)", (ROOT / "model.py").read_text(), re.M)[0])
 
 
 def scores(folder: Path) -> list[float]:
-    """Return BEST of each epoch so far."""
+    """Return the first of BEST that there is, of each epoch so far."""
     with contextlib.suppress(FileNotFoundError), open(folder / "metrics.csv", newline="") as file:
-        return [float(row[BEST]) for row in csv.DictReader(file)]
+        return [float(next(row[n] for n in BEST if n in row)) for row in csv.DictReader(file)]
     return []
 
 
@@ -88,7 +88,7 @@ def main() -> None:
     if study.get_trials(states=[TrialState.COMPLETE]):
         best = study.best_trial
         flags = (f"{flag}={value}" for flag, value in best.params.items())
-        print(f"best {BEST} {best.value} in trial {best.number}:", *flags)
+        print(f"best {'/'.join(BEST)} {best.value} in trial {best.number}:", *flags)
 
 
 if __name__ == "__main__":

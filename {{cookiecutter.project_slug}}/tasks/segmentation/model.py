@@ -41,11 +41,10 @@ def build_model(
         if args.arch in torchvision.models.list_models(module=torchvision.models.segmentation):
             none = {"weights": None, "weights_backbone": None}
             return Logits(torchvision.models.get_model(args.arch, num_classes=len(classes), **none))
-        net = smp.create_model(args.arch, args.encoder, None, channels, len(classes))
-        return ddpkit.freeze_unused(net, STRIDE, channels)
+        return smp.create_model(args.arch, args.encoder, None, channels, len(classes))
 
-    how = {"arch": args.arch, "encoder": args.encoder}
-    return ddpkit.fit_input(build, args.image_size, channels, weights, **how)
+    names = {"arch": args.arch, "encoder": args.encoder}
+    return ddpkit.fit_input(build, args.image_size, channels, weights, STRIDE, **names)
 
 
 def layers(model: nn.Module) -> list[list[nn.Parameter]]:

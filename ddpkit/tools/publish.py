@@ -1,0 +1,129 @@
+"""Publish a network on the Hugging Face hub: python -m ddpkit publish --repo USER/NAME
+
+Writes README.md, a model card, to --output, with the checkpoint and what lies beside it: args.json,
+metrics.csv, per_class.csv and images. Pushes them to the model USER/NAME, which is made if it is
+not there; without --repo pushes nothing.
+"""
+
+import csv
+import importlib.util
+import json
+import shlex
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+from ddpkit import files
+from ddpkit.errors import UserError
+from ddpkit.ranks import process
+from ddpkit.run import checkpoint, pictures, reporting
+from ddpkit.run.flags import Parser
+
+NEEDED = "args.json", "metrics.csv"
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = Parser(prog="python -m ddpkit publish", description=__doc__)
+    add = parser.add_argument
+    add("--checkpoint", metavar="FILE", type=Path, default="runs/default/best.pt", help="of a run")
+    add("--output", metavar="DIR", type=Path, default="published", help="folder to write")
+    add("--repo", metavar="USER/NAME", help="model on the hub to push to")
+    add("--private", action="store_true", help="if the model is made, hide it from others")
+    add("--license", metavar="NAME", default="unknown", help="such as mit or apache-2.0")
+    given = parser.parse_args(argv)
+    if given.repo and not importlib.util.find_spec("huggingface_hub"):
+        raise UserError("--repo needs one more package: python -m pip install huggingface_hub")
+    path, beside = given.checkpoint, (*NEEDED, "curves.png", *reporting.IMAGES)
+    names = [path.name, *(name for name in beside if path.with_name(name).is_file())]
+    if missing := [name for name in NEEDED if name not in names]:
+        raise UserError(f"{path.with_name(missing[0])}: no such file; name a checkpoint of a run")
+    card = describe(path, given.repo or process.project().name, given.license, names)
+    for name in names:
+        with files.writing(given.output / name, parents=True) as tmp_path:
+            shutil.copyfile(path.with_name(name), tmp_path)
+    with files.writing(given.output / "README.md") as tmp_path:
+        tmp_path.write_text(card, encoding="utf-8")
+    print(f"written to {given.output}: README.md, {', '.join(names)}")
+    if given.repo:
+        print(f"published: {push(given.output, ['README.md', *names], given.repo, given.private)}")
+
+
+def describe(path: Path, title: str, license: str, names: Sequence[str]) -> str:
+    """Return the model card of the checkpoint at `path`. names: the files to show, beside it."""
+    state, about = checkpoint.read(path), json.loads(files.read(path.with_name("args.json")))
+    used, data = state["args"], Path(state["args"].get("data") or "demo").name
+    header, *rows = read(path.with_name("metrics.csv"))
+    own = next((row for row in rows if row[0] == str(state["epoch"])), rows[-1])
+    scores = [["", f"{path.name}, epoch {own[0]}", f"the last, epoch {rows[-1][0]}"]]
+    for name, *values in zip(header, own, rows[-1], strict=True):
+        if name not in pictures.NOT_DRAWN:
+            scores.append([name, *(f"{float(value or 'nan'):.4g}" for value in values)])
+    tables = [scores, *(read(path.with_name(name)) for name in names if name == "per_class.csv")]
+    task = "image-segmentation" if process.own("model").STRIDE else "image-classification"
+    metrics = [{"type": n, "value": float(x)} for n, x, _ in scores[1:] if x != "nan"]
+    results = {"task": {"type": task}, "dataset": {"name": data, "type": data}, "metrics": metrics}
+    return f"""---
+license: {license}
+library_name: pytorch
+pipeline_tag: {task}
+tags: [ddpkit, pytorch]
+model-index: {json.dumps([{"name": title, "results": [results]}])}
+---
+# {title}
+
+`{used.get("arch")}` for {task} with {len(state["classes"])} classes, trained on `{data}` by
+{about["ranks"]} rank(s) on {about["device"]} with
+
+    {shlex.join(["./launch.sh", *give(used)])}
+
+`args.json` has all flags and versions, and the commit of the project. Metrics:
+
+{(chr(10) * 2).join(map(to_markdown, tables))}
+
+## Use
+
+In the project that trained it, `python predict.py FILES --checkpoint {path.name}`, or:
+
+    import ddpkit, flags, model, torch
+    parts = model.build_model, flags.parse_args, torch.device("cpu")
+    net, *_ = ddpkit.open_model("{path.name}", *parts)
+    logits = net(images)  # float32 (N, {state["channels"]}, H, W), normalised
+
+{chr(10).join(f"![{name}]({name})" for name in names if name.endswith(".png"))}
+"""
+
+
+def give(used: dict[str, object]) -> list[str]:
+    """Return the words of the flags that are not as by default, but for where the run was."""
+    words = ["--data", Path(str(used["data"])).name] if used.get("data") else []
+    defaults = vars(process.own("flags").parse_args(words))
+    for name, value in used.items():
+        if name not in ("data", "output_dir", "resume") and value != defaults.get(name, value):
+            words += [f"--{name.replace('_', '-')}", *([] if value is True else [str(value)])]
+    return words
+
+
+def read(path: Path) -> list[list[str]]:
+    with open(path, newline="", encoding="utf-8") as file:
+        return [*csv.reader(file)]
+
+
+def to_markdown(table: Sequence[Sequence[str]]) -> str:
+    rows = [table[0], ["---"] * len(table[0]), *table[1:]]
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
+def push(folder: Path, names: Sequence[str], repo: str, is_private: bool) -> str:
+    """Push the files `names` in `folder` to the hub; return where they are. Raises a UserError."""
+    import huggingface_hub
+
+    if not huggingface_hub.get_token():
+        raise UserError(f"{repo}: not logged in to the hub; run: hf auth login, or set HF_TOKEN")
+    try:
+        hub = huggingface_hub.HfApi()
+        url = hub.create_repo(repo, private=is_private or None, exist_ok=True)
+        hub.upload_folder(repo_id=repo, folder_path=folder, allow_patterns=list(names))
+    except Exception as error:  # of many types
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise UserError(f"{repo}: not published ({reason[:300]})") from None
+    return str(url)

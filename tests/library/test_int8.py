@@ -1,0 +1,49 @@
+"""python -m ddpkit export --int8: integers of 8 bits, and what they cost."""
+
+import csv
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import onnx
+from generated import Project, both_tasks
+
+
+def patch() -> None:
+    """Say how many images the ranges are from; none may be augmented."""
+    from onnxruntime import quantization
+
+    import dataset
+
+    own = quantization.quantize_static
+
+    def quantize(source: Path, path: Path, reader: Any, **options: Any) -> None:
+        found = [*iter(reader.get_next, None)]
+        Path(path.parent, "count").write_text(f"{len(found)} {found[0]['images'].dtype}")
+        inputs = iter(found)
+        own(source, path, SimpleNamespace(get_next=lambda: next(inputs, None)), **options)
+
+    quantization.quantize_static, dataset.train_transform = quantize, len
+
+
+@both_tasks
+def test_int8(project: Project, data: Path, trained: Path, tmp_path: Path) -> None:
+    """Ranges from the training set; before and after, the metrics on that for validation."""
+    words = ["--checkpoint", trained / "best.pt", "--output", tmp_path, "--int8", "--data"]
+    done = project.run(*words, data, script="ddpkit export", on=1, patch=patch).ok()
+    assert (tmp_path / "count").read_text() == "53 uint8"
+    with open(trained / "metrics.csv", newline="") as file:
+        (then,) = csv.DictReader(file)
+    table = [line.split() for line in done.out.splitlines()]
+    start = table.index(["model.onnx", "model_int8.onnx"])
+    for name, before, after in table[start + 1 :]:
+        assert abs(float(before) - float(then[name])) < 1e-3
+        assert abs(float(after) - float(before)) < 0.1
+    assert {row[0] for row in table[start + 1 :]} & {"top1", "miou"}
+    nodes = onnx.load(tmp_path / "model_int8.onnx").graph.node
+    by_channel = [n for n in nodes if n.op_type == "DequantizeLinear" and n.attribute]
+    assert len(by_channel) >= sum(node.op_type == "Conv" for node in nodes) > 9
+    sizes = [(tmp_path / name).stat().st_size for name in ("model_int8.onnx", "model.onnx")]
+    assert sizes[0] < 0.7 * sizes[1]
+    refused = project.run(*words, tmp_path / "none", script="ddpkit export", on=1)
+    refused.refused("files.failure", tmp_path / "none")
