@@ -114,13 +114,6 @@ def _draw(
     return paths
 
 
-def prepare(project: Path, data: Path, output: Path, *flags: str) -> Path:
-    """Have `data` decoded to `output`, once."""
-    command = [sys.executable, "-m", "ddpkit", "prepare", "--data", str(data)]
-    run([*command, "--output", str(output), *flags], cwd=project)
-    return output
-
-
 def image_decoders() -> Any:
     """Return torchcodec's decoders, for which torchvision 0.29 deprecates its own, or those."""
     with contextlib.suppress(ImportError, RuntimeError):  # RuntimeError: of another torch

@@ -76,13 +76,10 @@ def load(folder: str, data: str, side: str, workers: str) -> float:
 def compare_input(flags: Namespace, folder: Path) -> None:
     from flags import parse_args
 
-    project = folder / "project"
     side = flags.side or parse_args(["--data", "x"]).image_size
     data = common.draw_photos(folder / "data", flags.task, flags.images)
-    places = {"JPEG files": data, "prepared": common.prepare(project, data, folder / "prepared")}
     cases = {
-        f"{name}, {workers} workers": partial(measured, "load", folder, place, side, workers)
-        for name, place in places.items()
+        f"{workers} workers": partial(measured, "load", folder, data, side, workers)
         for workers in flags.workers
     }
     figures = common.interleave(cases, flags.repeats, flags.seconds)
@@ -247,13 +244,9 @@ def speed(output: Path) -> float:
         return float([*csv.DictReader(file)][-1]["img_per_s"])
 
 
-def prepared(flags: Namespace, folder: Path) -> Path:
-    data = common.draw_photos(folder / "data", flags.task, flags.images)
-    return common.prepare(folder / "project", data, folder / "prepared", "--short-side", "256")
-
-
 def compare_determinism(flags: Namespace, folder: Path) -> None:
-    words = ("--data", prepared(flags, folder), "--epochs", 2, *flags.flags[0].split())
+    data = common.draw_photos(folder / "data", flags.task, flags.images)
+    words = ("--data", data, "--epochs", 2, *flags.flags[0].split())
     rows = [("", "images/s", "the same bits twice")]
     for name, more in {"without": (), "--deterministic": ("--deterministic",)}.items():
         outputs = [folder / f"{name}-{turn}" for turn in (1, 2)]
@@ -266,7 +259,8 @@ def compare_determinism(flags: Namespace, folder: Path) -> None:
 
 def compare_resume(flags: Namespace, folder: Path) -> None:
     project, whole, stopped = (folder / name for name in ("project", "whole", "stopped"))
-    words = ["--data", prepared(flags, folder), "--epochs", 3, "--deterministic"]
+    data = common.draw_photos(folder / "data", flags.task, flags.images)
+    words = ["--data", data, "--epochs", 3, "--deterministic"]
     words += ["--save-every", 2, *flags.flags[0].split()]
     train(project, whole, *words)
     train(project, stopped, *words, stop_when=stopped / "last-1.pt")

@@ -6,7 +6,7 @@
 #
 #   step         600 s  a training step: ours, the bare loop and peers; both tasks, batches of 32 and 128
 #   training     330 s  from files to weights, against torchvision's reference script
-#   input        300 s  images per second with 2, 4, 8 and 16 workers, from JPEG files and prepared
+#   input        300 s  images per second with 2, 4, 8 and 16 workers
 #   nvjpeg       100 s  decoding on the GPU, alone and beside training
 #   memory       200 s  peak of GPU memory, both tasks, batches of 32 and 128
 #   compile      300 s  a step with --compile, both tasks

@@ -11,7 +11,7 @@ Classification: torchvision's reference recipe is that of references/classificat
 repository: PIL, RandomResizedCrop, RandomHorizontalFlip, ToTensor, Normalize. "v2 on tensors" is
 the same with transforms.v2 on what torchcodec decodes, or torchvision.io where that is missing.
 "timm" is its create_loader without color jitter. A third table has what images take once they were
-shrunk to the short side of `ddpkit prepare`: as JPEGs, or decoded. That is not in the time.
+shrunk to a short side of 256 pixels: as JPEGs, or decoded. That is not in the time.
 Segmentation: torchvision's reference recipe is that of references/segmentation: the whole image and
 mask resized, flipped, padded and cropped, then converted and normalised. The reference draws the
 size uniformly from 0.5 to 2 times a base size; here it is from 2**-0.5 to 2**0.5 times the image's
@@ -43,6 +43,7 @@ from torchvision.transforms.v2 import functional as F
 
 BATCH = 32
 NORMALIZE = {"mean": (0.485, 0.456, 0.406), "std": (0.229, 0.224, 0.225)}
+SHORT_SIDE = 256  # pixels
 READS = {"classification": 2400, "segmentation": 480}
 SIDES = {"classification": (500, 375), "segmentation": (960, 720)}
 LARGE = (1600, 1200)
@@ -176,7 +177,7 @@ def timms(side: int, is_float: bool, data: Path, reads: int) -> Any:
 def ours(
     side: int, data: Path, reads: int, has_simplejpeg: bool = True, workers: int = 1
 ) -> DataLoader:
-    """The project's own loader, of `data` as it is or prepared; pinned where there is a GPU."""
+    """The project's own loader, of `data`; pinned where there is a GPU."""
     import ddpkit
     from ddpkit.data import images
 
@@ -229,7 +230,6 @@ def main() -> None:
     flags = parser.parse_args()
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # nothing here runs on a GPU; the processes are forked
     with common.generated(flags.task) as folder:
-        import dataset
         from flags import parse_args
 
         has_timm = importlib.util.find_spec("timm")
@@ -238,7 +238,6 @@ def main() -> None:
         common.say_machine(flags)
         size = LARGE if flags.large else SIDES[flags.task]
         data = flags.data or common.draw_photos(folder / "data", flags.task, flags.images, size)
-        own_size = common.prepare(folder / "project", data, folder / "own", "--short-side", "0")
 
         def case(build: Callable, place: Path = data, **options: Any) -> Callable[[], float]:
             return partial(common.in_child, measure, partial(build, place, reads), reads, **options)
@@ -250,7 +249,7 @@ def main() -> None:
         of_float: common.Cases = {"ours": case(us, normalize=True)}
         of_float["ours, without simplejpeg"] = case(with_pillow, normalize=True)
         of_uint8: common.Cases = {"ours": case(us), "ours, without simplejpeg": case(with_pillow)}
-        once: common.Cases = {"ours, prepared, own size": case(us, own_size)}
+        once: common.Cases = {}
         if flags.task == "classification":
             floats, bytes_ = (v2_transforms(side, finish) for finish in (AS_FLOAT, AS_UINT8))
             of_float = {
@@ -264,15 +263,11 @@ def main() -> None:
                 "timm": case(partial(timms, side, False)) if has_timm else None,
                 **of_uint8,
             }
-            short = dataset.SHORT_SIDE
-            small = shrink(data, folder / "small", short)
-            stored = common.prepare(folder / "project", data, folder / "stored")
+            small = shrink(data, folder / "small", SHORT_SIDE)
             once = {
                 "v2 on tensors, JPEG files": peer(classify, decode, bytes_, place=small),
                 "ours, JPEG files": case(us, small),
                 "v2 on tensors, .npy files": peer(classify, load_raw, bytes_, place=small),
-                f"ours, prepared, short side {short}": case(us, stored),
-                **once,
             }
         else:
             of_float = {
@@ -280,8 +275,7 @@ def main() -> None:
                 "v2 on tensors": peer(segment, decode, AS_FLOAT, side),
                 **of_float,
             }
-            of_uint8 = {"v2 on tensors": peer(segment, decode, AS_UINT8, side), **of_uint8, **once}
-            once = {}
+            of_uint8 = {"v2 on tensors": peer(segment, decode, AS_UINT8, side), **of_uint8}
         tables = {
             "float32, normalised": of_float,
             "uint8": of_uint8,

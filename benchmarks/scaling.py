@@ -1,7 +1,7 @@
 """One process and several: images per second of real runs through launch.sh.
 
 The batch of a rank, its one thread and its network are the same whatever their number.
-Images are drawn small (96 x 72 pixels) and prepared, and each rank reads its own (--workers 0),
+Images are drawn small (96 x 72 pixels), and each rank reads its own (--workers 0),
 so that no loader worker takes a core from a rank in one case and not in the other. The figure is
 that of the second epoch in metrics.csv. `--accumulate 4` sums gradients once in four passes.
 The share of linear is the speed divided by the number of ranks.
@@ -37,8 +37,7 @@ def main() -> None:
     common.say_machine(flags)
     with common.generated(flags.task) as folder:
         project = folder / "project"
-        drawn = common.draw_photos(folder / "data", flags.task, flags.images, (96, 72))
-        data = common.prepare(project, drawn, folder / "prepared")
+        data = common.draw_photos(folder / "data", flags.task, flags.images, (96, 72))
 
         def case(ranks: int, passes: int) -> Callable[[], float]:
             own = ("--data", data, "--epochs", 2, "--workers", flags.workers)

@@ -3,8 +3,8 @@
 Real runs of two epochs on the same drawn JPEGs of 500 x 375 pixels, classification, of which the
 second is reported: images per second of all ranks, without validation. Network, batch, ranks,
 threads, loader workers, precision and optimizer (SGD) are the same; reference.py says what the
-other side does. "prepared" is after `ddpkit prepare`, whose time is not in it. How long the
-training waited for images is reported as its share of that epoch, the median of all turns.
+other side does. How long the training waited for images is reported as its share of that epoch, the
+median of all turns.
 """
 
 import json
@@ -39,7 +39,6 @@ def main() -> None:
     with common.generated(flags.task) as folder:
         project = folder / "project"
         data = common.draw_photos(folder / "data", flags.task, flags.images)
-        prepared = common.prepare(project, data, folder / "prepared")
 
         def reference() -> dict[str, float]:
             script = str(Path(__file__).with_name("reference.py"))
@@ -49,8 +48,8 @@ def main() -> None:
             output = common.run([*command, *own, *same], OMP_NUM_THREADS=share)
             return json.loads(output.splitlines()[-1])
 
-        def ours(place: Path) -> dict[str, float]:
-            own = ("--data", place, "--optimizer", "sgd", *same)
+        def ours() -> dict[str, float]:
+            own = ("--data", data, "--optimizer", "sgd", *same)
             return common.launch(project, flags.ranks, share, *own)
 
         def case(name: str, train: Callable[[], dict[str, float]]) -> Callable[[], float]:
@@ -63,8 +62,7 @@ def main() -> None:
 
         trainings = {
             REFERENCE: reference,
-            "ours, from files": lambda: ours(data),
-            "ours, prepared": lambda: ours(prepared),
+            "ours": ours,
         }
         cases = {name: case(name, train) for name, train in trainings.items()}
         figures = common.interleave(cases, flags.repeats, flags.seconds)

@@ -23,8 +23,8 @@ class Soft(torch.utils.data.Dataset):
         return image, torch.full((6,), 0.02).index_fill(0, torch.tensor(label), 0.9)
 
 
-def hardened_metrics(classes: list[str]) -> MetricCollection:
-    metrics = build_metrics(classes)
+def hardened_metrics(args: object, classes: list[str]) -> MetricCollection:
+    metrics = build_metrics(args, classes)
     metrics.update = lambda outputs, targets: MetricCollection.update(
         metrics, outputs, targets.argmax(1)
     )

@@ -148,18 +148,15 @@ def find_parts(
     root: Path, columns: Sequence[str], paths: int, read: Callable, part: str
 ) -> tuple[Pairs, Pairs | None]:
     """Return the pairs for training and for `part`, or None, of lists, or else of folders."""
-    if (root / "train.csv").is_file():
-        held: Path | None = root / f"{part}.csv"
-        folder, read = (
-            root / "train.csv",
-            functools.partial(read_list, columns=columns, count=paths),
-        )
+    test, place, held = root / "test", root / "train.csv", root / f"{part}.csv"
+    if place.is_file():
+        read, test = functools.partial(read_list, columns=columns, count=paths), held
     else:
-        folder, held = find_train(root, paths > 1), root / part
-        held = held if part == "test" else find_val(root)
-    if part == "test" and not (held and held.exists()):
-        raise UserError(f"{held}: not found; --eval-only test needs it")
-    return read(folder), read(held) if held and held.exists() else None
+        place, held = find_train(root, paths > 1), find_val(root) or root / "val"
+    if part == "test" and not test.exists():
+        raise UserError(f"{test}: not found; --eval-only test needs it")
+    found = test if part == "test" else held
+    return read(place), read(found) if found.exists() else None
 
 
 def numbers(label: int | str) -> list[int]:

@@ -1,6 +1,7 @@
 """Which images a network takes, large ones in tiles, and the images of predict.py."""
 
 import contextlib
+import difflib
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -8,7 +9,9 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import timm
 import torch
+import torchvision
 from PIL import Image
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, default_collate
@@ -242,7 +245,11 @@ def fit_input(
     except (AssertionError, KeyError, RuntimeError, TypeError, ValueError) as error:
         name = " ".join(f"--{flag} {value}" for flag, value in published.items())
         line = f"{name}: {' '.join(str(error).split())[:300]}"
-        if "downsampling pattern" in line:  # of a ViT, whose maps have one size
+        if "nknown model" in line:
+            known = [*torchvision.models.list_models(), *map("timm/{}".format, timm.list_models())]
+            near = difflib.get_close_matches(published.get("arch", ""), known, 4, 0.3)
+            line += f"; there are {', '.join(near)}"
+        elif "downsampling pattern" in line:  # of a ViT, whose maps have one size
             line += ": use --arch dpt"
         raise UserError(line) from None
     entry = next((each for each in model.modules() if isinstance(each, nn.Conv2d)), None)

@@ -124,14 +124,13 @@ def test_a_group_of_one_or_of_torchrun_stays(env, use):
 
 def test_a_batch_script_without_srun(project, few, tmp_path):
     run([project.folder / "launch.sh"], **BATCH).refused("environment.read_task", *SRUN)
-    words = "--data", few, "--output", tmp_path / "fast", "--workers", 0
 
     def batch() -> None:
         os.environ.update(BATCH)
 
     done = project.train(few, tmp_path / "out", on=1, patch=batch)
     done.refused("environment.read_task", *SRUN)
-    project.run(*words, script="ddpkit prepare", on=1, patch=batch).ok()
+    project.run(few, "--workers", 0, script="ddpkit check", on=1, patch=batch).ok()
 
 
 def test_a_batch_job_without_a_shared_disk(project, few, tmp_path):

@@ -165,7 +165,7 @@ def test_metrics_on_any_number_of_ranks(project: Project, tmp_path: Path) -> Non
                 batch_sampler=ddpkit.ValSampler(part, 2),
                 collate_fn=ddpkit.Collate(),
             )
-            metrics = model.build_metrics(classes)
+            metrics = model.build_metrics(args, classes)
             found, (confusion, worst) = main.evaluate(net, loader, criterion, metrics, args)
             if distributed.rank():  # rank 0 alone has all of them
                 continue

@@ -32,7 +32,7 @@ def test_numbers(low, kind, text, value):
     "words",
     [
         *("--epochs 0", "--epochs two", "--epoch 3", "--epochs", "-1000,3000", "--name -x"),
-        *("--debug-port 0", "--debug-port 65536", "--debug-port host:1"),
+        *("--debug-rank 0:0", "--debug-rank 0:65536", "--debug-rank 0:host"),
         *("--debug-rank one", "--debug-rank -1", "--debug-rank 0,", "--debug-rank 1;2"),
     ],
 )
@@ -42,7 +42,11 @@ def test_mistakes(words):
     parser.add_argument("--name")
     with refusal("flags.error", "main.py --help"):
         parser.parse(words.split())
-    assert flags.ranks("3,0,3") == [0, 3]
+    assert flags.ranks("3,0,3:70") == ([0, 3], 70)
+    for fold in "2", "0/5", "6/5", "1/1", "a/b":
+        with pytest.raises(ArgumentTypeError, match=fold):
+            flags.Parser.fold(fold)
+    assert flags.Parser.fold("2/5") == flags.Parser.fold((2, 5)) == (2, 5)
 
 
 def test_lines_of_a_file(tmp_path):

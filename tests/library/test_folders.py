@@ -75,7 +75,7 @@ SPOILT = [
         "folders.match_pairs",
         ["images/0003.jpg", "val"],
     ),
-    ("masks", save_mask((64, 60), 0), "folders.open_files", ["0003.png", "64 x 60", "64 x 64"]),
+    ("masks", save_mask((64, 60), 0), "folders.open", ["0003.png", "64 x 60", "64 x 64"]),
     ("masks", save_mask((64, 64), 7), "masks.read_mask", ["0003.png", "value 7", "NAME = 7"]),
 ]
 
@@ -187,7 +187,22 @@ def test_the_split() -> None:
     assert folders.split(moved, Path("/other"))[1] == [(f"/other{path[2:]}", 0) for path, _ in val]
     twice = folders.split(listed * 2, Path("/d"))
     assert not {*twice[0]} & {*twice[1]}
-    assert [len(folders.split(listed[:n], Path("/d"))[1]) for n in (1, 2, 6)] == [0, 1, 1]
+    assert [len(folders.hold_out(listed[:n], Path("/d"))) for n in (1, 2, 6)] == [0, 1, 1]
+
+
+def test_folds_and_groups() -> None:
+    """Parts are disjoint, together all of it, and alike in classes; groups are whole."""
+    listed = [(f"/d/{number:02d}.jpg", number % 2) for number in range(40)]
+    parts = [folders.hold_out(listed, Path("/d"), (part, 4)) for part in range(1, 5)]
+    assert sorted(n for part in parts for n in part) == [*range(40)]
+    assert [sum(listed[n][1] for n in part) for part in parts] == [5, 5, 5, 5]
+    grouped = [(*sample, f"patient {n % 7}") for n, sample in enumerate(listed)]
+    for fold in None, (1, 3), (2, 3), (3, 3):
+        held = folders.hold_out(grouped, Path("/d"), fold)
+        sides = [{grouped[n][2] for n in side} for side in (held, {*range(40)} - {*held})]
+        assert min(map(len, sides)) and not sides[0] & sides[1]
+    with refusal("folders.take_fold", "--fold 9/9"):
+        folders.take_fold(grouped, Path("/d"), (9, 9))
 
 
 class TestLists:

@@ -1,6 +1,5 @@
 """Real runs of generated projects: resume, output files, metrics, flags, a tracker."""
 
-import functools
 import json
 import re
 import shutil
@@ -13,8 +12,6 @@ import pytest
 import torch
 from generated import Project, both_tasks, rows, wait_for
 from PIL import Image
-
-import ddpkit
 
 SEGMENTATION = pytest.mark.parametrize("project", ["segmentation"], indirect=True)
 
@@ -119,23 +116,71 @@ def test_flags_that_cannot_be(project: Project, data: Path, tmp_path: Path) -> N
     assert not (out / "last.pt").exists()
 
 
-def test_a_tracker_that_fails(project: Project, few: Path, tmp_path: Path) -> None:
-    """It gets what it missed with the next row, and each row once."""
-    calls = tmp_path / "calls"
+TRACKER = """
+from types import SimpleNamespace
 
-    def log(row: dict) -> None:
-        is_first = not calls.exists()
-        with open(calls, "a") as file:
-            file.write("" if is_first else json.dumps({k: str(v) for k, v in row.items()}) + "\n")
-        if is_first:
-            raise ConnectionError("no route to host\nat all")
+OWN = SimpleNamespace(run_id="a1b2")
+
+
+def note(*words):
+    with open(__file__ + ".txt", "a") as file:
+        print(*words, file=file)
+
+
+def log(row, step=None):
+    note(int(row["epoch"]), row["top1"])
+    if row["epoch"] == 3:
+        raise ConnectionError("no route to host\\nat all")
+
+
+def init(project, config, resume, id=None, name=None):
+    assert resume == "allow" and config["epochs"] in (1, 3)
+    note("start", id or name)
+    return SimpleNamespace(id="a1b2", name="c3d4", log=log)
+
+
+def start_run(run_id, run_name):
+    note("start", run_id or run_name)
+    return SimpleNamespace(info=OWN)
+
+
+def set_experiment(name):
+    assert name == "my_ddp_project"
+
+
+def log_params(params):
+    assert params == {} or params["epochs"] == 1
+
+
+log_metrics = log
+"""
+
+
+@pytest.mark.parametrize("name", ["mlflow", "trackio", "wandb"])
+def test_trackers(project: Project, few: Path, tmp_path: Path, name: str) -> None:
+    """A resumed run goes on in the same tracked run; one that fails costs no epoch."""
+    (tmp_path / f"{name}.py").write_text(TRACKER)
+    out = tmp_path / "out"
 
     def patch() -> None:
-        ddpkit.Run = functools.partial(ddpkit.Run, tracker=lambda run_id: ("a1b2", log))
+        sys.path.insert(0, str(tmp_path))
+        sys.modules.pop(name, None)
 
-    done = project.train(few, tmp_path / "out", "--epochs", 2, patch=patch).ok()
-    assert "did not take epoch 1 (ConnectionError: no route to host at all); trying" in done.out
-    assert [*map(json.loads, calls.read_text().splitlines())] == rows(tmp_path / "out")
+    for epochs in 1, 3:
+        words = "--epochs", epochs, "--tracker", name
+        done = project.train(few, out, *words, patch=patch).ok()
+    assert "did not take epoch 3 (ConnectionError: no route to host at all)" in done.out
+    first, *scores = (f"{row['epoch']} {float(row['top1'])}" for row in rows(out))
+    begun = "start None" if name == "wandb" else "start out"
+    again = "start c3d4" if name == "trackio" else "start a1b2"
+    found = (tmp_path / f"{name}.py.txt").read_text().splitlines()
+    assert found == [begun, first, again, *scores]
+
+    def gone() -> None:
+        sys.modules[name] = None
+
+    done = project.train(few, tmp_path / "other", "--tracker", name, patch=gone, on=1)
+    done.refused("reporting.find_tracker", f"pip install {name}")
 
 
 def test_its_own_tests(project: Project, tmp_path: Path) -> None:

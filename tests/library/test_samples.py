@@ -60,10 +60,6 @@ class TestSampler:
         with refusal("loading.init", "--batch-size 4 x 1 ranks x --accumulate 3"):
             loading.TrainSampler([()] * 11, 4, 3, 0)
 
-    def test_default_batch_size(self) -> None:
-        for total, accumulate, size in (640, 1, 32), (639, 1, 16), (640, 2, 16), (5, 1, 2):
-            assert loading.TrainSampler.fitting(range(total), accumulate) == size
-
 
 class Listed(torch.utils.data.Dataset):
     def __init__(self, samples: list) -> None:

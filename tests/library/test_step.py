@@ -110,19 +110,17 @@ def test_compiled(project: Project, few: Path, tmp_path: Path) -> None:
 NOT_FORKED = """
 import multiprocessing, sys
 
-def main(source, store):
+def main(source):
     multiprocessing.set_start_method("forkserver")
     import torch
     from torch.utils.data import DataLoader
     import dataset, ddpkit, distributed
     from ddpkit.ranks import process
-    from ddpkit.tools import prepare
     from flags import parse_args
 
     process.worker_context = lambda workers: None  # Python's default, on Linux too
-    prepare.main(["--data", source, "--output", store, "--short-side", "0", "--workers", "1"])
     device = distributed.setup(3)
-    train, _, classes = dataset.build_datasets(parse_args(["--data", store, "--image-size", "32"]))
+    train, _, classes = dataset.build_datasets(parse_args(["--data", source, "--image-size", "32"]))
     found = []
     for workers in 0, 1:
         options = {"collate_fn": ddpkit.Collate(), **ddpkit.workers(workers, device)}
@@ -138,8 +136,8 @@ if __name__ == "__main__":
 
 
 def test_workers_that_are_not_forked(project: Project, few: Path, tmp_path: Path) -> None:
-    """Under forkserver, the default of Python 3.14: of a store that workers have written, too."""
+    """Under forkserver, the default of Python 3.14."""
     script = tmp_path / "script.py"
     script.write_text(NOT_FORKED)
-    command = [sys.executable, script, few, tmp_path / "store"]
+    command = [sys.executable, script, few]
     run(command, cwd=project.folder, PYTHONPATH=str(project.folder)).ok()

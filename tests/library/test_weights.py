@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import segmentation_models_pytorch as smp
+import timm
 import torch
 import torchvision
 from generated import Done, Project, both_tasks
@@ -23,11 +24,12 @@ import ddpkit
 from ddpkit.ranks import distributed
 from ddpkit.run import pretrained
 
-USED = {"classification": "IMAGENET1K_V1", "segmentation": "imagenet"}
+USED = {"classification": "IMAGENET1K_V1", "segmentation": "imagenet", "timm": "r160_in1k"}
 # What has its weights at download.pytorch.org, and at huggingface.co.
 NETWORK = {
     "classification": ("--arch", "shufflenet_v2_x0_5"),
     "segmentation": ("--arch", "pspnet", "--encoder", "mobilenet_v2"),
+    "timm": ("--arch", "timm/test_vit"),
 }
 INITIAL = """
 import ddpkit, distributed, model, sys, torch
@@ -87,10 +89,12 @@ class Server(ThreadingHTTPServer):
 class Downloads:
     """Ranks with --weights auto that download from a server on this machine."""
 
-    def __init__(self, project: Project, server: Server, folder: Path, first: torch.Tensor) -> None:
+    def __init__(
+        self, project: Project, server: Server, folder: Path, first: torch.Tensor, kind: str
+    ) -> None:
         self.project, self.server, self.folder = project, server, folder
         self.published = first  # weight of what the server has
-        self.words = ["--image-size", 32, *NETWORK[project.task]]
+        self.words = ["--image-size", 32, *NETWORK[kind]]
         self.name = next(path.name for path in server.folder.iterdir() if path.suffix != ".json")
         self.cache, self.port = folder / "cache", server.server_port
         (folder / "initial.py").write_text(INITIAL)
@@ -127,21 +131,26 @@ class Downloads:
 
 
 @pytest.fixture
-def downloads(project: Project, tmp_path: Path) -> Iterator[Downloads]:
-    folder = tmp_path / "published"
+def downloads(
+    project: Project, tmp_path: Path, request: pytest.FixtureRequest
+) -> Iterator[Downloads]:
+    folder, kind = tmp_path / "published", getattr(request, "param", project.task)
     folder.mkdir()
     torch.manual_seed(7)
-    if project.task == "classification":
+    if kind == "timm":
+        net = timm.create_model("test_vit")
+    elif kind == "classification":
         net = torchvision.models.get_model("shufflenet_v2_x0_5", num_classes=1000)
         torch.save(net.state_dict(), folder / "whole")
         digest = hashlib.sha256((folder / "whole").read_bytes()).hexdigest()
         (folder / "whole").rename(folder / f"net-{digest[:8]}.pth")
     else:
         net = smp.encoders.get_encoder("mobilenet_v2", weights=None)
+    if kind != "classification":
         save_file(net.state_dict(), folder / "model.safetensors")
         (folder / "config.json").write_text("{}")
     with Server(folder) as server:
-        yield Downloads(project, server, tmp_path, next(net.parameters()))
+        yield Downloads(project, server, tmp_path, next(net.parameters()), kind)
         server.is_over.set()
         server.shutdown()
 
@@ -174,6 +183,21 @@ def test_published_weights(downloads: Downloads, few: Path, tmp_path: Path) -> N
         done = project.run(*words, *more, patch=downloads.patch, on=1).ok()
         assert "--weights" not in done.out
     assert server.requests == [] and not downloads.cache.exists()
+
+
+@pytest.mark.parametrize("downloads", ["timm"], indirect=True)
+def test_timms_weights(downloads: Downloads) -> None:
+    """All but those of the last layer; position embeddings are resampled for --image-size."""
+    done, begun = downloads.build()
+    said = done.ok().out
+    assert f"--weights auto: {USED['timm']}, downloaded unless" in said
+    assert said.splitlines()[-1].endswith("tensors loaded; new: head.weight, head.bias")
+    assert same(*begun) and torch.equal(begun[0]["cls_token"], downloads.published)
+    assert begun[0]["pos_embed"].shape[1] == 2 * 2 + 1
+    downloads.port = free_port()
+    shutil.rmtree(downloads.cache)
+    done, begun = downloads.build()
+    assert "download failed (" in done.ok().out and same(*begun)
 
 
 @both_tasks
@@ -236,7 +260,7 @@ NETWORKS = [
 @pytest.mark.parametrize(("project", "network"), NETWORKS, indirect=["project"])
 @on_ranks(1)
 def test_classic_networks(project: Project, network: str) -> None:
-    """The loss reaches each weight, and backbone() leaves out what follows the backbone."""
+    """The loss reaches each weight, and the last of layers() is what follows the backbone."""
     import model
     from flags import parse_args
 
@@ -253,8 +277,7 @@ def test_classic_networks(project: Project, network: str) -> None:
     gradients = [weight.grad for weight in net.parameters() if weight.requires_grad]
     assert all(gradient.isfinite().all() for gradient in gradients)
     assert sum(bool(gradient.any()) for gradient in gradients) / len(gradients) > 0.9
-    backbone = {*model.backbone(net)}
-    others = [list(weight.shape) for weight in net.parameters() if weight not in backbone]
+    others = [list(weight.shape) for weight in model.layers(net)[-1]]
     if is_dense:
         assert len(others) > 2  # decoder and head
     else:

@@ -1,4 +1,4 @@
-"""--augment, --mixup and --cutmix: the same on any machine, and labels that follow their images."""
+"""--augment and --cutmix: the same on any machine, and labels that follow their images."""
 
 import zlib
 from argparse import Namespace
@@ -68,7 +68,7 @@ def test_shares_of_mixed_images(project: Project) -> None:
     count = {"mixup": 0, "cutmix": 0}
     labels = torch.arange(6)
     images = nn.functional.one_hot(labels, 6).float()[:, :, None, None].expand(-1, -1, 32, 32)
-    args = Namespace(mixup=0.4, cutmix=1.0)
+    args = Namespace(augment="mixup,vflip,cutmix")
     for number in range(40):
         samples.seed(number)
         mixed, targets = dataset.transform_batch(images, labels, args, 6)
@@ -89,7 +89,7 @@ def test_masks_follow_images(project: Project) -> None:
     mask = np.random.default_rng(0).integers(0, 6, (6, 7)).astype(np.uint8)
     mask = mask.repeat(20, axis=0).repeat(20, axis=1)
     pair = LazyImage.of((40 + 40 * mask)[..., None].repeat(3, axis=2)), LazyImage.of(mask)
-    augment, classes = dataset.build_augment("vflip,rotation", None), set()
+    augment, classes = ddpkit.choose(dataset.AUGMENTATIONS, "vflip,rotation", None), set()
     for seed in range(12):
         samples.seed(seed)
         pixels, labels = dataset.train_transform(*pair, size=96, augment=augment)
@@ -126,7 +126,7 @@ def test_images_of_full_depth(project: Project) -> None:
         refused = set()
         for name in dataset.AUGMENTATIONS:
             try:
-                augment = dataset.build_augment(name, channels)
+                augment = ddpkit.choose(dataset.AUGMENTATIONS, name, channels)
             except UserError as error:
                 assert f"--augment {name}: " in str(error)
                 refused.add(name)

@@ -1,17 +1,13 @@
-"""Runs on data that is unusual: broken, of 12 bits, of five channels, in colours, prepared."""
+"""Runs on data that is unusual: broken, of 12 bits, of five channels, in colours."""
 
 import json
-import os
-import signal
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
 import onnxruntime
 import pytest
 import tifffile
-import torch
-from generated import Done, Project, both_tasks, rows
+from generated import Project, both_tasks, rows
 from PIL import Image
 
 GREY = {"photometric": "minisblack"}
@@ -35,78 +31,18 @@ def test_void(project: Project, own_data: Path, tmp_path: Path) -> None:
 
 
 def test_12_bits(project: Project, own_data: Path, tmp_path: Path) -> None:
-    """In files of 16: refused without a range; predicted and prepared as they were trained."""
+    """In files of 16: refused without a range; predicted as they were trained."""
     paths = sorted(own_data.glob("train/*/*"))
     for path in paths:
         grey = np.asarray(Image.open(path).convert("L")).astype(np.uint16) << 4
         Image.fromarray(grey).save(path.with_suffix(".tif"))
         path.unlink()
-    out, store, said = tmp_path / "out", tmp_path / "store", own_data / "data.json"
+    out, said = tmp_path / "out", own_data / "data.json"
     project.train(own_data, out).refused("images.ends", ".tif", '"value_range"')
     said.write_text('{"value_range": [0, 4095]}')
     project.train(own_data, out).ok()
     more = ("--checkpoint", out / "best.pt", "--output", tmp_path / "p")
     project.run(paths[0].with_suffix(".tif"), *more, script="predict.py", on=1).ok()
-    words = ("--data", own_data, "--output", store, "--workers", 0)
-    project.run(*words, script="ddpkit prepare", on=1).ok()
-    assert json.loads((store / "data.json").read_text()) == {"value_range": [0, 4095]}
-    project.train(store, tmp_path / "two", on=1).ok()
-
-
-def test_prepared_data(project: Project, own_data: Path, tmp_path: Path) -> None:
-    """Whole or not there; trains to the bits of its source; refused once that has changed."""
-    for part in ("train", "val"):
-        names = [path.relative_to(own_data) for path in sorted((own_data / part).rglob("*.jpg"))]
-        lines = ["file,label", *(f"{name},{name.parent.name} small" for name in names)]
-        (own_data / f"{part}.csv").write_text("\n".join(lines))
-    store, words = tmp_path / "store", ["--data", own_data, "--workers", 1, "--output"]
-
-    def prepare(out: Path, patch: Callable | None = None) -> Done:
-        return project.run(*words, out, script="ddpkit prepare", on=1, patch=patch)
-
-    def killed() -> None:
-        from ddpkit.tools import prepare
-
-        tqdm = prepare.tqdm
-
-        def samples(loader: object, **options: object) -> Iterator:
-            for number, sample in enumerate(tqdm(loader, **options)):
-                if number == 20:
-                    os.kill(os.getpid(), signal.SIGKILL)
-                yield sample
-
-        prepare.tqdm = samples
-
-    assert prepare(store, killed).statuses == [-signal.SIGKILL] and not store.exists()
-    assert "76 samples" in prepare(store).ok().out
-    assert not [*tmp_path.glob("store.partial*")]  # of the one that was killed
-    states = []
-    for source in own_data, store:
-        out = tmp_path / f"from {source.name}"
-        project.train(source, out, on=1).ok()
-        states.append(torch.load(out / "last.pt", weights_only=True)["model"])
-    assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
-
-    def train() -> Done:
-        return project.train(store, tmp_path / "out", "--eval-only", "--resume", best, on=1)
-
-    best = tmp_path / "from store" / "best.pt"
-    table = own_data / "train.csv"
-    text = table.read_text()
-    table.write_text(text.replace("bricks small", "dots small", 1))
-    train().refused("prepared.open_store", own_data, store)
-    table.write_text(text)
-    os.utime(min((own_data / "train").rglob("*.jpg")))
-    train().refused("prepared.open_store", own_data, store)
-    prepare(store).refused("prepare.write", store)
-    whole = (store / "pixels.bin").read_bytes()
-    own_data.rename(tmp_path / "elsewhere")
-    train().ok()
-    (store / "pixels.bin").write_bytes(whole[:1000])
-    train().refused("prepared.open_store", store)
-    words[1] = tmp_path / "elsewhere"
-    prepare(best.parent).refused("prepare.write")
-    assert best.exists()
 
 
 def draw_channels(root: Path, task: str) -> np.ndarray:

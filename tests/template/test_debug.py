@@ -248,7 +248,7 @@ def test_attach_to_ranks_of_two_nodes(project: Project, few: Path, tmp_path: Pat
     """--debug-rank: each listens on loopback, waits longer than the timeout, can be left again."""
     debug_port = free_port(2)
     env = {"NNODES": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "NPROC": "1"}
-    more = ["--debug-rank", "1,0", "--debug-port", debug_port, "--dist-timeout", 2]
+    more = ["--debug-rank", f"1,0:{debug_port}", "--dist-timeout", 2]
     flags = project.flags(few, tmp_path, *more)
     with Debugger(project.folder) as debugger:
         debugger.set("main.py", LOOP)
@@ -283,8 +283,8 @@ def test_debug_rank_that_cannot_be(project: Project, few: Path, tmp_path: Path) 
     project.run(*flags, "--debug-rank", "one", on=1).refused("flags.error", "--debug-rank", "one")
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        done = project.run(*flags, "--debug-rank", 0, "--debug-port", port, on=1)
-        done.refused("distributed.wait_for_debugger", f"127.0.0.1:{port}", "--debug-port")
+        done = project.run(*flags, "--debug-rank", f"0:{port}", on=1)
+        done.refused("distributed.wait_for_debugger", f"127.0.0.1:{port}", "R:PORT")
 
 
 def test_without_a_debugger_nothing_of_it_is_there(

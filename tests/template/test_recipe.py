@@ -27,7 +27,7 @@ WARM = 5  # steps of half an epoch
 
 
 class Net(nn.Module):
-    """Two hidden layers and BatchNorm, with the names that backbone() of both tasks looks for."""
+    """Two hidden layers and BatchNorm, with the names that layers() of both tasks looks for."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -91,7 +91,7 @@ def test_optimizers() -> None:
     sgd = groups("--optimizer", "sgd")
     assert sgd["encoder.0.weight"] == ("SGD", 0.1, 0.0001)
     assert sgd[bias] == sgd[scale] == sgd["head.bias"] == ("SGD", 0.1, 0)
-    slow = groups("--backbone-lr", "0.1")
+    slow = groups("--layer-decay", "0.1")
     assert slow["encoder.0.weight"] == ("AdamW", pytest.approx(0.0001), 0.05)
     assert slow[scale] == ("AdamW", pytest.approx(0.0001), 0)
     assert slow["head.weight"] == ("AdamW", 0.001, 0.05)
@@ -170,7 +170,7 @@ def test_files_of_flags(task: str) -> None:
 
 RECIPES = {
     "classification": "--ema 0.9 --optimizer adafactor --lr 0.01 --schedule wsd",
-    "segmentation": "--freeze-backbone 1 --backbone-lr 0.1 --optimizer sgd "
+    "segmentation": "--freeze-backbone 1 --layer-decay 0.1 --optimizer sgd "
     "--schedule poly --clip-grad-norm 1 --ema 0.99 --accumulate 2 --batch-size 2",
 }
 

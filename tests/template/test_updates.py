@@ -97,7 +97,7 @@ def test_update(repository: Repository, tmp_path: Path) -> None:
     """An owner's edits and the template's changes both end up in a project of cookiecutter's."""
     origin, env = repository
     project = cookiecutter(origin, "task=segmentation", cwd=tmp_path, env=env)
-    edit(project, env, dataset=("SHORT_SIDE = 0", "SHORT_SIDE = 768"), main=MINE)
+    edit(project, env, dataset=("STRIDE = 32", "STRIDE = 64"), main=MINE)
     for name in "main.py", "tasks/segmentation/model.py":
         with open(origin / TEMPLATE_FOLDER / name, "a") as file:
             file.write("# newer\n")
@@ -105,7 +105,7 @@ def test_update(repository: Repository, tmp_path: Path) -> None:
     with pytest.raises(subprocess.CalledProcessError):
         cruft("check", cwd=project, env=env)
     update(project, env)
-    assert "SHORT_SIDE = 768" in (project / "dataset.py").read_text()
+    assert "STRIDE = 64" in (project / "dataset.py").read_text()
     assert "# mine\n" in (project / "main.py").read_text()
     for name in "main.py", "model.py":
         assert (project / name).read_text().endswith("# newer\n")

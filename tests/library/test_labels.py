@@ -1,0 +1,140 @@
+"""Several labels per image, folds, groups, a test set, mirrored images."""
+
+import csv
+import json
+import os
+import shutil
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+from digest import digest
+from generated import Done, Project, after_step, both_tasks, rows
+from ranks import on_ranks
+from torch import nn
+
+import ddpkit
+from ddpkit.data import folders
+from ddpkit.run import metrics
+
+OF = {"bricks": "square", "checks": "square", "dots": "round", "rings": "round"}  # of classes
+
+
+@pytest.fixture
+def several(own_data: Path) -> Path:
+    """Lists of images with one label, two, or none, in groups; the test set is that of val."""
+    for part, name in ("train", "train"), ("val", "val"), ("val", "test"):
+        with open(own_data / f"{name}.csv", "w", newline="") as file:
+            write = csv.writer(file).writerow
+            write(["file", "label", "group"])
+            for n, path in enumerate(sorted((own_data / part).rglob("*.jpg"))):
+                kind = path.parent.name
+                labels = [] if kind == "waves" else [kind, *([OF[kind]] if kind in OF else [])]
+                write([path.relative_to(own_data), ";".join(labels) or ";", f"camera {n % 9}"])
+    return own_data
+
+
+@on_ranks(1, 3)
+def test_loss_and_metrics(project: Project, several: Path) -> None:
+    """Those of scikit-learn over all images, on any number of ranks, and of torch."""
+    import dataset
+    import main
+    import model
+    from flags import parse_args
+
+    words = ["--data", str(several), "--image-size", "32", "--arch", "shufflenet_v2_x0_5"]
+    args = parse_args([*words, "--label-smoothing", "0.1", "--amp", "off"])
+    _, val, classes = dataset.build_datasets(args)
+    assert args.several_labels and classes == sorted({*OF, *OF.values(), "stripes"})
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(12, len(classes)))
+    sampler = ddpkit.ValSampler(val, 4)
+    seeded = ddpkit.Seeded(val, classes, 0)
+    loader = torch.utils.data.DataLoader(seeded, batch_sampler=sampler, collate_fn=ddpkit.Collate())
+    criterion = ddpkit.criterion(model.build_criterion(args, val, classes))
+    judge = main.evaluate(net, loader, criterion, model.build_metrics(args, classes), args)
+    found, (matrix, worst) = judge
+    images, targets = (torch.stack(x) for x in zip(*map(val.__getitem__, range(23)), strict=True))
+    with torch.inference_mode():
+        logits = net(ddpkit.data.loading.normalize(images, val.format))
+    precisions, scores = [], []
+    for truth, values in zip(targets.bool().T, logits.T, strict=True):
+        hits = truth[values.argsort(descending=True)]
+        at = torch.arange(1, 24)[hits]  # of each label that is there
+        precisions.append(float((torch.arange(1, len(at) + 1) / at).mean()))
+        right, said = int((truth & (values > 0)).sum()), int((values > 0).sum())
+        scores.append(2 * right / max(int(truth.sum()) + said, 1))
+    near = pytest.approx
+    assert found["map"] == near(sum(precisions) / len(classes), abs=1e-5)
+    assert found["f1"] == near(sum(scores) / len(classes), abs=1e-5)
+    smooth = 0.9 * targets + 0.05
+    each = nn.functional.binary_cross_entropy_with_logits(logits, smooth, reduction="none")
+    assert found["val_loss"] == near(float(each.mean()), rel=1e-5)
+    assert matrix.sum((1, 2)).tolist() == [23] * len(classes)
+    plain = nn.functional.binary_cross_entropy_with_logits(logits, targets, reduction="none")
+    assert len(worst) == metrics.COUNT and worst[0][1] == int(plain.mean(1).argmax())
+
+
+def test_a_run(project: Project, several: Path, tmp_path: Path) -> None:
+    """Killed and resumed to the bit, with a fold and mixed images; its files; predict.py."""
+    words = "--fold", "2/3", "--class-weights", "auto", "--augment", "mixup", "--save-every", 2
+    kill = after_step(3, lambda: os.kill(os.getpid(), signal.SIGKILL))
+    for name, patches in ("whole", [None]), ("killed", [kill, None]):
+        for patch in patches:
+            done = project.train(several, tmp_path / name, *words, patch=patch, draws=True)
+    assert "best map" in done.ok().out
+    assert digest(tmp_path / "whole") == digest(tmp_path / "killed")
+    out = tmp_path / "whole"
+    assert {"map", "f1"} < rows(out)[0].keys()
+    assert (out / "worst.png").exists() and not (out / "confusion.png").exists()
+    with open(out / "per_class.csv", newline="") as file:
+        assert len([*csv.DictReader(file)]) == 7
+    found = [
+        project.train(several, out, "--eval-only", "test", on=ranks).ok().out.splitlines()[-1]
+        for ranks in (1, 3)
+    ]
+    assert found[0] == found[1]
+
+    words = several / "val", "--checkpoint", out / "best.pt", "--output", tmp_path / "predicted"
+    project.run(*words, "--threshold", 0.3, script="predict.py", on=1).ok()
+    with open(tmp_path / "predicted/predictions.csv", newline="") as file:
+        for row in csv.DictReader(file):
+            scores = {k[12:]: float(v) for k, v in row.items() if k.startswith("probability_")}
+            said = {*filter(None, row["class"].split(";"))}
+            assert {k for k, v in scores.items() if v > 0.3001} <= said
+            assert said <= {k for k, v in scores.items() if v > 0.2999}
+
+
+def test_groups_stay_together(several: Path) -> None:
+    for fold in (1, 3), (3, 3):
+        train, val, _ = folders.find_classes(several, fold)
+        groups = [{sample[2] for sample in part.samples} for part in (train, val)]
+        assert len(train.samples) + len(val.samples) == 53
+        assert groups[1] and not groups[0] & groups[1]
+
+
+@both_tasks
+def test_a_test_set_and_mirrored_images(
+    project: Project, own_data: Path, trained: Path, tmp_path: Path
+) -> None:
+    """In folders: another set than val; --tta changes the loss, and is the same on more ranks."""
+
+    def run(*words: object, on: int = 1) -> Done:
+        more = "--resume", trained / "best.pt", "--eval-only", *words
+        return project.train(own_data, tmp_path, *more, on=on)
+
+    def evaluate(*words: object, on: int = 1) -> dict[str, float]:
+        return json.loads(run(*words, on=on).ok().out.splitlines()[-1])
+
+    run("test").refused("folders.find_parts", own_data / "test")
+    val = evaluate()
+    shutil.copytree(own_data / "val", own_data / "test")
+    assert evaluate("test") == val
+    first = min(path for path in (own_data / "test").rglob("*") if path.suffix in (".jpg", ".png"))
+    for path in (own_data / "test").rglob(f"{first.stem}.*"):
+        path.unlink()
+    assert evaluate("test") != val
+    mirrored = evaluate("--tta")
+    assert mirrored["val_loss"] != val["val_loss"]
+    assert evaluate("--tta", on=2) == pytest.approx(mirrored, rel=1e-6)
