@@ -226,7 +226,7 @@ def fit_input(
     channels: int = 3,
     weights: str | None = None,
     step: int = 0,
-    **published: Any,
+    **published: str,
 ) -> nn.Module:
     """Return the network that `build` makes, whose first convolution takes so many channels.
 

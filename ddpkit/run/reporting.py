@@ -213,7 +213,7 @@ class Reporter:
         return distributed.say(f"done: best {name} {best:.4f}; {', '.join([path, *drawn])}")
 
 
-def find_tracker(name: str, folder: Path, flags: Mapping[str, Any]) -> Start:
+def find_tracker(name: str, folder: Path, flags: Mapping[str, object]) -> Start:
     """Return what begins or continues a run of that tracker, named as `folder` and its project."""
     try:
         tool: Any = importlib.import_module(name)

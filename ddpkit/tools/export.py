@@ -91,10 +91,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     metadata = {
         "classes": list(classes),
         "colors": None if classes.colors is None else classes.colors.tolist(),
-        "arch": vars(args).get("arch"),
         "size": None if stride else [*batches[0].shape[2:]],  # None: any
         "multiple_of": stride,
-        "crop": vars(args).get("crop"),  # of the shorter side, for validation
+        **{name: vars(args).get(name) for name in ("arch", "crop")},  # crop: of the shorter side
         "channels": format.channels,  # None: uint8 RGB; else float32, 0 to 1
         "value_range": format.value_range,
         "mean": format.statistics[0],

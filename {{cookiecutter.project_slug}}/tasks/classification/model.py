@@ -2,7 +2,6 @@
 
 from argparse import Namespace
 from collections.abc import Sequence
-from typing import Any
 
 import timm
 import torchvision
@@ -26,19 +25,19 @@ def build_model(
     """
 
     def build(pretrained: bool = False) -> nn.Module:
-        if not args.arch.startswith("timm/"):
-            if args.drop_path or args.grad_checkpointing:
-                raise ValueError("--drop-path and --grad-checkpointing are for --arch timm/NAME")
-            has_heads = args.arch in ("googlenet", "inception_v3")  # which need a loss of their own
-            heads = {"aux_logits": False, "init_weights": True} if has_heads else {}
-            return torchvision.models.get_model(args.arch, num_classes=len(classes), **heads)
-        own = timm.get_pretrained_cfg(name := args.arch.removeprefix("timm/"))
-        options: Any = {"num_classes": len(classes), "drop_path_rate": args.drop_path or None}
-        if own and own.fixed_input_size:
-            options["img_size"] = args.image_size
-        model: Any = timm.create_model(name, pretrained, in_chans=channels, **options)
-        model.set_grad_checkpointing(args.grad_checkpointing)
-        return model
+        if args.arch.startswith("timm/"):
+            own = timm.get_pretrained_cfg(name := args.arch.removeprefix("timm/"))
+            side = args.image_size if own and own.fixed_input_size else None
+            options: dict = {"img_size": side, "drop_path_rate": args.drop_path or None}
+            options |= {"num_classes": len(classes), "in_chans": channels}
+            net = timm.create_model(name, pretrained, **options)  # leaves out what is None
+            net.set_grad_checkpointing(args.grad_checkpointing)  # type: ignore[operator]
+            return net
+        if args.drop_path or args.grad_checkpointing:
+            raise ValueError("--drop-path and --grad-checkpointing are for --arch timm/NAME")
+        is_aux = args.arch in ("googlenet", "inception_v3")  # whose heads need a loss of their own
+        heads = {"aux_logits": False, "init_weights": True} if is_aux else {}
+        return torchvision.models.get_model(args.arch, num_classes=len(classes), **heads)
 
     return ddpkit.fit_input(build, args.image_size, channels, weights, arch=args.arch)
 
@@ -60,16 +59,14 @@ def infer(model: nn.Module, images: Tensor, args: Namespace) -> Tensor:
 
 
 class CrossEntropy(nn.Module):
-    """The loss: (logits (N, classes), targets) -> (sum over samples, number of samples).
+    """The loss: (logits (N, classes), targets) -> (sum over samples, their number or weight).
 
     targets: int64 (N,), or float32 (N, classes), shares of the classes, as mixup makes them.
-    With weights of the classes a sample counts as much as its class weighs, or by its shares.
     """
-
-    weights: Tensor | None
 
     def __init__(self, weights: Tensor | None, smoothing: float) -> None:
         super().__init__()
+        self.weights: Tensor | None
         self.register_buffer("weights", weights)
         self.smoothing = smoothing
 
@@ -90,16 +87,13 @@ def build_criterion(args: Namespace, train_set: Dataset, classes: Sequence[str])
 
 
 def build_metrics(args: Namespace, classes: Sequence[str]) -> MetricCollection:
-    """Return the metrics; they take (logits (N, classes), int64 (N,)) and add up over ranks.
-
-    The confusion matrix is for per_class.csv and confusion.png, not for metrics.csv.
-    """
+    """Return the metrics; they take (logits (N, classes), int64 (N,)) and add up over ranks."""
     count = len(classes)
     if args.several_labels:
         return ddpkit.label_metrics(count)
     metrics: dict[str, Metric | MetricCollection] = {
         "top1": MulticlassAccuracy(count, average="micro"),
-        "matrix": MulticlassConfusionMatrix(count),
+        "matrix": MulticlassConfusionMatrix(count),  # for per_class.csv and confusion.png
     }
     if count > 5:
         metrics["top5"] = MulticlassAccuracy(count, average="micro", top_k=5)
