@@ -364,8 +364,8 @@ def find_masks(
 ) -> tuple[Part, Part, Sequence[str]]:
     """Return the parts for training and for validation, for MaskFiles, and the class names.
 
-    As `find_classes`. Without DIR/classes.txt it reads all training masks for the class numbers.
-    Raises a UserError if they cannot be such.
+    As `find_classes`; says which share of the pixels each class has. Without DIR/classes.txt it
+    reads all training masks for the class numbers. Raises a UserError if they cannot be such.
 
         train, val, classes = ddpkit.find_masks(Path("data/demo"))
         train_set = SegmentationDataset(train, train_transform)
@@ -376,9 +376,7 @@ def find_masks(
 
     train, val, names = _find(data, find, fold, part)
     train.labels = names if isinstance(names, masks.Labels) else masks.parse(names, data)
-    if not train.labels:
-        train.labels = distributed.await_rank_zero(survey, data, train)
-    val.labels = train.labels
+    train.labels = val.labels = distributed.await_rank_zero(survey, data, train)
     return train, val, train.labels
 
 
@@ -422,12 +420,20 @@ def take_fold(samples: Sequence[tuple], root: Path, fold: Fold) -> tuple[list, l
 
 
 def survey(data: Path, train: Part) -> masks.Labels:
-    """Return the classes of masks without classes.txt: the numbers in all of them."""
-    path, total = data / "classes.txt", len(train.samples)
-    distributed.say(f"no {path}, which saves time: reading {total} masks for the class numbers")
+    """Print the classes' shares of the pixels in some masks; return the classes."""
+    labels, path, total = train.labels, data / "classes.txt", len(train.samples)
+    if not labels:
+        distributed.say(f"no {path}, which saves time: reading {total} masks for the class numbers")
     dataset = MaskFiles(train, transform=tuple)
-    counts = class_counts.count_pixels(lambda n: dataset.open_mask(n).read().numpy(), total)
+    counts, count = class_counts.count_pixels(
+        lambda index: dataset.open_mask(index).read().numpy(), total, has_to_read_all=not labels
+    )
     values = np.flatnonzero(counts).tolist()
-    if fault := masks.explain_values(values):
+    if count == total and (fault := masks.explain_values(values, bool(labels))):
         raise UserError(f"{data}: {fault}")
-    return masks.parse([str(value) for value in values if value != masks.VOID], path)
+    labels = labels or masks.parse([str(value) for value in values if value != masks.VOID], path)
+    known, head = counts[: len(labels)], f"in % of the pixels of {count} of {total} training masks"
+    texts = [f"{share:.3g}" for share in 100 * known / max(known.sum(), 1)]
+    class_counts.say_line(head, labels, texts)
+    class_counts.warn(labels, known, f"none of these {count} masks")
+    return labels

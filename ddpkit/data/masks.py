@@ -120,10 +120,10 @@ def _look_up(numbers: dict[int, int], keys: np.ndarray) -> tuple[np.ndarray, dic
     return found, dict(zip(*(each.tolist() for each in others), strict=True))
 
 
-def explain_values(values: list[int]) -> str:
+def explain_values(values: list[int], has_names: bool) -> str:
     """Return what is wrong with the values of all training masks, or nothing."""
     found = [value for value in values if value != VOID]
-    if len(found) > 1 and found[-1] < len(found):
+    if len(found) > 1 and (has_names or found[-1] < len(found)):
         return ""
     return (
         f"the training masks hold {shorten([*map(str, values)])} ({VOID} is void), not two classes "

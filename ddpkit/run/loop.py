@@ -79,7 +79,8 @@ class Run:
     ) -> None:
         self.folder, self.classes, self.epochs = folder, classes, epochs
         self.scores = [best] if isinstance(best, str) else [*best]
-        self.score = self.scores[0]
+        done = (folder.state or {}).get("history") or [dict.fromkeys(self.scores)]
+        self.score = next((name for name in self.scores if name in done[-1]), self.scores[0])
         self.model, self.trained, self.optimizer = model, trained or model, optimizer
         self.device, self.val_loader = next(model.parameters()).device, val_loader
         self.predict, self.draw_example = predict or (lambda model, images: model(images)), draw
@@ -93,7 +94,7 @@ class Run:
         self.about = checkpoint.to_plain(  # the same in all checkpoints of this run
             {
                 "kinds": checkpoint.kinds(self.parts),
-                "best_of": f"{'/'.join(self.scores)} on {samples.fingerprint(val_set)}",
+                "best_of": f"{self.score} on {samples.fingerprint(val_set)}",
                 "classes": list(classes),
                 "colors": pictures.colors_of(classes).tolist(),
                 "resumed_from": folder.resume,
@@ -341,6 +342,7 @@ class Run:
         if not found:
             given = " or ".join(self.scores)
             raise UserError(f"BEST of model.py is {given}: use one of {', '.join(row)}")
+        self.about["best_of"] = self.about["best_of"].replace(self.score, found[0], 1)
         self.score = found[0]
 
     def is_over(self, patience: int) -> bool:

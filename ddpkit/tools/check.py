@@ -104,7 +104,7 @@ class Survey:
         used, others = (np.flatnonzero(counts).tolist() for counts in self.images)
         numbers = [number for number in used if number != VOID]
         classes = labels or [str(number) for number in range(max(numbers, default=-1) + 1)]
-        text = explain_values(used) if used and not labels else ""  # else no mask could be read
+        text = explain_values(used, bool(labels)) if used else ""  # no mask could be read
         unknown = [str(value) for value in others if len(classes) <= value < VOID]
         if unknown and not text:
             text = f"validation masks have {shorten(unknown)}, no training mask has"

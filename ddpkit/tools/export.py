@@ -108,7 +108,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             raise UserError(f"{line}, more than {TOLERANCE:.0e}: not written")
     print(line)
     if given.int8 and sets:
-        quantize(path, path.with_name("model_int8.onnx"), sets)
+        quantize(path, path.with_name("model_int8.onnx"), sets, args)
     distributed.teardown()
 
 
@@ -191,7 +191,7 @@ def compare(exported: Predict, batches: Sequence[Tensor], expected: Sequence[Ten
     return float(torch.stack(shares).max())  # NaN, if one is
 
 
-def quantize(source: Path, path: Path, sets: Sets) -> None:
+def quantize(source: Path, path: Path, sets: Sets, args: Namespace) -> None:
     """Write the network in `source` with integers of 8 bits as `path`; print metrics of both."""
     from onnxruntime.quantization import quantize_static
     from onnxruntime.quantization.shape_inference import quant_pre_process
@@ -210,7 +210,7 @@ def quantize(source: Path, path: Path, sets: Sets) -> None:
         more = {"ActivationSymmetric": True}  # TensorRT takes no other zero points
         quantize_static(prepared, tmp_path, reader, per_channel=True, extra_options=more)
     networks = [load(each) for each in (source, path)]
-    found = [process.own("model").build_metrics(sets[2]) for _ in networks]
+    found = [process.own("model").build_metrics(args, sets[2]) for _ in networks]
     for images, targets, *_ in samples(val, torch.arange(len(val))):
         targets = targets if targets.is_floating_point() else targets.long()
         for network, each in zip(networks, found, strict=True):

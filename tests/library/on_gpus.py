@@ -2,7 +2,6 @@
 
 import itertools
 import math
-import os
 import signal
 import sys
 from collections import Counter
@@ -140,17 +139,3 @@ def test_one_line(project, own_data, tmp_path):
     for image in (own_data / "train").rglob("*.*"):
         image.write_bytes(b"no image")
     project.train(own_data, tmp_path / "out").refused("images.reading", "own/train")
-
-
-def test_a_collective_on_one_rank(project, few, tmp_path):
-    """nccl's ranks hang: one block says where; then its watchdog ends them."""
-    old = "            run.end_step()"
-    new = "            if rank == 0 and run.step == 2:\n"
-    new += "                distributed.reduce_tensor(run.totals)\n"
-    planted = project.copy(tmp_path / "copy", (old, new + old))
-    line = (planted.folder / "main.py").read_text().split("(run.totals)")[0].count("\n") + 1
-    soon = {"TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "100"}
-    flags = *SHORT, "--dist-timeout", 5
-    done = planted.train(few, tmp_path / "out", *flags, patch=lambda: os.environ.update(soon))
-    assert f"rank 0, epoch 1, step 2, at main.py:{line}: in collective " in done.err
-    assert done.status == -signal.SIGABRT and not done.left

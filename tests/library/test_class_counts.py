@@ -87,25 +87,3 @@ def test_stopped_and_resumed(project: Project, few: Path, tmp_path: Path) -> Non
     done = project.train(few, whole, "--eval-only", on=1).ok()
     loss = json.loads(done.out.splitlines()[-1])["val_loss"]
     assert loss == pytest.approx(float(rows(whole)[0]["val_loss"]), rel=1e-4)
-
-
-@MASKS
-def test_a_broken_mask_in_the_pass(project: Project, own_data: Path, tmp_path: Path) -> None:
-    """Named in one line; the other rank, which finds none, ends, too."""
-    order = np.random.default_rng(0).permutation(53)  # in which the first line's masks are read
-    mask = own_data / "train" / "masks" / f"{order[-1]:04d}.png"
-
-    def spoil() -> None:
-        class_counts.MOST_PIXELS = 1
-        count = class_counts.count_classes
-
-        def spoiling(*args: object) -> object:
-            mask.write_bytes(b"no image")
-            return count(*args)
-
-        class_counts.count_classes = spoiling
-
-    words = "--class-weights", "auto"
-    done = project.train(own_data, tmp_path / "out", *words, patch=spoil)
-    done.refused("images.reading", mask)
-    assert done.statuses == [2, 2]

@@ -82,20 +82,6 @@ def test_another_optimizer_than_the_checkpoint_has(
     assert before == {path.name: path.read_bytes() for path in out.glob("*.pt")}
 
 
-def test_a_kill_between_the_best_and_the_last(
-    data: Path, trained: Path, tmp_path: Path, edited: Edited
-) -> None:
-    """The epoch is evaluated again; its score is no better than best.pt's, but it is the best."""
-    begin = "            if run.end_epoch("
-    killed = edited((begin, f"            {KILL}\n{begin}"))
-    assert killed(data, tmp_path, ranks=2).status == -9
-    shutil.copy(trained / "best.pt", tmp_path)
-    said = edited()(data, tmp_path, ranks=2, draws=True).ok().out
-    for name in "examples.png", "per_class.csv", "confusion.png", "worst.png":
-        assert (tmp_path / name).exists()
-        assert name in said.splitlines()[-1]
-
-
 def test_another_choice_of_the_best(
     data: Path, own_data: Path, trained: Path, tmp_path: Path, edited: Edited
 ) -> None:

@@ -1,7 +1,6 @@
 """Large images: the same in tiles as whole; one line where memory does not suffice."""
 
 import json
-import resource
 import shutil
 from pathlib import Path
 
@@ -12,7 +11,7 @@ from generated import Project, refusal
 from PIL import Image
 from torch import Tensor, nn
 
-from ddpkit.run import checkpoint, machine, predicting
+from ddpkit.run import predicting
 
 SEGMENTATION = pytest.mark.parametrize("project", ["segmentation"], indirect=True)
 
@@ -75,31 +74,3 @@ def test_large_images_among_small_ones(
         losses.append(json.loads(done.out.splitlines()[-1])["val_loss"])
     assert losses[0] != pytest.approx(losses[1], rel=1e-9)  # in tiles
     assert losses[0] == pytest.approx(losses[1], rel=0.01)
-
-
-@SEGMENTATION
-def test_too_large_for_the_memory(project: Project, trained: Path, tmp_path: Path) -> None:
-    """If predict.py may take another 600 MB; in tiles that is enough."""
-    noise = np.random.default_rng(0).integers(0, 255, (1500, 1500, 3), dtype=np.uint8)
-    Image.fromarray(noise).save(tmp_path / "big.png", compress_level=1)
-
-    def limit() -> None:
-        open_model = checkpoint.open_model
-
-        def open_and_limit(*args: object) -> tuple:
-            found = open_model(*args)
-            size = Path("/proc/self/status").read_text().split("VmSize:")[1].split()[0]
-            most = 1024 * int(size) + 600 * 2**20
-            resource.setrlimit(resource.RLIMIT_AS, (most, most))
-            return found
-
-        checkpoint.open_model, machine.default_workers = open_and_limit, lambda: 0
-
-    words = [tmp_path / "big.png", "--checkpoint", trained / "best.pt", "--output", tmp_path / "p"]
-    for tile in (0, 256):
-        how = {"script": "predict.py", "on": 1, "patch": limit}
-        done = project.run(*words, "--tile", tile, **how)
-        if tile:
-            assert done.ok().out.startswith("1 of 1 images predicted: ")
-        else:
-            done.refused("failures.of_memory", "memory (asked for ", "--tile")

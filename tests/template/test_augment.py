@@ -24,8 +24,10 @@ from ddpkit.ranks import distributed
 def test_same_images_whatever_the_machine(project: Project, few: Path) -> None:
     """On 1, 2 and 4 ranks, with 0 to 3 workers; not without the seeds for each sample."""
     import dataset
+    from flags import parse_args
 
-    args = Namespace(data=few, image_size=32, augment=",".join(dataset.AUGMENTATIONS))
+    words = ["--data", str(few), "--image-size", "32", "--augment", ",".join(dataset.AUGMENTATIONS)]
+    args = parse_args(words)
     train_set, _, classes = dataset.build_datasets(args)
 
     def sums(ranks: int, batch_size: int, accumulate: int, workers: int) -> list:

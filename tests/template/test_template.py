@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from conftest import Generate
-from dap import F5, line_of, parse, read, task
+from dap import F5, parse, read
 from generated import ROOT, TASKS, TEMPLATE_FOLDER
 from test_updates import git
 
@@ -141,50 +141,6 @@ def test_vscode() -> None:
     recommended = read(FOLDER, "extensions.json")["recommendations"]
     container = parse((FOLDER / ".devcontainer" / "devcontainer.json").read_text())
     assert container["customizations"]["vscode"]["extensions"] == recommended
-
-
-FAILING = """
-import pytest
-
-@pytest.fixture
-def broken():
-    raise OSError("no such thing")
-
-def test_fixture(broken):
-    pass
-
-def test_equal():
-    assert 1 + 1 == 3
-
-def test_several_lines():
-    print(
-        {"a": 1}["b"]
-    )
-"""
-
-
-def test_problems_of_failed_tests(tmp_path: Path) -> None:
-    """What the problem matchers of the task "test" find in pytest's output: place and message."""
-    file = tmp_path / "test_it.py"
-    file.write_text(FAILING)
-    found = task(FOLDER, "test")
-    command = [found["command"], *found["args"], "-p", "no:cacheprovider", "--color=yes"]
-    out = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True).stdout
-    lines = re.sub(r"\x1b\[[\d;]*m", "", out).splitlines()  # as VS Code does
-    shown = []
-    for patterns in (matcher["pattern"] for matcher in found["problemMatcher"]):
-        for start in range(len(lines) - len(patterns) + 1):  # they match lines in succession
-            hits = [re.search(p["regexp"], lines[start + n]) for n, p in enumerate(patterns)]
-            if all(hits):
-                shown.append((hits[0][1], int(hits[0][2]), hits[-1][1]))
-    expected = {
-        "raise OSError": "OSError: no such thing",
-        "== 3": "assert (1 + 1) == 3",
-        '["b"]': "KeyError: 'b'",
-    }
-    assert sorted(shown) == sorted(
-        ("test_it.py", line_of(file, text), message) for text, message in expected.items()
-    )
 
 
 def lint(folder: Path, env: dict[str, str]) -> subprocess.CompletedProcess:

@@ -8,9 +8,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from generated import ROOT, TEMPLATE_FOLDER
+from generated import TEMPLATE_FOLDER
 
-OLD = "e4a9bfb"  # the last commit with the library in the project, as engine/
 ADDRESS = "https://github.com/org/ddp-template"
 Env = dict[str, str]
 Repository = tuple[Path, Env]
@@ -142,31 +141,3 @@ def test_from_an_archive(repository: Repository, tmp_path: Path) -> None:
     files = [path for path in (origin / "ddpkit").rglob("*") if path.is_file()]
     copies = [project / path.relative_to(origin) for path in files]
     assert [path.read_bytes() for path in copies] == [path.read_bytes() for path in files]
-
-
-def test_update_over_the_split(clean_home: Env, template: Path, tmp_path: Path) -> None:
-    """From a project whose library is its own engine/, with an owner's edits, by cruft."""
-    old = tmp_path / "old"
-    old.mkdir()
-    archive = subprocess.run(["git", "archive", OLD], cwd=ROOT, stdout=subprocess.PIPE)
-    assert archive.returncode == 0, f"no commit {OLD} in this clone: git fetch --unshallow"
-    subprocess.run(["tar", "-x", "-C", old], input=archive.stdout, check=True)
-    origin, env = make_repository(old, tmp_path / "origin", clean_home)
-    project = tmp_path / "my_ddp_project"
-    cruft("create", ADDRESS, "--no-input", cwd=tmp_path, env=env)
-    edit(project, env, recipe=("** 0.9", "** 0.8"), main=MINE)
-
-    git("rm", "--quiet", "-r", ".", cwd=origin, env=env)
-    shutil.copytree(template, origin, symlinks=True, dirs_exist_ok=True)
-    for number in "12":  # the line is brought up to date, too
-        (origin / "new.txt").write_text(number)
-        newest = commit(origin, env)
-        update(project, env)
-        required = (project / "requirements.txt").read_text()
-        assert required == f"ddpkit[classification] @ git+{ADDRESS}@{newest}\n"
-        assert cruft_file(project)["commit"] == newest
-        commit(project, env)
-    assert "** 0.8" in (project / "recipe.py").read_text()
-    assert "# mine\n" in (project / "main.py").read_text()
-    assert not [path for name in ("engine", "ddpkit") for path in (project / name).rglob("*.py")]
-    subprocess.run([sys.executable, "-m", "compileall", "-q", "."], cwd=project, check=True)
