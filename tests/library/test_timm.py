@@ -1,6 +1,8 @@
 """--arch timm/NAME: its own mean, deviation and crop; rates and decay by layer."""
 
+import csv
 import json
+import math
 import os
 import signal
 from pathlib import Path
@@ -60,6 +62,13 @@ def test_a_run(project: Project, few: Path, tmp_path: Path) -> None:
     words = tmp_path / "whole", *VIT, "--eval-only"
     said = [project.train(few, *words, on=ranks).ok().out.splitlines()[-1] for ranks in (1, 3)]
     assert json.loads(said[0]) == pytest.approx(json.loads(said[1]), rel=1e-6)
+    words = few / "val", "--checkpoint", tmp_path / "whole/best.pt", "--output", tmp_path / "p"
+    project.run(*words, script="predict.py", on=1).ok()
+    with open(tmp_path / "p/predictions.csv", newline="") as file:
+        found = [{**row, "name": Path(row["file"]).parent.name} for row in csv.DictReader(file)]
+    losses = [-math.log(max(float(row[f"probability_{row['name']}"]), 1e-9)) for row in found]
+    loss = json.loads(said[0])["val_loss"]
+    assert sum(losses) / len(losses) == pytest.approx(loss, abs=1e-3)  # of the same pixels
 
 
 @pytest.mark.parametrize(

@@ -38,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     args.tta |= given.tta
     columns = ["file", "class", "probability", *(f"probability_{name}" for name in classes)]
     with job.table(given.output / "predictions.csv", columns) as write:
-        read = functools.partial(val_transform, size=args.image_size)
+        read = functools.partial(val_transform, size=args.image_size, crop=args.crop)
         for paths, images in job.batches(read, batch_size=32):
             with torch.inference_mode():
                 logits = infer(job.model, images, args).cpu()
