@@ -119,14 +119,17 @@ def hold_out(samples: Sequence[tuple], root: Path, fold: Fold | None = None) -> 
     return sorted(held)
 
 
-def split(samples: list, root: Path) -> tuple[list, list]:
-    """Split samples into those for training, and 15 % for validation; say so."""
+def split(samples: list, root: Path, fold: Fold | None = None) -> tuple[list, list]:
+    """Split samples into those for training and those that `hold_out` takes; say so."""
     samples = sorted(samples, key=lambda s: (s[1] if isinstance(s[1], int) else 0, s))
-    held = {*hold_out(samples, root)}
-    if not held:
-        raise UserError(f"{root}: too few images to split; add more, or {root / 'val'}")
+    held = {*hold_out(samples, root, fold)}
     place = root / ("val.csv" if (root / "train.csv").is_file() else "val")
-    distributed.say(f"no {place}: {len(held)} of {len(samples)} images used for validation")
+    if not 0 < len(held) < len(samples):
+        raise UserError(
+            f"{root}: too few images to split; add more, or {place}, or use fewer folds"
+        )
+    why = f"--fold {fold[0]}/{fold[1]}" if fold else f"no {place}"
+    distributed.say(f"{why}: {len(held)} of {len(samples)} images used for validation")
     train, val = ([s for i, s in enumerate(samples) if (i in held) == each] for each in (0, 1))
     return train, val
 
@@ -164,7 +167,9 @@ def numbers(label: int | str) -> list[int]:
     return [label] if isinstance(label, int) else [*map(int, filter(None, label.split(SEPARATOR)))]
 
 
-def find_labelled(root: Path, part: str = "val") -> tuple[list, list, list[str]]:
+def find_labelled(
+    root: Path, part: str = "val", fold: Fold | None = None
+) -> tuple[list, list, list[str]]:
     """Return the samples for training and for validation, and the classes.
 
     If any label in the lists has a SEPARATOR, images have several labels, or none.
@@ -184,9 +189,10 @@ def find_labelled(root: Path, part: str = "val") -> tuple[list, list, list[str]]
         raise UserError(f"{root}: {len(classes)} class(es) for training; at least two are needed")
     if unknown := {name for _, text, *_ in named[1] or () for name in labels(text)} - {*classes}:
         raise UserError(f"{root}: class {min(unknown)} of validation is not in the training set")
+    number_of = {name: number for number, name in enumerate(classes)}
 
     def number(text: str) -> int | str:
-        found = sorted({classes.index(name) for name in labels(text)})
+        found = sorted({number_of[name] for name in labels(text)})
         return SEPARATOR.join(map(str, found)) if several else found[0]
 
     train, val = (
@@ -195,7 +201,8 @@ def find_labelled(root: Path, part: str = "val") -> tuple[list, list, list[str]]
         )
         for part in named
     )
-    return *(split(train, root) if named[1] is None else (train, val)), classes
+    has_own = named[1] is not None and not (fold and part == "val")
+    return *((train, val) if has_own else split(train, root, fold)), classes
 
 
 def read_class_folders(folder: Path) -> Pairs:
@@ -207,9 +214,9 @@ def read_class_folders(folder: Path) -> Pairs:
     return [(path, name) for name in names for path in list_images(folder / name)]
 
 
-def find_pairs(root: Path, part: str = "val") -> tuple[Pairs, Pairs]:
+def find_pairs(root: Path, part: str = "val", fold: Fold | None = None) -> tuple[Pairs, Pairs]:
     train, val = find_parts(root, ("image", "mask"), 2, match_pairs, part)
-    return split(train, root) if val is None else (train, val)
+    return split(train, root, fold) if val is None or (fold and part == "val") else (train, val)
 
 
 def match_pairs(folder: Path) -> Pairs:
@@ -350,7 +357,7 @@ def find_classes(
         train, val, classes = ddpkit.find_classes(Path("data/demo"))
         train_set = ImageDataset(train, train_transform)
     """
-    train, val, classes = _find(data, functools.partial(find_labelled, part=part), fold, part)
+    train, val, classes = _find(data, functools.partial(find_labelled, part=part, fold=fold))
     train.classes = val.classes = len(classes)
     if arch.startswith("timm/"):
         follow(arch, train, val)
@@ -372,23 +379,19 @@ def find_masks(
     """
 
     def find(root: Path) -> tuple[Pairs, Pairs, masks.Labels]:
-        return *find_pairs(root, part), masks.read_classes(root / "classes.txt")
+        return *find_pairs(root, part, fold), masks.read_classes(root / "classes.txt")
 
-    train, val, names = _find(data, find, fold, part)
+    train, val, names = _find(data, find)
     train.labels = names if isinstance(names, masks.Labels) else masks.parse(names, data)
     train.labels = val.labels = distributed.await_rank_zero(survey, data, train)
     return train, val, train.labels
 
 
-def _find(
-    data: Path, find: Callable[[Path], tuple], fold: Fold | None, part: str
-) -> tuple[Part, Part, list[str]]:
-    """Return what `find` lists in `data`; with a fold, parts of what is there for training."""
+def _find(data: Path, find: Callable[[Path], tuple]) -> tuple[Part, Part, list[str]]:
+    """Return what `find` lists in `data`."""
     format = read_format(data)
     train, val, classes = find(data)
     _ = format.statistics, open_image(train[0][0], format)  # an error on all ranks
-    if fold and part != "test":
-        train, val = take_fold(train, data, fold)
     return Part(train, format), Part(val, format), classes
 
 
@@ -406,17 +409,6 @@ def follow(arch: str, *parts: Part) -> None:
             part.crop = own.crop_pct
         if own and format.channels in (None, 3) and not (format.mean or format.std):
             part.format = replace(format, mean=own.mean, std=own.std)
-
-
-def take_fold(samples: Sequence[tuple], root: Path, fold: Fold) -> tuple[list, list]:
-    """Return the samples but those of part N of K, and those."""
-    held = {*hold_out(samples, root, fold)}
-    line = f"--fold {fold[0]}/{fold[1]}: {len(held)} of {len(samples)} training images"
-    if not 0 < len(held) < len(samples):
-        raise UserError(f"{line} in that part; use fewer parts")
-    distributed.say(f"{line} used for validation")
-    train, val = ([s for i, s in enumerate(samples) if (i in held) == each] for each in (0, 1))
-    return train, val
 
 
 def survey(data: Path, train: Part) -> masks.Labels:

@@ -201,8 +201,8 @@ def test_folds_and_groups() -> None:
         held = folders.hold_out(grouped, Path("/d"), fold)
         sides = [{grouped[n][2] for n in side} for side in (held, {*range(40)} - {*held})]
         assert min(map(len, sides)) and not sides[0] & sides[1]
-    with refusal("folders.take_fold", "--fold 9/9"):
-        folders.take_fold(grouped, Path("/d"), (9, 9))
+    with refusal("folders.split", "fewer folds"):
+        folders.split(grouped, Path("/d"), (9, 9))
 
 
 class TestLists:
