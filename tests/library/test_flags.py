@@ -49,6 +49,13 @@ def test_mistakes(words):
     assert flags.Parser.fold("2/5") == flags.Parser.fold((2, 5)) == (2, 5)
 
 
+@pytest.mark.parametrize("word", ["--local-rank", "--local_rank"])
+def test_the_rank_of_older_launchers(word, monkeypatch):
+    """As torch.distributed.launch passes it; it is no flag of the script's."""
+    monkeypatch.setattr(flags.launch, "local_rank", None)
+    assert vars(flags.Parser().parse([word, "3"])) == {} and flags.launch.local_rank == 3
+
+
 def test_lines_of_a_file(tmp_path):
     file = tmp_path / "flags"
     parser = flags.Parser()
