@@ -6,7 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import onnx
-from generated import Project, both_tasks
+from generated import Project
 
 
 def patch() -> None:
@@ -26,7 +26,6 @@ def patch() -> None:
     quantization.quantize_static, dataset.train_transform = quantize, len
 
 
-@both_tasks
 def test_int8(project: Project, data: Path, trained: Path, tmp_path: Path) -> None:
     """Ranges from the training set; before and after, the metrics on that for validation."""
     words = ["--checkpoint", trained / "best.pt", "--output", tmp_path, "--int8", "--data"]

@@ -1,5 +1,6 @@
 """The recipes of EDITS.md: each diff applies, is clean, resumes to the bit and works."""
 
+import importlib
 import json
 import os
 import re
@@ -313,6 +314,7 @@ def test_frozen_layers(edited: Callable[[str], Edited]) -> None:
 @both_tasks
 def test_lora(project: Project, edited: Callable[[str], Edited]) -> None:
     """Adapters and head learn, and nothing else; what was learnt is exported."""
+    importlib.import_module("peft")  # once, for all forks
     tuned = edited("LoRA")
     tuned.result()
     now, before = (tuned.state(f"whole/{name}.pt")["model"] for name in ("last", "last-1"))

@@ -14,13 +14,6 @@ def start(project: Project, *words: object, **env: str) -> Command:
     return Command([sys.executable, script, *words], NPROC="2", **env)
 
 
-def test_without_optuna(project: Project, tmp_path: Path) -> None:
-    (tmp_path / "optuna.py").write_text("raise ModuleNotFoundError")
-    done = start(project, PYTHONPATH=str(tmp_path)).end()
-    assert (done.status, done.out) == (2, "")
-    assert done.err == "error: no optuna: python -m pip install optuna\n"
-
-
 def test_trials(project: Project, few: Path, tmp_path: Path) -> None:
     """Worse than two better ones a trial ends early; one that was interrupted resumes first."""
     copy = project.copy(tmp_path / "a copy")
