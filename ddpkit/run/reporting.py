@@ -230,7 +230,11 @@ def find_tracker(name: str, folder: Path, flags: Mapping[str, object]) -> Start:
             return run.info.run_id, lambda row: tool.log_metrics(row, step=int(row["epoch"]))
         key = {"id": known} if name == "wandb" else {"name": known or folder.name}
         run = tool.init(project=project, config=dict(flags), resume="allow", **key)
-        return (run.id if name == "wandb" else run.name), run.log
+
+        def log(row: dict[str, float]) -> None:
+            run.log({k: v for k, v in row.items() if k != "step"}, step=int(row["epoch"]))
+
+        return (run.id if name == "wandb" else run.name), log
 
     return start
 
