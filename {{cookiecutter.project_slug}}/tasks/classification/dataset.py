@@ -106,13 +106,13 @@ def draw_example(
     more = ""
     if target.ndim:  # several labels
         both = (itertools.compress(classes, each) for each in (logits > 0, target > 0.5))
-        guess, truth = map("; ".join, both)
+        guess, truth = ("; ".join(names) or "none" for names in both)
     else:
         guess, truth = classes[int(logits.argmax())], classes[int(target)]
         more = f" {torch.softmax(logits, 0).max():.0%}"
     axes.imshow(image.permute(1, 2, 0).numpy())
     axes.set_title(
-        guess + more + ("" if guess == truth else f"\nis {truth or 'none'}"),
+        guess + more + ("" if guess == truth else f"\nis {truth}"),
         color="green" if guess == truth else "red",
         fontsize=9,
     )
