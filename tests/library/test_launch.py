@@ -125,9 +125,9 @@ def test_absent_nodes(project, few, tmp_path):
     done = some.end()
     which = r"4 s for rank 2, 3 of 5 \(WORLD_SIZE=5\); here: n0, n1, n4"
     assert re.search(rf"^waiting up to {which}$", done.err, re.M)
-    line = rf"^error: rank 0 on n0: waited {which}: start as many, .* \[meeting.fail\]$"
-    assert re.search(line, done.err, re.M)
-    assert done.err.count("error: rank 0 on n0 has failed\n") == 2
+    line = rf"^error: (rank \d on n\d): waited {which}: start as many, .* \[meeting.fail\]$"
+    first = re.search(line, done.err, re.M)[1]  # rank 0, unless this machine is slow
+    assert done.err.count(f"error: {first} has failed\n") == 2
     assert (done.statuses, alone.statuses) == ([2, 2, 2], [2])
     line = r"nobody answers at MASTER_ADDR=127.0.0.1, MASTER_PORT=\d+"
     assert re.match(rf"{line}; trying for 4 s\nerror: rank 1 on n1: {line}: is rank 0", alone.err)
