@@ -53,12 +53,12 @@ def build_optimizer(model: nn.Module, args: Namespace) -> Optimizer:
     exempt = {weight for name, weight in model.named_parameters() if name in names}
     parts = layers(model) if args.layer_decay != 1 else [[*model.parameters()]]
     groups: list[dict] = []
-    for n, weights in enumerate(reversed(parts)):
-        rate = lr * args.layer_decay**n
+    for n, weights in enumerate(parts, 1):
+        rate = lr * args.layer_decay ** (len(parts) - n)
         matrices = [weight for weight in weights if weight.ndim > 1 and weight not in exempt]
         others = [weight for weight in weights if weight.ndim <= 1 or weight in exempt]
-        groups.insert(0, {"params": others, "lr": rate, "weight_decay": 0.0})
-        groups.insert(0, {"params": matrices, "lr": rate, "weight_decay": weight_decay})
+        groups.append({"params": matrices, "lr": rate, "weight_decay": weight_decay})
+        groups.append({"params": others, "lr": rate, "weight_decay": 0.0})
     groups = [group for group in groups if group["params"]]
     if args.optimizer == "adamw":
         return torch.optim.AdamW(groups, lr, fused=True)

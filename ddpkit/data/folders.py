@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from operator import itemgetter
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -151,15 +151,15 @@ def find_parts(
     root: Path, columns: Sequence[str], paths: int, read: Callable, part: str
 ) -> tuple[Pairs, Pairs | None]:
     """Return the pairs for training and for `part`, or None, of lists, or else of folders."""
-    test, place, held = root / "test", root / "train.csv", root / f"{part}.csv"
+    place, held = root / "train.csv", root / f"{part}.csv"
     if place.is_file():
-        read, test = functools.partial(read_list, columns=columns, count=paths), held
+        read = functools.partial(read_list, columns=columns, count=paths)
     else:
-        place, held = find_train(root, paths > 1), find_val(root) or root / "val"
-    if part == "test" and not test.exists():
-        raise UserError(f"{test}: not found; --eval-only test needs it")
-    found = test if part == "test" else held
-    return read(place), read(found) if found.exists() else None
+        place = find_train(root, paths > 1)
+        held = root / "test" if part == "test" else find_val(root) or root / "val"
+    if part == "test" and not held.exists():
+        raise UserError(f"{held}: not found; --eval-only test needs it")
+    return read(place), read(held) if held.exists() else None
 
 
 def numbers(label: int | str) -> list[int]:
@@ -382,12 +382,12 @@ def find_masks(
         return *find_pairs(root, part, fold), masks.read_classes(root / "classes.txt")
 
     train, val, names = _find(data, find)
-    train.labels = names if isinstance(names, masks.Labels) else masks.parse(names, data)
+    train.labels = names
     train.labels = val.labels = distributed.await_rank_zero(survey, data, train)
     return train, val, train.labels
 
 
-def _find(data: Path, find: Callable[[Path], tuple]) -> tuple[Part, Part, list[str]]:
+def _find(data: Path, find: Callable[[Path], tuple]) -> tuple[Part, Part, Any]:
     """Return what `find` lists in `data`."""
     format = read_format(data)
     train, val, classes = find(data)

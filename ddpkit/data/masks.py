@@ -28,12 +28,10 @@ class Labels(Classes):
     the four bytes of a colour, RGBA.
     """
 
-    def __init__(
-        self, names: Sequence[str], lines: Sequence[str], kind: int, keys: dict[tuple, int]
-    ) -> None:
+    def __init__(self, names: Sequence[str], kind: int, keys: dict[tuple, int]) -> None:
         colors = {number: key for key, number in keys.items() if number != VOID}
         super().__init__(names, [*colors.values()] if kind == 3 else None)
-        self.lines, self.kind = list(lines), kind
+        self.kind = kind
         own = {(number,): number for number in range(len(names))}  # of masks without colours
         values = {key[0]: number for key, number in (own if kind == 3 else keys).items()}
         self.values = {VOID: VOID, **values}
@@ -42,7 +40,7 @@ class Labels(Classes):
         self.colored = {-1: VOID, **keys_of}  # never empty
 
 
-UNNAMED = Labels([], [], 0, {(number,): number for number in range(VOID)})  # without classes.txt
+UNNAMED = Labels([], 0, {(number,): number for number in range(VOID)})  # without classes.txt
 
 
 def read_classes(path: Path) -> Labels:
@@ -76,7 +74,7 @@ def parse(lines: Sequence[str], path: Path) -> Labels:
         names += [] if is_void else [name]
     if not 2 <= len(names) <= VOID:
         raise UserError(f"{path}: {len(names)} classes; needs 2 to {VOID}, one per line")
-    return Labels(names, list(filter(None, lines)), kind, keys)
+    return Labels(names, kind, keys)
 
 
 def read_mask(path: str, labels: Labels, format: Format = DEFAULT_FORMAT) -> np.ndarray:

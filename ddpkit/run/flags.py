@@ -12,8 +12,9 @@ from typing import Any, NoReturn
 
 from ddpkit.errors import UserError
 
+NOBODY: tuple[list[int], int] = ([], 5678)  # waits for a debugger; the port of rank 0
 # How this rank was started: flags that Parser takes for itself.
-launch = argparse.Namespace(local_rank=None, dist_timeout=600.0, debug_rank=([], 5678))
+launch = argparse.Namespace(local_rank=None, dist_timeout=600.0, debug_rank=NOBODY)
 
 
 class Help(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpFormatter):
@@ -21,7 +22,7 @@ class Help(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpFo
         super().__init__(prog, max_help_position=30, width=118)
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
-        has_default = action.default not in (None, ([], 5678)) and action.default is not False
+        has_default = action.default not in (None, NOBODY) and action.default is not False
         return super()._get_help_string(action) if has_default else action.help
 
 
@@ -54,7 +55,7 @@ class Parser(argparse.ArgumentParser):
             add = self.add_argument_group("ranks").add_argument
             add("--dist-timeout", metavar="SECONDS", type=at_least(1, float), default=600.0,
                 help="how long a rank waits for the others; a week while debugging")  # fmt: skip
-            add("--debug-rank", metavar="R[,R...][:PORT]", type=ranks, default=([], 5678),
+            add("--debug-rank", metavar="R[,R...][:PORT]", type=ranks, default=NOBODY,
                 help="ranks that wait for a debugger, rank R at PORT + R, 5678 + R")  # fmt: skip
             add("--local-rank", "--local_rank", type=int, help=argparse.SUPPRESS)
         self.set_defaults(**(defaults or {}))
@@ -124,7 +125,7 @@ def at_least(
 def ranks(text: str) -> tuple[list[int], int]:
     """Convert 0,3 or 0,3:5678 to ranks and the port of rank 0."""
     some, _, port = text.partition(":")
-    parts = [*some.split(","), port or "5678"]
+    parts = [*some.split(","), port or str(NOBODY[1])]
     if not (all(map(str.isdecimal, parts)) and 0 < int(parts[-1]) < 2**16):
         raise ArgumentTypeError(f"{text} is not a rank or a list of ranks, such as 0,3 or 0,3:5678")
     return sorted({int(part) for part in parts[:-1]}), int(parts[-1])

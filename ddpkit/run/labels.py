@@ -30,9 +30,8 @@ class BinaryCrossEntropy(nn.Module):
     def forward(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, int]:
         targets = targets * (1 - self.smoothing) + self.smoothing / 2
         loss = binary_cross_entropy_with_logits(outputs, targets, self.weights, reduction="sum")
-        return loss / (targets.shape[1] if self.weights is None else self.weights.sum()), len(
-            targets
-        )
+        total = targets.shape[1] if self.weights is None else self.weights.sum()
+        return loss / total, len(targets)
 
 
 class LabelMetrics(MetricCollection):

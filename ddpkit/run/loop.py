@@ -79,13 +79,14 @@ class Run:
     ) -> None:
         self.folder, self.classes, self.epochs = folder, classes, epochs
         self.scores = [best] if isinstance(best, str) else [*best]
-        done = (folder.state or {}).get("history") or [dict.fromkeys(self.scores)]
+        done = (folder.state or {}).get("history") or [self.scores]
         self.score = next((name for name in self.scores if name in done[-1]), self.scores[0])
         self.model, self.trained, self.optimizer = model, trained or model, optimizer
         self.device, self.val_loader = next(model.parameters()).device, val_loader
         self.predict, self.draw_example = predict or (lambda model, images: model(images)), draw
         self.passes_per_step, self.save_every = accumulate, save_every
         val_set, kept = samples.of(val_loader), checkpoint.to_plain(dict(flags or {}))
+        self.val_images = samples.fingerprint(val_set)
         machine.check_alike(classes, training=samples.of(train_loader), validation=val_set)
         self.source = loading.find_source(train_loader, accumulate, kept.get("seed", 0))
         self.is_own = not isinstance(self.source, Foreign)
@@ -94,7 +95,6 @@ class Run:
         self.about = checkpoint.to_plain(  # the same in all checkpoints of this run
             {
                 "kinds": checkpoint.kinds(self.parts),
-                "best_of": f"{self.score} on {samples.fingerprint(val_set)}",
                 "classes": list(classes),
                 "colors": pictures.colors_of(classes).tolist(),
                 "resumed_from": folder.resume,
@@ -145,13 +145,17 @@ class Run:
             checkpoint.load_states(state, self.parts, step)
             # After going back to an earlier checkpoint, a best.pt from later epochs does not count.
             if self.folder.contains(state["path"]):
-                best_of = self.about["best_of"]
+                best_of = self.best_of
                 until = self.epoch if state["path"] == self.folder.resume else math.inf
             for name in self.parts:  # they take as much memory again
                 state.pop(name, None)
         checkpoint.fill_momenta(self.parts)
         self.best, epoch = distributed.from_rank_zero(self.folder.best_score, best_of, until)
         self.best_epoch = epoch or self.epoch
+
+    @property
+    def best_of(self) -> str:  # by which metric, on which images, best.pt is the best
+        return f"{self.score} on {self.val_images}"
 
     def _begin_totals(self) -> None:
         self.totals = torch.zeros(2, dtype=torch.float64, device=self.device)
@@ -342,7 +346,6 @@ class Run:
         if not found:
             given = " or ".join(self.scores)
             raise UserError(f"BEST of model.py is {given}: use one of {', '.join(row)}")
-        self.about["best_of"] = self.about["best_of"].replace(self.score, found[0], 1)
         self.score = found[0]
 
     def is_over(self, patience: int) -> bool:
@@ -361,7 +364,7 @@ class Run:
         state = {
             **checkpoint.take_states(self.parts),
             **self.about,
-            **{"epoch": self.epoch, "step": self.step, "seen": self.seen},
+            **{"best_of": self.best_of, "epoch": self.epoch, "step": self.step, "seen": self.seen},
             **{"totals": totals.tolist(), "best": self.best, "history": self.history},
             **{**self.source.order, "global_batch": self.global_batch},
         }

@@ -37,8 +37,6 @@ def load_weights(
     first layer for RGB is adapted to other channels.
 
     Raises a UserError if a file or a name cannot be had, or if none of its tensors fits.
-
-        ddpkit.load_weights(model, args.weights, args.arch)
     """
     name, is_auto = weights, weights == "auto"
     find = functools.partial(find_published, arch, encoder, build)
@@ -99,9 +97,9 @@ def find_published(arch: str, encoder: str, build: Build | None) -> tuple[list[s
     import timm
 
     if arch.startswith("timm/"):
-        if not (build and timm.is_model_pretrained(arch[5:])):
+        config = timm.get_pretrained_cfg(arch[5:])
+        if not (build and config and timm.is_model_pretrained(arch[5:])):
             return [], lambda _: {}
-        config: Any = timm.get_pretrained_cfg(arch[5:])
         return [config.tag or "default"], lambda _: fetch_timm(config, build)
     if not encoder:
         return [], lambda _: {}
