@@ -4,7 +4,6 @@ This process has imported torch, so that a run takes a second or two; a launcher
 torch takes eight. A fork's streams, warnings and modules are those of a new process.
 """
 
-import atexit
 import builtins
 import contextlib
 import ctypes
@@ -34,9 +33,11 @@ os.environ |= {"https_proxy": "http://127.0.0.1:9", "HF_HUB_OFFLINE": "1"}
 if "FAKE_GPUS" not in os.environ:  # gpus.py has started this
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
+import segmentation_models_pytorch  # noqa: F401  what projects import, once for all forks
+import timm  # noqa: F401
 import torch
 import torch.utils.tensorboard
-import torchmetrics  # noqa: F401  what projects import, once for all forks
+import torchmetrics  # noqa: F401
 
 from ddpkit.ranks import distributed
 from ddpkit.run import pictures, reporting
@@ -46,8 +47,6 @@ OWNED = "main", "flags", "recipe", "distributed", "dataset", "model", "losses", 
 
 torch.set_num_threads(1)  # a fork of a process with OpenMP's threads would wait for them
 ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER: orphans are this process's
-gc.freeze()  # garbage collections of the forks need not look at what is imported
-atexit.register(gc.unfreeze)  # else nanobind tells of leaks
 
 
 def fork(act: Callable[[], object], output: str | Path, folder: Path | None = None) -> int:
@@ -57,6 +56,7 @@ def fork(act: Callable[[], object], output: str | Path, folder: Path | None = No
     """
     if pid := os.fork():
         return pid
+    gc.freeze()  # collections of garbage need not look at what is imported
     status = 1
     try:
         for number, end in (1, "out"), (2, "err"):
@@ -120,7 +120,8 @@ def said(output: Path) -> tuple[str, str]:
 
 def draw_nothing() -> None:
     """Images of what was learnt take more than half of the time of a short run."""
-    pictures.draw_curves = reporting.Reporter.images = reporting.report = lambda *_, **__: None
+    pictures.draw_curves = reporting.report = lambda *_, **__: None
+    reporting.Reporter.images = reporting.Reporter.try_drawing = lambda *_: None
     reporting.are_drawn = lambda *_: True
 
 
