@@ -114,11 +114,11 @@ def test_stopped_and_resumed(project, few, tmp_path):
     flags = *SHORT, "--accumulate", 2, "--clip-grad-norm", 1, "--epochs", 2
     whole, stopped = tmp_path / "whole", tmp_path / "stopped"
     project.train(few, whole, *flags, on=3).ok()
-    run = project.launch(*project.flags(few, stopped, *flags, "--save-every", 1), NPROC=None)
+    run = project.start(*project.flags(few, stopped, *flags, "--save-every", 1), on=3)
     wait_for((stopped / "last.pt").exists)
     run.kill(signal.SIGTERM)
     done = run.end()
-    assert (done.status, done.left) == (75, []), done.err
+    assert (done.statuses, done.left) == ([75] * 3, []), done.err
     assert "3 rank(s) on Fake GPU 0" in done.out
     at_stop = torch.load(stopped / "last.pt", weights_only=True)["step"]
     project.train(few, stopped, *flags, on=3).ok()

@@ -2,12 +2,13 @@
 
 import base64
 import json
+import os
 import sys
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
-from generated import Command, Done, Project
+from generated import Done, Project
 from huggingface_hub import ModelCard
 
 FILES: dict[str, bytes] = {}  # that were pushed
@@ -51,11 +52,15 @@ def test_push(project: Project, trained: Path, tmp_path: Path) -> None:
         threading.Thread(target=hub.serve_forever, daemon=True).start()
         url = f"http://127.0.0.1:{hub.server_address[1]}"
         env = {"HF_HUB_DISABLE_XET": "1", "HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "0"}
-        words = ["--repo", "me/net", "--checkpoint", trained / "best.pt", "--output", tmp_path]
-        command = [sys.executable, "-m", "ddpkit", "publish", *words]
+        words = "--repo", "me/net", "--checkpoint", trained / "best.pt", "--output", tmp_path
 
         def push(token: str) -> Done:
-            return Command(command, project.folder, HF_ENDPOINT=url, HF_TOKEN=token, **env).end()
+            def patch() -> None:
+                os.environ |= {"HF_ENDPOINT": url, "HF_TOKEN": token, **env}
+                for name in [name for name in sys.modules if "huggingface_hub" in name]:
+                    del sys.modules[name]  # it reads them as it is imported
+
+            return project.run(*words, script="ddpkit publish", on=1, patch=patch)
 
         assert f"published: {url}/me/net\n" in push("ours").ok().out
         push("").refused("publish.push", "hf auth login")

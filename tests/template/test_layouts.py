@@ -32,7 +32,7 @@ class Installed(Project):
         self.python = python
         self.library = next(python.parent.parent.glob("lib/*/site-packages")) / "ddpkit"
 
-    def process(self, *words: object, cwd: Path = Path("/"), **env: str) -> Done:
+    def process(self, *words: object, cwd: Path = Path("/"), **env: str | None) -> Done:
         return run([*words], cwd, PYTHON=str(self.python), **env)
 
     def copy_command(self, *words: str) -> Done:
@@ -77,8 +77,8 @@ def test_no_file_of_the_template(origin: Repository, installed: Installed) -> No
     assert git("status", "--porcelain", "--ignored", cwd=repository, env=env) == ""
 
 
-def test_one_rank_and_many_use_the_same(own: Installed, few: Path, tmp_path: Path) -> None:
-    """However they are started, from another folder, with a copy and after it."""
+def test_every_process_uses_the_same(own: Installed, few: Path, tmp_path: Path) -> None:
+    """However it is started, from another folder, with a copy and after it; a loader worker, too."""
     flags = [*own.flags(few, tmp_path / "out"), "--workers", 1, "--resume", "never"]
     launch, copy = own.folder / "launch.sh", own.folder / "ddpkit"
     main = own.folder / "main.py"
@@ -87,12 +87,13 @@ def test_one_rank_and_many_use_the_same(own: Installed, few: Path, tmp_path: Pat
     told += "return super().__call__(samples)\n\n\n"
     text = main.read_text().replace("ddpkit.Collate()", "Told()")
     main.write_text(text.replace("def main(", f"{told}def main("))
-    torchrun = [own.python, "-m", "torch.distributed.run", "--nproc-per-node", 2]
+    torchrun = [own.python, "-m", "torch.distributed.run", "--nproc-per-node", 1]
     torchrun += ["--rdzv-backend", "c10d", "--rdzv-conf", "store_type=file", main]
     digests = set()
 
     def check(library: Path, *words: object) -> None:
-        done = own.process(*words, *flags, EXPECTED=str(library / "__init__.py")).ok()
+        env = {"NPROC": "1", "OMP_NUM_THREADS": None, "EXPECTED": f"{library}/__init__.py"}
+        done = own.process(*words, *flags, **env).ok()
         assert f"ddpkit 1.0.0 in {library}\n" in done.out
         versions = json.loads((tmp_path / "out" / "args.json").read_text())["versions"]
         assert versions["ddpkit"] == f"1.0.0 in {library}"

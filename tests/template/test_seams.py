@@ -323,6 +323,8 @@ def test_lora(project: Project, edited: Callable[[str], Edited]) -> None:
     assert {"lora_" in name or name.startswith(head) for name in changed} == {True}
     learn = tuned.state()["optimizer"]["state"].keys()
     assert {"lora_" in name for name in learn} == {True, False}
+    if project.task == TASKS[1]:
+        return  # as much again, and no other code
     words = "--checkpoint", tuned.out / "whole/best.pt", "--output", tuned.out, "--data", tuned.data
     tuned.project.run(*words, script="ddpkit export", on=1).ok()
     assert (tuned.out / "model.onnx").exists()

@@ -11,7 +11,7 @@ from generated import Command, Project, rows, wait_for
 
 def start(project: Project, *words: object, **env: str) -> Command:
     script = project.folder / "recipes" / "sweep.py"
-    return Command([sys.executable, script, *words], NPROC="2", **env)
+    return Command([sys.executable, script, *words], NPROC="1", **env)
 
 
 def test_trials(project: Project, few: Path, tmp_path: Path) -> None:
