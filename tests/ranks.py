@@ -26,8 +26,10 @@ from typing import Any
 import pytest
 from ports import free_port
 
-# One thread a process, no GPU, no download, and the log level that main.py sets.
-os.environ |= {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
+# One thread a process, which does not spin where there are more; main.py's log level; no download,
+# no GPU.
+os.environ |= {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
+os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"
 os.environ.setdefault("OWN_PROXY", os.environ.get("https_proxy", ""))  # before pytest began
 os.environ |= {"https_proxy": "http://127.0.0.1:9", "HF_HUB_OFFLINE": "1"}
 if "FAKE_GPUS" not in os.environ:  # gpus.py has started this

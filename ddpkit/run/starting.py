@@ -1,6 +1,7 @@
 """The first and the last line of a script."""
 
 import contextlib
+import gc
 import os
 import re
 import time
@@ -16,11 +17,13 @@ from ddpkit.ranks.protocol import END_SECONDS, MISTAKE
 def prepare(parse_args: Callable[[], object] | None = None, needs: str = "1.0") -> None:
     """Have this process end quietly on Ctrl-C, and with its launcher; then check the flags.
 
-    Call it before torch is imported, which takes seconds. needs: the least version of ddpkit.
+    Call it before torch is imported, which takes seconds. Garbage is not collected until `start`,
+    which makes that a tenth faster. needs: the least version of ddpkit.
 
         if __name__ == "__main__":
             ddpkit.prepare(parse_args, needs="1.2")
     """
+    gc.disable()
     process.install_handlers()
     try:
         check_itself(needs)
@@ -61,6 +64,7 @@ def start(main: Callable[[], object]) -> None:
     from ddpkit.data import loading
     from ddpkit.ranks import distributed, failures
 
+    gc.enable()
     with failures.one_line_errors(loading.explain):
         main()
         if distributed.is_joined():

@@ -188,31 +188,29 @@ def test_one_process(own: Project, few: Path) -> None:
         debugger.all_end()
 
 
-PLANTED = "if ddpkit.rank() == 1:\n            raise {}('planted')\n        "
-MISTAKES = {  # file, a text in it, what comes in its place; the line that is held, its error
-    "ValueError": ("main.py", "is_last = ", PLANTED + "is_last = ", "planted", "planted"),
-    "of ddpkit": ("main.py", "run.divide_gradients(", "(", "run.end_step()", "[loop.end_step]"),
-}
-
-
-@pytest.mark.parametrize("kind", MISTAKES)
-def test_a_mistake_is_held_where_it_is_made(own: Project, few: Path, kind: str) -> None:
+@pytest.mark.parametrize("is_own", [True, False], ids=["its own", "of ddpkit"])
+def test_a_mistake_is_held_where_it_is_made(own: Project, few: Path, is_own: bool) -> None:
     """Of ddpkit's own errors that is the line which calls it; then one line, and all ranks end."""
-    name, old, new, held, error = MISTAKES[kind]
-    path, text = own.folder / name, (own.folder / name).read_text()
+    main = own.folder / "main.py"
+    text, old, new = main.read_text(), "run.divide_gradients(", "("
+    held, error, ranks = "run.end_step()", "[loop.end_step]", "1"
+    if is_own:
+        text, old, new = ENDLESS, SUM, f"assert rank == 0, 'planted'\n            {SUM}"
+        held = error = "planted"
+        ranks = "2"  # of which one makes it
     assert text.count(old) == 1
-    path.write_text(text.replace(old, new.format(kind)))
-    with debugging(own, *own.flags(few, "runs/debug")) as debugger:
-        for rank in debugger.stopped(1 if held == "planted" else 2):
-            assert error in rank.error()
-            assert rank.frame["line"] == line_of(path, held)
-        rank.go()  # another rank ends with it
+    main.write_text(text.replace(old, new))
+    with debugging(own, *own.flags(few, "runs/debug"), processes=ranks) as debugger:
+        (rank,) = debugger.stopped(1)
+        assert error in rank.error()
+        assert rank.frame["line"] == line_of(main, held)
+        rank.go()
         assert debugger.finish() != 0
         assert not generated.left(5)
         first, *_, last = debugger.text.splitlines()
-        assert first == "starting 2 rank(s) ..."
-        assert error in last and ("ValueError: " if kind == "ValueError" else "error: ") in last
-        assert debugger.text.count("Traceback") == (kind == "ValueError")
+        assert first == f"starting {ranks} rank(s) ..."
+        assert error in last and ("AssertionError: " if is_own else "error: ") in last
+        assert debugger.text.count("Traceback") == is_own
 
 
 def test_a_test_file(endless: Project) -> None:
