@@ -125,9 +125,7 @@ def split(samples: list, root: Path, fold: Fold | None = None) -> tuple[list, li
     held = {*hold_out(samples, root, fold)}
     place = root / ("val.csv" if (root / "train.csv").is_file() else "val")
     if not 0 < len(held) < len(samples):
-        raise UserError(
-            f"{root}: too few images to split; add more, or {place}, or use fewer folds"
-        )
+        raise UserError(f"{root}: too few images to split; add more, or {place}, or fewer folds")
     why = f"--fold {fold[0]}/{fold[1]}" if fold else f"no {place}"
     distributed.say(f"{why}: {len(held)} of {len(samples)} images used for validation")
     train, val = ([s for i, s in enumerate(samples) if (i in held) == each] for each in (0, 1))
@@ -148,18 +146,20 @@ def find_train(root: Path, has_masks: bool) -> Path:
 
 
 def find_parts(
-    root: Path, columns: Sequence[str], paths: int, read: Callable, part: str
+    root: Path, has_masks: bool, read: Callable, part: str = "val", fold: Fold | None = None
 ) -> tuple[Pairs, Pairs | None]:
-    """Return the pairs for training and for `part`, or None, of lists, or else of folders."""
+    """Return the pairs for training and for `part`, None to `split`; of lists, else of folders."""
     place, held = root / "train.csv", root / f"{part}.csv"
     if place.is_file():
-        read = functools.partial(read_list, columns=columns, count=paths)
+        columns = ("image", "mask") if has_masks else ("file", "label")
+        read = functools.partial(read_list, columns=columns, count=1 + has_masks)
     else:
-        place = find_train(root, paths > 1)
+        place = find_train(root, has_masks)
         held = root / "test" if part == "test" else find_val(root) or root / "val"
     if part == "test" and not held.exists():
         raise UserError(f"{held}: not found; --eval-only test needs it")
-    return read(place), read(held) if held.exists() else None
+    is_held_out = not held.exists() or (fold and part == "val")
+    return read(place), None if is_held_out else read(held)
 
 
 def numbers(label: int | str) -> list[int]:
@@ -174,7 +174,7 @@ def find_labelled(
 
     If any label in the lists has a SEPARATOR, images have several labels, or none.
     """
-    named = find_parts(root, ("file", "label"), 1, read_class_folders, part)
+    named = find_parts(root, False, read_class_folders, part, fold)
     is_list = (root / "train.csv").is_file()
     several = is_list and any(SEPARATOR in text for _, text, *_ in named[0])
 
@@ -196,13 +196,10 @@ def find_labelled(
         return SEPARATOR.join(map(str, found)) if several else found[0]
 
     train, val = (
-        sorted(
-            ((path, number(text), *group) for path, text, *group in part or ()), key=itemgetter(1)
-        )
-        for part in named
+        sorted(((path, number(text), *more) for path, text, *more in some or ()), key=itemgetter(1))
+        for some in named
     )
-    has_own = named[1] is not None and not (fold and part == "val")
-    return *((train, val) if has_own else split(train, root, fold)), classes
+    return *(split(train, root, fold) if named[1] is None else (train, val)), classes
 
 
 def read_class_folders(folder: Path) -> Pairs:
@@ -215,8 +212,8 @@ def read_class_folders(folder: Path) -> Pairs:
 
 
 def find_pairs(root: Path, part: str = "val", fold: Fold | None = None) -> tuple[Pairs, Pairs]:
-    train, val = find_parts(root, ("image", "mask"), 2, match_pairs, part)
-    return split(train, root, fold) if val is None or (fold and part == "val") else (train, val)
+    train, val = find_parts(root, True, match_pairs, part, fold)
+    return split(train, root, fold) if val is None else (train, val)
 
 
 def match_pairs(folder: Path) -> Pairs:

@@ -7,6 +7,7 @@ import atexit
 import contextlib
 import ctypes
 import faulthandler
+import functools
 import importlib
 import importlib.util
 import multiprocessing
@@ -227,11 +228,8 @@ def worker_context(workers: int) -> str | None:
 
 def start_worker(number: int) -> None:
     """Set up a loader worker, as its `worker_init_fn`: it ends with its rank, however that ends."""
-    parent = multiprocessing.parent_process()
-    rank = parent.pid if parent else None
-    assert rank
-    if rank == os.getppid():  # else Python's fork server is the parent, and torch looks
-        _follow_parent(KILL, rank)
+    rank = int(getattr(multiprocessing.parent_process(), "pid", 0))
+    _follow_parent(KILL, rank)
     signal.set_wakeup_fd(-1)
     ignore_signals()  # the rank needs its workers until the end of the step
     if is_debugged():
@@ -253,6 +251,8 @@ def _follow_debugger() -> None:
     sys.breakpointhook = stop_in_debugger
     threading.main_thread().name = f"rank {os.environ.get('RANK', 0)}"
     signal.signal(signal.SIGINT, lambda *_: None)  # without a handler the socket gets nothing
+    if sys.platform == "linux":  # a worker to which nobody can attach any more ends, too
+        os.register_at_fork(after_in_child=functools.partial(_follow_parent, KILL, os.getpid()))
     parent = os.getppid()
 
     def duty(signals: list[int]) -> None:

@@ -184,5 +184,5 @@ def find_pairs(root: Path, errors: list[str]) -> Sequence[folders.Pairs]:
         errors.extend(f"{other[name]}: no image of that name" for name in other.keys() - one)
         return [(one[name], other[name]) for name in sorted(one.keys() & other)]
 
-    train, val = folders.find_parts(root, ("image", "mask"), 2, match, "val")
+    train, val = folders.find_parts(root, True, match)
     return folders.split(train, root) if val is None else (train, val)

@@ -246,6 +246,23 @@ def test_samples_that_break_their_worker(project, data, tmp_path, how):
     assert ("ValueError: a bug" in done.err) == (how == "raises")
 
 
+def test_a_worker_that_starts_as_its_rank_dies(project, few, tmp_path):
+    """It ends, too: torch looks only whether the parent that it has then is still the same."""
+    start = process.start_worker
+
+    def dying(number: int) -> None:
+        rank = os.getppid()
+        os.kill(rank, signal.SIGKILL)
+        wait_for(lambda: os.getppid() != rank)
+        start(number)
+
+    def patch() -> None:
+        process.start_worker = dying
+
+    done = project.train(few, tmp_path, "--workers", 1, on=1, patch=patch)
+    assert (done.status, done.left) == (-9, [])
+
+
 def ask_in_evaluation() -> None:
     mean_loss, collate = Run.mean_loss, Collate.__call__
 

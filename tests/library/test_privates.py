@@ -1,4 +1,4 @@
-"""The private parts of torch, debugpy and Python that are used: where, and that they are there."""
+"""Private parts of debugpy and torchmetrics that are used."""
 
 import subprocess
 import sys
@@ -7,31 +7,11 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from generated import ROOT
 from torchmetrics import Metric
 from torchmetrics.classification import MulticlassConfusionMatrix
 
 from ddpkit.data import samples
 from ddpkit.ranks import process
-
-DDPKIT = ROOT / "ddpkit"
-PLACES = {  # each in one file only
-    "_last_lr": "checkpoint.py",
-    "_get_help_string": "flags.py",
-    "_negative_number_matcher": "flags.py",
-    "_wrap_update": "samples.py",
-    "_dump_fr_trace": "explaining.py",
-    "_dump_nccl_trace": "explaining.py",
-    "_foreach_mul_": "replicas.py",
-    "_is_attached": "process.py",
-    "_current_frames": "explaining.py",
-}
-
-
-def test_one_place() -> None:
-    for name, place in PLACES.items():
-        found = {path.name for path in DDPKIT.rglob("*.py") if name in path.read_text()}
-        assert found == {place}, name
 
 
 def test_whether_a_debugger_is_attached(monkeypatch: pytest.MonkeyPatch) -> None:
