@@ -9,9 +9,8 @@ import optuna
 from generated import Command, Project, rows, wait_for
 
 
-def start(project: Project, *words: object, **env: str) -> Command:
-    script = project.folder / "recipes" / "sweep.py"
-    return Command([sys.executable, script, *words], NPROC="1", **env)
+def start(project: Project, *words: object) -> Command:
+    return Command([sys.executable, project.folder / "recipes/sweep.py", *words], NPROC="1")
 
 
 def test_trials(project: Project, few: Path, tmp_path: Path) -> None:
