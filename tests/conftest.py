@@ -17,7 +17,7 @@ import pytest
 from generated import ROOT, Project
 
 # They take long, and come first, so that no worker is left with one at the end.
-LONGEST = "slurm", "stopping", "demo", "debug", "layouts", "runs", "gpu", "launch"
+LONGEST = "slurm", "stopping", "demo", "debug", "layouts", "runs", "gpu", "launch", "sweep", "seams"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

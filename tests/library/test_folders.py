@@ -102,10 +102,10 @@ def test_what_is_left_out(drawn: Callable, tmp_path: Path) -> None:
     for name in (".ipynb_checkpoints", "__MACOSX"):
         (folder / name).mkdir()
         shutil.copy(inside[0], folder / name)
-    (folder / "loop").symlink_to(train)
-    # The images of a class lie elsewhere.
-    (train / "bricks").rename(tmp_path / "elsewhere")
-    (train / "bricks").symlink_to(tmp_path / "elsewhere")
+    (train / "bricks").rename(elsewhere := tmp_path / "elsewhere")  # the images of a class
+    (train / "bricks").symlink_to(elsewhere)
+    for place in folder, elsewhere:
+        (place / "loop").symlink_to(train)
     after = find("labels", data)
     assert [len(after[0]), *after[1:]] == [53, *before[1:]]
 
