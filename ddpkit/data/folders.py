@@ -38,8 +38,8 @@ def walk(folder: Path) -> Iterator[tuple[str, list[str], list[str]]]:
     def refuse(error: OSError) -> NoReturn:
         raise files.failure(error.filename, error, "read")  # os.walk would leave out the folder
 
-    places = map(os.path.realpath, (folder, os.path.dirname(os.path.abspath(folder))))
-    seen = {str(each) for place in map(Path, places) for each in (place, *place.parents)}
+    places = folder.resolve(), folder.absolute().parent.resolve()
+    seen = {str(each) for place in places for each in (place, *place.parents)}
     for parent, inner, names in os.walk(folder, onerror=refuse, followlinks=True):
         found, inner[:] = sorted(inner), []
         for name in found:
