@@ -211,8 +211,10 @@ def read_class_folders(folder: Path) -> Pairs:
     return [(path, name) for name in names for path in list_images(folder / name)]
 
 
-def find_pairs(root: Path, part: str = "val", fold: Fold | None = None) -> tuple[Pairs, Pairs]:
-    train, val = find_parts(root, True, match_pairs, part, fold)
+def find_pairs(
+    root: Path, match: Callable[[Path], Pairs], part: str = "val", fold: Fold | None = None
+) -> tuple[Pairs, Pairs]:
+    train, val = find_parts(root, True, match, part, fold)
     return split(train, root, fold) if val is None else (train, val)
 
 
@@ -376,7 +378,7 @@ def find_masks(
     """
 
     def find(root: Path) -> tuple[Pairs, Pairs, masks.Labels]:
-        return *find_pairs(root, part, fold), masks.read_classes(root / "classes.txt")
+        return *find_pairs(root, match_pairs, part, fold), masks.read_classes(root / "classes.txt")
 
     train, val, names = _find(data, find)
     train.labels = names

@@ -7,7 +7,6 @@ import atexit
 import contextlib
 import ctypes
 import faulthandler
-import functools
 import importlib
 import importlib.util
 import multiprocessing
@@ -228,8 +227,9 @@ def worker_context(workers: int) -> str | None:
 
 def start_worker(number: int) -> None:
     """Set up a loader worker, as its `worker_init_fn`: it ends with its rank, however that ends."""
-    rank = int(getattr(multiprocessing.parent_process(), "pid", 0))
-    _follow_parent(KILL, rank)
+    parent = multiprocessing.parent_process()
+    assert parent and parent.pid
+    _follow_parent(KILL, rank := parent.pid)
     signal.set_wakeup_fd(-1)
     ignore_signals()  # the rank needs its workers until the end of the step
     if is_debugged():
@@ -252,8 +252,8 @@ def _follow_debugger() -> None:
     threading.main_thread().name = f"rank {os.environ.get('RANK', 0)}"
     signal.signal(signal.SIGINT, lambda *_: None)  # without a handler the socket gets nothing
     if sys.platform == "linux":  # a worker to which nobody can attach any more ends, too
-        os.register_at_fork(after_in_child=functools.partial(_follow_parent, KILL, os.getpid()))
-    parent = os.getppid()
+        os.register_at_fork(after_in_child=lambda: _follow_parent(KILL, rank))
+    rank, parent = os.getpid(), os.getppid()
 
     def duty(signals: list[int]) -> None:
         is_held = is_debugged() and os.getppid() == parent and signal.SIGINT not in signals

@@ -112,8 +112,8 @@ def check_alike(classes: Sequence[str], **datasets: Any) -> None:
 def code() -> dict[str, int]:
     """Return a checksum of each file that is imported of the project, and one of ddpkit."""
     root, found = process.project(), dict[str, int]()
-    names = {*os.listdir(root)}  # only paths with these are resolved, of some thousand
-    for file in [getattr(module, "__file__", None) or "" for module in [*sys.modules.values()]]:
+    names = {each.name for each in root.iterdir() if each.is_file()}  # others are not resolved
+    for file in (getattr(module, "__file__", None) or "" for module in [*sys.modules.values()]):
         if os.path.basename(file) in names and (path := Path(file).resolve()).parent == root:
             found[path.name] = zlib.crc32(path.read_bytes())
     library = sorted(Path(ddpkit.__file__).parent.rglob("*.py"))

@@ -24,6 +24,7 @@ from torch.utils.data import DataLoader
 from tqdm import tqdm
 
 from ddpkit.data import folders, loading
+from ddpkit.data.folders import by_name, collect
 from ddpkit.data.format import NAME, Format, read_format, write_format
 from ddpkit.data.masks import VOID, Labels, explain_values, read_classes
 from ddpkit.data.samples import MapDataset
@@ -177,12 +178,9 @@ def find_pairs(root: Path, errors: list[str]) -> Sequence[folders.Pairs]:
     """Return the pairs for training and for validation; images and masks without are errors."""
 
     def match(folder: Path) -> folders.Pairs:
-        one, other = (
-            folders.by_name(folders.collect([folder / kind])) for kind in ("images", "masks")
-        )
+        one, other = (by_name(collect([folder / kind])) for kind in ("images", "masks"))
         errors.extend(f"{one[name]}: no mask of that name" for name in one.keys() - other)
         errors.extend(f"{other[name]}: no image of that name" for name in other.keys() - one)
         return [(one[name], other[name]) for name in sorted(one.keys() & other)]
 
-    train, val = folders.find_parts(root, True, match)
-    return folders.split(train, root) if val is None else (train, val)
+    return folders.find_pairs(root, match)
