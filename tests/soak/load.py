@@ -1,0 +1,2 @@
+def case(*_): return ''
+case_of_masks = many_ranks = memory = case
