@@ -255,7 +255,7 @@ def after_step(step: int, act: Patch, *which: int, before: bool = False) -> Patc
         end_step = Run.end_step
 
         def patched(self: Run) -> None:
-            is_here = not which or int(os.environ["RANK"]) in which
+            is_here = not which or int(os.environ.get("RANK", 0)) in which
             if before and is_here and self.step + 1 == step:
                 act()
             end_step(self)

@@ -25,11 +25,11 @@ from pathlib import Path
 TESTS = Path(__file__).resolve().parent.parent
 sys.path[1:1] = [str(TESTS), str(TESTS.parent)]
 
-import ranks
-import subjects
-from generated import LIVE, children
-from setting import Setting
-from subjects import Subject
+import ranks  # noqa: E402
+import subjects  # noqa: E402
+from generated import LIVE, children  # noqa: E402
+from setting import Setting  # noqa: E402
+from subjects import Subject  # noqa: E402
 
 PR_SET_CHILD_SUBREAPER = 36
 

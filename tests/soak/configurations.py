@@ -22,8 +22,8 @@ NETWORKS = {
     ],
 }
 AUGMENTATIONS = {
-    "classification": "trivial rand color grey rotation vflip erasing mixup cutmix".split(),
-    "segmentation": "color grey rotation vflip".split(),
+    "classification": "trivial,rand,color,grey,rotation,vflip,erasing,mixup,cutmix",
+    "segmentation": "color,grey,rotation,vflip",
 }
 LOSSES = "ce", "dice", "focal", "lovasz", "ce+dice", "ce+0.5*lovasz"
 OPTIMIZERS = "adamw", "adamw", "sgd", "lamb", "lion", "muon", "nadamw"
@@ -63,7 +63,7 @@ def draw(chance: random.Random) -> Configuration:
     flags += sometimes(chance, 0.2, "--patience", "1")
     flags += sometimes(chance, 0.2, "--tta")
     flags += sometimes(chance, 0.1, "--deterministic")
-    some = chance.sample(AUGMENTATIONS[task], chance.randrange(1, 4))
+    some = chance.sample(AUGMENTATIONS[task].split(","), chance.randrange(1, 4))
     flags += sometimes(chance, 0.5, "--augment", ",".join(some))
     if task == "segmentation":
         flags += sometimes(chance, 0.6, "--loss", chance.choice(LOSSES))

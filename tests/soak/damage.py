@@ -2,6 +2,7 @@
 taken if it is good. Weights of other programs: read, or refused in a line.
 """
 
+import functools
 import random
 import re
 import time
@@ -35,7 +36,8 @@ def case(chance: random.Random, folder: Path, setting: Setting) -> str:
         kind = chance.choice(DAMAGES)
         again = chance.getrandbits(64)
         try:
-            trial(lambda data: kind(data, random.Random(again)), run.path, whole, old, new)
+            damage = functools.partial(repeatable, kind, again)
+            trial(damage, run.path, whole, old, new)
         except Exception as error:
             kept = {path.name: path for path in run.path.iterdir()}
             what = f"{trial.__name__}, {kind.__name__} with random.Random({again})"
@@ -44,8 +46,12 @@ def case(chance: random.Random, folder: Path, setting: Setting) -> str:
     return ", ".join(f"{number} times {trial.__name__}" for trial, number in counts.items())
 
 
+def repeatable(kind: Callable[[bytes, random.Random], bytes], seed: int, data: bytes) -> bytes:
+    return kind(data, random.Random(seed))
+
+
 def state(chance: random.Random) -> checkpoint.State:
-    """A small checkpoint: tensors of several types and sizes, and the plain values of a real one."""
+    """A small checkpoint: tensors of several types and sizes, and a real one's plain values."""
     draws = torch.Generator().manual_seed(chance.getrandbits(32))
     model = {f"layer.{n}": torch.randn(chance.randrange(1, 300), generator=draws) for n in range(4)}
     model |= {"half": model["layer.0"].half(), "steps": torch.tensor(chance.randrange(99))}

@@ -15,7 +15,7 @@ from PIL import Image
 from setting import Setting
 
 import ddpkit
-from ddpkit.data import folders, masks
+from ddpkit.data import masks
 from ddpkit.errors import UserError
 
 LETTERS = "abcXYZ019 _-.,()[]{}'$%&=+@~äß漢字é😀"
@@ -26,7 +26,14 @@ OF_DISKS = (
     *("lost+found", ".Trash-1000", ".AppleDouble", "__MACOSX", ".ipynb_checkpoints"),
 )
 OTHERS = "Thumbs.db", "desktop.ini", ".DS_Store", "notes.txt", "a.json", "a.xml", ".hidden.png"
-BROKEN = b"", b"\x89PNG\r\n\x1a\n", b"\xff\xd8\xff", b"GIF89a", b"%!PS-Adobe-3.0 EPSF-3.0\n", b"\0" * 99
+BROKEN = (
+    b"",
+    b"\x89PNG\r\n\x1a\n",
+    b"\xff\xd8\xff",
+    b"GIF89a",
+    b"%!PS-Adobe-3.0 EPSF-3.0\n",
+    b"\0" * 99,
+)
 
 
 class Tree:
@@ -115,8 +122,6 @@ def class_folders(chance: random.Random, folder: Path, setting: Setting) -> str:
     for clutter in beside, other_files:
         if chance.random() < 0.5:
             clutter(tree, tree.root / chance.choice(parts))
-    if any(path.parent.parent == tree.root / "train" for path in tree.broken):
-        pass  # of the first image the size is looked at
     try:
         train, val, names = ddpkit.find_classes(tree.root)
     except UserError as error:
@@ -129,7 +134,9 @@ def class_folders(chance: random.Random, folder: Path, setting: Setting) -> str:
         assert found == [tree.counts[part] for part in parts], (found, tree.counts)
     else:
         assert found[0] + found[1] == tree.counts["train"], (found, tree.counts)
-        assert all(found[1][kind] == max(1, round(0.15 * n)) for kind, n in tree.counts["train"].items())
+        assert all(
+            found[1][kind] == max(1, round(0.15 * n)) for kind, n in tree.counts["train"].items()
+        )
     check(tree, setting)
     return f"{dict(sum(tree.counts.values(), Counter()))}, {len(tree.broken)} broken"
 

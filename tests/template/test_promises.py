@@ -63,7 +63,8 @@ def code() -> Iterator[str]:
     """The text of each file of the repository that is code or configuration, but for the tests."""
     for folder in (ROOT / "ddpkit", TEMPLATE, ROOT / "benchmarks", ROOT / "hooks"):
         for path in sorted(folder.rglob("*")):
-            is_text = path.suffix not in (".md", ".pyc") and "cache" not in str(path)
+            parts = path.relative_to(ROOT).as_posix()
+            is_text = path.suffix not in (".md", ".pyc") and "cache" not in parts
             if path.is_file() and is_text:
                 yield path.read_text()
     for name in ("Makefile", "pyproject.toml", "mkdocs.yml"):
