@@ -4,18 +4,17 @@ An optimizer's state goes by the names of weights.
 """
 
 import copy
-import functools
+import errno
 import os
 import pickle
 import re
 import stat
 import zipfile
-import zlib
 from argparse import Namespace
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import torch
@@ -26,7 +25,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ddpkit import files
 from ddpkit.data.format import Format
-from ddpkit.errors import UserError, shorten
+from ddpkit.errors import DiskError, LineError, UserError, shorten
 from ddpkit.ranks import distributed
 from ddpkit.run.pictures import Classes
 
@@ -36,18 +35,20 @@ Parts = Mapping[str, Any]  # what has a state_dict, by name
 ParseArgs = Callable[[Sequence[str], dict[str, Any]], Namespace]
 
 OTHER_RUN = "choose another --output-dir, or use --resume never to start over"
-READ_ERRORS = (
-    *(OSError, RuntimeError, EOFError, LookupError, ValueError),
-    *(pickle.UnpicklingError, zipfile.BadZipFile, zlib.error),
-)
+NO_MEMORY = re.compile("alloc_cpu|can't allocate memory|out of memory", re.I)  # as torch says it
 CONTAINERS = {dict, OrderedDict, list, tuple}
 PLAIN = {type(None), bool, int, float, str, bytes}
+STORED = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)  # to others lies the way of other libraries
 ON_HOST = ("cpu", "meta")  # kinds of device whose tensors are saved as they are
 TAKEN = {*PLAIN, torch.Size, torch.dtype, torch.device}  # by torch.load with weights_only=True
 
 
 class Damaged(UserError):
     """The file is not as it was written; an earlier one may be used."""
+
+
+class Foreign(UserError):
+    """The file is as it was written, but no checkpoint of this project."""
 
 
 def write(path: Path, state: State) -> None:
@@ -60,43 +61,76 @@ def write(path: Path, state: State) -> None:
     files.sync(path)  # a disk may say only now that it is full
 
 
-def check_archive(path: Path | str) -> None:
-    """Raise a BadZipFile if a file of torch.save is damaged: torch.load checks no checksum."""
-    if zipfile.is_zipfile(path):
-        with zipfile.ZipFile(path) as archive:
-            has_folder = any(entry.external_attr & 0x10 for entry in archive.infolist())
-            if archive.testzip() or has_folder:  # for torch that is an empty tensor
-                raise zipfile.BadZipFile("a checksum is wrong")
+def check_archive(file: BinaryIO) -> bool:
+    """Return whether it is an archive, and raise if that is damaged: torch.load does not look."""
+    if file.read(4) != b"PK\3\4":  # by which torch.load takes a file for an archive
+        if zipfile.is_zipfile(file):  # which looks at the end
+            raise zipfile.BadZipFile("something is before its beginning")
+        return False
+    try:
+        archive = zipfile.ZipFile(file)
+    except zipfile.BadZipFile as error:  # also for what the disk has said
+        raise error.__context__ if isinstance(error.__context__, OSError) else error from None
+    entries = archive.infolist()
+    if any(entry.compress_type not in STORED for entry in entries):
+        raise zipfile.BadZipFile("compressed in a way that torch.save does not use")
+    has_folder = any(entry.external_attr & 0x10 for entry in entries)
+    if archive.testzip() or has_folder:  # for torch that is an empty tensor
+        raise zipfile.BadZipFile("a checksum is wrong")
+    return True
 
 
 def read(path: Path | str, keys: Iterable[str] = ("model", "classes", "args", "format")) -> State:
     """Return the checkpoint at `path`, tensors on the CPU."""
     state = read_file(path)
     if missing := sorted({*keys, "channels"} - state.keys()):
-        raise UserError(f"{path}: not a checkpoint of this project ({', '.join(missing)} missing)")
+        raise Foreign(f"{path}: not a checkpoint of this project ({', '.join(missing)} missing)")
     return {**state, "path": str(path)}
 
 
 def read_file(path: Path | str) -> State:
     """Return the dict in any .pt file, tensors on the CPU."""
-    load = functools.partial(torch.load, map_location="cpu", weights_only=True)
-    try:
+    is_whole = False
+
+    def attempt() -> Any:
+        nonlocal is_whole
         if not stat.S_ISREG(os.stat(path).st_mode):
             raise OSError(None, "not a regular file")
-        files.retried(path, check_archive, path)
-        state = files.retried(path, load, path)
-    except (FileNotFoundError, PermissionError) as error:
-        raise files.failure(path, error, "read") from None
-    except READ_ERRORS as error:
-        if isinstance(error, pickle.UnpicklingError) and zipfile.is_zipfile(path):
-            why = "more than plain types: torch.load cannot read it with weights_only=True"
-            raise UserError(f"{path}: not a readable checkpoint ({why})") from None
-        reason = getattr(error, "strerror", None) or re.split(r"\n|\. ", str(error).strip())[0]
-        line = f"{path}: not a readable checkpoint ({reason[:120]}): another one is needed"
-        raise Damaged(line) from None
+        with open(path, "rb") as file:
+            is_whole = check_archive(file)
+            file.seek(0)
+            return torch.load(file, map_location="cpu", weights_only=True)
+
+    try:
+        state = files.retried(path, attempt)
+    except LineError:
+        raise
+    except Exception as error:  # zipfile, pickle and torch have no common one
+        raise unreadable(path, error, is_whole) from None
     if not isinstance(state, dict):
-        raise UserError(f"{path}: not a checkpoint but a {type(state).__name__}")
+        raise Foreign(f"{path}: not a checkpoint but a {type(state).__name__}")
     return state
+
+
+def unreadable(path: Path | str, error: Exception, is_whole: bool) -> LineError:
+    """Return what to raise: Damaged only if the file says so, not a want of memory or handles.
+
+    is_whole: an archive whose checksums are right.
+    """
+    # EINVAL: a place before the beginning, as an archive may name that is cut short.
+    if isinstance(error, OSError) and error.errno not in (None, errno.EINVAL):
+        return files.failure(path, error, "read")
+    reason = getattr(error, "strerror", None) or re.split(r"\n|\. ", str(error).strip())[0]
+    reason = reason[:120] or type(error).__name__
+    if isinstance(error, MemoryError) or NO_MEMORY.search(str(error)):
+        return DiskError(f"{path}: there is too little memory to read it ({reason})")
+    if isinstance(error, pickle.UnpicklingError) and is_whole:
+        reason = "more than plain types: torch.load cannot read it with weights_only=True"
+    line = f"{path}: not a readable checkpoint ({reason})"
+    # Of torch's reader of archives, which looks at more than zipfile does.
+    if is_whole and "failed reading zip archive" not in str(error):
+        return Foreign(line)
+    return Damaged(f"{line}: another one is needed")
 
 
 def check_classes(path: Path | str, known: Sequence[str], classes: Sequence[str]) -> None:

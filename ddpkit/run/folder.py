@@ -18,7 +18,7 @@ from ddpkit.data import loading, samples
 from ddpkit.errors import UserError
 from ddpkit.ranks import distributed, environment, process, protocol
 from ddpkit.run import checkpoint, machine, reporting
-from ddpkit.run.checkpoint import OTHER_RUN, Damaged, State
+from ddpkit.run.checkpoint import OTHER_RUN, Damaged, Foreign, State
 from ddpkit.run.metrics import Found, Mistakes
 
 SAVES = ("last.pt", "last-1.pt")  # newest first
@@ -186,7 +186,7 @@ class Folder:
                 set_aside(reason, path, "best-1.pt")
             except Damaged as error:
                 set_aside(error.line, path, "best.pt.corrupt")
-            except UserError as error:
+            except Foreign as error:
                 set_aside(error.line, path, "best-1.pt")
         reporting.remove_images(self.path)
         return -math.inf, 0
