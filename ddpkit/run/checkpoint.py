@@ -5,6 +5,7 @@ An optimizer's state goes by the names of weights.
 
 import copy
 import errno
+import math
 import os
 import pickle
 import re
@@ -38,6 +39,29 @@ OTHER_RUN = "choose another --output-dir, or use --resume never to start over"
 NO_MEMORY = re.compile("alloc_cpu|can't allocate memory|out of memory", re.I)  # as torch says it
 CONTAINERS = {dict, OrderedDict, list, tuple}
 PLAIN = {type(None), bool, int, float, str, bytes}
+KINDS: dict[str, Any] = {  # of what a checkpoint holds; integers are not negative
+    "model": dict,
+    "optimizer": dict,
+    "scheduler": dict,
+    "kinds": dict,
+    "args": dict,
+    "format": dict,
+    "classes": list,
+    "history": list,
+    "totals": list,
+    "epoch": int,
+    "step": int,
+    "seen": int,
+    "images": int,
+    "global_batch": int,
+    "channels": int,
+    "best": (int, float),
+}
+OF_ROWS = {"args": str, "history": dict, "totals": list}  # the kind of what they consist of
+# What kernels of torch take for as large as the weight, without a look.
+MOMENTS = {"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "sum"}
+MISFITS = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
+ALIKE = (dict, (list, tuple), str, Tensor, (bool, int, float))
 STORED = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)  # to others lies the way of other libraries
 ON_HOST = ("cpu", "meta")  # kinds of device whose tensors are saved as they are
 TAKEN = {*PLAIN, torch.Size, torch.dtype, torch.device}  # by torch.load with weights_only=True
@@ -85,6 +109,18 @@ def read(path: Path | str, keys: Iterable[str] = ("model", "classes", "args", "f
     state = read_file(path)
     if missing := sorted({*keys, "channels"} - state.keys()):
         raise Foreign(f"{path}: not a checkpoint of this project ({', '.join(missing)} missing)")
+    for name, kind in KINDS.items():
+        value = state.get(name)
+        is_right = isinstance(value, kind) and (kind is not int or value >= 0)
+        if is_right and name in OF_ROWS:
+            is_right = all(isinstance(row, OF_ROWS[name]) for row in value)
+        if name in state and not is_right:
+            raise Foreign(f"{path}: not a checkpoint of this project ({name} is {value!r:.60})")
+    if state.get("seen", 0) > state.get("images", math.inf):
+        line = f"{state['seen']} images seen of {state['images']}"
+        raise Foreign(f"{path}: not a checkpoint of this project ({line})")
+    if unknown := state["format"].keys() - Format.__dataclass_fields__.keys():
+        raise Foreign(f"{path}: of another ddpkit (format has {shorten([*map(str, unknown)])})")
     return {**state, "path": str(path)}
 
 
@@ -162,11 +198,30 @@ def changes(then: Mapping[str, object], now: Mapping[str, object]) -> str:
 def load_weights(model: nn.Module, state: State, more: str = "") -> None:
     """Copy the checkpoint's weights into `model`, or raise a UserError, which ends with `more`."""
     try:
+        check_weights(model, state["model"])
         model.load_state_dict(state["model"])
-    except RuntimeError as error:
-        reason = " ".join(str(error).split("\n")[1].split())[:200]
+    except MISFITS as error:
+        lines = str(error).split("\n")  # after a heading of torch's
+        reason = " ".join((lines[1:] or lines)[0].split())[:200]
         line = f"{state['path']} does not fit what model.py builds ({reason}){more}"
         raise UserError(line) from None
+
+
+def check_weights(model: nn.Module, saved: Mapping[str, Any]) -> None:
+    """Raise a ValueError for what torch would load in silence: whole numbers, NaN or inf."""
+    trained = dict(model.named_parameters())
+    for name, weight in model.state_dict().items():
+        value = saved.get(name)
+        if not isinstance(value, Tensor) or not isinstance(weight, Tensor):
+            continue  # torch says it
+        if kind_of(value) != kind_of(weight):
+            raise ValueError(f"{name} is {value.dtype}, not {weight.dtype}")
+        if name in trained and not value.isfinite().all():
+            raise ValueError(f"{name} has NaN or inf")
+
+
+def kind_of(tensor: Tensor) -> tuple[bool, bool]:
+    return tensor.is_floating_point(), tensor.is_complex()
 
 
 def open_model(
@@ -269,13 +324,17 @@ def load_states(state: State, parts: Parts, step: int) -> None:
                 then, now = state["kinds"].get(name), type(part).__name__
                 if then not in (None, now):
                     raise ValueError(f"it was {then} and is {now}")
+                if isinstance(part, nn.Module):
+                    check_weights(part, saved)
+                if isinstance(part, LRScheduler | torch.amp.GradScaler):
+                    check_alike(name, part.state_dict(), saved)
                 if isinstance(part, Optimizer):
                     saved = as_made(saved, part, names, by_flags and name == "optimizer")
                 if part is scheduler and by_flags:
                     follow(scheduler, parts["optimizer"], saved, step)
                 else:
                     part.load_state_dict(saved)
-            except (LookupError, RuntimeError, TypeError, ValueError) as error:
+            except MISFITS as error:
                 reason = " ".join(str(error).split())[:200]
                 undo = f"or keep only its weights: --weights {path} --output-dir ANOTHER"
                 line = f"{path} does not fit the {name} ({reason}); undo that to resume, {undo}"
@@ -290,28 +349,70 @@ def as_made(saved: State, optimizer: Optimizer, names: Names, by_flags: bool) ->
         had, have = (" + ".join(str(len(group)) for group in each) for each in (then, known))
         raise ValueError(f"groups had {had} weights and have {have}, or others")
     weights = [weight for group in optimizer.param_groups for weight in group["params"]]
-    moments = {
-        i: {key: like(value, weights[i]) for key, value in saved["state"][name].items()}
-        for i, name in enumerate(name for group in known for name in group)
-        if name in saved["state"]
-    }
-    now = [
-        {k: v for k, v in group.items() if by_flags or k in ("params", "fused", "foreach")}
-        for group in optimizer.state_dict()["param_groups"]
-    ]
-    groups = [{**old, **new} for old, new in zip(saved["param_groups"], now, strict=True)]
+    sized = MOMENTS if "fused" in optimizer.defaults else set()
+    moments: dict[int, State] = {}
+    without: list[str] = []
+    for i, name in enumerate(name for group in known for name in group):
+        if name in saved["state"]:
+            state = saved["state"][name]
+            moments[i] = {k: like(k, v, weights[i], k in sized) for k, v in state.items()}
+        elif weights[i].requires_grad:
+            without.append(name)
+    if moments and without:
+        line = f"the saved optimizer has no state of {shorten(without)}, as of frozen weights"
+        distributed.say(f"{line}: it starts there anew")
+    groups = []
+    current = optimizer.state_dict()["param_groups"]
+    for old, group in zip(saved["param_groups"], current, strict=True):
+        own = {k: v for k, v in group.items() if by_flags or k in ("params", "fused", "foreach")}
+        check_alike("param_groups", {**group, "params": None}, old)
+        groups.append({**old, **own})
     return {**saved, "state": moments, "param_groups": groups}
 
 
-def like(value: Any, weight: Any) -> Any:
-    """Return a saved moment in its weight's layout, on which fused kernels rely."""
-    if not isinstance(value, Tensor) or value.shape != weight.shape or not value.ndim:
+def like(key: str, value: Any, weight: Tensor, is_sized: bool) -> Any:
+    """Return a saved moment in its weight's layout, on which fused kernels rely.
+
+    Raises a ValueError if it is NaN, or if `is_sized` and not as large as the weight: these kernels
+    would read and write beyond it.
+    """
+    if is_sized:
+        check_alike(key, weight, value)
+    if not isinstance(value, Tensor):
+        return value
+    if value.isnan().any():
+        raise ValueError(f"{key} is NaN")
+    if key == "step" and (value.numel() != 1 or value < 0):
+        raise ValueError(f"step is {value!s:.60}")
+    if is_sized and value.shape != weight.shape:
+        raise ValueError(f"{key} has shape {tuple(value.shape)}, its weight {tuple(weight.shape)}")
+    if value.shape != weight.shape or not value.ndim:
         return value
     return torch.empty_like(weight, dtype=value.dtype).copy_(value)
 
 
+def check_alike(name: str, now: Any, then: Any) -> None:
+    """Raise a ValueError if a saved value is of another kind than the one of now; None is any."""
+    if now is None or then is None:
+        return
+    now, then = (x.item() if isinstance(x, Tensor) and not x.ndim else x for x in (now, then))
+    for kind in ALIKE:
+        if isinstance(now, kind) != isinstance(then, kind):
+            raise ValueError(f"{name} is {then!r:.60}")
+    if isinstance(now, Tensor) and kind_of(now) != kind_of(then):
+        raise ValueError(f"{name} is {then.dtype}, not {now.dtype}")
+    if isinstance(now, dict):
+        for key in now.keys() & then.keys():
+            check_alike(f"{name}: {key}", now[key], then[key])
+    if isinstance(now, list | tuple):
+        for one, other in zip(now, then, strict=False):
+            check_alike(name, one, other)
+
+
 def follow(scheduler: LambdaLR, optimizer: Optimizer, saved: State, step: int) -> None:
     """Set a schedule, and the learning rates, to `step`."""
+    if step < 0:
+        raise ValueError(f"last_epoch is {step}")
     pairs = zip(scheduler.base_lrs, scheduler.lr_lambdas, strict=True)
     rates = [float(lr * factor(step)) for lr, factor in pairs]
     more = {"base_lrs": scheduler.base_lrs, "last_epoch": step, "_last_lr": rates}
