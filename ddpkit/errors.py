@@ -41,7 +41,7 @@ class UserError(LineError):
 
 
 class DiskError(LineError):
-    """A disk that does not answer, which a restart may find mended."""
+    """What a restart may find mended: a disk that does not answer, a want of memory or handles."""
 
 
 def escape(line: object) -> str:

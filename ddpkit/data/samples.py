@@ -30,6 +30,8 @@ WANTED = (
     "a tensor (C, H, W), uint8 or float, and the number of the class, or a mask"
 )
 MapDataset = Any  # with len and samples by number
+# Of a million samples a checksum takes seconds, and a start asks for it several times.
+_fingerprints: weakref.WeakKeyDictionary[Any, tuple[tuple, str]] = weakref.WeakKeyDictionary()
 
 
 def hash_key(*key: int) -> int:
@@ -249,8 +251,17 @@ def fingerprint(dataset: MapDataset) -> str:
     """Return a checksum of the list `samples`, if there is one, with file names for paths."""
     total, count = 0, len(dataset) if hasattr(dataset, "__len__") else "?"
     samples = getattr(dataset, "samples", None)
-    for sample in samples if isinstance(samples, Sequence) else ():
+    samples = samples if isinstance(samples, Sequence) else ()
+    ends = [samples[i] for i in (0, -1) if len(samples)]
+    key = id(samples), len(samples), repr(ends)
+    with contextlib.suppress(TypeError):  # it has no hash
+        if dataset in _fingerprints and _fingerprints[dataset][0] == key:
+            return _fingerprints[dataset][1]
+    for sample in samples:
         parts = sample if isinstance(sample, tuple | list) else [sample]
         values = [os.path.basename(part) if isinstance(part, str) else part for part in parts]
         total = zlib.crc32(repr(values).encode(), total)
-    return f"{count} images ({total:08x})"
+    found = f"{count} images ({total:08x})"
+    with contextlib.suppress(TypeError):
+        _fingerprints[dataset] = key, found
+    return found

@@ -98,13 +98,15 @@ def _leave(status: int) -> NoReturn:
 
 def follow_others(_: list[int]) -> None:
     """End this rank once another has failed; say where it is if one or a person asks."""
-    if not distributed.is_joined():
+    if not distributed.has_met():
         return
     try:
         status, is_held = status_of_failure(), distributed.is_debugged() or watch.is_leaving
         if status is not None and not is_held:  # nccl does not notice it
             time.sleep(2 * POLL_SECONDS)  # let that rank print its error first
             process.exit_now(status)
+        if not distributed.is_joined():
+            return
         is_asked = distributed.store().check([protocol.ASKED.format(watch.questions + 1)])
         person = watch.folder / protocol.QUESTION if watch.folder else None
         is_person = person and distributed.is_rank_zero() and person.exists()

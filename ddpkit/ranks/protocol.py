@@ -51,7 +51,8 @@ ERROR = "error"  # "<rank> <exit status> <process id> <node>" (the first rank th
 ASKED = "where/{}"  # the n-th question where all are: the rank that asks (that rank; all)
 PLACE = "where/{}/{}"  # the n-th answer of a rank (that rank; who asks)
 PROCESS = "process/{}"  # "<node> <process id>" of a rank (that rank; who has to name it)
-ARRIVED = "arrived/{}/{}"  # a rank is at a point with a name (that rank; all)
+ARRIVED = "arrived/{}"  # how many ranks are at a point with a name (each; the last)
+ALL_ARRIVED = "arrived/{}/all"  # all are (the last; all)
 
 # Environment variables of this project's own, besides those that people type
 LAUNCH_ID = "DDP_LAUNCH_ID"  # one for each start of launch.sh; restarts (MAX_RESTARTS) keep it

@@ -18,7 +18,7 @@ from ddpkit.data import loading, samples
 from ddpkit.errors import UserError
 from ddpkit.ranks import distributed, environment, process, protocol
 from ddpkit.run import checkpoint, machine, reporting
-from ddpkit.run.checkpoint import OTHER_RUN, Damaged, State
+from ddpkit.run.checkpoint import OTHER_RUN, Damaged, Foreign, State
 from ddpkit.run.metrics import Found, Mistakes
 
 SAVES = ("last.pt", "last-1.pt")  # newest first
@@ -171,22 +171,23 @@ class Folder:
             with files.writing(self.path / protocol.BEGUN) as tmp_path:
                 tmp_path.write_bytes(launch.encode())
 
-    def best_score(self, best_of: str | None, until: float) -> tuple[float, int]:
+    def best_score(self, best_of: Sequence[str], until: float) -> tuple[float, int]:
         """On rank 0, return the score of best.pt and its epoch; rename it if it is of another run.
 
-        best_of: its metric and validation set. until: the last epoch that it may be from.
+        best_of: its metric and validation set, or those that it may have. until: the last epoch
+            that it may be from.
         """
         path = self.path / "best.pt"
         if path.name in self.names():
             try:
                 state = checkpoint.read(path, KEYS)
-                if state["best_of"] == best_of and state["epoch"] <= until:
+                if state["best_of"] in best_of and state["epoch"] <= until:
                     return state["best"], state["epoch"]
                 reason = f"{path}: has the best {state['best_of']} of epoch {state['epoch']}"
                 set_aside(reason, path, "best-1.pt")
             except Damaged as error:
                 set_aside(error.line, path, "best.pt.corrupt")
-            except UserError as error:
+            except Foreign as error:
                 set_aside(error.line, path, "best-1.pt")
         reporting.remove_images(self.path)
         return -math.inf, 0

@@ -131,7 +131,7 @@ class Run:
 
     def _resume(self, state: State | None) -> None:
         """Open the folder; continue from `state`, whose weights the model has already."""
-        best_of, until = None, math.inf
+        best_of, until = list[str](), math.inf
         if state:
             self._check_kind(state)
         self.folder.open_for_training(is_new=not state)
@@ -145,7 +145,8 @@ class Run:
             checkpoint.load_states(state, self.parts, step)
             # After going back to an earlier checkpoint, a best.pt from later epochs does not count.
             if self.folder.contains(state["path"]):
-                best_of = self.best_of
+                names = [self.score] if self.history else self.scores
+                best_of = [f"{name} on {self.val_images}" for name in names]
                 until = self.epoch if state["path"] == self.folder.resume else math.inf
             for name in self.parts:  # they take as much memory again
                 state.pop(name, None)

@@ -1,21 +1,26 @@
 """How ranks meet, wait for each other, and need to be alike; and which one's failure counts."""
 
+import functools
 import importlib
 import os
 import re
 import signal
 import socket
 import sys
+import time
+from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 from generated import after_step, refusal
-from ranks import Patch
+from ports import free_port
+from ranks import Patch, fork, join, on_ranks, said, wait
 
 from ddpkit import launch
 from ddpkit.errors import UserError
-from ddpkit.ranks import distributed, environment, meeting
+from ddpkit.ranks import devices, distributed, environment, failures, meeting
 from ddpkit.run import machine
 
 
@@ -120,3 +125,76 @@ def test_a_stray():
 def test_a_name_that_does_not_resolve():
     with refusal("meeting.reach", "MASTER_ADDR=nowhere.invalid cannot be resolved"):
         meeting._reach("nowhere.invalid", 1, timedelta(seconds=0.4))
+
+
+@on_ranks(3, group=False)
+def test_turns_may_take_longer_than_collectives(tmp_path):
+    """Rank 0, then the first rank of another node, then the others; all leave together."""
+    rank, log = int(os.environ["RANK"]), tmp_path / "log"
+    os.environ["LOCAL_RANK"] = "0" if rank == 1 else "2"
+    distributed.setup(timeout=1)
+    for _ in range(2):
+        with distributed.rank_zero_first(), log.open("a") as file:
+            time.sleep(1.3)
+            file.write(f"{rank}")
+        assert len(log.read_text()) % 3 == 0
+        distributed.barrier()
+    assert log.read_text() == "012012"
+
+
+def end_of(act: Callable[[], object], folder: Path) -> tuple[list[int], list[str]]:
+    """Statuses of two nodes of one rank, and what each says, when rank 1 fails in `act`."""
+    port, began = free_port(), time.monotonic()
+
+    def begin(rank: int) -> None:
+        join(rank, 2, port)
+        os.environ.update(LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
+        environment.node = lambda: f"node{rank}"
+        with failures.one_line_errors():
+            act()
+
+    outputs = [folder / f"node{rank}" for rank in range(2)]
+    pids = [fork(functools.partial(begin, rank), path) for rank, path in enumerate(outputs)]
+    statuses = wait(pids, 30)
+    assert time.monotonic() - began < 15
+    return statuses, [said(path)[1] for path in outputs]
+
+
+def test_a_failure_in_a_turn(tmp_path):
+    """It ends those that wait for theirs."""
+
+    def act() -> None:
+        distributed.setup(timeout=60)
+        with distributed.rank_zero_first():
+            if distributed.rank() == 0:
+                raise UserError("no such file")
+
+    statuses, (first, other) = end_of(act, tmp_path)
+    assert statuses == [2, 2] and "no such file" in first
+    assert "rank 0 on node0 has failed" in other
+
+
+def test_a_failure_between_meeting_and_joining(tmp_path):
+    """As in distributed.py, when all ranks are there, but have no group yet."""
+
+    def act() -> None:
+        here = distributed.meet(timeout=60)
+        if here.rank == 1:
+            raise KeyError("a bug")
+        dist.init_process_group("gloo", store=here.store, rank=0, world_size=2)
+
+    statuses, (first, other) = end_of(act, tmp_path)
+    assert statuses == [1, 1] and "rank 1 on node1 has failed" in first
+    assert other.endswith("KeyError: 'a bug'\n")
+
+
+def test_a_broken_gpu(tmp_path):
+    """On one node; all say so, rather than wait for a rank that has gone."""
+
+    def act() -> None:
+        if environment.node() == "node1":
+            devices._name = lambda _: 1 / 0
+        distributed.setup(timeout=60)
+
+    statuses, lines = end_of(act, tmp_path)
+    assert statuses == [2, 2] and "node1: cpu cannot be used (division by zero)" in lines[0]
