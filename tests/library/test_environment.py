@@ -28,7 +28,7 @@ BATCH = {"SLURM_JOB_ID": "5", "SLURM_JOB_NUM_NODES": "2", "SLURM_PROCID": "0", "
 POD = {"PET_NNODES": "2", "PET_NODE_RANK": "1", "PET_MASTER_ADDR": "pod-0"}
 OWN = {"NNODES": "3", "NODE_RANK": "2", "MASTER_ADDR": "own", "MASTER_PORT": "1"}
 ALONE = Nodes(1, 0, 1, "127.0.0.1", 29500)
-SRUN = "2 nodes", "srun --ntasks-per-node 1 ./launch.sh", "NNODES=1"
+SRUN = "SLURM_JOB_NUM_NODES=2", "srun --ntasks-per-node 1 ./launch.sh", "NNODES=1"
 
 
 @pytest.fixture
@@ -62,12 +62,12 @@ def test_nodes_of_launch_sh(env, nodes, use):
 @pytest.mark.parametrize(
     ("env", "code", "words"),
     [
-        (BATCH, "read_task", SRUN),
+        (BATCH, "check_alone", SRUN),
         # the shell of salloc is a step, but none of srun's
-        ({**SHELL, "SLURM_STEP_ID": "4294967290"}, "read_task", ["4 nodes", "NNODES=1"]),
+        ({**SHELL, "SLURM_STEP_ID": "4294967290"}, "check_alone", ["NUM_NODES=4", "NNODES=1"]),
         (STEP, "read_nodes", ["7 copies", "--ntasks-per-node 1"]),
         ({**STEP, "SLURM_NODEID": ""}, "read_task", ["SLURM_NODEID"]),
-        (POD, "read_task", ["2 nodes", "torchrun", "NNODES=1"]),
+        (POD, "check_alone", ["PET_NNODES=2", "torchrun", "NNODES=1"]),
         ({**OWN, "NODE_RANK": ""}, "read_nodes", ["NNODES=3", "NODE_RANK"]),
         ({**OWN, "NODE_RANK": "3"}, "read_nodes", ["NODE_RANK=3", "0 to 2"]),
         ({"MASTER_PORT": "65536"}, "number", ["MASTER_PORT=65536", "1 to 65535"]),
@@ -123,13 +123,13 @@ def test_a_group_of_one_or_of_torchrun_stays(env, use):
 
 
 def test_a_batch_script_without_srun(project, few, tmp_path):
-    run([project.folder / "launch.sh"], **BATCH).refused("environment.read_task", *SRUN)
+    run([project.folder / "launch.sh"], **BATCH).refused("environment.check_alone", *SRUN)
 
     def batch() -> None:
         os.environ.update(BATCH)
 
     done = project.train(few, tmp_path / "out", on=1, patch=batch)
-    done.refused("environment.read_task", *SRUN)
+    done.refused("environment.check_alone", *SRUN)
     project.run(few, "--workers", 0, script="ddpkit check", on=1, patch=batch).ok()
 
 
