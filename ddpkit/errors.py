@@ -1,7 +1,9 @@
 """Errors whose message is one line, and how a line is printed."""
 
+import atexit
 import contextlib
 import importlib.util
+import os
 import re
 import sys
 from collections.abc import Sequence
@@ -75,8 +77,18 @@ def print_line(line: str, stream: TextIO | None) -> None:
         stream.flush()
 
 
+def guard_streams() -> None:
+    """Have closed streams, and what cannot be printed at the end, do no harm."""
+    for number in (0, 1, 2):
+        try:
+            os.fstat(number)
+        except OSError:  # the next file would get the number, and what C++ prints
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
+    atexit.register(drop_unprinted)
+
+
 def drop_unprinted() -> None:
-    """At exit: without this Python's status is 120 if something could not be printed."""
+    """Drop what cannot be printed, for which Python would exit with status 120."""
     for name in ("stdout", "stderr"):
         try:
             getattr(sys, name).flush()

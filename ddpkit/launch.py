@@ -27,7 +27,6 @@ SLURM:           srun --nodes 2 --ntasks-per-node 1 --cpus-per-task 32 --gpus-pe
 # Each rank has torchrun's variables and gets all signals that this process gets; it exits as the
 # rank that failed first. MAX_RESTARTS starts them again. This module imports no torch.
 
-import atexit
 import contextlib
 import math
 import os
@@ -39,7 +38,7 @@ import time
 import uuid
 from collections.abc import Sequence
 
-from ddpkit.errors import UserError, drop_unprinted, no_torch, print_error, print_line
+from ddpkit.errors import UserError, guard_streams, no_torch, print_error, print_line
 from ddpkit.ranks import environment, process, protocol
 from ddpkit.ranks.environment import Nodes
 
@@ -165,7 +164,7 @@ def find_first(statuses: Sequence[int | None]) -> tuple[int, int]:
 
 
 def main() -> int:
-    atexit.register(drop_unprinted)
+    guard_streams()
     words = sys.argv[1:]
     if words[:1] in (["-h"], ["--help"]):
         print_line(__doc__.rstrip(), sys.stdout)

@@ -22,7 +22,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
-from ddpkit.errors import UserError, drop_unprinted, need_torch, print_line
+from ddpkit.errors import UserError, drop_unprinted, guard_streams, need_torch, print_line
 from ddpkit.ranks import protocol
 from ddpkit.ranks.protocol import DEBUGGED_LAUNCHER, KILL, LAUNCHER, STOP_SIGNALS
 
@@ -155,7 +155,7 @@ def own(name: str) -> Any:
 
 def install_handlers() -> None:
     """Exit silently on Ctrl-C, and exit with torchrun or the debugger; print a stack on a crash."""
-    atexit.register(drop_unprinted)
+    guard_streams()
     need_torch()
     be_quiet()
     sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115  None if it is closed
