@@ -270,11 +270,19 @@ def _of_torch(error: Exception) -> UserError | str | None:
     text = str(error)
     if "Expected to have finished reduction in the prior iteration" in text:
         return _unused(error, text)
+    if found := re.search(r"Unable to find (?:address|interface) for: \[?([^\s\]]+)", text):
+        return UserError(
+            f"gloo finds no network interface {found[1]}: bring up the loopback (ip link set lo "
+            "up), which a sandbox may lack, or name an interface in GLOO_SOCKET_IFNAME"
+        )
     if isinstance(error, RuntimeError) and re.search("</torch_.*No space left", text):
         return f"rank {distributed.rank()}: {SHM}"
     is_known = isinstance(error, IndexError | AssertionError)
-    found = (line for pattern, line in REMEDIES.items() if is_known and re.search(pattern, text))
-    return UserError(line) if (line := next(found, "")) else None
+    if is_known:
+        for pattern, line in REMEDIES.items():
+            if re.search(pattern, text):
+                return UserError(line)
+    return None
 
 
 def _unused(error: Exception, text: str) -> UserError:

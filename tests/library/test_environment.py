@@ -59,6 +59,44 @@ def test_nodes_of_launch_sh(env, nodes, use):
     assert environment.read_nodes() == nodes
 
 
+OTHERS = [
+    {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "job-master-0"},  # a PyTorchJob's
+    {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"},  # in a rank of torchrun
+    {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "0"},
+    {"PMI_SIZE": "2", "PMI_RANK": "0"},
+    {"MV2_COMM_WORLD_SIZE": "2"},
+    {"PMIX_RANK": "1"},
+    {"FLUX_JOB_SIZE": "2", "FLUX_JOB_NNODES": "2"},
+    {"PBS_NUM_NODES": "2"},
+    {"AWS_BATCH_JOB_NUM_NODES": "2"},
+    {**SHELL, "OMPI_COMM_WORLD_SIZE": "2"},  # mpirun in the shell of srun --pty
+]
+
+
+@pytest.mark.parametrize("others", OTHERS)
+def test_one_of_several_by_another_launcher(others, use):
+    """Nobody trains alone by mistake; a person may say so, and a variable may say "one"."""
+    use(others)
+    with refusal("environment.check_alone", "there are others", "NNODES=1"):
+        environment.read_nodes()
+    use({**others, "RANK": ""})
+    with refusal("environment.check_alone", "there are others", "NNODES=1"):
+        environment.adopt()
+    environment.adopt(alone=True)
+    use({**others, "NNODES": "1"})
+    assert environment.read_nodes() == ALONE
+    use({name: "1" if value == "2" else "0" for name, value in others.items() if name not in SHELL})
+    assert environment.read_nodes() == ALONE
+
+
+def test_what_another_launcher_has_left(use):
+    """A group of one divides nothing by the ranks of a launch that is over."""
+    env = use({"LOCAL_WORLD_SIZE": "4"})
+    assert not environment.has_other_nodes()
+    environment.adopt()
+    assert "LOCAL_WORLD_SIZE" not in env
+
+
 @pytest.mark.parametrize(
     ("env", "code", "words"),
     [

@@ -3,6 +3,7 @@
 import importlib
 import os
 import re
+import shutil
 import signal
 import socket
 import sys
@@ -10,12 +11,12 @@ from datetime import timedelta
 
 import pytest
 import torch.distributed as dist
-from generated import after_step, refusal
-from ranks import Patch
+from generated import after_step, refusal, wait_for
+from ranks import Patch, on_ranks
 
 from ddpkit import launch
 from ddpkit.errors import UserError
-from ddpkit.ranks import distributed, environment, meeting
+from ddpkit.ranks import distributed, environment, explaining, failures, meeting, protocol
 from ddpkit.run import machine
 
 
@@ -120,3 +121,42 @@ def test_a_stray():
 def test_a_name_that_does_not_resolve():
     with refusal("meeting.reach", "MASTER_ADDR=nowhere.invalid cannot be resolved"):
         meeting._reach("nowhere.invalid", 1, timedelta(seconds=0.4))
+
+
+@on_ranks(2, group=False)
+def test_a_store_that_is_cleaned_away(tmp_path):
+    """The file is written anew, with what it held; a while before it would count as old."""
+    folder = tmp_path / "private"
+    folder.mkdir(0o700, exist_ok=True)
+    os.environ[protocol.STORE] = str(folder / "store")
+    failures.TOUCH_SECONDS = 0
+    with failures.one_line_errors():
+        distributed.setup(timeout=30)
+        distributed.store().set(f"key {distributed.rank()}", "1")
+        distributed.barrier()
+        if distributed.is_rank_zero():
+            os.utime(folder / "store", (1, 1))
+            wait_for(lambda: (folder / "store").stat().st_mtime > 1)
+            shutil.rmtree(folder)
+        distributed.barrier()
+        keys = ["key 0", "key 1"]
+        assert distributed.await_keys(keys, 20)
+        assert [*distributed.store().multi_get(keys)] == [b"1", b"1"]
+        assert folder.stat().st_mode & 0o077 == 0
+
+
+@on_ranks(1)
+def test_processes_of_a_container(monkeypatch):
+    """A number means another process in a container, even if that has the host's name."""
+    key = protocol.PROCESS.format(1)
+    gone = 2**22 + 1  # no process can have it
+    here = environment.process_space()
+    for space, state in (
+        (here, f"rank 1 has ended (process {gone})"),
+        (f"{here}1", f"rank 1 does not answer (process {gone} in another container on "),
+        ("", f"rank 1 does not answer (process {gone} in another container on "),
+    ):
+        distributed.store().set(key, f"{environment.node()} {space} {gone}")
+        assert explaining.states([1])[0].startswith(state)
+    monkeypatch.setattr(environment, "process_space", str)  # without /proc
+    assert explaining.states([1]) == [f"rank 1 has ended (process {gone})"]
