@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ddpkit.errors import UserError, escape
+from ddpkit.errors import UserError, escape, print_line
 from ddpkit.ranks import devices, environment, meeting, process, protocol
 
 T = TypeVar("T")
@@ -66,7 +66,8 @@ def meet(
     else:
         Group.store, number, size = dist.HashStore(), 0, 1
         devices.check([note], device, Group.is_debugged)
-    Group.store.set(protocol.PROCESS.format(number), f"{environment.node()} {os.getpid()}")
+    own = f"{environment.node()} {environment.process_space()} {os.getpid()}"
+    Group.store.set(protocol.PROCESS.format(number), own)
     Group.has_met = True  # a rank that fails before it joins the group ends the others, too
     # With a connection of its own: torch waits at it for the others, and ours has to hear meanwhile
     # that one of them has failed.
@@ -143,8 +144,7 @@ def is_rank_zero() -> bool:
 def say(line: str) -> None:
     """Print `line` on rank 0, control characters escaped; nothing if the terminal is closed."""
     if is_rank_zero():
-        with contextlib.suppress(OSError):
-            print(escape(line), flush=True)
+        print_line(escape(line), sys.stdout)
 
 
 def reduce_tensor(tensor: Tensor, op: str = "sum") -> Tensor:
@@ -229,7 +229,7 @@ def wait_for_debugger(ranks: Sequence[int], port: int) -> None:
         text = f"cannot listen with debugpy at {host}:{port} ({error})"
         raise UserError(f"--debug-rank: {text}: install it, or use another port, R:PORT") from None
     line = f"rank {rank()} on {environment.node()} waits for a debugger: host {host}, port {port}"
-    print(line, file=sys.stderr, flush=True)
+    print_line(line, sys.stderr)
     threading.main_thread().name = f"rank {rank()}"
     debugpy.wait_for_client()
 

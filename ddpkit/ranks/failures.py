@@ -13,6 +13,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import NoReturn
 
 import torch
@@ -27,6 +28,7 @@ from ddpkit.ranks.protocol import ANSWER_SECONDS, END_SECONDS, ERROR, MISTAKE, P
 
 BROKEN = re.compile(r"Broken pipe|Connection \w+|remote process exited|time(d )?out", re.I)
 GIB = 2**30
+TOUCH_SECONDS = 3600
 # What torch says of common mistakes, and what to do
 SHM = "/dev/shm is too small for the batches of loader workers (see df -h /dev/shm): docker run "
 SHM += "--ipc=host or --shm-size=8g; else lower --workers"
@@ -54,11 +56,20 @@ def one_line_errors(*explainers: Callable[[Exception], str | UserError | None]) 
     if isinstance(sys.stdout, io.TextIOWrapper):  # some file names are not valid text
         sys.stdout.reconfigure(errors="backslashreplace")
     watch.add(follow_others)
+    rank = os.getpid()
     try:
         yield
-    except KeyboardInterrupt:
-        process.exit_now(128 + signal.SIGINT)
-    except Exception as error:
+    except BaseException as error:
+        if os.getpid() != rank:  # in a child that the block has forked
+            raise
+        if isinstance(error, KeyboardInterrupt):
+            process.exit_now(128 + signal.SIGINT)
+        if not isinstance(error, Exception):
+            # sys.exit: Python prints a text, argparse has printed why its status is MISTAKE.
+            code = getattr(error, "code", None)
+            if isinstance(code, str) or code == MISTAKE:
+                process.note_exit()
+            raise
         watch.is_leaving = True
         for explain in (_of_disk, _of_memory, _of_torch, *explainers, _lost_rank):
             if line := explain(error):
@@ -96,10 +107,66 @@ def _leave(status: int) -> NoReturn:
     process.exit_now(status)
 
 
+class StoreFile:
+    """The file of a store, in TMPDIR, from which programs remove what is some days old."""
+
+    def __init__(self, path: str) -> None:
+        self.path = Path(path)
+        self.handle = open(path, "rb")  # noqa: SIM115  it can be read when it is removed
+        self.touched = time.monotonic()
+
+    def keep(self) -> None:
+        """Touch the file now and then; if it has been removed, write it anew."""
+        try:
+            if not self._is_there():
+                self._write()
+            elif time.monotonic() > self.touched + TOUCH_SECONDS:
+                os.utime(self.path)
+                self.touched = time.monotonic()
+        except OSError as error:
+            print_error(f"{self.path}, through which the ranks agree, has gone ({error.strerror})")
+            process.exit_now(1)
+
+    def _is_there(self) -> bool:
+        with contextlib.suppress(FileNotFoundError):
+            return os.path.samestat(self.path.stat(), os.fstat(self.handle.fileno()))
+        return False
+
+    def _write(self) -> None:
+        folder = self.path.parent
+        with contextlib.suppress(FileExistsError):
+            folder.mkdir(0o700)
+        if folder.lstat().st_uid != os.getuid():  # another user's, who could change what is in it
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST))
+        self.handle.seek(0)
+        content = self.handle.read()
+        with contextlib.suppress(FileNotFoundError):
+            content += self.path.read_bytes()  # what another rank has added meanwhile
+        whole = self.path.with_name("whole")
+        whole.write_bytes(content)
+        whole.rename(self.path)
+        self.handle = self.path.open("rb")
+        distributed.say(f"{self.path} had been removed and is written anew; what cleans TMPDIR?")
+
+
+_store_file: list[StoreFile] = []  # of the first rank of a node, if the store is a file
+
+
+def keep_store() -> None:
+    store = distributed.store()
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    if isinstance(store, dist.FileStore) and distributed.local_rank() == 0:
+        if not _store_file:
+            _store_file.append(StoreFile(store.path))
+        _store_file[0].keep()
+
+
 def follow_others(_: list[int]) -> None:
     """End this rank once another has failed; say where it is if one or a person asks."""
     if not distributed.has_met():
         return
+    keep_store()
     try:
         status, is_held = status_of_failure(), distributed.is_debugged() or watch.is_leaving
         if status is not None and not is_held:  # nccl does not notice it
@@ -205,11 +272,19 @@ def _of_torch(error: Exception) -> UserError | str | None:
     text = str(error)
     if "Expected to have finished reduction in the prior iteration" in text:
         return _unused(error, text)
+    if found := re.search(r"Unable to find (?:address|interface) for: \[?([^\s\]]+)", text):
+        return UserError(
+            f"gloo finds no network interface {found[1]}: bring up the loopback (ip link set lo "
+            "up), which a sandbox may lack, or name an interface in GLOO_SOCKET_IFNAME"
+        )
     if isinstance(error, RuntimeError) and re.search("</torch_.*No space left", text):
         return f"rank {distributed.rank()}: {SHM}"
     is_known = isinstance(error, IndexError | AssertionError)
-    found = (line for pattern, line in REMEDIES.items() if is_known and re.search(pattern, text))
-    return UserError(line) if (line := next(found, "")) else None
+    if is_known:
+        for pattern, line in REMEDIES.items():
+            if re.search(pattern, text):
+                return UserError(line)
+    return None
 
 
 def _unused(error: Exception, text: str) -> UserError:

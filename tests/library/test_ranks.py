@@ -4,6 +4,7 @@ import functools
 import importlib
 import os
 import re
+import shutil
 import signal
 import socket
 import sys
@@ -14,13 +15,21 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
-from generated import after_step, refusal
+from generated import after_step, refusal, wait_for
 from ports import free_port
 from ranks import Patch, fork, join, on_ranks, said, wait
 
 from ddpkit import launch
 from ddpkit.errors import UserError
-from ddpkit.ranks import devices, distributed, environment, failures, meeting
+from ddpkit.ranks import (
+    devices,
+    distributed,
+    environment,
+    explaining,
+    failures,
+    meeting,
+    protocol,
+)
 from ddpkit.run import machine
 
 
@@ -198,3 +207,42 @@ def test_a_broken_gpu(tmp_path):
 
     statuses, lines = end_of(act, tmp_path)
     assert statuses == [2, 2] and "node1: cpu cannot be used (division by zero)" in lines[0]
+
+
+@on_ranks(2, group=False)
+def test_a_store_that_is_cleaned_away(tmp_path):
+    """The file is written anew, with what it held; a while before it would count as old."""
+    folder = tmp_path / "private"
+    folder.mkdir(0o700, exist_ok=True)
+    os.environ[protocol.STORE] = str(folder / "store")
+    failures.TOUCH_SECONDS = 0
+    with failures.one_line_errors():
+        distributed.setup(timeout=30)
+        distributed.store().set(f"key {distributed.rank()}", "1")
+        distributed.barrier()
+        if distributed.is_rank_zero():
+            os.utime(folder / "store", (1, 1))
+            wait_for(lambda: (folder / "store").stat().st_mtime > 1)
+            shutil.rmtree(folder)
+        distributed.barrier()
+        keys = ["key 0", "key 1"]
+        assert distributed.await_keys(keys, 20)
+        assert [*distributed.store().multi_get(keys)] == [b"1", b"1"]
+        assert folder.stat().st_mode & 0o077 == 0
+
+
+@on_ranks(1)
+def test_processes_of_a_container(monkeypatch):
+    """A number means another process in a container, even if that has the host's name."""
+    key = protocol.PROCESS.format(1)
+    gone = 2**22 + 1  # no process can have it
+    here = environment.process_space()
+    for space, state in (
+        (here, f"rank 1 has ended (process {gone})"),
+        (f"{here}1", f"rank 1 does not answer (process {gone} in another container on "),
+        ("", f"rank 1 does not answer (process {gone} in another container on "),
+    ):
+        distributed.store().set(key, f"{environment.node()} {space} {gone}")
+        assert explaining.states([1])[0].startswith(state)
+    monkeypatch.setattr(environment, "process_space", str)  # without /proc
+    assert explaining.states([1]) == [f"rank 1 has ended (process {gone})"]
