@@ -18,7 +18,7 @@ def setup(seed: int, deterministic: bool = False) -> torch.device:
     if has_gpu:
         torch.accelerator.set_device_index(here.device)
     dist.init_process_group(
-        here.backend,  # nccl for GPUs, gloo for CPUs
+        here.backend,  # nccl for tensors on GPUs, gloo for those on CPUs and for objects
         store=here.store,
         rank=here.rank,
         world_size=here.world_size,

@@ -91,9 +91,19 @@ def check(notes: Sequence[Note], device: torch.device, is_debugged: bool) -> tor
 
 
 def backend(device: torch.device) -> str:
-    """Return what carries collectives: "nccl", "gloo" or another that torch has for `device`."""
+    """Return what carries collectives: "gloo", or with GPUs such as "cpu:gloo,cuda:nccl".
+
+    Objects, such as a checkpoint, then travel between the CPUs and take no GPU memory.
+    """
     name = dist.get_default_backend_for_device(device)
     if name == "gloo" and dist.get_debug_level() == dist.DebugLevel.DETAIL:
         meeting.say("TORCH_DISTRIBUTED_DEBUG=DETAIL crashes DDP with gloo: using INFO")
         dist.set_debug_level(dist.DebugLevel.INFO)
-    return name
+    if device.type == "cpu":
+        return name
+    return f"cpu:gloo,{device.type}:{name}"
+
+
+def is_mixed() -> bool:
+    """Return whether the group has a backend of GPUs beside that of CPUs."""
+    return "," in dist.get_backend()

@@ -35,11 +35,11 @@ class Rank(NamedTuple):
     """What torch.distributed.init_process_group needs to know."""
 
     device: torch.device  # the GPU that is this rank's, or the CPU
-    backend: str  # what carries collectives: "nccl", "gloo" or another that torch has for it
+    backend: str  # what carries collectives, of GPUs and of CPUs: "cpu:gloo,cuda:nccl", or "gloo"
     store: dist.Store
     rank: int
     world_size: int
-    timeout: timedelta
+    timeout: timedelta  # after which torch ends a collective
 
 
 def meet(
@@ -66,13 +66,19 @@ def meet(
         Group.store, number, size = dist.HashStore(), 0, 1
         devices.check([note], device, Group.is_debugged)
     Group.store.set(protocol.PROCESS.format(number), f"{environment.node()} {os.getpid()}")
-    return Rank(device, devices.backend(device), Group.store, number, size, Group.timeout)
+    ends_after = Group.timeout
+    if device.type != "cpu":  # torch would end the rank with SIGABRT; failures.end_late is first
+        ends_after += timedelta(seconds=protocol.LATE_SECONDS)
+    return Rank(device, devices.backend(device), Group.store, number, size, ends_after)
 
 
 def setup(**options: Any) -> torch.device:
     """Join the group of those that `meet`, with these `options`, finds; return the device."""
     device, backend, store, number, size, timeout = meet(**options)
-    dist.init_process_group(backend, None, timeout, size, number, store)
+    own = None if device.type == "cpu" else device
+    if own:
+        torch.accelerator.set_device_index(own)
+    dist.init_process_group(backend, None, timeout, size, number, store, device_id=own)
     return device
 
 

@@ -2,18 +2,22 @@
 
 import itertools
 import math
+import os
+import re
 import signal
 import sys
 from collections import Counter
 from typing import Any
 
 import emulate
+import pytest
 import torch
 from generated import after_step, both_tasks, rows, wait_for
 from ranks import draw_nothing, on_ranks
 
 import ddpkit
 from ddpkit.data.loading import First
+from ddpkit.ranks import distributed, explaining
 from ddpkit.run import checkpoint
 from ddpkit.run.loop import Run
 
@@ -134,3 +138,22 @@ def test_out_of_memory(project, few, tmp_path):
     done = project.train(few, tmp_path / "out", patch=greedy)
     asked = "asked for 32.00 GiB, peak 0.0"
     done.refused("failures.of_memory", "rank 1 ", asked, " of 16 GiB", "--batch-size 4")
+
+
+@pytest.mark.parametrize("by_default", [True, False])
+def test_ranks_that_wait(project, few, tmp_path, by_default):
+    """nccl's ranks hang: a block says where, then one line, before torch's watchdog has a turn."""
+
+    def patch() -> None:
+        if not by_default:  # the one of torch before 2.15
+            os.environ["TORCH_DIST_USE_NCCL2"] = "0"
+        explaining.ROOT = project.folder
+        after_step(2, lambda: distributed.reduce_tensor(torch.ones(3, device="cuda")), 0)()
+
+    done = project.train(few, tmp_path / "out", *SHORT, "--dist-timeout", 4, on=3, patch=patch)
+    print(done.err)
+    assert (done.status, done.left) == (1, []), done.err
+    assert re.search(r"^rank 0, epoch 1, step 2, .*: in collective \d+, all_reduce", done.err, re.M)
+    assert re.search(r"^ranks 1, 2, epoch .*: in collective \d+, all_reduce", done.err, re.M)
+    ended = r"^error: rank \d timed out after 4 s \(--dist-timeout\) waiting for another rank$"
+    assert len(re.findall(ended, done.err, re.M)) == 1 and "atchdog" not in done.err
