@@ -14,10 +14,11 @@ import pytest
 import torch
 from generated import after_step, both_tasks, rows, wait_for
 from ranks import draw_nothing, on_ranks
+from torch import nn
 
 import ddpkit
 from ddpkit.data.loading import First
-from ddpkit.ranks import distributed, explaining
+from ddpkit.ranks import distributed, explaining, replicas
 from ddpkit.run import checkpoint
 from ddpkit.run.loop import Run
 
@@ -43,6 +44,34 @@ class Again(list):
     def __init__(self, loader: Any, times: int) -> None:
         super().__init__([*loader] * times)
         self.dataset, self.batch_sampler = loader.dataset, loader.batch_sampler
+
+
+@on_ranks(2)
+def test_what_travels_between_cpus(recwarn):
+    """Objects, and tensors that are there, ask nothing of the GPU; a barrier asks the own one."""
+    rank, before = distributed.rank(), counts()
+    assert distributed.gather_objects({"rank": rank}) == [{"rank": 0}, {"rank": 1}]
+    assert distributed.from_rank(1, bytes, 2**20) == bytes(2**20)
+    assert distributed.reduce_tensor(torch.tensor(1)) == 2
+    assert counts() == before
+    distributed.barrier()
+    assert torch.cuda.current_device() == rank and not recwarn.list
+
+
+@on_ranks(2)
+def test_buffers_of_both_devices():
+    """One broadcast for each; slices of a GPU, which nccl refuses, too."""
+    network, rank = nn.Module(), distributed.rank()
+    for device in "cpu", "cuda":
+        numbers = torch.arange(12.0, device=device).view(3, 4) + 100 * rank
+        network.register_buffer(f"whole_{device}", numbers)
+        network.register_buffer(f"sliced_{device}", numbers.clone()[:, ::2])
+        network.register_buffer(f"flags_{device}", numbers < 50)
+    before = counts()["collectives"]
+    replicas.sync_networks([network])
+    assert counts()["collectives"] == before + 1
+    for name, buffer in network.named_buffers():
+        assert buffer.sum() == {"whole": 66, "sliced": 30, "flags": 12}[name.split("_")[0]], name
 
 
 @both_tasks

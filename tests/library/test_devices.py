@@ -57,7 +57,8 @@ def test_devices(kind, seen, env, device, node):
     assert found == torch.device(device)
     assert note["device"] == found.type and not note["mistake"]
     assert note["gpu"].split() == ([] if device == "cpu" else ["7", device[-1]])
-    assert devices.backend(found) == {"cuda": "nccl", "cpu": "gloo", "xpu": "xccl"}[found.type]
+    backends = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl", "xpu": "cpu:gloo,xpu:xccl"}
+    assert devices.backend(found) == backends[found.type]
     assert devices.pick(on_cpu=True)[0] == devices.CPU
 
 
