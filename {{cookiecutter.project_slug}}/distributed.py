@@ -35,7 +35,7 @@ def reduce_tensor(tensor: Tensor) -> Tensor:
     Every rank has to call it. For a mean, reduce the sum and the count of samples and divide once:
     a mean of the ranks' means is wrong as soon as they hold different numbers of samples.
     """
-    result = tensor.detach().clone()
+    result = tensor.detach() + 0  # a copy; of bools, whose sum would be one bool, as integers
     dist.all_reduce(result)
     return result
 

@@ -57,10 +57,14 @@ def meet(
         os.environ.setdefault("LOCAL_RANK", str(local_rank))
     device, note = devices.pick(on_cpu=alone)
     if "RANK" in os.environ:
-        if sys.platform == "linux" and not environment.has_other_nodes():
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # nobody else can reach it
+        has_others = environment.has_other_nodes()
+        if sys.platform == "linux" and not has_others:
+            os.environ.setdefault(devices.NETWORK, "lo")  # nobody else can reach it
+        note["address"] = devices.address(os.environ.get("MASTER_ADDR", "")) if has_others else ""
         Group.store, number, size = meeting.open_store(Group.timeout)
         Group.store, notes = meeting.join(Group.store, number, size, Group.timeout, note)
+        if has_others:
+            devices.choose_network(notes)
         device = devices.check(notes, device, Group.is_debugged)
     else:
         Group.store, number, size = dist.HashStore(), 0, 1
@@ -144,7 +148,7 @@ def say(line: str) -> None:
 
 def reduce_tensor(tensor: Tensor, op: str = "sum") -> Tensor:
     """Return `tensor` combined over all ranks by `op`: "sum", "min", "max" or "mean"."""
-    result = tensor.detach().clone()
+    result = tensor.detach() + 0  # a copy; of bools, whose sum would be one bool, as integers
     dist.all_reduce(result, OPERATIONS["sum" if op == "mean" else op])
     return result / world_size() if op == "mean" else result
 

@@ -31,6 +31,10 @@ GIB = 2**30
 # What torch says of common mistakes, and what to do
 SHM = "/dev/shm is too small for the batches of loader workers (see df -h /dev/shm): docker run "
 SHM += "--ipc=host or --shm-size=8g; else lower --workers"
+NO_NETWORK = (
+    "one has ended, or this node's name leads elsewhere: set GLOO_SOCKET_IFNAME, on each node "
+)
+NO_NETWORK += "the name of its interface to the others, such as eth0 (ip addr)"
 REMEDIES = {
     r"Target \d+ is out of bounds": (
         "a target is no class number; if it is 255, a pixel without a label, give torch's loss "
@@ -241,6 +245,8 @@ def _of_torch(error: Exception) -> UserError | str | None:
     text = str(error)
     if "Expected to have finished reduction in the prior iteration" in text:
         return _unused(error, text)
+    if "Gloo connectFullMesh failed" in text:
+        return f"{environment.own_rank()} cannot connect to all other ranks: {NO_NETWORK}"
     if isinstance(error, RuntimeError) and re.search("</torch_.*No space left", text):
         return f"rank {distributed.rank()}: {SHM}"
     is_known = isinstance(error, IndexError | AssertionError)
