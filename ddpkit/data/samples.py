@@ -19,7 +19,7 @@ from PIL import Image
 from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
-from ddpkit.errors import LineError, UserError, print_line
+from ddpkit.errors import LineError, UserError, print_line, shorten
 from ddpkit.ranks import distributed
 
 BITS = 2**64 - 1
@@ -30,6 +30,7 @@ WANTED = (
     'return (image, target) or a dict with "image" and "label": a PIL image, an array (H, W, C) or '
     "a tensor (C, H, W), uint8 or float, and the number of the class, or a mask"
 )
+UNLABELLED = 255, -100  # of pixels: in masks, and what torch's losses leave out by default
 MapDataset = Any  # with len and samples by number
 # Of a million samples a checksum takes seconds, and a start asks for it several times.
 _fingerprints: weakref.WeakKeyDictionary[Any, tuple[tuple, str]] = weakref.WeakKeyDictionary()
@@ -121,7 +122,8 @@ class Seeded(Dataset):
         becomes a tensor (H, W).
     classes: their names or number.
 
-    Raises a UserError for a sample of another kind, and for an integer label beyond the classes.
+    Raises a UserError for a sample of another kind, and for integers beyond the classes as a label
+    or in a mask, (H, W) as the image; pixels without a label are 255, or -100.
 
         train_loader = DataLoader(ddpkit.Seeded(train_set, classes, seed=0), sampler=sampler, ...)
     """
@@ -194,7 +196,30 @@ class Seeded(Dataset):
             line = f"{name(self.dataset, index)}: label {label}, but the classes are 0 to"
             line += f" {self.num_classes - 1}; correct it, or return a float if it is no class"
             raise UserError(line)
+        if isinstance(target, Tensor) and target.ndim > 1:
+            self._check_mask(index, image, target)
         return image, target, *others
+
+    def _check_mask(self, index: int, image: Tensor, mask: Tensor) -> None:
+        """Raise a UserError for numbers beyond the classes: a GPU would end the run elsewhere."""
+        is_mask = mask.shape[-2:] == image.shape[-2:] and mask.device.type == "cpu"
+        if not is_mask or mask.dtype == torch.bool or mask.is_floating_point():
+            return
+        values = mask.numpy()  # a fifth of the time that torch takes for this
+        # In the usual case in the least time: 255 becomes 0.
+        if values.dtype == np.uint8 and (values + np.uint8(1)).max(initial=0) <= self.num_classes:
+            return
+        beyond = values.view(f"u{values.itemsize}") >= self.num_classes  # negative ones are large
+        if beyond.any():
+            for void in UNLABELLED:
+                beyond &= values != void
+        if beyond.any():
+            found = shorten([*map(str, np.unique(values[beyond]).tolist())])
+            raise UserError(
+                f"{name(self.dataset, index)}: the mask has {found}, but the classes are 0 to "
+                f"{self.num_classes - 1} (without a label: 255, or -100); correct it, or return "
+                "floats if they are no classes"
+            )
 
     @functools.cached_property
     def channels(self) -> int:

@@ -36,11 +36,11 @@ class Rank(NamedTuple):
     """What torch.distributed.init_process_group needs to know."""
 
     device: torch.device  # the GPU that is this rank's, or the CPU
-    backend: str  # what carries collectives: "nccl", "gloo" or another that torch has for it
+    backend: str  # what carries collectives, of GPUs and of CPUs: "cpu:gloo,cuda:nccl", or "gloo"
     store: dist.Store
     rank: int
     world_size: int
-    timeout: timedelta
+    timeout: timedelta  # after which torch ends a collective
 
 
 def meet(
@@ -58,10 +58,14 @@ def meet(
         os.environ.setdefault("LOCAL_RANK", str(local_rank))
     device, note = devices.pick(on_cpu=alone)
     if "RANK" in os.environ:
-        if sys.platform == "linux" and not environment.has_other_nodes():
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # nobody else can reach it
+        has_others = environment.has_other_nodes()
+        if sys.platform == "linux" and not has_others:
+            os.environ.setdefault(devices.NETWORK, "lo")  # nobody else can reach it
+        note["address"] = devices.address(os.environ.get("MASTER_ADDR", "")) if has_others else ""
         Group.store, number, size = meeting.open_store(Group.timeout)
         Group.store, notes = meeting.join(Group.store, number, size, Group.timeout, note)
+        if has_others:
+            devices.choose_network(notes)
         device = devices.check(notes, device, Group.is_debugged)
     else:
         Group.store, number, size = dist.HashStore(), 0, 1
@@ -73,13 +77,19 @@ def meet(
     # that one of them has failed.
     torchs = Group.store.clone()
     torchs.set_timeout(Group.timeout)
-    return Rank(device, devices.backend(device), torchs, number, size, Group.timeout)
+    ends_after = Group.timeout
+    if device.type != "cpu":  # torch would end the rank with SIGABRT; failures.Lateness is first
+        ends_after += timedelta(seconds=protocol.LATE_SECONDS)
+    return Rank(device, devices.backend(device), torchs, number, size, ends_after)
 
 
 def setup(**options: Any) -> torch.device:
     """Join the group of those that `meet`, with these `options`, finds; return the device."""
     device, backend, store, number, size, timeout = meet(**options)
-    dist.init_process_group(backend, None, timeout, size, number, store)
+    own = None if device.type == "cpu" else device
+    if own:
+        torch.accelerator.set_device_index(own)
+    dist.init_process_group(backend, None, timeout, size, number, store, device_id=own)
     return device
 
 
@@ -149,7 +159,7 @@ def say(line: str) -> None:
 
 def reduce_tensor(tensor: Tensor, op: str = "sum") -> Tensor:
     """Return `tensor` combined over all ranks by `op`: "sum", "min", "max" or "mean"."""
-    result = tensor.detach().clone()
+    result = tensor.detach() + 0  # a copy; of bools, whose sum would be one bool, as integers
     dist.all_reduce(result, OPERATIONS["sum" if op == "mean" else op])
     return result / world_size() if op == "mean" else result
 

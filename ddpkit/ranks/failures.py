@@ -10,6 +10,7 @@ import os
 import re
 import signal
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -22,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddpkit import files
 from ddpkit.errors import DiskError, UserError, print_error, shorten
-from ddpkit.ranks import distributed, environment, process, protocol, replicas
+from ddpkit.ranks import devices, distributed, environment, process, protocol, replicas
 from ddpkit.ranks.process import watch
 from ddpkit.ranks.protocol import ANSWER_SECONDS, END_SECONDS, ERROR, MISTAKE, POLL_SECONDS
 
@@ -32,6 +33,10 @@ TOUCH_SECONDS = 3600
 # What torch says of common mistakes, and what to do
 SHM = "/dev/shm is too small for the batches of loader workers (see df -h /dev/shm): docker run "
 SHM += "--ipc=host or --shm-size=8g; else lower --workers"
+NO_NETWORK = (
+    "one has ended, or this node's name leads elsewhere: set GLOO_SOCKET_IFNAME, on each node "
+)
+NO_NETWORK += "the name of its interface to the others, such as eth0 (ip addr)"
 REMEDIES = {
     r"Target \d+ is out of bounds": (
         "a target is no class number; if it is 255, a pixel without a label, give torch's loss "
@@ -162,6 +167,35 @@ def keep_store() -> None:
         _store_file[0].keep()
 
 
+class Lateness:
+    """Ends this rank, from its thread, once a collective of a run with GPUs takes --dist-timeout.
+
+    The main thread then waits for the GPU, where no exception reaches it, and torch's own watchdog
+    would end it with SIGABRT and a page of C++. Among CPUs torch raises an exception in time.
+    """
+
+    def __init__(self) -> None:
+        self.place = 0, 0  # of the main thread at the last look
+        self.since = 0.0  # when it was first seen there
+
+    def check(self) -> None:
+        frame = sys._current_frames()[threading.main_thread().ident or 0]
+        place = id(frame), frame.f_lasti
+        now = time.monotonic()
+        if place != self.place:
+            self.place = place
+            self.since = now
+        elif now - self.since >= distributed.timeout():
+            from ddpkit.ranks import explaining
+
+            # It may do slow work that is not a collective.
+            if explaining.here().waits_in:
+                report(_of_others(is_late=True), 1)
+
+
+_lateness = Lateness()
+
+
 def follow_others(_: list[int]) -> None:
     """End this rank once another has failed; say where it is if one or a person asks."""
     if not distributed.has_met():
@@ -174,6 +208,8 @@ def follow_others(_: list[int]) -> None:
             process.exit_now(status)
         if not distributed.is_joined():
             return
+        if devices.is_mixed() and not is_held:
+            _lateness.check()
         is_asked = distributed.store().check([protocol.ASKED.format(watch.questions + 1)])
         person = watch.folder / protocol.QUESTION if watch.folder else None
         is_person = person and distributed.is_rank_zero() and person.exists()
@@ -231,19 +267,25 @@ def _lost_rank(error: Exception) -> str | None:
     by_group = by_gloo or isinstance(error, dist.DistError)
     if not (found and by_group and distributed.is_set_up()):
         return None
-    if found[0].lower().startswith("time"):
+    is_late = found[0].lower().startswith("time")
+    if not is_late:
+        time.sleep(POLL_SECONDS)  # for a rank that has timed out, and so left, to say it first
+    return _of_others(is_late)
+
+
+def _of_others(is_late: bool) -> str:
+    """Return a line on the others: this rank has waited too long for one, or lost it."""
+    line = f"{environment.own_rank()} lost another rank"
+    if is_late:
         seconds = f"{distributed.timeout():g} s (--dist-timeout)"
         line = f"{environment.own_rank()} timed out after {seconds} waiting for another rank"
-    else:
-        time.sleep(POLL_SECONDS)  # for a rank that has timed out, and so left, to say it first
-        line = f"{environment.own_rank()} lost another rank"
     stderr = sys.__stderr__ or sys.stderr
     faulthandler.dump_traceback_later(3 * END_SECONDS, exit=True, file=stderr)  # if the store hangs
     try:
         if status_of_failure() is None and not distributed.store().check([protocol.STOP]):
             from ddpkit.ranks import explaining
 
-            if "timed out" in line and not watch.questions:  # before training no hang is shown
+            if is_late and not watch.questions:  # before training no hang is shown
                 explaining.show(f"{line}:", ANSWER_SECONDS, is_hang=False)
             states = explaining.states(range(distributed.world_size()))
             line = ": ".join([line, *(state for state in states if "has ended" in state)])
@@ -277,6 +319,8 @@ def _of_torch(error: Exception) -> UserError | str | None:
             f"gloo finds no network interface {found[1]}: bring up the loopback (ip link set lo "
             "up), which a sandbox may lack, or name an interface in GLOO_SOCKET_IFNAME"
         )
+    if "Gloo connectFullMesh failed" in text:
+        return f"{environment.own_rank()} cannot connect to all other ranks: {NO_NETWORK}"
     if isinstance(error, RuntimeError) and re.search("</torch_.*No space left", text):
         return f"rank {distributed.rank()}: {SHM}"
     is_known = isinstance(error, IndexError | AssertionError)

@@ -42,6 +42,7 @@ END_SECONDS = 5  # for the launcher to end a rank, for others to see a failure, 
 GRACE_TORCHRUN_SECONDS = 24  # for a rank to answer a STOP, where torchrun kills all after 30
 GRACE_SECONDS = 100  # the same under our launcher, which kills them after
 STOP_SECONDS = 120
+LATE_SECONDS = 60  # for torch's watchdog of GPUs to come after our end at --dist-timeout
 NOTICE_SECONDS = 30  # then it is said for whom one waits; for ranks to end after a failure
 
 # Keys in the group's store: what is there (who writes it; who reads it)

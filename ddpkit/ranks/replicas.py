@@ -1,6 +1,7 @@
 """The network on all ranks: its gradients are exact means, and its copies stay equal."""
 
 import itertools
+import zlib
 from collections.abc import Iterable
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -78,27 +79,86 @@ def sync_networks(parts: Iterable[object]) -> None:
     """Give all ranks rank 0's buffers (BatchNorm's statistics); check that weights are equal."""
     for part in parts:
         if isinstance(part, nn.Module):
-            for buffer in part.buffers():
-                dist.broadcast(buffer, src=0)
-            _check_same(part.state_dict())
+            weights = _plain(part.named_parameters())
+            buffers = _plain(part.named_buffers())
+            names = part.state_dict().keys()
+            saved = {name: each for name, each in buffers.items() if name in names}
+            _check_same(weights, saved)
+            # One that is not saved may be a cache, as large as the last images of a rank.
+            if len(saved) < len(buffers) and not _find_unlike(buffers):
+                saved = buffers
+            _broadcast([*saved.values()])
 
 
-def _check_same(state: dict[str, Tensor]) -> None:
-    """Raise a UserError unless weights are equal."""
-    state = {key: value for key, value in state.items() if isinstance(value, Tensor)}
-    # Sums of bytes are exact in any order, so they cannot differ by rounding.
-    sums = [t.flatten().view(torch.uint8).sum(dtype=torch.int64) for t in state.values()]
-    if not sums:
-        return
-    own = torch.stack([each.to(sums[0].device) for each in sums])
-    different = distributed.reduce_tensor(own, "min") != distributed.reduce_tensor(own, "max")
-    if different.any():
-        name = list(state)[int(different.int().argmax())]
+def _plain(named: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
+    """Return those that are numbers in memory, not sparse, quantized or without values."""
+    found = {}
+    for name, each in named:
+        is_there = not nn.parameter.is_lazy(each) and not each.is_meta
+        if is_there and each.layout == torch.strided and not each.is_quantized:
+            found[name] = each.detach()
+    return found
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    """Return the bytes of a tensor, (n,), whatever its dtype, shape and strides."""
+    plain = tensor.resolve_conj().resolve_neg().contiguous()
+    return plain.flatten().view(torch.uint8)
+
+
+@torch.inference_mode()  # an evaluation in this mode may have made them
+def _broadcast(tensors: list[Tensor]) -> None:
+    """Write what rank 0's `tensors` hold into those of all ranks, in one piece for each device."""
+    by_device: dict[torch.device, list[Tensor]] = {}
+    for tensor in tensors:
+        by_device.setdefault(tensor.device, []).append(tensor)
+    for own in by_device.values():
+        pieces = [_bytes(tensor) for tensor in own]
+        whole = torch.cat(pieces)
+        dist.broadcast(whole, src=0)
+        for tensor, piece in zip(own, whole.split([*map(len, pieces)]), strict=True):
+            # A clone, as the bytes of a larger dtype may not begin in the middle of a word.
+            values = piece.clone().view(tensor.dtype).view(tensor.shape)
+            for dim, stride in enumerate(tensor.stride()):
+                if not stride:  # after expand() all elements are the first one
+                    tensor = tensor.narrow(dim, 0, min(1, tensor.size(dim)))
+                    values = values.narrow(dim, 0, min(1, values.size(dim)))
+            tensor.copy_(values)
+
+
+def _check_same(weights: dict[str, Tensor], buffers: dict[str, Tensor]) -> None:
+    """Raise a UserError unless `weights` are equal, and `buffers` can be made so."""
+    name = _find_unlike({**weights, **buffers})
+    if weights and not name:
+        # Sums of bytes are exact in any order, so they cannot differ by rounding.
+        sums = [_bytes(each).sum(dtype=torch.int64) for each in weights.values()]
+        low, high = _extremes(torch.stack([each.to(sums[0].device) for each in sums]))
+        different = low != high
+        if different.any():
+            name = list(weights)[int(different.int().argmax())]
+    if name:
         raise UserError(
             f"{name} differs between ranks: train through ddp_model, not through model; after "
             "unfreezing weights call ddpkit.wrap again, as DDP keeps to those it started with; "
             "and change weights in the same way on all ranks"
         )
+
+
+def _find_unlike(tensors: dict[str, Tensor]) -> str:
+    """Return the name of one that has not the same shape and dtype on all ranks; "" if all have."""
+    own = [(name, [*each.shape], str(each.dtype)) for name, each in tensors.items()]
+    low, high = _extremes(torch.tensor(zlib.crc32(repr(own).encode())))
+    if low != high:
+        for each in itertools.zip_longest(*distributed.gather_objects(own)):
+            if any(other != each[0] for other in each):
+                return next(there[0] for there in each if there)
+    return ""
+
+
+def _extremes(numbers: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the smallest and the largest over all ranks of each of `numbers`, int64."""
+    found = distributed.reduce_tensor(torch.stack([numbers, -numbers]), "min")
+    return found[0], -found[1]
 
 
 def check_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
