@@ -125,6 +125,7 @@ class Seeded(Dataset):
 
     in_use: ClassVar[weakref.WeakSet["Seeded"]] = weakref.WeakSet()
     epoch: int | None = None  # that `dataset` knows of, in this process
+    reading: Any = ()
 
     def __init__(self, dataset: MapDataset, classes: int | Sequence[str], seed: int) -> None:
         if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__"):
@@ -133,7 +134,8 @@ class Seeded(Dataset):
         self.dataset, self.seed = dataset, seed
         self.num_classes = classes if isinstance(classes, int) else len(classes)
         # Written by each worker: its process id, and its sample's index + 1 while it reads one.
-        self.reading = multiprocessing.RawArray("q", 2 * WORKERS)
+        with contextlib.suppress(OSError):  # without /dev/shm, and so without workers
+            self.reading = multiprocessing.RawArray("q", 2 * WORKERS)
         self.in_use.add(self)
 
     def __len__(self) -> int:
@@ -148,15 +150,15 @@ class Seeded(Dataset):
             if epoch != self.epoch and not is_val:
                 self.epoch = epoch
                 getattr(self.dataset, "set_epoch", int)(epoch)
-            return self.parts(index, self.dataset[index])
+            sample = self.parts(index, self.dataset[index])
+            self.note(0)  # but not if it ends its process
+            return sample
         except LineError:
             raise
         except Exception as error:
             say = getattr(error, "add_note", print)  # Python 3.10 has none
             say(f"while reading {name(self.dataset, index)}")
             raise
-        finally:
-            self.note(0)
 
     def __getitems__(self, keys: Sequence[Key]) -> list[tuple]:
         """Return the samples of a batch, for validation with their indices; DataLoader calls it."""

@@ -4,15 +4,17 @@ import atexit
 import contextlib
 import errno
 import faulthandler
+import functools
 import io
 import math
 import os
 import re
 import signal
 import sys
+import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import NoReturn
 
 import torch
@@ -21,15 +23,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddpkit import files
 from ddpkit.errors import DiskError, UserError, print_error, shorten
-from ddpkit.ranks import distributed, environment, process, protocol, replicas
+from ddpkit.ranks import distributed, environment, process, protocol, replicas, workers
 from ddpkit.ranks.process import watch
 from ddpkit.ranks.protocol import ANSWER_SECONDS, END_SECONDS, ERROR, MISTAKE, POLL_SECONDS
 
 BROKEN = re.compile(r"Broken pipe|Connection \w+|remote process exited|time(d )?out", re.I)
 GIB = 2**30
 # What torch says of common mistakes, and what to do
-SHM = "/dev/shm is too small for the batches of loader workers (see df -h /dev/shm): docker run "
-SHM += "--ipc=host or --shm-size=8g; else lower --workers"
 REMEDIES = {
     r"Target \d+ is out of bounds": (
         "a target is no class number; if it is 255, a pixel without a label, give torch's loss "
@@ -39,12 +39,14 @@ REMEDIES = {
         "with --amp fp16 the loss has to be scaled: scaler.scale(loss).backward()"
     ),
 }
+Explainer = Callable[[Exception], str | UserError | None]
+_reporting = threading.Lock()
 _known: list[int] = []  # the status of the rank that failed, once this one has read it
 _batch_size: list[int] = []
 
 
 @contextlib.contextmanager
-def one_line_errors(*explainers: Callable[[Exception], str | UserError | None]) -> Iterator[None]:
+def one_line_errors(*explainers: Explainer) -> Iterator[None]:
     """Print an error in the block on one rank only, and end all ranks with its status.
 
     It is one line if it is a UserError (MISTAKE), a DiskError, or what an explainer makes of it.
@@ -53,23 +55,18 @@ def one_line_errors(*explainers: Callable[[Exception], str | UserError | None]) 
         signal.signal(signal.SIGINT, signal.default_int_handler)
     if isinstance(sys.stdout, io.TextIOWrapper):  # some file names are not valid text
         sys.stdout.reconfigure(errors="backslashreplace")
+    end_if_known = functools.partial(_end_if_known, explainers)
     watch.add(follow_others)
+    watch.add(functools.partial(_follow_workers, end_if_known))
+    threading.excepthook = workers.on_thread_error
     try:
         yield
+        process.remove_sockets()
     except KeyboardInterrupt:
         process.exit_now(128 + signal.SIGINT)
     except Exception as error:
-        watch.is_leaving = True
-        for explain in (_of_disk, _of_memory, _of_torch, *explainers, _lost_rank):
-            if line := explain(error):
-                # Stop where it was raised, in a debugger that can (debugpy 1.8.22 on).
-                hold = getattr(sys.modules.get("debugpy"), "trigger_exception_handler", None)
-                hold(error) if hold else None
-                is_mistake = isinstance(line, UserError)
-                if is_mistake and distributed.is_set_up():
-                    # Often all find the same: let rank 0 print it, whose output people read.
-                    time.sleep(min(distributed.rank(), 1))
-                report(str(line), MISTAKE if is_mistake else 1)
+        process.begin_to_leave()
+        end_if_known(error)
         if (reported := _reported_status(1)) is not None:
             _leave(reported)  # collectives broke here because another rank has left
         if environment.has_other_nodes():
@@ -78,8 +75,38 @@ def one_line_errors(*explainers: Callable[[Exception], str | UserError | None]) 
         raise
 
 
+def _end_if_known(explainers: Sequence[Explainer], error: Exception) -> None:
+    """Report an error in one line if one is known."""
+    if isinstance(error, EOFError | ConnectionError):
+        time.sleep(POLL_SECONDS)  # the loader worker at the other end may not be gone yet
+        error = workers.find_fault() or error
+    for explain in (_of_memory, workers.lacking, _of_disk, _of_torch, *explainers, _lost_rank):
+        if line := explain(error):
+            # Stop where it was raised, in a debugger that can (debugpy 1.8.22 on).
+            hold = getattr(sys.modules.get("debugpy"), "trigger_exception_handler", None)
+            hold(error) if hold else None
+            is_mistake = isinstance(line, UserError)
+            if is_mistake and distributed.is_set_up():
+                # Often all find the same: let rank 0 print it, whose output people read.
+                time.sleep(min(distributed.rank(), 1))
+            report(str(line), MISTAKE if is_mistake else 1)
+
+
+def _follow_workers(end_if_known: Callable[[Exception], None], _: list[int]) -> None:
+    """End this rank once one of its loader workers has died, which the main thread may not see.
+
+    It may be in a collective, and what torch raises in it may be swallowed.
+    """
+    fault = workers.find_fault()
+    if fault and not distributed.is_debugged():
+        time.sleep(2 * POLL_SECONDS)  # let the main thread say it first
+        if not watch.is_leaving:
+            end_if_known(fault)
+
+
 def report(line: str, status: int) -> NoReturn:
     """Print `line` as an error, unless another rank has reported one; exit with that `status`."""
+    _reporting.acquire()  # for good: of two threads of this rank one ends it
     if status == MISTAKE:
         environment.note_mistake()
     if (reported := _reported_status(status)) is None:
@@ -203,8 +230,6 @@ def _of_torch(error: Exception) -> UserError | str | None:
     text = str(error)
     if "Expected to have finished reduction in the prior iteration" in text:
         return _unused(error, text)
-    if isinstance(error, RuntimeError) and re.search("</torch_.*No space left", text):
-        return f"rank {distributed.rank()}: {SHM}"
     is_known = isinstance(error, IndexError | AssertionError)
     found = (line for pattern, line in REMEDIES.items() if is_known and re.search(pattern, text))
     return UserError(line) if (line := next(found, "")) else None
@@ -236,6 +261,7 @@ def _of_memory(error: Exception) -> UserError | None:
     return UserError(
         f"{environment.own_rank()} is out of {what}{size}: lower --batch-size (--accumulate keeps "
         "the global batch), --image-size or, for segmentation, --tile (0 is the whole image)"
+        f"{'' if 'GPU' in what else '; or --workers'}"
     )
 
 

@@ -12,12 +12,14 @@ import importlib.util
 import multiprocessing
 import multiprocessing.util  # registers its exit handler before install_handlers does
 import os
+import shutil
 import signal
 import socket
 import sys
 import threading
 import traceback
 from collections.abc import Callable, Collection, Iterator
+from multiprocessing.context import BaseContext
 from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
@@ -27,6 +29,7 @@ from ddpkit.ranks import protocol
 from ddpkit.ranks.protocol import DEBUGGED_LAUNCHER, KILL, LAUNCHER, STOP_SIGNALS
 
 PR_SET_PDEATHSIG = 1  # in Linux' <sys/prctl.h>
+MAIN_THREAD = threading.main_thread().ident  # a fork of another thread has the ident of that one
 Duty = Callable[[list[int]], object]  # is given the signals that have come
 
 
@@ -91,6 +94,7 @@ class Watch(threading.Thread):
 
 
 watch = Watch()
+sockets: dict[int, str] = {}  # process id of a rank: the folder for its loader workers' sockets
 
 
 def project() -> Path:
@@ -120,6 +124,7 @@ def install_handlers() -> None:
     be_quiet()
     sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115  None if it is closed
     faulthandler.enable(sys.__stderr__ or sys.stderr)
+    atexit.register(remove_sockets)
     # Runs before multiprocessing's own exit handler, which would wait forever for a stuck worker.
     atexit.register(_kill_workers)
     atexit.register(ignore_signals)
@@ -197,41 +202,63 @@ def exit_now(status: int) -> NoReturn:
         with contextlib.suppress(OSError, ValueError):  # a closed terminal
             stream.flush()
     _kill_workers()
+    remove_sockets()
     if os.environ.get(DEBUGGED_LAUNCHER) == str(os.getppid()):
         os.kill(os.getppid(), KILL)
     os._exit(status)
 
 
+def begin_to_leave() -> None:
+    """Call it in the main thread: from here on workers may end, and torch's handler not raise."""
+    watch.is_leaving = True
+    if hasattr(signal, "SIGCHLD"):
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+
+
 def _kill_workers() -> None:
     """Kill the loader workers, which otherwise take seconds to notice that their rank has gone."""
     if threading.current_thread() is not threading.main_thread():
-        return  # torch would raise in the main thread; _follow_parent ends them soon enough
-    if hasattr(signal, "SIGCHLD"):
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        return  # torch would raise in the main thread; they follow their rank soon enough
+    begin_to_leave()
     for worker in multiprocessing.active_children():
         worker.kill()
 
 
-def _follow_parent(signum: int, launcher: int) -> None:
-    """Have the kernel send `signum` to this process when its parent ends; on Linux only."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signum)
-        if not is_running(launcher):  # it ended before that call
-            os.kill(os.getpid(), signum)
+def remove_sockets() -> None:
+    shutil.rmtree(sockets.pop(os.getpid(), ""), ignore_errors=True)
 
 
-def worker_context(workers: int) -> str | None:
+def _follow_parent(signum: int, parent: int) -> bool:
+    """Have the kernel send `signum` to this process when its parent ends, if it can.
+
+    It can on Linux, for what the main thread has started: otherwise that thread's end would count.
+    """
+    if sys.platform != "linux" or threading.get_ident() != MAIN_THREAD:
+        return False
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signum)
+    if not is_running(parent):  # it ended before that call
+        os.kill(os.getpid(), signum)
+    return os.getppid() == parent
+
+
+def worker_context(workers: int) -> BaseContext | None:
     """Return how loader workers start: Python 3.14's helper process may outlive its parent."""
-    return "fork" if workers and sys.platform == "linux" else None
+    if not workers or sys.platform != "linux":
+        return None
+    from ddpkit.ranks.workers import context
+
+    return context()
 
 
 def start_worker(number: int) -> None:
     """Set up a loader worker, as its `worker_init_fn`: it ends with its rank, however that ends."""
     parent = multiprocessing.parent_process()
     assert parent and parent.pid
-    _follow_parent(KILL, rank := parent.pid)
+    rank = parent.pid
     signal.set_wakeup_fd(-1)
     ignore_signals()  # the rank needs its workers until the end of the step
+    if not _follow_parent(KILL, rank):
+        Watch().add(lambda _: (is_running(rank) and parent.is_alive()) or os._exit(1))
     if is_debugged():
         threading.main_thread().name = f"rank {os.environ.get('RANK', 0)}, worker {number}"
         if DEBUGGED_LAUNCHER in os.environ:
