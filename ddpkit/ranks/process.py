@@ -124,7 +124,6 @@ def install_handlers() -> None:
     be_quiet()
     sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115  None if it is closed
     faulthandler.enable(sys.__stderr__ or sys.stderr)
-    atexit.register(remove_sockets)
     # Runs before multiprocessing's own exit handler, which would wait forever for a stuck worker.
     atexit.register(_kill_workers)
     atexit.register(ignore_signals)
@@ -225,7 +224,13 @@ def _kill_workers() -> None:
 
 
 def remove_sockets() -> None:
-    shutil.rmtree(sockets.pop(os.getpid(), ""), ignore_errors=True)
+    """Remove this rank's folder of sockets; the last rank also that of a launcher that was killed."""
+    folder = sockets.pop(os.getpid(), "")
+    shutil.rmtree(folder, ignore_errors=True)
+    launchers = os.path.dirname(os.environ.get(protocol.STORE, ""))
+    is_last = folder and launchers and not [*Path(launchers).glob("ddp-*")]
+    if is_last and not is_running(int(os.environ[LAUNCHER])):
+        shutil.rmtree(launchers, ignore_errors=True)
 
 
 def _follow_parent(signum: int, parent: int) -> bool:

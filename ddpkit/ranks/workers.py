@@ -4,6 +4,7 @@ What they ask of the system (threads, files, shared memory) mostly fails in thre
 multiprocessing, whose errors nobody sees: the rank would wait for a batch that does not come.
 """
 
+import atexit
 import contextlib
 import copy
 import errno
@@ -163,4 +164,5 @@ def sockets() -> str:
                 trial.bind(f"{folder}/listener-12345678")
                 break
         process.sockets[pid] = tempfile.mkdtemp(prefix="ddp-", dir=parent)
+        atexit.register(process.remove_sockets)
     return process.sockets[pid]

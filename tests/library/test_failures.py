@@ -38,13 +38,6 @@ def test_errors_for_want_of_memory(error, lacking):
     assert (f"{lacking}: lower --batch-size" in line) if lacking else not line
 
 
-def test_too_little_shared_memory():
-    text = "Caught RuntimeError in DataLoader worker process 0.\nRuntimeError: unable to allocate "
-    text += "shared memory(shm) for file </torch_2961_119_0>: No space left on device (28)\n"
-    line = str(failures._of_torch(RuntimeError(text)))
-    assert line.startswith("rank 0: ") and "lower --workers" in line
-
-
 class Heads(nn.Module):
     """Two outputs; layers with numbers for names, one of them frozen, precede the second."""
 
