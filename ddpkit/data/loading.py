@@ -16,6 +16,7 @@ from ddpkit.data.format import DEFAULT_FORMAT, Format
 from ddpkit.data.samples import Key, MapDataset, Seeded, fingerprint
 from ddpkit.errors import UserError
 from ddpkit.ranks import distributed, process, stopping
+from ddpkit.ranks.workers import find_fault, running
 from ddpkit.run import machine
 
 
@@ -117,20 +118,25 @@ def workers(count: int | None, device: torch.device) -> dict[str, Any]:
     }
 
 
-def explain(error: Exception) -> str | None:
+def explain(error: Exception) -> str | UserError | None:
     """Return a line that names the samples at which loader workers died or hung, if they did."""
     text = " ".join(str(error).split())
     found = re.search(r"DataLoader (worker \(pid(\(s\))? (?P<pids>[\d, ]+)\)|timed out)", text)
     if not found:
         return None
     pids = found["pids"].split(", ") if found["pids"] else None
-    at = [
-        f"worker {pid} at {samples.name(seeded.dataset, sample - 1)}"
+    at = {
+        pid: f"loader worker {pid} at {samples.name(seeded.dataset, sample - 1)}"
         for seeded in Seeded.in_use
         for pid, sample in zip(seeded.reading[::2], seeded.reading[1::2], strict=True)
         if sample and (not pids or str(pid) in pids)
-    ]
-    return f"{'; '.join(at)}: {text}" if at else text
+    }
+    if isinstance(fault := find_fault(), UserError):
+        return fault
+    dead = {each.pid: each.end() for each in running if each.has_died()}
+    if dead:
+        return "; ".join(f"{at.get(pid, f'loader worker {pid}')} {dead[pid]}" for pid in dead)
+    return f"{'; '.join(at.values())}: {text}" if at else text
 
 
 class Groups(list):

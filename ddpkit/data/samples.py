@@ -130,6 +130,7 @@ class Seeded(Dataset):
 
     in_use: ClassVar[weakref.WeakSet["Seeded"]] = weakref.WeakSet()
     epoch: int | None = None  # that `dataset` knows of, in this process
+    reading: Any = ()
 
     def __init__(self, dataset: MapDataset, classes: int | Sequence[str], seed: int) -> None:
         if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__"):
@@ -138,7 +139,8 @@ class Seeded(Dataset):
         self.dataset, self.seed = dataset, seed
         self.num_classes = classes if isinstance(classes, int) else len(classes)
         # Written by each worker: its process id, and its sample's index + 1 while it reads one.
-        self.reading = multiprocessing.RawArray("q", 2 * WORKERS)
+        with contextlib.suppress(OSError):  # without /dev/shm, and so without workers
+            self.reading = multiprocessing.RawArray("q", 2 * WORKERS)
         self.in_use.add(self)
 
     def __len__(self) -> int:
@@ -153,7 +155,9 @@ class Seeded(Dataset):
             if epoch != self.epoch and not is_val:
                 self.epoch = epoch
                 getattr(self.dataset, "set_epoch", int)(epoch)
-            return self.parts(index, self.dataset[index])
+            sample = self.parts(index, self.dataset[index])
+            self.note(0)  # but not if it ends its process
+            return sample
         except LineError:
             raise
         except Exception as error:
@@ -163,8 +167,6 @@ class Seeded(Dataset):
             else:
                 print_line(line, sys.stderr)
             raise
-        finally:
-            self.note(0)
 
     def __getitems__(self, keys: Sequence[Key]) -> list[tuple]:
         """Return the samples of a batch, for validation with their indices; DataLoader calls it."""

@@ -4,6 +4,7 @@ import atexit
 import contextlib
 import errno
 import faulthandler
+import functools
 import io
 import math
 import os
@@ -13,7 +14,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NoReturn
 
@@ -23,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddpkit import files
 from ddpkit.errors import DiskError, UserError, print_error, shorten
-from ddpkit.ranks import devices, distributed, environment, process, protocol, replicas
+from ddpkit.ranks import devices, distributed, environment, process, protocol, replicas, workers
 from ddpkit.ranks.process import watch
 from ddpkit.ranks.protocol import ANSWER_SECONDS, END_SECONDS, ERROR, MISTAKE, POLL_SECONDS
 
@@ -31,12 +32,10 @@ BROKEN = re.compile(r"Broken pipe|Connection \w+|remote process exited|time(d )?
 GIB = 2**30
 TOUCH_SECONDS = 3600
 # What torch says of common mistakes, and what to do
-SHM = "/dev/shm is too small for the batches of loader workers (see df -h /dev/shm): docker run "
-SHM += "--ipc=host or --shm-size=8g; else lower --workers"
 NO_NETWORK = (
     "one has ended, or this node's name leads elsewhere: set GLOO_SOCKET_IFNAME, on each node "
+    "the name of its interface to the others, such as eth0 (ip addr)"
 )
-NO_NETWORK += "the name of its interface to the others, such as eth0 (ip addr)"
 REMEDIES = {
     r"Target \d+ is out of bounds": (
         "a target is no class number; if it is 255, a pixel without a label, give torch's loss "
@@ -46,12 +45,14 @@ REMEDIES = {
         "with --amp fp16 the loss has to be scaled: scaler.scale(loss).backward()"
     ),
 }
+Explainer = Callable[[Exception], str | UserError | None]
+_reporting = threading.Lock()
 _known: list[int] = []  # the status of the rank that failed, once this one has read it
 _batch_size: list[int] = []
 
 
 @contextlib.contextmanager
-def one_line_errors(*explainers: Callable[[Exception], str | UserError | None]) -> Iterator[None]:
+def one_line_errors(*explainers: Explainer) -> Iterator[None]:
     """Print an error in the block on one rank only, and end all ranks with its status.
 
     It is one line if it is a UserError (MISTAKE), a DiskError, or what an explainer makes of it.
@@ -60,10 +61,14 @@ def one_line_errors(*explainers: Callable[[Exception], str | UserError | None]) 
         signal.signal(signal.SIGINT, signal.default_int_handler)
     if isinstance(sys.stdout, io.TextIOWrapper):  # some file names are not valid text
         sys.stdout.reconfigure(errors="backslashreplace")
+    end_if_known = functools.partial(_end_if_known, explainers)
     watch.add(follow_others)
+    watch.add(functools.partial(_follow_workers, end_if_known))
+    threading.excepthook = workers.on_thread_error
     rank = os.getpid()
     try:
         yield
+        process.remove_sockets()
     except BaseException as error:
         if os.getpid() != rank:  # in a child that the block has forked
             raise
@@ -75,17 +80,8 @@ def one_line_errors(*explainers: Callable[[Exception], str | UserError | None]) 
             if isinstance(code, str) or code == MISTAKE:
                 process.note_exit()
             raise
-        watch.is_leaving = True
-        for explain in (_of_disk, _of_memory, _of_torch, *explainers, _lost_rank):
-            if line := explain(error):
-                # Stop where it was raised, in a debugger that can (debugpy 1.8.22 on).
-                hold = getattr(sys.modules.get("debugpy"), "trigger_exception_handler", None)
-                hold(error) if hold else None
-                is_mistake = isinstance(line, UserError)
-                if is_mistake and distributed.is_set_up():
-                    # Often all find the same: let rank 0 print it, whose output people read.
-                    time.sleep(min(distributed.rank(), 1))
-                report(str(line), MISTAKE if is_mistake else 1)
+        process.begin_to_leave()
+        end_if_known(error)
         if (reported := _reported_status(1)) is not None:
             _leave(reported)  # collectives broke here because another rank has left
         if environment.has_other_nodes():
@@ -94,8 +90,38 @@ def one_line_errors(*explainers: Callable[[Exception], str | UserError | None]) 
         raise
 
 
+def _end_if_known(explainers: Sequence[Explainer], error: Exception) -> None:
+    """Report an error in one line if one is known."""
+    if isinstance(error, EOFError | ConnectionError):
+        time.sleep(POLL_SECONDS)  # the loader worker at the other end may not be gone yet
+        error = workers.find_fault() or error
+    for explain in (_of_memory, workers.lacking, _of_disk, _of_torch, *explainers, _lost_rank):
+        if line := explain(error):
+            # Stop where it was raised, in a debugger that can (debugpy 1.8.22 on).
+            hold = getattr(sys.modules.get("debugpy"), "trigger_exception_handler", None)
+            hold(error) if hold else None
+            is_mistake = isinstance(line, UserError)
+            if is_mistake and distributed.is_set_up():
+                # Often all find the same: let rank 0 print it, whose output people read.
+                time.sleep(min(distributed.rank(), 1))
+            report(str(line), MISTAKE if is_mistake else 1)
+
+
+def _follow_workers(end_if_known: Callable[[Exception], None], _: list[int]) -> None:
+    """End this rank once one of its loader workers has died, which the main thread may not see.
+
+    It may be in a collective, and what torch raises in it may be swallowed.
+    """
+    fault = workers.find_fault()
+    if fault and not distributed.is_debugged():
+        time.sleep(2 * POLL_SECONDS)  # let the main thread say it first
+        if not watch.is_leaving:
+            end_if_known(fault)
+
+
 def report(line: str, status: int) -> NoReturn:
     """Print `line` as an error, unless another rank has reported one; exit with that `status`."""
+    _reporting.acquire()  # for good: of two threads of this rank one ends it
     if status == MISTAKE:
         environment.note_mistake()
     if (reported := _reported_status(status)) is None:
@@ -321,8 +347,6 @@ def _of_torch(error: Exception) -> UserError | str | None:
         )
     if "Gloo connectFullMesh failed" in text:
         return f"{environment.own_rank()} cannot connect to all other ranks: {NO_NETWORK}"
-    if isinstance(error, RuntimeError) and re.search("</torch_.*No space left", text):
-        return f"rank {distributed.rank()}: {SHM}"
     is_known = isinstance(error, IndexError | AssertionError)
     if is_known:
         for pattern, line in REMEDIES.items():
@@ -357,6 +381,7 @@ def _of_memory(error: Exception) -> UserError | None:
     return UserError(
         f"{environment.own_rank()} is out of {what}{size}: lower --batch-size (--accumulate keeps "
         "the global batch), --image-size or, for segmentation, --tile (0 is the whole image)"
+        f"{'' if 'GPU' in what else '; or --workers'}"
     )
 
 

@@ -12,12 +12,14 @@ import importlib.util
 import multiprocessing
 import multiprocessing.util  # registers its exit handler before install_handlers does
 import os
+import shutil
 import signal
 import socket
 import sys
 import threading
 import traceback
 from collections.abc import Callable, Collection, Iterator
+from multiprocessing.context import BaseContext
 from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
@@ -27,6 +29,7 @@ from ddpkit.ranks import protocol
 from ddpkit.ranks.protocol import DEBUGGED_LAUNCHER, KILL, LAUNCHER, STOP_SIGNALS
 
 PR_SET_PDEATHSIG = 1  # in Linux' <sys/prctl.h>
+MAIN_THREAD = threading.main_thread().ident  # a fork of another thread has the ident of that one
 Duty = Callable[[list[int]], object]  # is given the signals that have come
 
 
@@ -93,6 +96,7 @@ class Watch(threading.Thread):
 
 
 watch = Watch()
+sockets: dict[int, str] = {}  # process id of a rank: the folder for its loader workers' sockets
 _masks = threading.local()  # signals that a thread has held back before it forks
 
 
@@ -235,6 +239,7 @@ def exit_now(status: int) -> NoReturn:
     drop_unprinted()
     note_exit()
     _kill_workers()
+    remove_sockets()
     if os.environ.get(DEBUGGED_LAUNCHER) == str(os.getppid()):
         os.kill(os.getppid(), KILL)
     os._exit(status)
@@ -262,38 +267,63 @@ def note_exit() -> None:
             watch.silent.unlink()
 
 
+def begin_to_leave() -> None:
+    """Call it in the main thread: from here on workers may end, and torch's handler not raise."""
+    watch.is_leaving = True
+    if hasattr(signal, "SIGCHLD"):
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+
+
 def _kill_workers() -> None:
     """Kill the loader workers, which otherwise take seconds to notice that their rank has gone."""
     if threading.current_thread() is not threading.main_thread():
         # For a killed loader worker torch would raise in the main thread. They ignore SIGTERM, and
-        # _follow_parent ends them soon enough; it ends what else a person has started.
+        # follow their rank soon enough; it ends what else a person has started.
         for child in multiprocessing.active_children():
             child.terminate()
         return
-    if hasattr(signal, "SIGCHLD"):
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    begin_to_leave()
     for child in multiprocessing.active_children():
         child.kill()
 
 
-def _follow_parent(signum: int, launcher: int) -> None:
-    """Have the kernel send `signum` to this process when its parent ends; on Linux only."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signum)
-        if not is_running(launcher):  # it ended before that call
-            os.kill(os.getpid(), signum)
+def remove_sockets() -> None:
+    """Remove this rank's folder of sockets; the last rank also that of a launcher that was killed."""
+    folder = sockets.pop(os.getpid(), "")
+    shutil.rmtree(folder, ignore_errors=True)
+    launchers = os.path.dirname(os.environ.get(protocol.STORE, ""))
+    is_last = folder and launchers and not [*Path(launchers).glob("ddp-*")]
+    if is_last and not is_running(int(os.environ[LAUNCHER])):
+        shutil.rmtree(launchers, ignore_errors=True)
 
 
-def worker_context(workers: int) -> str | None:
+def _follow_parent(signum: int, parent: int) -> bool:
+    """Have the kernel send `signum` to this process when its parent ends, if it can.
+
+    It can on Linux, for what the main thread has started: otherwise that thread's end would count.
+    """
+    if sys.platform != "linux" or threading.get_ident() != MAIN_THREAD:
+        return False
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signum)
+    if not is_running(parent):  # it ended before that call
+        os.kill(os.getpid(), signum)
+    return os.getppid() == parent
+
+
+def worker_context(workers: int) -> BaseContext | None:
     """Return how loader workers start: Python 3.14's helper process may outlive its parent."""
-    return "fork" if workers and sys.platform == "linux" else None
+    if not workers or sys.platform != "linux":
+        return None
+    from ddpkit.ranks.workers import context
+
+    return context()
 
 
 def start_worker(number: int) -> None:
     """Set up a loader worker, as its `worker_init_fn`: it ends with its rank, however that ends."""
     parent = multiprocessing.parent_process()
     assert parent and parent.pid
-    _follow_parent(KILL, rank := parent.pid)
+    rank = parent.pid
     # The rank needs its workers until the end of the step. Programs that they start would inherit
     # SIG_IGN, and that signals are held back; not a handler.
     for signum in STOP_SIGNALS:
@@ -302,6 +332,8 @@ def start_worker(number: int) -> None:
         for signum in STOP_SIGNALS:
             signal.siginterrupt(signum, False)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+    if not _follow_parent(KILL, rank):
+        Watch().add(lambda _: (is_running(rank) and parent.is_alive()) or os._exit(1))
     if is_debugged():
         threading.main_thread().name = f"rank {os.environ.get('RANK', 0)}, worker {number}"
         if DEBUGGED_LAUNCHER in os.environ:

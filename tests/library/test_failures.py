@@ -39,13 +39,6 @@ def test_errors_for_want_of_memory(error, lacking):
     assert (f"{lacking}: lower --batch-size" in line) if lacking else not line
 
 
-def test_too_little_shared_memory():
-    text = "Caught RuntimeError in DataLoader worker process 0.\nRuntimeError: unable to allocate "
-    text += "shared memory(shm) for file </torch_2961_119_0>: No space left on device (28)\n"
-    line = str(failures._of_torch(RuntimeError(text)))
-    assert line.startswith("rank 0: ") and "lower --workers" in line
-
-
 @pytest.mark.parametrize("found", ["address for: lo", "interface for: [127.0.0.1]"])
 def test_no_loopback(found):
     """As torch says it with RANK, and without."""

@@ -37,9 +37,12 @@ class Chain:
         self.changed = out / "last.pt", project.folder / "stepped"
         self.command = [project.folder / "launch.sh", *words, "--save-every", 4]
         self.command += ["--output-dir", out]
+        self.tmp = out.with_name("tmp")
+        self.tmp.mkdir()
 
     def start(self, *more: object, before: tuple = (), **env: str) -> None:
-        self.run = Command([*before, *self.command, *more], NPROC="2", **env)
+        env |= {"NPROC": "2", "TMPDIR": str(self.tmp)}
+        self.run = Command([*before, *self.command, *more], **env)
         self.wait_for_training()
 
     def wait_for_training(self, but: Collection[int] = ()) -> None:
@@ -56,6 +59,7 @@ class Chain:
     def end(self) -> Done:
         done = self.run.end(120)
         assert not done.left
+        assert not [*self.tmp.iterdir()]
         return done
 
 
