@@ -108,7 +108,7 @@ def fail(error: BaseException) -> None:
         from ddpkit.ranks import failures
 
         failures.report(str(line), protocol.MISTAKE)
-    text = str(line).encode()[: mmap.PAGESIZE]
+    text = f"{line.code} {line.line}".encode()[: mmap.PAGESIZE]
     worker.note[: len(text)] = text
     os._exit(1)
 
@@ -117,9 +117,11 @@ def find_fault() -> Exception | None:
     """Return what has ended a worker, if something has."""
     for worker in [*running]:
         if worker.has_died():
-            line = worker.note[:].rstrip(b"\0").decode(errors="replace")
-            gone = f"DataLoader worker (pid {worker.pid}) has ended"
-            return UserError(line) if line else RuntimeError(gone)
+            note = worker.note[:].rstrip(b"\0").decode(errors="replace")
+            if not note:
+                return RuntimeError(f"DataLoader worker (pid {worker.pid}) has ended")
+            code, line = note.split(" ", 1)
+            return UserError(line, code)
     return None
 
 
