@@ -195,10 +195,7 @@ def _open_lock(path: Path) -> int:
             line = f"{path} is of user {path.stat().st_uid}, who keeps it closed"
             raise UserError(f"{line}: remove it unless a run of theirs is at work there") from None
     folder = path.parent.stat()
-    mode = 0o600
-    for bits in 0o060, 0o006:  # of the group, of all
-        if folder.st_mode & bits & 0o022:
-            mode |= bits
+    mode = 0o600 | 3 * (folder.st_mode & 0o022)  # "rw" for those that have "w" there
     with contextlib.suppress(OSError):  # it is another user's, or the group is not this user's
         os.fchmod(handle, 0o600)
         os.chown(handle, -1 if os.geteuid() else folder.st_uid, folder.st_gid)

@@ -98,7 +98,10 @@ def others_get(path: Path) -> bool:
     """Whether a process that is forked gets the lock."""
     if not (pid := os.fork()):
         files.time.sleep = lambda _: None
-        os._exit(files.lock(path))
+        try:
+            is_free = files.lock(path)
+        finally:
+            os._exit(is_free)
     return bool(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
 
 
@@ -163,13 +166,17 @@ def test_two_users_of_a_group():
     def fork_as(user: int, of: int, act: Callable[[], object]) -> int:
         if pid := os.fork():
             return pid
-        os.umask(0o022)
-        if is_root:
-            os.setgroups([])
-            os.setgid(of)
-            os.setuid(user)
-        files.time.sleep = lambda _: None
-        os._exit(bool(act()))
+        status = 7
+        try:
+            os.umask(0o022)
+            if is_root:
+                os.setgroups([])
+                os.setgid(of)
+                os.setuid(user)
+            files.time.sleep = lambda _: None
+            status = int(bool(act()))
+        finally:
+            os._exit(status)
 
     def result(pid: int) -> int:
         return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
