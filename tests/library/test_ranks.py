@@ -14,6 +14,7 @@ from datetime import timedelta
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 from generated import after_step, refusal, wait_for
 from ports import free_port
@@ -246,3 +247,36 @@ def test_processes_of_a_container(monkeypatch):
         assert explaining.states([1])[0].startswith(state)
     monkeypatch.setattr(environment, "process_space", str)  # without /proc
     assert explaining.states([1]) == [f"rank 1 has ended (process {gone})"]
+
+
+def test_in_which_collective_a_rank_waits():
+    """The first that is not over; those of GPUs and of CPUs end in their own order each."""
+
+    def found(*states: tuple[str, bool]) -> str:
+        return explaining.find_waiting(
+            explaining.Collective(name, is_over, name[:4]) for name, is_over in states
+        )
+
+    assert found() == found(("nccl 1", True)) == ""
+    assert found(("nccl 1", True), ("nccl 2", False), ("nccl 3", False)) == "nccl 2"
+    assert found(("nccl 1", False), ("nccl 2", True)) == ""  # a record that is not kept
+    assert found(("nccl 1", False), ("gloo 1", True)) == "nccl 1"
+
+
+@on_ranks(1)
+def test_an_answer_after_many_collectives():
+    """Within the seconds that another rank waits for it."""
+    for _ in range(2000):  # as many as torch records
+        distributed.reduce_tensor(torch.tensor(1))
+    began = time.process_time()
+    assert explaining.here().text.endswith("collective 2000, all_reduce ()")
+    assert time.process_time() - began < 0.5
+
+
+@on_ranks(2)
+def test_sums_of_bools(project):
+    import distributed as own
+
+    given = torch.tensor([True, False, distributed.rank() == 0])
+    for reduce_tensor in distributed.reduce_tensor, own.reduce_tensor:
+        assert reduce_tensor(given).tolist() == [2, 0, 1]
