@@ -35,6 +35,11 @@ REMEDIES = {
         "a target is no class number; if it is 255, a pixel without a label, give torch's loss "
         "ignore_index=255"
     ),
+    r"Expected more than 1 (value per channel|spatial element) when training": (
+        "a normalising layer has one value per channel to learn from: use a larger --batch-size, "
+        "or --image-size; a loader of your own, whose last batch may be of one image, needs "
+        "drop_last=True"
+    ),
     "_scale is None|No inf checks were recorded": (
         "with --amp fp16 the loss has to be scaled: scaler.scale(loss).backward()"
     ),
@@ -205,7 +210,7 @@ def _of_torch(error: Exception) -> UserError | str | None:
         return _unused(error, text)
     if isinstance(error, RuntimeError) and re.search("</torch_.*No space left", text):
         return f"rank {distributed.rank()}: {SHM}"
-    is_known = isinstance(error, IndexError | AssertionError)
+    is_known = isinstance(error, IndexError | AssertionError | ValueError)
     found = (line for pattern, line in REMEDIES.items() if is_known and re.search(pattern, text))
     return UserError(line) if (line := next(found, "")) else None
 

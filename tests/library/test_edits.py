@@ -219,7 +219,7 @@ def test_a_shorter_epoch(few: Path, tmp_path: Path, edited: Edited) -> None:
     assert digest(whole) == digest(killed)
 
 
-LOSS = "            loss = run.loss(loss_sum, count)  # divided by what is equal on all ranks\n"
+LOSS = "            loss = run.loss(loss_sum, count)  # the mean, over the samples of all ranks\n"
 BACKWARD = "            scaler.scale(loss).backward()\n"
 DIVIDE = "            run.divide_gradients(ddp_model)\n"
 STEP = "            scaler.step(optimizer)\n"
@@ -256,7 +256,7 @@ def test_misuses_of_a_step(data: Path, tmp_path: Path, edited: Edited, name: str
 
 TO_DEVICE = "    model = model.to(device)"
 TUPLE = "    forward = model.forward\n    model.forward = lambda x: (forward(x), x.sum())\n"
-OF_LOSS = "ddpkit.criterion(build_criterion(args, train_set, classes).to(device))"
+OF_LOSS = "ddpkit.criterion(build_criterion(args, train_set, classes), device)"
 OF_FIRST = "lambda out, target: nn.functional.cross_entropy(out[0], target, ignore_index=255)"
 LOSSES = {
     "pair": [],
