@@ -42,6 +42,7 @@ READ_ERRORS = (
 )
 CONTAINERS = {dict, OrderedDict, list, tuple}
 PLAIN = {type(None), bool, int, float, str, bytes}
+OF_BYTES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 COMPILED = "_orig_mod."  # in names of weights, by torch.compile
 ON_HOST = ("cpu", "meta")  # kinds of device whose tensors are saved as they are
 TAKEN = {*PLAIN, torch.Size, torch.dtype, torch.device}  # by torch.load with weights_only=True
@@ -213,7 +214,8 @@ def summary(parts: Parts) -> str:
     others = [repr(leaf) for leaf in leaves if not isinstance(leaf, Tensor)]
     sums: dict[torch.device, list[Tensor]] = {}
     for tensor in tensors:
-        bits = tensor.detach().flatten().view(torch.uint8)
+        kind = OF_BYTES.get(tensor.element_size())
+        bits = tensor.detach().view(kind) if kind else tensor.detach().flatten().view(torch.uint8)
         sums.setdefault(tensor.device, []).append(bits.sum(dtype=torch.int64))
     found = [torch.stack(each).tolist() for each in sums.values()]
     return f"{found} {others}"

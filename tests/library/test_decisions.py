@@ -6,6 +6,7 @@ import functools
 import json
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,8 +18,8 @@ from torch import Tensor, nn
 from torchmetrics import classification
 
 import ddpkit
-from ddpkit.ranks import distributed, replicas, stopping
-from ddpkit.run import metrics
+from ddpkit.ranks import distributed, failures, replicas, stopping
+from ddpkit.run import checkpoint, metrics
 
 CPU = torch.device("cpu")
 CLASSES = ["a", "b"]
@@ -46,13 +47,20 @@ def train(
     epochs: int = 3,
     patience: int = 0,
     after: Callable[..., None] = lambda *_: None,
+    resume: str = "auto",
     compiled: bool = False,
     tracker: Any = None,
+    accumulate: int = 1,
+    passes: int = 1,
+    weight: float = 1,
 ) -> ddpkit.Run:
-    """A run whose evaluation returns `results`; `after` is called at the end of each epoch."""
+    """A run whose evaluation returns `results`; `after` is called at the end of each epoch.
+
+    passes: of an optimizer step of its own. weight: of what run.loss returns.
+    """
     draw_nothing()
     torch.manual_seed(0)
-    folder = ddpkit.Folder(out)
+    folder = ddpkit.Folder(out, resume)
     folder.find_checkpoint()
     net = nn.Sequential(nn.Flatten(), nn.Linear(12, 2))
     folder.load(net, CLASSES, {})
@@ -60,7 +68,7 @@ def train(
         net = torch.compile(net, backend="eager")
     optimizer = torch.optim.SGD(net.parameters(), 0.1, 0.9)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
-    sampler = ddpkit.TrainSampler(Points(), 2, 1, 0)
+    sampler = ddpkit.TrainSampler(Points(), 2, accumulate, 0)
     loader = torch.utils.data.DataLoader(ddpkit.Seeded(Points(), CLASSES, 0), 2, sampler=sampler)
     val_sampler = ddpkit.ValSampler(Points(), 4)
     val = torch.utils.data.DataLoader(
@@ -72,6 +80,7 @@ def train(
         optimizer=optimizer,
         scheduler=scheduler,
         epochs=epochs,
+        accumulate=accumulate,
         best=best,
         tracker=tracker,
     )
@@ -86,8 +95,11 @@ def train(
         while not run.is_over(patience):
             ddp_model = ddpkit.wrap(net, CPU)
             ddp_model.train()
-            for _, (images, targets) in run.batches():
-                run.loss(*criterion(ddp_model(images), targets)).backward()
+            for i, (images, targets) in run.batches():
+                loss = run.loss(*criterion(ddp_model(images), targets))
+                (loss * weight).backward()
+                if (i + 1) % passes:
+                    continue
                 run.divide_gradients(ddp_model)
                 optimizer.step()
                 optimizer.zero_grad()
@@ -437,19 +449,44 @@ def scalars(folder: Path) -> dict[str, list[int]]:
 
 
 def test_scalars_of_the_owner(tmp_path: Path) -> None:
-    """In runs/NAME, by optimizer steps: none is dropped by a resume or by `--resume never`."""
+    """In runs/NAME, by optimizer steps: those of this run are dropped neither on resume nor by
+    `--resume never`."""
     from torch.utils.tensorboard import SummaryWriter
 
     results = each(0.1, 0.2, 0.3, name="top1", is_higher=True)
 
-    def begin(epochs: int) -> None:
+    def begin(epochs: int, resume: str) -> None:
         writer = SummaryWriter(str(tmp_path))
         writer.add_scalar("mine", 1.0, 100 * epochs)
-        train(tmp_path, results, epochs=epochs)
+        train(tmp_path, results, epochs=epochs, resume=resume)
         writer.close()
 
     for epochs in 1, 3:
-        on_ranks(1)(functools.partial(begin, epochs))()
+        on_ranks(1)(functools.partial(begin, epochs, "auto"))()
     assert scalars(tmp_path) == {"mine": [100, 300]}
     found = scalars(tmp_path / "epochs")
     assert found["top1"] == found["train_loss"] == [1, 2, 3]
+    on_ranks(1)(functools.partial(begin, 2, "never"))()
+    assert scalars(tmp_path) == {"mine": [200]}
+    assert scalars(tmp_path / "epochs")["top1"] == [1, 2]
+
+
+@on_ranks(1)
+def test_accumulation_by_hand(tmp_path: Path) -> None:
+    """It is refused at the first step, and so is a division that is left from it."""
+    results = each(0.1, name="top1", is_higher=True)
+    with refusal("loop.check_last_step", "1 pass(es)", "--accumulate 4"):
+        train(tmp_path / "hand", results, epochs=1, passes=2)
+    with refusal("loop.check_weight", "divided by 2", "run.loss(weight * loss_sum, count)"):
+        train(tmp_path / "divided", results, epochs=1, accumulate=2, passes=2, weight=0.5)
+    train(tmp_path / "whole", results, epochs=1, accumulate=2, passes=2, weight=0.3)
+
+
+def test_one_value_to_normalize() -> None:
+    """The mistake is one of the flags: a line says so."""
+    one = torch.ones(1, 2, 1, 1)
+    for layer in nn.BatchNorm2d(2), nn.InstanceNorm2d(2), nn.GroupNorm(1, 1):
+        with pytest.raises(ValueError) as caught:
+            layer(one[:, :1] if isinstance(layer, nn.GroupNorm) else one)
+        line = str(failures._of_torch(caught.value))
+        assert "--batch-size" in line and "--image-size" in line and "drop_last=True" in line
