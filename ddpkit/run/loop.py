@@ -115,6 +115,7 @@ class Run:
         self.is_ended, self.at_end = False, ""  # after `end_epoch`: what its checkpoint has
         self._resume(folder.state)
         self.began, self.began_step = self.epoch, self.step
+        self.at_start = self._summary() if self.seen else ""  # of an epoch that is resumed
         recorded = distributed.from_rank_zero(reporting.count, folder.path)
         self.is_complete = min(self.epoch, recorded) >= epochs
         self.first_step = optimizer.register_step_pre_hook(replicas.check_step)
@@ -168,8 +169,8 @@ class Run:
 
     @property
     def best_of(self) -> str:  # by which metric, on which images, best.pt is the best
-        lowest = "lowest " if self.is_higher is False else ""
-        return f"{lowest}{self.score} on {self.val_images}"
+        lowest = " (lowest)" if self.is_higher is False else ""
+        return f"{self.score}{lowest} on {self.val_images}"
 
     def _direction_so_far(self, state: State) -> bool | None:
         """Return whether a higher score is better, as far as is known before it is worked out."""
@@ -256,6 +257,13 @@ class Run:
         normalised. targets: int64, or float32. Each pass seeds all random numbers.
         """
         self._keep_changes()
+        if self.at_start and self.at_start != self._summary():
+            distributed.say(
+                "a scheduler or another part was changed before run.batches() in an epoch that is "
+                "resumed in its middle, where it has been changed already: do that at the end of "
+                "the loop, after run.end_epoch"
+            )
+        self.at_start = ""
         format = loading.format_of(self.train_loader)
         left = (self.source.total - self.seen) // self.global_batch * self.passes_per_step
         found = self.source.batches(self.train_loader, self.epoch, self.seen)

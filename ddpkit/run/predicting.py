@@ -290,7 +290,7 @@ def unused_in_training(model: nn.Module, size: int, channels: int) -> set[nn.Par
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
     was_training, device = model.training, next(model.parameters()).device
     try:
-        with torch.random.fork_rng():
+        with torch.random.fork_rng(devices=[]):  # networks are built on the CPU
             images = torch.rand(2, channels, size, size, device=device)  # BatchNorm needs two
             return without_gradient(model, model.train()(images))
     except (AssertionError, LookupError, RuntimeError, TypeError, ValueError):

@@ -47,6 +47,7 @@ def train(
     epochs: int = 3,
     patience: int = 0,
     after: Callable[..., None] = lambda *_: None,
+    before: Callable[..., None] = lambda *_: None,
     resume: str = "auto",
     compiled: bool = False,
     tracker: Any = None,
@@ -54,7 +55,7 @@ def train(
     passes: int = 1,
     weight: float = 1,
 ) -> ddpkit.Run:
-    """A run whose evaluation returns `results`; `after` is called at the end of each epoch.
+    """A run whose evaluation returns `results`; `before` and `after` are called in each epoch.
 
     passes: of an optimizer step of its own. weight: of what run.loss returns.
     """
@@ -93,6 +94,7 @@ def train(
     with run:
         run.rehearse(judge)
         while not run.is_over(patience):
+            before(run, scheduler)
             ddp_model = ddpkit.wrap(net, CPU)
             ddp_model.train()
             for i, (images, targets) in run.batches():
@@ -264,6 +266,33 @@ def test_a_step_after_the_end_of_an_epoch(tmp_path: Path, place: str) -> None:
     assert (tmp_path / "examples.png").exists()
     on_ranks(1)(lambda: train(tmp_path, scores, epochs=4, after=step) and None)()
     assert tuple(row["lr"] for row in rows(tmp_path)) == RATES
+
+
+@pytest.mark.parametrize("is_top", [True, False])
+@on_ranks(1)
+def test_a_step_before_an_epoch_that_is_resumed(tmp_path: Path, is_top: bool) -> None:
+    """It is in the checkpoint already: a line says so."""
+    end_step = ddpkit.Run.end_step
+
+    def killed(run: ddpkit.Run) -> None:
+        end_step(run)
+        run.save()
+        raise Killed
+
+    def step(run: ddpkit.Run, scheduler: Any) -> None:
+        if is_top:
+            scheduler.step()
+
+    scores = each(0.1, name="top1", is_higher=True)
+    lines: list[str] = []
+    distributed.say = lines.append
+    ddpkit.Run.end_step = killed
+    with contextlib.suppress(Killed):
+        train(tmp_path, scores, epochs=1, before=step)
+    ddpkit.Run.end_step = end_step
+    train(tmp_path, scores, epochs=1, before=step)
+    assert any("1 step of the next" in line for line in lines)
+    assert any("changed before run.batches()" in line for line in lines) == is_top
 
 
 def slopes(passes: int, count: Any, term: Callable[..., Tensor]) -> tuple[float, float]:
