@@ -215,16 +215,15 @@ def batches(loader: Any, device: torch.device) -> Iterator[tuple]:
     floating-point. indices: int64 (N,), of the samples in the data set.
 
     loader: with our ValSampler; or any other DataLoader, the same on all ranks, whose batches they
-        take in turn. After a signal the loop ends early, and all ranks stop and save.
+        take in turn. After a signal the loop ends early, and all ranks stop and save in `compute`.
 
         for images, targets, *_, indices in ddpkit.batches(val_loader, device):
     """
     format = format_of(loader)
     for batch in _dealt(loader):
         yield move(batch, device, format)
-        if stopping.stop_requested():
+        if stopping.stop_requested():  # `compute` and `end_epoch`, where all ranks pass, stop
             break
-    stopping.agree(device)
 
 
 class First:

@@ -41,6 +41,11 @@ REMEDIES = {
         "a target is no class number; if it is 255, a pixel without a label, give torch's loss "
         "ignore_index=255"
     ),
+    r"Expected more than 1 (value per channel|spatial element) when training": (
+        "a normalising layer has one value per channel to learn from: use a larger --batch-size, "
+        "or --image-size; a loader of your own, whose last batch may be of one image, needs "
+        "drop_last=True"
+    ),
     "_scale is None|No inf checks were recorded": (
         "with --amp fp16 the loss has to be scaled: scaler.scale(loss).backward()"
     ),
@@ -347,8 +352,7 @@ def _of_torch(error: Exception) -> UserError | str | None:
         )
     if "Gloo connectFullMesh failed" in text:
         return f"{environment.own_rank()} cannot connect to all other ranks: {NO_NETWORK}"
-    is_known = isinstance(error, IndexError | AssertionError)
-    if is_known:
+    if isinstance(error, IndexError | AssertionError | ValueError):
         for pattern, line in REMEDIES.items():
             if re.search(pattern, text):
                 return UserError(line)

@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Iterator
 from typing import NoReturn
 
-import torch
 import torch.distributed as dist
 
 from ddpkit.errors import print_line
@@ -183,10 +182,9 @@ def stop_requested() -> bool:
     return bool(_stopper and _stopper.answered)
 
 
-def agree(device: torch.device) -> None:
+def agree() -> None:
     """Raise Stopped on all ranks if one of them knows of a stop request; all have to call this."""
-    mine = torch.tensor(stop_requested(), dtype=torch.int, device=device)
-    if _stopper and distributed.reduce_tensor(mine):
+    if _stopper and any(distributed.gather_objects(stop_requested())):
         _stopper.is_stopping = True
         raise Stopped
 

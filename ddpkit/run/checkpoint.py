@@ -56,6 +56,7 @@ KINDS: dict[str, Any] = {  # of what a checkpoint holds; integers are not negati
     "global_batch": int,
     "channels": int,
     "best": (int, float),
+    "best_by": list,
 }
 OF_ROWS = {"args": str, "history": dict, "totals": list}  # the kind of what they consist of
 # What kernels of torch take for as large as the weight, without a look.
@@ -63,6 +64,8 @@ MOMENTS = {"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "sum"}
 MISFITS = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 ALIKE = (dict, (list, tuple), str, Tensor, (bool, int, float))
 STORED = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)  # to others lies the way of other libraries
+OF_BYTES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+COMPILED = "_orig_mod."  # in names of weights, by torch.compile
 ON_HOST = ("cpu", "meta")  # kinds of device whose tensors are saved as they are
 TAKEN = {*PLAIN, torch.Size, torch.dtype, torch.device}  # by torch.load with weights_only=True
 
@@ -198,8 +201,7 @@ def changes(then: Mapping[str, object], now: Mapping[str, object]) -> str:
 def load_weights(model: nn.Module, state: State, more: str = "") -> None:
     """Copy the checkpoint's weights into `model`, or raise a UserError, which ends with `more`."""
     try:
-        check_weights(model, state["model"])
-        model.load_state_dict(state["model"])
+        load_module(model, state["model"])
     except MISFITS as error:
         lines = str(error).split("\n")  # after a heading of torch's
         reason = " ".join((lines[1:] or lines)[0].split())[:200]
@@ -243,6 +245,7 @@ def open_model(
     args, format = parse_args([], state["args"]), Format(**state["format"])
     model = build_model(args, state["classes"], state["channels"])
     load_weights(model, state)
+    model = getattr(model, "_orig_mod", model)  # a compiled one would compile for each size
     model = model.eval().to(device).to(memory_format=torch.channels_last)
     return model, Classes(state["classes"], state.get("colors")), args, format
 
@@ -255,6 +258,8 @@ def to_plain(value: object) -> Any:
         return type(value)(map(to_plain, value))
     if isinstance(value, np.generic) or (isinstance(value, Tensor) and value.numel() == 1):
         value = value.item()
+    if isinstance(value, float):
+        value = float(value)  # of a Score
     return value if type(value) in PLAIN else str(value)
 
 
@@ -262,7 +267,7 @@ def take_states(parts: Parts) -> State:
     """Return the state of each part for a checkpoint."""
     states, names = {}, names_of(parts)
     for name, part in parts.items():
-        state = by_name(part, names) if isinstance(part, Optimizer) else part.state_dict()
+        state = by_name(part, names) if isinstance(part, Optimizer) else state_of(part)
         if not isinstance(part, nn.Module):  # such as a rate from np.cos
             state = tree_map_only(np.generic, lambda x: x.item(), state)
         for leaf in tree_leaves(state, is_leaf=lambda x: type(x) not in CONTAINERS):
@@ -271,6 +276,39 @@ def take_states(parts: Parts) -> State:
                 raise UserError(f"{name}: its state_dict has a {kind}")
         states[name] = state
     return to_host(states)
+
+
+def state_of(part: Any) -> State:
+    """Return its state_dict(), of a network with the names that it has without torch.compile."""
+    state = part.state_dict()
+    if isinstance(part, nn.Module) and any(COMPILED in name for name in state):
+        return {name.replace(COMPILED, ""): value for name, value in state.items()}
+    return state
+
+
+def load_module(module: nn.Module, saved: State) -> None:
+    """Load the weights of a network; it and what was saved may each be compiled or not."""
+    own = {name.replace(COMPILED, ""): name for name in module.state_dict()}
+    if any(COMPILED in name for name in (*own.values(), *saved)):
+        plain = {name.replace(COMPILED, ""): value for name, value in saved.items()}
+        saved = {own.get(name, name): value for name, value in plain.items()}
+    check_weights(module, saved)
+    module.load_state_dict(saved)
+
+
+def summary(parts: Parts) -> str:
+    """Return a text that differs if the state of a part does; it reads the device once."""
+    states = {name: part.state_dict() for name, part in parts.items()}
+    leaves = tree_leaves(states, is_leaf=lambda x: type(x) not in CONTAINERS)
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.numel()]
+    others = [repr(leaf) for leaf in leaves if not isinstance(leaf, Tensor)]
+    sums: dict[torch.device, list[Tensor]] = {}
+    for tensor in tensors:
+        kind = OF_BYTES.get(tensor.element_size())
+        bits = tensor.detach().view(kind) if kind else tensor.detach().flatten().view(torch.uint8)
+        sums.setdefault(tensor.device, []).append(bits.sum(dtype=torch.int64))
+    found = [torch.stack(each).tolist() for each in sums.values()]
+    return f"{found} {others}"
 
 
 def to_host(state: State) -> State:
@@ -284,7 +322,7 @@ def to_host(state: State) -> State:
 def names_of(parts: Parts) -> dict[Tensor, str]:
     """Return the name of each weight of the networks in `parts`: "fc.bias", "trained.fc.bias"."""
     return {
-        weight: key if name == "model" else f"{name}.{key}"
+        weight: (key if name == "model" else f"{name}.{key}").replace(COMPILED, "")
         for name, part in parts.items()
         if isinstance(part, nn.Module)
         for key, weight in part.named_parameters()
@@ -324,14 +362,14 @@ def load_states(state: State, parts: Parts, step: int) -> None:
                 then, now = state["kinds"].get(name), type(part).__name__
                 if then not in (None, now):
                     raise ValueError(f"it was {then} and is {now}")
-                if isinstance(part, nn.Module):
-                    check_weights(part, saved)
                 if isinstance(part, LRScheduler | torch.amp.GradScaler):
                     check_alike(name, part.state_dict(), saved)
                 if isinstance(part, Optimizer):
                     saved = as_made(saved, part, names, by_flags and name == "optimizer")
                 if part is scheduler and by_flags:
                     follow(scheduler, parts["optimizer"], saved, step)
+                elif isinstance(part, nn.Module):
+                    load_module(part, saved)
                 else:
                     part.load_state_dict(saved)
             except MISFITS as error:

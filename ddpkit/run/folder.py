@@ -5,7 +5,6 @@ damages the last one; `best.pt` has the best score. Rank 0 writes them, and all 
 """
 
 import contextlib
-import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -25,7 +24,8 @@ SAVES = ("last.pt", "last-1.pt")  # newest first
 OWN_FILES = (  # what `--resume never` removes
     *(*SAVES, "*.pt.corrupt", "best.pt", "best-1.pt", "metrics.csv", "tracker.json", "args.json"),
     *("curves.png", *reporting.IMAGES, *(f"eval/{name}" for name in reporting.IMAGES)),
-    "events.out.tfevents.*",
+    f"{reporting.EPOCHS}/{reporting.EVENTS}",
+    reporting.EVENTS,  # of earlier versions
 )
 KEYS = (  # what a checkpoint has to contain, besides what a training loader adds
     *("model", "optimizer", "scheduler", "kinds", "epoch", "step", "seen", "totals", "images"),
@@ -160,7 +160,8 @@ class Folder:
         if not distributed.is_rank_zero():
             return
         found = {path for name in OWN_FILES for path in self.path.glob(name)}
-        old = sorted(path for path in found if not path.is_dir())
+        mine = f".{os.getpid()}."  # of events: what main.py has opened before
+        old = sorted(path for path in found if not path.is_dir() and mine not in path.name)
         if old and is_new and self.resume == "never":
             names = ", ".join(path.name for path in old)
             distributed.say(f"--resume never: removing {names} from {self.path}")
@@ -171,7 +172,7 @@ class Folder:
             with files.writing(self.path / protocol.BEGUN) as tmp_path:
                 tmp_path.write_bytes(launch.encode())
 
-    def best_score(self, best_of: Sequence[str], until: float) -> tuple[float, int]:
+    def best_score(self, best_of: Sequence[str], until: float) -> tuple[float, int] | None:
         """On rank 0, return the score of best.pt and its epoch; rename it if it is of another run.
 
         best_of: its metric and validation set, or those that it may have. until: the last epoch
@@ -190,10 +191,13 @@ class Folder:
             except Foreign as error:
                 set_aside(error.line, path, "best-1.pt")
         reporting.remove_images(self.path)
-        return -math.inf, 0
+        return None
 
-    def add(self, state: State, is_best: bool, replace: bool) -> None:
-        """Save last.pt, and best.pt; the old last.pt becomes last-1.pt unless with `replace`."""
+    def add(self, state: State, is_best: bool, replace: bool, keeps_images: bool = False) -> None:
+        """Save last.pt, and best.pt; the old last.pt becomes last-1.pt unless with `replace`.
+
+        keeps_images: those of best.pt, which has the same weights as before.
+        """
         if not distributed.is_rank_zero():
             return
         last, older = (self.path / name for name in SAVES)
@@ -202,7 +206,8 @@ class Folder:
             with files.writing(path) as tmp_path:
                 files.retried(path, checkpoint.write, tmp_path, state)
                 if path != last:
-                    reporting.remove_images(self.path)
+                    if not keeps_images:
+                        reporting.remove_images(self.path)
                 elif not replace:
                     with contextlib.suppress(FileNotFoundError):
                         last.replace(older)

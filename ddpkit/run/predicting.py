@@ -21,10 +21,10 @@ from ddpkit import files
 from ddpkit.data import folders, loading
 from ddpkit.data.format import Format, read_format
 from ddpkit.data.images import LazyImage, open_image, visible
-from ddpkit.errors import UserError, print_error
+from ddpkit.errors import UserError, print_error, shorten
 from ddpkit.ranks import devices, distributed, process
 from ddpkit.run import checkpoint, machine, pretrained
-from ddpkit.run.metrics import first
+from ddpkit.run.metrics import Outputs, first, map_tensors
 from ddpkit.run.pictures import draw_legend, drawing, overlay, paint
 
 Read = Callable[[LazyImage], Tensor]
@@ -233,7 +233,8 @@ def fit_input(
     size: side of the training images in pixels: float32 (N, channels, size, size).
     weights: --weights, to start from, with `published`: arch="resnet18"; None: none.
     step: of the sides of images (N, channels, i * step, j * step), if it takes any such; weights
-        that its output does not depend on, as in some encoders, are frozen, or DDP would wait.
+        that no output depends on, as in some encoders, are frozen, or DDP would wait; a line names
+        them.
 
     Raises a UserError if it cannot be built, or cannot take such images.
 
@@ -268,17 +269,60 @@ def fit_input(
 
 
 def freeze_unused(model: nn.Module, step: int, channels: int) -> None:
-    """Freeze the weights of `model` that its output does not depend on."""
+    """Freeze the weights of `model` that no output depends on, in evaluation or in training."""
     remedy = f"validation pads images to multiples of {step}: choose another network"
-    output = forward(model, 5 * step, channels, remedy)
+    unused = without_gradient(model, forward(model, 5 * step, channels, remedy))
+    if unused:
+        unused &= unused_in_training(model, 5 * step, channels)
+    names = [name for name, weight in model.named_parameters() if weight in unused]
+    for weight in unused:
+        weight.requires_grad_(False)
+    if names and distributed.is_joined():  # predict.py has no use for it
+        line = f"{len(names)} weights are frozen, for no output depends on them"
+        distributed.say(f"{line}: {shorten(names)}")
+
+
+def unused_in_training(model: nn.Module, size: int, channels: int) -> set[nn.Parameter]:
+    """Return the weights that no output depends on in training; all, if that cannot be tried.
+
+    Buffers, such as BatchNorm's statistics, and the random numbers to come remain as they are.
+    """
+    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    was_training, device = model.training, next(model.parameters()).device
+    try:
+        with torch.random.fork_rng(devices=[]):  # networks are built on the CPU
+            images = torch.rand(2, channels, size, size, device=device)  # BatchNorm needs two
+            return without_gradient(model, model.train()(images))
+    except (AssertionError, LookupError, RuntimeError, TypeError, ValueError):
+        return set(model.parameters())  # such as one that takes targets, too
+    finally:
+        model.train(was_training)
+        with torch.no_grad():
+            for buffer, before in buffers:
+                buffer.copy_(before)
+
+
+def without_gradient(model: nn.Module, outputs: Outputs) -> set[nn.Parameter]:
+    """Return the weights that can be trained, and on which nothing in `outputs` depends."""
+    found: list[Tensor] = []
+
+    def note(output: Tensor) -> Tensor:
+        found.append(output)
+        return output
+
+    map_tensors(note, outputs)
+    sums = [output.sum() for output in found if output.requires_grad]
     weights = [weight for weight in model.parameters() if weight.requires_grad]
-    gradients = torch.autograd.grad(output.sum(), weights, allow_unused=True)
-    for weight, gradient in zip(weights, gradients, strict=True):
-        weight.requires_grad_(gradient is not None)
+    if not sums:
+        return set(weights)
+    total = torch.stack([each.double() for each in sums]).sum()
+    gradients = torch.autograd.grad(total, weights, allow_unused=True)
+    pairs = zip(weights, gradients, strict=True)
+    return {weight for weight, gradient in pairs if gradient is None}
 
 
-def forward(model: nn.Module, size: int, channels: int = 3, remedy: str = "") -> Tensor:
-    """Return the output for a black image, in evaluation mode."""
+def forward(model: nn.Module, size: int, channels: int = 3, remedy: str = "") -> Outputs:
+    """Return what the network returns for a black image, in evaluation mode."""
     was_training, device = model.training, next(model.parameters()).device
     try:
         return model.eval()(torch.zeros(1, channels, size, size, device=device))

@@ -12,8 +12,9 @@ import numpy as np
 import onnxruntime
 import pytest
 import torch
-from generated import Done, Project, both_tasks
+from generated import Done, Project, both_tasks, refusal
 from PIL import Image
+from ranks import on_ranks
 from torch import nn
 
 
@@ -139,3 +140,42 @@ def test_an_export_that_differs(project: Project, trained: Path, tmp_path: Path)
     done = project.run(*words, script="ddpkit export", on=1, patch=patch)
     done.refused("export.main", "model.onnx")
     assert not list(tmp_path.rglob("model.*"))
+
+
+@both_tasks
+def test_a_network_of_several_outputs(project: Project, trained: Path, tmp_path: Path) -> None:
+    """What it predicts is that of its logits; layers are looked for where they can be."""
+
+    def wrap() -> None:
+        import model
+
+        class Several(nn.Module):
+            def __init__(self, net: nn.Module) -> None:
+                super().__init__()
+                self.net = net
+                self.load_state_dict = net.load_state_dict
+
+            def forward(self, images: torch.Tensor) -> dict[str, torch.Tensor]:
+                logits = self.net(images)
+                return {"aux": logits.sum(), "out": logits}
+
+        build = model.build_model
+        model.build_model = lambda *given: Several(build(*given))
+
+    images, found = trained.parent / "set" / "val", {}
+    for name, patch in ("one", None), ("several", wrap):
+        out = tmp_path / name
+        words = images, "--output", out, "--tta"
+        predict(project, *words, checkpoint=trained / "best.pt", patch=patch).ok()
+        paths = (path for path in out.rglob("*") if path.is_file())
+        found[name] = {path.relative_to(out): path.read_bytes() for path in paths}
+    assert found["one"] == found["several"]
+
+
+@both_tasks
+@on_ranks(1)
+def test_layers_of_a_network_of_your_own(project: Project) -> None:
+    import model
+
+    with refusal("model.layers", "--freeze-backbone", "`layers` in model.py"):
+        model.layers(nn.Sequential(nn.Flatten(), nn.Conv1d(1, 1, 1)))
