@@ -424,6 +424,9 @@ def unpack(batch: Any) -> tuple:
     if parts is None or not isinstance(parts[0], Tensor):
         line = f"the loader returns a {type(batch).__name__}: a batch is (images, targets, ...) or"
         raise UserError(f'{line} a dict with "image" and "label", images a tensor (N, C, H, W)')
+    if parts[0].dtype != torch.uint8 and not parts[0].is_floating_point():
+        line = f"the loader returns images of {parts[0].dtype}: return uint8, or float, divided"
+        raise UserError(f"{line} by the value that is white, such as 65535.0")
     return parts
 
 

@@ -379,6 +379,9 @@ def test_deep_images() -> None:
     for image in [*deep, *arrays, *tensors, Image.fromarray(np.float32([[0, np.nan]]))]:
         with refusal("samples.parts", "sample 0", "65535.0"):
             parts(image)
+    for kind in torch.int16, torch.uint16, torch.int32:  # of another loader
+        with refusal("loading.unpack", kind, "65535.0"):
+            loading.unpack([torch.zeros(2, 1, 3, 4, dtype=kind), torch.zeros(2)])
     scaled = (values / 65535).astype(np.float32)
     for image in Image.fromarray(scaled), scaled, torch.from_numpy(scaled)[None]:
         assert torch.equal(parts(image), torch.from_numpy(scaled)[None])
