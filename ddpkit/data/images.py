@@ -10,6 +10,7 @@ import math
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -58,6 +59,10 @@ class LazyImage:
         """Return pixels (H, W, channels) or (H, W), in memory or mapped from a file."""
         height, width = pixels.shape[:2]
         return cls(height, width, lambda _: pixels, is_mask=pixels.ndim == 2)
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        """Return the whole image as (H, W, 3), for what takes an array, such as albumentations."""
+        return np.array(self.decode(1), dtype)
 
     def read(
         self, box: Box | None = None, size: tuple[int, int] | None = None, fill: int = 0

@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ddpkit import files
-from ddpkit.data import loading, samples
+from ddpkit.data import loading
 from ddpkit.errors import UserError
 from ddpkit.ranks import distributed, environment, process, protocol
 from ddpkit.run import checkpoint, machine, reporting
@@ -112,7 +112,7 @@ class Folder:
         found: the confusion matrix of `compute`, and what Worst.compute() returns. loader: of the
         validation images. classes, predict, draw: as Run takes them.
         """
-        machine.check_alike(classes, validation=samples.of(loader))
+        machine.check_alike(classes, validation=loader)
         checkpoint.check_format(self.state or {}, loading.format_of(loader))
         shown = Mistakes(found, model, loader, classes, predict, draw)
         reporting.report(shown, self.path / "eval")

@@ -91,8 +91,9 @@ class Run:
         self.passes_per_step, self.save_every = accumulate, save_every
         val_set, kept = samples.of(val_loader), checkpoint.to_plain(dict(flags or {}))
         self.val_images = samples.fingerprint(val_set)
-        machine.check_alike(classes, training=samples.of(train_loader), validation=val_set)
-        self.source = loading.find_source(train_loader, accumulate, kept.get("seed", 0))
+        machine.check_alike(classes, training=train_loader, validation=val_loader)
+        seed, epoch = kept.get("seed", 0), (folder.state or {}).get("epoch", 0)
+        self.source = loading.find_source(train_loader, val_loader, accumulate, seed, epoch)
         self.is_own = not isinstance(self.source, Foreign)
         self.train_loader, self.global_batch = train_loader, self.source.global_batch
         self.parts = self._parts(scheduler, more)
@@ -104,7 +105,7 @@ class Run:
                 "resumed_from": folder.resume,
                 "args": kept,
                 "format": dataclasses.asdict(loading.format_of(val_loader)),
-                "channels": getattr(val_loader.dataset, "channels", 3),
+                "channels": getattr(getattr(val_loader, "dataset", None), "channels", 3),
             }
         )
         self.epoch, self.step, self.seen, self.saved_step = 0, 0, 0, -1

@@ -335,8 +335,9 @@ class Mistakes:
             write_per_class(folder / "per_class.csv", confusion, self.classes)
             if confusion.ndim == 2:
                 pictures.draw_confusion(folder / "confusion.png", confusion, self.classes)
-        if worst:
-            captions = {index: f"loss {loss:.3g}" for loss, index in worst}
+        # Another loader may not say which images they were.
+        captions = {index: f"loss {loss:.3g}" for loss, index in worst if index >= 0}
+        if captions:
             self.draw_images(folder / "worst.png", captions)
 
 

@@ -17,7 +17,7 @@ import torch
 from tqdm import tqdm
 
 from ddpkit import files
-from ddpkit.data import images, samples
+from ddpkit.data import images, loading, samples
 from ddpkit.data.loading import Foreign, TrainSampler
 from ddpkit.errors import LineError, UserError
 from ddpkit.ranks import distributed, failures, process
@@ -69,7 +69,8 @@ class Reporter:
         ranks, val_set = distributed.world_size(), samples.of(val_loader)
         name_of = getattr(torch.get_device_module(self.device), "get_device_name", None)
         name = name_of(self.device) if name_of else self.device.type.upper()
-        val = f"{len(val_set)} validation images | " if hasattr(val_set, "__len__") else ""
+        # Of another loader it may be this rank's share.
+        val = f"{len(val_set)} validation images | " if loading.is_ours(val_loader) else ""
         distributed.say(
             f"{ranks} rank(s) on {name} | batch {self.batch_size} per rank x "
             f"{ranks} rank(s) x {accumulate} accumulated = {source.global_batch} | "
