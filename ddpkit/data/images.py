@@ -36,7 +36,7 @@ SAMPLES_PER_PIXEL, SAMPLE_FORMAT = 277, 339
 SIGNED = 2  # a sample format
 # Whatever a file is named, it is opened as one of these: they start no program, as EPS starts
 # Ghostscript, and tell their size before anything is decoded.
-FORMATS = ["JPEG", "PNG", "TIFF", "WEBP", "BMP", "MPO", "GIF", "PPM", "JPEG2000"]
+FORMATS = ["JPEG", "PNG", "TIFF", "WEBP", "BMP", "GIF", "PPM", "JPEG2000"]
 if importlib.util.find_spec("PIL.AvifImagePlugin"):  # not in older versions
     FORMATS.append("AVIF")
 PADDING = re.compile(r"\b\d\d? extraneous bytes before marker 0xd9")  # at the end, by some cameras
