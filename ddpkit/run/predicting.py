@@ -34,12 +34,13 @@ Predict = Callable[[Tensor], Tensor]  # (1, 3, h, w) -> logits (1, classes, h, w
 class Predictor:
     """The network of a checkpoint, and images for it. Those that cannot be read are left out.
 
-    inputs: files and folders. build_model, parse_args: of model.py and flags.py.
+    inputs: files and folders. build_model, parse_args: of model.py and flags.py. output: the folder
+    for what is written, which may lie below an input.
 
     model: in evaluation mode, on this machine's device. classes: their names. args: the flags with
     which it was trained.
 
-        job = ddpkit.Predictor("best.pt", ["images"], build_model, parse_args)
+        job = ddpkit.Predictor("best.pt", ["images"], build_model, parse_args, Path("out"))
         with job.table(Path("predictions.csv"), ["file", "class"]) as write:
             for paths, images in job.batches(val_transform, batch_size=32):
                 numbers = job.model(images).argmax(1).tolist()
@@ -52,11 +53,12 @@ class Predictor:
         inputs: Sequence[str],
         build_model: Callable[..., nn.Module],
         parse_args: checkpoint.ParseArgs,
+        output: Path | None = None,
     ) -> None:
         self.device = devices.kind()
         opened = checkpoint.open_model(path, build_model, parse_args, self.device)
         self.model, self.classes, self.args, format = opened
-        self.found = folders.collect(inputs)
+        self.found = folders.collect(inputs, output)
         # What training allowed, or what data.json in a folder of images allows.
         places = {path if path.is_dir() else path.parent for path in map(Path, inputs)}
         limits = [each.max_megapixels for each in (format, *map(read_format, places))]

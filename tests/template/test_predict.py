@@ -31,8 +31,12 @@ def files(path: Path) -> list[str]:
 @both_tasks
 def test_images_of_every_kind(project: Project, trained: Path, tmp_path: Path) -> None:
     """Those that cannot be read are left out and named at the end; names stay as they are."""
-    images, out = tmp_path / "in", tmp_path / "\udcfe"
+    images, out = tmp_path / "in", tmp_path / "in" / "\udcfe"
     images.mkdir()
+    if project.task == "segmentation":  # the command was given before, and interrupted
+        for kind in "masks", "overlays":
+            (out / kind).mkdir(parents=True)
+            Image.new("L", (40, 40)).save(out / kind / "grey.png")
     ramp = np.arange(40 * 96).reshape(40, 96)
     kinds = {
         "grey.png": Image.fromarray((ramp // 16).astype(np.uint8)),
