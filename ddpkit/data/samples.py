@@ -6,7 +6,6 @@ import multiprocessing
 import os
 import pickle
 import random
-import sys
 import weakref
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,7 +18,7 @@ from PIL import Image
 from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
-from ddpkit.errors import LineError, UserError, print_line
+from ddpkit.errors import LineError, UserError, print_error
 from ddpkit.ranks import distributed
 
 BITS = 2**64 - 1
@@ -153,11 +152,8 @@ class Seeded(Dataset):
         except LineError:
             raise
         except Exception as error:
-            line = f"while reading {name(self.dataset, index)}"
-            if hasattr(error, "add_note"):  # Python 3.10 has none
-                error.add_note(line)
-            else:
-                print_line(line, sys.stderr)
+            say = getattr(error, "add_note", print_error)  # Python 3.10 has none
+            say(f"while reading {name(self.dataset, index)}")
             raise
         finally:
             self.note(0)
