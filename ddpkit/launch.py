@@ -57,7 +57,7 @@ class Ranks:
         self.running: list[subprocess.Popen] = []
         self.first, self.first_at = 0, 0.0  # the signal that came first, and when
         self.sent: set[int] = set()
-        self.silent: list[str] = []  # of each rank a file that it removes if it says why it ends
+        self.silent = ""  # with its number a file that a rank removes if it says why it ends
         self.kill_at = math.inf
         for signum in protocol.STOP_SIGNALS:
             if signal.getsignal(signum) != signal.SIG_IGN:  # as under nohup
@@ -68,20 +68,18 @@ class Ranks:
     def start(self, words: Sequence[str], store: str) -> None:
         """Start a Python with `words` for each rank; those of one node meet in the file `store`."""
         nodes = self.nodes
-        left = ("TORCHELASTIC_", protocol.STORE)  # of a rank in which this was started
-        env = {name: value for name, value in os.environ.items() if not name.startswith(left)}
+        env = os.environ | {protocol.LAUNCHER: str(os.getpid())}
         env.pop("PYTHONSAFEPATH", None)  # or main.py would not find the files beside it
-        env[protocol.LAUNCHER] = str(os.getpid())
         env |= {"MASTER_ADDR": nodes.host, "MASTER_PORT": str(nodes.port)}
         env |= {"LOCAL_WORLD_SIZE": str(nodes.ranks), "WORLD_SIZE": str(nodes.count * nodes.ranks)}
         if nodes.count == 1:
             env[protocol.STORE] = store
-        self.running, self.silent, self.kill_at = [], [], math.inf
+        self.running, self.kill_at = [], math.inf
+        self.silent = f"{store}-silent-"
         for local_rank in range(nodes.ranks):
             env["LOCAL_RANK"] = str(local_rank)
             env["RANK"] = str(nodes.number * nodes.ranks + local_rank)
-            env[protocol.SILENT] = f"{store}.{local_rank}"
-            self.silent.append(env[protocol.SILENT])
+            env[protocol.SILENT] = f"{self.silent}{local_rank}"
             command = [sys.executable, "-u", *words]
             with process.holding_signals({signal.SIGINT}):  # until it can be quiet
                 self.running.append(subprocess.Popen(command, env=env, start_new_session=True))
@@ -148,7 +146,7 @@ class Ranks:
             name = signal.Signals(-status).name
             print_error(f"{rank} was ended by {name}{HINTS.get(name, '')}")
             return 128 - status
-        if status and os.path.exists(self.silent[local_rank]):
+        if status and os.path.exists(f"{self.silent}{local_rank}"):
             print_error(f"{rank} exited with status {status}")
         return status
 
@@ -181,8 +179,6 @@ def main() -> int:
     if not os.environ.get("OMP_NUM_THREADS"):  # main.py sets the threads
         os.environ.update({"OMP_NUM_THREADS": "1", protocol.THREADS: "auto"})
     os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")  # as torchrun does
-    if protocol.LAUNCHER in os.environ:  # a rank has started this
-        os.environ.pop(protocol.LAUNCH_ID, None)
     os.environ.setdefault(protocol.LAUNCH_ID, uuid.uuid4().hex)
     folder = process.project()
     words = [str(folder / "main.py"), *words]

@@ -6,7 +6,6 @@ import multiprocessing
 import os
 import pickle
 import random
-import sys
 import time
 import weakref
 import zlib
@@ -21,7 +20,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 
-from ddpkit.errors import LineError, UserError, print_line, shorten
+from ddpkit.errors import LineError, UserError, print_error, shorten
 from ddpkit.ranks import distributed
 
 BITS = 2**64 - 1
@@ -188,11 +187,8 @@ class Seeded(Dataset):
         except LineError:
             raise
         except Exception as error:
-            line = f"while reading {name(self.dataset, index)}"
-            if hasattr(error, "add_note"):  # Python 3.10 has none
-                error.add_note(line)
-            else:
-                print_line(line, sys.stderr)
+            say = getattr(error, "add_note", print_error)  # Python 3.10 has none
+            say(f"while reading {name(self.dataset, index)}")
             raise
 
     def __getitems__(self, keys: Sequence[Key]) -> list[tuple]:

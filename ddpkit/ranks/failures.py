@@ -30,7 +30,6 @@ from ddpkit.ranks.protocol import ANSWER_SECONDS, END_SECONDS, ERROR, MISTAKE, P
 
 BROKEN = re.compile(r"Broken pipe|Connection \w+|remote process exited|time(d )?out", re.I)
 GIB = 2**30
-TOUCH_SECONDS = 3600
 # What torch says of common mistakes, and what to do
 NO_NETWORK = (
     "one has ended, or this node's name leads elsewhere: set GLOO_SOCKET_IFNAME, on each node "
@@ -148,41 +147,29 @@ class StoreFile:
 
     def __init__(self, path: str) -> None:
         self.path = Path(path)
-        self.handle = open(path, "rb")  # noqa: SIM115  it can be read when it is removed
-        self.touched = time.monotonic()
+        self.handle = open(path, "rb")  # noqa: SIM115  which can still be read then
 
     def keep(self) -> None:
-        """Touch the file now and then; if it has been removed, write it anew."""
+        """Write the file anew if it has been removed."""
+        added = b""
+        with contextlib.suppress(FileNotFoundError):
+            if os.path.samestat(self.path.stat(), os.fstat(self.handle.fileno())):
+                return
+            added = self.path.read_bytes()  # by another rank, meanwhile
         try:
-            if not self._is_there():
-                self._write()
-            elif time.monotonic() > self.touched + TOUCH_SECONDS:
-                os.utime(self.path)
-                self.touched = time.monotonic()
+            with contextlib.suppress(FileExistsError):
+                self.path.parent.mkdir(0o700)
+            if self.path.parent.lstat().st_uid != os.getuid():  # who else could change the file
+                raise PermissionError(errno.EPERM, "another user has made its folder")
+            self.handle.seek(0)
+            whole = self.path.with_name("whole")
+            whole.write_bytes(self.handle.read() + added)
+            whole.rename(self.path)
+            self.handle = self.path.open("rb")
         except OSError as error:
-            print_error(f"{self.path}, through which the ranks agree, has gone ({error.strerror})")
+            print_error(f"{self.path}, through which the ranks agree, is lost ({error.strerror})")
             process.exit_now(1)
-
-    def _is_there(self) -> bool:
-        with contextlib.suppress(FileNotFoundError):
-            return os.path.samestat(self.path.stat(), os.fstat(self.handle.fileno()))
-        return False
-
-    def _write(self) -> None:
-        folder = self.path.parent
-        with contextlib.suppress(FileExistsError):
-            folder.mkdir(0o700)
-        if folder.lstat().st_uid != os.getuid():  # another user's, who could change what is in it
-            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST))
-        self.handle.seek(0)
-        content = self.handle.read()
-        with contextlib.suppress(FileNotFoundError):
-            content += self.path.read_bytes()  # what another rank has added meanwhile
-        whole = self.path.with_name("whole")
-        whole.write_bytes(content)
-        whole.rename(self.path)
-        self.handle = self.path.open("rb")
-        distributed.say(f"{self.path} had been removed and is written anew; what cleans TMPDIR?")
+        distributed.say(f"{self.path} had been removed and is written anew: what cleans TMPDIR?")
 
 
 _store_file: list[StoreFile] = []  # of the first rank of a node, if the store is a file

@@ -1,14 +1,16 @@
 """Flags, and what is set where nobody gives one: threads and the ranks' share of the CPUs."""
 
+import gc
 import os
 from argparse import ArgumentTypeError
 from pathlib import Path
 
 import pytest
 from generated import refusal
+from ranks import on_ranks
 
 from ddpkit.ranks import process, protocol
-from ddpkit.run import flags, machine
+from ddpkit.run import flags, machine, starting
 
 
 @pytest.mark.parametrize(
@@ -122,3 +124,13 @@ def test_threads(monkeypatch):
         assert machine.default_threads(False) == 8
     monkeypatch.setenv(protocol.THREADS, "auto")
     assert machine.default_threads(False) == 8
+
+
+@on_ranks(1, group=False)
+def test_garbage_without_start():
+    """It is collected, seldom, in a script that only prepares, and as ever after `start`."""
+    before = gc.get_threshold()
+    starting.prepare()
+    assert gc.isenabled() and gc.get_threshold()[0] > before[0]
+    starting.start(lambda: None)
+    assert gc.isenabled() and gc.get_threshold() == before

@@ -172,7 +172,7 @@ def test_how_ranks_have_ended(tmp_path):
     """A signal or a silent exit is named; what a rank has said is not said again."""
     lines: list[str] = []
     launch.print_error = lines.append
-    silent = tmp_path / "silent"
+    silent = tmp_path / "silent-"
     for script, is_silent, status, line in (
         ("exit 3", True, 3, "exited with status 3"),
         ("exit 3", False, 3, ""),
@@ -180,11 +180,11 @@ def test_how_ranks_have_ended(tmp_path):
         ("kill -ABRT $$", True, 134, "was ended by SIGABRT: if gloo has printed a line, ranks "),
         ("kill -KILL $$", False, 137, "was ended by SIGKILL: out of memory?"),
     ):
-        silent.unlink(missing_ok=True)
+        Path(f"{silent}0").unlink(missing_ok=True)
         if is_silent:
-            silent.touch()
+            Path(f"{silent}0").touch()
         ended = launch.Ranks(Nodes(1, 0, 1, "127.0.0.1", 0))
-        ended.running, ended.silent = [Command(["sh", "-c", script]).process], [str(silent)]
+        ended.running, ended.silent = [Command(["sh", "-c", script]).process], str(silent)
         assert ended.wait() == status
         said = f"rank 0 (process {ended.running[0].pid}) {line}"
         assert [each[: len(said)] for each in lines] == ([said] if line else [])
@@ -220,7 +220,7 @@ def test_ctrl_z(tmp_path):
 
     def act() -> None:
         running = launch.Ranks(Nodes(1, 0, 1, "127.0.0.1", 0))
-        running.running, running.silent = [Command(["sleep", "60"]).process], [""]
+        running.running = [Command(["sleep", "60"]).process]
         pid.write_text(str(running.running[0].pid))
         sys.exit(running.wait())
 
