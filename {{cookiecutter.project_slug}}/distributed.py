@@ -1,5 +1,7 @@
 """How this process becomes one rank of many, in plain torch, and what ranks tell each other."""
 
+import contextlib
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -43,4 +45,5 @@ def reduce_tensor(tensor: Tensor) -> Tensor:
 def say(line: str) -> None:
     """Print `line` once, not on every rank."""
     if dist.get_rank() == 0:
-        print(line, flush=True)
+        with contextlib.suppress(OSError):  # a terminal or pipe that is closed
+            print(line, flush=True)

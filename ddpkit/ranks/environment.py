@@ -20,10 +20,26 @@ SPECIAL_STEPS = 2**32 - 16  # from here on SLURM's steps are not srun's, but sal
 GPUS = "CUDA_VISIBLE_DEVICES"
 GPU_FILES = Path("/dev/nvidiactl"), Path("/dev/kfd")  # of containers without nvidia-smi; of AMD
 # What says that there are others: nodes of a job, processes of a launcher, their numbers from 0
-NODES = ("NNODES", "PET_NNODES", "SLURM_JOB_NUM_NODES", "PBS_NUM_NODES", "FLUX_JOB_NNODES")
-NODES += ("AWS_BATCH_JOB_NUM_NODES", "SKYPILOT_NUM_NODES", "SM_HOST_COUNT")
-SIZES = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE")
-SIZES += ("MVP_COMM_WORLD_SIZE", "FLUX_JOB_SIZE", "JSM_NAMESPACE_SIZE", "HOROVOD_SIZE")
+NODES = (
+    "NNODES",
+    "PET_NNODES",
+    "SLURM_JOB_NUM_NODES",
+    "PBS_NUM_NODES",
+    "FLUX_JOB_NNODES",
+    "AWS_BATCH_JOB_NUM_NODES",
+    "SKYPILOT_NUM_NODES",
+    "SM_HOST_COUNT",
+)
+SIZES = (
+    "WORLD_SIZE",
+    "OMPI_COMM_WORLD_SIZE",
+    "PMI_SIZE",
+    "MV2_COMM_WORLD_SIZE",
+    "MVP_COMM_WORLD_SIZE",
+    "FLUX_JOB_SIZE",
+    "JSM_NAMESPACE_SIZE",
+    "HOROVOD_SIZE",
+)
 NUMBERS = ("RANK", "PMI_RANK", "PMIX_RANK", "PALS_RANKID")
 TYPED = ("NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "NPROC", "MAX_RESTARTS")
 

@@ -127,8 +127,8 @@ def _in_child() -> None:
         if getattr(handler, "__module__", "").startswith("ddpkit."):
             is_end = signum == signal.SIGTERM
             signal.signal(signum, signal.SIG_DFL if is_end else hand_over)
-    for handler in (watch.stop, _kill_workers, ignore_signals):  # of workers that are not its own
-        atexit.unregister(handler)
+    for at_exit in (watch.stop, _kill_workers, ignore_signals):  # the workers are not its own
+        atexit.unregister(at_exit)
     _after_fork()
 
 
