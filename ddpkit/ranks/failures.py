@@ -66,11 +66,11 @@ def one_line_errors(*explainers: Explainer) -> Iterator[None]:
     if isinstance(sys.stdout, io.TextIOWrapper):  # some file names are not valid text
         sys.stdout.reconfigure(errors="backslashreplace")
     end_if_known = functools.partial(_end_if_known, explainers)
-    watch.add(follow_others)
-    watch.add(functools.partial(_follow_workers, end_if_known))
     threading.excepthook = workers.on_thread_error
     rank = os.getpid()
     try:
+        watch.add(follow_others)
+        watch.add(functools.partial(_follow_workers, end_if_known))
         yield
         process.remove_sockets()
     except BaseException as error:

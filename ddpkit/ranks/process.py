@@ -288,7 +288,7 @@ def _kill_workers() -> None:
 
 
 def remove_sockets() -> None:
-    """Remove this rank's folder of sockets; the last rank also that of a killed launcher."""
+    """Remove this rank's folder; the last rank also that of a launcher that was killed."""
     folder = sockets.pop(os.getpid(), "")
     shutil.rmtree(folder, ignore_errors=True)
     launchers = os.path.dirname(os.environ.get(protocol.STORE, ""))

@@ -135,7 +135,8 @@ def lacking(error: BaseException) -> UserError | None:
     number = int(of_torch[1]) if of_torch else getattr(error, "errno", None)
     is_forking = "popen_fork.py" in trace
     is_of_shm = of_torch or re.search("multiprocessing.(heap|synchronize).py", trace)
-    if "start new thread" in text or (is_forking and number == errno.EAGAIN):
+    no_thread = "start new thread|^Resource temporarily unavailable$"  # Python's, and C++'s
+    if re.search(no_thread, text) or (is_forking and number == errno.EAGAIN):
         return UserError(
             "no more processes or threads can be started: raise the limit (ulimit -u, docker run "
             "--pids-limit), or lower --workers"

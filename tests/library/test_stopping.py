@@ -37,8 +37,8 @@ class Chain:
         self.changed = out / "last.pt", project.folder / "stepped"
         self.command = [project.folder / "launch.sh", *words, "--save-every", 4]
         self.command += ["--output-dir", out]
-        self.tmp = out.with_name("tmp")
-        self.tmp.mkdir()
+        self.tmp = out.parents[1] / "tmp"  # a short path: sockets are in it
+        self.tmp.mkdir(exist_ok=True)
 
     def start(self, *more: object, before: tuple = (), **env: str) -> None:
         env |= {"NPROC": "2", "TMPDIR": str(self.tmp)}
