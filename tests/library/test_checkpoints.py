@@ -7,6 +7,7 @@ import io
 import math
 import os
 import random
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -193,8 +194,8 @@ def test_damage_of_other_kinds(tmp_path: Path) -> None:
 
 
 def compressed(content: bytes) -> bytes:
-    """With a damaged byte, by which the first entry would be compressed by LZMA."""
-    at = content.index(b"PK\1\2") + 10
+    """With a damaged byte, by which the tensor would be compressed by LZMA, with wrong settings."""
+    at = [found.start() for found in re.finditer(b"PK\1\2", content)][4] + 10
     return content[:at] + bytes([14]) + content[at + 1 :]
 
 
