@@ -1,5 +1,6 @@
 """recipes/sweep.py: a search for flags whose trials are pruned, interrupted and resumed."""
 
+import json
 import os
 import signal
 import sys
@@ -32,7 +33,7 @@ def test_trials(project: Project, few: Path, tmp_path: Path) -> None:
     assert first.end().status == 75
     assert (folder / "2/last.pt").exists()
     done = start(copy, *flags).end().ok()
-    assert "best top1/map 3.0 in trial 1:" in done.out
+    assert "best top1 3.0 in trial 1:" in done.out
     assert "SIGTERM: stopped and saved" in done.out
     names = [trial.state.name for trial in study.get_trials()]
     assert names == ["COMPLETE", "COMPLETE", "FAIL", "PRUNED", "PRUNED"]
@@ -41,3 +42,19 @@ def test_trials(project: Project, few: Path, tmp_path: Path) -> None:
     assert failed.params == resumed.params and len(failed.params) == 3
     assert all(2 <= len(rows(folder / name)) < 500 for name in "24")
     assert (folder / "2/best.pt").exists()
+
+
+def test_lower_is_better(project: Project, tmp_path: Path) -> None:
+    """Scores have the other sign, so that the study looks for the lowest."""
+    (tmp_path / "metrics.csv").write_text("epoch,val_loss\n1,0.5\n2,0.25\n")
+
+    def read() -> None:
+        sys.path.insert(0, "recipes")
+        import sweep
+
+        assert sweep.scores(tmp_path) == []  # args.json does not say yet which it is
+        for direction, sign in ("min", -1), ("max", 1):
+            (tmp_path / "args.json").write_text(json.dumps({"best": ["val_loss", direction]}))
+            assert sweep.scores(tmp_path) == [sign * 0.5, sign * 0.25]
+
+    project.here(read).ok()

@@ -5,7 +5,6 @@ before it, at the same epoch, is stopped; nothing is removed. Started again, the
 and a trial that was interrupted resumes. Run one search at a time.
 """
 
-import contextlib
 import csv
 import json
 import os
@@ -42,10 +41,12 @@ def best_of(folder: Path) -> tuple[str, int]:
 
 def scores(folder: Path) -> list[float]:
     """Return the metric of each epoch so far, with another sign if lower ones are better."""
-    with contextlib.suppress(FileNotFoundError), open(folder / "metrics.csv", newline="") as file:
+    try:
         name, sign = best_of(folder)
-        return [sign * float(row[name]) for row in csv.DictReader(file)]
-    return []
+        with open(folder / "metrics.csv", newline="") as file:
+            return [sign * float(row[name]) for row in csv.DictReader(file)]
+    except (FileNotFoundError, KeyError):  # it has only just begun
+        return []
 
 
 def run(study: optuna.Study, trial: optuna.Trial) -> None:
@@ -96,7 +97,7 @@ def main() -> None:
     if study.get_trials(states=[TrialState.COMPLETE]):
         best = study.best_trial
         flags = (f"{flag}={value}" for flag, value in best.params.items())
-        name, sign = study.user_attrs["best"]
+        name, sign = study.user_attrs.get("best", ("score", 1))
         print(f"best {name} {sign * best.value} in trial {best.number}:", *flags)
 
 
