@@ -2,6 +2,8 @@
 #              (TASK=segmentation for the other kind, FLAGS="..." for flags of its main.py)
 # make test    set up, run all tests
 # make check   set up, lint and the quick tests
+# make soak    set up, random cases of what is long or happens by chance, for MINUTES=30
+#              (SEED=... as one before; CASE=damage/12 that case alone; tests/soak/__main__.py)
 # make docs    build the documentation to site/, in an environment of its own
 #
 # They install the versions in constraints.txt, which passed. CONSTRAINTS= takes the newest there
@@ -13,6 +15,7 @@ DOCS_VENV ?= .venv-docs
 CONSTRAINTS ?= constraints.txt
 TASK ?= classification
 FLAGS ?=
+export MINUTES ?= 30
 # Of pytest: many tests wait, for time-outs and signals, while others compute.
 WORKERS ?= 3
 QUICK = channels checkpoints environment errors files flags folders masks reading samples
@@ -25,7 +28,7 @@ python = "$(VENV)/bin/python"
 template = {{cookiecutter.project_slug}}
 project = demo/$(TASK)
 
-.PHONY: demo test check docs ready
+.PHONY: demo test check soak docs ready
 
 test: ready
 	$(python) -m pytest --numprocesses $(WORKERS) --dist loadgroup --maxschedchunk 1
@@ -33,6 +36,9 @@ test: ready
 check: ready
 	$(python) -m pytest --numprocesses 2 tests/template/test_docs.py tests/template/test_limits.py \
 		tests/template/test_template.py $(QUICK:%=tests/library/test_%.py)
+
+soak: ready
+	$(python) tests/soak
 
 demo: ready
 	find "$(template)" -name '.*_cache' -prune -exec rm -rf {} +

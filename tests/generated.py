@@ -255,7 +255,7 @@ def after_step(step: int, act: Patch, *which: int, before: bool = False) -> Patc
         end_step = Run.end_step
 
         def patched(self: Run) -> None:
-            is_here = not which or int(os.environ["RANK"]) in which
+            is_here = not which or int(os.environ.get("RANK", 0)) in which
             if before and is_here and self.step + 1 == step:
                 act()
             end_step(self)
@@ -268,10 +268,10 @@ def after_step(step: int, act: Patch, *which: int, before: bool = False) -> Patc
 
 
 @contextlib.contextmanager
-def refusal(code: str, *words: object) -> Iterator[None]:
+def refusal(code: str, *words: object) -> Iterator[pytest.ExceptionInfo[LineError]]:
     """What is in this block raises an error in one line, with this code and all `words`."""
     with pytest.raises(LineError) as caught:
-        yield
+        yield caught
     line = str(caught.value)
     assert line.endswith(f" [{code}]") and "\n" not in line, line
     for word in words:

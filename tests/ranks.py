@@ -124,7 +124,6 @@ def draw_nothing() -> None:
     """Images of what was learnt take more than half of the time of a short run."""
     pictures.draw_curves = reporting.report = lambda *_, **__: None
     reporting.Reporter.images = reporting.Reporter.try_drawing = lambda *_: None
-    reporting.are_drawn = lambda *_: True
 
 
 def start(

@@ -45,8 +45,13 @@ def pick(on_cpu: bool = False) -> tuple[torch.device, Note]:
     else:
         number = int(os.environ.get("LOCAL_RANK", 0)) % torch.accelerator.device_count()
         device = torch.device(device.type, number)
-    note = {"device": device.type, "gpu": _name(device), "mistake": mistake}
-    return device, {**note, "place": environment.node()}
+    note = {"device": device.type, "gpu": "", "place": environment.node()}
+    try:
+        note["gpu"] = _name(device)
+    except Exception as error:  # a broken GPU: `check` says it on all nodes
+        reason = str(error).partition("\n")[0]
+        mistake = f"{device} cannot be used ({reason})"
+    return device, {**note, "mistake": mistake}
 
 
 def _why_unused() -> str:

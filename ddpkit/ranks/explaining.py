@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import torch
 
-from ddpkit.errors import shorten
+from ddpkit.errors import print_line, shorten
 from ddpkit.ranks import devices, distributed, environment, process
 from ddpkit.ranks.process import watch
 from ddpkit.ranks.protocol import ASKED, PLACE, PROCESS
@@ -132,7 +132,8 @@ def show(title: str, seconds: float, is_hang: bool = True) -> None:
     there = {rank: key for rank, key in keys.items() if store.check([key])}
     known = {rank: Position(*json.loads(store.get(key))) for rank, key in there.items()}
     absent = states(keys.keys() - known.keys())
-    print("\n".join([title, *absent, *block(known, is_hang and not absent)]), file=sys.stderr)
+    lines = [title, *absent, *block(known, is_hang and not absent)]
+    print_line("\n".join(lines), sys.stderr)
 
 
 def states(ranks: Iterable[int]) -> list[str]:
@@ -140,10 +141,13 @@ def states(ranks: Iterable[int]) -> list[str]:
     found = []
     for rank in sorted(ranks):
         store, key = distributed.store(), PROCESS.format(rank)
-        node, pid = store.get(key).decode().rsplit(" ", 1) if store.check([key]) else ("", "0")
+        known = store.get(key).decode() if store.check([key]) else "  0"
+        node, space, pid = known.rsplit(" ", 2)
         state, at = "does not answer", f"process {pid}"
         if node != environment.node():
             at += f" on {node}"
+        elif space != environment.process_space():  # here the number is another process's
+            at += f" in another container on {node}"
         elif not process.is_running(int(pid)):
             state = "has ended"
         elif process.state(int(pid)) == "T":

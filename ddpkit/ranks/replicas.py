@@ -3,12 +3,14 @@
 import itertools
 import zlib
 from collections.abc import Iterable
+from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_leaves
 
 from ddpkit.errors import UserError
 from ddpkit.ranks import distributed
@@ -181,12 +183,33 @@ def check_cleared(optimizer: torch.optim.Optimizer) -> None:
         )
 
 
+class Part(Tensor):
+    """The loss of one of several passes, whose gradient is divided by the count of all at the end.
+
+    What would be divided with it, because it is added to the loss, is refused.
+    """
+
+    @classmethod
+    def __torch_function__(cls, *call: Any) -> Any:  # function, types, args, kwargs
+        found = [x for x in tree_leaves(call[2:]) if isinstance(x, Tensor)]
+        with torch._C.DisableTorchFunctionSubclass():
+            terms = [x for x in found if x.requires_grad]
+        if len(terms) > 1:
+            raise UserError(
+                "a term is added to what run.loss returns, and with --accumulate it would be "
+                "divided by the labelled pixels of all passes, too: add it before, "
+                "run.loss(loss_sum + term * count, count)"
+            )
+        return super().__torch_function__(*call)
+
+
 class Mean:
     """Turns the gradients of summed losses into those of their mean over all samples.
 
-    Ranks and passes hold different numbers of labelled pixels. Each pass divides its sum of losses
-    by a size, the same on all, and the step divides by the count of all: one number, reduced while
-    backward() runs. Counts that are ints equal the size on all ranks, and need no reduction.
+    Ranks and passes hold different numbers of labelled pixels. In a step of one pass their count is
+    reduced first, and the loss is divided by it. Of several passes each divides by a size, the same
+    on all, and the step by the count of all, which is reduced while the last backward() runs.
+    Counts that are ints equal the size on all ranks, and need no reduction.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -198,6 +221,7 @@ class Mean:
         self.count, self.known = self.zero, 0.0  # of a step, in sizes: if tensors, and if ints
         self.pending: dist.Work | None = None
         self.passes = 0  # of a step, whose losses are known
+        self.is_whole = False  # the loss is divided by the count of all
 
     def start(self, size: int) -> None:  # the same on all ranks
         self.size, self.whole = size, torch.full_like(self.zero, size)
@@ -205,6 +229,11 @@ class Mean:
     def loss(self, loss_sum: Tensor, count: Tensor | int, is_last: bool) -> Tensor:
         """Return the loss of a pass, a scalar, of `count` samples; is_last: of the step."""
         self.passes += 1
+        if isinstance(count, Tensor) and is_last and self.passes == 1:
+            total = distributed.reduce_tensor(count.to(torch.float64))
+            share = (distributed.world_size() / total).nan_to_num_(posinf=0)
+            self.is_whole = True
+            return loss_sum * share.to(loss_sum.dtype)
         if isinstance(count, Tensor):
             self.count = torch.addcdiv(self.count, count.detach(), self.whole)
         elif count != self.size:
@@ -216,14 +245,16 @@ class Mean:
             self.known += count / self.size
         if is_last and self.count is not self.zero:
             self.pending = distributed.start_sum(self.count)
-        return loss_sum * (1 / self.size)
+        loss = loss_sum * (1 / self.size)
+        return loss.as_subclass(Part) if isinstance(count, Tensor) else loss
 
     def finish(self, ddp_model: nn.Module, passes: int) -> None:
         """Divide the gradients of a step's passes, which DDP has averaged; start anew."""
         if self.passes != passes:
             raise UserError(
                 f"run.loss was called {self.passes} time(s) in a step of {passes} pass(es): call "
-                "it once in each pass, and backward() on what it returns"
+                "it once in each pass, and backward() on what it returns; for more passes per "
+                "optimizer step use --accumulate, not a loop of your own"
             )
         if self.known and self.count is not self.zero:
             raise UserError("the loss returns its count as an int in some passes, not in others")
@@ -233,7 +264,9 @@ class Mean:
                 self.weights.setdefault(weight.device, []).append(weight)
         if self.pending:
             self.pending.wait()
-        if not self.known:
+        if self.is_whole:
+            self.is_whole = False
+        elif not self.known:
             inverse = distributed.world_size() / self.count
             self._multiply(inverse.nan_to_num_(posinf=0).float())
         elif self.known != 1:

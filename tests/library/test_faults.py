@@ -1,5 +1,6 @@
 """Faults that strike at one place in the code, on ranks that are forks made to fail just there."""
 
+import faulthandler
 import functools
 import os
 import re
@@ -186,9 +187,24 @@ def test_a_signal_after_training(project, few, tmp_path):
     assert (done.statuses, done.err, done.left) == ([0, 0], "", [])
 
 
+def test_a_folder_that_goes_away(project, few, tmp_path):
+    """The output folder is removed: one line names the file."""
+    out = tmp_path / "out"
+    gone = after_step(2, lambda: shutil.rmtree(out), 1)
+    done = project.train(few, out, "--save-every", 3, patch=gone)
+    done.refused("files.failure", "out/last.pt", "No such file")
+    assert not out.exists()
+
+
+def abort() -> None:
+    faulthandler.disable()  # its stack is not what this is about
+    os.abort()
+
+
 LOST = r"error: rank 0 lost another rank: rank 1 has ended \(process \d+\)"
 LEAVE = {
     "exits": (after_step(3, lambda: os._exit(0), 1), [1, 0], LOST),
+    "aborts": (after_step(3, abort, 1), [1, -signal.SIGABRT], LOST),  # as C++ does
     # as with nccl, where a collective does not raise when a rank has gone
     "raises": (
         lambda: (after_step(3, hang, 0)(), after_step(3, bug, 1)()),
@@ -202,7 +218,14 @@ LEAVE = {
 def test_ranks_that_leave(project, data, tmp_path, how):
     """One that raises tells of it, alone; one that just ends takes all along."""
     patch, statuses, last = LEAVE[how]
-    done = project.train(data, tmp_path, patch=patch)
+
+    def with_launcher() -> None:
+        os.environ[protocol.SILENT] = str(tmp_path / f"silent {os.environ['RANK']}")
+        patch()
+
+    done = project.train(data, tmp_path, patch=with_launcher)
+    left = [path.name for path in tmp_path.glob("silent *")]
+    assert left == ["silent 1"]  # a launcher would say that it exited; here Python did not end it
     *before, line = done.err.splitlines()
     assert (done.statuses, done.left) == (statuses, [])
     assert re.fullmatch(last, line), done.err
@@ -229,7 +252,7 @@ SAMPLES = {
     "raises": (at("train/dots/0002.jpg", bug), "while reading sample .*train/dots/0002.jpg"),
     "dies": (
         at("train/dots/0002.jpg", lambda: os.kill(os.getpid(), signal.SIGKILL)),
-        "error: .*train/dots/0002.jpg.*(killed by signal|exited unexpectedly)",  # torch says either
+        "error: loader worker .*train/dots/0002.jpg has ended with SIGKILL: out of memory?",
     ),
     "hangs": (at("val/dots/0002.jpg", hang), "error: .*val/dots/0002.jpg.*timed out after"),
 }

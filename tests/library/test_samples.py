@@ -2,6 +2,7 @@
 
 import errno
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -194,6 +195,7 @@ def test_saving(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str) -> N
     """On a network disk a checkpoint is written whole or not at all."""
     monkeypatch.setattr(files, "WAITS", (1e-6, 1e-6))
     run, state = folder.Folder(tmp_path, "auto"), dict.fromkeys(folder.KEYS, 0)
+    state |= {name: kind() for name, kind in checkpoint.KINDS.items() if isinstance(kind, type)}
     state["model"] = {"w": torch.arange(999)}
 
     def epochs() -> list[int]:
@@ -220,3 +222,28 @@ def test_saving(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str) -> N
         with pytest.raises(DiskError, match=r"last.pt: the disk does not answer"):
             folder.read_newest(run.saves())
     assert epochs() == [2, 1]
+
+
+def test_a_checksum_is_made_once() -> None:
+    """Of the same list; not of another, or of one that has grown."""
+
+    class Samples(list):
+        reads = 0
+
+        def __iter__(self) -> Iterator:
+            self.reads += 1
+            return super().__iter__()
+
+    class Images:
+        samples = Samples([("a.png", 0), ("b.png", 1)])
+
+        def __len__(self) -> int:
+            return len(self.samples)
+
+    dataset = Images()
+    first = samples.fingerprint(dataset)
+    assert samples.fingerprint(dataset) == first and dataset.samples.reads == 1
+    dataset.samples.append(("c.png", 0))
+    second = samples.fingerprint(dataset)
+    dataset.samples = [("a.png", 0), ("b.png", 0), ("c.png", 0)]
+    assert len({first, second, samples.fingerprint(dataset)}) == 3

@@ -113,15 +113,3 @@ def test_names_of_ddpkit() -> None:
     assert sorted(named) == sorted(ddpkit.DOOR)
     listed = (ROOT / "docs" / "api" / "index.md").read_text()
     assert sorted(re.findall(r"\[`(\w+)`\]", listed)) == sorted(ddpkit.DOOR)
-
-
-def test_promises() -> None:
-    """The tests that tests/promises.md names are there."""
-    tests, file = ROOT / "tests", ""
-    for row in re.findall(r"^\| .* \| (.*) \|$", (tests / "promises.md").read_text(), re.M)[2:]:
-        for named in re.findall(r"`([^`]+)`", row):
-            path, _, name = named.partition("::") if "/" in named else (file, "", named)
-            file = path
-            assert (tests / path).exists() or (ROOT / path).exists(), named
-            for part in filter(None, name.split("::")):
-                assert re.search(rf"(def|class) {part}\b", (tests / path).read_text()), named

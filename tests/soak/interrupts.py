@@ -1,0 +1,210 @@
+"""A run that is interrupted anyhow and started again ends with the bits of one that is not."""
+
+import csv
+import os
+import random
+import re
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import configurations
+import torch
+from configurations import Configuration
+from digest import SPEED, digest
+from generated import Done, children
+from launcher import Launch, RealLaunch, kill
+from ranks import draw_nothing
+from setting import Setting
+
+CONFIGURATIONS = 24  # of a soak; each is run once without interruption
+SIGNALS = [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGKILL]
+SAVED = {0, 75}
+SECONDS = 120  # that a start may take after its last signal
+LONGEST = "the ranks had not ended"
+
+
+def case(chance: random.Random, folder: Path, setting: Setting) -> str:
+    number = chance.randrange(CONFIGURATIONS)
+    configuration = configurations.draw(random.Random(f"{setting.seed} configuration {number}"))
+    print(configuration)
+    twin = setting.folder / f"twin {number}"
+    if not (twin / "seconds").exists():
+        began = time.monotonic()
+        start(configuration, setting, twin, folder, "0").ok()
+        (twin / "seconds").write_text(str(time.monotonic() - began))
+    out, told = folder / "out", []
+    shared = shared_memory()
+    for _ in range(chance.randrange(1, 5)):
+        told.append(interrupt(chance, configuration, setting, out, folder, twin))
+        print(told[-1])
+    start(configuration, setting, out, folder, chance.choice("0123")).ok()
+    compare(twin, out)
+    is_killed = any("SIGKILL" in each or "worker" in each for each in told)
+    if not is_killed:
+        wait_until(lambda: not [*(folder / "tmp").iterdir()], "left in TMPDIR")
+    wait_until(lambda: not shared_memory() - shared, "left in /dev/shm")
+    return f"{'; '.join(told)} | {configuration}"
+
+
+def start(
+    configuration: Configuration, setting: Setting, out: Path, folder: Path, every: str
+) -> Done:
+    return begin(configuration, setting, out, folder, every).end(SECONDS)
+
+
+def begin(
+    configuration: Configuration,
+    setting: Setting,
+    out: Path,
+    folder: Path,
+    every: str,
+    restarts: str = "0",
+    is_real: bool = False,
+) -> Launch | RealLaunch:
+    """Start a launcher; what it says goes to a file of its own."""
+    number = len([*folder.glob("start *.out")])
+    words = [*configuration.words(setting), "--save-every", every, "--output-dir", out]
+    project = setting.projects[configuration.task]
+    env = {"NPROC": str(configuration.ranks), "MAX_RESTARTS": restarts}
+    if is_real:
+        return RealLaunch(project.folder, words, **env)
+    patch = (lambda: None) if configuration.draws else draw_nothing
+    return Launch(project.folder, words, folder / f"start {number}", patch, **env)
+
+
+def interrupt(
+    chance: random.Random,
+    configuration: Configuration,
+    setting: Setting,
+    out: Path,
+    folder: Path,
+    twin: Path,
+) -> str:
+    """Start it, send signals at some moment, wait for its end; return what was done."""
+    restarts, is_real = chance.choice("0000001"), chance.random() < 0.05
+    every = chance.choice("0123")
+    run = begin(configuration, setting, out, folder, every, restarts, is_real)
+    seconds = float((twin / "seconds").read_text()) + 8 * is_real  # to import torch
+    told = ("launch.sh " if is_real else "") + wait_for_moment(chance, out, seconds)
+    for _ in range(chance.choice([1, 1, 1, 2, 3])):
+        who, pids = chance.choice(TARGETS)(run, chance)
+        signum = chance.choice(SIGNALS)
+        if who == "a worker":  # which ignores the others
+            signum = signal.SIGKILL
+        kill(pids, signum)
+        told += f", {signum.name} to {who}"
+        time.sleep(chance.choice([0, chance.uniform(0, 0.3), chance.uniform(0, 1.5)]))
+    done = run.end(SECONDS)
+    assert not done.left, f"{told}: left {done.left}\n{done.out}{done.err}"
+    assert "Traceback" not in done.err, f"{told}:\n{done.err}"
+    assert done.status != 2, f"{told}:\n{done.err}"
+    assert LONGEST not in done.err, f"{told}:\n{done.err}"
+    return f"{told}: {done.status}"
+
+
+def wait_for_moment(chance: random.Random, out: Path, longest: float) -> str:
+    """Wait for some seconds, or until a file appears or changes; then for a moment."""
+    name = chance.choice(["", "", ".last.pt.part", ".best.pt.part", "best.pt", "metrics.csv"])
+    if not name:
+        seconds = chance.uniform(0, longest)
+        time.sleep(seconds)
+        return f"after {seconds:.1f} s"
+    path, deadline = out / name, time.monotonic() + longest
+    before = changed(path)
+    while changed(path) in (before, 0) and time.monotonic() < deadline:
+        time.sleep(0.001)
+    time.sleep(chance.choice([0, chance.uniform(0, 0.05), chance.uniform(0, 0.5)]))
+    return f"at {name}"
+
+
+def changed(path: Path) -> int:
+    try:
+        return path.stat().st_mtime_ns
+    except OSError:
+        return 0
+
+
+Run = Launch | RealLaunch
+Target = Callable[[Run, random.Random], tuple[str, list[int]]]
+
+
+def to_launcher(run: Run, chance: random.Random) -> tuple[str, list[int]]:
+    return "the launcher", [run.pid]
+
+
+def to_rank(run: Run, chance: random.Random) -> tuple[str, list[int]]:
+    return "a rank", [chance.choice(run.ranks())] if run.ranks() else []
+
+
+def to_ranks(run: Run, chance: random.Random) -> tuple[str, list[int]]:
+    return "all ranks", run.ranks()
+
+
+def to_all(run: Run, chance: random.Random) -> tuple[str, list[int]]:
+    return "all", [*children()]
+
+
+def to_group(run: Run, chance: random.Random) -> tuple[str, list[int]]:
+    return "its group", [-run.pid]
+
+
+def to_worker(run: Run, chance: random.Random) -> tuple[str, list[int]]:
+    there = run.ranks()
+    workers = [pid for pid, parent in children().items() if parent in there]
+    return "a worker", [chance.choice(workers)] if workers else []
+
+
+TARGETS: list[Target] = [
+    *(to_launcher, to_launcher, to_rank, to_ranks, to_all, to_group, to_worker),
+]
+
+
+def compare(twin: Path, out: Path) -> None:
+    """Weights, optimizer, scheduler, averages, history, best and table are the twin's."""
+    for name in "last.pt", "best.pt":
+        whole, found = (torch.load(folder / name, weights_only=True) for folder in (twin, out))
+        differ = differences(whole, found)
+        assert not differ, f"{name} differs: {differ}"
+    assert digest(twin) == digest(out)
+    assert table(twin) == table(out)
+
+
+def differences(one: object, other: object, name: str = "") -> list[str]:
+    """Return what is not the same to the bit, by name; flags and speed aside."""
+    if isinstance(one, dict) and isinstance(other, dict):
+        keys = [key for key in {**one, **other} if key not in ("args", *SPEED)]
+        pairs = [(one.get(key), other.get(key), f"{name}.{key}") for key in keys]
+    elif isinstance(one, list | tuple) and isinstance(other, list | tuple):
+        if len(one) != len(other):
+            return [f"{name}: {len(one)} and {len(other)}"]
+        pairs = [(*pair, f"{name}.{n}") for n, pair in enumerate(zip(one, other, strict=True))]
+    elif isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        is_same = one.shape == other.shape and one.dtype == other.dtype
+        is_same = is_same and torch.equal(one.nan_to_num(7), other.nan_to_num(7))
+        return [] if is_same else [name]
+    else:
+        return [] if repr(one) == repr(other) else [f"{name}: {one!r} and {other!r}"]
+    return [each for pair in pairs for each in differences(*pair)]
+
+
+def table(folder: Path) -> list[dict[str, str]]:
+    """The rows of metrics.csv, without the columns of speed."""
+    with open(folder / "metrics.csv", newline="") as file:
+        rows = [*csv.DictReader(file)]
+    return [{name: row[name] for name in row if name not in SPEED} for row in rows]
+
+
+def shared_memory() -> set[str]:
+    """The files in /dev/shm that no living process has made."""
+    names = {path.name for path in Path("/dev/shm").glob("*")}
+    made = {name: re.match(r"torch_(\d+)_", name) for name in names}
+    return {name for name, by in made.items() if not (by and os.path.exists(f"/proc/{by[1]}"))}
+
+
+def wait_until(condition: Callable[[], object], what: str, seconds: float = 10) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.1)

@@ -1,0 +1,242 @@
+"""What documents and tests name is there: tests, flags, names of ddpkit, files, variables,
+commands, and the names that tests patch. What belongs to others is listed here, by whose it is.
+"""
+
+import ast
+import builtins
+import importlib
+import re
+import sys
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+
+import pages
+from pages import ROOT, TEMPLATE
+from ranks import OWNED
+
+import ddpkit
+from ddpkit import __main__ as commands
+
+TESTS = ROOT / "tests"
+PROMISES = TESTS / "promises.md"
+DOCUMENTS = {name: text for name, _, _, text in pages.documents()}
+DOCUMENTS["tests/promises.md"] = PROMISES.read_text()
+del DOCUMENTS["docs/migration.md"]  # names what earlier versions had
+
+FLAGS = {
+    "torch": "--standalone --nproc-per-node --nnodes --rdzv-backend --rdzv-endpoint --rdzv-id "
+    "--max-restarts --master-port --log-dir --tee --numa-binding",
+    "SLURM": "--array --cpus-per-task --exclude --gpus-per-node --gpus-per-task "
+    "--kill-on-bad-exit --nodes --ntasks-per-node --signal",
+    "docker": "--gpus --ipc",
+    "TensorBoard": "--logdir",
+    "mpirun": "--bind-to",
+    "TensorRT": "--fp16 --onnx --saveEngine",
+    "uv": "--no-annotate --no-header --python-version --universal",
+    "cookiecutter": "--no-input",
+    "pre-commit": "--all-files",
+}
+FILES = {
+    "images for an example": "1.jpg 2.jpg 3.jpg a.jpg image.jpg",
+    "a file that a diff of EDITS.md makes": "adversary.py",
+    "timm": "train.py",
+    "codes of errors": "folder.lock",
+}
+VARIABLES = {
+    "torch": "PET_MASTER_ADDR PET_NODE_RANK",
+    "nccl": "NCCL_DEBUG",
+    "MPI": "OMPI_COMM_WORLD_RANK OMPI_COMM_WORLD_SIZE PMI_RANK PMI_SIZE",
+    "SkyPilot": "MOUNT_CACHED SKYPILOT_NODE_IPS SKYPILOT_NODE_RANK SKYPILOT_NUM_NODES",
+    "Ray": "STRICT_SPREAD",
+    "trackers": "MLFLOW_TRACKING_URI WANDB_MODE",
+    "placeholders": "IMAGE_OR_FOLDER",
+    "the tests": "OF_THE_TASK TEST_SEED",
+    "SLURM": "SLURM_ARRAY_TASK_ID",
+}
+WORDS = {
+    "ddpkit": "NAME DOOR",  # any name of the door, and their table
+}
+
+
+def code() -> Iterator[str]:
+    """The text of each file of the repository that is code or configuration, but for the tests."""
+    for folder in (ROOT / "ddpkit", TEMPLATE, ROOT / "benchmarks", ROOT / "hooks"):
+        for path in sorted(folder.rglob("*")):
+            parts = path.relative_to(ROOT).as_posix()
+            is_text = path.suffix not in (".md", ".pyc") and "cache" not in parts
+            if path.is_file() and is_text:
+                yield path.read_text()
+    for name in ("Makefile", "pyproject.toml", "mkdocs.yml"):
+        yield (ROOT / name).read_text()
+
+
+CODE = "\n".join(code())
+SHELL = "\n".join(path.read_text() for path in (ROOT / "benchmarks").glob("*.sh"))
+
+
+def unknown(pattern: str, known: set[str], others: dict[str, str]) -> list[tuple[str, str]]:
+    """What documents name by `pattern` and is neither known nor of others, each with its place."""
+    listed = set(" ".join(others.values()).split())
+    named = [
+        (name, found) for name, text in DOCUMENTS.items() for found in re.findall(pattern, text)
+    ]
+    faults = [(at, found) for at, found in named if found not in known | listed]
+    faults += [("listed", each) for each in sorted(listed - {found for _, found in named})]
+    return faults + [("listed, but ours", each) for each in sorted(listed & known)]
+
+
+def test_flags() -> None:
+    added = r'add(?:_argument)?\(\s*"(--[a-z0-9-]+)"'  # also by diffs of EDITS.md
+    text = "\n".join([CODE, *DOCUMENTS.values()])
+    known = {*re.findall(added, text), *re.findall(r"(--[a-z-]+)\)", SHELL), "--help"}
+    known |= {"--local-rank", "--local_rank"}
+    assert unknown(r"(?<![\w-])--[a-z][A-Za-z0-9_-]*", known, FLAGS) == []
+
+
+def test_names_of_ddpkit() -> None:
+    modules = {path.stem for path in (ROOT / "ddpkit").iterdir()}
+    known = {*ddpkit.DOOR, *modules}
+    assert unknown(r"\bddpkit\.(\w+)", known, WORDS) == []
+
+
+def test_files() -> None:
+    kinds = "py|sh|md|txt|json|csv|pt|pth|toml|yml|png|npy|jpg|sbatch|onnx|lock"
+    pattern = rf"(?<![\w.*-])[\w.-]*\w\.(?:{kinds})\b"
+    known = {path.name for path in all_files()} | {*re.findall(pattern, CODE)}
+    assert unknown(pattern, known, FILES) == []
+
+
+def all_files() -> Iterator[Path]:
+    yield from ROOT.glob("*")
+    for name in ("docs", "tests", "ddpkit", "benchmarks", "hooks", ".github", TEMPLATE.name):
+        yield from (ROOT / name).rglob("*")
+
+
+def test_variables() -> None:
+    """Those with an underscore."""
+    pattern = r"(?<![\w{-])[A-Z][A-Z0-9]*_[A-Z0-9_]*[A-Z0-9]\b"
+    placeholders = {flag[2:].upper().replace("-", "_") for flag in re.findall("--[a-z-]+", CODE)}
+    assert unknown(pattern, {*re.findall(pattern, CODE)} | placeholders, VARIABLES) == []
+
+
+def test_commands() -> None:
+    known = {*commands.ON_CPU, *commands.COMMANDS, "launch"}
+    assert unknown(r"(?:-m |`)ddpkit ([a-z]\w*)", known, {}) == []
+    targets = {*re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), re.M)}
+    assert unknown(r"(?:`|^ *)(?:\w+=\S* )*make ([a-z]+)(?=[^\n]*`|  |$)", targets, {}) == []
+
+
+def test_promises() -> None:
+    """Each row names tests of that name, in a file and a class that have them."""
+    rows = re.findall(r"^\| (.*) \| (.*) \|$", PROMISES.read_text(), re.M)[2:]
+    assert len(rows) > 100
+    path = TESTS
+    for promise, named in rows:
+        found = re.findall(r"`([^`]+)`", named)
+        assert found, promise
+        for each in found:
+            if "/" in each:
+                file, _, each = each.partition("::")
+                path = next(p for p in (TESTS / file, ROOT / file, TESTS) if p.exists())
+                assert path != TESTS, f"{promise}: no file {file}"
+            if path.suffix == ".py":
+                assert has(path, each), f"{promise}: {path.name} has no {each}"
+
+
+def has(path: Path, name: str) -> bool:
+    """Whether a file of tests has this test, "Class::test", class, or (name "") any test."""
+    nodes: list[ast.stmt] = ast.parse(path.read_text()).body
+    for part in filter(None, name.split("::")):
+        nodes = [node for node in nodes if getattr(node, "name", None) == part]
+        if not nodes:
+            return False
+        nodes = nodes[0].body if isinstance(nodes[0], ast.ClassDef) else nodes
+    tests = [node for node in nodes if getattr(node, "name", "").startswith(("test_", "Test"))]
+    return bool(tests)
+
+
+def test_names_that_tests_patch() -> None:
+    """A name that is gone would be set all the same, and the test would test something else."""
+    for path in sorted(TESTS.rglob("*.py")):
+        text = path.read_text()
+        gone = [name for name in patched(ast.parse(text)) if not exists(name)]
+        quiet = re.findall(r'setattr\(\w+, "(\w+)",.*raising=False', text)
+        gone += [name for name in quiet if not hasattr(builtins, name)]
+        assert gone == [], path.name
+
+
+def patched(tree: ast.AST, known: dict[str, str] | None = None) -> Iterator[str]:
+    """Yield the dotted names of modules' and classes' attributes that this code assigns to.
+
+    known: what each name stands for in the code around it.
+    """
+    nodes = [*of_scope(tree)]
+    known = dict(known or {})
+    for name in names(nodes):
+        known.pop(name, None)
+    known |= imports(nodes)
+    for node in nodes:
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            first, _, rest = ast.unparse(node).partition(".")
+            if first in known:
+                yield f"{known[first]}.{rest}"
+        elif isinstance(node, ast.FunctionDef | ast.ClassDef) and node is not tree:
+            yield from patched(node, known)
+        elif isinstance(node, ast.Constant) and "import " in str(node.value):
+            try:  # code that a test plants
+                planted = ast.parse(textwrap.dedent(node.value))
+            except SyntaxError:
+                continue
+            yield from patched(planted)
+
+
+def names(nodes: list[ast.AST]) -> Iterator[str]:
+    """Yield parameters and variables."""
+    for node in nodes:
+        if isinstance(node, ast.arg):
+            yield node.arg
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.id
+
+
+def imports(nodes: list[ast.AST]) -> dict[str, str]:
+    """Return what each imported name stands for."""
+    found = {}
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                first = alias.name.split(".")[0]
+                found[alias.asname or first] = alias.name if alias.asname else first
+        elif isinstance(node, ast.ImportFrom):
+            for alias in node.names:
+                found[alias.asname or alias.name] = f"{node.module}.{alias.name}"
+    return found
+
+
+def of_scope(tree: ast.AST) -> Iterator[ast.AST]:
+    """Yield the nodes of a module or function, without what is in functions in it."""
+    waiting = [*ast.iter_child_nodes(tree)]
+    while waiting:
+        node = waiting.pop()
+        yield node
+        if not isinstance(node, ast.FunctionDef | ast.ClassDef):
+            waiting += ast.iter_child_nodes(node)
+
+
+def exists(name: str) -> bool:
+    """Whether a dotted name is there; what nothing has imported yet is not looked at."""
+    module, *rest = name.split(".")
+    if module != "ddpkit" and module not in OWNED and module not in sys.modules:
+        return True
+    if module == "losses":
+        return f"def {rest[0]}" in (TEMPLATE / "tasks/segmentation/losses.py").read_text()
+    value = importlib.import_module(module)
+    for part in rest:
+        if not hasattr(value, part):
+            try:
+                importlib.import_module(f"{value.__name__}.{part}")
+            except (ImportError, AttributeError):
+                return False
+        value = getattr(value, part)
+    return True
