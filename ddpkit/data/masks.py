@@ -127,7 +127,7 @@ def _read_grey(image: Image.Image, labels: Labels) -> tuple[np.ndarray, dict[str
         return keys, meant | (others if keys.any() else {})
     keys = keys.astype(np.uint8)
     used = np.flatnonzero(Image.fromarray(keys).histogram())
-    colors = image.getpalette() if image.mode == "P" else [0, 0, 0, 255, 255, 255]
+    colors = (image.getpalette() or []) if image.mode == "P" else [0, 0, 0, 255, 255, 255]
     palette = np.zeros((256, 3), np.uint8)
     palette.flat[: len(colors)] = colors
     values = palette[:, 0]
