@@ -113,11 +113,13 @@ def collect(inputs: Sequence[str | Path], output: Path | None = None) -> list[tu
     """
     found = []
     output = output and output.resolve()
+    are_several = len(inputs) > 1  # of which a shell's * may have named some
     for given in dict.fromkeys(inputs):
-        is_file = os.path.isfile(given)
-        if len(inputs) > 1 and is_leftover(os.path.basename(os.path.normpath(given))):
-            continue  # a shell's * names them, too
-        for path in [str(given)] if is_file else list_images(Path(given), output):
+        is_file, place = os.path.isfile(given), Path(given)
+        is_written = place.name in OF_PREDICTIONS and place.parent.resolve() == output
+        if are_several and (is_written or is_leftover(place.name)):
+            continue
+        for path in [str(given)] if is_file else list_images(place, output, are_several):
             below = os.path.basename(path) if is_file else os.path.relpath(path, given)
             found.append((path, os.path.splitext(below)[0]))
     return found

@@ -168,7 +168,7 @@ def open_image(path: str, format: Format = DEFAULT_FORMAT) -> LazyImage:
                 pixels.getexif()[ORIENTATION] = orientation
                 image = LazyImage.of(np.array(ImageOps.exif_transpose(pixels)))
             elif is_deep(file):
-                image = LazyImage.of(_to_rgb(path, read_values(path, data, format), format))
+                return LazyImage.of(_to_rgb(path, read_values(path, data, format), format))
             else:
                 image = LazyImage.of(np.array(_upright(file, data).convert("RGB")))
             is_turned = file.getexif().get(ORIENTATION, 1) in range(2, 9)

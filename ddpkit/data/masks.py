@@ -22,9 +22,7 @@ from ddpkit.run.pictures import VOID, Classes
 
 Meant = dict[str, tuple[str, str]]  # by what a mask shows: what it means, and in which file
 BLACK_WHITE = "black and white"
-GREYS = np.arange(256).repeat(3).tolist()
-# Of modes of 8 bits or less; None: its own.
-PALETTES = {"1": [0, 0, 0, 255, 255, 255], "L": GREYS, "LA": GREYS, "P": None}
+OF_8_BITS = ("1", "L", "LA", "RGBA")
 MANY = 8  # values that no line of classes.txt has, as smoothed edges have
 FORMS = "NAME, NAME = VALUE, or NAME = R G B with colours of 0 to 255"
 LINE = re.compile(r"([^=]*[^=\s])(?:\s*=\s*(-?\d{1,9}|\d{1,3}[\s,]+\d{1,3}[\s,]+\d{1,3}))?")
@@ -108,7 +106,7 @@ def read_mask(path: str, labels: Labels, format: Format = DEFAULT_FORMAT) -> np.
         meant = {"a mask": "colours"}
     else:
         keys, meant = _read_grey(image, labels)
-    if keys.ndim > 2 or (labels.has_greys and image.mode not in (*PALETTES, "RGBA")):
+    if keys.ndim > 2 or (labels.has_greys and image.mode not in OF_8_BITS):
         raise UserError(f"{path}: a mask of mode {image.mode}; save it in RGB, or grey of 8 bits")
     found, unknown = _look_up(numbers, keys)
     if unknown:
@@ -125,27 +123,23 @@ def _read_grey(image: Image.Image, labels: Labels) -> tuple[np.ndarray, dict[str
     keys = np.array(image.getchannel("L") if image.mode == "LA" else image)
     meant = {} if labels.kind < 3 else {"a mask": "numbers"}
     others = {} if labels.white == VOID else {BLACK_WHITE: "other numbers"}
-    if image.mode not in PALETTES:
-        return keys, meant | others
-    entries = keys.astype(np.uint8)
-    used = np.flatnonzero(Image.fromarray(entries).histogram())
-    colors = np.reshape(PALETTES[image.mode] or image.getpalette() or [], (-1, 3)).tolist()
-    palette = np.array(colors + [[0, 0, 0]] * (256 - len(colors)))
+    if image.mode not in ("1", "P"):
+        return keys, meant | (others if keys.any() else {})
+    keys = keys.astype(np.uint8)
+    used = np.flatnonzero(Image.fromarray(keys).histogram())
+    colors = (image.getpalette() or []) if image.mode == "P" else [0, 0, 0, 255, 255, 255]
+    palette = np.zeros((256, 3), np.uint8)
+    palette.flat[: len(colors)] = colors
     values = palette[:, 0]
     if (palette != palette[:, :1]).any():
-        values = np.arange(256)
-        meant |= {f"value {n}": _name_color(palette[n]) for n in used}
-    elif {*values[used]} <= {0, VOID} and (values != np.arange(256))[used].any():
+        values = np.arange(256, dtype=np.uint8)
+        meant |= {f"value {n}": "colour {} {} {}".format(*palette[n]) for n in used}
+    elif {*values[used]} <= {0, VOID} and (values[used] != used).any():
         # Stored in two tones, which may be 0 and 1 as well as what they show.
         values = values.clip(max=labels.white)
         others = {BLACK_WHITE: "0 and 1"} if others else {}
-    alone = [n for n in used if colors.count(palette[n].tolist()) == 1]  # palettes repeat colours
-    meant |= {_name_color(palette[n]): f"value {values[n]}" for n in alone}
-    return values.astype(np.uint8)[entries], meant | (others if values[used].any() else {})
-
-
-def _name_color(color: Sequence[int]) -> str:
-    return "colour {} {} {}".format(*color)
+    meant |= others if values[used].any() else {}
+    return keys if (values[used] == used).all() else values[keys], meant
 
 
 def agree(known: Meant, found: Meant) -> None:
