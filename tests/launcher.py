@@ -90,13 +90,21 @@ class Launch:
     """A launcher with its ranks, in forks."""
 
     def __init__(
-        self, folder: Path, words: Sequence[object], output: Path, patch: Patch, **env: str
+        self,
+        folder: Path,
+        words: Sequence[object],
+        output: Path,
+        patch: Patch,
+        ignored: Sequence[signal.Signals] = (),  # signals, as SIGHUP under nohup
+        **env: str,
     ) -> None:
         self.output = output
 
         def act() -> None:
             os.setsid()
             as_new()
+            for signum in ignored:
+                signal.signal(signum, signal.SIG_IGN)
             os.environ.update(env)
             start = lambda command, **how: Fork(command, output=output, patch=patch, **how)  # noqa: E731
             launch.subprocess = SimpleNamespace(Popen=start)
@@ -114,10 +122,17 @@ class Launch:
         there = children()
         return [int(started[rank]) for rank in sorted(started) if int(started[rank]) in there]
 
+    def kill(self, signum: int, *which: int) -> None:
+        """Send a signal to these ranks, or else to the launcher itself."""
+        for pid in [self.ranks()[rank] for rank in which] or [self.pid]:
+            os.kill(pid, signum)
+
     def end(self, seconds: float = 120) -> Done:
+        """Wait for it, and for ranks that it has left, if it was killed."""
         statuses = ranks.wait([self.pid], seconds)
         LIVE.discard(self.pid)
-        return Done(statuses, *ranks.said(self.output), left())
+        there = left(60)
+        return Done(statuses, *ranks.said(self.output), there)
 
 
 class RealLaunch:
