@@ -33,8 +33,10 @@ class Fork:
     ) -> None:
         self.returncode: int | None = None
         script, *words = command[2:]
+        here = Path.cwd()
 
         def act() -> None:
+            os.chdir(here)
             os.setsid()
             as_new(before)
             os.environ.clear()
@@ -99,8 +101,10 @@ class Launch:
         **env: str,
     ) -> None:
         self.output = output
+        here = Path.cwd()
 
         def act() -> None:
+            os.chdir(here)
             os.setsid()
             as_new()
             for signum in ignored:
