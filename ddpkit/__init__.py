@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from ddpkit.run.labels import BinaryCrossEntropy, label_metrics
     from ddpkit.run.loop import Run
     from ddpkit.run.machine import configure, meet
-    from ddpkit.run.metrics import Worst, compute, criterion
+    from ddpkit.run.metrics import Worst, compute, criterion, first
     from ddpkit.run.pictures import draw_masks
     from ddpkit.run.predicting import Predictor, bands, fit_input, in_tiles
     from ddpkit.run.starting import prepare, start
@@ -55,7 +55,7 @@ NAMES = {  # by module, which is imported when one of them is first used: no tor
     "run.loop": "Run",
     "run.labels": "BinaryCrossEntropy label_metrics",
     "run.machine": "configure meet",
-    "run.metrics": "Worst compute criterion",
+    "run.metrics": "Worst compute criterion first",
     "run.pictures": "draw_masks",
     "run.predicting": "Predictor bands fit_input in_tiles",
     "run.starting": "prepare start",

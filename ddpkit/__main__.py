@@ -18,6 +18,7 @@ from pathlib import Path
 
 import ddpkit
 from ddpkit import files
+from ddpkit.errors import print_line
 from ddpkit.ranks import environment, process, protocol
 from ddpkit.run.flags import Parser
 
@@ -33,7 +34,8 @@ def where() -> None:
     if not (folder / ".lock").exists():
         raise ddpkit.UserError(f"{folder}: no run has written there; name its --output-dir")
     (folder / protocol.QUESTION).touch()
-    print(f"asked: a run that is at work in {folder} answers in its own terminal or log")
+    line = f"asked: a run that is at work in {folder} answers in its own terminal or log"
+    print_line(line, sys.stdout)
 
 
 def copy() -> None:
@@ -56,7 +58,8 @@ def copy() -> None:
     with files.filling(project / "ddpkit") as partial:
         ignored = shutil.ignore_patterns("__pycache__")
         shutil.copytree(installed, partial, ignore=ignored, dirs_exist_ok=True)
-    print(f"copied {installed} to {project / 'ddpkit'}, which is used from now on")
+    done = f"copied {installed} to {project / 'ddpkit'}, which is used from now on"
+    print_line(done, sys.stdout)
 
 
 COMMANDS = {"where": where, "copy": copy}
@@ -65,7 +68,7 @@ COMMANDS = {"where": where, "copy": copy}
 def main() -> None:
     name = sys.argv.pop(1) if sys.argv[1:] else "--help"
     if name in ("-h", "--help"):
-        print(__doc__, end="")
+        print_line(__doc__.rstrip(), sys.stdout)
     elif name in COMMANDS:
         COMMANDS[name]()
     elif name in ON_CPU:

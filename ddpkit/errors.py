@@ -1,10 +1,14 @@
 """Errors whose message is one line, and how a line is printed."""
 
+import atexit
+import contextlib
 import importlib.util
+import os
 import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TextIO
 
 from ddpkit.ranks.protocol import MISTAKE
 
@@ -15,20 +19,25 @@ CODE = re.compile(r"\s*\[(\w+\.\w+)\]\s*$")
 class LineError(Exception):
     """An error whose message is one line with the file, the value and the remedy.
 
-    It ends with a code, the function that raises it: "... [masks.parse]".
+    line: that message. code: the function that raises it, such as masks.parse, which is printed
+    after the line: "... [masks.parse]".
     """
 
-    def __init__(self, line: str) -> None:
-        # From a loader worker it arrives as the text of a traceback, which ends with the message.
-        line = line.strip().rsplit(f"{type(self).__name__}: ", 1)[-1]
-        if not CODE.search(line):
-            caller = sys._getframe(1).f_code
-            line = f"{line} [{Path(caller.co_filename).stem}.{caller.co_name.strip('_<>')}]"
-        super().__init__(line)
+    def __init__(self, line: str, code: str = "") -> None:
+        # From a loader worker it arrives as the text of a traceback, which ends with what the error
+        # there had printed.
+        heading = rf"\n(?:\w+\.)*{type(self).__name__}: "
+        *_, said = re.split(heading, line)
+        found = CODE.search(said)
+        if found and said != line:
+            line, code = said[: found.start()], found[1]
+        caller = sys._getframe(1).f_code
+        own = f"{Path(caller.co_filename).stem}.{caller.co_name.strip('_<>')}"
+        self.line, self.code = line.strip(), code or own
+        super().__init__(self.line, self.code)  # with which it is made anew in another process
 
-    @property
-    def line(self) -> str:
-        return CODE.sub("", str(self))  # without the code
+    def __str__(self) -> str:
+        return f"{self.line} [{self.code}]"
 
 
 class UserError(LineError):
@@ -41,7 +50,7 @@ class UserError(LineError):
 
 
 class DiskError(LineError):
-    """A disk that does not answer, which a restart may find mended."""
+    """What a restart may find mended: a disk that does not answer, a want of memory or handles."""
 
 
 def escape(line: object) -> str:
@@ -50,7 +59,41 @@ def escape(line: object) -> str:
 
 
 def print_error(line: object) -> None:
-    print(f"error: {escape(line)}", file=sys.stderr, flush=True)
+    print_line(f"error: {escape(line)}", sys.stderr)
+
+
+def print_line(line: str, stream: TextIO | None) -> None:
+    """Print `line` on sys.stdout or sys.stderr, as far as that can be: it never raises.
+
+    The terminal or the reader of the pipe may have gone, the disk of a log may be full, and a
+    stream may be closed, None or of another encoding.
+    """
+    if stream is None:
+        return
+    with contextlib.suppress(Exception):
+        encoding = getattr(stream, "encoding", None) or "utf-8"
+        text = line.encode(encoding, "backslashreplace").decode(encoding)
+        stream.write(f"{text}\n")  # at once, so that the lines of several ranks do not mix
+        stream.flush()
+
+
+def guard_streams() -> None:
+    """Have closed streams, and what cannot be printed at the end, do no harm."""
+    for number in (0, 1, 2):
+        try:
+            os.fstat(number)
+        except OSError:  # the next file would get the number, and what C++ prints
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
+    atexit.register(drop_unprinted)
+
+
+def drop_unprinted() -> None:
+    """Drop what cannot be printed, for which Python would exit with status 120."""
+    for name in ("stdout", "stderr"):
+        try:
+            getattr(sys, name).flush()
+        except Exception:
+            setattr(sys, name, None)
 
 
 def no_torch() -> str:

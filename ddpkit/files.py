@@ -4,13 +4,14 @@ import contextlib
 import csv
 import errno
 import os
+import re
 import shutil
 import socket
 import stat
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import IO, Any, TypeVar
 
 from ddpkit.errors import DiskError, LineError, UserError
 
@@ -19,14 +20,26 @@ T = TypeVar("T")
 NAMES = """EIO ESTALE ETIMEDOUT EREMOTEIO ENOTCONN ESHUTDOWN EHOSTDOWN EHOSTUNREACH ENETDOWN
     ENETUNREACH ECONNRESET ECONNREFUSED ENOLINK"""
 OF_NETWORK_DISKS = {getattr(errno, name, -1) for name in NAMES.split()}  # errors that pass
+WANTS = """EMFILE ENFILE ENOMEM ENOBUFS EINTR EAGAIN EBUSY ETXTBSY EDEADLK ENOLCK"""
+OF_THIS_MOMENT = {getattr(errno, name, -1) for name in WANTS.split()}  # the file may be whole
 WAITS = (1, 4)  # seconds between tries
+FORMULA = re.compile(r"(?:^|(?<=;))(?='*[=+\-@\t\r])")  # where a spreadsheet would compute
+# The handle of each lock that this process holds, by its file's device and inode.
+_locks: dict[tuple[int, int], int] = {}
 
 
 def failure(path: Path | str, error: OSError, verb: str = "written") -> LineError:
     """Return what to raise: a DiskError if it may pass."""
+    reason = error.strerror
     if error.errno in OF_NETWORK_DISKS:
-        return DiskError(f"{path}: the disk does not answer ({error.strerror})")
-    return UserError(f"{path}: cannot be {verb} ({error.strerror})")
+        return DiskError(f"{path}: the disk does not answer ({reason})")
+    if error.errno in OF_THIS_MOMENT:
+        return DiskError(f"{path}: cannot be {verb} at this moment ({reason})")
+    if isinstance(error, FileExistsError) and error.filename:  # where a folder should be
+        place = error.filename
+        is_link = os.path.islink(place)
+        reason = f"{place} links to {os.readlink(place)}, which is not there" if is_link else reason
+    return UserError(f"{path}: cannot be {verb} ({reason})")
 
 
 def retried(path: Path | str, function: Callable[..., T], *args: object) -> T:
@@ -58,28 +71,48 @@ def read(path: Path | str) -> bytes:
 @contextlib.contextmanager
 def writing(path: Path, parents: bool = False) -> Iterator[Path]:
     """Give the block a path next to `path` to write to, then rename it: the old file or the new."""
-    tmp_path = path.with_name(f".{path.name}.part")
+    part = path.with_name(f".{path.name}.part")
     try:
         if parents:
             path.parent.mkdir(parents=True, exist_ok=True)
-        yield tmp_path
-        sync(tmp_path)
-        os.replace(tmp_path, path)
+        with new_file(part) as file:
+            # In a folder of a group somebody may put a link to another file of this user's in its
+            # place: where the system has a name of the open file itself, that is what is written.
+            own = Path(f"/proc/self/fd/{file.fileno()}")
+            yield own if own.exists() else part
+            os.fsync(file.fileno())
+            if not os.path.samestat(os.fstat(file.fileno()), os.lstat(part)):
+                raise OSError(None, f"another process has replaced {part.name}")
+        os.replace(part, path)
     except OSError as error:
         raise failure(path, error) from None
     finally:
         with contextlib.suppress(OSError):
-            tmp_path.unlink(missing_ok=True)
+            part.unlink(missing_ok=True)
+
+
+def new_file(path: Path, mode: str = "xb", **how: Any) -> IO:
+    """Open a new file in place of one that a killed run has left, or of a link, to write."""
+    path.unlink(missing_ok=True)
+    return open(path, mode, **how)  # "x" follows no link
 
 
 @contextlib.contextmanager
 def table(path: Path, columns: Sequence[str]) -> Iterator[Callable[[Sequence], object]]:
-    """Give the block a function that writes a row of a CSV file; until its end it is `.partial`."""
+    """Give the block a function that writes a row of a CSV file; until its end it is `.partial`.
+
+    Texts that a spreadsheet would compute get a ' in front, see `as_text`.
+    """
     partial = path.with_name(f"{path.name}.partial")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with open(partial, "w", 1, "utf-8", "surrogateescape", newline="") as file:  # 1: by lines
-            write = csv.writer(file, lineterminator="\n").writerow
+        how = {"encoding": "utf-8", "errors": "surrogateescape", "newline": ""}
+        with new_file(partial, "x", buffering=1, **how) as file:  # 1: by lines
+            writer = csv.writer(file, lineterminator="\n")
+
+            def write(row: Sequence) -> None:
+                writer.writerow(map(as_text, row))
+
             write(columns)
             header = file.tell()
             yield write
@@ -92,6 +125,17 @@ def table(path: Path, columns: Sequence[str]) -> Iterator[Callable[[Sequence], o
         raise failure(path, error) from None
 
 
+def as_text(cell: object) -> object:
+    """Return `cell` as a spreadsheet shows it: =1+2, which it would compute, as '=1+2.
+
+    Numbers stay. To read it back, remove a ' before any of these: = + - @ tab, or another '.
+    """
+    with contextlib.suppress(ValueError):
+        float(str(cell))
+        return cell
+    return FORMULA.sub("'", cell) if isinstance(cell, str) else cell
+
+
 def sync(path: Path) -> None:
     """Wait until the disk holds the content of a file, or the names in a folder."""
     handle = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)
@@ -102,21 +146,72 @@ def sync(path: Path) -> None:
 
 
 def lock(path: Path) -> bool:
-    """Return whether this process got the lock; True where there are none, as on Windows."""
+    """Return whether this process got the lock `path`; True where there are none, as on Windows.
+
+    By flock: what lockf locks is free once the process closes any handle of the file.
+
+    Raises a UserError if another user has made the file, and keeps it closed.
+    """
     try:
         import fcntl
     except ImportError:
         return True
-    handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+    handle = _open_lock(path)
+    found = os.fstat(handle)
+    key = found.st_dev, found.st_ino
+    if key in _locks:  # of another run in this process
+        os.close(handle)
+        return True
     for _ in range(50):  # a run that was just killed may need a moment
         try:
-            fcntl.lockf(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)  # forked workers inherit flock's
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _locks[key] = handle
             return True
         except OSError as error:
-            if error.errno not in (errno.EACCES, errno.EAGAIN):
+            # EBADF: on NFS, a file that can only be read.
+            if error.errno not in (errno.EACCES, errno.EAGAIN, errno.EBADF):
                 return True
         time.sleep(0.1)
+    os.close(handle)
     return False
+
+
+def _open_lock(path: Path) -> int:
+    """Open a lock file for those, and only those, who can write its folder.
+
+    Whoever can open it can lock it, even to read: others could keep every run from its folder. But
+    a group that shares the folder takes turns.
+    """
+    if path.is_symlink():
+        path.unlink()
+    try:
+        handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
+    except PermissionError:
+        if not path.exists():
+            raise
+        try:  # of a colleague with a umask of 022; flock needs no more
+            return os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+        except PermissionError:
+            line = f"{path} is of user {path.stat().st_uid}, who keeps it closed"
+            raise UserError(f"{line}: remove it unless a run of theirs is at work there") from None
+    folder = path.parent.stat()
+    mode = 0o600 | 3 * (folder.st_mode & 0o022)  # "rw" for those that have "w" there
+    with contextlib.suppress(OSError):  # it is another user's, or the group is not this user's
+        os.fchmod(handle, 0o600)
+        os.chown(handle, -1 if os.geteuid() else folder.st_uid, folder.st_gid)
+        os.fchmod(handle, mode)
+    return handle
+
+
+def _leave_locks() -> None:
+    """Close the locks in a forked child, which would hold them for as long as it lives."""
+    for handle in _locks.values():
+        os.close(handle)
+    _locks.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_leave_locks)
 
 
 @contextlib.contextmanager

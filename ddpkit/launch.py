@@ -38,11 +38,15 @@ import time
 import uuid
 from collections.abc import Sequence
 
-from ddpkit.errors import UserError, no_torch, print_error
+from ddpkit.errors import UserError, guard_streams, no_torch, print_error, print_line
 from ddpkit.ranks import environment, process, protocol
 from ddpkit.ranks.environment import Nodes
 
 POLL = 0.05  # seconds between two looks at the ranks
+HINTS = {
+    "SIGKILL": ": out of memory?",
+    "SIGABRT": ": if gloo has printed a line, ranks are in different collectives or shapes",
+}
 
 
 class Ranks:
@@ -53,23 +57,29 @@ class Ranks:
         self.running: list[subprocess.Popen] = []
         self.first, self.first_at = 0, 0.0  # the signal that came first, and when
         self.sent: set[int] = set()
+        self.silent = ""  # with its number a file that a rank removes if it says why it ends
         self.kill_at = math.inf
         for signum in protocol.STOP_SIGNALS:
             if signal.getsignal(signum) != signal.SIG_IGN:  # as under nohup
                 signal.signal(signum, self.on_signal)
+        if hasattr(signal, "SIGTSTP") and signal.getsignal(signal.SIGTSTP) != signal.SIG_IGN:
+            signal.signal(signal.SIGTSTP, self.suspend)
 
     def start(self, words: Sequence[str], store: str) -> None:
         """Start a Python with `words` for each rank; those of one node meet in the file `store`."""
         nodes = self.nodes
         env = os.environ | {protocol.LAUNCHER: str(os.getpid())}
+        env.pop("PYTHONSAFEPATH", None)  # or main.py would not find the files beside it
         env |= {"MASTER_ADDR": nodes.host, "MASTER_PORT": str(nodes.port)}
         env |= {"LOCAL_WORLD_SIZE": str(nodes.ranks), "WORLD_SIZE": str(nodes.count * nodes.ranks)}
         if nodes.count == 1:
             env[protocol.STORE] = store
         self.running, self.kill_at = [], math.inf
+        self.silent = f"{store}-silent-"
         for local_rank in range(nodes.ranks):
             env["LOCAL_RANK"] = str(local_rank)
             env["RANK"] = str(nodes.number * nodes.ranks + local_rank)
+            env[protocol.SILENT] = f"{self.silent}{local_rank}"
             command = [sys.executable, "-u", *words]
             with process.holding_signals({signal.SIGINT}):  # until it can be quiet
                 self.running.append(subprocess.Popen(command, env=env, start_new_session=True))
@@ -86,13 +96,26 @@ class Ranks:
             self.kill_at = min(self.kill_at, now + protocol.END_SECONDS)  # a rank may be held
         self.send(signum)
 
+    def suspend(self, *_: object) -> None:
+        """On Ctrl-Z stop the ranks with this process, until it continues."""
+        began = time.monotonic()
+        self.pass_on(signal.SIGSTOP)
+        os.kill(os.getpid(), signal.SIGSTOP)
+        self.pass_on(signal.SIGCONT)
+        self.kill_at += time.monotonic() - began
+
     def send(self, signum: int) -> None:
+        """Send a signal that ends the ranks, and wake those that SIGSTOP holds."""
         self.sent.add(signum)
+        # A request to stop is for the rank: it needs the processes that it has started until then.
+        self.pass_on(signum, to_group=not self.first or signum == signal.SIGKILL)
+        self.pass_on(signal.SIGCONT)
+
+    def pass_on(self, signum: int, to_group: bool = True) -> None:
         for rank in self.running:
-            for each in (signum, signal.SIGCONT):  # wake a rank that SIGSTOP holds
-                if rank.returncode is None:
-                    with contextlib.suppress(ProcessLookupError, PermissionError):  # it has ended
-                        os.killpg(rank.pid, each)
+            if rank.returncode is None:
+                with contextlib.suppress(ProcessLookupError, PermissionError):  # it has ended
+                    (os.killpg if to_group else os.kill)(rank.pid, signum)
 
     def wait(self) -> int:
         """Return the exit status of the rank that failed first, or 0, once all have ended."""
@@ -114,16 +137,18 @@ class Ranks:
 
     def explain(self, local_rank: int, status: int) -> int:
         """Return the exit status for that of a rank; name one that a signal has ended."""
-        if status >= 0:
-            return status
         if self.first and -status in self.sent:
             return 128 + self.first
-        name, pid = signal.Signals(-status).name, self.running[local_rank].pid
-        hint = ": out of memory?" if name == "SIGKILL" else ""
         place = f" on {environment.node()}" if self.nodes.count > 1 else ""
-        rank = self.nodes.number * self.nodes.ranks + local_rank
-        print_error(f"rank {rank} (process {pid}){place} was ended by {name}{hint}")
-        return 128 - status
+        number = self.nodes.number * self.nodes.ranks + local_rank
+        rank = f"rank {number} (process {self.running[local_rank].pid}){place}"
+        if status < 0:
+            name = signal.Signals(-status).name
+            print_error(f"{rank} was ended by {name}{HINTS.get(name, '')}")
+            return 128 - status
+        if status and os.path.exists(f"{self.silent}{local_rank}"):
+            print_error(f"{rank} exited with status {status}")
+        return status
 
 
 def find_first(statuses: Sequence[int | None]) -> tuple[int, int]:
@@ -137,10 +162,10 @@ def find_first(statuses: Sequence[int | None]) -> tuple[int, int]:
 
 
 def main() -> int:
+    guard_streams()
     words = sys.argv[1:]
     if words[:1] in (["-h"], ["--help"]):
-        signal.signal(getattr(signal, "SIGPIPE", signal.SIGTERM), signal.SIG_DFL)  # as of `| head`
-        print(__doc__, end="")
+        print_line(__doc__.rstrip(), sys.stdout)
         return 0
     process.be_quiet()
     try:
@@ -158,8 +183,7 @@ def main() -> int:
     folder = process.project()
     words = [str(folder / "main.py"), *words]
     if nodes.number == 0:
-        with contextlib.suppress(OSError):  # a closed pipe
-            print(f"starting {nodes.count * nodes.ranks} rank(s) ...", flush=True)
+        print_line(f"starting {nodes.count * nodes.ranks} rank(s) ...", sys.stdout)
     ranks, restarts = Ranks(nodes), nodes.restarts
     with tempfile.TemporaryDirectory(prefix="ddp-", ignore_cleanup_errors=True) as private:
         while True:
@@ -169,7 +193,7 @@ def main() -> int:
                 process.ignore_signals()
                 return status
             restarts -= 1
-            print(f"restarting; MAX_RESTARTS is {restarts} now", file=sys.stderr, flush=True)
+            print_line(f"restarting; MAX_RESTARTS is {restarts} now", sys.stderr)
 
 
 if __name__ == "__main__":

@@ -268,10 +268,10 @@ def after_step(step: int, act: Patch, *which: int, before: bool = False) -> Patc
 
 
 @contextlib.contextmanager
-def refusal(code: str, *words: object) -> Iterator[None]:
+def refusal(code: str, *words: object) -> Iterator[pytest.ExceptionInfo[LineError]]:
     """What is in this block raises an error in one line, with this code and all `words`."""
     with pytest.raises(LineError) as caught:
-        yield
+        yield caught
     line = str(caught.value)
     assert line.endswith(f" [{code}]") and "\n" not in line, line
     for word in words:

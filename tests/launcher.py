@@ -11,6 +11,7 @@ import os
 import runpy
 import signal
 import sys
+import tempfile
 import threading
 import weakref
 from collections.abc import Sequence
@@ -68,6 +69,7 @@ def as_new(mask: set[signal.Signals] | None = None) -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     if mask is not None:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+    tempfile.tempdir = None  # TMPDIR may be another
     atexit._clear()
     weakref.finalize._registry.clear()  # type: ignore[attr-defined]
     multiprocessing.util._finalizer_registry.clear()  # type: ignore[attr-defined]

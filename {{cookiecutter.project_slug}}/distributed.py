@@ -18,7 +18,7 @@ def setup(seed: int, deterministic: bool = False) -> torch.device:
     if has_gpu:
         torch.accelerator.set_device_index(here.device)
     dist.init_process_group(
-        here.backend,  # nccl for GPUs, gloo for CPUs
+        here.backend,  # nccl for tensors on GPUs, gloo for those on CPUs and for objects
         store=here.store,
         rank=here.rank,
         world_size=here.world_size,
@@ -35,7 +35,7 @@ def reduce_tensor(tensor: Tensor) -> Tensor:
     Every rank has to call it. For a mean, reduce the sum and the count of samples and divide once:
     a mean of the ranks' means is wrong as soon as they hold different numbers of samples.
     """
-    result = tensor.detach().clone()
+    result = tensor.detach() + 0  # a copy; of bools, whose sum would be one bool, as integers
     dist.all_reduce(result)
     return result
 

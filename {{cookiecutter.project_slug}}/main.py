@@ -67,7 +67,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         raise ddpkit.UserError("--sync-bn: torch has it on GPUs only; omit the flag")
     if args.sync_bn:
         model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
-    criterion = ddpkit.criterion(build_criterion(args, train_set, classes).to(device))
+    criterion = ddpkit.criterion(build_criterion(args, train_set, classes), device)
     metrics = build_metrics(args, classes).to(device)
     judge = functools.partial(evaluate, criterion=criterion, metrics=metrics, args=args)
     if args.eval_only:
@@ -162,10 +162,10 @@ def train_one_epoch(
             with recipe.autocast(args.amp, images.device):
                 outputs = ddp_model(images)
             loss_sum, count = criterion(outputs, targets)
-            loss = run.loss(loss_sum, count)  # divided by what is equal on all ranks
+            loss = run.loss(loss_sum, count)  # the mean, over the samples of all ranks
             scaler.scale(loss).backward()
         if is_last:
-            # Ranks and passes hold unequal numbers of labelled pixels: a mean of means is wrong.
+            # Passes hold unequal numbers of labelled pixels: a mean of means would be wrong.
             run.divide_gradients(ddp_model)
             if args.clip_grad_norm:
                 scaler.unscale_(optimizer)
@@ -203,13 +203,13 @@ def evaluate(
         loss_sum, count = criterion(outputs, targets)
         totals[0] += loss_sum
         totals[1] += count
-        logits = outputs[0] if isinstance(outputs, tuple) else outputs
-        metrics.update(logits.float(), targets)
-        worst.update(logits.float(), targets, indices)
+        logits = ddpkit.first(outputs)  # of a network with several outputs
+        metrics.update(logits, targets)
+        worst.update(logits, targets, indices)
     loss_sum, count = distributed.reduce_tensor(totals).tolist()  # sums first, then one division
+    results, confusion = ddpkit.compute(metrics)  # after a signal all ranks stop here
     if not count and isinstance(loader, DataLoader):  # a rehearsal's two samples may be void
         raise ddpkit.UserError("the validation set has no labelled samples (all are void)")
-    results, confusion = ddpkit.compute(metrics)
     return {"val_loss": loss_sum / (count or 1), **results}, (confusion, worst.compute())
 
 

@@ -8,6 +8,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from ddpkit.data import samples
 from ddpkit.data.samples import MapDataset
 from ddpkit.errors import UserError, shorten
 from ddpkit.ranks import distributed
@@ -60,14 +61,19 @@ def warn(classes: Sequence[str], counts: np.ndarray, where: str) -> None:
 def count_classes(dataset: MapDataset, classes: Sequence[str]) -> np.ndarray:
     """Return (sample, class, count) of all samples, sorted, int64 (pairs, 3); each rank reads some.
 
-    dataset: has a method count_labels(index) -> {class number: how often}, without void.
+    dataset: has a method count_labels(index) -> {class number: how often}, without void, or wraps
+        data sets that have it.
     """
-    if not hasattr(dataset, "count_labels"):
+
+    def count_labels(index: int) -> dict[int, int]:
+        for each, at in samples.places(dataset, index):  # a Subset has its data set's
+            if hasattr(each, "count_labels"):
+                return each.count_labels(at)
         line = "has no count_labels, which --class-weights auto needs"
-        raise UserError(f"{type(dataset).__name__} {line}: index -> how often, by class number")
+        raise UserError(f"{type(each).__name__} {line}: index -> how often, by class number")
 
     def count(some: Sequence[int]) -> list[tuple]:
-        return [(index, *pair) for index in some for pair in dataset.count_labels(index).items()]
+        return [(index, *pair) for index in some for pair in count_labels(index).items()]
 
     mine = range(distributed.rank(), len(dataset), distributed.world_size())
     with ThreadPoolExecutor(THREADS) as pool:
@@ -77,7 +83,8 @@ def count_classes(dataset: MapDataset, classes: Sequence[str]) -> np.ndarray:
     rows = np.concatenate(distributed.gather_objects(own))
     rows = rows[np.lexsort((rows[:, 1], rows[:, 0]))]
     for sample, label, _ in rows[(rows[:, 1] < 0) | (rows[:, 1] >= len(classes))]:
-        raise UserError(f"sample {sample}: label {label}, not 0 to {len(classes) - 1}")
+        found = f"{samples.name(dataset, sample)}: label {label}"
+        raise UserError(f"{found}, not 0 to {len(classes) - 1}")
     if not len(rows):
         raise UserError("no training sample has a label")
     return rows

@@ -6,6 +6,7 @@ Each is seeded by its number, so it does not depend on how many there are.
 import math
 import os
 import random
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from PIL import Image, ImageDraw, ImageFilter
 
 from ddpkit import files
 from ddpkit.data.masks import VOID
+from ddpkit.errors import print_line
 from ddpkit.ranks import process
 
 PATTERNS = ("bricks", "checks", "dots", "rings", "stripes", "waves")
@@ -65,7 +67,7 @@ def _draw(
     if folder.is_dir():
         return folder
     with files.filling(folder) as partial:
-        print(f"drawing the demo set in {os.path.relpath(folder)} ...", flush=True)
+        print_line(f"drawing the demo set in {os.path.relpath(folder)} ...", sys.stdout)
         for part, count in ("train", train), ("val", val):
             (partial / part).mkdir()
             for number in range(count):

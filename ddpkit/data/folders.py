@@ -3,8 +3,10 @@
 import csv
 import functools
 import os
+import re
+import unicodedata
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from operator import itemgetter
 from pathlib import Path
@@ -20,20 +22,29 @@ from ddpkit.data import class_counts, masks
 from ddpkit.data.format import Format, read_format
 from ddpkit.data.images import LazyImage, open_image
 from ddpkit.data.samples import Packed
-from ddpkit.errors import UserError
+from ddpkit.errors import UserError, shorten
 from ddpkit.ranks import distributed
 
 EXTENSIONS = {".bmp", ".jfif", ".jpe", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp"}
 NO_IMAGES = {"", ".csv", ".db", ".ini", ".json", ".txt", ".xml"}  # as are often beside images
 VAL_NAMES = ("val", "valid", "validation")
 NO_CLASSES = {"train", "training", "test", "testing", "images", "masks", *VAL_NAMES}
+SPLITS = r"train(ing)?[\W_]*\d*", r"(val|valid|validation|test|testing)[\W_]*\d*"
+# What systems, disks and network storage make by themselves, in small letters.
+LEFTOVERS = """#recycle|#snapshot|$extend|$recycle.bin|@__thumb|@eadir|@recently-snapshot|@recycle|
+    @sharebin|@tmp|@transcode|__macosx|__pycache__|desktop.ini|ehthumbs.db|found.000|lost+found|
+    network trash folder|recycler|system volume information|temporary items|
+    thevolumesettingsfolder|thumbs.db|~snapshot"""
+LEFT_OUT = {name.strip() for name in LEFTOVERS.split("|")}
+OF_RUNS = (".lock",), ("args.json", "metrics.csv")
+OF_PREDICTIONS = {"masks", "overlays", "legend.png"}
 Pairs = list[tuple]  # the paths of images and their masks, or labels; then a group, if there is one
 Fold = tuple[int, int]  # part N of K
 SEPARATOR = ";"  # of labels
 
 
 def walk(folder: Path) -> Iterator[tuple[str, list[str], list[str]]]:
-    """Like os.walk, sorted folders and links to them, each once, but for hidden ones."""
+    """Like os.walk, sorted folders and links to them, each once, but for hidden and system ones."""
 
     def refuse(error: OSError) -> NoReturn:
         raise files.failure(error.filename, error, "read")  # os.walk would leave out the folder
@@ -44,39 +55,69 @@ def walk(folder: Path) -> Iterator[tuple[str, list[str], list[str]]]:
         found, inner[:] = sorted(inner), []
         for name in found:
             real = os.path.realpath(os.path.join(parent, name))
-            if real not in seen and not name.startswith(".") and name != "__MACOSX":
+            if real not in seen and not name.startswith(".") and not is_leftover(name):
                 seen.add(real)
                 inner.append(name)
         yield parent, inner, names
 
 
+def is_leftover(name: str) -> bool:
+    """Return whether a file or folder of that name is no data; say so."""
+    if name.lower() not in LEFT_OUT:
+        return False
+    say_skipped("systems make it", name)
+    return True
+
+
 @functools.cache  # one line for all folders
-def say_skipped(kind: str) -> None:
-    distributed.say(f"skipped, because their type is not read: {kind}")
+def say_skipped(why: str, what: str) -> None:
+    distributed.say(f"skipped, because {why}: {what}")
 
 
-def list_images(folder: Path) -> list[str]:
-    """Return the paths of all images below `folder`, sorted; a UserError if there is none."""
+def list_images(folder: Path, output: Path | None = None, may_be_output: bool = False) -> list[str]:
+    """Return the paths of all images below `folder`, sorted; a UserError if there is none.
+
+    What runs and predict.py have written is left out; the files of `folder` itself if it may be
+    that. output: where predict.py writes.
+    """
     of_kind: dict[str, list[str]] = {}
-    for parent, _, names in walk(folder):
+    has_output = False
+    for parent, inner, names in walk(folder):
+        found, made = {*inner, *names}, set[str]()
+        if may_be_output or parent != str(folder):
+            made = found if any(found.issuperset(own) for own in OF_RUNS) else made
+        if found >= OF_PREDICTIONS or (output and os.path.realpath(parent) == str(output)):
+            made = made | (found & OF_PREDICTIONS)
+        if made:
+            say_skipped("a run or predict.py writes there", parent)
+            has_output = True
+            inner[:] = [name for name in inner if name not in made]
         for name in names:
-            if not name.startswith("."):
+            if not name.startswith(".") and name not in made:
                 kind = os.path.splitext(name)[1].lower()
                 of_kind.setdefault(kind, []).append(os.path.join(parent, name))
     kinds = (EXTENSIONS & of_kind.keys()) or ({".npy"} & of_kind.keys())
+    if not kinds and may_be_output and has_output:
+        return []
     if not kinds:
         raise UserError(f"{folder}: no images in it; expected {', '.join(sorted(EXTENSIONS))}")
     for kind in sorted(of_kind.keys() - kinds - NO_IMAGES):
-        say_skipped(kind)
+        say_skipped("their type is not read", kind)
     return sorted(path for kind in kinds for path in of_kind[kind])
 
 
-def collect(inputs: Sequence[str | Path]) -> list[tuple[str, str]]:
-    """Return (path, name) of each image in files and folders; name: below it, without ending."""
+def collect(inputs: Sequence[str | Path], output: Path | None = None) -> list[tuple[str, str]]:
+    """Return (path, name) of each image in files and folders; name: below it, without ending.
+
+    output: where predict.py writes; what it has written is left out.
+    """
     found = []
+    output = output and output.resolve()
     for given in dict.fromkeys(inputs):
         is_file = os.path.isfile(given)
-        for path in [str(given)] if is_file else list_images(Path(given)):
+        if len(inputs) > 1 and is_leftover(os.path.basename(os.path.normpath(given))):
+            continue  # a shell's * names them, too
+        for path in [str(given)] if is_file else list_images(Path(given), output):
             below = os.path.basename(path) if is_file else os.path.relpath(path, given)
             found.append((path, os.path.splitext(below)[0]))
     return found
@@ -91,12 +132,13 @@ def by_name(found: Sequence[tuple[str, str]]) -> dict[str, str]:
     return path_of
 
 
-def find_val(root: Path) -> Path | None:
-    """Return the folder of the validation set below `root`, by any of its usual names, or None."""
-    folder = next((root / name for name in VAL_NAMES if (root / name).is_dir()), None)
-    if folder and folder.name != "val":
-        distributed.say(f"no {root / 'val'}: {folder} is used for validation")
-    return folder
+def find_val(root: Path, ending: str = "") -> Path:
+    """Return the folder or list of the validation set below `root`, by any of its usual names."""
+    named = [root / f"{name}{ending}" for name in VAL_NAMES]
+    found = next((path for path in named if path.exists()), named[0])
+    if found != named[0]:
+        distributed.say(f"no {named[0]}: {found} is used for validation")
+    return found
 
 
 def hold_out(samples: Sequence[tuple], root: Path, fold: Fold | None = None) -> list[int]:
@@ -149,13 +191,14 @@ def find_parts(
     root: Path, has_masks: bool, read: Callable, part: str = "val", fold: Fold | None = None
 ) -> tuple[Pairs, Pairs | None]:
     """Return the pairs for training and for `part`, None to `split`; of lists, else of folders."""
-    place, held = root / "train.csv", root / f"{part}.csv"
-    if place.is_file():
+    place, test = root / "train.csv", root / "test"
+    ending = ".csv" if place.is_file() else ""
+    if ending:
         columns = ("image", "mask") if has_masks else ("file", "label")
         read = functools.partial(read_list, columns=columns, count=1 + has_masks)
     else:
         place = find_train(root, has_masks)
-        held = root / "test" if part == "test" else find_val(root) or root / "val"
+    held = test.with_suffix(ending) if part == "test" else find_val(root, ending)
     if part == "test" and not held.exists():
         raise UserError(f"{held}: not found; --eval-only test needs it")
     is_held_out = not held.exists() or (fold and part == "val")
@@ -188,7 +231,8 @@ def find_labelled(
     if len(classes) < 2:
         raise UserError(f"{root}: {len(classes)} class(es) for training; at least two are needed")
     if unknown := {name for _, text, *_ in named[1] or () for name in labels(text)} - {*classes}:
-        raise UserError(f"{root}: class {min(unknown)} of validation is not in the training set")
+        line = f"{root}: class {min(unknown)} of validation is not in the training set"
+        raise UserError(line + hint_at_forms(min(unknown), classes))
     number_of = {name: number for number, name in enumerate(classes)}
 
     def number(text: str) -> int | str:
@@ -208,7 +252,28 @@ def read_class_folders(folder: Path) -> Pairs:
         raise UserError(f"{folder}: no class folders in it; README.md describes what is expected")
     if unreadable := [name for name in names if name.encode("utf-8", "ignore").decode() != name]:
         raise UserError(f"{folder / unreadable[0]}: the class name is not UTF-8; rename the folder")
-    return [(path, name) for name in names for path in list_images(folder / name)]
+    listed = [(name, list_images(folder / name, may_be_output=True)) for name in names]
+    found = [(path, name) for name, paths in listed for path in paths]
+    refuse_splits((path[len(str(folder)) :] for path, _ in found), folder)
+    return found
+
+
+def refuse_splits(names: Iterable[str], folder: Path) -> None:
+    """Raise a UserError if `names`, paths in `folder`, lie in folders of several parts."""
+    parents = {os.path.dirname(name) for name in names}
+    parts = {part.lower() for parent in parents for part in Path(parent).parts}
+    if all(any(re.fullmatch(kind, part) for part in parts) for kind in SPLITS):
+        line = f"{folder}: folders for training and for validation or test lie in it"
+        raise UserError(f"{line}; they have to be the outermost: DIR/train, DIR/val, DIR/test")
+
+
+def hint_at_forms(name: str, others: Iterable[str]) -> str:
+    """Return a remark if `name` looks as one of `others`, but is of other letters in Unicode."""
+    if name.isascii():
+        return ""
+    form = unicodedata.normalize("NFC", name)
+    same = any(unicodedata.normalize("NFC", other) == form for other in others)
+    return "; it looks the same, but has another Unicode form (NFC, NFD): rename it" * same
 
 
 def find_pairs(
@@ -218,14 +283,26 @@ def find_pairs(
     return split(train, root, fold) if val is None else (train, val)
 
 
+def find_names(folder: Path) -> Iterator[dict[str, str]]:
+    """Yield {name: path} of the images in `folder`, then of the masks."""
+    for place in folder / "images", folder / "masks":
+        if not place.is_dir():
+            there = shorten(sorted(os.listdir(folder)))
+            raise UserError(f"{place}: no such folder; {folder} has {there}; rename the right one")
+        path_of = by_name(collect([place]))
+        refuse_splits(path_of, place)
+        yield path_of
+
+
 def match_pairs(folder: Path) -> Pairs:
     """Return (image path, mask path) for each name in `folder`/images and `folder`/masks."""
-    image_of, mask_of = (by_name(collect([folder / kind])) for kind in ("images", "masks"))
+    image_of, mask_of = find_names(folder)
     if unmatched := min(image_of.keys() ^ mask_of.keys(), default=""):
         path = image_of.get(unmatched) or mask_of[unmatched]
         lack = folder / ("masks" if unmatched in image_of else "images")
-        line = "names must be equal but for their endings"
-        raise UserError(f"{path}: nothing of that name in {lack}; {line}")
+        line = "names must be equal but for their endings, or list the pairs in DIR/train.csv"
+        form = hint_at_forms(unmatched, image_of if path == mask_of.get(unmatched) else mask_of)
+        raise UserError(f"{path}: nothing of that name in {lack}; {line}{form}")
     return [(image_of[name], mask_of[name]) for name in sorted(image_of)]
 
 
@@ -238,11 +315,14 @@ def read_list(path: Path, columns: Sequence[str], count: int) -> list[tuple]:
     try:
         with open(path, newline="", encoding="utf-8-sig") as file:
             table = csv.DictReader(file)
-            if missing := [name for name in columns if name not in (table.fieldnames or ())]:
+            table.fieldnames = [name.strip() for name in table.fieldnames or ()]
+            if missing := [name for name in columns if name not in table.fieldnames]:
                 line = f"{path}: no column {missing[0]} in its first line, which must name"
                 raise UserError(f"{line} the columns {','.join(columns)}")
-            columns = [*columns, *({"group"} & {*(table.fieldnames or ())})]
+            columns = [*columns, *({"group"} & {*table.fieldnames})]
             for row in table:
+                if not "".join(row[name] or "" for name in table.fieldnames).strip():
+                    continue  # as spreadsheets leave below the last one
                 line = f"{path}, line {table.line_num}"
                 values = [(row[name] or "").strip() for name in columns]
                 if "" in values:
@@ -264,7 +344,7 @@ class Part:
 
     samples: Sequence[tuple]  # begin with the path of an image
     format: Format
-    labels: masks.Labels = field(default_factory=lambda: masks.UNNAMED)  # what the masks mean
+    labels: masks.Labels = field(default_factory=masks.unnamed)  # what the masks mean
     classes: int = 0  # without masks
     crop: float = 0.875  # for validation: the side of the middle, as a share of the shorter side
 
@@ -330,7 +410,10 @@ class MaskFiles(Files):
         image, mask = open_image(image_path, self.format), self.open_mask(index)
         if (image.height, image.width) != (mask.height, mask.width):
             line = f"{mask_path}: the mask has {mask.width} x {mask.height} pixels, its image"
-            raise UserError(f"{line} {image.width} x {image.height}: they must be equal")
+            line += f" {image.width} x {image.height}: they must be equal"
+            if (image.height, image.width) == (mask.width, mask.height):
+                line += "; if EXIF turns the image, save the mask upright, too"
+            raise UserError(line)
         return image, mask
 
     def open_mask(self, index: int) -> LazyImage:
@@ -422,7 +505,10 @@ def survey(data: Path, train: Part) -> masks.Labels:
     values = np.flatnonzero(counts).tolist()
     if count == total and (fault := masks.explain_values(values, bool(labels))):
         raise UserError(f"{data}: {fault}")
-    labels = labels or masks.parse([str(value) for value in values if value != masks.VOID], path)
+    if not labels:
+        meant = labels.meant
+        labels = masks.parse([str(value) for value in values if value != masks.VOID], path)
+        labels.meant = meant
     known, head = counts[: len(labels)], f"in % of the pixels of {count} of {total} training masks"
     texts = [f"{share:.3g}" for share in 100 * known / max(known.sum(), 1)]
     class_counts.say_line(head, labels, texts)

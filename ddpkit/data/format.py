@@ -48,6 +48,11 @@ class Format:
         mean, std = (each if count == 3 else (sum(each) / 3,) for each in (MEAN, STD))
         return tuple(self.mean or mean), tuple(self.std or std)
 
+    @property
+    def scale(self) -> tuple:
+        """What decides which number the network gets for a value in a file."""
+        return self.channels, self.value_range, self.statistics
+
     def normalize(self, image: Tensor) -> Tensor:
         """Return a float image, 0 to 1, with about zero mean and unit deviation; uint8 as it is."""
         if not self.channels:

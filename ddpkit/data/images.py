@@ -4,12 +4,16 @@ Of more than 8 bits, the type decides what becomes 0 and 255: equal values stay 
 """
 
 import contextlib
+import errno
+import importlib.util
 import io
 import logging
 import math
 import random
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -29,6 +33,16 @@ except ImportError:  # no wheel for this machine: Pillow decodes instead
 
 SHRINKS = (8, 4, 2)  # what a JPEG decoder can divide height and width by, at less work
 ORIENTATION, BITS_PER_SAMPLE, PHOTOMETRIC = 274, 258, 262  # entries of TIFF, the first of EXIF
+SAMPLES_PER_PIXEL, SAMPLE_FORMAT = 277, 339
+SIGNED = 2  # a sample format
+# Whatever a file is named, it is opened as one of these: they start no program, as EPS starts
+# Ghostscript, and tell their size before anything is decoded.
+FORMATS = ["JPEG", "PNG", "TIFF", "WEBP", "BMP", "GIF", "PPM", "JPEG2000"]
+if importlib.util.find_spec("PIL.AvifImagePlugin"):  # not in older versions
+    FORMATS.append("AVIF")
+PADDING = re.compile(r"\b\d\d? extraneous bytes before marker 0xd9")  # at the end, by some cameras
+LFS = b"version https://git-lfs"
+EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 RANGES = {"uint8": (0, 255), "uint16": (0, 65535), "float": (0.0, 1.0)}  # black, white
 Image.MAX_IMAGE_PIXELS = None  # Format.check_size decides instead, in every process that reads
 
@@ -42,6 +56,7 @@ class LazyImage:
     decode: n -> uint8 (H / n, W / n, 3), of a mask (H, W); sizes are rounded up. With "channels" in
     data.json float32 (H, W, channels).
     shrinks: the n that `decode` takes besides 1, in descending order. is_mask: whether (H, W).
+    is_turned: whether EXIF has turned it, which its height and width do not show.
 
         def val_transform(image: ddpkit.LazyImage) -> Tensor:
             return image.read((0, 0, image.height, image.width), (224, 224))
@@ -52,12 +67,17 @@ class LazyImage:
     decode: Callable[[int], np.ndarray]
     shrinks: Sequence[int] = ()
     is_mask: bool = False
+    is_turned: bool = False
 
     @classmethod
     def of(cls, pixels: np.ndarray) -> "LazyImage":
         """Return pixels (H, W, channels) or (H, W), in memory or mapped from a file."""
         height, width = pixels.shape[:2]
         return cls(height, width, lambda _: pixels, is_mask=pixels.ndim == 2)
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        """Return the whole image as (H, W, 3), for what takes an array, such as albumentations."""
+        return np.array(self.decode(1), dtype)
 
     def read(
         self, box: Box | None = None, size: tuple[int, int] | None = None, fill: int = 0
@@ -138,25 +158,63 @@ def open_image(path: str, format: Format = DEFAULT_FORMAT) -> LazyImage:
         if format.channels:
             return LazyImage.of(_to_floats(path, read_values(path, data, format), format))
         with _opened(path, data, format) as file:
-            is_jpeg = file.format in ("JPEG", "MPO") and file.mode in ("RGB", "L")
-            if is_jpeg and file.getexif().get(ORIENTATION, 1) == 1:
-                return _open_jpeg(path, data, *file.size)
-            if is_deep(file):
-                return LazyImage.of(_to_rgb(path, read_values(path, data, format), format))
-            return LazyImage.of(np.array(ImageOps.exif_transpose(file).convert("RGB")))
+            size = file.size
+            if file.format in ("JPEG", "MPO") and file.mode in ("RGB", "L"):
+                image = _open_jpeg(path, data, *size)
+                orientation = file.getexif().get(ORIENTATION, 1)
+                if orientation == 1:
+                    return image
+                pixels = Image.fromarray(image.decode(1))
+                pixels.getexif()[ORIENTATION] = orientation
+                image = LazyImage.of(np.array(ImageOps.exif_transpose(pixels)))
+            elif is_deep(file):
+                image = LazyImage.of(_to_rgb(path, read_values(path, data, format), format))
+            else:
+                image = LazyImage.of(np.array(_upright(file, data).convert("RGB")))
+            is_turned = file.getexif().get(ORIENTATION, 1) in range(2, 9)
+            image.is_turned = is_turned and size == (image.width, image.height)
+            return image
 
 
 def _open_jpeg(path: str, data: bytes, width: int, height: int) -> LazyImage:
     def decode(shrink: int) -> np.ndarray:
         rows, columns = -(-height // shrink), -(-width // shrink)
-        if simplejpeg:
-            with contextlib.suppress(ValueError):  # Pillow may read it, or explain
-                return simplejpeg.decode_jpeg(data, min_height=rows, min_width=columns)
-        with _reading(path), Image.open(io.BytesIO(data)) as image:
-            image.draft("RGB", (width // shrink, height // shrink))
-            return np.array(image.convert("RGB"))
+        with _reading(path):
+            if simplejpeg:
+                with _tolerant(data):  # then Pillow may read it, or explain
+                    return simplejpeg.decode_jpeg(data, min_height=rows, min_width=columns)
+            with _open(data) as image:
+                image.draft("RGB", (width // shrink, height // shrink))
+                return np.array(image.convert("RGB"))
 
     return LazyImage(height, width, decode, [n for n in SHRINKS if n <= min(height, width)])
+
+
+@contextlib.contextmanager
+def _tolerant(data: bytes) -> Iterator[None]:
+    """Raise what simplejpeg says of the pixels in `data`, which Pillow keeps to itself.
+
+    What it says of the header alone, or of padding, is suppressed: the pixels are whole.
+    """
+    try:
+        yield
+    except ValueError as error:
+        text, of_header = str(error), ""
+        try:
+            simplejpeg.decode_jpeg_header(data)
+        except ValueError as found:
+            of_header = str(found)
+        if text.startswith("Corrupt") and text != of_header and not PADDING.search(text):
+            raise
+
+
+def _upright(file: ImageFile.ImageFile, data: bytes) -> Image.Image:
+    """Return the image in `data`, which `file` has opened, as EXIF turns it."""
+    if simplejpeg and file.format in ("JPEG", "MPO"):
+        kind = "CMYK" if file.mode == "CMYK" else "RGB"
+        with _tolerant(data):  # read whole, at an eighth of its size
+            simplejpeg.decode_jpeg(data, kind, min_height=1, min_width=1)
+    return ImageOps.exif_transpose(file)
 
 
 def decoder() -> str:
@@ -167,7 +225,9 @@ def decoder() -> str:
 def read_stored(path: str, format: Format = DEFAULT_FORMAT) -> Image.Image:
     """Return the image at `path`, upright and otherwise as it is stored; for masks."""
     # Its content, because Pillow, if it maps the file, turns some TIFFs wrongly.
-    with _reading(path), _opened(path, files.read(path), format) as file:
+    with _reading(path, is_mask=True), _opened(path, files.read(path), format, True) as file:
+        if is_deep(file) and len(file.getbands()) > 1:
+            raise ValueError("colours or alpha of 16 bits, of which 8 would be read")
         image: Image.Image = ImageOps.exif_transpose(file)
         image.format = file.format
         return image
@@ -183,8 +243,7 @@ def is_deep(file: ImageFile.ImageFile) -> bool:
 def read_values(path: str, data: bytes, format: Format) -> np.ndarray:
     """Return the values of a file, of their own type: (H, W, channels)."""
     if path.lower().endswith(".npy"):
-        values = np.lib.format.read_array(io.BytesIO(data), allow_pickle=False)
-        format.check_size(path, *values.shape[1::-1])
+        values = _read_npy(path, data, format)
     elif data[:4] in (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+"):
         values = _read_tiff(path, data, format)
     else:
@@ -193,12 +252,24 @@ def read_values(path: str, data: bytes, format: Format) -> np.ndarray:
                 raise ValueError("a PNG of 16 bits that is not grey; save it as TIFF")
             grey = "L" if file.mode in ("1", "L", "LA") else "RGB"
             mode = file.mode if is_deep(file) else grey
-            values = np.asarray(ImageOps.exif_transpose(file).convert(mode))
+            values = np.asarray(_upright(file, data).convert(mode))
     values = values[..., None] if values.ndim == 2 else values
     if values.ndim != 3 or values.shape[2] != (format.channels or values.shape[2]):
         wanted = f"(height, width, {format.channels}); save it so, or correct data.json"
         raise UserError(f"{path}: values of shape {values.shape}, not {wanted}")
     return values
+
+
+def _read_npy(path: str, data: bytes, format: Format) -> np.ndarray:
+    """Return the array in `data`, a view of it: its header may claim any size."""
+    file = io.BytesIO(data)
+    is_first = np.lib.format.read_magic(file) == (1, 0)
+    header = np.lib.format
+    read_header = header.read_array_header_1_0 if is_first else header.read_array_header_2_0
+    shape, is_fortran, dtype = read_header(file)
+    format.check_size(path, *shape[1::-1])
+    values = np.frombuffer(data, dtype, math.prod(shape), file.tell())
+    return values.reshape(shape, order="F" if is_fortran else "C")
 
 
 def _read_tiff(path: str, data: bytes, format: Format) -> np.ndarray:
@@ -209,11 +280,18 @@ def _read_tiff(path: str, data: bytes, format: Format) -> np.ndarray:
         raise UserError(f"{path}: needs a package: python -m pip install tifffile") from None
     logging.getLogger("tifffile").setLevel(logging.CRITICAL)  # it logs what it raises
     with tifffile.TiffFile(io.BytesIO(data)) as file:
-        series, tags = file.series[0], file.pages.first.tags
+        series, page = file.series[0], file.pages.first
         height, width = (series.shape[series.axes.index(axis)] for axis in "YX")
         format.check_size(path, width, height)
-        if tags.valueof(ORIENTATION, default=1) != 1 or tags.valueof(PHOTOMETRIC) == 0:
+        photometric = page.tags.valueof(PHOTOMETRIC)
+        if page.tags.valueof(ORIENTATION, default=1) != 1 or photometric == 0:
             raise ValueError("turned, or 0 is white in it; save it upright, with 0 as black")
+        is_other = photometric not in (None, 1, 2) or 1 in page.extrasamples
+        if is_other and not format.channels:
+            raise ValueError("neither grey nor RGB, or multiplied by its alpha; save it as RGB")
+        channels = math.prod(series.shape) // (height * width)
+        if channels > (format.channels or 4):
+            raise ValueError(f'{channels} channels, not the "channels" in {NAME}, or 1 to 4')
         values = series.asarray()
     is_apart = values.ndim == 3 and series.axes.endswith("YX")
     return np.moveaxis(values, 0, -1) if is_apart else values
@@ -262,29 +340,56 @@ def visible(image: Tensor) -> Tensor:
     return stretched.clamp(0, 255).byte().expand(3, -1, -1)
 
 
+def _open(data: bytes) -> ImageFile.ImageFile:
+    return Image.open(io.BytesIO(data), formats=FORMATS)
+
+
 @contextlib.contextmanager
-def _opened(path: str, data: bytes, format: Format) -> Iterator[ImageFile.ImageFile]:
+def _opened(
+    path: str, data: bytes, format: Format, is_mask: bool = False
+) -> Iterator[ImageFile.ImageFile]:
     """Open the image in `data`, of which only the header is read; refuse what is too large."""
-    with Image.open(io.BytesIO(data)) as image:
+    if data.startswith(LFS):
+        raise UserError(f"{path}: a pointer of Git LFS, not the image; run: git lfs pull")
+    or_channels = "" if is_mask else f', or write the number of "channels" into {NAME}'
+    with _open(data) as image:
         format.check_size(path, *image.size)
-        if isinstance(image, TiffImageFile) and image.n_frames > 1:
-            how = f'save one per file, or write the number of "channels" into {NAME}'
-            raise UserError(f"{path}: {image.n_frames} pages; {how}")
+        if isinstance(image, TiffImageFile):
+            samples, read = image.tag_v2.get(SAMPLES_PER_PIXEL, 1), len(image.getbands())
+            if image.n_frames > 1:
+                raise UserError(f"{path}: {image.n_frames} pages; save one per file{or_channels}")
+            if samples != read:
+                line = f"{path}: {samples} channels, of which {read} would be read"
+                raise UserError(f"{line}; save it with {read}{or_channels}")
+            if image.mode == "L" and SIGNED in image.tag_v2.get(SAMPLE_FORMAT, ()):
+                raise ValueError("8 bits with a sign; save it with 16")
+        if image.format == "BMP":
+            bits = data[24 if data[14] == 12 else 28]  # 12: the short header of OS/2
+            if bits != {"1": 1, "L": 8}.get(image.mode, bits):
+                raise ValueError("a grey palette of other bits, misread by Pillow; save it as PNG")
         yield image
 
 
 @contextlib.contextmanager
-def _reading(path: str) -> Iterator[None]:
+def _reading(path: str, is_mask: bool = False) -> Iterator[None]:
     """Name the file in what is raised within the block."""
     try:
         yield
-    except (LineError, MemoryError):
+    except LineError:
         raise
     except Exception as error:  # libraries raise errors of many kinds for malformed files
         reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
+        remedy = "replace or remove it"
         if isinstance(error, UnidentifiedImageError):
-            reason = "not an image"
-            if path.lower().endswith((".npy", ".tif", ".tiff")):
-                reason = f'no image for Pillow; .npy and more channels need "channels" in {NAME}'
+            reason = "not an image of a type that is read"
+            if is_mask:
+                remedy = "masks are PNG, or BMP, TIFF or WebP without loss"
+            elif path.lower().endswith((".npy", ".tif", ".tiff")):
+                remedy = f'if it is whole, it needs the number of "channels" in {NAME}'
+        elif isinstance(error, MemoryError) or getattr(error, "errno", None) in EXHAUSTED:
+            reason = f"memory or file handles ran out: {reason}"
+            remedy = "lower --workers or --batch-size, or shrink it"
+        elif isinstance(error, ImportError) or "imagecodecs" in reason:
+            remedy = "its compression needs a package: python -m pip install imagecodecs"
         reason = " ".join(reason.split())
-        raise UserError(f"{path}: cannot be read ({reason}); replace or remove it") from None
+        raise UserError(f"{path}: cannot be read ({reason}); {remedy}") from None

@@ -3,20 +3,29 @@
 import functools
 import itertools
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import Sampler, default_collate
-from torch.utils.data.distributed import DistributedSampler
+from torch.utils._pytree import tree_leaves
+from torch.utils.data import (
+    BatchSampler,
+    IterableDataset,
+    Sampler,
+    SequentialSampler,
+    default_collate,
+)
 
 from ddpkit.data import samples
-from ddpkit.data.format import DEFAULT_FORMAT, Format
+from ddpkit.data.format import DEFAULT_FORMAT, NAME, Format
 from ddpkit.data.samples import Key, MapDataset, Seeded, fingerprint
 from ddpkit.errors import UserError
 from ddpkit.ranks import distributed, process, stopping
+from ddpkit.ranks.workers import find_fault, running
 from ddpkit.run import machine
+
+MOST_COMPARED = 32  # samples by which is judged whether the ranks' loaders are alike
 
 
 class TrainSampler(Sampler[Key]):
@@ -67,7 +76,7 @@ class TrainSampler(Sampler[Key]):
     def batches(self, loader: Any, epoch: int, seen: int) -> Iterator:
         """Return this rank's batches of `epoch`, without the first `seen` of its samples."""
         self.set_epoch(epoch, seen)
-        return started(loader)
+        return loader.dataset.say_unequal(started(loader))
 
 
 class ValSampler(Sampler[list[Key]]):
@@ -117,20 +126,25 @@ def workers(count: int | None, device: torch.device) -> dict[str, Any]:
     }
 
 
-def explain(error: Exception) -> str | None:
+def explain(error: Exception) -> str | UserError | None:
     """Return a line that names the samples at which loader workers died or hung, if they did."""
     text = " ".join(str(error).split())
     found = re.search(r"DataLoader (worker \(pid(\(s\))? (?P<pids>[\d, ]+)\)|timed out)", text)
     if not found:
         return None
     pids = found["pids"].split(", ") if found["pids"] else None
-    at = [
-        f"worker {pid} at {samples.name(seeded.dataset, sample - 1)}"
+    at = {
+        pid: f"loader worker {pid} at {samples.name(seeded.dataset, sample - 1)}"
         for seeded in Seeded.in_use
         for pid, sample in zip(seeded.reading[::2], seeded.reading[1::2], strict=True)
         if sample and (not pids or str(pid) in pids)
-    ]
-    return f"{'; '.join(at)}: {text}" if at else text
+    }
+    if isinstance(fault := find_fault(), UserError):
+        return fault
+    dead = {each.pid: each.end() for each in running if each.has_died()}
+    if dead:
+        return "; ".join(f"{at.get(pid, f'loader worker {pid}')} {dead[pid]}" for pid in dead)
+    return f"{'; '.join(at.values())}: {text}" if at else text
 
 
 class Groups(list):
@@ -146,9 +160,9 @@ class Collate:
     """
 
     def __call__(self, samples: Sequence[tuple]) -> list:
-        groups: dict[torch.Size, list] = {}
-        for sample in samples:
-            groups.setdefault(sample[0].shape, []).append(sample)
+        groups: dict[tuple, list] = {}
+        for sample in samples:  # uint8 is normalised later, float has been
+            groups.setdefault((sample[0].shape, sample[0].dtype), []).append(sample)
         batches = Groups()
         for group in groups.values():  # images are channels last in memory, as they were read
             images = default_collate([sample[0].movedim(0, -1) for sample in group]).movedim(-1, 1)
@@ -156,10 +170,20 @@ class Collate:
         return batches if len(batches) > 1 else batches[0]
 
 
-def find_source(loader: Any, accumulate: int, seed: Any) -> "TrainSampler | Foreign":
-    """Return what Run has to know of its loader, in all of its epochs."""
+def find_source(
+    loader: Any, val_loader: Any, accumulate: int, seed: Any, epoch: int
+) -> "TrainSampler | Foreign":
+    """Return what Run has to know of its loader, in all of its epochs; `epoch` is the first.
+
+    Every rank has to call it.
+    """
+    for each, kind in (loader, TrainSampler), (val_loader, ValSampler):
+        if is_ours(each) and not any(isinstance(one, kind) for one in samplers_of(each)):
+            line = "the training loader takes ddpkit.TrainSampler as its sampler, the validation"
+            raise UserError(f"{line} loader ddpkit.ValSampler as its batch_sampler")
+    check_formats(loader, val_loader)
     if not is_ours(loader):
-        return Foreign(loader, accumulate, seed)
+        return Foreign(loader, accumulate, seed, epoch)
     found = (loader.batch_size or 0) * distributed.world_size() * accumulate
     if (planned := loader.sampler.global_batch) != found:
         line = f"TrainSampler has a global batch of {planned}, but all batches of a step of the"
@@ -168,38 +192,142 @@ def find_source(loader: Any, accumulate: int, seed: Any) -> "TrainSampler | Fore
 
 
 class Foreign:
-    """What Run has to know of any other loader: ranks take its batches, the same on all, in turn.
+    """What Run has to know of any other loader, whose batches the ranks share as `deal` says.
 
     A stopped epoch starts over.
     """
 
-    def __init__(self, loader: Any, accumulate: int, seed: Any) -> None:
-        self.accumulate, ranks = accumulate, distributed.world_size()
-        has_own = isinstance(getattr(loader, "sampler", None), DistributedSampler)
-        self.turn = 1 if has_own else ranks  # batches, of which this rank takes one
+    def __init__(self, loader: Any, accumulate: int, seed: Any, epoch: int = 0) -> None:
+        self.accumulate, self.seed, self.epoch = accumulate, seed, epoch
+        ranks = distributed.world_size()
         try:
-            self.steps = len(loader) // self.turn // accumulate
+            # Of shares of unequal length: all ranks take as many steps as the shortest has.
+            count = min(distributed.gather_objects(len(loader)))
         except TypeError:
             raise UserError("the training loader has no length: give its data set one") from None
+        start = functools.partial(self._start, loader, epoch)
+        self.begun: Iterator | None
+        self.begun, has_own = deal(loader, start, "training")
+        self.turn = 1 if has_own else ranks  # batches, of which this rank takes one
+        self.steps = count // self.turn // accumulate
         if not self.steps:
-            raise UserError(f"the training loader has {len(loader)} batches, too few for a step")
-        self.global_batch = (getattr(loader, "batch_size", 0) or 1) * ranks * accumulate
+            raise UserError(f"the training loader has {count} batches, too few for a step")
+        sizes = (getattr(each, "batch_size", None) for each in (loader, *samplers_of(loader)))
+        size = next(filter(None, sizes), 1)
+        self.global_batch = size * ranks * accumulate
         self.total = self.steps * self.global_batch
         data = {"images": self.total, "training_set": fingerprint(samples.of(loader))}
         self.order: dict[str, Any] = {**data, "seed": seed, "sampler": type(loader).__name__}
         line = "the training loader has no ddpkit.TrainSampler: an epoch that is stopped resumes"
-        distributed.say(f"{line} from its start, not to the bit")
+        line += " from its start, not to the bit"
+        if ranks > 1 and has_own:
+            batches = self.steps * accumulate * ranks
+            line += f"; each rank has batches of its own and takes them all, {batches} in all"
+        elif ranks > 1:
+            line += f"; the ranks take its batches in turn, so that each reads {ranks} times what"
+            line += " it uses, which a DistributedSampler or a stream split by rank avoids"
+        distributed.say(line)
+
+    def _start(self, loader: Any, epoch: int) -> Iterator:
+        for part in samplers_of(loader):
+            getattr(part, "set_epoch", int)(epoch)
+        samples.set_epoch(samples.of(loader), epoch)
+        return drawn(loader, self.seed, epoch)
 
     def batches(self, loader: Any, epoch: int, seen: int) -> Iterator:
-        for part in getattr(loader, "sampler", None), samples.of(loader):
-            getattr(part, "set_epoch", int)(epoch)
-        samples.seed(self.order["seed"], epoch)  # the same order on all ranks
-        batches = started(loader)
+        is_begun = self.begun and epoch == self.epoch
+        batches = self.begun if is_begun else self._start(loader, epoch)
+        self.begun = None
         for _ in range((self.total - seen) // self.global_batch * self.accumulate):
             some = list(itertools.islice(batches, self.turn))
             if len(some) < self.turn:
-                raise UserError(f"the training loader has less than {len(loader)} batches")
+                line = f"the training loader has less than {len(loader)} batches on rank"
+                line += f" {distributed.rank()}: its length has to be that of what this rank reads"
+                raise UserError(line)
             yield some[distributed.rank() % self.turn]
+
+
+def deal(loader: Any, start: Callable[[], Iterator], use: str) -> tuple[Iterator, bool]:
+    """Return the batches that `start` begins, and whether each rank has its own, to take all.
+
+    Otherwise all ranks have the same, to take in turn. A sampler or data set that has num_replicas
+    and rank says so itself: with timm's RepeatAugSampler equal batches are meant. Of others the
+    first batches are compared. Images may differ only because augmentation does: then labels, names
+    and the like decide, unless they are all alike, as in shards that are sorted by class. Then it
+    is the images after all, if they can be read twice.
+
+    Every rank has to call it.
+    """
+    ranks, begun = distributed.world_size(), start()
+    if _has_share(loader) or ranks == 1:
+        return begun, True
+    count = -(-MOST_COMPARED // (getattr(loader, "batch_size", None) or MOST_COMPARED))
+    ahead = list(itertools.islice(begun, count))
+    batches = itertools.chain(ahead, begun)
+    whole = samples.checksum(ahead)
+    labels = [part for part in tree_leaves(ahead) if getattr(part, "ndim", 0) < 3]
+    tensors = [part for part in labels if getattr(part, "ndim", 0)]
+    is_telling = any(len(set(map(str, part.tolist()))) > 1 for part in tensors)
+    found = distributed.gather_objects((whole, samples.checksum(labels), is_telling, bool(ahead)))
+    known = [each for each in found if each[3]]  # a rank's share may be empty
+    images = {each[0] for each in known}
+    if len(images) == 1 and len(known) == ranks:
+        return batches, False
+    if len(images) < len(known):
+        line = f"the {use} loader gives some ranks the same batches, and others their own: give"
+        raise UserError(f"{line} all the same, or each its share, as DistributedSampler does")
+    if len(known) < ranks or len({each[1] for each in known}) > 1:
+        return batches, True
+    if is_telling:
+        return batches, False
+    again = samples.checksum(list(itertools.islice(start(), count)))
+    if not all(distributed.gather_objects(again == whole)):
+        line = f"the {use} loader: its first batches differ between ranks, and each time that they"
+        line += " are read, so that it is not known whether each rank has its share of the samples:"
+        raise UserError(f"{line} use ddpkit's samplers, or one that has num_replicas and rank")
+    return start(), True
+
+
+def _has_share(loader: Any) -> bool:
+    """Return whether a sampler or data set says which rank it is for; a UserError if not this."""
+    here = distributed.world_size(), distributed.rank()
+    for part in (*samplers_of(loader), samples.of(loader)):
+        share = tuple(getattr(part, name, None) for name in ("num_replicas", "rank"))
+        if None in share:
+            continue
+        if share != here:
+            line = f"{type(part).__name__} has num_replicas and rank {share}, but this process is"
+            raise UserError(f"{line} {here}: leave both arguments out")
+        return True
+    return False
+
+
+def samplers_of(loader: Any) -> list:
+    """Return the samplers of a loader, and those within them."""
+    found = [loader]
+    for each in found:
+        parts = [getattr(each, name, None) for name in ("batch_sampler", "sampler")]
+        found += [part for part in parts if part is not None and part not in found]
+    return found[1:]
+
+
+def drawn(loader: Any, *key: int) -> Iterator:
+    """Yield the batches of any loader, with random numbers that `key` alone decides.
+
+    So are those that this process draws for it: the same on all ranks, whatever is drawn elsewhere.
+    """
+    outside = samples.random_state()
+    samples.seed(*key)
+    batches = started(loader)
+    while True:
+        batch = next(batches, None)
+        inside = samples.random_state()
+        samples.set_random_state(outside)
+        if batch is None:
+            return
+        yield batch
+        outside = samples.random_state()
+        samples.set_random_state(inside)
 
 
 def batches(loader: Any, device: torch.device) -> Iterator[tuple]:
@@ -208,28 +336,29 @@ def batches(loader: Any, device: torch.device) -> Iterator[tuple]:
     images: float32 (N, C, H, W), uint8 ones normalised. targets: int64, or float32 if they are
     floating-point. indices: int64 (N,), of the samples in the data set.
 
-    loader: with our ValSampler; or any other DataLoader, the same on all ranks, whose batches they
-        take in turn. After a signal the loop ends early, and all ranks stop and save.
+    loader: with our ValSampler; or any other DataLoader, whose batches all ranks take in turn if
+        they have the same, and each takes all if each has its own. indices are negative where the
+        order of the data set is not kept. After a signal the loop ends early, and all ranks stop
+        and save in `compute`.
 
         for images, targets, *_, indices in ddpkit.batches(val_loader, device):
     """
     format = format_of(loader)
     for batch in _dealt(loader):
         yield move(batch, device, format)
-        if stopping.stop_requested():
+        if stopping.stop_requested():  # `compute` and `end_epoch`, where all ranks pass, stop
             break
-    stopping.agree(device)
 
 
 class First:
     """The first samples of a validation loader, a small batch, the same on all ranks."""
 
     def __init__(self, loader: Any) -> None:
-        self.loader, self.dataset = loader, loader.dataset
+        self.loader, self.dataset = loader, getattr(loader, "dataset", loader)
 
     def __iter__(self) -> Iterator[list]:
         if not is_ours(self.loader):
-            return itertools.islice(_numbered(self.loader), 1)
+            return itertools.islice(_numbered(self.loader, drawn(self.loader, 0)), 1)
         keys = [Key(0, number, is_val=True) for number in range(min(2, len(self.dataset)))]
         return _by_size([self.loader.collate_fn(self.dataset.__getitems__(keys))])
 
@@ -240,7 +369,17 @@ def _dealt(loader: Any) -> Iterator[list]:
         return iter(loader)
     if is_ours(loader):
         return _by_size(started(loader))
-    return itertools.islice(_numbered(loader), distributed.rank(), None, distributed.world_size())
+    for each in samplers_of(loader):
+        if hasattr(each, "num_replicas"):
+            line = f"the validation loader has a {type(each).__name__}, which repeats samples"
+            raise UserError(f"{line}: leave it out; the ranks take its batches in turn")
+    ranks, rank = distributed.world_size(), distributed.rank()
+    found, has_own = deal(loader, functools.partial(drawn, loader, 0), "validation")
+    numbered = _numbered(loader, found)
+    if ranks == 1 or not has_own:
+        return itertools.islice(numbered, rank, None, ranks)
+    # Numbers that no other rank has, and that are no indices of the data set.
+    return ([*parts, -1 - rank - ranks * indices.abs()] for *parts, indices in numbered)
 
 
 def _by_size(found: Iterable[list]) -> Iterator[list]:
@@ -248,29 +387,34 @@ def _by_size(found: Iterable[list]) -> Iterator[list]:
         yield from batch if isinstance(batch, Groups) else [batch]
 
 
-def _numbered(loader: Any) -> Iterator[list]:
-    """Yield all batches of any loader, with the indices of their samples."""
-    if isinstance(getattr(loader, "sampler", None), DistributedSampler):
-        line = "the validation loader has a DistributedSampler, which repeats samples"
-        raise UserError(f"{line}: leave it out; the ranks take its batches in turn")
+def _numbered(loader: Any, batches: Iterator) -> Iterator[list]:
+    """Yield batches of any loader with the indices of their samples, negative if not known."""
+    by = samplers_of(loader)
+    is_in_order = all(type(each) in (SequentialSampler, BatchSampler) for each in by)
+    is_known = is_in_order or isinstance(samples.of(loader), IterableDataset)
     first = 0
-    for batch in started(loader):
+    for batch in batches:
         parts = unpack(batch)
         end = first + len(parts[0])
-        yield [*parts, torch.arange(first, end)]
+        numbers = torch.arange(first, end)
+        yield [*parts, numbers if is_known else -1 - numbers]
         first = end
 
 
 def is_ours(loader: Any) -> bool:
     """Return whether a DataLoader has our sampler and seeds its samples."""
-    samplers = getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None)
-    has_sampler = any(isinstance(each, TrainSampler | ValSampler) for each in samplers)
-    if has_sampler and not isinstance(loader.dataset, Seeded):
+    by = (getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None))
+    own = [each for each in by if isinstance(each, TrainSampler | ValSampler)]
+    dataset = getattr(loader, "dataset", None)
+    if own and not isinstance(dataset, Seeded):
         raise UserError("a loader with a sampler of ddpkit needs ddpkit.Seeded(dataset, ...)")
-    if isinstance(loader.dataset, Seeded) and not has_sampler:
+    if isinstance(dataset, Seeded) and not own:
         line = "ddpkit.Seeded needs ddpkit.TrainSampler or ValSampler as the loader's sampler; with"
         raise UserError(f"{line} another give the loader the data set itself, no Seeded")
-    return has_sampler
+    if own and own[0].total != len(dataset):
+        line = f"{type(own[0]).__name__} has a data set of {own[0].total} samples, ddpkit.Seeded"
+        raise UserError(f"{line} one of {len(dataset)}: give both the same")
+    return bool(own)
 
 
 def started(loader: Any) -> Iterator:
@@ -285,12 +429,47 @@ def unpack(batch: Any) -> tuple:
     if parts is None or not isinstance(parts[0], Tensor):
         line = f"the loader returns a {type(batch).__name__}: a batch is (images, targets, ...) or"
         raise UserError(f'{line} a dict with "image" and "label", images a tensor (N, C, H, W)')
+    if parts[0].dtype != torch.uint8 and not parts[0].is_floating_point():
+        line = f"the loader returns images of {parts[0].dtype}: return uint8, or float, divided"
+        raise UserError(f"{line} by the value that is white, such as 65535.0")
     return parts
 
 
 def format_of(loader: Any) -> Format:
-    format = getattr(samples.of(loader), "format", None)
-    return format if isinstance(format, Format) else DEFAULT_FORMAT
+    return find_format(samples.of(loader)) or DEFAULT_FORMAT
+
+
+def find_format(dataset: Any) -> Format | None:
+    """Return the format of a data set, or of those that it wraps, which has to be one."""
+    own = getattr(dataset, "format", None)
+    if isinstance(own, Format):
+        return own
+    found = [each for each in map(find_format, samples.wrapped(dataset)) if each]
+    for other in found[1:]:
+        if other.scale != found[0].scale:
+            line = f"{type(dataset).__name__} joins images of {found[0].keys()} and {other.keys()}"
+            raise UserError(f"{line}: give their folders the same {NAME}")
+    return found[0] if found else None
+
+
+def check_formats(train_loader: Any, val_loader: Any) -> None:
+    """Raise a UserError unless images for training and validation are normalised alike."""
+    train, val = format_of(train_loader), format_of(val_loader)
+    if train == val or train.scale == val.scale:
+        return
+    for loader in train_loader, val_loader:
+        if find_format(samples.of(loader)):
+            continue
+        # A set of one's own without a format: floats are taken as they are.
+        outside = samples.random_state()
+        batches = iter(First(loader)) if is_ours(loader) else drawn(loader, 0)
+        images, *_ = unpack(next(batches))
+        samples.set_random_state(outside)
+        if images.is_floating_point():
+            return
+    line = f"training images are normalised by {train.keys()}, validation images by {val.keys()}"
+    line += f" of {NAME} ({{}}: ImageNet's mean and std): give both data sets the same `format`"
+    raise UserError(line)
 
 
 def move(batch: Any, device: torch.device, format: Format) -> tuple:

@@ -3,6 +3,9 @@
 Its lines are NAME, NAME = VALUE or NAME = R G B, in the order of the class numbers, and # begins a
 comment. A line with the name "void" and a value or colour is no class: such pixels count neither in
 loss nor in metrics.
+
+With colours a pixel means what it shows, however its file stores it. Without, a grey pixel means
+its value, and a coloured palette the number of its entry. Masks of one set have to agree.
 """
 
 import re
@@ -17,6 +20,12 @@ from ddpkit.data.format import DEFAULT_FORMAT, Format
 from ddpkit.errors import UserError, shorten
 from ddpkit.run.pictures import VOID, Classes
 
+Meant = dict[str, tuple[str, str]]  # by what a mask shows: what it means, and in which file
+BLACK_WHITE = "black and white"
+GREYS = np.arange(256).repeat(3).tolist()
+# Of modes of 8 bits or less; None: its own.
+PALETTES = {"1": [0, 0, 0, 255, 255, 255], "L": GREYS, "LA": GREYS, "P": None}
+MANY = 8  # values that no line of classes.txt has, as smoothed edges have
 FORMS = "NAME, NAME = VALUE, or NAME = R G B with colours of 0 to 255"
 LINE = re.compile(r"([^=]*[^=\s])(?:\s*=\s*(-?\d{1,9}|\d{1,3}[\s,]+\d{1,3}[\s,]+\d{1,3}))?")
 
@@ -24,29 +33,37 @@ LINE = re.compile(r"([^=]*[^=\s])(?:\s*=\s*(-?\d{1,9}|\d{1,3}[\s,]+\d{1,3}[\s,]+
 class Labels(Classes):
     """The class names, and what stands for them in masks, as the lines of classes.txt say.
 
-    kind: how many numbers each line has. values, colored: class number or VOID, by value, and by
-    the four bytes of a colour, RGBA.
+    kind: how many numbers each line has. values, colored: class number or VOID, by grey value, and
+    by the four bytes of a colour, RGBA. has_greys: whether grey values are listed colours.
+    white: the value of white in masks that are stored in black and white.
+    meant: what the masks that were read mean.
     """
 
     def __init__(self, names: Sequence[str], kind: int, keys: dict[tuple, int]) -> None:
         colors = {number: key for key, number in keys.items() if number != VOID}
         super().__init__(names, [*colors.values()] if kind == 3 else None)
         self.kind = kind
-        own = {(number,): number for number in range(len(names))}  # of masks without colours
-        values = {key[0]: number for key, number in (own if kind == 3 else keys).items()}
-        self.values = {VOID: VOID, **values}
+        greys = {key[0]: n for key, n in keys.items() if kind == 3 and len({*key}) == 1}
+        own = {number: number for number in range(len(names))}  # nothing else can be meant by grey
+        listed = own if kind == 3 else {key[0]: number for key, number in keys.items()}
+        self.values = greys or {VOID: VOID, **listed}
+        self.has_greys = bool(greys)
+        self.white = 255 if greys or self.values[VOID] != VOID else 1
+        self.meant: Meant = {}
         colored = keys if kind == 3 else {}
         keys_of = {int.from_bytes((*c, 255), "little"): n for c, n in colored.items()}
         self.colored = {-1: VOID, **keys_of}  # never empty
 
 
-UNNAMED = Labels([], 0, {(number,): number for number in range(VOID)})  # without classes.txt
+def unnamed() -> Labels:
+    """Return what masks mean without classes.txt."""
+    return Labels([], 0, {(number,): number for number in range(VOID)})
 
 
 def read_classes(path: Path) -> Labels:
-    """Return what the file at `path` says; UNNAMED without it."""
+    """Return what the file at `path` says."""
     if not path.is_file():
-        return UNNAMED
+        return unnamed()
     return parse(path.read_text(encoding="utf-8-sig", errors="replace").splitlines(), path)
 
 
@@ -82,26 +99,81 @@ def read_mask(path: str, labels: Labels, format: Format = DEFAULT_FORMAT) -> np.
     image, numbers = images.read_stored(path, format), labels.values
     if image.format in ("JPEG", "MPO") or image.info.get("compression") == "jpeg":  # or in a TIFF
         raise UserError(f"{path}: JPEG has changed the values of this mask; save masks as PNG")
-    if image.mode == "P" and labels.kind == 3:  # else a palette's numbers, not its colours
-        image = image.convert("RGBA")
+    if image.mode == "RGB" or (image.mode == "P" and labels.kind == 3):
+        image = image.convert("RGBA")  # transparent where the file says so of a colour
     if image.mode in ("LA", "RGBA") and image.getchannel("A").getextrema()[0] != 255:
         raise UserError(f"{path}: a mask with transparent pixels; save it without transparency")
-    is_colored = image.mode in ("RGB", "RGBA")
-    if is_colored:
-        keys, numbers = np.array(image.convert("RGBA")).view("<u4")[..., 0], labels.colored
+    if image.mode == "RGBA":
+        keys, numbers = np.array(image).view("<u4")[..., 0], labels.colored
+        meant = {"a mask": "colours"}
     else:
-        keys = np.array(image.convert("L") if image.mode == "LA" else image)
-    if keys.ndim > 2:
-        raise UserError(f"{path}: a mask of mode {image.mode}; save it in grey or RGB")
+        keys, meant = _read_grey(image, labels)
+    if keys.ndim > 2 or (labels.has_greys and image.mode not in (*PALETTES, "RGBA")):
+        raise UserError(f"{path}: a mask of mode {image.mode}; save it in RGB, or grey of 8 bits")
     found, unknown = _look_up(numbers, keys)
     if unknown:
-        count, key = max((count, key) for key, count in unknown.items())
-        text = " ".join(map(str, key.to_bytes(4, "little")[:3])) if is_colored else f"{key:g}"
-        raise UserError(
-            f"{path}: {'colour' if is_colored else 'value'} {text} in {count} pixels is no class; "
-            f"correct the mask, or write into classes.txt: NAME = {text} or void = {text}"
-        )
+        raise UserError(f"{path}: {_explain_unknown(unknown, image.mode == 'RGBA', labels)}")
+    agree(labels.meant, {shown: (what, path) for shown, what in meant.items()})
     return found
+
+
+def _read_grey(image: Image.Image, labels: Labels) -> tuple[np.ndarray, dict[str, str]]:
+    """Return the values of a mask in grey, or a palette's numbers; what is meant by what it shows.
+
+    The values are (H, W), of any type; of an image that is no mask (H, W, channels).
+    """
+    keys = np.array(image.getchannel("L") if image.mode == "LA" else image)
+    meant = {} if labels.kind < 3 else {"a mask": "numbers"}
+    others = {} if labels.white == VOID else {BLACK_WHITE: "other numbers"}
+    if image.mode not in PALETTES:
+        return keys, meant | others
+    entries = keys.astype(np.uint8)
+    used = np.flatnonzero(Image.fromarray(entries).histogram())
+    colors = np.reshape(PALETTES[image.mode] or image.getpalette() or [], (-1, 3)).tolist()
+    palette = np.array(colors + [[0, 0, 0]] * (256 - len(colors)))
+    values = palette[:, 0]
+    if (palette != palette[:, :1]).any():
+        values = np.arange(256)
+        meant |= {f"value {n}": _name_color(palette[n]) for n in used}
+    elif {*values[used]} <= {0, VOID} and (values != np.arange(256))[used].any():
+        # Stored in two tones, which may be 0 and 1 as well as what they show.
+        values = values.clip(max=labels.white)
+        others = {BLACK_WHITE: "0 and 1"} if others else {}
+    alone = [n for n in used if colors.count(palette[n].tolist()) == 1]  # palettes repeat colours
+    meant |= {_name_color(palette[n]): f"value {values[n]}" for n in alone}
+    return values.astype(np.uint8)[entries], meant | (others if values[used].any() else {})
+
+
+def _name_color(color: Sequence[int]) -> str:
+    return "colour {} {} {}".format(*color)
+
+
+def agree(known: Meant, found: Meant) -> None:
+    """Add to what masks mean what another one means; a UserError if it contradicts them."""
+    for shown, (meaning, path) in found.items():
+        before, other = known.setdefault(shown, (meaning, path))
+        if before != meaning:
+            line = f"{path}: {shown} means {meaning}, but {before} in {other}"
+            how = "save all masks in one way, or list their colours in classes.txt: NAME = R G B"
+            raise UserError(f"{line}; {how}")
+
+
+def _explain_unknown(unknown: dict[int, int], is_colored: bool, labels: Labels) -> str:
+    """Return what to do about keys, with their numbers of pixels, that are no class."""
+    count, key = max((count, key) for key, count in unknown.items())
+    text = f"{key:g}"
+    if is_colored:
+        text = " ".join(map(str, key.to_bytes(4, "little")[:3]))
+    elif labels.has_greys:
+        text = f"{text} {text} {text}"
+    kind = "colour" if " " in text else "value"
+    line = f"{kind} {text} in {count} pixels is no class; correct the mask"
+    if len(unknown) > MANY:
+        others = f"{len(unknown) - 1} more {kind}s are none, as in masks with smoothed edges"
+        return f"{line}: {others}"
+    if not float(key).is_integer():
+        return line
+    return f"{line}, or write into classes.txt: NAME = {text} or void = {text}"
 
 
 def _look_up(numbers: dict[int, int], keys: np.ndarray) -> tuple[np.ndarray, dict[int, int]]:

@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import pickle
 import random
+import time
 import weakref
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,20 +17,30 @@ import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor
-from torch.utils.data import Dataset, IterableDataset, get_worker_info
+from torch.utils._pytree import tree_leaves
+from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 
-from ddpkit.errors import LineError, UserError
+from ddpkit.errors import LineError, UserError, print_error, shorten
 from ddpkit.ranks import distributed
 
 BITS = 2**64 - 1
 IMAGES = ("image", "images", "img", "pixel_values")  # keys of a sample's image
 TARGETS = ("target", "targets", "label", "labels", "mask", "annotation", "fine_label")
 WORKERS = 256  # loader workers of a rank, at most, whose samples are known if they die
+TWICE = 16  # samples of a run, at most, that are read twice: augmentation may leave one as it is
 WANTED = (
     'return (image, target) or a dict with "image" and "label": a PIL image, an array (H, W, C) or '
     "a tensor (C, H, W), uint8 or float, and the number of the class, or a mask"
 )
+UNLABELLED = 255, -100  # of pixels: in masks, and what torch's losses leave out by default
+DIFFERS = (
+    "two reads of it differ, so this run can be neither repeated nor resumed to the bit: what "
+    "augments it has a generator of its own; draw from random, numpy.random or torch, or seed the "
+    "generator in __getitem__ with torch.initial_seed()"
+)
 MapDataset = Any  # with len and samples by number
+# Of a million samples a checksum takes seconds, and a start asks for it several times.
+_checksums: weakref.WeakKeyDictionary[Any, tuple[tuple, int]] = weakref.WeakKeyDictionary()
 
 
 def hash_key(*key: int) -> int:
@@ -54,6 +65,18 @@ def seed(*key: int) -> None:
     is_in_use = getattr(device, "is_initialized", lambda: get_worker_info() is None)
     if device is not torch.cpu and is_in_use():
         device.manual_seed(value)
+
+
+def random_state() -> tuple:
+    """Return the state of the generators of Python, NumPy and torch, on the CPU."""
+    return random.getstate(), np.random.get_state(), torch.get_rng_state()
+
+
+def set_random_state(state: tuple) -> None:
+    of_python, of_numpy, of_torch = state
+    random.setstate(of_python)
+    np.random.set_state(of_numpy)
+    torch.set_rng_state(of_torch)
 
 
 def be_deterministic() -> None:
@@ -108,23 +131,27 @@ class Packed(Sequence):
 class Seeded(Dataset):
     """`dataset` for a DataLoader with one of our samplers: seeds the random numbers of each sample.
 
-    They depend on seed, epoch and sample alone. Errors name the sample. `set_epoch(epoch)` of a
-    training set is called in each process that reads, before its first sample of an epoch.
+    They depend on seed, epoch and sample alone; a line says if two reads of a sample differ. Errors
+    name the sample. `set_epoch(epoch)` of a training set is called in each process that reads,
+    before its first sample of an epoch.
 
     dataset: map-style; a sample is (image, target), perhaps with more parts, or a dict of them such
         as {"image": ..., "label": ...}. An image is a PIL image, an array (H, W) or (H, W, C), or a
         tensor (C, H, W). uint8 is normalised on the device, with ImageNet's mean and deviation or
-        those of `dataset.format`; floats are taken as they are. A PIL image or array as target
-        becomes a tensor (H, W).
+        those of `dataset.format`; floats are taken as they are, of a PIL image 0 to 1. A PIL image
+        or array as target becomes a tensor (H, W). A Subset and other wrappers have the format,
+        the names and the counts of what they wrap.
     classes: their names or number.
 
-    Raises a UserError for a sample of another kind, and for an integer label beyond the classes.
+    Raises a UserError for a sample of another kind, and for integers beyond the classes as a label
+    or in a mask, (H, W) as the image; pixels without a label are 255, or -100.
 
         train_loader = DataLoader(ddpkit.Seeded(train_set, classes, seed=0), sampler=sampler, ...)
     """
 
     in_use: ClassVar[weakref.WeakSet["Seeded"]] = weakref.WeakSet()
     epoch: int | None = None  # that `dataset` knows of, in this process
+    reading: Any = ()
 
     def __init__(self, dataset: MapDataset, classes: int | Sequence[str], seed: int) -> None:
         if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__"):
@@ -133,7 +160,13 @@ class Seeded(Dataset):
         self.dataset, self.seed = dataset, seed
         self.num_classes = classes if isinstance(classes, int) else len(classes)
         # Written by each worker: its process id, and its sample's index + 1 while it reads one.
-        self.reading = multiprocessing.RawArray("q", 2 * WORKERS)
+        # Without /dev/shm there is neither of the two, nor are there workers.
+        with contextlib.suppress(OSError):
+            self.reading = multiprocessing.RawArray("q", 2 * WORKERS)
+        # Written by the first worker: a sample's index + 1 if two reads differ, -1 if none do.
+        self.unequal: Any = [0]
+        with contextlib.suppress(OSError):
+            self.unequal = multiprocessing.RawArray("q", 1)
         self.in_use.add(self)
 
     def __len__(self) -> int:
@@ -147,39 +180,73 @@ class Seeded(Dataset):
         try:
             if epoch != self.epoch and not is_val:
                 self.epoch = epoch
-                getattr(self.dataset, "set_epoch", int)(epoch)
-            return self.parts(index, self.dataset[index])
+                set_epoch(self.dataset, epoch)
+            sample = self.parts(index, self.dataset[index])
+            self.note(0)  # but not if it ends its process
+            return sample
         except LineError:
             raise
         except Exception as error:
-            say = getattr(error, "add_note", print)  # Python 3.10 has none
+            say = getattr(error, "add_note", print_error)  # Python 3.10 has none
             say(f"while reading {name(self.dataset, index)}")
             raise
-        finally:
-            self.note(0)
 
     def __getitems__(self, keys: Sequence[Key]) -> list[tuple]:
         """Return the samples of a batch, for validation with their indices; DataLoader calls it."""
         samples = [self[key] for key in keys]
         if keys[0].is_val:
             return [(*sample, key.number) for sample, key in zip(samples, keys, strict=True)]
+        first = samples[0][0]
         for key, (image, *_) in zip(keys, samples, strict=True):
-            if image.shape != samples[0][0].shape:
+            # In a batch of both kinds uint8 would become float, but stay 0 to 255.
+            if (image.shape, image.dtype) != (first.shape, first.dtype):
                 here, there = (name(self.dataset, each.number) for each in (key, keys[0]))
-                line = f"{here} has {tuple(image.shape)}, {there} {tuple(samples[0][0].shape)}"
-                raise UserError(f"{line}; let train_transform in dataset.py return one size")
+                line = f"{here} has {(*image.shape,)}, {there} {(*first.shape,)}"
+                line += f", {image.dtype} and {first.dtype}"
+                raise UserError(f"{line}; let train_transform in dataset.py return one size, type")
+        self.read_twice(keys, samples)
         return samples
+
+    def read_twice(self, keys: Sequence[Key], samples: Sequence[tuple]) -> None:
+        """Compare some samples of the run's first batch with what a second read returns."""
+        worker = get_worker_info()
+        # In a debugger each would stop at a breakpoint twice.
+        if self.unequal[0] or (worker and worker.id) or distributed.is_debugged():
+            return
+        self.unequal[0] = -1
+        until = time.monotonic() + 1
+        for key, sample in zip(keys[:TWICE], samples, strict=False):
+            if checksum(sample) != checksum(self[key]):
+                self.unequal[0] = key.number + 1
+            if time.monotonic() > until:
+                return
+
+    def say_unequal(self, batches: Iterator) -> Iterator:
+        """Yield `batches`; say, once, if a sample was another when it was read again."""
+        for batch in batches:
+            if self.unequal[0] > 0:
+                sample = name(self.dataset, self.unequal[0] - 1)
+                distributed.say(f"warning: {sample}: {DIFFERS}")
+                self.unequal[0] = -1
+            yield batch
 
     def parts(self, index: int, sample: object) -> tuple:
         """Return a sample as (image (C, H, W), target, ...), as the class describes."""
         image, target, *others = ordered(sample) or (None, None)
+        is_pil = isinstance(image, Image.Image)
         image, target = as_tensor(image, True), as_tensor(target, False)
         is_image = isinstance(image, Tensor) and image.ndim == 3
-        if not is_image or not (image.dtype == torch.uint8 or image.is_floating_point()):
+        is_float = is_image and image.is_floating_point()
+        is_right = is_image and (is_float or image.dtype == torch.uint8)
+        if is_pil and is_float:  # mode F, which no transform has normalised
+            is_right = bool(image.min() >= 0 and image.max() <= 1)
+        if not is_right:
             kind = type(sample if image is None else image).__name__
-            is_tensor = isinstance(image, Tensor)
-            found = f"{kind} {tuple(image.shape)}, {image.dtype}" if is_tensor else kind
-            raise UserError(f"{name(self.dataset, index)}: the data set returns {found}; {WANTED}")
+            found = f"{kind} {(*image.shape,)}, {image.dtype}" if hasattr(image, "dtype") else kind
+            line = f"{name(self.dataset, index)}: the data set returns {found}; {WANTED}"
+            if is_image:
+                line += "; divide other values by the one that is white, such as 65535.0"
+            raise UserError(line)
         if isinstance(target, str | None):
             raise UserError(f"{name(self.dataset, index)}: the target is {target!r}; {WANTED}")
         is_one = isinstance(target, Tensor) and not target.ndim and not target.is_floating_point()
@@ -188,7 +255,30 @@ class Seeded(Dataset):
             line = f"{name(self.dataset, index)}: label {label}, but the classes are 0 to"
             line += f" {self.num_classes - 1}; correct it, or return a float if it is no class"
             raise UserError(line)
+        if isinstance(target, Tensor) and target.ndim > 1:
+            self._check_mask(index, image, target)
         return image, target, *others
+
+    def _check_mask(self, index: int, image: Tensor, mask: Tensor) -> None:
+        """Raise a UserError for numbers beyond the classes: a GPU would end the run elsewhere."""
+        is_mask = mask.shape[-2:] == image.shape[-2:] and mask.device.type == "cpu"
+        if not is_mask or mask.dtype == torch.bool or mask.is_floating_point():
+            return
+        values = mask.numpy()  # a fifth of the time that torch takes for this
+        # In the usual case in the least time: 255 becomes 0.
+        if values.dtype == np.uint8 and (values + np.uint8(1)).max(initial=0) <= self.num_classes:
+            return
+        beyond = values.view(f"u{values.itemsize}") >= self.num_classes  # negative ones are large
+        if beyond.any():
+            for void in UNLABELLED:
+                beyond &= values != void
+        if beyond.any():
+            found = shorten([*map(str, np.unique(values[beyond]).tolist())])
+            raise UserError(
+                f"{name(self.dataset, index)}: the mask has {found}, but the classes are 0 to "
+                f"{self.num_classes - 1} (without a label: 255, or -100); correct it, or return "
+                "floats if they are no classes"
+            )
 
     @functools.cached_property
     def channels(self) -> int:
@@ -203,13 +293,71 @@ class Seeded(Dataset):
             self.reading[at], self.reading[at + 1] = os.getpid(), sample
 
 
+def size(dataset: Any) -> int | None:
+    """Return how many samples there are; None for a stream that does not say so."""
+    with contextlib.suppress(TypeError):
+        return len(dataset)
+    return None
+
+
+def wrapped(dataset: Any) -> list:
+    """Return the data sets of a wrapper, such as Subset or ConcatDataset; of others none."""
+    found = getattr(dataset, "datasets", None)
+    if isinstance(found, Mapping):  # of a StackDataset
+        found = [*found.values()]
+    if not isinstance(found, list | tuple):
+        found = [getattr(dataset, "dataset", None)]
+    kinds = "__getitem__", "__iter__"
+    return [each for each in found if any(hasattr(each, kind) for kind in kinds)]
+
+
+def places(dataset: Any, index: int) -> Iterator[tuple[Any, int]]:
+    """Yield where a sample is: `dataset` and its index, then those of the data sets within it.
+
+    A wrapper with neither `indices` nor as many samples as it wraps has nothing that is known.
+    """
+    yield dataset, index
+    parts, total, indices = wrapped(dataset), size(dataset), getattr(dataset, "indices", None)
+    sizes = [size(part) for part in parts]
+    if not total or None in sizes:
+        return
+    index %= total
+    if len(parts) == 1 and hasattr(indices, "__len__") and len(indices) == total:  # as Subset
+        yield from places(parts[0], int(indices[index]))
+    elif sum(sizes) == total:  # as ConcatDataset, or a transform of one
+        ends = np.cumsum(sizes)
+        number = int(np.searchsorted(ends, index, "right"))
+        yield from places(parts[number], index - int(ends[number]) + sizes[number])
+    else:  # as StackDataset
+        for part in parts:
+            if size(part) == total:
+                yield from places(part, index)
+
+
+def listed(dataset: Any) -> Sequence:
+    """Return the list `samples` of a data set, empty if it has none."""
+    found = getattr(dataset, "samples", None)
+    return found if isinstance(found, Sequence) else ()
+
+
 def name(dataset: MapDataset, index: int) -> str:
-    """Name a sample, by its index or a draw, with its file if the list `samples` begins with it."""
+    """Name a sample, by its index or a draw, with its file if a list `samples` begins with it."""
     index %= len(dataset)
-    samples = getattr(dataset, "samples", None)
-    sample = samples[index] if isinstance(samples, Sequence) else None
-    path = sample[0] if isinstance(sample, tuple | list) else None
-    return f"sample {index}" + (f", {path}" if isinstance(path, str | Path) else "")
+    for each, at in places(dataset, index):
+        samples = listed(each)
+        sample = samples[at] if len(samples) == size(each) else None
+        path = sample[0] if isinstance(sample, tuple | list) else None
+        if isinstance(path, str | Path):
+            return f"sample {index}, {path}"
+    return f"sample {index}"
+
+
+def set_epoch(dataset: Any, epoch: int) -> None:
+    """Call the `set_epoch` of a data set, or those of the data sets that it wraps."""
+    if hasattr(dataset, "set_epoch"):
+        return dataset.set_epoch(epoch)
+    for part in wrapped(dataset):
+        set_epoch(part, epoch)
 
 
 def ordered(sample: Any) -> tuple | None:
@@ -228,11 +376,11 @@ def as_tensor(part: Any, is_image: bool) -> Any:
     """Return a PIL image or array as a tensor (C, H, W), or of a target (H, W)."""
     if type(part) is Tensor or type(part) is int:
         return part
-    if is_image and isinstance(part, Image.Image):
-        is_deep = part.mode in ("F", "I") or part.mode.startswith("I;")
-        part = np.asarray(part, np.float32) if is_deep else part.convert("RGB")
+    if is_image and isinstance(part, Image.Image) and part.mode[0] not in "IF":  # 8 bits or less
+        part = part.convert("RGB")
     if isinstance(part, Image.Image | np.ndarray):
-        values = torch.from_numpy(np.array(part))  # a copy, because an array may be read-only
+        array = np.array(part)  # a copy, because an array may be read-only
+        values = torch.from_numpy(array.astype(array.dtype.newbyteorder("="), copy=False))
         values = values[..., None] if is_image and values.ndim == 2 else values
         # Channels stay last in memory.
         return values.permute(2, 0, 1) if is_image and values.ndim == 3 else values
@@ -241,16 +389,69 @@ def as_tensor(part: Any, is_image: bool) -> Any:
 
 def of(loader: Any) -> Any:
     """Return the data set of a DataLoader, as the person has written it."""
-    dataset = loader.dataset
+    dataset = getattr(loader, "dataset", loader)
     return dataset.dataset if isinstance(dataset, Seeded) else dataset
 
 
 def fingerprint(dataset: MapDataset) -> str:
-    """Return a checksum of the list `samples`, if there is one, with file names for paths."""
-    total, count = 0, len(dataset) if hasattr(dataset, "__len__") else "?"
-    samples = getattr(dataset, "samples", None)
-    for sample in samples if isinstance(samples, Sequence) else ():
+    """Return a checksum of the list `samples`, if there is one, with file names for paths.
+
+    Of a wrapper it is that of the lists within it, and of its `indices`.
+    """
+    count = size(dataset)
+    return f"{'?' if count is None else count} images ({_list_checksum(dataset):08x})"
+
+
+def _list_checksum(dataset: Any) -> int:
+    samples = listed(dataset)
+    ends = [samples[i] for i in (0, -1) if len(samples)]
+    key = id(samples), len(samples), repr(ends)
+    with contextlib.suppress(TypeError):  # it has no hash
+        if dataset in _checksums and _checksums[dataset][0] == key:
+            return _checksums[dataset][1]
+    total = 0
+    for sample in samples:
         parts = sample if isinstance(sample, tuple | list) else [sample]
         values = [os.path.basename(part) if isinstance(part, str) else part for part in parts]
         total = zlib.crc32(repr(values).encode(), total)
-    return f"{count} images ({total:08x})"
+    if total:
+        with contextlib.suppress(TypeError):
+            _checksums[dataset] = key, total
+        return total
+    parts = [(size(part), _list_checksum(part)) for part in wrapped(dataset)]
+    indices = getattr(dataset, "indices", None)
+    if parts and hasattr(indices, "__len__"):
+        parts.append(zlib.crc32(repr([*map(int, indices)]).encode()))
+    return zlib.crc32(repr(parts).encode()) if parts else 0
+
+
+def first_checksum(loader: DataLoader) -> int:
+    """Return a checksum of a loader's first sample, without its image if two reads differ.
+
+    A worker reads it if the loader has some: files that are opened for it are not inherited.
+    """
+    outside = random_state()
+    two = DataLoader(
+        loader.dataset,
+        batch_size=None,
+        sampler=[Key(0, 0, is_val=True)] * 2,
+        num_workers=min(loader.num_workers, 1),
+        multiprocessing_context=loader.multiprocessing_context,
+        worker_init_fn=loader.worker_init_fn,
+    )
+    sample, again = two
+    set_random_state(outside)
+    if checksum(sample) == checksum(again):
+        return checksum(sample)
+    return checksum([part for part in sample if getattr(part, "ndim", 0) < 2])
+
+
+def checksum(parts: Any) -> int:
+    """Return a checksum of the tensors, arrays, numbers and strings in a sample or a batch."""
+    total = 0
+    for part in tree_leaves(parts):
+        if isinstance(part, Tensor):
+            part = part.detach().cpu().flatten().contiguous().view(torch.uint8).numpy()
+        if isinstance(part, str | int | float | np.ndarray | np.generic):
+            total = zlib.crc32(pickle.dumps(part), total)
+    return total

@@ -1,6 +1,11 @@
 """On which device a rank computes, and what carries its collectives."""
 
+import contextlib
+import ipaddress
 import os
+import socket
+import struct
+import sys
 import warnings
 from collections.abc import Sequence
 
@@ -11,6 +16,8 @@ from ddpkit.errors import UserError
 from ddpkit.ranks import environment, meeting
 from ddpkit.ranks.meeting import Note
 
+NETWORK = "GLOO_SOCKET_IFNAME"  # which interface gloo uses
+SIOCGIFADDR = 0x8915  # in Linux' <linux/sockios.h>
 CPU = torch.device("cpu")
 NAMES = ("uuid", "pci_domain_id", "pci_bus_id", "pci_device_id")  # of a GPU, as far as torch knows
 ON_CPU = f"use the CPU ({environment.GPUS}=-1)"
@@ -38,8 +45,13 @@ def pick(on_cpu: bool = False) -> tuple[torch.device, Note]:
     else:
         number = int(os.environ.get("LOCAL_RANK", 0)) % torch.accelerator.device_count()
         device = torch.device(device.type, number)
-    note = {"device": device.type, "gpu": _name(device), "mistake": mistake}
-    return device, {**note, "place": environment.node()}
+    note = {"device": device.type, "gpu": "", "place": environment.node()}
+    try:
+        note["gpu"] = _name(device)
+    except Exception as error:  # a broken GPU: `check` says it on all nodes
+        reason = str(error).partition("\n")[0]
+        mistake = f"{device} cannot be used ({reason})"
+    return device, {**note, "mistake": mistake}
 
 
 def _why_unused() -> str:
@@ -91,9 +103,55 @@ def check(notes: Sequence[Note], device: torch.device, is_debugged: bool) -> tor
 
 
 def backend(device: torch.device) -> str:
-    """Return what carries collectives: "nccl", "gloo" or another that torch has for `device`."""
+    """Return what carries collectives: "gloo", or with GPUs such as "cpu:gloo,cuda:nccl".
+
+    Objects, such as a checkpoint, then travel between the CPUs and take no GPU memory.
+    """
     name = dist.get_default_backend_for_device(device)
     if name == "gloo" and dist.get_debug_level() == dist.DebugLevel.DETAIL:
         meeting.say("TORCH_DISTRIBUTED_DEBUG=DETAIL crashes DDP with gloo: using INFO")
         dist.set_debug_level(dist.DebugLevel.INFO)
-    return name
+    if device.type == "cpu":
+        return name
+    return f"cpu:gloo,{device.type}:{name}"
+
+
+def is_mixed() -> bool:
+    """Return whether the group has a backend of GPUs beside that of CPUs."""
+    return "," in dist.get_backend()
+
+
+def address(host: str) -> str:
+    """Return this node's own address on the network that leads to `host`; "" if none does."""
+    with contextlib.suppress(OSError, UnicodeError):  # as for a name that cannot be one
+        family, kind, _, _, there = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as asked:
+            asked.connect(there)  # which sends nothing
+            return str(asked.getsockname()[0])
+    return ""
+
+
+def choose_network(notes: Sequence[Note]) -> None:
+    """Have gloo use the network on which the ranks have met, if this host's name does not say it.
+
+    On Debian a host's name is 127.0.1.1, which no other node reaches. What people set has priority.
+    """
+    is_named = not ipaddress.ip_address(address(socket.gethostname()) or "::1").is_loopback
+    if is_named or sys.platform != "linux" or NETWORK in os.environ:
+        return
+    # Where rank 0 is, MASTER_ADDR may be the host's name.
+    known = [note["address"] for note in notes if note["place"] != environment.node()]
+    own = {address(host) for host in (os.environ["MASTER_ADDR"], *filter(None, known))}
+    for _, name in socket.if_nameindex():
+        if name != "lo" and _address_of(name) in own - {""}:
+            os.environ[NETWORK] = name
+
+
+def _address_of(name: str) -> str:
+    """Return the IPv4 address of a network interface of this node; "" if it has none."""
+    import fcntl  # not on Windows
+
+    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
+        request = struct.pack("256s", name.encode())
+        return socket.inet_ntoa(fcntl.ioctl(asked, SIOCGIFADDR, request)[20:24])
+    return ""

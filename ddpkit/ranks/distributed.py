@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ddpkit.errors import UserError, escape
+from ddpkit.errors import UserError, escape, print_line
 from ddpkit.ranks import devices, environment, meeting, process, protocol
 
 T = TypeVar("T")
@@ -26,20 +26,21 @@ class Group:
     store: dist.Store | None = None  # works while ranks hang in a collective
     timeout = timedelta()
     is_debugged = False
+    has_met = False  # from `meet` to `teardown`
 
 
-_turns = itertools.count()  # calls of await_rank_zero
+_turns = itertools.count()  # calls of await_rank_zero and rank_zero_first
 
 
 class Rank(NamedTuple):
     """What torch.distributed.init_process_group needs to know."""
 
     device: torch.device  # the GPU that is this rank's, or the CPU
-    backend: str  # what carries collectives: "nccl", "gloo" or another that torch has for it
+    backend: str  # what carries collectives, of GPUs and of CPUs: "cpu:gloo,cuda:nccl", or "gloo"
     store: dist.Store
     rank: int
     world_size: int
-    timeout: timedelta
+    timeout: timedelta  # after which torch ends a collective
 
 
 def meet(
@@ -57,28 +58,45 @@ def meet(
         os.environ.setdefault("LOCAL_RANK", str(local_rank))
     device, note = devices.pick(on_cpu=alone)
     if "RANK" in os.environ:
-        if sys.platform == "linux" and not environment.has_other_nodes():
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # nobody else can reach it
+        has_others = environment.has_other_nodes()
+        if sys.platform == "linux" and not has_others:
+            os.environ.setdefault(devices.NETWORK, "lo")  # nobody else can reach it
+        note["address"] = devices.address(os.environ.get("MASTER_ADDR", "")) if has_others else ""
         Group.store, number, size = meeting.open_store(Group.timeout)
         Group.store, notes = meeting.join(Group.store, number, size, Group.timeout, note)
+        if has_others:
+            devices.choose_network(notes)
         device = devices.check(notes, device, Group.is_debugged)
     else:
         Group.store, number, size = dist.HashStore(), 0, 1
         devices.check([note], device, Group.is_debugged)
-    Group.store.set(protocol.PROCESS.format(number), f"{environment.node()} {os.getpid()}")
-    return Rank(device, devices.backend(device), Group.store, number, size, Group.timeout)
+    own = f"{environment.node()} {environment.process_space()} {os.getpid()}"
+    Group.store.set(protocol.PROCESS.format(number), own)
+    Group.has_met = True  # a rank that fails before it joins the group ends the others, too
+    # With a connection of its own: torch waits at it for the others, and ours has to hear meanwhile
+    # that one of them has failed.
+    torchs = Group.store.clone()
+    torchs.set_timeout(Group.timeout)
+    ends_after = Group.timeout
+    if device.type != "cpu":  # torch would end the rank with SIGABRT; failures.Lateness is first
+        ends_after += timedelta(seconds=protocol.LATE_SECONDS)
+    return Rank(device, devices.backend(device), torchs, number, size, ends_after)
 
 
 def setup(**options: Any) -> torch.device:
     """Join the group of those that `meet`, with these `options`, finds; return the device."""
     device, backend, store, number, size, timeout = meet(**options)
-    dist.init_process_group(backend, None, timeout, size, number, store)
+    own = None if device.type == "cpu" else device
+    if own:
+        torch.accelerator.set_device_index(own)
+    dist.init_process_group(backend, None, timeout, size, number, store, device_id=own)
     return device
 
 
 def teardown() -> None:
     """Leave the process group once all ranks have come this far."""
     dist.barrier()
+    Group.has_met = False
     dist.destroy_process_group()
 
 
@@ -87,6 +105,10 @@ is_joined = dist.is_initialized
 
 def is_set_up() -> bool:
     return Group.store is not None
+
+
+def has_met() -> bool:
+    return Group.has_met
 
 
 def store() -> dist.Store:
@@ -132,13 +154,12 @@ def is_rank_zero() -> bool:
 def say(line: str) -> None:
     """Print `line` on rank 0, control characters escaped; nothing if the terminal is closed."""
     if is_rank_zero():
-        with contextlib.suppress(OSError):
-            print(escape(line), flush=True)
+        print_line(escape(line), sys.stdout)
 
 
 def reduce_tensor(tensor: Tensor, op: str = "sum") -> Tensor:
     """Return `tensor` combined over all ranks by `op`: "sum", "min", "max" or "mean"."""
-    result = tensor.detach().clone()
+    result = tensor.detach() + 0  # a copy; of bools, whose sum would be one bool, as integers
     dist.all_reduce(result, OPERATIONS["sum" if op == "mean" else op])
     return result / world_size() if op == "mean" else result
 
@@ -194,9 +215,10 @@ def await_keys(keys: Sequence[str], seconds: float) -> bool:
 
 def all_arrive(name: str, seconds: float) -> bool:
     """Return whether all ranks call this, with the same `name`, within `seconds`."""
-    keys = [protocol.ARRIVED.format(name, rank) for rank in range(world_size())]
-    store().set(keys[rank()], "")
-    return await_keys(keys, seconds)
+    count, last = protocol.ARRIVED.format(name), protocol.ALL_ARRIVED.format(name)
+    if store().add(count, 1) == world_size():
+        store().set(last, "")  # one key to wait for, however many ranks there are
+    return await_keys([last], seconds)
 
 
 def wait_for_debugger(ranks: Sequence[int], port: int) -> None:
@@ -217,7 +239,7 @@ def wait_for_debugger(ranks: Sequence[int], port: int) -> None:
         text = f"cannot listen with debugpy at {host}:{port} ({error})"
         raise UserError(f"--debug-rank: {text}: install it, or use another port, R:PORT") from None
     line = f"rank {rank()} on {environment.node()} waits for a debugger: host {host}, port {port}"
-    print(line, file=sys.stderr, flush=True)
+    print_line(line, sys.stderr)
     threading.main_thread().name = f"rank {rank()}"
     debugpy.wait_for_client()
 
@@ -226,15 +248,20 @@ def wait_for_debugger(ranks: Sequence[int], port: int) -> None:
 def rank_zero_first() -> Iterator[None]:
     """Run the block on rank 0, then on the first rank of each other node, then on the rest.
 
-    For work that others find done, such as a download; another node does it again only if it does
-    not share rank 0's disk. Every rank has to reach it.
+    For work that others find done, such as a download, of any length; another node does it again
+    only if it does not share rank 0's disk. Every rank has to reach it.
 
         with ddpkit.rank_zero_first():
             dataset = torchvision.datasets.CIFAR10("data", download=True)
     """
     turn = 0 if is_rank_zero() else 1 if local_rank() == 0 else 2
-    for _ in range(turn):
-        dist.barrier()
+    number = next(_turns)
+
+    def end_turns(first: int, last: int) -> None:
+        # Through the store: a collective would fail after --dist-timeout.
+        for ended in range(first, last):
+            all_arrive(f"turn/{number}/{ended}", math.inf)
+
+    end_turns(0, turn)
     yield
-    for _ in range(2 - turn):
-        dist.barrier()
+    end_turns(turn, 3)  # all leave together: a collective may follow

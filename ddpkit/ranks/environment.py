@@ -8,6 +8,7 @@ import shutil
 import socket
 import subprocess
 import zlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,6 +19,12 @@ PORT, LAST_PORT = 29500, 65535  # torchrun's; of TCP
 SPECIAL_STEPS = 2**32 - 16  # from here on SLURM's steps are not srun's, but salloc's shell and such
 GPUS = "CUDA_VISIBLE_DEVICES"
 GPU_FILES = Path("/dev/nvidiactl"), Path("/dev/kfd")  # of containers without nvidia-smi; of AMD
+# What says that there are others: nodes of a job, processes of a launcher, their numbers from 0
+NODES = ("NNODES", "PET_NNODES", "SLURM_JOB_NUM_NODES", "PBS_NUM_NODES", "FLUX_JOB_NNODES")
+NODES += ("AWS_BATCH_JOB_NUM_NODES", "SKYPILOT_NUM_NODES", "SM_HOST_COUNT")
+SIZES = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE")
+SIZES += ("MVP_COMM_WORLD_SIZE", "FLUX_JOB_SIZE", "JSM_NAMESPACE_SIZE", "HOROVOD_SIZE")
+NUMBERS = ("RANK", "PMI_RANK", "PMIX_RANK", "PALS_RANKID")
 TYPED = ("NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "NPROC", "MAX_RESTARTS")
 
 
@@ -36,9 +43,18 @@ def node() -> str:
     return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
 
 
+def process_space() -> str:
+    """Return what is the same here and there if a process id is; "" without /proc."""
+    with contextlib.suppress(OSError):  # containers of one host may have its name
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot}/{os.readlink('/proc/self/ns/pid')}"
+    return ""
+
+
 def has_other_nodes() -> bool:
     """Return whether this rank's launcher tells of ranks on other nodes."""
-    return os.environ.get("WORLD_SIZE", "1") != os.environ.get("LOCAL_WORLD_SIZE", "1")
+    env = os.environ
+    return "RANK" in env and env.get("WORLD_SIZE", "1") != env.get("LOCAL_WORLD_SIZE", "1")
 
 
 def own_rank() -> str:
@@ -82,21 +98,18 @@ def adopt(alone: bool = False) -> None:
     if "RANK" not in os.environ:
         own = {name: os.environ[name] for name in TYPED if os.environ.get(name)}
         os.environ.update(read_task(alone) | own)  # the MASTER_ADDR that a person wants
+    if "RANK" not in os.environ:
+        os.environ.pop("LOCAL_WORLD_SIZE", None)  # left by another launcher
 
 
 def read_task(alone: bool = False) -> dict[str, str]:
     """Return torchrun's variables for one of several tasks of srun's; {} if it may be `alone`."""
     env = os.environ
     if int(env.get("SLURM_STEP_ID", SPECIAL_STEPS)) >= SPECIAL_STEPS:
-        names = ("NNODES", "PET_NNODES", "SLURM_JOB_NUM_NODES")  # a person's, torchrun's, SLURM's
-        nodes = next(filter(None, map(env.get, names)), "1")
-        if nodes != "1" and not alone:
-            raise UserError(
-                f"this job has {nodes} nodes, but only this one would train: start with torchrun "
-                "or srun --ntasks-per-node 1 ./launch.sh, or set NNODES=1 for this node alone"
-            )
+        check_alone(alone, NODES)
         return {}
     if env.get("SLURM_STEP_NUM_TASKS") == "1":
+        check_alone(alone)
         return {}
     try:
         groups = re.findall(r"(\d+)(?:\(x(\d+)\))?", env["SLURM_STEP_TASKS_PER_NODE"])
@@ -114,6 +127,21 @@ def read_task(alone: bool = False) -> dict[str, str]:
             f"srun's variables are incomplete ({error}): pass all of SLURM_* on, and start one "
             "group of tasks"
         ) from None
+
+
+def check_alone(alone: bool, nodes: Sequence[str] = ()) -> None:
+    """Raise a UserError if variables say that there are others; alone: see read_task."""
+    if alone or os.environ.get("NNODES") == "1":
+        return
+    for name in (*nodes, *SIZES, *NUMBERS):
+        count = os.environ.get(name, "").split(":")[-1]  # of an elastic job: least:most
+        least = 1 if name in NUMBERS else 2
+        if count.isdecimal() and int(count) >= least:
+            raise UserError(
+                f"{name}={count}: there are others, but this one would train alone; start "
+                "./launch.sh once on each node with NNODES, NODE_RANK and MASTER_ADDR (SLURM: srun "
+                "--ntasks-per-node 1 ./launch.sh), or torchrun main.py; or set NNODES=1"
+            )
 
 
 def read_group() -> tuple[str, int, int, int]:

@@ -18,8 +18,8 @@ from typing import NamedTuple
 
 import torch
 
-from ddpkit.errors import shorten
-from ddpkit.ranks import distributed, environment, process
+from ddpkit.errors import print_line, shorten
+from ddpkit.ranks import devices, distributed, environment, process
 from ddpkit.ranks.process import watch
 from ddpkit.ranks.protocol import ASKED, PLACE, PROCESS
 
@@ -41,27 +41,50 @@ class Position(NamedTuple):
     node: str = ""  # if there are several
 
 
-def collectives() -> list[tuple[str, bool]]:
-    """Return those of all ranks that torch has recorded, each with whether it is over."""
+class Collective(NamedTuple):
+    """One of all ranks that torch has recorded."""
+
+    text: str  # such as "collective 43, barrier"
+    is_over: bool
+    backend: str
+
+
+def collectives() -> list[Collective]:
+    """Return those that torch has recorded, in their order."""
     private = vars(getattr(torch._C, "_distributed_c10d", None) or torch)
     calls: list[tuple[str, dict[str, str]]] = [("_dump_fr_trace", {})]
-    if torch.distributed.get_backend() == "nccl":  # "nccl2" from torch 2.15 on
-        calls = [("_dump_nccl_trace", {}), ("_dump_fr_trace", {"backend": "nccl2"})]
-    found: list[tuple[str, bool]] = []
-    with contextlib.suppress(AttributeError, KeyError, TypeError, IndexError):  # another torch
-        for name, more in calls:
-            entries = pickle.loads(private[name](**more)).get("entries", [])  # our own
-            for each in entries:
-                if each["process_group"][1] == "default_pg" and not each["is_p2p"]:
-                    is_over = each["retired"] or each["state"] == "completed"
-                    found.append((_described(each), is_over))
+    has_gpus = devices.is_mixed()
+    if has_gpus:  # from torch 2.15 on "nccl" records as "nccl2"
+        calls += [("_dump_nccl_trace", {}), ("_dump_fr_trace", {"backend": "nccl2"})]
+        calls += [("_dump_xccl_trace", {})]
+    records: list[dict] = []
+    for name, more in calls:
+        with contextlib.suppress(AttributeError, KeyError, TypeError):  # another torch
+            # Stacks, which nothing here reads, take torch seconds: too long for an answer.
+            dump = private[name](includeStackTraces=False, **more)
+            records += pickle.loads(dump).get("entries", [])  # our own
+    found = []
+    for each in sorted(records, key=lambda each: each["time_created_ns"]):
+        if each["process_group"][1] == "default_pg" and not each["is_p2p"]:
+            is_over = each["retired"] or each["state"] == "completed"
+            backend, _, name = each["profiling_name"].rpartition(":")
+            # Those of GPUs and those of CPUs have numbers of their own.
+            kind = " of the CPUs" if has_gpus and backend == "gloo" else ""
+            shape = f" {tuple(each['input_sizes'][0])}" if each["input_sizes"] else ""
+            text = f"collective {each['collective_seq_id']}{kind}, {name}{shape}"
+            found.append(Collective(text, is_over, backend))
     return found
 
 
-def _described(record: dict) -> str:
-    shape = f" {tuple(record['input_sizes'][0])}" if record["input_sizes"] else ""
-    name = record["profiling_name"].split(":")[-1]
-    return f"collective {record['collective_seq_id']}, {name}{shape}"
+def find_waiting(found: Iterable[Collective]) -> str:
+    """Return the first that is not over; of each backend they end in their order."""
+    first: dict[str, str] = {}
+    for each in found:
+        if each.is_over:  # then so are those before it, whatever their records say
+            first.pop(each.backend, None)
+        else:
+            first.setdefault(each.backend, each.text)
+    return next(iter(first.values()), "")
 
 
 def _own(file: str) -> str:
@@ -80,10 +103,10 @@ def here() -> Position:
     place = f"at {edited[-1][0]}:{edited[-1][1].lineno}" if own else ""
     shown = [frame for frame in outer if _own(frame.filename)]
     found = collectives()
-    waits_in = next((text for text, is_over in found if not is_over), "")
+    waits_in = find_waiting(found)
     text = ", ".join(filter(None, [watch.position(), place]))
     if found:
-        text += f": in {waits_in}" if waits_in else f": after {found[-1][0]}"
+        text += f": in {waits_in}" if waits_in else f": after {found[-1].text}"
     stack = "".join(traceback.format_list([*shown, last])).rstrip()
     node = environment.node() if environment.has_other_nodes() else ""
     return Position(text, stack, waits_in, node)
@@ -109,7 +132,8 @@ def show(title: str, seconds: float, is_hang: bool = True) -> None:
     there = {rank: key for rank, key in keys.items() if store.check([key])}
     known = {rank: Position(*json.loads(store.get(key))) for rank, key in there.items()}
     absent = states(keys.keys() - known.keys())
-    print("\n".join([title, *absent, *block(known, is_hang and not absent)]), file=sys.stderr)
+    lines = [title, *absent, *block(known, is_hang and not absent)]
+    print_line("\n".join(lines), sys.stderr)
 
 
 def states(ranks: Iterable[int]) -> list[str]:
@@ -117,10 +141,13 @@ def states(ranks: Iterable[int]) -> list[str]:
     found = []
     for rank in sorted(ranks):
         store, key = distributed.store(), PROCESS.format(rank)
-        node, pid = store.get(key).decode().rsplit(" ", 1) if store.check([key]) else ("", "0")
+        known = store.get(key).decode() if store.check([key]) else "  0"
+        node, space, pid = known.rsplit(" ", 2)
         state, at = "does not answer", f"process {pid}"
         if node != environment.node():
             at += f" on {node}"
+        elif space != environment.process_space():  # here the number is another process's
+            at += f" in another container on {node}"
         elif not process.is_running(int(pid)):
             state = "has ended"
         elif process.state(int(pid)) == "T":

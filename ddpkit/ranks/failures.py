@@ -4,15 +4,18 @@ import atexit
 import contextlib
 import errno
 import faulthandler
+import functools
 import io
 import math
 import os
 import re
 import signal
 import sys
+import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import NoReturn
 
 import torch
@@ -21,30 +24,39 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddpkit import files
 from ddpkit.errors import DiskError, UserError, print_error, shorten
-from ddpkit.ranks import distributed, environment, process, protocol, replicas
+from ddpkit.ranks import devices, distributed, environment, process, protocol, replicas, workers
 from ddpkit.ranks.process import watch
 from ddpkit.ranks.protocol import ANSWER_SECONDS, END_SECONDS, ERROR, MISTAKE, POLL_SECONDS
 
 BROKEN = re.compile(r"Broken pipe|Connection \w+|remote process exited|time(d )?out", re.I)
 GIB = 2**30
 # What torch says of common mistakes, and what to do
-SHM = "/dev/shm is too small for the batches of loader workers (see df -h /dev/shm): docker run "
-SHM += "--ipc=host or --shm-size=8g; else lower --workers"
+NO_NETWORK = (
+    "one has ended, or this node's name leads elsewhere: set GLOO_SOCKET_IFNAME, on each node "
+    "the name of its interface to the others, such as eth0 (ip addr)"
+)
 REMEDIES = {
     r"Target \d+ is out of bounds": (
         "a target is no class number; if it is 255, a pixel without a label, give torch's loss "
         "ignore_index=255"
     ),
+    r"Expected more than 1 (value per channel|spatial element) when training": (
+        "a normalising layer has one value per channel to learn from: use a larger --batch-size, "
+        "or --image-size; a loader of your own, whose last batch may be of one image, needs "
+        "drop_last=True"
+    ),
     "_scale is None|No inf checks were recorded": (
         "with --amp fp16 the loss has to be scaled: scaler.scale(loss).backward()"
     ),
 }
+Explainer = Callable[[Exception], str | UserError | None]
+_reporting = threading.Lock()
 _known: list[int] = []  # the status of the rank that failed, once this one has read it
 _batch_size: list[int] = []
 
 
 @contextlib.contextmanager
-def one_line_errors(*explainers: Callable[[Exception], str | UserError | None]) -> Iterator[None]:
+def one_line_errors(*explainers: Explainer) -> Iterator[None]:
     """Print an error in the block on one rank only, and end all ranks with its status.
 
     It is one line if it is a UserError (MISTAKE), a DiskError, or what an explainer makes of it.
@@ -53,23 +65,27 @@ def one_line_errors(*explainers: Callable[[Exception], str | UserError | None]) 
         signal.signal(signal.SIGINT, signal.default_int_handler)
     if isinstance(sys.stdout, io.TextIOWrapper):  # some file names are not valid text
         sys.stdout.reconfigure(errors="backslashreplace")
+    end_if_known = functools.partial(_end_if_known, explainers)
     watch.add(follow_others)
+    watch.add(functools.partial(_follow_workers, end_if_known))
+    threading.excepthook = workers.on_thread_error
+    rank = os.getpid()
     try:
         yield
-    except KeyboardInterrupt:
-        process.exit_now(128 + signal.SIGINT)
-    except Exception as error:
-        watch.is_leaving = True
-        for explain in (_of_disk, _of_memory, _of_torch, *explainers, _lost_rank):
-            if line := explain(error):
-                # Stop where it was raised, in a debugger that can (debugpy 1.8.22 on).
-                hold = getattr(sys.modules.get("debugpy"), "trigger_exception_handler", None)
-                hold(error) if hold else None
-                is_mistake = isinstance(line, UserError)
-                if is_mistake and distributed.is_set_up():
-                    # Often all find the same: let rank 0 print it, whose output people read.
-                    time.sleep(min(distributed.rank(), 1))
-                report(str(line), MISTAKE if is_mistake else 1)
+        process.remove_sockets()
+    except BaseException as error:
+        if os.getpid() != rank:  # in a child that the block has forked
+            raise
+        if isinstance(error, KeyboardInterrupt):
+            process.exit_now(128 + signal.SIGINT)
+        if not isinstance(error, Exception):
+            # sys.exit: Python prints a text, argparse has printed why its status is MISTAKE.
+            code = getattr(error, "code", None)
+            if isinstance(code, str) or code == MISTAKE:
+                process.note_exit()
+            raise
+        process.begin_to_leave()
+        end_if_known(error)
         if (reported := _reported_status(1)) is not None:
             _leave(reported)  # collectives broke here because another rank has left
         if environment.has_other_nodes():
@@ -78,8 +94,38 @@ def one_line_errors(*explainers: Callable[[Exception], str | UserError | None]) 
         raise
 
 
+def _end_if_known(explainers: Sequence[Explainer], error: Exception) -> None:
+    """Report an error in one line if one is known."""
+    if isinstance(error, EOFError | ConnectionError):
+        time.sleep(POLL_SECONDS)  # the loader worker at the other end may not be gone yet
+        error = workers.find_fault() or error
+    for explain in (_of_memory, workers.lacking, _of_disk, _of_torch, *explainers, _lost_rank):
+        if line := explain(error):
+            # Stop where it was raised, in a debugger that can (debugpy 1.8.22 on).
+            hold = getattr(sys.modules.get("debugpy"), "trigger_exception_handler", None)
+            hold(error) if hold else None
+            is_mistake = isinstance(line, UserError)
+            if is_mistake and distributed.is_set_up():
+                # Often all find the same: let rank 0 print it, whose output people read.
+                time.sleep(min(distributed.rank(), 1))
+            report(str(line), MISTAKE if is_mistake else 1)
+
+
+def _follow_workers(end_if_known: Callable[[Exception], None], _: list[int]) -> None:
+    """End this rank once one of its loader workers has died, which the main thread may not see.
+
+    It may be in a collective, and what torch raises in it may be swallowed.
+    """
+    fault = workers.find_fault()
+    if fault and not distributed.is_debugged():
+        time.sleep(2 * POLL_SECONDS)  # let the main thread say it first
+        if not watch.is_leaving:
+            end_if_known(fault)
+
+
 def report(line: str, status: int) -> NoReturn:
     """Print `line` as an error, unless another rank has reported one; exit with that `status`."""
+    _reporting.acquire()  # for good: of two threads of this rank one ends it
     if status == MISTAKE:
         environment.note_mistake()
     if (reported := _reported_status(status)) is None:
@@ -96,15 +142,92 @@ def _leave(status: int) -> NoReturn:
     process.exit_now(status)
 
 
+class StoreFile:
+    """The file of a store, in TMPDIR, from which programs remove what is some days old."""
+
+    def __init__(self, path: str) -> None:
+        self.path = Path(path)
+        self.handle = open(path, "rb")  # noqa: SIM115  which can still be read then
+
+    def keep(self) -> None:
+        """Write the file anew if it has been removed."""
+        added = b""
+        with contextlib.suppress(FileNotFoundError):
+            if os.path.samestat(self.path.stat(), os.fstat(self.handle.fileno())):
+                return
+            added = self.path.read_bytes()  # by another rank, meanwhile
+        try:
+            with contextlib.suppress(FileExistsError):
+                self.path.parent.mkdir(0o700)
+            if self.path.parent.lstat().st_uid != os.getuid():  # who else could change the file
+                raise PermissionError(errno.EPERM, "another user has made its folder")
+            self.handle.seek(0)
+            whole = self.path.with_name("whole")
+            whole.write_bytes(self.handle.read() + added)
+            whole.rename(self.path)
+            self.handle = self.path.open("rb")
+        except OSError as error:
+            print_error(f"{self.path}, through which the ranks agree, is lost ({error.strerror})")
+            process.exit_now(1)
+        distributed.say(f"{self.path} had been removed and is written anew: what cleans TMPDIR?")
+
+
+_store_file: list[StoreFile] = []  # of the first rank of a node, if the store is a file
+
+
+def keep_store() -> None:
+    store = distributed.store()
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    if isinstance(store, dist.FileStore) and distributed.local_rank() == 0:
+        if not _store_file:
+            _store_file.append(StoreFile(store.path))
+        _store_file[0].keep()
+
+
+class Lateness:
+    """Ends this rank, from its thread, once a collective of a run with GPUs takes --dist-timeout.
+
+    The main thread then waits for the GPU, where no exception reaches it, and torch's own watchdog
+    would end it with SIGABRT and a page of C++. Among CPUs torch raises an exception in time.
+    """
+
+    def __init__(self) -> None:
+        self.place = 0, 0  # of the main thread at the last look
+        self.since = 0.0  # when it was first seen there
+
+    def check(self) -> None:
+        frame = sys._current_frames()[threading.main_thread().ident or 0]
+        place = id(frame), frame.f_lasti
+        now = time.monotonic()
+        if place != self.place:
+            self.place = place
+            self.since = now
+        elif now - self.since >= distributed.timeout():
+            from ddpkit.ranks import explaining
+
+            # It may do slow work that is not a collective.
+            if explaining.here().waits_in:
+                report(_of_others(is_late=True), 1)
+
+
+_lateness = Lateness()
+
+
 def follow_others(_: list[int]) -> None:
     """End this rank once another has failed; say where it is if one or a person asks."""
-    if not distributed.is_joined():
+    if not distributed.has_met():
         return
+    keep_store()
     try:
         status, is_held = status_of_failure(), distributed.is_debugged() or watch.is_leaving
         if status is not None and not is_held:  # nccl does not notice it
             time.sleep(2 * POLL_SECONDS)  # let that rank print its error first
             process.exit_now(status)
+        if not distributed.is_joined():
+            return
+        if devices.is_mixed() and not is_held:
+            _lateness.check()
         is_asked = distributed.store().check([protocol.ASKED.format(watch.questions + 1)])
         person = watch.folder / protocol.QUESTION if watch.folder else None
         is_person = person and distributed.is_rank_zero() and person.exists()
@@ -162,19 +285,25 @@ def _lost_rank(error: Exception) -> str | None:
     by_group = by_gloo or isinstance(error, dist.DistError)
     if not (found and by_group and distributed.is_set_up()):
         return None
-    if found[0].lower().startswith("time"):
+    is_late = found[0].lower().startswith("time")
+    if not is_late:
+        time.sleep(POLL_SECONDS)  # for a rank that has timed out, and so left, to say it first
+    return _of_others(is_late)
+
+
+def _of_others(is_late: bool) -> str:
+    """Return a line on the others: this rank has waited too long for one, or lost it."""
+    line = f"{environment.own_rank()} lost another rank"
+    if is_late:
         seconds = f"{distributed.timeout():g} s (--dist-timeout)"
         line = f"{environment.own_rank()} timed out after {seconds} waiting for another rank"
-    else:
-        time.sleep(POLL_SECONDS)  # for a rank that has timed out, and so left, to say it first
-        line = f"{environment.own_rank()} lost another rank"
     stderr = sys.__stderr__ or sys.stderr
     faulthandler.dump_traceback_later(3 * END_SECONDS, exit=True, file=stderr)  # if the store hangs
     try:
         if status_of_failure() is None and not distributed.store().check([protocol.STOP]):
             from ddpkit.ranks import explaining
 
-            if "timed out" in line and not watch.questions:  # before training no hang is shown
+            if is_late and not watch.questions:  # before training no hang is shown
                 explaining.show(f"{line}:", ANSWER_SECONDS, is_hang=False)
             states = explaining.states(range(distributed.world_size()))
             line = ": ".join([line, *(state for state in states if "has ended" in state)])
@@ -203,11 +332,18 @@ def _of_torch(error: Exception) -> UserError | str | None:
     text = str(error)
     if "Expected to have finished reduction in the prior iteration" in text:
         return _unused(error, text)
-    if isinstance(error, RuntimeError) and re.search("</torch_.*No space left", text):
-        return f"rank {distributed.rank()}: {SHM}"
-    is_known = isinstance(error, IndexError | AssertionError)
-    found = (line for pattern, line in REMEDIES.items() if is_known and re.search(pattern, text))
-    return UserError(line) if (line := next(found, "")) else None
+    if found := re.search(r"Unable to find (?:address|interface) for: \[?([^\s\]]+)", text):
+        return UserError(
+            f"gloo finds no network interface {found[1]}: bring up the loopback (ip link set lo "
+            "up), which a sandbox may lack, or name an interface in GLOO_SOCKET_IFNAME"
+        )
+    if "Gloo connectFullMesh failed" in text:
+        return f"{environment.own_rank()} cannot connect to all other ranks: {NO_NETWORK}"
+    if isinstance(error, IndexError | AssertionError | ValueError):
+        for pattern, line in REMEDIES.items():
+            if re.search(pattern, text):
+                return UserError(line)
+    return None
 
 
 def _unused(error: Exception, text: str) -> UserError:
@@ -236,6 +372,7 @@ def _of_memory(error: Exception) -> UserError | None:
     return UserError(
         f"{environment.own_rank()} is out of {what}{size}: lower --batch-size (--accumulate keeps "
         "the global batch), --image-size or, for segmentation, --tile (0 is the whole image)"
+        f"{'' if 'GPU' in what else '; or --workers'}"
     )
 
 

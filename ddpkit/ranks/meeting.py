@@ -6,7 +6,6 @@ hold it for them. Each leaves a note; when all are there, rank 0 writes them und
 a fault.
 """
 
-import contextlib
 import json
 import os
 import socket
@@ -21,7 +20,7 @@ from typing import Any, NoReturn
 
 import torch.distributed as dist
 
-from ddpkit.errors import UserError, shorten
+from ddpkit.errors import UserError, print_line, shorten
 from ddpkit.ranks import environment, protocol
 
 LOOPBACK = "127.0.0.1"
@@ -39,8 +38,7 @@ def ticks(seconds: float) -> Iterator[bool]:
 
 def say(line: str) -> None:
     if os.environ.get("LOCAL_RANK", "0") == "0":
-        with contextlib.suppress(OSError):  # a closed terminal
-            print(line, file=sys.stderr, flush=True)
+        print_line(line, sys.stderr)
 
 
 def open_store(timeout: timedelta) -> tuple[dist.Store, int, int]:

@@ -12,21 +12,24 @@ import importlib.util
 import multiprocessing
 import multiprocessing.util  # registers its exit handler before install_handlers does
 import os
+import shutil
 import signal
 import socket
 import sys
 import threading
 import traceback
 from collections.abc import Callable, Collection, Iterator
+from multiprocessing.context import BaseContext
 from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
-from ddpkit.errors import UserError, need_torch
+from ddpkit.errors import UserError, drop_unprinted, guard_streams, need_torch, print_line
 from ddpkit.ranks import protocol
 from ddpkit.ranks.protocol import DEBUGGED_LAUNCHER, KILL, LAUNCHER, STOP_SIGNALS
 
 PR_SET_PDEATHSIG = 1  # in Linux' <sys/prctl.h>
+MAIN_THREAD = threading.main_thread().ident  # a fork of another thread has the ident of that one
 Duty = Callable[[list[int]], object]  # is given the signals that have come
 
 
@@ -48,6 +51,7 @@ class Watch(threading.Thread):
         self.position: Callable[[], str] = str  # such as "epoch 1, step 3"
         self.is_leaving = False  # the main thread ends this rank
         self.questions = 0  # that this rank has answered
+        self.silent: Path | None = None  # what launch.sh finds if this rank ends without a word
 
     def start(self) -> None:
         self.socket, self.wakeup = socket.socketpair()  # not before: forks would share it
@@ -63,7 +67,7 @@ class Watch(threading.Thread):
                     for duty in [*self.duties]:
                         duty(signals)
                 except Exception:  # without it nobody could stop this rank
-                    traceback.print_exc()
+                    print_line(traceback.format_exc(), sys.stderr)
                     exit_now(1)
 
     def wait(self, seconds: float) -> list[int]:
@@ -81,7 +85,8 @@ class Watch(threading.Thread):
 
     def remove(self, duty: Duty) -> None:
         if self.lock.acquire(timeout=2 * protocol.ANSWER_SECONDS):
-            self.duties.remove(duty)
+            if duty in self.duties:  # a child that was forked has none
+                self.duties.remove(duty)
             self.lock.release()
 
     def stop(self) -> None:
@@ -91,6 +96,44 @@ class Watch(threading.Thread):
 
 
 watch = Watch()
+sockets: dict[int, str] = {}  # process id of a rank: the folder for its loader workers' sockets
+_masks = threading.local()  # signals that a thread has held back before it forks
+
+
+def hand_over(*_: object) -> None:
+    """Leave a signal to the watch thread: without any handler the socket gets nothing."""
+
+
+def _before_fork() -> None:
+    # Until _in_child is done a signal to the child would go into this process's socket.
+    _masks.before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+
+
+def _after_fork() -> None:
+    signal.pthread_sigmask(signal.SIG_SETMASK, _masks.before)
+
+
+def _in_child() -> None:
+    """Leave to the parent what is its alone, in a child that anybody forks, such as a Pool's.
+
+    SIGTERM ends the child, as who sends it expects. The other signals often reach all processes at
+    once and ask for a stop of the run, which may need this child until the end of the step.
+    """
+    if watch.ident:
+        signal.set_wakeup_fd(-1)
+    Watch.__init__(watch)  # the thread is not here, and may have held the lock
+    for signum in STOP_SIGNALS:
+        handler = signal.getsignal(signum)
+        if getattr(handler, "__module__", "").startswith("ddpkit."):
+            is_end = signum == signal.SIGTERM
+            signal.signal(signum, signal.SIG_DFL if is_end else hand_over)
+    for handler in (watch.stop, _kill_workers, ignore_signals):  # of workers that are not its own
+        atexit.unregister(handler)
+    _after_fork()
+
+
+if hasattr(os, "register_at_fork"):  # not on Windows
+    os.register_at_fork(before=_before_fork, after_in_parent=_after_fork, after_in_child=_in_child)
 
 
 def project() -> Path:
@@ -116,6 +159,7 @@ def own(name: str) -> Any:
 
 def install_handlers() -> None:
     """Exit silently on Ctrl-C, and exit with torchrun or the debugger; print a stack on a crash."""
+    guard_streams()
     need_torch()
     be_quiet()
     sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115  None if it is closed
@@ -126,8 +170,7 @@ def install_handlers() -> None:
     if by_torchrun():
         _follow_parent(signal.SIGTERM, int(os.environ.get(LAUNCHER, os.getppid())))
     if by_plain_torchrun() and os.environ["RANK"] == "0" and "--help" not in sys.argv:
-        with contextlib.suppress(OSError):  # a closed pipe
-            print(f"starting {os.environ['WORLD_SIZE']} rank(s) ...", flush=True)
+        print_line(f"starting {os.environ['WORLD_SIZE']} rank(s) ...", sys.stdout)
     if is_debugged():
         _follow_debugger()
 
@@ -193,45 +236,104 @@ def holding_signals(signals: Collection[int] = STOP_SIGNALS) -> Iterator[None]:
 
 def exit_now(status: int) -> NoReturn:
     """Exit without cleaning up, which could wait forever; with F5, end torchrun and all ranks."""
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError):  # a closed terminal
-            stream.flush()
+    drop_unprinted()
+    note_exit()
     _kill_workers()
+    remove_sockets()
     if os.environ.get(DEBUGGED_LAUNCHER) == str(os.getppid()):
         os.kill(os.getppid(), KILL)
     os._exit(status)
 
 
+def note_start() -> None:
+    """Have launch.sh say so if this rank, without a word, exits with a status other than 0."""
+    path = os.environ.pop(protocol.SILENT, "")  # which is not for what this rank starts
+    if path:
+        watch.silent = Path(path)
+        with contextlib.suppress(OSError):
+            watch.silent.touch()
+        atexit.register(_note_traceback)
+
+
+def _note_traceback() -> None:
+    if hasattr(sys, "last_value"):  # Python has printed one
+        note_exit()
+
+
+def note_exit() -> None:
+    """Tell launch.sh that this rank ends for a reason that is printed, or known to it."""
+    if watch.silent:
+        with contextlib.suppress(OSError):
+            watch.silent.unlink()
+
+
+def begin_to_leave() -> None:
+    """Call it in the main thread: from here on workers may end, and torch's handler not raise."""
+    watch.is_leaving = True
+    if hasattr(signal, "SIGCHLD"):
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+
+
 def _kill_workers() -> None:
     """Kill the loader workers, which otherwise take seconds to notice that their rank has gone."""
     if threading.current_thread() is not threading.main_thread():
-        return  # torch would raise in the main thread; _follow_parent ends them soon enough
-    if hasattr(signal, "SIGCHLD"):
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    for worker in multiprocessing.active_children():
-        worker.kill()
+        # For a killed loader worker torch would raise in the main thread. They ignore SIGTERM, and
+        # follow their rank soon enough; it ends what else a person has started.
+        for child in multiprocessing.active_children():
+            child.terminate()
+        return
+    begin_to_leave()
+    for child in multiprocessing.active_children():
+        child.kill()
 
 
-def _follow_parent(signum: int, launcher: int) -> None:
-    """Have the kernel send `signum` to this process when its parent ends; on Linux only."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signum)
-        if not is_running(launcher):  # it ended before that call
-            os.kill(os.getpid(), signum)
+def remove_sockets() -> None:
+    """Remove this rank's folder of sockets; the last rank also that of a killed launcher."""
+    folder = sockets.pop(os.getpid(), "")
+    shutil.rmtree(folder, ignore_errors=True)
+    launchers = os.path.dirname(os.environ.get(protocol.STORE, ""))
+    is_last = folder and launchers and not [*Path(launchers).glob("ddp-*")]
+    if is_last and not is_running(int(os.environ[LAUNCHER])):
+        shutil.rmtree(launchers, ignore_errors=True)
 
 
-def worker_context(workers: int) -> str | None:
+def _follow_parent(signum: int, parent: int) -> bool:
+    """Have the kernel send `signum` to this process when its parent ends, if it can.
+
+    It can on Linux, for what the main thread has started: otherwise that thread's end would count.
+    """
+    if sys.platform != "linux" or threading.get_ident() != MAIN_THREAD:
+        return False
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signum)
+    if not is_running(parent):  # it ended before that call
+        os.kill(os.getpid(), signum)
+    return os.getppid() == parent
+
+
+def worker_context(workers: int) -> BaseContext | None:
     """Return how loader workers start: Python 3.14's helper process may outlive its parent."""
-    return "fork" if workers and sys.platform == "linux" else None
+    if not workers or sys.platform != "linux":
+        return None
+    from ddpkit.ranks.workers import context
+
+    return context()
 
 
 def start_worker(number: int) -> None:
     """Set up a loader worker, as its `worker_init_fn`: it ends with its rank, however that ends."""
     parent = multiprocessing.parent_process()
     assert parent and parent.pid
-    _follow_parent(KILL, rank := parent.pid)
-    signal.set_wakeup_fd(-1)
-    ignore_signals()  # the rank needs its workers until the end of the step
+    rank = parent.pid
+    # The rank needs its workers until the end of the step. Programs that they start would inherit
+    # SIG_IGN, and that signals are held back; not a handler.
+    for signum in STOP_SIGNALS:
+        signal.signal(signum, hand_over)
+    if hasattr(signal, "pthread_sigmask"):  # not on Windows
+        for signum in STOP_SIGNALS:
+            signal.siginterrupt(signum, False)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+    if not _follow_parent(KILL, rank):
+        Watch().add(lambda _: (is_running(rank) and parent.is_alive()) or os._exit(1))
     if is_debugged():
         threading.main_thread().name = f"rank {os.environ.get('RANK', 0)}, worker {number}"
         if DEBUGGED_LAUNCHER in os.environ:
@@ -250,7 +352,7 @@ def _follow_debugger() -> None:
     os.environ[DEBUGGED_LAUNCHER] = str(os.getppid()) if by_torchrun() else ""
     sys.breakpointhook = stop_in_debugger
     threading.main_thread().name = f"rank {os.environ.get('RANK', 0)}"
-    signal.signal(signal.SIGINT, lambda *_: None)  # without a handler the socket gets nothing
+    signal.signal(signal.SIGINT, hand_over)
     if sys.platform == "linux":  # a worker to which nobody can attach any more ends, too
         os.register_at_fork(after_in_child=lambda: _follow_parent(KILL, rank))
     rank, parent = os.getpid(), os.getppid()

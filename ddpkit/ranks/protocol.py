@@ -42,6 +42,7 @@ END_SECONDS = 5  # for the launcher to end a rank, for others to see a failure, 
 GRACE_TORCHRUN_SECONDS = 24  # for a rank to answer a STOP, where torchrun kills all after 30
 GRACE_SECONDS = 100  # the same under our launcher, which kills them after
 STOP_SECONDS = 120
+LATE_SECONDS = 60  # for torch's watchdog of GPUs to come after our end at --dist-timeout
 NOTICE_SECONDS = 30  # then it is said for whom one waits; for ranks to end after a failure
 
 # Keys in the group's store: what is there (who writes it; who reads it)
@@ -50,13 +51,15 @@ STEP = "stop/{}"  # the step in which a rank saw STOP (that rank; all)
 ERROR = "error"  # "<rank> <exit status> <process id> <node>" (the first rank that fails; all)
 ASKED = "where/{}"  # the n-th question where all are: the rank that asks (that rank; all)
 PLACE = "where/{}/{}"  # the n-th answer of a rank (that rank; who asks)
-PROCESS = "process/{}"  # "<node> <process id>" of a rank (that rank; who has to name it)
-ARRIVED = "arrived/{}/{}"  # a rank is at a point with a name (that rank; all)
+PROCESS = "process/{}"  # "<node> <process_space()> <process id>" (that rank; who has to name it)
+ARRIVED = "arrived/{}"  # how many ranks are at a point with a name (each; the last)
+ALL_ARRIVED = "arrived/{}/all"  # all are (the last; all)
 
 # Environment variables of this project's own, besides those that people type
 LAUNCH_ID = "DDP_LAUNCH_ID"  # one for each start of launch.sh; restarts (MAX_RESTARTS) keep it
 LAUNCHER = "DDP_LAUNCHER"  # the process id of launch.sh, which becomes ddpkit/launch.py
 STORE = "DDP_STORE"  # the file of the store, if all ranks are on one node
+SILENT = "DDP_SILENT"  # a file that a rank removes when it ends for a reason that is printed
 JOB = "DDP_JOB"  # a folder that slurm/train.sbatch keeps: where it has saved, what is a mistake
 DEBUGGED_LAUNCHER = "DDP_DEBUGGED_LAUNCHER"  # with F5: the process id of torchrun, or nothing
 THREADS = "DDP_THREADS"  # launch.sh has set OMP_NUM_THREADS, nobody else

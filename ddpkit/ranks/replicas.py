@@ -1,13 +1,16 @@
 """The network on all ranks: its gradients are exact means, and its copies stay equal."""
 
 import itertools
+import zlib
 from collections.abc import Iterable
+from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_leaves
 
 from ddpkit.errors import UserError
 from ddpkit.ranks import distributed
@@ -78,27 +81,86 @@ def sync_networks(parts: Iterable[object]) -> None:
     """Give all ranks rank 0's buffers (BatchNorm's statistics); check that weights are equal."""
     for part in parts:
         if isinstance(part, nn.Module):
-            for buffer in part.buffers():
-                dist.broadcast(buffer, src=0)
-            _check_same(part.state_dict())
+            weights = _plain(part.named_parameters())
+            buffers = _plain(part.named_buffers())
+            names = part.state_dict().keys()
+            saved = {name: each for name, each in buffers.items() if name in names}
+            _check_same(weights, saved)
+            # One that is not saved may be a cache, as large as the last images of a rank.
+            if len(saved) < len(buffers) and not _find_unlike(buffers):
+                saved = buffers
+            _broadcast([*saved.values()])
 
 
-def _check_same(state: dict[str, Tensor]) -> None:
-    """Raise a UserError unless weights are equal."""
-    state = {key: value for key, value in state.items() if isinstance(value, Tensor)}
-    # Sums of bytes are exact in any order, so they cannot differ by rounding.
-    sums = [t.flatten().view(torch.uint8).sum(dtype=torch.int64) for t in state.values()]
-    if not sums:
-        return
-    own = torch.stack([each.to(sums[0].device) for each in sums])
-    different = distributed.reduce_tensor(own, "min") != distributed.reduce_tensor(own, "max")
-    if different.any():
-        name = list(state)[int(different.int().argmax())]
+def _plain(named: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
+    """Return those that are numbers in memory, not sparse, quantized or without values."""
+    found = {}
+    for name, each in named:
+        is_there = not nn.parameter.is_lazy(each) and not each.is_meta
+        if is_there and each.layout == torch.strided and not each.is_quantized:
+            found[name] = each.detach()
+    return found
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    """Return the bytes of a tensor, (n,), whatever its dtype, shape and strides."""
+    plain = tensor.resolve_conj().resolve_neg().contiguous()
+    return plain.flatten().view(torch.uint8)
+
+
+@torch.inference_mode()  # an evaluation in this mode may have made them
+def _broadcast(tensors: list[Tensor]) -> None:
+    """Write what rank 0's `tensors` hold into those of all ranks, in one piece for each device."""
+    by_device: dict[torch.device, list[Tensor]] = {}
+    for tensor in tensors:
+        by_device.setdefault(tensor.device, []).append(tensor)
+    for own in by_device.values():
+        pieces = [_bytes(tensor) for tensor in own]
+        whole = torch.cat(pieces)
+        dist.broadcast(whole, src=0)
+        for tensor, piece in zip(own, whole.split([*map(len, pieces)]), strict=True):
+            # A clone, as the bytes of a larger dtype may not begin in the middle of a word.
+            values = piece.clone().view(tensor.dtype).view(tensor.shape)
+            for dim, stride in enumerate(tensor.stride()):
+                if not stride:  # after expand() all elements are the first one
+                    tensor = tensor.narrow(dim, 0, min(1, tensor.size(dim)))
+                    values = values.narrow(dim, 0, min(1, values.size(dim)))
+            tensor.copy_(values)
+
+
+def _check_same(weights: dict[str, Tensor], buffers: dict[str, Tensor]) -> None:
+    """Raise a UserError unless `weights` are equal, and `buffers` can be made so."""
+    name = _find_unlike({**weights, **buffers})
+    if weights and not name:
+        # Sums of bytes are exact in any order, so they cannot differ by rounding.
+        sums = [_bytes(each).sum(dtype=torch.int64) for each in weights.values()]
+        low, high = _extremes(torch.stack([each.to(sums[0].device) for each in sums]))
+        different = low != high
+        if different.any():
+            name = list(weights)[int(different.int().argmax())]
+    if name:
         raise UserError(
             f"{name} differs between ranks: train through ddp_model, not through model; after "
             "unfreezing weights call ddpkit.wrap again, as DDP keeps to those it started with; "
             "and change weights in the same way on all ranks"
         )
+
+
+def _find_unlike(tensors: dict[str, Tensor]) -> str:
+    """Return the name of one that has not the same shape and dtype on all ranks; "" if all have."""
+    own = [(name, [*each.shape], str(each.dtype)) for name, each in tensors.items()]
+    low, high = _extremes(torch.tensor(zlib.crc32(repr(own).encode())))
+    if low != high:
+        for each in itertools.zip_longest(*distributed.gather_objects(own)):
+            if any(other != each[0] for other in each):
+                return next(there[0] for there in each if there)
+    return ""
+
+
+def _extremes(numbers: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the smallest and the largest over all ranks of each of `numbers`, int64."""
+    found = distributed.reduce_tensor(torch.stack([numbers, -numbers]), "min")
+    return found[0], -found[1]
 
 
 def check_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
@@ -121,12 +183,33 @@ def check_cleared(optimizer: torch.optim.Optimizer) -> None:
         )
 
 
+class Part(Tensor):
+    """The loss of one of several passes, whose gradient is divided by the count of all at the end.
+
+    What would be divided with it, because it is added to the loss, is refused.
+    """
+
+    @classmethod
+    def __torch_function__(cls, *call: Any) -> Any:  # function, types, args, kwargs
+        found = [x for x in tree_leaves(call[2:]) if isinstance(x, Tensor)]
+        with torch._C.DisableTorchFunctionSubclass():
+            terms = [x for x in found if x.requires_grad]
+        if len(terms) > 1:
+            raise UserError(
+                "a term is added to what run.loss returns, and with --accumulate it would be "
+                "divided by the labelled pixels of all passes, too: add it before, "
+                "run.loss(loss_sum + term * count, count)"
+            )
+        return super().__torch_function__(*call)
+
+
 class Mean:
     """Turns the gradients of summed losses into those of their mean over all samples.
 
-    Ranks and passes hold different numbers of labelled pixels. Each pass divides its sum of losses
-    by a size, the same on all, and the step divides by the count of all: one number, reduced while
-    backward() runs. Counts that are ints equal the size on all ranks, and need no reduction.
+    Ranks and passes hold different numbers of labelled pixels. In a step of one pass their count is
+    reduced first, and the loss is divided by it. Of several passes each divides by a size, the same
+    on all, and the step by the count of all, which is reduced while the last backward() runs.
+    Counts that are ints equal the size on all ranks, and need no reduction.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -138,6 +221,7 @@ class Mean:
         self.count, self.known = self.zero, 0.0  # of a step, in sizes: if tensors, and if ints
         self.pending: dist.Work | None = None
         self.passes = 0  # of a step, whose losses are known
+        self.is_whole = False  # the loss is divided by the count of all
 
     def start(self, size: int) -> None:  # the same on all ranks
         self.size, self.whole = size, torch.full_like(self.zero, size)
@@ -145,6 +229,11 @@ class Mean:
     def loss(self, loss_sum: Tensor, count: Tensor | int, is_last: bool) -> Tensor:
         """Return the loss of a pass, a scalar, of `count` samples; is_last: of the step."""
         self.passes += 1
+        if isinstance(count, Tensor) and is_last and self.passes == 1:
+            total = distributed.reduce_tensor(count.to(torch.float64))
+            share = (distributed.world_size() / total).nan_to_num_(posinf=0)
+            self.is_whole = True
+            return loss_sum * share.to(loss_sum.dtype)
         if isinstance(count, Tensor):
             self.count = torch.addcdiv(self.count, count.detach(), self.whole)
         elif count != self.size:
@@ -156,14 +245,16 @@ class Mean:
             self.known += count / self.size
         if is_last and self.count is not self.zero:
             self.pending = distributed.start_sum(self.count)
-        return loss_sum * (1 / self.size)
+        loss = loss_sum * (1 / self.size)
+        return loss.as_subclass(Part) if isinstance(count, Tensor) else loss
 
     def finish(self, ddp_model: nn.Module, passes: int) -> None:
         """Divide the gradients of a step's passes, which DDP has averaged; start anew."""
         if self.passes != passes:
             raise UserError(
                 f"run.loss was called {self.passes} time(s) in a step of {passes} pass(es): call "
-                "it once in each pass, and backward() on what it returns"
+                "it once in each pass, and backward() on what it returns; for more passes per "
+                "optimizer step use --accumulate, not a loop of your own"
             )
         if self.known and self.count is not self.zero:
             raise UserError("the loss returns its count as an int in some passes, not in others")
@@ -173,7 +264,9 @@ class Mean:
                 self.weights.setdefault(weight.device, []).append(weight)
         if self.pending:
             self.pending.wait()
-        if not self.known:
+        if self.is_whole:
+            self.is_whole = False
+        elif not self.known:
             inverse = distributed.world_size() / self.count
             self._multiply(inverse.nan_to_num_(posinf=0).float())
         elif self.known != 1:

@@ -11,9 +11,9 @@ import time
 from collections.abc import Callable, Iterator
 from typing import NoReturn
 
-import torch
 import torch.distributed as dist
 
+from ddpkit.errors import print_line
 from ddpkit.ranks import distributed, failures, process, protocol
 from ddpkit.ranks.process import watch
 from ddpkit.ranks.protocol import ANSWER_SECONDS, STEP, STOP, STOP_SIGNALS, STOPPED
@@ -105,7 +105,7 @@ class Stopper:
             if not self.is_said:
                 self.is_said = True
                 line = f"waiting up to {self.grace:g} s for an answer: {states}"
-                print(line, file=sys.stderr, flush=True)
+                print_line(line, sys.stderr)
 
     def check_hang(self) -> None:
         """Print where all ranks are, if the main thread has had no heartbeat for too long."""
@@ -138,8 +138,7 @@ def on_signals(position: Callable[[], str]) -> Iterator[None]:
     watch.add(stopper)
     taken_from = signal.set_wakeup_fd(watch.wakeup.fileno(), warn_on_full_buffer=False)
     handled = [each for each in STOP_SIGNALS if signal.getsignal(each) != signal.SIG_IGN]  # nohup
-    # Without a handler the socket gets nothing.
-    before = {signum: signal.signal(signum, lambda *_: None) for signum in handled}
+    before = {signum: signal.signal(signum, process.hand_over) for signum in handled}
     is_done = False
     try:
         yield
@@ -183,10 +182,9 @@ def stop_requested() -> bool:
     return bool(_stopper and _stopper.answered)
 
 
-def agree(device: torch.device) -> None:
+def agree() -> None:
     """Raise Stopped on all ranks if one of them knows of a stop request; all have to call this."""
-    mine = torch.tensor(stop_requested(), dtype=torch.int, device=device)
-    if _stopper and distributed.reduce_tensor(mine):
+    if _stopper and any(distributed.gather_objects(stop_requested())):
         _stopper.is_stopping = True
         raise Stopped
 

@@ -4,18 +4,18 @@ An optimizer's state goes by the names of weights.
 """
 
 import copy
-import functools
+import errno
+import math
 import os
 import pickle
 import re
 import stat
 import zipfile
-import zlib
 from argparse import Namespace
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import torch
@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ddpkit import files
 from ddpkit.data.format import Format
-from ddpkit.errors import UserError, shorten
+from ddpkit.errors import DiskError, LineError, UserError, shorten
 from ddpkit.ranks import distributed
 from ddpkit.run.pictures import Classes
 
@@ -36,18 +36,46 @@ Parts = Mapping[str, Any]  # what has a state_dict, by name
 ParseArgs = Callable[[Sequence[str], dict[str, Any]], Namespace]
 
 OTHER_RUN = "choose another --output-dir, or use --resume never to start over"
-READ_ERRORS = (
-    *(OSError, RuntimeError, EOFError, LookupError, ValueError),
-    *(pickle.UnpicklingError, zipfile.BadZipFile, zlib.error),
-)
+NO_MEMORY = re.compile("alloc_cpu|can't allocate memory|out of memory", re.I)  # as torch says it
 CONTAINERS = {dict, OrderedDict, list, tuple}
 PLAIN = {type(None), bool, int, float, str, bytes}
+KINDS: dict[str, Any] = {  # of what a checkpoint holds; integers are not negative
+    "model": dict,
+    "optimizer": dict,
+    "scheduler": dict,
+    "kinds": dict,
+    "args": dict,
+    "format": dict,
+    "classes": list,
+    "history": list,
+    "totals": list,
+    "epoch": int,
+    "step": int,
+    "seen": int,
+    "images": int,
+    "global_batch": int,
+    "channels": int,
+    "best": (int, float),
+    "best_by": list,
+}
+OF_ROWS = {"args": str, "history": dict, "totals": list}  # the kind of what they consist of
+# What kernels of torch take for as large as the weight, without a look.
+MOMENTS = {"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "sum"}
+MISFITS = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
+ALIKE = (dict, (list, tuple), str, Tensor, (bool, int, float))
+STORED = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)  # to others lies the way of other libraries
+OF_BYTES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+COMPILED = "_orig_mod."  # in names of weights, by torch.compile
 ON_HOST = ("cpu", "meta")  # kinds of device whose tensors are saved as they are
 TAKEN = {*PLAIN, torch.Size, torch.dtype, torch.device}  # by torch.load with weights_only=True
 
 
 class Damaged(UserError):
     """The file is not as it was written; an earlier one may be used."""
+
+
+class Foreign(UserError):
+    """The file is as it was written, but no checkpoint of this project."""
 
 
 def write(path: Path, state: State) -> None:
@@ -60,43 +88,88 @@ def write(path: Path, state: State) -> None:
     files.sync(path)  # a disk may say only now that it is full
 
 
-def check_archive(path: Path | str) -> None:
-    """Raise a BadZipFile if a file of torch.save is damaged: torch.load checks no checksum."""
-    if zipfile.is_zipfile(path):
-        with zipfile.ZipFile(path) as archive:
-            has_folder = any(entry.external_attr & 0x10 for entry in archive.infolist())
-            if archive.testzip() or has_folder:  # for torch that is an empty tensor
-                raise zipfile.BadZipFile("a checksum is wrong")
+def check_archive(file: BinaryIO) -> bool:
+    """Return whether it is an archive, and raise if that is damaged: torch.load does not look."""
+    if file.read(4) != b"PK\3\4":  # by which torch.load takes a file for an archive
+        if zipfile.is_zipfile(file):  # which looks at the end
+            raise zipfile.BadZipFile("something is before its beginning")
+        return False
+    try:
+        archive = zipfile.ZipFile(file)
+    except zipfile.BadZipFile as error:  # also for what the disk has said
+        raise error.__context__ if isinstance(error.__context__, OSError) else error from None
+    entries = archive.infolist()
+    if any(entry.compress_type not in STORED for entry in entries):
+        raise zipfile.BadZipFile("compressed in a way that torch.save does not use")
+    has_folder = any(entry.external_attr & 0x10 for entry in entries)
+    if archive.testzip() or has_folder:  # for torch that is an empty tensor
+        raise zipfile.BadZipFile("a checksum is wrong")
+    return True
 
 
 def read(path: Path | str, keys: Iterable[str] = ("model", "classes", "args", "format")) -> State:
     """Return the checkpoint at `path`, tensors on the CPU."""
     state = read_file(path)
     if missing := sorted({*keys, "channels"} - state.keys()):
-        raise UserError(f"{path}: not a checkpoint of this project ({', '.join(missing)} missing)")
+        raise Foreign(f"{path}: not a checkpoint of this project ({', '.join(missing)} missing)")
+    for name, kind in KINDS.items():
+        value = state.get(name)
+        is_right = isinstance(value, kind) and (kind is not int or value >= 0)
+        if is_right and name in OF_ROWS:
+            is_right = all(isinstance(row, OF_ROWS[name]) for row in value)
+        if name in state and not is_right:
+            raise Foreign(f"{path}: not a checkpoint of this project ({name} is {value!r:.60})")
+    if state.get("seen", 0) > state.get("images", math.inf):
+        line = f"{state['seen']} images seen of {state['images']}"
+        raise Foreign(f"{path}: not a checkpoint of this project ({line})")
+    if unknown := state["format"].keys() - Format.__dataclass_fields__.keys():
+        raise Foreign(f"{path}: of another ddpkit (format has {shorten([*map(str, unknown)])})")
     return {**state, "path": str(path)}
 
 
 def read_file(path: Path | str) -> State:
     """Return the dict in any .pt file, tensors on the CPU."""
-    load = functools.partial(torch.load, map_location="cpu", weights_only=True)
-    try:
+    is_whole = False
+
+    def attempt() -> Any:
+        nonlocal is_whole
         if not stat.S_ISREG(os.stat(path).st_mode):
             raise OSError(None, "not a regular file")
-        files.retried(path, check_archive, path)
-        state = files.retried(path, load, path)
-    except (FileNotFoundError, PermissionError) as error:
-        raise files.failure(path, error, "read") from None
-    except READ_ERRORS as error:
-        if isinstance(error, pickle.UnpicklingError) and zipfile.is_zipfile(path):
-            why = "more than plain types: torch.load cannot read it with weights_only=True"
-            raise UserError(f"{path}: not a readable checkpoint ({why})") from None
-        reason = getattr(error, "strerror", None) or re.split(r"\n|\. ", str(error).strip())[0]
-        line = f"{path}: not a readable checkpoint ({reason[:120]}): another one is needed"
-        raise Damaged(line) from None
+        with open(path, "rb") as file:
+            is_whole = check_archive(file)
+            file.seek(0)
+            return torch.load(file, map_location="cpu", weights_only=True)
+
+    try:
+        state = files.retried(path, attempt)
+    except LineError:
+        raise
+    except Exception as error:  # zipfile, pickle and torch have no common one
+        raise unreadable(path, error, is_whole) from None
     if not isinstance(state, dict):
-        raise UserError(f"{path}: not a checkpoint but a {type(state).__name__}")
+        raise Foreign(f"{path}: not a checkpoint but a {type(state).__name__}")
     return state
+
+
+def unreadable(path: Path | str, error: Exception, is_whole: bool) -> LineError:
+    """Return what to raise: Damaged only if the file says so, not a want of memory or handles.
+
+    is_whole: an archive whose checksums are right.
+    """
+    # EINVAL: a place before the beginning, as an archive may name that is cut short.
+    if isinstance(error, OSError) and error.errno not in (None, errno.EINVAL):
+        return files.failure(path, error, "read")
+    reason = getattr(error, "strerror", None) or re.split(r"\n|\. ", str(error).strip())[0]
+    reason = reason[:120] or type(error).__name__
+    if isinstance(error, MemoryError) or NO_MEMORY.search(str(error)):
+        return DiskError(f"{path}: there is too little memory to read it ({reason})")
+    if isinstance(error, pickle.UnpicklingError) and is_whole:
+        reason = "more than plain types: torch.load cannot read it with weights_only=True"
+    line = f"{path}: not a readable checkpoint ({reason})"
+    # Of torch's reader of archives, which looks at more than zipfile does.
+    if is_whole and "failed reading zip archive" not in str(error):
+        return Foreign(line)
+    return Damaged(f"{line}: another one is needed")
 
 
 def check_classes(path: Path | str, known: Sequence[str], classes: Sequence[str]) -> None:
@@ -128,11 +201,29 @@ def changes(then: Mapping[str, object], now: Mapping[str, object]) -> str:
 def load_weights(model: nn.Module, state: State, more: str = "") -> None:
     """Copy the checkpoint's weights into `model`, or raise a UserError, which ends with `more`."""
     try:
-        model.load_state_dict(state["model"])
-    except RuntimeError as error:
-        reason = " ".join(str(error).split("\n")[1].split())[:200]
+        load_module(model, state["model"])
+    except MISFITS as error:
+        lines = str(error).split("\n")  # after a heading of torch's
+        reason = " ".join((lines[1:] or lines)[0].split())[:200]
         line = f"{state['path']} does not fit what model.py builds ({reason}){more}"
         raise UserError(line) from None
+
+
+def check_weights(model: nn.Module, saved: Mapping[str, Any]) -> None:
+    """Raise a ValueError for what torch would load in silence: whole numbers, or NaN."""
+    trained = dict(model.named_parameters())
+    for name, weight in model.state_dict().items():
+        value = saved.get(name)
+        if not isinstance(value, Tensor) or not isinstance(weight, Tensor):
+            continue  # torch says it
+        if kind_of(value) != kind_of(weight):
+            raise ValueError(f"{name} is {value.dtype}, not {weight.dtype}")
+        if name in trained and value.isnan().any():
+            raise ValueError(f"{name} has NaN")
+
+
+def kind_of(tensor: Tensor) -> tuple[bool, bool]:
+    return tensor.is_floating_point(), tensor.is_complex()
 
 
 def open_model(
@@ -154,6 +245,7 @@ def open_model(
     args, format = parse_args([], state["args"]), Format(**state["format"])
     model = build_model(args, state["classes"], state["channels"])
     load_weights(model, state)
+    model = getattr(model, "_orig_mod", model)  # a compiled one would compile for each size
     model = model.eval().to(device).to(memory_format=torch.channels_last)
     return model, Classes(state["classes"], state.get("colors")), args, format
 
@@ -166,6 +258,8 @@ def to_plain(value: object) -> Any:
         return type(value)(map(to_plain, value))
     if isinstance(value, np.generic) or (isinstance(value, Tensor) and value.numel() == 1):
         value = value.item()
+    if isinstance(value, float):
+        value = float(value)  # of a Score
     return value if type(value) in PLAIN else str(value)
 
 
@@ -173,7 +267,7 @@ def take_states(parts: Parts) -> State:
     """Return the state of each part for a checkpoint."""
     states, names = {}, names_of(parts)
     for name, part in parts.items():
-        state = by_name(part, names) if isinstance(part, Optimizer) else part.state_dict()
+        state = by_name(part, names) if isinstance(part, Optimizer) else state_of(part)
         if not isinstance(part, nn.Module):  # such as a rate from np.cos
             state = tree_map_only(np.generic, lambda x: x.item(), state)
         for leaf in tree_leaves(state, is_leaf=lambda x: type(x) not in CONTAINERS):
@@ -182,6 +276,39 @@ def take_states(parts: Parts) -> State:
                 raise UserError(f"{name}: its state_dict has a {kind}")
         states[name] = state
     return to_host(states)
+
+
+def state_of(part: Any) -> State:
+    """Return its state_dict(), of a network with the names that it has without torch.compile."""
+    state = part.state_dict()
+    if isinstance(part, nn.Module) and any(COMPILED in name for name in state):
+        return {name.replace(COMPILED, ""): value for name, value in state.items()}
+    return state
+
+
+def load_module(module: nn.Module, saved: State) -> None:
+    """Load the weights of a network; it and what was saved may each be compiled or not."""
+    own = {name.replace(COMPILED, ""): name for name in module.state_dict()}
+    if any(COMPILED in name for name in (*own.values(), *saved)):
+        plain = {name.replace(COMPILED, ""): value for name, value in saved.items()}
+        saved = {own.get(name, name): value for name, value in plain.items()}
+    check_weights(module, saved)
+    module.load_state_dict(saved)
+
+
+def summary(parts: Parts) -> str:
+    """Return a text that differs if the state of a part does; it reads the device once."""
+    states = {name: part.state_dict() for name, part in parts.items()}
+    leaves = tree_leaves(states, is_leaf=lambda x: type(x) not in CONTAINERS)
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.numel()]
+    others = [repr(leaf) for leaf in leaves if not isinstance(leaf, Tensor)]
+    sums: dict[torch.device, list[Tensor]] = {}
+    for tensor in tensors:
+        kind = OF_BYTES.get(tensor.element_size())
+        bits = tensor.detach().view(kind) if kind else tensor.detach().flatten().view(torch.uint8)
+        sums.setdefault(tensor.device, []).append(bits.sum(dtype=torch.int64))
+    found = [torch.stack(each).tolist() for each in sums.values()]
+    return f"{found} {others}"
 
 
 def to_host(state: State) -> State:
@@ -195,7 +322,7 @@ def to_host(state: State) -> State:
 def names_of(parts: Parts) -> dict[Tensor, str]:
     """Return the name of each weight of the networks in `parts`: "fc.bias", "trained.fc.bias"."""
     return {
-        weight: key if name == "model" else f"{name}.{key}"
+        weight: (key if name == "model" else f"{name}.{key}").replace(COMPILED, "")
         for name, part in parts.items()
         if isinstance(part, nn.Module)
         for key, weight in part.named_parameters()
@@ -235,13 +362,17 @@ def load_states(state: State, parts: Parts, step: int) -> None:
                 then, now = state["kinds"].get(name), type(part).__name__
                 if then not in (None, now):
                     raise ValueError(f"it was {then} and is {now}")
+                if isinstance(part, LRScheduler | torch.amp.GradScaler):
+                    check_alike(name, part.state_dict(), saved)
                 if isinstance(part, Optimizer):
                     saved = as_made(saved, part, names, by_flags and name == "optimizer")
                 if part is scheduler and by_flags:
                     follow(scheduler, parts["optimizer"], saved, step)
+                elif isinstance(part, nn.Module):
+                    load_module(part, saved)
                 else:
                     part.load_state_dict(saved)
-            except (LookupError, RuntimeError, TypeError, ValueError) as error:
+            except MISFITS as error:
                 reason = " ".join(str(error).split())[:200]
                 undo = f"or keep only its weights: --weights {path} --output-dir ANOTHER"
                 line = f"{path} does not fit the {name} ({reason}); undo that to resume, {undo}"
@@ -256,28 +387,70 @@ def as_made(saved: State, optimizer: Optimizer, names: Names, by_flags: bool) ->
         had, have = (" + ".join(str(len(group)) for group in each) for each in (then, known))
         raise ValueError(f"groups had {had} weights and have {have}, or others")
     weights = [weight for group in optimizer.param_groups for weight in group["params"]]
-    moments = {
-        i: {key: like(value, weights[i]) for key, value in saved["state"][name].items()}
-        for i, name in enumerate(name for group in known for name in group)
-        if name in saved["state"]
-    }
-    now = [
-        {k: v for k, v in group.items() if by_flags or k in ("params", "fused", "foreach")}
-        for group in optimizer.state_dict()["param_groups"]
-    ]
-    groups = [{**old, **new} for old, new in zip(saved["param_groups"], now, strict=True)]
+    sized = MOMENTS if "fused" in optimizer.defaults else set()
+    moments: dict[int, State] = {}
+    without: list[str] = []
+    for i, name in enumerate(name for group in known for name in group):
+        if name in saved["state"]:
+            state = saved["state"][name]
+            moments[i] = {k: like(k, v, weights[i], k in sized) for k, v in state.items()}
+        elif weights[i].requires_grad:
+            without.append(name)
+    if moments and without:
+        line = f"the saved optimizer has no state of {shorten(without)}, as of frozen weights"
+        distributed.say(f"{line}: it starts there anew")
+    groups = []
+    current = optimizer.state_dict()["param_groups"]
+    for old, group in zip(saved["param_groups"], current, strict=True):
+        own = {k: v for k, v in group.items() if by_flags or k in ("params", "fused", "foreach")}
+        check_alike("param_groups", {**group, "params": None}, old)
+        groups.append({**old, **own})
     return {**saved, "state": moments, "param_groups": groups}
 
 
-def like(value: Any, weight: Any) -> Any:
-    """Return a saved moment in its weight's layout, on which fused kernels rely."""
-    if not isinstance(value, Tensor) or value.shape != weight.shape or not value.ndim:
+def like(key: str, value: Any, weight: Tensor, is_sized: bool) -> Any:
+    """Return a saved moment in its weight's layout, on which fused kernels rely.
+
+    Raises a ValueError if it is NaN, or if `is_sized` and not as large as the weight: these kernels
+    would read and write beyond it.
+    """
+    if is_sized:
+        check_alike(key, weight, value)
+    if not isinstance(value, Tensor):
+        return value
+    if value.isnan().any():
+        raise ValueError(f"{key} is NaN")
+    if key == "step" and (value.numel() != 1 or value < 0):
+        raise ValueError(f"step is {value!s:.60}")
+    if is_sized and value.shape != weight.shape:
+        raise ValueError(f"{key} has shape {tuple(value.shape)}, its weight {tuple(weight.shape)}")
+    if value.shape != weight.shape or not value.ndim:
         return value
     return torch.empty_like(weight, dtype=value.dtype).copy_(value)
 
 
+def check_alike(name: str, now: Any, then: Any) -> None:
+    """Raise a ValueError if a saved value is of another kind than the one of now; None is any."""
+    if now is None or then is None:
+        return
+    now, then = (x.item() if isinstance(x, Tensor) and not x.ndim else x for x in (now, then))
+    for kind in ALIKE:
+        if isinstance(now, kind) != isinstance(then, kind):
+            raise ValueError(f"{name} is {then!r:.60}")
+    if isinstance(now, Tensor) and kind_of(now) != kind_of(then):
+        raise ValueError(f"{name} is {then.dtype}, not {now.dtype}")
+    if isinstance(now, dict):
+        for key in now.keys() & then.keys():
+            check_alike(f"{name}: {key}", now[key], then[key])
+    if isinstance(now, list | tuple):
+        for one, other in zip(now, then, strict=False):
+            check_alike(name, one, other)
+
+
 def follow(scheduler: LambdaLR, optimizer: Optimizer, saved: State, step: int) -> None:
     """Set a schedule, and the learning rates, to `step`."""
+    if step < 0:
+        raise ValueError(f"last_epoch is {step}")
     pairs = zip(scheduler.base_lrs, scheduler.lr_lambdas, strict=True)
     rates = [float(lr * factor(step)) for lr, factor in pairs]
     more = {"base_lrs": scheduler.base_lrs, "last_epoch": step, "_last_lr": rates}

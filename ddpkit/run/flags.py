@@ -6,8 +6,10 @@ import math
 import os
 import re
 import shlex
+import sys
 from argparse import ArgumentTypeError
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
 from ddpkit.errors import UserError
@@ -31,7 +33,8 @@ class Parser(argparse.ArgumentParser):
 
     A mistake raises a UserError, one line; help is printed by the first rank of a node alone. A
     `@FILE` among the arguments stands for the flags in that file, several in a line if you like;
-    a # before a word begins a comment. -1,5 is a value, not a flag.
+    a # before a word begins a comment. -1,5 is a value, not a flag. In a Path or a text ~/ is the
+    home folder: a shell replaces it neither in FILE nor after a = sign.
 
         parser = ddpkit.Parser(description="Train a network.")
         parser.add_argument("--epochs", type=ddpkit.at_least(1), default=30)
@@ -42,6 +45,9 @@ class Parser(argparse.ArgumentParser):
         common = {"formatter_class": Help, "fromfile_prefix_chars": "@", "allow_abbrev": False}
         super().__init__(**{**common, **options})
         self._negative_number_matcher = re.compile(r"-\.?\d")  # also of -1000,3000: no flag
+        self.register("type", Path, lambda text: Path(at_home(text)))
+        for kind in None, str:
+            self.register("type", kind, at_home)
 
     def parse(
         self, argv: Sequence[str] | None = None, defaults: Mapping[str, object] | None = None
@@ -87,6 +93,10 @@ class Parser(argparse.ArgumentParser):
                 return part, parts
         raise ArgumentTypeError(f"{text}: expected N/K, the N-th of K parts, such as 2/5")
 
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        words = sys.argv[1:] if args is None else args
+        return super().parse_known_args([*map(at_home, words)], namespace)
+
     def print_help(self, file: Any = None) -> None:
         if os.environ.get("LOCAL_RANK", "0") == "0":
             super().print_help(file)
@@ -96,9 +106,18 @@ class Parser(argparse.ArgumentParser):
 
     def convert_arg_line_to_args(self, arg_line: str) -> list[str]:
         try:
-            return shlex.split(re.split(r"(?<!\S)#", arg_line)[0])
+            return [*map(at_home, shlex.split(re.split(r"(?<!\S)#", arg_line)[0]))]
         except ValueError as error:  # a quote that is not closed
             self.error(f"@FILE, line {arg_line!r}: {error}")
+
+
+def at_home(text: Any) -> Any:
+    """Return `text` with the home folder for a ~ at its beginning, or after an @."""
+    is_path = isinstance(text, str) and re.match(r"@?~[\w.-]*(/|$)", text)
+    if not is_path:
+        return text
+    at, _, rest = text.partition("~")
+    return at + os.path.expanduser("~" + rest)
 
 
 def at_least(

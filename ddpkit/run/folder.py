@@ -5,7 +5,6 @@ damages the last one; `best.pt` has the best score. Rank 0 writes them, and all 
 """
 
 import contextlib
-import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -14,18 +13,19 @@ from typing import Any
 from torch import Tensor, nn
 
 from ddpkit import files
-from ddpkit.data import loading, samples
+from ddpkit.data import loading
 from ddpkit.errors import UserError
 from ddpkit.ranks import distributed, environment, process, protocol
 from ddpkit.run import checkpoint, machine, reporting
-from ddpkit.run.checkpoint import OTHER_RUN, Damaged, State
+from ddpkit.run.checkpoint import OTHER_RUN, Damaged, Foreign, State
 from ddpkit.run.metrics import Found, Mistakes
 
 SAVES = ("last.pt", "last-1.pt")  # newest first
 OWN_FILES = (  # what `--resume never` removes
     *(*SAVES, "*.pt.corrupt", "best.pt", "best-1.pt", "metrics.csv", "tracker.json", "args.json"),
     *("curves.png", *reporting.IMAGES, *(f"eval/{name}" for name in reporting.IMAGES)),
-    "events.out.tfevents.*",
+    f"{reporting.EPOCHS}/{reporting.EVENTS}",
+    reporting.EVENTS,  # of earlier versions
 )
 KEYS = (  # what a checkpoint has to contain, besides what a training loader adds
     *("model", "optimizer", "scheduler", "kinds", "epoch", "step", "seen", "totals", "images"),
@@ -112,7 +112,7 @@ class Folder:
         found: the confusion matrix of `compute`, and what Worst.compute() returns. loader: of the
         validation images. classes, predict, draw: as Run takes them.
         """
-        machine.check_alike(classes, validation=samples.of(loader))
+        machine.check_alike(classes, validation=loader)
         checkpoint.check_format(self.state or {}, loading.format_of(loader))
         shown = Mistakes(found, model, loader, classes, predict, draw)
         reporting.report(shown, self.path / "eval")
@@ -160,7 +160,8 @@ class Folder:
         if not distributed.is_rank_zero():
             return
         found = {path for name in OWN_FILES for path in self.path.glob(name)}
-        old = sorted(path for path in found if not path.is_dir())
+        mine = f".{os.getpid()}."  # of events: what main.py has opened before
+        old = sorted(path for path in found if not path.is_dir() and mine not in path.name)
         if old and is_new and self.resume == "never":
             names = ", ".join(path.name for path in old)
             distributed.say(f"--resume never: removing {names} from {self.path}")
@@ -171,28 +172,32 @@ class Folder:
             with files.writing(self.path / protocol.BEGUN) as tmp_path:
                 tmp_path.write_bytes(launch.encode())
 
-    def best_score(self, best_of: str | None, until: float) -> tuple[float, int]:
+    def best_score(self, best_of: Sequence[str], until: float) -> tuple[float, int] | None:
         """On rank 0, return the score of best.pt and its epoch; rename it if it is of another run.
 
-        best_of: its metric and validation set. until: the last epoch that it may be from.
+        best_of: its metric and validation set, or those that it may have. until: the last epoch
+            that it may be from.
         """
         path = self.path / "best.pt"
         if path.name in self.names():
             try:
                 state = checkpoint.read(path, KEYS)
-                if state["best_of"] == best_of and state["epoch"] <= until:
+                if state["best_of"] in best_of and state["epoch"] <= until:
                     return state["best"], state["epoch"]
                 reason = f"{path}: has the best {state['best_of']} of epoch {state['epoch']}"
                 set_aside(reason, path, "best-1.pt")
             except Damaged as error:
                 set_aside(error.line, path, "best.pt.corrupt")
-            except UserError as error:
+            except Foreign as error:
                 set_aside(error.line, path, "best-1.pt")
         reporting.remove_images(self.path)
-        return -math.inf, 0
+        return None
 
-    def add(self, state: State, is_best: bool, replace: bool) -> None:
-        """Save last.pt, and best.pt; the old last.pt becomes last-1.pt unless with `replace`."""
+    def add(self, state: State, is_best: bool, replace: bool, keeps_images: bool = False) -> None:
+        """Save last.pt, and best.pt; the old last.pt becomes last-1.pt unless with `replace`.
+
+        keeps_images: those of best.pt, which has the same weights as before.
+        """
         if not distributed.is_rank_zero():
             return
         last, older = (self.path / name for name in SAVES)
@@ -201,7 +206,8 @@ class Folder:
             with files.writing(path) as tmp_path:
                 files.retried(path, checkpoint.write, tmp_path, state)
                 if path != last:
-                    reporting.remove_images(self.path)
+                    if not keeps_images:
+                        reporting.remove_images(self.path)
                 elif not replace:
                     with contextlib.suppress(FileNotFoundError):
                         last.replace(older)

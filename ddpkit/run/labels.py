@@ -1,5 +1,7 @@
 """Several labels per image: their loss and their metrics."""
 
+from typing import Any
+
 from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits
 from torchmetrics import MetricCollection
@@ -8,6 +10,7 @@ from torchmetrics.classification import (
     MultilabelConfusionMatrix,
     MultilabelF1Score,
 )
+from torchmetrics.utilities.data import dim_zero_cat
 
 
 class BinaryCrossEntropy(nn.Module):
@@ -34,6 +37,24 @@ class BinaryCrossEntropy(nn.Module):
         return loss / total, len(targets)
 
 
+class MeanPrecision(MultilabelAveragePrecision):
+    """The mean over the labels that some image has: of others there is no precision to average."""
+
+    def compute(self) -> Any:
+        each = super().compute()
+        is_there = dim_zero_cat(self.target).eq(1).any(0)
+        return each[is_there].mean()
+
+
+class MeanF1(MultilabelF1Score):
+    """The mean without labels that no image has and none is given: as of classes in miou."""
+
+    def compute(self) -> Tensor:
+        each = super().compute()
+        is_defined = sum(getattr(self, name) for name in ("tp", "fp", "fn")) > 0
+        return each[is_defined].mean()
+
+
 class LabelMetrics(MetricCollection):
     # Probabilities: of logits torchmetrics would take those from 0 to 1 for such, batch by batch.
     def update(self, logits: Tensor, targets: Tensor) -> None:  # type: ignore[override]
@@ -43,14 +64,15 @@ class LabelMetrics(MetricCollection):
 def label_metrics(count: int) -> MetricCollection:
     """Return "map", the mean average precision of `count` classes, and "f1", the mean F1 at 0.5.
 
-    They take logits and targets of 0 or 1, both float (N, classes), and add up over ranks.
+    They take logits and targets of 0 or 1, both float (N, classes), and add up over ranks. A class
+    that no image has is left out of the mean, but for the f1 of one that is predicted, which is 0.
 
         metrics = ddpkit.label_metrics(len(classes))
     """
     return LabelMetrics(
         {
-            "map": MultilabelAveragePrecision(count),
-            "f1": MultilabelF1Score(count),
+            "map": MeanPrecision(count, average="none"),
+            "f1": MeanF1(count, average="none"),
             "matrix": MultilabelConfusionMatrix(count),
         }
     )

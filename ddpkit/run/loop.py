@@ -34,9 +34,10 @@ class Run:
         is trained, if that is another, of which `model` is an average.
     optimizer, scheduler, **more: saved by name with state_dict(), resumed with load_state_dict().
         A LambdaLR follows the flags on resume, others resume as saved.
-    best: the metric, higher is better, by which best.pt is chosen; of several the first that
-        `evaluate` returns. accumulate: passes per optimizer step. save_every: optimizer steps
-        between saves; 0: after each epoch only.
+    best: the metric by which best.pt is chosen; of several the first that `evaluate` returns. Lower
+        is better of a loss, and of what torchmetrics says so; of numbers that are worked out by
+        hand say it: ("cost", "min"). accumulate: passes per optimizer step. save_every: optimizer
+        steps between saves; 0: after each epoch only.
     flags: vars(args), kept in checkpoints and args.json. predict, draw: for drawings, (model,
         images) -> outputs and draw_example(axes, image, target, logits, classes).
     tracker: gets the rows of metrics.csv, on rank 0: "mlflow", "trackio", "wandb", or a function
@@ -78,17 +79,21 @@ class Run:
         **more: Any,
     ) -> None:
         self.folder, self.classes, self.epochs = folder, classes, epochs
-        self.scores = [best] if isinstance(best, str) else [*best]
+        self.scores = metrics.parse_best(best)
         done = (folder.state or {}).get("history") or [self.scores]
-        self.score = next((name for name in self.scores if name in done[-1]), self.scores[0])
-        self.model, self.trained, self.optimizer = model, trained or model, optimizer
+        there = [name for name in self.scores if name in done[-1]]
+        self.score = (there or list(self.scores))[0]
+        self.is_higher = self._direction_so_far(folder.state or {})
+        self.model, self.optimizer = model, optimizer
+        self.trained = model if trained is None else trained
         self.device, self.val_loader = next(model.parameters()).device, val_loader
         self.predict, self.draw_example = predict or (lambda model, images: model(images)), draw
         self.passes_per_step, self.save_every = accumulate, save_every
         val_set, kept = samples.of(val_loader), checkpoint.to_plain(dict(flags or {}))
         self.val_images = samples.fingerprint(val_set)
-        machine.check_alike(classes, training=samples.of(train_loader), validation=val_set)
-        self.source = loading.find_source(train_loader, accumulate, kept.get("seed", 0))
+        machine.check_alike(classes, training=train_loader, validation=val_loader)
+        seed, epoch = kept.get("seed", 0), (folder.state or {}).get("epoch", 0)
+        self.source = loading.find_source(train_loader, val_loader, accumulate, seed, epoch)
         self.is_own = not isinstance(self.source, Foreign)
         self.train_loader, self.global_batch = train_loader, self.source.global_batch
         self.parts = self._parts(scheduler, more)
@@ -100,7 +105,7 @@ class Run:
                 "resumed_from": folder.resume,
                 "args": kept,
                 "format": dataclasses.asdict(loading.format_of(val_loader)),
-                "channels": getattr(val_loader.dataset, "channels", 3),
+                "channels": getattr(getattr(val_loader, "dataset", None), "channels", 3),
             }
         )
         self.epoch, self.step, self.seen, self.saved_step = 0, 0, 0, -1
@@ -108,8 +113,10 @@ class Run:
         self._begin_totals()
         self.history: list[dict[str, float | str]] = []
         self.is_divided, self.checked_at = False, time.monotonic()
+        self.is_ended, self.at_end = False, ""  # after `end_epoch`: what its checkpoint has
         self._resume(folder.state)
         self.began, self.began_step = self.epoch, self.step
+        self.at_start = self._summary() if self.seen else ""  # of an epoch that is resumed
         recorded = distributed.from_rank_zero(reporting.count, folder.path)
         self.is_complete = min(self.epoch, recorded) >= epochs
         self.first_step = optimizer.register_step_pre_hook(replicas.check_step)
@@ -117,6 +124,7 @@ class Run:
             folder.path, self.device, epochs, self.epoch, self.is_complete
         )
         self.report.start(self.source, accumulate, classes, train_loader, val_loader, kept)
+        self._note_best()
         if isinstance(tracker, str):
             tracker = reporting.find_tracker(tracker, folder.path, kept)
         self.report.catch_up(self.history, tracker)
@@ -124,14 +132,14 @@ class Run:
 
     def _parts(self, scheduler: Any, more: State) -> State:
         """Return what is saved: with an average of the weights also those that are averaged."""
-        if taken := more.keys() & {*KEYS, "trained", "sampler"}:
+        if taken := more.keys() & {*KEYS, "trained", "sampler", "best_by"}:
             raise UserError(f"Run({min(taken)}=...): checkpoints have an entry of that name")
         parts = {"model": self.model, "optimizer": self.optimizer, "scheduler": scheduler, **more}
         return parts if self.trained is self.model else {**parts, "trained": self.trained}
 
     def _resume(self, state: State | None) -> None:
         """Open the folder; continue from `state`, whose weights the model has already."""
-        best_of, until = None, math.inf
+        self.is_own_best, self.best_until = False, math.inf
         if state:
             self._check_kind(state)
         self.folder.open_for_training(is_new=not state)
@@ -145,17 +153,37 @@ class Run:
             checkpoint.load_states(state, self.parts, step)
             # After going back to an earlier checkpoint, a best.pt from later epochs does not count.
             if self.folder.contains(state["path"]):
-                best_of = self.best_of
-                until = self.epoch if state["path"] == self.folder.resume else math.inf
+                self.is_own_best = True
+                is_back = state["path"] == self.folder.resume
+                self.best_until = self.epoch if is_back else math.inf
             for name in self.parts:  # they take as much memory again
                 state.pop(name, None)
         checkpoint.fill_momenta(self.parts)
-        self.best, epoch = distributed.from_rank_zero(self.folder.best_score, best_of, until)
+        may_be = [self.best_of]
+        if not self.history:  # the first epoch shows which score of BEST there is
+            for name in self.scores:
+                may_be += [f"{name} on {self.val_images}", f"{name} (lowest) on {self.val_images}"]
+        self._find_best(may_be)
+
+    def _find_best(self, may_be: Sequence[str]) -> None:
+        """Take the score of best.pt, if that is the best of this metric on these images."""
+        best_of = may_be if self.is_own_best else ()
+        found = distributed.from_rank_zero(self.folder.best_score, best_of, self.best_until)
+        self.best, epoch = found or (math.inf if self.is_higher is False else -math.inf, 0)
         self.best_epoch = epoch or self.epoch
 
     @property
     def best_of(self) -> str:  # by which metric, on which images, best.pt is the best
-        return f"{self.score} on {self.val_images}"
+        lowest = " (lowest)" if self.is_higher is False else ""
+        return f"{self.score}{lowest} on {self.val_images}"
+
+    def _direction_so_far(self, state: State) -> bool | None:
+        """Return whether a higher score is better, as far as is known before it is worked out."""
+        said = self.scores[self.score]
+        if said is None:
+            said = metrics.higher_is_better(self.score)
+        score, is_higher = state.get("best_by", (None, None))
+        return is_higher if said is None and score == self.score else said
 
     def _begin_totals(self) -> None:
         self.totals = torch.zeros(2, dtype=torch.float64, device=self.device)
@@ -212,6 +240,7 @@ class Run:
             try:
                 with contextlib.closing(self.report):
                     yield
+                self._keep_changes()
                 distributed.barrier()  # rank 0 may still be saving: its watcher needs the others'
             except stopping.Stopped:
                 if self.saved_step != self.step:
@@ -232,6 +261,14 @@ class Run:
         i: the number of the pass in the epoch, from 0. images: float32 (N, C, H, W), uint8 ones
         normalised. targets: int64, or float32. Each pass seeds all random numbers.
         """
+        self._keep_changes()
+        if self.at_start and self.at_start != self._summary():
+            distributed.say(
+                "a scheduler or another part was changed before run.batches() in an epoch that is "
+                "resumed in its middle, where it has been changed already: do that at the end of "
+                "the loop, after run.end_epoch"
+            )
+        self.at_start = ""
         format = loading.format_of(self.train_loader)
         left = (self.source.total - self.seen) // self.global_batch * self.passes_per_step
         found = self.source.batches(self.train_loader, self.epoch, self.seen)
@@ -259,14 +296,18 @@ class Run:
 
     def _check_last_step(self, i: int) -> None:
         if i != self.passes:
-            line = "run.end_step was not called after an optimizer step: call it after each, when"
-            raise UserError(f"{line} {self.passes_per_step} pass(es) are done")
+            raise UserError(
+                f"this run has {self.passes_per_step} pass(es) per optimizer step, and "
+                "run.end_step was not called after the last of them: call it after each optimizer "
+                "step; for more passes per step use --accumulate, such as --accumulate 4"
+            )
 
     def loss(self, loss_sum: Tensor, count: Tensor | int) -> Tensor:
         """Return the loss to call backward() on, once in each pass.
 
         loss_sum, count: scalars, what `criterion` returns. Ranks and passes hold unequal numbers of
-        samples (labelled pixels): this divides by a number that is equal everywhere, and
+        samples (labelled pixels): this divides by the count of all ranks; in a step of several
+        passes, whose count is not known yet, by a number that is equal everywhere, and
         `divide_gradients` then by the true count.
         """
         if not self.is_own and isinstance(count, int):
@@ -276,6 +317,8 @@ class Run:
         self.report.loss(self.totals, self.optimizer.param_groups[-1]["lr"])
         is_last = (self.last_pass + 1) % self.passes_per_step == 0
         loss = self.mean.loss(loss_sum, count, is_last)
+        if self.step == self.began_step and self.passes_per_step > 1 and loss.requires_grad:
+            loss.register_hook(self._check_weight)  # reads the device, at the first step only
         is_second = self.step == self.began_step + 1 and self.mean.passes == 1
         if is_second and loss.requires_grad:  # once is enough
             loss.register_hook(lambda _: replicas.check_cleared(self.optimizer))
@@ -285,11 +328,26 @@ class Run:
         """Divide the gradients, which DDP has averaged over the ranks, by the counts of all.
 
         After the last backward() of a step, before clipping. They become those of the mean loss
-        over all samples. Raises a UserError if a pass had no `loss`, or none called `ddp_model`.
+        over all samples; in a step of one pass they are that already. Raises a UserError if a pass
+        had no `loss`, or none called `ddp_model`.
         """
         replicas.check_called(ddp_model)
         self.mean.finish(ddp_model, self.passes_per_step)
         self.is_divided = True
+
+    def _check_weight(self, slope: Tensor) -> None:
+        """Raise a UserError if what run.loss returned was divided by the number of passes.
+
+        slope: the gradient that arrives there at backward().
+        """
+        scalers = (part for part in self.parts.values() if isinstance(part, torch.amp.GradScaler))
+        scale = next((scaler.get_scale() for scaler in scalers if scaler.is_enabled()), 1.0)
+        if math.isclose(float(slope) * self.passes_per_step, scale, rel_tol=1e-3):
+            raise UserError(
+                f"the loss is divided by {self.passes_per_step} after run.loss, which has divided "
+                "it by the passes of a step already: call backward() on what run.loss returns; a "
+                "weight of the loss belongs before it, run.loss(weight * loss_sum, count)"
+            )
 
     def end_step(self) -> None:
         """Count an optimizer step; save if that is due; after a signal stop here, on all ranks."""
@@ -326,38 +384,86 @@ class Run:
         return loss / count if count else 0.0  # class weights may make it small
 
     def end_epoch(self, row: Mapping[str, float | str]) -> bool:
-        """Record a finished epoch, its numbers by name, and save; return whether it is the best."""
+        """Record a finished epoch, its numbers by name, and save; return whether it is the best.
+
+        The numbers are rank 0's. What is stepped after it, such as a scheduler, is saved, too, when
+        `is_over` or `batches` is called, or the `with` block ends.
+        """
+        stopping.agree()
         if self.model.training:
             line = "evaluate() judged another network than Run(model=...), which is saved: that is"
             raise UserError(f"{line} in training mode; evaluate it, after model.eval()")
         self._check_score(row)
+        row = distributed.from_rank_zero(checkpoint.to_plain, dict(row))
         self.epoch, self.seen = self.epoch + 1, 0
         self._begin_totals()
         row = {"epoch": self.epoch, "step": self.step, **row, **self.speed}
         self.history.append(checkpoint.to_plain(row))
-        if is_best := float(row[self.score]) > self.best:
-            self.best, self.best_epoch = float(row[self.score]), self.epoch
+        score = float(row[self.score])
+        is_best = score > self.best if self.is_higher else score < self.best
+        if is_best:
+            self.best, self.best_epoch = score, self.epoch
         self.save(is_best)
+        self.is_ended, self.at_end = True, self._summary()
         self.report.end_epoch(self.history, is_best)
         return is_best
 
+    def _summary(self) -> str:
+        """Return on rank 0 what tells whether a part has changed."""
+        return checkpoint.summary(self.parts) if distributed.is_rank_zero() else ""
+
+    def _keep_changes(self) -> None:
+        """Save again if a part was changed after `end_epoch`, such as a scheduler stepped there."""
+        if not self.is_ended:
+            return
+        self.is_ended = False
+        if distributed.from_rank_zero(lambda: self._summary() != self.at_end):
+            self.save(is_best=self.best_epoch == self.epoch, again=True)
+
     def _check_score(self, row: Mapping) -> None:
+        """Find the score in a row, and whether a higher one is better."""
         found = [name for name in self.scores if name in row]
         if not found:
             given = " or ".join(self.scores)
             raise UserError(f"BEST of model.py is {given}: use one of {', '.join(row)}")
-        self.score = found[0]
+        name = found[0]
+        is_higher = self.scores[name]
+        if is_higher is None:
+            is_higher = metrics.higher_is_better(name, row[name])
+        if is_higher is None:
+            raise UserError(
+                f'BEST of model.py is "{name}", of which nothing says whether higher or lower is '
+                f'better: write BEST = "{name}", "max" or BEST = "{name}", "min"'
+            )
+        before = self.best_of
+        self.score = name
+        self.is_higher = is_higher
+        if self.best_of != before or not self.history:
+            self._find_best([self.best_of])
+        self._note_best()
+
+    def _note_best(self) -> None:
+        """Say in args.json which score is the best, for what searches for flags."""
+        if self.is_higher is not None:
+            self.report.note(best=[self.score, "max" if self.is_higher else "min"])
 
     def is_over(self, patience: int) -> bool:
-        """Return whether all epochs are done, or the last `patience`, if any, had no new best."""
+        """Return whether all epochs are done, or the last `patience`, if any, had no new best.
+
+        All ranks have to call it.
+        """
+        self._keep_changes()
         since = self.epoch - self.best_epoch
         if 0 < patience <= since and self.epoch < self.epochs:
             distributed.say(f"--patience {patience}: no new best {self.score} for {since} epoch(s)")
             return True
         return self.epoch >= self.epochs
 
-    def save(self, is_best: bool = False) -> None:
-        """Write a checkpoint, unless the loss or a weight is not finite; to call on all ranks."""
+    def save(self, is_best: bool = False, again: bool = False) -> None:
+        """Write a checkpoint, unless the loss or a weight is not finite; to call on all ranks.
+
+        again: the images of best.pt remain.
+        """
         totals = distributed.gather(self.totals)
         self._check_loss(totals)
         self._check_weights()
@@ -366,10 +472,12 @@ class Run:
             **self.about,
             **{"best_of": self.best_of, "epoch": self.epoch, "step": self.step, "seen": self.seen},
             **{"totals": totals.tolist(), "best": self.best, "history": self.history},
+            "best_by": [self.score, self.is_higher],
             **{**self.source.order, "global_batch": self.global_batch},
         }
         # The save after evaluation replaces the one before it, which has the same weights.
-        self.folder.add(state, is_best, replace=self.saved_step == self.step)
+        is_repeated = self.saved_step == self.step
+        self.folder.add(state, is_best, replace=is_repeated, keeps_images=again)
         self.saved_step = self.step
 
     def _check_weights(self) -> None:
@@ -403,10 +511,12 @@ class Run:
         """
         if self.is_complete:
             return
-        if self.epoch == 0 and self.seen == 0:
+        is_new = self.epoch == 0 and self.seen == 0
+        if is_new or self.is_higher is None:
             results, found = judge(self.model, loading.First(self.val_loader))
             self._check_score(results)
-            self.report.try_drawing(self._drawing(found))
+            if is_new:
+                self.report.try_drawing(self._drawing(found))
 
     def draw(self, found: Found) -> None:
         """Draw examples.png, worst.png, confusion.png and write per_class.csv, on rank 0.

@@ -93,12 +93,23 @@ def library() -> str:
     return f"{ddpkit.__version__} in {Path(ddpkit.__file__).parent}"
 
 
-def check_alike(classes: Sequence[str], **datasets: Any) -> None:
-    """Raise a UserError, on all ranks, unless they have the same data, code and versions."""
+def check_alike(classes: Sequence[str], **loaders: Any) -> None:
+    """Raise a UserError, on all ranks, unless they have the same data, code and versions.
+
+    Of a loader without ddpkit.Seeded each rank may have its share, which has no list of samples.
+    """
     mine = {f"class {n}": f"class {n} {name}" for n, name in enumerate(classes)}
     mine |= {"classes": f"{len(classes)} classes", "version": f"ddpkit {ddpkit.__version__}"}
     mine |= {"torch": f"torch {torch.__version__}"}
-    mine |= {use: f"{samples.fingerprint(each)} for {use}" for use, each in datasets.items()}
+    for use, loader in loaders.items():
+        data = samples.of(loader)
+        is_ours = isinstance(getattr(loader, "dataset", None), samples.Seeded)
+        if is_ours or samples.listed(data):
+            mine[use] = f"{samples.fingerprint(data)} for {use}"
+        is_listed = any(samples.listed(each) for each, _ in samples.places(data, 0))
+        if is_ours and not is_listed and len(data) and not distributed.is_debugged():
+            first = samples.first_checksum(loader)
+            mine[f"first for {use}"] = f"a first sample for {use} with checksum {first:08x}"
     for name, checksum in code().items():
         mine[name] = f"{name} with checksum {checksum:08x}"
     (first, expected), *others = distributed.gather_objects((environment.own_rank(), mine))

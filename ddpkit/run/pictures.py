@@ -44,6 +44,18 @@ class Classes(list[str]):
         self.colors = np.array(colors, dtype=np.uint8) if colors else None
 
 
+def legible(classes: Sequence[str]) -> Sequence[str]:
+    """Return the names as the font can write them: after their numbers if it lacks a letter."""
+    from matplotlib.font_manager import FontProperties, findfont, get_font
+
+    letters = {ord(letter) for name in classes for letter in name}
+    if letters <= get_font(findfont(FontProperties())).get_charmap().keys():
+        return classes
+    found = Classes([f"{number} {name}" for number, name in enumerate(classes)])
+    found.colors = getattr(classes, "colors", None)
+    return found
+
+
 def colors_of(classes: Sequence[str], count: int = 0) -> np.ndarray:
     """Return uint8 (classes, 3): the user's, or PALETTE, again but for black; white up to count."""
     chosen = getattr(classes, "colors", None)
@@ -127,6 +139,7 @@ def draw_confusion(path: Path, confusion: Tensor, classes: Sequence[str]) -> Non
     from matplotlib.colors import PowerNorm
 
     counts, count = confusion.cpu().double().numpy(), len(classes)
+    classes = legible(classes)
     with np.errstate(invalid="ignore"):
         percent = 100 * counts / counts.sum(1, keepdims=True)
     side = min(4 + 0.24 * count, 15)  # inches
@@ -153,13 +166,14 @@ def draw_images(
 ) -> None:
     """Draw `examples` in a grid of about 3 : 2, each as `draw` draws it; below it the legend."""
     present: set[int] = set()
+    names = legible(classes)
     with drawing(path) as figure:
         for i, (image, target, logits, above) in enumerate(examples):
             if target.ndim == 2 and not target.is_floating_point():  # a mask
                 present.update(np.unique(target.numpy()), np.unique(logits.argmax(0).numpy()))
             axes = figure.add_subplot(label=str(i))
             axes.axis("off")
-            draw(axes, image, target, logits, classes)
+            draw(axes, image, target, logits, names)
             lines = [shorten(line, 48) for line in (*above, *axes.get_title().split("\n"))]
             axes.title.set_text("\n".join(lines))
         every = figure.axes
@@ -183,7 +197,7 @@ def draw_legend(figure: "Figure", classes: Sequence[str], present: set[int]) -> 
     """Draw the colours of the classes in `present`; numbers that are no class stand for void."""
     from matplotlib.patches import Patch
 
-    colors, entries = colors_of(classes, 256) / 255, []
+    colors, entries, classes = colors_of(classes, 256) / 255, [], legible(classes)
     for i in sorted({min(number, len(classes)) for number in present}):
         name = shorten(classes[i]) if i < len(classes) else "void"
         hint = "" if colors[i].any() else " (not tinted)"

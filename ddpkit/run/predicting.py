@@ -21,10 +21,10 @@ from ddpkit import files
 from ddpkit.data import folders, loading
 from ddpkit.data.format import Format, read_format
 from ddpkit.data.images import LazyImage, open_image, visible
-from ddpkit.errors import UserError, print_error
+from ddpkit.errors import UserError, print_error, shorten
 from ddpkit.ranks import devices, distributed, process
 from ddpkit.run import checkpoint, machine, pretrained
-from ddpkit.run.metrics import first
+from ddpkit.run.metrics import Outputs, first, map_tensors
 from ddpkit.run.pictures import draw_legend, drawing, overlay, paint
 
 Read = Callable[[LazyImage], Tensor]
@@ -34,12 +34,13 @@ Predict = Callable[[Tensor], Tensor]  # (1, 3, h, w) -> logits (1, classes, h, w
 class Predictor:
     """The network of a checkpoint, and images for it. Those that cannot be read are left out.
 
-    inputs: files and folders. build_model, parse_args: of model.py and flags.py.
+    inputs: files and folders. build_model, parse_args: of model.py and flags.py. output: the folder
+    for what is written, which may lie below an input.
 
     model: in evaluation mode, on this machine's device. classes: their names. args: the flags with
     which it was trained.
 
-        job = ddpkit.Predictor("best.pt", ["images"], build_model, parse_args)
+        job = ddpkit.Predictor("best.pt", ["images"], build_model, parse_args, Path("out"))
         with job.table(Path("predictions.csv"), ["file", "class"]) as write:
             for paths, images in job.batches(val_transform, batch_size=32):
                 numbers = job.model(images).argmax(1).tolist()
@@ -52,11 +53,12 @@ class Predictor:
         inputs: Sequence[str],
         build_model: Callable[..., nn.Module],
         parse_args: checkpoint.ParseArgs,
+        output: Path | None = None,
     ) -> None:
         self.device = devices.kind()
         opened = checkpoint.open_model(path, build_model, parse_args, self.device)
         self.model, self.classes, self.args, format = opened
-        self.found = folders.collect(inputs)
+        self.found = folders.collect(inputs, output)
         # What training allowed, or what data.json in a folder of images allows.
         places = {path if path.is_dir() else path.parent for path in map(Path, inputs)}
         limits = [each.max_megapixels for each in (format, *map(read_format, places))]
@@ -233,7 +235,8 @@ def fit_input(
     size: side of the training images in pixels: float32 (N, channels, size, size).
     weights: --weights, to start from, with `published`: arch="resnet18"; None: none.
     step: of the sides of images (N, channels, i * step, j * step), if it takes any such; weights
-        that its output does not depend on, as in some encoders, are frozen, or DDP would wait.
+        that no output depends on, as in some encoders, are frozen, or DDP would wait; a line names
+        them.
 
     Raises a UserError if it cannot be built, or cannot take such images.
 
@@ -268,17 +271,60 @@ def fit_input(
 
 
 def freeze_unused(model: nn.Module, step: int, channels: int) -> None:
-    """Freeze the weights of `model` that its output does not depend on."""
+    """Freeze the weights of `model` that no output depends on, in evaluation or in training."""
     remedy = f"validation pads images to multiples of {step}: choose another network"
-    output = forward(model, 5 * step, channels, remedy)
+    unused = without_gradient(model, forward(model, 5 * step, channels, remedy))
+    if unused:
+        unused &= unused_in_training(model, 5 * step, channels)
+    names = [name for name, weight in model.named_parameters() if weight in unused]
+    for weight in unused:
+        weight.requires_grad_(False)
+    if names and distributed.is_joined():  # predict.py has no use for it
+        line = f"{len(names)} weights are frozen, for no output depends on them"
+        distributed.say(f"{line}: {shorten(names)}")
+
+
+def unused_in_training(model: nn.Module, size: int, channels: int) -> set[nn.Parameter]:
+    """Return the weights that no output depends on in training; all, if that cannot be tried.
+
+    Buffers, such as BatchNorm's statistics, and the random numbers to come remain as they are.
+    """
+    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    was_training, device = model.training, next(model.parameters()).device
+    try:
+        with torch.random.fork_rng(devices=[]):  # networks are built on the CPU
+            images = torch.rand(2, channels, size, size, device=device)  # BatchNorm needs two
+            return without_gradient(model, model.train()(images))
+    except (AssertionError, LookupError, RuntimeError, TypeError, ValueError):
+        return set(model.parameters())  # such as one that takes targets, too
+    finally:
+        model.train(was_training)
+        with torch.no_grad():
+            for buffer, before in buffers:
+                buffer.copy_(before)
+
+
+def without_gradient(model: nn.Module, outputs: Outputs) -> set[nn.Parameter]:
+    """Return the weights that can be trained, and on which nothing in `outputs` depends."""
+    found: list[Tensor] = []
+
+    def note(output: Tensor) -> Tensor:
+        found.append(output)
+        return output
+
+    map_tensors(note, outputs)
+    sums = [output.sum() for output in found if output.requires_grad]
     weights = [weight for weight in model.parameters() if weight.requires_grad]
-    gradients = torch.autograd.grad(output.sum(), weights, allow_unused=True)
-    for weight, gradient in zip(weights, gradients, strict=True):
-        weight.requires_grad_(gradient is not None)
+    if not sums:
+        return set(weights)
+    total = torch.stack([each.double() for each in sums]).sum()
+    gradients = torch.autograd.grad(total, weights, allow_unused=True)
+    pairs = zip(weights, gradients, strict=True)
+    return {weight for weight, gradient in pairs if gradient is None}
 
 
-def forward(model: nn.Module, size: int, channels: int = 3, remedy: str = "") -> Tensor:
-    """Return the output for a black image, in evaluation mode."""
+def forward(model: nn.Module, size: int, channels: int = 3, remedy: str = "") -> Outputs:
+    """Return what the network returns for a black image, in evaluation mode."""
     was_training, device = model.training, next(model.parameters()).device
     try:
         return model.eval()(torch.zeros(1, channels, size, size, device=device))

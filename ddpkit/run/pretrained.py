@@ -1,9 +1,10 @@
 """Initial weights, published ones or those of a file, as far as they match the network."""
 
+import contextlib
 import functools
 import re
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -114,30 +115,36 @@ def find_published(arch: str, encoder: str, build: Build | None) -> tuple[list[s
         repositories = {name: each.get("repo_id") for name, each in settings.items()}
 
     def fetch(name: str) -> dict[str, Tensor]:
-        look_for(repositories[name])
-        with torch.random.fork_rng([]):
+        with reaching(repositories[name]), torch.random.fork_rng([]):
             network = smp.encoders.get_encoder(encoder, weights=name)
         return {f"encoder.{key}": value for key, value in network.state_dict().items()}
 
     return sorted(repositories, key="imagenet".__ne__), fetch
 
 
-def look_for(repository: str | None) -> None:
-    """Leave the hub alone unless it answers: its library would try for minutes."""
+@contextlib.contextmanager
+def reaching(repository: str | None) -> Iterator[None]:
+    """Leave the hub alone in the block unless it answers: its library would try for minutes."""
     import huggingface_hub as hub
 
+    before = hub.constants.HF_HUB_OFFLINE
     try:
         if repository:
             url = hub.hf_hub_url(repository, "config.json")
             hub.get_hf_file_metadata(url, timeout=SECONDS)
-    except Exception:
-        hub.constants.HF_HUB_OFFLINE = True  # what its cache has
+    except Exception as error:
+        answer = getattr(error, "response", None)  # such as 404
+        if answer is None or answer.status_code >= 500:
+            hub.constants.HF_HUB_OFFLINE = True  # what its cache has
+    try:
+        yield
+    finally:
+        hub.constants.HF_HUB_OFFLINE = before
 
 
 def fetch_timm(config: Any, build: Build) -> dict[str, Tensor]:
     """Return the tensors of timm's network but those of its last layer, as `build` makes it."""
-    look_for(config.hf_hub_id)
-    with torch.random.fork_rng([]):
+    with reaching(config.hf_hub_id), torch.random.fork_rng([]):
         network = build(pretrained=True)
     heads = config.classifier if isinstance(config.classifier, tuple) else (config.classifier,)
     last = tuple(f"{head}." for head in heads)
@@ -159,7 +166,7 @@ def copy_matching(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
             from timm.models import adapt_input_conv  # its import takes half a second
 
             value = adapt_input_conv(weight.shape[1], value)
-        if value.shape == weight.shape:
+        if value.shape == weight.shape and checkpoint.kind_of(value) == checkpoint.kind_of(weight):
             fitting[name] = value
     if not fitting:
         line = "--weights: no tensor has the same name and shape as one of this network, which"

@@ -17,7 +17,7 @@ import torch
 from tqdm import tqdm
 
 from ddpkit import files
-from ddpkit.data import images, samples
+from ddpkit.data import images, loading, samples
 from ddpkit.data.loading import Foreign, TrainSampler
 from ddpkit.errors import LineError, UserError
 from ddpkit.ranks import distributed, failures, process
@@ -28,6 +28,7 @@ from ddpkit.run.pictures import Row
 # Takes the id of the run to continue, or None; returns its id, and what takes a row of numbers.
 Start = Callable[[str | None], tuple[str, Callable[[dict[str, float]], object]]]
 
+EPOCHS, EVENTS = "epochs", "events.out.tfevents.*"  # the folder of TensorBoard's files, and these
 IMAGES = ("examples.png", "per_class.csv", "confusion.png", "worst.png")  # of best.pt
 
 
@@ -42,6 +43,7 @@ class Reporter:
         self.batch_size = 1
         self.board: Any = None
         self.log: Callable[[dict[str, float]], object] | None = None  # a tracker's
+        self.about: dict[str, object] = {}  # args.json
 
     def close(self) -> None:
         """Clear the progress bar and close the files, before any error is printed."""
@@ -67,7 +69,8 @@ class Reporter:
         ranks, val_set = distributed.world_size(), samples.of(val_loader)
         name_of = getattr(torch.get_device_module(self.device), "get_device_name", None)
         name = name_of(self.device) if name_of else self.device.type.upper()
-        val = f"{len(val_set)} validation images | " if hasattr(val_set, "__len__") else ""
+        # Of another loader it may be this rank's share.
+        val = f"{len(val_set)} validation images | " if loading.is_ours(val_loader) else ""
         distributed.say(
             f"{ranks} rank(s) on {name} | batch {self.batch_size} per rank x "
             f"{ranks} rank(s) x {accumulate} accumulated = {source.global_batch} | "
@@ -82,8 +85,14 @@ class Reporter:
         distributed.say(f"ddpkit {own}")
         versions = {"python": platform.python_version(), "torch": torch.__version__, "ddpkit": own}
         about = {"device": name, "jpeg": images.decoder(), "git": machine.git_commit()}
-        record = {"flags": dict(flags), "ranks": ranks, **about, "versions": versions}
-        self.write("args.json", record)
+        self.note(flags=dict(flags), ranks=ranks, **about, versions=versions)
+
+    def note(self, **more: object) -> None:
+        """Add something to args.json."""
+        about = {**self.about, **more}
+        if self.active and about != self.about:
+            self.about = about
+            self.write("args.json", about)
 
     def progress(self, batches: Iterable[Any], passes: int, epoch: int) -> Iterator[Any]:
         """Yield the batches of `passes` under a progress bar; it counts the images of all ranks."""
@@ -157,11 +166,17 @@ class Reporter:
         if not self.board:
             from torch.utils.tensorboard import SummaryWriter  # takes seconds
 
-            # Entries of later epochs, before going back to an earlier checkpoint, are dropped.
-            self.board = SummaryWriter(str(self.folder), purge_step=self.finished + 1)
-        for row in map(numbers, new):
+            # Entries of later epochs, before going back to an earlier checkpoint, are dropped: in
+            # a folder of its own, for other people's scalars have other steps.
+            place = self.folder / EPOCHS
+            shown = rows if not [*place.glob(EVENTS)] else new
+            self.board = SummaryWriter(str(place), purge_step=self.finished + 1)
+        else:
+            shown = new
+        for row in map(numbers, shown):
             for name, value in row.items():
                 self.board.add_scalar(name, value, row["epoch"])
+        for row in new:
             self.track(row)
         self.board.flush()
 
@@ -170,21 +185,28 @@ class Reporter:
         if not self.active:
             return
         if tracker:
-            path = self.folder / "tracker.json"
-            known = json.loads(path.read_text())["run"] if path.exists() else None
-            run, self.log = tracker(known)
-            self.write("tracker.json", {"run": run})
+            self.start_tracker(tracker)
         recorded = count(self.folder)
         if rows and recorded != len(rows):  # more: of epochs after the one that was gone back to
             self.record(rows, rows[recorded:])
+
+    def start_tracker(self, tracker: Start) -> None:
+        path = self.folder / "tracker.json"
+        try:
+            known = json.loads(path.read_text())["run"] if path.exists() else None
+            run, self.log = tracker(known)
+        except Exception as error:  # which costs no run
+            line = f"the tracker did not start ({reason_of(error)}): the run goes on without it"
+            return distributed.say(line)
+        self.write("tracker.json", {"run": run})
 
     def track(self, row: Row) -> None:
         try:
             if self.log:
                 self.log(numbers(row))
         except Exception as error:  # which costs no epoch
-            reason = " ".join(f"{type(error).__name__}: {error}".split())
-            distributed.say(f"the tracker did not take epoch {row['epoch']} ({reason[:200]})")
+            line = f"the tracker did not take epoch {row['epoch']} ({reason_of(error)})"
+            distributed.say(line)
 
     def write(self, name: str, value: object) -> None:
         with files.writing(self.folder / name, parents=True) as tmp_path:
@@ -237,6 +259,10 @@ def find_tracker(name: str, folder: Path, flags: Mapping[str, object]) -> Start:
         return (run.id if name == "wandb" else run.name), log
 
     return start
+
+
+def reason_of(error: Exception) -> str:
+    return " ".join(f"{type(error).__name__}: {error}".split())[:200]
 
 
 def numbers(row: Row) -> dict[str, float]:

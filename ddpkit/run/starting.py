@@ -13,17 +13,20 @@ from ddpkit.errors import UserError, print_error
 from ddpkit.ranks import environment, process
 from ddpkit.ranks.protocol import END_SECONDS, MISTAKE
 
+THRESHOLDS = gc.get_threshold()
+SELDOM = 100_000  # objects, instead of hundreds
+
 
 def prepare(parse_args: Callable[[], object] | None = None, needs: str = "1.0") -> None:
     """Have this process end quietly on Ctrl-C, and with its launcher; then check the flags.
 
-    Call it before torch is imported, which takes seconds. Garbage is not collected until `start`,
-    which makes that a tenth faster. needs: the least version of ddpkit.
+    Call it before torch is imported, which takes seconds. Garbage is seldom collected until
+    `start`, which makes that a tenth faster. needs: the least version of ddpkit.
 
         if __name__ == "__main__":
             ddpkit.prepare(parse_args, needs="1.2")
     """
-    gc.disable()
+    gc.set_threshold(SELDOM, *THRESHOLDS[1:])
     process.install_handlers()
     try:
         check_itself(needs)
@@ -38,6 +41,7 @@ def prepare(parse_args: Callable[[], object] | None = None, needs: str = "1.0") 
             time.sleep(END_SECONDS)  # the launcher ends this rank
         environment.note_mistake()
         process.exit_now(MISTAKE)
+    process.note_start()
 
 
 def check_itself(needs: str) -> None:
@@ -64,7 +68,7 @@ def start(main: Callable[[], object]) -> None:
     from ddpkit.data import loading
     from ddpkit.ranks import distributed, failures
 
-    gc.enable()
+    gc.set_threshold(*THRESHOLDS)
     with failures.one_line_errors(loading.explain):
         main()
         if distributed.is_joined():

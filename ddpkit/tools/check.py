@@ -4,7 +4,8 @@ Reads every file once, and prints what is in them and all that is wrong with the
 
 The exit status is 1 if there are errors: files that cannot be read, images without masks and masks
 without images, sizes that differ, values that are no class, images that need another value_range in
-data.json, or that are in train and in val; not for warnings: images that come twice in a part.
+data.json, or that are in train and in val; not for warnings: images that come twice in a part, or
+that EXIF turns beside their masks.
 Whatever else training refuses is told in one line, with status 2.
 """
 
@@ -24,11 +25,10 @@ from torch.utils.data import DataLoader
 from tqdm import tqdm
 
 from ddpkit.data import folders, loading
-from ddpkit.data.folders import by_name, collect
 from ddpkit.data.format import NAME, Format, read_format, write_format
-from ddpkit.data.masks import VOID, Labels, explain_values, read_classes
+from ddpkit.data.masks import VOID, Labels, Meant, agree, explain_values, read_classes
 from ddpkit.data.samples import MapDataset
-from ddpkit.errors import shorten
+from ddpkit.errors import UserError, shorten
 from ddpkit.ranks import distributed, process
 from ddpkit.run import machine
 from ddpkit.run.flags import Parser, at_least
@@ -44,12 +44,15 @@ class Facts:
     size: tuple[int, int] = (0, 0)  # height and width, upright
     pixels: str = ""  # a digest of the image
     counts: dict[int, int] = field(default_factory=dict)  # pixels of each mask value, or {class: 1}
+    meant: Meant = field(default_factory=dict)  # of the values in a mask
+    is_turned: bool = False  # an image beside a mask
     moments: Any = 0.0  # with "channels", (3, channels): pixels, sums of values 0 to 1, of squares
 
 
 def look(key: Any) -> Facts:
     """Read a sample; key: its part, ImageFiles or MaskFiles, and its number there."""
     part, index = key
+    part.labels.meant = {}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Pillow's, about files that it can read
         try:
@@ -60,6 +63,7 @@ def look(key: Any) -> Facts:
     digest = hashlib.blake2b(np.ascontiguousarray(seen).data, digest_size=8).hexdigest()
     facts = Facts("", (image.height, image.width), f"{seen.shape} {digest}")
     facts.counts = {} if masks else part.count_labels(index)
+    facts.meant, facts.is_turned = part.labels.meant, bool(masks) and image.is_turned
     for mask in masks:
         found = np.unique(mask.decode(1), return_counts=True)
         facts.counts = dict(zip(*(each.tolist() for each in found), strict=True))
@@ -78,6 +82,9 @@ class Survey:
         self.sizes: tuple[list, list] = ([], [])
         self.pixels, self.images = np.zeros((2, 2, 2**16), np.int64)  # by part and class number
         self.moments: Any = 0.0  # of training images
+        meant: Meant = {}
+        turned: list[str] = []
+        mixed = ""
         first: dict[str, tuple[int, str]] = {}  # part and path, by the pixels' digest
         keys: MapDataset = [(part, index) for part in parts for index in range(len(part))]
         options = loading.workers(workers, torch.device("cpu"))
@@ -90,6 +97,11 @@ class Survey:
                 self.errors.append(facts.error)
                 continue
             self.sizes[number].append(facts.size)
+            turned += [path] * facts.is_turned
+            try:
+                agree(meant, facts.meant)
+            except UserError as error:
+                mixed = mixed or error.line  # one for the whole set
             self.moments += 0.0 if number else facts.moments
             for value, pixels in facts.counts.items():
                 self.pixels[number, value] += pixels
@@ -99,6 +111,10 @@ class Survey:
                 self.errors.append(f"{path}: the same image is in train, {copy}")
             elif copy != path:
                 self.warnings.append(f"{path}: the same image as {copy}")
+        self.errors += [mixed] * bool(mixed)
+        if turned:
+            line = f"{turned[0]}: EXIF turns this image and {len(turned) - 1} others"
+            self.warnings.append(f"{line}; their masks have to be upright")
 
     def name_classes(self, labels: Labels, root: Path) -> list[str]:
         """Return the classes of masks; add an error of too few, or of numbers in val alone."""
@@ -178,9 +194,18 @@ def find_pairs(root: Path, errors: list[str]) -> Sequence[folders.Pairs]:
     """Return the pairs for training and for validation; images and masks without are errors."""
 
     def match(folder: Path) -> folders.Pairs:
-        one, other = (by_name(collect([folder / kind])) for kind in ("images", "masks"))
-        errors.extend(f"{one[name]}: no mask of that name" for name in one.keys() - other)
-        errors.extend(f"{other[name]}: no image of that name" for name in other.keys() - one)
+        one, other = folders.find_names(folder)
+        for path_of, others, kind in (one, other, "mask"), (other, one, "image"):
+            for name in path_of.keys() - others.keys():
+                form = folders.hint_at_forms(name, others)
+                errors.append(f"{path_of[name]}: no {kind} of that name{form}")
         return [(one[name], other[name]) for name in sorted(one.keys() & other)]
 
-    return folders.find_pairs(root, match)
+    try:
+        return folders.find_pairs(root, match)
+    except UserError as error:
+        if not errors:
+            raise
+        # Too few have a partner: what is wrong are the names.
+        errors.append(error.line)
+        return [], []

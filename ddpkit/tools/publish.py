@@ -1,25 +1,32 @@
 """Publish a network on the Hugging Face hub: python -m ddpkit publish --repo USER/NAME
 
 Writes README.md, a model card, to --output, with the checkpoint and what lies beside it: args.json,
-metrics.csv, per_class.csv and images. Pushes them to the model USER/NAME, which is made if it is
-not there; without --repo pushes nothing.
+metrics.csv, per_class.csv and images. Of the paths of this machine, as in flags, only the last name
+is written. Pushes them to the model USER/NAME, which is made if it is not there; without --repo
+pushes nothing.
 """
 
 import csv
 import importlib.util
+import io
 import json
+import re
 import shlex
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from ddpkit import files
-from ddpkit.errors import UserError
+from ddpkit.errors import UserError, escape
 from ddpkit.ranks import process
 from ddpkit.run import checkpoint, pictures, reporting
 from ddpkit.run.flags import Parser
 
 NEEDED = "args.json", "metrics.csv"
+# A path that begins at the root, at home or above, with all that follows: it may have blanks.
+PATH = re.compile(r"(?<![\w.~/\\-])(?:~[\w.-]*|\.\.|[A-Za-z]:)?[/\\].*", re.S)
+MARKUP = re.compile(r"[\\`*_{}\[\]<>|~&$!#]")
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -37,10 +44,22 @@ def main(argv: Sequence[str] | None = None) -> None:
     names = [path.name, *(name for name in beside if path.with_name(name).is_file())]
     if missing := [name for name in NEEDED if name not in names]:
         raise UserError(f"{path.with_name(missing[0])}: no such file; name a checkpoint of a run")
-    card = describe(path, given.repo or process.project().name, given.license, names)
+    if given.output.resolve() == path.parent.resolve():
+        raise UserError(f"--output {given.output} is the run's own folder: name another one")
+    state = checkpoint.read(path)
+    del state["path"]
+    for name in {"args", "resumed_from"} & state.keys():
+        state[name] = without_paths(state[name])
+    about = without_paths(json.loads(files.read(path.with_name("args.json"))))
+    card = describe(path, state, about, given.repo or process.project().name, given.license, names)
     for name in names:
         with files.writing(given.output / name, parents=True) as tmp_path:
-            shutil.copyfile(path.with_name(name), tmp_path)
+            if name == path.name:
+                checkpoint.write(tmp_path, state)
+            elif name == "args.json":
+                tmp_path.write_text(json.dumps(about, indent=2) + "\n")
+            else:
+                shutil.copyfile(path.with_name(name), tmp_path)
     with files.writing(given.output / "README.md") as tmp_path:
         tmp_path.write_text(card, encoding="utf-8")
     print(f"written to {given.output}: README.md, {', '.join(names)}")
@@ -48,10 +67,23 @@ def main(argv: Sequence[str] | None = None) -> None:
         print(f"published: {push(given.output, ['README.md', *names], given.repo, given.private)}")
 
 
-def describe(path: Path, title: str, license: str, names: Sequence[str]) -> str:
+def without_paths(value: Any) -> Any:
+    """Return `value` with the last names of paths: "1.0 in /home/me/set" is "1.0 in set"."""
+    if isinstance(value, dict):
+        return {key: without_paths(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(map(without_paths, value))
+    if not isinstance(value, str):
+        return value
+    return PATH.sub(lambda found: re.split(r"[/\\]", found[0].rstrip("/\\"))[-1], value)
+
+
+def describe(
+    path: Path, state: checkpoint.State, about: Any, title: str, license: str, names: Sequence[str]
+) -> str:
     """Return the model card of the checkpoint at `path`. names: the files to show, beside it."""
-    state, about = checkpoint.read(path), json.loads(files.read(path.with_name("args.json")))
-    used, data = state["args"], Path(state["args"].get("data") or "demo").name
+    used = state["args"]
+    data = escape(Path(used.get("data") or "demo").name).replace("`", "'")
     header, *rows = read(path.with_name("metrics.csv"))
     own = next((row for row in rows if row[0] == str(state["epoch"])), rows[-1])
     scores = [["", f"{path.name}, epoch {own[0]}", f"the last, epoch {rows[-1][0]}"]]
@@ -74,7 +106,7 @@ model-index: {json.dumps([{"name": title, "results": [results]}])}
 `{used.get("arch")}` for {task} with {len(state["classes"])} classes, trained on `{data}` by
 {about["ranks"]} rank(s) on {about["device"]} with
 
-    {shlex.join(["./launch.sh", *give(used)])}
+    {escape(shlex.join(["./launch.sh", *give(used)]))}
 
 `args.json` has all flags and versions, and the commit of the project. Metrics:
 
@@ -104,12 +136,14 @@ def give(used: dict[str, object]) -> list[str]:
 
 
 def read(path: Path) -> list[list[str]]:
-    with open(path, newline="", encoding="utf-8") as file:
-        return [*csv.reader(file)]
+    text = files.read(path).decode(errors="replace")
+    return [*csv.reader(io.StringIO(text, newline=""))]
 
 
 def to_markdown(table: Sequence[Sequence[str]]) -> str:
-    rows = [table[0], ["---"] * len(table[0]), *table[1:]]
+    """Return a table; what its cells say is text, not markup."""
+    cells = [[MARKUP.sub(r"\\\g<0>", escape(cell)) for cell in row] for row in table]
+    rows = [cells[0], ["---"] * len(cells[0]), *cells[1:]]
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 

@@ -2,18 +2,23 @@
 
 import itertools
 import math
+import os
+import re
 import signal
 import sys
 from collections import Counter
 from typing import Any
 
 import emulate
+import pytest
 import torch
-from generated import after_step, both_tasks, rows, wait_for
+from generated import after_step, both_tasks, refusal, rows, wait_for
 from ranks import draw_nothing, on_ranks
+from torch import nn
 
 import ddpkit
 from ddpkit.data.loading import First
+from ddpkit.ranks import distributed, explaining, protocol, replicas
 from ddpkit.run import checkpoint
 from ddpkit.run.loop import Run
 
@@ -39,6 +44,34 @@ class Again(list):
     def __init__(self, loader: Any, times: int) -> None:
         super().__init__([*loader] * times)
         self.dataset, self.batch_sampler = loader.dataset, loader.batch_sampler
+
+
+@on_ranks(2)
+def test_what_travels_between_cpus(recwarn):
+    """Objects, and tensors that are there, ask nothing of the GPU; a barrier asks the own one."""
+    rank, before = distributed.rank(), counts()
+    assert distributed.gather_objects({"rank": rank}) == [{"rank": 0}, {"rank": 1}]
+    assert distributed.from_rank(1, bytes, 2**20) == bytes(2**20)
+    assert distributed.reduce_tensor(torch.tensor(1)) == 2
+    assert counts() == before
+    distributed.barrier()
+    assert torch.cuda.current_device() == rank and not recwarn.list
+
+
+@on_ranks(2)
+def test_buffers_of_both_devices():
+    """One broadcast for each; slices of a GPU, which nccl refuses, too."""
+    network, rank = nn.Module(), distributed.rank()
+    for device in "cpu", "cuda":
+        numbers = torch.arange(12.0, device=device).view(3, 4) + 100 * rank
+        network.register_buffer(f"whole_{device}", numbers)
+        network.register_buffer(f"sliced_{device}", numbers.clone()[:, ::2])
+        network.register_buffer(f"flags_{device}", numbers < 50)
+    before = counts()["collectives"]
+    replicas.sync_networks([network])
+    assert counts()["collectives"] == before + 1
+    for name, buffer in network.named_buffers():
+        assert buffer.sum() == {"whole": 66, "sliced": 30, "flags": 12}[name.split("_")[0]], name
 
 
 @both_tasks
@@ -134,3 +167,60 @@ def test_out_of_memory(project, few, tmp_path):
     done = project.train(few, tmp_path / "out", patch=greedy)
     asked = "asked for 32.00 GiB, peak 0.0"
     done.refused("failures.of_memory", "rank 1 ", asked, " of 16 GiB", "--batch-size 4")
+
+
+def wait_alone() -> None:
+    distributed.reduce_tensor(torch.ones(3, device="cuda"))
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.parametrize(
+    ("act", "by_default", "cause"),
+    [(wait_alone, True, ""), (die, False, r": rank 1 has ended \(process \d+\)")],
+)
+def test_ranks_that_wait(project, few, tmp_path, act, by_default, cause):
+    """nccl's ranks hang: a block says where, then one line, before torch's watchdog has a turn."""
+
+    def patch() -> None:
+        if not by_default:  # the backend of torch before 2.15
+            os.environ["TORCH_DIST_USE_NCCL2"] = "0"
+        explaining.ROOT = project.folder
+        after_step(2, act, 1)()
+
+    done = project.train(few, tmp_path / "out", *SHORT, "--dist-timeout", 8, on=3, patch=patch)
+    of_rank_1 = -signal.SIGKILL if act is die else 1
+    assert (done.statuses, done.left) == ([1, of_rank_1, 1], []), done.err
+    where = r"^rank{}, epoch 1, step [23], .*: in collective \d+, all_reduce \("
+    for ranks in ("s 0, 2",) if act is die else (" 1", "s 0, 2"):
+        assert re.search(where.format(ranks), done.err, re.M), done.err
+    ended = r"^error: rank \d timed out after 8 s \(--dist-timeout\) waiting for another rank"
+    assert len(re.findall(f"{ended}{cause}$", done.err, re.M)) == 1, done.err
+    assert "atchdog" not in done.err
+
+
+@on_ranks(4, group=False)
+def test_more_ranks_than_gpus(tmp_path):
+    os.environ[protocol.STORE] = str(tmp_path / "store")  # which stays when rank 0 ends
+    with refusal("devices.check", "4 ranks on", "3 GPU(s)", "NPROC=3"):
+        distributed.meet(timeout=60)
+
+
+def test_gpus_and_cpus(project, few, tmp_path):
+    """Two GPUs learn, and find, what two CPUs do."""
+
+    def hide_gpus() -> None:
+        os.environ["CUDA_VISIBLE_DEVICES"] = "-1"
+
+    found = []
+    for folder, patch in (tmp_path / "gpus", None), (tmp_path / "cpus", hide_gpus):
+        done = project.train(few, folder, *SHORT, "--amp", "off", patch=patch).ok()
+        assert ("2 rank(s) on Fake GPU 0" in done.out) == (patch is None)
+        row, state = rows(folder)[0], torch.load(folder / "last.pt", weights_only=True)
+        weights = torch.cat([each.flatten() for each in state["model"].values()]).double()
+        found.append(
+            [*(float(row[name]) for name in ("train_loss", "val_loss")), float(weights.norm())]
+        )
+    assert found[0] == pytest.approx(found[1], rel=1e-4)

@@ -100,6 +100,7 @@ def test_faults_of_segmentation(project: Project, tmp_path: Path) -> None:
 
     pair("fine", (20, 30), RIGHT, (30, 20))
     pair("as stored", (20, 30), RIGHT, (20, 30))
+    pair("half turned", (20, 30), 3, (20, 30))
     pair("unknown", (20, 30), 1, (20, 30))
     painter.save("train/masks/unknown.png", np.full((20, 30), 9, np.uint8))
     pair("broken mask", (20, 30), 1, (20, 30))
@@ -114,11 +115,15 @@ def test_faults_of_segmentation(project: Project, tmp_path: Path) -> None:
         painter.copy(f"train/{kind}/1.png", f"train/{kind}/twice.png")
     painter.copy("train/images/2.png", "train/images/two masks.png")
     painter.mask("train/masks/two masks.png")
+    painter.image("train/images/two tones.png")
+    Image.new("1", (30, 20), 1).save(data / "train/masks/two tones.png")
 
     done = check(project, data)
     holds(
         *(done, data),
-        ("error: train/masks/as stored.png: ", "its image 20 x 30"),
+        ("error: train/masks/as stored.png: ", "EXIF"),
+        ("error: train/masks/two tones.png: ", "black and white means 0 and 1, but other numbers"),
+        ("warning: train/images/half turned.png: ", "EXIF turns this image and 0 others"),
         ("error: train/masks/unknown.png: ", "value 9 in 600 pixels is no class; "),
         ("error: train/masks/broken mask.png: ", "cannot be read"),
         ("error: train/images/broken.png: ", "cannot be read"),
@@ -128,7 +133,7 @@ def test_faults_of_segmentation(project: Project, tmp_path: Path) -> None:
         ("warning: train/images/twice.png: ", "train/images/1.png"),
         ("warning: train/images/two masks.png: ", "train/images/2.png"),
     )
-    assert done.out.splitlines()[-1] == "7 errors, 2 warnings"
+    assert done.out.splitlines()[-1] == "8 errors, 3 warnings"
 
 
 @both_tasks

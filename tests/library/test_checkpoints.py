@@ -1,6 +1,10 @@
 """Checkpoints and weights, as ddpkit/run writes, keeps and reads them; files that are damaged."""
 
+import copy
+import errno
 import functools
+import io
+import math
 import os
 import random
 import shutil
@@ -13,14 +17,22 @@ from generated import refusal
 from ranks import fork, on_ranks, wait
 from torch import nn
 
+from ddpkit import files
 from ddpkit.data.format import Format
+from ddpkit.errors import DiskError, UserError
 from ddpkit.ranks import distributed, protocol
 from ddpkit.run import checkpoint, pretrained
 from ddpkit.run.folder import KEYS, Folder
 
 
+def whole(**entries: object) -> dict:
+    """What a checkpoint has to hold, but empty."""
+    made = {name: kind() for name, kind in checkpoint.KINDS.items() if isinstance(kind, type)}
+    return {**dict.fromkeys(KEYS, 0), **made, **entries}
+
+
 def save(folder: Path, epoch: int, is_best: bool = False) -> None:
-    state = {**dict.fromkeys(KEYS, 0), "model": {"w": torch.full((999,), epoch)}, "epoch": epoch}
+    state = whole(model={"w": torch.full((999,), epoch)}, epoch=epoch)
     Folder(folder).add(state, is_best, replace=False)
 
 
@@ -109,7 +121,7 @@ def test_the_one_before(tmp_path: Path) -> None:
     os.environ[protocol.LAUNCH_ID] = "1"
 
     def turn(path: Path) -> None:
-        content = bytearray(whole)
+        content = bytearray(written)
         content[content.index(torch.full((99,), 2).numpy().tobytes()) + 500] ^= 1
         path.write_bytes(content)
 
@@ -119,7 +131,7 @@ def test_the_one_before(tmp_path: Path) -> None:
             folder.mkdir()
             save(folder, 1)
             save(folder, 2)
-            whole = (folder / "last.pt").read_bytes()
+            written = (folder / "last.pt").read_bytes()
             (folder / "last.pt").unlink()
             spoil(folder / "last.pt")
             (folder / ".begun").write_bytes(b"\xff\xfe")  # is no reason to stop
@@ -128,18 +140,167 @@ def test_the_one_before(tmp_path: Path) -> None:
         assert (folder / "last.pt.corrupt").exists()
 
 
+@pytest.mark.parametrize(
+    "error",
+    [
+        *(OSError(number, "no") for number in (errno.EMFILE, errno.ENOMEM, errno.EINTR)),
+        *(PermissionError(errno.EACCES, "no"), OSError(errno.EIO, "no"), MemoryError()),
+        RuntimeError(
+            "[enforce fail at alloc_cpu.cpp:1] DefaultCPUAllocator: can't allocate memory"
+        ),
+    ],
+)
+@pytest.mark.parametrize("where", [(checkpoint, "check_archive"), (torch, "load")])
+def test_what_is_no_damage(
+    error: Exception, where: tuple, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Files stay, and a restart may read them; only the user can mend a permission."""
+    monkeypatch.setattr(files, "WAITS", ())
+    save(tmp_path, 1, is_best=True)
+    save(tmp_path, 2)
+    before = contents(tmp_path)
+
+    def fail(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr(*where, fail)
+    kind = UserError if isinstance(error, PermissionError) else DiskError
+    for read in Folder(tmp_path)._search, lambda: Folder(tmp_path).best_score([], 9):
+        with pytest.raises(kind, match=str(tmp_path)) as caught:
+            read()
+        assert "never" not in str(caught.value) and type(caught.value) is kind
+    assert contents(tmp_path) == before
+
+
+def test_damage_of_other_kinds(tmp_path: Path) -> None:
+    """Bytes before an archive, another compression: the previous one is used."""
+    for count, spoil in enumerate((lambda x: b"\xef\xbb\xbf" + x, compressed, legacy)):
+        folder = tmp_path / str(count)
+        folder.mkdir()
+        save(folder, 1, is_best=True)
+        save(folder, 2)
+        for name in "last.pt", "best.pt":
+            path = folder / name
+            path.write_bytes(spoil(path.read_bytes()))
+        assert Folder(folder)._search()["epoch"] == 1
+        Folder(folder).best_score([], 9)
+        assert {"last.pt.corrupt", "best.pt.corrupt"} < {*contents(folder)}
+    content, path = legacy(b"", cut=0), tmp_path / "file.pt"
+    for length in range(0, len(content), 3):
+        path.write_bytes(content[:length])
+        with refusal("checkpoint.unreadable", path):
+            pretrained.read(str(path), list)
+
+
+def compressed(content: bytes) -> bytes:
+    """With a damaged byte, by which the first entry would be compressed by LZMA."""
+    at = content.index(b"PK\1\2") + 10
+    return content[:at] + bytes([14]) + content[at + 1 :]
+
+
+def legacy(_: bytes, cut: int = 60) -> bytes:
+    """A file of an older torch.save, cut short."""
+    buffer = io.BytesIO()
+    torch.save({"model": {"w": torch.ones(9)}}, buffer, _use_new_zipfile_serialization=False)
+    return buffer.getvalue()[: -cut or None]
+
+
+@pytest.mark.parametrize(
+    "entries",
+    [
+        *({"epoch": "two"}, {"step": -5}, {"seen": 10**9}, {"history": [1, 2]}, {"best": "x"}),
+        *({"totals": [1]}, {"args": {1: 2}}, {"format": {"other": 1}}, {"model": [1]}),
+        *({"classes": "abc"}, {"scheduler": [1]}, {"global_batch": None}),
+    ],
+)
+def test_what_no_run_writes(entries: dict, tmp_path: Path) -> None:
+    torch.save(whole(**entries), tmp_path / "last.pt")
+    with refusal("checkpoint.read", tmp_path / "last.pt", *entries):
+        Folder(tmp_path)._search()
+
+
+@on_ranks(1)
+def test_states_that_do_not_fit() -> None:
+    """An optimizer's state of another shape would be read and written beyond its end."""
+    net = nn.Linear(3, 2)
+    optimizer = torch.optim.AdamW(net.parameters(), 0.1, fused=True)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)
+    scaler = torch.amp.GradScaler("cpu")
+    parts = {"model": net, "optimizer": optimizer, "scheduler": scheduler, "scaler": scaler}
+    net(torch.ones(3)).sum().backward()
+    optimizer.step()
+    state = {**checkpoint.take_states(parts), "kinds": checkpoint.kinds(parts), "path": "last.pt"}
+    checkpoint.load_states(copy.deepcopy(state), parts, 1)
+    good = copy.deepcopy(optimizer.state_dict())
+    moments = [("optimizer", "state", "weight"), ("optimizer", "param_groups", 0)]
+    for where, key, value in [
+        *((moments[0], "exp_avg", value) for value in (torch.ones(7), torch.ones(1), "x", 1.0)),
+        (moments[0], "exp_avg", torch.ones(2, 3, dtype=torch.int32)),
+        (moments[0], "exp_avg_sq", torch.full((2, 3), math.nan)),
+        *((moments[0], "step", value) for value in (torch.tensor(-1.0), torch.ones(7))),
+        *((moments[1], "betas", "x"), (moments[1], "lr", [1])),
+        *((("scheduler",), "last_epoch", "two"), (("scheduler",), "_last_lr", [{}])),
+        *((("scaler",), "scale", "x"), (("scaler",), "_growth_tracker", [1])),
+    ]:
+        hostile = copy.deepcopy(state)
+        part = hostile
+        for name in where:
+            part = part[name]
+        part[key] = value
+        with refusal("checkpoint.load_states", f"last.pt does not fit the {where[0]}", key):
+            checkpoint.load_states(hostile, parts, 1)
+        assert str(optimizer.state_dict()) == str(good)
+
+
+@on_ranks(1)
+def test_a_state_that_is_missing() -> None:
+    """Of one weight: it starts anew there, and a line says so."""
+    net = nn.Linear(3, 2)
+    parts = {"model": net, "optimizer": torch.optim.AdamW(net.parameters())}
+    parts["scheduler"] = torch.optim.lr_scheduler.LambdaLR(parts["optimizer"], lambda _: 1.0)
+    net(torch.ones(3)).sum().backward()
+    parts["optimizer"].step()
+    state = {**checkpoint.take_states(parts), "kinds": checkpoint.kinds(parts), "path": "last.pt"}
+    del state["optimizer"]["state"]["bias"]
+    said: list[str] = []
+    distributed.say = said.append
+    checkpoint.load_states(state, parts, 1)
+    assert len(said) == 1 and "no state of bias" in said[0]
+
+
+def test_weights_that_would_be_cut(tmp_path: Path) -> None:
+    """To whole numbers; or that are no numbers, of which a line would come after a step."""
+    net = nn.Linear(2, 2)
+    for value in torch.ones(2, 2, dtype=torch.int32), torch.full((2, 2), math.nan):
+        state = {"path": "last.pt", "model": {**net.state_dict(), "weight": value}}
+        with refusal("checkpoint.load_weights", "last.pt", "weight"):
+            checkpoint.load_weights(net, state)
+    torch.save({"weight": torch.ones(2, 2, dtype=torch.int32)}, tmp_path / "file.pt")
+    with refusal("pretrained.copy_matching", "begins with weight"):
+        pretrained.copy_matching(net, pretrained.read(f"{tmp_path}/file.pt", list))
+
+
+def test_killed_before_the_first_last(tmp_path: Path) -> None:
+    """Its own best.pt is kept as such, though no epoch has said which of several metrics counts."""
+    save(tmp_path, 1, is_best=True)
+    state = torch.load(tmp_path / "best.pt") | {"best": 0.5, "best_of": "map on 15 images"}
+    torch.save(state, tmp_path / "best.pt")
+    found = Folder(tmp_path).best_score(["top1 on 15 images", "map on 15 images"], math.inf)
+    assert found == (0.5, 1) and not (tmp_path / "best-1.pt").exists()
+
+
 def test_files_that_are_no_checkpoints(tmp_path: Path) -> None:
     path = tmp_path / "file.pt"
     for content, code, word in [
         ({"weights": 1}, "checkpoint.read", "args"),
         ([1], "checkpoint.read_file", "list"),
-        ({"path": Path()}, "checkpoint.read_file", "plain types"),
+        ({"path": Path()}, "checkpoint.unreadable", "plain types"),
     ]:
         torch.save(content, path)
         with refusal(code, path, word):
             checkpoint.read(path)
     path.write_bytes(path.read_bytes()[:500])
-    with refusal("checkpoint.read_file", path):
+    with refusal("checkpoint.unreadable", path):
         checkpoint.read(path)
     with refusal("files.failure", "best.pt", "No such file"):
         Folder(tmp_path).best()

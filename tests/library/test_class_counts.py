@@ -47,10 +47,11 @@ def test_weights(capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch)
     for wrong, words in (
         (Labelled((0,), (1,), (7,)), "sample 2: label 7, not 0 to 2"),
         (Labelled((), ()), "no training sample"),
-        ([(1, 2)], "list has no count_labels"),
     ):
         with refusal("class_counts.count_classes", words):
             class_counts.class_weights("auto", wrong, names)
+    with refusal("class_counts.count_labels", "list has no count_labels"):
+        class_counts.class_weights("auto", [(1, 2)], names)
 
 
 def test_the_same_counts_whatever_the_ranks(tmp_path: Path) -> None:

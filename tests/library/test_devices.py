@@ -1,6 +1,7 @@
 """Which device a rank takes, on machines that are only told of: GPUs of each kind, or none."""
 
 import os
+import socket
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -57,7 +58,8 @@ def test_devices(kind, seen, env, device, node):
     assert found == torch.device(device)
     assert note["device"] == found.type and not note["mistake"]
     assert note["gpu"].split() == ([] if device == "cpu" else ["7", device[-1]])
-    assert devices.backend(found) == {"cuda": "nccl", "cpu": "gloo", "xpu": "xccl"}[found.type]
+    backends = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl", "xpu": "cpu:gloo,xpu:xccl"}
+    assert devices.backend(found) == backends[found.type]
     assert devices.pick(on_cpu=True)[0] == devices.CPU
 
 
@@ -117,6 +119,37 @@ def test_each_its_own_gpu(capsys):
         devices.check([note("1"), note("", "b", "cpu", "no driver")], device, is_debugged=True)
     with refusal("devices.check", "rank 1 (node-a) on cuda", "rank 2 (node-b) on cpu"):
         devices.check([note("1"), note("2"), note("", "b", "cpu")], device, is_debugged=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "master", "others", "set_by_hand", "chosen"),
+    [
+        ("127.0.1.1", "10.0.0.1", ["10.0.0.2"], "", "eth1"),
+        ("", "10.0.0.1", ["10.0.0.2"], "", "eth1"),
+        ("127.0.1.1", "127.0.1.1", ["10.0.0.2"], "", "eth1"),  # MASTER_ADDR is this host's name
+        ("127.0.1.1", "127.0.0.1", ["127.0.0.1"], "", None),  # two launchers on one machine
+        ("127.0.1.1", "10.0.0.1", ["10.0.0.2"], "ib0", "ib0"),
+        ("192.168.0.1", "10.0.0.1", ["10.0.0.2"], "", None),
+    ],
+)
+def test_the_network_of_gloo(name, master, others, set_by_hand, chosen, node, monkeypatch):
+    """That on which the ranks have met, if the host's name leads to itself as on Debian."""
+    node(MASTER_ADDR=master, **({devices.NETWORK: set_by_hand} if set_by_hand else {}))
+    addresses = {socket.gethostname(): name, master: "10.0.0.7" if master[:2] == "10" else master}
+    addresses |= {other: "10.0.0.7" if other[:2] == "10" else other for other in others}
+    monkeypatch.setattr(devices, "address", addresses.get)
+    monkeypatch.setattr(socket, "if_nameindex", lambda: [(1, "lo"), (2, "eth0"), (3, "eth1")])
+    of_names = {"lo": "127.0.0.1", "eth0": "192.168.0.1", "eth1": "10.0.0.7"}
+    monkeypatch.setattr(devices, "_address_of", of_names.get)
+    own = {"place": environment.node(), "address": addresses[master]}
+    devices.choose_network([own, *({"place": "other", "address": each} for each in others)])
+    assert os.environ.get(devices.NETWORK) == chosen
+
+
+def test_own_addresses():
+    assert devices.address("127.0.0.1") == "127.0.0.1"
+    assert devices.address("") == devices.address("a..b") == ""
+    assert devices._address_of("lo") == "127.0.0.1" and devices._address_of("none") == ""
 
 
 def test_ranks_on_one_gpu(project, few, tmp_path):

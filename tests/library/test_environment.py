@@ -28,7 +28,7 @@ BATCH = {"SLURM_JOB_ID": "5", "SLURM_JOB_NUM_NODES": "2", "SLURM_PROCID": "0", "
 POD = {"PET_NNODES": "2", "PET_NODE_RANK": "1", "PET_MASTER_ADDR": "pod-0"}
 OWN = {"NNODES": "3", "NODE_RANK": "2", "MASTER_ADDR": "own", "MASTER_PORT": "1"}
 ALONE = Nodes(1, 0, 1, "127.0.0.1", 29500)
-SRUN = "2 nodes", "srun --ntasks-per-node 1 ./launch.sh", "NNODES=1"
+SRUN = "SLURM_JOB_NUM_NODES=2", "srun --ntasks-per-node 1 ./launch.sh", "NNODES=1"
 
 
 @pytest.fixture
@@ -59,15 +59,53 @@ def test_nodes_of_launch_sh(env, nodes, use):
     assert environment.read_nodes() == nodes
 
 
+OTHERS = [
+    {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "job-master-0"},  # a PyTorchJob's
+    {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"},  # in a rank of torchrun
+    {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "0"},
+    {"PMI_SIZE": "2", "PMI_RANK": "0"},
+    {"MV2_COMM_WORLD_SIZE": "2"},
+    {"PMIX_RANK": "1"},
+    {"FLUX_JOB_SIZE": "2", "FLUX_JOB_NNODES": "2"},
+    {"PBS_NUM_NODES": "2"},
+    {"AWS_BATCH_JOB_NUM_NODES": "2"},
+    {**SHELL, "OMPI_COMM_WORLD_SIZE": "2"},  # mpirun in the shell of srun --pty
+]
+
+
+@pytest.mark.parametrize("others", OTHERS)
+def test_one_of_several_by_another_launcher(others, use):
+    """Nobody trains alone by mistake; a person may say so, and a variable may say "one"."""
+    use(others)
+    with refusal("environment.check_alone", "there are others", "NNODES=1"):
+        environment.read_nodes()
+    use({**others, "RANK": ""})
+    with refusal("environment.check_alone", "there are others", "NNODES=1"):
+        environment.adopt()
+    environment.adopt(alone=True)
+    use({**others, "NNODES": "1"})
+    assert environment.read_nodes() == ALONE
+    use({name: "1" if value == "2" else "0" for name, value in others.items() if name not in SHELL})
+    assert environment.read_nodes() == ALONE
+
+
+def test_what_another_launcher_has_left(use):
+    """A group of one divides nothing by the ranks of a launch that is over."""
+    env = use({"LOCAL_WORLD_SIZE": "4"})
+    assert not environment.has_other_nodes()
+    environment.adopt()
+    assert "LOCAL_WORLD_SIZE" not in env
+
+
 @pytest.mark.parametrize(
     ("env", "code", "words"),
     [
-        (BATCH, "read_task", SRUN),
+        (BATCH, "check_alone", SRUN),
         # the shell of salloc is a step, but none of srun's
-        ({**SHELL, "SLURM_STEP_ID": "4294967290"}, "read_task", ["4 nodes", "NNODES=1"]),
+        ({**SHELL, "SLURM_STEP_ID": "4294967290"}, "check_alone", ["NUM_NODES=4", "NNODES=1"]),
         (STEP, "read_nodes", ["7 copies", "--ntasks-per-node 1"]),
         ({**STEP, "SLURM_NODEID": ""}, "read_task", ["SLURM_NODEID"]),
-        (POD, "read_task", ["2 nodes", "torchrun", "NNODES=1"]),
+        (POD, "check_alone", ["PET_NNODES=2", "torchrun", "NNODES=1"]),
         ({**OWN, "NODE_RANK": ""}, "read_nodes", ["NNODES=3", "NODE_RANK"]),
         ({**OWN, "NODE_RANK": "3"}, "read_nodes", ["NODE_RANK=3", "0 to 2"]),
         ({"MASTER_PORT": "65536"}, "number", ["MASTER_PORT=65536", "1 to 65535"]),
@@ -123,13 +161,13 @@ def test_a_group_of_one_or_of_torchrun_stays(env, use):
 
 
 def test_a_batch_script_without_srun(project, few, tmp_path):
-    run([project.folder / "launch.sh"], **BATCH).refused("environment.read_task", *SRUN)
+    run([project.folder / "launch.sh"], **BATCH).refused("environment.check_alone", *SRUN)
 
     def batch() -> None:
         os.environ.update(BATCH)
 
     done = project.train(few, tmp_path / "out", on=1, patch=batch)
-    done.refused("environment.read_task", *SRUN)
+    done.refused("environment.check_alone", *SRUN)
     project.run(few, "--workers", 0, script="ddpkit check", on=1, patch=batch).ok()
 
 

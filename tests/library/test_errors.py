@@ -1,24 +1,31 @@
 """Errors in one line: their codes, and the table of their words."""
 
+import copy
+import io
+import os
 import pickle
 import re
+import subprocess
+import sys
 
-import errors
+import errors as table
 import pytest
+from ranks import on_ranks
 from torch._utils import ExceptionWrapper
 
+from ddpkit import errors, launch
 from ddpkit.errors import UserError
 from ddpkit.run.checkpoint import Damaged
 
 
 def test_the_table() -> None:
     """docs/errors.md has the words of all errors, of each the code; this is where they change."""
-    update = f"python {errors.__file__}"
-    assert errors.PAGE.read_text() == errors.page(), f"to write the page anew: {update}"
+    update = f"python {table.__file__}"
+    assert table.PAGE.read_text() == table.page(), f"to write the page anew: {update}"
 
 
 def test_the_form_of_lines() -> None:
-    for file, code, text in errors.raised():
+    for file, code, text in table.raised():
         assert "\n" not in text and not text.endswith("."), (file, code, text)
         assert not re.search(r"\b(please|sorry|invalid|illegal)\b", text, re.I), (file, code, text)
 
@@ -34,6 +41,7 @@ def test_a_code() -> None:
     assert error.line == "a.jpg: cannot be read"
     assert str(pickle.loads(pickle.dumps(error))) == str(error)
     assert str(Damaged(f"Traceback\n  File ...\nddpkit.Damaged: {error}\n")) == str(error)
+    assert str(copy.copy(error)) == str(error)
     try:
         raise error
     except UserError:
@@ -41,3 +49,82 @@ def test_a_code() -> None:
     with pytest.raises(UserError) as caught:
         wrapped.reraise()
     assert str(caught.value) == str(error)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "a.csv: the reader says UserError: no such user",  # what looks like the end of a traceback
+        "b.jpg is not in [train.csv]",  # or like a code
+    ],
+)
+def test_lines_that_look_like_more(line: str) -> None:
+    """They are whole, also if they come from a loader worker."""
+    error = UserError(line)
+    assert (error.line, error.code) == (line, "test_errors.test_lines_that_look_like_more")
+    try:
+        raise error
+    except UserError:
+        wrapped = ExceptionWrapper(where="in DataLoader worker process 0")
+    with pytest.raises(UserError) as caught:
+        wrapped.reraise()
+    assert (caught.value.line, caught.value.code) == (error.line, error.code)
+
+
+class Refusing(io.StringIO):
+    """As the wrapper of a tracker that has ended."""
+
+    def write(self, text: str) -> int:
+        raise RuntimeError
+
+
+def test_streams_that_take_no_line():
+    """Nothing is raised, whatever has become of a stream; letters that it lacks become `\\u`."""
+    closed, pipe = io.StringIO(), os.pipe()
+    closed.close()
+    os.close(pipe[0])
+    for stream in (
+        None,
+        closed,
+        open(pipe[1], "w"),  # noqa: SIM115
+        open("/dev/full", "w"),  # noqa: SIM115
+        Refusing(),
+    ):
+        errors.print_line("a line", stream)
+    for encoding, text in ("ascii", "caf\\xe9 \\udcff\n"), ("latin-1", "café \\udcff\n"):
+        stream = io.TextIOWrapper(io.BytesIO(), encoding)
+        errors.print_line("café \udcff", stream)
+        assert stream.buffer.getvalue().decode(encoding) == text
+
+
+BROKEN = """
+import sys
+from ddpkit.errors import guard_streams, print_line
+guard_streams()
+with open(sys.argv[1], "w") as file:  # gets the number of no stream
+    assert file.fileno() > 2
+print_line("a line", sys.stdout)
+print("half a line", end="")
+sys.exit(75)
+"""
+
+
+@pytest.mark.parametrize("redirection", [">/dev/full", "| :", ">&-", "2>&-", ">&- 2>&- <&-"])
+def test_the_status_with_a_broken_stream(tmp_path, redirection):
+    """It is what it is otherwise, at the end, too; files do not take the place of a stream."""
+    script = f'{{ "$0" -c "$1" "$2"; echo $? >"$3"; }} {redirection}'
+    words = [sys.executable, BROKEN, tmp_path / "file", tmp_path / "status"]
+    env = {**os.environ, "PYTHONUNBUFFERED": ""}
+    subprocess.run(["sh", "-c", script, *words], check=False, capture_output=True, env=env)
+    assert (tmp_path / "status").read_text() == "75\n"
+
+
+@on_ranks(1, group=False)
+def test_a_launcher_whose_terminal_is_closed():
+    """It restarts the ranks, and its status is theirs."""
+    ended = iter((1, 0))
+    launch.Ranks.start, launch.Ranks.wait = lambda *_: None, lambda _: next(ended)
+    os.environ.update(NPROC="2", MAX_RESTARTS="1")
+    sys.argv = ["launch.py"]
+    sys.stdout = sys.stderr = Refusing()
+    assert launch.main() == 0

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from ranks import on_ranks
 from torch import Tensor, nn
 
+from ddpkit.errors import UserError
 from ddpkit.ranks import devices, failures, replicas
 from ddpkit.run import reporting
 
@@ -38,11 +39,11 @@ def test_errors_for_want_of_memory(error, lacking):
     assert (f"{lacking}: lower --batch-size" in line) if lacking else not line
 
 
-def test_too_little_shared_memory():
-    text = "Caught RuntimeError in DataLoader worker process 0.\nRuntimeError: unable to allocate "
-    text += "shared memory(shm) for file </torch_2961_119_0>: No space left on device (28)\n"
-    line = str(failures._of_torch(RuntimeError(text)))
-    assert line.startswith("rank 0: ") and "lower --workers" in line
+@pytest.mark.parametrize("found", ["address for: lo", "interface for: [127.0.0.1]"])
+def test_no_loopback(found):
+    """As torch says it with RANK, and without."""
+    line = failures._of_torch(RuntimeError(f"device.cc:84] ifa != nullptr. Unable to find {found}"))
+    assert isinstance(line, UserError) and "GLOO_SOCKET_IFNAME" in str(line)
 
 
 class Heads(nn.Module):

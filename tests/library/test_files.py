@@ -1,7 +1,12 @@
 """Files and folders that appear whole or not at all; what checkpoints hold of optimizers."""
 
+import csv
 import os
+import re
 import signal
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,6 +15,7 @@ from ranks import on_ranks
 
 from ddpkit import files
 from ddpkit.run import checkpoint
+from ddpkit.run.folder import Folder
 
 
 def test_writing(tmp_path):
@@ -39,6 +45,159 @@ def test_a_table(tmp_path):
     with files.table(path, ["file"]) as write:
         write(["a"])
     assert path.read_text() == "file\na\n" and not partial.exists()
+
+
+@pytest.mark.parametrize("write", ["writing", "table", "checkpoint", "swapped"])
+def test_links_are_not_followed(write, tmp_path, monkeypatch):
+    """That somebody else has put into a shared folder, before or during a write."""
+    theirs, path = tmp_path / "secret", tmp_path / "file"
+    theirs.write_text("mine")
+    for name in ".file.part", "file.partial":
+        (tmp_path / name).symlink_to(theirs)
+    if write == "table":
+        with files.table(path, ["a"]) as row:
+            row([1])
+    elif write == "checkpoint":
+        with files.writing(path) as part:
+            checkpoint.write(part, {"a": 1})
+    elif write == "writing":
+        with files.writing(path) as part:
+            part.write_text("new")
+    else:
+        with refusal("files.failure", path, "replaced"), files.writing(path) as part:
+            (tmp_path / ".file.part").unlink()
+            (tmp_path / ".file.part").symlink_to(theirs)
+            part.write_text("new")
+    assert theirs.read_text() == "mine"
+    assert not path.is_symlink() and path.exists() == (write != "swapped")
+
+
+def test_formulas(tmp_path):
+    """A spreadsheet computes no name; numbers stay, and names can be read back."""
+    names = ["=cmd|calc", "@SUM(1)", "-1+2", "+x", "'=x", "'x", "a;=b", "a-b", "\tx"]
+    numbers = [-1, -0.5, "-1e-3", "+3", float("nan")]
+    with files.table(tmp_path / "a.csv", names) as write:
+        write([*names, *numbers])
+    with open(tmp_path / "a.csv", newline="") as file:
+        header, row = csv.reader(file)
+    assert row[len(names) :] == ["-1", "-0.5", "-1e-3", "+3", "nan"]
+    assert header == row[: len(names)]
+    assert header[:4] == ["'=cmd|calc", "'@SUM(1)", "'-1+2", "'+x"]
+    assert [re.sub(r"(^|;)'(?='*[-=+@\t\r])", r"\1", cell) for cell in header] == names
+
+
+def test_a_folder_that_cannot_be_made(tmp_path):
+    """A link to nowhere, or below one, says so."""
+    (tmp_path / "link").symlink_to(tmp_path / "none")
+    for path in tmp_path / "link", tmp_path / "link" / "run":
+        with refusal("files.failure", path, "links to", "none"):
+            Folder(path)._lock()
+
+
+def others_get(path: Path) -> bool:
+    """Whether a process that is forked gets the lock."""
+    if not (pid := os.fork()):
+        files.time.sleep = lambda _: None
+        try:
+            is_free = files.lock(path)
+        finally:
+            os._exit(is_free)
+    return bool(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+
+
+def test_the_lock(tmp_path):
+    """It stays when another handle is closed, and goes with its process, whatever that forked."""
+    path, ready, end = tmp_path / ".lock", os.pipe(), os.pipe()
+    if not (pid := os.fork()):
+        files.lock(path)
+        if os.fork():
+            os.write(ready[1], b"1")
+            signal.pause()
+        os.read(end[0], 1)  # a worker that outlives it
+        os._exit(0)
+    os.read(ready[0], 1)
+    path.read_bytes()
+    assert not others_get(path)
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    assert files.lock(path) and files.lock(path)  # of this process again
+    path.read_bytes()
+    assert not others_get(path)
+    os.write(end[1], b"1")
+    os.wait()  # an orphan is this process's
+
+
+@pytest.mark.parametrize(("folder", "lock"), [(0o755, 0o600), (0o2775, 0o660), (0o777, 0o666)])
+def test_who_can_open_the_lock(folder, lock, tmp_path, monkeypatch):
+    """Those who can write the folder, whatever the umask; also one that is there from before."""
+    tmp_path.chmod(folder)
+    monkeypatch.setattr(os, "umask", os.umask(0o022) and os.umask)
+    for path in tmp_path / "new", tmp_path / "old":
+        if path.name == "old":
+            path.touch(0o644)
+        assert files.lock(path)
+        assert path.stat().st_mode & 0o777 == lock
+
+
+def test_the_lock_of_a_colleague(tmp_path, monkeypatch):
+    """One that can only be read is taken in turns; one that is closed is named."""
+    path, opened = tmp_path / ".lock", os.open
+    path.touch()
+
+    def refusing(*which: int) -> None:
+        def open_(name: Path, how: int, *more: int) -> int:
+            if how & os.O_ACCMODE in which:
+                raise PermissionError(13, "Permission denied")
+            return opened(name, how, *more)
+
+        monkeypatch.setattr(os, "open", open_)
+
+    refusing(os.O_RDWR)
+    assert files.lock(path) and not others_get(path)
+    refusing(os.O_RDWR, os.O_RDONLY)
+    with refusal("files.open_lock", path, "remove it unless"):
+        files.lock(path)
+
+
+def test_two_users_of_a_group():
+    """Take turns; a stranger cannot open the lock. Without root all are the same user."""
+    group, is_root, ready = 54321, os.geteuid() == 0, os.pipe()
+
+    def fork_as(user: int, of: int, act: Callable[[], object]) -> int:
+        if pid := os.fork():
+            return pid
+        status = 7
+        try:
+            os.umask(0o022)
+            if is_root:
+                os.setgroups([])
+                os.setgid(of)
+                os.setuid(user)
+            files.time.sleep = lambda _: None
+            status = int(bool(act()))
+        finally:
+            os._exit(status)
+
+    def result(pid: int) -> int:
+        return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+    def hold() -> None:
+        os.write(ready[1], b"1" if files.lock(path) else b"0")
+        signal.pause()
+
+    with tempfile.TemporaryDirectory() as name:
+        path, folder = Path(name, ".lock"), Path(name)
+        os.chown(folder, -1, group if is_root else -1)
+        folder.chmod(0o2775)
+        for one, other in (50001, 50002), (50002, 50001):
+            holder = fork_as(one, group, hold)
+            assert os.read(ready[0], 1) == b"1"
+            assert result(fork_as(other, group, lambda: files.lock(path))) == 0
+            os.kill(holder, signal.SIGKILL)
+            assert result(holder) == -signal.SIGKILL
+        assert not path.stat().st_mode & 0o007
+        if is_root:
+            assert result(fork_as(50003, 54322, lambda: not os.access(path, os.R_OK))) == 1
 
 
 def test_filling(tmp_path):

@@ -1,14 +1,16 @@
 """Flags, and what is set where nobody gives one: threads and the ranks' share of the CPUs."""
 
+import gc
 import os
 from argparse import ArgumentTypeError
 from pathlib import Path
 
 import pytest
 from generated import refusal
+from ranks import on_ranks
 
 from ddpkit.ranks import process, protocol
-from ddpkit.run import flags, machine
+from ddpkit.run import flags, machine, starting
 
 
 @pytest.mark.parametrize(
@@ -72,6 +74,21 @@ def test_lines_of_a_file(tmp_path):
     assert parser.format_help().count("default") == parser.format_help().count("(default: 3)") == 1
 
 
+def test_the_home_folder(tmp_path, monkeypatch):
+    """As a shell would have it, where it does not: after = and in a file; also own flags."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    parser = flags.Parser()
+    parser.add_argument("inputs", nargs="*")
+    for name, kind in ("--data", Path), ("--own", Path), ("--resume", None), ("--text", str):
+        parser.add_argument_group().add_argument(name, type=kind)
+    (tmp_path / "more").write_text("--resume=~/last.pt --text '~/b~c'\n")
+    found = parser.parse(["--data=~/set", "--own", "~", "@~/more", "~/image", "a~/b", "~a.png"])
+    assert vars(found) == {
+        **{"data": tmp_path / "set", "own": tmp_path, "resume": f"{tmp_path}/last.pt"},
+        **{"text": f"{tmp_path}/b~c", "inputs": [f"{tmp_path}/image", "a~/b", "~a.png"]},
+    }
+
+
 def test_flags_of_a_checkpoint():
     """Its own count, also for a flag that has to be given; newer ones get their default."""
     parser = flags.Parser()
@@ -107,3 +124,13 @@ def test_threads(monkeypatch):
         assert machine.default_threads(False) == 8
     monkeypatch.setenv(protocol.THREADS, "auto")
     assert machine.default_threads(False) == 8
+
+
+@on_ranks(1, group=False)
+def test_garbage_without_start():
+    """It is collected, seldom, in a script that only prepares, and as ever after `start`."""
+    before = gc.get_threshold()
+    starting.prepare()
+    assert gc.isenabled() and gc.get_threshold()[0] > before[0]
+    starting.start(lambda: None)
+    assert gc.isenabled() and gc.get_threshold() == before

@@ -3,6 +3,7 @@
 import csv
 import os
 import shutil
+import unicodedata
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from ranks import on_ranks
 import ddpkit
 from ddpkit.data import folders
 from ddpkit.errors import UserError
+from ddpkit.tools import check
 
 KINDS = "labels", "masks"
 
@@ -76,6 +78,12 @@ SPOILT = [
         ["images/0003.jpg", "val"],
     ),
     ("masks", save_mask((64, 60), 0), "folders.open", ["0003.png", "64 x 60", "64 x 64"]),
+    (
+        "masks",
+        lambda d: (d / "train/masks").rename(d / "train/labels"),
+        "folders.find_names",
+        ["labels"],
+    ),
     ("masks", save_mask((64, 64), 7), "masks.read_mask", ["0003.png", "value 7", "NAME = 7"]),
 ]
 
@@ -108,6 +116,117 @@ def test_what_is_left_out(drawn: Callable, tmp_path: Path) -> None:
         (place / "loop").symlink_to(train)
     after = find("labels", data)
     assert [len(after[0]), *after[1:]] == [53, *before[1:]]
+
+
+SYSTEMS = ["@eaDir", "#recycle", "@Recycle", "#snapshot", "~snapshot", "$RECYCLE.BIN", "lost+found"]
+SYSTEMS += ["System Volume Information", ".Spotlight-V100", ".Trashes", ".AppleDouble", "@__thumb"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@on_ranks(1)
+def test_what_disks_and_runs_add(
+    drawn: Callable, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Folders of a NAS, runs and predictions are neither classes nor images; one line says so."""
+    data = drawn(kind)
+    before = find(kind, data)
+    folders.say_skipped.cache_clear()
+    said: list[str] = []
+    monkeypatch.setattr(folders.distributed, "say", said.append)
+    image = next(data.glob("train/*/*.jpg"))
+    inside = (image.parent, data / "val" / image.parent.name)
+    for parent in (data, data / "train", *inside):
+        for name in SYSTEMS:
+            (parent / name / "t0.jpg").mkdir(parents=True)
+            shutil.copy(image, parent / name / "t0.jpg/SYNOPHOTO_THUMB_M.jpg")
+            shutil.copy(image, parent / name)
+    for name in ["predictions/masks", "predictions/overlays", "runs/first", "old"]:
+        for parent in data / "train", inside[0]:
+            (parent / name).mkdir(parents=True)
+            shutil.copy(image, parent / name / "examples.png")
+            (parent / "predictions/legend.png").touch()
+    for parent in data / "train", inside[0]:
+        (parent / "runs/first/.lock").touch()
+        for name in "args.json", "metrics.csv":
+            (parent / "old" / name).touch()
+    assert find(kind, data) == before
+    lines = [line for line in said if line.startswith("skipped")]
+    shown = [name for name in SYSTEMS if not name.startswith(".")]
+    assert {line.rpartition(": ")[2] for line in lines} >= {*shown}
+    assert len([line for line in lines if "@eaDir" in line]) == 1
+    for mine in (folders.collect([image.parent]), folders.collect([*image.parent.iterdir()])):
+        names = [name for _, name in mine if "THUMB" in name and not name.startswith(".")]
+        assert not names
+
+
+def test_an_empty_class_stays_an_error(tmp_path: Path) -> None:
+    for name in "a", "b":
+        (tmp_path / name).mkdir()
+    with refusal("folders.list_images", tmp_path / "a"):
+        folders.read_class_folders(tmp_path)
+
+
+def test_output_below_inputs(tmp_path: Path) -> None:
+    """predict.py does not read what it has written: not even before it has ended."""
+    (tmp_path / "a.jpg").touch()
+    before = folders.collect([tmp_path])
+    for output in tmp_path, tmp_path / "deep/predictions":
+        for name in "masks", "overlays":
+            (output / name).mkdir(parents=True)
+            (output / name / "a.png").touch()
+        assert folders.collect([tmp_path], output) == before
+        (output / "legend.png").touch()
+        assert folders.collect([tmp_path], output) == folders.collect([tmp_path]) == before
+    asked = [tmp_path / "masks", tmp_path / "overlays/a.png"]
+    assert len(folders.collect(asked, tmp_path)) == 2
+
+
+@on_ranks(1)
+def test_parts_in_folders(drawn: Callable) -> None:
+    """images/train beside images/test: the test set is not trained on."""
+    data = drawn("masks")
+    for kind in "images", "masks":
+        for old, new in ("train", "train2017"), ("val", "Test"):
+            (data / kind).mkdir(exist_ok=True)
+            (data / old / kind).rename(data / kind / new)
+    shutil.rmtree(data / "train")
+    shutil.rmtree(data / "val")
+    with refusal("folders.refuse_splits", data / "images", "DIR/train"):
+        find("masks", data)
+    classes = data / "classes"
+    for name in "a/train", "a/val", "b/train":
+        (classes / name).mkdir(parents=True)
+        (classes / name / "x.jpg").touch()
+    with refusal("folders.refuse_splits", classes):
+        folders.read_class_folders(classes)
+
+
+def test_forms_of_unicode(tmp_path: Path) -> None:
+    """Names that look the same in a line are said to differ, and how."""
+    one, other = (unicodedata.normalize(form, "caf\xe9") for form in ("NFC", "NFD"))
+    for name in f"images/{one}.jpg", f"masks/{other}.png":
+        (tmp_path / name).parent.mkdir()
+        (tmp_path / name).touch()
+    with refusal("folders.match_pairs", "Unicode"):
+        folders.match_pairs(tmp_path)
+    for row in f"train/{one}", "train/b", f"val/{other}":
+        (tmp_path / row).mkdir(parents=True)
+        (tmp_path / row / "x.jpg").touch()
+    with refusal("folders.find_labelled", "Unicode"):
+        folders.find_labelled(tmp_path)
+
+
+def test_names_that_never_match(tmp_path: Path) -> None:
+    """check names each, also if nothing is left to be divided."""
+    for number in range(3):
+        for name in f"images/{number}.jpg", f"masks/{number}_mask.png":
+            path = tmp_path / "train" / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.touch()
+    errors: list[str] = []
+    assert check.find_pairs(tmp_path, errors) == ([], [])
+    assert sum("no mask of that name" in line for line in errors) == 3
+    assert sum("no image of that name" in line for line in errors) == 3
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -221,6 +340,8 @@ class TestLists:
         content = '\ufefflabel,note,file\r\ncät,,a.jpg\r\n\r\n"cät, old",x,"b,1.jpg"\r\n'
         a, b = (str(tmp_path / name) for name in ("a.jpg", "b,1.jpg"))
         assert self.rows(tmp_path, content) == [(a, "cät"), (b, "cät, old")]
+        loose = 'file, label \na.jpg, cät\n"b,1.jpg","cät, old"\n,\n , \n'
+        assert self.rows(tmp_path, loose) == [(a, "cät"), (b, "cät, old")]
 
     @pytest.mark.parametrize(
         ("content", "words"),
@@ -228,6 +349,7 @@ class TestLists:
             ("file;label\na.jpg;x\n", "no column file"),
             ("file,label\na.jpg,x\na.jpg,\n", "train.csv, line 3: no label"),
             ("file,label\nc.jpg,x\n", "train.csv, line 2: "),
+            ("file,label,note\n,,x\n", "train.csv, line 2: no file"),
             ("file,label\na.jpg,c\xe4t\n".encode("latin-1"), "UTF-8"),
         ],
     )
@@ -262,7 +384,9 @@ def test_lists_are_the_same_as_folders(drawn: Callable, kind: str) -> None:
     assert after[2] == before[2]
     for then, now in zip(before[:2], after[:2], strict=True):
         assert {name.removeprefix("heap of ") for name in names(now, data)} == names(then, data)
-    (data / "val.csv").unlink()
+    (data / "val.csv").rename(data / "valid.csv")
+    assert find(kind, data) == after
+    (data / "valid.csv").unlink()
     held_out = {"labels": 6, "masks": 8}[kind]
     train, val, _ = find(kind, data)
     assert (len(train), len(val)) == (53 - held_out, held_out)

@@ -1,17 +1,20 @@
 """What the values and colours in masks mean, and the classes' shares."""
 
+import random
 import zlib
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
+import tifffile
 from generated import Project, refusal
 from PIL import Image
 from ranks import on_ranks
 
 import ddpkit
 from ddpkit.data import class_counts, folders, masks
+from ddpkit.errors import UserError
 
 COLORS = {0: (10, 20, 30), 1: (200, 0, 7), 255: (0, 0, 0)}  # by class number, for `recolor`
 
@@ -89,6 +92,12 @@ def read(
     [
         ([*NAMES, "void = 7"], [0, 7, 255], {}, [0, 255, 255]),
         (NAMES, [False, True, True], {"dtype": "bool"}, [0, 1, 1]),
+        (["a = 0", "b = 255"], [False, True, True], {"dtype": "bool"}, [0, 1, 1]),
+        (["a = 0 0 0", "b = 1 1 1", "c = 255 255 255"], [False, True], {"dtype": "bool"}, [0, 2]),
+        (["a = 255 255 255", "b = 0 0 0"], [0, 255], {}, [1, 0]),
+        (["a = 1 2 3", "b = 3 2 1"], [0, 1, 255], {}, [0, 1, 255]),
+        (NAMES, [2, 0, 1], {"palette": PALETTE}, [2, 0, 1]),
+        (NAMES, [2, 0, 1], {"palette": [1, 1, 1, 2, 2, 2, 0, 0, 0]}, [0, 1, 2]),
         (VALUES, [0, 255, 7], {}, [0, 1, 255]),
         (["a = 300", "b = 65535"], [300, 65535], {"dtype": "uint16"}, [0, 1]),
         (COLORED, ROW, {}, [0, 1, 255]),
@@ -106,12 +115,159 @@ def test_masks(tmp_path: Path, classes: list, row: list, how: dict, expected: li
         (NAMES, [0.5], {"dtype": "float32", "name": "x.tif"}, ["value 0.5"]),
         (COLORED, [*ROW, [0, 0, 4]], {}, ["colour 0 0 4 in 1 pixels", "void = 0 0 4"]),
         (COLORED, CLEAR, {}, ["transparent"]),
+        (COLORED, ROW, {"transparency": (1, 2, 3)}, ["transparent"]),
+        (["a = 0 0 0", "b = 9 9 9"], [0, 1], {}, ["colour 1 1 1 in 1 pixels"]),
+        (["a = 0 0 0", "b = 9 9 9"], [0, 9], {"dtype": "uint16"}, ["mode I;16", "8 bits"]),
+        (NAMES, [*range(99)], {}, ["95 more values", "smoothed edges"]),
         (NAMES, [0, 1], {"name": "x.tif", "compression": "jpeg"}, ["JPEG"]),
     ],
 )
 def test_faults_of_masks(tmp_path: Path, classes: list, row: list, how: dict, words: list) -> None:
     with refusal("masks.read_mask", tmp_path, *words):
         read(tmp_path, classes, row, **how)
+
+
+def test_numbers_that_no_line_can_have(tmp_path: Path) -> None:
+    with refusal(
+        "masks.read_mask", "value 0.5 in 1 pixels is no class; correct the mask"
+    ) as caught:
+        read(tmp_path, NAMES, [0.5], "x.tif", "float32")
+    assert "NAME" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("values", "how", "words"),
+    [
+        (np.zeros((4, 4, 2), np.uint8), {"planarconfig": "contig"}, "2 channels, of which 1"),
+        (np.zeros((4, 4), np.int8), {}, "8 bits with a sign"),
+        (np.zeros((4, 4, 3), np.uint16), {"photometric": "rgb"}, "16 bits, of which 8"),
+        (
+            np.zeros((2, 9, 9), np.uint8),
+            {"photometric": "minisblack"},
+            "2 pages; save one per file",
+        ),
+    ],
+)
+def test_tiffs_that_are_no_masks(tmp_path: Path, values: np.ndarray, how: dict, words: str) -> None:
+    path = tmp_path / "x.tif"
+    tifffile.imwrite(path, values, **how)
+    with pytest.raises(UserError, match=words) as caught:
+        masks.read_mask(str(path), masks.unnamed())
+    assert "data.json" not in str(caught.value)  # which does not help with masks
+
+
+def test_arrays_are_no_masks(tmp_path: Path) -> None:
+    np.save(tmp_path / "x.npy", np.zeros((4, 4), np.uint8))
+    with refusal("images.reading", "x.npy", "masks are PNG"):
+        masks.read_mask(str(tmp_path / "x.npy"), masks.unnamed())
+
+
+def test_a_bmp_that_pillow_misreads(tmp_path: Path) -> None:
+    """Black and white of 8 bits: as one bit it would be all black."""
+    with refusal("images.reading", "x.bmp", "save it as PNG"):
+        read(
+            tmp_path, ["a = 0 0 0", "b = 255 255 255"], [0, 1], "x.bmp", palette=[0] * 3 + [255] * 3
+        )
+
+
+LISTED = [
+    ["a = 0 0 0", "b = 255 0 0", "c = 255 255 255"],
+    ["a = 0 0 0", "b = 1 1 1", "c = 255 255 255", "void = 128 128 128"],
+    ["a = 10 20 30", "b = 200 0 7", "void = 9 9 9"],
+    ["a = 10 20 30", "b = 200 0 7"],
+    ["a = 0", "b = 255"],
+    ["a = 0", "b = 1", "c = 255"],
+    ["a = 0", "b = 1", "c = 2"],
+    ["a", "b", "c"],
+]
+
+
+def save_all(folder: Path, picture: np.ndarray, chance: random.Random) -> list[str]:
+    """Save a picture (H, W, 3) in every way that keeps it."""
+    colors = sorted({tuple(color) for color in picture.reshape(-1, 3).tolist()})
+    chance.shuffle(colors)
+    places = [[colors.index(tuple(color)) for color in row] for row in picture.tolist()]
+    palette = Image.fromarray(np.array(places, np.uint8))
+    palette.putpalette([value for color in colors for value in color])
+    rgb = Image.fromarray(picture)
+    files: dict[str, tuple[Image.Image, dict]] = {
+        "rgb.png": (rgb, {}),
+        "rgba.png": (rgb.convert("RGBA"), {}),
+        "rgb.bmp": (rgb, {}),
+        "rgb.tif": (rgb, {"compression": "tiff_adobe_deflate"}),
+        "rgb.webp": (rgb, {"lossless": True, "exact": True}),
+        **{f"palette.{kind}": (palette, {}) for kind in ("png", "tif", "bmp", "gif")},
+    }
+    files |= {f"{n}.png": (palette, {"bits": n}) for n in (1, 2, 4) if len(colors) <= 2**n}
+    if (picture == picture[..., :1]).all():
+        grey = Image.fromarray(picture[..., 0].copy())
+        files |= {f"grey.{kind}": (grey, {}) for kind in ("png", "tif", "bmp", "gif")}
+        files["alpha.png"] = grey.convert("LA"), {}
+        files["deep.png"] = Image.fromarray(picture[..., 0].astype(np.uint16) * 257), {}
+        if {*np.unique(picture)} <= {0, 255}:
+            files |= {f"two.{kind}": (grey.convert("1"), {}) for kind in ("png", "tif", "bmp")}
+    for name, (image, how) in files.items():
+        image.save(folder / name, **how)
+    return [str(folder / name) for name in files]
+
+
+def test_masks_mean_what_they_show(tmp_path: Path, chance: random.Random) -> None:
+    """However the files of a set store the same pictures: the same classes, or an error."""
+    compared = 0
+    for number in range(32):
+        lines = LISTED[number % len(LISTED)]
+        labels = masks.parse(lines, Path("classes.txt"))
+        pool = [(v, v, v) for v in (0, 1, 2, 9, 128, 255)] + [(255, 0, 0), (10, 20, 30)]
+        if chance.random() < 0.8:
+            own = [(value,) * 3 for value in labels.values]
+            pool = own if labels.colors is None else [tuple(c) for c in labels.colors.tolist()]
+        stored = []
+        for picture in range(3):
+            shown = chance.sample(pool, chance.randint(1, min(3, len(pool))))
+            pixels = np.array([chance.choices(shown, k=6) for _ in range(5)], np.uint8)
+            folder = tmp_path / f"{number}" / f"{picture}"
+            folder.mkdir(parents=True)
+            stored.append(save_all(folder, pixels, chance))
+        found = []
+        for _ in range(8):
+            labels = masks.parse(lines, Path("classes.txt"))
+            try:
+                chosen = [chance.choice(paths) for paths in stored]
+                found.append(b"".join(masks.read_mask(p, labels).tobytes() for p in chosen))
+            except UserError:
+                continue
+        assert len({*found}) <= 1, (lines, stored)
+        compared += len(found) > 1
+    assert compared > 10
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ({"row": [0, 1, 255]}, {"row": [False, True], "dtype": "bool"}),
+        ({"row": [0, 1], "palette": PALETTE}, {"row": [0, 1], "palette": [9] * 3 + PALETTE}),
+        ({"row": [0, 1], "palette": PALETTE}, {"row": [False, True], "dtype": "bool"}),
+    ],
+)
+def test_sets_that_mix(tmp_path: Path, one: dict, other: dict) -> None:
+    """They are refused in either order; each file alone is read."""
+    read(tmp_path, NAMES, **one, name="one.png")
+    read(tmp_path, NAMES, **other, name="other.png")
+    for order in ("one.png", "other.png"), ("other.png", "one.png"):
+        labels = masks.parse(NAMES, Path("classes.txt"))
+        masks.read_mask(str(tmp_path / order[0]), labels)
+        with refusal("masks.agree", *order):
+            masks.read_mask(str(tmp_path / order[1]), labels)
+
+
+@on_ranks(1)
+def test_a_set_that_mixes(tmp_path: Path) -> None:
+    """Training says so before its first step; void in an optimised file is no crack."""
+    data = tmp_path / "set"
+    ddpkit.demo_masks(data, 12, 4)
+    Image.new("1", (64, 64), 1).save(data / "train/masks/0003.png")
+    with refusal("masks.agree", data / "train/masks/0003.png"):
+        content(data)
 
 
 def content(data: Path) -> tuple:

@@ -8,8 +8,12 @@ import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
+import pytest
 from generated import Done, Project
 from huggingface_hub import ModelCard
+
+from ddpkit.run import checkpoint
+from ddpkit.tools import publish
 
 FILES: dict[str, bytes] = {}  # that were pushed
 
@@ -46,8 +50,11 @@ class Hub(BaseHTTPRequestHandler):
         self.wfile.write(json.dumps(value).encode())
 
 
-def test_push(project: Project, trained: Path, tmp_path: Path) -> None:
-    """All files as they are; one line without a login, with a wrong one, without a network."""
+def test_push(project: Project, trained: Path, data: Path, tmp_path: Path) -> None:
+    """All files without paths of here; one line without a login, a wrong one, without a network.
+
+    The copy of the checkpoint predicts, and can be resumed.
+    """
     with ThreadingHTTPServer(("127.0.0.1", 0), Hub) as hub:
         threading.Thread(target=hub.serve_forever, daemon=True).start()
         url = f"http://127.0.0.1:{hub.server_address[1]}"
@@ -67,9 +74,46 @@ def test_push(project: Project, trained: Path, tmp_path: Path) -> None:
         push("other").refused("publish.push", "401")
         hub.shutdown()
     push("ours").refused("publish.push", "refused")
-    for name in "best.pt", "metrics.csv", "args.json", "per_class.csv", "examples.png":
+    for name in "metrics.csv", "per_class.csv", "examples.png":
         assert FILES[name] == (trained / name).read_bytes()
+    places = [str(place).encode() for place in (trained.parent, project.folder, Path.home())]
+    assert places[0] in (trained / "args.json").read_bytes()
+    for name, content in FILES.items():
+        assert not [place for place in places if place in content], name
+    (tmp_path / "copy.pt").write_bytes(FILES["best.pt"])
+    copy, own = (checkpoint.read(path) for path in (tmp_path / "copy.pt", trained / "best.pt"))
+    assert copy["args"]["data"] == Path(own["args"]["data"]).name
+    for name in own.keys() - {"args", "path", "resumed_from"}:
+        assert str(copy[name]) == str(own[name])
+    words = data / "val", "--checkpoint", tmp_path / "copy.pt", "--output", tmp_path / "predicted"
+    assert "23 of 23" in project.run(*words, script="predict.py", on=1).ok().out
+    done = project.train(data, tmp_path / "resumed", "--resume", tmp_path / "copy.pt").ok()
+    assert "copy.pt: 1 of 1 epochs done" in done.out
     card = ModelCard(FILES["README.md"].decode())
     assert f"| {card.data.eval_results[-1].metric_value:.4g} |" in card.text
     assert card.data.pipeline_tag == "image-classification"
     assert "./launch.sh --data set --arch shufflenet_v2_x0_5 " in card.text
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("/home/me/my set/", "my set"),
+        ("1.0.0 in /home/a b/ddpkit", "1.0.0 in ddpkit"),
+        *(("~/set", "set"), ("../them/set", "set"), ("C:\\Users\\me\\set", "set")),
+        *((same, same) for same in ("timm/vit", "runs/default", "2/5", "auto", "0.1")),
+    ],
+)
+def test_paths(text: str, shown: str) -> None:
+    assert publish.without_paths({"a": [text, 3]}) == {"a": [shown, 3]}
+
+
+def test_markup_in_names() -> None:
+    """A name of a class is text in the card, and in one cell."""
+    table = [["class", "iou"], ["a|b\n<script>", "0.5"], ["![x](http://e)", ""]]
+    assert publish.to_markdown(table).splitlines() == [
+        "| class | iou |",
+        "| --- | --- |",
+        r"| a\|b\\n\<script\> | 0.5 |",
+        r"| \!\[x\](http://e) |  |",
+    ]

@@ -1,21 +1,37 @@
 """How ranks meet, wait for each other, and need to be alike; and which one's failure counts."""
 
+import functools
 import importlib
 import os
 import re
+import shutil
 import signal
 import socket
 import sys
+import time
+from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
-from generated import after_step, refusal
-from ranks import Patch
+from generated import after_step, refusal, wait_for
+from ports import free_port
+from ranks import Patch, fork, join, on_ranks, said, wait
 
 from ddpkit import launch
 from ddpkit.errors import UserError
-from ddpkit.ranks import distributed, environment, meeting
+from ddpkit.ranks import (
+    devices,
+    distributed,
+    environment,
+    explaining,
+    failures,
+    meeting,
+    process,
+    protocol,
+)
 from ddpkit.run import machine
 
 
@@ -120,3 +136,149 @@ def test_a_stray():
 def test_a_name_that_does_not_resolve():
     with refusal("meeting.reach", "MASTER_ADDR=nowhere.invalid cannot be resolved"):
         meeting._reach("nowhere.invalid", 1, timedelta(seconds=0.4))
+
+
+@on_ranks(3, group=False)
+def test_turns_may_take_longer_than_collectives(tmp_path):
+    """Rank 0, then the first rank of another node, then the others; all leave together."""
+    rank, log = int(os.environ["RANK"]), tmp_path / "log"
+    os.environ["LOCAL_RANK"] = "0" if rank == 1 else "2"
+    distributed.setup(timeout=1)
+    for _ in range(2):
+        with distributed.rank_zero_first(), log.open("a") as file:
+            time.sleep(1.3)
+            file.write(f"{rank}")
+        assert len(log.read_text()) % 3 == 0
+        distributed.barrier()
+    assert log.read_text() == "012012"
+
+
+def end_of(act: Callable[[], object], folder: Path) -> tuple[list[int], list[str]]:
+    """Statuses of two nodes of one rank, and what each says, when rank 1 fails in `act`."""
+    port, began = free_port(), time.monotonic()
+
+    def begin(rank: int) -> None:
+        join(rank, 2, port)
+        os.environ.update(LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
+        environment.node = lambda: f"node{rank}"
+        with failures.one_line_errors():
+            act()
+
+    outputs = [folder / f"node{rank}" for rank in range(2)]
+    pids = [fork(functools.partial(begin, rank), path) for rank, path in enumerate(outputs)]
+    statuses = wait(pids, 30)
+    assert time.monotonic() - began < 15
+    return statuses, [said(path)[1] for path in outputs]
+
+
+def test_a_failure_in_a_turn(tmp_path):
+    """It ends those that wait for theirs."""
+
+    def act() -> None:
+        distributed.setup(timeout=60)
+        with distributed.rank_zero_first():
+            if distributed.rank() == 0:
+                raise UserError("no such file")
+
+    statuses, (first, other) = end_of(act, tmp_path)
+    assert statuses == [2, 2] and "no such file" in first
+    assert "rank 0 on node0 has failed" in other
+
+
+def test_a_failure_between_meeting_and_joining(tmp_path):
+    """As in distributed.py, when all ranks are there, but have no group yet."""
+
+    def act() -> None:
+        here = distributed.meet(timeout=60)
+        if here.rank == 1:
+            raise KeyError("a bug")
+        dist.init_process_group("gloo", store=here.store, rank=0, world_size=2)
+
+    statuses, (first, other) = end_of(act, tmp_path)
+    assert statuses == [1, 1] and "rank 1 on node1 has failed" in first
+    assert other.endswith("KeyError: 'a bug'\n")
+
+
+def test_a_broken_gpu(tmp_path):
+    """On one node; all say so, rather than wait for a rank that has gone."""
+
+    def act() -> None:
+        if environment.node() == "node1":
+            devices._name = lambda _: 1 / 0
+        distributed.setup(timeout=60)
+
+    statuses, lines = end_of(act, tmp_path)
+    assert statuses == [2, 2] and "node1: cpu cannot be used (division by zero)" in lines[0]
+
+
+@on_ranks(2, group=False)
+def test_a_store_that_is_cleaned_away(tmp_path):
+    """The file is written anew, with what it held and what others have written meanwhile."""
+    folder = tmp_path / "private"
+    folder.mkdir(0o700, exist_ok=True)
+    os.environ[protocol.STORE] = str(folder / "store")
+    with failures.one_line_errors():
+        distributed.setup(timeout=30)
+        distributed.store().set(f"key {distributed.rank()}", "1")
+        distributed.barrier()
+        if distributed.is_rank_zero():
+            wait_for(lambda: failures._store_file)
+            with process.watch.lock:  # as it may come before the thread looks
+                shutil.rmtree(folder)
+                folder.mkdir(0o700)
+                distributed.store().set("meanwhile", "1")
+        distributed.barrier()
+        keys = ["key 0", "key 1", "meanwhile"]
+        assert distributed.await_keys(keys, 20)
+        assert [*distributed.store().multi_get(keys)] == [b"1"] * 3
+        assert folder.stat().st_mode & 0o077 == 0
+
+
+@on_ranks(1)
+def test_processes_of_a_container(monkeypatch):
+    """A number means another process in a container, even if that has the host's name."""
+    key = protocol.PROCESS.format(1)
+    gone = 2**22 + 1  # no process can have it
+    here = environment.process_space()
+    for space, state in (
+        (here, f"rank 1 has ended (process {gone})"),
+        (f"{here}1", f"rank 1 does not answer (process {gone} in another container on "),
+        ("", f"rank 1 does not answer (process {gone} in another container on "),
+    ):
+        distributed.store().set(key, f"{environment.node()} {space} {gone}")
+        assert explaining.states([1])[0].startswith(state)
+    monkeypatch.setattr(environment, "process_space", str)  # without /proc
+    assert explaining.states([1]) == [f"rank 1 has ended (process {gone})"]
+
+
+def test_in_which_collective_a_rank_waits():
+    """The first that is not over; those of GPUs and of CPUs end in their own order each."""
+
+    def found(*states: tuple[str, bool]) -> str:
+        return explaining.find_waiting(
+            explaining.Collective(name, is_over, name[:4]) for name, is_over in states
+        )
+
+    assert found() == found(("nccl 1", True)) == ""
+    assert found(("nccl 1", True), ("nccl 2", False), ("nccl 3", False)) == "nccl 2"
+    assert found(("nccl 1", False), ("nccl 2", True)) == ""  # a record that is not kept
+    assert found(("nccl 1", False), ("gloo 1", True)) == "nccl 1"
+
+
+@on_ranks(1)
+def test_an_answer_after_many_collectives():
+    """Within the seconds that another rank waits for it."""
+    for _ in range(2000):  # as many as torch records
+        distributed.reduce_tensor(torch.tensor(1))
+    began = time.process_time()
+    assert explaining.here().text.endswith("collective 2000, all_reduce ()")
+    assert time.process_time() - began < 0.5
+
+
+@on_ranks(2)
+def test_sums_of_bools(project):
+    import distributed as own
+
+    given = torch.tensor([True, False, distributed.rank() == 0])
+    for reduce_tensor in distributed.reduce_tensor, own.reduce_tensor:
+        assert reduce_tensor(given).tolist() == [2, 0, 1]

@@ -1,7 +1,9 @@
 """Images as people have them: deep, turned, huge, broken, in parts; data.json."""
 
+import contextlib
 import errno
 import os
+import re
 import warnings
 import zlib
 from collections.abc import Callable
@@ -12,7 +14,7 @@ import pytest
 import simplejpeg
 import tifffile
 import torch
-from generated import refusal
+from generated import ROOT, TEMPLATE_FOLDER, refusal
 from PIL import Image
 from torchvision.transforms.v2 import functional as F
 
@@ -107,6 +109,35 @@ class TestDepth:
         with refusal("images.reading", "deep.tif", "turned"):
             read(tmp_path / "deep.tif")
 
+    @pytest.mark.parametrize(
+        ("values", "how", "words"),
+        [
+            (COLOURS[..., [0, 1, 2, 0]], {"photometric": "separated"}, "neither grey nor RGB"),
+            (
+                COLOURS[..., [0, 1, 2, 0]],
+                {"extrasamples": ["assocalpha"]},
+                "multiplied by its alpha",
+            ),
+            (
+                COLOURS[..., :2],
+                {"planarconfig": "contig", "photometric": "minisblack"},
+                "cannot be read",
+            ),
+            (
+                COLOURS.astype(np.uint8)[..., :2],
+                {"planarconfig": "contig", "photometric": "minisblack"},
+                "2 channels, of which",
+            ),
+            (COLOURS.astype(np.int8)[..., 0], {}, "8 bits with a sign"),
+        ],
+    )
+    def test_tiffs_of_other_kinds(self, tmp_path: Path, values: np.ndarray, how: dict, words: str):
+        """Whose values would be taken for others."""
+        path = tmp_path / "x.tif"
+        tifffile.imwrite(path, values, **{"photometric": "rgb"} | how if values.ndim == 3 else how)
+        with pytest.raises(UserError, match=f"^{path}: .*{words}"):
+            images.open_image(str(path))
+
 
 def test_megapixels(tmp_path: Path) -> None:
     """Beyond the limits of Pillow, without its warnings."""
@@ -143,6 +174,121 @@ def save_jpeg(path: Path, mode: str = "RGB", size: tuple[int, int] = (50, 37), *
     pixels = np.random.default_rng(0).integers(0, 256, (*size[::-1], 3), np.uint8)
     Image.fromarray(pixels).convert(mode).save(path, "JPEG", **how)
     return str(path)
+
+
+def test_claims_of_arrays(tmp_path: Path) -> None:
+    """A header may claim any size: nothing is allocated for it."""
+    path = tmp_path / "x.npy"
+    np.save(path, np.zeros((4, 4, 3), np.uint8))
+    small = path.read_bytes()
+
+    def claim(shape: str) -> None:
+        text = f"{{'descr': '|u1', 'fortran_order': False, 'shape': {shape}, }}".ljust(117) + "\n"
+        path.write_bytes(small[:8] + (118).to_bytes(2, "little") + text.encode() + small[-48:])
+
+    format = Format(channels=3)
+    claim("(4, 4, 3)")
+    assert images.open_image(str(path), format).read().shape == (3, 4, 4)
+    claim("(1000000, 1000000, 3)")
+    with refusal("format.check_size", path, "1000000 x 1000000"):
+        images.open_image(str(path), format)
+    for shape in "(10, 10, 1000000000000)", "(9000, 9000, 3)":
+        claim(shape)
+        with refusal("images.reading", path):
+            images.open_image(str(path), format)
+    tifffile.imwrite(tmp_path / "x.tif", np.zeros((99, 4, 4), np.uint16), photometric="minisblack")
+    with refusal("images.reading", "x.tif", "99 channels"):
+        images.open_image(str(tmp_path / "x.tif"), format)
+
+
+def test_memory_that_runs_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The line names the image, and nobody is told to remove it."""
+    path = save_jpeg(tmp_path / "x.jpg")
+
+    def fail(*_: object, **__: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(simplejpeg, "decode_jpeg", fail)
+    with refusal("images.reading", path, "memory", "--workers") as caught:
+        images.open_image(path).read()
+    assert "remove" not in str(caught.value)
+
+
+def test_no_program_is_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not by an image of a type that Pillow hands to Ghostscript, whatever its name."""
+    program, path = tmp_path / "gs", tmp_path / "x.png"
+    program.write_text(f"#!/bin/sh\ntouch {tmp_path}/started\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    head = "%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n%%EndComments\nshowpage\n"
+    path.write_text(head)
+    for read in images.open_image, images.read_stored:
+        with refusal("images.reading", path, "not an image of a type"):
+            read(str(path))
+    assert not (tmp_path / "started").exists()
+    with contextlib.suppress(OSError):  # what Pillow does by itself
+        Image.open(path).load()
+    assert (tmp_path / "started").exists()
+
+
+def test_one_place_opens_images() -> None:
+    """With the list of types."""
+    folders = ROOT / "ddpkit", ROOT / TEMPLATE_FOLDER
+    paths = {path.resolve() for folder in folders for path in folder.rglob("*.py")}
+    texts = {path.name: path.read_text() for path in paths}
+    opened = re.compile(r"Image\.open\(|import open|imread|read_image|decode_image|default_loader")
+    found = {name: opened.findall(text) for name, text in texts.items()}
+    assert {name: hits for name, hits in found.items() if hits} == {"images.py": ["Image.open("]}
+    assert "Image.open(io.BytesIO(data), formats=FORMATS)" in texts["images.py"]
+    assert not {"EPS", "FITS", "ICNS", "ICO", "PDF", "PSD", "WMF"} & {*images.FORMATS}
+
+
+def damages(data: bytes) -> dict[str, bytes]:
+    third, half = len(data) // 3, len(data) // 2
+    return {
+        "a hole": data[:third] + bytes(4096) + data[third + 4096 :],
+        "ones": data[:third] + b"\xff" * 512 + data[third + 512 :],
+        "cut, with an end": data[:half] + b"\xff\xd9",
+        "two parts": data[:third] + data[half:],
+        "zeros, with an end": data[:third] + bytes(len(data) - third) + b"\xff\xd9",
+    }
+
+
+class TestDamagedJpeg:
+    """What Pillow decodes without a word, half of it grey."""
+
+    @pytest.mark.parametrize(
+        "how",
+        [
+            {},
+            {"mode": "L"},
+            {"mode": "CMYK"},
+            {"turn": 6},
+            {"restart_marker_blocks": 4},
+            {"progressive": True},
+        ],
+    )
+    def test_pixels(self, tmp_path: Path, how: dict) -> None:
+        exif = Image.Exif()
+        exif[0x112] = how.pop("turn", 1)
+        path = Path(save_jpeg(tmp_path / "x.jpg", size=(240, 180), exif=exif, quality=90, **how))
+        whole = path.read_bytes()
+        images.open_image(str(path)).read()
+        for name, data in damages(whole).items():
+            path.write_bytes(data)
+            for size in None, (20, 20):
+                with refusal("images.reading", path):
+                    print(name, images.open_image(str(path)).read(size=size).shape)
+
+    def test_headers(self, tmp_path: Path) -> None:
+        """Bytes between its parts, before its end or after it change no pixel."""
+        path = Path(save_jpeg(tmp_path / "x.jpg", size=(240, 180)))
+        data = path.read_bytes()
+        whole, scan = images.open_image(str(path)).read(), data.index(b"\xff\xda")
+        kept = data[:scan] + b"abc" + data[scan:], data + b"abc", data[:-2] + b"\0\0" + data[-2:]
+        for each in kept:
+            path.write_bytes(each)
+            assert torch.equal(images.open_image(str(path)).read(), whole)
 
 
 class TestJpeg:

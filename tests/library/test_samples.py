@@ -2,6 +2,7 @@
 
 import errno
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -72,6 +73,17 @@ class Listed(torch.utils.data.Dataset):
         return torch.zeros(3, 4, 4, dtype=torch.uint8), 0
 
 
+class Returned(Listed):
+    """One sample, which returns these parts."""
+
+    def __init__(self, sample: tuple, *parts: object) -> None:
+        super().__init__([sample])
+        self.parts = parts
+
+    def __getitem__(self, index: int) -> tuple:
+        return self.parts
+
+
 def test_fingerprints() -> None:
     def fingerprint(listed: list) -> str:
         return samples.fingerprint(Listed(listed))
@@ -84,7 +96,7 @@ def test_fingerprints() -> None:
 
 class TestSamples:
     def keyed(self, dataset: object) -> samples.Seeded:
-        return samples.Seeded(dataset, 2, 0)
+        return samples.Seeded(dataset, 2, 0)  # two classes
 
     @pytest.mark.parametrize(
         ("sample", "found"),
@@ -105,7 +117,7 @@ class TestSamples:
 
     def test_samples_as_people_have_them(self) -> None:
         """PIL images, arrays, floats as they are, more parts, dicts; masks of any of these."""
-        grey = np.arange(12, dtype=np.uint8).reshape(3, 4)
+        grey = np.resize(np.array([0, 1, 255], np.uint8), (3, 4))
         pixels = torch.from_numpy(grey)
         floats = torch.randn(3, 3, 4)
         for sample, image, target in (
@@ -118,6 +130,21 @@ class TestSamples:
             assert torch.equal(parts[0], image)
             assert torch.equal(torch.as_tensor(parts[1]), torch.as_tensor(target))
             assert len(parts) == len(sample)
+
+    @pytest.mark.parametrize("dtype", [np.uint8, np.uint16, np.int16, np.int32, np.int64])
+    def test_numbers_in_masks(self, dtype: type) -> None:
+        """Beyond the classes they would end a GPU's kernel, far from here."""
+        image, mask = torch.zeros(3, 2, 3), np.array([[0, 1, 255], [1, 0, 0]], dtype)
+        for wrong in (2, 254, -1, 256, -99):
+            if not np.iinfo(dtype).min <= wrong <= np.iinfo(dtype).max:
+                continue
+            bad = np.where(np.eye(2, 3) > 0, dtype(wrong), mask)
+            with refusal("samples.check_mask", "sample 0, a.jpg", f" has {wrong}, ", "0 to 1"):
+                self.keyed(Returned(("a.jpg", 0), image, bad))[samples.Key(0, 0)]
+        fine = [mask, mask.T.copy().T, mask[..., :1] * 0 + dtype(7), np.float32(mask) + 0.5]
+        fine += [np.where(mask == 255, dtype(-100), mask)] if np.iinfo(dtype).min else []
+        for target in fine:  # another shape is no mask
+            self.keyed(Returned(("a.jpg", 0), image, target))[samples.Key(0, 0)]
 
     @pytest.mark.parametrize("workers", [0, 2])
     def test_set_epoch(self, workers: int) -> None:
@@ -168,6 +195,7 @@ def test_saving(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str) -> N
     """On a network disk a checkpoint is written whole or not at all."""
     monkeypatch.setattr(files, "WAITS", (1e-6, 1e-6))
     run, state = folder.Folder(tmp_path, "auto"), dict.fromkeys(folder.KEYS, 0)
+    state |= {name: kind() for name, kind in checkpoint.KINDS.items() if isinstance(kind, type)}
     state["model"] = {"w": torch.arange(999)}
 
     def epochs() -> list[int]:
@@ -194,3 +222,28 @@ def test_saving(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str) -> N
         with pytest.raises(DiskError, match=r"last.pt: the disk does not answer"):
             folder.read_newest(run.saves())
     assert epochs() == [2, 1]
+
+
+def test_a_checksum_is_made_once() -> None:
+    """Of the same list; not of another, or of one that has grown."""
+
+    class Samples(list):
+        reads = 0
+
+        def __iter__(self) -> Iterator:
+            self.reads += 1
+            return super().__iter__()
+
+    class Images:
+        samples = Samples([("a.png", 0), ("b.png", 1)])
+
+        def __len__(self) -> int:
+            return len(self.samples)
+
+    dataset = Images()
+    first = samples.fingerprint(dataset)
+    assert samples.fingerprint(dataset) == first and dataset.samples.reads == 1
+    dataset.samples.append(("c.png", 0))
+    second = samples.fingerprint(dataset)
+    dataset.samples = [("a.png", 0), ("b.png", 0), ("c.png", 0)]
+    assert len({first, second, samples.fingerprint(dataset)}) == 3

@@ -7,19 +7,21 @@ import random
 import re
 import shutil
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
+import pytest
 from digest import digest
 from generated import NET, Command, Done, Project, children, rows, wait_for
 from launcher import Launch
-from ranks import draw_nothing, on_ranks
+from ranks import draw_nothing, fork, on_ranks, said, wait
 
 from ddpkit import launch
-from ddpkit.ranks import protocol
+from ddpkit.ranks import process, protocol
 from ddpkit.ranks.environment import Nodes
 from ddpkit.run.loop import Run
 
@@ -38,12 +40,15 @@ class Chain:
         self.folder, self.out, self.chance = project.folder, out, chance
         self.stepped = out.with_name("stepped")
         self.words = [*words, "--save-every", 4, "--output-dir", out]
+        self.tmp = out.with_name("tmp")
+        self.tmp.mkdir()
         self.numbers = itertools.count()
 
     def start(self, *more: object, **how: Any) -> None:
         """Start a launcher, in forks: launching itself is what is the same."""
-        said = self.out.with_name(f"start {next(self.numbers)}")
-        self.run = Launch(self.folder, [*self.words, *more], said, self.slow, NPROC="2", **how)
+        output = self.out.with_name(f"start {next(self.numbers)}")
+        how |= {"NPROC": "2", "TMPDIR": str(self.tmp)}
+        self.run = Launch(self.folder, [*self.words, *more], output, self.slow, **how)
         self.wait_for_training()
 
     def slow(self) -> None:
@@ -72,6 +77,7 @@ class Chain:
     def end(self) -> Done:
         done = self.run.end(120)
         assert not done.left
+        assert not [*self.tmp.iterdir()]
         return done
 
 
@@ -176,3 +182,72 @@ def test_a_launcher_gives_up(tmp_path):
     assert running.wait() == 128 + signal.SIGTERM
     assert deaf.process.returncode == -signal.SIGKILL
     assert lines == ["the ranks had not ended 1 s after SIGTERM and were killed"]
+
+
+@on_ranks(1, group=False)
+def test_how_ranks_have_ended(tmp_path):
+    """A signal or a silent exit is named; what a rank has said is not said again."""
+    lines: list[str] = []
+    launch.print_error = lines.append
+    silent = tmp_path / "silent-"
+    for script, is_silent, status, line in (
+        ("exit 3", True, 3, "exited with status 3"),
+        ("exit 3", False, 3, ""),
+        ("exit 0", True, 0, ""),
+        ("kill -ABRT $$", True, 134, "was ended by SIGABRT: if gloo has printed a line, ranks "),
+        ("kill -KILL $$", False, 137, "was ended by SIGKILL: out of memory?"),
+    ):
+        Path(f"{silent}0").unlink(missing_ok=True)
+        if is_silent:
+            Path(f"{silent}0").touch()
+        ended = launch.Ranks(Nodes(1, 0, 1, "127.0.0.1", 0))
+        ended.running, ended.silent = [Command(["sh", "-c", script]).process], str(silent)
+        assert ended.wait() == status
+        said = f"rank 0 (process {ended.running[0].pid}) {line}"
+        assert [each[: len(said)] for each in lines] == ([said] if line else [])
+        lines.clear()
+
+
+@pytest.mark.parametrize(
+    ("end", "is_silent"),
+    [
+        ("sys.exit(1)", True),
+        ("os._exit(1)", True),
+        ("1 / 0", False),
+        ("process.exit_now(1)", False),
+        (
+            "subprocess.run([sys.executable, '-c', BEGIN + 'process.note_exit()']); sys.exit(1)",
+            True,
+        ),
+    ],
+)
+def test_a_rank_that_exits_silently(tmp_path, end, is_silent):
+    """It leaves a file for its launcher; with a traceback or a known reason it does not."""
+    begin = "import os, subprocess, sys; from ddpkit.ranks import process; process.note_start();"
+    code = f"{begin} OTHER = {begin!r} + 'process.note_exit()'; {end}"
+    path = tmp_path / "silent"
+    env = {**os.environ, protocol.SILENT: str(path)}
+    subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, env=env)
+    assert path.exists() == is_silent
+
+
+def test_ctrl_z(tmp_path):
+    """The ranks stop with their launcher, go on with it, and get the signals that come then."""
+    pid = tmp_path / "pid"
+
+    def act() -> None:
+        running = launch.Ranks(Nodes(1, 0, 1, "127.0.0.1", 0))
+        running.running = [Command(["sleep", "60"]).process]
+        pid.write_text(str(running.running[0].pid))
+        sys.exit(running.wait())
+
+    launcher = fork(act, tmp_path / "said")
+    wait_for(lambda: pid.exists() and pid.read_text())
+    both = launcher, int(pid.read_text())
+    os.kill(launcher, signal.SIGTSTP)
+    wait_for(lambda: [process.state(each) for each in both] == ["T", "T"])
+    os.kill(launcher, signal.SIGCONT)
+    wait_for(lambda: "T" not in [process.state(each) for each in both])
+    os.kill(launcher, signal.SIGTERM)
+    assert wait([launcher]) == [128 + signal.SIGTERM]
+    assert said(tmp_path / "said") == ("", "")

@@ -8,8 +8,10 @@ import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import huggingface_hub
 import pytest
 import segmentation_models_pytorch as smp
 import timm
@@ -231,6 +233,32 @@ def test_a_download_may_take_longer_than_collectives() -> None:
     distributed.setup(timeout=2)
     for seconds in (3, 0):
         assert distributed.await_rank_zero(lambda s: time.sleep(s) or s, seconds) == seconds
+
+
+class Answer(Exception):
+    def __init__(self, status: int) -> None:
+        self.response = SimpleNamespace(status_code=status)
+
+
+@pytest.mark.parametrize(
+    ("error", "is_left_alone"),
+    [(None, False), (Answer(404), False), (Answer(503), True), (OSError("no network"), True)],
+)
+def test_a_hub_that_does_not_answer(
+    error: Exception | None, is_left_alone: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Is left alone for this download alone; that a file is not there is an answer."""
+
+    def ask(*_: object, **__: object) -> None:
+        if error:
+            raise error
+
+    monkeypatch.setattr(huggingface_hub, "get_hf_file_metadata", ask)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    with pytest.raises(ZeroDivisionError), pretrained.reaching("timm/net"):
+        assert is_left_alone == huggingface_hub.constants.HF_HUB_OFFLINE
+        raise ZeroDivisionError
+    assert not huggingface_hub.constants.HF_HUB_OFFLINE
 
 
 def test_what_auto_stands_for() -> None:

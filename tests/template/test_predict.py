@@ -12,8 +12,9 @@ import numpy as np
 import onnxruntime
 import pytest
 import torch
-from generated import Done, Project, both_tasks
+from generated import Done, Project, both_tasks, refusal
 from PIL import Image
+from ranks import on_ranks
 from torch import nn
 
 
@@ -30,8 +31,12 @@ def files(path: Path) -> list[str]:
 @both_tasks
 def test_images_of_every_kind(project: Project, trained: Path, tmp_path: Path) -> None:
     """Those that cannot be read are left out and named at the end; names stay as they are."""
-    images, out = tmp_path / "in", tmp_path / "\udcfe"
+    images, out = tmp_path / "in", tmp_path / "in" / "\udcfe"
     images.mkdir()
+    if project.task == "segmentation":  # the command was given before, and interrupted
+        for kind in "masks", "overlays":
+            (out / kind).mkdir(parents=True)
+            Image.new("L", (40, 40)).save(out / kind / "grey.png")
     ramp = np.arange(40 * 96).reshape(40, 96)
     kinds = {
         "grey.png": Image.fromarray((ramp // 16).astype(np.uint8)),
@@ -139,3 +144,42 @@ def test_an_export_that_differs(project: Project, trained: Path, tmp_path: Path)
     done = project.run(*words, script="ddpkit export", on=1, patch=patch)
     done.refused("export.main", "model.onnx")
     assert not list(tmp_path.rglob("model.*"))
+
+
+@both_tasks
+def test_a_network_of_several_outputs(project: Project, trained: Path, tmp_path: Path) -> None:
+    """What it predicts is that of its logits; layers are looked for where they can be."""
+
+    def wrap() -> None:
+        import model
+
+        class Several(nn.Module):
+            def __init__(self, net: nn.Module) -> None:
+                super().__init__()
+                self.net = net
+                self.load_state_dict = net.load_state_dict
+
+            def forward(self, images: torch.Tensor) -> dict[str, torch.Tensor]:
+                logits = self.net(images)
+                return {"aux": logits.sum(), "out": logits}
+
+        build = model.build_model
+        model.build_model = lambda *given: Several(build(*given))
+
+    images, found = trained.parent / "set" / "val", {}
+    for name, patch in ("one", None), ("several", wrap):
+        out = tmp_path / name
+        words = images, "--output", out, "--tta"
+        predict(project, *words, checkpoint=trained / "best.pt", patch=patch).ok()
+        paths = (path for path in out.rglob("*") if path.is_file())
+        found[name] = {path.relative_to(out): path.read_bytes() for path in paths}
+    assert found["one"] == found["several"]
+
+
+@both_tasks
+@on_ranks(1)
+def test_layers_of_a_network_of_your_own(project: Project) -> None:
+    import model
+
+    with refusal("model.layers", "--freeze-backbone", "`layers` in model.py"):
+        model.layers(nn.Sequential(nn.Flatten(), nn.Conv1d(1, 1, 1)))

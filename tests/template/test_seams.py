@@ -229,6 +229,7 @@ def test_loaders_of_your_own(edited: Callable[[str], Edited]) -> None:
     assert own.run("plain", "--epochs", 2, "--save-every", 2, stop=5).status == -9
     said = own.run("plain", "--epochs", 2).ok().out
     assert "resumes from its start, not to the bit" in said
+    assert "in turn, so that each reads 2 times" in said
     assert "cannot continue in mid-epoch" in said
     last = own.state("plain/last.pt")
     assert (last["epoch"], last["step"]) == (2, 7)  # 3, 1 of an epoch that starts over, and 3
@@ -237,12 +238,15 @@ def test_loaders_of_your_own(edited: Callable[[str], Edited]) -> None:
     main.write_text(text.replace(" // torch.distributed.get_world_size()", ""))
     own.run("distributed").ok()
     assert own.state("distributed/last.pt")["step"] == 3
+    share = "sampler=range(torch.distributed.get_rank(), len(train_set), 2)"
+    main.write_text(main.read_text().replace(f"{sampler}(train_set)", share))
+    assert "batches of its own and takes them all, 6 in all" in own.run("shares").ok().out
     val = "batch_sampler=ddpkit.ValSampler(val_set, args.batch_size)"
     text = plain.replace(val, f"{sampler}(val_set), batch_size=4").replace(
         "seeded,\n", "val_set,\n"
     )
     main.write_text(text.replace("collate_fn=ddpkit.Collate(),\n", "\n"))
-    own.run("repeats").refused("loading.numbered", "DistributedSampler")
+    own.run("repeats").refused("loading.dealt", "DistributedSampler")
 
 
 def test_teacher(edited: Callable[[str], Edited]) -> None:

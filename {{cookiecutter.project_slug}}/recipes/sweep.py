@@ -7,8 +7,8 @@ and a trial that was interrupted resumes. Run one search at a time.
 
 import contextlib
 import csv
+import json
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -32,13 +32,19 @@ TRIALS, HOURS = 20, 24  # in all; for one trial at most
 PRUNER = optuna.pruners.MedianPruner(n_startup_trials=2, n_warmup_steps=2)
 ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "runs/sweep"
-BEST = re.findall(r'"(\w+)"', re.findall("^BEST = (.*)", (ROOT / "model.py").read_text(), re.M)[0])
+
+
+def best_of(folder: Path) -> tuple[str, int]:
+    """Return the metric that chooses best.pt, and -1 if lower ones are better."""
+    name, direction = json.loads((folder / "args.json").read_text())["best"]
+    return name, -1 if direction == "min" else 1
 
 
 def scores(folder: Path) -> list[float]:
-    """Return the first of BEST that there is, of each epoch so far."""
+    """Return the metric of each epoch so far, with another sign if lower ones are better."""
     with contextlib.suppress(FileNotFoundError), open(folder / "metrics.csv", newline="") as file:
-        return [float(next(row[n] for n in BEST if n in row)) for row in csv.DictReader(file)]
+        name, sign = best_of(folder)
+        return [sign * float(row[name]) for row in csv.DictReader(file)]
     return []
 
 
@@ -63,6 +69,8 @@ def run(study: optuna.Study, trial: optuna.Trial) -> None:
     if status == 75 and not is_stopped:
         sys.exit(75)  # by somebody else: the next start resumes it
     found = [score for score in scores(folder) if score == score]  # not NaN
+    if found:
+        study.set_user_attr("best", best_of(folder))
     is_done = status == 0 and bool(found)
     state = TrialState.PRUNED if is_pruned else TrialState.FAIL
     study.tell(trial, max(found) if is_done else None, None if is_done else state)
@@ -88,7 +96,8 @@ def main() -> None:
     if study.get_trials(states=[TrialState.COMPLETE]):
         best = study.best_trial
         flags = (f"{flag}={value}" for flag, value in best.params.items())
-        print(f"best {'/'.join(BEST)} {best.value} in trial {best.number}:", *flags)
+        name, sign = study.user_attrs["best"]
+        print(f"best {name} {sign * best.value} in trial {best.number}:", *flags)
 
 
 if __name__ == "__main__":

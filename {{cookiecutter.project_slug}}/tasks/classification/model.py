@@ -12,7 +12,9 @@ from torchmetrics.classification import MulticlassAccuracy, MulticlassConfusionM
 
 import ddpkit
 
-BEST = "top1", "map"  # the first of these metrics that there is, higher is better, chooses best.pt
+# The first of these that there is chooses best.pt. It may also be "val_loss", or, of numbers that
+# you work out yourself, say which are better: "cost", "min".
+BEST = "top1", "map"
 STRIDE = None  # of images' sides, if the network takes any multiples of it; None: --image-size
 
 
@@ -47,15 +49,21 @@ def layers(model: nn.Module) -> list[list[nn.Parameter]]:
     if matcher := getattr(model, "group_matcher", None):
         names = timm.models.group_parameters(model, matcher())
         return [[model.get_parameter(name) for name in names[n]] for n in sorted(names)]
-    last = [each for each in model.modules() if isinstance(each, nn.Linear | nn.Conv2d)][-1]
+    found = [each for each in model.modules() if isinstance(each, nn.Linear | nn.Conv2d)]
+    if not found:
+        line = "--freeze-backbone and --layer-decay: no layer is known"
+        raise ddpkit.UserError(f"{line}; return them from `layers` in model.py")
+    last = found[-1]
     own = set(last.parameters())
     return [[each for each in model.parameters() if each not in own], [*last.parameters()]]
 
 
 def infer(model: nn.Module, images: Tensor, args: Namespace) -> Tensor:
     """Apply `model` in evaluation: float32 (N, 3, H, W), normalised -> logits (N, classes)."""
-    logits = model.forward(images)  # __call__ of a compiled one would compile again for each size
-    return (logits + model.forward(images.flip(-1))) / 2 if args.tta else logits
+    outputs = model.forward(images)  # __call__ of a compiled one would compile again for each size
+    if not args.tta:
+        return outputs
+    return (ddpkit.first(outputs) + ddpkit.first(model.forward(images.flip(-1)))) / 2
 
 
 class CrossEntropy(nn.Module):

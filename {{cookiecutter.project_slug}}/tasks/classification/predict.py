@@ -33,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--threshold", type=ddpkit.at_least(0, float), default=0.5,
         help="of the probability of a label, if images have several")  # fmt: skip
     given = parser.parse_args(argv)
-    job = ddpkit.Predictor(given.checkpoint, given.inputs, build_model, parse_args)
+    job = ddpkit.Predictor(given.checkpoint, given.inputs, build_model, parse_args, given.output)
     args, classes = job.args, job.classes  # with which the network was trained
     args.tta |= given.tta
     columns = ["file", "class", "probability", *(f"probability_{name}" for name in classes)]
@@ -41,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         read = functools.partial(val_transform, size=args.image_size, crop=args.crop)
         for paths, images in job.batches(read, batch_size=32):
             with torch.inference_mode():
-                logits = infer(job.model, images, args).cpu()
+                logits = ddpkit.first(infer(job.model, images, args)).cpu()
             scores = logits.sigmoid() if args.several_labels else logits.softmax(1)
             for path, row in zip(paths, scores, strict=True):
                 found = [classes[int(row.argmax())]]

@@ -14,7 +14,9 @@ import ddpkit
 from dataset import STRIDE, VOID
 from losses import Loss
 
-BEST = "miou"  # the metric, higher is better, that decides which weights are kept as best.pt
+# It chooses best.pt. It may also be "val_loss", or, of numbers that you work out yourself, say
+# which are better: "cost", "min".
+BEST = "miou"
 
 
 class Logits(nn.Module):
@@ -49,8 +51,10 @@ def build_model(
 
 def layers(model: nn.Module) -> list[list[nn.Parameter]]:
     """Return the weights of the encoder and the others, for the flags of layers."""
-    encoder = model.net.backbone if isinstance(model, Logits) else model.encoder
-    assert isinstance(encoder, nn.Module)
+    encoder = model.net.backbone if isinstance(model, Logits) else getattr(model, "encoder", None)
+    if not isinstance(encoder, nn.Module):
+        line = "--freeze-backbone and --layer-decay: the network has no attribute `encoder`"
+        raise ddpkit.UserError(f"{line}; return its layers from `layers` in model.py")
     own = set(encoder.parameters())
     return [[*encoder.parameters()], [each for each in model.parameters() if each not in own]]
 
@@ -66,7 +70,7 @@ def infer(model: nn.Module, images: Tensor, args: Namespace) -> Tensor:
     logits = ddpkit.in_tiles(model.forward, images, args.tile, STRIDE)
     if args.tta:
         mirrored = ddpkit.in_tiles(model.forward, images.flip(-1), args.tile, STRIDE)
-        logits = (logits + mirrored.flip(-1)) / 2
+        logits = (ddpkit.first(logits) + ddpkit.first(mirrored).flip(-1)) / 2
     return logits
 
 

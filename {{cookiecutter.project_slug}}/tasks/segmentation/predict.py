@@ -32,7 +32,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--tile", type=ddpkit.at_least(0), help="default: as in training")
     parser.add_argument("--tta", action="store_true", help="mirrored images, too, and the mean")
     given = parser.parse_args(argv)
-    job = ddpkit.Predictor(given.checkpoint, given.inputs, build_model, parse_args)
+    job = ddpkit.Predictor(given.checkpoint, given.inputs, build_model, parse_args, given.output)
     args = job.args  # with which the network was trained
     args.tile = args.tile if given.tile is None else given.tile
     args.tta |= given.tta

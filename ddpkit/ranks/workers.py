@@ -1,0 +1,170 @@
+"""Loader workers on Linux, forks of their rank: it says what they lack, and why they have ended.
+
+What they ask of the system (threads, files, shared memory) mostly fails in threads of torch and of
+multiprocessing, whose errors nobody sees: the rank would wait for a batch that does not come.
+"""
+
+import atexit
+import contextlib
+import copy
+import errno
+import functools
+import mmap
+import multiprocessing
+import os
+import re
+import signal
+import socket
+import sys
+import tempfile
+import threading
+import traceback
+from multiprocessing import queues
+from multiprocessing.context import BaseContext
+from typing import Any
+
+from ddpkit.errors import LineError, UserError
+from ddpkit.ranks import process, protocol
+
+FORKS: Any = multiprocessing.get_context("fork" if hasattr(os, "fork") else None)
+HINTS = {"SIGKILL": ": out of memory? Lower --workers (see dmesg)", "SIGBUS": ": /dev/shm full?"}
+OVER = b"over"  # the note of a worker that has done all
+
+running: list["Worker"] = []  # of this rank, and those that have ended
+
+
+class Worker(FORKS.Process):
+    """A process of torch's DataLoader, with a note that its rank can read when it has ended."""
+
+    def __init__(self, *words: Any, **options: Any) -> None:
+        super().__init__(*words, **options)
+        self.note = mmap.mmap(-1, mmap.PAGESIZE)  # the fork shares it
+
+    def start(self) -> None:
+        self._config["tempdir"] = sockets()  # instead of a folder of its own
+        super().start()
+        running.append(self)
+
+    def run(self) -> None:
+        sys.excepthook = lambda _, error, __: fail(error)  # multiprocessing's thread calls it
+        try:
+            super().run()
+        except Exception as error:
+            if lacking(error):
+                fail(error)
+            raise
+        self.note[: len(OVER)] = OVER
+
+    def has_died(self) -> bool:
+        """Return whether it has ended though its rank did not ask it to; do not reap it."""
+        return self.note[: len(OVER)] != OVER and process.state(self.pid) in ("", "Z")
+
+    def end(self) -> str:
+        """Return how it has died."""
+        status = self.exitcode or 0
+        how = f"status {status}" if status >= 0 else signal.Signals(-status).name
+        return f"has ended with {how}{HINTS.get(how, '')}"
+
+
+class Queue(queues.Queue):
+    """One between a rank and its workers. What its thread cannot send, somebody waits for."""
+
+    @staticmethod
+    def _on_queue_feeder_error(error: Exception, _: object) -> None:
+        fail(error)
+
+
+def context() -> BaseContext:
+    """Return what a DataLoader starts its workers with."""
+    found = copy.copy(FORKS)
+    found.Process = Worker
+    found.Queue = functools.partial(Queue, ctx=found)
+    return found
+
+
+def on_thread_error(args: threading.ExceptHookArgs) -> None:
+    """End this rank if torch's thread has failed that pins batches; its main one would wait."""
+    frames = traceback.walk_tb(args.exc_traceback)
+    is_pinning = any(frame.f_code.co_name == "_pin_memory_loop" for frame, _ in frames)
+    if is_pinning and args.exc_value:
+        fail(args.exc_value)
+    else:
+        threading.__excepthook__(args)
+
+
+def fail(error: BaseException) -> None:
+    """End this worker, and let its rank say why; or say it and end this rank."""
+    if isinstance(error, EOFError | ConnectionError):
+        return  # the other side has ended: why, is what matters
+    line = lacking(error)
+    if not line:
+        what = f"{type(error).__name__}: {error}"
+        line = UserError(
+            f"a loader worker and its rank cannot exchange a batch ({what}): let samples and their "
+            "keys be tensors, arrays, numbers and strings"
+        )
+    worker = multiprocessing.current_process()
+    if not isinstance(worker, Worker):
+        from ddpkit.ranks import failures
+
+        failures.report(str(line), protocol.MISTAKE)
+    text = f"{line.code} {line.line}".encode()[: mmap.PAGESIZE]
+    worker.note[: len(text)] = text
+    os._exit(1)
+
+
+def find_fault() -> Exception | None:
+    """Return what has ended a worker, if something has."""
+    for worker in [*running]:
+        if worker.has_died():
+            note = worker.note[:].rstrip(b"\0").decode(errors="replace")
+            if not note:
+                return RuntimeError(f"DataLoader worker (pid {worker.pid}) has ended")
+            code, line = note.split(" ", 1)
+            return UserError(line, code)
+    return None
+
+
+def lacking(error: BaseException) -> UserError | None:
+    """Return a line on what the system did not give to a worker, or to a rank for its workers."""
+    if isinstance(error, LineError):
+        return None
+    text = str(error)
+    trace = "".join(traceback.format_tb(error.__traceback__))
+    of_torch = re.search(r"</torch_.* \((\d+)\)", text)  # how its C++ names a file in /dev/shm
+    number = int(of_torch[1]) if of_torch else getattr(error, "errno", None)
+    is_forking = "popen_fork.py" in trace
+    is_of_shm = of_torch or re.search("multiprocessing.(heap|synchronize).py", trace)
+    if "start new thread" in text or (is_forking and number == errno.EAGAIN):
+        return UserError(
+            "no more processes or threads can be started: raise the limit (ulimit -u, docker run "
+            "--pids-limit), or lower --workers"
+        )
+    if number == errno.EMFILE or re.search("Too many open files|items of ancdata", text):
+        return UserError("too many files are open: raise the limit (ulimit -n) or lower --workers")
+    if isinstance(error, MemoryError) or (number == errno.ENOMEM and (is_of_shm or is_forking)):
+        return UserError("too little memory for loader workers: lower --workers or --batch-size")
+    if not is_of_shm or not number:
+        return None
+    return UserError(
+        f"/dev/shm cannot hold the batches of loader workers ({os.strerror(number)}; see df -h "
+        "/dev/shm): docker run --ipc=host or --shm-size=8g; else lower --workers (0 needs none)"
+    )
+
+
+def sockets() -> str:
+    """Return this rank's folder for the sockets of its workers, which are killed and leave them."""
+    pid = os.getpid()
+    if pid not in process.sockets:
+        launchers = os.path.dirname(os.environ.get(protocol.STORE, ""))
+        for parent in (launchers or None, None, "/dev/shm"):
+            with (
+                contextlib.suppress(OSError),  # such as a path that is too long for a socket
+                tempfile.TemporaryDirectory(prefix="ddp-", dir=parent) as folder,
+                socket.socket(socket.AF_UNIX) as trial,
+            ):
+                trial.bind(f"{folder}/listener-12345678")
+                break
+        process.sockets[pid] = tempfile.mkdtemp(prefix="ddp-", dir=parent)
+        atexit.register(process.remove_sockets)
+    return process.sockets[pid]

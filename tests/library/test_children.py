@@ -1,0 +1,129 @@
+"""Processes that a person starts within a run: what is the rank's alone does not reach them."""
+
+import contextlib
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+
+from generated import children, wait_for
+from ranks import on_ranks
+
+from ddpkit.ranks import distributed, failures, process, protocol, stopping
+
+context = multiprocessing.get_context("fork")
+
+
+def forked(act: Callable[[], object]) -> int:
+    """Return the process id of a fork that is no multiprocessing.Process; it exits as a script."""
+    pid = os.fork()
+    if not pid:
+        act()
+        sys.exit(0)
+    return pid
+
+
+def status_of(pid: int) -> int:
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def sleep() -> None:
+    time.sleep(60)
+
+
+def no_stop() -> bool:
+    time.sleep(2.5 * protocol.POLL_SECONDS)  # for the thread to see a signal
+    return not distributed.store().check([protocol.STOP])
+
+
+@on_ranks(2)
+def test_signals_to_children():
+    """SIGTERM ends a child, however it is forked; of others neither it nor the run takes notice."""
+    with stopping.on_signals(str):
+        for _ in range(3):
+            with context.Pool(2) as pool:
+                assert pool.map(abs, [1, -2]) == [1, 2]
+        with ProcessPoolExecutor(2, context) as executor:
+            assert [*executor.map(abs, [1, -2])] == [1, 2]
+        child = context.Process(target=sleep)
+        child.start()
+        for signum in signal.SIGINT, signal.SIGUSR1, signal.SIGHUP, signal.SIGTERM:
+            assert child.is_alive()
+            os.kill(child.pid, signum)
+        child.join(10)
+        assert child.exitcode == -signal.SIGTERM
+        pid = forked(sleep)
+        os.kill(pid, signal.SIGTERM)
+        assert status_of(pid) == -signal.SIGTERM
+        program = subprocess.Popen(["sleep", "60"], preexec_fn=os.getpid)
+        program.send_signal(signal.SIGINT)
+        assert program.wait(10) == -signal.SIGINT
+        assert no_stop()
+
+
+@on_ranks(1)
+def test_what_a_loader_worker_starts():
+    """The worker outlives a request to stop, but a program that it starts ends as any other."""
+
+    def work(results: multiprocessing.Queue) -> None:
+        process.start_worker(0)
+        os.kill(os.getpid(), signal.SIGTERM)
+        program = subprocess.Popen(["sleep", "60"])
+        program.terminate()
+        results.put(program.wait(10))
+
+    results = context.Queue()
+    with stopping.on_signals(str):
+        with process.holding_signals():
+            worker = context.Process(target=work, args=(results,))
+            worker.start()
+        assert results.get(timeout=20) == -signal.SIGTERM
+        worker.join()
+
+
+@on_ranks(1)
+def test_a_child_that_fails():
+    """Or that exits as a script does: the run, its other children and its lock are not touched."""
+
+    def bug() -> None:
+        raise ValueError("a bug of the child")
+
+    def use_lock() -> None:
+        assert process.watch.lock.acquire(timeout=5)
+        process.watch.lock.release()
+
+    with failures.one_line_errors(), stopping.on_signals(str):
+        other = context.Process(target=sleep, daemon=True)
+        other.start()
+        with process.watch.lock:  # as if the thread were at work
+            assert status_of(forked(use_lock)) == 0
+        assert status_of(forked(bug)) == 1
+        assert not distributed.store().check([protocol.ERROR])
+        assert other.is_alive() and no_stop()
+        other.kill()
+
+
+POOL = """
+    import multiprocessing, time
+    with multiprocessing.get_context("fork").Pool(2) as pool:
+        pool.map(time.sleep, [0.3, 0.3])
+"""
+
+
+def test_a_pool_in_evaluation(project, few, tmp_path):
+    """Its processes outlive a signal to all; then the run is saved, and nobody stays."""
+    reset = "    metrics.reset()\n"
+    pooled = project.copy(tmp_path / "pooled", (reset, POOL + reset))
+    started = pooled.start(*project.flags(few, tmp_path / "out", "--epochs", 9))
+    wait_for((tmp_path / "out" / "last.pt").exists)
+    wait_for(lambda: len(children()) == 6)
+    for pid in children():
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGINT)
+    done = started.end()
+    assert (done.statuses, done.err, done.left) == ([75, 75], "", [])
+    assert "SIGINT: stopped and saved at epoch" in done.out

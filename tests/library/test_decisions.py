@@ -1,0 +1,521 @@
+"""What a run decides and keeps: the best, the end, what is stepped after an epoch, its losses."""
+
+import contextlib
+import dataclasses
+import functools
+import json
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torchmetrics
+from generated import refusal, rows
+from ranks import draw_nothing, on_ranks
+from torch import Tensor, nn
+from torchmetrics import classification
+
+import ddpkit
+from ddpkit.ranks import distributed, failures, replicas, stopping
+from ddpkit.run import checkpoint, metrics
+
+CPU = torch.device("cpu")
+CLASSES = ["a", "b"]
+Results = Callable[[int], dict[str, float]]  # of an epoch
+
+
+class Killed(Exception):
+    pass
+
+
+class Points(torch.utils.data.Dataset):
+    """Float images, the label in their first value."""
+
+    def __len__(self) -> int:
+        return 12
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        return torch.full((3, 2, 2), index % 2 + index / 12), index % 2
+
+
+def train(
+    out: Path,
+    results: Results,
+    best: Any = "top1",
+    epochs: int = 3,
+    patience: int = 0,
+    after: Callable[..., None] = lambda *_: None,
+    before: Callable[..., None] = lambda *_: None,
+    resume: str = "auto",
+    compiled: bool = False,
+    tracker: Any = None,
+    accumulate: int = 1,
+    passes: int = 1,
+    weight: float = 1,
+) -> ddpkit.Run:
+    """A run whose evaluation returns `results`; `before` and `after` are called in each epoch.
+
+    passes: of an optimizer step of its own. weight: of what run.loss returns.
+    """
+    draw_nothing()
+    torch.manual_seed(0)
+    folder = ddpkit.Folder(out, resume)
+    folder.find_checkpoint()
+    net = nn.Sequential(nn.Flatten(), nn.Linear(12, 2))
+    folder.load(net, CLASSES, {})
+    if compiled:
+        net = torch.compile(net, backend="eager")
+    optimizer = torch.optim.SGD(net.parameters(), 0.1, 0.9)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    sampler = ddpkit.TrainSampler(Points(), 2, accumulate, 0)
+    loader = torch.utils.data.DataLoader(ddpkit.Seeded(Points(), CLASSES, 0), 2, sampler=sampler)
+    val_sampler = ddpkit.ValSampler(Points(), 4)
+    val = torch.utils.data.DataLoader(
+        ddpkit.Seeded(Points(), CLASSES, 0), batch_sampler=val_sampler, collate_fn=ddpkit.Collate()
+    )
+    run = ddpkit.Run(
+        *(folder, loader, val, CLASSES),
+        model=net,
+        optimizer=optimizer,
+        scheduler=scheduler,
+        epochs=epochs,
+        accumulate=accumulate,
+        best=best,
+        tracker=tracker,
+    )
+    criterion = ddpkit.criterion(nn.functional.cross_entropy, CPU)
+
+    def judge(model: nn.Module, _: Any) -> tuple[dict[str, float], Any]:
+        model.eval()
+        return results(run.epoch), (None, [])
+
+    with run:
+        run.rehearse(judge)
+        while not run.is_over(patience):
+            before(run, scheduler)
+            ddp_model = ddpkit.wrap(net, CPU)
+            ddp_model.train()
+            for i, (images, targets) in run.batches():
+                loss = run.loss(*criterion(ddp_model(images), targets))
+                (loss * weight).backward()
+                if (i + 1) % passes:
+                    continue
+                run.divide_gradients(ddp_model)
+                optimizer.step()
+                optimizer.zero_grad()
+                run.end_step()
+            loss = run.mean_loss()
+            run.save()
+            found, _ = judge(net, val)
+            rate = optimizer.param_groups[0]["lr"]
+            run.end_epoch({"train_loss": loss, "lr": rate, **found})
+            after(run, scheduler)
+    return run
+
+
+def each(*values: float, name: str, is_higher: bool | None = None) -> Results:
+    def results(epoch: int) -> dict[str, float]:
+        score = metrics.Score(values[epoch])
+        score.higher_is_better = is_higher
+        return {name: score}
+
+    return results
+
+
+def test_what_best_says() -> None:
+    """Names, each with a direction if one follows."""
+    assert metrics.parse_best("max") == {"max": None}
+    assert metrics.parse_best(("top1", "map")) == {"top1": None, "map": None}
+    assert metrics.parse_best(("mae", "min")) == {"mae": False}
+    assert metrics.parse_best(["a", "max", "b", "c", "min"]) == {"a": True, "b": None, "c": False}
+
+
+@on_ranks(1)
+def test_what_metrics_say() -> None:
+    """Through prefixes, wrappers and collections in collections; not what is made of metrics."""
+    accuracy, count = classification.MulticlassAccuracy, 3
+    wrapped = torchmetrics.ClasswiseWrapper(accuracy(count, average="none"), ["x", "y", "z"], "of_")
+    inner = torchmetrics.MetricCollection({"f1": classification.MulticlassF1Score(count)})
+    collection = {"top1": accuracy(count), "each": wrapped, "more": inner}
+    collection |= {"error": classification.MulticlassHammingDistance(count)}
+    collection |= {"cost": 1 - accuracy(count)}
+    whole = torchmetrics.MetricCollection(collection, prefix="val_")
+    whole.update(torch.eye(3), torch.arange(3))
+    found, _ = metrics.compute(whole)
+    said = {name: metrics.higher_is_better(name, value) for name, value in found.items()}
+    names = {"val_top1", "val_more_f1", "val_of_x", "val_of_y", "val_of_z"}
+    assert said == {**dict.fromkeys(names, True), "val_error": False, "val_cost": None}
+    assert json.dumps(found["val_top1"]) == "1.0"
+    assert metrics.higher_is_better("val_loss") is False
+    assert metrics.higher_is_better("val_loss", 1 - found["val_top1"]) is False
+    assert metrics.higher_is_better("top1", 0.5) is None
+
+
+LOWER = {  # BEST, the name of the column, what its metric says
+    "loss": ("val_loss", "val_loss", None),
+    "metric": ("mae", "mae", False),
+    "said": (("cost", "min"), "cost", None),
+    "of several": (("none", "max", "cost", "min"), "cost", True),
+}
+
+
+@pytest.mark.parametrize("name", LOWER)
+def test_lower_is_better(tmp_path: Path, name: str) -> None:
+    """best.pt, --patience, a resumed run and a search follow the direction."""
+    best, column, is_higher = LOWER[name]
+    results = each(3.0, 1.0, 2.0, 1.5, 0.5, name=column, is_higher=is_higher)
+
+    def check(epochs: int, last: int, at: int, score: float) -> None:
+        run = train(tmp_path, results, best, epochs, patience=2)
+        assert (run.epoch, run.best_epoch, run.best) == (last, at, score)
+        state = torch.load(tmp_path / "best.pt", weights_only=True)
+        assert (state["epoch"], state["best"]) == (at, score)
+        assert json.loads((tmp_path / "args.json").read_text())["best"] == [column, "min"]
+
+    on_ranks(1)(functools.partial(check, 2, 2, 2, 1.0))()
+    on_ranks(1)(functools.partial(check, 5, 4, 2, 1.0))()  # no better one for 2 epochs
+
+
+@on_ranks(1)
+def test_a_direction_that_nobody_says(tmp_path: Path) -> None:
+    """Refused before anything is trained, until it is said."""
+    with refusal("loop.check_score", "cost", '"cost", "min"'):
+        train(tmp_path, each(1.0, name="cost"), "cost")
+    assert not (tmp_path / "last.pt").exists()
+
+
+def test_a_run_of_before(tmp_path: Path) -> None:
+    """It kept the highest of any metric: one of which lower is better is chosen anew."""
+    results = each(3.0, 1.0, 2.0, name="mae", is_higher=False)
+    on_ranks(1)(lambda: train(tmp_path, results, ("mae", "max"), 2) and None)()
+    for path in tmp_path.glob("*.pt"):
+        state = torch.load(path, weights_only=True)
+        assert state["best"] == 3.0
+        del state["best_by"]
+        torch.save(state, path)
+    on_ranks(1)(lambda: train(tmp_path, results, "mae", 3) and None)()
+    assert torch.load(tmp_path / "best-1.pt", weights_only=True)["best"] == 3.0
+    assert torch.load(tmp_path / "best.pt", weights_only=True)["best"] == 2.0
+
+
+@on_ranks(2)
+def test_rank_zero_decides(tmp_path: Path) -> None:
+    """By its own floats, if those of the ranks differ in their last bits."""
+
+    def results(epoch: int) -> dict[str, float]:
+        return {"top1": 0.5 + 1e-7 * epoch * distributed.rank()}
+
+    run = train(tmp_path, results, ("top1", "max"), 5, patience=2)
+    assert (run.epoch, run.best_epoch) == (3, 1)
+    metric = torchmetrics.MetricCollection({"mean": torchmetrics.MeanMetric()})
+    metric.compute = lambda: {"mean": torch.tensor(float(distributed.rank()))}
+    assert metrics.compute(metric)[0] == {"mean": 0.0}
+
+
+@on_ranks(2)
+def test_leaving_an_evaluation_early() -> None:
+    """After another batch on each rank; after a signal on one all stop where all pass."""
+    sampler = ddpkit.ValSampler(Points(), 4)  # 2 batches on rank 0, 1 on rank 1
+    seeded = ddpkit.Seeded(Points(), CLASSES, 0)
+    loader = torch.utils.data.DataLoader(seeded, batch_sampler=sampler, collate_fn=ddpkit.Collate())
+    metric = torchmetrics.MetricCollection({"mean": torchmetrics.MeanMetric()})
+    with stopping.on_signals(str):
+        for number, (images, *_) in enumerate(ddpkit.batches(loader, CPU)):
+            metric.update(images.mean())
+            if number == 0:
+                break
+        metrics.compute(metric)
+        found = ddpkit.Worst(CPU).compute()
+        assert found == []
+        stopping._stopper.answered = distributed.rank() == 1
+        with pytest.raises(stopping.Stopped):
+            metrics.compute(metric)
+
+
+RATES = "0.1", "0.05", "0.025", "0.0125"
+
+
+@pytest.mark.parametrize("place", ["never", "in the next epoch", "at the end"])
+def test_a_step_after_the_end_of_an_epoch(tmp_path: Path, place: str) -> None:
+    """It is in the checkpoints, whether the run is killed in the next epoch or is at its end."""
+    scores = each(0.1, 0.2, 0.1, 0.2, name="top1", is_higher=True)
+
+    def step(run: ddpkit.Run, scheduler: Any) -> None:
+        scheduler.step()
+        Path(tmp_path, "examples.png").touch()  # of best.pt
+
+    def begin() -> None:
+        end_step = ddpkit.Run.end_step
+
+        def killed(run: ddpkit.Run) -> None:
+            end_step(run)
+            if run.epoch == 2:
+                raise Killed
+
+        if place == "in the next epoch":
+            ddpkit.Run.end_step = killed
+        with contextlib.suppress(Killed):
+            train(tmp_path, scores, epochs=2 if place == "at the end" else 4, after=step)
+
+    on_ranks(1)(begin)()
+    for name in "last", "best":
+        state = torch.load(tmp_path / f"{name}.pt", weights_only=True)
+        assert state["scheduler"]["last_epoch"] == state["epoch"]
+    assert (tmp_path / "examples.png").exists()
+    on_ranks(1)(lambda: train(tmp_path, scores, epochs=4, after=step) and None)()
+    assert tuple(row["lr"] for row in rows(tmp_path)) == RATES
+
+
+@pytest.mark.parametrize("is_top", [True, False])
+@on_ranks(1)
+def test_a_step_before_an_epoch_that_is_resumed(tmp_path: Path, is_top: bool) -> None:
+    """It is in the checkpoint already: a line says so."""
+    end_step = ddpkit.Run.end_step
+
+    def killed(run: ddpkit.Run) -> None:
+        end_step(run)
+        run.save()
+        raise Killed
+
+    def step(run: ddpkit.Run, scheduler: Any) -> None:
+        if is_top:
+            scheduler.step()
+
+    scores = each(0.1, name="top1", is_higher=True)
+    lines: list[str] = []
+    distributed.say = lines.append
+    ddpkit.Run.end_step = killed
+    with contextlib.suppress(Killed):
+        train(tmp_path, scores, epochs=1, before=step)
+    ddpkit.Run.end_step = end_step
+    train(tmp_path, scores, epochs=1, before=step)
+    assert any("1 step of the next" in line for line in lines)
+    assert any("changed before run.batches()" in line for line in lines) == is_top
+
+
+def slopes(passes: int, count: Any, term: Callable[..., Tensor]) -> tuple[float, float]:
+    """The gradients of a weight in the loss, of 3 a label, and of one in a term, of 1 a pass."""
+    weight, other = (nn.Parameter(torch.ones(())) for _ in range(2))
+    net = nn.Module()
+    net.weight, net.other = weight, other
+    mean = replicas.Mean(CPU)
+    mean.start(8)
+    for number in range(1, passes + 1):
+        loss = mean.loss(3 * weight * count, count, number == passes)
+        term(loss, other).backward()
+    mean.finish(net, passes)
+    return float(weight.grad), float(other.grad)
+
+
+@on_ranks(1)
+def test_terms_beside_the_loss() -> None:
+    """They have a weight of 1 however many pixels are labelled, or are refused."""
+    void, all_labelled = torch.tensor(1), 8
+
+    def apart(loss: Tensor, other: Tensor) -> Tensor:
+        other.backward()
+        return loss
+
+    for term in torch.add, apart:
+        assert slopes(1, void, term) == pytest.approx((3, 1))
+    assert slopes(1, all_labelled, torch.add) == pytest.approx((3, 1))
+    assert slopes(2, all_labelled, torch.add) == pytest.approx((3, 1))
+    scaler = torch.amp.GradScaler("cpu")
+    for term in (
+        torch.add,
+        lambda loss, other: other + loss,
+        lambda loss, other: sum([loss, other]),
+        lambda loss, other: torch.stack([loss, other]).sum(),
+        lambda loss, other: scaler.scale(loss) + other,
+    ):
+        with refusal("replicas.torch_function", "run.loss(loss_sum + term * count, count)"):
+            slopes(2, void, term)
+
+
+@on_ranks(1)
+def test_losses_that_are_means() -> None:
+    """They count what is labelled; without any the loss is 0 and has finite gradients."""
+
+    def by_hand(outputs: Tensor, targets: Tensor) -> Tensor:
+        is_labelled = targets != 255
+        labels = targets.where(is_labelled, 0)
+        losses = nn.functional.cross_entropy(outputs, labels, reduction="none")
+        return (losses * is_labelled).sum() / is_labelled.sum()
+
+    labels = {255: [0, 1, 255, 255], -100: [0, 1, -100, -100], 0: [1, 2, 0, 0]}
+    for void, numbers in labels.items():
+        criterion = metrics.criterion(nn.CrossEntropyLoss(ignore_index=void), CPU)
+        assert int(criterion(torch.randn(4, 3), torch.tensor(numbers))[1]) == 2
+    for loss in by_hand, nn.CrossEntropyLoss(ignore_index=255):
+        outputs = torch.randn(2, 3, 4, 4, requires_grad=True)
+        masks = torch.full((2, 4, 4), 255)
+        total, count = metrics.criterion(loss)(outputs, masks)
+        (total + outputs.sum()).backward()  # another loss of the same outputs
+        assert (float(total.detach()), int(count)) == (0, 0)
+        assert outputs.grad.eq(1).all()
+    ages = metrics.criterion(lambda outputs, targets: (outputs[:, 0] - targets).square().mean())
+    assert int(ages(torch.zeros(3, 1), torch.tensor([30, 40, 50]))[1]) == 3
+
+
+@dataclasses.dataclass
+class Both:
+    aux: Tensor
+    logits: Tensor
+
+
+def test_outputs_of_other_kinds() -> None:
+    """Logits are found in what networks return, and all of it is in float32 for the loss."""
+    one, two = torch.ones(1), torch.zeros(1)
+    for outputs in (one, (one, two), [[one], two], {"out": one, "aux": two}, Both(two, one)):
+        assert torch.equal(ddpkit.first(outputs), one)
+    assert torch.equal(ddpkit.first({"aux": two, "out": one, "loss": None}), one)
+    half = metrics.to_float32(Both(two.half(), {"x": one.half()}))
+    assert half.aux.dtype == half.logits["x"].dtype == torch.float32
+    for outputs in (None, (), {"a": "b"}, "text"):
+        with refusal("metrics.first", type(outputs).__name__):
+            ddpkit.first(outputs)
+
+
+@on_ranks(1)
+def test_labels_that_validation_has_not() -> None:
+    """They are left out, as of miou, but f1 is 0 of one that is predicted all the same."""
+    for extra, f1 in (-10.0, 1.0), (10.0, 2 / 3):
+        found = ddpkit.label_metrics(3)
+        targets = torch.tensor([[1.0, 0, 0], [0, 1, 0], [1, 1, 0]])
+        logits = (targets - 0.5) * 20
+        logits[:, 2] = extra
+        found.update(logits, targets)
+        results, _ = metrics.compute(found)
+        assert results == pytest.approx({"map": 1.0, "f1": f1})
+
+
+def test_worst_of_what_is_no_label() -> None:
+    """Regression has targets of the same shape as labels."""
+    for targets, is_label in ([[0.0], [1.0]], True), ([[0.0], [0.7]], False), ([[3.0], [1]], False):
+        worst = ddpkit.Worst(CPU)
+        worst.update(torch.zeros(2, 1), torch.tensor(targets), torch.arange(2))
+        assert bool(worst.are_labels) == is_label
+    worst = ddpkit.Worst(CPU)
+    worst.update(torch.zeros(2, 3), torch.full((2, 3), 0.02), torch.arange(2))
+    assert worst.are_labels
+
+
+class Heads(nn.Module):
+    """A head for training alone, one for neither, BatchNorm and dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4), nn.Dropout(0.5))
+        self.head, self.aux, self.unused = (nn.Conv2d(4, 2, 1) for _ in range(3))
+
+    def forward(self, images: Tensor) -> Any:
+        found = self.stem(images)
+        return (self.head(found), {"aux": self.aux(found)}) if self.training else self.head(found)
+
+
+@on_ranks(1)
+def test_what_is_frozen() -> None:
+    """Weights on which nothing depends, in a line; nothing else of the network changes."""
+    lines: list[str] = []
+    distributed.say = lines.append
+    torch.manual_seed(1)
+    expected = Heads()
+    drawn = torch.rand(1)
+    torch.manual_seed(1)
+    net = ddpkit.fit_input(Heads, 32, step=8)
+    assert torch.equal(torch.rand(1), drawn) and net.training
+    assert [name for name, each in net.named_parameters() if not each.requires_grad] == [
+        "unused.weight",
+        "unused.bias",
+    ]
+    state = net.state_dict()
+    assert all(torch.equal(each, state[name]) for name, each in expected.state_dict().items())
+    assert lines == [
+        "2 weights are frozen, for no output depends on them: unused.weight, unused.bias"
+    ]
+
+
+@on_ranks(1)
+def test_a_compiled_network(tmp_path: Path) -> None:
+    """torch.compile(model) in main.py: the names of weights are those without it."""
+    results = each(0.1, 0.2, 0.3, name="top1", is_higher=True)
+    for epochs, compiled in (1, True), (2, True), (3, False):
+        train(tmp_path, results, epochs=epochs, compiled=compiled)
+        state = torch.load(tmp_path / "last.pt", weights_only=True)
+        assert [*state["model"]] == ["1.weight", "1.bias"] == [*state["optimizer"]["state"]]
+        assert state["epoch"] == epochs
+    build = lambda *_: torch.compile(nn.Sequential(nn.Flatten(), nn.Linear(12, 2)))  # noqa: E731
+    flags = SimpleNamespace()
+    net, *_ = checkpoint.open_model(tmp_path / "last.pt", build, lambda *_: flags, CPU)
+    assert torch.equal(net[1].weight, state["model"]["1.weight"])
+
+
+@on_ranks(1)
+def test_a_tracker_that_fails(tmp_path: Path) -> None:
+    """At its start or later: a line, and the run goes on."""
+
+    def start(known: object) -> Any:
+        raise ConnectionError("no\nserver")
+
+    lines: list[str] = []
+    distributed.say = lines.append
+    for number, tracker in enumerate((start, lambda known: None)):
+        scores = each(0.1, name="top1", is_higher=True)
+        run = train(tmp_path / str(number), scores, epochs=1, tracker=tracker)
+        assert run.epoch == 1
+    assert len([line for line in lines if line.startswith("the tracker did not start")]) == 2
+    assert any("(ConnectionError: no server)" in line for line in lines)
+
+
+def scalars(folder: Path) -> dict[str, list[int]]:
+    """What TensorBoard reads in a folder: the steps of each name."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    found = EventAccumulator(str(folder)).Reload()
+    return {name: [each.step for each in found.Scalars(name)] for name in found.Tags()["scalars"]}
+
+
+def test_scalars_of_the_owner(tmp_path: Path) -> None:
+    """In runs/NAME, by optimizer steps: those of this run are dropped neither on resume nor by
+    `--resume never`."""
+    from torch.utils.tensorboard import SummaryWriter
+
+    results = each(0.1, 0.2, 0.3, name="top1", is_higher=True)
+
+    def begin(epochs: int, resume: str) -> None:
+        writer = SummaryWriter(str(tmp_path))
+        writer.add_scalar("mine", 1.0, 100 * epochs)
+        train(tmp_path, results, epochs=epochs, resume=resume)
+        writer.close()
+
+    for epochs in 1, 3:
+        on_ranks(1)(functools.partial(begin, epochs, "auto"))()
+    assert scalars(tmp_path) == {"mine": [100, 300]}
+    found = scalars(tmp_path / "epochs")
+    assert found["top1"] == found["train_loss"] == [1, 2, 3]
+    on_ranks(1)(functools.partial(begin, 2, "never"))()
+    assert scalars(tmp_path) == {"mine": [200]}
+    assert scalars(tmp_path / "epochs")["top1"] == [1, 2]
+
+
+@on_ranks(1)
+def test_accumulation_by_hand(tmp_path: Path) -> None:
+    """It is refused at the first step, and so is a division that is left from it."""
+    results = each(0.1, name="top1", is_higher=True)
+    with refusal("loop.check_last_step", "1 pass(es)", "--accumulate 4"):
+        train(tmp_path / "hand", results, epochs=1, passes=2)
+    with refusal("loop.check_weight", "divided by 2", "run.loss(weight * loss_sum, count)"):
+        train(tmp_path / "divided", results, epochs=1, accumulate=2, passes=2, weight=0.5)
+    train(tmp_path / "whole", results, epochs=1, accumulate=2, passes=2, weight=0.3)
+
+
+def test_one_value_to_normalize() -> None:
+    """The mistake is one of the flags: a line says so."""
+    one = torch.ones(1, 2, 1, 1)
+    for layer in nn.BatchNorm2d(2), nn.InstanceNorm2d(2), nn.GroupNorm(1, 1):
+        with pytest.raises(ValueError) as caught:
+            layer(one[:, :1] if isinstance(layer, nn.GroupNorm) else one)
+        line = str(failures._of_torch(caught.value))
+        assert "--batch-size" in line and "--image-size" in line and "drop_last=True" in line

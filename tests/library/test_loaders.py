@@ -1,0 +1,423 @@
+"""Loaders and data sets of people's own: what wraps ours, what shards by itself, what is deep."""
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from generated import refusal
+from PIL import Image
+from ranks import on_ranks
+from timm.data.distributed_sampler import OrderedDistributedSampler, RepeatAugSampler
+from torch import Tensor
+from torch.utils import data as sets
+from torch.utils.data import DataLoader, get_worker_info
+from torch.utils.data.distributed import DistributedSampler
+
+from ddpkit.data import class_counts, loading, samples
+from ddpkit.data.format import Format
+from ddpkit.data.images import LazyImage
+from ddpkit.ranks import distributed
+from ddpkit.run import machine
+
+OTHER = Format(mean=(0.1, 0.2, 0.3), std=(0.5, 0.5, 0.5))
+IMAGE = torch.zeros(3, 4, 4, dtype=torch.uint8)
+CPU = torch.device("cpu")
+
+
+class Ours(sets.Dataset):
+    """As ddpkit.ImageFiles: with files, a format, counts and an epoch."""
+
+    def __init__(self, name: str, count: int, format: Format = OTHER) -> None:
+        self.samples = [(f"{name}/{n}.jpg", n % 2) for n in range(count)]
+        self.format, self.epochs = format, list[int]()
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitem__(self, index: int) -> tuple:
+        return IMAGE, self.samples[index][1]
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epochs.append(epoch)
+
+    def count_labels(self, index: int) -> dict[int, int]:
+        return {self.samples[index][1]: 10 + index}
+
+
+class Own(sets.Dataset):
+    """A person's wrapper, such as one that transforms; or a set of theirs."""
+
+    def __init__(self, dataset: Any, image: Tensor = IMAGE) -> None:
+        self.dataset, self.image = dataset, image
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, index: int) -> tuple:
+        return self.image, index % 2
+
+
+class TestWrappers:
+    def test_samples(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Files, format and counts of labels are those of the data sets within."""
+        monkeypatch.setattr(distributed, "gather_objects", lambda value: [value])
+        a, b = Ours("a", 3), Ours("b", 2)
+        joined = sets.ConcatDataset([b, sets.Subset(a, [2, 0])])
+        half, _ = sets.random_split(a, [2, 1], torch.Generator().manual_seed(0))
+        for dataset, files in (
+            (sets.Subset(a, [2, 0]), ["a/2", "a/0"]),
+            (sets.Subset(a, torch.tensor([1])), ["a/1"]),  # type: ignore[arg-type]
+            (joined, ["b/0", "b/1", "a/2", "a/0"]),
+            (Own(sets.Subset(joined, [3, 1])), ["a/0", "b/1"]),
+            (half, [f"a/{n}" for n in half.indices]),
+            (sets.StackDataset(image=Own([0, 0]), label=b), ["b/0", "b/1"]),
+        ):
+            names = [samples.name(dataset, n) for n in range(len(dataset))]
+            assert names == [f"sample {n}, {file}.jpg" for n, file in enumerate(files)]
+            assert loading.format_of(DataLoader(dataset)) == OTHER
+            counts = class_counts.count_classes(dataset, ["even", "odd"])
+            assert counts[:, 2].tolist() == [10 + int(file[-1]) for file in files]
+        stream = sets.ChainDataset([Stream("all"), Stream("all")])
+        assert samples.fingerprint(stream).startswith("80 images")
+
+    def test_what_is_not_known(self) -> None:
+        """A wrapper that may order its samples in any way has no files and no counts."""
+        some = Own(Ours("a", 3))
+        some.__class__ = type("Fewer", (Own,), {"__len__": lambda self: 2})
+        assert samples.name(some, 0) == "sample 0"
+        with refusal("class_counts.count_labels", "Fewer has no count_labels"):
+            class_counts.count_classes(some, ["even", "odd"])
+
+    def test_the_epoch(self) -> None:
+        a, b = Ours("a", 3), Ours("b", 2)
+        joined = Own(sets.ConcatDataset([sets.Subset(a, [0]), b]))
+        samples.Seeded(joined, 2, 0)[samples.Key(7, 0)]
+        assert a.epochs == b.epochs == [7]
+
+    def test_fingerprints(self) -> None:
+        """A Subset of other samples is another set; so is one of other files."""
+        a, b = Ours("a", 3), Ours("b", 3)
+        b.samples[0] = ("b/other.jpg", 0)
+        sets_of_two = [
+            sets.Subset(each, indices) for each in (a, b) for indices in ([0, 1], [1, 0], [0, 2])
+        ]
+        sets_of_two += [Own(sets_of_two[0]), sets.Subset(Own([0] * 3), [0, 1])]
+        sets_of_two += [sets.ConcatDataset([sets.Subset(a, [n]) for n in pair]) for pair in ("01",)]
+        found = {samples.fingerprint(each) for each in sets_of_two}
+        assert len(found) == len(sets_of_two)
+        assert all(each.startswith("2 images") for each in found)
+
+    def test_formats(self) -> None:
+        """Loaders whose images would be normalised by different numbers are refused."""
+        ours, plain = Ours("a", 4), Ours("a", 4, Format())
+        uint8, floats = Own(range(4)), Own(range(4), torch.rand(3, 4, 4))
+        same = Ours("b", 4, Format(mean=OTHER.mean, std=OTHER.std, max_megapixels=1))
+        check = loading.check_formats
+
+        def seeded(dataset: Any) -> DataLoader:
+            sampler = loading.TrainSampler(dataset, 4, 1, 0)
+            return DataLoader(samples.Seeded(dataset, 2, 0), 4, sampler=sampler)
+
+        before = samples.checksum(samples.random_state())
+        for make in seeded, partial(DataLoader, batch_size=4):
+            loader = make(ours)
+            joined = sets.ConcatDataset([ours, uint8])
+            for other in sets.Subset(same, [0, 1, 2, 3]), floats, joined:
+                check(make(other), loader)
+                check(loader, make(other))
+            check(make(plain), make(uint8))
+            for other in plain, uint8, sets.Subset(uint8, [0, 1, 2, 3]):
+                for pair in (make(other), loader), (loader, make(other)):
+                    with refusal("loading.check_formats", OTHER.mean, "{}", "data.json"):
+                        check(*pair)
+        assert before == samples.checksum(samples.random_state())
+        with refusal("loading.find_format", "ConcatDataset", OTHER.mean):
+            loading.format_of(DataLoader(sets.ConcatDataset([ours, plain])))
+
+
+class Stream(sets.IterableDataset):
+    """Samples, numbered in the corner of their image, as a stream of people's own gives them."""
+
+    def __init__(self, share: str, count: int = 40, noise: bool = False, labels: int = 10) -> None:
+        self.share, self.count, self.noise, self.labels = share, count, noise, labels
+        self.generator = np.random.default_rng()
+
+    def mine(self) -> Sequence[int]:
+        """As webdataset's split_by_node, or Hugging Face's split_dataset_by_node; or all."""
+        ranks, rank = distributed.world_size(), distributed.rank()
+        if self.share == "all":
+            return range(self.count)
+        if self.share == "pairs":
+            return range(rank // 2, self.count, 2)
+        if self.share == "uneven":
+            return range(0, 9) if rank == 0 else range(9 * rank, self.count, ranks)
+        return range(rank, self.count, ranks)
+
+    def __len__(self) -> int:
+        return len(self.mine())
+
+    def __iter__(self) -> Iterator:
+        worker = get_worker_info()
+        first, step = (worker.id, worker.num_workers) if worker else (0, 1)
+        for number in self.mine()[first::step]:
+            image = torch.randint(100, (3, 2, 2), dtype=torch.uint8)  # equal on all ranks
+            if self.noise:
+                image = torch.from_numpy(self.generator.integers(0, 99, (3, 2, 2), np.uint8))
+            image[0, 0, 0] = number
+            yield image, number * 7 % self.labels
+
+
+class Changing(Stream):
+    """As mosaicml/streaming: each time it is begun it has another order."""
+
+    turn = 0
+
+    def mine(self) -> Sequence[int]:
+        return random.Random(self.turn).sample(super().mine(), len(self))
+
+    def __len__(self) -> int:
+        return len(super().mine())
+
+    def __iter__(self) -> Iterator:
+        self.turn += 1
+        return super().__iter__()
+
+
+class Shard(sets.Dataset):
+    """As a shard of a data set of Hugging Face, whose samples are numbered anew."""
+
+    def __init__(self, numbers: range) -> None:
+        self.numbers = numbers
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+    def __getitem__(self, index: int) -> tuple:
+        image = IMAGE.clone()
+        image[0, 0, 0] = self.numbers[index]
+        return image, 0
+
+
+class Share(sets.Sampler):
+    """As people write it."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(distributed.rank(), 40, distributed.world_size()))
+
+    def __len__(self) -> int:
+        return len(range(distributed.rank(), 40, distributed.world_size()))
+
+
+def numbers(batches: Iterator) -> list[int]:
+    return [n for images, *_ in batches for n in images[:, 0, 0, 0].tolist()]
+
+
+def trained_on(loader: Any, epoch: int = 0) -> list[list[int]]:
+    """Which samples each rank takes in an epoch."""
+    source = loading.Foreign(loader, accumulate=1, seed=3)
+    found = numbers(source.batches(loader, epoch, 0))
+    assert len(found) * distributed.world_size() <= source.total
+    return distributed.gather_objects(found)
+
+
+@on_ranks(2, 3)
+def test_each_sample_is_trained_on_once() -> None:
+    """Whether ranks have the same batches or their own, with workers or without, in any epoch."""
+    ranks, rank = distributed.world_size(), distributed.rank()
+    everything = Shard(range(40))
+    make = partial(DataLoader, batch_size=2)
+    mine = range(rank, 40, ranks)
+    declared = Stream("rank", labels=1)
+    declared.num_replicas, declared.rank = ranks, rank  # type: ignore[attr-defined]
+    for loader in (
+        make(Stream("rank")),
+        make(Stream("rank", noise=True)),
+        make(Stream("rank", labels=1)),
+        make(Changing("rank")),
+        make(declared),
+        make(Stream("rank"), num_workers=2, persistent_workers=True),
+        make(Stream("all")),
+        make(Stream("all", noise=True)),
+        make(Stream("all", noise=True), num_workers=1),
+        make(Shard(mine)),
+        make(Shard(mine), shuffle=True),
+        make(everything, shuffle=True),
+        make(everything, sampler=Share()),
+        make(everything, sampler=DistributedSampler(everything)),
+        DataLoader(
+            everything, batch_sampler=sets.BatchSampler(DistributedSampler(everything), 2, False)
+        ),
+    ):
+        for epoch in 0, 2:
+            found = [n for part in trained_on(loader, epoch) for n in part]
+            assert len({*found}) > 40 - 2 * ranks  # what does not fill a step is left out
+            assert len(found) - len({*found}) < ranks  # which DistributedSampler repeats
+    orders = [trained_on(make(everything, shuffle=True), epoch) for epoch in (0, 0, 1)]
+    assert orders[0] == orders[1] != orders[2]
+
+
+@on_ranks(3)
+def test_shares_that_are_meant_to_be_equal() -> None:
+    """RepeatAugSampler gives 3 ranks the same samples, to be augmented otherwise."""
+    data = Shard(range(60))
+    loader = DataLoader(data, 2, sampler=RepeatAugSampler(data, num_repeats=3, selected_round=0))
+    first, *others = trained_on(loader)
+    assert len({*first}) == 20 and all(first == other for other in others)
+    found = trained_on(DataLoader(Stream("uneven"), 1))
+    assert [len(part) for part in found] == [8, 8, 8]  # as many as the least share has
+    wrong = DistributedSampler(data, 2, 0)
+    with refusal("loading.has_share", "(2, 0)"):
+        trained_on(DataLoader(data, 2, sampler=wrong))
+    with refusal("loading.deal", "the training loader gives some ranks the same"):
+        trained_on(DataLoader(Stream("pairs"), 2))
+    with refusal("loading.deal", "each time that they are read"):
+        trained_on(DataLoader(Stream("all", noise=True, labels=1), 2))
+
+
+@on_ranks(1, 2, 3)
+def test_each_sample_is_evaluated_once() -> None:
+    data = Shard(range(41))
+    ranks, rank = distributed.world_size(), distributed.rank()
+    make = partial(DataLoader, batch_size=2)
+    for loader, are_known in (
+        (make(data), True),
+        (make(data, shuffle=True), False),
+        (make(Stream("all", 41)), True),
+        (make(Stream("rank", 41)), ranks == 1),
+        (make(Stream("rank", 2), num_workers=1), ranks == 1),
+        (make(Shard(range(rank, 41, ranks))), ranks == 1),
+    ):
+        samples.seed(rank)  # as training leaves it
+        found = [*loading.batches(loader, CPU)]
+        values = [n for images, *_ in found for n in (images[:, 0, 0, 0] * 0.229 * 255).tolist()]
+        values = [round(value + 0.485 * 255) for value in values]
+        indices = [n for *_, each in found for n in each.tolist()]
+        pairs = distributed.gather_objects([*zip(values, indices, strict=True)])
+        seen = sorted(pair for part in pairs for pair in part)
+        total = 2 if loader.num_workers else 41
+        assert [value for value, _ in seen] == [*range(total)]
+        assert len({index for _, index in seen}) == total
+        assert are_known == all(value == index for value, index in seen)
+    for sampler in DistributedSampler(data), OrderedDistributedSampler(data, ranks, rank):
+        with refusal("loading.dealt", type(sampler).__name__):
+            next(loading.batches(make(data, sampler=sampler), CPU))
+
+
+@on_ranks(2)
+def test_a_share_of_the_data_for_our_samplers() -> None:
+    """They deal the samples themselves: with a share of them as the data set most would be lost."""
+    rank = distributed.rank()
+
+    def check(dataset: sets.Dataset, workers: int = 0) -> None:
+        seeded = samples.Seeded(dataset, 2, 0)
+        options = {**loading.workers(workers, CPU), "collate_fn": loading.Collate()}
+        val = loading.ValSampler(dataset, 4)
+        before = samples.checksum(samples.random_state())
+        machine.check_alike(["a", "b"], validation=DataLoader(seeded, batch_sampler=val, **options))
+        assert before == samples.checksum(samples.random_state())
+
+    for workers in 0, 1:
+        with refusal("machine.check_alike", "a first sample for validation"):
+            check(Shard(range(rank, 40, 2)), workers)
+        check(Shard(range(40)), workers)
+    check(Own(Augmented(np.random.default_rng().random)))
+    with refusal("machine.check_alike", "20 images"):
+        check(sets.Subset(Ours("a", 40), range(rank, 40, 2)))
+    # Another loader may have a share.
+    machine.check_alike(["a", "b"], training=DataLoader(Shard(range(20 + rank))))
+    machine.check_alike(["a", "b"], training=DataLoader(Stream("uneven")))
+
+
+class Augmented(Ours):
+    def __init__(self, draw: Callable[[], Any]) -> None:
+        super().__init__("a", 24, Format())
+        self.draw = draw
+
+    def __getitem__(self, index: int) -> tuple:
+        return torch.full((3, 2, 2), float(self.draw())), 0
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_generators_of_their_own(workers: int, capsys: pytest.CaptureFixture) -> None:
+    """A line says so, once; what ddpkit seeds gives the same numbers as if it were read once."""
+    rng, python, own = np.random.default_rng(), random.Random(), torch.Generator()
+
+    def said(dataset: sets.Dataset) -> tuple[str, list]:
+        sampler = loading.TrainSampler(dataset, 4, 1, 0)
+        options = {**loading.workers(workers, CPU), "collate_fn": loading.Collate()}
+        loader = DataLoader(samples.Seeded(dataset, 2, 0), 4, sampler=sampler, **options)
+        found = [b[0] for epoch in (0, 1) for b in sampler.batches(loader, epoch, 0)]
+        return capsys.readouterr().out, [images[:, 0, 0, 0].tolist() for images in found]
+
+    for draw in (rng.random, lambda: python.random() < 0.3, lambda: torch.rand(1, generator=own)):
+        line, _ = said(sets.Subset(Augmented(draw), range(24)))
+        assert line.count("two reads") == line.count("\n") == 1 and "a/" in line
+    for draw in random.random, np.random.rand, lambda: torch.rand(()), lambda: float("nan"):
+        line, found = said(Augmented(draw))
+        assert not line
+        if draw is random.random:
+            key = samples.Key(1, 23)
+            alone = samples.Seeded(Augmented(draw), 2, 0)[key][0][0, 0, 0].item()
+            assert alone in [value for batch in found for value in batch]
+
+
+def test_deep_images() -> None:
+    """Values of more than 8 bits are refused unless they are scaled; others are as they were."""
+    values = np.arange(164, 59832, 4973, np.uint16).reshape(3, 4)
+
+    def parts(image: Any) -> Tensor:
+        return samples.Seeded([(image, 0)], 2, 0)[samples.Key(0, 0)][0]
+
+    deep = [Image.frombytes(mode, (4, 3), values.tobytes()) for mode in ("I;16", "I;16B")]
+    deep += [Image.fromarray(values.astype(kind)) for kind in (np.int32, np.float32)]
+    arrays = [values, values.astype(np.int32), values.astype(">u2"), values.astype(np.uint32)]
+    tensors = [torch.from_numpy(values.astype(kind))[None] for kind in (np.int16, np.uint16)]
+    for image in [*deep, *arrays, *tensors, Image.fromarray(np.float32([[0, np.nan]]))]:
+        with refusal("samples.parts", "sample 0", "65535.0"):
+            parts(image)
+    for kind in torch.int16, torch.uint16, torch.int32:  # of another loader
+        with refusal("loading.unpack", kind, "65535.0"):
+            loading.unpack([torch.zeros(2, 1, 3, 4, dtype=kind), torch.zeros(2)])
+    scaled = (values / 65535).astype(np.float32)
+    for image in Image.fromarray(scaled), scaled, torch.from_numpy(scaled)[None]:
+        assert torch.equal(parts(image), torch.from_numpy(scaled)[None])
+    for mode in "1", "L", "LA", "P", "PA", "CMYK", "RGBA":
+        assert parts(Image.new(mode, (4, 3))).shape == (3, 3, 4)
+
+
+def test_batches_of_both_kinds() -> None:
+    """In training uint8 and float are refused in a batch; in evaluation each is right."""
+    both = sets.ConcatDataset([Own([0], IMAGE + 9), Own([0], torch.ones(3, 4, 4))])
+    seeded = samples.Seeded(both, 2, 0)
+    with refusal("samples.getitems", "sample 1", "torch.float32 and torch.uint8"):
+        seeded.__getitems__([samples.Key(0, 0), samples.Key(0, 1)])
+    sampler = loading.ValSampler(both, 2)
+    loader = DataLoader(seeded, batch_sampler=sampler, collate_fn=loading.Collate())
+    found = [images for images, *_ in loading._dealt(loader)]
+    assert [images.dtype for images in found] == [torch.uint8, torch.float32]
+
+
+def test_samplers_in_the_wrong_place() -> None:
+    data = Ours("a", 8)
+    seeded = samples.Seeded(data, 2, 0)
+    train, val = loading.TrainSampler(data, 4, 1, 0), loading.ValSampler(data, 4)
+    right = DataLoader(seeded, 4, sampler=train), DataLoader(seeded, batch_sampler=val)
+    loading.find_source(*right, 1, 0, 0)
+    with refusal("loading.find_source", "ValSampler as its batch_sampler"):
+        loading.find_source(right[1], right[0], 1, 0, 0)
+    with refusal("loading.is_ours", "TrainSampler", "8 samples", "of 3"):
+        part = samples.Seeded(sets.Subset(data, [0, 1, 2]), 2, 0)
+        loading.is_ours(DataLoader(part, 4, sampler=train))
+    with refusal("loading.is_ours", "no Seeded"):
+        loading.is_ours(DataLoader(seeded, batch_sampler=sets.BatchSampler(train, 4, False)))
+
+
+def test_a_lazy_image_is_an_array() -> None:
+    pixels = np.broadcast_to(np.arange(12, dtype=np.uint8).reshape(2, 2, 3), (2, 2, 3))
+    array = np.array(LazyImage.of(pixels))
+    assert np.array_equal(array, pixels) and array.flags.writeable
+    assert np.asarray(LazyImage.of(pixels), np.float32).dtype == np.float32

@@ -1,0 +1,235 @@
+"""What loader workers need from the system, made to fail in each of its places; how they end."""
+
+import errno
+import multiprocessing
+import os
+import resource
+import signal
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from multiprocessing import connection, queues, reduction, synchronize
+from pathlib import Path
+
+import pytest
+import torch
+from generated import Done, left
+from ranks import fork, on_ranks, said, wait
+from torch.utils.data import DataLoader
+from torch.utils.data._utils.fetch import _MapDatasetFetcher
+
+from ddpkit.data import loading
+from ddpkit.data.samples import Key, Seeded
+from ddpkit.ranks import failures, process, protocol, workers
+
+FILES = "too many files are open: raise the limit (ulimit -n)"
+PROCESSES = "no more processes or threads can be started: raise the limit (ulimit -u"
+MEMORY = "too little memory for loader workers"
+SHM = "/dev/shm cannot hold the batches of loader workers ({}; see df -h /dev/shm)"
+EXCHANGE = "a loader worker and its rank cannot exchange a batch (TypeError: cannot pickle"
+Patch = Callable[[], object]
+
+
+def refuse(error: Exception | int, place: object, name: str) -> Patch:
+    """A patch: this function of the system fails."""
+
+    def refused(*_: object, **__: object) -> None:
+        raise OSError(error, os.strerror(error)) if isinstance(error, int) else error
+
+    return lambda: setattr(place, name, refused)
+
+
+def no_thread(name: str) -> Patch:
+    """A patch: no thread starts that calls a function of this name."""
+    start = threading.Thread.start
+
+    def limited(self: threading.Thread) -> None:
+        if name in str(vars(self)["_target"]):
+            raise RuntimeError("can't start new thread")
+        start(self)
+
+    return lambda: setattr(threading.Thread, "start", limited)
+
+
+def no_file() -> None:
+    """As many files as are open, and no number below is free."""
+    torch.empty(()).random_()  # reads /proc/cpuinfo, once
+    while (last := os.open(os.devnull, os.O_RDONLY)) < 64:
+        pass
+    resource.setrlimit(resource.RLIMIT_NOFILE, (last + 1, last + 1))
+
+
+class Images:
+    """Reading the first one in a worker calls `act`."""
+
+    def __init__(self, act: Patch) -> None:
+        self.act = act
+        self.samples = [(f"{number}.jpg", 0) for number in range(32)]
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitem__(self, index: int) -> tuple:
+        if index == 0 and multiprocessing.parent_process():
+            self.act()
+        return torch.zeros(3, 4, 4, dtype=torch.uint8), 0
+
+
+def load(tmp_path: Path, in_worker: Patch = int, in_rank: Patch = int) -> Done:
+    """Read images by two workers of a rank, which is a fork; its TMPDIR is `tmp_path`."""
+
+    def act() -> None:
+        tempfile.tempdir = str(tmp_path)
+        process.install_handlers()
+        with failures.one_line_errors(loading.explain):
+            options = loading.workers(2, torch.device("cpu"))
+            images = Seeded(Images(in_worker), 1, seed=0)
+            loader = DataLoader(images, 4, sampler=[Key(0, n) for n in range(32)], **options)
+            in_rank()
+            for _ in loading.started(loader):
+                pass
+
+    began = time.monotonic()
+    statuses = wait([fork(act, tmp_path / "said")], 30)
+    assert time.monotonic() - began < 20
+    return Done(statuses, *said(tmp_path / "said"), left())
+
+
+IN_RANK = {
+    "fork": (refuse(errno.EAGAIN, os, "fork"), PROCESSES),
+    "memory": (refuse(errno.ENOMEM, os, "fork"), MEMORY),
+    "files": (no_file, FILES),
+    "semaphores": (
+        refuse(errno.EROFS, synchronize._multiprocessing, "SemLock"),
+        SHM.format(os.strerror(errno.EROFS)),
+    ),
+    "threads": (no_thread("_feed"), PROCESSES),
+    "handles": (refuse(RuntimeError("received 0 items of ancdata"), reduction, "recvfds"), FILES),
+}
+
+
+@pytest.mark.parametrize("what", IN_RANK)
+def test_what_a_rank_cannot_get_for_its_workers(tmp_path, what):
+    patch, line = IN_RANK[what]
+    load(tmp_path, in_rank=patch).refused("workers.lacking", line)
+
+
+NO_SPACE = (
+    "unable to allocate shared memory(shm) for file </torch_9_1_0>: No space left on device (28)"
+)
+IN_WORKER = {
+    "files": (no_file, FILES),
+    "threads": (no_thread("_feed"), PROCESSES),
+    "other threads": (no_thread("_serve"), PROCESSES),
+    "connections": (refuse(errno.EMFILE, connection.Listener, "accept"), FILES),
+    "handles": (refuse(errno.EMFILE, reduction, "send_handle"), FILES),
+    "memory": (refuse(MemoryError(), queues._ForkingPickler, "dumps"), MEMORY),
+    "shared memory": (
+        refuse(RuntimeError(NO_SPACE), torch.UntypedStorage, "_share_fd_cpu_"),
+        SHM.format(os.strerror(errno.ENOSPC)),
+    ),
+    "pickle": (
+        lambda: setattr(_MapDatasetFetcher, "fetch", lambda *_: threading.Lock()),
+        EXCHANGE,
+    ),
+}
+
+
+@pytest.mark.parametrize("what", IN_WORKER)
+def test_what_a_worker_cannot_get(tmp_path, what):
+    """Most of it fails in threads of torch and Python, for which a rank would wait in vain."""
+    patch, line = IN_WORKER[what]
+    code = "workers.fail" if what == "pickle" else "workers.lacking"
+    load(tmp_path, in_worker=patch).refused(code, line)
+
+
+ENDS = {
+    "sys.exit": (lambda: sys.exit(0), "status 0"),
+    "os._exit": (lambda: os._exit(0), "status 0"),
+    "SIGKILL": (lambda: os.kill(os.getpid(), signal.SIGKILL), "SIGKILL: out of memory?"),
+}
+
+
+@pytest.mark.parametrize("how", ENDS)
+def test_workers_whose_end_torch_does_not_see(tmp_path, how):
+    """Its handler is called, but what it raises may be swallowed, as in hooks for forks."""
+    act, words = ENDS[how]
+
+    def swallow() -> None:
+        torch.utils.data._utils.signal_handling._error_if_any_worker_fails = int
+
+    done = load(tmp_path, in_worker=act, in_rank=swallow)
+    done.failed("", "at sample 0, 0.jpg has ended with ", words)
+    assert {path.name for path in tmp_path.iterdir()} == {"said.out", "said.err"}
+
+
+def test_an_iterator_of_a_thread_that_ends(tmp_path):
+    """Its workers live on, and end with their rank."""
+
+    def in_thread() -> None:
+        make = loading.started
+
+        def started(loader: DataLoader) -> object:
+            found: list = []
+            thread = threading.Thread(target=lambda: found.append(make(loader)))
+            thread.start()
+            thread.join()
+            time.sleep(0.2)  # for the kernel to tell them
+            return found[0]
+
+        loading.started = started
+
+    def die() -> None:
+        os.kill(os.getppid(), signal.SIGKILL)
+        time.sleep(60)
+
+    load(tmp_path, in_rank=in_thread).ok()
+    done = load(tmp_path, in_worker=die, in_rank=in_thread)
+    assert (done.status, done.left) == (-signal.SIGKILL, [])
+
+
+@on_ranks(1, group=False)
+def test_where_the_sockets_of_workers_are(tmp_path):
+    """In the launcher's folder, which it removes, or a new one; not where the path is too long."""
+    long, launchers = tmp_path / ("x" * 100), tmp_path / "launcher"
+    long.mkdir(), launchers.mkdir()
+    for store, tmp, place in (
+        (launchers / "store", tmp_path, launchers),
+        (long / "store", tmp_path, tmp_path),
+        ("", tmp_path, tmp_path),
+        ("", long, Path("/dev/shm")),
+        ("", tmp_path / "missing", Path("/dev/shm")),
+    ):
+        os.environ[protocol.STORE], os.environ[protocol.LAUNCHER] = str(store), str(os.getpid())
+        tempfile.tempdir = str(tmp)
+        folder = Path(workers.sockets())
+        assert folder.parent == place and folder.stat().st_mode & 0o777 == 0o700
+        assert workers.sockets() == str(folder)
+        process.remove_sockets()
+        assert not folder.exists() and launchers.exists()
+    os.environ.update({protocol.STORE: f"{launchers}/store", protocol.LAUNCHER: str(2**22 + 1)})
+    tempfile.tempdir = str(tmp_path)
+    workers.sockets()
+    process.remove_sockets()
+    assert not launchers.exists() and long.exists()  # the launcher was killed
+
+
+def test_a_thread_that_pins_batches(tmp_path):
+    """It runs on GPUs alone; here is one that has its name and fails as it."""
+
+    def act() -> None:
+        def _pin_memory_loop() -> None:
+            raise RuntimeError("received 0 items of ancdata")
+
+        with failures.one_line_errors():
+            threading.Thread(target=print, args=[1, 2, 3, "x"], kwargs={"sep": 1}).start()
+            thread = threading.Thread(target=_pin_memory_loop)
+            thread.start()
+            time.sleep(60)
+
+    statuses = wait([fork(act, tmp_path / "said")], 30)
+    done = Done(statuses, *said(tmp_path / "said"), left())
+    assert done.status == 2 and "TypeError" in done.err  # of another thread: as in Python
+    assert done.err.splitlines()[-1].startswith(f"error: {FILES}")
