@@ -12,12 +12,12 @@ import pytest
 import torch
 from dap import configuration
 from generated import Command, after_step, rows, run, wait_for
+from launcher import Launch
 from ports import free_port
 from ranks import draw_nothing, on_ranks
 
 from ddpkit.ranks import distributed
 
-SLOW = "__import__('time').sleep(0.2)\n"
 MEETING = """
 import pathlib, time
 from ddpkit.ranks import distributed, failures, process
@@ -164,11 +164,16 @@ def test_a_killed_rank_of_two_nodes(project, few, tmp_path):
     data = os.path.relpath(few)  # from where one stands
     words = project.flags(data, tmp_path / "out", "--epochs", 1000, "--save-every", 1)
     env = {"NPROC": "1", "NNODES": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    slow = project.planted(tmp_path / "slow", SLOW)
-    nodes = [slow.launch(*words, **env, NODE_RANK=str(n), SLURMD_NODENAME=f"n{n}") for n in (0, 1)]
+
+    def launch(number: int) -> Launch:
+        own = {"NODE_RANK": str(number), "SLURMD_NODENAME": f"n{number}"}
+        said = tmp_path / f"node {number}"
+        return Launch(project.folder, words, said, draw_nothing, **env, **own)
+
+    nodes = [launch(0), launch(1)]
     wait_for((tmp_path / "out" / "last.pt").exists)
-    pid = nodes[1].ranks()[1]
-    nodes[1].kill(signal.SIGKILL, 1)
+    (pid,) = nodes[1].ranks()
+    os.kill(pid, signal.SIGKILL)
     first, second = (each.end() for each in nodes)
     killed = f"error: rank 1 (process {pid}) on n1 was ended by SIGKILL: out of memory?\n"
     assert (second.status, second.err) == (137, killed)

@@ -1,6 +1,7 @@
 """Launched runs that are stopped or killed: what is left, and what the next start makes of it."""
 
 import contextlib
+import itertools
 import os
 import random
 import re
@@ -11,21 +12,24 @@ import sys
 import time
 from collections.abc import Collection
 from pathlib import Path
+from typing import Any
 
 import pytest
 from digest import digest
 from generated import NET, Command, Done, Project, children, rows, wait_for
-from ranks import fork, on_ranks, said, wait
+from launcher import Launch
+from ranks import draw_nothing, fork, on_ranks, said, wait
 
 from ddpkit import launch
 from ddpkit.ranks import process, protocol
 from ddpkit.ranks.environment import Nodes
+from ddpkit.run.loop import Run
 
 EPOCHS = 14
 SLOW = """
 import pathlib, time
 pathlib.Path(__file__).with_name("stepped").touch()
-time.sleep(0.1)  # or the chain would come to its end too soon
+time.sleep(0.1)
 """
 
 
@@ -33,27 +37,41 @@ class Chain:
     """One run that is stopped and started again, until it has come to its end."""
 
     def __init__(self, project: Project, words: list, out: Path, chance: random.Random) -> None:
-        self.out, self.chance = out, chance
-        self.changed = out / "last.pt", project.folder / "stepped"
-        self.command = [project.folder / "launch.sh", *words, "--save-every", 4]
-        self.command += ["--output-dir", out]
+        self.folder, self.out, self.chance = project.folder, out, chance
+        self.stepped = out.with_name("stepped")
+        self.words = [*words, "--save-every", 4, "--output-dir", out]
         self.tmp = out.parents[1] / "tmp"  # a short path: sockets are in it
         self.tmp.mkdir(exist_ok=True)
+        self.numbers = itertools.count()
 
-    def start(self, *more: object, before: tuple = (), **env: str) -> None:
-        env |= {"NPROC": "2", "TMPDIR": str(self.tmp)}
-        self.run = Command([*before, *self.command, *more], **env)
+    def start(self, *more: object, **how: Any) -> None:
+        """Start a launcher, in forks: launching itself is what is the same."""
+        output = self.out.with_name(f"start {next(self.numbers)}")
+        how |= {"NPROC": "2", "TMPDIR": str(self.tmp)}
+        self.run = Launch(self.folder, [*self.words, *more], output, self.slow, **how)
         self.wait_for_training()
+
+    def slow(self) -> None:
+        """A patch: each step takes a while, or the chain would come to its end too soon."""
+        draw_nothing()
+        end_step = Run.end_step
+
+        def patched(run: Run) -> None:
+            self.stepped.touch()
+            time.sleep(0.1)
+            end_step(run)
+
+        Run.end_step = patched
 
     def wait_for_training(self, but: Collection[int] = ()) -> None:
         """Wait until all ranks, none of `but`, have saved and taken a step; then a random while."""
-        wait_for(lambda: len(pids := {*self.run.ranks().values()}) == 2 and not pids & {*but})
+        wait_for(lambda: len(pids := {*self.run.ranks()}) == 2 and not pids & {*but})
         began = time.time()
 
         def is_new(path: Path) -> bool:
             return path.exists() and path.stat().st_mtime > began
 
-        wait_for(lambda: all(map(is_new, self.changed)))
+        wait_for(lambda: is_new(self.out / "last.pt") and is_new(self.stepped))
         time.sleep(self.chance.uniform(0, 0.5))
 
     def end(self) -> Done:
@@ -68,8 +86,7 @@ def test_stopped_and_killed_again_and_again(project, data, tmp_path, chance):
     whole = tmp_path / "whole"
     words = project.flags(data, whole, *NET, "--epochs", EPOCHS)
     project.run(*words).ok()
-    slow = project.planted(tmp_path / "slow", SLOW)
-    run = Chain(slow, words, shutil.copytree(whole, tmp_path / "run"), chance)
+    run = Chain(project, words, shutil.copytree(whole, tmp_path / "run"), chance)
 
     def to_launcher(signum: int) -> None:
         run.run.kill(signum)
@@ -81,9 +98,9 @@ def test_stopped_and_killed_again_and_again(project, data, tmp_path, chance):
 
     # --resume never holds for the launch, not for what MAX_RESTARTS starts again. When no restart
     # is left, the last line names the rank, the status the signal. The terminal of nohup closes.
-    run.start("--resume", "never", before=("nohup",), MAX_RESTARTS="1")
+    run.start("--resume", "never", ignored=[signal.SIGHUP], MAX_RESTARTS="1")
     to_launcher(signal.SIGHUP)
-    killed = run.run.ranks().values()
+    killed = run.run.ranks()
     run.run.kill(signal.SIGKILL, 0)
     run.wait_for_training(but=killed)
     run.run.kill(signal.SIGSEGV, 1)

@@ -11,6 +11,7 @@ import os
 import runpy
 import signal
 import sys
+import tempfile
 import threading
 import weakref
 from collections.abc import Sequence
@@ -33,8 +34,10 @@ class Fork:
     ) -> None:
         self.returncode: int | None = None
         script, *words = command[2:]
+        here = Path.cwd()
 
         def act() -> None:
+            os.chdir(here)
             os.setsid()
             as_new(before)
             os.environ.clear()
@@ -66,6 +69,7 @@ def as_new(mask: set[signal.Signals] | None = None) -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     if mask is not None:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+    tempfile.tempdir = None  # TMPDIR may be another
     atexit._clear()
     weakref.finalize._registry.clear()  # type: ignore[attr-defined]
     multiprocessing.util._finalizer_registry.clear()  # type: ignore[attr-defined]
@@ -90,13 +94,23 @@ class Launch:
     """A launcher with its ranks, in forks."""
 
     def __init__(
-        self, folder: Path, words: Sequence[object], output: Path, patch: Patch, **env: str
+        self,
+        folder: Path,
+        words: Sequence[object],
+        output: Path,
+        patch: Patch,
+        ignored: Sequence[signal.Signals] = (),  # signals, as SIGHUP under nohup
+        **env: str,
     ) -> None:
         self.output = output
+        here = Path.cwd()
 
         def act() -> None:
+            os.chdir(here)
             os.setsid()
             as_new()
+            for signum in ignored:
+                signal.signal(signum, signal.SIG_IGN)
             os.environ.update(env)
             start = lambda command, **how: Fork(command, output=output, patch=patch, **how)  # noqa: E731
             launch.subprocess = SimpleNamespace(Popen=start)
@@ -114,10 +128,17 @@ class Launch:
         there = children()
         return [int(started[rank]) for rank in sorted(started) if int(started[rank]) in there]
 
+    def kill(self, signum: int, *which: int) -> None:
+        """Send a signal to these ranks, or else to the launcher itself."""
+        for pid in [self.ranks()[rank] for rank in which] or [self.pid]:
+            os.kill(pid, signum)
+
     def end(self, seconds: float = 120) -> Done:
+        """Wait for it, and for ranks that it has left, if it was killed."""
         statuses = ranks.wait([self.pid], seconds)
         LIVE.discard(self.pid)
-        return Done(statuses, *ranks.said(self.output), left())
+        there = left(60)
+        return Done(statuses, *ranks.said(self.output), there)
 
 
 class RealLaunch:
