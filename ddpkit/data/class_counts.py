@@ -83,8 +83,8 @@ def count_classes(dataset: MapDataset, classes: Sequence[str]) -> np.ndarray:
     rows = np.concatenate(distributed.gather_objects(own))
     rows = rows[np.lexsort((rows[:, 1], rows[:, 0]))]
     for sample, label, _ in rows[(rows[:, 1] < 0) | (rows[:, 1] >= len(classes))]:
-        found = f"{samples.name(dataset, sample)}: label {label}"
-        raise UserError(f"{found}, not 0 to {len(classes) - 1}")
+        line = f"{samples.name(dataset, sample)}: label {label}"
+        raise UserError(f"{line}, not 0 to {len(classes) - 1}")
     if not len(rows):
         raise UserError("no training sample has a label")
     return rows

@@ -235,9 +235,10 @@ class Foreign:
         return drawn(loader, self.seed, epoch)
 
     def batches(self, loader: Any, epoch: int, seen: int) -> Iterator:
-        is_begun = self.begun and epoch == self.epoch
-        batches = self.begun if is_begun else self._start(loader, epoch)
+        batches = self.begun
         self.begun = None
+        if batches is None or epoch != self.epoch:
+            batches = self._start(loader, epoch)
         for _ in range((self.total - seen) // self.global_batch * self.accumulate):
             some = list(itertools.islice(batches, self.turn))
             if len(some) < self.turn:
@@ -405,7 +406,7 @@ def is_ours(loader: Any) -> bool:
     """Return whether a DataLoader has our sampler and seeds its samples."""
     by = (getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None))
     own = [each for each in by if isinstance(each, TrainSampler | ValSampler)]
-    dataset = getattr(loader, "dataset", None)
+    dataset: Any = getattr(loader, "dataset", None)
     if own and not isinstance(dataset, Seeded):
         raise UserError("a loader with a sampler of ddpkit needs ddpkit.Seeded(dataset, ...)")
     if isinstance(dataset, Seeded) and not own:
@@ -461,10 +462,7 @@ def check_formats(train_loader: Any, val_loader: Any) -> None:
         if find_format(samples.of(loader)):
             continue
         # A set of one's own without a format: floats are taken as they are.
-        outside = samples.random_state()
-        batches = iter(First(loader)) if is_ours(loader) else drawn(loader, 0)
-        images, *_ = unpack(next(batches))
-        samples.set_random_state(outside)
+        images, *_ = unpack(next(_by_size(drawn(loader, 0))))
         if images.is_floating_point():
             return
     line = f"training images are normalised by {train.keys()}, validation images by {val.keys()}"

@@ -152,6 +152,7 @@ class Seeded(Dataset):
     in_use: ClassVar[weakref.WeakSet["Seeded"]] = weakref.WeakSet()
     epoch: int | None = None  # that `dataset` knows of, in this process
     reading: Any = ()
+    left = TWICE  # samples that the first worker has still to read twice
 
     def __init__(self, dataset: MapDataset, classes: int | Sequence[str], seed: int) -> None:
         if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__"):
@@ -208,18 +209,21 @@ class Seeded(Dataset):
         return samples
 
     def read_twice(self, keys: Sequence[Key], samples: Sequence[tuple]) -> None:
-        """Compare some samples of the run's first batch with what a second read returns."""
+        """Compare the first samples of a run with what a second read of them returns."""
         worker = get_worker_info()
         # In a debugger each would stop at a breakpoint twice.
         if self.unequal[0] or (worker and worker.id) or distributed.is_debugged():
             return
-        self.unequal[0] = -1
         until = time.monotonic() + 1
-        for key, sample in zip(keys[:TWICE], samples, strict=False):
+        for key, sample in zip(keys[: self.left], samples, strict=False):
+            self.left -= 1
             if checksum(sample) != checksum(self[key]):
                 self.unequal[0] = key.number + 1
-            if time.monotonic() > until:
                 return
+            if time.monotonic() > until:
+                self.left = 0
+        if self.left <= 0:
+            self.unequal[0] = -1
 
     def say_unequal(self, batches: Iterator) -> Iterator:
         """Yield `batches`; say, once, if a sample was another when it was read again."""
@@ -293,8 +297,8 @@ class Seeded(Dataset):
             self.reading[at], self.reading[at + 1] = os.getpid(), sample
 
 
-def size(dataset: Any) -> int | None:
-    """Return how many samples there are; None for a stream that does not say so."""
+def size(dataset: Any) -> Any:
+    """Return how many samples there are, an int; None for a stream that does not say so."""
     with contextlib.suppress(TypeError):
         return len(dataset)
     return None
@@ -317,15 +321,16 @@ def places(dataset: Any, index: int) -> Iterator[tuple[Any, int]]:
     A wrapper with neither `indices` nor as many samples as it wraps has nothing that is known.
     """
     yield dataset, index
-    parts, total, indices = wrapped(dataset), size(dataset), getattr(dataset, "indices", None)
+    parts, total = wrapped(dataset), size(dataset)
     sizes = [size(part) for part in parts]
+    indices: Any = getattr(dataset, "indices", None)
     if not total or None in sizes:
         return
     index %= total
     if len(parts) == 1 and hasattr(indices, "__len__") and len(indices) == total:  # as Subset
         yield from places(parts[0], int(indices[index]))
     elif sum(sizes) == total:  # as ConcatDataset, or a transform of one
-        ends = np.cumsum(sizes)
+        ends: np.ndarray = np.cumsum(sizes)
         number = int(np.searchsorted(ends, index, "right"))
         yield from places(parts[number], index - int(ends[number]) + sizes[number])
     else:  # as StackDataset
@@ -419,7 +424,7 @@ def _list_checksum(dataset: Any) -> int:
             _checksums[dataset] = key, total
         return total
     parts = [(size(part), _list_checksum(part)) for part in wrapped(dataset)]
-    indices = getattr(dataset, "indices", None)
+    indices: Any = getattr(dataset, "indices", None)
     if parts and hasattr(indices, "__len__"):
         parts.append(zlib.crc32(repr([*map(int, indices)]).encode()))
     return zlib.crc32(repr(parts).encode()) if parts else 0

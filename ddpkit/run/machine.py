@@ -108,8 +108,8 @@ def check_alike(classes: Sequence[str], **loaders: Any) -> None:
             mine[use] = f"{samples.fingerprint(data)} for {use}"
         is_listed = any(samples.listed(each) for each, _ in samples.places(data, 0))
         if is_ours and not is_listed and len(data) and not distributed.is_debugged():
-            first = samples.first_checksum(loader)
-            mine[f"first for {use}"] = f"a first sample for {use} with checksum {first:08x}"
+            sample = samples.first_checksum(loader)
+            mine[f"first for {use}"] = f"a first sample for {use} with checksum {sample:08x}"
     for name, checksum in code().items():
         mine[name] = f"{name} with checksum {checksum:08x}"
     (first, expected), *others = distributed.gather_objects((environment.own_rank(), mine))

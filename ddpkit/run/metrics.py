@@ -313,8 +313,8 @@ class Mistakes:
     @torch.inference_mode()
     def draw_images(self, path: Path, captions: Mapping[int, str] | None = None) -> None:
         """Draw images by index, with their file and caption; by default some, without any."""
-        data, format = self.loader.dataset, loading.format_of(self.loader)
-        if not self.draw or isinstance(data, IterableDataset):
+        data, format = getattr(self.loader, "dataset", None), loading.format_of(self.loader)
+        if not self.draw or data is None or isinstance(data, IterableDataset):
             return
         data = data if isinstance(data, Seeded) else Seeded(data, self.classes, 0)
         spread = [round(i * (len(data) - 1) / (EXAMPLES - 1)) for i in range(EXAMPLES)]

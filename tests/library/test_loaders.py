@@ -353,7 +353,7 @@ def test_generators_of_their_own(workers: int, capsys: pytest.CaptureFixture) ->
         found = [b[0] for epoch in (0, 1) for b in sampler.batches(loader, epoch, 0)]
         return capsys.readouterr().out, [images[:, 0, 0, 0].tolist() for images in found]
 
-    for draw in (rng.random, lambda: python.random() < 0.3, lambda: torch.rand(1, generator=own)):
+    for draw in (rng.random, lambda: python.random() < 0.5, lambda: torch.rand(1, generator=own)):
         line, _ = said(sets.Subset(Augmented(draw), range(24)))
         assert line.count("two reads") == line.count("\n") == 1 and "a/" in line
     for draw in random.random, np.random.rand, lambda: torch.rand(()), lambda: float("nan"):
