@@ -181,7 +181,7 @@ def keep_store() -> None:
         store = store.underlying_store
     if isinstance(store, dist.FileStore) and distributed.local_rank() == 0:
         if not _store_file:
-            _store_file.append(StoreFile(store.path))
+            _store_file.append(StoreFile(store.path))  # type: ignore[attr-defined]
         _store_file[0].keep()
 
 

@@ -112,12 +112,13 @@ def read(path: Path | str, keys: Iterable[str] = ("model", "classes", "args", "f
     state = read_file(path)
     if missing := sorted({*keys, "channels"} - state.keys()):
         raise Foreign(f"{path}: not a checkpoint of this project ({', '.join(missing)} missing)")
-    for name, kind in KINDS.items():
-        value = state.get(name)
+    for name in sorted(KINDS.keys() & state.keys()):
+        kind = KINDS[name]
+        value = state[name]
         is_right = isinstance(value, kind) and (kind is not int or value >= 0)
         if is_right and name in OF_ROWS:
             is_right = all(isinstance(row, OF_ROWS[name]) for row in value)
-        if name in state and not is_right:
+        if not is_right:
             raise Foreign(f"{path}: not a checkpoint of this project ({name} is {value!r:.60})")
     if state.get("seen", 0) > state.get("images", math.inf):
         line = f"{state['seen']} images seen of {state['images']}"
