@@ -9,6 +9,7 @@
           the debugger or the launcher that has gone (F5) -> exits at once
           ERROR: the first rank that fails leaves it -> the others exit silently with its status
           ASKED: a rank asks where all are, for itself or a person -> this one leaves its PLACE
+          a loader worker that has died, if the main thread does not say it -> ERROR, as that would
           a main thread without progress -> asks; who has asked prints one block
           a signal -> writes STOP; STOP -> this rank's STEP; all go on to the latest step,
           save, and exit with STOPPED
