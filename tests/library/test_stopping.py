@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Collection
 from pathlib import Path
@@ -40,8 +41,8 @@ class Chain:
         self.folder, self.out, self.chance = project.folder, out, chance
         self.stepped = out.with_name("stepped")
         self.words = [*words, "--save-every", 4, "--output-dir", out]
-        self.tmp = out.parents[1] / "tmp"  # a short path: sockets are in it
-        self.tmp.mkdir(exist_ok=True)
+        self.short = tempfile.TemporaryDirectory()  # a path in which sockets have room
+        self.tmp = Path(self.short.name)
         self.numbers = itertools.count()
 
     def start(self, *more: object, **how: Any) -> None:
