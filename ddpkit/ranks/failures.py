@@ -145,7 +145,7 @@ def keep_store() -> None:
         store = store.underlying_store
     if isinstance(store, dist.FileStore) and distributed.local_rank() == 0:
         if not _store_file:
-            path: str = store.path  # type: ignore[attr-defined]  torch's types lack it
+            path: str = store.path  # type: ignore[attr-defined]  # torch's types lack it
             _store_file.append(StoreFile(path))
         _store_file[0].keep()
 
