@@ -18,25 +18,30 @@ The line ends with a code: the file and the function that found it. What is in b
 """
 
 
-def texts(node: ast.AST, scope: ast.AST) -> list[str]:
-    """Return what an expression may say; {name} is what it fills in."""
+def texts(node: ast.AST, scope: ast.AST, within: frozenset[str] = frozenset()) -> list[str]:
+    """Return what an expression may say; {name} is what it fills in.
+
+    within: names whose values are being looked up, which may refer to themselves.
+    """
     if isinstance(node, ast.Constant):
         return [str(node.value)]
     if isinstance(node, ast.IfExp):
-        return [*texts(node.body, scope), *texts(node.orelse, scope)]
+        return [*texts(node.body, scope, within), *texts(node.orelse, scope, within)]
     if isinstance(node, ast.JoinedStr):
         found = [""]
         for part in node.values:
-            more = texts(part.value if isinstance(part, ast.FormattedValue) else part, scope)
+            value = part.value if isinstance(part, ast.FormattedValue) else part
+            more = texts(value, scope, within)
             found = [text + each for text in found for each in more]
         return found
-    if isinstance(node, ast.Name):
+    if isinstance(node, ast.Name) and node.id not in within:
         for each in ast.walk(scope):  # a text that the function puts together before
             is_it = isinstance(each, ast.Assign) and ast.unparse(each.targets[0]) == node.id
             if is_it and isinstance(each.value, ast.JoinedStr | ast.IfExp | ast.Constant):
-                values = texts(each.value, scope)
+                values = texts(each.value, scope, within | {node.id})
                 if any(" " in value for value in values):
                     return values
+    if isinstance(node, ast.Name):
         return [f"{{{node.id}}}"]
     if isinstance(node, ast.Attribute):
         return [f"{{{node.attr.strip('_')}}}"]
@@ -60,7 +65,7 @@ def raised() -> Iterator[tuple[str, str, str]]:
                 if not isinstance(node, ast.Call) or id(node) in of_others:
                     continue
                 name = ast.unparse(node.func).split(".")[-1]
-                if name in ("UserError", "DiskError", "Damaged"):
+                if name in ("UserError", "DiskError", "Damaged", "Foreign"):
                     for text in texts(node.args[0], scope):
                         yield str(path), f"{path.stem}.{scope.name.strip('_')}", text
 
