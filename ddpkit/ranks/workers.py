@@ -82,14 +82,14 @@ def context() -> BaseContext:
     return found
 
 
-def on_thread_error(args: threading.ExceptHookArgs) -> None:
+def on_thread_error(failure: threading.ExceptHookArgs) -> None:
     """End this rank if torch's thread has failed that pins batches; its main one would wait."""
-    frames = traceback.walk_tb(args.exc_traceback)
+    frames = traceback.walk_tb(failure.exc_traceback)
     is_pinning = any(frame.f_code.co_name == "_pin_memory_loop" for frame, _ in frames)
-    if is_pinning and args.exc_value:
-        fail(args.exc_value)
+    if is_pinning and failure.exc_value:
+        fail(failure.exc_value)
     else:
-        threading.__excepthook__(args)
+        threading.__excepthook__(failure)
 
 
 def fail(error: BaseException) -> None:
