@@ -21,7 +21,7 @@ def rendered(name: str, task: str) -> str:
 
 def documents() -> Iterator[tuple[str, Path, tuple[str, ...], str]]:
     """Yield name, folder, tasks that it is for, and text of each document."""
-    for path in [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *ROOT.glob("*/README.md")]:
+    for path in [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *ROOT.glob("[!.]*/README.md")]:
         if path.parent != TEMPLATE and path.name != "CHANGELOG.md":
             yield path.relative_to(ROOT).as_posix(), path.parent, TASKS, path.read_text()
     for name in ("README.md", "EDITS.md", "AGENTS.md"):
