@@ -168,7 +168,7 @@ def unreadable(path: Path | str, error: Exception, is_whole: bool) -> LineError:
         reason = "more than plain types: torch.load cannot read it with weights_only=True"
     line = f"{path}: not a readable checkpoint ({reason})"
     # Of torch's reader of archives, which looks at more than zipfile does.
-    if is_whole and "failed reading zip archive" not in str(error):
+    if is_whole and not re.search("inline_container|failed reading zip archive", str(error)):
         return Foreign(line)
     return Damaged(f"{line}: another one is needed")
 
