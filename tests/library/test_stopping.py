@@ -217,7 +217,7 @@ def test_how_ranks_have_ended(tmp_path):
         ("1 / 0", False),
         ("process.exit_now(1)", False),
         (
-            "subprocess.run([sys.executable, '-c', BEGIN + 'process.note_exit()']); sys.exit(1)",
+            "subprocess.run([sys.executable, '-c', OTHER]); sys.exit(1)",
             True,
         ),
     ],
