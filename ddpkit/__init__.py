@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from ddpkit.run.predicting import Predictor, bands, fit_input, in_tiles
     from ddpkit.run.starting import prepare, start
 
-__version__ = "1.0.0"
+__version__ = "1.1.0"
 
 NAMES = {  # by module, which is imported when one of them is first used: no torch until then
     "data.augment": "choose",

@@ -22,7 +22,7 @@ import ddpkit
 from flags import parse_args
 
 if __name__ == "__main__":  # before torch, whose import takes seconds
-    ddpkit.prepare(parse_args, needs="1.0")
+    ddpkit.prepare(parse_args, needs="1.1")
 
 import torch
 from torch import Tensor, nn
