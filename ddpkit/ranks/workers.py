@@ -5,7 +5,6 @@ multiprocessing, whose errors nobody sees: the rank would wait for a batch that 
 """
 
 import atexit
-import contextlib
 import copy
 import errno
 import functools
@@ -14,7 +13,6 @@ import multiprocessing
 import os
 import re
 import signal
-import socket
 import sys
 import tempfile
 import threading
@@ -28,9 +26,10 @@ from ddpkit.ranks import process, protocol
 
 FORKS: Any = multiprocessing.get_context("fork" if hasattr(os, "fork") else None)
 HINTS = {"SIGKILL": ": out of memory? Lower --workers (see dmesg)", "SIGBUS": ": /dev/shm full?"}
+ROOM = 107 - len("/ddp-12345678/listener-12345678")  # of 107 bytes, the path of a socket
 OVER = b"over"  # the note of a worker that has done all
 
-running: list["Worker"] = []  # of this rank, and those that have ended
+running: list["Worker"] = []  # of this rank, and those that have died
 
 
 class Worker(FORKS.Process):
@@ -42,6 +41,7 @@ class Worker(FORKS.Process):
 
     def start(self) -> None:
         self._config["tempdir"] = sockets()  # instead of a folder of its own
+        running[:] = [each for each in running if not each.is_over()]  # which closes their handles
         super().start()
         running.append(self)
 
@@ -55,9 +55,12 @@ class Worker(FORKS.Process):
             raise
         self.note[: len(OVER)] = OVER
 
+    def is_over(self) -> bool:
+        return self.note[: len(OVER)] == OVER
+
     def has_died(self) -> bool:
         """Return whether it has ended though its rank did not ask it to; do not reap it."""
-        return self.note[: len(OVER)] != OVER and process.state(self.pid) in ("", "Z")
+        return not self.is_over() and not process.is_running(self.pid)
 
     def end(self) -> str:
         """Return how it has died."""
@@ -158,13 +161,9 @@ def sockets() -> str:
     pid = os.getpid()
     if pid not in process.sockets:
         launchers = os.path.dirname(os.environ.get(protocol.STORE, ""))
-        for parent in (launchers or None, None, "/dev/shm"):
-            with (
-                contextlib.suppress(OSError),  # such as a path that is too long for a socket
-                tempfile.TemporaryDirectory(prefix="ddp-", dir=parent) as folder,
-                socket.socket(socket.AF_UNIX) as trial,
-            ):
-                trial.bind(f"{folder}/listener-12345678")
+        for parent in (launchers, tempfile.gettempdir(), "/dev/shm"):
+            is_short = len(os.fsencode(parent)) <= ROOM
+            if is_short and os.access(parent, os.W_OK):
                 break
         process.sockets[pid] = tempfile.mkdtemp(prefix="ddp-", dir=parent)
         atexit.register(process.remove_sockets)

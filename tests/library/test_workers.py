@@ -165,6 +165,27 @@ def test_workers_whose_end_torch_does_not_see(tmp_path, how):
     assert {path.name for path in tmp_path.iterdir()} == {"said.out", "said.err"}
 
 
+def test_what_is_left_of_workers(tmp_path):
+    """Those of an epoch that is over, of a loader that starts new ones, hold no handles."""
+
+    def again() -> None:
+        make, held = loading.started, []
+
+        def started(loader: DataLoader) -> object:
+            loader = DataLoader(loader.dataset, 4, sampler=loader.sampler, **options)
+            for _ in range(3):
+                for _ in make(loader):
+                    pass
+                held.append(len(os.listdir("/proc/self/fd")))
+            assert held[1] == held[2]
+            return []
+
+        options = {**loading.workers(1, torch.device("cpu")), "persistent_workers": False}
+        loading.started = started
+
+    load(tmp_path, in_rank=again).ok()
+
+
 def test_an_iterator_of_a_thread_that_ends(tmp_path):
     """Its workers live on, and end with their rank."""
 
