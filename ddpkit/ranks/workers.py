@@ -26,7 +26,6 @@ from ddpkit.ranks import process, protocol
 
 FORKS: Any = multiprocessing.get_context("fork" if hasattr(os, "fork") else None)
 HINTS = {"SIGKILL": ": out of memory? Lower --workers (see dmesg)", "SIGBUS": ": /dev/shm full?"}
-ROOM = 107 - len("/ddp-12345678/listener-12345678")  # of 107 bytes, the path of a socket
 OVER = b"over"  # the note of a worker that has done all
 
 running: list["Worker"] = []  # of this rank, and those that have died
@@ -148,6 +147,8 @@ def lacking(error: BaseException) -> UserError | None:
         return UserError("too many files are open: raise the limit (ulimit -n) or lower --workers")
     if isinstance(error, MemoryError) or (number == errno.ENOMEM and (is_of_shm or is_forking)):
         return UserError("too little memory for loader workers: lower --workers or --batch-size")
+    if isinstance(error, FileNotFoundError) and "resource_sharer.py" in trace:
+        return UserError("the sockets of loader workers have been removed from TMPDIR: start again")
     if not is_of_shm or not number:
         return None
     return UserError(
@@ -162,8 +163,8 @@ def sockets() -> str:
     if pid not in process.sockets:
         launchers = os.path.dirname(os.environ.get(protocol.STORE, ""))
         for parent in (launchers, tempfile.gettempdir(), "/dev/shm"):
-            is_short = len(os.fsencode(parent)) <= ROOM
-            if is_short and os.access(parent, os.W_OK):
+            # A socket's path has at most 107 bytes; 31 are those of the names below.
+            if len(os.fsencode(parent)) <= 76 and os.access(parent, os.W_OK):
                 break
         process.sockets[pid] = tempfile.mkdtemp(prefix="ddp-", dir=parent)
         atexit.register(process.remove_sockets)

@@ -4,6 +4,7 @@ import errno
 import multiprocessing
 import os
 import resource
+import shutil
 import signal
 import sys
 import tempfile
@@ -129,6 +130,10 @@ IN_WORKER = {
     "shared memory": (
         refuse(RuntimeError(NO_SPACE), torch.UntypedStorage, "_share_fd_cpu_"),
         SHM.format(os.strerror(errno.ENOSPC)),
+    ),
+    "sockets": (
+        lambda: shutil.rmtree(multiprocessing.current_process()._config["tempdir"], True),
+        "the sockets of loader workers have been removed from TMPDIR",
     ),
     "pickle": (
         lambda: setattr(_MapDatasetFetcher, "fetch", lambda *_: threading.Lock()),
