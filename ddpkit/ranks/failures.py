@@ -4,7 +4,6 @@ import atexit
 import contextlib
 import errno
 import faulthandler
-import functools
 import io
 import math
 import os
@@ -14,9 +13,9 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NoReturn
+from typing import IO, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -50,6 +49,7 @@ REMEDIES = {
     ),
 }
 Explainer = Callable[[Exception], str | UserError | None]
+_explainers: list[Explainer] = []  # of the script
 _reporting = threading.Lock()
 _known: list[int] = []  # the status of the rank that failed, once this one has read it
 _batch_size: list[int] = []
@@ -65,12 +65,12 @@ def one_line_errors(*explainers: Explainer) -> Iterator[None]:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     if isinstance(sys.stdout, io.TextIOWrapper):  # some file names are not valid text
         sys.stdout.reconfigure(errors="backslashreplace")
-    end_if_known = functools.partial(_end_if_known, explainers)
+    _explainers[:] = explainers
     threading.excepthook = workers.on_thread_error
     rank = os.getpid()
     try:
         watch.add(follow_others)
-        watch.add(functools.partial(_follow_workers, end_if_known))
+        watch.add(_follow_workers)
         yield
         process.remove_sockets()
     except BaseException as error:
@@ -85,7 +85,7 @@ def one_line_errors(*explainers: Explainer) -> Iterator[None]:
                 process.note_exit()
             raise
         process.begin_to_leave()
-        end_if_known(error)
+        _end_if_known(error)
         if (reported := _reported_status(1)) is not None:
             _leave(reported)  # collectives broke here because another rank has left
         if environment.has_other_nodes():
@@ -94,12 +94,12 @@ def one_line_errors(*explainers: Explainer) -> Iterator[None]:
         raise
 
 
-def _end_if_known(explainers: Sequence[Explainer], error: Exception) -> None:
+def _end_if_known(error: Exception) -> None:
     """Report an error in one line if one is known."""
     if isinstance(error, EOFError | ConnectionError):
         time.sleep(POLL_SECONDS)  # the loader worker at the other end may not be gone yet
         error = workers.find_fault() or error
-    for explain in (_of_memory, workers.lacking, _of_disk, _of_torch, *explainers, _lost_rank):
+    for explain in (_of_memory, workers.lacking, _of_disk, _of_torch, *_explainers, _lost_rank):
         if line := explain(error):
             # Stop where it was raised, in a debugger that can (debugpy 1.8.22 on).
             hold = getattr(sys.modules.get("debugpy"), "trigger_exception_handler", None)
@@ -111,7 +111,7 @@ def _end_if_known(explainers: Sequence[Explainer], error: Exception) -> None:
             report(str(line), MISTAKE if is_mistake else 1)
 
 
-def _follow_workers(end_if_known: Callable[[Exception], None], _: list[int]) -> None:
+def _follow_workers(_: list[int]) -> None:
     """End this rank once one of its loader workers has died, which the main thread may not see.
 
     It may be in a collective, and what torch raises in it may be swallowed.
@@ -120,7 +120,7 @@ def _follow_workers(end_if_known: Callable[[Exception], None], _: list[int]) -> 
     if fault and not distributed.is_debugged():
         time.sleep(2 * POLL_SECONDS)  # let the main thread say it first
         if not watch.is_leaving:
-            end_if_known(fault)
+            _end_if_known(fault)
 
 
 def report(line: str, status: int) -> NoReturn:
@@ -142,47 +142,38 @@ def _leave(status: int) -> NoReturn:
     process.exit_now(status)
 
 
-class StoreFile:
-    """The file of a store, in TMPDIR, from which programs remove what is some days old."""
-
-    def __init__(self, path: str) -> None:
-        self.path = Path(path)
-        self.handle = open(path, "rb")  # noqa: SIM115  which can still be read then
-
-    def keep(self) -> None:
-        """Write the file anew if it has been removed."""
-        added = b""
-        with contextlib.suppress(FileNotFoundError):
-            if os.path.samestat(self.path.stat(), os.fstat(self.handle.fileno())):
-                return
-            added = self.path.read_bytes()  # by another rank, meanwhile
-        try:
-            with contextlib.suppress(FileExistsError):
-                self.path.parent.mkdir(0o700)
-            if self.path.parent.lstat().st_uid != os.getuid():  # who else could change the file
-                raise PermissionError(errno.EPERM, "another user has made its folder")
-            self.handle.seek(0)
-            whole = self.path.with_name("whole")
-            whole.write_bytes(self.handle.read() + added)
-            whole.rename(self.path)
-            self.handle = self.path.open("rb")
-        except OSError as error:
-            print_error(f"{self.path}, through which the ranks agree, is lost ({error.strerror})")
-            process.exit_now(1)
-        distributed.say(f"{self.path} had been removed and is written anew: what cleans TMPDIR?")
-
-
-_store_file: list[StoreFile] = []  # of the first rank of a node, if the store is a file
+_store_file: list[IO[bytes]] = []  # of the first rank of a node, if the store is a file
 
 
 def keep_store() -> None:
+    """Write the store's file anew if it is gone: programs clean TMPDIR of what is days old."""
     store = distributed.store()
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store
-    if isinstance(store, dist.FileStore) and distributed.local_rank() == 0:
-        if not _store_file:
-            _store_file.append(StoreFile(store.path))  # type: ignore[attr-defined]
-        _store_file[0].keep()
+    if not isinstance(store, dist.FileStore) or distributed.local_rank() != 0:
+        return
+    path = Path(store.path)  # type: ignore[attr-defined]
+    if not _store_file:
+        _store_file.append(path.open("rb"))  # it can be read when it has been removed
+    added = b""
+    with contextlib.suppress(FileNotFoundError):
+        if os.path.samestat(path.stat(), os.fstat(_store_file[0].fileno())):
+            return
+        added = path.read_bytes()  # by another rank, meanwhile
+    try:
+        with contextlib.suppress(FileExistsError):
+            path.parent.mkdir(0o700)
+        if path.parent.lstat().st_uid != os.getuid():  # who else could change the file
+            raise PermissionError(errno.EPERM, "another user has made its folder")
+        _store_file[0].seek(0)
+        whole = path.with_name("whole")
+        whole.write_bytes(_store_file[0].read() + added)
+        whole.rename(path)
+        _store_file[0] = path.open("rb")
+    except OSError as error:
+        print_error(f"{path}, through which the ranks agree, is lost ({error.strerror})")
+        process.exit_now(1)
+    distributed.say(f"{path} had been removed and is written anew: what cleans TMPDIR?")
 
 
 class Lateness:
@@ -193,22 +184,24 @@ class Lateness:
     """
 
     def __init__(self) -> None:
-        self.place = 0, 0  # of the main thread at the last look
-        self.since = 0.0  # when it was first seen there
+        self.look_at = 0.0
+        self.waits_in = ""  # the collective of the last look
+        self.since = 0.0  # when it was first seen
 
     def check(self) -> None:
-        frame = sys._current_frames()[threading.main_thread().ident or 0]
-        place = id(frame), frame.f_lasti
-        now = time.monotonic()
-        if place != self.place:
-            self.place = place
-            self.since = now
-        elif now - self.since >= distributed.timeout():
-            from ddpkit.ranks import explaining
+        from ddpkit.ranks import explaining
 
-            # It may do slow work that is not a collective.
-            if explaining.here().waits_in:
-                report(_of_others(is_late=True), 1)
+        now = time.monotonic()
+        if now < self.look_at:
+            return
+        # Torch's records of 2,000 collectives take some ms to read.
+        self.look_at = now + min(distributed.timeout(), protocol.LATE_SECONDS) / 10
+        waits_in = explaining.find_waiting(explaining.collectives())
+        if waits_in != self.waits_in:
+            self.waits_in = waits_in
+            self.since = now
+        elif waits_in and now - self.since >= distributed.timeout():
+            report(_of_others(is_late=True), 1)
 
 
 _lateness = Lateness()
@@ -303,7 +296,8 @@ def _of_others(is_late: bool) -> str:
         if status_of_failure() is None and not distributed.store().check([protocol.STOP]):
             from ddpkit.ranks import explaining
 
-            if is_late and not watch.questions:  # before training no hang is shown
+            is_new = not watch.questions  # before training no hang is shown
+            if is_late and is_new and distributed.is_joined():
                 explaining.show(f"{line}:", ANSWER_SECONDS, is_hang=False)
             states = explaining.states(range(distributed.world_size()))
             line = ": ".join([line, *(state for state in states if "has ended" in state)])

@@ -7,7 +7,9 @@
           stopping.on_signals: from here on a signal no longer ends it but stops all
     every POLL_SECONDS the thread looks, in this order, for
           the debugger or the launcher that has gone (F5) -> exits at once
+          the store's file, which somebody has removed -> writes it anew
           ERROR: the first rank that fails leaves it -> the others exit silently with its status
+          a collective of GPUs that takes --dist-timeout -> ERROR
           ASKED: a rank asks where all are, for itself or a person -> this one leaves its PLACE
           a loader worker that has died, if the main thread does not say it -> ERROR, as that would
           a main thread without progress -> asks; who has asked prints one block

@@ -89,7 +89,7 @@ def sync_networks(parts: Iterable[object]) -> None:
             # One that is not saved may be a cache, as large as the last images of a rank.
             if len(saved) < len(buffers) and not _find_unlike(buffers):
                 saved = buffers
-            _broadcast([*saved.values()])
+            _give([*saved.values()])
 
 
 def _plain(named: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
@@ -102,43 +102,30 @@ def _plain(named: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
     return found
 
 
-def _bytes(tensor: Tensor) -> Tensor:
-    """Return the bytes of a tensor, (n,), whatever its dtype, shape and strides."""
-    plain = tensor.resolve_conj().resolve_neg().contiguous()
-    return plain.flatten().view(torch.uint8)
-
-
 @torch.inference_mode()  # an evaluation in this mode may have made them
-def _broadcast(tensors: list[Tensor]) -> None:
-    """Write what rank 0's `tensors` hold into those of all ranks, in one piece for each device."""
-    by_device: dict[torch.device, list[Tensor]] = {}
-    for tensor in tensors:
-        by_device.setdefault(tensor.device, []).append(tensor)
-    for own in by_device.values():
-        pieces = [_bytes(tensor) for tensor in own]
-        whole = torch.cat(pieces)
-        dist.broadcast(whole, src=0)
-        for tensor, piece in zip(own, whole.split([*map(len, pieces)]), strict=True):
-            # A clone, as the bytes of a larger dtype may not begin in the middle of a word.
-            values = piece.clone().view(tensor.dtype).view(tensor.shape)
-            for dim, stride in enumerate(tensor.stride()):
-                if not stride:  # after expand() all elements are the first one
-                    tensor = tensor.narrow(dim, 0, min(1, tensor.size(dim)))
-                    values = values.narrow(dim, 0, min(1, values.size(dim)))
-            tensor.copy_(values)
+def _give(buffers: list[Tensor]) -> None:
+    """Write what rank 0's `buffers` hold into those of all ranks.
+
+    Between the CPUs, as objects: whatever their devices, dtypes and strides, in one collective.
+    """
+    values = distributed.from_rank_zero(lambda: [each.cpu().clone() for each in buffers])
+    for buffer, value in zip(buffers, values, strict=True):
+        for dim, stride in enumerate(buffer.stride()):
+            if not stride and value.size(dim):  # after expand() all elements are the first one
+                buffer = buffer.narrow(dim, 0, 1)
+                value = value.narrow(dim, 0, 1)
+        buffer.copy_(value)
 
 
 def _check_same(weights: dict[str, Tensor], buffers: dict[str, Tensor]) -> None:
     """Raise a UserError unless `weights` are equal, and `buffers` can be made so."""
-    name = _find_unlike({**weights, **buffers})
-    if weights and not name:
+    sums = []
+    for each in weights.values():
         # Sums of bytes are exact in any order, so they cannot differ by rounding.
-        sums = [_bytes(each).sum(dtype=torch.int64) for each in weights.values()]
-        low, high = _extremes(torch.stack([each.to(sums[0].device) for each in sums]))
-        different = low != high
-        if different.any():
-            name = list(weights)[int(different.int().argmax())]
-    if name:
+        values = each.resolve_conj().resolve_neg().contiguous().flatten()
+        sums.append(values.view(torch.uint8).sum(dtype=torch.int64))
+    numbers = torch.stack([each.to(sums[0].device) for each in sums]).tolist() if sums else []
+    if name := _find_unlike({**weights, **buffers}, numbers):
         raise UserError(
             f"{name} differs between ranks: train through ddp_model, not through model; after "
             "unfreezing weights call ddpkit.wrap again, as DDP keeps to those it started with; "
@@ -146,21 +133,15 @@ def _check_same(weights: dict[str, Tensor], buffers: dict[str, Tensor]) -> None:
         )
 
 
-def _find_unlike(tensors: dict[str, Tensor]) -> str:
-    """Return the name of one that has not the same shape and dtype on all ranks; "" if all have."""
-    own = [(name, [*each.shape], str(each.dtype)) for name, each in tensors.items()]
-    low, high = _extremes(torch.tensor(zlib.crc32(repr(own).encode())))
-    if low != high:
+def _find_unlike(tensors: dict[str, Tensor], sums: Iterable[int] = ()) -> str:
+    """Return the name of one that has not the same shape, dtype and sum on all ranks, or ""."""
+    kinds = [f"{[*each.shape]} {each.dtype}" for each in tensors.values()]
+    own = [*itertools.zip_longest(tensors, kinds, sums)]
+    if len({*distributed.gather_objects(zlib.crc32(repr(own).encode()))}) > 1:
         for each in itertools.zip_longest(*distributed.gather_objects(own)):
             if any(other != each[0] for other in each):
                 return next(there[0] for there in each if there)
     return ""
-
-
-def _extremes(numbers: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the smallest and the largest over all ranks of each of `numbers`, int64."""
-    found = distributed.reduce_tensor(torch.stack([numbers, -numbers]), "min")
-    return found[0], -found[1]
 
 
 def check_step(optimizer: torch.optim.Optimizer, *_: object) -> None:

@@ -5,7 +5,6 @@ multiprocessing, whose errors nobody sees: the rank would wait for a batch that 
 """
 
 import atexit
-import contextlib
 import copy
 import errno
 import functools
@@ -14,7 +13,6 @@ import multiprocessing
 import os
 import re
 import signal
-import socket
 import sys
 import tempfile
 import threading
@@ -30,7 +28,7 @@ FORKS: Any = multiprocessing.get_context("fork" if hasattr(os, "fork") else None
 HINTS = {"SIGKILL": ": out of memory? Lower --workers (see dmesg)", "SIGBUS": ": /dev/shm full?"}
 OVER = b"over"  # the note of a worker that has done all
 
-running: list["Worker"] = []  # of this rank, and those that have ended
+running: list["Worker"] = []  # of this rank, and those that have died
 
 
 class Worker(FORKS.Process):
@@ -42,6 +40,7 @@ class Worker(FORKS.Process):
 
     def start(self) -> None:
         self._config["tempdir"] = sockets()  # instead of a folder of its own
+        running[:] = [each for each in running if not each.is_over()]  # which closes their handles
         super().start()
         running.append(self)
 
@@ -55,9 +54,12 @@ class Worker(FORKS.Process):
             raise
         self.note[: len(OVER)] = OVER
 
+    def is_over(self) -> bool:
+        return self.note[: len(OVER)] == OVER
+
     def has_died(self) -> bool:
         """Return whether it has ended though its rank did not ask it to; do not reap it."""
-        return self.note[: len(OVER)] != OVER and process.state(self.pid) in ("", "Z")
+        return not self.is_over() and not process.is_running(self.pid)
 
     def end(self) -> str:
         """Return how it has died."""
@@ -145,6 +147,8 @@ def lacking(error: BaseException) -> UserError | None:
         return UserError("too many files are open: raise the limit (ulimit -n) or lower --workers")
     if isinstance(error, MemoryError) or (number == errno.ENOMEM and (is_of_shm or is_forking)):
         return UserError("too little memory for loader workers: lower --workers or --batch-size")
+    if isinstance(error, FileNotFoundError) and "resource_sharer.py" in trace:
+        return UserError("the sockets of loader workers have been removed from TMPDIR: start again")
     if not is_of_shm or not number:
         return None
     return UserError(
@@ -158,13 +162,9 @@ def sockets() -> str:
     pid = os.getpid()
     if pid not in process.sockets:
         launchers = os.path.dirname(os.environ.get(protocol.STORE, ""))
-        for parent in (launchers or None, None, "/dev/shm"):
-            with (
-                contextlib.suppress(OSError),  # such as a path that is too long for a socket
-                tempfile.TemporaryDirectory(prefix="ddp-", dir=parent) as folder,
-                socket.socket(socket.AF_UNIX) as trial,
-            ):
-                trial.bind(f"{folder}/listener-12345678")
+        for parent in (launchers, tempfile.gettempdir(), "/dev/shm"):
+            # A socket's path has at most 107 bytes; 31 are those of the names below.
+            if len(os.fsencode(parent)) <= 76 and os.access(parent, os.W_OK):
                 break
         process.sockets[pid] = tempfile.mkdtemp(prefix="ddp-", dir=parent)
         atexit.register(process.remove_sockets)

@@ -2,12 +2,14 @@
 
 import functools
 import importlib
+import itertools
 import os
 import re
 import shutil
 import signal
 import socket
 import sys
+import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -197,6 +199,49 @@ def test_a_failure_between_meeting_and_joining(tmp_path):
     statuses, (first, other) = end_of(act, tmp_path)
     assert statuses == [1, 1] and "rank 1 on node1 has failed" in first
     assert other.endswith("KeyError: 'a bug'\n")
+
+
+def test_a_rank_that_does_not_join_in_time(tmp_path):
+    """The one that waits for it says so in a line."""
+
+    def act() -> None:
+        here = distributed.meet(timeout=3)
+        if here.rank == 1:
+            time.sleep(20)
+        options = here.timeout, here.world_size, here.rank, here.store
+        dist.init_process_group("gloo", None, *options)
+
+    statuses, (first, other) = end_of(act, tmp_path)
+    assert statuses == [1, 1] and "rank 0 on node0 has failed" in other
+    line = "error: rank 0 on node0 timed out after 3 s (--dist-timeout) waiting for another rank"
+    assert line in first.splitlines() and "Traceback" not in first
+
+
+@pytest.mark.parametrize("is_late", [True, False])
+@on_ranks(1)
+def test_a_collective_of_gpus_that_takes_too_long(is_late):
+    """It is that one that counts, not the place of a main thread that waits for each of many."""
+    ends, reported, numbers = time.monotonic() + 1.5, [], itertools.count()
+
+    def collectives() -> list[explaining.Collective]:
+        number = 1 if is_late else next(numbers)
+        return [explaining.Collective(f"collective {number}, all_reduce", False, "nccl")]
+
+    distributed.Group.timeout = timedelta(seconds=0.5)
+    explaining.collectives = collectives
+    failures.report = lambda line, status: reported.append((line, status))
+    lateness = failures.Lateness()
+
+    def look() -> None:
+        while time.monotonic() < ends and not reported:
+            lateness.check()
+            time.sleep(0.05)
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    thread.join()
+    line = "rank 0 timed out after 0.5 s (--dist-timeout) waiting for another rank"
+    assert reported == ([(line, 1)] if is_late else [])
 
 
 def test_a_broken_gpu(tmp_path):

@@ -49,8 +49,8 @@ def test_buffers_of_all_kinds():
     if distributed.rank():
         beside.fill_(9)
         network.sliced.zero_()
-    broadcast = dist.broadcast
-    dist.broadcast = lambda tensor, src: (sent.append(tensor), broadcast(tensor, src))
+    broadcast = dist.broadcast_object_list
+    dist.broadcast_object_list = lambda box, src: (sent.append(box), broadcast(box, src))
     replicas.sync_networks([network, "no network"])
     assert len(sent) == 1
     for name, expected in odd_network(0).named_buffers():

@@ -4,6 +4,7 @@ import errno
 import multiprocessing
 import os
 import resource
+import shutil
 import signal
 import sys
 import tempfile
@@ -130,6 +131,10 @@ IN_WORKER = {
         refuse(RuntimeError(NO_SPACE), torch.UntypedStorage, "_share_fd_cpu_"),
         SHM.format(os.strerror(errno.ENOSPC)),
     ),
+    "sockets": (
+        lambda: shutil.rmtree(multiprocessing.current_process()._config["tempdir"], True),
+        "the sockets of loader workers have been removed from TMPDIR",
+    ),
     "pickle": (
         lambda: setattr(_MapDatasetFetcher, "fetch", lambda *_: threading.Lock()),
         EXCHANGE,
@@ -163,6 +168,27 @@ def test_workers_whose_end_torch_does_not_see(tmp_path, how):
     done = load(tmp_path, in_worker=act, in_rank=swallow)
     done.failed("", "at sample 0, 0.jpg has ended with ", words)
     assert {path.name for path in tmp_path.iterdir()} == {"said.out", "said.err"}
+
+
+def test_what_is_left_of_workers(tmp_path):
+    """Those of an epoch that is over, of a loader that starts new ones, hold no handles."""
+
+    def again() -> None:
+        make, held = loading.started, []
+
+        def started(loader: DataLoader) -> object:
+            loader = DataLoader(loader.dataset, 4, sampler=loader.sampler, **options)
+            for _ in range(3):
+                for _ in make(loader):
+                    pass
+                held.append(len(os.listdir("/proc/self/fd")))
+            assert held[1] == held[2]
+            return []
+
+        options = {**loading.workers(1, torch.device("cpu")), "persistent_workers": False}
+        loading.started = started
+
+    load(tmp_path, in_rank=again).ok()
 
 
 def test_an_iterator_of_a_thread_that_ends(tmp_path):
