@@ -12,7 +12,7 @@ import re
 import stat
 import zipfile
 from argparse import Namespace
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -55,9 +55,12 @@ KINDS: dict[str, Any] = {  # of what a checkpoint holds; integers are not negati
     "images": int,
     "global_batch": int,
     "channels": int,
+    "seed": (int, float, str),
     "best": (int, float),
-    "best_by": list,
+    "best_of": str,
+    "resumed_from": str,
 }
+KEYS = tuple(KINDS)  # what a checkpoint has to contain, besides what a training loader adds
 OF_ROWS = {"args": str, "history": dict, "totals": list}  # the kind of what they consist of
 # What kernels of torch take for as large as the weight, without a look.
 MOMENTS = {"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "sum"}
@@ -67,7 +70,7 @@ STORED = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)  # to others lies the way of
 OF_BYTES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 COMPILED = "_orig_mod."  # in names of weights, by torch.compile
 ON_HOST = ("cpu", "meta")  # kinds of device whose tensors are saved as they are
-TAKEN = {*PLAIN, torch.Size, torch.dtype, torch.device}  # by torch.load with weights_only=True
+TAKEN = {*PLAIN, Counter, torch.Size, torch.dtype, torch.device}  # by weights_only=True
 
 
 class Damaged(UserError):
@@ -210,19 +213,6 @@ def load_weights(model: nn.Module, state: State, more: str = "") -> None:
         raise UserError(line) from None
 
 
-def check_weights(model: nn.Module, saved: Mapping[str, Any]) -> None:
-    """Raise a ValueError for what torch would load in silence: whole numbers, or NaN."""
-    trained = dict(model.named_parameters())
-    for name, weight in model.state_dict().items():
-        value = saved.get(name)
-        if not isinstance(value, Tensor) or not isinstance(weight, Tensor):
-            continue  # torch says it
-        if kind_of(value) != kind_of(weight):
-            raise ValueError(f"{name} is {value.dtype}, not {weight.dtype}")
-        if name in trained and value.isnan().any():
-            raise ValueError(f"{name} has NaN")
-
-
 def kind_of(tensor: Tensor) -> tuple[bool, bool]:
     return tensor.is_floating_point(), tensor.is_complex()
 
@@ -293,7 +283,11 @@ def load_module(module: nn.Module, saved: State) -> None:
     if any(COMPILED in name for name in (*own.values(), *saved)):
         plain = {name.replace(COMPILED, ""): value for name, value in saved.items()}
         saved = {own.get(name, name): value for name, value in plain.items()}
-    check_weights(module, saved)
+    # What torch would load in silence: whole numbers, or NaN.
+    check_alike("its state", module.state_dict(), saved)
+    for name, _ in module.named_parameters():
+        if name in saved and saved[name].isnan().any():
+            raise ValueError(f"{name} has NaN")
     module.load_state_dict(saved)
 
 
@@ -301,15 +295,14 @@ def summary(parts: Parts) -> str:
     """Return a text that differs if the state of a part does; it reads the device once."""
     states = {name: part.state_dict() for name, part in parts.items()}
     leaves = tree_leaves(states, is_leaf=lambda x: type(x) not in CONTAINERS)
-    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.numel()]
-    others = [repr(leaf) for leaf in leaves if not isinstance(leaf, Tensor)]
-    sums: dict[torch.device, list[Tensor]] = {}
-    for tensor in tensors:
-        kind = OF_BYTES.get(tensor.element_size())
-        bits = tensor.detach().view(kind) if kind else tensor.detach().flatten().view(torch.uint8)
-        sums.setdefault(tensor.device, []).append(bits.sum(dtype=torch.int64))
-    found = [torch.stack(each).tolist() for each in sums.values()]
-    return f"{found} {others}"
+    tensors = [leaf.detach() for leaf in leaves if isinstance(leaf, Tensor)]
+    others = [leaf for leaf in leaves if not isinstance(leaf, Tensor)]
+    sums = []
+    for each in tensors:
+        kind = OF_BYTES.get(each.element_size(), torch.uint8)  # the largest, as that is faster
+        sums.append(each.flatten().view(kind).sum(dtype=torch.int64))
+    found = torch.stack([each.to(sums[0].device) for each in sums])
+    return f"{found.tolist()} {others}"
 
 
 def to_host(state: State) -> State:

@@ -6,7 +6,6 @@ import math
 import os
 import re
 import shlex
-import sys
 from argparse import ArgumentTypeError
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -93,9 +92,8 @@ class Parser(argparse.ArgumentParser):
                 return part, parts
         raise ArgumentTypeError(f"{text}: expected N/K, the N-th of K parts, such as 2/5")
 
-    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        words = sys.argv[1:] if args is None else args
-        return super().parse_known_args([*map(at_home, words)], namespace)
+    def _read_args_from_files(self, arg_strings: list[str]) -> list[str]:  # of files in them, too
+        return super()._read_args_from_files([*map(at_home, arg_strings)])
 
     def print_help(self, file: Any = None) -> None:
         if os.environ.get("LOCAL_RANK", "0") == "0":
@@ -106,7 +104,7 @@ class Parser(argparse.ArgumentParser):
 
     def convert_arg_line_to_args(self, arg_line: str) -> list[str]:
         try:
-            return [*map(at_home, shlex.split(re.split(r"(?<!\S)#", arg_line)[0]))]
+            return shlex.split(re.split(r"(?<!\S)#", arg_line)[0])
         except ValueError as error:  # a quote that is not closed
             self.error(f"@FILE, line {arg_line!r}: {error}")
 

@@ -17,7 +17,7 @@ from ddpkit.data import loading
 from ddpkit.errors import UserError
 from ddpkit.ranks import distributed, environment, process, protocol
 from ddpkit.run import checkpoint, machine, reporting
-from ddpkit.run.checkpoint import OTHER_RUN, Damaged, Foreign, State
+from ddpkit.run.checkpoint import KEYS, OTHER_RUN, Damaged, Foreign, State
 from ddpkit.run.metrics import Found, Mistakes
 
 SAVES = ("last.pt", "last-1.pt")  # newest first
@@ -26,11 +26,6 @@ OWN_FILES = (  # what `--resume never` removes
     *("curves.png", *reporting.IMAGES, *(f"eval/{name}" for name in reporting.IMAGES)),
     f"{reporting.EPOCHS}/{reporting.EVENTS}",
     reporting.EVENTS,  # of earlier versions
-)
-KEYS = (  # what a checkpoint has to contain, besides what a training loader adds
-    *("model", "optimizer", "scheduler", "kinds", "epoch", "step", "seen", "totals", "images"),
-    *("seed", "global_batch", "best", "best_of", "history", "classes", "resumed_from", "args"),
-    *("format", "channels"),
 )
 
 
@@ -172,17 +167,16 @@ class Folder:
             with files.writing(self.path / protocol.BEGUN) as tmp_path:
                 tmp_path.write_bytes(launch.encode())
 
-    def best_score(self, best_of: Sequence[str], until: float) -> tuple[float, int] | None:
+    def best_score(self, best_of: str, until: float) -> tuple[float, int] | None:
         """On rank 0, return the score of best.pt and its epoch; rename it if it is of another run.
 
-        best_of: its metric and validation set, or those that it may have. until: the last epoch
-            that it may be from.
+        best_of: its metric and validation set. until: the last epoch that it may be from.
         """
         path = self.path / "best.pt"
         if path.name in self.names():
             try:
                 state = checkpoint.read(path, KEYS)
-                if state["best_of"] in best_of and state["epoch"] <= until:
+                if state["best_of"] == best_of and state["epoch"] <= until:
                     return state["best"], state["epoch"]
                 reason = f"{path}: has the best {state['best_of']} of epoch {state['epoch']}"
                 set_aside(reason, path, "best-1.pt")

@@ -16,10 +16,11 @@ from ddpkit.data.loading import Foreign
 from ddpkit.errors import UserError
 from ddpkit.ranks import distributed, replicas, stopping
 from ddpkit.run import checkpoint, machine, metrics, pictures, reporting
-from ddpkit.run.checkpoint import OTHER_RUN, State
-from ddpkit.run.folder import KEYS, Folder
+from ddpkit.run.checkpoint import KEYS, OTHER_RUN, State
+from ddpkit.run.folder import Folder
 from ddpkit.run.metrics import Found, Mistakes
 
+OTHER_KEYS = ("trained", "sampler", "training_set", "colors", "best_by", "path")  # besides KEYS
 SECONDS_BETWEEN_CHECKS = 5  # of the loss; reading it at every step would stall the device
 Judge = Callable[[nn.Module, Any], tuple[dict[str, float], Found]]
 
@@ -80,10 +81,11 @@ class Run:
     ) -> None:
         self.folder, self.classes, self.epochs = folder, classes, epochs
         self.scores = metrics.parse_best(best)
-        done = (folder.state or {}).get("history") or [self.scores]
+        then = folder.state or {}
+        done = then.get("history") or [self.scores]
         there = [name for name in self.scores if name in done[-1]]
         self.score = (there or list(self.scores))[0]
-        self.is_higher = self._direction_so_far(folder.state or {})
+        self.is_higher = self._direction_so_far(then)
         self.model, self.optimizer = model, optimizer
         self.trained = model if trained is None else trained
         self.device, self.val_loader = next(model.parameters()).device, val_loader
@@ -92,7 +94,7 @@ class Run:
         val_set, kept = samples.of(val_loader), checkpoint.to_plain(dict(flags or {}))
         self.val_images = samples.fingerprint(val_set)
         machine.check_alike(classes, training=train_loader, validation=val_loader)
-        seed, epoch = kept.get("seed", 0), (folder.state or {}).get("epoch", 0)
+        seed, epoch = kept.get("seed", 0), then.get("epoch", 0)
         self.source = loading.find_source(train_loader, val_loader, accumulate, seed, epoch)
         self.is_own = not isinstance(self.source, Foreign)
         self.train_loader, self.global_batch = train_loader, self.source.global_batch
@@ -132,14 +134,14 @@ class Run:
 
     def _parts(self, scheduler: Any, more: State) -> State:
         """Return what is saved: with an average of the weights also those that are averaged."""
-        if taken := more.keys() & {*KEYS, "trained", "sampler", "best_by"}:
+        if taken := more.keys() & {*KEYS, *OTHER_KEYS}:
             raise UserError(f"Run({min(taken)}=...): checkpoints have an entry of that name")
         parts = {"model": self.model, "optimizer": self.optimizer, "scheduler": scheduler, **more}
         return parts if self.trained is self.model else {**parts, "trained": self.trained}
 
     def _resume(self, state: State | None) -> None:
         """Open the folder; continue from `state`, whose weights the model has already."""
-        self.is_own_best, self.best_until = False, math.inf
+        self.best_until: float = -1  # the last epoch whose best.pt counts
         if state:
             self._check_kind(state)
         self.folder.open_for_training(is_new=not state)
@@ -153,24 +155,21 @@ class Run:
             checkpoint.load_states(state, self.parts, step)
             # After going back to an earlier checkpoint, a best.pt from later epochs does not count.
             if self.folder.contains(state["path"]):
-                self.is_own_best = True
                 is_back = state["path"] == self.folder.resume
                 self.best_until = self.epoch if is_back else math.inf
             for name in self.parts:  # they take as much memory again
                 state.pop(name, None)
         checkpoint.fill_momenta(self.parts)
-        may_be = [self.best_of]
-        if not self.history:  # the first epoch shows which score of BEST there is
-            for name in self.scores:
-                may_be += [f"{name} on {self.val_images}", f"{name} (lowest) on {self.val_images}"]
-        self._find_best(may_be)
+        self.best, self.best_epoch = -math.inf, self.epoch
+        # Killed before its first last.pt with a score, a run does not know yet which one it has.
+        if self.history or self.best_until < math.inf:
+            self._find_best()
 
-    def _find_best(self, may_be: Sequence[str]) -> None:
+    def _find_best(self) -> None:
         """Take the score of best.pt, if that is the best of this metric on these images."""
-        best_of = may_be if self.is_own_best else ()
-        found = distributed.from_rank_zero(self.folder.best_score, best_of, self.best_until)
-        self.best, epoch = found or (math.inf if self.is_higher is False else -math.inf, 0)
-        self.best_epoch = epoch or self.epoch
+        found = distributed.from_rank_zero(self.folder.best_score, self.best_of, self.best_until)
+        worst = math.inf if self.is_higher is False else -math.inf
+        self.best, self.best_epoch = found or (worst, self.epoch)
 
     @property
     def best_of(self) -> str:  # by which metric, on which images, best.pt is the best
@@ -180,10 +179,10 @@ class Run:
     def _direction_so_far(self, state: State) -> bool | None:
         """Return whether a higher score is better, as far as is known before it is worked out."""
         said = self.scores[self.score]
-        if said is None:
-            said = metrics.higher_is_better(self.score)
-        score, is_higher = state.get("best_by", (None, None))
-        return is_higher if said is None and score == self.score else said
+        found = state.get("best_by")  # by an earlier process
+        if said is None and found in ([self.score, True], [self.score, False]):
+            said = found[1]
+        return metrics.higher_is_better(self.score) if said is None else said
 
     def _begin_totals(self) -> None:
         self.totals = torch.zeros(2, dtype=torch.float64, device=self.device)
@@ -393,14 +392,15 @@ class Run:
         if self.model.training:
             line = "evaluate() judged another network than Run(model=...), which is saved: that is"
             raise UserError(f"{line} in training mode; evaluate it, after model.eval()")
-        self._check_score(row)
+        self._take_score(row)
         row = distributed.from_rank_zero(checkpoint.to_plain, dict(row))
         self.epoch, self.seen = self.epoch + 1, 0
         self._begin_totals()
-        row = {"epoch": self.epoch, "step": self.step, **row, **self.speed}
-        self.history.append(checkpoint.to_plain(row))
+        self.history.append({"epoch": self.epoch, "step": self.step, **row, **self.speed})
         score = float(row[self.score])
         is_best = score > self.best if self.is_higher else score < self.best
+        if self.best_epoch == self.epoch:  # it was killed after it had saved best.pt
+            is_best = is_best or score == self.best
         if is_best:
             self.best, self.best_epoch = score, self.epoch
         self.save(is_best)
@@ -420,8 +420,16 @@ class Run:
         if distributed.from_rank_zero(lambda: self._summary() != self.at_end):
             self.save(is_best=self.best_epoch == self.epoch, again=True)
 
-    def _check_score(self, row: Mapping) -> None:
-        """Find the score in a row, and whether a higher one is better."""
+    def _take_score(self, row: Mapping) -> None:
+        """Take from rank 0's row by which score best.pt is chosen."""
+        before = self.best_of
+        self.score, self.is_higher = distributed.from_rank_zero(self._check_score, row)
+        if self.best_of != before or not self.history:
+            self._find_best()
+        self._note_best()
+
+    def _check_score(self, row: Mapping) -> tuple[str, bool]:
+        """Return the name of the score in a row, and whether a higher one is better."""
         found = [name for name in self.scores if name in row]
         if not found:
             given = " or ".join(self.scores)
@@ -435,12 +443,7 @@ class Run:
                 f'BEST of model.py is "{name}", of which nothing says whether higher or lower is '
                 f'better: write BEST = "{name}", "max" or BEST = "{name}", "min"'
             )
-        before = self.best_of
-        self.score = name
-        self.is_higher = is_higher
-        if self.best_of != before or not self.history:
-            self._find_best([self.best_of])
-        self._note_best()
+        return name, is_higher
 
     def _note_best(self) -> None:
         """Say in args.json which score is the best, for what searches for flags."""
@@ -470,10 +473,16 @@ class Run:
         state = {
             **checkpoint.take_states(self.parts),
             **self.about,
-            **{"best_of": self.best_of, "epoch": self.epoch, "step": self.step, "seen": self.seen},
-            **{"totals": totals.tolist(), "best": self.best, "history": self.history},
+            **self.source.order,
+            "global_batch": self.global_batch,
+            "epoch": self.epoch,
+            "step": self.step,
+            "seen": self.seen,
+            "totals": totals.tolist(),
+            "history": self.history,
+            "best": self.best,
+            "best_of": self.best_of,
             "best_by": [self.score, self.is_higher],
-            **{**self.source.order, "global_batch": self.global_batch},
         }
         # The save after evaluation replaces the one before it, which has the same weights.
         is_repeated = self.saved_step == self.step
@@ -514,7 +523,7 @@ class Run:
         is_new = self.epoch == 0 and self.seen == 0
         if is_new or self.is_higher is None:
             results, found = judge(self.model, loading.First(self.val_loader))
-            self._check_score(results)
+            self._take_score(results)
             if is_new:
                 self.report.try_drawing(self._drawing(found))
 

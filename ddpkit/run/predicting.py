@@ -1,6 +1,7 @@
 """Which images a network takes, large ones in tiles, and the images of predict.py."""
 
 import contextlib
+import copy
 import difflib
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -273,54 +274,47 @@ def fit_input(
 def freeze_unused(model: nn.Module, step: int, channels: int) -> None:
     """Freeze the weights of `model` that no output depends on, in evaluation or in training."""
     remedy = f"validation pads images to multiples of {step}: choose another network"
-    unused = without_gradient(model, forward(model, 5 * step, channels, remedy))
-    if unused:
-        unused &= unused_in_training(model, 5 * step, channels)
-    names = [name for name, weight in model.named_parameters() if weight in unused]
-    for weight in unused:
-        weight.requires_grad_(False)
+    names = without_gradient(model, forward(model, 5 * step, channels, remedy))
+    if names:
+        in_training = without_gradient_in_training(model, 5 * step, channels)
+        names = [name for name in names if name in in_training]
+    for name in names:
+        model.get_parameter(name).requires_grad_(False)
     if names and distributed.is_joined():  # predict.py has no use for it
         line = f"{len(names)} weights are frozen, for no output depends on them"
         distributed.say(f"{line}: {shorten(names)}")
 
 
-def unused_in_training(model: nn.Module, size: int, channels: int) -> set[nn.Parameter]:
+def without_gradient_in_training(model: nn.Module, size: int, channels: int) -> list[str]:
     """Return the weights that no output depends on in training; all, if that cannot be tried.
 
-    Buffers, such as BatchNorm's statistics, and the random numbers to come remain as they are.
+    The network, such as BatchNorm's statistics, and the random numbers to come remain as they are.
     """
-    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
-    was_training, device = model.training, next(model.parameters()).device
     try:
+        twin = copy.deepcopy(model).train()
         with torch.random.fork_rng(devices=[]):  # networks are built on the CPU
-            images = torch.rand(2, channels, size, size, device=device)  # BatchNorm needs two
-            return without_gradient(model, model.train()(images))
+            images = torch.rand(2, channels, size, size)  # BatchNorm needs two
+            outputs = twin(images.to(next(twin.parameters()).device))
+        return without_gradient(twin, outputs)
     except (AssertionError, LookupError, RuntimeError, TypeError, ValueError):
-        return set(model.parameters())  # such as one that takes targets, too
-    finally:
-        model.train(was_training)
-        with torch.no_grad():
-            for buffer, before in buffers:
-                buffer.copy_(before)
+        return [name for name, _ in model.named_parameters()]  # such as one that takes targets
 
 
-def without_gradient(model: nn.Module, outputs: Outputs) -> set[nn.Parameter]:
-    """Return the weights that can be trained, and on which nothing in `outputs` depends."""
-    found: list[Tensor] = []
+def without_gradient(model: nn.Module, outputs: Outputs) -> list[str]:
+    """Return the names of weights that are trained, and on which nothing in `outputs` depends."""
+    sums: list[Tensor] = []
 
     def note(output: Tensor) -> Tensor:
-        found.append(output)
+        if output.requires_grad:
+            sums.append(output.sum().real)
         return output
 
     map_tensors(note, outputs)
-    sums = [output.sum() for output in found if output.requires_grad]
-    weights = [weight for weight in model.parameters() if weight.requires_grad]
+    trained = {name: each for name, each in model.named_parameters() if each.requires_grad}
     if not sums:
-        return set(weights)
-    total = torch.stack([each.double() for each in sums]).sum()
-    gradients = torch.autograd.grad(total, weights, allow_unused=True)
-    pairs = zip(weights, gradients, strict=True)
-    return {weight for weight, gradient in pairs if gradient is None}
+        return [*trained]
+    gradients = torch.autograd.grad(sums, [*trained.values()], allow_unused=True)
+    return [name for name, slope in zip(trained, gradients, strict=True) if slope is None]
 
 
 def forward(model: nn.Module, size: int, channels: int = 3, remedy: str = "") -> Outputs:

@@ -17,6 +17,7 @@ import torch
 from generated import refusal
 from ranks import fork, on_ranks, wait
 from torch import nn
+from torch.optim.lr_scheduler import CyclicLR, LinearLR, MultiStepLR, OneCycleLR, SequentialLR
 
 from ddpkit import files
 from ddpkit.data.format import Format
@@ -166,7 +167,7 @@ def test_what_is_no_damage(
 
     monkeypatch.setattr(*where, fail)
     kind = UserError if isinstance(error, PermissionError) else DiskError
-    for read in Folder(tmp_path)._search, lambda: Folder(tmp_path).best_score([], 9):
+    for read in Folder(tmp_path)._search, lambda: Folder(tmp_path).best_score("", 9):
         with pytest.raises(kind, match=str(tmp_path)) as caught:
             read()
         assert "never" not in str(caught.value) and type(caught.value) is kind
@@ -184,7 +185,7 @@ def test_damage_of_other_kinds(tmp_path: Path) -> None:
             path = folder / name
             path.write_bytes(spoil(path.read_bytes()))
         assert Folder(folder)._search()["epoch"] == 1
-        Folder(folder).best_score([], 9)
+        Folder(folder).best_score("", 9)
         assert {"last.pt.corrupt", "best.pt.corrupt"} < {*contents(folder)}
     content, path = legacy(b"", cut=0), tmp_path / "file.pt"
     for length in range(0, len(content), 3):
@@ -253,6 +254,40 @@ def test_states_that_do_not_fit() -> None:
         assert str(optimizer.state_dict()) == str(good)
 
 
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        lambda optimizer: MultiStepLR(optimizer, [2, 4]),
+        lambda optimizer: SequentialLR(
+            optimizer, [LinearLR(optimizer), MultiStepLR(optimizer, [3])], [2]
+        ),
+        lambda optimizer: OneCycleLR(optimizer, 0.1, total_steps=9),
+        lambda optimizer: CyclicLR(optimizer, 0.1, 0.2, scale_fn=lambda step: 0.9**step),
+    ],
+)
+@on_ranks(1)
+def test_schedulers_of_torch(tmp_path: Path, schedule: Callable) -> None:
+    """Whatever they keep is saved, read and continued."""
+
+    def build() -> dict:
+        net = nn.Linear(3, 2)
+        optimizer = torch.optim.SGD(net.parameters(), 0.1, 0.9)
+        return {"model": net, "optimizer": optimizer, "scheduler": schedule(optimizer)}
+
+    def step(parts: dict) -> list[float]:
+        parts["optimizer"].step()
+        parts["scheduler"].step()
+        return parts["scheduler"].get_last_lr()
+
+    first, second = build(), build()
+    step(first)
+    state = {**checkpoint.take_states(first), "kinds": checkpoint.kinds(first)}
+    torch.save(state, tmp_path / "file.pt")
+    saved = {**checkpoint.read_file(tmp_path / "file.pt"), "path": "file.pt"}
+    checkpoint.load_states(saved, second, 1)
+    assert [step(first) for _ in range(6)] == [step(second) for _ in range(6)]
+
+
 @on_ranks(1)
 def test_a_state_that_is_missing() -> None:
     """Of one weight: it starts anew there, and a line says so."""
@@ -279,15 +314,6 @@ def test_weights_that_would_be_cut(tmp_path: Path) -> None:
     torch.save({"weight": torch.ones(2, 2, dtype=torch.int32)}, tmp_path / "file.pt")
     with refusal("pretrained.copy_matching", "begins with weight"):
         pretrained.copy_matching(net, pretrained.read(f"{tmp_path}/file.pt", list))
-
-
-def test_killed_before_the_first_last(tmp_path: Path) -> None:
-    """Its own best.pt is kept as such, though no epoch has said which of several metrics counts."""
-    save(tmp_path, 1, is_best=True)
-    state = torch.load(tmp_path / "best.pt") | {"best": 0.5, "best_of": "map on 15 images"}
-    torch.save(state, tmp_path / "best.pt")
-    found = Folder(tmp_path).best_score(["top1 on 15 images", "map on 15 images"], math.inf)
-    assert found == (0.5, 1) and not (tmp_path / "best-1.pt").exists()
 
 
 def test_files_that_are_no_checkpoints(tmp_path: Path) -> None:

@@ -178,6 +178,36 @@ def test_lower_is_better(tmp_path: Path, name: str) -> None:
     on_ranks(1)(functools.partial(check, 5, 4, 2, 1.0))()  # no better one for 2 epochs
 
 
+@pytest.mark.parametrize("epochs", [1, 2])
+def test_killed_after_best(tmp_path: Path, epochs: int) -> None:
+    """Between best.pt and last.pt of an epoch: it is the best once more, by which score ever."""
+    results = each(0.3, 0.5, name="map", is_higher=True)
+    add = ddpkit.Folder.add
+
+    def killed(folder: ddpkit.Folder, state: dict, is_best: bool, **how: Any) -> None:
+        if is_best and state["epoch"] == epochs:
+            checkpoint.write(folder.path / "best.pt", state)
+            raise Killed
+        add(folder, state, is_best, **how)
+
+    def begin() -> None:
+        ddpkit.Folder.add = killed
+        with contextlib.suppress(Killed):
+            train(tmp_path, results, ("top1", "map"), epochs)
+
+    def resume() -> None:
+        found: list[bool] = []
+        end_epoch = ddpkit.Run.end_epoch
+        ddpkit.Run.end_epoch = lambda *call: found.append(end_epoch(*call))
+        run = train(tmp_path, results, ("top1", "map"), epochs)
+        assert found == [True] and run.best_epoch == epochs
+        assert not (tmp_path / "best-1.pt").exists()
+
+    on_ranks(1)(begin)()
+    assert torch.load(tmp_path / "last.pt", weights_only=True)["epoch"] == epochs - 1
+    on_ranks(1)(resume)()
+
+
 @on_ranks(1)
 def test_a_direction_that_nobody_says(tmp_path: Path) -> None:
     """Refused before anything is trained, until it is said."""
@@ -205,7 +235,8 @@ def test_rank_zero_decides(tmp_path: Path) -> None:
     """By its own floats, if those of the ranks differ in their last bits."""
 
     def results(epoch: int) -> dict[str, float]:
-        return {"top1": 0.5 + 1e-7 * epoch * distributed.rank()}
+        score = 0.5 + 1e-7 * epoch * distributed.rank()
+        return {"top1": score} if epoch < 2 or distributed.is_rank_zero() else {}
 
     run = train(tmp_path, results, ("top1", "max"), 5, patience=2)
     assert (run.epoch, run.best_epoch) == (3, 1)
