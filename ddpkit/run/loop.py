@@ -182,7 +182,7 @@ class Run:
         said = self.scores[self.score]
         if said is None:
             said = metrics.higher_is_better(self.score)
-        score, is_higher = state.get("best_by", (None, None))
+        score, is_higher, *_ = (*state.get("best_by", ()), None, None)
         return is_higher if said is None and score == self.score else said
 
     def _begin_totals(self) -> None:
