@@ -37,6 +37,7 @@ LEFTOVERS = """#recycle|#snapshot|$extend|$recycle.bin|@__thumb|@eadir|@recently
     thevolumesettingsfolder|thumbs.db|~snapshot"""
 LEFT_OUT = {name.strip() for name in LEFTOVERS.split("|")}
 OF_RUNS = (".lock",), ("args.json", "metrics.csv")
+FOLDERS_OF_RUNS = {"epochs", "eval"}
 OF_PREDICTIONS = {"masks", "overlays", "legend.png"}
 Pairs = list[tuple]  # the paths of images and their masks, or labels; then a group, if there is one
 Fold = tuple[int, int]  # part N of K
@@ -63,7 +64,8 @@ def walk(folder: Path) -> Iterator[tuple[str, list[str], list[str]]]:
 
 def is_leftover(name: str) -> bool:
     """Return whether a file or folder of that name is no data; say so."""
-    if name.lower() not in LEFT_OUT:
+    kind = re.sub(r"\.\d{3}$", ".000", name.lower())  # a disk check counts: found.001
+    if kind not in LEFT_OUT:
         return False
     say_skipped("systems make it", name)
     return True
@@ -181,7 +183,7 @@ def find_train(root: Path, has_masks: bool) -> Path:
     train = root / "train"
     if train.is_dir():
         return train
-    names = {name.lower() for name in next(walk(root))[1]}
+    names = {name.lower() for name in class_folders(root)}
     are_classes = len(names) > 1 and not names & NO_CLASSES
     if not ({"images", "masks"} <= names if has_masks else are_classes):
         raise UserError(f"{train}: no such folder; README.md describes the expected folders")
@@ -248,8 +250,18 @@ def find_labelled(
     return *(split(train, root, fold) if named[1] is None else (train, val)), classes
 
 
+def class_folders(folder: Path) -> list[str]:
+    """Return the names of the folders in `folder`, but for those of a run that writes there."""
+    _, inner, names = next(walk(folder))
+    if not any({*names}.issuperset(own) for own in OF_RUNS):
+        return inner
+    for name in sorted(FOLDERS_OF_RUNS & {*inner}):
+        say_skipped("a run writes there", str(folder / name))
+    return [name for name in inner if name not in FOLDERS_OF_RUNS]
+
+
 def read_class_folders(folder: Path) -> Pairs:
-    names = next(walk(folder))[1]
+    names = class_folders(folder)
     if not names:
         raise UserError(f"{folder}: no class folders in it; README.md describes what is expected")
     if unreadable := [name for name in names if name.encode("utf-8", "ignore").decode() != name]:

@@ -16,6 +16,7 @@ from torch.utils.data import (
     SequentialSampler,
     default_collate,
 )
+from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from ddpkit.data import samples
 from ddpkit.data.format import DEFAULT_FORMAT, NAME, Format
@@ -421,7 +422,10 @@ def is_ours(loader: Any) -> bool:
 def started(loader: Any) -> Iterator:
     """Return an iterator over `loader`, whose workers outlive the signals that ask for a stop."""
     with process.holding_signals():
-        return iter(loader)
+        found = iter(loader)
+    if isinstance(found, _MultiProcessingDataLoaderIter):
+        process.iterators.add(found)
+    return found
 
 
 def unpack(batch: Any) -> tuple:

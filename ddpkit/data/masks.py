@@ -124,6 +124,9 @@ def _read_grey(image: Image.Image, labels: Labels) -> tuple[np.ndarray, dict[str
     meant = {} if labels.kind < 3 else {"a mask": "numbers"}
     others = {} if labels.white == VOID else {BLACK_WHITE: "other numbers"}
     if image.mode not in ("1", "P"):
+        if keys.dtype == np.uint8 and keys.ndim == 2:
+            used = np.flatnonzero(Image.fromarray(keys).histogram())
+            meant |= _greys(used, used)
         return keys, meant | (others if keys.any() else {})
     keys = keys.astype(np.uint8)
     used = np.flatnonzero(Image.fromarray(keys).histogram())
@@ -131,15 +134,26 @@ def _read_grey(image: Image.Image, labels: Labels) -> tuple[np.ndarray, dict[str
     palette = np.zeros((256, 3), np.uint8)
     palette.flat[: len(colors)] = colors
     values = palette[:, 0]
+    shown = used
     if (palette != palette[:, :1]).any():
         values = np.arange(256, dtype=np.uint8)
+        # A palette that has a colour twice goes by numbers alone.
+        shown = [n for n in used if (palette == palette[n]).all(1).sum() == 1]
+        shown = [n for n in shown if len({*palette[n]}) == 1]
         meant |= {f"value {n}": "colour {} {} {}".format(*palette[n]) for n in used}
     elif {*values[used]} <= {0, VOID} and (values[used] != used).any():
         # Stored in two tones, which may be 0 and 1 as well as what they show.
         values = values.clip(max=labels.white)
         others = {BLACK_WHITE: "0 and 1"} if others else {}
     meant |= others if values[used].any() else {}
+    meant |= _greys(palette[shown, 0], values[shown])
     return keys if (values[used] == used).all() else values[keys], meant
+
+
+def _greys(shown: np.ndarray, numbers: np.ndarray) -> dict[str, str]:
+    """Return the number that each grey means which a mask shows, but for black: that may fill."""
+    pairs = zip(shown.tolist(), numbers.tolist(), strict=True)
+    return {f"grey {grey}": f"number {number}" for grey, number in pairs if grey}
 
 
 def agree(known: Meant, found: Meant) -> None:

@@ -40,7 +40,7 @@ SIZES = (
     "JSM_NAMESPACE_SIZE",
     "HOROVOD_SIZE",
 )
-NUMBERS = ("RANK", "PMI_RANK", "PMIX_RANK", "PALS_RANKID")
+NUMBERS = ("RANK", "NODE_RANK", "PMI_RANK", "PMIX_RANK", "PALS_RANKID")
 TYPED = ("NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "NPROC", "MAX_RESTARTS")
 
 
@@ -95,7 +95,8 @@ def read_nodes() -> Nodes:
             raise UserError(f"{name}={text} is not an integer of {low} to {high}")
         return int(text)
 
-    count, this = number("NNODES", 1, 1), number("NODE_RANK", 0, 0)
+    count = number("NNODES", 1, 1)
+    this = number("NODE_RANK", 0, 0) if count > 1 else 0
     for name in ("NODE_RANK", "MASTER_ADDR"):
         if count > 1 and name not in said:
             raise UserError(f"NNODES={count} also requires {name}; see ./launch.sh --help")

@@ -18,6 +18,7 @@ import socket
 import sys
 import threading
 import traceback
+import weakref
 from collections.abc import Callable, Collection, Iterator
 from multiprocessing.context import BaseContext
 from pathlib import Path
@@ -97,6 +98,7 @@ class Watch(threading.Thread):
 
 watch = Watch()
 sockets: dict[int, str] = {}  # process id of a rank: the folder for its loader workers' sockets
+iterators: weakref.WeakSet[Any] = weakref.WeakSet()  # of this process's loaders
 _masks = threading.local()  # signals that a thread has held back before it forks
 
 
@@ -127,6 +129,8 @@ def _in_child() -> None:
         if getattr(handler, "__module__", "").startswith("ddpkit."):
             is_end = signum == signal.SIGTERM
             signal.signal(signum, signal.SIG_DFL if is_end else hand_over)
+    for iterator in iterators:  # or to drop its copy would end the workers of the parent
+        iterator._shutdown = True
     for at_exit in (watch.stop, _kill_workers, ignore_signals):  # the workers are not its own
         atexit.unregister(at_exit)
     _after_fork()

@@ -61,7 +61,8 @@ KINDS: dict[str, Any] = {  # of what a checkpoint holds; integers are not negati
     "resumed_from": str,
 }
 KEYS = tuple(KINDS)  # what a checkpoint has to contain, besides what a training loader adds
-OF_ROWS = {"args": str, "history": dict, "totals": list}  # the kind of what they consist of
+# The kind of what they consist of.
+OF_ROWS = {"args": str, "classes": str, "history": dict, "totals": list}
 # What kernels of torch take for as large as the weight, without a look.
 MOMENTS = {"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "sum"}
 MISFITS = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
@@ -118,7 +119,8 @@ def read(path: Path | str, keys: Iterable[str] = ("model", "classes", "args", "f
     for name in sorted(KINDS.keys() & state.keys()):
         kind = KINDS[name]
         value = state[name]
-        is_right = isinstance(value, kind) and (kind is not int or value >= 0)
+        least = name == "global_batch"
+        is_right = isinstance(value, kind) and (kind is not int or value >= least)
         if is_right and name in OF_ROWS:
             is_right = all(isinstance(row, OF_ROWS[name]) for row in value)
         if not is_right:
@@ -382,11 +384,16 @@ def as_made(saved: State, optimizer: Optimizer, names: Names, by_flags: bool) ->
         raise ValueError(f"groups had {had} weights and have {have}, or others")
     weights = [weight for group in optimizer.param_groups for weight in group["params"]]
     sized = MOMENTS if "fused" in optimizer.defaults else set()
+    # What the kernels of Adam and AdamW ask for; SGD begins without.
+    needed = ("exp_avg", "exp_avg_sq") if sized and "betas" in optimizer.defaults else ()
     moments: dict[int, State] = {}
     without: list[str] = []
     for i, name in enumerate(name for group in known for name in group):
         if name in saved["state"]:
             state = saved["state"][name]
+            for key in needed:
+                if state.get(key) is None:
+                    raise ValueError(f"{name} has no {key}")
             moments[i] = {k: like(k, v, weights[i], k in sized) for k, v in state.items()}
         elif weights[i].requires_grad:
             without.append(name)

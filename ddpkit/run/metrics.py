@@ -1,9 +1,10 @@
 """Losses and metrics over all ranks, as exact sums, and what the model gets wrong."""
 
+import copy
 import dataclasses
 import math
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -151,6 +152,11 @@ def map_tensors(change: Callable[[Tensor], Tensor], outputs: Outputs) -> Outputs
         names = [field.name for field in dataclasses.fields(outputs) if field.init]
         parts = {name: map_tensors(change, getattr(outputs, name)) for name in names}
         return dataclasses.replace(outputs, **parts)
+    if isinstance(outputs, MutableMapping):  # of any class, which a tree may not know
+        changed = copy.copy(outputs)
+        for name, part in outputs.items():
+            changed[name] = map_tensors(change, part)
+        return changed
     return tree_map_only(Tensor, change, outputs)
 
 

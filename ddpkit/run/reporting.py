@@ -1,7 +1,7 @@
 """What a run reports, on rank 0: lines, progress, metrics.csv, TensorBoard, a tracker, images."""
 
 import contextlib
-import importlib
+import importlib.util
 import json
 import math
 import os
@@ -42,11 +42,14 @@ class Reporter:
         self.bar = tqdm(disable=True)
         self.batch_size = 1
         self.board: Any = None
+        self.process = os.getpid()
         self.log: Callable[[dict[str, float]], object] | None = None  # a tracker's
         self.about: dict[str, object] = {}  # args.json
 
     def close(self) -> None:
         """Clear the progress bar and close the files, before any error is printed."""
+        if os.getpid() != self.process:  # TensorBoard's thread is not in a child that was forked
+            return
         self.bar.close()
         if self.board:
             with contextlib.suppress(OSError):  # the disk may be full
@@ -195,7 +198,7 @@ class Reporter:
         try:
             known = json.loads(path.read_text())["run"] if path.exists() else None
             run, self.log = tracker(known)
-        except Exception as error:  # which costs no run
+        except (Exception, SystemExit) as error:  # which costs no run
             line = f"the tracker did not start ({reason_of(error)}): the run goes on without it"
             return distributed.say(line)
         self.write("tracker.json", {"run": run})
@@ -204,7 +207,7 @@ class Reporter:
         try:
             if self.log:
                 self.log(numbers(row))
-        except Exception as error:  # which costs no epoch
+        except (Exception, SystemExit) as error:  # which costs no epoch
             line = f"the tracker did not take epoch {row['epoch']} ({reason_of(error)})"
             distributed.say(line)
 
@@ -237,14 +240,12 @@ class Reporter:
 
 def find_tracker(name: str, folder: Path, flags: Mapping[str, object]) -> Start:
     """Return what begins or continues a run of that tracker, named as `folder` and its project."""
-    try:
-        tool: Any = importlib.import_module(name)
-    except ImportError:
-        line = f"--tracker {name}: not installed; python -m pip install {name}"
-        raise UserError(line) from None
+    if not _is_installed(name):
+        raise UserError(f"--tracker {name}: not installed; python -m pip install {name}")
     project = process.project().name
 
     def start(known: str | None) -> tuple[str, Callable[[dict[str, float]], object]]:
+        tool: Any = importlib.import_module(name)  # which may fail as its server may
         if name == "mlflow":
             tool.set_experiment(project)
             run = tool.start_run(known, run_name=folder.name)
@@ -261,7 +262,13 @@ def find_tracker(name: str, folder: Path, flags: Mapping[str, object]) -> Start:
     return start
 
 
-def reason_of(error: Exception) -> str:
+def _is_installed(name: str) -> bool:
+    with contextlib.suppress(ValueError):  # of a module that a program has made
+        return importlib.util.find_spec(name) is not None
+    return sys.modules[name] is not None
+
+
+def reason_of(error: BaseException) -> str:
     return " ".join(f"{type(error).__name__}: {error}".split())[:200]
 
 

@@ -30,7 +30,7 @@ from ddpkit.run.folder import KEYS, Folder
 def whole(**entries: object) -> dict:
     """What a checkpoint has to hold, but empty."""
     made = {name: kind() for name, kind in checkpoint.KINDS.items() if isinstance(kind, type)}
-    return {**dict.fromkeys(KEYS, 0), **made, **entries}
+    return {**dict.fromkeys(KEYS, 0), **made, "global_batch": 1, **entries}
 
 
 def save(folder: Path, epoch: int, is_best: bool = False) -> None:
@@ -213,6 +213,7 @@ def legacy(_: bytes, cut: int = 60) -> bytes:
         *({"epoch": "two"}, {"step": -5}, {"seen": 10**9}, {"history": [1, 2]}, {"best": "x"}),
         *({"totals": [1]}, {"args": {1: 2}}, {"format": {"other": 1}}, {"model": [1]}),
         *({"classes": "abc"}, {"scheduler": [1]}, {"global_batch": None}),
+        *({"classes": [1]}, {"global_batch": 0}),
     ],
 )
 def test_what_no_run_writes(entries: dict, tmp_path: Path) -> None:
@@ -238,6 +239,7 @@ def test_states_that_do_not_fit() -> None:
     for where, key, value in [
         *((moments[0], "exp_avg", value) for value in (torch.ones(7), torch.ones(1), "x", 1.0)),
         (moments[0], "exp_avg", torch.ones(2, 3, dtype=torch.int32)),
+        (moments[0], "exp_avg", None),
         (moments[0], "exp_avg_sq", torch.full((2, 3), math.nan)),
         *((moments[0], "step", value) for value in (torch.tensor(-1.0), torch.ones(7))),
         *((moments[1], "betas", "x"), (moments[1], "lr", [1])),

@@ -10,10 +10,14 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 
+import torch
 from generated import children, wait_for
 from ranks import on_ranks
+from torch.utils.data import DataLoader
 
+from ddpkit.data import loading
 from ddpkit.ranks import distributed, failures, process, protocol, stopping
+from ddpkit.run import reporting
 
 context = multiprocessing.get_context("fork")
 
@@ -86,7 +90,7 @@ def test_what_a_loader_worker_starts():
 
 
 @on_ranks(1)
-def test_a_child_that_fails():
+def test_a_child_that_fails(tmp_path):
     """Or that exits as a script does: the run, its other children and its lock are not touched."""
 
     def bug() -> None:
@@ -96,7 +100,11 @@ def test_a_child_that_fails():
         assert process.watch.lock.acquire(timeout=5)
         process.watch.lock.release()
 
-    with failures.one_line_errors(), stopping.on_signals(str):
+    report = reporting.Reporter(tmp_path, torch.device("cpu"), 2, 0, is_complete=False)
+    report.classes = "ab"
+    report.record([{"epoch": 1}], [{"epoch": 1}])  # which starts TensorBoard's thread
+    closing = contextlib.closing(report)
+    with failures.one_line_errors(), stopping.on_signals(str), closing:
         other = context.Process(target=sleep, daemon=True)
         other.start()
         with process.watch.lock:  # as if the thread were at work
@@ -105,6 +113,22 @@ def test_a_child_that_fails():
         assert not distributed.store().check([protocol.ERROR])
         assert other.is_alive() and no_stop()
         other.kill()
+
+
+@on_ranks(1)
+def test_a_child_that_drops_an_iterator():
+    """The loader workers of its parent work on."""
+    context = process.worker_context(1)
+    loader = DataLoader(range(8), 1, num_workers=1, multiprocessing_context=context)
+    found = loading.started(loader)
+
+    def drop() -> None:
+        nonlocal found
+        del found
+
+    first = next(found)
+    assert status_of(forked(drop)) == 0
+    assert torch.cat([first, *found]).tolist() == [*range(8)]
 
 
 POOL = """

@@ -4,6 +4,8 @@ import contextlib
 import dataclasses
 import functools
 import json
+import sys
+from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -396,6 +398,10 @@ class Both:
     logits: Tensor
 
 
+class Named(OrderedDict[str, Any]):
+    """A class of a network's own, which torch's trees do not know."""
+
+
 def test_outputs_of_other_kinds() -> None:
     """Logits are found in what networks return, and all of it is in float32 for the loss."""
     one, two = torch.ones(1), torch.zeros(1)
@@ -404,6 +410,9 @@ def test_outputs_of_other_kinds() -> None:
     assert torch.equal(ddpkit.first({"aux": two, "out": one, "loss": None}), one)
     half = metrics.to_float32(Both(two.half(), {"x": one.half()}))
     assert half.aux.dtype == half.logits["x"].dtype == torch.float32
+    named = metrics.to_float32(Named(out=one.half(), more={"x": Both(two.half(), one)}))
+    assert type(named) is Named
+    assert named["out"].dtype == named["more"]["x"].aux.dtype == torch.float32
     for outputs in (None, (), {"a": "b"}, "text"):
         with refusal("metrics.first", type(outputs).__name__):
             ddpkit.first(outputs)
@@ -443,7 +452,10 @@ class Heads(nn.Module):
 
     def forward(self, images: Tensor) -> Any:
         found = self.stem(images)
-        return (self.head(found), {"aux": self.aux(found)}) if self.training else self.head(found)
+        outputs = Named(out=self.head(found))
+        if self.training:
+            outputs["aux"] = {"first": self.aux(found)}
+        return outputs
 
 
 @on_ranks(1)
@@ -490,14 +502,20 @@ def test_a_tracker_that_fails(tmp_path: Path) -> None:
     def start(known: object) -> Any:
         raise ConnectionError("no\nserver")
 
+    def leave(known: object) -> Any:
+        sys.exit("no key")
+
+    (tmp_path / "mlflow.py").write_text("raise RuntimeError('another protobuf')")
+    sys.path.insert(0, str(tmp_path))
     lines: list[str] = []
     distributed.say = lines.append
-    for number, tracker in enumerate((start, lambda known: None)):
+    for number, tracker in enumerate((start, lambda known: None, leave, "mlflow")):
         scores = each(0.1, name="top1", is_higher=True)
         run = train(tmp_path / str(number), scores, epochs=1, tracker=tracker)
         assert run.epoch == 1
-    assert len([line for line in lines if line.startswith("the tracker did not start")]) == 2
-    assert any("(ConnectionError: no server)" in line for line in lines)
+    assert len([line for line in lines if line.startswith("the tracker did not start")]) == 4
+    for reason in "ConnectionError: no server", "SystemExit: no key", "another protobuf":
+        assert any(reason in line for line in lines)
 
 
 def scalars(folder: Path) -> dict[str, list[int]]:

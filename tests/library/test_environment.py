@@ -66,6 +66,7 @@ OTHERS = [
     {"PMI_SIZE": "2", "PMI_RANK": "0"},
     {"MV2_COMM_WORLD_SIZE": "2"},
     {"PMIX_RANK": "1"},
+    {"NODE_RANK": "1"},
     {"FLUX_JOB_SIZE": "2", "FLUX_JOB_NNODES": "2"},
     {"PBS_NUM_NODES": "2"},
     {"AWS_BATCH_JOB_NUM_NODES": "2"},

@@ -119,7 +119,14 @@ def test_what_is_left_out(drawn: Callable, tmp_path: Path) -> None:
 
 
 SYSTEMS = ["@eaDir", "#recycle", "@Recycle", "#snapshot", "~snapshot", "$RECYCLE.BIN", "lost+found"]
-SYSTEMS += ["System Volume Information", ".Spotlight-V100", ".Trashes", ".AppleDouble", "@__thumb"]
+SYSTEMS += [
+    "System Volume Information",
+    ".Spotlight-V100",
+    ".Trashes",
+    ".AppleDouble",
+    "@__thumb",
+    "FOUND.001",
+]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -149,6 +156,9 @@ def test_what_disks_and_runs_add(
         (parent / "runs/first/.lock").touch()
         for name in "args.json", "metrics.csv":
             (parent / "old" / name).touch()
+    for name in ".lock", "epochs/events", "eval/worst.png":  # --output-dir DIR/train
+        (data / "train" / name).parent.mkdir(exist_ok=True)
+        (data / "train" / name).touch()
     assert find(kind, data) == before
     lines = [line for line in said if line.startswith("skipped")]
     shown = [name for name in SYSTEMS if not name.startswith(".")]

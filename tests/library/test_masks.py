@@ -66,6 +66,7 @@ NAMES, VALUES = ["a", "b", "c"], ["a = 0", "b = 255", "void = 7"]
 COLORED = ["a = 1 2 3", "b = 3 2 1", "void = 9 9 9"]
 ROW = [[1, 2, 3], [3, 2, 1], [9, 9, 9]]
 PALETTE = [3, 2, 1, 9, 9, 9, 1, 2, 3]
+WHITES = [7, 8, 9] + [255] * 3
 CLEAR, OPAQUE = ([[*pixel, alpha] for pixel in ROW] for alpha in (0, 255))
 
 
@@ -247,6 +248,8 @@ def test_masks_mean_what_they_show(tmp_path: Path, chance: random.Random) -> Non
         ({"row": [0, 1, 255]}, {"row": [False, True], "dtype": "bool"}),
         ({"row": [0, 1], "palette": PALETTE}, {"row": [0, 1], "palette": [9] * 3 + PALETTE}),
         ({"row": [0, 1], "palette": PALETTE}, {"row": [False, True], "dtype": "bool"}),
+        ({"row": [0, 1], "palette": [0] * 3 + [255] * 3 + [1, 2, 3]}, {"row": [0, 255]}),
+        ({"row": [0, 0], "palette": [255] * 3 + [1, 2, 3]}, {"row": [1, 1], "palette": WHITES}),
     ],
 )
 def test_sets_that_mix(tmp_path: Path, one: dict, other: dict) -> None:
