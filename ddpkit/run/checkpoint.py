@@ -257,26 +257,20 @@ def to_plain(value: object) -> Any:
 
 
 def take_states(parts: Parts) -> State:
-    """Return the state of each part for a checkpoint."""
+    """Return the state of each part for a checkpoint; names are those without torch.compile."""
     states, names = {}, names_of(parts)
     for name, part in parts.items():
-        state = by_name(part, names) if isinstance(part, Optimizer) else state_of(part)
+        state = by_name(part, names) if isinstance(part, Optimizer) else part.state_dict()
         if not isinstance(part, nn.Module):  # such as a rate from np.cos
             state = tree_map_only(np.generic, lambda x: x.item(), state)
+        elif any(COMPILED in key for key in state):
+            state = {key.replace(COMPILED, ""): value for key, value in state.items()}
         for leaf in tree_leaves(state, is_leaf=lambda x: type(x) not in CONTAINERS):
             if not isinstance(leaf, Tensor) and type(leaf) not in TAKEN:
                 kind = f"{type(leaf).__name__}, which torch.load(weights_only=True) refuses"
                 raise UserError(f"{name}: its state_dict has a {kind}")
         states[name] = state
     return to_host(states)
-
-
-def state_of(part: Any) -> State:
-    """Return its state_dict(), of a network with the names that it has without torch.compile."""
-    state = part.state_dict()
-    if isinstance(part, nn.Module) and any(COMPILED in name for name in state):
-        return {name.replace(COMPILED, ""): value for name, value in state.items()}
-    return state
 
 
 def load_module(module: nn.Module, saved: State) -> None:

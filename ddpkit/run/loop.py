@@ -190,7 +190,8 @@ class Run:
 
     def _check_kind(self, state: State) -> None:
         """Raise a UserError if the checkpoint's weights are an average, or of other images."""
-        if (is_average := "trained" in state) != ("trained" in self.parts):
+        is_average = "trained" in state
+        if is_average != ("trained" in self.parts):
             how = "with --ema, not without" if is_average else "without --ema, not with --ema"
             raise UserError(f"{state['path']} was trained {how}: {OTHER_RUN}")
         checkpoint.check_format(state, loading.format_of(self.val_loader))
