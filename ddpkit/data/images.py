@@ -267,7 +267,8 @@ def _read_npy(path: str, data: bytes, format: Format) -> np.ndarray:
     header = np.lib.format
     read_header = header.read_array_header_1_0 if is_first else header.read_array_header_2_0
     shape, is_fortran, dtype = read_header(file)
-    format.check_size(path, *shape[1::-1])
+    if len(shape) > 1:  # else it is refused for that
+        format.check_size(path, *shape[1::-1])
     values = np.frombuffer(data, dtype, math.prod(shape), file.tell())
     return values.reshape(shape, order="F" if is_fortran else "C")
 

@@ -106,7 +106,7 @@ class Reporter:
             desc=f"epoch {epoch + 1}/{self.epochs}",
             unit="img",
             leave=False,
-            disable=not (self.active and sys.stderr.isatty()),  # so that logs stay readable
+            disable=not (self.active and _is_on_terminal()),  # so that logs stay readable
         )
         self.waited, self.count = 0.0, 0
         failures.note_batch_size(self.batch_size)
@@ -260,6 +260,12 @@ def find_tracker(name: str, folder: Path, flags: Mapping[str, object]) -> Start:
         return (run.id if name == "wandb" else run.name), log
 
     return start
+
+
+def _is_on_terminal() -> bool:
+    with contextlib.suppress(Exception):  # of a stream that is closed
+        return sys.stderr.isatty()
+    return False
 
 
 def _is_installed(name: str) -> bool:

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import functools
+import io
 import json
 import sys
 from collections import OrderedDict
@@ -516,6 +517,16 @@ def test_a_tracker_that_fails(tmp_path: Path) -> None:
     assert len([line for line in lines if line.startswith("the tracker did not start")]) == 4
     for reason in "ConnectionError: no server", "SystemExit: no key", "another protobuf":
         assert any(reason in line for line in lines)
+
+
+@on_ranks(1)
+def test_streams_that_the_owner_closes(tmp_path: Path) -> None:
+    """The next epoch begins all the same."""
+    closed = io.StringIO()
+    scores = each(0.1, 0.2, name="top1", is_higher=True)
+    with contextlib.redirect_stdout(closed), contextlib.redirect_stderr(closed):
+        run = train(tmp_path, scores, epochs=2, after=lambda *_: closed.close())
+    assert run.epoch == 2
 
 
 def scalars(folder: Path) -> dict[str, list[int]]:

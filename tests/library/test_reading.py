@@ -196,6 +196,9 @@ def test_claims_of_arrays(tmp_path: Path) -> None:
         claim(shape)
         with refusal("images.reading", path):
             images.open_image(str(path), format)
+    claim("(48,)")
+    with refusal("images.read_values", path, "values of shape (48,"):
+        images.open_image(str(path), format)
     tifffile.imwrite(tmp_path / "x.tif", np.zeros((99, 4, 4), np.uint16), photometric="minisblack")
     with refusal("images.reading", "x.tif", "99 channels"):
         images.open_image(str(tmp_path / "x.tif"), format)
