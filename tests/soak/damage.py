@@ -58,6 +58,7 @@ def state(chance: random.Random) -> checkpoint.State:
     moments = {name: {"exp_avg": weight.float() / 3, "step": 7} for name, weight in model.items()}
     history = [{"epoch": 1, "train_loss": chance.random(), "name": "é" * chance.randrange(9)}]
     values = {"epoch": 1, "step": chance.randrange(1000), "classes": ["a", "b"], "history": history}
+    values |= {"global_batch": 8, "images": 80}
     kinds = {name: kind for name, kind in checkpoint.KINDS.items() if isinstance(kind, type)}
     empty = {**dict.fromkeys(KEYS, 0), **{name: kind() for name, kind in kinds.items()}}
     return {**empty, **values, "model": model, "optimizer": {"state": moments}}
