@@ -36,7 +36,7 @@ Parts = Mapping[str, Any]  # what has a state_dict, by name
 ParseArgs = Callable[[Sequence[str], dict[str, Any]], Namespace]
 
 OTHER_RUN = "choose another --output-dir, or use --resume never to start over"
-NO_MEMORY = re.compile("alloc_cpu|can't allocate memory|out of memory", re.I)  # as torch says it
+NO_MEMORY = re.compile("bad_?alloc|alloc_cpu|can't allocate memory|out of memory", re.I)  # as torch says it
 CONTAINERS = {dict, OrderedDict, list, tuple}
 PLAIN = {type(None), bool, int, float, str, bytes}
 KINDS: dict[str, Any] = {  # of what a checkpoint holds; integers are not negative
@@ -173,7 +173,7 @@ def unreadable(path: Path | str, error: Exception, is_whole: bool) -> LineError:
         reason = "more than plain types: torch.load cannot read it with weights_only=True"
     line = f"{path}: not a readable checkpoint ({reason})"
     # Of torch's reader of archives, which looks at more than zipfile does.
-    if is_whole and not re.search("inline_container|failed reading zip archive", str(error)):
+    if is_whole and not re.search("PytorchStreamReader|inline_container", str(error)):
         return Foreign(line)
     return Damaged(f"{line}: another one is needed")
 
