@@ -216,7 +216,10 @@ def test_how_ranks_have_ended(tmp_path):
         ("os._exit(1)", True),
         ("1 / 0", False),
         ("process.exit_now(1)", False),
-        ("subprocess.run([sys.executable, '-c', OTHER]); sys.exit(1)", True),
+        (
+            "subprocess.run([sys.executable, '-c', OTHER]); sys.exit(1)",
+            True,
+        ),
     ],
 )
 def test_a_rank_that_exits_silently(tmp_path, end, is_silent):
