@@ -178,11 +178,11 @@ def test_what_is_left_of_workers(tmp_path):
 
         def started(loader: DataLoader) -> object:
             loader = DataLoader(loader.dataset, 4, sampler=loader.sampler, **options)
-            for _ in range(3):
+            for _ in range(6):
                 for _ in make(loader):
                     pass
                 held.append(len(os.listdir("/proc/self/fd")))
-            assert held[1] == held[2]
+            assert held[5] < held[1] + 4  # two more each time, if they were kept
             return []
 
         options = {**loading.workers(1, torch.device("cpu")), "persistent_workers": False}
