@@ -109,8 +109,8 @@ def check_alike(classes: Sequence[str], **loaders: Any) -> None:
         is_listed = any(samples.listed(each) for each, _ in samples.places(data, 0))
         if is_ours and not is_listed and len(data) and not distributed.is_debugged():
             for part, checksum in samples.first_checksums(loader).items():
-                line = f"a first {part} for {use} with checksum {checksum:08x}"
-                mine[f"{part} for {use}"] = line
+                told = f"a first {part} for {use} with checksum {checksum:08x}"
+                mine[f"{part} for {use}"] = told
     for name, checksum in code().items():
         mine[name] = f"{name} with checksum {checksum:08x}"
     (first, expected), *others = distributed.gather_objects((environment.own_rank(), mine))
