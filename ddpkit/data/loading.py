@@ -270,12 +270,12 @@ def deal(loader: Any, start: Callable[[], Iterator], use: str) -> tuple[Iterator
     labels = [part for part in tree_leaves(ahead) if getattr(part, "ndim", 0) < 3]
     tensors = [part for part in labels if getattr(part, "ndim", 0)]
     is_telling = any(len(set(map(str, part.tolist()))) > 1 for part in tensors)
-    found = distributed.gather_objects((whole, samples.checksum(labels), is_telling, bool(ahead)))
-    known = [each for each in found if each[3]]  # a rank's share may be empty
-    images = {each[0] for each in known}
-    if len(images) == 1 and len(known) == ranks:
+    found = distributed.gather_objects((whole, samples.checksum(labels), bool(ahead)))
+    known = [each for each in found if each[2]]  # a rank's share may be empty
+    different = {each[0] for each in known}
+    if len(different) == 1 and len(known) == ranks:
         return batches, False
-    if len(images) < len(known):
+    if len(different) < len(known):
         line = f"the {use} loader gives some ranks the same batches, and others their own: give"
         raise UserError(f"{line} all the same, or each its share, as DistributedSampler does")
     if len(known) < ranks or len({each[1] for each in known}) > 1:
@@ -309,7 +309,8 @@ def samplers_of(loader: Any) -> list:
     found = [loader]
     for each in found:
         parts = [getattr(each, name, None) for name in ("batch_sampler", "sampler")]
-        found += [part for part in parts if part is not None and part not in found]
+        # By identity: `==` of an array of indices is an array.
+        found += [one for one in parts if one is not None and all(one is not f for f in found)]
     return found[1:]
 
 

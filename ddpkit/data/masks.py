@@ -103,14 +103,18 @@ def read_mask(path: str, labels: Labels, format: Format = DEFAULT_FORMAT) -> np.
         raise UserError(f"{path}: a mask with transparent pixels; save it without transparency")
     if image.mode == "RGBA":
         keys, numbers = np.array(image).view("<u4")[..., 0], labels.colored
-        meant = {"a mask": "colours"}
+        meant = {} if labels.has_greys else {"a mask": "colours"}  # then grey means one, too
     else:
         keys, meant = _read_grey(image, labels)
     if keys.ndim > 2 or (labels.has_greys and image.mode not in OF_8_BITS):
         raise UserError(f"{path}: a mask of mode {image.mode}; save it in RGB, or grey of 8 bits")
-    found, unknown = _look_up(numbers, keys)
+    found, counts = _look_up(numbers, keys)
+    unknown = {key: count for key, count in counts.items() if key not in numbers}
     if unknown:
         raise UserError(f"{path}: {_explain_unknown(unknown, image.mode == 'RGBA', labels)}")
+    palette = _palette(image)
+    if image.mode == "P" and _is_coloured(palette):
+        meant |= {f"value {n}": "colour {} {} {}".format(*palette[n]) for n in counts}
     agree(labels.meant, {shown: (what, path) for shown, what in meant.items()})
     return found
 
@@ -121,39 +125,48 @@ def _read_grey(image: Image.Image, labels: Labels) -> tuple[np.ndarray, dict[str
     The values are (H, W), of any type; of an image that is no mask (H, W, channels).
     """
     keys = np.array(image.getchannel("L") if image.mode == "LA" else image)
-    meant = {} if labels.kind < 3 else {"a mask": "numbers"}
+    meant = {"a mask": "numbers"} if labels.kind == 3 and not labels.has_greys else {}
     others = {} if labels.white == VOID else {BLACK_WHITE: "other numbers"}
-    if image.mode not in ("1", "P"):
-        if keys.dtype == np.uint8 and keys.ndim == 2:
-            used = np.flatnonzero(Image.fromarray(keys).histogram())
+    palette = _palette(image)
+    is_coloured = image.mode == "P" and _is_coloured(palette)
+    if image.mode == "1" or (image.mode == "P" and not is_coloured):
+        keys = keys.astype(np.uint8)
+        used = np.flatnonzero(Image.fromarray(keys).histogram())
+        values = palette[:, 0]
+        if {*values[used]} <= {0, VOID} and (values[used] != used).any():
+            # Stored in two tones, which may be 0 and 1 as well as what they show.
+            values = values.clip(max=labels.white)
+            others = {BLACK_WHITE: "0 and 1"} if others else {}
+        meant |= _greys(palette[used, 0], values[used])
+        keys = values[keys]
+    elif keys.dtype == np.uint8 and keys.ndim == 2:
+        used = np.flatnonzero(Image.fromarray(keys).histogram())
+        if is_coloured:
+            # A palette that has a colour twice goes by numbers alone.
+            used = [n for n in used if (palette == palette[n]).all(1).sum() == 1]
+            used = np.array([n for n in used if len({*palette[n]}) == 1], int)
+            meant |= _greys(palette[used, 0], used)
+        else:
             meant |= _greys(used, used)
-        return keys, meant | (others if keys.any() else {})
-    keys = keys.astype(np.uint8)
-    used = np.flatnonzero(Image.fromarray(keys).histogram())
-    colors = (image.getpalette() or []) if image.mode == "P" else [0, 0, 0, 255, 255, 255]
-    palette = np.zeros((256, 3), np.uint8)
-    palette.flat[: len(colors)] = colors
-    values = palette[:, 0]
-    shown = used
-    if (palette != palette[:, :1]).any():
-        values = np.arange(256, dtype=np.uint8)
-        # A palette that has a colour twice goes by numbers alone.
-        shown = [n for n in used if (palette == palette[n]).all(1).sum() == 1]
-        shown = [n for n in shown if len({*palette[n]}) == 1]
-        meant |= {f"value {n}": "colour {} {} {}".format(*palette[n]) for n in used}
-    elif {*values[used]} <= {0, VOID} and (values[used] != used).any():
-        # Stored in two tones, which may be 0 and 1 as well as what they show.
-        values = values.clip(max=labels.white)
-        others = {BLACK_WHITE: "0 and 1"} if others else {}
-    meant |= others if values[used].any() else {}
-    meant |= _greys(palette[shown, 0], values[shown])
-    return keys if (values[used] == used).all() else values[keys], meant
+    return keys, meant | (others if keys.any() else {})
 
 
 def _greys(shown: np.ndarray, numbers: np.ndarray) -> dict[str, str]:
     """Return the number that each grey means which a mask shows, but for black: that may fill."""
     pairs = zip(shown.tolist(), numbers.tolist(), strict=True)
     return {f"grey {grey}": f"number {number}" for grey, number in pairs if grey}
+
+
+def _palette(image: Image.Image) -> np.ndarray:
+    """Return the colours of the values in an image of 1 bit or with a palette, uint8 (256, 3)."""
+    colors = (image.getpalette() or []) if image.mode == "P" else [0, 0, 0, 255, 255, 255]
+    palette = np.zeros((256, 3), np.uint8)
+    palette.flat[: len(colors)] = colors
+    return palette
+
+
+def _is_coloured(palette: np.ndarray) -> bool:
+    return bool((palette != palette[:, :1]).any())
 
 
 def agree(known: Meant, found: Meant) -> None:
@@ -185,12 +198,14 @@ def _explain_unknown(unknown: dict[int, int], is_colored: bool, labels: Labels) 
 
 
 def _look_up(numbers: dict[int, int], keys: np.ndarray) -> tuple[np.ndarray, dict[int, int]]:
-    """Return the class numbers of `keys`, uint8 (H, W); how many pixels have each unknown key."""
+    """Return the class numbers of `keys`, uint8 (H, W); how many pixels have each key.
+
+    Of more than 8 bits only unknown keys are counted.
+    """
     if keys.dtype == np.uint8:  # Pillow takes a fifth of numpy's time
         image = Image.fromarray(keys)
         counts = {n: count for n, count in enumerate(image.histogram()) if count}
-        unknown = {key: count for key, count in counts.items() if key not in numbers}
-        return np.array(image.point([numbers.get(key, VOID) for key in range(256)])), unknown
+        return np.array(image.point([numbers.get(key, VOID) for key in range(256)])), counts
     known = np.array(sorted(numbers))
     places = np.searchsorted(known, keys).clip(max=len(known) - 1)
     found = np.array([numbers[key] for key in known.tolist()], np.uint8)[places]

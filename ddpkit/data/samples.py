@@ -28,6 +28,7 @@ IMAGES = ("image", "images", "img", "pixel_values")  # keys of a sample's image
 TARGETS = ("target", "targets", "label", "labels", "mask", "annotation", "fine_label")
 WORKERS = 256  # loader workers of a rank, at most, whose samples are known if they die
 TWICE = 16  # samples of a run, at most, that are read twice: augmentation may leave one as it is
+READS = 8  # of one sample: flips by chance are not taken for none
 WANTED = (
     'return (image, target) or a dict with "image" and "label": a PIL image, an array (H, W, C) or '
     "a tensor (C, H, W), uint8 or float, and the number of the class, or a mask"
@@ -161,12 +162,11 @@ class Seeded(Dataset):
         self.dataset, self.seed = dataset, seed
         self.num_classes = classes if isinstance(classes, int) else len(classes)
         # Written by each worker: its process id, and its sample's index + 1 while it reads one.
+        # Written by the first worker: a sample's index + 1 if two reads differ, -1 if none do.
+        self.unequal: Any = [0]
         # Without /dev/shm there is neither of the two, nor are there workers.
         with contextlib.suppress(OSError):
             self.reading = multiprocessing.RawArray("q", 2 * WORKERS)
-        # Written by the first worker: a sample's index + 1 if two reads differ, -1 if none do.
-        self.unequal: Any = [0]
-        with contextlib.suppress(OSError):
             self.unequal = multiprocessing.RawArray("q", 1)
         self.in_use.add(self)
 
@@ -214,16 +214,18 @@ class Seeded(Dataset):
         # In a debugger each would stop at a breakpoint twice.
         if self.unequal[0] or (worker and worker.id) or distributed.is_debugged():
             return
+        after = random_state()  # from which a collate function goes on to draw
         until = time.monotonic() + 1
         for key, sample in zip(keys[: self.left], samples, strict=False):
             self.left -= 1
             if checksum(sample) != checksum(self[key]):
                 self.unequal[0] = key.number + 1
-                return
+                break
             if time.monotonic() > until:
                 self.left = 0
-        if self.left <= 0:
+        if not self.left and not self.unequal[0]:
             self.unequal[0] = -1
+        set_random_state(after)
 
     def say_unequal(self, batches: Iterator) -> Iterator:
         """Yield `batches`; say, once, if a sample was another when it was read again."""
@@ -430,25 +432,28 @@ def _list_checksum(dataset: Any) -> int:
     return zlib.crc32(repr(parts).encode()) if parts else 0
 
 
-def first_checksum(loader: DataLoader) -> int:
-    """Return a checksum of a loader's first sample, without its image if two reads differ.
+def first_checksums(loader: DataLoader) -> dict[str, int]:
+    """Return checksums of a loader's first sample: of its labels; of all if no read differs.
 
     A worker reads it if the loader has some: files that are opened for it are not inherited.
     """
     outside = random_state()
-    two = DataLoader(
+    reads = DataLoader(
         loader.dataset,
         batch_size=None,
-        sampler=[Key(0, 0, is_val=True)] * 2,
+        sampler=[Key(0, 0, is_val=True)] * READS,
         num_workers=min(loader.num_workers, 1),
         multiprocessing_context=loader.multiprocessing_context,
         worker_init_fn=loader.worker_init_fn,
+        timeout=loader.timeout,
     )
-    sample, again = two
+    sample, *others = reads
     set_random_state(outside)
-    if checksum(sample) == checksum(again):
-        return checksum(sample)
-    return checksum([part for part in sample if getattr(part, "ndim", 0) < 2])
+    whole = checksum(sample)
+    found = {"label": checksum([part for part in sample if getattr(part, "ndim", 0) < 2])}
+    if all(checksum(other) == whole for other in others):
+        found["sample"] = whole
+    return found
 
 
 def checksum(parts: Any) -> int:

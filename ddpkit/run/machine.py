@@ -108,8 +108,9 @@ def check_alike(classes: Sequence[str], **loaders: Any) -> None:
             mine[use] = f"{samples.fingerprint(data)} for {use}"
         is_listed = any(samples.listed(each) for each, _ in samples.places(data, 0))
         if is_ours and not is_listed and len(data) and not distributed.is_debugged():
-            sample = samples.first_checksum(loader)
-            mine[f"first for {use}"] = f"a first sample for {use} with checksum {sample:08x}"
+            for part, checksum in samples.first_checksums(loader).items():
+                told = f"a first {part} for {use} with checksum {checksum:08x}"
+                mine[f"{part} for {use}"] = told
     for name, checksum in code().items():
         mine[name] = f"{name} with checksum {checksum:08x}"
     (first, expected), *others = distributed.gather_objects((environment.own_rank(), mine))

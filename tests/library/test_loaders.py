@@ -324,12 +324,26 @@ def test_a_share_of_the_data_for_our_samplers() -> None:
         with refusal("machine.check_alike", "a first sample for validation"):
             check(Shard(range(rank, 40, 2)), workers)
         check(Shard(range(40)), workers)
-    check(Own(Augmented(np.random.default_rng().random)))
+    rng = np.random.default_rng(rank)
+    check(Drawn(rng.random))
+    for _ in range(16):  # of flips by chance two reads are often equal
+        check(Drawn(partial(rng.integers, 2)))
     with refusal("machine.check_alike", "20 images"):
         check(sets.Subset(Ours("a", 40), range(rank, 40, 2)))
     # Another loader may have a share.
     machine.check_alike(["a", "b"], training=DataLoader(Shard(range(20 + rank))))
     machine.check_alike(["a", "b"], training=DataLoader(Stream("uneven")))
+
+
+class Drawn(Shard):
+    """Of people's own, without a list of samples; a generator of its own augments it."""
+
+    def __init__(self, draw: Callable[[], Any]) -> None:
+        super().__init__(range(24))
+        self.draw = draw
+
+    def __getitem__(self, index: int) -> tuple:
+        return torch.full((3, 2, 2), float(self.draw())), 0
 
 
 class Augmented(Ours):
@@ -363,6 +377,24 @@ def test_generators_of_their_own(workers: int, capsys: pytest.CaptureFixture) ->
             key = samples.Key(1, 23)
             alone = samples.Seeded(Augmented(draw), 2, 0)[key][0][0, 0, 0].item()
             assert alone in [value for batch in found for value in batch]
+
+
+def test_what_a_collate_function_draws() -> None:
+    """The first samples are read twice; a run that is resumed draws as if it had not stopped."""
+
+    def drawn(seen: int) -> list[float]:
+        data = Shard(range(72))
+        sampler = loading.TrainSampler(data, 24, 1, 0)
+        seeded = samples.Seeded(data, 2, 0)
+        loader = DataLoader(seeded, 24, sampler=sampler, collate_fn=lambda _: torch.rand(()).item())
+        return [*sampler.batches(loader, 0, seen)]
+
+    assert drawn(0)[1:] == drawn(24)
+
+
+def test_arrays_of_indices() -> None:
+    loader = DataLoader(Shard(range(4)), 2, sampler=np.array([2, 0, 1]))  # type: ignore[arg-type]
+    assert numbers(loading.batches(loader, CPU))
 
 
 def test_deep_images() -> None:

@@ -242,6 +242,18 @@ def test_masks_mean_what_they_show(tmp_path: Path, chance: random.Random) -> Non
     assert compared > 10
 
 
+def test_what_an_optimiser_makes_of_colours(tmp_path: Path, chance: random.Random) -> None:
+    """Black and white alone becomes grey or 1 bit: if they are listed, the set is read the same."""
+    lines = ["ground = 0 0 0", "car = 255 0 0", "road = 255 255 255"]
+    labels = masks.parse(lines, Path("classes.txt"))
+    colors = np.array([[0, 0, 0], [255, 0, 0], [255, 255, 255]], np.uint8)
+    for name, numbers in ("a", [[0, 1, 2]]), ("b", [[2, 0, 2]]), ("c", [[0, 0, 0]]):
+        (tmp_path / name).mkdir()
+        for path in save_all(tmp_path / name, colors[numbers], chance):
+            if not path.endswith(("deep.png", "palette.bmp")):  # which are refused
+                assert masks.read_mask(path, labels).tolist() == numbers
+
+
 @pytest.mark.parametrize(
     ("one", "other"),
     [
