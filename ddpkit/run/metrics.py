@@ -60,7 +60,16 @@ def criterion(loss: Loss, device: torch.device | None = None) -> Criterion:
         counts: list[Tensor] = []  # of a mean
         outputs = to_float32(outputs)
         taken = outputs if returns_pairs else guarded(outputs, counts)
-        found = loss(taken, targets, *more)
+        try:
+            found = loss(taken, targets, *more)
+        except (AttributeError, TypeError) as error:
+            kind = type(outputs).__name__
+            if isinstance(outputs, Tensor) or kind not in str(error):
+                raise
+            raise UserError(
+                f"the loss does not take what the network returns, a {kind} ({error}): give it "
+                "ddpkit.first(outputs), in train_one_epoch and in evaluate"
+            ) from error
         if isinstance(found, Tensor) and not found.ndim:
             count = count_labels(first(outputs), targets, ignored)
             counts.append(count)

@@ -419,6 +419,15 @@ def test_outputs_of_other_kinds() -> None:
             ddpkit.first(outputs)
 
 
+def test_a_loss_that_takes_logits_alone() -> None:
+    """As of a network that returns more, in the evaluation that was not edited."""
+    logits = torch.zeros(2, 3)
+    for loss in ddpkit.BinaryCrossEntropy(None, 0.0), torch.nn.CrossEntropyLoss():
+        for outputs in (logits, logits), {"out": logits}:
+            with refusal("metrics.call", type(outputs).__name__, "ddpkit.first(outputs)"):
+                ddpkit.criterion(loss)(outputs, torch.zeros(2, 3))
+
+
 @on_ranks(1)
 def test_labels_that_validation_has_not() -> None:
     """They are left out, as of miou, but f1 is 0 of one that is predicted all the same."""

@@ -19,7 +19,7 @@ from setting import Setting
 IMPORTS = "\nCriterion = Callable"
 OPTIMIZER = "    return torch.optim.AdamW(groups, lr, fused=True)"
 SCHEDULER = "    return LambdaLR(optimizer, factor)"
-OF_LOSS = "ddpkit.criterion(build_criterion(args, train_set, classes).to(device))"
+OF_LOSS = "ddpkit.criterion(build_criterion(args, train_set, classes), device)"
 INSIDE = "        images, targets = transform_batch("
 FORWARD = "            outputs = ddp_model(images)"
 BACKWARD = "            scaler.scale(loss).backward()\n"
@@ -28,7 +28,7 @@ END = "            run.end_step()"
 JUDGED = "            results, found = judge(model, val_loader)\n"
 TO_DEVICE = "    model = model.to(device).to("
 SETS = "    seeded = ddpkit.Seeded(val_set"
-EVALUATED = "        logits = outputs[0] if isinstance(outputs, tuple) else outputs\n"
+EVALUATED = "        logits = ddpkit.first(outputs)"
 NORM = "            results['norm'] = float(sum(map(torch.norm, model.parameters())))\n"
 TERM = "            loss = loss + 1e-4 * sum(map(torch.norm, ddp_model.parameters()))\n"
 OPTIMIZERS = {
@@ -39,7 +39,8 @@ OPTIMIZERS = {
     "one group": "torch.optim.AdamW(model.parameters(), lr)",
 }
 SCHEDULERS = {
-    "one cycle": "torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.01, args.epochs * steps)",
+    "one cycle": "torch.optim.lr_scheduler.OneCycleLR("
+    "optimizer, 0.01, args.epochs * steps, cycle_momentum=False)",  # Adagrad has none
     "restarts": "torch.optim.lr_scheduler.CosineAnnealingWarmRestarts(optimizer, 3)",
     "steps": "torch.optim.lr_scheduler.MultiStepLR(optimizer, [3, 7])",
     "chain": "torch.optim.lr_scheduler.SequentialLR(optimizer, [torch.optim.lr_scheduler.LinearLR("
