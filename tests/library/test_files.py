@@ -128,15 +128,21 @@ def test_the_lock(tmp_path):
 
 
 @pytest.mark.parametrize(("folder", "lock"), [(0o755, 0o600), (0o2775, 0o660), (0o777, 0o666)])
-def test_who_can_open_the_lock(folder, lock, tmp_path, monkeypatch):
+def test_who_can_open_the_lock(folder, lock, tmp_path):
     """Those who can write the folder, whatever the umask; also one that is there from before."""
     tmp_path.chmod(folder)
-    monkeypatch.setattr(os, "umask", os.umask(0o022) and os.umask)
-    for path in tmp_path / "new", tmp_path / "old":
-        if path.name == "old":
-            path.touch(0o644)
-        assert files.lock(path)
-        assert path.stat().st_mode & 0o777 == lock
+    before = os.umask(0)
+    try:
+        for umask in 0o022, 0o077:
+            os.umask(umask)
+            for name in "new", "old":
+                path = tmp_path / f"{name} {umask}"
+                if name == "old":
+                    path.touch(0o644)
+                assert files.lock(path)
+                assert path.stat().st_mode & 0o777 == lock
+    finally:
+        os.umask(before)
 
 
 def test_the_lock_of_a_colleague(tmp_path, monkeypatch):
