@@ -142,6 +142,7 @@ def start(
         sys.argv = [*(script.split() if script.startswith("ddpkit ") else [script]), *words]
         patch()
         if script.startswith("ddpkit "):
+            sys.modules.pop("ddpkit.__main__", None)  # as a test may have imported it
             runpy.run_module("ddpkit.__main__", run_name="__main__")
         else:
             runpy.run_path(script, run_name="__main__")

@@ -143,9 +143,9 @@ def _read_grey(image: Image.Image, labels: Labels) -> tuple[np.ndarray, dict[str
         used = np.flatnonzero(Image.fromarray(keys).histogram())
         if is_coloured:
             # A palette that has a colour twice goes by numbers alone.
-            used = [n for n in used if (palette == palette[n]).all(1).sum() == 1]
-            used = np.array([n for n in used if len({*palette[n]}) == 1], int)
-            meant |= _greys(palette[used, 0], used)
+            once = [n for n in used if (palette == palette[n]).all(1).sum() == 1]
+            shown = np.array([n for n in once if len({*palette[n]}) == 1], int)
+            meant |= _greys(palette[shown, 0], shown)
         else:
             meant |= _greys(used, used)
     return keys, meant | (others if keys.any() else {})

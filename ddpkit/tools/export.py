@@ -17,6 +17,7 @@ import importlib.util
 import io
 import json
 import logging
+import shutil
 import tempfile
 import warnings
 from argparse import Namespace
@@ -205,10 +206,11 @@ def quantize(source: Path, path: Path, sets: Sets, args: Namespace) -> None:
     inputs = ({"images": images.numpy()} for images, *_ in samples(train, order[:CALIBRATION]))
     reader = SimpleNamespace(get_next=lambda: next(inputs, None))
     with files.writing(path) as tmp_path, tempfile.TemporaryDirectory() as folder, explaining():
-        prepared = Path(folder, "prepared.onnx")
+        prepared, quantized = Path(folder, "prepared.onnx"), Path(folder, "int8.onnx")
         quant_pre_process(source, prepared, skip_symbolic_shape=True)
         more = {"ActivationSymmetric": True}  # TensorRT takes no other zero points
-        quantize_static(prepared, tmp_path, reader, per_channel=True, extra_options=more)
+        quantize_static(prepared, quantized, reader, per_channel=True, extra_options=more)
+        shutil.copyfile(quantized, tmp_path)  # onnxruntime writes to files with a name only
     networks = [load(each) for each in (source, path)]
     found = [process.own("model").build_metrics(args, sets[2]) for _ in networks]
     for images, targets, *_ in samples(val, torch.arange(len(val))):

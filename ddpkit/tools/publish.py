@@ -68,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def without_paths(value: Any) -> Any:
-    """Return `value` with the last names of paths: "1.0 in /home/me/set" is "1.0 in set"."""
+    """Return `value` with the last names of paths: "1.0 in /data/me/set" is "1.0 in set"."""
     if isinstance(value, dict):
         return {key: without_paths(each) for key, each in value.items()}
     if isinstance(value, list | tuple):

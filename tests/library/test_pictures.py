@@ -83,8 +83,8 @@ def test_worst_on_any_number_of_ranks(
             at = order[start : start + 4]
             mine.update(outputs[at], targets[at], at)
         parts.append(mine)
-    given = [list(zip(w.losses.tolist(), w.indices.tolist(), strict=True)) for w in parts]
-    monkeypatch.setattr(distributed, "gather_objects", lambda _: given)
+    pairs = [list(zip(w.losses.tolist(), w.indices.tolist(), strict=True)) for w in parts]
+    monkeypatch.setattr(distributed, "gather_objects", lambda _: [(each, True) for each in pairs])
     found = parts[0].compute()
     assert [index for _, index in found] == [index for _, index in expected]
     losses = [loss for loss, _ in expected]

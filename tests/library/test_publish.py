@@ -98,8 +98,8 @@ def test_push(project: Project, trained: Path, data: Path, tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("text", "shown"),
     [
-        ("/home/me/my set/", "my set"),
-        ("1.0.0 in /home/a b/ddpkit", "1.0.0 in ddpkit"),
+        ("/data/me/my set/", "my set"),
+        ("1.0.0 in /opt/a b/ddpkit", "1.0.0 in ddpkit"),
         *(("~/set", "set"), ("../them/set", "set"), ("C:\\Users\\me\\set", "set")),
         *((same, same) for same in ("timm/vit", "runs/default", "2/5", "auto", "0.1")),
     ],

@@ -196,7 +196,7 @@ def test_saving(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str) -> N
     monkeypatch.setattr(files, "WAITS", (1e-6, 1e-6))
     run, state = folder.Folder(tmp_path, "auto"), dict.fromkeys(folder.KEYS, 0)
     state |= {name: kind() for name, kind in checkpoint.KINDS.items() if isinstance(kind, type)}
-    state["model"] = {"w": torch.arange(999)}
+    state |= {"model": {"w": torch.arange(999)}, "global_batch": 1}
 
     def epochs() -> list[int]:
         return [checkpoint.read(path)["epoch"] for path in run.saves()]

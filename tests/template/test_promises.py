@@ -228,10 +228,11 @@ def of_scope(tree: ast.AST) -> Iterator[ast.AST]:
 def exists(name: str) -> bool:
     """Whether a dotted name is there; what nothing has imported yet is not looked at."""
     module, *rest = name.split(".")
-    if module != "ddpkit" and module not in OWNED and module not in sys.modules:
+    if module not in ("ddpkit", *OWNED, *sys.modules):
         return True
-    if module == "losses":
-        return f"def {rest[0]}" in (TEMPLATE / "tasks/segmentation/losses.py").read_text()
+    if module in OWNED:  # another project's may be imported
+        paths = TEMPLATE.rglob(f"{module}.py")
+        return any(re.search(rf"\b{rest[0]}\b", path.read_text()) for path in paths)
     value = importlib.import_module(module)
     for part in rest:
         if not hasattr(value, part):
