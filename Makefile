@@ -38,6 +38,7 @@ check: ready
 		tests/template/test_template.py $(QUICK:%=tests/library/test_%.py)
 
 soak: ready
+	test -n "$(CASE)" || $(python) -m pytest --numprocesses $(WORKERS) --dist loadgroup -m soak
 	$(python) tests/soak
 
 demo: ready

@@ -25,6 +25,7 @@ ROOT = Path(__file__).resolve().parent.parent
 TEMPLATE_FOLDER = "{{cookiecutter.project_slug}}"
 TASKS = ("classification", "segmentation")
 both_tasks = pytest.mark.parametrize("project", TASKS, indirect=True)
+both_but_one_in_soak = [TASKS[0], pytest.param(TASKS[1], marks=pytest.mark.soak)]
 # Small images and networks, and little time in processes. make demo and the projects' own tests
 # keep to the default ones.
 NETS = {

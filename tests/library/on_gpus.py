@@ -142,6 +142,7 @@ def test_checkpoints_and_peaks_of_a_gpu(project, few, tmp_path):
     assert 0.1 > peaks[0] > peaks[1] + 2**-7 > 2**-7 + 0.001  # which is counted anew
 
 
+@pytest.mark.soak
 def test_stopped_and_resumed(project, few, tmp_path):
     """With three ranks, SIGTERM in mid-epoch: the bits are those of a run that nothing stopped."""
     flags = *SHORT, "--accumulate", 2, "--clip-grad-norm", 1, "--epochs", 2
@@ -179,7 +180,10 @@ def die() -> None:
 
 @pytest.mark.parametrize(
     ("act", "by_default", "cause"),
-    [(wait_alone, True, ""), (die, False, r": rank 1 has ended \(process \d+\)")],
+    [
+        (wait_alone, True, ""),
+        pytest.param(*(die, False, r": rank 1 has ended \(process \d+\)"), marks=pytest.mark.soak),
+    ],
 )
 def test_ranks_that_wait(project, few, tmp_path, act, by_default, cause):
     """nccl's ranks hang: a block says where, then one line, before torch's watchdog has a turn."""
@@ -208,6 +212,7 @@ def test_more_ranks_than_gpus(tmp_path):
         distributed.meet(timeout=60)
 
 
+@pytest.mark.soak
 def test_gpus_and_cpus(project, few, tmp_path):
     """Two GPUs learn, and find, what two CPUs do."""
 

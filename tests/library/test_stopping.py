@@ -145,6 +145,7 @@ def test_stopped_and_killed_again_and_again(project, data, tmp_path, chance):
     assert digest(whole) == digest(run.out)
 
 
+@pytest.mark.soak
 def test_a_torchrun_that_is_killed(project, data, tmp_path):
     """Its ranks save, as on one node their store is a file in its folder; another start goes on."""
     slow, out = project.planted(tmp_path / "slow", SLOW), tmp_path / "out"

@@ -28,7 +28,7 @@ END = "            run.end_step()"
 JUDGED = "            results, found = judge(model, val_loader)\n"
 TO_DEVICE = "    model = model.to(device).to("
 SETS = "    seeded = ddpkit.Seeded(val_set"
-EVALUATED = "        logits = ddpkit.first(outputs)"
+EVALUATED = "        worst.update(logits, targets, indices)\n"
 NORM = "            results['norm'] = float(sum(map(torch.norm, model.parameters())))\n"
 TERM = "            loss = loss + 1e-4 * sum(map(torch.norm, ddp_model.parameters()))\n"
 OPTIMIZERS = {

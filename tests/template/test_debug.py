@@ -150,7 +150,11 @@ WAYS: dict[str, tuple[int, Callable[[Debugger], None]]] = {
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
+IN_SOAK = ("closed window", "killed adapter")
+SOME = [pytest.param(way, marks=pytest.mark.soak if way in IN_SOAK else ()) for way in WAYS]
+
+
+@pytest.mark.parametrize("way", SOME)
 def test_stopping_at_a_breakpoint(endless: Project, way: str) -> None:
     """In the ranks, or in their loader workers while the ranks wait for those."""
     count, end = WAYS[way]
@@ -242,6 +246,7 @@ def test_predict(project: Project, data: Path, trained: Path, tmp_path: Path) ->
     assert any(path.is_file() for path in tmp_path.rglob("*"))
 
 
+@pytest.mark.soak
 def test_attach_to_ranks_of_two_nodes(project: Project, few: Path, tmp_path: Path) -> None:
     """--debug-rank: each listens on loopback, waits longer than the timeout, can be left again."""
     debug_port = free_port(2)

@@ -96,6 +96,7 @@ def test_killed(project: Project, data: Path, trained: Path, tmp_path: Path) -> 
     assert len(found) in range(16, 53)
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("project", ["segmentation"], indirect=True)
 def test_exported(project: Project, data: Path, trained: Path, tmp_path: Path) -> None:
     """On other numbers of images than were tried, and on other sizes, with all that it takes."""

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from digest import digest
-from generated import Project, after_step, both_tasks, refusal, rows
+from generated import Project, after_step, both_but_one_in_soak, both_tasks, refusal, rows
 from pages import TASKS, TEMPLATE
 from ranks import on_ranks
 from torch import nn
@@ -175,7 +175,7 @@ RECIPES = {
 }
 
 
-@both_tasks
+@pytest.mark.parametrize("project", both_but_one_in_soak, indirect=True)
 def test_killed_and_resumed(project: Project, few: Path, tmp_path: Path) -> None:
     """The same bits, killed in the first and in the second epoch."""
     words = ["--image-size", 32, "--epochs", 2, "--save-every", 2, *RECIPES[project.task].split()]

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from digest import digest
-from generated import ROOT, TASKS, Done, Project, after_step, both_tasks, rows
+from generated import ROOT, TASKS, Done, Project, after_step, both_but_one_in_soak, both_tasks, rows
 
 # A word of the title of each. main.py, flags.py's lines and recipe.py are the same in both tasks.
 RECIPES = (
@@ -315,7 +315,7 @@ def test_frozen_layers(edited: Callable[[str], Edited]) -> None:
         assert model[name].eq(0).all()
 
 
-@both_tasks
+@pytest.mark.parametrize("project", both_but_one_in_soak, indirect=True)
 def test_lora(project: Project, edited: Callable[[str], Edited]) -> None:
     """Adapters and head learn, and nothing else; what was learnt is exported."""
     importlib.import_module("peft")  # once, for all forks

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import optuna
+import pytest
 from generated import Command, Project, rows, wait_for
 
 
@@ -14,6 +15,7 @@ def start(project: Project, *words: object) -> Command:
     return Command([sys.executable, project.folder / "recipes/sweep.py", *words], NPROC="1")
 
 
+@pytest.mark.soak
 def test_trials(project: Project, few: Path, tmp_path: Path) -> None:
     """Worse than two better ones a trial ends early; one that was interrupted resumes first."""
     copy = project.copy(tmp_path / "a copy")
