@@ -62,7 +62,7 @@ class Soak:
         out, err = ranks.said(folder / "said")
         lines = [*out.splitlines(), *err.splitlines()]
         if status == 0:
-            print(f"{name:16} {seconds:5.0f} s  {lines[-1] if lines else ''}", flush=True)
+            print(f"{name:16} {seconds:5.0f} s  {out.strip().rpartition(chr(10))[2]}", flush=True)
             shutil.rmtree(folder)
         else:
             self.report(name, status, seconds, lines, subject)
