@@ -174,8 +174,8 @@ def unreadable(path: Path | str, error: Exception, is_whole: bool) -> LineError:
     if isinstance(error, pickle.UnpicklingError) and is_whole:
         reason = "more than plain types: torch.load cannot read it with weights_only=True"
     line = f"{path}: not a readable checkpoint ({reason})"
-    # Of torch's reader of archives, which looks at more than zipfile does.
-    if is_whole and not re.search("PytorchStreamReader|inline_container", str(error)):
+    # Torch's reader of archives looks at more than zipfile does.
+    if is_whole and isinstance(error, pickle.UnpicklingError):
         return Foreign(line)
     return Damaged(f"{line}: another one is needed")
 

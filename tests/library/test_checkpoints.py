@@ -379,3 +379,13 @@ def test_weights_that_do_not_fit(tmp_path: Path) -> None:
     torch.save({"state_dict": {"a.weight": torch.ones(1)}}, path)
     with refusal("pretrained.copy_matching", "begins with weight", "a.weight"):
         pretrained.copy_matching(nn.Linear(2, 2), pretrained.read(str(path), list))
+
+
+@pytest.mark.parametrize("entry", [b"/version", b"/data.pkl", b"/data/0"])
+def test_a_whole_archive_that_torch_refuses(tmp_path: Path, entry: bytes) -> None:
+    """An entry has another name, which no checksum covers."""
+    path = tmp_path / "last.pt"
+    torch.save({"model": torch.ones(9)}, path)
+    path.write_bytes(path.read_bytes().replace(entry, entry[:-1] + b"8"))
+    with pytest.raises(checkpoint.Damaged, match=r"last.pt: not a readable checkpoint"):
+        checkpoint.read_file(path)
