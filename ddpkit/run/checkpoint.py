@@ -36,9 +36,8 @@ Parts = Mapping[str, Any]  # what has a state_dict, by name
 ParseArgs = Callable[[Sequence[str], dict[str, Any]], Namespace]
 
 OTHER_RUN = "choose another --output-dir, or use --resume never to start over"
-NO_MEMORY = re.compile(
-    "bad_?alloc|alloc_cpu|can't allocate memory|out of memory", re.I
-)  # as torch says it
+# As torch says it
+NO_MEMORY = re.compile("bad_?alloc|alloc_cpu|can't allocate memory|out of memory", re.I)
 CONTAINERS = {dict, OrderedDict, list, tuple}
 PLAIN = {type(None), bool, int, float, str, bytes}
 KINDS: dict[str, Any] = {  # of what a checkpoint holds; integers are not negative

@@ -34,6 +34,17 @@ def find() -> UserError:
     return UserError("a.jpg: cannot be read")
 
 
+def from_worker(error: UserError) -> UserError:
+    """The error as it arrives from a loader worker."""
+    try:
+        raise error
+    except UserError:
+        wrapped = ExceptionWrapper(where="in DataLoader worker process 0")
+    with pytest.raises(UserError) as caught:
+        wrapped.reraise()
+    return caught.value
+
+
 def test_a_code() -> None:
     """The function that raises it; it stays when the error comes from another process."""
     error = find()
@@ -42,13 +53,7 @@ def test_a_code() -> None:
     assert str(pickle.loads(pickle.dumps(error))) == str(error)
     assert str(Damaged(f"Traceback\n  File ...\nddpkit.Damaged: {error}\n")) == str(error)
     assert str(copy.copy(error)) == str(error)
-    try:
-        raise error
-    except UserError:
-        wrapped = ExceptionWrapper(where="in DataLoader worker process 0")
-    with pytest.raises(UserError) as caught:
-        wrapped.reraise()
-    assert str(caught.value) == str(error)
+    assert str(from_worker(error)) == str(error)
 
 
 @pytest.mark.parametrize(
@@ -62,13 +67,8 @@ def test_lines_that_look_like_more(line: str) -> None:
     """They are whole, also if they come from a loader worker."""
     error = UserError(line)
     assert (error.line, error.code) == (line, "test_errors.test_lines_that_look_like_more")
-    try:
-        raise error
-    except UserError:
-        wrapped = ExceptionWrapper(where="in DataLoader worker process 0")
-    with pytest.raises(UserError) as caught:
-        wrapped.reraise()
-    assert (caught.value.line, caught.value.code) == (error.line, error.code)
+    arrived = from_worker(error)
+    assert (arrived.line, arrived.code) == (error.line, error.code)
 
 
 class Refusing(io.StringIO):
