@@ -217,8 +217,13 @@ def test_an_iterator_of_a_thread_that_ends(tmp_path):
 
 
 @on_ranks(1, group=False)
-def test_where_the_sockets_of_workers_are(tmp_path):
+def test_where_the_sockets_of_workers_are():
     """In the launcher's folder, which it removes, or a new one; not where the path is too long."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:  # pytest's own may be too long
+        where_the_sockets_are(Path(folder))
+
+
+def where_the_sockets_are(tmp_path: Path) -> None:
     long, launchers = tmp_path / ("x" * 100), tmp_path / "launcher"
     long.mkdir(), launchers.mkdir()
     for store, tmp, place in (
