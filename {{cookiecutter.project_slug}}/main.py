@@ -120,11 +120,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     with run:  # after a signal all ranks stop at the same step, save, and exit with status 75
         # On one batch: a mistake in it costs no epoch.
         run.sanity_check(evaluate, criterion, metrics, args)
-        recipe.freeze(trained, run.epoch < args.freeze_backbone)
+        frozen = recipe.freeze_backbone(trained) if run.epoch < args.freeze_backbone else []
         ddp_model = wrap(trained)
         for epoch in range(run.epoch, args.epochs):
-            if 0 < epoch == args.freeze_backbone:
-                recipe.freeze(trained, False)
+            if frozen and epoch == args.freeze_backbone:
+                for param in frozen:
+                    param.requires_grad_(True)
                 ddp_model = wrap(trained)
             train_loss = train_one_epoch(
                 run, ddp_model, criterion, optimizer, scheduler, scaler, ema, args
