@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 STEPS = "steps"  # the folder of TensorBoard's files
 EVENTS = "events.out.tfevents.*"  # these
+CLOSING_SECONDS = 2
 
 
 class NoWriter:
@@ -166,14 +167,18 @@ class StepLog:
             self.board.flush()
 
     def close(self) -> None:
-        """Write what has arrived and close the file.
+        """Write what arrives within CLOSING_SECONDS, and close the file.
 
-        It does not wait for the rest: after an error that may never come.
+        It does not wait for longer: after an error the device may never come so far.
         """
         if os.getpid() != self.process:
             return
+        until = time.monotonic() + CLOSING_SECONDS
         with contextlib.suppress(OSError, RuntimeError):  # of a full disk, of a device that failed
             self._write_arrived()
+            while self.pending and time.monotonic() < until:
+                time.sleep(0.01)
+                self._write_arrived()
         self.pending = []
         if self.board:
             with contextlib.suppress(OSError):

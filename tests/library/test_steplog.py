@@ -159,9 +159,15 @@ def test_a_device_that_is_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert len(lines) == 2 and not third.is_waited_for
     log.flush()
     assert len(lines) == 3 and third.is_waited_for and not first.is_waited_for
-    take(log, range(4, 5))
-    log.close()  # after an error, maybe: what has not arrived never may
-    assert len(lines) == 3 and not Event.made[-1].is_waited_for
+    for step, arrives in (4, True), (5, False):  # at the end of a run it is waited for a little
+        monkeypatch.setattr(steplog, "CLOSING_SECONDS", 99 if arrives else 0.1)
+        monkeypatch.setattr(
+            time, "sleep", lambda _, arrives=arrives: setattr(last, "done", arrives)
+        )
+        take(log, range(step, step + 1))
+        last = Event.made[-1]
+        log.close()
+        assert len(lines) == 4 and last.done == arrives and not last.is_waited_for
 
 
 @on_ranks(1)
