@@ -3,6 +3,7 @@
 import contextlib
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -23,7 +24,7 @@ CLOSING_SECONDS = 2
 class NoWriter:
     """Takes the calls that a SummaryWriter takes, and does nothing."""
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> Callable[..., None]:
         if name.startswith("_"):
             raise AttributeError(name)
         return lambda *args, **kwargs: None
@@ -110,7 +111,7 @@ class StepLog:
         self.since += time.monotonic() - began
         return self.board
 
-    def _drop_later(self, board: "SummaryWriter") -> None:
+    def _drop_later(self, board: Any) -> None:
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 
         mark = SessionLog(status=SessionLog.START)

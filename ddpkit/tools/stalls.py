@@ -70,8 +70,8 @@ class Reads(TorchDispatchMode):
             self.found.setdefault(place, set()).add(self.step)
 
     def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
-    ) -> Any:
+        self, func: Any, types: object, args: tuple = (), kwargs: dict | None = None
+    ) -> object:
         kwargs = kwargs or {}
         name = func.overloadpacket.__name__
         source = args[0] if args and isinstance(args[0], Tensor) else None
@@ -88,7 +88,7 @@ class Reads(TorchDispatchMode):
     def shown(self, show: Callable[..., str]) -> Callable[..., str]:
         """Return what shows a tensor, which would read its values if there were some."""
 
-        def noted(tensor: Tensor, *args: Any, **options: Any) -> str:
+        def noted(tensor: Tensor, *args: object, **options: object) -> str:
             if tensor.device != META:
                 return show(tensor, *args, **options)
             self.note()
@@ -100,26 +100,28 @@ class Reads(TorchDispatchMode):
 class Alone(nn.Module):
     """In place of DistributedDataParallel, which does not know device meta."""
 
-    def __init__(self, module: nn.Module, *args: Any, **options: Any) -> None:
+    def __init__(self, module: nn.Module, *args: object, **options: object) -> None:
         super().__init__()
         self.module = module
 
-    def forward(self, *args: Any, **options: Any) -> Any:
+    def forward(self, *args: object, **options: object) -> object:
         return self.module(*args, **options)
 
     def no_sync(self) -> nullcontext:
         return nullcontext()
 
 
-def stand_ins(main: ModuleType, reads: Reads) -> Iterator[tuple[Any, str, Any]]:
+def stand_ins(main: ModuleType, reads: Reads) -> Iterator[tuple[object, str, object]]:
     """Yield what is replaced: where, its name, and by what."""
     run = MagicMock(epoch=0, step=BEFORE, is_logged=False)
     run.end_epoch.return_value = False
     run.is_out_of_patience.return_value = True
     run.writer.add_scalar.side_effect = lambda name, value, *_: torch.as_tensor(value).item()
 
-    def start(_: Any, loader: Any, __: Any, classes: Sequence[str], **parts: Any) -> Any:
-        def steps(*_: Any) -> Iterator[list[tuple]]:
+    def start(
+        folder: object, loader: Any, val_loader: object, classes: Sequence[str], **parts: Any
+    ) -> object:
+        def steps(*networks: object) -> Iterator[list[tuple]]:
             batches = iter(loader)
             for _ in range(STEPS):
                 some = islice(batches, parts["accumulate"])

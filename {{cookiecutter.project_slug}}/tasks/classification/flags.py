@@ -60,7 +60,7 @@ def parse_args(argv: Sequence[str] | None = None, defaults: Mapping[str, object]
 
     add = parser.add_argument_group("machine").add_argument
     add("--tracker", choices=("mlflow", "trackio", "wandb"), help="also log metrics there; offline as each of them is told to")
-    add("--log-every", type=count, default=50, metavar="STEPS", help="print loss, rate and speed, and log them for TensorBoard, every STEPS optimizer steps; 0: never")
+    add("--log-every", type=count, default=50, metavar="STEPS", help="log loss, rate and speed every STEPS optimizer steps; 0: never")
     add("--save-every", type=count, default=0, metavar="STEPS", help="also save every STEPS optimizer steps; 0: after each epoch")
     add("--sync-bn", action="store_true", help="BatchNorm over the images of all ranks; on GPUs only")
     add("--deterministic", action="store_true", help="the same bits on GPUs; slower")
