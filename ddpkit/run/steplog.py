@@ -38,7 +38,7 @@ class Entry(NamedTuple):
     lr: float
     img_per_s: float
     values: Tensor  # on the CPU: the loss, and the norm of the gradient if that is known
-    event: Any  # after which `values` are there; None: they are
+    event: torch.Event | None  # after which `values` are there; None: they are
 
     def has_arrived(self) -> bool:
         return self.event is None or self.event.query()

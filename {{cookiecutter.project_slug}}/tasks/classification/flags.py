@@ -43,7 +43,7 @@ def parse_args(argv: Sequence[str] | None = None, defaults: Mapping[str, object]
     add("--optimizer", default="adamw", metavar="NAME", help="adamw, sgd, or any other of timm, such as muon")
     add("--weight-decay", type=rate, help="not on biases and norms (default: 0.0001 for sgd, else 0.05)")
     add("--schedule", choices=("cosine", "step", "poly", "wsd"), default="cosine", help="of --lr: cosine decay, / 10 every 30 epochs, polynomial, or linear at the end")
-    add("--warmup-epochs", type=rate, default=0.5, help="epochs of linear warm-up")
+    add("--warmup-epochs", type=rate, default=0.5, metavar="EPOCHS", help="of linear warm-up")
     add("--clip-grad-norm", type=rate, default=0.0, metavar="NORM", help="maximum norm of the gradient; 0: no clipping")
     add("--layer-decay", type=rate, default=1.0, metavar="FACTOR", help="learning rate of a layer, as a factor of the next one's; of torchvision's backbones, of --lr")
     add("--drop-path", type=share, default=0.0, metavar="SHARE", help="of samples that skip a block, in timm's networks")
