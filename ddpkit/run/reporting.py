@@ -112,7 +112,7 @@ class Reporter:
 
     def progress(self, batches: Iterable[Any], passes: int, epoch: int) -> Iterator[Any]:
         """Yield the batches of `passes` under a progress bar; it counts the images of all ranks."""
-        self.began = self.read_at = time.monotonic()
+        self.began = time.monotonic()
         per_pass = self.batch_size * distributed.world_size()
         self.bar = tqdm(
             total=passes * per_pass,
@@ -147,15 +147,6 @@ class Reporter:
         found = {"img_per_s": self.count / seconds, "train_seconds": seconds}
         found["data_wait"] = waited / seconds
         return found if math.isnan(peak) else {**found, "peak_memory": peak / failures.GIB}
-
-    def loss(self, totals: torch.Tensor, lr: float) -> None:
-        """Show the mean loss so far (rank 0's own), and the learning rate."""
-        # Reading it waits for the device: not at every step.
-        if self.bar.disable or time.monotonic() - self.read_at < 0.5:
-            return
-        self.read_at = time.monotonic()
-        loss_sum, count = totals.tolist()
-        self.bar.set_postfix(loss=f"{loss_sum / max(count, 1):.3f}", lr=f"{lr:.2g}")
 
     def end_epoch(self, rows: Sequence[Row], is_best: bool) -> None:
         """Record the last of `rows`: a line, metrics.csv, TensorBoard scalars, curves.png."""

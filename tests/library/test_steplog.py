@@ -3,6 +3,8 @@
 import io
 import json
 import os
+import re
+import signal
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,6 +12,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+from generated import Project, after_step, rows
 from ranks import on_ranks
 from tqdm import tqdm
 
@@ -162,11 +165,11 @@ def test_a_device_that_is_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     for step, arrives in (4, True), (5, False):  # at the end of a run it is waited for a little
         monkeypatch.setattr(steplog, "CLOSING_SECONDS", 99 if arrives else 0.1)
         monkeypatch.setattr(
-            time, "sleep", lambda _, arrives=arrives: setattr(last, "done", arrives)
+            time, "sleep", lambda _, arrives=arrives: setattr(Event.made[-1], "done", arrives)
         )
         take(log, range(step, step + 1))
-        last = Event.made[-1]
         log.close()
+        last = Event.made[-1]
         assert len(lines) == 4 and last.done == arrives and not last.is_waited_for
 
 
@@ -188,3 +191,18 @@ def test_the_reporter_closes_it(tmp_path: Path) -> None:
     report.close()
     close()
     assert json.dumps([*scalars(tmp_path / steplog.STEPS)["loss"]]) == "[2]"
+
+
+def test_a_run(project: Project, few: Path, tmp_path: Path) -> None:
+    """Its lines say what the epoch's row does; stopped and resumed it has each step once."""
+    words = "--log-every", 2, "--save-every", 1, "--batch-size", 3, "--epochs", 2
+    killed = after_step(6, lambda: os.kill(os.getpid(), signal.SIGKILL))
+    first = project.train(few, tmp_path, *words, patch=killed).out
+    second = project.train(few, tmp_path, *words).ok().out
+    line = r"epoch (\d)/2  step (\d)/4  loss (\S+)  lr \S+  grad \S+  \d+ img/s"
+    found = re.findall(line, first + second)
+    assert [(int(epoch), int(step)) for epoch, step, _ in found] == [(1, 2), (1, 4), (2, 2), (2, 4)]
+    losses = [float(loss) for *_, loss in found]
+    means = [float(row["train_loss"]) for row in rows(tmp_path)]
+    assert means == pytest.approx([sum(losses[:2]) / 2, sum(losses[2:]) / 2], rel=1e-3)
+    assert [*scalars(tmp_path / "steps")["loss"]] == [2, 4, 6, 8]
