@@ -24,7 +24,7 @@ from ddpkit.ranks import distributed
 
 LOOP = " loss = "  # in the training loop; calls the library
 FIRST_READ = "self.open(index)"  # in __getitem__
-WRAP, AFTER_WRAP = "ddp_model = ddpkit.wrap(", "train_loss = train_one_epoch("
+WRAP, AFTER_WRAP = "ddp_model = DistributedDataParallel(", "ddp_model.broadcast_buffers"
 
 # Ranks that add numbers from a loader worker, without end; they start in half of main.py's time.
 ENDLESS = """
