@@ -20,7 +20,7 @@ SHARED = {
     *(".vscode/extensions.json", ".vscode/launch.json", ".vscode/settings.json"),
     *(".vscode/tasks.json", "AGENTS.md", "distributed.py", "launch.sh"),
     *("main.py", "pyproject.toml", "recipe.py", "requirements-dev.txt", "slurm/train.sbatch"),
-    *("tests/meta.py", "tests/test_project.py", "ddpkit/py.typed"),
+    *("tests/test_project.py", "ddpkit/py.typed"),
     *(path.relative_to(ROOT).as_posix() for path in (ROOT / "ddpkit").rglob("*.py")),
 }
 OF_BOTH = {"dataset.py", "flags.py", "model.py", "predict.py", "requirements.txt"}
