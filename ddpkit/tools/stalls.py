@@ -136,6 +136,7 @@ def stand_ins(main: ModuleType, reads: Reads) -> Iterator[tuple[object, str, obj
         run.classes = classes
         return run
 
+    vars(start)["steps_per_epoch"] = ddpkit.Run.steps_per_epoch
     yield main.distributed, "setup", lambda *_: META
     yield torch.distributed, "all_reduce", lambda *_, **__: None
     yield ddpkit, "Folder", lambda *_: MagicMock(state=None)
