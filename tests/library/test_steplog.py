@@ -197,10 +197,11 @@ def test_a_run(project: Project, few: Path, tmp_path: Path) -> None:
     """Its lines say what the epoch's row does; stopped and resumed it has each step once."""
     words = "--log-every", 2, "--save-every", 1, "--batch-size", 3, "--epochs", 2
     killed = after_step(6, lambda: os.kill(os.getpid(), signal.SIGKILL))
-    first = project.train(few, tmp_path, *words, patch=killed).out
+    first = project.train(few, tmp_path, *words, patch=killed)
+    assert first.statuses == [-9, -9]
     second = project.train(few, tmp_path, *words).ok().out
     line = r"epoch (\d)/2  step (\d)/4  loss (\S+)  lr \S+  grad \S+  \d+ img/s"
-    found = re.findall(line, first + second)
+    found = re.findall(line, first.out + second)
     assert [(int(epoch), int(step)) for epoch, step, _ in found] == [(1, 2), (1, 4), (2, 2), (2, 4)]
     losses = [float(loss) for *_, loss in found]
     means = [float(row["train_loss"]) for row in rows(tmp_path)]
