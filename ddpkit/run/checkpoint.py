@@ -212,6 +212,8 @@ def load_weights(model: nn.Module, state: State, more: str = "") -> None:
     except MISFITS as error:
         lines = str(error).split("\n")  # after a heading of torch's
         reason = " ".join((lines[1:] or lines)[0].split())[:200]
+        if {f"net.{name}" for name in model.state_dict()} == state["model"].keys():
+            more = "; version 1 had it in a class Logits: take that over from its model.py"
         line = f"{state['path']} does not fit what model.py builds ({reason}){more}"
         raise UserError(line) from None
 
