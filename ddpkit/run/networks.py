@@ -27,10 +27,11 @@ def adapt_input(model: nn.Module, size: int, channels: int = 3, step: int = 0) -
         model = torchvision.models.resnet18(num_classes=len(classes))
         ddpkit.adapt_input(model, args.image_size, channels)
     """
-    entry = next((each for each in model.modules() if isinstance(each, nn.Conv2d)), None)
-    if entry is not None and entry.in_channels == 3 != channels:
+    convolutions = (each for each in model.modules() if isinstance(each, nn.Conv2d))
+    entry = next(convolutions, None)
+    if entry and entry.in_channels == 3 != channels:
         entry.in_channels = channels
-        shape = entry.out_channels, channels, *entry.kernel_size
+        shape = (entry.out_channels, channels, *entry.kernel_size)
         entry.weight = nn.Parameter(entry.weight.new_empty(shape))
         entry.reset_parameters()
     if step:
@@ -118,7 +119,8 @@ def refusal(arch: str, said: str) -> str:
         import timm
         import torchvision
 
-        known = [*torchvision.models.list_models(), *map("timm/{}".format, timm.list_models())]
+        known = torchvision.models.list_models()
+        known += [f"timm/{name}" for name in timm.list_models()]
         near = difflib.get_close_matches(arch, known, 4, 0.3)
         return f"{line}; there are {', '.join(near)}" if near else line
     if "downsampling pattern" in said:  # of a ViT, whose maps have one size

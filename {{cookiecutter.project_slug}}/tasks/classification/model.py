@@ -56,15 +56,17 @@ def build_model(
 def layers(model: nn.Module) -> list[list[nn.Parameter]]:
     """Return the parameters of each layer, as timm says; else of all but the last, and of that."""
     if hasattr(model, "group_matcher"):
-        names = timm.models.group_parameters(model, model.group_matcher())
-        return [[model.get_parameter(name) for name in names[n]] for n in sorted(names)]
-    found = [each for each in model.modules() if isinstance(each, nn.Linear | nn.Conv2d)]
-    if not found:
+        groups = timm.models.group_parameters(model, model.group_matcher())
+        in_order = [groups[number] for number in sorted(groups)]
+        return [[model.get_parameter(name) for name in names] for names in in_order]
+    modules = [each for each in model.modules() if isinstance(each, nn.Linear | nn.Conv2d)]
+    if not modules:
         line = "--freeze-backbone and --layer-decay: no layer is known"
         raise ddpkit.UserError(f"{line}; return them from `layers` in model.py")
-    head = list(found[-1].parameters())
-    is_head = set(head)
-    return [[param for param in model.parameters() if param not in is_head], head]
+    head = list(modules[-1].parameters())
+    of_head = set(head)
+    others = [param for param in model.parameters() if param not in of_head]
+    return [others, head]
 
 
 def infer(model: nn.Module, images: Tensor, args: Namespace) -> Tensor:

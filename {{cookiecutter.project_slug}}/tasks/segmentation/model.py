@@ -54,9 +54,10 @@ def layers(model: nn.Module) -> list[list[nn.Parameter]]:
     if not isinstance(encoder, nn.Module):
         line = "--freeze-backbone and --layer-decay: the network has no attribute `encoder`"
         raise ddpkit.UserError(f"{line}; return its layers from `layers` in model.py")
-    first = list(encoder.parameters())
-    is_first = set(first)
-    return [first, [param for param in model.parameters() if param not in is_first]]
+    params = list(encoder.parameters())
+    of_encoder = set(params)
+    others = [param for param in model.parameters() if param not in of_encoder]
+    return [params, others]
 
 
 def infer(model: nn.Module, images: Tensor, args: Namespace) -> Tensor:
