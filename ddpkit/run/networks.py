@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from ddpkit.errors import UserError, shorten
 from ddpkit.ranks import distributed
-from ddpkit.run.metrics import Outputs, map_tensors
+from ddpkit.run.outputs import Outputs, map_tensors
 
 FACTORIES = {"create_model", "get_model", "get_pretrained_cfg"}  # take the name of a network first
 OF_LIBRARIES = ("segmentation_models_pytorch", "timm.", "torchvision.")

@@ -295,12 +295,12 @@ def test_classic_networks(project: Project, network: str) -> None:
     args = parse_args(["--data", "demo", *network.split()])
     classes, side, is_dense = [*"abcdef"], args.image_size, project.task == "segmentation"
     net = model.build_model(args, classes)
-    criterion = ddpkit.criterion(model.build_criterion(args, None, classes))
+    criterion = model.build_criterion(args, None, classes)
     targets = torch.randint(len(classes), (2, side, side) if is_dense else (2,))
     optimizer = torch.optim.SGD(net.parameters(), 0.001)
     for _ in range(2):  # the last layer of some is 0 at first
-        loss_sum, _ = criterion(ddpkit.first(net(torch.randn(2, 3, side, side))), targets)
-        loss_sum.backward()
+        logits = ddpkit.to_logits(net(torch.randn(2, 3, side, side)))
+        criterion(logits, targets).backward()
         optimizer.step()
     gradients = [weight.grad for weight in net.parameters() if weight.requires_grad]
     assert all(gradient.isfinite().all() for gradient in gradients)
