@@ -106,7 +106,7 @@ def explain(error: Exception) -> UserError | None:
         if frame.f_code.co_name in FACTORIES and module.startswith(OF_LIBRARIES):
             name = frame.f_locals[frame.f_code.co_varnames[0]]
             arch = f"timm/{name}" if module.startswith("timm.") else name
-            return UserError(refusal(arch, " ".join(str(error).split())[:300]))
+            return UserError(refusal(arch, " ".join(str(error).split())[:300].rstrip(".")))
     return None
 
 
