@@ -103,9 +103,9 @@ def find_published(arch: str, encoder: str, options: Mapping[str, Any]) -> dict[
 
     if arch.startswith("timm/"):
         name = arch.removeprefix("timm/")
-        if not timm.is_model_pretrained(name):
-            return {}
         own = timm.get_pretrained_cfg(name)
+        if not (own and timm.is_model_pretrained(name)):
+            return {}
         build = partial(timm.create_model, name, pretrained=True, **options)
         return {own.tag or "default": partial(fetch, own.hf_hub_id, build)}
     if not encoder:
@@ -114,8 +114,8 @@ def find_published(arch: str, encoder: str, options: Mapping[str, Any]) -> dict[
 
     if encoder.startswith("tu-"):  # its tag, if any, says which weights
         name = encoder.removeprefix("tu-")
-        has_any = timm.is_model_pretrained(name)
-        repositories = {"imagenet": timm.get_pretrained_cfg(name).hf_hub_id} if has_any else {}
+        own = timm.get_pretrained_cfg(name) if timm.is_model_pretrained(name) else None
+        repositories = {"imagenet": own.hf_hub_id} if own else {}
     else:
         settings = smp.encoders.encoders.get(encoder, {}).get("pretrained_settings") or {}
         repositories = {name: each.get("repo_id") for name, each in settings.items()}

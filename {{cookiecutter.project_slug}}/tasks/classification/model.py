@@ -55,8 +55,9 @@ def build_model(
 
 def layers(model: nn.Module) -> list[list[nn.Parameter]]:
     """Return the parameters of each layer, as timm says; else of all but the last, and of that."""
-    if hasattr(model, "group_matcher"):
-        groups = timm.models.group_parameters(model, model.group_matcher())
+    matcher = getattr(model, "group_matcher", None)
+    if matcher:
+        groups = timm.models.group_parameters(model, matcher())
         in_order = [groups[number] for number in sorted(groups)]
         return [[model.get_parameter(name) for name in names] for names in in_order]
     modules = [each for each in model.modules() if isinstance(each, nn.Linear | nn.Conv2d)]
