@@ -90,7 +90,7 @@ def read(path: str) -> Tensors:
     return {key: value for key, value in state.items() if isinstance(value, Tensor)}
 
 
-def find_published(arch: str, encoder: str, options: Mapping[str, Any]) -> dict[str, Fetch]:
+def find_published(arch: str, encoder: str, options: dict) -> dict[str, Fetch]:
     """Return what downloads published weights, by their names, the best first."""
     partial = functools.partial
     if arch in torchvision.models.list_models():
