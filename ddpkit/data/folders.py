@@ -495,10 +495,7 @@ def follow(arch: str, *parts: Part) -> None:
     """Give the parts what timm says of its network: mean, deviation, crop."""
     import timm
 
-    try:
-        own = timm.get_pretrained_cfg(arch.removeprefix("timm/"))
-    except RuntimeError as error:  # the name of its weights, after a dot, is unknown
-        raise UserError(f"--arch {arch}: {error}") from None
+    own = timm.get_pretrained_cfg(arch.removeprefix("timm/"))
     for part in parts:
         format = part.format
         if own:

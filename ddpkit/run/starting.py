@@ -72,9 +72,10 @@ def start(main: Callable[[], object]) -> None:
     """
     from ddpkit.data import loading
     from ddpkit.ranks import distributed, failures
+    from ddpkit.run import networks
 
     gc.set_threshold(*THRESHOLDS)
-    with failures.one_line_errors(loading.explain):
+    with failures.one_line_errors(loading.explain, networks.explain):
         main()
         if distributed.is_joined():
             distributed.teardown()
