@@ -79,13 +79,6 @@ class Predictor:
 
     def normalize(self, images: Tensor) -> Tensor:
         """Return `images` (N, C, H, W) of `images()` as the network takes them, on the device."""
-        convolutions = (each for each in self.model.modules() if isinstance(each, nn.Conv2d))
-        first = next(convolutions, None)
-        if first is not None and first.in_channels != images.shape[1]:
-            raise UserError(
-                f"the network was trained on images of {first.in_channels} channels, predict.py "
-                f"gives it {images.shape[1]}: read them as the data set in dataset.py does"
-            )
         images = images.to(self.device)
         if images.dtype == torch.uint8:
             return loading.normalize(images, self.format)
