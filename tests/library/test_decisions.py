@@ -563,3 +563,23 @@ def test_one_value_to_normalize() -> None:
             layer(one[:, :1] if isinstance(layer, nn.GroupNorm) else one)
         line = str(failures._of_torch(caught.value))
         assert "--batch-size" in line and "--image-size" in line and "drop_last=True" in line
+
+
+def test_what_torch_says_of_other_mistakes() -> None:
+    """The line names what the owner can change."""
+    net = nn.Conv2d(5, 2, 1)
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=2)
+
+    def step_too_often() -> None:
+        optimizer.step()
+        for _ in range(3):
+            scheduler.step()
+
+    for act, words in (
+        (lambda: net(torch.zeros(1, 3, 4, 4)), "channels"),
+        (step_too_often, "--epochs"),
+    ):
+        with pytest.raises((RuntimeError, ValueError)) as caught:
+            act()
+        assert words in str(failures._of_torch(caught.value))
