@@ -44,7 +44,7 @@ REMEDIES = {
         "or --image-size; a loader of your own, whose last batch may be of one image, needs "
         "drop_last=True"
     ),
-    r"Tried to step \d+ times. The total number of steps is \d+": (
+    r"Tried to step \d+ times. The (specified number of total|total number of) steps is \d+": (
         "the scheduler was made, or saved, for fewer steps than the run has now: it resumes as "
         "saved; keep --epochs, or start over with --resume never"
     ),
