@@ -34,6 +34,7 @@ SHRINKS = (8, 4, 2)  # what a JPEG decoder can divide height and width by, at le
 ORIENTATION, BITS_PER_SAMPLE, PHOTOMETRIC = 274, 258, 262  # entries of TIFF, the first of EXIF
 SAMPLES_PER_PIXEL, SAMPLE_FORMAT = 277, 339
 SIGNED = 2  # a sample format
+START_OF_SCAN = b"\xda"  # a marker in JPEGs
 # Whatever a file is named, it is opened as one of these: they start no program, as EPS starts
 # Ghostscript, and tell their size before anything is decoded.
 FORMATS = ["JPEG", "PNG", "TIFF", "WEBP", "BMP", "GIF", "PPM", "JPEG2000"]
@@ -209,8 +210,12 @@ def open_image(path: str, format: Format = DEFAULT_FORMAT) -> LazyImage:
 
 def _size_of_upright(data: bytes) -> tuple[int, int] | None:
     """Return width and height of a JPEG that nothing turns: in a tenth of the time Pillow takes."""
-    is_jpeg = data.startswith(b"\xff\xd8\xff")
-    if not (simplejpeg and is_jpeg) or b"Exif" in data or b"Orientation" in data:  # in XMP
+    if not (simplejpeg and data.startswith(b"\xff\xd8\xff")):
+        return None
+    end = 2  # of the segments before the pixels: a marker of two bytes, and a length
+    while data[end : end + 1] == b"\xff" and data[end + 1 : end + 2] != START_OF_SCAN:
+        end += 2 + int.from_bytes(data[end + 2 : end + 4], "big")
+    if data.find(b"Exif", 0, end) >= 0 or data.find(b"Orientation", 0, end) >= 0:  # the one in XMP
         return None
     with contextlib.suppress(ValueError):
         height, width, colors, _ = simplejpeg.decode_jpeg_header(data)
