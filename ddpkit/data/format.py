@@ -54,7 +54,8 @@ class Format:
         A UserError if they cannot be meant. Of RGB with one channel the mean is taken; with other
         channels `statistics` says what is missing.
         """
-        count, found = self.channels or 3, {}
+        count = self.channels or 3
+        found: dict[str, Any] = {}
         for name, values in ("mean", mean), ("std", std):
             if getattr(self, name):
                 continue

@@ -94,7 +94,8 @@ class LazyImage(Image.Image):
             mode = "RGB"
         else:
             mode = "F" if pixels.shape[2] == 1 else f"F;{pixels.shape[2]}"
-        return cls(*pixels.shape[:2], lambda _: pixels, mode=mode)
+        height, width = pixels.shape[:2]
+        return cls(height, width, lambda _: pixels, mode=mode)
 
     @functools.cached_property
     def pixels(self) -> np.ndarray:
