@@ -22,21 +22,22 @@ if TYPE_CHECKING:
     from ddpkit.data.images import LazyImage
     from ddpkit.data.loading import Collate, TrainSampler, ValSampler, batches, workers
     from ddpkit.data.samples import Seeded
-    from ddpkit.errors import UserError
+    from ddpkit.errors import NoLabelsError, UserError
     from ddpkit.ranks.distributed import rank, rank_zero_first
-    from ddpkit.ranks.replicas import wrap
     from ddpkit.run.checkpoint import open_model
+    from ddpkit.run.criterion import Criterion
     from ddpkit.run.flags import Parser, at_least
     from ddpkit.run.folder import Folder
     from ddpkit.run.labels import BinaryCrossEntropy, label_metrics
     from ddpkit.run.loop import Run
     from ddpkit.run.machine import configure, meet
-    from ddpkit.run.metrics import Worst, compute, criterion, first
+    from ddpkit.run.metrics import Worst, compute
+    from ddpkit.run.outputs import to_logits
     from ddpkit.run.pictures import draw_masks
     from ddpkit.run.predicting import Predictor, bands, fit_input, in_tiles
     from ddpkit.run.starting import prepare, start
 
-__version__ = "1.1.0"
+__version__ = "2.0.0"
 
 NAMES = {  # by module, which is imported when one of them is first used: no torch until then
     "data.augment": "choose",
@@ -46,16 +47,17 @@ NAMES = {  # by module, which is imported when one of them is first used: no tor
     "data.images": "LazyImage",
     "data.loading": "Collate TrainSampler ValSampler batches workers",
     "data.samples": "Seeded",
-    "errors": "UserError",
+    "errors": "NoLabelsError UserError",
     "ranks.distributed": "rank rank_zero_first",
-    "ranks.replicas": "wrap",
     "run.checkpoint": "open_model",
+    "run.criterion": "Criterion",
     "run.flags": "Parser at_least",
     "run.folder": "Folder",
     "run.loop": "Run",
     "run.labels": "BinaryCrossEntropy label_metrics",
     "run.machine": "configure meet",
-    "run.metrics": "Worst compute criterion first",
+    "run.metrics": "Worst compute",
+    "run.outputs": "to_logits",
     "run.pictures": "draw_masks",
     "run.predicting": "Predictor bands fit_input in_tiles",
     "run.starting": "prepare start",

@@ -49,6 +49,14 @@ class UserError(LineError):
     """
 
 
+class NoLabelsError(UserError):
+    """There is nothing to work out a loss of; in one batch, with which `sanity_check` tries, it may
+    be so.
+
+        raise ddpkit.NoLabelsError("the validation set has no labelled samples")
+    """
+
+
 class DiskError(LineError):
     """What a restart may find mended: a disk that does not answer, a want of memory or handles."""
 

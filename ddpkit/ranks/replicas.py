@@ -1,46 +1,42 @@
 """The network on all ranks: its gradients are exact means, and its copies stay equal."""
 
 import itertools
+import math
 import zlib
-from collections.abc import Iterable
-from typing import Any
-from weakref import WeakKeyDictionary, WeakSet
+from collections.abc import Iterable, Sequence
+from weakref import WeakSet
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils._pytree import tree_leaves
 
 from ddpkit.errors import UserError
 from ddpkit.ranks import distributed
 
-trained: WeakKeyDictionary[nn.Module, list[str]] = WeakKeyDictionary()  # names, in DDP's order
+_prepared: WeakSet[nn.Module] = WeakSet()
 _called: WeakSet[nn.Module] = WeakSet()  # of these, since the last optimizer step
 
 
-def wrap(
-    model: nn.Module, device: torch.device, find_unused_parameters: bool = False
-) -> DistributedDataParallel:
-    """Return `model` in DistributedDataParallel: its gradients become the mean over the ranks.
+def prepare(network: nn.Module) -> None:
+    """Prepare a network for training on all ranks; a second time it is left alone.
 
-    Wrap again after changing which weights are trained. Buffers, such as BatchNorm's statistics,
-    are each rank's own until the end of the epoch, which saves a collective per pass.
-
-    find_unused_parameters: whether some steps may leave some weights out; slower.
-
-        ddp_model = ddpkit.wrap(model, device)
+    Raises a UserError if it is not in DistributedDataParallel, and there are several ranks.
     """
-    ddp_model = DistributedDataParallel(
-        model, gradient_as_bucket_view=True, find_unused_parameters=find_unused_parameters
-    )
-    ddp_model.broadcast_buffers = False  # set here: torch has renamed the argument, not this
-    trained[ddp_model] = [name for name, each in model.named_parameters() if each.requires_grad]
+    if network in _prepared:
+        return
+    _prepared.add(network)
+    ddp_model = getattr(network, "_orig_mod", network)  # of a compiled one
+    if not isinstance(ddp_model, DistributedDataParallel):
+        if distributed.world_size() == 1:
+            return
+        raise UserError(
+            f"run.steps got a {type(network).__name__}: give it DistributedDataParallel(model), "
+            "which averages the gradients over the ranks"
+        )
     # A sum of two is the same in any order; the other flag keeps to the order of the weights.
-    if distributed.world_size() > 2 and not find_unused_parameters:
-        _settle_buckets(ddp_model, device)
+    if distributed.world_size() > 2 and not ddp_model.find_unused_parameters:
+        _settle_buckets(ddp_model)
     ddp_model.register_forward_pre_hook(lambda module, _: _called.add(module))
-    return ddp_model
 
 
 class _EachWeight(nn.Module):
@@ -56,20 +52,22 @@ class _EachWeight(nn.Module):
         return total
 
 
-def _settle_buckets(ddp_model: DistributedDataParallel, device: torch.device) -> None:
+def _settle_buckets(ddp_model: DistributedDataParallel) -> None:
     """Run a pass, not of the network, after which DDP sums the gradients in its final order.
 
     Without it the first step of a resumed run would differ in the last bits.
     """
     model, ddp_model.module = ddp_model.module, _EachWeight(ddp_model.module)
+    device = next(model.parameters()).device
     ddp_model(torch.zeros((), device=device)).backward()
     ddp_model.module = model
     ddp_model.zero_grad()
 
 
-def check_called(ddp_model: nn.Module) -> None:
-    """Raise a UserError unless `ddp_model`, if `wrap` returned it, was called since last time."""
-    if ddp_model in trained and ddp_model not in _called:
+def check_called(network: nn.Module) -> None:
+    """Raise a UserError unless `network`, if it is in DDP, was called since last time."""
+    ddp_model = getattr(network, "_orig_mod", network)
+    if isinstance(ddp_model, DistributedDataParallel) and ddp_model not in _called:
         raise UserError(
             "a step without a call of ddp_model, which averages the gradients over the ranks: "
             "compute the outputs with ddp_model(images), not with model or ddp_model.module"
@@ -128,7 +126,7 @@ def _check_same(weights: dict[str, Tensor], buffers: dict[str, Tensor]) -> None:
     if name := _find_unlike({**weights, **buffers}, numbers):
         raise UserError(
             f"{name} differs between ranks: train through ddp_model, not through model; after "
-            "unfreezing weights call ddpkit.wrap again, as DDP keeps to those it started with; "
+            "unfreezing weights wrap again, as DDP keeps to those it started with; "
             "and change weights in the same way on all ranks"
         )
 
@@ -149,8 +147,8 @@ def check_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
     weights = itertools.chain(*(group["params"] for group in optimizer.param_groups))
     if all(weight.grad is None for weight in weights):
         raise UserError(
-            "no weight has a gradient in the optimizer's step: call backward() on what run.loss "
-            "returns, and zero_grad() after the step, not before"
+            "no weight has a gradient in the optimizer's step: call backward() on the loss, "
+            "and zero_grad() after the step, not before"
         )
 
 
@@ -164,98 +162,21 @@ def check_cleared(optimizer: torch.optim.Optimizer) -> None:
         )
 
 
-class Part(Tensor):
-    """The loss of one of several passes, whose gradient is divided by the count of all at the end.
+def check_slopes(slopes: Sequence[Tensor], count: Tensor, passes: int, scale: float) -> None:
+    """Raise a UserError if the gradients of a step were not of the mean over all labels.
 
-    What would be divided with it, because it is added to the loss, is refused.
+    slopes: the gradients that arrived at the criterion's sums. count: of labels, of all `passes`
+    and ranks. scale: a GradScaler's.
     """
-
-    @classmethod
-    def __torch_function__(cls, *call: Any) -> Any:  # function, types, args, kwargs
-        found = [x for x in tree_leaves(call[2:]) if isinstance(x, Tensor)]
-        with torch._C.DisableTorchFunctionSubclass():
-            terms = [x for x in found if x.requires_grad]
-        if len(terms) > 1:
+    ranks = distributed.world_size()
+    right = scale * ranks / max(float(count), 1e-6)
+    formula = "loss = criterion(outputs, targets) * world_size / count"
+    for slope in map(float, slopes):
+        if passes > 1 and math.isclose(slope * passes, right, rel_tol=1e-3):
             raise UserError(
-                "a term is added to what run.loss returns, and with --accumulate it would be "
-                "divided by the labelled pixels of all passes, too: add it before, "
-                "run.loss(loss_sum + term * count, count)"
+                f"the loss is divided by the {passes} passes of a step, though `count` has the "
+                f"labels of all of them: {formula}"
             )
-        return super().__torch_function__(*call)
-
-
-class Mean:
-    """Turns the gradients of summed losses into those of their mean over all samples.
-
-    Ranks and passes hold different numbers of labelled pixels. In a step of one pass their count is
-    reduced first, and the loss is divided by it. Of several passes each divides by a size, the same
-    on all, and the step by the count of all, which is reduced while the last backward() runs.
-    Counts that are ints equal the size on all ranks, and need no reduction.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self.found_in: nn.Module | None = None
-        self.weights: dict[torch.device, list[nn.Parameter]] = {}
-        self.zero = torch.zeros((), dtype=torch.float64, device=device)
-        self.size = 0
-        self.whole = self.zero  # the size, on the device
-        self.count, self.known = self.zero, 0.0  # of a step, in sizes: if tensors, and if ints
-        self.pending: dist.Work | None = None
-        self.passes = 0  # of a step, whose losses are known
-        self.is_whole = False  # the loss is divided by the count of all
-
-    def start(self, size: int) -> None:  # the same on all ranks
-        self.size, self.whole = size, torch.full_like(self.zero, size)
-
-    def loss(self, loss_sum: Tensor, count: Tensor | int, is_last: bool) -> Tensor:
-        """Return the loss of a pass, a scalar, of `count` samples; is_last: of the step."""
-        self.passes += 1
-        if isinstance(count, Tensor) and is_last and self.passes == 1:
-            total = distributed.reduce_tensor(count.to(torch.float64))
-            share = (distributed.world_size() / total).nan_to_num_(posinf=0)
-            self.is_whole = True
-            return loss_sum * share.to(loss_sum.dtype)
-        if isinstance(count, Tensor):
-            self.count = torch.addcdiv(self.count, count.detach(), self.whole)
-        elif count != self.size:
-            raise UserError(
-                f"the loss returns {count} as its count for {self.size} targets: return a tensor, "
-                "as other ranks may have other counts"
-            )
-        else:
-            self.known += count / self.size
-        if is_last and self.count is not self.zero:
-            self.pending = distributed.start_sum(self.count)
-        loss = loss_sum * (1 / self.size)
-        return loss.as_subclass(Part) if isinstance(count, Tensor) else loss
-
-    def finish(self, ddp_model: nn.Module, passes: int) -> None:
-        """Divide the gradients of a step's passes, which DDP has averaged; start anew."""
-        if self.passes != passes:
-            raise UserError(
-                f"run.loss was called {self.passes} time(s) in a step of {passes} pass(es): call "
-                "it once in each pass, and backward() on what it returns; for more passes per "
-                "optimizer step use --accumulate, not a loop of your own"
-            )
-        if self.known and self.count is not self.zero:
-            raise UserError("the loss returns its count as an int in some passes, not in others")
-        if self.found_in is not ddp_model:  # to search it at each step would take 0.1 ms
-            self.found_in, self.weights = ddp_model, {}
-            for weight in ddp_model.parameters():
-                self.weights.setdefault(weight.device, []).append(weight)
-        if self.pending:
-            self.pending.wait()
-        if self.is_whole:
-            self.is_whole = False
-        elif not self.known:
-            inverse = distributed.world_size() / self.count
-            self._multiply(inverse.nan_to_num_(posinf=0).float())
-        elif self.known != 1:
-            self._multiply(1 / self.known)
-        self.count, self.known, self.pending, self.passes = self.zero, 0.0, None, 0
-
-    def _multiply(self, factor: Tensor | float) -> None:
-        for device, weights in self.weights.items():
-            if own := [each for weight in weights if (each := weight.grad) is not None]:
-                there = factor.to(device) if isinstance(factor, Tensor) else factor
-                torch._foreach_mul_(own, there)
+        for factor in (scale, scale / max(float(count), 1e-6)):
+            if math.isclose(slope, factor, rel_tol=1e-3) and not math.isclose(factor, right):
+                raise UserError(f"the loss is not the mean over the labels of all ranks: {formula}")

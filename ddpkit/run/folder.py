@@ -18,7 +18,7 @@ from ddpkit.errors import UserError
 from ddpkit.ranks import distributed, environment, process, protocol
 from ddpkit.run import checkpoint, machine, reporting
 from ddpkit.run.checkpoint import KEYS, OTHER_RUN, Damaged, Foreign, State
-from ddpkit.run.metrics import Found, Mistakes
+from ddpkit.run.metrics import Mistakes, Worsts
 
 SAVES = ("last.pt", "last-1.pt")  # newest first
 OWN_FILES = (  # what `--resume never` removes
@@ -95,7 +95,8 @@ class Folder:
 
     def write(
         self,
-        found: Found,
+        confusion: Tensor | None,
+        worst: Worsts,
         model: nn.Module,
         loader: Any,
         classes: Sequence[str],
@@ -104,12 +105,12 @@ class Folder:
     ) -> None:
         """Write what an evaluation has found to eval/ in the folder, on rank 0, and say so.
 
-        found: the confusion matrix of `compute`, and what Worst.compute() returns. loader: of the
-        validation images. classes, predict, draw: as Run takes them.
+        confusion: of `compute`. worst: what Worst.compute() returns. loader: of the validation
+        images. classes, predict, draw: as Run takes them.
         """
         machine.check_alike(classes, validation=loader)
         checkpoint.check_format(self.state or {}, loading.format_of(loader))
-        shown = Mistakes(found, model, loader, classes, predict, draw)
+        shown = Mistakes(confusion, worst, model, loader, classes, predict, draw)
         reporting.report(shown, self.path / "eval")
 
     def _lock(self) -> None:

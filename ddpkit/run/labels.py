@@ -14,13 +14,13 @@ from torchmetrics.utilities.data import dim_zero_cat
 
 
 class BinaryCrossEntropy(nn.Module):
-    """The loss: logits and targets, float (N, classes) -> the sum of the images' means, and N.
+    """The loss: logits and targets, float (N, classes) -> the sum of the images' means.
 
     targets: 0 or 1, or between if images are mixed. weights: of the classes in a mean, float32
     (classes,), or None. smoothing: the share of each target that is divided between 0 and 1.
 
         criterion = ddpkit.BinaryCrossEntropy(None, smoothing=0.0)
-        loss_sum, count = criterion(logits, targets)
+        loss = criterion(logits, targets) / criterion.count(targets)
     """
 
     weights: Tensor | None
@@ -30,11 +30,14 @@ class BinaryCrossEntropy(nn.Module):
         self.register_buffer("weights", weights)
         self.smoothing = smoothing
 
-    def forward(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, int]:
+    def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
         targets = targets * (1 - self.smoothing) + self.smoothing / 2
         loss = binary_cross_entropy_with_logits(outputs, targets, self.weights, reduction="sum")
         total = targets.shape[1] if self.weights is None else self.weights.sum()
-        return loss / total, len(targets)
+        return loss / total
+
+    def count(self, targets: Tensor) -> int:
+        return len(targets)
 
 
 class MeanPrecision(MultilabelAveragePrecision):

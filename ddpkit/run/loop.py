@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import itertools
 import math
 import shlex
 import time
@@ -13,16 +14,16 @@ from torch import Tensor, nn
 
 from ddpkit.data import loading, samples
 from ddpkit.data.loading import Foreign
-from ddpkit.errors import UserError
+from ddpkit.errors import NoLabelsError, UserError
 from ddpkit.ranks import distributed, replicas, stopping
 from ddpkit.run import checkpoint, machine, metrics, pictures, reporting
 from ddpkit.run.checkpoint import KEYS, OTHER_RUN, State
 from ddpkit.run.folder import Folder
-from ddpkit.run.metrics import Found, Mistakes
+from ddpkit.run.metrics import Mistakes, Worsts
 
 OTHER_KEYS = ("trained", "sampler", "training_set", "colors", "best_by", "path")  # besides KEYS
 SECONDS_BETWEEN_CHECKS = 5  # of the loss; reading it at every step would stall the device
-Judge = Callable[[nn.Module, Any], tuple[dict[str, float], Found]]
+Evaluate = Callable[..., tuple[dict[str, float], Tensor | None, Worsts]]
 
 
 class Run:
@@ -33,6 +34,7 @@ class Run:
         which needs a length, an epoch that was stopped starts over.
     model: the network that is evaluated, saved, exported and predicted with. trained: the one that
         is trained, if that is another, of which `model` is an average.
+    criterion: whose use in the first steps is checked.
     optimizer, scheduler, **more: saved by name with state_dict(), resumed with load_state_dict().
         A LambdaLR follows the flags on resume, others resume as saved.
     best: the metric by which best.pt is chosen; of several the first that `evaluate` returns. Lower
@@ -53,8 +55,8 @@ class Run:
 
         run = ddpkit.Run(folder, train_loader, val_loader, classes, model=model, ...)
         with run:
-            while run.epoch < args.epochs:
-                for i, (images, targets) in run.batches():
+            for epoch in range(run.epoch, args.epochs):
+                for batches in run.steps(ddp_model):
                     ...
     """
 
@@ -71,6 +73,7 @@ class Run:
         epochs: int,
         best: str | Sequence[str],
         trained: nn.Module | None = None,
+        criterion: nn.Module | None = None,
         accumulate: int = 1,
         save_every: int = 0,
         flags: Mapping[str, object] | None = None,
@@ -111,17 +114,18 @@ class Run:
             }
         )
         self.epoch, self.step, self.seen, self.saved_step = 0, 0, 0, -1
-        self.mean = replicas.Mean(self.device)
+        self.networks: tuple[nn.Module, ...] = ()
+        self.scale, self.is_cleared = 1.0, False
         self._begin_totals()
         self.history: list[dict[str, float | str]] = []
-        self.is_divided, self.checked_at = False, time.monotonic()
+        self.checked_at = time.monotonic()
         self.is_ended, self.at_end = False, ""  # after `end_epoch`: what its checkpoint has
         self._resume(folder.state)
         self.began, self.began_step = self.epoch, self.step
         self.at_start = self._summary() if self.seen else ""  # of an epoch that is resumed
         recorded = distributed.from_rank_zero(reporting.count, folder.path)
         self.is_complete = min(self.epoch, recorded) >= epochs
-        self.first_step = optimizer.register_step_pre_hook(replicas.check_step)
+        self._watch_first_steps(criterion)
         self.report = reporting.Reporter(
             folder.path, self.device, epochs, self.epoch, self.is_complete
         )
@@ -255,108 +259,67 @@ class Run:
     def __str__(self) -> str:
         return f"epoch {self.epoch + 1}, step {self.seen // self.global_batch}"
 
-    def batches(self) -> Iterator[tuple[int, tuple]]:
-        """Yield (i, (images, targets, ...)) of the rest of the epoch, on the device.
+    def steps(self, *networks: nn.Module) -> Iterator[list[tuple]]:
+        """Yield the batches of each optimizer step of the rest of the epoch, on the device.
 
-        i: the number of the pass in the epoch, from 0. images: float32 (N, C, H, W), uint8 ones
-        normalised. targets: int64, or float32. Each pass seeds all random numbers.
+        A step has `accumulate` batches, (images, targets, ...) each. images: float32 (N, C, H, W),
+        uint8 ones normalised. targets: int64, or float32. Each step seeds all random numbers.
+
+        networks: those that are trained, in DistributedDataParallel.
         """
         self._keep_changes()
         if self.at_start and self.at_start != self._summary():
             distributed.say(
-                "a scheduler or another part was changed before run.batches() in an epoch that is "
+                "a scheduler or another part was changed before run.steps() in an epoch that is "
                 "resumed in its middle, where it has been changed already: do that at the end of "
                 "the loop, after run.end_epoch"
             )
         self.at_start = ""
-        format = loading.format_of(self.train_loader)
-        left = (self.source.total - self.seen) // self.global_batch * self.passes_per_step
-        found = self.source.batches(self.train_loader, self.epoch, self.seen)
-        found = self.report.progress(found, left, self.epoch)
-        seed, rank = int(self.source.order["seed"]), distributed.rank()
+        self.networks = networks
+        for network in networks:
+            replicas.prepare(network)
         if self.model is not self.trained:
             self.model.train()  # for end_epoch to see whether `evaluate` was given it
-        i = self.passes - 1
-        for i, batch in enumerate(found, start=self.passes):
-            if i % self.passes_per_step == 0:
-                self._check_last_step(i)
-            parts = loading.move(batch, self.device, format)
-            if not self.mean.size:  # ranks of another loader may begin with unequal batches
-                targets = parts[1]
-                size = metrics.size(targets) if isinstance(targets, Tensor) else 1
-                self.mean.start(distributed.from_rank_zero(lambda size=size: size))
-            samples.seed(seed, self.epoch, i, rank)  # dropout differs by rank and pass
-            self.last_pass, self.is_divided = i, False
-            yield i, parts
-        self._check_last_step(i + 1)
+        format = loading.format_of(self.train_loader)
+        left = (self.source.total - self.seen) // self.global_batch
+        found = self.source.batches(self.train_loader, self.epoch, self.seen)
+        found = self.report.progress(found, left * self.passes_per_step, self.epoch)
+        seed, rank = int(self.source.order["seed"]), distributed.rank()
+        before = self.step
+        for _ in range(left):
+            some = list(itertools.islice(found, self.passes_per_step))
+            batches = [loading.move(batch, self.device, format) for batch in some]
+            samples.seed(seed, self.epoch, self.seen // self.global_batch, rank)  # dropout
+            yield batches
+            before += 1
+            if self.step != before:
+                raise UserError(
+                    "run.end_step was not called once in a turn of the loop over run.steps, which "
+                    "is one optimizer step; for more batches per step use --accumulate, such as "
+                    "--accumulate 4"
+                )
 
     @property
-    def passes(self) -> int:  # of the current epoch, in whole steps
-        return self.seen // self.global_batch * self.passes_per_step
+    def is_logged(self) -> bool:
+        """Whether this step is one of every --log-every, for which `end_step` takes more."""
+        return False
 
-    def _check_last_step(self, i: int) -> None:
-        if i != self.passes:
-            raise UserError(
-                f"this run has {self.passes_per_step} pass(es) per optimizer step, and "
-                "run.end_step was not called after the last of them: call it after each optimizer "
-                "step; for more passes per step use --accumulate, such as --accumulate 4"
-            )
+    def end_step(
+        self, loss: Tensor | float, count: Tensor, grad_norm: Tensor | None = None
+    ) -> None:
+        """Count an optimizer step; save if that is due; after a signal stop here, on all ranks.
 
-    def loss(self, loss_sum: Tensor, count: Tensor | int) -> Tensor:
-        """Return the loss to call backward() on, once in each pass.
-
-        loss_sum, count: scalars, what `criterion` returns. Ranks and passes hold unequal numbers of
-        samples (labelled pixels): this divides by the count of all ranks; in a step of several
-        passes, whose count is not known yet, by a number that is equal everywhere, and
-        `divide_gradients` then by the true count.
+        loss: the sum of the losses of this rank's batches, whose mean over the ranks is that of the
+        step. count: of the labels of all ranks. grad_norm: of the gradients, for the log.
         """
-        if not self.is_own and isinstance(count, int):
-            count = self.totals.new_tensor(count)
-        self.loss_total += loss_sum.detach()  # without reading the device
-        self.count_total += count.detach() if isinstance(count, Tensor) else count
+        for network in self.networks:
+            replicas.check_called(network)
+        if self.checks:
+            self._check_first_steps(count)
+        share = count / distributed.world_size()
+        self.loss_total += loss * share  # without reading the device
+        self.count_total += share
         self.report.loss(self.totals, self.optimizer.param_groups[-1]["lr"])
-        is_last = (self.last_pass + 1) % self.passes_per_step == 0
-        loss = self.mean.loss(loss_sum, count, is_last)
-        if self.step == self.began_step and self.passes_per_step > 1 and loss.requires_grad:
-            loss.register_hook(self._check_weight)  # reads the device, at the first step only
-        is_second = self.step == self.began_step + 1 and self.mean.passes == 1
-        if is_second and loss.requires_grad:  # once is enough
-            loss.register_hook(lambda _: replicas.check_cleared(self.optimizer))
-        return loss
-
-    def divide_gradients(self, ddp_model: nn.Module) -> None:
-        """Divide the gradients, which DDP has averaged over the ranks, by the counts of all.
-
-        After the last backward() of a step, before clipping. They become those of the mean loss
-        over all samples; in a step of one pass they are that already. Raises a UserError if a pass
-        had no `loss`, or none called `ddp_model`.
-        """
-        replicas.check_called(ddp_model)
-        self.mean.finish(ddp_model, self.passes_per_step)
-        self.is_divided = True
-
-    def _check_weight(self, slope: Tensor) -> None:
-        """Raise a UserError if what run.loss returned was divided by the number of passes.
-
-        slope: the gradient that arrives there at backward().
-        """
-        scalers = (part for part in self.parts.values() if isinstance(part, torch.amp.GradScaler))
-        scale = next((scaler.get_scale() for scaler in scalers if scaler.is_enabled()), 1.0)
-        if math.isclose(float(slope) * self.passes_per_step, scale, rel_tol=1e-3):
-            raise UserError(
-                f"the loss is divided by {self.passes_per_step} after run.loss, which has divided "
-                "it by the passes of a step already: call backward() on what run.loss returns; a "
-                "weight of the loss belongs before it, run.loss(weight * loss_sum, count)"
-            )
-
-    def end_step(self) -> None:
-        """Count an optimizer step; save if that is due; after a signal stop here, on all ranks."""
-        if not self.is_divided or self.mean.passes:
-            line = "the gradients of a step were not divided by the counts of all ranks and passes"
-            raise UserError(
-                f"{line}: call run.divide_gradients(ddp_model) after its last backward()"
-            )
-        self.first_step.remove()
         self.step += 1
         self.seen += self.global_batch
         if self.save_every and self.step % self.save_every == 0:
@@ -366,10 +329,44 @@ class Run:
             self._check_loss(self.totals)
         stopping.end_step()
 
+    def _watch_first_steps(self, criterion: nn.Module | None) -> None:
+        """Check in the first two steps what is often forgotten; reads the device."""
+        self.slopes: list[Tensor] = []
+        self.checks = [self.optimizer.register_step_pre_hook(replicas.check_step)]
+        if criterion is not None:
+            self.checks.append(criterion.register_forward_hook(self._watch_loss))
+
+    def _watch_loss(self, criterion: nn.Module, inputs: tuple, loss: Tensor) -> None:
+        if not loss.requires_grad:
+            return
+        if self.step == self.began_step:
+            loss.register_hook(self._note_slope)
+        else:
+            loss.register_hook(self._check_cleared)
+
+    def _note_slope(self, slope: Tensor) -> None:
+        self.slopes.append(slope)
+        self.scale = self._scale()
+
+    def _check_cleared(self, _: Tensor) -> None:
+        if not self.is_cleared:  # of several batches, before the first
+            replicas.check_cleared(self.optimizer)
+        self.is_cleared = True
+
+    def _scale(self) -> float:
+        scalers = (part for part in self.parts.values() if isinstance(part, torch.amp.GradScaler))
+        return next((scaler.get_scale() for scaler in scalers if scaler.is_enabled()), 1.0)
+
+    def _check_first_steps(self, count: Tensor) -> None:
+        if self.step == self.began_step:
+            replicas.check_slopes(self.slopes, count, self.passes_per_step, self.scale)
+            return
+        for check in self.checks:
+            check.remove()
+        self.checks = []
+
     def mean_loss(self) -> float:
         """Return the mean loss of the epoch over all ranks; all have to call it, after the loop."""
-        if self.mean.passes:
-            self.end_step()  # raises
         is_early = self.source.total - self.seen >= self.global_batch
         if is_early and not distributed.all_arrive(f"left/{self.step}", distributed.timeout() / 10):
             line = f"rank {distributed.rank()} left the training loop at {self} and other ranks"
@@ -451,17 +448,13 @@ class Run:
         if self.is_higher is not None:
             self.report.note(best=[self.score, "max" if self.is_higher else "min"])
 
-    def is_over(self, patience: int) -> bool:
-        """Return whether all epochs are done, or the last `patience`, if any, had no new best.
-
-        All ranks have to call it.
-        """
-        self._keep_changes()
+    def is_out_of_patience(self, patience: int) -> bool:
+        """Return whether the last `patience` epochs had no new best; 0: never."""
         since = self.epoch - self.best_epoch
-        if 0 < patience <= since and self.epoch < self.epochs:
+        is_out = 0 < patience <= since and self.epoch < self.epochs
+        if is_out:
             distributed.say(f"--patience {patience}: no new best {self.score} for {since} epoch(s)")
-            return True
-        return self.epoch >= self.epochs
+        return is_out
 
     def save(self, is_best: bool = False, again: bool = False) -> None:
         """Write a checkpoint, unless the loss or a weight is not finite; to call on all ranks.
@@ -514,27 +507,30 @@ class Run:
             "train_one_epoch with the condition: not loss.isfinite()"
         )
 
-    def rehearse(self, judge: Judge) -> None:
+    def sanity_check(self, evaluate: Evaluate, *args: Any) -> None:
         """Try what follows an epoch on one validation batch, at the start of a run.
 
-        judge: (model, loader) -> (results, what `draw` takes).
+        evaluate: (model, loader, *args) -> results, confusion matrix, what Worst.compute() returns.
         """
         if self.is_complete:
             return
         is_new = self.epoch == 0 and self.seen == 0
         if is_new or self.is_higher is None:
-            results, found = judge(self.model, loading.First(self.val_loader))
-            self._take_score(results)
-            if is_new:
-                self.report.try_drawing(self._drawing(found))
+            with contextlib.suppress(NoLabelsError):  # in one batch
+                results, confusion, worst = evaluate(
+                    self.model, loading.First(self.val_loader), *args
+                )
+                self._take_score(results)
+                if is_new:
+                    self.report.try_drawing(self._drawing(confusion, worst))
 
-    def draw(self, found: Found) -> None:
+    def draw(self, confusion: Tensor | None, worst: Worsts) -> None:
         """Draw examples.png, worst.png, confusion.png and write per_class.csv, on rank 0.
 
-        found: the confusion matrix of `compute`, and what Worst.compute() returns.
+        confusion: of `compute`. worst: what Worst.compute() returns.
         """
-        self.report.images(self._drawing(found))
+        self.report.images(self._drawing(confusion, worst))
 
-    def _drawing(self, found: Found) -> Mistakes:
+    def _drawing(self, confusion: Tensor | None, worst: Worsts) -> Mistakes:
         how = self.classes, self.predict, self.draw_example
-        return Mistakes(found, self.model, self.val_loader, *how)
+        return Mistakes(confusion, worst, self.model, self.val_loader, *how)

@@ -1,10 +1,8 @@
 """Losses and metrics over all ranks, as exact sums, and what the model gets wrong."""
 
-import copy
-import dataclasses
 import math
 import warnings
-from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy
-from torch.utils._pytree import tree_map_only
 from torch.utils.data import IterableDataset
 from torchmetrics import ClasswiseWrapper, Metric, MetricCollection
 from torchmetrics.classification import MulticlassConfusionMatrix, MultilabelConfusionMatrix
@@ -23,154 +20,14 @@ from ddpkit.data.samples import Key, Seeded
 from ddpkit.errors import UserError
 from ddpkit.ranks import distributed, stopping
 from ddpkit.run import pictures
+from ddpkit.run.outputs import Outputs, to_logits
 from ddpkit.run.pictures import DrawExample
 
-Outputs = Any  # of a network
-Loss = Callable[..., Any]
-Criterion = Callable[..., tuple[Tensor, Tensor | int]]
-Found = tuple[Tensor | None, Sequence[tuple[float, int]]]  # a confusion matrix; what Worst finds
+Worsts = Sequence[tuple[float, int]]  # (loss, index) of images, what Worst finds
 
 COUNT = 12  # images in worst.png
 EXAMPLES = 8  # in examples.png
 IGNORED = -100  # cross_entropy leaves this label out
-
-
-def criterion(loss: Loss, device: torch.device | None = None) -> Criterion:
-    """Return `loss` such that it gives a sum of losses and their count, which can be added up.
-
-    loss: a function or module of (outputs, targets, ...): what the network returns, in float32, the
-        targets of a batch, and what else the training loop gives it. It returns (sum, count), two
-        scalars, or a mean, one scalar, which then counts as much as the batch has labels: class
-        numbers from 0 to classes - 1, without the loss's `ignore_index`. A batch without labels has
-        no loss, though its mean is 0 / 0.
-    device: where a module goes.
-
-    Raises a UserError for anything else.
-
-        criterion = ddpkit.criterion(nn.CrossEntropyLoss(ignore_index=255), device)
-        loss_sum, count = criterion(outputs, targets)
-    """
-    if device and isinstance(loss, nn.Module):
-        loss = loss.to(device)
-    ignored = getattr(loss, "ignore_index", None)
-    returns_pairs = False
-
-    def call(outputs: Outputs, targets: Tensor, *more: Any) -> tuple[Tensor, Tensor | int]:
-        nonlocal returns_pairs
-        counts: list[Tensor] = []  # of a mean
-        outputs = to_float32(outputs)
-        taken = outputs if returns_pairs else guarded(outputs, counts)
-        try:
-            found = loss(taken, targets, *more)
-        except (AttributeError, TypeError) as error:
-            kind = type(outputs).__name__
-            if isinstance(outputs, Tensor) or kind not in str(error):
-                raise
-            raise UserError(
-                f"the loss does not take what the network returns, a {kind} ({error}): give it "
-                "ddpkit.first(outputs), in train_one_epoch and in evaluate"
-            ) from error
-        if isinstance(found, Tensor) and not found.ndim:
-            count = count_labels(first(outputs), targets, ignored)
-            counts.append(count)
-            return torch.where(count > 0, found * count, 0.0), count
-        pair = found if isinstance(found, (tuple, list)) and len(found) == 2 else (None, 0)
-        if isinstance(pair[0], Tensor) and not (pair[0].ndim or getattr(pair[1], "ndim", 0)):
-            returns_pairs = True
-            return pair[0], pair[1]
-        what = f"a tensor {(*found.shape,)}" if isinstance(found, Tensor) else type(found).__name__
-        raise UserError(
-            f"the loss of model.py returns {what}: return a mean, a tensor (), or a pair, the sum "
-            "as a tensor (), such as loss.sum(), and its count, a tensor () or an int"
-        )
-
-    return call
-
-
-def guarded(outputs: Outputs, counts: Sequence[Tensor]) -> Outputs:
-    """Return `outputs` such that a loss has no gradient there once its count, in `counts`, is 0.
-
-    The gradient of 0 / 0 is NaN.
-    """
-
-    def guard(output: Tensor) -> Tensor:
-        if not output.requires_grad:
-            return output
-        alias = output.view_as(output)  # for other losses of the same outputs are not concerned
-        alias.register_hook(lambda slope: slope.where(counts[0] > 0, 0.0) if counts else slope)
-        return alias
-
-    return map_tensors(guard, outputs)
-
-
-def count_labels(outputs: Tensor, targets: Tensor, ignored: int | None) -> Tensor:
-    """Return the number of labels, or of targets that are no class numbers, as a tensor ()."""
-    classes = outputs.shape[1] if outputs.ndim > 1 else 1
-    is_dense = targets.ndim > 1
-    if classes == 1 and is_dense:
-        classes = 2  # of one output, which says whether it is there
-    has_labels = not targets.is_floating_point() and outputs.ndim == targets.ndim + 1
-    if not has_labels or classes == 1:
-        return torch.full((), size(targets), device=targets.device)
-    is_label = (targets >= 0) & (targets < classes)
-    if ignored is not None:
-        is_label &= targets != ignored
-    return is_label.sum()
-
-
-def size(targets: Tensor) -> int:
-    """Return the number of targets; the shares of classes, floats (N, classes, ...), are one."""
-    has_shares = targets.is_floating_point() and targets.ndim > 1
-    return targets.numel() // (targets.shape[1] if has_shares else 1)
-
-
-def first(outputs: Outputs) -> Tensor:
-    """Return the logits of what a network returns, float32.
-
-    outputs: a tensor, or a tuple, dict or dataclass: there "logits", "out", or else the first.
-
-    Raises a UserError if there is none.
-
-        logits = ddpkit.first(model(images))
-    """
-    parts = outputs
-    while not isinstance(parts, Tensor):
-        if is_record(parts):
-            parts = {field.name: getattr(parts, field.name) for field in dataclasses.fields(parts)}
-        if isinstance(parts, Mapping):
-            named = [parts[name] for name in ("logits", "out") if name in parts]
-            parts = [part for part in (*named, *parts.values()) if part is not None]
-        if not isinstance(parts, (tuple, list)) or not parts:
-            raise UserError(
-                f"the network of model.py returns a {type(outputs).__name__} without logits: "
-                "return a tensor, or a tuple, dict or dataclass whose first is the logits"
-            )
-        parts = parts[0]
-    return parts.float()
-
-
-def is_record(outputs: Outputs) -> bool:
-    return dataclasses.is_dataclass(outputs) and not isinstance(outputs, type | Mapping)
-
-
-def map_tensors(change: Callable[[Tensor], Tensor], outputs: Outputs) -> Outputs:
-    """Return what a network returns with each tensor changed."""
-    if isinstance(outputs, Tensor):  # to search a tree takes longer
-        return change(outputs)
-    if is_record(outputs):
-        names = [field.name for field in dataclasses.fields(outputs) if field.init]
-        parts = {name: map_tensors(change, getattr(outputs, name)) for name in names}
-        return dataclasses.replace(outputs, **parts)
-    if isinstance(outputs, MutableMapping):  # of any class, which a tree may not know
-        changed = copy.copy(outputs)
-        for name, part in outputs.items():
-            changed[name] = map_tensors(change, part)
-        return changed
-    return tree_map_only(Tensor, change, outputs)
-
-
-def to_float32(outputs: Outputs) -> Outputs:
-    return map_tensors(lambda x: x.float() if x.is_floating_point() else x, outputs)
 
 
 class Score(float):
@@ -318,7 +175,8 @@ class Worst:
 class Mistakes:
     """What `evaluate` has found, to be drawn: images only with `draw`, none of a stream."""
 
-    found: Found
+    confusion: Tensor | None
+    worst: Worsts
     model: nn.Module
     loader: Any
     classes: Sequence[str]
@@ -337,7 +195,7 @@ class Mistakes:
         for index, caption in (captions or dict.fromkeys(spread, "")).items():
             image, target, *_ = data[Key(0, index, is_val=True)]
             batch = loading.normalize(image[None].to(device), format)
-            logits = first(self.predict(self.model, batch))[0].cpu()
+            logits = to_logits(self.predict(self.model, batch))[0].cpu()
             file = Path(samples.name(data.dataset, index).split(", ", 1)[-1])
             above = [str(Path(*file.parts[-2:])), caption] if caption else []
             examples.append((images.visible(image), torch.as_tensor(target), logits, above))
@@ -345,13 +203,12 @@ class Mistakes:
 
     def write(self, folder: Path) -> None:
         """Write the files for which there is something to `folder`."""
-        confusion, worst = self.found
-        if confusion is not None:
-            write_per_class(folder / "per_class.csv", confusion, self.classes)
-            if confusion.ndim == 2:
-                pictures.draw_confusion(folder / "confusion.png", confusion, self.classes)
+        if self.confusion is not None:
+            write_per_class(folder / "per_class.csv", self.confusion, self.classes)
+            if self.confusion.ndim == 2:
+                pictures.draw_confusion(folder / "confusion.png", self.confusion, self.classes)
         # Another loader may not say which images they were.
-        captions = {index: f"loss {loss:.3g}" for loss, index in worst if index >= 0}
+        captions = {index: f"loss {loss:.3g}" for loss, index in self.worst if index >= 0}
         if captions:
             self.draw_images(folder / "worst.png", captions)
 

@@ -25,7 +25,7 @@ from ddpkit.data.images import LazyImage, open_image, visible
 from ddpkit.errors import UserError, print_error, shorten
 from ddpkit.ranks import devices, distributed, process
 from ddpkit.run import checkpoint, machine, pretrained
-from ddpkit.run.metrics import Outputs, first, map_tensors
+from ddpkit.run.outputs import Outputs, map_tensors, to_logits
 from ddpkit.run.pictures import draw_legend, drawing, overlay, paint
 
 Read = Callable[[LazyImage], Tensor]
@@ -180,7 +180,7 @@ def in_tiles(predict: Predict, images: Tensor, tile: int, step: int) -> Tensor:
         logits = ddpkit.in_tiles(model.forward, images, args.tile, STRIDE)
     """
     if not is_tiled(images, tile, step):
-        return predict(images)
+        return to_logits(predict(images))
     found = ([logits for _, logits in bands(predict, image, tile, step)] for image in images)
     return torch.stack([torch.cat(each, 1) for each in found])
 
@@ -196,12 +196,12 @@ def bands(predict: Predict, image: Tensor, tile: int, step: int) -> Iterator[tup
     """
     height, width = image.shape[1:]
     if not is_tiled(image, tile, step):
-        yield slice(0, height), first(predict(image[None]))[0]
+        yield slice(0, height), to_logits(predict(image[None]))[0]
         return
     for top, above, below in arrange(height, tile, step):
         band = torch.empty(0)
         for left, begin, end in arrange(width, tile, step):
-            logits = first(predict(image[None, :, top : top + tile, left : left + tile]))[0]
+            logits = to_logits(predict(image[None, :, top : top + tile, left : left + tile]))[0]
             if not len(band):
                 band = logits.new_empty(len(logits), below - above, width)
             band[:, :, begin:end] = logits[:, above - top : below - top, begin - left : end - left]

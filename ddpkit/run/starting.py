@@ -55,6 +55,10 @@ def check_itself(needs: str) -> None:
         how = "cruft update" if is_copy else "python -m pip install -r requirements.txt"
         line = f"{own} is ddpkit {ddpkit.__version__}, main.py needs {needs}"
         raise UserError(f"{line}: bring it up to date ({how})")
+    if version[0] > least[0]:
+        line = f"{own} is ddpkit {ddpkit.__version__}, main.py is written for {least[0]}"
+        remedy = f"install ddpkit<{least[0] + 1}, or change main.py as docs/migration.md says"
+        raise UserError(f"{line}: {remedy}")
 
 
 def start(main: Callable[[], object]) -> None:

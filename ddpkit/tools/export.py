@@ -40,6 +40,7 @@ from ddpkit.errors import UserError
 from ddpkit.ranks import distributed, process
 from ddpkit.run import checkpoint, metrics
 from ddpkit.run.flags import Parser
+from ddpkit.run.outputs import to_logits
 
 TOLERANCE = 1e-3  # how far logits may differ, as a share of the largest (at least 1)
 CALIBRATION = 128  # training images whose values give the ranges of --int8
@@ -57,7 +58,7 @@ class Network(nn.Module):
 
     def forward(self, images: Tensor) -> Tensor:
         images = loading.normalize(self.format.normalize(images), self.format)
-        return metrics.first(self.infer(self.model, images, self.args))
+        return to_logits(self.infer(self.model, images, self.args))
 
 
 def main(argv: Sequence[str] | None = None) -> None:

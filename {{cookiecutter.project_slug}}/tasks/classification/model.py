@@ -61,37 +61,22 @@ def layers(model: nn.Module) -> list[list[nn.Parameter]]:
 def infer(model: nn.Module, images: Tensor, args: Namespace) -> Tensor:
     """Apply `model` in evaluation: float32 (N, 3, H, W), normalised -> logits (N, classes)."""
     outputs = model.forward(images)  # __call__ of a compiled one would compile again for each size
-    if not args.tta:
-        return outputs
-    return (ddpkit.first(outputs) + ddpkit.first(model.forward(images.flip(-1)))) / 2
-
-
-class CrossEntropy(nn.Module):
-    """The loss: (logits (N, classes), targets) -> (sum over samples, their number or weight).
-
-    targets: int64 (N,), or float32 (N, classes), shares of the classes, as mixup makes them.
-    """
-
-    def __init__(self, weights: Tensor | None, smoothing: float) -> None:
-        super().__init__()
-        self.weights: Tensor | None
-        self.register_buffer("weights", weights)
-        self.smoothing = smoothing
-
-    def forward(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor | int]:
-        loss = nn.functional.cross_entropy(
-            outputs, targets, self.weights, reduction="sum", label_smoothing=self.smoothing
-        )
-        if self.weights is None:
-            return loss, len(targets)
-        counts = targets @ self.weights if targets.is_floating_point() else self.weights[targets]
-        return loss, counts.sum()
+    logits = ddpkit.to_logits(outputs)
+    if args.tta:
+        mirrored = model.forward(images.flip(-1))
+        logits = (logits + ddpkit.to_logits(mirrored)) / 2
+    return logits
 
 
 def build_criterion(args: Namespace, train_set: Dataset, classes: Sequence[str]) -> nn.Module:
-    weights = ddpkit.class_weights(args.class_weights, train_set, classes)
-    loss = ddpkit.BinaryCrossEntropy if args.several_labels else CrossEntropy
-    return loss(weights, args.label_smoothing)
+    """Return the loss: (logits (N, classes), targets) -> the sum over the samples; or their mean.
+
+    targets: int64 (N,), or float32 (N, classes), shares of the classes, as mixup makes them.
+    """
+    class_weights = ddpkit.class_weights(args.class_weights, train_set, classes)
+    if args.several_labels:
+        return ddpkit.BinaryCrossEntropy(class_weights, args.label_smoothing)
+    return nn.CrossEntropyLoss(class_weights, reduction="sum", label_smoothing=args.label_smoothing)
 
 
 def build_metrics(args: Namespace, classes: Sequence[str]) -> MetricCollection:

@@ -41,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         read = functools.partial(val_transform, size=args.image_size, crop=args.crop)
         for paths, images in job.batches(read, batch_size=32):
             with torch.inference_mode():
-                logits = ddpkit.first(infer(job.model, images, args)).cpu()
+                logits = infer(job.model, images, args).cpu()
             scores = logits.sigmoid() if args.several_labels else logits.softmax(1)
             for path, row in zip(paths, scores, strict=True):
                 found = [classes[int(row.argmax())]]

@@ -17,7 +17,7 @@ cross_entropy = functools.partial(nn.functional.cross_entropy, reduction="none",
 
 
 class Loss(nn.Module):
-    """What --loss says: (logits (N, classes, H, W), int64 (N, H, W)) -> (sum, count) over pixels.
+    """What --loss says: (logits (N, classes, H, W), int64 (N, H, W)) -> the sum over pixels.
 
     text: a sum of terms, such as ce+0.5*dice. smoothing: of labels, in ce and focal.
     weights: of the classes; a pixel counts as much as its class weighs, as in torch's mean.
@@ -37,17 +37,26 @@ class Loss(nn.Module):
                 raise ddpkit.UserError(f"--loss {text}: use {', '.join(known)} or ce+0.5*dice")
             self.terms.append((float(match[1] or 1), known[match[2]]))
 
-    def forward(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        counted = is_labelled = targets != VOID  # (N, H, W)
-        if self.weights is not None:
-            counted = self.weights[targets.where(is_labelled, 0)] * is_labelled
-        counts = counted.flatten(1).sum(1)  # (N,)
-        sums = []
+    def counts(self, targets: Tensor) -> Tensor:
+        """Return (N,), the number of labelled pixels of each image, or what they weigh."""
+        is_labelled = targets != VOID  # (N, H, W)
+        if self.weights is None:
+            return is_labelled.flatten(1).sum(1)
+        weights = self.weights[targets.where(is_labelled, 0)]
+        return (weights * is_labelled).flatten(1).sum(1)
+
+    def count(self, targets: Tensor) -> Tensor:
+        """Return what the sum over `targets` is to be divided by."""
+        return self.counts(targets).sum()
+
+    def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        total = outputs.new_zeros(())
         for factor, term in self.terms:
             losses = term(outputs, targets)  # (N, H, W) of pixels, or (N,) of images
-            total = losses.sum() if losses.ndim > 1 else (counts * losses).sum()
-            sums.append(total if factor == 1 else factor * total)
-        return torch.stack(sums).sum() if len(sums) > 1 else sums[0], counts.sum()
+            if losses.ndim == 1:
+                losses = losses * self.counts(targets)
+            total = total + factor * losses.sum()
+        return total
 
     def cross_entropy(self, outputs: Tensor, targets: Tensor) -> Tensor:
         return cross_entropy(outputs, targets, self.weights, label_smoothing=self.smoothing)

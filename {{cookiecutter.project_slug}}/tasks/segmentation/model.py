@@ -70,14 +70,14 @@ def infer(model: nn.Module, images: Tensor, args: Namespace) -> Tensor:
     logits = ddpkit.in_tiles(model.forward, images, args.tile, STRIDE)
     if args.tta:
         mirrored = ddpkit.in_tiles(model.forward, images.flip(-1), args.tile, STRIDE)
-        logits = (ddpkit.first(logits) + ddpkit.first(mirrored).flip(-1)) / 2
+        logits = (logits + mirrored.flip(-1)) / 2
     return logits
 
 
 def build_criterion(args: Namespace, train_set: Dataset, classes: Sequence[str]) -> nn.Module:
-    """Return the loss: (logits, int64 (N, H, W)) -> (sum over pixels, number of pixels)."""
-    weights = ddpkit.class_weights(args.class_weights, train_set, classes)
-    return Loss(args.loss, args.label_smoothing, weights)
+    """Return the loss: (logits, int64 (N, H, W)) -> the sum over the labelled pixels."""
+    class_weights = ddpkit.class_weights(args.class_weights, train_set, classes)
+    return Loss(args.loss, args.label_smoothing, class_weights)
 
 
 def build_metrics(args: Namespace, classes: Sequence[str]) -> MetricCollection:

@@ -1,0 +1,157 @@
+"""A loss as a sum over labels, and their number."""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ddpkit.errors import UserError
+from ddpkit.run.outputs import Outputs, map_tensors, to_float32
+
+SUM, MEAN, UNKNOWN = "sum", "mean", "unknown"
+
+
+class Criterion(nn.Module):
+    """Any loss, as the sum over the labels of a batch, and their number.
+
+    Batches of unequal numbers of labels are added up, and divided once: loss = sum / count.
+
+    loss: a function or module, (outputs, targets, ...) -> a scalar: a mean over the labels, such as
+        nn.CrossEntropyLoss(), or a sum over them, such as nn.CrossEntropyLoss(reduction="sum").
+        If it is neither, or labels are not what it divides by, it has a method `count(targets)`
+        with what its sum is to be divided by, and returns the sum.
+    classes: their names. Labels are class numbers, but not the loss's `ignore_index`; they count as
+        much as the loss's `weight` says. Other targets count one each.
+
+    Raises a UserError if the loss returns anything else.
+
+        criterion = ddpkit.Criterion(nn.CrossEntropyLoss(ignore_index=255), classes).to(device)
+        loss = criterion(outputs, targets) / criterion.count(targets)
+    """
+
+    def __init__(self, loss: Callable[..., Any], classes: Sequence[str] = ()) -> None:
+        super().__init__()
+        self.loss = loss
+        self.num_classes = len(classes)
+        self.counts = getattr(loss, "count", None)
+        self.ignored = getattr(loss, "ignore_index", None)
+        reduction = getattr(loss, "reduction", None)
+        if reduction == "none":
+            raise UserError('the loss of model.py has reduction="none": use "sum" or "mean"')
+        self.kind = reduction if reduction in (SUM, MEAN) else UNKNOWN
+        if self.counts:
+            self.kind = SUM
+
+    def forward(self, outputs: Outputs, targets: Any, *more: Any) -> Tensor:
+        """Return the sum over the labels, a scalar."""
+        outputs = to_float32(outputs)
+        if self.kind == UNKNOWN:
+            self.kind = self._find_kind(outputs, targets, *more)
+        if self.kind == SUM:
+            return self._call(outputs, targets, *more)
+        count = self.count(targets)
+        # Of a batch without labels the mean is 0 / 0, and its gradient NaN.
+        mean = self._call(guarded(outputs, count), targets, *more)
+        return torch.where(count > 0, mean * count, 0.0)
+
+    def count(self, targets: Any) -> Tensor:
+        """Return the number of labels, or what they weigh, a scalar on the device of `targets`."""
+        if self.counts:
+            count = self.counts(targets)
+            if isinstance(count, Tensor):
+                return count.detach()
+            device = targets.device if isinstance(targets, Tensor) else None
+            return torch.full((), count, device=device)
+        if not isinstance(targets, Tensor):
+            raise UserError(
+                f"the targets are a {type(targets).__name__}, whose labels are not known: give the "
+                "loss of model.py a method count(targets), and return the sum over these"
+            )
+        is_weighted = isinstance(self.loss, nn.CrossEntropyLoss | nn.NLLLoss)
+        weight = self.loss.weight if is_weighted else None
+        if targets.is_floating_point():
+            if weight is not None and self.kind == SUM:
+                return (targets.movedim(1, -1) @ weight).sum()
+            return torch.full((), size(targets), device=targets.device)
+        is_label = self._are_labels(targets)
+        if weight is None:
+            return is_label.sum()
+        return (weight[targets.where(is_label, 0)] * is_label).sum()
+
+    def _are_labels(self, targets: Tensor) -> Tensor:
+        is_label = torch.ones_like(targets, dtype=torch.bool)
+        is_dense = targets.ndim > 1
+        if self.num_classes > 1 or is_dense:  # a mask of one class has two numbers
+            is_label = targets >= 0
+            if self.num_classes:
+                is_label &= targets < max(self.num_classes, 2)
+        if self.ignored is not None:
+            is_label &= targets != self.ignored
+        return is_label
+
+    def _call(self, outputs: Outputs, targets: Any, *more: Any) -> Tensor:
+        try:
+            found = self.loss(outputs, targets, *more)
+        except (AttributeError, TypeError) as error:
+            kind = type(outputs).__name__
+            if isinstance(outputs, Tensor) or kind not in str(error):
+                raise
+            raise UserError(
+                f"the loss does not take what the network returns, a {kind} ({error}): give it "
+                "ddpkit.to_logits(outputs)"
+            ) from error
+        if isinstance(found, Tensor) and not found.ndim:
+            return found
+        what = f"a tensor {(*found.shape,)}" if isinstance(found, Tensor) else type(found).__name__
+        raise UserError(
+            f"the loss of model.py returns {what}: return a tensor (), the mean over the labels; "
+            "or their sum, with a method count(targets) that returns their number"
+        )
+
+    @torch.no_grad()
+    def _find_kind(self, outputs: Outputs, targets: Any, *more: Any) -> str:
+        """Return whether the loss is a mean or a sum: of the batch twice it is the same, or twice.
+
+        Reads the device, once.
+        """
+        devices = [targets.device] if getattr(targets, "is_cuda", False) else []
+        with torch.random.fork_rng(devices):
+            once = float(self._call(outputs, targets, *more))
+        batch_twice = [map_tensors(doubled, part) for part in (outputs, targets, *more)]
+        with torch.random.fork_rng(devices):
+            twice = float(self._call(*batch_twice))
+        if not once or not math.isfinite(once + twice):
+            return UNKNOWN  # a batch without labels
+        if math.isclose(twice, once, rel_tol=0.01):
+            return MEAN
+        if math.isclose(twice, 2 * once, rel_tol=0.01):
+            return SUM
+        raise UserError(
+            "the loss of model.py is neither a mean nor a sum over the samples of a batch: of the "
+            f"same batch twice it is {twice:.4g}, of the batch {once:.4g}; give it a method "
+            "count(targets), and return the sum over what that counts"
+        )
+
+
+def doubled(x: Tensor) -> Tensor:
+    return torch.cat((x, x)) if x.ndim else x
+
+
+def guarded(outputs: Outputs, count: Tensor) -> Outputs:
+    """Return `outputs` such that a loss has no gradient there if its `count` is 0."""
+
+    def guard(output: Tensor) -> Tensor:
+        if not output.requires_grad:
+            return output
+        alias = output.view_as(output)  # for other losses of the same outputs are not concerned
+        alias.register_hook(lambda slope: slope.where(count > 0, 0.0))
+        return alias
+
+    return map_tensors(guard, outputs)
+
+
+def size(targets: Tensor) -> int:
+    """Return the number of targets; the shares of classes, floats (N, classes, ...), are one."""
+    return targets.numel() // (targets.shape[1] if targets.ndim > 1 else 1)
