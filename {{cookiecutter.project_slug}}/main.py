@@ -81,11 +81,10 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     # Training changes `trained`. With --ema, `model` is its average; `model` is what is evaluated,
     # saved and predicted with.
-    sampler = ddpkit.TrainSampler(train_set, args.batch_size, args.accumulate, args.seed)
     train_loader: DataLoader = DataLoader(
         ddpkit.Seeded(train_set, classes, args.seed),
         args.batch_size,
-        sampler=sampler,
+        sampler=ddpkit.TrainSampler(train_set, args.batch_size, args.accumulate, args.seed),
         collate_fn=ddpkit.Collate(),
         **ddpkit.workers(args.workers, device),
     )
@@ -94,7 +93,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     if args.compile:
         trained.compile()
     optimizer = recipe.build_optimizer(trained, args)
-    scheduler = recipe.build_scheduler(optimizer, args, sampler.steps)
+    steps = ddpkit.Run.steps_per_epoch(train_loader, args.accumulate)
+    scheduler = recipe.build_scheduler(optimizer, args, steps)
     scaler = torch.amp.GradScaler(device.type, enabled=args.amp == "fp16")
     run = ddpkit.Run(  # continues from the checkpoint
         folder,
@@ -120,11 +120,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     with run:  # after a signal all ranks stop at the same step, save, and exit with status 75
         # On one batch: a mistake in it costs no epoch.
         run.sanity_check(evaluate, criterion, metrics, args)
-        recipe.freeze(trained, run.epoch < args.freeze_backbone)
+        frozen = recipe.freeze_backbone(trained) if run.epoch < args.freeze_backbone else []
         ddp_model = wrap(trained)
         for epoch in range(run.epoch, args.epochs):
-            if 0 < epoch == args.freeze_backbone:
-                recipe.freeze(trained, False)
+            if frozen and epoch == args.freeze_backbone:
+                for param in frozen:
+                    param.requires_grad_(True)
                 ddp_model = wrap(trained)
             train_loss = train_one_epoch(
                 run, ddp_model, criterion, optimizer, scheduler, scaler, ema, args

@@ -2,7 +2,6 @@
 
 import contextlib
 import copy
-import itertools
 import math
 from argparse import Namespace
 
@@ -32,7 +31,8 @@ def autocast(amp: str, device: torch.device) -> contextlib.AbstractContextManage
     """Return a context in which networks compute in bf16 or fp16; with "off", in float32."""
     if amp == "off":
         return contextlib.nullcontext()
-    return torch.autocast(device.type, torch.float16 if amp == "fp16" else torch.bfloat16)
+    dtype = torch.float16 if amp == "fp16" else torch.bfloat16
+    return torch.autocast(device.type, dtype)
 
 
 def build_optimizer(model: nn.Module, args: Namespace) -> Optimizer:
@@ -46,27 +46,39 @@ def build_optimizer(model: nn.Module, args: Namespace) -> Optimizer:
     adamp, sgdp and novograd read the device at each step; in fp16 GradScaler does for all of them.
     """
     is_sgd = args.optimizer == "sgd"
-    lr = (0.1 if is_sgd else 0.001) if args.lr is None else args.lr
-    default = 0.0001 if is_sgd else 0.05
-    weight_decay = default if args.weight_decay is None else args.weight_decay
-    names: set[str] = getattr(model, "no_weight_decay", set)()  # of a ViT's embeddings
-    exempt = {weight for name, weight in model.named_parameters() if name in names}
-    parts = layers(model) if args.layer_decay != 1 else [[*model.parameters()]]
+    lr = args.lr
+    if lr is None:
+        lr = 0.1 if is_sgd else 0.001
+    weight_decay = args.weight_decay
+    if weight_decay is None:
+        weight_decay = 0.0001 if is_sgd else 0.05
+
+    parts = [list(model.parameters())]
+    if args.layer_decay != 1:
+        parts = layers(model)
+    names = getattr(model, "no_weight_decay", set)()  # of timm's, such as a ViT's embeddings
+    undecayed = {param for name, param in model.named_parameters() if name in names}
     groups: list[dict] = []
-    for n, weights in enumerate(parts, 1):
+    for n, params in enumerate(parts, 1):
         rate = lr * args.layer_decay ** (len(parts) - n)
-        matrices = [weight for weight in weights if weight.ndim > 1 and weight not in exempt]
-        others = [weight for weight in weights if weight.ndim <= 1 or weight in exempt]
-        groups.append({"params": matrices, "lr": rate, "weight_decay": weight_decay})
-        groups.append({"params": others, "lr": rate, "weight_decay": 0.0})
-    groups = [group for group in groups if group["params"]]
+        matrices = []
+        others = []
+        for param in params:
+            is_matrix = param.ndim > 1 and param not in undecayed
+            (matrices if is_matrix else others).append(param)
+        if matrices:
+            groups.append({"params": matrices, "lr": rate, "weight_decay": weight_decay})
+        if others:
+            groups.append({"params": others, "lr": rate, "weight_decay": 0.0})
+
     if args.optimizer == "adamw":
         return torch.optim.AdamW(groups, lr, fused=True)
     if is_sgd:
         # With any but its fused form GradScaler reads the device at each step. On CPUs that form
         # takes twice the time.
         is_on_cpu = next(model.parameters()).device.type == "cpu"
-        return torch.optim.SGD(groups, lr, 0.9, fused=None if is_on_cpu else True)
+        fused = None if is_on_cpu else True
+        return torch.optim.SGD(groups, lr, momentum=0.9, fused=fused)
     return timms_optimizer(args.optimizer, groups, lr)
 
 
@@ -74,7 +86,8 @@ def timms_optimizer(name: str, groups: list[dict], lr: float) -> Optimizer:
     import timm.optim  # takes half a second
 
     # Without those that need other packages, second derivatives, or all memory.
-    known = timm.optim.list_optimizers(exclude_filters=["bnb*", "fused*", "adahessian", "kron*"])
+    others = ["bnb*", "fused*", "adahessian", "kron*"]
+    known = timm.optim.list_optimizers(exclude_filters=others)
     if name not in known:
         raise ddpkit.UserError(f"--optimizer {name}: timm has {', '.join(map(str, known))}")
     return timm.optim.create_optimizer_v2(groups, name, lr)
@@ -85,7 +98,8 @@ def build_scheduler(optimizer: Optimizer, args: Namespace, steps: int) -> Lambda
 
     Not one of timm's: their step() takes a number, and they resume only as they were saved.
     """
-    total, warmup = args.epochs * steps, args.warmup_epochs * steps
+    total = args.epochs * steps
+    warmup = args.warmup_epochs * steps
 
     def factor(step: int) -> float:
         if step < warmup:
@@ -118,30 +132,34 @@ class Ema:
 
     @torch.no_grad()
     def update(self, step: int) -> None:
-        """Take over a share of the trained weights, after optimizer step `step`, from 0."""
-        share = min(self.decay, (1 + step) / (10 + step))
-        ours, theirs = ([*net.parameters(), *net.buffers()] for net in (self.model, self.trained))
-        pairs = [*zip(ours, theirs, strict=True)]
-        floats = [(average, new) for average, new in pairs if average.is_floating_point()]
-        averages, values = map(list, zip(*floats, strict=True))
-        get_ema_multi_avg_fn(share)(averages, values, step)
-        for average, new in pairs:
-            if not average.is_floating_point():  # BatchNorm's counts of batches
-                average.copy_(new)
+        """Take over a part of the trained weights, after optimizer step `step`, from 0."""
+        decay = min(self.decay, (1 + step) / (10 + step))
+        averages = [*self.model.parameters(), *self.model.buffers()]
+        values = [*self.trained.parameters(), *self.trained.buffers()]
+        float_averages = []
+        float_values = []
+        for average, value in zip(averages, values, strict=True):
+            if average.is_floating_point():
+                float_averages.append(average)
+                float_values.append(value)
+            else:  # BatchNorm's counts of batches
+                average.copy_(value)
+        get_ema_multi_avg_fn(decay)(float_averages, float_values, step)
 
 
-def freeze(model: nn.Module, is_frozen: bool) -> None:
-    """Freeze the backbone, or unfreeze what was frozen here; call ddpkit.wrap afterwards."""
-    if is_frozen:  # not weights that never train, such as those that no decoder reads
-        weights = itertools.chain(*layers(model)[:-1])
-        vars(model).setdefault("frozen", [w for w in weights if w.requires_grad])
-    for weight in vars(model).get("frozen", ()):
-        weight.requires_grad_(not is_frozen)
+def freeze_backbone(model: nn.Module) -> list[nn.Parameter]:
+    """Freeze all layers but the last; return what was frozen, without what never trains."""
+    *backbone, _ = layers(model)
+    params = [param for layer in backbone for param in layer if param.requires_grad]
+    for param in params:
+        param.requires_grad_(False)
+    return params
 
 
 def set_training(model: nn.Module) -> None:
     """Set `model` to training mode, but not BatchNorm with frozen weights: its statistics stay."""
     model.train()
     for module in model.modules():
-        if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.affine:
+        is_norm = isinstance(module, nn.modules.batchnorm._BatchNorm)
+        if is_norm and module.affine:
             module.train(module.weight.requires_grad)

@@ -5,6 +5,7 @@ import itertools
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -171,6 +172,20 @@ class Collate:
         return batches if len(batches) > 1 else batches[0]
 
 
+_others: WeakKeyDictionary[Any, "Foreign"] = WeakKeyDictionary()  # by their loaders
+
+
+def steps_per_epoch(loader: Any, accumulate: int) -> int:
+    """Return how many optimizer steps, of `accumulate` batches on each rank, an epoch has.
+
+    Every rank has to call it: of a loader of your own it reads the first batches.
+    """
+    if is_ours(loader):
+        return loader.sampler.steps
+    _others[loader] = found = Foreign(loader, accumulate, seed=0)
+    return found.steps
+
+
 def find_source(
     loader: Any, val_loader: Any, accumulate: int, seed: Any, epoch: int
 ) -> "TrainSampler | Foreign":
@@ -184,7 +199,11 @@ def find_source(
             raise UserError(f"{line} loader ddpkit.ValSampler as its batch_sampler")
     check_formats(loader, val_loader)
     if not is_ours(loader):
-        return Foreign(loader, accumulate, seed, epoch)
+        known = _others.get(loader)
+        if known is None or known.accumulate != accumulate:
+            return Foreign(loader, accumulate, seed, epoch)
+        known.begin_at(seed, epoch)
+        return known
     found = (loader.batch_size or 0) * distributed.world_size() * accumulate
     if (planned := loader.sampler.global_batch) != found:
         line = f"TrainSampler has a global batch of {planned}, but all batches of a step of the"
@@ -228,6 +247,12 @@ class Foreign:
             line += f"; the ranks take its batches in turn, so that each reads {ranks} times what"
             line += " it uses, which a DistributedSampler or a stream split by rank avoids"
         distributed.say(line)
+
+    def begin_at(self, seed: Any, epoch: int) -> None:
+        """Read the batches anew, from `epoch` on, with this seed."""
+        self.begun = None
+        self.seed = self.order["seed"] = seed
+        self.epoch = epoch
 
     def _start(self, loader: Any, epoch: int) -> Iterator:
         for part in samplers_of(loader):

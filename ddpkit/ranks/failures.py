@@ -44,6 +44,10 @@ REMEDIES = {
         "or --image-size; a loader of your own, whose last batch may be of one image, needs "
         "drop_last=True"
     ),
+    r"Tried to step \d+ times. The total number of steps is \d+": (
+        "the scheduler was made, or saved, for fewer steps than the run has now: it resumes as "
+        "saved; keep --epochs, or start over with --resume never"
+    ),
     "_scale is None|No inf checks were recorded": (
         "with --amp fp16 the loss has to be scaled: scaler.scale(loss).backward()"
     ),

@@ -5,6 +5,7 @@ An optimizer's state goes by the names of weights.
 
 import copy
 import errno
+import gc
 import math
 import os
 import pickle
@@ -22,6 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
+from torch.optim.swa_utils import AveragedModel
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ddpkit import files
@@ -116,7 +118,8 @@ def read(path: Path | str, keys: Iterable[str] = ("model", "classes", "args", "f
     """Return the checkpoint at `path`, tensors on the CPU."""
     state = read_file(path)
     if missing := sorted({*keys, "channels"} - state.keys()):
-        raise Foreign(f"{path}: not a checkpoint of this project ({', '.join(missing)} missing)")
+        line = f"{path}: not a checkpoint of this project ({', '.join(missing)} missing)"
+        raise Foreign(f"{line}: use last.pt, best.pt, or a copy of one of them")
     for name in sorted(KINDS.keys() & state.keys()):
         kind = KINDS[name]
         value = state[name]
@@ -465,3 +468,36 @@ def fill_momenta(parts: Parts) -> None:
             for weight in group["params"] if group["fused"] and group["momentum"] else ():
                 if optimizer.state[weight].get("momentum_buffer") is None:
                     optimizer.state[weight]["momentum_buffer"] = torch.zeros_like(weight)
+
+
+def unsaved(parts: State) -> list[str]:
+    """Return the kinds of optimizers of these networks, of their schedulers and averages that are
+    not among the parts, and so are not saved.
+    """
+    known = [*parts.values()]
+    for part in known:  # and those within, as of a SequentialLR or a Lookahead
+        if isinstance(part, Optimizer | LRScheduler):
+            within = tree_leaves([*vars(part).values()])
+            known += [each for each in within if isinstance(each, Optimizer | LRScheduler)]
+    networks = [part for part in known if isinstance(part, nn.Module)]
+    params = {param for network in networks for param in network.parameters()}
+    kinds = Optimizer, LRScheduler, AveragedModel
+    # By type: __class__ of a stand-in may be anything.
+    found = [each for each in gc.get_objects() if issubclass(type(each), kinds)]
+    ours = []
+    for each in found:
+        if isinstance(each, Optimizer):
+            own = [param for group in each.param_groups for param in group["params"]]
+            if not params.isdisjoint(own):
+                ours.append(each)
+    others = []
+    for each in found:
+        if isinstance(each, Optimizer):
+            is_other = any(each is other for other in ours)
+        elif isinstance(each, LRScheduler):
+            is_other = any(each.optimizer is other for other in ours)
+        else:
+            is_other = each.module is parts["model"]
+        if is_other and not any(each is part for part in known):
+            others.append(type(each).__name__)
+    return sorted(others)

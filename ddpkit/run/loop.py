@@ -136,6 +136,16 @@ class Run:
         self.report.catch_up(self.history, tracker)
         self.block = self._block()
 
+    @staticmethod
+    def steps_per_epoch(train_loader: Any, accumulate: int = 1) -> int:
+        """Return how many optimizer steps an epoch has, for a scheduler; to call on all ranks.
+
+        train_loader: any, also if the ranks take its batches in turn.
+
+            steps = ddpkit.Run.steps_per_epoch(train_loader, args.accumulate)
+        """
+        return loading.steps_per_epoch(train_loader, accumulate)
+
     def _parts(self, scheduler: Any, more: State) -> State:
         """Return what is saved: with an average of the weights also those that are averaged."""
         if taken := more.keys() & {*KEYS, *OTHER_KEYS}:
@@ -364,6 +374,11 @@ class Run:
         for check in self.checks:
             check.remove()
         self.checks = []
+        for kind in checkpoint.unsaved(self.parts):
+            distributed.say(
+                f"warning: {kind} is not given to Run(...) by name: its state is in no checkpoint, "
+                "and a resumed run goes on without it"
+            )
 
     def mean_loss(self) -> float:
         """Return the mean loss of the epoch over all ranks; all have to call it, after the loop."""

@@ -32,10 +32,11 @@ class Loss(nn.Module):
         self.terms = []
         known = {"ce": self.cross_entropy, "focal": self.focal, "dice": dice, "lovasz": lovasz}
         for part in text.split("+"):
-            match = re.fullmatch(r"(?:(\d*\.?\d+)\*)?(\w+)", part.strip())
-            if not match or match[2] not in known or not float(match[1] or 1):
+            factor, _, name = part.strip().rpartition("*")
+            is_factor = re.fullmatch(r"\d*\.?\d+|", factor) and float(factor or 1)
+            if not is_factor or name not in known:
                 raise ddpkit.UserError(f"--loss {text}: use {', '.join(known)} or ce+0.5*dice")
-            self.terms.append((float(match[1] or 1), known[match[2]]))
+            self.terms.append((float(factor or 1), known[name]))
 
     def counts(self, targets: Tensor) -> Tensor:
         """Return (N,), the number of labelled pixels of each image, or what they weigh."""
@@ -73,25 +74,31 @@ def dice(outputs: Tensor, targets: Tensor) -> Tensor:
     Milletari et al. 2016, arXiv:1606.04797; in smp's DiceLoss absent classes count as 0.
     """
     truth = one_hot(outputs, targets)
-    shares = outputs.softmax(1).flatten(2) * (targets != VOID).flatten(1)[:, None]
+    is_labelled = (targets != VOID).flatten(1)[:, None]
+    shares = outputs.softmax(1).flatten(2) * is_labelled
     total = shares.sum(2) + truth.sum(2)
-    losses = 1 - 2 * (shares * truth).sum(2) / total.clamp(min=1e-7)
+    overlap = (shares * truth).sum(2)
+    losses = 1 - 2 * overlap / total.clamp(min=1e-7)
     return mean_over_present(losses, truth)
 
 
 def lovasz(outputs: Tensor, targets: Tensor) -> Tensor:
     """Return (N,), the Lovász-Softmax loss of each image: Berman et al. 2018, arXiv:1705.08790."""
     if len(outputs) > 1:  # in turn, for want of memory
-        return torch.cat([*map(lovasz, outputs.split(1), targets.split(1))])
+        pairs = zip(outputs.split(1), targets.split(1), strict=True)
+        return torch.cat([lovasz(output, target) for output, target in pairs])
     truth = one_hot(outputs, targets)
-    errors = (truth.float() - outputs.softmax(1).flatten(2)).abs()
-    errors = errors * (targets != VOID).flatten(1)[:, None]  # so void comes last and adds nothing
+    shares = outputs.softmax(1).flatten(2)
+    is_labelled = (targets != VOID).flatten(1)[:, None]
+    errors = (truth.float() - shares).abs() * is_labelled  # void comes last and adds nothing
     order = errors.argsort(stable=True, dim=2, descending=True)
     is_true = truth.gather(2, order)
-    missed = truth.sum(2, keepdim=True) - is_true.cumsum(2)
-    union = truth.sum(2, keepdim=True) + (~is_true).cumsum(2)
+    size = truth.sum(2, keepdim=True)
+    missed = size - is_true.cumsum(2)
+    union = size + (~is_true).cumsum(2)
     # By how much each pixel raises the Jaccard loss, missed / union; exact, unlike differences.
-    slopes = (missed / (union * (union - 1)).clamp(min=1)).where(~is_true, 1 / union)
+    of_false = missed / (union * (union - 1)).clamp(min=1)
+    slopes = of_false.where(~is_true, 1 / union)
     slopes = torch.zeros_like(slopes).scatter(2, order, slopes)
     return mean_over_present((errors * slopes).sum(2), truth)
 
