@@ -1,12 +1,14 @@
 """EDITS.md of a project, made from template/edits: page.md and a diff for each edit.
 
 Run this to write it anew. A line of page.md such as `<!-- flag.diff -->` stands for what that diff
-changes, told place by place.
+changes, told place by place. To change a diff, edit a generated project FOLDER, and run this with
+the diff's place and that folder: both/flag FOLDER, or classification/parts FOLDER.
 """
 
 import ast
 import difflib
 import re
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +21,7 @@ PAGE = TEMPLATE / "EDITS.md"
 EDITS = Path(__file__).resolve().parent / "template" / "edits"
 TASKS = ("classification", "segmentation")
 WIDTH = 66  # of a line of code that is quoted in a sentence
+UNKNOWN = "?"
 
 Files = dict[str, list[str]]  # the lines of each file of a project
 
@@ -45,8 +48,7 @@ def diffs(task: str) -> dict[str, str]:
 
 
 def generated(task: str) -> Files:
-    paths = [*TEMPLATE.glob("*.py"), *(TEMPLATE / "tasks" / task).glob("*.py")]
-    return {path.name: path.read_text().splitlines() for path in paths}
+    return read(TEMPLATE) | read(TEMPLATE / "tasks" / task)
 
 
 def hunks(diff: str) -> Iterator[Hunk]:
@@ -73,6 +75,63 @@ def apply(diff: str, files: Files) -> Files:
         at = find(hunk, lines)
         files[hunk.file] = [*lines[:at], *hunk.new, *lines[at + len(hunk.old) :]]
     return files
+
+
+def make_diff(old: Files, new: Files) -> str:
+    """Return a diff with as little context as says where its hunks belong.
+
+    What is only added has the line below as its context, so that two diffs can add at one place.
+    """
+    parts = []
+    for file, lines in sorted(new.items()):
+        source = old.get(file)
+        if source is None:
+            parts.append(f"--- /dev/null\n+++ b/{file}\n@@ -0,0 +1,{len(lines)} @@\n")
+            parts.extend(f"+{line}\n" for line in lines)
+        elif source != lines:
+            parts.append(f"--- a/{file}\n+++ b/{file}\n")
+            parts.extend(hunks_of(source, lines))
+    return "".join(parts)
+
+
+def hunks_of(old: list[str], new: list[str]) -> Iterator[str]:
+    matcher = difflib.SequenceMatcher(None, old, new, autojunk=False)
+    changed: list[tuple[int, int, int, int]] = []
+    for kind, i, j, k, m in matcher.get_opcodes():
+        is_near = bool(changed) and i - changed[-1][1] <= 1
+        if kind != "equal" and is_near and (i < j or changed[-1][0] < changed[-1][1]):
+            first, _, third, _ = changed.pop()
+            changed.append((first, j, third, m))
+        elif kind != "equal":
+            changed.append((i, j, k, m))
+    shift = 0
+    while changed:
+        first, last, *_ = changed[0]
+        size = 1
+        while not is_place(old[first:last], old) or last == changed[size - 1][1] < len(old):
+            if last < len(old):
+                last += 1
+            else:
+                first -= 1
+            if changed[size:] and changed[size][0] < last:  # the next change is in this context
+                last = max(last, changed[size][1])
+                size += 1
+        lines = [f" {line}" for line in old[first : changed[0][0]]]
+        for n, (i, j, k, m) in enumerate(changed[:size], 1):
+            lines += [f"-{line}" for line in old[i:j]] + [f"+{line}" for line in new[k:m]]
+            lines += [f" {line}" for line in old[j : changed[n][0] if n < size else last]]
+        taken, changed = changed[:size], changed[size:]
+        more = sum(m - k - (j - i) for i, j, k, m in taken)
+        length = last - first
+        yield f"@@ -{first + 1},{length} +{first + 1 + shift},{length + more} @@\n"
+        yield "".join(line.rstrip() + "\n" for line in lines)
+        shift += more
+
+
+def is_place(some: list[str], lines: list[str]) -> bool:
+    """Return whether `some` lines are there once, and the last of them is not empty."""
+    there = sum(lines[i : i + len(some)] == some for i in range(len(lines)))
+    return there == 1 and bool(some[-1].strip())
 
 
 def places(diff: str, files: Files) -> Iterator[str]:
@@ -112,7 +171,7 @@ def place(file: str, source: list[str], removed: range, added: list[str]) -> str
     tree = ast.parse("\n".join(source))
     changed = [*source[removed.start : removed.stop], *added]
     first_line = next(line for line in changed if line.strip())
-    indent = len(first_line) - len(first_line.lstrip())
+    indent = indent_of(first_line)
     name, scope = scope_of(tree, source, removed.start, indent)
     where = f"In `{name}` of `{file}`" if name else f"In `{file}`"
 
@@ -120,21 +179,32 @@ def place(file: str, source: list[str], removed: range, added: list[str]) -> str
         return quote(i, tree, source, scope)
 
     if removed:
-        first, last = removed.start, removed.stop - 1
-        what = f"replace {quoted(first)}" if added else f"delete {quoted(first)}"
-        if first != last:
-            what = what.replace(" ", " the lines from ", 1) + f" to {quoted(last)}"
-        return f"{where}, {what}" + (f" by:\n\n{fenced(added)}" if added else ".")
-    before, after = removed.start - 1, removed.start
-    while not source[after].strip():
-        after += 1
-    while not source[before].strip():
-        before -= 1
-    if re.match("class |def |@", first_line) and after - before > 1:
-        return f"{where}, above {quoted(after)}, add:\n\n{fenced(added)}"
-    if before == end_of_head(tree, name):
+        lines = f"the {len(removed)} lines from " if len(removed) > 1 else ""
+        lines += quoted(removed.start)
+        if lines.endswith(UNKNOWN):
+            raise ValueError(f"{file}:{removed.start + 1}: this line is not unique")
+        if not added:
+            return f"{where}, delete {lines}."
+        return f"{where}, replace {lines} by:\n\n{fenced(added)}"
+    above, below = removed.start - 1, removed.start
+    while not source[below].strip():
+        below += 1
+    while not source[above].strip():
+        above -= 1
+    if above == end_of_head(tree, name):
         return f"At the start of `{name}` of `{file}`, add:\n\n{fenced(added)}"
-    return f"{where}, after {quoted(before)}, add:\n\n{fenced(added)}"
+    ways = [f"after {quoted(above)}", f"before {quoted(below)}"]
+    is_definition = re.match("class |def |@", first_line) and below - above > 1
+    if is_definition or indent_of(source[above]) > indent == indent_of(source[below]):
+        ways.reverse()
+    known = [way for way in ways if not way.endswith(UNKNOWN)]
+    if not known:
+        raise ValueError(f"{file}:{removed.start + 1}: neither the line above nor below is unique")
+    return f"{where}, {known[0]}, add:\n\n{fenced(added)}"
+
+
+def indent_of(line: str) -> int:
+    return len(line) - len(line.lstrip())
 
 
 def scope_of(tree: ast.Module, source: list[str], at: int, indent: int) -> tuple[str, range]:
@@ -161,19 +231,22 @@ def end_of_head(tree: ast.Module, name: str) -> int:
 
 
 def quote(i: int, tree: ast.Module, source: list[str], scope: range) -> str:
-    """Return line i as a sentence names it, such that nothing else in its scope is named so."""
+    """Return line i as a sentence names it, or UNKNOWN if its scope has another one like it."""
+    is_whole = False
     for node in ast.walk(tree):
         is_end = isinstance(node, ast.stmt) and node.end_lineno == i + 1
         if is_end and not re.search(r"\w", source[i]):  # a closing bracket
             i = node.lineno - 1
+            is_whole = True
     line = source[i].strip()
     text = line
     if len(line) > WIDTH:
-        text = re.match(rf".{{20,{WIDTH}}}[ ,(]", line)[0].strip(" ,")
-    same = [n for n in scope if source[n].strip().startswith(text)]
-    if same != [i]:
-        raise ValueError(f"`{text}` is in lines {[n + 1 for n in same]}: give another place")
-    return f"`{text}{' ...' * (text != line)}`"
+        text = line[: WIDTH - 4].rpartition(" ")[0].strip(" ,")
+    if [n for n in scope if source[n].strip().startswith(text)] != [i]:
+        return UNKNOWN
+    if is_whole and line.endswith("("):
+        return f"`{text}...)`"
+    return f"`{text} ...`" if text != line else f"`{text}`"
 
 
 def fenced(lines: list[str]) -> str:
@@ -221,5 +294,17 @@ def page() -> str:
     return "".join(parts)
 
 
-if __name__ == "__main__":
+def read(folder: Path) -> Files:
+    return {path.name: path.read_text().splitlines() for path in folder.glob("*.py")}
+
+
+def main(name: str = "", folder: str = "") -> None:
+    if name:
+        project = Path(folder)
+        task = TASKS[(project / "losses.py").exists()]
+        (EDITS / f"{name}.diff").write_text(make_diff(generated(task), read(project)))
     PAGE.write_text(page())
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
