@@ -32,9 +32,11 @@ if TYPE_CHECKING:
     from ddpkit.run.loop import Run
     from ddpkit.run.machine import configure, meet
     from ddpkit.run.metrics import Worst, compute
+    from ddpkit.run.networks import adapt_input
     from ddpkit.run.outputs import to_logits
     from ddpkit.run.pictures import draw_masks
-    from ddpkit.run.predicting import Predictor, bands, fit_input, in_tiles
+    from ddpkit.run.predicting import Predictor, bands, in_tiles
+    from ddpkit.run.pretrained import load_pretrained
     from ddpkit.run.starting import prepare, start
 
 __version__ = "2.0.0"
@@ -57,9 +59,11 @@ NAMES = {  # by module, which is imported when one of them is first used: no tor
     "run.labels": "BinaryCrossEntropy label_metrics",
     "run.machine": "configure meet",
     "run.metrics": "Worst compute",
+    "run.networks": "adapt_input",
     "run.outputs": "to_logits",
     "run.pictures": "draw_masks",
-    "run.predicting": "Predictor bands fit_input in_tiles",
+    "run.predicting": "Predictor bands in_tiles",
+    "run.pretrained": "load_pretrained",
     "run.starting": "prepare start",
 }
 DOOR = {name: module for module, names in NAMES.items() for name in names.split()}

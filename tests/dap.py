@@ -56,8 +56,12 @@ def chosen(project: Path, file: str, kind: str, title: str, answers: dict[str, s
 
 
 def configuration(project: Path, name: str, **answers: str) -> dict[str, Any]:
-    """A configuration of launch.json with its questions answered; file: the one that is open."""
-    return chosen(project, "launch.json", "configurations", name, answers)
+    """A configuration of launch.json with its questions answered; file: the one that is open.
+
+    Also with what the Python debugger's extension adds where it says nothing.
+    """
+    found = chosen(project, "launch.json", "configurations", name, answers)
+    return {"cwd": str(project), "console": "integratedTerminal", "justMyCode": True, **found}
 
 
 def task(project: Path, label: str, **answers: str) -> dict[str, Any]:

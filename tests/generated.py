@@ -255,11 +255,11 @@ def after_step(step: int, act: Patch, *which: int, before: bool = False) -> Patc
 
         end_step = Run.end_step
 
-        def patched(self: Run) -> None:
+        def patched(self: Run, *numbers: Any) -> None:
             is_here = not which or int(os.environ.get("RANK", 0)) in which
             if before and is_here and self.step + 1 == step:
                 act()
-            end_step(self)
+            end_step(self, *numbers)
             if not before and is_here and self.step == step:
                 act()
 

@@ -110,6 +110,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         epochs=args.epochs,
         accumulate=args.accumulate,
         save_every=args.save_every,
+        log_every=args.log_every,
         best=BEST,
         flags=vars(args),
         predict=predict,

@@ -56,13 +56,15 @@ def build_optimizer(model: nn.Module, args: Namespace) -> Optimizer:
     parts = [list(model.parameters())]
     if args.layer_decay != 1:
         parts = layers(model)
-    names = getattr(model, "no_weight_decay", set)()  # of timm's, such as a ViT's embeddings
+    names: set[str] = getattr(
+        model, "no_weight_decay", set
+    )()  # of timm's, such as a ViT's embeddings
     undecayed = {param for name, param in model.named_parameters() if name in names}
     groups: list[dict] = []
     for n, params in enumerate(parts, 1):
         rate = lr * args.layer_decay ** (len(parts) - n)
-        matrices = []
-        others = []
+        matrices: list[nn.Parameter] = []
+        others: list[nn.Parameter] = []
         for param in params:
             is_matrix = param.ndim > 1 and param not in undecayed
             (matrices if is_matrix else others).append(param)
@@ -160,6 +162,5 @@ def set_training(model: nn.Module) -> None:
     """Set `model` to training mode, but not BatchNorm with frozen weights: its statistics stay."""
     model.train()
     for module in model.modules():
-        is_norm = isinstance(module, nn.modules.batchnorm._BatchNorm)
-        if is_norm and module.affine:
+        if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.affine:
             module.train(module.weight.requires_grad)

@@ -37,7 +37,7 @@ LEFTOVERS = """#recycle|#snapshot|$extend|$recycle.bin|@__thumb|@eadir|@recently
     thevolumesettingsfolder|thumbs.db|~snapshot"""
 LEFT_OUT = {name.strip() for name in LEFTOVERS.split("|")}
 OF_RUNS = (".lock",), ("args.json", "metrics.csv")
-FOLDERS_OF_RUNS = {"epochs", "eval"}
+FOLDERS_OF_RUNS = {"epochs", "steps", "eval"}
 OF_PREDICTIONS = {"masks", "overlays", "legend.png"}
 Pairs = list[tuple]  # the paths of images and their masks, or labels; then a group, if there is one
 Fold = tuple[int, int]  # part N of K
@@ -495,10 +495,7 @@ def follow(arch: str, *parts: Part) -> None:
     """Give the parts what timm says of its network: mean, deviation, crop."""
     import timm
 
-    try:
-        own = timm.get_pretrained_cfg(arch.removeprefix("timm/"))
-    except RuntimeError as error:  # the name of its weights, after a dot, is unknown
-        raise UserError(f"--arch {arch}: {error}") from None
+    own = timm.get_pretrained_cfg(arch.removeprefix("timm/"))
     for part in parts:
         format = part.format
         if own:

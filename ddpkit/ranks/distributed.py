@@ -230,7 +230,6 @@ def wait_for_debugger(ranks: Sequence[int], port: int) -> None:
     if rank() not in ranks:
         return
     host, port = "127.0.0.1", port + rank()
-    os.environ.setdefault("PYDEVD_DISABLE_FILE_VALIDATION", "1")  # a warning that is not needed
     try:
         import debugpy
 

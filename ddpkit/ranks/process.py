@@ -182,6 +182,7 @@ def install_handlers() -> None:
 def be_quiet() -> None:
     """Print nothing on Ctrl-C, nor 40 lines of C++ when the rank that held the store has died."""
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    os.environ.setdefault("PYDEVD_DISABLE_FILE_VALIDATION", "1")  # the debugger's, in each rank
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # torch.profiler's; read when torch is imported
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # else the shell ignores it
         signal.signal(signal.SIGINT, signal.SIG_DFL)

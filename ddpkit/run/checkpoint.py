@@ -215,6 +215,11 @@ def load_weights(model: nn.Module, state: State, more: str = "") -> None:
     except MISFITS as error:
         lines = str(error).split("\n")  # after a heading of torch's
         reason = " ".join((lines[1:] or lines)[0].split())[:200]
+        if {f"net.{name}" for name in model.state_dict()} == state["model"].keys():
+            more = (
+                "; wrap the network in version 1's class Logits (docs/migration.md), or keep only "
+                f"its weights: --weights {state['path']} --output-dir ANOTHER"
+            )
         line = f"{state['path']} does not fit what model.py builds ({reason}){more}"
         raise UserError(line) from None
 

@@ -69,8 +69,9 @@ class Criterion(nn.Module):
                 f"the targets are a {type(targets).__name__}, whose labels are not known: give the "
                 "loss of model.py a method count(targets), and return the sum over these"
             )
-        is_weighted = isinstance(self.loss, nn.CrossEntropyLoss | nn.NLLLoss)
-        weight = self.loss.weight if is_weighted else None
+        weight = None
+        if isinstance(self.loss, nn.CrossEntropyLoss | nn.NLLLoss):
+            weight = self.loss.weight
         if targets.is_floating_point():
             if weight is not None and self.kind == SUM:
                 return (targets.movedim(1, -1) @ weight).sum()

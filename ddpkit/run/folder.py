@@ -16,7 +16,7 @@ from ddpkit import files
 from ddpkit.data import loading
 from ddpkit.errors import UserError
 from ddpkit.ranks import distributed, environment, process, protocol
-from ddpkit.run import checkpoint, machine, reporting
+from ddpkit.run import checkpoint, machine, reporting, steplog
 from ddpkit.run.checkpoint import KEYS, OTHER_RUN, Damaged, Foreign, State
 from ddpkit.run.metrics import Mistakes, Worsts
 
@@ -24,8 +24,9 @@ SAVES = ("last.pt", "last-1.pt")  # newest first
 OWN_FILES = (  # what `--resume never` removes
     *(*SAVES, "*.pt.corrupt", "best.pt", "best-1.pt", "metrics.csv", "tracker.json", "args.json"),
     *("curves.png", *reporting.IMAGES, *(f"eval/{name}" for name in reporting.IMAGES)),
-    f"{reporting.EPOCHS}/{reporting.EVENTS}",
-    reporting.EVENTS,  # of earlier versions
+    f"{reporting.EPOCHS}/{steplog.EVENTS}",
+    f"{steplog.STEPS}/{steplog.EVENTS}",
+    steplog.EVENTS,  # of earlier versions
 )
 
 

@@ -40,7 +40,8 @@ class Run:
     best: the metric by which best.pt is chosen; of several the first that `evaluate` returns. Lower
         is better of a loss, and of what torchmetrics says so; of numbers that are worked out by
         hand say it: ("cost", "min"). accumulate: passes per optimizer step. save_every: optimizer
-        steps between saves; 0: after each epoch only.
+        steps between saves; 0: after each epoch only. log_every: optimizer steps between lines of
+        the log; 0: none.
     flags: vars(args), kept in checkpoints and args.json. predict, draw: for drawings, (model,
         images) -> outputs and draw_example(axes, image, target, logits, classes).
     tracker: gets the rows of metrics.csv, on rank 0: "mlflow", "trackio", "wandb", or a function
@@ -76,6 +77,7 @@ class Run:
         criterion: nn.Module | None = None,
         accumulate: int = 1,
         save_every: int = 0,
+        log_every: int = 0,
         flags: Mapping[str, object] | None = None,
         predict: Callable[[nn.Module, Tensor], Any] | None = None,
         draw: Callable[..., None] | None = None,
@@ -127,7 +129,7 @@ class Run:
         self.is_complete = min(self.epoch, recorded) >= epochs
         self._watch_first_steps(criterion)
         self.report = reporting.Reporter(
-            folder.path, self.device, epochs, self.epoch, self.is_complete
+            folder.path, self.device, epochs, self.epoch, self.is_complete, log_every, self.step
         )
         self.report.start(self.source, accumulate, classes, train_loader, val_loader, kept)
         self._note_best()
@@ -201,6 +203,8 @@ class Run:
     def _begin_totals(self) -> None:
         self.totals = torch.zeros(2, dtype=torch.float64, device=self.device)
         self.loss_total, self.count_total = self.totals.unbind()
+        self.recent_loss = torch.zeros((), device=self.device)  # since the last line of the log
+        self.recent_steps = 0
 
     def _check_kind(self, state: State) -> None:
         """Raise a UserError if the checkpoint's weights are an average, or of other images."""
@@ -312,7 +316,15 @@ class Run:
     @property
     def is_logged(self) -> bool:
         """Whether this step is one of every --log-every, for which `end_step` takes more."""
-        return False
+        return self.report.steps.is_due(self.step + 1)
+
+    @property
+    def writer(self) -> Any:
+        """TensorBoard's SummaryWriter of the steps on rank 0; elsewhere it does nothing.
+
+        run.writer.add_scalar("mine", value, run.step)
+        """
+        return self.report.steps.writer
 
     def end_step(
         self, loss: Tensor | float, count: Tensor, grad_norm: Tensor | None = None
@@ -329,15 +341,26 @@ class Run:
         share = count / distributed.world_size()
         self.loss_total += loss * share  # without reading the device
         self.count_total += share
-        self.report.loss(self.totals, self.optimizer.param_groups[-1]["lr"])
+        self.recent_loss += loss
+        self.recent_steps += 1
         self.step += 1
         self.seen += self.global_batch
+        if self.report.steps.is_due(self.step):
+            self._log(grad_norm)
         if self.save_every and self.step % self.save_every == 0:
             self.save()
         elif (now := time.monotonic()) - self.checked_at > SECONDS_BETWEEN_CHECKS:
             self.checked_at = now
             self._check_loss(self.totals)
         stopping.end_step()
+
+    def _log(self, grad_norm: Tensor | None) -> None:
+        mean = distributed.reduce_tensor(self.recent_loss / self.recent_steps, "mean")
+        at = f"epoch {self.epoch + 1}/{self.epochs}  "
+        at += f"step {self.seen // self.global_batch}/{self.source.steps}"
+        self.report.steps.add(self.step, at, mean, self.optimizer.param_groups[-1]["lr"], grad_norm)
+        self.recent_loss.zero_()
+        self.recent_steps = 0
 
     def _watch_first_steps(self, criterion: nn.Module | None) -> None:
         """Check in the first two steps what is often forgotten; reads the device."""
@@ -496,6 +519,7 @@ class Run:
         # The save after evaluation replaces the one before it, which has the same weights.
         is_repeated = self.saved_step == self.step
         self.folder.add(state, is_best, replace=is_repeated, keeps_images=again)
+        self.report.steps.flush()  # a run that resumes here has the entries before
         self.saved_step = self.step
 
     def _check_weights(self) -> None:

@@ -1,8 +1,6 @@
-"""Which images a network takes, large ones in tiles, and the images of predict.py."""
+"""Large images in tiles, and the images of predict.py."""
 
 import contextlib
-import copy
-import difflib
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -10,9 +8,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import timm
 import torch
-import torchvision
 from PIL import Image
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, default_collate
@@ -22,10 +18,10 @@ from ddpkit import files
 from ddpkit.data import folders, loading
 from ddpkit.data.format import Format, read_format
 from ddpkit.data.images import LazyImage, open_image, visible
-from ddpkit.errors import UserError, print_error, shorten
+from ddpkit.errors import UserError, print_error
 from ddpkit.ranks import devices, distributed, process
-from ddpkit.run import checkpoint, machine, pretrained
-from ddpkit.run.outputs import Outputs, map_tensors, to_logits
+from ddpkit.run import checkpoint, machine
+from ddpkit.run.outputs import to_logits
 from ddpkit.run.pictures import draw_legend, drawing, overlay, paint
 
 Read = Callable[[LazyImage], Tensor]
@@ -221,109 +217,3 @@ def arrange(side: int, tile: int, step: int) -> list[tuple[int, int, int]]:
     starts = [last * i // gaps // step * step for i in range(gaps)] + [last]
     seams = [0, *((left + tile + right) // 2 for left, right in pairwise(starts)), side]
     return [(start, *part) for start, part in zip(starts, pairwise(seams), strict=True)]
-
-
-def fit_input(
-    build: Callable[[], nn.Module],
-    size: int,
-    channels: int = 3,
-    weights: str | None = None,
-    step: int = 0,
-    **published: str,
-) -> nn.Module:
-    """Return the network that `build` makes, whose first convolution takes so many channels.
-
-    size: side of the training images in pixels: float32 (N, channels, size, size).
-    weights: --weights, to start from, with `published`: arch="resnet18"; None: none.
-    step: of the sides of images (N, channels, i * step, j * step), if it takes any such; weights
-        that no output depends on, as in some encoders, are frozen, or DDP would wait; a line names
-        them.
-
-    Raises a UserError if it cannot be built, or cannot take such images.
-
-        build = functools.partial(torchvision.models.resnet18, num_classes=len(classes))
-        model = ddpkit.fit_input(build, args.image_size, channels, args.weights, arch="resnet18")
-    """
-    try:
-        model = build()
-    except (AssertionError, KeyError, RuntimeError, TypeError, ValueError) as error:
-        name = " ".join(f"--{flag} {value}" for flag, value in published.items())
-        line = f"{name}: {' '.join(str(error).split())[:300]}"
-        if "nknown model" in line:
-            known = [*torchvision.models.list_models(), *map("timm/{}".format, timm.list_models())]
-            near = difflib.get_close_matches(published.get("arch", ""), known, 4, 0.3)
-            line += f"; there are {', '.join(near)}"
-        elif "downsampling pattern" in line:  # of a ViT, whose maps have one size
-            line += ": use --arch dpt"
-        raise UserError(line) from None
-    entry = next((each for each in model.modules() if isinstance(each, nn.Conv2d)), None)
-    if entry is not None and entry.in_channels == 3 != channels:
-        entry.in_channels = channels
-        shape = entry.out_channels, channels, *entry.kernel_size
-        entry.weight = nn.Parameter(entry.weight.new_empty(shape))
-        entry.reset_parameters()
-    if step:
-        freeze_unused(model, step, channels)
-    with torch.no_grad():
-        forward(model, size, channels, "use another --image-size, such as 224")
-    if weights:
-        pretrained.load_weights(model, weights, **published, build=build)
-    return model
-
-
-def freeze_unused(model: nn.Module, step: int, channels: int) -> None:
-    """Freeze the weights of `model` that no output depends on, in evaluation or in training."""
-    remedy = f"validation pads images to multiples of {step}: choose another network"
-    names = without_gradient(model, forward(model, 5 * step, channels, remedy))
-    if names:
-        in_training = without_gradient_in_training(model, 5 * step, channels)
-        names = [name for name in names if name in in_training]
-    for name in names:
-        model.get_parameter(name).requires_grad_(False)
-    if names and distributed.is_joined():  # predict.py has no use for it
-        line = f"{len(names)} weights are frozen, for no output depends on them"
-        distributed.say(f"{line}: {shorten(names)}")
-
-
-def without_gradient_in_training(model: nn.Module, size: int, channels: int) -> list[str]:
-    """Return the weights that no output depends on in training; all, if that cannot be tried.
-
-    The network, such as BatchNorm's statistics, and the random numbers to come remain as they are.
-    """
-    try:
-        twin = copy.deepcopy(model).train()
-        with torch.random.fork_rng(devices=[]):  # networks are built on the CPU
-            images = torch.rand(2, channels, size, size)  # BatchNorm needs two
-            outputs = twin(images.to(next(twin.parameters()).device))
-        return without_gradient(twin, outputs)
-    except (AssertionError, LookupError, RuntimeError, TypeError, ValueError):
-        return [name for name, _ in model.named_parameters()]  # such as one that takes targets
-
-
-def without_gradient(model: nn.Module, outputs: Outputs) -> list[str]:
-    """Return the names of weights that are trained, and on which nothing in `outputs` depends."""
-    sums: list[Tensor] = []
-
-    def note(output: Tensor) -> Tensor:
-        if output.requires_grad:
-            sums.append(output.sum().real)
-        return output
-
-    map_tensors(note, outputs)
-    trained = {name: each for name, each in model.named_parameters() if each.requires_grad}
-    if not sums:
-        return [*trained]
-    gradients = torch.autograd.grad(sums, [*trained.values()], allow_unused=True)
-    return [name for name, slope in zip(trained, gradients, strict=True) if slope is None]
-
-
-def forward(model: nn.Module, size: int, channels: int = 3, remedy: str = "") -> Outputs:
-    """Return what the network returns for a black image, in evaluation mode."""
-    was_training, device = model.training, next(model.parameters()).device
-    try:
-        return model.eval()(torch.zeros(1, channels, size, size, device=device))
-    except (AssertionError, RuntimeError, ValueError) as error:
-        line = f"this network cannot take images of {size} x {size} pixels"
-        raise UserError(f"{line} ({' '.join(str(error).split())}): {remedy}") from None
-    finally:
-        model.train(was_training)

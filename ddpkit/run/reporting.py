@@ -24,22 +24,34 @@ from ddpkit.ranks import distributed, failures, process
 from ddpkit.run import machine, pictures
 from ddpkit.run.metrics import Mistakes
 from ddpkit.run.pictures import Row
+from ddpkit.run.steplog import EVENTS, StepLog
 
 # Takes the id of the run to continue, or None; returns its id, and what takes a row of numbers.
 Start = Callable[[str | None], tuple[str, Callable[[dict[str, float]], object]]]
 
-EPOCHS, EVENTS = "epochs", "events.out.tfevents.*"  # the folder of TensorBoard's files, and these
+EPOCHS = "epochs"  # the folder of TensorBoard's files
 IMAGES = ("examples.png", "per_class.csv", "confusion.png", "worst.png")  # of best.pt
 
 
 class Reporter:
     def __init__(
-        self, folder: Path, device: torch.device, epochs: int, finished: int, is_complete: bool
+        self,
+        folder: Path,
+        device: torch.device,
+        epochs: int,
+        finished: int,
+        is_complete: bool,
+        log_every: int = 0,
+        step: int = 0,
     ) -> None:
-        """Report to `folder`, after the `finished` epochs. is_complete: nothing is left to do."""
+        """Report to `folder`, after the `finished` epochs and `step` optimizer steps.
+
+        is_complete: nothing is left to do. log_every: steps between entries of `steps`; 0: none.
+        """
         self.folder, self.device, self.epochs, self.finished = folder, device, epochs, finished
         self.active = distributed.is_rank_zero() and not is_complete
         self.bar = tqdm(disable=True)
+        self.steps = StepLog(folder, device, log_every, step, self.active)
         self.batch_size = 1
         self.board: Any = None
         self.process = os.getpid()
@@ -51,6 +63,7 @@ class Reporter:
         if os.getpid() != self.process:  # TensorBoard's thread is not in a child that was forked
             return
         self.bar.close()
+        self.steps.close()
         if self.board:
             with contextlib.suppress(OSError):  # the disk may be full
                 self.board.close()
@@ -99,7 +112,7 @@ class Reporter:
 
     def progress(self, batches: Iterable[Any], passes: int, epoch: int) -> Iterator[Any]:
         """Yield the batches of `passes` under a progress bar; it counts the images of all ranks."""
-        self.began = self.read_at = time.monotonic()
+        self.began = time.monotonic()
         per_pass = self.batch_size * distributed.world_size()
         self.bar = tqdm(
             total=passes * per_pass,
@@ -108,12 +121,14 @@ class Reporter:
             leave=False,
             disable=not (self.active and _is_on_terminal()),  # so that logs stay readable
         )
+        self.steps.begin(self.bar)
         self.waited, self.count = 0.0, 0
         failures.note_batch_size(self.batch_size)
         asked = time.monotonic()
         for batch in batches:
             self.waited += time.monotonic() - asked
             self.count += per_pass
+            self.steps.count(per_pass)
             yield batch
             self.bar.update(per_pass)
             asked = time.monotonic()
@@ -124,6 +139,7 @@ class Reporter:
         two = self.waited, failures.peak(self.device)
         own = torch.tensor(two, dtype=torch.float64, device=self.device)
         waited, peak = distributed.gather(own).max(0).values.tolist()  # waits for the device, too
+        self.steps.flush()
         seconds = time.monotonic() - self.began  # of a resumed epoch: since it was resumed
         failures.reset_peak(self.device)
         if not self.count:
@@ -131,15 +147,6 @@ class Reporter:
         found = {"img_per_s": self.count / seconds, "train_seconds": seconds}
         found["data_wait"] = waited / seconds
         return found if math.isnan(peak) else {**found, "peak_memory": peak / failures.GIB}
-
-    def loss(self, totals: torch.Tensor, lr: float) -> None:
-        """Show the mean loss so far (rank 0's own), and the learning rate."""
-        # Reading it waits for the device: not at every step.
-        if self.bar.disable or time.monotonic() - self.read_at < 0.5:
-            return
-        self.read_at = time.monotonic()
-        loss_sum, count = totals.tolist()
-        self.bar.set_postfix(loss=f"{loss_sum / max(count, 1):.3f}", lr=f"{lr:.2g}")
 
     def end_epoch(self, rows: Sequence[Row], is_best: bool) -> None:
         """Record the last of `rows`: a line, metrics.csv, TensorBoard scalars, curves.png."""

@@ -17,14 +17,15 @@ THRESHOLDS = gc.get_threshold()
 SELDOM = 100_000  # objects, instead of hundreds
 
 
-def prepare(parse_args: Callable[[], object] | None = None, needs: str = "1.0") -> None:
+def prepare(parse_args: Callable[[], object] | None = None, needs: str = "") -> None:
     """Have this process end quietly on Ctrl-C, and with its launcher; then check the flags.
 
     Call it before torch is imported, which takes seconds. Garbage is seldom collected until
-    `start`, which makes that a tenth faster. needs: the least version of ddpkit.
+    `start`, which makes that a tenth faster. needs: the least version of ddpkit, of which
+    the first number is that for which the script is written.
 
         if __name__ == "__main__":
-            ddpkit.prepare(parse_args, needs="1.2")
+            ddpkit.prepare(parse_args, needs="2.1")
     """
     gc.set_threshold(SELDOM, *THRESHOLDS[1:])
     process.install_handlers()
@@ -55,7 +56,7 @@ def check_itself(needs: str) -> None:
         how = "cruft update" if is_copy else "python -m pip install -r requirements.txt"
         line = f"{own} is ddpkit {ddpkit.__version__}, main.py needs {needs}"
         raise UserError(f"{line}: bring it up to date ({how})")
-    if version[0] > least[0]:
+    if least and version[0] > least[0]:
         line = f"{own} is ddpkit {ddpkit.__version__}, main.py is written for {least[0]}"
         remedy = f"install ddpkit<{least[0] + 1}, or change main.py as docs/migration.md says"
         raise UserError(f"{line}: {remedy}")
@@ -71,9 +72,10 @@ def start(main: Callable[[], object]) -> None:
     """
     from ddpkit.data import loading
     from ddpkit.ranks import distributed, failures
+    from ddpkit.run import networks
 
     gc.set_threshold(*THRESHOLDS)
-    with failures.one_line_errors(loading.explain):
+    with failures.one_line_errors(loading.explain, networks.explain):
         main()
         if distributed.is_joined():
             distributed.teardown()

@@ -77,38 +77,42 @@ def test_buffers_of_both_devices():
 @both_tasks
 @on_ranks(1, group=False)
 def test_no_step_and_no_batch_waits_for_the_gpu(project, few, tmp_path):
-    """Two copies a step, three a batch, of pinned memory. DDP waits in its first 10 steps only."""
+    """Two copies a step, three a batch, of pinned memory, and one back if the step is logged.
+
+    DDP waits in its first 10 steps only.
+    """
     import main
 
     steps, evaluations = [], []
     own_step, own_evaluate = Run.end_step, main.evaluate
 
-    def end_step(self: Run) -> None:
+    def end_step(self: Run, *numbers: Any) -> None:
         self.checked_at = math.inf  # every few seconds it reads the loss
-        own_step(self)
+        own_step(self, *numbers)
         steps.append(counts())
 
-    def evaluate(model: Any, loader: Any, **options: Any) -> Any:
-        result = own_evaluate(model, loader, **options)  # the first time metrics are grouped
+    def evaluate(model: Any, loader: Any, *more: Any) -> Any:
+        result = own_evaluate(model, loader, *more)  # the first time metrics are grouped
         if not isinstance(loader, First):
             for times in 1, 11:
                 again, before = Again(loader, times), counts()
-                own_evaluate(model, again, **options)
+                own_evaluate(model, again, *more)
                 evaluations.append(counts() - before)
         return result
 
     Run.end_step, main.evaluate = end_step, evaluate
     fp16 = "--amp", "fp16", "--optimizer", "sgd", "--clip-grad-norm", 1
     recipe = {"classification": ("--ema", 0.9), "segmentation": fp16}[project.task]
-    train_here(*project.flags(few, tmp_path, *SHORT, *recipe))
+    train_here(*project.flags(few, tmp_path, *SHORT, "--log-every", 1, *recipe))
     passes = 3 * 10  # batches of 6 images
     asked = evaluations[1] - evaluations[0]
     waits = asked.pop("stream_waits")  # in torchmetrics' confusion matrix
     # A collective waits or not, as fast as it is; there are a few in each evaluation.
     assert round(waits / passes) == {"classification": 1, "segmentation": 3}[project.task]
-    each = [(later - earlier, 2) for earlier, later in itertools.pairwise(steps[-3:])]
-    for found, copies in (*each, (asked, 3 * passes)):
+    each = [(later - earlier, 2, 1) for earlier, later in itertools.pairwise(steps[-3:])]
+    for found, copies, back in (*each, (asked, 3 * passes, 0)):
         assert found.pop("h2d") == copies
+        assert found.pop("d2h", 0) == back
         assert found.keys() <= {"h2d_bytes", "collectives"}
     assert counts()["kernels"] == 0  # which would have computed nothing
 

@@ -15,7 +15,7 @@ from torch import nn
 
 from ddpkit.data import folders, images, loading
 from ddpkit.data.format import MEAN, STD, Format
-from ddpkit.run import predicting, pretrained
+from ddpkit.run import networks, pretrained
 
 NOISE = np.random.default_rng(0)
 SHORTS = NOISE.integers(0, 6000, (40, 52, 5)).astype(np.uint16)  # of 65535: dark, and not refused
@@ -121,7 +121,8 @@ def test_normalization() -> None:
 def test_first_convolution(channels: int, capsys: pytest.CaptureFixture[str]) -> None:
     """Pretrained weights of RGB become those that timm makes of them; the rest is copied."""
     source = torchvision.models.shufflenet_v2_x0_5().state_dict()
-    net = predicting.fit_input(torchvision.models.shufflenet_v2_x0_5, 64, channels)
+    net = torchvision.models.shufflenet_v2_x0_5()
+    networks.adapt_input(net, 64, channels)
     first = next(m for m in net.modules() if isinstance(m, nn.Conv2d))
     pretrained.copy_matching(net, source)
     assert re.search(r"(\d+) of \1 tensors loaded$", capsys.readouterr().out.strip())

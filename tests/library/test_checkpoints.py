@@ -191,7 +191,7 @@ def test_damage_of_other_kinds(tmp_path: Path) -> None:
     for length in range(0, len(content), 3):
         path.write_bytes(content[:length])
         with refusal("checkpoint.unreadable", path):
-            pretrained.read(str(path), list)
+            pretrained.read(str(path))
 
 
 def compressed(content: bytes) -> bytes:
@@ -315,7 +315,15 @@ def test_weights_that_would_be_cut(tmp_path: Path) -> None:
             checkpoint.load_weights(net, state)
     torch.save({"weight": torch.ones(2, 2, dtype=torch.int32)}, tmp_path / "file.pt")
     with refusal("pretrained.copy_matching", "begins with weight"):
-        pretrained.copy_matching(net, pretrained.read(f"{tmp_path}/file.pt", list))
+        pretrained.copy_matching(net, pretrained.read(f"{tmp_path}/file.pt"))
+
+
+def test_a_checkpoint_of_version_1() -> None:
+    """Of one of torchvision's networks for segmentation, which was wrapped."""
+    net = nn.Linear(2, 2)
+    state = {"path": "last.pt", "model": nn.ModuleDict({"net": net}).state_dict()}
+    with refusal("checkpoint.load_weights", "last.pt", "class Logits"):
+        checkpoint.load_weights(net, state)
 
 
 def test_files_that_are_no_checkpoints(tmp_path: Path) -> None:
@@ -368,7 +376,7 @@ def test_weights_of_other_programs(
     for prefix in "", "net.":
         net = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3), nn.Linear(3, 5))
         model = nn.ModuleDict({"net": net}) if prefix else net
-        pretrained.copy_matching(model, pretrained.read(f"{tmp_path}/file.pt", list))
+        pretrained.copy_matching(model, pretrained.read(f"{tmp_path}/file.pt"))
         assert torch.equal(net[0].weight, weights["0.weight"])
         new = f"new: {prefix}2.weight, {prefix}2.bias"
         assert capsys.readouterr().out == f"--weights: 7 of 9 tensors loaded; {new}\n"
@@ -378,7 +386,7 @@ def test_weights_that_do_not_fit(tmp_path: Path) -> None:
     path = tmp_path / "file.pt"
     torch.save({"state_dict": {"a.weight": torch.ones(1)}}, path)
     with refusal("pretrained.copy_matching", "begins with weight", "a.weight"):
-        pretrained.copy_matching(nn.Linear(2, 2), pretrained.read(str(path), list))
+        pretrained.copy_matching(nn.Linear(2, 2), pretrained.read(str(path)))
 
 
 @pytest.mark.parametrize("entry", [b"/version", b"/data.pkl", b"/data/0"])

@@ -477,7 +477,8 @@ def test_what_is_frozen() -> None:
     expected = Heads()
     drawn = torch.rand(1)
     torch.manual_seed(1)
-    net = ddpkit.fit_input(Heads, 32, step=8)
+    net = Heads()
+    ddpkit.adapt_input(net, 32, step=8)
     assert torch.equal(torch.rand(1), drawn) and net.training
     assert [name for name, each in net.named_parameters() if not each.requires_grad] == [
         "unused.weight",

@@ -42,7 +42,7 @@ def test_resume(project: Project, data: Path, trained: Path, tmp_path: Path) -> 
     # A mistake found before training begins costs nothing of the former run.
     before = {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
     never = "--resume", "never"
-    project.train(data, out, *never, "--arch", "none", on=1).refused("predicting.fit_input", "none")
+    project.train(data, out, *never, "--arch", "none", on=1).refused("networks.explain", "none")
     project.train(data, out, "--arch", "resnet34", on=1).refused(
         "checkpoint.load_weights", "last.pt", "--arch resnet34 (was", "--output-dir"
     )

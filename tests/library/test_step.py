@@ -1,5 +1,6 @@
 """A training step: that nothing waits; half precision; compiled."""
 
+import importlib.util
 import inspect
 import json
 import math
@@ -17,6 +18,7 @@ from torch import nn
 
 import ddpkit
 from ddpkit.run import loop as loops
+from ddpkit.tools import stalls
 
 
 def test_nothing_waits_in_a_step(project: Project, data: Path, tmp_path: Path) -> None:
@@ -59,16 +61,72 @@ def test_the_projects_own_test_of_a_step(project: Project, few: Path) -> None:
 
     code = main.train_one_epoch.__code__
     source = "\n" * (code.co_firstlineno - 1) + inspect.getsource(main.train_one_epoch)
-    line = r"^main.py:(?s:.*)run.loss\("
+
+    line = "losses.append(loss.detach())"
     with pytest.MonkeyPatch.context() as patch:
-        for reads in "run.step % 5 == 0 and loss_sum.item()", "i % 5 == 0 and print(loss_sum)":
-            planted = source.replace("loss = run.loss(", f"{reads}; loss = run.loss(")
+        for reads in "run.step % 5 == 0 and loss.item()", "print(f'{loss:.3f}')":
+            planted = source.replace(line, f"{reads}; {line}")
             exec(compile(planted, code.co_filename, "exec"), vars(main))
+            if "5" in reads:
+                test_project.test_a_step_reads_nothing_off_the_device(few, patch)
+        with pytest.raises(pytest.fail.Exception, match=r"^main.py:\d+: losses.append\("):
             test_project.test_a_step_reads_nothing_off_the_device(few, patch)
-        planted = source.replace("loss = run.loss(", "loss_sum.item(); loss = run.loss(")
-        exec(compile(planted, code.co_filename, "exec"), vars(main))
-        with pytest.raises(pytest.fail.Exception, match=line):
-            test_project.test_a_step_reads_nothing_off_the_device(few, patch)
+
+
+MAIN = """
+import torch, ddpkit
+class distributed:
+    def setup(seed):
+        store = torch.distributed.HashStore()
+        torch.distributed.init_process_group("gloo", rank=0, world_size=1, store=store)
+def main(words):
+    device = distributed.setup(0)
+    net = torch.nn.Linear(4, 2).to(device)
+    loader = torch.utils.data.DataLoader([(torch.ones(4), 1)] * 8, 2)
+    run = ddpkit.Run(None, loader, None, "ab", accumulate=1)
+    net = torch.nn.parallel.DistributedDataParallel(net)
+    for i, batches in enumerate(run.steps(net)):
+        for inputs, targets in batches:
+            loss = torch.nn.functional.cross_entropy(net(inputs), targets)
+            PLANTED
+            loss.backward()
+    print(loss.item())
+"""
+NOW_AND_THEN = """run.step % 5 == 0 and loss.item()
+i % 2 == 0 and print(loss)
+run.step % 5 == 0 and targets.nonzero()
+run.is_logged and print(loss)
+loss.to('cpu', non_blocking=True)
+torch.distributed.all_reduce(loss.detach())
+run.writer.add_scalar('mine', 1.0, run.step)"""
+IN_EACH_STEP = """loss.item()
+print(loss)
+str(loss)
+f'{loss:.3f}'
+1 if loss > 3 else 2
+loss.cpu()
+targets.tolist()
+loss.detach().numpy()
+targets.nonzero()
+inputs[inputs > 0]
+loss.register_hook(print)
+run.writer.add_scalar('mine', loss.detach(), run.step)"""
+
+
+@on_ranks(1, group=False)
+def test_lines_that_wait(tmp_path: Path) -> None:
+    def find(number: int, planted: str) -> str:
+        path = tmp_path / f"main{number}.py"
+        path.write_text(MAIN.replace("PLANTED", planted))
+        spec = importlib.util.spec_from_file_location(path.stem, path)
+        main = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(main)
+        return stalls.find(main, [])
+
+    assert find(0, "; ".join(NOW_AND_THEN.split("\n"))) == ""
+    for number, line in enumerate(IN_EACH_STEP.split("\n"), 1):
+        at, text = (17, "loss.backward()") if "hook" in line else (16, line)
+        assert find(number, line).startswith(f"main{number}.py:{at}: {text}\n")
 
 
 def test_half_precision(project: Project, data: Path, tmp_path: Path) -> None:

@@ -41,7 +41,7 @@ from flags import parse_args
 with failures.one_line_errors():
     args = parse_args(sys.argv[2:])
     distributed.setup(args.seed)
-    net = model.build_model(args, ["one", "two"], weights=args.weights)
+    net = model.build_model(args, ["one", "two"], pretrained=args.weights)
     torch.save({"model": net.state_dict()}, f"{sys.argv[1]}/{ddpkit.rank()}.pt")
     torch.distributed.destroy_process_group()
 """
@@ -269,7 +269,7 @@ def test_what_auto_stands_for() -> None:
         ("fpn", "tu-seresnet18"): None,
         ("deeplabv3_resnet50", "resnet34"): "COCO_WITH_VOC_LABELS_V1",
     }.items():
-        assert next(iter(pretrained.find_published(*network, None)[0]), None) == name
+        assert next(iter(pretrained.find_published(*network, {})), None) == name
 
 
 # The smallest images that each takes without BatchNorm over a single pixel.
@@ -295,12 +295,12 @@ def test_classic_networks(project: Project, network: str) -> None:
     args = parse_args(["--data", "demo", *network.split()])
     classes, side, is_dense = [*"abcdef"], args.image_size, project.task == "segmentation"
     net = model.build_model(args, classes)
-    criterion = ddpkit.criterion(model.build_criterion(args, None, classes))
+    criterion = model.build_criterion(args, None, classes)
     targets = torch.randint(len(classes), (2, side, side) if is_dense else (2,))
     optimizer = torch.optim.SGD(net.parameters(), 0.001)
     for _ in range(2):  # the last layer of some is 0 at first
-        loss_sum, _ = criterion(net(torch.randn(2, 3, side, side)), targets)
-        loss_sum.backward()
+        logits = ddpkit.to_logits(net(torch.randn(2, 3, side, side)))
+        criterion(logits, targets).backward()
         optimizer.step()
     gradients = [weight.grad for weight in net.parameters() if weight.requires_grad]
     assert all(gradient.isfinite().all() for gradient in gradients)

@@ -112,7 +112,7 @@ def weights(damage: Damage, folder: Path, whole: dict, old: dict, new: dict) -> 
         torch.save({"state_dict": old["model"]}, path, _use_new_zipfile_serialization=is_zip)
         path.write_bytes(damage(path.read_bytes()))
         try:
-            found = pretrained.read(str(path), dict)
+            found = pretrained.read(str(path))
         except UserError as error:
             one_line(error, "weights.pth")
             continue

@@ -22,8 +22,9 @@ from ports import free_port
 
 from ddpkit.ranks import distributed
 
-LOOP = "loss = run.loss("  # a line of the training loop, which calls the library
+LOOP = " loss = "  # in the training loop; calls the library
 FIRST_READ = "self.open(index)"  # in __getitem__
+WRAP, AFTER_WRAP = "ddp_model = DistributedDataParallel(", "ddp_model.broadcast_buffers"
 
 # Ranks that add numbers from a loader worker, without end; they start in half of main.py's time.
 ENDLESS = """
@@ -89,22 +90,22 @@ def test_a_debugging_session(own: Project, tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     main = own.folder / "main.py"
     flags = own.flags(data, "runs/debug", "--image-size", 32, "--dist-timeout", 1)
-    with debugging(own, *flags, at=("main.py", "ddp_model = ddpkit.wrap(")) as debugger:
-        for number, rank in enumerate(debugger.stopped()):
+    with debugging(own, *flags, at=("model.py", "args.tta:")) as debugger:
+        assert {rank.frame["name"] for rank in debugger.stopped()} == {"infer"}
+        debugger.set("main.py", WRAP)
+        for number, rank in enumerate(debugger.go()):
             assert rank.threads()[0] == f"rank {number}"
             assert len(rank.threads()) > 1  # else VS Code does not show its name
             assert rank.evaluate("ddpkit.rank()") == str(number)
         for rank in debugger.go("next"):  # over DDP(model), which waits for all ranks
-            assert rank.frame["line"] == line_of(main, "train_loss = train_one_epoch(")
+            assert rank.frame["line"] == line_of(main, AFTER_WRAP)
 
         debugger.set("dataset.py", FIRST_READ)
         for rank in debugger.go():
             assert rank.frame["name"] == "__getitem__" and rank.evaluate("index").isdecimal()
-        debugger.set("model.py", "nn.functional.cross_entropy(")
-        assert {rank.frame["name"] for rank in debugger.go()} == {"forward"}
         debugger.set("main.py", LOOP)
         for number, rank in enumerate(debugger.go()):
-            assert rank.evaluate("(rank, i)") == f"({number}, 0)"
+            assert rank.evaluate("rank") == str(number)
             assert rank.evaluate("len(images) == len(outputs) == len(targets)") == "True"
         for rank in debugger.go("stepIn"):  # F11, over what is the library's
             assert rank.frame["line"] == line_of(main, "scaler.scale(loss).backward()")
@@ -196,8 +197,9 @@ def test_one_process(own: Project, few: Path) -> None:
 def test_a_mistake_is_held_where_it_is_made(own: Project, few: Path, is_own: bool) -> None:
     """Of ddpkit's own errors that is the line which calls it; then one line, and all ranks end."""
     main = own.folder / "main.py"
-    text, old, new = main.read_text(), "run.divide_gradients(", "("
-    held, error, ranks = "run.end_step()", "[loop.end_step]", "1"
+    text, old = main.read_text(), "scheduler=scheduler,"
+    new = f"{old} epoch=scheduler,"
+    held, error, ranks = "run = ddpkit.Run(", "[loop.parts]", "1"
     if is_own:
         text, old, new = ENDLESS, SUM, f"assert rank == 0, 'planted'\n            {SUM}"
         held = error = "planted"
@@ -232,9 +234,12 @@ def test_a_test_file(endless: Project) -> None:
 
 
 def test_predict(project: Project, data: Path, trained: Path, tmp_path: Path) -> None:
+    """As a comment of launch.json says."""
     image = next((data / "val").rglob("*.jpg"))
-    config = configuration(project.folder, "Predict: the open image", file=str(image))
-    config["args"] += ["--checkpoint", str(trained / "best.pt"), "--output", str(tmp_path)]
+    config = configuration(project.folder, "One process")
+    config["program"] = config["program"].replace("main.py", "predict.py")
+    words = image, "--checkpoint", trained / "best.pt", "--output", tmp_path
+    config["args"] = shlex.join(map(str, words))
     with Debugger(project.folder) as debugger:
         debugger.set("predict.py", "torch.inference_mode")
         debugger.launch(config)

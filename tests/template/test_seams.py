@@ -105,8 +105,8 @@ class Skipping(nn.Linear):
 build_whole = build_model
 
 
-def build_model(args, classes, channels=3, weights=None):
-    model = build_whole(args, classes, channels, weights)
+def build_model(args, classes, channels=3, pretrained=None):
+    model = build_whole(args, classes, channels, pretrained)
     model.fc = Skipping(model.fc.in_features, len(classes))
     model.fc.spare = nn.Parameter(torch.zeros(len(classes)))
     return model

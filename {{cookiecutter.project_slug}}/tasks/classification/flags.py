@@ -43,7 +43,7 @@ def parse_args(argv: Sequence[str] | None = None, defaults: Mapping[str, object]
     add("--optimizer", default="adamw", metavar="NAME", help="adamw, sgd, or any other of timm, such as muon")
     add("--weight-decay", type=rate, help="not on biases and norms (default: 0.0001 for sgd, else 0.05)")
     add("--schedule", choices=("cosine", "step", "poly", "wsd"), default="cosine", help="of --lr: cosine decay, / 10 every 30 epochs, polynomial, or linear at the end")
-    add("--warmup-epochs", type=rate, default=0.5, help="epochs of linear warm-up")
+    add("--warmup-epochs", type=rate, default=0.5, metavar="EPOCHS", help="of linear warm-up")
     add("--clip-grad-norm", type=rate, default=0.0, metavar="NORM", help="maximum norm of the gradient; 0: no clipping")
     add("--layer-decay", type=rate, default=1.0, metavar="FACTOR", help="learning rate of a layer, as a factor of the next one's; of torchvision's backbones, of --lr")
     add("--drop-path", type=share, default=0.0, metavar="SHARE", help="of samples that skip a block, in timm's networks")
@@ -60,6 +60,7 @@ def parse_args(argv: Sequence[str] | None = None, defaults: Mapping[str, object]
 
     add = parser.add_argument_group("machine").add_argument
     add("--tracker", choices=("mlflow", "trackio", "wandb"), help="also log metrics there; offline as each of them is told to")
+    add("--log-every", type=count, default=50, metavar="STEPS", help="log loss, rate and speed every STEPS optimizer steps; 0: never")
     add("--save-every", type=count, default=0, metavar="STEPS", help="also save every STEPS optimizer steps; 0: after each epoch")
     add("--sync-bn", action="store_true", help="BatchNorm over the images of all ranks; on GPUs only")
     add("--deterministic", action="store_true", help="the same bits on GPUs; slower")

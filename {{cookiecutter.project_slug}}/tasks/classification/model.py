@@ -19,43 +19,55 @@ STRIDE = None  # of images' sides, if the network takes any multiples of it; Non
 
 
 def build_model(
-    args: Namespace, classes: Sequence[str], channels: int = 3, weights: str | None = None
+    args: Namespace, classes: Sequence[str], channels: int = 3, pretrained: str | None = None
 ) -> nn.Module:
     """Return a network: float32 (N, channels, H, W), normalised -> logits (N, classes).
 
-    weights: --weights, to start from; None: none, because those of a checkpoint follow.
+    pretrained: --weights, to start from; None: those of a checkpoint follow.
     """
+    img_size = None
+    if args.arch.startswith("timm/"):
+        name = args.arch.removeprefix("timm/")
+        config = timm.get_pretrained_cfg(name)
+        if config and config.fixed_input_size:
+            img_size = args.image_size  # as a ViT has a weight for each position in the image
+        model = timm.create_model(  # leaves out what is None
+            name,
+            num_classes=len(classes),
+            in_chans=channels,
+            img_size=img_size,
+            drop_path_rate=args.drop_path or None,
+        )
+        model.set_grad_checkpointing(args.grad_checkpointing)  # type: ignore[operator]
+    elif args.drop_path or args.grad_checkpointing:
+        raise ddpkit.UserError("--drop-path and --grad-checkpointing are for --arch timm/NAME")
+    else:
+        options = {}
+        if args.arch in ("googlenet", "inception_v3"):
+            # Auxiliary heads would need a loss of their own.
+            options = {"aux_logits": False, "init_weights": True}
+        model = torchvision.models.get_model(args.arch, num_classes=len(classes), **options)
 
-    def build(pretrained: bool = False) -> nn.Module:
-        if args.arch.startswith("timm/"):
-            own = timm.get_pretrained_cfg(name := args.arch.removeprefix("timm/"))
-            side = args.image_size if own and own.fixed_input_size else None
-            options: dict = {"img_size": side, "drop_path_rate": args.drop_path or None}
-            options |= {"num_classes": len(classes), "in_chans": channels}
-            net = timm.create_model(name, pretrained, **options)  # leaves out what is None
-            net.set_grad_checkpointing(args.grad_checkpointing)  # type: ignore[operator]
-            return net
-        if args.drop_path or args.grad_checkpointing:
-            raise ValueError("--drop-path and --grad-checkpointing are for --arch timm/NAME")
-        is_aux = args.arch in ("googlenet", "inception_v3")  # whose heads need a loss of their own
-        heads = {"aux_logits": False, "init_weights": True} if is_aux else {}
-        return torchvision.models.get_model(args.arch, num_classes=len(classes), **heads)
-
-    return ddpkit.fit_input(build, args.image_size, channels, weights, arch=args.arch)
+    ddpkit.adapt_input(model, args.image_size, channels)
+    ddpkit.load_pretrained(model, pretrained, args.arch, img_size=img_size)
+    return model
 
 
 def layers(model: nn.Module) -> list[list[nn.Parameter]]:
-    """Return the weights of each layer, as timm says; else of all but the last, and of that."""
-    if matcher := getattr(model, "group_matcher", None):
-        names = timm.models.group_parameters(model, matcher())
-        return [[model.get_parameter(name) for name in names[n]] for n in sorted(names)]
-    found = [each for each in model.modules() if isinstance(each, nn.Linear | nn.Conv2d)]
-    if not found:
+    """Return the parameters of each layer, as timm says; else of all but the last, and of that."""
+    matcher = getattr(model, "group_matcher", None)
+    if matcher:
+        groups = timm.models.group_parameters(model, matcher())
+        in_order = [groups[number] for number in sorted(groups)]
+        return [[model.get_parameter(name) for name in names] for names in in_order]
+    modules = [each for each in model.modules() if isinstance(each, nn.Linear | nn.Conv2d)]
+    if not modules:
         line = "--freeze-backbone and --layer-decay: no layer is known"
         raise ddpkit.UserError(f"{line}; return them from `layers` in model.py")
-    last = found[-1]
-    own = set(last.parameters())
-    return [[each for each in model.parameters() if each not in own], [*last.parameters()]]
+    head = list(modules[-1].parameters())
+    of_head = set(head)
+    others = [param for param in model.parameters() if param not in of_head]
+    return [others, head]
 
 
 def infer(model: nn.Module, images: Tensor, args: Namespace) -> Tensor:

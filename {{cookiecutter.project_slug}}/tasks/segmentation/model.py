@@ -19,44 +19,45 @@ from losses import Loss
 BEST = "miou"
 
 
-class Logits(nn.Module):
-    """A segmentation network of torchvision that returns its main output alone."""
-
-    def __init__(self, net: nn.Module) -> None:
-        super().__init__()
-        self.net = net
-
-    def forward(self, images: Tensor) -> Tensor:
-        return self.net(images)["out"]
-
-
 def build_model(
-    args: Namespace, classes: Sequence[str], channels: int = 3, weights: str | None = None
+    args: Namespace, classes: Sequence[str], channels: int = 3, pretrained: str | None = None
 ) -> nn.Module:
     """Return a network: float32 (N, channels, H, W), normalised -> logits (N, classes, H, W).
 
+    Those of torchvision return a dict, in which "out" has the logits.
     H and W have to be multiples of STRIDE.
-    weights: --weights, to start from; None: none, because those of a checkpoint follow.
+    pretrained: --weights, to start from; None: those of a checkpoint follow.
     """
+    if args.arch in torchvision.models.list_models(module=torchvision.models.segmentation):
+        model = torchvision.models.get_model(
+            args.arch, num_classes=len(classes), weights=None, weights_backbone=None
+        )
+    else:
+        model = smp.create_model(
+            args.arch,
+            encoder_name=args.encoder,
+            encoder_weights=None,  # load_pretrained has them downloaded by one rank
+            in_channels=channels,
+            classes=len(classes),
+        )
 
-    def build() -> nn.Module:
-        if args.arch in torchvision.models.list_models(module=torchvision.models.segmentation):
-            none = {"weights": None, "weights_backbone": None}
-            return Logits(torchvision.models.get_model(args.arch, num_classes=len(classes), **none))
-        return smp.create_model(args.arch, args.encoder, None, channels, len(classes))
-
-    names = {"arch": args.arch, "encoder": args.encoder}
-    return ddpkit.fit_input(build, args.image_size, channels, weights, STRIDE, **names)
+    ddpkit.adapt_input(model, args.image_size, channels, STRIDE)
+    ddpkit.load_pretrained(model, pretrained, args.arch, args.encoder)
+    return model
 
 
 def layers(model: nn.Module) -> list[list[nn.Parameter]]:
-    """Return the weights of the encoder and the others, for the flags of layers."""
-    encoder = model.net.backbone if isinstance(model, Logits) else getattr(model, "encoder", None)
+    """Return the parameters of the encoder and the others, for the flags of layers."""
+    encoder = getattr(model, "encoder", None)
+    if encoder is None:
+        encoder = getattr(model, "backbone", None)  # torchvision's word
     if not isinstance(encoder, nn.Module):
         line = "--freeze-backbone and --layer-decay: the network has no attribute `encoder`"
         raise ddpkit.UserError(f"{line}; return its layers from `layers` in model.py")
-    own = set(encoder.parameters())
-    return [[*encoder.parameters()], [each for each in model.parameters() if each not in own]]
+    params = list(encoder.parameters())
+    of_encoder = set(params)
+    others = [param for param in model.parameters() if param not in of_encoder]
+    return [params, others]
 
 
 def infer(model: nn.Module, images: Tensor, args: Namespace) -> Tensor:

@@ -1,0 +1,128 @@
+"""Which images a network takes: how many channels, how large; and what it does not use."""
+
+import copy
+import traceback
+
+import torch
+from torch import Tensor, nn
+
+from ddpkit.errors import UserError, shorten
+from ddpkit.ranks import distributed
+from ddpkit.run.outputs import Outputs, map_tensors
+
+FACTORIES = {"create_model", "get_model", "get_pretrained_cfg"}  # take the name of a network first
+OF_LIBRARIES = ("segmentation_models_pytorch", "timm.", "torchvision.")
+
+
+def adapt_input(model: nn.Module, size: int, channels: int = 3, step: int = 0) -> None:
+    """Have `model` take images float32 (N, channels, size, size), as its training has them.
+
+    A first convolution for RGB is made anew for other channels.
+    step: of the sides of images (N, channels, i * step, j * step), if it takes any such; weights
+        that no output depends on, as in some encoders, are frozen, or DDP would wait; a line names
+        them.
+
+    Raises a UserError if it cannot take such images.
+
+        model = torchvision.models.resnet18(num_classes=len(classes))
+        ddpkit.adapt_input(model, args.image_size, channels)
+    """
+    convolutions = (each for each in model.modules() if isinstance(each, nn.Conv2d))
+    entry = next(convolutions, None)
+    if entry and entry.in_channels == 3 != channels:
+        entry.in_channels = channels
+        shape = (entry.out_channels, channels, *entry.kernel_size)
+        entry.weight = nn.Parameter(entry.weight.new_empty(shape))
+        entry.reset_parameters()
+    if step:
+        freeze_unused(model, step, channels)
+    with torch.no_grad():
+        forward(model, size, channels, "use another --image-size, such as 224")
+
+
+def freeze_unused(model: nn.Module, step: int, channels: int) -> None:
+    """Freeze the weights of `model` that no output depends on, in evaluation or in training."""
+    remedy = f"validation pads images to multiples of {step}: choose another network"
+    names = without_gradient(model, forward(model, 5 * step, channels, remedy))
+    if names:
+        in_training = without_gradient_in_training(model, 5 * step, channels)
+        names = [name for name in names if name in in_training]
+    for name in names:
+        model.get_parameter(name).requires_grad_(False)
+    if names and distributed.is_joined():  # predict.py has no use for it
+        line = f"{len(names)} weights are frozen, for no output depends on them"
+        distributed.say(f"{line}: {shorten(names)}")
+
+
+def without_gradient_in_training(model: nn.Module, size: int, channels: int) -> list[str]:
+    """Return the weights that no output depends on in training; all, if that cannot be tried.
+
+    The network, such as BatchNorm's statistics, and the random numbers to come remain as they are.
+    """
+    try:
+        twin = copy.deepcopy(model).train()
+        with torch.random.fork_rng(devices=[]):  # networks are built on the CPU
+            images = torch.rand(2, channels, size, size)  # BatchNorm needs two
+            outputs = twin(images.to(next(twin.parameters()).device))
+        return without_gradient(twin, outputs)
+    except (AssertionError, LookupError, RuntimeError, TypeError, ValueError):
+        return [name for name, _ in model.named_parameters()]  # such as one that takes targets
+
+
+def without_gradient(model: nn.Module, outputs: Outputs) -> list[str]:
+    """Return the names of weights that are trained, and on which nothing in `outputs` depends."""
+    sums: list[Tensor] = []
+
+    def note(output: Tensor) -> Tensor:
+        if output.requires_grad:
+            sums.append(output.sum().real)
+        return output
+
+    map_tensors(note, outputs)
+    trained = {name: each for name, each in model.named_parameters() if each.requires_grad}
+    if not sums:
+        return [*trained]
+    gradients = torch.autograd.grad(sums, [*trained.values()], allow_unused=True)
+    return [name for name, slope in zip(trained, gradients, strict=True) if slope is None]
+
+
+def forward(model: nn.Module, size: int, channels: int, remedy: str) -> Outputs:
+    """Return what the network returns for a black image, in evaluation mode."""
+    was_training = model.training
+    device = next(model.parameters()).device
+    try:
+        return model.eval()(torch.zeros(1, channels, size, size, device=device))
+    except (AssertionError, RuntimeError, ValueError) as error:
+        line = f"this network cannot take images of {size} x {size} pixels"
+        raise UserError(f"{line} ({' '.join(str(error).split())}): {remedy}") from None
+    finally:
+        model.train(was_training)
+
+
+def explain(error: Exception) -> UserError | None:
+    """Return a line if a library cannot make the network of a name that model.py gives it."""
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        module = frame.f_globals.get("__name__", "")
+        if frame.f_code.co_name in FACTORIES and module.startswith(OF_LIBRARIES):
+            name = frame.f_locals[frame.f_code.co_varnames[0]]
+            arch = f"timm/{name}" if module.startswith("timm.") else name
+            return UserError(refusal(arch, " ".join(str(error).split())[:300].rstrip(".")))
+    return None
+
+
+def refusal(arch: str, said: str) -> str:
+    """Return a line on the network `arch`, of which a library has `said` what is wrong."""
+    line = f"--arch {arch}: {said}"
+    if "Unknown model" in said:
+        import difflib
+
+        import timm
+        import torchvision
+
+        known = torchvision.models.list_models()
+        known += [f"timm/{name}" for name in timm.list_models()]
+        near = difflib.get_close_matches(arch, known, 4, 0.3)
+        return f"{line}; there are {', '.join(near)}" if near else line
+    if "downsampling pattern" in said:  # of a ViT, whose maps have one size
+        return f"{line}: use --arch dpt"
+    return line

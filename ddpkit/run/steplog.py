@@ -1,0 +1,203 @@
+"""What a run reports within an epoch, every so many steps: a line, and TensorBoard's curves."""
+
+import contextlib
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from ddpkit.ranks import distributed
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
+
+STEPS = "steps"  # the folder of TensorBoard's files
+EVENTS = "events.out.tfevents.*"  # these
+CLOSING_SECONDS = 2
+
+
+class NoWriter:
+    """Takes the calls that a SummaryWriter takes, and does nothing."""
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return lambda *args, **kwargs: None
+
+
+class Entry(NamedTuple):
+    """The numbers of a step, some of which may still be on their way from the device."""
+
+    step: int
+    at: str
+    lr: float
+    img_per_s: float
+    values: Tensor  # on the CPU: the loss, and the norm of the gradient if that is known
+    event: torch.Event | None  # after which `values` are there; None: they are
+
+    def has_arrived(self) -> bool:
+        return self.event is None or self.event.query()
+
+    def scalars(self) -> dict[str, float]:
+        loss, *norms = self.values.tolist()
+        found = {"loss": loss, "lr": self.lr}
+        if norms:
+            found["grad_norm"] = norms[0]
+        found["img_per_s"] = self.img_per_s
+        return found
+
+
+class StepLog:
+    """Logs every so many optimizer steps, on rank 0, and never waits for the device in a step.
+
+    folder: of the run; TensorBoard's files are in its folder steps/. device: of the numbers.
+    every: steps between entries; 0: none. first_step: the steps that were taken before; what
+    TensorBoard has of later ones, of a run that was killed, is dropped. active: False: write
+    nothing, as on other ranks.
+
+        log = StepLog(folder, device, every=50)
+        log.begin()
+        for images, targets in loader:
+            log.count(len(images))
+            ...
+            if log.is_due(step):
+                log.add(step, f"step {step}", loss, lr)
+        log.flush()
+        log.close()
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        device: torch.device,
+        every: int,
+        first_step: int = 0,
+        active: bool = True,
+    ) -> None:
+        self.folder = folder / STEPS
+        self.device = device
+        self.every = every
+        self.first_step = first_step
+        self.active = active and distributed.is_rank_zero()
+        self.process = os.getpid()
+        self.pending: list[Entry] = []
+        self.board: SummaryWriter | None = None
+        self.begin()
+        # TensorBoard reads one file after the other, and at the mark in this one it drops what the
+        # files before have of later steps: it has to come before any that is opened from here on.
+        if self.active and any(self.folder.glob(EVENTS)):
+            self._drop_later(self._open())
+
+    @property
+    def writer(self) -> "SummaryWriter | NoWriter":
+        """TensorBoard's writer of the folder steps/ on rank 0; elsewhere it does nothing.
+
+        run.writer.add_scalar("mine", value, run.step)
+        """
+        if not self.active or os.getpid() != self.process:  # its thread is not in a fork
+            return NoWriter()
+        return self.board or self._open()
+
+    def _open(self) -> "SummaryWriter":
+        began = time.monotonic()
+        from torch.utils.tensorboard import SummaryWriter  # takes seconds
+
+        self.board = SummaryWriter(str(self.folder))
+        self.since += time.monotonic() - began
+        return self.board
+
+    def _drop_later(self, board: Any) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+
+        mark = SessionLog(status=SessionLog.START)
+        for _ in range(2):  # some readers take the first in a folder for the beginning of the run
+            board.file_writer.add_event(Event(step=self.first_step + 1, session_log=mark))
+
+    def begin(self, bar: tqdm | None = None) -> None:
+        """Begin an epoch, or its rest. bar: what shows the numbers if there is a terminal."""
+        self.bar = bar
+        self.has_bar = bar is not None and not bar.disable
+        self.images = 0  # of all ranks, since the last entry
+        self.since = time.monotonic()
+
+    def count(self, images: int) -> None:
+        """Count images of all ranks, for the speed; write the entries that have arrived."""
+        self.images += images
+        self._write_arrived()
+
+    def is_due(self, step: int) -> bool:
+        """Return whether `step`, the number of an optimizer step from 1, is logged."""
+        return self.every > 0 and step % self.every == 0
+
+    def add(
+        self, step: int, at: str, loss: Tensor, lr: float, grad_norm: Tensor | None = None
+    ) -> None:
+        """Log a step that is due.
+
+        step: optimizer steps taken. at: the beginning of the line, such as "epoch 1/30  step
+        50/391". loss, grad_norm: scalars, on the device. Rank 0's numbers are what is written.
+        """
+        if not self.active:
+            return
+        now = time.monotonic()
+        img_per_s = self.images / max(now - self.since, 1e-9)
+        self.images = 0
+        self.since = now
+        found = [loss] if grad_norm is None else [loss, grad_norm]
+        on_device = [each.detach().to(self.device, torch.float32) for each in found]
+        values = torch.stack(on_device).to("cpu", non_blocking=True)  # pinned memory
+        event = None
+        if self.device.type != "cpu":
+            event = torch.get_device_module(self.device).Event()
+            event.record()
+        self.pending.append(Entry(step, at, lr, img_per_s, values, event))
+        self._write_arrived()
+
+    def flush(self) -> None:
+        """Write what is pending, and have the disk get it; waits for the device."""
+        for entry in self.pending:
+            if entry.event:
+                entry.event.synchronize()
+        self._write_arrived()
+        if self.board:
+            self.board.flush()
+
+    def close(self) -> None:
+        """Write what arrives within CLOSING_SECONDS, and close the file.
+
+        It does not wait for longer: after an error the device may never come so far.
+        """
+        if os.getpid() != self.process:
+            return
+        until = time.monotonic() + CLOSING_SECONDS
+        with contextlib.suppress(OSError, RuntimeError):  # of a full disk, of a device that failed
+            self._write_arrived()
+            while self.pending and time.monotonic() < until:
+                time.sleep(0.01)
+                self._write_arrived()
+        self.pending = []
+        if self.board:
+            with contextlib.suppress(OSError):
+                self.board.close()
+
+    def _write_arrived(self) -> None:
+        while self.pending and self.pending[0].has_arrived():
+            self._write(self.pending.pop(0))
+
+    def _write(self, entry: Entry) -> None:
+        scalars = entry.scalars()
+        shown = {"loss": f"{scalars['loss']:.4g}", "lr": f"{entry.lr:.3g}"}
+        if "grad_norm" in scalars:
+            shown["grad"] = f"{scalars['grad_norm']:.3g}"
+        if self.bar is not None and self.has_bar:  # which shows the speed itself
+            self.bar.set_postfix(shown)
+        else:
+            words = "  ".join(f"{name} {value}" for name, value in shown.items())
+            distributed.say(f"{entry.at}  {words}  {entry.img_per_s:.0f} img/s")
+        for name, value in scalars.items():
+            self.writer.add_scalar(name, value, entry.step)

@@ -1,0 +1,209 @@
+"""What a run reports within an epoch: lines, TensorBoard's curves, a writer that owners share."""
+
+import io
+import json
+import os
+import re
+import signal
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from generated import Project, after_step, rows
+from ranks import on_ranks
+from tqdm import tqdm
+
+from ddpkit.ranks import distributed
+from ddpkit.run import steplog
+from ddpkit.run.reporting import Reporter
+from ddpkit.run.steplog import StepLog
+
+CPU = torch.device("cpu")
+
+
+def scalars(folder: Path) -> dict[str, dict[int, float]]:
+    """What TensorBoard reads in a folder: the values of each name by step."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    found = EventAccumulator(str(folder)).Reload()
+    return {
+        name: {each.step: each.value for each in found.Scalars(name)}
+        for name in found.Tags()["scalars"]
+    }
+
+
+def take(log: StepLog, steps: range) -> None:
+    """Train for so many steps, of 8 images on all ranks; the loss is a tenth of the step."""
+    for step in steps:
+        log.count(8)
+        if log.is_due(step):
+            norm = torch.tensor(step + 0.5)
+            log.add(step, f"step {step}/9", torch.tensor(step / 10).double(), 0.00125, norm)
+
+
+@on_ranks(2)
+def test_lines_and_curves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a terminal a line on rank 0, with one the bar's words; both in TensorBoard."""
+    rank, lines = distributed.rank(), []
+    now = iter(range(0, 1000, 2))
+    monkeypatch.setattr(distributed, "say", lines.append)
+    monkeypatch.setattr(time, "monotonic", lambda: next(now))
+    log = StepLog(tmp_path, CPU, every=2)
+    log.begin()
+    take(log, range(1, 4))
+    log.flush()
+    log.begin(tqdm(disable=True))
+    take(log, range(4, 5))
+    shown = io.StringIO()
+    bar = tqdm(total=99, file=shown, mininterval=0)
+    log.begin(bar)
+    take(log, range(5, 7))
+    bar.close()
+    log.writer.add_scalar("mine", 3.0, 6)
+    log.close()
+    if rank:
+        assert not lines and not log.pending and not shown.getvalue().count("loss")
+        return
+    words = [
+        r"step 2/9  loss 0.2  lr 0.00125  grad 2.5  8 img/s",
+        r"step 4/9  loss 0.4  lr 0.00125  grad 4.5  4 img/s",
+    ]
+    assert lines == words
+    assert "loss=0.6, lr=0.00125, grad=6.5" in shown.getvalue()
+    found = scalars(tmp_path / "steps")
+    assert found["loss"] == pytest.approx({2: 0.2, 4: 0.4, 6: 0.6})
+    assert found["grad_norm"] == {2: 2.5, 4: 4.5, 6: 6.5}
+    assert found["lr"] == pytest.approx(dict.fromkeys((2, 4, 6), 0.00125))
+    assert found["mine"] == {6: 3.0}
+    assert found["img_per_s"][2] == 8 and found["img_per_s"].keys() == {2, 4, 6}
+
+
+@on_ranks(1)
+def test_resume(tmp_path: Path) -> None:
+    """TensorBoard has each step once, whatever was killed, and however many write there."""
+    from torch.utils.tensorboard import SummaryWriter
+
+    for first, last in (0, 6), (3, 7), (6, 8):
+        log = StepLog(tmp_path, CPU, every=1, first_step=first)
+        beside = SummaryWriter(str(tmp_path / "steps"))
+        for step in range(first + 1, last + 1):
+            take(log, range(step, step + 1))
+            log.writer.add_scalar("mine", first, step)
+            beside.add_scalar("beside", first, step)
+        log.flush()  # after which it may be killed
+        beside.close()
+    found = scalars(tmp_path / "steps")
+    of_processes = {**dict.fromkeys((1, 2, 3), 0), **dict.fromkeys((4, 5, 6), 3), 7: 6, 8: 6}
+    assert found["mine"] == found["beside"] == of_processes
+    assert [*found["loss"]] == [*found["grad_norm"]] == [*range(1, 9)]
+    assert len([*(tmp_path / "steps").iterdir()]) == 6
+
+
+@on_ranks(1)
+def test_what_is_not_written(tmp_path: Path) -> None:
+    """No file without an entry; in a fork, and after the end of all epochs, no writer."""
+    log = StepLog(tmp_path, CPU, every=0)
+    take(log, range(1, 200))
+    log.close()
+    StepLog(tmp_path, CPU, every=1, active=False).writer.add_scalar("mine", 1, 1)
+    assert not [*tmp_path.iterdir()]
+    log = StepLog(tmp_path, CPU, every=1)
+    take(log, range(1, 2))
+    if (child := os.fork()) == 0:
+        for step in range(99):  # the queue of a writer whose thread is not there would be full
+            log.writer.add_scalar("mine", 1, step)
+        log.close()
+        os._exit(3)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 3
+    log.close()
+    assert scalars(tmp_path / "steps").keys() == {"loss", "lr", "grad_norm", "img_per_s"}
+
+
+class Event:
+    """Of a device, that has not come so far until `done`."""
+
+    made: ClassVar[list["Event"]] = []
+
+    def __init__(self) -> None:
+        self.done, self.is_waited_for = False, False
+        self.made.append(self)
+
+    def record(self) -> None: ...
+
+    def query(self) -> bool:
+        return self.done
+
+    def synchronize(self) -> None:
+        self.done = self.is_waited_for = True
+
+
+@on_ranks(1)
+def test_a_device_that_is_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step writes what has arrived, and waits for nothing; the end of an epoch does."""
+    lines: list[str] = []
+    monkeypatch.setattr(distributed, "say", lines.append)
+    monkeypatch.setattr(torch, "get_device_module", lambda _: SimpleNamespace(Event=Event))
+    log = StepLog(tmp_path, CPU, every=1)
+    log.device = SimpleNamespace(type="cuda")
+    to = torch.Tensor.to
+    as_cpu = lambda self, *how, **options: to(self, *[h for h in how if h is not log.device])  # noqa: E731
+    monkeypatch.setattr(torch.Tensor, "to", as_cpu)
+    take(log, range(1, 4))
+    first, second, third = Event.made
+    assert not lines
+    second.done = True  # in order, though
+    log.count(8)
+    assert not lines
+    first.done = True
+    log.count(8)
+    assert len(lines) == 2 and not third.is_waited_for
+    log.flush()
+    assert len(lines) == 3 and third.is_waited_for and not first.is_waited_for
+    for step, arrives in (4, True), (5, False):  # at the end of a run it is waited for a little
+        monkeypatch.setattr(steplog, "CLOSING_SECONDS", 99 if arrives else 0.1)
+        monkeypatch.setattr(
+            time, "sleep", lambda _, arrives=arrives: setattr(Event.made[-1], "done", arrives)
+        )
+        take(log, range(step, step + 1))
+        log.close()
+        last = Event.made[-1]
+        assert len(lines) == 4 and last.done == arrives and not last.is_waited_for
+
+
+@on_ranks(1)
+def test_the_reporter_closes_it(tmp_path: Path) -> None:
+    """Also on a disk that is full."""
+    report = Reporter(tmp_path, CPU, 2, 0, is_complete=False, log_every=2)
+
+    def fail() -> Any:
+        raise OSError(28, "No space left on device")
+
+    for _ in report.progress(range(3), 3, 0):
+        pass
+    report.steps.add(2, "step 2", torch.ones(()), 0.1)
+    assert report.steps.images == 0
+    assert report.steps.board
+    report.steps.board.flush = fail  # type: ignore[method-assign]
+    report.steps.board.close, close = fail, report.steps.board.close  # type: ignore[method-assign]
+    report.close()
+    close()
+    assert json.dumps([*scalars(tmp_path / steplog.STEPS)["loss"]]) == "[2]"
+
+
+def test_a_run(project: Project, few: Path, tmp_path: Path) -> None:
+    """Its lines say what the epoch's row does; stopped and resumed it has each step once."""
+    words = "--log-every", 2, "--save-every", 1, "--batch-size", 3, "--epochs", 2
+    killed = after_step(6, lambda: os.kill(os.getpid(), signal.SIGKILL))
+    first = project.train(few, tmp_path, *words, patch=killed)
+    assert first.statuses == [-9, -9]
+    second = project.train(few, tmp_path, *words).ok().out
+    line = r"epoch (\d)/2  step (\d)/4  loss (\S+)  lr \S+  grad \S+  \d+ img/s"
+    found = re.findall(line, first.out + second)
+    assert [(int(epoch), int(step)) for epoch, step, _ in found] == [(1, 2), (1, 4), (2, 2), (2, 4)]
+    losses = [float(loss) for *_, loss in found]
+    means = [float(row["train_loss"]) for row in rows(tmp_path)]
+    assert means == pytest.approx([sum(losses[:2]) / 2, sum(losses[2:]) / 2], rel=1e-3)
+    assert [*scalars(tmp_path / "steps")["loss"]] == [2, 4, 6, 8]
