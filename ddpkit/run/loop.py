@@ -300,8 +300,7 @@ class Run:
         found = self.report.progress(found, left * self.passes_per_step, self.epoch)
         seed, rank = int(self.source.order["seed"]), distributed.rank()
         before = self.step
-        for _ in range(left):
-            some = list(itertools.islice(found, self.passes_per_step))
+        while some := list(itertools.islice(found, self.passes_per_step)):
             batches = [loading.move(batch, self.device, format) for batch in some]
             samples.seed(seed, self.epoch, self.seen // self.global_batch, rank)  # dropout
             yield batches
@@ -312,6 +311,7 @@ class Run:
                     "is one optimizer step; for more batches per step use --accumulate, such as "
                     "--accumulate 4"
                 )
+        next(found, None)  # lets the bar and the loader end; of no steps, begin
 
     @property
     def is_logged(self) -> bool:
