@@ -119,8 +119,8 @@ def read(path: Path | str, keys: Iterable[str] = ("model", "classes", "args", "f
     state = read_file(path)
     if missing := sorted({*keys, "channels"} - state.keys()):
         raise Foreign(
-            f"{path}: not a checkpoint of this project ({', '.join(missing)} missing): use last.pt, "
-            "best.pt, or a copy of one of them"
+            f"{path}: not a checkpoint of this project ({', '.join(missing)} missing): use "
+            "last.pt, best.pt, or a copy of one of them"
         )
     for name in sorted(KINDS.keys() & state.keys()):
         kind = KINDS[name]
