@@ -129,9 +129,8 @@ def hunks_of(old: list[str], new: list[str]) -> Iterator[str]:
 
 
 def is_place(some: list[str], lines: list[str]) -> bool:
-    """Return whether `some` lines are there once, and the last of them is not empty."""
-    there = sum(lines[i : i + len(some)] == some for i in range(len(lines)))
-    return there == 1 and bool(some[-1].strip())
+    """Return whether `some` lines are there once."""
+    return sum(lines[i : i + len(some)] == some for i in range(len(lines))) == 1
 
 
 def places(diff: str, files: Files) -> Iterator[str]:
@@ -244,8 +243,8 @@ def quote(i: int, tree: ast.Module, source: list[str], scope: range) -> str:
         text = line[: WIDTH - 4].rpartition(" ")[0].strip(" ,")
     if [n for n in scope if source[n].strip().startswith(text)] != [i]:
         return UNKNOWN
-    if is_whole and line.endswith("("):
-        return f"`{text}...)`"
+    if is_whole and line.endswith(("(", "{", "[")):
+        return f"`{text}...{dict(['()', '{}', '[]'])[line[-1]]}`"
     return f"`{text} ...`" if text != line else f"`{text}`"
 
 

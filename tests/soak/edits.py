@@ -16,21 +16,25 @@ from ranks import Patch
 from setting import Setting
 
 # Places in the files of the project as it is generated
-IMPORTS = "\nCriterion = Callable"
+IMPORTS = "\n\ndef main(argv"
 OPTIMIZER = "    return torch.optim.AdamW(groups, lr, fused=True)"
 SCHEDULER = "    return LambdaLR(optimizer, factor)"
-OF_LOSS = "ddpkit.criterion(build_criterion(args, train_set, classes), device)"
-INSIDE = "        images, targets = transform_batch("
-FORWARD = "            outputs = ddp_model(images)"
-BACKWARD = "            scaler.scale(loss).backward()\n"
-ZERO = "            optimizer.zero_grad()\n"
-END = "            run.end_step()"
-JUDGED = "            results, found = judge(model, val_loader)\n"
+OF_LOSS = "ddpkit.Criterion(build_criterion(args, train_set, classes), classes)"
+INSIDE = "        batches = [\n"
+FORWARD = "                    outputs = ddp_model(images)"
+BACKWARD = "                scaler.scale(loss).backward()\n"
+ZERO = "        optimizer.zero_grad()\n"
+FIRST = "        losses: list[Tensor] = []\n"  # before the passes of a step
+END = "        run.end_step("
+JUDGED = (
+    "            results, confusion, worst = "
+    "evaluate(model, val_loader, criterion, metrics, args)\n"
+)
 TO_DEVICE = "    model = model.to(device).to("
-SETS = "    seeded = ddpkit.Seeded(val_set"
+SETS = "    val_seeded = ddpkit.Seeded(val_set"
 EVALUATED = "        worst.update(logits, targets, indices)\n"
 NORM = "            results['norm'] = float(sum(map(torch.norm, model.parameters())))\n"
-TERM = "            loss = loss + 1e-4 * sum(map(torch.norm, ddp_model.parameters()))\n"
+TERM = "                loss = loss + 1e-4 * sum(map(torch.norm, ddp_model.parameters()))\n"
 OPTIMIZERS = {
     "sgd": "torch.optim.SGD(groups, lr, momentum=0.9, nesterov=True)",
     "adam": "torch.optim.Adam(groups, lr, amsgrad=True)",
@@ -78,19 +82,21 @@ EDITS = [
     Edit(
         "a loss that returns a mean",
         "loss",
-        replaced(OF_LOSS, "ddpkit.criterion(nn.CrossEntropyLoss(ignore_index=255))"),
+        replaced(OF_LOSS, "ddpkit.Criterion(nn.CrossEntropyLoss(ignore_index=255), classes)"),
     ),
     Edit(
         "a loss of its own",
         "loss",
-        replaced(OF_LOSS, "ddpkit.criterion(Own())")
+        replaced(OF_LOSS, "ddpkit.Criterion(Own(), classes)")
         + before(
             IMPORTS,
             "\nclass Own(nn.Module):\n"
             "    def forward(self, outputs, targets):\n"
             "        each = nn.functional.cross_entropy("
             "outputs, targets, reduction='none', ignore_index=255)\n"
-            "        return each.square().sum(), (targets != 255).sum()\n\n",
+            "        return each.square().sum()\n\n"
+            "    def count(self, targets):\n"
+            "        return (targets != 255).sum()\n\n",
         ),
         "classification",
     ),
@@ -101,29 +107,29 @@ EDITS = [
             TO_DEVICE,
             "    forward = model.forward\n    model.forward = lambda x: (forward(x), x.mean())\n",
         )
-        + replaced(FORWARD, "            outputs, _ = ddp_model(images)"),
+        + replaced(FORWARD, "                    outputs, _ = ddp_model(images)"),
     ),
     Edit(
         "leaves the loop early",
         "loop",
-        before(INSIDE, "        if i >= 4:\n            break\n"),
+        before(INSIDE, "        if run.seen >= 16:\n            break\n"),
     ),
     Edit(
         "noise from torch",
         "images",
-        before(FORWARD, "            images = images + 0.01 * torch.randn_like(images)\n"),
+        before(FORWARD, "                    images = images + 0.01 * torch.randn_like(images)\n"),
     ),
     Edit(
         "zero_grad before backward",
         "zero",
-        replaced(ZERO, "") + before(BACKWARD, ZERO),
+        replaced(ZERO, "") + before(FIRST, ZERO),
     ),
     Edit(
         "weights that are clamped",
         "step",
         before(
             END,
-            "            for w in ddp_model.parameters():\n                w.data.clamp_(-3, 3)\n",
+            "        for w in ddp_model.parameters():\n            w.data.clamp_(-3, 3)\n",
         ),
     ),
     Edit(
