@@ -232,7 +232,7 @@ class Project:
 
     def planted(self, folder: Path, code: str = "") -> "Project":
         """A copy that draws nothing, and runs `code` before each optimizer step."""
-        step, recipe = "        if is_last:\n", "\nimport recipe\n"
+        step, recipe = "        grad_norm = None\n", "\nimport recipe\n"
         code = textwrap.indent(textwrap.dedent(code), " " * 8)
         return self.copy(folder, (step, code + step), (recipe, DRAWS_NOTHING + recipe))
 

@@ -157,7 +157,7 @@ def test_metrics_on_any_number_of_ranks(project: Project, tmp_path: Path) -> Non
         _, val, classes = dataset.build_datasets(args)
         samples.seed(1)
         net = model.build_model(args, classes)
-        criterion = ddpkit.criterion(model.build_criterion(args, val, classes))
+        criterion = ddpkit.Criterion(model.build_criterion(args, val, classes), classes)
         for size in 1, 5, 53:
             part = Subset(val, list(range(0, 53, 53 // size))[:size])
             loader = DataLoader(
@@ -166,7 +166,7 @@ def test_metrics_on_any_number_of_ranks(project: Project, tmp_path: Path) -> Non
                 collate_fn=ddpkit.Collate(),
             )
             metrics = model.build_metrics(args, classes)
-            found, (confusion, worst) = main.evaluate(net, loader, criterion, metrics, args)
+            found, confusion, worst = main.evaluate(net, loader, criterion, metrics, args)
             if distributed.rank():  # rank 0 alone has all of them
                 continue
             assert worst

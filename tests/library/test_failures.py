@@ -65,7 +65,9 @@ def test_weights_without_a_gradient():
     for debug, passes in (False, 1), (False, 2), (True, 1):
         if debug:
             dist.set_debug_level(dist.DebugLevel.INFO)
-        networks = [replicas.wrap(Heads(), devices.CPU) for _ in range(2)]
+        networks = [nn.parallel.DistributedDataParallel(Heads()) for _ in range(2)]
+        for ddp_model in networks:
+            replicas.prepare(ddp_model)
         networks[1].module.body[1].requires_grad_()  # after the start, which DDP ignores
         with pytest.raises(RuntimeError) as error:
             for step in range(4):

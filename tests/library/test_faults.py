@@ -93,7 +93,7 @@ def test_what_is_not_saved(project, data, trained, tmp_path, patch, code, words)
 def test_ranks_that_wait(project, data, tmp_path, rank, act, state, hint):
     """One block: where each group of ranks is, with its stack, and what that usually means."""
     text = (project.folder / "main.py").read_text()
-    line = text[: text.index("run.end_step()  #")].count("\n") + 1
+    line = text[: text.index("run.end_step(")].count("\n") + 1
 
     def patch() -> None:
         explaining.ROOT = project.folder

@@ -52,9 +52,9 @@ def test_loss_and_metrics(project: Project, several: Path) -> None:
     sampler = ddpkit.ValSampler(val, 4)
     seeded = ddpkit.Seeded(val, classes, 0)
     loader = torch.utils.data.DataLoader(seeded, batch_sampler=sampler, collate_fn=ddpkit.Collate())
-    criterion = ddpkit.criterion(model.build_criterion(args, val, classes))
-    judge = main.evaluate(net, loader, criterion, model.build_metrics(args, classes), args)
-    found, (matrix, worst) = judge
+    criterion = ddpkit.Criterion(model.build_criterion(args, val, classes), classes)
+    metric = model.build_metrics(args, classes)
+    found, matrix, worst = main.evaluate(net, loader, criterion, metric, args)
     images, targets = (torch.stack(x) for x in zip(*map(val.__getitem__, range(23)), strict=True))
     with torch.inference_mode():
         logits = net(ddpkit.data.loading.normalize(images, val.format))

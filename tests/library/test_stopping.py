@@ -57,10 +57,10 @@ class Chain:
         draw_nothing()
         end_step = Run.end_step
 
-        def patched(run: Run) -> None:
+        def patched(run: Run, *numbers: Any) -> None:
             self.stepped.touch()
             time.sleep(0.1)
-            end_step(run)
+            end_step(run, *numbers)
 
         Run.end_step = patched
 

@@ -93,9 +93,9 @@ def test_every_process_uses_the_same(own: Installed, few: Path, tmp_path: Path) 
     def check(library: Path, *words: object) -> None:
         env = {"NPROC": "1", "OMP_NUM_THREADS": None, "EXPECTED": f"{library}/__init__.py"}
         done = own.process(*words, *flags, **env).ok()
-        assert f"ddpkit 1.1.0 in {library}\n" in done.out
+        assert f"ddpkit 2.0.0 in {library}\n" in done.out
         versions = json.loads((tmp_path / "out" / "args.json").read_text())["versions"]
-        assert versions["ddpkit"] == f"1.1.0 in {library}"
+        assert versions["ddpkit"] == f"2.0.0 in {library}"
         digests.add(digest(tmp_path / "out"))
 
     assert str(copy) in own.copy_command().ok().out
@@ -114,9 +114,9 @@ def test_what_is_missing(own: Installed, project: Project, tmp_path: Path) -> No
     copy = own.python, "-m", "ddpkit", "copy"
     own.process(*copy, cwd=tmp_path).refused("__main__.copy", tmp_path)
     text = (own.folder / "main.py").read_text()
-    assert text.count('needs="1.1"') == 1
-    (own.folder / "main.py").write_text(text.replace('needs="1.1"', 'needs="1.10"'))
-    words = "ddpkit 1.1.0", "1.10", "pip install -r requirements.txt"
+    assert text.count('needs="2.0"') == 1
+    (own.folder / "main.py").write_text(text.replace('needs="2.0"', 'needs="2.10"'))
+    words = "ddpkit 2.0.0", "2.10", "pip install -r requirements.txt"
     own.process(own.folder / "launch.sh").refused("starting.check_itself", *words)
     before_pip = run([own.folder / "launch.sh"])  # after cookiecutter alone
     before_pip.refused("", "no ddpkit", "pip install -r requirements.txt")
