@@ -15,7 +15,12 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from ddpkit.data.augment import choose
+    from ddpkit.data.augment import (
+        RandomResizedCrop,
+        RandomScaleCrop,
+        ResizedCenterCrop,
+        parse_augment,
+    )
     from ddpkit.data.class_counts import class_weights
     from ddpkit.data.demo import demo_classes, demo_masks
     from ddpkit.data.folders import ImageFiles, MaskFiles, find_classes, find_masks
@@ -42,7 +47,7 @@ if TYPE_CHECKING:
 __version__ = "2.0.0"
 
 NAMES = {  # by module, which is imported when one of them is first used: no torch until then
-    "data.augment": "choose",
+    "data.augment": "RandomResizedCrop RandomScaleCrop ResizedCenterCrop parse_augment",
     "data.class_counts": "class_weights",
     "data.demo": "demo_classes demo_masks",
     "data.folders": "ImageFiles MaskFiles find_classes find_masks",

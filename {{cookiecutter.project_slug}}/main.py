@@ -124,6 +124,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         frozen = recipe.freeze_backbone(trained) if run.epoch < args.freeze_backbone else []
         ddp_model = wrap(trained)
         for epoch in range(run.epoch, args.epochs):
+            if run.is_out_of_patience(args.patience):
+                break
             if frozen and epoch == args.freeze_backbone:
                 for param in frozen:
                     param.requires_grad_(True)
@@ -137,8 +139,6 @@ def main(argv: Sequence[str] | None = None) -> None:
             is_best = run.end_epoch({"train_loss": train_loss, **results, "lr": lr})  # saves
             if is_best:
                 run.draw(confusion, worst)
-            if run.is_out_of_patience(args.patience):
-                break
 
 
 def wrap(model: nn.Module) -> DistributedDataParallel:

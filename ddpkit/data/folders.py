@@ -7,7 +7,7 @@ import re
 import unicodedata
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from operator import itemgetter
 from pathlib import Path
 from typing import Any, NoReturn
@@ -19,7 +19,7 @@ from torch.utils.data import Dataset
 
 from ddpkit import files
 from ddpkit.data import class_counts, masks
-from ddpkit.data.format import Format, read_format
+from ddpkit.data.format import MEAN, STD, Format, read_format
 from ddpkit.data.images import LazyImage, open_image
 from ddpkit.data.samples import Packed
 from ddpkit.errors import UserError, shorten
@@ -428,6 +428,7 @@ class MaskFiles(Files):
             if (image.height, image.width) == (mask.width, mask.height):
                 line += "; if EXIF turns the image, save the mask upright, too"
             raise UserError(line)
+        mask.grid = image.shrinks
         return image, mask
 
     def open_mask(self, index: int) -> LazyImage:
@@ -440,7 +441,12 @@ class MaskFiles(Files):
 
 
 def find_classes(
-    data: Path, fold: Fold | None = None, part: str = "val", arch: str = ""
+    data: Path,
+    fold: Fold | None = None,
+    part: str = "val",
+    arch: str = "",
+    mean: Sequence[float] = MEAN,
+    std: Sequence[float] = STD,
 ) -> tuple[Part, Part, Sequence[str]]:
     """Return the parts for training and for validation, for ImageFiles, and the class names.
 
@@ -448,22 +454,26 @@ def find_classes(
     class has. Raises a UserError for any other folder.
     fold: (N, K): validate on part N of K of the training set, and train on the others.
     part: "test" takes DIR/test or DIR/test.csv in place of the part for validation.
-    arch: of a network timm/NAME come mean and deviation, unless data.json has its own, and `crop`.
+    mean, std: of each channel, by which images are normalised, unless data.json has its own.
+    arch: a network timm/NAME has its own, too, and `crop`.
 
         train, val, classes = ddpkit.find_classes(Path("data/demo"))
         train_set = ImageDataset(train, train_transform)
     """
-    train, val, classes = _find(data, functools.partial(find_labelled, part=part, fold=fold))
+    find = functools.partial(find_labelled, part=part, fold=fold)
+    train, val, classes = _find(data, find, mean, std, arch)
     train.classes = val.classes = len(classes)
-    if arch.startswith("timm/"):
-        follow(arch, train, val)
     labels = ([n for _, label, *_ in each.samples for n in numbers(label)] for each in (train, val))
     class_counts.say_images(classes, *labels)
     return train, val, classes
 
 
 def find_masks(
-    data: Path, fold: Fold | None = None, part: str = "val"
+    data: Path,
+    fold: Fold | None = None,
+    part: str = "val",
+    mean: Sequence[float] = MEAN,
+    std: Sequence[float] = STD,
 ) -> tuple[Part, Part, Sequence[str]]:
     """Return the parts for training and for validation, for MaskFiles, and the class names.
 
@@ -477,31 +487,39 @@ def find_masks(
     def find(root: Path) -> tuple[Pairs, Pairs, masks.Labels]:
         return *find_pairs(root, match_pairs, part, fold), masks.read_classes(root / "classes.txt")
 
-    train, val, names = _find(data, find)
+    train, val, names = _find(data, find, mean, std)
     train.labels = names
     train.labels = val.labels = distributed.await_rank_zero(survey, data, train)
     return train, val, train.labels
 
 
-def _find(data: Path, find: Callable[[Path], tuple]) -> tuple[Part, Part, Any]:
+def _find(
+    data: Path,
+    find: Callable[[Path], tuple],
+    mean: Sequence[float],
+    std: Sequence[float],
+    arch: str = "",
+) -> tuple[Part, Part, Any]:
     """Return what `find` lists in `data`."""
-    format = read_format(data)
     train, val, classes = find(data)
+    format, crop = read_format(data), Part.crop
+    own = config_of(arch)
+    if own:
+        crop = own.crop_pct
+    if own and format.channels in (None, 3) and not (format.mean or format.std):
+        mean, std = own.mean, own.std
+    format = format.or_else(mean, std)
     _ = format.statistics, open_image(train[0][0], format)  # an error on all ranks
-    return Part(train, format), Part(val, format), classes
+    return Part(train, format, crop=crop), Part(val, format, crop=crop), classes
 
 
-def follow(arch: str, *parts: Part) -> None:
-    """Give the parts what timm says of its network: mean, deviation, crop."""
+def config_of(arch: str) -> Any:
+    """Return what timm says of a network timm/NAME, None if nothing."""
+    if not arch.startswith("timm/"):
+        return None
     import timm
 
-    own = timm.get_pretrained_cfg(arch.removeprefix("timm/"))
-    for part in parts:
-        format = part.format
-        if own:
-            part.crop = own.crop_pct
-        if own and format.channels in (None, 3) and not (format.mean or format.std):
-            part.format = replace(format, mean=own.mean, std=own.std)
+    return timm.get_pretrained_cfg(arch.removeprefix("timm/"))
 
 
 def survey(data: Path, train: Part) -> masks.Labels:

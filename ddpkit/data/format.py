@@ -4,7 +4,7 @@ import functools
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +47,27 @@ class Format:
             raise UserError(f"{line}; python -m ddpkit check DIR --write adds them")
         mean, std = (each if count == 3 else (sum(each) / 3,) for each in (MEAN, STD))
         return tuple(self.mean or mean), tuple(self.std or std)
+
+    def or_else(self, mean: Sequence[float], std: Sequence[float]) -> "Format":
+        """Return it with these numbers, MEAN and STD of dataset.py, where it has none of its own.
+
+        A UserError if they cannot be meant. Of RGB with one channel the mean is taken; with other
+        channels `statistics` says what is missing.
+        """
+        count = self.channels or 3
+        found: dict[str, Any] = {}
+        for name, values in ("mean", mean), ("std", std):
+            if getattr(self, name):
+                continue
+            if len(values) == 3 and count == 1:
+                values = (sum(values) / 3,)
+            is_right = all(map(math.isfinite, values)) and (name == "mean" or min(values) > 0)
+            if not is_right or (len(values) != count and count == 3):
+                line = f"{name.upper()} in dataset.py: {tuple(values)}: give {count} numbers"
+                raise UserError(f"{line}, in units of 0 to 1")
+            if len(values) == count:
+                found[name] = tuple(values)
+        return replace(self, **found)
 
     @property
     def scale(self) -> tuple:

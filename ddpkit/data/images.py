@@ -5,14 +5,13 @@ Of more than 8 bits, the type decides what becomes 0 and 255: equal values stay 
 
 import contextlib
 import errno
+import functools
 import importlib.util
 import io
 import logging
 import math
-import random
 import re
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -35,6 +34,7 @@ SHRINKS = (8, 4, 2)  # what a JPEG decoder can divide height and width by, at le
 ORIENTATION, BITS_PER_SAMPLE, PHOTOMETRIC = 274, 258, 262  # entries of TIFF, the first of EXIF
 SAMPLES_PER_PIXEL, SAMPLE_FORMAT = 277, 339
 SIGNED = 2  # a sample format
+START_OF_SCAN = b"\xda"  # a marker in JPEGs
 # Whatever a file is named, it is opened as one of these: they start no program, as EPS starts
 # Ghostscript, and tell their size before anything is decoded.
 FORMATS = ["JPEG", "PNG", "TIFF", "WEBP", "BMP", "GIF", "PPM", "JPEG2000"]
@@ -43,41 +43,97 @@ if importlib.util.find_spec("PIL.AvifImagePlugin"):  # not in older versions
 PADDING = re.compile(r"\b\d\d? extraneous bytes before marker 0xd9")  # at the end, by some cameras
 LFS = b"version https://git-lfs"
 EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
+GREYS = bytes(np.arange(256, dtype=np.uint8).repeat(3))  # a palette, R G B, ...
 RANGES = {"uint8": (0, 255), "uint16": (0, 65535), "float": (0.0, 1.0)}  # black, white
 Image.MAX_IMAGE_PIXELS = None  # Format.check_size decides instead, in every process that reads
 
 Box = tuple[int, int, int, int]  # top, left, height, width in pixels
 
 
-@dataclass
-class LazyImage:
-    """An image or a mask, upright, that is decoded once `read` is called.
+class LazyImage(Image.Image):
+    """An image or a mask, upright, that is decoded once its pixels are asked for.
 
-    decode: n -> uint8 (H / n, W / n, 3), of a mask (H, W); sizes are rounded up. With "channels" in
-    data.json float32 (H, W, channels).
-    shrinks: the n that `decode` takes besides 1, in descending order. is_mask: whether (H, W).
-    is_turned: whether EXIF has turned it, which its height and width do not show.
+    It is a PIL image, so that PIL's methods and the transforms of torchvision take it, and
+    np.asarray(image) is uint8 (H, W, 3), which albumentations takes. A mask has mode P, whose class
+    numbers PIL never averages, and is (H, W). `read` returns a part at another size, as a tensor,
+    and decodes a JPEG no larger than that needs.
+
+    With "channels" in data.json pixels are float32 (H, W, channels); more than one are no PIL
+    image: a UserError, but from np.asarray and `read`.
+
+    decode: n -> the pixels at 1 / n of height and width, rounded up. shrinks: the n that `decode`
+    takes besides 1, in descending order. grid: those of the image that a mask belongs to: its parts
+    begin and end where the image's do. is_turned: whether EXIF has turned it, which its height and
+    width do not show.
 
         def val_transform(image: ddpkit.LazyImage) -> Tensor:
             return image.read((0, 0, image.height, image.width), (224, 224))
     """
 
-    height: int
-    width: int
-    decode: Callable[[int], np.ndarray]
-    shrinks: Sequence[int] = ()
-    is_mask: bool = False
-    is_turned: bool = False
+    def __init__(
+        self,
+        height: int,
+        width: int,
+        decode: Callable[[int], np.ndarray],
+        shrinks: Sequence[int] = (),
+        mode: str = "RGB",
+    ) -> None:
+        super().__init__()
+        self._size, self._mode = (width, height), mode
+        self.decode, self.shrinks = decode, shrinks
+        self.grid: Sequence[int] = ()
+        self.is_mask, self.is_turned = mode == "P", False
+        self.is_loaded = False  # into memory of PIL, where its methods may change it
 
     @classmethod
     def of(cls, pixels: np.ndarray) -> "LazyImage":
         """Return pixels (H, W, channels) or (H, W), in memory or mapped from a file."""
+        if pixels.ndim == 2:
+            mode = "P"
+        elif pixels.dtype == np.uint8 and pixels.shape[2] == 3:
+            mode = "RGB"
+        else:
+            mode = "F" if pixels.shape[2] == 1 else f"F;{pixels.shape[2]}"
         height, width = pixels.shape[:2]
-        return cls(height, width, lambda _: pixels, is_mask=pixels.ndim == 2)
+        return cls(height, width, lambda _: pixels, mode=mode)
 
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-        """Return the whole image as (H, W, 3), for what takes an array, such as albumentations."""
-        return np.array(self.decode(1), dtype)
+    @functools.cached_property
+    def pixels(self) -> np.ndarray:
+        """All of them, as they were decoded."""
+        return self.decode(1)
+
+    def load(self) -> Any:
+        """Decode the image for PIL, whose methods call it."""
+        if not self.is_loaded:
+            self.getbands()
+            plain = Image.fromarray(self.pixels if self.mode == "RGB" else self._plane())
+            if self.is_mask:
+                plain.putpalette(GREYS)
+            self.im, self.palette = plain.im, plain.palette
+            self.is_loaded, self.shrinks = True, ()
+        return super().load()
+
+    def _plane(self) -> np.ndarray:
+        return self.pixels.reshape(self.height, self.width)
+
+    def getbands(self) -> tuple[str, ...]:
+        if self.mode.startswith("F;"):
+            raise UserError(
+                f'"channels": {self.mode[2:]} in {NAME}: an image is no PIL image then, which a '
+                "transform in dataset.py needs: begin with image.read(), a tensor, or with "
+                "np.asarray(image)"
+            )
+        return super().getbands()
+
+    @property
+    def __array_interface__(self) -> dict[str, Any]:
+        if self.is_loaded:
+            return super().__array_interface__
+        found = self.pixels.__array_interface__  # a view, not to be written to, as Pillow's
+        return {**found, "data": (found["data"][0], True)}
+
+    def __reduce__(self) -> tuple:
+        return LazyImage.of, (np.array(self),)
 
     def read(
         self, box: Box | None = None, size: tuple[int, int] | None = None, fill: int = 0
@@ -85,13 +141,14 @@ class LazyImage:
         """Return uint8 (3, H, W), of a mask (H, W): what is in `box`, resized to `size`.
 
         With "channels" in data.json float32 (channels, H, W).
-        box: may reach beyond the edges, where `fill` is; default: the whole image.
+        box: may reach beyond the edges, where `fill` is; default: the whole image. With a size it
+        is rounded to the decoder's grid, by less than a pixel of the result.
         size: (height, width); default: that of `box`. Images are averaged, masks are not.
         """
         box = box or (0, 0, self.height, self.width)
         shrink, (top, left, bottom, right) = self._edges(box, size)
         height, width = bottom - top, right - left
-        part = self.decode(shrink)[max(top, 0) : max(bottom, 0), max(left, 0) : max(right, 0)]
+        part = self._decoded(shrink)[max(top, 0) : max(bottom, 0), max(left, 0) : max(right, 0)]
         # A copy, because augmentation may change it. Its channels are first only by its strides:
         # in memory they stay last, which is faster from here on.
         part = part[None].copy()
@@ -105,47 +162,22 @@ class LazyImage:
             pixels = interpolate(pixels, size, mode=mode, antialias=not self.is_mask)
         return pixels[0, 0] if self.is_mask else pixels[0]
 
-    def snap(self, box: Box, size: tuple[int, int] | None) -> Box:
-        """Return the `box` rounded to the decoder's grid, by less than a pixel of the result.
-
-        `read` does the same. A mask needs the box that its image returns here.
-        """
-        shrink, (top, left, bottom, right) = self._edges(box, size)
-        return top * shrink, left * shrink, (bottom - top) * shrink, (right - left) * shrink
-
-    def random_box(self, area: tuple[float, float], ratio: tuple[float, float]) -> Box:
-        """Return the part that RandomResizedCrop would take, in a tenth of its time.
-
-        area: the range of its share of the image; ratio: that of its width / height. Python's
-        `random` draws both.
-        """
-        for _ in range(10):
-            pixels = self.height * self.width * random.uniform(*area)
-            aspect = math.exp(random.uniform(*map(math.log, ratio)))
-            rows, columns = round(math.sqrt(pixels / aspect)), round(math.sqrt(pixels * aspect))
-            if 0 < rows <= self.height and 0 < columns <= self.width:
-                top = random.randint(0, self.height - rows)
-                return top, random.randint(0, self.width - columns), rows, columns
-        rows = min(self.height, round(self.width / ratio[0]))
-        columns = min(self.width, round(self.height * ratio[1]))
-        return (self.height - rows) // 2, (self.width - columns) // 2, rows, columns
-
-    def random_square(self, side: int) -> Box:
-        """Return a random part of that side, or around a smaller image; torch draws it."""
-
-        def place(length: int) -> int:
-            return int(torch.randint(min(0, length - side), max(0, length - side) + 1, ()))
-
-        return place(self.height), place(self.width), side, side
+    def _decoded(self, shrink: int) -> np.ndarray:
+        if self.is_loaded:
+            found = np.asarray(self)
+            return found[..., None] if self.mode == "F" else found
+        return self.decode(shrink) if shrink > 1 else self.pixels
 
     def _edges(self, box: Box, size: tuple[int, int] | None) -> tuple[int, Box]:
         """Return by how much to shrink, and the top, left, bottom and right edges then."""
         top, left, height, width = box
         least = min(height / size[0], width / size[1]) if size else 1
-        shrink = next((shrink for shrink in self.shrinks if shrink <= least), 1)
         edges = top, left, top + height, left + width
-        top, left, bottom, right = (round(edge / shrink) for edge in edges)
-        return shrink, (top, left, bottom, right)
+        cell = next((n for n in self.shrinks or self.grid if n <= least), 1)
+        top, left, bottom, right = (round(edge / cell) for edge in edges)
+        if self.shrinks:
+            return cell, (top, left, bottom, right)
+        return 1, (top * cell, left * cell, bottom * cell, right * cell)
 
 
 def open_image(path: str, format: Format = DEFAULT_FORMAT) -> LazyImage:
@@ -157,6 +189,9 @@ def open_image(path: str, format: Format = DEFAULT_FORMAT) -> LazyImage:
         data = files.read(path)
         if format.channels:
             return LazyImage.of(_to_floats(path, read_values(path, data, format), format))
+        if size := _size_of_upright(data):
+            format.check_size(path, *size)
+            return _open_jpeg(path, data, *size)
         with _opened(path, data, format) as file:
             size = file.size
             if file.format in ("JPEG", "MPO") and file.mode in ("RGB", "L"):
@@ -174,6 +209,22 @@ def open_image(path: str, format: Format = DEFAULT_FORMAT) -> LazyImage:
             is_turned = file.getexif().get(ORIENTATION, 1) in range(2, 9)
             image.is_turned = is_turned and size == (image.width, image.height)
             return image
+
+
+def _size_of_upright(data: bytes) -> tuple[int, int] | None:
+    """Return width and height of a JPEG that nothing turns: in a tenth of the time Pillow takes."""
+    if not (simplejpeg and data.startswith(b"\xff\xd8\xff")):
+        return None
+    end = 2  # of the segments before the pixels: a marker of two bytes, and a length
+    while data[end : end + 1] == b"\xff" and data[end + 1 : end + 2] != START_OF_SCAN:
+        end += 2 + int.from_bytes(data[end + 2 : end + 4], "big")
+    if data.find(b"Exif", 0, end) >= 0 or data.find(b"Orientation", 0, end) >= 0:  # the one in XMP
+        return None
+    with contextlib.suppress(ValueError):
+        height, width, colors, _ = simplejpeg.decode_jpeg_header(data)
+        if colors in ("YCbCr", "Gray"):
+            return width, height
+    return None
 
 
 def _open_jpeg(path: str, data: bytes, width: int, height: int) -> LazyImage:

@@ -44,9 +44,13 @@ REMEDIES = {
         "or --image-size; a loader of your own, whose last batch may be of one image, needs "
         "drop_last=True"
     ),
-    r"Tried to step \d+ times. The total number of steps is \d+": (
+    r"Tried to step \d+ times. The (specified number of total|total number of) steps is \d+": (
         "the scheduler was made, or saved, for fewer steps than the run has now: it resumes as "
         "saved; keep --epochs, or start over with --resume never"
+    ),
+    r"expected input\[.*\] to have \d+ channels, but got \d+ channels": (
+        "images have another number of channels than the network's first layer takes: read them as "
+        "in training, in predict.py as dataset.py does, or build the network for them"
     ),
     "_scale is None|No inf checks were recorded": (
         "with --amp fp16 the loss has to be scaled: scaler.scale(loss).backward()"
@@ -344,7 +348,7 @@ def _of_torch(error: Exception) -> UserError | str | None:
         )
     if "Gloo connectFullMesh failed" in text:
         return f"{environment.own_rank()} cannot connect to all other ranks: {NO_NETWORK}"
-    if isinstance(error, IndexError | AssertionError | ValueError):
+    if isinstance(error, IndexError | AssertionError | RuntimeError | ValueError):
         for pattern, line in REMEDIES.items():
             if re.search(pattern, text):
                 return UserError(line)

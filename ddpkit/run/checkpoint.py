@@ -118,8 +118,10 @@ def read(path: Path | str, keys: Iterable[str] = ("model", "classes", "args", "f
     """Return the checkpoint at `path`, tensors on the CPU."""
     state = read_file(path)
     if missing := sorted({*keys, "channels"} - state.keys()):
-        line = f"{path}: not a checkpoint of this project ({', '.join(missing)} missing)"
-        raise Foreign(f"{line}: use last.pt, best.pt, or a copy of one of them")
+        raise Foreign(
+            f"{path}: not a checkpoint of this project ({', '.join(missing)} missing): use last.pt, "
+            "best.pt, or a copy of one of them"
+        )
     for name in sorted(KINDS.keys() & state.keys()):
         kind = KINDS[name]
         value = state[name]
@@ -192,11 +194,20 @@ def check_classes(path: Path | str, known: Sequence[str], classes: Sequence[str]
 
 def check_format(state: State, format: Format) -> None:
     """Raise a UserError unless images are read and normalised as those of the checkpoint were."""
-    for name, then in state.get("format", {}).items():
-        now = getattr(format, name, None)
-        if name != "max_megapixels" and to_plain(now) != then:
-            line = f"{state['path']} was trained with {name} {then} in data.json, not {now}"
+    if "format" not in state:
+        return
+    then = Format(**state["format"])
+    for name in "channels", "value_range":
+        before, now = to_plain(getattr(then, name)), to_plain(getattr(format, name))
+        if before != now:
+            line = f"{state['path']} was trained with {name} {before} in data.json, not {now}"
             raise UserError(f"{line}: use the same data.json, or train anew with it")
+    if then.statistics != format.statistics:
+        raise UserError(
+            f"{state['path']} was trained with mean and std {then.statistics}, not "
+            f"{format.statistics}: correct data.json, or MEAN and STD in dataset.py, or train anew "
+            "with them"
+        )
 
 
 def changes(then: Mapping[str, object], now: Mapping[str, object]) -> str:

@@ -113,6 +113,15 @@ def test_normalization() -> None:
     assert Format().normalize(values) is values  # what dataset.py returns as float32 is taken as is
     assert Format(channels=3).statistics == Format().statistics == (MEAN, STD)
     assert Format(channels=1).statistics[0] == (pytest.approx(0.449),)
+    own, other = (0.1, 0.2, 0.6), (0.5,) * 5
+    assert Format(std=STD).or_else(own, own).statistics == (own, STD)
+    assert Format(channels=1).or_else(own, own).statistics == ((pytest.approx(0.3),),) * 2
+    assert Format(channels=5).or_else(other, other).statistics == (other, other)
+    for values in (0.5,), other, (0.5, 0.5, 0):
+        with refusal("format.or_else", "STD in dataset.py", values, "3 numbers"):
+            Format().or_else(own, values)
+    with refusal("format.statistics", '"channels": 4', '"mean" and "std"'):
+        _ = Format(channels=4).or_else(own, own).statistics
     with refusal("format.statistics", '"channels": 4', '"mean" and "std", 4 numbers'):
         _ = Format(channels=4).statistics
 

@@ -20,7 +20,7 @@ from torch import nn
 from torch.optim.lr_scheduler import CyclicLR, LinearLR, MultiStepLR, OneCycleLR, SequentialLR
 
 from ddpkit import files
-from ddpkit.data.format import Format
+from ddpkit.data.format import MEAN, STD, Format
 from ddpkit.errors import DiskError, UserError
 from ddpkit.ranks import distributed, protocol
 from ddpkit.run import checkpoint, pretrained
@@ -357,8 +357,11 @@ def test_data_of_another_run() -> None:
             checkpoint.check_classes("last.pt", ["a", "b"], theirs)
     state = {"path": "best.pt", "format": {"channels": 3, "max_megapixels": 9}}
     checkpoint.check_format(state, Format(channels=3))
+    checkpoint.check_format(state, Format(channels=3).or_else(MEAN, STD))
     with refusal("checkpoint.check_format", "best.pt", "channels 3", "not 4"):
         checkpoint.check_format(state, Format(channels=4))
+    with refusal("checkpoint.check_format", "best.pt", MEAN, "(0.5, 0.5, 0.5)", "dataset.py"):
+        checkpoint.check_format(state, Format(channels=3).or_else((0.5, 0.5, 0.5), STD))
 
 
 @pytest.mark.parametrize("wrap", ["", "module.", "_orig_mod.", "module._orig_mod.", "net."])

@@ -21,8 +21,9 @@ from torch import Tensor, nn
 from torchmetrics import classification
 
 import ddpkit
-from ddpkit.ranks import distributed, failures, replicas, stopping
+from ddpkit.ranks import distributed, failures, stopping
 from ddpkit.run import checkpoint, metrics
+from ddpkit.run import outputs as of_networks
 
 CPU = torch.device("cpu")
 CLASSES = ["a", "b"]
@@ -55,12 +56,12 @@ def train(
     compiled: bool = False,
     tracker: Any = None,
     accumulate: int = 1,
-    passes: int = 1,
+    every: int = 1,
     weight: float = 1,
 ) -> ddpkit.Run:
     """A run whose evaluation returns `results`; `before` and `after` are called in each epoch.
 
-    passes: of an optimizer step of its own. weight: of what run.loss returns.
+    every: passes through run.steps between optimizer steps. weight: of the loss.
     """
     draw_nothing()
     torch.manual_seed(0)
@@ -78,9 +79,14 @@ def train(
     val = torch.utils.data.DataLoader(
         ddpkit.Seeded(Points(), CLASSES, 0), batch_sampler=val_sampler, collate_fn=ddpkit.Collate()
     )
+    criterion = ddpkit.Criterion(nn.functional.cross_entropy, CLASSES)
     run = ddpkit.Run(
-        *(folder, loader, val, CLASSES),
+        folder,
+        loader,
+        val,
+        CLASSES,
         model=net,
+        criterion=criterion,
         optimizer=optimizer,
         scheduler=scheduler,
         epochs=epochs,
@@ -88,33 +94,39 @@ def train(
         best=best,
         tracker=tracker,
     )
-    criterion = ddpkit.criterion(nn.functional.cross_entropy, CPU)
 
-    def judge(model: nn.Module, _: Any) -> tuple[dict[str, float], Any]:
+    def evaluate(model: nn.Module, _: Any) -> tuple[dict[str, float], None, list]:
         model.eval()
-        return results(run.epoch), (None, [])
+        return results(run.epoch), None, []
 
     with run:
-        run.rehearse(judge)
-        while not run.is_over(patience):
+        run.sanity_check(evaluate)
+        for _ in range(run.epoch, epochs):
             before(run, scheduler)
-            ddp_model = ddpkit.wrap(net, CPU)
+            ddp_model = nn.parallel.DistributedDataParallel(net)
             ddp_model.train()
-            for i, (images, targets) in run.batches():
-                loss = run.loss(*criterion(ddp_model(images), targets))
-                (loss * weight).backward()
-                if (i + 1) % passes:
+            for number, batches in enumerate(run.steps(ddp_model), 1):
+                counts = torch.stack([criterion.count(targets) for _, targets in batches])
+                count = distributed.reduce_tensor(counts.sum())
+                losses: list[Tensor] = []
+                for images, targets in batches:
+                    loss = criterion(ddp_model(images), targets)
+                    loss = loss * distributed.world_size() / count * weight
+                    loss.backward()
+                    losses.append(loss.detach())
+                if number % every:
                     continue
-                run.divide_gradients(ddp_model)
                 optimizer.step()
                 optimizer.zero_grad()
-                run.end_step()
+                run.end_step(sum(losses), count)
             loss = run.mean_loss()
             run.save()
-            found, _ = judge(net, val)
+            found, *_ = evaluate(net, val)
             rate = optimizer.param_groups[0]["lr"]
             run.end_epoch({"train_loss": loss, "lr": rate, **found})
             after(run, scheduler)
+            if run.is_out_of_patience(patience):
+                break
     return run
 
 
@@ -283,8 +295,8 @@ def test_a_step_after_the_end_of_an_epoch(tmp_path: Path, place: str) -> None:
     def begin() -> None:
         end_step = ddpkit.Run.end_step
 
-        def killed(run: ddpkit.Run) -> None:
-            end_step(run)
+        def killed(run: ddpkit.Run, *numbers: Any) -> None:
+            end_step(run, *numbers)
             if run.epoch == 2:
                 raise Killed
 
@@ -308,8 +320,8 @@ def test_a_step_before_an_epoch_that_is_resumed(tmp_path: Path, is_top: bool) ->
     """It is in the checkpoint already: a line says so."""
     end_step = ddpkit.Run.end_step
 
-    def killed(run: ddpkit.Run) -> None:
-        end_step(run)
+    def killed(run: ddpkit.Run, *numbers: Any) -> None:
+        end_step(run, *numbers)
         run.save()
         raise Killed
 
@@ -326,46 +338,7 @@ def test_a_step_before_an_epoch_that_is_resumed(tmp_path: Path, is_top: bool) ->
     ddpkit.Run.end_step = end_step
     train(tmp_path, scores, epochs=1, before=step)
     assert any("1 step of the next" in line for line in lines)
-    assert any("changed before run.batches()" in line for line in lines) == is_top
-
-
-def slopes(passes: int, count: Any, term: Callable[..., Tensor]) -> tuple[float, float]:
-    """The gradients of a weight in the loss, of 3 a label, and of one in a term, of 1 a pass."""
-    weight, other = (nn.Parameter(torch.ones(())) for _ in range(2))
-    net = nn.Module()
-    net.weight, net.other = weight, other
-    mean = replicas.Mean(CPU)
-    mean.start(8)
-    for number in range(1, passes + 1):
-        loss = mean.loss(3 * weight * count, count, number == passes)
-        term(loss, other).backward()
-    mean.finish(net, passes)
-    return float(weight.grad), float(other.grad)
-
-
-@on_ranks(1)
-def test_terms_beside_the_loss() -> None:
-    """They have a weight of 1 however many pixels are labelled, or are refused."""
-    void, all_labelled = torch.tensor(1), 8
-
-    def apart(loss: Tensor, other: Tensor) -> Tensor:
-        other.backward()
-        return loss
-
-    for term in torch.add, apart:
-        assert slopes(1, void, term) == pytest.approx((3, 1))
-    assert slopes(1, all_labelled, torch.add) == pytest.approx((3, 1))
-    assert slopes(2, all_labelled, torch.add) == pytest.approx((3, 1))
-    scaler = torch.amp.GradScaler("cpu")
-    for term in (
-        torch.add,
-        lambda loss, other: other + loss,
-        lambda loss, other: sum([loss, other]),
-        lambda loss, other: torch.stack([loss, other]).sum(),
-        lambda loss, other: scaler.scale(loss) + other,
-    ):
-        with refusal("replicas.torch_function", "run.loss(loss_sum + term * count, count)"):
-            slopes(2, void, term)
+    assert any("changed before run.steps()" in line for line in lines) == is_top
 
 
 @on_ranks(1)
@@ -380,17 +353,18 @@ def test_losses_that_are_means() -> None:
 
     labels = {255: [0, 1, 255, 255], -100: [0, 1, -100, -100], 0: [1, 2, 0, 0]}
     for void, numbers in labels.items():
-        criterion = metrics.criterion(nn.CrossEntropyLoss(ignore_index=void), CPU)
-        assert int(criterion(torch.randn(4, 3), torch.tensor(numbers))[1]) == 2
+        criterion = ddpkit.Criterion(nn.CrossEntropyLoss(ignore_index=void), "abc")
+        assert int(criterion.count(torch.tensor(numbers))) == 2
     for loss in by_hand, nn.CrossEntropyLoss(ignore_index=255):
         outputs = torch.randn(2, 3, 4, 4, requires_grad=True)
         masks = torch.full((2, 4, 4), 255)
-        total, count = metrics.criterion(loss)(outputs, masks)
+        criterion = ddpkit.Criterion(loss, "abc")
+        total = criterion(outputs, masks)
         (total + outputs.sum()).backward()  # another loss of the same outputs
-        assert (float(total.detach()), int(count)) == (0, 0)
+        assert (float(total.detach()), int(criterion.count(masks))) == (0, 0)
         assert outputs.grad.eq(1).all()
-    ages = metrics.criterion(lambda outputs, targets: (outputs[:, 0] - targets).square().mean())
-    assert int(ages(torch.zeros(3, 1), torch.tensor([30, 40, 50]))[1]) == 3
+    ages = ddpkit.Criterion(lambda outputs, targets: (outputs[:, 0] - targets).square().mean(), "a")
+    assert int(ages.count(torch.tensor([30, 40, 50]))) == 3
 
 
 @dataclasses.dataclass
@@ -407,16 +381,16 @@ def test_outputs_of_other_kinds() -> None:
     """Logits are found in what networks return, and all of it is in float32 for the loss."""
     one, two = torch.ones(1), torch.zeros(1)
     for outputs in (one, (one, two), [[one], two], {"out": one, "aux": two}, Both(two, one)):
-        assert torch.equal(ddpkit.first(outputs), one)
-    assert torch.equal(ddpkit.first({"aux": two, "out": one, "loss": None}), one)
-    half = metrics.to_float32(Both(two.half(), {"x": one.half()}))
+        assert torch.equal(ddpkit.to_logits(outputs), one)
+    assert torch.equal(ddpkit.to_logits({"aux": two, "out": one, "loss": None}), one)
+    half = of_networks.to_float32(Both(two.half(), {"x": one.half()}))
     assert half.aux.dtype == half.logits["x"].dtype == torch.float32
-    named = metrics.to_float32(Named(out=one.half(), more={"x": Both(two.half(), one)}))
+    named = of_networks.to_float32(Named(out=one.half(), more={"x": Both(two.half(), one)}))
     assert type(named) is Named
     assert named["out"].dtype == named["more"]["x"].aux.dtype == torch.float32
     for outputs in (None, (), {"a": "b"}, "text"):
-        with refusal("metrics.first", type(outputs).__name__):
-            ddpkit.first(outputs)
+        with refusal("outputs.to_logits", type(outputs).__name__):
+            ddpkit.to_logits(outputs)
 
 
 def test_a_loss_that_takes_logits_alone() -> None:
@@ -424,8 +398,8 @@ def test_a_loss_that_takes_logits_alone() -> None:
     logits = torch.zeros(2, 3)
     for loss in ddpkit.BinaryCrossEntropy(None, 0.0), torch.nn.CrossEntropyLoss():
         for outputs in (logits, logits), {"out": logits}:
-            with refusal("metrics.call", type(outputs).__name__, "ddpkit.first(outputs)"):
-                ddpkit.criterion(loss)(outputs, torch.zeros(2, 3))
+            with refusal("criterion.call", type(outputs).__name__, "ddpkit.to_logits(outputs)"):
+                ddpkit.Criterion(loss)(outputs, torch.zeros(2, 3))
 
 
 @on_ranks(1)
@@ -574,11 +548,11 @@ def test_scalars_of_the_owner(tmp_path: Path) -> None:
 def test_accumulation_by_hand(tmp_path: Path) -> None:
     """It is refused at the first step, and so is a division that is left from it."""
     results = each(0.1, name="top1", is_higher=True)
-    with refusal("loop.check_last_step", "1 pass(es)", "--accumulate 4"):
-        train(tmp_path / "hand", results, epochs=1, passes=2)
-    with refusal("loop.check_weight", "divided by 2", "run.loss(weight * loss_sum, count)"):
-        train(tmp_path / "divided", results, epochs=1, accumulate=2, passes=2, weight=0.5)
-    train(tmp_path / "whole", results, epochs=1, accumulate=2, passes=2, weight=0.3)
+    with refusal("loop.steps", "run.end_step", "--accumulate 4"):
+        train(tmp_path / "hand", results, epochs=1, every=2)
+    with refusal("replicas.check_slopes", "divided by the 2 passes", "* world_size / count"):
+        train(tmp_path / "divided", results, epochs=1, accumulate=2, weight=0.5)
+    train(tmp_path / "whole", results, epochs=1, accumulate=2, weight=0.3)
 
 
 def test_one_value_to_normalize() -> None:
@@ -589,3 +563,23 @@ def test_one_value_to_normalize() -> None:
             layer(one[:, :1] if isinstance(layer, nn.GroupNorm) else one)
         line = str(failures._of_torch(caught.value))
         assert "--batch-size" in line and "--image-size" in line and "drop_last=True" in line
+
+
+def test_what_torch_says_of_other_mistakes() -> None:
+    """The line names what the owner can change."""
+    net = nn.Conv2d(5, 2, 1)
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=2)
+
+    def step_too_often() -> None:
+        optimizer.step()
+        for _ in range(3):
+            scheduler.step()
+
+    for act, words in (
+        (lambda: net(torch.zeros(1, 3, 4, 4)), "channels"),
+        (step_too_often, "--epochs"),
+    ):
+        with pytest.raises((RuntimeError, ValueError)) as caught:
+            act()
+        assert words in str(failures._of_torch(caught.value))

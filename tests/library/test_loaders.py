@@ -19,7 +19,6 @@ from torch.utils.data.distributed import DistributedSampler
 
 from ddpkit.data import class_counts, loading, samples
 from ddpkit.data.format import Format
-from ddpkit.data.images import LazyImage
 from ddpkit.ranks import distributed
 from ddpkit.run import machine
 
@@ -446,10 +445,3 @@ def test_samplers_in_the_wrong_place() -> None:
         loading.is_ours(DataLoader(part, 4, sampler=train))
     with refusal("loading.is_ours", "no Seeded"):
         loading.is_ours(DataLoader(seeded, batch_sampler=sets.BatchSampler(train, 4, False)))
-
-
-def test_a_lazy_image_is_an_array() -> None:
-    pixels = np.broadcast_to(np.arange(12, dtype=np.uint8).reshape(2, 2, 3), (2, 2, 3))
-    array = np.array(LazyImage.of(pixels))
-    assert np.array_equal(array, pixels) and array.flags.writeable
-    assert np.asarray(LazyImage.of(pixels), np.float32).dtype == np.float32

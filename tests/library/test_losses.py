@@ -1,11 +1,12 @@
 """Losses: what they come to, on any number of ranks, passes and images per batch."""
 
 import functools
-from collections.abc import Iterator
+import inspect
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
-import numpy as np
 import pytest
 import segmentation_models_pytorch as smp
 import torch
@@ -15,8 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import ddpkit
-from ddpkit.ranks import distributed, replicas
-from ddpkit.run import metrics
+from ddpkit.ranks import distributed
 
 SEGMENTATION = pytest.mark.parametrize("project", ["segmentation"], indirect=True)
 WEIGHTED = ("--class-weights", "0.2,1,5")
@@ -29,40 +29,75 @@ LOSSES = {  # flags, by task; those of segmentation are given --loss as well
     ],
 }
 IMAGES = 16
-DEVICE = torch.device("cpu")
 
 
 def test_losses_of_other_kinds() -> None:
+    """What returns no scalar, or is neither a mean nor a sum, is refused in a line."""
     one = torch.ones(1)
-    for found, text in (one, "a tensor (1,)"), ((one[0], one), "tuple"), ((2.5, 4), "tuple"):
-        with refusal("metrics.call", text):
-            metrics.criterion(lambda *_, found=found: found)(torch.ones(4, 2), torch.ones(4))
+    outputs = torch.randn(4, 2)
+    for found, text in (one, "a tensor (1,)"), ((one[0], one), "tuple"), (2.5, "float"):
+        with refusal("criterion.call", text, "count(targets)"):
+            ddpkit.Criterion(lambda *_, found=found: found)(outputs, torch.ones(4))
+    with refusal("criterion.init", 'reduction="none"', '"mean"'):
+        ddpkit.Criterion(nn.MSELoss(reduction="none"))
+    with refusal("criterion.find_kind", "neither", "count(targets)"):
+        contrast = lambda outputs, _: (outputs @ outputs.T).logsumexp((0, 1))  # noqa: E731
+        ddpkit.Criterion(contrast)(outputs, torch.zeros(4))
+    with refusal("criterion.count", "dict", "count(targets)"):
+        ddpkit.Criterion(nn.MSELoss()).count({"boxes": one})
 
 
-def test_a_mean_counts_as_much_as_its_batch_has_labels() -> None:
-    """Those of void are none, such as 255, -1 or -100."""
-    outputs = torch.randn(2, 3, 4, 4).bfloat16()
-    for void in (255, -1, -100):
-        targets = torch.randint(3, (2, 4, 4))
-        targets[0, :3] = void
-        total, count = metrics.criterion(nn.CrossEntropyLoss(ignore_index=void))(outputs, targets)
-        whole = nn.CrossEntropyLoss(ignore_index=void, reduction="sum")
-        assert int(count) == 2 * 16 - 12
-        assert torch.allclose(total, whole(outputs.float(), targets))
+class Own(nn.Module):
+    """Says itself what it is divided by."""
+
+    def count(self, targets: dict) -> int:
+        return len(targets["labels"])
+
+    def forward(self, outputs: Tensor, targets: dict) -> Tensor:
+        return functional.cross_entropy(outputs, targets["labels"], reduction="sum")
 
 
-def test_counts_that_are_known() -> None:
-    """They are the same on all ranks, and need no collective; they cannot be mixed with others."""
-    loss = torch.zeros((), requires_grad=True)
-    first, second = replicas.Mean(DEVICE), replicas.Mean(DEVICE)
-    first.start(6)
-    with refusal("replicas.loss", "5"):
-        first.loss(loss, np.int64(5), True)  # which is no int
-    second.start(6)
-    for count in 6, torch.tensor(6):
-        second.loss(loss, count, False)
-    with refusal("replicas.finish", "int"):
-        second.finish(nn.Linear(1, 1), 2)
+def test_sums_and_counts_of_any_loss() -> None:
+    """Sum / count is the mean that torch works out, in whatever batches."""
+    torch.manual_seed(0)
+    weight = torch.tensor([0.1, 1, 3])
+    logits, masks = torch.randn(6, 3, 4, 4).bfloat16(), torch.randint(3, (6, 4, 4))
+    masks[0] = masks[1, :3] = 255
+    labels, shares = torch.randint(3, (6,)), torch.rand(6, 3).softmax(1)
+    dense = functools.partial(nn.CrossEntropyLoss, weight, ignore_index=255)
+    flat = functools.partial(nn.CrossEntropyLoss, weight, label_smoothing=0.1)
+    by_hand = functools.partial(functional.cross_entropy, ignore_index=255)
+    mean_in_function = functools.partial(functional.cross_entropy, ignore_index=255)
+    sum_in_function = functools.partial(mean_in_function, reduction="sum")
+    line = torch.randn(6, 3)
+    cases: list[tuple[Any, Tensor, Any, float | None]] = [
+        (dense(), logits, masks, None),
+        (dense(reduction="sum"), logits, masks, float(weight[masks[masks < 3]].sum())),
+        (mean_in_function, logits, masks, float((masks < 3).sum())),
+        (lambda *batch: by_hand(*batch), logits, masks, float((masks < 3).sum())),
+        (lambda *batch: sum_in_function(*batch), logits, masks, float((masks < 3).sum())),
+        (flat(), line, labels, float(weight[labels].sum())),
+        (flat(reduction="sum"), line, shares, float((shares @ weight).sum())),
+        (flat(), line, shares, 6.0),
+        (nn.MSELoss(), line, shares, 6.0),
+        (nn.BCEWithLogitsLoss(weight), line, shares, 6.0),
+        (nn.NLLLoss(), line.log_softmax(1), labels, 6.0),
+        (smp.losses.FocalLoss("multiclass", ignore_index=255), logits, masks, None),
+    ]
+    for loss, outputs, targets, expected in cases:
+        criterion = ddpkit.Criterion(loss, "abc")
+        total, count = float(criterion(outputs, targets)), float(criterion.count(targets))
+        assert expected is None or count == pytest.approx(expected)
+        parts = [slice(0, 2), slice(2, 6)]
+        sums = sum(float(criterion(outputs[part], targets[part])) for part in parts)
+        counts = sum(float(criterion.count(targets[part])) for part in parts)
+        assert (sums, counts) == pytest.approx((total, count), rel=1e-4)
+        if getattr(loss, "reduction", "mean") == "mean" and loss is not cases[4][0]:
+            mean = float(loss(outputs.float(), targets))
+            assert total / count == pytest.approx(mean, rel=1e-4)
+    own = ddpkit.Criterion(Own(), "abc")
+    assert own.count({"labels": labels}).item() == 6
+    assert own(line, {"labels": labels}) > 0
 
 
 def samples(is_dense: bool, is_soft: bool = False) -> tuple[Tensor, Tensor]:
@@ -92,7 +127,8 @@ def of_flags(is_dense: bool, *words: object) -> tuple:
     _, targets = samples(is_dense)
     outputs = (3 * torch.randn((IMAGES, 3, *targets.shape[1:]))).requires_grad_()
     weights = torch.tensor(args.class_weights or (1.0, 1.0, 1.0))
-    return model.build_criterion(args, None, "abc"), outputs, targets.long(), weights
+    criterion = ddpkit.Criterion(model.build_criterion(args, None, "abc"), "abc")
+    return criterion, outputs, targets.long(), weights
 
 
 @on_ranks(1)
@@ -101,14 +137,14 @@ def test_means_of_classification(project: Project) -> None:
     criterion, outputs, targets, weights = of_flags(False, *WEIGHTED, "--label-smoothing", 0.1)
 
     def mean(targets: Tensor) -> float:
-        total, count = criterion(outputs, targets)
-        return (total / count).item()
+        return (criterion(outputs, targets) / criterion.count(targets)).item()
 
     labels = functional.cross_entropy(outputs, targets, weights, label_smoothing=0.1).item()
     assert mean(targets) == pytest.approx(labels, rel=1e-5)
-    parts = [criterion(outputs[i : i + 3], targets[i : i + 3]) for i in range(0, IMAGES, 3)]
-    sums = [sum(part).item() for part in zip(*parts, strict=True)]
-    assert sums[0] / sums[1] == pytest.approx(labels, rel=1e-5)
+    parts = [(outputs[i : i + 3], targets[i : i + 3]) for i in range(0, IMAGES, 3)]
+    total = sum(criterion(*part).item() for part in parts)
+    count = sum(criterion.count(labels).item() for _, labels in parts)
+    assert total / count == pytest.approx(labels, rel=1e-5)
     shares = samples(False, is_soft=True)[1]
     smooth = 0.9 * shares + 0.1 / 3
     loop = sum(
@@ -146,7 +182,7 @@ def test_sums_of_segmentation(project: Project) -> None:
     for name in ("ce", "focal", "dice", "lovasz"):
         for more in ((), (*WEIGHTED, "--label-smoothing", 0.1)):
             criterion, outputs, targets, weights = of_flags(True, "--loss", name, *more)
-            total, count = criterion(outputs, targets)
+            total, count = criterion(outputs, targets), criterion.count(targets)
             slopes = torch.autograd.grad(total, outputs)[0]
             is_void = (targets == 255)[:, None].expand_as(slopes)
             assert slopes[is_void].abs().max() == 0 < slopes[~is_void].abs().max()
@@ -154,13 +190,13 @@ def test_sums_of_segmentation(project: Project) -> None:
             assert count.item() == pytest.approx(sum(counts), rel=1e-6)
             pairs = list(zip(outputs.detach(), targets, counts, strict=True))
             loop = sum(n * of_image(name, o, t, weights, 0.1 * bool(more)) for o, t, n in pairs)
-            sums = [criterion(o[None], t[None])[0].item() for o, t, _ in pairs]
+            sums = [criterion(o[None], t[None]).item() for o, t, _ in pairs]
             assert (loop, sum(sums)) == pytest.approx((total.item(),) * 2, rel=1e-5), name
     criterion, outputs, targets, _ = of_flags(True, "--loss", "ce+0.5*dice+2*lovasz")
     names = "ce", "dice", "lovasz"
-    parts = [of_flags(True, "--loss", name)[0](outputs, targets)[0] for name in names]
+    parts = [of_flags(True, "--loss", name)[0](outputs, targets) for name in names]
     combined = (parts[0] + 0.5 * parts[1] + 2 * parts[2]).item()
-    assert criterion(outputs, targets)[0].item() == pytest.approx(combined, rel=1e-5)
+    assert criterion(outputs, targets).item() == pytest.approx(combined, rel=1e-5)
     for text in ("mse", "ce+", "0*ce", "nan*ce", ""):
         with refusal("losses.init", "--loss", "ce, focal, dice, lovasz"):
             of_flags(True, "--loss", text)
@@ -168,7 +204,7 @@ def test_sums_of_segmentation(project: Project) -> None:
     for name in ("ce", "focal", "dice", "lovasz"):  # finite whatever a network says
         for factor in (0, 1000, -1000):
             outputs = (factor * guesses).requires_grad_()
-            total, _ = of_flags(True, "--loss", name)[0](outputs, targets)
+            total = of_flags(True, "--loss", name)[0](outputs, targets)
             total.backward()
             assert total.isfinite() and outputs.grad.isfinite().all()
 
@@ -191,25 +227,31 @@ class Keep(torch.optim.SGD):
 
 
 class Step:
-    """What a Run does to the gradients, for one step."""
+    """What a Run does for one step."""
+
+    is_logged = False
 
     def __init__(self, portions: list[tuple[Tensor, Tensor]]) -> None:
         self.portions, self.classes, self.step = portions, "abc", 0
-        self.mean = replicas.Mean(DEVICE)
-        self.mean.start(metrics.size(portions[0][1]))
 
-    def batches(self) -> Iterator[tuple[int, tuple]]:
-        for i, (images, targets) in enumerate(self.portions):
-            self.is_last = i == len(self.portions) - 1
-            yield i, (images, targets if targets.is_floating_point() else targets.long())
+    def steps(self, ddp_model: nn.Module) -> Iterator[list[tuple]]:
+        yield [(x, t if t.is_floating_point() else t.long()) for x, t in self.portions]
 
-    def loss(self, loss_sum: Tensor, count: Tensor | int) -> Tensor:
-        return self.mean.loss(loss_sum, count, self.is_last)
+    def end_step(self, loss: Tensor, count: Tensor, norm: object) -> None:
+        self.ended = float(distributed.reduce_tensor(loss)) / distributed.world_size(), float(count)
 
-    def divide_gradients(self, ddp_model: nn.Module) -> None:
-        self.mean.finish(ddp_model, len(self.portions))
+    mean_loss = staticmethod(lambda: None)
 
-    end_step = mean_loss = staticmethod(lambda: None)
+
+def with_a_term(train: Callable[..., float]) -> Callable[..., float]:
+    """As owners add one to the loss; its gradient is that of 3 x the sum of a layer's weights."""
+    source = inspect.getsource(train)
+    line = "scaler.scale(loss).backward()"
+    term = "3 * ddp_model.module[1].weight.sum() / len(batches)"
+    assert source.count(line) == 1
+    names = dict(train.__globals__)
+    exec(source.replace(line, f"loss = loss + {term}; {line}"), names)
+    return names["train_one_epoch"]
 
 
 def gradients(words: tuple, passes: int, task: str, kind: str) -> list[Tensor]:
@@ -227,53 +269,65 @@ def gradients(words: tuple, passes: int, task: str, kind: str) -> list[Tensor]:
     net = nn.Sequential(Double(), *layers).double()  # without much rounding
     net[1].bias.requires_grad_(False)
     images, targets = samples(is_dense, kind == "soft")
-    if kind == "void":
+    if kind == "all void":
         targets = torch.full_like(targets, 255)
     portions = [part.chunk(distributed.world_size() * passes) for part in (images, targets)]
     mine = list(zip(*portions, strict=True))[distributed.rank() * passes :][:passes]
     optimizer = Keep([weight for weight in net.parameters() if weight.requires_grad])
     # As in fp16: it is applied to the loss and taken off again before the step.
     scaler = torch.amp.GradScaler("cpu", init_scale=64.0, enabled=kind == "scaled")
-    chosen = ddpkit.criterion(model.build_criterion(args, None, "abc"))
-    scheduler, ddp_model = SimpleNamespace(step=lambda: None), replicas.wrap(net, DEVICE)
-    main.train_one_epoch(Step(mine), ddp_model, chosen, optimizer, scheduler, scaler, None, args)
-    return optimizer.kept
+    criterion = ddpkit.Criterion(model.build_criterion(args, None, "abc"), "abc")
+    scheduler, step = SimpleNamespace(step=lambda: None), Step(mine)
+    train = with_a_term(main.train_one_epoch) if kind == "term" else main.train_one_epoch
+    train(step, main.wrap(net), criterion, optimizer, scheduler, scaler, None, args)
+    return [*optimizer.kept, torch.tensor(step.ended)]
 
 
 @both_tasks
 def test_gradients_of_other_portions(project: Project, tmp_path: Path) -> None:
-    """1 x 16 images, 4 passes of 4, 2 ranks of 8, 2 ranks of 2 passes of 4: one gradient.
+    """16 images at once, in 4 passes, on 2 ranks, on 2 in 2 passes, on 3: one gradient.
 
     With weights of classes, and void in some images more than in others; clipped when it is whole.
     """
     cases = [(words, "usual") for words in LOSSES[project.task]]
-    cases += [(WEIGHTED, "scaled"), (("--clip-grad-norm", "0.1"), "clipped")]
+    cases += [(WEIGHTED, "scaled"), (("--clip-grad-norm", "0.1"), "clipped"), ((), "term")]
+    tiny = "--class-weights", "1e-5,2e-5,1e-5"  # their sum is far below 1
+    cases.append((tiny, "usual"))
     if project.task == "classification":
         cases.append(((*WEIGHTED, "--label-smoothing", "0.1"), "soft"))
     else:
-        cases.append((("--loss", "ce+dice+lovasz"), "void"))
+        cases.append((("--loss", "ce+dice+lovasz"), "all void"))
 
     def work_out(passes: int, project: Project) -> None:
         found = [gradients(words, passes, project.task, kind) for words, kind in cases]
         if distributed.rank() == 0:
             torch.save(found, tmp_path / f"{distributed.world_size()} {passes}.pt")
 
-    shapes = (1, 1), (1, 4), (2, 1), (2, 2)
+    shapes = (1, 1), (1, 4), (2, 1), (2, 2), (3, 1)
     for ranks, passes in shapes:
         on_ranks(ranks)(functools.partial(work_out, passes))(project=project)
     whole, *others = (torch.load(tmp_path / f"{r} {p}.pt") for r, p in shapes)
     for number, (words, kind) in enumerate(cases):
-        first = whole[number]
+        *first, ended = whole[number]
         size = max(part.abs().max().item() for part in first)
-        if kind == "void":
-            assert all(not part.any() for found in [whole, *others] for part in found[number])
+        if kind == "all void":
+            for found in [whole, *others]:
+                assert all(not part.any() for part in found[number][:-1])
+                assert found[number][-1].tolist() == pytest.approx([0, 0], abs=1e-5)
             continue
         assert size > 1e-3
         if kind == "clipped":
             assert sum(part.square().sum() for part in first) ** 0.5 == pytest.approx(0.1)
-        far = [
-            max(float((a - b).abs().max()) for a, b in zip(first, found[number], strict=True))
-            / size
-            for found in others
-        ]
-        assert max(far) < 1e-5, (words, kind)
+        if kind == "term":
+            (plain,) = (
+                n for n, case in enumerate(cases) if case == (LOSSES[project.task][0], "usual")
+            )
+            for found in [whole, *others]:
+                more = [a - b for a, b in zip(found[number], found[plain], strict=True)]
+                assert more[0].numpy() == pytest.approx(3, rel=1e-5)
+                assert all(float(part.abs().max()) < 1e-5 for part in more[1:-1])
+        for found in others:
+            *second, other_ended = found[number]
+            assert other_ended.tolist() == pytest.approx(ended.tolist(), rel=1e-5)
+            far = [float((a - b).abs().max()) for a, b in zip(first, second, strict=True)]
+            assert max(far) < 1e-5 * size, (words, kind)

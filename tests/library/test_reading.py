@@ -1,8 +1,10 @@
 """Images as people have them: deep, turned, huge, broken, in parts; data.json."""
 
 import contextlib
+import copy
 import errno
 import os
+import pickle
 import re
 import warnings
 import zlib
@@ -16,10 +18,13 @@ import tifffile
 import torch
 from generated import ROOT, TEMPLATE_FOLDER, refusal
 from PIL import Image
+from torchvision import transforms as v1
+from torchvision.transforms import v2
 from torchvision.transforms.v2 import functional as F
 
+import ddpkit
 from ddpkit import files
-from ddpkit.data import images
+from ddpkit.data import folders, images
 from ddpkit.data.format import Format, read_format
 from ddpkit.errors import DiskError, UserError
 
@@ -369,6 +374,132 @@ def test_beyond_the_edges(tmp_path: Path) -> None:
     image = images.open_image(save_jpeg(tmp_path / "x.jpg"))
     assert (image.read((-90, -90, 40, 20), (20, 10), fill=9) == 9).all()
     assert image.read((-4, 0, 8, 8), fill=9)[:, :4].eq(9).all()
+
+
+def open_counted(path: str, counts: list[int]) -> images.LazyImage:
+    """Open an image; whenever it is decoded the divisor of its size is added to `counts`."""
+    image = images.open_image(path)
+    decode = image.decode
+
+    def count(shrink: int) -> np.ndarray:
+        counts.append(shrink)
+        return decode(shrink)
+
+    image.decode = count
+    return image
+
+
+class TestLazyImage:
+    def test_as_an_image(self, tmp_path: Path) -> None:
+        """What numpy, PIL's methods and torchvision make of it is what they make of PIL's image."""
+        path = save_jpeg(tmp_path / "x.jpg", size=(64, 48))
+        whole = Image.open(path).convert("RGB")
+        normalised = v2.Compose(
+            [
+                v2.RandomResizedCrop(24),
+                v2.ToImage(),
+                v2.ToDtype(torch.float32, scale=True),
+                v2.Normalize((0.1, 0.2, 0.3), (0.5, 0.6, 0.7)),
+            ]
+        )
+        crop = ddpkit.RandomResizedCrop(24)  # takes any image
+        for act in (np.asarray, np.array, normalised, v2.PILToTensor(), v2.RandomRotation(9), crop):
+            torch.manual_seed(0)
+            found = act(images.open_image(path))
+            torch.manual_seed(0)
+            expected = act(whole)
+            if isinstance(found, torch.Tensor):
+                assert torch.equal(found, expected) or act is crop  # which decodes a half
+            else:
+                assert np.array_equal(found, expected)
+        for name, *args in ("convert", "L"), ("resize", (9, 8)), ("rotate", 30), ("copy",):
+            found, expected = (
+                getattr(image, name)(*args) for image in (images.open_image(path), whole)
+            )
+            assert type(found) is Image.Image and np.array_equal(found, expected)
+        assert images.open_image(path).size == whole.size
+        assert np.array(images.open_image(path)).flags.writeable
+        assert np.asarray(images.open_image(path), np.float32).dtype == np.float32
+
+    def test_decoded_once(self, tmp_path: Path) -> None:
+        path, counts = save_jpeg(tmp_path / "x.jpg", size=(640, 480)), list[int]()
+        image = open_counted(path, counts)
+        assert image.size == (640, 480) and counts == []
+        crop = ddpkit.RandomResizedCrop(32, scale=(0.9, 1))
+        assert crop(image).shape == (3, 32, 32) and counts == [8]
+        for act in np.asarray, v2.PILToTensor(), images.LazyImage.read, np.array:
+            act(image)
+        assert counts == [8, 1]
+        image.paste((1, 2, 3), (0, 0, 640, 480))  # as PIL changes an image in place
+        assert np.asarray(image)[0, 0].tolist() == image.read()[:, 0, 0].tolist() == [1, 2, 3]
+        assert crop(image)[:, 0, 0].tolist() == [1, 2, 3] and counts == [8, 1]
+
+    def test_copies(self, tmp_path: Path) -> None:
+        floats = images.LazyImage.of(np.random.default_rng(0).random((4, 5, 6), np.float32))
+        for image in images.open_image(save_jpeg(tmp_path / "x.jpg")), floats:
+            for copied in pickle.loads(pickle.dumps(image)), copy.deepcopy(image):
+                assert np.array_equal(copied, image) and type(copied) is images.LazyImage
+
+    def test_masks_are_not_averaged(self) -> None:
+        """Of v2, which takes a PIL image for no mask, and of PIL's own methods."""
+        numbers = np.random.default_rng(0).choice([0, 9, 255], (4, 5)).astype(np.uint8)
+        numbers = numbers.repeat(10, 0).repeat(10, 1)
+        image = images.LazyImage.of(numbers[..., None].repeat(3, 2))
+        transform = v2.Compose([v2.RandomResizedCrop(60), v2.RandomHorizontalFlip()])
+        for number in range(9):
+            torch.manual_seed(number)
+            pixels, mask = map(np.asarray, transform(image, images.LazyImage.of(numbers)))
+            assert {*np.unique(mask)} <= {0, 9, 255}
+            assert len(np.unique(pixels)) > 3
+            assert (pixels[..., 0] == mask).mean() > 0.5  # the same part
+        mask = images.LazyImage.of(numbers)
+        assert np.array_equal(mask.convert("L"), numbers)
+        assert {*np.unique(mask.resize((99, 99)))} == {0, 9, 255}
+
+    def test_full_depth(self) -> None:
+        """Arrays and tensors are there; what needs a PIL image is refused, or right."""
+        values = np.random.default_rng(0).random((40, 50, 5), np.float32)
+        image = images.LazyImage.of(values)
+        assert np.array_equal(image, values) and image.size == (50, 40)
+        assert ddpkit.ResizedCenterCrop(8)(image).shape == (5, 8, 8)
+        for transform in v2.RandomResizedCrop(9), v2.PILToTensor(), v2.ToImage(), v1.ToTensor():
+            with refusal("images.getbands", '"channels": 5', "image.read()"):
+                transform(images.LazyImage.of(values))
+        grey = v2.PILToTensor()(images.LazyImage.of(values[..., :1]))
+        assert torch.equal(grey[0], torch.from_numpy(values[..., 0]))
+
+
+def test_a_mask_is_read_where_its_image_is(tmp_path: Path) -> None:
+    """Though the box is rounded to the grid of the image's decoder."""
+    numbers = np.random.default_rng(0).integers(0, 2, (30, 40)).astype(np.uint8)
+    numbers = numbers.repeat(16, 0).repeat(16, 1)
+    (tmp_path / "images").mkdir()
+    (tmp_path / "masks").mkdir()
+    Image.fromarray(255 * numbers).save(tmp_path / "images/x.jpg", quality=95)
+    Image.fromarray(numbers).save(tmp_path / "masks/x.png")
+    pair = str(tmp_path / "images/x.jpg"), str(tmp_path / "masks/x.png")
+    dataset = ddpkit.MaskFiles(folders.Part([pair], Format()), tuple)
+    crop = ddpkit.RandomScaleCrop(64, scale=(0.2, 0.7), mask_fill=255)
+    for number in range(20):
+        torch.manual_seed(number)
+        pixels, mask = crop(*dataset.open(0))
+        shown, inside = pixels[0].float() / 255, mask != 255
+        assert (shown - mask.float())[inside].abs().mean() < 0.12
+        assert abs(float((shown - mask.float())[inside].mean())) < 0.02
+
+
+def test_crops_are_those_of_torchvision() -> None:
+    """In share and ratio of the part, on average and in their ranges; and it is anywhere."""
+    crop, own = ddpkit.RandomResizedCrop(8, (0.25, 1)), v2.RandomResizedCrop(8, (0.25, 1))
+    image, found = torch.empty(3, 300, 400), list[list]()
+    torch.manual_seed(0)
+    for draw in lambda: crop.place(300, 400), lambda: own.make_params([image]).values():
+        boxes = torch.tensor([[*draw()] for _ in range(2000)]).double()
+        top, left, rows, columns = boxes.T
+        assert ((top >= 0) & (left >= 0) & (top + rows <= 300) & (left + columns <= 400)).all()
+        parts = rows * columns / 120_000, columns / rows, top / 300, left / 400
+        found.append([value for part in parts for value in (part.mean(), part.std())])
+    torch.testing.assert_close(*map(torch.stack, found), rtol=0.1, atol=0.01)
 
 
 def failing(function: Callable, times: int, number: int) -> Callable:

@@ -37,8 +37,8 @@ def test_nothing_waits_in_a_step(project: Project, data: Path, tmp_path: Path) -
 
     sums = set()
     for accumulate, batch_size in (1, 4), (2, 2):
-        # AdamW reads its count of steps, which lies on the CPU here.
-        words = ["--clip-grad-norm", 1, "--optimizer", "sgd", "--image-size", 32]
+        # AdamW reads its count of steps, and augmentation its random numbers, which lie on the CPU.
+        words = ["--clip-grad-norm", 1, "--optimizer", "sgd", "--image-size", 32, "--workers", 1]
         words += ["--accumulate", accumulate, "--batch-size", batch_size]
         project.train(data, tmp_path / str(accumulate), *words, patch=profiled).ok()
         for rank in (0, 1):

@@ -91,10 +91,11 @@ def test_masks_follow_images(project: Project) -> None:
     mask = np.random.default_rng(0).integers(0, 6, (6, 7)).astype(np.uint8)
     mask = mask.repeat(20, axis=0).repeat(20, axis=1)
     pair = LazyImage.of((40 + 40 * mask)[..., None].repeat(3, axis=2)), LazyImage.of(mask)
-    augment, classes = ddpkit.choose(dataset.AUGMENTATIONS, "vflip,rotation", None), set()
+    augment = ddpkit.parse_augment(dataset.AUGMENTATIONS, "vflip,rotation", None)
+    transform, classes = dataset.train_transform(96, augment), set()
     for seed in range(12):
         samples.seed(seed)
-        pixels, labels = dataset.train_transform(*pair, size=96, augment=augment)
+        pixels, labels = transform(*pair)
         padded = nn.functional.pad(labels[None, None].float(), [2] * 4, value=dataset.VOID)
         around = nn.functional.unfold(padded, 5).view(25, 96, 96)
         inside, void = (around == around[12]).all(0), labels == dataset.VOID
@@ -128,14 +129,14 @@ def test_images_of_full_depth(project: Project) -> None:
         refused = set()
         for name in dataset.AUGMENTATIONS:
             try:
-                augment = ddpkit.choose(dataset.AUGMENTATIONS, name, channels)
+                augment = ddpkit.parse_augment(dataset.AUGMENTATIONS, name, channels)
             except UserError as error:
                 assert f"--augment {name}: " in str(error)
                 refused.add(name)
                 continue
             for seed in range(30):  # policies draw one of 14 transforms
                 samples.seed(seed)
-                made = dataset.train_transform(*images, size=32, augment=augment)
+                made = dataset.train_transform(32, augment)(*images)
                 image = made if isinstance(made, Tensor) else made[0]
                 assert 0 <= image.min() <= image.max() <= 1
                 assert (type(image), image.dtype) == (Tensor, torch.float32)

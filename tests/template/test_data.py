@@ -7,8 +7,11 @@ import numpy as np
 import onnxruntime
 import pytest
 import tifffile
+import torch
 from generated import Project, both_tasks, rows
 from PIL import Image
+
+from ddpkit.data.format import MEAN, STD
 
 GREY = {"photometric": "minisblack"}
 
@@ -62,6 +65,23 @@ def draw_channels(root: Path, task: str) -> np.ndarray:
                 (root / part / "masks").mkdir(exist_ok=True)
                 Image.fromarray(mask).save(root / part / "masks" / f"{i}.png")
     return np.concatenate(found) / 65535
+
+
+@both_tasks
+def test_other_mean_and_std(project: Project, few: Path, tmp_path: Path) -> None:
+    """Two lines are edited: training, validation and the checkpoint follow."""
+    own, mean, std = project.copy(tmp_path / "copy"), (0.1, 0.2, 0.3), (0.4, 0.5, 0.6)
+    text = (own.folder / "dataset.py").read_text()
+    for name, then, now in ("MEAN", MEAN, mean), ("STD", STD, std):
+        assert text.count(f"{name} = {then}\n") == 1
+        text = text.replace(f"{name} = {then}\n", f"{name} = {now}\n")
+    (own.folder / "dataset.py").write_text(text)
+    out = tmp_path / "out"
+    own.train(few, out, on=1).ok()
+    state = torch.load(out / "best.pt", weights_only=True)["format"]
+    assert (tuple(state["mean"]), tuple(state["std"])) == (mean, std)
+    project.train(few, out, "--eval-only", on=1).refused("checkpoint.check_format", mean, MEAN)
+    own.train(few, out, "--eval-only", on=1).ok()
 
 
 @both_tasks

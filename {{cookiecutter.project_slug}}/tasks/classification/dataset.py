@@ -1,8 +1,6 @@
 """The data set: images and their classes, and the augmentation. README.md describes folders."""
 
-import functools
 import itertools
-import random
 from argparse import Namespace
 from collections.abc import Sequence
 from typing import Any
@@ -14,6 +12,10 @@ from torchvision.transforms.v2 import InterpolationMode as Mode
 
 import ddpkit
 
+# ImageNet's. Images are uint8 until they are on the device, where main.py's loop gets them
+# normalised by these, unless DIR/data.json or the network of --arch timm/NAME has its own.
+MEAN = (0.485, 0.456, 0.406)
+STD = (0.229, 0.224, 0.225)
 draw_demo = ddpkit.demo_classes  # without --data
 AUGMENTATIONS = {  # the names that --augment takes; add yours
     "trivial": v2.TrivialAugmentWide(interpolation=Mode.BILINEAR),  # arXiv:2103.10158
@@ -28,28 +30,27 @@ AUGMENTATIONS = {  # the names that --augment takes; add yours
 MIXES = {"mixup": (v2.MixUp, 0.2), "cutmix": (v2.CutMix, 1.0)}
 
 
-def train_transform(
-    image: ddpkit.LazyImage, size: int, augment: v2.Transform | None = None
-) -> Tensor:
-    """Augment: an image of any size -> uint8 (3, size, size). Edit it here.
+def train_transform(size: int, augment: Sequence[v2.Transform] = ()) -> v2.Compose:
+    """For training: an image of any size -> uint8 (3, size, size).
 
-    The image is decoded no larger than the result needs. `augment` is what --augment names, on
-    uint8 (with "channels" in data.json: float32, 0 to 1).
+    augment: what --augment names. With "channels" in data.json it gets float32, 0 to 1.
     """
-    box = image.random_box(area=(0.25, 1), ratio=(3 / 4, 4 / 3))
-    pixels = image.read(box, (size, size))
-    pixels = pixels.flip(-1) if random.random() < 0.5 else pixels
-    return augment(pixels) if augment else pixels
+    return v2.Compose(
+        [
+            # As v2's, but a JPEG is decoded no larger than the result needs: much faster.
+            ddpkit.RandomResizedCrop(size, scale=(0.25, 1), ratio=(3 / 4, 4 / 3)),
+            v2.RandomHorizontalFlip(),
+            *augment,
+        ]
+    )
 
 
-def val_transform(image: ddpkit.LazyImage, size: int, crop: float = 0.875) -> Tensor:
-    """Return the middle of the image, uint8 (3, size, size), for validation and predict.py.
+def val_transform(size: int, crop: float) -> v2.Compose:
+    """For validation and predict.py: an image of any size -> uint8 (3, size, size).
 
     crop: the side of the middle, as a share of the image's shorter one.
     """
-    side = round(crop * min(image.height, image.width))
-    box = ((image.height - side) // 2, (image.width - side) // 2, side, side)
-    return image.read(box, (size, size))
+    return v2.Compose([ddpkit.ResizedCenterCrop(size, crop)])
 
 
 class ImageDataset(ddpkit.ImageFiles):
@@ -68,17 +69,20 @@ def build_datasets(args: Namespace) -> tuple[ImageDataset, ImageDataset, Sequenc
     """Return the data sets for training and for validation, and the names of the classes.
 
     Any map-style data set of (image, label) will do, such as torchvision's CIFAR10, which has
-    `classes`: images uint8, normalised on the device, or floats, taken as they are.
+    `classes`: images uint8, normalised on the device by ImageNet's numbers, or floats, taken as
+    they are.
     """
     with ddpkit.rank_zero_first():  # the other ranks find it drawn
         data = args.data or draw_demo()
-    held = args.eval_only or "val"
-    train, val, classes = ddpkit.find_classes(data, args.fold, held, args.arch)
-    args.several_labels, args.crop = train.several, train.crop  # predict.py finds them, too
-    augment = ddpkit.choose(AUGMENTATIONS, args.augment, train.format.channels, MIXES)
-    box = functools.partial(train_transform, size=args.image_size, augment=augment)
-    middle = functools.partial(val_transform, size=args.image_size, crop=args.crop)
-    return ImageDataset(train, box), ImageDataset(val, middle), classes
+    part = args.eval_only or "val"
+    train, val, classes = ddpkit.find_classes(data, args.fold, part, args.arch, MEAN, STD)
+    # What the data and the network say; model.py and, from the checkpoint, predict.py need it.
+    args.several_labels = train.several
+    args.crop = train.crop
+    augment = ddpkit.parse_augment(AUGMENTATIONS, args.augment, train.format.channels, MIXES)
+    train_set = ImageDataset(train, train_transform(args.image_size, augment))
+    val_set = ImageDataset(val, val_transform(args.image_size, args.crop))
+    return train_set, val_set, classes
 
 
 def transform_batch(
@@ -89,8 +93,11 @@ def transform_batch(
     With MIXES, of which each batch gets one, targets become float32 (N, classes): the share of
     each class.
     """
-    found = [mix for name, mix in MIXES.items() if name in args.augment.split(",")]
-    if mixes := [mix(alpha=alpha, num_classes=num_classes) for mix, alpha in found]:
+    mixes = []
+    for name, (mix, alpha) in MIXES.items():
+        if name in args.augment.split(","):
+            mixes.append(mix(alpha=alpha, num_classes=num_classes))
+    if mixes:
         images, targets = v2.RandomChoice(mixes)(images, targets)
         images = images.contiguous(memory_format=torch.channels_last)  # which MixUp loses on GPUs
     return images, targets
@@ -103,16 +110,17 @@ def draw_example(
 
     image: uint8 (3, H, W). target: int64 scalar, or float (classes,). logits: float (classes,).
     """
-    more = ""
     if target.ndim:  # several labels
-        both = (itertools.compress(classes, each) for each in (logits > 0, target > 0.5))
-        guess, truth = ("; ".join(names) or "none" for names in both)
+        guess = "; ".join(itertools.compress(classes, logits > 0)) or "none"
+        truth = "; ".join(itertools.compress(classes, target > 0.5)) or "none"
+        title = guess
     else:
-        guess, truth = classes[int(logits.argmax())], classes[int(target)]
-        more = f" {torch.softmax(logits, 0).max():.0%}"
+        guess = classes[int(logits.argmax())]
+        truth = classes[int(target)]
+        title = f"{guess} {torch.softmax(logits, 0).max():.0%}"
+    color = "green"
+    if guess != truth:
+        color = "red"
+        title += f"\nis {truth}"
     axes.imshow(image.permute(1, 2, 0).numpy())
-    axes.set_title(
-        guess + more + ("" if guess == truth else f"\nis {truth}"),
-        color="green" if guess == truth else "red",
-        fontsize=9,
-    )
+    axes.set_title(title, color=color, fontsize=9)

@@ -5,7 +5,6 @@ checkpoint alone says which network and which classes; images are transformed as
 Those that cannot be read are skipped and listed at the end, and the exit status is 1.
 """
 
-import functools
 import itertools
 from collections.abc import Sequence
 from pathlib import Path
@@ -38,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     args.tta |= given.tta
     columns = ["file", "class", "probability", *(f"probability_{name}" for name in classes)]
     with job.table(given.output / "predictions.csv", columns) as write:
-        read = functools.partial(val_transform, size=args.image_size, crop=args.crop)
+        read = val_transform(args.image_size, args.crop)
         for paths, images in job.batches(read, batch_size=32):
             with torch.inference_mode():
                 logits = infer(job.model, images, args).cpu()

@@ -1,6 +1,5 @@
 """The data set: images and their masks, and the augmentation. README.md describes folders."""
 
-import functools
 from argparse import Namespace
 from collections.abc import Sequence
 from typing import Any
@@ -15,34 +14,34 @@ import ddpkit
 
 STRIDE = 32  # the networks halve an image five times
 VOID = 255  # the class number that loss and metrics ignore
+# ImageNet's. Images are uint8 until they are on the device, where main.py's loop gets them
+# normalised by these, unless DIR/data.json has its own.
+MEAN = (0.485, 0.456, 0.406)
+STD = (0.229, 0.224, 0.225)
 draw_demo = ddpkit.demo_masks  # without --data
 AUGMENTATIONS = {  # the names that --augment takes; add yours, if it takes masks, too
     "color": v2.ColorJitter(brightness=0.4, contrast=0.4, saturation=0.4),
     "grey": v2.RandomGrayscale(p=0.1),
-    "rotation": v2.RandomRotation(  # degrees; None: black
-        (-30, 30), Mode.BILINEAR, fill={tv_tensors.Image: None, tv_tensors.Mask: VOID}
+    "rotation": v2.RandomRotation(  # degrees
+        (-30, 30), Mode.BILINEAR, fill={tv_tensors.Mask: VOID, "others": 0}
     ),
     "vflip": v2.RandomVerticalFlip(),
 }
 
 
-def train_transform(
-    image: ddpkit.LazyImage, mask: ddpkit.LazyImage, size: int, augment: v2.Transform | None = None
-) -> tuple[Tensor, Tensor]:
-    """Augment: image and mask of any size -> both of `size` x `size` pixels. Edit it here.
+def train_transform(size: int, augment: Sequence[v2.Transform] = ()) -> v2.Compose:
+    """For training: image and mask -> uint8 (3, size, size), tv_tensors.Mask (size, size).
 
-    The image is decoded no larger than the result needs. `augment` is what --augment names, on
-    uint8 (with "channels" in data.json: float32, 0 to 1).
+    augment: what --augment names. With "channels" in data.json it gets float32, 0 to 1.
     """
-    zoom = 2 ** float(torch.empty(1).uniform_(-0.5, 0.5))
-    side = round(size / zoom)
-    box = image.snap(image.random_square(side), (size, size))
-    pixels, labels = image.read(box, (size, size)), mask.read(box, (size, size), fill=VOID)
-    if torch.rand(()) < 0.5:
-        pixels, labels = pixels.flip(-1), labels.flip(-1)
-    if augment:
-        pixels, labels = augment(tv_tensors.Image(pixels), tv_tensors.Mask(labels))
-    return pixels, labels
+    return v2.Compose(  # of image and mask: each transform does the same to both
+        [
+            # Resizes by a random factor and crops, but a JPEG is decoded no larger than that needs.
+            ddpkit.RandomScaleCrop(size, scale=(0.7, 1.4), mask_fill=VOID),
+            v2.RandomHorizontalFlip(),
+            *augment,
+        ]
+    )
 
 
 def val_transform(image: ddpkit.LazyImage, mask: ddpkit.LazyImage) -> tuple[Tensor, Tensor]:
@@ -74,14 +73,17 @@ def build_datasets(
     """Return the data sets for training and for validation, and the names of the classes.
 
     Any map-style data set of (image, mask) will do, such as one of torchvision's: images uint8,
-    normalised on the device, or floats, taken as they are; for validation padded as `pad` does.
+    normalised on the device by ImageNet's numbers, or floats, taken as they are; for validation
+    padded as `pad` does.
     """
     with ddpkit.rank_zero_first():  # the other ranks find it drawn
         data = args.data or draw_demo()
-    train, val, classes = ddpkit.find_masks(data, args.fold, args.eval_only or "val")
-    augment = ddpkit.choose(AUGMENTATIONS, args.augment, train.format.channels)
-    crop = functools.partial(train_transform, size=args.image_size, augment=augment)
-    return SegmentationDataset(train, crop), SegmentationDataset(val, val_transform), classes
+    part = args.eval_only or "val"
+    train, val, classes = ddpkit.find_masks(data, args.fold, part, MEAN, STD)
+    augment = ddpkit.parse_augment(AUGMENTATIONS, args.augment, train.format.channels)
+    train_set = SegmentationDataset(train, train_transform(args.image_size, augment))
+    val_set = SegmentationDataset(val, val_transform)
+    return train_set, val_set, classes
 
 
 def transform_batch(
@@ -91,7 +93,8 @@ def transform_batch(
     if args.cutmix:
         x1, y1, x2, y2 = v2.CutMix(alpha=args.cutmix).make_params([images])["box"]
         for part in images, targets:
-            part[..., y1:y2, x1:x2] = part[..., y1:y2, x1:x2].roll(1, 0)
+            box = part[..., y1:y2, x1:x2]
+            box.copy_(box.roll(1, 0))  # that of the image before it in the batch
     return images, targets
 
 
