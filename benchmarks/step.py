@@ -179,6 +179,11 @@ class Bench:
         loader: DataLoader = DataLoader(
             seeded, args.batch_size, sampler=sampler, collate_fn=ddpkit.Collate()
         )
+        val_loader: DataLoader = DataLoader(
+            seeded,
+            batch_sampler=ddpkit.ValSampler(dataset, args.batch_size),
+            collate_fn=ddpkit.Collate(),
+        )
         parts = {
             "optimizer": optimizer,
             "scheduler": recipe.build_scheduler(optimizer, args, sampler.steps),
@@ -186,7 +191,7 @@ class Bench:
         }
         args.output_dir.mkdir(exist_ok=True)
         run = ddpkit.Run(
-            *(ddpkit.Folder(args.output_dir), loader, loader, self.classes),
+            *(ddpkit.Folder(args.output_dir), loader, val_loader, self.classes),
             model=model,
             **parts,
             epochs=1,
