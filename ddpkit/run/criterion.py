@@ -82,14 +82,13 @@ class Criterion(nn.Module):
         return (weight[targets.where(is_label, 0)] * is_label).sum()
 
     def _are_labels(self, targets: Tensor) -> Tensor:
-        is_label = torch.ones_like(targets, dtype=torch.bool)
-        is_dense = targets.ndim > 1
-        if self.num_classes > 1 or is_dense:  # a mask of one class has two numbers
-            is_label = targets >= 0
-            if self.num_classes:
-                is_label &= targets < max(self.num_classes, 2)
-        if self.ignored is not None:
-            is_label &= targets != self.ignored
+        if self.ignored is not None:  # of torch's losses, for which any other is a label
+            return targets != self.ignored
+        if self.num_classes <= 1 and targets.ndim == 1:
+            return torch.ones_like(targets, dtype=torch.bool)
+        is_label = targets >= 0
+        if self.num_classes:
+            is_label &= targets < max(self.num_classes, 2)  # a mask of one class has two numbers
         return is_label
 
     def _call(self, outputs: Outputs, targets: Any, *more: Any) -> Tensor:

@@ -203,8 +203,7 @@ class Run:
     def _begin_totals(self) -> None:
         self.totals = torch.zeros(2, dtype=torch.float64, device=self.device)
         self.loss_total, self.count_total = self.totals.unbind()
-        self.recent_loss = torch.zeros((), device=self.device)  # since the last line of the log
-        self.recent_steps = 0
+        self.logged = self.totals.clone()  # what the log has of them
 
     def _check_kind(self, state: State) -> None:
         """Raise a UserError if the checkpoint's weights are an average, or of other images."""
@@ -229,6 +228,7 @@ class Run:
             self.totals += totals[distributed.rank()]
         elif distributed.is_rank_zero():
             self.totals += totals.sum(0)
+        self.logged = self.totals.clone()
 
     def _say_differences(self, state: State) -> None:
         """Print the checkpoint's progress and what has changed since."""
@@ -337,11 +337,9 @@ class Run:
             replicas.check_called(network)
         if self.checks:
             self._check_first_steps(count)
-        share = count / distributed.world_size()
-        self.loss_total += loss * share  # without reading the device
-        self.count_total += share
-        self.recent_loss += loss
-        self.recent_steps += 1
+        share = 1 / distributed.world_size()  # as the loss is for the mean over the ranks
+        self.loss_total.add_(loss * count, alpha=share)  # without reading the device
+        self.count_total.add_(count, alpha=share)
         self.step += 1
         self.seen += self.global_batch
         if self.report.steps.is_due(self.step):
@@ -354,12 +352,12 @@ class Run:
         stopping.end_step()
 
     def _log(self, grad_norm: Tensor | None) -> None:
-        mean = distributed.reduce_tensor(self.recent_loss / self.recent_steps, "mean")
+        loss, count = distributed.reduce_tensor(self.totals - self.logged)
         at = f"epoch {self.epoch + 1}/{self.epochs}  "
         at += f"step {self.seen // self.global_batch}/{self.source.steps}"
-        self.report.steps.add(self.step, at, mean, self.optimizer.param_groups[-1]["lr"], grad_norm)
-        self.recent_loss.zero_()
-        self.recent_steps = 0
+        lr = self.optimizer.param_groups[-1]["lr"]
+        self.report.steps.add(self.step, at, loss / count, lr, grad_norm)
+        self.logged = self.totals.clone()
 
     def _watch_first_steps(self, criterion: nn.Module | None) -> None:
         """Check in the first two steps what is often forgotten; reads the device."""
