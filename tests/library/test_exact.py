@@ -48,6 +48,26 @@ def test_resume_at_any_step(project: Project, few: Path, tmp_path: Path) -> None
         assert different <= {"img_per_s", "train_seconds", "data_wait"}
 
 
+def test_a_checkpoint_of_version_1(project: Project, few: Path, tmp_path: Path) -> None:
+    """Killed in mid-epoch with 1.1, which knew no --log-every, and left ImageNet's numbers out."""
+    whole, stopped = tmp_path / "whole", tmp_path / "stopped"
+    flags = *NET, "--epochs", 1, "--deterministic", "--save-every", 1
+    project.train(few, whole, *flags).ok()
+    project.train(few, stopped, *flags, patch=after_step(2, kill))
+    path = stopped / "last.pt"
+    state = torch.load(path, weights_only=True)
+    assert state["seen"]
+    state["format"].update(mean=None, std=None)
+    del state["args"]["log_every"]
+    (loss, count), (other_loss, other_count) = state["totals"]  # of labels of its own, each rank
+    state["totals"] = [[loss + 1, count + 2], [other_loss - 1, other_count - 2]]
+    torch.save(state, path)
+    project.train(few, stopped, *flags).ok()
+    assert digest(whole) == digest(stopped)
+    (row,), (other,) = rows(whole), rows(stopped)
+    assert float(row["train_loss"]) == pytest.approx(float(other["train_loss"]), rel=1e-9)
+
+
 def test_resume_of_three_ranks(project: Project, tmp_path: Path) -> None:
     """DDP would sum in another order in a process's first step."""
     data = project.draw(tmp_path / "set", 38, 6)  # three steps per epoch
