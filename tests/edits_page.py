@@ -22,6 +22,7 @@ EDITS = Path(__file__).resolve().parent / "template" / "edits"
 TASKS = ("classification", "segmentation")
 WIDTH = 66  # of a line of code that is quoted in a sentence
 UNKNOWN = "?"
+CLOSING = {"(": ")", "{": "}", "[": "]"}
 
 Files = dict[str, list[str]]  # the lines of each file of a project
 
@@ -61,10 +62,11 @@ def hunks(diff: str) -> Iterator[Hunk]:
 
 def find(hunk: Hunk, lines: list[str]) -> int:
     """Return the line, from 0, that a hunk begins at: of several places the nearest."""
-    size = len(hunk.old)
-    places = [i for i in range(len(lines) - size + 1) if lines[i : i + size] == hunk.old]
+    old = hunk.old
+    places = [0] if not old else [i for i, line in enumerate(lines) if line == old[0]]
+    places = [i for i in places if lines[i : i + len(old)] == old]
     if not places:
-        raise ValueError(f"{hunk.file}:{hunk.start + 1}: not there:\n" + "\n".join(hunk.old))
+        raise ValueError(f"{hunk.file}:{hunk.start + 1}: not there:\n" + "\n".join(old))
     return min(places, key=lambda i: abs(i - hunk.start))
 
 
@@ -243,8 +245,8 @@ def quote(i: int, tree: ast.Module, source: list[str], scope: range) -> str:
         text = line[: WIDTH - 4].rpartition(" ")[0].strip(" ,")
     if [n for n in scope if source[n].strip().startswith(text)] != [i]:
         return UNKNOWN
-    if is_whole and line.endswith(("(", "{", "[")):
-        return f"`{text}...{dict(['()', '{}', '[]'])[line[-1]]}`"
+    if is_whole and line[-1] in CLOSING:
+        return f"`{text}...{CLOSING[line[-1]]}`"
     return f"`{text} ...`" if text != line else f"`{text}`"
 
 
