@@ -225,8 +225,9 @@ def scope_of(tree: ast.Module, source: list[str], at: int, indent: int) -> tuple
 def end_of_head(tree: ast.Module, name: str) -> int:
     """Return the last line, from 0, of the docstring of a function; -1: it has none."""
     for node in ast.walk(tree):
-        is_it = isinstance(node, ast.FunctionDef) and node.name == name.rpartition(".")[2]
-        if is_it and ast.get_docstring(node):
+        if not isinstance(node, ast.FunctionDef) or node.name != name.rpartition(".")[2]:
+            continue
+        if ast.get_docstring(node):
             return (node.body[0].end_lineno or 0) - 1
     return -1
 
@@ -235,8 +236,9 @@ def quote(i: int, tree: ast.Module, source: list[str], scope: range) -> str:
     """Return line i as a sentence names it, or UNKNOWN if its scope has another one like it."""
     is_whole = False
     for node in ast.walk(tree):
-        is_end = isinstance(node, ast.stmt) and node.end_lineno == i + 1
-        if is_end and not re.search(r"\w", source[i]):  # a closing bracket
+        if not isinstance(node, ast.stmt) or node.end_lineno != i + 1:
+            continue
+        if not re.search(r"\w", source[i]):  # a closing bracket
             i = node.lineno - 1
             is_whole = True
     line = source[i].strip()
