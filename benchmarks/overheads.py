@@ -54,9 +54,10 @@ class HostFeed(Feed):
     def __iter__(self) -> Iterator[tuple]:
         for number, batch in enumerate(super().__iter__()):
             now = time.thread_time()
-            if number == WARM_UP:
+            step = number / self.passes
+            if step == WARM_UP:
                 began = now
-            elif number == WARM_UP + self.steps:
+            elif step == WARM_UP + self.steps:
                 self.cpu_seconds = now - began
             yield batch
 
@@ -122,16 +123,13 @@ def parts() -> dict[str, Callable[[], Any]]:
     import main as project
     import recipe
     from ddpkit.data import loading, samples
-    from ddpkit.ranks import replicas, stopping
-    from ddpkit.run import metrics
+    from ddpkit.ranks import stopping
+    from ddpkit.run import criterion
     from ddpkit.run.loop import Run
     from ddpkit.run.reporting import Reporter
 
-    def loss(mean: replicas.Mean, loss_sum: Tensor, *_: object) -> Tensor:
-        mean.passes, mean.known = 1, 1
-        return loss_sum
-
-    def end_step(run: Run) -> None:
+    def end_step(run: Run, *_: object) -> None:
+        run.step += 1
         run.seen += run.global_batch
 
     def without(place: object, name: str, do: Callable[..., Any]) -> Callable[[], Any]:
@@ -144,11 +142,11 @@ def parts() -> dict[str, Callable[[], Any]]:
         "loading.normalize": without(loading, "normalize", lambda images, _: images.float()),
         "transform_batch": without(project, "transform_batch", lambda x, y, *_: (x, y)),
         "recipe.autocast": without(recipe, "autocast", lambda *_: null),
-        "metrics.to_float32": without(metrics, "to_float32", lambda outputs: outputs),
-        "mean.loss": without(replicas.Mean, "loss", loss),
-        "mean.finish": without(
-            replicas.Mean, "finish", lambda mean, *_: setattr(mean, "passes", 0)
+        "to_float32": without(criterion, "to_float32", lambda outputs: outputs),
+        "criterion.count": without(
+            criterion.Criterion, "count", lambda _, targets: torch.tensor(targets.numel())
         ),
+        "reduce_tensor": without(project.distributed, "reduce_tensor", lambda tensor: tensor),
         "report.progress": without(Reporter, "progress", lambda _, batches, *__: batches),
         "report.loss": without(Reporter, "loss", lambda *_: None),
         "scaler.scale": without(scaler, "scale", lambda _, loss: loss),
@@ -161,7 +159,8 @@ def parts() -> dict[str, Callable[[], Any]]:
 
 def compare_hosts(flags: Namespace, folder: Path) -> None:
     """Print the host's time for a step of ours and of bare loops, and what each part takes."""
-    from ddpkit.ranks import distributed, replicas
+    import main as project
+    from ddpkit.ranks import distributed
 
     bench = HostBench(folder, flags.flags)
     torch.set_num_threads(1)
@@ -169,7 +168,7 @@ def compare_hosts(flags: Namespace, folder: Path) -> None:
     side = (1, 1) if flags.task == "segmentation" else ()
     images = torch.randint(256, (args.batch_size, 3, 1, 1), dtype=torch.uint8)
     targets = torch.randint(common.CLASSES, (len(images), *side))
-    feed = HostFeed((images.to(device), targets.to(device)), flags.steps)
+    feed = HostFeed((images.to(device), targets.to(device)), flags.steps, args.accumulate)
     found: dict[str, list[list[str]]] = {}  # cells of a row, by name
     for bench.is_whole in (False, True):
         walls: dict[str, list[float]] = {}
@@ -184,7 +183,7 @@ def compare_hosts(flags: Namespace, folder: Path) -> None:
             DistributedDataParallel, device_ids=None if device.index is None else [device]
         )
         ours, bare = bench.ours(), bench.bare_ddp(plain)
-        wrapped = bench.bare_ddp(partial(replicas.wrap, device=device))
+        wrapped = bench.bare_ddp(project.wrap)
         cases: common.Cases = {
             BARE: partial(case, BARE, bare, nothing),
             WRAPPED: partial(case, WRAPPED, wrapped, nothing),

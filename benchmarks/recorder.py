@@ -18,13 +18,14 @@ def measure(project: str) -> None:
     sys.path.insert(0, project)
     import torch
     from torch import nn
+    from torch.nn.parallel import DistributedDataParallel
 
-    from ddpkit.ranks import distributed, replicas
+    from ddpkit.ranks import distributed
 
     torch.set_num_threads(1)
-    device = distributed.setup()
+    distributed.setup()
     convolutions = [nn.Conv2d(3, 64, 3, 2), nn.ReLU(), nn.Conv2d(64, 64, 3, 2), nn.ReLU()]
-    ddp_model = replicas.wrap(nn.Sequential(*convolutions), device)
+    ddp_model = DistributedDataParallel(nn.Sequential(*convolutions), gradient_as_bucket_view=True)
     images, number = torch.randn(8, 3, 64, 64), torch.ones(1)
     steps = []
     for _ in range(STEPS):

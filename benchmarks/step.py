@@ -46,24 +46,29 @@ SETTINGS = {  # (device, task): flags of main.py, and steps in a figure
 
 
 class Feed:
-    """Like a loader that yields one batch `steps` times, and some before; it times them."""
+    """Like a loader that yields one batch for `steps` steps, and some before; it times them.
 
-    def __init__(self, batch: tuple, steps: int) -> None:
+    passes: batches in a step.
+    """
+
+    def __init__(self, batch: tuple, steps: int, passes: int = 1) -> None:
         self.batch = batch
         self.steps = steps
+        self.passes = passes
 
     def __len__(self) -> int:
-        return WARM_UP + self.steps + 1
+        return (WARM_UP + self.steps + 1) * self.passes
 
     def __iter__(self) -> Iterator[tuple]:
         for number in range(len(self)):
-            if number in (WARM_UP, WARM_UP + self.steps):
+            step = number / self.passes
+            if step in (WARM_UP, WARM_UP + self.steps):
                 if self.batch[0].device.type != "cpu":
                     torch.accelerator.synchronize()
                 now = time.perf_counter()
-                if number == WARM_UP:
+                if step == WARM_UP:
                     began = now
-                self.seconds = now - began if number > WARM_UP else 0.0
+                self.seconds = now - began if step > WARM_UP else 0.0
             yield self.batch
 
     def time(self, loop: "Loop") -> float:
@@ -80,6 +85,7 @@ class Bench:
 
     def __init__(self, folder: Path, words: str) -> None:
         """words: flags of the project's main.py, in one string."""
+        import ddpkit
         import distributed
         import recipe
         from ddpkit.run.reporting import Reporter
@@ -99,7 +105,8 @@ class Bench:
         # Its samples are counted, and never read.
         none = (torch.zeros(1, *shape, dtype=torch.uint8) for shape in ((3, 1, 1), ()))
         self.samples = TensorDataset(*(each.expand(10**6, *each.shape[1:]) for each in none))
-        self.criterion = build_criterion(args, self.samples, self.classes).to(device)
+        loss = build_criterion(args, self.samples, self.classes)
+        self.criterion = ddpkit.Criterion(loss, self.classes).to(device)
 
     def loops(self) -> dict[str, Callable[[], Loop] | None]:
         """Return what builds each loop, by name; None for what is not installed."""
@@ -137,8 +144,7 @@ class Bench:
         return images.to(self.device), targets.to(self.device)
 
     def mean_loss(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        loss, count = self.criterion(outputs.float(), targets)
-        return loss / count
+        return self.criterion(outputs, targets) / self.criterion.count(targets)
 
     def ours(self, is_compiled: bool = False) -> Loop:
         return self.run_and_loop(is_compiled)[1]
@@ -150,6 +156,7 @@ class Bench:
 
         def loop(feed: Feed) -> None:
             run.source.batches = lambda *_: feed
+            run.source.total = len(feed) // feed.passes * run.global_batch
             with stopping.on_signals(str):
                 train()
 
@@ -187,7 +194,7 @@ class Bench:
             best="top1",
             flags=vars(args),
         )
-        words = run, ddpkit.wrap(model, self.device), ddpkit.criterion(self.criterion)
+        words = run, main.wrap(model), self.criterion
 
         def train() -> float:
             run.seen = 0
@@ -308,7 +315,7 @@ def compare(flags: Namespace, folder: Path) -> dict[str, list[float]]:
     bench = Bench(folder, flags.flags)
     if (bench.device.type == "cpu") != (flags.device == "cpu"):
         sys.exit(f"--device {flags.device}: torch finds only {bench.device}")
-    feed = Feed(bench.batch(), flags.steps)
+    feed = Feed(bench.batch(), flags.steps, bench.args.accumulate)
     ours = ("ours", "ours, --compile")
     loops = {
         name: build and build()

@@ -65,7 +65,7 @@ def raised() -> Iterator[tuple[str, str, str]]:
                 if not isinstance(node, ast.Call) or id(node) in of_others:
                     continue
                 name = ast.unparse(node.func).split(".")[-1]
-                if name in ("UserError", "DiskError", "Damaged", "Foreign"):
+                if name in ("UserError", "NoLabelsError", "DiskError", "Damaged", "Foreign"):
                     for text in texts(node.args[0], scope):
                         yield str(path), f"{path.stem}.{scope.name.strip('_')}", text
 

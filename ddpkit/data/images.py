@@ -118,9 +118,11 @@ class LazyImage(Image.Image):
 
     def getbands(self) -> tuple[str, ...]:
         if self.mode.startswith("F;"):
-            line = f'"channels": {self.mode[2:]} in {NAME}: an image is no PIL image then, which a'
-            line += " transform in dataset.py needs: begin with image.read(), a tensor, or with"
-            raise UserError(f"{line} np.asarray(image)")
+            raise UserError(
+                f'"channels": {self.mode[2:]} in {NAME}: an image is no PIL image then, which a '
+                "transform in dataset.py needs: begin with image.read(), a tensor, or with "
+                "np.asarray(image)"
+            )
         return super().getbands()
 
     @property

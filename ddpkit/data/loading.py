@@ -172,7 +172,7 @@ class Collate:
         return batches if len(batches) > 1 else batches[0]
 
 
-_others: WeakKeyDictionary[Any, "Foreign"] = WeakKeyDictionary()  # by their loaders
+_others: WeakKeyDictionary[Any, "OtherSource"] = WeakKeyDictionary()  # by their loaders
 
 
 def steps_per_epoch(loader: Any, accumulate: int) -> int:
@@ -182,13 +182,13 @@ def steps_per_epoch(loader: Any, accumulate: int) -> int:
     """
     if is_ours(loader):
         return loader.sampler.steps
-    _others[loader] = found = Foreign(loader, accumulate, seed=0)
+    _others[loader] = found = OtherSource(loader, accumulate, seed=0)
     return found.steps
 
 
 def find_source(
     loader: Any, val_loader: Any, accumulate: int, seed: Any, epoch: int
-) -> "TrainSampler | Foreign":
+) -> "TrainSampler | OtherSource":
     """Return what Run has to know of its loader, in all of its epochs; `epoch` is the first.
 
     Every rank has to call it.
@@ -201,7 +201,7 @@ def find_source(
     if not is_ours(loader):
         known = _others.get(loader)
         if known is None or known.accumulate != accumulate:
-            return Foreign(loader, accumulate, seed, epoch)
+            return OtherSource(loader, accumulate, seed, epoch)
         known.begin_at(seed, epoch)
         return known
     found = (loader.batch_size or 0) * distributed.world_size() * accumulate
@@ -211,7 +211,7 @@ def find_source(
     return loader.sampler
 
 
-class Foreign:
+class OtherSource:
     """What Run has to know of any other loader, whose batches the ranks share as `deal` says.
 
     A stopped epoch starts over.

@@ -118,8 +118,10 @@ def read(path: Path | str, keys: Iterable[str] = ("model", "classes", "args", "f
     """Return the checkpoint at `path`, tensors on the CPU."""
     state = read_file(path)
     if missing := sorted({*keys, "channels"} - state.keys()):
-        line = f"{path}: not a checkpoint of this project ({', '.join(missing)} missing)"
-        raise Foreign(f"{line}: use last.pt, best.pt, or a copy of one of them")
+        raise Foreign(
+            f"{path}: not a checkpoint of this project ({', '.join(missing)} missing): use "
+            "last.pt, best.pt, or a copy of one of them"
+        )
     for name in sorted(KINDS.keys() & state.keys()):
         kind = KINDS[name]
         value = state[name]
@@ -201,9 +203,11 @@ def check_format(state: State, format: Format) -> None:
             line = f"{state['path']} was trained with {name} {before} in data.json, not {now}"
             raise UserError(f"{line}: use the same data.json, or train anew with it")
     if then.statistics != format.statistics:
-        line = f"{state['path']} was trained with mean and std {then.statistics}, not"
-        line += f" {format.statistics}: correct data.json, or MEAN and STD in dataset.py"
-        raise UserError(f"{line}, or train anew with them")
+        raise UserError(
+            f"{state['path']} was trained with mean and std {then.statistics}, not "
+            f"{format.statistics}: correct data.json, or MEAN and STD in dataset.py, or train anew "
+            "with them"
+        )
 
 
 def changes(then: Mapping[str, object], now: Mapping[str, object]) -> str:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ddpkit.data import loading, samples
-from ddpkit.data.loading import Foreign
+from ddpkit.data.loading import OtherSource
 from ddpkit.errors import NoLabelsError, UserError
 from ddpkit.ranks import distributed, replicas, stopping
 from ddpkit.run import checkpoint, machine, metrics, pictures, reporting
@@ -101,7 +101,7 @@ class Run:
         machine.check_alike(classes, training=train_loader, validation=val_loader)
         seed, epoch = kept.get("seed", 0), then.get("epoch", 0)
         self.source = loading.find_source(train_loader, val_loader, accumulate, seed, epoch)
-        self.is_own = not isinstance(self.source, Foreign)
+        self.is_own = not isinstance(self.source, OtherSource)
         self.train_loader, self.global_batch = train_loader, self.source.global_batch
         self.parts = self._parts(scheduler, more)
         self.about = checkpoint.to_plain(  # the same in all checkpoints of this run
@@ -311,7 +311,6 @@ class Run:
                     "is one optimizer step; for more batches per step use --accumulate, such as "
                     "--accumulate 4"
                 )
-        next(found, None)  # lets the bar and the loader end; of no steps, begin
 
     @property
     def is_logged(self) -> bool:

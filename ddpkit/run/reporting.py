@@ -18,7 +18,7 @@ from tqdm import tqdm
 
 from ddpkit import files
 from ddpkit.data import images, loading, samples
-from ddpkit.data.loading import Foreign, TrainSampler
+from ddpkit.data.loading import OtherSource, TrainSampler
 from ddpkit.errors import LineError, UserError
 from ddpkit.ranks import distributed, failures, process
 from ddpkit.run import machine, pictures
@@ -70,7 +70,7 @@ class Reporter:
 
     def start(
         self,
-        source: TrainSampler | Foreign,
+        source: TrainSampler | OtherSource,
         accumulate: int,
         classes: Sequence[str],
         train_loader: Any,

@@ -41,11 +41,10 @@ def edited(project: Project, tmp_path: Path) -> Edited:
     return edit
 
 
-IMPORTS = "\nCriterion = Callable"
+IMPORTS = "\n\ndef main(argv"
 OPTIMIZER = "    return torch.optim.AdamW(groups, lr"
 SCHEDULER = "    return LambdaLR(optimizer, factor)"
-CRITERION = "build_criterion(args, train_set, classes)"
-END = "            run.end_step()"
+END = "        run.end_step(sum(losses), count, grad_norm)"
 SAVE = "            run.save()  # whatever fails from here on costs no epoch\n"
 ONE_GROUP = (OPTIMIZER, OPTIMIZER.replace("groups", "model.parameters()"))
 TWO_LAMBDAS = (SCHEDULER, "    return LambdaLR(optimizer, [factor, lambda step: 0.1 + step / 99])")
@@ -54,7 +53,7 @@ ONE_CYCLE = (
     "    return torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.01, args.epochs * steps)",
 )
 KILL = "__import__('os').kill(__import__('os').getpid(), 9)"  # an end without saving
-KILLED = (END, f"{END}\n            if run.step == 9: {KILL}")
+KILLED = (END, f"{END}\n        if run.step == 9: {KILL}\n        ")
 
 
 @pytest.mark.parametrize("change", [(TWO_LAMBDAS,), (ONE_CYCLE,)], ids=["lambdas", "cycle"])
@@ -178,9 +177,9 @@ def test_targets_that_are_no_classes(few: Path, tmp_path: Path, edited: Edited) 
             "from owner import hardened_metrics as build_metrics\n" + IMPORTS,
         ),
         (
-            "    seeded = ddpkit.Seeded(val_set",
+            "    val_seeded = ddpkit.Seeded(val_set",
             "    train_set, val_set = map(owner.Soft, (train_set, val_set))\n"
-            "    seeded = ddpkit.Seeded(val_set",
+            "    val_seeded = ddpkit.Seeded(val_set",
         ),
     )
     start(few, tmp_path, draws=True).ok()
@@ -204,8 +203,8 @@ build_metrics = lambda *_: MetricCollection({"ap": MulticlassAveragePrecision(6)
     assert not (tmp_path / "out" / "per_class.csv").exists()  # no confusion matrix
 
 
-INSIDE = "        images, targets = transform_batch("
-SHORTER = (INSIDE, f"        if i == 2: break\n{INSIDE}")
+INSIDE = "        batches = [\n            transform_batch("
+SHORTER = (INSIDE, f"        if run.step == 2 * run.epoch + 2: break\n{INSIDE}")
 
 
 def test_a_shorter_epoch(few: Path, tmp_path: Path, edited: Edited) -> None:
@@ -219,28 +218,42 @@ def test_a_shorter_epoch(few: Path, tmp_path: Path, edited: Edited) -> None:
     assert digest(whole) == digest(killed)
 
 
-LOSS = "            loss = run.loss(loss_sum, count)  # the mean, over the samples of all ranks\n"
-BACKWARD = "            scaler.scale(loss).backward()\n"
-DIVIDE = "            run.divide_gradients(ddp_model)\n"
-STEP = "            scaler.step(optimizer)\n"
-ZERO = "            optimizer.zero_grad()\n"
-JUDGE = "judge(model, val_loader)\n            lr"
-SAMPLER = "        sampler=sampler,\n"
-WRAP = "                ddp_model = ddpkit.wrap(trained, device)"
-FREEZE = f"                model.fc.requires_grad_(False)\n{WRAP}; model.fc.requires_grad_()"
+LOSS = "                loss = criterion(ddpkit.to_logits(outputs), targets) * world_size / count\n"
+SCALED = "                scaler.scale(loss).backward()\n"
+STEP = "        scaler.step(optimizer)\n"
+ZERO = "        optimizer.zero_grad()\n"
+JUDGE = "evaluate(model, val_loader, criterion, metrics, args)\n            lr"
+SAMPLER = (
+    "        sampler=ddpkit.TrainSampler(train_set, args.batch_size, args.accumulate, args.seed),\n"
+)
+WRAPPED = "        ddp_model = wrap(trained)\n        for"
+FREEZE = "        model.fc.requires_grad_(False)\n        ddp_model = wrap(trained)\n"
+FREEZE += "        model.fc.requires_grad_()\n        for"
 MISUSES = {
-    "undivided": ([(DIVIDE, "")], "loop.end_step"),
-    "own loss": ([(LOSS, LOSS.replace("run.loss", "torch.div"))], "replicas.finish"),
+    "not by world_size": ([(LOSS, LOSS.replace(" * world_size", ""))], "replicas.check_slopes"),
+    "a sum": ([(LOSS, LOSS.replace(" * world_size / count", ""))], "replicas.check_slopes"),
     "zeroed": ([(ZERO, ""), (STEP, ZERO + STEP)], "replicas.check_step"),
     "never zeroed": ([(ZERO, "")], "replicas.check_cleared"),
-    "no end": ([(END, "            pass")], "loop.check_last_step"),
+    "no end": ([(END, "        pass")], "loop.steps"),
+    "two ends": ([(END, f"{END}\n{END}")], "replicas.check_called"),
+    "around DDP": (
+        [("outputs = ddp_model(images)", "outputs = ddp_model.module(images)")],
+        "replicas.check_called",
+    ),
+    "no DDP": (
+        [("in run.steps(ddp_model):", "in run.steps(ddp_model.module):")],
+        "replicas.prepare",
+    ),
     "a copy": (
         [(JUDGE, JUDGE.replace("model", "__import__('copy').deepcopy(model)"))],
         "loop.end_epoch",
     ),
     "half a loader": ([(SAMPLER, "        shuffle=True,\n")], "loading.is_ours"),
-    "leaves": ([(INSIDE, f"        if i == 3 and rank == 1: break\n{INSIDE}")], "loop.mean_loss"),
-    "unfrozen": ([(WRAP, FREEZE)], "replicas.check_same"),
+    "leaves": (
+        [(INSIDE, f"        if run.step == 3 and rank == 1: break\n{INSIDE}")],
+        "loop.mean_loss",
+    ),
+    "unfrozen": ([(WRAPPED, FREEZE)], "replicas.check_same"),
 }
 
 
@@ -257,16 +270,17 @@ def test_misuses_of_a_step(data: Path, tmp_path: Path, edited: Edited, name: str
 TO_DEVICE = "    model = model.to(device)"
 DICT = "    forward = model.forward\n"
 DICT += "    model.forward = lambda x: {'aux': x.sum(), 'out': forward(x)}\n"
-OF_LOSS = "ddpkit.criterion(build_criterion(args, train_set, classes), device)"
-OF_DICT = "lambda o, target: nn.functional.cross_entropy(o['out'], target, ignore_index=255)"
+OF_LOSS = "build_criterion(args, train_set, classes), classes"
+FUNCTION = "lambda output, target: nn.functional.cross_entropy(output, target, ignore_index=255)"
 LOSSES = {
-    "pair": [],
-    "mean": [(OF_LOSS, "ddpkit.criterion(nn.CrossEntropyLoss(ignore_index=255))")],
-    "dict, and zero_grad before backward, as in torch's tutorials": [
+    "sum": [],
+    "mean": [(OF_LOSS, "nn.CrossEntropyLoss(ignore_index=255), classes")],
+    "function, network of a dict, zero_grad before backward, and DDP's own defaults": [
         (TO_DEVICE, DICT + TO_DEVICE),
-        (OF_LOSS, f"ddpkit.criterion({OF_DICT}, device)"),
+        (OF_LOSS, f"{FUNCTION}, classes"),
         (ZERO, ""),
-        (BACKWARD, ZERO + BACKWARD),
+        ("        losses: list[Tensor] = []\n", f"        losses: list[Tensor] = []\n{ZERO}"),
+        (", gradient_as_bucket_view=True)", ")"),
     ],
 }
 
@@ -294,6 +308,6 @@ def test_losses_and_outputs(few: Path, tmp_path: Path, edited: Edited, project: 
         # Rounding: of the same mean, and then of BatchNorm on few values.
         assert torch.allclose(weights, found[0][1], rtol=1e-4, atol=1e-4)
     if project.task == "segmentation":
-        change = (OF_LOSS, "ddpkit.criterion(nn.CrossEntropyLoss())")
+        change = (OF_LOSS, "nn.CrossEntropyLoss(), classes")
         done = edited(change)(own, tmp_path / "void", ranks=2)
         done.refused("failures.of_torch", "ignore_index=255")

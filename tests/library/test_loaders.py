@@ -217,7 +217,7 @@ def numbers(batches: Iterator) -> list[int]:
 
 def trained_on(loader: Any, epoch: int = 0) -> list[list[int]]:
     """Which samples each rank takes in an epoch."""
-    source = loading.Foreign(loader, accumulate=1, seed=3)
+    source = loading.OtherSource(loader, accumulate=1, seed=3)
     found = numbers(source.batches(loader, epoch, 0))
     assert len(found) * distributed.world_size() <= source.total
     return distributed.gather_objects(found)
