@@ -22,6 +22,7 @@ EDITS = Path(__file__).resolve().parent / "template" / "edits"
 TASKS = ("classification", "segmentation")
 WIDTH = 66  # of a line of code that is quoted in a sentence
 UNKNOWN = "?"
+CLOSING = {"(": ")", "{": "}", "[": "]"}
 
 Files = dict[str, list[str]]  # the lines of each file of a project
 
@@ -61,10 +62,11 @@ def hunks(diff: str) -> Iterator[Hunk]:
 
 def find(hunk: Hunk, lines: list[str]) -> int:
     """Return the line, from 0, that a hunk begins at: of several places the nearest."""
-    size = len(hunk.old)
-    places = [i for i in range(len(lines) - size + 1) if lines[i : i + size] == hunk.old]
+    old = hunk.old
+    places = [0] if not old else [i for i, line in enumerate(lines) if line == old[0]]
+    places = [i for i in places if lines[i : i + len(old)] == old]
     if not places:
-        raise ValueError(f"{hunk.file}:{hunk.start + 1}: not there:\n" + "\n".join(hunk.old))
+        raise ValueError(f"{hunk.file}:{hunk.start + 1}: not there:\n" + "\n".join(old))
     return min(places, key=lambda i: abs(i - hunk.start))
 
 
@@ -223,8 +225,9 @@ def scope_of(tree: ast.Module, source: list[str], at: int, indent: int) -> tuple
 def end_of_head(tree: ast.Module, name: str) -> int:
     """Return the last line, from 0, of the docstring of a function; -1: it has none."""
     for node in ast.walk(tree):
-        is_it = isinstance(node, ast.FunctionDef) and node.name == name.rpartition(".")[2]
-        if is_it and ast.get_docstring(node):
+        if not isinstance(node, ast.FunctionDef) or node.name != name.rpartition(".")[2]:
+            continue
+        if ast.get_docstring(node):
             return (node.body[0].end_lineno or 0) - 1
     return -1
 
@@ -233,8 +236,9 @@ def quote(i: int, tree: ast.Module, source: list[str], scope: range) -> str:
     """Return line i as a sentence names it, or UNKNOWN if its scope has another one like it."""
     is_whole = False
     for node in ast.walk(tree):
-        is_end = isinstance(node, ast.stmt) and node.end_lineno == i + 1
-        if is_end and not re.search(r"\w", source[i]):  # a closing bracket
+        if not isinstance(node, ast.stmt) or node.end_lineno != i + 1:
+            continue
+        if not re.search(r"\w", source[i]):  # a closing bracket
             i = node.lineno - 1
             is_whole = True
     line = source[i].strip()
@@ -243,8 +247,8 @@ def quote(i: int, tree: ast.Module, source: list[str], scope: range) -> str:
         text = line[: WIDTH - 4].rpartition(" ")[0].strip(" ,")
     if [n for n in scope if source[n].strip().startswith(text)] != [i]:
         return UNKNOWN
-    if is_whole and line.endswith(("(", "{", "[")):
-        return f"`{text}...{dict(['()', '{}', '[]'])[line[-1]]}`"
+    if is_whole and line[-1] in CLOSING:
+        return f"`{text}...{CLOSING[line[-1]]}`"
     return f"`{text} ...`" if text != line else f"`{text}`"
 
 
