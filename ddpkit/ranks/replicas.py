@@ -163,20 +163,27 @@ def check_cleared(optimizer: torch.optim.Optimizer) -> None:
 
 
 def check_slopes(slopes: Sequence[Tensor], count: Tensor, passes: int, scale: float) -> None:
-    """Raise a UserError if the gradients of a step were not of the mean over all labels.
+    """Raise a UserError if the gradients of a step are of a sum; say if they may be of a part.
 
-    slopes: the gradients that arrived at the criterion's sums. count: of labels, of all `passes`
-    and ranks. scale: a GradScaler's.
+    slopes: the gradients that arrived at the criterion's sums, of one step. count: of labels, of
+    all `passes` and ranks. scale: a GradScaler's.
     """
     ranks = distributed.world_size()
-    right = scale * ranks / max(float(count), 1e-6)
     formula = "loss = criterion(outputs, targets) * world_size / count"
-    for slope in map(float, slopes):
-        if passes > 1 and math.isclose(slope * passes, right, rel_tol=1e-3):
-            raise UserError(
-                f"the loss is divided by the {passes} passes of a step, though `count` has the "
-                f"labels of all of them: {formula}"
+    shares = [float(slope) * float(count) / (scale * ranks) for slope in slopes]
+
+    def is_any(share: float) -> bool:
+        return any(math.isclose(each, share, rel_tol=1e-3) for each in shares)
+
+    if is_any(1.0):  # others may be auxiliary
+        return
+    if is_any(float(count) / ranks):
+        raise UserError(f"the loss is a sum over labels, not divided by their number: {formula}")
+    for number, what in (passes, "passes of a step"), (ranks, "ranks"):
+        if number > 1 and is_any(1 / number):
+            distributed.say(
+                f"warning: the loss is 1/{number} of the mean over labels: right if that is a "
+                f"weight of yours; not if it is meant for the {number} {what}, whose labels "
+                f"`count` has already: {formula}"
             )
-        for factor in (scale, scale / max(float(count), 1e-6)):
-            if math.isclose(slope, factor, rel_tol=1e-3) and not math.isclose(factor, right):
-                raise UserError(f"the loss is not the mean over the labels of all ranks: {formula}")
+            return

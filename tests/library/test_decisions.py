@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torchmetrics import classification
 
 import ddpkit
-from ddpkit.ranks import distributed, failures, stopping
+from ddpkit.ranks import distributed, failures, replicas, stopping
 from ddpkit.run import checkpoint, metrics
 from ddpkit.run import outputs as of_networks
 
@@ -546,13 +546,34 @@ def test_scalars_of_the_owner(tmp_path: Path) -> None:
 
 @on_ranks(1)
 def test_accumulation_by_hand(tmp_path: Path) -> None:
-    """It is refused at the first step, and so is a division that is left from it."""
+    """It is refused at the first step; of a division that may be left from it, a line."""
     results = each(0.1, name="top1", is_higher=True)
     with refusal("loop.steps", "run.end_step", "--accumulate 4"):
         train(tmp_path / "hand", results, epochs=1, every=2)
-    with refusal("replicas.check_slopes", "divided by the 2 passes", "* world_size / count"):
-        train(tmp_path / "divided", results, epochs=1, accumulate=2, weight=0.5)
-    train(tmp_path / "whole", results, epochs=1, accumulate=2, weight=0.3)
+    for weight, divides in (1, False), (0.5, True), (0.3, False):
+        lines: list[str] = []
+        distributed.say = lines.append
+        train(tmp_path / str(weight), results, epochs=1, accumulate=2, weight=weight)
+        found = [line for line in lines if "1/2 of the mean" in line and "2 passes" in line]
+        assert bool(found) == divides
+
+
+@on_ranks(2)
+def test_a_loss_that_is_a_sum() -> None:
+    """It is refused; what may be a weight of the owner's is said; an auxiliary one is neither."""
+    count = torch.tensor(12.0)
+    lines: list[str] = []
+    distributed.say = lines.append
+    for scale in 1.0, 1024.0:
+        right = torch.tensor(scale * 2 / 12)
+        replicas.check_slopes([right, right / 2], count, 1, scale)
+        assert lines == []
+        with refusal("replicas.check_slopes", "criterion(outputs, targets) * world_size / count"):
+            replicas.check_slopes([torch.tensor(scale)], count, 1, scale)
+        replicas.check_slopes([right / 2], count, 1, scale)
+        (line,) = lines
+        assert "2 ranks" in line
+        lines.clear()
 
 
 def test_one_value_to_normalize() -> None:

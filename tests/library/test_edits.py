@@ -230,7 +230,6 @@ WRAPPED = "        ddp_model = wrap(trained)\n        for"
 FREEZE = "        model.fc.requires_grad_(False)\n        ddp_model = wrap(trained)\n"
 FREEZE += "        model.fc.requires_grad_()\n        for"
 MISUSES = {
-    "not by world_size": ([(LOSS, LOSS.replace(" * world_size", ""))], "replicas.check_slopes"),
     "a sum": ([(LOSS, LOSS.replace(" * world_size / count", ""))], "replicas.check_slopes"),
     "zeroed": ([(ZERO, ""), (STEP, ZERO + STEP)], "replicas.check_step"),
     "never zeroed": ([(ZERO, "")], "replicas.check_cleared"),
