@@ -162,21 +162,25 @@ def check_cleared(optimizer: torch.optim.Optimizer) -> None:
         )
 
 
-def check_slopes(slopes: Sequence[Tensor], count: Tensor, passes: int, scale: float) -> None:
+def check_slopes(
+    slopes: Sequence[tuple[Tensor, Tensor]], count: Tensor, passes: int, scale: float
+) -> None:
     """Raise a UserError if the gradients of a step were not of the mean over all labels.
 
-    slopes: the gradients that arrived at the criterion's sums. count: of labels, of all `passes`
-    and ranks. scale: a GradScaler's.
+    slopes: the gradients that arrived at the criterion's sums, each with its batch's number of
+    labels. count: of labels, of all `passes` and ranks. scale: a GradScaler's.
     """
     ranks = distributed.world_size()
     right = scale * ranks / max(float(count), 1e-6)
     formula = "loss = criterion(outputs, targets) * world_size / count"
-    for slope in map(float, slopes):
+    for slope, own in (map(float, each) for each in slopes):
         if passes > 1 and math.isclose(slope * passes, right, rel_tol=1e-3):
             raise UserError(
                 f"the loss is divided by the {passes} passes of a step, though `count` has the "
                 f"labels of all of them: {formula}"
             )
-        for factor in (scale, scale / max(float(count), 1e-6)):
-            if math.isclose(slope, factor, rel_tol=1e-3) and not math.isclose(factor, right):
+        if math.isclose(slope, right, rel_tol=1e-3):
+            continue
+        for divisor in (1.0, float(count), own):  # none, without world_size, of this batch alone
+            if math.isclose(slope * divisor, scale, rel_tol=1e-3):
                 raise UserError(f"the loss is not the mean over the labels of all ranks: {formula}")
