@@ -312,7 +312,6 @@ class Run:
                     "is one optimizer step; for more batches per step use --accumulate, such as "
                     "--accumulate 4"
                 )
-        next(found, None)  # lets the bar and the loader end; of no steps, begin
 
     @property
     def is_logged(self) -> bool:

@@ -33,20 +33,24 @@ def main(argv: Sequence[str] | None = None) -> None:
         help="of the probability of a label, if images have several")  # fmt: skip
     given = parser.parse_args(argv)
     job = ddpkit.Predictor(given.checkpoint, given.inputs, build_model, parse_args, given.output)
-    args, classes = job.args, job.classes  # with which the network was trained
+    args = job.args  # with which the network was trained
     args.tta |= given.tta
-    columns = ["file", "class", "probability", *(f"probability_{name}" for name in classes)]
+    columns = ["file", "class", "probability"]
+    columns += [f"probability_{name}" for name in job.classes]
+    read = val_transform(args.image_size, args.crop)
     with job.table(given.output / "predictions.csv", columns) as write:
-        read = val_transform(args.image_size, args.crop)
         for paths, images in job.batches(read, batch_size=32):
             with torch.inference_mode():
                 logits = infer(job.model, images, args).cpu()
             scores = logits.sigmoid() if args.several_labels else logits.softmax(1)
             for path, row in zip(paths, scores, strict=True):
-                found = [classes[int(row.argmax())]]
                 if args.several_labels:
-                    found = [*itertools.compress(classes, row >= given.threshold)]
-                write((path, ";".join(found), *(f"{x:.4f}" for x in (row.max(), *row))))
+                    is_there = row >= given.threshold
+                    found = ";".join(itertools.compress(job.classes, is_there))
+                else:
+                    found = job.classes[int(row.argmax())]
+                numbers = [f"{score:.4f}" for score in (row.max(), *row)]
+                write([path, found, *numbers])
 
 
 if __name__ == "__main__":
