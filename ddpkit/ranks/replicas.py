@@ -162,25 +162,30 @@ def check_cleared(optimizer: torch.optim.Optimizer) -> None:
         )
 
 
-def check_slopes(slopes: Sequence[Tensor], count: Tensor, passes: int, scale: float) -> None:
-    """Raise a UserError if the gradients of a step are of a sum; say if they may be of a part.
+def check_slopes(
+    slopes: Sequence[tuple[Tensor, Tensor]], count: Tensor, passes: int, scale: float
+) -> None:
+    """Raise a UserError if the gradients of a step are of no mean over the labels of all ranks.
 
-    slopes: the gradients that arrived at the criterion's sums, of one step. count: of labels, of
-    all `passes` and ranks. scale: a GradScaler's.
+    What may be a part of it, by a weight of the owner's, is said in a line.
+
+    slopes: the gradients that arrived at the criterion's sums, each with its batch's number of
+    labels. count: of labels, of all `passes` and ranks. scale: a GradScaler's.
     """
     ranks = distributed.world_size()
     formula = "loss = criterion(outputs, targets) * world_size / count"
-    shares = [float(slope) * float(count) / (scale * ranks) for slope in slopes]
+    right = scale * ranks / float(count)
 
-    def is_any(share: float) -> bool:
-        return any(math.isclose(each, share, rel_tol=1e-3) for each in shares)
+    def is_any(slope: float) -> bool:
+        return any(math.isclose(float(each), slope, rel_tol=1e-3) for each, _ in slopes)
 
-    if is_any(1.0):  # others may be auxiliary
+    if is_any(right):  # others may be auxiliary
         return
-    if is_any(float(count) / ranks):
-        raise UserError(f"the loss is a sum over labels, not divided by their number: {formula}")
+    of_batches = [scale / float(own) for _, own in slopes if own]
+    if is_any(scale) or any(map(is_any, of_batches)):
+        raise UserError(f"the loss is not the mean over the labels of all ranks: {formula}")
     for number, what in (passes, "passes of a step"), (ranks, "ranks"):
-        if number > 1 and is_any(1 / number):
+        if number > 1 and is_any(right / number):
             distributed.say(
                 f"warning: the loss is 1/{number} of the mean over labels: right if that is a "
                 f"weight of yours; not if it is meant for the {number} {what}, whose labels "

@@ -18,6 +18,7 @@ from ddpkit.errors import NoLabelsError, UserError
 from ddpkit.ranks import distributed, replicas, stopping
 from ddpkit.run import checkpoint, machine, metrics, pictures, reporting
 from ddpkit.run.checkpoint import KEYS, OTHER_RUN, State
+from ddpkit.run.criterion import Criterion
 from ddpkit.run.folder import Folder
 from ddpkit.run.metrics import Mistakes, Worsts
 
@@ -74,7 +75,7 @@ class Run:
         epochs: int,
         best: str | Sequence[str],
         trained: nn.Module | None = None,
-        criterion: nn.Module | None = None,
+        criterion: Criterion | None = None,
         accumulate: int = 1,
         save_every: int = 0,
         log_every: int = 0,
@@ -337,6 +338,8 @@ class Run:
             replicas.check_called(network)
         if self.checks:
             self._check_first_steps(count)
+        if isinstance(loss, Tensor):
+            loss = loss.detach()
         share = 1 / distributed.world_size()  # as the loss is for the mean over the ranks
         self.loss_total.add_(loss * count, alpha=share)  # without reading the device
         self.count_total.add_(count, alpha=share)
@@ -359,23 +362,24 @@ class Run:
         self.report.steps.add(self.step, at, loss / count, lr, grad_norm)
         self.logged = self.totals.clone()
 
-    def _watch_first_steps(self, criterion: nn.Module | None) -> None:
+    def _watch_first_steps(self, criterion: Criterion | None) -> None:
         """Check in the first two steps what is often forgotten; reads the device."""
-        self.slopes: list[Tensor] = []
+        self.slopes: list[tuple[Tensor, Tensor]] = []  # with the number of the batch's labels
         self.checks = [self.optimizer.register_step_pre_hook(replicas.check_step)]
         if criterion is not None:
-            self.checks.append(criterion.register_forward_hook(self._watch_loss))
+            self.checks.append(criterion.register_forward_hook(self._watch_loss, with_kwargs=True))
 
-    def _watch_loss(self, criterion: nn.Module, inputs: tuple, loss: Tensor) -> None:
+    def _watch_loss(self, criterion: Criterion, inputs: tuple, named: dict, loss: Tensor) -> None:
         if not loss.requires_grad:
             return
         if self.step == self.began_step:
-            loss.register_hook(self._note_slope)
+            count = criterion.count(named["targets"] if "targets" in named else inputs[1])
+            loss.register_hook(lambda slope: self._note_slope(slope, count))
         else:
             loss.register_hook(self._check_cleared)
 
-    def _note_slope(self, slope: Tensor) -> None:
-        self.slopes.append(slope)
+    def _note_slope(self, slope: Tensor, count: Tensor) -> None:
+        self.slopes.append((slope, count))
         self.scale = self._scale()
 
     def _check_cleared(self, _: Tensor) -> None:

@@ -561,16 +561,16 @@ def test_accumulation_by_hand(tmp_path: Path) -> None:
 @on_ranks(2)
 def test_a_loss_that_is_a_sum() -> None:
     """It is refused; what may be a weight of the owner's is said; an auxiliary one is neither."""
-    count = torch.tensor(12.0)
+    count, six = torch.tensor(12.0), torch.tensor(6.0)
     lines: list[str] = []
     distributed.say = lines.append
     for scale in 1.0, 1024.0:
         right = torch.tensor(scale * 2 / 12)
-        replicas.check_slopes([right, right / 2], count, 1, scale)
+        replicas.check_slopes([(right, six), (right / 2, six)], count, 1, scale)
         assert lines == []
         with refusal("replicas.check_slopes", "criterion(outputs, targets) * world_size / count"):
-            replicas.check_slopes([torch.tensor(scale)], count, 1, scale)
-        replicas.check_slopes([right / 2], count, 1, scale)
+            replicas.check_slopes([(torch.tensor(scale), six)], count, 1, scale)
+        replicas.check_slopes([(right / 2, six)], count, 1, scale)
         (line,) = lines
         assert "2 ranks" in line
         lines.clear()

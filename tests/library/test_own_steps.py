@@ -1,0 +1,174 @@
+"""A training step as people write it: exact, or refused in a line."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from generated import refusal
+from ranks import draw_nothing, on_ranks
+from test_decisions import Points
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import ddpkit
+from ddpkit.ranks import distributed
+
+VOID = 255
+CLASSES = ["a", "b"]
+
+
+STEP = """
+import contextlib
+counts = [criterion.count(targets) for _, targets in batches]
+count = distributed.reduce_tensor(sum(counts))
+losses = []
+for i, (images, targets) in enumerate(batches, 1):
+    with contextlib.nullcontext() if i == len(batches) else ddp_model.no_sync():
+        loss = criterion(ddp_model(images), targets) * world_size / count
+        loss.backward()
+    losses.append(loss.detach())
+optimizer.step()
+optimizer.zero_grad()
+run.end_step(sum(losses), count)
+"""
+
+
+def train(
+    out: Path, *changes: tuple[str, str], accumulate: int = 2, is_bare: bool = False
+) -> tuple[list[Tensor], float]:
+    """Take the steps of an epoch as STEP has it, changed; return the weights and the mean loss.
+
+    Of the 12 images, two on each rank in a pass, a third is void.
+    """
+    draw_nothing()
+    step = STEP
+    for old, new in changes:
+        assert step.count(old) == 1, old
+        step = step.replace(old, new)
+    torch.manual_seed(0)
+    folder = ddpkit.Folder(out, "never")
+    folder.find_checkpoint()
+    net = nn.Sequential(nn.Flatten(), nn.Linear(12, 2)).double()
+    net.insert(0, Double())
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    data = ddpkit.Seeded(Points(), CLASSES, 0)
+    sampler = ddpkit.TrainSampler(Points(), 2, accumulate, 0)
+    loader = torch.utils.data.DataLoader(data, 2, sampler=sampler)
+    val = torch.utils.data.DataLoader(
+        data, batch_sampler=ddpkit.ValSampler(Points(), 4), collate_fn=ddpkit.Collate()
+    )
+    loss = nn.CrossEntropyLoss(ignore_index=VOID, reduction="sum")
+    criterion = ddpkit.Criterion(loss, CLASSES)
+    run = ddpkit.Run(
+        folder,
+        loader,
+        val,
+        CLASSES,
+        model=net,
+        criterion=criterion,
+        optimizer=optimizer,
+        scheduler=torch.optim.lr_scheduler.StepLR(optimizer, 1, 1.0),
+        epochs=1,
+        accumulate=accumulate,
+        best="val_loss",
+    )
+    names = {**globals(), "run": run, "net": net, "criterion": criterion, "optimizer": optimizer}
+    names |= {"world_size": distributed.world_size()}
+    code = compile(step, "step", "exec")
+    with run:
+        ddp_model = DistributedDataParallel(net)
+        for batches in run.steps(net if is_bare else ddp_model):
+            marked = [(x, t.where(x[:, 0, 0, 0] > 0.3, VOID)) for x, t in batches]
+            exec(code, {**names, "ddp_model": ddp_model, "batches": marked})
+        mean = run.mean_loss()
+        return [weight.detach().clone() for weight in net.parameters()], mean
+
+
+class Double(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.double()
+
+
+LOSS = "criterion(ddp_model(images), targets) * world_size / count"
+SLOPES, CALLED = "replicas.check_slopes", "replicas.check_called"
+MISUSES = {  # what stands in STEP, what instead, who refuses it
+    "a sum": (" * world_size / count", "", SLOPES),
+    "a local mean": ("world_size / count", "1 / criterion.count(targets)", SLOPES),
+    "no end": ("run.end_step(sum(losses), count)", "", "loop.steps"),
+    "two ends": (
+        "run.end_step(",
+        "run.end_step(loss, count); run.end_step(",
+        CALLED,
+    ),
+    "beside DDP": ("ddp_model(images)", "net(images)", CALLED),
+    "never cleared": ("optimizer.zero_grad()", "", "replicas.check_cleared"),
+    "cleared before": (
+        "optimizer.step()",
+        "optimizer.zero_grad(); optimizer.step()",
+        "replicas.check_step",
+    ),
+}
+
+
+WEIGHTS = {  # what a weight of the owner's could be: a line says so
+    "divided": (LOSS, f"{LOSS} / len(batches)"),
+    "of one rank": (" * world_size / count", " / count"),
+}
+
+
+@on_ranks(2)
+def test_misuses_of_a_step(tmp_path: Path) -> None:
+    """Refused in a line, on all ranks, before anything is saved."""
+    for name, (old, new, code) in MISUSES.items():
+        with refusal(code):
+            # Seen in the second step: an epoch has 3 of one pass, 1 of two.
+            train(tmp_path / name, (old, new), accumulate=1 if name == "never cleared" else 2)
+        assert not (tmp_path / name / "last.pt").exists()
+    for name, change in WEIGHTS.items():
+        lines: list[str] = []
+        distributed.say = lines.append
+        train(tmp_path / name, change)
+        said = [line for line in lines if "the loss is 1/2 of the mean over labels" in line]
+        assert len(said) == 1
+    with refusal("replicas.prepare", "DistributedDataParallel(model)"):
+        train(tmp_path / "bare", is_bare=True)
+
+
+TERM = (f"{LOSS}\n", f"{LOSS} + 0.1 * net[2].weight.square().sum() / len(batches)\n")
+AUXILIARY = (
+    f"{LOSS}\n",
+    f"{LOSS} + criterion(ddp_model.module(images), targets) * 0.4 * world_size / count\n",
+)
+CLEARED_FIRST = (
+    ("optimizer.zero_grad()\n", ""),
+    ("losses = []", "losses = []; optimizer.zero_grad()"),
+)
+ATTACHED = (("losses.append(loss.detach())", "losses.append(loss)"),)
+EXACT = {
+    "plain": ATTACHED,
+    "term": (TERM,),
+    "auxiliary": (AUXILIARY,),
+    "cleared first": CLEARED_FIRST,
+}
+
+
+def test_steps_are_exact(tmp_path: Path) -> None:
+    """One rank or two, four passes or two, terms of weight 1: the same weights and loss."""
+    for ranks in 1, 2:
+
+        def act(ranks: int = ranks) -> None:
+            found = {}
+            for name, changes in EXACT.items():
+                found[name] = train(tmp_path / "out", *changes, accumulate=4 // ranks)
+            if distributed.is_rank_zero():
+                torch.save(found, tmp_path / f"{ranks}.pt")
+
+        on_ranks(ranks)(act)()
+    one, two = (torch.load(tmp_path / f"{ranks}.pt") for ranks in (1, 2))
+    for name in EXACT:
+        weights, mean = one[name]
+        others, other = two[name]
+        assert all(torch.allclose(a, b, rtol=1e-6) for a, b in zip(weights, others, strict=True))
+        assert mean == pytest.approx(other, rel=1e-6)
+    assert not torch.allclose(one["plain"][0][0], one["term"][0][0])
+    assert torch.equal(one["plain"][0][0], one["cleared first"][0][0])
