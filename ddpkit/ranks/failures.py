@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddpkit import files
 from ddpkit.errors import DiskError, UserError, print_error, shorten
-from ddpkit.ranks import devices, distributed, environment, process, protocol, workers
+from ddpkit.ranks import devices, distributed, environment, process, protocol, replicas, workers
 from ddpkit.ranks.process import watch
 from ddpkit.ranks.protocol import ANSWER_SECONDS, END_SECONDS, ERROR, MISTAKE, POLL_SECONDS
 
@@ -360,8 +360,7 @@ def _unused(error: Exception, text: str) -> UserError:
     callers = [frame.f_locals.get("self") for frame, _ in traceback.walk_tb(error.__traceback__)]
     networks = [each for each in callers if isinstance(each, DistributedDataParallel)]
     found = re.search(r"indices which did not receive grad for rank \d+: ([\d ]+)", text)
-    named = networks[-1].module.named_parameters() if networks else []
-    trained = dict(enumerate(name for name, weight in named if weight.requires_grad))
+    trained = dict(enumerate(replicas.trained.get(networks[-1], []) if networks else []))
     numbers = found[1].split() if found else []
     unused = [trained[int(n)] for n in numbers if int(n) in trained] or ["some weights"]
     return UserError(

@@ -4,7 +4,7 @@ import itertools
 import math
 import zlib
 from collections.abc import Iterable, Sequence
-from weakref import WeakSet
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ddpkit.errors import UserError
 from ddpkit.ranks import distributed
 
-_prepared: WeakSet[nn.Module] = WeakSet()
+trained: WeakKeyDictionary[nn.Module, list[str]] = WeakKeyDictionary()  # names, in DDP's order
 _called: WeakSet[nn.Module] = WeakSet()  # of these, since the last optimizer step
 
 
@@ -22,10 +22,14 @@ def prepare(network: nn.Module) -> None:
 
     Raises a UserError if it is not in DistributedDataParallel, and there are several ranks.
     """
-    if network in _prepared:
-        return
-    _prepared.add(network)
     ddp_model = getattr(network, "_orig_mod", network)  # of a compiled one
+    if ddp_model in trained:
+        return
+    trained[ddp_model] = [
+        name.removeprefix("module.")
+        for name, each in ddp_model.named_parameters()
+        if each.requires_grad
+    ]
     if not isinstance(ddp_model, DistributedDataParallel):
         if distributed.world_size() == 1:
             return

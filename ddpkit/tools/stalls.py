@@ -115,7 +115,7 @@ def stand_ins(main: ModuleType, reads: Reads) -> Iterator[tuple[object, str, obj
     """Yield what is replaced: where, its name, and by what."""
     run = MagicMock(epoch=0, step=BEFORE, is_logged=False)
     run.end_epoch.return_value = False
-    run.is_out_of_patience.return_value = True
+    run.is_out_of_patience.side_effect = [False, True]
     run.writer.add_scalar.side_effect = lambda name, value, *_: torch.as_tensor(value).item()
 
     def start(
