@@ -130,6 +130,7 @@ def test_a_debugging_session(own: Project, tmp_path: Path, monkeypatch: pytest.M
         assert "done: best" in debugger.all_end()
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("project", ["segmentation"], indirect=True)
 def test_stopping_one_rank(own: Project, few: Path) -> None:
     """In the files that differ between the tasks; Stop, pressed on one rank, ends both."""
@@ -233,6 +234,7 @@ def test_a_test_file(endless: Project) -> None:
         assert not generated.left(5)
 
 
+@pytest.mark.soak
 def test_predict(project: Project, data: Path, trained: Path, tmp_path: Path) -> None:
     """As a comment of launch.json says."""
     image = next((data / "val").rglob("*.jpg"))

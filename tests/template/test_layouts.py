@@ -122,7 +122,7 @@ def test_what_is_missing(own: Installed, project: Project, tmp_path: Path) -> No
     before_pip.refused("", "no ddpkit", "pip install -r requirements.txt")
 
 
-@pytest.mark.parametrize("steps_in", [False, True])
+@pytest.mark.parametrize("steps_in", [False, pytest.param(True, marks=pytest.mark.soak)])
 def test_f5(own: Installed, few: Path, steps_in: bool) -> None:
     """F11 steps over the installed library, or into it; test_debug.py has a copied one."""
     flags = shlex.join(map(str, own.flags(few, "runs/debug")))

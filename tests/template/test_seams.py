@@ -222,7 +222,7 @@ def test_diffs_apply_and_are_clean(project: Project, tmp_path: Path) -> None:
     assert not wrong, "\n".join(wrong)
 
 
-@both_tasks
+@pytest.mark.parametrize("project", both_but_one_in_soak, indirect=True)
 @pytest.mark.parametrize(
     "name", ["torchvision", "hugging_face", "parts", "network", "augmentation"]
 )
@@ -300,7 +300,7 @@ def test_second_validation_set(
     assert found == pytest.approx({name: float(row[f"second_{name}"]) for name in found}, rel=1e-9)
 
 
-@both_tasks
+@pytest.mark.parametrize("project", both_but_one_in_soak, indirect=True)
 def test_another_metric(project: Project, edited: Callable[[str], Edited]) -> None:
     mine, name = edited("metric"), {TASKS[0]: "f1", TASKS[1]: "iou_crack"}[project.task]
     found = mine.result(epochs=2)
