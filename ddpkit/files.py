@@ -111,6 +111,9 @@ def table(path: Path, columns: Sequence[str]) -> Iterator[Callable[[Sequence], o
             writer = csv.writer(file, lineterminator="\n")
 
             def write(row: Sequence) -> None:
+                if len(row) != len(columns):
+                    line = f"{path}: a row of {len(row)} values for {len(columns)} columns"
+                    raise UserError(f"{line}: write one for each")
                 writer.writerow(map(as_text, row))
 
             write(columns)

@@ -513,7 +513,8 @@ def unsaved(parts: State) -> list[str]:
         elif isinstance(each, LRScheduler):
             is_other = any(each.optimizer is other for other in ours)
         else:
-            is_other = each.module is parts["model"]
+            own = [name for name, _ in each.module.named_parameters()]
+            is_other = own == [name for name, _ in parts["model"].named_parameters()]
         if is_other and not any(each is part for part in known):
             others.append(type(each).__name__)
     return sorted(others)

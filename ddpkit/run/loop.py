@@ -365,9 +365,15 @@ class Run:
     def _watch_first_steps(self, criterion: Criterion | None) -> None:
         """Check in the first two steps what is often forgotten; reads the device."""
         self.slopes: list[tuple[Tensor, Tensor]] = []  # with the number of the batch's labels
-        self.checks = [self.optimizer.register_step_pre_hook(replicas.check_step)]
+        self.has_stepped = False
+        self.checks = [self.optimizer.register_step_pre_hook(self._note_step)]
+        self.has_criterion = criterion is not None
         if criterion is not None:
             self.checks.append(criterion.register_forward_hook(self._watch_loss, with_kwargs=True))
+
+    def _note_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
+        replicas.check_step(optimizer)
+        self.has_stepped = True
 
     def _watch_loss(self, criterion: Criterion, inputs: tuple, named: dict, loss: Tensor) -> None:
         if not loss.requires_grad:
@@ -394,6 +400,18 @@ class Run:
     def _check_first_steps(self, count: Tensor) -> None:
         if self.step == self.began_step:
             replicas.check_slopes(self.slopes, count, self.passes_per_step, self.scale)
+            if self.has_criterion and not self.slopes:
+                distributed.say(
+                    "warning: the loss did not come from criterion(...): a mean over one batch is "
+                    "not that over the labels of all ranks and passes of a step, which is loss = "
+                    "criterion(outputs, targets) * world_size / count; if yours is right, leave "
+                    "criterion out of Run(...)"
+                )
+            if not self.has_stepped and self._scale() == 1:  # fp16 leaves out some
+                distributed.say(
+                    "warning: run.end_step without a step of the optimizer: a stop there loses the "
+                    "gradients so far; for several batches per step use --accumulate"
+                )
             return
         for check in self.checks:
             check.remove()
@@ -428,7 +446,8 @@ class Run:
         stopping.agree()
         if self.model.training:
             line = "evaluate() judged another network than Run(model=...), which is saved: that is"
-            raise UserError(f"{line} in training mode; evaluate it, after model.eval()")
+            line += " in training mode; evaluate it, after model.eval(); to save an average of it:"
+            raise UserError(f"{line} Run(model=average.module, trained=model, average=average)")
         self._take_score(row)
         row = distributed.from_rank_zero(checkpoint.to_plain, dict(row))
         self.epoch, self.seen = self.epoch + 1, 0

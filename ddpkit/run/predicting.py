@@ -163,6 +163,10 @@ class Tolerant(Dataset):
             return path, self.read(open_image(path, self.format))
         except UserError as error:
             return "", str(error)
+        except (AttributeError, KeyError, TypeError) as error:
+            reason = " ".join(f"{type(error).__name__}: {error}".split())
+            line = f"val_transform of dataset.py does not take an image alone ({reason})"
+            raise UserError(f"{line}: predict.py gives it that") from error
 
 
 def in_tiles(predict: Predict, images: Tensor, tile: int, step: int) -> Tensor:

@@ -77,10 +77,13 @@ def test_formulas(tmp_path):
     """A spreadsheet computes no name; numbers stay, and names can be read back."""
     names = ["=cmd|calc", "@SUM(1)", "-1+2", "+x", "'=x", "'x", "a;=b", "a-b", "\tx"]
     numbers = [-1, -0.5, "-1e-3", "+3", float("nan")]
-    with files.table(tmp_path / "a.csv", names) as write:
+    with files.table(tmp_path / "a.csv", [*names, *"abcde"]) as write:
         write([*names, *numbers])
+        with refusal("files.write", "9 values for 14 columns"):
+            write(names)
     with open(tmp_path / "a.csv", newline="") as file:
         header, row = csv.reader(file)
+    header = header[: len(names)]
     assert row[len(names) :] == ["-1", "-0.5", "-1e-3", "+3", "nan"]
     assert header == row[: len(names)]
     assert header[:4] == ["'=cmd|calc", "'@SUM(1)", "'-1+2", "'+x"]

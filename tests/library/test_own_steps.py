@@ -110,9 +110,25 @@ MISUSES = {  # what stands in STEP, what instead, who refuses it
 }
 
 
-WEIGHTS = {  # what a weight of the owner's could be: a line says so
-    "divided": (LOSS, f"{LOSS} / len(batches)"),
-    "of one rank": (" * world_size / count", " / count"),
+PART = "the loss is 1/2 of the mean over labels"
+SAID = {  # what may be meant: a line says so
+    "divided": (LOSS, f"{LOSS} / len(batches)", PART),
+    "of one rank": (" * world_size / count", " / count", PART),
+    "by hand": (
+        LOSS,
+        "nn.functional.cross_entropy(ddp_model(images), targets % 2)",
+        "the loss did not come from criterion(...)",
+    ),
+    "now and then": (
+        "optimizer.step()\noptimizer.zero_grad()",
+        "if run.step % 2: optimizer.step(); optimizer.zero_grad()",
+        "run.end_step without a step of the optimizer",
+    ),
+    "an average": (
+        "import contextlib",
+        "import contextlib; average = torch.optim.swa_utils.AveragedModel(net)",
+        "AveragedModel is not given to Run(...)",
+    ),
 }
 
 
@@ -124,12 +140,11 @@ def test_misuses_of_a_step(tmp_path: Path) -> None:
             # Seen in the second step: an epoch has 3 of one pass, 1 of two.
             train(tmp_path / name, (old, new), accumulate=1 if name == "never cleared" else 2)
         assert not (tmp_path / name / "last.pt").exists()
-    for name, change in WEIGHTS.items():
+    for name, (old, new, text) in SAID.items():
         lines: list[str] = []
         distributed.say = lines.append
-        train(tmp_path / name, change)
-        said = [line for line in lines if "the loss is 1/2 of the mean over labels" in line]
-        assert len(said) == 1
+        train(tmp_path / name, (old, new), accumulate=1 if "a" in name else 2)
+        assert len([line for line in lines if text in line]) == 1, name
     with refusal("replicas.prepare", "DistributedDataParallel(model)"):
         train(tmp_path / "bare", is_bare=True)
 
