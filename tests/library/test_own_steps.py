@@ -119,9 +119,9 @@ SAID = {  # what may be meant: a line says so
         "nn.functional.cross_entropy(ddp_model(images), targets % 2)",
         "the loss did not come from criterion(...)",
     ),
-    "now and then": (
-        "optimizer.step()\noptimizer.zero_grad()",
-        "if run.step % 2: optimizer.step(); optimizer.zero_grad()",
+    "cleared, not stepped": (
+        "optimizer.step()",
+        "run.step % 2 and optimizer.step()",
         "run.end_step without a step of the optimizer",
     ),
     "an average": (
