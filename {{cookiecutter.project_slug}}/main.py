@@ -53,8 +53,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     val_seeded = ddpkit.Seeded(val_set, classes, args.seed)
     val_loader: DataLoader = DataLoader(
         val_seeded,
-        batch_sampler=ddpkit.ValSampler(val_set, args.batch_size),
-        collate_fn=ddpkit.Collate(),
+        batch_sampler=ddpkit.ValSampler(val_set, args.batch_size),  # each sample on one rank
+        collate_fn=ddpkit.Collate(),  # a batch for each size of image
         **ddpkit.workers(args.workers, device),
     )
 
@@ -91,7 +91,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     ema = recipe.Ema(model, args.ema) if args.ema else None
     trained = ema.trained if ema else model
     if args.compile:
-        trained.compile()
+        trained.compile()  # in place: the names in checkpoints stay
     optimizer = recipe.build_optimizer(trained, args)
     steps = ddpkit.Run.steps_per_epoch(train_loader, args.accumulate)
     scheduler = recipe.build_scheduler(optimizer, args, steps)
@@ -163,7 +163,7 @@ def train_one_epoch(
     rank = ddpkit.rank()  # noqa: F841  for conditions of breakpoints, such as rank == 1
     world_size = torch.distributed.get_world_size()
     torch.backends.cudnn.benchmark = not args.deterministic  # all batches have one shape
-    recipe.set_training(ddp_model)
+    recipe.set_training(ddp_model)  # train(), but for what is frozen
     for batches in run.steps(ddp_model):  # the --accumulate batches of an optimizer step
         batches = [
             transform_batch(images, targets, args, len(run.classes))
@@ -195,7 +195,7 @@ def train_one_epoch(
         if ema:
             ema.update(run.step)
         run.end_step(sum(losses), count, grad_norm)  # saves if due; stops here after a signal
-    return run.mean_loss()
+    return run.mean_loss()  # gives all ranks the BatchNorm statistics of rank 0
 
 
 @torch.inference_mode()

@@ -261,7 +261,7 @@ def test_loaders_of_your_own(edited: Callable[[str], Edited]) -> None:
     text = plain.replace(val, f"{sampler}(val_set), batch_size=4").replace(
         "val_seeded,\n", "val_set,\n"
     )
-    main.write_text(text.replace("collate_fn=ddpkit.Collate(),\n", "\n"))
+    main.write_text(text.replace("collate_fn=ddpkit.Collate(),", ""))
     own.run("repeats").refused("loading.dealt", "DistributedSampler")
 
 
