@@ -126,7 +126,11 @@ def _lazy(part: Any, is_mask: bool = False) -> LazyImage:
     if isinstance(part, LazyImage):
         return part
     if is_mask:
-        return LazyImage.of(np.asarray(part).squeeze())
+        numbers = np.asarray(part).squeeze()
+        if numbers.dtype != np.uint8 and (numbers.min() < 0 or numbers.max() > 255):
+            line = f"a mask of {numbers.dtype} has numbers from {numbers.min()} to {numbers.max()}"
+            raise UserError(f"{line}: use class numbers from 0, and 255 where there is no label")
+        return LazyImage.of(numbers.astype(np.uint8, copy=False))
     pixels = as_tensor(part, is_image=True)
     return LazyImage.of(pixels.movedim(0, -1).numpy())
 

@@ -133,7 +133,7 @@ class LazyImage(Image.Image):
         return {**found, "data": (found["data"][0], True)}
 
     def __reduce__(self) -> tuple:
-        return LazyImage.of, (np.array(self),)
+        return LazyImage.of, (np.array(self._decoded(1)),)
 
     def read(
         self, box: Box | None = None, size: tuple[int, int] | None = None, fill: int = 0

@@ -37,8 +37,9 @@ def prepare(network: nn.Module) -> None:
             f"run.steps got a {type(network).__name__}: give it DistributedDataParallel(model), "
             "which averages the gradients over the ranks"
         )
-    # A sum of two is the same in any order; the other flag keeps to the order of the weights.
-    if distributed.world_size() > 2 and not ddp_model.find_unused_parameters:
+    # A sum of two is the same in any order; the other flags keep to the order of the weights.
+    keeps_order = ddp_model.find_unused_parameters or ddp_model.static_graph
+    if distributed.world_size() > 2 and not keeps_order:
         _settle_buckets(ddp_model)
     ddp_model.register_forward_pre_hook(lambda module, _: _called.add(module))
 
@@ -62,9 +63,11 @@ def _settle_buckets(ddp_model: DistributedDataParallel) -> None:
     Without it the first step of a resumed run would differ in the last bits.
     """
     model, ddp_model.module = ddp_model.module, _EachWeight(ddp_model.module)
+    gives_buffers, ddp_model.broadcast_buffers = ddp_model.broadcast_buffers, False
     device = next(model.parameters()).device
     ddp_model(torch.zeros((), device=device)).backward()
     ddp_model.module = model
+    ddp_model.broadcast_buffers = gives_buffers
     ddp_model.zero_grad()
 
 

@@ -1,9 +1,12 @@
 """A loss as a sum over labels, and their number."""
 
+import copy
 import math
+import random
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -11,6 +14,7 @@ from ddpkit.errors import UserError
 from ddpkit.run.outputs import Outputs, map_tensors, to_float32
 
 SUM, MEAN, UNKNOWN = "sum", "mean", "unknown"
+REGRESSIONS = nn.MSELoss, nn.L1Loss, nn.SmoothL1Loss, nn.HuberLoss, nn.PoissonNLLLoss
 
 
 class Criterion(nn.Module):
@@ -23,7 +27,9 @@ class Criterion(nn.Module):
         If it is neither, or labels are not what it divides by, it has a method `count(targets)`
         with what its sum is to be divided by, and returns the sum.
     classes: their names. Labels are class numbers, but not the loss's `ignore_index`; they count as
-        much as the loss's `weight` says. Other targets count one each.
+        much as the loss's `weight` says. Of other targets each number counts.
+
+    A function, or a module around a loss, hides both: all labels from 0 to classes - 1 count one.
 
     Raises a UserError if the loss returns anything else.
 
@@ -70,12 +76,15 @@ class Criterion(nn.Module):
                 "loss of model.py a method count(targets), and return the sum over these"
             )
         weight = None
+        number = targets.numel()
         if isinstance(self.loss, nn.CrossEntropyLoss | nn.NLLLoss):
             weight = self.loss.weight
-        if targets.is_floating_point():
-            if weight is not None and self.kind == SUM:
-                return (targets.movedim(1, -1) @ weight).sum()
-            return torch.full((), size(targets), device=targets.device)
+            if targets.is_floating_point():  # shares of classes, (N, classes, ...)
+                number //= targets.shape[1]
+                if weight is not None and self.kind == SUM:
+                    return (targets.movedim(1, -1) @ weight).sum()
+        if targets.is_floating_point() or isinstance(self.loss, REGRESSIONS):
+            return torch.full((), number, device=targets.device)
         is_label = self._are_labels(targets)
         if weight is None:
             return is_label.sum()
@@ -114,8 +123,18 @@ class Criterion(nn.Module):
     def _find_kind(self, outputs: Outputs, targets: Any, *more: Any) -> str:
         """Return whether the loss is a mean or a sum: of the batch twice it is the same, or twice.
 
-        Reads the device, once.
+        Reads the device, once. The loss and all random numbers remain as they are.
         """
+        own, self.loss = self.loss, copy.deepcopy(self.loss)  # which may have buffers
+        states = random.getstate(), np.random.get_state()
+        try:
+            return self._try_twice(outputs, targets, *more)
+        finally:
+            self.loss = own
+            random.setstate(states[0])
+            np.random.set_state(states[1])
+
+    def _try_twice(self, outputs: Outputs, targets: Any, *more: Any) -> str:
         devices = [targets.device] if getattr(targets, "is_cuda", False) else []
         with torch.random.fork_rng(devices):
             once = float(self._call(outputs, targets, *more))
@@ -150,8 +169,3 @@ def guarded(outputs: Outputs, count: Tensor) -> Outputs:
         return alias
 
     return map_tensors(guard, outputs)
-
-
-def size(targets: Tensor) -> int:
-    """Return the number of targets; the shares of classes, floats (N, classes, ...), are one."""
-    return targets.numel() // (targets.shape[1] if targets.ndim > 1 else 1)

@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -40,11 +41,24 @@ def test_losses_of_other_kinds() -> None:
             ddpkit.Criterion(lambda *_, found=found: found)(outputs, torch.ones(4))
     with refusal("criterion.init", 'reduction="none"', '"mean"'):
         ddpkit.Criterion(nn.MSELoss(reduction="none"))
-    with refusal("criterion.find_kind", "neither", "count(targets)"):
+    with refusal("criterion.try_twice", "neither", "count(targets)"):
         contrast = lambda outputs, _: (outputs @ outputs.T).logsumexp((0, 1))  # noqa: E731
         ddpkit.Criterion(contrast)(outputs, torch.zeros(4))
     with refusal("criterion.count", "dict", "count(targets)"):
         ddpkit.Criterion(nn.MSELoss()).count({"boxes": one})
+
+
+class Running(nn.Module):
+    """Has a buffer, which each call changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        self.calls += 1
+        random.random()
+        return functional.cross_entropy(outputs, targets)
 
 
 class Own(nn.Module):
@@ -79,8 +93,10 @@ def test_sums_and_counts_of_any_loss() -> None:
         (flat(), line, labels, float(weight[labels].sum())),
         (flat(reduction="sum"), line, shares, float((shares @ weight).sum())),
         (flat(), line, shares, 6.0),
-        (nn.MSELoss(), line, shares, 6.0),
-        (nn.BCEWithLogitsLoss(weight), line, shares, 6.0),
+        (nn.MSELoss(), line, shares, 18.0),
+        (nn.MSELoss(reduction="sum"), line, shares, 18.0),
+        (nn.L1Loss(), line, torch.arange(18).view(6, 3), 18.0),
+        (nn.BCEWithLogitsLoss(weight), line, shares, 18.0),
         (nn.NLLLoss(), line.log_softmax(1), labels, 6.0),
         (smp.losses.FocalLoss("multiclass", ignore_index=255), logits, masks, None),
     ]
@@ -95,6 +111,12 @@ def test_sums_and_counts_of_any_loss() -> None:
         if getattr(loss, "reduction", "mean") == "mean" and loss is not cases[4][0]:
             mean = float(loss(outputs.float(), targets))
             assert total / count == pytest.approx(mean, rel=1e-4)
+    running = Running()
+    random.seed(0)
+    ddpkit.Criterion(running, "abc")(line, labels)
+    found = random.random()
+    random.seed(0)
+    assert (float(running.calls), found) == (1, [random.random() for _ in range(2)][1])
     own = ddpkit.Criterion(Own(), "abc")
     assert own.count({"labels": labels}).item() == 6
     assert own(line, {"labels": labels}) > 0

@@ -528,3 +528,17 @@ def test_network_disks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(files, "open", failing(open, 1, errno.EACCES), raising=False)
     with pytest.raises(UserError, match=f"{path}: cannot be read .Permission denied"):
         images.open_image(path)
+
+
+def test_a_plane_of_floats_and_a_mask_of_integers() -> None:
+    """Pickled after PIL has loaded it, a plane stays one; masks may be of any integers."""
+    plane = images.LazyImage.of(np.random.default_rng(0).random((6, 5, 1), np.float32))
+    plane.load()
+    again = pickle.loads(pickle.dumps(plane))
+    assert again.mode == "F" and torch.equal(again.read(), plane.read())
+    crop = ddpkit.RandomScaleCrop(4, mask_fill=255)
+    picture = np.zeros((6, 5, 3), np.uint8)
+    _, mask = crop(picture, np.full((6, 5), 7, np.int64))
+    assert mask.dtype == torch.uint8 and set(mask.unique().tolist()) <= {7, 255}
+    with refusal("augment.lazy", "-100", "255"):
+        crop(picture, np.full((6, 5), -100))

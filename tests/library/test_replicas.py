@@ -84,3 +84,15 @@ def test_networks_that_differ(act, name):
         act(network)
     with refusal("replicas.check_same", f"{name} differs between ranks"):
         replicas.sync_networks([network])
+
+
+@on_ranks(3)
+def test_plain_ddp_with_buffers() -> None:
+    """With torch's own arguments it is prepared, too, and stays as it was made."""
+    net = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+    for options in {}, {"static_graph": True}, {"find_unused_parameters": True}:
+        ddp_model = nn.parallel.DistributedDataParallel(net, **options)
+        replicas.prepare(ddp_model)
+        assert ddp_model.broadcast_buffers
+        for _ in range(2):
+            ddp_model(torch.rand(4, 3)).sum().backward()

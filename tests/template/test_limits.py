@@ -20,7 +20,7 @@ DDPKIT = {path: path.read_text() for path in sorted((ROOT / "ddpkit").rglob("*.p
 TREES = {path: ast.parse(code) for path, code in DDPKIT.items()}
 EDITED = {"distributed", "main", "flags", "recipe", "dataset", "model", "losses", "predict"}
 # That of ddpkit is what it has: 60,000 is the aim.
-TOKENS = {"ddpkit": 71_200, "main": 1_800, "classification": 6_000, "segmentation": 6_600}
+TOKENS = {"ddpkit": 71_500, "main": 1_800, "classification": 6_000, "segmentation": 6_600}
 LAYOUT = {
     *(tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT),
     *(tokenize.COMMENT, tokenize.ENDMARKER),
