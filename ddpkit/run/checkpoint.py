@@ -486,6 +486,19 @@ def fill_momenta(parts: Parts) -> None:
                     optimizer.state[weight]["momentum_buffer"] = torch.zeros_like(weight)
 
 
+def strays(parts: State) -> int:
+    """Return how many weights of the optimizers among the parts no network among them has."""
+    known: set[Tensor] = set()
+    trained: set[Tensor] = set()
+    for part in parts.values():
+        if isinstance(part, nn.Module):
+            known.update(part.parameters())
+        if isinstance(part, Optimizer):
+            for group in part.param_groups:
+                trained.update(group["params"])
+    return len(trained - known)
+
+
 def unsaved(parts: State) -> list[str]:
     """Return the kinds of optimizers of these networks, of their schedulers and averages that are
     not among the parts, and so are not saved.

@@ -280,7 +280,7 @@ class Run:
         A step has `accumulate` batches, (images, targets, ...) each. images: float32 (N, C, H, W),
         uint8 ones normalised. targets: int64, or float32. Each step seeds all random numbers.
 
-        networks: those that are trained, in DistributedDataParallel.
+        networks: those that are trained, in DistributedDataParallel; the first in each step.
         """
         self._keep_changes()
         if self.at_start and self.at_start != self._summary():
@@ -334,7 +334,7 @@ class Run:
         loss: the sum of the losses of this rank's batches, whose mean over the ranks is that of the
         step. count: of the labels of all ranks. grad_norm: of the gradients, for the log.
         """
-        for network in self.networks:
+        for network in self.networks[:1]:  # others may be trained now and then
             replicas.check_called(network)
         if self.checks:
             self._check_first_steps(count)
@@ -416,6 +416,11 @@ class Run:
         for check in self.checks:
             check.remove()
         self.checks = []
+        if strays := checkpoint.strays(self.parts):
+            distributed.say(
+                f"warning: {strays} of the optimizer's weights are in no network that Run(...) was "
+                "given by name, such as a loss: they are in no checkpoint, and differ by rank"
+            )
         for kind in checkpoint.unsaved(self.parts):
             distributed.say(
                 f"warning: {kind} is not given to Run(...) by name: its state is in no checkpoint, "

@@ -124,6 +124,12 @@ SAID = {  # what may be meant: a line says so
         "run.step % 2 and optimizer.step()",
         "run.end_step without a step of the optimizer",
     ),
+    "a loss with weights": (
+        "import contextlib",
+        "import contextlib\n"
+        "if not run.step: optimizer.add_param_group({'params': [nn.Parameter(torch.ones(()))]})",
+        "1 of the optimizer's weights are in no network",
+    ),
     "an average": (
         "import contextlib",
         "import contextlib; average = torch.optim.swa_utils.AveragedModel(net)",
