@@ -304,8 +304,8 @@ class Debugger:
         return self.wait(lambda: self.shell, "the terminal").wait(PATIENCE)
 
     def all_end(self) -> str:
-        """Within 5 s nobody is left, and nothing alarming is in the terminal; return its text."""
-        assert not generated.left(5)
+        """Soon nobody is left, and nothing alarming is in the terminal; return its text."""
+        assert not generated.left(30)
         assert not ALARMING.search(self.text), self.text
         return self.text
 

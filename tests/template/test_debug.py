@@ -213,7 +213,7 @@ def test_a_mistake_is_held_where_it_is_made(own: Project, few: Path, is_own: boo
         assert rank.frame["line"] == line_of(main, held)
         rank.go()
         assert debugger.finish() != 0
-        assert not generated.left(5)
+        assert not generated.left(30)
         first, *_, last = debugger.text.splitlines()
         assert first == f"starting {ranks} rank(s) ..."
         assert error in last and ("AssertionError: " if is_own else "error: ") in last
@@ -231,7 +231,7 @@ def test_a_test_file(endless: Project) -> None:
         debugger.set("main.py", SUM)
         assert [rank.evaluate("rank") for rank in debugger.go()] == ["0", "1"]
         debugger.stop()
-        assert not generated.left(5)
+        assert not generated.left(30)
 
 
 @pytest.mark.soak
