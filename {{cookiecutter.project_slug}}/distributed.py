@@ -32,7 +32,7 @@ def setup(seed: int, deterministic: bool = False) -> torch.device:
 
 
 def reduce_tensor(tensor: Tensor) -> Tensor:
-    """Return the sum of the ranks' `tensor`s, of the same shape and dtype on all.
+    """Return the sum, not the mean, of the ranks' `tensor`s, of the same shape and dtype on all.
 
     Every rank has to call it. For a mean, reduce the sum and the count of samples and divide once:
     a mean of the ranks' means is wrong as soon as they hold different numbers of samples.

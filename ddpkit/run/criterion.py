@@ -15,6 +15,7 @@ from ddpkit.run.outputs import Outputs, map_tensors, to_float32
 
 SUM, MEAN, UNKNOWN = "sum", "mean", "unknown"
 REGRESSIONS = nn.MSELoss, nn.L1Loss, nn.SmoothL1Loss, nn.HuberLoss, nn.PoissonNLLLoss
+ELEMENTWISE = *REGRESSIONS, nn.BCEWithLogitsLoss, nn.BCELoss
 
 
 class Criterion(nn.Module):
@@ -79,10 +80,11 @@ class Criterion(nn.Module):
         number = targets.numel()
         if isinstance(self.loss, nn.CrossEntropyLoss | nn.NLLLoss):
             weight = self.loss.weight
-            if targets.is_floating_point():  # shares of classes, (N, classes, ...)
-                number //= targets.shape[1]
-                if weight is not None and self.kind == SUM:
-                    return (targets.movedim(1, -1) @ weight).sum()
+            if targets.is_floating_point() and weight is not None and self.kind == SUM:
+                return (targets.movedim(1, -1) @ weight).sum()
+        has_shares = targets.ndim > 1 and targets.shape[1] == self.num_classes  # of the classes
+        if has_shares and not isinstance(self.loss, ELEMENTWISE):
+            number //= targets.shape[1]
         if targets.is_floating_point() or isinstance(self.loss, REGRESSIONS):
             return torch.full((), number, device=targets.device)
         is_label = self._are_labels(targets)
