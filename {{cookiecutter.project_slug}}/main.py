@@ -144,7 +144,8 @@ def main(argv: Sequence[str] | None = None) -> None:
 def wrap(model: nn.Module) -> DistributedDataParallel:
     """Have backward() average the gradients over the ranks. Wrap again after unfreezing weights."""
     ddp_model = DistributedDataParallel(model, gradient_as_bucket_view=True)
-    # BatchNorm's statistics become those of rank 0 at the end of an epoch, not in each pass.
+    # BatchNorm's statistics become those of rank 0 at the end of an epoch, not in each pass. Not as
+    # an argument, of which newer versions of torch warn.
     ddp_model.broadcast_buffers = False
     return ddp_model
 
@@ -186,7 +187,7 @@ def train_one_epoch(
         grad_norm = None
         if args.clip_grad_norm or run.is_logged:
             scaler.unscale_(optimizer)
-            max_norm = args.clip_grad_norm or math.inf
+            max_norm = args.clip_grad_norm or math.inf  # inf: only measured, for the log
             grad_norm = nn.utils.clip_grad_norm_(ddp_model.parameters(), max_norm)
         scaler.step(optimizer)
         scaler.update()

@@ -322,7 +322,7 @@ class Run:
     def writer(self) -> Any:
         """TensorBoard's SummaryWriter of the steps on rank 0; elsewhere it does nothing.
 
-        run.writer.add_scalar("mine", value, run.step)
+        run.writer.add_scalar("mine", value, run.step + 1)
         """
         return self.report.steps.writer
 

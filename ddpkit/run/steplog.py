@@ -97,7 +97,7 @@ class StepLog:
     def writer(self) -> "SummaryWriter | NoWriter":
         """TensorBoard's writer of the folder steps/ on rank 0; elsewhere it does nothing.
 
-        run.writer.add_scalar("mine", value, run.step)
+        run.writer.add_scalar("mine", value, run.step + 1)
         """
         if not self.active or os.getpid() != self.process:  # its thread is not in a fork
             return NoWriter()
