@@ -144,9 +144,8 @@ def main(argv: Sequence[str] | None = None) -> None:
 def wrap(model: nn.Module) -> DistributedDataParallel:
     """Have backward() average the gradients over the ranks. Wrap again after unfreezing weights."""
     ddp_model = DistributedDataParallel(model, gradient_as_bucket_view=True)
-    # BatchNorm's statistics become those of rank 0 at the end of an epoch, not in each pass. Not as
-    # an argument, of which newer versions of torch warn.
-    ddp_model.broadcast_buffers = False
+    # BatchNorm's statistics become those of rank 0 at the end of an epoch, not in each pass.
+    ddp_model.broadcast_buffers = False  # newer versions of torch warn of it as an argument
     return ddp_model
 
 
