@@ -164,13 +164,6 @@ def reduce_tensor(tensor: Tensor, op: str = "sum") -> Tensor:
     return result / world_size() if op == "mean" else result
 
 
-def start_sum(tensor: Tensor) -> dist.Work | None:
-    """Begin to replace `tensor` by its sum over all ranks, which is there after `wait()`."""
-    if world_size() == 1:
-        return None
-    return dist.all_reduce(tensor, async_op=True)
-
-
 def gather(tensor: Tensor) -> Tensor:
     """Return the ranks' `tensor`s, of the same shape and dtype on each, stacked: (ranks, ...)."""
     parts = [torch.empty_like(tensor) for _ in range(world_size())]

@@ -17,12 +17,21 @@ trained: WeakKeyDictionary[nn.Module, list[str]] = WeakKeyDictionary()  # names,
 _called: WeakSet[nn.Module] = WeakSet()  # of these, since the last optimizer step
 
 
+def uncompiled(network: nn.Module) -> nn.Module:
+    """Return the network that torch.compile(network) was given, or `network` itself."""
+    return getattr(network, "_orig_mod", network)
+
+
+def weights_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    return [weight for group in optimizer.param_groups for weight in group["params"]]
+
+
 def prepare(network: nn.Module) -> None:
     """Prepare a network for training on all ranks; a second time it is left alone.
 
     Raises a UserError if it is not in DistributedDataParallel, and there are several ranks.
     """
-    ddp_model = getattr(network, "_orig_mod", network)  # of a compiled one
+    ddp_model = uncompiled(network)
     if ddp_model in trained:
         return
     trained[ddp_model] = [
@@ -73,7 +82,7 @@ def _settle_buckets(ddp_model: DistributedDataParallel) -> None:
 
 def check_called(network: nn.Module) -> None:
     """Raise a UserError unless `network`, if it is in DDP, was called since last time."""
-    ddp_model = getattr(network, "_orig_mod", network)
+    ddp_model = uncompiled(network)
     if isinstance(ddp_model, DistributedDataParallel) and ddp_model not in _called:
         raise UserError(
             "a step without a call of ddp_model, which averages the gradients over the ranks: "
@@ -151,8 +160,7 @@ def _find_unlike(tensors: dict[str, Tensor], sums: Iterable[int] = ()) -> str:
 
 def check_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
     """Raise a UserError if no weight has a gradient, before an `optimizer`'s step."""
-    weights = itertools.chain(*(group["params"] for group in optimizer.param_groups))
-    if all(weight.grad is None for weight in weights):
+    if all(weight.grad is None for weight in weights_of(optimizer)):
         raise UserError(
             "no weight has a gradient in the optimizer's step: call backward() on the loss, "
             "and zero_grad() after the step, not before"
@@ -161,8 +169,7 @@ def check_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
 
 def check_cleared(optimizer: torch.optim.Optimizer) -> None:
     """Raise a UserError if weights still have the gradients of the step before, at a backward()."""
-    weights = itertools.chain(*(group["params"] for group in optimizer.param_groups))
-    if any(weight.grad is not None and weight.grad.any() for weight in weights):
+    if any(weight.grad is not None and weight.grad.any() for weight in weights_of(optimizer)):
         raise UserError(
             "the gradients of the step before are still there at backward(): call "
             "optimizer.zero_grad() after each optimizer step"

@@ -30,6 +30,7 @@ from ddpkit import files
 from ddpkit.data.format import Format
 from ddpkit.errors import DiskError, LineError, UserError, shorten
 from ddpkit.ranks import distributed
+from ddpkit.ranks.replicas import uncompiled, weights_of
 from ddpkit.run.pictures import Classes
 
 State = dict[str, Any]  # what a checkpoint holds, by name
@@ -258,7 +259,7 @@ def open_model(
     args, format = parse_args([], state["args"]), Format(**state["format"])
     model = build_model(args, state["classes"], state["channels"])
     load_weights(model, state)
-    model = getattr(model, "_orig_mod", model)  # a compiled one would compile for each size
+    model = uncompiled(model)  # a compiled one would compile for each size
     model = model.eval().to(device).to(memory_format=torch.channels_last)
     return model, Classes(state["classes"], state.get("colors")), args, format
 
@@ -341,7 +342,7 @@ def names_of(parts: Parts) -> dict[Tensor, str]:
 
 def by_name(optimizer: Optimizer, names: Names) -> State:
     """Return an optimizer's state_dict() with the names of weights in place of their numbers."""
-    weights = [weight for group in optimizer.param_groups for weight in group["params"]]
+    weights = weights_of(optimizer)
     known = [names.get(w, f"{i} {tuple(w.shape)}") for i, w in enumerate(weights)]
     state = optimizer.state_dict()
     moments = {known[i]: values for i, values in sorted(state["state"].items())}
@@ -396,7 +397,7 @@ def as_made(saved: State, optimizer: Optimizer, names: Names, by_flags: bool) ->
     if [*map(set, then)] != [*map(set, known)]:
         had, have = (" + ".join(str(len(group)) for group in each) for each in (then, known))
         raise ValueError(f"groups had {had} weights and have {have}, or others")
-    weights = [weight for group in optimizer.param_groups for weight in group["params"]]
+    weights = weights_of(optimizer)
     sized = MOMENTS if "fused" in optimizer.defaults else set()
     # What the kernels of Adam and AdamW ask for; SGD begins without.
     needed = ("exp_avg", "exp_avg_sq") if sized and "betas" in optimizer.defaults else ()
@@ -486,17 +487,17 @@ def fill_momenta(parts: Parts) -> None:
                     optimizer.state[weight]["momentum_buffer"] = torch.zeros_like(weight)
 
 
+def weights_in(parts: Iterable[object]) -> set[Tensor]:
+    """Return the weights of the networks among `parts`."""
+    networks = [part for part in parts if isinstance(part, nn.Module)]
+    return {weight for network in networks for weight in network.parameters()}
+
+
 def strays(parts: State) -> int:
     """Return how many weights of the optimizers among the parts no network among them has."""
-    known: set[Tensor] = set()
-    trained: set[Tensor] = set()
-    for part in parts.values():
-        if isinstance(part, nn.Module):
-            known.update(part.parameters())
-        if isinstance(part, Optimizer):
-            for group in part.param_groups:
-                trained.update(group["params"])
-    return len(trained - known)
+    optimizers = [part for part in parts.values() if isinstance(part, Optimizer)]
+    trained = {weight for optimizer in optimizers for weight in weights_of(optimizer)}
+    return len(trained - weights_in(parts.values()))
 
 
 def unsaved(parts: State) -> list[str]:
@@ -508,26 +509,17 @@ def unsaved(parts: State) -> list[str]:
         if isinstance(part, Optimizer | LRScheduler):
             within = tree_leaves([*vars(part).values()])
             known += [each for each in within if isinstance(each, Optimizer | LRScheduler)]
-    networks = [part for part in known if isinstance(part, nn.Module)]
-    params = {param for network in networks for param in network.parameters()}
+    saved = {id(part) for part in known}
+    weights = weights_in(known)
+    names = [name for name, _ in parts["model"].named_parameters()]
+
+    def is_ours(each: Any) -> bool:
+        if isinstance(each, AveragedModel):
+            return names == [name for name, _ in each.module.named_parameters()]
+        optimizer = each.optimizer if isinstance(each, LRScheduler) else each
+        return isinstance(optimizer, Optimizer) and not weights.isdisjoint(weights_of(optimizer))
+
     kinds = Optimizer, LRScheduler, AveragedModel
     # By type: __class__ of a stand-in may be anything.
     found = [each for each in gc.get_objects() if issubclass(type(each), kinds)]
-    ours = []
-    for each in found:
-        if isinstance(each, Optimizer):
-            own = [param for group in each.param_groups for param in group["params"]]
-            if not params.isdisjoint(own):
-                ours.append(each)
-    others = []
-    for each in found:
-        if isinstance(each, Optimizer):
-            is_other = any(each is other for other in ours)
-        elif isinstance(each, LRScheduler):
-            is_other = any(each.optimizer is other for other in ours)
-        else:
-            own = [name for name, _ in each.module.named_parameters()]
-            is_other = own == [name for name, _ in parts["model"].named_parameters()]
-        if is_other and not any(each is part for part in known):
-            others.append(type(each).__name__)
-    return sorted(others)
+    return sorted(type(each).__name__ for each in found if id(each) not in saved and is_ours(each))
