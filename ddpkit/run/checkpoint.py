@@ -493,14 +493,14 @@ def weights_in(parts: Iterable[object]) -> set[Tensor]:
     return {weight for network in networks for weight in network.parameters()}
 
 
-def strays(parts: State) -> int:
+def strays(parts: Parts) -> int:
     """Return how many weights of the optimizers among the parts no network among them has."""
     optimizers = [part for part in parts.values() if isinstance(part, Optimizer)]
     trained = {weight for optimizer in optimizers for weight in weights_of(optimizer)}
     return len(trained - weights_in(parts.values()))
 
 
-def unsaved(parts: State) -> list[str]:
+def unsaved(parts: Parts) -> list[str]:
     """Return the kinds of optimizers of these networks, of their schedulers and averages that are
     not among the parts, and so are not saved.
     """
@@ -513,7 +513,7 @@ def unsaved(parts: State) -> list[str]:
     weights = weights_in(known)
     names = [name for name, _ in parts["model"].named_parameters()]
 
-    def is_ours(each: Any) -> bool:
+    def is_ours(each: Optimizer | LRScheduler | AveragedModel) -> bool:
         if isinstance(each, AveragedModel):
             return names == [name for name, _ in each.module.named_parameters()]
         optimizer = each.optimizer if isinstance(each, LRScheduler) else each

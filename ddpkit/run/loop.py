@@ -19,6 +19,7 @@ from ddpkit.ranks import distributed, replicas, stopping
 from ddpkit.run import checkpoint, machine, metrics, pictures, reporting
 from ddpkit.run.checkpoint import KEYS, OTHER_RUN, State
 from ddpkit.run.criterion import Criterion
+from ddpkit.run.first_steps import FirstSteps
 from ddpkit.run.folder import Folder
 from ddpkit.run.metrics import Mistakes, Worsts
 
@@ -118,17 +119,16 @@ class Run:
         )
         self.epoch, self.step, self.seen, self.saved_step = 0, 0, 0, -1
         self.networks: tuple[nn.Module, ...] = ()
-        self.scale, self.is_cleared = 1.0, False
         self._begin_totals()
         self.history: list[dict[str, float | str]] = []
         self.checked_at = time.monotonic()
         self.is_ended, self.at_end = False, ""  # after `end_epoch`: what its checkpoint has
         self._resume(folder.state)
-        self.began, self.began_step = self.epoch, self.step
+        self.began = self.epoch
         self.at_start = self._summary() if self.seen else ""  # of an epoch that is resumed
         recorded = distributed.from_rank_zero(reporting.count, folder.path)
         self.is_complete = min(self.epoch, recorded) >= epochs
-        self._watch_first_steps(criterion)
+        self.first_steps = FirstSteps(self.parts, optimizer, criterion, accumulate)
         self.report = reporting.Reporter(
             folder.path, self.device, epochs, self.epoch, self.is_complete, log_every, self.step
         )
@@ -336,8 +336,7 @@ class Run:
         """
         for network in self.networks[:1]:  # others may be trained now and then
             replicas.check_called(network)
-        if self.checks:
-            self._check_first_steps(count)
+        self.first_steps.end_step(count)
         if isinstance(loss, Tensor):
             loss = loss.detach()
         share = 1 / distributed.world_size()  # as the loss is for the mean over the ranks
@@ -361,71 +360,6 @@ class Run:
         lr = self.optimizer.param_groups[-1]["lr"]
         self.report.steps.add(self.step, at, loss / count, lr, grad_norm)
         self.logged = self.totals.clone()
-
-    def _watch_first_steps(self, criterion: Criterion | None) -> None:
-        """Check in the first two steps what is often forgotten; reads the device."""
-        self.slopes: list[tuple[Tensor, Tensor]] = []  # with the number of the batch's labels
-        self.has_stepped = False
-        self.checks = [self.optimizer.register_step_pre_hook(self._note_step)]
-        self.has_criterion = criterion is not None
-        if criterion is not None:
-            self.checks.append(criterion.register_forward_hook(self._watch_loss, with_kwargs=True))
-
-    def _note_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
-        replicas.check_step(optimizer)
-        self.has_stepped = True
-
-    def _watch_loss(self, criterion: Criterion, inputs: tuple, named: dict, loss: Tensor) -> None:
-        if not loss.requires_grad:
-            return
-        if self.step == self.began_step:
-            count = criterion.count(named["targets"] if "targets" in named else inputs[1])
-            loss.register_hook(lambda slope: self._note_slope(slope, count))
-        else:
-            loss.register_hook(self._check_cleared)
-
-    def _note_slope(self, slope: Tensor, count: Tensor) -> None:
-        self.slopes.append((slope, count))
-        self.scale = self._scale()
-
-    def _check_cleared(self, _: Tensor) -> None:
-        if not self.is_cleared:  # of several batches, before the first
-            replicas.check_cleared(self.optimizer)
-        self.is_cleared = True
-
-    def _scale(self) -> float:
-        scalers = (part for part in self.parts.values() if isinstance(part, torch.amp.GradScaler))
-        return next((scaler.get_scale() for scaler in scalers if scaler.is_enabled()), 1.0)
-
-    def _check_first_steps(self, count: Tensor) -> None:
-        if self.step == self.began_step:
-            replicas.check_slopes(self.slopes, count, self.passes_per_step, self.scale)
-            if self.has_criterion and not self.slopes:
-                distributed.say(
-                    "warning: the loss did not come from criterion(...): a mean over one batch is "
-                    "not that over the labels of all ranks and passes of a step, which is loss = "
-                    "criterion(outputs, targets) * world_size / count; if yours is right, leave "
-                    "criterion out of Run(...)"
-                )
-            if not self.has_stepped and self._scale() == 1:  # fp16 leaves out some
-                distributed.say(
-                    "warning: run.end_step without a step of the optimizer: a stop there loses the "
-                    "gradients so far; for several batches per step use --accumulate"
-                )
-            return
-        for check in self.checks:
-            check.remove()
-        self.checks = []
-        if strays := checkpoint.strays(self.parts):
-            distributed.say(
-                f"warning: {strays} of the optimizer's weights are in no network that Run(...) was "
-                "given by name, such as a loss: they are in no checkpoint, and differ by rank"
-            )
-        for kind in checkpoint.unsaved(self.parts):
-            distributed.say(
-                f"warning: {kind} is not given to Run(...) by name: its state is in no checkpoint, "
-                "and a resumed run goes on without it"
-            )
 
     def mean_loss(self) -> float:
         """Return the mean loss of the epoch over all ranks; all have to call it, after the loop."""
