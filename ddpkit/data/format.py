@@ -45,8 +45,8 @@ class Format:
         if count not in (1, 3) and not (self.mean and self.std):
             line = f'{NAME}: "channels": {count} needs "mean" and "std", {count} numbers each'
             raise UserError(f"{line}; python -m ddpkit check DIR --write adds them")
-        mean, std = (each if count == 3 else (sum(each) / 3,) for each in (MEAN, STD))
-        return tuple(self.mean or mean), tuple(self.std or std)
+        known = self.or_else(MEAN, STD)
+        return tuple(known.mean or ()), tuple(known.std or ())
 
     def or_else(self, mean: Sequence[float], std: Sequence[float]) -> "Format":
         """Return it with these numbers, MEAN and STD of dataset.py, where it has none of its own.

@@ -249,7 +249,9 @@ class OtherSource:
         distributed.say(line)
 
     def begin_at(self, seed: Any, epoch: int) -> None:
-        """Read the batches anew, from `epoch` on, with this seed."""
+        """Read the batches from `epoch` on with this seed; anew, if others were begun."""
+        if (seed, epoch) == (self.seed, self.epoch):
+            return
         self.begun = None
         self.seed = self.order["seed"] = seed
         self.epoch = epoch

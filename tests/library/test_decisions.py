@@ -18,6 +18,7 @@ import torchmetrics
 from generated import refusal, rows
 from ranks import draw_nothing, on_ranks
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 from torchmetrics import classification
 
 import ddpkit
@@ -42,6 +43,15 @@ class Points(torch.utils.data.Dataset):
 
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
         return torch.full((3, 2, 2), index % 2 + index / 12), index % 2
+
+
+def loaders(accumulate: int) -> tuple[DataLoader, DataLoader]:
+    """Of the points, two in a batch for training and four for validation."""
+    data = ddpkit.Seeded(Points(), CLASSES, 0)
+    sampler = ddpkit.TrainSampler(Points(), 2, accumulate, 0)
+    val_sampler = ddpkit.ValSampler(Points(), 4)
+    val = DataLoader(data, batch_sampler=val_sampler, collate_fn=ddpkit.Collate())
+    return DataLoader(data, 2, sampler=sampler), val
 
 
 def train(
@@ -73,12 +83,7 @@ def train(
         net = torch.compile(net, backend="eager")
     optimizer = torch.optim.SGD(net.parameters(), 0.1, 0.9)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
-    sampler = ddpkit.TrainSampler(Points(), 2, accumulate, 0)
-    loader = torch.utils.data.DataLoader(ddpkit.Seeded(Points(), CLASSES, 0), 2, sampler=sampler)
-    val_sampler = ddpkit.ValSampler(Points(), 4)
-    val = torch.utils.data.DataLoader(
-        ddpkit.Seeded(Points(), CLASSES, 0), batch_sampler=val_sampler, collate_fn=ddpkit.Collate()
-    )
+    loader, val = loaders(accumulate)
     criterion = ddpkit.Criterion(nn.functional.cross_entropy, CLASSES)
     run = ddpkit.Run(
         folder,
@@ -263,9 +268,7 @@ def test_rank_zero_decides(tmp_path: Path) -> None:
 @on_ranks(2)
 def test_leaving_an_evaluation_early() -> None:
     """After another batch on each rank; after a signal on one all stop where all pass."""
-    sampler = ddpkit.ValSampler(Points(), 4)  # 2 batches on rank 0, 1 on rank 1
-    seeded = ddpkit.Seeded(Points(), CLASSES, 0)
-    loader = torch.utils.data.DataLoader(seeded, batch_sampler=sampler, collate_fn=ddpkit.Collate())
+    _, loader = loaders(accumulate=1)  # 2 batches on rank 0, 1 on rank 1
     metric = torchmetrics.MetricCollection({"mean": torchmetrics.MeanMetric()})
     with stopping.on_signals(str):
         for number, (images, *_) in enumerate(ddpkit.batches(loader, CPU)):

@@ -6,7 +6,7 @@ import pytest
 import torch
 from generated import refusal
 from ranks import draw_nothing, on_ranks
-from test_decisions import Points
+from test_decisions import CLASSES, loaders
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -14,7 +14,6 @@ import ddpkit
 from ddpkit.ranks import distributed
 
 VOID = 255
-CLASSES = ["a", "b"]
 
 
 STEP = """
@@ -51,12 +50,7 @@ def train(
     net = nn.Sequential(nn.Flatten(), nn.Linear(12, 2)).double()
     net.insert(0, Double())
     optimizer = torch.optim.SGD(net.parameters(), 0.1)
-    data = ddpkit.Seeded(Points(), CLASSES, 0)
-    sampler = ddpkit.TrainSampler(Points(), 2, accumulate, 0)
-    loader = torch.utils.data.DataLoader(data, 2, sampler=sampler)
-    val = torch.utils.data.DataLoader(
-        data, batch_sampler=ddpkit.ValSampler(Points(), 4), collate_fn=ddpkit.Collate()
-    )
+    loader, val = loaders(accumulate)
     loss = nn.CrossEntropyLoss(ignore_index=VOID, reduction="sum")
     criterion = ddpkit.Criterion(loss, CLASSES)
     run = ddpkit.Run(
