@@ -33,7 +33,9 @@ TIMEOUT = 600  # seconds, of any process that is started here
 BEGAN = time.monotonic()
 
 
-def parser(description: str | None, tasks: Sequence[str] = TASKS) -> argparse.ArgumentParser:
+def parser(
+    description: str | None, tasks: Sequence[str] = TASKS
+) -> argparse.ArgumentParser:
     """Return an argparse parser with the flags that all benchmarks have.
 
     From here on SIGTERM ends a benchmark as Ctrl-C does, with all that it started.
@@ -42,9 +44,15 @@ def parser(description: str | None, tasks: Sequence[str] = TASKS) -> argparse.Ar
     made = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    made.add_argument("--repeats", type=int, default=5, help="turns of each case; default: 5")
-    made.add_argument("--seconds", type=float, default=math.inf, help="after these, no new turn")
-    made.add_argument("--task", choices=tasks, default=tasks[0], help=f"default: {tasks[0]}")
+    made.add_argument(
+        "--repeats", type=int, default=5, help="turns of each case; default: 5"
+    )
+    made.add_argument(
+        "--seconds", type=float, default=math.inf, help="after these, no new turn"
+    )
+    made.add_argument(
+        "--task", choices=tasks, default=tasks[0], help=f"default: {tasks[0]}"
+    )
     return made
 
 
@@ -59,13 +67,19 @@ def generated(task: str) -> Iterator[Path]:
         project = Path(name, "project")
         skip = shutil.ignore_patterns("tasks", "__pycache__", ".*_cache")
         shutil.copytree(TEMPLATE, project, ignore=skip)
-        shutil.copytree(TEMPLATE / "tasks" / task, project, ignore=skip, dirs_exist_ok=True)
+        shutil.copytree(
+            TEMPLATE / "tasks" / task, project, ignore=skip, dirs_exist_ok=True
+        )
         sys.path.insert(0, str(project))
         yield Path(name)
 
 
 def draw_photos(
-    folder: Path, task: str, count: int, side: tuple[int, int] = (500, 375), seed: int = 0
+    folder: Path,
+    task: str,
+    count: int,
+    side: tuple[int, int] = (500, 375),
+    seed: int = 0,
 ) -> Path:
     """Draw `count` training images and 8 for validation, as a project of `task` expects them.
 
@@ -108,15 +122,19 @@ def _draw(
         paths.append(folder / part / "masks" / f"{number:06d}.png")
         paths[1].parent.mkdir(parents=True, exist_ok=True)
         coarse = Image.fromarray(rng.random((6, 8), np.float32))
-        smooth = CLASSES * np.array(coarse.resize(side, Image.Resampling.BICUBIC)).clip(0, 0.999)
-        blobs = np.where(smooth % 1 < 0.05, VOID, smooth.astype(np.uint8))  # void where one begins
+        smooth = CLASSES * np.array(coarse.resize(side, Image.Resampling.BICUBIC)).clip(
+            0, 0.999
+        )
+        # void where one begins
+        blobs = np.where(smooth % 1 < 0.05, VOID, smooth.astype(np.uint8))
         Image.fromarray(blobs.astype(np.uint8)).save(paths[1])
     return paths
 
 
 def image_decoders() -> Any:
     """Return torchcodec's decoders, for which torchvision 0.29 deprecates its own, or those."""
-    with contextlib.suppress(ImportError, RuntimeError):  # RuntimeError: of another torch
+    # RuntimeError: of another torch
+    with contextlib.suppress(ImportError, RuntimeError):
         from torchcodec import decoders
 
         if hasattr(decoders, "decode_jpeg"):  # since 0.16
@@ -136,7 +154,10 @@ def on_device(batches: Iterable[Any], device: Any) -> Iterator[tuple]:
 
 
 def run(
-    command: Sequence[str], timeout: float = TIMEOUT, cwd: Path | None = None, **env: Any
+    command: Sequence[str],
+    timeout: float = TIMEOUT,
+    cwd: Path | None = None,
+    **env: Any,
 ) -> str:
     """Run `command` in the folder `cwd`, with `env` added to the environment; return its stdout.
 
@@ -158,14 +179,23 @@ def run(
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
     if process.returncode:
-        sys.exit(f"{' '.join(command)}\nended with {process.returncode}:\n{output}\n{errors}")
+        sys.exit(
+            f"{' '.join(command)}\nended with {process.returncode}:\n{output}\n{errors}"
+        )
     return output
 
 
 def launch(project: Path, ranks: int, threads: int, *flags: Any) -> dict[str, float]:
     """Train with the project's launch.sh; return the last row of its metrics.csv."""
     with tempfile.TemporaryDirectory(prefix="benchmark-run-") as output:
-        command = ["bash", project / "launch.sh", "--output-dir", output, "--weights", "none"]
+        command = [
+            "bash",
+            project / "launch.sh",
+            "--output-dir",
+            output,
+            "--weights",
+            "none",
+        ]
         run(
             [str(part) for part in (*command, *flags)],
             NPROC=ranks,
@@ -198,7 +228,9 @@ def in_child(function: Callable[..., float], *args: Any, **options: Any) -> floa
 Cases = dict[str, Callable[[], float] | None]
 
 
-def interleave(cases: Cases, repeats: int, seconds: float = math.inf) -> dict[str, list[float]]:
+def interleave(
+    cases: Cases, repeats: int, seconds: float = math.inf
+) -> dict[str, list[float]]:
     """Call each case once per repeat, in turn, so that what slows the machine slows all alike.
 
     No repeat but the first begins later than `seconds` after the benchmark.
@@ -211,12 +243,19 @@ def interleave(cases: Cases, repeats: int, seconds: float = math.inf) -> dict[st
         for name, case in cases.items():
             if case:
                 figures[name].append(case())
-                print(f"{repeat + 1}/{repeats}  {name}: {figures[name][-1]:.4g}", file=sys.stderr)
+                print(
+                    f"{repeat + 1}/{repeats}  {name}: {figures[name][-1]:.4g}",
+                    file=sys.stderr,
+                )
     return figures
 
 
 def table(
-    figures: dict[str, list[float]], unit: str, baseline: str, is_rate: bool = False, scale: int = 1
+    figures: dict[str, list[float]],
+    unit: str,
+    baseline: str,
+    is_rate: bool = False,
+    scale: int = 1,
 ) -> None:
     """Print medians, times `scale`, and how many times as fast as `baseline` each case is.
 
@@ -255,7 +294,9 @@ def cpus() -> int:
 def say_machine(settings: argparse.Namespace) -> None:
     """Print what it runs on, and with which flags."""
     print(machine())
-    words = (f"--{name.replace('_', '-')} {value}" for name, value in vars(settings).items())
+    words = (
+        f"--{name.replace('_', '-')} {value}" for name, value in vars(settings).items()
+    )
     print(" ".join(words), flush=True)
 
 
@@ -264,8 +305,14 @@ def machine() -> str:
     import torch
     import torchvision
 
-    lines = Path("/proc/cpuinfo").read_text().splitlines() if sys.platform == "linux" else []
-    models = [line.split(": ", 1)[-1] for line in lines if line.startswith("model name")]
+    lines = (
+        Path("/proc/cpuinfo").read_text().splitlines()
+        if sys.platform == "linux"
+        else []
+    )
+    models = [
+        line.split(": ", 1)[-1] for line in lines if line.startswith("model name")
+    ]
     parts = [f"{models[0] if models else platform.processor()}, {cpus()} CPUs"]
     if torch.accelerator.is_available():
         kind = torch.accelerator.current_accelerator().type
@@ -273,7 +320,11 @@ def machine() -> str:
         name = getattr(of_kind, "get_device_name", lambda i: f"{kind}:{i}")
         parts += [name(i) for i in range(torch.accelerator.device_count())]
         with contextlib.suppress(OSError, subprocess.SubprocessError):
-            query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+            query = [
+                "nvidia-smi",
+                "--query-gpu=driver_version",
+                "--format=csv,noheader",
+            ]
             found = subprocess.check_output(query, text=True, timeout=30).splitlines()
             parts += [f"driver {version}" for version in sorted({*found})]
         cuda, cudnn = torch.version.cuda, torch.backends.cudnn.version()

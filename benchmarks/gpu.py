@@ -35,7 +35,14 @@ SECONDS = 3.0  # that a rate is measured for, at least
 
 def measured(name: str, folder: Path, *words: object) -> Any:
     """Return what the function `name` of this file returns, called in a process of its own."""
-    command = [sys.executable, __file__, "--measure", name, str(folder), *map(str, words)]
+    command = [
+        sys.executable,
+        __file__,
+        "--measure",
+        name,
+        str(folder),
+        *map(str, words),
+    ]
     return json.loads(common.run(command).splitlines()[-1])
 
 
@@ -63,7 +70,11 @@ def load(folder: str, data: str, side: str, workers: str) -> float:
     from input import ours
 
     loader = ours(int(side), Path(data), 10**9, workers=int(workers))
-    device = torch.accelerator.current_accelerator() if loader.pin_memory else torch.device("cpu")
+    device = (
+        torch.accelerator.current_accelerator()
+        if loader.pin_memory
+        else torch.device("cpu")
+    )
 
     def epoch() -> None:
         loader.sampler.set_epoch(0)
@@ -116,7 +127,9 @@ def decode_and_train(folder: str, data: str, words: str) -> list[float]:
     batch, loop = bench.batch(), bench.ours()
     steps = max(2, int(SECONDS / step.Feed(batch, 2).time(loop)))
     alone = rate(count, decode, bench.device)
-    trained, both = (count / feed(batch, steps).time(loop) for feed in (step.Feed, Decoding))
+    trained, both = (
+        count / feed(batch, steps).time(loop) for feed in (step.Feed, Decoding)
+    )
     return [alone, trained, both]
 
 
@@ -126,7 +139,9 @@ def compare_nvjpeg(flags: Namespace, folder: Path) -> None:
     figures: dict[str, list[float]] = {name: [] for name in names}
 
     def turn() -> float:
-        decoded, trained, both = measured("decode_and_train", folder, data, flags.flags[0])
+        decoded, trained, both = measured(
+            "decode_and_train", folder, data, flags.flags[0]
+        )
         for name, found in zip(names, (trained, decoded, both), strict=True):
             figures[name].append(found)
         return both
@@ -187,7 +202,13 @@ def save(folder: str, words: str) -> list[float]:
 
 
 def compare_checkpoint(flags: Namespace, folder: Path) -> None:
-    head = ("network", "MiB", "save last.pt, s", "last.pt and best.pt, s", "held up by a save, s")
+    head = (
+        "network",
+        "MiB",
+        "save last.pt, s",
+        "last.pt and best.pt, s",
+        "held up by a save, s",
+    )
     rows = [head]
     for words in flags.flags:
         size, last, both, step, with_saves = measured("save", folder, words)
@@ -196,9 +217,18 @@ def compare_checkpoint(flags: Namespace, folder: Path) -> None:
     common.markdown(rows)
 
 
-def train(project: Path, output: Path, *words: object, stop_when: Path | None = None) -> None:
+def train(
+    project: Path, output: Path, *words: object, stop_when: Path | None = None
+) -> None:
     """Train with the project's launch.sh; once `stop_when` exists, stop it with SIGTERM."""
-    command = [project / "launch.sh", "--output-dir", output, "--weights", "none", *words]
+    command = [
+        project / "launch.sh",
+        "--output-dir",
+        output,
+        "--weights",
+        "none",
+        *words,
+    ]
     process = subprocess.Popen(
         ["bash", *map(str, command)],
         env={**os.environ, "NPROC": "1", "PYTHON": sys.executable},
@@ -258,7 +288,9 @@ def compare_determinism(flags: Namespace, folder: Path) -> None:
 
 
 def compare_resume(flags: Namespace, folder: Path) -> None:
-    project, whole, stopped = (folder / name for name in ("project", "whole", "stopped"))
+    project, whole, stopped = (
+        folder / name for name in ("project", "whole", "stopped")
+    )
     data = common.draw_photos(folder / "data", flags.task, flags.images)
     words = ["--data", data, "--epochs", 3, "--deterministic"]
     words += ["--save-every", 2, *flags.flags[0].split()]
@@ -298,7 +330,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     add("--flags", nargs="+", default=[""], help="of main.py, each case in quotes")
     add("--images", type=int, default=1000, help="that are drawn; default: 1000")
     add("--side", type=int, help="of the crops; default: the project's own")
-    add("--workers", type=int, nargs="+", default=[2, 4, 8, 16], help="default: 2 4 8 16")
+    add(
+        "--workers",
+        type=int,
+        nargs="+",
+        default=[2, 4, 8, 16],
+        help="default: 2 4 8 16",
+    )
     flags = parser.parse_args(argv)
     with common.generated(flags.task) as folder:
         common.say_machine(flags)

@@ -49,7 +49,9 @@ SIDES = {"classification": (500, 375), "segmentation": (960, 720)}
 LARGE = (1600, 1200)
 DECODERS = common.image_decoders()
 AS_UINT8 = v2.PILToTensor()  # leaves tensors as they are
-AS_FLOAT = v2.Compose([AS_UINT8, v2.ToDtype(torch.float, scale=True), v2.Normalize(**NORMALIZE)])
+AS_FLOAT = v2.Compose(
+    [AS_UINT8, v2.ToDtype(torch.float, scale=True), v2.Normalize(**NORMALIZE)]
+)
 
 
 class Files(Dataset):
@@ -142,7 +144,9 @@ def training_set(data: Path, *words: object) -> tuple[Any, Sequence[str], Any]:
     device = distributed.setup(0)
     torch.set_num_threads(1)
     with contextlib.redirect_stdout(sys.stderr):  # what it says of each folder
-        dataset, _, classes = build_datasets(parse_args(["--data", str(data), *map(str, words)]))
+        dataset, _, classes = build_datasets(
+            parse_args(["--data", str(data), *map(str, words)])
+        )
     return dataset, classes, device
 
 
@@ -199,7 +203,9 @@ def picks(samples: Any, reads: int) -> range:
     return range(len(samples))[:: -(-len(samples) // reads)]
 
 
-def measure(build: Callable[[], DataLoader], reads: int, normalize: bool = False) -> float:
+def measure(
+    build: Callable[[], DataLoader], reads: int, normalize: bool = False
+) -> float:
     """Return CPU seconds per image of the loader that `build` returns."""
     loader = build()
     count, before = 0, 0.0
@@ -208,7 +214,9 @@ def measure(build: Callable[[], DataLoader], reads: int, normalize: bool = False
             count, before = 0, cpu_seconds()
         if hasattr(loader.sampler, "set_epoch"):
             loader.sampler.set_epoch(epoch)
-        for images, _ in common.on_device(loader, torch.device("cpu")) if normalize else loader:
+        for images, _ in (
+            common.on_device(loader, torch.device("cpu")) if normalize else loader
+        ):
             count += len(images)
     return (cpu_seconds() - before) / count
 
@@ -216,19 +224,29 @@ def measure(build: Callable[[], DataLoader], reads: int, normalize: bool = False
 def cpu_seconds() -> float:
     """Return the CPU time so far of this process and its worker, which has none to do just now."""
     (worker,) = multiprocessing.active_children()
-    # Linux' number for the CPU clock of another process, as clock_getcpuclockid(3) makes it.
+    # Linux' number for the CPU clock of another process, as clock_getcpuclockid(3)
+    # makes it.
     return time.process_time() + time.clock_gettime(~worker.pid << 3 | 2)
 
 
 def main() -> None:
     parser = common.parser(__doc__)
-    parser.add_argument("--data", type=Path, metavar="DIR", help="JPEGs; default: drawn ones")
+    parser.add_argument(
+        "--data", type=Path, metavar="DIR", help="JPEGs; default: drawn ones"
+    )
     parser.add_argument("--images", type=int, default=300, help="to draw; default: 300")
-    parser.add_argument("--large", action="store_true", help="draw them of 1600 x 1200 pixels")
-    parser.add_argument("--side", type=int, help="of the crops; default: the project's own")
-    parser.add_argument("--reads", type=int, help=f"images for a figure; default: {READS}")
+    parser.add_argument(
+        "--large", action="store_true", help="draw them of 1600 x 1200 pixels"
+    )
+    parser.add_argument(
+        "--side", type=int, help="of the crops; default: the project's own"
+    )
+    parser.add_argument(
+        "--reads", type=int, help=f"images for a figure; default: {READS}"
+    )
     flags = parser.parse_args()
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # nothing here runs on a GPU; the processes are forked
+    # nothing here runs on a GPU; the processes are forked
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
     with common.generated(flags.task) as folder:
         from flags import parse_args
 
@@ -237,23 +255,38 @@ def main() -> None:
         reads = flags.reads = flags.reads or READS[flags.task]
         common.say_machine(flags)
         size = LARGE if flags.large else SIDES[flags.task]
-        data = flags.data or common.draw_photos(folder / "data", flags.task, flags.images, size)
+        data = flags.data or common.draw_photos(
+            folder / "data", flags.task, flags.images, size
+        )
 
-        def case(build: Callable, place: Path = data, **options: Any) -> Callable[[], float]:
-            return partial(common.in_child, measure, partial(build, place, reads), reads, **options)
+        def case(
+            build: Callable, place: Path = data, **options: Any
+        ) -> Callable[[], float]:
+            return partial(
+                common.in_child, measure, partial(build, place, reads), reads, **options
+            )
 
-        def peer(read: Callable, *first: Any, place: Path = data) -> Callable[[], float]:
+        def peer(
+            read: Callable, *first: Any, place: Path = data
+        ) -> Callable[[], float]:
             return case(partial(reference, partial(read, *first)), place)
 
         us, with_pillow = partial(ours, side), partial(ours, side, has_simplejpeg=False)
         of_float: common.Cases = {"ours": case(us, normalize=True)}
         of_float["ours, without simplejpeg"] = case(with_pillow, normalize=True)
-        of_uint8: common.Cases = {"ours": case(us), "ours, without simplejpeg": case(with_pillow)}
+        of_uint8: common.Cases = {
+            "ours": case(us),
+            "ours, without simplejpeg": case(with_pillow),
+        }
         once: common.Cases = {}
         if flags.task == "classification":
-            floats, bytes_ = (v2_transforms(side, finish) for finish in (AS_FLOAT, AS_UINT8))
+            floats, bytes_ = (
+                v2_transforms(side, finish) for finish in (AS_FLOAT, AS_UINT8)
+            )
             of_float = {
-                "torchvision reference": peer(classify, open_image, v1_transforms(side)),
+                "torchvision reference": peer(
+                    classify, open_image, v1_transforms(side)
+                ),
                 "v2 on tensors": peer(classify, decode, floats),
                 "timm": case(partial(timms, side, True)) if has_timm else None,
                 **of_float,
@@ -265,9 +298,13 @@ def main() -> None:
             }
             small = shrink(data, folder / "small", SHORT_SIDE)
             once = {
-                "v2 on tensors, JPEG files": peer(classify, decode, bytes_, place=small),
+                "v2 on tensors, JPEG files": peer(
+                    classify, decode, bytes_, place=small
+                ),
                 "ours, JPEG files": case(us, small),
-                "v2 on tensors, .npy files": peer(classify, load_raw, bytes_, place=small),
+                "v2 on tensors, .npy files": peer(
+                    classify, load_raw, bytes_, place=small
+                ),
             }
         else:
             of_float = {
@@ -275,13 +312,18 @@ def main() -> None:
                 "v2 on tensors": peer(segment, decode, AS_FLOAT, side),
                 **of_float,
             }
-            of_uint8 = {"v2 on tensors": peer(segment, decode, AS_UINT8, side), **of_uint8}
+            of_uint8 = {
+                "v2 on tensors": peer(segment, decode, AS_UINT8, side),
+                **of_uint8,
+            }
         tables = {
             "float32, normalised": of_float,
             "uint8": of_uint8,
             "uint8, made smaller or decoded before": once,
         }
-        cases = {f"{kind}: {name}": own[name] for kind, own in tables.items() for name in own}
+        cases = {
+            f"{kind}: {name}": own[name] for kind, own in tables.items() for name in own
+        }
         figures = common.interleave(cases, flags.repeats, flags.seconds)
     for kind, own in tables.items():
         if own:

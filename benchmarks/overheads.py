@@ -139,15 +139,23 @@ def parts() -> dict[str, Callable[[], Any]]:
     scaler, scheduler = torch.amp.GradScaler, torch.optim.lr_scheduler.LambdaLR
     return {
         "samples.seed": without(samples, "seed", lambda *_: None),
-        "loading.normalize": without(loading, "normalize", lambda images, _: images.float()),
+        "loading.normalize": without(
+            loading, "normalize", lambda images, _: images.float()
+        ),
         "transform_batch": without(project, "transform_batch", lambda x, y, *_: (x, y)),
         "recipe.autocast": without(recipe, "autocast", lambda *_: null),
         "to_float32": without(criterion, "to_float32", lambda outputs: outputs),
         "criterion.count": without(
-            criterion.Criterion, "count", lambda _, targets: torch.tensor(targets.numel())
+            criterion.Criterion,
+            "count",
+            lambda _, targets: torch.tensor(targets.numel()),
         ),
-        "reduce_tensor": without(project.distributed, "reduce_tensor", lambda tensor: tensor),
-        "report.progress": without(Reporter, "progress", lambda _, batches, *__: batches),
+        "reduce_tensor": without(
+            project.distributed, "reduce_tensor", lambda tensor: tensor
+        ),
+        "report.progress": without(
+            Reporter, "progress", lambda _, batches, *__: batches
+        ),
         "report.loss": without(Reporter, "loss", lambda *_: None),
         "scaler.scale": without(scaler, "scale", lambda _, loss: loss),
         "scaler.update": without(scaler, "update", lambda _: None),
@@ -168,19 +176,24 @@ def compare_hosts(flags: Namespace, folder: Path) -> None:
     side = (1, 1) if flags.task == "segmentation" else ()
     images = torch.randint(256, (args.batch_size, 3, 1, 1), dtype=torch.uint8)
     targets = torch.randint(common.CLASSES, (len(images), *side))
-    feed = HostFeed((images.to(device), targets.to(device)), flags.steps, args.accumulate)
+    feed = HostFeed(
+        (images.to(device), targets.to(device)), flags.steps, args.accumulate
+    )
     found: dict[str, list[list[str]]] = {}  # cells of a row, by name
     for bench.is_whole in (False, True):
         walls: dict[str, list[float]] = {}
 
-        def case(name: str, loop: Callable, made: Callable, walls: dict = walls) -> float:
+        def case(
+            name: str, loop: Callable, made: Callable, walls: dict = walls
+        ) -> float:
             with made():
                 walls.setdefault(name, []).append(feed.time(loop))
             return feed.cpu_seconds / feed.steps
 
         nothing = contextlib.nullcontext
         plain = partial(
-            DistributedDataParallel, device_ids=None if device.index is None else [device]
+            DistributedDataParallel,
+            device_ids=None if device.index is None else [device],
         )
         ours, bare = bench.ours(), bench.bare_ddp(plain)
         wrapped = bench.bare_ddp(project.wrap)
@@ -206,7 +219,10 @@ def compare_hosts(flags: Namespace, folder: Path) -> None:
             found.setdefault(f"ours - {name}", []).append(more)
     distributed.teardown()
     weights = sum(1 for _ in bench.network().parameters())
-    print("\n| us a step | one layer, CPU | in all | " + f"{weights} weights, CPU | in all |")
+    print(
+        "\n| us a step | one layer, CPU | in all | "
+        + f"{weights} weights, CPU | in all |"
+    )
     print("|---" * 5 + "|")
     for name, cells in found.items():
         print(f"| {name} | {' | '.join(cell for pair in cells for cell in pair)} |")
@@ -224,12 +240,16 @@ def compare(flags: Namespace, folder: Path) -> dict[str, list[float]]:
 
     bench = Bench(folder, flags.flags)
     count, side = flags.steps * bench.args.batch_size, bench.args.image_size
-    images = torch.randint(256, (count, side, side, 3), dtype=torch.uint8).movedim(-1, 1)
+    images = torch.randint(256, (count, side, side, 3), dtype=torch.uint8).movedim(
+        -1, 1
+    )
     shape = (count, side, side) if flags.task == "segmentation" else (count,)
     targets = torch.randint(common.CLASSES, shape, dtype=torch.uint8)
     run, train = bench.run_and_epoch(TensorDataset(images, targets))
 
-    def epoch(*without: Callable[[], Any], save_every: int = 0, is_watched: bool = True) -> float:
+    def epoch(
+        *without: Callable[[], Any], save_every: int = 0, is_watched: bool = True
+    ) -> float:
         """Return seconds a step, in the contexts that `without` make."""
         run.save_every = save_every
         with contextlib.ExitStack() as stack:
@@ -250,7 +270,9 @@ def compare(flags: Namespace, folder: Path) -> dict[str, list[float]]:
     cases: common.Cases = {
         BASELINE: epoch,
         "--save-every 10": partial(epoch, save_every=10),
-        "progress bar drawn": partial(epoch, lambda: mock.patch.object(reporting, "tqdm", drawn)),
+        "progress bar drawn": partial(
+            epoch, lambda: mock.patch.object(reporting, "tqdm", drawn)
+        ),
         "no reporting": partial(
             epoch,
             lambda: mock.patch.object(Reporter, "progress", silent),
@@ -270,11 +292,19 @@ def compare(flags: Namespace, folder: Path) -> dict[str, list[float]]:
 
 def main() -> None:
     parser = common.parser(__doc__)
-    parser.add_argument("--steps", type=int, help="in a figure; default: 40, with --host 100")
+    parser.add_argument(
+        "--steps", type=int, help="in a figure; default: 40, with --host 100"
+    )
     parser.add_argument("--flags", help="of main.py, in quotes; default: by task")
-    parser.add_argument("--host", action="store_true", help="the host's time for a step")
-    parser.add_argument("--parts", action="store_true", help="with --host: by part, too")
-    parser.add_argument("--device", choices=("cpu", "gpu"), default="cpu", help="with --host")
+    parser.add_argument(
+        "--host", action="store_true", help="the host's time for a step"
+    )
+    parser.add_argument(
+        "--parts", action="store_true", help="with --host: by part, too"
+    )
+    parser.add_argument(
+        "--device", choices=("cpu", "gpu"), default="cpu", help="with --host"
+    )
     flags = parser.parse_args()
     flags.flags = flags.flags or (HOST_DEFAULTS if flags.host else DEFAULTS)[flags.task]
     flags.steps = flags.steps or (100 if flags.host else 40)

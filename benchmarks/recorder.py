@@ -24,8 +24,15 @@ def measure(project: str) -> None:
 
     torch.set_num_threads(1)
     distributed.setup()
-    convolutions = [nn.Conv2d(3, 64, 3, 2), nn.ReLU(), nn.Conv2d(64, 64, 3, 2), nn.ReLU()]
-    ddp_model = DistributedDataParallel(nn.Sequential(*convolutions), gradient_as_bucket_view=True)
+    convolutions = [
+        nn.Conv2d(3, 64, 3, 2),
+        nn.ReLU(),
+        nn.Conv2d(64, 64, 3, 2),
+        nn.ReLU(),
+    ]
+    ddp_model = DistributedDataParallel(
+        nn.Sequential(*convolutions), gradient_as_bucket_view=True
+    )
     images, number = torch.randn(8, 3, 64, 64), torch.ones(1)
     steps = []
     for _ in range(STEPS):
@@ -54,13 +61,19 @@ def main() -> None:
 
         def case(name: str) -> float:
             env = {"TORCH_FR_BUFFER_SIZE": sizes[name], "OMP_NUM_THREADS": 1}
-            found[name].append([float(word) for word in common.run(command, **env).split()])
+            found[name].append(
+                [float(word) for word in common.run(command, **env).split()]
+            )
             return found[name][-1][0]
 
-        common.interleave({name: lambda name=name: case(name) for name in sizes}, flags.repeats)
+        common.interleave(
+            {name: lambda name=name: case(name) for name in sizes}, flags.repeats
+        )
     for place, what in enumerate(("a reduction", "a step")):
         print(f"\n{what}:", end="")
-        figures = {name: [turn[place] for turn in turns] for name, turns in found.items()}
+        figures = {
+            name: [turn[place] for turn in turns] for name, turns in found.items()
+        }
         common.table(figures, "us", "without a record", scale=10**6)
 
 

@@ -55,12 +55,16 @@ def main() -> None:
         drop_last=True,
         persistent_workers=args.workers > 0,
     )
-    net = torchvision.models.get_model(args.arch, num_classes=len(dataset.classes)).to(device)
+    net = torchvision.models.get_model(args.arch, num_classes=len(dataset.classes)).to(
+        device
+    )
     model = DistributedDataParallel(
         net.to(memory_format=torch.channels_last), [device] if gpu else None
     )
     fused = True if gpu else None  # on CPUs that form takes twice the time
-    optimizer = torch.optim.SGD(model.parameters(), 0.1, 0.9, weight_decay=1e-4, fused=fused)
+    optimizer = torch.optim.SGD(
+        model.parameters(), 0.1, 0.9, weight_decay=1e-4, fused=fused
+    )
     scaler = torch.amp.GradScaler(device.type, enabled=args.amp == "fp16")
     dtype = torch.float16 if args.amp == "fp16" else torch.bfloat16
     for epoch in range(args.epochs):

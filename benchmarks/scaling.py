@@ -23,10 +23,18 @@ SETTINGS = {  # flags of main.py, and images in an epoch
 def main() -> None:
     parser = common.parser(__doc__, tuple(SETTINGS))
     gpus = torch.accelerator.device_count()
-    parser.add_argument("--device", choices=("cpu", "gpu"), default="gpu" if gpus else "cpu")
-    parser.add_argument("--ranks", type=int, default=max(2, gpus), help="default: all GPUs, or 2")
-    parser.add_argument("--threads", type=int, default=1, help="of each rank; default: 1")
-    parser.add_argument("--workers", type=int, default=0, help="of each rank; default: 0")
+    parser.add_argument(
+        "--device", choices=("cpu", "gpu"), default="gpu" if gpus else "cpu"
+    )
+    parser.add_argument(
+        "--ranks", type=int, default=max(2, gpus), help="default: all GPUs, or 2"
+    )
+    parser.add_argument(
+        "--threads", type=int, default=1, help="of each rank; default: 1"
+    )
+    parser.add_argument(
+        "--workers", type=int, default=0, help="of each rank; default: 0"
+    )
     parser.add_argument("--images", type=int, help="in an epoch; default: by task")
     parser.add_argument("--flags", help="of main.py, in quotes; default: by task")
     flags = parser.parse_args()
@@ -42,10 +50,13 @@ def main() -> None:
         def case(ranks: int, passes: int) -> Callable[[], float]:
             own = ("--data", data, "--epochs", 2, "--workers", flags.workers)
             own = (*own, "--accumulate", passes, *flags.flags.split())
-            return lambda: common.launch(project, ranks, flags.threads, *own)["img_per_s"]
+            return lambda: common.launch(project, ranks, flags.threads, *own)[
+                "img_per_s"
+            ]
 
         names = {
-            (ranks, passes): f"{ranks} rank(s)" + (f", --accumulate {passes}" * (passes > 1))
+            (ranks, passes): f"{ranks} rank(s)"
+            + (f", --accumulate {passes}" * (passes > 1))
             for passes in (1, 4)
             for ranks in (1, flags.ranks)
         }
@@ -55,7 +66,9 @@ def main() -> None:
         one, many = names[1, passes], names[flags.ranks, passes]
         both = {name: figures[name] for name in (one, many)}
         common.table(both, "images/s", one, is_rate=True)
-        ratios = [several / single for single, several in zip(*both.values(), strict=True)]
+        ratios = [
+            several / single for single, several in zip(*both.values(), strict=True)
+        ]
         print(f"share of linear: {statistics.median(ratios) / flags.ranks:.2f}")
 
 

@@ -40,8 +40,14 @@ WARM_UP = 5  # batches before the clock starts
 SETTINGS = {  # (device, task): flags of main.py, and steps in a figure
     ("cpu", "classification"): ("--arch resnet18 --image-size 64 --batch-size 16", 20),
     ("cpu", "segmentation"): ("--encoder resnet18 --image-size 64 --batch-size 4", 20),
-    ("gpu", "classification"): ("--arch resnet50 --image-size 224 --batch-size 128", 50),
-    ("gpu", "segmentation"): ("--encoder resnet34 --image-size 512 --batch-size 16", 50),
+    ("gpu", "classification"): (
+        "--arch resnet50 --image-size 224 --batch-size 128",
+        50,
+    ),
+    ("gpu", "segmentation"): (
+        "--encoder resnet34 --image-size 512 --batch-size 16",
+        50,
+    ),
 }
 
 
@@ -96,7 +102,9 @@ class Bench:
         self.args = args = parse_args([*own, *words.split()])
         self.device = device = distributed.setup(args.seed)
         torch.backends.cudnn.benchmark = True  # as main.train_one_epoch sets it
-        Reporter.start = lambda report, *_: setattr(report, "batch_size", args.batch_size)
+        Reporter.start = lambda report, *_: setattr(
+            report, "batch_size", args.batch_size
+        )
         args.amp = recipe.choose_amp(args, device)
         args.batch_size = args.batch_size or 32
         self.classes = [f"class{number}" for number in range(common.CLASSES)]
@@ -104,7 +112,9 @@ class Bench:
         self.to_device = partial(common.on_device, device=device)
         # Its samples are counted, and never read.
         none = (torch.zeros(1, *shape, dtype=torch.uint8) for shape in ((3, 1, 1), ()))
-        self.samples = TensorDataset(*(each.expand(10**6, *each.shape[1:]) for each in none))
+        self.samples = TensorDataset(
+            *(each.expand(10**6, *each.shape[1:]) for each in none)
+        )
         loss = build_criterion(args, self.samples, self.classes)
         self.criterion = ddpkit.Criterion(loss, self.classes).to(device)
 
@@ -138,7 +148,9 @@ class Bench:
     def batch(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Return uint8 images, channels last in memory, and targets."""
         count, side = self.args.batch_size, self.args.image_size
-        images = torch.randint(256, (count, side, side, 3), dtype=torch.uint8).movedim(-1, 1)
+        images = torch.randint(256, (count, side, side, 3), dtype=torch.uint8).movedim(
+            -1, 1
+        )
         shape = (count, side, side) if "encoder" in self.args else (count,)
         targets = torch.randint(common.CLASSES, shape, dtype=torch.uint8)
         return images.to(self.device), targets.to(self.device)
@@ -174,7 +186,9 @@ class Bench:
         if is_compiled:
             model.compile()
         optimizer = recipe.build_optimizer(model, args)
-        sampler = ddpkit.TrainSampler(dataset, args.batch_size, args.accumulate, args.seed)
+        sampler = ddpkit.TrainSampler(
+            dataset, args.batch_size, args.accumulate, args.seed
+        )
         seeded = ddpkit.Seeded(dataset, self.classes, args.seed)
         loader: DataLoader = DataLoader(
             seeded, args.batch_size, sampler=sampler, collate_fn=ddpkit.Collate()
@@ -187,7 +201,9 @@ class Bench:
         parts = {
             "optimizer": optimizer,
             "scheduler": recipe.build_scheduler(optimizer, args, sampler.steps),
-            "scaler": torch.amp.GradScaler(self.device.type, enabled=args.amp == "fp16"),
+            "scaler": torch.amp.GradScaler(
+                self.device.type, enabled=args.amp == "fp16"
+            ),
         }
         args.output_dir.mkdir(exist_ok=True)
         run = ddpkit.Run(
@@ -233,7 +249,9 @@ class Bench:
 
         return self.bare(
             lambda model: model,
-            partial(create_optimizer_v2, opt="adamw", lr=LR, weight_decay=0.05, fused=True),
+            partial(
+                create_optimizer_v2, opt="adamw", lr=LR, weight_decay=0.05, fused=True
+            ),
             LabelSmoothingCrossEntropy(0.1),
         )
 
@@ -278,8 +296,15 @@ class Bench:
                 return bench.to_device(super().__iter__())
 
         module = Module()
-        names = ("logger", "enable_progress_bar", "enable_checkpointing", "enable_model_summary")
-        precision = {"off": "32-true", "bf16": "bf16-mixed", "fp16": "16-mixed"}[self.args.amp]
+        names = (
+            "logger",
+            "enable_progress_bar",
+            "enable_checkpointing",
+            "enable_model_summary",
+        )
+        precision = {"off": "32-true", "bf16": "bf16-mixed", "fp16": "16-mixed"}[
+            self.args.amp
+        ]
 
         def loop(feed: Feed) -> None:
             trainer = lightning.Trainer(
@@ -298,10 +323,18 @@ class Bench:
 
 def main() -> None:
     parser = common.parser(__doc__)
-    parser.add_argument("--device", choices=("cpu", "gpu"), default="cpu", help="default: cpu")
-    parser.add_argument("--steps", type=int, help="in a figure; default: 20, on a GPU 50")
-    parser.add_argument("--flags", help="of main.py, in quotes; default: by device and task")
-    parser.add_argument("--compile", action="store_true", help="ours only, without it and with it")
+    parser.add_argument(
+        "--device", choices=("cpu", "gpu"), default="cpu", help="default: cpu"
+    )
+    parser.add_argument(
+        "--steps", type=int, help="in a figure; default: 20, on a GPU 50"
+    )
+    parser.add_argument(
+        "--flags", help="of main.py, in quotes; default: by device and task"
+    )
+    parser.add_argument(
+        "--compile", action="store_true", help="ours only, without it and with it"
+    )
     flags = parser.parse_args()
     defaults, steps = SETTINGS[flags.device, flags.task]
     flags.flags, flags.steps = flags.flags or defaults, flags.steps or steps

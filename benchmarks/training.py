@@ -21,18 +21,26 @@ REFERENCE = "torchvision's reference way"
 def main() -> None:
     parser = common.parser(__doc__, ("classification",))
     parser.add_argument("--arch", default="resnet18", help="default: resnet18")
-    parser.add_argument("--images", type=int, default=160, help="in an epoch; default: 160")
+    parser.add_argument(
+        "--images", type=int, default=160, help="in an epoch; default: 160"
+    )
     parser.add_argument("--image-size", type=int, default=224, help="default: 224")
-    parser.add_argument("--batch-size", type=int, default=16, help="of each rank; default: 16")
+    parser.add_argument(
+        "--batch-size", type=int, default=16, help="of each rank; default: 16"
+    )
     parser.add_argument("--ranks", type=int, default=1, help="default: 1")
-    parser.add_argument("--workers", type=int, help="of each rank; default: CPUs / ranks")
+    parser.add_argument(
+        "--workers", type=int, help="of each rank; default: CPUs / ranks"
+    )
     parser.add_argument("--amp", choices=("off", "bf16", "fp16"), default="off")
     flags = parser.parse_args()
     share = max(1, common.cpus() // flags.ranks)
     flags.workers = share if flags.workers is None else flags.workers
     common.say_machine(flags)
     names = ("arch", "image_size", "batch_size", "workers", "amp")
-    same = [str(x) for n in names for x in (f"--{n.replace('_', '-')}", getattr(flags, n))]
+    same = [
+        str(x) for n in names for x in (f"--{n.replace('_', '-')}", getattr(flags, n))
+    ]
     same += ["--epochs", "2"]
     waits: dict[str, list[float]] = {}
 
@@ -52,7 +60,9 @@ def main() -> None:
             own = ("--data", data, "--optimizer", "sgd", *same)
             return common.launch(project, flags.ranks, share, *own)
 
-        def case(name: str, train: Callable[[], dict[str, float]]) -> Callable[[], float]:
+        def case(
+            name: str, train: Callable[[], dict[str, float]]
+        ) -> Callable[[], float]:
             def rate() -> float:
                 result = train()
                 waits.setdefault(name, []).append(result["data_wait"])

@@ -46,7 +46,8 @@ if TYPE_CHECKING:
 
 __version__ = "2.0.0"
 
-NAMES = {  # by module, which is imported when one of them is first used: no torch until then
+# by module, which is imported when one of them is first used: no torch until then
+NAMES = {
     "data.augment": "RandomResizedCrop RandomScaleCrop ResizedCenterCrop parse_augment",
     "data.class_counts": "class_weights",
     "data.demo": "demo_classes demo_masks",
@@ -77,5 +78,7 @@ DOOR = {name: module for module, names in NAMES.items() for name in names.split(
 def __getattr__(name: str) -> object:
     if name not in DOOR:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = globals()[name] = getattr(importlib.import_module(f"ddpkit.{DOOR[name]}"), name)
+    value = globals()[name] = getattr(
+        importlib.import_module(f"ddpkit.{DOOR[name]}"), name
+    )
     return value

@@ -32,9 +32,13 @@ def where() -> None:
         help="of the run (default: runs/default)")  # fmt: skip
     folder = parser.parse_args().run
     if not (folder / ".lock").exists():
-        raise ddpkit.UserError(f"{folder}: no run has written there; name its --output-dir")
+        raise ddpkit.UserError(
+            f"{folder}: no run has written there; name its --output-dir"
+        )
     (folder / protocol.QUESTION).touch()
-    line = f"asked: a run that is at work in {folder} answers in its own terminal or log"
+    line = (
+        f"asked: a run that is at work in {folder} answers in its own terminal or log"
+    )
     print_line(line, sys.stdout)
 
 
@@ -46,11 +50,15 @@ def copy() -> None:
     Parser(prog="python -m ddpkit copy", description=copy.__doc__).parse_args()
     project = process.project()
     if not (project / "main.py").is_file():
-        raise ddpkit.UserError(f"no main.py in {project}: run this in the project's folder")
+        raise ddpkit.UserError(
+            f"no main.py in {project}: run this in the project's folder"
+        )
     places = [place for place in sys.path if Path(place).resolve() != project]
     spec = importlib.machinery.PathFinder.find_spec("ddpkit", places)
     if (project / "ddpkit").exists():
-        raise ddpkit.UserError(f"{project / 'ddpkit'} is there already; remove it to copy anew")
+        raise ddpkit.UserError(
+            f"{project / 'ddpkit'} is there already; remove it to copy anew"
+        )
     if not spec or not spec.origin:  # a namespace package has none
         line = f"{sys.executable} has no other ddpkit installed: pip install it first"
         raise ddpkit.UserError(f"{line}, as the first line of a requirements.txt says")

@@ -24,8 +24,8 @@ class LineError(Exception):
     """
 
     def __init__(self, line: str, code: str = "") -> None:
-        # From a loader worker it arrives as the text of a traceback, which ends with what the error
-        # there had printed.
+        # From a loader worker it arrives as the text of a traceback, which ends with
+        # what the error there had printed.
         heading = rf"\n(?:\w+\.)*{type(self).__name__}: "
         *_, said = re.split(heading, line)
         found = CODE.search(said)
@@ -34,7 +34,8 @@ class LineError(Exception):
         caller = sys._getframe(1).f_code
         own = f"{Path(caller.co_filename).stem}.{caller.co_name.strip('_<>')}"
         self.line, self.code = line.strip(), code or own
-        super().__init__(self.line, self.code)  # with which it is made anew in another process
+        # with which it is made anew in another process
+        super().__init__(self.line, self.code)
 
     def __str__(self) -> str:
         return f"{self.line} [{self.code}]"
@@ -81,7 +82,8 @@ def print_line(line: str, stream: TextIO | None) -> None:
     with contextlib.suppress(Exception):
         encoding = getattr(stream, "encoding", None) or "utf-8"
         text = line.encode(encoding, "backslashreplace").decode(encoding)
-        stream.write(f"{text}\n")  # at once, so that the lines of several ranks do not mix
+        # at once, so that the lines of several ranks do not mix
+        stream.write(f"{text}\n")
         stream.flush()
 
 

@@ -19,11 +19,14 @@ T = TypeVar("T")
 
 NAMES = """EIO ESTALE ETIMEDOUT EREMOTEIO ENOTCONN ESHUTDOWN EHOSTDOWN EHOSTUNREACH ENETDOWN
     ENETUNREACH ECONNRESET ECONNREFUSED ENOLINK"""
-OF_NETWORK_DISKS = {getattr(errno, name, -1) for name in NAMES.split()}  # errors that pass
+# errors that pass
+OF_NETWORK_DISKS = {getattr(errno, name, -1) for name in NAMES.split()}
 WANTS = """EMFILE ENFILE ENOMEM ENOBUFS EINTR EAGAIN EBUSY ETXTBSY EDEADLK ENOLCK"""
-OF_THIS_MOMENT = {getattr(errno, name, -1) for name in WANTS.split()}  # the file may be whole
+# the file may be whole
+OF_THIS_MOMENT = {getattr(errno, name, -1) for name in WANTS.split()}
 WAITS = (1, 4)  # seconds between tries
-FORMULA = re.compile(r"(?:^|(?<=;))(?='*[=+\-@\t\r])")  # where a spreadsheet would compute
+# where a spreadsheet would compute
+FORMULA = re.compile(r"(?:^|(?<=;))(?='*[=+\-@\t\r])")
 # The handle of each lock that this process holds, by its file's device and inode.
 _locks: dict[tuple[int, int], int] = {}
 
@@ -35,10 +38,15 @@ def failure(path: Path | str, error: OSError, verb: str = "written") -> LineErro
         return DiskError(f"{path}: the disk does not answer ({reason})")
     if error.errno in OF_THIS_MOMENT:
         return DiskError(f"{path}: cannot be {verb} at this moment ({reason})")
-    if isinstance(error, FileExistsError) and error.filename:  # where a folder should be
+    # where a folder should be
+    if isinstance(error, FileExistsError) and error.filename:
         place = error.filename
         is_link = os.path.islink(place)
-        reason = f"{place} links to {os.readlink(place)}, which is not there" if is_link else reason
+        reason = (
+            f"{place} links to {os.readlink(place)}, which is not there"
+            if is_link
+            else reason
+        )
     return UserError(f"{path}: cannot be {verb} ({reason})")
 
 
@@ -76,8 +84,9 @@ def writing(path: Path, parents: bool = False) -> Iterator[Path]:
         if parents:
             path.parent.mkdir(parents=True, exist_ok=True)
         with new_file(part) as file:
-            # In a folder of a group somebody may put a link to another file of this user's in its
-            # place: where the system has a name of the open file itself, that is what is written.
+            # In a folder of a group somebody may put a link to another file of this
+            # user's in its place: where the system has a name of the open file itself,
+            # that is what is written.
             own = Path(f"/proc/self/fd/{file.fileno()}")
             yield own if own.exists() else part
             os.fsync(file.fileno())
@@ -112,7 +121,9 @@ def table(path: Path, columns: Sequence[str]) -> Iterator[Callable[[Sequence], o
 
             def write(row: Sequence) -> None:
                 if len(row) != len(columns):
-                    line = f"{path}: a row of {len(row)} values for {len(columns)} columns"
+                    line = (
+                        f"{path}: a row of {len(row)} values for {len(columns)} columns"
+                    )
                     raise UserError(f"{line}: write one for each")
                 writer.writerow(map(as_text, row))
 
@@ -188,7 +199,9 @@ def _open_lock(path: Path) -> int:
     if path.is_symlink():
         path.unlink()
     try:
-        handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
+        handle = os.open(
+            path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600
+        )
     except PermissionError:
         if not path.exists():
             raise
@@ -196,10 +209,13 @@ def _open_lock(path: Path) -> int:
             return os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
         except PermissionError:
             line = f"{path} is of user {path.stat().st_uid}, who keeps it closed"
-            raise UserError(f"{line}: remove it unless a run of theirs is at work there") from None
+            raise UserError(
+                f"{line}: remove it unless a run of theirs is at work there"
+            ) from None
     folder = path.parent.stat()
     mode = 0o600 | 3 * (folder.st_mode & 0o022)  # "rw" for those that have "w" there
-    with contextlib.suppress(OSError):  # it is another user's, or the group is not this user's
+    # it is another user's, or the group is not this user's
+    with contextlib.suppress(OSError):
         os.fchmod(handle, 0o600)
         os.chown(handle, -1 if os.geteuid() else folder.st_uid, folder.st_gid)
         os.fchmod(handle, mode)
@@ -220,7 +236,9 @@ if hasattr(os, "register_at_fork"):
 @contextlib.contextmanager
 def filling(folder: Path) -> Iterator[Path]:
     """Give the block an empty folder to fill, then rename it to `folder`, unless there is one."""
-    partial = folder.with_name(f"{folder.name}.partial-{socket.gethostname()}-{os.getpid()}")
+    partial = folder.with_name(
+        f"{folder.name}.partial-{socket.gethostname()}-{os.getpid()}"
+    )
     try:
         partial.mkdir(parents=True)
         yield partial

@@ -24,8 +24,9 @@ Two nodes:       NNODES=2 NODE_RANK=0 MASTER_ADDR=node0 ./launch.sh     on node0
 SLURM:           srun --nodes 2 --ntasks-per-node 1 --cpus-per-task 32 --gpus-per-node 8 ./launch.sh
 """
 
-# Each rank has torchrun's variables and gets all signals that this process gets; it exits as the
-# rank that failed first. MAX_RESTARTS starts them again. This module imports no torch.
+# Each rank has torchrun's variables and gets all signals that this process gets; it
+# exits as the rank that failed first. MAX_RESTARTS starts them again. This module
+# imports no torch.
 
 import contextlib
 import math
@@ -57,12 +58,16 @@ class Ranks:
         self.running: list[subprocess.Popen] = []
         self.first, self.first_at = 0, 0.0  # the signal that came first, and when
         self.sent: set[int] = set()
-        self.silent = ""  # with its number a file that a rank removes if it says why it ends
+        # with its number a file that a rank removes if it says why it ends
+        self.silent = ""
         self.kill_at = math.inf
         for signum in protocol.STOP_SIGNALS:
             if signal.getsignal(signum) != signal.SIG_IGN:  # as under nohup
                 signal.signal(signum, self.on_signal)
-        if hasattr(signal, "SIGTSTP") and signal.getsignal(signal.SIGTSTP) != signal.SIG_IGN:
+        if (
+            hasattr(signal, "SIGTSTP")
+            and signal.getsignal(signal.SIGTSTP) != signal.SIG_IGN
+        ):
             signal.signal(signal.SIGTSTP, self.suspend)
 
     def start(self, words: Sequence[str], store: str) -> None:
@@ -71,7 +76,10 @@ class Ranks:
         env = os.environ | {protocol.LAUNCHER: str(os.getpid())}
         env.pop("PYTHONSAFEPATH", None)  # or main.py would not find the files beside it
         env |= {"MASTER_ADDR": nodes.host, "MASTER_PORT": str(nodes.port)}
-        env |= {"LOCAL_WORLD_SIZE": str(nodes.ranks), "WORLD_SIZE": str(nodes.count * nodes.ranks)}
+        env |= {
+            "LOCAL_WORLD_SIZE": str(nodes.ranks),
+            "WORLD_SIZE": str(nodes.count * nodes.ranks),
+        }
         if nodes.count == 1:
             env[protocol.STORE] = store
         self.running, self.kill_at = [], math.inf
@@ -82,7 +90,9 @@ class Ranks:
             env[protocol.SILENT] = f"{self.silent}{local_rank}"
             command = [sys.executable, "-u", *words]
             with process.holding_signals({signal.SIGINT}):  # until it can be quiet
-                self.running.append(subprocess.Popen(command, env=env, start_new_session=True))
+                self.running.append(
+                    subprocess.Popen(command, env=env, start_new_session=True)
+                )
         if self.first:
             self.send(self.first)
 
@@ -93,7 +103,8 @@ class Ranks:
             self.first, self.first_at = signum, now
             self.kill_at = now + protocol.STOP_SECONDS
         elif signum == self.first == signal.SIGINT and is_new:
-            self.kill_at = min(self.kill_at, now + protocol.END_SECONDS)  # a rank may be held
+            # a rank may be held
+            self.kill_at = min(self.kill_at, now + protocol.END_SECONDS)
         self.send(signum)
 
     def suspend(self, *_: object) -> None:
@@ -107,14 +118,16 @@ class Ranks:
     def send(self, signum: int) -> None:
         """Send a signal that ends the ranks, and wake those that SIGSTOP holds."""
         self.sent.add(signum)
-        # A request to stop is for the rank: it needs the processes that it has started until then.
+        # A request to stop is for the rank: it needs the processes that it has started
+        # until then.
         self.pass_on(signum, to_group=not self.first or signum == signal.SIGKILL)
         self.pass_on(signal.SIGCONT)
 
     def pass_on(self, signum: int, to_group: bool = True) -> None:
         for rank in self.running:
             if rank.returncode is None:
-                with contextlib.suppress(ProcessLookupError, PermissionError):  # it has ended
+                # it has ended
+                with contextlib.suppress(ProcessLookupError, PermissionError):
                     (os.killpg if to_group else os.kill)(rank.pid, signum)
 
     def wait(self) -> int:
@@ -123,7 +136,9 @@ class Ranks:
         while None in (statuses := [rank.poll() for rank in self.running]):
             if any(statuses) and not failed:
                 failed = find_first([rank.poll() for rank in self.running])
-                self.kill_at = min(self.kill_at, time.monotonic() + protocol.NOTICE_SECONDS)
+                self.kill_at = min(
+                    self.kill_at, time.monotonic() + protocol.NOTICE_SECONDS
+                )
                 self.send(signal.SIGTERM)
             if time.monotonic() > self.kill_at:
                 self.kill_at = math.inf
@@ -131,7 +146,9 @@ class Ranks:
                 if self.first:
                     name = signal.Signals(self.first).name
                     seconds = f"{time.monotonic() - self.first_at:.0f} s"
-                    print_error(f"the ranks had not ended {seconds} after {name} and were killed")
+                    print_error(
+                        f"the ranks had not ended {seconds} after {name} and were killed"
+                    )
             time.sleep(POLL)
         return self.explain(*(failed or find_first(statuses)))
 
@@ -154,7 +171,8 @@ class Ranks:
 def find_first(statuses: Sequence[int | None]) -> tuple[int, int]:
     """Return (rank, status) of the rank that made the others fail; (0, 0) if none has failed."""
 
-    def order(each: tuple[int, int]) -> tuple[bool, bool]:  # a mistake, then one that crashed
+    # a mistake, then one that crashed
+    def order(each: tuple[int, int]) -> tuple[bool, bool]:
         return each[1] != protocol.MISTAKE, each[1] > 0 or each[1] == -signal.SIGTERM
 
     failed = [(rank, status) for rank, status in enumerate(statuses) if status]
@@ -185,7 +203,9 @@ def main() -> int:
     if nodes.number == 0:
         print_line(f"starting {nodes.count * nodes.ranks} rank(s) ...", sys.stdout)
     ranks, restarts = Ranks(nodes), nodes.restarts
-    with tempfile.TemporaryDirectory(prefix="ddp-", ignore_cleanup_errors=True) as private:
+    with tempfile.TemporaryDirectory(
+        prefix="ddp-", ignore_cleanup_errors=True
+    ) as private:
         while True:
             ranks.start(words, f"{private}/{uuid.uuid4().hex}")
             status = ranks.wait()

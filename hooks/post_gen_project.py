@@ -1,7 +1,8 @@
 """Put the chosen task's files and ddpkit in place, drop the others, record the template's version
 for `cruft update`, and say what to type next."""
 
-from __future__ import annotations  # cookiecutter may run under an older Python than the project
+# cookiecutter may run under an older Python than the project
+from __future__ import annotations
 
 import json
 import re
@@ -9,7 +10,8 @@ import shutil
 import subprocess
 from pathlib import Path
 
-# Plain cookiecutter adds the template's address and folder to the answers; cruft does not.
+# Plain cookiecutter adds the template's address and folder to the answers; cruft does
+# not.
 CONTEXT = json.loads(r""" {{ cookiecutter | tojson }} """)
 
 
@@ -21,7 +23,12 @@ def template_version(repository: Path) -> tuple[str, str] | None:
     """
 
     def git(*args: str) -> str:
-        command = ["git", f"--git-dir={repository / '.git'}", f"--work-tree={repository}", *args]
+        command = [
+            "git",
+            f"--git-dir={repository / '.git'}",
+            f"--work-tree={repository}",
+            *args,
+        ]
         done = subprocess.run(command, check=True, capture_output=True, text=True)
         return done.stdout.strip()
 
@@ -31,8 +38,11 @@ def template_version(repository: Path) -> tuple[str, str] | None:
         commit = git("rev-parse", "HEAD")
         if CONTEXT["_repo_dir"] == CONTEXT["_template"]:
             return str(repository), commit
-        return re.sub("(https?://)[^/]*@", r"\1", git("config", "remote.origin.url")), commit
-    except (OSError, subprocess.CalledProcessError):  # no git, or not a repository (an archive)
+        return re.sub(
+            "(https?://)[^/]*@", r"\1", git("config", "remote.origin.url")
+        ), commit
+    # no git, or not a repository (an archive)
+    except (OSError, subprocess.CalledProcessError):
         return None
 
 
@@ -44,7 +54,8 @@ def place_library(repository: Path | None, template: str, commit: str) -> None:
     library = Path("ddpkit")
     if template.startswith("https://") and commit:
         shutil.rmtree(library)
-        line = f"ddpkit[{CONTEXT['task']}] @ git+{template}@{commit}\n"  # with what it requires
+        # with what it requires
+        line = f"ddpkit[{CONTEXT['task']}] @ git+{template}@{commit}\n"
         Path("requirements.txt").write_text(line, encoding="utf-8")
         return
     if library.is_file() and repository:  # where links cannot be, as in an archive
@@ -62,7 +73,9 @@ def write_cruft_file(template: str, commit: str) -> None:
         "template": template,
         "commit": commit,
         "checkout": CONTEXT["_checkout"],
-        "context": {"cookiecutter": {**answers, "_template": template, "_commit": commit}},
+        "context": {
+            "cookiecutter": {**answers, "_template": template, "_commit": commit}
+        },
         "directory": None,
     }
     text = json.dumps(state, ensure_ascii=False, indent=2)
@@ -78,7 +91,8 @@ for path in filter(Path.is_file, chosen.rglob("*")):
 shutil.rmtree(tasks, ignore_errors=True)
 Path("launch.sh").chmod(0o755)  # an archive may have lost it
 if "_repo_dir" in CONTEXT:
-    # cookiecutter passes on a relative path as typed: found unless --output-dir was given, too.
+    # cookiecutter passes on a relative path as typed: found unless --output-dir was
+    # given, too.
     repository = Path(CONTEXT["_output_dir"], CONTEXT["_repo_dir"]).resolve()
     if version := template_version(repository):
         write_cruft_file(*version)

@@ -17,7 +17,18 @@ import pytest
 from generated import ROOT, Project
 
 # They take long, and come first, so that no worker is left with one at the end.
-LONGEST = "slurm", "stopping", "demo", "debug", "layouts", "runs", "gpu", "launch", "sweep", "seams"
+LONGEST = (
+    "slurm",
+    "stopping",
+    "demo",
+    "debug",
+    "layouts",
+    "runs",
+    "gpu",
+    "launch",
+    "sweep",
+    "seams",
+)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -66,7 +77,8 @@ def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
     copy = tmp_path_factory.mktemp("template")
     for name in filter(None, listed.split("\0")):
         source = ROOT / name
-        if source.is_file() or source.is_symlink():  # deleted ones are listed until committed
+        # deleted ones are listed until committed
+        if source.is_file() or source.is_symlink():
             (copy / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(source, copy / name, follow_symlinks=False)
     return copy
@@ -77,7 +89,9 @@ def clean_home(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """An environment in which cookiecutter and git find no settings of the user's."""
     home = tmp_path_factory.mktemp("home")
     config = home / "cookiecutter.yaml"
-    config.write_text(f"replay_dir: {home}/replay\ncookiecutters_dir: {home}/cookiecutters\n")
+    config.write_text(
+        f"replay_dir: {home}/replay\ncookiecutters_dir: {home}/cookiecutters\n"
+    )
     git = {
         f"GIT_{who}_{what}": "test@example.org"
         for who in ("AUTHOR", "COMMITTER")
@@ -91,7 +105,9 @@ Generate = Callable[..., subprocess.CompletedProcess]
 
 @pytest.fixture(scope="session")
 def generate(template: Path, clean_home: dict[str, str]) -> Generate:
-    def generate(folder: Path, *answers: str, **options: object) -> subprocess.CompletedProcess:
+    def generate(
+        folder: Path, *answers: str, **options: object
+    ) -> subprocess.CompletedProcess:
         command = [
             sys.executable,
             "-m",
@@ -127,14 +143,17 @@ def projects(generate: Generate, shared: Path) -> Callable[[str], Project]:
                 assert done.returncode == 0, done.stderr
                 library = parent / "my_ddp_project" / "ddpkit"
                 shutil.rmtree(library)
-                library.symlink_to(ROOT / "ddpkit")  # which forks of this process have imported
+                # which forks of this process have imported
+                library.symlink_to(ROOT / "ddpkit")
         return Project(parent / "my_ddp_project", task)
 
     return project
 
 
 @pytest.fixture
-def project(request: pytest.FixtureRequest, projects: Callable[[str], Project]) -> Project:
+def project(
+    request: pytest.FixtureRequest, projects: Callable[[str], Project]
+) -> Project:
     """The project for classification, or of each task with `@both_tasks`."""
     return projects(getattr(request, "param", "classification"))
 

@@ -29,7 +29,9 @@ import generated
 
 PATIENCE = 120  # seconds; a safety net
 F5 = "DDP: torch.distributed.launch"
-ALARMING = re.compile(r"Traceback|Error|Warning|Killed|Terminated|Aborted|\b[EWF]\d{4} ")
+ALARMING = re.compile(
+    r"Traceback|Error|Warning|Killed|Terminated|Aborted|\b[EWF]\d{4} "
+)
 
 
 def parse(text: str) -> Any:
@@ -43,15 +45,26 @@ def read(project: Path, name: str) -> Any:
     return parse((project / ".vscode" / name).read_text())
 
 
-def chosen(project: Path, file: str, kind: str, title: str, answers: dict[str, str]) -> Any:
+def chosen(
+    project: Path, file: str, kind: str, title: str, answers: dict[str, str]
+) -> Any:
     """A part of a file with what VS Code puts in place of variables; some answers are defaults."""
     content = read(project, file)
-    (found,) = (part for part in content[kind] if part.get("name", part.get("label")) == title)
-    known = {"workspaceFolder": str(project), "command:python.interpreterPath": sys.executable}
+    (found,) = (
+        part for part in content[kind] if part.get("name", part.get("label")) == title
+    )
+    known = {
+        "workspaceFolder": str(project),
+        "command:python.interpreterPath": sys.executable,
+    }
     for question in content["inputs"]:
-        known["input:" + question["id"]] = answers.pop(question["id"], question["default"])
+        known["input:" + question["id"]] = answers.pop(
+            question["id"], question["default"]
+        )
     known |= answers  # that is: file
-    fill = functools.partial(re.sub, r"\$\{(.+?)\}", lambda m: json.dumps(known[m[1]])[1:-1])
+    fill = functools.partial(
+        re.sub, r"\$\{(.+?)\}", lambda m: json.dumps(known[m[1]])[1:-1]
+    )
     return json.loads(fill(json.dumps(found)))
 
 
@@ -61,7 +74,12 @@ def configuration(project: Path, name: str, **answers: str) -> dict[str, Any]:
     Also with what the Python debugger's extension adds where it says nothing.
     """
     found = chosen(project, "launch.json", "configurations", name, answers)
-    return {"cwd": str(project), "console": "integratedTerminal", "justMyCode": True, **found}
+    return {
+        "cwd": str(project),
+        "console": "integratedTerminal",
+        "justMyCode": True,
+        **found,
+    }
 
 
 def task(project: Path, label: str, **answers: str) -> dict[str, Any]:
@@ -71,7 +89,9 @@ def task(project: Path, label: str, **answers: str) -> dict[str, Any]:
 
 def line_of(path: Path, text: str) -> int:
     """The number of the only line with `text`."""
-    (found,) = (n for n, line in enumerate(path.read_text().splitlines(), 1) if text in line)
+    (found,) = (
+        n for n, line in enumerate(path.read_text().splitlines(), 1) if text in line
+    )
     return found
 
 
@@ -82,12 +102,17 @@ class Session:
         self.debugger, self.reader, self.writer = debugger, reader, writer
         self.numbers = itertools.count(1)
         self.responses: dict[int, dict] = {}
-        self.stop: dict | None = None  # the body of the latest stopped event, while it is stopped
+        # the body of the latest stopped event, while it is stopped
+        self.stop: dict | None = None
         self.ended = False
         debugger.in_thread(self._read)
 
     def begin(self, request: str, arguments: dict[str, Any]) -> None:
-        abilities = "RunInTerminalRequest", "StartDebuggingRequest", "ArgsCanBeInterpretedByShell"
+        abilities = (
+            "RunInTerminalRequest",
+            "StartDebuggingRequest",
+            "ArgsCanBeInterpretedByShell",
+        )
         client = {f"supports{name}": True for name in abilities}
         self.ask("initialize", {"clientID": "vscode", "adapterID": "debugpy", **client})
         self.send({"type": "request", "command": request, "arguments": arguments})
@@ -98,7 +123,9 @@ class Session:
         self.ask("configurationDone")
 
     def ask(self, command: str, arguments: dict | None = None) -> dict:
-        number = self.send({"type": "request", "command": command, "arguments": arguments or {}})
+        number = self.send(
+            {"type": "request", "command": command, "arguments": arguments or {}}
+        )
         self.debugger.wait(lambda: number in self.responses or self.ended, command)
         response = self.responses.get(number, {"success": self.ended})
         assert response["success"], (command, response)
@@ -126,7 +153,12 @@ class Session:
         kind = message.get("event") or message.get("command")
         if message["type"] == "request":
             body = self.debugger.serve(kind, message["arguments"])
-            answer = {"request_seq": message["seq"], "command": kind, "success": True, "body": body}
+            answer = {
+                "request_seq": message["seq"],
+                "command": kind,
+                "success": True,
+                "body": body,
+            }
             self.send({"type": "response", **answer})
         elif kind == "initialized":
             self.debugger.in_thread(self.configure)
@@ -150,16 +182,24 @@ class Session:
     def set(self, breakpoints: dict[str, list]) -> None:
         for file, places in breakpoints.items():
             path = str(self.debugger.folder / file)
-            self.ask("setBreakpoints", {"source": {"path": path}, "breakpoints": places})
+            self.ask(
+                "setBreakpoints", {"source": {"path": path}, "breakpoints": places}
+            )
 
     @property
     def frame(self) -> dict:
         """The frame in which it is stopped."""
         assert self.stop
-        return self.ask("stackTrace", {"threadId": self.stop["threadId"]})["stackFrames"][0]
+        return self.ask("stackTrace", {"threadId": self.stop["threadId"]})[
+            "stackFrames"
+        ][0]
 
     def evaluate(self, expression: str) -> str:
-        arguments = {"expression": expression, "frameId": self.frame["id"], "context": "watch"}
+        arguments = {
+            "expression": expression,
+            "frameId": self.frame["id"],
+            "context": "watch",
+        }
         return self.ask("evaluate", arguments)["result"]
 
     def threads(self) -> list[str]:
@@ -168,7 +208,9 @@ class Session:
     def error(self) -> str:
         """The message of the exception at which it is stopped."""
         assert self.stop and self.stop["reason"] == "exception", self.stop
-        return self.ask("exceptionInfo", {"threadId": self.stop["threadId"]})["description"]
+        return self.ask("exceptionInfo", {"threadId": self.stop["threadId"]})[
+            "description"
+        ]
 
     def go(self, command: str = "continue") -> None:
         assert self.stop
@@ -185,7 +227,8 @@ class Debugger:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.breakpoints: dict[str, list] = {}  # file -> [{"line": 7, "condition": "rank == 1"}]
+        # file -> [{"line": 7, "condition": "rank == 1"}]
+        self.breakpoints: dict[str, list] = {}
         self.changed = threading.Condition()
         self.sessions: list[Session] = []
         self.threads: list[threading.Thread] = []
@@ -202,7 +245,11 @@ class Debugger:
         """F5, or Ctrl+F5 (without debugging)."""
         command, pipe = [sys.executable, "-m", "debugpy.adapter"], subprocess.PIPE
         self.adapter = subprocess.Popen(
-            command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, start_new_session=True
+            command,
+            stdin=pipe,
+            stdout=pipe,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
         )
         self.sessions.append(Session(self, self.adapter.stdout, self.adapter.stdin))
         more = {"python": sys.executable, "clientOS": "unix", "noDebug": not debug}
@@ -211,7 +258,9 @@ class Debugger:
     def attach(self, config: dict[str, Any]) -> None:
         """Attach to where a process listens."""
         where = config["connect"]
-        with socket.create_connection((where["host"], int(where["port"])), PATIENCE) as connection:
+        with socket.create_connection(
+            (where["host"], int(where["port"])), PATIENCE
+        ) as connection:
             connection.settimeout(None)
             stream = connection.makefile("rwb")
         session = Session(self, stream, stream)
@@ -226,7 +275,8 @@ class Debugger:
             return {}
         assert command == "runInTerminal"
         words = arguments["args"]
-        if arguments.get("argsCanBeInterpretedByShell"):  # "args" of launch.json is one string
+        # "args" of launch.json is one string
+        if arguments.get("argsCanBeInterpretedByShell"):
             words = ["bash", "-c", " ".join(words)]
         self.screen, tty = pty.openpty()
         self.shell = subprocess.Popen(
@@ -242,7 +292,8 @@ class Debugger:
         return {"shellProcessId": self.shell.pid}
 
     def _show(self) -> None:
-        # The only one to close the screen: nothing is hung up while another thread reads from it.
+        # The only one to close the screen: nothing is hung up while another thread
+        # reads from it.
         with contextlib.suppress(OSError):
             while not self.closing:
                 if select.select([self.screen], [], [], 0.05)[0]:
@@ -253,7 +304,8 @@ class Debugger:
         deadline = time.monotonic() + PATIENCE
         with self.changed:
             while not (done := condition()) and time.monotonic() < deadline:
-                self.changed.wait(0.1)  # the terminal's text and processes tell of no change
+                # the terminal's text and processes tell of no change
+                self.changed.wait(0.1)
         assert done, f"{what}: not within {PATIENCE} s; the terminal:\n{self.text}"
         return done
 
@@ -269,7 +321,9 @@ class Debugger:
         return found
 
     def held(self) -> list[Session]:
-        return [session for session in self.sessions if session.stop and not session.ended]
+        return [
+            session for session in self.sessions if session.stop and not session.ended
+        ]
 
     # What a person does with the window.
 
@@ -277,7 +331,9 @@ class Debugger:
         """Put a breakpoint at the line with `text` in place of the former one, everywhere."""
         self.breakpoints = {name: [] for name in self.breakpoints}
         if text:
-            self.breakpoints[file] = [{"line": line_of(self.folder / file, text), **more}]
+            self.breakpoints[file] = [
+                {"line": line_of(self.folder / file, text), **more}
+            ]
         for session in self.sessions:
             if not session.ended:
                 session.set(self.breakpoints)
@@ -314,7 +370,8 @@ class Debugger:
 
     def __exit__(self, *_: object) -> None:
         self.closing = True
-        while there := generated.children():  # also what those start that are ended here
+        # also what those start that are ended here
+        while there := generated.children():
             for pid in there:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)

@@ -57,7 +57,9 @@ def hunks(diff: str) -> Iterator[Hunk]:
     for file, text in zip(parts[::2], parts[1::2], strict=True):
         places = re.split(r"^@@ -(\d+).*\n", text, flags=re.M)[1:]
         for start, lines in zip(places[::2], places[1::2], strict=True):
-            yield Hunk(file, max(0, int(start) - 1), [x or " " for x in lines.splitlines()])
+            yield Hunk(
+                file, max(0, int(start) - 1), [x or " " for x in lines.splitlines()]
+            )
 
 
 def find(hunk: Hunk, lines: list[str]) -> int:
@@ -110,18 +112,25 @@ def hunks_of(old: list[str], new: list[str]) -> Iterator[str]:
     while changed:
         first, last, *_ = changed[0]
         size = 1
-        while not is_place(old[first:last], old) or last == changed[size - 1][1] < len(old):
+        while not is_place(old[first:last], old) or last == changed[size - 1][1] < len(
+            old
+        ):
             if last < len(old):
                 last += 1
             else:
                 first -= 1
-            if changed[size:] and changed[size][0] < last:  # the next change is in this context
+            # the next change is in this context
+            if changed[size:] and changed[size][0] < last:
                 last = max(last, changed[size][1])
                 size += 1
         lines = [f" {line}" for line in old[first : changed[0][0]]]
         for n, (i, j, k, m) in enumerate(changed[:size], 1):
-            lines += [f"-{line}" for line in old[i:j]] + [f"+{line}" for line in new[k:m]]
-            lines += [f" {line}" for line in old[j : changed[n][0] if n < size else last]]
+            lines += [f"-{line}" for line in old[i:j]] + [
+                f"+{line}" for line in new[k:m]
+            ]
+            lines += [
+                f" {line}" for line in old[j : changed[n][0] if n < size else last]
+            ]
         taken, changed = changed[:size], changed[size:]
         more = sum(m - k - (j - i) for i, j, k, m in taken)
         length = last - first
@@ -200,7 +209,9 @@ def place(file: str, source: list[str], removed: range, added: list[str]) -> str
         ways.reverse()
     known = [way for way in ways if not way.endswith(UNKNOWN)]
     if not known:
-        raise ValueError(f"{file}:{removed.start + 1}: neither the line above nor below is unique")
+        raise ValueError(
+            f"{file}:{removed.start + 1}: neither the line above nor below is unique"
+        )
     return f"{where}, {known[0]}, add:\n\n{fenced(added)}"
 
 
@@ -208,7 +219,9 @@ def indent_of(line: str) -> int:
     return len(line) - len(line.lstrip())
 
 
-def scope_of(tree: ast.Module, source: list[str], at: int, indent: int) -> tuple[str, range]:
+def scope_of(
+    tree: ast.Module, source: list[str], at: int, indent: int
+) -> tuple[str, range]:
     """Return the name of the innermost function or class that line `at` is in, and its lines.
 
     indent: that of what comes to this line, as the line may be the one after the end.
@@ -225,7 +238,10 @@ def scope_of(tree: ast.Module, source: list[str], at: int, indent: int) -> tuple
 def end_of_head(tree: ast.Module, name: str) -> int:
     """Return the last line, from 0, of the docstring of a function; -1: it has none."""
     for node in ast.walk(tree):
-        if not isinstance(node, ast.FunctionDef) or node.name != name.rpartition(".")[2]:
+        if (
+            not isinstance(node, ast.FunctionDef)
+            or node.name != name.rpartition(".")[2]
+        ):
             continue
         if ast.get_docstring(node):
             return (node.body[0].end_lineno or 0) - 1
@@ -263,7 +279,9 @@ def text_of(task: str) -> str:
     text = notes.render(task=task)
     known, files = diffs(task), generated(task)
     text = re.sub(
-        r"<!-- (\w+)\.diff -->", lambda found: "\n\n".join(places(known[found[1]], files)), text
+        r"<!-- (\w+)\.diff -->",
+        lambda found: "\n\n".join(places(known[found[1]], files)),
+        text,
     )
     return text.replace("<!-- contents -->", contents(text))
 
@@ -292,7 +310,9 @@ def page() -> str:
         if kind == "equal":
             parts.extend(one[i:j])
             continue
-        parts.append(f'{{% if cookiecutter.task == "{TASKS[0]}" %}}' + "".join(one[i:j]))
+        parts.append(
+            f'{{% if cookiecutter.task == "{TASKS[0]}" %}}' + "".join(one[i:j])
+        )
         parts.append("{% else %}" * (k < m) + "".join(other[k:m]) + "{% endif %}")
     return "".join(parts)
 

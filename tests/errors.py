@@ -18,7 +18,9 @@ The line ends with a code: the file and the function that found it. What is in b
 """
 
 
-def texts(node: ast.AST, scope: ast.AST, within: frozenset[str] = frozenset()) -> list[str]:
+def texts(
+    node: ast.AST, scope: ast.AST, within: frozenset[str] = frozenset()
+) -> list[str]:
     """Return what an expression may say; {name} is what it fills in.
 
     within: names whose values are being looked up, which may refer to themselves.
@@ -36,8 +38,12 @@ def texts(node: ast.AST, scope: ast.AST, within: frozenset[str] = frozenset()) -
         return found
     if isinstance(node, ast.Name) and node.id not in within:
         for each in ast.walk(scope):  # a text that the function puts together before
-            is_it = isinstance(each, ast.Assign) and ast.unparse(each.targets[0]) == node.id
-            if is_it and isinstance(each.value, ast.JoinedStr | ast.IfExp | ast.Constant):
+            is_it = (
+                isinstance(each, ast.Assign) and ast.unparse(each.targets[0]) == node.id
+            )
+            if is_it and isinstance(
+                each.value, ast.JoinedStr | ast.IfExp | ast.Constant
+            ):
                 values = texts(each.value, scope, within | {node.id})
                 if any(" " in value for value in values):
                     return values
@@ -46,7 +52,11 @@ def texts(node: ast.AST, scope: ast.AST, within: frozenset[str] = frozenset()) -
     if isinstance(node, ast.Attribute):
         return [f"{{{node.attr.strip('_')}}}"]
     if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant):
-        return [f"{{{node.slice.value}}}"] if isinstance(node.slice.value, str) else ["{first}"]
+        return (
+            [f"{{{node.slice.value}}}"]
+            if isinstance(node.slice.value, str)
+            else ["{first}"]
+        )
     names = [each.id for each in ast.walk(node) if isinstance(each, ast.Name)]
     return [f"{{{names[-1] if names else '...'}}}"]
 
@@ -59,13 +69,21 @@ def raised() -> Iterator[tuple[str, str, str]]:
         for scope in ast.walk(ast.parse(path.read_text())):
             if not isinstance(scope, ast.FunctionDef):
                 continue
-            inner = [each for each in ast.walk(scope) if isinstance(each, ast.FunctionDef)][1:]
+            inner = [
+                each for each in ast.walk(scope) if isinstance(each, ast.FunctionDef)
+            ][1:]
             of_others = {id(node) for each in inner for node in ast.walk(each)}
             for node in ast.walk(scope):
                 if not isinstance(node, ast.Call) or id(node) in of_others:
                     continue
                 name = ast.unparse(node.func).split(".")[-1]
-                if name in ("UserError", "NoLabelsError", "DiskError", "Damaged", "Foreign"):
+                if name in (
+                    "UserError",
+                    "NoLabelsError",
+                    "DiskError",
+                    "Damaged",
+                    "Foreign",
+                ):
                     for text in texts(node.args[0], scope):
                         yield str(path), f"{path.stem}.{scope.name.strip('_')}", text
 

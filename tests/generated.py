@@ -26,8 +26,8 @@ TEMPLATE_FOLDER = "{{cookiecutter.project_slug}}"
 TASKS = ("classification", "segmentation")
 both_tasks = pytest.mark.parametrize("project", TASKS, indirect=True)
 both_but_one_in_soak = [TASKS[0], pytest.param(TASKS[1], marks=pytest.mark.soak)]
-# Small images and networks, and little time in processes. make demo and the projects' own tests
-# keep to the default ones.
+# Small images and networks, and little time in processes. make demo and the projects'
+# own tests keep to the default ones.
 NETS = {
     "classification": ("--arch", "shufflenet_v2_x0_5"),
     "segmentation": ("--arch", "linknet", "--encoder", "tu-mobilenetv2_035"),
@@ -40,7 +40,16 @@ SMALL = {
     for task, network in NETS.items()
 }
 # With BatchNorm, dropout, loader workers and a schedule: whatever can go astray.
-NET = ("--arch", "mobilenet_v3_small", "--image-size", 32, "--workers", 1, "--batch-size", 4)
+NET = (
+    "--arch",
+    "mobilenet_v3_small",
+    "--image-size",
+    32,
+    "--workers",
+    1,
+    "--batch-size",
+    4,
+)
 
 LIVE: set[int] = set()  # Commands, ranks and servers that have not been waited for
 
@@ -48,7 +57,9 @@ LIVE: set[int] = set()  # Commands, ranks and servers that have not been waited 
 class Done:
     """What has become of a command, or of forks that were ranks."""
 
-    def __init__(self, statuses: list[int], out: str, err: str, left: list[int]) -> None:
+    def __init__(
+        self, statuses: list[int], out: str, err: str, left: list[int]
+    ) -> None:
         self.statuses = statuses  # of each rank, or of the command
         self.status = max(statuses, key=abs)
         self.out, self.err = out, err
@@ -64,7 +75,11 @@ class Done:
 
         Of several ranks at least one has status 2, and none has 0.
         """
-        assert 2 in self.statuses and 0 not in self.statuses, (self.statuses, self.out, self.err)
+        assert 2 in self.statuses and 0 not in self.statuses, (
+            self.statuses,
+            self.out,
+            self.err,
+        )
         return self.failed(code, *words)
 
     def failed(self, code: str, *words: object) -> "Done":
@@ -108,7 +123,9 @@ class Ranks:
 class Command:
     """A command in a process of its own, and what it has started."""
 
-    def __init__(self, command: list, cwd: Path | None = None, **env: str | None) -> None:
+    def __init__(
+        self, command: list, cwd: Path | None = None, **env: str | None
+    ) -> None:
         env = {**os.environ, "PYTHON": sys.executable, **env}
         self.process = subprocess.Popen(
             [str(part) for part in command],
@@ -127,8 +144,13 @@ class Command:
         for pid, parent in children().items():
             with contextlib.suppress(OSError, StopIteration):
                 entries = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-                found[pid] = parent, int(next(e for e in entries if e.startswith(b"RANK="))[5:])
-        return {rank: pid for pid, (parent, rank) in found.items() if parent not in found}
+                found[pid] = (
+                    parent,
+                    int(next(e for e in entries if e.startswith(b"RANK="))[5:]),
+                )
+        return {
+            rank: pid for pid, (parent, rank) in found.items() if parent not in found
+        }
 
     def kill(self, signum: int, *which: int) -> None:
         """Send a signal to these ranks, or else to the command itself."""
@@ -186,7 +208,9 @@ class Project:
 
         folder = tempfile.TemporaryDirectory()
         script, words = str(script), [*map(str, words)]
-        pids = ranks.start(on, script, words, Path(folder.name, "said"), self.folder, before)
+        pids = ranks.start(
+            on, script, words, Path(folder.name, "said"), self.folder, before
+        )
         return Ranks(pids, folder)
 
     def here(self, act: Callable[[], object]) -> Done:
@@ -221,7 +245,8 @@ class Project:
             return {"__pycache__", ".pytest_cache", *made_by_runs} & {*names}
 
         copied = Project(
-            shutil.copytree(self.folder, folder, symlinks=True, ignore=ignore), self.task
+            shutil.copytree(self.folder, folder, symlinks=True, ignore=ignore),
+            self.task,
         )
         main = copied.folder / "main.py"
         for old, new in changes:
@@ -307,7 +332,9 @@ def children(stop: set[int] = frozenset()) -> dict[int, int]:
     found: dict[int, int] = {}
     new = {os.getpid()}
     while new:
-        new = {pid for pid, parent in parents.items() if parent in new and pid not in stop}
+        new = {
+            pid for pid, parent in parents.items() if parent in new and pid not in stop
+        }
         found.update((pid, parents[pid]) for pid in new)
     return found
 

@@ -35,7 +35,17 @@ def build(folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     library = folder / "libcuda.so.1"  # the driver's name: torch loads no other one
     sources = sorted(SOURCES.glob("*.c"))
-    flags = ["-shared", "-fPIC", "-O1", "-Wall", "-Werror", "-o", library, *sources, "-lpthread"]
+    flags = [
+        "-shared",
+        "-fPIC",
+        "-O1",
+        "-Wall",
+        "-Werror",
+        "-o",
+        library,
+        *sources,
+        "-lpthread",
+    ]
     subprocess.run(["gcc", *map(str, flags)], check=True)
     smi = folder / "nvidia-smi"
     each = 'echo "GPU $i: Fake GPU $i (UUID: GPU-$i)"'
@@ -43,12 +53,15 @@ def build(folder: Path) -> None:
     smi.chmod(0o755)
 
 
-if __name__ == "__main__":  # gpus.py N COMMAND...: run a command on a machine with N GPUs
+# gpus.py N COMMAND...: run a command on a machine with N GPUs
+if __name__ == "__main__":
     place = Path(os.environ.get("FAKE_GPU_FOLDER", "/tmp/ddp-template-fakegpu"))
     built = place / "nvidia-smi"  # the last file of it
     if why := missing():
         sys.exit(why)
-    newest = max(source.stat().st_mtime for source in (*SOURCES.iterdir(), Path(__file__)))
+    newest = max(
+        source.stat().st_mtime for source in (*SOURCES.iterdir(), Path(__file__))
+    )
     if not built.exists() or built.stat().st_mtime < newest:
         build(place)
     os.environ.pop("CUDA_VISIBLE_DEVICES", None)

@@ -6,6 +6,7 @@ the session, the signal handlers, the environment and the exit handlers that a n
 
 import atexit
 import contextlib
+import functools
 import multiprocessing.util
 import os
 import runpy
@@ -30,7 +31,13 @@ class Fork:
     """In place of subprocess.Popen([python, "-u", SCRIPT, *FLAGS], env, start_new_session=True)."""
 
     def __init__(
-        self, command: Sequence[str], *, output: Path, patch: Patch, env: dict[str, str], **_: bool
+        self,
+        command: Sequence[str],
+        *,
+        output: Path,
+        patch: Patch,
+        env: dict[str, str],
+        **_: bool,
     ) -> None:
         self.returncode: int | None = None
         script, *words = command[2:]
@@ -112,7 +119,7 @@ class Launch:
             for signum in ignored:
                 signal.signal(signum, signal.SIG_IGN)
             os.environ.update(env)
-            start = lambda command, **how: Fork(command, output=output, patch=patch, **how)  # noqa: E731
+            start = functools.partial(Fork, output=output, patch=patch)
             launch.subprocess = SimpleNamespace(Popen=start)
             sys.argv = ["launch.sh", *map(str, words)]
             sys.exit(launch.main())
@@ -126,7 +133,11 @@ class Launch:
         lines = path.read_text().splitlines() if path.exists() else []
         started = dict(line.split() for line in lines)  # of each rank the last one
         there = children()
-        return [int(started[rank]) for rank in sorted(started) if int(started[rank]) in there]
+        return [
+            int(started[rank])
+            for rank in sorted(started)
+            if int(started[rank]) in there
+        ]
 
     def kill(self, signum: int, *which: int) -> None:
         """Send a signal to these ranks, or else to the launcher itself."""

@@ -17,9 +17,13 @@ def free_port(count: int = 1) -> int:
     for _ in range(1000):
         port = random.SystemRandom().randrange(20_000, 32_768 - count)
         with contextlib.ExitStack() as probes, contextlib.suppress(OSError):
-            marks = [probes.enter_context(socket.socket(socket.AF_UNIX)) for _ in range(count)]
+            marks = [
+                probes.enter_context(socket.socket(socket.AF_UNIX))
+                for _ in range(count)
+            ]
             for number, mark in enumerate(marks, port):
-                mark.bind(f"\0ddp-template port {number}")  # no file; it ends with this process
+                # no file; it ends with this process
+                mark.bind(f"\0ddp-template port {number}")
                 probes.enter_context(socket.socket()).bind(("127.0.0.1", number))
             _marks.extend(mark.dup() for mark in marks)
             return port

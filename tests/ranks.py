@@ -26,11 +26,12 @@ from typing import Any
 import pytest
 from ports import free_port
 
-# One thread a process, which does not spin where there are more; main.py's log level; no download,
-# no GPU.
+# One thread a process, which does not spin where there are more; main.py's log level;
+# no download, no GPU.
 os.environ |= {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
 os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"
-os.environ.setdefault("OWN_PROXY", os.environ.get("https_proxy", ""))  # before pytest began
+# before pytest began
+os.environ.setdefault("OWN_PROXY", os.environ.get("https_proxy", ""))
 os.environ |= {"https_proxy": "http://127.0.0.1:9", "HF_HUB_OFFLINE": "1"}
 if "FAKE_GPUS" not in os.environ:  # gpus.py has started this
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
@@ -45,13 +46,26 @@ from ddpkit.ranks import distributed
 from ddpkit.run import pictures, reporting
 
 Patch = Callable[[], object]
-OWNED = "main", "flags", "recipe", "distributed", "dataset", "model", "losses", "predict"
+OWNED = (
+    "main",
+    "flags",
+    "recipe",
+    "distributed",
+    "dataset",
+    "model",
+    "losses",
+    "predict",
+)
 
-torch.set_num_threads(1)  # a fork of a process with OpenMP's threads would wait for them
-ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER: orphans are this process's
+# a fork of a process with OpenMP's threads would wait for them
+torch.set_num_threads(1)
+# PR_SET_CHILD_SUBREAPER: orphans are this process's
+ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)
 
 
-def fork(act: Callable[[], object], output: str | Path, folder: Path | None = None) -> int:
+def fork(
+    act: Callable[[], object], output: str | Path, folder: Path | None = None
+) -> int:
     """Have a fork call `act` in `folder`, which ends as a script would; return its process id.
 
     What it prints goes to `output`.out and .err. The project in `folder` is what it imports.
@@ -72,7 +86,9 @@ def fork(act: Callable[[], object], output: str | Path, folder: Path | None = No
         warnings.resetwarnings()
         for kind in "Deprecation", "PendingDeprecation", "Import", "Resource":
             warnings.simplefilter("ignore", getattr(builtins, f"{kind}Warning"))
-        warnings.showwarning = lambda *what: sys.stderr.write(warnings.formatwarning(*what[:4]))
+        warnings.showwarning = lambda *what: sys.stderr.write(
+            warnings.formatwarning(*what[:4])
+        )
         if folder:
             os.chdir(folder)
             sys.path.insert(0, str(folder))
@@ -81,7 +97,9 @@ def fork(act: Callable[[], object], output: str | Path, folder: Path | None = No
         act()
         status = 0
     except SystemExit as error:
-        status = error.code if isinstance(error.code, int) else int(error.code is not None)
+        status = (
+            error.code if isinstance(error.code, int) else int(error.code is not None)
+        )
     except BaseException:
         traceback.print_exc()
     finally:
@@ -139,7 +157,10 @@ def start(
 
     def begin(rank: int) -> None:
         join(rank, ranks, port)
-        sys.argv = [*(script.split() if script.startswith("ddpkit ") else [script]), *words]
+        sys.argv = [
+            *(script.split() if script.startswith("ddpkit ") else [script]),
+            *words,
+        ]
         patch()
         if script.startswith("ddpkit "):
             sys.modules.pop("ddpkit.__main__", None)  # as a test may have imported it
@@ -147,7 +168,9 @@ def start(
         else:
             runpy.run_path(script, run_name="__main__")
 
-    return [fork(functools.partial(begin, rank), output, folder) for rank in range(ranks)]
+    return [
+        fork(functools.partial(begin, rank), output, folder) for rank in range(ranks)
+    ]
 
 
 def on_ranks(*counts: int, group: bool = True) -> Callable[[Callable], Callable]:
@@ -172,13 +195,20 @@ def on_ranks(*counts: int, group: bool = True) -> Callable[[Callable], Callable]
                         distributed.setup()
                     test(*of_class, **fixtures)
                     if distributed.is_joined():
-                        with contextlib.suppress(RuntimeError):  # of a rank that has failed
+                        # of a rank that has failed
+                        with contextlib.suppress(RuntimeError):
                             distributed.teardown()
 
                 with tempfile.TemporaryDirectory() as folder:
-                    output = [Path(folder, f"rank {rank} of {ranks}") for rank in range(ranks)]
+                    output = [
+                        Path(folder, f"rank {rank} of {ranks}") for rank in range(ranks)
+                    ]
                     pids = [
-                        fork(functools.partial(act, rank), path, project and project.folder)
+                        fork(
+                            functools.partial(act, rank),
+                            path,
+                            project and project.folder,
+                        )
                         for rank, path in enumerate(output)
                     ]
                     told = [

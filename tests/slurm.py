@@ -49,7 +49,9 @@ PreemptMode=REQUEUE
 PartitionName=all Nodes=ALL Default=YES PriorityTier=1 GraceTime=60 MaxTime=INFINITE State=UP
 PartitionName=urgent Nodes=ALL PriorityTier=10 MaxTime=INFINITE State=UP
 """
-NODE = "NodeName={} NodeHostname=localhost NodeAddr=127.0.0.1 Port={} CPUs=8 State=UNKNOWN"
+NODE = (
+    "NodeName={} NodeHostname=localhost NodeAddr=127.0.0.1 Port={} CPUs=8 State=UNKNOWN"
+)
 DAEMON = "mount --bind '{}/hosts' /etc/hosts && exec slurmd -D -N {} -d '{}/usr/sbin/slurmstepd'"
 ENDS = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL"}
 
@@ -69,13 +71,16 @@ def unpack() -> Path:
     get = f"{get} || {{ apt-get --quiet update && {get}; }}"
     with tempfile.TemporaryDirectory(dir=root.parent) as folder:
         parts = Path(folder)
-        if subprocess.run(get, shell=True, cwd=parts, capture_output=True, timeout=600).returncode:
+        if subprocess.run(
+            get, shell=True, cwd=parts, capture_output=True, timeout=600
+        ).returncode:
             raise NoSlurmError("its packages cannot be downloaded")
         for package in parts.glob("*.deb"):
             subprocess.run(["dpkg", "-x", package, parts / "root"], check=True)
         for path in (parts / "root/usr/sbin").glob("slurm*-wlm"):
             path.with_name(path.name.removesuffix("-wlm")).symlink_to(path.name)
-        with contextlib.suppress(OSError):  # another process has done the same meanwhile
+        # another process has done the same meanwhile
+        with contextlib.suppress(OSError):
             (parts / "root").rename(root)
     return root
 
@@ -95,7 +100,12 @@ class Slurm:
             (folder / name).mkdir()
         nodes = "\n".join(NODE.format(name, free_port()) for name in NODES)
         first = random.randrange(1, 10**6)  # decides on ports
-        values = {"port": free_port(), "folder": folder, "plugins": library, "first": first}
+        values = {
+            "port": free_port(),
+            "folder": folder,
+            "plugins": library,
+            "first": first,
+        }
         (folder / "slurm.conf").write_text(CONFIGURATION.format(**values, nodes=nodes))
         own = f"127.0.0.1 {platform.node()} {' '.join(NODES)}\n"
         (folder / "hosts").write_text(Path("/etc/hosts").read_text() + own)
@@ -105,7 +115,11 @@ class Slurm:
     def start(self) -> None:
         own = {"key-file": "key", "log-file": "munged.log", "seed-file": "munge.seed"}
         own |= {"socket": "munge.sock", "pid-file": "munged.pid"}
-        self.daemon("munged", *(f"--{k}={self.folder}/{v}" for k, v in own.items()), "--foreground")
+        self.daemon(
+            "munged",
+            *(f"--{k}={self.folder}/{v}" for k, v in own.items()),
+            "--foreground",
+        )
         wait_for((self.folder / "munge.sock").exists)
         self.daemon("slurmctld", "-D")
         for name in NODES:
@@ -137,12 +151,17 @@ class Slurm:
 @contextlib.contextmanager
 def running() -> Iterator[Slurm]:
     """A SLURM, until the block ends; NoSlurmError says why there can be none."""
-    tools = [tool for tool in ("apt-get", "dpkg", "unshare", "mount") if not shutil.which(tool)]
+    tools = [
+        tool
+        for tool in ("apt-get", "dpkg", "unshare", "mount")
+        if not shutil.which(tool)
+    ]
     if sys.platform != "linux" or os.geteuid() or tools:
         raise NoSlurmError("only as root on Debian, for the nodes' mount namespaces")
     if subprocess.run(["unshare", "-m", "--propagation", "private", "true"]).returncode:
         raise NoSlurmError("unshare -m is not allowed")
-    with tempfile.TemporaryDirectory(prefix="slurm-", dir="/tmp") as folder:  # short, for sockets
+    # short, for sockets
+    with tempfile.TemporaryDirectory(prefix="slurm-", dir="/tmp") as folder:
         Path(folder).chmod(0o755)  # munged wants its socket within reach of all
         slurm = Slurm(unpack(), Path(folder))
         try:
@@ -157,9 +176,19 @@ def running() -> Iterator[Slurm]:
 class Job:
     """slurm/train.sbatch, submitted with `options` in place of its header's."""
 
-    def __init__(self, slurm: Slurm, folder: Path, flags: list, *options: str, **env: str) -> None:
+    def __init__(
+        self, slurm: Slurm, folder: Path, flags: list, *options: str, **env: str
+    ) -> None:
         self.slurm = slurm
-        command = ("sbatch", "--parsable", "--gpus-per-node", 0, "--cpus-per-task", 1, *options)
+        command = (
+            "sbatch",
+            "--parsable",
+            "--gpus-per-node",
+            0,
+            "--cpus-per-task",
+            1,
+            *options,
+        )
         self.number = slurm(*command, "slurm/train.sbatch", *flags, cwd=folder, **env)
         self.number += "_0" if "--array" in options else ""
         self.output = folder / f"slurm-{self.number}.out"

@@ -20,7 +20,8 @@ def setup(seed: int, deterministic: bool = False) -> torch.device:
     if has_gpu:
         torch.accelerator.set_device_index(here.device)
     dist.init_process_group(
-        here.backend,  # nccl for tensors on GPUs, gloo for those on CPUs and for objects
+        # nccl for tensors on GPUs, gloo for those on CPUs and for objects
+        here.backend,
         store=here.store,
         rank=here.rank,
         world_size=here.world_size,
@@ -37,7 +38,8 @@ def reduce_tensor(tensor: Tensor) -> Tensor:
     Every rank has to call it. For a mean, reduce the sum and the count of samples and divide once:
     a mean of the ranks' means is wrong as soon as they hold different numbers of samples.
     """
-    result = tensor.detach() + 0  # a copy; of bools, whose sum would be one bool, as integers
+    # a copy; of bools, whose sum would be one bool, as integers
+    result = tensor.detach() + 0
     dist.all_reduce(result)
     return result
 

@@ -42,18 +42,21 @@ def main(argv: Sequence[str] | None = None) -> None:
     folder = ddpkit.Folder(args.output_dir, args.resume)
     if args.eval_only:
         best = folder.best()  # the flags that are not given are those of its training,
-        own = {"output_dir": args.output_dir, "amp": args.amp}  # but for those of this machine
+        # but for those of this machine
+        own = {"output_dir": args.output_dir, "amp": args.amp}
         args = parse_args(argv, {**best["args"], **own})
     else:
         folder.find_checkpoint()  # to continue from
     args.amp = recipe.choose_amp(args, device)
 
-    # The data: samples have random numbers of their own, whichever rank and worker reads them.
+    # The data: samples have random numbers of their own, whichever rank and worker
+    # reads them.
     train_set, val_set, classes = build_datasets(args)
     val_seeded = ddpkit.Seeded(val_set, classes, args.seed)
     val_loader: DataLoader = DataLoader(
         val_seeded,
-        batch_sampler=ddpkit.ValSampler(val_set, args.batch_size),  # each sample on one rank
+        # each sample on one rank
+        batch_sampler=ddpkit.ValSampler(val_set, args.batch_size),
         collate_fn=ddpkit.Collate(),  # a batch for each size of image
         **ddpkit.workers(args.workers, device),
     )
@@ -65,26 +68,36 @@ def main(argv: Sequence[str] | None = None) -> None:
     model = model.to(device).to(memory_format=torch.channels_last)
     if args.sync_bn:
         if device.type == "cpu":
-            raise ddpkit.UserError("--sync-bn: torch has it on GPUs only; omit the flag")
+            raise ddpkit.UserError(
+                "--sync-bn: torch has it on GPUs only; omit the flag"
+            )
         model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
     # The sum of the losses, to be divided by the number of labels on all ranks.
-    criterion = ddpkit.Criterion(build_criterion(args, train_set, classes), classes).to(device)
+    criterion = ddpkit.Criterion(build_criterion(args, train_set, classes), classes).to(
+        device
+    )
     metrics = build_metrics(args, classes).to(device)
     predict = functools.partial(infer, args=args)
 
     if args.eval_only:
-        results, confusion, worst = evaluate(model, val_loader, criterion, metrics, args)
-        folder.write(confusion, worst, model, val_loader, classes, predict, draw_example)
+        results, confusion, worst = evaluate(
+            model, val_loader, criterion, metrics, args
+        )
+        folder.write(
+            confusion, worst, model, val_loader, classes, predict, draw_example
+        )
         finite = {name: x if math.isfinite(x) else None for name, x in results.items()}
         distributed.say(json.dumps(finite))
         return
 
-    # Training changes `trained`. With --ema, `model` is its average; `model` is what is evaluated,
-    # saved and predicted with.
+    # Training changes `trained`. With --ema, `model` is its average; `model` is what is
+    # evaluated, saved and predicted with.
     train_loader: DataLoader = DataLoader(
         ddpkit.Seeded(train_set, classes, args.seed),
         args.batch_size,
-        sampler=ddpkit.TrainSampler(train_set, args.batch_size, args.accumulate, args.seed),
+        sampler=ddpkit.TrainSampler(
+            train_set, args.batch_size, args.accumulate, args.seed
+        ),
         collate_fn=ddpkit.Collate(),
         **ddpkit.workers(args.workers, device),
     )
@@ -118,10 +131,13 @@ def main(argv: Sequence[str] | None = None) -> None:
         tracker=args.tracker,
     )
 
-    with run:  # after a signal all ranks stop at the same step, save, and exit with status 75
+    # after a signal all ranks stop at the same step, save, and exit with status 75
+    with run:
         # On one batch: a mistake in it costs no epoch.
         run.sanity_check(evaluate, criterion, metrics, args)
-        frozen = recipe.freeze_backbone(trained) if run.epoch < args.freeze_backbone else []
+        frozen = (
+            recipe.freeze_backbone(trained) if run.epoch < args.freeze_backbone else []
+        )
         ddp_model = wrap(trained)
         for epoch in range(run.epoch, args.epochs):
             if run.is_out_of_patience(args.patience):
@@ -134,9 +150,12 @@ def main(argv: Sequence[str] | None = None) -> None:
                 run, ddp_model, criterion, optimizer, scheduler, scaler, ema, args
             )
             run.save()  # whatever fails from here on costs no epoch
-            results, confusion, worst = evaluate(model, val_loader, criterion, metrics, args)
+            results, confusion, worst = evaluate(
+                model, val_loader, criterion, metrics, args
+            )
             lr = optimizer.param_groups[-1]["lr"]  # not the backbone's
-            is_best = run.end_epoch({"train_loss": train_loss, **results, "lr": lr})  # saves
+            # saves
+            is_best = run.end_epoch({"train_loss": train_loss, **results, "lr": lr})
             if is_best:
                 run.draw(confusion, worst)
 
@@ -144,8 +163,9 @@ def main(argv: Sequence[str] | None = None) -> None:
 def wrap(model: nn.Module) -> DistributedDataParallel:
     """Have backward() average the gradients over the ranks. Wrap again after unfreezing weights."""
     ddp_model = DistributedDataParallel(model, gradient_as_bucket_view=True)
-    # BatchNorm's statistics become those of rank 0 at the end of an epoch, not in each pass.
-    ddp_model.broadcast_buffers = False  # newer versions of torch warn of it as an argument
+    # BatchNorm's statistics become those of rank 0 at the end of an epoch, not in each
+    # pass. newer versions of torch warn of it as an argument
+    ddp_model.broadcast_buffers = False
     return ddp_model
 
 
@@ -162,31 +182,39 @@ def train_one_epoch(
     """Train on this rank's share of the rest of the epoch; return the mean loss of all ranks."""
     rank = ddpkit.rank()  # noqa: F841  for conditions of breakpoints, such as rank == 1
     world_size = torch.distributed.get_world_size()
-    torch.backends.cudnn.benchmark = not args.deterministic  # all batches have one shape
+    # all batches have one shape
+    torch.backends.cudnn.benchmark = not args.deterministic
     recipe.set_training(ddp_model)  # train(), but for what is frozen
-    for batches in run.steps(ddp_model):  # the --accumulate batches of an optimizer step
+    # the --accumulate batches of an optimizer step
+    for batches in run.steps(ddp_model):
         batches = [
             transform_batch(images, targets, args, len(run.classes))
             for images, targets, *_ in batches
         ]
-        # Batches hold unequal numbers of labelled pixels, and a mean of means would be wrong: all
-        # losses of a step are divided by the number of labels in all its batches on all ranks.
+        # Batches hold unequal numbers of labelled pixels, and a mean of means would be
+        # wrong: all losses of a step are divided by the number of labels in all its
+        # batches on all ranks.
         counts = torch.stack([criterion.count(targets) for _, targets in batches])
-        count = distributed.reduce_tensor(counts.sum()).clamp(min=1e-6)  # not 0, if all is void
+        # not 0, if all is void
+        count = distributed.reduce_tensor(counts.sum()).clamp(min=1e-6)
         losses: list[Tensor] = []
         for i, (images, targets) in enumerate(batches, 1):
-            # DDP averages the gradients over the ranks in backward(); a step needs that once.
+            # DDP averages the gradients over the ranks in backward(); a step needs that
+            # once.
             with contextlib.nullcontext() if i == len(batches) else ddp_model.no_sync():
                 with recipe.autocast(args.amp, images.device):
                     outputs = ddp_model(images)
                 # A sum / count; times world_size, because DDP divides by that.
-                loss = criterion(ddpkit.to_logits(outputs), targets) * world_size / count
+                loss = (
+                    criterion(ddpkit.to_logits(outputs), targets) * world_size / count
+                )
                 scaler.scale(loss).backward()
             losses.append(loss.detach())
         grad_norm = None
         if args.clip_grad_norm or run.is_logged:
             scaler.unscale_(optimizer)
-            max_norm = args.clip_grad_norm or math.inf  # inf: only measured, for the log
+            # inf: only measured, for the log
+            max_norm = args.clip_grad_norm or math.inf
             grad_norm = nn.utils.clip_grad_norm_(ddp_model.parameters(), max_norm)
         scaler.step(optimizer)
         scaler.update()
@@ -194,7 +222,8 @@ def train_one_epoch(
         scheduler.step()
         if ema:
             ema.update(run.step)
-        run.end_step(sum(losses), count, grad_norm)  # saves if due; stops here after a signal
+        # saves if due; stops here after a signal
+        run.end_step(sum(losses), count, grad_norm)
     return run.mean_loss()  # gives all ranks the BatchNorm statistics of rank 0
 
 
@@ -224,10 +253,13 @@ def evaluate(
         totals[1] += criterion.count(targets)
         metrics.update(logits, targets)
         worst.update(logits, targets, indices)
-    loss_sum, count = distributed.reduce_tensor(totals).tolist()  # sums first, then one division
+    # sums first, then one division
+    loss_sum, count = distributed.reduce_tensor(totals).tolist()
     results, confusion = ddpkit.compute(metrics)  # after a signal all ranks stop here
     if not count:
-        raise ddpkit.NoLabelsError("the validation set has no labelled samples (all are void)")
+        raise ddpkit.NoLabelsError(
+            "the validation set has no labelled samples (all are void)"
+        )
     return {"val_loss": loss_sum / count, **results}, confusion, worst.compute()
 
 

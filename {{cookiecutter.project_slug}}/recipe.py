@@ -27,7 +27,9 @@ def choose_amp(args: Namespace, device: torch.device) -> str:
     return "bf16" if getattr(module, "is_bf16_supported", bool)() else "off"
 
 
-def autocast(amp: str, device: torch.device) -> contextlib.AbstractContextManager[object]:
+def autocast(
+    amp: str, device: torch.device
+) -> contextlib.AbstractContextManager[object]:
     """Return a context in which networks compute in bf16 or fp16; with "off", in float32."""
     if amp == "off":
         return contextlib.nullcontext()
@@ -69,15 +71,17 @@ def build_optimizer(model: nn.Module, args: Namespace) -> Optimizer:
             is_matrix = param.ndim > 1 and param not in undecayed
             (matrices if is_matrix else others).append(param)
         if matrices:
-            groups.append({"params": matrices, "lr": rate, "weight_decay": weight_decay})
+            groups.append(
+                {"params": matrices, "lr": rate, "weight_decay": weight_decay}
+            )
         if others:
             groups.append({"params": others, "lr": rate, "weight_decay": 0.0})
 
     if args.optimizer == "adamw":
         return torch.optim.AdamW(groups, lr, fused=True)
     if is_sgd:
-        # With any but its fused form GradScaler reads the device at each step. On CPUs that form
-        # takes twice the time.
+        # With any but its fused form GradScaler reads the device at each step. On CPUs
+        # that form takes twice the time.
         is_on_cpu = next(model.parameters()).device.type == "cpu"
         fused = None if is_on_cpu else True
         return torch.optim.SGD(groups, lr, momentum=0.9, fused=fused)
@@ -91,7 +95,9 @@ def timms_optimizer(name: str, groups: list[dict], lr: float) -> Optimizer:
     others = ["bnb*", "fused*", "adahessian", "kron*"]
     known = timm.optim.list_optimizers(exclude_filters=others)
     if name not in known:
-        raise ddpkit.UserError(f"--optimizer {name}: timm has {', '.join(map(str, known))}")
+        raise ddpkit.UserError(
+            f"--optimizer {name}: timm has {', '.join(map(str, known))}"
+        )
     return timm.optim.create_optimizer_v2(groups, name, lr)
 
 

@@ -41,7 +41,9 @@ class Crop:
         pixels = image.read(box, size)
         if not others:
             return pixels
-        return pixels, *(tv_tensors.Mask(mask.read(box, size, self.mask_fill)) for mask in others)
+        return pixels, *(
+            tv_tensors.Mask(mask.read(box, size, self.mask_fill)) for mask in others
+        )
 
 
 class RandomResizedCrop(Crop):
@@ -69,12 +71,18 @@ class RandomResizedCrop(Crop):
             share, shape, down, right = torch.rand(4).tolist()
             area = height * width * (low + share * (high - low))
             aspect = narrow * (wide / narrow) ** shape
-            rows, columns = round(math.sqrt(area / aspect)), round(math.sqrt(area * aspect))
+            rows, columns = (
+                round(math.sqrt(area / aspect)),
+                round(math.sqrt(area * aspect)),
+            )
             if 0 < rows <= height and 0 < columns <= width:
                 top = int(down * (height - rows + 1))
                 left = int(right * (width - columns + 1))
                 return top, left, rows, columns
-        rows, columns = min(height, round(width / narrow)), min(width, round(height * wide))
+        rows, columns = (
+            min(height, round(width / narrow)),
+            min(width, round(height * wide)),
+        )
         return (height - rows) // 2, (width - columns) // 2, rows, columns
 
 
@@ -129,14 +137,19 @@ def _lazy(part: Any, is_mask: bool = False) -> LazyImage:
         numbers = np.asarray(part).squeeze()
         if numbers.dtype != np.uint8 and (numbers.min() < 0 or numbers.max() > 255):
             line = f"a mask of {numbers.dtype} has numbers from {numbers.min()} to {numbers.max()}"
-            raise UserError(f"{line}: use class numbers from 0, and 255 where there is no label")
+            raise UserError(
+                f"{line}: use class numbers from 0, and 255 where there is no label"
+            )
         return LazyImage.of(numbers.astype(np.uint8, copy=False))
     pixels = as_tensor(part, is_image=True)
     return LazyImage.of(pixels.movedim(0, -1).numpy())
 
 
 def parse_augment(
-    table: Mapping[str, v2.Transform], text: str, channels: int | None, others: Collection[str] = ()
+    table: Mapping[str, v2.Transform],
+    text: str,
+    channels: int | None,
+    others: Collection[str] = (),
 ) -> list[v2.Transform]:
     """Return those of `table` that `text` names, A,B,..., in that order.
 
@@ -149,7 +162,9 @@ def parse_augment(
     names = [name for name in text.split(",") if name and name not in others]
     for name in names:
         if name not in table:
-            raise UserError(f"--augment {name}: is none of {', '.join([*table, *others])}")
+            raise UserError(
+                f"--augment {name}: is none of {', '.join([*table, *others])}"
+            )
         if isinstance(table[name], OF_COLORS) and channels not in (None, 1, 3):
             raise UserError(f"--augment {name}: takes 1 or 3 channels, not {channels}")
     return [table[name] for name in names]

@@ -37,7 +37,9 @@ def count_pixels(
     return found, total
 
 
-def say_images(classes: Sequence[str], train: Sequence[int], val: Sequence[int]) -> None:
+def say_images(
+    classes: Sequence[str], train: Sequence[int], val: Sequence[int]
+) -> None:
     """Print how many images each class has, by the samples' labels; warn of classes without any."""
     counts = [np.bincount(labels, minlength=len(classes)) for labels in (train, val)]
     texts = [f"{n} ({other})" for n, other in zip(*counts, strict=True)]
@@ -47,13 +49,17 @@ def say_images(classes: Sequence[str], train: Sequence[int], val: Sequence[int])
 
 
 def say_line(title: str, classes: Sequence[str], texts: Sequence[str]) -> None:
-    listed = [f"{name}{':' * name.isdecimal()} {texts[n]}" for n, name in enumerate(classes)]
+    listed = [
+        f"{name}{':' * name.isdecimal()} {texts[n]}" for n, name in enumerate(classes)
+    ]
     more = ", ..." * (len(listed) > MOST_NAMED)
     distributed.say(f"classes, {title}: {', '.join(listed[:MOST_NAMED])}{more}")
 
 
 def warn(classes: Sequence[str], counts: np.ndarray, where: str) -> None:
-    if lacking := [name for name, count in zip(classes, counts, strict=True) if not count]:
+    if lacking := [
+        name for name, count in zip(classes, counts, strict=True) if not count
+    ]:
         some = f"{len(lacking)} of {len(classes)} classes"
         distributed.say(f"warning: {some} in {where}: {shorten(lacking)}")
 
@@ -70,10 +76,14 @@ def count_classes(dataset: MapDataset, classes: Sequence[str]) -> np.ndarray:
             if hasattr(each, "count_labels"):
                 return each.count_labels(at)
         line = "has no count_labels, which --class-weights auto needs"
-        raise UserError(f"{type(each).__name__} {line}: index -> how often, by class number")
+        raise UserError(
+            f"{type(each).__name__} {line}: index -> how often, by class number"
+        )
 
     def count(some: Sequence[int]) -> list[tuple]:
-        return [(index, *pair) for index in some for pair in count_labels(index).items()]
+        return [
+            (index, *pair) for index in some for pair in count_labels(index).items()
+        ]
 
     mine = range(distributed.rank(), len(dataset), distributed.world_size())
     with ThreadPoolExecutor(THREADS) as pool:

@@ -61,7 +61,10 @@ def demo_masks(folder: Path | None = None, train: int = 1400, val: int = 400) ->
 
 
 def _draw(
-    folder: Path | None, train: int, val: int, save: Callable[[Path, int, random.Random], None]
+    folder: Path | None,
+    train: int,
+    val: int,
+    save: Callable[[Path, int, random.Random], None],
 ) -> Path:
     folder = folder or process.project() / "data/demo"
     if folder.is_dir():
@@ -87,7 +90,9 @@ def draw_pattern(name: str, rng: random.Random) -> Image.Image:
     contrast = rng.uniform(35, 65) * np.array([rng.uniform(0.4, 1.6) for _ in range(3)])
     pixels = ground + contrast * pattern(name, u, v)[..., None]
     light = 1 + rng.uniform(-0.3, 0.3) * rows + rng.uniform(-0.3, 0.3) * columns
-    pixels = pixels * light[..., None] + noise.normal(0, rng.uniform(5, 25), pixels.shape)
+    pixels = pixels * light[..., None] + noise.normal(
+        0, rng.uniform(5, 25), pixels.shape
+    )
     return Image.fromarray(pixels.clip(0, 255).astype(np.uint8))
 
 
@@ -110,22 +115,31 @@ def draw_cracks(rng: random.Random) -> tuple[Image.Image, Image.Image]:
     """Return an RGB image and its mask ("L": class numbers, VOID where a crack ends)."""
     noise, square = np.random.default_rng(rng.getrandbits(32)), (CRACK_SIDE, CRACK_SIDE)
     coarse = Image.fromarray(noise.integers(0, 255, (8, 8), dtype=np.uint8))
-    stains = np.asarray(coarse.resize(square, Image.Resampling.BICUBIC), dtype=np.float32)
+    stains = np.asarray(
+        coarse.resize(square, Image.Resampling.BICUBIC), dtype=np.float32
+    )
     grain = noise.normal(0, rng.uniform(6, 16), square)
     steps = np.linspace(-1, 1, CRACK_SIDE)
-    light = rng.uniform(-25, 25) * steps[None, :] + rng.uniform(-25, 25) * steps[:, None]
-    ground = rng.uniform(110, 180) + rng.uniform(0.1, 0.3) * (stains - 128) + grain + light
+    light = (
+        rng.uniform(-25, 25) * steps[None, :] + rng.uniform(-25, 25) * steps[:, None]
+    )
+    ground = (
+        rng.uniform(110, 180) + rng.uniform(0.1, 0.3) * (stains - 128) + grain + light
+    )
 
     crack = Image.new("L", square)
     for _ in range(rng.choice((0, 1, 1, 1, 2))):
         draw_crack(ImageDraw.Draw(crack), rng)
-    soft = np.asarray(crack.filter(ImageFilter.GaussianBlur(0.5)), dtype=np.float32) / 255
+    soft = (
+        np.asarray(crack.filter(ImageFilter.GaussianBlur(0.5)), dtype=np.float32) / 255
+    )
     pixels = ground - rng.uniform(55, 95) * soft
     tint = np.array([rng.uniform(0.9, 1.1) for _ in range(3)])
     image = Image.fromarray((pixels[..., None] * tint).clip(0, 255).astype(np.uint8))
 
     inside = np.asarray(crack) > 0
-    # Nobody can say where a thin crack ends: the pixels around it are void and count for nothing.
+    # Nobody can say where a thin crack ends: the pixels around it are void and count
+    # for nothing.
     border = np.asarray(crack.filter(ImageFilter.MaxFilter(3))) > 0
     mask = np.where(inside, 1, np.where(border, VOID, 0)).astype(np.uint8)
     return image, Image.fromarray(mask)

@@ -25,8 +25,19 @@ from ddpkit.data.samples import Packed
 from ddpkit.errors import UserError, shorten
 from ddpkit.ranks import distributed
 
-EXTENSIONS = {".bmp", ".jfif", ".jpe", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp"}
-NO_IMAGES = {"", ".csv", ".db", ".ini", ".json", ".txt", ".xml"}  # as are often beside images
+EXTENSIONS = {
+    ".bmp",
+    ".jfif",
+    ".jpe",
+    ".jpeg",
+    ".jpg",
+    ".png",
+    ".tif",
+    ".tiff",
+    ".webp",
+}
+# as are often beside images
+NO_IMAGES = {"", ".csv", ".db", ".ini", ".json", ".txt", ".xml"}
 VAL_NAMES = ("val", "valid", "validation")
 NO_CLASSES = {"train", "training", "test", "testing", "images", "masks", *VAL_NAMES}
 SPLITS = r"train(ing)?[\W_]*\d*", r"(val|valid|validation|test|testing)[\W_]*\d*"
@@ -39,7 +50,8 @@ LEFT_OUT = {name.strip() for name in LEFTOVERS.split("|")}
 OF_RUNS = (".lock",), ("args.json", "metrics.csv")
 FOLDERS_OF_RUNS = {"epochs", "steps", "eval"}
 OF_PREDICTIONS = {"masks", "overlays", "legend.png"}
-Pairs = list[tuple]  # the paths of images and their masks, or labels; then a group, if there is one
+# the paths of images and their masks, or labels; then a group, if there is one
+Pairs = list[tuple]
 Fold = tuple[int, int]  # part N of K
 SEPARATOR = ";"  # of labels
 
@@ -48,7 +60,8 @@ def walk(folder: Path) -> Iterator[tuple[str, list[str], list[str]]]:
     """Like os.walk, sorted folders and links to them, each once, but for hidden and system ones."""
 
     def refuse(error: OSError) -> NoReturn:
-        raise files.failure(error.filename, error, "read")  # os.walk would leave out the folder
+        # os.walk would leave out the folder
+        raise files.failure(error.filename, error, "read")
 
     places = folder.resolve(), folder.absolute().parent.resolve()
     seen = {str(each) for place in places for each in (place, *place.parents)}
@@ -76,7 +89,9 @@ def say_skipped(why: str, what: str) -> None:
     distributed.say(f"skipped, because {why}: {what}")
 
 
-def list_images(folder: Path, output: Path | None = None, may_be_output: bool = False) -> list[str]:
+def list_images(
+    folder: Path, output: Path | None = None, may_be_output: bool = False
+) -> list[str]:
     """Return the paths of all images below `folder`, sorted; a UserError if there is none.
 
     What runs and predict.py have written is left out; the files of `folder` itself if it may be
@@ -88,7 +103,9 @@ def list_images(folder: Path, output: Path | None = None, may_be_output: bool = 
         found, made = {*inner, *names}, set[str]()
         if may_be_output or parent != str(folder):
             made = found if any(found.issuperset(own) for own in OF_RUNS) else made
-        if found >= OF_PREDICTIONS or (output and os.path.realpath(parent) == str(output)):
+        if found >= OF_PREDICTIONS or (
+            output and os.path.realpath(parent) == str(output)
+        ):
             made = made | (found & OF_PREDICTIONS)
         if made:
             say_skipped("a run or predict.py writes there", parent)
@@ -102,13 +119,17 @@ def list_images(folder: Path, output: Path | None = None, may_be_output: bool = 
     if not kinds and may_be_output and has_output:
         return []
     if not kinds:
-        raise UserError(f"{folder}: no images in it; expected {', '.join(sorted(EXTENSIONS))}")
+        raise UserError(
+            f"{folder}: no images in it; expected {', '.join(sorted(EXTENSIONS))}"
+        )
     for kind in sorted(of_kind.keys() - kinds - NO_IMAGES):
         say_skipped("their type is not read", kind)
     return sorted(path for kind in kinds for path in of_kind[kind])
 
 
-def collect(inputs: Sequence[str | Path], output: Path | None = None) -> list[tuple[str, str]]:
+def collect(
+    inputs: Sequence[str | Path], output: Path | None = None
+) -> list[tuple[str, str]]:
     """Return (path, name) of each image in files and folders; name: below it, without ending.
 
     output: where predict.py writes; what it has written is left out.
@@ -121,7 +142,9 @@ def collect(inputs: Sequence[str | Path], output: Path | None = None) -> list[tu
         is_written = place.name in OF_PREDICTIONS and place.parent.resolve() == output
         if are_several and (is_written or is_leftover(place.name)):
             continue
-        for path in [str(given)] if is_file else list_images(place, output, are_several):
+        for path in (
+            [str(given)] if is_file else list_images(place, output, are_several)
+        ):
             below = os.path.basename(path) if is_file else os.path.relpath(path, given)
             found.append((path, os.path.splitext(below)[0]))
     return found
@@ -145,7 +168,9 @@ def find_val(root: Path, ending: str = "") -> Path:
     return found
 
 
-def hold_out(samples: Sequence[tuple], root: Path, fold: Fold | None = None) -> list[int]:
+def hold_out(
+    samples: Sequence[tuple], root: Path, fold: Fold | None = None
+) -> list[int]:
     """Return the indices of 15 % of the samples, or of part N of K, by checksums of their paths.
 
     Of each class as many, unless samples have groups, of which each stays together, or no class.
@@ -171,10 +196,14 @@ def split(samples: list, root: Path, fold: Fold | None = None) -> tuple[list, li
     held = {*hold_out(samples, root, fold)}
     place = root / ("val.csv" if (root / "train.csv").is_file() else "val")
     if not 0 < len(held) < len(samples):
-        raise UserError(f"{root}: too few images to split; add more, or {place}, or fewer folds")
+        raise UserError(
+            f"{root}: too few images to split; add more, or {place}, or fewer folds"
+        )
     why = f"--fold {fold[0]}/{fold[1]}" if fold else f"no {place}"
     distributed.say(f"{why}: {len(held)} of {len(samples)} images used for validation")
-    train, val = ([s for i, s in enumerate(samples) if (i in held) == each] for each in (0, 1))
+    train, val = (
+        [s for i, s in enumerate(samples) if (i in held) == each] for each in (0, 1)
+    )
     return train, val
 
 
@@ -186,13 +215,19 @@ def find_train(root: Path, has_masks: bool) -> Path:
     names = {name.lower() for name in class_folders(root)}
     are_classes = len(names) > 1 and not names & NO_CLASSES
     if not ({"images", "masks"} <= names if has_masks else are_classes):
-        raise UserError(f"{train}: no such folder; README.md describes the expected folders")
+        raise UserError(
+            f"{train}: no such folder; README.md describes the expected folders"
+        )
     distributed.say(f"no {train}: the folders in {root} are used")
     return root
 
 
 def find_parts(
-    root: Path, has_masks: bool, read: Callable, part: str = "val", fold: Fold | None = None
+    root: Path,
+    has_masks: bool,
+    read: Callable,
+    part: str = "val",
+    fold: Fold | None = None,
 ) -> tuple[Pairs, Pairs | None]:
     """Return the pairs for training and for `part`, None to `split`; of lists, else of folders."""
     place, test = root / "train.csv", root / "test"
@@ -211,7 +246,11 @@ def find_parts(
 
 def numbers(label: int | str) -> list[int]:
     """Return the numbers of a sample's classes: one, or those in a text such as "0;2"."""
-    return [label] if isinstance(label, int) else [*map(int, filter(None, label.split(SEPARATOR)))]
+    return (
+        [label]
+        if isinstance(label, int)
+        else [*map(int, filter(None, label.split(SEPARATOR)))]
+    )
 
 
 def find_labelled(
@@ -233,8 +272,12 @@ def find_labelled(
     are_numbers = all(name.isdecimal() for name in names)
     classes = sorted(names, key=lambda name: (int(name) if are_numbers else 0, name))
     if len(classes) < 2:
-        raise UserError(f"{root}: {len(classes)} class(es) for training; at least two are needed")
-    if unknown := {name for _, text, *_ in named[1] or () for name in labels(text)} - {*classes}:
+        raise UserError(
+            f"{root}: {len(classes)} class(es) for training; at least two are needed"
+        )
+    if unknown := {name for _, text, *_ in named[1] or () for name in labels(text)} - {
+        *classes
+    }:
         line = f"{root}: class {min(unknown)} of validation is not in the training set"
         raise UserError(line + hint_at_forms(min(unknown), classes))
     number_of = {name: number for number, name in enumerate(classes)}
@@ -244,7 +287,10 @@ def find_labelled(
         return SEPARATOR.join(map(str, found)) if several else found[0]
 
     train, val = (
-        sorted(((path, number(text), *more) for path, text, *more in some or ()), key=itemgetter(1))
+        sorted(
+            ((path, number(text), *more) for path, text, *more in some or ()),
+            key=itemgetter(1),
+        )
         for some in named
     )
     return *(split(train, root, fold) if named[1] is None else (train, val)), classes
@@ -263,9 +309,15 @@ def class_folders(folder: Path) -> list[str]:
 def read_class_folders(folder: Path) -> Pairs:
     names = class_folders(folder)
     if not names:
-        raise UserError(f"{folder}: no class folders in it; README.md describes what is expected")
-    if unreadable := [name for name in names if name.encode("utf-8", "ignore").decode() != name]:
-        raise UserError(f"{folder / unreadable[0]}: the class name is not UTF-8; rename the folder")
+        raise UserError(
+            f"{folder}: no class folders in it; README.md describes what is expected"
+        )
+    if unreadable := [
+        name for name in names if name.encode("utf-8", "ignore").decode() != name
+    ]:
+        raise UserError(
+            f"{folder / unreadable[0]}: the class name is not UTF-8; rename the folder"
+        )
     listed = [(name, list_images(folder / name, may_be_output=True)) for name in names]
     found = [(path, name) for name, paths in listed for path in paths]
     refuse_splits((path[len(str(folder)) :] for path, _ in found), folder)
@@ -278,7 +330,9 @@ def refuse_splits(names: Iterable[str], folder: Path) -> None:
     parts = {part.lower() for parent in parents for part in Path(parent).parts}
     if all(any(re.fullmatch(kind, part) for part in parts) for kind in SPLITS):
         line = f"{folder}: folders for training and for validation or test lie in it"
-        raise UserError(f"{line}; they have to be the outermost: DIR/train, DIR/val, DIR/test")
+        raise UserError(
+            f"{line}; they have to be the outermost: DIR/train, DIR/val, DIR/test"
+        )
 
 
 def hint_at_forms(name: str, others: Iterable[str]) -> str:
@@ -287,11 +341,16 @@ def hint_at_forms(name: str, others: Iterable[str]) -> str:
         return ""
     form = unicodedata.normalize("NFC", name)
     same = any(unicodedata.normalize("NFC", other) == form for other in others)
-    return "; it looks the same, but has another Unicode form (NFC, NFD): rename it" * same
+    return (
+        "; it looks the same, but has another Unicode form (NFC, NFD): rename it" * same
+    )
 
 
 def find_pairs(
-    root: Path, match: Callable[[Path], Pairs], part: str = "val", fold: Fold | None = None
+    root: Path,
+    match: Callable[[Path], Pairs],
+    part: str = "val",
+    fold: Fold | None = None,
 ) -> tuple[Pairs, Pairs]:
     train, val = find_parts(root, True, match, part, fold)
     return split(train, root, fold) if val is None else (train, val)
@@ -302,7 +361,9 @@ def find_names(folder: Path) -> Iterator[dict[str, str]]:
     for place in folder / "images", folder / "masks":
         if not place.is_dir():
             there = shorten(sorted(os.listdir(folder)))
-            raise UserError(f"{place}: no such folder; {folder} has {there}; rename the right one")
+            raise UserError(
+                f"{place}: no such folder; {folder} has {there}; rename the right one"
+            )
         path_of = by_name(collect([place]))
         refuse_splits(path_of, place)
         yield path_of
@@ -315,7 +376,9 @@ def match_pairs(folder: Path) -> Pairs:
         path = image_of.get(unmatched) or mask_of[unmatched]
         lack = folder / ("masks" if unmatched in image_of else "images")
         line = "names must be equal but for their endings, or list the pairs in DIR/train.csv"
-        form = hint_at_forms(unmatched, image_of if path == mask_of.get(unmatched) else mask_of)
+        form = hint_at_forms(
+            unmatched, image_of if path == mask_of.get(unmatched) else mask_of
+        )
         raise UserError(f"{path}: nothing of that name in {lack}; {line}{form}")
     return [(image_of[name], mask_of[name]) for name in sorted(image_of)]
 
@@ -331,7 +394,9 @@ def read_list(path: Path, columns: Sequence[str], count: int) -> list[tuple]:
             table = csv.DictReader(file)
             table.fieldnames = [name.strip() for name in table.fieldnames or ()]
             if missing := [name for name in columns if name not in table.fieldnames]:
-                line = f"{path}: no column {missing[0]} in its first line, which must name"
+                line = (
+                    f"{path}: no column {missing[0]} in its first line, which must name"
+                )
                 raise UserError(f"{line} the columns {','.join(columns)}")
             columns = [*columns, *({"group"} & {*table.fieldnames})]
             for row in table:
@@ -343,10 +408,14 @@ def read_list(path: Path, columns: Sequence[str], count: int) -> list[tuple]:
                     raise UserError(f"{line}: no {columns[values.index('')]}; add it")
                 paths = [os.path.join(path.parent, value) for value in values[:count]]
                 if lost := [each for each in paths if not os.path.isfile(each)]:
-                    raise UserError(f"{line}: {lost[0]} does not exist; correct the line")
+                    raise UserError(
+                        f"{line}: {lost[0]} does not exist; correct the line"
+                    )
                 found.append((*paths, *values[count:]))
     except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise UserError(f"{path}: cannot be read ({error}); save it as CSV in UTF-8") from None
+        raise UserError(
+            f"{path}: cannot be read ({error}); save it as CSV in UTF-8"
+        ) from None
     if not found:
         raise UserError(f"{path}: no rows; list the samples in it, or remove the file")
     return found
@@ -360,7 +429,8 @@ class Part:
     format: Format
     labels: masks.Labels = field(default_factory=masks.unnamed)  # what the masks mean
     classes: int = 0  # without masks
-    crop: float = 0.875  # for validation: the side of the middle, as a share of the shorter side
+    # for validation: the side of the middle, as a share of the shorter side
+    crop: float = 0.875
 
     @property
     def several(self) -> bool:
@@ -432,12 +502,18 @@ class MaskFiles(Files):
         return image, mask
 
     def open_mask(self, index: int) -> LazyImage:
-        return LazyImage.of(masks.read_mask(self.samples[index][1], self.labels, self.format))
+        return LazyImage.of(
+            masks.read_mask(self.samples[index][1], self.labels, self.format)
+        )
 
     def count_labels(self, index: int) -> dict[int, int]:
         """Return the pixels of each class in a mask, for --class-weights auto and others."""
         pixels = class_counts.histogram(self.open_mask(index).read().numpy())
-        return {n: int(pixels[n]) for n in np.flatnonzero(pixels).tolist() if n != masks.VOID}
+        return {
+            n: int(pixels[n])
+            for n in np.flatnonzero(pixels).tolist()
+            if n != masks.VOID
+        }
 
 
 def find_classes(
@@ -463,7 +539,10 @@ def find_classes(
     find = functools.partial(find_labelled, part=part, fold=fold)
     train, val, classes = _find(data, find, mean, std, arch)
     train.classes = val.classes = len(classes)
-    labels = ([n for _, label, *_ in each.samples for n in numbers(label)] for each in (train, val))
+    labels = (
+        [n for _, label, *_ in each.samples for n in numbers(label)]
+        for each in (train, val)
+    )
     class_counts.say_images(classes, *labels)
     return train, val, classes
 
@@ -485,7 +564,9 @@ def find_masks(
     """
 
     def find(root: Path) -> tuple[Pairs, Pairs, masks.Labels]:
-        return *find_pairs(root, match_pairs, part, fold), masks.read_classes(root / "classes.txt")
+        return *find_pairs(root, match_pairs, part, fold), masks.read_classes(
+            root / "classes.txt"
+        )
 
     train, val, names = _find(data, find, mean, std)
     train.labels = names
@@ -526,19 +607,28 @@ def survey(data: Path, train: Part) -> masks.Labels:
     """Print the classes' shares of the pixels in some masks; return the classes."""
     labels, path, total = train.labels, data / "classes.txt", len(train.samples)
     if not labels:
-        distributed.say(f"no {path}, which saves time: reading {total} masks for the class numbers")
+        distributed.say(
+            f"no {path}, which saves time: reading {total} masks for the class numbers"
+        )
     dataset = MaskFiles(train, transform=tuple)
     counts, count = class_counts.count_pixels(
-        lambda index: dataset.open_mask(index).read().numpy(), total, has_to_read_all=not labels
+        lambda index: dataset.open_mask(index).read().numpy(),
+        total,
+        has_to_read_all=not labels,
     )
     values = np.flatnonzero(counts).tolist()
     if count == total and (fault := masks.explain_values(values, bool(labels))):
         raise UserError(f"{data}: {fault}")
     if not labels:
         meant = labels.meant
-        labels = masks.parse([str(value) for value in values if value != masks.VOID], path)
+        labels = masks.parse(
+            [str(value) for value in values if value != masks.VOID], path
+        )
         labels.meant = meant
-    known, head = counts[: len(labels)], f"in % of the pixels of {count} of {total} training masks"
+    known, head = (
+        counts[: len(labels)],
+        f"in % of the pixels of {count} of {total} training masks",
+    )
     texts = [f"{share:.3g}" for share in 100 * known / max(known.sum(), 1)]
     class_counts.say_line(head, labels, texts)
     class_counts.warn(labels, known, f"none of these {count} masks")

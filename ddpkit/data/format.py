@@ -15,8 +15,8 @@ from ddpkit.errors import UserError
 
 NAME = "data.json"
 EXAMPLE = '{"channels": 1, "value_range": [0, 9], "mean": [1], "std": [1], "max_megapixels": 9}'
-# ImageNet's channel means and deviations, in RGB order and units of 0..1: what the pretrained
-# weights of torchvision and segmentation-models-pytorch expect.
+# ImageNet's channel means and deviations, in RGB order and units of 0..1: what the
+# pretrained weights of torchvision and segmentation-models-pytorch expect.
 MEAN = (0.485, 0.456, 0.406)
 STD = (0.229, 0.224, 0.225)
 
@@ -61,7 +61,9 @@ class Format:
                 continue
             if len(values) == 3 and count == 1:
                 values = (sum(values) / 3,)
-            is_right = all(map(math.isfinite, values)) and (name == "mean" or min(values) > 0)
+            is_right = all(map(math.isfinite, values)) and (
+                name == "mean" or min(values) > 0
+            )
             if not is_right or (len(values) != count and count == 3):
                 line = f"{name.upper()} in dataset.py: {tuple(values)}: give {count} numbers"
                 raise UserError(f"{line}, in units of 0 to 1")
@@ -93,7 +95,11 @@ class Format:
     def keys(self) -> dict[str, object]:
         """Return what data.json has to say, without defaults."""
         defaults = asdict(DEFAULT_FORMAT)
-        return {name: value for name, value in asdict(self).items() if value != defaults[name]}
+        return {
+            name: value
+            for name, value in asdict(self).items()
+            if value != defaults[name]
+        }
 
 
 DEFAULT_FORMAT = Format()
@@ -101,12 +107,19 @@ DEFAULT_FORMAT = Format()
 
 def _parse(found: dict[str, Any]) -> Format:
     """Return the keys as a Format; a ValueError, or what Python raises, if they cannot be meant."""
-    lists = {name: tuple(value) for name, value in found.items() if isinstance(value, list)}
+    lists = {
+        name: tuple(value) for name, value in found.items() if isinstance(value, list)
+    }
     format = Format(**{**found, **lists})
     count, (low, high) = format.channels or 3, format.value_range or (0, 1)
-    mean, std = ((0.5,) * count if each is None else each for each in (format.mean, format.std))
+    mean, std = (
+        (0.5,) * count if each is None else each for each in (format.mean, format.std)
+    )
     is_right = len(mean) == len(std) == count and low < high and min(std) > 0
-    if not (is_right and all(map(math.isfinite, [low, high, *mean, *std, format.max_megapixels]))):
+    if not (
+        is_right
+        and all(map(math.isfinite, [low, high, *mean, *std, format.max_megapixels]))
+    ):
         raise ValueError("a wrong number or order of numbers")
     return format
 
@@ -120,7 +133,8 @@ def read_format(folder: Path) -> Format:
         return DEFAULT_FORMAT
     except OSError as error:
         raise files.failure(path, error, "read") from None
-    except (AttributeError, TypeError, ValueError) as error:  # of JSON, UTF-8, keys or values
+    # of JSON, UTF-8, keys or values
+    except (AttributeError, TypeError, ValueError) as error:
         raise UserError(f"{path}: not JSON such as {EXAMPLE} ({error})") from None
 
 

@@ -31,21 +31,24 @@ except ImportError:  # no wheel for this machine: Pillow decodes instead
     simplejpeg = None
 
 SHRINKS = (8, 4, 2)  # what a JPEG decoder can divide height and width by, at less work
-ORIENTATION, BITS_PER_SAMPLE, PHOTOMETRIC = 274, 258, 262  # entries of TIFF, the first of EXIF
+# entries of TIFF, the first of EXIF
+ORIENTATION, BITS_PER_SAMPLE, PHOTOMETRIC = 274, 258, 262
 SAMPLES_PER_PIXEL, SAMPLE_FORMAT = 277, 339
 SIGNED = 2  # a sample format
 START_OF_SCAN = b"\xda"  # a marker in JPEGs
-# Whatever a file is named, it is opened as one of these: they start no program, as EPS starts
-# Ghostscript, and tell their size before anything is decoded.
+# Whatever a file is named, it is opened as one of these: they start no program, as EPS
+# starts Ghostscript, and tell their size before anything is decoded.
 FORMATS = ["JPEG", "PNG", "TIFF", "WEBP", "BMP", "GIF", "PPM", "JPEG2000"]
 if importlib.util.find_spec("PIL.AvifImagePlugin"):  # not in older versions
     FORMATS.append("AVIF")
-PADDING = re.compile(r"\b\d\d? extraneous bytes before marker 0xd9")  # at the end, by some cameras
+# at the end, by some cameras
+PADDING = re.compile(r"\b\d\d? extraneous bytes before marker 0xd9")
 LFS = b"version https://git-lfs"
 EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 GREYS = bytes(np.arange(256, dtype=np.uint8).repeat(3))  # a palette, R G B, ...
 RANGES = {"uint8": (0, 255), "uint16": (0, 65535), "float": (0.0, 1.0)}  # black, white
-Image.MAX_IMAGE_PIXELS = None  # Format.check_size decides instead, in every process that reads
+# Format.check_size decides instead, in every process that reads
+Image.MAX_IMAGE_PIXELS = None
 
 Box = tuple[int, int, int, int]  # top, left, height, width in pixels
 
@@ -106,7 +109,9 @@ class LazyImage(Image.Image):
         """Decode the image for PIL, whose methods call it."""
         if not self.is_loaded:
             self.getbands()
-            plain = Image.fromarray(self.pixels if self.mode == "RGB" else self._plane())
+            plain = Image.fromarray(
+                self.pixels if self.mode == "RGB" else self._plane()
+            )
             if self.is_mask:
                 plain.putpalette(GREYS)
             self.im, self.palette = plain.im, plain.palette
@@ -129,7 +134,8 @@ class LazyImage(Image.Image):
     def __array_interface__(self) -> dict[str, Any]:
         if self.is_loaded:
             return super().__array_interface__
-        found = self.pixels.__array_interface__  # a view, not to be written to, as Pillow's
+        # a view, not to be written to, as Pillow's
+        found = self.pixels.__array_interface__
         return {**found, "data": (found["data"][0], True)}
 
     def __reduce__(self) -> tuple:
@@ -148,11 +154,15 @@ class LazyImage(Image.Image):
         box = box or (0, 0, self.height, self.width)
         shrink, (top, left, bottom, right) = self._edges(box, size)
         height, width = bottom - top, right - left
-        part = self._decoded(shrink)[max(top, 0) : max(bottom, 0), max(left, 0) : max(right, 0)]
-        # A copy, because augmentation may change it. Its channels are first only by its strides:
-        # in memory they stay last, which is faster from here on.
+        part = self._decoded(shrink)[
+            max(top, 0) : max(bottom, 0), max(left, 0) : max(right, 0)
+        ]
+        # A copy, because augmentation may change it. Its channels are first only by its
+        # strides: in memory they stay last, which is faster from here on.
         part = part[None].copy()
-        pixels = torch.from_numpy(part[None] if self.is_mask else part.transpose(0, 3, 1, 2))
+        pixels = torch.from_numpy(
+            part[None] if self.is_mask else part.transpose(0, 3, 1, 2)
+        )
         if part.shape[1:3] != (height, width):
             x, y = min(max(-left, 0), width), min(max(-top, 0), height)
             edges = [x, width - part.shape[2] - x, y, height - part.shape[1] - y]
@@ -188,7 +198,9 @@ def open_image(path: str, format: Format = DEFAULT_FORMAT) -> LazyImage:
     with _reading(path):
         data = files.read(path)
         if format.channels:
-            return LazyImage.of(_to_floats(path, read_values(path, data, format), format))
+            return LazyImage.of(
+                _to_floats(path, read_values(path, data, format), format)
+            )
         if size := _size_of_upright(data):
             format.check_size(path, *size)
             return _open_jpeg(path, data, *size)
@@ -203,7 +215,9 @@ def open_image(path: str, format: Format = DEFAULT_FORMAT) -> LazyImage:
                 pixels.getexif()[ORIENTATION] = orientation
                 image = LazyImage.of(np.array(ImageOps.exif_transpose(pixels)))
             elif is_deep(file):
-                return LazyImage.of(_to_rgb(path, read_values(path, data, format), format))
+                return LazyImage.of(
+                    _to_rgb(path, read_values(path, data, format), format)
+                )
             else:
                 image = LazyImage.of(np.array(_upright(file, data).convert("RGB")))
             is_turned = file.getexif().get(ORIENTATION, 1) in range(2, 9)
@@ -218,7 +232,8 @@ def _size_of_upright(data: bytes) -> tuple[int, int] | None:
     end = 2  # of the segments before the pixels: a marker of two bytes, and a length
     while data[end : end + 1] == b"\xff" and data[end + 1 : end + 2] != START_OF_SCAN:
         end += 2 + int.from_bytes(data[end + 2 : end + 4], "big")
-    if data.find(b"Exif", 0, end) >= 0 or data.find(b"Orientation", 0, end) >= 0:  # the one in XMP
+    # the one in XMP
+    if data.find(b"Exif", 0, end) >= 0 or data.find(b"Orientation", 0, end) >= 0:
         return None
     with contextlib.suppress(ValueError):
         height, width, colors, _ = simplejpeg.decode_jpeg_header(data)
@@ -233,12 +248,16 @@ def _open_jpeg(path: str, data: bytes, width: int, height: int) -> LazyImage:
         with _reading(path):
             if simplejpeg:
                 with _tolerant(data):  # then Pillow may read it, or explain
-                    return simplejpeg.decode_jpeg(data, min_height=rows, min_width=columns)
+                    return simplejpeg.decode_jpeg(
+                        data, min_height=rows, min_width=columns
+                    )
             with _open(data) as image:
                 image.draft("RGB", (width // shrink, height // shrink))
                 return np.array(image.convert("RGB"))
 
-    return LazyImage(height, width, decode, [n for n in SHRINKS if n <= min(height, width)])
+    return LazyImage(
+        height, width, decode, [n for n in SHRINKS if n <= min(height, width)]
+    )
 
 
 @contextlib.contextmanager
@@ -255,7 +274,11 @@ def _tolerant(data: bytes) -> Iterator[None]:
             simplejpeg.decode_jpeg_header(data)
         except ValueError as found:
             of_header = str(found)
-        if text.startswith("Corrupt") and text != of_header and not PADDING.search(text):
+        if (
+            text.startswith("Corrupt")
+            and text != of_header
+            and not PADDING.search(text)
+        ):
             raise
 
 
@@ -276,7 +299,10 @@ def decoder() -> str:
 def read_stored(path: str, format: Format = DEFAULT_FORMAT) -> Image.Image:
     """Return the image at `path`, upright and otherwise as it is stored; for masks."""
     # Its content, because Pillow, if it maps the file, turns some TIFFs wrongly.
-    with _reading(path, is_mask=True), _opened(path, files.read(path), format, True) as file:
+    with (
+        _reading(path, is_mask=True),
+        _opened(path, files.read(path), format, True) as file,
+    ):
         if is_deep(file) and len(file.getbands()) > 1:
             raise ValueError("colours or alpha of 16 bits, of which 8 would be read")
         image: Image.Image = ImageOps.exif_transpose(file)
@@ -316,7 +342,9 @@ def _read_npy(path: str, data: bytes, format: Format) -> np.ndarray:
     file = io.BytesIO(data)
     is_first = np.lib.format.read_magic(file) == (1, 0)
     header = np.lib.format
-    read_header = header.read_array_header_1_0 if is_first else header.read_array_header_2_0
+    read_header = (
+        header.read_array_header_1_0 if is_first else header.read_array_header_2_0
+    )
     shape, is_fortran, dtype = read_header(file)
     if len(shape) > 1:  # else it is refused for that
         format.check_size(path, *shape[1::-1])
@@ -329,7 +357,9 @@ def _read_tiff(path: str, data: bytes, format: Format) -> np.ndarray:
     try:
         import tifffile
     except ImportError:
-        raise UserError(f"{path}: needs a package: python -m pip install tifffile") from None
+        raise UserError(
+            f"{path}: needs a package: python -m pip install tifffile"
+        ) from None
     logging.getLogger("tifffile").setLevel(logging.CRITICAL)  # it logs what it raises
     with tifffile.TiffFile(io.BytesIO(data)) as file:
         series, page = file.series[0], file.pages.first
@@ -337,19 +367,27 @@ def _read_tiff(path: str, data: bytes, format: Format) -> np.ndarray:
         format.check_size(path, width, height)
         photometric = page.tags.valueof(PHOTOMETRIC)
         if page.tags.valueof(ORIENTATION, default=1) != 1 or photometric == 0:
-            raise ValueError("turned, or 0 is white in it; save it upright, with 0 as black")
+            raise ValueError(
+                "turned, or 0 is white in it; save it upright, with 0 as black"
+            )
         is_other = photometric not in (None, 1, 2) or 1 in page.extrasamples
         if is_other and not format.channels:
-            raise ValueError("neither grey nor RGB, or multiplied by its alpha; save it as RGB")
+            raise ValueError(
+                "neither grey nor RGB, or multiplied by its alpha; save it as RGB"
+            )
         channels = math.prod(series.shape) // (height * width)
         if channels > (format.channels or 4):
-            raise ValueError(f'{channels} channels, not the "channels" in {NAME}, or 1 to 4')
+            raise ValueError(
+                f'{channels} channels, not the "channels" in {NAME}, or 1 to 4'
+            )
         values = series.asarray()
     is_apart = values.ndim == 3 and series.axes.endswith("YX")
     return np.moveaxis(values, 0, -1) if is_apart else values
 
 
-def _ends(path: str, values: np.ndarray, format: Format, may_be_dark: bool) -> Sequence[float]:
+def _ends(
+    path: str, values: np.ndarray, format: Format, may_be_dark: bool
+) -> Sequence[float]:
     """Return which of the `values` become black and white; a UserError if that is not known."""
     type = "float" if values.dtype.kind == "f" else values.dtype.name
     lowest, highest = float(values.min()), float(values.max())
@@ -377,7 +415,9 @@ def _to_floats(path: str, values: np.ndarray, format: Format) -> np.ndarray:
     """Return `values` as float32, 0 to 1."""
     low, high = _ends(path, values, format, may_be_dark=True)
     # Integers of 32 bits have more digits than float32.
-    exact: np.ndarray = values.astype(np.float32 if values.itemsize <= 2 else np.float64)
+    exact: np.ndarray = values.astype(
+        np.float32 if values.itemsize <= 2 else np.float64
+    )
     return ((exact - low) / (high - low)).clip(0, 1).astype(np.float32, copy=False)
 
 
@@ -386,7 +426,8 @@ def visible(image: Tensor) -> Tensor:
     if image.dtype == torch.uint8 and len(image) == 3:
         return image
     shown = image[:3].float() if len(image) > 2 else image[:1].float()
-    ends = np.quantile(shown.numpy(), (0.01, 0.99), axis=(1, 2))  # torch's takes 2^24 values
+    # torch's takes 2^24 values
+    ends = np.quantile(shown.numpy(), (0.01, 0.99), axis=(1, 2))
     low, high = (torch.from_numpy(end).float().view(-1, 1, 1) for end in ends)
     stretched = (shown - low) / (high - low).clamp(min=1e-6) * 255
     return stretched.clamp(0, 255).byte().expand(3, -1, -1)
@@ -402,14 +443,21 @@ def _opened(
 ) -> Iterator[ImageFile.ImageFile]:
     """Open the image in `data`, of which only the header is read; refuse what is too large."""
     if data.startswith(LFS):
-        raise UserError(f"{path}: a pointer of Git LFS, not the image; run: git lfs pull")
+        raise UserError(
+            f"{path}: a pointer of Git LFS, not the image; run: git lfs pull"
+        )
     or_channels = "" if is_mask else f', or write the number of "channels" into {NAME}'
     with _open(data) as image:
         format.check_size(path, *image.size)
         if isinstance(image, TiffImageFile):
-            samples, read = image.tag_v2.get(SAMPLES_PER_PIXEL, 1), len(image.getbands())
+            samples, read = (
+                image.tag_v2.get(SAMPLES_PER_PIXEL, 1),
+                len(image.getbands()),
+            )
             if image.n_frames > 1:
-                raise UserError(f"{path}: {image.n_frames} pages; save one per file{or_channels}")
+                raise UserError(
+                    f"{path}: {image.n_frames} pages; save one per file{or_channels}"
+                )
             if samples != read:
                 line = f"{path}: {samples} channels, of which {read} would be read"
                 raise UserError(f"{line}; save it with {read}{or_channels}")
@@ -418,7 +466,9 @@ def _opened(
         if image.format == "BMP":
             bits = data[24 if data[14] == 12 else 28]  # 12: the short header of OS/2
             if bits != {"1": 1, "L": 8}.get(image.mode, bits):
-                raise ValueError("a grey palette of other bits, misread by Pillow; save it as PNG")
+                raise ValueError(
+                    "a grey palette of other bits, misread by Pillow; save it as PNG"
+                )
         yield image
 
 
@@ -429,7 +479,8 @@ def _reading(path: str, is_mask: bool = False) -> Iterator[None]:
         yield
     except LineError:
         raise
-    except Exception as error:  # libraries raise errors of many kinds for malformed files
+    # libraries raise errors of many kinds for malformed files
+    except Exception as error:
         reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
         remedy = "replace or remove it"
         if isinstance(error, UnidentifiedImageError):
@@ -438,10 +489,14 @@ def _reading(path: str, is_mask: bool = False) -> Iterator[None]:
                 remedy = "masks are PNG, or BMP, TIFF or WebP without loss"
             elif path.lower().endswith((".npy", ".tif", ".tiff")):
                 remedy = f'if it is whole, it needs the number of "channels" in {NAME}'
-        elif isinstance(error, MemoryError) or getattr(error, "errno", None) in EXHAUSTED:
+        elif (
+            isinstance(error, MemoryError) or getattr(error, "errno", None) in EXHAUSTED
+        ):
             reason = f"memory or file handles ran out: {reason}"
             remedy = "lower --workers or --batch-size, or shrink it"
         elif isinstance(error, ImportError) or "imagecodecs" in reason:
-            remedy = "its compression needs a package: python -m pip install imagecodecs"
+            remedy = (
+                "its compression needs a package: python -m pip install imagecodecs"
+            )
         reason = " ".join(reason.split())
         raise UserError(f"{path}: cannot be read ({reason}); {remedy}") from None

@@ -47,10 +47,13 @@ class TrainSampler(Sampler[Key]):
         loader = DataLoader(ddpkit.Seeded(train_set, classes, seed=0), 32, sampler=sampler)
     """
 
-    def __init__(self, dataset: MapDataset, batch_size: int, accumulate: int, seed: int) -> None:
+    def __init__(
+        self, dataset: MapDataset, batch_size: int, accumulate: int, seed: int
+    ) -> None:
         ranks, self.total = distributed.world_size(), len(dataset)
         self.global_batch = batch_size * ranks * accumulate
-        self.steps = self.total // self.global_batch  # of the optimizer, in a whole epoch
+        # of the optimizer, in a whole epoch
+        self.steps = self.total // self.global_batch
         if not self.steps:
             line = f"--batch-size {batch_size} x {ranks} ranks x --accumulate {accumulate} is more"
             line += f" than the {self.total} training images: lower one of them, or add images"
@@ -70,7 +73,9 @@ class TrainSampler(Sampler[Key]):
         return left // distributed.world_size()
 
     def __iter__(self) -> Iterator[Key]:
-        generator = torch.Generator().manual_seed(samples.hash_key(self.seed, self.epoch))
+        generator = torch.Generator().manual_seed(
+            samples.hash_key(self.seed, self.epoch)
+        )
         order = torch.randperm(self.total, generator=generator)
         mine = order[self.seen + distributed.rank() :: distributed.world_size()]
         return (Key(self.epoch, draw) for draw in mine[: len(self)].tolist())
@@ -115,8 +120,11 @@ def workers(count: int | None, device: torch.device) -> dict[str, Any]:
         DataLoader(train_set, batch_size=32, **ddpkit.workers(4, device))
     """
     count = machine.default_workers() if count is None else count
-    # Shorter than the ranks' own time-out: if a worker hangs, this rank can name its sample.
-    seconds = 0.9 * distributed.timeout() if count and not distributed.is_debugged() else 0
+    # Shorter than the ranks' own time-out: if a worker hangs, this rank can name its
+    # sample.
+    seconds = (
+        0.9 * distributed.timeout() if count and not distributed.is_debugged() else 0
+    )
     return {
         "num_workers": count,
         "persistent_workers": count > 0,
@@ -131,7 +139,9 @@ def workers(count: int | None, device: torch.device) -> dict[str, Any]:
 def explain(error: Exception) -> str | UserError | None:
     """Return a line that names the samples at which loader workers died or hung, if they did."""
     text = " ".join(str(error).split())
-    found = re.search(r"DataLoader (worker \(pid(\(s\))? (?P<pids>[\d, ]+)\)|timed out)", text)
+    found = re.search(
+        r"DataLoader (worker \(pid(\(s\))? (?P<pids>[\d, ]+)\)|timed out)", text
+    )
     if not found:
         return None
     pids = found["pids"].split(", ") if found["pids"] else None
@@ -145,7 +155,9 @@ def explain(error: Exception) -> str | UserError | None:
         return fault
     dead = {each.pid: each.end() for each in running if each.has_died()}
     if dead:
-        return "; ".join(f"{at.get(pid, f'loader worker {pid}')} {dead[pid]}" for pid in dead)
+        return "; ".join(
+            f"{at.get(pid, f'loader worker {pid}')} {dead[pid]}" for pid in dead
+        )
     return f"{'; '.join(at.values())}: {text}" if at else text
 
 
@@ -166,8 +178,11 @@ class Collate:
         for sample in samples:  # uint8 is normalised later, float has been
             groups.setdefault((sample[0].shape, sample[0].dtype), []).append(sample)
         batches = Groups()
-        for group in groups.values():  # images are channels last in memory, as they were read
-            images = default_collate([sample[0].movedim(0, -1) for sample in group]).movedim(-1, 1)
+        # images are channels last in memory, as they were read
+        for group in groups.values():
+            images = default_collate(
+                [sample[0].movedim(0, -1) for sample in group]
+            ).movedim(-1, 1)
             batches.append([images, *default_collate([sample[1:] for sample in group])])
         return batches if len(batches) > 1 else batches[0]
 
@@ -194,7 +209,9 @@ def find_source(
     Every rank has to call it.
     """
     for each, kind in (loader, TrainSampler), (val_loader, ValSampler):
-        if is_ours(each) and not any(isinstance(one, kind) for one in samplers_of(each)):
+        if is_ours(each) and not any(
+            isinstance(one, kind) for one in samplers_of(each)
+        ):
             line = "the training loader takes ddpkit.TrainSampler as its sampler, the validation"
             raise UserError(f"{line} loader ddpkit.ValSampler as its batch_sampler")
     check_formats(loader, val_loader)
@@ -221,23 +238,34 @@ class OtherSource:
         self.accumulate, self.seed, self.epoch = accumulate, seed, epoch
         ranks = distributed.world_size()
         try:
-            # Of shares of unequal length: all ranks take as many steps as the shortest has.
+            # Of shares of unequal length: all ranks take as many steps as the shortest
+            # has.
             count = min(distributed.gather_objects(len(loader)))
         except TypeError:
-            raise UserError("the training loader has no length: give its data set one") from None
+            raise UserError(
+                "the training loader has no length: give its data set one"
+            ) from None
         start = functools.partial(self._start, loader, epoch)
         self.begun: Iterator | None
         self.begun, has_own = deal(loader, start, "training")
         self.turn = 1 if has_own else ranks  # batches, of which this rank takes one
         self.steps = count // self.turn // accumulate
         if not self.steps:
-            raise UserError(f"the training loader has {count} batches, too few for a step")
-        sizes = (getattr(each, "batch_size", None) for each in (loader, *samplers_of(loader)))
+            raise UserError(
+                f"the training loader has {count} batches, too few for a step"
+            )
+        sizes = (
+            getattr(each, "batch_size", None) for each in (loader, *samplers_of(loader))
+        )
         size = next(filter(None, sizes), 1)
         self.global_batch = size * ranks * accumulate
         self.total = self.steps * self.global_batch
         data = {"images": self.total, "training_set": fingerprint(samples.of(loader))}
-        self.order: dict[str, Any] = {**data, "seed": seed, "sampler": type(loader).__name__}
+        self.order: dict[str, Any] = {
+            **data,
+            "seed": seed,
+            "sampler": type(loader).__name__,
+        }
         line = "the training loader has no ddpkit.TrainSampler: an epoch that is stopped resumes"
         line += " from its start, not to the bit"
         if ranks > 1 and has_own:
@@ -245,7 +273,9 @@ class OtherSource:
             line += f"; each rank has batches of its own and takes them all, {batches} in all"
         elif ranks > 1:
             line += f"; the ranks take its batches in turn, so that each reads {ranks} times what"
-            line += " it uses, which a DistributedSampler or a stream split by rank avoids"
+            line += (
+                " it uses, which a DistributedSampler or a stream split by rank avoids"
+            )
         distributed.say(line)
 
     def begin_at(self, seed: Any, epoch: int) -> None:
@@ -270,7 +300,9 @@ class OtherSource:
         for _ in range((self.total - seen) // self.global_batch * self.accumulate):
             some = list(itertools.islice(batches, self.turn))
             if len(some) < self.turn:
-                line = f"the training loader has less than {len(loader)} batches on rank"
+                line = (
+                    f"the training loader has less than {len(loader)} batches on rank"
+                )
                 line += f" {distributed.rank()}: its length has to be that of what this rank reads"
                 raise UserError(line)
             yield some[distributed.rank() % self.turn]
@@ -304,7 +336,9 @@ def deal(loader: Any, start: Callable[[], Iterator], use: str) -> tuple[Iterator
         return batches, False
     if len(different) < len(known):
         line = f"the {use} loader gives some ranks the same batches, and others their own: give"
-        raise UserError(f"{line} all the same, or each its share, as DistributedSampler does")
+        raise UserError(
+            f"{line} all the same, or each its share, as DistributedSampler does"
+        )
     if len(known) < ranks or len({each[1] for each in known}) > 1:
         return batches, True
     if is_telling:
@@ -313,7 +347,9 @@ def deal(loader: Any, start: Callable[[], Iterator], use: str) -> tuple[Iterator
     if not all(distributed.gather_objects(again == whole)):
         line = f"the {use} loader: its first batches differ between ranks, and each time that they"
         line += " are read, so that it is not known whether each rank has its share of the samples:"
-        raise UserError(f"{line} use ddpkit's samplers, or one that has num_replicas and rank")
+        raise UserError(
+            f"{line} use ddpkit's samplers, or one that has num_replicas and rank"
+        )
     return start(), True
 
 
@@ -337,7 +373,9 @@ def samplers_of(loader: Any) -> list:
     for each in found:
         parts = [getattr(each, name, None) for name in ("batch_sampler", "sampler")]
         # By identity: `==` of an array of indices is an array.
-        found += [one for one in parts if one is not None and all(one is not f for f in found)]
+        found += [
+            one for one in parts if one is not None and all(one is not f for f in found)
+        ]
     return found[1:]
 
 
@@ -376,7 +414,8 @@ def batches(loader: Any, device: torch.device) -> Iterator[tuple]:
     format = format_of(loader)
     for batch in _dealt(loader):
         yield move(batch, device, format)
-        if stopping.stop_requested():  # `compute` and `end_epoch`, where all ranks pass, stop
+        # `compute` and `end_epoch`, where all ranks pass, stop
+        if stopping.stop_requested():
             break
 
 
@@ -389,7 +428,9 @@ class First:
     def __iter__(self) -> Iterator[list]:
         if not is_ours(self.loader):
             return itertools.islice(_numbered(self.loader, drawn(self.loader, 0)), 1)
-        keys = [Key(0, number, is_val=True) for number in range(min(2, len(self.dataset)))]
+        keys = [
+            Key(0, number, is_val=True) for number in range(min(2, len(self.dataset)))
+        ]
         return _by_size([self.loader.collate_fn(self.dataset.__getitems__(keys))])
 
 
@@ -437,10 +478,14 @@ def is_ours(loader: Any) -> bool:
     own = [each for each in by if isinstance(each, TrainSampler | ValSampler)]
     dataset: Any = getattr(loader, "dataset", None)
     if own and not isinstance(dataset, Seeded):
-        raise UserError("a loader with a sampler of ddpkit needs ddpkit.Seeded(dataset, ...)")
+        raise UserError(
+            "a loader with a sampler of ddpkit needs ddpkit.Seeded(dataset, ...)"
+        )
     if isinstance(dataset, Seeded) and not own:
         line = "ddpkit.Seeded needs ddpkit.TrainSampler or ValSampler as the loader's sampler; with"
-        raise UserError(f"{line} another give the loader the data set itself, no Seeded")
+        raise UserError(
+            f"{line} another give the loader the data set itself, no Seeded"
+        )
     if own and own[0].total != len(dataset):
         line = f"{type(own[0]).__name__} has a data set of {own[0].total} samples, ddpkit.Seeded"
         raise UserError(f"{line} one of {len(dataset)}: give both the same")
@@ -461,7 +506,9 @@ def unpack(batch: Any) -> tuple:
     parts = samples.ordered(batch)
     if parts is None or not isinstance(parts[0], Tensor):
         line = f"the loader returns a {type(batch).__name__}: a batch is (images, targets, ...) or"
-        raise UserError(f'{line} a dict with "image" and "label", images a tensor (N, C, H, W)')
+        raise UserError(
+            f'{line} a dict with "image" and "label", images a tensor (N, C, H, W)'
+        )
     if parts[0].dtype != torch.uint8 and not parts[0].is_floating_point():
         line = f"the loader returns images of {parts[0].dtype}: return uint8, or float, divided"
         raise UserError(f"{line} by the value that is white, such as 65535.0")
@@ -525,4 +572,6 @@ def normalize(images: Tensor, format: Format = DEFAULT_FORMAT) -> Tensor:
 @functools.cache  # a copy to the device at every step would wait for it
 def channel_statistics(statistics: tuple, device: torch.device) -> tuple[Tensor, ...]:
     """Return mean and deviation of values from 0 to 255, float32 (channels, 1, 1) each."""
-    return tuple(torch.tensor(each).mul(255).view(-1, 1, 1).to(device) for each in statistics)
+    return tuple(
+        torch.tensor(each).mul(255).view(-1, 1, 1).to(device) for each in statistics
+    )

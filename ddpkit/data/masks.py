@@ -20,12 +20,15 @@ from ddpkit.data.format import DEFAULT_FORMAT, Format
 from ddpkit.errors import UserError, shorten
 from ddpkit.run.pictures import VOID, Classes
 
-Meant = dict[str, tuple[str, str]]  # by what a mask shows: what it means, and in which file
+# by what a mask shows: what it means, and in which file
+Meant = dict[str, tuple[str, str]]
 BLACK_WHITE = "black and white"
 OF_8_BITS = ("1", "L", "LA", "RGBA")
 MANY = 8  # values that no line of classes.txt has, as smoothed edges have
 FORMS = "NAME, NAME = VALUE, or NAME = R G B with colours of 0 to 255"
-LINE = re.compile(r"([^=]*[^=\s])(?:\s*=\s*(-?\d{1,9}|\d{1,3}[\s,]+\d{1,3}[\s,]+\d{1,3}))?")
+LINE = re.compile(
+    r"([^=]*[^=\s])(?:\s*=\s*(-?\d{1,9}|\d{1,3}[\s,]+\d{1,3}[\s,]+\d{1,3}))?"
+)
 
 
 class Labels(Classes):
@@ -42,7 +45,8 @@ class Labels(Classes):
         super().__init__(names, [*colors.values()] if kind == 3 else None)
         self.kind = kind
         greys = {key[0]: n for key, n in keys.items() if kind == 3 and len({*key}) == 1}
-        own = {number: number for number in range(len(names))}  # nothing else can be meant by grey
+        # nothing else can be meant by grey
+        own = {number: number for number in range(len(names))}
         listed = own if kind == 3 else {key[0]: number for key, number in keys.items()}
         self.values = greys or {VOID: VOID, **listed}
         self.has_greys = bool(greys)
@@ -62,7 +66,9 @@ def read_classes(path: Path) -> Labels:
     """Return what the file at `path` says."""
     if not path.is_file():
         return unnamed()
-    return parse(path.read_text(encoding="utf-8-sig", errors="replace").splitlines(), path)
+    return parse(
+        path.read_text(encoding="utf-8-sig", errors="replace").splitlines(), path
+    )
 
 
 def parse(lines: Sequence[str], path: Path) -> Labels:
@@ -88,30 +94,42 @@ def parse(lines: Sequence[str], path: Path) -> Labels:
         keys[key] = VOID if is_void else len(names)
         names += [] if is_void else [name]
     if not 2 <= len(names) <= VOID:
-        raise UserError(f"{path}: {len(names)} classes; needs 2 to {VOID}, one per line")
+        raise UserError(
+            f"{path}: {len(names)} classes; needs 2 to {VOID}, one per line"
+        )
     return Labels(names, kind, keys)
 
 
 def read_mask(path: str, labels: Labels, format: Format = DEFAULT_FORMAT) -> np.ndarray:
     """Return the mask at `path` as class numbers or VOID, uint8 (H, W)."""
     image, numbers = images.read_stored(path, format), labels.values
-    if image.format in ("JPEG", "MPO") or image.info.get("compression") == "jpeg":  # or in a TIFF
-        raise UserError(f"{path}: JPEG has changed the values of this mask; save masks as PNG")
+    # or in a TIFF
+    if image.format in ("JPEG", "MPO") or image.info.get("compression") == "jpeg":
+        raise UserError(
+            f"{path}: JPEG has changed the values of this mask; save masks as PNG"
+        )
     if image.mode == "RGB" or (image.mode == "P" and labels.kind == 3):
         image = image.convert("RGBA")  # transparent where the file says so of a colour
     if image.mode in ("LA", "RGBA") and image.getchannel("A").getextrema()[0] != 255:
-        raise UserError(f"{path}: a mask with transparent pixels; save it without transparency")
+        raise UserError(
+            f"{path}: a mask with transparent pixels; save it without transparency"
+        )
     if image.mode == "RGBA":
         keys, numbers = np.array(image).view("<u4")[..., 0], labels.colored
-        meant = {} if labels.has_greys else {"a mask": "colours"}  # then grey means one, too
+        # then grey means one, too
+        meant = {} if labels.has_greys else {"a mask": "colours"}
     else:
         keys, meant = _read_grey(image, labels)
     if keys.ndim > 2 or (labels.has_greys and image.mode not in OF_8_BITS):
-        raise UserError(f"{path}: a mask of mode {image.mode}; save it in RGB, or grey of 8 bits")
+        raise UserError(
+            f"{path}: a mask of mode {image.mode}; save it in RGB, or grey of 8 bits"
+        )
     found, counts = _look_up(numbers, keys)
     unknown = {key: count for key, count in counts.items() if key not in numbers}
     if unknown:
-        raise UserError(f"{path}: {_explain_unknown(unknown, image.mode == 'RGBA', labels)}")
+        raise UserError(
+            f"{path}: {_explain_unknown(unknown, image.mode == 'RGBA', labels)}"
+        )
     palette = _palette(image)
     if image.mode == "P" and _is_coloured(palette):
         meant |= {f"value {n}": "colour {} {} {}".format(*palette[n]) for n in counts}
@@ -159,7 +177,9 @@ def _greys(shown: np.ndarray, numbers: np.ndarray) -> dict[str, str]:
 
 def _palette(image: Image.Image) -> np.ndarray:
     """Return the colours of the values in an image of 1 bit or with a palette, uint8 (256, 3)."""
-    colors = (image.getpalette() or []) if image.mode == "P" else [0, 0, 0, 255, 255, 255]
+    colors = (
+        (image.getpalette() or []) if image.mode == "P" else [0, 0, 0, 255, 255, 255]
+    )
     palette = np.zeros((256, 3), np.uint8)
     palette.flat[: len(colors)] = colors
     return palette
@@ -190,14 +210,18 @@ def _explain_unknown(unknown: dict[int, int], is_colored: bool, labels: Labels) 
     kind = "colour" if " " in text else "value"
     line = f"{kind} {text} in {count} pixels is no class; correct the mask"
     if len(unknown) > MANY:
-        others = f"{len(unknown) - 1} more {kind}s are none, as in masks with smoothed edges"
+        others = (
+            f"{len(unknown) - 1} more {kind}s are none, as in masks with smoothed edges"
+        )
         return f"{line}: {others}"
     if not float(key).is_integer():
         return line
     return f"{line}, or write into classes.txt: NAME = {text} or void = {text}"
 
 
-def _look_up(numbers: dict[int, int], keys: np.ndarray) -> tuple[np.ndarray, dict[int, int]]:
+def _look_up(
+    numbers: dict[int, int], keys: np.ndarray
+) -> tuple[np.ndarray, dict[int, int]]:
     """Return the class numbers of `keys`, uint8 (H, W); how many pixels have each key.
 
     Of more than 8 bits only unknown keys are counted.
@@ -205,7 +229,9 @@ def _look_up(numbers: dict[int, int], keys: np.ndarray) -> tuple[np.ndarray, dic
     if keys.dtype == np.uint8:  # Pillow takes a fifth of numpy's time
         image = Image.fromarray(keys)
         counts = {n: count for n, count in enumerate(image.histogram()) if count}
-        return np.array(image.point([numbers.get(key, VOID) for key in range(256)])), counts
+        return np.array(
+            image.point([numbers.get(key, VOID) for key in range(256)])
+        ), counts
     known = np.array(sorted(numbers))
     places = np.searchsorted(known, keys).clip(max=len(known) - 1)
     found = np.array([numbers[key] for key in known.tolist()], np.uint8)[places]

@@ -27,13 +27,15 @@ BITS = 2**64 - 1
 IMAGES = ("image", "images", "img", "pixel_values")  # keys of a sample's image
 TARGETS = ("target", "targets", "label", "labels", "mask", "annotation", "fine_label")
 WORKERS = 256  # loader workers of a rank, at most, whose samples are known if they die
-TWICE = 16  # samples of a run, at most, that are read twice: augmentation may leave one as it is
+# samples of a run, at most, that are read twice: augmentation may leave one as it is
+TWICE = 16
 READS = 8  # of one sample: flips by chance are not taken for none
 WANTED = (
     'return (image, target) or a dict with "image" and "label": a PIL image, an array (H, W, C) or '
     "a tensor (C, H, W), uint8 or float, and the number of the class, or a mask"
 )
-UNLABELLED = 255, -100  # of pixels: in masks, and what torch's losses leave out by default
+# of pixels: in masks, and what torch's losses leave out by default
+UNLABELLED = 255, -100
 DIFFERS = (
     "two reads of it differ, so this run can be neither repeated nor resumed to the bit: what "
     "augments it has a generator of its own; draw from random, numpy.random or torch, or seed the "
@@ -41,7 +43,9 @@ DIFFERS = (
 )
 MapDataset = Any  # with len and samples by number
 # Of a million samples a checksum takes seconds, and a start asks for it several times.
-_checksums: weakref.WeakKeyDictionary[Any, tuple[tuple, int]] = weakref.WeakKeyDictionary()
+_checksums: weakref.WeakKeyDictionary[Any, tuple[tuple, int]] = (
+    weakref.WeakKeyDictionary()
+)
 
 
 def hash_key(*key: int) -> int:
@@ -60,7 +64,8 @@ def seed(*key: int) -> None:
     value = hash_key(*key)
     random.seed(value)
     np.random.seed(value % 2**32)
-    torch.default_generator.manual_seed(value)  # torch.manual_seed takes a hundred times as long
+    # torch.manual_seed takes a hundred times as long
+    torch.default_generator.manual_seed(value)
     device = torch.get_device_module()
     # Apple's does not say whether it is in use; a loader worker has to leave it alone.
     is_in_use = getattr(device, "is_initialized", lambda: get_worker_info() is None)
@@ -88,9 +93,12 @@ def be_deterministic() -> None:
     torch.use_deterministic_algorithms(True, warn_only=True)
     # Filling what torch.empty returns takes time, and nothing here reads it.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-    wrap = getattr(Metric, "_wrap_update", None)  # torchmetrics has no public place for this
+    # torchmetrics has no public place for this
+    wrap = getattr(Metric, "_wrap_update", None)
     if wrap is None:
-        distributed.say("--deterministic: this torchmetrics takes more memory to count pixels")
+        distributed.say(
+            "--deterministic: this torchmetrics takes more memory to count pixels"
+        )
     elif wrap.__module__ != __name__:
         Metric._wrap_update = lambda self, update: _in_any_order()(wrap(self, update))  # type: ignore
 
@@ -155,14 +163,17 @@ class Seeded(Dataset):
     reading: Any = ()
     left = TWICE  # samples that the first worker has still to read twice
 
-    def __init__(self, dataset: MapDataset, classes: int | Sequence[str], seed: int) -> None:
+    def __init__(
+        self, dataset: MapDataset, classes: int | Sequence[str], seed: int
+    ) -> None:
         if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__"):
             line = f"{type(dataset).__name__} has no samples by number: give it to a DataLoader"
             raise UserError(f"{line} without ddpkit.Seeded and sampler (EDITS.md)")
         self.dataset, self.seed = dataset, seed
         self.num_classes = classes if isinstance(classes, int) else len(classes)
-        # Written by each worker: its process id, and its sample's index + 1 while it reads one.
-        # Written by the first worker: a sample's index + 1 if two reads differ, -1 if none do.
+        # Written by each worker: its process id, and its sample's index + 1 while it
+        # reads one. Written by the first worker: a sample's index + 1 if two reads
+        # differ, -1 if none do.
         self.unequal: Any = [0]
         # Without /dev/shm there is neither of the two, nor are there workers.
         with contextlib.suppress(OSError):
@@ -196,15 +207,21 @@ class Seeded(Dataset):
         """Return the samples of a batch, for validation with their indices; DataLoader calls it."""
         samples = [self[key] for key in keys]
         if keys[0].is_val:
-            return [(*sample, key.number) for sample, key in zip(samples, keys, strict=True)]
+            return [
+                (*sample, key.number) for sample, key in zip(samples, keys, strict=True)
+            ]
         first = samples[0][0]
         for key, (image, *_) in zip(keys, samples, strict=True):
             # In a batch of both kinds uint8 would become float, but stay 0 to 255.
             if (image.shape, image.dtype) != (first.shape, first.dtype):
-                here, there = (name(self.dataset, each.number) for each in (key, keys[0]))
+                here, there = (
+                    name(self.dataset, each.number) for each in (key, keys[0])
+                )
                 line = f"{here} has {(*image.shape,)}, {there} {(*first.shape,)}"
                 line += f", {image.dtype} and {first.dtype}"
-                raise UserError(f"{line}; let train_transform in dataset.py return one size, type")
+                raise UserError(
+                    f"{line}; let train_transform in dataset.py return one size, type"
+                )
         self.read_twice(keys, samples)
         return samples
 
@@ -248,17 +265,33 @@ class Seeded(Dataset):
             is_right = bool(image.min() >= 0 and image.max() <= 1)
         if not is_right:
             kind = type(sample if image is None else image).__name__
-            found = f"{kind} {(*image.shape,)}, {image.dtype}" if hasattr(image, "dtype") else kind
-            line = f"{name(self.dataset, index)}: the data set returns {found}; {WANTED}"
+            found = (
+                f"{kind} {(*image.shape,)}, {image.dtype}"
+                if hasattr(image, "dtype")
+                else kind
+            )
+            line = (
+                f"{name(self.dataset, index)}: the data set returns {found}; {WANTED}"
+            )
             if is_image:
-                line += "; divide other values by the one that is white, such as 65535.0"
+                line += (
+                    "; divide other values by the one that is white, such as 65535.0"
+                )
             raise UserError(line)
         if isinstance(target, str | None):
-            raise UserError(f"{name(self.dataset, index)}: the target is {target!r}; {WANTED}")
-        is_one = isinstance(target, Tensor) and not target.ndim and not target.is_floating_point()
+            raise UserError(
+                f"{name(self.dataset, index)}: the target is {target!r}; {WANTED}"
+            )
+        is_one = (
+            isinstance(target, Tensor)
+            and not target.ndim
+            and not target.is_floating_point()
+        )
         label = target.item() if is_one else target
         if isinstance(label, int | np.integer) and not 0 <= label < self.num_classes:
-            line = f"{name(self.dataset, index)}: label {label}, but the classes are 0 to"
+            line = (
+                f"{name(self.dataset, index)}: label {label}, but the classes are 0 to"
+            )
             line += f" {self.num_classes - 1}; correct it, or return a float if it is no class"
             raise UserError(line)
         if isinstance(target, Tensor) and target.ndim > 1:
@@ -272,9 +305,13 @@ class Seeded(Dataset):
             return
         values = mask.numpy()  # a fifth of the time that torch takes for this
         # In the usual case in the least time: 255 becomes 0.
-        if values.dtype == np.uint8 and (values + np.uint8(1)).max(initial=0) <= self.num_classes:
+        if (
+            values.dtype == np.uint8
+            and (values + np.uint8(1)).max(initial=0) <= self.num_classes
+        ):
             return
-        beyond = values.view(f"u{values.itemsize}") >= self.num_classes  # negative ones are large
+        # negative ones are large
+        beyond = values.view(f"u{values.itemsize}") >= self.num_classes
         if beyond.any():
             for void in UNLABELLED:
                 beyond &= values != void
@@ -329,7 +366,8 @@ def places(dataset: Any, index: int) -> Iterator[tuple[Any, int]]:
     if not total or None in sizes:
         return
     index %= total
-    if len(parts) == 1 and hasattr(indices, "__len__") and len(indices) == total:  # as Subset
+    # as Subset
+    if len(parts) == 1 and hasattr(indices, "__len__") and len(indices) == total:
         yield from places(parts[0], int(indices[index]))
     elif sum(sizes) == total:  # as ConcatDataset, or a transform of one
         ends: np.ndarray = np.cumsum(sizes)
@@ -373,21 +411,28 @@ def ordered(sample: Any) -> tuple | None:
         return tuple(sample) if len(sample) > 1 else None
     if not isinstance(sample, Mapping):
         return None
-    first = [next((key for key in keys if key in sample), None) for keys in (IMAGES, TARGETS)]
+    first = [
+        next((key for key in keys if key in sample), None) for keys in (IMAGES, TARGETS)
+    ]
     if None in first:
         return None
-    return tuple(sample[key] for key in (*first, *(key for key in sample if key not in first)))
+    return tuple(
+        sample[key] for key in (*first, *(key for key in sample if key not in first))
+    )
 
 
 def as_tensor(part: Any, is_image: bool) -> Any:
     """Return a PIL image or array as a tensor (C, H, W), or of a target (H, W)."""
     if type(part) is Tensor or type(part) is int:
         return part
-    if is_image and isinstance(part, Image.Image) and part.mode[0] not in "IF":  # 8 bits or less
+    # 8 bits or less
+    if is_image and isinstance(part, Image.Image) and part.mode[0] not in "IF":
         part = part.convert("RGB")
     if isinstance(part, Image.Image | np.ndarray):
         array = np.array(part)  # a copy, because an array may be read-only
-        values = torch.from_numpy(array.astype(array.dtype.newbyteorder("="), copy=False))
+        values = torch.from_numpy(
+            array.astype(array.dtype.newbyteorder("="), copy=False)
+        )
         values = values[..., None] if is_image and values.ndim == 2 else values
         # Channels stay last in memory.
         return values.permute(2, 0, 1) if is_image and values.ndim == 3 else values
@@ -419,7 +464,9 @@ def _list_checksum(dataset: Any) -> int:
     total = 0
     for sample in samples:
         parts = sample if isinstance(sample, tuple | list) else [sample]
-        values = [os.path.basename(part) if isinstance(part, str) else part for part in parts]
+        values = [
+            os.path.basename(part) if isinstance(part, str) else part for part in parts
+        ]
         total = zlib.crc32(repr(values).encode(), total)
     if total:
         with contextlib.suppress(TypeError):
@@ -450,7 +497,9 @@ def first_checksums(loader: DataLoader) -> dict[str, int]:
     sample, *others = reads
     set_random_state(outside)
     whole = checksum(sample)
-    found = {"label": checksum([part for part in sample if getattr(part, "ndim", 0) < 2])}
+    found = {
+        "label": checksum([part for part in sample if getattr(part, "ndim", 0) < 2])
+    }
     if all(checksum(other) == whole for other in others):
         found["sample"] = whole
     return found

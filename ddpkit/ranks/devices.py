@@ -19,7 +19,8 @@ from ddpkit.ranks.meeting import Note
 NETWORK = "GLOO_SOCKET_IFNAME"  # which interface gloo uses
 SIOCGIFADDR = 0x8915  # in Linux' <linux/sockios.h>
 CPU = torch.device("cpu")
-NAMES = ("uuid", "pci_domain_id", "pci_bus_id", "pci_device_id")  # of a GPU, as far as torch knows
+# of a GPU, as far as torch knows
+NAMES = ("uuid", "pci_domain_id", "pci_bus_id", "pci_device_id")
 ON_CPU = f"use the CPU ({environment.GPUS}=-1)"
 
 
@@ -28,7 +29,8 @@ def kind() -> torch.device:
     if environment.visible_gpus() == [] or not torch.accelerator.is_available():
         return CPU
     found = torch.accelerator.current_accelerator()
-    return found if found and found.type != "mps" else CPU  # Apple's have no collectives
+    # Apple's have no collectives
+    return found if found and found.type != "mps" else CPU
 
 
 def pick(on_cpu: bool = False) -> tuple[torch.device, Note]:
@@ -37,7 +39,8 @@ def pick(on_cpu: bool = False) -> tuple[torch.device, Note]:
     The numbers of a node's ranks go round the GPUs that each of them sees: all of the node, or, as
     with srun --gpus-per-task=1, one that is its own.
     """
-    with warnings.catch_warnings():  # what torch says of the driver is said by _why_unused
+    # what torch says of the driver is said by _why_unused
+    with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         device, mistake = CPU if on_cpu else kind(), ""
     if device.type == "cpu":
@@ -80,14 +83,19 @@ def _name(device: torch.device) -> str:
     return f"{name} {device.index}" if name else ""
 
 
-def check(notes: Sequence[Note], device: torch.device, is_debugged: bool) -> torch.device:
+def check(
+    notes: Sequence[Note], device: torch.device, is_debugged: bool
+) -> torch.device:
     """Return `device`, or the CPU if ranks would share one under a debugger; else a UserError."""
     gpus: dict[str, list[str]] = {}
     for rank, note in enumerate(notes):
         gpus.setdefault(note["place"], []).append(note["gpu"] or str(rank))
         if note["mistake"]:
             raise UserError(f"{note['place']}: {note['mistake']}")
-    kinds = {note["device"]: f"rank {rank} ({note['place']})" for rank, note in enumerate(notes)}
+    kinds = {
+        note["device"]: f"rank {rank} ({note['place']})"
+        for rank, note in enumerate(notes)
+    }
     if len(kinds) > 1:
         texts = ", ".join(f"{rank} on {name}" for name, rank in kinds.items())
         raise UserError(f"ranks compute on different kinds of device: {texts}")
@@ -98,7 +106,9 @@ def check(notes: Sequence[Note], device: torch.device, is_debugged: bool) -> tor
                 meeting.say(f"{line} debugging on the CPU")
                 return CPU
             own = f"give each rank its own by LOCAL_RANK or {environment.GPUS}"
-            raise UserError(f"{line} start at most {count} (NPROC={count}), {own}, or {ON_CPU}")
+            raise UserError(
+                f"{line} start at most {count} (NPROC={count}), {own}, or {ON_CPU}"
+            )
     return device
 
 
@@ -124,7 +134,9 @@ def is_mixed() -> bool:
 def address(host: str) -> str:
     """Return this node's own address on the network that leads to `host`; "" if none does."""
     with contextlib.suppress(OSError, UnicodeError):  # as for a name that cannot be one
-        family, kind, _, _, there = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+        family, kind, _, _, there = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[
+            0
+        ]
         with socket.socket(family, kind) as asked:
             asked.connect(there)  # which sends nothing
             return str(asked.getsockname()[0])
@@ -136,7 +148,9 @@ def choose_network(notes: Sequence[Note]) -> None:
 
     On Debian a host's name is 127.0.1.1, which no other node reaches. What people set has priority.
     """
-    is_named = not ipaddress.ip_address(address(socket.gethostname()) or "::1").is_loopback
+    is_named = not ipaddress.ip_address(
+        address(socket.gethostname()) or "::1"
+    ).is_loopback
     if is_named or sys.platform != "linux" or NETWORK in os.environ:
         return
     # Where rank 0 is, MASTER_ADDR may be the host's name.
@@ -151,7 +165,10 @@ def _address_of(name: str) -> str:
     """Return the IPv4 address of a network interface of this node; "" if it has none."""
     import fcntl  # not on Windows
 
-    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
+    with (
+        contextlib.suppress(OSError),
+        socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked,
+    ):
         request = struct.pack("256s", name.encode())
         return socket.inet_ntoa(fcntl.ioctl(asked, SIOCGIFADDR, request)[20:24])
     return ""

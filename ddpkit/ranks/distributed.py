@@ -19,7 +19,11 @@ from ddpkit.errors import UserError, escape, print_line
 from ddpkit.ranks import devices, environment, meeting, process, protocol
 
 T = TypeVar("T")
-OPERATIONS = {"sum": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}
+OPERATIONS = {
+    "sum": dist.ReduceOp.SUM,
+    "min": dist.ReduceOp.MIN,
+    "max": dist.ReduceOp.MAX,
+}
 
 
 class Group:
@@ -36,7 +40,8 @@ class Rank(NamedTuple):
     """What torch.distributed.init_process_group needs to know."""
 
     device: torch.device  # the GPU that is this rank's, or the CPU
-    backend: str  # what carries collectives, of GPUs and of CPUs: "cpu:gloo,cuda:nccl", or "gloo"
+    # what carries collectives, of GPUs and of CPUs: "cpu:gloo,cuda:nccl", or "gloo"
+    backend: str
     store: dist.Store
     rank: int
     world_size: int
@@ -44,7 +49,10 @@ class Rank(NamedTuple):
 
 
 def meet(
-    local_rank: int | None = None, timeout: float = 600, debugged: bool = False, alone: bool = False
+    local_rank: int | None = None,
+    timeout: float = 600,
+    debugged: bool = False,
+    alone: bool = False,
 ) -> Rank:
     """Find the other ranks that the launcher describes, or be a group of one.
 
@@ -52,7 +60,9 @@ def meet(
     if a rank is `debugged`. alone: a group of one will do in a job of several nodes, on the CPU.
     """
     Group.is_debugged = debugged or process.is_debugged()
-    Group.timeout = timedelta(days=7) if Group.is_debugged else timedelta(seconds=timeout)
+    Group.timeout = (
+        timedelta(days=7) if Group.is_debugged else timedelta(seconds=timeout)
+    )
     environment.adopt(alone)
     if local_rank is not None:
         os.environ.setdefault("LOCAL_RANK", str(local_rank))
@@ -61,9 +71,13 @@ def meet(
         has_others = environment.has_other_nodes()
         if sys.platform == "linux" and not has_others:
             os.environ.setdefault(devices.NETWORK, "lo")  # nobody else can reach it
-        note["address"] = devices.address(os.environ.get("MASTER_ADDR", "")) if has_others else ""
+        note["address"] = (
+            devices.address(os.environ.get("MASTER_ADDR", "")) if has_others else ""
+        )
         Group.store, number, size = meeting.open_store(Group.timeout)
-        Group.store, notes = meeting.join(Group.store, number, size, Group.timeout, note)
+        Group.store, notes = meeting.join(
+            Group.store, number, size, Group.timeout, note
+        )
         if has_others:
             devices.choose_network(notes)
         device = devices.check(notes, device, Group.is_debugged)
@@ -72,13 +86,15 @@ def meet(
         devices.check([note], device, Group.is_debugged)
     own = f"{environment.node()} {environment.process_space()} {os.getpid()}"
     Group.store.set(protocol.PROCESS.format(number), own)
-    Group.has_met = True  # a rank that fails before it joins the group ends the others, too
-    # With a connection of its own: torch waits at it for the others, and ours has to hear meanwhile
-    # that one of them has failed.
+    # a rank that fails before it joins the group ends the others, too
+    Group.has_met = True
+    # With a connection of its own: torch waits at it for the others, and ours has to
+    # hear meanwhile that one of them has failed.
     torchs = Group.store.clone()
     torchs.set_timeout(Group.timeout)
     ends_after = Group.timeout
-    if device.type != "cpu":  # torch would end the rank with SIGABRT; failures.Lateness is first
+    # torch would end the rank with SIGABRT; failures.Lateness is first
+    if device.type != "cpu":
         ends_after += timedelta(seconds=protocol.LATE_SECONDS)
     return Rank(device, devices.backend(device), torchs, number, size, ends_after)
 
@@ -159,7 +175,8 @@ def say(line: str) -> None:
 
 def reduce_tensor(tensor: Tensor, op: str = "sum") -> Tensor:
     """Return `tensor` combined over all ranks by `op`: "sum", "min", "max" or "mean"."""
-    result = tensor.detach() + 0  # a copy; of bools, whose sum would be one bool, as integers
+    # a copy; of bools, whose sum would be one bool, as integers
+    result = tensor.detach() + 0
     dist.all_reduce(result, OPERATIONS["sum" if op == "mean" else op])
     return result / world_size() if op == "mean" else result
 
@@ -217,9 +234,12 @@ def all_arrive(name: str, seconds: float) -> bool:
 def wait_for_debugger(ranks: Sequence[int], port: int) -> None:
     """If this rank is one of `ranks`, wait for a debugger at port + rank."""
     if ranks and ranks[-1] >= world_size():
-        raise UserError(f"--debug-rank {ranks[-1]}: ranks go from 0 to {world_size() - 1}")
+        raise UserError(
+            f"--debug-rank {ranks[-1]}: ranks go from 0 to {world_size() - 1}"
+        )
     if ranks:
-        sys.breakpointhook = process.stop_in_debugger  # in the others breakpoint() does nothing
+        # in the others breakpoint() does nothing
+        sys.breakpointhook = process.stop_in_debugger
     if rank() not in ranks:
         return
     host, port = "127.0.0.1", port + rank()
@@ -229,7 +249,9 @@ def wait_for_debugger(ranks: Sequence[int], port: int) -> None:
         debugpy.listen((host, port))
     except (ImportError, RuntimeError, ValueError) as error:
         text = f"cannot listen with debugpy at {host}:{port} ({error})"
-        raise UserError(f"--debug-rank: {text}: install it, or use another port, R:PORT") from None
+        raise UserError(
+            f"--debug-rank: {text}: install it, or use another port, R:PORT"
+        ) from None
     line = f"rank {rank()} on {environment.node()} waits for a debugger: host {host}, port {port}"
     print_line(line, sys.stderr)
     threading.main_thread().name = f"rank {rank()}"

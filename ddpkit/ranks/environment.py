@@ -16,10 +16,13 @@ from ddpkit.errors import UserError
 from ddpkit.ranks import protocol
 
 PORT, LAST_PORT = 29500, 65535  # torchrun's; of TCP
-SPECIAL_STEPS = 2**32 - 16  # from here on SLURM's steps are not srun's, but salloc's shell and such
+# from here on SLURM's steps are not srun's, but salloc's shell and such
+SPECIAL_STEPS = 2**32 - 16
 GPUS = "CUDA_VISIBLE_DEVICES"
-GPU_FILES = Path("/dev/nvidiactl"), Path("/dev/kfd")  # of containers without nvidia-smi; of AMD
-# What says that there are others: nodes of a job, processes of a launcher, their numbers from 0
+# of containers without nvidia-smi; of AMD
+GPU_FILES = Path("/dev/nvidiactl"), Path("/dev/kfd")
+# What says that there are others: nodes of a job, processes of a launcher, their
+# numbers from 0
 NODES = (
     "NNODES",
     "PET_NNODES",
@@ -70,7 +73,9 @@ def process_space() -> str:
 def has_other_nodes() -> bool:
     """Return whether this rank's launcher tells of ranks on other nodes."""
     env = os.environ
-    return "RANK" in env and env.get("WORLD_SIZE", "1") != env.get("LOCAL_WORLD_SIZE", "1")
+    return "RANK" in env and env.get("WORLD_SIZE", "1") != env.get(
+        "LOCAL_WORLD_SIZE", "1"
+    )
 
 
 def own_rank() -> str:
@@ -99,12 +104,21 @@ def read_nodes() -> Nodes:
     this = number("NODE_RANK", 0, 0) if count > 1 else 0
     for name in ("NODE_RANK", "MASTER_ADDR"):
         if count > 1 and name not in said:
-            raise UserError(f"NNODES={count} also requires {name}; see ./launch.sh --help")
+            raise UserError(
+                f"NNODES={count} also requires {name}; see ./launch.sh --help"
+            )
     if this >= count > 1:
-        raise UserError(f"NODE_RANK={this} is none of the NNODES={count} nodes: 0 to {count - 1}")
-    port, restarts = number("MASTER_PORT", PORT, 1, LAST_PORT), number("MAX_RESTARTS", 0, 0)
+        raise UserError(
+            f"NODE_RANK={this} is none of the NNODES={count} nodes: 0 to {count - 1}"
+        )
+    port, restarts = (
+        number("MASTER_PORT", PORT, 1, LAST_PORT),
+        number("MAX_RESTARTS", 0, 0),
+    )
     if count > 1 and restarts:
-        raise UserError("MAX_RESTARTS is for one node: slurm/train.sbatch restarts several")
+        raise UserError(
+            "MAX_RESTARTS is for one node: slurm/train.sbatch restarts several"
+        )
     ranks = number("NPROC", 0, 1) if "NPROC" in said else count_gpus() or 2
     host = said["MASTER_ADDR"] if count > 1 else "127.0.0.1"
     return Nodes(count, this, ranks, host, port, restarts)
@@ -131,12 +145,17 @@ def read_task(alone: bool = False) -> dict[str, str]:
     try:
         groups = re.findall(r"(\d+)(?:\(x(\d+)\))?", env["SLURM_STEP_TASKS_PER_NODE"])
         per_node = [tasks for tasks, times in groups for _ in range(int(times or 1))]
-        first = re.sub(r"\[(\w+)[^]]*\]", r"\1", env["SLURM_STEP_NODELIST"]).split(",")[0]
-        port = 20000 + (int(env["SLURM_JOB_ID"]) * 7 + int(env["SLURM_STEP_ID"])) % 10000
+        first = re.sub(r"\[(\w+)[^]]*\]", r"\1", env["SLURM_STEP_NODELIST"]).split(",")[
+            0
+        ]
+        port = (
+            20000 + (int(env["SLURM_JOB_ID"]) * 7 + int(env["SLURM_STEP_ID"])) % 10000
+        )
         return {
             **{"RANK": env["SLURM_PROCID"], "WORLD_SIZE": env["SLURM_STEP_NUM_TASKS"]},
             "LOCAL_RANK": env["SLURM_LOCALID"],
-            "LOCAL_WORLD_SIZE": per_node[int(env["SLURM_NODEID"])],  # "2(x3),1" is 2, 2, 2, 1
+            # "2(x3),1" is 2, 2, 2, 1
+            "LOCAL_WORLD_SIZE": per_node[int(env["SLURM_NODEID"])],
             **{"MASTER_ADDR": first, "MASTER_PORT": str(port)},
         }
     except (KeyError, IndexError, ValueError) as error:
@@ -167,9 +186,20 @@ def read_group() -> tuple[str, int, int, int]:
     for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         value = env.get(name, "")
         if not value or not (value.isdecimal() or name == "MASTER_ADDR"):
-            what = f"{name}={value} is not a number" if value else f"RANK is set, {name} is not"
-            raise UserError(f"{what}: start with ./launch.sh or torchrun, or unset RANK")
-    return env["MASTER_ADDR"], int(env["MASTER_PORT"]), int(env["RANK"]), int(env["WORLD_SIZE"])
+            what = (
+                f"{name}={value} is not a number"
+                if value
+                else f"RANK is set, {name} is not"
+            )
+            raise UserError(
+                f"{what}: start with ./launch.sh or torchrun, or unset RANK"
+            )
+    return (
+        env["MASTER_ADDR"],
+        int(env["MASTER_PORT"]),
+        int(env["RANK"]),
+        int(env["WORLD_SIZE"]),
+    )
 
 
 def visible_gpus() -> list[str] | None:
@@ -185,7 +215,9 @@ def list_gpus() -> int:
     if not shutil.which("nvidia-smi"):
         return 0
     seconds, pipe = protocol.NOTICE_SECONDS, subprocess.PIPE
-    started = subprocess.Popen(["nvidia-smi", "-L"], stdout=pipe, stderr=pipe, text=True)
+    started = subprocess.Popen(
+        ["nvidia-smi", "-L"], stdout=pipe, stderr=pipe, text=True
+    )
     try:
         lines = started.communicate(timeout=seconds)[0].splitlines()
     except subprocess.TimeoutExpired:

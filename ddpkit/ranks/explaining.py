@@ -25,7 +25,8 @@ from ddpkit.ranks.protocol import ASKED, PLACE, PROCESS
 
 ROOT = process.project()
 LIBRARIES = tuple(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))
-BELOW = (f"ddpkit{os.sep}", "distributed.py")  # what the place of a rank is not in, but its callers
+# what the place of a rank is not in, but its callers
+BELOW = (f"ddpkit{os.sep}", "distributed.py")
 # Where a hang usually comes from
 NOT_ALL = "usually a collective that not all ranks reach: under `if rank == 0`, or after a break"
 LATE = "usually slow or stuck input, or work of one rank alone, such as evaluate()"
@@ -60,7 +61,8 @@ def collectives() -> list[Collective]:
     records: list[dict] = []
     for name, more in calls:
         with contextlib.suppress(AttributeError, KeyError, TypeError):  # another torch
-            # Stacks, which nothing here reads, take torch seconds: too long for an answer.
+            # Stacks, which nothing here reads, take torch seconds: too long for an
+            # answer.
             dump = private[name](includeStackTraces=False, **more)
             records += pickle.loads(dump).get("entries", [])  # our own
     found = []
@@ -90,7 +92,11 @@ def find_waiting(found: Iterable[Collective]) -> str:
 def _own(file: str) -> str:
     """Return the path of a file of this project, within it; of others nothing."""
     path = Path(os.path.realpath(file))
-    is_own = path.is_relative_to(ROOT) and not str(path).startswith(LIBRARIES) and path.is_file()
+    is_own = (
+        path.is_relative_to(ROOT)
+        and not str(path).startswith(LIBRARIES)
+        and path.is_file()
+    )
     return str(path.relative_to(ROOT)) if is_own else ""
 
 
@@ -146,7 +152,8 @@ def states(ranks: Iterable[int]) -> list[str]:
         state, at = "does not answer", f"process {pid}"
         if node != environment.node():
             at += f" on {node}"
-        elif space != environment.process_space():  # here the number is another process's
+        # here the number is another process's
+        elif space != environment.process_space():
             at += f" in another container on {node}"
         elif not process.is_running(int(pid)):
             state = "has ended"

@@ -23,11 +23,27 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddpkit import files
 from ddpkit.errors import DiskError, UserError, print_error, shorten
-from ddpkit.ranks import devices, distributed, environment, process, protocol, replicas, workers
+from ddpkit.ranks import (
+    devices,
+    distributed,
+    environment,
+    process,
+    protocol,
+    replicas,
+    workers,
+)
 from ddpkit.ranks.process import watch
-from ddpkit.ranks.protocol import ANSWER_SECONDS, END_SECONDS, ERROR, MISTAKE, POLL_SECONDS
+from ddpkit.ranks.protocol import (
+    ANSWER_SECONDS,
+    END_SECONDS,
+    ERROR,
+    MISTAKE,
+    POLL_SECONDS,
+)
 
-BROKEN = re.compile(r"Broken pipe|Connection \w+|remote process exited|time(d )?out", re.I)
+BROKEN = re.compile(
+    r"Broken pipe|Connection \w+|remote process exited|time(d )?out", re.I
+)
 GIB = 2**30
 # What torch says of common mistakes, and what to do
 NO_NETWORK = (
@@ -87,7 +103,8 @@ def one_line_errors(*explainers: Explainer) -> Iterator[None]:
         if isinstance(error, KeyboardInterrupt):
             process.exit_now(128 + signal.SIGINT)
         if not isinstance(error, Exception):
-            # sys.exit: Python prints a text, argparse has printed why its status is MISTAKE.
+            # sys.exit: Python prints a text, argparse has printed why its status is
+            # MISTAKE.
             code = getattr(error, "code", None)
             if isinstance(code, str) or code == MISTAKE:
                 process.note_exit()
@@ -105,16 +122,27 @@ def one_line_errors(*explainers: Explainer) -> Iterator[None]:
 def _end_if_known(error: Exception) -> None:
     """Report an error in one line if one is known."""
     if isinstance(error, EOFError | ConnectionError):
-        time.sleep(POLL_SECONDS)  # the loader worker at the other end may not be gone yet
+        # the loader worker at the other end may not be gone yet
+        time.sleep(POLL_SECONDS)
         error = workers.find_fault() or error
-    for explain in (_of_memory, workers.lacking, _of_disk, _of_torch, *_explainers, _lost_rank):
+    for explain in (
+        _of_memory,
+        workers.lacking,
+        _of_disk,
+        _of_torch,
+        *_explainers,
+        _lost_rank,
+    ):
         if line := explain(error):
             # Stop where it was raised, in a debugger that can (debugpy 1.8.22 on).
-            hold = getattr(sys.modules.get("debugpy"), "trigger_exception_handler", None)
+            hold = getattr(
+                sys.modules.get("debugpy"), "trigger_exception_handler", None
+            )
             hold(error) if hold else None
             is_mistake = isinstance(line, UserError)
             if is_mistake and distributed.is_set_up():
-                # Often all find the same: let rank 0 print it, whose output people read.
+                # Often all find the same: let rank 0 print it, whose output people
+                # read.
                 time.sleep(min(distributed.rank(), 1))
             report(str(line), MISTAKE if is_mistake else 1)
 
@@ -145,7 +173,11 @@ def report(line: str, status: int) -> NoReturn:
 def _leave(status: int) -> NoReturn:
     """Exit with `status`; rank 0, which may hold the store, once the others know of the failure."""
     is_awaited = environment.has_other_nodes() or not process.by_torchrun()
-    if is_awaited and os.environ.get("RANK") == "0" and os.environ.get("WORLD_SIZE") != "1":
+    if (
+        is_awaited
+        and os.environ.get("RANK") == "0"
+        and os.environ.get("WORLD_SIZE") != "1"
+    ):
         time.sleep(4 * POLL_SECONDS)
     process.exit_now(status)
 
@@ -179,7 +211,9 @@ def keep_store() -> None:
         whole.rename(path)
         _store_file[0] = path.open("rb")
     except OSError as error:
-        print_error(f"{path}, through which the ranks agree, is lost ({error.strerror})")
+        print_error(
+            f"{path}, through which the ranks agree, is lost ({error.strerror})"
+        )
         process.exit_now(1)
     distributed.say(f"{path} had been removed and is written anew: what cleans TMPDIR?")
 
@@ -228,7 +262,10 @@ def follow_others(_: list[int]) -> None:
         return
     keep_store()
     try:
-        status, is_held = status_of_failure(), distributed.is_debugged() or watch.is_leaving
+        status, is_held = (
+            status_of_failure(),
+            distributed.is_debugged() or watch.is_leaving,
+        )
         if status is not None and not is_held:  # nccl does not notice it
             time.sleep(2 * POLL_SECONDS)  # let that rank print its error first
             process.exit_now(status)
@@ -236,7 +273,9 @@ def follow_others(_: list[int]) -> None:
             return
         if devices.is_mixed() and not is_held:
             _lateness.check()
-        is_asked = distributed.store().check([protocol.ASKED.format(watch.questions + 1)])
+        is_asked = distributed.store().check(
+            [protocol.ASKED.format(watch.questions + 1)]
+        )
         person = watch.folder / protocol.QUESTION if watch.folder else None
         is_person = person and distributed.is_rank_zero() and person.exists()
         if is_asked or is_person:
@@ -245,9 +284,12 @@ def follow_others(_: list[int]) -> None:
             explaining.answer()
             if person and is_person:
                 person.unlink(missing_ok=True)
-                explaining.show("asked where all ranks are:", ANSWER_SECONDS, is_hang=False)
+                explaining.show(
+                    "asked where all ranks are:", ANSWER_SECONDS, is_hang=False
+                )
     except (dist.DistError, ValueError, AttributeError) as error:
-        # Without the store, or when the main thread is leaving the group, there is nobody to hear.
+        # Without the store, or when the main thread is leaving the group, there is
+        # nobody to hear.
         if distributed.is_joined() and not isinstance(error, dist.DistError):
             raise
         watch.duties.remove(follow_others)
@@ -262,15 +304,22 @@ def status_of_failure() -> int | None:
 
 def _reported_status(status: int) -> int | None:
     """Return the status of the rank that reported an error; None if it is this one's turn, now."""
-    if not distributed.is_set_up():  # not in a group yet: the first rank of each node reports
-        if distributed.local_rank() and process.by_torchrun() and not process.is_debugged():
+    # not in a group yet: the first rank of each node reports
+    if not distributed.is_set_up():
+        if (
+            distributed.local_rank()
+            and process.by_torchrun()
+            and not process.is_debugged()
+        ):
             process.be_quiet()  # on Ctrl-C
-            time.sleep(END_SECONDS + distributed.local_rank())  # if it has, the launcher ends this
+            # if it has, the launcher ends this
+            time.sleep(END_SECONDS + distributed.local_rank())
         return None
     mine = f"{distributed.rank()} {status} {os.getpid()} {environment.node()}"
     try:
         first = distributed.store().compare_set(ERROR, "", mine).decode()
-    except dist.DistError:  # the store has gone: with torchrun, or with rank 0, perhaps killed
+    # the store has gone: with torchrun, or with rank 0, perhaps killed
+    except dist.DistError:
         return _known[0] if _known else status if process.by_torchrun() else None
     reported = _read(first)
     return None if first == mine else reported
@@ -295,7 +344,8 @@ def _lost_rank(error: Exception) -> str | None:
         return None
     is_late = found[0].lower().startswith("time")
     if not is_late:
-        time.sleep(POLL_SECONDS)  # for a rank that has timed out, and so left, to say it first
+        # for a rank that has timed out, and so left, to say it first
+        time.sleep(POLL_SECONDS)
     return _of_others(is_late)
 
 
@@ -306,19 +356,25 @@ def _of_others(is_late: bool) -> str:
         seconds = f"{distributed.timeout():g} s (--dist-timeout)"
         line = f"{environment.own_rank()} timed out after {seconds} waiting for another rank"
     stderr = sys.__stderr__ or sys.stderr
-    faulthandler.dump_traceback_later(3 * END_SECONDS, exit=True, file=stderr)  # if the store hangs
+    # if the store hangs
+    faulthandler.dump_traceback_later(3 * END_SECONDS, exit=True, file=stderr)
     try:
-        if status_of_failure() is None and not distributed.store().check([protocol.STOP]):
+        if status_of_failure() is None and not distributed.store().check(
+            [protocol.STOP]
+        ):
             from ddpkit.ranks import explaining
 
             is_new = not watch.questions  # before training no hang is shown
             if is_late and is_new and distributed.is_joined():
                 explaining.show(f"{line}:", ANSWER_SECONDS, is_hang=False)
             states = explaining.states(range(distributed.world_size()))
-            line = ": ".join([line, *(state for state in states if "has ended" in state)])
+            line = ": ".join(
+                [line, *(state for state in states if "has ended" in state)]
+            )
     except dist.DistError:
         line = lost_store()
-    faulthandler.cancel_dump_traceback_later()  # a debugger may hold the error for longer
+    # a debugger may hold the error for longer
+    faulthandler.cancel_dump_traceback_later()
     return line
 
 
@@ -341,13 +397,17 @@ def _of_torch(error: Exception) -> UserError | str | None:
     text = str(error)
     if "Expected to have finished reduction in the prior iteration" in text:
         return _unused(error, text)
-    if found := re.search(r"Unable to find (?:address|interface) for: \[?([^\s\]]+)", text):
+    if found := re.search(
+        r"Unable to find (?:address|interface) for: \[?([^\s\]]+)", text
+    ):
         return UserError(
             f"gloo finds no network interface {found[1]}: bring up the loopback (ip link set lo "
             "up), which a sandbox may lack, or name an interface in GLOO_SOCKET_IFNAME"
         )
     if "Gloo connectFullMesh failed" in text:
-        return f"{environment.own_rank()} cannot connect to all other ranks: {NO_NETWORK}"
+        return (
+            f"{environment.own_rank()} cannot connect to all other ranks: {NO_NETWORK}"
+        )
     if isinstance(error, IndexError | AssertionError | RuntimeError | ValueError):
         for pattern, line in REMEDIES.items():
             if re.search(pattern, text):
@@ -357,10 +417,17 @@ def _of_torch(error: Exception) -> UserError | str | None:
 
 def _unused(error: Exception, text: str) -> UserError:
     """Name the weights to which the last backward pass has brought no gradient."""
-    callers = [frame.f_locals.get("self") for frame, _ in traceback.walk_tb(error.__traceback__)]
+    callers = [
+        frame.f_locals.get("self")
+        for frame, _ in traceback.walk_tb(error.__traceback__)
+    ]
     networks = [each for each in callers if isinstance(each, DistributedDataParallel)]
-    found = re.search(r"indices which did not receive grad for rank \d+: ([\d ]+)", text)
-    trained = dict(enumerate(replicas.trained.get(networks[-1], []) if networks else []))
+    found = re.search(
+        r"indices which did not receive grad for rank \d+: ([\d ]+)", text
+    )
+    trained = dict(
+        enumerate(replicas.trained.get(networks[-1], []) if networks else [])
+    )
     numbers = found[1].split() if found else []
     unused = [trained[int(n)] for n in numbers if int(n) in trained] or ["some weights"]
     return UserError(
@@ -388,8 +455,12 @@ def _of_memory(error: Exception) -> UserError | None:
 def out_of_memory(error: Exception) -> str | None:
     """Return such as "GPU memory (asked for 2.00 GiB, peak 75.3 of 79.2 GiB)", if it is that."""
     text = str(error)
-    on_host = isinstance(error, MemoryError) or "alloc_cpu" in text or "in pin memory" in text
-    is_said = isinstance(error, RuntimeError) and re.search("out of memory|alloc_cpu", text)
+    on_host = (
+        isinstance(error, MemoryError) or "alloc_cpu" in text or "in pin memory" in text
+    )
+    is_said = isinstance(error, RuntimeError) and re.search(
+        "out of memory|alloc_cpu", text
+    )
     if not (is_said or isinstance(error, MemoryError | torch.OutOfMemoryError)):
         return None
     asked = re.search(r"(?:[tT]ried|Unable) to allocate ([\d.]+ ?\w+)", text)
@@ -410,4 +481,6 @@ def peak(device: torch.device) -> float:
 
 
 def reset_peak(device: torch.device) -> None:
-    getattr(torch.get_device_module(device), "reset_peak_memory_stats", lambda _: None)(device)
+    getattr(torch.get_device_module(device), "reset_peak_memory_stats", lambda _: None)(
+        device
+    )

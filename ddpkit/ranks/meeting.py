@@ -53,14 +53,17 @@ def open_store(timeout: timedelta) -> tuple[dist.Store, int, int]:
     else:
         store = _reach(LOOPBACK if is_local else host, port, timeout)
     if by_agent and not path:  # it may hold what ranks before a restart have left
-        store = dist.PrefixStore(f"start {os.environ.get('TORCHELASTIC_RESTART_COUNT')}", store)
+        store = dist.PrefixStore(
+            f"start {os.environ.get('TORCHELASTIC_RESTART_COUNT')}", store
+        )
     store.set_timeout(timeout)
     return store, rank, size
 
 
 def _torchruns_file() -> str:
     """Return a file in the folder that torchrun has made for its ranks, if all are on this node."""
-    folder = Path(os.environ.get("TORCHELASTIC_ERROR_FILE", "/")).parents  # .../RANK/error.json
+    # .../RANK/error.json
+    folder = Path(os.environ.get("TORCHELASTIC_ERROR_FILE", "/")).parents
     is_one = os.environ.get("GROUP_WORLD_SIZE") == "1" and len(folder) > 3
     if not is_one or not folder[2].is_relative_to(tempfile.gettempdir()):
         return ""
@@ -80,7 +83,9 @@ def _hold(port: int, is_local: bool, timeout: timedelta) -> dist.Store:
             f"MASTER_PORT={port} is in use or closed ({error.strerror}): use another one "
             f"(MASTER_PORT={port + 1}, the same on all nodes)"
         ) from None
-    return dist.TCPStore(LOOPBACK, port, 1, True, timeout, multi_tenant=True, master_listen_fd=fd)
+    return dist.TCPStore(
+        LOOPBACK, port, 1, True, timeout, multi_tenant=True, master_listen_fd=fd
+    )
 
 
 def _reach(host: str, port: int, timeout: timedelta) -> dist.Store:
@@ -89,7 +94,9 @@ def _reach(host: str, port: int, timeout: timedelta) -> dist.Store:
     for is_due in ticks(seconds):
         try:  # torch alone would print a stack in C++
             socket.create_connection((host, port), 5).close()
-            return dist.TCPStore(host, port, None, False, timeout, wait_for_workers=False)
+            return dist.TCPStore(
+                host, port, None, False, timeout, wait_for_workers=False
+            )
         except (OSError, dist.DistError) as error:
             line = f"nobody answers at MASTER_ADDR={host}, MASTER_PORT={port}"
             if isinstance(error, socket.gaierror):
@@ -106,7 +113,10 @@ def join(
 
     Raises a UserError, the same in all, if they do not fit or are not there within `timeout`.
     """
-    seconds, keys = timeout.total_seconds(), [f"rank {number}" for number in range(size)]
+    seconds, keys = (
+        timeout.total_seconds(),
+        [f"rank {number}" for number in range(size)],
+    )
     note = {"id": uuid.uuid4().hex, "place": environment.node(), **note}
 
     def fail(fault: str) -> NoReturn:
@@ -123,7 +133,9 @@ def join(
     found = json.loads(store.compare_set(keys[rank], "", json.dumps(note)))
     if found["id"] != note["id"]:
         places = ", ".join(sorted({found["place"], note["place"]}))
-        fail(f"RANK={rank} is there twice ({places}): give each its own, and each run a port")
+        fail(
+            f"RANK={rank} is there twice ({places}): give each its own, and each run a port"
+        )
     for is_due in ticks(seconds + (2 if rank else 0)):  # rank 0 says it, if it is there
         if store.check(["met"]) or (rank == 0 and store.check(keys)):
             break
@@ -138,7 +150,8 @@ def join(
     met = json.loads(store.get("met"))
     if isinstance(met, str):
         fail(met)
-    return dist.PrefixStore("joined", store), met  # apart from errors of those who do not fit
+    # apart from errors of those who do not fit
+    return dist.PrefixStore("joined", store), met
 
 
 def _missing(store: dist.Store, keys: Sequence[str]) -> str:

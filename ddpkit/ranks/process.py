@@ -25,12 +25,19 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
-from ddpkit.errors import UserError, drop_unprinted, guard_streams, need_torch, print_line
+from ddpkit.errors import (
+    UserError,
+    drop_unprinted,
+    guard_streams,
+    need_torch,
+    print_line,
+)
 from ddpkit.ranks import protocol
 from ddpkit.ranks.protocol import DEBUGGED_LAUNCHER, KILL, LAUNCHER, STOP_SIGNALS
 
 PR_SET_PDEATHSIG = 1  # in Linux' <sys/prctl.h>
-MAIN_THREAD = threading.main_thread().ident  # a fork of another thread has the ident of that one
+# a fork of another thread has the ident of that one
+MAIN_THREAD = threading.main_thread().ident
 Duty = Callable[[list[int]], object]  # is given the signals that have come
 
 
@@ -52,10 +59,12 @@ class Watch(threading.Thread):
         self.position: Callable[[], str] = str  # such as "epoch 1, step 3"
         self.is_leaving = False  # the main thread ends this rank
         self.questions = 0  # that this rank has answered
-        self.silent: Path | None = None  # what launch.sh finds if this rank ends without a word
+        # what launch.sh finds if this rank ends without a word
+        self.silent: Path | None = None
 
     def start(self) -> None:
-        self.socket, self.wakeup = socket.socketpair()  # not before: forks would share it
+        # not before: forks would share it
+        self.socket, self.wakeup = socket.socketpair()
         self.wakeup.setblocking(False)
         atexit.register(self.stop)
         super().start()
@@ -97,7 +106,8 @@ class Watch(threading.Thread):
 
 
 watch = Watch()
-sockets: dict[int, str] = {}  # process id of a rank: the folder for its loader workers' sockets
+# process id of a rank: the folder for its loader workers' sockets
+sockets: dict[int, str] = {}
 iterators: weakref.WeakSet[Any] = weakref.WeakSet()  # of this process's loaders
 _masks = threading.local()  # signals that a thread has held back before it forks
 
@@ -129,15 +139,19 @@ def _in_child() -> None:
         if getattr(handler, "__module__", "").startswith("ddpkit."):
             is_end = signum == signal.SIGTERM
             signal.signal(signum, signal.SIG_DFL if is_end else hand_over)
-    for iterator in iterators:  # or to drop its copy would end the workers of the parent
+    # or to drop its copy would end the workers of the parent
+    for iterator in iterators:
         iterator._shutdown = True
-    for at_exit in (watch.stop, _kill_workers, ignore_signals):  # the workers are not its own
+    # the workers are not its own
+    for at_exit in (watch.stop, _kill_workers, ignore_signals):
         atexit.unregister(at_exit)
     _after_fork()
 
 
 if hasattr(os, "register_at_fork"):  # not on Windows
-    os.register_at_fork(before=_before_fork, after_in_parent=_after_fork, after_in_child=_in_child)
+    os.register_at_fork(
+        before=_before_fork, after_in_parent=_after_fork, after_in_child=_in_child
+    )
 
 
 def project() -> Path:
@@ -158,7 +172,9 @@ def own(name: str) -> Any:
     except ModuleNotFoundError as error:
         if error.name != name:
             raise
-        raise UserError(f"no {name}.py in {project()}: run this in the project's folder") from None
+        raise UserError(
+            f"no {name}.py in {project()}: run this in the project's folder"
+        ) from None
 
 
 def install_handlers() -> None:
@@ -168,7 +184,8 @@ def install_handlers() -> None:
     be_quiet()
     sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115  None if it is closed
     faulthandler.enable(sys.__stderr__ or sys.stderr)
-    # Runs before multiprocessing's own exit handler, which would wait forever for a stuck worker.
+    # Runs before multiprocessing's own exit handler, which would wait forever for a
+    # stuck worker.
     atexit.register(_kill_workers)
     atexit.register(ignore_signals)
     if by_torchrun():
@@ -182,9 +199,12 @@ def install_handlers() -> None:
 def be_quiet() -> None:
     """Print nothing on Ctrl-C, nor 40 lines of C++ when the rank that held the store has died."""
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    os.environ.setdefault("PYDEVD_DISABLE_FILE_VALIDATION", "1")  # the debugger's, in each rank
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # torch.profiler's; read when torch is imported
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # else the shell ignores it
+    # the debugger's, in each rank
+    os.environ.setdefault("PYDEVD_DISABLE_FILE_VALIDATION", "1")
+    # torch.profiler's; read when torch is imported
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+    # else the shell ignores it
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     if hasattr(signal, "pthread_sigmask"):  # the launcher holds it back until now
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
@@ -282,8 +302,9 @@ def begin_to_leave() -> None:
 def _kill_workers() -> None:
     """Kill the loader workers, which otherwise take seconds to notice that their rank has gone."""
     if threading.current_thread() is not threading.main_thread():
-        # For a killed loader worker torch would raise in the main thread. They ignore SIGTERM, and
-        # follow their rank soon enough; it ends what else a person has started.
+        # For a killed loader worker torch would raise in the main thread. They ignore
+        # SIGTERM, and follow their rank soon enough; it ends what else a person has
+        # started.
         for child in multiprocessing.active_children():
             child.terminate()
         return
@@ -329,8 +350,8 @@ def start_worker(number: int) -> None:
     parent = multiprocessing.parent_process()
     assert parent and parent.pid
     rank = parent.pid
-    # The rank needs its workers until the end of the step. Programs that they start would inherit
-    # SIG_IGN, and that signals are held back; not a handler.
+    # The rank needs its workers until the end of the step. Programs that they start
+    # would inherit SIG_IGN, and that signals are held back; not a handler.
     for signum in STOP_SIGNALS:
         signal.signal(signum, hand_over)
     if hasattr(signal, "pthread_sigmask"):  # not on Windows
@@ -340,7 +361,9 @@ def start_worker(number: int) -> None:
     if not _follow_parent(KILL, rank):
         Watch().add(lambda _: (is_running(rank) and parent.is_alive()) or os._exit(1))
     if is_debugged():
-        threading.main_thread().name = f"rank {os.environ.get('RANK', 0)}, worker {number}"
+        threading.main_thread().name = (
+            f"rank {os.environ.get('RANK', 0)}, worker {number}"
+        )
         if DEBUGGED_LAUNCHER in os.environ:
             Watch().add(lambda _: _interrupt(rank))
 
@@ -358,13 +381,17 @@ def _follow_debugger() -> None:
     sys.breakpointhook = stop_in_debugger
     threading.main_thread().name = f"rank {os.environ.get('RANK', 0)}"
     signal.signal(signal.SIGINT, hand_over)
-    if sys.platform == "linux":  # a worker to which nobody can attach any more ends, too
+    # a worker to which nobody can attach any more ends, too
+    if sys.platform == "linux":
         os.register_at_fork(after_in_child=lambda: _follow_parent(KILL, rank))
     rank, parent = os.getpid(), os.getppid()
 
     def duty(signals: list[int]) -> None:
-        is_held = is_debugged() and os.getppid() == parent and signal.SIGINT not in signals
-        if not is_held and threading.main_thread().is_alive():  # else pydevd ends as the program
+        is_held = (
+            is_debugged() and os.getppid() == parent and signal.SIGINT not in signals
+        )
+        # else pydevd ends as the program
+        if not is_held and threading.main_thread().is_alive():
             exit_now(128 + signal.SIGINT)
 
     watch.add(duty)
@@ -375,4 +402,6 @@ def stop_in_debugger(frame: FrameType | None = None) -> None:
     """Stop in the calling frame; debugpy's own hook does not in a process that torchrun started."""
     if is_debugged():
         frame = frame or sys._getframe(1)
-        sys.modules["pydevd"].settrace(trace_only_current_thread=True, stop_at_frame=frame)
+        sys.modules["pydevd"].settrace(
+            trace_only_current_thread=True, stop_at_frame=frame
+        )

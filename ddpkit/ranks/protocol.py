@@ -36,35 +36,47 @@ KILL = getattr(signal, "SIGKILL", signal.SIGTERM)  # Windows has no SIGKILL
 FINAL = {0, MISTAKE, STOPPED, 128 + getattr(signal, "SIGQUIT", 3)}  # SIGQUIT: Ctrl-\\
 FINAL |= {128 + signum for signum in STOP_SIGNALS}
 
-# Seconds. 2 POLL < ANSWER, and ANSWER + END < GRACE_TORCHRUN, and GRACE + ANSWER + END < STOP:
-# a rank that does not answer is named, waited for, and given up before the launcher kills all.
+# Seconds. 2 POLL < ANSWER, and ANSWER + END < GRACE_TORCHRUN, and GRACE + ANSWER + END
+# < STOP: a rank that does not answer is named, waited for, and given up before the
+# launcher kills all.
 POLL_SECONDS = 0.5  # between two looks of the thread
 DUPLICATE_SECONDS = 1  # a signal often comes twice: from the terminal and from torchrun
 ANSWER_SECONDS = 5  # for the other ranks to answer; who has not is named
-END_SECONDS = 5  # for the launcher to end a rank, for others to see a failure, for code at the end
-GRACE_TORCHRUN_SECONDS = 24  # for a rank to answer a STOP, where torchrun kills all after 30
+# for the launcher to end a rank, for others to see a failure, for code at the end
+END_SECONDS = 5
+# for a rank to answer a STOP, where torchrun kills all after 30
+GRACE_TORCHRUN_SECONDS = 24
 GRACE_SECONDS = 100  # the same under our launcher, which kills them after
 STOP_SECONDS = 120
-LATE_SECONDS = 60  # for torch's watchdog of GPUs to come after our end at --dist-timeout
-NOTICE_SECONDS = 30  # then it is said for whom one waits; for ranks to end after a failure
+# for torch's watchdog of GPUs to come after our end at --dist-timeout
+LATE_SECONDS = 60
+# then it is said for whom one waits; for ranks to end after a failure
+NOTICE_SECONDS = 30
 
 # Keys in the group's store: what is there (who writes it; who reads it)
 STOP = "stop"  # the name of the signal (the rank that got one; all)
 STEP = "stop/{}"  # the step in which a rank saw STOP (that rank; all)
-ERROR = "error"  # "<rank> <exit status> <process id> <node>" (the first rank that fails; all)
-ASKED = "where/{}"  # the n-th question where all are: the rank that asks (that rank; all)
+# "<rank> <exit status> <process id> <node>" (the first rank that fails; all)
+ERROR = "error"
+# the n-th question where all are: the rank that asks (that rank; all)
+ASKED = "where/{}"
 PLACE = "where/{}/{}"  # the n-th answer of a rank (that rank; who asks)
-PROCESS = "process/{}"  # "<node> <process_space()> <process id>" (that rank; who has to name it)
+# "<node> <process_space()> <process id>" (that rank; who has to name it)
+PROCESS = "process/{}"
 ARRIVED = "arrived/{}"  # how many ranks are at a point with a name (each; the last)
 ALL_ARRIVED = "arrived/{}/all"  # all are (the last; all)
 
 # Environment variables of this project's own, besides those that people type
-LAUNCH_ID = "DDP_LAUNCH_ID"  # one for each start of launch.sh; restarts (MAX_RESTARTS) keep it
+# one for each start of launch.sh; restarts (MAX_RESTARTS) keep it
+LAUNCH_ID = "DDP_LAUNCH_ID"
 LAUNCHER = "DDP_LAUNCHER"  # the process id of launch.sh, which becomes ddpkit/launch.py
 STORE = "DDP_STORE"  # the file of the store, if all ranks are on one node
-SILENT = "DDP_SILENT"  # a file that a rank removes when it ends for a reason that is printed
-JOB = "DDP_JOB"  # a folder that slurm/train.sbatch keeps: where it has saved, what is a mistake
-DEBUGGED_LAUNCHER = "DDP_DEBUGGED_LAUNCHER"  # with F5: the process id of torchrun, or nothing
+# a file that a rank removes when it ends for a reason that is printed
+SILENT = "DDP_SILENT"
+# a folder that slurm/train.sbatch keeps: where it has saved, what is a mistake
+JOB = "DDP_JOB"
+# with F5: the process id of torchrun, or nothing
+DEBUGGED_LAUNCHER = "DDP_DEBUGGED_LAUNCHER"
 THREADS = "DDP_THREADS"  # launch.sh has set OMP_NUM_THREADS, nobody else
 
 # Files in the output folder

@@ -13,7 +13,8 @@ from torch.nn.parallel import DistributedDataParallel
 from ddpkit.errors import UserError
 from ddpkit.ranks import distributed
 
-trained: WeakKeyDictionary[nn.Module, list[str]] = WeakKeyDictionary()  # names, in DDP's order
+# names, in DDP's order
+trained: WeakKeyDictionary[nn.Module, list[str]] = WeakKeyDictionary()
 _called: WeakSet[nn.Module] = WeakSet()  # of these, since the last optimizer step
 
 
@@ -46,7 +47,8 @@ def prepare(network: nn.Module) -> None:
             f"run.steps got a {type(network).__name__}: give it DistributedDataParallel(model), "
             "which averages the gradients over the ranks"
         )
-    # A sum of two is the same in any order; the other flags keep to the order of the weights.
+    # A sum of two is the same in any order; the other flags keep to the order of the
+    # weights.
     keeps_order = ddp_model.find_unused_parameters or ddp_model.static_graph
     if distributed.world_size() > 2 and not keeps_order:
         _settle_buckets(ddp_model)
@@ -100,7 +102,8 @@ def sync_networks(parts: Iterable[object]) -> None:
             names = part.state_dict().keys()
             saved = {name: each for name, each in buffers.items() if name in names}
             _check_same(weights, saved)
-            # One that is not saved may be a cache, as large as the last images of a rank.
+            # One that is not saved may be a cache, as large as the last images of a
+            # rank.
             if len(saved) < len(buffers) and not _find_unlike(buffers):
                 saved = buffers
             _give([*saved.values()])
@@ -122,10 +125,13 @@ def _give(buffers: list[Tensor]) -> None:
 
     Between the CPUs, as objects: whatever their devices, dtypes and strides, in one collective.
     """
-    values = distributed.from_rank_zero(lambda: [each.cpu().clone() for each in buffers])
+    values = distributed.from_rank_zero(
+        lambda: [each.cpu().clone() for each in buffers]
+    )
     for buffer, value in zip(buffers, values, strict=True):
         for dim, stride in enumerate(buffer.stride()):
-            if not stride and value.size(dim):  # after expand() all elements are the first one
+            # after expand() all elements are the first one
+            if not stride and value.size(dim):
                 buffer = buffer.narrow(dim, 0, 1)
                 value = value.narrow(dim, 0, 1)
         buffer.copy_(value)
@@ -138,7 +144,9 @@ def _check_same(weights: dict[str, Tensor], buffers: dict[str, Tensor]) -> None:
         # Sums of bytes are exact in any order, so they cannot differ by rounding.
         values = each.resolve_conj().resolve_neg().contiguous().flatten()
         sums.append(values.view(torch.uint8).sum(dtype=torch.int64))
-    numbers = torch.stack([each.to(sums[0].device) for each in sums]).tolist() if sums else []
+    numbers = (
+        torch.stack([each.to(sums[0].device) for each in sums]).tolist() if sums else []
+    )
     if name := _find_unlike({**weights, **buffers}, numbers):
         raise UserError(
             f"{name} differs between ranks: train through ddp_model, not through model; after "
@@ -169,7 +177,10 @@ def check_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
 
 def check_cleared(optimizer: torch.optim.Optimizer) -> None:
     """Raise a UserError if weights still have the gradients of the step before, at a backward()."""
-    if any(weight.grad is not None and weight.grad.any() for weight in weights_of(optimizer)):
+    if any(
+        weight.grad is not None and weight.grad.any()
+        for weight in weights_of(optimizer)
+    ):
         raise UserError(
             "the gradients of the step before are still there at backward(): call "
             "optimizer.zero_grad() after each optimizer step"
@@ -197,7 +208,9 @@ def check_slopes(
         return
     of_batches = [scale / float(own) for _, own in slopes if own]
     if is_any(scale) or any(map(is_any, of_batches)):
-        raise UserError(f"the loss is not the mean over the labels of all ranks: {formula}")
+        raise UserError(
+            f"the loss is not the mean over the labels of all ranks: {formula}"
+        )
     for number, what in (passes, "passes of a step"), (ranks, "ranks"):
         if number > 1 and is_any(right / number):
             distributed.say(

@@ -31,7 +31,9 @@ class Stopper:
         self.first_signal = 0.0  # when it came
         self.status = 1  # with which to exit if nothing can be saved
         by_torchrun = process.by_plain_torchrun()
-        self.grace = protocol.GRACE_TORCHRUN_SECONDS if by_torchrun else protocol.GRACE_SECONDS
+        self.grace = (
+            protocol.GRACE_TORCHRUN_SECONDS if by_torchrun else protocol.GRACE_SECONDS
+        )
         limit = distributed.timeout()  # after which a collective fails
         self.hang_seconds = min(0.8 * limit, max(0.5 * limit, limit - 4))
         self.last_heartbeat, self.seen = -1, 0.0  # its number, and when it was seen,
@@ -57,7 +59,8 @@ class Stopper:
                 self.await_answers()
             elif not self.is_stopping and self.store.check([STOP]):
                 self.answer()
-        except dist.DistError:  # the store has gone, with the rank or launcher that held it
+        # the store has gone, with the rank or launcher that held it
+        except dist.DistError:
             for signum in watch.wait(ANSWER_SECONDS):  # a launcher that ends sends one
                 if signum in STOP_SIGNALS:
                     process.exit_now(128 + signum)
@@ -97,7 +100,9 @@ class Stopper:
         elif waited > ANSWER_SECONDS:
             from ddpkit.ranks import explaining
 
-            missing = [rank for rank, key in enumerate(answers) if not self.store.check([key])]
+            missing = [
+                rank for rank, key in enumerate(answers) if not self.store.check([key])
+            ]
             states = ", ".join(explaining.states(missing))
             if waited > self.grace or "has ended" in states:
                 line = f"not saved, after {waited:.0f} s for an answer: {states}"
@@ -111,11 +116,18 @@ class Stopper:
         """Print where all ranks are, if the main thread has had no heartbeat for too long."""
         now = time.monotonic()
         if self.heartbeat != self.last_heartbeat:
-            self.last_heartbeat, self.seen, self.questions = self.heartbeat, now, watch.questions
-        elif now - self.seen > self.hang_seconds and watch.questions == self.questions:  # once
+            self.last_heartbeat, self.seen, self.questions = (
+                self.heartbeat,
+                now,
+                watch.questions,
+            )
+        # once
+        elif now - self.seen > self.hang_seconds and watch.questions == self.questions:
             from ddpkit.ranks import explaining
 
-            seconds = min(0.6 * (distributed.timeout() - self.hang_seconds), ANSWER_SECONDS)
+            seconds = min(
+                0.6 * (distributed.timeout() - self.hang_seconds), ANSWER_SECONDS
+            )
             explaining.show(f"no progress for {self.hang_seconds:g} s:", seconds)
 
 
@@ -137,7 +149,10 @@ def on_signals(position: Callable[[], str]) -> Iterator[None]:
     watch.add(failures.follow_others)
     watch.add(stopper)
     taken_from = signal.set_wakeup_fd(watch.wakeup.fileno(), warn_on_full_buffer=False)
-    handled = [each for each in STOP_SIGNALS if signal.getsignal(each) != signal.SIG_IGN]  # nohup
+    # nohup
+    handled = [
+        each for each in STOP_SIGNALS if signal.getsignal(each) != signal.SIG_IGN
+    ]
     before = {signum: signal.signal(signum, process.hand_over) for signum in handled}
     is_done = False
     try:

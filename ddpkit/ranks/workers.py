@@ -25,7 +25,10 @@ from ddpkit.errors import LineError, UserError
 from ddpkit.ranks import process, protocol
 
 FORKS: Any = multiprocessing.get_context("fork" if hasattr(os, "fork") else None)
-HINTS = {"SIGKILL": ": out of memory? Lower --workers (see dmesg)", "SIGBUS": ": /dev/shm full?"}
+HINTS = {
+    "SIGKILL": ": out of memory? Lower --workers (see dmesg)",
+    "SIGBUS": ": /dev/shm full?",
+}
 OVER = b"over"  # the note of a worker that has done all
 
 running: list["Worker"] = []  # of this rank, and those that have died
@@ -40,12 +43,14 @@ class Worker(FORKS.Process):
 
     def start(self) -> None:
         self._config["tempdir"] = sockets()  # instead of a folder of its own
-        running[:] = [each for each in running if not each.is_over()]  # which closes their handles
+        # which closes their handles
+        running[:] = [each for each in running if not each.is_over()]
         super().start()
         running.append(self)
 
     def run(self) -> None:
-        sys.excepthook = lambda _, error, __: fail(error)  # multiprocessing's thread calls it
+        # multiprocessing's thread calls it
+        sys.excepthook = lambda _, error, __: fail(error)
         try:
             super().run()
         except Exception as error:
@@ -133,22 +138,34 @@ def lacking(error: BaseException) -> UserError | None:
         return None
     text = str(error)
     trace = "".join(traceback.format_tb(error.__traceback__))
-    of_torch = re.search(r"</torch_.* \((\d+)\)", text)  # how its C++ names a file in /dev/shm
+    # how its C++ names a file in /dev/shm
+    of_torch = re.search(r"</torch_.* \((\d+)\)", text)
     number = int(of_torch[1]) if of_torch else getattr(error, "errno", None)
     is_forking = "popen_fork.py" in trace
     is_of_shm = of_torch or re.search("multiprocessing.(heap|synchronize).py", trace)
-    no_thread = "start new thread|^Resource temporarily unavailable$"  # Python's, and C++'s
+    # Python's, and C++'s
+    no_thread = "start new thread|^Resource temporarily unavailable$"
     if re.search(no_thread, text) or (is_forking and number == errno.EAGAIN):
         return UserError(
             "no more processes or threads can be started: raise the limit (ulimit -u, docker run "
             "--pids-limit), or lower --workers"
         )
-    if number == errno.EMFILE or re.search("Too many open files|items of ancdata", text):
-        return UserError("too many files are open: raise the limit (ulimit -n) or lower --workers")
-    if isinstance(error, MemoryError) or (number == errno.ENOMEM and (is_of_shm or is_forking)):
-        return UserError("too little memory for loader workers: lower --workers or --batch-size")
+    if number == errno.EMFILE or re.search(
+        "Too many open files|items of ancdata", text
+    ):
+        return UserError(
+            "too many files are open: raise the limit (ulimit -n) or lower --workers"
+        )
+    if isinstance(error, MemoryError) or (
+        number == errno.ENOMEM and (is_of_shm or is_forking)
+    ):
+        return UserError(
+            "too little memory for loader workers: lower --workers or --batch-size"
+        )
     if isinstance(error, FileNotFoundError) and "resource_sharer.py" in trace:
-        return UserError("the sockets of loader workers have been removed from TMPDIR: start again")
+        return UserError(
+            "the sockets of loader workers have been removed from TMPDIR: start again"
+        )
     if not is_of_shm or not number:
         return None
     return UserError(

@@ -64,14 +64,23 @@ KINDS: dict[str, Any] = {  # of what a checkpoint holds; integers are not negati
     "best_of": str,
     "resumed_from": str,
 }
-KEYS = tuple(KINDS)  # what a checkpoint has to contain, besides what a training loader adds
+# what a checkpoint has to contain, besides what a training loader adds
+KEYS = tuple(KINDS)
 # The kind of what they consist of.
 OF_ROWS = {"args": str, "classes": str, "history": dict, "totals": list}
 # What kernels of torch take for as large as the weight, without a look.
 MOMENTS = {"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "sum"}
-MISFITS = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
+MISFITS = (
+    ArithmeticError,
+    AttributeError,
+    LookupError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
 ALIKE = (dict, (list, tuple), str, Tensor, (bool, int, float))
-STORED = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)  # to others lies the way of other libraries
+# to others lies the way of other libraries
+STORED = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)
 OF_BYTES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 COMPILED = "_orig_mod."  # in names of weights, by torch.compile
 ON_HOST = ("cpu", "meta")  # kinds of device whose tensors are saved as they are
@@ -92,7 +101,9 @@ def write(path: Path, state: State) -> None:
         with open(path, "wb") as new:
             torch.save(state, new)
     except RuntimeError as error:  # which hides what the disk has said
-        raise error.__context__ if isinstance(error.__context__, OSError) else error from None
+        raise (
+            error.__context__ if isinstance(error.__context__, OSError) else error
+        ) from None
     files.sync(path)  # a disk may say only now that it is full
 
 
@@ -105,7 +116,9 @@ def check_archive(file: BinaryIO) -> bool:
     try:
         archive = zipfile.ZipFile(file)
     except zipfile.BadZipFile as error:  # also for what the disk has said
-        raise error.__context__ if isinstance(error.__context__, OSError) else error from None
+        raise (
+            error.__context__ if isinstance(error.__context__, OSError) else error
+        ) from None
     entries = archive.infolist()
     if any(entry.compress_type not in STORED for entry in entries):
         raise zipfile.BadZipFile("compressed in a way that torch.save does not use")
@@ -115,7 +128,9 @@ def check_archive(file: BinaryIO) -> bool:
     return True
 
 
-def read(path: Path | str, keys: Iterable[str] = ("model", "classes", "args", "format")) -> State:
+def read(
+    path: Path | str, keys: Iterable[str] = ("model", "classes", "args", "format")
+) -> State:
     """Return the checkpoint at `path`, tensors on the CPU."""
     state = read_file(path)
     if missing := sorted({*keys, "channels"} - state.keys()):
@@ -131,12 +146,16 @@ def read(path: Path | str, keys: Iterable[str] = ("model", "classes", "args", "f
         if is_right and name in OF_ROWS:
             is_right = all(isinstance(row, OF_ROWS[name]) for row in value)
         if not is_right:
-            raise Foreign(f"{path}: not a checkpoint of this project ({name} is {value!r:.60})")
+            raise Foreign(
+                f"{path}: not a checkpoint of this project ({name} is {value!r:.60})"
+            )
     if state.get("seen", 0) > state.get("images", math.inf):
         line = f"{state['seen']} images seen of {state['images']}"
         raise Foreign(f"{path}: not a checkpoint of this project ({line})")
     if unknown := state["format"].keys() - Format.__dataclass_fields__.keys():
-        raise Foreign(f"{path}: of another ddpkit (format has {shorten([*map(str, unknown)])})")
+        raise Foreign(
+            f"{path}: of another ddpkit (format has {shorten([*map(str, unknown)])})"
+        )
     return {**state, "path": str(path)}
 
 
@@ -172,12 +191,16 @@ def unreadable(path: Path | str, error: Exception, is_whole: bool) -> LineError:
     # EINVAL: a place before the beginning, as an archive may name that is cut short.
     if isinstance(error, OSError) and error.errno not in (None, errno.EINVAL):
         return files.failure(path, error, "read")
-    reason = getattr(error, "strerror", None) or re.split(r"\n|\. ", str(error).strip())[0]
+    reason = (
+        getattr(error, "strerror", None) or re.split(r"\n|\. ", str(error).strip())[0]
+    )
     reason = reason[:120] or type(error).__name__
     if isinstance(error, MemoryError) or NO_MEMORY.search(str(error)):
         return DiskError(f"{path}: there is too little memory to read it ({reason})")
     if isinstance(error, pickle.UnpicklingError) and is_whole:
-        reason = "more than plain types: torch.load cannot read it with weights_only=True"
+        reason = (
+            "more than plain types: torch.load cannot read it with weights_only=True"
+        )
     line = f"{path}: not a readable checkpoint ({reason})"
     # Torch's reader of archives looks at more than zipfile does.
     if is_whole and isinstance(error, pickle.UnpicklingError):
@@ -185,10 +208,14 @@ def unreadable(path: Path | str, error: Exception, is_whole: bool) -> LineError:
     return Damaged(f"{line}: another one is needed")
 
 
-def check_classes(path: Path | str, known: Sequence[str], classes: Sequence[str]) -> None:
+def check_classes(
+    path: Path | str, known: Sequence[str], classes: Sequence[str]
+) -> None:
     """Raise a UserError unless the checkpoint's classes are those of the data."""
     if list(known) != list(classes):
-        then, now = (f"{len(names)} classes ({shorten(names)})" for names in (known, classes))
+        then, now = (
+            f"{len(names)} classes ({shorten(names)})" for names in (known, classes)
+        )
         line = f"{path} has {then}, the data has {now}: others, or in another order"
         raise UserError(f"{line}; {OTHER_RUN}")
 
@@ -270,7 +297,9 @@ def to_plain(value: object) -> Any:
         return {to_plain(key): to_plain(each) for key, each in value.items()}
     if isinstance(value, list | tuple):
         return type(value)(map(to_plain, value))
-    if isinstance(value, np.generic) or (isinstance(value, Tensor) and value.numel() == 1):
+    if isinstance(value, np.generic) or (
+        isinstance(value, Tensor) and value.numel() == 1
+    ):
         value = value.item()
     if isinstance(value, float):
         value = float(value)  # of a Score
@@ -281,7 +310,9 @@ def take_states(parts: Parts) -> State:
     """Return the state of each part for a checkpoint; names are those without torch.compile."""
     states, names = {}, names_of(parts)
     for name, part in parts.items():
-        state = by_name(part, names) if isinstance(part, Optimizer) else part.state_dict()
+        state = (
+            by_name(part, names) if isinstance(part, Optimizer) else part.state_dict()
+        )
         if not isinstance(part, nn.Module):  # such as a rate from np.cos
             state = tree_map_only(np.generic, lambda x: x.item(), state)
         elif any(COMPILED in key for key in state):
@@ -316,7 +347,8 @@ def summary(parts: Parts) -> str:
     others = [leaf for leaf in leaves if not isinstance(leaf, Tensor)]
     sums = []
     for each in tensors:
-        kind = OF_BYTES.get(each.element_size(), torch.uint8)  # the largest, as that is faster
+        # the largest, as that is faster
+        kind = OF_BYTES.get(each.element_size(), torch.uint8)
         sums.append(each.flatten().view(kind).sum(dtype=torch.int64))
     found = torch.stack([each.to(sums[0].device) for each in sums])
     return f"{found.tolist()} {others}"
@@ -327,7 +359,9 @@ def to_host(state: State) -> State:
     tensors = [leaf for leaf in tree_leaves(state) if isinstance(leaf, Tensor)]
     if not distributed.is_rank_zero() or all(t.device.type in ON_HOST for t in tensors):
         return state
-    return copy.deepcopy(state, {id(tensor): tensor.detach().cpu() for tensor in tensors})
+    return copy.deepcopy(
+        state, {id(tensor): tensor.detach().cpu() for tensor in tensors}
+    )
 
 
 def names_of(parts: Parts) -> dict[Tensor, str]:
@@ -346,13 +380,19 @@ def by_name(optimizer: Optimizer, names: Names) -> State:
     known = [names.get(w, f"{i} {tuple(w.shape)}") for i, w in enumerate(weights)]
     state = optimizer.state_dict()
     moments = {known[i]: values for i, values in sorted(state["state"].items())}
-    groups = [{**g, "params": [known[i] for i in g["params"]]} for g in state["param_groups"]]
+    groups = [
+        {**g, "params": [known[i] for i in g["params"]]} for g in state["param_groups"]
+    ]
     return {**state, "state": moments, "param_groups": groups}
 
 
 def kinds(parts: Parts) -> dict[str, str]:
     """Return the class of each optimizer and scheduler."""
-    return {n: type(p).__name__ for n, p in parts.items() if isinstance(p, Optimizer | LRScheduler)}
+    return {
+        n: type(p).__name__
+        for n, p in parts.items()
+        if isinstance(p, Optimizer | LRScheduler)
+    }
 
 
 def load_states(state: State, parts: Parts, step: int) -> None:
@@ -364,11 +404,14 @@ def load_states(state: State, parts: Parts, step: int) -> None:
     by_flags = type(scheduler) is LambdaLR
     if not by_flags:
         kind = type(scheduler).__name__
-        distributed.say(f"{kind} and the optimizer's settings resume as saved, not as flags say")
+        distributed.say(
+            f"{kind} and the optimizer's settings resume as saved, not as flags say"
+        )
     for name, part in parts.items():
         if name not in state:
             distributed.say(f"{path} has no {name}: it starts from its initial state")
-        elif name != "model" and (saved := state[name]):  # empty of a GradScaler that is off
+        # empty of a GradScaler that is off
+        elif name != "model" and (saved := state[name]):
             try:
                 then, now = state["kinds"].get(name), type(part).__name__
                 if then not in (None, now):
@@ -376,7 +419,9 @@ def load_states(state: State, parts: Parts, step: int) -> None:
                 if isinstance(part, LRScheduler | torch.amp.GradScaler):
                     check_alike(name, part.state_dict(), saved)
                 if isinstance(part, Optimizer):
-                    saved = as_made(saved, part, names, by_flags and name == "optimizer")
+                    saved = as_made(
+                        saved, part, names, by_flags and name == "optimizer"
+                    )
                 if part is scheduler and by_flags:
                     follow(scheduler, parts["optimizer"], saved, step)
                 elif isinstance(part, nn.Module):
@@ -385,7 +430,9 @@ def load_states(state: State, parts: Parts, step: int) -> None:
                     part.load_state_dict(saved)
             except MISFITS as error:
                 reason = " ".join(str(error).split())[:200]
-                undo = f"or keep only its weights: --weights {path} --output-dir ANOTHER"
+                undo = (
+                    f"or keep only its weights: --weights {path} --output-dir ANOTHER"
+                )
                 line = f"{path} does not fit the {name} ({reason}); undo that to resume, {undo}"
                 raise UserError(line) from None
 
@@ -395,12 +442,16 @@ def as_made(saved: State, optimizer: Optimizer, names: Names, by_flags: bool) ->
     then = [group["params"] for group in saved["param_groups"]]
     known = [group["params"] for group in by_name(optimizer, names)["param_groups"]]
     if [*map(set, then)] != [*map(set, known)]:
-        had, have = (" + ".join(str(len(group)) for group in each) for each in (then, known))
+        had, have = (
+            " + ".join(str(len(group)) for group in each) for each in (then, known)
+        )
         raise ValueError(f"groups had {had} weights and have {have}, or others")
     weights = weights_of(optimizer)
     sized = MOMENTS if "fused" in optimizer.defaults else set()
     # What the kernels of Adam and AdamW ask for; SGD begins without.
-    needed = ("exp_avg", "exp_avg_sq") if sized and "betas" in optimizer.defaults else ()
+    needed = (
+        ("exp_avg", "exp_avg_sq") if sized and "betas" in optimizer.defaults else ()
+    )
     moments: dict[int, State] = {}
     without: list[str] = []
     for i, name in enumerate(name for group in known for name in group):
@@ -409,7 +460,9 @@ def as_made(saved: State, optimizer: Optimizer, names: Names, by_flags: bool) ->
             for key in needed:
                 if state.get(key) is None:
                     raise ValueError(f"{name} has no {key}")
-            moments[i] = {k: like(k, v, weights[i], k in sized) for k, v in state.items()}
+            moments[i] = {
+                k: like(k, v, weights[i], k in sized) for k, v in state.items()
+            }
         elif weights[i].requires_grad:
             without.append(name)
     if moments and without:
@@ -418,7 +471,11 @@ def as_made(saved: State, optimizer: Optimizer, names: Names, by_flags: bool) ->
     groups = []
     current = optimizer.state_dict()["param_groups"]
     for old, group in zip(saved["param_groups"], current, strict=True):
-        own = {k: v for k, v in group.items() if by_flags or k in ("params", "fused", "foreach")}
+        own = {
+            k: v
+            for k, v in group.items()
+            if by_flags or k in ("params", "fused", "foreach")
+        }
         check_alike("param_groups", {**group, "params": None}, old)
         groups.append({**old, **own})
     return {**saved, "state": moments, "param_groups": groups}
@@ -439,7 +496,9 @@ def like(key: str, value: Any, weight: Tensor, is_sized: bool) -> Any:
     if key == "step" and (value.numel() != 1 or value < 0):
         raise ValueError(f"step is {value!s:.60}")
     if is_sized and value.shape != weight.shape:
-        raise ValueError(f"{key} has shape {tuple(value.shape)}, its weight {tuple(weight.shape)}")
+        raise ValueError(
+            f"{key} has shape {tuple(value.shape)}, its weight {tuple(weight.shape)}"
+        )
     if value.shape != weight.shape or not value.ndim:
         return value
     return torch.empty_like(weight, dtype=value.dtype).copy_(value)
@@ -449,7 +508,9 @@ def check_alike(name: str, now: Any, then: Any) -> None:
     """Raise a ValueError if a saved value is of another kind than the one of now; None is any."""
     if now is None or then is None:
         return
-    now, then = (x.item() if isinstance(x, Tensor) and not x.ndim else x for x in (now, then))
+    now, then = (
+        x.item() if isinstance(x, Tensor) and not x.ndim else x for x in (now, then)
+    )
     for kind in ALIKE:
         if isinstance(now, kind) != isinstance(then, kind):
             raise ValueError(f"{name} is {then!r:.60}")
@@ -481,10 +542,16 @@ def fill_momenta(parts: Parts) -> None:
     torch would begin with any memory if GradScaler skips the first step, and fail if some have one.
     """
     for optimizer in parts.values():
-        for group in optimizer.param_groups if isinstance(optimizer, torch.optim.SGD) else ():
-            for weight in group["params"] if group["fused"] and group["momentum"] else ():
+        for group in (
+            optimizer.param_groups if isinstance(optimizer, torch.optim.SGD) else ()
+        ):
+            for weight in (
+                group["params"] if group["fused"] and group["momentum"] else ()
+            ):
                 if optimizer.state[weight].get("momentum_buffer") is None:
-                    optimizer.state[weight]["momentum_buffer"] = torch.zeros_like(weight)
+                    optimizer.state[weight]["momentum_buffer"] = torch.zeros_like(
+                        weight
+                    )
 
 
 def weights_in(parts: Iterable[object]) -> set[Tensor]:
@@ -508,7 +575,9 @@ def unsaved(parts: Parts) -> list[str]:
     for part in known:  # and those within, as of a SequentialLR or a Lookahead
         if isinstance(part, Optimizer | LRScheduler):
             within = tree_leaves([*vars(part).values()])
-            known += [each for each in within if isinstance(each, Optimizer | LRScheduler)]
+            known += [
+                each for each in within if isinstance(each, Optimizer | LRScheduler)
+            ]
     saved = {id(part) for part in known}
     weights = weights_in(known)
     names = [name for name, _ in parts["model"].named_parameters()]
@@ -517,9 +586,13 @@ def unsaved(parts: Parts) -> list[str]:
         if isinstance(each, AveragedModel):
             return names == [name for name, _ in each.module.named_parameters()]
         optimizer = each.optimizer if isinstance(each, LRScheduler) else each
-        return isinstance(optimizer, Optimizer) and not weights.isdisjoint(weights_of(optimizer))
+        return isinstance(optimizer, Optimizer) and not weights.isdisjoint(
+            weights_of(optimizer)
+        )
 
     kinds = Optimizer, LRScheduler, AveragedModel
     # By type: __class__ of a stand-in may be anything.
     found = [each for each in gc.get_objects() if issubclass(type(each), kinds)]
-    return sorted(type(each).__name__ for each in found if id(each) not in saved and is_ours(each))
+    return sorted(
+        type(each).__name__ for each in found if id(each) not in saved and is_ours(each)
+    )

@@ -46,7 +46,9 @@ class Criterion(nn.Module):
         self.ignored = getattr(loss, "ignore_index", None)
         reduction = getattr(loss, "reduction", None)
         if reduction == "none":
-            raise UserError('the loss of model.py has reduction="none": use "sum" or "mean"')
+            raise UserError(
+                'the loss of model.py has reduction="none": use "sum" or "mean"'
+            )
         self.kind = reduction if reduction in (SUM, MEAN) else UNKNOWN
         if self.counts:
             self.kind = SUM
@@ -82,7 +84,8 @@ class Criterion(nn.Module):
             weight = self.loss.weight
             if targets.is_floating_point() and weight is not None and self.kind == SUM:
                 return (targets.movedim(1, -1) @ weight).sum()
-        has_shares = targets.ndim > 1 and targets.shape[1] == self.num_classes  # of the classes
+        # of the classes
+        has_shares = targets.ndim > 1 and targets.shape[1] == self.num_classes
         if has_shares and not isinstance(self.loss, ELEMENTWISE):
             number //= targets.shape[1]
         if targets.is_floating_point() or isinstance(self.loss, REGRESSIONS):
@@ -93,13 +96,15 @@ class Criterion(nn.Module):
         return (weight[targets.where(is_label, 0)] * is_label).sum()
 
     def _are_labels(self, targets: Tensor) -> Tensor:
-        if self.ignored is not None:  # of torch's losses, for which any other is a label
+        # of torch's losses, for which any other is a label
+        if self.ignored is not None:
             return targets != self.ignored
         if self.num_classes <= 1 and targets.ndim == 1:
             return torch.ones_like(targets, dtype=torch.bool)
         is_label = targets >= 0
         if self.num_classes:
-            is_label &= targets < max(self.num_classes, 2)  # a mask of one class has two numbers
+            # a mask of one class has two numbers
+            is_label &= targets < max(self.num_classes, 2)
         return is_label
 
     def _call(self, outputs: Outputs, targets: Any, *more: Any) -> Tensor:
@@ -115,7 +120,11 @@ class Criterion(nn.Module):
             ) from error
         if isinstance(found, Tensor) and not found.ndim:
             return found
-        what = f"a tensor {(*found.shape,)}" if isinstance(found, Tensor) else type(found).__name__
+        what = (
+            f"a tensor {(*found.shape,)}"
+            if isinstance(found, Tensor)
+            else type(found).__name__
+        )
         raise UserError(
             f"the loss of model.py returns {what}: return a tensor (), the mean over the labels; "
             "or their sum, with a method count(targets) that returns their number"
@@ -166,7 +175,8 @@ def guarded(outputs: Outputs, count: Tensor) -> Outputs:
     def guard(output: Tensor) -> Tensor:
         if not output.requires_grad:
             return output
-        alias = output.view_as(output)  # for other losses of the same outputs are not concerned
+        # for other losses of the same outputs are not concerned
+        alias = output.view_as(output)
         alias.register_hook(lambda slope: slope.where(count > 0, 0.0))
         return alias
 

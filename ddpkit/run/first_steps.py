@@ -25,14 +25,17 @@ class FirstSteps:
         self.optimizer = optimizer
         self.passes = passes
         self.ended = 0  # steps
-        self.slopes: list[tuple[Tensor, Tensor]] = []  # with the number of the batch's labels
+        # with the number of the batch's labels
+        self.slopes: list[tuple[Tensor, Tensor]] = []
         self.scale = 1.0
         self.has_stepped = False
         self.is_cleared = False
         self.has_criterion = criterion is not None
         self.hooks = [optimizer.register_step_pre_hook(self._note_step)]
         if criterion is not None:
-            self.hooks.append(criterion.register_forward_hook(self._watch_loss, with_kwargs=True))
+            self.hooks.append(
+                criterion.register_forward_hook(self._watch_loss, with_kwargs=True)
+            )
 
     def end_step(self, count: Tensor) -> None:
         """Raise a UserError, or say a line, if the step is wrong; count: of labels of all ranks."""
@@ -48,11 +51,15 @@ class FirstSteps:
         replicas.check_step(optimizer)
         self.has_stepped = True
 
-    def _watch_loss(self, criterion: Criterion, inputs: tuple, named: dict, loss: Tensor) -> None:
+    def _watch_loss(
+        self, criterion: Criterion, inputs: tuple, named: dict, loss: Tensor
+    ) -> None:
         if not loss.requires_grad:
             return
         if self.ended == 0:
-            count = criterion.count(named["targets"] if "targets" in named else inputs[1])
+            count = criterion.count(
+                named["targets"] if "targets" in named else inputs[1]
+            )
             loss.register_hook(lambda slope: self._note_slope(slope, count))
         else:
             loss.register_hook(self._check_cleared)
@@ -67,8 +74,14 @@ class FirstSteps:
         self.is_cleared = True
 
     def _scale(self) -> float:
-        scalers = (part for part in self.parts.values() if isinstance(part, torch.amp.GradScaler))
-        return next((scaler.get_scale() for scaler in scalers if scaler.is_enabled()), 1.0)
+        scalers = (
+            part
+            for part in self.parts.values()
+            if isinstance(part, torch.amp.GradScaler)
+        )
+        return next(
+            (scaler.get_scale() for scaler in scalers if scaler.is_enabled()), 1.0
+        )
 
     def _check_first(self, count: Tensor) -> None:
         replicas.check_slopes(self.slopes, count, self.passes, self.scale)

@@ -18,12 +18,16 @@ NOBODY: tuple[list[int], int] = ([], 5678)  # waits for a debugger; the port of 
 launch = argparse.Namespace(local_rank=None, dist_timeout=600.0, debug_rank=NOBODY)
 
 
-class Help(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpFormatter):
+class Help(
+    argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpFormatter
+):
     def __init__(self, prog: str) -> None:
         super().__init__(prog, max_help_position=30, width=118)
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
-        has_default = action.default not in (None, NOBODY) and action.default is not False
+        has_default = (
+            action.default not in (None, NOBODY) and action.default is not False
+        )
         return super()._get_help_string(action) if has_default else action.help
 
 
@@ -41,15 +45,22 @@ class Parser(argparse.ArgumentParser):
     """
 
     def __init__(self, **options: Any) -> None:
-        common = {"formatter_class": Help, "fromfile_prefix_chars": "@", "allow_abbrev": False}
+        common = {
+            "formatter_class": Help,
+            "fromfile_prefix_chars": "@",
+            "allow_abbrev": False,
+        }
         super().__init__(**{**common, **options})
-        self._negative_number_matcher = re.compile(r"-\.?\d")  # also of -1000,3000: no flag
+        # also of -1000,3000: no flag
+        self._negative_number_matcher = re.compile(r"-\.?\d")
         self.register("type", Path, lambda text: Path(at_home(text)))
         for kind in None, str:
             self.register("type", kind, at_home)
 
     def parse(
-        self, argv: Sequence[str] | None = None, defaults: Mapping[str, object] | None = None
+        self,
+        argv: Sequence[str] | None = None,
+        defaults: Mapping[str, object] | None = None,
     ) -> argparse.Namespace:
         """Return the flags of `argv`, sys.argv by default; `defaults` replace those of the flags.
 
@@ -77,10 +88,14 @@ class Parser(argparse.ArgumentParser):
         if text == "auto":
             return text
         with contextlib.suppress(ValueError):
-            values = tuple(map(float, re.sub(r"[()\s]", "", text).strip(",").split(",")))
+            values = tuple(
+                map(float, re.sub(r"[()\s]", "", text).strip(",").split(","))
+            )
             if all(0 <= value < math.inf for value in values) and any(values):
                 return values
-        raise ArgumentTypeError(f"{text}: expected auto, or numbers of 0 or more, not all 0")
+        raise ArgumentTypeError(
+            f"{text}: expected auto, or numbers of 0 or more, not all 0"
+        )
 
     @staticmethod
     def fold(text: str | Sequence[int]) -> tuple[int, int]:
@@ -90,9 +105,12 @@ class Parser(argparse.ArgumentParser):
             part, parts = map(int, found)
             if 1 <= part <= parts > 1:
                 return part, parts
-        raise ArgumentTypeError(f"{text}: expected N/K, the N-th of K parts, such as 2/5")
+        raise ArgumentTypeError(
+            f"{text}: expected N/K, the N-th of K parts, such as 2/5"
+        )
 
-    def _read_args_from_files(self, arg_strings: list[str]) -> list[str]:  # of files in them, too
+    # of files in them, too
+    def _read_args_from_files(self, arg_strings: list[str]) -> list[str]:
         return super()._read_args_from_files([*map(at_home, arg_strings)])
 
     def print_help(self, file: Any = None) -> None:
@@ -144,5 +162,7 @@ def ranks(text: str) -> tuple[list[int], int]:
     some, _, port = text.partition(":")
     parts = [*some.split(","), port or str(NOBODY[1])]
     if not (all(map(str.isdecimal, parts)) and 0 < int(parts[-1]) < 2**16):
-        raise ArgumentTypeError(f"{text} is not a rank or a list of ranks, such as 0,3 or 0,3:5678")
+        raise ArgumentTypeError(
+            f"{text} is not a rank or a list of ranks, such as 0,3 or 0,3:5678"
+        )
     return sorted({int(part) for part in parts[:-1]}), int(parts[-1])

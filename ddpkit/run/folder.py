@@ -22,7 +22,15 @@ from ddpkit.run.metrics import Mistakes, Worsts
 
 SAVES = ("last.pt", "last-1.pt")  # newest first
 OWN_FILES = (  # what `--resume never` removes
-    *(*SAVES, "*.pt.corrupt", "best.pt", "best-1.pt", "metrics.csv", "tracker.json", "args.json"),
+    *(
+        *SAVES,
+        "*.pt.corrupt",
+        "best.pt",
+        "best-1.pt",
+        "metrics.csv",
+        "tracker.json",
+        "args.json",
+    ),
     *("curves.png", *reporting.IMAGES, *(f"eval/{name}" for name in reporting.IMAGES)),
     f"{reporting.EPOCHS}/{steplog.EVENTS}",
     f"{steplog.STEPS}/{steplog.EVENTS}",
@@ -54,7 +62,9 @@ class Folder:
 
         Raises a UserError if it cannot be read.
         """
-        self.state = checkpoint.read(self.resume if self.is_path else self.path / "best.pt")
+        self.state = checkpoint.read(
+            self.resume if self.is_path else self.path / "best.pt"
+        )
         return self.state
 
     def find_checkpoint(self) -> State | None:
@@ -68,10 +78,13 @@ class Folder:
         with distributed.rank_zero_first():
             if distributed.is_rank_zero():
                 self._lock()
-                (self.path / protocol.QUESTION).unlink(missing_ok=True)  # asked of an earlier run
+                # asked of an earlier run
+                (self.path / protocol.QUESTION).unlink(missing_ok=True)
             process.watch.folder = self.path
             state = self._search()
-        step, is_own = (state["step"], self.contains(state["path"])) if state else (-1, False)
+        step, is_own = (
+            (state["step"], self.contains(state["path"])) if state else (-1, False)
+        )
         steps, are_own = zip(*distributed.gather_objects((step, is_own)), strict=True)
         if not any(are_own):
             environment.check_new(self.path)
@@ -82,7 +95,9 @@ class Folder:
         self.state = state
         return state
 
-    def load(self, model: nn.Module, classes: Sequence[str], flags: Mapping[str, object]) -> None:
+    def load(
+        self, model: nn.Module, classes: Sequence[str], flags: Mapping[str, object]
+    ) -> None:
         """Give `model` the weights of the checkpoint that was found, if there is one.
 
         classes: of the data. flags: vars(args), to name those that have changed.
@@ -116,7 +131,9 @@ class Folder:
 
     def _lock(self) -> None:
         if self.is_path and not Path(self.resume).is_file():
-            raise UserError(f"--resume {self.resume}: no such file; use auto, never or a file")
+            raise UserError(
+                f"--resume {self.resume}: no such file; use auto, never or a file"
+            )
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             is_free = files.lock(self.path / ".lock")
@@ -131,11 +148,16 @@ class Folder:
     def _search(self) -> State | None:
         """Return the checkpoint on this disk to resume; a path only if nothing has come of it."""
         begun, launch = self.path / protocol.BEGUN, os.environ.get(protocol.LAUNCH_ID)
-        is_restart = launch and begun.is_file() and begun.read_bytes() == launch.encode()
+        is_restart = (
+            launch and begun.is_file() and begun.read_bytes() == launch.encode()
+        )
         if self.resume == "never" and not is_restart:
             return None
         if found := self.saves():
-            newest, is_own = read_newest(found), self.is_path and self.contains(self.resume)
+            newest, is_own = (
+                read_newest(found),
+                self.is_path and self.contains(self.resume),
+            )
             if not is_own or newest["resumed_from"] == self.resume:
                 return newest
         return checkpoint.read(self.resume, KEYS) if self.is_path else None
@@ -147,7 +169,8 @@ class Folder:
         """Return the paths of last.pt and last-1.pt that exist, newest first."""
         return [self.path / name for name in SAVES if name in self.names()]
 
-    def names(self) -> list[str]:  # exists() would be False if a network disk does not answer
+    # exists() would be False if a network disk does not answer
+    def names(self) -> list[str]:
         with contextlib.suppress(FileNotFoundError):
             return files.retried(self.path, os.listdir, self.path)
         return []
@@ -158,7 +181,9 @@ class Folder:
             return
         found = {path for name in OWN_FILES for path in self.path.glob(name)}
         mine = f".{os.getpid()}."  # of events: what main.py has opened before
-        old = sorted(path for path in found if not path.is_dir() and mine not in path.name)
+        old = sorted(
+            path for path in found if not path.is_dir() and mine not in path.name
+        )
         if old and is_new and self.resume == "never":
             names = ", ".join(path.name for path in old)
             distributed.say(f"--resume never: removing {names} from {self.path}")
@@ -180,7 +205,9 @@ class Folder:
                 state = checkpoint.read(path, KEYS)
                 if state["best_of"] == best_of and state["epoch"] <= until:
                     return state["best"], state["epoch"]
-                reason = f"{path}: has the best {state['best_of']} of epoch {state['epoch']}"
+                reason = (
+                    f"{path}: has the best {state['best_of']} of epoch {state['epoch']}"
+                )
                 set_aside(reason, path, "best-1.pt")
             except Damaged as error:
                 set_aside(error.line, path, "best.pt.corrupt")
@@ -189,7 +216,9 @@ class Folder:
         reporting.remove_images(self.path)
         return None
 
-    def add(self, state: State, is_best: bool, replace: bool, keeps_images: bool = False) -> None:
+    def add(
+        self, state: State, is_best: bool, replace: bool, keeps_images: bool = False
+    ) -> None:
         """Save last.pt, and best.pt; the old last.pt becomes last-1.pt unless with `replace`.
 
         keeps_images: those of best.pt, which has the same weights as before.
@@ -197,7 +226,8 @@ class Folder:
         if not distributed.is_rank_zero():
             return
         last, older = (self.path / name for name in SAVES)
-        # best.pt comes first: when last.pt records a new best score, best.pt has it already.
+        # best.pt comes first: when last.pt records a new best score, best.pt has it
+        # already.
         for path in (self.path / "best.pt", last) if is_best else (last,):
             with files.writing(path) as tmp_path:
                 files.retried(path, checkpoint.write, tmp_path, state)
@@ -223,7 +253,9 @@ def read_newest(paths: Sequence[Path]) -> State:
             continue
         if distributed.is_rank_zero():
             for bad, reason in zip(paths, reasons, strict=False):
-                set_aside(reason, bad, f"{bad.name}.corrupt", f", continuing from {path.name}")
+                set_aside(
+                    reason, bad, f"{bad.name}.corrupt", f", continuing from {path.name}"
+                )
         return state
     raise UserError(f"{'; '.join(reasons)}: {OTHER_RUN}")
 

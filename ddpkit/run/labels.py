@@ -32,7 +32,9 @@ class BinaryCrossEntropy(nn.Module):
 
     def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
         targets = targets * (1 - self.smoothing) + self.smoothing / 2
-        loss = binary_cross_entropy_with_logits(outputs, targets, self.weights, reduction="sum")
+        loss = binary_cross_entropy_with_logits(
+            outputs, targets, self.weights, reduction="sum"
+        )
         total = targets.shape[1] if self.weights is None else self.weights.sum()
         return loss / total
 
@@ -59,7 +61,8 @@ class MeanF1(MultilabelF1Score):
 
 
 class LabelMetrics(MetricCollection):
-    # Probabilities: of logits torchmetrics would take those from 0 to 1 for such, batch by batch.
+    # Probabilities: of logits torchmetrics would take those from 0 to 1 for such, batch
+    # by batch.
     def update(self, logits: Tensor, targets: Tensor) -> None:  # type: ignore[override]
         super().update(logits.sigmoid(), targets.int())
 

@@ -23,8 +23,10 @@ from ddpkit.run.first_steps import FirstSteps
 from ddpkit.run.folder import Folder
 from ddpkit.run.metrics import Mistakes, Worsts
 
-OTHER_KEYS = ("trained", "sampler", "training_set", "colors", "best_by", "path")  # besides KEYS
-SECONDS_BETWEEN_CHECKS = 5  # of the loss; reading it at every step would stall the device
+# besides KEYS
+OTHER_KEYS = ("trained", "sampler", "training_set", "colors", "best_by", "path")
+# of the loss; reading it at every step would stall the device
+SECONDS_BETWEEN_CHECKS = 5
 Evaluate = Callable[..., tuple[dict[str, float], Tensor | None, Worsts]]
 
 
@@ -96,13 +98,18 @@ class Run:
         self.model, self.optimizer = model, optimizer
         self.trained = model if trained is None else trained
         self.device, self.val_loader = next(model.parameters()).device, val_loader
-        self.predict, self.draw_example = predict or (lambda model, images: model(images)), draw
+        self.predict, self.draw_example = (
+            predict or (lambda model, images: model(images)),
+            draw,
+        )
         self.passes_per_step, self.save_every = accumulate, save_every
         val_set, kept = samples.of(val_loader), checkpoint.to_plain(dict(flags or {}))
         self.val_images = samples.fingerprint(val_set)
         machine.check_alike(classes, training=train_loader, validation=val_loader)
         seed, epoch = kept.get("seed", 0), then.get("epoch", 0)
-        self.source = loading.find_source(train_loader, val_loader, accumulate, seed, epoch)
+        self.source = loading.find_source(
+            train_loader, val_loader, accumulate, seed, epoch
+        )
         self.is_own = not isinstance(self.source, OtherSource)
         self.train_loader, self.global_batch = train_loader, self.source.global_batch
         self.parts = self._parts(scheduler, more)
@@ -114,7 +121,9 @@ class Run:
                 "resumed_from": folder.resume,
                 "args": kept,
                 "format": dataclasses.asdict(loading.format_of(val_loader)),
-                "channels": getattr(getattr(val_loader, "dataset", None), "channels", 3),
+                "channels": getattr(
+                    getattr(val_loader, "dataset", None), "channels", 3
+                ),
             }
         )
         self.epoch, self.step, self.seen, self.saved_step = 0, 0, 0, -1
@@ -122,17 +131,27 @@ class Run:
         self._begin_totals()
         self.history: list[dict[str, float | str]] = []
         self.checked_at = time.monotonic()
-        self.is_ended, self.at_end = False, ""  # after `end_epoch`: what its checkpoint has
+        # after `end_epoch`: what its checkpoint has
+        self.is_ended, self.at_end = False, ""
         self._resume(folder.state)
         self.began = self.epoch
-        self.at_start = self._summary() if self.seen else ""  # of an epoch that is resumed
+        # of an epoch that is resumed
+        self.at_start = self._summary() if self.seen else ""
         recorded = distributed.from_rank_zero(reporting.count, folder.path)
         self.is_complete = min(self.epoch, recorded) >= epochs
         self.first_steps = FirstSteps(self.parts, optimizer, criterion, accumulate)
         self.report = reporting.Reporter(
-            folder.path, self.device, epochs, self.epoch, self.is_complete, log_every, self.step
+            folder.path,
+            self.device,
+            epochs,
+            self.epoch,
+            self.is_complete,
+            log_every,
+            self.step,
         )
-        self.report.start(self.source, accumulate, classes, train_loader, val_loader, kept)
+        self.report.start(
+            self.source, accumulate, classes, train_loader, val_loader, kept
+        )
         self._note_best()
         if isinstance(tracker, str):
             tracker = reporting.find_tracker(tracker, folder.path, kept)
@@ -152,9 +171,18 @@ class Run:
     def _parts(self, scheduler: Any, more: State) -> State:
         """Return what is saved: with an average of the weights also those that are averaged."""
         if taken := more.keys() & {*KEYS, *OTHER_KEYS}:
-            raise UserError(f"Run({min(taken)}=...): checkpoints have an entry of that name")
-        parts = {"model": self.model, "optimizer": self.optimizer, "scheduler": scheduler, **more}
-        return parts if self.trained is self.model else {**parts, "trained": self.trained}
+            raise UserError(
+                f"Run({min(taken)}=...): checkpoints have an entry of that name"
+            )
+        parts = {
+            "model": self.model,
+            "optimizer": self.optimizer,
+            "scheduler": scheduler,
+            **more,
+        }
+        return (
+            parts if self.trained is self.model else {**parts, "trained": self.trained}
+        )
 
     def _resume(self, state: State | None) -> None:
         """Open the folder; continue from `state`, whose weights the model has already."""
@@ -168,9 +196,11 @@ class Run:
             step = self.epoch * self.source.steps + self.seen // self.global_batch
             then = state["images"], state["global_batch"], state["seen"]
             if then == (self.source.total, self.global_batch, self.seen):
-                step = state["scheduler"].get("last_epoch", step)  # epochs may have ended early
+                # epochs may have ended early
+                step = state["scheduler"].get("last_epoch", step)
             checkpoint.load_states(state, self.parts, step)
-            # After going back to an earlier checkpoint, a best.pt from later epochs does not count.
+            # After going back to an earlier checkpoint, a best.pt from later epochs
+            # does not count.
             if self.folder.contains(state["path"]):
                 is_back = state["path"] == self.folder.resume
                 self.best_until = self.epoch if is_back else math.inf
@@ -178,13 +208,16 @@ class Run:
                 state.pop(name, None)
         checkpoint.fill_momenta(self.parts)
         self.best, self.best_epoch = -math.inf, self.epoch
-        # Killed before its first last.pt with a score, a run does not know yet which one it has.
+        # Killed before its first last.pt with a score, a run does not know yet which
+        # one it has.
         if self.history or self.best_until < math.inf:
             self._find_best()
 
     def _find_best(self) -> None:
         """Take the score of best.pt, if that is the best of this metric on these images."""
-        found = distributed.from_rank_zero(self.folder.best_score, self.best_of, self.best_until)
+        found = distributed.from_rank_zero(
+            self.folder.best_score, self.best_of, self.best_until
+        )
         worst = math.inf if self.is_higher is False else -math.inf
         self.best, self.best_epoch = found or (worst, self.epoch)
 
@@ -210,12 +243,20 @@ class Run:
         """Raise a UserError if the checkpoint's weights are an average, or of other images."""
         is_average = "trained" in state
         if is_average != ("trained" in self.parts):
-            how = "with --ema, not without" if is_average else "without --ema, not with --ema"
+            how = (
+                "with --ema, not without"
+                if is_average
+                else "without --ema, not with --ema"
+            )
             raise UserError(f"{state['path']} was trained {how}: {OTHER_RUN}")
         checkpoint.check_format(state, loading.format_of(self.val_loader))
 
     def _take_position(self, state: State) -> None:
-        self.epoch, self.step, self.history = state["epoch"], state["step"], [*state["history"]]
+        self.epoch, self.step, self.history = (
+            state["epoch"],
+            state["step"],
+            [*state["history"]],
+        )
         if not state["seen"]:
             return
         if not self.is_own and state["seen"] < self.source.total:
@@ -254,18 +295,22 @@ class Run:
 
     @contextlib.contextmanager
     def _block(self) -> Iterator[None]:
-        distributed.barrier()  # lets rank 0 print the start lines before any rank can fail
+        # lets rank 0 print the start lines before any rank can fail
+        distributed.barrier()
         with stopping.on_signals(self.__str__):
             try:
                 with contextlib.closing(self.report):
                     yield
                 self._keep_changes()
-                distributed.barrier()  # rank 0 may still be saving: its watcher needs the others'
+                # rank 0 may still be saving: its watcher needs the others'
+                distributed.barrier()
             except stopping.Stopped:
                 if self.saved_step != self.step:
                     self.save()
                 but = " without --resume never" if self.folder.resume == "never" else ""
-                stopping.exit_stopped(f"at {self}; run the same command{but} to continue")
+                stopping.exit_stopped(
+                    f"at {self}; run the same command{but} to continue"
+                )
         if self.is_complete:
             remedy = "use --epochs N for more, --resume never to start over"
             return distributed.say(f"nothing left to do; {remedy}")
@@ -303,7 +348,8 @@ class Run:
         before = self.step
         while some := list(itertools.islice(found, self.passes_per_step)):
             batches = [loading.move(batch, self.device, format) for batch in some]
-            samples.seed(seed, self.epoch, self.seen // self.global_batch, rank)  # dropout
+            # dropout
+            samples.seed(seed, self.epoch, self.seen // self.global_batch, rank)
             yield batches
             before += 1
             if self.step != before:
@@ -339,7 +385,8 @@ class Run:
         self.first_steps.end_step(count)
         if isinstance(loss, Tensor):
             loss = loss.detach()
-        share = 1 / distributed.world_size()  # as the loss is for the mean over the ranks
+        # as the loss is for the mean over the ranks
+        share = 1 / distributed.world_size()
         self.loss_total.add_(loss * count, alpha=share)  # without reading the device
         self.count_total.add_(count, alpha=share)
         self.step += 1
@@ -364,9 +411,13 @@ class Run:
     def mean_loss(self) -> float:
         """Return the mean loss of the epoch over all ranks; all have to call it, after the loop."""
         is_early = self.source.total - self.seen >= self.global_batch
-        if is_early and not distributed.all_arrive(f"left/{self.step}", distributed.timeout() / 10):
+        if is_early and not distributed.all_arrive(
+            f"left/{self.step}", distributed.timeout() / 10
+        ):
             line = f"rank {distributed.rank()} left the training loop at {self} and other ranks"
-            raise UserError(f"{line} did not: all have to take the same number of steps")
+            raise UserError(
+                f"{line} did not: all have to take the same number of steps"
+            )
         totals = distributed.reduce_tensor(self.totals)
         self._check_loss(totals)
         if is_early:  # a resumed run starts with the next epoch
@@ -386,12 +437,16 @@ class Run:
         if self.model.training:
             line = "evaluate() judged another network than Run(model=...), which is saved: that is"
             line += " in training mode; evaluate it, after model.eval(); to save an average of it:"
-            raise UserError(f"{line} Run(model=average.module, trained=model, average=average)")
+            raise UserError(
+                f"{line} Run(model=average.module, trained=model, average=average)"
+            )
         self._take_score(row)
         row = distributed.from_rank_zero(checkpoint.to_plain, dict(row))
         self.epoch, self.seen = self.epoch + 1, 0
         self._begin_totals()
-        self.history.append({"epoch": self.epoch, "step": self.step, **row, **self.speed})
+        self.history.append(
+            {"epoch": self.epoch, "step": self.step, **row, **self.speed}
+        )
         score = float(row[self.score])
         is_best = score > self.best if self.is_higher else score < self.best
         if self.best_epoch == self.epoch:  # it was killed after it had saved best.pt
@@ -450,7 +505,9 @@ class Run:
         since = self.epoch - self.best_epoch
         is_out = 0 < patience <= since and self.epoch < self.epochs
         if is_out:
-            distributed.say(f"--patience {patience}: no new best {self.score} for {since} epoch(s)")
+            distributed.say(
+                f"--patience {patience}: no new best {self.score} for {since} epoch(s)"
+            )
         return is_out
 
     def save(self, is_best: bool = False, again: bool = False) -> None:
@@ -475,7 +532,8 @@ class Run:
             "best_of": self.best_of,
             "best_by": [self.score, self.is_higher],
         }
-        # The save after evaluation replaces the one before it, which has the same weights.
+        # The save after evaluation replaces the one before it, which has the same
+        # weights.
         is_repeated = self.saved_step == self.step
         self.folder.add(state, is_best, replace=is_repeated, keeps_images=again)
         self.report.steps.flush()  # a run that resumes here has the entries before
@@ -484,7 +542,9 @@ class Run:
     def _check_weights(self) -> None:
         """Raise a UserError unless all weights are finite; reads the device once."""
         names, weights = zip(*self.parts["model"].named_parameters(), strict=True)
-        each = torch.stack([weight.isfinite().all().to(self.device) for weight in weights])
+        each = torch.stack(
+            [weight.isfinite().all().to(self.device) for weight in weights]
+        )
         finite = distributed.reduce_tensor(each.int(), "min").tolist()
         if not all(finite):
             raise self._not_finite(names[finite.index(0)], distributed.rank())
@@ -493,10 +553,16 @@ class Run:
         """Raise a UserError unless the sums of losses, (2,) or (ranks, 2), are finite."""
         if not (fine := totals.isfinite().all(-1)).all():
             rank = int(fine.int().argmin()) if fine.ndim else distributed.rank()
-            raise self._not_finite(f"the loss of rank {rank}" if fine.any() else "the loss", rank)
+            raise self._not_finite(
+                f"the loss of rank {rank}" if fine.any() else "the loss", rank
+            )
 
     def _not_finite(self, what: str, rank: int) -> Exception:
-        epoch, step, path = self.epoch + 1, self.seen // self.global_batch or 1, self.folder.path
+        epoch, step, path = (
+            self.epoch + 1,
+            self.seen // self.global_batch or 1,
+            self.folder.path,
+        )
         again = f"--resume {shlex.quote(str(path / 'last.pt'))} --output-dir ANOTHER"
         return UserError(
             f"{what} became NaN or inf at epoch {epoch}, step {step}: try a lower --lr or more "

@@ -20,7 +20,8 @@ from ddpkit.ranks import distributed, environment, process, protocol
 from ddpkit.ranks.distributed import Rank
 from ddpkit.run.flags import launch
 
-QUOTA = Path("/sys/fs/cgroup/cpu.max")  # of a container: microseconds of CPU time per period
+# of a container: microseconds of CPU time per period
+QUOTA = Path("/sys/fs/cgroup/cpu.max")
 
 
 def meet() -> Rank:
@@ -33,7 +34,9 @@ def meet() -> Rank:
         here = ddpkit.meet()
     """
     # By the flags that ddpkit.Parser has read.
-    return distributed.meet(launch.local_rank, launch.dist_timeout, bool(launch.debug_rank[0]))
+    return distributed.meet(
+        launch.local_rank, launch.dist_timeout, bool(launch.debug_rank[0])
+    )
 
 
 def configure(device: torch.device, seed: int, deterministic: bool = False) -> None:
@@ -50,10 +53,14 @@ def configure(device: torch.device, seed: int, deterministic: bool = False) -> N
     samples.seed(seed)
     if deterministic:
         samples.be_deterministic()
-    warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step")  # by GradScaler, fp16
-    warnings.filterwarnings("ignore", "This DataLoader will create")  # reported in the start line
-    warnings.filterwarnings("ignore", "Please use the new API settings")  # by torch 2.9, of this:
-    torch.set_float32_matmul_precision("high")  # TF32 for what stays float32, where a GPU has it
+    # by GradScaler, fp16
+    warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step")
+    # reported in the start line
+    warnings.filterwarnings("ignore", "This DataLoader will create")
+    # by torch 2.9, of this:
+    warnings.filterwarnings("ignore", "Please use the new API settings")
+    # TF32 for what stays float32, where a GPU has it
+    torch.set_float32_matmul_precision("high")
     torch.set_num_threads(default_threads(device.type != "cpu"))
 
 
@@ -61,7 +68,8 @@ def cpus() -> int:
     """Return how many CPUs the affinity and the container of this process let it use."""
     usable = getattr(os, "sched_getaffinity", None)  # not on macOS and Windows
     count = float(len(usable(0)) if usable else os.cpu_count() or 1)
-    with contextlib.suppress(OSError, ValueError):  # no cgroups v2, or no limit, which is "max"
+    # no cgroups v2, or no limit, which is "max"
+    with contextlib.suppress(OSError, ValueError):
         quota, period = QUOTA.read_text().split()
         count = min(count, int(quota) / int(period))
     return max(1, math.ceil(count))
@@ -71,7 +79,12 @@ def default_threads(on_gpu: bool) -> int:
     """Return OMP_NUM_THREADS if a user has set it, or this rank's share of the CPUs."""
     given = os.environ.get("OMP_NUM_THREADS", "")
     by_torchrun = process.by_plain_torchrun() and given == "1"
-    if given.isdecimal() and int(given) and not by_torchrun and protocol.THREADS not in os.environ:
+    if (
+        given.isdecimal()
+        and int(given)
+        and not by_torchrun
+        and protocol.THREADS not in os.environ
+    ):
         return int(given)
     return min(cpu_share(), 4) if on_gpu else cpu_share()
 
@@ -83,7 +96,9 @@ def default_workers() -> int:
 
 def cpu_share() -> int:
     count = cpus()
-    if not process.by_torchrun() and count <= int(os.environ.get("SLURM_CPUS_PER_TASK", 0)):
+    if not process.by_torchrun() and count <= int(
+        os.environ.get("SLURM_CPUS_PER_TASK", 0)
+    ):
         return count  # srun has divided them among the ranks
     return max(1, count // distributed.local_world_size())
 
@@ -99,7 +114,10 @@ def check_alike(classes: Sequence[str], **loaders: Any) -> None:
     Of a loader without ddpkit.Seeded each rank may have its share, which has no list of samples.
     """
     mine = {f"class {n}": f"class {n} {name}" for n, name in enumerate(classes)}
-    mine |= {"classes": f"{len(classes)} classes", "version": f"ddpkit {ddpkit.__version__}"}
+    mine |= {
+        "classes": f"{len(classes)} classes",
+        "version": f"ddpkit {ddpkit.__version__}",
+    }
     mine |= {"torch": f"torch {torch.__version__}"}
     for use, loader in loaders.items():
         data = samples.of(loader)
@@ -113,20 +131,31 @@ def check_alike(classes: Sequence[str], **loaders: Any) -> None:
                 mine[f"{part} for {use}"] = told
     for name, checksum in code().items():
         mine[name] = f"{name} with checksum {checksum:08x}"
-    (first, expected), *others = distributed.gather_objects((environment.own_rank(), mine))
+    (first, expected), *others = distributed.gather_objects(
+        (environment.own_rank(), mine)
+    )
     for rank, found in others:
         for name, here in expected.items():
-            if (there := found.get(name, here)) != here:  # of files those that both have imported
+            # of files those that both have imported
+            if (there := found.get(name, here)) != here:
                 line = f"{rank} has {there}, {first} has {here}"
-                raise UserError(f"{line}; all ranks need the same data, code and versions")
+                raise UserError(
+                    f"{line}; all ranks need the same data, code and versions"
+                )
 
 
 def code() -> dict[str, int]:
     """Return a checksum of each file that is imported of the project, and one of ddpkit."""
     root, found = process.project(), dict[str, int]()
-    names = {each.name for each in root.iterdir() if each.is_file()}  # others are not resolved
-    for file in (getattr(module, "__file__", None) or "" for module in [*sys.modules.values()]):
-        if os.path.basename(file) in names and (path := Path(file).resolve()).parent == root:
+    # others are not resolved
+    names = {each.name for each in root.iterdir() if each.is_file()}
+    for file in (
+        getattr(module, "__file__", None) or "" for module in [*sys.modules.values()]
+    ):
+        if (
+            os.path.basename(file) in names
+            and (path := Path(file).resolve()).parent == root
+        ):
             found[path.name] = zlib.crc32(path.read_bytes())
     library = sorted(Path(ddpkit.__file__).parent.rglob("*.py"))
     found["ddpkit"] = zlib.crc32(b"".join(map(Path.read_bytes, library)))
@@ -137,6 +166,8 @@ def git_commit() -> str:
     """Return the commit of the project's folder, marked if it has changes; "" without git."""
     command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
     with contextlib.suppress(OSError):
-        done = subprocess.run(command, cwd=process.project(), capture_output=True, text=True)
+        done = subprocess.run(
+            command, cwd=process.project(), capture_output=True, text=True
+        )
         return done.stdout.strip()
     return ""

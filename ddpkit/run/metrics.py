@@ -12,7 +12,10 @@ from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy
 from torch.utils.data import IterableDataset
 from torchmetrics import ClasswiseWrapper, Metric, MetricCollection
-from torchmetrics.classification import MulticlassConfusionMatrix, MultilabelConfusionMatrix
+from torchmetrics.classification import (
+    MulticlassConfusionMatrix,
+    MultilabelConfusionMatrix,
+)
 
 from ddpkit import files
 from ddpkit.data import images, loading, samples
@@ -59,13 +62,16 @@ def higher_is_better(name: str, value: object = None) -> bool | None:
     return known
 
 
-def directions(metrics: MetricCollection, names: Iterable[str]) -> dict[str, bool | None]:
+def directions(
+    metrics: MetricCollection, names: Iterable[str]
+) -> dict[str, bool | None]:
     """Return for each of the `names` that `metrics` give whether higher is better."""
     known = {}
     for key, metric in metrics.items(copy_state=False):
         inner = metric.metric if isinstance(metric, ClasswiseWrapper) else metric
         known[key] = inner.higher_is_better
-    # What has another name comes from one that returns a dict, such as a ClasswiseWrapper.
+    # What has another name comes from one that returns a dict, such as a
+    # ClasswiseWrapper.
     others = {is_higher for key, is_higher in known.items() if key not in names}
     of_others = others.pop() if len(others) == 1 else None
     return {name: known.get(name, of_others) for name in names}
@@ -88,12 +94,17 @@ def compute(metrics: MetricCollection) -> tuple[dict[str, float], Tensor | None]
         if isinstance(metric, Metric):
             metric.dist_sync_fn = gather
     # Of a rank that has no validation images.
-    warnings.filterwarnings("ignore", "The ``compute`` method of metric|No positive samples")
+    warnings.filterwarnings(
+        "ignore", "The ``compute`` method of metric|No positive samples"
+    )
     found = metrics.compute()
     is_better = directions(metrics, found)
     confusion: Tensor | None = None
     for name, metric in metrics.items(copy_state=False):
-        is_matrix = type(metric) in (MulticlassConfusionMatrix, MultilabelConfusionMatrix)
+        is_matrix = type(metric) in (
+            MulticlassConfusionMatrix,
+            MultilabelConfusionMatrix,
+        )
         if is_matrix and metric.normalize in (None, "none"):
             confusion = found.pop(name)
     for name, value in found.items():
@@ -103,7 +114,9 @@ def compute(metrics: MetricCollection) -> tuple[dict[str, float], Tensor | None]
                 "put a torchmetrics.ClasswiseWrapper around it, which names each"
             )
     # The ranks' last bits may differ, and what is decided by them with it.
-    numbers = distributed.from_rank_zero(lambda: [float(value) for value in found.values()])
+    numbers = distributed.from_rank_zero(
+        lambda: [float(value) for value in found.values()]
+    )
     results: dict[str, float] = {}
     for name, number in zip(found, numbers, strict=True):
         results[name] = score = Score(number)
@@ -130,7 +143,8 @@ class Worst:
 
     def __init__(self, device: torch.device) -> None:
         self.losses = torch.empty(0, device=device)  # float32, of up to COUNT images
-        self.indices = torch.empty(0, dtype=torch.int64, device=device)  # of these images
+        # of these images
+        self.indices = torch.empty(0, dtype=torch.int64, device=device)
         self.are_labels = torch.ones((), dtype=torch.bool, device=device)
 
     def update(self, outputs: Tensor, targets: Tensor, indices: Tensor) -> None:
@@ -142,18 +156,26 @@ class Worst:
             if targets.shape[1:] == (1,):
                 fits = (targets == 0) | (targets == 1)
             self.are_labels &= fits.all()
-            losses = binary_cross_entropy_with_logits(outputs, targets, reduction="none")
+            losses = binary_cross_entropy_with_logits(
+                outputs, targets, reduction="none"
+            )
             is_class = torch.ones_like(targets)
         elif outputs.ndim < 2 or targets.shape != shape or targets.is_floating_point():
             return
         else:
             is_class = (targets >= 0) & (targets < outputs.shape[1])
             labels = targets.where(is_class, IGNORED)
-            losses = cross_entropy(outputs, labels, ignore_index=IGNORED, reduction="none")
+            losses = cross_entropy(
+                outputs, labels, ignore_index=IGNORED, reduction="none"
+            )
         total, count = (x.reshape(len(x), -1).sum(1) for x in (losses, is_class))
         mean = (total / count).where(count > 0, -math.inf)  # of images without labels
-        losses, indices = torch.cat((self.losses, mean)), torch.cat((self.indices, indices))
-        # By index, then stably by loss: of equal losses the same are kept on any number of ranks.
+        losses, indices = (
+            torch.cat((self.losses, mean)),
+            torch.cat((self.indices, indices)),
+        )
+        # By index, then stably by loss: of equal losses the same are kept on any number
+        # of ranks.
         order = indices.argsort()
         order = order[losses[order].argsort(descending=True, stable=True)][:COUNT]
         self.losses, self.indices = losses[order], indices[order]
@@ -184,9 +206,14 @@ class Mistakes:
     draw: DrawExample | None
 
     @torch.inference_mode()
-    def draw_images(self, path: Path, captions: Mapping[int, str] | None = None) -> None:
+    def draw_images(
+        self, path: Path, captions: Mapping[int, str] | None = None
+    ) -> None:
         """Draw images by index, with their file and caption; by default some, without any."""
-        data, format = getattr(self.loader, "dataset", None), loading.format_of(self.loader)
+        data, format = (
+            getattr(self.loader, "dataset", None),
+            loading.format_of(self.loader),
+        )
         if not self.draw or data is None or isinstance(data, IterableDataset):
             return
         data = data if isinstance(data, Seeded) else Seeded(data, self.classes, 0)
@@ -198,7 +225,9 @@ class Mistakes:
             logits = to_logits(self.predict(self.model, batch))[0].cpu()
             file = Path(samples.name(data.dataset, index).split(", ", 1)[-1])
             above = [str(Path(*file.parts[-2:])), caption] if caption else []
-            examples.append((images.visible(image), torch.as_tensor(target), logits, above))
+            examples.append(
+                (images.visible(image), torch.as_tensor(target), logits, above)
+            )
         pictures.draw_images(path, examples, self.draw, self.classes)
 
     def write(self, folder: Path) -> None:
@@ -206,9 +235,13 @@ class Mistakes:
         if self.confusion is not None:
             write_per_class(folder / "per_class.csv", self.confusion, self.classes)
             if self.confusion.ndim == 2:
-                pictures.draw_confusion(folder / "confusion.png", self.confusion, self.classes)
+                pictures.draw_confusion(
+                    folder / "confusion.png", self.confusion, self.classes
+                )
         # Another loader may not say which images they were.
-        captions = {index: f"loss {loss:.3g}" for loss, index in self.worst if index >= 0}
+        captions = {
+            index: f"loss {loss:.3g}" for loss, index in self.worst if index >= 0
+        }
         if captions:
             self.draw_images(folder / "worst.png", captions)
 
@@ -216,12 +249,24 @@ class Mistakes:
 def write_per_class(path: Path, confusion: Tensor, classes: Sequence[str]) -> None:
     """Write precision, recall, F1, IoU and number of labels of each class; 0 / 0 is nan."""
     counts = confusion.cpu().double()
-    if counts.ndim == 3:  # of several labels: (classes, not there or there, not said or said)
-        right, labels, predictions = counts[:, 1, 1], counts[:, 1].sum(1), counts[:, :, 1].sum(1)
+    # of several labels: (classes, not there or there, not said or said)
+    if counts.ndim == 3:
+        right, labels, predictions = (
+            counts[:, 1, 1],
+            counts[:, 1].sum(1),
+            counts[:, :, 1].sum(1),
+        )
     else:
         right, labels, predictions = counts.diagonal(), counts.sum(1), counts.sum(0)
     both = labels + predictions
-    shares = right / predictions, right / labels, 2 * right / both, right / (both - right)
-    with files.table(path, ["class", "precision", "recall", "f1", "iou", "support"]) as write:
+    shares = (
+        right / predictions,
+        right / labels,
+        2 * right / both,
+        right / (both - right),
+    )
+    with files.table(
+        path, ["class", "precision", "recall", "f1", "iou", "support"]
+    ) as write:
         for name, support, *values in zip(classes, labels, *shares, strict=True):
             write([name, *(f"{value:.6f}" for value in values), int(support)])

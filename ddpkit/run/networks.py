@@ -10,7 +10,8 @@ from ddpkit.errors import UserError, shorten
 from ddpkit.ranks import distributed
 from ddpkit.run.outputs import Outputs, map_tensors
 
-FACTORIES = {"create_model", "get_model", "get_pretrained_cfg"}  # take the name of a network first
+# take the name of a network first
+FACTORIES = {"create_model", "get_model", "get_pretrained_cfg"}
 OF_LIBRARIES = ("segmentation_models_pytorch", "timm.", "torchvision.")
 
 
@@ -54,7 +55,9 @@ def freeze_unused(model: nn.Module, step: int, channels: int) -> None:
         distributed.say(f"{line}: {shorten(names)}")
 
 
-def without_gradient_in_training(model: nn.Module, size: int, channels: int) -> list[str]:
+def without_gradient_in_training(
+    model: nn.Module, size: int, channels: int
+) -> list[str]:
     """Return the weights that no output depends on in training; all, if that cannot be tried.
 
     The network, such as BatchNorm's statistics, and the random numbers to come remain as they are.
@@ -66,7 +69,8 @@ def without_gradient_in_training(model: nn.Module, size: int, channels: int) -> 
             outputs = twin(images.to(next(twin.parameters()).device))
         return without_gradient(twin, outputs)
     except (AssertionError, LookupError, RuntimeError, TypeError, ValueError):
-        return [name for name, _ in model.named_parameters()]  # such as one that takes targets
+        # such as one that takes targets
+        return [name for name, _ in model.named_parameters()]
 
 
 def without_gradient(model: nn.Module, outputs: Outputs) -> list[str]:
@@ -79,11 +83,15 @@ def without_gradient(model: nn.Module, outputs: Outputs) -> list[str]:
         return output
 
     map_tensors(note, outputs)
-    trained = {name: each for name, each in model.named_parameters() if each.requires_grad}
+    trained = {
+        name: each for name, each in model.named_parameters() if each.requires_grad
+    }
     if not sums:
         return [*trained]
     gradients = torch.autograd.grad(sums, [*trained.values()], allow_unused=True)
-    return [name for name, slope in zip(trained, gradients, strict=True) if slope is None]
+    return [
+        name for name, slope in zip(trained, gradients, strict=True) if slope is None
+    ]
 
 
 def forward(model: nn.Module, size: int, channels: int, remedy: str) -> Outputs:
@@ -106,7 +114,9 @@ def explain(error: Exception) -> UserError | None:
         if frame.f_code.co_name in FACTORIES and module.startswith(OF_LIBRARIES):
             name = frame.f_locals[frame.f_code.co_varnames[0]]
             arch = f"timm/{name}" if module.startswith("timm.") else name
-            return UserError(refusal(arch, " ".join(str(error).split())[:300].rstrip(".")))
+            return UserError(
+                refusal(arch, " ".join(str(error).split())[:300].rstrip("."))
+            )
     return None
 
 

@@ -25,7 +25,10 @@ def to_logits(outputs: Outputs) -> Tensor:
     parts = outputs
     while not isinstance(parts, Tensor):
         if is_record(parts):
-            parts = {field.name: getattr(parts, field.name) for field in dataclasses.fields(parts)}
+            parts = {
+                field.name: getattr(parts, field.name)
+                for field in dataclasses.fields(parts)
+            }
         if isinstance(parts, Mapping):
             named = [parts[name] for name in ("logits", "out") if name in parts]
             parts = [part for part in (*named, *parts.values()) if part is not None]

@@ -19,16 +19,27 @@ if TYPE_CHECKING:
 
 Row = Mapping[str, float | str]
 DrawExample = Callable[["Axes", Tensor, Tensor, Tensor, Sequence[str]], None]
-Example = tuple[Tensor, Tensor, Tensor, Sequence[str]]  # image uint8, target, logits, text
+# image uint8, target, logits, text
+Example = tuple[Tensor, Tensor, Tensor, Sequence[str]]
 
 VOID = 255  # the class number of pixels without a label
-NOT_DRAWN = {"epoch", "step", "lr", "img_per_s", "train_seconds", "data_wait", "peak_memory"}
-LARGEST = 480  # pixels; higher images are drawn smaller, small ones are enlarged up to this
+NOT_DRAWN = {
+    "epoch",
+    "step",
+    "lr",
+    "img_per_s",
+    "train_seconds",
+    "data_wait",
+    "peak_memory",
+}
+# pixels; higher images are drawn smaller, small ones are enlarged up to this
+LARGEST = 480
 MOST_PIXELS = 400_000  # of an image with its masks
 DPI = 150
 
-# For people with any kind of colour blindness, too (Machado et al. 2009, at severity 1), the least
-# distance in CIELAB is 40 between two of the first 8, 18 of all 24, and 25 to the white of void.
+# For people with any kind of colour blindness, too (Machado et al. 2009, at severity
+# 1), the least distance in CIELAB is 40 between two of the first 8, 18 of all 24, and
+# 25 to the white of void.
 COLORS = """
     000000 e63c28 ffdc00 1e00d2 6effa0 f064ff 6e0078 8caaaa 325a3c b4ff78 e6a01e 50be5a
     32323c 9646ff 963cbe be5a6e a00000 b40a78 147896 f050c8 5a00aa ffb4ff 6e0a14 beb496
@@ -39,7 +50,9 @@ PALETTE = np.frombuffer(bytes.fromhex(COLORS), np.uint8).reshape(-1, 3)
 class Classes(list[str]):
     """The class names, with `colors`, uint8 (classes, 3), if the user has chosen them."""
 
-    def __init__(self, names: Sequence[str], colors: Sequence[Sequence[int]] | None = None) -> None:
+    def __init__(
+        self, names: Sequence[str], colors: Sequence[Sequence[int]] | None = None
+    ) -> None:
         super().__init__(names)
         self.colors = np.array(colors, dtype=np.uint8) if colors else None
 
@@ -61,7 +74,9 @@ def colors_of(classes: Sequence[str], count: int = 0) -> np.ndarray:
     chosen = getattr(classes, "colors", None)
     again = [1 + i % (len(PALETTE) - 1) for i in range(len(classes) - 1)]
     colors = PALETTE[[0, *again]] if chosen is None else chosen
-    return np.pad(colors, ((0, max(0, count - len(colors))), (0, 0)), constant_values=255)
+    return np.pad(
+        colors, ((0, max(0, count - len(colors))), (0, 0)), constant_values=255
+    )
 
 
 def paint(mask: np.ndarray, classes: Sequence[str]) -> Image.Image:
@@ -79,7 +94,11 @@ def overlay(image: np.ndarray, mask: np.ndarray, classes: Sequence[str]) -> np.n
 
 
 def draw_masks(
-    axes: "Axes", image: Tensor, predicted: Tensor, target: Tensor, classes: Sequence[str]
+    axes: "Axes",
+    image: Tensor,
+    predicted: Tensor,
+    target: Tensor,
+    classes: Sequence[str],
 ) -> None:
     """Draw an image, and tinted by its predicted and its true mask, side by side on `axes`.
 
@@ -110,16 +129,21 @@ def drawing(path: Path) -> "Iterator[Figure]":
         figure = Figure(dpi=DPI, layout="constrained")
         yield figure
         with files.writing(path, parents=True) as tmp_path:
-            how = {"compress_level": 2}  # more takes long, and photographs get hardly smaller
+            # more takes long, and photographs get hardly smaller
+            how = {"compress_level": 2}
             figure.savefig(tmp_path, format="png", bbox_inches="tight", pil_kwargs=how)
 
 
 def draw_curves(path: Path, rows: Sequence[Row], classes: Sequence[str]) -> None:
     """Draw the losses, and the other metrics, over the epochs; those of single classes are not."""
     of_class = tuple(f"_{name}" for name in classes)
-    names = [n for n, v in rows[-1].items() if not isinstance(v, str) and n not in NOT_DRAWN]
+    names = [
+        n for n, v in rows[-1].items() if not isinstance(v, str) and n not in NOT_DRAWN
+    ]
     losses = [name for name in names if name.endswith("loss")]
-    means = [name for name in names if name not in losses and not name.endswith(of_class)]
+    means = [
+        name for name in names if name not in losses and not name.endswith(of_class)
+    ]
     epochs = [row["epoch"] for row in rows]
     with drawing(path) as figure:
         figure.set_size_inches(10, 4)
@@ -158,7 +182,9 @@ def draw_confusion(path: Path, confusion: Tensor, classes: Sequence[str]) -> Non
         for (row, column), value in np.ndenumerate(percent) if count <= 20 else ():
             text = f"{value:.0f}" if value > 0 else ""
             color = "white" if value > 35 else "black"
-            axes.text(column, row, text, ha="center", va="center", color=color, fontsize=7)
+            axes.text(
+                column, row, text, ha="center", va="center", color=color, fontsize=7
+            )
 
 
 def draw_images(
@@ -170,11 +196,15 @@ def draw_images(
     with drawing(path) as figure:
         for i, (image, target, logits, above) in enumerate(examples):
             if target.ndim == 2 and not target.is_floating_point():  # a mask
-                present.update(np.unique(target.numpy()), np.unique(logits.argmax(0).numpy()))
+                present.update(
+                    np.unique(target.numpy()), np.unique(logits.argmax(0).numpy())
+                )
             axes = figure.add_subplot(label=str(i))
             axes.axis("off")
             draw(axes, image, target, logits, names)
-            lines = [shorten(line, 48) for line in (*above, *axes.get_title().split("\n"))]
+            lines = [
+                shorten(line, 48) for line in (*above, *axes.get_title().split("\n"))
+            ]
             axes.title.set_text("\n".join(lines))
         every = figure.axes
         height, width = np.max([axes.images[0].get_size() for axes in every], axis=0)
@@ -203,9 +233,15 @@ def draw_legend(figure: "Figure", classes: Sequence[str], present: set[int]) -> 
         hint = "" if colors[i].any() else " (not tinted)"
         label = f" {name}{hint}"  # a leading underscore would leave an entry out
         entries.append(Patch(facecolor=colors[i], edgecolor="black", label=label))
-    figure.legend(handles=entries, loc="outside lower center", ncols=8, fontsize=9, frameon=False)
+    figure.legend(
+        handles=entries, loc="outside lower center", ncols=8, fontsize=9, frameon=False
+    )
 
 
 def shorten(text: str, letters: int = 24) -> str:
     text = text.encode("utf-8", "replace").decode()
-    return text if len(text) <= letters else f"{text[: letters - 1]}\N{HORIZONTAL ELLIPSIS}"
+    return (
+        text
+        if len(text) <= letters
+        else f"{text[: letters - 1]}\N{HORIZONTAL ELLIPSIS}"
+    )

@@ -62,7 +62,9 @@ class Predictor:
         self.format = replace(format, max_megapixels=max(limits))
         self.broken: list[str] = []
 
-    def batches(self, read: Read, batch_size: int) -> Iterator[tuple[list[str], Tensor]]:
+    def batches(
+        self, read: Read, batch_size: int
+    ) -> Iterator[tuple[list[str], Tensor]]:
         """Yield (paths, images (N, C, H, W), float32, normalised, on the device), in order.
 
         read: makes a tensor (C, H, W) of an image, of one size for all; in other processes.
@@ -84,7 +86,9 @@ class Predictor:
             return loading.normalize(images, self.format)
         return self.format.normalize(images)
 
-    def _read(self, read: Read, batch_size: int) -> Iterator[tuple[list[str], list[Tensor]]]:
+    def _read(
+        self, read: Read, batch_size: int
+    ) -> Iterator[tuple[list[str], list[Tensor]]]:
         paths, workers = [path for path, _ in self.found], machine.default_workers()
         loader: DataLoader = DataLoader(
             Tolerant(paths, read, self.format),
@@ -124,7 +128,10 @@ class Predictor:
             pixels = visible(image).permute(1, 2, 0).numpy()
             numbers = mask[: len(pixels), : pixels.shape[1]].numpy()
             tinted = Image.fromarray(overlay(pixels, numbers, self.classes))
-            for kind, drawn in ("masks", paint(numbers, self.classes)), ("overlays", tinted):
+            for kind, drawn in (
+                ("masks", paint(numbers, self.classes)),
+                ("overlays", tinted),
+            ):
                 file = output / kind / f"{name_of[path]}.png"
                 with files.writing(file, parents=True) as tmp_path:
                     drawn.save(tmp_path, format="png")
@@ -165,7 +172,9 @@ class Tolerant(Dataset):
             return "", str(error)
         except (AttributeError, KeyError, TypeError) as error:
             reason = " ".join(f"{type(error).__name__}: {error}".split())
-            line = f"val_transform of dataset.py does not take an image alone ({reason})"
+            line = (
+                f"val_transform of dataset.py does not take an image alone ({reason})"
+            )
             raise UserError(f"{line}: predict.py gives it that") from error
 
 
@@ -181,11 +190,15 @@ def in_tiles(predict: Predict, images: Tensor, tile: int, step: int) -> Tensor:
     """
     if not is_tiled(images, tile, step):
         return to_logits(predict(images))
-    found = ([logits for _, logits in bands(predict, image, tile, step)] for image in images)
+    found = (
+        [logits for _, logits in bands(predict, image, tile, step)] for image in images
+    )
     return torch.stack([torch.cat(each, 1) for each in found])
 
 
-def bands(predict: Predict, image: Tensor, tile: int, step: int) -> Iterator[tuple[slice, Tensor]]:
+def bands(
+    predict: Predict, image: Tensor, tile: int, step: int
+) -> Iterator[tuple[slice, Tensor]]:
     """Yield (rows, their logits) of `image` (3, H, W), from the top to the last row.
 
     tile, step: as of `in_tiles`. The logits are float32 (classes, rows, W); where tiles overlap,
@@ -201,23 +214,30 @@ def bands(predict: Predict, image: Tensor, tile: int, step: int) -> Iterator[tup
     for top, above, below in arrange(height, tile, step):
         band = torch.empty(0)
         for left, begin, end in arrange(width, tile, step):
-            logits = to_logits(predict(image[None, :, top : top + tile, left : left + tile]))[0]
+            logits = to_logits(
+                predict(image[None, :, top : top + tile, left : left + tile])
+            )[0]
             if not len(band):
                 band = logits.new_empty(len(logits), below - above, width)
-            band[:, :, begin:end] = logits[:, above - top : below - top, begin - left : end - left]
+            band[:, :, begin:end] = logits[
+                :, above - top : below - top, begin - left : end - left
+            ]
         yield slice(above, below), band
 
 
 def is_tiled(images: Tensor, tile: int, step: int) -> bool:
     if tile and (tile % step or tile < 4 * step):
-        raise UserError(f"--tile {tile} is not 0 or a multiple of {step} from {4 * step} up")
+        raise UserError(
+            f"--tile {tile} is not 0 or a multiple of {step} from {4 * step} up"
+        )
     return 0 < tile < max(images.shape[-2:])
 
 
 def arrange(side: int, tile: int, step: int) -> list[tuple[int, int, int]]:
     """Return of each tile along a `side` its start, and the pixels, from and to, that it is for."""
     last = max(side - tile, 0)
-    gaps = -(-last // (tile - min(256, tile // 2)))  # they overlap by 256 pixels, or by half
+    # they overlap by 256 pixels, or by half
+    gaps = -(-last // (tile - min(256, tile // 2)))
     starts = [last * i // gaps // step * step for i in range(gaps)] + [last]
     seams = [0, *((left + tile + right) // 2 for left, right in pairwise(starts)), side]
     return [(start, *part) for start, part in zip(starts, pairwise(seams), strict=True)]

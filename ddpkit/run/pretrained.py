@@ -22,7 +22,11 @@ Fetch = Callable[[], Tensors]
 
 
 def load_pretrained(
-    model: nn.Module, pretrained: str | None, arch: str = "", encoder: str = "", **options: Any
+    model: nn.Module,
+    pretrained: str | None,
+    arch: str = "",
+    encoder: str = "",
+    **options: Any,
 ) -> None:
     """Copy --weights into `model`, alike on all ranks; only rank 0 downloads and reads.
 
@@ -47,7 +51,9 @@ def load_pretrained(
     sources = find_published(arch, encoder, options)
     if pretrained == "auto":
         name = next(iter(sources), "none")
-        then = "downloaded unless cached ..." if sources else "published for this network"
+        then = (
+            "downloaded unless cached ..." if sources else "published for this network"
+        )
         distributed.say(f"--weights auto: {name}, {then}")
         if not sources:
             return
@@ -60,7 +66,9 @@ def load_pretrained(
     if not isinstance(found, str):
         copy_matching(model, found)
     elif pretrained == "auto":
-        distributed.say(f"{found}; starts from scratch; use --weights FILE, or --weights none")
+        distributed.say(
+            f"{found}; starts from scratch; use --weights FILE, or --weights none"
+        )
     else:
         raise UserError(found)
 
@@ -117,11 +125,15 @@ def find_published(arch: str, encoder: str, options: dict) -> dict[str, Fetch]:
         own = timm.get_pretrained_cfg(name) if timm.is_model_pretrained(name) else None
         repositories = {"imagenet": own.hf_hub_id} if own else {}
     else:
-        settings = smp.encoders.encoders.get(encoder, {}).get("pretrained_settings") or {}
+        settings = (
+            smp.encoders.encoders.get(encoder, {}).get("pretrained_settings") or {}
+        )
         repositories = {name: each.get("repo_id") for name, each in settings.items()}
     build = partial(smp.encoders.get_encoder, encoder)
     return {
-        name: partial(fetch, repositories[name], partial(build, weights=name), "encoder.")
+        name: partial(
+            fetch, repositories[name], partial(build, weights=name), "encoder."
+        )
         for name in sorted(repositories, key="imagenet".__ne__)
     }
 
@@ -146,7 +158,9 @@ def reaching(repository: str | None) -> Iterator[None]:
         hub.constants.HF_HUB_OFFLINE = before
 
 
-def fetch(repository: str | None, build: Callable[[], nn.Module], prefix: str = "") -> Tensors:
+def fetch(
+    repository: str | None, build: Callable[[], nn.Module], prefix: str = ""
+) -> Tensors:
     """Return the tensors of the network that `build` makes with published weights."""
     with reaching(repository), torch.random.fork_rng([]):
         network = build()
@@ -157,7 +171,9 @@ def copy_matching(model: nn.Module, published: Tensors) -> None:
     """Copy the tensors whose names and shapes match, and print which of `model` do not."""
 
     def bare(name: str) -> str:  # a file may have `module.fc.weight` for `fc.weight`
-        return re.sub(r"^((net|model)\.)+", "", re.sub(r"\b(module|_orig_mod)\.", "", name))
+        return re.sub(
+            r"^((net|model)\.)+", "", re.sub(r"\b(module|_orig_mod)\.", "", name)
+        )
 
     mine, missing = model.state_dict(), torch.empty(0)
     named = {bare(name): value for name, value in published.items()}
@@ -168,12 +184,16 @@ def copy_matching(model: nn.Module, published: Tensors) -> None:
             from timm.models import adapt_input_conv  # its import takes half a second
 
             value = adapt_input_conv(weight.shape[1], value)
-        if value.shape == weight.shape and checkpoint.kind_of(value) == checkpoint.kind_of(weight):
+        if value.shape == weight.shape and checkpoint.kind_of(
+            value
+        ) == checkpoint.kind_of(weight):
             fitting[name] = value
     if not fitting:
         line = "--weights: no tensor has the same name and shape as one of this network, which"
         theirs = next(iter(published), "nothing")
-        raise UserError(f"{line} begins with {next(iter(mine))}; the file begins with {theirs}")
+        raise UserError(
+            f"{line} begins with {next(iter(mine))}; the file begins with {theirs}"
+        )
     model.load_state_dict(fitting, strict=False)
     new = [name for name in mine if name not in fitting]
     line = f"--weights: {len(fitting)} of {len(mine)} tensors loaded"

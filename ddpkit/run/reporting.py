@@ -26,7 +26,8 @@ from ddpkit.run.metrics import Mistakes
 from ddpkit.run.pictures import Row
 from ddpkit.run.steplog import EVENTS, StepLog
 
-# Takes the id of the run to continue, or None; returns its id, and what takes a row of numbers.
+# Takes the id of the run to continue, or None; returns its id, and what takes a row of
+# numbers.
 Start = Callable[[str | None], tuple[str, Callable[[dict[str, float]], object]]]
 
 EPOCHS = "epochs"  # the folder of TensorBoard's files
@@ -48,7 +49,12 @@ class Reporter:
 
         is_complete: nothing is left to do. log_every: steps between entries of `steps`; 0: none.
         """
-        self.folder, self.device, self.epochs, self.finished = folder, device, epochs, finished
+        self.folder, self.device, self.epochs, self.finished = (
+            folder,
+            device,
+            epochs,
+            finished,
+        )
         self.active = distributed.is_rank_zero() and not is_complete
         self.bar = tqdm(disable=True)
         self.steps = StepLog(folder, device, log_every, step, self.active)
@@ -60,7 +66,8 @@ class Reporter:
 
     def close(self) -> None:
         """Clear the progress bar and close the files, before any error is printed."""
-        if os.getpid() != self.process:  # TensorBoard's thread is not in a child that was forked
+        # TensorBoard's thread is not in a child that was forked
+        if os.getpid() != self.process:
             return
         self.bar.close()
         self.steps.close()
@@ -86,7 +93,11 @@ class Reporter:
         name_of = getattr(torch.get_device_module(self.device), "get_device_name", None)
         name = name_of(self.device) if name_of else self.device.type.upper()
         # Of another loader it may be this rank's share.
-        val = f"{len(val_set)} validation images | " if loading.is_ours(val_loader) else ""
+        val = (
+            f"{len(val_set)} validation images | "
+            if loading.is_ours(val_loader)
+            else ""
+        )
         distributed.say(
             f"{ranks} rank(s) on {name} | batch {self.batch_size} per rank x "
             f"{ranks} rank(s) x {accumulate} accumulated = {source.global_batch} | "
@@ -99,7 +110,11 @@ class Reporter:
         )
         own = machine.library()
         distributed.say(f"ddpkit {own}")
-        versions = {"python": platform.python_version(), "torch": torch.__version__, "ddpkit": own}
+        versions = {
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "ddpkit": own,
+        }
         about = {"device": name, "jpeg": images.decoder(), "git": machine.git_commit()}
         self.note(flags=dict(flags), ranks=ranks, **about, versions=versions)
 
@@ -110,7 +125,9 @@ class Reporter:
             self.about = about
             self.write("args.json", about)
 
-    def progress(self, batches: Iterable[Any], passes: int, epoch: int) -> Iterator[Any]:
+    def progress(
+        self, batches: Iterable[Any], passes: int, epoch: int
+    ) -> Iterator[Any]:
         """Yield the batches of `passes` under a progress bar; it counts the images of all ranks."""
         self.began = time.monotonic()
         per_pass = self.batch_size * distributed.world_size()
@@ -119,7 +136,8 @@ class Reporter:
             desc=f"epoch {epoch + 1}/{self.epochs}",
             unit="img",
             leave=False,
-            disable=not (self.active and _is_on_terminal()),  # so that logs stay readable
+            # so that logs stay readable
+            disable=not (self.active and _is_on_terminal()),
         )
         self.steps.begin(self.bar)
         self.waited, self.count = 0.0, 0
@@ -138,15 +156,19 @@ class Reporter:
         self.bar.close()
         two = self.waited, failures.peak(self.device)
         own = torch.tensor(two, dtype=torch.float64, device=self.device)
-        waited, peak = distributed.gather(own).max(0).values.tolist()  # waits for the device, too
+        # waits for the device, too
+        waited, peak = distributed.gather(own).max(0).values.tolist()
         self.steps.flush()
-        seconds = time.monotonic() - self.began  # of a resumed epoch: since it was resumed
+        # of a resumed epoch: since it was resumed
+        seconds = time.monotonic() - self.began
         failures.reset_peak(self.device)
         if not self.count:
             return {}
         found = {"img_per_s": self.count / seconds, "train_seconds": seconds}
         found["data_wait"] = waited / seconds
-        return found if math.isnan(peak) else {**found, "peak_memory": peak / failures.GIB}
+        return (
+            found if math.isnan(peak) else {**found, "peak_memory": peak / failures.GIB}
+        )
 
     def end_epoch(self, rows: Sequence[Row], is_best: bool) -> None:
         """Record the last of `rows`: a line, metrics.csv, TensorBoard scalars, curves.png."""
@@ -154,9 +176,13 @@ class Reporter:
             return
         row = numbers(rows[-1])
         left = (self.epochs - int(row["epoch"])) * (time.monotonic() - self.began)
-        shown = "  ".join(f"{k} {v:.4g}" for k, v in row.items() if k not in ("epoch", "step"))
+        shown = "  ".join(
+            f"{k} {v:.4g}" for k, v in row.items() if k not in ("epoch", "step")
+        )
         star = "  best" if is_best else ""
-        distributed.say(f"epoch {row['epoch']}/{self.epochs}  {shown}  left {left:.0f} s{star}")
+        distributed.say(
+            f"epoch {row['epoch']}/{self.epochs}  {shown}  left {left:.0f} s{star}"
+        )
         wait, seconds = row.get("data_wait", 0), row.get("train_seconds", 0)
         if wait > 0.1 and wait * seconds > 1:
             distributed.say(
@@ -176,8 +202,9 @@ class Reporter:
         if not self.board:
             from torch.utils.tensorboard import SummaryWriter  # takes seconds
 
-            # Entries of later epochs, before going back to an earlier checkpoint, are dropped: in
-            # a folder of its own, for other people's scalars have other steps.
+            # Entries of later epochs, before going back to an earlier checkpoint, are
+            # dropped: in a folder of its own, for other people's scalars have other
+            # steps.
             place = self.folder / EPOCHS
             shown = rows if not [*place.glob(EVENTS)] else new
             self.board = SummaryWriter(str(place), purge_step=self.finished + 1)
@@ -197,7 +224,8 @@ class Reporter:
         if tracker:
             self.start_tracker(tracker)
         recorded = count(self.folder)
-        if rows and recorded != len(rows):  # more: of epochs after the one that was gone back to
+        # more: of epochs after the one that was gone back to
+        if rows and recorded != len(rows):
             self.record(rows, rows[recorded:])
 
     def start_tracker(self, tracker: Start) -> None:
@@ -239,16 +267,24 @@ class Reporter:
         if not self.active:
             return
         if not math.isfinite(best):
-            return distributed.say(f"done: {name} was NaN after every epoch: there is no best.pt")
-        drawn = [file for file in ("curves.png", *IMAGES) if (self.folder / file).exists()]
+            return distributed.say(
+                f"done: {name} was NaN after every epoch: there is no best.pt"
+            )
+        drawn = [
+            file for file in ("curves.png", *IMAGES) if (self.folder / file).exists()
+        ]
         path = os.path.join(os.path.relpath(self.folder), "best.pt")
-        return distributed.say(f"done: best {name} {best:.4f}; {', '.join([path, *drawn])}")
+        return distributed.say(
+            f"done: best {name} {best:.4f}; {', '.join([path, *drawn])}"
+        )
 
 
 def find_tracker(name: str, folder: Path, flags: Mapping[str, object]) -> Start:
     """Return what begins or continues a run of that tracker, named as `folder` and its project."""
     if not _is_installed(name):
-        raise UserError(f"--tracker {name}: not installed; python -m pip install {name}")
+        raise UserError(
+            f"--tracker {name}: not installed; python -m pip install {name}"
+        )
     project = process.project().name
 
     def start(known: str | None) -> tuple[str, Callable[[dict[str, float]], object]]:
@@ -257,12 +293,16 @@ def find_tracker(name: str, folder: Path, flags: Mapping[str, object]) -> Start:
             tool.set_experiment(project)
             run = tool.start_run(known, run_name=folder.name)
             tool.log_params({} if known else flags)
-            return run.info.run_id, lambda row: tool.log_metrics(row, step=int(row["epoch"]))
+            return run.info.run_id, lambda row: tool.log_metrics(
+                row, step=int(row["epoch"])
+            )
         key = {"id": known} if name == "wandb" else {"name": known or folder.name}
         run = tool.init(project=project, config=dict(flags), resume="allow", **key)
 
         def log(row: dict[str, float]) -> None:
-            run.log({k: v for k, v in row.items() if k != "step"}, step=int(row["epoch"]))
+            run.log(
+                {k: v for k, v in row.items() if k != "step"}, step=int(row["epoch"])
+            )
 
         return (run.id if name == "wandb" else run.name), log
 
@@ -286,7 +326,9 @@ def reason_of(error: BaseException) -> str:
 
 
 def numbers(row: Row) -> dict[str, float]:
-    return {name: value for name, value in row.items() if isinstance(value, int | float)}
+    return {
+        name: value for name, value in row.items() if isinstance(value, int | float)
+    }
 
 
 def count(folder: Path) -> int:
@@ -309,6 +351,8 @@ def report(mistakes: Mistakes, folder: Path) -> None:
         remove_images(folder)  # of another checkpoint
         mistakes.write(folder)
     except (OSError, LineError) as error:
-        return distributed.say(f"{folder}: cannot be written ({getattr(error, 'line', error)})")
+        return distributed.say(
+            f"{folder}: cannot be written ({getattr(error, 'line', error)})"
+        )
     if names := [name for name in IMAGES if (folder / name).exists()]:
         distributed.say(f"written to {folder}: {', '.join(names)}")

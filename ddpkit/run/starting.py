@@ -31,7 +31,8 @@ def prepare(parse_args: Callable[[], object] | None = None, needs: str = "") -> 
     process.install_handlers()
     try:
         check_itself(needs)
-        if parse_args and not process.is_debugged():  # `start` lets the debugger show the error
+        # `start` lets the debugger show the error
+        if parse_args and not process.is_debugged():
             parse_args()
     except UserError as error:
         with contextlib.suppress(UserError):
@@ -50,14 +51,20 @@ def check_itself(needs: str) -> None:
     own, beside = Path(ddpkit.__file__).parent, process.project() / "ddpkit"
     is_copy = (beside / "__init__.py").is_file()
     if is_copy and not own.samefile(beside):
-        raise UserError(f"{own} is imported instead of {beside}: start python without -I and -P")
-    version, least = ([*map(int, re.findall(r"\d+", text))] for text in (ddpkit.__version__, needs))
+        raise UserError(
+            f"{own} is imported instead of {beside}: start python without -I and -P"
+        )
+    version, least = (
+        [*map(int, re.findall(r"\d+", text))] for text in (ddpkit.__version__, needs)
+    )
     if version < least:
         how = "cruft update" if is_copy else "python -m pip install -r requirements.txt"
         line = f"{own} is ddpkit {ddpkit.__version__}, main.py needs {needs}"
         raise UserError(f"{line}: bring it up to date ({how})")
     if least and version[0] > least[0]:
-        line = f"{own} is ddpkit {ddpkit.__version__}, main.py is written for {least[0]}"
+        line = (
+            f"{own} is ddpkit {ddpkit.__version__}, main.py is written for {least[0]}"
+        )
         remedy = f"install ddpkit<{least[0] + 1}, or change main.py as docs/migration.md says"
         raise UserError(f"{line}: {remedy}")
 

@@ -37,7 +37,8 @@ class Entry(NamedTuple):
     at: str
     lr: float
     img_per_s: float
-    values: Tensor  # on the CPU: the loss, and the norm of the gradient if that is known
+    # on the CPU: the loss, and the norm of the gradient if that is known
+    values: Tensor
     event: torch.Event | None  # after which `values` are there; None: they are
 
     def has_arrived(self) -> bool:
@@ -88,8 +89,9 @@ class StepLog:
         self.pending: list[Entry] = []
         self.board: SummaryWriter | None = None
         self.begin()
-        # TensorBoard reads one file after the other, and at the mark in this one it drops what the
-        # files before have of later steps: it has to come before any that is opened from here on.
+        # TensorBoard reads one file after the other, and at the mark in this one it
+        # drops what the files before have of later steps: it has to come before any
+        # that is opened from here on.
         if self.active and any(self.folder.glob(EVENTS)):
             self._drop_later(self._open())
 
@@ -99,7 +101,8 @@ class StepLog:
 
         run.writer.add_scalar("mine", value, run.step + 1)
         """
-        if not self.active or os.getpid() != self.process:  # its thread is not in a fork
+        # its thread is not in a fork
+        if not self.active or os.getpid() != self.process:
             return NoWriter()
         return self.board or self._open()
 
@@ -115,8 +118,11 @@ class StepLog:
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 
         mark = SessionLog(status=SessionLog.START)
-        for _ in range(2):  # some readers take the first in a folder for the beginning of the run
-            board.file_writer.add_event(Event(step=self.first_step + 1, session_log=mark))
+        # some readers take the first in a folder for the beginning of the run
+        for _ in range(2):
+            board.file_writer.add_event(
+                Event(step=self.first_step + 1, session_log=mark)
+            )
 
     def begin(self, bar: tqdm | None = None) -> None:
         """Begin an epoch, or its rest. bar: what shows the numbers if there is a terminal."""
@@ -135,7 +141,12 @@ class StepLog:
         return self.every > 0 and step % self.every == 0
 
     def add(
-        self, step: int, at: str, loss: Tensor, lr: float, grad_norm: Tensor | None = None
+        self,
+        step: int,
+        at: str,
+        loss: Tensor,
+        lr: float,
+        grad_norm: Tensor | None = None,
     ) -> None:
         """Log a step that is due.
 
@@ -175,7 +186,8 @@ class StepLog:
         if os.getpid() != self.process:
             return
         until = time.monotonic() + CLOSING_SECONDS
-        with contextlib.suppress(OSError, RuntimeError):  # of a full disk, of a device that failed
+        # of a full disk, of a device that failed
+        with contextlib.suppress(OSError, RuntimeError):
             self._write_arrived()
             while self.pending and time.monotonic() < until:
                 time.sleep(0.01)

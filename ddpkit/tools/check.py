@@ -43,10 +43,12 @@ class Facts:
     error: str = ""  # why training cannot use it; then the rest is empty
     size: tuple[int, int] = (0, 0)  # height and width, upright
     pixels: str = ""  # a digest of the image
-    counts: dict[int, int] = field(default_factory=dict)  # pixels of each mask value, or {class: 1}
+    # pixels of each mask value, or {class: 1}
+    counts: dict[int, int] = field(default_factory=dict)
     meant: Meant = field(default_factory=dict)  # of the values in a mask
     is_turned: bool = False  # an image beside a mask
-    moments: Any = 0.0  # with "channels", (3, channels): pixels, sums of values 0 to 1, of squares
+    # with "channels", (3, channels): pixels, sums of values 0 to 1, of squares
+    moments: Any = 0.0
 
 
 def look(key: Any) -> Facts:
@@ -58,8 +60,11 @@ def look(key: Any) -> Facts:
         try:
             image, *masks = part.open(index)
             seen = image.decode(1)
-        except Exception as error:  # Pillow raises errors of many kinds for malformed files
-            return Facts(getattr(error, "line", "") or f"{part.samples[index][0]}: {error!r}")
+        # Pillow raises errors of many kinds for malformed files
+        except Exception as error:
+            return Facts(
+                getattr(error, "line", "") or f"{part.samples[index][0]}: {error!r}"
+            )
     digest = hashlib.blake2b(np.ascontiguousarray(seen).data, digest_size=8).hexdigest()
     facts = Facts("", (image.height, image.width), f"{seen.shape} {digest}")
     facts.counts = {} if masks else part.count_labels(index)
@@ -80,13 +85,16 @@ class Survey:
     def __init__(self, parts: Sequence[MapDataset], workers: int) -> None:
         self.errors, self.warnings = list[str](), list[str]()
         self.sizes: tuple[list, list] = ([], [])
-        self.pixels, self.images = np.zeros((2, 2, 2**16), np.int64)  # by part and class number
+        # by part and class number
+        self.pixels, self.images = np.zeros((2, 2, 2**16), np.int64)
         self.moments: Any = 0.0  # of training images
         meant: Meant = {}
         turned: list[str] = []
         mixed = ""
         first: dict[str, tuple[int, str]] = {}  # part and path, by the pixels' digest
-        keys: MapDataset = [(part, index) for part in parts for index in range(len(part))]
+        keys: MapDataset = [
+            (part, index) for part in parts for index in range(len(part))
+        ]
         options = loading.workers(workers, torch.device("cpu"))
         loader: DataLoader = DataLoader(keys, None, collate_fn=look, **options)
         for (part, index), facts in zip(
@@ -120,8 +128,11 @@ class Survey:
         """Return the classes of masks; add an error of too few, or of numbers in val alone."""
         used, others = (np.flatnonzero(counts).tolist() for counts in self.images)
         numbers = [number for number in used if number != VOID]
-        classes = labels or [str(number) for number in range(max(numbers, default=-1) + 1)]
-        text = explain_values(used, bool(labels)) if used else ""  # no mask could be read
+        classes = labels or [
+            str(number) for number in range(max(numbers, default=-1) + 1)
+        ]
+        # no mask could be read
+        text = explain_values(used, bool(labels)) if used else ""
         unknown = [str(value) for value in others if len(classes) <= value < VOID]
         if unknown and not text:
             text = f"validation masks have {shorten(unknown)}, no training mask has"
@@ -135,19 +146,28 @@ class Survey:
         mean, square = self.moments[1:] / self.moments[0]
         std = np.sqrt(np.maximum(square - mean**2, 0))
         means, deviations = ([float(f"{x:.5g}") for x in each] for each in (mean, std))
-        return replace(format, mean=tuple(means), std=tuple(x or 1.0 for x in deviations))
+        return replace(
+            format, mean=tuple(means), std=tuple(x or 1.0 for x in deviations)
+        )
 
     def describe(self, names: dict[int, str], has_masks: bool) -> Iterator[str]:
         """Yield the lines about sizes, and one for each class, by its number."""
         for part, sizes in zip(PARTS, self.sizes, strict=True):
             used = sorted(sizes, key=math.prod)
-            ends = dict.fromkeys(f"{width} x {height}" for height, width in used[:1] + used[-1:])
+            ends = dict.fromkeys(
+                f"{width} x {height}" for height, width in used[:1] + used[-1:]
+            )
             yield f"{part:10}{len(used)} images; width x height: {' to '.join(ends) or 'none'}"
         what = "pixels" if has_masks else "images"
         yield f"classes   images, and share of the {what}, in train and in val"
-        totals, width = np.maximum(self.pixels.sum(1), 1), max(map(len, names.values()), default=0)
+        totals, width = (
+            np.maximum(self.pixels.sum(1), 1),
+            max(map(len, names.values()), default=0),
+        )
         for value, name in names.items():
-            pairs = zip(self.images[:, value], 100 * self.pixels[:, value] / totals, strict=True)
+            pairs = zip(
+                self.images[:, value], 100 * self.pixels[:, value] / totals, strict=True
+            )
             cells = (f"{images:9} {percent:8.3g} %" for images, percent in pairs)
             yield "          " + "  ".join([name.ljust(width), *cells])
 
@@ -156,24 +176,39 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = Parser(prog="python -m ddpkit check", description=__doc__)
     add = parser.add_argument
     add("data", metavar="DIR", type=Path, help="as --data of main.py")
-    add("--workers", type=at_least(0), default=machine.cpus(), help="processes that read")
-    add("--write", action="store_true", help="write what the report proposes for DIR/data.json")
+    add(
+        "--workers",
+        type=at_least(0),
+        default=machine.cpus(),
+        help="processes that read",
+    )
+    add(
+        "--write",
+        action="store_true",
+        help="write what the report proposes for DIR/data.json",
+    )
     given = parser.parse_args(argv)
     root, format, unmatched = given.data, read_format(given.data), list[str]()
     torch.set_num_threads(1)  # as in a loader worker
     distributed.setup(alone=True)
-    kinds = [kind for kind in vars(process.own("dataset")).values() if isinstance(kind, type)]
+    kinds = [
+        kind for kind in vars(process.own("dataset")).values() if isinstance(kind, type)
+    ]
     has_masks = any(issubclass(kind, folders.MaskFiles) for kind in kinds)
     if has_masks:
         labels, pairs = read_classes(root / "classes.txt"), find_pairs(root, unmatched)
         masked = [folders.Part(each, format, labels) for each in pairs]
-        survey = Survey([folders.MaskFiles(part, tuple) for part in masked], given.workers)
+        survey = Survey(
+            [folders.MaskFiles(part, tuple) for part in masked], given.workers
+        )
         survey.errors += unmatched
         classes = survey.name_classes(labels, root)
     else:
         *samples, classes = folders.find_labelled(root)
         named = [folders.Part(each, format) for each in samples]
-        survey = Survey([folders.ImageFiles(part, tuple) for part in named], given.workers)
+        survey = Survey(
+            [folders.ImageFiles(part, tuple) for part in named], given.workers
+        )
     wanted = survey.propose(format)
     names = {**dict(enumerate(classes)), **({VOID: "void"} if has_masks else {})}
     found = [f"error: {line}" for line in sorted(survey.errors)]

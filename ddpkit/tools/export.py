@@ -46,13 +46,16 @@ TOLERANCE = 1e-3  # how far logits may differ, as a share of the largest (at lea
 CALIBRATION = 128  # training images whose values give the ranges of --int8
 CPU = torch.device("cpu")
 Predict = Callable[[Tensor], Tensor]
-Sets = tuple[MapDataset, MapDataset, Sequence[str]]  # for training, for validation, classes
+# for training, for validation, classes
+Sets = tuple[MapDataset, MapDataset, Sequence[str]]
 
 
 class Network(nn.Module):
     """`infer` with normalisation: images as the data set has them -> logits, float32."""
 
-    def __init__(self, infer: Any, model: nn.Module, format: Format, args: Namespace) -> None:
+    def __init__(
+        self, infer: Any, model: nn.Module, format: Format, args: Namespace
+    ) -> None:
         super().__init__()
         self.infer, self.model, self.format, self.args = infer, model, format, args
 
@@ -64,18 +67,43 @@ class Network(nn.Module):
 def main(argv: Sequence[str] | None = None) -> None:
     parser = Parser(prog="python -m ddpkit export", description=__doc__)
     add = parser.add_argument
-    add("--checkpoint", metavar="FILE", default="runs/default/best.pt", help="of the network")
-    add("--output", metavar="DIR", type=Path, default=Path("exported"), help="for model.onnx")
-    add("--data", metavar="DIR", type=Path, help="compare on its images (default: as in training)")
-    add("--int8", action="store_true", help="also write model_int8.onnx; needs the data set")
+    add(
+        "--checkpoint",
+        metavar="FILE",
+        default="runs/default/best.pt",
+        help="of the network",
+    )
+    add(
+        "--output",
+        metavar="DIR",
+        type=Path,
+        default=Path("exported"),
+        help="for model.onnx",
+    )
+    add(
+        "--data",
+        metavar="DIR",
+        type=Path,
+        help="compare on its images (default: as in training)",
+    )
+    add(
+        "--int8",
+        action="store_true",
+        help="also write model_int8.onnx; needs the data set",
+    )
     given = parser.parse_args(argv)
     tools = ("onnx", "onnxscript", "onnxruntime")
-    if missing := " ".join(name for name in tools if not importlib.util.find_spec(name)):
+    if missing := " ".join(
+        name for name in tools if not importlib.util.find_spec(name)
+    ):
         raise UserError(f"export needs more packages: python -m pip install {missing}")
     warnings.simplefilter("ignore")  # what exporters say is for their authors
     logging.disable()
     own, parse_args = process.own("model"), process.own("flags").parse_args
-    stride, now = own.STRIDE, {"tile": 0, **({"data": str(given.data)} if given.data else {})}
+    stride, now = (
+        own.STRIDE,
+        {"tile": 0, **({"data": str(given.data)} if given.data else {})},
+    )
     model, classes, args, format = checkpoint.open_model(
         given.checkpoint,
         own.build_model,
@@ -95,7 +123,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         "colors": None if classes.colors is None else classes.colors.tolist(),
         "size": None if stride else [*batches[0].shape[2:]],  # None: any
         "multiple_of": stride,
-        **{name: vars(args).get(name) for name in ("arch", "crop")},  # crop: of the shorter side
+        # crop: of the shorter side
+        **{name: vars(args).get(name) for name in ("arch", "crop")},
         "channels": format.channels,  # None: uint8 RGB; else float32, 0 to 1
         "value_range": format.value_range,
         "mean": format.statistics[0],
@@ -123,28 +152,44 @@ def build_sets(args: Namespace, format: Format, is_needed: bool) -> Sets | None:
             raise
         return print(f"comparing on random images; --data DIR names others ({error})")
     train_set = copy.copy(train_set)
-    vars(train_set).update({k: v for k, v in vars(val_set).items() if k.startswith("transform")})
+    vars(train_set).update(
+        {k: v for k, v in vars(val_set).items() if k.startswith("transform")}
+    )
     if count := format.channels:  # the file normalises
-        train_set.format = val_set.format = replace(format, mean=(0.0,) * count, std=(1.0,) * count)
+        train_set.format = val_set.format = replace(
+            format, mean=(0.0,) * count, std=(1.0,) * count
+        )
     return train_set, val_set, classes
 
 
-def pick_batches(sets: Sets | None, format: Format, stride: int, side: int) -> list[Tensor]:
+def pick_batches(
+    sets: Sets | None, format: Format, stride: int, side: int
+) -> list[Tensor]:
     """Return batches of 3 images, of 1, and if sizes are free of one that is twice as wide."""
     if sets:
         samples = Seeded(sets[1], sets[2], seed=0)
         images = [samples[Key(0, i % len(samples), is_val=True)][0] for i in range(3)]
-        height, width = (min(side, *(image.shape[axis] for image in images)) for axis in (1, 2))
-        batch = torch.stack([image[:, :height, :width] for image in images]).contiguous()
+        height, width = (
+            min(side, *(image.shape[axis] for image in images)) for axis in (1, 2)
+        )
+        batch = torch.stack(
+            [image[:, :height, :width] for image in images]
+        ).contiguous()
     else:
-        batch = torch.randint(256, (3, format.channels or 3, side, side), dtype=torch.uint8)
+        batch = torch.randint(
+            256, (3, format.channels or 3, side, side), dtype=torch.uint8
+        )
         batch = batch / 255 if format.channels else batch
     batches = [batch, batch[:1]]
     return [*batches, torch.cat([batch[1:2], batch[2:]], dim=3)] if stride else batches
 
 
 def write(
-    network: nn.Module, batch: Tensor, stride: int, path: Path, metadata: Mapping[str, Any]
+    network: nn.Module,
+    batch: Tensor,
+    stride: int,
+    path: Path,
+    metadata: Mapping[str, Any],
 ) -> Predict:
     """Write `network` for any number of images, with a stride of any size; return it as a function.
 
@@ -153,13 +198,19 @@ def write(
     height, width = (4 * stride, 5 * stride) if stride else batch.shape[2:]
     shapes: dict[int, Any] = {0: Dim("batch")}
     if stride:
-        rows, columns = Dim("rows", min=2), Dim("columns", min=2)  # some networks refuse 1
+        # some networks refuse 1
+        rows, columns = Dim("rows", min=2), Dim("columns", min=2)
         shapes.update({2: stride * rows, 3: stride * columns})
-    images = batch.new_zeros(2, batch.shape[1], height, width)  # sizes of 1 would be kept
-    program = torch.export.export(network, (images,), dynamic_shapes=(shapes,), strict=False)
+    # sizes of 1 would be kept
+    images = batch.new_zeros(2, batch.shape[1], height, width)
+    program = torch.export.export(
+        network, (images,), dynamic_shapes=(shapes,), strict=False
+    )
     names: Any = {"input_names": ["images"], "output_names": ["logits"]}
     exported: Any = torch.onnx.export(program, **names, dynamo=True, verbose=False)
-    exported.model.metadata_props.update({k: json.dumps(v) for k, v in metadata.items()})
+    exported.model.metadata_props.update(
+        {k: json.dumps(v) for k, v in metadata.items()}
+    )
     exported.save(path, external_data=False)
     return load(path)
 
@@ -167,8 +218,12 @@ def write(
 def load(path: Path) -> Predict:
     import onnxruntime
 
-    session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
-    return lambda images: torch.from_numpy(session.run(None, {"images": images.numpy()})[0])
+    session = onnxruntime.InferenceSession(
+        str(path), providers=["CPUExecutionProvider"]
+    )
+    return lambda images: torch.from_numpy(
+        session.run(None, {"images": images.numpy()})[0]
+    )
 
 
 @contextlib.contextmanager
@@ -186,9 +241,14 @@ def explaining() -> Iterator[None]:
         raise UserError(line) from None
 
 
-def compare(exported: Predict, batches: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
+def compare(
+    exported: Predict, batches: Sequence[Tensor], expected: Sequence[Tensor]
+) -> float:
     """Return the greatest difference from `expected`, as a share of the largest logit there."""
-    pairs = [(exported(batch), logits) for batch, logits in zip(batches, expected, strict=True)]
+    pairs = [
+        (exported(batch), logits)
+        for batch, logits in zip(batches, expected, strict=True)
+    ]
     shares = [(a - b).abs().max() / b.abs().max().clamp(min=1) for a, b in pairs]
     return float(torch.stack(shares).max())  # NaN, if one is
 
@@ -204,14 +264,23 @@ def quantize(source: Path, path: Path, sets: Sets, args: Namespace) -> None:
 
     train, val = (Seeded(each, sets[2], seed=0) for each in sets[:2])
     order = torch.randperm(len(train), generator=torch.Generator().manual_seed(0))
-    inputs = ({"images": images.numpy()} for images, *_ in samples(train, order[:CALIBRATION]))
+    inputs = (
+        {"images": images.numpy()} for images, *_ in samples(train, order[:CALIBRATION])
+    )
     reader = SimpleNamespace(get_next=lambda: next(inputs, None))
-    with files.writing(path) as tmp_path, tempfile.TemporaryDirectory() as folder, explaining():
+    with (
+        files.writing(path) as tmp_path,
+        tempfile.TemporaryDirectory() as folder,
+        explaining(),
+    ):
         prepared, quantized = Path(folder, "prepared.onnx"), Path(folder, "int8.onnx")
         quant_pre_process(source, prepared, skip_symbolic_shape=True)
         more = {"ActivationSymmetric": True}  # TensorRT takes no other zero points
-        quantize_static(prepared, quantized, reader, per_channel=True, extra_options=more)
-        shutil.copyfile(quantized, tmp_path)  # onnxruntime writes to files with a name only
+        quantize_static(
+            prepared, quantized, reader, per_channel=True, extra_options=more
+        )
+        # onnxruntime writes to files with a name only
+        shutil.copyfile(quantized, tmp_path)
     networks = [load(each) for each in (source, path)]
     found = [process.own("model").build_metrics(args, sets[2]) for _ in networks]
     for images, targets, *_ in samples(val, torch.arange(len(val))):

@@ -24,7 +24,8 @@ from ddpkit.run import checkpoint, pictures, reporting
 from ddpkit.run.flags import Parser
 
 NEEDED = "args.json", "metrics.csv"
-# A path that begins at the root, at home or above, with all that follows: it may have blanks.
+# A path that begins at the root, at home or above, with all that follows: it may have
+# blanks.
 PATH = re.compile(r"(?<![\w.~/\\-])(?:~[\w.-]*|\.\.|[A-Za-z]:)?[/\\].*", re.S)
 MARKUP = re.compile(r"[\\`*_{}\[\]<>|~&$!#]")
 
@@ -32,26 +33,52 @@ MARKUP = re.compile(r"[\\`*_{}\[\]<>|~&$!#]")
 def main(argv: Sequence[str] | None = None) -> None:
     parser = Parser(prog="python -m ddpkit publish", description=__doc__)
     add = parser.add_argument
-    add("--checkpoint", metavar="FILE", type=Path, default="runs/default/best.pt", help="of a run")
-    add("--output", metavar="DIR", type=Path, default="published", help="folder to write")
+    add(
+        "--checkpoint",
+        metavar="FILE",
+        type=Path,
+        default="runs/default/best.pt",
+        help="of a run",
+    )
+    add(
+        "--output",
+        metavar="DIR",
+        type=Path,
+        default="published",
+        help="folder to write",
+    )
     add("--repo", metavar="USER/NAME", help="model on the hub to push to")
-    add("--private", action="store_true", help="if the model is made, hide it from others")
-    add("--license", metavar="NAME", default="unknown", help="such as mit or apache-2.0")
+    add(
+        "--private",
+        action="store_true",
+        help="if the model is made, hide it from others",
+    )
+    add(
+        "--license", metavar="NAME", default="unknown", help="such as mit or apache-2.0"
+    )
     given = parser.parse_args(argv)
     if given.repo and not importlib.util.find_spec("huggingface_hub"):
-        raise UserError("--repo needs one more package: python -m pip install huggingface_hub")
+        raise UserError(
+            "--repo needs one more package: python -m pip install huggingface_hub"
+        )
     path, beside = given.checkpoint, (*NEEDED, "curves.png", *reporting.IMAGES)
     names = [path.name, *(name for name in beside if path.with_name(name).is_file())]
     if missing := [name for name in NEEDED if name not in names]:
-        raise UserError(f"{path.with_name(missing[0])}: no such file; name a checkpoint of a run")
+        raise UserError(
+            f"{path.with_name(missing[0])}: no such file; name a checkpoint of a run"
+        )
     if given.output.resolve() == path.parent.resolve():
-        raise UserError(f"--output {given.output} is the run's own folder: name another one")
+        raise UserError(
+            f"--output {given.output} is the run's own folder: name another one"
+        )
     state = checkpoint.read(path)
     del state["path"]
     for name in {"args", "resumed_from"} & state.keys():
         state[name] = without_paths(state[name])
     about = without_paths(json.loads(files.read(path.with_name("args.json"))))
-    card = describe(path, state, about, given.repo or process.project().name, given.license, names)
+    card = describe(
+        path, state, about, given.repo or process.project().name, given.license, names
+    )
     for name in names:
         with files.writing(given.output / name, parents=True) as tmp_path:
             if name == path.name:
@@ -64,7 +91,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         tmp_path.write_text(card, encoding="utf-8")
     print(f"written to {given.output}: README.md, {', '.join(names)}")
     if given.repo:
-        print(f"published: {push(given.output, ['README.md', *names], given.repo, given.private)}")
+        print(
+            f"published: {push(given.output, ['README.md', *names], given.repo, given.private)}"
+        )
 
 
 def without_paths(value: Any) -> Any:
@@ -79,7 +108,12 @@ def without_paths(value: Any) -> Any:
 
 
 def describe(
-    path: Path, state: checkpoint.State, about: Any, title: str, license: str, names: Sequence[str]
+    path: Path,
+    state: checkpoint.State,
+    about: Any,
+    title: str,
+    license: str,
+    names: Sequence[str],
 ) -> str:
     """Return the model card of the checkpoint at `path`. names: the files to show, beside it."""
     used = state["args"]
@@ -90,10 +124,19 @@ def describe(
     for name, *values in zip(header, own, rows[-1], strict=True):
         if name not in pictures.NOT_DRAWN:
             scores.append([name, *(f"{float(value or 'nan'):.4g}" for value in values)])
-    tables = [scores, *(read(path.with_name(name)) for name in names if name == "per_class.csv")]
-    task = "image-segmentation" if process.own("model").STRIDE else "image-classification"
+    tables = [
+        scores,
+        *(read(path.with_name(name)) for name in names if name == "per_class.csv"),
+    ]
+    task = (
+        "image-segmentation" if process.own("model").STRIDE else "image-classification"
+    )
     metrics = [{"type": n, "value": float(x)} for n, x, _ in scores[1:] if x != "nan"]
-    results = {"task": {"type": task}, "dataset": {"name": data, "type": data}, "metrics": metrics}
+    results = {
+        "task": {"type": task},
+        "dataset": {"name": data, "type": data},
+        "metrics": metrics,
+    }
     return f"""---
 license: {license}
 library_name: pytorch
@@ -130,8 +173,13 @@ def give(used: dict[str, object]) -> list[str]:
     words = ["--data", Path(str(used["data"])).name] if used.get("data") else []
     defaults = vars(process.own("flags").parse_args(words))
     for name, value in used.items():
-        if name not in ("data", "output_dir", "resume") and value != defaults.get(name, value):
-            words += [f"--{name.replace('_', '-')}", *([] if value is True else [str(value)])]
+        if name not in ("data", "output_dir", "resume") and value != defaults.get(
+            name, value
+        ):
+            words += [
+                f"--{name.replace('_', '-')}",
+                *([] if value is True else [str(value)]),
+            ]
     return words
 
 
@@ -152,7 +200,9 @@ def push(folder: Path, names: Sequence[str], repo: str, is_private: bool) -> str
     import huggingface_hub
 
     if not huggingface_hub.get_token():
-        raise UserError(f"{repo}: not logged in to the hub; run: hf auth login, or set HF_TOKEN")
+        raise UserError(
+            f"{repo}: not logged in to the hub; run: hf auth login, or set HF_TOKEN"
+        )
     try:
         hub = huggingface_hub.HfApi()
         url = hub.create_repo(repo, private=is_private or None, exist_ok=True)

@@ -23,7 +23,8 @@ from ddpkit.data import loading
 CPU = torch.device("cpu")
 META = torch.device("meta")
 STEPS = 2
-BEFORE = 101  # steps: a prime, so that what is done every so many is not done in the first
+# steps: a prime, so that what is done every so many is not done in the first
+BEFORE = 101
 
 
 def find(main: ModuleType, words: Sequence[str]) -> str:
@@ -51,7 +52,9 @@ def find(main: ModuleType, words: Sequence[str]) -> str:
         torch.distributed.destroy_process_group()
     for place, steps in reads.found.items():
         if len(steps) == STEPS:
-            return f"{place}\nreads a value off the device in each step: the device waits"
+            return (
+                f"{place}\nreads a value off the device in each step: the device waits"
+            )
     return ""
 
 
@@ -116,10 +119,16 @@ def stand_ins(main: ModuleType, reads: Reads) -> Iterator[tuple[object, str, obj
     run = MagicMock(epoch=0, step=BEFORE, is_logged=False)
     run.end_epoch.return_value = False
     run.is_out_of_patience.side_effect = [False, True]
-    run.writer.add_scalar.side_effect = lambda name, value, *_: torch.as_tensor(value).item()
+    run.writer.add_scalar.side_effect = lambda name, value, *_: torch.as_tensor(
+        value
+    ).item()
 
     def start(
-        folder: object, loader: Any, val_loader: object, classes: Sequence[str], **parts: Any
+        folder: object,
+        loader: Any,
+        val_loader: object,
+        classes: Sequence[str],
+        **parts: Any,
     ) -> object:
         def steps(*networks: object) -> Iterator[list[tuple]]:
             batches = iter(loader)
@@ -155,5 +164,7 @@ def own_line(places: Iterable[tuple[FrameType, int]], root: Path) -> str:
     for frame, number in places:
         path = Path(frame.f_code.co_filename)
         if path.parent == root:
-            return f"{path.name}:{number}: {linecache.getline(str(path), number).strip()}"
+            return (
+                f"{path.name}:{number}: {linecache.getline(str(path), number).strip()}"
+            )
     return ""

@@ -20,13 +20,44 @@ NAMES = (
     *("stream_waits", "event_waits", "device_waits", "collectives", "kernels"),
 )
 NATIVE = {  # torch's own, that launch no kernel
-    *("empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided", "resize_", "set_"),
-    *("detach", "alias", "lift_fresh", "as_strided", "view", "_unsafe_view", "_reshape_alias"),
-    *("split_with_sizes", "unbind", "record_stream", "is_pinned", "pin_memory", "_pin_memory"),
+    *(
+        "empty",
+        "empty_strided",
+        "empty_like",
+        "new_empty",
+        "new_empty_strided",
+        "resize_",
+        "set_",
+    ),
+    *(
+        "detach",
+        "alias",
+        "lift_fresh",
+        "as_strided",
+        "view",
+        "_unsafe_view",
+        "_reshape_alias",
+    ),
+    *(
+        "split_with_sizes",
+        "unbind",
+        "record_stream",
+        "is_pinned",
+        "pin_memory",
+        "_pin_memory",
+    ),
     *("_local_scalar_dense",),  # .item()
 }
-WAITING = {  # for a size, or a value that decides what they do; what a GPU's kernels read back
-    *("nonzero", "masked_select", "_unique2", "unique_dim", "unique_consecutive", "bincount"),
+# for a size, or a value that decides what they do; what a GPU's kernels read back
+WAITING = {
+    *(
+        "nonzero",
+        "masked_select",
+        "_unique2",
+        "unique_dim",
+        "unique_consecutive",
+        "bincount",
+    ),
     *("histc", "equal", "repeat_interleave", "multinomial", "_ctc_loss"),
 }
 MULTIPLYING = {"convolution", "convolution_backward", "mm", "addmm", "bmm", "baddbmm"}
@@ -37,7 +68,9 @@ hidden_waits = 0
 
 def counts() -> dict[str, int]:
     """Return what was asked of the GPU by this process so far."""
-    found = {name: ctypes.c_long.in_dll(library, f"count_{name}").value for name in NAMES}
+    found = {
+        name: ctypes.c_long.in_dll(library, f"count_{name}").value for name in NAMES
+    }
     found["stream_waits"] += hidden_waits
     return found
 
@@ -88,7 +121,9 @@ def host(tensor: Tensor) -> Tensor:
 
 def on_gpu(tensor: Tensor, device: torch.device) -> Tensor:
     """Return a copy of a CPU tensor in new memory of `device`."""
-    like = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+    like = torch.empty_strided(
+        tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device
+    )
     if tensor.numel():
         host(like).copy_(tensor)
     return like
@@ -97,9 +132,14 @@ def on_gpu(tensor: Tensor, device: torch.device) -> Tensor:
 @contextlib.contextmanager
 def random_numbers(device: torch.device) -> Iterator[None]:
     """Draw from the GPU's generator, and leave the CPU's as it is."""
-    generator, before = torch.cuda.default_generators[device.index], torch.get_rng_state()
+    generator, before = (
+        torch.cuda.default_generators[device.index],
+        torch.get_rng_state(),
+    )
     seed, offset = generator.initial_seed(), generator.get_offset()
-    torch.default_generator.manual_seed((seed + 0x9E3779B97F4A7C15 * (offset + 1)) % 2**63)
+    torch.default_generator.manual_seed(
+        (seed + 0x9E3779B97F4A7C15 * (offset + 1)) % 2**63
+    )
     yield
     generator.set_offset(offset + 4)
     torch.set_rng_state(before)
@@ -141,7 +181,9 @@ class Emulation(TorchDispatchMode):
                 return copy(func, *args, **kwargs)
         if len(devices) > 1 or any(not each.is_cuda and each.ndim for each in tensors):
             where = [(tuple(each.shape), str(each.device)) for each in tensors]
-            raise RuntimeError(f"{func}: Expected all tensors to be on the same device: {where}")
+            raise RuntimeError(
+                f"{func}: Expected all tensors to be on the same device: {where}"
+            )
         device = next(iter(devices), None) or torch.device(asked)
         if device.index is None:
             device = torch.device("cuda", torch.cuda.current_device())
@@ -169,11 +211,17 @@ def compute(func: Any, device: torch.device, args: tuple, kwargs: dict) -> Any:
 
     args, kwargs = for_each((args, kwargs), alias)
     halves = (
-        [t.dtype for t, _ in known.values() if t.dtype in HALVES] if name in MULTIPLYING else []
+        [t.dtype for t, _ in known.values() if t.dtype in HALVES]
+        if name in MULTIPLYING
+        else []
     )
     if halves:  # a CPU takes its time for them
-        wide = for_each(args, lambda tensor: tensor.float() if tensor.dtype in HALVES else tensor)
-        return for_each(func(*wide, **kwargs), lambda each: on_gpu(each.to(halves[0]), device))
+        wide = for_each(
+            args, lambda tensor: tensor.float() if tensor.dtype in HALVES else tensor
+        )
+        return for_each(
+            func(*wide, **kwargs), lambda each: on_gpu(each.to(halves[0]), device)
+        )
     kwargs = {name: value for name, value in kwargs.items() if name != "pin_memory"}
     if kwargs.get("device") is not None:
         kwargs["device"] = torch.device("cpu")
@@ -194,7 +242,9 @@ def convert(
     return torch.empty_like(source, **like).copy_(source, non_blocking)
 
 
-def copy(func: Any, target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
+def copy(
+    func: Any, target: Tensor, source: Tensor, non_blocking: bool = False
+) -> Tensor:
     """Copy between host and device, as torch does: in one piece, of one dtype and layout."""
     is_alike = target.dtype == source.dtype and target.shape == source.shape
     if is_alike and (target.stride() == source.stride() or target.numel() < 2):

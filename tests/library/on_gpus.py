@@ -71,7 +71,9 @@ def test_buffers_of_both_devices():
     replicas.sync_networks([network])
     assert counts()["collectives"] == before
     for name, buffer in network.named_buffers():
-        assert buffer.sum() == {"whole": 66, "sliced": 30, "flags": 12}[name.split("_")[0]], name
+        assert (
+            buffer.sum() == {"whole": 66, "sliced": 30, "flags": 12}[name.split("_")[0]]
+        ), name
 
 
 @both_tasks
@@ -92,7 +94,8 @@ def test_no_step_and_no_batch_waits_for_the_gpu(project, few, tmp_path):
         steps.append(counts())
 
     def evaluate(model: Any, loader: Any, *more: Any) -> Any:
-        result = own_evaluate(model, loader, *more)  # the first time metrics are grouped
+        # the first time metrics are grouped
+        result = own_evaluate(model, loader, *more)
         if not isinstance(loader, First):
             for times in 1, 11:
                 again, before = Again(loader, times), counts()
@@ -108,8 +111,12 @@ def test_no_step_and_no_batch_waits_for_the_gpu(project, few, tmp_path):
     asked = evaluations[1] - evaluations[0]
     waits = asked.pop("stream_waits")  # in torchmetrics' confusion matrix
     # A collective waits or not, as fast as it is; there are a few in each evaluation.
-    assert round(waits / passes) == {"classification": 1, "segmentation": 3}[project.task]
-    each = [(later - earlier, 2, 1) for earlier, later in itertools.pairwise(steps[-3:])]
+    assert (
+        round(waits / passes) == {"classification": 1, "segmentation": 3}[project.task]
+    )
+    each = [
+        (later - earlier, 2, 1) for earlier, later in itertools.pairwise(steps[-3:])
+    ]
     for found, copies, back in (*each, (asked, 3 * passes, 0)):
         assert found.pop("h2d") == copies
         assert found.pop("d2h", 0) == back
@@ -141,7 +148,9 @@ def test_checkpoints_and_peaks_of_a_gpu(project, few, tmp_path):
     for name in "last.pt", "best.pt":
         weights = torch.load(tmp_path / name, weights_only=True)["model"]
         assert {each.device.type for each in weights.values()} == {"cpu"}
-        assert weights["conv1.0.weight"].is_contiguous(memory_format=torch.channels_last)
+        assert weights["conv1.0.weight"].is_contiguous(
+            memory_format=torch.channels_last
+        )
     peaks = [float(row["peak_memory"]) for row in rows(tmp_path)]  # GiB
     assert 0.1 > peaks[0] > peaks[1] + 2**-7 > 2**-7 + 0.001  # which is counted anew
 
@@ -160,7 +169,9 @@ def test_stopped_and_resumed(project, few, tmp_path):
     assert "3 rank(s) on Fake GPU 0" in done.out
     at_stop = torch.load(stopped / "last.pt", weights_only=True)["step"]
     project.train(few, stopped, *flags, on=3).ok()
-    one, other = (torch.load(each / "last.pt", weights_only=True) for each in (whole, stopped))
+    one, other = (
+        torch.load(each / "last.pt", weights_only=True) for each in (whole, stopped)
+    )
     assert 0 < at_stop < one["step"] == other["step"]
     for name, value in one["model"].items():
         assert torch.equal(value, other["model"][name]), name
@@ -168,7 +179,9 @@ def test_stopped_and_resumed(project, few, tmp_path):
 
 def test_out_of_memory(project, few, tmp_path):
     """In one line, among ranks of nccl."""
-    greedy = after_step(2, lambda: torch.empty(2**35, dtype=torch.uint8, device="cuda"), 1)
+    greedy = after_step(
+        2, lambda: torch.empty(2**35, dtype=torch.uint8, device="cuda"), 1
+    )
     done = project.train(few, tmp_path / "out", patch=greedy)
     asked = "asked for 32.00 GiB, peak 0.0"
     done.refused("failures.of_memory", "rank 1 ", asked, " of 16 GiB", "--batch-size 4")
@@ -186,7 +199,9 @@ def die() -> None:
     ("act", "by_default", "cause"),
     [
         (wait_alone, True, ""),
-        pytest.param(*(die, False, r": rank 1 has ended \(process \d+\)"), marks=pytest.mark.soak),
+        pytest.param(
+            *(die, False, r": rank 1 has ended \(process \d+\)"), marks=pytest.mark.soak
+        ),
     ],
 )
 def test_ranks_that_wait(project, few, tmp_path, act, by_default, cause):
@@ -198,7 +213,9 @@ def test_ranks_that_wait(project, few, tmp_path, act, by_default, cause):
         explaining.ROOT = project.folder
         after_step(2, act, 1)()
 
-    done = project.train(few, tmp_path / "out", *SHORT, "--dist-timeout", 8, on=3, patch=patch)
+    done = project.train(
+        few, tmp_path / "out", *SHORT, "--dist-timeout", 8, on=3, patch=patch
+    )
     of_rank_1 = -signal.SIGKILL if act is die else 1
     assert (done.statuses, done.left) == ([1, of_rank_1, 1], []), done.err
     where = r"^rank{}, epoch 1, step [23], .*: in collective \d+, all_reduce \("
@@ -228,8 +245,13 @@ def test_gpus_and_cpus(project, few, tmp_path):
         done = project.train(few, folder, *SHORT, "--amp", "off", patch=patch).ok()
         assert ("2 rank(s) on Fake GPU 0" in done.out) == (patch is None)
         row, state = rows(folder)[0], torch.load(folder / "last.pt", weights_only=True)
-        weights = torch.cat([each.flatten() for each in state["model"].values()]).double()
+        weights = torch.cat(
+            [each.flatten() for each in state["model"].values()]
+        ).double()
         found.append(
-            [*(float(row[name]) for name in ("train_loss", "val_loss")), float(weights.norm())]
+            [
+                *(float(row[name]) for name in ("train_loss", "val_loss")),
+                float(weights.norm()),
+            ]
         )
     assert found[0] == pytest.approx(found[1], rel=1e-4)

@@ -18,7 +18,8 @@ from ddpkit.data.format import MEAN, STD, Format
 from ddpkit.run import networks, pretrained
 
 NOISE = np.random.default_rng(0)
-SHORTS = NOISE.integers(0, 6000, (40, 52, 5)).astype(np.uint16)  # of 65535: dark, and not refused
+# of 65535: dark, and not refused
+SHORTS = NOISE.integers(0, 6000, (40, 52, 5)).astype(np.uint16)
 FLOATS = NOISE.random((40, 52, 3))
 GREY_TIFF = {"photometric": "minisblack"}
 
@@ -41,7 +42,9 @@ class TestFiles:
     @pytest.mark.parametrize("kind", ["planes", "pages"])
     def test_tiff(self, tmp_path: Path, kind: str) -> None:
         save_tiff(tmp_path / "x.tif", SHORTS, kind)
-        np.testing.assert_allclose(read(tmp_path / "x.tif", 5), SHORTS / 65535, atol=1e-7)
+        np.testing.assert_allclose(
+            read(tmp_path / "x.tif", 5), SHORTS / 65535, atol=1e-7
+        )
 
     @pytest.mark.parametrize(
         ("values", "expected"),
@@ -51,7 +54,9 @@ class TestFiles:
             ((FLOATS * 255).astype(np.uint8), (FLOATS * 255).astype(np.uint8) / 255),
         ],
     )
-    def test_npy(self, tmp_path: Path, values: np.ndarray, expected: np.ndarray) -> None:
+    def test_npy(
+        self, tmp_path: Path, values: np.ndarray, expected: np.ndarray
+    ) -> None:
         np.save(tmp_path / "x.npy", values)
         found = read(tmp_path / "x.npy", expected.shape[2])
         np.testing.assert_allclose(found, expected, atol=1e-7)
@@ -70,7 +75,9 @@ class TestFiles:
             (np.zeros((2000, 1000, 5)), "format.check_size", "1000 x 2000"),
         ],
     )
-    def test_refusals(self, tmp_path: Path, values: np.ndarray, code: str, words: str) -> None:
+    def test_refusals(
+        self, tmp_path: Path, values: np.ndarray, code: str, words: str
+    ) -> None:
         np.save(tmp_path / "x.npy", values, allow_pickle=True)
         with refusal(code, tmp_path / "x.npy", words):
             read(tmp_path / "x.npy", 5, max_megapixels=1)
@@ -108,14 +115,19 @@ def test_normalization() -> None:
     mean, std = (0.1, 0.2, 0.3, 0.4, 0.5), (0.5, 0.4, 0.3, 0.2, 0.1)
     found = Format(channels=5, mean=mean, std=std).normalize(values)
     for i in range(5):
-        assert torch.equal(found[i], (values[i] - torch.tensor(mean[i])) / torch.tensor(std[i]))
+        assert torch.equal(
+            found[i], (values[i] - torch.tensor(mean[i])) / torch.tensor(std[i])
+        )
     assert torch.equal(loading.normalize(found), found)
-    assert Format().normalize(values) is values  # what dataset.py returns as float32 is taken as is
+    # what dataset.py returns as float32 is taken as is
+    assert Format().normalize(values) is values
     assert Format(channels=3).statistics == Format().statistics == (MEAN, STD)
     assert Format(channels=1).statistics[0] == (pytest.approx(0.449),)
     own, other = (0.1, 0.2, 0.6), (0.5,) * 5
     assert Format(std=STD).or_else(own, own).statistics == (own, STD)
-    assert Format(channels=1).or_else(own, own).statistics == ((pytest.approx(0.3),),) * 2
+    assert (
+        Format(channels=1).or_else(own, own).statistics == ((pytest.approx(0.3),),) * 2
+    )
     assert Format(channels=5).or_else(other, other).statistics == (other, other)
     for values in (0.5,), other, (0.5, 0.5, 0):
         with refusal("format.or_else", "STD in dataset.py", values, "3 numbers"):

@@ -61,7 +61,11 @@ def test_faults_of_classification(project: Project, tmp_path: Path) -> None:
     painter.image("val/c/0.png")
     painter.image("spare.jpg", (60, 60))
     jpeg = (data / "spare.jpg").read_bytes()
-    bad = ("train/a/cut.jpg", jpeg[:900]), ("train/b/text.png", b"text"), ("val/a/none.tif", b"")
+    bad = (
+        ("train/a/cut.jpg", jpeg[:900]),
+        ("train/b/text.png", b"text"),
+        ("val/a/none.tif", b""),
+    )
     for name, content in bad:
         (data / name).write_bytes(content)
     painter.copy("train/a/0.png", "val/a/leak.png")
@@ -94,7 +98,9 @@ def test_faults_of_segmentation(project: Project, tmp_path: Path) -> None:
             painter.mask(f"{part}/masks/{number}.png", top=3)
     (data / "classes.txt").write_text("ground\ncrack\nstain\nnever\n")
 
-    def pair(name: str, size: tuple[int, int], turn: int, of_mask: tuple[int, int]) -> None:
+    def pair(
+        name: str, size: tuple[int, int], turn: int, of_mask: tuple[int, int]
+    ) -> None:
         painter.image(f"train/images/{name}.png", size, turn)
         painter.mask(f"train/masks/{name}.png", of_mask)
 
@@ -122,8 +128,14 @@ def test_faults_of_segmentation(project: Project, tmp_path: Path) -> None:
     holds(
         *(done, data),
         ("error: train/masks/as stored.png: ", "EXIF"),
-        ("error: train/masks/two tones.png: ", "black and white means 0 and 1, but other numbers"),
-        ("warning: train/images/half turned.png: ", "EXIF turns this image and 0 others"),
+        (
+            "error: train/masks/two tones.png: ",
+            "black and white means 0 and 1, but other numbers",
+        ),
+        (
+            "warning: train/images/half turned.png: ",
+            "EXIF turns this image and 0 others",
+        ),
         ("error: train/masks/unknown.png: ", "value 9 in 600 pixels is no class; "),
         ("error: train/masks/broken mask.png: ", "cannot be read"),
         ("error: train/images/broken.png: ", "cannot be read"),
@@ -146,7 +158,9 @@ def test_a_whole_set(project: Project, data: Path) -> None:
         files = (data / "train/masks").iterdir()
         masks = np.stack([np.asarray(Image.open(path)) for path in files])
         images, void = ((masks == value).any(axis=(1, 2)).sum() for value in (1, 255))
-        assert f"{'crack':10}  {images:9} {100 * (masks == 1).mean():8.3g} %" in done.out
+        assert (
+            f"{'crack':10}  {images:9} {100 * (masks == 1).mean():8.3g} %" in done.out
+        )
         assert f"{'void':10}  {void:9} {100 * (masks == 255).mean():8.3g} %" in done.out
     else:
         count = len([*(data / "train/dots").iterdir()])

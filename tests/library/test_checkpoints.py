@@ -17,7 +17,13 @@ import torch
 from generated import refusal
 from ranks import fork, on_ranks, wait
 from torch import nn
-from torch.optim.lr_scheduler import CyclicLR, LinearLR, MultiStepLR, OneCycleLR, SequentialLR
+from torch.optim.lr_scheduler import (
+    CyclicLR,
+    LinearLR,
+    MultiStepLR,
+    OneCycleLR,
+    SequentialLR,
+)
 
 from ddpkit import files
 from ddpkit.data.format import MEAN, STD, Format
@@ -29,7 +35,11 @@ from ddpkit.run.folder import KEYS, Folder
 
 def whole(**entries: object) -> dict:
     """What a checkpoint has to hold, but empty."""
-    made = {name: kind() for name, kind in checkpoint.KINDS.items() if isinstance(kind, type)}
+    made = {
+        name: kind()
+        for name, kind in checkpoint.KINDS.items()
+        if isinstance(kind, type)
+    }
     return {**dict.fromkeys(KEYS, 0), **made, "global_batch": 1, **entries}
 
 
@@ -48,10 +58,17 @@ def test_what_is_kept(tmp_path: Path) -> None:
     found = []
     for epoch in range(5):
         save(tmp_path, epoch, is_best=epoch == 1)
-        found.append([checkpoint.read(path)["epoch"] for path in Folder(tmp_path).saves()])
+        found.append(
+            [checkpoint.read(path)["epoch"] for path in Folder(tmp_path).saves()]
+        )
     assert found == [[0], [1, 0], [2, 1], [3, 2], [4, 3]]
     assert checkpoint.read(tmp_path / "best.pt")["epoch"] == 1
-    assert {*contents(tmp_path)} == {"best.pt", "last-1.pt", "last-2024-05-01.pt", "last.pt"}
+    assert {*contents(tmp_path)} == {
+        "best.pt",
+        "last-1.pt",
+        "last-2024-05-01.pt",
+        "last.pt",
+    }
 
 
 def test_killed_within_a_save(tmp_path: Path) -> None:
@@ -67,7 +84,12 @@ def test_killed_within_a_save(tmp_path: Path) -> None:
 
             return called
 
-        for owner, name in (os, "replace"), (os, "fsync"), (Path, "replace"), (torch, "save"):
+        for owner, name in (
+            (os, "replace"),
+            (os, "fsync"),
+            (Path, "replace"),
+            (torch, "save"),
+        ):
             setattr(owner, name, dying(getattr(owner, name)))
         save(folder, 3, is_best=True)
 
@@ -77,7 +99,9 @@ def test_killed_within_a_save(tmp_path: Path) -> None:
         folder.mkdir()
         save(folder, 1)
         save(folder, 2, is_best=True)
-        (status,) = wait([fork(functools.partial(save_and_die, call), tmp_path / "said")])
+        (status,) = wait(
+            [fork(functools.partial(save_and_die, call), tmp_path / "said")]
+        )
         best, last = checkpoint.read(folder / "best.pt"), Folder(folder)._search()
         assert best["epoch"] >= last["epoch"]
         reached.add((status, last["epoch"]))
@@ -145,7 +169,10 @@ def test_the_one_before(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "error",
     [
-        *(OSError(number, "no") for number in (errno.EMFILE, errno.ENOMEM, errno.EINTR)),
+        *(
+            OSError(number, "no")
+            for number in (errno.EMFILE, errno.ENOMEM, errno.EINTR)
+        ),
         *(PermissionError(errno.EACCES, "no"), OSError(errno.EIO, "no"), MemoryError()),
         RuntimeError(
             "[enforce fail at alloc_cpu.cpp:1] DefaultCPUAllocator: can't allocate memory"
@@ -203,14 +230,22 @@ def compressed(content: bytes) -> bytes:
 def legacy(_: bytes, cut: int = 60) -> bytes:
     """A file of an older torch.save, cut short."""
     buffer = io.BytesIO()
-    torch.save({"model": {"w": torch.ones(9)}}, buffer, _use_new_zipfile_serialization=False)
+    torch.save(
+        {"model": {"w": torch.ones(9)}}, buffer, _use_new_zipfile_serialization=False
+    )
     return buffer.getvalue()[: -cut or None]
 
 
 @pytest.mark.parametrize(
     "entries",
     [
-        *({"epoch": "two"}, {"step": -5}, {"seen": 10**9}, {"history": [1, 2]}, {"best": "x"}),
+        *(
+            {"epoch": "two"},
+            {"step": -5},
+            {"seen": 10**9},
+            {"history": [1, 2]},
+            {"best": "x"},
+        ),
         *({"totals": [1]}, {"args": {1: 2}}, {"format": {"other": 1}}, {"model": [1]}),
         *({"classes": "abc"}, {"scheduler": [1]}, {"global_batch": None}),
         *({"classes": [1]}, {"global_batch": 0}),
@@ -229,15 +264,27 @@ def test_states_that_do_not_fit() -> None:
     optimizer = torch.optim.AdamW(net.parameters(), 0.1, fused=True)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)
     scaler = torch.amp.GradScaler("cpu")
-    parts = {"model": net, "optimizer": optimizer, "scheduler": scheduler, "scaler": scaler}
+    parts = {
+        "model": net,
+        "optimizer": optimizer,
+        "scheduler": scheduler,
+        "scaler": scaler,
+    }
     net(torch.ones(3)).sum().backward()
     optimizer.step()
-    state = {**checkpoint.take_states(parts), "kinds": checkpoint.kinds(parts), "path": "last.pt"}
+    state = {
+        **checkpoint.take_states(parts),
+        "kinds": checkpoint.kinds(parts),
+        "path": "last.pt",
+    }
     checkpoint.load_states(copy.deepcopy(state), parts, 1)
     good = copy.deepcopy(optimizer.state_dict())
     moments = [("optimizer", "state", "weight"), ("optimizer", "param_groups", 0)]
     for where, key, value in [
-        *((moments[0], "exp_avg", value) for value in (torch.ones(7), torch.ones(1), "x", 1.0)),
+        *(
+            (moments[0], "exp_avg", value)
+            for value in (torch.ones(7), torch.ones(1), "x", 1.0)
+        ),
         (moments[0], "exp_avg", torch.ones(2, 3, dtype=torch.int32)),
         (moments[0], "exp_avg", None),
         (moments[0], "exp_avg_sq", torch.full((2, 3), math.nan)),
@@ -251,7 +298,9 @@ def test_states_that_do_not_fit() -> None:
         for name in where:
             part = part[name]
         part[key] = value
-        with refusal("checkpoint.load_states", f"last.pt does not fit the {where[0]}", key):
+        with refusal(
+            "checkpoint.load_states", f"last.pt does not fit the {where[0]}", key
+        ):
             checkpoint.load_states(hostile, parts, 1)
         assert str(optimizer.state_dict()) == str(good)
 
@@ -264,7 +313,9 @@ def test_states_that_do_not_fit() -> None:
             optimizer, [LinearLR(optimizer), MultiStepLR(optimizer, [3])], [2]
         ),
         lambda optimizer: OneCycleLR(optimizer, 0.1, total_steps=9),
-        lambda optimizer: CyclicLR(optimizer, 0.1, 0.2, scale_fn=lambda step: 0.9**step),
+        lambda optimizer: CyclicLR(
+            optimizer, 0.1, 0.2, scale_fn=lambda step: 0.9**step
+        ),
     ],
 )
 @on_ranks(1)
@@ -295,10 +346,16 @@ def test_a_state_that_is_missing() -> None:
     """Of one weight: it starts anew there, and a line says so."""
     net = nn.Linear(3, 2)
     parts = {"model": net, "optimizer": torch.optim.AdamW(net.parameters())}
-    parts["scheduler"] = torch.optim.lr_scheduler.LambdaLR(parts["optimizer"], lambda _: 1.0)
+    parts["scheduler"] = torch.optim.lr_scheduler.LambdaLR(
+        parts["optimizer"], lambda _: 1.0
+    )
     net(torch.ones(3)).sum().backward()
     parts["optimizer"].step()
-    state = {**checkpoint.take_states(parts), "kinds": checkpoint.kinds(parts), "path": "last.pt"}
+    state = {
+        **checkpoint.take_states(parts),
+        "kinds": checkpoint.kinds(parts),
+        "path": "last.pt",
+    }
     del state["optimizer"]["state"]["bias"]
     said: list[str] = []
     distributed.say = said.append
@@ -360,18 +417,24 @@ def test_data_of_another_run() -> None:
     checkpoint.check_format(state, Format(channels=3).or_else(MEAN, STD))
     with refusal("checkpoint.check_format", "best.pt", "channels 3", "not 4"):
         checkpoint.check_format(state, Format(channels=4))
-    with refusal("checkpoint.check_format", "best.pt", MEAN, "(0.5, 0.5, 0.5)", "dataset.py"):
+    with refusal(
+        "checkpoint.check_format", "best.pt", MEAN, "(0.5, 0.5, 0.5)", "dataset.py"
+    ):
         checkpoint.check_format(state, Format(channels=3).or_else((0.5, 0.5, 0.5), STD))
 
 
-@pytest.mark.parametrize("wrap", ["", "module.", "_orig_mod.", "module._orig_mod.", "net."])
+@pytest.mark.parametrize(
+    "wrap", ["", "module.", "_orig_mod.", "module._orig_mod.", "net."]
+)
 @pytest.mark.parametrize("keys", [[], ["model"], ["state_dict", "model"]])
 def test_weights_of_other_programs(
     wrap: str, keys: list[str], tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
     """For a network as it is and in a wrapper of ours, with another last layer."""
     torch.manual_seed(0)
-    weights = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3), nn.Linear(3, 9)).state_dict()
+    weights = nn.Sequential(
+        nn.Linear(2, 3), nn.BatchNorm1d(3), nn.Linear(3, 9)
+    ).state_dict()
     state: dict = {f"{wrap}{name}": value for name, value in weights.items()}
     for key in keys:
         state = {key: state, "epoch": 3, "optimizer": {"state": {}}}

@@ -34,7 +34,9 @@ class Labelled:
         return dict.fromkeys(self.labels[index], 10)
 
 
-def test_weights(capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights(
+    capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """scikit-learn's compute_class_weight("balanced"), and 1 for what does not occur."""
     monkeypatch.setattr(distributed, "gather_objects", lambda value: [value])
     data, names = Labelled(*[(0,)] * 30, *[(2,)] * 10), ["a", "b", "c"]
@@ -83,7 +85,9 @@ def test_stopped_and_resumed(project: Project, few: Path, tmp_path: Path) -> Non
     assert digest(out) == digest(whole)
     masks = [np.array(Image.open(path)).ravel() for path in few.glob("train/masks/*")]
     pixels = np.bincount(np.concatenate(masks), minlength=256)[:2]
-    texts = re.search(r"weights in the loss: background (\S+), crack (\S+)\n", said).groups()
+    texts = re.search(
+        r"weights in the loss: background (\S+), crack (\S+)\n", said
+    ).groups()
     assert [*map(float, texts)] == pytest.approx(pixels.sum() / (2 * pixels), rel=0.01)
     done = project.train(few, whole, "--eval-only", on=1).ok()
     loss = json.loads(done.out.splitlines()[-1])["val_loss"]

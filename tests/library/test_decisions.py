@@ -111,7 +111,9 @@ def train(
             ddp_model = nn.parallel.DistributedDataParallel(net)
             ddp_model.train()
             for number, batches in enumerate(run.steps(ddp_model), 1):
-                counts = torch.stack([criterion.count(targets) for _, targets in batches])
+                counts = torch.stack(
+                    [criterion.count(targets) for _, targets in batches]
+                )
                 count = distributed.reduce_tensor(counts.sum())
                 losses: list[Tensor] = []
                 for images, targets in batches:
@@ -149,22 +151,32 @@ def test_what_best_says() -> None:
     assert metrics.parse_best("max") == {"max": None}
     assert metrics.parse_best(("top1", "map")) == {"top1": None, "map": None}
     assert metrics.parse_best(("mae", "min")) == {"mae": False}
-    assert metrics.parse_best(["a", "max", "b", "c", "min"]) == {"a": True, "b": None, "c": False}
+    assert metrics.parse_best(["a", "max", "b", "c", "min"]) == {
+        "a": True,
+        "b": None,
+        "c": False,
+    }
 
 
 @on_ranks(1)
 def test_what_metrics_say() -> None:
     """Through prefixes, wrappers and collections in collections; not what is made of metrics."""
     accuracy, count = classification.MulticlassAccuracy, 3
-    wrapped = torchmetrics.ClasswiseWrapper(accuracy(count, average="none"), ["x", "y", "z"], "of_")
-    inner = torchmetrics.MetricCollection({"f1": classification.MulticlassF1Score(count)})
+    wrapped = torchmetrics.ClasswiseWrapper(
+        accuracy(count, average="none"), ["x", "y", "z"], "of_"
+    )
+    inner = torchmetrics.MetricCollection(
+        {"f1": classification.MulticlassF1Score(count)}
+    )
     collection = {"top1": accuracy(count), "each": wrapped, "more": inner}
     collection |= {"error": classification.MulticlassHammingDistance(count)}
     collection |= {"cost": 1 - accuracy(count)}
     whole = torchmetrics.MetricCollection(collection, prefix="val_")
     whole.update(torch.eye(3), torch.arange(3))
     found, _ = metrics.compute(whole)
-    said = {name: metrics.higher_is_better(name, value) for name, value in found.items()}
+    said = {
+        name: metrics.higher_is_better(name, value) for name, value in found.items()
+    }
     names = {"val_top1", "val_more_f1", "val_of_x", "val_of_y", "val_of_z"}
     assert said == {**dict.fromkeys(names, True), "val_error": False, "val_cost": None}
     assert json.dumps(found["val_top1"]) == "1.0"
@@ -192,7 +204,10 @@ def test_lower_is_better(tmp_path: Path, name: str) -> None:
         assert (run.epoch, run.best_epoch, run.best) == (last, at, score)
         state = torch.load(tmp_path / "best.pt", weights_only=True)
         assert (state["epoch"], state["best"]) == (at, score)
-        assert json.loads((tmp_path / "args.json").read_text())["best"] == [column, "min"]
+        assert json.loads((tmp_path / "args.json").read_text())["best"] == [
+            column,
+            "min",
+        ]
 
     on_ranks(1)(functools.partial(check, 2, 2, 2, 1.0))()
     on_ranks(1)(functools.partial(check, 5, 4, 2, 1.0))()  # no better one for 2 epochs
@@ -306,7 +321,9 @@ def test_a_step_after_the_end_of_an_epoch(tmp_path: Path, place: str) -> None:
         if place == "in the next epoch":
             ddpkit.Run.end_step = killed
         with contextlib.suppress(Killed):
-            train(tmp_path, scores, epochs=2 if place == "at the end" else 4, after=step)
+            train(
+                tmp_path, scores, epochs=2 if place == "at the end" else 4, after=step
+            )
 
     on_ranks(1)(begin)()
     for name in "last", "best":
@@ -366,7 +383,9 @@ def test_losses_that_are_means() -> None:
         (total + outputs.sum()).backward()  # another loss of the same outputs
         assert (float(total.detach()), int(criterion.count(masks))) == (0, 0)
         assert outputs.grad.eq(1).all()
-    ages = ddpkit.Criterion(lambda outputs, targets: (outputs[:, 0] - targets).square().mean(), "a")
+    ages = ddpkit.Criterion(
+        lambda outputs, targets: (outputs[:, 0] - targets).square().mean(), "a"
+    )
     assert int(ages.count(torch.tensor([30, 40, 50]))) == 3
 
 
@@ -383,12 +402,20 @@ class Named(OrderedDict[str, Any]):
 def test_outputs_of_other_kinds() -> None:
     """Logits are found in what networks return, and all of it is in float32 for the loss."""
     one, two = torch.ones(1), torch.zeros(1)
-    for outputs in (one, (one, two), [[one], two], {"out": one, "aux": two}, Both(two, one)):
+    for outputs in (
+        one,
+        (one, two),
+        [[one], two],
+        {"out": one, "aux": two},
+        Both(two, one),
+    ):
         assert torch.equal(ddpkit.to_logits(outputs), one)
     assert torch.equal(ddpkit.to_logits({"aux": two, "out": one, "loss": None}), one)
     half = of_networks.to_float32(Both(two.half(), {"x": one.half()}))
     assert half.aux.dtype == half.logits["x"].dtype == torch.float32
-    named = of_networks.to_float32(Named(out=one.half(), more={"x": Both(two.half(), one)}))
+    named = of_networks.to_float32(
+        Named(out=one.half(), more={"x": Both(two.half(), one)})
+    )
     assert type(named) is Named
     assert named["out"].dtype == named["more"]["x"].aux.dtype == torch.float32
     for outputs in (None, (), {"a": "b"}, "text"):
@@ -401,7 +428,9 @@ def test_a_loss_that_takes_logits_alone() -> None:
     logits = torch.zeros(2, 3)
     for loss in ddpkit.BinaryCrossEntropy(None, 0.0), torch.nn.CrossEntropyLoss():
         for outputs in (logits, logits), {"out": logits}:
-            with refusal("criterion.call", type(outputs).__name__, "ddpkit.to_logits(outputs)"):
+            with refusal(
+                "criterion.call", type(outputs).__name__, "ddpkit.to_logits(outputs)"
+            ):
                 ddpkit.Criterion(loss)(outputs, torch.zeros(2, 3))
 
 
@@ -420,7 +449,11 @@ def test_labels_that_validation_has_not() -> None:
 
 def test_worst_of_what_is_no_label() -> None:
     """Regression has targets of the same shape as labels."""
-    for targets, is_label in ([[0.0], [1.0]], True), ([[0.0], [0.7]], False), ([[3.0], [1]], False):
+    for targets, is_label in (
+        ([[0.0], [1.0]], True),
+        ([[0.0], [0.7]], False),
+        ([[3.0], [1]], False),
+    ):
         worst = ddpkit.Worst(CPU)
         worst.update(torch.zeros(2, 1), torch.tensor(targets), torch.arange(2))
         assert bool(worst.are_labels) == is_label
@@ -434,7 +467,9 @@ class Heads(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.stem = nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4), nn.Dropout(0.5))
+        self.stem = nn.Sequential(
+            nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4), nn.Dropout(0.5)
+        )
         self.head, self.aux, self.unused = (nn.Conv2d(4, 2, 1) for _ in range(3))
 
     def forward(self, images: Tensor) -> Any:
@@ -457,12 +492,16 @@ def test_what_is_frozen() -> None:
     net = Heads()
     ddpkit.adapt_input(net, 32, step=8)
     assert torch.equal(torch.rand(1), drawn) and net.training
-    assert [name for name, each in net.named_parameters() if not each.requires_grad] == [
+    assert [
+        name for name, each in net.named_parameters() if not each.requires_grad
+    ] == [
         "unused.weight",
         "unused.bias",
     ]
     state = net.state_dict()
-    assert all(torch.equal(each, state[name]) for name, each in expected.state_dict().items())
+    assert all(
+        torch.equal(each, state[name]) for name, each in expected.state_dict().items()
+    )
     assert lines == [
         "2 weights are frozen, for no output depends on them: unused.weight, unused.bias"
     ]
@@ -475,7 +514,11 @@ def test_a_compiled_network(tmp_path: Path) -> None:
     for epochs, compiled in (1, True), (2, True), (3, False):
         train(tmp_path, results, epochs=epochs, compiled=compiled)
         state = torch.load(tmp_path / "last.pt", weights_only=True)
-        assert [*state["model"]] == ["1.weight", "1.bias"] == [*state["optimizer"]["state"]]
+        assert (
+            [*state["model"]]
+            == ["1.weight", "1.bias"]
+            == [*state["optimizer"]["state"]]
+        )
         assert state["epoch"] == epochs
     build = lambda *_: torch.compile(nn.Sequential(nn.Flatten(), nn.Linear(12, 2)))  # noqa: E731
     flags = SimpleNamespace()
@@ -501,8 +544,15 @@ def test_a_tracker_that_fails(tmp_path: Path) -> None:
         scores = each(0.1, name="top1", is_higher=True)
         run = train(tmp_path / str(number), scores, epochs=1, tracker=tracker)
         assert run.epoch == 1
-    assert len([line for line in lines if line.startswith("the tracker did not start")]) == 4
-    for reason in "ConnectionError: no server", "SystemExit: no key", "another protobuf":
+    assert (
+        len([line for line in lines if line.startswith("the tracker did not start")])
+        == 4
+    )
+    for reason in (
+        "ConnectionError: no server",
+        "SystemExit: no key",
+        "another protobuf",
+    ):
         assert any(reason in line for line in lines)
 
 
@@ -521,7 +571,10 @@ def scalars(folder: Path) -> dict[str, list[int]]:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     found = EventAccumulator(str(folder)).Reload()
-    return {name: [each.step for each in found.Scalars(name)] for name in found.Tags()["scalars"]}
+    return {
+        name: [each.step for each in found.Scalars(name)]
+        for name in found.Tags()["scalars"]
+    }
 
 
 def test_scalars_of_the_owner(tmp_path: Path) -> None:
@@ -557,7 +610,9 @@ def test_accumulation_by_hand(tmp_path: Path) -> None:
         lines: list[str] = []
         distributed.say = lines.append
         train(tmp_path / str(weight), results, epochs=1, accumulate=2, weight=weight)
-        found = [line for line in lines if "1/2 of the mean" in line and "2 passes" in line]
+        found = [
+            line for line in lines if "1/2 of the mean" in line and "2 passes" in line
+        ]
         assert bool(found) == divides
 
 
@@ -571,7 +626,9 @@ def test_a_loss_that_is_a_sum() -> None:
         right = torch.tensor(scale * 2 / 12)
         replicas.check_slopes([(right, six), (right / 2, six)], count, 1, scale)
         assert lines == []
-        with refusal("replicas.check_slopes", "criterion(outputs, targets) * world_size / count"):
+        with refusal(
+            "replicas.check_slopes", "criterion(outputs, targets) * world_size / count"
+        ):
             replicas.check_slopes([(torch.tensor(scale), six)], count, 1, scale)
         replicas.check_slopes([(right / 2, six)], count, 1, scale)
         (line,) = lines
@@ -586,7 +643,11 @@ def test_one_value_to_normalize() -> None:
         with pytest.raises(ValueError) as caught:
             layer(one[:, :1] if isinstance(layer, nn.GroupNorm) else one)
         line = str(failures._of_torch(caught.value))
-        assert "--batch-size" in line and "--image-size" in line and "drop_last=True" in line
+        assert (
+            "--batch-size" in line
+            and "--image-size" in line
+            and "drop_last=True" in line
+        )
 
 
 def test_what_torch_says_of_other_mistakes() -> None:

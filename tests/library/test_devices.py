@@ -22,7 +22,9 @@ Node = Callable[..., None]
 def node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Node:
     """Make this a node where nvidia-smi, if there is one, prints a text, and torch sees devices."""
 
-    def node(says: str | None = None, kind: str = "cuda", seen: int = 0, **env: str) -> None:
+    def node(
+        says: str | None = None, kind: str = "cuda", seen: int = 0, **env: str
+    ) -> None:
         monkeypatch.setattr(os, "environ", {"PATH": f"{tmp_path}:/bin", **env})
         monkeypatch.setattr(environment, "GPU_FILES", [])
         tool = tmp_path / "nvidia-smi"
@@ -34,7 +36,9 @@ def node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Node:
         for name, value in {**found, "current_accelerator": torch.device(kind)}.items():
             monkeypatch.setattr(torch.accelerator, name, lambda value=value: value)
         for module in (torch.cuda, torch.xpu):
-            monkeypatch.setattr(module, "get_device_properties", lambda _: SimpleNamespace(uuid=7))
+            monkeypatch.setattr(
+                module, "get_device_properties", lambda _: SimpleNamespace(uuid=7)
+            )
 
     return node
 
@@ -44,7 +48,8 @@ def node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Node:
     [
         ("cuda", 4, {}, "cuda:0"),
         ("cuda", 4, {"LOCAL_RANK": "3"}, "cuda:3"),
-        ("cuda", 1, {"LOCAL_RANK": "3"}, "cuda:0"),  # its own, of srun --gpus-per-task=1
+        # its own, of srun --gpus-per-task=1
+        ("cuda", 1, {"LOCAL_RANK": "3"}, "cuda:0"),
         ("cuda", 2, {"LOCAL_RANK": "3"}, "cuda:1"),
         ("cuda", 4, {"CUDA_VISIBLE_DEVICES": "-1"}, "cpu"),
         ("xpu", 4, {"LOCAL_RANK": "2"}, "xpu:2"),
@@ -70,7 +75,9 @@ def test_a_driver_that_torch_cannot_use(node, monkeypatch):
         warnings.warn("CUDA initialization: The driver is too old", stacklevel=1)
 
     def init() -> None:
-        raise RuntimeError("The driver is too old (found 11040). Please update\nyour driver")
+        raise RuntimeError(
+            "The driver is too old (found 11040). Please update\nyour driver"
+        )
 
     def mistake(says: str | None, **env: str) -> str:
         node(says, **env)
@@ -84,7 +91,12 @@ def test_a_driver_that_torch_cannot_use(node, monkeypatch):
     monkeypatch.setattr(torch.cuda, "init", init)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     line = mistake(listed)
-    for words in "3 GPU(s)", "driver is too old (found 11040);", "pytorch.org", devices.ON_CPU:
+    for words in (
+        "3 GPU(s)",
+        "driver is too old (found 11040);",
+        "pytorch.org",
+        devices.ON_CPU,
+    ):
         assert words in line
     assert "CUDA_VISIBLE_DEVICES=7: The" in mistake(listed, CUDA_VISIBLE_DEVICES="7")
     monkeypatch.setattr(torch.version, "cuda", None)
@@ -101,24 +113,36 @@ def test_an_nvidia_smi_that_hangs(node, monkeypatch):
         environment.count_gpus()
 
 
-def note(gpu: str, host: str = "a", device: str = "cuda", mistake: str = "") -> dict[str, Any]:
+def note(
+    gpu: str, host: str = "a", device: str = "cuda", mistake: str = ""
+) -> dict[str, Any]:
     return {"device": device, "gpu": gpu, "place": f"node-{host}", "mistake": mistake}
 
 
 def test_each_its_own_gpu(capsys):
     device, cpu = torch.device("cuda", 1), note("", device="cpu")
     unnamed = [note(""), note("")]  # by torch
-    for notes in [note("1"), note("2"), note("1", "b"), note("2", "b")], unnamed, [cpu, cpu]:
+    for notes in (
+        [note("1"), note("2"), note("1", "b"), note("2", "b")],
+        unnamed,
+        [cpu, cpu],
+    ):
         assert devices.check(notes, device, is_debugged=False) is device
     shared = [note("1"), note("1", "b"), note("2", "b"), note("1", "b")]
-    with refusal("devices.check", "3 ranks on node-b", "2 GPU(s)", "NPROC=2", devices.ON_CPU):
+    with refusal(
+        "devices.check", "3 ranks on node-b", "2 GPU(s)", "NPROC=2", devices.ON_CPU
+    ):
         devices.check(shared, device, is_debugged=False)
     assert devices.check(shared, device, is_debugged=True) == devices.CPU
     assert "3 ranks on node-b" in capsys.readouterr().err
     with refusal("devices.check", "node-b: no driver"):
-        devices.check([note("1"), note("", "b", "cpu", "no driver")], device, is_debugged=True)
+        devices.check(
+            [note("1"), note("", "b", "cpu", "no driver")], device, is_debugged=True
+        )
     with refusal("devices.check", "rank 1 (node-a) on cuda", "rank 2 (node-b) on cpu"):
-        devices.check([note("1"), note("2"), note("", "b", "cpu")], device, is_debugged=True)
+        devices.check(
+            [note("1"), note("2"), note("", "b", "cpu")], device, is_debugged=True
+        )
 
 
 @pytest.mark.parametrize(
@@ -126,30 +150,43 @@ def test_each_its_own_gpu(capsys):
     [
         ("127.0.1.1", "10.0.0.1", ["10.0.0.2"], "", "eth1"),
         ("", "10.0.0.1", ["10.0.0.2"], "", "eth1"),
-        ("127.0.1.1", "127.0.1.1", ["10.0.0.2"], "", "eth1"),  # MASTER_ADDR is this host's name
-        ("127.0.1.1", "127.0.0.1", ["127.0.0.1"], "", None),  # two launchers on one machine
+        # MASTER_ADDR is this host's name
+        ("127.0.1.1", "127.0.1.1", ["10.0.0.2"], "", "eth1"),
+        # two launchers on one machine
+        ("127.0.1.1", "127.0.0.1", ["127.0.0.1"], "", None),
         ("127.0.1.1", "10.0.0.1", ["10.0.0.2"], "ib0", "ib0"),
         ("192.168.0.1", "10.0.0.1", ["10.0.0.2"], "", None),
     ],
 )
-def test_the_network_of_gloo(name, master, others, set_by_hand, chosen, node, monkeypatch):
+def test_the_network_of_gloo(
+    name, master, others, set_by_hand, chosen, node, monkeypatch
+):
     """That on which the ranks have met, if the host's name leads to itself as on Debian."""
     node(MASTER_ADDR=master, **({devices.NETWORK: set_by_hand} if set_by_hand else {}))
-    addresses = {socket.gethostname(): name, master: "10.0.0.7" if master[:2] == "10" else master}
+    addresses = {
+        socket.gethostname(): name,
+        master: "10.0.0.7" if master[:2] == "10" else master,
+    }
     addresses |= {other: "10.0.0.7" if other[:2] == "10" else other for other in others}
     monkeypatch.setattr(devices, "address", addresses.get)
-    monkeypatch.setattr(socket, "if_nameindex", lambda: [(1, "lo"), (2, "eth0"), (3, "eth1")])
+    monkeypatch.setattr(
+        socket, "if_nameindex", lambda: [(1, "lo"), (2, "eth0"), (3, "eth1")]
+    )
     of_names = {"lo": "127.0.0.1", "eth0": "192.168.0.1", "eth1": "10.0.0.7"}
     monkeypatch.setattr(devices, "_address_of", of_names.get)
     own = {"place": environment.node(), "address": addresses[master]}
-    devices.choose_network([own, *({"place": "other", "address": each} for each in others)])
+    devices.choose_network(
+        [own, *({"place": "other", "address": each} for each in others)]
+    )
     assert os.environ.get(devices.NETWORK) == chosen
 
 
 def test_own_addresses():
     assert devices.address("127.0.0.1") == "127.0.0.1"
     assert devices.address("") == devices.address("a..b") == ""
-    assert devices._address_of("lo") == "127.0.0.1" and devices._address_of("none") == ""
+    assert (
+        devices._address_of("lo") == "127.0.0.1" and devices._address_of("none") == ""
+    )
 
 
 def test_ranks_on_one_gpu(project, few, tmp_path):
@@ -158,7 +195,9 @@ def test_ranks_on_one_gpu(project, few, tmp_path):
     def claim() -> None:
         devices.pick = lambda **_: (devices.CPU, note("1"))
 
-    project.train(few, tmp_path / "out", patch=claim).refused("devices.check", "2 ranks on")
+    project.train(few, tmp_path / "out", patch=claim).refused(
+        "devices.check", "2 ranks on"
+    )
     assert not (tmp_path / "out").exists()
 
 

@@ -33,7 +33,9 @@ def edited(project: Project, tmp_path: Path) -> Edited:
             assert path.read_text().count(old) == 1, old
             path.write_text(path.read_text().replace(old, new))
 
-        def start(data: Path, out: Path, *flags: object, ranks: int = 1, **how: object) -> Done:
+        def start(
+            data: Path, out: Path, *flags: object, ranks: int = 1, **how: object
+        ) -> Done:
             return copy.train(data, out, *flags, on=ranks, **how)
 
         return start
@@ -47,7 +49,10 @@ SCHEDULER = "    return LambdaLR(optimizer, factor)"
 END = "        run.end_step(sum(losses), count, grad_norm)"
 SAVE = "            run.save()  # whatever fails from here on costs no epoch\n"
 ONE_GROUP = (OPTIMIZER, OPTIMIZER.replace("groups", "model.parameters()"))
-TWO_LAMBDAS = (SCHEDULER, "    return LambdaLR(optimizer, [factor, lambda step: 0.1 + step / 99])")
+TWO_LAMBDAS = (
+    SCHEDULER,
+    "    return LambdaLR(optimizer, [factor, lambda step: 0.1 + step / 99])",
+)
 ONE_CYCLE = (
     SCHEDULER,
     "    return torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.01, args.epochs * steps)",
@@ -56,8 +61,12 @@ KILL = "__import__('os').kill(__import__('os').getpid(), 9)"  # an end without s
 KILLED = (END, f"{END}\n        if run.step == 9: {KILL}\n        ")
 
 
-@pytest.mark.parametrize("change", [(TWO_LAMBDAS,), (ONE_CYCLE,)], ids=["lambdas", "cycle"])
-def test_schedulers_resume(few: Path, tmp_path: Path, edited: Edited, change: tuple) -> None:
+@pytest.mark.parametrize(
+    "change", [(TWO_LAMBDAS,), (ONE_CYCLE,)], ids=["lambdas", "cycle"]
+)
+def test_schedulers_resume(
+    few: Path, tmp_path: Path, edited: Edited, change: tuple
+) -> None:
     """Several rates, or another class: killed in mid-epoch and resumed, the same bits."""
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     more = ["--epochs", 2, "--save-every", 2]
@@ -75,9 +84,14 @@ def test_another_optimizer_than_the_checkpoint_has(
     """The same weights in other groups, another class of schedule: one line each."""
     out = shutil.copytree(trained, tmp_path / "out")
     before = {path.name: path.read_bytes() for path in out.glob("*.pt")}
-    for change, *words in (ONE_GROUP, "57 + 113", "170"), (ONE_CYCLE, "LambdaLR", "OneCycleLR"):
+    for change, *words in (
+        (ONE_GROUP, "57 + 113", "170"),
+        (ONE_CYCLE, "LambdaLR", "OneCycleLR"),
+    ):
         done = edited(change)(data, out, "--epochs", 2)
-        done.refused("checkpoint.load_states", *words, "last.pt", "--weights", "--output-dir")
+        done.refused(
+            "checkpoint.load_states", *words, "last.pt", "--weights", "--output-dir"
+        )
     assert before == {path.name: path.read_bytes() for path in out.glob("*.pt")}
 
 
@@ -124,7 +138,9 @@ def test_best_is_what_best_pt_has(
     assert torch.load(out / "best.pt", weights_only=True)["epoch"] == 3
 
 
-def test_back_to_the_best(project: Project, data: Path, trained: Path, tmp_path: Path) -> None:
+def test_back_to_the_best(
+    project: Project, data: Path, trained: Path, tmp_path: Path
+) -> None:
     """--resume PATH within the run's own folder, started again: it goes on from what came of it."""
     out = shutil.copytree(trained, tmp_path / "out")
     first = shutil.copy(out / "best.pt", out / "first.pt")
@@ -132,7 +148,8 @@ def test_back_to_the_best(project: Project, data: Path, trained: Path, tmp_path:
     back = data, out, "--resume", first
     done = project.train(*back, "--epochs", 2, on=1).ok()
     assert "first.pt: 1 of 2 epochs done" in done.out
-    assert torch.load(out / "best.pt", weights_only=True)["epoch"] <= 2  # none of what was left
+    # none of what was left
+    assert torch.load(out / "best.pt", weights_only=True)["epoch"] <= 2
     done = project.train(*back, "--epochs", 3, on=1).ok()
     assert "last.pt: 2 of 3 epochs done" in done.out
     assert [row["epoch"] for row in rows(out)] == ["1", "2", "3"]
@@ -140,14 +157,23 @@ def test_back_to_the_best(project: Project, data: Path, trained: Path, tmp_path:
 
 def test_what_is_saved() -> None:
     """Plain types; a part that could not be loaded is found out at the first save."""
-    flags = {"since": datetime.date(2026, 1, 2), "rate": np.float64(0.5), "data": Path("a")}
-    assert str(checkpoint.to_plain(flags)) == "{'since': '2026-01-02', 'rate': 0.5, 'data': 'a'}"
+    flags = {
+        "since": datetime.date(2026, 1, 2),
+        "rate": np.float64(0.5),
+        "data": Path("a"),
+    }
+    assert (
+        str(checkpoint.to_plain(flags))
+        == "{'since': '2026-01-02', 'rate': 0.5, 'data': 'a'}"
+    )
     part = SimpleNamespace(state_dict=lambda: {"x": np.ones(1)})
     with refusal("checkpoint.take_states", "mine", "ndarray"):
         checkpoint.take_states({"mine": part})
 
 
-def test_tried_before_the_first_epoch(few: Path, tmp_path: Path, edited: Edited) -> None:
+def test_tried_before_the_first_epoch(
+    few: Path, tmp_path: Path, edited: Edited
+) -> None:
     """A metric that has several values, a BEST that does not exist, a bug in draw_example."""
     each = "torchmetrics.classification.MulticlassF1Score(6, average='none')"
     vector = (
@@ -221,14 +247,15 @@ def test_a_shorter_epoch(few: Path, tmp_path: Path, edited: Edited) -> None:
 LOSS = "                loss = criterion(ddpkit.to_logits(outputs), targets) * world_size / count\n"
 ZERO = "        optimizer.zero_grad()\n"
 JUDGE = "evaluate(model, val_loader, criterion, metrics, args)\n            lr"
-SAMPLER = (
-    "        sampler=ddpkit.TrainSampler(train_set, args.batch_size, args.accumulate, args.seed),\n"
-)
+SAMPLER = "        sampler=ddpkit.TrainSampler(train_set, args.batch_size, args.accumulate, args.seed),\n"
 WRAPPED = "        ddp_model = wrap(trained)\n        for"
 FREEZE = "        model.fc.requires_grad_(False)\n        ddp_model = wrap(trained)\n"
 FREEZE += "        model.fc.requires_grad_()\n        for"
 MISUSES = {  # more of a step: test_own_steps.py
-    "a sum": ([(LOSS, LOSS.replace(" * world_size / count", ""))], "replicas.check_slopes"),
+    "a sum": (
+        [(LOSS, LOSS.replace(" * world_size / count", ""))],
+        "replicas.check_slopes",
+    ),
     "a copy": (
         [(JUDGE, JUDGE.replace("model", "__import__('copy').deepcopy(model)"))],
         "loop.end_epoch",
@@ -243,7 +270,9 @@ MISUSES = {  # more of a step: test_own_steps.py
 
 
 @pytest.mark.parametrize("name", MISUSES)
-def test_misuses_of_an_epoch(data: Path, tmp_path: Path, edited: Edited, name: str) -> None:
+def test_misuses_of_an_epoch(
+    data: Path, tmp_path: Path, edited: Edited, name: str
+) -> None:
     """Refused at the first step; another network than the saved one after the first epoch."""
     changes, code = MISUSES[name]
     done = edited(*changes)(data, tmp_path / "out", "--dist-timeout", 20, ranks=2)
@@ -264,14 +293,19 @@ LOSSES = {
         (TO_DEVICE, DICT + TO_DEVICE),
         (OF_LOSS, f"{FUNCTION}, classes"),
         (ZERO, ""),
-        ("        losses: list[Tensor] = []\n", f"        losses: list[Tensor] = []\n{ZERO}"),
+        (
+            "        losses: list[Tensor] = []\n",
+            f"        losses: list[Tensor] = []\n{ZERO}",
+        ),
         (", gradient_as_bucket_view=True)", ")"),
     ],
 }
 
 
 @both_tasks
-def test_losses_and_outputs(few: Path, tmp_path: Path, edited: Edited, project: Project) -> None:
+def test_losses_and_outputs(
+    few: Path, tmp_path: Path, edited: Edited, project: Project
+) -> None:
     """A mean is weighed by its labels, void left out; metrics take the logits of a dict."""
     own = shutil.copytree(few, tmp_path / "own")
     for number, path in enumerate(sorted(own.glob("*/masks/*"))):
@@ -286,7 +320,9 @@ def test_losses_and_outputs(few: Path, tmp_path: Path, edited: Edited, project: 
         state = torch.load(out / "last.pt", weights_only=True)
         (row,) = rows(out)
         losses = [float(row["train_loss"]), float(row["val_loss"])]
-        weights = torch.cat([weight.flatten().double() for weight in state["model"].values()])
+        weights = torch.cat(
+            [weight.flatten().double() for weight in state["model"].values()]
+        )
         found.append((losses, weights))
     for losses, weights in found[1:]:
         assert losses == pytest.approx(found[0][0], rel=2e-5)

@@ -24,7 +24,12 @@ ONE_EACH = {
     **{"SLURM_PROCID": "2", "SLURM_LOCALID": "0"},
 }
 SHELL = {**STEP, "SLURM_STEP_NUM_TASKS": "1", "SLURM_STEP_TASKS_PER_NODE": "1"}
-BATCH = {"SLURM_JOB_ID": "5", "SLURM_JOB_NUM_NODES": "2", "SLURM_PROCID": "0", "SLURM_NTASKS": "8"}
+BATCH = {
+    "SLURM_JOB_ID": "5",
+    "SLURM_JOB_NUM_NODES": "2",
+    "SLURM_PROCID": "0",
+    "SLURM_NTASKS": "8",
+}
 POD = {"PET_NNODES": "2", "PET_NODE_RANK": "1", "PET_MASTER_ADDR": "pod-0"}
 OWN = {"NNODES": "3", "NODE_RANK": "2", "MASTER_ADDR": "own", "MASTER_PORT": "1"}
 ALONE = Nodes(1, 0, 1, "127.0.0.1", 29500)
@@ -36,7 +41,11 @@ def use(monkeypatch: pytest.MonkeyPatch) -> Callable[[Env], Env]:
     """Make this the whole environment, on a node of one GPU; an empty value unsets."""
 
     def use(env: Env) -> Env:
-        env = {name: value for name, value in {environment.GPUS: "0", **env}.items() if value}
+        env = {
+            name: value
+            for name, value in {environment.GPUS: "0", **env}.items()
+            if value
+        }
         monkeypatch.setattr(os, "environ", env)
         return env
 
@@ -50,7 +59,8 @@ def use(monkeypatch: pytest.MonkeyPatch) -> Callable[[Env], Env]:
         ({"MAX_RESTARTS": "2"}, Nodes(1, 0, 1, "127.0.0.1", 29500, 2)),
         (ONE_EACH, Nodes(4, 2, 1, "n01", PORT)),
         (SHELL, ALONE),
-        *(({**each, "NNODES": "1"}, ALONE) for each in (POD, BATCH)),  # as a person says
+        # as a person says
+        *(({**each, "NNODES": "1"}, ALONE) for each in (POD, BATCH)),
         ({**BATCH, **OWN}, Nodes(3, 2, 1, "own", 1)),
     ],
 )
@@ -86,7 +96,13 @@ def test_one_of_several_by_another_launcher(others, use):
     environment.adopt(alone=True)
     use({**others, "NNODES": "1"})
     assert environment.read_nodes() == ALONE
-    use({name: "1" if value == "2" else "0" for name, value in others.items() if name not in SHELL})
+    use(
+        {
+            name: "1" if value == "2" else "0"
+            for name, value in others.items()
+            if name not in SHELL
+        }
+    )
     assert environment.read_nodes() == ALONE
 
 
@@ -103,7 +119,11 @@ def test_what_another_launcher_has_left(use):
     [
         (BATCH, "check_alone", SRUN),
         # the shell of salloc is a step, but none of srun's
-        ({**SHELL, "SLURM_STEP_ID": "4294967290"}, "check_alone", ["NUM_NODES=4", "NNODES=1"]),
+        (
+            {**SHELL, "SLURM_STEP_ID": "4294967290"},
+            "check_alone",
+            ["NUM_NODES=4", "NNODES=1"],
+        ),
         (STEP, "read_nodes", ["7 copies", "--ntasks-per-node 1"]),
         ({**STEP, "SLURM_NODEID": ""}, "read_task", ["SLURM_NODEID"]),
         (POD, "check_alone", ["PET_NNODES=2", "torchrun", "NNODES=1"]),
@@ -144,16 +164,26 @@ def test_one_process_per_gpu(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("nodes", "host"), [("n[01-03,7],m2", "n01"), ("r[1-2]n[3,5]", "r1n3"), ("m2,n1", "m2")]
+    ("nodes", "host"),
+    [("n[01-03,7],m2", "n01"), ("r[1-2]n[3,5]", "r1n3"), ("m2,n1", "m2")],
 )
 def test_groups_of_python_main_py(nodes, host, use):
     env = use({**STEP, "SLURM_STEP_NODELIST": nodes})
     environment.adopt()
-    names = "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"
+    names = (
+        "RANK",
+        "WORLD_SIZE",
+        "LOCAL_RANK",
+        "LOCAL_WORLD_SIZE",
+        "MASTER_ADDR",
+        "MASTER_PORT",
+    )
     assert [env[name] for name in names] == ["5", "7", "1", "2", host, str(PORT)]
 
 
-@pytest.mark.parametrize("env", [{}, SHELL, {**BATCH, "NNODES": "1"}, {**POD, "RANK": "0"}])
+@pytest.mark.parametrize(
+    "env", [{}, SHELL, {**BATCH, "NNODES": "1"}, {**POD, "RANK": "0"}]
+)
 def test_a_group_of_one_or_of_torchrun_stays(env, use):
     env = use(env)
     before = dict(env)
@@ -162,7 +192,9 @@ def test_a_group_of_one_or_of_torchrun_stays(env, use):
 
 
 def test_a_batch_script_without_srun(project, few, tmp_path):
-    run([project.folder / "launch.sh"], **BATCH).refused("environment.check_alone", *SRUN)
+    run([project.folder / "launch.sh"], **BATCH).refused(
+        "environment.check_alone", *SRUN
+    )
 
     def batch() -> None:
         os.environ.update(BATCH)

@@ -27,7 +27,11 @@ def test_the_table() -> None:
 def test_the_form_of_lines() -> None:
     for file, code, text in table.raised():
         assert "\n" not in text and not text.endswith("."), (file, code, text)
-        assert not re.search(r"\b(please|sorry|invalid|illegal)\b", text, re.I), (file, code, text)
+        assert not re.search(r"\b(please|sorry|invalid|illegal)\b", text, re.I), (
+            file,
+            code,
+            text,
+        )
 
 
 def find() -> UserError:
@@ -51,7 +55,9 @@ def test_a_code() -> None:
     assert str(error) == "a.jpg: cannot be read [test_errors.find]"
     assert error.line == "a.jpg: cannot be read"
     assert str(pickle.loads(pickle.dumps(error))) == str(error)
-    assert str(Damaged(f"Traceback\n  File ...\nddpkit.Damaged: {error}\n")) == str(error)
+    assert str(Damaged(f"Traceback\n  File ...\nddpkit.Damaged: {error}\n")) == str(
+        error
+    )
     assert str(copy.copy(error)) == str(error)
     assert str(from_worker(error)) == str(error)
 
@@ -59,14 +65,18 @@ def test_a_code() -> None:
 @pytest.mark.parametrize(
     "line",
     [
-        "a.csv: the reader says UserError: no such user",  # what looks like the end of a traceback
+        # what looks like the end of a traceback
+        "a.csv: the reader says UserError: no such user",
         "b.jpg is not in [train.csv]",  # or like a code
     ],
 )
 def test_lines_that_look_like_more(line: str) -> None:
     """They are whole, also if they come from a loader worker."""
     error = UserError(line)
-    assert (error.line, error.code) == (line, "test_errors.test_lines_that_look_like_more")
+    assert (error.line, error.code) == (
+        line,
+        "test_errors.test_lines_that_look_like_more",
+    )
     arrived = from_worker(error)
     assert (arrived.line, arrived.code) == (error.line, error.code)
 
@@ -91,7 +101,10 @@ def test_streams_that_take_no_line():
         Refusing(),
     ):
         errors.print_line("a line", stream)
-    for encoding, text in ("ascii", "caf\\xe9 \\udcff\n"), ("latin-1", "café \\udcff\n"):
+    for encoding, text in (
+        ("ascii", "caf\\xe9 \\udcff\n"),
+        ("latin-1", "café \\udcff\n"),
+    ):
         stream = io.TextIOWrapper(io.BytesIO(), encoding)
         errors.print_line("café \udcff", stream)
         assert stream.buffer.getvalue().decode(encoding) == text
@@ -109,13 +122,17 @@ sys.exit(75)
 """
 
 
-@pytest.mark.parametrize("redirection", [">/dev/full", "| :", ">&-", "2>&-", ">&- 2>&- <&-"])
+@pytest.mark.parametrize(
+    "redirection", [">/dev/full", "| :", ">&-", "2>&-", ">&- 2>&- <&-"]
+)
 def test_the_status_with_a_broken_stream(tmp_path, redirection):
     """It is what it is otherwise, at the end, too; files do not take the place of a stream."""
     script = f'{{ "$0" -c "$1" "$2"; echo $? >"$3"; }} {redirection}'
     words = [sys.executable, BROKEN, tmp_path / "file", tmp_path / "status"]
     env = {**os.environ, "PYTHONUNBUFFERED": ""}
-    subprocess.run(["sh", "-c", script, *words], check=False, capture_output=True, env=env)
+    subprocess.run(
+        ["sh", "-c", script, *words], check=False, capture_output=True, env=env
+    )
     assert (tmp_path / "status").read_text() == "75\n"
 
 

@@ -42,7 +42,9 @@ def result(project: Project, data: Path, out: Path, on: int, *stops: int) -> str
 def test_resume_at_any_step(project: Project, few: Path, tmp_path: Path) -> None:
     """Before the first checkpoint, in a save's step, before evaluation, in the next epoch."""
     whole, stopped = tmp_path / "whole", tmp_path / "stopped"
-    assert result(project, few, whole, 2) == result(project, few, stopped, 2, 1, 2, 3, 5)
+    assert result(project, few, whole, 2) == result(
+        project, few, stopped, 2, 1, 2, 3, 5
+    )
     for row, other in zip(rows(whole), rows(stopped), strict=True):
         different = {name for name in row if row[name] != other[name]}
         assert different <= {"img_per_s", "train_seconds", "data_wait"}
@@ -59,13 +61,16 @@ def test_a_checkpoint_of_version_1(project: Project, few: Path, tmp_path: Path) 
     assert state["seen"]
     state["format"].update(mean=None, std=None)
     del state["args"]["log_every"]
-    (loss, count), (other_loss, other_count) = state["totals"]  # of labels of its own, each rank
+    # of labels of its own, each rank
+    (loss, count), (other_loss, other_count) = state["totals"]
     state["totals"] = [[loss + 1, count + 2], [other_loss - 1, other_count - 2]]
     torch.save(state, path)
     project.train(few, stopped, *flags).ok()
     assert digest(whole) == digest(stopped)
     (row,), (other,) = rows(whole), rows(stopped)
-    assert float(row["train_loss"]) == pytest.approx(float(other["train_loss"]), rel=1e-9)
+    assert float(row["train_loss"]) == pytest.approx(
+        float(other["train_loss"]), rel=1e-9
+    )
 
 
 def test_resume_of_three_ranks(project: Project, tmp_path: Path) -> None:
@@ -75,7 +80,9 @@ def test_resume_of_three_ranks(project: Project, tmp_path: Path) -> None:
     assert result(project, data, whole, 3) == result(project, data, stopped, 3, 2)
 
 
-def test_resume_on_another_number_of_ranks(project: Project, data: Path, tmp_path: Path) -> None:
+def test_resume_on_another_number_of_ranks(
+    project: Project, data: Path, tmp_path: Path
+) -> None:
     """The same images in the same order, in whole steps; what cannot be the same is said."""
 
     flags = data, tmp_path, "--image-size", 32, "--epochs", 2, "--save-every", 2
@@ -89,7 +96,9 @@ def test_resume_on_another_number_of_ranks(project: Project, data: Path, tmp_pat
     assert [row["step"] for row in rows(tmp_path)] == ["6", str(8 + 6)]
 
 
-def test_workers_do_not_change_what_is_learnt(project: Project, few: Path, tmp_path: Path) -> None:
+def test_workers_do_not_change_what_is_learnt(
+    project: Project, few: Path, tmp_path: Path
+) -> None:
     """With dropout, whose random numbers loader workers must not share or shift."""
     weights = []
     for workers in 0, 2:
@@ -99,7 +108,9 @@ def test_workers_do_not_change_what_is_learnt(project: Project, few: Path, tmp_p
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
 
 
-def test_a_training_set_that_changes(project: Project, few: Path, tmp_path: Path) -> None:
+def test_a_training_set_that_changes(
+    project: Project, few: Path, tmp_path: Path
+) -> None:
     """In mid-epoch the rest of its images would be others: the epoch starts over, and says so."""
     own, out = shutil.copytree(few, tmp_path / "own"), tmp_path / "out"
     flags = "--image-size", 32, "--save-every", 1
@@ -107,7 +118,11 @@ def test_a_training_set_that_changes(project: Project, few: Path, tmp_path: Path
     assert done.statuses == [-9], done.err
     image = min((own / "train").rglob("*.jpg"))
     image.rename(image.with_stem(f"z{image.stem}"))
-    said = project.train(own, shutil.copytree(out, tmp_path / "copy"), *flags, on=1).ok().out
+    said = (
+        project.train(own, shutil.copytree(out, tmp_path / "copy"), *flags, on=1)
+        .ok()
+        .out
+    )
     assert "0 of 1 epochs done and 2 steps of the next" in said
     assert "the epoch starts over" in said
     image.with_stem(f"z{image.stem}").rename(image)
@@ -125,7 +140,9 @@ def test_ranks_with_other_data(project: Project, few: Path, tmp_path: Path) -> N
             sys.argv[sys.argv.index("--data") + 1] = str(copy)
 
     done = project.train(few, tmp_path / "new", patch=patch)
-    done.refused("machine.check_alike", "rank 1 has 6 images (", "rank 0 has 6 images (")
+    done.refused(
+        "machine.check_alike", "rank 1 has 6 images (", "rank 0 has 6 images ("
+    )
     assert done.statuses == [2, 2]
     assert not list((tmp_path / "new").rglob("*.pt"))
 
@@ -138,9 +155,14 @@ def looped(net: nn.Module, val: Dataset) -> dict[str, float]:
     for image, label in val:
         with torch.no_grad():
             output = net.eval()(((image / 255 - mean) / std)[None])[0].double()
-        scores, target = output.reshape(len(output), -1).T, torch.as_tensor(label).long().flatten()
+        scores, target = (
+            output.reshape(len(output), -1).T,
+            torch.as_tensor(label).long().flatten(),
+        )
         scores, target = scores[target != 255], target[target != 255]
-        losses -= torch.log_softmax(scores, 1)[torch.arange(len(target)), target].sum().item()
+        losses -= (
+            torch.log_softmax(scores, 1)[torch.arange(len(target)), target].sum().item()
+        )
         guesses.append(scores.argmax(1))
         truths.append(target)
     guess, truth = torch.cat(guesses), torch.cat(truths)
@@ -172,7 +194,15 @@ def test_metrics_on_any_number_of_ranks(project: Project, tmp_path: Path) -> Non
         import model
         from flags import parse_args
 
-        words = ["--data", str(data), "--image-size", "32", "--amp", "off", *net_of[project.task]]
+        words = [
+            "--data",
+            str(data),
+            "--image-size",
+            "32",
+            "--amp",
+            "off",
+            *net_of[project.task],
+        ]
         args = parse_args(words)
         _, val, classes = dataset.build_datasets(args)
         samples.seed(1)
@@ -186,7 +216,9 @@ def test_metrics_on_any_number_of_ranks(project: Project, tmp_path: Path) -> Non
                 collate_fn=ddpkit.Collate(),
             )
             metrics = model.build_metrics(args, classes)
-            found, confusion, worst = main.evaluate(net, loader, criterion, metrics, args)
+            found, confusion, worst = main.evaluate(
+                net, loader, criterion, metrics, args
+            )
             if distributed.rank():  # rank 0 alone has all of them
                 continue
             assert worst

@@ -23,10 +23,19 @@ HOST = "alloc_cpu.cpp:127 can't allocate memory: you tried to allocate 9 bytes"
     ("error", "lacking"),
     [
         (torch.OutOfMemoryError(OUT), "GPU memory (asked for 2.00 GiB)"),
-        (RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be"), "GPU memory"),
-        (RuntimeError("XPU out of memory. Tried to allocate 4.66 GiB. GPU 0"), "4.66 GiB)"),
+        (
+            RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be"),
+            "GPU memory",
+        ),
+        (
+            RuntimeError("XPU out of memory. Tried to allocate 4.66 GiB. GPU 0"),
+            "4.66 GiB)",
+        ),
         (RuntimeError(f"{NCCL}Cuda failure 2 'out of memory'"), "GPU memory"),
-        (MemoryError("Unable to allocate 3.0 GiB for an array"), "memory (asked for 3.0 GiB)"),
+        (
+            MemoryError("Unable to allocate 3.0 GiB for an array"),
+            "memory (asked for 3.0 GiB)",
+        ),
         (RuntimeError(PIN + "CUDA error: out of memory"), " memory"),
         (RuntimeError(HOST), "memory (asked for 9 bytes)"),
         (RuntimeError(f"{NCCL}Cuda failure 217 'peer access is not supported'"), ""),
@@ -42,7 +51,9 @@ def test_errors_for_want_of_memory(error, lacking):
 @pytest.mark.parametrize("found", ["address for: lo", "interface for: [127.0.0.1]"])
 def test_no_loopback(found):
     """As torch says it with RANK, and without."""
-    line = failures._of_torch(RuntimeError(f"device.cc:84] ifa != nullptr. Unable to find {found}"))
+    line = failures._of_torch(
+        RuntimeError(f"device.cc:84] ifa != nullptr. Unable to find {found}")
+    )
     assert isinstance(line, UserError) and "GLOO_SOCKET_IFNAME" in str(line)
 
 
@@ -51,7 +62,9 @@ class Heads(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.body = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3).requires_grad_(False))
+        self.body = nn.Sequential(
+            nn.Linear(3, 3), nn.Linear(3, 3).requires_grad_(False)
+        )
         self.first, self.second = nn.Linear(3, 2), nn.Linear(3, 2)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -68,7 +81,8 @@ def test_weights_without_a_gradient():
         networks = [nn.parallel.DistributedDataParallel(Heads()) for _ in range(2)]
         for ddp_model in networks:
             replicas.prepare(ddp_model)
-        networks[1].module.body[1].requires_grad_()  # after the start, which DDP ignores
+        # after the start, which DDP ignores
+        networks[1].module.body[1].requires_grad_()
         with pytest.raises(RuntimeError) as error:
             for step in range(4):
                 is_last = (step + 1) % passes == 0
@@ -76,7 +90,9 @@ def test_weights_without_a_gradient():
                     with contextlib.nullcontext() if is_last else ddp_model.no_sync():
                         first, second = ddp_model(torch.ones(2, 3))
                         is_whole = ddp_model is networks[0]
-                        (first.sum() + second.sum() if is_whole else first.sum()).backward()
+                        (
+                            first.sum() + second.sum() if is_whole else first.sum()
+                        ).backward()
         line = str(failures._of_torch(error.value))
         assert line.startswith("second.weight, second.bias: no gradient"), line
 
@@ -87,7 +103,10 @@ def test_debug_mode_that_crashes(project, few, tmp_path):
         dist.set_debug_level_from_env()
 
     done = project.train(few, tmp_path, patch=patch).ok()
-    assert done.err.count("\n") == 1 and "DETAIL crashes DDP with gloo: using INFO" in done.err
+    assert (
+        done.err.count("\n") == 1
+        and "DETAIL crashes DDP with gloo: using INFO" in done.err
+    )
 
 
 @pytest.mark.parametrize(("wait", "seconds"), [(0.09, 100), (0.5, 1.9), (0.5, 40)])
@@ -95,6 +114,8 @@ def test_the_line_on_waiting(wait, seconds, tmp_path, capsys):
     """If it is much of the time, and more than a second."""
     report = reporting.Reporter(tmp_path, devices.CPU, 1, 0, is_complete=False)
     report.began, report.record = 0, lambda *_: None
-    report.end_epoch([{"epoch": 1, "data_wait": wait, "train_seconds": seconds}], is_best=False)
+    report.end_epoch(
+        [{"epoch": 1, "data_wait": wait, "train_seconds": seconds}], is_best=False
+    )
     said = "input-bound: 50% of 40 s" in capsys.readouterr().out
     assert said == (seconds == 40)

@@ -30,7 +30,10 @@ def send(signum: int, rank: int | None = None) -> None:
         os.kill(os.getpid(), signum)
 
 
-terminate, die = functools.partial(send, signal.SIGTERM), functools.partial(send, signal.SIGKILL)
+terminate, die = (
+    functools.partial(send, signal.SIGTERM),
+    functools.partial(send, signal.SIGKILL),
+)
 hang = functools.partial(time.sleep, 600)
 
 
@@ -107,13 +110,17 @@ def test_ranks_that_wait(project, data, tmp_path, rank, act, state, hint):
     stacks = err[re.search(at, err, re.M).end() :].split("\nrank ")[0]
     assert "in train_one_epoch" in stacks
     assert err.count(hint) == 1
-    assert re.search(r"^error: rank \d timed out after 3 s \(--dist-timeout\)", err, re.M)
+    assert re.search(
+        r"^error: rank \d timed out after 3 s \(--dist-timeout\)", err, re.M
+    )
     assert "Fatal Python error" not in err
 
 
 def test_a_question_and_two_interrupts(project, data, tmp_path):
     """A person who asks is answered and the run goes on; a second Ctrl-C ends all at once."""
-    held, free, hung, question = (tmp_path / name for name in ("held", "free", "hung", ".where"))
+    held, free, hung, question = (
+        tmp_path / name for name in ("held", "free", "hung", ".where")
+    )
 
     def hold() -> None:
         held.touch()
@@ -126,11 +133,14 @@ def test_a_question_and_two_interrupts(project, data, tmp_path):
 
     def is_answered() -> bool:
         err = started.said()[1]
-        return not question.exists() and err.count("\nrank 1, ") == err.count("asked where")
+        return not question.exists() and err.count("\nrank 1, ") == err.count(
+            "asked where"
+        )
 
     started = project.start(*project.flags(data, tmp_path), patch=patch)
     wait_for(held.exists)
-    while "in collective" not in started.said()[1]:  # rank 0 may still be on its way there
+    # rank 0 may still be on its way there
+    while "in collective" not in started.said()[1]:
         question.touch()
         wait_for(is_answered)
     free.touch()
@@ -138,7 +148,8 @@ def test_a_question_and_two_interrupts(project, data, tmp_path):
     began = time.monotonic()
     started.kill(signal.SIGINT)
     wait_for(lambda: "stop requested" in started.said()[0])
-    time.sleep(protocol.DUPLICATE_SECONDS)  # what comes sooner counts as the same Ctrl-C
+    # what comes sooner counts as the same Ctrl-C
+    time.sleep(protocol.DUPLICATE_SECONDS)
     started.kill(signal.SIGINT)
     done = started.end()
     assert done.statuses == [130, 130]
@@ -169,7 +180,9 @@ def test_a_rank_that_does_not_answer(project, data, tmp_path, is_held):
     assert re.match(f"waiting up to 4 s for an answer: {who}\n", done.err)
     if is_held:
         assert done.statuses[0] == 143
-        assert re.match(f"error: not saved, after 4 s .*: {who}", done.err.splitlines()[-1])
+        assert re.match(
+            f"error: not saved, after 4 s .*: {who}", done.err.splitlines()[-1]
+        )
     else:
         assert done.statuses == [75, 75]
         assert "SIGTERM: stopped and saved at epoch 1" in done.out
@@ -223,11 +236,14 @@ def test_ranks_that_leave(project, data, tmp_path, how):
 
     done = project.train(data, tmp_path, patch=with_launcher)
     left = [path.name for path in tmp_path.glob("silent *")]
-    assert left == ["silent 1"]  # a launcher would say that it exited; here Python did not end it
+    # a launcher would say that it exited; here Python did not end it
+    assert left == ["silent 1"]
     *before, line = done.err.splitlines()
     assert (done.statuses, done.left) == (statuses, [])
     assert re.fullmatch(last, line), done.err
-    assert "Traceback" not in done.err if not before else done.err.count("Traceback") == 1
+    assert (
+        "Traceback" not in done.err if not before else done.err.count("Traceback") == 1
+    )
 
 
 def at(path: str, act: Callable[[], object]) -> Callable[[], None]:
@@ -247,12 +263,18 @@ def at(path: str, act: Callable[[], object]) -> Callable[[], None]:
 
 
 SAMPLES = {
-    "raises": (at("train/dots/0002.jpg", bug), "while reading sample .*train/dots/0002.jpg"),
+    "raises": (
+        at("train/dots/0002.jpg", bug),
+        "while reading sample .*train/dots/0002.jpg",
+    ),
     "dies": (
         at("train/dots/0002.jpg", lambda: os.kill(os.getpid(), signal.SIGKILL)),
         "error: loader worker .*train/dots/0002.jpg has ended with SIGKILL: out of memory?",
     ),
-    "hangs": (at("val/dots/0002.jpg", hang), "error: .*val/dots/0002.jpg.*timed out after"),
+    "hangs": (
+        at("val/dots/0002.jpg", hang),
+        "error: .*val/dots/0002.jpg.*timed out after",
+    ),
 }
 
 
@@ -306,7 +328,9 @@ def test_stopped_and_killed_at_awkward_moments(project, data, tmp_path):
     project.train(data, tmp_path / "whole", *common).ok()
 
     def train(patch: Callable) -> Done:
-        return project.train(data, tmp_path / "node1", *common, "--save-every", 3, patch=patch)
+        return project.train(
+            data, tmp_path / "node1", *common, "--save-every", 3, patch=patch
+        )
 
     done = train(ask_in_evaluation)
     assert done.statuses == [75, 75]

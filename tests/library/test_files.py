@@ -128,12 +128,15 @@ def test_the_lock(tmp_path):
     path.read_bytes()
     assert not others_get(path)
     os.write(end[1], b"1")
-    with contextlib.suppress(ChildProcessError):  # an orphan is this process's, once it has ended
+    # an orphan is this process's, once it has ended
+    with contextlib.suppress(ChildProcessError):
         while True:
             os.wait()
 
 
-@pytest.mark.parametrize(("folder", "lock"), [(0o755, 0o600), (0o2775, 0o660), (0o777, 0o666)])
+@pytest.mark.parametrize(
+    ("folder", "lock"), [(0o755, 0o600), (0o2775, 0o660), (0o777, 0o666)]
+)
 def test_who_can_open_the_lock(folder, lock, tmp_path):
     """Those who can write the folder, whatever the umask; also one that is there from before."""
     tmp_path.chmod(folder)
@@ -209,7 +212,9 @@ def test_two_users_of_a_group():
             assert result(holder) == -signal.SIGKILL
         assert not path.stat().st_mode & 0o007
         if is_root:
-            assert result(fork_as(50003, 54322, lambda: not os.access(path, os.R_OK))) == 1
+            assert (
+                result(fork_as(50003, 54322, lambda: not os.access(path, os.R_OK))) == 1
+            )
 
 
 def test_filling(tmp_path):
@@ -243,7 +248,11 @@ def test_groups_of_an_optimizer():
     before = made([net.weight, net.bias, other.weight])
     net(torch.ones(2)).sum().backward()
     before["optimizer"].step()
-    state = {**checkpoint.take_states(before), "kinds": checkpoint.kinds(before), "path": "last.pt"}
+    state = {
+        **checkpoint.take_states(before),
+        "kinds": checkpoint.kinds(before),
+        "path": "last.pt",
+    }
     named = state["optimizer"]["param_groups"][0]["params"]
     assert named == ["weight", "bias", "2 (1, 3)"]  # the last is none of the model's
     after = made([net.bias, net.weight, other.weight])

@@ -16,7 +16,12 @@ from ddpkit.run import flags, machine, starting
 @pytest.mark.parametrize(
     ("low", "kind", "text", "value"),
     [
-        *((0, int, "0", 0), (1, int, "7", 7), (0, float, "1e-3", 0.001), (0.5, float, "0.5", 0.5)),
+        *(
+            (0, int, "0", 0),
+            (1, int, "7", 7),
+            (0, float, "1e-3", 0.001),
+            (0.5, float, "0.5", 0.5),
+        ),
         *((1, int, text, None) for text in ("0", "-1", "1.5", "x")),
         *((0, float, text, None) for text in ("nan", "inf", "-1e-9", "x")),
     ],
@@ -33,7 +38,14 @@ def test_numbers(low, kind, text, value):
 @pytest.mark.parametrize(
     "words",
     [
-        *("--epochs 0", "--epochs two", "--epoch 3", "--epochs", "-1000,3000", "--name -x"),
+        *(
+            "--epochs 0",
+            "--epochs two",
+            "--epoch 3",
+            "--epochs",
+            "-1000,3000",
+            "--name -x",
+        ),
         *("--debug-rank 0:0", "--debug-rank 0:65536", "--debug-rank 0:host"),
         *("--debug-rank one", "--debug-rank -1", "--debug-rank 0,", "--debug-rank 1;2"),
     ],
@@ -55,7 +67,9 @@ def test_mistakes(words):
 def test_the_rank_of_older_launchers(word, monkeypatch):
     """As torch.distributed.launch passes it; it is no flag of the script's."""
     monkeypatch.setattr(flags.launch, "local_rank", None)
-    assert vars(flags.Parser().parse([word, "3"])) == {} and flags.launch.local_rank == 3
+    assert (
+        vars(flags.Parser().parse([word, "3"])) == {} and flags.launch.local_rank == 3
+    )
 
 
 def test_lines_of_a_file(tmp_path):
@@ -67,11 +81,19 @@ def test_lines_of_a_file(tmp_path):
     file.write_text("# it's mine\n--a 'x#1' --b 2  # two, it's \"#2\"\n--c d#e\n\n")
     assert vars(parser.parse_args([f"@{file}"])) == {"a": "x#1", "b": 2, "c": "d#e"}
     file.write_text("--a -1000,3000 --c -.5,-1e-3,2 # CT\n--b -4\n")
-    assert vars(parser.parse_args([f"@{file}"])) == {"a": "-1000,3000", "b": -4, "c": "-.5,-1e-3,2"}
+    assert vars(parser.parse_args([f"@{file}"])) == {
+        "a": "-1000,3000",
+        "b": -4,
+        "c": "-.5,-1e-3,2",
+    }
     file.write_text("--a it's\n")
     with refusal("flags.error", "it's"):
         parser.parse_args([f"@{file}"])
-    assert parser.format_help().count("default") == parser.format_help().count("(default: 3)") == 1
+    assert (
+        parser.format_help().count("default")
+        == parser.format_help().count("(default: 3)")
+        == 1
+    )
 
 
 def test_the_home_folder(tmp_path, monkeypatch):
@@ -79,13 +101,23 @@ def test_the_home_folder(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     parser = flags.Parser()
     parser.add_argument("inputs", nargs="*")
-    for name, kind in ("--data", Path), ("--own", Path), ("--resume", None), ("--text", str):
+    for name, kind in (
+        ("--data", Path),
+        ("--own", Path),
+        ("--resume", None),
+        ("--text", str),
+    ):
         parser.add_argument_group().add_argument(name, type=kind)
     (tmp_path / "more").write_text("--resume=~/last.pt --text '~/b~c'\n")
-    found = parser.parse(["--data=~/set", "--own", "~", "@~/more", "~/image", "a~/b", "~a.png"])
+    found = parser.parse(
+        ["--data=~/set", "--own", "~", "@~/more", "~/image", "a~/b", "~a.png"]
+    )
     assert vars(found) == {
         **{"data": tmp_path / "set", "own": tmp_path, "resume": f"{tmp_path}/last.pt"},
-        **{"text": f"{tmp_path}/b~c", "inputs": [f"{tmp_path}/image", "a~/b", "~a.png"]},
+        **{
+            "text": f"{tmp_path}/b~c",
+            "inputs": [f"{tmp_path}/image", "a~/b", "~a.png"],
+        },
     }
 
 
@@ -104,7 +136,13 @@ def test_cpus(tmp_path, monkeypatch):
     monkeypatch.setattr(machine, "QUOTA", quota)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {*range(8)})
     assert machine.cpus() == 8
-    for limit, cpus in ("100000", 1), ("150000", 2), ("50000", 1), ("900000", 8), ("max", 8):
+    for limit, cpus in (
+        ("100000", 1),
+        ("150000", 2),
+        ("50000", 1),
+        ("900000", 8),
+        ("max", 8),
+    ):
         quota.write_text(f"{limit} 100000\n")
         assert machine.cpus() == cpus
     for ranks, per_task, share in (1, 0, 8), (8, 0, 1), (8, 8, 8), (3, 1, 2):
@@ -116,7 +154,13 @@ def test_cpus(tmp_path, monkeypatch):
 def test_threads(monkeypatch):
     """What a person sets counts; the 1 that launch.sh or plain torchrun sets does not."""
     monkeypatch.setattr(machine, "cpu_share", lambda: 8)
-    for given, on_gpu, threads in ("", 0, 8), ("", 1, 4), ("3", 1, 3), ("x", 0, 8), ("1", 0, 1):
+    for given, on_gpu, threads in (
+        ("", 0, 8),
+        ("", 1, 4),
+        ("3", 1, 3),
+        ("x", 0, 8),
+        ("1", 0, 1),
+    ):
         monkeypatch.setenv("OMP_NUM_THREADS", given)
         assert machine.default_threads(bool(on_gpu)) == threads
     with monkeypatch.context() as by_torchrun:

@@ -21,13 +21,17 @@ KINDS = "labels", "masks"
 
 
 @pytest.fixture
-def drawn(tmp_path_factory: pytest.TempPathFactory, tmp_path: Path) -> Callable[[str], Path]:
+def drawn(
+    tmp_path_factory: pytest.TempPathFactory, tmp_path: Path
+) -> Callable[[str], Path]:
     """A set to spoil, of each kind: 53 + 23 images."""
 
     def draw(kind: str) -> Path:
         source = tmp_path_factory.getbasetemp() / f"drawn {kind}"
         if not source.exists():
-            {"labels": ddpkit.demo_classes, "masks": ddpkit.demo_masks}[kind](source, 53, 23)
+            {"labels": ddpkit.demo_classes, "masks": ddpkit.demo_masks}[kind](
+                source, 53, 23
+            )
         return shutil.copytree(source, tmp_path / "own")
 
     return draw
@@ -63,8 +67,18 @@ def save_mask(size: tuple[int, int], value: int) -> Callable[[Path], None]:
 
 SPOILT = [
     ("labels", lambda d: shutil.rmtree(d / "train"), "folders.find_train", ["train"]),
-    ("labels", lambda d: empty(d / "train/dots"), "folders.list_images", ["train/dots"]),
-    ("labels", lambda d: shutil.rmtree(d / "train/dots"), "folders.find_labelled", ["dots"]),
+    (
+        "labels",
+        lambda d: empty(d / "train/dots"),
+        "folders.list_images",
+        ["train/dots"],
+    ),
+    (
+        "labels",
+        lambda d: shutil.rmtree(d / "train/dots"),
+        "folders.find_labelled",
+        ["dots"],
+    ),
     (
         "labels",
         lambda d: os.truncate(d / "train/bricks/0000.jpg", 800),
@@ -77,14 +91,24 @@ SPOILT = [
         "folders.match_pairs",
         ["images/0003.jpg", "val"],
     ),
-    ("masks", save_mask((64, 60), 0), "folders.open", ["0003.png", "64 x 60", "64 x 64"]),
+    (
+        "masks",
+        save_mask((64, 60), 0),
+        "folders.open",
+        ["0003.png", "64 x 60", "64 x 64"],
+    ),
     (
         "masks",
         lambda d: (d / "train/masks").rename(d / "train/labels"),
         "folders.find_names",
         ["labels"],
     ),
-    ("masks", save_mask((64, 64), 7), "masks.read_mask", ["0003.png", "value 7", "NAME = 7"]),
+    (
+        "masks",
+        save_mask((64, 64), 7),
+        "masks.read_mask",
+        ["0003.png", "value 7", "NAME = 7"],
+    ),
 ]
 
 
@@ -110,7 +134,8 @@ def test_what_is_left_out(drawn: Callable, tmp_path: Path) -> None:
     for name in (".ipynb_checkpoints", "__MACOSX"):
         (folder / name).mkdir()
         shutil.copy(inside[0], folder / name)
-    (train / "bricks").rename(elsewhere := tmp_path / "elsewhere")  # the images of a class
+    # the images of a class
+    (train / "bricks").rename(elsewhere := tmp_path / "elsewhere")
     (train / "bricks").symlink_to(elsewhere)
     for place in folder, elsewhere:
         (place / "loop").symlink_to(train)
@@ -118,7 +143,15 @@ def test_what_is_left_out(drawn: Callable, tmp_path: Path) -> None:
     assert [len(after[0]), *after[1:]] == [53, *before[1:]]
 
 
-SYSTEMS = ["@eaDir", "#recycle", "@Recycle", "#snapshot", "~snapshot", "$RECYCLE.BIN", "lost+found"]
+SYSTEMS = [
+    "@eaDir",
+    "#recycle",
+    "@Recycle",
+    "#snapshot",
+    "~snapshot",
+    "$RECYCLE.BIN",
+    "lost+found",
+]
 SYSTEMS += [
     "System Volume Information",
     ".Spotlight-V100",
@@ -164,7 +197,8 @@ def test_what_disks_and_runs_add(
     shown = [name for name in SYSTEMS if not name.startswith(".")]
     assert {line.rpartition(": ")[2] for line in lines} >= {*shown}
     assert len([line for line in lines if "@eaDir" in line]) == 1
-    given = [image.parent], [*image.parent.glob("[!.]*")]  # as of predict.py, and of a shell's *
+    # as of predict.py, and of a shell's *
+    given = [image.parent], [*image.parent.glob("[!.]*")]
     here = [path for path, *_ in before[0] if Path(path).parent == image.parent]
     for inputs in given:
         assert [path for path, _ in sorted(folders.collect(inputs))] == sorted(here)
@@ -187,8 +221,11 @@ def test_output_below_inputs(tmp_path: Path) -> None:
             (output / name / "a.png").touch()
         assert folders.collect([tmp_path], output) == before
         (output / "legend.png").touch()
-        assert folders.collect([tmp_path], output) == folders.collect([tmp_path]) == before
-    assert folders.collect([*tmp_path.iterdir()], tmp_path) == before  # predict.py DIR/*
+        assert (
+            folders.collect([tmp_path], output) == folders.collect([tmp_path]) == before
+        )
+    # predict.py DIR/*
+    assert folders.collect([*tmp_path.iterdir()], tmp_path) == before
     for asked in tmp_path / "masks", tmp_path / "overlays/a.png":
         assert len(folders.collect([asked], tmp_path)) == 1
 
@@ -261,7 +298,8 @@ def test_names_of_folders(drawn: Callable, kind: str) -> None:
         shutil.move(path, data)
     shutil.rmtree(data / "train")
     if kind == "labels":
-        with refusal("folders.find_train", data / "train"):  # test/ beside class folders
+        # test/ beside class folders
+        with refusal("folders.find_train", data / "train"):
             find(kind, data)
     shutil.rmtree(data / "test")
     train_now, val_now, _ = find(kind, data)
@@ -283,7 +321,9 @@ def test_class_folders(drawn: Callable) -> None:
         (data / "val" / path.name).rename(data / "val" / number)
     classes = find("labels", data)[2]
     assert classes == sorted(classes, key=int) != sorted(classes)
-    moved = next((data / "train" / "2").iterdir()).rename(data / "train" / "loose, é.JPG")
+    moved = next((data / "train" / "2").iterdir()).rename(
+        data / "train" / "loose, é.JPG"
+    )
     (data / "train" / "2" / "linked.jpg").symlink_to(moved)
     shutil.rmtree(data / "val" / "2")
     train, _, classes_now = find("labels", data)
@@ -298,7 +338,9 @@ def test_endings(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
         (tmp_path / name).touch()
     folders.say_skipped.cache_clear()
     for _ in range(2):
-        assert [os.path.basename(path) for path in folders.list_images(tmp_path)] == kept
+        assert [
+            os.path.basename(path) for path in folders.list_images(tmp_path)
+        ] == kept
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[-1] for line in lines] == [".heic", ".npy"]
 
@@ -313,12 +355,19 @@ def test_the_split() -> None:
     listed = [(f"/d/train/images/{number:02d}.jpg", 0) for number in range(20)]
     train, val = folders.split(listed, Path("/d"))
     assert sorted([*train, *val]) == listed
-    assert [path[-6:-4] for path, _ in val] == ["02", "03", "17"]  # of earlier versions, too
+    # of earlier versions, too
+    assert [path[-6:-4] for path, _ in val] == ["02", "03", "17"]
     moved = [(f"/other{path[2:]}", 0) for path, _ in listed[::-1]]
-    assert folders.split(moved, Path("/other"))[1] == [(f"/other{path[2:]}", 0) for path, _ in val]
+    assert folders.split(moved, Path("/other"))[1] == [
+        (f"/other{path[2:]}", 0) for path, _ in val
+    ]
     twice = folders.split(listed * 2, Path("/d"))
     assert not {*twice[0]} & {*twice[1]}
-    assert [len(folders.hold_out(listed[:n], Path("/d"))) for n in (1, 2, 6)] == [0, 1, 1]
+    assert [len(folders.hold_out(listed[:n], Path("/d"))) for n in (1, 2, 6)] == [
+        0,
+        1,
+        1,
+    ]
 
 
 def test_folds_and_groups() -> None:
@@ -330,7 +379,9 @@ def test_folds_and_groups() -> None:
     grouped = [(*sample, f"patient {n % 7}") for n, sample in enumerate(listed)]
     for fold in None, (1, 3), (2, 3), (3, 3):
         held = folders.hold_out(grouped, Path("/d"), fold)
-        sides = [{grouped[n][2] for n in side} for side in (held, {*range(40)} - {*held})]
+        sides = [
+            {grouped[n][2] for n in side} for side in (held, {*range(40)} - {*held})
+        ]
         assert min(map(len, sides)) and not sides[0] & sides[1]
     with refusal("folders.split", "fewer folds"):
         folders.split(grouped, Path("/d"), (9, 9))
@@ -349,7 +400,9 @@ class TestLists:
 
     def test_rows(self, tmp_path: Path) -> None:
         """As spreadsheets write them: a mark, CRLF, quotes, further columns in another order."""
-        content = '\ufefflabel,note,file\r\ncät,,a.jpg\r\n\r\n"cät, old",x,"b,1.jpg"\r\n'
+        content = (
+            '\ufefflabel,note,file\r\ncät,,a.jpg\r\n\r\n"cät, old",x,"b,1.jpg"\r\n'
+        )
         a, b = (str(tmp_path / name) for name in ("a.jpg", "b,1.jpg"))
         assert self.rows(tmp_path, content) == [(a, "cät"), (b, "cät, old")]
         loose = 'file, label \na.jpg, cät\n"b,1.jpg","cät, old"\n,\n , \n'
@@ -376,7 +429,10 @@ def heap(kind: str, data: Path) -> Path:
         (data / part).rename(data / f"heap of {part}")
         if kind == "masks":
             images = (data / f"heap of {part}/images").iterdir()
-            found = [(path, path.parent.parent / "masks" / f"{path.stem}.png") for path in images]
+            found = [
+                (path, path.parent.parent / "masks" / f"{path.stem}.png")
+                for path in images
+            ]
             lines = [[each.relative_to(data) for each in pair] for pair in found]
         else:
             images = data.glob(f"heap of {part}/*/*")
@@ -395,7 +451,9 @@ def test_lists_are_the_same_as_folders(drawn: Callable, kind: str) -> None:
     after = find(kind, heap(kind, data))
     assert after[2] == before[2]
     for then, now in zip(before[:2], after[:2], strict=True):
-        assert {name.removeprefix("heap of ") for name in names(now, data)} == names(then, data)
+        assert {name.removeprefix("heap of ") for name in names(now, data)} == names(
+            then, data
+        )
     (data / "val.csv").rename(data / "valid.csv")
     assert find(kind, data) == after
     (data / "valid.csv").unlink()

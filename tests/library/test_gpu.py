@@ -9,13 +9,23 @@ import pytest
 
 
 @pytest.mark.skipif(bool(gpus.missing()), reason=gpus.missing())
-@pytest.mark.parametrize("which", ["not soak", pytest.param("soak", marks=pytest.mark.soak)])
+@pytest.mark.parametrize(
+    "which", ["not soak", pytest.param("soak", marks=pytest.mark.soak)]
+)
 def test_on_gpus(tmp_path, monkeypatch, which):
     """The tests of on_gpus.py pass in a pytest whose forks see three GPUs."""
     monkeypatch.setenv("FAKE_GPU_FOLDER", str(tmp_path))
     monkeypatch.delenv("PYTEST_XDIST_WORKER", raising=False)
     tests = Path(__file__).with_name("on_gpus.py")
-    pytest_ = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--durations", "0"]
+    pytest_ = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-p",
+        "no:cacheprovider",
+        "--durations",
+        "0",
+    ]
     done = subprocess.run(
         [sys.executable, gpus.__file__, "3", *pytest_, "-m", which, tests],
         text=True,

@@ -22,7 +22,12 @@ def patch(count: Path) -> None:
         found = [*iter(reader.get_next, None)]
         count.write_text(f"{len(found)} {found[0]['images'].dtype}")
         inputs = iter(found)
-        own(source, path, SimpleNamespace(get_next=lambda: next(inputs, None)), **options)
+        own(
+            source,
+            path,
+            SimpleNamespace(get_next=lambda: next(inputs, None)),
+            **options,
+        )
 
     quantization.quantize_static, dataset.train_transform = quantize, lambda *_: len
 
@@ -30,7 +35,14 @@ def patch(count: Path) -> None:
 def test_int8(project: Project, data: Path, trained: Path, tmp_path: Path) -> None:
     """Ranges from the training set; before and after, the metrics on that for validation."""
     counting = functools.partial(patch, tmp_path / "count")
-    words = ["--checkpoint", trained / "best.pt", "--output", tmp_path, "--int8", "--data"]
+    words = [
+        "--checkpoint",
+        trained / "best.pt",
+        "--output",
+        tmp_path,
+        "--int8",
+        "--data",
+    ]
     done = project.run(*words, data, script="ddpkit export", on=1, patch=counting).ok()
     assert (tmp_path / "count").read_text() == "53 uint8"
     with open(trained / "metrics.csv", newline="") as file:
@@ -44,7 +56,9 @@ def test_int8(project: Project, data: Path, trained: Path, tmp_path: Path) -> No
     nodes = onnx.load(tmp_path / "model_int8.onnx").graph.node
     by_channel = [n for n in nodes if n.op_type == "DequantizeLinear" and n.attribute]
     assert len(by_channel) >= sum(node.op_type == "Conv" for node in nodes) > 9
-    sizes = [(tmp_path / name).stat().st_size for name in ("model_int8.onnx", "model.onnx")]
+    sizes = [
+        (tmp_path / name).stat().st_size for name in ("model_int8.onnx", "model.onnx")
+    ]
     assert sizes[0] < 0.7 * sizes[1]
     refused = project.run(*words, tmp_path / "none", script="ddpkit export", on=1)
     refused.refused("files.failure", tmp_path / "none")

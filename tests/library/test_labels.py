@@ -18,7 +18,8 @@ import ddpkit
 from ddpkit.data import folders
 from ddpkit.run import metrics
 
-OF = {"bricks": "square", "checks": "square", "dots": "round", "rings": "round"}  # of classes
+# of classes
+OF = {"bricks": "square", "checks": "square", "dots": "round", "rings": "round"}
 
 
 @pytest.fixture
@@ -30,8 +31,18 @@ def several(own_data: Path) -> Path:
             write(["file", "label", "group"])
             for n, path in enumerate(sorted((own_data / part).rglob("*.jpg"))):
                 kind = path.parent.name
-                labels = [] if kind == "waves" else [kind, *([OF[kind]] if kind in OF else [])]
-                write([path.relative_to(own_data), ";".join(labels) or ";", f"camera {n % 9}"])
+                labels = (
+                    []
+                    if kind == "waves"
+                    else [kind, *([OF[kind]] if kind in OF else [])]
+                )
+                write(
+                    [
+                        path.relative_to(own_data),
+                        ";".join(labels) or ";",
+                        f"camera {n % 9}",
+                    ]
+                )
     return own_data
 
 
@@ -43,19 +54,32 @@ def test_loss_and_metrics(project: Project, several: Path) -> None:
     import model
     from flags import parse_args
 
-    words = ["--data", str(several), "--image-size", "32", "--arch", "shufflenet_v2_x0_5"]
+    words = [
+        "--data",
+        str(several),
+        "--image-size",
+        "32",
+        "--arch",
+        "shufflenet_v2_x0_5",
+    ]
     args = parse_args([*words, "--label-smoothing", "0.1", "--amp", "off"])
     _, val, classes = dataset.build_datasets(args)
     assert args.several_labels and classes == sorted({*OF, *OF.values(), "stripes"})
     torch.manual_seed(0)
-    net = nn.Sequential(nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(12, len(classes)))
+    net = nn.Sequential(
+        nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(12, len(classes))
+    )
     sampler = ddpkit.ValSampler(val, 4)
     seeded = ddpkit.Seeded(val, classes, 0)
-    loader = torch.utils.data.DataLoader(seeded, batch_sampler=sampler, collate_fn=ddpkit.Collate())
+    loader = torch.utils.data.DataLoader(
+        seeded, batch_sampler=sampler, collate_fn=ddpkit.Collate()
+    )
     criterion = ddpkit.Criterion(model.build_criterion(args, val, classes), classes)
     metric = model.build_metrics(args, classes)
     found, matrix, worst = main.evaluate(net, loader, criterion, metric, args)
-    images, targets = (torch.stack(x) for x in zip(*map(val.__getitem__, range(23)), strict=True))
+    images, targets = (
+        torch.stack(x) for x in zip(*map(val.__getitem__, range(23)), strict=True)
+    )
     with torch.inference_mode():
         logits = net(ddpkit.data.loading.normalize(images, val.format))
     precisions, scores = [], []
@@ -69,20 +93,35 @@ def test_loss_and_metrics(project: Project, several: Path) -> None:
     assert found["map"] == near(sum(precisions) / len(classes), abs=1e-5)
     assert found["f1"] == near(sum(scores) / len(classes), abs=1e-5)
     smooth = 0.9 * targets + 0.05
-    each = nn.functional.binary_cross_entropy_with_logits(logits, smooth, reduction="none")
+    each = nn.functional.binary_cross_entropy_with_logits(
+        logits, smooth, reduction="none"
+    )
     assert found["val_loss"] == near(float(each.mean()), rel=1e-5)
     assert matrix.sum((1, 2)).tolist() == [23] * len(classes)
-    plain = nn.functional.binary_cross_entropy_with_logits(logits, targets, reduction="none")
+    plain = nn.functional.binary_cross_entropy_with_logits(
+        logits, targets, reduction="none"
+    )
     assert len(worst) == metrics.COUNT and worst[0][1] == int(plain.mean(1).argmax())
 
 
 def test_a_run(project: Project, several: Path, tmp_path: Path) -> None:
     """Killed and resumed to the bit, with a fold and mixed images; its files; predict.py."""
-    words = "--fold", "2/3", "--class-weights", "auto", "--augment", "mixup", "--save-every", 2
+    words = (
+        "--fold",
+        "2/3",
+        "--class-weights",
+        "auto",
+        "--augment",
+        "mixup",
+        "--save-every",
+        2,
+    )
     kill = after_step(3, lambda: os.kill(os.getpid(), signal.SIGKILL))
     for name, patches in ("whole", [None]), ("killed", [kill, None]):
         for patch in patches:
-            done = project.train(several, tmp_path / name, *words, patch=patch, draws=True)
+            done = project.train(
+                several, tmp_path / name, *words, patch=patch, draws=True
+            )
     assert "best map" in done.ok().out
     assert digest(tmp_path / "whole") == digest(tmp_path / "killed")
     out = tmp_path / "whole"
@@ -91,16 +130,26 @@ def test_a_run(project: Project, several: Path, tmp_path: Path) -> None:
     with open(out / "per_class.csv", newline="") as file:
         assert len([*csv.DictReader(file)]) == 7
     found = [
-        project.train(several, out, "--eval-only", "test", on=ranks).ok().out.splitlines()[-1]
+        project.train(several, out, "--eval-only", "test", on=ranks)
+        .ok()
+        .out.splitlines()[-1]
         for ranks in (1, 3)
     ]
     assert found[0] == found[1]
 
-    words = several / "val", "--checkpoint", out / "best.pt", "--output", tmp_path / "predicted"
+    words = (
+        several / "val",
+        "--checkpoint",
+        out / "best.pt",
+        "--output",
+        tmp_path / "predicted",
+    )
     project.run(*words, "--threshold", 0.3, script="predict.py", on=1).ok()
     with open(tmp_path / "predicted/predictions.csv", newline="") as file:
         for row in csv.DictReader(file):
-            scores = {k[12:]: float(v) for k, v in row.items() if k.startswith("probability_")}
+            scores = {
+                k[12:]: float(v) for k, v in row.items() if k.startswith("probability_")
+            }
             said = {*filter(None, row["class"].split(";"))}
             assert {k for k, v in scores.items() if v > 0.3001} <= said
             assert said <= {k for k, v in scores.items() if v > 0.2999}
@@ -134,7 +183,11 @@ def test_a_test_set_and_mirrored_images(
     val = evaluate()
     shutil.copytree(own_data / "val", own_data / "test")
     assert evaluate("test") == val
-    first = min(path for path in (own_data / "test").rglob("*") if path.suffix in (".jpg", ".png"))
+    first = min(
+        path
+        for path in (own_data / "test").rglob("*")
+        if path.suffix in (".jpg", ".png")
+    )
     for path in (own_data / "test").rglob(f"{first.stem}.*"):
         path.unlink()
     assert evaluate("test") != val

@@ -36,7 +36,9 @@ def listening(pids: set[int]) -> set[str]:
     for link in (link for pid in pids for link in Path(f"/proc/{pid}/fd").iterdir()):
         with contextlib.suppress(OSError):
             links.add(os.readlink(link))
-    lines = (Path(f"/proc/net/{name}").read_text().splitlines() for name in ("tcp", "tcp6"))
+    lines = (
+        Path(f"/proc/net/{name}").read_text().splitlines() for name in ("tcp", "tcp6")
+    )
     fields = [line.split() for each in lines for line in each]
     own = [row for row in fields if row[3] == "0A" and f"socket:[{row[9]}]" in links]
     return {row[1].split(":")[0] for row in own}
@@ -64,7 +66,9 @@ def test_three_ranks_end_with_the_same_weights(project, data, tmp_path):
     saved = torch.load(tmp_path / "last.pt", weights_only=True)["model"]
     assert {*saved} == {*models[0].state_dict()}
     for name, value in models[0].state_dict().items():
-        assert torch.equal(distributed.gather(value), saved[name].expand(3, *value.shape)), name
+        assert torch.equal(
+            distributed.gather(value), saved[name].expand(3, *value.shape)
+        ), name
 
 
 @pytest.mark.parametrize("by", ["launch.sh", "F5"])
@@ -78,7 +82,10 @@ def test_what_others_can_reach(project, tmp_path, by):
     if by == "F5":
         f5 = configuration(held, "DDP: torch.distributed.launch", processes="2")
         words = f5["args"].split("main.py")[0].split()
-        command, env = [sys.executable, "-m", f5["module"], *words, held / "main.py"], f5["env"]
+        command, env = (
+            [sys.executable, "-m", f5["module"], *words, held / "main.py"],
+            f5["env"],
+        )
     started = Command(command, **env, TMPDIR=str(temporary))
     wait_for((held / "met").exists)
     pids = {*started.ranks().values(), started.process.pid}
@@ -90,15 +97,26 @@ def test_what_others_can_reach(project, tmp_path, by):
 
 
 def test_wrong_environment(project, tmp_path):
-    project.launch(NNODES="2", NODE_RANK="0").end().refused("environment.read_nodes", "MASTER_ADDR")
+    project.launch(NNODES="2", NODE_RANK="0").end().refused(
+        "environment.read_nodes", "MASTER_ADDR"
+    )
     bare = tmp_path / "python"  # without installed packages
     bare.write_text(f'#!/bin/sh\nexec "{sys.executable}" -S "$@"\n')
     bare.chmod(0o755)
-    project.launch(PYTHON=str(bare)).end().refused("launch.main", "has no torch: activate")
+    project.launch(PYTHON=str(bare)).end().refused(
+        "launch.main", "has no torch: activate"
+    )
     alone = run([bare, "main.py"], cwd=project.folder)  # F5, "One process"
     alone.refused("", f"{sys.executable} has no torch", "Python: Select Interpreter")
     usage = run([project.folder / "launch.sh", "--help"]).ok().out
-    for name in ("NPROC", "NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "MAX_RESTARTS"):
+    for name in (
+        "NPROC",
+        "NNODES",
+        "NODE_RANK",
+        "MASTER_ADDR",
+        "MASTER_PORT",
+        "MAX_RESTARTS",
+    ):
         assert name in usage
 
 
@@ -120,7 +138,9 @@ def node(number: int, ranks: int) -> None:
 def test_absent_nodes(project, few, tmp_path):
     """A line says which, after a while and at the end; without node 0, that nobody answers."""
     words = project.flags(few, tmp_path / "out", "--dist-timeout", 4)
-    some = project.start(*words, on=3, patch=lambda: node((0, 1, 4)[distributed.rank()], 5))
+    some = project.start(
+        *words, on=3, patch=lambda: node((0, 1, 4)[distributed.rank()], 5)
+    )
     alone = project.start(*words, on=1, patch=lambda: node(1, 2)).end()
     done = some.end()
     which = r"4 s for rank 2, 3 of 5 \(WORLD_SIZE=5\); here: n0, n1, n4"
@@ -130,7 +150,9 @@ def test_absent_nodes(project, few, tmp_path):
     assert done.err.count(f"error: {first} has failed\n") == 2
     assert (done.statuses, alone.statuses) == ([2, 2, 2], [2])
     line = r"nobody answers at MASTER_ADDR=127.0.0.1, MASTER_PORT=\d+"
-    assert re.match(rf"{line}; trying for 4 s\nerror: rank 1 on n1: {line}: is rank 0", alone.err)
+    assert re.match(
+        rf"{line}; trying for 4 s\nerror: rank 1 on n1: {line}: is rank 0", alone.err
+    )
 
 
 def test_data_that_one_node_lacks(project, few, tmp_path):
@@ -163,7 +185,12 @@ def test_a_killed_rank_of_two_nodes(project, few, tmp_path):
     """Both nodes' launchers tell of it."""
     data = os.path.relpath(few)  # from where one stands
     words = project.flags(data, tmp_path / "out", "--epochs", 1000, "--save-every", 1)
-    env = {"NPROC": "1", "NNODES": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    env = {
+        "NPROC": "1",
+        "NNODES": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+    }
 
     def launch(number: int) -> Launch:
         own = {"NODE_RANK": str(number), "SLURMD_NODENAME": f"n{number}"}
@@ -175,7 +202,9 @@ def test_a_killed_rank_of_two_nodes(project, few, tmp_path):
     (pid,) = nodes[1].ranks()
     os.kill(pid, signal.SIGKILL)
     first, second = (each.end() for each in nodes)
-    killed = f"error: rank 1 (process {pid}) on n1 was ended by SIGKILL: out of memory?\n"
+    killed = (
+        f"error: rank 1 (process {pid}) on n1 was ended by SIGKILL: out of memory?\n"
+    )
     assert (second.status, second.err) == (137, killed)
     assert first.err.endswith("error: rank 0 on n0 lost another rank\n")
     assert first.status == 1

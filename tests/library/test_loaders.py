@@ -102,10 +102,14 @@ class TestWrappers:
         a, b = Ours("a", 3), Ours("b", 3)
         b.samples[0] = ("b/other.jpg", 0)
         sets_of_two = [
-            sets.Subset(each, indices) for each in (a, b) for indices in ([0, 1], [1, 0], [0, 2])
+            sets.Subset(each, indices)
+            for each in (a, b)
+            for indices in ([0, 1], [1, 0], [0, 2])
         ]
         sets_of_two += [Own(sets_of_two[0]), sets.Subset(Own([0] * 3), [0, 1])]
-        sets_of_two += [sets.ConcatDataset([sets.Subset(a, [n]) for n in pair]) for pair in ("01",)]
+        sets_of_two += [
+            sets.ConcatDataset([sets.Subset(a, [n]) for n in pair]) for pair in ("01",)
+        ]
         found = {samples.fingerprint(each) for each in sets_of_two}
         assert len(found) == len(sets_of_two)
         assert all(each.startswith("2 images") for each in found)
@@ -131,7 +135,9 @@ class TestWrappers:
             check(make(plain), make(uint8))
             for other in plain, uint8, sets.Subset(uint8, [0, 1, 2, 3]):
                 for pair in (make(other), loader), (loader, make(other)):
-                    with refusal("loading.check_formats", OTHER.mean, "{}", "data.json"):
+                    with refusal(
+                        "loading.check_formats", OTHER.mean, "{}", "data.json"
+                    ):
                         check(*pair)
         assert before == samples.checksum(samples.random_state())
         with refusal("loading.find_format", "ConcatDataset", OTHER.mean):
@@ -141,7 +147,9 @@ class TestWrappers:
 class Stream(sets.IterableDataset):
     """Samples, numbered in the corner of their image, as a stream of people's own gives them."""
 
-    def __init__(self, share: str, count: int = 40, noise: bool = False, labels: int = 10) -> None:
+    def __init__(
+        self, share: str, count: int = 40, noise: bool = False, labels: int = 10
+    ) -> None:
         self.share, self.count, self.noise, self.labels = share, count, noise, labels
         self.generator = np.random.default_rng()
 
@@ -163,9 +171,12 @@ class Stream(sets.IterableDataset):
         worker = get_worker_info()
         first, step = (worker.id, worker.num_workers) if worker else (0, 1)
         for number in self.mine()[first::step]:
-            image = torch.randint(100, (3, 2, 2), dtype=torch.uint8)  # equal on all ranks
+            # equal on all ranks
+            image = torch.randint(100, (3, 2, 2), dtype=torch.uint8)
             if self.noise:
-                image = torch.from_numpy(self.generator.integers(0, 99, (3, 2, 2), np.uint8))
+                image = torch.from_numpy(
+                    self.generator.integers(0, 99, (3, 2, 2), np.uint8)
+                )
             image[0, 0, 0] = number
             yield image, number * 7 % self.labels
 
@@ -248,13 +259,16 @@ def test_each_sample_is_trained_on_once() -> None:
         make(everything, sampler=Share()),
         make(everything, sampler=DistributedSampler(everything)),
         DataLoader(
-            everything, batch_sampler=sets.BatchSampler(DistributedSampler(everything), 2, False)
+            everything,
+            batch_sampler=sets.BatchSampler(DistributedSampler(everything), 2, False),
         ),
     ):
         for epoch in 0, 2:
             found = [n for part in trained_on(loader, epoch) for n in part]
-            assert len({*found}) > 40 - 2 * ranks  # what does not fill a step is left out
-            assert len(found) - len({*found}) < ranks  # which DistributedSampler repeats
+            # what does not fill a step is left out
+            assert len({*found}) > 40 - 2 * ranks
+            # which DistributedSampler repeats
+            assert len(found) - len({*found}) < ranks
     orders = [trained_on(make(everything, shuffle=True), epoch) for epoch in (0, 0, 1)]
     assert orders[0] == orders[1] != orders[2]
 
@@ -263,7 +277,9 @@ def test_each_sample_is_trained_on_once() -> None:
 def test_shares_that_are_meant_to_be_equal() -> None:
     """RepeatAugSampler gives 3 ranks the same samples, to be augmented otherwise."""
     data = Shard(range(60))
-    loader = DataLoader(data, 2, sampler=RepeatAugSampler(data, num_repeats=3, selected_round=0))
+    loader = DataLoader(
+        data, 2, sampler=RepeatAugSampler(data, num_repeats=3, selected_round=0)
+    )
     first, *others = trained_on(loader)
     assert len({*first}) == 20 and all(first == other for other in others)
     found = trained_on(DataLoader(Stream("uneven"), 1))
@@ -292,7 +308,11 @@ def test_each_sample_is_evaluated_once() -> None:
     ):
         samples.seed(rank)  # as training leaves it
         found = [*loading.batches(loader, CPU)]
-        values = [n for images, *_ in found for n in (images[:, 0, 0, 0] * 0.229 * 255).tolist()]
+        values = [
+            n
+            for images, *_ in found
+            for n in (images[:, 0, 0, 0] * 0.229 * 255).tolist()
+        ]
         values = [round(value + 0.485 * 255) for value in values]
         indices = [n for *_, each in found for n in each.tolist()]
         pairs = distributed.gather_objects([*zip(values, indices, strict=True)])
@@ -301,7 +321,10 @@ def test_each_sample_is_evaluated_once() -> None:
         assert [value for value, _ in seen] == [*range(total)]
         assert len({index for _, index in seen}) == total
         assert are_known == all(value == index for value, index in seen)
-    for sampler in DistributedSampler(data), OrderedDistributedSampler(data, ranks, rank):
+    for sampler in (
+        DistributedSampler(data),
+        OrderedDistributedSampler(data, ranks, rank),
+    ):
         with refusal("loading.dealt", type(sampler).__name__):
             next(loading.batches(make(data, sampler=sampler), CPU))
 
@@ -316,7 +339,9 @@ def test_a_share_of_the_data_for_our_samplers() -> None:
         options = {**loading.workers(workers, CPU), "collate_fn": loading.Collate()}
         val = loading.ValSampler(dataset, 4)
         before = samples.checksum(samples.random_state())
-        machine.check_alike(["a", "b"], validation=DataLoader(seeded, batch_sampler=val, **options))
+        machine.check_alike(
+            ["a", "b"], validation=DataLoader(seeded, batch_sampler=val, **options)
+        )
         assert before == samples.checksum(samples.random_state())
 
     for workers in 0, 1:
@@ -362,14 +387,27 @@ def test_generators_of_their_own(workers: int, capsys: pytest.CaptureFixture) ->
     def said(dataset: sets.Dataset) -> tuple[str, list]:
         sampler = loading.TrainSampler(dataset, 4, 1, 0)
         options = {**loading.workers(workers, CPU), "collate_fn": loading.Collate()}
-        loader = DataLoader(samples.Seeded(dataset, 2, 0), 4, sampler=sampler, **options)
+        loader = DataLoader(
+            samples.Seeded(dataset, 2, 0), 4, sampler=sampler, **options
+        )
         found = [b[0] for epoch in (0, 1) for b in sampler.batches(loader, epoch, 0)]
-        return capsys.readouterr().out, [images[:, 0, 0, 0].tolist() for images in found]
+        return capsys.readouterr().out, [
+            images[:, 0, 0, 0].tolist() for images in found
+        ]
 
-    for draw in (rng.random, lambda: python.random() < 0.5, lambda: torch.rand(1, generator=own)):
+    for draw in (
+        rng.random,
+        lambda: python.random() < 0.5,
+        lambda: torch.rand(1, generator=own),
+    ):
         line, _ = said(sets.Subset(Augmented(draw), range(24)))
         assert line.count("two reads") == line.count("\n") == 1 and "a/" in line
-    for draw in random.random, np.random.rand, lambda: torch.rand(()), lambda: float("nan"):
+    for draw in (
+        random.random,
+        np.random.rand,
+        lambda: torch.rand(()),
+        lambda: float("nan"),
+    ):
         line, found = said(Augmented(draw))
         assert not line
         if draw is random.random:
@@ -385,7 +423,9 @@ def test_what_a_collate_function_draws() -> None:
         data = Shard(range(72))
         sampler = loading.TrainSampler(data, 24, 1, 0)
         seeded = samples.Seeded(data, 2, 0)
-        loader = DataLoader(seeded, 24, sampler=sampler, collate_fn=lambda _: torch.rand(()).item())
+        loader = DataLoader(
+            seeded, 24, sampler=sampler, collate_fn=lambda _: torch.rand(()).item()
+        )
         return [*sampler.batches(loader, 0, seen)]
 
     assert drawn(0)[1:] == drawn(24)
@@ -403,10 +443,19 @@ def test_deep_images() -> None:
     def parts(image: Any) -> Tensor:
         return samples.Seeded([(image, 0)], 2, 0)[samples.Key(0, 0)][0]
 
-    deep = [Image.frombytes(mode, (4, 3), values.tobytes()) for mode in ("I;16", "I;16B")]
+    deep = [
+        Image.frombytes(mode, (4, 3), values.tobytes()) for mode in ("I;16", "I;16B")
+    ]
     deep += [Image.fromarray(values.astype(kind)) for kind in (np.int32, np.float32)]
-    arrays = [values, values.astype(np.int32), values.astype(">u2"), values.astype(np.uint32)]
-    tensors = [torch.from_numpy(values.astype(kind))[None] for kind in (np.int16, np.uint16)]
+    arrays = [
+        values,
+        values.astype(np.int32),
+        values.astype(">u2"),
+        values.astype(np.uint32),
+    ]
+    tensors = [
+        torch.from_numpy(values.astype(kind))[None] for kind in (np.int16, np.uint16)
+    ]
     for image in [*deep, *arrays, *tensors, Image.fromarray(np.float32([[0, np.nan]]))]:
         with refusal("samples.parts", "sample 0", "65535.0"):
             parts(image)
@@ -444,4 +493,6 @@ def test_samplers_in_the_wrong_place() -> None:
         part = samples.Seeded(sets.Subset(data, [0, 1, 2]), 2, 0)
         loading.is_ours(DataLoader(part, 4, sampler=train))
     with refusal("loading.is_ours", "no Seeded"):
-        loading.is_ours(DataLoader(seeded, batch_sampler=sets.BatchSampler(train, 4, False)))
+        loading.is_ours(
+            DataLoader(seeded, batch_sampler=sets.BatchSampler(train, 4, False))
+        )

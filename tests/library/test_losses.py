@@ -89,11 +89,21 @@ def test_sums_and_counts_of_any_loss() -> None:
         (dense(reduction="sum"), logits, masks, float(weight[masks[masks < 3]].sum())),
         (mean_in_function, logits, masks, float((masks < 3).sum())),
         (lambda *batch: by_hand(*batch), logits, masks, float((masks < 3).sum())),
-        (lambda *batch: sum_in_function(*batch), logits, masks, float((masks < 3).sum())),
+        (
+            lambda *batch: sum_in_function(*batch),
+            logits,
+            masks,
+            float((masks < 3).sum()),
+        ),
         (flat(), line, labels, float(weight[labels].sum())),
         (flat(reduction="sum"), line, shares, float((shares @ weight).sum())),
         (flat(), line, shares, 6.0),
-        (lambda *batch: functional.cross_entropy(*batch, reduction="sum"), line, shares, 6.0),
+        (
+            lambda *batch: functional.cross_entropy(*batch, reduction="sum"),
+            line,
+            shares,
+            6.0,
+        ),
         (nn.MSELoss(), line, shares, 18.0),
         (nn.MSELoss(reduction="sum"), line, shares, 18.0),
         (nn.L1Loss(), line, torch.arange(18).view(6, 3), 18.0),
@@ -103,7 +113,10 @@ def test_sums_and_counts_of_any_loss() -> None:
     ]
     for loss, outputs, targets, expected in cases:
         criterion = ddpkit.Criterion(loss, "abc")
-        total, count = float(criterion(outputs, targets)), float(criterion.count(targets))
+        total, count = (
+            float(criterion(outputs, targets)),
+            float(criterion.count(targets)),
+        )
         assert expected is None or count == pytest.approx(expected)
         parts = [slice(0, 2), slice(2, 6)]
         sums = sum(float(criterion(outputs[part], targets[part])) for part in parts)
@@ -134,7 +147,9 @@ def samples(is_dense: bool, is_soft: bool = False) -> tuple[Tensor, Tensor]:
     if not is_dense:
         targets = torch.randint(3, (IMAGES,))
         targets[:6] = 2  # the ranks' and passes' sums of weights differ
-        shares = 0.7 * functional.one_hot(targets, 3) + 0.3 * functional.one_hot(2 - targets, 3)
+        shares = 0.7 * functional.one_hot(targets, 3) + 0.3 * functional.one_hot(
+            2 - targets, 3
+        )
         return images, shares if is_soft else targets
     masks = torch.randint(3, (IMAGES, 16, 16), dtype=torch.uint8)
     masks[5:8][masks[5:8] == 1] = 2
@@ -161,12 +176,16 @@ def of_flags(is_dense: bool, *words: object) -> tuple:
 @on_ranks(1)
 def test_means_of_classification(project: Project) -> None:
     """Of labels and of shares of classes, in any batches, by torch and by a plain loop."""
-    criterion, outputs, targets, weights = of_flags(False, *WEIGHTED, "--label-smoothing", 0.1)
+    criterion, outputs, targets, weights = of_flags(
+        False, *WEIGHTED, "--label-smoothing", 0.1
+    )
 
     def mean(targets: Tensor) -> float:
         return (criterion(outputs, targets) / criterion.count(targets)).item()
 
-    labels = functional.cross_entropy(outputs, targets, weights, label_smoothing=0.1).item()
+    labels = functional.cross_entropy(
+        outputs, targets, weights, label_smoothing=0.1
+    ).item()
     assert mean(targets) == pytest.approx(labels, rel=1e-5)
     parts = [(outputs[i : i + 3], targets[i : i + 3]) for i in range(0, IMAGES, 3)]
     total = sum(criterion(*part).item() for part in parts)
@@ -175,7 +194,8 @@ def test_means_of_classification(project: Project) -> None:
     shares = samples(False, is_soft=True)[1]
     smooth = 0.9 * shares + 0.1 / 3
     loop = sum(
-        (-weights * s * o.log_softmax(0)).sum() for s, o in zip(smooth, outputs, strict=True)
+        (-weights * s * o.log_softmax(0)).sum()
+        for s, o in zip(smooth, outputs, strict=True)
     )
     counts = sum((weights * s).sum() for s in shares)
     assert mean(shares) == pytest.approx((loop / counts).item(), rel=1e-5)
@@ -186,7 +206,8 @@ def of_image(
 ) -> float:
     """A term for one image (classes, H, W), worked out from its labelled pixels alone."""
     keep = targets != 255
-    labels, logits = targets[keep], outputs.flatten(1)[:, keep.flatten()].T  # (pixels, classes)
+    # (pixels, classes)
+    labels, logits = targets[keep], outputs.flatten(1)[:, keep.flatten()].T
     if not len(labels):
         return 0.0
     n = weights[labels]
@@ -216,9 +237,13 @@ def test_sums_of_segmentation(project: Project) -> None:
             counts = [weights[t[t != 255]].sum().item() for t in targets]
             assert count.item() == pytest.approx(sum(counts), rel=1e-6)
             pairs = list(zip(outputs.detach(), targets, counts, strict=True))
-            loop = sum(n * of_image(name, o, t, weights, 0.1 * bool(more)) for o, t, n in pairs)
+            loop = sum(
+                n * of_image(name, o, t, weights, 0.1 * bool(more)) for o, t, n in pairs
+            )
             sums = [criterion(o[None], t[None]).item() for o, t, _ in pairs]
-            assert (loop, sum(sums)) == pytest.approx((total.item(),) * 2, rel=1e-5), name
+            assert (loop, sum(sums)) == pytest.approx((total.item(),) * 2, rel=1e-5), (
+                name
+            )
     criterion, outputs, targets, _ = of_flags(True, "--loss", "ce+0.5*dice+2*lovasz")
     names = "ce", "dice", "lovasz"
     parts = [of_flags(True, "--loss", name)[0](outputs, targets) for name in names]
@@ -265,7 +290,10 @@ class Step:
         yield [(x, t if t.is_floating_point() else t.long()) for x, t in self.portions]
 
     def end_step(self, loss: Tensor, count: Tensor, norm: object) -> None:
-        self.ended = float(distributed.reduce_tensor(loss)) / distributed.world_size(), float(count)
+        self.ended = (
+            float(distributed.reduce_tensor(loss)) / distributed.world_size(),
+            float(count),
+        )
 
     mean_loss = staticmethod(lambda: None)
 
@@ -292,20 +320,29 @@ def gradients(words: tuple, passes: int, task: str, kind: str) -> list[Tensor]:
     torch.manual_seed(2)
     head = nn.Conv2d(8, 3, 1)
     head.weight.data *= 4  # the guesses are confident
-    layers = [nn.Conv2d(3, 8, 3, padding=1), nn.Tanh(), head, *([] if is_dense else [Pool()])]
+    layers = [
+        nn.Conv2d(3, 8, 3, padding=1),
+        nn.Tanh(),
+        head,
+        *([] if is_dense else [Pool()]),
+    ]
     net = nn.Sequential(Double(), *layers).double()  # without much rounding
     net[1].bias.requires_grad_(False)
     images, targets = samples(is_dense, kind == "soft")
     if kind == "all void":
         targets = torch.full_like(targets, 255)
-    portions = [part.chunk(distributed.world_size() * passes) for part in (images, targets)]
+    portions = [
+        part.chunk(distributed.world_size() * passes) for part in (images, targets)
+    ]
     mine = list(zip(*portions, strict=True))[distributed.rank() * passes :][:passes]
     optimizer = Keep([weight for weight in net.parameters() if weight.requires_grad])
     # As in fp16: it is applied to the loss and taken off again before the step.
     scaler = torch.amp.GradScaler("cpu", init_scale=64.0, enabled=kind == "scaled")
     criterion = ddpkit.Criterion(model.build_criterion(args, None, "abc"), "abc")
     scheduler, step = SimpleNamespace(step=lambda: None), Step(mine)
-    train = with_a_term(main.train_one_epoch) if kind == "term" else main.train_one_epoch
+    train = (
+        with_a_term(main.train_one_epoch) if kind == "term" else main.train_one_epoch
+    )
     train(step, main.wrap(net), criterion, optimizer, scheduler, scaler, None, args)
     return [*optimizer.kept, torch.tensor(step.ended)]
 
@@ -317,7 +354,11 @@ def test_gradients_of_other_portions(project: Project, tmp_path: Path) -> None:
     With weights of classes, and void in some images more than in others; clipped when it is whole.
     """
     cases = [(words, "usual") for words in LOSSES[project.task]]
-    cases += [(WEIGHTED, "scaled"), (("--clip-grad-norm", "0.1"), "clipped"), ((), "term")]
+    cases += [
+        (WEIGHTED, "scaled"),
+        (("--clip-grad-norm", "0.1"), "clipped"),
+        ((), "term"),
+    ]
     tiny = "--class-weights", "1e-5,2e-5,1e-5"  # their sum is far below 1
     cases.append((tiny, "usual"))
     if project.task == "classification":
@@ -344,10 +385,14 @@ def test_gradients_of_other_portions(project: Project, tmp_path: Path) -> None:
             continue
         assert size > 1e-3
         if kind == "clipped":
-            assert sum(part.square().sum() for part in first) ** 0.5 == pytest.approx(0.1)
+            assert sum(part.square().sum() for part in first) ** 0.5 == pytest.approx(
+                0.1
+            )
         if kind == "term":
             (plain,) = (
-                n for n, case in enumerate(cases) if case == (LOSSES[project.task][0], "usual")
+                n
+                for n, case in enumerate(cases)
+                if case == (LOSSES[project.task][0], "usual")
             )
             for found in [whole, *others]:
                 more = [a - b for a, b in zip(found[number], found[plain], strict=True)]
@@ -356,5 +401,7 @@ def test_gradients_of_other_portions(project: Project, tmp_path: Path) -> None:
         for found in others:
             *second, other_ended = found[number]
             assert other_ended.tolist() == pytest.approx(ended.tolist(), rel=1e-5)
-            far = [float((a - b).abs().max()) for a, b in zip(first, second, strict=True)]
+            far = [
+                float((a - b).abs().max()) for a, b in zip(first, second, strict=True)
+            ]
             assert max(far) < 1e-5 * size, (words, kind)

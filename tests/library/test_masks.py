@@ -16,7 +16,8 @@ import ddpkit
 from ddpkit.data import class_counts, folders, masks
 from ddpkit.errors import UserError
 
-COLORS = {0: (10, 20, 30), 1: (200, 0, 7), 255: (0, 0, 0)}  # by class number, for `recolor`
+# by class number, for `recolor`
+COLORS = {0: (10, 20, 30), 1: (200, 0, 7), 255: (0, 0, 0)}
 
 
 def repaint(folder: Path, change: Callable[[np.ndarray], np.ndarray]) -> None:
@@ -37,10 +38,16 @@ def recolor(mask: np.ndarray) -> np.ndarray:
     [
         ("\n é b \r\n\r\nvoid\r\n", ["é b", "void"], None),
         ("void = 7\nb = -1\na = 300", ["b", "a"], None),
-        ("a = 1 2 3\nb = 255,0, 255\nVoid = 0 0 0", ["a", "b"], [[1, 2, 3], [255, 0, 255]]),
+        (
+            "a = 1 2 3\nb = 255,0, 255\nVoid = 0 0 0",
+            ["a", "b"],
+            [[1, 2, 3], [255, 0, 255]],
+        ),
     ],
 )
-def test_classes_txt(tmp_path: Path, text: str, classes: list, colors: list | None) -> None:
+def test_classes_txt(
+    tmp_path: Path, text: str, classes: list, colors: list | None
+) -> None:
     (tmp_path / "classes.txt").write_bytes(text.encode("utf-8-sig"))
     found = masks.read_classes(tmp_path / "classes.txt")
     assert list(found) == classes
@@ -94,7 +101,12 @@ def read(
         ([*NAMES, "void = 7"], [0, 7, 255], {}, [0, 255, 255]),
         (NAMES, [False, True, True], {"dtype": "bool"}, [0, 1, 1]),
         (["a = 0", "b = 255"], [False, True, True], {"dtype": "bool"}, [0, 1, 1]),
-        (["a = 0 0 0", "b = 1 1 1", "c = 255 255 255"], [False, True], {"dtype": "bool"}, [0, 2]),
+        (
+            ["a = 0 0 0", "b = 1 1 1", "c = 255 255 255"],
+            [False, True],
+            {"dtype": "bool"},
+            [0, 2],
+        ),
         (["a = 255 255 255", "b = 0 0 0"], [0, 255], {}, [1, 0]),
         (["a = 1 2 3", "b = 3 2 1"], [0, 1, 255], {}, [0, 1, 255]),
         (NAMES, [2, 0, 1], {"palette": PALETTE}, [2, 0, 1]),
@@ -106,7 +118,9 @@ def read(
         (COLORED, [2, 0, 1], {"palette": PALETTE}, [0, 1, 255]),
     ],
 )
-def test_masks(tmp_path: Path, classes: list, row: list, how: dict, expected: list) -> None:
+def test_masks(
+    tmp_path: Path, classes: list, row: list, how: dict, expected: list
+) -> None:
     assert read(tmp_path, classes, row, **how) == expected
 
 
@@ -118,12 +132,19 @@ def test_masks(tmp_path: Path, classes: list, row: list, how: dict, expected: li
         (COLORED, CLEAR, {}, ["transparent"]),
         (COLORED, ROW, {"transparency": (1, 2, 3)}, ["transparent"]),
         (["a = 0 0 0", "b = 9 9 9"], [0, 1], {}, ["colour 1 1 1 in 1 pixels"]),
-        (["a = 0 0 0", "b = 9 9 9"], [0, 9], {"dtype": "uint16"}, ["mode I;16", "8 bits"]),
+        (
+            ["a = 0 0 0", "b = 9 9 9"],
+            [0, 9],
+            {"dtype": "uint16"},
+            ["mode I;16", "8 bits"],
+        ),
         (NAMES, [*range(99)], {}, ["95 more values", "smoothed edges"]),
         (NAMES, [0, 1], {"name": "x.tif", "compression": "jpeg"}, ["JPEG"]),
     ],
 )
-def test_faults_of_masks(tmp_path: Path, classes: list, row: list, how: dict, words: list) -> None:
+def test_faults_of_masks(
+    tmp_path: Path, classes: list, row: list, how: dict, words: list
+) -> None:
     with refusal("masks.read_mask", tmp_path, *words):
         read(tmp_path, classes, row, **how)
 
@@ -139,7 +160,11 @@ def test_numbers_that_no_line_can_have(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("values", "how", "words"),
     [
-        (np.zeros((4, 4, 2), np.uint8), {"planarconfig": "contig"}, "2 channels, of which 1"),
+        (
+            np.zeros((4, 4, 2), np.uint8),
+            {"planarconfig": "contig"},
+            "2 channels, of which 1",
+        ),
         (np.zeros((4, 4), np.int8), {}, "8 bits with a sign"),
         (np.zeros((4, 4, 3), np.uint16), {"photometric": "rgb"}, "16 bits, of which 8"),
         (
@@ -149,7 +174,9 @@ def test_numbers_that_no_line_can_have(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_tiffs_that_are_no_masks(tmp_path: Path, values: np.ndarray, how: dict, words: str) -> None:
+def test_tiffs_that_are_no_masks(
+    tmp_path: Path, values: np.ndarray, how: dict, words: str
+) -> None:
     path = tmp_path / "x.tif"
     tifffile.imwrite(path, values, **how)
     with pytest.raises(UserError, match=words) as caught:
@@ -167,7 +194,11 @@ def test_a_bmp_that_pillow_misreads(tmp_path: Path) -> None:
     """Black and white of 8 bits: as one bit it would be all black."""
     with refusal("images.reading", "x.bmp", "save it as PNG"):
         read(
-            tmp_path, ["a = 0 0 0", "b = 255 255 255"], [0, 1], "x.bmp", palette=[0] * 3 + [255] * 3
+            tmp_path,
+            ["a = 0 0 0", "b = 255 255 255"],
+            [0, 1],
+            "x.bmp",
+            palette=[0] * 3 + [255] * 3,
         )
 
 
@@ -199,14 +230,18 @@ def save_all(folder: Path, picture: np.ndarray, chance: random.Random) -> list[s
         "rgb.webp": (rgb, {"lossless": True, "exact": True}),
         **{f"palette.{kind}": (palette, {}) for kind in ("png", "tif", "bmp", "gif")},
     }
-    files |= {f"{n}.png": (palette, {"bits": n}) for n in (1, 2, 4) if len(colors) <= 2**n}
+    files |= {
+        f"{n}.png": (palette, {"bits": n}) for n in (1, 2, 4) if len(colors) <= 2**n
+    }
     if (picture == picture[..., :1]).all():
         grey = Image.fromarray(picture[..., 0].copy())
         files |= {f"grey.{kind}": (grey, {}) for kind in ("png", "tif", "bmp", "gif")}
         files["alpha.png"] = grey.convert("LA"), {}
         files["deep.png"] = Image.fromarray(picture[..., 0].astype(np.uint16) * 257), {}
         if {*np.unique(picture)} <= {0, 255}:
-            files |= {f"two.{kind}": (grey.convert("1"), {}) for kind in ("png", "tif", "bmp")}
+            files |= {
+                f"two.{kind}": (grey.convert("1"), {}) for kind in ("png", "tif", "bmp")
+            }
     for name, (image, how) in files.items():
         image.save(folder / name, **how)
     return [str(folder / name) for name in files]
@@ -221,7 +256,11 @@ def test_masks_mean_what_they_show(tmp_path: Path, chance: random.Random) -> Non
         pool = [(v, v, v) for v in (0, 1, 2, 9, 128, 255)] + [(255, 0, 0), (10, 20, 30)]
         if chance.random() < 0.8:
             own = [(value,) * 3 for value in labels.values]
-            pool = own if labels.colors is None else [tuple(c) for c in labels.colors.tolist()]
+            pool = (
+                own
+                if labels.colors is None
+                else [tuple(c) for c in labels.colors.tolist()]
+            )
         stored = []
         for picture in range(3):
             shown = chance.sample(pool, chance.randint(1, min(3, len(pool))))
@@ -234,7 +273,9 @@ def test_masks_mean_what_they_show(tmp_path: Path, chance: random.Random) -> Non
             labels = masks.parse(lines, Path("classes.txt"))
             try:
                 chosen = [chance.choice(paths) for paths in stored]
-                found.append(b"".join(masks.read_mask(p, labels).tobytes() for p in chosen))
+                found.append(
+                    b"".join(masks.read_mask(p, labels).tobytes() for p in chosen)
+                )
             except UserError:
                 continue
         assert len({*found}) <= 1, (lines, stored)
@@ -242,7 +283,9 @@ def test_masks_mean_what_they_show(tmp_path: Path, chance: random.Random) -> Non
     assert compared > 10
 
 
-def test_what_an_optimiser_makes_of_colours(tmp_path: Path, chance: random.Random) -> None:
+def test_what_an_optimiser_makes_of_colours(
+    tmp_path: Path, chance: random.Random
+) -> None:
     """Black and white alone becomes grey or 1 bit: if they are listed, the set is read the same."""
     lines = ["ground = 0 0 0", "car = 255 0 0", "road = 255 255 255"]
     labels = masks.parse(lines, Path("classes.txt"))
@@ -258,10 +301,19 @@ def test_what_an_optimiser_makes_of_colours(tmp_path: Path, chance: random.Rando
     ("one", "other"),
     [
         ({"row": [0, 1, 255]}, {"row": [False, True], "dtype": "bool"}),
-        ({"row": [0, 1], "palette": PALETTE}, {"row": [0, 1], "palette": [9] * 3 + PALETTE}),
+        (
+            {"row": [0, 1], "palette": PALETTE},
+            {"row": [0, 1], "palette": [9] * 3 + PALETTE},
+        ),
         ({"row": [0, 1], "palette": PALETTE}, {"row": [False, True], "dtype": "bool"}),
-        ({"row": [0, 1], "palette": [0] * 3 + [255] * 3 + [1, 2, 3]}, {"row": [0, 255]}),
-        ({"row": [0, 0], "palette": [255] * 3 + [1, 2, 3]}, {"row": [1, 1], "palette": WHITES}),
+        (
+            {"row": [0, 1], "palette": [0] * 3 + [255] * 3 + [1, 2, 3]},
+            {"row": [0, 255]},
+        ),
+        (
+            {"row": [0, 0], "palette": [255] * 3 + [1, 2, 3]},
+            {"row": [1, 1], "palette": WHITES},
+        ),
     ],
 )
 def test_sets_that_mix(tmp_path: Path, one: dict, other: dict) -> None:
@@ -289,7 +341,9 @@ def content(data: Path) -> tuple:
     """The classes of a set, their colours, and a checksum of its masks."""
     train, val, classes = folders.find_masks(data)
     parts = [folders.MaskFiles(part, lambda *_: None) for part in (train, val)]
-    found = [part.open_mask(n).read().numpy() for part in parts for n in range(len(part))]
+    found = [
+        part.open_mask(n).read().numpy() for part in parts for n in range(len(part))
+    ]
     colors = None if classes.colors is None else classes.colors.tolist()
     return list(classes), colors, zlib.crc32(b"".join(mask.tobytes() for mask in found))
 
@@ -312,7 +366,11 @@ def test_colors(project: Project, tmp_path: Path) -> None:
     ("change", "text", "words"),
     [
         (lambda mask: 128 * (mask == 1), None, ["hold 0, 128", "NAME = 0, NAME = 128"]),
-        (lambda mask: 255 * (mask == 1), "ground\ncrack", ["hold 0, 255", "NAME = 255"]),
+        (
+            lambda mask: 255 * (mask == 1),
+            "ground\ncrack",
+            ["hold 0, 255", "NAME = 255"],
+        ),
     ],
 )
 @on_ranks(1)

@@ -18,5 +18,7 @@ def test_a_failure_on_one_rank() -> None:
     def fails() -> None:
         assert distributed.rank() == 0, "not rank 0"
 
-    with pytest.raises(pytest.fail.Exception, match=r"rank 1 of 2, status 1:(.|\n)*not rank 0"):
+    with pytest.raises(
+        pytest.fail.Exception, match=r"rank 1 of 2, status 1:(.|\n)*not rank 0"
+    ):
         fails()

@@ -66,7 +66,13 @@ def train(
         accumulate=accumulate,
         best="val_loss",
     )
-    names = {**globals(), "run": run, "net": net, "criterion": criterion, "optimizer": optimizer}
+    names = {
+        **globals(),
+        "run": run,
+        "net": net,
+        "criterion": criterion,
+        "optimizer": optimizer,
+    }
     names |= {"world_size": distributed.world_size()}
     code = compile(step, "step", "exec")
     with run:
@@ -138,7 +144,11 @@ def test_misuses_of_a_step(tmp_path: Path) -> None:
     for name, (old, new, code) in MISUSES.items():
         with refusal(code):
             # Seen in the second step: an epoch has 3 of one pass, 1 of two.
-            train(tmp_path / name, (old, new), accumulate=1 if name == "never cleared" else 2)
+            train(
+                tmp_path / name,
+                (old, new),
+                accumulate=1 if name == "never cleared" else 2,
+            )
         assert not (tmp_path / name / "last.pt").exists()
     for name, (old, new, text) in SAID.items():
         lines: list[str] = []
@@ -183,7 +193,10 @@ def test_steps_are_exact(tmp_path: Path) -> None:
     for name in EXACT:
         weights, mean = one[name]
         others, other = two[name]
-        assert all(torch.allclose(a, b, rtol=1e-6) for a, b in zip(weights, others, strict=True))
+        assert all(
+            torch.allclose(a, b, rtol=1e-6)
+            for a, b in zip(weights, others, strict=True)
+        )
         assert mean == pytest.approx(other, rel=1e-6)
     assert not torch.allclose(one["plain"][0][0], one["term"][0][0])
     assert torch.equal(one["plain"][0][0], one["cleared first"][0][0])

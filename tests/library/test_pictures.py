@@ -28,7 +28,9 @@ def table(path: Path) -> dict[str, dict[str, str]]:
         return {row["class"]: row for row in csv.DictReader(file)}
 
 
-def test_names_that_the_font_lacks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_names_that_the_font_lacks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Boxes of the same number cannot be told apart: the class number comes before the name."""
     names = pictures.Classes(["直剪", "翘头剪", "ä"], [(9, 9, 9), (1, 2, 3), (0, 0, 0)])
     found = pictures.legible(names)
@@ -41,16 +43,23 @@ def test_names_that_the_font_lacks(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     ticks = [label.get_text() for label in figure.axes[0].get_yticklabels()]
     assert ticks == [*found]
     figure.clear()
-    image, target = torch.zeros(3, 8, 8, dtype=torch.uint8), torch.ones(8, 8, dtype=torch.uint8)
+    image, target = (
+        torch.zeros(3, 8, 8, dtype=torch.uint8),
+        torch.ones(8, 8, dtype=torch.uint8),
+    )
     titles = []
 
     def draw(axes: Any, *parts: Any) -> None:
         titles.append(parts[-1][1])
         axes.imshow(np.zeros((8, 8, 3)))
 
-    pictures.draw_images(tmp_path, [(image, target, torch.rand(3, 8, 8), [])], draw, names)
+    pictures.draw_images(
+        tmp_path, [(image, target, torch.rand(3, 8, 8), [])], draw, names
+    )
     assert titles == ["1 翘头剪"]
-    assert "1 翘头剪" in " ".join(text.get_text() for text in figure.legends[0].get_texts())
+    assert "1 翘头剪" in " ".join(
+        text.get_text() for text in figure.legends[0].get_texts()
+    )
 
 
 @pytest.mark.parametrize("sides", [(), (5, 4)], ids=["labels", "masks"])
@@ -83,8 +92,12 @@ def test_worst_on_any_number_of_ranks(
             at = order[start : start + 4]
             mine.update(outputs[at], targets[at], at)
         parts.append(mine)
-    pairs = [list(zip(w.losses.tolist(), w.indices.tolist(), strict=True)) for w in parts]
-    monkeypatch.setattr(distributed, "gather_objects", lambda _: [(each, True) for each in pairs])
+    pairs = [
+        list(zip(w.losses.tolist(), w.indices.tolist(), strict=True)) for w in parts
+    ]
+    monkeypatch.setattr(
+        distributed, "gather_objects", lambda _: [(each, True) for each in pairs]
+    )
     found = parts[0].compute()
     assert [index for _, index in found] == [index for _, index in expected]
     losses = [loss for loss, _ in expected]
@@ -100,7 +113,8 @@ def test_per_class(tmp_path: Path) -> None:
     names = ["a,b", 'q"', "é", "$x$", " "]
     metrics.write_per_class(tmp_path / "it.csv", confusion, names)
     found = [
-        [name, *map(float, [*row.values()][1:])] for name, row in table(tmp_path / "it.csv").items()
+        [name, *map(float, [*row.values()][1:])]
+        for name, row in table(tmp_path / "it.csv").items()
     ]
     nan = math.nan
     expected = [
@@ -116,7 +130,9 @@ def test_per_class(tmp_path: Path) -> None:
 
 
 @SEGMENTATION
-def test_files_of_a_run(project: Project, data: Path, trained: Path, tmp_path: Path) -> None:
+def test_files_of_a_run(
+    project: Project, data: Path, trained: Path, tmp_path: Path
+) -> None:
     """Those of --eval-only, the same on one and three ranks, say what metrics.csv says.
 
     They lie apart from the run's own, which stay. The network is the checkpoint's.
@@ -129,13 +145,17 @@ def test_files_of_a_run(project: Project, data: Path, trained: Path, tmp_path: P
     said, numbers = done.out.splitlines()[-2:]
     assert said == f"written to {out}: per_class.csv, confusion.png, worst.png"
     assert (out / "per_class.csv").read_bytes() == before["per_class.csv"]
-    assert before == {path.name: path.read_bytes() for path in run.iterdir() if path.is_file()}
+    assert before == {
+        path.name: path.read_bytes() for path in run.iterdir() if path.is_file()
+    }
     more = ["--eval-only", "--resume", trained / "best.pt"]
     project.train(data, others, *more, on=3, draws=True).ok()
     others = others / "eval"
     assert (out / "per_class.csv").read_text() == (others / "per_class.csv").read_text()
     for name in ("confusion.png", "worst.png"):
-        assert np.array_equal(*(np.asarray(Image.open(path / name)) for path in (out, others)))
+        assert np.array_equal(
+            *(np.asarray(Image.open(path / name)) for path in (out, others))
+        )
     (row,) = rows(trained)
     for name, value in json.loads(numbers).items():
         assert value == pytest.approx(float(row[name]), rel=1e-4)
@@ -151,7 +171,12 @@ def test_plots(tmp_path: Path, count: int) -> None:
     confusion[-1] = 0
     names = [f"$a very long name of class {i}" for i in range(count)]
     first = {"epoch": 1, "val_loss": math.nan, "when": "today"}
-    second = {**first, "epoch": 2, "miou": None, **{f"iou_{name}": 0.5 for name in names}}
+    second = {
+        **first,
+        "epoch": 2,
+        "miou": None,
+        **{f"iou_{name}": 0.5 for name in names},
+    }
     pictures.draw_confusion(tmp_path / "confusion.png", confusion, names)
     pictures.draw_curves(tmp_path / "first.png", [first], names)
     pictures.draw_curves(tmp_path / "curves.png", [first, second], names)
@@ -161,7 +186,9 @@ def test_plots(tmp_path: Path, count: int) -> None:
 
 
 @SEGMENTATION
-def test_predicted_masks(project: Project, data: Path, trained: Path, tmp_path: Path) -> None:
+def test_predicted_masks(
+    project: Project, data: Path, trained: Path, tmp_path: Path
+) -> None:
     """In the checkpoint's colours, also as a tint."""
     state = torch.load(trained / "best.pt", weights_only=True)
     state["colors"] = [[10, 20, 30], [200, 100, 0]]
@@ -179,13 +206,20 @@ def test_predicted_masks(project: Project, data: Path, trained: Path, tmp_path: 
     assert np.abs(drawn - (0.4 * given + [6, 12, 18]))[is_zero].max() <= 3
 
 
-def test_scores_of_all_classes(project: Project, data: Path, trained: Path, tmp_path: Path) -> None:
+def test_scores_of_all_classes(
+    project: Project, data: Path, trained: Path, tmp_path: Path
+) -> None:
     more = ["--checkpoint", trained / "best.pt", "--output", tmp_path]
     project.run(data / "val", *more, script="predict.py", on=1).ok()
     with open(tmp_path / "predictions.csv", newline="") as file:
         header, *found = csv.reader(file)
     classes = torch.load(trained / "best.pt", weights_only=True)["classes"]
-    assert header == ["file", "class", "probability", *(f"probability_{name}" for name in classes)]
+    assert header == [
+        "file",
+        "class",
+        "probability",
+        *(f"probability_{name}" for name in classes),
+    ]
     assert len(found) == 23
     for _, name, probability, *each in found:
         assert each[classes.index(name)] == probability == max(each, key=float)

@@ -37,7 +37,10 @@ class Hub(BaseHTTPRequestHandler):
         elif self.path.endswith("/preupload/main"):
             answer = {"files": json.loads(content)["files"]}
             for file in answer["files"]:
-                file.update(uploadMode=("regular", "lfs")["pt" in file["path"]], shouldIgnore=False)
+                file.update(
+                    uploadMode=("regular", "lfs")["pt" in file["path"]],
+                    shouldIgnore=False,
+                )
         self.answer(answer or {"url": f"{url}/me/net"})
 
     def do_PUT(self) -> None:
@@ -58,8 +61,19 @@ def test_push(project: Project, trained: Path, data: Path, tmp_path: Path) -> No
     with ThreadingHTTPServer(("127.0.0.1", 0), Hub) as hub:
         threading.Thread(target=hub.serve_forever, daemon=True).start()
         url = f"http://127.0.0.1:{hub.server_address[1]}"
-        env = {"HF_HUB_DISABLE_XET": "1", "HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "0"}
-        words = "--repo", "me/net", "--checkpoint", trained / "best.pt", "--output", tmp_path
+        env = {
+            "HF_HUB_DISABLE_XET": "1",
+            "HF_HOME": str(tmp_path),
+            "HF_HUB_OFFLINE": "0",
+        }
+        words = (
+            "--repo",
+            "me/net",
+            "--checkpoint",
+            trained / "best.pt",
+            "--output",
+            tmp_path,
+        )
 
         def push(token: str) -> Done:
             def patch() -> None:
@@ -76,18 +90,30 @@ def test_push(project: Project, trained: Path, data: Path, tmp_path: Path) -> No
     push("ours").refused("publish.push", "refused")
     for name in "metrics.csv", "per_class.csv", "examples.png":
         assert FILES[name] == (trained / name).read_bytes()
-    places = [str(place).encode() for place in (trained.parent, project.folder, Path.home())]
+    places = [
+        str(place).encode() for place in (trained.parent, project.folder, Path.home())
+    ]
     assert places[0] in (trained / "args.json").read_bytes()
     for name, content in FILES.items():
         assert not [place for place in places if place in content], name
     (tmp_path / "copy.pt").write_bytes(FILES["best.pt"])
-    copy, own = (checkpoint.read(path) for path in (tmp_path / "copy.pt", trained / "best.pt"))
+    copy, own = (
+        checkpoint.read(path) for path in (tmp_path / "copy.pt", trained / "best.pt")
+    )
     assert copy["args"]["data"] == Path(own["args"]["data"]).name
     for name in own.keys() - {"args", "path", "resumed_from"}:
         assert str(copy[name]) == str(own[name])
-    words = data / "val", "--checkpoint", tmp_path / "copy.pt", "--output", tmp_path / "predicted"
+    words = (
+        data / "val",
+        "--checkpoint",
+        tmp_path / "copy.pt",
+        "--output",
+        tmp_path / "predicted",
+    )
     assert "23 of 23" in project.run(*words, script="predict.py", on=1).ok().out
-    done = project.train(data, tmp_path / "resumed", "--resume", tmp_path / "copy.pt").ok()
+    done = project.train(
+        data, tmp_path / "resumed", "--resume", tmp_path / "copy.pt"
+    ).ok()
     assert "copy.pt: 1 of 1 epochs done" in done.out
     card = ModelCard(FILES["README.md"].decode())
     assert f"| {card.data.eval_results[-1].metric_value:.4g} |" in card.text

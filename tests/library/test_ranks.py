@@ -54,12 +54,18 @@ def test_ranks_that_disagree(project, few, tmp_path):
     next_port = f"MASTER_PORT={port + 1}"
     node, three = environment.node(), {"WORLD_SIZE": "3"}
     cases = (
-        ([("", "3 s for rank 2 of 3", node), ("meeting.fail", "rank 2", "PORT")], three, three),
+        (
+            [("", "3 s for rank 2 of 3", node), ("meeting.fail", "rank 2", "PORT")],
+            three,
+            three,
+        ),
         ([("environment.read_group", "RANK=x"), ("meeting.hold", next_port)], *busy),
     )
     runs = []
     for number, (_, *wrong) in enumerate(cases):
-        flags = project.flags(few, tmp_path / "out", "--dist-timeout", 20 if number else 3)
+        flags = project.flags(
+            few, tmp_path / "out", "--dist-timeout", 20 if number else 3
+        )
         runs.append(project.start(*flags, on=len(wrong), patch=with_variables(*wrong)))
     for run, (lines, *_) in zip(runs, cases, strict=True):
         done = run.end()
@@ -167,7 +173,9 @@ def end_of(act: Callable[[], object], folder: Path) -> tuple[list[int], list[str
             act()
 
     outputs = [folder / f"node{rank}" for rank in range(2)]
-    pids = [fork(functools.partial(begin, rank), path) for rank, path in enumerate(outputs)]
+    pids = [
+        fork(functools.partial(begin, rank), path) for rank, path in enumerate(outputs)
+    ]
     statuses = wait(pids, 30)
     assert time.monotonic() - began < 15
     return statuses, [said(path)[1] for path in outputs]
@@ -225,7 +233,9 @@ def test_a_collective_of_gpus_that_takes_too_long(is_late):
 
     def collectives() -> list[explaining.Collective]:
         number = 1 if is_late else next(numbers)
-        return [explaining.Collective(f"collective {number}, all_reduce", False, "nccl")]
+        return [
+            explaining.Collective(f"collective {number}, all_reduce", False, "nccl")
+        ]
 
     distributed.Group.timeout = timedelta(seconds=0.5)
     explaining.collectives = collectives
@@ -253,7 +263,10 @@ def test_a_broken_gpu(tmp_path):
         distributed.setup(timeout=60)
 
     statuses, lines = end_of(act, tmp_path)
-    assert statuses == [2, 2] and "node1: cpu cannot be used (division by zero)" in lines[0]
+    assert (
+        statuses == [2, 2]
+        and "node1: cpu cannot be used (division by zero)" in lines[0]
+    )
 
 
 @on_ranks(2, group=False)
@@ -287,7 +300,10 @@ def test_processes_of_a_container(monkeypatch):
     here = environment.process_space()
     for space, state in (
         (here, f"rank 1 has ended (process {gone})"),
-        (f"{here}1", f"rank 1 does not answer (process {gone} in another container on "),
+        (
+            f"{here}1",
+            f"rank 1 does not answer (process {gone} in another container on ",
+        ),
         ("", f"rank 1 does not answer (process {gone} in another container on "),
     ):
         distributed.store().set(key, f"{environment.node()} {space} {gone}")

@@ -34,19 +34,27 @@ COLOURS = np.stack([RAMP, RAMP // 2, RAMP // 3], axis=-1)
 
 def read(path: Path, value_range: tuple[float, float] | None = None) -> np.ndarray:
     """The pixels, uint8 (H, W, 3)."""
-    return images.open_image(str(path), Format(value_range)).read().movedim(0, -1).numpy()
+    return (
+        images.open_image(str(path), Format(value_range)).read().movedim(0, -1).numpy()
+    )
 
 
 def steps(values: np.ndarray, low: float, high: float) -> np.ndarray:
     """Grey levels: 256 steps of equal width."""
     values = values if values.ndim == 3 else np.stack([values] * 3, axis=-1)
-    return ((values.astype(float) - low) * 256 / (high - low)).clip(0, 255).astype(np.uint8)
+    return (
+        ((values.astype(float) - low) * 256 / (high - low))
+        .clip(0, 255)
+        .astype(np.uint8)
+    )
 
 
 class TestDepth:
     def test_16_bits(self, tmp_path: Path) -> None:
         """0 to 65535 becomes 0 to 255, the upper byte; or what is given, clipped."""
-        grey, tiff, colours = (tmp_path / name for name in ("grey.png", "grey.tif", "colours.tif"))
+        grey, tiff, colours = (
+            tmp_path / name for name in ("grey.png", "grey.tif", "colours.tif")
+        )
         Image.fromarray(RAMP).save(grey)
         tifffile.imwrite(tiff, RAMP, byteorder=">")
         tifffile.imwrite(colours, COLOURS, photometric="rgb", compression="zlib")
@@ -84,7 +92,9 @@ class TestDepth:
             (RAMP * np.float32("nan"), "NaN or infinite"),
         ],
     )
-    def test_what_would_be_black(self, tmp_path: Path, values: np.ndarray, words: str) -> None:
+    def test_what_would_be_black(
+        self, tmp_path: Path, values: np.ndarray, words: str
+    ) -> None:
         path = tmp_path / "x.tif"
         tifffile.imwrite(path, values)
         with refusal("images.ends", path, words):
@@ -117,7 +127,11 @@ class TestDepth:
     @pytest.mark.parametrize(
         ("values", "how", "words"),
         [
-            (COLOURS[..., [0, 1, 2, 0]], {"photometric": "separated"}, "neither grey nor RGB"),
+            (
+                COLOURS[..., [0, 1, 2, 0]],
+                {"photometric": "separated"},
+                "neither grey nor RGB",
+            ),
             (
                 COLOURS[..., [0, 1, 2, 0]],
                 {"extrasamples": ["assocalpha"]},
@@ -136,10 +150,14 @@ class TestDepth:
             (COLOURS.astype(np.int8)[..., 0], {}, "8 bits with a sign"),
         ],
     )
-    def test_tiffs_of_other_kinds(self, tmp_path: Path, values: np.ndarray, how: dict, words: str):
+    def test_tiffs_of_other_kinds(
+        self, tmp_path: Path, values: np.ndarray, how: dict, words: str
+    ):
         """Whose values would be taken for others."""
         path = tmp_path / "x.tif"
-        tifffile.imwrite(path, values, **{"photometric": "rgb"} | how if values.ndim == 3 else how)
+        tifffile.imwrite(
+            path, values, **{"photometric": "rgb"} | how if values.ndim == 3 else how
+        )
         with pytest.raises(UserError, match=f"^{path}: .*{words}"):
             images.open_image(str(path))
 
@@ -153,7 +171,9 @@ def test_megapixels(tmp_path: Path) -> None:
     path.write_bytes(content)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        with refusal("format.check_size", path, "20000 x 10000", '"max_megapixels": 200'):
+        with refusal(
+            "format.check_size", path, "20000 x 10000", '"max_megapixels": 200'
+        ):
             images.open_image(str(path), Format(max_megapixels=179))
         with refusal("images.reading", path):  # read at last: it is cut off
             images.open_image(str(path), Format(max_megapixels=200)).read()
@@ -175,7 +195,9 @@ def test_mistakes_in_data_json(tmp_path: Path, text: bytes, words: str) -> None:
         read_format(tmp_path)
 
 
-def save_jpeg(path: Path, mode: str = "RGB", size: tuple[int, int] = (50, 37), **how) -> str:
+def save_jpeg(
+    path: Path, mode: str = "RGB", size: tuple[int, int] = (50, 37), **how
+) -> str:
     pixels = np.random.default_rng(0).integers(0, 256, (*size[::-1], 3), np.uint8)
     Image.fromarray(pixels).convert(mode).save(path, "JPEG", **how)
     return str(path)
@@ -188,8 +210,13 @@ def test_claims_of_arrays(tmp_path: Path) -> None:
     small = path.read_bytes()
 
     def claim(shape: str) -> None:
-        text = f"{{'descr': '|u1', 'fortran_order': False, 'shape': {shape}, }}".ljust(117) + "\n"
-        path.write_bytes(small[:8] + (118).to_bytes(2, "little") + text.encode() + small[-48:])
+        text = (
+            f"{{'descr': '|u1', 'fortran_order': False, 'shape': {shape}, }}".ljust(117)
+            + "\n"
+        )
+        path.write_bytes(
+            small[:8] + (118).to_bytes(2, "little") + text.encode() + small[-48:]
+        )
 
     format = Format(channels=3)
     claim("(4, 4, 3)")
@@ -204,7 +231,9 @@ def test_claims_of_arrays(tmp_path: Path) -> None:
     claim("(48,)")
     with refusal("images.read_values", path, "values of shape (48,"):
         images.open_image(str(path), format)
-    tifffile.imwrite(tmp_path / "x.tif", np.zeros((99, 4, 4), np.uint16), photometric="minisblack")
+    tifffile.imwrite(
+        tmp_path / "x.tif", np.zeros((99, 4, 4), np.uint16), photometric="minisblack"
+    )
     with refusal("images.reading", "x.tif", "99 channels"):
         images.open_image(str(tmp_path / "x.tif"), format)
 
@@ -281,7 +310,9 @@ class TestDamagedJpeg:
     def test_pixels(self, tmp_path: Path, how: dict) -> None:
         exif = Image.Exif()
         exif[0x112] = how.pop("turn", 1)
-        path = Path(save_jpeg(tmp_path / "x.jpg", size=(240, 180), exif=exif, quality=90, **how))
+        path = Path(
+            save_jpeg(tmp_path / "x.jpg", size=(240, 180), exif=exif, quality=90, **how)
+        )
         whole = path.read_bytes()
         images.open_image(str(path)).read()
         for name, data in damages(whole).items():
@@ -295,7 +326,11 @@ class TestDamagedJpeg:
         path = Path(save_jpeg(tmp_path / "x.jpg", size=(240, 180)))
         data = path.read_bytes()
         whole, scan = images.open_image(str(path)).read(), data.index(b"\xff\xda")
-        kept = data[:scan] + b"abc" + data[scan:], data + b"abc", data[:-2] + b"\0\0" + data[-2:]
+        kept = (
+            data[:scan] + b"abc" + data[scan:],
+            data + b"abc",
+            data[:-2] + b"\0\0" + data[-2:],
+        )
         for each in kept:
             path.write_bytes(each)
             assert torch.equal(images.open_image(str(path)).read(), whole)
@@ -304,7 +339,12 @@ class TestDamagedJpeg:
 class TestJpeg:
     def test_sizes(self, tmp_path: Path) -> None:
         """Those that are upright, in RGB or grey, can be decoded at reduced size."""
-        kinds = (("RGB", 1, True), ("L", 1, True), ("CMYK", 1, False), ("RGB", 6, False))
+        kinds = (
+            ("RGB", 1, True),
+            ("L", 1, True),
+            ("CMYK", 1, False),
+            ("RGB", 6, False),
+        )
         for mode, orientation, shrinks in kinds:
             exif = Image.Exif()
             exif[0x112] = orientation
@@ -313,7 +353,9 @@ class TestJpeg:
             assert (image.height, image.width, bool(image.shrinks)) == (*size, shrinks)
 
     @pytest.mark.parametrize("library", [simplejpeg, None])
-    def test_broken(self, tmp_path: Path, library: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_broken(
+        self, tmp_path: Path, library: object, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         """A missing end is an error, whichever part is asked for and whoever decodes it."""
         monkeypatch.setattr(images, "simplejpeg", library)
         path = Path(save_jpeg(tmp_path / "x.jpg", size=(200, 160)))
@@ -325,7 +367,9 @@ class TestJpeg:
                     images.open_image(str(path)).read((0, 0, 20, 20), size)
 
     @pytest.mark.parametrize("mode", ["RGB", "L"])
-    def test_parts(self, tmp_path: Path, mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_parts(
+        self, tmp_path: Path, mode: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         """As a decode of the whole, cropped and resized, and not off by a pixel.
 
         Pillow and simplejpeg agree to the bit.
@@ -358,7 +402,8 @@ class TestJpeg:
                 return (moved - inner).abs().mean().item()
 
             here = off(0, 0)
-            assert here < (9 if number > 1 else 0.1)  # grey levels of 256; shrunk or not
+            # grey levels of 256; shrunk or not
+            assert here < (9 if number > 1 else 0.1)
             assert here < 0.7 * min(off(-1, 0), off(1, 0), off(0, -1), off(0, 1))
 
 
@@ -403,18 +448,32 @@ class TestLazyImage:
             ]
         )
         crop = ddpkit.RandomResizedCrop(24)  # takes any image
-        for act in (np.asarray, np.array, normalised, v2.PILToTensor(), v2.RandomRotation(9), crop):
+        for act in (
+            np.asarray,
+            np.array,
+            normalised,
+            v2.PILToTensor(),
+            v2.RandomRotation(9),
+            crop,
+        ):
             torch.manual_seed(0)
             found = act(images.open_image(path))
             torch.manual_seed(0)
             expected = act(whole)
             if isinstance(found, torch.Tensor):
-                assert torch.equal(found, expected) or act is crop  # which decodes a half
+                # which decodes a half
+                assert torch.equal(found, expected) or act is crop
             else:
                 assert np.array_equal(found, expected)
-        for name, *args in ("convert", "L"), ("resize", (9, 8)), ("rotate", 30), ("copy",):
+        for name, *args in (
+            ("convert", "L"),
+            ("resize", (9, 8)),
+            ("rotate", 30),
+            ("copy",),
+        ):
             found, expected = (
-                getattr(image, name)(*args) for image in (images.open_image(path), whole)
+                getattr(image, name)(*args)
+                for image in (images.open_image(path), whole)
             )
             assert type(found) is Image.Image and np.array_equal(found, expected)
         assert images.open_image(path).size == whole.size
@@ -431,14 +490,22 @@ class TestLazyImage:
             act(image)
         assert counts == [8, 1]
         image.paste((1, 2, 3), (0, 0, 640, 480))  # as PIL changes an image in place
-        assert np.asarray(image)[0, 0].tolist() == image.read()[:, 0, 0].tolist() == [1, 2, 3]
+        assert (
+            np.asarray(image)[0, 0].tolist()
+            == image.read()[:, 0, 0].tolist()
+            == [1, 2, 3]
+        )
         assert crop(image)[:, 0, 0].tolist() == [1, 2, 3] and counts == [8, 1]
 
     def test_copies(self, tmp_path: Path) -> None:
-        floats = images.LazyImage.of(np.random.default_rng(0).random((4, 5, 6), np.float32))
+        floats = images.LazyImage.of(
+            np.random.default_rng(0).random((4, 5, 6), np.float32)
+        )
         for image in images.open_image(save_jpeg(tmp_path / "x.jpg")), floats:
             for copied in pickle.loads(pickle.dumps(image)), copy.deepcopy(image):
-                assert np.array_equal(copied, image) and type(copied) is images.LazyImage
+                assert (
+                    np.array_equal(copied, image) and type(copied) is images.LazyImage
+                )
 
     def test_masks_are_not_averaged(self) -> None:
         """Of v2, which takes a PIL image for no mask, and of PIL's own methods."""
@@ -448,7 +515,9 @@ class TestLazyImage:
         transform = v2.Compose([v2.RandomResizedCrop(60), v2.RandomHorizontalFlip()])
         for number in range(9):
             torch.manual_seed(number)
-            pixels, mask = map(np.asarray, transform(image, images.LazyImage.of(numbers)))
+            pixels, mask = map(
+                np.asarray, transform(image, images.LazyImage.of(numbers))
+            )
             assert {*np.unique(mask)} <= {0, 9, 255}
             assert len(np.unique(pixels)) > 3
             assert (pixels[..., 0] == mask).mean() > 0.5  # the same part
@@ -462,7 +531,12 @@ class TestLazyImage:
         image = images.LazyImage.of(values)
         assert np.array_equal(image, values) and image.size == (50, 40)
         assert ddpkit.ResizedCenterCrop(8)(image).shape == (5, 8, 8)
-        for transform in v2.RandomResizedCrop(9), v2.PILToTensor(), v2.ToImage(), v1.ToTensor():
+        for transform in (
+            v2.RandomResizedCrop(9),
+            v2.PILToTensor(),
+            v2.ToImage(),
+            v1.ToTensor(),
+        ):
             with refusal("images.getbands", '"channels": 5', "image.read()"):
                 transform(images.LazyImage.of(values))
         grey = v2.PILToTensor()(images.LazyImage.of(values[..., :1]))
@@ -490,13 +564,18 @@ def test_a_mask_is_read_where_its_image_is(tmp_path: Path) -> None:
 
 def test_crops_are_those_of_torchvision() -> None:
     """In share and ratio of the part, on average and in their ranges; and it is anywhere."""
-    crop, own = ddpkit.RandomResizedCrop(8, (0.25, 1)), v2.RandomResizedCrop(8, (0.25, 1))
+    crop, own = (
+        ddpkit.RandomResizedCrop(8, (0.25, 1)),
+        v2.RandomResizedCrop(8, (0.25, 1)),
+    )
     image, found = torch.empty(3, 300, 400), list[list]()
     torch.manual_seed(0)
     for draw in lambda: crop.place(300, 400), lambda: own.make_params([image]).values():
         boxes = torch.tensor([[*draw()] for _ in range(2000)]).double()
         top, left, rows, columns = boxes.T
-        assert ((top >= 0) & (left >= 0) & (top + rows <= 300) & (left + columns <= 400)).all()
+        assert (
+            (top >= 0) & (left >= 0) & (top + rows <= 300) & (left + columns <= 400)
+        ).all()
         parts = rows * columns / 120_000, columns / rows, top / 300, left / 400
         found.append([value for part in parts for value in (part.mean(), part.std())])
     torch.testing.assert_close(*map(torch.stack, found), rtol=0.1, atol=0.01)

@@ -13,7 +13,9 @@ WIDE = torch.arange(24, dtype=torch.float32).view(4, 6)
 BUFFERS = {
     "sliced": lambda: WIDE.clone()[:, 1::2],
     "transposed": lambda: WIDE.clone().t(),
-    "channels_last": lambda: WIDE.view(1, 2, 3, 4).to(memory_format=torch.channels_last),
+    "channels_last": lambda: WIDE.view(1, 2, 3, 4).to(
+        memory_format=torch.channels_last
+    ),
     "expanded": lambda: torch.ones(3, 1).expand(3, 5),
     "scalar": lambda: torch.tensor(7),
     "empty": lambda: torch.zeros(0, 3),
@@ -44,13 +46,18 @@ def odd_network(rank: int) -> nn.Module:
 def test_buffers_of_all_kinds():
     """All ranks get rank 0's, in one collective; what lies beside a slice stays a rank's own."""
     network, sent = odd_network(distributed.rank()), []
-    strides = {name: each.stride() for name, each in network.named_buffers() if name in BUFFERS}
+    strides = {
+        name: each.stride() for name, each in network.named_buffers() if name in BUFFERS
+    }
     beside = network.sliced._base
     if distributed.rank():
         beside.fill_(9)
         network.sliced.zero_()
     broadcast = dist.broadcast_object_list
-    dist.broadcast_object_list = lambda box, src: (sent.append(box), broadcast(box, src))
+    dist.broadcast_object_list = lambda box, src: (
+        sent.append(box),
+        broadcast(box, src),
+    )
     replicas.sync_networks([network, "no network"])
     assert len(sent) == 1
     for name, expected in odd_network(0).named_buffers():
@@ -75,7 +82,9 @@ def grow(network: nn.Module) -> None:
     network.shorts = torch.ones(4, dtype=torch.int16)
 
 
-@pytest.mark.parametrize(("act", "name"), [(change, "weight"), (add, "another"), (grow, "shorts")])
+@pytest.mark.parametrize(
+    ("act", "name"), [(change, "weight"), (add, "another"), (grow, "shorts")]
+)
 @on_ranks(2)
 def test_networks_that_differ(act, name):
     """All ranks say so in a line, and none waits."""

@@ -42,11 +42,15 @@ def test_resume(project: Project, data: Path, trained: Path, tmp_path: Path) -> 
     # A mistake found before training begins costs nothing of the former run.
     before = {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
     never = "--resume", "never"
-    project.train(data, out, *never, "--arch", "none", on=1).refused("networks.explain", "none")
+    project.train(data, out, *never, "--arch", "none", on=1).refused(
+        "networks.explain", "none"
+    )
     project.train(data, out, "--arch", "resnet34", on=1).refused(
         "checkpoint.load_weights", "last.pt", "--arch resnet34 (was", "--output-dir"
     )
-    assert {path: path.read_bytes() for path in out.rglob("*") if path.is_file()} == before
+    assert {
+        path: path.read_bytes() for path in out.rglob("*") if path.is_file()
+    } == before
 
     assert "--resume never: removing" in project.train(data, out, *never).ok().out
     assert [row["epoch"] for row in rows(out)] == ["1"]
@@ -59,7 +63,9 @@ def test_resume_elsewhere_and_otherwise(
 ) -> None:
     """From a checkpoint of another folder, on one rank, at another rate, by flags from a file."""
     out, file = tmp_path / "out", tmp_path / "flags.txt"
-    file.write_text(f"# other\n--lr 0.002 --epochs 3\n--resume '{trained / 'last.pt'}'\n")
+    file.write_text(
+        f"# other\n--lr 0.002 --epochs 3\n--resume '{trained / 'last.pt'}'\n"
+    )
     said = project.train(data, out, f"@{file}", on=1).ok().out
     assert "1 of 3 epochs done" in said
     assert "--lr 0.002 (was None)" in said
@@ -70,7 +76,8 @@ def test_resume_elsewhere_and_otherwise(
     assert float(second["lr"]) == pytest.approx(0.001 * (1 + np.cos(np.pi * 1.5 / 2.5)))
     assert float(third["lr"]) == pytest.approx(0, abs=1e-9)
     best = torch.load(out / "best.pt", weights_only=True)
-    assert best["epoch"] in (2, 3)  # this folder's own best, though the other's was better
+    # this folder's own best, though the other's was better
+    assert best["epoch"] in (2, 3)
     # The same command once more goes on from what it has reached since.
     said = project.train(data, out, f"@{file}", "--epochs", 4, on=1).ok().out
     assert f"{out / 'last.pt'}: 3 of 4 epochs done" in said
@@ -208,7 +215,9 @@ def test_its_own_test_finds_a_generator_that_is_not_seeded(
     """One that all samples share, in place of one that is made anew for each."""
     own = project.copy(tmp_path / "copy")
     used = "        pixels, labels = self.transform(*self.open(index))\n"
-    flip = f"{used}        pixels = pixels.flip([-1] if SHARED.random() < 0.5 else [])\n"
+    flip = (
+        f"{used}        pixels = pixels.flip([-1] if SHARED.random() < 0.5 else [])\n"
+    )
     text = (own.folder / "dataset.py").read_text()
     assert text.count(used) == 1
     shared = "\nimport random\n\nSHARED = random.Random(0)\n"

@@ -27,7 +27,10 @@ def test_seeding() -> None:
         samples.seed(*key)
         return samples.random.random(), np.random.rand(), torch.rand(1).item()
 
-    first, others = drawn(1, 2), [drawn(*key) for key in ((1, 3), (2, 1), (1,), (1, 2, 0))]
+    first, others = (
+        drawn(1, 2),
+        [drawn(*key) for key in ((1, 3), (2, 1), (1,), (1, 2, 0))],
+    )
     assert first == drawn(1, 2) == drawn(np.int64(1), np.int64(2))
     assert not {*first} & {number for other in others for number in other}
 
@@ -90,7 +93,12 @@ def test_fingerprints() -> None:
 
     first = [("a/1.jpg", 0), ("a/2.jpg", 1)]
     assert fingerprint(first) == fingerprint([("b/1.jpg", 0), ("c/2.jpg", 1)])
-    others = [first[:1], [*first, ("a/3.jpg", 0)], first[::-1], [("a/1.jpg", 1), ("a/2.jpg", 1)]]
+    others = [
+        first[:1],
+        [*first, ("a/3.jpg", 0)],
+        first[::-1],
+        [("a/1.jpg", 1), ("a/2.jpg", 1)],
+    ]
     assert len({fingerprint(each) for each in (first, *others)}) == 5
 
 
@@ -131,7 +139,9 @@ class TestSamples:
             assert torch.equal(torch.as_tensor(parts[1]), torch.as_tensor(target))
             assert len(parts) == len(sample)
 
-    @pytest.mark.parametrize("dtype", [np.uint8, np.uint16, np.int16, np.int32, np.int64])
+    @pytest.mark.parametrize(
+        "dtype", [np.uint8, np.uint16, np.int16, np.int32, np.int64]
+    )
     def test_numbers_in_masks(self, dtype: type) -> None:
         """Beyond the classes they would end a GPU's kernel, far from here."""
         image, mask = torch.zeros(3, 2, 3), np.array([[0, 1, 255], [1, 0, 0]], dtype)
@@ -139,10 +149,19 @@ class TestSamples:
             if not np.iinfo(dtype).min <= wrong <= np.iinfo(dtype).max:
                 continue
             bad = np.where(np.eye(2, 3) > 0, dtype(wrong), mask)
-            with refusal("samples.check_mask", "sample 0, a.jpg", f" has {wrong}, ", "0 to 1"):
+            with refusal(
+                "samples.check_mask", "sample 0, a.jpg", f" has {wrong}, ", "0 to 1"
+            ):
                 self.keyed(Returned(("a.jpg", 0), image, bad))[samples.Key(0, 0)]
-        fine = [mask, mask.T.copy().T, mask[..., :1] * 0 + dtype(7), np.float32(mask) + 0.5]
-        fine += [np.where(mask == 255, dtype(-100), mask)] if np.iinfo(dtype).min else []
+        fine = [
+            mask,
+            mask.T.copy().T,
+            mask[..., :1] * 0 + dtype(7),
+            np.float32(mask) + 0.5,
+        ]
+        fine += (
+            [np.where(mask == 255, dtype(-100), mask)] if np.iinfo(dtype).min else []
+        )
         for target in fine:  # another shape is no mask
             self.keyed(Returned(("a.jpg", 0), image, target))[samples.Key(0, 0)]
 
@@ -157,7 +176,12 @@ class TestSamples:
                 self.level, self.calls = 10 * epoch, self.calls + 1
 
             def __getitem__(self, index: int) -> tuple:
-                return torch.zeros(3, 4, 4, dtype=torch.uint8), 0, self.level, self.calls
+                return (
+                    torch.zeros(3, 4, 4, dtype=torch.uint8),
+                    0,
+                    self.level,
+                    self.calls,
+                )
 
         options = loading.workers(workers, torch.device("cpu"))
         options["collate_fn"] = loading.Collate()
@@ -168,7 +192,9 @@ class TestSamples:
             loader.sampler.set_epoch(epoch, seen)
             found = [batch[2:] for batch in loader]
             assert len(found) == 6 - seen // 4
-            assert {level for levels, _ in found for level in levels.tolist()} == {10 * epoch}
+            assert {level for levels, _ in found for level in levels.tolist()} == {
+                10 * epoch
+            }
             assert {count for _, counts in found for count in counts.tolist()} == {turn}
 
     def test_images_of_several_sizes(self) -> None:
@@ -180,8 +206,12 @@ class TestSamples:
 def test_normalized() -> None:
     """What ToTensor and Normalize make of them, channels last."""
     generator = torch.Generator().manual_seed(0)
-    pixels = torch.randint(0, 256, (4, 20, 30, 3), dtype=torch.uint8, generator=generator)
-    batch = loading.Collate()([(image.movedim(-1, 0), n) for n, image in enumerate(pixels)])
+    pixels = torch.randint(
+        0, 256, (4, 20, 30, 3), dtype=torch.uint8, generator=generator
+    )
+    batch = loading.Collate()(
+        [(image.movedim(-1, 0), n) for n, image in enumerate(pixels)]
+    )
     found, targets = loading.move(batch, torch.device("cpu"), Format())
     scaled = F.to_dtype(pixels.movedim(-1, 1), torch.float32, scale=True)
     expected = F.normalize(scaled, MEAN, STD)
@@ -195,7 +225,11 @@ def test_saving(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str) -> N
     """On a network disk a checkpoint is written whole or not at all."""
     monkeypatch.setattr(files, "WAITS", (1e-6, 1e-6))
     run, state = folder.Folder(tmp_path, "auto"), dict.fromkeys(folder.KEYS, 0)
-    state |= {name: kind() for name, kind in checkpoint.KINDS.items() if isinstance(kind, type)}
+    state |= {
+        name: kind()
+        for name, kind in checkpoint.KINDS.items()
+        if isinstance(kind, type)
+    }
     state |= {"model": {"w": torch.arange(999)}, "global_batch": 1}
 
     def epochs() -> list[int]:

@@ -9,7 +9,8 @@ from digest import digest
 from generated import SMALL, wait_for
 from slurm import Job, NoSlurmError, Slurm, running
 
-# SLOW: each step of a job's first start sleeps. KILL: each start dies in its second step.
+# SLOW: each step of a job's first start sleeps. KILL: each start dies in its second
+# step.
 PLANTED = """
 import os, time
 if "SLOW" in os.environ and "SLURM_RESTART_COUNT" not in os.environ:
@@ -39,7 +40,9 @@ def test_stopped_and_requeued(slurm, project, few, tmp_path):
     project.run(*flags, "--output-dir", tmp_path / "whole").ok()
     folder = project.planted(tmp_path / "the project", PLANTED).folder
     script = folder / "slurm/train.sbatch"
-    script.write_text(script.read_text().replace("\nmax_failures=3 ", "\nmax_failures=1 "))
+    script.write_text(
+        script.read_text().replace("\nmax_failures=3 ", "\nmax_failures=1 ")
+    )
     common = {"PYTHON": sys.executable, "NPROC": "1"}
 
     def submit(name: str, *options: str, **env: str) -> Job:
@@ -58,12 +61,16 @@ def test_stopped_and_requeued(slurm, project, few, tmp_path):
     assert "\n2 rank(s) on CPU" in slurm(*command, cwd=folder)
 
     assert "SIGUSR1: stopped and saved at epoch" in stopped.end("COMPLETED", restarts=1)
-    assert "SIGTERM: stopped and saved at epoch" in requeued.end("COMPLETED", restarts=1)
+    assert "SIGTERM: stopped and saved at epoch" in requeued.end(
+        "COMPLETED", restarts=1
+    )
     assert "/last.pt: " in stopped.log and "/last.pt: " in requeued.log
     names = ("runs/stopped", "runs/requeued-0", "runs/plain")
     assert {digest(folder / name) for name in names} == {digest(tmp_path / "whole")}
 
-    found = re.findall(r"failure (\d) .*: status 137 on n\d\n", killed.end("FAILED", restarts=1))
+    found = re.findall(
+        r"failure (\d) .*: status 137 on n\d\n", killed.end("FAILED", restarts=1)
+    )
     assert found == ["1", "2"]
     assert killed["ExitCode"] == "137:0"
     assert killed.log.count("/last.pt: 0 of 4 epochs done") == 1

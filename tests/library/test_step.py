@@ -37,17 +37,32 @@ def test_nothing_waits_in_a_step(project: Project, data: Path, tmp_path: Path) -
 
     sums = set()
     for accumulate, batch_size in (1, 4), (2, 2):
-        # AdamW reads its count of steps, and augmentation its random numbers, which lie on the CPU.
-        words = ["--clip-grad-norm", 1, "--optimizer", "sgd", "--image-size", 32, "--workers", 1]
+        # AdamW reads its count of steps, and augmentation its random numbers, which lie
+        # on the CPU.
+        words = [
+            "--clip-grad-norm",
+            1,
+            "--optimizer",
+            "sgd",
+            "--image-size",
+            32,
+            "--workers",
+            1,
+        ]
         words += ["--accumulate", accumulate, "--batch-size", batch_size]
         project.train(data, tmp_path / str(accumulate), *words, patch=profiled).ok()
         for rank in (0, 1):
             counts = json.loads((tmp_path / f"rank{rank}.json").read_text())
             assert counts["DistributedDataParallel.forward"] == 3 * accumulate
-            collectives = {name: n for name, n in counts.items() if name.startswith("c10d::")}
+            collectives = {
+                name: n for name, n in counts.items() if name.startswith("c10d::")
+            }
             assert collectives.keys() == {"c10d::allreduce_"}
             sums.add(collectives["c10d::allreduce_"])
-            assert not {"aten::_local_scalar_dense", "aten::item", "aten::nonzero"} & counts.keys()
+            assert (
+                not {"aten::_local_scalar_dense", "aten::item", "aten::nonzero"}
+                & counts.keys()
+            )
     assert len(sums) == 1  # the buckets of the gradients, whatever is accumulated
 
 
@@ -69,7 +84,9 @@ def test_the_projects_own_test_of_a_step(project: Project, few: Path) -> None:
             exec(compile(planted, code.co_filename, "exec"), vars(main))
             if "5" in reads:
                 test_project.test_a_step_reads_nothing_off_the_device(few, patch)
-        with pytest.raises(pytest.fail.Exception, match=r"^main.py:\d+: losses.append\("):
+        with pytest.raises(
+            pytest.fail.Exception, match=r"^main.py:\d+: losses.append\("
+        ):
             test_project.test_a_step_reads_nothing_off_the_device(few, patch)
 
 
@@ -131,10 +148,24 @@ def test_lines_that_wait(tmp_path: Path) -> None:
 
 def test_half_precision(project: Project, data: Path, tmp_path: Path) -> None:
     """fp16 skips steps until its scale fits, resumes with that scale, and does not go astray."""
-    words = ["--arch", "squeezenet1_1", "--image-size", 32, "--optimizer", "sgd", "--lr", 0.01]
+    words = [
+        "--arch",
+        "squeezenet1_1",
+        "--image-size",
+        32,
+        "--optimizer",
+        "sgd",
+        "--lr",
+        0.01,
+    ]
     killed = after_step(4, lambda: os.kill(os.getpid(), signal.SIGKILL))
     found = {}
-    for name, kind in ("whole", "fp16"), ("stop", "fp16"), ("bf16", "bf16"), ("off", "off"):
+    for name, kind in (
+        ("whole", "fp16"),
+        ("stop", "fp16"),
+        ("bf16", "bf16"),
+        ("off", "off"),
+    ):
         out, more = tmp_path / name, ["--amp", kind, "--save-every", 1]
         if name == "stop":
             first = project.train(data, out, *words, *more, patch=killed)
@@ -167,7 +198,10 @@ def test_compiled(project: Project, few: Path, tmp_path: Path) -> None:
 
     done = project.train(few, tmp_path, "--compile", on=1, patch=counting).ok()
     assert "graphs: 1\n" in done.out
-    assert "1 of 2 epochs done" in project.train(few, tmp_path, "--epochs", 2, patch=tiny).ok().out
+    assert (
+        "1 of 2 epochs done"
+        in project.train(few, tmp_path, "--epochs", 2, patch=tiny).ok().out
+    )
 
 
 NOT_FORKED = """
@@ -198,7 +232,9 @@ if __name__ == "__main__":
 """
 
 
-def test_workers_that_are_not_forked(project: Project, few: Path, tmp_path: Path) -> None:
+def test_workers_that_are_not_forked(
+    project: Project, few: Path, tmp_path: Path
+) -> None:
     """Under forkserver, the default of Python 3.14."""
     script = tmp_path / "script.py"
     script.write_text(NOT_FORKED)

@@ -41,7 +41,9 @@ def take(log: StepLog, steps: range) -> None:
         log.count(8)
         if log.is_due(step):
             norm = torch.tensor(step + 0.5)
-            log.add(step, f"step {step}/9", torch.tensor(step / 10).double(), 0.00125, norm)
+            log.add(
+                step, f"step {step}/9", torch.tensor(step / 10).double(), 0.00125, norm
+            )
 
 
 @on_ranks(2)
@@ -96,7 +98,12 @@ def test_resume(tmp_path: Path) -> None:
         log.flush()  # after which it may be killed
         beside.close()
     found = scalars(tmp_path / "steps")
-    of_processes = {**dict.fromkeys((1, 2, 3), 0), **dict.fromkeys((4, 5, 6), 3), 7: 6, 8: 6}
+    of_processes = {
+        **dict.fromkeys((1, 2, 3), 0),
+        **dict.fromkeys((4, 5, 6), 3),
+        7: 6,
+        8: 6,
+    }
     assert found["mine"] == found["beside"] == of_processes
     assert [*found["loss"]] == [*found["grad_norm"]] == [*range(1, 9)]
     assert len([*(tmp_path / "steps").iterdir()]) == 6
@@ -113,13 +120,19 @@ def test_what_is_not_written(tmp_path: Path) -> None:
     log = StepLog(tmp_path, CPU, every=1)
     take(log, range(1, 2))
     if (child := os.fork()) == 0:
-        for step in range(99):  # the queue of a writer whose thread is not there would be full
+        # the queue of a writer whose thread is not there would be full
+        for step in range(99):
             log.writer.add_scalar("mine", 1, step)
         log.close()
         os._exit(3)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 3
     log.close()
-    assert scalars(tmp_path / "steps").keys() == {"loss", "lr", "grad_norm", "img_per_s"}
+    assert scalars(tmp_path / "steps").keys() == {
+        "loss",
+        "lr",
+        "grad_norm",
+        "img_per_s",
+    }
 
 
 class Event:
@@ -141,15 +154,22 @@ class Event:
 
 
 @on_ranks(1)
-def test_a_device_that_is_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_device_that_is_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A step writes what has arrived, and waits for nothing; the end of an epoch does."""
     lines: list[str] = []
     monkeypatch.setattr(distributed, "say", lines.append)
-    monkeypatch.setattr(torch, "get_device_module", lambda _: SimpleNamespace(Event=Event))
+    monkeypatch.setattr(
+        torch, "get_device_module", lambda _: SimpleNamespace(Event=Event)
+    )
     log = StepLog(tmp_path, CPU, every=1)
     log.device = SimpleNamespace(type="cuda")
     to = torch.Tensor.to
-    as_cpu = lambda self, *how, **options: to(self, *[h for h in how if h is not log.device])  # noqa: E731
+
+    def as_cpu(self: torch.Tensor, *how: object, **options: object) -> torch.Tensor:
+        return to(self, *[h for h in how if h is not log.device], **options)
+
     monkeypatch.setattr(torch.Tensor, "to", as_cpu)
     take(log, range(1, 4))
     first, second, third = Event.made
@@ -162,10 +182,13 @@ def test_a_device_that_is_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert len(lines) == 2 and not third.is_waited_for
     log.flush()
     assert len(lines) == 3 and third.is_waited_for and not first.is_waited_for
-    for step, arrives in (4, True), (5, False):  # at the end of a run it is waited for a little
+    # at the end of a run it is waited for a little
+    for step, arrives in (4, True), (5, False):
         monkeypatch.setattr(steplog, "CLOSING_SECONDS", 99 if arrives else 0.1)
         monkeypatch.setattr(
-            time, "sleep", lambda _, arrives=arrives: setattr(Event.made[-1], "done", arrives)
+            time,
+            "sleep",
+            lambda _, arrives=arrives: setattr(Event.made[-1], "done", arrives),
         )
         take(log, range(step, step + 1))
         log.close()
@@ -202,7 +225,12 @@ def test_a_run(project: Project, few: Path, tmp_path: Path) -> None:
     second = project.train(few, tmp_path, *words).ok().out
     line = r"epoch (\d)/2  step (\d)/4  loss (\S+)  lr \S+  grad \S+  \d+ img/s"
     found = re.findall(line, first.out + second)
-    assert [(int(epoch), int(step)) for epoch, step, _ in found] == [(1, 2), (1, 4), (2, 2), (2, 4)]
+    assert [(int(epoch), int(step)) for epoch, step, _ in found] == [
+        (1, 2),
+        (1, 4),
+        (2, 2),
+        (2, 4),
+    ]
     losses = [float(loss) for *_, loss in found]
     means = [float(row["train_loss"]) for row in rows(tmp_path)]
     assert means == pytest.approx([sum(losses[:2]) / 2, sum(losses[2:]) / 2], rel=1e-3)

@@ -37,7 +37,9 @@ time.sleep(0.1)
 class Chain:
     """One run that is stopped and started again, until it has come to its end."""
 
-    def __init__(self, project: Project, words: list, out: Path, chance: random.Random) -> None:
+    def __init__(
+        self, project: Project, words: list, out: Path, chance: random.Random
+    ) -> None:
         self.folder, self.out, self.chance = project.folder, out, chance
         self.stepped = out.with_name("stepped")
         self.words = [*words, "--save-every", 4, "--output-dir", out]
@@ -92,13 +94,15 @@ def test_stopped_and_killed_again_and_again(project, data, tmp_path, chance):
     def to_launcher(signum: int) -> None:
         run.run.kill(signum)
 
-    def to_all(signum: int) -> None:  # as a terminal or SLURM does, loader workers included
+    # as a terminal or SLURM does, loader workers included
+    def to_all(signum: int) -> None:
         for pid in children():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signum)
 
-    # --resume never holds for the launch, not for what MAX_RESTARTS starts again. When no restart
-    # is left, the last line names the rank, the status the signal. The terminal of nohup closes.
+    # --resume never holds for the launch, not for what MAX_RESTARTS starts again. When
+    # no restart is left, the last line names the rank, the status the signal. The
+    # terminal of nohup closes.
     run.start("--resume", "never", ignored=[signal.SIGHUP], MAX_RESTARTS="1")
     to_launcher(signal.SIGHUP)
     killed = run.run.ranks()
@@ -114,8 +118,9 @@ def test_stopped_and_killed_again_and_again(project, data, tmp_path, chance):
     last = r"error: rank 1 \(process \d+\) was ended by SIGSEGV"
     assert re.fullmatch(last, done.err.splitlines()[-1])
 
-    # Signals, and the seconds between them. However many come: batch systems repeat them. Before
-    # the first ones SIGSTOP holds a rank and its store; a signal to the launcher lets it go on.
+    # Signals, and the seconds between them. However many come: batch systems repeat
+    # them. Before the first ones SIGSTOP holds a rank and its store; a signal to the
+    # launcher lets it go on.
     stops = [
         (to_launcher, ["USR1", 0.05, "INT", 0.05, "HUP", 1.2, "TERM"]),
         (to_all, ["INT", 0.7, "TERM"]),
@@ -196,14 +201,22 @@ def test_how_ranks_have_ended(tmp_path):
         ("exit 3", True, 3, "exited with status 3"),
         ("exit 3", False, 3, ""),
         ("exit 0", True, 0, ""),
-        ("kill -ABRT $$", True, 134, "was ended by SIGABRT: if gloo has printed a line, ranks "),
+        (
+            "kill -ABRT $$",
+            True,
+            134,
+            "was ended by SIGABRT: if gloo has printed a line, ranks ",
+        ),
         ("kill -KILL $$", False, 137, "was ended by SIGKILL: out of memory?"),
     ):
         Path(f"{silent}0").unlink(missing_ok=True)
         if is_silent:
             Path(f"{silent}0").touch()
         ended = launch.Ranks(Nodes(1, 0, 1, "127.0.0.1", 0))
-        ended.running, ended.silent = [Command(["sh", "-c", script]).process], str(silent)
+        ended.running, ended.silent = (
+            [Command(["sh", "-c", script]).process],
+            str(silent),
+        )
         assert ended.wait() == status
         said = f"rank 0 (process {ended.running[0].pid}) {line}"
         assert [each[: len(said)] for each in lines] == ([said] if line else [])
@@ -229,7 +242,9 @@ def test_a_rank_that_exits_silently(tmp_path, end, is_silent):
     code = f"{begin} OTHER = {begin!r} + 'process.note_exit()'; {end}"
     path = tmp_path / "silent"
     env = {**os.environ, protocol.SILENT: str(path)}
-    subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, env=env)
+    subprocess.run(
+        [sys.executable, "-c", code], check=False, capture_output=True, env=env
+    )
     assert path.exists() == is_silent
 
 

@@ -25,7 +25,9 @@ def test_a_network_that_sees_little() -> None:
         images = torch.randn(2, 3, height, width)
         with torch.inference_mode():
             expected = net(images)
-            assert torch.allclose(predicting.in_tiles(net, images, 128, 32), expected, atol=1e-5)
+            assert torch.allclose(
+                predicting.in_tiles(net, images, 128, 32), expected, atol=1e-5
+            )
 
 
 def test_bands() -> None:
@@ -39,7 +41,10 @@ def test_bands() -> None:
     image = torch.rand(3, 320, 416)
     found = list(predicting.bands(predict, image, 128, 32))
     assert {*seen} == {(1, 3, 128, 128)}
-    assert [rows.start for rows, _ in found] == [0, *(rows.stop for rows, _ in found[:-1])]
+    assert [rows.start for rows, _ in found] == [
+        0,
+        *(rows.stop for rows, _ in found[:-1]),
+    ]
     assert max(logits.shape[1] for _, logits in found) <= 128
     logits = torch.cat([logits for _, logits in found], dim=1)
     assert logits.dtype == torch.float32
@@ -63,9 +68,20 @@ def test_large_images_among_small_ones(
     masks, losses = {}, []
     for tile, ranks in (0, 1), (128, 2):
         out = tmp_path / f"{tile}"
-        words = [big, small, "--checkpoint", trained / "best.pt", "--output", out, "--tile", tile]
+        words = [
+            big,
+            small,
+            "--checkpoint",
+            trained / "best.pt",
+            "--output",
+            out,
+            "--tile",
+            tile,
+        ]
         project.run(*words, script="predict.py", on=1).ok()
-        masks[tile] = {path.stem: np.asarray(Image.open(path)) for path in out.glob("masks/*")}
+        masks[tile] = {
+            path.stem: np.asarray(Image.open(path)) for path in out.glob("masks/*")
+        }
         assert masks[tile]["big"].shape == (260, 700)
         assert (masks[tile]["0000"] == masks[0]["0000"]).all()
         assert (masks[tile]["big"] != masks[0]["big"]).mean() < 0.05  # of noise

@@ -23,7 +23,9 @@ VIT = "--arch", "timm/test_vit", "--image-size", "32"
 
 def test_rates_and_decay_of_layers() -> None:
     """As timm groups them; embeddings, biases and norms do not decay."""
-    args = parse_args([*VIT, "--layer-decay", "0.5", "--lr", "1", "--weight-decay", "0.1"])
+    args = parse_args(
+        [*VIT, "--layer-decay", "0.5", "--lr", "1", "--weight-decay", "0.1"]
+    )
     net = build_model(args, ["one", "two"])
     expected = {
         name: (group["lr"], group["weight_decay"])
@@ -47,7 +49,15 @@ def test_rates_and_decay_of_layers() -> None:
 
 
 def test_a_run(project: Project, few: Path, tmp_path: Path) -> None:
-    more = "--layer-decay", 0.7, "--drop-path", 0.3, "--grad-checkpointing", "--save-every", 1
+    more = (
+        "--layer-decay",
+        0.7,
+        "--drop-path",
+        0.3,
+        "--grad-checkpointing",
+        "--save-every",
+        1,
+    )
     words = *VIT, *more, "--freeze-backbone", 1, "--epochs", 2
     kill = after_step(5, lambda: os.kill(os.getpid(), signal.SIGKILL))
     project.train(few, tmp_path / "whole", *words).ok()
@@ -58,17 +68,34 @@ def test_a_run(project: Project, few: Path, tmp_path: Path) -> None:
     config = timm.get_pretrained_cfg("test_vit")
     assert state["format"]["mean"] == config.mean == (0.5, 0.5, 0.5)
     assert state["args"]["crop"] == config.crop_pct == 0.95
-    timm.create_model("test_vit", num_classes=6, img_size=32).load_state_dict(state["model"])
+    timm.create_model("test_vit", num_classes=6, img_size=32).load_state_dict(
+        state["model"]
+    )
     words = tmp_path / "whole", *VIT, "--eval-only"
-    said = [project.train(few, *words, on=ranks).ok().out.splitlines()[-1] for ranks in (1, 3)]
+    said = [
+        project.train(few, *words, on=ranks).ok().out.splitlines()[-1]
+        for ranks in (1, 3)
+    ]
     assert json.loads(said[0]) == pytest.approx(json.loads(said[1]), rel=1e-6)
-    words = few / "val", "--checkpoint", tmp_path / "whole/best.pt", "--output", tmp_path / "p"
+    words = (
+        few / "val",
+        "--checkpoint",
+        tmp_path / "whole/best.pt",
+        "--output",
+        tmp_path / "p",
+    )
     project.run(*words, script="predict.py", on=1).ok()
     with open(tmp_path / "p/predictions.csv", newline="") as file:
-        found = [{**row, "name": Path(row["file"]).parent.name} for row in csv.DictReader(file)]
-    losses = [-math.log(max(float(row[f"probability_{row['name']}"]), 1e-9)) for row in found]
+        found = [
+            {**row, "name": Path(row["file"]).parent.name}
+            for row in csv.DictReader(file)
+        ]
+    losses = [
+        -math.log(max(float(row[f"probability_{row['name']}"]), 1e-9)) for row in found
+    ]
     loss = json.loads(said[0])["val_loss"]
-    assert sum(losses) / len(losses) == pytest.approx(loss, abs=1e-3)  # of the same pixels
+    # of the same pixels
+    assert sum(losses) / len(losses) == pytest.approx(loss, abs=1e-3)
 
 
 @pytest.mark.parametrize(
@@ -80,7 +107,9 @@ def test_a_run(project: Project, few: Path, tmp_path: Path) -> None:
         ("--arch timm/test_vit --image-size 40", "40"),
     ],
 )
-def test_what_cannot_be(project: Project, few: Path, tmp_path: Path, words: str, said: str) -> None:
+def test_what_cannot_be(
+    project: Project, few: Path, tmp_path: Path, words: str, said: str
+) -> None:
     project.train(few, tmp_path, *words.split(), on=1).refused("", said)
 
 

@@ -26,7 +26,11 @@ import ddpkit
 from ddpkit.ranks import distributed
 from ddpkit.run import pretrained
 
-USED = {"classification": "IMAGENET1K_V1", "segmentation": "imagenet", "timm": "r160_in1k"}
+USED = {
+    "classification": "IMAGENET1K_V1",
+    "segmentation": "imagenet",
+    "timm": "r160_in1k",
+}
 # What has its weights at download.pytorch.org, and at huggingface.co.
 NETWORK = {
     "classification": ("--arch", "shufflenet_v2_x0_5"),
@@ -92,12 +96,19 @@ class Downloads:
     """Ranks with --weights auto that download from a server on this machine."""
 
     def __init__(
-        self, project: Project, server: Server, folder: Path, first: torch.Tensor, kind: str
+        self,
+        project: Project,
+        server: Server,
+        folder: Path,
+        first: torch.Tensor,
+        kind: str,
     ) -> None:
         self.project, self.server, self.folder = project, server, folder
         self.published = first  # weight of what the server has
         self.words = ["--image-size", 32, *NETWORK[kind]]
-        self.name = next(path.name for path in server.folder.iterdir() if path.suffix != ".json")
+        self.name = next(
+            path.name for path in server.folder.iterdir() if path.suffix != ".json"
+        )
         self.cache, self.port = folder / "cache", server.server_port
         (folder / "initial.py").write_text(INITIAL)
 
@@ -124,12 +135,17 @@ class Downloads:
         words = [out, *self.words, "--data", self.folder, *more]
         done = self.project.run(*words, on=on, script=script, patch=self.patch)
         return done, [
-            torch.load(path, weights_only=True)["model"] for path in sorted(out.iterdir())
+            torch.load(path, weights_only=True)["model"]
+            for path in sorted(out.iterdir())
         ]
 
     def cached(self) -> list[Path]:
         """The files of weights that would be taken for whole."""
-        return [path for path in self.cache.rglob("*") if path.name == self.name and path.exists()]
+        return [
+            path
+            for path in self.cache.rglob("*")
+            if path.name == self.name and path.exists()
+        ]
 
 
 @pytest.fixture
@@ -159,7 +175,9 @@ def downloads(
 
 def same(*states: dict[str, Any]) -> bool:
     first, *others = states
-    return all(torch.equal(first[name], other[name]) for other in others for name in first)
+    return all(
+        torch.equal(first[name], other[name]) for other in others for name in first
+    )
 
 
 @both_tasks
@@ -168,7 +186,9 @@ def test_published_weights(downloads: Downloads, few: Path, tmp_path: Path) -> N
     project, server = downloads.project, downloads.server
     done, begun = downloads.build()
     assert f"--weights auto: {USED[project.task]}, downloaded unless" in done.ok().out
-    assert server.requests.count(f"GET {downloads.name}") == len(downloads.cached()) == 1
+    assert (
+        server.requests.count(f"GET {downloads.name}") == len(downloads.cached()) == 1
+    )
     downloads.port = free_port()  # where nobody answers: it is cached
     _, again = downloads.build(on=1)
     _, scratch = downloads.build("--weights", "none", on=1)
@@ -219,7 +239,9 @@ def test_weights_that_cannot_be_had(downloads: Downloads) -> None:
         began = time.monotonic()
         done, states = downloads.build(on=2 if mode == "closed" else 1)
         assert time.monotonic() - began < 30, mode
-        (line,) = (line for line in done.ok().out.splitlines() if "from scratch" in line)
+        (line,) = (
+            line for line in done.ok().out.splitlines() if "from scratch" in line
+        )
         assert line.startswith(f"--weights {USED[task]}: download failed ("), line
         assert same(*scratch, *states), mode
         assert downloads.cached() == []
@@ -232,7 +254,10 @@ def test_weights_that_cannot_be_had(downloads: Downloads) -> None:
 def test_a_download_may_take_longer_than_collectives() -> None:
     distributed.setup(timeout=2)
     for seconds in (3, 0):
-        assert distributed.await_rank_zero(lambda s: time.sleep(s) or s, seconds) == seconds
+        assert (
+            distributed.await_rank_zero(lambda s: time.sleep(s) or s, seconds)
+            == seconds
+        )
 
 
 class Answer(Exception):
@@ -242,7 +267,12 @@ class Answer(Exception):
 
 @pytest.mark.parametrize(
     ("error", "is_left_alone"),
-    [(None, False), (Answer(404), False), (Answer(503), True), (OSError("no network"), True)],
+    [
+        (None, False),
+        (Answer(404), False),
+        (Answer(503), True),
+        (OSError("no network"), True),
+    ],
 )
 def test_a_hub_that_does_not_answer(
     error: Exception | None, is_left_alone: bool, monkeypatch: pytest.MonkeyPatch
@@ -278,8 +308,14 @@ CLASSIFIERS = {
     **{"densenet121": 64, "efficientnet_b0": 64, "convnext_tiny": 32, "swin_t": 32},
 }
 NETWORKS = [
-    *(("classification", f"--arch {name} --image-size {n}") for name, n in CLASSIFIERS.items()),
-    *(("segmentation", f"--encoder {name} --image-size 32") for name in ("vgg16", "resnet34")),
+    *(
+        ("classification", f"--arch {name} --image-size {n}")
+        for name, n in CLASSIFIERS.items()
+    ),
+    *(
+        ("segmentation", f"--encoder {name} --image-size 32")
+        for name in ("vgg16", "resnet34")
+    ),
     ("segmentation", "--arch deeplabv3 --image-size 64"),
     ("segmentation", "--arch lraspp_mobilenet_v3_large --image-size 64"),
 ]
@@ -293,7 +329,11 @@ def test_classic_networks(project: Project, network: str) -> None:
     from flags import parse_args
 
     args = parse_args(["--data", "demo", *network.split()])
-    classes, side, is_dense = [*"abcdef"], args.image_size, project.task == "segmentation"
+    classes, side, is_dense = (
+        [*"abcdef"],
+        args.image_size,
+        project.task == "segmentation",
+    )
     net = model.build_model(args, classes)
     criterion = model.build_criterion(args, None, classes)
     targets = torch.randint(len(classes), (2, side, side) if is_dense else (2,))

@@ -29,7 +29,9 @@ FILES = "too many files are open: raise the limit (ulimit -n)"
 PROCESSES = "no more processes or threads can be started: raise the limit (ulimit -u"
 MEMORY = "too little memory for loader workers"
 SHM = "/dev/shm cannot hold the batches of loader workers ({}; see df -h /dev/shm)"
-EXCHANGE = "a loader worker and its rank cannot exchange a batch (TypeError: cannot pickle"
+EXCHANGE = (
+    "a loader worker and its rank cannot exchange a batch (TypeError: cannot pickle"
+)
 Patch = Callable[[], object]
 
 
@@ -87,7 +89,9 @@ def load(tmp_path: Path, in_worker: Patch = int, in_rank: Patch = int) -> Done:
         with failures.one_line_errors(loading.explain):
             options = loading.workers(2, torch.device("cpu"))
             images = Seeded(Images(in_worker), 1, seed=0)
-            loader = DataLoader(images, 4, sampler=[Key(0, n) for n in range(32)], **options)
+            loader = DataLoader(
+                images, 4, sampler=[Key(0, n) for n in range(32)], **options
+            )
             in_rank()
             for _ in loading.started(loader):
                 pass
@@ -107,7 +111,10 @@ IN_RANK = {
         SHM.format(os.strerror(errno.EROFS)),
     ),
     "threads": (no_thread("_feed"), PROCESSES),
-    "handles": (refuse(RuntimeError("received 0 items of ancdata"), reduction, "recvfds"), FILES),
+    "handles": (
+        refuse(RuntimeError("received 0 items of ancdata"), reduction, "recvfds"),
+        FILES,
+    ),
 }
 
 
@@ -118,7 +125,8 @@ def test_what_a_rank_cannot_get_for_its_workers(tmp_path, what):
 
 
 NO_SPACE = (
-    "unable to allocate shared memory(shm) for file </torch_9_1_0>: No space left on device (28)"
+    "unable to allocate shared memory(shm) for file </torch_9_1_0>: "
+    "No space left on device (28)"
 )
 IN_WORKER = {
     "files": (no_file, FILES),
@@ -132,7 +140,9 @@ IN_WORKER = {
         SHM.format(os.strerror(errno.ENOSPC)),
     ),
     "sockets": (
-        lambda: shutil.rmtree(multiprocessing.current_process()._config["tempdir"], True),
+        lambda: shutil.rmtree(
+            multiprocessing.current_process()._config["tempdir"], True
+        ),
         "the sockets of loader workers have been removed from TMPDIR",
     ),
     "pickle": (
@@ -153,7 +163,10 @@ def test_what_a_worker_cannot_get(tmp_path, what):
 ENDS = {
     "sys.exit": (lambda: sys.exit(0), "status 0"),
     "os._exit": (lambda: os._exit(0), "status 0"),
-    "SIGKILL": (lambda: os.kill(os.getpid(), signal.SIGKILL), "SIGKILL: out of memory?"),
+    "SIGKILL": (
+        lambda: os.kill(os.getpid(), signal.SIGKILL),
+        "SIGKILL: out of memory?",
+    ),
 }
 
 
@@ -185,7 +198,10 @@ def test_what_is_left_of_workers(tmp_path):
             assert held[5] < held[1] + 4  # two more each time, if they were kept
             return []
 
-        options = {**loading.workers(1, torch.device("cpu")), "persistent_workers": False}
+        options = {
+            **loading.workers(1, torch.device("cpu")),
+            "persistent_workers": False,
+        }
         loading.started = started
 
     load(tmp_path, in_rank=again).ok()
@@ -219,7 +235,8 @@ def test_an_iterator_of_a_thread_that_ends(tmp_path):
 @on_ranks(1, group=False)
 def test_where_the_sockets_of_workers_are():
     """In the launcher's folder, which it removes, or a new one; not where the path is too long."""
-    with tempfile.TemporaryDirectory(dir="/tmp") as folder:  # pytest's own may be too long
+    # pytest's own may be too long
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
         where_the_sockets_are(Path(folder))
 
 
@@ -233,14 +250,19 @@ def where_the_sockets_are(tmp_path: Path) -> None:
         ("", long, Path("/dev/shm")),
         ("", tmp_path / "missing", Path("/dev/shm")),
     ):
-        os.environ[protocol.STORE], os.environ[protocol.LAUNCHER] = str(store), str(os.getpid())
+        os.environ[protocol.STORE], os.environ[protocol.LAUNCHER] = (
+            str(store),
+            str(os.getpid()),
+        )
         tempfile.tempdir = str(tmp)
         folder = Path(workers.sockets())
         assert folder.parent == place and folder.stat().st_mode & 0o777 == 0o700
         assert workers.sockets() == str(folder)
         process.remove_sockets()
         assert not folder.exists() and launchers.exists()
-    os.environ.update({protocol.STORE: f"{launchers}/store", protocol.LAUNCHER: str(2**22 + 1)})
+    os.environ.update(
+        {protocol.STORE: f"{launchers}/store", protocol.LAUNCHER: str(2**22 + 1)}
+    )
     tempfile.tempdir = str(tmp_path)
     workers.sockets()
     process.remove_sockets()
@@ -255,12 +277,15 @@ def test_a_thread_that_pins_batches(tmp_path):
             raise RuntimeError("received 0 items of ancdata")
 
         with failures.one_line_errors():
-            threading.Thread(target=print, args=[1, 2, 3, "x"], kwargs={"sep": 1}).start()
+            threading.Thread(
+                target=print, args=[1, 2, 3, "x"], kwargs={"sep": 1}
+            ).start()
             thread = threading.Thread(target=_pin_memory_loop)
             thread.start()
             time.sleep(60)
 
     statuses = wait([fork(act, tmp_path / "said")], 30)
     done = Done(statuses, *said(tmp_path / "said"), left())
-    assert done.status == 2 and "TypeError" in done.err  # of another thread: as in Python
+    # of another thread: as in Python
+    assert done.status == 2 and "TypeError" in done.err
     assert done.err.splitlines()[-1].startswith(f"error: {FILES}")

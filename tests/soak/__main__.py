@@ -45,7 +45,11 @@ class Soak:
 
     def next(self) -> Subject:
         """Return the subject that is furthest behind its share of the time."""
-        going = [subject for subject in subjects.ALL if self.number[subject] < subject.at_most]
+        going = [
+            subject
+            for subject in subjects.ALL
+            if self.number[subject] < subject.at_most
+        ]
         return min(going, key=lambda subject: self.spent[subject] / subject.share)
 
     def run(self, subject: Subject, number: int) -> None:
@@ -62,7 +66,10 @@ class Soak:
         out, err = ranks.said(folder / "said")
         lines = [*out.splitlines(), *err.splitlines()]
         if status == 0:
-            print(f"{name:16} {seconds:5.0f} s  {out.strip().rpartition(chr(10))[2]}", flush=True)
+            print(
+                f"{name:16} {seconds:5.0f} s  {out.strip().rpartition(chr(10))[2]}",
+                flush=True,
+            )
             shutil.rmtree(folder)
         else:
             self.report(name, status, seconds, lines, subject)
@@ -74,7 +81,9 @@ class Soak:
         temporary.mkdir()
         os.environ["TMPDIR"] = tempfile.tempdir = str(temporary)
         try:
-            print(subject.act(random.Random(f"{self.seed} {name}"), folder, self.setting))
+            print(
+                subject.act(random.Random(f"{self.seed} {name}"), folder, self.setting)
+            )
         except Exception:
             traceback.print_exc()
             end(children())
@@ -121,7 +130,9 @@ def main() -> int:
         soak.number[subject] += 1
         if number:
             break
-    counts = ", ".join(f"{n} of {subject.name}" for subject, n in soak.number.items() if n)
+    counts = ", ".join(
+        f"{n} of {subject.name}" for subject, n in soak.number.items() if n
+    )
     print(f"SEED={seed}: {counts}; failed: {', '.join(soak.failed) or 'none'}")
     if not soak.failed:
         shutil.rmtree(folder)

@@ -32,7 +32,15 @@ def case(chance: random.Random, folder: Path, setting: Setting) -> str:
 def batch_jobs(chance: random.Random, folder: Path, setting: Setting) -> str:
     """Preempted, requeued, cancelled and submitted again, stopped as at the time limit."""
     project = setting.projects["classification"]
-    flags = [*SMALL["classification"], "--image-size", 32, "--epochs", 6, "--save-every", 1]
+    flags = [
+        *SMALL["classification"],
+        "--image-size",
+        32,
+        "--epochs",
+        6,
+        "--save-every",
+        1,
+    ]
     flags += ["--data", setting.data["classification"]]
     project.run(*flags, "--output-dir", folder / "whole").ok()
     slow = project.planted(folder / "project", SLOW).folder
@@ -79,7 +87,15 @@ def wait_for_start(job: Job) -> None:
 def preempt(slurm: Slurm, job: Job) -> str:
     """Another job, of a partition that goes first, takes both nodes for a moment."""
     restarts = job["Restarts"]
-    command = ["sbatch", "--parsable", "--partition", "urgent", "--exclusive", "--nodes", "2"]
+    command = [
+        "sbatch",
+        "--parsable",
+        "--partition",
+        "urgent",
+        "--exclusive",
+        "--nodes",
+        "2",
+    ]
     slurm(*command, "--output", "/dev/null", "--wrap", "sleep 1")
     wait_for(lambda: job["Restarts"] != restarts or job.is_over())
     return "PREEMPTED"
@@ -174,7 +190,11 @@ def crashed_ranks(chance: random.Random, folder: Path, setting: Setting) -> str:
         told.append(f"{name} of rank {rank} at step {step}")
         done = project.run(*words, out, patch=crash, **how)
         assert not done.left and 0 not in done.statuses, (told, done.statuses, done.err)
-        assert done.statuses[rank] == -signal.Signals[name], (told, done.statuses, done.err)
+        assert done.statuses[rank] == -signal.Signals[name], (
+            told,
+            done.statuses,
+            done.err,
+        )
     project.run(*words, out, **how).ok()
     compare(whole, out)
     return f"{', '.join(told)} | {configuration}"

@@ -55,7 +55,9 @@ def draw(chance: random.Random) -> Configuration:
     flags += sometimes(chance, 0.3, "--accumulate", "2")
     flags += sometimes(chance, 0.3, "--ema", chance.choice(["0.5", "0.99"]))
     flags += sometimes(chance, 0.7, "--optimizer", chance.choice(OPTIMIZERS))
-    flags += sometimes(chance, 0.3, "--schedule", chance.choice(["step", "poly", "wsd"]))
+    flags += sometimes(
+        chance, 0.3, "--schedule", chance.choice(["step", "poly", "wsd"])
+    )
     flags += sometimes(chance, 0.3, "--clip-grad-norm", "1")
     flags += sometimes(chance, 0.2, "--freeze-backbone", "1")
     flags += sometimes(chance, 0.2, "--class-weights", "auto")

@@ -43,23 +43,45 @@ def case(chance: random.Random, folder: Path, setting: Setting) -> str:
             what = f"{trial.__name__}, {kind.__name__} with random.Random({again})"
             raise AssertionError(f"{what}: {error!r}; see {sorted(kept)}") from error
         counts[trial] += 1
-    return ", ".join(f"{number} times {trial.__name__}" for trial, number in counts.items())
+    return ", ".join(
+        f"{number} times {trial.__name__}" for trial, number in counts.items()
+    )
 
 
-def repeatable(kind: Callable[[bytes, random.Random], bytes], seed: int, data: bytes) -> bytes:
+def repeatable(
+    kind: Callable[[bytes, random.Random], bytes], seed: int, data: bytes
+) -> bytes:
     return kind(data, random.Random(seed))
 
 
 def state(chance: random.Random) -> checkpoint.State:
     """A small checkpoint: tensors of several types and sizes, and a real one's plain values."""
     draws = torch.Generator().manual_seed(chance.getrandbits(32))
-    model = {f"layer.{n}": torch.randn(chance.randrange(1, 300), generator=draws) for n in range(4)}
-    model |= {"half": model["layer.0"].half(), "steps": torch.tensor(chance.randrange(99))}
-    moments = {name: {"exp_avg": weight.float() / 3, "step": 7} for name, weight in model.items()}
-    history = [{"epoch": 1, "train_loss": chance.random(), "name": "é" * chance.randrange(9)}]
-    values = {"epoch": 1, "step": chance.randrange(1000), "classes": ["a", "b"], "history": history}
+    model = {
+        f"layer.{n}": torch.randn(chance.randrange(1, 300), generator=draws)
+        for n in range(4)
+    }
+    model |= {
+        "half": model["layer.0"].half(),
+        "steps": torch.tensor(chance.randrange(99)),
+    }
+    moments = {
+        name: {"exp_avg": weight.float() / 3, "step": 7}
+        for name, weight in model.items()
+    }
+    history = [
+        {"epoch": 1, "train_loss": chance.random(), "name": "é" * chance.randrange(9)}
+    ]
+    values = {
+        "epoch": 1,
+        "step": chance.randrange(1000),
+        "classes": ["a", "b"],
+        "history": history,
+    }
     values |= {"global_batch": 8, "images": 80}
-    kinds = {name: kind for name, kind in checkpoint.KINDS.items() if isinstance(kind, type)}
+    kinds = {
+        name: kind for name, kind in checkpoint.KINDS.items() if isinstance(kind, type)
+    }
     empty = {**dict.fromkeys(KEYS, 0), **{name: kind() for name, kind in kinds.items()}}
     return {**empty, **values, "model": model, "optimizer": {"state": moments}}
 
@@ -109,7 +131,9 @@ def weights(damage: Damage, folder: Path, whole: dict, old: dict, new: dict) -> 
     """A file of another program, also of torch before 1.6, which has no checksums."""
     path = folder.parent / "weights.pth"
     for is_zip in True, False:
-        torch.save({"state_dict": old["model"]}, path, _use_new_zipfile_serialization=is_zip)
+        torch.save(
+            {"state_dict": old["model"]}, path, _use_new_zipfile_serialization=is_zip
+        )
         path.write_bytes(damage(path.read_bytes()))
         try:
             found = pretrained.read(str(path))
@@ -192,11 +216,17 @@ def repeat(data: bytes, chance: random.Random) -> bytes:
 
 def header(data: bytes, chance: random.Random) -> bytes:
     """A field of one of a zip's headers is another number."""
-    starts = [match.start() for each in HEADERS for match in re.finditer(re.escape(each), data)]
+    starts = [
+        match.start()
+        for each in HEADERS
+        for match in re.finditer(re.escape(each), data)
+    ]
     if not starts:
         return flip(data, chance)
     at = chance.choice(starts) + chance.randrange(46)
-    value = chance.choice([b"\0", b"\1", b"\x0e", b"\x7f", b"\xff", chance.randbytes(1)])
+    value = chance.choice(
+        [b"\0", b"\1", b"\x0e", b"\x7f", b"\xff", chance.randbytes(1)]
+    )
     value *= chance.choice([1, 1, 2, 4])
     return data[:at] + value + data[at + len(value) :]
 

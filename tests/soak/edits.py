@@ -82,7 +82,9 @@ EDITS = [
     Edit(
         "a loss that returns a mean",
         "loss",
-        replaced(OF_LOSS, "ddpkit.Criterion(nn.CrossEntropyLoss(ignore_index=255), classes)"),
+        replaced(
+            OF_LOSS, "ddpkit.Criterion(nn.CrossEntropyLoss(ignore_index=255), classes)"
+        ),
     ),
     Edit(
         "a loss of its own",
@@ -117,7 +119,10 @@ EDITS = [
     Edit(
         "noise from torch",
         "images",
-        before(FORWARD, "                    images = images + 0.01 * torch.randn_like(images)\n"),
+        before(
+            FORWARD,
+            "                    images = images + 0.01 * torch.randn_like(images)\n",
+        ),
     ),
     Edit(
         "zero_grad before backward",
@@ -153,12 +158,17 @@ EDITS = [
     Edit(
         "a subset to train on",
         "sets",
-        before(SETS, "    train_set = torch.utils.data.Subset(train_set, range(3, 23))\n"),
+        before(
+            SETS, "    train_set = torch.utils.data.Subset(train_set, range(3, 23))\n"
+        ),
     ),
     Edit(
         "two sets in one",
         "sets",
-        before(SETS, "    train_set = torch.utils.data.ConcatDataset([train_set, train_set])\n"),
+        before(
+            SETS,
+            "    train_set = torch.utils.data.ConcatDataset([train_set, train_set])\n",
+        ),
     ),
     Edit(
         "the loss chooses the best",
@@ -186,7 +196,8 @@ def case(chance: random.Random, folder: Path, setting: Setting) -> str:
     one, other = chance.sample(some, 2)
     chosen = [one] if one.place == other.place else [one, other]
     if configuration.data == "several labels":
-        chosen = [edit for edit in chosen if edit.place != "loss"]  # of one class an image
+        # of one class an image
+        chosen = [edit for edit in chosen if edit.place != "loss"]
     names = " and ".join(edit.name for edit in chosen) or "nothing"
     print(names, "|", configuration)
     project = edited(setting.projects[configuration.task], folder / "project", chosen)
@@ -226,4 +237,6 @@ def run(
     stop: Patch | None = None,
 ) -> Done:
     words = [*configuration.words(setting), "--save-every", 2, "--output-dir", out]
-    return project.run(*words, on=configuration.ranks, patch=stop, draws=configuration.draws)
+    return project.run(
+        *words, on=configuration.ranks, patch=stop, draws=configuration.draws
+    )

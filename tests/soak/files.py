@@ -25,7 +25,15 @@ OF_DISKS = (
     *("@eaDir", "#recycle", "#snapshot", "$RECYCLE.BIN", "System Volume Information"),
     *("lost+found", ".Trash-1000", ".AppleDouble", "__MACOSX", ".ipynb_checkpoints"),
 )
-OTHERS = "Thumbs.db", "desktop.ini", ".DS_Store", "notes.txt", "a.json", "a.xml", ".hidden.png"
+OTHERS = (
+    "Thumbs.db",
+    "desktop.ini",
+    ".DS_Store",
+    "notes.txt",
+    "a.json",
+    "a.xml",
+    ".hidden.png",
+)
 BROKEN = (
     b"",
     b"\x89PNG\r\n\x1a\n",
@@ -85,7 +93,9 @@ def other_files(tree: Tree, folder: Path) -> None:
 
 
 def unread(tree: Tree, folder: Path) -> None:
-    (folder / f"{tree.name()}{tree.chance.choice(['.heic', '.gif', '.svg', '.mp4'])}").touch()
+    (
+        folder / f"{tree.name()}{tree.chance.choice(['.heic', '.gif', '.svg', '.mp4'])}"
+    ).touch()
 
 
 def circle(tree: Tree, folder: Path) -> None:
@@ -103,7 +113,13 @@ def linked(tree: Tree, folder: Path) -> None:
     tree.counts[folder.parent.name][folder.name] += 2
 
 
-CLUTTER: list[Callable[[Tree, Path], None]] = [beside, other_files, unread, circle, linked]
+CLUTTER: list[Callable[[Tree, Path], None]] = [
+    beside,
+    other_files,
+    unread,
+    circle,
+    linked,
+]
 
 
 def case(chance: random.Random, folder: Path, setting: Setting) -> str:
@@ -127,15 +143,20 @@ def class_folders(chance: random.Random, folder: Path, setting: Setting) -> str:
     except UserError as error:
         assert any(str(path) in str(error) for path in tree.broken), error
         return "the first image is broken"
-    in_order = sorted(classes, key=lambda name: (int(name) if name.isdecimal() else 0, name))
+    in_order = sorted(
+        classes, key=lambda name: (int(name) if name.isdecimal() else 0, name)
+    )
     assert names == in_order, names
-    found = [Counter(names[label] for _, label in part.samples) for part in (train, val)]
+    found = [
+        Counter(names[label] for _, label in part.samples) for part in (train, val)
+    ]
     if len(parts) == 2:
         assert found == [tree.counts[part] for part in parts], (found, tree.counts)
     else:
         assert found[0] + found[1] == tree.counts["train"], (found, tree.counts)
         assert all(
-            found[1][kind] == max(1, round(0.15 * n)) for kind, n in tree.counts["train"].items()
+            found[1][kind] == max(1, round(0.15 * n))
+            for kind, n in tree.counts["train"].items()
         )
     check(tree, setting)
     return f"{dict(sum(tree.counts.values(), Counter()))}, {len(tree.broken)} broken"
@@ -177,7 +198,9 @@ def lists(chance: random.Random, folder: Path, setting: Setting) -> str:
     assert not wrong
     several = any(";" in label for _, label in rows)
     if not several:
-        found = Counter(names[label] for part in (train, val) for _, label in part.samples)
+        found = Counter(
+            names[label] for part in (train, val) for _, label in part.samples
+        )
         assert found == Counter(label.strip() for _, label in rows)
     return f"a list of {len(rows)} images"
 
@@ -212,7 +235,9 @@ def picture(
     """Return the lines of classes.txt, what a mask shows (H, W, 3), its numbers, the Labels."""
     count = chance.randrange(2, 6)
     if is_grey:
-        grey = chance.choice([[*range(count)], chance.sample(range(255), count), [0, 255]])
+        grey = chance.choice(
+            [[*range(count)], chance.sample(range(255), count), [0, 255]]
+        )
         colors = [(value, value, value) for value in grey]
         names = [f"class {n} = {value}" for n, value in enumerate(grey)]
     else:
@@ -240,7 +265,9 @@ def as_grey(chance: random.Random, shown: np.ndarray, folder: Path) -> Path | No
     return save(Image.fromarray(shown[..., 0]), chance, folder) if grey(shown) else None
 
 
-def as_grey_and_alpha(chance: random.Random, shown: np.ndarray, folder: Path) -> Path | None:
+def as_grey_and_alpha(
+    chance: random.Random, shown: np.ndarray, folder: Path
+) -> Path | None:
     if not grey(shown):
         return None
     return save(Image.fromarray(shown[..., 0]).convert("LA"), chance, folder, "png")
@@ -277,7 +304,12 @@ def grey(shown: np.ndarray) -> bool:
 def save(image: Image.Image, chance: random.Random, folder: Path, *kinds: str) -> Path:
     kind = chance.choice(kinds or ("png", "tif", "bmp", "webp"))
     path = folder / f"{zlib.crc32(image.tobytes())}.{kind}"
-    more = {"png": {"optimize": chance.random() < 0.5}, "webp": {"lossless": True, "exact": True}}
-    more["tif"] = {"compression": chance.choice(["raw", "tiff_lzw", "tiff_adobe_deflate"])}
+    more = {
+        "png": {"optimize": chance.random() < 0.5},
+        "webp": {"lossless": True, "exact": True},
+    }
+    more["tif"] = {
+        "compression": chance.choice(["raw", "tiff_lzw", "tiff_adobe_deflate"])
+    }
     image.save(path, **more.get(kind, {}))
     return path

@@ -27,7 +27,9 @@ LONGEST = "the ranks had not ended"
 
 def case(chance: random.Random, folder: Path, setting: Setting) -> str:
     number = chance.randrange(CONFIGURATIONS)
-    configuration = configurations.draw(random.Random(f"{setting.seed} configuration {number}"))
+    configuration = configurations.draw(
+        random.Random(f"{setting.seed} configuration {number}")
+    )
     print(configuration)
     twin = setting.folder / f"twin {number}"
     if not (twin / "seconds").exists():
@@ -106,7 +108,9 @@ def interrupt(
 
 def wait_for_moment(chance: random.Random, out: Path, longest: float) -> str:
     """Wait for some seconds, or until a file appears or changes; then for a moment."""
-    name = chance.choice(["", "", ".last.pt.part", ".best.pt.part", "best.pt", "metrics.csv"])
+    name = chance.choice(
+        ["", "", ".last.pt.part", ".best.pt.part", "best.pt", "metrics.csv"]
+    )
     if not name:
         seconds = chance.uniform(0, longest)
         time.sleep(seconds)
@@ -164,7 +168,9 @@ TARGETS: list[Target] = [
 def compare(twin: Path, out: Path) -> None:
     """Weights, optimizer, scheduler, averages, history, best and table are the twin's."""
     for name in "last.pt", "best.pt":
-        whole, found = (torch.load(folder / name, weights_only=True) for folder in (twin, out))
+        whole, found = (
+            torch.load(folder / name, weights_only=True) for folder in (twin, out)
+        )
         differ = differences(whole, found)
         assert not differ, f"{name} differs: {differ}"
     assert digest(twin) == digest(out)
@@ -179,7 +185,10 @@ def differences(one: object, other: object, name: str = "") -> list[str]:
     elif isinstance(one, list | tuple) and isinstance(other, list | tuple):
         if len(one) != len(other):
             return [f"{name}: {len(one)} and {len(other)}"]
-        pairs = [(*pair, f"{name}.{n}") for n, pair in enumerate(zip(one, other, strict=True))]
+        pairs = [
+            (*pair, f"{name}.{n}")
+            for n, pair in enumerate(zip(one, other, strict=True))
+        ]
     elif isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
         is_same = one.shape == other.shape and one.dtype == other.dtype
         is_same = is_same and torch.equal(one.nan_to_num(7), other.nan_to_num(7))
@@ -200,7 +209,11 @@ def shared_memory() -> set[str]:
     """The files in /dev/shm that no living process has made."""
     names = {path.name for path in Path("/dev/shm").glob("*")}
     made = {name: re.match(r"torch_(\d+)_", name) for name in names}
-    return {name for name, by in made.items() if not (by and os.path.exists(f"/proc/{by[1]}"))}
+    return {
+        name
+        for name, by in made.items()
+        if not (by and os.path.exists(f"/proc/{by[1]}"))
+    }
 
 
 def wait_until(condition: Callable[[], object], what: str, seconds: float = 10) -> None:

@@ -24,7 +24,9 @@ def many_ranks(chance: random.Random, folder: Path, setting: Setting) -> str:
     data = setting.projects["classification"].draw(folder / "set", 70, 21)
     words = [*FLAGS, "--workers", 1, "--data", data, "--output-dir", folder / "out"]
     folder_of_project = setting.projects["classification"].folder
-    run = Launch(folder_of_project, words, folder / "said", draw_nothing, NPROC=str(RANKS))
+    run = Launch(
+        folder_of_project, words, folder / "said", draw_nothing, NPROC=str(RANKS)
+    )
     run.end(500).ok()
     (row,) = rows(folder / "out")
     assert row["step"] == str(70 // (2 * RANKS)), row  # what fills no step is left out
@@ -39,7 +41,8 @@ def memory(chance: random.Random, folder: Path, setting: Setting) -> str:
     words += ["--output-dir", folder / "out"]
     folder_of_project = setting.projects["classification"].folder
     run = Launch(folder_of_project, words, folder / "said", draw_nothing, NPROC="2")
-    found: dict[int, list[Sizes]] = defaultdict(list)  # by process id, one of each epoch
+    # by process id, one of each epoch
+    found: dict[int, list[Sizes]] = defaultdict(list)
     table, seen = folder / "out" / "metrics.csv", 0
     while run.pid in children():
         epochs = table.read_text().count("\n") - 1 if table.exists() else 0

@@ -9,7 +9,8 @@ from generated import ROOT, TASKS, Project
 
 from ddpkit import files
 
-OF = {"bricks": "square", "checks": "square", "dots": "round", "rings": "round"}  # more labels
+# more labels
+OF = {"bricks": "square", "checks": "square", "dots": "round", "rings": "round"}
 
 
 class Setting:
@@ -17,17 +18,31 @@ class Setting:
         self.seed, self.folder = seed, folder
         self.projects = {task: self.generate(task) for task in TASKS}
         self.data = {task: self.draw(task, 26, 7) for task in TASKS}
-        self.data["several labels"] = self.lists(self.draw(TASKS[0], 26, 7, "several labels"))
+        self.data["several labels"] = self.lists(
+            self.draw(TASKS[0], 26, 7, "several labels")
+        )
 
     def generate(self, task: str) -> Project:
         """Generate a project as a person does; it imports this repository's ddpkit."""
         parent = self.folder / f"a path with a space, {task}"
         parent.mkdir(parents=True)
         home = self.folder / "home.yaml"
-        home.write_text(f"replay_dir: {self.folder}/replay\ncookiecutters_dir: {self.folder}/c\n")
-        command = [sys.executable, "-m", "cookiecutter", str(ROOT), "--no-input", "-o", str(parent)]
+        home.write_text(
+            f"replay_dir: {self.folder}/replay\ncookiecutters_dir: {self.folder}/c\n"
+        )
+        command = [
+            sys.executable,
+            "-m",
+            "cookiecutter",
+            str(ROOT),
+            "--no-input",
+            "-o",
+            str(parent),
+        ]
         env = {**os.environ, "COOKIECUTTER_CONFIG": str(home)}
-        subprocess.run([*command, f"task={task}"], env=env, check=True, stdout=subprocess.DEVNULL)
+        subprocess.run(
+            [*command, f"task={task}"], env=env, check=True, stdout=subprocess.DEVNULL
+        )
         folder = parent / "my_ddp_project"
         copy = folder / "ddpkit"
         copy.rename(parent / "copied ddpkit")
@@ -35,7 +50,9 @@ class Setting:
         return Project(folder, task)
 
     def draw(self, task: str, train: int, val: int, name: str = "") -> Path:
-        return self.projects[task].draw(self.folder / f"set of {name or task}", train, val)
+        return self.projects[task].draw(
+            self.folder / f"set of {name or task}", train, val
+        )
 
     def lists(self, data: Path) -> Path:
         """Give images of a set of class folders one label, two, or none, in groups."""
@@ -43,7 +60,11 @@ class Setting:
             with files.table(data / f"{part}.csv", ["file", "label", "group"]) as write:
                 for n, path in enumerate(sorted((data / part).rglob("*.jpg"))):
                     kind = path.parent.name
-                    labels = [] if kind == "waves" else [kind, *([OF[kind]] if kind in OF else [])]
+                    labels = (
+                        []
+                        if kind == "waves"
+                        else [kind, *([OF[kind]] if kind in OF else [])]
+                    )
                     name = path.relative_to(data)
                     write([name, ";".join(labels) or ";", f"camera {n % 9}"])
         return data

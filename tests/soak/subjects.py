@@ -13,7 +13,8 @@ import interrupts
 import load
 from setting import Setting
 
-Act = Callable[[random.Random, Path, Setting], str]  # a case: returns a line, raises what is wrong
+# a case: returns a line, raises what is wrong
+Act = Callable[[random.Random, Path, Setting], str]
 
 
 @dataclass(frozen=True)

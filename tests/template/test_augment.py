@@ -26,7 +26,14 @@ def test_same_images_whatever_the_machine(project: Project, few: Path) -> None:
     import dataset
     from flags import parse_args
 
-    words = ["--data", str(few), "--image-size", "32", "--augment", ",".join(dataset.AUGMENTATIONS)]
+    words = [
+        "--data",
+        str(few),
+        "--image-size",
+        "32",
+        "--augment",
+        ",".join(dataset.AUGMENTATIONS),
+    ]
     args = parse_args(words)
     train_set, _, classes = dataset.build_datasets(args)
 
@@ -69,7 +76,11 @@ def test_shares_of_mixed_images(project: Project) -> None:
 
     count = {"mixup": 0, "cutmix": 0}
     labels = torch.arange(6)
-    images = nn.functional.one_hot(labels, 6).float()[:, :, None, None].expand(-1, -1, 32, 32)
+    images = (
+        nn.functional.one_hot(labels, 6)
+        .float()[:, :, None, None]
+        .expand(-1, -1, 32, 32)
+    )
     args = Namespace(augment="mixup,vflip,cutmix")
     for number in range(40):
         samples.seed(number)
@@ -90,13 +101,18 @@ def test_masks_follow_images(project: Project) -> None:
 
     mask = np.random.default_rng(0).integers(0, 6, (6, 7)).astype(np.uint8)
     mask = mask.repeat(20, axis=0).repeat(20, axis=1)
-    pair = LazyImage.of((40 + 40 * mask)[..., None].repeat(3, axis=2)), LazyImage.of(mask)
+    pair = (
+        LazyImage.of((40 + 40 * mask)[..., None].repeat(3, axis=2)),
+        LazyImage.of(mask),
+    )
     augment = ddpkit.parse_augment(dataset.AUGMENTATIONS, "vflip,rotation", None)
     transform, classes = dataset.train_transform(96, augment), set()
     for seed in range(12):
         samples.seed(seed)
         pixels, labels = transform(*pair)
-        padded = nn.functional.pad(labels[None, None].float(), [2] * 4, value=dataset.VOID)
+        padded = nn.functional.pad(
+            labels[None, None].float(), [2] * 4, value=dataset.VOID
+        )
         around = nn.functional.unfold(padded, 5).view(25, 96, 96)
         inside, void = (around == around[12]).all(0), labels == dataset.VOID
         shown = torch.where(void, 0, 40 + 40 * labels.int())
@@ -109,7 +125,9 @@ def test_masks_follow_images(project: Project) -> None:
         samples.seed(number)
         masks = torch.arange(5)[:, None, None].expand(5, 32, 32).clone()
         images, before = masks[:, None].float().repeat(1, 3, 1, 1), masks.clone()
-        mixed, targets = dataset.transform_batch(images, masks, Namespace(cutmix=1.0), 5)
+        mixed, targets = dataset.transform_batch(
+            images, masks, Namespace(cutmix=1.0), 5
+        )
         assert (mixed == targets[:, None]).all()
         changed.append(float((targets != before).float().mean()))
     assert max(changed) > 0.3

@@ -50,14 +50,21 @@ def test_12_bits(project: Project, own_data: Path, tmp_path: Path) -> None:
 
 def draw_channels(root: Path, task: str) -> np.ndarray:
     """Draw TIFFs of five channels of 16 bits; return the values of those for training."""
-    noise, found = np.random.default_rng(0).integers(0, 6000, (40, 52, 5)).astype(np.uint16), []
+    noise, found = (
+        np.random.default_rng(0).integers(0, 6000, (40, 52, 5)).astype(np.uint16),
+        [],
+    )
     for part, count in ("train", 12), ("val", 5):
         for i in range(count):
             mask = np.zeros((40, 52), np.uint8)
             mask[10:30, i : i + 20] = 1
             values = noise + np.uint16(i + count)  # no image comes twice
-            values[..., 4] += 3000 * (mask.astype(np.uint16) if task == "segmentation" else i % 2)
-            path = root / part / ("images" if task == "segmentation" else f"class {i % 2}")
+            values[..., 4] += 3000 * (
+                mask.astype(np.uint16) if task == "segmentation" else i % 2
+            )
+            path = (
+                root / part / ("images" if task == "segmentation" else f"class {i % 2}")
+            )
             path.mkdir(parents=True, exist_ok=True)
             tifffile.imwrite(path / f"{i}.tif", values, planarconfig="contig", **GREY)
             found += [values.reshape(-1, 5)] if part == "train" else []
@@ -80,7 +87,9 @@ def test_other_mean_and_std(project: Project, few: Path, tmp_path: Path) -> None
     own.train(few, out, on=1).ok()
     state = torch.load(out / "best.pt", weights_only=True)["format"]
     assert (tuple(state["mean"]), tuple(state["std"])) == (mean, std)
-    project.train(few, out, "--eval-only", on=1).refused("checkpoint.check_format", mean, MEAN)
+    project.train(few, out, "--eval-only", on=1).refused(
+        "checkpoint.check_format", mean, MEAN
+    )
     own.train(few, out, "--eval-only", on=1).ok()
 
 
@@ -89,10 +98,18 @@ def test_five_channels(project: Project, tmp_path: Path) -> None:
     """What the check writes trains, resumes, evaluates, predicts and is exported."""
     data, out = tmp_path / "set", tmp_path / "out"
     values, is_dense = draw_channels(data, project.task), project.task == "segmentation"
-    net = ["--batch-size", 3] if is_dense else ["--batch-size", 3, "--arch", "squeezenet1_1"]
-    project.train(data, out, *net, on=1).refused("images.reading", "0.tif", '"channels"')
+    net = (
+        ["--batch-size", 3]
+        if is_dense
+        else ["--batch-size", 3, "--arch", "squeezenet1_1"]
+    )
+    project.train(data, out, *net, on=1).refused(
+        "images.reading", "0.tif", '"channels"'
+    )
     (data / "data.json").write_text('{"channels": 5}')
-    project.train(data, out, *net, on=1).refused("format.statistics", "check DIR --write")
+    project.train(data, out, *net, on=1).refused(
+        "format.statistics", "check DIR --write"
+    )
     words = [data, "--workers", 0, "--write"]
     project.run(*words, script="ddpkit check", on=1).ok()
     given = json.loads((data / "data.json").read_text())
@@ -104,9 +121,17 @@ def test_five_channels(project: Project, tmp_path: Path) -> None:
     assert len(rows(out)) == 2
     only = project.train(data, out, *net, "--eval-only").ok().out
     best = json.loads(only.strip().splitlines()[-1])
-    assert any(float(row["val_loss"]) == pytest.approx(best["val_loss"]) for row in rows(out))
+    assert any(
+        float(row["val_loss"]) == pytest.approx(best["val_loss"]) for row in rows(out)
+    )
     folder = data / "val" / ("images" if is_dense else "")
-    words = [folder, "--checkpoint", out / "best.pt", "--output", tmp_path / "predicted"]
+    words = [
+        folder,
+        "--checkpoint",
+        out / "best.pt",
+        "--output",
+        tmp_path / "predicted",
+    ]
     project.run(*words, script="predict.py", on=1).ok()
     if is_dense:
         return
@@ -116,7 +141,10 @@ def test_five_channels(project: Project, tmp_path: Path) -> None:
     session = onnxruntime.InferenceSession(tmp_path / "model.onnx")
     held = session.get_modelmeta().custom_metadata_map
     assert held["channels"] == "5"
-    assert [json.loads(held[name]) for name in ("mean", "std")] == [given["mean"], given["std"]]
+    assert [json.loads(held[name]) for name in ("mean", "std")] == [
+        given["mean"],
+        given["std"],
+    ]
     images = np.random.default_rng(0).random((4, 5, 64, 64), np.float32)
     (logits,) = session.run(["logits"], {"images": images})
     assert logits.shape == (4, 2)

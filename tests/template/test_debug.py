@@ -26,7 +26,8 @@ LOOP = " loss = "  # in the training loop; calls the library
 FIRST_READ = "self.open(index)"  # in __getitem__
 WRAP, AFTER_WRAP = "ddp_model = DistributedDataParallel(", "ddp_model.broadcast_buffers"
 
-# Ranks that add numbers from a loader worker, without end; they start in half of main.py's time.
+# Ranks that add numbers from a loader worker, without end; they start in half of
+# main.py's time.
 ENDLESS = """
 from ddpkit.ranks import process
 
@@ -72,7 +73,9 @@ def endless(own: Project) -> Project:
     return own
 
 
-def debugging(project: Project, *flags: object, at: tuple = (), **answers: str) -> Debugger:
+def debugging(
+    project: Project, *flags: object, at: tuple = (), **answers: str
+) -> Debugger:
     """A window in which F5 has been pressed, with a breakpoint at a text in a file."""
     debugger, words = Debugger(project.folder), shlex.join(map(str, flags))
     debugger.set(*at)
@@ -81,10 +84,13 @@ def debugging(project: Project, *flags: object, at: tuple = (), **answers: str) 
     return debugger
 
 
-def test_a_debugging_session(own: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_debugging_session(
+    own: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """From F5 to the end of the run, in both ranks; on few images, with a short timeout."""
     data = own.draw(tmp_path / "own data", 16, 6)  # the path has a blank
-    # What other packages do when the interpreter ends, which the debugger does not wait for.
+    # What other packages do when the interpreter ends, which the debugger does not wait
+    # for.
     late = "import atexit, time\natexit.register(time.sleep, 1)\n"
     (tmp_path / "sitecustomize.py").write_text(late)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
@@ -102,11 +108,16 @@ def test_a_debugging_session(own: Project, tmp_path: Path, monkeypatch: pytest.M
 
         debugger.set("dataset.py", FIRST_READ)
         for rank in debugger.go():
-            assert rank.frame["name"] == "__getitem__" and rank.evaluate("index").isdecimal()
+            assert (
+                rank.frame["name"] == "__getitem__"
+                and rank.evaluate("index").isdecimal()
+            )
         debugger.set("main.py", LOOP)
         for number, rank in enumerate(debugger.go()):
             assert rank.evaluate("rank") == str(number)
-            assert rank.evaluate("len(images) == len(outputs) == len(targets)") == "True"
+            assert (
+                rank.evaluate("len(images) == len(outputs) == len(targets)") == "True"
+            )
         for rank in debugger.go("stepIn"):  # F11, over what is the library's
             assert rank.frame["line"] == line_of(main, "scaler.scale(loss).backward()")
             assert rank.evaluate("loss.ndim") == "0"
@@ -153,7 +164,9 @@ WAYS: dict[str, tuple[int, Callable[[Debugger], None]]] = {
 
 
 IN_SOAK = ("closed window", "killed adapter")
-SOME = [pytest.param(way, marks=pytest.mark.soak if way in IN_SOAK else ()) for way in WAYS]
+SOME = [
+    pytest.param(way, marks=pytest.mark.soak if way in IN_SOAK else ()) for way in WAYS
+]
 
 
 @pytest.mark.parametrize("way", SOME)
@@ -174,7 +187,9 @@ def test_stopping_at_a_breakpoint(endless: Project, way: str) -> None:
 
 def test_stopping_a_running_training(own: Project, few: Path) -> None:
     """Ctrl+F5, and Stop while ranks compute and wait for each other."""
-    words = shlex.join(map(str, [*NET, "--weights", "none", "--data", few, "--epochs", 9999]))
+    words = shlex.join(
+        map(str, [*NET, "--weights", "none", "--data", few, "--epochs", 9999])
+    )
     with Debugger(own.folder) as debugger:
         debugger.launch(configuration(own.folder, F5, flags=words), debug=False)
         debugger.wait(lambda: "epoch 1/9999" in debugger.text, "the first epoch")
@@ -195,7 +210,9 @@ def test_one_process(own: Project, few: Path) -> None:
 
 
 @pytest.mark.parametrize("is_own", [True, False], ids=["its own", "of ddpkit"])
-def test_a_mistake_is_held_where_it_is_made(own: Project, few: Path, is_own: bool) -> None:
+def test_a_mistake_is_held_where_it_is_made(
+    own: Project, few: Path, is_own: bool
+) -> None:
     """Of ddpkit's own errors that is the line which calls it; then one line, and all ranks end."""
     main = own.folder / "main.py"
     text, old = main.read_text(), "scheduler=scheduler,"
@@ -223,7 +240,12 @@ def test_a_mistake_is_held_where_it_is_made(own: Project, few: Path, is_own: boo
 def test_a_test_file(endless: Project) -> None:
     """The debugger stops in the test, and in the ranks that the test starts."""
     file = endless.folder / "tests" / "test_one.py"
-    lines = "from test_project import launch", "def test_one():", "    flags = []", "    launch(2)"
+    lines = (
+        "from test_project import launch",
+        "def test_one():",
+        "    flags = []",
+        "    launch(2)",
+    )
     file.write_text("\n".join(lines))
     at = "tests/test_one.py", "launch(2)"
     with debugging(endless, at=at, name="This test file", file=str(file)) as debugger:
@@ -254,23 +276,36 @@ def test_predict(project: Project, data: Path, trained: Path, tmp_path: Path) ->
 
 
 @pytest.mark.soak
-def test_attach_to_ranks_of_two_nodes(project: Project, few: Path, tmp_path: Path) -> None:
+def test_attach_to_ranks_of_two_nodes(
+    project: Project, few: Path, tmp_path: Path
+) -> None:
     """--debug-rank: each listens on loopback, waits longer than the timeout, can be left again."""
     debug_port = free_port(2)
-    env = {"NNODES": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "NPROC": "1"}
+    env = {
+        "NNODES": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+        "NPROC": "1",
+    }
     more = ["--debug-rank", f"1,0:{debug_port}", "--dist-timeout", 2]
     flags = project.flags(few, tmp_path, *more)
     with Debugger(project.folder) as debugger:
         debugger.set("main.py", LOOP)
-        nodes = [project.launch(*flags, NODE_RANK=str(number), **env) for number in range(2)]
+        nodes = [
+            project.launch(*flags, NODE_RANK=str(number), **env) for number in range(2)
+        ]
         lines = [node.process.stderr.readline() for node in nodes]
         since = time.monotonic()
         for number, line in enumerate(lines):
             host, port = re.search(r"host (\S+), port (\d+)$", line).groups()
             assert (host, int(port)) == ("127.0.0.1", debug_port + number)
             assert listening(int(port)) == [f"0100007F:{int(port):04X}"]
-            debugger.wait(lambda: time.monotonic() > since + 2, "more than --dist-timeout")
-            debugger.attach(configuration(project.folder, "Attach to a rank", host=host, port=port))
+            debugger.wait(
+                lambda: time.monotonic() > since + 2, "more than --dist-timeout"
+            )
+            debugger.attach(
+                configuration(project.folder, "Attach to a rank", host=host, port=port)
+            )
         for number, rank in enumerate(debugger.stopped()):
             assert rank.threads()[0] == f"rank {number}"
             assert rank.evaluate("rank") == str(number)
@@ -281,7 +316,9 @@ def test_attach_to_ranks_of_two_nodes(project: Project, few: Path, tmp_path: Pat
 
 def listening(port: int) -> list[str]:
     """The addresses, in hexadecimals, at which anything listens on `port`."""
-    lines = "".join(Path("/proc/net", name).read_text() for name in ("tcp", "tcp6")).splitlines()
+    lines = "".join(
+        Path("/proc/net", name).read_text() for name in ("tcp", "tcp6")
+    ).splitlines()
     ends = [line.split()[1] for line in lines if line.split()[3] == "0A"]
     return [end for end in ends if end.endswith(f":{port:04X}")]
 
@@ -290,7 +327,9 @@ def test_debug_rank_that_cannot_be(project: Project, few: Path, tmp_path: Path) 
     flags = project.flags(few, tmp_path)
     done = project.run(*flags, "--debug-rank", 1, on=1)
     done.refused("distributed.wait_for_debugger", "--debug-rank 1", "0 to 0")
-    project.run(*flags, "--debug-rank", "one", on=1).refused("flags.error", "--debug-rank", "one")
+    project.run(*flags, "--debug-rank", "one", on=1).refused(
+        "flags.error", "--debug-rank", "one"
+    )
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         done = project.run(*flags, "--debug-rank", f"0:{port}", on=1)
@@ -318,10 +357,14 @@ def imports_torch(pid: int) -> bool:
 
 
 @pytest.mark.parametrize("moment", ["killed", "begins", "imports torch"])
-def test_a_launcher_that_ends_at_once(project: Project, tmp_path: Path, moment: str) -> None:
+def test_a_launcher_that_ends_at_once(
+    project: Project, tmp_path: Path, moment: str
+) -> None:
     """Killed before the ranks have begun; Ctrl-C as it begins, or while the ranks import torch."""
     go = tmp_path / "go"
-    held = "import os, time\nwhile 'RANK' in os.environ and not os.path.exists(" + repr(str(go))
+    held = "import os, time\nwhile 'RANK' in os.environ and not os.path.exists(" + repr(
+        str(go)
+    )
     held += "): time.sleep(0.01)\n"
     (tmp_path / "sitecustomize.py").write_text(held if moment == "killed" else "")
     command = project.launch(PYTHONPATH=str(tmp_path))

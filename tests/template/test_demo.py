@@ -12,9 +12,12 @@ from generated import both_but_one_in_soak, rows, run
 from PIL import Image
 
 RUN = Path("runs/default")  # where a run leaves its files unless told otherwise
-# In place of the demo's 5 and 2 epochs of larger networks; by chance it would have 0.17 and 0.49.
+# In place of the demo's 5 and 2 epochs of larger networks; by chance it would have 0.17
+# and 0.49.
 FLAGS = {"classification": "--epochs 1 --batch-size 8 --arch timm/resnet10t"}
-FLAGS["segmentation"] = "--epochs 1 --batch-size 8 --arch linknet --encoder tu-resnet10t"
+FLAGS["segmentation"] = (
+    "--epochs 1 --batch-size 8 --arch linknet --encoder tu-resnet10t"
+)
 PROMISED = {"classification": ("top1", 0.55), "segmentation": ("miou", 0.65)}
 
 
@@ -42,12 +45,17 @@ def test_it_learns_and_predicts(template: Path, tmp_path: Path, task: str) -> No
     done = run([sys.executable, "predict.py", images, "--output", found], project).ok()
     assert done.out and done.err == ""
     count = accuracy if task == "classification" else miou
-    assert count(val, found) == pytest.approx(max(float(row[name]) for row in table), abs=1e-3)
+    assert count(val, found) == pytest.approx(
+        max(float(row[name]) for row in table), abs=1e-3
+    )
 
 
 def accuracy(val: Path, found: Path) -> float:
     with open(found / "predictions.csv", newline="") as file:
-        right = [Path(row["file"]).parent.name == row["class"] for row in csv.DictReader(file)]
+        right = [
+            Path(row["file"]).parent.name == row["class"]
+            for row in csv.DictReader(file)
+        ]
     assert len(right) == len(list(val.glob("*/*.jpg")))
     return np.mean(right)
 
@@ -58,7 +66,9 @@ def miou(val: Path, found: Path) -> float:
     for folder in "masks", "overlays":
         assert names == sorted(path.name for path in (found / folder).iterdir())
     for name in names:
-        truth, guess = (np.asarray(Image.open(at / "masks" / name)) for at in (val, found))
+        truth, guess = (
+            np.asarray(Image.open(at / "masks" / name)) for at in (val, found)
+        )
         for label in range(2):
             hit, said = truth == label, (guess == label) & (truth != 255)
             both[label] += (hit & said).sum()

@@ -22,7 +22,9 @@ DOCUMENTS = {name: rest for name, *rest in pages.documents()}
 def anchors(text: str) -> set[str]:
     """Return the anchors of a page: of headings, and of names of ddpkit."""
     prose = re.sub(r"^```.*?^```", "", text, flags=re.M | re.S)
-    headings = (re.sub(r"[^\w -]", "", found) for found in re.findall(r"^#+ (.*)$", prose, re.M))
+    headings = (
+        re.sub(r"[^\w -]", "", found) for found in re.findall(r"^#+ (.*)$", prose, re.M)
+    )
     slugs = (re.sub(r"[ -]+", "-", heading.strip().lower()) for heading in headings)
     return {*slugs, *re.findall(r"^::: (.+)$", text, re.M)}
 
@@ -45,7 +47,9 @@ def test_links() -> None:
             path = destination(link, folder) if link else None
             assert path is None or path.exists(), f"{name}: {link}"
             if anchor and (path or not link):
-                assert anchor in anchors(path.read_text() if path else text), f"{name}: #{anchor}"
+                assert anchor in anchors(path.read_text() if path else text), (
+                    f"{name}: #{anchor}"
+                )
 
 
 def flags_of(script: str, task: str) -> set[str]:
@@ -56,7 +60,10 @@ def flags_of(script: str, task: str) -> set[str]:
         "predict.py": (folder / "predict.py",),
         "ddpkit where": (kit / "__main__.py",),
     }.get(script) or (kit / "tools" / f"{script.split()[-1]}.py",)
-    return {"--help", *(flag for file in files for flag in FLAG.findall(file.read_text()))}
+    return {
+        "--help",
+        *(flag for file in files for flag in FLAG.findall(file.read_text())),
+    }
 
 
 def commands(text: str) -> Iterator[tuple[str, str, list[str]]]:
@@ -80,9 +87,13 @@ def test_commands() -> None:
                 for word in words:
                     known = not word.startswith("--") or word in flags_of(script, task)
                     file = TEMPLATE / "tasks" / task / word[1:]
-                    assert known and (file.exists() or word[0] != "@"), f"{name}: {line}"
+                    assert known and (file.exists() or word[0] != "@"), (
+                        f"{name}: {line}"
+                    )
         for target in re.findall(r"^ *make (\w+)", text, re.M):
-            assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(), re.M), name
+            assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(), re.M), (
+                name
+            )
 
 
 @pytest.mark.parametrize("task", TASKS)
@@ -90,9 +101,13 @@ def test_what_to_edit(task: str) -> None:
     """The files of the table exist, and have what it names."""
     table = rendered("README.md", task).split("## What to edit")[1].split("\n\n")[2]
     for file, names in re.findall(r"`(\w+\.py)`((?:, `\w+`)*)", table):
-        (path,) = (p for p in (TEMPLATE / file, TEMPLATE / "tasks" / task / file) if p.exists())
+        (path,) = (
+            p for p in (TEMPLATE / file, TEMPLATE / "tasks" / task / file) if p.exists()
+        )
         for name in re.findall(r"\w+", names):
-            assert re.search(rf"^(def|class) {name}\b|^{name}\b.* =", path.read_text(), re.M), name
+            assert re.search(
+                rf"^(def|class) {name}\b|^{name}\b.* =", path.read_text(), re.M
+            ), name
 
 
 def test_length() -> None:
@@ -103,13 +118,19 @@ def test_length() -> None:
 
 
 def test_flags() -> None:
-    assert pages.FLAGS.read_text() == pages.flags_page(), f"to update: python {pages.__file__}"
+    assert pages.FLAGS.read_text() == pages.flags_page(), (
+        f"to update: python {pages.__file__}"
+    )
 
 
 def test_names_of_ddpkit() -> None:
     """The pages describe each name of the door, once, and no other."""
     texts = [path.read_text() for path in (ROOT / "docs" / "api").glob("*.md")]
-    named = [name for text in texts for name in re.findall(r"^::: ddpkit\.(\w+)$", text, re.M)]
+    named = [
+        name
+        for text in texts
+        for name in re.findall(r"^::: ddpkit\.(\w+)$", text, re.M)
+    ]
     assert sorted(named) == sorted(ddpkit.DOOR)
     listed = (ROOT / "docs" / "api" / "index.md").read_text()
     assert sorted(re.findall(r"\[`(\w+)`\]", listed)) == sorted(ddpkit.DOOR)

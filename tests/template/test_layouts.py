@@ -19,7 +19,9 @@ pytestmark = pytest.mark.xdist_group("layouts")  # they share what has been inst
 
 
 @pytest.fixture(scope="module")
-def origin(template: Path, clean_home: dict[str, str], tmp_path_factory: object) -> Repository:
+def origin(
+    template: Path, clean_home: dict[str, str], tmp_path_factory: object
+) -> Repository:
     return make_repository(template, tmp_path_factory.mktemp("github"), clean_home)
 
 
@@ -35,7 +37,9 @@ class Installed(Project):
         return run([*words], cwd, PYTHON=str(self.python), **env)
 
     def copy_command(self, *words: str) -> Done:
-        return self.process(self.python, "-m", "ddpkit", "copy", *words, cwd=self.folder)
+        return self.process(
+            self.python, "-m", "ddpkit", "copy", *words, cwd=self.folder
+        )
 
 
 @pytest.fixture(scope="module")
@@ -55,8 +59,21 @@ def installed(origin: Repository, shared: Path) -> Installed:
             subprocess.run(venv, check=True)
             place = next((folder / "v").glob("lib/*/site-packages"))
             (place / "those_of_the_tests.pth").write_text(sysconfig.get_path("purelib"))
-            pip = [sys.executable, "-m", "pip", "--python", folder / "v/bin/python", "install"]
-            offline = ["--quiet", "--no-deps", "--no-build-isolation", "--no-index", line]
+            pip = [
+                sys.executable,
+                "-m",
+                "pip",
+                "--python",
+                folder / "v/bin/python",
+                "install",
+            ]
+            offline = [
+                "--quiet",
+                "--no-deps",
+                "--no-build-isolation",
+                "--no-index",
+                line,
+            ]
             subprocess.run([*pip, *offline], check=True, env=env)
     return Installed(folder / "my_ddp_project", folder / "v/bin/python")
 
@@ -81,7 +98,8 @@ def test_every_process_uses_the_same(own: Installed, few: Path, tmp_path: Path) 
     flags = [*own.flags(few, tmp_path / "out"), "--workers", 1, "--resume", "never"]
     launch, copy = own.folder / "launch.sh", own.folder / "ddpkit"
     main = own.folder / "main.py"
-    told = "class Told(ddpkit.Collate):\n    def __call__(self, samples):\n        "  # in a worker
+    # in a worker
+    told = "class Told(ddpkit.Collate):\n    def __call__(self, samples):\n        "
     told += "assert ddpkit.__file__ == __import__('os').environ['EXPECTED']\n        "
     told += "return super().__call__(samples)\n\n\n"
     text = main.read_text().replace("ddpkit.Collate()", "Told()")
@@ -91,7 +109,11 @@ def test_every_process_uses_the_same(own: Installed, few: Path, tmp_path: Path) 
     digests = set()
 
     def check(library: Path, *words: object) -> None:
-        env = {"NPROC": "1", "OMP_NUM_THREADS": None, "EXPECTED": f"{library}/__init__.py"}
+        env = {
+            "NPROC": "1",
+            "OMP_NUM_THREADS": None,
+            "EXPECTED": f"{library}/__init__.py",
+        }
         done = own.process(*words, *flags, **env).ok()
         assert f"ddpkit 2.0.0 in {library}\n" in done.out
         versions = json.loads((tmp_path / "out" / "args.json").read_text())["versions"]
@@ -122,7 +144,9 @@ def test_what_is_missing(own: Installed, project: Project, tmp_path: Path) -> No
     before_pip.refused("", "no ddpkit", "pip install -r requirements.txt")
 
 
-@pytest.mark.parametrize("steps_in", [False, pytest.param(True, marks=pytest.mark.soak)])
+@pytest.mark.parametrize(
+    "steps_in", [False, pytest.param(True, marks=pytest.mark.soak)]
+)
 def test_f5(own: Installed, few: Path, steps_in: bool) -> None:
     """F11 steps over the installed library, or into it; test_debug.py has a copied one."""
     flags = shlex.join(map(str, own.flags(few, "runs/debug")))
@@ -132,7 +156,9 @@ def test_f5(own: Installed, few: Path, steps_in: bool) -> None:
         debugger.set("main.py", " loss = ")
         debugger.launch({**config, "python": [str(own.python)]})
         (rank,) = debugger.stopped(1)
-        assert rank.evaluate("ddpkit.__file__") == repr(str(own.library / "__init__.py"))
+        assert rank.evaluate("ddpkit.__file__") == repr(
+            str(own.library / "__init__.py")
+        )
         (rank,) = debugger.go("stepIn", 1)
         assert (str(own.library) in rank.frame["source"]["path"]) == steps_in
         debugger.stop()

@@ -18,9 +18,23 @@ import ddpkit
 FOLDER = ROOT / TEMPLATE_FOLDER
 DDPKIT = {path: path.read_text() for path in sorted((ROOT / "ddpkit").rglob("*.py"))}
 TREES = {path: ast.parse(code) for path, code in DDPKIT.items()}
-EDITED = {"distributed", "main", "flags", "recipe", "dataset", "model", "losses", "predict"}
+EDITED = {
+    "distributed",
+    "main",
+    "flags",
+    "recipe",
+    "dataset",
+    "model",
+    "losses",
+    "predict",
+}
 # That of ddpkit is what it has: 60,000 is the aim.
-TOKENS = {"ddpkit": 71_500, "main": 1_800, "classification": 6_000, "segmentation": 6_600}
+TOKENS = {
+    "ddpkit": 72_000,
+    "main": 1_800,
+    "classification": 6_000,
+    "segmentation": 6_600,
+}
 LAYOUT = {
     *(tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT),
     *(tokenize.COMMENT, tokenize.ENDMARKER),
@@ -49,7 +63,9 @@ def of_owner(task: str) -> dict[str, str]:
 
 def used(code: str) -> set[str]:
     """Which names of ddpkit it uses."""
-    found = (node for node in ast.walk(ast.parse(code)) if isinstance(node, ast.Attribute))
+    found = (
+        node for node in ast.walk(ast.parse(code)) if isinstance(node, ast.Attribute)
+    )
     return {node.attr for node in found if ast.unparse(node.value) == "ddpkit"}
 
 
@@ -67,7 +83,9 @@ def test_ddpkit() -> None:
     read = ((at, ast.unparse(node.value)) for at, node in nodes(ast.Attribute))
     assert not [(at, name) for at, name in read if name in ("args", "flags")]
     imported = [(at, node.module or "") for at, node in nodes(ast.ImportFrom)]
-    imported += [(at, alias.name) for at, node in nodes(ast.Import) for alias in node.names]
+    imported += [
+        (at, alias.name) for at, node in nodes(ast.Import) for alias in node.names
+    ]
     assert not [(at, name) for at, name in imported if name.split(".")[0] in EDITED]
     assert sum(node.id == "Any" for _, node in nodes(ast.Name)) <= 133
     assert "".join(DDPKIT.values()).count("type: ignore") <= 4
@@ -80,16 +98,26 @@ def test_names_of_ddpkit_that_a_project_uses(task: str) -> None:
     assert len(used(found["main"])) <= 20
     assert len(names) <= 35 and len(ddpkit.DOOR) <= 43
     assert names <= ddpkit.DOOR.keys()
-    imports = re.findall(r"^ *(?:import|from) ddpkit\b.*", "\n".join(found.values()), re.MULTILINE)
+    imports = re.findall(
+        r"^ *(?:import|from) ddpkit\b.*", "\n".join(found.values()), re.MULTILINE
+    )
     assert {*imports} == {"import ddpkit"}
 
 
 def test_each_name_is_what_a_type_checker_takes_it_for() -> None:
-    blocks = [node for node in TREES[ROOT / "ddpkit/__init__.py"].body if isinstance(node, ast.If)]
+    blocks = [
+        node
+        for node in TREES[ROOT / "ddpkit/__init__.py"].body
+        if isinstance(node, ast.If)
+    ]
     imported = {
-        (alias.name, alias.asname, node.module) for node in blocks[0].body for alias in node.names
+        (alias.name, alias.asname, node.module)
+        for node in blocks[0].body
+        for alias in node.names
     }
-    assert imported == {(name, None, f"ddpkit.{module}") for name, module in ddpkit.DOOR.items()}
+    assert imported == {
+        (name, None, f"ddpkit.{module}") for name, module in ddpkit.DOOR.items()
+    }
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         _ = ddpkit.nothing
 
@@ -113,7 +141,9 @@ def test_a_run_loads_no_tool(project: Project, few: Path, tmp_path: Path) -> Non
             del sys.modules[name]
 
     script = tmp_path / "script.py"
-    script.write_text("import sys, main\nmain.main(sys.argv[1:])\nprint('loaded', *sys.modules)\n")
+    script.write_text(
+        "import sys, main\nmain.main(sys.argv[1:])\nprint('loaded', *sys.modules)\n"
+    )
     done = project.train(few, tmp_path / "out", script=script, patch=forget, on=1).ok()
     names = done.out.splitlines()[-1].split()
     assert "ddpkit.run.loop" in names
@@ -130,7 +160,8 @@ def test_flags_without_torch(task: str, tmp_path: Path) -> None:
 
     def start(rank: str, *words: str) -> Command:
         env = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2"}
-        env["DDP_JOB"] = str(tmp_path)  # of a batch job, which is not to be started again
+        # of a batch job, which is not to be started again
+        env["DDP_JOB"] = str(tmp_path)
         return Command([sys.executable, "main.py", *words], tmp_path, **env)
 
     done = start("0", "--help").end().ok()

@@ -18,7 +18,9 @@ from ranks import on_ranks
 from torch import nn
 
 
-def predict(project: Project, *words: object, checkpoint: Path, **options: object) -> Done:
+def predict(
+    project: Project, *words: object, checkpoint: Path, **options: object
+) -> Done:
     more = "--checkpoint", checkpoint
     return project.run(*words, *more, script="predict.py", on=1, **options)
 
@@ -89,7 +91,9 @@ def test_killed(project: Project, data: Path, trained: Path, tmp_path: Path) -> 
 
     paths = sorted(data.glob("train/*/*.jpg"))
     folders = [*{path.parent: None for path in paths}, "--output", tmp_path]
-    done = predict(project, *folders, checkpoint=trained / "best.pt", patch=dies_in_second_batch)
+    done = predict(
+        project, *folders, checkpoint=trained / "best.pt", patch=dies_in_second_batch
+    )
     assert done.status == -9
     found = files(tmp_path / "predictions.csv.partial")
     assert found == [str(path) for path in paths[: len(found)]]
@@ -112,7 +116,9 @@ def test_exported(project: Project, data: Path, trained: Path, tmp_path: Path) -
         from ddpkit.run import checkpoint
         from flags import parse_args
 
-        opened = checkpoint.open_model(best, model.build_model, parse_args, torch.device("cpu"))
+        opened = checkpoint.open_model(
+            best, model.build_model, parse_args, torch.device("cpu")
+        )
         net, classes, args, _ = opened
         session = onnxruntime.InferenceSession(f"{out}/model.onnx")
         for shape in (5, 3, 96, 160), (1, 3, 64, 96):
@@ -131,11 +137,15 @@ def test_exported(project: Project, data: Path, trained: Path, tmp_path: Path) -
     project.here(use).ok()
 
 
-def test_an_export_that_differs(project: Project, trained: Path, tmp_path: Path) -> None:
+def test_an_export_that_differs(
+    project: Project, trained: Path, tmp_path: Path
+) -> None:
     def patch() -> None:
         from ddpkit.tools import export
 
-        def other(network: nn.Module, batch: object, stride: object, path: Path, _: object) -> Any:
+        def other(
+            network: nn.Module, batch: object, stride: object, path: Path, _: object
+        ) -> Any:
             path.write_text("another graph")
             return lambda images: 1.1 * network(images).detach()
 
@@ -148,7 +158,9 @@ def test_an_export_that_differs(project: Project, trained: Path, tmp_path: Path)
 
 
 @both_tasks
-def test_a_network_of_several_outputs(project: Project, trained: Path, tmp_path: Path) -> None:
+def test_a_network_of_several_outputs(
+    project: Project, trained: Path, tmp_path: Path
+) -> None:
     """What it predicts is that of its logits; layers are looked for where they can be."""
 
     def wrap() -> None:

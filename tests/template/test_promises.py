@@ -76,14 +76,20 @@ CODE = "\n".join(code())
 SHELL = "\n".join(path.read_text() for path in (ROOT / "benchmarks").glob("*.sh"))
 
 
-def unknown(pattern: str, known: set[str], others: dict[str, str]) -> list[tuple[str, str]]:
+def unknown(
+    pattern: str, known: set[str], others: dict[str, str]
+) -> list[tuple[str, str]]:
     """What documents name by `pattern` and is neither known nor of others, each with its place."""
     listed = set(" ".join(others.values()).split())
     named = [
-        (name, found) for name, text in DOCUMENTS.items() for found in re.findall(pattern, text)
+        (name, found)
+        for name, text in DOCUMENTS.items()
+        for found in re.findall(pattern, text)
     ]
     faults = [(at, found) for at, found in named if found not in known | listed]
-    faults += [("listed", each) for each in sorted(listed - {found for _, found in named})]
+    faults += [
+        ("listed", each) for each in sorted(listed - {found for _, found in named})
+    ]
     return faults + [("listed, but ours", each) for each in sorted(listed & known)]
 
 
@@ -110,22 +116,37 @@ def test_files() -> None:
 
 def all_files() -> Iterator[Path]:
     yield from ROOT.glob("*")
-    for name in ("docs", "tests", "ddpkit", "benchmarks", "hooks", ".github", TEMPLATE.name):
+    for name in (
+        "docs",
+        "tests",
+        "ddpkit",
+        "benchmarks",
+        "hooks",
+        ".github",
+        TEMPLATE.name,
+    ):
         yield from (ROOT / name).rglob("*")
 
 
 def test_variables() -> None:
     """Those with an underscore."""
     pattern = r"(?<![\w{-])[A-Z][A-Z0-9]*_[A-Z0-9_]*[A-Z0-9]\b"
-    placeholders = {flag[2:].upper().replace("-", "_") for flag in re.findall("--[a-z-]+", CODE)}
-    assert unknown(pattern, {*re.findall(pattern, CODE)} | placeholders, VARIABLES) == []
+    placeholders = {
+        flag[2:].upper().replace("-", "_") for flag in re.findall("--[a-z-]+", CODE)
+    }
+    assert (
+        unknown(pattern, {*re.findall(pattern, CODE)} | placeholders, VARIABLES) == []
+    )
 
 
 def test_commands() -> None:
     known = {*commands.ON_CPU, *commands.COMMANDS, "launch"}
     assert unknown(r"(?:-m |`)ddpkit ([a-z]\w*)", known, {}) == []
     targets = {*re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), re.M)}
-    assert unknown(r"(?:`|^ *)(?:\w+=\S* )*make ([a-z]+)(?=[^\n]*`|  |$)", targets, {}) == []
+    assert (
+        unknown(r"(?:`|^ *)(?:\w+=\S* )*make ([a-z]+)(?=[^\n]*`|  |$)", targets, {})
+        == []
+    )
 
 
 def test_promises() -> None:
@@ -153,7 +174,11 @@ def has(path: Path, name: str) -> bool:
         if not nodes:
             return False
         nodes = nodes[0].body if isinstance(nodes[0], ast.ClassDef) else nodes
-    tests = [node for node in nodes if getattr(node, "name", "").startswith(("test_", "Test"))]
+    tests = [
+        node
+        for node in nodes
+        if getattr(node, "name", "").startswith(("test_", "Test"))
+    ]
     return bool(tests)
 
 

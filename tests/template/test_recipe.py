@@ -12,7 +12,14 @@ from pathlib import Path
 import pytest
 import torch
 from digest import digest
-from generated import Project, after_step, both_but_one_in_soak, both_tasks, refusal, rows
+from generated import (
+    Project,
+    after_step,
+    both_but_one_in_soak,
+    both_tasks,
+    refusal,
+    rows,
+)
 from pages import TASKS, TEMPLATE
 from ranks import on_ranks
 from torch import nn
@@ -31,7 +38,9 @@ class Net(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.encoder = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 6))
+        self.encoder = nn.Sequential(
+            nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 6)
+        )
         self.head = nn.Linear(6, 2)
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
@@ -44,7 +53,9 @@ def build(*words: object) -> tuple[Net, torch.optim.Optimizer, object]:
     return model, recipe.build_optimizer(model, args), args
 
 
-def rates(build: Callable[[torch.optim.Optimizer], LRScheduler], steps: int) -> list[float]:
+def rates(
+    build: Callable[[torch.optim.Optimizer], LRScheduler], steps: int
+) -> list[float]:
     """The factor of the learning rate at each step, and at one after the last."""
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], 1.0)
     scheduler, found = build(optimizer), []
@@ -61,7 +72,9 @@ def test_schedules() -> None:
     for name in "cosine", "poly", "wsd", "step":
         args = parse_args(["--schedule", name, "--epochs", "6"])
         build = partial(recipe.build_scheduler, args=args, steps=STEPS)
-        warm, found[name] = (rates(build, 300)[part] for part in (slice(WARM), slice(WARM, None)))
+        warm, found[name] = (
+            rates(build, 300)[part] for part in (slice(WARM), slice(WARM, None))
+        )
         assert warm == pytest.approx([n / (WARM + 1) for n in range(1, WARM + 1)])
     poly = rates(lambda optimizer: PolynomialLR(optimizer, 55, 0.9), 55)
     assert found["poly"][:56] == pytest.approx(poly, abs=1e-12)
@@ -113,7 +126,9 @@ def train(parts: dict, steps: range) -> float:
     return loss.item()
 
 
-@pytest.mark.parametrize("name", ["muon", "adafactor", "lamb", "lion", "nadamw", "madgrad"])
+@pytest.mark.parametrize(
+    "name", ["muon", "adafactor", "lamb", "lion", "nadamw", "madgrad"]
+)
 @on_ranks(1)
 def test_optimizers_of_timm(name: str) -> None:
     """They learn, and resume to the bit from what torch.load reads with weights_only."""
@@ -152,7 +167,9 @@ def test_average_by_hand() -> None:
             expected[name] = share * expected[name] + (1 - share) * value.double()
     assert model.encoder[1].num_batches_tracked == 20
     for name in "encoder.0.weight", "encoder.1.running_var":
-        assert torch.allclose(model.state_dict()[name].double(), expected[name], atol=1e-5)
+        assert torch.allclose(
+            model.state_dict()[name].double(), expected[name], atol=1e-5
+        )
 
 
 @pytest.mark.parametrize("task", TASKS)
@@ -178,7 +195,15 @@ RECIPES = {
 @pytest.mark.parametrize("project", both_but_one_in_soak, indirect=True)
 def test_killed_and_resumed(project: Project, few: Path, tmp_path: Path) -> None:
     """The same bits, killed in the first and in the second epoch."""
-    words = ["--image-size", 32, "--epochs", 2, "--save-every", 2, *RECIPES[project.task].split()]
+    words = [
+        "--image-size",
+        32,
+        "--epochs",
+        2,
+        "--save-every",
+        2,
+        *RECIPES[project.task].split(),
+    ]
     for name, step in ("whole", 0), ("first", 3), ("second", 5):
         out = tmp_path / name
         if step:
@@ -186,13 +211,20 @@ def test_killed_and_resumed(project: Project, few: Path, tmp_path: Path) -> None
             assert project.train(few, out, *words, patch=killed).statuses == [-9, -9]
         project.train(few, out, *words).ok()
         assert digest(out) == digest(tmp_path / "whole")
-    last, best = (torch.load(out / f"{n}.pt", weights_only=True) for n in ("last", "best"))
-    assert not torch.equal(*(next(iter(last[name].values())) for name in ("model", "trained")))
-    # The average is what is evaluated; with another one, or none, it would be another network.
+    last, best = (
+        torch.load(out / f"{n}.pt", weights_only=True) for n in ("last", "best")
+    )
+    assert not torch.equal(
+        *(next(iter(last[name].values())) for name in ("model", "trained"))
+    )
+    # The average is what is evaluated; with another one, or none, it would be another
+    # network.
     said = project.train(few, out, *words, "--eval-only", on=1).ok().out
     expected = pytest.approx(float(rows(out)[best["epoch"] - 1]["val_loss"]), rel=1e-6)
     assert json.loads(said.splitlines()[-1])["val_loss"] == expected
-    project.train(few, out, *words, "--ema", 0).refused("loop.check_kind", "--ema", "--output-dir")
+    project.train(few, out, *words, "--ema", 0).refused(
+        "loop.check_kind", "--ema", "--output-dir"
+    )
 
 
 @both_tasks

@@ -14,7 +14,16 @@ import edits_page
 import pytest
 import torch
 from digest import digest
-from generated import ROOT, TASKS, Done, Project, after_step, both_but_one_in_soak, both_tasks, rows
+from generated import (
+    ROOT,
+    TASKS,
+    Done,
+    Project,
+    after_step,
+    both_but_one_in_soak,
+    both_tasks,
+    rows,
+)
 
 OF_TORCHVISION = """
 
@@ -102,7 +111,8 @@ def build_model(args, classes, channels=3, pretrained=None):
     model.fc.spare = nn.Parameter(torch.zeros(len(classes)))
     return model
 """
-# In place of packages and downloads, and what a recipe is for: at the end of these files.
+# In place of packages and downloads, and what a recipe is for: at the end of these
+# files.
 FILES = {
     "torchvision": ("dataset.py", OF_TORCHVISION),
     "hugging_face": ("datasets.py", OF_HUGGING_FACE),
@@ -119,7 +129,9 @@ def append(path: Path, text: str) -> None:
 def git_apply(diff: str, folder: Path) -> str:
     """Apply a diff to a folder, or change nothing and return why."""
     command = ["git", "apply", "-"]
-    done = subprocess.run(command, cwd=folder, input=diff, capture_output=True, text=True)
+    done = subprocess.run(
+        command, cwd=folder, input=diff, capture_output=True, text=True
+    )
     return done.stderr if done.returncode else ""
 
 
@@ -136,8 +148,14 @@ class Edited:
             append(self.folder / file, text)
 
     def run(self, name: str, *more: object, ranks: int = 2, stop: int = 0) -> Done:
-        kill = after_step(stop, lambda: os.kill(os.getpid(), signal.SIGKILL)) if stop else None
-        return self.project.train(self.data, self.out / name, *more, on=ranks, patch=kill)
+        kill = (
+            after_step(stop, lambda: os.kill(os.getpid(), signal.SIGKILL))
+            if stop
+            else None
+        )
+        return self.project.train(
+            self.data, self.out / name, *more, on=ranks, patch=kill
+        )
 
     def result(self, *more: object, epochs: int = 1) -> dict[str, float]:
         """Of a run, which has the bits of one that was killed in its last epoch."""
@@ -172,7 +190,9 @@ EXCLUSIVE = {
 
 
 def test_page() -> None:
-    assert edits_page.PAGE.read_text() == edits_page.page(), f"python {edits_page.__file__}"
+    assert edits_page.PAGE.read_text() == edits_page.page(), (
+        f"python {edits_page.__file__}"
+    )
 
 
 @pytest.mark.parametrize("task", TASKS)
@@ -226,7 +246,9 @@ def test_diffs_apply_and_are_clean(project: Project, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "name", ["torchvision", "hugging_face", "parts", "network", "augmentation"]
 )
-def test_diffs_of_a_task(name: str, project: Project, edited: Callable[[str], Edited]) -> None:
+def test_diffs_of_a_task(
+    name: str, project: Project, edited: Callable[[str], Edited]
+) -> None:
     """Those of dataset.py and model.py."""
     one = edited(name)
     if name == "torchvision":
@@ -248,7 +270,8 @@ def test_loaders_of_your_own(edited: Callable[[str], Edited]) -> None:
     assert "in turn, so that each reads 2 times" in said
     assert "cannot continue in mid-epoch" in said
     last = own.state("plain/last.pt")
-    assert (last["epoch"], last["step"]) == (2, 7)  # 3, 1 of an epoch that starts over, and 3
+    # 3, 1 of an epoch that starts over, and 3
+    assert (last["epoch"], last["step"]) == (2, 7)
     sampler = "sampler=torch.utils.data.distributed.DistributedSampler"
     text = plain.replace("shuffle=True", f"{sampler}(train_set)")
     main.write_text(text)
@@ -256,7 +279,9 @@ def test_loaders_of_your_own(edited: Callable[[str], Edited]) -> None:
     assert own.state("distributed/last.pt")["step"] == 3
     share = "sampler=range(torch.distributed.get_rank(), len(train_set), 2)"
     main.write_text(main.read_text().replace(f"{sampler}(train_set)", share))
-    assert "batches of its own and takes them all, 6 in all" in own.run("shares").ok().out
+    assert (
+        "batches of its own and takes them all, 6 in all" in own.run("shares").ok().out
+    )
     val = "batch_sampler=ddpkit.ValSampler(val_set, args.batch_size)"
     text = plain.replace(val, f"{sampler}(val_set), batch_size=4").replace(
         "val_seeded,\n", "val_set,\n"
@@ -297,7 +322,9 @@ def test_second_validation_set(
     assert best["best"] == max(float(row["top1"]) for row in table)
     row = table[best["epoch"] - 1]
     found = two.evaluate("--data", other)
-    assert found == pytest.approx({name: float(row[f"second_{name}"]) for name in found}, rel=1e-9)
+    assert found == pytest.approx(
+        {name: float(row[f"second_{name}"]) for name in found}, rel=1e-9
+    )
 
 
 @pytest.mark.parametrize("project", both_but_one_in_soak, indirect=True)
@@ -337,7 +364,9 @@ def test_lora(project: Project, edited: Callable[[str], Edited]) -> None:
     importlib.import_module("peft")  # once, for all forks
     tuned = edited("lora")
     tuned.result()
-    now, before = (tuned.state(f"whole/{name}.pt")["model"] for name in ("last", "last-1"))
+    now, before = (
+        tuned.state(f"whole/{name}.pt")["model"] for name in ("last", "last-1")
+    )
     changed = {name for name in now if not torch.equal(now[name], before[name])}
     head = "fc." if project.task == TASKS[0] else "decoder.", "segmentation_head."
     assert {"lora_" in name or name.startswith(head) for name in changed} == {True}
@@ -345,12 +374,21 @@ def test_lora(project: Project, edited: Callable[[str], Edited]) -> None:
     assert {"lora_" in name for name in learn} == {True, False}
     if project.task == TASKS[1]:
         return  # as much again, and no other code
-    words = "--checkpoint", tuned.out / "whole/best.pt", "--output", tuned.out, "--data", tuned.data
+    words = (
+        "--checkpoint",
+        tuned.out / "whole/best.pt",
+        "--output",
+        tuned.out,
+        "--data",
+        tuned.data,
+    )
     tuned.project.run(*words, script="ddpkit export", on=1).ok()
     assert (tuned.out / "model.onnx").exists()
 
 
-def test_heatmap(project: Project, trained: Path, edited: Callable[[str], Edited]) -> None:
+def test_heatmap(
+    project: Project, trained: Path, edited: Callable[[str], Edited]
+) -> None:
     """Where a network averages its last maps, they show what its last layer makes of each place."""
     seen, best = edited("heatmap"), trained / "best.pt"
     words = seen.data / "val", "--checkpoint", best, "--output"
@@ -366,7 +404,9 @@ def test_heatmap(project: Project, trained: Path, edited: Callable[[str], Edited
         import predict
         from ddpkit.run.checkpoint import open_model
 
-        net, _, args, _ = open_model(best, predict.build_model, predict.parse_args, "cpu")
+        net, _, args, _ = open_model(
+            best, predict.build_model, predict.parse_args, "cpu"
+        )
         *layers, head = net.children()
         images = torch.rand(3, 3, 64, 96) * 4 - 2
         logits, heat = predict.explain(net, images.clone(), args)
@@ -375,7 +415,9 @@ def test_heatmap(project: Project, trained: Path, edited: Callable[[str], Edited
             assert torch.allclose(logits, head(maps.mean((2, 3))), atol=1e-5)
             weights = head.weight[logits.argmax(1)]
             own = torch.einsum("nkhw,nk->nhw", maps, weights).relu().unsqueeze(1)
-            own = torch.nn.functional.interpolate(own, (64, 96), mode="bilinear").squeeze(1)
+            own = torch.nn.functional.interpolate(
+                own, (64, 96), mode="bilinear"
+            ).squeeze(1)
         assert torch.allclose(heat, own / own.amax((1, 2), keepdim=True), atol=1e-4)
 
     seen.project.here(compare).ok()

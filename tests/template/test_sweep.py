@@ -12,7 +12,9 @@ from generated import Command, Project, rows, wait_for
 
 
 def start(project: Project, *words: object) -> Command:
-    return Command([sys.executable, project.folder / "recipes/sweep.py", *words], NPROC="1")
+    return Command(
+        [sys.executable, project.folder / "recipes/sweep.py", *words], NPROC="1"
+    )
 
 
 @pytest.mark.soak
@@ -24,10 +26,14 @@ def test_trials(project: Project, few: Path, tmp_path: Path) -> None:
     script.write_text(text.replace("TRIALS, HOURS = 20", "TRIALS, HOURS = 4"))
     folder.mkdir(parents=True)
     storage = f"sqlite:///{folder}/study.db"
-    study = optuna.create_study(storage=storage, study_name="sweep", direction="maximize")
+    study = optuna.create_study(
+        storage=storage, study_name="sweep", direction="maximize"
+    )
     for score in 2.0, 3.0:  # that no training reaches
         levels = dict.fromkeys(range(1, 9), score)
-        study.add_trial(optuna.trial.create_trial(value=score, intermediate_values=levels))
+        study.add_trial(
+            optuna.trial.create_trial(value=score, intermediate_values=levels)
+        )
     flags = copy.flags(few, tmp_path, "--epochs", 500)
     first = start(copy, *flags)
     wait_for(lambda: os.path.exists(folder / "2/metrics.csv"))
@@ -56,7 +62,9 @@ def test_lower_is_better(project: Project, tmp_path: Path) -> None:
 
         assert sweep.scores(tmp_path) == []  # args.json does not say yet which it is
         for direction, sign in ("min", -1), ("max", 1):
-            (tmp_path / "args.json").write_text(json.dumps({"best": ["val_loss", direction]}))
+            (tmp_path / "args.json").write_text(
+                json.dumps({"best": ["val_loss", direction]})
+            )
             assert sweep.scores(tmp_path) == [sign * 0.5, sign * 0.25]
 
     project.here(read).ok()

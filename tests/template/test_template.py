@@ -15,11 +15,27 @@ from test_updates import git
 
 FOLDER = ROOT / TEMPLATE_FOLDER
 SHARED = {
-    *(".devcontainer/devcontainer.json", ".dockerignore", ".gitattributes", "Dockerfile"),
-    *(".github/workflows/ci.yml", ".gitignore", ".pre-commit-config.yaml", "recipes/sweep.py"),
+    *(
+        ".devcontainer/devcontainer.json",
+        ".dockerignore",
+        ".gitattributes",
+        "Dockerfile",
+    ),
+    *(
+        ".github/workflows/ci.yml",
+        ".gitignore",
+        ".pre-commit-config.yaml",
+        "recipes/sweep.py",
+    ),
     *(".vscode/extensions.json", ".vscode/launch.json", ".vscode/settings.json"),
     *(".vscode/tasks.json", "AGENTS.md", "distributed.py", "launch.sh"),
-    *("main.py", "pyproject.toml", "recipe.py", "requirements-dev.txt", "slurm/train.sbatch"),
+    *(
+        "main.py",
+        "pyproject.toml",
+        "recipe.py",
+        "requirements-dev.txt",
+        "slurm/train.sbatch",
+    ),
     *("tests/test_project.py", "ddpkit/py.typed"),
     *(path.relative_to(ROOT).as_posix() for path in (ROOT / "ddpkit").rglob("*.py")),
 }
@@ -54,9 +70,15 @@ def test_files(generate: Generate, template: Path, tmp_path: Path, task: str) ->
     assert files(template / TEMPLATE_FOLDER / "tasks" / task) == OF_THE_TASK[task]
     places = {name: FOLDER / name for name in SHARED}
     places |= {name: FOLDER / "tasks" / task / name for name in OF_THE_TASK[task]}
-    differ = [n for n, path in places.items() if (project / n).read_bytes() != path.read_bytes()]
+    differ = [
+        n
+        for n, path in places.items()
+        if (project / n).read_bytes() != path.read_bytes()
+    ]
     assert not differ
-    assert not [name for name in RENDERED if "cookiecutter" in (project / name).read_text()]
+    assert not [
+        name for name in RENDERED if "cookiecutter" in (project / name).read_text()
+    ]
     assert (project / "README.md").read_text().startswith("# My DDP Project\n")
     assert os.access(project / "launch.sh", os.X_OK)
 
@@ -107,8 +129,8 @@ def test_a_wrong_answer(generate: Generate, tmp_path: Path, answer: str) -> None
     assert list(tmp_path.iterdir()) == []
 
 
-# Keys that VS Code's debug view, the Python debugger's package.json and VS Code's tasks document;
-# nothing that they call deprecated. "rules" is debugpy's own.
+# Keys that VS Code's debug view, the Python debugger's package.json and VS Code's tasks
+# document; nothing that they call deprecated. "rules" is debugpy's own.
 KEYS = {
     "configurations": "name type request preLaunchTask args connect console cwd env justMyCode "
     "module pathMappings processId program python subProcess rules",
@@ -132,7 +154,9 @@ def test_vscode() -> None:
         for kind in KEYS.keys() & content.keys():
             assert set().union(*content[kind]) <= {*KEYS[kind].split()}
         text = (FOLDER / ".vscode" / name).read_text()
-        assert {*re.findall(r"\$\{input:(\w+)\}", text)} == {q["id"] for q in content["inputs"]}
+        assert {*re.findall(r"\$\{input:(\w+)\}", text)} == {
+            q["id"] for q in content["inputs"]
+        }
         assert not re.search(r'"/|"~|[A-Z]:\\', text)  # no absolute path
         for file in re.findall(r"\$\{workspaceFolder\}/([\w.]+)", text):
             assert (FOLDER / file).exists() or file in OF_BOTH, file
@@ -145,14 +169,24 @@ def lint(folder: Path, env: dict[str, str]) -> subprocess.CompletedProcess:
     """All that pre-commit checks, in a repository made of `folder`."""
     git("init", "--quiet", cwd=folder, env=env)
     git("add", "--all", cwd=folder, env=env)
-    cache = os.environ.get("PRE_COMMIT_HOME", str(Path.home() / ".cache" / "pre-commit"))
+    cache = os.environ.get(
+        "PRE_COMMIT_HOME", str(Path.home() / ".cache" / "pre-commit")
+    )
     command = [sys.executable, "-m", "pre_commit", "run", "--all-files"]
-    own = {name: os.environ[name] for name in ("HOME", "OWN_PROXY")}  # which pip has settings for
-    env = {**env, "HOME": own["HOME"], "https_proxy": own["OWN_PROXY"], "PRE_COMMIT_HOME": cache}
+    # which pip has settings for
+    own = {name: os.environ[name] for name in ("HOME", "OWN_PROXY")}
+    env = {
+        **env,
+        "HOME": own["HOME"],
+        "https_proxy": own["OWN_PROXY"],
+        "PRE_COMMIT_HOME": cache,
+    }
     return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True)
 
 
-def test_lint_of_the_template(template: Path, clean_home: dict[str, str], tmp_path: Path) -> None:
+def test_lint_of_the_template(
+    template: Path, clean_home: dict[str, str], tmp_path: Path
+) -> None:
     copy = shutil.copytree(template, tmp_path / "copy", symlinks=True)
     done = lint(copy, clean_home)
     assert done.returncode == 0, done.stdout
@@ -173,7 +207,8 @@ def test_lint_and_types_of_a_project(
     project = tmp_path / "my_ddp_project"
     done = lint(project, clean_home)
     assert done.returncode == 0, done.stdout
-    # What mypy finds out about torch takes half a minute, and is kept for the next time.
+    # What mypy finds out about torch takes half a minute, and is kept for the next
+    # time.
     command = [sys.executable, "-m", "mypy", "--cache-dir", ROOT / ".mypy_cache", "."]
     done = subprocess.run(command, cwd=project, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout

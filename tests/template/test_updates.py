@@ -17,7 +17,9 @@ Repository = tuple[Path, Env]
 
 def git(*args: object, cwd: Path, env: Env) -> str:
     command = ["git", *map(str, args)]
-    done = subprocess.run(command, cwd=cwd, env=env, check=True, capture_output=True, text=True)
+    done = subprocess.run(
+        command, cwd=cwd, env=env, check=True, capture_output=True, text=True
+    )
     return done.stdout
 
 
@@ -29,7 +31,9 @@ def commit(repository: Path, env: Env) -> str:
 
 
 def cruft(*args: object, cwd: Path, env: Env) -> None:
-    subprocess.run([sys.executable, "-m", "cruft", *map(str, args)], cwd=cwd, env=env, check=True)
+    subprocess.run(
+        [sys.executable, "-m", "cruft", *map(str, args)], cwd=cwd, env=env, check=True
+    )
 
 
 def cookiecutter(*args: object, cwd: Path, env: Env) -> Path:
@@ -82,7 +86,11 @@ MINE = "def train_one_epoch(", "# mine\n\n\ndef train_one_epoch("
 @pytest.mark.parametrize("account", ["", "name:password@"])
 def test_from_github(repository: Repository, tmp_path: Path, account: str) -> None:
     """The README's command, with git told to look for github.com in a folder."""
-    address = f"https://{account}github.com/org/ddp-template" if account else "gh:org/ddp-template"
+    address = (
+        f"https://{account}github.com/org/ddp-template"
+        if account
+        else "gh:org/ddp-template"
+    )
     project = cookiecutter(address, cwd=tmp_path, env=repository[1])
     assert os.access(project / "launch.sh", os.X_OK)
     # An address that git can clone again, without the account; no path of this machine.
@@ -140,4 +148,6 @@ def test_from_an_archive(repository: Repository, tmp_path: Path) -> None:
     assert not (project / ".cruft.json").exists()
     files = [path for path in (origin / "ddpkit").rglob("*") if path.is_file()]
     copies = [project / path.relative_to(origin) for path in files]
-    assert [path.read_bytes() for path in copies] == [path.read_bytes() for path in files]
+    assert [path.read_bytes() for path in copies] == [
+        path.read_bytes() for path in files
+    ]

@@ -22,7 +22,8 @@ except ModuleNotFoundError:
     print("error: no optuna: python -m pip install optuna", file=sys.stderr)
     sys.exit(2)
 
-SPACE: dict[str, BaseDistribution] = {  # edit it: CategoricalDistribution(["a", "b"]) is a choice
+# edit it: CategoricalDistribution(["a", "b"]) is a choice
+SPACE: dict[str, BaseDistribution] = {
     "--lr": FloatDistribution(1e-4, 1e-2, log=True),
     "--weight-decay": FloatDistribution(1e-3, 0.3, log=True),
     "--label-smoothing": FloatDistribution(0, 0.2),
@@ -65,7 +66,8 @@ def run(study: optuna.Study, trial: optuna.Trial) -> None:
                 is_pruned = is_pruned or trial.should_prune()
         is_stopped = launcher.poll() is None
     finally:
-        launcher.terminate()  # it saves and exits with 75; it kills ranks that take 120 s
+        # it saves and exits with 75; it kills ranks that take 120 s
+        launcher.terminate()
         status = launcher.wait(150)
     if status == 75 and not is_stopped:
         sys.exit(75)  # by somebody else: the next start resumes it
@@ -86,13 +88,19 @@ def main() -> None:
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     url = f"sqlite:///{FOLDER}/study.db"
     study = optuna.create_study(
-        storage=url, study_name="sweep", pruner=PRUNER, direction="maximize", load_if_exists=True
+        storage=url,
+        study_name="sweep",
+        pruner=PRUNER,
+        direction="maximize",
+        load_if_exists=True,
     )
     for old in study.get_trials(states=[TrialState.RUNNING]):  # interrupted
         folder = old.user_attrs.get("folder", str(old.number))
         study.enqueue_trial(old.params, user_attrs={"folder": folder})
         study.tell(old.number, state=TrialState.FAIL)
-    for _ in range(TRIALS - len(study.get_trials(states=[TrialState.COMPLETE, TrialState.PRUNED]))):
+    for _ in range(
+        TRIALS - len(study.get_trials(states=[TrialState.COMPLETE, TrialState.PRUNED]))
+    ):
         run(study, study.ask(SPACE))
     if study.get_trials(states=[TrialState.COMPLETE]):
         best = study.best_trial

@@ -20,7 +20,16 @@ from ddpkit.tools import stalls
 from flags import parse_args
 
 ROOT = Path(__file__).resolve().parent.parent
-SMALL = ["--image-size", "64", "--batch-size", "4", "--epochs", "2", "--weights", "none"]
+SMALL = [
+    "--image-size",
+    "64",
+    "--batch-size",
+    "4",
+    "--epochs",
+    "2",
+    "--weights",
+    "none",
+]
 FLAGS = [*SMALL, "--amp", "off", "--data"]
 os.environ["CUDA_VISIBLE_DEVICES"] = ""  # of this process and of those that it starts
 
@@ -31,12 +40,15 @@ def is_debugged() -> bool:
 
 def launch(ranks: int, *flags: object) -> str:
     command: list[object] = [ROOT / "launch.sh", "--workers", 1]
-    if is_debugged():  # the debugger does not follow bash; there is no time-out at a breakpoint
+    # the debugger does not follow bash; there is no time-out at a breakpoint
+    if is_debugged():
         command = [sys.executable, "-m", "ddpkit.launch"]
     env = {**os.environ, "NPROC": str(ranks), "PYTHON": sys.executable}
     words = [str(word) for word in (*command, *flags)]
     seconds = None if is_debugged() else 300
-    done = subprocess.run(words, cwd=ROOT, env=env, capture_output=True, text=True, timeout=seconds)
+    done = subprocess.run(
+        words, cwd=ROOT, env=env, capture_output=True, text=True, timeout=seconds
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -56,8 +68,12 @@ def run(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_a_resumed_run_ends_with_the_same_bits(run: Path, data: Path, tmp_path: Path) -> None:
-    out = launch(2, *FLAGS, data, "--output-dir", tmp_path, "--resume", run / "last-1.pt")
+def test_a_resumed_run_ends_with_the_same_bits(
+    run: Path, data: Path, tmp_path: Path
+) -> None:
+    out = launch(
+        2, *FLAGS, data, "--output-dir", tmp_path, "--resume", run / "last-1.pt"
+    )
     assert "steps of the next" in out
     paths = run / "last.pt", tmp_path / "last.pt"
     whole, resumed = (torch.load(path, weights_only=True)["model"] for path in paths)
@@ -76,24 +92,37 @@ def test_loader_workers_change_no_sample(data: Path) -> None:
         batches.append(list(DataLoader(samples, 4, sampler=sampler, **options)))
     torch.distributed.destroy_process_group()
     parts, others = ([part for batch in each for part in batch] for each in batches)
-    assert all(map(torch.equal, parts, others)), "make generators in __getitem__: AGENTS.md"
+    assert all(map(torch.equal, parts, others)), (
+        "make generators in __getitem__: AGENTS.md"
+    )
 
 
 def test_metrics_are_the_same_on_any_number_of_ranks(run: Path, data: Path) -> None:
     flags = ["--data", data, "--output-dir", run, "--eval-only"]
-    one, three = (json.loads(launch(ranks, *flags).splitlines()[-1]) for ranks in (1, 3))
+    one, three = (
+        json.loads(launch(ranks, *flags).splitlines()[-1]) for ranks in (1, 3)
+    )
     assert one == pytest.approx(three)
 
 
-def test_predict_needs_the_checkpoint_alone(run: Path, data: Path, tmp_path: Path) -> None:
-    predict.main([f"{data}/val", "--output", f"{tmp_path}/out", "--checkpoint", f"{run}/best.pt"])
+def test_predict_needs_the_checkpoint_alone(
+    run: Path, data: Path, tmp_path: Path
+) -> None:
+    predict.main(
+        [f"{data}/val", "--output", f"{tmp_path}/out", "--checkpoint", f"{run}/best.pt"]
+    )
     assert any(path.is_file() for path in (tmp_path / "out").rglob("*"))
 
 
-def test_a_step_reads_nothing_off_the_device(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_reads_nothing_off_the_device(
+    data: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It would wait for loss.item() or print(loss) in each step; now and then does no harm."""
-    sgd = torch.optim.SGD  # fused optimizers do not know device "meta", on which it trains
-    monkeypatch.setattr(recipe, "build_optimizer", lambda net, _: sgd(net.parameters(), 0.1))
+    # fused optimizers do not know device "meta", on which it trains
+    sgd = torch.optim.SGD
+    monkeypatch.setattr(
+        recipe, "build_optimizer", lambda net, _: sgd(net.parameters(), 0.1)
+    )
     monkeypatch.setattr(main, "evaluate", lambda *_: ({}, None, ()))  # which may read
     fault = stalls.find(main, [*FLAGS, str(data)])
     if fault:

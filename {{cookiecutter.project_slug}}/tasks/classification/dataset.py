@@ -12,8 +12,9 @@ from torchvision.transforms.v2 import InterpolationMode as Mode
 
 import ddpkit
 
-# ImageNet's. Images are uint8 until they are on the device, where main.py's loop gets them
-# normalised by these, unless DIR/data.json or the network of --arch timm/NAME has its own.
+# ImageNet's. Images are uint8 until they are on the device, where main.py's loop gets
+# them normalised by these, unless DIR/data.json or the network of --arch timm/NAME has
+# its own.
 MEAN = (0.485, 0.456, 0.406)
 STD = (0.229, 0.224, 0.225)
 draw_demo = ddpkit.demo_classes  # without --data
@@ -26,7 +27,8 @@ AUGMENTATIONS = {  # the names that --augment takes; add yours
     "vflip": v2.RandomVerticalFlip(),
     "erasing": v2.RandomErasing(p=0.25),  # arXiv:1708.04896; in black
 }
-# Names, too, of what mixes the images and labels of a batch, by alpha; arXiv:1710.09412, 1905.04899
+# Names, too, of what mixes the images and labels of a batch, by alpha;
+# arXiv:1710.09412, 1905.04899
 MIXES = {"mixup": (v2.MixUp, 0.2), "cutmix": (v2.CutMix, 1.0)}
 
 
@@ -37,7 +39,8 @@ def train_transform(size: int, augment: Sequence[v2.Transform] = ()) -> v2.Compo
     """
     return v2.Compose(
         [
-            # As v2's, but a JPEG is decoded no larger than the result needs: much faster.
+            # As v2's, but a JPEG is decoded no larger than the result needs: much
+            # faster.
             ddpkit.RandomResizedCrop(size, scale=(0.25, 1), ratio=(3 / 4, 4 / 3)),
             v2.RandomHorizontalFlip(),
             *augment,
@@ -75,11 +78,16 @@ def build_datasets(args: Namespace) -> tuple[ImageDataset, ImageDataset, Sequenc
     with ddpkit.rank_zero_first():  # the other ranks find it drawn
         data = args.data or draw_demo()
     part = args.eval_only or "val"
-    train, val, classes = ddpkit.find_classes(data, args.fold, part, args.arch, MEAN, STD)
-    # What the data and the network say; model.py and, from the checkpoint, predict.py need it.
+    train, val, classes = ddpkit.find_classes(
+        data, args.fold, part, args.arch, MEAN, STD
+    )
+    # What the data and the network say; model.py and, from the checkpoint, predict.py
+    # need it.
     args.several_labels = train.several
     args.crop = train.crop
-    augment = ddpkit.parse_augment(AUGMENTATIONS, args.augment, train.format.channels, MIXES)
+    augment = ddpkit.parse_augment(
+        AUGMENTATIONS, args.augment, train.format.channels, MIXES
+    )
     train_set = ImageDataset(train, train_transform(args.image_size, augment))
     val_set = ImageDataset(val, val_transform(args.image_size, args.crop))
     return train_set, val_set, classes
@@ -99,7 +107,8 @@ def transform_batch(
             mixes.append(mix(alpha=alpha, num_classes=num_classes))
     if mixes:
         images, targets = v2.RandomChoice(mixes)(images, targets)
-        images = images.contiguous(memory_format=torch.channels_last)  # which MixUp loses on GPUs
+        # which MixUp loses on GPUs
+        images = images.contiguous(memory_format=torch.channels_last)
     return images, targets
 
 

@@ -12,14 +12,18 @@ from torchmetrics.classification import MulticlassAccuracy, MulticlassConfusionM
 
 import ddpkit
 
-# The first of these that there is chooses best.pt. It may also be "val_loss", or, of numbers that
-# you work out yourself, say which are better: "cost", "min".
+# The first of these that there is chooses best.pt. It may also be "val_loss", or, of
+# numbers that you work out yourself, say which are better: "cost", "min".
 BEST = "top1", "map"
-STRIDE = None  # of images' sides, if the network takes any multiples of it; None: --image-size
+# of images' sides, if the network takes any multiples of it; None: --image-size
+STRIDE = None
 
 
 def build_model(
-    args: Namespace, classes: Sequence[str], channels: int = 3, pretrained: str | None = None
+    args: Namespace,
+    classes: Sequence[str],
+    channels: int = 3,
+    pretrained: str | None = None,
 ) -> nn.Module:
     """Return a network: float32 (N, channels, H, W), normalised -> logits (N, classes).
 
@@ -30,7 +34,8 @@ def build_model(
         name = args.arch.removeprefix("timm/")
         config = timm.get_pretrained_cfg(name)
         if config and config.fixed_input_size:
-            img_size = args.image_size  # as a ViT has a weight for each position in the image
+            # as a ViT has a weight for each position in the image
+            img_size = args.image_size
         model = timm.create_model(  # leaves out what is None
             name,
             num_classes=len(classes),
@@ -40,13 +45,17 @@ def build_model(
         )
         model.set_grad_checkpointing(args.grad_checkpointing)  # type: ignore[operator]
     elif args.drop_path or args.grad_checkpointing:
-        raise ddpkit.UserError("--drop-path and --grad-checkpointing are for --arch timm/NAME")
+        raise ddpkit.UserError(
+            "--drop-path and --grad-checkpointing are for --arch timm/NAME"
+        )
     else:
         options = {}
         if args.arch in ("googlenet", "inception_v3"):
             # Auxiliary heads would need a loss of their own.
             options = {"aux_logits": False, "init_weights": True}
-        model = torchvision.models.get_model(args.arch, num_classes=len(classes), **options)
+        model = torchvision.models.get_model(
+            args.arch, num_classes=len(classes), **options
+        )
 
     ddpkit.adapt_input(model, args.image_size, channels)
     ddpkit.load_pretrained(model, pretrained, args.arch, img_size=img_size)
@@ -60,7 +69,9 @@ def layers(model: nn.Module) -> list[list[nn.Parameter]]:
         groups = timm.models.group_parameters(model, matcher())
         in_order = [groups[number] for number in sorted(groups)]
         return [[model.get_parameter(name) for name in names] for names in in_order]
-    modules = [each for each in model.modules() if isinstance(each, nn.Linear | nn.Conv2d)]
+    modules = [
+        each for each in model.modules() if isinstance(each, nn.Linear | nn.Conv2d)
+    ]
     if not modules:
         line = "--freeze-backbone and --layer-decay: no layer is known"
         raise ddpkit.UserError(f"{line}; return them from `layers` in model.py")
@@ -72,7 +83,8 @@ def layers(model: nn.Module) -> list[list[nn.Parameter]]:
 
 def infer(model: nn.Module, images: Tensor, args: Namespace) -> Tensor:
     """Apply `model` in evaluation: float32 (N, 3, H, W), normalised -> logits (N, classes)."""
-    outputs = model.forward(images)  # __call__ of a compiled one would compile again for each size
+    # __call__ of a compiled one would compile again for each size
+    outputs = model.forward(images)
     logits = ddpkit.to_logits(outputs)
     if args.tta:
         mirrored = model.forward(images.flip(-1))
@@ -80,7 +92,9 @@ def infer(model: nn.Module, images: Tensor, args: Namespace) -> Tensor:
     return logits
 
 
-def build_criterion(args: Namespace, train_set: Dataset, classes: Sequence[str]) -> nn.Module:
+def build_criterion(
+    args: Namespace, train_set: Dataset, classes: Sequence[str]
+) -> nn.Module:
     """Return the loss: (logits (N, classes), targets) -> the sum over the samples; or their mean.
 
     targets: int64 (N,), or float32 (N, classes), shares of the classes, as mixup makes them.
@@ -88,7 +102,9 @@ def build_criterion(args: Namespace, train_set: Dataset, classes: Sequence[str])
     class_weights = ddpkit.class_weights(args.class_weights, train_set, classes)
     if args.several_labels:
         return ddpkit.BinaryCrossEntropy(class_weights, args.label_smoothing)
-    return nn.CrossEntropyLoss(class_weights, reduction="sum", label_smoothing=args.label_smoothing)
+    return nn.CrossEntropyLoss(
+        class_weights, reduction="sum", label_smoothing=args.label_smoothing
+    )
 
 
 def build_metrics(args: Namespace, classes: Sequence[str]) -> MetricCollection:
@@ -98,7 +114,8 @@ def build_metrics(args: Namespace, classes: Sequence[str]) -> MetricCollection:
         return ddpkit.label_metrics(count)
     metrics: dict[str, Metric | MetricCollection] = {
         "top1": MulticlassAccuracy(count, average="micro"),
-        "matrix": MulticlassConfusionMatrix(count),  # for per_class.csv and confusion.png
+        # for per_class.csv and confusion.png
+        "matrix": MulticlassConfusionMatrix(count),
     }
     if count > 5:
         metrics["top5"] = MulticlassAccuracy(count, average="micro", top_k=5)

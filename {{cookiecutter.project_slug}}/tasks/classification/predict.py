@@ -27,12 +27,18 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = ddpkit.Parser(description=__doc__)
     parser.add_argument("inputs", nargs="+", metavar="FILES|FOLDER")
     parser.add_argument("--checkpoint", metavar="FILE", default=BEST)
-    parser.add_argument("--output", metavar="DIR", type=Path, default=Path("predictions"))
-    parser.add_argument("--tta", action="store_true", help="mirrored images, too, and the mean")
+    parser.add_argument(
+        "--output", metavar="DIR", type=Path, default=Path("predictions")
+    )
+    parser.add_argument(
+        "--tta", action="store_true", help="mirrored images, too, and the mean"
+    )
     parser.add_argument("--threshold", type=ddpkit.at_least(0, float), default=0.5,
         help="of the probability of a label, if images have several")  # fmt: skip
     given = parser.parse_args(argv)
-    job = ddpkit.Predictor(given.checkpoint, given.inputs, build_model, parse_args, given.output)
+    job = ddpkit.Predictor(
+        given.checkpoint, given.inputs, build_model, parse_args, given.output
+    )
     args = job.args  # with which the network was trained
     args.tta |= given.tta
     columns = ["file", "class", "probability"]

@@ -14,8 +14,8 @@ import ddpkit
 
 STRIDE = 32  # the networks halve an image five times
 VOID = 255  # the class number that loss and metrics ignore
-# ImageNet's. Images are uint8 until they are on the device, where main.py's loop gets them
-# normalised by these, unless DIR/data.json has its own.
+# ImageNet's. Images are uint8 until they are on the device, where main.py's loop gets
+# them normalised by these, unless DIR/data.json has its own.
 MEAN = (0.485, 0.456, 0.406)
 STD = (0.229, 0.224, 0.225)
 draw_demo = ddpkit.demo_masks  # without --data
@@ -36,7 +36,8 @@ def train_transform(size: int, augment: Sequence[v2.Transform] = ()) -> v2.Compo
     """
     return v2.Compose(  # of image and mask: each transform does the same to both
         [
-            # Resizes by a random factor and crops, but a JPEG is decoded no larger than that needs.
+            # Resizes by a random factor and crops, but a JPEG is decoded no larger than
+            # that needs.
             ddpkit.RandomScaleCrop(size, scale=(0.7, 1.4), mask_fill=VOID),
             v2.RandomHorizontalFlip(),
             *augment,
@@ -44,7 +45,9 @@ def train_transform(size: int, augment: Sequence[v2.Transform] = ()) -> v2.Compo
     )
 
 
-def val_transform(image: ddpkit.LazyImage, mask: ddpkit.LazyImage) -> tuple[Tensor, Tensor]:
+def val_transform(
+    image: ddpkit.LazyImage, mask: ddpkit.LazyImage
+) -> tuple[Tensor, Tensor]:
     """Return image and mask at their own size, padded to multiples of STRIDE."""
     return pad(image.read(), 0), pad(mask.read(), VOID)
 

@@ -13,7 +13,9 @@ import ddpkit
 from dataset import VOID
 
 # "sum" would not be deterministic on GPUs.
-cross_entropy = functools.partial(nn.functional.cross_entropy, reduction="none", ignore_index=VOID)
+cross_entropy = functools.partial(
+    nn.functional.cross_entropy, reduction="none", ignore_index=VOID
+)
 
 
 class Loss(nn.Module):
@@ -25,17 +27,26 @@ class Loss(nn.Module):
 
     weights: Tensor | None
 
-    def __init__(self, text: str, smoothing: float = 0.0, weights: Tensor | None = None) -> None:
+    def __init__(
+        self, text: str, smoothing: float = 0.0, weights: Tensor | None = None
+    ) -> None:
         super().__init__()
         self.smoothing = smoothing
         self.register_buffer("weights", weights)
         self.terms = []
-        known = {"ce": self.cross_entropy, "focal": self.focal, "dice": dice, "lovasz": lovasz}
+        known = {
+            "ce": self.cross_entropy,
+            "focal": self.focal,
+            "dice": dice,
+            "lovasz": lovasz,
+        }
         for part in text.split("+"):
             factor, _, name = part.strip().rpartition("*")
             is_factor = re.fullmatch(r"\d*\.?\d+|", factor) and float(factor or 1)
             if not is_factor or name not in known:
-                raise ddpkit.UserError(f"--loss {text}: use {', '.join(known)} or ce+0.5*dice")
+                raise ddpkit.UserError(
+                    f"--loss {text}: use {', '.join(known)} or ce+0.5*dice"
+                )
             self.terms.append((float(factor or 1), known[name]))
 
     def counts(self, targets: Tensor) -> Tensor:
@@ -60,7 +71,9 @@ class Loss(nn.Module):
         return total
 
     def cross_entropy(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        return cross_entropy(outputs, targets, self.weights, label_smoothing=self.smoothing)
+        return cross_entropy(
+            outputs, targets, self.weights, label_smoothing=self.smoothing
+        )
 
     def focal(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Lin et al. 2017, arXiv:1708.02002, with softmax and gamma 2."""
@@ -90,13 +103,15 @@ def lovasz(outputs: Tensor, targets: Tensor) -> Tensor:
     truth = one_hot(outputs, targets)
     shares = outputs.softmax(1).flatten(2)
     is_labelled = (targets != VOID).flatten(1)[:, None]
-    errors = (truth.float() - shares).abs() * is_labelled  # void comes last and adds nothing
+    # void comes last and adds nothing
+    errors = (truth.float() - shares).abs() * is_labelled
     order = errors.argsort(stable=True, dim=2, descending=True)
     is_true = truth.gather(2, order)
     size = truth.sum(2, keepdim=True)
     missed = size - is_true.cumsum(2)
     union = size + (~is_true).cumsum(2)
-    # By how much each pixel raises the Jaccard loss, missed / union; exact, unlike differences.
+    # By how much each pixel raises the Jaccard loss, missed / union; exact, unlike
+    # differences.
     of_false = missed / (union * (union - 1)).clamp(min=1)
     slopes = of_false.where(~is_true, 1 / union)
     slopes = torch.zeros_like(slopes).scatter(2, order, slopes)

@@ -8,19 +8,25 @@ import torchvision
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 from torchmetrics import ClasswiseWrapper, Metric, MetricCollection
-from torchmetrics.classification import MulticlassConfusionMatrix, MulticlassJaccardIndex
+from torchmetrics.classification import (
+    MulticlassConfusionMatrix,
+    MulticlassJaccardIndex,
+)
 
 import ddpkit
 from dataset import STRIDE, VOID
 from losses import Loss
 
-# It chooses best.pt. It may also be "val_loss", or, of numbers that you work out yourself, say
-# which are better: "cost", "min".
+# It chooses best.pt. It may also be "val_loss", or, of numbers that you work out
+# yourself, say which are better: "cost", "min".
 BEST = "miou"
 
 
 def build_model(
-    args: Namespace, classes: Sequence[str], channels: int = 3, pretrained: str | None = None
+    args: Namespace,
+    classes: Sequence[str],
+    channels: int = 3,
+    pretrained: str | None = None,
 ) -> nn.Module:
     """Return a network: float32 (N, channels, H, W), normalised -> logits (N, classes, H, W).
 
@@ -28,7 +34,9 @@ def build_model(
     H and W have to be multiples of STRIDE.
     pretrained: --weights, to start from; None: those of a checkpoint follow.
     """
-    if args.arch in torchvision.models.list_models(module=torchvision.models.segmentation):
+    if args.arch in torchvision.models.list_models(
+        module=torchvision.models.segmentation
+    ):
         model = torchvision.models.get_model(
             args.arch, num_classes=len(classes), weights=None, weights_backbone=None
         )
@@ -75,7 +83,9 @@ def infer(model: nn.Module, images: Tensor, args: Namespace) -> Tensor:
     return logits
 
 
-def build_criterion(args: Namespace, train_set: Dataset, classes: Sequence[str]) -> nn.Module:
+def build_criterion(
+    args: Namespace, train_set: Dataset, classes: Sequence[str]
+) -> nn.Module:
     """Return the loss: (logits, int64 (N, H, W)) -> the sum over the labelled pixels."""
     class_weights = ddpkit.class_weights(args.class_weights, train_set, classes)
     return Loss(args.loss, args.label_smoothing, class_weights)
@@ -95,7 +105,8 @@ def build_metrics(args: Namespace, classes: Sequence[str]) -> MetricCollection:
     metrics: dict[str, Metric | MetricCollection] = {
         "miou": mean,
         "iou": ClasswiseWrapper(each, list(classes), "iou_"),
-        # All three share their counts. Sorted by name a wrapper has to come first of those that do.
+        # All three share their counts. Sorted by name a wrapper has to come first of
+        # those that do.
         "matrix": MulticlassConfusionMatrix(count, ignore_index=VOID),
     }
     return MetricCollection(metrics)

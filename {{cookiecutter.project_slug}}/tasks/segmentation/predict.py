@@ -28,11 +28,19 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = ddpkit.Parser(description=__doc__)
     parser.add_argument("inputs", nargs="+", metavar="FILES|FOLDER")
     parser.add_argument("--checkpoint", metavar="FILE", default=BEST)
-    parser.add_argument("--output", metavar="DIR", type=Path, default=Path("predictions"))
-    parser.add_argument("--tile", type=ddpkit.at_least(0), help="default: as in training")
-    parser.add_argument("--tta", action="store_true", help="mirrored images, too, and the mean")
+    parser.add_argument(
+        "--output", metavar="DIR", type=Path, default=Path("predictions")
+    )
+    parser.add_argument(
+        "--tile", type=ddpkit.at_least(0), help="default: as in training"
+    )
+    parser.add_argument(
+        "--tta", action="store_true", help="mirrored images, too, and the mean"
+    )
     given = parser.parse_args(argv)
-    job = ddpkit.Predictor(given.checkpoint, given.inputs, build_model, parse_args, given.output)
+    job = ddpkit.Predictor(
+        given.checkpoint, given.inputs, build_model, parse_args, given.output
+    )
     args = job.args  # with which the network was trained
     args.tile = args.tile if given.tile is None else given.tile
     args.tta |= given.tta
@@ -45,7 +53,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         for path, image in job.images():
             padded = pad(image, 0)
             mask = torch.empty(padded.shape[1:], dtype=torch.uint8)
-            # Band by band: logits of the whole image may need more memory than there is.
+            # Band by band: logits of the whole image may need more memory than there
+            # is.
             for rows, logits in ddpkit.bands(predict, padded, args.tile, STRIDE):
                 mask[rows] = logits.argmax(0)
             write(path, image, mask)

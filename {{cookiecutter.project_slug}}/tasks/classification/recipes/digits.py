@@ -9,10 +9,13 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-table = np.loadtxt(str(files("sklearn.datasets.data") / "digits.csv.gz"), np.uint8, delimiter=",")
+table = np.loadtxt(
+    str(files("sklearn.datasets.data") / "digits.csv.gz"), np.uint8, delimiter=","
+)
 for number, row in enumerate(table):
     folder = Path("data/digits", "train" if number < 1437 else "val", str(row[64]))
     folder.mkdir(parents=True, exist_ok=True)
-    # From 0..16 to 0..240, with a margin, as validation looks at the middle 7/8 of an image.
+    # From 0..16 to 0..240, with a margin, as validation looks at the middle 7/8 of an
+    # image.
     image = Image.fromarray(np.pad(row[:64].reshape(8, 8) * 15, 1))
     image.save(folder / f"{number:04d}.png")
