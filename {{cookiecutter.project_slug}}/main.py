@@ -40,28 +40,29 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parse_args(argv)
     device = distributed.setup(args.seed, args.deterministic)  # joins the other ranks
     folder = ddpkit.Folder(args.output_dir, args.resume)
+    # Either sets folder.state: best.pt, or the checkpoint to continue from, if there is one.
     if args.eval_only:
-        best = folder.best()  # the flags that are not given are those of its training,
-        # but for those of this machine
+        best = folder.best()
+        # Flags that are not given are those of its training, but for these two.
         own = {"output_dir": args.output_dir, "amp": args.amp}
         args = parse_args(argv, {**best["args"], **own})
     else:
-        folder.find_checkpoint()  # to continue from
+        folder.find_checkpoint()
     args.amp = recipe.choose_amp(args, device)
 
-    # The data: samples have random numbers of their own, whichever rank and worker
-    # reads them.
+    # The data. In Seeded each sample has random numbers of its own, whichever rank and
+    # worker reads it; it also gives the index of each sample.
     train_set, val_set, classes = build_datasets(args)
     val_seeded = ddpkit.Seeded(val_set, classes, args.seed)
     val_loader: DataLoader = DataLoader(
         val_seeded,
-        # each sample on one rank
+        # Each image is on one rank, once: there is no padding to equal numbers.
         batch_sampler=ddpkit.ValSampler(val_set, args.batch_size),
-        collate_fn=ddpkit.Collate(),  # a batch for each size of image
-        **ddpkit.workers(args.workers, device),
+        collate_fn=ddpkit.Collate(),  # images of several sizes: a batch for each size
+        **ddpkit.workers(args.workers, device),  # num_workers, pin_memory and the like
     )
 
-    # The network, with the weights of the checkpoint, or else of --weights.
+    # The network, with the weights of the checkpoint, or else those of --weights.
     pretrained = None if folder.state else args.weights
     model = build_model(args, classes, val_seeded.channels, pretrained)
     folder.load(model, classes, vars(args))
@@ -72,12 +73,12 @@ def main(argv: Sequence[str] | None = None) -> None:
                 "--sync-bn: torch has it on GPUs only; omit the flag"
             )
         model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
-    # The sum of the losses, to be divided by the number of labels on all ranks.
-    criterion = ddpkit.Criterion(build_criterion(args, train_set, classes), classes).to(
-        device
-    )
+    # criterion(outputs, targets) is the sum of the losses of a batch's labels, and
+    # criterion.count(targets) their number.
+    loss = build_criterion(args, train_set, classes)
+    criterion = ddpkit.Criterion(loss, classes).to(device)
     metrics = build_metrics(args, classes).to(device)
-    predict = functools.partial(infer, args=args)
+    predict = functools.partial(infer, args=args)  # for drawings
 
     if args.eval_only:
         results, confusion, worst = evaluate(
@@ -86,26 +87,32 @@ def main(argv: Sequence[str] | None = None) -> None:
         folder.write(
             confusion, worst, model, val_loader, classes, predict, draw_example
         )
+        # JSON has no NaN, which a metric of no samples is.
         finite = {name: x if math.isfinite(x) else None for name, x in results.items()}
-        distributed.say(json.dumps(finite))
+        distributed.say(json.dumps(finite))  # on rank 0
         return
 
-    # Training changes `trained`. With --ema, `model` is its average; `model` is what is
-    # evaluated, saved and predicted with.
+    # Another order in each epoch, from which a run also resumes within an epoch; the last
+    # images, too few for a step of all ranks, are left out of it. With a sampler of
+    # another kind give the loader train_set itself, not in Seeded.
+    train_sampler = ddpkit.TrainSampler(
+        train_set, args.batch_size, args.accumulate, args.seed
+    )
     train_loader: DataLoader = DataLoader(
         ddpkit.Seeded(train_set, classes, args.seed),
         args.batch_size,
-        sampler=ddpkit.TrainSampler(
-            train_set, args.batch_size, args.accumulate, args.seed
-        ),
+        sampler=train_sampler,
         collate_fn=ddpkit.Collate(),
         **ddpkit.workers(args.workers, device),
     )
+    # Training changes `trained`. With --ema, `model` is its average; `model` is what is
+    # evaluated, saved and predicted with.
     ema = recipe.Ema(model, args.ema) if args.ema else None
     trained = ema.trained if ema else model
     if args.compile:
         trained.compile()  # in place: the names in checkpoints stay
     optimizer = recipe.build_optimizer(trained, args)
+    # Optimizer steps; len(train_loader) is the number of this rank's batches.
     steps = ddpkit.Run.steps_per_epoch(train_loader, args.accumulate)
     scheduler = recipe.build_scheduler(optimizer, args, steps)
     scaler = torch.amp.GradScaler(device.type, enabled=args.amp == "fp16")
@@ -117,7 +124,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         model=model,
         trained=trained,
         criterion=criterion,
-        optimizer=optimizer,  # what else has a state_dict is saved, too: name=part
+        # All parts of the state; what else has a state_dict is saved as name=part.
+        optimizer=optimizer,
         scheduler=scheduler,
         scaler=scaler,
         epochs=args.epochs,
@@ -131,14 +139,16 @@ def main(argv: Sequence[str] | None = None) -> None:
         tracker=args.tracker,
     )
 
-    # after a signal all ranks stop at the same step, save, and exit with status 75
+    # After a signal all ranks stop at the same step, save, and exit with status 75.
     with run:
-        # On one batch: a mistake in it costs no epoch.
+        # On one batch: a mistake in evaluate() costs no epoch.
         run.sanity_check(evaluate, criterion, metrics, args)
-        frozen = (
-            recipe.freeze_backbone(trained) if run.epoch < args.freeze_backbone else []
-        )
+        frozen = []
+        if run.epoch < args.freeze_backbone:
+            frozen = recipe.freeze_backbone(trained)
         ddp_model = wrap(trained)
+        # A variable that you count in from epoch to epoch starts anew on resume: take
+        # what you need from run.history, or give Run an object with a state_dict.
         for epoch in range(run.epoch, args.epochs):
             if run.is_out_of_patience(args.patience):
                 break
@@ -154,17 +164,17 @@ def main(argv: Sequence[str] | None = None) -> None:
                 model, val_loader, criterion, metrics, args
             )
             lr = optimizer.param_groups[-1]["lr"]  # not the backbone's
-            # saves
+            # Saves last.pt, and best.pt if BEST of model.py is better than ever.
             is_best = run.end_epoch({"train_loss": train_loss, **results, "lr": lr})
             if is_best:
                 run.draw(confusion, worst)
 
 
 def wrap(model: nn.Module) -> DistributedDataParallel:
-    """Have backward() average the gradients over the ranks. Wrap again after unfreezing weights."""
+    """Have backward() average the gradients over the ranks; after unfreezing wrap again."""
     ddp_model = DistributedDataParallel(model, gradient_as_bucket_view=True)
     # BatchNorm's statistics become those of rank 0 at the end of an epoch, not in each
-    # pass. newer versions of torch warn of it as an argument
+    # pass. Not an argument above, of which newer versions of torch warn.
     ddp_model.broadcast_buffers = False
     return ddp_model
 
@@ -182,10 +192,11 @@ def train_one_epoch(
     """Train on this rank's share of the rest of the epoch; return the mean loss of all ranks."""
     rank = ddpkit.rank()  # noqa: F841  for conditions of breakpoints, such as rank == 1
     world_size = torch.distributed.get_world_size()
-    # all batches have one shape
+    # Worth its time, as all batches have one shape.
     torch.backends.cudnn.benchmark = not args.deterministic
     recipe.set_training(ddp_model)  # train(), but for what is frozen
-    # the --accumulate batches of an optimizer step
+    # The --accumulate batches of each optimizer step, on the device. Sets the epoch of the
+    # sampler, and is given ddp_model to check that this is what is trained.
     for batches in run.steps(ddp_model):
         batches = [
             transform_batch(images, targets, args, len(run.classes))
@@ -193,28 +204,25 @@ def train_one_epoch(
         ]
         # Batches hold unequal numbers of labelled pixels, and a mean of means would be
         # wrong: all losses of a step are divided by the number of labels in all its
-        # batches on all ranks.
+        # batches on all ranks, or 1e-6 if there are none.
         counts = torch.stack([criterion.count(targets) for _, targets in batches])
-        # not 0, if all is void
         count = distributed.reduce_tensor(counts.sum()).clamp(min=1e-6)
         losses: list[Tensor] = []
         for i, (images, targets) in enumerate(batches, 1):
-            # DDP averages the gradients over the ranks in backward(); a step needs that
-            # once.
+            # DDP averages the gradients over the ranks in backward(), once in a step.
             with contextlib.nullcontext() if i == len(batches) else ddp_model.no_sync():
                 with recipe.autocast(args.amp, images.device):
                     outputs = ddp_model(images)
-                # A sum / count; times world_size, because DDP divides by that.
-                loss = (
-                    criterion(ddpkit.to_logits(outputs), targets) * world_size / count
-                )
+                logits = ddpkit.to_logits(outputs)
+                # A sum / count; times world_size, because DDP divides by that. To add a
+                # mean over the batch: loss = loss + mean / len(batches).
+                loss = criterion(logits, targets) * world_size / count
                 scaler.scale(loss).backward()
             losses.append(loss.detach())
         grad_norm = None
         if args.clip_grad_norm or run.is_logged:
             scaler.unscale_(optimizer)
-            # inf: only measured, for the log
-            max_norm = args.clip_grad_norm or math.inf
+            max_norm = args.clip_grad_norm or math.inf  # inf: only measured
             grad_norm = nn.utils.clip_grad_norm_(ddp_model.parameters(), max_norm)
         scaler.step(optimizer)
         scaler.update()
@@ -222,9 +230,10 @@ def train_one_epoch(
         scheduler.step()
         if ema:
             ema.update(run.step)
-        # saves if due; stops here after a signal
+        # Counts and logs the step; saves, if that is due; after a signal stops here.
         run.end_step(sum(losses), count, grad_norm)
-    return run.mean_loss()  # gives all ranks the BatchNorm statistics of rank 0
+    # All ranks call this. It also gives them the BatchNorm statistics of rank 0.
+    return run.mean_loss()
 
 
 @torch.inference_mode()
@@ -253,9 +262,9 @@ def evaluate(
         totals[1] += criterion.count(targets)
         metrics.update(logits, targets)
         worst.update(logits, targets, indices)
-    # sums first, then one division
     loss_sum, count = distributed.reduce_tensor(totals).tolist()
-    results, confusion = ddpkit.compute(metrics)  # after a signal all ranks stop here
+    # Exact over all ranks; after a signal all of them stop here.
+    results, confusion = ddpkit.compute(metrics)
     if not count:
         raise ddpkit.NoLabelsError(
             "the validation set has no labelled samples (all are void)"

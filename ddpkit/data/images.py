@@ -130,6 +130,17 @@ class LazyImage(Image.Image):
             )
         return super().getbands()
 
+    def transform(self, *how: Any, **options: Any) -> Image.Image:
+        """As PIL's, which rotations and shears call; a mask is not filled with a class."""
+        fill = options.get("fillcolor")
+        if self.is_mask and fill in (None, 0, (0,)):
+            raise UserError(
+                "a mask that is rotated or sheared before it is cropped gets 0, a class, at its "
+                "edges: do it after the crop, whose masks are tv_tensors.Mask, with fill="
+                '{tv_tensors.Mask: 255, "others": 0}'
+            )
+        return super().transform(*how, **options)
+
     @property
     def __array_interface__(self) -> dict[str, Any]:
         if self.is_loaded:

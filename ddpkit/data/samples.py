@@ -257,6 +257,11 @@ class Seeded(Dataset):
         """Return a sample as (image (C, H, W), target, ...), as the class describes."""
         image, target, *others = ordered(sample) or (None, None)
         is_pil = isinstance(image, Image.Image)
+        # A tv_tensors.Image of integers, by its name as torchvision may not be there.
+        is_integer = isinstance(target, Tensor) and not target.is_floating_point()
+        is_mask_as_image = (
+            is_integer and type(target).__name__ == "Image" and len(target) == 1
+        )
         image, target = as_tensor(image, True), as_tensor(target, False)
         is_image = isinstance(image, Tensor) and image.ndim == 3
         is_float = is_image and image.is_floating_point()
@@ -278,6 +283,11 @@ class Seeded(Dataset):
                     "; divide other values by the one that is white, such as 65535.0"
                 )
             raise UserError(line)
+        if is_mask_as_image:
+            raise UserError(
+                f"{name(self.dataset, index)}: the mask has become a tv_tensors.Image, whose class "
+                "numbers transforms average: crop first, or use tv_tensors.Mask(mask.read())"
+            )
         if isinstance(target, str | None):
             raise UserError(
                 f"{name(self.dataset, index)}: the target is {target!r}; {WANTED}"

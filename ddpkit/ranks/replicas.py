@@ -30,10 +30,14 @@ def weights_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
 def prepare(network: nn.Module) -> None:
     """Prepare a network for training on all ranks; a second time it is left alone.
 
-    Raises a UserError if it is not in DistributedDataParallel, and there are several ranks.
+    Raises a UserError if it is not in DistributedDataParallel, and there are several ranks; or if
+    weights were frozen or unfrozen since.
     """
     ddp_model = uncompiled(network)
-    if ddp_model in trained:
+    is_new = ddp_model not in trained
+    if isinstance(ddp_model, DistributedDataParallel):
+        _check_trained(ddp_model, is_new)
+    if not is_new:
         return
     trained[ddp_model] = [
         name.removeprefix("module.")
@@ -50,9 +54,33 @@ def prepare(network: nn.Module) -> None:
     # A sum of two is the same in any order; the other flags keep to the order of the
     # weights.
     keeps_order = ddp_model.find_unused_parameters or ddp_model.static_graph
-    if distributed.world_size() > 2 and not keeps_order:
-        _settle_buckets(ddp_model)
+    if distributed.world_size() > 2:
+        if not keeps_order:
+            _settle_buckets(ddp_model)
+        elif ddp_model.static_graph:
+            distributed.say(
+                "warning: with static_graph=True on more than two ranks a resumed run differs in "
+                "the last bits: DDP sums in another order in its first step"
+            )
     ddp_model.register_forward_pre_hook(lambda module, _: _called.add(module))
+
+
+def _check_trained(ddp_model: DistributedDataParallel, is_new: bool) -> None:
+    """Raise a UserError if other weights are trained than when DDP was given the network."""
+    ignored = ddp_model.parameters_to_ignore
+    now = sum(
+        each.requires_grad and name not in ignored
+        for name, each in ddp_model.module.named_parameters()
+    )
+    then = ddp_model._get_ddp_logging_data().get("num_parameter_tensors", now)
+    # A network may be frozen for a while, as a discriminator is.
+    is_frozen = now < then and is_new and not ddp_model.find_unused_parameters
+    if now > then or is_frozen:
+        raise UserError(
+            f"{abs(now - then)} weights were {'frozen' if is_frozen else 'unfrozen'} after "
+            "DistributedDataParallel(model), which keeps to the weights it started with: wrap the "
+            "network after that (again)"
+        )
 
 
 class _EachWeight(nn.Module):
@@ -88,7 +116,8 @@ def check_called(network: nn.Module) -> None:
     if isinstance(ddp_model, DistributedDataParallel) and ddp_model not in _called:
         raise UserError(
             "a step without a call of ddp_model, which averages the gradients over the ranks: "
-            "compute the outputs with ddp_model(images), not with model or ddp_model.module"
+            "compute the outputs with ddp_model(images), not with model or ddp_model.module, and "
+            "call run.end_step once"
         )
     _called.discard(ddp_model)
 

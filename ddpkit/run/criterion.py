@@ -1,5 +1,6 @@
 """A loss as a sum over labels, and their number."""
 
+import contextlib
 import copy
 import math
 import random
@@ -136,7 +137,9 @@ class Criterion(nn.Module):
 
         Reads the device, once. The loss and all random numbers remain as they are.
         """
-        own, self.loss = self.loss, copy.deepcopy(self.loss)  # which may have buffers
+        own = self.loss
+        with contextlib.suppress(Exception):  # not all can be copied
+            self.loss = copy.deepcopy(own)  # which may have buffers
         states = random.getstate(), np.random.get_state()
         try:
             return self._try_twice(outputs, targets, *more)

@@ -1,4 +1,9 @@
-"""What is often forgotten in a training step, which a process's first two steps show."""
+"""What is often forgotten in a training loop, which its first steps and epochs show."""
+
+import copy
+import math
+import sys
+import types
 
 import torch
 from torch import Tensor
@@ -25,8 +30,9 @@ class FirstSteps:
         self.optimizer = optimizer
         self.passes = passes
         self.ended = 0  # steps
-        # with the number of the batch's labels
+        # Of the criterion's sums, each with its batch's number of labels.
         self.slopes: list[tuple[Tensor, Tensor]] = []
+        self.of_criterion: Tensor | float = 0.0  # in the first step's loss
         self.scale = 1.0
         self.has_stepped = False
         self.is_cleared = False
@@ -37,11 +43,14 @@ class FirstSteps:
                 criterion.register_forward_hook(self._watch_loss, with_kwargs=True)
             )
 
-    def end_step(self, count: Tensor) -> None:
-        """Raise a UserError, or say a line, if the step is wrong; count: of labels of all ranks."""
+    def end_step(self, loss: Tensor | float, count: Tensor) -> None:
+        """Raise a UserError, or say a line, if the step is wrong.
+
+        loss: of this rank's batches. count: of labels of all ranks.
+        """
         self.ended += 1
         if self.ended == 1:
-            self._check_first(count)
+            self._check_first(loss, count)
         if self.ended == 2:
             for hook in self.hooks:
                 hook.remove()
@@ -60,13 +69,15 @@ class FirstSteps:
             count = criterion.count(
                 named["targets"] if "targets" in named else inputs[1]
             )
-            loss.register_hook(lambda slope: self._note_slope(slope, count))
+            value = loss.detach()
+            loss.register_hook(lambda slope: self._note_slope(slope, value, count))
         else:
             loss.register_hook(self._check_cleared)
 
-    def _note_slope(self, slope: Tensor, count: Tensor) -> None:
+    def _note_slope(self, slope: Tensor, value: Tensor, count: Tensor) -> None:
         self.slopes.append((slope, count))
         self.scale = self._scale()
+        self.of_criterion += slope * value / self.scale
 
     def _check_cleared(self, _: Tensor) -> None:
         if not self.is_cleared:  # of several batches, before the first
@@ -83,20 +94,31 @@ class FirstSteps:
             (scaler.get_scale() for scaler in scalers if scaler.is_enabled()), 1.0
         )
 
-    def _check_first(self, count: Tensor) -> None:
+    def _check_first(self, loss: Tensor | float, count: Tensor) -> None:
         replicas.check_slopes(self.slopes, count, self.passes, self.scale)
+        if self.passes > 1 and self.slopes:
+            self._say_other_terms(float(loss), float(self.of_criterion))
         if self.has_criterion and not self.slopes:
             distributed.say(
                 "warning: the loss did not come from criterion(...): a mean over one batch is "
                 "not that over the labels of all ranks and passes of a step, which is loss = "
-                "criterion(outputs, targets) * world_size / count; if yours is right, leave "
-                "criterion out of Run(...)"
+                "criterion(outputs, targets, ...) * world_size / count, with all that your loss "
+                "takes; if yours is right, leave criterion out of Run(...)"
             )
         if not self.has_stepped and self._scale() == 1:  # fp16 leaves out some
             distributed.say(
                 "warning: run.end_step without a step of the optimizer: a stop there loses the "
                 "gradients so far; for several batches per step use --accumulate"
             )
+
+    def _say_other_terms(self, loss: float, of_criterion: float) -> None:
+        if math.isclose(loss, of_criterion, rel_tol=0.01):
+            return
+        distributed.say(
+            f"warning: of the step's loss, {loss:.4g}, criterion(...) gave {of_criterion:.4g}. If "
+            f"the rest is a mean over each batch, it counts {self.passes} times: add mean / "
+            "len(batches), or sum * world_size / count, which are right"
+        )
 
     def _say_unsaved(self) -> None:
         if strays := checkpoint.strays(self.parts):
@@ -109,3 +131,65 @@ class FirstSteps:
                 f"warning: {kind} is not given to Run(...) by name: its state is in no checkpoint, "
                 "and a resumed run goes on without it"
             )
+
+
+class LoopVariables:
+    """Watches the numbers that the function with the training loop keeps in its variables.
+
+    They are in no checkpoint: early stopping by a counter would not survive a resume.
+    """
+
+    def __init__(self) -> None:
+        self.at_start: dict[str, object] | None = (
+            None  # of the first epoch of this process
+        )
+        self.is_epoch: set[str] = set()  # names of what has always been the epoch
+        self.is_said = False
+
+    def begin_epoch(self, run: object, epoch: int) -> None:
+        """Say a line if other numbers than the epoch have changed in the epoch before.
+
+        run: which one of the function's variables is.
+        """
+        if self.is_said:
+            return
+        numbers = numbers_around(run)
+        equal = {name for name, value in numbers.items() if value == epoch}
+        if self.at_start is None:
+            self.at_start = numbers
+            self.is_epoch = equal
+            return
+        self.is_epoch &= equal
+        changed = [
+            name
+            for name, value in self.at_start.items()
+            if name not in self.is_epoch and numbers.get(name, value) != value
+        ]
+        if changed:
+            self.is_said = True
+            distributed.say(
+                f"warning: {', '.join(changed)} changed with the epoch: in no checkpoint, so that "
+                "a resumed run starts with the first value; take it from run.history, or give "
+                "Run(...) an object with a state_dict by name; to stop early: --patience"
+            )
+
+
+def numbers_around(run: object) -> dict[str, object]:
+    """Return the numbers among the variables of the outermost function that has `run` as one."""
+    found: dict[str, object] = {}
+    frame: types.FrameType | None = sys._getframe(1)
+    while frame:
+        variables = dict(frame.f_locals)
+        if any(value is run for value in variables.values()):
+            found = variables
+        frame = frame.f_back
+    numbers = {name: value for name, value in found.items() if is_number(value)}
+    return copy.deepcopy(numbers)
+
+
+def is_number(value: object) -> bool:
+    if isinstance(value, dict):
+        return all(map(is_number, value.values()))
+    if isinstance(value, list):
+        return all(map(is_number, value))
+    return isinstance(value, int | float)

@@ -19,7 +19,7 @@ from ddpkit.ranks import distributed, replicas, stopping
 from ddpkit.run import checkpoint, machine, metrics, pictures, reporting
 from ddpkit.run.checkpoint import KEYS, OTHER_RUN, State
 from ddpkit.run.criterion import Criterion
-from ddpkit.run.first_steps import FirstSteps
+from ddpkit.run.first_steps import FirstSteps, LoopVariables
 from ddpkit.run.folder import Folder
 from ddpkit.run.metrics import Mistakes, Worsts
 
@@ -140,6 +140,8 @@ class Run:
         recorded = distributed.from_rank_zero(reporting.count, folder.path)
         self.is_complete = min(self.epoch, recorded) >= epochs
         self.first_steps = FirstSteps(self.parts, optimizer, criterion, accumulate)
+        self.variables = LoopVariables()
+        self.is_out = False  # of patience
         self.report = reporting.Reporter(
             folder.path,
             self.device,
@@ -314,6 +316,11 @@ class Run:
         if self.is_complete:
             remedy = "use --epochs N for more, --resume never to start over"
             return distributed.say(f"nothing left to do; {remedy}")
+        if self.epoch < self.epochs and not self.is_out:
+            distributed.say(
+                f"the loop was left after epoch {self.epoch} of {self.epochs}: the same command "
+                "goes on from there; to stop early for good, use --patience"
+            )
         return self.report.finish(self.score, self.best)
 
     def __str__(self) -> str:
@@ -328,6 +335,7 @@ class Run:
         networks: those that are trained, in DistributedDataParallel; the first in each step.
         """
         self._keep_changes()
+        self.variables.begin_epoch(self, self.epoch)
         if self.at_start and self.at_start != self._summary():
             distributed.say(
                 "a scheduler or another part was changed before run.steps() in an epoch that is "
@@ -382,7 +390,7 @@ class Run:
         """
         for network in self.networks[:1]:  # others may be trained now and then
             replicas.check_called(network)
-        self.first_steps.end_step(count)
+        self.first_steps.end_step(loss, count)
         if isinstance(loss, Tensor):
             loss = loss.detach()
         # as the loss is for the mean over the ranks
@@ -503,12 +511,12 @@ class Run:
     def is_out_of_patience(self, patience: int) -> bool:
         """Return whether the last `patience` epochs had no new best; 0: never."""
         since = self.epoch - self.best_epoch
-        is_out = 0 < patience <= since and self.epoch < self.epochs
-        if is_out:
+        self.is_out = 0 < patience <= since and self.epoch < self.epochs
+        if self.is_out:
             distributed.say(
                 f"--patience {patience}: no new best {self.score} for {since} epoch(s)"
             )
-        return is_out
+        return self.is_out
 
     def save(self, is_best: bool = False, again: bool = False) -> None:
         """Write a checkpoint, unless the loss or a weight is not finite; to call on all ranks.

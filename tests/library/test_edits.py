@@ -244,13 +244,16 @@ def test_a_shorter_epoch(few: Path, tmp_path: Path, edited: Edited) -> None:
     assert digest(whole) == digest(killed)
 
 
-LOSS = "                loss = criterion(ddpkit.to_logits(outputs), targets) * world_size / count\n"
+LOSS = "                loss = criterion(logits, targets) * world_size / count\n"
 ZERO = "        optimizer.zero_grad()\n"
-JUDGE = "evaluate(model, val_loader, criterion, metrics, args)\n            lr"
-SAMPLER = "        sampler=ddpkit.TrainSampler(train_set, args.batch_size, args.accumulate, args.seed),\n"
-WRAPPED = "        ddp_model = wrap(trained)\n        for"
+JUDGE = "                model, val_loader, criterion, metrics, args\n            )\n            lr"
+SAMPLER = "        sampler=train_sampler,\n"
+WRAPPED = "        ddp_model = wrap(trained)\n        # A"
 FREEZE = "        model.fc.requires_grad_(False)\n        ddp_model = wrap(trained)\n"
-FREEZE += "        model.fc.requires_grad_()\n        for"
+FREEZE += "        model.fc.requires_grad_()\n"
+FREEZE += "        # A"
+FROZEN = "        ddp_model = wrap(trained)\n"
+FROZEN += "        model.fc.requires_grad_(False)\n        # A"
 MISUSES = {  # more of a step: test_own_steps.py
     "a sum": (
         [(LOSS, LOSS.replace(" * world_size / count", ""))],
@@ -265,7 +268,8 @@ MISUSES = {  # more of a step: test_own_steps.py
         [(INSIDE, f"        if run.step == 3 and rank == 1: break\n{INSIDE}")],
         "loop.mean_loss",
     ),
-    "unfrozen": ([(WRAPPED, FREEZE)], "replicas.check_same"),
+    "unfrozen": ([(WRAPPED, FREEZE)], "replicas.check_trained"),
+    "frozen": ([(WRAPPED, FROZEN)], "replicas.check_trained"),
 }
 
 
@@ -276,22 +280,46 @@ def test_misuses_of_an_epoch(
     """Refused at the first step; another network than the saved one after the first epoch."""
     changes, code = MISUSES[name]
     done = edited(*changes)(data, tmp_path / "out", "--dist-timeout", 20, ranks=2)
-    done.refused(code, *{"leaves": ["rank 1"], "unfrozen": ["fc.weight"]}.get(name, []))
+    done.refused(
+        code, *{"leaves": ["rank 1"], "frozen": ["2 weights were frozen"]}.get(name, [])
+    )
     assert (tmp_path / "out" / "last.pt").exists() == (code == "loop.end_epoch")
     assert not (tmp_path / "out" / "best.pt").exists()
+
+
+BEST = "            if is_best:\n"
+COUNTED = """
+            waited = 0 if train_loss < lowest else waited + 1
+            lowest = min(lowest, train_loss)
+            if run.epoch == 2:
+                break
+"""
+
+
+def test_a_counter_of_epochs(few: Path, tmp_path: Path, edited: Edited) -> None:
+    """A line says that it does not survive a resume, and one that the loop was left."""
+    start = edited(
+        (WRAPPED, f"        lowest, waited = 9.0, 0\n{WRAPPED}"),
+        (BEST, COUNTED.lstrip("\n") + BEST),
+    )
+    done = start(few, tmp_path / "out", "--epochs", 3).ok()
+    assert len(re.findall("warning: lowest changed with the epoch", done.out)) == 1
+    assert "the loop was left after epoch 2 of 3" in done.out
+    done = start(few, tmp_path / "whole", "--epochs", 2, "--patience", 1).ok()
+    assert "the loop was left" not in done.out
 
 
 TO_DEVICE = "    model = model.to(device)"
 DICT = "    forward = model.forward\n"
 DICT += "    model.forward = lambda x: {'aux': x.sum(), 'out': forward(x)}\n"
-OF_LOSS = "build_criterion(args, train_set, classes), classes"
+OF_LOSS = "    loss = build_criterion(args, train_set, classes)\n"
 FUNCTION = "lambda output, target: nn.functional.cross_entropy(output, target, ignore_index=255)"
 LOSSES = {
     "sum": [],
-    "mean": [(OF_LOSS, "nn.CrossEntropyLoss(ignore_index=255), classes")],
+    "mean": [(OF_LOSS, "    loss = nn.CrossEntropyLoss(ignore_index=255)\n")],
     "function, network of a dict, zero_grad before backward, and DDP's own defaults": [
         (TO_DEVICE, DICT + TO_DEVICE),
-        (OF_LOSS, f"{FUNCTION}, classes"),
+        (OF_LOSS, f"    loss = {FUNCTION}\n"),
         (ZERO, ""),
         (
             "        losses: list[Tensor] = []\n",
@@ -329,6 +357,6 @@ def test_losses_and_outputs(
         # Rounding: of the same mean, and then of BatchNorm on few values.
         assert torch.allclose(weights, found[0][1], rtol=1e-4, atol=1e-4)
     if project.task == "segmentation":
-        change = (OF_LOSS, "nn.CrossEntropyLoss(), classes")
+        change = (OF_LOSS, "    loss = nn.CrossEntropyLoss()\n")
         done = edited(change)(own, tmp_path / "void", ranks=2)
         done.refused("failures.of_torch", "ignore_index=255")

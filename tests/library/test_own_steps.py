@@ -110,10 +110,16 @@ MISUSES = {  # what stands in STEP, what instead, who refuses it
 }
 
 
+OF_TWO_PASSES = ("divided", "of one rank", "a mean added")
 PART = "the loss is 1/2 of the mean over labels"
 SAID = {  # what may be meant: a line says so
     "divided": (LOSS, f"{LOSS} / len(batches)", PART),
     "of one rank": (" * world_size / count", " / count", PART),
+    "a mean added": (
+        f"{LOSS}\n",
+        f"{LOSS} + 0.1 * net[2].weight.square().sum()\n",
+        "If the rest is a mean over each batch, it counts 2 times",
+    ),
     "by hand": (
         LOSS,
         "nn.functional.cross_entropy(ddp_model(images), targets % 2)",
@@ -153,7 +159,7 @@ def test_misuses_of_a_step(tmp_path: Path) -> None:
     for name, (old, new, text) in SAID.items():
         lines: list[str] = []
         distributed.say = lines.append
-        train(tmp_path / name, (old, new), accumulate=1 if "a" in name else 2)
+        train(tmp_path / name, (old, new), accumulate=2 if name in OF_TWO_PASSES else 1)
         assert len([line for line in lines if text in line]) == 1, name
     with refusal("replicas.prepare", "DistributedDataParallel(model)"):
         train(tmp_path / "bare", is_bare=True)

@@ -521,7 +521,11 @@ class TestLazyImage:
             assert {*np.unique(mask)} <= {0, 9, 255}
             assert len(np.unique(pixels)) > 3
             assert (pixels[..., 0] == mask).mean() > 0.5  # the same part
+        for turn in v2.RandomRotation((9, 9)), v2.RandomAffine(0, shear=9):
+            with refusal("images.transform", "after the crop"):
+                turn(image, images.LazyImage.of(numbers))
         mask = images.LazyImage.of(numbers)
+        assert mask.rotate(9, fillcolor=255).getpixel((0, 0)) == 255
         assert np.array_equal(mask.convert("L"), numbers)
         assert {*np.unique(mask.resize((99, 99)))} == {0, 9, 255}
 

@@ -12,6 +12,7 @@ from generated import refusal
 from PIL import Image
 from test_reading import failing
 from torch.utils.data import DataLoader
+from torchvision import tv_tensors
 from torchvision.transforms.v2 import functional as F
 
 from ddpkit import files
@@ -113,6 +114,7 @@ class TestSamples:
             ((torch.zeros(3, 4, 4).int(), 0), "Tensor (3, 4, 4), torch.int32"),
             ((torch.zeros(3, 4, 4), "cat"), "the target is 'cat'"),
             ((torch.zeros(3, 4, 4), -1), "0 to 1"),
+            ((torch.zeros(3, 4, 4), tv_tensors.Image(torch.zeros(4, 4).int())), "mask"),
         ],
     )
     def test_samples_of_other_kinds(self, sample: object, found: str) -> None:

@@ -19,7 +19,7 @@ from setting import Setting
 IMPORTS = "\n\ndef main(argv"
 OPTIMIZER = "    return torch.optim.AdamW(groups, lr, fused=True)"
 SCHEDULER = "    return LambdaLR(optimizer, factor)"
-OF_LOSS = "ddpkit.Criterion(build_criterion(args, train_set, classes), classes)"
+OF_LOSS = "    loss = build_criterion(args, train_set, classes)\n"
 INSIDE = "        batches = [\n"
 FORWARD = "                    outputs = ddp_model(images)"
 BACKWARD = "                scaler.scale(loss).backward()\n"
@@ -27,8 +27,8 @@ ZERO = "        optimizer.zero_grad()\n"
 FIRST = "        losses: list[Tensor] = []\n"  # before the passes of a step
 END = "        run.end_step("
 JUDGED = (
-    "            results, confusion, worst = "
-    "evaluate(model, val_loader, criterion, metrics, args)\n"
+    "            results, confusion, worst = evaluate(\n"
+    "                model, val_loader, criterion, metrics, args\n            )\n"
 )
 TO_DEVICE = "    model = model.to(device).to("
 SETS = "    val_seeded = ddpkit.Seeded(val_set"
@@ -82,14 +82,12 @@ EDITS = [
     Edit(
         "a loss that returns a mean",
         "loss",
-        replaced(
-            OF_LOSS, "ddpkit.Criterion(nn.CrossEntropyLoss(ignore_index=255), classes)"
-        ),
+        replaced(OF_LOSS, "    loss = nn.CrossEntropyLoss(ignore_index=255)\n"),
     ),
     Edit(
         "a loss of its own",
         "loss",
-        replaced(OF_LOSS, "ddpkit.Criterion(Own(), classes)")
+        replaced(OF_LOSS, "    loss = Own()\n")
         + before(
             IMPORTS,
             "\nclass Own(nn.Module):\n"

@@ -37,7 +37,8 @@ def train_transform(size: int, augment: Sequence[v2.Transform] = ()) -> v2.Compo
     return v2.Compose(  # of image and mask: each transform does the same to both
         [
             # Resizes by a random factor and crops, but a JPEG is decoded no larger than
-            # that needs.
+            # that needs. First, for it makes the mask a tv_tensors.Mask, whose class
+            # numbers the others do not average.
             ddpkit.RandomScaleCrop(size, scale=(0.7, 1.4), mask_fill=VOID),
             v2.RandomHorizontalFlip(),
             *augment,
