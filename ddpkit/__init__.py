@@ -25,7 +25,15 @@ if TYPE_CHECKING:
     from ddpkit.data.demo import demo_classes, demo_masks
     from ddpkit.data.folders import ImageFiles, MaskFiles, find_classes, find_masks
     from ddpkit.data.images import LazyImage
-    from ddpkit.data.loading import Collate, TrainSampler, ValSampler, batches, workers
+    from ddpkit.data.loading import (
+        Collate,
+        TrainSampler,
+        ValSampler,
+        batches,
+        train_loader,
+        val_loader,
+        workers,
+    )
     from ddpkit.data.samples import Seeded
     from ddpkit.errors import NoLabelsError, UserError
     from ddpkit.ranks.distributed import rank, rank_zero_first
@@ -42,6 +50,7 @@ if TYPE_CHECKING:
     from ddpkit.run.pictures import draw_masks
     from ddpkit.run.predicting import Predictor, bands, in_tiles
     from ddpkit.run.pretrained import load_pretrained
+    from ddpkit.run.resuming import Checkpoints, explaining, stopping
     from ddpkit.run.starting import prepare, start
 
 __version__ = "2.0.0"
@@ -53,7 +62,7 @@ NAMES = {
     "data.demo": "demo_classes demo_masks",
     "data.folders": "ImageFiles MaskFiles find_classes find_masks",
     "data.images": "LazyImage",
-    "data.loading": "Collate TrainSampler ValSampler batches workers",
+    "data.loading": "Collate TrainSampler ValSampler batches train_loader val_loader workers",
     "data.samples": "Seeded",
     "errors": "NoLabelsError UserError",
     "ranks.distributed": "rank rank_zero_first",
@@ -70,6 +79,7 @@ NAMES = {
     "run.pictures": "draw_masks",
     "run.predicting": "Predictor bands in_tiles",
     "run.pretrained": "load_pretrained",
+    "run.resuming": "Checkpoints explaining stopping",
     "run.starting": "prepare start",
 }
 DOOR = {name: module for module, names in NAMES.items() for name in names.split()}

@@ -10,7 +10,7 @@ import difflib
 import re
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import jinja2
@@ -74,10 +74,14 @@ def find(hunk: Hunk, lines: list[str]) -> int:
 
 def apply(diff: str, files: Files) -> Files:
     files = dict(files)
+    shifts: dict[str, int] = {}  # of the lines of a file, by the hunks before
     for hunk in hunks(diff):
         lines = files.get(hunk.file, [])
+        shift = shifts.get(hunk.file, 0)
+        hunk = replace(hunk, start=hunk.start + shift)
         at = find(hunk, lines)
-        files[hunk.file] = [*lines[:at], *hunk.new, *lines[at + len(hunk.old) :]]
+        files[hunk.file] = lines[:at] + hunk.new + lines[at + len(hunk.old) :]
+        shifts[hunk.file] = shift + len(hunk.new) - len(hunk.old)
     return files
 
 

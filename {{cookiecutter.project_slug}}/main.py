@@ -75,8 +75,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
     # criterion(outputs, targets) is the sum of the losses of a batch's labels, and
     # criterion.count(targets) their number.
-    loss = build_criterion(args, train_set, classes)
-    criterion = ddpkit.Criterion(loss, classes).to(device)
+    loss_module = build_criterion(args, train_set, classes)
+    criterion = ddpkit.Criterion(loss_module, classes).to(device)
     metrics = build_metrics(args, classes).to(device)
     predict = functools.partial(infer, args=args)  # for drawings
 

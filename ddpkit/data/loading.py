@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -12,6 +13,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import (
     BatchSampler,
+    DataLoader,
     IterableDataset,
     Sampler,
     SequentialSampler,
@@ -39,16 +41,23 @@ class TrainSampler(Sampler[Key]):
     mid-epoch, to the bit.
 
     dataset: of the samples. batch_size: images per rank and forward pass. accumulate: forward
-        passes per optimizer step. seed: of the order.
+        passes per optimizer step. seed: of the order. weights: of the samples, not negative: each
+        epoch then draws as many as there are, with replacement, in these proportions, such as 1 /
+        the number of samples of its class.
 
-    Raises a UserError if there are fewer samples than a global batch has.
+    Raises a UserError if there are fewer samples than a global batch has, or other weights.
 
         sampler = ddpkit.TrainSampler(train_set, 32, accumulate=1, seed=0)
         loader = DataLoader(ddpkit.Seeded(train_set, classes, seed=0), 32, sampler=sampler)
     """
 
     def __init__(
-        self, dataset: MapDataset, batch_size: int, accumulate: int, seed: int
+        self,
+        dataset: MapDataset,
+        batch_size: int,
+        accumulate: int,
+        seed: int,
+        weights: Sequence[float] | Tensor | None = None,
     ) -> None:
         ranks, self.total = distributed.world_size(), len(dataset)
         self.global_batch = batch_size * ranks * accumulate
@@ -62,7 +71,24 @@ class TrainSampler(Sampler[Key]):
         # What the order depends on in addition to the epoch; checkpoints have it.
         data = {"images": self.total, "training_set": fingerprint(dataset)}
         self.order: dict[str, Any] = {**data, "seed": seed, "sampler": "shuffle"}
+        self.cumulated: Tensor | None = None  # weights
+        if weights is not None:
+            self.cumulated = self._cumulate(weights)
+            self.order["sampler"] = f"weighted {samples.checksum(self.cumulated)}"
         self.set_epoch(0)
+
+    def _cumulate(self, weights: Sequence[float] | Tensor) -> Tensor:
+        """Return the sums of the weights so far, as shares of the sum of all."""
+        values = torch.as_tensor(weights, dtype=torch.float64)
+        is_right = values.shape == (self.total,) and bool((values >= 0).all())
+        if not is_right or not 0 < values.sum() < math.inf:
+            raise UserError(
+                f"weights of TrainSampler: {self.total} numbers are needed, one of each sample, "
+                "not negative and not all 0"
+            )
+        sums = values.cumsum(0)
+        # A number below 1 is then below the last sum of a weight that is not 0.
+        return sums / sums[-1]
 
     def set_epoch(self, epoch: int, seen: int = 0) -> None:
         """Switch to `epoch`, without the first `seen` of its samples."""
@@ -76,7 +102,11 @@ class TrainSampler(Sampler[Key]):
         generator = torch.Generator().manual_seed(
             samples.hash_key(self.seed, self.epoch)
         )
-        order = torch.randperm(self.total, generator=generator)
+        if self.cumulated is None:
+            order = torch.randperm(self.total, generator=generator)
+        else:
+            drawn = torch.rand(self.total, dtype=torch.float64, generator=generator)
+            order = torch.searchsorted(self.cumulated, drawn, right=True)
         mine = order[self.seen + distributed.rank() :: distributed.world_size()]
         return (Key(self.epoch, draw) for draw in mine[: len(self)].tolist())
 
@@ -109,6 +139,58 @@ class ValSampler(Sampler[list[Key]]):
         for start in range(distributed.rank() * self.batch_size, self.total, step):
             stop = min(start + self.batch_size, self.total)
             yield [Key(0, index, is_val=True) for index in range(start, stop)]
+
+
+def train_loader(
+    dataset: MapDataset,
+    batch_size: int,
+    *,
+    seed: int = 0,
+    workers: int | None = None,
+    weights: Sequence[float] | Tensor | None = None,
+    **options: Any,
+) -> DataLoader:
+    """Return a DataLoader of this rank's share of `dataset`, which any script can train with.
+
+    Iterating it gives the batches of the epoch that `loader.sampler.set_epoch` has set;
+    `Checkpoints.steps` sets it, and goes on within an epoch. The order, and the random numbers of
+    each sample, depend on `seed`, epoch and sample alone, whichever rank and worker reads it. What
+    does not fill a batch of all ranks is left out.
+
+    batch_size: per rank. workers: per rank; None: its share of the CPUs. weights: see TrainSampler.
+    options: others of DataLoader, such as collate_fn.
+
+    Raises a UserError if there are fewer samples than ranks take at once.
+
+        loader = ddpkit.train_loader(train_set, batch_size=32)
+    """
+    sampler = TrainSampler(dataset, batch_size, 1, seed, weights)
+    return _loader(
+        dataset, seed, workers, options, batch_size=batch_size, sampler=sampler
+    )
+
+
+def val_loader(
+    dataset: MapDataset, batch_size: int, *, workers: int | None = None, **options: Any
+) -> DataLoader:
+    """Return a DataLoader for evaluation: each sample once, on one rank; a rank may get none.
+
+    Sums over it, such as of right answers and of samples, are to be reduced over the ranks before
+    one is divided by the other. Ranks may have unequal numbers of batches: evaluate the network
+    itself, not DistributedDataParallel's. workers, options: as of `train_loader`.
+
+        loader = ddpkit.val_loader(val_set, batch_size=32)
+    """
+    sampler = ValSampler(dataset, batch_size)
+    return _loader(dataset, 0, workers, options, batch_sampler=sampler)
+
+
+def _loader(
+    dataset: MapDataset, seed: int, count: int | None, options: dict, **how: Any
+) -> DataLoader:
+    device = torch.accelerator.current_accelerator(check_available=True)
+    more = {**workers(count, device or torch.device("cpu")), **options}
+    return DataLoader(Seeded(dataset, None, seed), **how, **more)
 
 
 def workers(count: int | None, device: torch.device) -> dict[str, Any]:

@@ -150,7 +150,7 @@ class Seeded(Dataset):
         those of `dataset.format`; floats are taken as they are, of a PIL image 0 to 1. A PIL image
         or array as target becomes a tensor (H, W). A Subset and other wrappers have the format,
         the names and the counts of what they wrap.
-    classes: their names or number.
+    classes: their names or number; None: samples are taken as they are, of any kind.
 
     Raises a UserError for a sample of another kind, and for integers beyond the classes as a label
     or in a mask, (H, W) as the image; pixels without a label are 255, or -100.
@@ -164,13 +164,15 @@ class Seeded(Dataset):
     left = TWICE  # samples that the first worker has still to read twice
 
     def __init__(
-        self, dataset: MapDataset, classes: int | Sequence[str], seed: int
+        self, dataset: MapDataset, classes: int | Sequence[str] | None, seed: int
     ) -> None:
         if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__"):
             line = f"{type(dataset).__name__} has no samples by number: give it to a DataLoader"
             raise UserError(f"{line} without ddpkit.Seeded and sampler (EDITS.md)")
         self.dataset, self.seed = dataset, seed
-        self.num_classes = classes if isinstance(classes, int) else len(classes)
+        self.is_any = classes is None
+        number = classes if isinstance(classes, int) else len(classes or ())
+        self.num_classes = number
         # Written by each worker: its process id, and its sample's index + 1 while it
         # reads one. Written by the first worker: a sample's index + 1 if two reads
         # differ, -1 if none do.
@@ -193,7 +195,9 @@ class Seeded(Dataset):
             if epoch != self.epoch and not is_val:
                 self.epoch = epoch
                 set_epoch(self.dataset, epoch)
-            sample = self.parts(index, self.dataset[index])
+            sample = self.dataset[index]
+            if not self.is_any:
+                sample = self.parts(index, sample)
             self.note(0)  # but not if it ends its process
             return sample
         except LineError:
@@ -206,6 +210,10 @@ class Seeded(Dataset):
     def __getitems__(self, keys: Sequence[Key]) -> list[tuple]:
         """Return the samples of a batch, for validation with their indices; DataLoader calls it."""
         samples = [self[key] for key in keys]
+        if self.is_any:
+            if not keys[0].is_val:
+                self.read_twice(keys, samples)
+            return samples
         if keys[0].is_val:
             return [
                 (*sample, key.number) for sample, key in zip(samples, keys, strict=True)

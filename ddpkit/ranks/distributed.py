@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, TypeVar, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.distributed_c10d import _get_default_store
 
 from ddpkit.errors import UserError, escape, print_line
 from ddpkit.ranks import devices, environment, meeting, process, protocol
@@ -28,11 +29,14 @@ OPERATIONS = {
 
 class Group:
     store: dist.Store | None = None  # works while ranks hang in a collective
-    timeout = timedelta()
+    timeout = timedelta(minutes=10)  # torch's own, of gloo
     is_debugged = False
-    has_met = False  # from `meet` to `teardown`
+    has_met = False  # from `meet` or `adopt_group` to `teardown`
+    has_met_itself = False  # by `meet`
 
 
+ALONE = dist.HashStore()  # of a process without a group
+_adopting = threading.Lock()
 _turns = itertools.count()  # calls of await_rank_zero and rank_zero_first
 
 
@@ -87,7 +91,7 @@ def meet(
     own = f"{environment.node()} {environment.process_space()} {os.getpid()}"
     Group.store.set(protocol.PROCESS.format(number), own)
     # a rank that fails before it joins the group ends the others, too
-    Group.has_met = True
+    Group.has_met = Group.has_met_itself = True
     # With a connection of its own: torch waits at it for the others, and ours has to
     # hear meanwhile that one of them has failed.
     torchs = Group.store.clone()
@@ -109,9 +113,41 @@ def setup(**options: Any) -> torch.device:
     return device
 
 
+def adopt_group() -> None:
+    """Use the group that a script has made by torch.distributed.init_process_group, if any.
+
+    All ranks have to call it.
+    """
+    if dist.is_initialized() and not Group.has_met_itself:
+        _adopt()
+        Group.is_debugged = any(gather_objects(process.is_debugged()))
+
+
+def _adopt() -> None:
+    with _adopting:  # the watch thread may be first
+        if Group.store is None:
+            _take_store()
+
+
+def _take_store() -> None:
+    # With a connection of its own, which torch's waiting does not hold.
+    store = dist.PrefixStore("ddpkit", _get_default_store().clone())
+    group = dist.group.WORLD
+    with contextlib.suppress(
+        AttributeError, RuntimeError
+    ):  # private, and of some backends
+        for kind in group._device_types if group else ():
+            Group.timeout = group._get_backend(kind).options._timeout
+    store.set_timeout(Group.timeout)
+    own = f"{environment.node()} {environment.process_space()} {os.getpid()}"
+    store.set(protocol.PROCESS.format(rank()), own)
+    Group.store = store
+    Group.has_met = True
+
+
 def teardown() -> None:
     """Leave the process group once all ranks have come this far."""
-    dist.barrier()
+    barrier()
     Group.has_met = False
     dist.destroy_process_group()
 
@@ -124,16 +160,23 @@ def is_set_up() -> bool:
 
 
 def has_met() -> bool:
+    if Group.store is None and dist.is_initialized():
+        _adopt()
     return Group.has_met
 
 
 def store() -> dist.Store:
-    assert Group.store, "call setup first"
-    return Group.store
+    if has_met() or Group.store:
+        return cast(dist.Store, Group.store)
+    return ALONE
 
 
 def timeout() -> float:
     return Group.timeout.total_seconds()  # after which a collective fails
+
+
+def timeout_name() -> str:
+    return "--dist-timeout" if Group.has_met_itself else "timeout of the process group"
 
 
 def is_debugged() -> bool:
@@ -177,12 +220,15 @@ def reduce_tensor(tensor: Tensor, op: str = "sum") -> Tensor:
     """Return `tensor` combined over all ranks by `op`: "sum", "min", "max" or "mean"."""
     # a copy; of bools, whose sum would be one bool, as integers
     result = tensor.detach() + 0
-    dist.all_reduce(result, OPERATIONS["sum" if op == "mean" else op])
+    if dist.is_initialized():
+        dist.all_reduce(result, OPERATIONS["sum" if op == "mean" else op])
     return result / world_size() if op == "mean" else result
 
 
 def gather(tensor: Tensor) -> Tensor:
     """Return the ranks' `tensor`s, of the same shape and dtype on each, stacked: (ranks, ...)."""
+    if not dist.is_initialized():
+        return tensor[None]
     parts = [torch.empty_like(tensor) for _ in range(world_size())]
     dist.all_gather(parts, tensor)
     return torch.stack(parts)
@@ -190,17 +236,21 @@ def gather(tensor: Tensor) -> Tensor:
 
 def gather_objects(value: T) -> list[T]:
     values = [value] * world_size()
-    dist.all_gather_object(values, value)
+    if dist.is_initialized():
+        dist.all_gather_object(values, value)
     return values
 
 
-barrier = dist.barrier
+def barrier() -> None:
+    if dist.is_initialized():
+        dist.barrier()
 
 
 def from_rank(source: int, function: Callable[..., T], *args: object) -> T:
     """Call `function(*args)` on rank `source`; return its result, which has to pickle, on all."""
     box = [function(*args) if rank() == source else None]
-    dist.broadcast_object_list(box, src=source)
+    if dist.is_initialized():
+        dist.broadcast_object_list(box, src=source)
     return cast(T, box[0])
 
 

@@ -23,7 +23,6 @@ from ddpkit.ranks import devices, distributed, environment, process
 from ddpkit.ranks.process import watch
 from ddpkit.ranks.protocol import ASKED, PLACE, PROCESS
 
-ROOT = process.project()
 LIBRARIES = tuple(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))
 # what the place of a rank is not in, but its callers
 BELOW = (f"ddpkit{os.sep}", "distributed.py")
@@ -92,12 +91,13 @@ def find_waiting(found: Iterable[Collective]) -> str:
 def _own(file: str) -> str:
     """Return the path of a file of this project, within it; of others nothing."""
     path = Path(os.path.realpath(file))
+    root = process.project()
     is_own = (
-        path.is_relative_to(ROOT)
+        path.is_relative_to(root)
         and not str(path).startswith(LIBRARIES)
         and path.is_file()
     )
-    return str(path.relative_to(ROOT)) if is_own else ""
+    return str(path.relative_to(root)) if is_own else ""
 
 
 def here() -> Position:

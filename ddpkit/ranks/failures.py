@@ -353,7 +353,7 @@ def _of_others(is_late: bool) -> str:
     """Return a line on the others: this rank has waited too long for one, or lost it."""
     line = f"{environment.own_rank()} lost another rank"
     if is_late:
-        seconds = f"{distributed.timeout():g} s (--dist-timeout)"
+        seconds = f"{distributed.timeout():g} s ({distributed.timeout_name()})"
         line = f"{environment.own_rank()} timed out after {seconds} waiting for another rank"
     stderr = sys.__stderr__ or sys.stderr
     # if the store hangs

@@ -155,14 +155,18 @@ if hasattr(os, "register_at_fork"):  # not on Windows
 
 
 def project() -> Path:
-    """Return the folder of the main.py that is imported as `main`; without one the working folder.
+    """Return the folder of the main.py that is imported as `main`; without one of the script.
 
     ddpkit may lie in it or elsewhere, so its own place says nothing.
     """
     with contextlib.suppress(ValueError):  # as a test may have made it
         if (spec := importlib.util.find_spec("main")) and spec.origin:
             return Path(spec.origin).resolve().parent
-    return Path.cwd()
+    script = getattr(sys.modules["__main__"], "__file__", None)
+    is_tool = script and Path(script).resolve().is_relative_to(
+        Path(__file__).parents[1]
+    )
+    return Path.cwd() if is_tool or not script else Path(script).resolve().parent
 
 
 def own(name: str) -> Any:

@@ -204,10 +204,10 @@ def agree() -> None:
         raise Stopped
 
 
-def exit_stopped(position: str) -> NoReturn:
+def exit_stopped(how: str) -> NoReturn:
     """Exit with STOPPED, once all ranks have come here and the checkpoint is written."""
     name = distributed.store().get(STOP).decode()
     distributed.barrier()  # when the first rank exits, torchrun ends the others
     process.ignore_signals()
-    distributed.say(f"{name}: stopped and saved {position}")
+    distributed.say(f"{name}: stopped {how}".rstrip())
     process.exit_now(STOPPED)

@@ -3,6 +3,7 @@
 An optimizer's state goes by the names of weights.
 """
 
+import contextlib
 import copy
 import errno
 import gc
@@ -14,9 +15,9 @@ import stat
 import zipfile
 from argparse import Namespace
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import numpy as np
 import torch
@@ -31,7 +32,9 @@ from ddpkit.data.format import Format
 from ddpkit.errors import DiskError, LineError, UserError, shorten
 from ddpkit.ranks import distributed
 from ddpkit.ranks.replicas import uncompiled, weights_of
-from ddpkit.run.pictures import Classes
+
+if TYPE_CHECKING:
+    from ddpkit.run.pictures import Classes
 
 State = dict[str, Any]  # what a checkpoint holds, by name
 Names = Mapping[Tensor, str]
@@ -272,7 +275,7 @@ def open_model(
     build_model: Callable[[Namespace, Sequence[str], int], nn.Module],
     parse_args: ParseArgs,
     device: torch.device,
-) -> tuple[nn.Module, Classes, Namespace, Format]:
+) -> tuple[nn.Module, "Classes", Namespace, Format]:
     """Return the network of a checkpoint, ready to predict, its classes, flags and image format.
 
     build_model, parse_args: of model.py and flags.py; flags that are newer than the checkpoint have
@@ -282,6 +285,8 @@ def open_model(
 
         model, classes, args, format = ddpkit.open_model("best.pt", build_model, parse_args, device)
     """
+    from ddpkit.run.pictures import Classes
+
     state = read(path)
     args, format = parse_args([], state["args"]), Format(**state["format"])
     model = build_model(args, state["classes"], state["channels"])
@@ -410,31 +415,63 @@ def load_states(state: State, parts: Parts, step: int) -> None:
     for name, part in parts.items():
         if name not in state:
             distributed.say(f"{path} has no {name}: it starts from its initial state")
-        # empty of a GradScaler that is off
-        elif name != "model" and (saved := state[name]):
-            try:
-                then, now = state["kinds"].get(name), type(part).__name__
-                if then not in (None, now):
-                    raise ValueError(f"it was {then} and is {now}")
-                if isinstance(part, LRScheduler | torch.amp.GradScaler):
-                    check_alike(name, part.state_dict(), saved)
-                if isinstance(part, Optimizer):
-                    saved = as_made(
-                        saved, part, names, by_flags and name == "optimizer"
-                    )
-                if part is scheduler and by_flags:
-                    follow(scheduler, parts["optimizer"], saved, step)
-                elif isinstance(part, nn.Module):
-                    load_module(part, saved)
+        elif name != "model":
+            remedy = (
+                "undo that to resume, or keep only its weights: "
+                f"--weights {path} --output-dir ANOTHER"
+            )
+            with fitting(path, name, remedy):
+                then = state["kinds"].get(name)
+                if by_flags and part is scheduler:
+                    check_kind(name, part, then, state[name])
+                    follow(scheduler, parts["optimizer"], state[name], step)
                 else:
-                    part.load_state_dict(saved)
-            except MISFITS as error:
-                reason = " ".join(str(error).split())[:200]
-                undo = (
-                    f"or keep only its weights: --weights {path} --output-dir ANOTHER"
-                )
-                line = f"{path} does not fit the {name} ({reason}); undo that to resume, {undo}"
-                raise UserError(line) from None
+                    is_by_flags = by_flags and name == "optimizer"
+                    load_part(name, part, state[name], then, names, is_by_flags)
+
+
+@contextlib.contextmanager
+def fitting(path: str, name: str, remedy: str) -> Iterator[None]:
+    """Say in one line that a part of a checkpoint does not fit."""
+    try:
+        yield
+    except MISFITS as error:
+        reason = " ".join(str(error).split())[:200]
+        raise UserError(
+            f"{path} does not fit the {name} ({reason}); {remedy}"
+        ) from None
+
+
+def check_kind(name: str, part: Any, then: str | None, saved: State) -> None:
+    """Raise a ValueError unless a part is of the class that it was `then`."""
+    now = type(part).__name__
+    if then not in (None, now):
+        raise ValueError(f"it was {then} and is {now}")
+    if isinstance(part, LRScheduler | torch.amp.GradScaler):
+        check_alike(name, part.state_dict(), saved)
+
+
+def load_part(
+    name: str,
+    part: Any,
+    saved: State,
+    then: str | None,
+    names: Names,
+    by_flags: bool = False,
+) -> None:
+    """Give a part its saved state; it was of the class `then`.
+
+    by_flags: an optimizer keeps its settings.
+    """
+    if not saved:  # of a GradScaler that was off
+        return
+    check_kind(name, part, then, saved)
+    if isinstance(part, nn.Module):
+        load_module(part, saved)
+    elif isinstance(part, Optimizer):
+        part.load_state_dict(as_made(saved, part, names, by_flags))
+    else:
+        part.load_state_dict(saved)
 
 
 def as_made(saved: State, optimizer: Optimizer, names: Names, by_flags: bool) -> State:

@@ -5,6 +5,7 @@ damages the last one; `best.pt` has the best score. Rank 0 writes them, and all 
 """
 
 import contextlib
+import functools
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -20,6 +21,7 @@ from ddpkit.run import checkpoint, machine, reporting, steplog
 from ddpkit.run.checkpoint import KEYS, OTHER_RUN, Damaged, Foreign, State
 from ddpkit.run.metrics import Mistakes, Worsts
 
+Read = Callable[[Path | str], State]
 SAVES = ("last.pt", "last-1.pt")  # newest first
 OWN_FILES = (  # what `--resume never` removes
     *(
@@ -42,7 +44,7 @@ class Folder:
     """The output folder of a run.
 
     path: of the folder. resume: "auto" (from last.pt, if it exists), "never", or the path of a
-        checkpoint to start from.
+        checkpoint to start from. read: what reads one; default: of a Run.
 
     Raises a UserError if the folder cannot be written, or if no checkpoint can be read.
 
@@ -51,8 +53,11 @@ class Folder:
         folder.load(model, classes, vars(args))
     """
 
-    def __init__(self, path: Path | str, resume: str = "auto") -> None:
+    def __init__(
+        self, path: Path | str, resume: str = "auto", read: Read | None = None
+    ) -> None:
         self.path = Path(path)
+        self.read = read or functools.partial(checkpoint.read, keys=KEYS)
         self.is_path = resume not in ("auto", "never")
         self.resume = os.path.abspath(resume) if self.is_path else resume
         self.state: State | None = None  # found by `find_checkpoint`
@@ -155,12 +160,12 @@ class Folder:
             return None
         if found := self.saves():
             newest, is_own = (
-                read_newest(found),
+                read_newest(found, self.read),
                 self.is_path and self.contains(self.resume),
             )
             if not is_own or newest["resumed_from"] == self.resume:
                 return newest
-        return checkpoint.read(self.resume, KEYS) if self.is_path else None
+        return self.read(self.resume) if self.is_path else None
 
     def contains(self, path: Path | str) -> bool:
         return Path(path).parent.resolve() == self.path.resolve()
@@ -242,12 +247,12 @@ class Folder:
         environment.note_checkpoint(self.path)
 
 
-def read_newest(paths: Sequence[Path]) -> State:
+def read_newest(paths: Sequence[Path], read: Read) -> State:
     """Return the first of `paths` that can be read; rank 0 renames the damaged ones before it."""
     reasons = []
     for path in paths:
         try:
-            state = checkpoint.read(path, KEYS)
+            state = read(path)
         except Damaged as error:
             reasons.append(error.line)
             continue

@@ -311,7 +311,7 @@ class Run:
                     self.save()
                 but = " without --resume never" if self.folder.resume == "never" else ""
                 stopping.exit_stopped(
-                    f"at {self}; run the same command{but} to continue"
+                    f"and saved at {self}; run the same command{but} to continue"
                 )
         if self.is_complete:
             remedy = "use --epochs N for more, --resume never to start over"

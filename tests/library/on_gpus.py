@@ -18,7 +18,7 @@ from torch import nn
 
 import ddpkit
 from ddpkit.data.loading import First
-from ddpkit.ranks import distributed, explaining, protocol, replicas
+from ddpkit.ranks import distributed, process, protocol, replicas
 from ddpkit.run import checkpoint
 from ddpkit.run.loop import Run
 
@@ -210,7 +210,7 @@ def test_ranks_that_wait(project, few, tmp_path, act, by_default, cause):
     def patch() -> None:
         if not by_default:  # the backend of torch before 2.15
             os.environ["TORCH_DIST_USE_NCCL2"] = "0"
-        explaining.ROOT = project.folder
+        process.project = lambda: project.folder
         after_step(2, act, 1)()
 
     done = project.train(

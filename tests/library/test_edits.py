@@ -312,14 +312,14 @@ def test_a_counter_of_epochs(few: Path, tmp_path: Path, edited: Edited) -> None:
 TO_DEVICE = "    model = model.to(device)"
 DICT = "    forward = model.forward\n"
 DICT += "    model.forward = lambda x: {'aux': x.sum(), 'out': forward(x)}\n"
-OF_LOSS = "    loss = build_criterion(args, train_set, classes)\n"
+OF_LOSS = "    loss_module = build_criterion(args, train_set, classes)\n"
 FUNCTION = "lambda output, target: nn.functional.cross_entropy(output, target, ignore_index=255)"
 LOSSES = {
     "sum": [],
-    "mean": [(OF_LOSS, "    loss = nn.CrossEntropyLoss(ignore_index=255)\n")],
+    "mean": [(OF_LOSS, "    loss_module = nn.CrossEntropyLoss(ignore_index=255)\n")],
     "function, network of a dict, zero_grad before backward, and DDP's own defaults": [
         (TO_DEVICE, DICT + TO_DEVICE),
-        (OF_LOSS, f"    loss = {FUNCTION}\n"),
+        (OF_LOSS, f"    loss_module = {FUNCTION}\n"),
         (ZERO, ""),
         (
             "        losses: list[Tensor] = []\n",
@@ -357,6 +357,6 @@ def test_losses_and_outputs(
         # Rounding: of the same mean, and then of BatchNorm on few values.
         assert torch.allclose(weights, found[0][1], rtol=1e-4, atol=1e-4)
     if project.task == "segmentation":
-        change = (OF_LOSS, "    loss = nn.CrossEntropyLoss()\n")
+        change = (OF_LOSS, "    loss_module = nn.CrossEntropyLoss()\n")
         done = edited(change)(own, tmp_path / "void", ranks=2)
         done.refused("failures.of_torch", "ignore_index=255")

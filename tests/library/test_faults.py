@@ -97,7 +97,7 @@ def test_ranks_that_wait(project, data, tmp_path, rank, act, state, hint):
     line = text[: text.index("run.end_step(")].count("\n") + 1
 
     def patch() -> None:
-        explaining.ROOT = project.folder
+        process.project = lambda: project.folder
         after_step(2, act, rank)()
 
     done = project.train(data, tmp_path, "--dist-timeout", 3, on=3, patch=patch)
@@ -127,7 +127,7 @@ def test_a_question_and_two_interrupts(project, data, tmp_path):
         wait_for(free.exists)
 
     def patch() -> None:
-        explaining.ROOT = project.folder
+        process.project = lambda: project.folder
         after_step(3, hold, 1)()
         after_step(4, lambda: (hung.touch(), hang()), 1)()
 

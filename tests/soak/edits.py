@@ -19,7 +19,7 @@ from setting import Setting
 IMPORTS = "\n\ndef main(argv"
 OPTIMIZER = "    return torch.optim.AdamW(groups, lr, fused=True)"
 SCHEDULER = "    return LambdaLR(optimizer, factor)"
-OF_LOSS = "    loss = build_criterion(args, train_set, classes)\n"
+OF_LOSS = "    loss_module = build_criterion(args, train_set, classes)\n"
 INSIDE = "        batches = [\n"
 FORWARD = "                    outputs = ddp_model(images)"
 BACKWARD = "                scaler.scale(loss).backward()\n"
@@ -82,12 +82,12 @@ EDITS = [
     Edit(
         "a loss that returns a mean",
         "loss",
-        replaced(OF_LOSS, "    loss = nn.CrossEntropyLoss(ignore_index=255)\n"),
+        replaced(OF_LOSS, "    loss_module = nn.CrossEntropyLoss(ignore_index=255)\n"),
     ),
     Edit(
         "a loss of its own",
         "loss",
-        replaced(OF_LOSS, "    loss = Own()\n")
+        replaced(OF_LOSS, "    loss_module = Own()\n")
         + before(
             IMPORTS,
             "\nclass Own(nn.Module):\n"

@@ -1,0 +1,303 @@
+"""For a training script of any shape: its state is saved, and resumed to the step."""
+
+import contextlib
+import itertools
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NoReturn, TypeVar
+
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from ddpkit.data import loading, samples
+from ddpkit.data.loading import TrainSampler
+from ddpkit.ranks import distributed, replicas
+from ddpkit.ranks.stopping import (
+    Stopped,
+    agree,
+    end_step,
+    exit_stopped,
+    on_signals,
+)
+from ddpkit.run import checkpoint
+from ddpkit.run.checkpoint import Foreign, State
+from ddpkit.run.folder import Folder
+
+T = TypeVar("T")
+END = object()  # of an iterator
+KINDS = {"parts": dict, "kinds": dict, "resumed_from": str, "ranks": int, "seed": int}
+COUNTS = ("epoch", "done", "step", "global_batch")
+TO_UNDO = "undo that to resume, or use another folder, or resume='never'"
+
+
+class Checkpoints:
+    """Saves all parts of a training script, and resumes them: within an epoch, to the same bits.
+
+    Make it on all ranks once the parts are there; it resumes them. Its loops make all ranks leave
+    after the same step when a signal comes, save, and exit with status 75; then start the script
+    again.
+
+    folder: gets last.pt, last-1.pt and best.pt, which torch.load(path, weights_only=True) reads,
+        and is locked.
+    parts: by name, whatever has state_dict and load_state_dict: networks, optimizers, schedulers,
+        a GradScaler. Of a network in DistributedDataParallel, the network.
+    resume: "auto" from last.pt, if it is there; "never"; or the path of a checkpoint.
+    save_every: steps between saves; 0: after each epoch, and at a signal. seed: of the random
+        numbers, of Python, NumPy and torch, in each step.
+
+    epoch, step: those that are done. done: the steps of the epoch that are.
+
+    Raises a UserError if the folder cannot be written, or if its checkpoint does not fit.
+
+        checkpoints = ddpkit.Checkpoints("runs/a", model=model, optimizer=optimizer)
+        for epoch in checkpoints.epochs(90):
+            for images, targets in checkpoints.steps(train_loader):
+                ...
+    """
+
+    def __init__(
+        self,
+        folder: Path | str,
+        *,
+        resume: str = "auto",
+        save_every: int = 0,
+        seed: int = 0,
+        **parts: Any,
+    ) -> None:
+        distributed.adopt_group()
+        self.folder = Folder(folder, resume, read)
+        self.parts = {name: unwrapped(part) for name, part in parts.items()}
+        self.save_every = save_every
+        self.seed = seed
+        self.epoch = 0
+        self.done = 0
+        self.step = 0
+        self.global_batch = 0  # of a train_loader, to know whether it is the same
+        self.best: float | None = None
+        self.saved_step = -1
+        self.is_in_epochs = False
+        state = self.folder.find_checkpoint()
+        self.folder.open_for_training(is_new=not state)
+        if state:
+            self._load(state)
+        checkpoint.fill_momenta(self.parts)
+
+    def epochs(self, count: int) -> Iterator[int]:
+        """Yield the epochs, from 0, that are left of `count`; saves at the end of each."""
+        with on_signals(self._position), self._in_epochs():
+            while self.epoch < count:
+                yield self.epoch
+                self.epoch += 1
+                self.done = 0
+                self.save()
+                try:
+                    agree()
+                except Stopped:
+                    self._leave()
+
+    @contextlib.contextmanager
+    def _in_epochs(self) -> Iterator[None]:
+        self.is_in_epochs = True
+        yield
+        self.is_in_epochs = False
+
+    def steps(self, batches: Iterable[T], *networks: nn.Module) -> Iterator[T]:
+        """Yield the batches that are left of this epoch; the time in between is a step.
+
+        batches: those of `train_loader` go on at once. Of another loader those before are read
+            again, and left out; a range, or a list, is cut. All ranks have to take the same number.
+        networks: in DistributedDataParallel, for the same bits on more than two ranks.
+
+        Each step begins with random numbers of its own. Saves if that is due, and, without
+        `epochs`, at the end; after a signal all ranks leave after the same step.
+        """
+        for network in networks:
+            replicas.prepare(network)
+        with contextlib.ExitStack() as stack:
+            if not self.is_in_epochs:
+                stack.enter_context(on_signals(self._position))
+            found = self._rest(batches)
+            batch: Any = next(found, END)
+            while batch is not END:
+                samples.seed(self.seed, self.epoch, self.done, distributed.rank())
+                yield batch
+                self.done += 1
+                self.step += 1
+                if self.save_every and self.step % self.save_every == 0:
+                    self.save()
+                batch = next(found, END)
+                self._end_step(is_last=batch is END)
+            if not self.is_in_epochs and self.saved_step != self.step:
+                self.save()
+
+    def save(self) -> None:
+        """Write last.pt; to call on all ranks."""
+        self._write(is_best=False)
+
+    def save_best(self, score: float, is_higher: bool = True) -> bool:
+        """Write best.pt if rank 0's `score` is the best so far; return whether it is.
+
+        is_higher: whether a higher score is better. All ranks have to call it.
+        """
+        score = distributed.from_rank_zero(lambda: float(score))
+        is_first = self.best is None
+        is_better = is_first or (
+            (score > self.best) == is_higher and score != self.best
+        )
+        if math.isnan(score) or not is_better:
+            return False
+        self.best = score
+        self._write(is_best=True)
+        return True
+
+    def _write(self, is_best: bool) -> None:
+        state = {
+            "parts": checkpoint.take_states(self.parts),
+            "kinds": checkpoint.kinds(self.parts),
+            "resumed_from": self.folder.resume,
+            "ranks": distributed.world_size(),
+            "seed": self.seed,
+            "epoch": self.epoch,
+            "done": self.done,
+            "step": self.step,
+            "global_batch": self.global_batch,
+            "best": self.best,
+        }
+        # Of the same step the one before has the same weights.
+        self.folder.add(state, is_best, replace=self.saved_step == self.step)
+        self.saved_step = self.step
+
+    def _load(self, state: State) -> None:
+        path = state["path"]
+        line = f"{path}: {state['epoch']} epochs done"
+        if state["done"]:
+            line += f" and {state['done']} steps of the next"
+        distributed.say(line)
+        names = checkpoint.names_of(self.parts)
+        for name, part in self.parts.items():
+            if name not in state["parts"]:
+                distributed.say(
+                    f"{path} has no {name}: it starts from its initial state"
+                )
+                continue
+            with checkpoint.fitting(path, name, TO_UNDO):
+                kind = state["kinds"].get(name)
+                checkpoint.load_part(name, part, state["parts"][name], kind, names)
+        self.epoch = state["epoch"]
+        self.step = state["step"]
+        self.done = state["done"]
+        self.global_batch = state["global_batch"]
+        self.best = state["best"]
+        if self.done and state["ranks"] != distributed.world_size():
+            self._start_over(f"{state['ranks']} ranks then")
+        elif self.done and state["seed"] != self.seed:
+            self._start_over(f"seed {state['seed']} then")
+
+    def _start_over(self, reason: str) -> None:
+        distributed.say(f"{reason}: the epoch that was stopped starts over")
+        self.done = 0
+
+    def _rest(self, batches: Iterable[T]) -> Iterator[T]:
+        """Return an iterator over what is left of the epoch's `batches`."""
+        sampler = getattr(batches, "sampler", None)
+        if isinstance(sampler, TrainSampler):
+            if self.done and sampler.global_batch != self.global_batch:
+                self._start_over("another batch size, or other ranks, then")
+            self.global_batch = sampler.global_batch
+            seen = self.done * sampler.global_batch
+            return sampler.batches(batches, self.epoch, seen)
+        if isinstance(batches, Sequence):
+            return iter(batches[self.done :])
+        has_shares = False
+        for part in loading.samplers_of(batches):
+            getattr(part, "set_epoch", int)(self.epoch)
+            has_shares |= hasattr(part, "num_replicas")
+        # Without shares of the ranks what is drawn may be the order, one for all.
+        share = distributed.rank() if has_shares else 0
+        found = loading.drawn(batches, self.seed, self.epoch, share)
+        if self.done:
+            distributed.say(f"reading {self.done} batches again, which are left out")
+        return itertools.islice(found, self.done, None)
+
+    def _end_step(self, is_last: bool) -> None:
+        try:
+            end_step()
+        except Stopped:
+            # Resumed after its last step a loop would have no turn, for which few scripts
+            # are written: the ranks leave at the end of the epoch.
+            if not is_last:
+                self._leave()
+            self.save()
+
+    def _leave(self) -> NoReturn:
+        if self.saved_step != self.step:
+            self.save()
+        exit_stopped(f"and saved at {self._position()}; the same command goes on")
+
+    def _position(self) -> str:
+        return f"epoch {self.epoch + 1}, step {self.done}"
+
+
+def unwrapped(part: Any) -> Any:
+    """Return the network in DistributedDataParallel; anything else as it is."""
+    if isinstance(replicas.uncompiled(part), DistributedDataParallel):
+        return replicas.uncompiled(part).module
+    return part
+
+
+def read(path: Path | str) -> State:
+    """Return the checkpoint at `path`, tensors on the CPU.
+
+    Raises a UserError if it cannot be read, or is none of Checkpoints.
+    """
+    state = checkpoint.read_file(path)
+    is_right = all(isinstance(state.get(name), kind) for name, kind in KINDS.items())
+    for name in COUNTS:
+        is_right = is_right and isinstance(state.get(name), int) and state[name] >= 0
+    is_right = is_right and isinstance(state.get("best"), float | None)
+    if not is_right:
+        raise Foreign(
+            f"{path}: not a checkpoint of ddpkit.Checkpoints: use another one"
+        )
+    return {**state, "path": str(path)}
+
+
+@contextlib.contextmanager
+def stopping(save: Callable[[], object] | None = None) -> Iterator[Callable[[], None]]:
+    """Within the block a signal makes all ranks leave after the same step, with status 75.
+
+    Yields a function to call on all ranks at the end of each step. save: is called then, on all
+    ranks. A rank without progress for long is shown. `Checkpoints` does this itself.
+
+        with ddpkit.stopping(save) as end_step:
+            for images, targets in loader:
+                ...
+                end_step()
+    """
+    distributed.adopt_group()
+    with on_signals(str):
+        try:
+            yield end_step
+        except Stopped:
+            if save:
+                save()
+            exit_stopped("and saved" if save else "")
+
+
+@contextlib.contextmanager
+def explaining() -> Iterator[None]:
+    """Within the block a rank that fails ends all, and one line or block says why, and where.
+
+    A hang of the collectives prints where each rank is. Put it around all of a script's work.
+
+        if __name__ == "__main__":
+            with ddpkit.explaining():
+                main()
+    """
+    from ddpkit.ranks import failures, process
+
+    process.install_handlers()
+    process.note_start()
+    with failures.one_line_errors(loading.explain):
+        yield
