@@ -18,7 +18,7 @@ from ddpkit.errors import UserError
 from ddpkit.ranks import distributed, environment, process, protocol
 from ddpkit.run import checkpoint, machine, reporting, steplog
 from ddpkit.run.checkpoint import KEYS, OTHER_RUN, Damaged, Foreign, State
-from ddpkit.run.metrics import Mistakes, Worsts
+from ddpkit.run.mistakes import Mistakes, Worsts
 
 SAVES = ("last.pt", "last-1.pt")  # newest first
 OWN_FILES = (  # what `--resume never` removes

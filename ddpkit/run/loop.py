@@ -21,7 +21,7 @@ from ddpkit.run.checkpoint import KEYS, OTHER_RUN, State
 from ddpkit.run.criterion import Criterion
 from ddpkit.run.first_steps import FirstSteps
 from ddpkit.run.folder import Folder
-from ddpkit.run.metrics import Mistakes, Worsts
+from ddpkit.run.mistakes import Mistakes, Worsts
 
 # besides KEYS
 OTHER_KEYS = ("trained", "sampler", "training_set", "colors", "best_by", "path")
