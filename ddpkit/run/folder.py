@@ -16,7 +16,7 @@ from ddpkit import files
 from ddpkit.data import loading
 from ddpkit.errors import UserError
 from ddpkit.ranks import distributed, environment, process, protocol
-from ddpkit.run import checkpoint, machine, reporting, steplog
+from ddpkit.run import agreement, checkpoint, reporting, steplog
 from ddpkit.run.checkpoint import KEYS, OTHER_RUN, Damaged, Foreign, State
 from ddpkit.run.mistakes import Mistakes, Worsts
 
@@ -124,7 +124,7 @@ class Folder:
         confusion: of `compute`. worst: what Worst.compute() returns. loader: of the validation
         images. classes, predict, draw: as Run takes them.
         """
-        machine.check_alike(classes, validation=loader)
+        agreement.check_alike(classes, validation=loader)
         checkpoint.check_format(self.state or {}, loading.format_of(loader))
         shown = Mistakes(confusion, worst, model, loader, classes, predict, draw)
         reporting.report(shown, self.path / "eval")
