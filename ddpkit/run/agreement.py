@@ -28,7 +28,7 @@ def check_alike(classes: Sequence[str], **loaders: Any) -> None:
         data = samples.of(loader)
         is_ours = isinstance(getattr(loader, "dataset", None), samples.Seeded)
         if is_ours or samples.listed(data):
-            mine[use] = f"{samples.fingerprint(data)} for {use}"
+            mine[use] = f"{samples.fingerprint(data)} for {use}"  # how many, and which
         # Without a list of files, the first sample tells whether the data are the same.
         is_listed = any(samples.listed(each) for each, _ in samples.places(data, 0))
         if is_ours and not is_listed and len(data) and not distributed.is_debugged():

@@ -74,8 +74,8 @@ def compute(metrics: MetricCollection) -> tuple[dict[str, float], Tensor | None]
 
         results, confusion = ddpkit.compute(metrics)  # {"top1": 0.93}, a matrix
     """
-    stopping.agree()
-    for metric in metrics.modules():
+    stopping.agree()  # or some would wait in a collective for one that has stopped
+    for metric in metrics.modules():  # also those within a wrapper or a collection
         if isinstance(metric, Metric):
             metric.dist_sync_fn = gather
     # of a rank that has no validation images
@@ -110,4 +110,5 @@ def compute(metrics: MetricCollection) -> tuple[dict[str, float], Tensor | None]
 def gather(value: Tensor, group: object = None) -> list[Tensor]:
     """Return each rank's state of a metric; torchmetrics' own way fails at one without images."""
     parts = [part for part in distributed.gather_objects(value.cpu()) if part.numel()]
+    # if no rank has any, the empty one: torchmetrics cannot join an empty list
     return [part.to(value.device) for part in parts] or [value]

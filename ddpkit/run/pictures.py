@@ -186,11 +186,11 @@ def draw_confusion(path: Path, confusion: Tensor, classes: Sequence[str]) -> Non
             axes.set_yticks(range(count), names, fontsize=size)
         axes.set(xlabel="prediction", ylabel="truth", title="% of each row")
         if count <= 20:  # there is room for numbers
-            how = {"ha": "center", "va": "center", "fontsize": 7}
             for row, column in np.argwhere(percent > 0):
                 value = percent[row, column]
                 color = "white" if value > 35 else "black"
-                axes.text(column, row, f"{value:.0f}", color=color, **how)
+                text = axes.text(column, row, f"{value:.0f}", color=color, fontsize=7)
+                text.set(ha="center", va="center")
 
 
 def draw_images(
@@ -251,7 +251,9 @@ def draw_legend(figure: "Figure", classes: Sequence[str], present: set[int]) -> 
 
 
 def shorten(text: str, letters: int = 24) -> str:
-    text = text.encode("utf-8", "replace").decode()  # ? for what is no UTF-8 in a file name
+    text = text.encode(
+        "utf-8", "replace"
+    ).decode()  # ? for what is no UTF-8 in a file name
     if len(text) > letters:
         text = text[: letters - 1] + "\N{HORIZONTAL ELLIPSIS}"
     return text

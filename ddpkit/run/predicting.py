@@ -75,13 +75,14 @@ class Predictor:
         """Yield (path, image (C, H, W)), in order, each at its own size, on the CPU: uint8, or
         float32, 0 to 1, with "channels" in data.json.
         """
+        # one by one: a batch needs images of one size
         for (path,), (image,) in self._read(LazyImage.read, 1):
             yield path, image
 
     def normalize(self, images: Tensor) -> Tensor:
         """Return `images` (N, C, H, W) of `images()` as the network takes them, on the device."""
         images = images.to(self.device)
-        if images.dtype == torch.uint8:
+        if images.dtype == torch.uint8:  # 0 to 255, the others 0 to 1
             return loading.normalize(images, self.format)
         return self.format.normalize(images)
 
@@ -97,7 +98,7 @@ class Predictor:
             num_workers=workers,
             multiprocessing_context=process.worker_context(workers),
             worker_init_fn=process.start_worker,
-            collate_fn=list,
+            collate_fn=list,  # of pairs, some of which may have a line for an image
         )
         # disable=None: no bar without a terminal
         with tqdm(total=len(data), unit="img", disable=None) as bar:
@@ -130,6 +131,7 @@ class Predictor:
         It takes the path of an image, the image (C, H, W), and class numbers, uint8 (H, W), or more
         at the right and below. Raises a UserError if two images have the same name.
         """
+        # first of all, so that two of one name are refused before the work begins
         name_of = {path: name for name, path in folders.by_name(self.found).items()}
 
         def save(kind: str, path: str, drawn: Image.Image) -> None:
@@ -140,7 +142,7 @@ class Predictor:
         def write(path: str, image: Tensor, mask: Tensor) -> None:
             pixels = visible(image).permute(1, 2, 0).numpy()
             height, width = pixels.shape[:2]
-            numbers = mask[:height, :width].numpy()
+            numbers = mask[:height, :width].numpy()  # without what was padded
             tinted = overlay(pixels, numbers, self.classes)
             save("masks", path, paint(numbers, self.classes))
             save("overlays", path, Image.fromarray(tinted))
@@ -159,7 +161,7 @@ class Predictor:
         distributed.say(f"{count} of {len(self.found)} images predicted: {where}")
         for line in self.broken:
             print_error(line)
-        if self.broken:
+        if self.broken:  # status 1, for scripts, though the others are predicted
             sys.exit(1)
 
 
@@ -183,7 +185,7 @@ class Tolerant(Dataset):
         except (AttributeError, KeyError, TypeError) as error:
             # such as one that flips image and mask together
             reason = " ".join(f"{type(error).__name__}: {error}".split())
-            line = (
-                f"val_transform of dataset.py does not take an image alone ({reason})"
-            )
-            raise UserError(f"{line}: predict.py gives it that") from error
+            raise UserError(
+                f"val_transform of dataset.py does not take an image alone ({reason}): "
+                "predict.py gives it that"
+            ) from error
