@@ -299,27 +299,25 @@ def find_tracker(name: str, folder: Path, flags: Mapping[str, object]) -> Start:
     def start(known: str | None) -> tuple[str, Log]:
         tool: Any = importlib.import_module(name)  # which may fail as its server may
         if name == "mlflow":
-            return start_mlflow(tool, known)
-        # wandb finds a run by its id, trackio by its name
-        key = {"id": known} if name == "wandb" else {"name": known or folder.name}
-        run = tool.init(project=project, config=dict(flags), resume="allow", **key)
+            tool.set_experiment(project)
+            run = tool.start_run(known, run_name=folder.name)
+            tool.log_params({} if known else flags)
+            found = run.info.run_id
+        else:
+            # wandb finds a run by its id, trackio by its name
+            key = {"id": known} if name == "wandb" else {"name": known or folder.name}
+            run = tool.init(project=project, config=dict(flags), resume="allow", **key)
+            found = run.id if name == "wandb" else run.name
 
         def log(row: dict[str, float]) -> None:
-            shown = {key: row[key] for key in row if key != "step"}
-            run.log(shown, step=int(row["epoch"]))
+            epoch = int(row["epoch"])
+            if name == "mlflow":
+                tool.log_metrics(row, step=epoch)
+            else:
+                shown = {each: row[each] for each in row if each != "step"}
+                run.log(shown, step=epoch)
 
-        return (run.id if name == "wandb" else run.name), log
-
-    def start_mlflow(tool: Any, known: str | None) -> tuple[str, Log]:
-        tool.set_experiment(project)
-        run = tool.start_run(known, run_name=folder.name)
-        if not known:
-            tool.log_params(flags)
-
-        def log(row: dict[str, float]) -> None:
-            tool.log_metrics(row, step=int(row["epoch"]))
-
-        return run.info.run_id, log
+        return found, log
 
     return start
 
