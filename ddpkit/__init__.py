@@ -44,14 +44,16 @@ if TYPE_CHECKING:
     from ddpkit.run.labels import BinaryCrossEntropy, label_metrics
     from ddpkit.run.loop import Run
     from ddpkit.run.machine import configure, meet
-    from ddpkit.run.metrics import Worst, compute
+    from ddpkit.run.metrics import compute
+    from ddpkit.run.mistakes import Worst
     from ddpkit.run.networks import adapt_input
     from ddpkit.run.outputs import to_logits
     from ddpkit.run.pictures import draw_masks
-    from ddpkit.run.predicting import Predictor, bands, in_tiles
+    from ddpkit.run.predicting import Predictor
     from ddpkit.run.pretrained import load_pretrained
     from ddpkit.run.resuming import Checkpoints, explaining, stopping
     from ddpkit.run.starting import prepare, start
+    from ddpkit.run.tiles import bands, in_tiles
 
 __version__ = "2.0.0"
 
@@ -73,14 +75,16 @@ NAMES = {
     "run.loop": "Run",
     "run.labels": "BinaryCrossEntropy label_metrics",
     "run.machine": "configure meet",
-    "run.metrics": "Worst compute",
+    "run.metrics": "compute",
+    "run.mistakes": "Worst",
     "run.networks": "adapt_input",
     "run.outputs": "to_logits",
     "run.pictures": "draw_masks",
-    "run.predicting": "Predictor bands in_tiles",
+    "run.predicting": "Predictor",
     "run.pretrained": "load_pretrained",
     "run.resuming": "Checkpoints explaining stopping",
     "run.starting": "prepare start",
+    "run.tiles": "bands in_tiles",
 }
 DOOR = {name: module for module, names in NAMES.items() for name in names.split()}
 

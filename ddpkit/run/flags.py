@@ -25,10 +25,10 @@ class Help(
         super().__init__(prog, max_help_position=30, width=118)
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
-        has_default = (
-            action.default not in (None, NOBODY) and action.default is not False
-        )
-        return super()._get_help_string(action) if has_default else action.help
+        # "default: False" would tell nothing; 0, which equals it, does
+        if action.default in (None, NOBODY) or action.default is False:
+            return action.help
+        return super()._get_help_string(action)
 
 
 class Parser(argparse.ArgumentParser):
@@ -45,17 +45,15 @@ class Parser(argparse.ArgumentParser):
     """
 
     def __init__(self, **options: Any) -> None:
-        common = {
-            "formatter_class": Help,
-            "fromfile_prefix_chars": "@",
-            "allow_abbrev": False,
-        }
-        super().__init__(**{**common, **options})
-        # also of -1000,3000: no flag
+        options.setdefault("formatter_class", Help)
+        options.setdefault("fromfile_prefix_chars", "@")
+        options.setdefault("allow_abbrev", False)
+        super().__init__(**options)
+        # -1000,3000 is a value, too, not only -1000
         self._negative_number_matcher = re.compile(r"-\.?\d")
         self.register("type", Path, lambda text: Path(at_home(text)))
-        for kind in None, str:
-            self.register("type", kind, at_home)
+        self.register("type", str, at_home)
+        self.register("type", None, at_home)  # flags without a type
 
     def parse(
         self,
@@ -74,9 +72,11 @@ class Parser(argparse.ArgumentParser):
             add("--debug-rank", metavar="R[,R...][:PORT]", type=ranks, default=NOBODY,
                 help="ranks that wait for a debugger, rank R at PORT + R, 5678 + R")  # fmt: skip
             add("--local-rank", "--local_rank", type=int, help=argparse.SUPPRESS)
-        self.set_defaults(**(defaults or {}))
+        defaults = defaults or {}
+        self.set_defaults(**defaults)
         for action in self._actions:
-            action.required = action.required and action.dest not in (defaults or {})
+            if action.dest in defaults:
+                action.required = False
         args = self.parse_args(argv)
         for name in vars(launch):
             setattr(launch, name, vars(args).pop(name))
@@ -87,10 +87,10 @@ class Parser(argparse.ArgumentParser):
         """Convert auto, or A,B,... to numbers of at least 0, of which one is not 0."""
         if text == "auto":
             return text
+        # also (1.0, 2.5), as Python prints a tuple
+        parts = re.sub(r"[()\s]", "", text).strip(",").split(",")
         with contextlib.suppress(ValueError):
-            values = tuple(
-                map(float, re.sub(r"[()\s]", "", text).strip(",").split(","))
-            )
+            values = tuple(float(part) for part in parts)
             if all(0 <= value < math.inf for value in values) and any(values):
                 return values
         raise ArgumentTypeError(
@@ -109,9 +109,9 @@ class Parser(argparse.ArgumentParser):
             f"{text}: expected N/K, the N-th of K parts, such as 2/5"
         )
 
-    # of files in them, too
+    # argparse calls it for what is in a FILE, too
     def _read_args_from_files(self, arg_strings: list[str]) -> list[str]:
-        return super()._read_args_from_files([*map(at_home, arg_strings)])
+        return super()._read_args_from_files([at_home(text) for text in arg_strings])
 
     def print_help(self, file: Any = None) -> None:
         if os.environ.get("LOCAL_RANK", "0") == "0":
@@ -122,7 +122,8 @@ class Parser(argparse.ArgumentParser):
 
     def convert_arg_line_to_args(self, arg_line: str) -> list[str]:
         try:
-            return shlex.split(re.split(r"(?<!\S)#", arg_line)[0])
+            before_comment = re.split(r"(?<!\S)#", arg_line)[0]
+            return shlex.split(before_comment)
         except ValueError as error:  # a quote that is not closed
             self.error(f"@FILE, line {arg_line!r}: {error}")
 
@@ -148,7 +149,8 @@ def at_least(
 
     def number(text: str) -> float:
         with contextlib.suppress(ValueError):
-            if low <= (value := kind(text)) < below:
+            value = kind(text)
+            if low <= value < below:
                 return value
         name = "an integer" if kind is int else "a number"
         end = "" if below == math.inf else f" and less than {below:g}"
@@ -160,9 +162,11 @@ def at_least(
 def ranks(text: str) -> tuple[list[int], int]:
     """Convert 0,3 or 0,3:5678 to ranks and the port of rank 0."""
     some, _, port = text.partition(":")
-    parts = [*some.split(","), port or str(NOBODY[1])]
-    if not (all(map(str.isdecimal, parts)) and 0 < int(parts[-1]) < 2**16):
+    port = port or str(NOBODY[1])
+    numbers = some.split(",")
+    are_numbers = all(each.isdecimal() for each in [port, *numbers])
+    if not are_numbers or not 0 < int(port) < 2**16:
         raise ArgumentTypeError(
             f"{text} is not a rank or a list of ranks, such as 0,3 or 0,3:5678"
         )
-    return sorted({int(part) for part in parts[:-1]}), int(parts[-1])
+    return sorted({int(each) for each in numbers}), int(port)

@@ -17,27 +17,22 @@ from ddpkit import files
 from ddpkit.data import loading
 from ddpkit.errors import UserError
 from ddpkit.ranks import distributed, environment, process, protocol
-from ddpkit.run import checkpoint, machine, reporting, steplog
+from ddpkit.run import agreement, checkpoint, reporting, steplog
 from ddpkit.run.checkpoint import KEYS, OTHER_RUN, Damaged, Foreign, State
-from ddpkit.run.metrics import Mistakes, Worsts
+from ddpkit.run.mistakes import Mistakes, Worsts
 
 Read = Callable[[Path | str], State]
 SAVES = ("last.pt", "last-1.pt")  # newest first
-OWN_FILES = (  # what `--resume never` removes
-    *(
-        *SAVES,
-        "*.pt.corrupt",
-        "best.pt",
-        "best-1.pt",
-        "metrics.csv",
-        "tracker.json",
-        "args.json",
-    ),
-    *("curves.png", *reporting.IMAGES, *(f"eval/{name}" for name in reporting.IMAGES)),
+NAMES = "best.pt best-1.pt *.pt.corrupt metrics.csv tracker.json args.json curves.png"
+OWN_FILES = [  # what `--resume never` removes
+    *SAVES,
+    *NAMES.split(),
+    *reporting.IMAGES,
+    *(f"eval/{name}" for name in reporting.IMAGES),
     f"{reporting.EPOCHS}/{steplog.EVENTS}",
     f"{steplog.STEPS}/{steplog.EVENTS}",
     steplog.EVENTS,  # of earlier versions
-)
+]
 
 
 class Folder:
@@ -59,6 +54,7 @@ class Folder:
         self.path = Path(path)
         self.read = read or functools.partial(checkpoint.read, keys=KEYS)
         self.is_path = resume not in ("auto", "never")
+        # absolute: checkpoints keep it, and a restart may be in another folder
         self.resume = os.path.abspath(resume) if self.is_path else resume
         self.state: State | None = None  # found by `find_checkpoint`
 
@@ -67,9 +63,8 @@ class Folder:
 
         Raises a UserError if it cannot be read.
         """
-        self.state = checkpoint.read(
-            self.resume if self.is_path else self.path / "best.pt"
-        )
+        path = self.resume if self.is_path else self.path / "best.pt"
+        self.state = checkpoint.read(path)
         return self.state
 
     def find_checkpoint(self) -> State | None:
@@ -85,18 +80,19 @@ class Folder:
                 self._lock()
                 # asked of an earlier run
                 (self.path / protocol.QUESTION).unlink(missing_ok=True)
-            process.watch.folder = self.path
+            process.watch.folder = self.path  # where it looks for questions from now on
             state = self._search()
-        step, is_own = (
-            (state["step"], self.contains(state["path"])) if state else (-1, False)
-        )
-        steps, are_own = zip(*distributed.gather_objects((step, is_own)), strict=True)
-        if not any(are_own):
+        # Nodes that do not share a disk may have found different ones, or none.
+        mine = (state["step"], self.contains(state["path"])) if state else (-1, False)
+        found = distributed.gather_objects(mine)
+        steps = [step for step, _ in found]
+        if not any(is_own for _, is_own in found):
             environment.check_new(self.path)
         elif distributed.is_rank_zero():
             environment.note_checkpoint(self.path)
-        if min(steps) < max(steps):
-            state = distributed.from_rank(steps.index(max(steps)), lambda: state)
+        newest = max(steps)
+        if min(steps) < newest:
+            state = distributed.from_rank(steps.index(newest), lambda: state)
         self.state = state
         return state
 
@@ -109,7 +105,8 @@ class Folder:
 
         Raises a UserError if the checkpoint is of other classes or of another network.
         """
-        if state := self.state:
+        state = self.state
+        if state:
             checkpoint.check_classes(state["path"], state["classes"], classes)
             changed = checkpoint.changes(state["args"], flags) or "no flag"
             checkpoint.load_weights(model, state, f"; changed: {changed}; {OTHER_RUN}")
@@ -129,7 +126,7 @@ class Folder:
         confusion: of `compute`. worst: what Worst.compute() returns. loader: of the validation
         images. classes, predict, draw: as Run takes them.
         """
-        machine.check_alike(classes, validation=loader)
+        agreement.check_alike(classes, validation=loader)
         checkpoint.check_format(self.state or {}, loading.format_of(loader))
         shown = Mistakes(confusion, worst, model, loader, classes, predict, draw)
         reporting.report(shown, self.path / "eval")
@@ -152,20 +149,23 @@ class Folder:
 
     def _search(self) -> State | None:
         """Return the checkpoint on this disk to resume; a path only if nothing has come of it."""
-        begun, launch = self.path / protocol.BEGUN, os.environ.get(protocol.LAUNCH_ID)
-        is_restart = (
-            launch and begun.is_file() and begun.read_bytes() == launch.encode()
-        )
-        if self.resume == "never" and not is_restart:
+        if self.resume == "never" and not self._is_restart():
             return None
-        if found := self.saves():
-            newest, is_own = (
-                read_newest(found, self.read),
-                self.is_path and self.contains(self.resume),
-            )
-            if not is_own or newest["resumed_from"] == self.resume:
+        found = self.saves()
+        if found:
+            newest = read_newest(found, self.read)
+            # With --resume FILE, one of this folder, that file is what counts until a
+            # run that began from it has saved.
+            goes_back = self.is_path and self.contains(self.resume)
+            if not goes_back or newest["resumed_from"] == self.resume:
                 return newest
         return self.read(self.resume) if self.is_path else None
+
+    def _is_restart(self) -> bool:
+        """Return whether this launch has begun in the folder before, and failed."""
+        launch = os.environ.get(protocol.LAUNCH_ID, "").encode()
+        begun = self.path / protocol.BEGUN
+        return launch != b"" and begun.is_file() and begun.read_bytes() == launch
 
     def contains(self, path: Path | str) -> bool:
         return Path(path).parent.resolve() == self.path.resolve()
@@ -174,8 +174,8 @@ class Folder:
         """Return the paths of last.pt and last-1.pt that exist, newest first."""
         return [self.path / name for name in SAVES if name in self.names()]
 
-    # exists() would be False if a network disk does not answer
     def names(self) -> list[str]:
+        """Return what is in the folder; raise if a disk does not answer, unlike exists()."""
         with contextlib.suppress(FileNotFoundError):
             return files.retried(self.path, os.listdir, self.path)
         return []
@@ -195,7 +195,8 @@ class Folder:
             with process.holding_signals():  # all or nothing
                 for path in old:
                     path.unlink()
-        if launch := os.environ.get(protocol.LAUNCH_ID):
+        launch = os.environ.get(protocol.LAUNCH_ID)
+        if launch:
             with files.writing(self.path / protocol.BEGUN) as tmp_path:
                 tmp_path.write_bytes(launch.encode())
 
@@ -210,10 +211,8 @@ class Folder:
                 state = checkpoint.read(path, KEYS)
                 if state["best_of"] == best_of and state["epoch"] <= until:
                     return state["best"], state["epoch"]
-                reason = (
-                    f"{path}: has the best {state['best_of']} of epoch {state['epoch']}"
-                )
-                set_aside(reason, path, "best-1.pt")
+                own = f"the best {state['best_of']} of epoch {state['epoch']}"
+                set_aside(f"{path}: has {own}", path, "best-1.pt")
             except Damaged as error:
                 set_aside(error.line, path, "best.pt.corrupt")
             except Foreign as error:
@@ -230,18 +229,20 @@ class Folder:
         """
         if not distributed.is_rank_zero():
             return
-        last, older = (self.path / name for name in SAVES)
         # best.pt comes first: when last.pt records a new best score, best.pt has it
         # already.
-        for path in (self.path / "best.pt", last) if is_best else (last,):
-            with files.writing(path) as tmp_path:
-                files.retried(path, checkpoint.write, tmp_path, state)
-                if path != last:
-                    if not keeps_images:
-                        reporting.remove_images(self.path)
-                elif not replace:
-                    with contextlib.suppress(FileNotFoundError):
-                        last.replace(older)
+        if is_best:
+            best = self.path / "best.pt"
+            with files.writing(best) as tmp_path:
+                files.retried(best, checkpoint.write, tmp_path, state)
+                if not keeps_images:
+                    reporting.remove_images(self.path)
+        last, older = (self.path / name for name in SAVES)
+        with files.writing(last) as tmp_path:
+            files.retried(last, checkpoint.write, tmp_path, state)
+            if not replace:
+                with contextlib.suppress(FileNotFoundError):  # it is the first
+                    last.replace(older)
         with contextlib.suppress(OSError):  # not every file system supports it
             files.sync(self.path)
         environment.note_checkpoint(self.path)
@@ -257,10 +258,9 @@ def read_newest(paths: Sequence[Path], read: Read) -> State:
             reasons.append(error.line)
             continue
         if distributed.is_rank_zero():
+            then = f", continuing from {path.name}"
             for bad, reason in zip(paths, reasons, strict=False):
-                set_aside(
-                    reason, bad, f"{bad.name}.corrupt", f", continuing from {path.name}"
-                )
+                set_aside(reason, bad, f"{bad.name}.corrupt", then)
         return state
     raise UserError(f"{'; '.join(reasons)}: {OTHER_RUN}")
 

@@ -27,7 +27,7 @@ class BinaryCrossEntropy(nn.Module):
 
     def __init__(self, weights: Tensor | None, smoothing: float) -> None:
         super().__init__()
-        self.register_buffer("weights", weights)
+        self.register_buffer("weights", weights)  # goes to the device with the module
         self.smoothing = smoothing
 
     def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
@@ -35,6 +35,7 @@ class BinaryCrossEntropy(nn.Module):
         loss = binary_cross_entropy_with_logits(
             outputs, targets, self.weights, reduction="sum"
         )
+        # A mean over the classes, in which they weigh 1 without weights.
         total = targets.shape[1] if self.weights is None else self.weights.sum()
         return loss / total
 
@@ -61,8 +62,8 @@ class MeanF1(MultilabelF1Score):
 
 
 class LabelMetrics(MetricCollection):
-    # Probabilities: of logits torchmetrics would take those from 0 to 1 for such, batch
-    # by batch.
+    # Probabilities: torchmetrics would take a batch of logits that are all from 0 to 1
+    # for such.
     def update(self, logits: Tensor, targets: Tensor) -> None:  # type: ignore[override]
         super().update(logits.sigmoid(), targets.int())
 
@@ -79,6 +80,6 @@ def label_metrics(count: int) -> MetricCollection:
         {
             "map": MeanPrecision(count, average="none"),
             "f1": MeanF1(count, average="none"),
-            "matrix": MultilabelConfusionMatrix(count),
+            "matrix": MultilabelConfusionMatrix(count),  # for per_class.csv
         }
     )

@@ -16,12 +16,12 @@ from ddpkit.data import loading, samples
 from ddpkit.data.loading import OtherSource
 from ddpkit.errors import NoLabelsError, UserError
 from ddpkit.ranks import distributed, replicas, stopping
-from ddpkit.run import checkpoint, machine, metrics, pictures, reporting
+from ddpkit.run import agreement, checkpoint, metrics, pictures, reporting
 from ddpkit.run.checkpoint import KEYS, OTHER_RUN, State
 from ddpkit.run.criterion import Criterion
 from ddpkit.run.first_steps import FirstSteps, LoopVariables
 from ddpkit.run.folder import Folder
-from ddpkit.run.metrics import Mistakes, Worsts
+from ddpkit.run.mistakes import Mistakes, Worsts
 
 # besides KEYS
 OTHER_KEYS = ("trained", "sampler", "training_set", "colors", "best_by", "path")
@@ -105,7 +105,7 @@ class Run:
         self.passes_per_step, self.save_every = accumulate, save_every
         val_set, kept = samples.of(val_loader), checkpoint.to_plain(dict(flags or {}))
         self.val_images = samples.fingerprint(val_set)
-        machine.check_alike(classes, training=train_loader, validation=val_loader)
+        agreement.check_alike(classes, training=train_loader, validation=val_loader)
         seed, epoch = kept.get("seed", 0), then.get("epoch", 0)
         self.source = loading.find_source(
             train_loader, val_loader, accumulate, seed, epoch

@@ -4,19 +4,14 @@ import contextlib
 import math
 import os
 import subprocess
-import sys
 import warnings
-import zlib
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 
 import ddpkit
 from ddpkit.data import samples
-from ddpkit.errors import UserError
-from ddpkit.ranks import distributed, environment, process, protocol
+from ddpkit.ranks import distributed, process, protocol
 from ddpkit.ranks.distributed import Rank
 from ddpkit.run.flags import launch
 
@@ -33,10 +28,9 @@ def meet() -> Rank:
 
         here = ddpkit.meet()
     """
-    # By the flags that ddpkit.Parser has read.
-    return distributed.meet(
-        launch.local_rank, launch.dist_timeout, bool(launch.debug_rank[0])
-    )
+    # by the flags that ddpkit.Parser has read
+    debugged, _ = launch.debug_rank
+    return distributed.meet(launch.local_rank, launch.dist_timeout, bool(debugged))
 
 
 def configure(device: torch.device, seed: int, deterministic: bool = False) -> None:
@@ -53,11 +47,11 @@ def configure(device: torch.device, seed: int, deterministic: bool = False) -> N
     samples.seed(seed)
     if deterministic:
         samples.be_deterministic()
-    # by GradScaler, fp16
+    # of GradScaler, which skips the first steps of fp16
     warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step")
-    # reported in the start line
+    # of workers, which the start line tells
     warnings.filterwarnings("ignore", "This DataLoader will create")
-    # by torch 2.9, of this:
+    # of torch 2.9, on the precision that is set here
     warnings.filterwarnings("ignore", "Please use the new API settings")
     # TF32 for what stays float32, where a GPU has it
     torch.set_float32_matmul_precision("high")
@@ -68,7 +62,7 @@ def cpus() -> int:
     """Return how many CPUs the affinity and the container of this process let it use."""
     usable = getattr(os, "sched_getaffinity", None)  # not on macOS and Windows
     count = float(len(usable(0)) if usable else os.cpu_count() or 1)
-    # no cgroups v2, or no limit, which is "max"
+    # fails without cgroups v2, and without a limit, which is "max"
     with contextlib.suppress(OSError, ValueError):
         quota, period = QUOTA.read_text().split()
         count = min(count, int(quota) / int(period))
@@ -78,13 +72,10 @@ def cpus() -> int:
 def default_threads(on_gpu: bool) -> int:
     """Return OMP_NUM_THREADS if a user has set it, or this rank's share of the CPUs."""
     given = os.environ.get("OMP_NUM_THREADS", "")
+    by_launcher = protocol.THREADS in os.environ
     by_torchrun = process.by_plain_torchrun() and given == "1"
-    if (
-        given.isdecimal()
-        and int(given)
-        and not by_torchrun
-        and protocol.THREADS not in os.environ
-    ):
+    by_user = given.isdecimal() and not by_launcher and not by_torchrun
+    if by_user and int(given) > 0:
         return int(given)
     return min(cpu_share(), 4) if on_gpu else cpu_share()
 
@@ -95,71 +86,18 @@ def default_workers() -> int:
 
 
 def cpu_share() -> int:
+    """Return how many CPUs each rank of this machine has."""
     count = cpus()
-    if not process.by_torchrun() and count <= int(
-        os.environ.get("SLURM_CPUS_PER_TASK", 0)
-    ):
-        return count  # srun has divided them among the ranks
+    if not process.by_torchrun():
+        dealt = int(os.environ.get("SLURM_CPUS_PER_TASK", 0))
+        if count <= dealt:  # srun has divided them among the ranks
+            return count
     return max(1, count // distributed.local_world_size())
 
 
 def library() -> str:
     """Return which ddpkit runs, and from where."""
     return f"{ddpkit.__version__} in {Path(ddpkit.__file__).parent}"
-
-
-def check_alike(classes: Sequence[str], **loaders: Any) -> None:
-    """Raise a UserError, on all ranks, unless they have the same data, code and versions.
-
-    Of a loader without ddpkit.Seeded each rank may have its share, which has no list of samples.
-    """
-    mine = {f"class {n}": f"class {n} {name}" for n, name in enumerate(classes)}
-    mine |= {
-        "classes": f"{len(classes)} classes",
-        "version": f"ddpkit {ddpkit.__version__}",
-    }
-    mine |= {"torch": f"torch {torch.__version__}"}
-    for use, loader in loaders.items():
-        data = samples.of(loader)
-        is_ours = isinstance(getattr(loader, "dataset", None), samples.Seeded)
-        if is_ours or samples.listed(data):
-            mine[use] = f"{samples.fingerprint(data)} for {use}"
-        is_listed = any(samples.listed(each) for each, _ in samples.places(data, 0))
-        if is_ours and not is_listed and len(data) and not distributed.is_debugged():
-            for part, checksum in samples.first_checksums(loader).items():
-                told = f"a first {part} for {use} with checksum {checksum:08x}"
-                mine[f"{part} for {use}"] = told
-    for name, checksum in code().items():
-        mine[name] = f"{name} with checksum {checksum:08x}"
-    (first, expected), *others = distributed.gather_objects(
-        (environment.own_rank(), mine)
-    )
-    for rank, found in others:
-        for name, here in expected.items():
-            # of files those that both have imported
-            if (there := found.get(name, here)) != here:
-                line = f"{rank} has {there}, {first} has {here}"
-                raise UserError(
-                    f"{line}; all ranks need the same data, code and versions"
-                )
-
-
-def code() -> dict[str, int]:
-    """Return a checksum of each file that is imported of the project, and one of ddpkit."""
-    root, found = process.project(), dict[str, int]()
-    # others are not resolved
-    names = {each.name for each in root.iterdir() if each.is_file()}
-    for file in (
-        getattr(module, "__file__", None) or "" for module in [*sys.modules.values()]
-    ):
-        if (
-            os.path.basename(file) in names
-            and (path := Path(file).resolve()).parent == root
-        ):
-            found[path.name] = zlib.crc32(path.read_bytes())
-    library = sorted(Path(ddpkit.__file__).parent.rglob("*.py"))
-    found["ddpkit"] = zlib.crc32(b"".join(map(Path.read_bytes, library)))
-    return found
 
 
 def git_commit() -> str:

@@ -30,9 +30,11 @@ def adapt_input(model: nn.Module, size: int, channels: int = 3, step: int = 0) -
     """
     convolutions = (each for each in model.modules() if isinstance(each, nn.Conv2d))
     entry = next(convolutions, None)
+    # made for RGB, while the images have other channels
     if entry and entry.in_channels == 3 != channels:
         entry.in_channels = channels
-        shape = (entry.out_channels, channels, *entry.kernel_size)
+        shape = list(entry.weight.shape)
+        shape[1] = channels
         entry.weight = nn.Parameter(entry.weight.new_empty(shape))
         entry.reset_parameters()
     if step:
@@ -44,9 +46,11 @@ def adapt_input(model: nn.Module, size: int, channels: int = 3, step: int = 0) -
 def freeze_unused(model: nn.Module, step: int, channels: int) -> None:
     """Freeze the weights of `model` that no output depends on, in evaluation or in training."""
     remedy = f"validation pads images to multiples of {step}: choose another network"
-    names = without_gradient(model, forward(model, 5 * step, channels, remedy))
+    size = 5 * step
+    names = without_gradient(model, forward(model, size, channels, remedy))
     if names:
-        in_training = without_gradient_in_training(model, 5 * step, channels)
+        # An auxiliary head, for instance, has an output in training alone.
+        in_training = without_gradient_in_training(model, size, channels)
         names = [name for name in names if name in in_training]
     for name in names:
         model.get_parameter(name).requires_grad_(False)
@@ -87,16 +91,16 @@ def without_gradient(model: nn.Module, outputs: Outputs) -> list[str]:
         name: each for name, each in model.named_parameters() if each.requires_grad
     }
     if not sums:
-        return [*trained]
-    gradients = torch.autograd.grad(sums, [*trained.values()], allow_unused=True)
-    return [
-        name for name, slope in zip(trained, gradients, strict=True) if slope is None
-    ]
+        return list(trained)
+    gradients = torch.autograd.grad(sums, list(trained.values()), allow_unused=True)
+    return [name for name, each in zip(trained, gradients, strict=True) if each is None]
 
 
 def forward(model: nn.Module, size: int, channels: int, remedy: str) -> Outputs:
     """Return what the network returns for a black image, in evaluation mode."""
-    was_training = model.training
+    was_training = (
+        model.training
+    )  # evaluation leaves BatchNorm's statistics as they are
     device = next(model.parameters()).device
     try:
         return model.eval()(torch.zeros(1, channels, size, size, device=device))
@@ -109,14 +113,14 @@ def forward(model: nn.Module, size: int, channels: int, remedy: str) -> Outputs:
 
 def explain(error: Exception) -> UserError | None:
     """Return a line if a library cannot make the network of a name that model.py gives it."""
+    # Of the calls on the way to the error: the function of a library that took the name.
     for frame, _ in traceback.walk_tb(error.__traceback__):
         module = frame.f_globals.get("__name__", "")
         if frame.f_code.co_name in FACTORIES and module.startswith(OF_LIBRARIES):
-            name = frame.f_locals[frame.f_code.co_varnames[0]]
+            name = frame.f_locals[frame.f_code.co_varnames[0]]  # its first argument
             arch = f"timm/{name}" if module.startswith("timm.") else name
-            return UserError(
-                refusal(arch, " ".join(str(error).split())[:300].rstrip("."))
-            )
+            said = " ".join(str(error).split())[:300].rstrip(".")
+            return UserError(refusal(arch, said))
     return None
 
 
@@ -131,8 +135,8 @@ def refusal(arch: str, said: str) -> str:
 
         known = torchvision.models.list_models()
         known += [f"timm/{name}" for name in timm.list_models()]
-        near = difflib.get_close_matches(arch, known, 4, 0.3)
-        return f"{line}; there are {', '.join(near)}" if near else line
+        near = ", ".join(difflib.get_close_matches(arch, known, 4, 0.3))
+        return f"{line}; there are {near}" if near else line
     if "downsampling pattern" in said:  # of a ViT, whose maps have one size
         return f"{line}: use --arch dpt"
     return line

@@ -25,13 +25,12 @@ def to_logits(outputs: Outputs) -> Tensor:
     parts = outputs
     while not isinstance(parts, Tensor):
         if is_record(parts):
-            parts = {
-                field.name: getattr(parts, field.name)
-                for field in dataclasses.fields(parts)
-            }
+            # not by asdict, which copies the tensors
+            names = [field.name for field in dataclasses.fields(parts)]
+            parts = {name: getattr(parts, name) for name in names}
         if isinstance(parts, Mapping):
-            named = [parts[name] for name in ("logits", "out") if name in parts]
-            parts = [part for part in (*named, *parts.values()) if part is not None]
+            found = [parts.get("logits"), parts.get("out"), *parts.values()]
+            parts = [part for part in found if part is not None]
         if not isinstance(parts, (tuple, list)) or not parts:
             raise UserError(
                 f"the network of model.py returns a {type(outputs).__name__} without logits: "
@@ -62,4 +61,7 @@ def map_tensors(change: Callable[[Tensor], Tensor], outputs: Outputs) -> Outputs
 
 
 def to_float32(outputs: Outputs) -> Outputs:
-    return map_tensors(lambda x: x.float() if x.is_floating_point() else x, outputs)
+    def change(part: Tensor) -> Tensor:
+        return part.float() if part.is_floating_point() else part
+
+    return map_tensors(change, outputs)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 Row = Mapping[str, float | str]
 DrawExample = Callable[["Axes", Tensor, Tensor, Tensor, Sequence[str]], None]
-# image uint8, target, logits, text
+# image uint8 (C, H, W), target, logits, lines above it
 Example = tuple[Tensor, Tensor, Tensor, Sequence[str]]
 
 VOID = 255  # the class number of pixels without a label
@@ -33,7 +33,7 @@ NOT_DRAWN = {
     "peak_memory",
 }
 # pixels; higher images are drawn smaller, small ones are enlarged up to this
-LARGEST = 480
+HIGHEST = 480
 MOST_PIXELS = 400_000  # of an image with its masks
 DPI = 150
 
@@ -71,12 +71,13 @@ def legible(classes: Sequence[str]) -> Sequence[str]:
 
 def colors_of(classes: Sequence[str], count: int = 0) -> np.ndarray:
     """Return uint8 (classes, 3): the user's, or PALETTE, again but for black; white up to count."""
-    chosen = getattr(classes, "colors", None)
-    again = [1 + i % (len(PALETTE) - 1) for i in range(len(classes) - 1)]
-    colors = PALETTE[[0, *again]] if chosen is None else chosen
-    return np.pad(
-        colors, ((0, max(0, count - len(colors))), (0, 0)), constant_values=255
-    )
+    colors = getattr(classes, "colors", None)
+    if colors is None:
+        # black for class 0 alone: `overlay` does not tint it
+        again = [1 + i % (len(PALETTE) - 1) for i in range(len(classes) - 1)]
+        colors = PALETTE[[0, *again]]
+    missing = max(0, count - len(colors))
+    return np.pad(colors, ((0, missing), (0, 0)), constant_values=255)
 
 
 def paint(mask: np.ndarray, classes: Sequence[str]) -> Image.Image:
@@ -107,13 +108,14 @@ def draw_masks(
 
         ddpkit.draw_masks(axes, image, logits.argmax(0).byte(), target, classes)
     """
-    pixels, truth = image.permute(1, 2, 0).numpy(), target.numpy()
+    pixels = image.permute(1, 2, 0).numpy()
+    truth = target.numpy()
     own = np.argwhere(pixels.any(-1) | (truth != VOID))
     bottom, right = own.max(0) + 1 if len(own) else truth.shape
     pixels = pixels[:bottom, :right]
+    first = overlay(pixels, predicted.numpy()[:bottom, :right], classes)
+    second = overlay(pixels, truth[:bottom, :right], classes)
     gap = np.full((bottom, max(2, right // 128), 3), 255, np.uint8)
-    masks = (mask[:bottom, :right] for mask in (predicted.numpy(), truth))
-    first, second = (overlay(pixels, mask, classes) for mask in masks)
     axes.imshow(np.concatenate([pixels, gap, first, gap, second], axis=1))
     axes.set_title("image | prediction | truth", fontsize=9)
 
@@ -137,18 +139,21 @@ def drawing(path: Path) -> "Iterator[Figure]":
 def draw_curves(path: Path, rows: Sequence[Row], classes: Sequence[str]) -> None:
     """Draw the losses, and the other metrics, over the epochs; those of single classes are not."""
     of_class = tuple(f"_{name}" for name in classes)
-    names = [
-        n for n, v in rows[-1].items() if not isinstance(v, str) and n not in NOT_DRAWN
-    ]
-    losses = [name for name in names if name.endswith("loss")]
-    means = [
-        name for name in names if name not in losses and not name.endswith(of_class)
-    ]
+    losses = []
+    others = []
+    for name, value in rows[-1].items():
+        if isinstance(value, str) or name in NOT_DRAWN:
+            continue
+        if name.endswith("loss"):
+            losses.append(name)
+        elif not name.endswith(of_class):
+            others.append(name)
     epochs = [row["epoch"] for row in rows]
     with drawing(path) as figure:
         figure.set_size_inches(10, 4)
-        for axes, shown in zip(figure.subplots(1, 2), (losses, means), strict=True):
+        for axes, shown in zip(figure.subplots(1, 2), (losses, others), strict=True):
             for name in shown:
+                # of dtype float None, of a row without the value, is NaN: not drawn
                 line = np.array([row.get(name) for row in rows], dtype=float)
                 axes.plot(epochs, line, ".-", label=f" {shorten(name)} {line[-1]:.4g}")
             if shown:
@@ -162,8 +167,8 @@ def draw_confusion(path: Path, confusion: Tensor, classes: Sequence[str]) -> Non
     """Draw the confusion matrix, int64 (classes, classes), in % of each row, of one true class."""
     from matplotlib.colors import PowerNorm
 
-    counts, count = confusion.cpu().double().numpy(), len(classes)
-    classes = legible(classes)
+    counts = confusion.cpu().double().numpy()
+    count = len(classes)
     with np.errstate(invalid="ignore"):
         percent = 100 * counts / counts.sum(1, keepdims=True)
     side = min(4 + 0.24 * count, 15)  # inches
@@ -175,16 +180,17 @@ def draw_confusion(path: Path, confusion: Tensor, classes: Sequence[str]) -> Non
         axes.set_facecolor("0.85")  # of a row without labels
         figure.colorbar(drawn, shrink=0.6, ticks=[0, 1, 5, 10, 25, 50, 100])
         if count <= 120:
-            names, size = [*map(shorten, classes)], 8 if count < 60 else 5
+            names = [shorten(name) for name in legible(classes)]
+            size = 8 if count < 60 else 5
             axes.set_xticks(range(count), names, rotation=90, fontsize=size)
             axes.set_yticks(range(count), names, fontsize=size)
         axes.set(xlabel="prediction", ylabel="truth", title="% of each row")
-        for (row, column), value in np.ndenumerate(percent) if count <= 20 else ():
-            text = f"{value:.0f}" if value > 0 else ""
-            color = "white" if value > 35 else "black"
-            axes.text(
-                column, row, text, ha="center", va="center", color=color, fontsize=7
-            )
+        if count <= 20:  # there is room for numbers
+            for row, column in np.argwhere(percent > 0):
+                value = percent[row, column]
+                color = "white" if value > 35 else "black"
+                text = axes.text(column, row, f"{value:.0f}", color=color, fontsize=7)
+                text.set(ha="center", va="center")
 
 
 def draw_images(
@@ -196,38 +202,44 @@ def draw_images(
     with drawing(path) as figure:
         for i, (image, target, logits, above) in enumerate(examples):
             if target.ndim == 2 and not target.is_floating_point():  # a mask
-                present.update(
-                    np.unique(target.numpy()), np.unique(logits.argmax(0).numpy())
-                )
+                present.update(np.unique(target.numpy()))
+                present.update(np.unique(logits.argmax(0).numpy()))
             axes = figure.add_subplot(label=str(i))
             axes.axis("off")
             draw(axes, image, target, logits, names)
-            lines = [
-                shorten(line, 48) for line in (*above, *axes.get_title().split("\n"))
-            ]
-            axes.title.set_text("\n".join(lines))
-        every = figure.axes
-        height, width = np.max([axes.images[0].get_size() for axes in every], axis=0)
-        scale = min(LARGEST / height, math.sqrt(MOST_PIXELS / (height * width)))
-        most = max(axes.get_title().count("\n") for axes in every)
-        height, width = height * scale + 22 * (3 + most), width * scale
-        rows = round(math.sqrt(len(every) * width / (1.5 * height))) or 1
-        columns = math.ceil(len(every) / rows)
-        rows = math.ceil(len(every) / columns)
-        figure.set_size_inches(columns * width / DPI, rows * height / DPI)
-        grid = figure.add_gridspec(rows, columns)
-        for i, axes in enumerate(every):
-            axes.set_subplotspec(grid[i])
-            axes.images[0].set_interpolation("auto" if scale < 1 else "nearest")
+            lines = list(above) + axes.get_title().split("\n")
+            axes.title.set_text("\n".join(shorten(line, 48) for line in lines))
+        lay_out(figure)
         if present:
             draw_legend(figure, classes, present)
+
+
+def lay_out(figure: "Figure") -> None:
+    """Put the axes of `figure`, each with an image, into a grid of cells of one size."""
+    every = figure.axes
+    height, width = np.max([axes.images[0].get_size() for axes in every], axis=0)
+    scale = min(HIGHEST / height, math.sqrt(MOST_PIXELS / (height * width)))
+    # a cell, in pixels: the image and, above it, its lines and a margin
+    lines = 1 + max(axes.get_title().count("\n") for axes in every)
+    height = height * scale + 22 * (2 + lines)
+    width = width * scale
+    rows = round(math.sqrt(len(every) * width / (1.5 * height))) or 1
+    columns = math.ceil(len(every) / rows)
+    rows = math.ceil(len(every) / columns)  # as few as these columns need
+    figure.set_size_inches(columns * width / DPI, rows * height / DPI)
+    grid = figure.add_gridspec(rows, columns)
+    for i, axes in enumerate(every):
+        axes.set_subplotspec(grid[i])
+        axes.images[0].set_interpolation("auto" if scale < 1 else "nearest")
 
 
 def draw_legend(figure: "Figure", classes: Sequence[str], present: set[int]) -> None:
     """Draw the colours of the classes in `present`; numbers that are no class stand for void."""
     from matplotlib.patches import Patch
 
-    colors, entries, classes = colors_of(classes, 256) / 255, [], legible(classes)
+    colors = colors_of(classes, 256) / 255
+    classes = legible(classes)
+    entries = []
     for i in sorted({min(number, len(classes)) for number in present}):
         name = shorten(classes[i]) if i < len(classes) else "void"
         hint = "" if colors[i].any() else " (not tinted)"
@@ -239,9 +251,9 @@ def draw_legend(figure: "Figure", classes: Sequence[str], present: set[int]) -> 
 
 
 def shorten(text: str, letters: int = 24) -> str:
-    text = text.encode("utf-8", "replace").decode()
-    return (
-        text
-        if len(text) <= letters
-        else f"{text[: letters - 1]}\N{HORIZONTAL ELLIPSIS}"
-    )
+    text = text.encode(
+        "utf-8", "replace"
+    ).decode()  # ? for what is no UTF-8 in a file name
+    if len(text) > letters:
+        text = text[: letters - 1] + "\N{HORIZONTAL ELLIPSIS}"
+    return text

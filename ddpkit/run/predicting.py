@@ -1,10 +1,9 @@
-"""Large images in tiles, and the images of predict.py."""
+"""The images of predict.py, and what it writes of them."""
 
 import contextlib
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +20,9 @@ from ddpkit.data.images import LazyImage, open_image, visible
 from ddpkit.errors import UserError, print_error
 from ddpkit.ranks import devices, distributed, process
 from ddpkit.run import checkpoint, machine
-from ddpkit.run.outputs import to_logits
 from ddpkit.run.pictures import draw_legend, drawing, overlay, paint
 
 Read = Callable[[LazyImage], Tensor]
-Predict = Callable[[Tensor], Tensor]  # (1, 3, h, w) -> logits (1, classes, h, w)
 
 
 class Predictor:
@@ -56,10 +53,12 @@ class Predictor:
         opened = checkpoint.open_model(path, build_model, parse_args, self.device)
         self.model, self.classes, self.args, format = opened
         self.found = folders.collect(inputs, output)
+        paths = [Path(each) for each in inputs]
         # What training allowed, or what data.json in a folder of images allows.
-        places = {path if path.is_dir() else path.parent for path in map(Path, inputs)}
-        limits = [each.max_megapixels for each in (format, *map(read_format, places))]
-        self.format = replace(format, max_megapixels=max(limits))
+        limit = format.max_megapixels
+        for place in {each if each.is_dir() else each.parent for each in paths}:
+            limit = max(limit, read_format(place).max_megapixels)
+        self.format = replace(format, max_megapixels=limit)
         self.broken: list[str] = []
 
     def batches(
@@ -76,34 +75,44 @@ class Predictor:
         """Yield (path, image (C, H, W)), in order, each at its own size, on the CPU: uint8, or
         float32, 0 to 1, with "channels" in data.json.
         """
+        # one by one: a batch needs images of one size
         for (path,), (image,) in self._read(LazyImage.read, 1):
             yield path, image
 
     def normalize(self, images: Tensor) -> Tensor:
         """Return `images` (N, C, H, W) of `images()` as the network takes them, on the device."""
         images = images.to(self.device)
-        if images.dtype == torch.uint8:
+        if images.dtype == torch.uint8:  # 0 to 255, the others 0 to 1
             return loading.normalize(images, self.format)
         return self.format.normalize(images)
 
     def _read(
         self, read: Read, batch_size: int
     ) -> Iterator[tuple[list[str], list[Tensor]]]:
-        paths, workers = [path for path, _ in self.found], machine.default_workers()
+        """Yield (paths, what `read` makes of the images), and note those that are broken."""
+        data = Tolerant([path for path, _ in self.found], read, self.format)
+        workers = machine.default_workers()
         loader: DataLoader = DataLoader(
-            Tolerant(paths, read, self.format),
+            data,
             batch_size,
             num_workers=workers,
             multiprocessing_context=process.worker_context(workers),
             worker_init_fn=process.start_worker,
-            collate_fn=list,
+            collate_fn=list,  # of pairs, some of which may have a line for an image
         )
-        with tqdm(total=len(paths), unit="img", disable=None) as bar:
+        # disable=None: no bar without a terminal
+        with tqdm(total=len(data), unit="img", disable=None) as bar:
             for samples in loader:
-                whole = [(path, image) for path, image in samples if path]
-                if whole:
-                    yield [path for path, _ in whole], [image for _, image in whole]
-                self.broken += [line for path, line in samples if not path]
+                paths = []
+                images = []
+                for path, found in samples:
+                    if path:
+                        paths.append(path)
+                        images.append(found)
+                    else:
+                        self.broken.append(found)
+                if paths:
+                    yield paths, images
                 bar.update(len(samples))
 
     @contextlib.contextmanager
@@ -122,34 +131,37 @@ class Predictor:
         It takes the path of an image, the image (C, H, W), and class numbers, uint8 (H, W), or more
         at the right and below. Raises a UserError if two images have the same name.
         """
+        # first of all, so that two of one name are refused before the work begins
         name_of = {path: name for name, path in folders.by_name(self.found).items()}
+
+        def save(kind: str, path: str, drawn: Image.Image) -> None:
+            file = output / kind / f"{name_of[path]}.png"
+            with files.writing(file, parents=True) as tmp_path:
+                drawn.save(tmp_path, format="png")
 
         def write(path: str, image: Tensor, mask: Tensor) -> None:
             pixels = visible(image).permute(1, 2, 0).numpy()
-            numbers = mask[: len(pixels), : pixels.shape[1]].numpy()
-            tinted = Image.fromarray(overlay(pixels, numbers, self.classes))
-            for kind, drawn in (
-                ("masks", paint(numbers, self.classes)),
-                ("overlays", tinted),
-            ):
-                file = output / kind / f"{name_of[path]}.png"
-                with files.writing(file, parents=True) as tmp_path:
-                    drawn.save(tmp_path, format="png")
+            height, width = pixels.shape[:2]
+            numbers = mask[:height, :width].numpy()  # without what was padded
+            tinted = overlay(pixels, numbers, self.classes)
+            save("masks", path, paint(numbers, self.classes))
+            save("overlays", path, Image.fromarray(tinted))
 
         yield write
-        if len(self.broken) < len(self.found):
+        if len(self.broken) < len(self.found):  # something was drawn
             with drawing(output / "legend.png") as figure:
-                draw_legend(figure, self.classes, {*range(256)})
+                draw_legend(figure, self.classes, set(range(256)))
         self.finish(f"{output / 'masks'}, {output / 'overlays'}")
 
     def finish(self, where: object) -> None:
         """Print the number of images; list the unreadable ones and exit with status 1 if any."""
         count = len(self.found) - len(self.broken)
-        where = where if count else "no file written"
+        if count == 0:
+            where = "no file written"
         distributed.say(f"{count} of {len(self.found)} images predicted: {where}")
         for line in self.broken:
             print_error(line)
-        if self.broken:
+        if self.broken:  # status 1, for scripts, though the others are predicted
             sys.exit(1)
 
 
@@ -171,73 +183,9 @@ class Tolerant(Dataset):
         except UserError as error:
             return "", str(error)
         except (AttributeError, KeyError, TypeError) as error:
+            # such as one that flips image and mask together
             reason = " ".join(f"{type(error).__name__}: {error}".split())
-            line = (
-                f"val_transform of dataset.py does not take an image alone ({reason})"
-            )
-            raise UserError(f"{line}: predict.py gives it that") from error
-
-
-def in_tiles(predict: Predict, images: Tensor, tile: int, step: int) -> Tensor:
-    """Return the logits of `images` (N, 3, H, W), float32 (N, classes, H, W).
-
-    predict: takes images of any size, as a network's `forward` does.
-    tile: side in pixels of the overlapping tiles in which larger images are predicted, one after
-        another; smaller ones are predicted whole, all at once. 0: always whole.
-    step: tiles begin at multiples of it, as the cells of a network of that stride do.
-
-        logits = ddpkit.in_tiles(model.forward, images, args.tile, STRIDE)
-    """
-    if not is_tiled(images, tile, step):
-        return to_logits(predict(images))
-    found = (
-        [logits for _, logits in bands(predict, image, tile, step)] for image in images
-    )
-    return torch.stack([torch.cat(each, 1) for each in found])
-
-
-def bands(
-    predict: Predict, image: Tensor, tile: int, step: int
-) -> Iterator[tuple[slice, Tensor]]:
-    """Yield (rows, their logits) of `image` (3, H, W), from the top to the last row.
-
-    tile, step: as of `in_tiles`. The logits are float32 (classes, rows, W); where tiles overlap,
-    each pixel's are those of the tile in which it lies further from the edge.
-
-        for rows, logits in ddpkit.bands(model.forward, image, 1024, STRIDE):
-            mask[rows] = logits.argmax(0)
-    """
-    height, width = image.shape[1:]
-    if not is_tiled(image, tile, step):
-        yield slice(0, height), to_logits(predict(image[None]))[0]
-        return
-    for top, above, below in arrange(height, tile, step):
-        band = torch.empty(0)
-        for left, begin, end in arrange(width, tile, step):
-            logits = to_logits(
-                predict(image[None, :, top : top + tile, left : left + tile])
-            )[0]
-            if not len(band):
-                band = logits.new_empty(len(logits), below - above, width)
-            band[:, :, begin:end] = logits[
-                :, above - top : below - top, begin - left : end - left
-            ]
-        yield slice(above, below), band
-
-
-def is_tiled(images: Tensor, tile: int, step: int) -> bool:
-    if tile and (tile % step or tile < 4 * step):
-        raise UserError(
-            f"--tile {tile} is not 0 or a multiple of {step} from {4 * step} up"
-        )
-    return 0 < tile < max(images.shape[-2:])
-
-
-def arrange(side: int, tile: int, step: int) -> list[tuple[int, int, int]]:
-    """Return of each tile along a `side` its start, and the pixels, from and to, that it is for."""
-    last = max(side - tile, 0)
-    # they overlap by 256 pixels, or by half
-    gaps = -(-last // (tile - min(256, tile // 2)))
-    starts = [last * i // gaps // step * step for i in range(gaps)] + [last]
-    seams = [0, *((left + tile + right) // 2 for left, right in pairwise(starts)), side]
-    return [(start, *part) for start, part in zip(starts, pairwise(seams), strict=True)]
+            raise UserError(
+                f"val_transform of dataset.py does not take an image alone ({reason}): "
+                "predict.py gives it that"
+            ) from error

@@ -50,13 +50,11 @@ def load_pretrained(
     name = pretrained
     sources = find_published(arch, encoder, options)
     if pretrained == "auto":
-        name = next(iter(sources), "none")
-        then = (
-            "downloaded unless cached ..." if sources else "published for this network"
-        )
-        distributed.say(f"--weights auto: {name}, {then}")
         if not sources:
+            distributed.say("--weights auto: none, published for this network")
             return
+        name = next(iter(sources))
+        distributed.say(f"--weights auto: {name}, downloaded unless cached ...")
     elif name.endswith((".pt", ".pth")):
         sources = {name: functools.partial(read, name)}
     if name not in sources:
@@ -79,7 +77,7 @@ def attempt(name: str, fetch: Fetch) -> Tensors | str:
     socket.setdefaulttimeout(SECONDS)  # torch.hub would wait for ever
     try:
         return fetch()
-    except DiskError:
+    except DiskError:  # which a restart may find mended
         raise
     except UserError as error:
         return error.line
@@ -93,7 +91,7 @@ def attempt(name: str, fetch: Fetch) -> Tensors | str:
 def read(path: str) -> Tensors:
     """Return the tensors of a file: at its top, or under KEYS."""
     state = checkpoint.read_file(path)
-    for _ in range(2):
+    for _ in range(2):  # some have {"model": {"state_dict": ...}}
         state = next((state[k] for k in KEYS if isinstance(state.get(k), dict)), state)
     return {key: value for key, value in state.items() if isinstance(value, Tensor)}
 
@@ -103,6 +101,7 @@ def find_published(arch: str, encoder: str, options: dict) -> dict[str, Fetch]:
     partial = functools.partial
     if arch in torchvision.models.list_models():
         choices = torchvision.models.get_model_weights(arch)
+        # False comes before True: the default ones are the first
         return {
             each.name: partial(each.get_state_dict, progress=False, check_hash=True)
             for each in sorted(choices, key=lambda each: each is not choices.DEFAULT)
@@ -112,7 +111,7 @@ def find_published(arch: str, encoder: str, options: dict) -> dict[str, Fetch]:
     if arch.startswith("timm/"):
         name = arch.removeprefix("timm/")
         own = timm.get_pretrained_cfg(name)
-        if not (own and timm.is_model_pretrained(name)):
+        if not own or not timm.is_model_pretrained(name):
             return {}
         build = partial(timm.create_model, name, pretrained=True, **options)
         return {own.tag or "default": partial(fetch, own.hf_hub_id, build)}
@@ -120,22 +119,21 @@ def find_published(arch: str, encoder: str, options: dict) -> dict[str, Fetch]:
         return {}
     import segmentation_models_pytorch as smp
 
-    if encoder.startswith("tu-"):  # its tag, if any, says which weights
+    repositories: dict[str, str | None] = {}
+    if encoder.startswith("tu-"):  # of timm: its tag, if any, says which weights
         name = encoder.removeprefix("tu-")
         own = timm.get_pretrained_cfg(name) if timm.is_model_pretrained(name) else None
-        repositories = {"imagenet": own.hf_hub_id} if own else {}
+        if own:
+            repositories["imagenet"] = own.hf_hub_id
     else:
-        settings = (
-            smp.encoders.encoders.get(encoder, {}).get("pretrained_settings") or {}
-        )
-        repositories = {name: each.get("repo_id") for name, each in settings.items()}
-    build = partial(smp.encoders.get_encoder, encoder)
-    return {
-        name: partial(
-            fetch, repositories[name], partial(build, weights=name), "encoder."
-        )
-        for name in sorted(repositories, key="imagenet".__ne__)
-    }
+        about = smp.encoders.encoders.get(encoder, {})
+        for name, each in (about.get("pretrained_settings") or {}).items():
+            repositories[name] = each.get("repo_id")
+    found: dict[str, Fetch] = {}
+    for name in sorted(repositories, key=lambda name: name != "imagenet"):
+        build = partial(smp.encoders.get_encoder, encoder, weights=name)
+        found[name] = partial(fetch, repositories[name], build, "encoder.")
+    return found
 
 
 @contextlib.contextmanager
@@ -171,22 +169,22 @@ def copy_matching(model: nn.Module, published: Tensors) -> None:
     """Copy the tensors whose names and shapes match, and print which of `model` do not."""
 
     def bare(name: str) -> str:  # a file may have `module.fc.weight` for `fc.weight`
-        return re.sub(
-            r"^((net|model)\.)+", "", re.sub(r"\b(module|_orig_mod)\.", "", name)
-        )
+        name = re.sub(r"\b(module|_orig_mod)\.", "", name)  # of DDP, of torch.compile
+        return re.sub(r"^((net|model)\.)+", "", name)
 
-    mine, missing = model.state_dict(), torch.empty(0)
+    mine = model.state_dict()
+    missing = torch.empty(0)
     named = {bare(name): value for name, value in published.items()}
     fitting = {}
     for name, weight in mine.items():
         value = published.get(name, named.get(bare(name), missing))
+        # a first layer for RGB, in a network for other channels
         if weight.ndim == value.ndim == 4 and weight.shape[1] != value.shape[1] == 3:
             from timm.models import adapt_input_conv  # its import takes half a second
 
             value = adapt_input_conv(weight.shape[1], value)
-        if value.shape == weight.shape and checkpoint.kind_of(
-            value
-        ) == checkpoint.kind_of(weight):
+        is_of_kind = checkpoint.kind_of(value) == checkpoint.kind_of(weight)
+        if is_of_kind and value.shape == weight.shape:
             fitting[name] = value
     if not fitting:
         line = "--weights: no tensor has the same name and shape as one of this network, which"

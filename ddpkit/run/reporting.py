@@ -22,13 +22,13 @@ from ddpkit.data.loading import OtherSource, TrainSampler
 from ddpkit.errors import LineError, UserError
 from ddpkit.ranks import distributed, failures, process
 from ddpkit.run import machine, pictures
-from ddpkit.run.metrics import Mistakes
+from ddpkit.run.mistakes import Mistakes
 from ddpkit.run.pictures import Row
 from ddpkit.run.steplog import EVENTS, StepLog
 
-# Takes the id of the run to continue, or None; returns its id, and what takes a row of
-# numbers.
-Start = Callable[[str | None], tuple[str, Callable[[dict[str, float]], object]]]
+Log = Callable[[dict[str, float]], object]  # takes a row of numbers
+# takes the id of the run to continue, or None; returns its id, and what takes the rows
+Start = Callable[[str | None], tuple[str, Log]]
 
 EPOCHS = "epochs"  # the folder of TensorBoard's files
 IMAGES = ("examples.png", "per_class.csv", "confusion.png", "worst.png")  # of best.pt
@@ -49,19 +49,17 @@ class Reporter:
 
         is_complete: nothing is left to do. log_every: steps between entries of `steps`; 0: none.
         """
-        self.folder, self.device, self.epochs, self.finished = (
-            folder,
-            device,
-            epochs,
-            finished,
-        )
+        self.folder = folder
+        self.device = device
+        self.epochs = epochs
+        self.finished = finished
         self.active = distributed.is_rank_zero() and not is_complete
         self.bar = tqdm(disable=True)
         self.steps = StepLog(folder, device, log_every, step, self.active)
         self.batch_size = 1
         self.board: Any = None
         self.process = os.getpid()
-        self.log: Callable[[dict[str, float]], object] | None = None  # a tracker's
+        self.log: Log | None = None  # a tracker's
         self.about: dict[str, object] = {}  # args.json
 
     def close(self) -> None:
@@ -85,42 +83,46 @@ class Reporter:
         flags: Mapping[str, object],
     ) -> None:
         """Print the start lines and write args.json: flags, versions, commit, device."""
-        self.batch_size = source.global_batch // accumulate // distributed.world_size()
+        ranks = distributed.world_size()
+        self.batch_size = source.global_batch // accumulate // ranks
         if not self.active:
             return
         self.classes = classes
-        ranks, val_set = distributed.world_size(), samples.of(val_loader)
+        device = self.device.type.upper()
         name_of = getattr(torch.get_device_module(self.device), "get_device_name", None)
-        name = name_of(self.device) if name_of else self.device.type.upper()
-        # Of another loader it may be this rank's share.
-        val = (
-            f"{len(val_set)} validation images | "
-            if loading.is_ours(val_loader)
-            else ""
-        )
+        if name_of:  # of a GPU
+            device = name_of(self.device)
+        val = ""
+        if loading.is_ours(val_loader):  # another may have a share of them
+            val = f"{len(samples.of(val_loader))} validation images | "
         distributed.say(
-            f"{ranks} rank(s) on {name} | batch {self.batch_size} per rank x "
+            f"{ranks} rank(s) on {device} | batch {self.batch_size} per rank x "
             f"{ranks} rank(s) x {accumulate} accumulated = {source.global_batch} | "
             f"{source.total} training + {val}{source.steps} steps per epoch"
         )
+        amp = f" | amp {flags['amp']}" if "amp" in flags else ""
         distributed.say(
             f"per rank {getattr(train_loader, 'num_workers', 0)} loader worker(s) and "
-            f"{torch.get_num_threads()} thread(s) | JPEG: {images.decoder()}"
-            + (f" | amp {flags['amp']}" if "amp" in flags else "")
+            f"{torch.get_num_threads()} thread(s) | JPEG: {images.decoder()}{amp}"
         )
         own = machine.library()
         distributed.say(f"ddpkit {own}")
-        versions = {
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "ddpkit": own,
-        }
-        about = {"device": name, "jpeg": images.decoder(), "git": machine.git_commit()}
-        self.note(flags=dict(flags), ranks=ranks, **about, versions=versions)
+        self.note(
+            flags=dict(flags),
+            ranks=ranks,
+            device=device,
+            jpeg=images.decoder(),
+            git=machine.git_commit(),
+            versions={
+                "python": platform.python_version(),
+                "torch": torch.__version__,
+                "ddpkit": own,
+            },
+        )
 
     def note(self, **more: object) -> None:
         """Add something to args.json."""
-        about = {**self.about, **more}
+        about = self.about | more
         if self.active and about != self.about:
             self.about = about
             self.write("args.json", about)
@@ -140,7 +142,8 @@ class Reporter:
             disable=not (self.active and _is_on_terminal()),
         )
         self.steps.begin(self.bar)
-        self.waited, self.count = 0.0, 0
+        self.waited = 0.0
+        self.count = 0
         failures.note_batch_size(self.batch_size)
         asked = time.monotonic()
         for batch in batches:
@@ -154,21 +157,26 @@ class Reporter:
     def speed(self) -> dict[str, float]:
         """Return what metrics.csv has of it; nothing if the epoch's steps were done before."""
         self.bar.close()
-        two = self.waited, failures.peak(self.device)
-        own = torch.tensor(two, dtype=torch.float64, device=self.device)
-        # waits for the device, too
-        waited, peak = distributed.gather(own).max(0).values.tolist()
+        mine = torch.tensor(
+            [self.waited, failures.peak(self.device)],
+            dtype=torch.float64,
+            device=self.device,
+        )
+        # the most of any rank; waits for the device, so that the seconds are its, too
+        waited, peak = distributed.gather(mine).max(0).values.tolist()
         self.steps.flush()
-        # of a resumed epoch: since it was resumed
-        seconds = time.monotonic() - self.began
+        seconds = time.monotonic() - self.began  # or since a resumed epoch was resumed
         failures.reset_peak(self.device)
         if not self.count:
             return {}
-        found = {"img_per_s": self.count / seconds, "train_seconds": seconds}
-        found["data_wait"] = waited / seconds
-        return (
-            found if math.isnan(peak) else {**found, "peak_memory": peak / failures.GIB}
-        )
+        found = {
+            "img_per_s": self.count / seconds,
+            "train_seconds": seconds,
+            "data_wait": waited / seconds,
+        }
+        if not math.isnan(peak):  # which it is on a CPU
+            found["peak_memory"] = peak / failures.GIB
+        return found
 
     def end_epoch(self, rows: Sequence[Row], is_best: bool) -> None:
         """Record the last of `rows`: a line, metrics.csv, TensorBoard scalars, curves.png."""
@@ -176,14 +184,16 @@ class Reporter:
             return
         row = numbers(rows[-1])
         left = (self.epochs - int(row["epoch"])) * (time.monotonic() - self.began)
-        shown = "  ".join(
-            f"{k} {v:.4g}" for k, v in row.items() if k not in ("epoch", "step")
-        )
-        star = "  best" if is_best else ""
-        distributed.say(
-            f"epoch {row['epoch']}/{self.epochs}  {shown}  left {left:.0f} s{star}"
-        )
-        wait, seconds = row.get("data_wait", 0), row.get("train_seconds", 0)
+        words = [f"epoch {row['epoch']}/{self.epochs}"]
+        for name, value in row.items():
+            if name not in ("epoch", "step"):
+                words.append(f"{name} {value:.4g}")
+        words.append(f"left {left:.0f} s")
+        if is_best:
+            words.append("best")
+        distributed.say("  ".join(words))
+        wait = row.get("data_wait", 0)
+        seconds = row.get("train_seconds", 0)
         if wait > 0.1 and wait * seconds > 1:
             distributed.say(
                 f"input-bound: {wait:.0%} of {seconds:.0f} s were spent waiting for images; what "
@@ -195,10 +205,12 @@ class Reporter:
     def record(self, rows: Sequence[Row], new: Sequence[Row]) -> None:
         """Draw curves.png, then write metrics.csv; give the `new` rows to TensorBoard."""
         pictures.draw_curves(self.folder / "curves.png", rows, self.classes)
-        columns = [*dict.fromkeys(name for row in rows for name in row)]
+        # of all rows, in their order: a later one may have more
+        columns = list(dict.fromkeys(name for row in rows for name in row))
         with files.table(self.folder / "metrics.csv", columns) as write:
             for row in rows:
                 write([row.get(name, "") for name in columns])
+        shown = new
         if not self.board:
             from torch.utils.tensorboard import SummaryWriter  # takes seconds
 
@@ -206,12 +218,11 @@ class Reporter:
             # dropped: in a folder of its own, for other people's scalars have other
             # steps.
             place = self.folder / EPOCHS
-            shown = rows if not [*place.glob(EVENTS)] else new
+            if not any(place.glob(EVENTS)):
+                shown = rows
             self.board = SummaryWriter(str(place), purge_step=self.finished + 1)
-        else:
-            shown = new
-        for row in map(numbers, shown):
-            for name, value in row.items():
+        for row in shown:
+            for name, value in numbers(row).items():
                 self.board.add_scalar(name, value, row["epoch"])
         for row in new:
             self.track(row)
@@ -224,7 +235,7 @@ class Reporter:
         if tracker:
             self.start_tracker(tracker)
         recorded = count(self.folder)
-        # more: of epochs after the one that was gone back to
+        # They may be more: of epochs after the one that was gone back to.
         if rows and recorded != len(rows):
             self.record(rows, rows[recorded:])
 
@@ -270,13 +281,11 @@ class Reporter:
             return distributed.say(
                 f"done: {name} was NaN after every epoch: there is no best.pt"
             )
-        drawn = [
-            file for file in ("curves.png", *IMAGES) if (self.folder / file).exists()
-        ]
-        path = os.path.join(os.path.relpath(self.folder), "best.pt")
-        return distributed.say(
-            f"done: best {name} {best:.4f}; {', '.join([path, *drawn])}"
-        )
+        found = [os.path.join(os.path.relpath(self.folder), "best.pt")]
+        for file in ("curves.png", *IMAGES):
+            if (self.folder / file).exists():
+                found.append(file)
+        return distributed.say(f"done: best {name} {best:.4f}; {', '.join(found)}")
 
 
 def find_tracker(name: str, folder: Path, flags: Mapping[str, object]) -> Start:
@@ -287,24 +296,28 @@ def find_tracker(name: str, folder: Path, flags: Mapping[str, object]) -> Start:
         )
     project = process.project().name
 
-    def start(known: str | None) -> tuple[str, Callable[[dict[str, float]], object]]:
+    def start(known: str | None) -> tuple[str, Log]:
         tool: Any = importlib.import_module(name)  # which may fail as its server may
         if name == "mlflow":
             tool.set_experiment(project)
             run = tool.start_run(known, run_name=folder.name)
             tool.log_params({} if known else flags)
-            return run.info.run_id, lambda row: tool.log_metrics(
-                row, step=int(row["epoch"])
-            )
-        key = {"id": known} if name == "wandb" else {"name": known or folder.name}
-        run = tool.init(project=project, config=dict(flags), resume="allow", **key)
+            found = run.info.run_id
+        else:
+            # wandb finds a run by its id, trackio by its name
+            key = {"id": known} if name == "wandb" else {"name": known or folder.name}
+            run = tool.init(project=project, config=dict(flags), resume="allow", **key)
+            found = run.id if name == "wandb" else run.name
 
         def log(row: dict[str, float]) -> None:
-            run.log(
-                {k: v for k, v in row.items() if k != "step"}, step=int(row["epoch"])
-            )
+            epoch = int(row["epoch"])
+            if name == "mlflow":
+                tool.log_metrics(row, step=epoch)
+            else:
+                shown = {each: row[each] for each in row if each != "step"}
+                run.log(shown, step=epoch)
 
-        return (run.id if name == "wandb" else run.name), log
+        return found, log
 
     return start
 
@@ -326,9 +339,7 @@ def reason_of(error: BaseException) -> str:
 
 
 def numbers(row: Row) -> dict[str, float]:
-    return {
-        name: value for name, value in row.items() if isinstance(value, int | float)
-    }
+    return {name: x for name, x in row.items() if isinstance(x, int | float)}
 
 
 def count(folder: Path) -> int:
@@ -354,5 +365,6 @@ def report(mistakes: Mistakes, folder: Path) -> None:
         return distributed.say(
             f"{folder}: cannot be written ({getattr(error, 'line', error)})"
         )
-    if names := [name for name in IMAGES if (folder / name).exists()]:
+    names = [name for name in IMAGES if (folder / name).exists()]
+    if names:
         distributed.say(f"written to {folder}: {', '.join(names)}")

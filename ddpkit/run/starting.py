@@ -27,11 +27,11 @@ def prepare(parse_args: Callable[[], object] | None = None, needs: str = "") -> 
         if __name__ == "__main__":
             ddpkit.prepare(parse_args, needs="2.1")
     """
-    gc.set_threshold(SELDOM, *THRESHOLDS[1:])
+    gc.set_threshold(SELDOM)  # of new objects; the other two remain
     process.install_handlers()
     try:
         check_itself(needs)
-        # `start` lets the debugger show the error
+        # under a debugger later, within `start`, which lets it show the error
         if parse_args and not process.is_debugged():
             parse_args()
     except UserError as error:
@@ -48,25 +48,29 @@ def prepare(parse_args: Callable[[], object] | None = None, needs: str = "") -> 
 
 def check_itself(needs: str) -> None:
     """Raise a UserError if this ddpkit is too old, or is not the one that lies beside main.py."""
-    own, beside = Path(ddpkit.__file__).parent, process.project() / "ddpkit"
+    own = Path(ddpkit.__file__).parent
+    beside = process.project() / "ddpkit"
     is_copy = (beside / "__init__.py").is_file()
     if is_copy and not own.samefile(beside):
         raise UserError(
             f"{own} is imported instead of {beside}: start python without -I and -P"
         )
-    version, least = (
-        [*map(int, re.findall(r"\d+", text))] for text in (ddpkit.__version__, needs)
-    )
+    version = numbers(ddpkit.__version__)
+    least = numbers(needs)
     if version < least:
         how = "cruft update" if is_copy else "python -m pip install -r requirements.txt"
         line = f"{own} is ddpkit {ddpkit.__version__}, main.py needs {needs}"
         raise UserError(f"{line}: bring it up to date ({how})")
-    if least and version[0] > least[0]:
+    if least and version[0] > least[0]:  # names may have gone
         line = (
             f"{own} is ddpkit {ddpkit.__version__}, main.py is written for {least[0]}"
         )
         remedy = f"install ddpkit<{least[0] + 1}, or change main.py as docs/migration.md says"
         raise UserError(f"{line}: {remedy}")
+
+
+def numbers(version: str) -> list[int]:
+    return [int(number) for number in re.findall(r"\d+", version)]
 
 
 def start(main: Callable[[], object]) -> None:

@@ -141,7 +141,7 @@ def test_ranks_with_other_data(project: Project, few: Path, tmp_path: Path) -> N
 
     done = project.train(few, tmp_path / "new", patch=patch)
     done.refused(
-        "machine.check_alike", "rank 1 has 6 images (", "rank 0 has 6 images ("
+        "agreement.check_alike", "rank 1 has 6 images (", "rank 0 has 6 images ("
     )
     assert done.statuses == [2, 2]
     assert not list((tmp_path / "new").rglob("*.pt"))

@@ -16,7 +16,7 @@ from torch import nn
 
 import ddpkit
 from ddpkit.data import folders
-from ddpkit.run import metrics
+from ddpkit.run import mistakes
 
 # of classes
 OF = {"bricks": "square", "checks": "square", "dots": "round", "rings": "round"}
@@ -101,7 +101,7 @@ def test_loss_and_metrics(project: Project, several: Path) -> None:
     plain = nn.functional.binary_cross_entropy_with_logits(
         logits, targets, reduction="none"
     )
-    assert len(worst) == metrics.COUNT and worst[0][1] == int(plain.mean(1).argmax())
+    assert len(worst) == mistakes.COUNT and worst[0][1] == int(plain.mean(1).argmax())
 
 
 def test_a_run(project: Project, several: Path, tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from torch.utils.data.distributed import DistributedSampler
 from ddpkit.data import class_counts, loading, samples
 from ddpkit.data.format import Format
 from ddpkit.ranks import distributed
-from ddpkit.run import machine
+from ddpkit.run import agreement
 
 OTHER = Format(mean=(0.1, 0.2, 0.3), std=(0.5, 0.5, 0.5))
 IMAGE = torch.zeros(3, 4, 4, dtype=torch.uint8)
@@ -339,24 +339,24 @@ def test_a_share_of_the_data_for_our_samplers() -> None:
         options = {**loading.workers(workers, CPU), "collate_fn": loading.Collate()}
         val = loading.ValSampler(dataset, 4)
         before = samples.checksum(samples.random_state())
-        machine.check_alike(
+        agreement.check_alike(
             ["a", "b"], validation=DataLoader(seeded, batch_sampler=val, **options)
         )
         assert before == samples.checksum(samples.random_state())
 
     for workers in 0, 1:
-        with refusal("machine.check_alike", "a first sample for validation"):
+        with refusal("agreement.check_alike", "a first sample for validation"):
             check(Shard(range(rank, 40, 2)), workers)
         check(Shard(range(40)), workers)
     rng = np.random.default_rng(rank)
     check(Drawn(rng.random))
     for _ in range(16):  # of flips by chance two reads are often equal
         check(Drawn(partial(rng.integers, 2)))
-    with refusal("machine.check_alike", "20 images"):
+    with refusal("agreement.check_alike", "20 images"):
         check(sets.Subset(Ours("a", 40), range(rank, 40, 2)))
     # Another loader may have a share.
-    machine.check_alike(["a", "b"], training=DataLoader(Shard(range(20 + rank))))
-    machine.check_alike(["a", "b"], training=DataLoader(Stream("uneven")))
+    agreement.check_alike(["a", "b"], training=DataLoader(Shard(range(20 + rank))))
+    agreement.check_alike(["a", "b"], training=DataLoader(Stream("uneven")))
 
 
 class Drawn(Shard):

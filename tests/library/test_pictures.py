@@ -17,7 +17,7 @@ from PIL import Image
 from torch.nn.functional import cross_entropy
 
 from ddpkit.ranks import distributed
-from ddpkit.run import metrics, pictures
+from ddpkit.run import mistakes, pictures
 
 CPU = torch.device("cpu")
 SEGMENTATION = pytest.mark.parametrize("project", ["segmentation"], indirect=True)
@@ -87,7 +87,7 @@ def test_worst_on_any_number_of_ranks(
     )[:12]
     parts = []
     for rank in range(ranks):
-        mine = metrics.Worst(CPU)
+        mine = mistakes.Worst(CPU)
         for start in range(4 * rank, 40, 4 * ranks):
             at = order[start : start + 4]
             mine.update(outputs[at], targets[at], at)
@@ -111,7 +111,7 @@ def test_per_class(tmp_path: Path) -> None:
     confusion[1, 0], confusion[1, 1] = 1, 1
     confusion[2, 0] = 3  # never predicted; 3 never comes, 4 does neither
     names = ["a,b", 'q"', "é", "$x$", " "]
-    metrics.write_per_class(tmp_path / "it.csv", confusion, names)
+    mistakes.write_per_class(tmp_path / "it.csv", confusion, names)
     found = [
         [name, *map(float, [*row.values()][1:])]
         for name, row in table(tmp_path / "it.csv").items()

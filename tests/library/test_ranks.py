@@ -34,7 +34,7 @@ from ddpkit.ranks import (
     process,
     protocol,
 )
-from ddpkit.run import machine
+from ddpkit.run import agreement
 
 
 def with_variables(*wrong: dict[str, str]) -> Patch:
@@ -115,10 +115,10 @@ def test_what_ranks_need_alike(name, monkeypatch, tmp_path):
 
     monkeypatch.setattr(distributed, "gather_objects", gathered)
     if name == "of one rank.py":
-        machine.check_alike(["a", "b"], training=[1, 2])
+        agreement.check_alike(["a", "b"], training=[1, 2])
     else:
-        with refusal("machine.check_alike", "rank 1 has", "rank 0", OTHERS[name]):
-            machine.check_alike(["a", "b"], training=[1, 2])
+        with refusal("agreement.check_alike", "rank 1 has", "rank 0", OTHERS[name]):
+            agreement.check_alike(["a", "b"], training=[1, 2])
 
 
 def come(store: dist.Store, rank: int, count: int, seconds: float) -> str:

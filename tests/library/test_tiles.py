@@ -11,7 +11,7 @@ from generated import Project, refusal
 from PIL import Image
 from torch import Tensor, nn
 
-from ddpkit.run import predicting
+from ddpkit.run import tiles
 
 SEGMENTATION = pytest.mark.parametrize("project", ["segmentation"], indirect=True)
 
@@ -26,7 +26,7 @@ def test_a_network_that_sees_little() -> None:
         with torch.inference_mode():
             expected = net(images)
             assert torch.allclose(
-                predicting.in_tiles(net, images, 128, 32), expected, atol=1e-5
+                tiles.in_tiles(net, images, 128, 32), expected, atol=1e-5
             )
 
 
@@ -39,7 +39,7 @@ def test_bands() -> None:
         return part.bfloat16()
 
     image = torch.rand(3, 320, 416)
-    found = list(predicting.bands(predict, image, 128, 32))
+    found = list(tiles.bands(predict, image, 128, 32))
     assert {*seen} == {(1, 3, 128, 128)}
     assert [rows.start for rows, _ in found] == [
         0,
@@ -50,8 +50,8 @@ def test_bands() -> None:
     assert logits.dtype == torch.float32
     assert torch.allclose(logits, image, atol=0.01)
     for tile in 64, 130:
-        with refusal("predicting.is_tiled", f"--tile {tile}", "32 from 128"):
-            predicting.in_tiles(nn.Identity(), torch.zeros(1, 3, 32, 32), tile, 32)
+        with refusal("tiles.is_tiled", f"--tile {tile}", "32 from 128"):
+            tiles.in_tiles(nn.Identity(), torch.zeros(1, 3, 32, 32), tile, 32)
 
 
 @SEGMENTATION

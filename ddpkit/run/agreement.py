@@ -1,0 +1,66 @@
+"""Whether all ranks have the same data, code and versions."""
+
+import sys
+import zlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import ddpkit
+from ddpkit.data import samples
+from ddpkit.errors import UserError
+from ddpkit.ranks import distributed, environment, process
+
+
+def check_alike(classes: Sequence[str], **loaders: Any) -> None:
+    """Raise a UserError, on all ranks, unless they have the same data, code and versions.
+
+    Of a loader without ddpkit.Seeded each rank may have its share, which has no list of samples.
+    """
+    # What this rank has; of what differs, a line tells the first.
+    mine = {f"class {n}": f"class {n} {name}" for n, name in enumerate(classes)}
+    mine["classes"] = f"{len(classes)} classes"
+    mine["version"] = f"ddpkit {ddpkit.__version__}"
+    mine["torch"] = f"torch {torch.__version__}"
+    for use, loader in loaders.items():
+        data = samples.of(loader)
+        is_ours = isinstance(getattr(loader, "dataset", None), samples.Seeded)
+        if is_ours or samples.listed(data):
+            mine[use] = f"{samples.fingerprint(data)} for {use}"  # how many, and which
+        # Without a list of files, the first sample tells whether the data are the same.
+        is_listed = any(samples.listed(each) for each, _ in samples.places(data, 0))
+        if is_ours and not is_listed and len(data) and not distributed.is_debugged():
+            for part, checksum in samples.first_checksums(loader).items():
+                told = f"a first {part} for {use} with checksum {checksum:08x}"
+                mine[f"{part} for {use}"] = told
+    for name, checksum in code().items():
+        mine[name] = f"{name} with checksum {checksum:08x}"
+    ranks = distributed.gather_objects((environment.own_rank(), mine))
+    first, expected = ranks[0]
+    for rank, found in ranks:
+        for name, here in expected.items():
+            there = found.get(name, here)  # of files those that both have imported
+            if there != here:
+                line = f"{rank} has {there}, {first} has {here}"
+                raise UserError(
+                    f"{line}; all ranks need the same data, code and versions"
+                )
+
+
+def code() -> dict[str, int]:
+    """Return a checksum of each file that is imported of the project, and one of ddpkit."""
+    root = process.project()
+    names = {each.name for each in root.iterdir() if each.is_file()}
+    found = {}
+    for module in list(sys.modules.values()):
+        path = Path(getattr(module, "__file__", None) or "")
+        if path.name not in names:  # most are not: to resolve them all takes long
+            continue
+        path = path.resolve()
+        if path.parent == root:
+            found[path.name] = zlib.crc32(path.read_bytes())
+    library = sorted(Path(ddpkit.__file__).parent.rglob("*.py"))
+    found["ddpkit"] = zlib.crc32(b"".join(path.read_bytes() for path in library))
+    return found

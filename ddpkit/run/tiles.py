@@ -1,0 +1,89 @@
+"""Large images in overlapping tiles, which need less memory than the whole."""
+
+import math
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from ddpkit.errors import UserError
+from ddpkit.run.outputs import to_logits
+
+Predict = Callable[[Tensor], Tensor]  # (1, 3, h, w) -> logits (1, classes, h, w)
+
+
+def in_tiles(predict: Predict, images: Tensor, tile: int, step: int) -> Tensor:
+    """Return the logits of `images` (N, 3, H, W), float32 (N, classes, H, W).
+
+    predict: takes images of any size, as a network's `forward` does.
+    tile: side in pixels of the overlapping tiles in which larger images are predicted, one after
+        another; smaller ones are predicted whole, all at once. 0: always whole.
+    step: tiles begin at multiples of it, as the cells of a network of that stride do.
+
+        logits = ddpkit.in_tiles(model.forward, images, args.tile, STRIDE)
+    """
+    if not is_tiled(images, tile, step):
+        return to_logits(predict(images))
+    found = []
+    for image in images:
+        parts = [logits for _, logits in bands(predict, image, tile, step)]
+        found.append(torch.cat(parts, dim=1))
+    return torch.stack(found)
+
+
+def bands(
+    predict: Predict, image: Tensor, tile: int, step: int
+) -> Iterator[tuple[slice, Tensor]]:
+    """Yield (rows, their logits) of `image` (3, H, W), from the top to the last row.
+
+    tile, step: as of `in_tiles`. The logits are float32 (classes, rows, W); where tiles overlap,
+    each pixel's are those of the tile in which it lies further from the edge.
+
+        for rows, logits in ddpkit.bands(model.forward, image, 1024, STRIDE):
+            mask[rows] = logits.argmax(0)
+    """
+    height, width = image.shape[1:]
+    if not is_tiled(image, tile, step):
+        yield slice(0, height), to_logits(predict(image[None]))[0]
+        return
+    for top, above, below in arrange(height, tile, step):
+        for left, begin, end in arrange(width, tile, step):
+            part = image[None, :, top : top + tile, left : left + tile]
+            logits = to_logits(predict(part))[0]
+            # One tensor for the band, as soon as the number of classes is known: a list
+            # of parts, joined in the end, would need twice the memory.
+            if left == 0:
+                band = logits.new_empty(len(logits), below - above, width)
+            rows = slice(above - top, below - top)
+            columns = slice(begin - left, end - left)
+            band[:, :, begin:end] = logits[:, rows, columns]
+        yield slice(above, below), band
+
+
+def is_tiled(images: Tensor, tile: int, step: int) -> bool:
+    if tile and (tile % step or tile < 4 * step):
+        raise UserError(
+            f"--tile {tile} is not 0 or a multiple of {step} from {4 * step} up"
+        )
+    return 0 < tile < max(images.shape[-2:])
+
+
+def arrange(side: int, tile: int, step: int) -> list[tuple[int, int, int]]:
+    """Return of each tile along a `side` its start, and the pixels, from and to, that it is for."""
+    # They overlap at =; in the middle of that, at b and c, the next one takes over:
+    #
+    #   a----------==b==                          start a, for the pixels from a to b
+    #              ==b==------==c==               b to c
+    #                         ==c==----------d    c to d, which is `side`
+    last = max(side - tile, 0)
+    overlap = min(256, tile // 2)  # or more, for the last one ends at the edge
+    gaps = math.ceil(last / (tile - overlap))
+    starts = [last * i // gaps // step * step for i in range(gaps)]
+    starts.append(last)
+    begins = [0]
+    for before, start in pairwise(starts):
+        begins.append((before + tile + start) // 2)
+    ends = begins[1:]
+    ends.append(side)
+    return list(zip(starts, begins, ends, strict=True))
