@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import pickle
 import random
+import sys
 import time
 import weakref
 import zlib
@@ -15,7 +16,6 @@ from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
-from PIL import Image
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
@@ -264,7 +264,7 @@ class Seeded(Dataset):
     def parts(self, index: int, sample: object) -> tuple:
         """Return a sample as (image (C, H, W), target, ...), as the class describes."""
         image, target, *others = ordered(sample) or (None, None)
-        is_pil = isinstance(image, Image.Image)
+        was_pil = is_pil(image)
         # A tv_tensors.Image of integers, by its name as torchvision may not be there.
         is_integer = isinstance(target, Tensor) and not target.is_floating_point()
         is_mask_as_image = (
@@ -274,7 +274,7 @@ class Seeded(Dataset):
         is_image = isinstance(image, Tensor) and image.ndim == 3
         is_float = is_image and image.is_floating_point()
         is_right = is_image and (is_float or image.dtype == torch.uint8)
-        if is_pil and is_float:  # mode F, which no transform has normalised
+        if was_pil and is_float:  # mode F, which no transform has normalised
             is_right = bool(image.min() >= 0 and image.max() <= 1)
         if not is_right:
             kind = type(sample if image is None else image).__name__
@@ -439,14 +439,20 @@ def ordered(sample: Any) -> tuple | None:
     )
 
 
+def is_pil(part: object) -> bool:
+    """Return whether it is a PIL image; without Pillow nothing is."""
+    module = sys.modules.get("PIL.Image")
+    return module is not None and isinstance(part, module.Image)
+
+
 def as_tensor(part: Any, is_image: bool) -> Any:
     """Return a PIL image or array as a tensor (C, H, W), or of a target (H, W)."""
     if type(part) is Tensor or type(part) is int:
         return part
     # 8 bits or less
-    if is_image and isinstance(part, Image.Image) and part.mode[0] not in "IF":
+    if is_image and is_pil(part) and part.mode[0] not in "IF":
         part = part.convert("RGB")
-    if isinstance(part, Image.Image | np.ndarray):
+    if is_pil(part) or isinstance(part, np.ndarray):
         array = np.array(part)  # a copy, because an array may be read-only
         values = torch.from_numpy(
             array.astype(array.dtype.newbyteorder("="), copy=False)

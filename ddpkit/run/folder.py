@@ -9,7 +9,7 @@ import functools
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
@@ -17,21 +17,26 @@ from ddpkit import files
 from ddpkit.data import loading
 from ddpkit.errors import UserError
 from ddpkit.ranks import distributed, environment, process, protocol
-from ddpkit.run import agreement, checkpoint, reporting, steplog
+from ddpkit.run import checkpoint
 from ddpkit.run.checkpoint import KEYS, OTHER_RUN, Damaged, Foreign, State
-from ddpkit.run.mistakes import Mistakes, Worsts
+
+if TYPE_CHECKING:
+    from ddpkit.run.mistakes import Worsts
 
 Read = Callable[[Path | str], State]
+EPOCHS, STEPS = "epochs", "steps"  # the folders of TensorBoard's files,
+EVENTS = "events.out.tfevents.*"  # these
+IMAGES = ("examples.png", "per_class.csv", "confusion.png", "worst.png")  # of best.pt
 SAVES = ("last.pt", "last-1.pt")  # newest first
 NAMES = "best.pt best-1.pt *.pt.corrupt metrics.csv tracker.json args.json curves.png"
 OWN_FILES = [  # what `--resume never` removes
     *SAVES,
     *NAMES.split(),
-    *reporting.IMAGES,
-    *(f"eval/{name}" for name in reporting.IMAGES),
-    f"{reporting.EPOCHS}/{steplog.EVENTS}",
-    f"{steplog.STEPS}/{steplog.EVENTS}",
-    steplog.EVENTS,  # of earlier versions
+    *IMAGES,
+    *(f"eval/{name}" for name in IMAGES),
+    f"{EPOCHS}/{EVENTS}",
+    f"{STEPS}/{EVENTS}",
+    EVENTS,  # of earlier versions
 ]
 
 
@@ -114,7 +119,7 @@ class Folder:
     def write(
         self,
         confusion: Tensor | None,
-        worst: Worsts,
+        worst: "Worsts",
         model: nn.Module,
         loader: Any,
         classes: Sequence[str],
@@ -126,6 +131,9 @@ class Folder:
         confusion: of `compute`. worst: what Worst.compute() returns. loader: of the validation
         images. classes, predict, draw: as Run takes them.
         """
+        from ddpkit.run import agreement, reporting
+        from ddpkit.run.mistakes import Mistakes
+
         agreement.check_alike(classes, validation=loader)
         checkpoint.check_format(self.state or {}, loading.format_of(loader))
         shown = Mistakes(confusion, worst, model, loader, classes, predict, draw)
@@ -217,7 +225,7 @@ class Folder:
                 set_aside(error.line, path, "best.pt.corrupt")
             except Foreign as error:
                 set_aside(error.line, path, "best-1.pt")
-        reporting.remove_images(self.path)
+        remove_images(self.path)
         return None
 
     def add(
@@ -236,7 +244,7 @@ class Folder:
             with files.writing(best) as tmp_path:
                 files.retried(best, checkpoint.write, tmp_path, state)
                 if not keeps_images:
-                    reporting.remove_images(self.path)
+                    remove_images(self.path)
         last, older = (self.path / name for name in SAVES)
         with files.writing(last) as tmp_path:
             files.retried(last, checkpoint.write, tmp_path, state)
@@ -269,3 +277,9 @@ def set_aside(reason: str, path: Path, name: str, more: str = "") -> None:
     """Rename a file, and say why; an earlier one of that name is replaced."""
     path.replace(path.with_name(name))
     distributed.say(f"{reason}; renamed to {name}{more}")
+
+
+def remove_images(folder: Path) -> None:
+    """Remove the images of best.pt, before another file gets that name."""
+    for name in IMAGES:
+        (folder / name).unlink(missing_ok=True)

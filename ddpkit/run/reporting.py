@@ -22,16 +22,14 @@ from ddpkit.data.loading import OtherSource, TrainSampler
 from ddpkit.errors import LineError, UserError
 from ddpkit.ranks import distributed, failures, process
 from ddpkit.run import machine, pictures
+from ddpkit.run.folder import EPOCHS, EVENTS, IMAGES, remove_images
 from ddpkit.run.mistakes import Mistakes
 from ddpkit.run.pictures import Row
-from ddpkit.run.steplog import EVENTS, StepLog
+from ddpkit.run.steplog import StepLog
 
 Log = Callable[[dict[str, float]], object]  # takes a row of numbers
 # takes the id of the run to continue, or None; returns its id, and what takes the rows
 Start = Callable[[str | None], tuple[str, Log]]
-
-EPOCHS = "epochs"  # the folder of TensorBoard's files
-IMAGES = ("examples.png", "per_class.csv", "confusion.png", "worst.png")  # of best.pt
 
 
 class Reporter:
@@ -345,12 +343,6 @@ def numbers(row: Row) -> dict[str, float]:
 def count(folder: Path) -> int:
     path = folder / "metrics.csv"
     return max(0, len(path.read_bytes().splitlines()) - 1) if path.exists() else 0
-
-
-def remove_images(folder: Path) -> None:
-    """Remove the images of best.pt, before another file gets that name."""
-    for name in IMAGES:
-        (folder / name).unlink(missing_ok=True)
 
 
 def report(mistakes: Mistakes, folder: Path) -> None:

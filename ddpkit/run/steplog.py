@@ -12,12 +12,11 @@ from torch import Tensor
 from tqdm import tqdm
 
 from ddpkit.ranks import distributed
+from ddpkit.run.folder import EVENTS, STEPS
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
-STEPS = "steps"  # the folder of TensorBoard's files
-EVENTS = "events.out.tfevents.*"  # these
 CLOSING_SECONDS = 2
 
 
