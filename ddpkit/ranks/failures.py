@@ -93,14 +93,14 @@ def one_line_errors(*explainers: Explainer) -> Iterator[None]:
         sys.stdout.reconfigure(errors="backslashreplace")
     _explainers[:] = explainers
     threading.excepthook = workers.on_thread_error
-    pid = os.getpid()
+    own_pid = os.getpid()
     try:
         watch.add(follow_others)
         watch.add(_follow_workers)
         yield
         process.remove_sockets()
     except BaseException as error:
-        if os.getpid() != pid:  # in a child that the block has forked
+        if os.getpid() != own_pid:  # in a child that the block has forked
             raise
         if isinstance(error, KeyboardInterrupt):
             process.exit_now(128 + signal.SIGINT)
@@ -127,14 +127,8 @@ def _end_if_known(error: Exception) -> None:
         # The loader worker at the other end may not be gone yet.
         time.sleep(POLL_SECONDS)
         error = workers.find_fault() or error
-    for explain in (
-        _of_memory,
-        workers.lacking,
-        _of_disk,
-        _of_torch,
-        *_explainers,
-        _lost_rank,
-    ):
+    own = [_of_memory, workers.lacking, _of_disk, _of_torch]
+    for explain in own + _explainers + [_lost_rank]:
         line = explain(error)
         if not line:
             continue
@@ -329,11 +323,8 @@ def _read(first: str) -> None:
     """Take the status from the value of ERROR; say it once on each other node."""
     global _first_status
     rank, status, _, node = first.split()
-    if (
-        not _first_status
-        and node != environment.node()
-        and not distributed.local_rank()
-    ):
+    is_news = not _first_status and node != environment.node()
+    if is_news and distributed.local_rank() == 0:
         print_error(f"rank {rank} on {node} has failed")
     _first_status = int(status)
 
@@ -426,12 +417,12 @@ def _unused(error: Exception, text: str) -> UserError:
         r"indices which did not receive grad for rank \d+: ([\d ]+)", text
     )
     names = replicas.trained.get(networks[-1], []) if networks else []
-    numbers = map(int, found[1].split()) if found else []
-    unused = [names[n] for n in numbers if n < len(names)] or ["some weights"]
+    numbers = found[1].split() if found else []
+    unused = [names[int(n)] for n in numbers if int(n) < len(names)]
     return UserError(
-        f"{shorten(unused)}: no gradient, because the loss does not depend on it; use it, remove "
-        "it, or freeze it (requires_grad_(False)) before DistributedDataParallel(...); if other "
-        "steps use it, pass it find_unused_parameters=True"
+        f"{shorten(unused) or 'some weights'}: no gradient, because the loss does not depend on "
+        "it; use it, remove it, or freeze it (requires_grad_(False)) before "
+        "DistributedDataParallel(...); if other steps use it, pass it find_unused_parameters=True"
     )
 
 

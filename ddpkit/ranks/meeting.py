@@ -13,7 +13,7 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -159,9 +159,7 @@ def _leave_note(store: dist.Store, rank: int, size: int, note: Note) -> str:
     )
 
 
-def _await_notes(
-    store: dist.Store, rank: int, keys: Sequence[str], seconds: float
-) -> str:
+def _await_notes(store: dist.Store, rank: int, keys: list[str], seconds: float) -> str:
     """Wait for the notes of all, and on other ranks for rank 0; return who is missing."""
     # Rank 0 gives up first: it says who is missing, if it is not rank 0.
     for is_due in ticks(seconds if rank == 0 else seconds + 2):
@@ -173,7 +171,7 @@ def _await_notes(
     return f"{who}: start as many, with the same MASTER_ADDR and MASTER_PORT"
 
 
-def _missing(store: dist.Store, keys: Sequence[str]) -> str:
+def _missing(store: dist.Store, keys: list[str]) -> str:
     """Return which ranks have left no note, and on which nodes the others are."""
     there = [key for key in keys if store.check([key])]
     missing = shorten([key.split()[1] for key in keys if key not in there])
