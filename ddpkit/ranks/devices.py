@@ -19,7 +19,7 @@ from ddpkit.ranks.meeting import Note
 NETWORK = "GLOO_SOCKET_IFNAME"  # which interface gloo uses
 SIOCGIFADDR = 0x8915  # in Linux' <linux/sockios.h>
 CPU = torch.device("cpu")
-# of a GPU, as far as torch knows
+# Attributes that tell a GPU from others, as far as torch has them
 NAMES = ("uuid", "pci_domain_id", "pci_bus_id", "pci_device_id")
 ON_CPU = f"use the CPU ({environment.GPUS}=-1)"
 
@@ -29,8 +29,9 @@ def kind() -> torch.device:
     if environment.visible_gpus() == [] or not torch.accelerator.is_available():
         return CPU
     found = torch.accelerator.current_accelerator()
-    # Apple's have no collectives
-    return found if found and found.type != "mps" else CPU
+    if not found or found.type == "mps":  # Apple's have no collectives
+        return CPU
+    return found
 
 
 def pick(on_cpu: bool = False) -> tuple[torch.device, Note]:
@@ -39,27 +40,35 @@ def pick(on_cpu: bool = False) -> tuple[torch.device, Note]:
     The numbers of a node's ranks go round the GPUs that each of them sees: all of the node, or, as
     with srun --gpus-per-task=1, one that is its own.
     """
-    # what torch says of the driver is said by _why_unused
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        device, mistake = CPU if on_cpu else kind(), ""
-    if device.type == "cpu":
-        mistake = "" if on_cpu else _why_unused()
-    else:
+    device = CPU
+    if not on_cpu:
+        # What torch says of the driver is said by _why_unused.
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            device = kind()
+    note = {
+        "device": device.type,
+        "gpu": "",
+        "place": environment.node(),
+        "mistake": "",
+    }
+    if device.type != "cpu":
         number = int(os.environ.get("LOCAL_RANK", 0)) % torch.accelerator.device_count()
         device = torch.device(device.type, number)
-    note = {"device": device.type, "gpu": "", "place": environment.node()}
+    elif not on_cpu:
+        note["mistake"] = _why_unused()
     try:
         note["gpu"] = _name(device)
     except Exception as error:  # a broken GPU: `check` says it on all nodes
         reason = str(error).partition("\n")[0]
-        mistake = f"{device} cannot be used ({reason})"
-    return device, {**note, "mistake": mistake}
+        note["mistake"] = f"{device} cannot be used ({reason})"
+    return device, note
 
 
 def _why_unused() -> str:
     """Return why torch cannot use the GPUs that nvidia-smi shows; "" if there are none."""
-    if environment.visible_gpus() == [] or not (count := environment.list_gpus()):
+    count = 0 if environment.visible_gpus() == [] else environment.list_gpus()
+    if not count:
         return ""
     reason = "it is built without CUDA"
     if torch.version.cuda:
@@ -92,23 +101,26 @@ def check(
         gpus.setdefault(note["place"], []).append(note["gpu"] or str(rank))
         if note["mistake"]:
             raise UserError(f"{note['place']}: {note['mistake']}")
+    # One rank of each kind
     kinds = {
-        note["device"]: f"rank {rank} ({note['place']})"
+        note["device"]: f"rank {rank} ({note['place']}) on {note['device']}"
         for rank, note in enumerate(notes)
     }
     if len(kinds) > 1:
-        texts = ", ".join(f"{rank} on {name}" for name, rank in kinds.items())
+        texts = ", ".join(kinds.values())
         raise UserError(f"ranks compute on different kinds of device: {texts}")
     for place, names in gpus.items():
-        if (count := len({*names})) < len(names):
-            line = f"{len(names)} ranks on {place} but {count} GPU(s) for them:"
-            if is_debugged:
-                meeting.say(f"{line} debugging on the CPU")
-                return CPU
-            own = f"give each rank its own by LOCAL_RANK or {environment.GPUS}"
-            raise UserError(
-                f"{line} start at most {count} (NPROC={count}), {own}, or {ON_CPU}"
-            )
+        count = len(set(names))
+        if count == len(names):
+            continue
+        line = f"{len(names)} ranks on {place} but {count} GPU(s) for them:"
+        if is_debugged:
+            meeting.say(f"{line} debugging on the CPU")
+            return CPU
+        own = f"give each rank its own by LOCAL_RANK or {environment.GPUS}"
+        raise UserError(
+            f"{line} start at most {count} (NPROC={count}), {own}, or {ON_CPU}"
+        )
     return device
 
 
@@ -134,9 +146,8 @@ def is_mixed() -> bool:
 def address(host: str) -> str:
     """Return this node's own address on the network that leads to `host`; "" if none does."""
     with contextlib.suppress(OSError, UnicodeError):  # as for a name that cannot be one
-        family, kind, _, _, there = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[
-            0
-        ]
+        found = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)
+        family, kind, _, _, there = found[0]
         with socket.socket(family, kind) as asked:
             asked.connect(there)  # which sends nothing
             return str(asked.getsockname()[0])
@@ -148,14 +159,16 @@ def choose_network(notes: Sequence[Note]) -> None:
 
     On Debian a host's name is 127.0.1.1, which no other node reaches. What people set has priority.
     """
-    is_named = not ipaddress.ip_address(
-        address(socket.gethostname()) or "::1"
-    ).is_loopback
-    if is_named or sys.platform != "linux" or NETWORK in os.environ:
+    if sys.platform != "linux" or NETWORK in os.environ:
         return
-    # Where rank 0 is, MASTER_ADDR may be the host's name.
-    known = [note["address"] for note in notes if note["place"] != environment.node()]
-    own = {address(host) for host in (os.environ["MASTER_ADDR"], *filter(None, known))}
+    of_name = address(socket.gethostname()) or "::1"
+    if not ipaddress.ip_address(of_name).is_loopback:
+        return
+    own = {address(os.environ["MASTER_ADDR"])}
+    # Where rank 0 is, that may be the host's name: the others' addresses lead out.
+    for note in notes:
+        if note["place"] != environment.node() and note["address"]:
+            own.add(address(note["address"]))
     for _, name in socket.if_nameindex():
         if name != "lo" and _address_of(name) in own - {""}:
             os.environ[NETWORK] = name

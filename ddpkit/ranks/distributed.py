@@ -64,9 +64,9 @@ def meet(
     if a rank is `debugged`. alone: a group of one will do in a job of several nodes, on the CPU.
     """
     Group.is_debugged = debugged or process.is_debugged()
-    Group.timeout = (
-        timedelta(days=7) if Group.is_debugged else timedelta(seconds=timeout)
-    )
+    Group.timeout = timedelta(seconds=timeout)
+    if Group.is_debugged:
+        Group.timeout = timedelta(days=7)
     environment.adopt(alone)
     if local_rank is not None:
         os.environ.setdefault("LOCAL_RANK", str(local_rank))
@@ -75,30 +75,32 @@ def meet(
         has_others = environment.has_other_nodes()
         if sys.platform == "linux" and not has_others:
             os.environ.setdefault(devices.NETWORK, "lo")  # nobody else can reach it
-        note["address"] = (
-            devices.address(os.environ.get("MASTER_ADDR", "")) if has_others else ""
-        )
+        host = os.environ.get("MASTER_ADDR", "")
+        note["address"] = devices.address(host) if has_others else ""
+        # Kept at once: by it ranks agree who reports a failure, also one in `join`.
         Group.store, number, size = meeting.open_store(Group.timeout)
         Group.store, notes = meeting.join(
             Group.store, number, size, Group.timeout, note
         )
         if has_others:
             devices.choose_network(notes)
-        device = devices.check(notes, device, Group.is_debugged)
     else:
-        Group.store, number, size = dist.HashStore(), 0, 1
-        devices.check([note], device, Group.is_debugged)
+        Group.store = dist.HashStore()
+        number = 0
+        size = 1
+        notes = [note]
+    device = devices.check(notes, device, Group.is_debugged)
     own = f"{environment.node()} {environment.process_space()} {os.getpid()}"
     Group.store.set(protocol.PROCESS.format(number), own)
-    # a rank that fails before it joins the group ends the others, too
+    # From here on a rank that fails ends the others, too, though none is in the group.
     Group.has_met = Group.has_met_itself = True
     # With a connection of its own: torch waits at it for the others, and ours has to
     # hear meanwhile that one of them has failed.
     torchs = Group.store.clone()
     torchs.set_timeout(Group.timeout)
     ends_after = Group.timeout
-    # torch would end the rank with SIGABRT; failures.Lateness is first
     if device.type != "cpu":
+        # torch would end the rank with SIGABRT; failures.Lateness comes first.
         ends_after += timedelta(seconds=protocol.LATE_SECONDS)
     return Rank(device, devices.backend(device), torchs, number, size, ends_after)
 
@@ -133,9 +135,7 @@ def _take_store() -> None:
     # With a connection of its own, which torch's waiting does not hold.
     store = dist.PrefixStore("ddpkit", _get_default_store().clone())
     group = dist.group.WORLD
-    with contextlib.suppress(
-        AttributeError, RuntimeError
-    ):  # private, and of some backends
+    with contextlib.suppress(AttributeError, RuntimeError):  # of a backend without it
         for kind in group._device_types if group else ():
             Group.timeout = group._get_backend(kind).options._timeout
     store.set_timeout(Group.timeout)
@@ -218,7 +218,7 @@ def say(line: str) -> None:
 
 def reduce_tensor(tensor: Tensor, op: str = "sum") -> Tensor:
     """Return `tensor` combined over all ranks by `op`: "sum", "min", "max" or "mean"."""
-    # a copy; of bools, whose sum would be one bool, as integers
+    # A copy; of bools, whose sum would be a bool, as integers
     result = tensor.detach() + 0
     if dist.is_initialized():
         dist.all_reduce(result, OPERATIONS["sum" if op == "mean" else op])
@@ -265,34 +265,39 @@ def await_rank_zero(function: Callable[..., T], *args: object) -> T:
     return from_rank_zero(lambda: box[0])
 
 
-def await_keys(keys: Sequence[str], seconds: float) -> bool:
+def await_keys(keys: list[str], seconds: float) -> bool:
     """Return whether the store gets all `keys` in time; meanwhile the other thread can use it."""
     deadline = time.monotonic() + seconds
-    while not (is_there := store().check([*keys])) and time.monotonic() < deadline:
+    while not store().check(keys):
+        if time.monotonic() > deadline:
+            return False
         time.sleep(0.05)
-    return is_there
+    return True
 
 
 def all_arrive(name: str, seconds: float) -> bool:
     """Return whether all ranks call this, with the same `name`, within `seconds`."""
-    count, last = protocol.ARRIVED.format(name), protocol.ALL_ARRIVED.format(name)
-    if store().add(count, 1) == world_size():
+    count = store().add(protocol.ARRIVED.format(name), 1)
+    last = protocol.ALL_ARRIVED.format(name)
+    if count == world_size():
         store().set(last, "")  # one key to wait for, however many ranks there are
     return await_keys([last], seconds)
 
 
 def wait_for_debugger(ranks: Sequence[int], port: int) -> None:
     """If this rank is one of `ranks`, wait for a debugger at port + rank."""
-    if ranks and ranks[-1] >= world_size():
+    if not ranks:
+        return
+    if ranks[-1] >= world_size():
         raise UserError(
             f"--debug-rank {ranks[-1]}: ranks go from 0 to {world_size() - 1}"
         )
-    if ranks:
-        # in the others breakpoint() does nothing
-        sys.breakpointhook = process.stop_in_debugger
+    # In ranks without a debugger breakpoint() then does nothing.
+    sys.breakpointhook = process.stop_in_debugger
     if rank() not in ranks:
         return
-    host, port = "127.0.0.1", port + rank()
+    host = "127.0.0.1"
+    port += rank()
     try:
         import debugpy
 
@@ -318,7 +323,11 @@ def rank_zero_first() -> Iterator[None]:
         with ddpkit.rank_zero_first():
             dataset = torchvision.datasets.CIFAR10("data", download=True)
     """
-    turn = 0 if is_rank_zero() else 1 if local_rank() == 0 else 2
+    turn = 2
+    if is_rank_zero():
+        turn = 0
+    elif local_rank() == 0:
+        turn = 1
     number = next(_turns)
 
     def end_turns(first: int, last: int) -> None:

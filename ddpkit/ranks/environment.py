@@ -8,21 +8,20 @@ import shutil
 import socket
 import subprocess
 import zlib
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from ddpkit.errors import UserError
 from ddpkit.ranks import protocol
 
-PORT, LAST_PORT = 29500, 65535  # torchrun's; of TCP
-# from here on SLURM's steps are not srun's, but salloc's shell and such
+PORT = 29500  # torchrun's
+# From here on SLURM's steps are not srun's, but salloc's shell and such.
 SPECIAL_STEPS = 2**32 - 16
 GPUS = "CUDA_VISIBLE_DEVICES"
-# of containers without nvidia-smi; of AMD
+# There are GPUs without nvidia-smi: in containers, and of AMD.
 GPU_FILES = Path("/dev/nvidiactl"), Path("/dev/kfd")
-# What says that there are others: nodes of a job, processes of a launcher, their
-# numbers from 0
+# What says that there are others: nodes of a job, processes of a launcher, and their
+# numbers, from 0
 NODES = (
     "NNODES",
     "PET_NNODES",
@@ -44,6 +43,7 @@ SIZES = (
     "HOROVOD_SIZE",
 )
 NUMBERS = ("RANK", "NODE_RANK", "PMI_RANK", "PMIX_RANK", "PALS_RANKID")
+# What people set for launch.sh
 TYPED = ("NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "NPROC", "MAX_RESTARTS")
 
 
@@ -64,7 +64,8 @@ def node() -> str:
 
 def process_space() -> str:
     """Return what is the same here and there if a process id is; "" without /proc."""
-    with contextlib.suppress(OSError):  # containers of one host may have its name
+    # Not the host's name: its containers may have that, too.
+    with contextlib.suppress(OSError):
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot}/{os.readlink('/proc/self/ns/pid')}"
     return ""
@@ -72,10 +73,10 @@ def process_space() -> str:
 
 def has_other_nodes() -> bool:
     """Return whether this rank's launcher tells of ranks on other nodes."""
-    env = os.environ
-    return "RANK" in env and env.get("WORLD_SIZE", "1") != env.get(
-        "LOCAL_WORLD_SIZE", "1"
-    )
+    if "RANK" not in os.environ:
+        return False
+    size = os.environ.get("WORLD_SIZE", "1")
+    return size != os.environ.get("LOCAL_WORLD_SIZE", "1")
 
 
 def own_rank() -> str:
@@ -84,15 +85,23 @@ def own_rank() -> str:
     return f"{rank} on {node()}" if has_other_nodes() else rank
 
 
+def _typed() -> dict[str, str]:
+    return {name: os.environ[name] for name in TYPED if os.environ.get(name)}
+
+
 def read_nodes() -> Nodes:
     """Return the nodes of launch.sh, as people or srun tell them; a mistake is a UserError."""
-    said = {name: os.environ[name] for name in TYPED if os.environ.get(name)}
-    if "NNODES" not in said and (task := read_task()):
+    said = _typed()
+    task = {} if "NNODES" in said else read_task()
+    if task:
         size = task["WORLD_SIZE"]
         if os.environ["SLURM_STEP_TASKS_PER_NODE"] != f"1(x{size})":
-            line = f"srun started {size} copies of launch.sh, several on one node: use srun"
-            raise UserError(f"{line} --ntasks-per-node 1")
-        said = {**task, "NNODES": size, "NODE_RANK": task["RANK"]} | said
+            raise UserError(
+                f"srun started {size} copies of launch.sh, several on one node: use srun "
+                "--ntasks-per-node 1"
+            )
+        # Each task is a node; what a person has typed counts more.
+        said = task | {"NNODES": size, "NODE_RANK": task["RANK"]} | said
 
     def number(name: str, default: int, low: int, high: int = 2**31) -> int:
         text = said.get(name, str(default))
@@ -111,10 +120,8 @@ def read_nodes() -> Nodes:
         raise UserError(
             f"NODE_RANK={this} is none of the NNODES={count} nodes: 0 to {count - 1}"
         )
-    port, restarts = (
-        number("MASTER_PORT", PORT, 1, LAST_PORT),
-        number("MAX_RESTARTS", 0, 0),
-    )
+    port = number("MASTER_PORT", PORT, 1, 65535)
+    restarts = number("MAX_RESTARTS", 0, 0)
     if count > 1 and restarts:
         raise UserError(
             "MAX_RESTARTS is for one node: slurm/train.sbatch restarts several"
@@ -127,8 +134,8 @@ def read_nodes() -> Nodes:
 def adopt(alone: bool = False) -> None:
     """Set torchrun's variables for a process that srun started; alone: see read_task."""
     if "RANK" not in os.environ:
-        own = {name: os.environ[name] for name in TYPED if os.environ.get(name)}
-        os.environ.update(read_task(alone) | own)  # the MASTER_ADDR that a person wants
+        # A person may want another MASTER_ADDR.
+        os.environ.update(read_task(alone) | _typed())
     if "RANK" not in os.environ:
         os.environ.pop("LOCAL_WORLD_SIZE", None)  # left by another launcher
 
@@ -143,20 +150,20 @@ def read_task(alone: bool = False) -> dict[str, str]:
         check_alone(alone)
         return {}
     try:
+        # "2(x3),1" is 2, 2, 2, 1 tasks
         groups = re.findall(r"(\d+)(?:\(x(\d+)\))?", env["SLURM_STEP_TASKS_PER_NODE"])
         per_node = [tasks for tasks, times in groups for _ in range(int(times or 1))]
-        first = re.sub(r"\[(\w+)[^]]*\]", r"\1", env["SLURM_STEP_NODELIST"]).split(",")[
-            0
-        ]
-        port = (
-            20000 + (int(env["SLURM_JOB_ID"]) * 7 + int(env["SLURM_STEP_ID"])) % 10000
-        )
+        # "n[01-04,07],x1" is n01, ...
+        hosts = re.sub(r"\[(\w+)[^]]*\]", r"\1", env["SLURM_STEP_NODELIST"])
+        # Jobs and steps that share a node need ports of their own.
+        step = int(env["SLURM_JOB_ID"]) * 7 + int(env["SLURM_STEP_ID"])
         return {
-            **{"RANK": env["SLURM_PROCID"], "WORLD_SIZE": env["SLURM_STEP_NUM_TASKS"]},
+            "RANK": env["SLURM_PROCID"],
+            "WORLD_SIZE": env["SLURM_STEP_NUM_TASKS"],
             "LOCAL_RANK": env["SLURM_LOCALID"],
-            # "2(x3),1" is 2, 2, 2, 1
             "LOCAL_WORLD_SIZE": per_node[int(env["SLURM_NODEID"])],
-            **{"MASTER_ADDR": first, "MASTER_PORT": str(port)},
+            "MASTER_ADDR": hosts.split(",")[0],
+            "MASTER_PORT": str(20000 + step % 10000),
         }
     except (KeyError, IndexError, ValueError) as error:
         raise UserError(
@@ -165,12 +172,13 @@ def read_task(alone: bool = False) -> dict[str, str]:
         ) from None
 
 
-def check_alone(alone: bool, nodes: Sequence[str] = ()) -> None:
+def check_alone(alone: bool, nodes: tuple[str, ...] = ()) -> None:
     """Raise a UserError if variables say that there are others; alone: see read_task."""
     if alone or os.environ.get("NNODES") == "1":
         return
-    for name in (*nodes, *SIZES, *NUMBERS):
-        count = os.environ.get(name, "").split(":")[-1]  # of an elastic job: least:most
+    for name in nodes + SIZES + NUMBERS:
+        # An elastic job has LEAST:MOST.
+        count = os.environ.get(name, "").split(":")[-1]
         least = 1 if name in NUMBERS else 2
         if count.isdecimal() and int(count) >= least:
             raise UserError(
@@ -185,21 +193,17 @@ def read_group() -> tuple[str, int, int, int]:
     env = os.environ
     for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         value = env.get(name, "")
-        if not value or not (value.isdecimal() or name == "MASTER_ADDR"):
-            what = (
-                f"{name}={value} is not a number"
-                if value
-                else f"RANK is set, {name} is not"
-            )
-            raise UserError(
-                f"{what}: start with ./launch.sh or torchrun, or unset RANK"
-            )
-    return (
-        env["MASTER_ADDR"],
-        int(env["MASTER_PORT"]),
-        int(env["RANK"]),
-        int(env["WORLD_SIZE"]),
-    )
+        if value.isdecimal() or (value and name == "MASTER_ADDR"):
+            continue
+        what = (
+            f"{name}={value} is not a number"
+            if value
+            else f"RANK is set, {name} is not"
+        )
+        raise UserError(f"{what}: start with ./launch.sh or torchrun, or unset RANK")
+    rank = int(env["RANK"])
+    size = int(env["WORLD_SIZE"])
+    return env["MASTER_ADDR"], int(env["MASTER_PORT"]), rank, size
 
 
 def visible_gpus() -> list[str] | None:
@@ -207,21 +211,27 @@ def visible_gpus() -> list[str] | None:
     if GPUS not in os.environ:
         return None
     words = os.environ[GPUS].split(",")
-    return [*itertools.takewhile(re.compile(r"\s*(\d|(GPU|MIG)-.)").match, words)]
+    # CUDA stops at the first word that names none.
+    is_name = re.compile(r"\s*(\d|(GPU|MIG)-.)").match
+    return list(itertools.takewhile(is_name, words))
 
 
 def list_gpus() -> int:
     """Return how many GPUs nvidia-smi lists; 0 if it is not installed."""
     if not shutil.which("nvidia-smi"):
         return 0
-    seconds, pipe = protocol.NOTICE_SECONDS, subprocess.PIPE
+    seconds = protocol.NOTICE_SECONDS
     started = subprocess.Popen(
-        ["nvidia-smi", "-L"], stdout=pipe, stderr=pipe, text=True
+        ["nvidia-smi", "-L"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
     )
     try:
         lines = started.communicate(timeout=seconds)[0].splitlines()
     except subprocess.TimeoutExpired:
-        started.kill()  # without waiting: in the driver it may not end
+        # Do not wait, as subprocess.run does: in the driver it may not end.
+        started.kill()
         raise UserError(
             f"nvidia-smi has not answered in {seconds} s, as if a GPU has failed: restart this "
             f"node or leave it out, or train on CPUs with {GPUS}="
@@ -231,9 +241,11 @@ def list_gpus() -> int:
 
 def count_gpus() -> int:
     """Return the number of GPUs that a rank will see, without torch if that can be."""
-    if (names := visible_gpus()) is not None:
+    names = visible_gpus()
+    if names is not None:
         return len(names)
-    if (count := list_gpus()) or not any(file.exists() for file in GPU_FILES):
+    count = list_gpus()
+    if count or not any(file.exists() for file in GPU_FILES):
         return count
     import torch
 
@@ -267,6 +279,7 @@ def _saved(folder: Path) -> str:
 
 def _note(name: str) -> None:
     """Write this node into a file of the folder that slurm/train.sbatch keeps for its job."""
-    if folder := os.environ.get(protocol.JOB):
+    folder = os.environ.get(protocol.JOB)
+    if folder:
         with contextlib.suppress(OSError):
             Path(folder, name).write_text(node())

@@ -6,13 +6,14 @@ recorder knows in which.
 
 import contextlib
 import json
+import operator
 import os
 import pickle
 import sys
 import sysconfig
 import threading
 import traceback
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -24,7 +25,7 @@ from ddpkit.ranks.process import watch
 from ddpkit.ranks.protocol import ASKED, PLACE, PROCESS
 
 LIBRARIES = tuple(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))
-# what the place of a rank is not in, but its callers
+# A rank's place is not in these files, but where they are called.
 BELOW = (f"ddpkit{os.sep}", "distributed.py")
 # Where a hang usually comes from
 NOT_ALL = "usually a collective that not all ranks reach: under `if rank == 0`, or after a break"
@@ -51,30 +52,34 @@ class Collective(NamedTuple):
 
 def collectives() -> list[Collective]:
     """Return those that torch has recorded, in their order."""
-    private = vars(getattr(torch._C, "_distributed_c10d", None) or torch)
-    calls: list[tuple[str, dict[str, str]]] = [("_dump_fr_trace", {})]
     has_gpus = devices.is_mixed()
+    records = _dump("_dump_fr_trace")
     if has_gpus:  # from torch 2.15 on "nccl" records as "nccl2"
-        calls += [("_dump_nccl_trace", {}), ("_dump_fr_trace", {"backend": "nccl2"})]
-        calls += [("_dump_xccl_trace", {})]
-    records: list[dict] = []
-    for name, more in calls:
-        with contextlib.suppress(AttributeError, KeyError, TypeError):  # another torch
-            # Stacks, which nothing here reads, take torch seconds: too long for an
-            # answer.
-            dump = private[name](includeStackTraces=False, **more)
-            records += pickle.loads(dump).get("entries", [])  # our own
+        records += _dump("_dump_nccl_trace")
+        records += _dump("_dump_fr_trace", backend="nccl2")
+        records += _dump("_dump_xccl_trace")
     found = []
-    for each in sorted(records, key=lambda each: each["time_created_ns"]):
-        if each["process_group"][1] == "default_pg" and not each["is_p2p"]:
-            is_over = each["retired"] or each["state"] == "completed"
-            backend, _, name = each["profiling_name"].rpartition(":")
-            # Those of GPUs and those of CPUs have numbers of their own.
-            kind = " of the CPUs" if has_gpus and backend == "gloo" else ""
-            shape = f" {tuple(each['input_sizes'][0])}" if each["input_sizes"] else ""
-            text = f"collective {each['collective_seq_id']}{kind}, {name}{shape}"
-            found.append(Collective(text, is_over, backend))
+    for each in sorted(records, key=operator.itemgetter("time_created_ns")):
+        if each["process_group"][1] != "default_pg" or each["is_p2p"]:
+            continue
+        is_over = each["retired"] or each["state"] == "completed"
+        backend, _, name = each["profiling_name"].rpartition(":")
+        # Those of GPUs and those of CPUs have numbers of their own.
+        kind = " of the CPUs" if has_gpus and backend == "gloo" else ""
+        shape = f" {tuple(each['input_sizes'][0])}" if each["input_sizes"] else ""
+        text = f"collective {each['collective_seq_id']}{kind}, {name}{shape}"
+        found.append(Collective(text, is_over, backend))
     return found
+
+
+def _dump(function: str, **options: str) -> list[dict]:
+    """Return the entries of one of torch's private functions; none if this torch lacks it."""
+    with contextlib.suppress(AttributeError, KeyError, TypeError):
+        private = getattr(torch._C._distributed_c10d, function)
+        # Stacks, which nothing here reads, take torch seconds: too long for an answer.
+        dump = private(includeStackTraces=False, **options)
+        return pickle.loads(dump)["entries"]  # our own
+    return []
 
 
 def find_waiting(found: Iterable[Collective]) -> str:
@@ -92,68 +97,83 @@ def _own(file: str) -> str:
     """Return the path of a file of this project, within it; of others nothing."""
     path = Path(os.path.realpath(file))
     root = process.project()
-    is_own = (
-        path.is_relative_to(root)
-        and not str(path).startswith(LIBRARIES)
-        and path.is_file()
-    )
-    return str(path.relative_to(root)) if is_own else ""
+    # An environment may lie in the project.
+    if str(path).startswith(LIBRARIES) or not path.is_file():
+        return ""
+    return str(path.relative_to(root)) if path.is_relative_to(root) else ""
 
 
 def here() -> Position:
     """Return where this rank's main thread is."""
     main = threading.main_thread().ident or 0
-    *outer, last = traceback.extract_stack(sys._current_frames()[main])
-    own = [(path, frame) for frame in (*outer, last) if (path := _own(frame.filename))]
-    edited = [each for each in own if not each[0].startswith(BELOW)] or own
-    place = f"at {edited[-1][0]}:{edited[-1][1].lineno}" if own else ""
-    shown = [frame for frame in outer if _own(frame.filename)]
+    frames = traceback.extract_stack(sys._current_frames()[main])
+    shown = []
+    place = edited = ""
+    for frame in frames:
+        path = _own(frame.filename)
+        if path:
+            shown.append(frame)
+            place = f"at {path}:{frame.lineno}"
+            if not path.startswith(BELOW):
+                edited = place
+    if shown[-1:] != frames[-1:]:  # what the last of our own has called
+        shown.append(frames[-1])
+    text = ", ".join(filter(None, [watch.position(), edited or place]))
     found = collectives()
     waits_in = find_waiting(found)
-    text = ", ".join(filter(None, [watch.position(), place]))
-    if found:
-        text += f": in {waits_in}" if waits_in else f": after {found[-1].text}"
-    stack = "".join(traceback.format_list([*shown, last])).rstrip()
+    if waits_in:
+        text += f": in {waits_in}"
+    elif found:
+        text += f": after {found[-1].text}"
+    stack = "".join(traceback.format_list(shown)).rstrip()
     node = environment.node() if environment.has_other_nodes() else ""
     return Position(text, stack, waits_in, node)
 
 
 def answer() -> None:
     """Say where this rank is if another has asked."""
-    store, rank = distributed.store(), distributed.rank()
+    store = distributed.store()
     while store.check([ASKED.format(watch.questions + 1)]):
         watch.questions += 1
-        store.set(PLACE.format(watch.questions, rank), json.dumps(here()))
+        place = PLACE.format(watch.questions, distributed.rank())
+        store.set(place, json.dumps(here()))
 
 
 def show(title: str, seconds: float, is_hang: bool = True) -> None:
     """Print where all ranks are, after at most `seconds`; unless another rank is about to."""
-    store, turn, me = distributed.store(), watch.questions + 1, str(distributed.rank())
+    store = distributed.store()
+    turn = watch.questions + 1
+    me = str(distributed.rank())
     asker = store.compare_set(ASKED.format(turn), "", me).decode()
     answer()
     if asker != me:
         return
-    keys = {rank: PLACE.format(turn, rank) for rank in range(distributed.world_size())}
-    distributed.await_keys([*keys.values()], seconds)
-    there = {rank: key for rank, key in keys.items() if store.check([key])}
-    known = {rank: Position(*json.loads(store.get(key))) for rank, key in there.items()}
-    absent = states(keys.keys() - known.keys())
-    lines = [title, *absent, *block(known, is_hang and not absent)]
-    print_line("\n".join(lines), sys.stderr)
+    keys = [PLACE.format(turn, rank) for rank in range(distributed.world_size())]
+    distributed.await_keys(keys, seconds)
+    known = {}
+    absent = []
+    for rank, key in enumerate(keys):
+        if store.check([key]):
+            known[rank] = Position(*json.loads(store.get(key)))
+        else:
+            absent.append(rank)
+    lines = states(absent) + block(known, is_hang and not absent)
+    print_line("\n".join([title, *lines]), sys.stderr)
 
 
 def states(ranks: Iterable[int]) -> list[str]:
     """Return such as "rank 1 has ended (process 4711)" of ranks that do not answer."""
+    store = distributed.store()
     found = []
-    for rank in sorted(ranks):
-        store, key = distributed.store(), PROCESS.format(rank)
+    for rank in ranks:
+        key = PROCESS.format(rank)
         known = store.get(key).decode() if store.check([key]) else "  0"
         node, space, pid = known.rsplit(" ", 2)
-        state, at = "does not answer", f"process {pid}"
+        state = "does not answer"
+        at = f"process {pid}"
         if node != environment.node():
             at += f" on {node}"
-        # here the number is another process's
-        elif space != environment.process_space():
+        elif space != environment.process_space():  # here `pid` is another process
             at += f" in another container on {node}"
         elif not process.is_running(int(pid)):
             state = "has ended"
@@ -170,13 +190,15 @@ def block(known: dict[int, Position], is_hang: bool) -> list[str]:
         groups.setdefault(at.text, []).append(rank)
     lines = []
     for text, ranks in groups.items():
+        who = "ranks" if len(ranks) > 1 else "rank"
+        who += f" {shorten(list(map(str, ranks)))}"
         nodes = shorten(sorted({known[rank].node for rank in ranks} - {""}))
-        where = f" on {nodes}" if nodes else ""
-        lines += [f"{name(ranks)}{where}, {text}", known[ranks[0]].stack]
+        if nodes:
+            who += f" on {nodes}"
+        lines += [f"{who}, {text}", known[ranks[0]].stack]
     waits = {at.waits_in for at in known.values()}
-    hint = STUCK if len(waits) == 1 else LATE if "" in waits else NOT_ALL
-    return [*lines, hint] if is_hang else lines
-
-
-def name(ranks: Collection[int]) -> str:
-    return f"rank{'' if len(ranks) == 1 else 's'} {shorten([*map(str, ranks)])}"
+    if is_hang and len(waits) == 1:
+        lines.append(STUCK)
+    elif is_hang:
+        lines.append(LATE if "" in waits else NOT_ALL)
+    return lines

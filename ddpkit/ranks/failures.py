@@ -75,8 +75,9 @@ REMEDIES = {
 Explainer = Callable[[Exception], str | UserError | None]
 _explainers: list[Explainer] = []  # of the script
 _reporting = threading.Lock()
-_known: list[int] = []  # the status of the rank that failed, once this one has read it
-_batch_size: list[int] = []
+_first_status = 0  # of the rank that failed first; 0 as long as none is known
+_store_file: IO[bytes] | None = None  # of the first rank of a node, if the store is one
+batch_size: int | None = None  # of training, once it has begun
 
 
 @contextlib.contextmanager
@@ -87,18 +88,19 @@ def one_line_errors(*explainers: Explainer) -> Iterator[None]:
     """
     if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    if isinstance(sys.stdout, io.TextIOWrapper):  # some file names are not valid text
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # Some file names are not valid text.
         sys.stdout.reconfigure(errors="backslashreplace")
     _explainers[:] = explainers
     threading.excepthook = workers.on_thread_error
-    rank = os.getpid()
+    own_pid = os.getpid()
     try:
         watch.add(follow_others)
         watch.add(_follow_workers)
         yield
         process.remove_sockets()
     except BaseException as error:
-        if os.getpid() != rank:  # in a child that the block has forked
+        if os.getpid() != own_pid:  # in a child that the block has forked
             raise
         if isinstance(error, KeyboardInterrupt):
             process.exit_now(128 + signal.SIGINT)
@@ -111,8 +113,8 @@ def one_line_errors(*explainers: Explainer) -> Iterator[None]:
             raise
         process.begin_to_leave()
         _end_if_known(error)
-        if (reported := _reported_status(1)) is not None:
-            _leave(reported)  # collectives broke here because another rank has left
+        if not _is_first(1):  # collectives broke here because another rank has left
+            _leave(1)
         if environment.has_other_nodes():
             print_error(f"{environment.own_rank()}:")
         atexit.register(_leave, 1)  # after the traceback
@@ -122,29 +124,25 @@ def one_line_errors(*explainers: Explainer) -> Iterator[None]:
 def _end_if_known(error: Exception) -> None:
     """Report an error in one line if one is known."""
     if isinstance(error, EOFError | ConnectionError):
-        # the loader worker at the other end may not be gone yet
+        # The loader worker at the other end may not be gone yet.
         time.sleep(POLL_SECONDS)
         error = workers.find_fault() or error
-    for explain in (
-        _of_memory,
-        workers.lacking,
-        _of_disk,
-        _of_torch,
-        *_explainers,
-        _lost_rank,
-    ):
-        if line := explain(error):
-            # Stop where it was raised, in a debugger that can (debugpy 1.8.22 on).
-            hold = getattr(
-                sys.modules.get("debugpy"), "trigger_exception_handler", None
-            )
-            hold(error) if hold else None
-            is_mistake = isinstance(line, UserError)
-            if is_mistake and distributed.is_set_up():
-                # Often all find the same: let rank 0 print it, whose output people
-                # read.
-                time.sleep(min(distributed.rank(), 1))
-            report(str(line), MISTAKE if is_mistake else 1)
+    own = [_of_memory, workers.lacking, _of_disk, _of_torch]
+    for explain in own + _explainers + [_lost_rank]:
+        line = explain(error)
+        if not line:
+            continue
+        # Stop where it was raised, in a debugger that can (debugpy 1.8.22 on).
+        debugger = sys.modules.get("debugpy")
+        hold = getattr(debugger, "trigger_exception_handler", None)
+        if hold:
+            hold(error)
+        if not isinstance(line, UserError):
+            report(line, 1)
+        if distributed.is_set_up():
+            # Often all find the same: let rank 0 print it, whose output people read.
+            time.sleep(min(distributed.rank(), 1))
+        report(str(line), MISTAKE)
 
 
 def _follow_workers(_: list[int]) -> None:
@@ -160,33 +158,33 @@ def _follow_workers(_: list[int]) -> None:
 
 
 def report(line: str, status: int) -> NoReturn:
-    """Print `line` as an error, unless another rank has reported one; exit with that `status`."""
+    """Print `line` as an error and exit with `status`, or as the rank that has reported one."""
     _reporting.acquire()  # for good: of two threads of this rank one ends it
     if status == MISTAKE:
         environment.note_mistake()
-    if (reported := _reported_status(status)) is None:
-        who = f"{environment.own_rank()} " if environment.has_other_nodes() else ""
-        print_error(line if line.startswith(who) else f"{who.strip()}: {line}")
-    _leave(reported or status)
+    if _is_first(status):
+        own = environment.own_rank()
+        if environment.has_other_nodes() and not line.startswith(f"{own} "):
+            line = f"{own}: {line}"
+        print_error(line)
+    _leave(status)
 
 
 def _leave(status: int) -> NoReturn:
-    """Exit with `status`; rank 0, which may hold the store, once the others know of the failure."""
+    """Exit as the rank that failed first; with `status` if that is this one.
+
+    Rank 0, which may hold the store, exits once the others know of the failure.
+    """
     is_awaited = environment.has_other_nodes() or not process.by_torchrun()
-    if (
-        is_awaited
-        and os.environ.get("RANK") == "0"
-        and os.environ.get("WORLD_SIZE") != "1"
-    ):
+    is_alone = os.environ.get("WORLD_SIZE") == "1"
+    if is_awaited and os.environ.get("RANK") == "0" and not is_alone:
         time.sleep(4 * POLL_SECONDS)
-    process.exit_now(status)
-
-
-_store_file: list[IO[bytes]] = []  # of the first rank of a node, if the store is a file
+    process.exit_now(_first_status or status)
 
 
 def keep_store() -> None:
     """Write the store's file anew if it is gone: programs clean TMPDIR of what is days old."""
+    global _store_file
     store = distributed.store()
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store
@@ -194,10 +192,10 @@ def keep_store() -> None:
         return
     path = Path(store.path)  # type: ignore[attr-defined]
     if not _store_file:
-        _store_file.append(path.open("rb"))  # it can be read when it has been removed
+        _store_file = path.open("rb")  # it can be read when it has been removed
     added = b""
     with contextlib.suppress(FileNotFoundError):
-        if os.path.samestat(path.stat(), os.fstat(_store_file[0].fileno())):
+        if os.path.samestat(path.stat(), os.fstat(_store_file.fileno())):
             return
         added = path.read_bytes()  # by another rank, meanwhile
     try:
@@ -205,11 +203,11 @@ def keep_store() -> None:
             path.parent.mkdir(0o700)
         if path.parent.lstat().st_uid != os.getuid():  # who else could change the file
             raise PermissionError(errno.EPERM, "another user has made its folder")
-        _store_file[0].seek(0)
+        _store_file.seek(0)
         whole = path.with_name("whole")
-        whole.write_bytes(_store_file[0].read() + added)
+        whole.write_bytes(_store_file.read() + added)
         whole.rename(path)
-        _store_file[0] = path.open("rb")
+        _store_file = path.open("rb")
     except OSError as error:
         print_error(
             f"{path}, through which the ranks agree, is lost ({error.strerror})"
@@ -262,31 +260,15 @@ def follow_others(_: list[int]) -> None:
         return
     keep_store()
     try:
-        status, is_held = (
-            status_of_failure(),
-            distributed.is_debugged() or watch.is_leaving,
-        )
-        if status is not None and not is_held:  # nccl does not notice it
+        status = status_of_failure()
+        is_held = distributed.is_debugged() or watch.is_leaving
+        if status and not is_held:  # nccl does not notice it
             time.sleep(2 * POLL_SECONDS)  # let that rank print its error first
             process.exit_now(status)
-        if not distributed.is_joined():
-            return
-        if devices.is_mixed() and not is_held:
-            _lateness.check()
-        is_asked = distributed.store().check(
-            [protocol.ASKED.format(watch.questions + 1)]
-        )
-        person = watch.folder / protocol.QUESTION if watch.folder else None
-        is_person = person and distributed.is_rank_zero() and person.exists()
-        if is_asked or is_person:
-            from ddpkit.ranks import explaining  # only now: training does without
-
-            explaining.answer()
-            if person and is_person:
-                person.unlink(missing_ok=True)
-                explaining.show(
-                    "asked where all ranks are:", ANSWER_SECONDS, is_hang=False
-                )
+        if distributed.is_joined():
+            if devices.is_mixed() and not is_held:
+                _lateness.check()
+            _answer_questions()
     except (dist.DistError, ValueError, AttributeError) as error:
         # Without the store, or when the main thread is leaving the group, there is
         # nobody to hear.
@@ -295,44 +277,56 @@ def follow_others(_: list[int]) -> None:
         watch.duties.remove(follow_others)
 
 
-def status_of_failure() -> int | None:
-    """Return the exit status of the first rank that failed; None if none has reported an error."""
-    if not _known and distributed.store().check([ERROR]):
+def _answer_questions() -> None:
+    """Say where this rank is if another asks; on rank 0, where all are if a person does."""
+    if distributed.store().check([protocol.ASKED.format(watch.questions + 1)]):
+        from ddpkit.ranks import explaining  # only now: training does without
+
+        explaining.answer()
+    if watch.folder and distributed.is_rank_zero():
+        question = watch.folder / protocol.QUESTION
+        if question.exists():
+            from ddpkit.ranks import explaining
+
+            question.unlink(missing_ok=True)
+            explaining.show("asked where all ranks are:", ANSWER_SECONDS, is_hang=False)
+
+
+def status_of_failure() -> int:
+    """Return the exit status of the first rank that failed; 0 if none has reported an error."""
+    if not _first_status and distributed.store().check([ERROR]):
         _read(distributed.store().get(ERROR).decode())
-    return _known[0] if _known else None
+    return _first_status
 
 
-def _reported_status(status: int) -> int | None:
-    """Return the status of the rank that reported an error; None if it is this one's turn, now."""
-    # not in a group yet: the first rank of each node reports
+def _is_first(status: int) -> bool:
+    """Return whether this rank has to report its error: no other one has."""
+    number = distributed.local_rank()
     if not distributed.is_set_up():
-        if (
-            distributed.local_rank()
-            and process.by_torchrun()
-            and not process.is_debugged()
-        ):
+        # Without a store the first rank of each node reports, and then the launcher
+        # ends the others.
+        if number and process.by_torchrun() and not process.is_debugged():
             process.be_quiet()  # on Ctrl-C
-            # if it has, the launcher ends this
-            time.sleep(END_SECONDS + distributed.local_rank())
-        return None
+            time.sleep(END_SECONDS + number)
+        return True
     mine = f"{distributed.rank()} {status} {os.getpid()} {environment.node()}"
     try:
         first = distributed.store().compare_set(ERROR, "", mine).decode()
-    # the store has gone: with torchrun, or with rank 0, perhaps killed
     except dist.DistError:
-        return _known[0] if _known else status if process.by_torchrun() else None
-    reported = _read(first)
-    return None if first == mine else reported
+        # The store has gone: with torchrun, or with rank 0, which may have been killed.
+        return not _first_status and not process.by_torchrun()
+    _read(first)
+    return first == mine
 
 
-def _read(first: str) -> int:
-    """Return the status in the value of ERROR; say it once on each other node."""
+def _read(first: str) -> None:
+    """Take the status from the value of ERROR; say it once on each other node."""
+    global _first_status
     rank, status, _, node = first.split()
-    if not _known:
-        _known.append(int(status))
-        if node != environment.node() and distributed.local_rank() == 0:
-            print_error(f"rank {rank} on {node} has failed")
-    return int(status)
+    is_news = not _first_status and node != environment.node()
+    if is_news and distributed.local_rank() == 0:
+        print_error(f"rank {rank} on {node} has failed")
+    _first_status = int(status)
 
 
 def _lost_rank(error: Exception) -> str | None:
@@ -344,36 +338,34 @@ def _lost_rank(error: Exception) -> str | None:
         return None
     is_late = found[0].lower().startswith("time")
     if not is_late:
-        # for a rank that has timed out, and so left, to say it first
+        # Another one may have timed out, and so left: let it say so first.
         time.sleep(POLL_SECONDS)
     return _of_others(is_late)
 
 
 def _of_others(is_late: bool) -> str:
     """Return a line on the others: this rank has waited too long for one, or lost it."""
-    line = f"{environment.own_rank()} lost another rank"
+    what = "lost"
     if is_late:
         seconds = f"{distributed.timeout():g} s ({distributed.timeout_name()})"
-        line = f"{environment.own_rank()} timed out after {seconds} waiting for another rank"
+        what = f"timed out after {seconds} waiting for"
+    line = f"{environment.own_rank()} {what} another rank"
+    # The store may hang.
     stderr = sys.__stderr__ or sys.stderr
-    # if the store hangs
     faulthandler.dump_traceback_later(3 * END_SECONDS, exit=True, file=stderr)
     try:
-        if status_of_failure() is None and not distributed.store().check(
-            [protocol.STOP]
-        ):
+        if not (status_of_failure() or distributed.store().check([protocol.STOP])):
             from ddpkit.ranks import explaining
 
             is_new = not watch.questions  # before training no hang is shown
             if is_late and is_new and distributed.is_joined():
                 explaining.show(f"{line}:", ANSWER_SECONDS, is_hang=False)
-            states = explaining.states(range(distributed.world_size()))
-            line = ": ".join(
-                [line, *(state for state in states if "has ended" in state)]
-            )
+            for state in explaining.states(range(distributed.world_size())):
+                if "has ended" in state:
+                    line += f": {state}"
     except dist.DistError:
         line = lost_store()
-    # a debugger may hold the error for longer
+    # Not longer: a debugger may hold the error.
     faulthandler.cancel_dump_traceback_later()
     return line
 
@@ -397,9 +389,8 @@ def _of_torch(error: Exception) -> UserError | str | None:
     text = str(error)
     if "Expected to have finished reduction in the prior iteration" in text:
         return _unused(error, text)
-    if found := re.search(
-        r"Unable to find (?:address|interface) for: \[?([^\s\]]+)", text
-    ):
+    found = re.search(r"Unable to find (?:address|interface) for: \[?([^\s\]]+)", text)
+    if found:
         return UserError(
             f"gloo finds no network interface {found[1]}: bring up the loopback (ip link set lo "
             "up), which a sandbox may lack, or name an interface in GLOO_SOCKET_IFNAME"
@@ -425,26 +416,21 @@ def _unused(error: Exception, text: str) -> UserError:
     found = re.search(
         r"indices which did not receive grad for rank \d+: ([\d ]+)", text
     )
-    trained = dict(
-        enumerate(replicas.trained.get(networks[-1], []) if networks else [])
-    )
+    names = replicas.trained.get(networks[-1], []) if networks else []
     numbers = found[1].split() if found else []
-    unused = [trained[int(n)] for n in numbers if int(n) in trained] or ["some weights"]
+    unused = [names[int(n)] for n in numbers if int(n) < len(names)]
     return UserError(
-        f"{shorten(unused)}: no gradient, because the loss does not depend on it; use it, remove "
-        "it, or freeze it (requires_grad_(False)) before DistributedDataParallel(...); if other "
-        "steps use it, pass it find_unused_parameters=True"
+        f"{shorten(unused) or 'some weights'}: no gradient, because the loss does not depend on "
+        "it; use it, remove it, or freeze it (requires_grad_(False)) before "
+        "DistributedDataParallel(...); if other steps use it, pass it find_unused_parameters=True"
     )
-
-
-def note_batch_size(size: int | None) -> None:  # of training, which begins
-    _batch_size[:] = [size] if size else []
 
 
 def _of_memory(error: Exception) -> UserError | None:
-    if not (what := out_of_memory(error)):
+    what = out_of_memory(error)
+    if not what:
         return None
-    size = f" with --batch-size {_batch_size[0]}" if _batch_size else ""
+    size = f" with --batch-size {batch_size}" if batch_size else ""
     return UserError(
         f"{environment.own_rank()} is out of {what}{size}: lower --batch-size (--accumulate keeps "
         "the global batch), --image-size or, for segmentation, --tile (0 is the whole image)"
@@ -455,18 +441,19 @@ def _of_memory(error: Exception) -> UserError | None:
 def out_of_memory(error: Exception) -> str | None:
     """Return such as "GPU memory (asked for 2.00 GiB, peak 75.3 of 79.2 GiB)", if it is that."""
     text = str(error)
-    on_host = (
-        isinstance(error, MemoryError) or "alloc_cpu" in text or "in pin memory" in text
+    is_of_python = isinstance(error, MemoryError)
+    is_said = re.search("out of memory|alloc_cpu", text)
+    is_of_torch = isinstance(error, torch.OutOfMemoryError) or (
+        isinstance(error, RuntimeError) and is_said
     )
-    is_said = isinstance(error, RuntimeError) and re.search(
-        "out of memory|alloc_cpu", text
-    )
-    if not (is_said or isinstance(error, MemoryError | torch.OutOfMemoryError)):
+    if not is_of_python and not is_of_torch:
         return None
+    on_host = is_of_python or re.search("alloc_cpu|in pin memory", text)
     asked = re.search(r"(?:[tT]ried|Unable) to allocate ([\d.]+ ?\w+)", text)
     known = [f"asked for {asked[1]}"] if asked else []
     device = torch.accelerator.current_accelerator() or torch.device("cpu")
-    if not on_host and (most := peak(device)) > 0:
+    most = math.nan if on_host else peak(device)
+    if most > 0:
         module = torch.get_device_module(device)
         total = module.get_device_properties(module.current_device()).total_memory
         known.append(f"peak {most / GIB:.3g} of {total / GIB:.3g} GiB")
@@ -481,6 +468,6 @@ def peak(device: torch.device) -> float:
 
 
 def reset_peak(device: torch.device) -> None:
-    getattr(torch.get_device_module(device), "reset_peak_memory_stats", lambda _: None)(
-        device
-    )
+    module = torch.get_device_module(device)
+    if hasattr(module, "reset_peak_memory_stats"):
+        module.reset_peak_memory_stats(device)

@@ -2,8 +2,8 @@
 
 Ranks of one node have a file that only its owner can open, and that outlives a launcher. Of several
 nodes rank 0 holds a store at MASTER_ADDR:MASTER_PORT, which obeys whoever reaches it; torchrun may
-hold it for them. Each leaves a note; when all are there, rank 0 writes them under "met", or anybody
-a fault.
+hold it for them. Each leaves a note. What comes first under "met" counts for all: the notes of all,
+from rank 0, or a fault that one of them has found.
 """
 
 import json
@@ -13,10 +13,10 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch.distributed as dist
 
@@ -29,11 +29,16 @@ Note = dict[str, Any]  # what a rank tells the others, as JSON
 
 def ticks(seconds: float) -> Iterator[bool]:
     """Yield, again and again for so long, whether it is time to say for what one waits."""
-    start, notice = time.monotonic(), min(protocol.NOTICE_SECONDS, seconds / 2)
-    while (waited := time.monotonic() - start) < seconds:
-        yield waited >= notice
-        notice *= 3 if waited >= notice else 1
+    start = time.monotonic()
+    notice = min(protocol.NOTICE_SECONDS, seconds / 2)
+    waited = 0.0
+    while waited < seconds:
+        is_due = waited >= notice
+        if is_due:
+            notice *= 3
+        yield is_due
         time.sleep(0.1)
+        waited = time.monotonic() - start
 
 
 def say(line: str) -> None:
@@ -46,43 +51,45 @@ def open_store(timeout: timedelta) -> tuple[dist.Store, int, int]:
     host, port, rank, size = environment.read_group()
     by_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # by torchrun
     is_local = os.environ.get("LOCAL_WORLD_SIZE") == str(size) and not by_agent
-    if path := os.environ.get(protocol.STORE) or _torchruns_file():
+    path = os.environ.get(protocol.STORE) or _torchruns_file()
+    if path:
         store: dist.Store = dist.FileStore(path)
     elif rank == 0 and not by_agent:
         store = _hold(port, is_local, timeout)
     else:
         store = _reach(LOOPBACK if is_local else host, port, timeout)
     if by_agent and not path:  # it may hold what ranks before a restart have left
-        store = dist.PrefixStore(
-            f"start {os.environ.get('TORCHELASTIC_RESTART_COUNT')}", store
-        )
+        start = os.environ.get("TORCHELASTIC_RESTART_COUNT")
+        store = dist.PrefixStore(f"start {start}", store)
     store.set_timeout(timeout)
     return store, rank, size
 
 
 def _torchruns_file() -> str:
     """Return a file in the folder that torchrun has made for its ranks, if all are on this node."""
-    # .../RANK/error.json
-    folder = Path(os.environ.get("TORCHELASTIC_ERROR_FILE", "/")).parents
-    is_one = os.environ.get("GROUP_WORLD_SIZE") == "1" and len(folder) > 3
-    if not is_one or not folder[2].is_relative_to(tempfile.gettempdir()):
+    # torchrun's is .../FOLDER/ATTEMPT/RANK/error.json
+    folders = Path(os.environ.get("TORCHELASTIC_ERROR_FILE", "/")).parents
+    if os.environ.get("GROUP_WORLD_SIZE") != "1" or len(folders) < 4:
         return ""
-    is_private = folder[2].stat().st_mode & 0o077 == 0
-    return str(folder[1] / "store") if is_private else ""
+    is_temporary = folders[2].is_relative_to(tempfile.gettempdir())
+    if is_temporary and folders[2].stat().st_mode & 0o077 == 0:
+        return str(folders[1] / "store")
+    return ""
 
 
 def _hold(port: int, is_local: bool, timeout: timedelta) -> dist.Store:
     """Return a store of this process's; if it is local, other machines cannot reach it."""
     six = socket.has_dualstack_ipv6() and not is_local
     family = socket.AF_INET6 if six else socket.AF_INET
-    where = LOOPBACK if is_local else "", port
+    place = LOOPBACK if is_local else "", port
     try:
-        fd = socket.create_server(where, family=family, dualstack_ipv6=six).detach()
+        server = socket.create_server(place, family=family, dualstack_ipv6=six)
     except OSError as error:
         raise UserError(
             f"MASTER_PORT={port} is in use or closed ({error.strerror}): use another one "
             f"(MASTER_PORT={port + 1}, the same on all nodes)"
         ) from None
+    fd = server.detach()
     return dist.TCPStore(
         LOOPBACK, port, 1, True, timeout, multi_tenant=True, master_listen_fd=fd
     )
@@ -90,9 +97,11 @@ def _hold(port: int, is_local: bool, timeout: timedelta) -> dist.Store:
 
 def _reach(host: str, port: int, timeout: timedelta) -> dist.Store:
     """Return the store of another process, once somebody answers there; say it if nobody does."""
-    seconds, line = timeout.total_seconds(), ""
+    seconds = timeout.total_seconds()
+    line = ""
     for is_due in ticks(seconds):
-        try:  # torch alone would print a stack in C++
+        try:
+            # To a port that is closed torch would print a stack in C++.
             socket.create_connection((host, port), 5).close()
             return dist.TCPStore(
                 host, port, None, False, timeout, wait_for_workers=False
@@ -113,51 +122,59 @@ def join(
 
     Raises a UserError, the same in all, if they do not fit or are not there within `timeout`.
     """
-    seconds, keys = (
-        timeout.total_seconds(),
-        [f"rank {number}" for number in range(size)],
-    )
     note = {"id": uuid.uuid4().hex, "place": environment.node(), **note}
-
-    def fail(fault: str) -> NoReturn:
-        found = json.loads(store.compare_set("met", "", json.dumps(fault)))
+    keys = [f"rank {number}" for number in range(size)]
+    fault = _leave_note(store, rank, size, note)
+    if not fault:
+        fault = _await_notes(store, rank, keys, timeout.total_seconds())
+    if fault:
+        found = store.compare_set("met", "", json.dumps({"fault": fault}))
+    elif rank == 0 and store.check(keys):
+        notes = [json.loads(each) for each in store.multi_get(keys)]
+        found = store.compare_set("met", "", json.dumps({"notes": notes}))
+    else:
+        found = store.get("met")
+    met = json.loads(found)
+    if fault or "fault" in met:
         if rank == 0:  # here may be the store: let the others read it first
             time.sleep(1)
-        raise UserError(found if isinstance(found, str) else fault)
+        raise UserError(met.get("fault", fault))
+    # Later errors, of those who do not fit, stay out of this part.
+    return dist.PrefixStore("joined", store), met["notes"]
 
+
+def _leave_note(store: dist.Store, rank: int, size: int, note: Note) -> str:
+    """Leave this rank's note in the store; return why it fits none, or nothing."""
     if rank >= size:
-        fail(f"RANK={rank} with WORLD_SIZE={size}: the last rank is {size - 1}")
+        return f"RANK={rank} with WORLD_SIZE={size}: the last rank is {size - 1}"
     other_size, other = store.compare_set("size", "", f"{size} {rank}").decode().split()
     if other_size != str(size):
-        fail(f"WORLD_SIZE is {size} for rank {rank}, {other_size} for rank {other}")
-    found = json.loads(store.compare_set(keys[rank], "", json.dumps(note)))
-    if found["id"] != note["id"]:
-        places = ", ".join(sorted({found["place"], note["place"]}))
-        fail(
-            f"RANK={rank} is there twice ({places}): give each its own, and each run a port"
-        )
-    for is_due in ticks(seconds + (2 if rank else 0)):  # rank 0 says it, if it is there
+        return f"WORLD_SIZE is {size} for rank {rank}, {other_size} for rank {other}"
+    found = json.loads(store.compare_set(f"rank {rank}", "", json.dumps(note)))
+    if found["id"] == note["id"]:
+        return ""
+    places = ", ".join(sorted({found["place"], note["place"]}))
+    return (
+        f"RANK={rank} is there twice ({places}): give each its own, and each run a port"
+    )
+
+
+def _await_notes(store: dist.Store, rank: int, keys: list[str], seconds: float) -> str:
+    """Wait for the notes of all, and on other ranks for rank 0; return who is missing."""
+    # Rank 0 gives up first: it says who is missing, if it is not rank 0.
+    for is_due in ticks(seconds if rank == 0 else seconds + 2):
         if store.check(["met"]) or (rank == 0 and store.check(keys)):
-            break
+            return ""
         if is_due and rank == 0:
             say(f"waiting up to {seconds:g} s for {_missing(store, keys)}")
-    else:
-        who = f"waited {seconds:g} s for {_missing(store, keys)}"
-        fail(f"{who}: start as many, with the same MASTER_ADDR and MASTER_PORT")
-    if rank == 0 and not store.check(["met"]):
-        notes = [json.loads(each) for each in store.multi_get(keys)]
-        store.compare_set("met", "", json.dumps(notes))
-    met = json.loads(store.get("met"))
-    if isinstance(met, str):
-        fail(met)
-    # apart from errors of those who do not fit
-    return dist.PrefixStore("joined", store), met
+    who = f"waited {seconds:g} s for {_missing(store, keys)}"
+    return f"{who}: start as many, with the same MASTER_ADDR and MASTER_PORT"
 
 
-def _missing(store: dist.Store, keys: Sequence[str]) -> str:
+def _missing(store: dist.Store, keys: list[str]) -> str:
     """Return which ranks have left no note, and on which nodes the others are."""
     there = [key for key in keys if store.check([key])]
     missing = shorten([key.split()[1] for key in keys if key not in there])
     places = dict.fromkeys(json.loads(store.get(key))["place"] for key in there)
-    here = f"; here: {shorten([*places])}" if places else ""
+    here = f"; here: {shorten(list(places))}" if places else ""
     return f"rank {missing} of {len(keys)} (WORLD_SIZE={len(keys)}){here}"

@@ -36,7 +36,7 @@ from ddpkit.ranks import protocol
 from ddpkit.ranks.protocol import DEBUGGED_LAUNCHER, KILL, LAUNCHER, STOP_SIGNALS
 
 PR_SET_PDEATHSIG = 1  # in Linux' <sys/prctl.h>
-# a fork of another thread has the ident of that one
+# After a fork in another thread that one is the main thread, with another ident.
 MAIN_THREAD = threading.main_thread().ident
 Duty = Callable[[list[int]], object]  # is given the signals that have come
 
@@ -59,11 +59,11 @@ class Watch(threading.Thread):
         self.position: Callable[[], str] = str  # such as "epoch 1, step 3"
         self.is_leaving = False  # the main thread ends this rank
         self.questions = 0  # that this rank has answered
-        # what launch.sh finds if this rank ends without a word
+        # The file that launch.sh finds if this rank ends without a word
         self.silent: Path | None = None
 
     def start(self) -> None:
-        # not before: forks would share it
+        # Not made before: forks would share it.
         self.socket, self.wakeup = socket.socketpair()
         self.wakeup.setblocking(False)
         atexit.register(self.stop)
@@ -74,7 +74,7 @@ class Watch(threading.Thread):
             signals = self.wait(protocol.POLL_SECONDS)
             with self.lock:
                 try:
-                    for duty in [*self.duties]:
+                    for duty in self.duties.copy():
                         duty(signals)
                 except Exception:  # without it nobody could stop this rank
                     print_line(traceback.format_exc(), sys.stderr)
@@ -84,7 +84,7 @@ class Watch(threading.Thread):
         """Return the signals that come within `seconds`; at once if one comes."""
         self.socket.settimeout(seconds)
         with contextlib.suppress(TimeoutError):
-            return [*self.socket.recv(64)]
+            return list(self.socket.recv(64))
         return []
 
     def add(self, duty: Duty) -> None:
@@ -106,7 +106,7 @@ class Watch(threading.Thread):
 
 
 watch = Watch()
-# process id of a rank: the folder for its loader workers' sockets
+# By process id of a rank: the folder for its loader workers' sockets
 sockets: dict[int, str] = {}
 iterators: weakref.WeakSet[Any] = weakref.WeakSet()  # of this process's loaders
 _masks = threading.local()  # signals that a thread has held back before it forks
@@ -139,10 +139,10 @@ def _in_child() -> None:
         if getattr(handler, "__module__", "").startswith("ddpkit."):
             is_end = signum == signal.SIGTERM
             signal.signal(signum, signal.SIG_DFL if is_end else hand_over)
-    # or to drop its copy would end the workers of the parent
+    # Else to drop its copy would end the workers of the parent.
     for iterator in iterators:
         iterator._shutdown = True
-    # the workers are not its own
+    # The workers are not the child's own.
     for at_exit in (watch.stop, _kill_workers, ignore_signals):
         atexit.unregister(at_exit)
     _after_fork()
@@ -159,9 +159,11 @@ def project() -> Path:
 
     ddpkit may lie in it or elsewhere, so its own place says nothing.
     """
-    with contextlib.suppress(ValueError):  # as a test may have made it
-        if (spec := importlib.util.find_spec("main")) and spec.origin:
-            return Path(spec.origin).resolve().parent
+    spec = None
+    with contextlib.suppress(ValueError):  # a test may have made a `main` without one
+        spec = importlib.util.find_spec("main")
+    if spec and spec.origin:
+        return Path(spec.origin).resolve().parent
     script = getattr(sys.modules["__main__"], "__file__", None)
     is_tool = script and Path(script).resolve().is_relative_to(
         Path(__file__).parents[1]
@@ -186,7 +188,8 @@ def install_handlers() -> None:
     guard_streams()
     need_torch()
     be_quiet()
-    sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115  None if it is closed
+    if not sys.stderr:  # it is closed
+        sys.stderr = open(os.devnull, "w")  # noqa: SIM115
     faulthandler.enable(sys.__stderr__ or sys.stderr)
     # Runs before multiprocessing's own exit handler, which would wait forever for a
     # stuck worker.
@@ -203,11 +206,11 @@ def install_handlers() -> None:
 def be_quiet() -> None:
     """Print nothing on Ctrl-C, nor 40 lines of C++ when the rank that held the store has died."""
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    # the debugger's, in each rank
+    # What the debugger says in each rank
     os.environ.setdefault("PYDEVD_DISABLE_FILE_VALIDATION", "1")
-    # torch.profiler's; read when torch is imported
+    # What torch.profiler says; read when torch is imported
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
-    # else the shell ignores it
+    # Not if the shell has it ignored.
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     if hasattr(signal, "pthread_sigmask"):  # the launcher holds it back until now
@@ -322,7 +325,7 @@ def remove_sockets() -> None:
     folder = sockets.pop(os.getpid(), "")
     shutil.rmtree(folder, ignore_errors=True)
     launchers = os.path.dirname(os.environ.get(protocol.STORE, ""))
-    is_last = folder and launchers and not [*Path(launchers).glob("ddp-*")]
+    is_last = folder and launchers and not any(Path(launchers).glob("ddp-*"))
     if is_last and not is_running(int(os.environ[LAUNCHER])):
         shutil.rmtree(launchers, ignore_errors=True)
 
@@ -362,21 +365,24 @@ def start_worker(number: int) -> None:
         for signum in STOP_SIGNALS:
             signal.siginterrupt(signum, False)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
-    if not _follow_parent(KILL, rank):
-        Watch().add(lambda _: (is_running(rank) and parent.is_alive()) or os._exit(1))
+
+    def follow_rank(_: list[int]) -> None:
+        if not is_running(rank) or not parent.is_alive():
+            os._exit(1)
+
+    def interrupt_rank(_: list[int]) -> None:
+        """Interrupt the rank once the debugger has left this worker of it."""
+        if not is_debugged() and threading.main_thread().is_alive():
+            with contextlib.suppress(ProcessLookupError):  # the rank has ended
+                os.kill(rank, signal.SIGINT)
+
+    if not _follow_parent(KILL, rank):  # the kernel does not see to it
+        Watch().add(follow_rank)
     if is_debugged():
-        threading.main_thread().name = (
-            f"rank {os.environ.get('RANK', 0)}, worker {number}"
-        )
+        name = f"rank {os.environ.get('RANK', 0)}, worker {number}"
+        threading.main_thread().name = name
         if DEBUGGED_LAUNCHER in os.environ:
-            Watch().add(lambda _: _interrupt(rank))
-
-
-def _interrupt(rank: int) -> None:
-    """Interrupt the rank once the debugger has left this worker of it."""
-    if not is_debugged() and threading.main_thread().is_alive():
-        with contextlib.suppress(ProcessLookupError):  # the rank has ended
-            os.kill(rank, signal.SIGINT)
+            Watch().add(interrupt_rank)
 
 
 def _follow_debugger() -> None:
@@ -385,17 +391,18 @@ def _follow_debugger() -> None:
     sys.breakpointhook = stop_in_debugger
     threading.main_thread().name = f"rank {os.environ.get('RANK', 0)}"
     signal.signal(signal.SIGINT, hand_over)
-    # a worker to which nobody can attach any more ends, too
+    rank = os.getpid()
+    parent = os.getppid()
+    # A worker to which nobody can attach any more ends, too.
     if sys.platform == "linux":
         os.register_at_fork(after_in_child=lambda: _follow_parent(KILL, rank))
-    rank, parent = os.getpid(), os.getppid()
 
     def duty(signals: list[int]) -> None:
-        is_held = (
-            is_debugged() and os.getppid() == parent and signal.SIGINT not in signals
-        )
-        # else pydevd ends as the program
-        if not is_held and threading.main_thread().is_alive():
+        is_over = not is_debugged() or os.getppid() != parent
+        if not is_over and signal.SIGINT not in signals:
+            return
+        # Once the main thread has ended, pydevd ends as the program does.
+        if threading.main_thread().is_alive():
             exit_now(128 + signal.SIGINT)
 
     watch.add(duty)

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ddpkit.errors import UserError
 from ddpkit.ranks import distributed
 
-# names, in DDP's order
+# The names of a network's weights, in DDP's order
 trained: WeakKeyDictionary[nn.Module, list[str]] = WeakKeyDictionary()
 _called: WeakSet[nn.Module] = WeakSet()  # of these, since the last optimizer step
 
@@ -101,8 +101,10 @@ def _settle_buckets(ddp_model: DistributedDataParallel) -> None:
 
     Without it the first step of a resumed run would differ in the last bits.
     """
-    model, ddp_model.module = ddp_model.module, _EachWeight(ddp_model.module)
-    gives_buffers, ddp_model.broadcast_buffers = ddp_model.broadcast_buffers, False
+    model = ddp_model.module
+    gives_buffers = ddp_model.broadcast_buffers
+    ddp_model.module = _EachWeight(model)
+    ddp_model.broadcast_buffers = False
     device = next(model.parameters()).device
     ddp_model(torch.zeros((), device=device)).backward()
     ddp_model.module = model
@@ -135,7 +137,7 @@ def sync_networks(parts: Iterable[object]) -> None:
             # rank.
             if len(saved) < len(buffers) and not _find_unlike(buffers):
                 saved = buffers
-            _give([*saved.values()])
+            _give(list(saved.values()))
 
 
 def _plain(named: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
@@ -159,7 +161,7 @@ def _give(buffers: list[Tensor]) -> None:
     )
     for buffer, value in zip(buffers, values, strict=True):
         for dim, stride in enumerate(buffer.stride()):
-            # after expand() all elements are the first one
+            # After expand() all elements are the first one.
             if not stride and value.size(dim):
                 buffer = buffer.narrow(dim, 0, 1)
                 value = value.narrow(dim, 0, 1)
@@ -173,10 +175,11 @@ def _check_same(weights: dict[str, Tensor], buffers: dict[str, Tensor]) -> None:
         # Sums of bytes are exact in any order, so they cannot differ by rounding.
         values = each.resolve_conj().resolve_neg().contiguous().flatten()
         sums.append(values.view(torch.uint8).sum(dtype=torch.int64))
-    numbers = (
-        torch.stack([each.to(sums[0].device) for each in sums]).tolist() if sums else []
-    )
-    if name := _find_unlike({**weights, **buffers}, numbers):
+    numbers = []
+    if sums:  # read from the device at once
+        numbers = torch.stack([each.to(sums[0].device) for each in sums]).tolist()
+    name = _find_unlike(weights | buffers, numbers)
+    if name:
         raise UserError(
             f"{name} differs between ranks: train through ddp_model, not through model; after "
             "unfreezing weights wrap again, as DDP keeps to those it started with; "
@@ -186,12 +189,14 @@ def _check_same(weights: dict[str, Tensor], buffers: dict[str, Tensor]) -> None:
 
 def _find_unlike(tensors: dict[str, Tensor], sums: Iterable[int] = ()) -> str:
     """Return the name of one that has not the same shape, dtype and sum on all ranks, or ""."""
-    kinds = [f"{[*each.shape]} {each.dtype}" for each in tensors.values()]
-    own = [*itertools.zip_longest(tensors, kinds, sums)]
-    if len({*distributed.gather_objects(zlib.crc32(repr(own).encode()))}) > 1:
-        for each in itertools.zip_longest(*distributed.gather_objects(own)):
-            if any(other != each[0] for other in each):
-                return next(there[0] for there in each if there)
+    kinds = [f"{list(each.shape)} {each.dtype}" for each in tensors.values()]
+    own = list(itertools.zip_longest(tensors, kinds, sums))
+    checksum = zlib.crc32(repr(own).encode())
+    if len(set(distributed.gather_objects(checksum))) == 1:
+        return ""
+    for each in itertools.zip_longest(*distributed.gather_objects(own)):
+        if any(other != each[0] for other in each):
+            return next(there[0] for there in each if there)
     return ""
 
 
@@ -206,10 +211,8 @@ def check_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
 
 def check_cleared(optimizer: torch.optim.Optimizer) -> None:
     """Raise a UserError if weights still have the gradients of the step before, at a backward()."""
-    if any(
-        weight.grad is not None and weight.grad.any()
-        for weight in weights_of(optimizer)
-    ):
+    grads = [weight.grad for weight in weights_of(optimizer)]
+    if any(grad is not None and grad.any() for grad in grads):
         raise UserError(
             "the gradients of the step before are still there at backward(): call "
             "optimizer.zero_grad() after each optimizer step"

@@ -30,14 +30,14 @@ class Stopper:
         self.store = distributed.store()
         self.first_signal = 0.0  # when it came
         self.status = 1  # with which to exit if nothing can be saved
-        by_torchrun = process.by_plain_torchrun()
-        self.grace = (
-            protocol.GRACE_TORCHRUN_SECONDS if by_torchrun else protocol.GRACE_SECONDS
-        )
+        self.grace = protocol.GRACE_SECONDS
+        if process.by_plain_torchrun():
+            self.grace = protocol.GRACE_TORCHRUN_SECONDS
         limit = distributed.timeout()  # after which a collective fails
         self.hang_seconds = min(0.8 * limit, max(0.5 * limit, limit - 4))
-        self.last_heartbeat, self.seen = -1, 0.0  # its number, and when it was seen,
-        self.questions = 0  # and how many this rank had answered then
+        self.last_heartbeat = -1
+        self.seen = 0.0  # when that heartbeat was
+        self.questions = 0  # that this rank had answered then
         # Written by the main thread:
         self.heartbeat = 0
         self.step = 1  # that it is in, counted from the start of the block
@@ -46,8 +46,8 @@ class Stopper:
         self.lock = threading.Lock()  # held while it answers, and while `step` changes
         self.answered = 0.0  # when this rank, asked to stop, answered with its step
         self.is_said = False  # for whom it waits
-        self.last_step = 0  # the latest of the ranks' answers,
-        self.agreed = threading.Event()  # once all have answered
+        self.agreed = threading.Event()  # set once all have answered
+        self.last_step = 0  # the latest of their answers
 
     def __call__(self, signals: list[int]) -> None:
         try:
@@ -59,8 +59,8 @@ class Stopper:
                 self.await_answers()
             elif not self.is_stopping and self.store.check([STOP]):
                 self.answer()
-        # the store has gone, with the rank or launcher that held it
         except dist.DistError:
+            # The store has gone, with the rank or launcher that held it.
             for signum in watch.wait(ANSWER_SECONDS):  # a launcher that ends sends one
                 if signum in STOP_SIGNALS:
                     process.exit_now(128 + signum)
@@ -70,7 +70,8 @@ class Stopper:
     def on_signal(self, signum: int) -> None:
         now = time.monotonic()
         if not self.first_signal:
-            self.first_signal, self.status = now, 128 + signum
+            self.first_signal = now
+            self.status = 128 + signum
             if not self.is_stopping:
                 self.store.set(STOP, signal.Signals(signum).name)
             return
@@ -116,18 +117,16 @@ class Stopper:
         """Print where all ranks are, if the main thread has had no heartbeat for too long."""
         now = time.monotonic()
         if self.heartbeat != self.last_heartbeat:
-            self.last_heartbeat, self.seen, self.questions = (
-                self.heartbeat,
-                now,
-                watch.questions,
-            )
-        # once
-        elif now - self.seen > self.hang_seconds and watch.questions == self.questions:
+            self.last_heartbeat = self.heartbeat
+            self.seen = now
+            self.questions = watch.questions
+            return
+        is_shown = watch.questions > self.questions  # by this rank or another
+        if now - self.seen > self.hang_seconds and not is_shown:
             from ddpkit.ranks import explaining
 
-            seconds = min(
-                0.6 * (distributed.timeout() - self.hang_seconds), ANSWER_SECONDS
-            )
+            left = distributed.timeout() - self.hang_seconds
+            seconds = min(0.6 * left, ANSWER_SECONDS)
             explaining.show(f"no progress for {self.hang_seconds:g} s:", seconds)
 
 
@@ -149,11 +148,10 @@ def on_signals(position: Callable[[], str]) -> Iterator[None]:
     watch.add(failures.follow_others)
     watch.add(stopper)
     taken_from = signal.set_wakeup_fd(watch.wakeup.fileno(), warn_on_full_buffer=False)
-    # nohup
-    handled = [
-        each for each in STOP_SIGNALS if signal.getsignal(each) != signal.SIG_IGN
-    ]
-    before = {signum: signal.signal(signum, process.hand_over) for signum in handled}
+    before = {}
+    for signum in STOP_SIGNALS:
+        if signal.getsignal(signum) != signal.SIG_IGN:  # as nohup ignores one
+            before[signum] = signal.signal(signum, process.hand_over)
     is_done = False
     try:
         yield
@@ -164,14 +162,19 @@ def on_signals(position: Callable[[], str]) -> Iterator[None]:
             watch.position = str  # what follows is in no epoch
         watch.remove(stopper)
         signal.set_wakeup_fd(taken_from)
-        for signum in before:
-            signal.signal(signum, _exit_soon if is_done else before[signum])
+        for signum, handler in before.items():
+            signal.signal(signum, _exit_soon if is_done else handler)
 
 
 def _exit_soon(*_: object) -> None:
     """After the training: exit unless what follows it ends by itself in a few seconds."""
     deadline = time.monotonic() + protocol.END_SECONDS
-    watch.add(lambda _: time.monotonic() > deadline and process.exit_now(STOPPED))
+
+    def exit_late(_: list[int]) -> None:
+        if time.monotonic() > deadline:
+            process.exit_now(STOPPED)
+
+    watch.add(exit_late)
 
 
 def end_step() -> None:

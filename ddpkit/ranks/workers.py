@@ -43,13 +43,13 @@ class Worker(FORKS.Process):
 
     def start(self) -> None:
         self._config["tempdir"] = sockets()  # instead of a folder of its own
-        # which closes their handles
+        # Those that are over go: this closes their handles.
         running[:] = [each for each in running if not each.is_over()]
         super().start()
         running.append(self)
 
     def run(self) -> None:
-        # multiprocessing's thread calls it
+        # Called by multiprocessing's thread
         sys.excepthook = lambda _, error, __: fail(error)
         try:
             super().run()
@@ -122,13 +122,14 @@ def fail(error: BaseException) -> None:
 
 def find_fault() -> Exception | None:
     """Return what has ended a worker, if something has."""
-    for worker in [*running]:
-        if worker.has_died():
-            note = worker.note[:].rstrip(b"\0").decode(errors="replace")
-            if not note:
-                return RuntimeError(f"DataLoader worker (pid {worker.pid}) has ended")
-            code, line = note.split(" ", 1)
-            return UserError(line, code)
+    for worker in running.copy():
+        if not worker.has_died():
+            continue
+        note = worker.note[:].rstrip(b"\0").decode(errors="replace")
+        if not note:
+            return RuntimeError(f"DataLoader worker (pid {worker.pid}) has ended")
+        code, line = note.split(" ", 1)
+        return UserError(line, code)
     return None
 
 
@@ -138,27 +139,25 @@ def lacking(error: BaseException) -> UserError | None:
         return None
     text = str(error)
     trace = "".join(traceback.format_tb(error.__traceback__))
-    # how its C++ names a file in /dev/shm
+    # torch's C++ names a file in /dev/shm so, with the number of the error.
     of_torch = re.search(r"</torch_.* \((\d+)\)", text)
     number = int(of_torch[1]) if of_torch else getattr(error, "errno", None)
     is_forking = "popen_fork.py" in trace
     is_of_shm = of_torch or re.search("multiprocessing.(heap|synchronize).py", trace)
-    # Python's, and C++'s
+    # What Python says, and what C++ says
     no_thread = "start new thread|^Resource temporarily unavailable$"
     if re.search(no_thread, text) or (is_forking and number == errno.EAGAIN):
         return UserError(
             "no more processes or threads can be started: raise the limit (ulimit -u, docker run "
             "--pids-limit), or lower --workers"
         )
-    if number == errno.EMFILE or re.search(
-        "Too many open files|items of ancdata", text
-    ):
+    no_file = "Too many open files|items of ancdata"
+    if number == errno.EMFILE or re.search(no_file, text):
         return UserError(
             "too many files are open: raise the limit (ulimit -n) or lower --workers"
         )
-    if isinstance(error, MemoryError) or (
-        number == errno.ENOMEM and (is_of_shm or is_forking)
-    ):
+    no_memory = number == errno.ENOMEM and (is_of_shm or is_forking)
+    if no_memory or isinstance(error, MemoryError):
         return UserError(
             "too little memory for loader workers: lower --workers or --batch-size"
         )

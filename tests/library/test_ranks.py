@@ -55,7 +55,7 @@ def test_ranks_that_disagree(project, few, tmp_path):
     node, three = environment.node(), {"WORLD_SIZE": "3"}
     cases = (
         (
-            [("", "3 s for rank 2 of 3", node), ("meeting.fail", "rank 2", "PORT")],
+            [("", "3 s for rank 2 of 3", node), ("meeting.join", "rank 2", "PORT")],
             three,
             three,
         ),
