@@ -75,7 +75,8 @@ def test_faults_of_classification(project: Project, tmp_path: Path) -> None:
     painter.copy("train/a/3.png", "train/a/twice.png")
     done = check(project, data)
     holds(
-        *(done, data),
+        done,
+        data,
         *((f"error: {name}: ", "cannot be read") for name, _ in bad),
         ("error: val/a/leak.png: ", "train/a/0.png"),
         ("error: val/b/saved again.bmp: ", "train/b/1.png"),
@@ -126,7 +127,8 @@ def test_faults_of_segmentation(project: Project, tmp_path: Path) -> None:
 
     done = check(project, data)
     holds(
-        *(done, data),
+        done,
+        data,
         ("error: train/masks/as stored.png: ", "EXIF"),
         (
             "error: train/masks/two tones.png: ",
@@ -163,5 +165,5 @@ def test_a_whole_set(project: Project, data: Path) -> None:
         )
         assert f"{'void':10}  {void:9} {100 * (masks == 255).mean():8.3g} %" in done.out
     else:
-        count = len([*(data / "train/dots").iterdir()])
+        count = len(list((data / "train/dots").iterdir()))
         assert f"dots     {count:9} {100 * count / 53:8.3g} %" in done.out

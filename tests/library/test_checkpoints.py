@@ -63,7 +63,7 @@ def test_what_is_kept(tmp_path: Path) -> None:
         )
     assert found == [[0], [1, 0], [2, 1], [3, 2], [4, 3]]
     assert checkpoint.read(tmp_path / "best.pt")["epoch"] == 1
-    assert {*contents(tmp_path)} == {
+    assert set(contents(tmp_path)) == {
         "best.pt",
         "last-1.pt",
         "last-2024-05-01.pt",
@@ -173,7 +173,9 @@ def test_the_one_before(tmp_path: Path) -> None:
             OSError(number, "no")
             for number in (errno.EMFILE, errno.ENOMEM, errno.EINTR)
         ),
-        *(PermissionError(errno.EACCES, "no"), OSError(errno.EIO, "no"), MemoryError()),
+        PermissionError(errno.EACCES, "no"),
+        OSError(errno.EIO, "no"),
+        MemoryError(),
         RuntimeError(
             "[enforce fail at alloc_cpu.cpp:1] DefaultCPUAllocator: can't allocate memory"
         ),
@@ -213,7 +215,7 @@ def test_damage_of_other_kinds(tmp_path: Path) -> None:
             path.write_bytes(spoil(path.read_bytes()))
         assert Folder(folder)._search()["epoch"] == 1
         Folder(folder).best_score("", 9)
-        assert {"last.pt.corrupt", "best.pt.corrupt"} < {*contents(folder)}
+        assert {"last.pt.corrupt", "best.pt.corrupt"} < set(contents(folder))
     content, path = legacy(b"", cut=0), tmp_path / "file.pt"
     for length in range(0, len(content), 3):
         path.write_bytes(content[:length])
@@ -239,16 +241,20 @@ def legacy(_: bytes, cut: int = 60) -> bytes:
 @pytest.mark.parametrize(
     "entries",
     [
-        *(
-            {"epoch": "two"},
-            {"step": -5},
-            {"seen": 10**9},
-            {"history": [1, 2]},
-            {"best": "x"},
-        ),
-        *({"totals": [1]}, {"args": {1: 2}}, {"format": {"other": 1}}, {"model": [1]}),
-        *({"classes": "abc"}, {"scheduler": [1]}, {"global_batch": None}),
-        *({"classes": [1]}, {"global_batch": 0}),
+        {"epoch": "two"},
+        {"step": -5},
+        {"seen": 10**9},
+        {"history": [1, 2]},
+        {"best": "x"},
+        {"totals": [1]},
+        {"args": {1: 2}},
+        {"format": {"other": 1}},
+        {"model": [1]},
+        {"classes": "abc"},
+        {"scheduler": [1]},
+        {"global_batch": None},
+        {"classes": [1]},
+        {"global_batch": 0},
     ],
 )
 def test_what_no_run_writes(entries: dict, tmp_path: Path) -> None:
@@ -289,7 +295,8 @@ def test_states_that_do_not_fit() -> None:
         (moments[0], "exp_avg", None),
         (moments[0], "exp_avg_sq", torch.full((2, 3), math.nan)),
         *((moments[0], "step", value) for value in (torch.tensor(-1.0), torch.ones(7))),
-        *((moments[1], "betas", "x"), (moments[1], "lr", [1])),
+        (moments[1], "betas", "x"),
+        (moments[1], "lr", [1]),
         *((("scheduler",), "last_epoch", "two"), (("scheduler",), "_last_lr", [{}])),
         *((("scaler",), "scale", "x"), (("scaler",), "_growth_tracker", [1])),
     ]:

@@ -88,7 +88,9 @@ def test_stopped_and_resumed(project: Project, few: Path, tmp_path: Path) -> Non
     texts = re.search(
         r"weights in the loss: background (\S+), crack (\S+)\n", said
     ).groups()
-    assert [*map(float, texts)] == pytest.approx(pixels.sum() / (2 * pixels), rel=0.01)
+    assert list(map(float, texts)) == pytest.approx(
+        pixels.sum() / (2 * pixels), rel=0.01
+    )
     done = project.train(few, whole, "--eval-only", on=1).ok()
     loss = json.loads(done.out.splitlines()[-1])["val_loss"]
     assert loss == pytest.approx(float(rows(whole)[0]["val_loss"]), rel=1e-4)

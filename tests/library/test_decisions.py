@@ -515,9 +515,9 @@ def test_a_compiled_network(tmp_path: Path) -> None:
         train(tmp_path, results, epochs=epochs, compiled=compiled)
         state = torch.load(tmp_path / "last.pt", weights_only=True)
         assert (
-            [*state["model"]]
+            list(state["model"])
             == ["1.weight", "1.bias"]
-            == [*state["optimizer"]["state"]]
+            == list(state["optimizer"]["state"])
         )
         assert state["epoch"] == epochs
     build = lambda *_: torch.compile(nn.Sequential(nn.Flatten(), nn.Linear(12, 2)))  # noqa: E731

@@ -54,7 +54,8 @@ def node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Node:
         ("cuda", 4, {"CUDA_VISIBLE_DEVICES": "-1"}, "cpu"),
         ("xpu", 4, {"LOCAL_RANK": "2"}, "xpu:2"),
         ("xpu", 4, {"CUDA_VISIBLE_DEVICES": ""}, "cpu"),
-        *(("mps", 1, {}, "cpu"), ("cuda", 0, {}, "cpu")),
+        ("mps", 1, {}, "cpu"),
+        ("cuda", 0, {}, "cpu"),
     ],
 )
 def test_devices(kind, seen, env, device, node):

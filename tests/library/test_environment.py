@@ -214,4 +214,4 @@ def test_a_batch_job_without_a_shared_disk(project, few, tmp_path):
     project.train(few, out, patch=batch).ok()
     shutil.rmtree(out)
     project.train(few, out, patch=batch).refused("environment.check_new", out)
-    assert not [*out.glob("*.pt")] and (tmp_path / "mistake").exists()
+    assert not list(out.glob("*.pt")) and (tmp_path / "mistake").exists()

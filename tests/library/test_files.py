@@ -232,7 +232,7 @@ def test_filling(tmp_path):
     for name in ("first", "second"):
         with files.filling(folder) as part:
             (part / name).touch()
-    assert {*tmp_path.iterdir()} == {left, folder} and os.listdir(folder) == ["first"]
+    assert set(tmp_path.iterdir()) == {left, folder} and os.listdir(folder) == ["first"]
 
 
 @on_ranks(1)

@@ -195,10 +195,10 @@ def test_what_disks_and_runs_add(
     assert find(kind, data) == before
     lines = [line for line in said if line.startswith("skipped")]
     shown = [name for name in SYSTEMS if not name.startswith(".")]
-    assert {line.rpartition(": ")[2] for line in lines} >= {*shown}
+    assert {line.rpartition(": ")[2] for line in lines} >= set(shown)
     assert len([line for line in lines if "@eaDir" in line]) == 1
     # as of predict.py, and of a shell's *
-    given = [image.parent], [*image.parent.glob("[!.]*")]
+    given = [image.parent], list(image.parent.glob("[!.]*"))
     here = [path for path, *_ in before[0] if Path(path).parent == image.parent]
     for inputs in given:
         assert [path for path, _ in sorted(folders.collect(inputs))] == sorted(here)
@@ -225,7 +225,7 @@ def test_output_below_inputs(tmp_path: Path) -> None:
             folders.collect([tmp_path], output) == folders.collect([tmp_path]) == before
         )
     # predict.py DIR/*
-    assert folders.collect([*tmp_path.iterdir()], tmp_path) == before
+    assert folders.collect(list(tmp_path.iterdir()), tmp_path) == before
     for asked in tmp_path / "masks", tmp_path / "overlays/a.png":
         assert len(folders.collect([asked], tmp_path)) == 1
 
@@ -362,7 +362,7 @@ def test_the_split() -> None:
         (f"/other{path[2:]}", 0) for path, _ in val
     ]
     twice = folders.split(listed * 2, Path("/d"))
-    assert not {*twice[0]} & {*twice[1]}
+    assert not set(twice[0]) & set(twice[1])
     assert [len(folders.hold_out(listed[:n], Path("/d"))) for n in (1, 2, 6)] == [
         0,
         1,
@@ -374,13 +374,13 @@ def test_folds_and_groups() -> None:
     """Parts are disjoint, together all of it, and alike in classes; groups are whole."""
     listed = [(f"/d/{number:02d}.jpg", number % 2) for number in range(40)]
     parts = [folders.hold_out(listed, Path("/d"), (part, 4)) for part in range(1, 5)]
-    assert sorted(n for part in parts for n in part) == [*range(40)]
+    assert sorted(n for part in parts for n in part) == list(range(40))
     assert [sum(listed[n][1] for n in part) for part in parts] == [5, 5, 5, 5]
     grouped = [(*sample, f"patient {n % 7}") for n, sample in enumerate(listed)]
     for fold in None, (1, 3), (2, 3), (3, 3):
         held = folders.hold_out(grouped, Path("/d"), fold)
         sides = [
-            {grouped[n][2] for n in side} for side in (held, {*range(40)} - {*held})
+            {grouped[n][2] for n in side} for side in (held, set(range(40)) - set(held))
         ]
         assert min(map(len, sides)) and not sides[0] & sides[1]
     with refusal("folders.split", "fewer folds"):

@@ -19,7 +19,7 @@ def patch(count: Path) -> None:
     own = quantization.quantize_static
 
     def quantize(source: Path, path: Path, reader: Any, **options: Any) -> None:
-        found = [*iter(reader.get_next, None)]
+        found = list(iter(reader.get_next, None))
         count.write_text(f"{len(found)} {found[0]['images'].dtype}")
         inputs = iter(found)
         own(

@@ -266,9 +266,9 @@ def test_each_sample_is_trained_on_once() -> None:
         for epoch in 0, 2:
             found = [n for part in trained_on(loader, epoch) for n in part]
             # what does not fill a step is left out
-            assert len({*found}) > 40 - 2 * ranks
+            assert len(set(found)) > 40 - 2 * ranks
             # which DistributedSampler repeats
-            assert len(found) - len({*found}) < ranks
+            assert len(found) - len(set(found)) < ranks
     orders = [trained_on(make(everything, shuffle=True), epoch) for epoch in (0, 0, 1)]
     assert orders[0] == orders[1] != orders[2]
 
@@ -281,7 +281,7 @@ def test_shares_that_are_meant_to_be_equal() -> None:
         data, 2, sampler=RepeatAugSampler(data, num_repeats=3, selected_round=0)
     )
     first, *others = trained_on(loader)
-    assert len({*first}) == 20 and all(first == other for other in others)
+    assert len(set(first)) == 20 and all(first == other for other in others)
     found = trained_on(DataLoader(Stream("uneven"), 1))
     assert [len(part) for part in found] == [8, 8, 8]  # as many as the least share has
     wrong = DistributedSampler(data, 2, 0)
@@ -307,7 +307,7 @@ def test_each_sample_is_evaluated_once() -> None:
         (make(Shard(range(rank, 41, ranks))), ranks == 1),
     ):
         samples.seed(rank)  # as training leaves it
-        found = [*loading.batches(loader, CPU)]
+        found = list(loading.batches(loader, CPU))
         values = [
             n
             for images, *_ in found
@@ -315,10 +315,10 @@ def test_each_sample_is_evaluated_once() -> None:
         ]
         values = [round(value + 0.485 * 255) for value in values]
         indices = [n for *_, each in found for n in each.tolist()]
-        pairs = distributed.gather_objects([*zip(values, indices, strict=True)])
+        pairs = distributed.gather_objects(list(zip(values, indices, strict=True)))
         seen = sorted(pair for part in pairs for pair in part)
         total = 2 if loader.num_workers else 41
-        assert [value for value, _ in seen] == [*range(total)]
+        assert [value for value, _ in seen] == list(range(total))
         assert len({index for _, index in seen}) == total
         assert are_known == all(value == index for value, index in seen)
     for sampler in (
@@ -426,7 +426,7 @@ def test_what_a_collate_function_draws() -> None:
         loader = DataLoader(
             seeded, 24, sampler=sampler, collate_fn=lambda _: torch.rand(()).item()
         )
-        return [*sampler.batches(loader, 0, seen)]
+        return list(sampler.batches(loader, 0, seen))
 
     assert drawn(0)[1:] == drawn(24)
 

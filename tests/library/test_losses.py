@@ -165,7 +165,7 @@ def of_flags(is_dense: bool, *words: object) -> tuple:
     from flags import parse_args
 
     torch.manual_seed(3)
-    args = parse_args([*map(str, words)])
+    args = parse_args(list(map(str, words)))
     _, targets = samples(is_dense)
     outputs = (3 * torch.randn((IMAGES, 3, *targets.shape[1:]))).requires_grad_()
     weights = torch.tensor(args.class_weights or (1.0, 1.0, 1.0))

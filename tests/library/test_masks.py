@@ -138,7 +138,7 @@ def test_masks(
             {"dtype": "uint16"},
             ["mode I;16", "8 bits"],
         ),
-        (NAMES, [*range(99)], {}, ["95 more values", "smoothed edges"]),
+        (NAMES, list(range(99)), {}, ["95 more values", "smoothed edges"]),
         (NAMES, [0, 1], {"name": "x.tif", "compression": "jpeg"}, ["JPEG"]),
     ],
 )
@@ -238,7 +238,7 @@ def save_all(folder: Path, picture: np.ndarray, chance: random.Random) -> list[s
         files |= {f"grey.{kind}": (grey, {}) for kind in ("png", "tif", "bmp", "gif")}
         files["alpha.png"] = grey.convert("LA"), {}
         files["deep.png"] = Image.fromarray(picture[..., 0].astype(np.uint16) * 257), {}
-        if {*np.unique(picture)} <= {0, 255}:
+        if set(np.unique(picture)) <= {0, 255}:
             files |= {
                 f"two.{kind}": (grey.convert("1"), {}) for kind in ("png", "tif", "bmp")
             }
@@ -278,7 +278,7 @@ def test_masks_mean_what_they_show(tmp_path: Path, chance: random.Random) -> Non
                 )
             except UserError:
                 continue
-        assert len({*found}) <= 1, (lines, stored)
+        assert len(set(found)) <= 1, (lines, stored)
         compared += len(found) > 1
     assert compared > 10
 

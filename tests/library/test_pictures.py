@@ -34,14 +34,14 @@ def test_names_that_the_font_lacks(
     """Boxes of the same number cannot be told apart: the class number comes before the name."""
     names = pictures.Classes(["直剪", "翘头剪", "ä"], [(9, 9, 9), (1, 2, 3), (0, 0, 0)])
     found = pictures.legible(names)
-    assert [*found] == ["0 直剪", "1 翘头剪", "2 ä"]
+    assert list(found) == ["0 直剪", "1 翘头剪", "2 ä"]
     assert (pictures.colors_of(found) == pictures.colors_of(names)).all()
     assert pictures.legible(["ä", "plain $x$"]) == ["ä", "plain $x$"]
     figure = Figure()
     monkeypatch.setattr(pictures, "drawing", lambda _: contextlib.nullcontext(figure))
     pictures.draw_confusion(tmp_path, torch.eye(3).long(), names)
     ticks = [label.get_text() for label in figure.axes[0].get_yticklabels()]
-    assert ticks == [*found]
+    assert ticks == list(found)
     figure.clear()
     image, target = (
         torch.zeros(3, 8, 8, dtype=torch.uint8),
@@ -113,7 +113,7 @@ def test_per_class(tmp_path: Path) -> None:
     names = ["a,b", 'q"', "é", "$x$", " "]
     metrics.write_per_class(tmp_path / "it.csv", confusion, names)
     found = [
-        [name, *map(float, [*row.values()][1:])]
+        [name, *map(float, list(row.values())[1:])]
         for name, row in table(tmp_path / "it.csv").items()
     ]
     nan = math.nan

@@ -126,7 +126,9 @@ def test_push(project: Project, trained: Path, data: Path, tmp_path: Path) -> No
     [
         ("/data/me/my set/", "my set"),
         ("1.0.0 in /opt/a b/ddpkit", "1.0.0 in ddpkit"),
-        *(("~/set", "set"), ("../them/set", "set"), ("C:\\Users\\me\\set", "set")),
+        ("~/set", "set"),
+        ("../them/set", "set"),
+        ("C:\\Users\\me\\set", "set"),
         *((same, same) for same in ("timm/vit", "runs/default", "2/5", "auto", "0.1")),
     ],
 )

@@ -279,7 +279,7 @@ def test_one_place_opens_images() -> None:
     (only,) = (path for path, hits in found.items() if hits)
     assert (only.name, found[only]) == ("images.py", ["Image.open("])
     assert "Image.open(io.BytesIO(data), formats=FORMATS)" in only.read_text()
-    assert not {"EPS", "FITS", "ICNS", "ICO", "PDF", "PSD", "WMF"} & {*images.FORMATS}
+    assert not {"EPS", "FITS", "ICNS", "ICO", "PDF", "PSD", "WMF"} & set(images.FORMATS)
 
 
 def damages(data: bytes) -> dict[str, bytes]:
@@ -518,12 +518,12 @@ class TestLazyImage:
             pixels, mask = map(
                 np.asarray, transform(image, images.LazyImage.of(numbers))
             )
-            assert {*np.unique(mask)} <= {0, 9, 255}
+            assert set(np.unique(mask)) <= {0, 9, 255}
             assert len(np.unique(pixels)) > 3
             assert (pixels[..., 0] == mask).mean() > 0.5  # the same part
         mask = images.LazyImage.of(numbers)
         assert np.array_equal(mask.convert("L"), numbers)
-        assert {*np.unique(mask.resize((99, 99)))} == {0, 9, 255}
+        assert set(np.unique(mask.resize((99, 99)))) == {0, 9, 255}
 
     def test_full_depth(self) -> None:
         """Arrays and tensors are there; what needs a PIL image is refused, or right."""
@@ -571,7 +571,7 @@ def test_crops_are_those_of_torchvision() -> None:
     image, found = torch.empty(3, 300, 400), list[list]()
     torch.manual_seed(0)
     for draw in lambda: crop.place(300, 400), lambda: own.make_params([image]).values():
-        boxes = torch.tensor([[*draw()] for _ in range(2000)]).double()
+        boxes = torch.tensor([list(draw()) for _ in range(2000)]).double()
         top, left, rows, columns = boxes.T
         assert (
             (top >= 0) & (left >= 0) & (top + rows <= 300) & (left + columns <= 400)

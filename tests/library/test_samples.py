@@ -32,7 +32,7 @@ def test_seeding() -> None:
         [drawn(*key) for key in ((1, 3), (2, 1), (1,), (1, 2, 0))],
     )
     assert first == drawn(1, 2) == drawn(np.int64(1), np.int64(2))
-    assert not {*first} & {number for other in others for number in other}
+    assert not set(first) & {number for other in others for number in other}
 
 
 class TestSampler:
@@ -52,13 +52,13 @@ class TestSampler:
 
         alone, each = taken(0, 1), 12 // ranks
         assert len(alone) == 48 - seen  # 53 are four global batches of 12, and a rest
-        assert len({*alone}) == len(alone)
+        assert len(set(alone)) == len(alone)
         assert {key.epoch for key in alone} == {3}
         parts = [taken(rank, ranks) for rank in range(ranks)]
         for step in range(len(alone) // 12):
             mine = [part[step * each : (step + 1) * each] for part in parts]
             together = {key for part in mine for key in part}
-            assert together == {*alone[step * 12 : (step + 1) * 12]}
+            assert together == set(alone[step * 12 : (step + 1) * 12])
 
     def test_a_batch_that_is_too_large(self) -> None:
         with refusal("loading.init", "--batch-size 4 x 1 ranks x --accumulate 3"):

@@ -105,8 +105,8 @@ def test_resume(tmp_path: Path) -> None:
         8: 6,
     }
     assert found["mine"] == found["beside"] == of_processes
-    assert [*found["loss"]] == [*found["grad_norm"]] == [*range(1, 9)]
-    assert len([*(tmp_path / "steps").iterdir()]) == 6
+    assert list(found["loss"]) == list(found["grad_norm"]) == list(range(1, 9))
+    assert len(list((tmp_path / "steps").iterdir())) == 6
 
 
 @on_ranks(1)
@@ -116,7 +116,7 @@ def test_what_is_not_written(tmp_path: Path) -> None:
     take(log, range(1, 200))
     log.close()
     StepLog(tmp_path, CPU, every=1, active=False).writer.add_scalar("mine", 1, 1)
-    assert not [*tmp_path.iterdir()]
+    assert not list(tmp_path.iterdir())
     log = StepLog(tmp_path, CPU, every=1)
     take(log, range(1, 2))
     if (child := os.fork()) == 0:
@@ -213,7 +213,7 @@ def test_the_reporter_closes_it(tmp_path: Path) -> None:
     report.steps.board.close, close = fail, report.steps.board.close  # type: ignore[method-assign]
     report.close()
     close()
-    assert json.dumps([*scalars(tmp_path / steplog.STEPS)["loss"]]) == "[2]"
+    assert json.dumps(list(scalars(tmp_path / steplog.STEPS)["loss"])) == "[2]"
 
 
 def test_a_run(project: Project, few: Path, tmp_path: Path) -> None:
@@ -234,4 +234,4 @@ def test_a_run(project: Project, few: Path, tmp_path: Path) -> None:
     losses = [float(loss) for *_, loss in found]
     means = [float(row["train_loss"]) for row in rows(tmp_path)]
     assert means == pytest.approx([sum(losses[:2]) / 2, sum(losses[2:]) / 2], rel=1e-3)
-    assert [*scalars(tmp_path / "steps")["loss"]] == [2, 4, 6, 8]
+    assert list(scalars(tmp_path / "steps")["loss"]) == [2, 4, 6, 8]

@@ -40,7 +40,7 @@ def test_bands() -> None:
 
     image = torch.rand(3, 320, 416)
     found = list(predicting.bands(predict, image, 128, 32))
-    assert {*seen} == {(1, 3, 128, 128)}
+    assert set(seen) == {(1, 3, 128, 128)}
     assert [rows.start for rows, _ in found] == [
         0,
         *(rows.stop for rows, _ in found[:-1]),
