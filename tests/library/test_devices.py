@@ -121,7 +121,8 @@ def note(
 
 
 def test_each_its_own_gpu(capsys):
-    device, cpu = torch.device("cuda", 1), note("", device="cpu")
+    device = torch.device("cuda", 1)
+    cpu = note("", device="cpu")
     unnamed = [note(""), note("")]  # by torch
     for notes in (
         [note("1"), note("2"), note("1", "b"), note("2", "b")],
@@ -176,9 +177,9 @@ def test_the_network_of_gloo(
     of_names = {"lo": "127.0.0.1", "eth0": "192.168.0.1", "eth1": "10.0.0.7"}
     monkeypatch.setattr(devices, "_address_of", of_names.get)
     own = {"place": environment.node(), "address": addresses[master]}
-    devices.choose_network(
-        [own, *({"place": "other", "address": each} for each in others)]
-    )
+    notes = [own]
+    notes += [{"place": "other", "address": address} for address in others]
+    devices.choose_network(notes)
     assert os.environ.get(devices.NETWORK) == chosen
 
 

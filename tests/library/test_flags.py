@@ -20,8 +20,14 @@ from ddpkit.run import flags, machine, starting
         (1, int, "7", 7),
         (0, float, "1e-3", 0.001),
         (0.5, float, "0.5", 0.5),
-        *((1, int, text, None) for text in ("0", "-1", "1.5", "x")),
-        *((0, float, text, None) for text in ("nan", "inf", "-1e-9", "x")),
+        (1, int, "0", None),
+        (1, int, "-1", None),
+        (1, int, "1.5", None),
+        (1, int, "x", None),
+        (0, float, "nan", None),
+        (0, float, "inf", None),
+        (0, float, "-1e-9", None),
+        (0, float, "x", None),
     ],
 )
 def test_numbers(low, kind, text, value):
