@@ -42,7 +42,7 @@ class Again(list):
     """The batches of `loader`, so many times."""
 
     def __init__(self, loader: Any, times: int) -> None:
-        super().__init__([*loader] * times)
+        super().__init__(list(loader) * times)
         self.dataset, self.batch_sampler = loader.dataset, loader.batch_sampler
 
 
@@ -200,7 +200,7 @@ def die() -> None:
     [
         (wait_alone, True, ""),
         pytest.param(
-            *(die, False, r": rank 1 has ended \(process \d+\)"), marks=pytest.mark.soak
+            die, False, r": rank 1 has ended \(process \d+\)", marks=pytest.mark.soak
         ),
     ],
 )

@@ -112,7 +112,8 @@ class TestFiles:
 def test_normalization() -> None:
     """Of images with channels by their data set, to the bit as the device does it; of RGB there."""
     values = torch.rand(5, 8, 8)
-    mean, std = (0.1, 0.2, 0.3, 0.4, 0.5), (0.5, 0.4, 0.3, 0.2, 0.1)
+    mean = (0.1, 0.2, 0.3, 0.4, 0.5)
+    std = (0.5, 0.4, 0.3, 0.2, 0.1)
     found = Format(channels=5, mean=mean, std=std).normalize(values)
     for i in range(5):
         assert torch.equal(
@@ -123,7 +124,8 @@ def test_normalization() -> None:
     assert Format().normalize(values) is values
     assert Format(channels=3).statistics == Format().statistics == (MEAN, STD)
     assert Format(channels=1).statistics[0] == (pytest.approx(0.449),)
-    own, other = (0.1, 0.2, 0.6), (0.5,) * 5
+    own = (0.1, 0.2, 0.6)
+    other = (0.5,) * 5
     assert Format(std=STD).or_else(own, own).statistics == (own, STD)
     assert (
         Format(channels=1).or_else(own, own).statistics == ((pytest.approx(0.3),),) * 2

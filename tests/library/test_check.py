@@ -33,7 +33,9 @@ class Painter:
         self.noise = np.random.default_rng(0)
 
     def image(self, name: str, size: tuple[int, int] = (20, 30), turn: int = 1) -> None:
-        self.save(name, self.noise.integers(0, 256, (*size, 3), dtype=np.uint8), turn)
+        height, width = size
+        values = self.noise.integers(0, 256, (height, width, 3), dtype=np.uint8)
+        self.save(name, values, turn)
 
     def mask(self, name: str, size: tuple[int, int] = (20, 30), top: int = 2) -> None:
         self.save(name, self.noise.integers(0, top, size, dtype=np.uint8))
@@ -61,13 +63,9 @@ def test_faults_of_classification(project: Project, tmp_path: Path) -> None:
     painter.image("val/c/0.png")
     painter.image("spare.jpg", (60, 60))
     jpeg = (data / "spare.jpg").read_bytes()
-    bad = (
-        ("train/a/cut.jpg", jpeg[:900]),
-        ("train/b/text.png", b"text"),
-        ("val/a/none.tif", b""),
-    )
-    for name, content in bad:
-        (data / name).write_bytes(content)
+    (data / "train/a/cut.jpg").write_bytes(jpeg[:900])
+    (data / "train/b/text.png").write_bytes(b"text")
+    (data / "val/a/none.tif").write_bytes(b"")
     painter.copy("train/a/0.png", "val/a/leak.png")
     with Image.open(data / "train/b/1.png") as image:
         image.save(data / "val/b/saved again.bmp")
@@ -75,8 +73,11 @@ def test_faults_of_classification(project: Project, tmp_path: Path) -> None:
     painter.copy("train/a/3.png", "train/a/twice.png")
     done = check(project, data)
     holds(
-        *(done, data),
-        *((f"error: {name}: ", "cannot be read") for name, _ in bad),
+        done,
+        data,
+        ("error: train/a/cut.jpg: ", "cannot be read"),
+        ("error: train/b/text.png: ", "cannot be read"),
+        ("error: val/a/none.tif: ", "cannot be read"),
         ("error: val/a/leak.png: ", "train/a/0.png"),
         ("error: val/b/saved again.bmp: ", "train/b/1.png"),
         ("warning: train/b/clash.png: ", "train/a/2.png"),
@@ -126,7 +127,8 @@ def test_faults_of_segmentation(project: Project, tmp_path: Path) -> None:
 
     done = check(project, data)
     holds(
-        *(done, data),
+        done,
+        data,
         ("error: train/masks/as stored.png: ", "EXIF"),
         (
             "error: train/masks/two tones.png: ",
@@ -163,5 +165,5 @@ def test_a_whole_set(project: Project, data: Path) -> None:
         )
         assert f"{'void':10}  {void:9} {100 * (masks == 255).mean():8.3g} %" in done.out
     else:
-        count = len([*(data / "train/dots").iterdir()])
+        count = len(list((data / "train/dots").iterdir()))
         assert f"dots     {count:9} {100 * count / 53:8.3g} %" in done.out

@@ -11,6 +11,7 @@ import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -40,7 +41,7 @@ def whole(**entries: object) -> dict:
         for name, kind in checkpoint.KINDS.items()
         if isinstance(kind, type)
     }
-    return {**dict.fromkeys(KEYS, 0), **made, "global_batch": 1, **entries}
+    return dict.fromkeys(KEYS, 0) | made | {"global_batch": 1} | entries
 
 
 def save(folder: Path, epoch: int, is_best: bool = False) -> None:
@@ -58,12 +59,11 @@ def test_what_is_kept(tmp_path: Path) -> None:
     found = []
     for epoch in range(5):
         save(tmp_path, epoch, is_best=epoch == 1)
-        found.append(
-            [checkpoint.read(path)["epoch"] for path in Folder(tmp_path).saves()]
-        )
+        saves = Folder(tmp_path).saves()
+        found.append([checkpoint.read(path)["epoch"] for path in saves])
     assert found == [[0], [1, 0], [2, 1], [3, 2], [4, 3]]
     assert checkpoint.read(tmp_path / "best.pt")["epoch"] == 1
-    assert {*contents(tmp_path)} == {
+    assert set(contents(tmp_path)) == {
         "best.pt",
         "last-1.pt",
         "last-2024-05-01.pt",
@@ -79,7 +79,8 @@ def test_killed_within_a_save(tmp_path: Path) -> None:
 
         def dying(function: Callable) -> Callable:
             def called(*args: object, **kwargs: object) -> object:
-                next(left, None) is None and os._exit(7)
+                if next(left, None) is None:
+                    os._exit(7)
                 return function(*args, **kwargs)
 
             return called
@@ -93,17 +94,17 @@ def test_killed_within_a_save(tmp_path: Path) -> None:
             setattr(owner, name, dying(getattr(owner, name)))
         save(folder, 3, is_best=True)
 
-    reached, folder, status = set(), tmp_path / "run", 7
+    folder = tmp_path / "run"
+    reached = set()
     for call in range(20):
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir()
         save(folder, 1)
         save(folder, 2, is_best=True)
-        (status,) = wait(
-            [fork(functools.partial(save_and_die, call), tmp_path / "said")]
-        )
-        best, last = checkpoint.read(folder / "best.pt"), Folder(folder)._search()
-        assert best["epoch"] >= last["epoch"]
+        pid = fork(functools.partial(save_and_die, call), tmp_path / "said")
+        status = wait([pid])[0]
+        last = Folder(folder)._search()
+        assert checkpoint.read(folder / "best.pt")["epoch"] >= last["epoch"]
         reached.add((status, last["epoch"]))
         if status == 0:
             break
@@ -117,8 +118,10 @@ def test_any_damage_is_seen(tmp_path: Path) -> None:
     What nobody reads, such as the time at which a part was written, may be damaged.
     """
     save(tmp_path, 1)
-    chance, path = random.Random(0), tmp_path / "last.pt"
-    good, right = path.read_bytes(), torch.load(path)["model"]["w"]
+    chance = random.Random(0)
+    path = tmp_path / "last.pt"
+    good = path.read_bytes()
+    right = torch.load(path)["model"]["w"]
     tensor = good.index(right.numpy().tobytes())
 
     def read(content: bytes) -> bool | None:
@@ -169,19 +172,26 @@ def test_the_one_before(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "error",
     [
-        *(
-            OSError(number, "no")
-            for number in (errno.EMFILE, errno.ENOMEM, errno.EINTR)
-        ),
-        *(PermissionError(errno.EACCES, "no"), OSError(errno.EIO, "no"), MemoryError()),
+        OSError(errno.EMFILE, "no"),
+        OSError(errno.ENOMEM, "no"),
+        OSError(errno.EINTR, "no"),
+        PermissionError(errno.EACCES, "no"),
+        OSError(errno.EIO, "no"),
+        MemoryError(),
         RuntimeError(
             "[enforce fail at alloc_cpu.cpp:1] DefaultCPUAllocator: can't allocate memory"
         ),
     ],
 )
-@pytest.mark.parametrize("where", [(checkpoint, "check_archive"), (torch, "load")])
+@pytest.mark.parametrize(
+    ("owner", "name"), [(checkpoint, "check_archive"), (torch, "load")]
+)
 def test_what_is_no_damage(
-    error: Exception, where: tuple, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    error: Exception,
+    owner: ModuleType,
+    name: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Files stay, and a restart may read them; only the user can mend a permission."""
     monkeypatch.setattr(files, "WAITS", ())
@@ -192,7 +202,7 @@ def test_what_is_no_damage(
     def fail(*_: object, **__: object) -> None:
         raise error
 
-    monkeypatch.setattr(*where, fail)
+    monkeypatch.setattr(owner, name, fail)
     kind = UserError if isinstance(error, PermissionError) else DiskError
     for read in Folder(tmp_path)._search, lambda: Folder(tmp_path).best_score("", 9):
         with pytest.raises(kind, match=str(tmp_path)) as caught:
@@ -213,8 +223,9 @@ def test_damage_of_other_kinds(tmp_path: Path) -> None:
             path.write_bytes(spoil(path.read_bytes()))
         assert Folder(folder)._search()["epoch"] == 1
         Folder(folder).best_score("", 9)
-        assert {"last.pt.corrupt", "best.pt.corrupt"} < {*contents(folder)}
-    content, path = legacy(b"", cut=0), tmp_path / "file.pt"
+        assert {"last.pt.corrupt", "best.pt.corrupt"} < set(contents(folder))
+    content = legacy(b"", cut=0)
+    path = tmp_path / "file.pt"
     for length in range(0, len(content), 3):
         path.write_bytes(content[:length])
         with refusal("checkpoint.unreadable", path):
@@ -239,22 +250,33 @@ def legacy(_: bytes, cut: int = 60) -> bytes:
 @pytest.mark.parametrize(
     "entries",
     [
-        *(
-            {"epoch": "two"},
-            {"step": -5},
-            {"seen": 10**9},
-            {"history": [1, 2]},
-            {"best": "x"},
-        ),
-        *({"totals": [1]}, {"args": {1: 2}}, {"format": {"other": 1}}, {"model": [1]}),
-        *({"classes": "abc"}, {"scheduler": [1]}, {"global_batch": None}),
-        *({"classes": [1]}, {"global_batch": 0}),
+        {"epoch": "two"},
+        {"step": -5},
+        {"seen": 10**9},
+        {"history": [1, 2]},
+        {"best": "x"},
+        {"totals": [1]},
+        {"args": {1: 2}},
+        {"format": {"other": 1}},
+        {"model": [1]},
+        {"classes": "abc"},
+        {"scheduler": [1]},
+        {"global_batch": None},
+        {"classes": [1]},
+        {"global_batch": 0},
     ],
 )
 def test_what_no_run_writes(entries: dict, tmp_path: Path) -> None:
     torch.save(whole(**entries), tmp_path / "last.pt")
-    with refusal("checkpoint.read", tmp_path / "last.pt", *entries):
+    (name,) = entries
+    with refusal("checkpoint.read", tmp_path / "last.pt", name):
         Folder(tmp_path)._search()
+
+
+def states_of(parts: dict) -> dict:
+    """What a checkpoint holds of `parts`."""
+    states = checkpoint.take_states(parts)
+    return states | {"kinds": checkpoint.kinds(parts), "path": "last.pt"}
 
 
 @on_ranks(1)
@@ -272,35 +294,35 @@ def test_states_that_do_not_fit() -> None:
     }
     net(torch.ones(3)).sum().backward()
     optimizer.step()
-    state = {
-        **checkpoint.take_states(parts),
-        "kinds": checkpoint.kinds(parts),
-        "path": "last.pt",
-    }
+    state = states_of(parts)
     checkpoint.load_states(copy.deepcopy(state), parts, 1)
     good = copy.deepcopy(optimizer.state_dict())
-    moments = [("optimizer", "state", "weight"), ("optimizer", "param_groups", 0)]
-    for where, key, value in [
-        *(
-            (moments[0], "exp_avg", value)
-            for value in (torch.ones(7), torch.ones(1), "x", 1.0)
-        ),
-        (moments[0], "exp_avg", torch.ones(2, 3, dtype=torch.int32)),
-        (moments[0], "exp_avg", None),
-        (moments[0], "exp_avg_sq", torch.full((2, 3), math.nan)),
-        *((moments[0], "step", value) for value in (torch.tensor(-1.0), torch.ones(7))),
-        *((moments[1], "betas", "x"), (moments[1], "lr", [1])),
-        *((("scheduler",), "last_epoch", "two"), (("scheduler",), "_last_lr", [{}])),
-        *((("scaler",), "scale", "x"), (("scaler",), "_growth_tracker", [1])),
-    ]:
+    weight = "optimizer", "state", "weight"
+    group = "optimizer", "param_groups", 0
+    for where, key, value in (
+        (weight, "exp_avg", torch.ones(7)),
+        (weight, "exp_avg", torch.ones(1)),
+        (weight, "exp_avg", "x"),
+        (weight, "exp_avg", 1.0),
+        (weight, "exp_avg", torch.ones(2, 3, dtype=torch.int32)),
+        (weight, "exp_avg", None),
+        (weight, "exp_avg_sq", torch.full((2, 3), math.nan)),
+        (weight, "step", torch.tensor(-1.0)),
+        (weight, "step", torch.ones(7)),
+        (group, "betas", "x"),
+        (group, "lr", [1]),
+        (["scheduler"], "last_epoch", "two"),
+        (["scheduler"], "_last_lr", [{}]),
+        (["scaler"], "scale", "x"),
+        (["scaler"], "_growth_tracker", [1]),
+    ):
         hostile = copy.deepcopy(state)
         part = hostile
         for name in where:
             part = part[name]
         part[key] = value
-        with refusal(
-            "checkpoint.load_states", f"last.pt does not fit the {where[0]}", key
-        ):
+        line = f"last.pt does not fit the {where[0]}"
+        with refusal("checkpoint.load_states", line, key):
             checkpoint.load_states(hostile, parts, 1)
         assert str(optimizer.state_dict()) == str(good)
 
@@ -332,12 +354,11 @@ def test_schedulers_of_torch(tmp_path: Path, schedule: Callable) -> None:
         parts["scheduler"].step()
         return parts["scheduler"].get_last_lr()
 
-    first, second = build(), build()
+    first = build()
+    second = build()
     step(first)
-    state = {**checkpoint.take_states(first), "kinds": checkpoint.kinds(first)}
-    torch.save(state, tmp_path / "file.pt")
-    saved = {**checkpoint.read_file(tmp_path / "file.pt"), "path": "file.pt"}
-    checkpoint.load_states(saved, second, 1)
+    torch.save(states_of(first), tmp_path / "file.pt")
+    checkpoint.load_states(checkpoint.read_file(tmp_path / "file.pt"), second, 1)
     assert [step(first) for _ in range(6)] == [step(second) for _ in range(6)]
 
 
@@ -345,17 +366,12 @@ def test_schedulers_of_torch(tmp_path: Path, schedule: Callable) -> None:
 def test_a_state_that_is_missing() -> None:
     """Of one weight: it starts anew there, and a line says so."""
     net = nn.Linear(3, 2)
-    parts = {"model": net, "optimizer": torch.optim.AdamW(net.parameters())}
-    parts["scheduler"] = torch.optim.lr_scheduler.LambdaLR(
-        parts["optimizer"], lambda _: 1.0
-    )
+    optimizer = torch.optim.AdamW(net.parameters())
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)
+    parts = {"model": net, "optimizer": optimizer, "scheduler": scheduler}
     net(torch.ones(3)).sum().backward()
-    parts["optimizer"].step()
-    state = {
-        **checkpoint.take_states(parts),
-        "kinds": checkpoint.kinds(parts),
-        "path": "last.pt",
-    }
+    optimizer.step()
+    state = states_of(parts)
     del state["optimizer"]["state"]["bias"]
     said: list[str] = []
     distributed.say = said.append
@@ -367,7 +383,7 @@ def test_weights_that_would_be_cut(tmp_path: Path) -> None:
     """To whole numbers; or that are no numbers, of which a line would come after a step."""
     net = nn.Linear(2, 2)
     for value in torch.ones(2, 2, dtype=torch.int32), torch.full((2, 2), math.nan):
-        state = {"path": "last.pt", "model": {**net.state_dict(), "weight": value}}
+        state = {"path": "last.pt", "model": net.state_dict() | {"weight": value}}
         with refusal("checkpoint.load_weights", "last.pt", "weight"):
             checkpoint.load_weights(net, state)
     torch.save({"weight": torch.ones(2, 2, dtype=torch.int32)}, tmp_path / "file.pt")

@@ -52,7 +52,7 @@ def test_signals_to_children():
             with context.Pool(2) as pool:
                 assert pool.map(abs, [1, -2]) == [1, 2]
         with ProcessPoolExecutor(2, context) as executor:
-            assert [*executor.map(abs, [1, -2])] == [1, 2]
+            assert list(executor.map(abs, [1, -2])) == [1, 2]
         child = context.Process(target=sleep)
         child.start()
         for signum in signal.SIGINT, signal.SIGUSR1, signal.SIGHUP, signal.SIGTERM:
@@ -128,7 +128,7 @@ def test_a_child_that_drops_an_iterator():
 
     first = next(found)
     assert status_of(forked(drop)) == 0
-    assert torch.cat([first, *found]).tolist() == [*range(8)]
+    assert torch.cat([first, *found]).tolist() == list(range(8))
 
 
 POOL = """

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import torch
 from digest import digest
-from generated import Project, after_step, refusal, rows
+from generated import Done, Project, after_step, refusal, rows
 from PIL import Image
-from ranks import on_ranks
+from ranks import Patch, on_ranks
 
 import ddpkit
 from ddpkit.data import class_counts, folders
@@ -24,7 +24,7 @@ MASKS = pytest.mark.parametrize("project", ["segmentation"], indirect=True)
 class Labelled:
     """Samples of some classes each."""
 
-    def __init__(self, *labels: tuple[int, ...]) -> None:
+    def __init__(self, labels: list[tuple[int, ...]]) -> None:
         self.labels = labels
 
     def __len__(self) -> int:
@@ -39,7 +39,8 @@ def test_weights(
 ) -> None:
     """scikit-learn's compute_class_weight("balanced"), and 1 for what does not occur."""
     monkeypatch.setattr(distributed, "gather_objects", lambda value: [value])
-    data, names = Labelled(*[(0,)] * 30, *[(2,)] * 10), ["a", "b", "c"]
+    data = Labelled([(0,)] * 30 + [(2,)] * 10)
+    names = ["a", "b", "c"]
     weights = class_counts.class_weights("auto", data, names)
     assert torch.equal(weights, torch.tensor([40 / (2 * 30), 1.0, 40 / (2 * 10)]))
     said = capsys.readouterr().out
@@ -47,8 +48,8 @@ def test_weights(
     with refusal("class_counts.class_weights", "2 numbers", "3 classes"):
         class_counts.class_weights((1.0, 2.0), data, names)
     for wrong, words in (
-        (Labelled((0,), (1,), (7,)), "sample 2: label 7, not 0 to 2"),
-        (Labelled((), ()), "no training sample"),
+        (Labelled([(0,), (1,), (7,)]), "sample 2: label 7, not 0 to 2"),
+        (Labelled([(), ()]), "no training sample"),
     ):
         with refusal("class_counts.count_classes", words):
             class_counts.class_weights("auto", wrong, names)
@@ -75,20 +76,24 @@ def test_the_same_counts_whatever_the_ranks(tmp_path: Path) -> None:
 @MASKS
 def test_stopped_and_resumed(project: Project, few: Path, tmp_path: Path) -> None:
     """The same bits; --eval-only takes the loss and its weights from the checkpoint."""
-    words = ["--image-size", 32, "--loss", "ce+0.5*dice", "--class-weights", "auto"]
-    whole, out = tmp_path / "whole", tmp_path / "killed"
+    whole = tmp_path / "whole"
+    out = tmp_path / "killed"
+
+    def train(out: Path, patch: Patch | None = None) -> Done:
+        words = ["--image-size", 32, "--loss", "ce+0.5*dice", "--save-every", 2]
+        words += ["--class-weights", "auto"]
+        return project.train(few, out, *words, patch=patch)
+
+    said = train(whole).ok().out
     killed = after_step(3, lambda: os.kill(os.getpid(), signal.SIGKILL))
-    said = project.train(few, whole, *words).ok().out
-    first = project.train(few, out, *words, "--save-every", 2, patch=killed)
-    assert first.statuses == [-9, -9]
-    assert "2 steps of the next" in project.train(few, out, *words).ok().out
+    assert train(out, killed).statuses == [-9, -9]
+    assert "2 steps of the next" in train(out).ok().out
     assert digest(out) == digest(whole)
     masks = [np.array(Image.open(path)).ravel() for path in few.glob("train/masks/*")]
     pixels = np.bincount(np.concatenate(masks), minlength=256)[:2]
-    texts = re.search(
-        r"weights in the loss: background (\S+), crack (\S+)\n", said
-    ).groups()
-    assert [*map(float, texts)] == pytest.approx(pixels.sum() / (2 * pixels), rel=0.01)
+    line = r"weights in the loss: background (\S+), crack (\S+)\n"
+    weights = [float(text) for text in re.search(line, said).groups()]
+    assert weights == pytest.approx(pixels.sum() / (2 * pixels), rel=0.01)
     done = project.train(few, whole, "--eval-only", on=1).ok()
     loss = json.loads(done.out.splitlines()[-1])["val_loss"]
     assert loss == pytest.approx(float(rows(whole)[0]["val_loss"]), rel=1e-4)

@@ -128,9 +128,9 @@ def train(
                 run.end_step(sum(losses), count)
             loss = run.mean_loss()
             run.save()
-            found, *_ = evaluate(net, val)
+            found = evaluate(net, val)[0]
             rate = optimizer.param_groups[0]["lr"]
-            run.end_epoch({"train_loss": loss, "lr": rate, **found})
+            run.end_epoch({"train_loss": loss, "lr": rate} | found)
             after(run, scheduler)
             if run.is_out_of_patience(patience):
                 break
@@ -161,7 +161,8 @@ def test_what_best_says() -> None:
 @on_ranks(1)
 def test_what_metrics_say() -> None:
     """Through prefixes, wrappers and collections in collections; not what is made of metrics."""
-    accuracy, count = classification.MulticlassAccuracy, 3
+    count = 3
+    accuracy = classification.MulticlassAccuracy
     wrapped = torchmetrics.ClasswiseWrapper(
         accuracy(count, average="none"), ["x", "y", "z"], "of_"
     )
@@ -177,8 +178,9 @@ def test_what_metrics_say() -> None:
     said = {
         name: metrics.higher_is_better(name, value) for name, value in found.items()
     }
-    names = {"val_top1", "val_more_f1", "val_of_x", "val_of_y", "val_of_z"}
-    assert said == {**dict.fromkeys(names, True), "val_error": False, "val_cost": None}
+    higher = {"val_top1", "val_more_f1", "val_of_x", "val_of_y", "val_of_z"}
+    others = {"val_error": False, "val_cost": None}
+    assert said == dict.fromkeys(higher, True) | others
     assert json.dumps(found["val_top1"]) == "1.0"
     assert metrics.higher_is_better("val_loss") is False
     assert metrics.higher_is_better("val_loss", 1 - found["val_top1"]) is False
@@ -233,7 +235,11 @@ def test_killed_after_best(tmp_path: Path, epochs: int) -> None:
     def resume() -> None:
         found: list[bool] = []
         end_epoch = ddpkit.Run.end_epoch
-        ddpkit.Run.end_epoch = lambda *call: found.append(end_epoch(*call))
+
+        def ended(run: ddpkit.Run, row: dict) -> None:
+            found.append(end_epoch(run, row))
+
+        ddpkit.Run.end_epoch = ended
         run = train(tmp_path, results, ("top1", "map"), epochs)
         assert found == [True] and run.best_epoch == epochs
         assert not (tmp_path / "best-1.pt").exists()
@@ -286,8 +292,8 @@ def test_leaving_an_evaluation_early() -> None:
     _, loader = loaders(accumulate=1)  # 2 batches on rank 0, 1 on rank 1
     metric = torchmetrics.MetricCollection({"mean": torchmetrics.MeanMetric()})
     with stopping.on_signals(str):
-        for number, (images, *_) in enumerate(ddpkit.batches(loader, CPU)):
-            metric.update(images.mean())
+        for number, batch in enumerate(ddpkit.batches(loader, CPU)):
+            metric.update(batch[0].mean())
             if number == 0:
                 break
         metrics.compute(metric)
@@ -401,7 +407,8 @@ class Named(OrderedDict[str, Any]):
 
 def test_outputs_of_other_kinds() -> None:
     """Logits are found in what networks return, and all of it is in float32 for the loss."""
-    one, two = torch.ones(1), torch.zeros(1)
+    one = torch.ones(1)
+    two = torch.zeros(1)
     for outputs in (
         one,
         (one, two),
@@ -470,7 +477,9 @@ class Heads(nn.Module):
         self.stem = nn.Sequential(
             nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4), nn.Dropout(0.5)
         )
-        self.head, self.aux, self.unused = (nn.Conv2d(4, 2, 1) for _ in range(3))
+        self.head = nn.Conv2d(4, 2, 1)
+        self.aux = nn.Conv2d(4, 2, 1)
+        self.unused = nn.Conv2d(4, 2, 1)
 
     def forward(self, images: Tensor) -> Any:
         found = self.stem(images)
@@ -515,15 +524,18 @@ def test_a_compiled_network(tmp_path: Path) -> None:
         train(tmp_path, results, epochs=epochs, compiled=compiled)
         state = torch.load(tmp_path / "last.pt", weights_only=True)
         assert (
-            [*state["model"]]
+            list(state["model"])
             == ["1.weight", "1.bias"]
-            == [*state["optimizer"]["state"]]
+            == list(state["optimizer"]["state"])
         )
         assert state["epoch"] == epochs
-    build = lambda *_: torch.compile(nn.Sequential(nn.Flatten(), nn.Linear(12, 2)))  # noqa: E731
+
+    def build(*_: object) -> nn.Module:
+        return torch.compile(nn.Sequential(nn.Flatten(), nn.Linear(12, 2)))
+
     flags = SimpleNamespace()
-    net, *_ = checkpoint.open_model(tmp_path / "last.pt", build, lambda *_: flags, CPU)
-    assert torch.equal(net[1].weight, state["model"]["1.weight"])
+    opened = checkpoint.open_model(tmp_path / "last.pt", build, lambda *_: flags, CPU)
+    assert torch.equal(opened[0][1].weight, state["model"]["1.weight"])
 
 
 @on_ranks(1)
@@ -619,7 +631,8 @@ def test_accumulation_by_hand(tmp_path: Path) -> None:
 @on_ranks(2)
 def test_a_loss_that_is_a_sum() -> None:
     """It is refused; what may be a weight of the owner's is said; an auxiliary one is neither."""
-    count, six = torch.tensor(12.0), torch.tensor(6.0)
+    count = torch.tensor(12.0)
+    six = torch.tensor(6.0)
     lines: list[str] = []
     distributed.say = lines.append
     for scale in 1.0, 1024.0:

@@ -54,7 +54,8 @@ def node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Node:
         ("cuda", 4, {"CUDA_VISIBLE_DEVICES": "-1"}, "cpu"),
         ("xpu", 4, {"LOCAL_RANK": "2"}, "xpu:2"),
         ("xpu", 4, {"CUDA_VISIBLE_DEVICES": ""}, "cpu"),
-        *(("mps", 1, {}, "cpu"), ("cuda", 0, {}, "cpu")),
+        ("mps", 1, {}, "cpu"),
+        ("cuda", 0, {}, "cpu"),
     ],
 )
 def test_devices(kind, seen, env, device, node):
@@ -120,7 +121,8 @@ def note(
 
 
 def test_each_its_own_gpu(capsys):
-    device, cpu = torch.device("cuda", 1), note("", device="cpu")
+    device = torch.device("cuda", 1)
+    cpu = note("", device="cpu")
     unnamed = [note(""), note("")]  # by torch
     for notes in (
         [note("1"), note("2"), note("1", "b"), note("2", "b")],
@@ -175,9 +177,9 @@ def test_the_network_of_gloo(
     of_names = {"lo": "127.0.0.1", "eth0": "192.168.0.1", "eth1": "10.0.0.7"}
     monkeypatch.setattr(devices, "_address_of", of_names.get)
     own = {"place": environment.node(), "address": addresses[master]}
-    devices.choose_network(
-        [own, *({"place": "other", "address": each} for each in others)]
-    )
+    notes = [own]
+    notes += [{"place": "other", "address": address} for address in others]
+    devices.choose_network(notes)
     assert os.environ.get(devices.NETWORK) == chosen
 
 

@@ -60,7 +60,8 @@ def use(monkeypatch: pytest.MonkeyPatch) -> Callable[[Env], Env]:
         (ONE_EACH, Nodes(4, 2, 1, "n01", PORT)),
         (SHELL, ALONE),
         # as a person says
-        *(({**each, "NNODES": "1"}, ALONE) for each in (POD, BATCH)),
+        ({**POD, "NNODES": "1"}, ALONE),
+        ({**BATCH, "NNODES": "1"}, ALONE),
         ({**BATCH, **OWN}, Nodes(3, 2, 1, "own", 1)),
     ],
 )
@@ -146,7 +147,8 @@ def test_one_process_per_gpu(tmp_path, monkeypatch):
         monkeypatch.setattr(os, "environ", {"PATH": str(tmp_path), **env})
         return environment.read_nodes().ranks
 
-    device, tool = tmp_path / "device", tmp_path / "nvidia-smi"
+    device = tmp_path / "device"
+    tool = tmp_path / "nvidia-smi"
     monkeypatch.setattr(environment, "GPU_FILES", [device])
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 5)
     assert ranks() == 2
@@ -192,15 +194,15 @@ def test_a_group_of_one_or_of_torchrun_stays(env, use):
 
 
 def test_a_batch_script_without_srun(project, few, tmp_path):
-    run([project.folder / "launch.sh"], **BATCH).refused(
-        "environment.check_alone", *SRUN
-    )
 
     def batch() -> None:
         os.environ.update(BATCH)
 
-    done = project.train(few, tmp_path / "out", on=1, patch=batch)
-    done.refused("environment.check_alone", *SRUN)
+    for done in (
+        run([project.folder / "launch.sh"], **BATCH),
+        project.train(few, tmp_path / "out", on=1, patch=batch),
+    ):
+        done.refused("environment.check_alone", *SRUN)
     project.run(few, "--workers", 0, script="ddpkit check", on=1, patch=batch).ok()
 
 
@@ -214,4 +216,4 @@ def test_a_batch_job_without_a_shared_disk(project, few, tmp_path):
     project.train(few, out, patch=batch).ok()
     shutil.rmtree(out)
     project.train(few, out, patch=batch).refused("environment.check_new", out)
-    assert not [*out.glob("*.pt")] and (tmp_path / "mistake").exists()
+    assert not list(out.glob("*.pt")) and (tmp_path / "mistake").exists()

@@ -90,8 +90,9 @@ class Refusing(io.StringIO):
 
 def test_streams_that_take_no_line():
     """Nothing is raised, whatever has become of a stream; letters that it lacks become `\\u`."""
-    closed, pipe = io.StringIO(), os.pipe()
+    closed = io.StringIO()
     closed.close()
+    pipe = os.pipe()
     os.close(pipe[0])
     for stream in (
         None,
@@ -128,11 +129,10 @@ sys.exit(75)
 def test_the_status_with_a_broken_stream(tmp_path, redirection):
     """It is what it is otherwise, at the end, too; files do not take the place of a stream."""
     script = f'{{ "$0" -c "$1" "$2"; echo $? >"$3"; }} {redirection}'
-    words = [sys.executable, BROKEN, tmp_path / "file", tmp_path / "status"]
+    command = ["sh", "-c", script, sys.executable, BROKEN]
+    command += [tmp_path / "file", tmp_path / "status"]
     env = {**os.environ, "PYTHONUNBUFFERED": ""}
-    subprocess.run(
-        ["sh", "-c", script, *words], check=False, capture_output=True, env=env
-    )
+    subprocess.run(command, check=False, capture_output=True, env=env)
     assert (tmp_path / "status").read_text() == "75\n"
 
 
@@ -140,7 +140,8 @@ def test_the_status_with_a_broken_stream(tmp_path, redirection):
 def test_a_launcher_whose_terminal_is_closed():
     """It restarts the ranks, and its status is theirs."""
     ended = iter((1, 0))
-    launch.Ranks.start, launch.Ranks.wait = lambda *_: None, lambda _: next(ended)
+    launch.Ranks.start = lambda *_: None
+    launch.Ranks.wait = lambda _: next(ended)
     os.environ.update(NPROC="2", MAX_RESTARTS="1")
     sys.argv = ["launch.py"]
     sys.stdout = sys.stderr = Refusing()

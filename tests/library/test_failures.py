@@ -65,7 +65,8 @@ class Heads(nn.Module):
         self.body = nn.Sequential(
             nn.Linear(3, 3), nn.Linear(3, 3).requires_grad_(False)
         )
-        self.first, self.second = nn.Linear(3, 2), nn.Linear(3, 2)
+        self.first = nn.Linear(3, 2)
+        self.second = nn.Linear(3, 2)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         x = self.body(x)
@@ -89,10 +90,10 @@ def test_weights_without_a_gradient():
                 for ddp_model in networks:
                     with contextlib.nullcontext() if is_last else ddp_model.no_sync():
                         first, second = ddp_model(torch.ones(2, 3))
-                        is_whole = ddp_model is networks[0]
-                        (
-                            first.sum() + second.sum() if is_whole else first.sum()
-                        ).backward()
+                        loss = first.sum()
+                        if ddp_model is networks[0]:
+                            loss = loss + second.sum()
+                        loss.backward()
         line = str(failures._of_torch(error.value))
         assert line.startswith("second.weight, second.bias: no gradient"), line
 
@@ -113,7 +114,8 @@ def test_debug_mode_that_crashes(project, few, tmp_path):
 def test_the_line_on_waiting(wait, seconds, tmp_path, capsys):
     """If it is much of the time, and more than a second."""
     report = reporting.Reporter(tmp_path, devices.CPU, 1, 0, is_complete=False)
-    report.began, report.record = 0, lambda *_: None
+    report.began = 0
+    report.record = lambda *_: None
     report.end_epoch(
         [{"epoch": 1, "data_wait": wait, "train_seconds": seconds}], is_best=False
     )

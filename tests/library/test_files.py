@@ -35,7 +35,8 @@ def test_writing(tmp_path):
 
 
 def test_a_table(tmp_path):
-    path, partial = tmp_path / "table.csv", tmp_path / "table.csv.partial"
+    path = tmp_path / "table.csv"
+    partial = tmp_path / "table.csv.partial"
     with files.table(path, ["file"]):
         pass
     assert not list(tmp_path.iterdir())
@@ -51,7 +52,8 @@ def test_a_table(tmp_path):
 @pytest.mark.parametrize("write", ["writing", "table", "checkpoint", "swapped"])
 def test_links_are_not_followed(write, tmp_path, monkeypatch):
     """That somebody else has put into a shared folder, before or during a write."""
-    theirs, path = tmp_path / "secret", tmp_path / "file"
+    theirs = tmp_path / "secret"
+    path = tmp_path / "file"
     theirs.write_text("mine")
     for name in ".file.part", "file.partial":
         (tmp_path / name).symlink_to(theirs)
@@ -77,8 +79,8 @@ def test_formulas(tmp_path):
     """A spreadsheet computes no name; numbers stay, and names can be read back."""
     names = ["=cmd|calc", "@SUM(1)", "-1+2", "+x", "'=x", "'x", "a;=b", "a-b", "\tx"]
     numbers = [-1, -0.5, "-1e-3", "+3", float("nan")]
-    with files.table(tmp_path / "a.csv", [*names, *"abcde"]) as write:
-        write([*names, *numbers])
+    with files.table(tmp_path / "a.csv", names + list("abcde")) as write:
+        write(names + numbers)
         with refusal("files.write", "9 values for 14 columns"):
             write(names)
     with open(tmp_path / "a.csv", newline="") as file:
@@ -100,7 +102,8 @@ def test_a_folder_that_cannot_be_made(tmp_path):
 
 def others_get(path: Path) -> bool:
     """Whether a process that is forked gets the lock."""
-    if not (pid := os.fork()):
+    pid = os.fork()
+    if pid == 0:
         files.time.sleep = lambda _: None
         try:
             is_free = files.lock(path)
@@ -111,8 +114,11 @@ def others_get(path: Path) -> bool:
 
 def test_the_lock(tmp_path):
     """It stays when another handle is closed, and goes with its process, whatever that forked."""
-    path, ready, end = tmp_path / ".lock", os.pipe(), os.pipe()
-    if not (pid := os.fork()):
+    path = tmp_path / ".lock"
+    ready = os.pipe()
+    end = os.pipe()
+    pid = os.fork()
+    if pid == 0:
         files.lock(path)
         if os.fork():
             os.write(ready[1], b"1")
@@ -156,7 +162,8 @@ def test_who_can_open_the_lock(folder, lock, tmp_path):
 
 def test_the_lock_of_a_colleague(tmp_path, monkeypatch):
     """One that can only be read is taken in turns; one that is closed is named."""
-    path, opened = tmp_path / ".lock", os.open
+    path = tmp_path / ".lock"
+    opened = os.open
     path.touch()
 
     def refusing(*which: int) -> None:
@@ -176,10 +183,13 @@ def test_the_lock_of_a_colleague(tmp_path, monkeypatch):
 
 def test_two_users_of_a_group():
     """Take turns; a stranger cannot open the lock. Without root all are the same user."""
-    group, is_root, ready = 54321, os.geteuid() == 0, os.pipe()
+    group = 54321
+    is_root = os.geteuid() == 0
+    ready = os.pipe()
 
     def fork_as(user: int, of: int, act: Callable[[], object]) -> int:
-        if pid := os.fork():
+        pid = os.fork()
+        if pid:
             return pid
         status = 7
         try:
@@ -201,7 +211,8 @@ def test_two_users_of_a_group():
         signal.pause()
 
     with tempfile.TemporaryDirectory() as name:
-        path, folder = Path(name, ".lock"), Path(name)
+        folder = Path(name)
+        path = folder / ".lock"
         os.chown(folder, -1, group if is_root else -1)
         folder.chmod(0o2775)
         for one, other in (50001, 50002), (50002, 50001):
@@ -220,7 +231,8 @@ def test_two_users_of_a_group():
 def test_filling(tmp_path):
     """A folder appears whole or not at all; the first one stays."""
     folder = tmp_path / "folder"
-    if not (pid := os.fork()):
+    pid = os.fork()
+    if pid == 0:
         with files.filling(folder) as part:
             (part / "killed").touch()
             os.kill(os.getpid(), signal.SIGKILL)
@@ -232,13 +244,14 @@ def test_filling(tmp_path):
     for name in ("first", "second"):
         with files.filling(folder) as part:
             (part / name).touch()
-    assert {*tmp_path.iterdir()} == {left, folder} and os.listdir(folder) == ["first"]
+    assert set(tmp_path.iterdir()) == {left, folder} and os.listdir(folder) == ["first"]
 
 
 @on_ranks(1)
 def test_groups_of_an_optimizer():
     """In another order they resume, each weight with its own moment."""
-    net, other = torch.nn.Linear(2, 2), torch.nn.Linear(3, 1, bias=False)
+    net = torch.nn.Linear(2, 2)
+    other = torch.nn.Linear(3, 1, bias=False)
 
     def made(*groups: list[torch.Tensor]) -> dict:
         sgd = torch.optim.SGD([{"params": group} for group in groups], 0.1, 0.9)
@@ -258,8 +271,8 @@ def test_groups_of_an_optimizer():
     after = made([net.bias, net.weight, other.weight])
     checkpoint.load_states(state, after, 1)
     for weight in net.parameters():
-        moments = (each["optimizer"].state[weight] for each in (before, after))
-        assert torch.equal(*(moment["momentum_buffer"] for moment in moments))
+        one, other = (each["optimizer"].state[weight] for each in (before, after))
+        assert torch.equal(one["momentum_buffer"], other["momentum_buffer"])
 
 
 @on_ranks(1)
@@ -284,4 +297,4 @@ def test_another_memory_format():
         w.grad = grad.contiguous(memory_format=last)
         optimizer.step()
         ends.append(w.detach())
-    assert torch.allclose(*ends, atol=1e-6)
+    assert torch.allclose(ends[0], ends[1], atol=1e-6)

@@ -16,14 +16,18 @@ from ddpkit.run import flags, machine, starting
 @pytest.mark.parametrize(
     ("low", "kind", "text", "value"),
     [
-        *(
-            (0, int, "0", 0),
-            (1, int, "7", 7),
-            (0, float, "1e-3", 0.001),
-            (0.5, float, "0.5", 0.5),
-        ),
-        *((1, int, text, None) for text in ("0", "-1", "1.5", "x")),
-        *((0, float, text, None) for text in ("nan", "inf", "-1e-9", "x")),
+        (0, int, "0", 0),
+        (1, int, "7", 7),
+        (0, float, "1e-3", 0.001),
+        (0.5, float, "0.5", 0.5),
+        (1, int, "0", None),
+        (1, int, "-1", None),
+        (1, int, "1.5", None),
+        (1, int, "x", None),
+        (0, float, "nan", None),
+        (0, float, "inf", None),
+        (0, float, "-1e-9", None),
+        (0, float, "x", None),
     ],
 )
 def test_numbers(low, kind, text, value):
@@ -38,16 +42,19 @@ def test_numbers(low, kind, text, value):
 @pytest.mark.parametrize(
     "words",
     [
-        *(
-            "--epochs 0",
-            "--epochs two",
-            "--epoch 3",
-            "--epochs",
-            "-1000,3000",
-            "--name -x",
-        ),
-        *("--debug-rank 0:0", "--debug-rank 0:65536", "--debug-rank 0:host"),
-        *("--debug-rank one", "--debug-rank -1", "--debug-rank 0,", "--debug-rank 1;2"),
+        "--epochs 0",
+        "--epochs two",
+        "--epoch 3",
+        "--epochs",
+        "-1000,3000",
+        "--name -x",
+        "--debug-rank 0:0",
+        "--debug-rank 0:65536",
+        "--debug-rank 0:host",
+        "--debug-rank one",
+        "--debug-rank -1",
+        "--debug-rank 0,",
+        "--debug-rank 1;2",
     ],
 )
 def test_mistakes(words):
@@ -134,7 +141,7 @@ def test_cpus(tmp_path, monkeypatch):
     """A container's quota of 8 CPUs, the ranks' shares, and what srun may have dealt out."""
     quota = tmp_path / "cpu.max"
     monkeypatch.setattr(machine, "QUOTA", quota)
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {*range(8)})
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
     assert machine.cpus() == 8
     for limit, cpus in (
         ("100000", 1),

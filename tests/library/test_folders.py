@@ -26,12 +26,12 @@ def drawn(
 ) -> Callable[[str], Path]:
     """A set to spoil, of each kind: 53 + 23 images."""
 
+    draws = {"labels": ddpkit.demo_classes, "masks": ddpkit.demo_masks}
+
     def draw(kind: str) -> Path:
         source = tmp_path_factory.getbasetemp() / f"drawn {kind}"
         if not source.exists():
-            {"labels": ddpkit.demo_classes, "masks": ddpkit.demo_masks}[kind](
-                source, 53, 23
-            )
+            draws[kind](source, 53, 23)
         return shutil.copytree(source, tmp_path / "own")
 
     return draw
@@ -127,7 +127,8 @@ def test_what_is_left_out(drawn: Callable, tmp_path: Path) -> None:
     data = drawn("labels")
     before = find("labels", data)
     assert (len(before[0]), len(before[1])) == (53, 23)
-    train, folder = data / "train", data / "train/dots"
+    train = data / "train"
+    folder = train / "dots"
     shutil.copytree(folder, train / "__MACOSX")
     (train / "again").symlink_to(data)
     inside = sorted(folder.iterdir())
@@ -135,15 +136,16 @@ def test_what_is_left_out(drawn: Callable, tmp_path: Path) -> None:
         (folder / name).mkdir()
         shutil.copy(inside[0], folder / name)
     # the images of a class
-    (train / "bricks").rename(elsewhere := tmp_path / "elsewhere")
+    elsewhere = tmp_path / "elsewhere"
+    (train / "bricks").rename(elsewhere)
     (train / "bricks").symlink_to(elsewhere)
     for place in folder, elsewhere:
         (place / "loop").symlink_to(train)
     after = find("labels", data)
-    assert [len(after[0]), *after[1:]] == [53, *before[1:]]
+    assert len(after[0]) == 53 and after[1:] == before[1:]
 
 
-SYSTEMS = [
+SYSTEMS = [  # of a NAS, of Windows, of macOS
     "@eaDir",
     "#recycle",
     "@Recycle",
@@ -151,8 +153,6 @@ SYSTEMS = [
     "~snapshot",
     "$RECYCLE.BIN",
     "lost+found",
-]
-SYSTEMS += [
     "System Volume Information",
     ".Spotlight-V100",
     ".Trashes",
@@ -174,18 +174,18 @@ def test_what_disks_and_runs_add(
     said: list[str] = []
     monkeypatch.setattr(folders.distributed, "say", said.append)
     image = next(data.glob("train/*/*.jpg"))
-    inside = (image.parent, data / "val" / image.parent.name)
-    for parent in (data, data / "train", *inside):
+    inside = image.parent
+    for parent in data, data / "train", inside, data / "val" / inside.name:
         for name in SYSTEMS:
             (parent / name / "t0.jpg").mkdir(parents=True)
             shutil.copy(image, parent / name / "t0.jpg/SYNOPHOTO_THUMB_M.jpg")
             shutil.copy(image, parent / name)
     for name in ["predictions/masks", "predictions/overlays", "runs/first", "old"]:
-        for parent in data / "train", inside[0]:
+        for parent in data / "train", inside:
             (parent / name).mkdir(parents=True)
             shutil.copy(image, parent / name / "examples.png")
             (parent / "predictions/legend.png").touch()
-    for parent in data / "train", inside[0]:
+    for parent in data / "train", inside:
         (parent / "runs/first/.lock").touch()
         for name in "args.json", "metrics.csv":
             (parent / "old" / name).touch()
@@ -195,13 +195,12 @@ def test_what_disks_and_runs_add(
     assert find(kind, data) == before
     lines = [line for line in said if line.startswith("skipped")]
     shown = [name for name in SYSTEMS if not name.startswith(".")]
-    assert {line.rpartition(": ")[2] for line in lines} >= {*shown}
+    assert {line.rpartition(": ")[2] for line in lines} >= set(shown)
     assert len([line for line in lines if "@eaDir" in line]) == 1
+    here = sorted(sample[0] for sample in before[0] if Path(sample[0]).parent == inside)
     # as of predict.py, and of a shell's *
-    given = [image.parent], [*image.parent.glob("[!.]*")]
-    here = [path for path, *_ in before[0] if Path(path).parent == image.parent]
-    for inputs in given:
-        assert [path for path, _ in sorted(folders.collect(inputs))] == sorted(here)
+    for inputs in [inside], list(inside.glob("[!.]*")):
+        assert [path for path, _ in sorted(folders.collect(inputs))] == here
 
 
 def test_an_empty_class_stays_an_error(tmp_path: Path) -> None:
@@ -221,11 +220,10 @@ def test_output_below_inputs(tmp_path: Path) -> None:
             (output / name / "a.png").touch()
         assert folders.collect([tmp_path], output) == before
         (output / "legend.png").touch()
-        assert (
-            folders.collect([tmp_path], output) == folders.collect([tmp_path]) == before
-        )
+        assert folders.collect([tmp_path], output) == before
+        assert folders.collect([tmp_path]) == before
     # predict.py DIR/*
-    assert folders.collect([*tmp_path.iterdir()], tmp_path) == before
+    assert folders.collect(list(tmp_path.iterdir()), tmp_path) == before
     for asked in tmp_path / "masks", tmp_path / "overlays/a.png":
         assert len(folders.collect([asked], tmp_path)) == 1
 
@@ -304,7 +302,7 @@ def test_names_of_folders(drawn: Callable, kind: str) -> None:
     shutil.rmtree(data / "test")
     train_now, val_now, _ = find(kind, data)
     assert len(val_now) == held_out
-    assert len(names([*train_now, *val_now], data)) == 53
+    assert len(names(train_now + val_now, data)) == 53
     for mistyped in (data.parent, data / "none", next(data.glob("[di]*"))):
         with pytest.raises(UserError, match=str(mistyped)):
             find(kind, mistyped)
@@ -314,17 +312,15 @@ def test_names_of_folders(drawn: Callable, kind: str) -> None:
 def test_class_folders(drawn: Callable) -> None:
     """Numbers sort as numbers; images beside the folders are left out; val may lack a class."""
     data = drawn("labels")
-    numbers = iter(("10", "2", "0", "1", *map(str, range(11, 99))))
-    for path in sorted((data / "train").iterdir()):
-        number = next(numbers)
+    numbers = "10", "2", "0", "1", "11", "12"
+    for path, number in zip(sorted((data / "train").iterdir()), numbers, strict=True):
         path.rename(path.with_name(number))
         (data / "val" / path.name).rename(data / "val" / number)
     classes = find("labels", data)[2]
     assert classes == sorted(classes, key=int) != sorted(classes)
-    moved = next((data / "train" / "2").iterdir()).rename(
-        data / "train" / "loose, é.JPG"
-    )
-    (data / "train" / "2" / "linked.jpg").symlink_to(moved)
+    image = next((data / "train/2").iterdir())
+    moved = image.rename(data / "train/loose, é.JPG")
+    (data / "train/2/linked.jpg").symlink_to(moved)
     shutil.rmtree(data / "val" / "2")
     train, _, classes_now = find("labels", data)
     assert (len(train), classes_now) == (53, classes)
@@ -333,14 +329,13 @@ def test_class_folders(drawn: Callable) -> None:
 def test_endings(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     """What was meant as an image is named once; what usually lies beside images is not."""
     kept = ["a.JPG", "b.jfif", "c.jpe", "d.Tiff"]
+    named = ["1.heic", "2.HEIC", "3.npy"]
     quiet = ["4", ".hidden.gif", "Thumbs.db", "desktop.ini", "n.txt", "n.json", "n.xml"]
-    for name in [*kept, "1.heic", "2.HEIC", "3.npy", *quiet]:
+    for name in kept + named + quiet:
         (tmp_path / name).touch()
     folders.say_skipped.cache_clear()
     for _ in range(2):
-        assert [
-            os.path.basename(path) for path in folders.list_images(tmp_path)
-        ] == kept
+        assert [Path(path).name for path in folders.list_images(tmp_path)] == kept
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[-1] for line in lines] == [".heic", ".npy"]
 
@@ -354,35 +349,32 @@ def test_the_split() -> None:
     """It depends on the names below DIR alone, and stays; a path is on one side only."""
     listed = [(f"/d/train/images/{number:02d}.jpg", 0) for number in range(20)]
     train, val = folders.split(listed, Path("/d"))
-    assert sorted([*train, *val]) == listed
+    assert sorted(train + val) == listed
     # of earlier versions, too
     assert [path[-6:-4] for path, _ in val] == ["02", "03", "17"]
     moved = [(f"/other{path[2:]}", 0) for path, _ in listed[::-1]]
-    assert folders.split(moved, Path("/other"))[1] == [
-        (f"/other{path[2:]}", 0) for path, _ in val
-    ]
-    twice = folders.split(listed * 2, Path("/d"))
-    assert not {*twice[0]} & {*twice[1]}
-    assert [len(folders.hold_out(listed[:n], Path("/d"))) for n in (1, 2, 6)] == [
-        0,
-        1,
-        1,
-    ]
+    _, moved_val = folders.split(moved, Path("/other"))
+    assert moved_val == [(f"/other{path[2:]}", 0) for path, _ in val]
+    train, val = folders.split(listed * 2, Path("/d"))
+    assert not set(train) & set(val)
+    for count, held in (1, 0), (2, 1), (6, 1):
+        assert len(folders.hold_out(listed[:count], Path("/d"))) == held
 
 
 def test_folds_and_groups() -> None:
     """Parts are disjoint, together all of it, and alike in classes; groups are whole."""
     listed = [(f"/d/{number:02d}.jpg", number % 2) for number in range(40)]
     parts = [folders.hold_out(listed, Path("/d"), (part, 4)) for part in range(1, 5)]
-    assert sorted(n for part in parts for n in part) == [*range(40)]
+    assert sorted(n for part in parts for n in part) == list(range(40))
     assert [sum(listed[n][1] for n in part) for part in parts] == [5, 5, 5, 5]
-    grouped = [(*sample, f"patient {n % 7}") for n, sample in enumerate(listed)]
+    grouped = [
+        (path, label, f"patient {n % 7}") for n, (path, label) in enumerate(listed)
+    ]
     for fold in None, (1, 3), (2, 3), (3, 3):
         held = folders.hold_out(grouped, Path("/d"), fold)
-        sides = [
-            {grouped[n][2] for n in side} for side in (held, {*range(40)} - {*held})
-        ]
-        assert min(map(len, sides)) and not sides[0] & sides[1]
+        others = set(range(40)) - set(held)
+        one, other = ({grouped[n][2] for n in side} for side in (held, others))
+        assert one and other and not one & other
     with refusal("folders.split", "fewer folds"):
         folders.split(grouped, Path("/d"), (9, 9))
 
@@ -428,18 +420,22 @@ def heap(kind: str, data: Path) -> Path:
     for part in "train", "val":
         (data / part).rename(data / f"heap of {part}")
         if kind == "masks":
-            images = (data / f"heap of {part}/images").iterdir()
-            found = [
-                (path, path.parent.parent / "masks" / f"{path.stem}.png")
-                for path in images
+            lines = [("image", "mask")]
+            lines += [
+                (
+                    f"heap of {part}/images/{path.name}",
+                    f"heap of {part}/masks/{path.stem}.png",
+                )
+                for path in (data / f"heap of {part}/images").iterdir()
             ]
-            lines = [[each.relative_to(data) for each in pair] for pair in found]
         else:
-            images = data.glob(f"heap of {part}/*/*")
-            lines = [[path.relative_to(data), path.parent.name] for path in images]
+            lines = [("file", "label")]
+            lines += [
+                (str(path.relative_to(data)), path.parent.name)
+                for path in data.glob(f"heap of {part}/*/*")
+            ]
         with open(data / f"{part}.csv", "w", newline="") as file:
-            columns = ["image", "mask"] if kind == "masks" else ["file", "label"]
-            csv.writer(file).writerows([columns, *lines])
+            csv.writer(file).writerows(lines)
     return data
 
 
@@ -451,9 +447,8 @@ def test_lists_are_the_same_as_folders(drawn: Callable, kind: str) -> None:
     after = find(kind, heap(kind, data))
     assert after[2] == before[2]
     for then, now in zip(before[:2], after[:2], strict=True):
-        assert {name.removeprefix("heap of ") for name in names(now, data)} == names(
-            then, data
-        )
+        found = {name.removeprefix("heap of ") for name in names(now, data)}
+        assert found == names(then, data)
     (data / "val.csv").rename(data / "valid.csv")
     assert find(kind, data) == after
     (data / "valid.csv").unlink()

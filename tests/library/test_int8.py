@@ -7,7 +7,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import onnx
-from generated import Project
+from generated import Done, Project
+from ranks import Patch
 
 
 def patch(count: Path) -> None:
@@ -19,31 +20,26 @@ def patch(count: Path) -> None:
     own = quantization.quantize_static
 
     def quantize(source: Path, path: Path, reader: Any, **options: Any) -> None:
-        found = [*iter(reader.get_next, None)]
+        found = list(iter(reader.get_next, None))
         count.write_text(f"{len(found)} {found[0]['images'].dtype}")
         inputs = iter(found)
-        own(
-            source,
-            path,
-            SimpleNamespace(get_next=lambda: next(inputs, None)),
-            **options,
-        )
+        again = SimpleNamespace(get_next=lambda: next(inputs, None))
+        own(source, path, again, **options)
 
-    quantization.quantize_static, dataset.train_transform = quantize, lambda *_: len
+    quantization.quantize_static = quantize
+    dataset.train_transform = lambda *_: len
 
 
 def test_int8(project: Project, data: Path, trained: Path, tmp_path: Path) -> None:
     """Ranges from the training set; before and after, the metrics on that for validation."""
     counting = functools.partial(patch, tmp_path / "count")
-    words = [
-        "--checkpoint",
-        trained / "best.pt",
-        "--output",
-        tmp_path,
-        "--int8",
-        "--data",
-    ]
-    done = project.run(*words, data, script="ddpkit export", on=1, patch=counting).ok()
+
+    def export(data: Path, patch: Patch | None = None) -> Done:
+        words = "--checkpoint", trained / "best.pt", "--output", tmp_path, "--int8"
+        script = "ddpkit export"
+        return project.run(*words, "--data", data, script=script, on=1, patch=patch)
+
+    done = export(data, counting).ok()
     assert (tmp_path / "count").read_text() == "53 uint8"
     with open(trained / "metrics.csv", newline="") as file:
         (then,) = csv.DictReader(file)
@@ -56,9 +52,8 @@ def test_int8(project: Project, data: Path, trained: Path, tmp_path: Path) -> No
     nodes = onnx.load(tmp_path / "model_int8.onnx").graph.node
     by_channel = [n for n in nodes if n.op_type == "DequantizeLinear" and n.attribute]
     assert len(by_channel) >= sum(node.op_type == "Conv" for node in nodes) > 9
-    sizes = [
+    small, large = (
         (tmp_path / name).stat().st_size for name in ("model_int8.onnx", "model.onnx")
-    ]
-    assert sizes[0] < 0.7 * sizes[1]
-    refused = project.run(*words, tmp_path / "none", script="ddpkit export", on=1)
-    refused.refused("files.failure", tmp_path / "none")
+    )
+    assert small < 0.7 * large
+    export(tmp_path / "none").refused("files.failure", tmp_path / "none")

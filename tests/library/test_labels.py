@@ -128,7 +128,7 @@ def test_a_run(project: Project, several: Path, tmp_path: Path) -> None:
     assert {"map", "f1"} < rows(out)[0].keys()
     assert (out / "worst.png").exists() and not (out / "confusion.png").exists()
     with open(out / "per_class.csv", newline="") as file:
-        assert len([*csv.DictReader(file)]) == 7
+        assert len(list(csv.DictReader(file))) == 7
     found = [
         project.train(several, out, "--eval-only", "test", on=ranks)
         .ok()
@@ -150,7 +150,7 @@ def test_a_run(project: Project, several: Path, tmp_path: Path) -> None:
             scores = {
                 k[12:]: float(v) for k, v in row.items() if k.startswith("probability_")
             }
-            said = {*filter(None, row["class"].split(";"))}
+            said = set(filter(None, row["class"].split(";")))
             assert {k for k, v in scores.items() if v > 0.3001} <= said
             assert said <= {k for k, v in scores.items() if v > 0.2999}
 

@@ -64,7 +64,7 @@ def test_three_ranks_end_with_the_same_weights(project, data, tmp_path):
     main.main([str(word) for word in words])
     assert [row["step"] for row in rows(tmp_path)] == ["2", "4"]
     saved = torch.load(tmp_path / "last.pt", weights_only=True)["model"]
-    assert {*saved} == {*models[0].state_dict()}
+    assert set(saved) == set(models[0].state_dict())
     for name, value in models[0].state_dict().items():
         assert torch.equal(
             distributed.gather(value), saved[name].expand(3, *value.shape)
@@ -90,7 +90,7 @@ def test_what_others_can_reach(project, tmp_path, by):
     wait_for((held / "met").exists)
     pids = {*started.ranks().values(), started.process.pid}
     assert listening(pids) == {"0100007F"}  # of gloo
-    files = [*temporary.iterdir()]
+    files = list(temporary.iterdir())
     assert files and not any(file.stat().st_mode & 0o077 for file in files)
     started.kill(signal.SIGTERM)
     assert not started.end().left

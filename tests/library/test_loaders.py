@@ -32,7 +32,8 @@ class Ours(sets.Dataset):
 
     def __init__(self, name: str, count: int, format: Format = OTHER) -> None:
         self.samples = [(f"{name}/{n}.jpg", n % 2) for n in range(count)]
-        self.format, self.epochs = format, list[int]()
+        self.format = format
+        self.epochs: list[int] = []
 
     def __len__(self) -> int:
         return len(self.samples)
@@ -51,7 +52,8 @@ class Own(sets.Dataset):
     """A person's wrapper, such as one that transforms; or a set of theirs."""
 
     def __init__(self, dataset: Any, image: Tensor = IMAGE) -> None:
-        self.dataset, self.image = dataset, image
+        self.dataset = dataset
+        self.image = image
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -64,7 +66,8 @@ class TestWrappers:
     def test_samples(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Files, format and counts of labels are those of the data sets within."""
         monkeypatch.setattr(distributed, "gather_objects", lambda value: [value])
-        a, b = Ours("a", 3), Ours("b", 2)
+        a = Ours("a", 3)
+        b = Ours("b", 2)
         joined = sets.ConcatDataset([b, sets.Subset(a, [2, 0])])
         half, _ = sets.random_split(a, [2, 1], torch.Generator().manual_seed(0))
         for dataset, files in (
@@ -92,14 +95,16 @@ class TestWrappers:
             class_counts.count_classes(some, ["even", "odd"])
 
     def test_the_epoch(self) -> None:
-        a, b = Ours("a", 3), Ours("b", 2)
+        a = Ours("a", 3)
+        b = Ours("b", 2)
         joined = Own(sets.ConcatDataset([sets.Subset(a, [0]), b]))
         samples.Seeded(joined, 2, 0)[samples.Key(7, 0)]
         assert a.epochs == b.epochs == [7]
 
     def test_fingerprints(self) -> None:
         """A Subset of other samples is another set; so is one of other files."""
-        a, b = Ours("a", 3), Ours("b", 3)
+        a = Ours("a", 3)
+        b = Ours("b", 3)
         b.samples[0] = ("b/other.jpg", 0)
         sets_of_two = [
             sets.Subset(each, indices)
@@ -116,8 +121,10 @@ class TestWrappers:
 
     def test_formats(self) -> None:
         """Loaders whose images would be normalised by different numbers are refused."""
-        ours, plain = Ours("a", 4), Ours("a", 4, Format())
-        uint8, floats = Own(range(4)), Own(range(4), torch.rand(3, 4, 4))
+        ours = Ours("a", 4)
+        plain = Ours("a", 4, Format())
+        uint8 = Own(range(4))
+        floats = Own(range(4), torch.rand(3, 4, 4))
         same = Ours("b", 4, Format(mean=OTHER.mean, std=OTHER.std, max_megapixels=1))
         check = loading.check_formats
 
@@ -134,11 +141,11 @@ class TestWrappers:
                 check(loader, make(other))
             check(make(plain), make(uint8))
             for other in plain, uint8, sets.Subset(uint8, [0, 1, 2, 3]):
-                for pair in (make(other), loader), (loader, make(other)):
+                for one, two in (make(other), loader), (loader, make(other)):
                     with refusal(
                         "loading.check_formats", OTHER.mean, "{}", "data.json"
                     ):
-                        check(*pair)
+                        check(one, two)
         assert before == samples.checksum(samples.random_state())
         with refusal("loading.find_format", "ConcatDataset", OTHER.mean):
             loading.format_of(DataLoader(sets.ConcatDataset([ours, plain])))
@@ -150,7 +157,10 @@ class Stream(sets.IterableDataset):
     def __init__(
         self, share: str, count: int = 40, noise: bool = False, labels: int = 10
     ) -> None:
-        self.share, self.count, self.noise, self.labels = share, count, noise, labels
+        self.share = share
+        self.count = count
+        self.noise = noise
+        self.labels = labels
         self.generator = np.random.default_rng()
 
     def mine(self) -> Sequence[int]:
@@ -223,7 +233,7 @@ class Share(sets.Sampler):
 
 
 def numbers(batches: Iterator) -> list[int]:
-    return [n for images, *_ in batches for n in images[:, 0, 0, 0].tolist()]
+    return [n for batch in batches for n in batch[0][:, 0, 0, 0].tolist()]
 
 
 def trained_on(loader: Any, epoch: int = 0) -> list[list[int]]:
@@ -266,9 +276,9 @@ def test_each_sample_is_trained_on_once() -> None:
         for epoch in 0, 2:
             found = [n for part in trained_on(loader, epoch) for n in part]
             # what does not fill a step is left out
-            assert len({*found}) > 40 - 2 * ranks
+            assert len(set(found)) > 40 - 2 * ranks
             # which DistributedSampler repeats
-            assert len(found) - len({*found}) < ranks
+            assert len(found) - len(set(found)) < ranks
     orders = [trained_on(make(everything, shuffle=True), epoch) for epoch in (0, 0, 1)]
     assert orders[0] == orders[1] != orders[2]
 
@@ -280,8 +290,8 @@ def test_shares_that_are_meant_to_be_equal() -> None:
     loader = DataLoader(
         data, 2, sampler=RepeatAugSampler(data, num_repeats=3, selected_round=0)
     )
-    first, *others = trained_on(loader)
-    assert len({*first}) == 20 and all(first == other for other in others)
+    found = trained_on(loader)
+    assert len(set(found[0])) == 20 and all(part == found[0] for part in found)
     found = trained_on(DataLoader(Stream("uneven"), 1))
     assert [len(part) for part in found] == [8, 8, 8]  # as many as the least share has
     wrong = DistributedSampler(data, 2, 0)
@@ -307,18 +317,14 @@ def test_each_sample_is_evaluated_once() -> None:
         (make(Shard(range(rank, 41, ranks))), ranks == 1),
     ):
         samples.seed(rank)  # as training leaves it
-        found = [*loading.batches(loader, CPU)]
-        values = [
-            n
-            for images, *_ in found
-            for n in (images[:, 0, 0, 0] * 0.229 * 255).tolist()
-        ]
-        values = [round(value + 0.485 * 255) for value in values]
-        indices = [n for *_, each in found for n in each.tolist()]
-        pairs = distributed.gather_objects([*zip(values, indices, strict=True)])
+        pairs = []
+        for batch in loading.batches(loader, CPU):
+            corners = (batch[0][:, 0, 0, 0] * 0.229 + 0.485) * 255  # as they were
+            pairs += zip(corners.round().tolist(), batch[-1].tolist(), strict=True)
+        pairs = distributed.gather_objects(pairs)
         seen = sorted(pair for part in pairs for pair in part)
         total = 2 if loader.num_workers else 41
-        assert [value for value, _ in seen] == [*range(total)]
+        assert [value for value, _ in seen] == list(range(total))
         assert len({index for _, index in seen}) == total
         assert are_known == all(value == index for value, index in seen)
     for sampler in (
@@ -382,7 +388,9 @@ class Augmented(Ours):
 @pytest.mark.parametrize("workers", [0, 2])
 def test_generators_of_their_own(workers: int, capsys: pytest.CaptureFixture) -> None:
     """A line says so, once; what ddpkit seeds gives the same numbers as if it were read once."""
-    rng, python, own = np.random.default_rng(), random.Random(), torch.Generator()
+    rng = np.random.default_rng()
+    python = random.Random()
+    own = torch.Generator()
 
     def said(dataset: sets.Dataset) -> tuple[str, list]:
         sampler = loading.TrainSampler(dataset, 4, 1, 0)
@@ -426,7 +434,7 @@ def test_what_a_collate_function_draws() -> None:
         loader = DataLoader(
             seeded, 24, sampler=sampler, collate_fn=lambda _: torch.rand(()).item()
         )
-        return [*sampler.batches(loader, 0, seen)]
+        return list(sampler.batches(loader, 0, seen))
 
     assert drawn(0)[1:] == drawn(24)
 
@@ -456,7 +464,8 @@ def test_deep_images() -> None:
     tensors = [
         torch.from_numpy(values.astype(kind))[None] for kind in (np.int16, np.uint16)
     ]
-    for image in [*deep, *arrays, *tensors, Image.fromarray(np.float32([[0, np.nan]]))]:
+    floats = [Image.fromarray(np.float32([[0, np.nan]]))]
+    for image in deep + arrays + tensors + floats:
         with refusal("samples.parts", "sample 0", "65535.0"):
             parts(image)
     for kind in torch.int16, torch.uint16, torch.int32:  # of another loader
@@ -477,21 +486,22 @@ def test_batches_of_both_kinds() -> None:
         seeded.__getitems__([samples.Key(0, 0), samples.Key(0, 1)])
     sampler = loading.ValSampler(both, 2)
     loader = DataLoader(seeded, batch_sampler=sampler, collate_fn=loading.Collate())
-    found = [images for images, *_ in loading._dealt(loader)]
-    assert [images.dtype for images in found] == [torch.uint8, torch.float32]
+    found = [batch[0].dtype for batch in loading._dealt(loader)]
+    assert found == [torch.uint8, torch.float32]
 
 
 def test_samplers_in_the_wrong_place() -> None:
     data = Ours("a", 8)
     seeded = samples.Seeded(data, 2, 0)
-    train, val = loading.TrainSampler(data, 4, 1, 0), loading.ValSampler(data, 4)
-    right = DataLoader(seeded, 4, sampler=train), DataLoader(seeded, batch_sampler=val)
-    loading.find_source(*right, 1, 0, 0)
+    sampler = loading.TrainSampler(data, 4, 1, 0)
+    train = DataLoader(seeded, 4, sampler=sampler)
+    val = DataLoader(seeded, batch_sampler=loading.ValSampler(data, 4))
+    loading.find_source(train, val, 1, 0, 0)
     with refusal("loading.find_source", "ValSampler as its batch_sampler"):
-        loading.find_source(right[1], right[0], 1, 0, 0)
+        loading.find_source(val, train, 1, 0, 0)
+    part = samples.Seeded(sets.Subset(data, [0, 1, 2]), 2, 0)
     with refusal("loading.is_ours", "TrainSampler", "8 samples", "of 3"):
-        part = samples.Seeded(sets.Subset(data, [0, 1, 2]), 2, 0)
-        loading.is_ours(DataLoader(part, 4, sampler=train))
+        loading.is_ours(DataLoader(part, 4, sampler=sampler))
     with refusal("loading.is_ours", "no Seeded"):
         loading.is_ours(
             DataLoader(seeded, batch_sampler=sets.BatchSampler(train, 4, False))

@@ -20,13 +20,17 @@ import ddpkit
 from ddpkit.ranks import distributed
 
 SEGMENTATION = pytest.mark.parametrize("project", ["segmentation"], indirect=True)
-WEIGHTED = ("--class-weights", "0.2,1,5")
+WEIGHTED = "--class-weights 0.2,1,5"
+SMOOTHED = f"{WEIGHTED} --label-smoothing 0.1"
 LOSSES = {  # flags, by task; those of segmentation are given --loss as well
-    "classification": [(), ("--label-smoothing", "0.1"), WEIGHTED],
+    "classification": ["", "--label-smoothing 0.1", WEIGHTED],
     "segmentation": [
-        *[("--loss", name) for name in ("ce", "focal", "dice", "lovasz")],
-        ("--loss", "ce+0.5*dice", *WEIGHTED),
-        ("--loss", "focal+ce", "--label-smoothing", "0.1", *WEIGHTED),
+        "--loss ce",
+        "--loss focal",
+        "--loss dice",
+        "--loss lovasz",
+        f"--loss ce+0.5*dice {WEIGHTED}",
+        f"--loss focal+ce {SMOOTHED}",
     ],
 }
 IMAGES = 16
@@ -37,12 +41,16 @@ def test_losses_of_other_kinds() -> None:
     one = torch.ones(1)
     outputs = torch.randn(4, 2)
     for found, text in (one, "a tensor (1,)"), ((one[0], one), "tuple"), (2.5, "float"):
+        criterion = ddpkit.Criterion(lambda *_, found=found: found)
         with refusal("criterion.call", text, "count(targets)"):
-            ddpkit.Criterion(lambda *_, found=found: found)(outputs, torch.ones(4))
+            criterion(outputs, torch.ones(4))
     with refusal("criterion.init", 'reduction="none"', '"mean"'):
         ddpkit.Criterion(nn.MSELoss(reduction="none"))
+
+    def contrast(outputs: Tensor, _: Tensor) -> Tensor:
+        return (outputs @ outputs.T).logsumexp((0, 1))
+
     with refusal("criterion.try_twice", "neither", "count(targets)"):
-        contrast = lambda outputs, _: (outputs @ outputs.T).logsumexp((0, 1))  # noqa: E731
         ddpkit.Criterion(contrast)(outputs, torch.zeros(4))
     with refusal("criterion.count", "dict", "count(targets)"):
         ddpkit.Criterion(nn.MSELoss()).count({"boxes": one})
@@ -75,35 +83,36 @@ def test_sums_and_counts_of_any_loss() -> None:
     """Sum / count is the mean that torch works out, in whatever batches."""
     torch.manual_seed(0)
     weight = torch.tensor([0.1, 1, 3])
-    logits, masks = torch.randn(6, 3, 4, 4).bfloat16(), torch.randint(3, (6, 4, 4))
+    logits = torch.randn(6, 3, 4, 4).bfloat16()
+    masks = torch.randint(3, (6, 4, 4))
     masks[0] = masks[1, :3] = 255
-    labels, shares = torch.randint(3, (6,)), torch.rand(6, 3).softmax(1)
+    pixels = float((masks < 3).sum())
+    labels = torch.randint(3, (6,))
+    shares = torch.rand(6, 3).softmax(1)
     dense = functools.partial(nn.CrossEntropyLoss, weight, ignore_index=255)
     flat = functools.partial(nn.CrossEntropyLoss, weight, label_smoothing=0.1)
-    by_hand = functools.partial(functional.cross_entropy, ignore_index=255)
     mean_in_function = functools.partial(functional.cross_entropy, ignore_index=255)
-    sum_in_function = functools.partial(mean_in_function, reduction="sum")
+
+    def mean_by_hand(outputs: Tensor, targets: Tensor) -> Tensor:
+        return mean_in_function(outputs, targets)
+
+    def sum_by_hand(outputs: Tensor, targets: Tensor) -> Tensor:
+        return mean_in_function(outputs, targets, reduction="sum")
+
+    def sum_of_shares(outputs: Tensor, targets: Tensor) -> Tensor:
+        return functional.cross_entropy(outputs, targets, reduction="sum")
+
     line = torch.randn(6, 3)
     cases: list[tuple[Any, Tensor, Any, float | None]] = [
         (dense(), logits, masks, None),
         (dense(reduction="sum"), logits, masks, float(weight[masks[masks < 3]].sum())),
-        (mean_in_function, logits, masks, float((masks < 3).sum())),
-        (lambda *batch: by_hand(*batch), logits, masks, float((masks < 3).sum())),
-        (
-            lambda *batch: sum_in_function(*batch),
-            logits,
-            masks,
-            float((masks < 3).sum()),
-        ),
+        (mean_in_function, logits, masks, pixels),
+        (mean_by_hand, logits, masks, pixels),
+        (sum_by_hand, logits, masks, pixels),
         (flat(), line, labels, float(weight[labels].sum())),
         (flat(reduction="sum"), line, shares, float((shares @ weight).sum())),
         (flat(), line, shares, 6.0),
-        (
-            lambda *batch: functional.cross_entropy(*batch, reduction="sum"),
-            line,
-            shares,
-            6.0,
-        ),
+        (sum_of_shares, line, shares, 6.0),
         (nn.MSELoss(), line, shares, 18.0),
         (nn.MSELoss(reduction="sum"), line, shares, 18.0),
         (nn.L1Loss(), line, torch.arange(18).view(6, 3), 18.0),
@@ -113,20 +122,15 @@ def test_sums_and_counts_of_any_loss() -> None:
     ]
     for loss, outputs, targets, expected in cases:
         criterion = ddpkit.Criterion(loss, "abc")
-        total, count = (
-            float(criterion(outputs, targets)),
-            float(criterion.count(targets)),
-        )
+        total = float(criterion(outputs, targets))
+        count = float(criterion.count(targets))
         assert expected is None or count == pytest.approx(expected)
         parts = [slice(0, 2), slice(2, 6)]
         sums = sum(float(criterion(outputs[part], targets[part])) for part in parts)
         counts = sum(float(criterion.count(targets[part])) for part in parts)
         assert (sums, counts) == pytest.approx((total, count), rel=1e-4)
-        if (
-            getattr(loss, "reduction", "mean") == "mean"
-            and expected != 6.0
-            and loss is not cases[4][0]
-        ):
+        is_mean = getattr(loss, "reduction", "mean") == "mean"
+        if is_mean and loss is not sum_by_hand and expected != 6.0:
             mean = float(loss(outputs.float(), targets))
             assert total / count == pytest.approx(mean, rel=1e-4)
     running = Running()
@@ -134,7 +138,8 @@ def test_sums_and_counts_of_any_loss() -> None:
     ddpkit.Criterion(running, "abc")(line, labels)
     found = random.random()
     random.seed(0)
-    assert (float(running.calls), found) == (1, [random.random() for _ in range(2)][1])
+    random.random()
+    assert (float(running.calls), found) == (1, random.random())
     own = ddpkit.Criterion(Own(), "abc")
     assert own.count({"labels": labels}).item() == 6
     assert own(line, {"labels": labels}) > 0
@@ -147,10 +152,10 @@ def samples(is_dense: bool, is_soft: bool = False) -> tuple[Tensor, Tensor]:
     if not is_dense:
         targets = torch.randint(3, (IMAGES,))
         targets[:6] = 2  # the ranks' and passes' sums of weights differ
-        shares = 0.7 * functional.one_hot(targets, 3) + 0.3 * functional.one_hot(
-            2 - targets, 3
-        )
-        return images, shares if is_soft else targets
+        if is_soft:
+            one, other = functional.one_hot(torch.stack((targets, 2 - targets)), 3)
+            targets = 0.7 * one + 0.3 * other
+        return images, targets
     masks = torch.randint(3, (IMAGES, 16, 16), dtype=torch.uint8)
     masks[5:8][masks[5:8] == 1] = 2
     for number in range(8, IMAGES):
@@ -159,15 +164,16 @@ def samples(is_dense: bool, is_soft: bool = False) -> tuple[Tensor, Tensor]:
     return images, masks
 
 
-def of_flags(is_dense: bool, *words: object) -> tuple:
+def of_flags(is_dense: bool, words: str) -> tuple:
     """The loss for a batch, as flags have it; and outputs, targets and weights to work it out."""
     import model
     from flags import parse_args
 
     torch.manual_seed(3)
-    args = parse_args([*map(str, words)])
+    args = parse_args(words.split())
     _, targets = samples(is_dense)
-    outputs = (3 * torch.randn((IMAGES, 3, *targets.shape[1:]))).requires_grad_()
+    outputs = 3 * torch.randn((IMAGES, 3, *targets.shape[1:]))
+    outputs.requires_grad_()
     weights = torch.tensor(args.class_weights or (1.0, 1.0, 1.0))
     criterion = ddpkit.Criterion(model.build_criterion(args, None, "abc"), "abc")
     return criterion, outputs, targets.long(), weights
@@ -176,21 +182,17 @@ def of_flags(is_dense: bool, *words: object) -> tuple:
 @on_ranks(1)
 def test_means_of_classification(project: Project) -> None:
     """Of labels and of shares of classes, in any batches, by torch and by a plain loop."""
-    criterion, outputs, targets, weights = of_flags(
-        False, *WEIGHTED, "--label-smoothing", 0.1
-    )
+    criterion, outputs, targets, weights = of_flags(False, SMOOTHED)
 
     def mean(targets: Tensor) -> float:
         return (criterion(outputs, targets) / criterion.count(targets)).item()
 
-    labels = functional.cross_entropy(
-        outputs, targets, weights, label_smoothing=0.1
-    ).item()
-    assert mean(targets) == pytest.approx(labels, rel=1e-5)
-    parts = [(outputs[i : i + 3], targets[i : i + 3]) for i in range(0, IMAGES, 3)]
-    total = sum(criterion(*part).item() for part in parts)
+    ce = functional.cross_entropy(outputs, targets, weights, label_smoothing=0.1)
+    assert mean(targets) == pytest.approx(ce.item(), rel=1e-5)
+    parts = list(zip(outputs.split(3), targets.split(3), strict=True))
+    total = sum(criterion(part, labels).item() for part, labels in parts)
     count = sum(criterion.count(labels).item() for _, labels in parts)
-    assert total / count == pytest.approx(labels, rel=1e-5)
+    assert total / count == pytest.approx(ce.item(), rel=1e-5)
     shares = samples(False, is_soft=True)[1]
     smooth = 0.9 * shares + 0.1 / 3
     loop = sum(
@@ -206,8 +208,8 @@ def of_image(
 ) -> float:
     """A term for one image (classes, H, W), worked out from its labelled pixels alone."""
     keep = targets != 255
-    # (pixels, classes)
-    labels, logits = targets[keep], outputs.flatten(1)[:, keep.flatten()].T
+    labels = targets[keep]
+    logits = outputs.flatten(1)[:, keep.flatten()].T  # (pixels, classes)
     if not len(labels):
         return 0.0
     n = weights[labels]
@@ -228,9 +230,11 @@ def of_image(
 def test_sums_of_segmentation(project: Project) -> None:
     """Of images that are void, in part, or lack a class; against plain loops and smp."""
     for name in ("ce", "focal", "dice", "lovasz"):
-        for more in ((), (*WEIGHTED, "--label-smoothing", 0.1)):
-            criterion, outputs, targets, weights = of_flags(True, "--loss", name, *more)
-            total, count = criterion(outputs, targets), criterion.count(targets)
+        for more in "", SMOOTHED:
+            words = f"--loss {name} {more}"
+            criterion, outputs, targets, weights = of_flags(True, words)
+            total = criterion(outputs, targets)
+            count = criterion.count(targets)
             slopes = torch.autograd.grad(total, outputs)[0]
             is_void = (targets == 255)[:, None].expand_as(slopes)
             assert slopes[is_void].abs().max() == 0 < slopes[~is_void].abs().max()
@@ -241,22 +245,23 @@ def test_sums_of_segmentation(project: Project) -> None:
                 n * of_image(name, o, t, weights, 0.1 * bool(more)) for o, t, n in pairs
             )
             sums = [criterion(o[None], t[None]).item() for o, t, _ in pairs]
-            assert (loop, sum(sums)) == pytest.approx((total.item(),) * 2, rel=1e-5), (
-                name
-            )
-    criterion, outputs, targets, _ = of_flags(True, "--loss", "ce+0.5*dice+2*lovasz")
-    names = "ce", "dice", "lovasz"
-    parts = [of_flags(True, "--loss", name)[0](outputs, targets) for name in names]
-    combined = (parts[0] + 0.5 * parts[1] + 2 * parts[2]).item()
+            near = pytest.approx(total.item(), rel=1e-5)
+            assert (loop, sum(sums)) == (near, near), words
+    criterion, outputs, targets, _ = of_flags(True, "--loss ce+0.5*dice+2*lovasz")
+    ce, dice, lovasz = (
+        of_flags(True, f"--loss {name}")[0](outputs, targets)
+        for name in ("ce", "dice", "lovasz")
+    )
+    combined = (ce + 0.5 * dice + 2 * lovasz).item()
     assert criterion(outputs, targets).item() == pytest.approx(combined, rel=1e-5)
     for text in ("mse", "ce+", "0*ce", "nan*ce", ""):
         with refusal("losses.init", "--loss", "ce, focal, dice, lovasz"):
-            of_flags(True, "--loss", text)
+            of_flags(True, f"--loss={text}")
     guesses = functional.one_hot(targets.clamp(max=2), 3).movedim(-1, 1).float()
     for name in ("ce", "focal", "dice", "lovasz"):  # finite whatever a network says
         for factor in (0, 1000, -1000):
             outputs = (factor * guesses).requires_grad_()
-            total = of_flags(True, "--loss", name)[0](outputs, targets)
+            total = of_flags(True, f"--loss {name}")[0](outputs, targets)
             total.backward()
             assert total.isfinite() and outputs.grad.isfinite().all()
 
@@ -284,16 +289,16 @@ class Step:
     is_logged = False
 
     def __init__(self, portions: list[tuple[Tensor, Tensor]]) -> None:
-        self.portions, self.classes, self.step = portions, "abc", 0
+        self.portions = portions
+        self.classes = "abc"
+        self.step = 0
 
     def steps(self, ddp_model: nn.Module) -> Iterator[list[tuple]]:
         yield [(x, t if t.is_floating_point() else t.long()) for x, t in self.portions]
 
     def end_step(self, loss: Tensor, count: Tensor, norm: object) -> None:
-        self.ended = (
-            float(distributed.reduce_tensor(loss)) / distributed.world_size(),
-            float(count),
-        )
+        mean = float(distributed.reduce_tensor(loss)) / distributed.world_size()
+        self.ended = mean, float(count)
 
     mean_loss = staticmethod(lambda: None)
 
@@ -309,42 +314,44 @@ def with_a_term(train: Callable[..., float]) -> Callable[..., float]:
     return names["train_one_epoch"]
 
 
-def gradients(words: tuple, passes: int, task: str, kind: str) -> list[Tensor]:
-    """The gradients of one step of main.train_one_epoch, on this rank's share of the samples."""
+def gradients(
+    words: str, passes: int, task: str, kind: str
+) -> tuple[list[Tensor], tuple[float, float]]:
+    """The gradients of one step of main.train_one_epoch, on this rank's share of the samples.
+
+    And the loss and the count that it ends with.
+    """
     import main
     import model
     from flags import parse_args
 
-    args = parse_args([*words, "--accumulate", str(passes), "--amp", "off"])
+    args = parse_args(f"{words} --accumulate {passes} --amp off".split())
     is_dense = task == "segmentation"
     torch.manual_seed(2)
     head = nn.Conv2d(8, 3, 1)
     head.weight.data *= 4  # the guesses are confident
-    layers = [
-        nn.Conv2d(3, 8, 3, padding=1),
-        nn.Tanh(),
-        head,
-        *([] if is_dense else [Pool()]),
-    ]
-    net = nn.Sequential(Double(), *layers).double()  # without much rounding
+    net = nn.Sequential(Double(), nn.Conv2d(3, 8, 3, padding=1), nn.Tanh(), head)
+    if not is_dense:
+        net.append(Pool())
+    net.double()  # without much rounding
     net[1].bias.requires_grad_(False)
     images, targets = samples(is_dense, kind == "soft")
     if kind == "all void":
         targets = torch.full_like(targets, 255)
-    portions = [
-        part.chunk(distributed.world_size() * passes) for part in (images, targets)
-    ]
-    mine = list(zip(*portions, strict=True))[distributed.rank() * passes :][:passes]
+    count = distributed.world_size() * passes
+    portions = list(zip(images.chunk(count), targets.chunk(count), strict=True))
+    mine = portions[distributed.rank() * passes :][:passes]
     optimizer = Keep([weight for weight in net.parameters() if weight.requires_grad])
     # As in fp16: it is applied to the loss and taken off again before the step.
     scaler = torch.amp.GradScaler("cpu", init_scale=64.0, enabled=kind == "scaled")
     criterion = ddpkit.Criterion(model.build_criterion(args, None, "abc"), "abc")
-    scheduler, step = SimpleNamespace(step=lambda: None), Step(mine)
-    train = (
-        with_a_term(main.train_one_epoch) if kind == "term" else main.train_one_epoch
-    )
+    scheduler = SimpleNamespace(step=lambda: None)
+    step = Step(mine)
+    train = main.train_one_epoch
+    if kind == "term":
+        train = with_a_term(train)
     train(step, main.wrap(net), criterion, optimizer, scheduler, scaler, None, args)
-    return [*optimizer.kept, torch.tensor(step.ended)]
+    return optimizer.kept, step.ended
 
 
 @both_tasks
@@ -356,15 +363,14 @@ def test_gradients_of_other_portions(project: Project, tmp_path: Path) -> None:
     cases = [(words, "usual") for words in LOSSES[project.task]]
     cases += [
         (WEIGHTED, "scaled"),
-        (("--clip-grad-norm", "0.1"), "clipped"),
-        ((), "term"),
+        ("--clip-grad-norm 0.1", "clipped"),
+        ("", "term"),
+        ("--class-weights 1e-5,2e-5,1e-5", "usual"),  # their sum is far below 1
     ]
-    tiny = "--class-weights", "1e-5,2e-5,1e-5"  # their sum is far below 1
-    cases.append((tiny, "usual"))
     if project.task == "classification":
-        cases.append(((*WEIGHTED, "--label-smoothing", "0.1"), "soft"))
+        cases.append((SMOOTHED, "soft"))
     else:
-        cases.append((("--loss", "ce+dice+lovasz"), "all void"))
+        cases.append(("--loss ce+dice+lovasz", "all void"))
 
     def work_out(passes: int, project: Project) -> None:
         found = [gradients(words, passes, project.task, kind) for words, kind in cases]
@@ -374,34 +380,29 @@ def test_gradients_of_other_portions(project: Project, tmp_path: Path) -> None:
     shapes = (1, 1), (1, 4), (2, 1), (2, 2), (3, 1)
     for ranks, passes in shapes:
         on_ranks(ranks)(functools.partial(work_out, passes))(project=project)
-    whole, *others = (torch.load(tmp_path / f"{r} {p}.pt") for r, p in shapes)
+    runs = [torch.load(tmp_path / f"{ranks} {passes}.pt") for ranks, passes in shapes]
     for number, (words, kind) in enumerate(cases):
-        *first, ended = whole[number]
+        first, ended = runs[0][number]
         size = max(part.abs().max().item() for part in first)
         if kind == "all void":
-            for found in [whole, *others]:
-                assert all(not part.any() for part in found[number][:-1])
-                assert found[number][-1].tolist() == pytest.approx([0, 0], abs=1e-5)
+            for found in runs:
+                slopes, ended = found[number]
+                assert all(not part.any() for part in slopes)
+                assert ended == pytest.approx((0, 0), abs=1e-5)
             continue
         assert size > 1e-3
         if kind == "clipped":
-            assert sum(part.square().sum() for part in first) ** 0.5 == pytest.approx(
-                0.1
-            )
+            norm = sum(part.square().sum() for part in first) ** 0.5
+            assert norm == pytest.approx(0.1)
         if kind == "term":
-            (plain,) = (
-                n
-                for n, case in enumerate(cases)
-                if case == (LOSSES[project.task][0], "usual")
-            )
-            for found in [whole, *others]:
-                more = [a - b for a, b in zip(found[number], found[plain], strict=True)]
+            for found in runs:
+                plain, _ = found[0]  # of the same loss without the term
+                more = [a - b for a, b in zip(found[number][0], plain, strict=True)]
                 assert more[0].numpy() == pytest.approx(3, rel=1e-5)
-                assert all(float(part.abs().max()) < 1e-5 for part in more[1:-1])
-        for found in others:
-            *second, other_ended = found[number]
-            assert other_ended.tolist() == pytest.approx(ended.tolist(), rel=1e-5)
-            far = [
-                float((a - b).abs().max()) for a, b in zip(first, second, strict=True)
-            ]
-            assert max(far) < 1e-5 * size, (words, kind)
+                assert all(float(part.abs().max()) < 1e-5 for part in more[1:])
+        for found in runs[1:]:
+            slopes, other = found[number]
+            assert other == pytest.approx(ended, rel=1e-5)
+            pairs = zip(first, slopes, strict=True)
+            far = max(float((a - b).abs().max()) for a, b in pairs)
+            assert far < 1e-5 * size, (words, kind)

@@ -69,12 +69,14 @@ def test_faults_of_classes_txt(tmp_path: Path, text: str, words: list[str]) -> N
         masks.read_classes(tmp_path / "classes.txt")
 
 
-NAMES, VALUES = ["a", "b", "c"], ["a = 0", "b = 255", "void = 7"]
+NAMES = ["a", "b", "c"]
+VALUES = ["a = 0", "b = 255", "void = 7"]
 COLORED = ["a = 1 2 3", "b = 3 2 1", "void = 9 9 9"]
 ROW = [[1, 2, 3], [3, 2, 1], [9, 9, 9]]
 PALETTE = [3, 2, 1, 9, 9, 9, 1, 2, 3]
 WHITES = [7, 8, 9] + [255] * 3
-CLEAR, OPAQUE = ([[*pixel, alpha] for pixel in ROW] for alpha in (0, 255))
+CLEAR = [[1, 2, 3, 0], [3, 2, 1, 0], [9, 9, 9, 0]]
+OPAQUE = [[1, 2, 3, 255], [3, 2, 1, 255], [9, 9, 9, 255]]
 
 
 def read(
@@ -98,7 +100,7 @@ def read(
 @pytest.mark.parametrize(
     ("classes", "row", "how", "expected"),
     [
-        ([*NAMES, "void = 7"], [0, 7, 255], {}, [0, 255, 255]),
+        (["a", "b", "c", "void = 7"], [0, 7, 255], {}, [0, 255, 255]),
         (NAMES, [False, True, True], {"dtype": "bool"}, [0, 1, 1]),
         (["a = 0", "b = 255"], [False, True, True], {"dtype": "bool"}, [0, 1, 1]),
         (
@@ -128,7 +130,12 @@ def test_masks(
     ("classes", "row", "how", "words"),
     [
         (NAMES, [0.5], {"dtype": "float32", "name": "x.tif"}, ["value 0.5"]),
-        (COLORED, [*ROW, [0, 0, 4]], {}, ["colour 0 0 4 in 1 pixels", "void = 0 0 4"]),
+        (
+            COLORED,
+            [[1, 2, 3], [0, 0, 4]],
+            {},
+            ["colour 0 0 4 in 1 pixels", "void = 0 0 4"],
+        ),
         (COLORED, CLEAR, {}, ["transparent"]),
         (COLORED, ROW, {"transparency": (1, 2, 3)}, ["transparent"]),
         (["a = 0 0 0", "b = 9 9 9"], [0, 1], {}, ["colour 1 1 1 in 1 pixels"]),
@@ -138,7 +145,7 @@ def test_masks(
             {"dtype": "uint16"},
             ["mode I;16", "8 bits"],
         ),
-        (NAMES, [*range(99)], {}, ["95 more values", "smoothed edges"]),
+        (NAMES, list(range(99)), {}, ["95 more values", "smoothed edges"]),
         (NAMES, [0, 1], {"name": "x.tif", "compression": "jpeg"}, ["JPEG"]),
     ],
 )
@@ -238,7 +245,7 @@ def save_all(folder: Path, picture: np.ndarray, chance: random.Random) -> list[s
         files |= {f"grey.{kind}": (grey, {}) for kind in ("png", "tif", "bmp", "gif")}
         files["alpha.png"] = grey.convert("LA"), {}
         files["deep.png"] = Image.fromarray(picture[..., 0].astype(np.uint16) * 257), {}
-        if {*np.unique(picture)} <= {0, 255}:
+        if set(np.unique(picture)) <= {0, 255}:
             files |= {
                 f"two.{kind}": (grey.convert("1"), {}) for kind in ("png", "tif", "bmp")
             }
@@ -278,7 +285,7 @@ def test_masks_mean_what_they_show(tmp_path: Path, chance: random.Random) -> Non
                 )
             except UserError:
                 continue
-        assert len({*found}) <= 1, (lines, stored)
+        assert len(set(found)) <= 1, (lines, stored)
         compared += len(found) > 1
     assert compared > 10
 
@@ -320,11 +327,11 @@ def test_sets_that_mix(tmp_path: Path, one: dict, other: dict) -> None:
     """They are refused in either order; each file alone is read."""
     read(tmp_path, NAMES, **one, name="one.png")
     read(tmp_path, NAMES, **other, name="other.png")
-    for order in ("one.png", "other.png"), ("other.png", "one.png"):
+    for first, second in ("one.png", "other.png"), ("other.png", "one.png"):
         labels = masks.parse(NAMES, Path("classes.txt"))
-        masks.read_mask(str(tmp_path / order[0]), labels)
-        with refusal("masks.agree", *order):
-            masks.read_mask(str(tmp_path / order[1]), labels)
+        masks.read_mask(str(tmp_path / first), labels)
+        with refusal("masks.agree", first, second):
+            masks.read_mask(str(tmp_path / second), labels)
 
 
 @on_ranks(1)
@@ -352,7 +359,8 @@ def content(data: Path) -> tuple:
 @on_ranks(1)
 def test_colors(project: Project, tmp_path: Path) -> None:
     """The same masks, however they are stored."""
-    plain, data = tmp_path / "plain", tmp_path / "set"
+    plain = tmp_path / "plain"
+    data = tmp_path / "set"
     for folder in plain, data:
         ddpkit.demo_masks(folder, 20, 6)
     repaint(data, recolor)

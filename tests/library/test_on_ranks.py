@@ -9,8 +9,9 @@ from ddpkit.ranks import distributed
 
 @on_ranks(1, 2, 3)
 def test_a_sum_over_ranks() -> None:
-    rank, ranks = distributed.rank(), distributed.world_size()
-    assert distributed.reduce_tensor(torch.tensor(rank)) == ranks * (ranks - 1) // 2
+    ranks = distributed.world_size()
+    found = distributed.reduce_tensor(torch.tensor(distributed.rank()))
+    assert found == ranks * (ranks - 1) // 2
 
 
 def test_a_failure_on_one_rank() -> None:

@@ -34,19 +34,17 @@ def test_names_that_the_font_lacks(
     """Boxes of the same number cannot be told apart: the class number comes before the name."""
     names = pictures.Classes(["直剪", "翘头剪", "ä"], [(9, 9, 9), (1, 2, 3), (0, 0, 0)])
     found = pictures.legible(names)
-    assert [*found] == ["0 直剪", "1 翘头剪", "2 ä"]
+    assert list(found) == ["0 直剪", "1 翘头剪", "2 ä"]
     assert (pictures.colors_of(found) == pictures.colors_of(names)).all()
     assert pictures.legible(["ä", "plain $x$"]) == ["ä", "plain $x$"]
     figure = Figure()
     monkeypatch.setattr(pictures, "drawing", lambda _: contextlib.nullcontext(figure))
     pictures.draw_confusion(tmp_path, torch.eye(3).long(), names)
     ticks = [label.get_text() for label in figure.axes[0].get_yticklabels()]
-    assert ticks == [*found]
+    assert ticks == list(found)
     figure.clear()
-    image, target = (
-        torch.zeros(3, 8, 8, dtype=torch.uint8),
-        torch.ones(8, 8, dtype=torch.uint8),
-    )
+    image = torch.zeros(3, 8, 8, dtype=torch.uint8)
+    target = torch.ones(8, 8, dtype=torch.uint8)
     titles = []
 
     def draw(axes: Any, *parts: Any) -> None:
@@ -69,9 +67,10 @@ def test_worst_on_any_number_of_ranks(
 ) -> None:
     """Losses are equal or NaN, pixels or images void, a rank has no batch."""
     generator = torch.Generator().manual_seed(1)
-    outputs = 3 * torch.randn(40, 4, *sides, generator=generator)
+    outputs = 3 * torch.randn((40, 4, *sides), generator=generator)
     targets = torch.randint(0, 4, (40, *sides), generator=generator)
-    outputs[10:35], targets[10:35] = outputs[5], targets[5]  # 26 equal losses
+    outputs[10:35] = outputs[5]  # 26 equal losses
+    targets[10:35] = targets[5]
     outputs[38] = math.nan
     targets[39] = 255
     if sides:
@@ -106,16 +105,18 @@ def test_worst_on_any_number_of_ranks(
 
 def test_per_class(tmp_path: Path) -> None:
     """Worked out by hand; 0 / 0 is nan, and any names will do."""
-    confusion = torch.zeros(5, 5, dtype=torch.int64)
-    confusion[0, 0], confusion[0, 1], confusion[0, 3] = 6, 1, 1
-    confusion[1, 0], confusion[1, 1] = 1, 1
-    confusion[2, 0] = 3  # never predicted; 3 never comes, 4 does neither
+    confusion = torch.tensor(
+        [
+            [6, 1, 0, 1, 0],
+            [1, 1, 0, 0, 0],
+            [3, 0, 0, 0, 0],  # never predicted
+            [0, 0, 0, 0, 0],  # never comes
+            [0, 0, 0, 0, 0],  # neither
+        ]
+    )
     names = ["a,b", 'q"', "é", "$x$", " "]
     mistakes.write_per_class(tmp_path / "it.csv", confusion, names)
-    found = [
-        [name, *map(float, [*row.values()][1:])]
-        for name, row in table(tmp_path / "it.csv").items()
-    ]
+    found = table(tmp_path / "it.csv")
     nan = math.nan
     expected = [
         [0.6, 0.75, 2 / 3, 0.5, 8],
@@ -124,8 +125,9 @@ def test_per_class(tmp_path: Path) -> None:
         [0, nan, 0, 0, 0],
         [nan, nan, nan, nan, 0],
     ]
-    assert [name for name, *_ in found] == names
-    for (_, *numbers), right in zip(found, expected, strict=True):
+    assert list(found) == names
+    for row, right in zip(found.values(), expected, strict=True):
+        numbers = [float(value) for name, value in row.items() if name != "class"]
         assert numbers == pytest.approx(right, abs=1e-6, nan_ok=True)
 
 
@@ -137,25 +139,26 @@ def test_files_of_a_run(
 
     They lie apart from the run's own, which stay. The network is the checkpoint's.
     """
-    run, others = shutil.copytree(trained, tmp_path / "run"), tmp_path / "others"
+    run = shutil.copytree(trained, tmp_path / "run")
+    others = tmp_path / "others"
     before = {path.name: path.read_bytes() for path in run.iterdir() if path.is_file()}
     out = run / "eval"
-    words = ["--data", data, "--output-dir", run, "--eval-only"]
-    done = project.run(*words, on=1, draws=True).ok()
+    done = project.run(
+        "--data", data, "--output-dir", run, "--eval-only", on=1, draws=True
+    ).ok()
     said, numbers = done.out.splitlines()[-2:]
     assert said == f"written to {out}: per_class.csv, confusion.png, worst.png"
     assert (out / "per_class.csv").read_bytes() == before["per_class.csv"]
     assert before == {
         path.name: path.read_bytes() for path in run.iterdir() if path.is_file()
     }
-    more = ["--eval-only", "--resume", trained / "best.pt"]
-    project.train(data, others, *more, on=3, draws=True).ok()
+    best = trained / "best.pt"
+    project.train(data, others, "--eval-only", "--resume", best, on=3, draws=True).ok()
     others = others / "eval"
     assert (out / "per_class.csv").read_text() == (others / "per_class.csv").read_text()
-    for name in ("confusion.png", "worst.png"):
-        assert np.array_equal(
-            *(np.asarray(Image.open(path / name)) for path in (out, others))
-        )
+    for name in "confusion.png", "worst.png":
+        one, other = (np.asarray(Image.open(path / name)) for path in (out, others))
+        assert np.array_equal(one, other)
     (row,) = rows(trained)
     for name, value in json.loads(numbers).items():
         assert value == pytest.approx(float(row[name]), rel=1e-4)
@@ -185,6 +188,12 @@ def test_plots(tmp_path: Path, count: int) -> None:
             assert all(300 <= side <= 2300 for side in drawn.size)
 
 
+def predict(project: Project, inputs: Path, checkpoint: Path, out: Path) -> Path:
+    words = inputs, "--checkpoint", checkpoint, "--output", out
+    project.run(*words, script="predict.py", on=1).ok()
+    return out
+
+
 @SEGMENTATION
 def test_predicted_masks(
     project: Project, data: Path, trained: Path, tmp_path: Path
@@ -193,9 +202,7 @@ def test_predicted_masks(
     state = torch.load(trained / "best.pt", weights_only=True)
     state["colors"] = [[10, 20, 30], [200, 100, 0]]
     torch.save(state, tmp_path / "colored.pt")
-    out = tmp_path / "out"
-    more = ["--checkpoint", tmp_path / "colored.pt", "--output", out]
-    project.run(data / "val" / "images", *more, script="predict.py", on=1).ok()
+    out = predict(project, data / "val/images", tmp_path / "colored.pt", tmp_path / "o")
     assert (out / "legend.png").exists()
     path = min((out / "masks").iterdir())
     mask = Image.open(path)
@@ -209,17 +216,13 @@ def test_predicted_masks(
 def test_scores_of_all_classes(
     project: Project, data: Path, trained: Path, tmp_path: Path
 ) -> None:
-    more = ["--checkpoint", trained / "best.pt", "--output", tmp_path]
-    project.run(data / "val", *more, script="predict.py", on=1).ok()
+    predict(project, data / "val", trained / "best.pt", tmp_path)
     with open(tmp_path / "predictions.csv", newline="") as file:
-        header, *found = csv.reader(file)
+        found = list(csv.DictReader(file))
     classes = torch.load(trained / "best.pt", weights_only=True)["classes"]
-    assert header == [
-        "file",
-        "class",
-        "probability",
-        *(f"probability_{name}" for name in classes),
-    ]
+    columns = [f"probability_{name}" for name in classes]
+    assert list(found[0]) == ["file", "class", "probability", *columns]
     assert len(found) == 23
-    for _, name, probability, *each in found:
-        assert each[classes.index(name)] == probability == max(each, key=float)
+    for row in found:
+        highest = max((row[column] for column in columns), key=float)
+        assert row[f"probability_{row['class']}"] == row["probability"] == highest

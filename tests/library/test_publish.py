@@ -23,12 +23,14 @@ class Hub(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         content = self.rfile.read(int(self.headers["Content-Length"]))
-        url, answer = f"http://{self.headers['Host']}", {}
+        url = f"http://{self.headers['Host']}"
+        answer = {}
         if self.headers["Authorization"] != "Bearer ours":
             return self.answer({}, 401)
         if self.path.endswith("/commit/main"):
             for line in map(json.loads, content.splitlines()[1:]):
-                path, own = line["value"]["path"], line["value"].get("content")
+                path = line["value"]["path"]
+                own = line["value"].get("content")
                 FILES[path] = base64.b64decode(own) if own else FILES.pop(f"/{path}")
             answer = {"commitUrl": f"{url}/me/net/commit/1", "commitOid": "1"}
         elif self.path.endswith("/objects/batch"):
@@ -103,17 +105,11 @@ def test_push(project: Project, trained: Path, data: Path, tmp_path: Path) -> No
     assert copy["args"]["data"] == Path(own["args"]["data"]).name
     for name in own.keys() - {"args", "path", "resumed_from"}:
         assert str(copy[name]) == str(own[name])
-    words = (
-        data / "val",
-        "--checkpoint",
-        tmp_path / "copy.pt",
-        "--output",
-        tmp_path / "predicted",
-    )
-    assert "23 of 23" in project.run(*words, script="predict.py", on=1).ok().out
-    done = project.train(
-        data, tmp_path / "resumed", "--resume", tmp_path / "copy.pt"
-    ).ok()
+    words = "--checkpoint", tmp_path / "copy.pt", "--output", tmp_path / "predicted"
+    done = project.run(data / "val", *words, script="predict.py", on=1).ok()
+    assert "23 of 23" in done.out
+    resumed = tmp_path / "resumed"
+    done = project.train(data, resumed, "--resume", tmp_path / "copy.pt").ok()
     assert "copy.pt: 1 of 1 epochs done" in done.out
     card = ModelCard(FILES["README.md"].decode())
     assert f"| {card.data.eval_results[-1].metric_value:.4g} |" in card.text
@@ -126,8 +122,14 @@ def test_push(project: Project, trained: Path, data: Path, tmp_path: Path) -> No
     [
         ("/data/me/my set/", "my set"),
         ("1.0.0 in /opt/a b/ddpkit", "1.0.0 in ddpkit"),
-        *(("~/set", "set"), ("../them/set", "set"), ("C:\\Users\\me\\set", "set")),
-        *((same, same) for same in ("timm/vit", "runs/default", "2/5", "auto", "0.1")),
+        ("~/set", "set"),
+        ("../them/set", "set"),
+        ("C:\\Users\\me\\set", "set"),
+        ("timm/vit", "timm/vit"),
+        ("runs/default", "runs/default"),
+        ("2/5", "2/5"),
+        ("auto", "auto"),
+        ("0.1", "0.1"),
     ],
 )
 def test_paths(text: str, shown: str) -> None:

@@ -52,9 +52,9 @@ def steps(values: np.ndarray, low: float, high: float) -> np.ndarray:
 class TestDepth:
     def test_16_bits(self, tmp_path: Path) -> None:
         """0 to 65535 becomes 0 to 255, the upper byte; or what is given, clipped."""
-        grey, tiff, colours = (
-            tmp_path / name for name in ("grey.png", "grey.tif", "colours.tif")
-        )
+        grey = tmp_path / "grey.png"
+        tiff = tmp_path / "grey.tif"
+        colours = tmp_path / "colours.tif"
         Image.fromarray(RAMP).save(grey)
         tifffile.imwrite(tiff, RAMP, byteorder=">")
         tifffile.imwrite(colours, COLOURS, photometric="rgb", compression="zlib")
@@ -108,13 +108,15 @@ class TestDepth:
         """A range is for images of more than 8 bits alone."""
         grey = Image.fromarray((RAMP >> 8).astype(np.uint8))
         for mode in ("1", "L", "LA", "P", "RGB", "RGBA"):
-            image, path = grey.convert(mode), tmp_path / f"{mode}.PNG"
+            image = grey.convert(mode)
+            path = tmp_path / f"{mode}.PNG"
             image.save(path)
             assert (read(path, (0, 9)) == np.asarray(image.convert("RGB"))).all()
 
     def test_turned(self, tmp_path: Path) -> None:
         """TIFFs not compressed as well, which Pillow turns wrongly where it maps them."""
-        values, exif = RAMP.astype(np.uint8), Image.Exif()
+        values = RAMP.astype(np.uint8)
+        exif = Image.Exif()
         exif[0x0112] = 6
         Image.fromarray(values).save(tmp_path / "turned.tif", exif=exif)
         Image.fromarray(values).save(tmp_path / "plain.tif")
@@ -198,7 +200,8 @@ def test_mistakes_in_data_json(tmp_path: Path, text: bytes, words: str) -> None:
 def save_jpeg(
     path: Path, mode: str = "RGB", size: tuple[int, int] = (50, 37), **how
 ) -> str:
-    pixels = np.random.default_rng(0).integers(0, 256, (*size[::-1], 3), np.uint8)
+    width, height = size
+    pixels = np.random.default_rng(0).integers(0, 256, (height, width, 3), np.uint8)
     Image.fromarray(pixels).convert(mode).save(path, "JPEG", **how)
     return str(path)
 
@@ -253,7 +256,8 @@ def test_memory_that_runs_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 def test_no_program_is_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not by an image of a type that Pillow hands to Ghostscript, whatever its name."""
-    program, path = tmp_path / "gs", tmp_path / "x.png"
+    program = tmp_path / "gs"
+    path = tmp_path / "x.png"
     program.write_text(f"#!/bin/sh\ntouch {tmp_path}/started\n")
     program.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
@@ -279,11 +283,12 @@ def test_one_place_opens_images() -> None:
     (only,) = (path for path, hits in found.items() if hits)
     assert (only.name, found[only]) == ("images.py", ["Image.open("])
     assert "Image.open(io.BytesIO(data), formats=FORMATS)" in only.read_text()
-    assert not {"EPS", "FITS", "ICNS", "ICO", "PDF", "PSD", "WMF"} & {*images.FORMATS}
+    assert not {"EPS", "FITS", "ICNS", "ICO", "PDF", "PSD", "WMF"} & set(images.FORMATS)
 
 
 def damages(data: bytes) -> dict[str, bytes]:
-    third, half = len(data) // 3, len(data) // 2
+    third = len(data) // 3
+    half = len(data) // 2
     return {
         "a hole": data[:third] + bytes(4096) + data[third + 4096 :],
         "ones": data[:third] + b"\xff" * 512 + data[third + 512 :],
@@ -325,7 +330,8 @@ class TestDamagedJpeg:
         """Bytes between its parts, before its end or after it change no pixel."""
         path = Path(save_jpeg(tmp_path / "x.jpg", size=(240, 180)))
         data = path.read_bytes()
-        whole, scan = images.open_image(str(path)).read(), data.index(b"\xff\xda")
+        whole = images.open_image(str(path)).read()
+        scan = data.index(b"\xff\xda")
         kept = (
             data[:scan] + b"abc" + data[scan:],
             data + b"abc",
@@ -350,7 +356,8 @@ class TestJpeg:
             exif[0x112] = orientation
             image = images.open_image(save_jpeg(tmp_path / "x", mode, exif=exif))
             size = (37, 50) if orientation == 1 else (50, 37)
-            assert (image.height, image.width, bool(image.shrinks)) == (*size, shrinks)
+            assert (image.height, image.width) == size
+            assert bool(image.shrinks) == shrinks
 
     @pytest.mark.parametrize("library", [simplejpeg, None])
     def test_broken(
@@ -387,13 +394,14 @@ class TestJpeg:
             ((-20, -10, 400, 560), (80, 112)),
         )
         for number, (box, size) in enumerate(boxes):
-            expected = F.crop(whole, *(box or (0, 0, *whole.shape[1:])))
-            expected = F.resize(expected, list(size)) if size else expected
+            expected = F.crop(whole, *box) if box else whole
+            if size:
+                expected = F.resize(expected, list(size))
             found = []
             for library in (simplejpeg, None):
                 monkeypatch.setattr(images, "simplejpeg", library)
                 found.append(images.open_image(path).read(box, size))
-            assert torch.equal(*found)
+            assert torch.equal(found[0], found[1])
             assert found[0].shape == expected.shape
             inner = expected[:, 2:-2, 2:-2].float()
 
@@ -409,7 +417,8 @@ class TestJpeg:
 
 def test_beyond_the_edges(tmp_path: Path) -> None:
     pixels = np.arange(1, 7, dtype=np.uint8).reshape(2, 3)
-    mask, inside = images.LazyImage.of(pixels), torch.from_numpy(pixels.copy())
+    mask = images.LazyImage.of(pixels)
+    inside = torch.from_numpy(pixels.copy())
     for rows in range(-4, 5):
         for columns in range(-4, 6):
             whole = torch.full((12, 14), 9, dtype=torch.uint8)
@@ -465,23 +474,22 @@ class TestLazyImage:
                 assert torch.equal(found, expected) or act is crop
             else:
                 assert np.array_equal(found, expected)
-        for name, *args in (
-            ("convert", "L"),
-            ("resize", (9, 8)),
-            ("rotate", 30),
-            ("copy",),
+        for act in (
+            lambda image: image.convert("L"),
+            lambda image: image.resize((9, 8)),
+            lambda image: image.rotate(30),
+            lambda image: image.copy(),
         ):
-            found, expected = (
-                getattr(image, name)(*args)
-                for image in (images.open_image(path), whole)
-            )
+            found = act(images.open_image(path))
+            expected = act(whole)
             assert type(found) is Image.Image and np.array_equal(found, expected)
         assert images.open_image(path).size == whole.size
         assert np.array(images.open_image(path)).flags.writeable
         assert np.asarray(images.open_image(path), np.float32).dtype == np.float32
 
     def test_decoded_once(self, tmp_path: Path) -> None:
-        path, counts = save_jpeg(tmp_path / "x.jpg", size=(640, 480)), list[int]()
+        path = save_jpeg(tmp_path / "x.jpg", size=(640, 480))
+        counts: list[int] = []
         image = open_counted(path, counts)
         assert image.size == (640, 480) and counts == []
         crop = ddpkit.RandomResizedCrop(32, scale=(0.9, 1))
@@ -518,7 +526,7 @@ class TestLazyImage:
             pixels, mask = map(
                 np.asarray, transform(image, images.LazyImage.of(numbers))
             )
-            assert {*np.unique(mask)} <= {0, 9, 255}
+            assert set(np.unique(mask)) <= {0, 9, 255}
             assert len(np.unique(pixels)) > 3
             assert (pixels[..., 0] == mask).mean() > 0.5  # the same part
         for turn in v2.RandomRotation((9, 9)), v2.RandomAffine(0, shear=9):
@@ -527,7 +535,7 @@ class TestLazyImage:
         mask = images.LazyImage.of(numbers)
         assert mask.rotate(9, fillcolor=255).getpixel((0, 0)) == 255
         assert np.array_equal(mask.convert("L"), numbers)
-        assert {*np.unique(mask.resize((99, 99)))} == {0, 9, 255}
+        assert set(np.unique(mask.resize((99, 99)))) == {0, 9, 255}
 
     def test_full_depth(self) -> None:
         """Arrays and tensors are there; what needs a PIL image is refused, or right."""
@@ -560,29 +568,32 @@ def test_a_mask_is_read_where_its_image_is(tmp_path: Path) -> None:
     crop = ddpkit.RandomScaleCrop(64, scale=(0.2, 0.7), mask_fill=255)
     for number in range(20):
         torch.manual_seed(number)
-        pixels, mask = crop(*dataset.open(0))
-        shown, inside = pixels[0].float() / 255, mask != 255
-        assert (shown - mask.float())[inside].abs().mean() < 0.12
-        assert abs(float((shown - mask.float())[inside].mean())) < 0.02
+        image, mask = dataset.open(0)
+        pixels, mask = crop(image, mask)
+        off = (pixels[0].float() / 255 - mask.float())[mask != 255]
+        assert off.abs().mean() < 0.12
+        assert abs(float(off.mean())) < 0.02
 
 
 def test_crops_are_those_of_torchvision() -> None:
     """In share and ratio of the part, on average and in their ranges; and it is anywhere."""
-    crop, own = (
-        ddpkit.RandomResizedCrop(8, (0.25, 1)),
-        v2.RandomResizedCrop(8, (0.25, 1)),
-    )
-    image, found = torch.empty(3, 300, 400), list[list]()
+    own = ddpkit.RandomResizedCrop(8, (0.25, 1))
+    theirs = v2.RandomResizedCrop(8, (0.25, 1))
+    image = torch.empty(3, 300, 400)
+    found = []
     torch.manual_seed(0)
-    for draw in lambda: crop.place(300, 400), lambda: own.make_params([image]).values():
-        boxes = torch.tensor([[*draw()] for _ in range(2000)]).double()
+    for draw in (
+        lambda: own.place(300, 400),
+        lambda: theirs.make_params([image]).values(),
+    ):
+        boxes = torch.tensor([list(draw()) for _ in range(2000)]).double()
         top, left, rows, columns = boxes.T
         assert (
             (top >= 0) & (left >= 0) & (top + rows <= 300) & (left + columns <= 400)
         ).all()
         parts = rows * columns / 120_000, columns / rows, top / 300, left / 400
-        found.append([value for part in parts for value in (part.mean(), part.std())])
-    torch.testing.assert_close(*map(torch.stack, found), rtol=0.1, atol=0.01)
+        found.append([float(x) for part in parts for x in (part.mean(), part.std())])
+    torch.testing.assert_close(found[0], found[1], rtol=0.1, atol=0.01)
 
 
 def failing(function: Callable, times: int, number: int) -> Callable:

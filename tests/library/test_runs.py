@@ -20,8 +20,13 @@ def test_output_files(project: Project, trained: Path) -> None:
     names = {path.name for path in trained.iterdir()}
     images = {"curves.png", "examples.png", "confusion.png", "worst.png"}
     assert names == images | {
-        *(".lock", "last.pt", "best.pt", "metrics.csv", "args.json"),
-        *("per_class.csv", "epochs"),
+        ".lock",
+        "last.pt",
+        "best.pt",
+        "metrics.csv",
+        "args.json",
+        "per_class.csv",
+        "epochs",
     }
     assert torch.load(trained / "last.pt", weights_only=True)["epoch"] == 1
     args = json.loads((trained / "args.json").read_text())

@@ -28,12 +28,10 @@ def test_seeding() -> None:
         samples.seed(*key)
         return samples.random.random(), np.random.rand(), torch.rand(1).item()
 
-    first, others = (
-        drawn(1, 2),
-        [drawn(*key) for key in ((1, 3), (2, 1), (1,), (1, 2, 0))],
-    )
+    first = drawn(1, 2)
+    others = [drawn(1, 3), drawn(2, 1), drawn(1), drawn(1, 2, 0)]
     assert first == drawn(1, 2) == drawn(np.int64(1), np.int64(2))
-    assert not {*first} & {number for other in others for number in other}
+    assert not set(first) & {number for other in others for number in other}
 
 
 class TestSampler:
@@ -51,15 +49,16 @@ class TestSampler:
             assert len(sampler) == len(found)
             return found
 
-        alone, each = taken(0, 1), 12 // ranks
+        alone = taken(0, 1)
+        each = 12 // ranks
         assert len(alone) == 48 - seen  # 53 are four global batches of 12, and a rest
-        assert len({*alone}) == len(alone)
+        assert len(set(alone)) == len(alone)
         assert {key.epoch for key in alone} == {3}
         parts = [taken(rank, ranks) for rank in range(ranks)]
         for step in range(len(alone) // 12):
             mine = [part[step * each : (step + 1) * each] for part in parts]
             together = {key for part in mine for key in part}
-            assert together == {*alone[step * 12 : (step + 1) * 12]}
+            assert together == set(alone[step * 12 : (step + 1) * 12])
 
     def test_a_batch_that_is_too_large(self) -> None:
         with refusal("loading.init", "--batch-size 4 x 1 ranks x --accumulate 3"):
@@ -94,13 +93,14 @@ def test_fingerprints() -> None:
 
     first = [("a/1.jpg", 0), ("a/2.jpg", 1)]
     assert fingerprint(first) == fingerprint([("b/1.jpg", 0), ("c/2.jpg", 1)])
-    others = [
+    listings = [
+        first,
         first[:1],
-        [*first, ("a/3.jpg", 0)],
+        [("a/1.jpg", 0), ("a/2.jpg", 1), ("a/3.jpg", 0)],
         first[::-1],
         [("a/1.jpg", 1), ("a/2.jpg", 1)],
     ]
-    assert len({fingerprint(each) for each in (first, *others)}) == 5
+    assert len({fingerprint(each) for each in listings}) == 5
 
 
 class TestSamples:
@@ -146,7 +146,8 @@ class TestSamples:
     )
     def test_numbers_in_masks(self, dtype: type) -> None:
         """Beyond the classes they would end a GPU's kernel, far from here."""
-        image, mask = torch.zeros(3, 2, 3), np.array([[0, 1, 255], [1, 0, 0]], dtype)
+        image = torch.zeros(3, 2, 3)
+        mask = np.array([[0, 1, 255], [1, 0, 0]], dtype)
         for wrong in (2, 254, -1, 256, -99):
             if not np.iinfo(dtype).min <= wrong <= np.iinfo(dtype).max:
                 continue
@@ -172,10 +173,12 @@ class TestSamples:
         """The process that reads calls it, before any sample of that epoch, also on resuming."""
 
         class Curriculum(Listed):
-            level, calls = -1, 0
+            level = -1
+            calls = 0
 
             def set_epoch(self, epoch: int) -> None:
-                self.level, self.calls = 10 * epoch, self.calls + 1
+                self.level = 10 * epoch
+                self.calls += 1
 
             def __getitem__(self, index: int) -> tuple:
                 return (
@@ -226,7 +229,8 @@ def test_normalized() -> None:
 def test_saving(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str) -> None:
     """On a network disk a checkpoint is written whole or not at all."""
     monkeypatch.setattr(files, "WAITS", (1e-6, 1e-6))
-    run, state = folder.Folder(tmp_path, "auto"), dict.fromkeys(folder.KEYS, 0)
+    run = folder.Folder(tmp_path, "auto")
+    state = dict.fromkeys(folder.KEYS, 0)
     state |= {
         name: kind()
         for name, kind in checkpoint.KINDS.items()

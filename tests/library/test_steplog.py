@@ -12,8 +12,8 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from generated import Project, after_step, rows
-from ranks import on_ranks
+from generated import Done, Project, after_step, rows
+from ranks import Patch, on_ranks
 from tqdm import tqdm
 
 from ddpkit.ranks import distributed
@@ -49,7 +49,8 @@ def take(log: StepLog, steps: range) -> None:
 @on_ranks(2)
 def test_lines_and_curves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a terminal a line on rank 0, with one the bar's words; both in TensorBoard."""
-    rank, lines = distributed.rank(), []
+    rank = distributed.rank()
+    lines = []
     now = iter(range(0, 1000, 2))
     monkeypatch.setattr(distributed, "say", lines.append)
     monkeypatch.setattr(time, "monotonic", lambda: next(now))
@@ -105,8 +106,8 @@ def test_resume(tmp_path: Path) -> None:
         8: 6,
     }
     assert found["mine"] == found["beside"] == of_processes
-    assert [*found["loss"]] == [*found["grad_norm"]] == [*range(1, 9)]
-    assert len([*(tmp_path / "steps").iterdir()]) == 6
+    assert list(found["loss"]) == list(found["grad_norm"]) == list(range(1, 9))
+    assert len(list((tmp_path / "steps").iterdir())) == 6
 
 
 @on_ranks(1)
@@ -116,10 +117,11 @@ def test_what_is_not_written(tmp_path: Path) -> None:
     take(log, range(1, 200))
     log.close()
     StepLog(tmp_path, CPU, every=1, active=False).writer.add_scalar("mine", 1, 1)
-    assert not [*tmp_path.iterdir()]
+    assert not list(tmp_path.iterdir())
     log = StepLog(tmp_path, CPU, every=1)
     take(log, range(1, 2))
-    if (child := os.fork()) == 0:
+    child = os.fork()
+    if child == 0:
         # the queue of a writer whose thread is not there would be full
         for step in range(99):
             log.writer.add_scalar("mine", 1, step)
@@ -141,7 +143,8 @@ class Event:
     made: ClassVar[list["Event"]] = []
 
     def __init__(self) -> None:
-        self.done, self.is_waited_for = False, False
+        self.done = False
+        self.is_waited_for = False
         self.made.append(self)
 
     def record(self) -> None: ...
@@ -168,7 +171,9 @@ def test_a_device_that_is_behind(
     to = torch.Tensor.to
 
     def as_cpu(self: torch.Tensor, *how: object, **options: object) -> torch.Tensor:
-        return to(self, *[h for h in how if h is not log.device], **options)
+        if how and how[0] is log.device:
+            how = how[1:]
+        return to(self, *how, **options)
 
     monkeypatch.setattr(torch.Tensor, "to", as_cpu)
     take(log, range(1, 4))
@@ -210,28 +215,27 @@ def test_the_reporter_closes_it(tmp_path: Path) -> None:
     assert report.steps.images == 0
     assert report.steps.board
     report.steps.board.flush = fail  # type: ignore[method-assign]
-    report.steps.board.close, close = fail, report.steps.board.close  # type: ignore[method-assign]
+    close = report.steps.board.close
+    report.steps.board.close = fail  # type: ignore[method-assign]
     report.close()
     close()
-    assert json.dumps([*scalars(tmp_path / steplog.STEPS)["loss"]]) == "[2]"
+    assert json.dumps(list(scalars(tmp_path / steplog.STEPS)["loss"])) == "[2]"
 
 
 def test_a_run(project: Project, few: Path, tmp_path: Path) -> None:
     """Its lines say what the epoch's row does; stopped and resumed it has each step once."""
-    words = "--log-every", 2, "--save-every", 1, "--batch-size", 3, "--epochs", 2
-    killed = after_step(6, lambda: os.kill(os.getpid(), signal.SIGKILL))
-    first = project.train(few, tmp_path, *words, patch=killed)
-    assert first.statuses == [-9, -9]
-    second = project.train(few, tmp_path, *words).ok().out
+
+    def train(patch: Patch | None = None) -> Done:
+        words = "--log-every", 2, "--save-every", 1, "--batch-size", 3, "--epochs", 2
+        return project.train(few, tmp_path, *words, patch=patch)
+
+    killed = train(after_step(6, lambda: os.kill(os.getpid(), signal.SIGKILL)))
+    assert killed.statuses == [-9, -9]
+    said = killed.out + train().ok().out
     line = r"epoch (\d)/2  step (\d)/4  loss (\S+)  lr \S+  grad \S+  \d+ img/s"
-    found = re.findall(line, first.out + second)
-    assert [(int(epoch), int(step)) for epoch, step, _ in found] == [
-        (1, 2),
-        (1, 4),
-        (2, 2),
-        (2, 4),
-    ]
-    losses = [float(loss) for *_, loss in found]
+    found = re.findall(line, said)
+    assert [epoch + step for epoch, step, _ in found] == ["12", "14", "22", "24"]
+    losses = [float(loss) for _, _, loss in found]
     means = [float(row["train_loss"]) for row in rows(tmp_path)]
     assert means == pytest.approx([sum(losses[:2]) / 2, sum(losses[2:]) / 2], rel=1e-3)
-    assert [*scalars(tmp_path / "steps")["loss"]] == [2, 4, 6, 8]
+    assert list(scalars(tmp_path / "steps")["loss"]) == [2, 4, 6, 8]

@@ -68,7 +68,9 @@ class Chain:
 
     def wait_for_training(self, but: Collection[int] = ()) -> None:
         """Wait until all ranks, none of `but`, have saved and taken a step; then a random while."""
-        wait_for(lambda: len(pids := {*self.run.ranks()}) == 2 and not pids & {*but})
+        wait_for(
+            lambda: len(pids := set(self.run.ranks())) == 2 and not pids & set(but)
+        )
         began = time.time()
 
         def is_new(path: Path) -> bool:
@@ -80,7 +82,7 @@ class Chain:
     def end(self) -> Done:
         done = self.run.end(120)
         assert not done.left
-        assert not [*self.tmp.iterdir()]
+        assert not list(self.tmp.iterdir())
         return done
 
 

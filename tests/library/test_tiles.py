@@ -19,15 +19,18 @@ SEGMENTATION = pytest.mark.parametrize("project", ["segmentation"], indirect=Tru
 def test_a_network_that_sees_little() -> None:
     """Of 31 pixels around: each pixel is taken where it is 32 from a tile's edge, or further."""
     torch.manual_seed(0)
-    reach = nn.MaxPool2d((49, 1), 1, (24, 0)), nn.MaxPool2d((1, 49), 1, (0, 24))
-    net = nn.Sequential(nn.Conv2d(3, 1, 15, padding=7), *reach, nn.Conv2d(1, 3, 1))
+    net = nn.Sequential(
+        nn.Conv2d(3, 1, 15, padding=7),
+        nn.MaxPool2d((49, 1), 1, (24, 0)),
+        nn.MaxPool2d((1, 49), 1, (0, 24)),
+        nn.Conv2d(1, 3, 1),
+    )
     for height, width in (320, 352), (128, 480), (96, 128):
         images = torch.randn(2, 3, height, width)
         with torch.inference_mode():
-            expected = net(images)
-            assert torch.allclose(
-                tiles.in_tiles(net, images, 128, 32), expected, atol=1e-5
-            )
+            whole = net(images)
+            tiled = tiles.in_tiles(net, images, 128, 32)
+        assert torch.allclose(tiled, whole, atol=1e-5)
 
 
 def test_bands() -> None:
@@ -40,11 +43,11 @@ def test_bands() -> None:
 
     image = torch.rand(3, 320, 416)
     found = list(tiles.bands(predict, image, 128, 32))
-    assert {*seen} == {(1, 3, 128, 128)}
-    assert [rows.start for rows, _ in found] == [
-        0,
-        *(rows.stop for rows, _ in found[:-1]),
-    ]
+    assert set(seen) == {(1, 3, 128, 128)}
+    end = 0
+    for rows, _ in found:
+        assert rows.start == end
+        end = rows.stop
     assert max(logits.shape[1] for _, logits in found) <= 128
     logits = torch.cat([logits for _, logits in found], dim=1)
     assert logits.dtype == torch.float32
@@ -61,24 +64,17 @@ def test_large_images_among_small_ones(
     """Predicted and evaluated, whole on one rank and in tiles on two."""
     noise = np.random.default_rng(0).integers(0, 255, (330, 500, 3), dtype=np.uint8)
     own = shutil.copytree(data, tmp_path / "own")
-    big, small = own / "val/images/big.png", own / "val/images/0000.jpg"
+    big = own / "val/images/big.png"
+    small = own / "val/images/0000.jpg"
     Image.fromarray(noise).resize((700, 260), Image.Resampling.BICUBIC).save(big)
     labels = (np.arange(700 * 260).reshape(260, 700) % 2).astype(np.uint8)
     Image.fromarray(labels).save(own / "val/masks/big.png")
-    masks, losses = {}, []
+    masks = {}
+    losses = []
     for tile, ranks in (0, 1), (128, 2):
         out = tmp_path / f"{tile}"
-        words = [
-            big,
-            small,
-            "--checkpoint",
-            trained / "best.pt",
-            "--output",
-            out,
-            "--tile",
-            tile,
-        ]
-        project.run(*words, script="predict.py", on=1).ok()
+        words = ["--checkpoint", trained / "best.pt", "--output", out, "--tile", tile]
+        project.run(big, small, *words, script="predict.py", on=1).ok()
         masks[tile] = {
             path.stem: np.asarray(Image.open(path)) for path in out.glob("masks/*")
         }

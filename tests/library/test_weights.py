@@ -330,7 +330,7 @@ def test_classic_networks(project: Project, network: str) -> None:
 
     args = parse_args(["--data", "demo", *network.split()])
     classes, side, is_dense = (
-        [*"abcdef"],
+        list("abcdef"),
         args.image_size,
         project.task == "segmentation",
     )

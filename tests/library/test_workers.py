@@ -59,9 +59,17 @@ def no_thread(name: str) -> Patch:
 def no_file() -> None:
     """As many files as are open, and no number below is free."""
     torch.empty(()).random_()  # reads /proc/cpuinfo, once
-    while (last := os.open(os.devnull, os.O_RDONLY)) < 64:
-        pass
+    last = 0
+    while last < 64:
+        last = os.open(os.devnull, os.O_RDONLY)
     resource.setrlimit(resource.RLIMIT_NOFILE, (last + 1, last + 1))
+
+
+def end_of(act: Callable[[], object], tmp_path: Path) -> Done:
+    """What becomes of a fork that calls `act`."""
+    statuses = wait([fork(act, tmp_path / "said")], 30)
+    out, err = said(tmp_path / "said")
+    return Done(statuses, out, err, left())
 
 
 class Images:
@@ -97,9 +105,9 @@ def load(tmp_path: Path, in_worker: Patch = int, in_rank: Patch = int) -> Done:
                 pass
 
     began = time.monotonic()
-    statuses = wait([fork(act, tmp_path / "said")], 30)
+    done = end_of(act, tmp_path)
     assert time.monotonic() - began < 20
-    return Done(statuses, *said(tmp_path / "said"), left())
+    return done
 
 
 IN_RANK = {
@@ -187,7 +195,8 @@ def test_what_is_left_of_workers(tmp_path):
     """Those of an epoch that is over, of a loader that starts new ones, hold no handles."""
 
     def again() -> None:
-        make, held = loading.started, []
+        make = loading.started
+        held = []
 
         def started(loader: DataLoader) -> object:
             loader = DataLoader(loader.dataset, 4, sampler=loader.sampler, **options)
@@ -241,8 +250,10 @@ def test_where_the_sockets_of_workers_are():
 
 
 def where_the_sockets_are(tmp_path: Path) -> None:
-    long, launchers = tmp_path / ("x" * 100), tmp_path / "launcher"
-    long.mkdir(), launchers.mkdir()
+    long = tmp_path / ("x" * 100)
+    long.mkdir()
+    launchers = tmp_path / "launcher"
+    launchers.mkdir()
     for store, tmp, place in (
         (launchers / "store", tmp_path, launchers),
         (long / "store", tmp_path, tmp_path),
@@ -250,10 +261,8 @@ def where_the_sockets_are(tmp_path: Path) -> None:
         ("", long, Path("/dev/shm")),
         ("", tmp_path / "missing", Path("/dev/shm")),
     ):
-        os.environ[protocol.STORE], os.environ[protocol.LAUNCHER] = (
-            str(store),
-            str(os.getpid()),
-        )
+        os.environ[protocol.STORE] = str(store)
+        os.environ[protocol.LAUNCHER] = str(os.getpid())
         tempfile.tempdir = str(tmp)
         folder = Path(workers.sockets())
         assert folder.parent == place and folder.stat().st_mode & 0o777 == 0o700
@@ -284,8 +293,7 @@ def test_a_thread_that_pins_batches(tmp_path):
             thread.start()
             time.sleep(60)
 
-    statuses = wait([fork(act, tmp_path / "said")], 30)
-    done = Done(statuses, *said(tmp_path / "said"), left())
+    done = end_of(act, tmp_path)
     # of another thread: as in Python
     assert done.status == 2 and "TypeError" in done.err
     assert done.err.splitlines()[-1].startswith(f"error: {FILES}")
