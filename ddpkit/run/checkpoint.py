@@ -28,10 +28,10 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ddpkit import files
 from ddpkit.data.format import Format
+from ddpkit.data.masks import Classes
 from ddpkit.errors import DiskError, LineError, UserError, shorten
 from ddpkit.ranks import distributed
 from ddpkit.ranks.replicas import uncompiled, weights_of
-from ddpkit.run.pictures import Classes
 
 State = dict[str, Any]  # what a checkpoint holds, by name
 Names = Mapping[Tensor, str]

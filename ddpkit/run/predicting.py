@@ -20,7 +20,7 @@ from ddpkit.data.format import Format, read_format
 from ddpkit.data.images import LazyImage, open_image, visible
 from ddpkit.errors import UserError, print_error
 from ddpkit.ranks import devices, distributed, process
-from ddpkit.run import checkpoint, machine
+from ddpkit.run import checkpoint
 from ddpkit.run.outputs import to_logits
 from ddpkit.run.pictures import draw_legend, drawing, overlay, paint
 
@@ -89,7 +89,7 @@ class Predictor:
     def _read(
         self, read: Read, batch_size: int
     ) -> Iterator[tuple[list[str], list[Tensor]]]:
-        paths, workers = [path for path, _ in self.found], machine.default_workers()
+        paths, workers = [path for path, _ in self.found], loading.default_workers()
         loader: DataLoader = DataLoader(
             Tolerant(paths, read, self.format),
             batch_size,
