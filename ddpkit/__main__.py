@@ -28,18 +28,25 @@ ON_CPU = ("check", "export", "publish")  # they leave GPUs to those who need one
 def where() -> None:
     """Have a run print, in its own terminal or log, the line and the collective of each rank."""
     parser = Parser(prog="python -m ddpkit where", description=where.__doc__)
-    parser.add_argument("run", nargs="?", metavar="OUTPUT_DIR", default="runs/default", type=Path,
-        help="of the run (default: runs/default)")  # fmt: skip
+    parser.add_argument(
+        "run",
+        nargs="?",
+        metavar="OUTPUT_DIR",
+        default="runs/default",
+        type=Path,
+        help="of the run (default: runs/default)",
+    )
     folder = parser.parse_args().run
     if not (folder / ".lock").exists():
         raise ddpkit.UserError(
             f"{folder}: no run has written there; name its --output-dir"
         )
+    # rank 0 of the run looks for this file
     (folder / protocol.QUESTION).touch()
-    line = (
+    asked = (
         f"asked: a run that is at work in {folder} answers in its own terminal or log"
     )
-    print_line(line, sys.stdout)
+    print_line(asked, sys.stdout)
 
 
 def copy() -> None:
@@ -53,20 +60,22 @@ def copy() -> None:
         raise ddpkit.UserError(
             f"no main.py in {project}: run this in the project's folder"
         )
+    target = project / "ddpkit"
+    if target.exists():
+        raise ddpkit.UserError(f"{target} is there already; remove it to copy anew")
+    # what Python would import if the project's folder were not the first place
     places = [place for place in sys.path if Path(place).resolve() != project]
     spec = importlib.machinery.PathFinder.find_spec("ddpkit", places)
-    if (project / "ddpkit").exists():
-        raise ddpkit.UserError(
-            f"{project / 'ddpkit'} is there already; remove it to copy anew"
-        )
     if not spec or not spec.origin:  # a namespace package has none
-        line = f"{sys.executable} has no other ddpkit installed: pip install it first"
-        raise ddpkit.UserError(f"{line}, as the first line of a requirements.txt says")
+        raise ddpkit.UserError(
+            f"{sys.executable} has no other ddpkit installed: pip install it first, as "
+            "the first line of a requirements.txt says"
+        )
     installed = Path(spec.origin).resolve().parent
-    with files.filling(project / "ddpkit") as partial:
+    with files.filling(target) as partial:
         ignored = shutil.ignore_patterns("__pycache__")
         shutil.copytree(installed, partial, ignore=ignored, dirs_exist_ok=True)
-    done = f"copied {installed} to {project / 'ddpkit'}, which is used from now on"
+    done = f"copied {installed} to {target}, which is used from now on"
     print_line(done, sys.stdout)
 
 
@@ -82,12 +91,12 @@ def main() -> None:
     elif name in ON_CPU:
         importlib.import_module(f"ddpkit.tools.{name}").main()
     else:
-        names = ", ".join((*ON_CPU, *COMMANDS))
+        names = ", ".join(ON_CPU + tuple(COMMANDS))
         raise ddpkit.UserError(f"python -m ddpkit {name}: use one of {names}")
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] and sys.argv[1] in ON_CPU:
-        os.environ[environment.GPUS] = ""
+    if sys.argv[1:] and sys.argv[1] in ON_CPU:
+        os.environ[environment.GPUS] = ""  # before torch looks for them
     ddpkit.prepare()
     ddpkit.start(main)

@@ -13,7 +13,6 @@ from typing import TextIO
 from ddpkit.ranks.protocol import MISTAKE
 
 CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029]")  # such as the end of a line
-CODE = re.compile(r"\s*\[(\w+\.\w+)\]\s*$")
 
 
 class LineError(Exception):
@@ -24,17 +23,18 @@ class LineError(Exception):
     """
 
     def __init__(self, line: str, code: str = "") -> None:
-        # From a loader worker it arrives as the text of a traceback, which ends with
-        # what the error there had printed.
-        heading = rf"\n(?:\w+\.)*{type(self).__name__}: "
-        *_, said = re.split(heading, line)
-        found = CODE.search(said)
-        if found and said != line:
-            line, code = said[: found.start()], found[1]
-        caller = sys._getframe(1).f_code
-        own = f"{Path(caller.co_filename).stem}.{caller.co_name.strip('_<>')}"
-        self.line, self.code = line.strip(), code or own
-        # with which it is made anew in another process
+        # torch makes an error of a loader worker anew, from the text of its traceback
+        # alone, which ends with what `__str__` has returned there.
+        ending = rf".*\n(?:\w+\.)*{type(self).__name__}: (.*?)\s*\[(\w+\.\w+)\]\s*"
+        in_worker = re.fullmatch(ending, line, re.DOTALL)
+        if in_worker:
+            line, code = in_worker.groups()
+        if not code:
+            caller = sys._getframe(1).f_code
+            code = f"{Path(caller.co_filename).stem}.{caller.co_name.strip('_<>')}"
+        self.line = line.strip()
+        self.code = code
+        # with which pickle makes it anew in another process
         super().__init__(self.line, self.code)
 
     def __str__(self) -> str:
@@ -77,9 +77,10 @@ def print_line(line: str, stream: TextIO | None) -> None:
     The terminal or the reader of the pipe may have gone, the disk of a log may be full, and a
     stream may be closed, None or of another encoding.
     """
-    if stream is None:
+    if stream is None:  # as under pythonw
         return
     with contextlib.suppress(Exception):
+        # a stand-in for a stream may have none
         encoding = getattr(stream, "encoding", None) or "utf-8"
         text = line.encode(encoding, "backslashreplace").decode(encoding)
         # at once, so that the lines of several ranks do not mix
@@ -93,6 +94,7 @@ def guard_streams() -> None:
         try:
             os.fstat(number)
         except OSError:  # the next file would get the number, and what C++ prints
+            # the lowest number that is free, so this one
             os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
     atexit.register(drop_unprinted)
 
@@ -108,18 +110,23 @@ def drop_unprinted() -> None:
 
 def no_torch() -> str:
     """Return what to do if this Python has no torch, otherwise nothing."""
-    remedy = "activate the environment that has it, or set PYTHON to its interpreter"
-    line = f'{sys.executable} has no torch: {remedy} (VS Code: "Python: Select Interpreter")'
-    return "" if importlib.util.find_spec("torch") else line
+    if importlib.util.find_spec("torch"):  # without the seconds of importing it
+        return ""
+    return (
+        f"{sys.executable} has no torch: activate the environment that has it, or set "
+        'PYTHON to its interpreter (VS Code: "Python: Select Interpreter")'
+    )
 
 
 def need_torch() -> None:
     """Exit with that line, and the status of a mistake."""
-    if line := no_torch():
+    line = no_torch()
+    if line:
         print_error(line)
         sys.exit(MISTAKE)
 
 
 def shorten(names: Sequence[str]) -> str:
     """Return the first four of `names`, and dots if there are more."""
-    return ", ".join(names[:4]) + (", ..." if len(names) > 4 else "")
+    listed = ", ".join(names[:4])
+    return f"{listed}, ..." if len(names) > 4 else listed

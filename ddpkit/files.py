@@ -17,15 +17,15 @@ from ddpkit.errors import DiskError, LineError, UserError
 
 T = TypeVar("T")
 
+# Errors that pass. Not every system has all of them.
 NAMES = """EIO ESTALE ETIMEDOUT EREMOTEIO ENOTCONN ESHUTDOWN EHOSTDOWN EHOSTUNREACH ENETDOWN
     ENETUNREACH ECONNRESET ECONNREFUSED ENOLINK"""
-# errors that pass
 OF_NETWORK_DISKS = {getattr(errno, name, -1) for name in NAMES.split()}
+# Errors after which the file may be whole.
 WANTS = """EMFILE ENFILE ENOMEM ENOBUFS EINTR EAGAIN EBUSY ETXTBSY EDEADLK ENOLCK"""
-# the file may be whole
 OF_THIS_MOMENT = {getattr(errno, name, -1) for name in WANTS.split()}
 WAITS = (1, 4)  # seconds between tries
-# where a spreadsheet would compute
+# The place before what a spreadsheet would compute, also after the ; in some tables.
 FORMULA = re.compile(r"(?:^|(?<=;))(?='*[=+\-@\t\r])")
 # The handle of each lock that this process holds, by its file's device and inode.
 _locks: dict[tuple[int, int], int] = {}
@@ -38,30 +38,30 @@ def failure(path: Path | str, error: OSError, verb: str = "written") -> LineErro
         return DiskError(f"{path}: the disk does not answer ({reason})")
     if error.errno in OF_THIS_MOMENT:
         return DiskError(f"{path}: cannot be {verb} at this moment ({reason})")
-    # where a folder should be
+    # where a folder should be: mkdir says no more than that something is there
     if isinstance(error, FileExistsError) and error.filename:
         place = error.filename
-        is_link = os.path.islink(place)
-        reason = (
-            f"{place} links to {os.readlink(place)}, which is not there"
-            if is_link
-            else reason
-        )
+        if os.path.islink(place):
+            target = os.readlink(place)
+            return UserError(
+                f"{path}: cannot be {verb} ({place} links to {target}, which is not there)"
+            )
     return UserError(f"{path}: cannot be {verb} ({reason})")
 
 
 def retried(path: Path | str, function: Callable[..., T], *args: object) -> T:
     """Return `function(*args)`; if a network disk still does not answer, raise a DiskError."""
-    for seconds in (*WAITS, None):
+    tries = 0
+    while True:
         try:
             return function(*args)
         except OSError as error:
             if error.errno not in OF_NETWORK_DISKS:
                 raise
-            if seconds is None:
+            if tries == len(WAITS):
                 raise failure(path, error) from None
-            time.sleep(seconds)
-    raise AssertionError
+        time.sleep(WAITS[tries])
+        tries += 1
 
 
 def read(path: Path | str) -> bytes:
@@ -89,6 +89,7 @@ def writing(path: Path, parents: bool = False) -> Iterator[Path]:
             # that is what is written.
             own = Path(f"/proc/self/fd/{file.fileno()}")
             yield own if own.exists() else part
+            # before the rename, or a crash could leave a name without the content
             os.fsync(file.fileno())
             if not os.path.samestat(os.fstat(file.fileno()), os.lstat(part)):
                 raise OSError(None, f"another process has replaced {part.name}")
@@ -121,10 +122,10 @@ def table(path: Path, columns: Sequence[str]) -> Iterator[Callable[[Sequence], o
 
             def write(row: Sequence) -> None:
                 if len(row) != len(columns):
-                    line = (
-                        f"{path}: a row of {len(row)} values for {len(columns)} columns"
+                    raise UserError(
+                        f"{path}: a row of {len(row)} values for {len(columns)} "
+                        "columns: write one for each"
                     )
-                    raise UserError(f"{line}: write one for each")
                 writer.writerow(map(as_text, row))
 
             write(columns)
@@ -132,9 +133,10 @@ def table(path: Path, columns: Sequence[str]) -> Iterator[Callable[[Sequence], o
             yield write
             is_empty = file.tell() == header
         if is_empty:
-            return partial.unlink()
-        sync(partial)
-        os.replace(partial, path)
+            partial.unlink()
+        else:
+            sync(partial)
+            os.replace(partial, path)
     except OSError as error:
         raise failure(path, error) from None
 
@@ -144,10 +146,12 @@ def as_text(cell: object) -> object:
 
     Numbers stay. To read it back, remove a ' before any of these: = + - @ tab, or another '.
     """
-    with contextlib.suppress(ValueError):
-        float(str(cell))
+    if not isinstance(cell, str):
         return cell
-    return FORMULA.sub("'", cell) if isinstance(cell, str) else cell
+    with contextlib.suppress(ValueError):
+        float(cell)
+        return cell  # such as "-1"
+    return FORMULA.sub("'", cell)
 
 
 def sync(path: Path) -> None:
@@ -198,19 +202,18 @@ def _open_lock(path: Path) -> int:
     """
     if path.is_symlink():
         path.unlink()
+    safely = os.O_NOFOLLOW | os.O_NONBLOCK  # not a link, nor a pipe that waits
     try:
-        handle = os.open(
-            path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600
-        )
+        handle = os.open(path, os.O_RDWR | os.O_CREAT | safely, 0o600)
     except PermissionError:
         if not path.exists():
             raise
         try:  # of a colleague with a umask of 022; flock needs no more
-            return os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+            return os.open(path, os.O_RDONLY | safely)
         except PermissionError:
-            line = f"{path} is of user {path.stat().st_uid}, who keeps it closed"
             raise UserError(
-                f"{line}: remove it unless a run of theirs is at work there"
+                f"{path} is of user {path.stat().st_uid}, who keeps it closed: remove "
+                "it unless a run of theirs is at work there"
             ) from None
     folder = path.parent.stat()
     mode = 0o600 | 3 * (folder.st_mode & 0o022)  # "rw" for those that have "w" there
@@ -236,15 +239,15 @@ if hasattr(os, "register_at_fork"):
 @contextlib.contextmanager
 def filling(folder: Path) -> Iterator[Path]:
     """Give the block an empty folder to fill, then rename it to `folder`, unless there is one."""
-    partial = folder.with_name(
-        f"{folder.name}.partial-{socket.gethostname()}-{os.getpid()}"
-    )
+    # Of each process its own, because several may begin at once.
+    here = f"{socket.gethostname()}-{os.getpid()}"
+    partial = folder.with_name(f"{folder.name}.partial-{here}")
     try:
         partial.mkdir(parents=True)
         yield partial
         partial.rename(folder)
     except OSError as error:
-        if not folder.is_dir():
+        if not folder.is_dir():  # else another process was first
             raise failure(folder, error) from None
     finally:
         shutil.rmtree(partial, ignore_errors=True)

@@ -37,7 +37,7 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from ddpkit.errors import UserError, guard_streams, no_torch, print_error, print_line
 from ddpkit.ranks import environment, process, protocol
@@ -56,54 +56,59 @@ class Ranks:
     def __init__(self, nodes: Nodes) -> None:
         self.nodes = nodes
         self.running: list[subprocess.Popen] = []
-        self.first, self.first_at = 0, 0.0  # the signal that came first, and when
+        self.first = 0  # the signal that came first
+        self.first_at = 0.0
         self.sent: set[int] = set()
         # with its number a file that a rank removes if it says why it ends
         self.silent = ""
         self.kill_at = math.inf
-        for signum in protocol.STOP_SIGNALS:
+        handlers: dict[int, Callable[[int, object], None]] = dict.fromkeys(
+            protocol.STOP_SIGNALS, self.on_signal
+        )
+        if hasattr(signal, "SIGTSTP"):  # not on Windows
+            handlers[signal.SIGTSTP] = self.suspend
+        for signum, handler in handlers.items():
             if signal.getsignal(signum) != signal.SIG_IGN:  # as under nohup
-                signal.signal(signum, self.on_signal)
-        if (
-            hasattr(signal, "SIGTSTP")
-            and signal.getsignal(signal.SIGTSTP) != signal.SIG_IGN
-        ):
-            signal.signal(signal.SIGTSTP, self.suspend)
+                signal.signal(signum, handler)
 
     def start(self, words: Sequence[str], store: str) -> None:
         """Start a Python with `words` for each rank; those of one node meet in the file `store`."""
         nodes = self.nodes
-        env = os.environ | {protocol.LAUNCHER: str(os.getpid())}
-        env.pop("PYTHONSAFEPATH", None)  # or main.py would not find the files beside it
-        env |= {"MASTER_ADDR": nodes.host, "MASTER_PORT": str(nodes.port)}
-        env |= {
+        env = os.environ | {
+            protocol.LAUNCHER: str(os.getpid()),
+            "MASTER_ADDR": nodes.host,
+            "MASTER_PORT": str(nodes.port),
             "LOCAL_WORLD_SIZE": str(nodes.ranks),
             "WORLD_SIZE": str(nodes.count * nodes.ranks),
         }
+        env.pop("PYTHONSAFEPATH", None)  # or main.py would not find the files beside it
         if nodes.count == 1:
             env[protocol.STORE] = store
-        self.running, self.kill_at = [], math.inf
+        self.running = []
+        self.kill_at = math.inf
         self.silent = f"{store}-silent-"
         for local_rank in range(nodes.ranks):
             env["LOCAL_RANK"] = str(local_rank)
             env["RANK"] = str(nodes.number * nodes.ranks + local_rank)
             env[protocol.SILENT] = f"{self.silent}{local_rank}"
             command = [sys.executable, "-u", *words]
+            # a session of its own, so that Ctrl-C comes from here alone
             with process.holding_signals({signal.SIGINT}):  # until it can be quiet
-                self.running.append(
-                    subprocess.Popen(command, env=env, start_new_session=True)
-                )
-        if self.first:
+                rank = subprocess.Popen(command, env=env, start_new_session=True)
+                self.running.append(rank)
+        if self.first:  # it came before all were there
             self.send(self.first)
 
     def on_signal(self, signum: int, _: object) -> None:
         now = time.monotonic()
+        # a terminal and a scheduler may both send the same one
         is_new = now > self.first_at + protocol.DUPLICATE_SECONDS
         if not self.first:
-            self.first, self.first_at = signum, now
+            self.first = signum
+            self.first_at = now
             self.kill_at = now + protocol.STOP_SECONDS
         elif signum == self.first == signal.SIGINT and is_new:
-            # a rank may be held
+            # Ctrl-C again: a rank may be held
             self.kill_at = min(self.kill_at, now + protocol.END_SECONDS)
         self.send(signum)
 
@@ -124,37 +129,47 @@ class Ranks:
         self.pass_on(signal.SIGCONT)
 
     def pass_on(self, signum: int, to_group: bool = True) -> None:
+        kill = os.killpg if to_group else os.kill
         for rank in self.running:
+            # one that has been waited for: its number may be another process's
             if rank.returncode is None:
-                # it has ended
+                # raised if it has ended
                 with contextlib.suppress(ProcessLookupError, PermissionError):
-                    (os.killpg if to_group else os.kill)(rank.pid, signum)
+                    kill(rank.pid, signum)
 
     def wait(self) -> int:
         """Return the exit status of the rank that failed first, or 0, once all have ended."""
         failed: tuple[int, int] | None = None
-        while None in (statuses := [rank.poll() for rank in self.running]):
+        statuses = self.poll()
+        while None in statuses:
             if any(statuses) and not failed:
-                failed = find_first([rank.poll() for rank in self.running])
-                self.kill_at = min(
-                    self.kill_at, time.monotonic() + protocol.NOTICE_SECONDS
-                )
+                # asked again: a mistake of another rank may have come to light since
+                failed = find_first(self.poll())
+                notice = time.monotonic() + protocol.NOTICE_SECONDS
+                self.kill_at = min(self.kill_at, notice)
                 self.send(signal.SIGTERM)
             if time.monotonic() > self.kill_at:
                 self.kill_at = math.inf
                 self.send(signal.SIGKILL)
                 if self.first:
                     name = signal.Signals(self.first).name
-                    seconds = f"{time.monotonic() - self.first_at:.0f} s"
+                    seconds = time.monotonic() - self.first_at
                     print_error(
-                        f"the ranks had not ended {seconds} after {name} and were killed"
+                        f"the ranks had not ended {seconds:.0f} s after {name} and were "
+                        "killed"
                     )
             time.sleep(POLL)
-        return self.explain(*(failed or find_first(statuses)))
+            statuses = self.poll()
+        local_rank, status = failed or find_first(statuses)
+        return self.explain(local_rank, status)
+
+    def poll(self) -> list[int | None]:
+        """Return the exit status of each rank, None while it runs."""
+        return [rank.poll() for rank in self.running]
 
     def explain(self, local_rank: int, status: int) -> int:
         """Return the exit status for that of a rank; name one that a signal has ended."""
-        if self.first and -status in self.sent:
+        if self.first and -status in self.sent:  # it has ended as it was told to
             return 128 + self.first
         place = f" on {environment.node()}" if self.nodes.count > 1 else ""
         number = self.nodes.number * self.nodes.ranks + local_rank
@@ -171,9 +186,10 @@ class Ranks:
 def find_first(statuses: Sequence[int | None]) -> tuple[int, int]:
     """Return (rank, status) of the rank that made the others fail; (0, 0) if none has failed."""
 
-    # a mistake, then one that crashed
-    def order(each: tuple[int, int]) -> tuple[bool, bool]:
-        return each[1] != protocol.MISTAKE, each[1] > 0 or each[1] == -signal.SIGTERM
+    def order(found: tuple[int, int]) -> tuple[bool, bool]:
+        # a mistake, then one that a signal has ended, then the others: they missed it
+        _, status = found
+        return status != protocol.MISTAKE, status > 0 or status == -signal.SIGTERM
 
     failed = [(rank, status) for rank, status in enumerate(statuses) if status]
     return min(failed, key=order, default=(0, 0))
@@ -187,7 +203,8 @@ def main() -> int:
         return 0
     process.be_quiet()
     try:
-        if line := no_torch():
+        line = no_torch()
+        if line:
             raise UserError(line)
         nodes = environment.read_nodes()
     except UserError as error:
@@ -198,19 +215,19 @@ def main() -> int:
         os.environ.update({"OMP_NUM_THREADS": "1", protocol.THREADS: "auto"})
     os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")  # as torchrun does
     os.environ.setdefault(protocol.LAUNCH_ID, uuid.uuid4().hex)
-    folder = process.project()
-    words = [str(folder / "main.py"), *words]
+    script = str(process.project() / "main.py")
     if nodes.number == 0:
         print_line(f"starting {nodes.count * nodes.ranks} rank(s) ...", sys.stdout)
-    ranks, restarts = Ranks(nodes), nodes.restarts
-    with tempfile.TemporaryDirectory(
-        prefix="ddp-", ignore_cleanup_errors=True
-    ) as private:
+    ranks = Ranks(nodes)
+    restarts = nodes.restarts
+    private = tempfile.TemporaryDirectory(prefix="ddp-", ignore_cleanup_errors=True)
+    with private as folder:
         while True:
-            ranks.start(words, f"{private}/{uuid.uuid4().hex}")
+            # each time another file: what is in the last one is of ranks that are gone
+            ranks.start([script, *words], f"{folder}/{uuid.uuid4().hex}")
             status = ranks.wait()
             if status in protocol.FINAL or not restarts or ranks.first:
-                process.ignore_signals()
+                process.ignore_signals()  # while the folder is removed
                 return status
             restarts -= 1
             print_line(f"restarting; MAX_RESTARTS is {restarts} now", sys.stderr)

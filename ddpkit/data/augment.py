@@ -36,14 +36,14 @@ class Crop:
         raise NotImplementedError
 
     def __call__(self, image: Any, *masks: Any) -> Tensor | tuple[Tensor, ...]:
-        image, *others = _lazy(image), *(_lazy(mask, is_mask=True) for mask in masks)
-        box, size = self.place(image.height, image.width), (self.size, self.size)
-        pixels = image.read(box, size)
-        if not others:
-            return pixels
-        return pixels, *(
-            tv_tensors.Mask(mask.read(box, size, self.mask_fill)) for mask in others
-        )
+        image = _lazy(image)
+        box = self.place(image.height, image.width)
+        size = (self.size, self.size)
+        found = [image.read(box, size)]
+        for mask in masks:
+            part = _lazy(mask, is_mask=True).read(box, size, self.mask_fill)
+            found.append(tv_tensors.Mask(part))
+        return tuple(found) if masks else found[0]
 
 
 class RandomResizedCrop(Crop):
@@ -62,7 +62,8 @@ class RandomResizedCrop(Crop):
         ratio: tuple[float, float] = (3 / 4, 4 / 3),
     ) -> None:
         super().__init__(size)
-        self.scale, self.ratio = scale, ratio
+        self.scale = scale
+        self.ratio = ratio
 
     def place(self, height: int, width: int) -> Box:
         low, high = self.scale
@@ -70,19 +71,16 @@ class RandomResizedCrop(Crop):
         for _ in range(TRIES):
             share, shape, down, right = torch.rand(4).tolist()
             area = height * width * (low + share * (high - low))
-            aspect = narrow * (wide / narrow) ** shape
-            rows, columns = (
-                round(math.sqrt(area / aspect)),
-                round(math.sqrt(area * aspect)),
-            )
+            aspect = narrow * (wide / narrow) ** shape  # its logarithm is uniform
+            rows = round(math.sqrt(area / aspect))
+            columns = round(math.sqrt(area * aspect))
             if 0 < rows <= height and 0 < columns <= width:
                 top = int(down * (height - rows + 1))
                 left = int(right * (width - columns + 1))
                 return top, left, rows, columns
-        rows, columns = (
-            min(height, round(width / narrow)),
-            min(width, round(height * wide)),
-        )
+        # the largest part in the middle that `ratio` allows
+        rows = min(height, round(width / narrow))
+        columns = min(width, round(height * wide))
         return (height - rows) // 2, (width - columns) // 2, rows, columns
 
 
@@ -100,7 +98,8 @@ class RandomScaleCrop(Crop):
         self, size: int, scale: tuple[float, float] = (0.5, 2.0), mask_fill: int = 0
     ) -> None:
         super().__init__(size)
-        self.scale, self.mask_fill = scale, mask_fill
+        self.scale = scale
+        self.mask_fill = mask_fill
 
     def place(self, height: int, width: int) -> Box:
         low, high = self.scale
@@ -108,6 +107,7 @@ class RandomScaleCrop(Crop):
         side = round(self.size / (low * (high / low) ** power))
 
         def begin(length: int, share: float) -> int:
+            # anywhere within a larger image; around a smaller one
             return min(0, length - side) + int(share * (abs(length - side) + 1))
 
         return begin(height, down), begin(width, right), side, side
@@ -135,13 +135,16 @@ def _lazy(part: Any, is_mask: bool = False) -> LazyImage:
         return part
     if is_mask:
         numbers = np.asarray(part).squeeze()
-        if numbers.dtype != np.uint8 and (numbers.min() < 0 or numbers.max() > 255):
-            line = f"a mask of {numbers.dtype} has numbers from {numbers.min()} to {numbers.max()}"
-            raise UserError(
-                f"{line}: use class numbers from 0, and 255 where there is no label"
-            )
+        if numbers.dtype != np.uint8:
+            low = numbers.min()
+            high = numbers.max()
+            if low < 0 or high > 255:
+                raise UserError(
+                    f"a mask of {numbers.dtype} has numbers from {low} to {high}: use "
+                    "class numbers from 0, and 255 where there is no label"
+                )
         return LazyImage.of(numbers.astype(np.uint8, copy=False))
-    pixels = as_tensor(part, is_image=True)
+    pixels = as_tensor(part, is_image=True)  # (C, H, W)
     return LazyImage.of(pixels.movedim(0, -1).numpy())
 
 
@@ -159,12 +162,14 @@ def parse_augment(
 
         augment = ddpkit.parse_augment({"vflip": v2.RandomVerticalFlip()}, args.augment, None)
     """
-    names = [name for name in text.split(",") if name and name not in others]
-    for name in names:
+    found = []
+    for name in text.split(","):
+        if not name or name in others:
+            continue
         if name not in table:
-            raise UserError(
-                f"--augment {name}: is none of {', '.join([*table, *others])}"
-            )
+            known = ", ".join([*table, *others])
+            raise UserError(f"--augment {name}: is none of {known}")
         if isinstance(table[name], OF_COLORS) and channels not in (None, 1, 3):
             raise UserError(f"--augment {name}: takes 1 or 3 channels, not {channels}")
-    return [table[name] for name in names]
+        found.append(table[name])
+    return found

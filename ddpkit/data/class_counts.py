@@ -27,11 +27,13 @@ def count_pixels(
     read: Callable[[int], np.ndarray], total: int, has_to_read_all: bool
 ) -> tuple[np.ndarray, int]:
     """Count each class number's pixels, int64 (256,), in some of `total` masks; how many masks."""
-    found, order = np.zeros(256, np.int64), np.random.default_rng(0).permutation(total)
+    found = np.zeros(256, np.int64)
+    order = np.random.default_rng(0).permutation(total)
     with ThreadPoolExecutor(THREADS) as pool:
         for start in range(0, total, CHUNK):
             chunk = order[start : start + CHUNK].tolist()
-            found += sum(pool.map(lambda index: histogram(read(index)), chunk))
+            for counts in pool.map(lambda index: histogram(read(index)), chunk):
+                found += counts
             if found.sum() > MOST_PIXELS and not has_to_read_all:
                 return found, start + len(chunk)
     return found, total
@@ -41,25 +43,27 @@ def say_images(
     classes: Sequence[str], train: Sequence[int], val: Sequence[int]
 ) -> None:
     """Print how many images each class has, by the samples' labels; warn of classes without any."""
-    counts = [np.bincount(labels, minlength=len(classes)) for labels in (train, val)]
-    texts = [f"{n} ({other})" for n, other in zip(*counts, strict=True)]
+    counts = np.bincount(train, minlength=len(classes))
+    others = np.bincount(val, minlength=len(classes))
+    texts = [f"{n} ({other})" for n, other in zip(counts, others, strict=True)]
     say_line("images for training (validation)", classes, texts)
-    warn(classes, counts[0], "none of the training images")
-    warn(classes, counts[1], "none of the validation images")
+    warn(classes, counts, "none of the training images")
+    warn(classes, others, "none of the validation images")
 
 
 def say_line(title: str, classes: Sequence[str], texts: Sequence[str]) -> None:
-    listed = [
-        f"{name}{':' * name.isdecimal()} {texts[n]}" for n, name in enumerate(classes)
-    ]
-    more = ", ..." * (len(listed) > MOST_NAMED)
-    distributed.say(f"classes, {title}: {', '.join(listed[:MOST_NAMED])}{more}")
+    listed = []
+    for name, text in zip(classes[:MOST_NAMED], texts, strict=False):
+        mark = ":" if name.isdecimal() else ""  # or "3 20" would be two numbers
+        listed.append(f"{name}{mark} {text}")
+    if len(classes) > MOST_NAMED:
+        listed.append("...")
+    distributed.say(f"classes, {title}: {', '.join(listed)}")
 
 
 def warn(classes: Sequence[str], counts: np.ndarray, where: str) -> None:
-    if lacking := [
-        name for name, count in zip(classes, counts, strict=True) if not count
-    ]:
+    lacking = [name for name, count in zip(classes, counts, strict=True) if not count]
+    if lacking:
         some = f"{len(lacking)} of {len(classes)} classes"
         distributed.say(f"warning: {some} in {where}: {shorten(lacking)}")
 
@@ -75,26 +79,36 @@ def count_classes(dataset: MapDataset, classes: Sequence[str]) -> np.ndarray:
         for each, at in samples.places(dataset, index):  # a Subset has its data set's
             if hasattr(each, "count_labels"):
                 return each.count_labels(at)
-        line = "has no count_labels, which --class-weights auto needs"
+        # the innermost one, which the person has written
         raise UserError(
-            f"{type(each).__name__} {line}: index -> how often, by class number"
+            f"{type(each).__name__} has no count_labels, which --class-weights auto "
+            "needs: index -> how often, by class number"
         )
 
-    def count(some: Sequence[int]) -> list[tuple]:
-        return [
-            (index, *pair) for index in some for pair in count_labels(index).items()
-        ]
+    def count(some: Sequence[int]) -> list[tuple[int, int, int]]:
+        rows = []
+        for index in some:
+            for label, times in count_labels(index).items():
+                rows.append((index, label, times))
+        return rows
 
     mine = range(distributed.rank(), len(dataset), distributed.world_size())
+    # By chunks, because to hand a task to a thread may take longer than the task.
+    chunks = [mine[start : start + CHUNK] for start in range(0, len(mine), CHUNK)]
+    found = []
     with ThreadPoolExecutor(THREADS) as pool:
-        chunks = (mine[start : start + CHUNK] for start in range(0, len(mine), CHUNK))
-        found = [row for rows in pool.map(count, chunks) for row in rows]
+        for some in pool.map(count, chunks):
+            found += some
     own = np.array(found, np.int64).reshape(-1, 3)
     rows = np.concatenate(distributed.gather_objects(own))
+    # the same order on any number of ranks
     rows = rows[np.lexsort((rows[:, 1], rows[:, 0]))]
-    for sample, label, _ in rows[(rows[:, 1] < 0) | (rows[:, 1] >= len(classes))]:
-        line = f"{samples.name(dataset, sample)}: label {label}"
-        raise UserError(f"{line}, not 0 to {len(classes) - 1}")
+    labels = rows[:, 1]
+    for sample, label, _ in rows[(labels < 0) | (labels >= len(classes))]:
+        raise UserError(
+            f"{samples.name(dataset, sample)}: label {label}, not 0 to "
+            f"{len(classes) - 1}"
+        )
     if not len(rows):
         raise UserError("no training sample has a label")
     return rows
@@ -117,11 +131,13 @@ def class_weights(
         return None
     if not isinstance(given, str):
         if len(given) != len(classes):
-            found = f"{len(given)} numbers, but the data has {len(classes)} classes"
-            raise UserError(f"--class-weights: {found}")
+            raise UserError(
+                f"--class-weights: {len(given)} numbers, but the data has {len(classes)} "
+                "classes"
+            )
         return torch.tensor(given, dtype=torch.float32)
     rows = count_classes(dataset, classes)
-    totals = np.bincount(rows[:, 1], rows[:, 2], len(classes))
+    totals = np.bincount(rows[:, 1], weights=rows[:, 2], minlength=len(classes))
     weights = totals.sum() / np.count_nonzero(totals) / np.maximum(totals, 1)
     weights[totals == 0] = 1
     warn(classes, totals, "none of the training samples (weight 1)")

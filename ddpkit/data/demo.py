@@ -19,7 +19,8 @@ from ddpkit.errors import print_line
 from ddpkit.ranks import process
 
 PATTERNS = ("bricks", "checks", "dots", "rings", "stripes", "waves")
-PATTERN_SIDE, CRACK_SIDE = 80, 64  # pixels; all images are square
+PATTERN_SIDE = 80  # pixels; all images are square
+CRACK_SIDE = 64
 
 
 def demo_classes(folder: Path | None = None, train: int = 1680, val: int = 360) -> Path:
@@ -71,7 +72,7 @@ def _draw(
         return folder
     with files.filling(folder) as partial:
         print_line(f"drawing the demo set in {os.path.relpath(folder)} ...", sys.stdout)
-        for part, count in ("train", train), ("val", val):
+        for part, count in {"train": train, "val": val}.items():
             (partial / part).mkdir()
             for number in range(count):
                 save(partial / part, number, random.Random(f"{part} {number}"))
@@ -81,8 +82,11 @@ def _draw(
 def draw_pattern(name: str, rng: random.Random) -> Image.Image:
     """Return one RGB image of the class `name`."""
     noise = np.random.default_rng(rng.getrandbits(32))
+    # -1 to 1 from top to bottom, and from left to right
     rows, columns = np.mgrid[-1 : 1 : PATTERN_SIDE * 1j, -1 : 1 : PATTERN_SIDE * 1j]
-    turn, scale = rng.uniform(0, 2 * math.pi), rng.uniform(8, 16)
+    # coordinates of the pattern: turned, scaled and moved
+    turn = rng.uniform(0, 2 * math.pi)
+    scale = rng.uniform(8, 16)
     u = scale * (math.cos(turn) * columns + math.sin(turn) * rows) + rng.uniform(0, 9)
     v = scale * (math.cos(turn) * rows - math.sin(turn) * columns) + rng.uniform(0, 9)
 
@@ -90,9 +94,8 @@ def draw_pattern(name: str, rng: random.Random) -> Image.Image:
     contrast = rng.uniform(35, 65) * np.array([rng.uniform(0.4, 1.6) for _ in range(3)])
     pixels = ground + contrast * pattern(name, u, v)[..., None]
     light = 1 + rng.uniform(-0.3, 0.3) * rows + rng.uniform(-0.3, 0.3) * columns
-    pixels = pixels * light[..., None] + noise.normal(
-        0, rng.uniform(5, 25), pixels.shape
-    )
+    grain = noise.normal(0, rng.uniform(5, 25), pixels.shape)
+    pixels = pixels * light[..., None] + grain
     return Image.fromarray(pixels.clip(0, 255).astype(np.uint8))
 
 
@@ -100,6 +103,7 @@ def pattern(name: str, u: np.ndarray, v: np.ndarray) -> np.ndarray:
     """Return the class's pattern, from -1 to 1, at the coordinates `u`, `v` (radians)."""
     if name == "bricks":
         row = np.floor(v / math.pi)
+        # each row is half a brick further than the one before
         joint = (v % math.pi < 0.6) | ((u + row * math.pi) % (2 * math.pi) < 0.6)
         return np.where(joint, 1.0, -1.0)
     if name == "checks":
@@ -113,26 +117,21 @@ def pattern(name: str, u: np.ndarray, v: np.ndarray) -> np.ndarray:
 
 def draw_cracks(rng: random.Random) -> tuple[Image.Image, Image.Image]:
     """Return an RGB image and its mask ("L": class numbers, VOID where a crack ends)."""
-    noise, square = np.random.default_rng(rng.getrandbits(32)), (CRACK_SIDE, CRACK_SIDE)
+    noise = np.random.default_rng(rng.getrandbits(32))
+    square = (CRACK_SIDE, CRACK_SIDE)
     coarse = Image.fromarray(noise.integers(0, 255, (8, 8), dtype=np.uint8))
-    stains = np.asarray(
-        coarse.resize(square, Image.Resampling.BICUBIC), dtype=np.float32
-    )
+    smooth = coarse.resize(square, Image.Resampling.BICUBIC)
+    stains = np.asarray(smooth, dtype=np.float32) - 128
     grain = noise.normal(0, rng.uniform(6, 16), square)
     steps = np.linspace(-1, 1, CRACK_SIDE)
-    light = (
-        rng.uniform(-25, 25) * steps[None, :] + rng.uniform(-25, 25) * steps[:, None]
-    )
-    ground = (
-        rng.uniform(110, 180) + rng.uniform(0.1, 0.3) * (stains - 128) + grain + light
-    )
+    light = rng.uniform(-25, 25) * steps + rng.uniform(-25, 25) * steps[:, None]
+    ground = rng.uniform(110, 180) + rng.uniform(0.1, 0.3) * stains + grain + light
 
     crack = Image.new("L", square)
-    for _ in range(rng.choice((0, 1, 1, 1, 2))):
+    for _ in range(rng.choice((0, 1, 1, 1, 2))):  # some images have none
         draw_crack(ImageDraw.Draw(crack), rng)
-    soft = (
-        np.asarray(crack.filter(ImageFilter.GaussianBlur(0.5)), dtype=np.float32) / 255
-    )
+    blurred = crack.filter(ImageFilter.GaussianBlur(0.5))
+    soft = np.asarray(blurred, dtype=np.float32) / 255
     pixels = ground - rng.uniform(55, 95) * soft
     tint = np.array([rng.uniform(0.9, 1.1) for _ in range(3)])
     image = Image.fromarray((pixels[..., None] * tint).clip(0, 255).astype(np.uint8))
@@ -147,6 +146,7 @@ def draw_cracks(rng: random.Random) -> tuple[Image.Image, Image.Image]:
 
 def draw_crack(pen: ImageDraw.ImageDraw, rng: random.Random) -> None:
     """Draw a line that wanders from one edge across the image, one to three pixels wide."""
+    # from the upper edge downwards, or mirrored: from the left one to the right
     x, y, angle = rng.uniform(0, CRACK_SIDE), 0.0, rng.uniform(0.25, 0.75) * math.pi
     if rng.random() < 0.5:
         x, y, angle = y, x, math.pi / 2 - angle
@@ -157,5 +157,5 @@ def draw_crack(pen: ImageDraw.ImageDraw, rng: random.Random) -> None:
         angle += rng.gauss(0, 0.25)
         length = rng.uniform(2, 5)
         end = x + length * math.cos(angle), y + length * math.sin(angle)
-        pen.line((x, y, *end), fill=255, width=width)
+        pen.line([(x, y), end], fill=255, width=width)
         x, y = end

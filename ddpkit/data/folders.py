@@ -38,16 +38,18 @@ EXTENSIONS = {
 }
 # as are often beside images
 NO_IMAGES = {"", ".csv", ".db", ".ini", ".json", ".txt", ".xml"}
-VAL_NAMES = ("val", "valid", "validation")
+VAL_NAMES = ["val", "valid", "validation"]
 NO_CLASSES = {"train", "training", "test", "testing", "images", "masks", *VAL_NAMES}
-SPLITS = r"train(ing)?[\W_]*\d*", r"(val|valid|validation|test|testing)[\W_]*\d*"
+# Names of folders, such as train_1. Of both kinds in one part, they have been mixed up.
+SPLITS = (r"train(ing)?[\W_]*\d*", r"(val|valid|validation|test|testing)[\W_]*\d*")
 # What systems, disks and network storage make by themselves, in small letters.
 LEFTOVERS = """#recycle|#snapshot|$extend|$recycle.bin|@__thumb|@eadir|@recently-snapshot|@recycle|
     @sharebin|@tmp|@transcode|__macosx|__pycache__|desktop.ini|ehthumbs.db|found.000|lost+found|
     network trash folder|recycler|system volume information|temporary items|
     thevolumesettingsfolder|thumbs.db|~snapshot"""
 LEFT_OUT = {name.strip() for name in LEFTOVERS.split("|")}
-OF_RUNS = (".lock",), ("args.json", "metrics.csv")
+# What a folder has to which a run writes: one of these. Without a run the lock is gone.
+OF_RUNS = ({".lock"}, {"args.json", "metrics.csv"})
 FOLDERS_OF_RUNS = {"epochs", "steps", "eval"}
 OF_PREDICTIONS = {"masks", "overlays", "legend.png"}
 # the paths of images and their masks, or labels; then a group, if there is one
@@ -63,10 +65,13 @@ def walk(folder: Path) -> Iterator[tuple[str, list[str], list[str]]]:
         # os.walk would leave out the folder
         raise files.failure(error.filename, error, "read")
 
-    places = folder.resolve(), folder.absolute().parent.resolve()
-    seen = {str(each) for place in places for each in (place, *place.parents)}
+    # A link to a folder above would go round for ever.
+    seen: set[str] = set()
+    for place in folder.resolve(), folder.absolute().parent.resolve():
+        seen.update(map(str, [place, *place.parents]))
     for parent, inner, names in os.walk(folder, onerror=refuse, followlinks=True):
-        found, inner[:] = sorted(inner), []
+        found = sorted(inner)
+        inner.clear()  # os.walk goes on with what is in this list afterwards
         for name in found:
             real = os.path.realpath(os.path.join(parent, name))
             if real not in seen and not name.startswith(".") and not is_leftover(name):
@@ -100,13 +105,15 @@ def list_images(
     of_kind: dict[str, list[str]] = {}
     has_output = False
     for parent, inner, names in walk(folder):
-        found, made = {*inner, *names}, set[str]()
-        if may_be_output or parent != str(folder):
-            made = found if any(found.issuperset(own) for own in OF_RUNS) else made
-        if found >= OF_PREDICTIONS or (
+        found = set(inner + names)
+        made: set[str] = set()
+        may_be = may_be_output or parent != str(folder)
+        if may_be and is_of_run(found):
+            made = found
+        elif found >= OF_PREDICTIONS or (
             output and os.path.realpath(parent) == str(output)
         ):
-            made = made | (found & OF_PREDICTIONS)
+            made = found & OF_PREDICTIONS
         if made:
             say_skipped("a run or predict.py writes there", parent)
             has_output = True
@@ -115,16 +122,21 @@ def list_images(
             if not name.startswith(".") and name not in made:
                 kind = os.path.splitext(name)[1].lower()
                 of_kind.setdefault(kind, []).append(os.path.join(parent, name))
+    # arrays may be anything, such as embeddings beside the images
     kinds = (EXTENSIONS & of_kind.keys()) or ({".npy"} & of_kind.keys())
-    if not kinds and may_be_output and has_output:
-        return []
     if not kinds:
+        if may_be_output and has_output:
+            return []
         raise UserError(
             f"{folder}: no images in it; expected {', '.join(sorted(EXTENSIONS))}"
         )
     for kind in sorted(of_kind.keys() - kinds - NO_IMAGES):
         say_skipped("their type is not read", kind)
     return sorted(path for kind in kinds for path in of_kind[kind])
+
+
+def is_of_run(names: set[str]) -> bool:
+    return any(names >= own for own in OF_RUNS)
 
 
 def collect(
@@ -137,15 +149,16 @@ def collect(
     found = []
     output = output and output.resolve()
     are_several = len(inputs) > 1  # of which a shell's * may have named some
-    for given in dict.fromkeys(inputs):
-        is_file, place = os.path.isfile(given), Path(given)
+    for given in dict.fromkeys(inputs):  # each once
+        place = Path(given)
         is_written = place.name in OF_PREDICTIONS and place.parent.resolve() == output
         if are_several and (is_written or is_leftover(place.name)):
             continue
-        for path in (
-            [str(given)] if is_file else list_images(place, output, are_several)
-        ):
-            below = os.path.basename(path) if is_file else os.path.relpath(path, given)
+        if os.path.isfile(given):
+            found.append((str(given), os.path.splitext(place.name)[0]))
+            continue
+        for path in list_images(place, output, are_several):
+            below = os.path.relpath(path, given)
             found.append((path, os.path.splitext(below)[0]))
     return found
 
@@ -154,8 +167,11 @@ def by_name(found: Sequence[tuple[str, str]]) -> dict[str, str]:
     """Return {name: path} of (path, name) pairs; a UserError if two share a name."""
     path_of: dict[str, str] = {}
     for path, name in found:
-        if (other := path_of.setdefault(name, path)) is not path:
-            raise UserError(f"{path} and {other} have the same name; rename one")
+        if name in path_of:
+            raise UserError(
+                f"{path} and {path_of[name]} have the same name; rename one"
+            )
+        path_of[name] = path
     return path_of
 
 
@@ -176,24 +192,32 @@ def hold_out(
     Of each class as many, unless samples have groups, of which each stays together, or no class.
     """
     has_groups = any(len(sample) > 2 for sample in samples)
+    # By class, then by group or path: the indices of what stays together.
     units: dict[object, dict[str, list[int]]] = {}
-    for index, (path, label, *group) in enumerate(samples):
+    for index, sample in enumerate(samples):
+        path, label = sample[:2]
         kind = label if isinstance(label, int) and not has_groups else None
-        unit = group[0] if group else os.path.relpath(path, root)
+        unit = sample[2] if len(sample) > 2 else os.path.relpath(path, root)
         units.setdefault(kind, {}).setdefault(unit, []).append(index)
     held = []
     for found in units.values():
-        by_chance = sorted(found, key=lambda unit: zlib.crc32(os.fsencode(unit)))
-        count = max(len(found) > 1, round(0.15 * len(found)))
-        for unit in by_chance[fold[0] - 1 :: fold[1]] if fold else by_chance[:count]:
+        # as if by chance, but the same each time and everywhere
+        order = sorted(found, key=lambda unit: zlib.crc32(os.fsencode(unit)))
+        if fold:
+            number, count = fold
+            taken = order[number - 1 :: count]
+        else:
+            taken = order[: max(len(order) > 1, round(0.15 * len(order)))]
+        for unit in taken:
             held += found[unit]
     return sorted(held)
 
 
 def split(samples: list, root: Path, fold: Fold | None = None) -> tuple[list, list]:
     """Split samples into those for training and those that `hold_out` takes; say so."""
+    # by class and path, in whichever order the list or the folders have them
     samples = sorted(samples, key=lambda s: (s[1] if isinstance(s[1], int) else 0, s))
-    held = {*hold_out(samples, root, fold)}
+    held = hold_out(samples, root, fold)
     place = root / ("val.csv" if (root / "train.csv").is_file() else "val")
     if not 0 < len(held) < len(samples):
         raise UserError(
@@ -201,10 +225,8 @@ def split(samples: list, root: Path, fold: Fold | None = None) -> tuple[list, li
         )
     why = f"--fold {fold[0]}/{fold[1]}" if fold else f"no {place}"
     distributed.say(f"{why}: {len(held)} of {len(samples)} images used for validation")
-    train, val = (
-        [s for i, s in enumerate(samples) if (i in held) == each] for each in (0, 1)
-    )
-    return train, val
+    others = set(range(len(samples))) - set(held)
+    return [samples[i] for i in sorted(others)], [samples[i] for i in held]
 
 
 def find_train(root: Path, has_masks: bool) -> Path:
@@ -213,8 +235,11 @@ def find_train(root: Path, has_masks: bool) -> Path:
     if train.is_dir():
         return train
     names = {name.lower() for name in class_folders(root)}
-    are_classes = len(names) > 1 and not names & NO_CLASSES
-    if not ({"images", "masks"} <= names if has_masks else are_classes):
+    if has_masks:
+        is_train = names >= {"images", "masks"}
+    else:
+        is_train = len(names) > 1 and not names & NO_CLASSES
+    if not is_train:
         raise UserError(
             f"{train}: no such folder; README.md describes the expected folders"
         )
@@ -230,27 +255,29 @@ def find_parts(
     fold: Fold | None = None,
 ) -> tuple[Pairs, Pairs | None]:
     """Return the pairs for training and for `part`, None to `split`; of lists, else of folders."""
-    place, test = root / "train.csv", root / "test"
-    ending = ".csv" if place.is_file() else ""
-    if ending:
-        columns = ("image", "mask") if has_masks else ("file", "label")
+    place = root / "train.csv"
+    ending = ""
+    if place.is_file():
+        ending = ".csv"
+        columns = ["image", "mask"] if has_masks else ["file", "label"]
         read = functools.partial(read_list, columns=columns, count=1 + has_masks)
     else:
         place = find_train(root, has_masks)
-    held = test.with_suffix(ending) if part == "test" else find_val(root, ending)
-    if part == "test" and not held.exists():
-        raise UserError(f"{held}: not found; --eval-only test needs it")
+    if part == "test":
+        held = root / f"test{ending}"
+        if not held.exists():
+            raise UserError(f"{held}: not found; --eval-only test needs it")
+    else:
+        held = find_val(root, ending)
     is_held_out = not held.exists() or (fold and part == "val")
     return read(place), None if is_held_out else read(held)
 
 
 def numbers(label: int | str) -> list[int]:
     """Return the numbers of a sample's classes: one, or those in a text such as "0;2"."""
-    return (
-        [label]
-        if isinstance(label, int)
-        else [*map(int, filter(None, label.split(SEPARATOR)))]
-    )
+    if isinstance(label, int):
+        return [label]
+    return [int(number) for number in label.split(SEPARATOR) if number]
 
 
 def find_labelled(
@@ -260,48 +287,57 @@ def find_labelled(
 
     If any label in the lists has a SEPARATOR, images have several labels, or none.
     """
-    named = find_parts(root, False, read_class_folders, part, fold)
-    is_list = (root / "train.csv").is_file()
-    several = is_list and any(SEPARATOR in text for _, text, *_ in named[0])
-
-    def labels(text: str) -> list[str]:
-        parts = text.split(SEPARATOR) if several else [text]
-        return [each.strip() for each in parts if each.strip()]
-
-    names = {name for _, text, *_ in named[0] for name in labels(text)}
+    train, val = find_parts(root, False, read_class_folders, part, fold)
+    is_list = (root / "train.csv").is_file()  # the name of a folder is one class
+    several = is_list and any(SEPARATOR in sample[1] for sample in train)
+    names = names_in(train, several)
     are_numbers = all(name.isdecimal() for name in names)
     classes = sorted(names, key=lambda name: (int(name) if are_numbers else 0, name))
     if len(classes) < 2:
         raise UserError(
             f"{root}: {len(classes)} class(es) for training; at least two are needed"
         )
-    if unknown := {name for _, text, *_ in named[1] or () for name in labels(text)} - {
-        *classes
-    }:
-        line = f"{root}: class {min(unknown)} of validation is not in the training set"
-        raise UserError(line + hint_at_forms(min(unknown), classes))
-    number_of = {name: number for number, name in enumerate(classes)}
-
-    def number(text: str) -> int | str:
-        found = sorted({number_of[name] for name in labels(text)})
-        return SEPARATOR.join(map(str, found)) if several else found[0]
-
-    train, val = (
-        sorted(
-            ((path, number(text), *more) for path, text, *more in some or ()),
-            key=itemgetter(1),
+    unknown = min(names_in(val or [], several) - names, default=None)
+    if unknown is not None:
+        form = hint_at_forms(unknown, classes)
+        raise UserError(
+            f"{root}: class {unknown} of validation is not in the training set{form}"
         )
-        for some in named
-    )
-    return *(split(train, root, fold) if named[1] is None else (train, val)), classes
+    train = with_numbers(train, classes, several)
+    if val is None:
+        train, val = split(train, root, fold)
+    else:
+        val = with_numbers(val, classes, several)
+    return train, val, classes
+
+
+def names_in(samples: Pairs, several: bool) -> set[str]:
+    return {name for sample in samples for name in labels_in(sample[1], several)}
+
+
+def labels_in(text: str, several: bool) -> list[str]:
+    """Return the class names in a text: one, or those in "cat; dog" if there are several."""
+    parts = text.split(SEPARATOR) if several else [text]
+    return [part.strip() for part in parts if part.strip()]
+
+
+def with_numbers(samples: Pairs, classes: Sequence[str], several: bool) -> Pairs:
+    """Return the samples, by class, with its number in place of its name, or a text of several."""
+    number_of = {name: number for number, name in enumerate(classes)}
+    found = []
+    for path, text, *group in samples:
+        own = sorted({number_of[name] for name in labels_in(text, several)})
+        label = SEPARATOR.join(map(str, own)) if several else own[0]
+        found.append((path, label, *group))
+    return sorted(found, key=itemgetter(1))
 
 
 def class_folders(folder: Path) -> list[str]:
     """Return the names of the folders in `folder`, but for those of a run that writes there."""
     _, inner, names = next(walk(folder))
-    if not any({*names}.issuperset(own) for own in OF_RUNS):
+    if not is_of_run(set(names)):
         return inner
-    for name in sorted(FOLDERS_OF_RUNS & {*inner}):
+    for name in sorted(FOLDERS_OF_RUNS & set(inner)):
         say_skipped("a run writes there", str(folder / name))
     return [name for name in inner if name not in FOLDERS_OF_RUNS]
 
@@ -312,14 +348,14 @@ def read_class_folders(folder: Path) -> Pairs:
         raise UserError(
             f"{folder}: no class folders in it; README.md describes what is expected"
         )
-    if unreadable := [
-        name for name in names if name.encode("utf-8", "ignore").decode() != name
-    ]:
-        raise UserError(
-            f"{folder / unreadable[0]}: the class name is not UTF-8; rename the folder"
-        )
-    listed = [(name, list_images(folder / name, may_be_output=True)) for name in names]
-    found = [(path, name) for name, paths in listed for path in paths]
+    found: Pairs = []
+    for name in names:
+        if name.encode("utf-8", "ignore").decode() != name:
+            raise UserError(
+                f"{folder / name}: the class name is not UTF-8; rename the folder"
+            )
+        for path in list_images(folder / name, may_be_output=True):
+            found.append((path, name))
     refuse_splits((path[len(str(folder)) :] for path, _ in found), folder)
     return found
 
@@ -328,22 +364,23 @@ def refuse_splits(names: Iterable[str], folder: Path) -> None:
     """Raise a UserError if `names`, paths in `folder`, lie in folders of several parts."""
     parents = {os.path.dirname(name) for name in names}
     parts = {part.lower() for parent in parents for part in Path(parent).parts}
-    if all(any(re.fullmatch(kind, part) for part in parts) for kind in SPLITS):
-        line = f"{folder}: folders for training and for validation or test lie in it"
-        raise UserError(
-            f"{line}; they have to be the outermost: DIR/train, DIR/val, DIR/test"
-        )
+    for kind in SPLITS:
+        if not any(re.fullmatch(kind, part) for part in parts):
+            return
+    raise UserError(
+        f"{folder}: folders for training and for validation or test lie in it; they "
+        "have to be the outermost: DIR/train, DIR/val, DIR/test"
+    )
 
 
 def hint_at_forms(name: str, others: Iterable[str]) -> str:
     """Return a remark if `name` looks as one of `others`, but is of other letters in Unicode."""
-    if name.isascii():
-        return ""
     form = unicodedata.normalize("NFC", name)
-    same = any(unicodedata.normalize("NFC", other) == form for other in others)
-    return (
-        "; it looks the same, but has another Unicode form (NFC, NFD): rename it" * same
-    )
+    if name.isascii() or form not in {
+        unicodedata.normalize("NFC", other) for other in others
+    }:
+        return ""
+    return "; it looks the same, but has another Unicode form (NFC, NFD): rename it"
 
 
 def find_pairs(
@@ -372,14 +409,18 @@ def find_names(folder: Path) -> Iterator[dict[str, str]]:
 def match_pairs(folder: Path) -> Pairs:
     """Return (image path, mask path) for each name in `folder`/images and `folder`/masks."""
     image_of, mask_of = find_names(folder)
-    if unmatched := min(image_of.keys() ^ mask_of.keys(), default=""):
-        path = image_of.get(unmatched) or mask_of[unmatched]
-        lack = folder / ("masks" if unmatched in image_of else "images")
-        line = "names must be equal but for their endings, or list the pairs in DIR/train.csv"
-        form = hint_at_forms(
-            unmatched, image_of if path == mask_of.get(unmatched) else mask_of
+    unmatched = sorted(image_of.keys() ^ mask_of.keys())
+    if unmatched:
+        name = unmatched[0]
+        if name in image_of:
+            path, others, lack = image_of[name], mask_of, folder / "masks"
+        else:
+            path, others, lack = mask_of[name], image_of, folder / "images"
+        form = hint_at_forms(name, others)
+        raise UserError(
+            f"{path}: nothing of that name in {lack}; names must be equal but for their "
+            f"endings, or list the pairs in DIR/train.csv{form}"
         )
-        raise UserError(f"{path}: nothing of that name in {lack}; {line}{form}")
     return [(image_of[name], mask_of[name]) for name in sorted(image_of)]
 
 
@@ -393,25 +434,31 @@ def read_list(path: Path, columns: Sequence[str], count: int) -> list[tuple]:
         with open(path, newline="", encoding="utf-8-sig") as file:
             table = csv.DictReader(file)
             table.fieldnames = [name.strip() for name in table.fieldnames or ()]
-            if missing := [name for name in columns if name not in table.fieldnames]:
-                line = (
-                    f"{path}: no column {missing[0]} in its first line, which must name"
-                )
-                raise UserError(f"{line} the columns {','.join(columns)}")
-            columns = [*columns, *({"group"} & {*table.fieldnames})]
+            for name in columns:
+                if name not in table.fieldnames:
+                    raise UserError(
+                        f"{path}: no column {name} in its first line, which must name the "
+                        f"columns {','.join(columns)}"
+                    )
+            wanted = list(columns)
+            if "group" in table.fieldnames:
+                wanted.append("group")
             for row in table:
                 if not "".join(row[name] or "" for name in table.fieldnames).strip():
                     continue  # as spreadsheets leave below the last one
                 line = f"{path}, line {table.line_num}"
-                values = [(row[name] or "").strip() for name in columns]
+                values = [(row[name] or "").strip() for name in wanted]
                 if "" in values:
-                    raise UserError(f"{line}: no {columns[values.index('')]}; add it")
-                paths = [os.path.join(path.parent, value) for value in values[:count]]
-                if lost := [each for each in paths if not os.path.isfile(each)]:
-                    raise UserError(
-                        f"{line}: {lost[0]} does not exist; correct the line"
-                    )
-                found.append((*paths, *values[count:]))
+                    raise UserError(f"{line}: no {wanted[values.index('')]}; add it")
+                for number in range(count):
+                    # one that begins at the root stays as it is
+                    file_path = os.path.join(path.parent, values[number])
+                    if not os.path.isfile(file_path):
+                        raise UserError(
+                            f"{line}: {file_path} does not exist; correct the line"
+                        )
+                    values[number] = file_path
+                found.append(tuple(values))
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise UserError(
             f"{path}: cannot be read ({error}); save it as CSV in UTF-8"
@@ -443,7 +490,9 @@ class Files(Dataset):
 
     def __init__(self, part: Part, transform: Callable) -> None:
         self.samples = Packed(part.samples)
-        self.format, self.labels, self.classes = part.format, part.labels, part.classes
+        self.format = part.format
+        self.labels = part.labels
+        self.classes = part.classes
         self.transform = transform
 
     def __len__(self) -> int:
@@ -491,29 +540,27 @@ class MaskFiles(Files):
 
     def open(self, index: int) -> tuple[LazyImage, LazyImage]:
         image_path, mask_path = self.samples[index][:2]
-        image, mask = open_image(image_path, self.format), self.open_mask(index)
-        if (image.height, image.width) != (mask.height, mask.width):
-            line = f"{mask_path}: the mask has {mask.width} x {mask.height} pixels, its image"
-            line += f" {image.width} x {image.height}: they must be equal"
-            if (image.height, image.width) == (mask.width, mask.height):
-                line += "; if EXIF turns the image, save the mask upright, too"
-            raise UserError(line)
+        image = open_image(image_path, self.format)
+        mask = self.open_mask(index)
+        if image.size != mask.size:
+            hint = ""
+            if image.size == (mask.height, mask.width):
+                hint = "; if EXIF turns the image, save the mask upright, too"
+            raise UserError(
+                f"{mask_path}: the mask has {mask.width} x {mask.height} pixels, its image "
+                f"{image.width} x {image.height}: they must be equal{hint}"
+            )
         mask.grid = image.shrinks
         return image, mask
 
     def open_mask(self, index: int) -> LazyImage:
-        return LazyImage.of(
-            masks.read_mask(self.samples[index][1], self.labels, self.format)
-        )
+        path = self.samples[index][1]
+        return LazyImage.of(masks.read_mask(path, self.labels, self.format))
 
     def count_labels(self, index: int) -> dict[int, int]:
         """Return the pixels of each class in a mask, for --class-weights auto and others."""
-        pixels = class_counts.histogram(self.open_mask(index).read().numpy())
-        return {
-            n: int(pixels[n])
-            for n in np.flatnonzero(pixels).tolist()
-            if n != masks.VOID
-        }
+        counts = class_counts.histogram(self.open_mask(index).pixels).tolist()
+        return {n: c for n, c in enumerate(counts) if c and n != masks.VOID}
 
 
 def find_classes(
@@ -536,14 +583,13 @@ def find_classes(
         train, val, classes = ddpkit.find_classes(Path("data/demo"))
         train_set = ImageDataset(train, train_transform)
     """
-    find = functools.partial(find_labelled, part=part, fold=fold)
-    train, val, classes = _find(data, find, mean, std, arch)
-    train.classes = val.classes = len(classes)
-    labels = (
-        [n for _, label, *_ in each.samples for n in numbers(label)]
-        for each in (train, val)
-    )
-    class_counts.say_images(classes, *labels)
+    samples, val_samples, classes = find_labelled(data, part, fold)
+    train, val = _parts(data, samples, val_samples, mean, std, arch)
+    train.classes = len(classes)
+    val.classes = len(classes)
+    labels = [n for sample in train.samples for n in numbers(sample[1])]
+    val_labels = [n for sample in val.samples for n in numbers(sample[1])]
+    class_counts.say_images(classes, labels, val_labels)
     return train, val, classes
 
 
@@ -563,35 +609,38 @@ def find_masks(
         train_set = SegmentationDataset(train, train_transform)
     """
 
-    def find(root: Path) -> tuple[Pairs, Pairs, masks.Labels]:
-        return *find_pairs(root, match_pairs, part, fold), masks.read_classes(
-            root / "classes.txt"
-        )
+    pairs, val_pairs = find_pairs(data, match_pairs, part, fold)
+    labels = masks.read_classes(data / "classes.txt")
+    train, val = _parts(data, pairs, val_pairs, mean, std)
+    train.labels = labels
+    labels = distributed.await_rank_zero(survey, data, train)
+    train.labels = labels
+    val.labels = labels
+    return train, val, labels
 
-    train, val, names = _find(data, find, mean, std)
-    train.labels = names
-    train.labels = val.labels = distributed.await_rank_zero(survey, data, train)
-    return train, val, train.labels
 
-
-def _find(
+def _parts(
     data: Path,
-    find: Callable[[Path], tuple],
+    train: Pairs,
+    val: Pairs,
     mean: Sequence[float],
     std: Sequence[float],
     arch: str = "",
-) -> tuple[Part, Part, Any]:
-    """Return what `find` lists in `data`."""
-    train, val, classes = find(data)
-    format, crop = read_format(data), Part.crop
+) -> tuple[Part, Part]:
+    """Return the two parts of `data`, with the format of their images."""
+    format = read_format(data)
+    crop = Part.crop
     own = config_of(arch)
     if own:
         crop = own.crop_pct
-    if own and format.channels in (None, 3) and not (format.mean or format.std):
-        mean, std = own.mean, own.std
+        if format.channels in (None, 3) and not (format.mean or format.std):
+            mean = own.mean
+            std = own.std
     format = format.or_else(mean, std)
-    _ = format.statistics, open_image(train[0][0], format)  # an error on all ranks
-    return Part(train, format, crop=crop), Part(val, format, crop=crop), classes
+    # What is wrong with these is an error on all ranks, before they wait for another.
+    _ = format.statistics
+    open_image(train[0][0], format)
+    return Part(train, format, crop=crop), Part(val, format, crop=crop)
 
 
 def config_of(arch: str) -> Any:
@@ -605,31 +654,32 @@ def config_of(arch: str) -> Any:
 
 def survey(data: Path, train: Part) -> masks.Labels:
     """Print the classes' shares of the pixels in some masks; return the classes."""
-    labels, path, total = train.labels, data / "classes.txt", len(train.samples)
+    labels = train.labels
+    path = data / "classes.txt"
+    total = len(train.samples)
     if not labels:
         distributed.say(
             f"no {path}, which saves time: reading {total} masks for the class numbers"
         )
     dataset = MaskFiles(train, transform=tuple)
-    counts, count = class_counts.count_pixels(
-        lambda index: dataset.open_mask(index).read().numpy(),
-        total,
-        has_to_read_all=not labels,
-    )
+
+    def read(index: int) -> np.ndarray:
+        return dataset.open_mask(index).pixels
+
+    counts, count = class_counts.count_pixels(read, total, has_to_read_all=not labels)
     values = np.flatnonzero(counts).tolist()
-    if count == total and (fault := masks.explain_values(values, bool(labels))):
-        raise UserError(f"{data}: {fault}")
+    if count == total:  # of some of them it would not be known
+        fault = masks.explain_values(values, bool(labels))
+        if fault:
+            raise UserError(f"{data}: {fault}")
     if not labels:
+        names = [str(value) for value in values if value != masks.VOID]
         meant = labels.meant
-        labels = masks.parse(
-            [str(value) for value in values if value != masks.VOID], path
-        )
-        labels.meant = meant
-    known, head = (
-        counts[: len(labels)],
-        f"in % of the pixels of {count} of {total} training masks",
-    )
+        labels = masks.parse(names, path)
+        labels.meant = meant  # what all masks have agreed on
+    known = counts[: len(labels)]
     texts = [f"{share:.3g}" for share in 100 * known / max(known.sum(), 1)]
-    class_counts.say_line(head, labels, texts)
+    title = f"in % of the pixels of {count} of {total} training masks"
+    class_counts.say_line(title, labels, texts)
     class_counts.warn(labels, known, f"none of these {count} masks")
     return labels

@@ -43,8 +43,10 @@ class Format:
         """Mean and deviation of each channel; a UserError if they are not known."""
         count = self.channels or 3
         if count not in (1, 3) and not (self.mean and self.std):
-            line = f'{NAME}: "channels": {count} needs "mean" and "std", {count} numbers each'
-            raise UserError(f"{line}; python -m ddpkit check DIR --write adds them")
+            raise UserError(
+                f'{NAME}: "channels": {count} needs "mean" and "std", {count} numbers '
+                "each; python -m ddpkit check DIR --write adds them"
+            )
         known = self.or_else(MEAN, STD)
         return tuple(known.mean or ()), tuple(known.std or ())
 
@@ -61,12 +63,13 @@ class Format:
                 continue
             if len(values) == 3 and count == 1:
                 values = (sum(values) / 3,)
-            is_right = all(map(math.isfinite, values)) and (
-                name == "mean" or min(values) > 0
-            )
-            if not is_right or (len(values) != count and count == 3):
-                line = f"{name.upper()} in dataset.py: {tuple(values)}: give {count} numbers"
-                raise UserError(f"{line}, in units of 0 to 1")
+            is_right = len(values) == count or count != 3
+            is_right &= all(map(math.isfinite, values))
+            if not is_right or (name == "std" and min(values) <= 0):
+                raise UserError(
+                    f"{name.upper()} in dataset.py: {tuple(values)}: give {count} numbers, "
+                    "in units of 0 to 1"
+                )
             if len(values) == count:
                 found[name] = tuple(values)
         return replace(self, **found)
@@ -94,12 +97,8 @@ class Format:
 
     def keys(self) -> dict[str, object]:
         """Return what data.json has to say, without defaults."""
-        defaults = asdict(DEFAULT_FORMAT)
-        return {
-            name: value
-            for name, value in asdict(self).items()
-            if value != defaults[name]
-        }
+        defaults = asdict(DEFAULT_FORMAT).items()
+        return {k: v for k, v in asdict(self).items() if (k, v) not in defaults}
 
 
 DEFAULT_FORMAT = Format()
@@ -107,19 +106,18 @@ DEFAULT_FORMAT = Format()
 
 def _parse(found: dict[str, Any]) -> Format:
     """Return the keys as a Format; a ValueError, or what Python raises, if they cannot be meant."""
-    lists = {
-        name: tuple(value) for name, value in found.items() if isinstance(value, list)
-    }
-    format = Format(**{**found, **lists})
-    count, (low, high) = format.channels or 3, format.value_range or (0, 1)
-    mean, std = (
-        (0.5,) * count if each is None else each for each in (format.mean, format.std)
-    )
+    for name, value in found.items():
+        if isinstance(value, list):
+            found[name] = tuple(value)  # as the defaults, with which it is compared
+    format = Format(**found)
+    low, high = format.value_range or (0, 1)
+    count = format.channels or 3
+    usual = (0.5,) * count
+    mean = usual if format.mean is None else format.mean
+    std = usual if format.std is None else format.std
     is_right = len(mean) == len(std) == count and low < high and min(std) > 0
-    if not (
-        is_right
-        and all(map(math.isfinite, [low, high, *mean, *std, format.max_megapixels]))
-    ):
+    numbers = [low, high, *mean, *std, format.max_megapixels]
+    if not is_right or not all(map(math.isfinite, numbers)):
         raise ValueError("a wrong number or order of numbers")
     return format
 
@@ -142,6 +140,7 @@ def write_format(folder: Path, format: Format) -> None:
     """Write `folder`/data.json; remove it if `format` is the default."""
     path = folder / NAME
     if not format.keys():
-        return path.unlink(missing_ok=True)
+        path.unlink(missing_ok=True)
+        return
     with files.writing(path) as tmp_path:
         tmp_path.write_text(json.dumps(format.keys()) + "\n")

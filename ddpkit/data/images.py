@@ -31,9 +31,12 @@ except ImportError:  # no wheel for this machine: Pillow decodes instead
     simplejpeg = None
 
 SHRINKS = (8, 4, 2)  # what a JPEG decoder can divide height and width by, at less work
-# entries of TIFF, the first of EXIF
-ORIENTATION, BITS_PER_SAMPLE, PHOTOMETRIC = 274, 258, 262
-SAMPLES_PER_PIXEL, SAMPLE_FORMAT = 277, 339
+# Entries of TIFF, of which EXIF has the first.
+ORIENTATION = 274
+BITS_PER_SAMPLE = 258
+PHOTOMETRIC = 262
+SAMPLES_PER_PIXEL = 277
+SAMPLE_FORMAT = 339
 SIGNED = 2  # a sample format
 START_OF_SCAN = b"\xda"  # a marker in JPEGs
 # Whatever a file is named, it is opened as one of these: they start no program, as EPS
@@ -82,22 +85,26 @@ class LazyImage(Image.Image):
         mode: str = "RGB",
     ) -> None:
         super().__init__()
-        self._size, self._mode = (width, height), mode
-        self.decode, self.shrinks = decode, shrinks
+        self._size = (width, height)  # as PIL's own classes do
+        self._mode = mode
+        self.decode = decode
+        self.shrinks = shrinks
         self.grid: Sequence[int] = ()
-        self.is_mask, self.is_turned = mode == "P", False
+        self.is_mask = mode == "P"
+        self.is_turned = False
         self.is_loaded = False  # into memory of PIL, where its methods may change it
 
     @classmethod
     def of(cls, pixels: np.ndarray) -> "LazyImage":
         """Return pixels (H, W, channels) or (H, W), in memory or mapped from a file."""
-        if pixels.ndim == 2:
+        height, width, *channels = pixels.shape
+        if not channels:
             mode = "P"
-        elif pixels.dtype == np.uint8 and pixels.shape[2] == 3:
+        elif pixels.dtype == np.uint8 and channels == [3]:
             mode = "RGB"
         else:
-            mode = "F" if pixels.shape[2] == 1 else f"F;{pixels.shape[2]}"
-        height, width = pixels.shape[:2]
+            # PIL has no images of several floats: such a mode is none of its own
+            mode = "F" if channels == [1] else f"F;{channels[0]}"
         return cls(height, width, lambda _: pixels, mode=mode)
 
     @functools.cached_property
@@ -108,18 +115,18 @@ class LazyImage(Image.Image):
     def load(self) -> Any:
         """Decode the image for PIL, whose methods call it."""
         if not self.is_loaded:
-            self.getbands()
-            plain = Image.fromarray(
-                self.pixels if self.mode == "RGB" else self._plane()
-            )
+            self.getbands()  # an error for what is no PIL image
+            pixels = self.pixels
+            if self.mode == "F":
+                pixels = pixels[..., 0]
+            plain = Image.fromarray(pixels)
             if self.is_mask:
                 plain.putpalette(GREYS)
-            self.im, self.palette = plain.im, plain.palette
-            self.is_loaded, self.shrinks = True, ()
+            self.im = plain.im
+            self.palette = plain.palette
+            self.is_loaded = True
+            self.shrinks = ()
         return super().load()
-
-    def _plane(self) -> np.ndarray:
-        return self.pixels.reshape(self.height, self.width)
 
     def getbands(self) -> tuple[str, ...]:
         if self.mode.startswith("F;"):
@@ -147,9 +154,11 @@ class LazyImage(Image.Image):
             return super().__array_interface__
         # a view, not to be written to, as Pillow's
         found = self.pixels.__array_interface__
-        return {**found, "data": (found["data"][0], True)}
+        address, _ = found["data"]
+        return {**found, "data": (address, True)}
 
     def __reduce__(self) -> tuple:
+        # for another process, which cannot get the function `decode`
         return LazyImage.of, (np.array(self._decoded(1)),)
 
     def read(
@@ -164,19 +173,19 @@ class LazyImage(Image.Image):
         """
         box = box or (0, 0, self.height, self.width)
         shrink, (top, left, bottom, right) = self._edges(box, size)
-        height, width = bottom - top, right - left
-        part = self._decoded(shrink)[
-            max(top, 0) : max(bottom, 0), max(left, 0) : max(right, 0)
-        ]
+        height = bottom - top
+        width = right - left
+        rows = slice(max(top, 0), max(bottom, 0))
+        columns = slice(max(left, 0), max(right, 0))
         # A copy, because augmentation may change it. Its channels are first only by its
         # strides: in memory they stay last, which is faster from here on.
-        part = part[None].copy()
-        pixels = torch.from_numpy(
-            part[None] if self.is_mask else part.transpose(0, 3, 1, 2)
-        )
-        if part.shape[1:3] != (height, width):
-            x, y = min(max(-left, 0), width), min(max(-top, 0), height)
-            edges = [x, width - part.shape[2] - x, y, height - part.shape[1] - y]
+        part = torch.from_numpy(self._decoded(shrink)[rows, columns][None].copy())
+        pixels = part[None] if self.is_mask else part.permute(0, 3, 1, 2)
+        _, inner_height, inner_width = part.shape[:3]
+        if (inner_height, inner_width) != (height, width):
+            x = min(max(-left, 0), width)
+            y = min(max(-top, 0), height)
+            edges = [x, width - inner_width - x, y, height - inner_height - y]
             pixels = pad(pixels, edges, value=fill)
         if size and pixels.shape[2:] != size:
             mode = "nearest-exact" if self.is_mask else "bilinear"
@@ -193,11 +202,12 @@ class LazyImage(Image.Image):
         """Return by how much to shrink, and the top, left, bottom and right edges then."""
         top, left, height, width = box
         least = min(height / size[0], width / size[1]) if size else 1
-        edges = top, left, top + height, left + width
         cell = next((n for n in self.shrinks or self.grid if n <= least), 1)
-        top, left, bottom, right = (round(edge / cell) for edge in edges)
+        top, bottom = round(top / cell), round((top + height) / cell)
+        left, right = round(left / cell), round((left + width) / cell)
         if self.shrinks:
             return cell, (top, left, bottom, right)
+        # a mask is read whole, but its parts begin and end where the image's do
         return 1, (top * cell, left * cell, bottom * cell, right * cell)
 
 
@@ -209,10 +219,10 @@ def open_image(path: str, format: Format = DEFAULT_FORMAT) -> LazyImage:
     with _reading(path):
         data = files.read(path)
         if format.channels:
-            return LazyImage.of(
-                _to_floats(path, read_values(path, data, format), format)
-            )
-        if size := _size_of_upright(data):
+            values = read_values(path, data, format)
+            return LazyImage.of(_to_floats(path, values, format))
+        size = _size_of_upright(data)
+        if size:
             format.check_size(path, *size)
             return _open_jpeg(path, data, *size)
         with _opened(path, data, format) as file:
@@ -226,11 +236,11 @@ def open_image(path: str, format: Format = DEFAULT_FORMAT) -> LazyImage:
                 pixels.getexif()[ORIENTATION] = orientation
                 image = LazyImage.of(np.array(ImageOps.exif_transpose(pixels)))
             elif is_deep(file):
-                return LazyImage.of(
-                    _to_rgb(path, read_values(path, data, format), format)
-                )
+                values = read_values(path, data, format)
+                return LazyImage.of(_to_rgb(path, values, format))
             else:
                 image = LazyImage.of(np.array(_upright(file, data).convert("RGB")))
+            # a quarter turn shows by the size
             is_turned = file.getexif().get(ORIENTATION, 1) in range(2, 9)
             image.is_turned = is_turned and size == (image.width, image.height)
             return image
@@ -243,10 +253,10 @@ def _size_of_upright(data: bytes) -> tuple[int, int] | None:
     end = 2  # of the segments before the pixels: a marker of two bytes, and a length
     while data[end : end + 1] == b"\xff" and data[end + 1 : end + 2] != START_OF_SCAN:
         end += 2 + int.from_bytes(data[end + 2 : end + 4], "big")
-    # the one in XMP
+    # XMP may have an orientation, too
     if data.find(b"Exif", 0, end) >= 0 or data.find(b"Orientation", 0, end) >= 0:
         return None
-    with contextlib.suppress(ValueError):
+    with contextlib.suppress(ValueError):  # then Pillow may read it, or explain
         height, width, colors, _ = simplejpeg.decode_jpeg_header(data)
         if colors in ("YCbCr", "Gray"):
             return width, height
@@ -255,20 +265,21 @@ def _size_of_upright(data: bytes) -> tuple[int, int] | None:
 
 def _open_jpeg(path: str, data: bytes, width: int, height: int) -> LazyImage:
     def decode(shrink: int) -> np.ndarray:
-        rows, columns = -(-height // shrink), -(-width // shrink)
+        rows = -(-height // shrink)  # rounded up
+        columns = -(-width // shrink)
         with _reading(path):
             if simplejpeg:
-                with _tolerant(data):  # then Pillow may read it, or explain
+                with _tolerant(data):
                     return simplejpeg.decode_jpeg(
                         data, min_height=rows, min_width=columns
                     )
+            # or what simplejpeg has failed at: Pillow may read it, or explain
             with _open(data) as image:
                 image.draft("RGB", (width // shrink, height // shrink))
                 return np.array(image.convert("RGB"))
 
-    return LazyImage(
-        height, width, decode, [n for n in SHRINKS if n <= min(height, width)]
-    )
+    shrinks = [n for n in SHRINKS if n <= min(height, width)]
+    return LazyImage(height, width, decode, shrinks)
 
 
 @contextlib.contextmanager
@@ -280,17 +291,15 @@ def _tolerant(data: bytes) -> Iterator[None]:
     try:
         yield
     except ValueError as error:
-        text, of_header = str(error), ""
+        text = str(error)
+        if not text.startswith("Corrupt") or PADDING.search(text):
+            return
         try:
             simplejpeg.decode_jpeg_header(data)
         except ValueError as found:
-            of_header = str(found)
-        if (
-            text.startswith("Corrupt")
-            and text != of_header
-            and not PADDING.search(text)
-        ):
-            raise
+            if text == str(found):
+                return
+        raise
 
 
 def _upright(file: ImageFile.ImageFile, data: bytes) -> Image.Image:
@@ -309,16 +318,17 @@ def decoder() -> str:
 
 def read_stored(path: str, format: Format = DEFAULT_FORMAT) -> Image.Image:
     """Return the image at `path`, upright and otherwise as it is stored; for masks."""
-    # Its content, because Pillow, if it maps the file, turns some TIFFs wrongly.
-    with (
-        _reading(path, is_mask=True),
-        _opened(path, files.read(path), format, True) as file,
-    ):
-        if is_deep(file) and len(file.getbands()) > 1:
-            raise ValueError("colours or alpha of 16 bits, of which 8 would be read")
-        image: Image.Image = ImageOps.exif_transpose(file)
-        image.format = file.format
-        return image
+    with _reading(path, is_mask=True):
+        # Its content, because Pillow, if it maps the file, turns some TIFFs wrongly.
+        data = files.read(path)
+        with _opened(path, data, format, is_mask=True) as file:
+            if is_deep(file) and len(file.getbands()) > 1:
+                raise ValueError(
+                    "colours or alpha of 16 bits, of which 8 would be read"
+                )
+            image: Image.Image = ImageOps.exif_transpose(file)
+            image.format = file.format  # which a copy does not have
+            return image
 
 
 def is_deep(file: ImageFile.ImageFile) -> bool:
@@ -332,33 +342,39 @@ def read_values(path: str, data: bytes, format: Format) -> np.ndarray:
     """Return the values of a file, of their own type: (H, W, channels)."""
     if path.lower().endswith(".npy"):
         values = _read_npy(path, data, format)
-    elif data[:4] in (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+"):
+    elif data[:4] in (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+"):  # TIFF, and BigTIFF
         values = _read_tiff(path, data, format)
     else:
         with _opened(path, data, format) as file:
-            if is_deep(file) and file.mode[0] not in "IF":
-                raise ValueError("a PNG of 16 bits that is not grey; save it as TIFF")
-            grey = "L" if file.mode in ("1", "L", "LA") else "RGB"
-            mode = file.mode if is_deep(file) else grey
+            if is_deep(file):
+                mode = file.mode
+                if mode[0] not in "IF":  # Pillow would read 8 of the bits
+                    raise ValueError(
+                        "a PNG of 16 bits that is not grey; save it as TIFF"
+                    )
+            else:
+                mode = "L" if file.mode in ("1", "L", "LA") else "RGB"
             values = np.asarray(_upright(file, data).convert(mode))
-    values = values[..., None] if values.ndim == 2 else values
+    if values.ndim == 2:
+        values = values[..., None]
     if values.ndim != 3 or values.shape[2] != (format.channels or values.shape[2]):
-        wanted = f"(height, width, {format.channels}); save it so, or correct data.json"
-        raise UserError(f"{path}: values of shape {values.shape}, not {wanted}")
+        raise UserError(
+            f"{path}: values of shape {values.shape}, not (height, width, "
+            f"{format.channels}); save it so, or correct data.json"
+        )
     return values
 
 
 def _read_npy(path: str, data: bytes, format: Format) -> np.ndarray:
     """Return the array in `data`, a view of it: its header may claim any size."""
     file = io.BytesIO(data)
-    is_first = np.lib.format.read_magic(file) == (1, 0)
-    header = np.lib.format
-    read_header = (
-        header.read_array_header_1_0 if is_first else header.read_array_header_2_0
-    )
-    shape, is_fortran, dtype = read_header(file)
+    npy = np.lib.format
+    if npy.read_magic(file) == (1, 0):
+        shape, is_fortran, dtype = npy.read_array_header_1_0(file)
+    else:
+        shape, is_fortran, dtype = npy.read_array_header_2_0(file)
     if len(shape) > 1:  # else it is refused for that
-        format.check_size(path, *shape[1::-1])
+        format.check_size(path, width=shape[1], height=shape[0])
     values = np.frombuffer(data, dtype, math.prod(shape), file.tell())
     return values.reshape(shape, order="F" if is_fortran else "C")
 
@@ -373,15 +389,19 @@ def _read_tiff(path: str, data: bytes, format: Format) -> np.ndarray:
         ) from None
     logging.getLogger("tifffile").setLevel(logging.CRITICAL)  # it logs what it raises
     with tifffile.TiffFile(io.BytesIO(data)) as file:
-        series, page = file.series[0], file.pages.first
-        height, width = (series.shape[series.axes.index(axis)] for axis in "YX")
+        series = file.series[0]
+        height = series.shape[series.axes.index("Y")]
+        width = series.shape[series.axes.index("X")]
         format.check_size(path, width, height)
-        photometric = page.tags.valueof(PHOTOMETRIC)
-        if page.tags.valueof(ORIENTATION, default=1) != 1 or photometric == 0:
+        tags = file.pages.first.tags
+        photometric = tags.valueof(PHOTOMETRIC)
+        if tags.valueof(ORIENTATION, default=1) != 1 or photometric == 0:
             raise ValueError(
                 "turned, or 0 is white in it; save it upright, with 0 as black"
             )
-        is_other = photometric not in (None, 1, 2) or 1 in page.extrasamples
+        # 1: grey, 2: RGB. Of extra samples 1 is an alpha that multiplies the others.
+        is_multiplied = 1 in file.pages.first.extrasamples
+        is_other = photometric not in (None, 1, 2) or is_multiplied
         if is_other and not format.channels:
             raise ValueError(
                 "neither grey nor RGB, or multiplied by its alpha; save it as RGB"
@@ -392,8 +412,8 @@ def _read_tiff(path: str, data: bytes, format: Format) -> np.ndarray:
                 f'{channels} channels, not the "channels" in {NAME}, or 1 to 4'
             )
         values = series.asarray()
-    is_apart = values.ndim == 3 and series.axes.endswith("YX")
-    return np.moveaxis(values, 0, -1) if is_apart else values
+    is_planar = values.ndim == 3 and series.axes.endswith("YX")
+    return np.moveaxis(values, 0, -1) if is_planar else values
 
 
 def _ends(
@@ -401,45 +421,48 @@ def _ends(
 ) -> Sequence[float]:
     """Return which of the `values` become black and white; a UserError if that is not known."""
     type = "float" if values.dtype.kind == "f" else values.dtype.name
-    lowest, highest = float(values.min()), float(values.max())
+    lowest = float(values.min())
+    highest = float(values.max())
     if not math.isfinite(lowest + highest):
         raise UserError(f"{path}: some of its values are NaN or infinite; replace them")
     if format.value_range and type != "uint8":
         return format.value_range
-    low, high = RANGES.get(type, (0, -1))
+    low, high = RANGES.get(type, (0, -1))  # of other types none is known
     if lowest < low or highest > high or (0 < highest < high / 8 and not may_be_dark):
-        found = f"{type} values of {lowest:.6g} to {highest:.6g} would be nearly black or white"
-        how = f'write "value_range": [BLACK, WHITE] into {NAME}'
-        raise UserError(f"{path}: {found}; {how}")
+        raise UserError(
+            f"{path}: {type} values of {lowest:.6g} to {highest:.6g} would be nearly black "
+            f'or white; write "value_range": [BLACK, WHITE] into {NAME}'
+        )
     return low, high
 
 
 def _to_rgb(path: str, values: np.ndarray, format: Format) -> np.ndarray:
     """Return `values` as uint8 (H, W, 3), in 256 steps of equal width: of 16 bits the upper 8."""
-    values = values[..., : 3 if values.shape[2] > 2 else 1]
+    height, width, channels = values.shape
+    values = values[..., : 3 if channels > 2 else 1]  # without alpha
     low, high = _ends(path, values, format, may_be_dark=False)
     pixels = ((values.astype(np.float64) - low) * 256 / (high - low)).clip(0, 255)
-    return np.broadcast_to(pixels.astype(np.uint8), (*values.shape[:2], 3))
+    return np.broadcast_to(pixels.astype(np.uint8), (height, width, 3))
 
 
 def _to_floats(path: str, values: np.ndarray, format: Format) -> np.ndarray:
     """Return `values` as float32, 0 to 1."""
     low, high = _ends(path, values, format, may_be_dark=True)
     # Integers of 32 bits have more digits than float32.
-    exact: np.ndarray = values.astype(
-        np.float32 if values.itemsize <= 2 else np.float64
-    )
-    return ((exact - low) / (high - low)).clip(0, 1).astype(np.float32, copy=False)
+    exact = np.float32 if values.itemsize <= 2 else np.float64
+    pixels: np.ndarray = values.astype(exact)
+    shares = ((pixels - low) / (high - low)).clip(0, 1)
+    return shares.astype(np.float32, copy=False)
 
 
 def visible(image: Tensor) -> Tensor:
     """Return uint8 (3, H, W) for display; floats without their darkest and brightest 1 %."""
     if image.dtype == torch.uint8 and len(image) == 3:
         return image
-    shown = image[:3].float() if len(image) > 2 else image[:1].float()
-    # torch's takes 2^24 values
-    ends = np.quantile(shown.numpy(), (0.01, 0.99), axis=(1, 2))
-    low, high = (torch.from_numpy(end).float().view(-1, 1, 1) for end in ends)
+    shown = image[: 3 if len(image) > 2 else 1].float()
+    # torch's quantile takes no more than 2^24 values
+    ends = np.quantile(shown.numpy(), (0.01, 0.99), axis=(1, 2), keepdims=True)
+    low, high = torch.from_numpy(ends).float()
     stretched = (shown - low) / (high - low).clamp(min=1e-6) * 255
     return stretched.clamp(0, 255).byte().expand(3, -1, -1)
 
@@ -460,18 +483,19 @@ def _opened(
     or_channels = "" if is_mask else f', or write the number of "channels" into {NAME}'
     with _open(data) as image:
         format.check_size(path, *image.size)
+        # Pillow reads the following without a word, and not as it is meant.
         if isinstance(image, TiffImageFile):
-            samples, read = (
-                image.tag_v2.get(SAMPLES_PER_PIXEL, 1),
-                len(image.getbands()),
-            )
+            samples = image.tag_v2.get(SAMPLES_PER_PIXEL, 1)
+            read = len(image.getbands())
             if image.n_frames > 1:
                 raise UserError(
                     f"{path}: {image.n_frames} pages; save one per file{or_channels}"
                 )
             if samples != read:
-                line = f"{path}: {samples} channels, of which {read} would be read"
-                raise UserError(f"{line}; save it with {read}{or_channels}")
+                raise UserError(
+                    f"{path}: {samples} channels, of which {read} would be read; save it "
+                    f"with {read}{or_channels}"
+                )
             if image.mode == "L" and SIGNED in image.tag_v2.get(SAMPLE_FORMAT, ()):
                 raise ValueError("8 bits with a sign; save it with 16")
         if image.format == "BMP":
@@ -493,6 +517,7 @@ def _reading(path: str, is_mask: bool = False) -> Iterator[None]:
     # libraries raise errors of many kinds for malformed files
     except Exception as error:
         reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
+        number = getattr(error, "errno", None)
         remedy = "replace or remove it"
         if isinstance(error, UnidentifiedImageError):
             reason = "not an image of a type that is read"
@@ -500,12 +525,11 @@ def _reading(path: str, is_mask: bool = False) -> Iterator[None]:
                 remedy = "masks are PNG, or BMP, TIFF or WebP without loss"
             elif path.lower().endswith((".npy", ".tif", ".tiff")):
                 remedy = f'if it is whole, it needs the number of "channels" in {NAME}'
-        elif (
-            isinstance(error, MemoryError) or getattr(error, "errno", None) in EXHAUSTED
-        ):
+        elif isinstance(error, MemoryError) or number in EXHAUSTED:
             reason = f"memory or file handles ran out: {reason}"
             remedy = "lower --workers or --batch-size, or shrink it"
         elif isinstance(error, ImportError) or "imagecodecs" in reason:
+            # tifffile asks for it
             remedy = (
                 "its compression needs a package: python -m pip install imagecodecs"
             )

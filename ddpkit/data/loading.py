@@ -26,8 +26,8 @@ from ddpkit.data.format import DEFAULT_FORMAT, NAME, Format
 from ddpkit.data.samples import Key, MapDataset, Seeded, fingerprint
 from ddpkit.errors import UserError
 from ddpkit.ranks import distributed, process, stopping
+from ddpkit.ranks.cpus import cpu_share
 from ddpkit.ranks.workers import find_fault, running
-from ddpkit.run import machine
 
 MOST_COMPARED = 32  # samples by which is judged whether the ranks' loaders are alike
 
@@ -59,18 +59,25 @@ class TrainSampler(Sampler[Key]):
         seed: int,
         weights: Sequence[float] | Tensor | None = None,
     ) -> None:
-        ranks, self.total = distributed.world_size(), len(dataset)
+        ranks = distributed.world_size()
+        self.total = len(dataset)
         self.global_batch = batch_size * ranks * accumulate
         # of the optimizer, in a whole epoch
         self.steps = self.total // self.global_batch
         if not self.steps:
-            line = f"--batch-size {batch_size} x {ranks} ranks x --accumulate {accumulate} is more"
-            line += f" than the {self.total} training images: lower one of them, or add images"
-            raise UserError(line)
+            raise UserError(
+                f"--batch-size {batch_size} x {ranks} ranks x --accumulate {accumulate} is "
+                f"more than the {self.total} training images: lower one of them, or add "
+                "images"
+            )
         self.seed = seed
         # What the order depends on in addition to the epoch; checkpoints have it.
-        data = {"images": self.total, "training_set": fingerprint(dataset)}
-        self.order: dict[str, Any] = {**data, "seed": seed, "sampler": "shuffle"}
+        self.order: dict[str, Any] = {
+            "images": self.total,
+            "training_set": fingerprint(dataset),
+            "seed": seed,
+            "sampler": "shuffle",
+        }
         self.cumulated: Tensor | None = None  # weights
         if weights is not None:
             self.cumulated = self._cumulate(weights)
@@ -92,23 +99,23 @@ class TrainSampler(Sampler[Key]):
 
     def set_epoch(self, epoch: int, seen: int = 0) -> None:
         """Switch to `epoch`, without the first `seen` of its samples."""
-        self.epoch, self.seen = epoch, seen
+        self.epoch = epoch
+        self.seen = seen
 
     def __len__(self) -> int:
         left = (self.total - self.seen) // self.global_batch * self.global_batch
         return left // distributed.world_size()
 
     def __iter__(self) -> Iterator[Key]:
-        generator = torch.Generator().manual_seed(
-            samples.hash_key(self.seed, self.epoch)
-        )
+        seed = samples.hash_key(self.seed, self.epoch)
+        generator = torch.Generator().manual_seed(seed)
         if self.cumulated is None:
             order = torch.randperm(self.total, generator=generator)
         else:
             drawn = torch.rand(self.total, dtype=torch.float64, generator=generator)
             order = torch.searchsorted(self.cumulated, drawn, right=True)
         mine = order[self.seen + distributed.rank() :: distributed.world_size()]
-        return (Key(self.epoch, draw) for draw in mine[: len(self)].tolist())
+        return (Key(self.epoch, number) for number in mine[: len(self)].tolist())
 
     def batches(self, loader: Any, epoch: int, seen: int) -> Iterator:
         """Return this rank's batches of `epoch`, without the first `seen` of its samples."""
@@ -128,10 +135,11 @@ class ValSampler(Sampler[list[Key]]):
     """
 
     def __init__(self, dataset: MapDataset, batch_size: int) -> None:
-        self.total, self.batch_size = len(dataset), batch_size
+        self.total = len(dataset)
+        self.batch_size = batch_size
 
     def __len__(self) -> int:
-        batches = -(-self.total // self.batch_size)
+        batches = -(-self.total // self.batch_size)  # the last may be smaller
         return len(range(distributed.rank(), batches, distributed.world_size()))
 
     def __iter__(self) -> Iterator[list[Key]]:
@@ -201,12 +209,13 @@ def workers(count: int | None, device: torch.device) -> dict[str, Any]:
 
         DataLoader(train_set, batch_size=32, **ddpkit.workers(4, device))
     """
-    count = machine.default_workers() if count is None else count
-    # Shorter than the ranks' own time-out: if a worker hangs, this rank can name its
-    # sample.
-    seconds = (
-        0.9 * distributed.timeout() if count and not distributed.is_debugged() else 0
-    )
+    if count is None:
+        count = default_workers()
+    seconds = 0.0
+    if count and not distributed.is_debugged():
+        # Shorter than the ranks' own time-out: if a worker hangs, this rank can name
+        # its sample.
+        seconds = 0.9 * distributed.timeout()
     return {
         "num_workers": count,
         "persistent_workers": count > 0,
@@ -218,28 +227,38 @@ def workers(count: int | None, device: torch.device) -> dict[str, Any]:
     }
 
 
+def default_workers() -> int:
+    """Return the loader workers of a rank; 0 under a debugger, for which each is a session."""
+    return 0 if process.is_debugged() else min(cpu_share(), 16)
+
+
 def explain(error: Exception) -> str | UserError | None:
     """Return a line that names the samples at which loader workers died or hung, if they did."""
     text = " ".join(str(error).split())
-    found = re.search(
-        r"DataLoader (worker \(pid(\(s\))? (?P<pids>[\d, ]+)\)|timed out)", text
-    )
+    # torch's words
+    death = r"DataLoader (worker \(pid(\(s\))? (?P<pids>[\d, ]+)\)|timed out)"
+    found = re.search(death, text)
     if not found:
         return None
-    pids = found["pids"].split(", ") if found["pids"] else None
-    at = {
-        pid: f"loader worker {pid} at {samples.name(seeded.dataset, sample - 1)}"
-        for seeded in Seeded.in_use
-        for pid, sample in zip(seeded.reading[::2], seeded.reading[1::2], strict=True)
-        if sample and (not pids or str(pid) in pids)
-    }
-    if isinstance(fault := find_fault(), UserError):
+    fault = find_fault()
+    if isinstance(fault, UserError):
         return fault
-    dead = {each.pid: each.end() for each in running if each.has_died()}
+    pids = found["pids"].split(", ") if found["pids"] else None  # all that read
+    at: dict[int, str] = {}
+    for seeded in Seeded.in_use:
+        pairs = zip(seeded.reading[::2], seeded.reading[1::2], strict=True)
+        for pid, sample in pairs:
+            if sample and (not pids or str(pid) in pids):
+                place = samples.name(seeded.dataset, sample - 1)
+                at[pid] = f"loader worker {pid} at {place}"
+    # what torch has noticed first need not be all
+    dead = [each for each in running if each.has_died()]
     if dead:
-        return "; ".join(
-            f"{at.get(pid, f'loader worker {pid}')} {dead[pid]}" for pid in dead
-        )
+        lines = []
+        for worker in dead:
+            who = at.get(worker.pid, f"loader worker {worker.pid}")
+            lines.append(f"{who} {worker.end()}")
+        return "; ".join(lines)
     return f"{'; '.join(at.values())}: {text}" if at else text
 
 
@@ -257,19 +276,21 @@ class Collate:
 
     def __call__(self, samples: Sequence[tuple]) -> list:
         groups: dict[tuple, list] = {}
-        for sample in samples:  # uint8 is normalised later, float has been
-            groups.setdefault((sample[0].shape, sample[0].dtype), []).append(sample)
+        for sample in samples:
+            # by type, too: uint8 is normalised later, float has been
+            kind = sample[0].shape, sample[0].dtype
+            groups.setdefault(kind, []).append(sample)
         batches = Groups()
-        # images are channels last in memory, as they were read
         for group in groups.values():
-            images = default_collate(
-                [sample[0].movedim(0, -1) for sample in group]
-            ).movedim(-1, 1)
-            batches.append([images, *default_collate([sample[1:] for sample in group])])
+            # images are channels last in memory, as they were read
+            rows = default_collate([sample[0].movedim(0, -1) for sample in group])
+            others = default_collate([sample[1:] for sample in group])
+            batches.append([rows.movedim(-1, 1), *others])
         return batches if len(batches) > 1 else batches[0]
 
 
-_others: WeakKeyDictionary[Any, "OtherSource"] = WeakKeyDictionary()  # by their loaders
+# By their loaders: what `steps_per_epoch` has begun to read, Run goes on with.
+_others: WeakKeyDictionary[Any, "OtherSource"] = WeakKeyDictionary()
 
 
 def steps_per_epoch(loader: Any, accumulate: int) -> int:
@@ -279,7 +300,8 @@ def steps_per_epoch(loader: Any, accumulate: int) -> int:
     """
     if is_ours(loader):
         return loader.sampler.steps
-    _others[loader] = found = OtherSource(loader, accumulate, seed=0)
+    found = OtherSource(loader, accumulate, seed=0)
+    _others[loader] = found
     return found.steps
 
 
@@ -291,11 +313,12 @@ def find_source(
     Every rank has to call it.
     """
     for each, kind in (loader, TrainSampler), (val_loader, ValSampler):
-        if is_ours(each) and not any(
-            isinstance(one, kind) for one in samplers_of(each)
-        ):
-            line = "the training loader takes ddpkit.TrainSampler as its sampler, the validation"
-            raise UserError(f"{line} loader ddpkit.ValSampler as its batch_sampler")
+        has_kind = any(isinstance(one, kind) for one in samplers_of(each))
+        if is_ours(each) and not has_kind:
+            raise UserError(
+                "the training loader takes ddpkit.TrainSampler as its sampler, the "
+                "validation loader ddpkit.ValSampler as its batch_sampler"
+            )
     check_formats(loader, val_loader)
     if not is_ours(loader):
         known = _others.get(loader)
@@ -303,10 +326,13 @@ def find_source(
             return OtherSource(loader, accumulate, seed, epoch)
         known.begin_at(seed, epoch)
         return known
+    planned = loader.sampler.global_batch
     found = (loader.batch_size or 0) * distributed.world_size() * accumulate
-    if (planned := loader.sampler.global_batch) != found:
-        line = f"TrainSampler has a global batch of {planned}, but all batches of a step of the"
-        raise UserError(f"{line} loader make {found}: give both the same batch size")
+    if planned != found:
+        raise UserError(
+            f"TrainSampler has a global batch of {planned}, but all batches of a step of "
+            f"the loader make {found}: give both the same batch size"
+        )
     return loader.sampler
 
 
@@ -317,7 +343,9 @@ class OtherSource:
     """
 
     def __init__(self, loader: Any, accumulate: int, seed: Any, epoch: int = 0) -> None:
-        self.accumulate, self.seed, self.epoch = accumulate, seed, epoch
+        self.accumulate = accumulate
+        self.seed = seed
+        self.epoch = epoch
         ranks = distributed.world_size()
         try:
             # Of shares of unequal length: all ranks take as many steps as the shortest
@@ -336,41 +364,45 @@ class OtherSource:
             raise UserError(
                 f"the training loader has {count} batches, too few for a step"
             )
-        sizes = (
-            getattr(each, "batch_size", None) for each in (loader, *samplers_of(loader))
-        )
+        # A DataLoader with a batch_sampler has none itself.
+        places = [loader, *samplers_of(loader)]
+        sizes = [getattr(each, "batch_size", None) for each in places]
         size = next(filter(None, sizes), 1)
         self.global_batch = size * ranks * accumulate
         self.total = self.steps * self.global_batch
-        data = {"images": self.total, "training_set": fingerprint(samples.of(loader))}
         self.order: dict[str, Any] = {
-            **data,
+            "images": self.total,
+            "training_set": fingerprint(samples.of(loader)),
             "seed": seed,
             "sampler": type(loader).__name__,
         }
-        line = "the training loader has no ddpkit.TrainSampler: an epoch that is stopped resumes"
-        line += " from its start, not to the bit"
+        how = ""
         if ranks > 1 and has_own:
             batches = self.steps * accumulate * ranks
-            line += f"; each rank has batches of its own and takes them all, {batches} in all"
+            how = f"; each rank has batches of its own and takes them all, {batches} in all"
         elif ranks > 1:
-            line += f"; the ranks take its batches in turn, so that each reads {ranks} times what"
-            line += (
-                " it uses, which a DistributedSampler or a stream split by rank avoids"
+            how = (
+                f"; the ranks take its batches in turn, so that each reads {ranks} times "
+                "what it uses, which a DistributedSampler or a stream split by rank avoids"
             )
-        distributed.say(line)
+        distributed.say(
+            "the training loader has no ddpkit.TrainSampler: an epoch that is stopped "
+            f"resumes from its start, not to the bit{how}"
+        )
 
     def begin_at(self, seed: Any, epoch: int) -> None:
         """Read the batches from `epoch` on with this seed; anew, if others were begun."""
         if (seed, epoch) == (self.seed, self.epoch):
             return
         self.begun = None
-        self.seed = self.order["seed"] = seed
+        self.seed = seed
+        self.order["seed"] = seed
         self.epoch = epoch
 
     def _start(self, loader: Any, epoch: int) -> Iterator:
         for part in samplers_of(loader):
-            getattr(part, "set_epoch", int)(epoch)
+            if hasattr(part, "set_epoch"):
+                part.set_epoch(epoch)
         samples.set_epoch(samples.of(loader), epoch)
         return drawn(loader, self.seed, epoch)
 
@@ -382,11 +414,12 @@ class OtherSource:
         for _ in range((self.total - seen) // self.global_batch * self.accumulate):
             some = list(itertools.islice(batches, self.turn))
             if len(some) < self.turn:
-                line = (
-                    f"the training loader has less than {len(loader)} batches on rank"
+                raise UserError(
+                    f"the training loader has less than {len(loader)} batches on rank "
+                    f"{distributed.rank()}: its length has to be that of what this rank "
+                    "reads"
                 )
-                line += f" {distributed.rank()}: its length has to be that of what this rank reads"
-                raise UserError(line)
+            # with a turn of 1 the only one
             yield some[distributed.rank() % self.turn]
 
 
@@ -401,36 +434,38 @@ def deal(loader: Any, start: Callable[[], Iterator], use: str) -> tuple[Iterator
 
     Every rank has to call it.
     """
-    ranks, begun = distributed.world_size(), start()
+    ranks = distributed.world_size()
+    begun = start()
     if _has_share(loader) or ranks == 1:
         return begun, True
-    count = -(-MOST_COMPARED // (getattr(loader, "batch_size", None) or MOST_COMPARED))
+    size = getattr(loader, "batch_size", None) or MOST_COMPARED
+    count = -(-MOST_COMPARED // size)
     ahead = list(itertools.islice(begun, count))
     batches = itertools.chain(ahead, begun)
     whole = samples.checksum(ahead)
     labels = [part for part in tree_leaves(ahead) if getattr(part, "ndim", 0) < 3]
-    tensors = [part for part in labels if getattr(part, "ndim", 0)]
-    is_telling = any(len(set(map(str, part.tolist()))) > 1 for part in tensors)
     found = distributed.gather_objects((whole, samples.checksum(labels), bool(ahead)))
     known = [each for each in found if each[2]]  # a rank's share may be empty
     different = {each[0] for each in known}
     if len(different) == 1 and len(known) == ranks:
         return batches, False
     if len(different) < len(known):
-        line = f"the {use} loader gives some ranks the same batches, and others their own: give"
         raise UserError(
-            f"{line} all the same, or each its share, as DistributedSampler does"
+            f"the {use} loader gives some ranks the same batches, and others their own: "
+            "give all the same, or each its share, as DistributedSampler does"
         )
     if len(known) < ranks or len({each[1] for each in known}) > 1:
         return batches, True
-    if is_telling:
-        return batches, False
+    # The images differ, the labels do not: which tells something if labels vary.
+    for part in labels:
+        if getattr(part, "ndim", 0) and len(set(map(str, part.tolist()))) > 1:
+            return batches, False
     again = samples.checksum(list(itertools.islice(start(), count)))
     if not all(distributed.gather_objects(again == whole)):
-        line = f"the {use} loader: its first batches differ between ranks, and each time that they"
-        line += " are read, so that it is not known whether each rank has its share of the samples:"
         raise UserError(
-            f"{line} use ddpkit's samplers, or one that has num_replicas and rank"
+            f"the {use} loader: its first batches differ between ranks, and each time that "
+            "they are read, so that it is not known whether each rank has its share of the "
+            "samples: use ddpkit's samplers, or one that has num_replicas and rank"
         )
     return start(), True
 
@@ -438,27 +473,30 @@ def deal(loader: Any, start: Callable[[], Iterator], use: str) -> tuple[Iterator
 def _has_share(loader: Any) -> bool:
     """Return whether a sampler or data set says which rank it is for; a UserError if not this."""
     here = distributed.world_size(), distributed.rank()
-    for part in (*samplers_of(loader), samples.of(loader)):
-        share = tuple(getattr(part, name, None) for name in ("num_replicas", "rank"))
+    for part in [*samplers_of(loader), samples.of(loader)]:
+        share = getattr(part, "num_replicas", None), getattr(part, "rank", None)
         if None in share:
             continue
         if share != here:
-            line = f"{type(part).__name__} has num_replicas and rank {share}, but this process is"
-            raise UserError(f"{line} {here}: leave both arguments out")
+            raise UserError(
+                f"{type(part).__name__} has num_replicas and rank {share}, but this "
+                f"process is {here}: leave both arguments out"
+            )
         return True
     return False
 
 
 def samplers_of(loader: Any) -> list:
     """Return the samplers of a loader, and those within them."""
-    found = [loader]
-    for each in found:
-        parts = [getattr(each, name, None) for name in ("batch_sampler", "sampler")]
-        # By identity: `==` of an array of indices is an array.
-        found += [
-            one for one in parts if one is not None and all(one is not f for f in found)
-        ]
-    return found[1:]
+    places = [loader]
+    known = {id(loader), id(None)}  # `==` of an array of indices would be an array
+    for place in places:  # which grows
+        for name in ("batch_sampler", "sampler"):
+            part = getattr(place, name, None)
+            if id(part) not in known:
+                known.add(id(part))
+                places.append(part)
+    return places[1:]
 
 
 def drawn(loader: Any, *key: int) -> Iterator:
@@ -475,7 +513,7 @@ def drawn(loader: Any, *key: int) -> Iterator:
         samples.set_random_state(outside)
         if batch is None:
             return
-        yield batch
+        yield batch  # meanwhile whoever takes it draws on
         outside = samples.random_state()
         samples.set_random_state(inside)
 
@@ -505,14 +543,14 @@ class First:
     """The first samples of a validation loader, a small batch, the same on all ranks."""
 
     def __init__(self, loader: Any) -> None:
-        self.loader, self.dataset = loader, getattr(loader, "dataset", loader)
+        self.loader = loader
+        self.dataset = getattr(loader, "dataset", loader)
 
     def __iter__(self) -> Iterator[list]:
         if not is_ours(self.loader):
             return itertools.islice(_numbered(self.loader, drawn(self.loader, 0)), 1)
-        keys = [
-            Key(0, number, is_val=True) for number in range(min(2, len(self.dataset)))
-        ]
+        count = min(2, len(self.dataset))
+        keys = [Key(0, number, is_val=True) for number in range(count)]
         return _by_size([self.loader.collate_fn(self.dataset.__getitems__(keys))])
 
 
@@ -524,9 +562,12 @@ def _dealt(loader: Any) -> Iterator[list]:
         return _by_size(started(loader))
     for each in samplers_of(loader):
         if hasattr(each, "num_replicas"):
-            line = f"the validation loader has a {type(each).__name__}, which repeats samples"
-            raise UserError(f"{line}: leave it out; the ranks take its batches in turn")
-    ranks, rank = distributed.world_size(), distributed.rank()
+            raise UserError(
+                f"the validation loader has a {type(each).__name__}, which repeats "
+                "samples: leave it out; the ranks take its batches in turn"
+            )
+    ranks = distributed.world_size()
+    rank = distributed.rank()
     found, has_own = deal(loader, functools.partial(drawn, loader, 0), "validation")
     numbered = _numbered(loader, found)
     if ranks == 1 or not has_own:
@@ -537,14 +578,18 @@ def _dealt(loader: Any) -> Iterator[list]:
 
 def _by_size(found: Iterable[list]) -> Iterator[list]:
     for batch in found:
-        yield from batch if isinstance(batch, Groups) else [batch]
+        if isinstance(batch, Groups):
+            yield from batch
+        else:
+            yield batch
 
 
 def _numbered(loader: Any, batches: Iterator) -> Iterator[list]:
     """Yield batches of any loader with the indices of their samples, negative if not known."""
-    by = samplers_of(loader)
-    is_in_order = all(type(each) in (SequentialSampler, BatchSampler) for each in by)
-    is_known = is_in_order or isinstance(samples.of(loader), IterableDataset)
+    in_order = (SequentialSampler, BatchSampler)  # not a class derived from them
+    is_known = isinstance(samples.of(loader), IterableDataset) or all(
+        type(each) in in_order for each in samplers_of(loader)
+    )
     first = 0
     for batch in batches:
         parts = unpack(batch)
@@ -556,22 +601,28 @@ def _numbered(loader: Any, batches: Iterator) -> Iterator[list]:
 
 def is_ours(loader: Any) -> bool:
     """Return whether a DataLoader has our sampler and seeds its samples."""
-    by = (getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None))
-    own = [each for each in by if isinstance(each, TrainSampler | ValSampler)]
     dataset: Any = getattr(loader, "dataset", None)
-    if own and not isinstance(dataset, Seeded):
+    is_seeded = isinstance(dataset, Seeded)
+    for name in ("sampler", "batch_sampler"):
+        own = getattr(loader, name, None)
+        if not isinstance(own, TrainSampler | ValSampler):
+            continue
+        if not is_seeded:
+            raise UserError(
+                "a loader with a sampler of ddpkit needs ddpkit.Seeded(dataset, ...)"
+            )
+        if own.total != len(dataset):
+            raise UserError(
+                f"{type(own).__name__} has a data set of {own.total} samples, "
+                f"ddpkit.Seeded one of {len(dataset)}: give both the same"
+            )
+        return True
+    if is_seeded:
         raise UserError(
-            "a loader with a sampler of ddpkit needs ddpkit.Seeded(dataset, ...)"
+            "ddpkit.Seeded needs ddpkit.TrainSampler or ValSampler as the loader's sampler; "
+            "with another give the loader the data set itself, no Seeded"
         )
-    if isinstance(dataset, Seeded) and not own:
-        line = "ddpkit.Seeded needs ddpkit.TrainSampler or ValSampler as the loader's sampler; with"
-        raise UserError(
-            f"{line} another give the loader the data set itself, no Seeded"
-        )
-    if own and own[0].total != len(dataset):
-        line = f"{type(own[0]).__name__} has a data set of {own[0].total} samples, ddpkit.Seeded"
-        raise UserError(f"{line} one of {len(dataset)}: give both the same")
-    return bool(own)
+    return False
 
 
 def started(loader: Any) -> Iterator:
@@ -587,13 +638,16 @@ def unpack(batch: Any) -> tuple:
     """Return a batch as (images, targets, ...), floating-point or uint8 images (N, C, H, W)."""
     parts = samples.ordered(batch)
     if parts is None or not isinstance(parts[0], Tensor):
-        line = f"the loader returns a {type(batch).__name__}: a batch is (images, targets, ...) or"
         raise UserError(
-            f'{line} a dict with "image" and "label", images a tensor (N, C, H, W)'
+            f"the loader returns a {type(batch).__name__}: a batch is (images, targets, "
+            '...) or a dict with "image" and "label", images a tensor (N, C, H, W)'
         )
-    if parts[0].dtype != torch.uint8 and not parts[0].is_floating_point():
-        line = f"the loader returns images of {parts[0].dtype}: return uint8, or float, divided"
-        raise UserError(f"{line} by the value that is white, such as 65535.0")
+    images = parts[0]
+    if images.dtype != torch.uint8 and not images.is_floating_point():
+        raise UserError(
+            f"the loader returns images of {images.dtype}: return uint8, or float, divided "
+            "by the value that is white, such as 65535.0"
+        )
     return parts
 
 
@@ -609,37 +663,44 @@ def find_format(dataset: Any) -> Format | None:
     found = [each for each in map(find_format, samples.wrapped(dataset)) if each]
     for other in found[1:]:
         if other.scale != found[0].scale:
-            line = f"{type(dataset).__name__} joins images of {found[0].keys()} and {other.keys()}"
-            raise UserError(f"{line}: give their folders the same {NAME}")
+            raise UserError(
+                f"{type(dataset).__name__} joins images of {found[0].keys()} and "
+                f"{other.keys()}: give their folders the same {NAME}"
+            )
     return found[0] if found else None
 
 
 def check_formats(train_loader: Any, val_loader: Any) -> None:
     """Raise a UserError unless images for training and validation are normalised alike."""
-    train, val = format_of(train_loader), format_of(val_loader)
+    train = format_of(train_loader)
+    val = format_of(val_loader)
     if train == val or train.scale == val.scale:
         return
-    for loader in train_loader, val_loader:
+    for loader in (train_loader, val_loader):
         if find_format(samples.of(loader)):
             continue
         # A set of one's own without a format: floats are taken as they are.
-        images, *_ = unpack(next(_by_size(drawn(loader, 0))))
+        images = unpack(next(_by_size(drawn(loader, 0))))[0]
         if images.is_floating_point():
             return
-    line = f"training images are normalised by {train.keys()}, validation images by {val.keys()}"
-    line += f" of {NAME} ({{}}: ImageNet's mean and std): give both data sets the same `format`"
-    raise UserError(line)
+    raise UserError(
+        f"training images are normalised by {train.keys()}, validation images by "
+        f"{val.keys()} of {NAME} ({{}}: ImageNet's mean and std): give both data sets the "
+        "same `format`"
+    )
 
 
 def move(batch: Any, device: torch.device, format: Format) -> tuple:
     """Return a batch, which has travelled as uint8, on `device`, as `batches` describes it."""
-    images, targets, *others = (
+    moved = [
         part.to(device, non_blocking=True) if isinstance(part, Tensor) else part
         for part in unpack(batch)
-    )
+    ]
+    moved[0] = normalize(moved[0], format)
+    targets = moved[1]
     if isinstance(targets, Tensor):
-        targets = targets.float() if targets.is_floating_point() else targets.long()
-    return normalize(images, format), targets, *others
+        moved[1] = targets.float() if targets.is_floating_point() else targets.long()
+    return tuple(moved)
 
 
 def normalize(images: Tensor, format: Format = DEFAULT_FORMAT) -> Tensor:

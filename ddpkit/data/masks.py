@@ -18,17 +18,27 @@ from PIL import Image
 from ddpkit.data import images
 from ddpkit.data.format import DEFAULT_FORMAT, Format
 from ddpkit.errors import UserError, shorten
-from ddpkit.run.pictures import VOID, Classes
 
+VOID = 255  # the class number of pixels without a label
 # by what a mask shows: what it means, and in which file
 Meant = dict[str, tuple[str, str]]
 BLACK_WHITE = "black and white"
-OF_8_BITS = ("1", "L", "LA", "RGBA")
+OF_8_BITS = ("1", "L", "LA", "RGBA")  # modes of Pillow, but for palettes
 MANY = 8  # values that no line of classes.txt has, as smoothed edges have
 FORMS = "NAME, NAME = VALUE, or NAME = R G B with colours of 0 to 255"
 LINE = re.compile(
     r"([^=]*[^=\s])(?:\s*=\s*(-?\d{1,9}|\d{1,3}[\s,]+\d{1,3}[\s,]+\d{1,3}))?"
 )
+
+
+class Classes(list[str]):
+    """The class names, with `colors`, uint8 (classes, 3), if the user has chosen them."""
+
+    def __init__(
+        self, names: Sequence[str], colors: Sequence[Sequence[int]] | None = None
+    ) -> None:
+        super().__init__(names)
+        self.colors = np.array(colors, dtype=np.uint8) if colors else None
 
 
 class Labels(Classes):
@@ -41,20 +51,25 @@ class Labels(Classes):
     """
 
     def __init__(self, names: Sequence[str], kind: int, keys: dict[tuple, int]) -> None:
-        colors = {number: key for key, number in keys.items() if number != VOID}
-        super().__init__(names, [*colors.values()] if kind == 3 else None)
+        greys: dict[int, int] = {}
+        self.colored = {-1: VOID}  # never empty, see `_look_up`
+        if kind == 3:
+            super().__init__(names, [c for c, n in keys.items() if n != VOID])
+            for color, number in keys.items():
+                opaque = bytes(color) + b"\xff"
+                self.colored[int.from_bytes(opaque, "little")] = number
+                if len(set(color)) == 1:
+                    greys[color[0]] = number
+            # Without a listed grey a mask in grey can only mean the class numbers.
+            values = {number: number for number in range(len(names))}
+        else:
+            super().__init__(names)
+            values = {key[0]: number for key, number in keys.items()}
         self.kind = kind
-        greys = {key[0]: n for key, n in keys.items() if kind == 3 and len({*key}) == 1}
-        # nothing else can be meant by grey
-        own = {number: number for number in range(len(names))}
-        listed = own if kind == 3 else {key[0]: number for key, number in keys.items()}
-        self.values = greys or {VOID: VOID, **listed}
+        self.values = greys or {VOID: VOID, **values}
         self.has_greys = bool(greys)
         self.white = 255 if greys or self.values[VOID] != VOID else 1
         self.meant: Meant = {}
-        colored = keys if kind == 3 else {}
-        keys_of = {int.from_bytes((*c, 255), "little"): n for c, n in colored.items()}
-        self.colored = {-1: VOID, **keys_of}  # never empty
 
 
 def unnamed() -> Labels:
@@ -66,22 +81,23 @@ def read_classes(path: Path) -> Labels:
     """Return what the file at `path` says."""
     if not path.is_file():
         return unnamed()
-    return parse(
-        path.read_text(encoding="utf-8-sig", errors="replace").splitlines(), path
-    )
+    text = path.read_text(encoding="utf-8-sig", errors="replace")
+    return parse(text.splitlines(), path)
 
 
 def parse(lines: Sequence[str], path: Path) -> Labels:
     """Return what the lines of the classes.txt at `path` say; a UserError names a wrong line."""
-    lines = [re.sub(r"(^|\s)#.*", "", line).strip() for line in lines]
     rows: list[tuple[str, tuple[int, ...], bool]] = []
     for row, line in enumerate(lines, 1):
+        line = re.sub(r"(^|\s)#.*", "", line).strip()  # a comment
+        if not line:
+            continue
         match = LINE.fullmatch(line)
         key = tuple(map(int, re.findall(r"-?\d+", match[2] or ""))) if match else ()
-        if line and (not match or (len(key) == 3 and max(key) > 255)):
+        if not match or (len(key) == 3 and max(key) > 255):
             raise UserError(f"{path}, line {row}: expected one of {FORMS}")
-        if match:
-            rows.append((match[1], key, bool(key) and match[1].lower() == "void"))
+        rows.append((match[1], key, bool(key) and match[1].lower() == "void"))
+    # The first class decides how many numbers each line has: 0, 1 or 3.
     kind = next((len(key) for _, key, is_void in rows if not is_void), 0)
     names: list[str] = []
     keys: dict[tuple, int] = {}
@@ -91,8 +107,11 @@ def parse(lines: Sequence[str], path: Path) -> Labels:
             raise UserError(f"{path}: {name}: write all lines in one way: {FORMS}")
         if name in names or key in keys:
             raise UserError(f"{path}: {name}: its name or its value comes twice")
-        keys[key] = VOID if is_void else len(names)
-        names += [] if is_void else [name]
+        if is_void:
+            keys[key] = VOID
+        else:
+            keys[key] = len(names)
+            names.append(name)
     if not 2 <= len(names) <= VOID:
         raise UserError(
             f"{path}: {len(names)} classes; needs 2 to {VOID}, one per line"
@@ -102,8 +121,8 @@ def parse(lines: Sequence[str], path: Path) -> Labels:
 
 def read_mask(path: str, labels: Labels, format: Format = DEFAULT_FORMAT) -> np.ndarray:
     """Return the mask at `path` as class numbers or VOID, uint8 (H, W)."""
-    image, numbers = images.read_stored(path, format), labels.values
-    # or in a TIFF
+    image = images.read_stored(path, format)
+    # a file of its own, or in a TIFF
     if image.format in ("JPEG", "MPO") or image.info.get("compression") == "jpeg":
         raise UserError(
             f"{path}: JPEG has changed the values of this mask; save masks as PNG"
@@ -115,10 +134,12 @@ def read_mask(path: str, labels: Labels, format: Format = DEFAULT_FORMAT) -> np.
             f"{path}: a mask with transparent pixels; save it without transparency"
         )
     if image.mode == "RGBA":
-        keys, numbers = np.array(image).view("<u4")[..., 0], labels.colored
-        # then grey means one, too
+        numbers = labels.colored
+        keys = np.array(image).view("<u4")[..., 0]  # the four bytes as one number
+        # If greys are listed, masks in grey mean colours, too: the two may be mixed.
         meant = {} if labels.has_greys else {"a mask": "colours"}
     else:
+        numbers = labels.values
         keys, meant = _read_grey(image, labels)
     if keys.ndim > 2 or (labels.has_greys and image.mode not in OF_8_BITS):
         raise UserError(
@@ -143,18 +164,20 @@ def _read_grey(image: Image.Image, labels: Labels) -> tuple[np.ndarray, dict[str
     The values are (H, W), of any type; of an image that is no mask (H, W, channels).
     """
     keys = np.array(image.getchannel("L") if image.mode == "LA" else image)
-    meant = {"a mask": "numbers"} if labels.kind == 3 and not labels.has_greys else {}
-    others = {} if labels.white == VOID else {BLACK_WHITE: "other numbers"}
+    meant: dict[str, str] = {}
+    if labels.kind == 3 and not labels.has_greys:
+        meant["a mask"] = "numbers"
+    of_two_tones = "other numbers"
     palette = _palette(image)
     is_coloured = image.mode == "P" and _is_coloured(palette)
     if image.mode == "1" or (image.mode == "P" and not is_coloured):
         keys = keys.astype(np.uint8)
         used = np.flatnonzero(Image.fromarray(keys).histogram())
         values = palette[:, 0]
-        if {*values[used]} <= {0, VOID} and (values[used] != used).any():
+        if set(values[used]) <= {0, VOID} and (values[used] != used).any():
             # Stored in two tones, which may be 0 and 1 as well as what they show.
             values = values.clip(max=labels.white)
-            others = {BLACK_WHITE: "0 and 1"} if others else {}
+            of_two_tones = "0 and 1"
         meant |= _greys(palette[used, 0], values[used])
         keys = values[keys]
     elif keys.dtype == np.uint8 and keys.ndim == 2:
@@ -162,11 +185,14 @@ def _read_grey(image: Image.Image, labels: Labels) -> tuple[np.ndarray, dict[str
         if is_coloured:
             # A palette that has a colour twice goes by numbers alone.
             once = [n for n in used if (palette == palette[n]).all(1).sum() == 1]
-            shown = np.array([n for n in once if len({*palette[n]}) == 1], int)
-            meant |= _greys(palette[shown, 0], shown)
+            used = np.array([n for n in once if len(set(palette[n])) == 1], int)
+            meant |= _greys(palette[used, 0], used)
         else:
             meant |= _greys(used, used)
-    return keys, meant | (others if keys.any() else {})
+    # With white for 255 there is nothing to tell apart; black alone tells nothing.
+    if labels.white != VOID and keys.any():
+        meant[BLACK_WHITE] = of_two_tones
+    return keys, meant
 
 
 def _greys(shown: np.ndarray, numbers: np.ndarray) -> dict[str, str]:
@@ -177,11 +203,12 @@ def _greys(shown: np.ndarray, numbers: np.ndarray) -> dict[str, str]:
 
 def _palette(image: Image.Image) -> np.ndarray:
     """Return the colours of the values in an image of 1 bit or with a palette, uint8 (256, 3)."""
-    colors = (
-        (image.getpalette() or []) if image.mode == "P" else [0, 0, 0, 255, 255, 255]
-    )
     palette = np.zeros((256, 3), np.uint8)
-    palette.flat[: len(colors)] = colors
+    if image.mode == "P":
+        colors = image.getpalette() or []  # of the entries that the file has
+        palette.flat[: len(colors)] = colors
+    else:
+        palette[1] = 255
     return palette
 
 
@@ -194,9 +221,10 @@ def agree(known: Meant, found: Meant) -> None:
     for shown, (meaning, path) in found.items():
         before, other = known.setdefault(shown, (meaning, path))
         if before != meaning:
-            line = f"{path}: {shown} means {meaning}, but {before} in {other}"
-            how = "save all masks in one way, or list their colours in classes.txt: NAME = R G B"
-            raise UserError(f"{line}; {how}")
+            raise UserError(
+                f"{path}: {shown} means {meaning}, but {before} in {other}; save all masks "
+                "in one way, or list their colours in classes.txt: NAME = R G B"
+            )
 
 
 def _explain_unknown(unknown: dict[int, int], is_colored: bool, labels: Labels) -> str:
@@ -204,17 +232,18 @@ def _explain_unknown(unknown: dict[int, int], is_colored: bool, labels: Labels) 
     count, key = max((count, key) for key, count in unknown.items())
     text = f"{key:g}"
     if is_colored:
-        text = " ".join(map(str, key.to_bytes(4, "little")[:3]))
+        red, green, blue, _ = key.to_bytes(4, "little")
+        text = f"{red} {green} {blue}"
     elif labels.has_greys:
         text = f"{text} {text} {text}"
     kind = "colour" if " " in text else "value"
     line = f"{kind} {text} in {count} pixels is no class; correct the mask"
     if len(unknown) > MANY:
-        others = (
-            f"{len(unknown) - 1} more {kind}s are none, as in masks with smoothed edges"
+        others = len(unknown) - 1
+        return (
+            f"{line}: {others} more {kind}s are none, as in masks with smoothed edges"
         )
-        return f"{line}: {others}"
-    if not float(key).is_integer():
+    if not float(key).is_integer():  # which classes.txt cannot list
         return line
     return f"{line}, or write into classes.txt: NAME = {text} or void = {text}"
 
@@ -228,15 +257,15 @@ def _look_up(
     """
     if keys.dtype == np.uint8:  # Pillow takes a fifth of numpy's time
         image = Image.fromarray(keys)
-        counts = {n: count for n, count in enumerate(image.histogram()) if count}
-        return np.array(
-            image.point([numbers.get(key, VOID) for key in range(256)])
-        ), counts
+        counts = {key: count for key, count in enumerate(image.histogram()) if count}
+        meaning = [numbers.get(key, VOID) for key in range(256)]
+        return np.array(image.point(meaning)), counts
     known = np.array(sorted(numbers))
+    # where each key is in `known`, if it is there: an unknown one gets a neighbour's place
     places = np.searchsorted(known, keys).clip(max=len(known) - 1)
     found = np.array([numbers[key] for key in known.tolist()], np.uint8)[places]
-    others = np.unique(keys[known[places] != keys], return_counts=True)
-    return found, dict(zip(*(each.tolist() for each in others), strict=True))
+    others, counted = np.unique(keys[known[places] != keys], return_counts=True)
+    return found, dict(zip(others.tolist(), counted.tolist(), strict=True))
 
 
 def explain_values(values: list[int], has_names: bool) -> str:
@@ -244,8 +273,9 @@ def explain_values(values: list[int], has_names: bool) -> str:
     found = [value for value in values if value != VOID]
     if len(found) > 1 and (has_names or found[-1] < len(found)):
         return ""
+    texts = [str(value) for value in values]
     return (
-        f"the training masks hold {shorten([*map(str, values)])} ({VOID} is void), not two classes "
-        "or more, numbered from 0 without a gap; write what all values mean into classes.txt, one "
-        f"class per line: {shorten([f'NAME = {value}' for value in values])}"
+        f"the training masks hold {shorten(texts)} ({VOID} is void), not two classes or "
+        "more, numbered from 0 without a gap; write what all values mean into "
+        f"classes.txt, one class per line: {shorten([f'NAME = {n}' for n in texts])}"
     )

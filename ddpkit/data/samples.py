@@ -27,15 +27,13 @@ BITS = 2**64 - 1
 IMAGES = ("image", "images", "img", "pixel_values")  # keys of a sample's image
 TARGETS = ("target", "targets", "label", "labels", "mask", "annotation", "fine_label")
 WORKERS = 256  # loader workers of a rank, at most, whose samples are known if they die
-# samples of a run, at most, that are read twice: augmentation may leave one as it is
-TWICE = 16
+TWICE = 16  # samples of a run, at most, that are read twice: one may be left as it is
 READS = 8  # of one sample: flips by chance are not taken for none
 WANTED = (
     'return (image, target) or a dict with "image" and "label": a PIL image, an array (H, W, C) or '
     "a tensor (C, H, W), uint8 or float, and the number of the class, or a mask"
 )
-# of pixels: in masks, and what torch's losses leave out by default
-UNLABELLED = 255, -100
+UNLABELLED = (255, -100)  # pixels: in masks, and what torch's losses leave out
 DIFFERS = (
     "two reads of it differ, so this run can be neither repeated nor resumed to the bit: what "
     "augments it has a generator of its own; draw from random, numpy.random or torch, or seed the "
@@ -167,9 +165,12 @@ class Seeded(Dataset):
         self, dataset: MapDataset, classes: int | Sequence[str] | None, seed: int
     ) -> None:
         if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__"):
-            line = f"{type(dataset).__name__} has no samples by number: give it to a DataLoader"
-            raise UserError(f"{line} without ddpkit.Seeded and sampler (EDITS.md)")
-        self.dataset, self.seed = dataset, seed
+            raise UserError(
+                f"{type(dataset).__name__} has no samples by number: give it to a "
+                "DataLoader without ddpkit.Seeded and sampler (EDITS.md)"
+            )
+        self.dataset = dataset
+        self.seed = seed
         self.is_any = classes is None
         number = classes if isinstance(classes, int) else len(classes or ())
         self.num_classes = number
@@ -198,14 +199,14 @@ class Seeded(Dataset):
             sample = self.dataset[index]
             if not self.is_any:
                 sample = self.parts(index, sample)
-            self.note(0)  # but not if it ends its process
-            return sample
         except LineError:
             raise
         except Exception as error:
             say = getattr(error, "add_note", print_error)  # Python 3.10 has none
             say(f"while reading {name(self.dataset, index)}")
             raise
+        self.note(0)  # not if reading it ends its process
+        return sample
 
     def __getitems__(self, keys: Sequence[Key]) -> list[tuple]:
         """Return the samples of a batch, for validation with their indices; DataLoader calls it."""
@@ -215,20 +216,19 @@ class Seeded(Dataset):
                 self.read_twice(keys, samples)
             return samples
         if keys[0].is_val:
-            return [
-                (*sample, key.number) for sample, key in zip(samples, keys, strict=True)
-            ]
+            pairs = zip(samples, keys, strict=True)
+            return [(*sample, key.number) for sample, key in pairs]
         first = samples[0][0]
-        for key, (image, *_) in zip(keys, samples, strict=True):
+        for key, sample in zip(keys, samples, strict=True):
+            image = sample[0]
             # In a batch of both kinds uint8 would become float, but stay 0 to 255.
             if (image.shape, image.dtype) != (first.shape, first.dtype):
-                here, there = (
-                    name(self.dataset, each.number) for each in (key, keys[0])
-                )
-                line = f"{here} has {(*image.shape,)}, {there} {(*first.shape,)}"
-                line += f", {image.dtype} and {first.dtype}"
+                here = name(self.dataset, key.number)
+                there = name(self.dataset, keys[0].number)
                 raise UserError(
-                    f"{line}; let train_transform in dataset.py return one size, type"
+                    f"{here} has {tuple(image.shape)}, {there} {tuple(first.shape)}, "
+                    f"{image.dtype} and {first.dtype}; let train_transform in dataset.py "
+                    "return one size, type"
                 )
         self.read_twice(keys, samples)
         return samples
@@ -240,7 +240,7 @@ class Seeded(Dataset):
         if self.unequal[0] or (worker and worker.id) or distributed.is_debugged():
             return
         after = random_state()  # from which a collate function goes on to draw
-        until = time.monotonic() + 1
+        until = time.monotonic() + 1  # where samples take long, a few have to do
         for key, sample in zip(keys[: self.left], samples, strict=False):
             self.left -= 1
             if checksum(sample) != checksum(self[key]):
@@ -270,19 +270,17 @@ class Seeded(Dataset):
         is_mask_as_image = (
             is_integer and type(target).__name__ == "Image" and len(target) == 1
         )
-        image, target = as_tensor(image, True), as_tensor(target, False)
+        image = as_tensor(image, is_image=True)
+        target = as_tensor(target, is_image=False)
         is_image = isinstance(image, Tensor) and image.ndim == 3
         is_float = is_image and image.is_floating_point()
-        is_right = is_image and (is_float or image.dtype == torch.uint8)
+        is_right = is_float or (is_image and image.dtype == torch.uint8)
         if was_pil and is_float:  # mode F, which no transform has normalised
             is_right = bool(image.min() >= 0 and image.max() <= 1)
         if not is_right:
-            kind = type(sample if image is None else image).__name__
-            found = (
-                f"{kind} {(*image.shape,)}, {image.dtype}"
-                if hasattr(image, "dtype")
-                else kind
-            )
+            found = type(sample if image is None else image).__name__
+            if hasattr(image, "dtype"):
+                found += f" {tuple(image.shape)}, {image.dtype}"
             line = (
                 f"{name(self.dataset, index)}: the data set returns {found}; {WANTED}"
             )
@@ -300,21 +298,17 @@ class Seeded(Dataset):
             raise UserError(
                 f"{name(self.dataset, index)}: the target is {target!r}; {WANTED}"
             )
-        is_one = (
-            isinstance(target, Tensor)
-            and not target.ndim
-            and not target.is_floating_point()
-        )
-        label = target.item() if is_one else target
+        label = target
+        if isinstance(target, Tensor) and target.ndim == 0:
+            label = target.item()  # a float is no class
         if isinstance(label, int | np.integer) and not 0 <= label < self.num_classes:
-            line = (
-                f"{name(self.dataset, index)}: label {label}, but the classes are 0 to"
+            raise UserError(
+                f"{name(self.dataset, index)}: label {label}, but the classes are 0 to "
+                f"{self.num_classes - 1}; correct it, or return a float if it is no class"
             )
-            line += f" {self.num_classes - 1}; correct it, or return a float if it is no class"
-            raise UserError(line)
         if isinstance(target, Tensor) and target.ndim > 1:
             self._check_mask(index, image, target)
-        return image, target, *others
+        return (image, target, *others)
 
     def _check_mask(self, index: int, image: Tensor, mask: Tensor) -> None:
         """Raise a UserError for numbers beyond the classes: a GPU would end the run elsewhere."""
@@ -322,19 +316,18 @@ class Seeded(Dataset):
         if not is_mask or mask.dtype == torch.bool or mask.is_floating_point():
             return
         values = mask.numpy()  # a fifth of the time that torch takes for this
-        # In the usual case in the least time: 255 becomes 0.
-        if (
-            values.dtype == np.uint8
-            and (values + np.uint8(1)).max(initial=0) <= self.num_classes
-        ):
-            return
-        # negative ones are large
+        if values.dtype == np.uint8:
+            # The usual case, in the least time: each number and 1, so that 255 is 0.
+            following = values + np.uint8(1)
+            if following.max(initial=0) <= self.num_classes:
+                return
+        # without a sign, so that negative ones are large
         beyond = values.view(f"u{values.itemsize}") >= self.num_classes
         if beyond.any():
             for void in UNLABELLED:
                 beyond &= values != void
         if beyond.any():
-            found = shorten([*map(str, np.unique(values[beyond]).tolist())])
+            found = shorten([str(n) for n in np.unique(values[beyond]).tolist()])
             raise UserError(
                 f"{name(self.dataset, index)}: the mask has {found}, but the classes are 0 to "
                 f"{self.num_classes - 1} (without a label: 255, or -100); correct it, or return "
@@ -349,9 +342,11 @@ class Seeded(Dataset):
         return found
 
     def note(self, sample: int) -> None:
-        if (worker := get_worker_info()) and worker.id < WORKERS:
+        worker = get_worker_info()
+        if worker and worker.id < WORKERS:
             at = 2 * worker.id  # a slice would take ten times as long
-            self.reading[at], self.reading[at + 1] = os.getpid(), sample
+            self.reading[at] = os.getpid()
+            self.reading[at + 1] = sample
 
 
 def size(dataset: Any) -> Any:
@@ -365,11 +360,14 @@ def wrapped(dataset: Any) -> list:
     """Return the data sets of a wrapper, such as Subset or ConcatDataset; of others none."""
     found = getattr(dataset, "datasets", None)
     if isinstance(found, Mapping):  # of a StackDataset
-        found = [*found.values()]
+        found = list(found.values())
     if not isinstance(found, list | tuple):
         found = [getattr(dataset, "dataset", None)]
-    kinds = "__getitem__", "__iter__"
-    return [each for each in found if any(hasattr(each, kind) for kind in kinds)]
+    return [
+        each
+        for each in found
+        if hasattr(each, "__getitem__") or hasattr(each, "__iter__")
+    ]
 
 
 def places(dataset: Any, index: int) -> Iterator[tuple[Any, int]]:
@@ -378,7 +376,8 @@ def places(dataset: Any, index: int) -> Iterator[tuple[Any, int]]:
     A wrapper with neither `indices` nor as many samples as it wraps has nothing that is known.
     """
     yield dataset, index
-    parts, total = wrapped(dataset), size(dataset)
+    parts = wrapped(dataset)
+    total = size(dataset)
     sizes = [size(part) for part in parts]
     indices: Any = getattr(dataset, "indices", None)
     if not total or None in sizes:
@@ -388,10 +387,12 @@ def places(dataset: Any, index: int) -> Iterator[tuple[Any, int]]:
     if len(parts) == 1 and hasattr(indices, "__len__") and len(indices) == total:
         yield from places(parts[0], int(indices[index]))
     elif sum(sizes) == total:  # as ConcatDataset, or a transform of one
-        ends: np.ndarray = np.cumsum(sizes)
-        number = int(np.searchsorted(ends, index, "right"))
-        yield from places(parts[number], index - int(ends[number]) + sizes[number])
-    else:  # as StackDataset
+        for part, count in zip(parts, sizes, strict=True):
+            if index < count:
+                yield from places(part, index)
+                return
+            index -= count
+    else:  # as StackDataset, whose sample has parts of all
         for part in parts:
             if size(part) == total:
                 yield from places(part, index)
@@ -429,14 +430,12 @@ def ordered(sample: Any) -> tuple | None:
         return tuple(sample) if len(sample) > 1 else None
     if not isinstance(sample, Mapping):
         return None
-    first = [
-        next((key for key in keys if key in sample), None) for keys in (IMAGES, TARGETS)
-    ]
-    if None in first:
+    image = next((key for key in IMAGES if key in sample), None)
+    target = next((key for key in TARGETS if key in sample), None)
+    if image is None or target is None:
         return None
-    return tuple(
-        sample[key] for key in (*first, *(key for key in sample if key not in first))
-    )
+    others = [part for key, part in sample.items() if key not in (image, target)]
+    return (sample[image], sample[target], *others)
 
 
 def is_pil(part: object) -> bool:
@@ -449,18 +448,19 @@ def as_tensor(part: Any, is_image: bool) -> Any:
     """Return a PIL image or array as a tensor (C, H, W), or of a target (H, W)."""
     if type(part) is Tensor or type(part) is int:
         return part
-    # 8 bits or less
+    if isinstance(part, Tensor):
+        return part.as_subclass(Tensor)  # such as torchvision's, which are slower
+    if not is_pil(part) and not isinstance(part, np.ndarray):
+        return part
     if is_image and is_pil(part) and part.mode[0] not in "IF":
-        part = part.convert("RGB")
-    if is_pil(part) or isinstance(part, np.ndarray):
-        array = np.array(part)  # a copy, because an array may be read-only
-        values = torch.from_numpy(
-            array.astype(array.dtype.newbyteorder("="), copy=False)
-        )
-        values = values[..., None] if is_image and values.ndim == 2 else values
-        # Channels stay last in memory.
-        return values.permute(2, 0, 1) if is_image and values.ndim == 3 else values
-    return part.as_subclass(Tensor) if isinstance(part, Tensor) else part
+        part = part.convert("RGB")  # of 8 bits or less
+    array = np.array(part)  # a copy, because an array may be read-only
+    # torch takes this machine's order of bytes alone
+    values = torch.from_numpy(array.astype(array.dtype.newbyteorder("="), copy=False))
+    if is_image and values.ndim == 2:
+        values = values[..., None]
+    # Channels stay last in memory.
+    return values.permute(2, 0, 1) if is_image and values.ndim == 3 else values
 
 
 def of(loader: Any) -> Any:
@@ -480,14 +480,16 @@ def fingerprint(dataset: MapDataset) -> str:
 
 def _list_checksum(dataset: Any) -> int:
     samples = listed(dataset)
-    ends = [samples[i] for i in (0, -1) if len(samples)]
-    key = id(samples), len(samples), repr(ends)
+    ends = [samples[0], samples[-1]] if len(samples) else []
+    key = id(samples), len(samples), repr(ends)  # whether it is the same list
     with contextlib.suppress(TypeError):  # it has no hash
-        if dataset in _checksums and _checksums[dataset][0] == key:
-            return _checksums[dataset][1]
+        known, total = _checksums.get(dataset, (None, 0))
+        if known == key:
+            return total
     total = 0
     for sample in samples:
         parts = sample if isinstance(sample, tuple | list) else [sample]
+        # the folder may be another one on another machine
         values = [
             os.path.basename(part) if isinstance(part, str) else part for part in parts
         ]
@@ -496,11 +498,13 @@ def _list_checksum(dataset: Any) -> int:
         with contextlib.suppress(TypeError):
             _checksums[dataset] = key, total
         return total
-    parts = [(size(part), _list_checksum(part)) for part in wrapped(dataset)]
+    inner: list[Any] = [(size(each), _list_checksum(each)) for each in wrapped(dataset)]
+    if not inner:
+        return 0
     indices: Any = getattr(dataset, "indices", None)
-    if parts and hasattr(indices, "__len__"):
-        parts.append(zlib.crc32(repr([*map(int, indices)]).encode()))
-    return zlib.crc32(repr(parts).encode()) if parts else 0
+    if hasattr(indices, "__len__"):
+        inner.append(zlib.crc32(repr([int(index) for index in indices]).encode()))
+    return zlib.crc32(repr(inner).encode())
 
 
 def first_checksums(loader: DataLoader) -> dict[str, int]:
@@ -521,9 +525,8 @@ def first_checksums(loader: DataLoader) -> dict[str, int]:
     sample, *others = reads
     set_random_state(outside)
     whole = checksum(sample)
-    found = {
-        "label": checksum([part for part in sample if getattr(part, "ndim", 0) < 2])
-    }
+    label = [part for part in sample if getattr(part, "ndim", 0) < 2]
+    found = {"label": checksum(label)}
     if all(checksum(other) == whole for other in others):
         found["sample"] = whole
     return found

@@ -34,7 +34,7 @@ from ddpkit.ranks import distributed
 from ddpkit.ranks.replicas import uncompiled, weights_of
 
 if TYPE_CHECKING:
-    from ddpkit.run.pictures import Classes
+    from ddpkit.data.masks import Classes
 
 State = dict[str, Any]  # what a checkpoint holds, by name
 Names = Mapping[Tensor, str]
@@ -285,7 +285,7 @@ def open_model(
 
         model, classes, args, format = ddpkit.open_model("best.pt", build_model, parse_args, device)
     """
-    from ddpkit.run.pictures import Classes
+    from ddpkit.data.masks import Classes  # of images
 
     state = read(path)
     args, format = parse_args([], state["args"]), Format(**state["format"])

@@ -1,7 +1,6 @@
 """What this machine has, and the settings that follow from it."""
 
 import contextlib
-import math
 import os
 import subprocess
 import warnings
@@ -12,11 +11,9 @@ import torch
 import ddpkit
 from ddpkit.data import samples
 from ddpkit.ranks import distributed, process, protocol
+from ddpkit.ranks.cpus import cpu_share
 from ddpkit.ranks.distributed import Rank
 from ddpkit.run.flags import launch
-
-# of a container: microseconds of CPU time per period
-QUOTA = Path("/sys/fs/cgroup/cpu.max")
 
 
 def meet() -> Rank:
@@ -58,17 +55,6 @@ def configure(device: torch.device, seed: int, deterministic: bool = False) -> N
     torch.set_num_threads(default_threads(device.type != "cpu"))
 
 
-def cpus() -> int:
-    """Return how many CPUs the affinity and the container of this process let it use."""
-    usable = getattr(os, "sched_getaffinity", None)  # not on macOS and Windows
-    count = float(len(usable(0)) if usable else os.cpu_count() or 1)
-    # fails without cgroups v2, and without a limit, which is "max"
-    with contextlib.suppress(OSError, ValueError):
-        quota, period = QUOTA.read_text().split()
-        count = min(count, int(quota) / int(period))
-    return max(1, math.ceil(count))
-
-
 def default_threads(on_gpu: bool) -> int:
     """Return OMP_NUM_THREADS if a user has set it, or this rank's share of the CPUs."""
     given = os.environ.get("OMP_NUM_THREADS", "")
@@ -78,21 +64,6 @@ def default_threads(on_gpu: bool) -> int:
     if by_user and int(given) > 0:
         return int(given)
     return min(cpu_share(), 4) if on_gpu else cpu_share()
-
-
-def default_workers() -> int:
-    """Return the loader workers of a rank; 0 under a debugger, for which each is a session."""
-    return 0 if process.is_debugged() else min(cpu_share(), 16)
-
-
-def cpu_share() -> int:
-    """Return how many CPUs each rank of this machine has."""
-    count = cpus()
-    if not process.by_torchrun():
-        dealt = int(os.environ.get("SLURM_CPUS_PER_TASK", 0))
-        if count <= dealt:  # srun has divided them among the ranks
-            return count
-    return max(1, count // distributed.local_world_size())
 
 
 def library() -> str:

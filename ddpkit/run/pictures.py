@@ -12,6 +12,7 @@ from PIL import Image
 from torch import Tensor
 
 from ddpkit import files
+from ddpkit.data.masks import VOID, Classes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -22,7 +23,6 @@ DrawExample = Callable[["Axes", Tensor, Tensor, Tensor, Sequence[str]], None]
 # image uint8 (C, H, W), target, logits, lines above it
 Example = tuple[Tensor, Tensor, Tensor, Sequence[str]]
 
-VOID = 255  # the class number of pixels without a label
 NOT_DRAWN = {
     "epoch",
     "step",
@@ -45,16 +45,6 @@ COLORS = """
     32323c 9646ff 963cbe be5a6e a00000 b40a78 147896 f050c8 5a00aa ffb4ff 6e0a14 beb496
 """
 PALETTE = np.frombuffer(bytes.fromhex(COLORS), np.uint8).reshape(-1, 3)
-
-
-class Classes(list[str]):
-    """The class names, with `colors`, uint8 (classes, 3), if the user has chosen them."""
-
-    def __init__(
-        self, names: Sequence[str], colors: Sequence[Sequence[int]] | None = None
-    ) -> None:
-        super().__init__(names)
-        self.colors = np.array(colors, dtype=np.uint8) if colors else None
 
 
 def legible(classes: Sequence[str]) -> Sequence[str]:

@@ -19,7 +19,7 @@ from ddpkit.data.format import Format, read_format
 from ddpkit.data.images import LazyImage, open_image, visible
 from ddpkit.errors import UserError, print_error
 from ddpkit.ranks import devices, distributed, process
-from ddpkit.run import checkpoint, machine
+from ddpkit.run import checkpoint
 from ddpkit.run.pictures import draw_legend, drawing, overlay, paint
 
 Read = Callable[[LazyImage], Tensor]
@@ -91,7 +91,7 @@ class Predictor:
     ) -> Iterator[tuple[list[str], list[Tensor]]]:
         """Yield (paths, what `read` makes of the images), and note those that are broken."""
         data = Tolerant([path for path, _ in self.found], read, self.format)
-        workers = machine.default_workers()
+        workers = loading.default_workers()
         loader: DataLoader = DataLoader(
             data,
             batch_size,

@@ -30,7 +30,7 @@ from ddpkit.data.masks import VOID, Labels, Meant, agree, explain_values, read_c
 from ddpkit.data.samples import MapDataset
 from ddpkit.errors import UserError, shorten
 from ddpkit.ranks import distributed, process
-from ddpkit.run import machine
+from ddpkit.ranks.cpus import cpus
 from ddpkit.run.flags import Parser, at_least
 
 PARTS = ("train", "val")
@@ -62,20 +62,24 @@ def look(key: Any) -> Facts:
             seen = image.decode(1)
         # Pillow raises errors of many kinds for malformed files
         except Exception as error:
-            return Facts(
-                getattr(error, "line", "") or f"{part.samples[index][0]}: {error!r}"
-            )
+            line = f"{part.samples[index][0]}: {error!r}"
+            return Facts(getattr(error, "line", line))
     digest = hashlib.blake2b(np.ascontiguousarray(seen).data, digest_size=8).hexdigest()
-    facts = Facts("", (image.height, image.width), f"{seen.shape} {digest}")
-    facts.counts = {} if masks else part.count_labels(index)
-    facts.meant, facts.is_turned = part.labels.meant, bool(masks) and image.is_turned
-    for mask in masks:
-        found = np.unique(mask.decode(1), return_counts=True)
-        facts.counts = dict(zip(*(each.tolist() for each in found), strict=True))
-    if channels := part.format.channels:
+    facts = Facts(size=(image.height, image.width), pixels=f"{seen.shape} {digest}")
+    facts.meant = part.labels.meant
+    if masks:
+        facts.is_turned = image.is_turned
+        values, counts = np.unique(masks[0].decode(1), return_counts=True)
+        facts.counts = dict(zip(values.tolist(), counts.tolist(), strict=True))
+    else:
+        facts.counts = part.count_labels(index)
+    channels = part.format.channels
+    if channels:
         flat = seen.reshape(-1, channels)
-        sums = flat.sum(0, np.float64), np.square(flat).sum(0, np.float64)
-        facts.moments = np.stack([np.full(channels, len(flat)), *sums])
+        count = np.full(channels, len(flat))
+        sums = flat.sum(0, np.float64)
+        squares = np.square(flat).sum(0, np.float64)
+        facts.moments = np.stack([count, sums, squares])
     return facts
 
 
@@ -83,10 +87,12 @@ class Survey:
     """What all samples of the two parts have shown."""
 
     def __init__(self, parts: Sequence[MapDataset], workers: int) -> None:
-        self.errors, self.warnings = list[str](), list[str]()
+        self.errors: list[str] = []
+        self.warnings: list[str] = []
         self.sizes: tuple[list, list] = ([], [])
         # by part and class number
-        self.pixels, self.images = np.zeros((2, 2, 2**16), np.int64)
+        self.pixels = np.zeros((2, 2**16), np.int64)
+        self.images = np.zeros((2, 2**16), np.int64)
         self.moments: Any = 0.0  # of training images
         meant: Meant = {}
         turned: list[str] = []
@@ -97,20 +103,22 @@ class Survey:
         ]
         options = loading.workers(workers, torch.device("cpu"))
         loader: DataLoader = DataLoader(keys, None, collate_fn=look, **options)
-        for (part, index), facts in zip(
-            keys, tqdm(loader, unit="sample", disable=None), strict=True
-        ):
-            number, path = parts.index(part), part.samples[index][0]
+        shown = tqdm(loader, unit="sample", disable=None)  # on a terminal alone
+        for (part, index), facts in zip(keys, shown, strict=True):
+            number = parts.index(part)  # 0: training
+            path = part.samples[index][0]
             if facts.error:
                 self.errors.append(facts.error)
                 continue
             self.sizes[number].append(facts.size)
-            turned += [path] * facts.is_turned
+            if facts.is_turned:
+                turned.append(path)
             try:
                 agree(meant, facts.meant)
             except UserError as error:
                 mixed = mixed or error.line  # one for the whole set
-            self.moments += 0.0 if number else facts.moments
+            if number == 0:
+                self.moments += facts.moments
             for value, pixels in facts.counts.items():
                 self.pixels[number, value] += pixels
                 self.images[number, value] += 1
@@ -119,57 +127,64 @@ class Survey:
                 self.errors.append(f"{path}: the same image is in train, {copy}")
             elif copy != path:
                 self.warnings.append(f"{path}: the same image as {copy}")
-        self.errors += [mixed] * bool(mixed)
+        if mixed:
+            self.errors.append(mixed)
         if turned:
-            line = f"{turned[0]}: EXIF turns this image and {len(turned) - 1} others"
-            self.warnings.append(f"{line}; their masks have to be upright")
+            self.warnings.append(
+                f"{turned[0]}: EXIF turns this image and {len(turned) - 1} others; their "
+                "masks have to be upright"
+            )
 
     def name_classes(self, labels: Labels, root: Path) -> list[str]:
         """Return the classes of masks; add an error of too few, or of numbers in val alone."""
-        used, others = (np.flatnonzero(counts).tolist() for counts in self.images)
-        numbers = [number for number in used if number != VOID]
-        classes = labels or [
-            str(number) for number in range(max(numbers, default=-1) + 1)
-        ]
-        # no mask could be read
-        text = explain_values(used, bool(labels)) if used else ""
+        used, others = [np.flatnonzero(counts).tolist() for counts in self.images]
+        classes: list[str] = labels
+        if not labels:
+            largest = max((value for value in used if value != VOID), default=-1)
+            classes = [str(number) for number in range(largest + 1)]
+        fault = ""
+        if used:  # else no mask could be read
+            fault = explain_values(used, bool(labels))
         unknown = [str(value) for value in others if len(classes) <= value < VOID]
-        if unknown and not text:
-            text = f"validation masks have {shorten(unknown)}, no training mask has"
-        self.errors += [f"{root}: {text}"] if text else []
+        if unknown and not fault:
+            fault = f"validation masks have {shorten(unknown)}, no training mask has"
+        if fault:
+            self.errors.append(f"{root}: {fault}")
         return classes
 
     def propose(self, format: Format) -> Format:
         """Return what data.json should say: with mean and deviation, if images have "channels"."""
         if not isinstance(self.moments, np.ndarray):
             return format
-        mean, square = self.moments[1:] / self.moments[0]
-        std = np.sqrt(np.maximum(square - mean**2, 0))
-        means, deviations = ([float(f"{x:.5g}") for x in each] for each in (mean, std))
+        count, sums, squares = self.moments
+        mean = sums / count
+        std = np.sqrt(np.maximum(squares / count - mean**2, 0))
+        std[std == 0] = 1  # of a channel that is the same everywhere
+        # five digits are enough, and can be read
         return replace(
-            format, mean=tuple(means), std=tuple(x or 1.0 for x in deviations)
+            format,
+            mean=tuple(float(f"{value:.5g}") for value in mean),
+            std=tuple(float(f"{value:.5g}") for value in std),
         )
 
     def describe(self, names: dict[int, str], has_masks: bool) -> Iterator[str]:
         """Yield the lines about sizes, and one for each class, by its number."""
         for part, sizes in zip(PARTS, self.sizes, strict=True):
             used = sorted(sizes, key=math.prod)
-            ends = dict.fromkeys(
-                f"{width} x {height}" for height, width in used[:1] + used[-1:]
-            )
-            yield f"{part:10}{len(used)} images; width x height: {' to '.join(ends) or 'none'}"
+            texts = [f"{width} x {height}" for height, width in used[:1] + used[-1:]]
+            ends = " to ".join(dict.fromkeys(texts)) or "none"  # once if they are equal
+            yield f"{part:10}{len(used)} images; width x height: {ends}"
         what = "pixels" if has_masks else "images"
         yield f"classes   images, and share of the {what}, in train and in val"
-        totals, width = (
-            np.maximum(self.pixels.sum(1), 1),
-            max(map(len, names.values()), default=0),
-        )
+        totals = np.maximum(self.pixels.sum(1, keepdims=True), 1)
+        shares = 100 * self.pixels / totals
+        longest = max(map(len, names.values()), default=0)
         for value, name in names.items():
-            pairs = zip(
-                self.images[:, value], 100 * self.pixels[:, value] / totals, strict=True
-            )
-            cells = (f"{images:9} {percent:8.3g} %" for images, percent in pairs)
-            yield "          " + "  ".join([name.ljust(width), *cells])
+            line = f"          {name:{longest}}"
+            for number in range(len(PARTS)):
+                images = self.images[number, value]
+                line += f"  {images:9} {shares[number, value]:8.3g} %"
+            yield line
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -179,7 +194,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     add(
         "--workers",
         type=at_least(0),
-        default=machine.cpus(),
+        default=cpus(),
         help="processes that read",
     )
     add(
@@ -188,33 +203,42 @@ def main(argv: Sequence[str] | None = None) -> None:
         help="write what the report proposes for DIR/data.json",
     )
     given = parser.parse_args(argv)
-    root, format, unmatched = given.data, read_format(given.data), list[str]()
+    root = given.data
+    format = read_format(root)
     torch.set_num_threads(1)  # as in a loader worker
     distributed.setup(alone=True)
-    kinds = [
-        kind for kind in vars(process.own("dataset")).values() if isinstance(kind, type)
-    ]
-    has_masks = any(issubclass(kind, folders.MaskFiles) for kind in kinds)
+    # the project's own data set says which kind of files it is made for
+    has_masks = any(
+        isinstance(kind, type) and issubclass(kind, folders.MaskFiles)
+        for kind in vars(process.own("dataset")).values()
+    )
+    parts: list[MapDataset]
     if has_masks:
-        labels, pairs = read_classes(root / "classes.txt"), find_pairs(root, unmatched)
-        masked = [folders.Part(each, format, labels) for each in pairs]
-        survey = Survey(
-            [folders.MaskFiles(part, tuple) for part in masked], given.workers
-        )
+        unmatched: list[str] = []
+        labels = read_classes(root / "classes.txt")
+        parts = [
+            folders.MaskFiles(folders.Part(pairs, format, labels), tuple)
+            for pairs in find_pairs(root, unmatched)
+        ]
+        survey = Survey(parts, given.workers)
         survey.errors += unmatched
-        classes = survey.name_classes(labels, root)
+        names = dict(enumerate(survey.name_classes(labels, root)))
+        names[VOID] = "void"
     else:
-        *samples, classes = folders.find_labelled(root)
-        named = [folders.Part(each, format) for each in samples]
-        survey = Survey(
-            [folders.ImageFiles(part, tuple) for part in named], given.workers
-        )
-    wanted = survey.propose(format)
-    names = {**dict(enumerate(classes)), **({VOID: "void"} if has_masks else {})}
-    found = [f"error: {line}" for line in sorted(survey.errors)]
-    found += [f"warning: {line}" for line in survey.warnings]
-    for line in (*survey.describe(names, has_masks), *found):
+        train, val, classes = folders.find_labelled(root)
+        parts = [
+            folders.ImageFiles(folders.Part(samples, format), tuple)
+            for samples in (train, val)
+        ]
+        survey = Survey(parts, given.workers)
+        names = dict(enumerate(classes))
+    for line in survey.describe(names, has_masks):
         distributed.say(line)
+    for line in sorted(survey.errors):
+        distributed.say(f"error: {line}")
+    for line in survey.warnings:
+        distributed.say(f"warning: {line}")
+    wanted = survey.propose(format)
     if wanted != format:
         how = "written" if given.write else "--write writes it"
         distributed.say(f"{NAME} {json.dumps(wanted.keys())} ({how})")
@@ -229,12 +253,13 @@ def find_pairs(root: Path, errors: list[str]) -> Sequence[folders.Pairs]:
     """Return the pairs for training and for validation; images and masks without are errors."""
 
     def match(folder: Path) -> folders.Pairs:
-        one, other = folders.find_names(folder)
-        for path_of, others, kind in (one, other, "mask"), (other, one, "image"):
+        images, masks = folders.find_names(folder)
+        for path_of, others, lack in (images, masks, "mask"), (masks, images, "image"):
             for name in path_of.keys() - others.keys():
                 form = folders.hint_at_forms(name, others)
-                errors.append(f"{path_of[name]}: no {kind} of that name{form}")
-        return [(one[name], other[name]) for name in sorted(one.keys() & other)]
+                errors.append(f"{path_of[name]}: no {lack} of that name{form}")
+        both = sorted(images.keys() & masks.keys())
+        return [(images[name], masks[name]) for name in both]
 
     try:
         return folders.find_pairs(root, match)

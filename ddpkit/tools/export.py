@@ -27,6 +27,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.export import Dim
@@ -57,7 +58,10 @@ class Network(nn.Module):
         self, infer: Any, model: nn.Module, format: Format, args: Namespace
     ) -> None:
         super().__init__()
-        self.infer, self.model, self.format, self.args = infer, model, format, args
+        self.infer = infer
+        self.model = model
+        self.format = format
+        self.args = args
 
     def forward(self, images: Tensor) -> Tensor:
         images = loading.normalize(self.format.normalize(images), self.format)
@@ -93,42 +97,47 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     given = parser.parse_args(argv)
     tools = ("onnx", "onnxscript", "onnxruntime")
-    if missing := " ".join(
-        name for name in tools if not importlib.util.find_spec(name)
-    ):
-        raise UserError(f"export needs more packages: python -m pip install {missing}")
+    missing = [name for name in tools if not importlib.util.find_spec(name)]
+    if missing:
+        raise UserError(
+            f"export needs more packages: python -m pip install {' '.join(missing)}"
+        )
     warnings.simplefilter("ignore")  # what exporters say is for their authors
     logging.disable()
-    own, parse_args = process.own("model"), process.own("flags").parse_args
-    stride, now = (
-        own.STRIDE,
-        {"tile": 0, **({"data": str(given.data)} if given.data else {})},
-    )
+    own = process.own("model")
+    stride = own.STRIDE  # 0 in classification
+    now: dict[str, object] = {"tile": 0}  # the file has no tiles
+    if given.data:
+        now["data"] = str(given.data)
+
+    def parse_args(words: Sequence[str], then: Mapping[str, object]) -> Namespace:
+        return process.own("flags").parse_args(words, {**then, **now})
+
     model, classes, args, format = checkpoint.open_model(
-        given.checkpoint,
-        own.build_model,
-        lambda words, then: parse_args(words, {**then, **now}),
-        CPU,
+        given.checkpoint, own.build_model, parse_args, CPU
     )
+    flags = vars(args)
+    # channels last would be traced, too
     model = model.to(memory_format=torch.contiguous_format)
     network = Network(own.infer, model, format, args).eval()
-    side = 512 if stride else int(vars(args).get("image_size", 224))  # pixels, at most
+    side = 512 if stride else int(flags.get("image_size", 224))  # pixels, at most
     distributed.setup(alone=True)
     sets = build_sets(args, format, is_needed=given.int8)
     batches = pick_batches(sets, format, stride, side)
     with torch.inference_mode():
         expected = [network(batch) for batch in batches]
+    mean, std = format.statistics
     metadata = {
         "classes": list(classes),
         "colors": None if classes.colors is None else classes.colors.tolist(),
-        "size": None if stride else [*batches[0].shape[2:]],  # None: any
+        "size": None if stride else list(batches[0].shape[2:]),  # None: any
         "multiple_of": stride,
-        # crop: of the shorter side
-        **{name: vars(args).get(name) for name in ("arch", "crop")},
+        "arch": flags.get("arch"),
+        "crop": flags.get("crop"),  # a share of the shorter side
         "channels": format.channels,  # None: uint8 RGB; else float32, 0 to 1
         "value_range": format.value_range,
-        "mean": format.statistics[0],
-        "std": format.statistics[1],
+        "mean": mean,
+        "std": std,
     }
     path = given.output / "model.onnx"
     with files.writing(path, parents=True) as tmp_path, explaining():
@@ -150,15 +159,17 @@ def build_sets(args: Namespace, format: Format, is_needed: bool) -> Sets | None:
     except UserError as error:
         if is_needed:
             raise
-        return print(f"comparing on random images; --data DIR names others ({error})")
+        print(f"comparing on random images; --data DIR names others ({error})")
+        return None
     train_set = copy.copy(train_set)
-    vars(train_set).update(
-        {k: v for k, v in vars(val_set).items() if k.startswith("transform")}
-    )
-    if count := format.channels:  # the file normalises
-        train_set.format = val_set.format = replace(
-            format, mean=(0.0,) * count, std=(1.0,) * count
-        )
+    for name, value in vars(val_set).items():
+        if name.startswith("transform"):
+            setattr(train_set, name, value)
+    count = format.channels
+    if count:  # the file normalises
+        as_they_are = replace(format, mean=(0.0,) * count, std=(1.0,) * count)
+        train_set.format = as_they_are
+        val_set.format = as_they_are
     return train_set, val_set, classes
 
 
@@ -167,21 +178,23 @@ def pick_batches(
 ) -> list[Tensor]:
     """Return batches of 3 images, of 1, and if sizes are free of one that is twice as wide."""
     if sets:
-        samples = Seeded(sets[1], sets[2], seed=0)
-        images = [samples[Key(0, i % len(samples), is_val=True)][0] for i in range(3)]
-        height, width = (
-            min(side, *(image.shape[axis] for image in images)) for axis in (1, 2)
-        )
-        batch = torch.stack(
-            [image[:, :height, :width] for image in images]
-        ).contiguous()
+        _, val_set, classes = sets
+        samples = Seeded(val_set, classes, seed=0)
+        keys = [Key(0, i % len(samples), is_val=True) for i in range(3)]
+        images = [samples[key][0] for key in keys]
+        height = min(side, min(image.shape[1] for image in images))
+        width = min(side, min(image.shape[2] for image in images))
+        parts = [image[:, :height, :width] for image in images]
+        batch = torch.stack(parts).contiguous()
     else:
-        batch = torch.randint(
-            256, (3, format.channels or 3, side, side), dtype=torch.uint8
-        )
-        batch = batch / 255 if format.channels else batch
+        shape = (3, format.channels or 3, side, side)
+        batch = torch.randint(256, shape, dtype=torch.uint8)
+        if format.channels:
+            batch = batch / 255
     batches = [batch, batch[:1]]
-    return [*batches, torch.cat([batch[1:2], batch[2:]], dim=3)] if stride else batches
+    if stride:
+        batches.append(torch.cat([batch[1:2], batch[2:]], dim=3))
+    return batches
 
 
 def write(
@@ -195,22 +208,29 @@ def write(
 
     batch: of images such as it takes.
     """
-    height, width = (4 * stride, 5 * stride) if stride else batch.shape[2:]
+    _, channels, height, width = batch.shape
     shapes: dict[int, Any] = {0: Dim("batch")}
     if stride:
+        # two sizes, or the exporter would take them for the same one
+        height = 4 * stride
+        width = 5 * stride
         # some networks refuse 1
-        rows, columns = Dim("rows", min=2), Dim("columns", min=2)
-        shapes.update({2: stride * rows, 3: stride * columns})
-    # sizes of 1 would be kept
-    images = batch.new_zeros(2, batch.shape[1], height, width)
+        shapes[2] = stride * Dim("rows", min=2)
+        shapes[3] = stride * Dim("columns", min=2)
+    # two images: sizes of 1 would be kept
+    images = batch.new_zeros(2, channels, height, width)
     program = torch.export.export(
         network, (images,), dynamic_shapes=(shapes,), strict=False
     )
-    names: Any = {"input_names": ["images"], "output_names": ["logits"]}
-    exported: Any = torch.onnx.export(program, **names, dynamo=True, verbose=False)
-    exported.model.metadata_props.update(
-        {k: json.dumps(v) for k, v in metadata.items()}
+    exported: Any = torch.onnx.export(
+        program,
+        input_names=["images"],
+        output_names=["logits"],
+        dynamo=True,
+        verbose=False,
     )
+    for name, value in metadata.items():
+        exported.model.metadata_props[name] = json.dumps(value)
     exported.save(path, external_data=False)
     return load(path)
 
@@ -221,9 +241,12 @@ def load(path: Path) -> Predict:
     session = onnxruntime.InferenceSession(
         str(path), providers=["CPUExecutionProvider"]
     )
-    return lambda images: torch.from_numpy(
-        session.run(None, {"images": images.numpy()})[0]
-    )
+
+    def predict(images: Tensor) -> Tensor:
+        (logits,) = session.run(None, {"images": images.numpy()})
+        return torch.from_numpy(logits)
+
+    return predict
 
 
 @contextlib.contextmanager
@@ -236,20 +259,18 @@ def explaining() -> Iterator[None]:
     except (OSError, UserError):
         raise
     except Exception as error:  # of many types
-        reason = next(iter(str(error).strip().split("\n")))
-        line = f"this network cannot be exported ({reason or type(error).__name__})"
-        raise UserError(line) from None
+        reason = str(error).strip().split("\n")[0] or type(error).__name__
+        raise UserError(f"this network cannot be exported ({reason})") from None
 
 
 def compare(
     exported: Predict, batches: Sequence[Tensor], expected: Sequence[Tensor]
 ) -> float:
     """Return the greatest difference from `expected`, as a share of the largest logit there."""
-    pairs = [
-        (exported(batch), logits)
-        for batch, logits in zip(batches, expected, strict=True)
-    ]
-    shares = [(a - b).abs().max() / b.abs().max().clamp(min=1) for a, b in pairs]
+    shares = []
+    for batch, logits in zip(batches, expected, strict=True):
+        difference = (exported(batch) - logits).abs().max()
+        shares.append(difference / logits.abs().max().clamp(min=1))
     return float(torch.stack(shares).max())  # NaN, if one is
 
 
@@ -262,32 +283,39 @@ def quantize(source: Path, path: Path, sets: Sets, args: Namespace) -> None:
         keys: Any = [Key(0, number, is_val=True) for number in numbers.tolist()]
         return DataLoader(part, sampler=keys, **loading.workers(None, CPU))
 
-    train, val = (Seeded(each, sets[2], seed=0) for each in sets[:2])
+    train_set, val_set, classes = sets
+    train = Seeded(train_set, classes, seed=0)
+    val = Seeded(val_set, classes, seed=0)
     order = torch.randperm(len(train), generator=torch.Generator().manual_seed(0))
-    inputs = (
-        {"images": images.numpy()} for images, *_ in samples(train, order[:CALIBRATION])
-    )
-    reader = SimpleNamespace(get_next=lambda: next(inputs, None))
+    batches = iter(samples(train, order[:CALIBRATION]))
+
+    def get_next() -> dict[str, np.ndarray] | None:
+        batch = next(batches, None)
+        return None if batch is None else {"images": batch[0].numpy()}
+
+    reader = SimpleNamespace(get_next=get_next)  # a CalibrationDataReader
     with (
         files.writing(path) as tmp_path,
         tempfile.TemporaryDirectory() as folder,
         explaining(),
     ):
-        prepared, quantized = Path(folder, "prepared.onnx"), Path(folder, "int8.onnx")
+        # onnxruntime writes to files with a name only
+        prepared = Path(folder, "prepared.onnx")
+        quantized = Path(folder, "int8.onnx")
         quant_pre_process(source, prepared, skip_symbolic_shape=True)
         more = {"ActivationSymmetric": True}  # TensorRT takes no other zero points
         quantize_static(
             prepared, quantized, reader, per_channel=True, extra_options=more
         )
-        # onnxruntime writes to files with a name only
         shutil.copyfile(quantized, tmp_path)
-    networks = [load(each) for each in (source, path)]
-    found = [process.own("model").build_metrics(args, sets[2]) for _ in networks]
+    networks = [load(source), load(path)]
+    found = [process.own("model").build_metrics(args, classes) for _ in networks]
     for images, targets, *_ in samples(val, torch.arange(len(val))):
+        # as training has them
         targets = targets if targets.is_floating_point() else targets.long()
         for network, each in zip(networks, found, strict=True):
             each.update(network(images), targets)
-    before, after = (metrics.compute(each)[0] for each in found)
+    before, after = [metrics.compute(each)[0] for each in found]
     print(f"{'':20} {source.name:>15} {path.name:>15}")
     for name, value in before.items():
         print(f"{name:20} {value:15.4f} {after[name]:15.4f}")

@@ -23,11 +23,11 @@ from ddpkit.ranks import process
 from ddpkit.run import checkpoint, pictures, reporting
 from ddpkit.run.flags import Parser
 
-NEEDED = "args.json", "metrics.csv"
+NEEDED = ["args.json", "metrics.csv"]
 # A path that begins at the root, at home or above, with all that follows: it may have
 # blanks.
 PATH = re.compile(r"(?<![\w.~/\\-])(?:~[\w.-]*|\.\.|[A-Za-z]:)?[/\\].*", re.S)
-MARKUP = re.compile(r"[\\`*_{}\[\]<>|~&$!#]")
+MARKUP = re.compile(r"[\\`*_{}\[\]<>|~&$!#]")  # of Markdown
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -61,24 +61,29 @@ def main(argv: Sequence[str] | None = None) -> None:
         raise UserError(
             "--repo needs one more package: python -m pip install huggingface_hub"
         )
-    path, beside = given.checkpoint, (*NEEDED, "curves.png", *reporting.IMAGES)
-    names = [path.name, *(name for name in beside if path.with_name(name).is_file())]
-    if missing := [name for name in NEEDED if name not in names]:
-        raise UserError(
-            f"{path.with_name(missing[0])}: no such file; name a checkpoint of a run"
-        )
+    path = given.checkpoint
+    for name in NEEDED:
+        if not path.with_name(name).is_file():
+            raise UserError(
+                f"{path.with_name(name)}: no such file; name a checkpoint of a run"
+            )
+    names = [path.name, *NEEDED]
+    for name in ("curves.png", *reporting.IMAGES):
+        if path.with_name(name).is_file():
+            names.append(name)
     if given.output.resolve() == path.parent.resolve():
         raise UserError(
             f"--output {given.output} is the run's own folder: name another one"
         )
     state = checkpoint.read(path)
     del state["path"]
-    for name in {"args", "resumed_from"} & state.keys():
-        state[name] = without_paths(state[name])
+    for name in ("args", "resumed_from"):
+        if name in state:
+            state[name] = without_paths(state[name])
     about = without_paths(json.loads(files.read(path.with_name("args.json"))))
-    card = describe(
-        path, state, about, given.repo or process.project().name, given.license, names
-    )
+    title = given.repo or process.project().name
+    # before anything is written, because it may find a fault
+    card = describe(path, state, about, title, given.license, names)
     for name in names:
         with files.writing(given.output / name, parents=True) as tmp_path:
             if name == path.name:
@@ -91,20 +96,22 @@ def main(argv: Sequence[str] | None = None) -> None:
         tmp_path.write_text(card, encoding="utf-8")
     print(f"written to {given.output}: README.md, {', '.join(names)}")
     if given.repo:
-        print(
-            f"published: {push(given.output, ['README.md', *names], given.repo, given.private)}"
-        )
+        names.append("README.md")
+        url = push(given.output, names, given.repo, given.private)
+        print(f"published: {url}")
 
 
 def without_paths(value: Any) -> Any:
     """Return `value` with the last names of paths: "1.0 in /data/me/set" is "1.0 in set"."""
+
+    def last_name(found: re.Match) -> str:
+        return re.split(r"[/\\]", found[0].rstrip("/\\"))[-1]
+
     if isinstance(value, dict):
         return {key: without_paths(each) for key, each in value.items()}
     if isinstance(value, list | tuple):
         return type(value)(map(without_paths, value))
-    if not isinstance(value, str):
-        return value
-    return PATH.sub(lambda found: re.split(r"[/\\]", found[0].rstrip("/\\"))[-1], value)
+    return PATH.sub(last_name, value) if isinstance(value, str) else value
 
 
 def describe(
@@ -119,41 +126,48 @@ def describe(
     used = state["args"]
     data = escape(Path(used.get("data") or "demo").name).replace("`", "'")
     header, *rows = read(path.with_name("metrics.csv"))
-    own = next((row for row in rows if row[0] == str(state["epoch"])), rows[-1])
-    scores = [["", f"{path.name}, epoch {own[0]}", f"the last, epoch {rows[-1][0]}"]]
-    for name, *values in zip(header, own, rows[-1], strict=True):
-        if name not in pictures.NOT_DRAWN:
-            scores.append([name, *(f"{float(value or 'nan'):.4g}" for value in values)])
-    tables = [
-        scores,
-        *(read(path.with_name(name)) for name in names if name == "per_class.csv"),
-    ]
-    task = (
-        "image-segmentation" if process.own("model").STRIDE else "image-classification"
-    )
-    metrics = [{"type": n, "value": float(x)} for n, x, _ in scores[1:] if x != "nan"]
+    last = rows[-1]
+    own = next((row for row in rows if row[0] == str(state["epoch"])), last)
+    scores = [["", f"{path.name}, epoch {own[0]}", f"the last, epoch {last[0]}"]]
+    metrics = []
+    for name, value, last_value in zip(header, own, last, strict=True):
+        if name in pictures.NOT_DRAWN:
+            continue
+        text = f"{float(value or 'nan'):.4g}"
+        scores.append([name, text, f"{float(last_value or 'nan'):.4g}"])
+        if text != "nan":
+            metrics.append({"type": name, "value": float(text)})
+    tables = [scores]
+    if "per_class.csv" in names:
+        tables.append(read(path.with_name("per_class.csv")))
+    kind = "segmentation" if process.own("model").STRIDE else "classification"
+    task = f"image-{kind}"
     results = {
         "task": {"type": task},
         "dataset": {"name": data, "type": data},
         "metrics": metrics,
     }
+    model_index = [{"name": title, "results": [results]}]
+    command = shlex.join(["./launch.sh", *give(used)])
+    text_of_tables = "\n\n".join(map(to_markdown, tables))
+    images = "\n".join(f"![{name}]({name})" for name in names if name.endswith(".png"))
     return f"""---
 license: {license}
 library_name: pytorch
 pipeline_tag: {task}
 tags: [ddpkit, pytorch]
-model-index: {json.dumps([{"name": title, "results": [results]}])}
+model-index: {json.dumps(model_index)}
 ---
 # {title}
 
 `{used.get("arch")}` for {task} with {len(state["classes"])} classes, trained on `{data}` by
 {about["ranks"]} rank(s) on {about["device"]} with
 
-    {escape(shlex.join(["./launch.sh", *give(used)]))}
+    {escape(command)}
 
 `args.json` has all flags and versions, and the commit of the project. Metrics:
 
-{(chr(10) * 2).join(map(to_markdown, tables))}
+{text_of_tables}
 
 ## Use
 
@@ -164,34 +178,35 @@ In the project that trained it, `python predict.py FILES --checkpoint {path.name
     net, *_ = ddpkit.open_model("{path.name}", *parts)
     logits = net(images)  # float32 (N, {state["channels"]}, H, W), normalised
 
-{chr(10).join(f"![{name}]({name})" for name in names if name.endswith(".png"))}
+{images}
 """
 
 
 def give(used: dict[str, object]) -> list[str]:
     """Return the words of the flags that are not as by default, but for where the run was."""
-    words = ["--data", Path(str(used["data"])).name] if used.get("data") else []
+    words = []
+    if used.get("data"):
+        words = ["--data", Path(str(used["data"])).name]
     defaults = vars(process.own("flags").parse_args(words))
     for name, value in used.items():
-        if name not in ("data", "output_dir", "resume") and value != defaults.get(
-            name, value
-        ):
-            words += [
-                f"--{name.replace('_', '-')}",
-                *([] if value is True else [str(value)]),
-            ]
+        if name in ("data", "output_dir", "resume"):
+            continue
+        if value != defaults.get(name, value):  # newer flags may lack it
+            words.append(f"--{name.replace('_', '-')}")
+            if value is not True:  # such as --deterministic, which takes no value
+                words.append(str(value))
     return words
 
 
 def read(path: Path) -> list[list[str]]:
     text = files.read(path).decode(errors="replace")
-    return [*csv.reader(io.StringIO(text, newline=""))]
+    return list(csv.reader(io.StringIO(text, newline="")))
 
 
 def to_markdown(table: Sequence[Sequence[str]]) -> str:
     """Return a table; what its cells say is text, not markup."""
-    cells = [[MARKUP.sub(r"\\\g<0>", escape(cell)) for cell in row] for row in table]
-    rows = [cells[0], ["---"] * len(cells[0]), *cells[1:]]
+    rows = [[MARKUP.sub(r"\\\g<0>", escape(cell)) for cell in row] for row in table]
+    rows.insert(1, ["---"] * len(rows[0]))
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 

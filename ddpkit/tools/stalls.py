@@ -23,7 +23,7 @@ from ddpkit.data import loading
 CPU = torch.device("cpu")
 META = torch.device("meta")
 STEPS = 2
-# steps: a prime, so that what is done every so many is not done in the first
+# steps taken before these: a prime, because some things are done every so many
 BEFORE = 101
 
 
@@ -43,18 +43,20 @@ def find(main: ModuleType, words: Sequence[str]) -> str:
             stack.enter_context(reads)
             main.main(words)
     except (RuntimeError, TypeError) as error:
-        innermost_first = reversed([*traceback.walk_tb(error.__traceback__)])
+        innermost_first = reversed(list(traceback.walk_tb(error.__traceback__)))
         place = own_line(innermost_first, root)
         if not place or not reads.step:
-            raise
-        return f"{place}\nreads a value off the device, or has a size that depends on one ({error})"
+            raise  # of another kind
+        why = (
+            f"reads a value off the device, or has a size that depends on one ({error})"
+        )
+        return f"{place}\n{why}"
     finally:
         torch.distributed.destroy_process_group()
     for place, steps in reads.found.items():
         if len(steps) == STEPS:
-            return (
-                f"{place}\nreads a value off the device in each step: the device waits"
-            )
+            why = "reads a value off the device in each step: the device waits"
+            return f"{place}\n{why}"
     return ""
 
 
@@ -82,7 +84,8 @@ class Reads(TorchDispatchMode):
             if name == "_local_scalar_dense":  # item(), float(), if
                 self.note()
                 return torch.ones((), dtype=source.dtype).item()
-            if name == "_to_copy" and torch.device(kwargs.get("device") or META) == CPU:
+            target = torch.device(kwargs.get("device") or META)
+            if name == "_to_copy" and target == CPU:  # cpu(), to("cpu"), tolist()
                 if not kwargs.get("non_blocking"):
                     self.note()
                 return torch.ones_like(source, device=CPU, dtype=kwargs.get("dtype"))
@@ -119,9 +122,11 @@ def stand_ins(main: ModuleType, reads: Reads) -> Iterator[tuple[object, str, obj
     run = MagicMock(epoch=0, step=BEFORE, is_logged=False)
     run.end_epoch.return_value = False
     run.is_out_of_patience.side_effect = [False, True]
-    run.writer.add_scalar.side_effect = lambda name, value, *_: torch.as_tensor(
-        value
-    ).item()
+
+    def add_scalar(name: str, value: Any, *_: object) -> None:
+        torch.as_tensor(value).item()  # as TensorBoard's does
+
+    run.writer.add_scalar.side_effect = add_scalar
 
     def start(
         folder: object,
@@ -132,9 +137,9 @@ def stand_ins(main: ModuleType, reads: Reads) -> Iterator[tuple[object, str, obj
     ) -> object:
         def steps(*networks: object) -> Iterator[list[tuple]]:
             batches = iter(loader)
+            format = loading.format_of(loader)
             for _ in range(STEPS):
                 some = islice(batches, parts["accumulate"])
-                format = loading.format_of(loader)
                 moved = [loading.move(batch, META, format) for batch in some]
                 reads.step += 1
                 yield moved
@@ -145,6 +150,7 @@ def stand_ins(main: ModuleType, reads: Reads) -> Iterator[tuple[object, str, obj
         run.classes = classes
         return run
 
+    # which main.py calls before there is a Run
     vars(start)["steps_per_epoch"] = ddpkit.Run.steps_per_epoch
     yield main.distributed, "setup", lambda *_: META
     yield torch.distributed, "all_reduce", lambda *_, **__: None
@@ -152,7 +158,7 @@ def stand_ins(main: ModuleType, reads: Reads) -> Iterator[tuple[object, str, obj
     yield ddpkit, "Run", start
     yield ddpkit, "workers", lambda *_: loading.workers(0, CPU)
     name = "DistributedDataParallel"
-    for module in (main, torch.nn.parallel):
+    for module in (main, torch.nn.parallel):  # however main.py imports it
         if hasattr(module, name):
             yield module, name, Alone
     for name in ("__repr__", "__format__"):
@@ -164,7 +170,6 @@ def own_line(places: Iterable[tuple[FrameType, int]], root: Path) -> str:
     for frame, number in places:
         path = Path(frame.f_code.co_filename)
         if path.parent == root:
-            return (
-                f"{path.name}:{number}: {linecache.getline(str(path), number).strip()}"
-            )
+            text = linecache.getline(str(path), number).strip()
+            return f"{path.name}:{number}: {text}"
     return ""

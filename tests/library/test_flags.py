@@ -9,7 +9,7 @@ import pytest
 from generated import refusal
 from ranks import on_ranks
 
-from ddpkit.ranks import process, protocol
+from ddpkit.ranks import cpus, process, protocol
 from ddpkit.run import flags, machine, starting
 
 
@@ -140,10 +140,10 @@ def test_flags_of_a_checkpoint():
 def test_cpus(tmp_path, monkeypatch):
     """A container's quota of 8 CPUs, the ranks' shares, and what srun may have dealt out."""
     quota = tmp_path / "cpu.max"
-    monkeypatch.setattr(machine, "QUOTA", quota)
+    monkeypatch.setattr(cpus, "QUOTA", quota)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
-    assert machine.cpus() == 8
-    for limit, cpus in (
+    assert cpus.cpus() == 8
+    for limit, count in (
         ("100000", 1),
         ("150000", 2),
         ("50000", 1),
@@ -151,11 +151,11 @@ def test_cpus(tmp_path, monkeypatch):
         ("max", 8),
     ):
         quota.write_text(f"{limit} 100000\n")
-        assert machine.cpus() == cpus
+        assert cpus.cpus() == count
     for ranks, per_task, share in (1, 0, 8), (8, 0, 1), (8, 8, 8), (3, 1, 2):
         monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
         monkeypatch.setenv("SLURM_CPUS_PER_TASK", str(per_task))
-        assert machine.cpu_share() == share
+        assert cpus.cpu_share() == share
 
 
 def test_threads(monkeypatch):
