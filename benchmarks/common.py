@@ -7,6 +7,7 @@ import math
 import multiprocessing
 import os
 import platform
+import re
 import shutil
 import signal
 import statistics
@@ -122,9 +123,8 @@ def _draw(
         paths.append(folder / part / "masks" / f"{number:06d}.png")
         paths[1].parent.mkdir(parents=True, exist_ok=True)
         coarse = Image.fromarray(rng.random((6, 8), np.float32))
-        smooth = CLASSES * np.array(coarse.resize(side, Image.Resampling.BICUBIC)).clip(
-            0, 0.999
-        )
+        smooth = np.array(coarse.resize(side, Image.Resampling.BICUBIC))
+        smooth = CLASSES * smooth.clip(0, 0.999)
         # void where one begins
         blobs = np.where(smooth % 1 < 0.05, VOID, smooth.astype(np.uint8))
         Image.fromarray(blobs.astype(np.uint8)).save(paths[1])
@@ -154,7 +154,7 @@ def on_device(batches: Iterable[Any], device: Any) -> Iterator[tuple]:
 
 
 def run(
-    command: Sequence[str],
+    command: Sequence[object],
     timeout: float = TIMEOUT,
     cwd: Path | None = None,
     **env: Any,
@@ -163,10 +163,11 @@ def run(
 
     It ends, with all that it started, before this returns; a failure ends the benchmark.
     """
+    words = [str(word) for word in command]
     process = subprocess.Popen(
-        command,
+        words,
         cwd=cwd,
-        env={**os.environ, **{name: str(value) for name, value in env.items()}},
+        env=os.environ | {name: str(value) for name, value in env.items()},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -179,32 +180,28 @@ def run(
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
     if process.returncode:
-        sys.exit(
-            f"{' '.join(command)}\nended with {process.returncode}:\n{output}\n{errors}"
-        )
+        ended = f"{' '.join(words)}\nended with {process.returncode}"
+        sys.exit(f"{ended}:\n{output}\n{errors}")
     return output
 
 
-def launch(project: Path, ranks: int, threads: int, *flags: Any) -> dict[str, float]:
+def launch(
+    project: Path, ranks: int, threads: int, flags: Sequence[object]
+) -> dict[str, float]:
     """Train with the project's launch.sh; return the last row of its metrics.csv."""
+    env = {"NPROC": ranks, "PYTHON": sys.executable, "OMP_NUM_THREADS": threads}
     with tempfile.TemporaryDirectory(prefix="benchmark-run-") as output:
-        command = [
-            "bash",
-            project / "launch.sh",
-            "--output-dir",
-            output,
-            "--weights",
-            "none",
-        ]
-        run(
-            [str(part) for part in (*command, *flags)],
-            NPROC=ranks,
-            PYTHON=sys.executable,
-            OMP_NUM_THREADS=threads,
-        )
-        with open(Path(output, "metrics.csv")) as file:
-            *_, last = csv.DictReader(file)
+        command = ["bash", project / "launch.sh", "--output-dir", output]
+        command += ["--weights", "none", *flags]
+        run(command, **env)
+        last = rows(Path(output))[-1]
     return {name: float(value) for name, value in last.items()}
+
+
+def rows(output: Path) -> list[dict[str, str]]:
+    """Return the rows of a run's metrics.csv."""
+    with open(output / "metrics.csv") as file:
+        return list(csv.DictReader(file))
 
 
 def in_child(function: Callable[..., float], *args: Any, **options: Any) -> float:
@@ -243,10 +240,8 @@ def interleave(
         for name, case in cases.items():
             if case:
                 figures[name].append(case())
-                print(
-                    f"{repeat + 1}/{repeats}  {name}: {figures[name][-1]:.4g}",
-                    file=sys.stderr,
-                )
+                turn = f"{repeat + 1}/{repeats}  {name}"
+                print(f"{turn}: {figures[name][-1]:.4g}", file=sys.stderr)
     return figures
 
 
@@ -279,7 +274,9 @@ def table(
 def markdown(rows: Sequence[tuple[str, ...]]) -> None:
     """Print a table, the first row of which is its head."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in (rows[0], tuple("-" * width for width in widths), *rows[1:]):
+    lines = list(rows)
+    lines.insert(1, tuple("-" * width for width in widths))
+    for row in lines:
         cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
         print(f"| {' | '.join(cells)} |")
     print(flush=True)
@@ -294,9 +291,8 @@ def cpus() -> int:
 def say_machine(settings: argparse.Namespace) -> None:
     """Print what it runs on, and with which flags."""
     print(machine())
-    words = (
-        f"--{name.replace('_', '-')} {value}" for name, value in vars(settings).items()
-    )
+    flags = vars(settings).items()
+    words = (f"--{name.replace('_', '-')} {value}" for name, value in flags)
     print(" ".join(words), flush=True)
 
 
@@ -305,29 +301,24 @@ def machine() -> str:
     import torch
     import torchvision
 
-    lines = (
-        Path("/proc/cpuinfo").read_text().splitlines()
-        if sys.platform == "linux"
-        else []
-    )
-    models = [
-        line.split(": ", 1)[-1] for line in lines if line.startswith("model name")
-    ]
-    parts = [f"{models[0] if models else platform.processor()}, {cpus()} CPUs"]
+    model = platform.processor()
+    if sys.platform == "linux":
+        text = Path("/proc/cpuinfo").read_text()
+        found = re.search("^model name.*?: (.*)$", text, re.M)
+        model = found[1] if found else model
+    parts = [f"{model}, {cpus()} CPUs"]
     if torch.accelerator.is_available():
         kind = torch.accelerator.current_accelerator().type
         of_kind = torch.get_device_module(kind)
         name = getattr(of_kind, "get_device_name", lambda i: f"{kind}:{i}")
         parts += [name(i) for i in range(torch.accelerator.device_count())]
         with contextlib.suppress(OSError, subprocess.SubprocessError):
-            query = [
-                "nvidia-smi",
-                "--query-gpu=driver_version",
-                "--format=csv,noheader",
-            ]
-            found = subprocess.check_output(query, text=True, timeout=30).splitlines()
-            parts += [f"driver {version}" for version in sorted({*found})]
-        cuda, cudnn = torch.version.cuda, torch.backends.cudnn.version()
+            query = ["nvidia-smi", "--query-gpu=driver_version"]
+            query.append("--format=csv,noheader")
+            versions = subprocess.check_output(query, text=True, timeout=30).split("\n")
+            parts += [f"driver {each}" for each in sorted(set(versions) - {""})]
+        cuda = torch.version.cuda
+        cudnn = torch.backends.cudnn.version()
         parts += [f"CUDA {cuda}", f"cuDNN {cudnn}"] if cuda else [kind]
     parts[-1] += f"; torch {torch.__version__}, torchvision {torchvision.__version__}"
     for name in PEERS:

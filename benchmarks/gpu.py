@@ -13,7 +13,6 @@ Without a GPU the same happens on the CPU, which proves no more than that it run
 """
 
 import contextlib
-import csv
 import json
 import os
 import signal
@@ -35,14 +34,7 @@ SECONDS = 3.0  # that a rate is measured for, at least
 
 def measured(name: str, folder: Path, *words: object) -> Any:
     """Return what the function `name` of this file returns, called in a process of its own."""
-    command = [
-        sys.executable,
-        __file__,
-        "--measure",
-        name,
-        str(folder),
-        *map(str, words),
-    ]
+    command = [sys.executable, __file__, "--measure", name, folder, *words]
     return json.loads(common.run(command).splitlines()[-1])
 
 
@@ -56,7 +48,8 @@ def rate(count: int, work: Callable[[], object], device: Any) -> float:
 
     work()
     synchronize()
-    began, done = time.perf_counter(), 0
+    began = time.perf_counter()
+    done = 0
     while time.perf_counter() - began < SECONDS:
         work()
         synchronize()
@@ -70,11 +63,9 @@ def load(folder: str, data: str, side: str, workers: str) -> float:
     from input import ours
 
     loader = ours(int(side), Path(data), 10**9, workers=int(workers))
-    device = (
-        torch.accelerator.current_accelerator()
-        if loader.pin_memory
-        else torch.device("cpu")
-    )
+    device = torch.device("cpu")
+    if loader.pin_memory:
+        device = torch.accelerator.current_accelerator()
 
     def epoch() -> None:
         loader.sampler.set_epoch(0)
@@ -98,7 +89,7 @@ def compare_input(flags: Namespace, folder: Path) -> None:
 
 
 def decode_and_train(folder: str, data: str, words: str) -> list[float]:
-    """Return images per second: decoded, trained on, and both in turn beside each other."""
+    """Return images per second: trained on, decoded, and both in turn beside each other."""
     import step
     import torch
 
@@ -124,13 +115,13 @@ def decode_and_train(folder: str, data: str, words: str) -> list[float]:
                 yield batch
                 following.result()
 
-    batch, loop = bench.batch(), bench.ours()
+    batch = bench.batch()
+    loop = bench.ours()
     steps = max(2, int(SECONDS / step.Feed(batch, 2).time(loop)))
     alone = rate(count, decode, bench.device)
-    trained, both = (
-        count / feed(batch, steps).time(loop) for feed in (step.Feed, Decoding)
-    )
-    return [alone, trained, both]
+    trained = count / step.Feed(batch, steps).time(loop)
+    both = count / Decoding(batch, steps).time(loop)
+    return [trained, alone, both]
 
 
 def compare_nvjpeg(flags: Namespace, folder: Path) -> None:
@@ -139,12 +130,10 @@ def compare_nvjpeg(flags: Namespace, folder: Path) -> None:
     figures: dict[str, list[float]] = {name: [] for name in names}
 
     def turn() -> float:
-        decoded, trained, both = measured(
-            "decode_and_train", folder, data, flags.flags[0]
-        )
-        for name, found in zip(names, (trained, decoded, both), strict=True):
-            figures[name].append(found)
-        return both
+        found = measured("decode_and_train", folder, data, flags.flags[0])
+        for name, figure in zip(names, found, strict=True):
+            figures[name].append(figure)
+        return found[-1]
 
     common.interleave({"training and decoding": turn}, flags.repeats, flags.seconds)
     common.table(figures, "images/s", names[0], is_rate=True)
@@ -202,35 +191,26 @@ def save(folder: str, words: str) -> list[float]:
 
 
 def compare_checkpoint(flags: Namespace, folder: Path) -> None:
-    head = (
-        "network",
-        "MiB",
-        "save last.pt, s",
-        "last.pt and best.pt, s",
-        "held up by a save, s",
-    )
-    rows = [head]
+    times = ("save last.pt, s", "last.pt and best.pt, s", "held up by a save, s")
+    rows = [("network", "MiB", *times)]
     for words in flags.flags:
         size, last, both, step, with_saves = measured("save", folder, words)
-        times = (last, both, 10 * (with_saves - step))
-        rows.append((f"`{words}`", f"{size:.0f}", *(f"{value:.3f}" for value in times)))
+        held_up = f"{10 * (with_saves - step):.3f}"
+        rows.append(
+            (f"`{words}`", f"{size:.0f}", f"{last:.3f}", f"{both:.3f}", held_up)
+        )
     common.markdown(rows)
 
 
 def train(
-    project: Path, output: Path, *words: object, stop_when: Path | None = None
+    project: Path, output: Path, words: list, stop_when: Path | None = None
 ) -> None:
     """Train with the project's launch.sh; once `stop_when` exists, stop it with SIGTERM."""
-    command = [
-        project / "launch.sh",
-        "--output-dir",
-        output,
-        "--weights",
-        "none",
-        *words,
-    ]
+    command = ["bash", project / "launch.sh", "--output-dir", output]
+    command += ["--weights", "none", *words]
+    command = list(map(str, command))
     process = subprocess.Popen(
-        ["bash", *map(str, command)],
+        command,
         env={**os.environ, "NPROC": "1", "PYTHON": sys.executable},
         stdout=sys.stderr,
         start_new_session=True,
@@ -247,7 +227,7 @@ def train(
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
     if status != (75 if stop_when else 0):
-        sys.exit(f"{' '.join(map(str, command))}: ended with {status}")
+        sys.exit(f"{' '.join(command)}: ended with {status}")
 
 
 def bits(output: Path) -> dict[str, Any]:
@@ -261,7 +241,8 @@ def are_equal(one: Any, other: Any) -> bool:
     import torch
     from torch.utils._pytree import tree_flatten
 
-    (values, form), (others, form_of_other) = map(tree_flatten, (one, other))
+    values, form = tree_flatten(one)
+    others, form_of_other = tree_flatten(other)
     return form == form_of_other and all(
         torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
         for a, b in zip(values, others, strict=True)
@@ -270,35 +251,37 @@ def are_equal(one: Any, other: Any) -> bool:
 
 def speed(output: Path) -> float:
     """Return images per second of the last epoch."""
-    with open(output / "metrics.csv") as file:
-        return float([*csv.DictReader(file)][-1]["img_per_s"])
+    return float(common.rows(output)[-1]["img_per_s"])
 
 
 def compare_determinism(flags: Namespace, folder: Path) -> None:
     data = common.draw_photos(folder / "data", flags.task, flags.images)
-    words = ("--data", data, "--epochs", 2, *flags.flags[0].split())
+    words = ["--data", data, "--epochs", 2, *flags.flags[0].split()]
     rows = [("", "images/s", "the same bits twice")]
-    for name, more in {"without": (), "--deterministic": ("--deterministic",)}.items():
+    for name in ("without", "--deterministic"):
+        if name != "without":
+            words.append(name)
         outputs = [folder / f"{name}-{turn}" for turn in (1, 2)]
         for output in outputs:
-            train(folder / "project", output, *words, *more)
+            train(folder / "project", output, words)
         same = "yes" if are_equal(*map(bits, outputs)) else "no"
         rows.append((name, f"{statistics.mean(map(speed, outputs)):.4g}", same))
     common.markdown(rows)
 
 
 def compare_resume(flags: Namespace, folder: Path) -> None:
-    project, whole, stopped = (
-        folder / name for name in ("project", "whole", "stopped")
-    )
+    project = folder / "project"
+    whole = folder / "whole"
+    stopped = folder / "stopped"
     data = common.draw_photos(folder / "data", flags.task, flags.images)
     words = ["--data", data, "--epochs", 3, "--deterministic"]
     words += ["--save-every", 2, *flags.flags[0].split()]
-    train(project, whole, *words)
-    train(project, stopped, *words, stop_when=stopped / "last-1.pt")
+    train(project, whole, words)
+    train(project, stopped, words, stop_when=stopped / "last-1.pt")
     at = bits(stopped)["step"]
-    train(project, stopped, *words)
-    of_whole, of_stopped = bits(whole), bits(stopped)
+    train(project, stopped, words)
+    of_whole = bits(whole)
+    of_stopped = bits(stopped)
     same = "yes" if are_equal(of_whole, of_stopped) else "no"
     head = ("stopped after step", "of", "the same bits as without a stop")
     common.markdown([head, (str(at), str(of_whole["step"]), same)])
@@ -330,13 +313,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     add("--flags", nargs="+", default=[""], help="of main.py, each case in quotes")
     add("--images", type=int, default=1000, help="that are drawn; default: 1000")
     add("--side", type=int, help="of the crops; default: the project's own")
-    add(
-        "--workers",
-        type=int,
-        nargs="+",
-        default=[2, 4, 8, 16],
-        help="default: 2 4 8 16",
-    )
+    workers = [2, 4, 8, 16]
+    add("--workers", type=int, nargs="+", default=workers, help="default: 2 4 8 16")
     flags = parser.parse_args(argv)
     with common.generated(flags.task) as folder:
         common.say_machine(flags)

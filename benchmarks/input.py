@@ -106,21 +106,27 @@ def segment(
     open_image: Callable, finish: Callable, side: int, path: str, mask_path: str
 ) -> tuple[Tensor, Tensor]:
     """Torchvision's reference recipe for an image and its mask, on PIL or on tensors."""
-    image, mask = open_image(path), open_image(mask_path, "L")
-    low, high = (round(min(F.get_size(image)) * 2**power) for power in (-0.5, 0.5))
+    image = open_image(path)
+    mask = open_image(mask_path, "L")
+    short = min(F.get_size(image))
+    low = round(short * 2**-0.5)
+    high = round(short * 2**0.5)
     length = [int(torch.randint(low, high + 1, ()))]
     image = F.resize(image, length, antialias=True)
     mask = F.resize(mask, length, InterpolationMode.NEAREST)
     if torch.rand(()) < 0.5:
-        image, mask = F.horizontal_flip(image), F.horizontal_flip(mask)
+        image = F.horizontal_flip(image)
+        mask = F.horizontal_flip(mask)
     height, width = F.get_size(image)
     if min(height, width) < side:
         edges = [0, 0, max(0, side - width), max(0, side - height)]
-        image, mask = F.pad(image, edges, fill=0), F.pad(mask, edges, fill=common.VOID)
+        image = F.pad(image, edges, fill=0)
+        mask = F.pad(mask, edges, fill=common.VOID)
         height, width = F.get_size(image)
-    top, left = (int(torch.randint(size - side + 1, ())) for size in (height, width))
-    image, mask = (F.crop(each, top, left, side, side) for each in (image, mask))
-    mask = AS_UINT8(mask)[0]
+    top = int(torch.randint(height - side + 1, ()))
+    left = int(torch.randint(width - side + 1, ()))
+    image = F.crop(image, top, left, side, side)
+    mask = AS_UINT8(F.crop(mask, top, left, side, side))[0]
     return finish(image), mask.long() if finish is AS_FLOAT else mask
 
 
@@ -143,10 +149,9 @@ def training_set(data: Path, *words: object) -> tuple[Any, Sequence[str], Any]:
 
     device = distributed.setup(0)
     torch.set_num_threads(1)
+    args = parse_args(list(map(str, ("--data", data, *words))))
     with contextlib.redirect_stdout(sys.stderr):  # what it says of each folder
-        dataset, _, classes = build_datasets(
-            parse_args(["--data", str(data), *map(str, words)])
-        )
+        dataset, _, classes = build_datasets(args)
     return dataset, classes, device
 
 
@@ -170,8 +175,13 @@ def timms(side: int, is_float: bool, data: Path, reads: int) -> Any:
 
     plain: Any = reference(None, data, reads).dataset
     loader = create_loader(
-        *(plain, side, BATCH, True),
-        **{"scale": (0.25, 1), "color_jitter": None, "device": torch.device("cpu")},
+        plain,
+        side,
+        BATCH,
+        is_training=True,
+        scale=(0.25, 1),
+        color_jitter=None,
+        device=torch.device("cpu"),
     )
     plain.read = partial(classify, open_image, plain.transform)
     loader.loader.multiprocessing_context = "fork"
@@ -208,15 +218,18 @@ def measure(
 ) -> float:
     """Return CPU seconds per image of the loader that `build` returns."""
     loader = build()
-    count, before = 0, 0.0
+    count = 0
+    before = 0.0
     for epoch in range(1 + max(1, round(reads / len(loader) / BATCH))):
         if epoch == 1:
-            count, before = 0, cpu_seconds()
+            count = 0
+            before = cpu_seconds()
         if hasattr(loader.sampler, "set_epoch"):
             loader.sampler.set_epoch(epoch)
-        for images, _ in (
-            common.on_device(loader, torch.device("cpu")) if normalize else loader
-        ):
+        batches = loader
+        if normalize:
+            batches = common.on_device(loader, torch.device("cpu"))
+        for images, _ in batches:
             count += len(images)
     return (cpu_seconds() - before) / count
 
@@ -255,23 +268,23 @@ def main() -> None:
         reads = flags.reads = flags.reads or READS[flags.task]
         common.say_machine(flags)
         size = LARGE if flags.large else SIDES[flags.task]
-        data = flags.data or common.draw_photos(
-            folder / "data", flags.task, flags.images, size
-        )
+        data = flags.data
+        if not data:
+            data = common.draw_photos(folder / "data", flags.task, flags.images, size)
 
         def case(
             build: Callable, place: Path = data, **options: Any
         ) -> Callable[[], float]:
-            return partial(
-                common.in_child, measure, partial(build, place, reads), reads, **options
-            )
+            build = partial(build, place, reads)
+            return partial(common.in_child, measure, build, reads, **options)
 
         def peer(
             read: Callable, *first: Any, place: Path = data
         ) -> Callable[[], float]:
             return case(partial(reference, partial(read, *first)), place)
 
-        us, with_pillow = partial(ours, side), partial(ours, side, has_simplejpeg=False)
+        us = partial(ours, side)
+        with_pillow = partial(ours, side, has_simplejpeg=False)
         of_float: common.Cases = {"ours": case(us, normalize=True)}
         of_float["ours, without simplejpeg"] = case(with_pillow, normalize=True)
         of_uint8: common.Cases = {
@@ -280,9 +293,8 @@ def main() -> None:
         }
         once: common.Cases = {}
         if flags.task == "classification":
-            floats, bytes_ = (
-                v2_transforms(side, finish) for finish in (AS_FLOAT, AS_UINT8)
-            )
+            floats = v2_transforms(side, AS_FLOAT)
+            bytes_ = v2_transforms(side, AS_UINT8)
             of_float = {
                 "torchvision reference": peer(
                     classify, open_image, v1_transforms(side)

@@ -36,7 +36,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import TensorDataset
 
-BASELINE, BARE = "as it is", "bare DDP loop"
+BASELINE = "as it is"
+BARE = "bare DDP loop"
 WRAPPED = f"{BARE}, our settings of DDP"
 DEFAULTS = {
     "classification": "--arch resnet18 --image-size 64 --batch-size 16",
@@ -70,11 +71,13 @@ class Shrunk(nn.Module):
 
     def __init__(self, net: nn.Module, classes: int, is_dense: bool) -> None:
         super().__init__()
-        self.net, self.classes, self.is_dense = net, classes, is_dense
+        self.net = net
+        self.classes = classes
+        self.is_dense = is_dense
         for module in net.modules():
             for name, weight in module.named_parameters(recurse=False):
                 setattr(module, name, nn.Parameter(torch.zeros((1,) * weight.ndim)))
-        self.own = [*net.parameters()]
+        self.own = list(net.parameters())
 
     def forward(self, images: Tensor) -> Tensor:
         sum = torch.cat([weight.view(1) for weight in self.own]).sum()
@@ -100,7 +103,8 @@ class HostBench(Bench):
         model = self.network()
         ddp_model = wrap(model)
         optimizer = self.optimizer(model)
-        mean, std = (torch.rand(3, 1, 1, device=self.device) for _ in range(2))
+        mean = torch.rand(3, 1, 1, device=self.device)
+        std = torch.rand(3, 1, 1, device=self.device)
         has_amp = self.args.amp != "off"
 
         def loop(feed: Feed) -> None:
@@ -136,7 +140,8 @@ def parts() -> dict[str, Callable[[], Any]]:
         return lambda: mock.patch.object(place, name, do)
 
     null = contextlib.nullcontext()
-    scaler, scheduler = torch.amp.GradScaler, torch.optim.lr_scheduler.LambdaLR
+    scaler = torch.amp.GradScaler
+    scheduler = torch.optim.lr_scheduler.LambdaLR
     return {
         "samples.seed": without(samples, "seed", lambda *_: None),
         "loading.normalize": without(
@@ -172,7 +177,8 @@ def compare_hosts(flags: Namespace, folder: Path) -> None:
 
     bench = HostBench(folder, flags.flags)
     torch.set_num_threads(1)
-    args, device = bench.args, bench.device
+    args = bench.args
+    device = bench.device
     side = (1, 1) if flags.task == "segmentation" else ()
     images = torch.randint(256, (args.batch_size, 3, 1, 1), dtype=torch.uint8)
     targets = torch.randint(common.CLASSES, (len(images), *side))
@@ -195,7 +201,8 @@ def compare_hosts(flags: Namespace, folder: Path) -> None:
             DistributedDataParallel,
             device_ids=None if device.index is None else [device],
         )
-        ours, bare = bench.ours(), bench.bare_ddp(plain)
+        ours = bench.ours()
+        bare = bench.bare_ddp(plain)
         wrapped = bench.bare_ddp(project.wrap)
         cases: common.Cases = {
             BARE: partial(case, BARE, bare, nothing),
@@ -239,7 +246,8 @@ def compare(flags: Namespace, folder: Path) -> dict[str, list[float]]:
     from ddpkit.run import reporting
 
     bench = Bench(folder, flags.flags)
-    count, side = flags.steps * bench.args.batch_size, bench.args.image_size
+    count = flags.steps * bench.args.batch_size
+    side = bench.args.image_size
     images = torch.randint(256, (count, side, side, 3), dtype=torch.uint8).movedim(
         -1, 1
     )
@@ -265,8 +273,12 @@ def compare(flags: Namespace, folder: Path) -> dict[str, list[float]]:
         return batches
 
     null = open(os.devnull, "w")  # noqa: SIM115  as long as the process
-    drawn = lambda **o: reporting_tqdm(**{**o, "disable": False, "file": null})  # noqa: E731
-    reporting_tqdm, Reporter = reporting.tqdm, reporting.Reporter
+    reporting_tqdm = reporting.tqdm
+
+    def drawn(**options: Any) -> Any:
+        return reporting_tqdm(**options | {"disable": False, "file": null})
+
+    Reporter = reporting.Reporter
     cases: common.Cases = {
         BASELINE: epoch,
         "--save-every 10": partial(epoch, save_every=10),

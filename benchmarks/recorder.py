@@ -4,13 +4,15 @@ Two ranks over gloo, one thread each, with that record (TORCH_FR_BUFFER_SIZE) an
 one number, and steps of DDP with a small network.
 """
 
+import functools
 import statistics
 import sys
 import time
 
 import common
 
-REDUCTIONS, STEPS = 4000, 100
+REDUCTIONS = 4000
+STEPS = 100
 
 
 def measure(project: str) -> None:
@@ -24,16 +26,12 @@ def measure(project: str) -> None:
 
     torch.set_num_threads(1)
     distributed.setup()
-    convolutions = [
-        nn.Conv2d(3, 64, 3, 2),
-        nn.ReLU(),
-        nn.Conv2d(64, 64, 3, 2),
-        nn.ReLU(),
-    ]
-    ddp_model = DistributedDataParallel(
-        nn.Sequential(*convolutions), gradient_as_bucket_view=True
+    convolutions = nn.Sequential(
+        nn.Conv2d(3, 64, 3, 2), nn.ReLU(), nn.Conv2d(64, 64, 3, 2), nn.ReLU()
     )
-    images, number = torch.randn(8, 3, 64, 64), torch.ones(1)
+    ddp_model = DistributedDataParallel(convolutions, gradient_as_bucket_view=True)
+    images = torch.randn(8, 3, 64, 64)
+    number = torch.ones(1)
     steps = []
     for _ in range(STEPS):
         began = time.perf_counter()
@@ -50,30 +48,25 @@ def measure(project: str) -> None:
 def main() -> None:
     flags = common.parser(__doc__).parse_args()
     common.say_machine(flags)
-    launcher = [
-        sys.executable,
-        *["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"],
-    ]
     sizes = {"without a record": 0, "with it": 2000}
     found: dict[str, list[list[float]]] = {name: [] for name in sizes}
     with common.generated(flags.task) as folder:
-        command = [*launcher, __file__, "--measure", str(folder / "project")]
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+        command += ["--nproc-per-node", 2, __file__, "--measure", folder / "project"]
 
         def case(name: str) -> float:
             env = {"TORCH_FR_BUFFER_SIZE": sizes[name], "OMP_NUM_THREADS": 1}
-            found[name].append(
-                [float(word) for word in common.run(command, **env).split()]
-            )
-            return found[name][-1][0]
+            figures = list(map(float, common.run(command, **env).split()))
+            found[name].append(figures)
+            return figures[0]
 
-        common.interleave(
-            {name: lambda name=name: case(name) for name in sizes}, flags.repeats
-        )
+        cases = {name: functools.partial(case, name) for name in sizes}
+        common.interleave(cases, flags.repeats)
     for place, what in enumerate(("a reduction", "a step")):
         print(f"\n{what}:", end="")
-        figures = {
-            name: [turn[place] for turn in turns] for name, turns in found.items()
-        }
+        figures = {}
+        for name, turns in found.items():
+            figures[name] = [turn[place] for turn in turns]
         common.table(figures, "us", "without a record", scale=10**6)
 
 

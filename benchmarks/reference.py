@@ -70,7 +70,8 @@ def main() -> None:
     for epoch in range(args.epochs):
         sampler.set_epoch(epoch)
         model.train()
-        waited, began = 0.0, time.monotonic()
+        waited = 0.0
+        began = time.monotonic()
         asked = began
         for images, targets in loader:
             images = images.to(device, non_blocking=True)

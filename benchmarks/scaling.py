@@ -41,34 +41,39 @@ def main() -> None:
     if flags.device == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     defaults, images = SETTINGS[flags.task]
-    flags.flags, flags.images = flags.flags or defaults, flags.images or images
+    flags.flags = flags.flags or defaults
+    flags.images = flags.images or images
     common.say_machine(flags)
     with common.generated(flags.task) as folder:
         project = folder / "project"
         data = common.draw_photos(folder / "data", flags.task, flags.images, (96, 72))
 
         def case(ranks: int, passes: int) -> Callable[[], float]:
-            own = ("--data", data, "--epochs", 2, "--workers", flags.workers)
-            own = (*own, "--accumulate", passes, *flags.flags.split())
-            return lambda: common.launch(project, ranks, flags.threads, *own)[
-                "img_per_s"
-            ]
+            own = ["--data", data, "--epochs", 2, "--workers", flags.workers]
+            own += ["--accumulate", passes, *flags.flags.split()]
 
-        names = {
-            (ranks, passes): f"{ranks} rank(s)"
-            + (f", --accumulate {passes}" * (passes > 1))
-            for passes in (1, 4)
-            for ranks in (1, flags.ranks)
-        }
-        cases = {name: case(*key) for key, name in names.items()}
+            def train() -> float:
+                row = common.launch(project, ranks, flags.threads, own)
+                return row["img_per_s"]
+
+            return train
+
+        names = {}
+        cases: common.Cases = {}
+        for passes in (1, 4):
+            for ranks in (1, flags.ranks):
+                more = f", --accumulate {passes}" if passes > 1 else ""
+                name = f"{ranks} rank(s){more}"
+                names[ranks, passes] = name
+                cases[name] = case(ranks, passes)
         figures = common.interleave(cases, flags.repeats)
     for passes in (1, 4):
-        one, many = names[1, passes], names[flags.ranks, passes]
+        one = names[1, passes]
+        many = names[flags.ranks, passes]
         both = {name: figures[name] for name in (one, many)}
         common.table(both, "images/s", one, is_rate=True)
-        ratios = [
-            several / single for single, several in zip(*both.values(), strict=True)
-        ]
+        pairs = zip(figures[one], figures[many], strict=True)
+        ratios = [several / single for single, several in pairs]
         print(f"share of linear: {statistics.median(ratios) / flags.ranks:.2f}")
 
 

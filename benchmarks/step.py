@@ -99,22 +99,23 @@ class Bench:
         from model import build_criterion
 
         own = ["--data", str(folder), "--output-dir", str(folder / "run")]
-        self.args = args = parse_args([*own, *words.split()])
+        self.args = args = parse_args(own + words.split())
         self.device = device = distributed.setup(args.seed)
         torch.backends.cudnn.benchmark = True  # as main.train_one_epoch sets it
-        Reporter.start = lambda report, *_: setattr(
-            report, "batch_size", args.batch_size
-        )
+
+        def start(report: Reporter, *_: object) -> None:
+            report.batch_size = args.batch_size
+
+        Reporter.start = start
         args.amp = recipe.choose_amp(args, device)
         args.batch_size = args.batch_size or 32
         self.classes = [f"class{number}" for number in range(common.CLASSES)]
         self.autocast = partial(recipe.autocast, args.amp, device)
         self.to_device = partial(common.on_device, device=device)
         # Its samples are counted, and never read.
-        none = (torch.zeros(1, *shape, dtype=torch.uint8) for shape in ((3, 1, 1), ()))
-        self.samples = TensorDataset(
-            *(each.expand(10**6, *each.shape[1:]) for each in none)
-        )
+        image = torch.zeros(3, 1, 1, dtype=torch.uint8)
+        target = torch.zeros((), dtype=torch.uint8)
+        self.samples = TensorDataset(image.expand(10**6, 3, 1, 1), target.expand(10**6))
         loss = build_criterion(args, self.samples, self.classes)
         self.criterion = ddpkit.Criterion(loss, self.classes).to(device)
 
@@ -147,7 +148,8 @@ class Bench:
 
     def batch(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Return uint8 images, channels last in memory, and targets."""
-        count, side = self.args.batch_size, self.args.image_size
+        count = self.args.batch_size
+        side = self.args.image_size
         images = torch.randint(256, (count, side, side, 3), dtype=torch.uint8).movedim(
             -1, 1
         )
@@ -182,7 +184,8 @@ class Bench:
         import main
         import recipe
 
-        args, model = self.args, self.network()
+        args = self.args
+        model = self.network()
         if is_compiled:
             model.compile()
         optimizer = recipe.build_optimizer(model, args)
@@ -198,16 +201,18 @@ class Bench:
             batch_sampler=ddpkit.ValSampler(dataset, args.batch_size),
             collate_fn=ddpkit.Collate(),
         )
+        device = self.device.type
         parts = {
             "optimizer": optimizer,
             "scheduler": recipe.build_scheduler(optimizer, args, sampler.steps),
-            "scaler": torch.amp.GradScaler(
-                self.device.type, enabled=args.amp == "fp16"
-            ),
+            "scaler": torch.amp.GradScaler(device, enabled=args.amp == "fp16"),
         }
         args.output_dir.mkdir(exist_ok=True)
         run = ddpkit.Run(
-            *(ddpkit.Folder(args.output_dir), loader, val_loader, self.classes),
+            ddpkit.Folder(args.output_dir),
+            loader,
+            val_loader,
+            self.classes,
             model=model,
             **parts,
             epochs=1,
@@ -215,11 +220,13 @@ class Bench:
             best="top1",
             flags=vars(args),
         )
-        words = run, main.wrap(model), self.criterion
+        ddp_model = main.wrap(model)
 
         def train() -> float:
             run.seen = 0
-            return main.train_one_epoch(*words, **parts, ema=None, args=args)
+            return main.train_one_epoch(
+                run, ddp_model, self.criterion, **parts, ema=None, args=args
+            )
 
         return run, train
 
@@ -229,7 +236,8 @@ class Bench:
         build_optimizer: Callable[[nn.Module], torch.optim.Optimizer] | None = None,
         criterion: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None,
     ) -> Loop:
-        model, criterion = wrap(self.network()), criterion or self.mean_loss
+        model = wrap(self.network())
+        criterion = criterion or self.mean_loss
         optimizer = (build_optimizer or self.optimizer)(model)
 
         def loop(feed: Feed) -> None:
@@ -296,15 +304,8 @@ class Bench:
                 return bench.to_device(super().__iter__())
 
         module = Module()
-        names = (
-            "logger",
-            "enable_progress_bar",
-            "enable_checkpointing",
-            "enable_model_summary",
-        )
-        precision = {"off": "32-true", "bf16": "bf16-mixed", "fp16": "16-mixed"}[
-            self.args.amp
-        ]
+        names = {"off": "32-true", "bf16": "bf16-mixed", "fp16": "16-mixed"}
+        precision = names[self.args.amp]
 
         def loop(feed: Feed) -> None:
             trainer = lightning.Trainer(
@@ -312,7 +313,10 @@ class Bench:
                 devices=1,
                 max_epochs=1,
                 precision=precision,
-                **dict.fromkeys(names, False),
+                logger=False,
+                enable_progress_bar=False,
+                enable_checkpointing=False,
+                enable_model_summary=False,
             )
             normalized = Normalized(feed.batch, feed.steps)
             trainer.fit(module, normalized)
@@ -337,7 +341,8 @@ def main() -> None:
     )
     flags = parser.parse_args()
     defaults, steps = SETTINGS[flags.device, flags.task]
-    flags.flags, flags.steps = flags.flags or defaults, flags.steps or steps
+    flags.flags = flags.flags or defaults
+    flags.steps = flags.steps or steps
     if flags.device == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     warnings.filterwarnings("ignore")

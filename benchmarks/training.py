@@ -38,10 +38,9 @@ def main() -> None:
     flags.workers = share if flags.workers is None else flags.workers
     common.say_machine(flags)
     names = ("arch", "image_size", "batch_size", "workers", "amp")
-    same = [
-        str(x) for n in names for x in (f"--{n.replace('_', '-')}", getattr(flags, n))
-    ]
-    same += ["--epochs", "2"]
+    same: list[object] = ["--epochs", 2]
+    for name in names:
+        same += [f"--{name.replace('_', '-')}", getattr(flags, name)]
     waits: dict[str, list[float]] = {}
 
     with common.generated(flags.task) as folder:
@@ -49,16 +48,16 @@ def main() -> None:
         data = common.draw_photos(folder / "data", flags.task, flags.images)
 
         def reference() -> dict[str, float]:
-            script = str(Path(__file__).with_name("reference.py"))
-            launcher = ["torch.distributed.run", "--standalone", "--nproc-per-node"]
-            command = [sys.executable, "-m", *launcher, str(flags.ranks), script]
-            own = ["--data", str(data), "--threads", str(share)]
-            output = common.run([*command, *own, *same], OMP_NUM_THREADS=share)
+            script = Path(__file__).with_name("reference.py")
+            command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+            command += ["--nproc-per-node", flags.ranks, script]
+            command += ["--data", data, "--threads", share, *same]
+            output = common.run(command, OMP_NUM_THREADS=share)
             return json.loads(output.splitlines()[-1])
 
         def ours() -> dict[str, float]:
-            own = ("--data", data, "--optimizer", "sgd", *same)
-            return common.launch(project, flags.ranks, share, *own)
+            own = ["--data", data, "--optimizer", "sgd", *same]
+            return common.launch(project, flags.ranks, share, own)
 
         def case(
             name: str, train: Callable[[], dict[str, float]]
@@ -70,10 +69,7 @@ def main() -> None:
 
             return rate
 
-        trainings = {
-            REFERENCE: reference,
-            "ours": ours,
-        }
+        trainings = {REFERENCE: reference, "ours": ours}
         cases = {name: case(name, train) for name, train in trainings.items()}
         figures = common.interleave(cases, flags.repeats, flags.seconds)
     common.table(figures, "images/s", REFERENCE, is_rate=True)

@@ -23,12 +23,8 @@ def template_version(repository: Path) -> tuple[str, str] | None:
     """
 
     def git(*args: str) -> str:
-        command = [
-            "git",
-            f"--git-dir={repository / '.git'}",
-            f"--work-tree={repository}",
-            *args,
-        ]
+        command = ["git", f"--git-dir={repository}/.git", f"--work-tree={repository}"]
+        command += args
         done = subprocess.run(command, check=True, capture_output=True, text=True)
         return done.stdout.strip()
 
@@ -38,9 +34,8 @@ def template_version(repository: Path) -> tuple[str, str] | None:
         commit = git("rev-parse", "HEAD")
         if CONTEXT["_repo_dir"] == CONTEXT["_template"]:
             return str(repository), commit
-        return re.sub(
-            "(https?://)[^/]*@", r"\1", git("config", "remote.origin.url")
-        ), commit
+        url = git("config", "remote.origin.url")
+        return re.sub("(https?://)[^/]*@", r"\1", url), commit
     # no git, or not a repository (an archive)
     except (OSError, subprocess.CalledProcessError):
         return None
@@ -61,7 +56,7 @@ def place_library(repository: Path | None, template: str, commit: str) -> None:
     if library.is_file() and repository:  # where links cannot be, as in an archive
         library.unlink()
         shutil.copytree(repository / "ddpkit", library)
-    for cache in [*library.rglob("__pycache__")]:
+    for cache in list(library.rglob("__pycache__")):
         shutil.rmtree(cache)
 
 
@@ -94,9 +89,10 @@ if "_repo_dir" in CONTEXT:
     # cookiecutter passes on a relative path as typed: found unless --output-dir was
     # given, too.
     repository = Path(CONTEXT["_output_dir"], CONTEXT["_repo_dir"]).resolve()
-    if version := template_version(repository):
-        write_cruft_file(*version)
-    place_library(repository, *(version or ("", "")))
+    address, commit = template_version(repository) or ("", "")
+    if commit:
+        write_cruft_file(address, commit)
+    place_library(repository, address, commit)
 else:  # cruft runs this hook and writes the file itself
     place_library(None, CONTEXT.get("_template", ""), CONTEXT.get("_commit", ""))
 

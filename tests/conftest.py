@@ -39,7 +39,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(autouse=True)
 def nobody_stays() -> Iterator[None]:
     """Each test ends all that it has started."""
-    before = {*generated.LIVE}
+    before = set(generated.LIVE)
     yield
     forgotten = generated.LIVE - before
     generated.LIVE.intersection_update(before)
@@ -108,18 +108,11 @@ def generate(template: Path, clean_home: dict[str, str]) -> Generate:
     def generate(
         folder: Path, *answers: str, **options: object
     ) -> subprocess.CompletedProcess:
-        command = [
-            sys.executable,
-            "-m",
-            "cookiecutter",
-            str(template),
-            "-o",
-            str(folder),
-        ]
+        command = [sys.executable, "-m", "cookiecutter", template, "-o", folder]
         if "input" not in options:
             command.append("--no-input")
         return subprocess.run(
-            [*command, *answers],
+            command + list(answers),
             env=clean_home,
             capture_output=True,
             text=True,

@@ -58,9 +58,8 @@ def chosen(
         "command:python.interpreterPath": sys.executable,
     }
     for question in content["inputs"]:
-        known["input:" + question["id"]] = answers.pop(
-            question["id"], question["default"]
-        )
+        name = question["id"]
+        known[f"input:{name}"] = answers.pop(name, question["default"])
     known |= answers  # that is: file
     fill = functools.partial(
         re.sub, r"\$\{(.+?)\}", lambda m: json.dumps(known[m[1]])[1:-1]
@@ -89,9 +88,8 @@ def task(project: Path, label: str, **answers: str) -> dict[str, Any]:
 
 def line_of(path: Path, text: str) -> int:
     """The number of the only line with `text`."""
-    (found,) = (
-        n for n, line in enumerate(path.read_text().splitlines(), 1) if text in line
-    )
+    lines = path.read_text().splitlines()
+    (found,) = (n for n, line in enumerate(lines, 1) if text in line)
     return found
 
 
@@ -99,7 +97,9 @@ class Session:
     """One process under the debugger, and the adapter's connection that belongs to it."""
 
     def __init__(self, debugger: "Debugger", reader: Any, writer: Any) -> None:
-        self.debugger, self.reader, self.writer = debugger, reader, writer
+        self.debugger = debugger
+        self.reader = reader
+        self.writer = writer
         self.numbers = itertools.count(1)
         self.responses: dict[int, dict] = {}
         # the body of the latest stopped event, while it is stopped
@@ -141,7 +141,7 @@ class Session:
 
     def _read(self) -> None:
         with contextlib.suppress(OSError, ValueError):
-            while header := self.reader.readline():
+            for header in self.reader:
                 size = int(header.split(b":")[1])
                 self.reader.readline()
                 self._take(json.loads(self.reader.read(size)))
@@ -190,9 +190,8 @@ class Session:
     def frame(self) -> dict:
         """The frame in which it is stopped."""
         assert self.stop
-        return self.ask("stackTrace", {"threadId": self.stop["threadId"]})[
-            "stackFrames"
-        ][0]
+        stack = self.ask("stackTrace", {"threadId": self.stop["threadId"]})
+        return stack["stackFrames"][0]
 
     def evaluate(self, expression: str) -> str:
         arguments = {
@@ -208,13 +207,13 @@ class Session:
     def error(self) -> str:
         """The message of the exception at which it is stopped."""
         assert self.stop and self.stop["reason"] == "exception", self.stop
-        return self.ask("exceptionInfo", {"threadId": self.stop["threadId"]})[
-            "description"
-        ]
+        info = self.ask("exceptionInfo", {"threadId": self.stop["threadId"]})
+        return info["description"]
 
     def go(self, command: str = "continue") -> None:
         assert self.stop
-        thread, self.stop = self.stop["threadId"], None
+        thread = self.stop["threadId"]
+        self.stop = None
         self.ask(command, {"threadId": thread})
 
     def disconnect(self) -> None:
@@ -232,7 +231,8 @@ class Debugger:
         self.changed = threading.Condition()
         self.sessions: list[Session] = []
         self.threads: list[threading.Thread] = []
-        self.terminal, self.closing = b"", False
+        self.terminal = b""
+        self.closing = False
         self.shell: subprocess.Popen | None = None
         self.adapter: subprocess.Popen | None = None
 
@@ -243,7 +243,8 @@ class Debugger:
 
     def launch(self, config: dict[str, Any], debug: bool = True) -> None:
         """F5, or Ctrl+F5 (without debugging)."""
-        command, pipe = [sys.executable, "-m", "debugpy.adapter"], subprocess.PIPE
+        command = [sys.executable, "-m", "debugpy.adapter"]
+        pipe = subprocess.PIPE
         self.adapter = subprocess.Popen(
             command,
             stdin=pipe,
@@ -258,9 +259,8 @@ class Debugger:
     def attach(self, config: dict[str, Any]) -> None:
         """Attach to where a process listens."""
         where = config["connect"]
-        with socket.create_connection(
-            (where["host"], int(where["port"])), PATIENCE
-        ) as connection:
+        address = (where["host"], int(where["port"]))
+        with socket.create_connection(address, PATIENCE) as connection:
             connection.settimeout(None)
             stream = connection.makefile("rwb")
         session = Session(self, stream, stream)
@@ -303,9 +303,11 @@ class Debugger:
     def wait(self, condition: Callable[[], Any], what: str) -> Any:
         deadline = time.monotonic() + PATIENCE
         with self.changed:
-            while not (done := condition()) and time.monotonic() < deadline:
+            done = condition()
+            while not done and time.monotonic() < deadline:
                 # the terminal's text and processes tell of no change
                 self.changed.wait(0.1)
+                done = condition()
         assert done, f"{what}: not within {PATIENCE} s; the terminal:\n{self.text}"
         return done
 
@@ -372,9 +374,7 @@ class Debugger:
         self.closing = True
         # also what those start that are ended here
         while there := generated.children():
-            for pid in there:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
+            generated.kill(there, signal.SIGKILL)
             time.sleep(0.05)
         for process in filter(None, (self.shell, self.adapter)):
             process.wait()

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import torch
 
-SPEED = ("img_per_s", "train_seconds", "data_wait", "peak_memory")
+SPEED = {"img_per_s", "train_seconds", "data_wait", "peak_memory"}
+IGNORED = SPEED | {"args"}
 
 
 def digest(folder: str | Path) -> str:
@@ -16,7 +17,7 @@ def digest(folder: str | Path) -> str:
         if isinstance(value, torch.Tensor):
             value = value.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
         if isinstance(value, dict):
-            value = [pair for pair in value.items() if pair[0] not in ("args", *SPEED)]
+            value = [pair for pair in value.items() if pair[0] not in IGNORED]
         if isinstance(value, list | tuple):
             for part in value:
                 add(part)

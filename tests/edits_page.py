@@ -44,8 +44,8 @@ class Hunk:
 
 def diffs(task: str) -> dict[str, str]:
     """Return the diffs of a task by their names."""
-    paths = sorted([*(EDITS / "both").glob("*.diff"), *(EDITS / task).glob("*.diff")])
-    return {path.stem: path.read_text() for path in paths}
+    paths = [path for part in ("both", task) for path in (EDITS / part).glob("*.diff")]
+    return {path.stem: path.read_text() for path in sorted(paths)}
 
 
 def generated(task: str) -> Files:
@@ -57,9 +57,8 @@ def hunks(diff: str) -> Iterator[Hunk]:
     for file, text in zip(parts[::2], parts[1::2], strict=True):
         places = re.split(r"^@@ -(\d+).*\n", text, flags=re.M)[1:]
         for start, lines in zip(places[::2], places[1::2], strict=True):
-            yield Hunk(
-                file, max(0, int(start) - 1), [x or " " for x in lines.splitlines()]
-            )
+            signed = [line or " " for line in lines.splitlines()]
+            yield Hunk(file, max(0, int(start) - 1), signed)
 
 
 def find(hunk: Hunk, lines: list[str]) -> int:
@@ -113,13 +112,12 @@ def hunks_of(old: list[str], new: list[str]) -> Iterator[str]:
         elif kind != "equal":
             changed.append((i, j, k, m))
     shift = 0
+    end = len(old)
     while changed:
-        first, last, *_ = changed[0]
+        first, last = changed[0][:2]
         size = 1
-        while not is_place(old[first:last], old) or last == changed[size - 1][1] < len(
-            old
-        ):
-            if last < len(old):
+        while not is_place(old[first:last], old) or last == changed[size - 1][1] < end:
+            if last < end:
                 last += 1
             else:
                 first -= 1
@@ -129,13 +127,12 @@ def hunks_of(old: list[str], new: list[str]) -> Iterator[str]:
                 size += 1
         lines = [f" {line}" for line in old[first : changed[0][0]]]
         for n, (i, j, k, m) in enumerate(changed[:size], 1):
-            lines += [f"-{line}" for line in old[i:j]] + [
-                f"+{line}" for line in new[k:m]
-            ]
-            lines += [
-                f" {line}" for line in old[j : changed[n][0] if n < size else last]
-            ]
-        taken, changed = changed[:size], changed[size:]
+            lines += [f"-{line}" for line in old[i:j]]
+            lines += [f"+{line}" for line in new[k:m]]
+            following = changed[n][0] if n < size else last
+            lines += [f" {line}" for line in old[j:following]]
+        taken = changed[:size]
+        changed = changed[size:]
         more = sum(m - k - (j - i) for i, j, k, m in taken)
         length = last - first
         yield f"@@ -{first + 1},{length} +{first + 1 + shift},{length + more} @@\n"
@@ -183,7 +180,7 @@ def changes(hunk: Hunk, at: int) -> Iterator[tuple[range, list[str]]]:
 
 def place(file: str, source: list[str], removed: range, added: list[str]) -> str:
     tree = ast.parse("\n".join(source))
-    changed = [*source[removed.start : removed.stop], *added]
+    changed = source[removed.start : removed.stop] + added
     first_line = next(line for line in changed if line.strip())
     indent = indent_of(first_line)
     name, scope = scope_of(tree, source, removed.start, indent)
@@ -206,7 +203,8 @@ def place(file: str, source: list[str], removed: range, added: list[str]) -> str
         if not added:
             return f"{where}, delete {lines}."
         return f"{where}, replace {lines} by:\n\n{fenced(added)}"
-    above, below = removed.start - 1, removed.start
+    above = removed.start - 1
+    below = removed.start
     while not source[below].strip():
         below += 1
     while not source[above].strip():
@@ -236,12 +234,14 @@ def scope_of(
 
     indent: that of what comes to this line, as the line may be the one after the end.
     """
-    name, scope = "", range(len(source))
+    name = ""
+    scope = range(len(source))
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
             inside = range(node.lineno - 1, node.end_lineno or 0)
             if inside.start < at <= inside.stop and node.col_offset < indent:
-                name, scope = f"{name}.{node.name}" if name else node.name, inside
+                name = f"{name}.{node.name}" if name else node.name
+                scope = inside
     return name, scope
 
 
@@ -287,7 +287,8 @@ def text_of(task: str) -> str:
     """Return the page of a task."""
     notes = jinja2.Template((EDITS / "page.md").read_text(), keep_trailing_newline=True)
     text = notes.render(task=task)
-    known, files = diffs(task), generated(task)
+    known = diffs(task)
+    files = generated(task)
     text = re.sub(
         r"<!-- (\w+)\.diff -->",
         lambda found: "\n\n".join(places(known[found[1]], files)),

@@ -8,6 +8,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 TEMPLATE = ROOT / "{{cookiecutter.project_slug}}"
 PAGE = ROOT / "docs" / "errors.md"
+ERRORS = {"UserError", "NoLabelsError", "DiskError", "Damaged", "Foreign"}
 HEAD = """# Errors
 
 A mistake ends all ranks with status 2 and one line: the file or flag, the value, the remedy.
@@ -28,7 +29,7 @@ def texts(
     if isinstance(node, ast.Constant):
         return [str(node.value)]
     if isinstance(node, ast.IfExp):
-        return [*texts(node.body, scope, within), *texts(node.orelse, scope, within)]
+        return texts(node.body, scope, within) + texts(node.orelse, scope, within)
     if isinstance(node, ast.JoinedStr):
         found = [""]
         for part in node.values:
@@ -38,12 +39,12 @@ def texts(
         return found
     if isinstance(node, ast.Name) and node.id not in within:
         for each in ast.walk(scope):  # a text that the function puts together before
-            is_it = (
-                isinstance(each, ast.Assign) and ast.unparse(each.targets[0]) == node.id
-            )
-            if is_it and isinstance(
-                each.value, ast.JoinedStr | ast.IfExp | ast.Constant
+            if (
+                not isinstance(each, ast.Assign)
+                or ast.unparse(each.targets[0]) != node.id
             ):
+                continue
+            if isinstance(each.value, ast.JoinedStr | ast.IfExp | ast.Constant):
                 values = texts(each.value, scope, within | {node.id})
                 if any(" " in value for value in values):
                     return values
@@ -52,38 +53,28 @@ def texts(
     if isinstance(node, ast.Attribute):
         return [f"{{{node.attr.strip('_')}}}"]
     if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant):
-        return (
-            [f"{{{node.slice.value}}}"]
-            if isinstance(node.slice.value, str)
-            else ["{first}"]
-        )
+        key = node.slice.value
+        return [f"{{{key}}}" if isinstance(key, str) else "{first}"]
     names = [each.id for each in ast.walk(node) if isinstance(each, ast.Name)]
     return [f"{{{names[-1] if names else '...'}}}"]
 
 
 def raised() -> Iterator[tuple[str, str, str]]:
     """Yield file, code and line of each error of ddpkit and of a project's own files."""
-    for path in sorted([*(ROOT / "ddpkit").rglob("*.py"), *TEMPLATE.rglob("*.py")]):
+    files = list((ROOT / "ddpkit").rglob("*.py")) + list(TEMPLATE.rglob("*.py"))
+    for path in sorted(files):
         if TEMPLATE / "ddpkit" in path.parents or "tests" in path.parts:
             continue
         for scope in ast.walk(ast.parse(path.read_text())):
             if not isinstance(scope, ast.FunctionDef):
                 continue
-            inner = [
-                each for each in ast.walk(scope) if isinstance(each, ast.FunctionDef)
-            ][1:]
+            nodes = list(ast.walk(scope))
+            inner = [each for each in nodes[1:] if isinstance(each, ast.FunctionDef)]
             of_others = {id(node) for each in inner for node in ast.walk(each)}
-            for node in ast.walk(scope):
+            for node in nodes:
                 if not isinstance(node, ast.Call) or id(node) in of_others:
                     continue
-                name = ast.unparse(node.func).split(".")[-1]
-                if name in (
-                    "UserError",
-                    "NoLabelsError",
-                    "DiskError",
-                    "Damaged",
-                    "Foreign",
-                ):
+                if ast.unparse(node.func).split(".")[-1] in ERRORS:
                     for text in texts(node.args[0], scope):
                         yield str(path), f"{path.stem}.{scope.name.strip('_')}", text
 

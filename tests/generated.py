@@ -11,7 +11,7 @@ import sys
 import tempfile
 import textwrap
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,27 +29,15 @@ both_but_one_in_soak = [TASKS[0], pytest.param(TASKS[1], marks=pytest.mark.soak)
 # Small images and networks, and little time in processes. make demo and the projects'
 # own tests keep to the default ones.
 NETS = {
-    "classification": ("--arch", "shufflenet_v2_x0_5"),
-    "segmentation": ("--arch", "linknet", "--encoder", "tu-mobilenetv2_035"),
+    "classification": ["--arch", "shufflenet_v2_x0_5"],
+    "segmentation": ["--arch", "linknet", "--encoder", "tu-mobilenetv2_035"],
 }
-SMALL = {
-    task: (
-        *("--image-size", "64", "--batch-size", "4", "--workers", "0", "--epochs", "1"),
-        *("--weights", "none", *network),
-    )
-    for task, network in NETS.items()
-}
+SHORT = ["--image-size", "64", "--batch-size", "4", "--workers", "0"]
+SHORT += ["--epochs", "1", "--weights", "none"]
+SMALL = {task: SHORT + network for task, network in NETS.items()}
 # With BatchNorm, dropout, loader workers and a schedule: whatever can go astray.
-NET = (
-    "--arch",
-    "mobilenet_v3_small",
-    "--image-size",
-    32,
-    "--workers",
-    1,
-    "--batch-size",
-    4,
-)
+NET = ["--arch", "mobilenet_v3_small", "--image-size", 32]
+NET += ["--workers", 1, "--batch-size", 4]
 
 LIVE: set[int] = set()  # Commands, ranks and servers that have not been waited for
 
@@ -62,7 +50,8 @@ class Done:
     ) -> None:
         self.statuses = statuses  # of each rank, or of the command
         self.status = max(statuses, key=abs)
-        self.out, self.err = out, err
+        self.out = out
+        self.err = err
         self.left = left  # processes that outlived it
 
     def ok(self) -> "Done":
@@ -75,11 +64,8 @@ class Done:
 
         Of several ranks at least one has status 2, and none has 0.
         """
-        assert 2 in self.statuses and 0 not in self.statuses, (
-            self.statuses,
-            self.out,
-            self.err,
-        )
+        said = (self.statuses, self.out, self.err)
+        assert 2 in self.statuses and 0 not in self.statuses, said
         return self.failed(code, *words)
 
     def failed(self, code: str, *words: object) -> "Done":
@@ -128,7 +114,7 @@ class Command:
     ) -> None:
         env = {**os.environ, "PYTHON": sys.executable, **env}
         self.process = subprocess.Popen(
-            [str(part) for part in command],
+            texts(command),
             cwd=cwd,
             env={name: value for name, value in env.items() if value is not None},
             stdout=subprocess.PIPE,
@@ -140,17 +126,15 @@ class Command:
 
     def ranks(self) -> dict[int, int]:
         """The process ids of this test's ranks that a launcher has started, by rank."""
-        found: dict[int, tuple[int, int]] = {}
-        for pid, parent in children().items():
+        there = children()
+        found: dict[int, int] = {}
+        for pid in there:
             with contextlib.suppress(OSError, StopIteration):
                 entries = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-                found[pid] = (
-                    parent,
-                    int(next(e for e in entries if e.startswith(b"RANK="))[5:]),
-                )
-        return {
-            rank: pid for pid, (parent, rank) in found.items() if parent not in found
-        }
+                rank = next(entry for entry in entries if entry.startswith(b"RANK="))
+                found[pid] = int(rank.removeprefix(b"RANK="))
+        # Loader workers have their rank's environment, too.
+        return {rank: pid for pid, rank in found.items() if there[pid] not in found}
 
     def kill(self, signum: int, *which: int) -> None:
         """Send a signal to these ranks, or else to the command itself."""
@@ -173,15 +157,16 @@ class Project:
     """A generated project in a path with a space, and small data for it."""
 
     def __init__(self, folder: Path, task: str) -> None:
-        self.folder, self.task = folder, task
+        self.folder = folder
+        self.task = task
 
-    def flags(self, data: Path, out: Path, *more: object) -> list[object]:
+    def flags(self, data: Path, out: Path, *more: object) -> list[str]:
         """Flags for a short run of a small network."""
-        return [*SMALL[self.task], "--data", data, "--output-dir", out, *more]
+        return texts([SMALL[self.task], "--data", data, "--output-dir", out, more])
 
     def train(self, data: Path, out: Path, *more: object, **options: Any) -> Done:
         """A short run of main.py on two ranks; `options` are those of `start`."""
-        return self.run(*self.flags(data, out, *more), **options)
+        return self.run(self.flags(data, out, more), **options)
 
     def run(self, *words: object, **options: Any) -> Done:
         return self.start(*words, **options).end()
@@ -196,8 +181,9 @@ class Project:
     ) -> Ranks:
         """Start a script, or a command such as "ddpkit check", on so many forks of this process.
 
-        patch: called in each before the script; it may import the project's modules and change
-        them. draws: also make the images of what was learnt.
+        words: what follows it, of which some may be in lists. patch: called in each before the
+        script; it may import the project's modules and change them. draws: also make the images
+        of what was learnt.
         """
 
         def before() -> None:
@@ -207,17 +193,18 @@ class Project:
                 patch()
 
         folder = tempfile.TemporaryDirectory()
-        script, words = str(script), [*map(str, words)]
-        pids = ranks.start(
-            on, script, words, Path(folder.name, "said"), self.folder, before
-        )
+        output = Path(folder.name, "said")
+        command = texts(words)
+        pids = ranks.start(on, str(script), command, output, self.folder, before)
         return Ranks(pids, folder)
 
     def here(self, act: Callable[[], object]) -> Done:
         """Call `act` in a fork that imports this project's modules, such as `dataset`."""
         with tempfile.TemporaryDirectory() as folder:
-            statuses = ranks.wait([ranks.fork(act, f"{folder}/said", self.folder)])
-            return Done(statuses, *ranks.said(Path(folder, "said")), left())
+            output = Path(folder, "said")
+            statuses = ranks.wait([ranks.fork(act, output, self.folder)])
+            out, err = ranks.said(output)
+            return Done(statuses, out, err, left())
 
     def draw(self, folder: Path, train: int, val: int) -> Path:
         """Draw so many images of the demo set."""
@@ -232,7 +219,7 @@ class Project:
 
     def launch(self, *words: object, **env: str | None) -> Command:
         """launch.sh with two ranks, in processes that import torch themselves."""
-        return Command([self.folder / "launch.sh", *words], **{"NPROC": "2", **env})
+        return Command([self.folder / "launch.sh", words], **{"NPROC": "2", **env})
 
     def copy(self, folder: Path, *changes: tuple[str, str]) -> "Project":
         """A copy without what runs have left.
@@ -241,14 +228,14 @@ class Project:
         """
 
         def ignore(path: str, names: list[str]) -> set[str]:
-            made_by_runs = {"data", "runs"} if Path(path) == self.folder else set()
-            return {"__pycache__", ".pytest_cache", *made_by_runs} & {*names}
+            made = {"__pycache__", ".pytest_cache"}
+            if Path(path) == self.folder:
+                made |= {"data", "runs"}
+            return made & set(names)
 
-        copied = Project(
-            shutil.copytree(self.folder, folder, symlinks=True, ignore=ignore),
-            self.task,
-        )
-        main = copied.folder / "main.py"
+        shutil.copytree(self.folder, folder, symlinks=True, ignore=ignore)
+        copied = Project(folder, self.task)
+        main = folder / "main.py"
         for old, new in changes:
             text = main.read_text()
             assert text.count(old) == 1, old
@@ -257,7 +244,8 @@ class Project:
 
     def planted(self, folder: Path, code: str = "") -> "Project":
         """A copy that draws nothing, and runs `code` before each optimizer step."""
-        step, recipe = "        grad_norm = None\n", "\nimport recipe\n"
+        step = "        grad_norm = None\n"
+        recipe = "\nimport recipe\n"
         code = textwrap.indent(textwrap.dedent(code), " " * 8)
         return self.copy(folder, (step, code + step), (recipe, DRAWS_NOTHING + recipe))
 
@@ -265,6 +253,14 @@ class Project:
 # For a script, which does not import ranks.py
 DRAWS_NOTHING = "\nfrom ddpkit.run import pictures, reporting\n"
 DRAWS_NOTHING += f"\n{inspect.getsource(draw_nothing)}\ndraw_nothing()\n"
+
+
+def texts(words: Iterable[object]) -> list[str]:
+    """The words of a command as text; some may be in lists or tuples."""
+    found = []
+    for word in words:
+        found += texts(word) if isinstance(word, list | tuple) else [str(word)]
+    return found
 
 
 def run(command: list, cwd: Path | None = None, **env: str | None) -> Done:
@@ -327,14 +323,13 @@ def children(stop: set[int] = frozenset()) -> dict[int, int]:
                 state, parent = path.read_text().rsplit(")", 1)[1].split()[:2]
                 if state != "Z":
                     parents[int(path.parent.name)] = int(parent)
-        if parents.keys() >= {*parents.values()} - {0}:
+        if parents.keys() >= set(parents.values()) - {0}:
             break  # else a parent ended meanwhile, whose children are another's now
     found: dict[int, int] = {}
     new = {os.getpid()}
     while new:
-        new = {
-            pid for pid, parent in parents.items() if parent in new and pid not in stop
-        }
+        below = {pid for pid, parent in parents.items() if parent in new}
+        new = below - stop
         found.update((pid, parents[pid]) for pid in new)
     return found
 
@@ -342,9 +337,16 @@ def children(stop: set[int] = frozenset()) -> dict[int, int]:
 def left(seconds: float = 10) -> list[int]:
     """Return who is left after `seconds` of what has ended, and end them."""
     deadline = time.monotonic() + seconds
-    while (there := [*children(LIVE)]) and time.monotonic() < deadline:
+    there = children(LIVE)
+    while there and time.monotonic() < deadline:
         time.sleep(0.05)
-    for pid in there:
+        there = children(LIVE)
+    kill(there, signal.SIGKILL)
+    return list(there)
+
+
+def kill(pids: Iterable[int], signum: int) -> None:
+    """Send a signal to those that are still there."""
+    for pid in pids:
         with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
-    return there
+            os.kill(pid, signum)

@@ -34,19 +34,10 @@ def build(folder: Path) -> None:
     """Write the libraries and a nvidia-smi into `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
     library = folder / "libcuda.so.1"  # the driver's name: torch loads no other one
-    sources = sorted(SOURCES.glob("*.c"))
-    flags = [
-        "-shared",
-        "-fPIC",
-        "-O1",
-        "-Wall",
-        "-Werror",
-        "-o",
-        library,
-        *sources,
-        "-lpthread",
-    ]
-    subprocess.run(["gcc", *map(str, flags)], check=True)
+    command = ["gcc", "-shared", "-fPIC", "-O1", "-Wall", "-Werror", "-o", library]
+    command += sorted(SOURCES.glob("*.c"))
+    command.append("-lpthread")
+    subprocess.run(command, check=True)
     smi = folder / "nvidia-smi"
     each = 'echo "GPU $i: Fake GPU $i (UUID: GPU-$i)"'
     smi.write_text(f"#!/bin/bash\nfor ((i = 0; i < FAKE_GPUS; i++)); do {each}; done\n")
@@ -57,11 +48,10 @@ def build(folder: Path) -> None:
 if __name__ == "__main__":
     place = Path(os.environ.get("FAKE_GPU_FOLDER", "/tmp/ddp-template-fakegpu"))
     built = place / "nvidia-smi"  # the last file of it
-    if why := missing():
-        sys.exit(why)
-    newest = max(
-        source.stat().st_mtime for source in (*SOURCES.iterdir(), Path(__file__))
-    )
+    if missing():
+        sys.exit(missing())
+    sources = [*SOURCES.iterdir(), Path(__file__)]
+    newest = max(source.stat().st_mtime for source in sources)
     if not built.exists() or built.stat().st_mtime < newest:
         build(place)
     os.environ.pop("CUDA_VISIBLE_DEVICES", None)

@@ -5,7 +5,6 @@ the session, the signal handlers, the environment and the exit handlers that a n
 """
 
 import atexit
-import contextlib
 import functools
 import multiprocessing.util
 import os
@@ -20,7 +19,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import ranks
-from generated import LIVE, Command, Done, children, left
+from generated import LIVE, Command, Done, children, left, texts
 from ranks import Patch
 
 from ddpkit import launch
@@ -40,7 +39,7 @@ class Fork:
         **_: bool,
     ) -> None:
         self.returncode: int | None = None
-        script, *words = command[2:]
+        script = command[2]
         here = Path.cwd()
 
         def act() -> None:
@@ -50,7 +49,7 @@ class Fork:
             os.environ.clear()
             os.environ.update(env)
             patch()
-            run_script(script, words)
+            run_script(script, command[3:])
 
         # A signal that comes between the fork and `as_new` waits, as it would for exec.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, protocol.STOP_SIGNALS)
@@ -89,8 +88,8 @@ def run_script(script: str, words: Sequence[str]) -> None:
     sys.argv = [script, *words]
     try:
         runpy.run_path(script, run_name="__main__")
-    except Exception:
-        sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
+    except Exception as error:
+        sys.excepthook(type(error), error, error.__traceback__)
         sys.exit(1)
     finally:
         threading._shutdown()  # type: ignore[attr-defined]
@@ -121,7 +120,7 @@ class Launch:
             os.environ.update(env)
             start = functools.partial(Fork, output=output, patch=patch)
             launch.subprocess = SimpleNamespace(Popen=start)
-            sys.argv = ["launch.sh", *map(str, words)]
+            sys.argv = texts(["launch.sh", words])
             sys.exit(launch.main())
 
         self.pid = ranks.fork(act, output, folder)
@@ -132,12 +131,9 @@ class Launch:
         path = Path(f"{self.output}.pids")
         lines = path.read_text().splitlines() if path.exists() else []
         started = dict(line.split() for line in lines)  # of each rank the last one
+        pids = [int(started[rank]) for rank in sorted(started)]
         there = children()
-        return [
-            int(started[rank])
-            for rank in sorted(started)
-            if int(started[rank]) in there
-        ]
+        return [pid for pid in pids if pid in there]
 
     def kill(self, signum: int, *which: int) -> None:
         """Send a signal to these ranks, or else to the launcher itself."""
@@ -149,14 +145,15 @@ class Launch:
         statuses = ranks.wait([self.pid], seconds)
         LIVE.discard(self.pid)
         there = left(60)
-        return Done(statuses, *ranks.said(self.output), there)
+        out, err = ranks.said(self.output)
+        return Done(statuses, out, err, there)
 
 
 class RealLaunch:
     """launch.sh in processes of its own, with the words of Launch."""
 
     def __init__(self, folder: Path, words: Sequence[object], **env: str) -> None:
-        self.command = Command([folder / "launch.sh", *words], **env)
+        self.command = Command([folder / "launch.sh", words], **env)
         self.pid = self.command.process.pid
 
     def ranks(self) -> list[int]:
@@ -165,10 +162,3 @@ class RealLaunch:
 
     def end(self, seconds: float = 120) -> Done:
         return self.command.end(seconds)
-
-
-def kill(pids: Sequence[int], signum: int) -> None:
-    """Send a signal to those that are still there."""
-    for pid in pids:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signum)

@@ -13,7 +13,8 @@ class Soft(torch.utils.data.Dataset):
     """Soft labels for six classes."""
 
     def __init__(self, dataset: dataset.ImageDataset) -> None:
-        self.dataset, self.samples = dataset, dataset.samples
+        self.dataset = dataset
+        self.samples = dataset.samples
 
     def __len__(self) -> int:
         return len(self.dataset)

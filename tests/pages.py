@@ -21,18 +21,11 @@ def rendered(name: str, task: str) -> str:
 
 def documents() -> Iterator[tuple[str, Path, tuple[str, ...], str]]:
     """Yield name, folder, tasks that it is for, and text of each document."""
-    for path in [
-        *ROOT.glob("*.md"),
-        *(ROOT / "docs").rglob("*.md"),
-        *ROOT.glob("[!.]*/README.md"),
-    ]:
-        if path.parent != TEMPLATE and path.name != "CHANGELOG.md":
-            yield (
-                path.relative_to(ROOT).as_posix(),
-                path.parent,
-                TASKS,
-                path.read_text(),
-            )
+    for pattern in ("*.md", "docs/**/*.md", "[!.]*/README.md"):
+        for path in ROOT.glob(pattern):
+            if path.parent != TEMPLATE and path.name != "CHANGELOG.md":
+                name = path.relative_to(ROOT).as_posix()
+                yield name, path.parent, TASKS, path.read_text()
     for name in ("README.md", "EDITS.md", "AGENTS.md"):
         for task in TASKS:
             yield f"{task}/{name}", TEMPLATE, (task,), rendered(name, task)
@@ -49,7 +42,7 @@ def help_of(task: str) -> str:
 
 def flags_page() -> str:
     """Return docs/flags.md with the flags of now, after the notes that a person writes."""
-    notes, _, _ = FLAGS.read_text().partition("## Classification\n")
+    notes = FLAGS.read_text().partition("## Classification\n")[0]
     parts = (
         f"## {task.capitalize()}\n\n```text\n{help_of(task)}\n```\n" for task in TASKS
     )

@@ -46,16 +46,8 @@ from ddpkit.ranks import distributed
 from ddpkit.run import pictures, reporting
 
 Patch = Callable[[], object]
-OWNED = (
-    "main",
-    "flags",
-    "recipe",
-    "distributed",
-    "dataset",
-    "model",
-    "losses",
-    "predict",
-)
+OWNED = ["main", "flags", "recipe", "distributed"]
+OWNED += ["dataset", "model", "losses", "predict"]
 
 # a fork of a process with OpenMP's threads would wait for them
 torch.set_num_threads(1)
@@ -70,7 +62,8 @@ def fork(
 
     What it prints goes to `output`.out and .err. The project in `folder` is what it imports.
     """
-    if pid := os.fork():
+    pid = os.fork()
+    if pid:
         return pid
     gc.freeze()  # collections of garbage need not look at what is imported
     status = 1
@@ -80,7 +73,8 @@ def fork(
             os.dup2(os.open(f"{output}.{end}", how), number)
         sys.stdout = sys.__stdout__ = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115
         sys.stderr = sys.__stderr__ = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
-        sys.excepthook, sys.unraisablehook = sys.__excepthook__, sys.__unraisablehook__
+        sys.excepthook = sys.__excepthook__
+        sys.unraisablehook = sys.__unraisablehook__
         threading.excepthook = threading.__excepthook__
         logging.getLogger().handlers.clear()
         warnings.resetwarnings()
@@ -97,9 +91,8 @@ def fork(
         act()
         status = 0
     except SystemExit as error:
-        status = (
-            error.code if isinstance(error.code, int) else int(error.code is not None)
-        )
+        code = error.code
+        status = code if isinstance(code, int) else int(code is not None)
     except BaseException:
         traceback.print_exc()
     finally:
@@ -134,8 +127,7 @@ def wait(pids: list[int], seconds: float = 120) -> list[int]:
 
 def said(output: Path) -> tuple[str, str]:
     """Return what forks have printed on stdout and on stderr."""
-    out, err = (Path(f"{output}.{end}") for end in ("out", "err"))
-    return out.read_text(), err.read_text()
+    return Path(f"{output}.out").read_text(), Path(f"{output}.err").read_text()
 
 
 def draw_nothing() -> None:
@@ -154,15 +146,13 @@ def start(
 ) -> list[int]:
     """Start `script`, or a command such as "ddpkit check", on forks; return their process ids."""
     port = free_port()
+    is_command = script.startswith("ddpkit ")
 
     def begin(rank: int) -> None:
         join(rank, ranks, port)
-        sys.argv = [
-            *(script.split() if script.startswith("ddpkit ") else [script]),
-            *words,
-        ]
+        sys.argv = (script.split() if is_command else [script]) + words
         patch()
-        if script.startswith("ddpkit "):
+        if is_command:
             sys.modules.pop("ddpkit.__main__", None)  # as a test may have imported it
             runpy.run_module("ddpkit.__main__", run_name="__main__")
         else:
@@ -200,20 +190,17 @@ def on_ranks(*counts: int, group: bool = True) -> Callable[[Callable], Callable]
                             distributed.teardown()
 
                 with tempfile.TemporaryDirectory() as folder:
-                    output = [
+                    paths = [
                         Path(folder, f"rank {rank} of {ranks}") for rank in range(ranks)
                     ]
+                    place = project and project.folder
                     pids = [
-                        fork(
-                            functools.partial(act, rank),
-                            path,
-                            project and project.folder,
-                        )
-                        for rank, path in enumerate(output)
+                        fork(functools.partial(act, rank), path, place)
+                        for rank, path in enumerate(paths)
                     ]
                     told = [
                         f"{path.name}, status {status}:\n" + "".join(said(path))
-                        for path, status in zip(output, wait(pids), strict=True)
+                        for path, status in zip(paths, wait(pids), strict=True)
                         if status
                     ]
                 if told:

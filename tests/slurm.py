@@ -17,12 +17,12 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from generated import LIVE, children, left, wait_for
+from generated import LIVE, children, left, texts, wait_for
 from ports import free_port
 
 PACKAGES = (
-    *("libhwloc15", "liblua5.1-0", "libmunge2", "munge"),
-    *("slurm-client", "slurm-wlm-basic-plugins", "slurmctld", "slurmd"),
+    "libhwloc15 liblua5.1-0 libmunge2 munge "
+    "slurm-client slurm-wlm-basic-plugins slurmctld slurmd"
 )
 NODES = ("n1", "n2")
 CONFIGURATION = """
@@ -67,13 +67,12 @@ def unpack() -> Path:
     if root.is_dir():
         return root
     root.parent.mkdir(parents=True, exist_ok=True)
-    get = f"apt-get --quiet download {' '.join(PACKAGES)}"
+    get = f"apt-get --quiet download {PACKAGES}"
     get = f"{get} || {{ apt-get --quiet update && {get}; }}"
     with tempfile.TemporaryDirectory(dir=root.parent) as folder:
         parts = Path(folder)
-        if subprocess.run(
-            get, shell=True, cwd=parts, capture_output=True, timeout=600
-        ).returncode:
+        options = {"shell": True, "capture_output": True, "timeout": 600}
+        if subprocess.run(get, cwd=parts, **options).returncode:
             raise NoSlurmError("its packages cannot be downloaded")
         for package in parts.glob("*.deb"):
             subprocess.run(["dpkg", "-x", package, parts / "root"], check=True)
@@ -89,24 +88,26 @@ class Slurm:
     """A running SLURM."""
 
     def __init__(self, root: Path, folder: Path) -> None:
-        self.root, self.folder = root, folder
+        self.root = root
+        self.folder = folder
         self.daemons: list[subprocess.Popen] = []
         library = next((root / "usr/lib").glob("*/slurm-wlm"))
         self.env = {k: v for k, v in os.environ.items() if not k.startswith("SLURM")}
         self.env["PATH"] = f"{root}/usr/bin:{root}/usr/sbin:{os.environ['PATH']}"
         self.env["LD_LIBRARY_PATH"] = f"{library.parent}:{library}"
         self.env["SLURM_CONF"] = str(folder / "slurm.conf")
-        for name in ("state", *(f"spool.{node}" for node in NODES)):
-            (folder / name).mkdir()
+        (folder / "state").mkdir()
+        for node in NODES:
+            (folder / f"spool.{node}").mkdir()
         nodes = "\n".join(NODE.format(name, free_port()) for name in NODES)
-        first = random.randrange(1, 10**6)  # decides on ports
-        values = {
-            "port": free_port(),
-            "folder": folder,
-            "plugins": library,
-            "first": first,
-        }
-        (folder / "slurm.conf").write_text(CONFIGURATION.format(**values, nodes=nodes))
+        text = CONFIGURATION.format(
+            port=free_port(),
+            folder=folder,
+            plugins=library,
+            first=random.randrange(1, 10**6),  # decides on ports
+            nodes=nodes,
+        )
+        (folder / "slurm.conf").write_text(text)
         own = f"127.0.0.1 {platform.node()} {' '.join(NODES)}\n"
         (folder / "hosts").write_text(Path("/etc/hosts").read_text() + own)
         (folder / "key").write_bytes(os.urandom(1024))
@@ -115,11 +116,8 @@ class Slurm:
     def start(self) -> None:
         own = {"key-file": "key", "log-file": "munged.log", "seed-file": "munge.seed"}
         own |= {"socket": "munge.sock", "pid-file": "munged.pid"}
-        self.daemon(
-            "munged",
-            *(f"--{k}={self.folder}/{v}" for k, v in own.items()),
-            "--foreground",
-        )
+        flags = [f"--{name}={self.folder}/{file}" for name, file in own.items()]
+        self.daemon("munged", flags, "--foreground")
         wait_for((self.folder / "munge.sock").exists)
         self.daemon("slurmctld", "-D")
         for name in NODES:
@@ -127,16 +125,17 @@ class Slurm:
             self.daemon("unshare", "-m", "--propagation", "private", "sh", "-c", script)
         wait_for(lambda: self("sinfo", "-h", "-o", "%D %t") == "2 idle")
 
-    def daemon(self, *command: str) -> None:
+    def daemon(self, *command: object) -> None:
         with open(self.folder / f"daemon {len(self.daemons)}.out", "w") as log:
             options = {"stdout": log, "stderr": log, "start_new_session": True}
-            self.daemons.append(subprocess.Popen(command, env=self.env, **options))
-        LIVE.add(self.daemons[-1].pid)
+            process = subprocess.Popen(texts(command), env=self.env, **options)
+        self.daemons.append(process)
+        LIVE.add(process.pid)
 
     def __call__(self, *command: object, cwd: Path | None = None, **env: str) -> str:
         """Return what a command such as srun prints."""
         options = {"capture_output": True, "text": True, "timeout": 300, "cwd": cwd}
-        done = subprocess.run([*map(str, command)], env={**self.env, **env}, **options)
+        done = subprocess.run(texts(command), env=self.env | env, **options)
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout.strip()
 
@@ -151,12 +150,8 @@ class Slurm:
 @contextlib.contextmanager
 def running() -> Iterator[Slurm]:
     """A SLURM, until the block ends; NoSlurmError says why there can be none."""
-    tools = [
-        tool
-        for tool in ("apt-get", "dpkg", "unshare", "mount")
-        if not shutil.which(tool)
-    ]
-    if sys.platform != "linux" or os.geteuid() or tools:
+    has_tools = all(map(shutil.which, ("apt-get", "dpkg", "unshare", "mount")))
+    if sys.platform != "linux" or os.geteuid() or not has_tools:
         raise NoSlurmError("only as root on Debian, for the nodes' mount namespaces")
     if subprocess.run(["unshare", "-m", "--propagation", "private", "true"]).returncode:
         raise NoSlurmError("unshare -m is not allowed")
@@ -180,16 +175,9 @@ class Job:
         self, slurm: Slurm, folder: Path, flags: list, *options: str, **env: str
     ) -> None:
         self.slurm = slurm
-        command = (
-            "sbatch",
-            "--parsable",
-            "--gpus-per-node",
-            0,
-            "--cpus-per-task",
-            1,
-            *options,
-        )
-        self.number = slurm(*command, "slurm/train.sbatch", *flags, cwd=folder, **env)
+        command = ["sbatch", "--parsable", "--gpus-per-node", 0, "--cpus-per-task", 1]
+        script = "slurm/train.sbatch"
+        self.number = slurm(command, options, script, flags, cwd=folder, **env)
         self.number += "_0" if "--array" in options else ""
         self.output = folder / f"slurm-{self.number}.out"
 

@@ -15,50 +15,44 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-NAMES = (
-    *("h2d", "h2d_bytes", "h2d_pageable", "d2h", "d2d", "mallocs", "pinned_mallocs"),
-    *("stream_waits", "event_waits", "device_waits", "collectives", "kernels"),
-)
+NAMES = ["h2d", "h2d_bytes", "h2d_pageable", "d2h", "d2d", "mallocs", "pinned_mallocs"]
+NAMES += ["stream_waits", "event_waits", "device_waits", "collectives", "kernels"]
 NATIVE = {  # torch's own, that launch no kernel
-    *(
-        "empty",
-        "empty_strided",
-        "empty_like",
-        "new_empty",
-        "new_empty_strided",
-        "resize_",
-        "set_",
-    ),
-    *(
-        "detach",
-        "alias",
-        "lift_fresh",
-        "as_strided",
-        "view",
-        "_unsafe_view",
-        "_reshape_alias",
-    ),
-    *(
-        "split_with_sizes",
-        "unbind",
-        "record_stream",
-        "is_pinned",
-        "pin_memory",
-        "_pin_memory",
-    ),
-    *("_local_scalar_dense",),  # .item()
+    "empty",
+    "empty_strided",
+    "empty_like",
+    "new_empty",
+    "new_empty_strided",
+    "resize_",
+    "set_",
+    "detach",
+    "alias",
+    "lift_fresh",
+    "as_strided",
+    "view",
+    "_unsafe_view",
+    "_reshape_alias",
+    "split_with_sizes",
+    "unbind",
+    "record_stream",
+    "is_pinned",
+    "pin_memory",
+    "_pin_memory",
+    "_local_scalar_dense",  # .item()
 }
 # for a size, or a value that decides what they do; what a GPU's kernels read back
 WAITING = {
-    *(
-        "nonzero",
-        "masked_select",
-        "_unique2",
-        "unique_dim",
-        "unique_consecutive",
-        "bincount",
-    ),
-    *("histc", "equal", "repeat_interleave", "multinomial", "_ctc_loss"),
+    "nonzero",
+    "masked_select",
+    "_unique2",
+    "unique_dim",
+    "unique_consecutive",
+    "bincount",
+    "histc",
+    "equal",
+    "repeat_interleave",
+    "multinomial",
+    "_ctc_loss",
 }
 MULTIPLYING = {"convolution", "convolution_backward", "mm", "addmm", "bmm", "baddbmm"}
 HALVES = (torch.float16, torch.bfloat16)
@@ -115,8 +109,9 @@ def host(tensor: Tensor) -> Tensor:
         return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
     memory = (ctypes.c_char * size).from_address(tensor.untyped_storage().data_ptr())
     storage = torch.frombuffer(memory, dtype=torch.uint8).untyped_storage()
-    place = tensor.storage_offset(), tensor.shape, tensor.stride()
-    return torch.empty(0, dtype=tensor.dtype).set_(storage, *place)
+    return torch.empty(0, dtype=tensor.dtype).set_(
+        storage, tensor.storage_offset(), tensor.shape, tensor.stride()
+    )
 
 
 def on_gpu(tensor: Tensor, device: torch.device) -> Tensor:
@@ -132,11 +127,10 @@ def on_gpu(tensor: Tensor, device: torch.device) -> Tensor:
 @contextlib.contextmanager
 def random_numbers(device: torch.device) -> Iterator[None]:
     """Draw from the GPU's generator, and leave the CPU's as it is."""
-    generator, before = (
-        torch.cuda.default_generators[device.index],
-        torch.get_rng_state(),
-    )
-    seed, offset = generator.initial_seed(), generator.get_offset()
+    generator = torch.cuda.default_generators[device.index]
+    before = torch.get_rng_state()
+    seed = generator.initial_seed()
+    offset = generator.get_offset()
     torch.default_generator.manual_seed(
         (seed + 0x9E3779B97F4A7C15 * (offset + 1)) % 2**63
     )
@@ -169,7 +163,8 @@ class Emulation(TorchDispatchMode):
                 library.allow_kernels(0)
         if name not in NATIVE and is_composite(func):
             with self:
-                if (result := func.decompose(*args, **kwargs)) is not NotImplemented:
+                result = func.decompose(*args, **kwargs)
+                if result is not NotImplemented:
                     return result
         if func.is_view or name in NATIVE:
             return func(*args, **kwargs)

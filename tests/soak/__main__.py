@@ -10,7 +10,6 @@ then 1. Variables:
   KEEP      the folder for what failed (default: a new one in TMPDIR)
 """
 
-import contextlib
 import ctypes
 import os
 import random
@@ -27,7 +26,7 @@ sys.path[1:1] = [str(TESTS), str(TESTS.parent)]
 
 import ranks  # noqa: E402
 import subjects  # noqa: E402
-from generated import LIVE, children  # noqa: E402
+from generated import LIVE, children, kill  # noqa: E402
 from setting import Setting  # noqa: E402
 from subjects import Subject  # noqa: E402
 
@@ -38,18 +37,16 @@ class Soak:
     """The cases of one start."""
 
     def __init__(self, seed: int, folder: Path, setting: Setting) -> None:
-        self.seed, self.folder, self.setting = seed, folder, setting
+        self.seed = seed
+        self.folder = folder
+        self.setting = setting
         self.spent = dict.fromkeys(subjects.ALL, 0.0)  # seconds of each subject
         self.number = dict.fromkeys(subjects.ALL, 0)  # of its next case
         self.failed: list[str] = []
 
     def next(self) -> Subject:
         """Return the subject that is furthest behind its share of the time."""
-        going = [
-            subject
-            for subject in subjects.ALL
-            if self.number[subject] < subject.at_most
-        ]
+        going = [each for each in subjects.ALL if self.number[each] < each.at_most]
         return min(going, key=lambda subject: self.spent[subject] / subject.share)
 
     def run(self, subject: Subject, number: int) -> None:
@@ -59,17 +56,15 @@ class Soak:
         folder.mkdir()
         began = time.monotonic()
         pid = ranks.fork(lambda: self.act(subject, name, folder), folder / "said")
-        (status,) = ranks.wait([pid], subject.seconds)
+        status = ranks.wait([pid], subject.seconds)[0]
         seconds = time.monotonic() - began
-        end(children(LIVE))
+        kill(children(LIVE), signal.SIGKILL)
         self.spent[subject] += seconds
         out, err = ranks.said(folder / "said")
-        lines = [*out.splitlines(), *err.splitlines()]
+        lines = out.splitlines() + err.splitlines()
         if status == 0:
-            print(
-                f"{name:16} {seconds:5.0f} s  {out.strip().rpartition(chr(10))[2]}",
-                flush=True,
-            )
+            told = out.strip().rpartition("\n")[2]
+            print(f"{name:16} {seconds:5.0f} s  {told}", flush=True)
             shutil.rmtree(folder)
         else:
             self.report(name, status, seconds, lines, subject)
@@ -80,13 +75,12 @@ class Soak:
         temporary = folder / "tmp"
         temporary.mkdir()
         os.environ["TMPDIR"] = tempfile.tempdir = str(temporary)
+        chance = random.Random(f"{self.seed} {name}")
         try:
-            print(
-                subject.act(random.Random(f"{self.seed} {name}"), folder, self.setting)
-            )
+            print(subject.act(chance, folder, self.setting))
         except Exception:
             traceback.print_exc()
-            end(children())
+            kill(children(), signal.SIGKILL)
             sys.exit(1)
 
     def report(
@@ -101,13 +95,6 @@ class Soak:
         print(f"    again: make soak SEED={self.seed} CASE={name}")
         print(f"    kept:  {self.folder / name.replace('/', '-')}", flush=True)
         self.failed.append(name)
-
-
-def end(pids: dict[int, int]) -> None:
-    """Kill what a case has left."""
-    for pid in pids:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
 
 
 def main() -> int:

@@ -19,7 +19,6 @@ from slurm import Job, NoSlurmError, Slurm, running
 
 # Steps take time, so that there is something to interrupt.
 SLOW = "\nimport time\ntime.sleep(0.3)\n"
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 
 
 def case(chance: random.Random, folder: Path, setting: Setting) -> str:
@@ -32,17 +31,9 @@ def case(chance: random.Random, folder: Path, setting: Setting) -> str:
 def batch_jobs(chance: random.Random, folder: Path, setting: Setting) -> str:
     """Preempted, requeued, cancelled and submitted again, stopped as at the time limit."""
     project = setting.projects["classification"]
-    flags = [
-        *SMALL["classification"],
-        "--image-size",
-        32,
-        "--epochs",
-        6,
-        "--save-every",
-        1,
-    ]
-    flags += ["--data", setting.data["classification"]]
-    project.run(*flags, "--output-dir", folder / "whole").ok()
+    more = ["--image-size", 32, "--epochs", 6, "--save-every", 1]
+    flags = [SMALL["classification"], more, "--data", setting.data["classification"]]
+    project.run(flags, "--output-dir", folder / "whole").ok()
     slow = project.planted(folder / "project", SLOW).folder
     try:
         with running() as slurm:
@@ -87,16 +78,8 @@ def wait_for_start(job: Job) -> None:
 def preempt(slurm: Slurm, job: Job) -> str:
     """Another job, of a partition that goes first, takes both nodes for a moment."""
     restarts = job["Restarts"]
-    command = [
-        "sbatch",
-        "--parsable",
-        "--partition",
-        "urgent",
-        "--exclusive",
-        "--nodes",
-        "2",
-    ]
-    slurm(*command, "--output", "/dev/null", "--wrap", "sleep 1")
+    command = ["sbatch", "--parsable", "--partition", "urgent", "--exclusive"]
+    slurm(command, "--nodes", 2, "--output", "/dev/null", "--wrap", "sleep 1")
     wait_for(lambda: job["Restarts"] != restarts or job.is_over())
     return "PREEMPTED"
 
@@ -125,12 +108,17 @@ def elastic_torchrun(chance: random.Random, folder: Path, setting: Setting) -> s
     """A node joins and leaves, a rank is killed: each round goes on where the one before was."""
     project = setting.projects["classification"]
     main = project.planted(folder / "project", SLOW).folder / "main.py"
-    more = "--nnodes=1:3 --nproc-per-node=1 --rdzv-backend=c10d --rdzv-id=x --max-restarts=3"
-    where = ["--rdzv-endpoint", f"127.0.0.1:{free_port()}", "--local-addr", "127.0.0.1"]
-    where += ["--rdzv-conf", "last_call_timeout=4"]  # for a third node: 30 s otherwise
-    flags = [*SMALL["classification"], "--image-size", 32, "--epochs", 1000]
-    flags += ["--data", setting.data["classification"], "--output-dir", folder / "out"]
-    command = [*TORCHRUN, *more.split(), *where, main, *flags]
+    command = [sys.executable, "-m", "torch.distributed.run"]
+    command += ["--nnodes=1:3", "--nproc-per-node=1", "--max-restarts=3"]
+    command += ["--rdzv-backend=c10d", "--rdzv-id=x", "--local-addr", "127.0.0.1"]
+    command += ["--rdzv-endpoint", f"127.0.0.1:{free_port()}"]
+    command += [
+        "--rdzv-conf",
+        "last_call_timeout=4",
+    ]  # for a third node: 30 s otherwise
+    command += [main, SMALL["classification"], "--image-size", 32, "--epochs", 1000]
+    data = setting.data["classification"]
+    command += ["--data", data, "--output-dir", folder / "out"]
 
     def launch() -> Command:
         return Command(command, TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1")
@@ -178,24 +166,23 @@ CRASHES = {  # what ends a rank that has a fault in its C++
 def crashed_ranks(chance: random.Random, folder: Path, setting: Setting) -> str:
     """A rank crashes at any step, several times: the others end, the next start goes on."""
     configuration = configurations.draw(chance)
-    project, told = setting.projects[configuration.task], []
-    whole, out = folder / "whole", folder / "out"
-    words = [*configuration.words(setting), "--save-every", 1, "--output-dir"]
+    project = setting.projects[configuration.task]
+    told = []
+    whole = folder / "whole"
+    out = folder / "out"
     how = {"on": configuration.ranks}
-    project.run(*words, whole, **how).ok()
+    project.run(configuration.words(setting, 1, whole), **how).ok()
     steps = torch.load(whole / "last.pt", weights_only=True)["step"]
     for step in sorted(chance.sample(range(1, steps + 1), min(steps, 3))):
-        name, rank = chance.choice([*CRASHES]), chance.randrange(configuration.ranks)
+        name = chance.choice(list(CRASHES))
+        rank = chance.randrange(configuration.ranks)
         crash = after_step(step, CRASHES[name], rank, before=chance.random() < 0.5)
         told.append(f"{name} of rank {rank} at step {step}")
-        done = project.run(*words, out, patch=crash, **how)
-        assert not done.left and 0 not in done.statuses, (told, done.statuses, done.err)
-        assert done.statuses[rank] == -signal.Signals[name], (
-            told,
-            done.statuses,
-            done.err,
-        )
-    project.run(*words, out, **how).ok()
+        done = project.run(configuration.words(setting, 1, out), patch=crash, **how)
+        said = (told, done.statuses, done.err)
+        assert not done.left and 0 not in done.statuses, said
+        assert done.statuses[rank] == -signal.Signals[name], said
+    project.run(configuration.words(setting, 1, out), **how).ok()
     compare(whole, out)
     return f"{', '.join(told)} | {configuration}"
 
@@ -203,12 +190,14 @@ def crashed_ranks(chance: random.Random, folder: Path, setting: Setting) -> str:
 def removed_folder(chance: random.Random, folder: Path, setting: Setting) -> str:
     """The output folder is removed, renamed or unreadable: one line, status 2, all ranks end."""
     configuration = configurations.draw(chance)
-    project, out = setting.projects[configuration.task], folder / "out"
+    project = setting.projects[configuration.task]
+    out = folder / "out"
     act = chance.choice([remove, rename, replace_by_a_file])
-    rank, step = chance.randrange(configuration.ranks), chance.randrange(1, 4)
-    words = [*configuration.words(setting), "--save-every", 1, "--output-dir", out]
+    rank = chance.randrange(configuration.ranks)
+    step = chance.randrange(1, 4)
+    words = configuration.words(setting, 1, out)
     gone = after_step(step, lambda: act(out), rank)
-    done = project.run(*words, on=configuration.ranks, patch=gone)
+    done = project.run(words, on=configuration.ranks, patch=gone)
     done.refused("", "out")
     return f"{act.__name__} at step {step} | {configuration}"
 

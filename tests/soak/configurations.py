@@ -2,6 +2,7 @@
 
 import random
 from dataclasses import dataclass
+from pathlib import Path
 
 from setting import Setting
 
@@ -40,8 +41,9 @@ class Configuration:
     def __str__(self) -> str:
         return f"{self.data}, {self.ranks} rank(s), {' '.join(self.flags)}"
 
-    def words(self, setting: Setting) -> list[str]:
-        return ["--data", str(setting.data[self.data]), *self.flags]
+    def words(self, setting: Setting, save_every: object, out: Path) -> list[object]:
+        own = ["--save-every", save_every, "--output-dir", out]
+        return ["--data", setting.data[self.data], self.flags, own]
 
 
 def draw(chance: random.Random) -> Configuration:
@@ -75,4 +77,4 @@ def draw(chance: random.Random) -> Configuration:
 
 
 def sometimes(chance: random.Random, how_often: float, *flags: str) -> list[str]:
-    return [*flags] if chance.random() < how_often else []
+    return list(flags) if chance.random() < how_often else []

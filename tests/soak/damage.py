@@ -25,27 +25,27 @@ HEADERS = b"PK\1\2", b"PK\3\4", b"PK\5\6", b"PK\6\6", b"PK\6\7", b"PK\7\x08"  # 
 def case(chance: random.Random, folder: Path, setting: Setting) -> str:
     distributed.say = lambda *_: None  # a line for each
     (folder / "run").mkdir()
-    old, new = state(chance), state(chance)
+    old = state(chance)
+    new = state(chance)
     run = Folder(folder / "run")
-    for each in old, new:
-        run.add(each, is_best=True, replace=False)
+    run.add(old, is_best=True, replace=False)
+    run.add(new, is_best=True, replace=False)
     whole = {path.name: path.read_bytes() for path in run.path.iterdir()}
-    over, counts = time.monotonic() + SECONDS, dict.fromkeys(TRIALS, 0)
+    over = time.monotonic() + SECONDS
+    counts = dict.fromkeys(TRIALS, 0)
     while time.monotonic() < over:
         trial = chance.choice(TRIALS)
         kind = chance.choice(DAMAGES)
         again = chance.getrandbits(64)
+        damage = functools.partial(repeatable, kind, again)
         try:
-            damage = functools.partial(repeatable, kind, again)
             trial(damage, run.path, whole, old, new)
         except Exception as error:
             kept = {path.name: path for path in run.path.iterdir()}
             what = f"{trial.__name__}, {kind.__name__} with random.Random({again})"
             raise AssertionError(f"{what}: {error!r}; see {sorted(kept)}") from error
         counts[trial] += 1
-    return ", ".join(
-        f"{number} times {trial.__name__}" for trial, number in counts.items()
-    )
+    return ", ".join(f"{n} times {trial.__name__}" for trial, n in counts.items())
 
 
 def repeatable(
@@ -61,29 +61,28 @@ def state(chance: random.Random) -> checkpoint.State:
         f"layer.{n}": torch.randn(chance.randrange(1, 300), generator=draws)
         for n in range(4)
     }
-    model |= {
-        "half": model["layer.0"].half(),
-        "steps": torch.tensor(chance.randrange(99)),
-    }
+    model["half"] = model["layer.0"].half()
+    model["steps"] = torch.tensor(chance.randrange(99))
     moments = {
         name: {"exp_avg": weight.float() / 3, "step": 7}
         for name, weight in model.items()
     }
-    history = [
-        {"epoch": 1, "train_loss": chance.random(), "name": "é" * chance.randrange(9)}
-    ]
-    values = {
+    row = {"epoch": 1, "train_loss": chance.random()}
+    row["name"] = "é" * chance.randrange(9)
+    empty = dict.fromkeys(KEYS, 0)
+    for name, kind in checkpoint.KINDS.items():
+        if isinstance(kind, type):
+            empty[name] = kind()
+    return empty | {
         "epoch": 1,
         "step": chance.randrange(1000),
         "classes": ["a", "b"],
-        "history": history,
+        "history": [row],
+        "global_batch": 8,
+        "images": 80,
+        "model": model,
+        "optimizer": {"state": moments},
     }
-    values |= {"global_batch": 8, "images": 80}
-    kinds = {
-        name: kind for name, kind in checkpoint.KINDS.items() if isinstance(kind, type)
-    }
-    empty = {**dict.fromkeys(KEYS, 0), **{name: kind() for name, kind in kinds.items()}}
-    return {**empty, **values, "model": model, "optimizer": {"state": moments}}
 
 
 # A trial: damage(bytes) -> bytes, the run's folder, its whole files, what they hold.
@@ -172,12 +171,14 @@ def flip(data: bytes, chance: random.Random) -> bytes:
 
 
 def set_bytes(data: bytes, chance: random.Random) -> bytes:
-    at, count = place(data, chance), chance.choice([1, 1, 2, 8, 512, 4096])
+    at = place(data, chance)
+    count = chance.choice([1, 1, 2, 8, 512, 4096])
     return data[:at] + chance.randbytes(count) + data[at + count :]
 
 
 def zero(data: bytes, chance: random.Random) -> bytes:
-    at, count = place(data, chance), chance.choice([1, 2, 8, 512, 4096, 10**6])
+    at = place(data, chance)
+    count = chance.choice([1, 2, 8, 512, 4096, 10**6])
     count = min(count, len(data) - at)
     return data[:at] + bytes(count) + data[at + count :]
 
@@ -237,5 +238,5 @@ def several(data: bytes, chance: random.Random) -> bytes:
     return data
 
 
-SINGLE = flip, set_bytes, zero, cut, cut_front, insert, swap, repeat, header
-DAMAGES = *SINGLE, header, header, several
+SINGLE = [flip, set_bytes, zero, cut, cut_front, insert, swap, repeat, header]
+DAMAGES = [*SINGLE, header, header, several]

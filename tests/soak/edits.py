@@ -26,10 +26,7 @@ BACKWARD = "                scaler.scale(loss).backward()\n"
 ZERO = "        optimizer.zero_grad()\n"
 FIRST = "        losses: list[Tensor] = []\n"  # before the passes of a step
 END = "        run.end_step("
-JUDGED = (
-    "            results, confusion, worst = evaluate(\n"
-    "                model, val_loader, criterion, metrics, args\n            )\n"
-)
+JUDGED = '            lr = optimizer.param_groups[-1]["lr"]'  # results are there
 TO_DEVICE = "    model = model.to(device).to("
 SETS = "    val_seeded = ddpkit.Seeded(val_set"
 EVALUATED = "        worst.update(logits, targets, indices)\n"
@@ -71,14 +68,14 @@ def before(old: str, new: str) -> tuple[tuple[str, str], ...]:
 
 
 EDITS = [
-    *(
-        Edit(name, "optimizer", replaced(OPTIMIZER, f"    return {code}"))
-        for name, code in OPTIMIZERS.items()
-    ),
-    *(
-        Edit(name, "scheduler", replaced(SCHEDULER, f"    return {code}"))
-        for name, code in SCHEDULERS.items()
-    ),
+    Edit(name, "optimizer", replaced(OPTIMIZER, f"    return {code}"))
+    for name, code in OPTIMIZERS.items()
+]
+EDITS += [
+    Edit(name, "scheduler", replaced(SCHEDULER, f"    return {code}"))
+    for name, code in SCHEDULERS.items()
+]
+EDITS += [
     Edit(
         "a loss that returns a mean",
         "loss",
@@ -151,7 +148,7 @@ EDITS = [
     Edit(
         "a second value in the table",
         "row",
-        replaced(JUDGED, JUDGED + NORM),
+        before(JUDGED, NORM),
     ),
     Edit(
         "a subset to train on",
@@ -199,7 +196,8 @@ def case(chance: random.Random, folder: Path, setting: Setting) -> str:
     names = " and ".join(edit.name for edit in chosen) or "nothing"
     print(names, "|", configuration)
     project = edited(setting.projects[configuration.task], folder / "project", chosen)
-    whole, out = folder / "whole", folder / "out"
+    whole = folder / "whole"
+    out = folder / "out"
     done = run(project, configuration, setting, whole)
     if done.status:
         done.refused("")
@@ -234,7 +232,9 @@ def run(
     out: Path,
     stop: Patch | None = None,
 ) -> Done:
-    words = [*configuration.words(setting), "--save-every", 2, "--output-dir", out]
     return project.run(
-        *words, on=configuration.ranks, patch=stop, draws=configuration.draws
+        configuration.words(setting, 2, out),
+        on=configuration.ranks,
+        patch=stop,
+        draws=configuration.draws,
     )

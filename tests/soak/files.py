@@ -21,34 +21,21 @@ from ddpkit.errors import UserError
 LETTERS = "abcXYZ019 _-.,()[]{}'$%&=+@~äß漢字é😀"
 KINDS = "png", "PNG", "jpg", "jpeg", "JPG", "bmp", "tif", "tiff", "webp"
 # What disks and programs make beside images; nothing of it is a class or an image.
-OF_DISKS = (
-    *("@eaDir", "#recycle", "#snapshot", "$RECYCLE.BIN", "System Volume Information"),
-    *("lost+found", ".Trash-1000", ".AppleDouble", "__MACOSX", ".ipynb_checkpoints"),
-)
-OTHERS = (
-    "Thumbs.db",
-    "desktop.ini",
-    ".DS_Store",
-    "notes.txt",
-    "a.json",
-    "a.xml",
-    ".hidden.png",
-)
-BROKEN = (
-    b"",
-    b"\x89PNG\r\n\x1a\n",
-    b"\xff\xd8\xff",
-    b"GIF89a",
-    b"%!PS-Adobe-3.0 EPSF-3.0\n",
-    b"\0" * 99,
-)
+OF_DISKS = ["@eaDir", "#recycle", "#snapshot", "$RECYCLE.BIN", "lost+found"]
+OF_DISKS += ["System Volume Information", ".Trash-1000", ".AppleDouble", "__MACOSX"]
+OF_DISKS += [".ipynb_checkpoints"]
+OTHERS = ["Thumbs.db", "desktop.ini", ".DS_Store", "notes.txt"]
+OTHERS += ["a.json", "a.xml", ".hidden.png"]
+BROKEN = [b"", b"\x89PNG\r\n\x1a\n", b"\xff\xd8\xff", b"GIF89a"]
+BROKEN += [b"%!PS-Adobe-3.0 EPSF-3.0\n", b"\0" * 99]
 
 
 class Tree:
     """A folder that grows by chance, and a count of what it should be read as."""
 
     def __init__(self, chance: random.Random, root: Path) -> None:
-        self.chance, self.root = chance, root
+        self.chance = chance
+        self.root = root
         self.counts: dict[str, Counter[str]] = {}  # images by part and class
         self.broken: list[Path] = []
 
@@ -93,9 +80,8 @@ def other_files(tree: Tree, folder: Path) -> None:
 
 
 def unread(tree: Tree, folder: Path) -> None:
-    (
-        folder / f"{tree.name()}{tree.chance.choice(['.heic', '.gif', '.svg', '.mp4'])}"
-    ).touch()
+    kind = tree.chance.choice(["heic", "gif", "svg", "mp4"])
+    (folder / f"{tree.name()}.{kind}").touch()
 
 
 def circle(tree: Tree, folder: Path) -> None:
@@ -143,21 +129,17 @@ def class_folders(chance: random.Random, folder: Path, setting: Setting) -> str:
     except UserError as error:
         assert any(str(path) in str(error) for path in tree.broken), error
         return "the first image is broken"
-    in_order = sorted(
-        classes, key=lambda name: (int(name) if name.isdecimal() else 0, name)
-    )
-    assert names == in_order, names
-    found = [
-        Counter(names[label] for _, label in part.samples) for part in (train, val)
-    ]
+    classes.sort(key=lambda name: (int(name) if name.isdecimal() else 0, name))
+    assert names == classes
+    of_train = Counter(names[label] for _, label in train.samples)
+    of_val = Counter(names[label] for _, label in val.samples)
+    said = (of_train, of_val, tree.counts)
     if len(parts) == 2:
-        assert found == [tree.counts[part] for part in parts], (found, tree.counts)
+        assert [of_train, of_val] == [tree.counts[part] for part in parts], said
     else:
-        assert found[0] + found[1] == tree.counts["train"], (found, tree.counts)
-        assert all(
-            found[1][kind] == max(1, round(0.15 * n))
-            for kind, n in tree.counts["train"].items()
-        )
+        assert of_train + of_val == tree.counts["train"], said
+        for kind, count in tree.counts["train"].items():
+            assert of_val[kind] == max(1, round(0.15 * count)), said
     check(tree, setting)
     return f"{dict(sum(tree.counts.values(), Counter()))}, {len(tree.broken)} broken"
 
@@ -175,8 +157,9 @@ def check(tree: Tree, setting: Setting) -> None:
 def lists(chance: random.Random, folder: Path, setting: Setting) -> str:
     """train.csv, as programs write it; a row that cannot be is refused in a line that names it."""
     tree = Tree(chance, folder / "set")
-    classes = [f"{tree.name()}" for _ in range(3)]
-    rows, wrong = [], chance.random() < 0.3
+    classes = [tree.name() for _ in range(3)]
+    rows = []
+    wrong = chance.random() < 0.3
     for n in range(chance.randrange(9, 30)):
         path = tree.root / tree.name() / f"{tree.name()}.png"
         tree.draw(path)
@@ -196,12 +179,8 @@ def lists(chance: random.Random, folder: Path, setting: Setting) -> str:
         assert wrong and "train.csv, line " in str(error), error
         return "a list with a wrong row"
     assert not wrong
-    several = any(";" in label for _, label in rows)
-    if not several:
-        found = Counter(
-            names[label] for part in (train, val) for _, label in part.samples
-        )
-        assert found == Counter(label.strip() for _, label in rows)
+    found = Counter(names[label] for part in (train, val) for _, label in part.samples)
+    assert found == Counter(label for _, label in rows)
     return f"a list of {len(rows)} images"
 
 
@@ -222,9 +201,8 @@ def case_of_masks(chance: random.Random, folder: Path, setting: Setting) -> str:
                 assert path.name in str(error) and "\n" not in str(error), error
                 told[f"{write.__name__} refused"] += 1
                 continue
-            assert np.array_equal(found, right), (
-                f"{write.__name__} {path.name}: {np.unique(found)} for {np.unique(right)}, {names}"
-            )
+            both = f"{np.unique(found)} for {np.unique(right)}, {names}"
+            assert np.array_equal(found, right), f"{write.__name__} {path.name}: {both}"
             told[write.__name__] += 1
     return ", ".join(f"{count} {name}" for name, count in sorted(told.items()))
 
@@ -235,11 +213,10 @@ def picture(
     """Return the lines of classes.txt, what a mask shows (H, W, 3), its numbers, the Labels."""
     count = chance.randrange(2, 6)
     if is_grey:
-        grey = chance.choice(
-            [[*range(count)], chance.sample(range(255), count), [0, 255]]
-        )
-        colors = [(value, value, value) for value in grey]
-        names = [f"class {n} = {value}" for n, value in enumerate(grey)]
+        some = chance.sample(range(255), count)
+        values = chance.choice([list(range(count)), some, [0, 255]])
+        colors = [(value, value, value) for value in values]
+        names = [f"class {n} = {value}" for n, value in enumerate(values)]
     else:
         colors = [tuple(chance.randbytes(3)) for _ in range(count)]
         names = [f"class {n} = {r} {g} {b}" for n, (r, g, b) in enumerate(colors)]
@@ -275,7 +252,7 @@ def as_grey_and_alpha(
 
 def as_one_bit(chance: random.Random, shown: np.ndarray, folder: Path) -> Path | None:
     """As lossless optimisers write what is black and white."""
-    if not grey(shown) or not {*np.unique(shown)} <= {0, 255}:
+    if not grey(shown) or not set(np.unique(shown)) <= {0, 255}:
         return None
     return save(Image.fromarray(shown[..., 0] > 0), chance, folder, "png", "tif", "bmp")
 
@@ -293,7 +270,12 @@ def as_palette(chance: random.Random, shown: np.ndarray, folder: Path) -> Path:
 
 
 ENCODINGS: list[Encoding] = [
-    *(as_rgb, as_rgba, as_grey, as_grey_and_alpha, as_one_bit, as_palette),
+    as_rgb,
+    as_rgba,
+    as_grey,
+    as_grey_and_alpha,
+    as_one_bit,
+    as_palette,
 ]
 
 
@@ -304,12 +286,11 @@ def grey(shown: np.ndarray) -> bool:
 def save(image: Image.Image, chance: random.Random, folder: Path, *kinds: str) -> Path:
     kind = chance.choice(kinds or ("png", "tif", "bmp", "webp"))
     path = folder / f"{zlib.crc32(image.tobytes())}.{kind}"
+    compression = chance.choice(["raw", "tiff_lzw", "tiff_adobe_deflate"])
     more = {
         "png": {"optimize": chance.random() < 0.5},
         "webp": {"lossless": True, "exact": True},
-    }
-    more["tif"] = {
-        "compression": chance.choice(["raw", "tiff_lzw", "tiff_adobe_deflate"])
+        "tif": {"compression": compression},
     }
     image.save(path, **more.get(kind, {}))
     return path

@@ -12,9 +12,9 @@ from pathlib import Path
 import configurations
 import torch
 from configurations import Configuration
-from digest import SPEED, digest
-from generated import Done, children
-from launcher import Launch, RealLaunch, kill
+from digest import IGNORED, SPEED, digest
+from generated import Done, children, kill
+from launcher import Launch, RealLaunch
 from ranks import draw_nothing
 from setting import Setting
 
@@ -23,20 +23,22 @@ SIGNALS = [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.
 SAVED = {0, 75}
 SECONDS = 120  # that a start may take after its last signal
 LONGEST = "the ranks had not ended"
+# Files whose change is a moment; "": seconds
+MOMENTS = ["", "", ".last.pt.part", ".best.pt.part", "best.pt", "metrics.csv"]
 
 
 def case(chance: random.Random, folder: Path, setting: Setting) -> str:
     number = chance.randrange(CONFIGURATIONS)
-    configuration = configurations.draw(
-        random.Random(f"{setting.seed} configuration {number}")
-    )
+    of_number = random.Random(f"{setting.seed} configuration {number}")
+    configuration = configurations.draw(of_number)
     print(configuration)
     twin = setting.folder / f"twin {number}"
     if not (twin / "seconds").exists():
         began = time.monotonic()
         start(configuration, setting, twin, folder, "0").ok()
         (twin / "seconds").write_text(str(time.monotonic() - began))
-    out, told = folder / "out", []
+    out = folder / "out"
+    told = []
     shared = shared_memory()
     for _ in range(chance.randrange(1, 5)):
         told.append(interrupt(chance, configuration, setting, out, folder, twin))
@@ -45,7 +47,7 @@ def case(chance: random.Random, folder: Path, setting: Setting) -> str:
     compare(twin, out)
     is_killed = any("SIGKILL" in each or "worker" in each for each in told)
     if not is_killed:
-        wait_until(lambda: not [*(folder / "tmp").iterdir()], "left in TMPDIR")
+        wait_until(lambda: not list((folder / "tmp").iterdir()), "left in TMPDIR")
     wait_until(lambda: not shared_memory() - shared, "left in /dev/shm")
     return f"{'; '.join(told)} | {configuration}"
 
@@ -66,8 +68,8 @@ def begin(
     is_real: bool = False,
 ) -> Launch | RealLaunch:
     """Start a launcher; what it says goes to a file of its own."""
-    number = len([*folder.glob("start *.out")])
-    words = [*configuration.words(setting), "--save-every", every, "--output-dir", out]
+    number = len(list(folder.glob("start *.out")))
+    words = configuration.words(setting, every, out)
     project = setting.projects[configuration.task]
     env = {"NPROC": str(configuration.ranks), "MAX_RESTARTS": restarts}
     if is_real:
@@ -85,7 +87,8 @@ def interrupt(
     twin: Path,
 ) -> str:
     """Start it, send signals at some moment, wait for its end; return what was done."""
-    restarts, is_real = chance.choice("0000001"), chance.random() < 0.05
+    restarts = chance.choice("0000001")
+    is_real = chance.random() < 0.05
     every = chance.choice("0123")
     run = begin(configuration, setting, out, folder, every, restarts, is_real)
     seconds = float((twin / "seconds").read_text()) + 8 * is_real  # to import torch
@@ -108,14 +111,13 @@ def interrupt(
 
 def wait_for_moment(chance: random.Random, out: Path, longest: float) -> str:
     """Wait for some seconds, or until a file appears or changes; then for a moment."""
-    name = chance.choice(
-        ["", "", ".last.pt.part", ".best.pt.part", "best.pt", "metrics.csv"]
-    )
+    name = chance.choice(MOMENTS)
     if not name:
         seconds = chance.uniform(0, longest)
         time.sleep(seconds)
         return f"after {seconds:.1f} s"
-    path, deadline = out / name, time.monotonic() + longest
+    path = out / name
+    deadline = time.monotonic() + longest
     before = changed(path)
     while changed(path) in (before, 0) and time.monotonic() < deadline:
         time.sleep(0.001)
@@ -147,7 +149,7 @@ def to_ranks(run: Run, chance: random.Random) -> tuple[str, list[int]]:
 
 
 def to_all(run: Run, chance: random.Random) -> tuple[str, list[int]]:
-    return "all", [*children()]
+    return "all", list(children())
 
 
 def to_group(run: Run, chance: random.Random) -> tuple[str, list[int]]:
@@ -161,16 +163,21 @@ def to_worker(run: Run, chance: random.Random) -> tuple[str, list[int]]:
 
 
 TARGETS: list[Target] = [
-    *(to_launcher, to_launcher, to_rank, to_ranks, to_all, to_group, to_worker),
+    to_launcher,
+    to_launcher,
+    to_rank,
+    to_ranks,
+    to_all,
+    to_group,
+    to_worker,
 ]
 
 
 def compare(twin: Path, out: Path) -> None:
     """Weights, optimizer, scheduler, averages, history, best and table are the twin's."""
     for name in "last.pt", "best.pt":
-        whole, found = (
-            torch.load(folder / name, weights_only=True) for folder in (twin, out)
-        )
+        whole = torch.load(twin / name, weights_only=True)
+        found = torch.load(out / name, weights_only=True)
         differ = differences(whole, found)
         assert not differ, f"{name} differs: {differ}"
     assert digest(twin) == digest(out)
@@ -180,40 +187,39 @@ def compare(twin: Path, out: Path) -> None:
 def differences(one: object, other: object, name: str = "") -> list[str]:
     """Return what is not the same to the bit, by name; flags and speed aside."""
     if isinstance(one, dict) and isinstance(other, dict):
-        keys = [key for key in {**one, **other} if key not in ("args", *SPEED)]
+        keys = [key for key in one | other if key not in IGNORED]
         pairs = [(one.get(key), other.get(key), f"{name}.{key}") for key in keys]
     elif isinstance(one, list | tuple) and isinstance(other, list | tuple):
         if len(one) != len(other):
             return [f"{name}: {len(one)} and {len(other)}"]
-        pairs = [
-            (*pair, f"{name}.{n}")
-            for n, pair in enumerate(zip(one, other, strict=True))
-        ]
+        pairs = [(one[n], other[n], f"{name}.{n}") for n in range(len(one))]
     elif isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
         is_same = one.shape == other.shape and one.dtype == other.dtype
         is_same = is_same and torch.equal(one.nan_to_num(7), other.nan_to_num(7))
         return [] if is_same else [name]
     else:
         return [] if repr(one) == repr(other) else [f"{name}: {one!r} and {other!r}"]
-    return [each for pair in pairs for each in differences(*pair)]
+    found = []
+    for mine, theirs, place in pairs:
+        found += differences(mine, theirs, place)
+    return found
 
 
 def table(folder: Path) -> list[dict[str, str]]:
     """The rows of metrics.csv, without the columns of speed."""
     with open(folder / "metrics.csv", newline="") as file:
-        rows = [*csv.DictReader(file)]
+        rows = list(csv.DictReader(file))
     return [{name: row[name] for name in row if name not in SPEED} for row in rows]
 
 
 def shared_memory() -> set[str]:
     """The files in /dev/shm that no living process has made."""
-    names = {path.name for path in Path("/dev/shm").glob("*")}
-    made = {name: re.match(r"torch_(\d+)_", name) for name in names}
-    return {
-        name
-        for name, by in made.items()
-        if not (by and os.path.exists(f"/proc/{by[1]}"))
-    }
+    found = set()
+    for path in Path("/dev/shm").iterdir():
+        maker = re.match(r"torch_(\d+)_", path.name)
+        if not maker or not os.path.exists(f"/proc/{maker[1]}"):
+            found.add(path.name)
+    return found
 
 
 def wait_until(condition: Callable[[], object], what: str, seconds: float = 10) -> None:

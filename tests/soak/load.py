@@ -16,17 +16,20 @@ EPOCHS = 300
 WARM = 40  # epochs, after which nothing grows
 MARGIN = 24  # MiB of resident memory, of allocators' luck
 RANKS = 8
-FLAGS = [*SMALL["classification"], "--image-size", 32, "--batch-size", 2]
+FLAGS = [SMALL["classification"], "--image-size", 32, "--batch-size", 2]
+
+
+def launch(setting: Setting, folder: Path, words: list, ranks: int) -> Launch:
+    project = setting.projects["classification"]
+    words = [FLAGS, words, "--output-dir", folder / "out"]
+    said = folder / "said"
+    return Launch(project.folder, words, said, draw_nothing, NPROC=str(ranks))
 
 
 def many_ranks(chance: random.Random, folder: Path, setting: Setting) -> str:
     """As many as a node has GPUs; with loader workers."""
     data = setting.projects["classification"].draw(folder / "set", 70, 21)
-    words = [*FLAGS, "--workers", 1, "--data", data, "--output-dir", folder / "out"]
-    folder_of_project = setting.projects["classification"].folder
-    run = Launch(
-        folder_of_project, words, folder / "said", draw_nothing, NPROC=str(RANKS)
-    )
+    run = launch(setting, folder, ["--workers", 1, "--data", data], RANKS)
     run.end(500).ok()
     (row,) = rows(folder / "out")
     assert row["step"] == str(70 // (2 * RANKS)), row  # what fills no step is left out
@@ -37,20 +40,21 @@ def memory(chance: random.Random, folder: Path, setting: Setting) -> str:
     """Each rank, and the launcher, at each epoch after the first ones."""
     data = setting.projects["classification"].draw(folder / "set", 8, 4)
     workers = chance.choice([0, 1])
-    words = [*FLAGS, "--workers", workers, "--epochs", EPOCHS, "--data", data]
-    words += ["--output-dir", folder / "out"]
-    folder_of_project = setting.projects["classification"].folder
-    run = Launch(folder_of_project, words, folder / "said", draw_nothing, NPROC="2")
+    words = ["--workers", workers, "--epochs", EPOCHS, "--data", data]
+    run = launch(setting, folder, words, 2)
     # by process id, one of each epoch
     found: dict[int, list[Sizes]] = defaultdict(list)
-    table, seen = folder / "out" / "metrics.csv", 0
+    table = folder / "out" / "metrics.csv"
+    seen = 0
     while run.pid in children():
         epochs = table.read_text().count("\n") - 1 if table.exists() else 0
         if epochs > seen:
             seen = epochs
-            for pid in (run.pid, *run.ranks()):
-                if epochs >= WARM and (sizes := measure(pid)):
-                    found[pid].append(sizes)
+            if epochs >= WARM:
+                for pid in [run.pid, *run.ranks()]:
+                    sizes = measure(pid)
+                    if sizes:
+                        found[pid].append(sizes)
         time.sleep(0.05)
     run.end(60).ok()
     assert len(rows(folder / "out")) == EPOCHS
@@ -83,6 +87,6 @@ def grown(sizes: list[Sizes]) -> tuple[int, int]:
     such as a file that is being written, is no growth.
     """
     quarter = max(1, len(sizes) // 4)
-    first, last = (np.min(part, 0) for part in (sizes[:quarter], sizes[-quarter:]))
-    memory, descriptors, threads = (last - first).tolist()
+    growth = np.min(sizes[-quarter:], 0) - np.min(sizes[:quarter], 0)
+    memory, descriptors, threads = growth.tolist()
     return memory, max(descriptors, threads)

@@ -15,12 +15,12 @@ OF = {"bricks": "square", "checks": "square", "dots": "round", "rings": "round"}
 
 class Setting:
     def __init__(self, seed: int, folder: Path) -> None:
-        self.seed, self.folder = seed, folder
+        self.seed = seed
+        self.folder = folder
         self.projects = {task: self.generate(task) for task in TASKS}
         self.data = {task: self.draw(task, 26, 7) for task in TASKS}
-        self.data["several labels"] = self.lists(
-            self.draw(TASKS[0], 26, 7, "several labels")
-        )
+        several = self.draw(TASKS[0], 26, 7, "several labels")
+        self.data["several labels"] = self.lists(several)
 
     def generate(self, task: str) -> Project:
         """Generate a project as a person does; it imports this repository's ddpkit."""
@@ -30,19 +30,10 @@ class Setting:
         home.write_text(
             f"replay_dir: {self.folder}/replay\ncookiecutters_dir: {self.folder}/c\n"
         )
-        command = [
-            sys.executable,
-            "-m",
-            "cookiecutter",
-            str(ROOT),
-            "--no-input",
-            "-o",
-            str(parent),
-        ]
+        command = [sys.executable, "-m", "cookiecutter", ROOT, "--no-input"]
+        command += ["-o", parent, f"task={task}"]
         env = {**os.environ, "COOKIECUTTER_CONFIG": str(home)}
-        subprocess.run(
-            [*command, f"task={task}"], env=env, check=True, stdout=subprocess.DEVNULL
-        )
+        subprocess.run(command, env=env, check=True, stdout=subprocess.DEVNULL)
         folder = parent / "my_ddp_project"
         copy = folder / "ddpkit"
         copy.rename(parent / "copied ddpkit")
@@ -50,9 +41,8 @@ class Setting:
         return Project(folder, task)
 
     def draw(self, task: str, train: int, val: int, name: str = "") -> Path:
-        return self.projects[task].draw(
-            self.folder / f"set of {name or task}", train, val
-        )
+        folder = self.folder / f"set of {name or task}"
+        return self.projects[task].draw(folder, train, val)
 
     def lists(self, data: Path) -> Path:
         """Give images of a set of class folders one label, two, or none, in groups."""
@@ -60,11 +50,9 @@ class Setting:
             with files.table(data / f"{part}.csv", ["file", "label", "group"]) as write:
                 for n, path in enumerate(sorted((data / part).rglob("*.jpg"))):
                     kind = path.parent.name
-                    labels = (
-                        []
-                        if kind == "waves"
-                        else [kind, *([OF[kind]] if kind in OF else [])]
-                    )
+                    labels = [] if kind == "waves" else [kind]
+                    if kind in OF:
+                        labels.append(OF[kind])
                     name = path.relative_to(data)
                     write([name, ";".join(labels) or ";", f"camera {n % 9}"])
         return data

@@ -26,15 +26,8 @@ def test_same_images_whatever_the_machine(project: Project, few: Path) -> None:
     import dataset
     from flags import parse_args
 
-    words = [
-        "--data",
-        str(few),
-        "--image-size",
-        "32",
-        "--augment",
-        ",".join(dataset.AUGMENTATIONS),
-    ]
-    args = parse_args(words)
+    every = ",".join(dataset.AUGMENTATIONS)
+    args = parse_args(["--data", str(few), "--image-size", "32", "--augment", every])
     train_set, _, classes = dataset.build_datasets(args)
 
     def sums(ranks: int, batch_size: int, accumulate: int, workers: int) -> list:
@@ -63,8 +56,9 @@ def test_same_images_whatever_the_machine(project: Project, few: Path) -> None:
     first = sums(1, 8, 1, 0)
     assert [len(step) for step in first[0]] == [8] * 3  # of 26 images
     assert first[0] != first[1]
-    for shape in (2, 4, 1, 1), (4, 1, 2, 0), (1, 2, 4, 3):
-        assert sums(*shape) == first
+    assert sums(2, 4, 1, 1) == first
+    assert sums(4, 1, 2, 0) == first
+    assert sums(1, 2, 4, 3) == first
     samples.seed = lambda *key: None
     assert sums(1, 8, 1, 0) != first
 
@@ -76,11 +70,8 @@ def test_shares_of_mixed_images(project: Project) -> None:
 
     count = {"mixup": 0, "cutmix": 0}
     labels = torch.arange(6)
-    images = (
-        nn.functional.one_hot(labels, 6)
-        .float()[:, :, None, None]
-        .expand(-1, -1, 32, 32)
-    )
+    shades = nn.functional.one_hot(labels, 6).float()
+    images = shades[:, :, None, None].expand(-1, -1, 32, 32)
     args = Namespace(augment="mixup,vflip,cutmix")
     for number in range(40):
         samples.seed(number)
@@ -101,33 +92,31 @@ def test_masks_follow_images(project: Project) -> None:
 
     mask = np.random.default_rng(0).integers(0, 6, (6, 7)).astype(np.uint8)
     mask = mask.repeat(20, axis=0).repeat(20, axis=1)
-    pair = (
-        LazyImage.of((40 + 40 * mask)[..., None].repeat(3, axis=2)),
-        LazyImage.of(mask),
-    )
+    image = (40 + 40 * mask)[..., None].repeat(3, axis=2)
     augment = ddpkit.parse_augment(dataset.AUGMENTATIONS, "vflip,rotation", None)
-    transform, classes = dataset.train_transform(96, augment), set()
+    transform = dataset.train_transform(96, augment)
+    classes = set()
     for seed in range(12):
         samples.seed(seed)
-        pixels, labels = transform(*pair)
-        padded = nn.functional.pad(
-            labels[None, None].float(), [2] * 4, value=dataset.VOID
-        )
+        pixels, labels = transform(LazyImage.of(image), LazyImage.of(mask))
+        float_labels = labels[None, None].float()
+        padded = nn.functional.pad(float_labels, [2] * 4, value=dataset.VOID)
         around = nn.functional.unfold(padded, 5).view(25, 96, 96)
-        inside, void = (around == around[12]).all(0), labels == dataset.VOID
+        inside = (around == around[12]).all(0)
+        void = labels == dataset.VOID
         shown = torch.where(void, 0, 40 + 40 * labels.int())
         assert not (((pixels.int() - shown).abs() > 1).any(0) & inside).any()
         assert (inside & ~void).sum() > 1500
-        classes |= {*labels.unique().tolist()}
-    assert classes == {*range(6), 255}
+        classes |= set(labels.unique().tolist())
+    assert classes == {0, 1, 2, 3, 4, 5, 255}
     changed = []
     for number in range(20):
         samples.seed(number)
         masks = torch.arange(5)[:, None, None].expand(5, 32, 32).clone()
-        images, before = masks[:, None].float().repeat(1, 3, 1, 1), masks.clone()
-        mixed, targets = dataset.transform_batch(
-            images, masks, Namespace(cutmix=1.0), 5
-        )
+        images = masks[:, None].float().repeat(1, 3, 1, 1)
+        before = masks.clone()
+        args = Namespace(cutmix=1.0)
+        mixed, targets = dataset.transform_batch(images, masks, args, 5)
         assert (mixed == targets[:, None]).all()
         changed.append(float((targets != before).float().mean()))
     assert max(changed) > 0.3
@@ -159,5 +148,5 @@ def test_images_of_full_depth(project: Project) -> None:
                 assert 0 <= image.min() <= image.max() <= 1
                 assert (type(image), image.dtype) == (Tensor, torch.float32)
                 assert image.shape == (channels, 32, 32)
-        expected = {"trivial", "rand", "color", "grey"} & {*dataset.AUGMENTATIONS}
+        expected = {"trivial", "rand", "color", "grey"} & set(dataset.AUGMENTATIONS)
         assert refused == (expected if channels == 5 else set())

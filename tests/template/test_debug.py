@@ -17,14 +17,15 @@ import pytest
 import torch
 import torch.distributed as dist
 from dap import F5, Debugger, configuration, line_of, task
-from generated import NET, ROOT, Project, wait_for
+from generated import NET, ROOT, Project, texts, wait_for
 from ports import free_port
 
 from ddpkit.ranks import distributed
 
 LOOP = " loss = "  # in the training loop; calls the library
 FIRST_READ = "self.open(index)"  # in __getitem__
-WRAP, AFTER_WRAP = "ddp_model = DistributedDataParallel(", "ddp_model.broadcast_buffers"
+WRAP = "ddp_model = DistributedDataParallel("
+AFTER_WRAP = "ddp_model.broadcast_buffers"
 
 # Ranks that add numbers from a loader worker, without end; they start in half of
 # main.py's time.
@@ -77,7 +78,8 @@ def debugging(
     project: Project, *flags: object, at: tuple = (), **answers: str
 ) -> Debugger:
     """A window in which F5 has been pressed, with a breakpoint at a text in a file."""
-    debugger, words = Debugger(project.folder), shlex.join(map(str, flags))
+    debugger = Debugger(project.folder)
+    words = shlex.join(texts(flags))
     debugger.set(*at)
     name = answers.pop("name", F5)
     debugger.launch(configuration(project.folder, name, flags=words, **answers))
@@ -96,7 +98,7 @@ def test_a_debugging_session(
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     main = own.folder / "main.py"
     flags = own.flags(data, "runs/debug", "--image-size", 32, "--dist-timeout", 1)
-    with debugging(own, *flags, at=("model.py", "args.tta:")) as debugger:
+    with debugging(own, flags, at=("model.py", "args.tta:")) as debugger:
         assert {rank.frame["name"] for rank in debugger.stopped()} == {"infer"}
         debugger.set("main.py", WRAP)
         for number, rank in enumerate(debugger.go()):
@@ -108,16 +110,13 @@ def test_a_debugging_session(
 
         debugger.set("dataset.py", FIRST_READ)
         for rank in debugger.go():
-            assert (
-                rank.frame["name"] == "__getitem__"
-                and rank.evaluate("index").isdecimal()
-            )
+            assert rank.frame["name"] == "__getitem__"
+            assert rank.evaluate("index").isdecimal()
         debugger.set("main.py", LOOP)
         for number, rank in enumerate(debugger.go()):
             assert rank.evaluate("rank") == str(number)
-            assert (
-                rank.evaluate("len(images) == len(outputs) == len(targets)") == "True"
-            )
+            same = "len(images) == len(outputs) == len(targets)"
+            assert rank.evaluate(same) == "True"
         for rank in debugger.go("stepIn"):  # F11, over what is the library's
             assert rank.frame["line"] == line_of(main, "scaler.scale(loss).backward()")
             assert rank.evaluate("loss.ndim") == "0"
@@ -146,7 +145,7 @@ def test_a_debugging_session(
 def test_stopping_one_rank(own: Project, few: Path) -> None:
     """In the files that differ between the tasks; Stop, pressed on one rank, ends both."""
     at = "dataset.py", FIRST_READ
-    with debugging(own, *own.flags(few, "runs/debug"), at=at) as debugger:
+    with debugging(own, own.flags(few, "runs/debug"), at=at) as debugger:
         assert {rank.frame["name"] for rank in debugger.stopped()} == {"__getitem__"}
         debugger.set("losses.py", "return cross_entropy(outputs")
         ranks = debugger.go()
@@ -174,7 +173,8 @@ def test_stopping_at_a_breakpoint(endless: Project, way: str) -> None:
     """In the ranks, or in their loader workers while the ranks wait for those."""
     count, end = WAYS[way]
     worker = ", worker 0" if way == "killed adapter" else ""
-    if is_in_code := way == "Ctrl-C":
+    is_in_code = way == "Ctrl-C"
+    if is_in_code:
         main = endless.folder / "main.py"
         main.write_text(main.read_text().replace(SUM, f"breakpoint()\n        {SUM}"))
     at = () if is_in_code else ("main.py", "return index" if worker else SUM)
@@ -187,9 +187,8 @@ def test_stopping_at_a_breakpoint(endless: Project, way: str) -> None:
 
 def test_stopping_a_running_training(own: Project, few: Path) -> None:
     """Ctrl+F5, and Stop while ranks compute and wait for each other."""
-    words = shlex.join(
-        map(str, [*NET, "--weights", "none", "--data", few, "--epochs", 9999])
-    )
+    flags = texts([NET, "--weights", "none", "--data", few, "--epochs", 9999])
+    words = shlex.join(flags)
     with Debugger(own.folder) as debugger:
         debugger.launch(configuration(own.folder, F5, flags=words), debug=False)
         debugger.wait(lambda: "epoch 1/9999" in debugger.text, "the first epoch")
@@ -200,7 +199,7 @@ def test_stopping_a_running_training(own: Project, few: Path) -> None:
 def test_one_process(own: Project, few: Path) -> None:
     """The rank stops, then its loader worker; Disconnect of the worker ends the rank, too."""
     flags = own.flags(few, "runs/debug", "--workers", 1)
-    with debugging(own, *flags, at=("main.py", LOOP), name="One process") as debugger:
+    with debugging(own, flags, at=("main.py", LOOP), name="One process") as debugger:
         assert debugger.stopped(1)[0].evaluate("rank") == "0"
         debugger.set("dataset.py", FIRST_READ)
         (worker,) = debugger.go(count=1)
@@ -215,24 +214,30 @@ def test_a_mistake_is_held_where_it_is_made(
 ) -> None:
     """Of ddpkit's own errors that is the line which calls it; then one line, and all ranks end."""
     main = own.folder / "main.py"
-    text, old = main.read_text(), "scheduler=scheduler,"
+    text = main.read_text()
+    old = "scheduler=scheduler,"
     new = f"{old} epoch=scheduler,"
-    held, error, ranks = "run = ddpkit.Run(", "[loop.parts]", "1"
+    held = "run = ddpkit.Run("
+    error = "[loop.parts]"
+    ranks = "1"
     if is_own:
-        text, old, new = ENDLESS, SUM, f"assert rank == 0, 'planted'\n            {SUM}"
+        text = ENDLESS
+        old = SUM
+        new = f"assert rank == 0, 'planted'\n            {SUM}"
         held = error = "planted"
         ranks = "2"  # of which one makes it
     assert text.count(old) == 1
     main.write_text(text.replace(old, new))
-    with debugging(own, *own.flags(few, "runs/debug"), processes=ranks) as debugger:
+    with debugging(own, own.flags(few, "runs/debug"), processes=ranks) as debugger:
         (rank,) = debugger.stopped(1)
         assert error in rank.error()
         assert rank.frame["line"] == line_of(main, held)
         rank.go()
         assert debugger.finish() != 0
         assert not generated.left(30)
-        first, *_, last = debugger.text.splitlines()
-        assert first == f"starting {ranks} rank(s) ..."
+        lines = debugger.text.splitlines()
+        last = lines[-1]
+        assert lines[0] == f"starting {ranks} rank(s) ..."
         assert error in last and ("AssertionError: " if is_own else "error: ") in last
         assert debugger.text.count("Traceback") == is_own
 
@@ -240,13 +245,9 @@ def test_a_mistake_is_held_where_it_is_made(
 def test_a_test_file(endless: Project) -> None:
     """The debugger stops in the test, and in the ranks that the test starts."""
     file = endless.folder / "tests" / "test_one.py"
-    lines = (
-        "from test_project import launch",
-        "def test_one():",
-        "    flags = []",
-        "    launch(2)",
-    )
-    file.write_text("\n".join(lines))
+    text = "from test_project import launch\n"
+    text += "def test_one():\n    flags = []\n    launch(2)\n"
+    file.write_text(text)
     at = "tests/test_one.py", "launch(2)"
     with debugging(endless, at=at, name="This test file", file=str(file)) as debugger:
         assert debugger.stopped(1)[0].evaluate("flags") == "[]"
@@ -288,11 +289,11 @@ def test_attach_to_ranks_of_two_nodes(
         "NPROC": "1",
     }
     more = ["--debug-rank", f"1,0:{debug_port}", "--dist-timeout", 2]
-    flags = project.flags(few, tmp_path, *more)
+    flags = project.flags(few, tmp_path, more)
     with Debugger(project.folder) as debugger:
         debugger.set("main.py", LOOP)
         nodes = [
-            project.launch(*flags, NODE_RANK=str(number), **env) for number in range(2)
+            project.launch(flags, NODE_RANK=str(number), **env) for number in range(2)
         ]
         lines = [node.process.stderr.readline() for node in nodes]
         since = time.monotonic()
@@ -316,23 +317,21 @@ def test_attach_to_ranks_of_two_nodes(
 
 def listening(port: int) -> list[str]:
     """The addresses, in hexadecimals, at which anything listens on `port`."""
-    lines = "".join(
-        Path("/proc/net", name).read_text() for name in ("tcp", "tcp6")
-    ).splitlines()
+    lines = Path("/proc/net/tcp").read_text().splitlines()
+    lines += Path("/proc/net/tcp6").read_text().splitlines()
     ends = [line.split()[1] for line in lines if line.split()[3] == "0A"]
     return [end for end in ends if end.endswith(f":{port:04X}")]
 
 
 def test_debug_rank_that_cannot_be(project: Project, few: Path, tmp_path: Path) -> None:
     flags = project.flags(few, tmp_path)
-    done = project.run(*flags, "--debug-rank", 1, on=1)
+    done = project.run(flags, "--debug-rank", 1, on=1)
     done.refused("distributed.wait_for_debugger", "--debug-rank 1", "0 to 0")
-    project.run(*flags, "--debug-rank", "one", on=1).refused(
-        "flags.error", "--debug-rank", "one"
-    )
+    done = project.run(flags, "--debug-rank", "one", on=1)
+    done.refused("flags.error", "--debug-rank", "one")
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        done = project.run(*flags, "--debug-rank", f"0:{port}", on=1)
+        done = project.run(flags, "--debug-rank", f"0:{port}", on=1)
         done.refused("distributed.wait_for_debugger", f"127.0.0.1:{port}", "R:PORT")
 
 
@@ -342,13 +341,13 @@ def test_without_a_debugger_nothing_of_it_is_there(
     def look() -> None:
         names = sorted(thread.name for thread in threading.enumerate())
         timeout = dist.group.WORLD._get_backend(torch.device("cpu")).options._timeout
-        print("seen:", names, timeout, {"debugpy", "pydevd"} & {*sys.modules})
+        print("seen:", names, timeout, {"debugpy", "pydevd"} & set(sys.modules))
 
     def patch() -> None:
         distributed.teardown = look
 
-    flags = "--eval-only", "--resume", trained / "best.pt", "--dist-timeout", 77
-    done = project.train(data, tmp_path, *flags, on=1, patch=patch).ok()
+    flags = ["--eval-only", "--resume", trained / "best.pt", "--dist-timeout", 77]
+    done = project.train(data, tmp_path, flags, on=1, patch=patch).ok()
     assert "seen: ['MainThread', 'watch'] 0:01:17 set()" in done.out
 
 
@@ -362,10 +361,9 @@ def test_a_launcher_that_ends_at_once(
 ) -> None:
     """Killed before the ranks have begun; Ctrl-C as it begins, or while the ranks import torch."""
     go = tmp_path / "go"
-    held = "import os, time\nwhile 'RANK' in os.environ and not os.path.exists(" + repr(
-        str(go)
-    )
-    held += "): time.sleep(0.01)\n"
+    held = "import os, time\n"
+    held += f"while 'RANK' in os.environ and not os.path.exists({str(go)!r}):\n"
+    held += "    time.sleep(0.01)\n"
     (tmp_path / "sitecustomize.py").write_text(held if moment == "killed" else "")
     command = project.launch(PYTHONPATH=str(tmp_path))
     if moment == "killed":

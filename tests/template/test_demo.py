@@ -14,10 +14,11 @@ from PIL import Image
 RUN = Path("runs/default")  # where a run leaves its files unless told otherwise
 # In place of the demo's 5 and 2 epochs of larger networks; by chance it would have 0.17
 # and 0.49.
-FLAGS = {"classification": "--epochs 1 --batch-size 8 --arch timm/resnet10t"}
-FLAGS["segmentation"] = (
-    "--epochs 1 --batch-size 8 --arch linknet --encoder tu-resnet10t"
-)
+SHORT = "--epochs 1 --batch-size 8 --arch"
+FLAGS = {
+    "classification": f"{SHORT} timm/resnet10t",
+    "segmentation": f"{SHORT} linknet --encoder tu-resnet10t",
+}
 PROMISED = {"classification": ("top1", 0.55), "segmentation": ("miou", 0.65)}
 
 
@@ -40,14 +41,14 @@ def test_it_learns_and_predicts(template: Path, tmp_path: Path, task: str) -> No
         assert (folder / path).exists(), path
     assert np.asarray(Image.open(project / RUN / "examples.png")).std() > 10
 
-    val, found = project / "data/demo/val", project / "predictions"
+    val = project / "data/demo/val"
+    found = project / "predictions"
     images = val if task == "classification" else val / "images"
     done = run([sys.executable, "predict.py", images, "--output", found], project).ok()
     assert done.out and done.err == ""
     count = accuracy if task == "classification" else miou
-    assert count(val, found) == pytest.approx(
-        max(float(row[name]) for row in table), abs=1e-3
-    )
+    best = max(float(row[name]) for row in table)
+    assert count(val, found) == pytest.approx(best, abs=1e-3)
 
 
 def accuracy(val: Path, found: Path) -> float:
@@ -61,16 +62,17 @@ def accuracy(val: Path, found: Path) -> float:
 
 
 def miou(val: Path, found: Path) -> float:
-    both, either = np.zeros(2), np.zeros(2)
+    both = np.zeros(2)
+    either = np.zeros(2)
     names = sorted(path.name for path in (val / "masks").iterdir())
     for folder in "masks", "overlays":
         assert names == sorted(path.name for path in (found / folder).iterdir())
     for name in names:
-        truth, guess = (
-            np.asarray(Image.open(at / "masks" / name)) for at in (val, found)
-        )
+        truth = np.asarray(Image.open(val / "masks" / name))
+        guess = np.asarray(Image.open(found / "masks" / name))
         for label in range(2):
-            hit, said = truth == label, (guess == label) & (truth != 255)
+            hit = truth == label
+            said = (guess == label) & (truth != 255)
             both[label] += (hit & said).sum()
             either[label] += (hit | said).sum()
     return np.mean(both / either)

@@ -26,7 +26,7 @@ def anchors(text: str) -> set[str]:
         re.sub(r"[^\w -]", "", found) for found in re.findall(r"^#+ (.*)$", prose, re.M)
     )
     slugs = (re.sub(r"[ -]+", "-", heading.strip().lower()) for heading in headings)
-    return {*slugs, *re.findall(r"^::: (.+)$", text, re.M)}
+    return set(slugs).union(re.findall(r"^::: (.+)$", text, re.M))
 
 
 def destination(link: str, folder: Path) -> Path | None:
@@ -54,16 +54,15 @@ def test_links() -> None:
 
 def flags_of(script: str, task: str) -> set[str]:
     """Return the flags of main.py, predict.py or `ddpkit COMMAND`."""
-    kit, folder = ROOT / "ddpkit", TEMPLATE / "tasks" / task
+    kit = ROOT / "ddpkit"
+    folder = TEMPLATE / "tasks" / task
     files = {
         "main.py": (folder / "flags.py", kit / "run" / "flags.py"),
         "predict.py": (folder / "predict.py",),
         "ddpkit where": (kit / "__main__.py",),
     }.get(script) or (kit / "tools" / f"{script.split()[-1]}.py",)
-    return {
-        "--help",
-        *(flag for file in files for flag in FLAG.findall(file.read_text())),
-    }
+    text = "\n".join(file.read_text() for file in files)
+    return {"--help", *FLAG.findall(text)}
 
 
 def commands(text: str) -> Iterator[tuple[str, str, list[str]]]:
@@ -81,19 +80,17 @@ def commands(text: str) -> Iterator[tuple[str, str, list[str]]]:
 
 
 def test_commands() -> None:
+    makefile = (ROOT / "Makefile").read_text()
     for name, (_, tasks, text) in DOCUMENTS.items():
         for line, script, words in commands(text):
             for task in [task for task in tasks if f"# {task}" in line] or tasks:
                 for word in words:
                     known = not word.startswith("--") or word in flags_of(script, task)
                     file = TEMPLATE / "tasks" / task / word[1:]
-                    assert known and (file.exists() or word[0] != "@"), (
-                        f"{name}: {line}"
-                    )
+                    exists = file.exists() or word[0] != "@"
+                    assert known and exists, f"{name}: {line}"
         for target in re.findall(r"^ *make (\w+)", text, re.M):
-            assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(), re.M), (
-                name
-            )
+            assert re.search(rf"^{target}:", makefile, re.M), name
 
 
 @pytest.mark.parametrize("task", TASKS)
@@ -101,13 +98,11 @@ def test_what_to_edit(task: str) -> None:
     """The files of the table exist, and have what it names."""
     table = rendered("README.md", task).split("## What to edit")[1].split("\n\n")[2]
     for file, names in re.findall(r"`(\w+\.py)`((?:, `\w+`)*)", table):
-        (path,) = (
-            p for p in (TEMPLATE / file, TEMPLATE / "tasks" / task / file) if p.exists()
-        )
+        places = (TEMPLATE / file, TEMPLATE / "tasks" / task / file)
+        (path,) = filter(Path.exists, places)
         for name in re.findall(r"\w+", names):
-            assert re.search(
-                rf"^(def|class) {name}\b|^{name}\b.* =", path.read_text(), re.M
-            ), name
+            defined = rf"^(def|class) {name}\b|^{name}\b.* ="
+            assert re.search(defined, path.read_text(), re.M), name
 
 
 def test_length() -> None:
@@ -125,12 +120,9 @@ def test_flags() -> None:
 
 def test_names_of_ddpkit() -> None:
     """The pages describe each name of the door, once, and no other."""
-    texts = [path.read_text() for path in (ROOT / "docs" / "api").glob("*.md")]
-    named = [
-        name
-        for text in texts
-        for name in re.findall(r"^::: ddpkit\.(\w+)$", text, re.M)
-    ]
+    pages = (ROOT / "docs" / "api").glob("*.md")
+    text = "\n".join(path.read_text() for path in pages)
+    named = re.findall(r"^::: ddpkit\.(\w+)$", text, re.M)
     assert sorted(named) == sorted(ddpkit.DOOR)
     listed = (ROOT / "docs" / "api" / "index.md").read_text()
     assert sorted(re.findall(r"\[`(\w+)`\]", listed)) == sorted(ddpkit.DOOR)

@@ -34,12 +34,10 @@ class Installed(Project):
         self.library = next(python.parent.parent.glob("lib/*/site-packages")) / "ddpkit"
 
     def process(self, *words: object, cwd: Path = Path("/"), **env: str | None) -> Done:
-        return run([*words], cwd, PYTHON=str(self.python), **env)
+        return run(words, cwd, PYTHON=str(self.python), **env)
 
-    def copy_command(self, *words: str) -> Done:
-        return self.process(
-            self.python, "-m", "ddpkit", "copy", *words, cwd=self.folder
-        )
+    def copy_command(self) -> Done:
+        return self.process(self.python, "-m", "ddpkit", "copy", cwd=self.folder)
 
 
 @pytest.fixture(scope="module")
@@ -59,22 +57,10 @@ def installed(origin: Repository, shared: Path) -> Installed:
             subprocess.run(venv, check=True)
             place = next((folder / "v").glob("lib/*/site-packages"))
             (place / "those_of_the_tests.pth").write_text(sysconfig.get_path("purelib"))
-            pip = [
-                sys.executable,
-                "-m",
-                "pip",
-                "--python",
-                folder / "v/bin/python",
-                "install",
-            ]
-            offline = [
-                "--quiet",
-                "--no-deps",
-                "--no-build-isolation",
-                "--no-index",
-                line,
-            ]
-            subprocess.run([*pip, *offline], check=True, env=env)
+            python = folder / "v/bin/python"
+            pip = [sys.executable, "-m", "pip", "--python", python, "install"]
+            pip += ["--quiet", "--no-deps", "--no-build-isolation", "--no-index", line]
+            subprocess.run(pip, check=True, env=env)
     return Installed(folder / "my_ddp_project", folder / "v/bin/python")
 
 
@@ -95,8 +81,9 @@ def test_no_file_of_the_template(origin: Repository, installed: Installed) -> No
 
 def test_every_process_uses_the_same(own: Installed, few: Path, tmp_path: Path) -> None:
     """However it is started, with a copy and after it; loader workers, too."""
-    flags = [*own.flags(few, tmp_path / "out"), "--workers", 1, "--resume", "never"]
-    launch, copy = own.folder / "launch.sh", own.folder / "ddpkit"
+    flags = own.flags(few, tmp_path / "out", "--workers", 1, "--resume", "never")
+    launch = own.folder / "launch.sh"
+    copy = own.folder / "ddpkit"
     main = own.folder / "main.py"
     # in a worker
     told = "class Told(ddpkit.Collate):\n    def __call__(self, samples):\n        "
@@ -108,13 +95,13 @@ def test_every_process_uses_the_same(own: Installed, few: Path, tmp_path: Path) 
     torchrun += ["--rdzv-backend", "c10d", "--rdzv-conf", "store_type=file", main]
     digests = set()
 
-    def check(library: Path, *words: object) -> None:
+    def check(library: Path, command: object) -> None:
         env = {
             "NPROC": "1",
             "OMP_NUM_THREADS": None,
             "EXPECTED": f"{library}/__init__.py",
         }
-        done = own.process(*words, *flags, **env).ok()
+        done = own.process(command, flags, **env).ok()
         assert f"ddpkit 2.0.0 in {library}\n" in done.out
         versions = json.loads((tmp_path / "out" / "args.json").read_text())["versions"]
         assert versions["ddpkit"] == f"2.0.0 in {library}"
@@ -127,21 +114,22 @@ def test_every_process_uses_the_same(own: Installed, few: Path, tmp_path: Path) 
     isolated = own.process(own.python, "-I", "-m", "ddpkit", "copy", cwd=own.folder)
     isolated.refused("starting.check_itself", "-I")
     shutil.rmtree(copy)
-    check(own.library, *torchrun)
+    check(own.library, torchrun)
     assert len(digests) == 1
 
 
 def test_what_is_missing(own: Installed, project: Project, tmp_path: Path) -> None:
     """Something to copy, a ddpkit that is new enough, any ddpkit at all."""
-    copy = own.python, "-m", "ddpkit", "copy"
-    own.process(*copy, cwd=tmp_path).refused("__main__.copy", tmp_path)
+    done = own.process(own.python, "-m", "ddpkit", "copy", cwd=tmp_path)
+    done.refused("__main__.copy", tmp_path)
     text = (own.folder / "main.py").read_text()
     assert text.count('needs="2.0"') == 1
     (own.folder / "main.py").write_text(text.replace('needs="2.0"', 'needs="2.10"'))
-    words = "ddpkit 2.0.0", "2.10", "pip install -r requirements.txt"
-    own.process(own.folder / "launch.sh").refused("starting.check_itself", *words)
+    remedy = "pip install -r requirements.txt"
+    done = own.process(own.folder / "launch.sh")
+    done.refused("starting.check_itself", "ddpkit 2.0.0", "2.10", remedy)
     before_pip = run([own.folder / "launch.sh"])  # after cookiecutter alone
-    before_pip.refused("", "no ddpkit", "pip install -r requirements.txt")
+    before_pip.refused("", "no ddpkit", remedy)
 
 
 @pytest.mark.parametrize(
@@ -156,9 +144,8 @@ def test_f5(own: Installed, few: Path, steps_in: bool) -> None:
         debugger.set("main.py", " loss = ")
         debugger.launch({**config, "python": [str(own.python)]})
         (rank,) = debugger.stopped(1)
-        assert rank.evaluate("ddpkit.__file__") == repr(
-            str(own.library / "__init__.py")
-        )
+        file = str(own.library / "__init__.py")
+        assert rank.evaluate("ddpkit.__file__") == repr(file)
         (rank,) = debugger.go("stepIn", 1)
         assert (str(own.library) in rank.frame["source"]["path"]) == steps_in
         debugger.stop()

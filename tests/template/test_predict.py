@@ -21,8 +21,8 @@ from torch import nn
 def predict(
     project: Project, *words: object, checkpoint: Path, **options: object
 ) -> Done:
-    more = "--checkpoint", checkpoint
-    return project.run(*words, *more, script="predict.py", on=1, **options)
+    more = ["--checkpoint", checkpoint]
+    return project.run(words, more, script="predict.py", on=1, **options)
 
 
 def files(path: Path) -> list[str]:
@@ -33,7 +33,8 @@ def files(path: Path) -> list[str]:
 @both_tasks
 def test_images_of_every_kind(project: Project, trained: Path, tmp_path: Path) -> None:
     """Those that cannot be read are left out and named at the end; names stay as they are."""
-    images, out = tmp_path / "in", tmp_path / "in" / "\udcfe"
+    images = tmp_path / "in"
+    out = tmp_path / "in" / "\udcfe"
     images.mkdir()
     if project.task == "segmentation":  # the command was given before, and interrupted
         for kind in "masks", "overlays":
@@ -53,7 +54,8 @@ def test_images_of_every_kind(project: Project, trained: Path, tmp_path: Path) -
     turned = Image.Exif()
     turned[0x0112] = 6  # by a camera held upright
     Image.new("RGB", (96, 40)).save(images / "turned.jpg", exif=turned)
-    broken, empty = images / "broken.jpg", images / "empty.jpg"
+    broken = images / "broken.jpg"
+    empty = images / "empty.jpg"
     broken.write_bytes((images / "turned.jpg").read_bytes()[:500])
     empty.write_bytes(b"")
     done = predict(project, images, "--output", out, checkpoint=trained / "best.pt")
@@ -63,9 +65,9 @@ def test_images_of_every_kind(project: Project, trained: Path, tmp_path: Path) -
         assert line.startswith(f"error: {path}: ")
         assert "[images.reading]" in line
     if project.task == "classification":
-        assert files(out / "predictions.csv") == sorted(
-            f"{images / n}" for n in [*kinds, "turned.jpg"]
-        )
+        names = [*kinds, "turned.jpg"]
+        expected = sorted(str(images / name) for name in names)
+        assert files(out / "predictions.csv") == expected
         assert [path.name for path in out.iterdir()] == ["predictions.csv"]
         return
     sizes = {Path(name).stem: (96, 40) for name in kinds} | {"turned": (40, 96)}
@@ -80,7 +82,8 @@ def test_killed(project: Project, data: Path, trained: Path, tmp_path: Path) -> 
     def dies_in_second_batch() -> None:
         from ddpkit.data import loading
 
-        normalize, numbers = loading.normalize, itertools.count(1)
+        normalize = loading.normalize
+        numbers = itertools.count(1)
 
         def last(*images: object) -> torch.Tensor:
             if next(numbers) == 2:
@@ -90,10 +93,10 @@ def test_killed(project: Project, data: Path, trained: Path, tmp_path: Path) -> 
         loading.normalize = last
 
     paths = sorted(data.glob("train/*/*.jpg"))
-    folders = [*{path.parent: None for path in paths}, "--output", tmp_path]
-    done = predict(
-        project, *folders, checkpoint=trained / "best.pt", patch=dies_in_second_batch
-    )
+    folders = list(dict.fromkeys(path.parent for path in paths))
+    words = [folders, "--output", tmp_path]
+    best = trained / "best.pt"
+    done = predict(project, words, checkpoint=best, patch=dies_in_second_batch)
     assert done.status == -9
     found = files(tmp_path / "predictions.csv.partial")
     assert found == [str(path) for path in paths[: len(found)]]
@@ -104,9 +107,10 @@ def test_killed(project: Project, data: Path, trained: Path, tmp_path: Path) -> 
 @pytest.mark.parametrize("project", ["segmentation"], indirect=True)
 def test_exported(project: Project, data: Path, trained: Path, tmp_path: Path) -> None:
     """On other numbers of images than were tried, and on other sizes, with all that it takes."""
-    best, out = trained / "best.pt", tmp_path / "out"
+    best = trained / "best.pt"
+    out = tmp_path / "out"
     words = ["--checkpoint", best, "--output", out, "--data", data]
-    done = project.run(*words, script="ddpkit export", on=1).ok()
+    done = project.run(words, script="ddpkit export", on=1).ok()
     assert done.err == ""
     assert [path.name for path in out.iterdir()] == ["model.onnx"]
 
@@ -152,7 +156,7 @@ def test_an_export_that_differs(
         export.write = other
 
     words = ["--checkpoint", trained / "best.pt", "--output", tmp_path / "out"]
-    done = project.run(*words, script="ddpkit export", on=1, patch=patch)
+    done = project.run(words, script="ddpkit export", on=1, patch=patch)
     done.refused("export.main", "model.onnx")
     assert not list(tmp_path.rglob("model.*"))
 
@@ -179,11 +183,12 @@ def test_a_network_of_several_outputs(
         build = model.build_model
         model.build_model = lambda *given: Several(build(*given))
 
-    images, found = trained.parent / "set" / "val", {}
+    images = trained.parent / "set" / "val"
+    found = {}
     for name, patch in ("one", None), ("several", wrap):
         out = tmp_path / name
-        words = images, "--output", out, "--tta"
-        predict(project, *words, checkpoint=trained / "best.pt", patch=patch).ok()
+        words = [images, "--output", out, "--tta"]
+        predict(project, words, checkpoint=trained / "best.pt", patch=patch).ok()
         paths = (path for path in out.rglob("*") if path.is_file())
         found[name] = {path.relative_to(out): path.read_bytes() for path in paths}
     assert found["one"] == found["several"]

@@ -87,66 +87,54 @@ def unknown(
         for found in re.findall(pattern, text)
     ]
     faults = [(at, found) for at, found in named if found not in known | listed]
-    faults += [
-        ("listed", each) for each in sorted(listed - {found for _, found in named})
-    ]
+    unused = listed - {found for _, found in named}
+    faults += [("listed", each) for each in sorted(unused)]
     return faults + [("listed, but ours", each) for each in sorted(listed & known)]
 
 
 def test_flags() -> None:
     added = r'add(?:_argument)?\(\s*"(--[a-z0-9-]+)"'  # also by diffs of EDITS.md
     text = "\n".join([CODE, *DOCUMENTS.values()])
-    known = {*re.findall(added, text), *re.findall(r"(--[a-z-]+)\)", SHELL), "--help"}
-    known |= {"--local-rank", "--local_rank"}
+    known = {"--help", "--local-rank", "--local_rank"}
+    known.update(re.findall(added, text), re.findall(r"(--[a-z-]+)\)", SHELL))
     assert unknown(r"(?<![\w-])--[a-z][A-Za-z0-9_-]*", known, FLAGS) == []
 
 
 def test_names_of_ddpkit() -> None:
-    modules = {path.stem for path in (ROOT / "ddpkit").iterdir()}
-    known = {*ddpkit.DOOR, *modules}
+    known = {path.stem for path in (ROOT / "ddpkit").iterdir()}
+    known.update(ddpkit.DOOR)
     assert unknown(r"\bddpkit\.(\w+)", known, WORDS) == []
 
 
 def test_files() -> None:
     kinds = "py|sh|md|txt|json|csv|pt|pth|toml|yml|png|npy|jpg|sbatch|onnx|lock"
     pattern = rf"(?<![\w.*-])[\w.-]*\w\.(?:{kinds})\b"
-    known = {path.name for path in all_files()} | {*re.findall(pattern, CODE)}
+    known = {path.name for path in all_files()} | set(re.findall(pattern, CODE))
     assert unknown(pattern, known, FILES) == []
 
 
 def all_files() -> Iterator[Path]:
     yield from ROOT.glob("*")
-    for name in (
-        "docs",
-        "tests",
-        "ddpkit",
-        "benchmarks",
-        "hooks",
-        ".github",
-        TEMPLATE.name,
-    ):
+    yield from TEMPLATE.rglob("*")
+    for name in "docs", "tests", "ddpkit", "benchmarks", "hooks", ".github":
         yield from (ROOT / name).rglob("*")
 
 
 def test_variables() -> None:
     """Those with an underscore."""
     pattern = r"(?<![\w{-])[A-Z][A-Z0-9]*_[A-Z0-9_]*[A-Z0-9]\b"
-    placeholders = {
-        flag[2:].upper().replace("-", "_") for flag in re.findall("--[a-z-]+", CODE)
-    }
-    assert (
-        unknown(pattern, {*re.findall(pattern, CODE)} | placeholders, VARIABLES) == []
-    )
+    known = set(re.findall(pattern, CODE))
+    for flag in re.findall("--[a-z-]+", CODE):  # its placeholder in --help
+        known.add(flag[2:].upper().replace("-", "_"))
+    assert unknown(pattern, known, VARIABLES) == []
 
 
 def test_commands() -> None:
-    known = {*commands.ON_CPU, *commands.COMMANDS, "launch"}
+    known = {"launch"}.union(commands.ON_CPU, commands.COMMANDS)
     assert unknown(r"(?:-m |`)ddpkit ([a-z]\w*)", known, {}) == []
-    targets = {*re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), re.M)}
-    assert (
-        unknown(r"(?:`|^ *)(?:\w+=\S* )*make ([a-z]+)(?=[^\n]*`|  |$)", targets, {})
-        == []
-    )
+    targets = set(re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), re.M))
+    make = r"(?:`|^ *)(?:\w+=\S* )*make ([a-z]+)(?=[^\n]*`|  |$)"
+    assert unknown(make, targets, {}) == []
 
 
 def test_promises() -> None:
@@ -174,12 +162,8 @@ def has(path: Path, name: str) -> bool:
         if not nodes:
             return False
         nodes = nodes[0].body if isinstance(nodes[0], ast.ClassDef) else nodes
-    tests = [
-        node
-        for node in nodes
-        if getattr(node, "name", "").startswith(("test_", "Test"))
-    ]
-    return bool(tests)
+    names = [getattr(node, "name", "") for node in nodes]
+    return any(name.startswith(("test_", "Test")) for name in names)
 
 
 def test_names_that_tests_patch() -> None:
@@ -197,7 +181,7 @@ def patched(tree: ast.AST, known: dict[str, str] | None = None) -> Iterator[str]
 
     known: what each name stands for in the code around it.
     """
-    nodes = [*of_scope(tree)]
+    nodes = list(of_scope(tree))
     known = dict(known or {})
     for name in names(nodes):
         known.pop(name, None)
@@ -242,7 +226,7 @@ def imports(nodes: list[ast.AST]) -> dict[str, str]:
 
 def of_scope(tree: ast.AST) -> Iterator[ast.AST]:
     """Yield the nodes of a module or function, without what is in functions in it."""
-    waiting = [*ast.iter_child_nodes(tree)]
+    waiting = list(ast.iter_child_nodes(tree))
     while waiting:
         node = waiting.pop()
         yield node
@@ -253,7 +237,7 @@ def of_scope(tree: ast.AST) -> Iterator[ast.AST]:
 def exists(name: str) -> bool:
     """Whether a dotted name is there; what nothing has imported yet is not looked at."""
     module, *rest = name.split(".")
-    if module not in ("ddpkit", *OWNED, *sys.modules):
+    if module != "ddpkit" and module not in OWNED and module not in sys.modules:
         return True
     if module in OWNED:  # another project's may be imported
         paths = TEMPLATE.rglob(f"{module}.py")

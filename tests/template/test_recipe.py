@@ -49,7 +49,8 @@ class Net(nn.Module):
 
 def build(*words: object) -> tuple[Net, torch.optim.Optimizer, object]:
     torch.manual_seed(0)
-    model, args = Net(), parse_args([*map(str, words)])
+    model = Net()
+    args = parse_args(list(map(str, words)))
     return model, recipe.build_optimizer(model, args), args
 
 
@@ -58,7 +59,8 @@ def rates(
 ) -> list[float]:
     """The factor of the learning rate at each step, and at one after the last."""
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], 1.0)
-    scheduler, found = build(optimizer), []
+    scheduler = build(optimizer)
+    found = []
     for _ in range(steps + 1):
         found.append(optimizer.param_groups[0]["lr"])
         optimizer.step()
@@ -72,10 +74,11 @@ def test_schedules() -> None:
     for name in "cosine", "poly", "wsd", "step":
         args = parse_args(["--schedule", name, "--epochs", "6"])
         build = partial(recipe.build_scheduler, args=args, steps=STEPS)
-        warm, found[name] = (
-            rates(build, 300)[part] for part in (slice(WARM), slice(WARM, None))
+        factors = rates(build, 300)
+        found[name] = factors[WARM:]
+        assert factors[:WARM] == pytest.approx(
+            [n / (WARM + 1) for n in range(1, WARM + 1)]
         )
-        assert warm == pytest.approx([n / (WARM + 1) for n in range(1, WARM + 1)])
     poly = rates(lambda optimizer: PolynomialLR(optimizer, 55, 0.9), 55)
     assert found["poly"][:56] == pytest.approx(poly, abs=1e-12)
     cosine = rates(lambda optimizer: CosineAnnealingLR(optimizer, 55), 55)
@@ -100,7 +103,8 @@ def groups(*words: str) -> dict[str, tuple]:
 
 def test_optimizers() -> None:
     """Which weight gets which rate and decay, from which optimizer."""
-    bias, scale = "encoder.0.bias", "encoder.1.weight"
+    bias = "encoder.0.bias"
+    scale = "encoder.1.weight"
     sgd = groups("--optimizer", "sgd")
     assert sgd["encoder.0.weight"] == ("SGD", 0.1, 0.0001)
     assert sgd[bias] == sgd[scale] == sgd["head.bias"] == ("SGD", 0.1, 0)
@@ -138,7 +142,10 @@ def test_optimizers_of_timm(name: str) -> None:
         scheduler = recipe.build_scheduler(optimizer, args, 4)
         return {"model": model, "optimizer": optimizer, "scheduler": scheduler}
 
-    whole, stopped, resumed, file = parts(), parts(), parts(), io.BytesIO()
+    whole = parts()
+    stopped = parts()
+    resumed = parts()
+    file = io.BytesIO()
     assert train(whole, range(1)) > train(whole, range(1, 8))
     train(stopped, range(3))
     state = checkpoint.take_states(stopped)
@@ -148,12 +155,13 @@ def test_optimizers_of_timm(name: str) -> None:
     resumed["model"].load_state_dict(state["model"])
     checkpoint.load_states(state, resumed, 3)
     train(resumed, range(3, 8))
-    ends = (each["model"].state_dict().values() for each in (whole, resumed))
-    assert all(torch.equal(*pair) for pair in zip(*ends, strict=True))
+    found = resumed["model"].state_dict()
+    for name, value in whole["model"].state_dict().items():
+        assert torch.equal(found[name], value)
 
 
 def test_average_by_hand() -> None:
-    model, _, _ = build()
+    model = build()[0]
     ema = recipe.Ema(model, 0.5)
     expected = {name: value.double() for name, value in model.state_dict().items()}
     for step in range(20):
@@ -195,36 +203,26 @@ RECIPES = {
 @pytest.mark.parametrize("project", both_but_one_in_soak, indirect=True)
 def test_killed_and_resumed(project: Project, few: Path, tmp_path: Path) -> None:
     """The same bits, killed in the first and in the second epoch."""
-    words = [
-        "--image-size",
-        32,
-        "--epochs",
-        2,
-        "--save-every",
-        2,
-        *RECIPES[project.task].split(),
-    ]
+    words = ["--image-size", 32, "--epochs", 2, "--save-every", 2]
+    words += RECIPES[project.task].split()
     for name, step in ("whole", 0), ("first", 3), ("second", 5):
         out = tmp_path / name
         if step:
             killed = after_step(step, lambda: os.kill(os.getpid(), signal.SIGKILL))
-            assert project.train(few, out, *words, patch=killed).statuses == [-9, -9]
-        project.train(few, out, *words).ok()
+            assert project.train(few, out, words, patch=killed).statuses == [-9, -9]
+        project.train(few, out, words).ok()
         assert digest(out) == digest(tmp_path / "whole")
-    last, best = (
-        torch.load(out / f"{n}.pt", weights_only=True) for n in ("last", "best")
-    )
-    assert not torch.equal(
-        *(next(iter(last[name].values())) for name in ("model", "trained"))
-    )
+    last = torch.load(out / "last.pt", weights_only=True)
+    best = torch.load(out / "best.pt", weights_only=True)
+    first = next(iter(last["model"]))
+    assert not torch.equal(last["model"][first], last["trained"][first])
     # The average is what is evaluated; with another one, or none, it would be another
     # network.
-    said = project.train(few, out, *words, "--eval-only", on=1).ok().out
+    said = project.train(few, out, words, "--eval-only", on=1).ok().out
     expected = pytest.approx(float(rows(out)[best["epoch"] - 1]["val_loss"]), rel=1e-6)
     assert json.loads(said.splitlines()[-1])["val_loss"] == expected
-    project.train(few, out, *words, "--ema", 0).refused(
-        "loop.check_kind", "--ema", "--output-dir"
-    )
+    done = project.train(few, out, words, "--ema", 0)
+    done.refused("loop.check_kind", "--ema", "--output-dir")
 
 
 @both_tasks
@@ -234,22 +232,23 @@ def test_what_is_frozen_stays(project: Project, few: Path, tmp_path: Path) -> No
     def weights(name: str) -> dict:
         return torch.load(tmp_path / name, weights_only=True)["model"]
 
-    more = "--freeze-backbone", 1, "--save-every", 1
-    project.train(few, tmp_path, *more).ok()
-    early, frozen = weights("last-1.pt"), weights("last.pt")
+    more = ["--freeze-backbone", 1, "--save-every", 1]
+    project.train(few, tmp_path, more).ok()
+    early = weights("last-1.pt")
+    frozen = weights("last.pt")
     head = {"classification": "fc.", "segmentation": ("decoder.", "segmentation_head.")}
     changed = {name for name in early if not torch.equal(early[name], frozen[name])}
     assert changed == {name for name in early if name.startswith(head[project.task])}
-    project.train(few, tmp_path, *more, "--epochs", 2).ok()
+    project.train(few, tmp_path, more, "--epochs", 2).ok()
     first = next(iter(early))
     assert not torch.equal(frozen[first], weights("last.pt")[first])
 
 
 def test_patience(project: Project, few: Path, tmp_path: Path) -> None:
     """With a rate of 0 nothing improves: two epochs after the first it ends, and stays ended."""
-    more = "--lr", 0, "--patience", 2, "--epochs", 9, "--freeze-backbone", 9
-    assert "--patience 2" in project.train(few, tmp_path, *more).ok().out
+    more = ["--lr", 0, "--patience", 2, "--epochs", 9, "--freeze-backbone", 9]
+    assert "--patience 2" in project.train(few, tmp_path, more).ok().out
     assert [row["epoch"] for row in rows(tmp_path)] == ["1", "2", "3"]
     before = (tmp_path / "last.pt").read_bytes()
-    assert "--patience 2" in project.train(few, tmp_path, *more).ok().out
+    assert "--patience 2" in project.train(few, tmp_path, more).ok().out
     assert (tmp_path / "last.pt").read_bytes() == before

@@ -139,7 +139,8 @@ class Edited:
     """Runs of a project with the edit of a recipe."""
 
     def __init__(self, project: Project, data: Path, folder: Path, name: str) -> None:
-        self.data, self.out = data, folder / "out"
+        self.data = data
+        self.out = folder / "out"
         self.project = project.copy(folder / "edited")
         self.folder = self.project.folder
         assert not git_apply(edits_page.diffs(project.task)[name], self.folder)
@@ -148,27 +149,24 @@ class Edited:
             append(self.folder / file, text)
 
     def run(self, name: str, *more: object, ranks: int = 2, stop: int = 0) -> Done:
-        kill = (
-            after_step(stop, lambda: os.kill(os.getpid(), signal.SIGKILL))
-            if stop
-            else None
-        )
-        return self.project.train(
-            self.data, self.out / name, *more, on=ranks, patch=kill
-        )
+        out = self.out / name
+        kill = None
+        if stop:
+            kill = after_step(stop, lambda: os.kill(os.getpid(), signal.SIGKILL))
+        return self.project.train(self.data, out, more, on=ranks, patch=kill)
 
     def result(self, *more: object, epochs: int = 1) -> dict[str, float]:
         """Of a run, which has the bits of one that was killed in its last epoch."""
         every, stop = (2, 3) if epochs == 1 else (4, 5)  # of three steps an epoch
-        words = "--epochs", epochs, "--save-every", every, *more
-        self.run("whole", *words).ok()
-        assert self.run("killed", *words, stop=stop).status == -9
-        assert " of the next" in self.run("killed", *words).ok().out
+        words = ["--epochs", epochs, "--save-every", every, more]
+        self.run("whole", words).ok()
+        assert self.run("killed", words, stop=stop).status == -9
+        assert " of the next" in self.run("killed", words).ok().out
         assert digest(self.out / "whole") == digest(self.out / "killed")
-        return self.evaluate(*more)
+        return self.evaluate(more)
 
     def evaluate(self, *more: object) -> dict[str, float]:
-        said = self.run("whole", "--eval-only", *more, ranks=1).ok().out
+        said = self.run("whole", "--eval-only", more, ranks=1).ok().out
         return json.loads(said.splitlines()[-1])
 
     def state(self, name: str = "whole/last.pt") -> dict:
@@ -182,23 +180,25 @@ def edited(project: Project, few: Path, tmp_path: Path) -> Callable[[str], Edite
 
 # The second of each replaces what the first has changed.
 EXCLUSIVE = {
-    *(("metric", "regression"), ("regression", "metric")),
-    *(("parts", "regression"), ("regression", "parts")),
+    ("metric", "regression"),
+    ("regression", "metric"),
+    ("parts", "regression"),
+    ("regression", "parts"),
     ("regression", "heatmap"),
     ("parts", "discriminator"),
 }
 
 
 def test_page() -> None:
-    assert edits_page.PAGE.read_text() == edits_page.page(), (
-        f"python {edits_page.__file__}"
-    )
+    remedy = f"python {edits_page.__file__}"
+    assert edits_page.PAGE.read_text() == edits_page.page(), remedy
 
 
 @pytest.mark.parametrize("task", TASKS)
 def test_two_edits_apply(task: str) -> None:
     """In any order, and what they make is Python."""
-    diffs, files = edits_page.diffs(task), edits_page.generated(task)
+    diffs = edits_page.diffs(task)
+    files = edits_page.generated(task)
     wrong = set()
     for first in diffs:
         once = edits_page.apply(diffs[first], files)
@@ -211,7 +211,7 @@ def test_two_edits_apply(task: str) -> None:
             for file, lines in twice.items():
                 if lines != once.get(file):
                     ast.parse("\n".join(lines))
-    assert wrong == {pair for pair in EXCLUSIVE if {*pair} <= diffs.keys()}
+    assert wrong == {pair for pair in EXCLUSIVE if set(pair) <= diffs.keys()}
 
 
 @pytest.mark.xdist_group("mypy")
@@ -224,11 +224,13 @@ def test_diffs_apply_and_are_clean(project: Project, tmp_path: Path) -> None:
     def check(name: str, folder: Path, *words: object) -> None:
         command = [sys.executable, "-m", *words, "."]
         done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
-        wrong.extend([f"{name}: {done.stdout}"] if done.returncode else [])
+        if done.returncode:
+            wrong.append(f"{name}: {done.stdout}")
 
     for name, diff in edits_page.diffs(project.task).items():
         copy = project.copy(tmp_path / name).folder
-        if fault := git_apply(diff, copy):
+        fault = git_apply(diff, copy)
+        if fault:
             wrong.append(f"{name}: {fault}")
             continue
         is_of_the_task = "main.py" not in diff and "recipe.py" not in diff
@@ -255,7 +257,7 @@ def test_diffs_of_a_task(
         one.data = one.out / {TASKS[0]: "cifar10", TASKS[1]: "pets"}[project.task]
     if name == "hugging_face":
         one.data = Path("hf:any")
-    found = one.result(*(["--arch", "mine"] if name == "network" else []))
+    found = one.result("--arch", "mine") if name == "network" else one.result()
     assert "miou" in found or project.task == "classification"
 
 
@@ -279,13 +281,11 @@ def test_loaders_of_your_own(edited: Callable[[str], Edited]) -> None:
     assert own.state("distributed/last.pt")["step"] == 3
     share = "sampler=range(torch.distributed.get_rank(), len(train_set), 2)"
     main.write_text(main.read_text().replace(f"{sampler}(train_set)", share))
-    assert (
-        "batches of its own and takes them all, 6 in all" in own.run("shares").ok().out
-    )
+    said = own.run("shares").ok().out
+    assert "batches of its own and takes them all, 6 in all" in said
     val = "batch_sampler=ddpkit.ValSampler(val_set, args.batch_size)"
-    text = plain.replace(val, f"{sampler}(val_set), batch_size=4").replace(
-        "val_seeded,\n", "val_set,\n"
-    )
+    text = plain.replace(val, f"{sampler}(val_set), batch_size=4")
+    text = text.replace("val_seeded,\n", "val_set,\n")
     main.write_text(text.replace("collate_fn=ddpkit.Collate(),", ""))
     own.run("repeats").refused("loading.dealt", "DistributedSampler")
 
@@ -303,7 +303,8 @@ def test_discriminator(edited: Callable[[str], Edited]) -> None:
     """It learns; its weights are compared, too."""
     both = edited("discriminator")
     both.result("--accumulate", 1)
-    now, before = (both.state(f"whole/{name}.pt") for name in ("last", "last-1"))
+    now = both.state()
+    before = both.state("whole/last-1.pt")
     assert not torch.equal(now["adversary"]["0.bias"], before["adversary"]["0.bias"])
     assert now["adversary_optimizer"]["state"]["adversary.0.weight"]["step"] == 3
     file = both.folder / "adversary.py"
@@ -315,21 +316,22 @@ def test_second_validation_set(
     project: Project, tmp_path: Path, edited: Callable[[str], Edited]
 ) -> None:
     """Its columns are what --eval-only finds; the first set decides which weights are best."""
-    two, other = edited("second_set"), project.draw(tmp_path / "other", 12, 7)
+    two = edited("second_set")
+    other = project.draw(tmp_path / "other", 12, 7)
     two.result("--second-data", other, epochs=2)
     table = rows(two.out / "whole")
     best = two.state("whole/best.pt")
     assert best["best"] == max(float(row["top1"]) for row in table)
     row = table[best["epoch"] - 1]
     found = two.evaluate("--data", other)
-    assert found == pytest.approx(
-        {name: float(row[f"second_{name}"]) for name in found}, rel=1e-9
-    )
+    second = {name: float(row[f"second_{name}"]) for name in found}
+    assert found == pytest.approx(second, rel=1e-9)
 
 
 @pytest.mark.parametrize("project", both_but_one_in_soak, indirect=True)
 def test_another_metric(project: Project, edited: Callable[[str], Edited]) -> None:
-    mine, name = edited("metric"), {TASKS[0]: "f1", TASKS[1]: "iou_crack"}[project.task]
+    mine = edited("metric")
+    name = {TASKS[0]: "f1", TASKS[1]: "iou_crack"}[project.task]
     found = mine.result(epochs=2)
     scores = [float(row[name]) for row in rows(mine.out / "whole")]
     best = mine.state("whole/best.pt")
@@ -352,10 +354,11 @@ def test_frozen_layers(edited: Callable[[str], Edited]) -> None:
     some = edited("frozen")
     some.result("--freeze-backbone", 1)
     model = some.state()["model"]
-    for name in (name for name in model if name.endswith("running_mean")):
-        layer = name.rpartition(".")[0]
-        assert model[f"{layer}.weight"].eq(1).all()
-        assert model[name].eq(0).all()
+    for name in model:
+        layer, _, kind = name.rpartition(".")
+        if kind == "running_mean":
+            assert model[f"{layer}.weight"].eq(1).all()
+            assert model[name].eq(0).all()
 
 
 @pytest.mark.parametrize("project", both_but_one_in_soak, indirect=True)
@@ -364,9 +367,8 @@ def test_lora(project: Project, edited: Callable[[str], Edited]) -> None:
     importlib.import_module("peft")  # once, for all forks
     tuned = edited("lora")
     tuned.result()
-    now, before = (
-        tuned.state(f"whole/{name}.pt")["model"] for name in ("last", "last-1")
-    )
+    now = tuned.state()["model"]
+    before = tuned.state("whole/last-1.pt")["model"]
     changed = {name for name in now if not torch.equal(now[name], before[name])}
     head = "fc." if project.task == TASKS[0] else "decoder.", "segmentation_head."
     assert {"lora_" in name or name.startswith(head) for name in changed} == {True}
@@ -374,15 +376,9 @@ def test_lora(project: Project, edited: Callable[[str], Edited]) -> None:
     assert {"lora_" in name for name in learn} == {True, False}
     if project.task == TASKS[1]:
         return  # as much again, and no other code
-    words = (
-        "--checkpoint",
-        tuned.out / "whole/best.pt",
-        "--output",
-        tuned.out,
-        "--data",
-        tuned.data,
-    )
-    tuned.project.run(*words, script="ddpkit export", on=1).ok()
+    words = ["--checkpoint", tuned.out / "whole/best.pt"]
+    words += ["--output", tuned.out, "--data", tuned.data]
+    tuned.project.run(words, script="ddpkit export", on=1).ok()
     assert (tuned.out / "model.onnx").exists()
 
 
@@ -390,10 +386,12 @@ def test_heatmap(
     project: Project, trained: Path, edited: Callable[[str], Edited]
 ) -> None:
     """Where a network averages its last maps, they show what its last layer makes of each place."""
-    seen, best = edited("heatmap"), trained / "best.pt"
-    words = seen.data / "val", "--checkpoint", best, "--output"
+    seen = edited("heatmap")
+    best = trained / "best.pt"
     for each in project, seen.project:
-        each.run(*words, seen.out / each.folder.name, script="predict.py", on=1).ok()
+        words = [seen.data / "val", "--checkpoint", best]
+        words += ["--output", seen.out / each.folder.name]
+        each.run(words, script="predict.py", on=1).ok()
     table, same = (p / "predictions.csv" for p in sorted(seen.out.iterdir()))
     assert table.read_text() == same.read_text()
     names = [path.stem for path in sorted(seen.data.glob("val/*/*.jpg"))]

@@ -12,16 +12,16 @@ from generated import Command, Project, rows, wait_for
 
 
 def start(project: Project, *words: object) -> Command:
-    return Command(
-        [sys.executable, project.folder / "recipes/sweep.py", *words], NPROC="1"
-    )
+    script = project.folder / "recipes/sweep.py"
+    return Command([sys.executable, script, words], NPROC="1")
 
 
 @pytest.mark.soak
 def test_trials(project: Project, few: Path, tmp_path: Path) -> None:
     """Worse than two better ones a trial ends early; one that was interrupted resumes first."""
     copy = project.copy(tmp_path / "a copy")
-    script, folder = copy.folder / "recipes/sweep.py", copy.folder / "runs/sweep"
+    script = copy.folder / "recipes/sweep.py"
+    folder = copy.folder / "runs/sweep"
     text = script.read_text()
     script.write_text(text.replace("TRIALS, HOURS = 20", "TRIALS, HOURS = 4"))
     folder.mkdir(parents=True)
@@ -35,18 +35,18 @@ def test_trials(project: Project, few: Path, tmp_path: Path) -> None:
             optuna.trial.create_trial(value=score, intermediate_values=levels)
         )
     flags = copy.flags(few, tmp_path, "--epochs", 500)
-    first = start(copy, *flags)
+    first = start(copy, flags)
     wait_for(lambda: os.path.exists(folder / "2/metrics.csv"))
     first.kill(signal.SIGTERM)
     assert first.end().status == 75
     assert (folder / "2/last.pt").exists()
-    done = start(copy, *flags).end().ok()
+    done = start(copy, flags).end().ok()
     assert "best top1 3.0 in trial 1:" in done.out
     assert "SIGTERM: stopped and saved" in done.out
     names = [trial.state.name for trial in study.get_trials()]
     assert names == ["COMPLETE", "COMPLETE", "FAIL", "PRUNED", "PRUNED"]
     assert sorted(path.name for path in folder.iterdir()) == ["2", "4", "study.db"]
-    *_, failed, resumed, _ = study.get_trials()
+    failed, resumed = study.get_trials()[2:4]
     assert failed.params == resumed.params and len(failed.params) == 3
     assert all(2 <= len(rows(folder / name)) < 500 for name in "24")
     assert (folder / "2/best.pt").exists()
@@ -62,9 +62,8 @@ def test_lower_is_better(project: Project, tmp_path: Path) -> None:
 
         assert sweep.scores(tmp_path) == []  # args.json does not say yet which it is
         for direction, sign in ("min", -1), ("max", 1):
-            (tmp_path / "args.json").write_text(
-                json.dumps({"best": ["val_loss", direction]})
-            )
+            text = json.dumps({"best": ["val_loss", direction]})
+            (tmp_path / "args.json").write_text(text)
             assert sweep.scores(tmp_path) == [sign * 0.5, sign * 0.25]
 
     project.here(read).ok()

@@ -16,11 +16,8 @@ Repository = tuple[Path, Env]
 
 
 def git(*args: object, cwd: Path, env: Env) -> str:
-    command = ["git", *map(str, args)]
-    done = subprocess.run(
-        command, cwd=cwd, env=env, check=True, capture_output=True, text=True
-    )
-    return done.stdout
+    options = {"check": True, "capture_output": True, "text": True}
+    return subprocess.run(["git", *args], cwd=cwd, env=env, **options).stdout
 
 
 def commit(repository: Path, env: Env) -> str:
@@ -31,14 +28,13 @@ def commit(repository: Path, env: Env) -> str:
 
 
 def cruft(*args: object, cwd: Path, env: Env) -> None:
-    subprocess.run(
-        [sys.executable, "-m", "cruft", *map(str, args)], cwd=cwd, env=env, check=True
-    )
+    command = [sys.executable, "-m", "cruft", *args]
+    subprocess.run(command, cwd=cwd, env=env, check=True)
 
 
 def cookiecutter(*args: object, cwd: Path, env: Env) -> Path:
     """Generate a project in `cwd` and return its folder."""
-    command = [sys.executable, "-m", "cookiecutter", *map(str, args), "--no-input"]
+    command = [sys.executable, "-m", "cookiecutter", *args, "--no-input"]
     subprocess.run(command, cwd=cwd, env=env, check=True)
     return cwd / "my_ddp_project"
 
@@ -77,7 +73,7 @@ def edit(project: Path, env: Env, **changes: tuple[str, str]) -> None:
 def update(project: Path, env: Env) -> None:
     cruft("update", "--skip-apply-ask", cwd=project, env=env)
     git("diff", "--check", cwd=project, env=env)  # fails on conflict markers
-    assert not [*project.rglob("*.rej")]
+    assert not list(project.rglob("*.rej"))
 
 
 MINE = "def train_one_epoch(", "# mine\n\n\ndef train_one_epoch("
@@ -86,11 +82,9 @@ MINE = "def train_one_epoch(", "# mine\n\n\ndef train_one_epoch("
 @pytest.mark.parametrize("account", ["", "name:password@"])
 def test_from_github(repository: Repository, tmp_path: Path, account: str) -> None:
     """The README's command, with git told to look for github.com in a folder."""
-    address = (
-        f"https://{account}github.com/org/ddp-template"
-        if account
-        else "gh:org/ddp-template"
-    )
+    address = "gh:org/ddp-template"
+    if account:
+        address = f"https://{account}github.com/org/ddp-template"
     project = cookiecutter(address, cwd=tmp_path, env=repository[1])
     assert os.access(project / "launch.sh", os.X_OK)
     # An address that git can clone again, without the account; no path of this machine.
@@ -125,10 +119,10 @@ def test_cruft_file(repository: Repository, tmp_path: Path) -> None:
     """What cruft itself writes, and nothing where it would be wrong."""
     origin, env = repository
     (tmp_path / "by_cruft").mkdir()
-    main = "--checkout", "main"
-    cruft("create", origin, *main, "--no-input", cwd=tmp_path / "by_cruft", env=env)
+    words = ["create", origin, "--checkout", "main", "--no-input"]
+    cruft(*words, cwd=tmp_path / "by_cruft", env=env)
     address = Path("origin") / origin.name  # a relative one
-    project = cookiecutter(address, *main, cwd=tmp_path, env=env)
+    project = cookiecutter(address, "--checkout", "main", cwd=tmp_path, env=env)
     assert cruft_file(project) == cruft_file(tmp_path / "by_cruft" / "my_ddp_project")
 
     shutil.rmtree(project)
@@ -148,6 +142,5 @@ def test_from_an_archive(repository: Repository, tmp_path: Path) -> None:
     assert not (project / ".cruft.json").exists()
     files = [path for path in (origin / "ddpkit").rglob("*") if path.is_file()]
     copies = [project / path.relative_to(origin) for path in files]
-    assert [path.read_bytes() for path in copies] == [
-        path.read_bytes() for path in files
-    ]
+    for path, copy in zip(files, copies, strict=True):
+        assert copy.read_bytes() == path.read_bytes()
