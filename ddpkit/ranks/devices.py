@@ -138,6 +138,13 @@ def backend(device: torch.device) -> str:
     return f"cpu:gloo,{device.type}:{name}"
 
 
+def of_group() -> torch.device:
+    """Return the kind of device whose tensors the group's collectives take."""
+    if "gloo" in dist.get_backend():
+        return torch.device("cpu")
+    return torch.accelerator.current_accelerator() or torch.device("cpu")
+
+
 def is_mixed() -> bool:
     """Return whether the group has a backend of GPUs beside that of CPUs."""
     return "," in dist.get_backend()

@@ -14,7 +14,10 @@ from typing import Any, NamedTuple, TypeVar, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.distributed_c10d import _get_default_store
+from torch.distributed.distributed_c10d import (
+    _get_default_group,
+    _get_default_store,
+)
 
 from ddpkit.errors import UserError, escape, print_line
 from ddpkit.ranks import devices, environment, meeting, process, protocol
@@ -134,10 +137,10 @@ def _adopt() -> None:
 def _take_store() -> None:
     # With a connection of its own, which torch's waiting does not hold.
     store = dist.PrefixStore("ddpkit", _get_default_store().clone())
-    group = dist.group.WORLD
-    with contextlib.suppress(AttributeError, RuntimeError):  # of a backend without it
-        for kind in group._device_types if group else ():
-            Group.timeout = group._get_backend(kind).options._timeout
+    # Private; on the way to a new torch, its own default.
+    with contextlib.suppress(AttributeError, RuntimeError):
+        backend = _get_default_group()._get_backend(devices.of_group())
+        Group.timeout = backend.options._timeout
     store.set_timeout(Group.timeout)
     own = f"{environment.node()} {environment.process_space()} {os.getpid()}"
     store.set(protocol.PROCESS.format(rank()), own)

@@ -141,11 +141,10 @@ class Checkpoints:
         is_higher: whether a higher score is better. All ranks have to call it.
         """
         score = distributed.from_rank_zero(lambda: float(score))
-        is_first = self.best is None
-        is_better = is_first or (
-            (score > self.best) == is_higher and score != self.best
+        is_better = self.best is None or (
+            score > self.best if is_higher else score < self.best
         )
-        if math.isnan(score) or not is_better:
+        if not is_better or math.isnan(score):
             return False
         self.best = score
         self._write(is_best=True)

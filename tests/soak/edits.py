@@ -26,6 +26,9 @@ BACKWARD = "                scaler.scale(loss).backward()\n"
 ZERO = "        optimizer.zero_grad()\n"
 FIRST = "        losses: list[Tensor] = []\n"  # before the passes of a step
 END = "        run.end_step("
+EVALUATION = (
+    "            results, confusion, worst = evaluate(\n                model, val"
+)
 JUDGED = '            lr = optimizer.param_groups[-1]["lr"]'  # results are there
 TO_DEVICE = "    model = model.to(device).to("
 SETS = "    val_seeded = ddpkit.Seeded(val_set"
@@ -143,7 +146,7 @@ EDITS += [
             "        tracker=args.tracker,\n",
             "        tracker=args.tracker,\n        average=average,\n",
         )
-        + before(JUDGED, "            average.update_parameters(trained)\n"),
+        + before(EVALUATION, "            average.update_parameters(trained)\n"),
     ),
     Edit(
         "a second value in the table",
