@@ -7,12 +7,13 @@ import re
 import signal
 import sys
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import emulate
 import pytest
 import torch
-from generated import after_step, both_tasks, refusal, rows, wait_for
+from generated import Ranks, after_step, both_tasks, refusal, rows, wait_for
 from ranks import draw_nothing, on_ranks
 from torch import nn
 
@@ -22,7 +23,7 @@ from ddpkit.ranks import distributed, process, protocol, replicas
 from ddpkit.run import checkpoint
 from ddpkit.run.loop import Run
 
-SHORT = "--image-size", 32, "--batch-size", 2
+SHORT = ["--image-size", 32, "--batch-size", 2]
 
 
 def counts() -> Counter:
@@ -30,11 +31,12 @@ def counts() -> Counter:
     return Counter(emulate.counts())
 
 
-def train_here(*flags: object) -> None:
+def train_here(flags: list[object]) -> None:
     import main
 
     draw_nothing()
-    sys.argv = ["main.py", *map(str, flags)]
+    sys.argv = ["main.py"]
+    sys.argv += map(str, flags)
     ddpkit.start(main.main)
 
 
@@ -43,13 +45,15 @@ class Again(list):
 
     def __init__(self, loader: Any, times: int) -> None:
         super().__init__(list(loader) * times)
-        self.dataset, self.batch_sampler = loader.dataset, loader.batch_sampler
+        self.dataset = loader.dataset
+        self.batch_sampler = loader.batch_sampler
 
 
 @on_ranks(2)
 def test_what_travels_between_cpus(recwarn):
     """Objects, and tensors that are there, ask nothing of the GPU; a barrier asks the own one."""
-    rank, before = distributed.rank(), counts()
+    rank = distributed.rank()
+    before = counts()
     assert distributed.gather_objects({"rank": rank}) == [{"rank": 0}, {"rank": 1}]
     assert distributed.from_rank(1, bytes, 2**20) == bytes(2**20)
     assert distributed.reduce_tensor(torch.tensor(1)) == 2
@@ -61,7 +65,8 @@ def test_what_travels_between_cpus(recwarn):
 @on_ranks(2)
 def test_buffers_of_both_devices():
     """They travel between the CPUs; slices of a GPU, which nccl refuses, too."""
-    network, rank = nn.Module(), distributed.rank()
+    network = nn.Module()
+    rank = distributed.rank()
     for device in "cpu", "cuda":
         numbers = torch.arange(12.0, device=device).view(3, 4) + 100 * rank
         network.register_buffer(f"whole_{device}", numbers)
@@ -70,10 +75,9 @@ def test_buffers_of_both_devices():
     before = counts()["collectives"]
     replicas.sync_networks([network])
     assert counts()["collectives"] == before
+    sums = {"whole": 66, "sliced": 30, "flags": 12}
     for name, buffer in network.named_buffers():
-        assert (
-            buffer.sum() == {"whole": 66, "sliced": 30, "flags": 12}[name.split("_")[0]]
-        ), name
+        assert buffer.sum() == sums[name.split("_")[0]], name
 
 
 @both_tasks
@@ -85,8 +89,10 @@ def test_no_step_and_no_batch_waits_for_the_gpu(project, few, tmp_path):
     """
     import main
 
-    steps, evaluations = [], []
-    own_step, own_evaluate = Run.end_step, main.evaluate
+    steps = []
+    evaluations = []
+    own_step = Run.end_step
+    own_evaluate = main.evaluate
 
     def end_step(self: Run, *numbers: Any) -> None:
         self.checked_at = math.inf  # every few seconds it reads the loss
@@ -98,26 +104,31 @@ def test_no_step_and_no_batch_waits_for_the_gpu(project, few, tmp_path):
         result = own_evaluate(model, loader, *more)
         if not isinstance(loader, First):
             for times in 1, 11:
-                again, before = Again(loader, times), counts()
+                again = Again(loader, times)
+                before = counts()
                 own_evaluate(model, again, *more)
                 evaluations.append(counts() - before)
         return result
 
-    Run.end_step, main.evaluate = end_step, evaluate
-    fp16 = "--amp", "fp16", "--optimizer", "sgd", "--clip-grad-norm", 1
-    recipe = {"classification": ("--ema", 0.9), "segmentation": fp16}[project.task]
-    train_here(*project.flags(few, tmp_path, *SHORT, "--log-every", 1, *recipe))
+    Run.end_step = end_step
+    main.evaluate = evaluate
+    recipe = {
+        "classification": "--ema 0.9",
+        "segmentation": "--amp fp16 --optimizer sgd --clip-grad-norm 1",
+    }[project.task]
+    flags = project.flags(few, tmp_path, "--log-every", 1)
+    train_here(flags + SHORT + recipe.split())
     passes = 3 * 10  # batches of 6 images
     asked = evaluations[1] - evaluations[0]
     waits = asked.pop("stream_waits")  # in torchmetrics' confusion matrix
     # A collective waits or not, as fast as it is; there are a few in each evaluation.
-    assert (
-        round(waits / passes) == {"classification": 1, "segmentation": 3}[project.task]
-    )
+    expected = {"classification": 1, "segmentation": 3}
+    assert round(waits / passes) == expected[project.task]
     each = [
         (later - earlier, 2, 1) for earlier, later in itertools.pairwise(steps[-3:])
     ]
-    for found, copies, back in (*each, (asked, 3 * passes, 0)):
+    each.append((asked, 3 * passes, 0))
+    for found, copies, back in each:
         assert found.pop("h2d") == copies
         assert found.pop("d2h", 0) == back
         assert found.keys() <= {"h2d_bytes", "collectives"}
@@ -127,10 +138,12 @@ def test_no_step_and_no_batch_waits_for_the_gpu(project, few, tmp_path):
 @on_ranks(2, group=False)
 def test_checkpoints_and_peaks_of_a_gpu(project, few, tmp_path):
     """Rank 0 copies each tensor once for both files; any machine can load them."""
-    saves, to_host = [], checkpoint.to_host
+    saves = []
+    to_host = checkpoint.to_host
 
     def counted(state: dict) -> dict:
-        before, copied = counts(), to_host(state)
+        before = counts()
+        copied = to_host(state)
         leaves = torch.utils._pytree.tree_leaves(state)
         there = {leaf.data_ptr() for leaf in leaves if getattr(leaf, "is_cuda", False)}
         saves.append((counts() - before, len(there)))
@@ -138,7 +151,7 @@ def test_checkpoints_and_peaks_of_a_gpu(project, few, tmp_path):
 
     checkpoint.to_host = counted
     after_step(1, lambda: torch.empty(2**24, dtype=torch.uint8, device="cuda"))()
-    train_here(*project.flags(few, tmp_path, "--epochs", 2))
+    train_here(project.flags(few, tmp_path, "--epochs", 2))
     if ddpkit.rank():
         return
     assert len(saves) == 4  # before and after each evaluation
@@ -158,17 +171,23 @@ def test_checkpoints_and_peaks_of_a_gpu(project, few, tmp_path):
 @pytest.mark.soak
 def test_stopped_and_resumed(project, few, tmp_path):
     """With three ranks, SIGTERM in mid-epoch: the bits are those of a run that nothing stopped."""
-    flags = *SHORT, "--accumulate", 2, "--clip-grad-norm", 1, "--epochs", 2
-    whole, stopped = tmp_path / "whole", tmp_path / "stopped"
-    project.train(few, whole, *flags, on=3).ok()
-    run = project.start(*project.flags(few, stopped, *flags, "--save-every", 1), on=3)
+    whole = tmp_path / "whole"
+    stopped = tmp_path / "stopped"
+
+    def start(out: Path, *more: object) -> Ranks:
+        words = project.flags(few, out, *more) + SHORT
+        words += ["--accumulate", 2, "--clip-grad-norm", 1, "--epochs", 2]
+        return project.start(*words, on=3)
+
+    start(whole).end().ok()
+    run = start(stopped, "--save-every", 1)
     wait_for((stopped / "last.pt").exists)
     run.kill(signal.SIGTERM)
     done = run.end()
     assert (done.statuses, done.left) == ([75] * 3, []), done.err
     assert "3 rank(s) on Fake GPU 0" in done.out
     at_stop = torch.load(stopped / "last.pt", weights_only=True)["step"]
-    project.train(few, stopped, *flags, on=3).ok()
+    start(stopped).end().ok()
     one, other = (
         torch.load(each / "last.pt", weights_only=True) for each in (whole, stopped)
     )
@@ -179,10 +198,11 @@ def test_stopped_and_resumed(project, few, tmp_path):
 
 def test_out_of_memory(project, few, tmp_path):
     """In one line, among ranks of nccl."""
-    greedy = after_step(
-        2, lambda: torch.empty(2**35, dtype=torch.uint8, device="cuda"), 1
-    )
-    done = project.train(few, tmp_path / "out", patch=greedy)
+
+    def ask() -> None:
+        torch.empty(2**35, dtype=torch.uint8, device="cuda")
+
+    done = project.train(few, tmp_path / "out", patch=after_step(2, ask, 1))
     asked = "asked for 32.00 GiB, peak 0.0"
     done.refused("failures.of_memory", "rank 1 ", asked, " of 16 GiB", "--batch-size 4")
 
@@ -244,14 +264,9 @@ def test_gpus_and_cpus(project, few, tmp_path):
     for folder, patch in (tmp_path / "gpus", None), (tmp_path / "cpus", hide_gpus):
         done = project.train(few, folder, *SHORT, "--amp", "off", patch=patch).ok()
         assert ("2 rank(s) on Fake GPU 0" in done.out) == (patch is None)
-        row, state = rows(folder)[0], torch.load(folder / "last.pt", weights_only=True)
-        weights = torch.cat(
-            [each.flatten() for each in state["model"].values()]
-        ).double()
-        found.append(
-            [
-                *(float(row[name]) for name in ("train_loss", "val_loss")),
-                float(weights.norm()),
-            ]
-        )
+        row = rows(folder)[0]
+        model = torch.load(folder / "last.pt", weights_only=True)["model"]
+        weights = torch.cat([each.flatten() for each in model.values()]).double()
+        losses = [float(row[name]) for name in ("train_loss", "val_loss")]
+        found.append((losses[0], losses[1], float(weights.norm())))
     assert found[0] == pytest.approx(found[1], rel=1e-4)

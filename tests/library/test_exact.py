@@ -7,14 +7,15 @@ import shutil
 import signal
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from digest import digest
-from generated import NET, NETS, Project, after_step, both_tasks, rows
+from generated import NET, NETS, Done, Project, after_step, both_tasks, rows
 from PIL import Image
-from ranks import on_ranks
+from ranks import Patch, on_ranks
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, Subset
 
@@ -30,21 +31,27 @@ def kill() -> None:
 
 def result(project: Project, data: Path, out: Path, on: int, *stops: int) -> str:
     """The digest of a run that is killed after each of these steps and started again."""
-    flags = data, out, *NET, "--epochs", 2, "--deterministic"
-    more = ("--save-every", 2) if stops else ()
+    flags = list(NET)
+    flags += ["--epochs", 2, "--deterministic"]
+    if stops:
+        flags += ["--save-every", 2]
+
+    def train(patch: Patch | None = None) -> Done:
+        return project.train(data, out, *flags, on=on, patch=patch)
+
     for step in stops:
-        done = project.train(*flags, *more, on=on, patch=after_step(step, kill))
+        done = train(after_step(step, kill))
         assert done.statuses == [-9] * on, done.err
-    project.train(*flags, *more, on=on).ok()
+    train().ok()
     return digest(out)
 
 
 def test_resume_at_any_step(project: Project, few: Path, tmp_path: Path) -> None:
     """Before the first checkpoint, in a save's step, before evaluation, in the next epoch."""
-    whole, stopped = tmp_path / "whole", tmp_path / "stopped"
-    assert result(project, few, whole, 2) == result(
-        project, few, stopped, 2, 1, 2, 3, 5
-    )
+    whole = tmp_path / "whole"
+    stopped = tmp_path / "stopped"
+    expected = result(project, few, whole, 2)
+    assert expected == result(project, few, stopped, 2, 1, 2, 3, 5)
     for row, other in zip(rows(whole), rows(stopped), strict=True):
         different = {name for name in row if row[name] != other[name]}
         assert different <= {"img_per_s", "train_seconds", "data_wait"}
@@ -52,10 +59,16 @@ def test_resume_at_any_step(project: Project, few: Path, tmp_path: Path) -> None
 
 def test_a_checkpoint_of_version_1(project: Project, few: Path, tmp_path: Path) -> None:
     """Killed in mid-epoch with 1.1, which knew no --log-every, and left ImageNet's numbers out."""
-    whole, stopped = tmp_path / "whole", tmp_path / "stopped"
-    flags = *NET, "--epochs", 1, "--deterministic", "--save-every", 1
-    project.train(few, whole, *flags).ok()
-    project.train(few, stopped, *flags, patch=after_step(2, kill))
+    whole = tmp_path / "whole"
+    stopped = tmp_path / "stopped"
+
+    def train(out: Path, patch: Patch | None = None) -> Done:
+        return project.train(
+            few, out, "--deterministic", "--save-every", 1, *NET, patch=patch
+        )
+
+    train(whole).ok()
+    train(stopped, after_step(2, kill))
     path = stopped / "last.pt"
     state = torch.load(path, weights_only=True)
     assert state["seen"]
@@ -65,19 +78,19 @@ def test_a_checkpoint_of_version_1(project: Project, few: Path, tmp_path: Path) 
     (loss, count), (other_loss, other_count) = state["totals"]
     state["totals"] = [[loss + 1, count + 2], [other_loss - 1, other_count - 2]]
     torch.save(state, path)
-    project.train(few, stopped, *flags).ok()
+    train(stopped).ok()
     assert digest(whole) == digest(stopped)
-    (row,), (other,) = rows(whole), rows(stopped)
-    assert float(row["train_loss"]) == pytest.approx(
-        float(other["train_loss"]), rel=1e-9
+    (loss,), (other,) = (
+        [float(row["train_loss"]) for row in rows(out)] for out in (whole, stopped)
     )
+    assert loss == pytest.approx(other, rel=1e-9)
 
 
 def test_resume_of_three_ranks(project: Project, tmp_path: Path) -> None:
     """DDP would sum in another order in a process's first step."""
     data = project.draw(tmp_path / "set", 38, 6)  # three steps per epoch
-    whole, stopped = tmp_path / "whole", tmp_path / "stopped"
-    assert result(project, data, whole, 3) == result(project, data, stopped, 3, 2)
+    whole = result(project, data, tmp_path / "whole", 3)
+    assert whole == result(project, data, tmp_path / "stopped", 3, 2)
 
 
 def test_resume_on_another_number_of_ranks(
@@ -85,10 +98,13 @@ def test_resume_on_another_number_of_ranks(
 ) -> None:
     """The same images in the same order, in whole steps; what cannot be the same is said."""
 
-    flags = data, tmp_path, "--image-size", 32, "--epochs", 2, "--save-every", 2
-    assert project.train(*flags, patch=after_step(8, kill)).statuses == [-9, -9]
-    accumulating = "--batch-size", 3, "--accumulate", 2
-    said = project.train(*flags, *accumulating, on=1).ok().out
+    def train(*more: object, **options: Any) -> Done:
+        words = ["--image-size", 32, "--epochs", 2, "--save-every", 2]
+        words += more
+        return project.train(data, tmp_path, *words, **options)
+
+    assert train(patch=after_step(8, kill)).statuses == [-9, -9]
+    said = train("--batch-size", 3, "--accumulate", 2, on=1).ok().out
     assert "1 of 2 epochs done" in said
     assert " and 2 steps of the next; 2 rank(s) then, 1 now: BatchNorm" in said
     assert "--batch-size" in said
@@ -102,9 +118,11 @@ def test_workers_do_not_change_what_is_learnt(
     """With dropout, whose random numbers loader workers must not share or shift."""
     weights = []
     for workers in 0, 2:
-        more = ["--arch", "squeezenet1_1", "--workers", workers]
-        project.train(few, tmp_path / str(workers), *more, on=1).ok()
-        weights.append(torch.load(tmp_path / str(workers) / "last.pt")["model"])
+        out = tmp_path / str(workers)
+        project.train(
+            few, out, "--arch", "squeezenet1_1", "--workers", workers, on=1
+        ).ok()
+        weights.append(torch.load(out / "last.pt")["model"])
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
 
 
@@ -112,21 +130,23 @@ def test_a_training_set_that_changes(
     project: Project, few: Path, tmp_path: Path
 ) -> None:
     """In mid-epoch the rest of its images would be others: the epoch starts over, and says so."""
-    own, out = shutil.copytree(few, tmp_path / "own"), tmp_path / "out"
-    flags = "--image-size", 32, "--save-every", 1
-    done = project.train(own, out, *flags, on=1, patch=after_step(2, kill))
+    own = shutil.copytree(few, tmp_path / "own")
+    out = tmp_path / "out"
+
+    def train(out: Path, patch: Patch | None = None) -> Done:
+        return project.train(
+            own, out, "--image-size", 32, "--save-every", 1, on=1, patch=patch
+        )
+
+    done = train(out, after_step(2, kill))
     assert done.statuses == [-9], done.err
     image = min((own / "train").rglob("*.jpg"))
     image.rename(image.with_stem(f"z{image.stem}"))
-    said = (
-        project.train(own, shutil.copytree(out, tmp_path / "copy"), *flags, on=1)
-        .ok()
-        .out
-    )
+    said = train(shutil.copytree(out, tmp_path / "copy")).ok().out
     assert "0 of 1 epochs done and 2 steps of the next" in said
     assert "the epoch starts over" in said
     image.with_stem(f"z{image.stem}").rename(image)
-    assert "starts over" not in project.train(own, out, *flags, on=1).ok().out
+    assert "starts over" not in train(out).ok().out
 
 
 def test_ranks_with_other_data(project: Project, few: Path, tmp_path: Path) -> None:
@@ -140,9 +160,8 @@ def test_ranks_with_other_data(project: Project, few: Path, tmp_path: Path) -> N
             sys.argv[sys.argv.index("--data") + 1] = str(copy)
 
     done = project.train(few, tmp_path / "new", patch=patch)
-    done.refused(
-        "agreement.check_alike", "rank 1 has 6 images (", "rank 0 has 6 images ("
-    )
+    images = "has 6 images ("
+    done.refused("agreement.check_alike", f"rank 1 {images}", f"rank 0 {images}")
     assert done.statuses == [2, 2]
     assert not list((tmp_path / "new").rglob("*.pt"))
 
@@ -151,26 +170,26 @@ def looped(net: nn.Module, val: Dataset) -> dict[str, float]:
     """Loss and metrics of a loop over single images, without our library."""
     numbers = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
     mean, std = (torch.tensor(each).view(3, 1, 1) for each in numbers)
-    losses, guesses, truths = 0.0, [], []
+    loss = 0.0
+    guesses = []
+    truths = []
     for image, label in val:
         with torch.no_grad():
             output = net.eval()(((image / 255 - mean) / std)[None])[0].double()
-        scores, target = (
-            output.reshape(len(output), -1).T,
-            torch.as_tensor(label).long().flatten(),
-        )
-        scores, target = scores[target != 255], target[target != 255]
-        losses -= (
-            torch.log_softmax(scores, 1)[torch.arange(len(target)), target].sum().item()
-        )
+        target = torch.as_tensor(label).long().flatten()
+        is_labelled = target != 255
+        target = target[is_labelled]
+        scores = output.reshape(len(output), -1).T[is_labelled]
+        loss -= scores.log_softmax(1).gather(1, target[:, None]).sum().item()
         guesses.append(scores.argmax(1))
         truths.append(target)
-    guess, truth = torch.cat(guesses), torch.cat(truths)
+    guess = torch.cat(guesses)
+    truth = torch.cat(truths)
     pairs = [(guess == number, truth == number) for number in (0, 1)]
     iou = [float((one & other).sum() / (one | other).sum()) for one, other in pairs]
     right = float((guess == truth).double().mean())
     found = {"top1": right, "iou_background": iou[0], "iou_crack": iou[1]}
-    return {"val_loss": losses / len(truth), **found}
+    return {"val_loss": loss / len(truth), **found}
 
 
 @both_tasks
@@ -194,15 +213,8 @@ def test_metrics_on_any_number_of_ranks(project: Project, tmp_path: Path) -> Non
         import model
         from flags import parse_args
 
-        words = [
-            "--data",
-            str(data),
-            "--image-size",
-            "32",
-            "--amp",
-            "off",
-            *net_of[project.task],
-        ]
+        words = ["--data", str(data), "--image-size", "32", "--amp", "off"]
+        words += net_of[project.task]
         args = parse_args(words)
         _, val, classes = dataset.build_datasets(args)
         samples.seed(1)
@@ -222,7 +234,8 @@ def test_metrics_on_any_number_of_ranks(project: Project, tmp_path: Path) -> Non
             if distributed.rank():  # rank 0 alone has all of them
                 continue
             assert worst
-            now = [*found.values(), confusion.tolist(), json.loads(json.dumps(worst))]
+            now = list(found.values())
+            now += [confusion.tolist(), json.loads(json.dumps(worst))]
             path = tmp_path / f"of {size}"
             if distributed.world_size() == 1:
                 path.write_text(json.dumps(now))
@@ -230,11 +243,12 @@ def test_metrics_on_any_number_of_ranks(project: Project, tmp_path: Path) -> Non
                 for name in plain.keys() & found.keys():
                     near = 1e-5 if name == "val_loss" else 1e-3
                     assert found[name] == pytest.approx(plain[name], rel=near), name
-            loss, *then = json.loads(path.read_text())
-            assert now[0] == pytest.approx(loss, rel=1e-14)
-            assert str(now[1:]) == str(then)  # NaN for NaN
+            then = json.loads(path.read_text())
+            assert now[0] == pytest.approx(then[0], rel=1e-14)  # the loss
+            assert str(now[1:]) == str(then[1:])  # NaN for NaN
             # The class that never comes is predicted here and there, or nowhere.
-            assert not (never := found.get("iou_never", 0)) or math.isnan(never)
+            never = found.get("iou_never", 0)
+            assert never == 0 or math.isnan(never)
 
     measure(project=project)
     assert len({(tmp_path / f"of {size}").read_text() for size in (1, 5, 53)}) == 3

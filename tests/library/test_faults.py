@@ -10,13 +10,17 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from digest import digest
 from generated import NET, Done, after_step, rows, wait_for
+from ranks import Patch
 
 from ddpkit.data import folders
+from ddpkit.data.format import Format
 from ddpkit.data.loading import Collate
 from ddpkit.ranks import distributed, explaining, process, protocol, stopping
 from ddpkit.run.criterion import Criterion
@@ -30,10 +34,8 @@ def send(signum: int, rank: int | None = None) -> None:
         os.kill(os.getpid(), signum)
 
 
-terminate, die = (
-    functools.partial(send, signal.SIGTERM),
-    functools.partial(send, signal.SIGKILL),
-)
+terminate = functools.partial(send, signal.SIGTERM)
+die = functools.partial(send, signal.SIGKILL)
 hang = functools.partial(time.sleep, 600)
 
 
@@ -44,8 +46,9 @@ def bug() -> None:
 def nan_on_one_rank() -> None:
     forward = Criterion.forward
 
-    def patched(self: Criterion, *batch: torch.Tensor) -> torch.Tensor:
-        return forward(self, *batch) * (float("nan") if distributed.rank() == 1 else 1)
+    def patched(self: Criterion, outputs: Any, targets: Any) -> torch.Tensor:
+        loss = forward(self, outputs, targets)
+        return loss * float("nan") if distributed.rank() == 1 else loss
 
     Criterion.forward = patched
 
@@ -67,19 +70,23 @@ def fill_the_disk() -> None:
 
 
 @pytest.mark.parametrize(
-    ("patch", "code", "words"),
+    ("patch", "code", "text"),
     [
-        (nan_on_one_rank, "loop.not_finite", ["the loss became NaN or inf"]),
-        (infinite_weight, "loop.not_finite", ["weight"]),
-        (fill_the_disk, "files.failure", ["out/last.pt", "File too large"]),
+        (nan_on_one_rank, "loop.not_finite", "the loss became NaN or inf"),
+        (infinite_weight, "loop.not_finite", "weight"),
+        (
+            fill_the_disk,
+            "files.failure",
+            "out/last.pt: cannot be written (File too large)",
+        ),
     ],
 )
-def test_what_is_not_saved(project, data, trained, tmp_path, patch, code, words):
+def test_what_is_not_saved(project, data, trained, tmp_path, patch, code, text):
     """Losses and weights that are no numbers, a full disk: the checkpoint is from before."""
     out = shutil.copytree(trained, tmp_path / "out")
     before = digest(out)
     done = project.train(data, out, "--epochs", 2, "--save-every", 2, patch=patch)
-    done.refused(code, *words)
+    done.refused(code, text)
     assert digest(out) == before
     assert not list(out.glob("*.part"))
 
@@ -102,7 +109,8 @@ def test_ranks_that_wait(project, data, tmp_path, rank, act, state, hint):
 
     done = project.train(data, tmp_path, "--dist-timeout", 3, on=3, patch=patch)
     assert 0 not in done.statuses and 1 in done.statuses and not done.left
-    err, others = done.err, ", ".join(str(each) for each in range(3) if each != rank)
+    err = done.err
+    others = ", ".join(str(each) for each in range(3) if each != rank)
     assert err.count("no progress for 1.5 s:\n") == 1
     at = rf"^rank {rank}, epoch 1, step 2, at main.py:{line}: {state}"
     assert re.search(at, err, re.M), err
@@ -110,32 +118,35 @@ def test_ranks_that_wait(project, data, tmp_path, rank, act, state, hint):
     stacks = err[re.search(at, err, re.M).end() :].split("\nrank ")[0]
     assert "in train_one_epoch" in stacks
     assert err.count(hint) == 1
-    assert re.search(
-        r"^error: rank \d timed out after 3 s \(--dist-timeout\)", err, re.M
-    )
+    last = r"^error: rank \d timed out after 3 s \(--dist-timeout\)"
+    assert re.search(last, err, re.M)
     assert "Fatal Python error" not in err
 
 
 def test_a_question_and_two_interrupts(project, data, tmp_path):
     """A person who asks is answered and the run goes on; a second Ctrl-C ends all at once."""
-    held, free, hung, question = (
-        tmp_path / name for name in ("held", "free", "hung", ".where")
-    )
+    held = tmp_path / "held"
+    free = tmp_path / "free"
+    hung = tmp_path / "hung"
+    question = tmp_path / ".where"
 
     def hold() -> None:
         held.touch()
         wait_for(free.exists)
 
+    def hang_there() -> None:
+        hung.touch()
+        hang()
+
     def patch() -> None:
         process.project = lambda: project.folder
         after_step(3, hold, 1)()
-        after_step(4, lambda: (hung.touch(), hang()), 1)()
+        after_step(4, hang_there, 1)()
 
     def is_answered() -> bool:
         err = started.said()[1]
-        return not question.exists() and err.count("\nrank 1, ") == err.count(
-            "asked where"
-        )
+        answers = err.count("\nrank 1, ")
+        return not question.exists() and answers == err.count("asked where")
 
     started = project.start(*project.flags(data, tmp_path), patch=patch)
     wait_for(held.exists)
@@ -165,7 +176,8 @@ def test_a_rank_that_does_not_answer(project, data, tmp_path, is_held):
     """Held by SIGSTOP, of which the launcher does not know: it is named, and waited for."""
 
     def patch() -> None:
-        stopping.ANSWER_SECONDS, protocol.GRACE_SECONDS = 1, 4
+        stopping.ANSWER_SECONDS = 1
+        protocol.GRACE_SECONDS = 4
         after_step(3, functools.partial(send, signal.SIGSTOP), 1)()
 
     started = project.start(*project.flags(data, tmp_path), patch=patch)
@@ -180,9 +192,8 @@ def test_a_rank_that_does_not_answer(project, data, tmp_path, is_held):
     assert re.match(f"waiting up to 4 s for an answer: {who}\n", done.err)
     if is_held:
         assert done.statuses[0] == 143
-        assert re.match(
-            f"error: not saved, after 4 s .*: {who}", done.err.splitlines()[-1]
-        )
+        last = done.err.splitlines()[-1]
+        assert re.match(f"error: not saved, after 4 s .*: {who}", last)
     else:
         assert done.statuses == [75, 75]
         assert "SIGTERM: stopped and saved at epoch 1" in done.out
@@ -212,16 +223,17 @@ def abort() -> None:
     os.abort()
 
 
+def bug_while_others_hang() -> None:
+    """As with nccl, where a collective does not raise when a rank has gone."""
+    after_step(3, hang, 0)()
+    after_step(3, bug, 1)()
+
+
 LOST = r"error: rank 0 lost another rank: rank 1 has ended \(process \d+\)"
 LEAVE = {
     "exits": (after_step(3, lambda: os._exit(0), 1), [1, 0], LOST),
     "aborts": (after_step(3, abort, 1), [1, -signal.SIGABRT], LOST),  # as C++ does
-    # as with nccl, where a collective does not raise when a rank has gone
-    "raises": (
-        lambda: (after_step(3, hang, 0)(), after_step(3, bug, 1)()),
-        [1, 1],
-        "ValueError: a bug",
-    ),
+    "raises": (bug_while_others_hang, [1, 1], "ValueError: a bug"),
 }
 
 
@@ -238,12 +250,10 @@ def test_ranks_that_leave(project, data, tmp_path, how):
     left = [path.name for path in tmp_path.glob("silent *")]
     # a launcher would say that it exited; here Python did not end it
     assert left == ["silent 1"]
-    *before, line = done.err.splitlines()
+    lines = done.err.splitlines()
     assert (done.statuses, done.left) == (statuses, [])
-    assert re.fullmatch(last, line), done.err
-    assert (
-        "Traceback" not in done.err if not before else done.err.count("Traceback") == 1
-    )
+    assert re.fullmatch(last, lines[-1]), done.err
+    assert done.err.count("Traceback") == (len(lines) > 1)
 
 
 def at(path: str, act: Callable[[], object]) -> Callable[[], None]:
@@ -252,10 +262,10 @@ def at(path: str, act: Callable[[], object]) -> Callable[[], None]:
     def patch() -> None:
         read = folders.open_image
 
-        def patched(name: str, *args: object) -> object:
+        def patched(name: str, format: Format) -> object:
             if name.endswith(path):
                 act()
-            return read(name, *args)
+            return read(name, format)
 
         folders.open_image = patched
 
@@ -268,7 +278,7 @@ SAMPLES = {
         "while reading sample .*train/dots/0002.jpg",
     ),
     "dies": (
-        at("train/dots/0002.jpg", lambda: os.kill(os.getpid(), signal.SIGKILL)),
+        at("train/dots/0002.jpg", die),
         "error: loader worker .*train/dots/0002.jpg has ended with SIGKILL: out of memory?",
     ),
     "hangs": (
@@ -282,8 +292,8 @@ SAMPLES = {
 def test_samples_that_break_their_worker(project, data, tmp_path, how):
     """It raises, dies or hangs: the image is named, once."""
     patch, line = SAMPLES[how]
-    more = ("--workers", 1, "--save-every", 1, "--dist-timeout", 4)
-    done = project.train(data, tmp_path, *more, patch=patch)
+    flags = project.flags(data, tmp_path, "--save-every", 1, "--dist-timeout", 4)
+    done = project.run(*flags, "--workers", 1, patch=patch)
     assert (done.statuses, done.left) == ([1, 1], [])
     assert len(re.findall(line, done.err)) == 1, done.err
     assert ("ValueError: a bug" in done.err) == (how == "raises")
@@ -307,45 +317,56 @@ def test_a_worker_that_starts_as_its_rank_dies(project, few, tmp_path):
 
 
 def ask_in_evaluation() -> None:
-    mean_loss, collate = Run.mean_loss, Collate.__call__
+    mean_loss = Run.mean_loss
+    collate = Collate.__call__
 
     def slow(self: Collate, samples: list) -> object:
-        time.sleep(0.5 if len(samples[0]) > 2 else 0)  # with indices: for evaluation
+        if len(samples[0]) > 2:  # with indices: for evaluation
+            time.sleep(0.5)
         return collate(self, samples)
 
-    Run.mean_loss = lambda self: (send(signal.SIGUSR1, 1), mean_loss(self))[1]
+    def asked(self: Run) -> object:
+        send(signal.SIGUSR1, 1)
+        return mean_loss(self)
+
+    Run.mean_loss = asked
     Collate.__call__ = slow
 
 
 def ask_in_a_save() -> None:
     add = Folder.add
-    Folder.add = lambda *args, **more: (send(signal.SIGUSR1, 0), add(*args, **more))[1]
+
+    def asked(*args: object, **more: object) -> None:
+        send(signal.SIGUSR1, 0)
+        add(*args, **more)
+
+    Folder.add = asked
 
 
 def test_stopped_and_killed_at_awkward_moments(project, data, tmp_path):
     """In evaluation, in a save; and then one of two nodes that share no disk has the checkpoint."""
-    common = (*NET, "--epochs", 3)
-    project.train(data, tmp_path / "whole", *common).ok()
 
-    def train(patch: Callable) -> Done:
-        return project.train(
-            data, tmp_path / "node1", *common, "--save-every", 3, patch=patch
-        )
+    def train(out: Path, *more: object, patch: Patch | None = None) -> Done:
+        return project.train(data, out, "--epochs", 3, *NET, *more, patch=patch)
 
-    done = train(ask_in_evaluation)
+    def train_often(patch: Patch) -> Done:
+        return train(tmp_path / "node1", "--save-every", 3, patch=patch)
+
+    train(tmp_path / "whole").ok()
+    done = train_often(ask_in_evaluation)
     assert done.statuses == [75, 75]
     assert "SIGUSR1: stopped and saved at epoch 1, step 6;" in done.out
-    done = train(ask_in_a_save)
+    done = train_often(ask_in_a_save)
     assert "0 of 3 epochs done and 6 steps of the next" in done.out
     assert done.statuses == [75, 75]
     assert "SIGUSR1: stopped and saved at epoch" in done.out
-    assert train(after_step(14, die)).statuses == [-9, -9]
+    assert train_often(after_step(14, die)).statuses == [-9, -9]
 
     def node() -> None:
         os.environ.update(LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
         sys.argv += ["--output-dir", f"{tmp_path}/node{os.environ['RANK']}"]
 
-    done = project.train(data, tmp_path, *common, patch=node).ok()
+    done = train(tmp_path, patch=node).ok()
     assert "node1/last.pt: 2 of 3 epochs done" in done.out
     assert digest(tmp_path / "whole") == digest(tmp_path / "node0")
     assert [row["epoch"] for row in rows(tmp_path / "node0")] == ["1", "2", "3"]

@@ -17,19 +17,8 @@ def test_on_gpus(tmp_path, monkeypatch, which):
     monkeypatch.setenv("FAKE_GPU_FOLDER", str(tmp_path))
     monkeypatch.delenv("PYTEST_XDIST_WORKER", raising=False)
     tests = Path(__file__).with_name("on_gpus.py")
-    pytest_ = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-p",
-        "no:cacheprovider",
-        "--durations",
-        "0",
-    ]
-    done = subprocess.run(
-        [sys.executable, gpus.__file__, "3", *pytest_, "-m", which, tests],
-        text=True,
-        capture_output=True,
-    )
+    command = [sys.executable, gpus.__file__, "3", sys.executable, "-m", "pytest"]
+    command += ["-p", "no:cacheprovider", "--durations", "0", "-m", which, tests]
+    done = subprocess.run(command, text=True, capture_output=True)
     print(done.stdout)
     assert done.returncode == 0, done.stderr

@@ -25,24 +25,17 @@ OF = {"bricks": "square", "checks": "square", "dots": "round", "rings": "round"}
 @pytest.fixture
 def several(own_data: Path) -> Path:
     """Lists of images with one label, two, or none, in groups; the test set is that of val."""
-    for part, name in ("train", "train"), ("val", "val"), ("val", "test"):
-        with open(own_data / f"{name}.csv", "w", newline="") as file:
+    for part, title in ("train", "train"), ("val", "val"), ("val", "test"):
+        with open(own_data / f"{title}.csv", "w", newline="") as file:
             write = csv.writer(file).writerow
             write(["file", "label", "group"])
             for n, path in enumerate(sorted((own_data / part).rglob("*.jpg"))):
                 kind = path.parent.name
-                labels = (
-                    []
-                    if kind == "waves"
-                    else [kind, *([OF[kind]] if kind in OF else [])]
-                )
-                write(
-                    [
-                        path.relative_to(own_data),
-                        ";".join(labels) or ";",
-                        f"camera {n % 9}",
-                    ]
-                )
+                labels = [] if kind == "waves" else [kind]
+                if kind in OF:
+                    labels.append(OF[kind])
+                name = path.relative_to(own_data)
+                write([name, ";".join(labels) or ";", f"camera {n % 9}"])
     return own_data
 
 
@@ -54,17 +47,12 @@ def test_loss_and_metrics(project: Project, several: Path) -> None:
     import model
     from flags import parse_args
 
-    words = [
-        "--data",
-        str(several),
-        "--image-size",
-        "32",
-        "--arch",
-        "shufflenet_v2_x0_5",
-    ]
-    args = parse_args([*words, "--label-smoothing", "0.1", "--amp", "off"])
+    words = ["--data", str(several), "--image-size", "32", "--amp", "off"]
+    words += ["--arch", "shufflenet_v2_x0_5", "--label-smoothing", "0.1"]
+    args = parse_args(words)
     _, val, classes = dataset.build_datasets(args)
-    assert args.several_labels and classes == sorted({*OF, *OF.values(), "stripes"})
+    assert args.several_labels
+    assert classes == sorted(OF.keys() | OF.values() | {"stripes"})
     torch.manual_seed(0)
     net = nn.Sequential(
         nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(12, len(classes))
@@ -77,45 +65,33 @@ def test_loss_and_metrics(project: Project, several: Path) -> None:
     criterion = ddpkit.Criterion(model.build_criterion(args, val, classes), classes)
     metric = model.build_metrics(args, classes)
     found, matrix, worst = main.evaluate(net, loader, criterion, metric, args)
-    images, targets = (
-        torch.stack(x) for x in zip(*map(val.__getitem__, range(23)), strict=True)
-    )
+    images, targets = torch.utils.data.default_collate([val[n] for n in range(23)])
     with torch.inference_mode():
         logits = net(ddpkit.data.loading.normalize(images, val.format))
-    precisions, scores = [], []
+    precisions = []
+    scores = []
     for truth, values in zip(targets.bool().T, logits.T, strict=True):
         hits = truth[values.argsort(descending=True)]
         at = torch.arange(1, 24)[hits]  # of each label that is there
         precisions.append(float((torch.arange(1, len(at) + 1) / at).mean()))
-        right, said = int((truth & (values > 0)).sum()), int((values > 0).sum())
+        right = int((truth & (values > 0)).sum())
+        said = int((values > 0).sum())
         scores.append(2 * right / max(int(truth.sum()) + said, 1))
     near = pytest.approx
     assert found["map"] == near(sum(precisions) / len(classes), abs=1e-5)
     assert found["f1"] == near(sum(scores) / len(classes), abs=1e-5)
-    smooth = 0.9 * targets + 0.05
-    each = nn.functional.binary_cross_entropy_with_logits(
-        logits, smooth, reduction="none"
-    )
-    assert found["val_loss"] == near(float(each.mean()), rel=1e-5)
+    bce = nn.functional.binary_cross_entropy_with_logits
+    loss = bce(logits, 0.9 * targets + 0.05)  # label smoothing
+    assert found["val_loss"] == near(float(loss), rel=1e-5)
     assert matrix.sum((1, 2)).tolist() == [23] * len(classes)
-    plain = nn.functional.binary_cross_entropy_with_logits(
-        logits, targets, reduction="none"
-    )
-    assert len(worst) == mistakes.COUNT and worst[0][1] == int(plain.mean(1).argmax())
+    plain = bce(logits, targets, reduction="none").mean(1)
+    assert len(worst) == mistakes.COUNT and worst[0][1] == int(plain.argmax())
 
 
 def test_a_run(project: Project, several: Path, tmp_path: Path) -> None:
     """Killed and resumed to the bit, with a fold and mixed images; its files; predict.py."""
-    words = (
-        "--fold",
-        "2/3",
-        "--class-weights",
-        "auto",
-        "--augment",
-        "mixup",
-        "--save-every",
-        2,
-    )
+    words = ["--fold", "2/3", "--class-weights", "auto"]
+    words += ["--augment", "mixup", "--save-every", "2"]
     kill = after_step(3, lambda: os.kill(os.getpid(), signal.SIGKILL))
     for name, patches in ("whole", [None]), ("killed", [kill, None]):
         for patch in patches:
@@ -129,30 +105,25 @@ def test_a_run(project: Project, several: Path, tmp_path: Path) -> None:
     assert (out / "worst.png").exists() and not (out / "confusion.png").exists()
     with open(out / "per_class.csv", newline="") as file:
         assert len(list(csv.DictReader(file))) == 7
-    found = [
-        project.train(several, out, "--eval-only", "test", on=ranks)
-        .ok()
-        .out.splitlines()[-1]
+    one, three = (
+        project.train(several, out, "--eval-only", "test", on=ranks).ok().out
         for ranks in (1, 3)
-    ]
-    assert found[0] == found[1]
-
-    words = (
-        several / "val",
-        "--checkpoint",
-        out / "best.pt",
-        "--output",
-        tmp_path / "predicted",
     )
-    project.run(*words, "--threshold", 0.3, script="predict.py", on=1).ok()
+    assert one.splitlines()[-1] == three.splitlines()[-1]
+
+    words = ["--checkpoint", out / "best.pt", "--threshold", 0.3]
+    words += ["--output", tmp_path / "predicted"]
+    project.run(several / "val", *words, script="predict.py", on=1).ok()
     with open(tmp_path / "predicted/predictions.csv", newline="") as file:
         for row in csv.DictReader(file):
             scores = {
-                k[12:]: float(v) for k, v in row.items() if k.startswith("probability_")
+                column.removeprefix("probability_"): float(value)
+                for column, value in row.items()
+                if column.startswith("probability_")
             }
             said = set(filter(None, row["class"].split(";")))
-            assert {k for k, v in scores.items() if v > 0.3001} <= said
-            assert said <= {k for k, v in scores.items() if v > 0.2999}
+            assert {name for name, score in scores.items() if score > 0.3001} <= said
+            assert said <= {name for name, score in scores.items() if score > 0.2999}
 
 
 def test_groups_stay_together(several: Path) -> None:
@@ -172,17 +143,18 @@ def test_a_test_set_and_mirrored_images(
 ) -> None:
     """In folders: another set than val; --tta changes the loss, and is the same on more ranks."""
 
-    def run(*words: object, on: int = 1) -> Done:
-        more = "--resume", trained / "best.pt", "--eval-only", *words
-        return project.train(own_data, tmp_path, *more, on=on)
+    def run(what: str, on: int = 1) -> Done:
+        words = ["--resume", trained / "best.pt"]
+        words += what.split()
+        return project.train(own_data, tmp_path, *words, on=on)
 
-    def evaluate(*words: object, on: int = 1) -> dict[str, float]:
-        return json.loads(run(*words, on=on).ok().out.splitlines()[-1])
+    def evaluate(what: str, on: int = 1) -> dict[str, float]:
+        return json.loads(run(what, on).ok().out.splitlines()[-1])
 
-    run("test").refused("folders.find_parts", own_data / "test")
-    val = evaluate()
+    run("--eval-only test").refused("folders.find_parts", own_data / "test")
+    val = evaluate("--eval-only")
     shutil.copytree(own_data / "val", own_data / "test")
-    assert evaluate("test") == val
+    assert evaluate("--eval-only test") == val
     first = min(
         path
         for path in (own_data / "test").rglob("*")
@@ -190,7 +162,7 @@ def test_a_test_set_and_mirrored_images(
     )
     for path in (own_data / "test").rglob(f"{first.stem}.*"):
         path.unlink()
-    assert evaluate("test") != val
-    mirrored = evaluate("--tta")
+    assert evaluate("--eval-only test") != val
+    mirrored = evaluate("--eval-only --tta")
     assert mirrored["val_loss"] != val["val_loss"]
-    assert evaluate("--tta", on=2) == pytest.approx(mirrored, rel=1e-6)
+    assert evaluate("--eval-only --tta", on=2) == pytest.approx(mirrored, rel=1e-6)

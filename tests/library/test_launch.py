@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 from dap import configuration
-from generated import Command, after_step, rows, run, wait_for
+from generated import Command, Ranks, after_step, rows, run, wait_for
 from launcher import Launch
 from ports import free_port
-from ranks import draw_nothing, on_ranks
+from ranks import Patch, draw_nothing, on_ranks
 
 from ddpkit.ranks import distributed
 
@@ -58,17 +58,22 @@ def test_three_ranks_end_with_the_same_weights(project, data, tmp_path):
     import main
 
     draw_nothing()
-    build, models = main.build_model, []
-    main.build_model = lambda *args: models.append(build(*args)) or models[0]
+    build = main.build_model
+    models = []
+
+    def kept(*args: object) -> torch.nn.Module:
+        models.append(build(*args))
+        return models[-1]
+
+    main.build_model = kept
     words = project.flags(data, tmp_path, "--accumulate", 2, "--epochs", 2)
     main.main([str(word) for word in words])
     assert [row["step"] for row in rows(tmp_path)] == ["2", "4"]
     saved = torch.load(tmp_path / "last.pt", weights_only=True)["model"]
     assert set(saved) == set(models[0].state_dict())
     for name, value in models[0].state_dict().items():
-        assert torch.equal(
-            distributed.gather(value), saved[name].expand(3, *value.shape)
-        ), name
+        everywhere = distributed.gather(value)  # (3, ...)
+        assert torch.equal(everywhere, saved[name].expand_as(everywhere)), name
 
 
 @pytest.mark.parametrize("by", ["launch.sh", "F5"])
@@ -78,17 +83,18 @@ def test_what_others_can_reach(project, tmp_path, by):
     (held / "main.py").write_text(MEETING)
     temporary = tmp_path / "tmp"
     temporary.mkdir(0o755)
-    command, env = [held / "launch.sh"], {"NPROC": "2"}
     if by == "F5":
         f5 = configuration(held, "DDP: torch.distributed.launch", processes="2")
-        words = f5["args"].split("main.py")[0].split()
-        command, env = (
-            [sys.executable, "-m", f5["module"], *words, held / "main.py"],
-            f5["env"],
-        )
+        env = f5["env"]
+        command = [sys.executable, "-m", f5["module"]]
+        command += f5["args"].split("main.py")[0].split()
+        command.append(held / "main.py")
+    else:
+        env = {"NPROC": "2"}
+        command = [held / "launch.sh"]
     started = Command(command, **env, TMPDIR=str(temporary))
     wait_for((held / "met").exists)
-    pids = {*started.ranks().values(), started.process.pid}
+    pids = set(started.ranks().values()) | {started.process.pid}
     assert listening(pids) == {"0100007F"}  # of gloo
     files = list(temporary.iterdir())
     assert files and not any(file.stat().st_mode & 0o077 for file in files)
@@ -109,15 +115,9 @@ def test_wrong_environment(project, tmp_path):
     alone = run([bare, "main.py"], cwd=project.folder)  # F5, "One process"
     alone.refused("", f"{sys.executable} has no torch", "Python: Select Interpreter")
     usage = run([project.folder / "launch.sh", "--help"]).ok().out
-    for name in (
-        "NPROC",
-        "NNODES",
-        "NODE_RANK",
-        "MASTER_ADDR",
-        "MASTER_PORT",
-        "MAX_RESTARTS",
-    ):
+    for name in "NPROC", "NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT":
         assert name in usage
+    assert "MAX_RESTARTS" in usage
 
 
 def test_a_mistake_is_not_repeated(project, tmp_path):
@@ -137,11 +137,13 @@ def node(number: int, ranks: int) -> None:
 
 def test_absent_nodes(project, few, tmp_path):
     """A line says which, after a while and at the end; without node 0, that nobody answers."""
-    words = project.flags(few, tmp_path / "out", "--dist-timeout", 4)
-    some = project.start(
-        *words, on=3, patch=lambda: node((0, 1, 4)[distributed.rank()], 5)
-    )
-    alone = project.start(*words, on=1, patch=lambda: node(1, 2)).end()
+
+    def start(on: int, patch: Patch) -> Ranks:
+        words = project.flags(few, tmp_path / "out", "--dist-timeout", 4)
+        return project.start(*words, on=on, patch=patch)
+
+    some = start(3, lambda: node((0, 1, 4)[distributed.rank()], 5))
+    alone = start(1, lambda: node(1, 2)).end()
     done = some.end()
     which = r"4 s for rank 2, 3 of 5 \(WORLD_SIZE=5\); here: n0, n1, n4"
     assert re.search(rf"^waiting up to {which}$", done.err, re.M)
@@ -202,9 +204,7 @@ def test_a_killed_rank_of_two_nodes(project, few, tmp_path):
     (pid,) = nodes[1].ranks()
     os.kill(pid, signal.SIGKILL)
     first, second = (each.end() for each in nodes)
-    killed = (
-        f"error: rank 1 (process {pid}) on n1 was ended by SIGKILL: out of memory?\n"
-    )
-    assert (second.status, second.err) == (137, killed)
+    killed = f"rank 1 (process {pid}) on n1 was ended by SIGKILL: out of memory?"
+    assert (second.status, second.err) == (137, f"error: {killed}\n")
     assert first.err.endswith("error: rank 0 on n0 lost another rank\n")
     assert first.status == 1

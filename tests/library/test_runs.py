@@ -46,18 +46,17 @@ def test_resume(project: Project, data: Path, trained: Path, tmp_path: Path) -> 
 
     # A mistake found before training begins costs nothing of the former run.
     before = {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
-    never = "--resume", "never"
-    project.train(data, out, *never, "--arch", "none", on=1).refused(
-        "networks.explain", "none"
-    )
+    done = project.train(data, out, "--resume", "never", "--arch", "none", on=1)
+    done.refused("networks.explain", "none")
     project.train(data, out, "--arch", "resnet34", on=1).refused(
         "checkpoint.load_weights", "last.pt", "--arch resnet34 (was", "--output-dir"
     )
-    assert {
+    assert before == {
         path: path.read_bytes() for path in out.rglob("*") if path.is_file()
-    } == before
+    }
 
-    assert "--resume never: removing" in project.train(data, out, *never).ok().out
+    done = project.train(data, out, "--resume", "never").ok()
+    assert "--resume never: removing" in done.out
     assert [row["epoch"] for row in rows(out)] == ["1"]
     assert len(list(out.glob("epochs/events*"))) == 1
     assert (out / "notes.txt").read_text() == "mine"
@@ -67,7 +66,8 @@ def test_resume_elsewhere_and_otherwise(
     project: Project, data: Path, trained: Path, tmp_path: Path
 ) -> None:
     """From a checkpoint of another folder, on one rank, at another rate, by flags from a file."""
-    out, file = tmp_path / "out", tmp_path / "flags.txt"
+    out = tmp_path / "out"
+    file = tmp_path / "flags.txt"
     file.write_text(
         f"# other\n--lr 0.002 --epochs 3\n--resume '{trained / 'last.pt'}'\n"
     )
@@ -110,14 +110,15 @@ def test_images_of_different_sizes(
             image.crop((0, 0, 64 - 7 * (n % 3), 40 + 5 * (n % 2))).save(each)
     found = []
     for size, on in (1, 2), (23, 1):
-        more = ["--eval-only", "--resume", trained / "best.pt", "--batch-size", size]
-        done = project.train(own_data, tmp_path, *more, on=on).ok()
+        words = ["--eval-only", "--resume", trained / "best.pt", "--batch-size", size]
+        done = project.train(own_data, tmp_path, *words, on=on).ok()
         found.append(json.loads(done.out.splitlines()[-1]))
     assert found[0] == pytest.approx(found[1], rel=1e-4)
 
 
 def test_flags_that_cannot_be(project: Project, data: Path, tmp_path: Path) -> None:
-    out, file = tmp_path / "out", tmp_path / "file"
+    out = tmp_path / "out"
+    file = tmp_path / "file"
     file.touch()
     done = project.train(data, out, "--sync-bn").refused("main.main", "--sync-bn")
     assert done.statuses == [2, 2]
@@ -178,14 +179,15 @@ def test_trackers(project: Project, few: Path, tmp_path: Path, name: str) -> Non
         sys.modules.pop(name, None)
 
     for epochs in 1, 3:
-        words = "--epochs", epochs, "--tracker", name
-        done = project.train(few, out, *words, patch=patch).ok()
+        done = project.train(
+            few, out, "--epochs", epochs, "--tracker", name, patch=patch
+        ).ok()
     assert "did not take epoch 3 (ConnectionError: no route to host at all)" in done.out
-    first, *scores = (f"{row['epoch']} {float(row['top1'])}" for row in rows(out))
-    begun = "start None" if name == "wandb" else "start out"
-    again = "start c3d4" if name == "trackio" else "start a1b2"
+    expected = [f"{row['epoch']} {float(row['top1'])}" for row in rows(out)]
+    expected.insert(0, "start None" if name == "wandb" else "start out")
+    expected.insert(2, "start c3d4" if name == "trackio" else "start a1b2")
     found = (tmp_path / f"{name}.py.txt").read_text().splitlines()
-    assert found == [begun, first, again, *scores]
+    assert found == expected
 
     def gone() -> None:
         sys.modules[name] = None

@@ -35,14 +35,14 @@ def test_stopped_and_requeued(slurm, project, few, tmp_path):
 
     A job that fails is started again, and goes on, but not for ever.
     """
-    flags = [*SMALL["classification"], "--image-size", 32, "--epochs", 4, "--data", few]
+    flags = list(SMALL["classification"])
+    flags += ["--image-size", 32, "--epochs", 4, "--data", few]
     flags += ["--save-every", 1, "--resume", "never"]  # which is for the first start
     project.run(*flags, "--output-dir", tmp_path / "whole").ok()
     folder = project.planted(tmp_path / "the project", PLANTED).folder
     script = folder / "slurm/train.sbatch"
-    script.write_text(
-        script.read_text().replace("\nmax_failures=3 ", "\nmax_failures=1 ")
-    )
+    text = script.read_text()
+    script.write_text(text.replace("\nmax_failures=3 ", "\nmax_failures=1 "))
     common = {"PYTHON": sys.executable, "NPROC": "1"}
 
     def submit(name: str, *options: str, **env: str) -> Job:
@@ -56,21 +56,19 @@ def test_stopped_and_requeued(slurm, project, few, tmp_path):
     wait_for(lambda: "epoch 1/" in requeued.log)
     slurm("scontrol", "requeue", requeued.number)
 
-    tasks = ("srun", "--kill-on-bad-exit=1", "--nodes", 2, "--ntasks-per-node", 1)
-    command = (*tasks, sys.executable, "main.py", *flags, "--output-dir", "runs/plain")
+    command = ["srun", "--kill-on-bad-exit=1", "--nodes", 2, "--ntasks-per-node", 1]
+    command += [sys.executable, "main.py", "--output-dir", "runs/plain"]
+    command += flags
     assert "\n2 rank(s) on CPU" in slurm(*command, cwd=folder)
 
-    assert "SIGUSR1: stopped and saved at epoch" in stopped.end("COMPLETED", restarts=1)
-    assert "SIGTERM: stopped and saved at epoch" in requeued.end(
-        "COMPLETED", restarts=1
-    )
+    for signum, job in ("SIGUSR1", stopped), ("SIGTERM", requeued):
+        log = job.end("COMPLETED", restarts=1)
+        assert f"{signum}: stopped and saved at epoch" in log
     assert "/last.pt: " in stopped.log and "/last.pt: " in requeued.log
     names = ("runs/stopped", "runs/requeued-0", "runs/plain")
     assert {digest(folder / name) for name in names} == {digest(tmp_path / "whole")}
 
-    found = re.findall(
-        r"failure (\d) .*: status 137 on n\d\n", killed.end("FAILED", restarts=1)
-    )
-    assert found == ["1", "2"]
+    log = killed.end("FAILED", restarts=1)
+    assert re.findall(r"failure (\d) .*: status 137 on n\d\n", log) == ["1", "2"]
     assert killed["ExitCode"] == "137:0"
     assert killed.log.count("/last.pt: 0 of 4 epochs done") == 1

@@ -40,9 +40,12 @@ class Chain:
     def __init__(
         self, project: Project, words: list, out: Path, chance: random.Random
     ) -> None:
-        self.folder, self.out, self.chance = project.folder, out, chance
+        self.folder = project.folder
+        self.out = out
+        self.chance = chance
         self.stepped = out.with_name("stepped")
-        self.words = [*words, "--save-every", 4, "--output-dir", out]
+        self.words = list(words)
+        self.words += ["--save-every", 4, "--output-dir", out]
         self.short = tempfile.TemporaryDirectory()  # a path in which sockets have room
         self.tmp = Path(self.short.name)
         self.numbers = itertools.count()
@@ -51,7 +54,8 @@ class Chain:
         """Start a launcher, in forks: launching itself is what is the same."""
         output = self.out.with_name(f"start {next(self.numbers)}")
         how |= {"NPROC": "2", "TMPDIR": str(self.tmp)}
-        self.run = Launch(self.folder, [*self.words, *more], output, self.slow, **how)
+        words = self.words + list(more)
+        self.run = Launch(self.folder, words, output, self.slow, **how)
         self.wait_for_training()
 
     def slow(self) -> None:
@@ -68,9 +72,12 @@ class Chain:
 
     def wait_for_training(self, but: Collection[int] = ()) -> None:
         """Wait until all ranks, none of `but`, have saved and taken a step; then a random while."""
-        wait_for(
-            lambda: len(pids := set(self.run.ranks())) == 2 and not pids & set(but)
-        )
+
+        def are_there() -> bool:
+            pids = set(self.run.ranks())
+            return len(pids) == 2 and pids.isdisjoint(but)
+
+        wait_for(are_there)
         began = time.time()
 
         def is_new(path: Path) -> bool:
@@ -155,10 +162,12 @@ def test_stopped_and_killed_again_and_again(project, data, tmp_path, chance):
 @pytest.mark.soak
 def test_a_torchrun_that_is_killed(project, data, tmp_path):
     """Its ranks save, as on one node their store is a file in its folder; another start goes on."""
-    slow, out = project.planted(tmp_path / "slow", SLOW), tmp_path / "out"
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    slow = project.planted(tmp_path / "slow", SLOW)
+    out = tmp_path / "out"
     flags = project.flags(data, out, "--epochs", 3)
-    run = Command([*launcher, "--nproc-per-node", 2, slow.folder / "main.py", *flags])
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--nproc-per-node", 2, slow.folder / "main.py"]
+    run = Command(command + flags)
     wait_for((slow.folder / "stepped").exists)
     run.kill(signal.SIGKILL)
     done = run.end()
@@ -181,7 +190,8 @@ def test_a_signal_before_training(project, data, tmp_path):
 def test_a_launcher_gives_up(tmp_path):
     """Of ranks that do not end it says so, and kills them; here of one that ignores signals."""
     lines: list[str] = []
-    launch.print_error, protocol.STOP_SECONDS = lines.append, 1
+    launch.print_error = lines.append
+    protocol.STOP_SECONDS = 1
     running = launch.Ranks(Nodes(1, 0, 1, "127.0.0.1", 0))
     shell = ["sh", "-c", "trap '' TERM; touch ready; while :; do sleep 1; done"]
     deaf = Command(shell, cwd=tmp_path)
@@ -215,10 +225,8 @@ def test_how_ranks_have_ended(tmp_path):
         if is_silent:
             Path(f"{silent}0").touch()
         ended = launch.Ranks(Nodes(1, 0, 1, "127.0.0.1", 0))
-        ended.running, ended.silent = (
-            [Command(["sh", "-c", script]).process],
-            str(silent),
-        )
+        ended.running = [Command(["sh", "-c", script]).process]
+        ended.silent = str(silent)
         assert ended.wait() == status
         said = f"rank 0 (process {ended.running[0].pid}) {line}"
         assert [each[: len(said)] for each in lines] == ([said] if line else [])

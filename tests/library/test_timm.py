@@ -6,42 +6,41 @@ import math
 import os
 import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 import timm.optim
 import torch
 from digest import digest
-from generated import Project, after_step
+from generated import Done, Project, after_step
 from ranks import on_ranks
 
 import recipe
 from flags import parse_args
 from model import build_model, layers
 
-VIT = "--arch", "timm/test_vit", "--image-size", "32"
+VIT = "--arch timm/test_vit --image-size 32"
 
 
 def test_rates_and_decay_of_layers() -> None:
     """As timm groups them; embeddings, biases and norms do not decay."""
-    args = parse_args(
-        [*VIT, "--layer-decay", "0.5", "--lr", "1", "--weight-decay", "0.1"]
-    )
+    words = f"{VIT} --layer-decay 0.5 --lr 1 --weight-decay 0.1"
+    args = parse_args(words.split())
     net = build_model(args, ["one", "two"])
-    expected = {
-        name: (group["lr"], group["weight_decay"])
-        for group in timm.optim.create_optimizer_v2(
-            net, "adamw", lr=1, weight_decay=0.1, layer_decay=0.5
-        ).param_groups
-        for weight in group["params"]
-        for name, each in net.named_parameters()
-        if each is weight
-        for group in [{**group, "lr": group["lr_scale"]}]
-    }
-    found = {}
     name_of = {weight: name for name, weight in net.named_parameters()}
-    for group in recipe.build_optimizer(net, args).param_groups:
-        for weight in group["params"]:
-            found[name_of[weight]] = group["lr"], group["weight_decay"]
+
+    def by_name(optimizer: torch.optim.Optimizer, rate: str) -> dict:
+        return {
+            name_of[weight]: (group[rate], group["weight_decay"])
+            for group in optimizer.param_groups
+            for weight in group["params"]
+        }
+
+    theirs = timm.optim.create_optimizer_v2(
+        net, "adamw", lr=1, weight_decay=0.1, layer_decay=0.5
+    )
+    expected = by_name(theirs, "lr_scale")
+    found = by_name(recipe.build_optimizer(net, args), "lr")
     assert found.keys() == expected.keys()
     assert all(found[name] == pytest.approx(expected[name]) for name in found)
     assert found["head.weight"] == (1, 0.1) and found["pos_embed"][1] == 0
@@ -49,53 +48,37 @@ def test_rates_and_decay_of_layers() -> None:
 
 
 def test_a_run(project: Project, few: Path, tmp_path: Path) -> None:
-    more = (
-        "--layer-decay",
-        0.7,
-        "--drop-path",
-        0.3,
-        "--grad-checkpointing",
-        "--save-every",
-        1,
-    )
-    words = *VIT, *more, "--freeze-backbone", 1, "--epochs", 2
+    whole = tmp_path / "whole"
+    killed = tmp_path / "killed"
+
+    def train(out: Path, words: str, **options: Any) -> Done:
+        return project.train(few, out, *f"{VIT} {words}".split(), **options)
+
+    words = "--epochs 2 --save-every 1 --freeze-backbone 1"
+    words += " --layer-decay 0.7 --drop-path 0.3 --grad-checkpointing"
+    train(whole, words).ok()
     kill = after_step(5, lambda: os.kill(os.getpid(), signal.SIGKILL))
-    project.train(few, tmp_path / "whole", *words).ok()
-    assert project.train(few, tmp_path / "killed", *words, patch=kill).status == -9
-    project.train(few, tmp_path / "killed", *words).ok()
-    assert digest(tmp_path / "whole") == digest(tmp_path / "killed")
-    state = torch.load(tmp_path / "whole/best.pt", weights_only=True)
+    assert train(killed, words, patch=kill).status == -9
+    train(killed, words).ok()
+    assert digest(whole) == digest(killed)
+    state = torch.load(whole / "best.pt", weights_only=True)
     config = timm.get_pretrained_cfg("test_vit")
     assert state["format"]["mean"] == config.mean == (0.5, 0.5, 0.5)
     assert state["args"]["crop"] == config.crop_pct == 0.95
-    timm.create_model("test_vit", num_classes=6, img_size=32).load_state_dict(
-        state["model"]
-    )
-    words = tmp_path / "whole", *VIT, "--eval-only"
-    said = [
-        project.train(few, *words, on=ranks).ok().out.splitlines()[-1]
-        for ranks in (1, 3)
-    ]
-    assert json.loads(said[0]) == pytest.approx(json.loads(said[1]), rel=1e-6)
-    words = (
-        few / "val",
-        "--checkpoint",
-        tmp_path / "whole/best.pt",
-        "--output",
-        tmp_path / "p",
-    )
-    project.run(*words, script="predict.py", on=1).ok()
+    net = timm.create_model("test_vit", num_classes=6, img_size=32)
+    net.load_state_dict(state["model"])
+    said = [train(whole, "--eval-only", on=ranks).ok().out for ranks in (1, 3)]
+    one, three = (json.loads(text.splitlines()[-1]) for text in said)
+    assert one == pytest.approx(three, rel=1e-6)
+    more = "--checkpoint", whole / "best.pt", "--output", tmp_path / "p"
+    project.run(few / "val", *more, script="predict.py", on=1).ok()
+    losses = []
     with open(tmp_path / "p/predictions.csv", newline="") as file:
-        found = [
-            {**row, "name": Path(row["file"]).parent.name}
-            for row in csv.DictReader(file)
-        ]
-    losses = [
-        -math.log(max(float(row[f"probability_{row['name']}"]), 1e-9)) for row in found
-    ]
-    loss = json.loads(said[0])["val_loss"]
+        for row in csv.DictReader(file):
+            label = Path(row["file"]).parent.name
+            losses.append(-math.log(max(float(row[f"probability_{label}"]), 1e-9)))
     # of the same pixels
-    assert sum(losses) / len(losses) == pytest.approx(loss, abs=1e-3)
+    assert sum(losses) / len(losses) == pytest.approx(one["val_loss"], abs=1e-3)
 
 
 @pytest.mark.parametrize(
@@ -121,11 +104,14 @@ def test_dpt_on_a_vit(project: Project) -> None:
     from ddpkit.run import networks
     from flags import parse_args
 
-    words = "--encoder", "tu-vit_small_patch16_dinov3", "--image-size", "64", "--arch"
+    def build(arch: str) -> torch.nn.Module:
+        words = f"--encoder tu-vit_small_patch16_dinov3 --image-size 64 --arch {arch}"
+        return model.build_model(parse_args(words.split()), ["one", "two"])
+
     with pytest.raises(ValueError) as error:
-        model.build_model(parse_args([*words, "unet"]), ["one", "two"])
+        build("unet")
     line = str(networks.explain(error.value))
     assert "--arch unet" in line and "--arch dpt" in line
-    net = model.build_model(parse_args([*words, "dpt"]), ["one", "two"])
+    net = build("dpt")
     assert net(torch.zeros(2, 3, 64, 96)).shape == (2, 2, 64, 96)
     assert all(map(len, model.layers(net)))

@@ -33,9 +33,9 @@ USED = {
 }
 # What has its weights at download.pytorch.org, and at huggingface.co.
 NETWORK = {
-    "classification": ("--arch", "shufflenet_v2_x0_5"),
-    "segmentation": ("--arch", "pspnet", "--encoder", "mobilenet_v2"),
-    "timm": ("--arch", "timm/test_vit"),
+    "classification": "--arch shufflenet_v2_x0_5",
+    "segmentation": "--arch pspnet --encoder mobilenet_v2",
+    "timm": "--arch timm/test_vit",
 }
 INITIAL = """
 import ddpkit, distributed, model, sys, torch
@@ -60,7 +60,8 @@ class Handler(BaseHTTPRequestHandler):
         self.do_GET(False)
 
     def do_GET(self, with_body: bool = True) -> None:
-        server, (*_, revision, name) = self.server, self.path.split("/")
+        server = self.server
+        revision, name = self.path.split("/")[-2:]
         server.requests.append(f"{self.command} {name}")
         path = server.folder / name
         if not path.exists():
@@ -88,7 +89,9 @@ class Server(ThreadingHTTPServer):
     def __init__(self, folder: Path) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
         self.folder = folder
-        self.mode, self.requests, self.is_over = "whole", [], threading.Event()
+        self.mode = "whole"
+        self.requests: list[str] = []
+        self.is_over = threading.Event()
         threading.Thread(target=self.serve_forever, daemon=True).start()
 
 
@@ -103,13 +106,16 @@ class Downloads:
         first: torch.Tensor,
         kind: str,
     ) -> None:
-        self.project, self.server, self.folder = project, server, folder
+        self.project = project
+        self.server = server
+        self.folder = folder
         self.published = first  # weight of what the server has
-        self.words = ["--image-size", 32, *NETWORK[kind]]
+        self.words = f"--image-size 32 {NETWORK[kind]}"
         self.name = next(
             path.name for path in server.folder.iterdir() if path.suffix != ".json"
         )
-        self.cache, self.port = folder / "cache", server.server_port
+        self.cache = folder / "cache"
+        self.port = server.server_port
         (folder / "initial.py").write_text(INITIAL)
 
     def patch(self) -> None:
@@ -122,22 +128,26 @@ class Downloads:
 
             path = "/{repo_id}/resolve/{revision}/{filename}"
             constants.HUGGINGFACE_CO_URL_TEMPLATE = server + path
-            constants.ENDPOINT, constants.HF_HUB_CACHE = server, str(self.cache)
+            constants.ENDPOINT = server
+            constants.HF_HUB_CACHE = str(self.cache)
             constants.HF_HUB_OFFLINE = False
 
-    def build(self, *more: object, on: int = 2) -> tuple[Done, list[dict[str, Any]]]:
+    def build(
+        self, weights: str | None = None, on: int = 2
+    ) -> tuple[Done, list[dict[str, Any]]]:
         """What ranks say that build the network, and what each begins with."""
         out = self.folder / "begun"
         shutil.rmtree(out, ignore_errors=True)
         out.mkdir()
         script = self.folder / "initial.py"
         # Any folder will do; for the demo set nothing is downloaded.
-        words = [out, *self.words, "--data", self.folder, *more]
+        words = [out, "--data", self.folder]
+        words += self.words.split()
+        if weights:
+            words += ["--weights", weights]
         done = self.project.run(*words, on=on, script=script, patch=self.patch)
-        return done, [
-            torch.load(path, weights_only=True)["model"]
-            for path in sorted(out.iterdir())
-        ]
+        paths = sorted(out.iterdir())
+        return done, [torch.load(path, weights_only=True)["model"] for path in paths]
 
     def cached(self) -> list[Path]:
         """The files of weights that would be taken for whole."""
@@ -152,7 +162,8 @@ class Downloads:
 def downloads(
     project: Project, tmp_path: Path, request: pytest.FixtureRequest
 ) -> Iterator[Downloads]:
-    folder, kind = tmp_path / "published", getattr(request, "param", project.task)
+    kind = getattr(request, "param", project.task)
+    folder = tmp_path / "published"
     folder.mkdir()
     torch.manual_seed(7)
     if kind == "timm":
@@ -173,17 +184,18 @@ def downloads(
         server.shutdown()
 
 
-def same(*states: dict[str, Any]) -> bool:
-    first, *others = states
+def same(states: list[dict[str, Any]]) -> bool:
+    first = states[0]
     return all(
-        torch.equal(first[name], other[name]) for other in others for name in first
+        torch.equal(first[name], other[name]) for other in states[1:] for name in first
     )
 
 
 @both_tasks
 def test_published_weights(downloads: Downloads, few: Path, tmp_path: Path) -> None:
     """Downloaded by one rank, for all, and once: a resumed run and --eval-only need no network."""
-    project, server = downloads.project, downloads.server
+    project = downloads.project
+    server = downloads.server
     done, begun = downloads.build()
     assert f"--weights auto: {USED[project.task]}, downloaded unless" in done.ok().out
     assert (
@@ -191,19 +203,22 @@ def test_published_weights(downloads: Downloads, few: Path, tmp_path: Path) -> N
     )
     downloads.port = free_port()  # where nobody answers: it is cached
     _, again = downloads.build(on=1)
-    _, scratch = downloads.build("--weights", "none", on=1)
-    assert same(*begun, *again) and not same(*begun, *scratch)
+    _, scratch = downloads.build("none", on=1)
+    assert same(begun + again) and not same(begun + scratch)
     assert torch.equal(next(iter(begun[1].values())), downloads.published)
 
     out = tmp_path / "out"
-    words = [*project.flags(few, out), *downloads.words, "--weights", "auto"]
-    assert "--weights auto: " in project.run(*words, patch=downloads.patch).ok().out
+
+    def train(words: str, on: int) -> str:
+        more = f"{downloads.words} --weights auto {words}".split()
+        return project.train(few, out, *more, on=on, patch=downloads.patch).ok().out
+
+    assert "--weights auto: " in train("", on=2)
     shutil.rmtree(downloads.cache)
     downloads.port = server.server_port
     server.requests.clear()
-    for more in ("--epochs", 2), ("--eval-only",):
-        done = project.run(*words, *more, patch=downloads.patch, on=1).ok()
-        assert "--weights" not in done.out
+    for more in "--epochs 2", "--eval-only":
+        assert "--weights" not in train(more, on=1)
     assert server.requests == [] and not downloads.cache.exists()
 
 
@@ -214,12 +229,12 @@ def test_timms_weights(downloads: Downloads) -> None:
     said = done.ok().out
     assert f"--weights auto: {USED['timm']}, downloaded unless" in said
     assert said.splitlines()[-1].endswith("tensors loaded; new: head.weight, head.bias")
-    assert same(*begun) and torch.equal(begun[0]["cls_token"], downloads.published)
+    assert same(begun) and torch.equal(begun[0]["cls_token"], downloads.published)
     assert begun[0]["pos_embed"].shape[1] == 2 * 2 + 1
     downloads.port = free_port()
     shutil.rmtree(downloads.cache)
     done, begun = downloads.build()
-    assert "download failed (" in done.ok().out and same(*begun)
+    assert "download failed (" in done.ok().out and same(begun)
 
 
 @both_tasks
@@ -228,8 +243,9 @@ def test_weights_that_cannot_be_had(downloads: Downloads) -> None:
 
     If they are asked for, that is an error.
     """
-    task, server = downloads.project.task, downloads.server
-    _, scratch = downloads.build("--weights", "none", on=1)
+    task = downloads.project.task
+    server = downloads.server
+    _, scratch = downloads.build("none", on=1)
     assert server.requests == []
     # huggingface_hub tries half a file again and again
     modes = ["closed", "half", "wrong"] if task == "classification" else ["closed"]
@@ -239,25 +255,26 @@ def test_weights_that_cannot_be_had(downloads: Downloads) -> None:
         began = time.monotonic()
         done, states = downloads.build(on=2 if mode == "closed" else 1)
         assert time.monotonic() - began < 30, mode
-        (line,) = (
-            line for line in done.ok().out.splitlines() if "from scratch" in line
-        )
-        assert line.startswith(f"--weights {USED[task]}: download failed ("), line
-        assert same(*scratch, *states), mode
+        lines = [line for line in done.ok().out.splitlines() if "from scratch" in line]
+        assert len(lines) == 1
+        assert lines[0].startswith(f"--weights {USED[task]}: download failed ("), lines
+        assert same(scratch + states), mode
         assert downloads.cached() == []
     for weights in USED[task], "other":
-        done, _ = downloads.build("--weights", weights)
+        done, _ = downloads.build(weights)
         done.refused("", weights)
 
 
 @on_ranks(2, group=False)
 def test_a_download_may_take_longer_than_collectives() -> None:
     distributed.setup(timeout=2)
-    for seconds in (3, 0):
-        assert (
-            distributed.await_rank_zero(lambda s: time.sleep(s) or s, seconds)
-            == seconds
-        )
+
+    def download(seconds: int) -> int:
+        time.sleep(seconds)
+        return seconds
+
+    for seconds in 3, 0:
+        assert distributed.await_rank_zero(download, seconds) == seconds
 
 
 class Answer(Exception):
@@ -292,30 +309,34 @@ def test_a_hub_that_does_not_answer(
 
 
 def test_what_auto_stands_for() -> None:
-    for network, name in {
-        ("unet", "resnet34"): "imagenet",
-        ("unet", "resnext101_32x4d"): "ssl",
-        ("fpn", "tu-resnet18.a1_in1k"): "imagenet",
-        ("fpn", "tu-seresnet18"): None,
-        ("deeplabv3_resnet50", "resnet34"): "COCO_WITH_VOC_LABELS_V1",
-    }.items():
-        assert next(iter(pretrained.find_published(*network, {})), None) == name
+    for arch, encoder, name in (
+        ("unet", "resnet34", "imagenet"),
+        ("unet", "resnext101_32x4d", "ssl"),
+        ("fpn", "tu-resnet18.a1_in1k", "imagenet"),
+        ("fpn", "tu-seresnet18", None),
+        ("deeplabv3_resnet50", "resnet34", "COCO_WITH_VOC_LABELS_V1"),
+    ):
+        assert next(iter(pretrained.find_published(arch, encoder, {})), None) == name
 
 
 # The smallest images that each takes without BatchNorm over a single pixel.
 CLASSIFIERS = {
-    **{"squeezenet1_1": 32, "googlenet": 64, "inception_v3": 96, "resnet50": 64},
-    **{"densenet121": 64, "efficientnet_b0": 64, "convnext_tiny": 32, "swin_t": 32},
+    "squeezenet1_1": 32,
+    "googlenet": 64,
+    "inception_v3": 96,
+    "resnet50": 64,
+    "densenet121": 64,
+    "efficientnet_b0": 64,
+    "convnext_tiny": 32,
+    "swin_t": 32,
 }
 NETWORKS = [
-    *(
-        ("classification", f"--arch {name} --image-size {n}")
-        for name, n in CLASSIFIERS.items()
-    ),
-    *(
-        ("segmentation", f"--encoder {name} --image-size 32")
-        for name in ("vgg16", "resnet34")
-    ),
+    ("classification", f"--arch {name} --image-size {side}")
+    for name, side in CLASSIFIERS.items()
+]
+NETWORKS += [
+    ("segmentation", "--encoder vgg16 --image-size 32"),
+    ("segmentation", "--encoder resnet34 --image-size 32"),
     ("segmentation", "--arch deeplabv3 --image-size 64"),
     ("segmentation", "--arch lraspp_mobilenet_v3_large --image-size 64"),
 ]
@@ -328,12 +349,10 @@ def test_classic_networks(project: Project, network: str) -> None:
     import model
     from flags import parse_args
 
-    args = parse_args(["--data", "demo", *network.split()])
-    classes, side, is_dense = (
-        list("abcdef"),
-        args.image_size,
-        project.task == "segmentation",
-    )
+    args = parse_args(f"--data demo {network}".split())
+    classes = list("abcdef")
+    side = args.image_size
+    is_dense = project.task == "segmentation"
     net = model.build_model(args, classes)
     criterion = model.build_criterion(args, None, classes)
     targets = torch.randint(len(classes), (2, side, side) if is_dense else (2,))
@@ -349,5 +368,4 @@ def test_classic_networks(project: Project, network: str) -> None:
     if is_dense:
         assert len(others) > 2  # decoder and head
     else:
-        weight, *bias = others
-        assert [weight[0], *bias] in ([6], [6, [6]])
+        assert others[0][0] == 6 and others[1:] in ([], [[6]])  # weight and bias
