@@ -197,15 +197,9 @@ def ours(
 
     if not has_simplejpeg:
         images.simplejpeg = None
-    dataset, classes, device = training_set(data, "--image-size", side)
+    dataset, classes, _ = training_set(data, "--image-size", side)
     part = Subset(dataset, picks(dataset, reads))
-    return DataLoader(
-        ddpkit.Seeded(part, classes, seed=0),
-        BATCH,
-        sampler=ddpkit.TrainSampler(part, BATCH, accumulate=1, seed=0),
-        collate_fn=ddpkit.Collate(),
-        **ddpkit.workers(workers, device),
-    )
+    return ddpkit.train_loader(part, BATCH, classes=classes, workers=workers)
 
 
 def picks(samples: Any, reads: int) -> range:

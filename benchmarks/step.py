@@ -33,7 +33,7 @@ import common
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, Dataset, TensorDataset
+from torch.utils.data import Dataset, TensorDataset
 
 LR = 0.001  # the project's own
 WARM_UP = 5  # batches before the clock starts
@@ -189,22 +189,15 @@ class Bench:
         if is_compiled:
             model.compile()
         optimizer = recipe.build_optimizer(model, args)
-        sampler = ddpkit.TrainSampler(
-            dataset, args.batch_size, args.accumulate, args.seed
+        how = {"classes": self.classes, "seed": args.seed, "workers": 0}
+        loader = ddpkit.train_loader(
+            dataset, args.batch_size, accumulate=args.accumulate, **how
         )
-        seeded = ddpkit.Seeded(dataset, self.classes, args.seed)
-        loader: DataLoader = DataLoader(
-            seeded, args.batch_size, sampler=sampler, collate_fn=ddpkit.Collate()
-        )
-        val_loader: DataLoader = DataLoader(
-            seeded,
-            batch_sampler=ddpkit.ValSampler(dataset, args.batch_size),
-            collate_fn=ddpkit.Collate(),
-        )
+        val_loader = ddpkit.val_loader(dataset, args.batch_size, **how)
         device = self.device.type
         parts = {
             "optimizer": optimizer,
-            "scheduler": recipe.build_scheduler(optimizer, args, sampler.steps),
+            "scheduler": recipe.build_scheduler(optimizer, args, loader.sampler.steps),
             "scaler": torch.amp.GradScaler(device, enabled=args.amp == "fp16"),
         }
         args.output_dir.mkdir(exist_ok=True)

@@ -25,16 +25,7 @@ if TYPE_CHECKING:
     from ddpkit.data.demo import demo_classes, demo_masks
     from ddpkit.data.folders import ImageFiles, MaskFiles, find_classes, find_masks
     from ddpkit.data.images import LazyImage
-    from ddpkit.data.loading import (
-        Collate,
-        TrainSampler,
-        ValSampler,
-        batches,
-        train_loader,
-        val_loader,
-        workers,
-    )
-    from ddpkit.data.samples import Seeded
+    from ddpkit.data.loading import batches, train_loader, val_loader
     from ddpkit.errors import NoLabelsError, UserError
     from ddpkit.ranks.distributed import rank, rank_zero_first
     from ddpkit.run.checkpoint import open_model
@@ -64,8 +55,7 @@ NAMES = {
     "data.demo": "demo_classes demo_masks",
     "data.folders": "ImageFiles MaskFiles find_classes find_masks",
     "data.images": "LazyImage",
-    "data.loading": "Collate TrainSampler ValSampler batches train_loader val_loader workers",
-    "data.samples": "Seeded",
+    "data.loading": "batches train_loader val_loader",
     "errors": "NoLabelsError UserError",
     "ranks.distributed": "rank rank_zero_first",
     "run.checkpoint": "open_model",

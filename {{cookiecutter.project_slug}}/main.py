@@ -50,21 +50,16 @@ def main(argv: Sequence[str] | None = None) -> None:
         folder.find_checkpoint()
     args.amp = recipe.choose_amp(args, device)
 
-    # The data. In Seeded each sample has random numbers of its own, whichever rank and
-    # worker reads it; it also gives the index of each sample.
+    # The data. Each sample has random numbers of its own, whichever rank and worker reads
+    # it. For validation each image is on one rank, once: nothing is padded or repeated.
     train_set, val_set, classes = build_datasets(args)
-    val_seeded = ddpkit.Seeded(val_set, classes, args.seed)
-    val_loader: DataLoader = DataLoader(
-        val_seeded,
-        # Each image is on one rank, once: there is no padding to equal numbers.
-        batch_sampler=ddpkit.ValSampler(val_set, args.batch_size),
-        collate_fn=ddpkit.Collate(),  # images of several sizes: a batch for each size
-        **ddpkit.workers(args.workers, device),  # num_workers, pin_memory and the like
+    val_loader = ddpkit.val_loader(
+        val_set, args.batch_size, classes=classes, seed=args.seed, workers=args.workers
     )
 
     # The network, with the weights of the checkpoint, or else those of --weights.
     pretrained = None if folder.state else args.weights
-    model = build_model(args, classes, val_seeded.channels, pretrained)
+    model = build_model(args, classes, val_loader.dataset.channels, pretrained)
     folder.load(model, classes, vars(args))
     model = model.to(device).to(memory_format=torch.channels_last)
     if args.sync_bn:
@@ -93,17 +88,14 @@ def main(argv: Sequence[str] | None = None) -> None:
         return
 
     # Another order in each epoch, from which a run also resumes within an epoch; the last
-    # images, too few for a step of all ranks, are left out of it. With a sampler of
-    # another kind give the loader train_set itself, not in Seeded.
-    train_sampler = ddpkit.TrainSampler(
-        train_set, args.batch_size, args.accumulate, args.seed
-    )
-    train_loader: DataLoader = DataLoader(
-        ddpkit.Seeded(train_set, classes, args.seed),
+    # images, too few for a step of all ranks, are left out. Any DataLoader will do.
+    train_loader = ddpkit.train_loader(
+        train_set,
         args.batch_size,
-        sampler=train_sampler,
-        collate_fn=ddpkit.Collate(),
-        **ddpkit.workers(args.workers, device),
+        classes=classes,
+        accumulate=args.accumulate,
+        seed=args.seed,
+        workers=args.workers,
     )
     # Training changes `trained`. With --ema, `model` is its average; `model` is what is
     # evaluated, saved and predicted with.

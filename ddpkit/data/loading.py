@@ -40,15 +40,7 @@ class TrainSampler(Sampler[Key]):
     global batch are left out, so that all ranks take the same number of steps. A run continues in
     mid-epoch, to the bit.
 
-    dataset: of the samples. batch_size: images per rank and forward pass. accumulate: forward
-        passes per optimizer step. seed: of the order. weights: of the samples, not negative: each
-        epoch then draws as many as there are, with replacement, in these proportions, such as 1 /
-        the number of samples of its class.
-
-    Raises a UserError if there are fewer samples than a global batch has, or other weights.
-
-        sampler = ddpkit.TrainSampler(train_set, 32, accumulate=1, seed=0)
-        loader = DataLoader(ddpkit.Seeded(train_set, classes, seed=0), 32, sampler=sampler)
+    The arguments are those of `train_loader`.
     """
 
     def __init__(
@@ -90,7 +82,7 @@ class TrainSampler(Sampler[Key]):
         is_right = values.shape == (self.total,) and bool((values >= 0).all())
         if not is_right or not 0 < values.sum() < math.inf:
             raise UserError(
-                f"weights of TrainSampler: {self.total} numbers are needed, one of each sample, "
+                f"weights of train_loader: {self.total} numbers are needed, one of each sample, "
                 "not negative and not all 0"
             )
         sums = values.cumsum(0)
@@ -128,10 +120,6 @@ class ValSampler(Sampler[list[Key]]):
 
     Whole batches are dealt to the ranks in turn, so that a batch holds the same samples on any
     number of ranks; a rank may get none.
-
-        loader = DataLoader(
-            ddpkit.Seeded(val_set, classes, seed=0), batch_sampler=ddpkit.ValSampler(val_set, 32)
-        )
     """
 
     def __init__(self, dataset: MapDataset, batch_size: int) -> None:
@@ -149,65 +137,96 @@ class ValSampler(Sampler[list[Key]]):
             yield [Key(0, index, is_val=True) for index in range(start, stop)]
 
 
+class Loader(DataLoader):
+    """What `train_loader` and `val_loader` return."""
+
+    dataset: Seeded
+
+
 def train_loader(
     dataset: MapDataset,
     batch_size: int,
     *,
+    classes: int | Sequence[str] | None = None,
+    accumulate: int = 1,
     seed: int = 0,
     workers: int | None = None,
     weights: Sequence[float] | Tensor | None = None,
     **options: Any,
-) -> DataLoader:
-    """Return a DataLoader of this rank's share of `dataset`, which any script can train with.
+) -> Loader:
+    """Return a DataLoader of this rank's share of `dataset`, in another order in each epoch.
 
-    Iterating it gives the batches of the epoch that `loader.sampler.set_epoch` has set;
-    `Checkpoints.steps` sets it, and goes on within an epoch. The order, and the random numbers of
-    each sample, depend on `seed`, epoch and sample alone, whichever rank and worker reads it. What
-    does not fill a batch of all ranks is left out.
+    What is in an optimizer step depends on the seed, the epoch and the size of the global batch,
+    not on the number of ranks, passes and workers; so do the random numbers of each sample. Samples
+    that do not fill a step of all ranks are left out. `Run.steps` and `Checkpoints.steps` go on
+    within an epoch, to the bit.
 
-    batch_size: per rank. workers: per rank; None: its share of the CPUs. weights: see TrainSampler.
+    dataset: map-style. With `classes`, their names or number, its samples are images and targets,
+        as `ddpkit.data.samples.Seeded` describes them, and are checked; without, of any kind.
+    batch_size: samples per rank and forward pass. accumulate: forward passes per optimizer step.
+    workers: processes per rank that read; 0: the rank itself; None: its share of the CPUs, at most
+        16, and 0 under a debugger.
+    weights: of the samples, not negative: each epoch draws as many as there are, with replacement,
+        in these proportions, such as 1 / the number of samples of its class.
     options: others of DataLoader, such as collate_fn.
 
-    Raises a UserError if there are fewer samples than ranks take at once.
+    Raises a UserError if there are fewer samples than a step takes, or other weights.
 
-        loader = ddpkit.train_loader(train_set, batch_size=32)
+        train_loader = ddpkit.train_loader(train_set, 32, classes=classes)
     """
-    sampler = TrainSampler(dataset, batch_size, 1, seed, weights)
-    return _loader(
-        dataset, seed, workers, options, batch_size=batch_size, sampler=sampler
-    )
+    sampler = TrainSampler(dataset, batch_size, accumulate, seed, weights)
+    how = {"batch_size": batch_size, "sampler": sampler}
+    return _loader(dataset, classes, seed, workers, how, options)
 
 
 def val_loader(
-    dataset: MapDataset, batch_size: int, *, workers: int | None = None, **options: Any
-) -> DataLoader:
+    dataset: MapDataset,
+    batch_size: int,
+    *,
+    classes: int | Sequence[str] | None = None,
+    seed: int = 0,
+    workers: int | None = None,
+    **options: Any,
+) -> Loader:
     """Return a DataLoader for evaluation: each sample once, on one rank; a rank may get none.
 
-    Sums over it, such as of right answers and of samples, are to be reduced over the ranks before
-    one is divided by the other. Ranks may have unequal numbers of batches: evaluate the network
-    itself, not DistributedDataParallel's. workers, options: as of `train_loader`.
+    A batch holds the same samples on any number of ranks; with `classes` only images of one size,
+    and their indices come last. Sums over it, such as of right answers and of samples, are to be
+    reduced over the ranks before they are divided. Ranks may have unequal numbers of batches:
+    evaluate the network itself, not DistributedDataParallel's.
 
-        loader = ddpkit.val_loader(val_set, batch_size=32)
+    The arguments are those of `train_loader`.
+
+        val_loader = ddpkit.val_loader(val_set, 32, classes=classes)
     """
-    sampler = ValSampler(dataset, batch_size)
-    return _loader(dataset, 0, workers, options, batch_sampler=sampler)
+    how = {"batch_sampler": ValSampler(dataset, batch_size)}
+    return _loader(dataset, classes, seed, workers, how, options)
 
 
 def _loader(
-    dataset: MapDataset, seed: int, count: int | None, options: dict, **how: Any
-) -> DataLoader:
+    dataset: MapDataset,
+    classes: int | Sequence[str] | None,
+    seed: int,
+    count: int | None,
+    how: dict[str, Any],
+    options: dict[str, Any],
+) -> Loader:
+    if taken := sorted(options.keys() & {"sampler", "batch_sampler", "shuffle"}):
+        raise UserError(
+            f"{taken[0]}=: ddpkit.train_loader and val_loader have samplers of their own; see "
+            "weights=, or give DataLoader(...) the data set and your sampler"
+        )
     device = torch.accelerator.current_accelerator(check_available=True)
-    more = {**workers(count, device or torch.device("cpu")), **options}
-    return DataLoader(Seeded(dataset, None, seed), **how, **more)
+    how |= workers(count, device or torch.device("cpu"))
+    if classes is not None:
+        how["collate_fn"] = Collate()
+    return Loader(Seeded(dataset, classes, seed), **{**how, **options})
 
 
 def workers(count: int | None, device: torch.device) -> dict[str, Any]:
     """Return the arguments of a DataLoader that start `count` workers, which end with their rank.
 
-    count: processes per rank; with 0 the rank itself reads. None: its share of the CPUs, at most
-        16; 0 under a debugger. On a GPU batches are copied from pinned memory.
-
-        DataLoader(train_set, batch_size=32, **ddpkit.workers(4, device))
+    On a GPU batches are copied from pinned memory.
     """
     if count is None:
         count = default_workers()
@@ -270,8 +289,6 @@ class Collate:
     """A `collate_fn`: stacks samples to a batch [images, targets, ...]; in evaluation by size.
 
     Samples whose images differ in size become several batches, so that none needs padding.
-
-        DataLoader(..., collate_fn=ddpkit.Collate())
     """
 
     def __call__(self, samples: Sequence[tuple]) -> list:
@@ -316,8 +333,13 @@ def find_source(
         has_kind = any(isinstance(one, kind) for one in samplers_of(each))
         if is_ours(each) and not has_kind:
             raise UserError(
-                "the training loader takes ddpkit.TrainSampler as its sampler, the "
-                "validation loader ddpkit.ValSampler as its batch_sampler"
+                "Run(...) takes ddpkit.train_loader(...) and then ddpkit.val_loader(...): these "
+                "are exchanged"
+            )
+        if is_ours(each) and each.dataset.is_any:
+            raise UserError(
+                "Run(...) takes loaders of images: give ddpkit.train_loader and val_loader "
+                "classes=classes"
             )
     check_formats(loader, val_loader)
     if not is_ours(loader):
@@ -330,8 +352,8 @@ def find_source(
     found = (loader.batch_size or 0) * distributed.world_size() * accumulate
     if planned != found:
         raise UserError(
-            f"TrainSampler has a global batch of {planned}, but all batches of a step of "
-            f"the loader make {found}: give both the same batch size"
+            f"the training loader was made for steps of {planned} images, Run(...) takes "
+            f"{found}: give both the same accumulate"
         )
     return loader.sampler
 
@@ -386,7 +408,7 @@ class OtherSource:
                 "what it uses, which a DistributedSampler or a stream split by rank avoids"
             )
         distributed.say(
-            "the training loader has no ddpkit.TrainSampler: an epoch that is stopped "
+            "the training loader is not ddpkit.train_loader(...): an epoch that is stopped "
             f"resumes from its start, not to the bit{how}"
         )
 
@@ -607,20 +629,16 @@ def is_ours(loader: Any) -> bool:
         own = getattr(loader, name, None)
         if not isinstance(own, TrainSampler | ValSampler):
             continue
-        if not is_seeded:
+        if not is_seeded or own.total != len(dataset):
             raise UserError(
-                "a loader with a sampler of ddpkit needs ddpkit.Seeded(dataset, ...)"
-            )
-        if own.total != len(dataset):
-            raise UserError(
-                f"{type(own).__name__} has a data set of {own.total} samples, "
-                f"ddpkit.Seeded one of {len(dataset)}: give both the same"
+                f"{type(own).__name__} and the loader's data set do not belong together: make the "
+                "loader by ddpkit.train_loader(...) or val_loader(...)"
             )
         return True
     if is_seeded:
         raise UserError(
-            "ddpkit.Seeded needs ddpkit.TrainSampler or ValSampler as the loader's sampler; "
-            "with another give the loader the data set itself, no Seeded"
+            "the data set of a loader of ddpkit has come into another loader: give that your data "
+            "set itself"
         )
     return False
 

@@ -153,7 +153,7 @@ class Seeded(Dataset):
     Raises a UserError for a sample of another kind, and for integers beyond the classes as a label
     or in a mask, (H, W) as the image; pixels without a label are 255, or -100.
 
-        train_loader = DataLoader(ddpkit.Seeded(train_set, classes, seed=0), sampler=sampler, ...)
+        train_loader = ddpkit.train_loader(train_set, 32, classes=classes)
     """
 
     in_use: ClassVar[weakref.WeakSet["Seeded"]] = weakref.WeakSet()
@@ -167,7 +167,7 @@ class Seeded(Dataset):
         if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__"):
             raise UserError(
                 f"{type(dataset).__name__} has no samples by number: give it to a "
-                "DataLoader without ddpkit.Seeded and sampler (EDITS.md)"
+                "DataLoader of your own in place of ddpkit.train_loader (EDITS.md)"
             )
         self.dataset = dataset
         self.seed = seed

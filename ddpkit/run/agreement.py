@@ -17,7 +17,7 @@ from ddpkit.ranks import distributed, environment, process
 def check_alike(classes: Sequence[str], **loaders: Any) -> None:
     """Raise a UserError, on all ranks, unless they have the same data, code and versions.
 
-    Of a loader without ddpkit.Seeded each rank may have its share, which has no list of samples.
+    Of a loader of one's own each rank may have its share, which has no list of samples.
     """
     # What this rank has; of what differs, a line tells the first.
     mine = {f"class {n}": f"class {n} {name}" for n, name in enumerate(classes)}

@@ -47,11 +47,9 @@ class Points(torch.utils.data.Dataset):
 
 def loaders(accumulate: int) -> tuple[DataLoader, DataLoader]:
     """Of the points, two in a batch for training and four for validation."""
-    data = ddpkit.Seeded(Points(), CLASSES, 0)
-    sampler = ddpkit.TrainSampler(Points(), 2, accumulate, 0)
-    val_sampler = ddpkit.ValSampler(Points(), 4)
-    val = DataLoader(data, batch_sampler=val_sampler, collate_fn=ddpkit.Collate())
-    return DataLoader(data, 2, sampler=sampler), val
+    how = {"classes": CLASSES, "workers": 0}
+    train = ddpkit.train_loader(Points(), 2, accumulate=accumulate, **how)
+    return train, ddpkit.val_loader(Points(), 4, **how)
 
 
 def train(

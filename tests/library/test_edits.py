@@ -203,9 +203,9 @@ def test_targets_that_are_no_classes(few: Path, tmp_path: Path, edited: Edited) 
             "from owner import hardened_metrics as build_metrics\n" + IMPORTS,
         ),
         (
-            "    val_seeded = ddpkit.Seeded(val_set",
+            "    val_loader = ddpkit",
             "    train_set, val_set = map(owner.Soft, (train_set, val_set))\n"
-            "    val_seeded = ddpkit.Seeded(val_set",
+            "    val_loader = ddpkit",
         ),
     )
     start(few, tmp_path, draws=True).ok()
@@ -247,7 +247,7 @@ def test_a_shorter_epoch(few: Path, tmp_path: Path, edited: Edited) -> None:
 LOSS = "                loss = criterion(logits, targets) * world_size / count\n"
 ZERO = "        optimizer.zero_grad()\n"
 JUDGE = "                model, val_loader, criterion, metrics, args\n            )\n            lr"
-SAMPLER = "        sampler=train_sampler,\n"
+SAMPLER = "        accumulate=args.accumulate,\n        seed=args.seed,\n"
 WRAPPED = "        ddp_model = wrap(trained)\n        # A"
 FREEZE = "        model.fc.requires_grad_(False)\n        ddp_model = wrap(trained)\n"
 FREEZE += "        model.fc.requires_grad_()\n"
@@ -263,7 +263,7 @@ MISUSES = {  # more of a step: test_own_steps.py
         [(JUDGE, JUDGE.replace("model", "__import__('copy').deepcopy(model)"))],
         "loop.end_epoch",
     ),
-    "half a loader": ([(SAMPLER, "        shuffle=True,\n")], "loading.is_ours"),
+    "another order": ([(SAMPLER, "        shuffle=True,\n")], "loading.loader"),
     "leaves": (
         [(INSIDE, f"        if run.step == 3 and rank == 1: break\n{INSIDE}")],
         "loop.mean_loss",

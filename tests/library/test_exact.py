@@ -222,11 +222,7 @@ def test_metrics_on_any_number_of_ranks(project: Project, tmp_path: Path) -> Non
         criterion = ddpkit.Criterion(model.build_criterion(args, val, classes), classes)
         for size in 1, 5, 53:
             part = Subset(val, list(range(0, 53, 53 // size))[:size])
-            loader = DataLoader(
-                ddpkit.Seeded(part, classes, args.seed),
-                batch_sampler=ddpkit.ValSampler(part, 2),
-                collate_fn=ddpkit.Collate(),
-            )
+            loader = ddpkit.val_loader(part, 2, classes=classes, workers=0)
             metrics = model.build_metrics(args, classes)
             found, confusion, worst = main.evaluate(
                 net, loader, criterion, metrics, args

@@ -57,11 +57,7 @@ def test_loss_and_metrics(project: Project, several: Path) -> None:
     net = nn.Sequential(
         nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(12, len(classes))
     )
-    sampler = ddpkit.ValSampler(val, 4)
-    seeded = ddpkit.Seeded(val, classes, 0)
-    loader = torch.utils.data.DataLoader(
-        seeded, batch_sampler=sampler, collate_fn=ddpkit.Collate()
-    )
+    loader = ddpkit.val_loader(val, 4, classes=classes, workers=0)
     criterion = ddpkit.Criterion(model.build_criterion(args, val, classes), classes)
     metric = model.build_metrics(args, classes)
     found, matrix, worst = main.evaluate(net, loader, criterion, metric, args)

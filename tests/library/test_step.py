@@ -210,20 +210,17 @@ import multiprocessing, sys
 def main(source):
     multiprocessing.set_start_method("forkserver")
     import torch
-    from torch.utils.data import DataLoader
     import dataset, ddpkit, distributed
     from ddpkit.ranks import process
     from flags import parse_args
 
     process.worker_context = lambda workers: None  # Python's default, on Linux too
-    device = distributed.setup(3)
+    distributed.setup(3)
     train, _, classes = dataset.build_datasets(parse_args(["--data", source, "--image-size", "32"]))
     found = []
     for workers in 0, 1:
-        options = {"collate_fn": ddpkit.Collate(), **ddpkit.workers(workers, device)}
-        sampler = ddpkit.TrainSampler(train, 4, accumulate=1, seed=3)
-        seeded = ddpkit.Seeded(train, classes, seed=3)
-        found.append(list(DataLoader(seeded, 4, sampler=sampler, **options)))
+        how = {"classes": classes, "seed": 3, "workers": workers}
+        found.append(list(ddpkit.train_loader(train, 4, **how)))
     for one, other in zip(*found, strict=True):
         assert all(map(torch.equal, one, other))
 

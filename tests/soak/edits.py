@@ -31,7 +31,7 @@ EVALUATION = (
 )
 JUDGED = '            lr = optimizer.param_groups[-1]["lr"]'  # results are there
 TO_DEVICE = "    model = model.to(device).to("
-SETS = "    val_seeded = ddpkit.Seeded(val_set"
+SETS = "    val_loader = ddpkit.val_loader("
 EVALUATED = "        worst.update(logits, targets, indices)\n"
 NORM = "            results['norm'] = float(sum(map(torch.norm, model.parameters())))\n"
 TERM = "                loss = loss + 1e-4 * sum(map(torch.norm, ddp_model.parameters()))\n"

@@ -10,7 +10,6 @@ import torch
 from generated import Project, both_tasks
 from ranks import on_ranks
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
 
 import ddpkit
 from ddpkit.data import samples
@@ -36,16 +35,16 @@ def test_same_images_whatever_the_machine(project: Project, few: Path) -> None:
         found: list[dict] = [{}, {}]
         for rank in range(ranks):
             distributed.rank = lambda rank=rank: rank
-            sampler = ddpkit.TrainSampler(train_set, batch_size, accumulate, seed=3)
-            loader = DataLoader(
-                ddpkit.Seeded(train_set, classes, seed=3),
+            loader = ddpkit.train_loader(
+                train_set,
                 batch_size,
-                sampler=sampler,
-                collate_fn=ddpkit.Collate(),
-                **ddpkit.workers(workers, torch.device("cpu")),
+                classes=classes,
+                accumulate=accumulate,
+                seed=3,
+                workers=workers,
             )
             for epoch in range(2):
-                sampler.set_epoch(epoch)
+                loader.sampler.set_epoch(epoch)
                 for i, batch in enumerate(loader):
                     step = found[epoch].setdefault(i // accumulate, [])
                     for sample in zip(*batch, strict=True):

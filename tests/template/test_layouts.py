@@ -86,10 +86,13 @@ def test_every_process_uses_the_same(own: Installed, few: Path, tmp_path: Path) 
     copy = own.folder / "ddpkit"
     main = own.folder / "main.py"
     # in a worker
-    told = "class Told(ddpkit.Collate):\n    def __call__(self, samples):\n        "
+    told = "from ddpkit.data.loading import Collate\n\n\n"
+    told += "class Told(Collate):\n    def __call__(self, samples):\n        "
     told += "assert ddpkit.__file__ == __import__('os').environ['EXPECTED']\n        "
     told += "return super().__call__(samples)\n\n\n"
-    text = main.read_text().replace("ddpkit.Collate()", "Told()")
+    text = main.read_text().replace(
+        "classes=classes,", "classes=classes, collate_fn=Told(),"
+    )
     main.write_text(text.replace("def main(", f"{told}def main("))
     torchrun = [own.python, "-m", "torch.distributed.run", "--nproc-per-node", 1]
     torchrun += ["--rdzv-backend", "c10d", "--rdzv-conf", "store_type=file", main]

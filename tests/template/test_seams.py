@@ -283,10 +283,10 @@ def test_loaders_of_your_own(edited: Callable[[str], Edited]) -> None:
     main.write_text(main.read_text().replace(f"{sampler}(train_set)", share))
     said = own.run("shares").ok().out
     assert "batches of its own and takes them all, 6 in all" in said
-    val = "batch_sampler=ddpkit.ValSampler(val_set, args.batch_size)"
-    text = plain.replace(val, f"{sampler}(val_set), batch_size=4")
-    text = text.replace("val_seeded,\n", "val_set,\n")
-    main.write_text(text.replace("collate_fn=ddpkit.Collate(),", ""))
+    val = plain[plain.index("    val_loader = ") : plain.index("    # The network")]
+    other = f"    val_loader = DataLoader(val_set, 4, {sampler}(val_set))\n"
+    text = plain.replace(val, other).replace("val_loader.dataset.channels", "3")
+    main.write_text(text)
     own.run("repeats").refused("loading.dealt", "DistributedSampler")
 
 

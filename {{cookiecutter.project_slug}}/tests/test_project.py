@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch.utils.data import DataLoader
 
 import ddpkit
 import distributed
@@ -82,14 +81,13 @@ def test_a_resumed_run_ends_with_the_same_bits(
 
 def test_loader_workers_change_no_sample(data: Path) -> None:
     """Augmentation that keeps a generator of its own from sample to sample fails here."""
-    device, batches = distributed.setup(0), []
+    distributed.setup(0)
+    batches = []
     args = parse_args([*FLAGS, str(data), "--augment", ",".join(AUGMENTATIONS)])
     train_set, _, classes = build_datasets(args)
     for workers in (0, 2):
-        options = {"collate_fn": ddpkit.Collate(), **ddpkit.workers(workers, device)}
-        sampler = ddpkit.TrainSampler(train_set, 4, 1, args.seed)
-        samples = ddpkit.Seeded(train_set, classes, args.seed)
-        batches.append(list(DataLoader(samples, 4, sampler=sampler, **options)))
+        loader = ddpkit.train_loader(train_set, 4, classes=classes, workers=workers)
+        batches.append(list(loader))
     torch.distributed.destroy_process_group()
     parts, others = ([part for batch in each for part in batch] for each in batches)
     assert all(map(torch.equal, parts, others)), (
