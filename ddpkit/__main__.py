@@ -4,6 +4,7 @@
   export         write a checkpoint as an ONNX file, also with 8-bit integers
   publish        write a model card, and push it with the checkpoint to the Hugging Face hub
   where          have a run print where its ranks are
+  launch SCRIPT  start any script on all GPUs, with its flags, as launch.sh starts main.py
   copy           copy this library into the project, to edit it
 
 Each has a --help.
@@ -17,7 +18,7 @@ import sys
 from pathlib import Path
 
 import ddpkit
-from ddpkit import files
+from ddpkit import files, launch
 from ddpkit.errors import print_line
 from ddpkit.ranks import environment, process, protocol
 from ddpkit.run.flags import Parser
@@ -91,11 +92,13 @@ def main() -> None:
     elif name in ON_CPU:
         importlib.import_module(f"ddpkit.tools.{name}").main()
     else:
-        names = ", ".join(ON_CPU + tuple(COMMANDS))
+        names = ", ".join((*ON_CPU, *COMMANDS, "launch"))
         raise ddpkit.UserError(f"python -m ddpkit {name}: use one of {names}")
 
 
 if __name__ == "__main__":
+    if sys.argv[1:2] == ["launch"]:  # without torch, as it only starts others
+        sys.exit(launch.of_script())
     if sys.argv[1:] and sys.argv[1] in ON_CPU:
         os.environ[environment.GPUS] = ""  # before torch looks for them
     ddpkit.prepare()

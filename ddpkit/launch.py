@@ -21,6 +21,7 @@ Two of its GPUs: CUDA_VISIBLE_DEVICES=0,1 ./launch.sh
 CPU only:        CUDA_VISIBLE_DEVICES= ./launch.sh
 Two nodes:       NNODES=2 NODE_RANK=0 MASTER_ADDR=node0 ./launch.sh     on node0
                  NNODES=2 NODE_RANK=1 MASTER_ADDR=node0 ./launch.sh     on node1
+Another script:  python -m ddpkit launch train.py [its flags]
 SLURM:           srun --nodes 2 --ntasks-per-node 1 --cpus-per-task 32 --gpus-per-node 8 ./launch.sh
 """
 
@@ -195,7 +196,20 @@ def find_first(statuses: Sequence[int | None]) -> tuple[int, int]:
     return min(failed, key=order, default=(0, 0))
 
 
-def main() -> int:
+def of_script() -> int:
+    """python -m ddpkit launch SCRIPT [its flags]: as launch.sh starts main.py."""
+    script = sys.argv[2] if sys.argv[2:] else "--help"
+    del sys.argv[1:3]
+    if script in ("-h", "--help"):
+        sys.argv.append(script)
+    elif not os.path.isfile(script):
+        print_error(f"python -m ddpkit launch {script}: no such script")
+        return protocol.MISTAKE
+    return main(script)
+
+
+def main(script: str = "") -> int:
+    """Start the ranks of a script, by default the project's main.py; return the exit status."""
     guard_streams()
     words = sys.argv[1:]
     if words[:1] in (["-h"], ["--help"]):
@@ -215,7 +229,7 @@ def main() -> int:
         os.environ.update({"OMP_NUM_THREADS": "1", protocol.THREADS: "auto"})
     os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")  # as torchrun does
     os.environ.setdefault(protocol.LAUNCH_ID, uuid.uuid4().hex)
-    script = str(process.project() / "main.py")
+    script = script or str(process.project() / "main.py")
     if nodes.number == 0:
         print_line(f"starting {nodes.count * nodes.ranks} rank(s) ...", sys.stdout)
     ranks = Ranks(nodes)

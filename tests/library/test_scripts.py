@@ -17,6 +17,7 @@ from generated import ROOT, left, refusal, wait_for
 
 import ddpkit
 from ddpkit.data import samples
+from ddpkit.ranks import distributed
 from ddpkit.run import resuming
 
 FOREIGN = ROOT / "tests" / "foreign"
@@ -165,3 +166,96 @@ def test_without_a_group(tmp_path: Path) -> None:
     other = torch.optim.SGD(net.parameters(), 0.1)
     with refusal("checkpoint.fitting", "optimizer", "it was AdamW and is SGD"):
         ddpkit.Checkpoints(tmp_path / "run", net=net, optimizer=other)
+
+
+BARE = """
+import sys
+
+class Without:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in NAMES:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+NAMES = set(sys.argv[1:])
+sys.meta_path.insert(0, Without())
+import ddpkit
+import torch
+for name in "Checkpoints explaining stopping Criterion to_logits rank".split():
+    getattr(ddpkit, name)
+data = [(torch.zeros(2), 0)] * 8
+assert len(list(ddpkit.train_loader(data, 2, workers=0))) == 4
+assert not NAMES & set(sys.modules)
+"""
+
+
+def test_torch_and_numpy_alone(tmp_path: Path) -> None:
+    """What is in the extras of pyproject.toml is imported by what needs it."""
+    script = tmp_path / "bare.py"
+    script.write_text(BARE)
+    names = "torchvision timm PIL torchmetrics simplejpeg matplotlib tensorboard tqdm"
+    command = [sys.executable, script, *names.split()]
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    subprocess.run(command, cwd=tmp_path, env=env, check=True)
+
+
+def test_weights_of_samples() -> None:
+    """Drawn in these shares, the same on any number of ranks; others are refused."""
+    weights = torch.tensor([0.0, 1.0, 3.0, 0.0]).repeat(200)
+
+    def drawn(of_ranks: int) -> list[int]:
+        numbers = []
+        for rank in range(of_ranks):
+            distributed.world_size = lambda: of_ranks
+            distributed.rank = lambda rank=rank: rank
+            loader = ddpkit.train_loader(range(800), 8 // of_ranks, weights=weights)
+            numbers += [(i, key.number) for i, key in enumerate(loader.sampler)]
+        return [
+            sorted(n for i, n in numbers if i // (8 // of_ranks) == k) for k in range(9)
+        ]
+
+    world_size, rank = distributed.world_size, distributed.rank
+    try:
+        assert drawn(1) == drawn(2) == drawn(4)
+    finally:
+        distributed.world_size, distributed.rank = world_size, rank
+    loader = ddpkit.train_loader(range(800), 8, weights=weights, seed=1)
+    kinds = torch.tensor([key.number % 4 for key in loader.sampler]).bincount(
+        minlength=4
+    )
+    assert kinds[0] == kinds[3] == 0 and 540 < kinds[2] < 660
+    for wrong in ([1.0] * 799, [-1.0] + [1.0] * 799, [0.0] * 800, [float("nan")] * 800):
+        with refusal("loading.cumulate", "800 numbers"):
+            ddpkit.train_loader(range(800), 8, weights=wrong)
+    with refusal("loading.loader", "shuffle", "weights="):
+        ddpkit.train_loader(range(800), 8, shuffle=True)
+
+
+def test_stopping_alone(tmp_path: Path) -> None:
+    """Without Checkpoints: both ranks leave after the same step, and what saves is called."""
+    output = tmp_path / "printed"
+    script = tmp_path / "script.py"
+    script.write_text(STOPPING)
+    pids = ranks.start(2, str(script), [], output, tmp_path, int)
+    assert ranks.wait(pids) == [75, 75]
+    assert "SIGTERM: stopped and saved\n" in ranks.said(output)[0]
+    assert (tmp_path / "0").read_text() == (tmp_path / "1").read_text()
+
+
+STOPPING = """
+import os, signal, time
+import torch.distributed as dist
+import ddpkit
+
+dist.init_process_group("gloo")
+rank, step = dist.get_rank(), 0
+
+def save():
+    open(str(rank), "w").write(str(step))
+
+with ddpkit.stopping(save) as end_step:
+    for step in range(1000):
+        if rank == 1 and step == 5:
+            os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(0.01 * (1 + rank))
+        end_step()
+"""

@@ -8,6 +8,11 @@ import sys
 from pathlib import Path
 
 import pytest
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
 from conftest import Generate
 from dap import F5, parse, read
 from generated import ROOT, TASKS, TEMPLATE_FOLDER
@@ -92,18 +97,16 @@ def test_no_jinja_in_code_and_nothing_of_this_machine(template: Path) -> None:
 
 def test_what_is_required() -> None:
     """By a project with a copy of ddpkit, and by ddpkit itself."""
-    text = (ROOT / "pyproject.toml").read_text()
-
-    def listed(name: str) -> set[str]:
-        (found,) = re.findall(rf"^{name} = \[(.*?)\]", text, re.MULTILINE | re.DOTALL)
-        return set(re.findall(r'"(.*?)"', found))
-
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
     for name in TASKS:
         lines = (FOLDER / "tasks" / name / "requirements.txt").read_text().splitlines()
-        assert set(lines) == listed("dependencies") | listed(name)
+        assert extras[name][0] == "ddpkit[images]"
+        required = project["dependencies"] + extras["images"] + extras[name][1:]
+        assert sorted(lines) == sorted(required)
     lines = (FOLDER / "requirements-dev.txt").read_text().splitlines()
     assert lines[0] == "-r requirements.txt"
-    assert set(lines[1:]) == listed("dev")
+    assert sorted(lines[1:]) == sorted(extras["dev"])
 
 
 def test_three_questions(generate: Generate, tmp_path: Path) -> None:
