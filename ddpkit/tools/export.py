@@ -116,11 +116,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     model, classes, args, format = checkpoint.open_model(
         given.checkpoint, own.build_model, parse_args, CPU
     )
-    flags = vars(args)
+    used = vars(args)
     # channels last would be traced, too
     model = model.to(memory_format=torch.contiguous_format)
     network = Network(own.infer, model, format, args).eval()
-    side = 512 if stride else int(flags.get("image_size", 224))  # pixels, at most
+    side = 512 if stride else int(used.get("image_size", 224))  # pixels, at most
     distributed.setup(alone=True)
     sets = build_sets(args, format, is_needed=given.int8)
     batches = pick_batches(sets, format, stride, side)
@@ -132,8 +132,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         "colors": None if classes.colors is None else classes.colors.tolist(),
         "size": None if stride else list(batches[0].shape[2:]),  # None: any
         "multiple_of": stride,
-        "arch": flags.get("arch"),
-        "crop": flags.get("crop"),  # a share of the shorter side
+        "arch": used.get("arch"),
+        "crop": used.get("crop"),  # a share of the shorter side
         "channels": format.channels,  # None: uint8 RGB; else float32, 0 to 1
         "value_range": format.value_range,
         "mean": mean,
