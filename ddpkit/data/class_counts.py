@@ -34,6 +34,7 @@ def count_pixels(
             chunk = order[start : start + CHUNK].tolist()
             for counts in pool.map(lambda index: histogram(read(index)), chunk):
                 found += counts
+            # enough to know the shares
             if found.sum() > MOST_PIXELS and not has_to_read_all:
                 return found, start + len(chunk)
     return found, total
@@ -139,7 +140,7 @@ def class_weights(
     rows = count_classes(dataset, classes)
     totals = np.bincount(rows[:, 1], weights=rows[:, 2], minlength=len(classes))
     weights = totals.sum() / np.count_nonzero(totals) / np.maximum(totals, 1)
-    weights[totals == 0] = 1
+    weights[totals == 0] = 1  # which no sample uses
     warn(classes, totals, "none of the training samples (weight 1)")
     say_line("weights in the loss", classes, [f"{weight:.3g}" for weight in weights])
     return torch.tensor(weights, dtype=torch.float32)

@@ -51,7 +51,7 @@ LEFT_OUT = {name.strip() for name in LEFTOVERS.split("|")}
 # What a folder has to which a run writes: one of these. Without a run the lock is gone.
 OF_RUNS = ({".lock"}, {"args.json", "metrics.csv"})
 FOLDERS_OF_RUNS = {"epochs", "steps", "eval"}
-OF_PREDICTIONS = {"masks", "overlays", "legend.png"}
+OF_PREDICTIONS = {"masks", "overlays", "legend.png"}  # what predict.py writes
 # the paths of images and their masks, or labels; then a group, if there is one
 Pairs = list[tuple]
 Fold = tuple[int, int]  # part N of K
@@ -107,6 +107,7 @@ def list_images(
     for parent, inner, names in walk(folder):
         found = set(inner + names)
         made: set[str] = set()
+        # what somebody names is meant, whatever has been written there
         may_be = may_be_output or parent != str(folder)
         if may_be and is_of_run(found):
             made = found
@@ -125,7 +126,7 @@ def list_images(
     # arrays may be anything, such as embeddings beside the images
     kinds = (EXTENSIONS & of_kind.keys()) or ({".npy"} & of_kind.keys())
     if not kinds:
-        if may_be_output and has_output:
+        if may_be_output and has_output:  # the folder of a run, no class
             return []
         raise UserError(
             f"{folder}: no images in it; expected {', '.join(sorted(EXTENSIONS))}"
@@ -203,7 +204,7 @@ def hold_out(
     for found in units.values():
         # as if by chance, but the same each time and everywhere
         order = sorted(found, key=lambda unit: zlib.crc32(os.fsencode(unit)))
-        if fold:
+        if fold:  # in turn, so that the folds are of one size
             number, count = fold
             taken = order[number - 1 :: count]
         else:
@@ -269,6 +270,7 @@ def find_parts(
             raise UserError(f"{held}: not found; --eval-only test needs it")
     else:
         held = find_val(root, ending)
+    # with folds DIR/val is left alone
     is_held_out = not held.exists() or (fold and part == "val")
     return read(place), None if is_held_out else read(held)
 
@@ -291,6 +293,7 @@ def find_labelled(
     is_list = (root / "train.csv").is_file()  # the name of a folder is one class
     several = is_list and any(SEPARATOR in sample[1] for sample in train)
     names = names_in(train, several)
+    # 10 comes after 9, not after 1
     are_numbers = all(name.isdecimal() for name in names)
     classes = sorted(names, key=lambda name: (int(name) if are_numbers else 0, name))
     if len(classes) < 2:
@@ -326,6 +329,7 @@ def with_numbers(samples: Pairs, classes: Sequence[str], several: bool) -> Pairs
     number_of = {name: number for number, name in enumerate(classes)}
     found = []
     for path, text, *group in samples:
+        # without doubles, such as "cat; cat"
         own = sorted({number_of[name] for name in labels_in(text, several)})
         label = SEPARATOR.join(map(str, own)) if several else own[0]
         found.append((path, label, *group))
@@ -402,6 +406,7 @@ def find_names(folder: Path) -> Iterator[dict[str, str]]:
                 f"{place}: no such folder; {folder} has {there}; rename the right one"
             )
         path_of = by_name(collect([place]))
+        # DIR/images/train beside DIR/images/val would all be for training
         refuse_splits(path_of, place)
         yield path_of
 
@@ -433,6 +438,7 @@ def read_list(path: Path, columns: Sequence[str], count: int) -> list[tuple]:
     try:
         with open(path, newline="", encoding="utf-8-sig") as file:
             table = csv.DictReader(file)
+            # None in an empty file
             table.fieldnames = [name.strip() for name in table.fieldnames or ()]
             for name in columns:
                 if name not in table.fieldnames:
@@ -447,6 +453,7 @@ def read_list(path: Path, columns: Sequence[str], count: int) -> list[tuple]:
                 if not "".join(row[name] or "" for name in table.fieldnames).strip():
                     continue  # as spreadsheets leave below the last one
                 line = f"{path}, line {table.line_num}"
+                # None where a line has fewer cells than the first one
                 values = [(row[name] or "").strip() for name in wanted]
                 if "" in values:
                     raise UserError(f"{line}: no {wanted[values.index('')]}; add it")
@@ -489,7 +496,7 @@ class Files(Dataset):
     """Samples that are files; transform: what `__getitem__` in dataset.py applies."""
 
     def __init__(self, part: Part, transform: Callable) -> None:
-        self.samples = Packed(part.samples)
+        self.samples = Packed(part.samples)  # which forked workers do not copy
         self.format = part.format
         self.labels = part.labels
         self.classes = part.classes
@@ -550,7 +557,7 @@ class MaskFiles(Files):
                 f"{mask_path}: the mask has {mask.width} x {mask.height} pixels, its image "
                 f"{image.width} x {image.height}: they must be equal{hint}"
             )
-        mask.grid = image.shrinks
+        mask.grid = image.shrinks  # so that the parts of both are the same
         return image, mask
 
     def open_mask(self, index: int) -> LazyImage:
@@ -613,6 +620,7 @@ def find_masks(
     labels = masks.read_classes(data / "classes.txt")
     train, val = _parts(data, pairs, val_pairs, mean, std)
     train.labels = labels
+    # rank 0 reads masks, and all others get what it has found
     labels = distributed.await_rank_zero(survey, data, train)
     train.labels = labels
     val.labels = labels
@@ -633,6 +641,7 @@ def _parts(
     own = config_of(arch)
     if own:
         crop = own.crop_pct
+        # data.json knows better what its images need
         if format.channels in (None, 3) and not (format.mean or format.std):
             mean = own.mean
             std = own.std

@@ -59,10 +59,11 @@ class Format:
         count = self.channels or 3
         found: dict[str, Any] = {}
         for name, values in ("mean", mean), ("std", std):
-            if getattr(self, name):
+            if getattr(self, name):  # data.json has it
                 continue
             if len(values) == 3 and count == 1:
                 values = (sum(values) / 3,)
+            # of RGB, and not meant, if the images have other channels: left out below
             is_right = len(values) == count or count != 3
             is_right &= all(map(math.isfinite, values))
             if not is_right or (name == "std" and min(values) <= 0):
@@ -83,11 +84,12 @@ class Format:
         """Return a float image, 0 to 1, with about zero mean and unit deviation; uint8 as it is."""
         if not self.channels:
             return image
-        mean, std = (tensor(values).view(-1, 1, 1) for values in self.statistics)
+        mean, std = tensor(self.statistics).view(2, -1, 1, 1)
         return (image - mean) / std
 
-    def check_size(self, path: str, width: int, height: int) -> None:
-        """Raise a UserError if an image of so many pixels is larger than allowed."""
+    def check_size(self, path: str, size: tuple[int, int]) -> None:
+        """Raise a UserError if an image of that width and height is larger than allowed."""
+        width, height = size
         if width * height > self.max_megapixels * 1e6:
             raise UserError(
                 f"{path}: {width} x {height} pixels are more than max_megapixels, "
@@ -110,6 +112,7 @@ def _parse(found: dict[str, Any]) -> Format:
         if isinstance(value, list):
             found[name] = tuple(value)  # as the defaults, with which it is compared
     format = Format(**found)
+    # what is not given stands for something right
     low, high = format.value_range or (0, 1)
     count = format.channels or 3
     usual = (0.5,) * count

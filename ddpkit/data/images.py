@@ -154,8 +154,7 @@ class LazyImage(Image.Image):
             return super().__array_interface__
         # a view, not to be written to, as Pillow's
         found = self.pixels.__array_interface__
-        address, _ = found["data"]
-        return {**found, "data": (address, True)}
+        return {**found, "data": (found["data"][0], True)}
 
     def __reduce__(self) -> tuple:
         # for another process, which cannot get the function `decode`
@@ -175,6 +174,7 @@ class LazyImage(Image.Image):
         shrink, (top, left, bottom, right) = self._edges(box, size)
         height = bottom - top
         width = right - left
+        # what of it the image has
         rows = slice(max(top, 0), max(bottom, 0))
         columns = slice(max(left, 0), max(right, 0))
         # A copy, because augmentation may change it. Its channels are first only by its
@@ -183,6 +183,7 @@ class LazyImage(Image.Image):
         pixels = part[None] if self.is_mask else part.permute(0, 3, 1, 2)
         _, inner_height, inner_width = part.shape[:3]
         if (inner_height, inner_width) != (height, width):
+            # how much is missing at the left and above; the rest is at the others
             x = min(max(-left, 0), width)
             y = min(max(-top, 0), height)
             edges = [x, width - inner_width - x, y, height - inner_height - y]
@@ -193,7 +194,7 @@ class LazyImage(Image.Image):
         return pixels[0, 0] if self.is_mask else pixels[0]
 
     def _decoded(self, shrink: int) -> np.ndarray:
-        if self.is_loaded:
+        if self.is_loaded:  # PIL may have changed it
             found = np.asarray(self)
             return found[..., None] if self.mode == "F" else found
         return self.decode(shrink) if shrink > 1 else self.pixels
@@ -201,6 +202,7 @@ class LazyImage(Image.Image):
     def _edges(self, box: Box, size: tuple[int, int] | None) -> tuple[int, Box]:
         """Return by how much to shrink, and the top, left, bottom and right edges then."""
         top, left, height, width = box
+        # by how much it has to shrink at least; more than that would lose pixels
         least = min(height / size[0], width / size[1]) if size else 1
         cell = next((n for n in self.shrinks or self.grid if n <= least), 1)
         top, bottom = round(top / cell), round((top + height) / cell)
@@ -223,15 +225,16 @@ def open_image(path: str, format: Format = DEFAULT_FORMAT) -> LazyImage:
             return LazyImage.of(_to_floats(path, values, format))
         size = _size_of_upright(data)
         if size:
-            format.check_size(path, *size)
-            return _open_jpeg(path, data, *size)
+            format.check_size(path, size)
+            return _open_jpeg(path, data, size)
         with _opened(path, data, format) as file:
             size = file.size
             if file.format in ("JPEG", "MPO") and file.mode in ("RGB", "L"):
-                image = _open_jpeg(path, data, *size)
+                image = _open_jpeg(path, data, size)
                 orientation = file.getexif().get(ORIENTATION, 1)
                 if orientation == 1:
                     return image
+                # turned as Pillow does it: the pixels get the entry, then lose it
                 pixels = Image.fromarray(image.decode(1))
                 pixels.getexif()[ORIENTATION] = orientation
                 image = LazyImage.of(np.array(ImageOps.exif_transpose(pixels)))
@@ -258,12 +261,14 @@ def _size_of_upright(data: bytes) -> tuple[int, int] | None:
         return None
     with contextlib.suppress(ValueError):  # then Pillow may read it, or explain
         height, width, colors, _ = simplejpeg.decode_jpeg_header(data)
-        if colors in ("YCbCr", "Gray"):
+        if colors in ("YCbCr", "Gray"):  # CMYK needs Pillow
             return width, height
     return None
 
 
-def _open_jpeg(path: str, data: bytes, width: int, height: int) -> LazyImage:
+def _open_jpeg(path: str, data: bytes, size: tuple[int, int]) -> LazyImage:
+    width, height = size
+
     def decode(shrink: int) -> np.ndarray:
         rows = -(-height // shrink)  # rounded up
         columns = -(-width // shrink)
@@ -335,6 +340,7 @@ def is_deep(file: ImageFile.ImageFile) -> bool:
     """Return whether the values in a file, not decoded yet, have more than 8 bits."""
     if isinstance(file, TiffImageFile):
         return max(file.tag_v2.get(BITS_PER_SAMPLE, (1,))) > 8
+    # I: integers of 16 or 32 bits, F: floats. Of a PNG in colour only its tiles say so.
     return file.mode[0] in "IF" or (file.format == "PNG" and ";16B" in str(file.tile))
 
 
@@ -374,7 +380,7 @@ def _read_npy(path: str, data: bytes, format: Format) -> np.ndarray:
     else:
         shape, is_fortran, dtype = npy.read_array_header_2_0(file)
     if len(shape) > 1:  # else it is refused for that
-        format.check_size(path, width=shape[1], height=shape[0])
+        format.check_size(path, (shape[1], shape[0]))
     values = np.frombuffer(data, dtype, math.prod(shape), file.tell())
     return values.reshape(shape, order="F" if is_fortran else "C")
 
@@ -392,7 +398,7 @@ def _read_tiff(path: str, data: bytes, format: Format) -> np.ndarray:
         series = file.series[0]
         height = series.shape[series.axes.index("Y")]
         width = series.shape[series.axes.index("X")]
-        format.check_size(path, width, height)
+        format.check_size(path, (width, height))
         tags = file.pages.first.tags
         photometric = tags.valueof(PHOTOMETRIC)
         if tags.valueof(ORIENTATION, default=1) != 1 or photometric == 0:
@@ -412,6 +418,7 @@ def _read_tiff(path: str, data: bytes, format: Format) -> np.ndarray:
                 f'{channels} channels, not the "channels" in {NAME}, or 1 to 4'
             )
         values = series.asarray()
+    # each channel, or page, apart
     is_planar = values.ndim == 3 and series.axes.endswith("YX")
     return np.moveaxis(values, 0, -1) if is_planar else values
 
@@ -459,6 +466,7 @@ def visible(image: Tensor) -> Tensor:
     """Return uint8 (3, H, W) for display; floats without their darkest and brightest 1 %."""
     if image.dtype == torch.uint8 and len(image) == 3:
         return image
+    # of two channels, or of one, the first in grey
     shown = image[: 3 if len(image) > 2 else 1].float()
     # torch's quantile takes no more than 2^24 values
     ends = np.quantile(shown.numpy(), (0.01, 0.99), axis=(1, 2), keepdims=True)
@@ -482,7 +490,7 @@ def _opened(
         )
     or_channels = "" if is_mask else f', or write the number of "channels" into {NAME}'
     with _open(data) as image:
-        format.check_size(path, *image.size)
+        format.check_size(path, image.size)
         # Pillow reads the following without a word, and not as it is meant.
         if isinstance(image, TiffImageFile):
             samples = image.tag_v2.get(SAMPLES_PER_PIXEL, 1)
@@ -533,5 +541,5 @@ def _reading(path: str, is_mask: bool = False) -> Iterator[None]:
             remedy = (
                 "its compression needs a package: python -m pip install imagecodecs"
             )
-        reason = " ".join(reason.split())
+        reason = " ".join(reason.split())  # some have several lines
         raise UserError(f"{path}: cannot be read ({reason}); {remedy}") from None

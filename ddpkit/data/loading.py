@@ -95,6 +95,7 @@ class TrainSampler(Sampler[Key]):
         self.seen = seen
 
     def __len__(self) -> int:
+        # whole global batches alone
         left = (self.total - self.seen) // self.global_batch * self.global_batch
         return left // distributed.world_size()
 
@@ -106,6 +107,7 @@ class TrainSampler(Sampler[Key]):
         else:
             drawn = torch.rand(self.total, dtype=torch.float64, generator=generator)
             order = torch.searchsorted(self.cumulated, drawn, right=True)
+        # Dealt in turn, so that a global batch is one stretch of the order.
         mine = order[self.seen + distributed.rank() :: distributed.world_size()]
         return (Key(self.epoch, number) for number in mine[: len(self)].tolist())
 
@@ -131,7 +133,7 @@ class ValSampler(Sampler[list[Key]]):
         return len(range(distributed.rank(), batches, distributed.world_size()))
 
     def __iter__(self) -> Iterator[list[Key]]:
-        step = distributed.world_size() * self.batch_size
+        step = distributed.world_size() * self.batch_size  # from one batch to the next
         for start in range(distributed.rank() * self.batch_size, self.total, step):
             stop = min(start + self.batch_size, self.total)
             yield [Key(0, index, is_val=True) for index in range(start, stop)]
@@ -343,7 +345,7 @@ def find_source(
             )
     check_formats(loader, val_loader)
     if not is_ours(loader):
-        known = _others.get(loader)
+        known = _others.get(loader)  # begun by `steps_per_epoch`
         if known is None or known.accumulate != accumulate:
             return OtherSource(loader, accumulate, seed, epoch)
         known.begin_at(seed, epoch)
@@ -378,6 +380,7 @@ class OtherSource:
                 "the training loader has no length: give its data set one"
             ) from None
         start = functools.partial(self._start, loader, epoch)
+        # To compare the ranks' batches the first ones are read: `batches` goes on there.
         self.begun: Iterator | None
         self.begun, has_own = deal(loader, start, "training")
         self.turn = 1 if has_own else ranks  # batches, of which this rank takes one
@@ -430,7 +433,7 @@ class OtherSource:
 
     def batches(self, loader: Any, epoch: int, seen: int) -> Iterator:
         batches = self.begun
-        self.begun = None
+        self.begun = None  # for one epoch
         if batches is None or epoch != self.epoch:
             batches = self._start(loader, epoch)
         for _ in range((self.total - seen) // self.global_batch * self.accumulate):
@@ -461,7 +464,7 @@ def deal(loader: Any, start: Callable[[], Iterator], use: str) -> tuple[Iterator
     if _has_share(loader) or ranks == 1:
         return begun, True
     size = getattr(loader, "batch_size", None) or MOST_COMPARED
-    count = -(-MOST_COMPARED // size)
+    count = -(-MOST_COMPARED // size)  # batches, rounded up
     ahead = list(itertools.islice(begun, count))
     batches = itertools.chain(ahead, begun)
     whole = samples.checksum(ahead)
@@ -471,6 +474,7 @@ def deal(loader: Any, start: Callable[[], Iterator], use: str) -> tuple[Iterator
     different = {each[0] for each in known}
     if len(different) == 1 and len(known) == ranks:
         return batches, False
+    # From here on each rank has to differ from each other one.
     if len(different) < len(known):
         raise UserError(
             f"the {use} loader gives some ranks the same batches, and others their own: "
@@ -482,6 +486,7 @@ def deal(loader: Any, start: Callable[[], Iterator], use: str) -> tuple[Iterator
     for part in labels:
         if getattr(part, "ndim", 0) and len(set(map(str, part.tolist()))) > 1:
             return batches, False
+    # Nothing else tells: do the images differ by chance, or are they others?
     again = samples.checksum(list(itertools.islice(start(), count)))
     if not all(distributed.gather_objects(again == whole)):
         raise UserError(
@@ -497,7 +502,7 @@ def _has_share(loader: Any) -> bool:
     here = distributed.world_size(), distributed.rank()
     for part in [*samplers_of(loader), samples.of(loader)]:
         share = getattr(part, "num_replicas", None), getattr(part, "rank", None)
-        if None in share:
+        if None in share:  # not a sampler for several ranks
             continue
         if share != here:
             raise UserError(
@@ -679,6 +684,7 @@ def find_format(dataset: Any) -> Format | None:
     if isinstance(own, Format):
         return own
     found = [each for each in map(find_format, samples.wrapped(dataset)) if each]
+    # a batch is normalised as a whole
     for other in found[1:]:
         if other.scale != found[0].scale:
             raise UserError(
@@ -696,7 +702,7 @@ def check_formats(train_loader: Any, val_loader: Any) -> None:
         return
     for loader in (train_loader, val_loader):
         if find_format(samples.of(loader)):
-            continue
+            continue  # its uint8 images are normalised by the format
         # A set of one's own without a format: floats are taken as they are.
         images = unpack(next(_by_size(drawn(loader, 0))))[0]
         if images.is_floating_point():
@@ -733,6 +739,4 @@ def normalize(images: Tensor, format: Format = DEFAULT_FORMAT) -> Tensor:
 @functools.cache  # a copy to the device at every step would wait for it
 def channel_statistics(statistics: tuple, device: torch.device) -> tuple[Tensor, ...]:
     """Return mean and deviation of values from 0 to 255, float32 (channels, 1, 1) each."""
-    return tuple(
-        torch.tensor(each).mul(255).view(-1, 1, 1).to(device) for each in statistics
-    )
+    return torch.tensor(statistics).mul(255).view(2, -1, 1, 1).to(device).unbind()

@@ -56,7 +56,7 @@ class Labels(Classes):
         if kind == 3:
             super().__init__(names, [c for c, n in keys.items() if n != VOID])
             for color, number in keys.items():
-                opaque = bytes(color) + b"\xff"
+                opaque = bytes(color) + b"\xff"  # RGBA, as Pillow has it in memory
                 self.colored[int.from_bytes(opaque, "little")] = number
                 if len(set(color)) == 1:
                     greys[color[0]] = number
@@ -68,6 +68,7 @@ class Labels(Classes):
         self.kind = kind
         self.values = greys or {VOID: VOID, **values}
         self.has_greys = bool(greys)
+        # which class number white stands for, unless classes.txt says what 255 means
         self.white = 255 if greys or self.values[VOID] != VOID else 1
         self.meant: Meant = {}
 
@@ -108,7 +109,7 @@ def parse(lines: Sequence[str], path: Path) -> Labels:
         if name in names or key in keys:
             raise UserError(f"{path}: {name}: its name or its value comes twice")
         if is_void:
-            keys[key] = VOID
+            keys[key] = VOID  # no class
         else:
             keys[key] = len(names)
             names.append(name)
@@ -145,6 +146,7 @@ def read_mask(path: str, labels: Labels, format: Format = DEFAULT_FORMAT) -> np.
         raise UserError(
             f"{path}: a mask of mode {image.mode}; save it in RGB, or grey of 8 bits"
         )
+    # `counts` has the unknown keys in any case
     found, counts = _look_up(numbers, keys)
     unknown = {key: count for key, count in counts.items() if key not in numbers}
     if unknown:
@@ -171,6 +173,7 @@ def _read_grey(image: Image.Image, labels: Labels) -> tuple[np.ndarray, dict[str
     palette = _palette(image)
     is_coloured = image.mode == "P" and _is_coloured(palette)
     if image.mode == "1" or (image.mode == "P" and not is_coloured):
+        # What counts is what it shows: an encoder numbers its greys as it likes.
         keys = keys.astype(np.uint8)
         used = np.flatnonzero(Image.fromarray(keys).histogram())
         values = palette[:, 0]
@@ -229,6 +232,7 @@ def agree(known: Meant, found: Meant) -> None:
 
 def _explain_unknown(unknown: dict[int, int], is_colored: bool, labels: Labels) -> str:
     """Return what to do about keys, with their numbers of pixels, that are no class."""
+    # the one that most pixels have
     count, key = max((count, key) for key, count in unknown.items())
     text = f"{key:g}"
     if is_colored:
@@ -271,6 +275,7 @@ def _look_up(
 def explain_values(values: list[int], has_names: bool) -> str:
     """Return what is wrong with the values of all training masks, or nothing."""
     found = [value for value in values if value != VOID]
+    # without names: 0 to their number, of which the last one is less
     if len(found) > 1 and (has_names or found[-1] < len(found)):
         return ""
     texts = [str(value) for value in values]

@@ -124,14 +124,14 @@ class Packed(Sequence):
 
     def __init__(self, samples: Sequence[tuple]) -> None:
         pieces = [pickle.dumps(sample) for sample in samples]
-        self.ends = np.cumsum([0, *map(len, pieces)])
+        self.ends = np.cumsum([0, *map(len, pieces)])  # where each begins, and the end
         self.data = b"".join(pieces)
 
     def __len__(self) -> int:
         return len(self.ends) - 1
 
     def __getitem__(self, index: Any) -> tuple:
-        index = range(len(self))[index]
+        index = range(len(self))[index]  # negative ones, and an error beyond the end
         return pickle.loads(self.data[self.ends[index] : self.ends[index + 1]])
 
 
@@ -215,7 +215,7 @@ class Seeded(Dataset):
             if not keys[0].is_val:
                 self.read_twice(keys, samples)
             return samples
-        if keys[0].is_val:
+        if keys[0].is_val:  # of any sizes: `Collate` makes batches of each
             pairs = zip(samples, keys, strict=True)
             return [(*sample, key.number) for sample, key in pairs]
         first = samples[0][0]
@@ -255,7 +255,7 @@ class Seeded(Dataset):
     def say_unequal(self, batches: Iterator) -> Iterator:
         """Yield `batches`; say, once, if a sample was another when it was read again."""
         for batch in batches:
-            if self.unequal[0] > 0:
+            if self.unequal[0] > 0:  # a worker has found one
                 sample = name(self.dataset, self.unequal[0] - 1)
                 distributed.say(f"warning: {sample}: {DIFFERS}")
                 self.unequal[0] = -1
@@ -263,7 +263,7 @@ class Seeded(Dataset):
 
     def parts(self, index: int, sample: object) -> tuple:
         """Return a sample as (image (C, H, W), target, ...), as the class describes."""
-        image, target, *others = ordered(sample) or (None, None)
+        image, target, *others = ordered(sample) or (None, None)  # refused below
         was_pil = is_pil(image)
         # A tv_tensors.Image of integers, by its name as torchvision may not be there.
         is_integer = isinstance(target, Tensor) and not target.is_floating_point()
@@ -338,7 +338,7 @@ class Seeded(Dataset):
     def channels(self) -> int:
         """How many channels the images have: of the first one, which is read for that."""
         found = self[Key(0, 0, is_val=True)][0].shape[0]
-        seed(self.seed)  # as `setup` does
+        seed(self.seed)  # as `configure` does: to read it has drawn numbers
         return found
 
     def note(self, sample: int) -> None:
@@ -353,7 +353,7 @@ def size(dataset: Any) -> Any:
     """Return how many samples there are, an int; None for a stream that does not say so."""
     with contextlib.suppress(TypeError):
         return len(dataset)
-    return None
+    return None  # of a stream
 
 
 def wrapped(dataset: Any) -> list:
@@ -375,6 +375,7 @@ def places(dataset: Any, index: int) -> Iterator[tuple[Any, int]]:
 
     A wrapper with neither `indices` nor as many samples as it wraps has nothing that is known.
     """
+    # from the outside to the inside, so that what somebody has put around it counts
     yield dataset, index
     parts = wrapped(dataset)
     total = size(dataset)
@@ -419,7 +420,8 @@ def name(dataset: MapDataset, index: int) -> str:
 def set_epoch(dataset: Any, epoch: int) -> None:
     """Call the `set_epoch` of a data set, or those of the data sets that it wraps."""
     if hasattr(dataset, "set_epoch"):
-        return dataset.set_epoch(epoch)
+        dataset.set_epoch(epoch)  # which is to tell what it wraps
+        return
     for part in wrapped(dataset):
         set_epoch(part, epoch)
 
@@ -498,6 +500,7 @@ def _list_checksum(dataset: Any) -> int:
         with contextlib.suppress(TypeError):
             _checksums[dataset] = key, total
         return total
+    # no list of its own
     inner: list[Any] = [(size(each), _list_checksum(each)) for each in wrapped(dataset)]
     if not inner:
         return 0
@@ -525,6 +528,7 @@ def first_checksums(loader: DataLoader) -> dict[str, int]:
     sample, *others = reads
     set_random_state(outside)
     whole = checksum(sample)
+    # what no augmentation changes; a mask may be turned with its image
     label = [part for part in sample if getattr(part, "ndim", 0) < 2]
     found = {"label": checksum(label)}
     if all(checksum(other) == whole for other in others):

@@ -54,14 +54,13 @@ class Facts:
 def look(key: Any) -> Facts:
     """Read a sample; key: its part, ImageFiles or MaskFiles, and its number there."""
     part, index = key
-    part.labels.meant = {}
+    part.labels.meant = {}  # of this mask alone; `Survey` compares them
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Pillow's, about files that it can read
         try:
             image, *masks = part.open(index)
             seen = image.decode(1)
-        # Pillow raises errors of many kinds for malformed files
-        except Exception as error:
+        except Exception as error:  # Pillow raises many kinds for malformed files
             line = f"{part.samples[index][0]}: {error!r}"
             return Facts(getattr(error, "line", line))
     digest = hashlib.blake2b(np.ascontiguousarray(seen).data, digest_size=8).hexdigest()
@@ -75,6 +74,7 @@ def look(key: Any) -> Facts:
         facts.counts = part.count_labels(index)
     channels = part.format.channels
     if channels:
+        # in double precision, because all images are added up
         flat = seen.reshape(-1, channels)
         count = np.full(channels, len(flat))
         sums = flat.sum(0, np.float64)
@@ -98,6 +98,7 @@ class Survey:
         turned: list[str] = []
         mixed = ""
         first: dict[str, tuple[int, str]] = {}  # part and path, by the pixels' digest
+        # as a data set: DataLoader hands each key to `look`, in a worker
         keys: MapDataset = [
             (part, index) for part in parts for index in range(len(part))
         ]
@@ -123,6 +124,7 @@ class Survey:
                 self.pixels[number, value] += pixels
                 self.images[number, value] += 1
             other, copy = first.setdefault(facts.pixels, (number, path))
+            # in both parts it makes the metrics too good, in one only counts twice
             if other != number:
                 self.errors.append(f"{path}: the same image is in train, {copy}")
             elif copy != path:
@@ -154,7 +156,7 @@ class Survey:
 
     def propose(self, format: Format) -> Format:
         """Return what data.json should say: with mean and deviation, if images have "channels"."""
-        if not isinstance(self.moments, np.ndarray):
+        if not isinstance(self.moments, np.ndarray):  # RGB, or none could be read
             return format
         count, sums, squares = self.moments
         mean = sums / count
@@ -170,7 +172,7 @@ class Survey:
     def describe(self, names: dict[int, str], has_masks: bool) -> Iterator[str]:
         """Yield the lines about sizes, and one for each class, by its number."""
         for part, sizes in zip(PARTS, self.sizes, strict=True):
-            used = sorted(sizes, key=math.prod)
+            used = sorted(sizes, key=math.prod)  # by area
             texts = [f"{width} x {height}" for height, width in used[:1] + used[-1:]]
             ends = " to ".join(dict.fromkeys(texts)) or "none"  # once if they are equal
             yield f"{part:10}{len(used)} images; width x height: {ends}"

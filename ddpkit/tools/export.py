@@ -116,11 +116,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     model, classes, args, format = checkpoint.open_model(
         given.checkpoint, own.build_model, parse_args, CPU
     )
-    flags = vars(args)
+    used = vars(args)
     # channels last would be traced, too
     model = model.to(memory_format=torch.contiguous_format)
     network = Network(own.infer, model, format, args).eval()
-    side = 512 if stride else int(flags.get("image_size", 224))  # pixels, at most
+    side = 512 if stride else int(used.get("image_size", 224))  # pixels, at most
     distributed.setup(alone=True)
     sets = build_sets(args, format, is_needed=given.int8)
     batches = pick_batches(sets, format, stride, side)
@@ -132,14 +132,15 @@ def main(argv: Sequence[str] | None = None) -> None:
         "colors": None if classes.colors is None else classes.colors.tolist(),
         "size": None if stride else list(batches[0].shape[2:]),  # None: any
         "multiple_of": stride,
-        "arch": flags.get("arch"),
-        "crop": flags.get("crop"),  # a share of the shorter side
+        "arch": used.get("arch"),
+        "crop": used.get("crop"),  # a share of the shorter side
         "channels": format.channels,  # None: uint8 RGB; else float32, 0 to 1
         "value_range": format.value_range,
         "mean": mean,
         "std": std,
     }
     path = given.output / "model.onnx"
+    # a file that returns something else is not kept: an error leaves the old one
     with files.writing(path, parents=True) as tmp_path, explaining():
         exported = write(network, batches[0], stride, tmp_path, metadata)
         difference = compare(exported, batches, expected)
@@ -159,6 +160,7 @@ def build_sets(args: Namespace, format: Format, is_needed: bool) -> Sets | None:
     except UserError as error:
         if is_needed:
             raise
+        # the network can be written without its data
         print(f"comparing on random images; --data DIR names others ({error})")
         return None
     train_set = copy.copy(train_set)
@@ -182,6 +184,7 @@ def pick_batches(
         samples = Seeded(val_set, classes, seed=0)
         keys = [Key(0, i % len(samples), is_val=True) for i in range(3)]
         images = [samples[key][0] for key in keys]
+        # images may differ in size: the part that all have
         height = min(side, min(image.shape[1] for image in images))
         width = min(side, min(image.shape[2] for image in images))
         parts = [image[:, :height, :width] for image in images]
@@ -231,7 +234,7 @@ def write(
     )
     for name, value in metadata.items():
         exported.model.metadata_props[name] = json.dumps(value)
-    exported.save(path, external_data=False)
+    exported.save(path, external_data=False)  # in one file
     return load(path)
 
 
@@ -256,7 +259,7 @@ def explaining() -> Iterator[None]:
     try:
         with contextlib.redirect_stdout(quiet), contextlib.redirect_stderr(quiet):
             yield
-    except (OSError, UserError):
+    except (OSError, UserError):  # of the disk, or of the comparison
         raise
     except Exception as error:  # of many types
         reason = str(error).strip().split("\n")[0] or type(error).__name__

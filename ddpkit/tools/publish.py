@@ -76,7 +76,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             f"--output {given.output} is the run's own folder: name another one"
         )
     state = checkpoint.read(path)
-    del state["path"]
+    del state["path"]  # where it was read from, which is no part of it
     for name in ("args", "resumed_from"):
         if name in state:
             state[name] = without_paths(state[name])
@@ -127,13 +127,14 @@ def describe(
     data = escape(Path(used.get("data") or "demo").name).replace("`", "'")
     header, *rows = read(path.with_name("metrics.csv"))
     last = rows[-1]
+    # of the checkpoint's epoch; a run that goes on may have written more since
     own = next((row for row in rows if row[0] == str(state["epoch"])), last)
     scores = [["", f"{path.name}, epoch {own[0]}", f"the last, epoch {last[0]}"]]
     metrics = []
     for name, value, last_value in zip(header, own, last, strict=True):
         if name in pictures.NOT_DRAWN:
             continue
-        text = f"{float(value or 'nan'):.4g}"
+        text = f"{float(value or 'nan'):.4g}"  # empty: not measured in that epoch
         scores.append([name, text, f"{float(last_value or 'nan'):.4g}"])
         if text != "nan":
             metrics.append({"type": name, "value": float(text)})
@@ -220,6 +221,7 @@ def push(folder: Path, names: Sequence[str], repo: str, is_private: bool) -> str
         )
     try:
         hub = huggingface_hub.HfApi()
+        # None leaves it to the hub: public, unless the organisation's default is private
         url = hub.create_repo(repo, private=is_private or None, exist_ok=True)
         hub.upload_folder(repo_id=repo, folder_path=folder, allow_patterns=list(names))
     except Exception as error:  # of many types
