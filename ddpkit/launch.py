@@ -21,7 +21,7 @@ Two of its GPUs: CUDA_VISIBLE_DEVICES=0,1 ./launch.sh
 CPU only:        CUDA_VISIBLE_DEVICES= ./launch.sh
 Two nodes:       NNODES=2 NODE_RANK=0 MASTER_ADDR=node0 ./launch.sh     on node0
                  NNODES=2 NODE_RANK=1 MASTER_ADDR=node0 ./launch.sh     on node1
-Another script:  python -m ddpkit launch train.py [its flags]
+Another script:  python -m ddpkit launch SCRIPT [its flags]
 SLURM:           srun --nodes 2 --ntasks-per-node 1 --cpus-per-task 32 --gpus-per-node 8 ./launch.sh
 """
 

@@ -260,7 +260,7 @@ def test_saving(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str) -> N
     with monkeypatch.context() as patch:
         patch.setattr(checkpoint, "check_archive", failing(open, 9, errno.EIO))
         with pytest.raises(DiskError, match=r"last.pt: the disk does not answer"):
-            folder.read_newest(run.saves())
+            folder.read_newest(run.saves(), run.read)
     assert epochs() == [2, 1]
 
 
