@@ -161,7 +161,7 @@ def parts() -> dict[str, Callable[[], Any]]:
         "report.progress": without(
             Reporter, "progress", lambda _, batches, *__: batches
         ),
-        "report.loss": without(Reporter, "loss", lambda *_: None),
+        "the log": without(Run, "_log", lambda *_: None),
         "scaler.scale": without(scaler, "scale", lambda _, loss: loss),
         "scaler.update": without(scaler, "update", lambda _: None),
         "scheduler.step": without(scheduler, "step", lambda _: None),
@@ -244,6 +244,7 @@ def compare(flags: Namespace, folder: Path) -> dict[str, list[float]]:
     from ddpkit.data import samples
     from ddpkit.ranks import distributed, stopping
     from ddpkit.run import reporting
+    from ddpkit.run.loop import Run
 
     bench = Bench(folder, flags.flags)
     count = flags.steps * bench.args.batch_size
@@ -288,7 +289,7 @@ def compare(flags: Namespace, folder: Path) -> dict[str, list[float]]:
         "no reporting": partial(
             epoch,
             lambda: mock.patch.object(Reporter, "progress", silent),
-            lambda: mock.patch.object(Reporter, "loss", lambda *_: None),
+            lambda: mock.patch.object(Run, "_log", lambda *_: None),
             lambda: mock.patch.object(Reporter, "speed", lambda _: {}),
         ),
         "no keyed random numbers": partial(

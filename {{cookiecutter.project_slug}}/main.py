@@ -139,8 +139,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         if run.epoch < args.freeze_backbone:
             frozen = recipe.freeze_backbone(trained)
         ddp_model = wrap(trained)
-        # A variable that you count in from epoch to epoch starts anew on resume: take
-        # what you need from run.history, or give Run an object with a state_dict.
+        # What you count from epoch to epoch in a variable starts anew on resume: take it
+        # from run.history, here at the top, or give Run an object with a state_dict, and
+        # change it before run.end_epoch.
         for epoch in range(run.epoch, args.epochs):
             if run.is_out_of_patience(args.patience):
                 break
@@ -156,7 +157,8 @@ def main(argv: Sequence[str] | None = None) -> None:
                 model, val_loader, criterion, metrics, args
             )
             lr = optimizer.param_groups[-1]["lr"]  # not the backbone's
-            # Saves last.pt, and best.pt if BEST of model.py is better than ever.
+            # Saves last.pt, and best.pt if BEST of model.py is better than ever. What you
+            # step once in an epoch goes above this line.
             is_best = run.end_epoch({"train_loss": train_loss, **results, "lr": lr})
             if is_best:
                 run.draw(confusion, worst)
@@ -207,7 +209,7 @@ def train_one_epoch(
                     outputs = ddp_model(images)
                 logits = ddpkit.to_logits(outputs)
                 # A sum / count; times world_size, because DDP divides by that. To add a
-                # mean over the batch: loss = loss + mean / len(batches).
+                # mean over the batch, below: loss = loss + mean / len(batches).
                 loss = criterion(logits, targets) * world_size / count
                 scaler.scale(loss).backward()
             losses.append(loss.detach())

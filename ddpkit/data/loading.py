@@ -363,7 +363,7 @@ def find_source(
 class OtherSource:
     """What Run has to know of any other loader, whose batches the ranks share as `deal` says.
 
-    A stopped epoch starts over.
+    To go on in a stopped epoch its batches of before are read again, and left out.
     """
 
     def __init__(self, loader: Any, accumulate: int, seed: Any, epoch: int = 0) -> None:
@@ -411,8 +411,8 @@ class OtherSource:
                 "what it uses, which a DistributedSampler or a stream split by rank avoids"
             )
         distributed.say(
-            "the training loader is not ddpkit.train_loader(...): an epoch that is stopped "
-            f"resumes from its start, not to the bit{how}"
+            "the training loader is not ddpkit.train_loader(...): to resume within an epoch its "
+            f"batches of before are read again{how}"
         )
 
     def begin_at(self, seed: Any, epoch: int) -> None:
@@ -429,6 +429,10 @@ class OtherSource:
             if hasattr(part, "set_epoch"):
                 part.set_epoch(epoch)
         samples.set_epoch(samples.of(loader), epoch)
+        for part in [loader, *samplers_of(loader)]:
+            generator = getattr(part, "generator", None)
+            if isinstance(generator, torch.Generator):  # or it would go on where it is
+                generator.manual_seed(samples.hash_key(self.seed, epoch))
         return drawn(loader, self.seed, epoch)
 
     def batches(self, loader: Any, epoch: int, seen: int) -> Iterator:
@@ -436,6 +440,9 @@ class OtherSource:
         self.begun = None  # for one epoch
         if batches is None or epoch != self.epoch:
             batches = self._start(loader, epoch)
+        before = seen // self.global_batch * self.accumulate * self.turn
+        for _ in itertools.islice(batches, before):
+            pass
         for _ in range((self.total - seen) // self.global_batch * self.accumulate):
             some = list(itertools.islice(batches, self.turn))
             if len(some) < self.turn:
@@ -712,6 +719,23 @@ def check_formats(train_loader: Any, val_loader: Any) -> None:
         f"{val.keys()} of {NAME} ({{}}: ImageNet's mean and std): give both data sets the "
         "same `format`"
     )
+
+
+def say_floats(batch: Any, val_loader: Any) -> None:
+    """Say a line if images of training are floats, and those of validation uint8.
+
+    batch: of training, as its loader gives it.
+    """
+    images = unpack(batch)[0]
+    if images.dtype == torch.uint8:
+        return
+    others = next(iter(First(val_loader)), None)
+    if others is not None and others[0].dtype == torch.uint8:
+        mean, std = format_of(val_loader).statistics
+        distributed.say(
+            "training images are floats, taken as they are, validation images uint8, normalised "
+            f"by mean {mean} and std {std}: right if the former are normalised so, too"
+        )
 
 
 def move(batch: Any, device: torch.device, format: Format) -> tuple:

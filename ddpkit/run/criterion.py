@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import inspect
 import math
 import random
 from collections.abc import Callable, Sequence
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ddpkit.errors import UserError
+from ddpkit.ranks import distributed
 from ddpkit.run.outputs import Outputs, map_tensors, to_float32
 
 SUM, MEAN, UNKNOWN = "sum", "mean", "unknown"
@@ -57,19 +59,37 @@ class Criterion(nn.Module):
     def forward(self, outputs: Outputs, targets: Any, *more: Any) -> Tensor:
         """Return the sum over the labels, a scalar."""
         outputs = to_float32(outputs)
+        if isinstance(self.loss, REGRESSIONS):
+            self._check_shapes(outputs, targets)
         if self.kind == UNKNOWN:
             self.kind = self._find_kind(outputs, targets, *more)
         if self.kind == SUM:
             return self._call(outputs, targets, *more)
-        count = self.count(targets)
+        count = self.count(targets, *more)
         # Of a batch without labels the mean is 0 / 0, and its gradient NaN.
         mean = self._call(guarded(outputs, count), targets, *more)
         return torch.where(count > 0, mean * count, 0.0)
 
-    def count(self, targets: Any) -> Tensor:
-        """Return the number of labels, or what they weigh, a scalar on the device of `targets`."""
+    def _check_shapes(self, outputs: Outputs, targets: Any) -> None:
+        """Raise a UserError if torch would compare each output with each target."""
+        are_tensors = isinstance(outputs, Tensor) and isinstance(targets, Tensor)
+        if are_tensors and outputs.shape != targets.shape:
+            raise UserError(
+                f"outputs {tuple(outputs.shape)}, targets {tuple(targets.shape)}: give both one "
+                "shape, such as by a target of shape (1,) in the data set"
+            )
+
+    def count(self, targets: Any, *more: Any) -> Tensor:
+        """Return the number of labels, or what they weigh, a scalar on the device of `targets`.
+
+        more: what the loss takes besides, for a `count` that takes it, too.
+        """
         if self.counts:
-            count = self.counts(targets)
+            try:
+                inspect.signature(self.counts).bind(targets, *more)
+            except TypeError:
+                more = ()
+            count = self.counts(targets, *more)
             if isinstance(count, Tensor):
                 return count.detach()
             device = targets.device if isinstance(targets, Tensor) else None
@@ -131,6 +151,24 @@ class Criterion(nn.Module):
             "or their sum, with a method count(targets) that returns their number"
         )
 
+    def _say_unequal(self, whole: float, *batch: Any) -> None:
+        """Say a line if parts of a batch, by their labels, do not have the mean of the whole."""
+        size = len(batch[0]) if isinstance(batch[0], Tensor) else 0
+        if size < 2:
+            return
+        total = 0.0
+        for part in slice(0, size // 3 + 1), slice(size // 3 + 1, size):
+            some = [map_tensors(lambda x, part=part: x[part], each) for each in batch]
+            with torch.random.fork_rng([]):
+                total += float(self._call(*some)) * float(self.count(*some[1:]))
+        mean = total / float(self.count(*batch[1:]))
+        if math.isfinite(mean) and not math.isclose(mean, whole, rel_tol=1e-3):
+            distributed.say(
+                f"warning: the loss of model.py is no mean over labels: of a batch {whole:.4g}, of "
+                f"two parts of it {mean:.4g}. Numbers of ranks and passes change it; to be exact, "
+                "return a sum, with a method count(targets) of what it is divided by"
+            )
+
     @torch.no_grad()
     def _find_kind(self, outputs: Outputs, targets: Any, *more: Any) -> str:
         """Return whether the loss is a mean or a sum: of the batch twice it is the same, or twice.
@@ -158,6 +196,7 @@ class Criterion(nn.Module):
         if not once or not math.isfinite(once + twice):
             return UNKNOWN  # a batch without labels
         if math.isclose(twice, once, rel_tol=0.01):
+            self._say_unequal(once, outputs, targets, *more)
             return MEAN
         if math.isclose(twice, 2 * once, rel_tol=0.01):
             return SUM

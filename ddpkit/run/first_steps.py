@@ -1,14 +1,17 @@
 """What is often forgotten in a training loop, which its first steps and epochs show."""
 
+import argparse
 import copy
+import functools
 import math
 import sys
 import types
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from ddpkit.ranks import distributed, replicas
+from ddpkit.ranks import distributed, process, replicas
 from ddpkit.run import checkpoint
 from ddpkit.run.criterion import Criterion
 
@@ -38,6 +41,14 @@ class FirstSteps:
         self.is_cleared = False
         self.has_criterion = criterion is not None
         self.hooks = [optimizer.register_step_pre_hook(self._note_step)]
+        self.waiting = {  # other optimizers that have not stepped, by name
+            name: part
+            for name, part in parts.items()
+            if isinstance(part, torch.optim.Optimizer) and part is not optimizer
+        }
+        for name, part in self.waiting.items():
+            forget = functools.partial(self._forget, name)
+            self.hooks.append(part.register_step_pre_hook(forget))
         if criterion is not None:
             self.hooks.append(
                 criterion.register_forward_hook(self._watch_loss, with_kwargs=True)
@@ -55,10 +66,21 @@ class FirstSteps:
             for hook in self.hooks:
                 hook.remove()
             self._say_unsaved()
+            self._say_unstepped()
 
     def _note_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
         replicas.check_step(optimizer)
         self.has_stepped = True
+
+    def _forget(self, name: str, *_: object) -> None:
+        self.waiting.pop(name, None)
+
+    def _say_unstepped(self) -> None:
+        if self.waiting:
+            distributed.say(
+                f"{', '.join(self.waiting)}: no step in the first two of run.steps; right if it "
+                "comes later"
+            )
 
     def _watch_loss(
         self, criterion: Criterion, inputs: tuple, named: dict, loss: Tensor
@@ -66,9 +88,8 @@ class FirstSteps:
         if not loss.requires_grad:
             return
         if self.ended == 0:
-            count = criterion.count(
-                named["targets"] if "targets" in named else inputs[1]
-            )
+            targets = named["targets"] if "targets" in named else inputs[1]
+            count = criterion.count(targets, *inputs[2:])
             value = loss.detach()
             loss.register_hook(lambda slope: self._note_slope(slope, value, count))
         else:
@@ -103,7 +124,7 @@ class FirstSteps:
                 "warning: the loss did not come from criterion(...): a mean over one batch is "
                 "not that over the labels of all ranks and passes of a step, which is loss = "
                 "criterion(outputs, targets, ...) * world_size / count, with all that your loss "
-                "takes; if yours is right, leave criterion out of Run(...)"
+                "takes; if yours is a sum over these, it is right"
             )
         if not self.has_stepped and self._scale() == 1:  # fp16 leaves out some
             distributed.say(
@@ -115,9 +136,9 @@ class FirstSteps:
         if math.isclose(loss, of_criterion, rel_tol=0.01):
             return
         distributed.say(
-            f"warning: of the step's loss, {loss:.4g}, criterion(...) gave {of_criterion:.4g}. If "
-            f"the rest is a mean over each batch, it counts {self.passes} times: add mean / "
-            "len(batches), or sum * world_size / count, which are right"
+            f"of the step's loss, {loss:.4g}, criterion(...) gave {of_criterion:.4g}: the rest is "
+            "right if it is mean / len(batches), or sum * world_size / count; a plain mean over "
+            f"each batch counts {self.passes} times"
         )
 
     def _say_unsaved(self) -> None:
@@ -146,14 +167,14 @@ class LoopVariables:
         self.is_epoch: set[str] = set()  # names of what has always been the epoch
         self.is_said = False
 
-    def begin_epoch(self, run: object, epoch: int) -> None:
+    def begin_epoch(self, run: object, epoch: int, parts: checkpoint.Parts) -> None:
         """Say a line if other numbers than the epoch have changed in the epoch before.
 
-        run: which one of the function's variables is.
+        run: which one of the function's variables is. parts: what is in checkpoints.
         """
         if self.is_said:
             return
-        numbers = numbers_around(run)
+        numbers = numbers_around(run, list(parts.values()))
         equal = {name for name, value in numbers.items() if value == epoch}
         if self.at_start is None:
             self.at_start = numbers
@@ -174,8 +195,11 @@ class LoopVariables:
             )
 
 
-def numbers_around(run: object) -> dict[str, object]:
-    """Return the numbers among the variables of the outermost function that has `run` as one."""
+def numbers_around(run: object, saved: list[object]) -> dict[str, object]:
+    """Return the numbers among the variables of the outermost function that has `run` as one.
+
+    Also those of objects of classes that the project has defined, but for what is `saved`.
+    """
     found: dict[str, object] = {}
     frame: types.FrameType | None = sys._getframe(1)
     while frame:
@@ -184,7 +208,21 @@ def numbers_around(run: object) -> dict[str, object]:
             found = variables
         frame = frame.f_back
     numbers = {name: value for name, value in found.items() if is_number(value)}
+    for name, value in found.items():
+        if is_own(value) and all(value is not part for part in saved):
+            for key, each in vars(value).items():
+                if is_number(each):
+                    numbers[f"{name}.{key}"] = each
     return copy.deepcopy(numbers)
+
+
+def is_own(value: object) -> bool:
+    """Return whether it is an object of a class of the project, or the flags."""
+    kind = type(value)
+    module = sys.modules.get(kind.__module__)
+    file = getattr(module, "__file__", None) or ""
+    in_project = file != "" and Path(file).resolve().parent == process.project()
+    return hasattr(value, "__dict__") and (in_project or kind is argparse.Namespace)
 
 
 def is_number(value: object) -> bool:

@@ -81,5 +81,6 @@ def label_metrics(count: int) -> MetricCollection:
             "map": MeanPrecision(count, average="none"),
             "f1": MeanF1(count, average="none"),
             "matrix": MultilabelConfusionMatrix(count),  # for per_class.csv
-        }
+        },
+        compute_groups=False,
     )

@@ -24,7 +24,15 @@ from ddpkit.run.folder import Folder
 from ddpkit.run.mistakes import Mistakes, Worsts
 
 # besides KEYS
-OTHER_KEYS = ("trained", "sampler", "training_set", "colors", "best_by", "path")
+OTHER_KEYS = (
+    "trained",
+    "sampler",
+    "training_set",
+    "colors",
+    "best_by",
+    "path",
+    "trainable",
+)
 # of the loss; reading it at every step would stall the device
 SECONDS_BETWEEN_CHECKS = 5
 Evaluate = Callable[..., tuple[dict[str, float], Tensor | None, Worsts]]
@@ -35,7 +43,7 @@ class Run:
 
     folder: whose `find_checkpoint` has been called; the run continues from what it found.
     train_loader: with our TrainSampler the run continues in mid-epoch, to the bit; with another,
-        which needs a length, an epoch that was stopped starts over.
+        which needs a length, the batches of before are read again, and left out.
     model: the network that is evaluated, saved, exported and predicted with. trained: the one that
         is trained, if that is another, of which `model` is an average.
     criterion: whose use in the first steps is checked.
@@ -88,6 +96,11 @@ class Run:
         tracker: str | reporting.Start | None = None,
         **more: Any,
     ) -> None:
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise UserError(
+                f"Run(optimizer=...) is a {type(optimizer).__name__}: give it one optimizer, and "
+                "others by names of yours, such as optimizer2=optimizer2"
+            )
         self.folder, self.classes, self.epochs = folder, classes, epochs
         self.scores = metrics.parse_best(best)
         then = folder.state or {}
@@ -141,6 +154,7 @@ class Run:
         self.is_complete = min(self.epoch, recorded) >= epochs
         self.first_steps = FirstSteps(self.parts, optimizer, criterion, accumulate)
         self.variables = LoopVariables()
+        self.trainable_then = (folder.state or {}).get("trainable", 0)
         self.is_out = False  # of patience
         self.report = reporting.Reporter(
             folder.path,
@@ -261,8 +275,8 @@ class Run:
         )
         if not state["seen"]:
             return
-        if not self.is_own and state["seen"] < self.source.total:
-            line = "the training loader cannot continue in mid-epoch"
+        if not self.is_own and state["global_batch"] != self.global_batch:
+            line = "the training loader cannot continue with other ranks or batches"
             return distributed.say(f"{line}: the epoch starts over")
         if any(state.get(name) != value for name, value in self.source.order.items()):
             line = "the images, --seed or the sampler have changed"
@@ -335,7 +349,8 @@ class Run:
         networks: those that are trained, in DistributedDataParallel; the first in each step.
         """
         self._keep_changes()
-        self.variables.begin_epoch(self, self.epoch)
+        self.variables.begin_epoch(self, self.epoch, self.parts)
+        self._say_frozen()
         if self.at_start and self.at_start != self._summary():
             distributed.say(
                 "a scheduler or another part was changed before run.steps() in an epoch that is "
@@ -355,6 +370,8 @@ class Run:
         seed, rank = int(self.source.order["seed"]), distributed.rank()
         before = self.step
         while some := list(itertools.islice(found, self.passes_per_step)):
+            if not self.first_steps.ended:
+                loading.say_floats(some[0], self.val_loader)
             batches = [loading.move(batch, self.device, format) for batch in some]
             # dropout
             samples.seed(seed, self.epoch, self.seen // self.global_batch, rank)
@@ -366,6 +383,21 @@ class Run:
                     "is one optimizer step; for more batches per step use --accumulate, such as "
                     "--accumulate 4"
                 )
+
+    def _say_frozen(self) -> None:
+        """Say it, once, if fewer weights are trained than when the checkpoint was saved."""
+        now = self._trainable()
+        then = self.trainable_then
+        self.trainable_then = 0
+        if now < then:
+            distributed.say(
+                f"warning: {then - now} weights are frozen that were trained when this run was "
+                "stopped: what unfreezes them in an epoch has to do so, too, when the run resumes "
+                "in a later one (epoch >= N, not ==)"
+            )
+
+    def _trainable(self) -> int:
+        return sum(weight.requires_grad for weight in self.trained.parameters())
 
     @property
     def is_logged(self) -> bool:
@@ -535,6 +567,7 @@ class Run:
             "step": self.step,
             "seen": self.seen,
             "totals": totals.tolist(),
+            "trainable": self._trainable(),
             "history": self.history,
             "best": self.best,
             "best_of": self.best_of,

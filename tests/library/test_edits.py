@@ -90,7 +90,7 @@ def test_another_optimizer_than_the_checkpoint_has(
     ):
         done = edited(change)(data, out, "--epochs", 2)
         done.refused(
-            "checkpoint.load_states", *words, "last.pt", "--weights", "--output-dir"
+            "checkpoint.fitting", *words, "last.pt", "--weights", "--output-dir"
         )
     assert before == {path.name: path.read_bytes() for path in out.glob("*.pt")}
 
@@ -248,12 +248,12 @@ LOSS = "                loss = criterion(logits, targets) * world_size / count\n
 ZERO = "        optimizer.zero_grad()\n"
 JUDGE = "                model, val_loader, criterion, metrics, args\n            )\n            lr"
 SAMPLER = "        accumulate=args.accumulate,\n        seed=args.seed,\n"
-WRAPPED = "        ddp_model = wrap(trained)\n        # A"
+WRAPPED = "        ddp_model = wrap(trained)\n        # W"
 FREEZE = "        model.fc.requires_grad_(False)\n        ddp_model = wrap(trained)\n"
 FREEZE += "        model.fc.requires_grad_()\n"
-FREEZE += "        # A"
+FREEZE += "        # W"
 FROZEN = "        ddp_model = wrap(trained)\n"
-FROZEN += "        model.fc.requires_grad_(False)\n        # A"
+FROZEN += "        model.fc.requires_grad_(False)\n        # W"
 MISUSES = {  # more of a step: test_own_steps.py
     "a sum": (
         [(LOSS, LOSS.replace(" * world_size / count", ""))],
@@ -291,19 +291,47 @@ BEST = "            if is_best:\n"
 COUNTED = """
             waited = 0 if train_loss < lowest else waited + 1
             lowest = min(lowest, train_loss)
+            args.worse += 2
+            early.waited += 3
             if run.epoch == 2:
                 break
 """
 
 
+EARLY = "\n\nclass Early:\n    waited = 0\n\n    def __init__(self):\n        self.waited = 0\n"
+UNFROZEN = """
+            if epoch == 1:
+                model.fc.requires_grad_(True)
+                ddp_model = wrap(trained)
+            train_loss = """
+
+
+def test_unfrozen_in_one_epoch(few: Path, tmp_path: Path, edited: Edited) -> None:
+    """A run that resumes in a later epoch says that the weights are frozen again."""
+    start = edited(
+        (WRAPPED, f"        model.fc.requires_grad_(False)\n{WRAPPED}"),
+        ("            train_loss = ", UNFROZEN.lstrip("\n")),
+    )
+    more = few, tmp_path / "out", "--patience", 0
+    assert "are frozen that" not in start(*more, "--epochs", 2).ok().out
+    done = start(*more, "--epochs", 3).ok()
+    assert len(re.findall("2 weights are frozen that were trained", done.out)) == 1
+
+
 def test_a_counter_of_epochs(few: Path, tmp_path: Path, edited: Edited) -> None:
     """A line says that it does not survive a resume, and one that the loop was left."""
     start = edited(
-        (WRAPPED, f"        lowest, waited = 9.0, 0\n{WRAPPED}"),
+        (IMPORTS, f"{EARLY}{IMPORTS}"),
+        (
+            WRAPPED,
+            "        lowest, waited, args.worse, early = 9.0, 0, 0, Early()\n"
+            + WRAPPED,
+        ),
         (BEST, COUNTED.lstrip("\n") + BEST),
     )
     done = start(few, tmp_path / "out", "--epochs", 3).ok()
-    assert len(re.findall("warning: lowest changed with the epoch", done.out)) == 1
+    changed = "lowest, args.worse, early.waited"
+    assert len(re.findall(f"warning: {changed} changed with", done.out)) == 1
     assert "the loop was left after epoch 2 of 3" in done.out
     done = start(few, tmp_path / "whole", "--epochs", 2, "--patience", 1).ok()
     assert "the loop was left" not in done.out

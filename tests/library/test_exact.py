@@ -18,6 +18,7 @@ from PIL import Image
 from ranks import Patch, on_ranks
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, Subset
+from torchmetrics.classification import MulticlassAccuracy
 
 import ddpkit
 from ddpkit import files
@@ -264,3 +265,23 @@ def test_a_disk_that_does_not_answer(project: Project) -> None:
     done = project.here(load)
     done.failed("files.failure", "a.jpg", "Stale file handle")
     assert done.status == 1
+
+
+@on_ranks(1)
+def test_metrics_that_begin_alike(project: Project) -> None:
+    """What two metrics count in a first batch is the same by chance: they stay two."""
+    import model
+    from flags import parse_args
+
+    metrics = model.build_metrics(parse_args([]), list("abcdefg"))
+    metrics.add_metrics({"macro": MulticlassAccuracy(7, average="macro")})
+    order = torch.arange(7.0).repeat(2, 1)  # 6 is first, 0 is not among the first five
+    metrics.update(order, torch.tensor([0, 0]))
+    metrics.reset()
+    metrics.update(order, torch.tensor([4, 5]))
+    found = metrics.compute()
+    assert (float(found["top5"]), float(found["top1"]), float(found["macro"])) == (
+        1,
+        0,
+        0,
+    )

@@ -56,6 +56,28 @@ def test_losses_of_other_kinds() -> None:
         ddpkit.Criterion(nn.MSELoss()).count({"boxes": one})
 
 
+def test_a_mean_of_something_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A line says that it depends on how images are grouped; of a mean over labels none does."""
+    lines: list[str] = []
+    monkeypatch.setattr(distributed, "say", lines.append)
+    torch.manual_seed(0)
+    outputs = torch.randn(7, 3)
+    targets = torch.tensor([1, 1, 0, 0, 2, 0, 2])
+
+    def weighted(outputs: Tensor, targets: Tensor) -> Tensor:
+        weights = 1.0 + 5 * (targets == 1)
+        each = functional.cross_entropy(outputs, targets, reduction="none")
+        return (weights * each).sum() / weights.sum()
+
+    ddpkit.Criterion(lambda *two: functional.cross_entropy(*two), "abc")(
+        outputs, targets
+    )
+    assert lines == []
+    ddpkit.Criterion(weighted, "abc")(outputs, targets)
+    (line,) = lines
+    assert "no mean over labels" in line and "count(targets)" in line
+
+
 class Running(nn.Module):
     """Has a buffer, which each call changes."""
 

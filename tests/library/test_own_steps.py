@@ -118,7 +118,7 @@ SAID = {  # what may be meant: a line says so
     "a mean added": (
         f"{LOSS}\n",
         f"{LOSS} + 0.1 * net[2].weight.square().sum()\n",
-        "If the rest is a mean over each batch, it counts 2 times",
+        "a plain mean over each batch counts 2 times",
     ),
     "by hand": (
         LOSS,

@@ -98,6 +98,7 @@ def build_criterion(
     """Return the loss: (logits (N, classes), targets) -> the sum over the samples; or their mean.
 
     targets: int64 (N,), or float32 (N, classes), shares of the classes, as mixup makes them.
+    Class weights are known as the `weight` of a module of torch; in a function each label counts 1.
     """
     class_weights = ddpkit.class_weights(args.class_weights, train_set, classes)
     if args.several_labels:
@@ -119,4 +120,6 @@ def build_metrics(args: Namespace, classes: Sequence[str]) -> MetricCollection:
     }
     if count > 5:
         metrics["top5"] = MulticlassAccuracy(count, average="micro", top_k=5)
-    return MetricCollection(metrics)
+    # Without groups: torchmetrics takes two metrics for one if their first batch has the
+    # same counts.
+    return MetricCollection(metrics, compute_groups=False)

@@ -105,8 +105,8 @@ def build_metrics(args: Namespace, classes: Sequence[str]) -> MetricCollection:
     metrics: dict[str, Metric | MetricCollection] = {
         "miou": mean,
         "iou": ClasswiseWrapper(each, list(classes), "iou_"),
-        # All three share their counts. Sorted by name a wrapper has to come first of
-        # those that do.
         "matrix": MulticlassConfusionMatrix(count, ignore_index=VOID),
     }
-    return MetricCollection(metrics)
+    # Without groups: torchmetrics takes two metrics for one if their first batch has the
+    # same counts.
+    return MetricCollection(metrics, compute_groups=False)
