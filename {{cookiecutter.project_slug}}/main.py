@@ -208,8 +208,8 @@ def train_one_epoch(
                 with recipe.autocast(args.amp, images.device):
                     outputs = ddp_model(images)
                 logits = ddpkit.to_logits(outputs)
-                # A sum / count; times world_size, because DDP divides by that. To add a
-                # mean over the batch, below: loss = loss + mean / len(batches).
+                # A sum / count; times world_size, because DDP divides by that. A mean over
+                # the batch that you add to it, below, is mean / len(batches).
                 loss = criterion(logits, targets) * world_size / count
                 scaler.scale(loss).backward()
             losses.append(loss.detach())

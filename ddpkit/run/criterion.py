@@ -4,6 +4,7 @@ import contextlib
 import copy
 import inspect
 import math
+import operator
 import random
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -158,7 +159,8 @@ class Criterion(nn.Module):
             return
         total = 0.0
         for part in slice(0, size // 3 + 1), slice(size // 3 + 1, size):
-            some = [map_tensors(lambda x, part=part: x[part], each) for each in batch]
+            take = operator.itemgetter(part)
+            some = [map_tensors(take, each) for each in batch]
             with torch.random.fork_rng([]):
                 total += float(self._call(*some)) * float(self.count(*some[1:]))
         mean = total / float(self.count(*batch[1:]))

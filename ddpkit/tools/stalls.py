@@ -156,7 +156,8 @@ def stand_ins(main: ModuleType, reads: Reads) -> Iterator[tuple[object, str, obj
     yield torch.distributed, "all_reduce", lambda *_, **__: None
     yield ddpkit, "Folder", lambda *_: MagicMock(state=None)
     yield ddpkit, "Run", start
-    yield ddpkit, "workers", lambda *_: loading.workers(0, CPU)
+    in_this_process = loading.workers(0, CPU)
+    yield loading, "workers", lambda *_: dict(in_this_process)
     name = "DistributedDataParallel"
     for module in (main, torch.nn.parallel):  # however main.py imports it
         if hasattr(module, name):

@@ -322,7 +322,7 @@ def test_states_that_do_not_fit() -> None:
             part = part[name]
         part[key] = value
         line = f"last.pt does not fit the {where[0]}"
-        with refusal("checkpoint.load_states", line, key):
+        with refusal("checkpoint.fitting", line, key):
             checkpoint.load_states(hostile, parts, 1)
         assert str(optimizer.state_dict()) == str(good)
 

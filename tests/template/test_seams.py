@@ -181,6 +181,8 @@ def edited(project: Project, few: Path, tmp_path: Path) -> Callable[[str], Edite
 # The second of each replaces what the first has changed.
 EXCLUSIVE = {
     ("metric", "regression"),
+    ("balanced", "loader"),
+    ("loader", "balanced"),
     ("regression", "metric"),
     ("parts", "regression"),
     ("regression", "parts"),
