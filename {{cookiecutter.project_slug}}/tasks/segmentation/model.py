@@ -107,6 +107,8 @@ def build_metrics(args: Namespace, classes: Sequence[str]) -> MetricCollection:
         "iou": ClasswiseWrapper(each, list(classes), "iou_"),
         "matrix": MulticlassConfusionMatrix(count, ignore_index=VOID),
     }
-    # Without groups: torchmetrics takes two metrics for one if their first batch has the
-    # same counts.
-    return MetricCollection(metrics, compute_groups=False)
+    # These count once for all three. Left to itself torchmetrics takes any two metrics for
+    # one if their first batch has the same counts.
+    shared = ["iou", "matrix", "miou"]  # a wrapper has to come first
+    groups = [shared] + [[name] for name in metrics if name not in shared]
+    return MetricCollection(metrics, compute_groups=groups)
