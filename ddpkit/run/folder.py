@@ -19,25 +19,12 @@ from ddpkit.errors import UserError
 from ddpkit.ranks import distributed, environment, process, protocol
 from ddpkit.run import checkpoint
 from ddpkit.run.checkpoint import KEYS, OTHER_RUN, Damaged, Foreign, State
+from ddpkit.run.layout import OWN_FILES, SAVES, remove_images
 
 if TYPE_CHECKING:
     from ddpkit.run.mistakes import Worsts
 
 Read = Callable[[Path | str], State]
-EPOCHS, STEPS = "epochs", "steps"  # the folders of TensorBoard's files,
-EVENTS = "events.out.tfevents.*"  # these
-IMAGES = ("examples.png", "per_class.csv", "confusion.png", "worst.png")  # of best.pt
-SAVES = ("last.pt", "last-1.pt")  # newest first
-NAMES = "best.pt best-1.pt *.pt.corrupt metrics.csv tracker.json args.json curves.png"
-OWN_FILES = [  # what `--resume never` removes
-    *SAVES,
-    *NAMES.split(),
-    *IMAGES,
-    *(f"eval/{name}" for name in IMAGES),
-    f"{EPOCHS}/{EVENTS}",
-    f"{STEPS}/{EVENTS}",
-    EVENTS,  # of earlier versions
-]
 
 
 class Folder:
@@ -277,9 +264,3 @@ def set_aside(reason: str, path: Path, name: str, more: str = "") -> None:
     """Rename a file, and say why; an earlier one of that name is replaced."""
     path.replace(path.with_name(name))
     distributed.say(f"{reason}; renamed to {name}{more}")
-
-
-def remove_images(folder: Path) -> None:
-    """Remove the images of best.pt, before another file gets that name."""
-    for name in IMAGES:
-        (folder / name).unlink(missing_ok=True)

@@ -22,7 +22,7 @@ from ddpkit.data.loading import OtherSource, TrainSampler
 from ddpkit.errors import LineError, UserError
 from ddpkit.ranks import distributed, failures, process
 from ddpkit.run import machine, pictures
-from ddpkit.run.folder import EPOCHS, EVENTS, IMAGES, remove_images
+from ddpkit.run.layout import EPOCHS, EVENTS, IMAGES, remove_images
 from ddpkit.run.mistakes import Mistakes
 from ddpkit.run.pictures import Row
 from ddpkit.run.steplog import StepLog

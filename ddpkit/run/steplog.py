@@ -12,7 +12,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from ddpkit.ranks import distributed
-from ddpkit.run.folder import EVENTS, STEPS
+from ddpkit.run.layout import EVENTS, STEPS
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter

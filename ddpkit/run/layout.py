@@ -1,0 +1,26 @@
+"""What a run writes to its output folder: the names of its files."""
+
+from pathlib import Path
+
+# The folders of TensorBoard's files, and these
+EPOCHS = "epochs"
+STEPS = "steps"
+EVENTS = "events.out.tfevents.*"
+IMAGES = ("examples.png", "per_class.csv", "confusion.png", "worst.png")  # of best.pt
+SAVES = ("last.pt", "last-1.pt")  # newest first
+NAMES = "best.pt best-1.pt *.pt.corrupt metrics.csv tracker.json args.json curves.png"
+OWN_FILES = [  # what `--resume never` removes
+    *SAVES,
+    *NAMES.split(),
+    *IMAGES,
+    *(f"eval/{name}" for name in IMAGES),
+    f"{EPOCHS}/{EVENTS}",
+    f"{STEPS}/{EVENTS}",
+    EVENTS,  # of earlier versions
+]
+
+
+def remove_images(folder: Path) -> None:
+    """Remove the images of best.pt, before another file gets that name."""
+    for name in IMAGES:
+        (folder / name).unlink(missing_ok=True)
