@@ -32,7 +32,7 @@ def main():
     )
     torch.manual_seed(rank)
 
-    dataset = TensorDataset(rings(2048))
+    dataset = TensorDataset(rings(1024))
     sampler = DistributedSampler(dataset, drop_last=True)
     dataloader = DataLoader(dataset, opt.batchSize, sampler=sampler, drop_last=True)
 

@@ -88,7 +88,7 @@ def main():
     )
     torch.manual_seed(0)
 
-    train_set, val_set = Shapes(512, train=True), Shapes(128, train=False)
+    train_set, val_set = Shapes(256, train=True), Shapes(64, train=False)
     train_sampler = DistributedSampler(train_set)
     train_loader = DataLoader(
         train_set, args.batch_size, sampler=train_sampler, num_workers=args.workers

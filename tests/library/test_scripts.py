@@ -22,7 +22,7 @@ from ddpkit.run import resuming
 
 FOREIGN = ROOT / "tests" / "foreign"
 NAMES = sorted(path.stem for path in FOREIGN.glob("*.py"))
-STEPS = {"gan": 128, "images": 64, "tokens": 60}
+STEPS = {"gan": 64, "images": 32, "tokens": 60}
 ENDED = re.compile("rank . lost another rank|Connection closed|reset by peer")
 
 
