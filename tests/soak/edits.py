@@ -21,6 +21,7 @@ OPTIMIZER = "    return torch.optim.AdamW(groups, lr, fused=True)"
 SCHEDULER = "    return LambdaLR(optimizer, factor)"
 OF_LOSS = "    loss_module = build_criterion(args, train_set, classes)\n"
 INSIDE = "        batches = [\n"
+AUTOCAST = "                with recipe.autocast(args.amp, images.device):\n"
 FORWARD = "                    outputs = ddp_model(images)"
 BACKWARD = "                scaler.scale(loss).backward()\n"
 ZERO = "        optimizer.zero_grad()\n"
@@ -118,8 +119,8 @@ EDITS += [
         "noise from torch",
         "images",
         before(
-            FORWARD,
-            "                    images = images + 0.01 * torch.randn_like(images)\n",
+            AUTOCAST,
+            "                images = images + 0.01 * torch.randn_like(images)\n",
         ),
     ),
     Edit(
