@@ -209,10 +209,15 @@ def check_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
         )
 
 
+def has_gradients(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether a weight has a gradient that is not 0; reads the device."""
+    grads = [weight.grad for weight in weights_of(optimizer)]
+    return any(grad is not None and grad.any() for grad in grads)
+
+
 def check_cleared(optimizer: torch.optim.Optimizer) -> None:
     """Raise a UserError if weights still have the gradients of the step before, at a backward()."""
-    grads = [weight.grad for weight in weights_of(optimizer)]
-    if any(grad is not None and grad.any() for grad in grads):
+    if has_gradients(optimizer):
         raise UserError(
             "the gradients of the step before are still there at backward(): call "
             "optimizer.zero_grad() after each optimizer step"

@@ -41,12 +41,13 @@ class FirstSteps:
         self.is_cleared = False
         self.has_criterion = criterion is not None
         self.hooks = [optimizer.register_step_pre_hook(self._note_step)]
-        self.waiting = {  # other optimizers that have not stepped, by name
+        self.others = {
             name: part
             for name, part in parts.items()
             if isinstance(part, torch.optim.Optimizer) and part is not optimizer
         }
-        for name, part in self.waiting.items():
+        self.waiting = set(self.others)  # that have not stepped
+        for name, part in self.others.items():
             forget = functools.partial(self._forget, name)
             self.hooks.append(part.register_step_pre_hook(forget))
         if criterion is not None:
@@ -73,13 +74,13 @@ class FirstSteps:
         self.has_stepped = True
 
     def _forget(self, name: str, *_: object) -> None:
-        self.waiting.pop(name, None)
+        self.waiting.discard(name)
 
     def _say_unstepped(self) -> None:
         if self.waiting:
+            names = ", ".join(sorted(self.waiting))
             distributed.say(
-                f"{', '.join(self.waiting)}: no step in the first two of run.steps; right if it "
-                "comes later"
+                f"{names}: no step in the first two of run.steps; right if it comes later"
             )
 
     def _watch_loss(
@@ -103,7 +104,16 @@ class FirstSteps:
     def _check_cleared(self, _: Tensor) -> None:
         if not self.is_cleared:  # of several batches, before the first
             replicas.check_cleared(self.optimizer)
+            self._say_uncleared()
         self.is_cleared = True
+
+    def _say_uncleared(self) -> None:
+        for name in sorted(self.others.keys() - self.waiting):
+            if replicas.has_gradients(self.others[name]):
+                distributed.say(
+                    f"{name}: the gradients of the step before are still there at backward(); "
+                    "right only if its zero_grad() comes before its own backward()"
+                )
 
     def _scale(self) -> float:
         scalers = (
