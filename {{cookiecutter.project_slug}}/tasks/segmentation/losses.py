@@ -42,12 +42,13 @@ class Loss(nn.Module):
         }
         for part in text.split("+"):
             factor, _, name = part.strip().rpartition("*")
-            is_factor = re.fullmatch(r"\d*\.?\d+|", factor) and float(factor or 1)
-            if not is_factor or name not in known:
+            is_number = re.fullmatch(r"\d*\.?\d+|", factor)
+            weight = float(factor or 1) if is_number else 0.0
+            if weight == 0 or name not in known:
                 raise ddpkit.UserError(
                     f"--loss {text}: use {', '.join(known)} or ce+0.5*dice"
                 )
-            self.terms.append((float(factor or 1), known[name]))
+            self.terms.append((weight, known[name]))
 
     def counts(self, targets: Tensor) -> Tensor:
         """Return (N,), the number of labelled pixels of each image, or what they weigh."""
@@ -64,7 +65,8 @@ class Loss(nn.Module):
     def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
         total = outputs.new_zeros(())
         for factor, term in self.terms:
-            losses = term(outputs, targets)  # (N, H, W) of pixels, or (N,) of images
+            # (N, H, W) of pixels, or (N,) of images
+            losses = term(outputs, targets)
             if losses.ndim == 1:
                 losses = losses * self.counts(targets)
             total = total + factor * losses.sum()
