@@ -169,9 +169,11 @@ class Checkpoints:
 
     def _load(self, state: State) -> None:
         path = state["path"]
-        line = f"{path}: {state['epoch']} epochs done"
-        if state["done"]:
-            line += f" and {state['done']} steps of the next"
+        epochs = state["epoch"]
+        steps = state["done"]
+        line = f"{path}: {epochs} epoch{'s' * (epochs != 1)} done"
+        if steps:
+            line += f" and {steps} step{'s' * (steps != 1)} of the next"
         distributed.say(line)
         names = checkpoint.names_of(self.parts)
         for name, part in self.parts.items():

@@ -102,7 +102,7 @@ def test_a_script_of_ones_own(
     assert statuses[0] == -9 and statuses[1]
     statuses, out, _ = start(name, "stopped")
     assert statuses == [0, 0]
-    assert "epochs done" in out
+    assert re.search(r"run/last.pt: \d+ epochs? done", out)
     assert parts(tmp_path / "whole") == parts(tmp_path / "stopped")
     wait_for(lambda: not left(0), 30)  # plain loader workers of who was killed
 
