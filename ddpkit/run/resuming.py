@@ -76,6 +76,7 @@ class Checkpoints:
         self.global_batch = 0  # of a train_loader, to know whether it is the same
         self.best: float | None = None
         self.saved_step = -1
+        self.ranks_then = distributed.world_size()
         self.is_in_epochs = False
         state = self.folder.find_checkpoint()
         self.folder.open_for_training(is_new=not state)
@@ -190,9 +191,8 @@ class Checkpoints:
         self.done = state["done"]
         self.global_batch = state["global_batch"]
         self.best = state["best"]
-        if self.done and state["ranks"] != distributed.world_size():
-            self._start_over(f"{state['ranks']} ranks then")
-        elif self.done and state["seed"] != self.seed:
+        self.ranks_then = state["ranks"]
+        if self.done and state["seed"] != self.seed:
             self._start_over(f"seed {state['seed']} then")
 
     def _start_over(self, reason: str) -> None:
@@ -210,6 +210,8 @@ class Checkpoints:
             return sampler.batches(batches, self.epoch, seen)
         if isinstance(batches, Sequence):
             return iter(batches[self.done :])
+        if self.done and self.ranks_then != distributed.world_size():
+            self._start_over(f"{self.ranks_then} ranks then")
         has_shares = False
         for part in loading.samplers_of(batches):
             getattr(part, "set_epoch", int)(self.epoch)

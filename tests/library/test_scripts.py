@@ -107,6 +107,16 @@ def test_a_script_of_ones_own(
     wait_for(lambda: not left(0), 30)  # plain loader workers of who was killed
 
 
+def test_other_ranks(start: Callable[..., tuple[list[int], str, str]]) -> None:
+    """Steps over a range go on; an epoch of a loader starts over, and says so."""
+    for name, text in ("tokens", ""), ("gan", "2 ranks then: the epoch"):
+        assert start(name, name, at_step(20, signal.SIGTERM, 0))[0] == [75, 75]
+        statuses, out, _ = start(name, name, of_ranks=3)
+        assert statuses == [0, 0, 0]
+        assert "steps of the next" in out and text in out
+        assert ("starts over" in out) == bool(text)
+
+
 HANG = """
 import torch.distributed, datetime, functools
 join = torch.distributed.init_process_group
