@@ -141,7 +141,8 @@ def to_launcher(run: Run, chance: random.Random) -> tuple[str, list[int]]:
 
 
 def to_rank(run: Run, chance: random.Random) -> tuple[str, list[int]]:
-    return "a rank", [chance.choice(run.ranks())] if run.ranks() else []
+    there = run.ranks()  # once: the last may end meanwhile
+    return "a rank", [chance.choice(there)] if there else []
 
 
 def to_ranks(run: Run, chance: random.Random) -> tuple[str, list[int]]:
