@@ -158,7 +158,9 @@ EDITS += [
         "a subset to train on",
         "sets",
         before(
-            SETS, "    train_set = torch.utils.data.Subset(train_set, range(3, 23))\n"
+            SETS,
+            "    part = range(3, min(23, len(train_set)))\n"
+            "    train_set = torch.utils.data.Subset(train_set, part)\n",
         ),
     ),
     Edit(
