@@ -193,13 +193,12 @@ def place(file: str, source: list[str], removed: range, added: list[str]) -> str
         lines = quoted(removed.start)
         if lines.endswith(UNKNOWN):
             raise ValueError(f"{file}:{removed.start + 1}: this line is not unique")
-        last = source[removed.stop - 1]
         if len(removed) > 1:
-            number = f"the {len(removed)} lines from {lines}"
-            is_word = re.search(r"\w", last) and not quoted(removed.stop - 1).endswith(
-                UNKNOWN
-            )
-            lines = f"{number} to {quoted(removed.stop - 1)}" if is_word else number
+            lines = f"the {len(removed)} lines from {lines}"
+            last = quoted(removed.stop - 1)
+            is_word = re.search(r"\w", source[removed.stop - 1])
+            if is_word and not last.endswith(UNKNOWN):
+                lines = f"{lines} to {last}"
         if not added:
             return f"{where}, delete {lines}."
         return f"{where}, replace {lines} by:\n\n{fenced(added)}"

@@ -425,15 +425,7 @@ class OtherSource:
         self.epoch = epoch
 
     def _start(self, loader: Any, epoch: int) -> Iterator:
-        for part in samplers_of(loader):
-            if hasattr(part, "set_epoch"):
-                part.set_epoch(epoch)
-        samples.set_epoch(samples.of(loader), epoch)
-        for part in [loader, *samplers_of(loader)]:
-            generator = getattr(part, "generator", None)
-            if isinstance(generator, torch.Generator):  # or it would go on where it is
-                generator.manual_seed(samples.hash_key(self.seed, epoch))
-        return drawn(loader, self.seed, epoch)
+        return begun(loader, epoch, self.seed, epoch)
 
     def batches(self, loader: Any, epoch: int, seen: int) -> Iterator:
         batches = self.begun
@@ -531,6 +523,23 @@ def samplers_of(loader: Any) -> list:
                 known.add(id(part))
                 places.append(part)
     return places[1:]
+
+
+def begun(loader: Iterable, epoch: int, *key: int) -> Iterator:
+    """Begin `epoch` of any loader, whose samplers and data set are told; return its batches.
+
+    key: decides the random numbers, of their own generators, too, which would go on elsewhere.
+    """
+    samplers = samplers_of(loader)
+    for part in samplers:
+        if hasattr(part, "set_epoch"):
+            part.set_epoch(epoch)
+    samples.set_epoch(samples.of(loader), epoch)
+    for part in [loader, *samplers]:
+        generator = getattr(part, "generator", None)
+        if isinstance(generator, torch.Generator):
+            generator.manual_seed(samples.hash_key(*key))
+    return drawn(loader, *key)
 
 
 def drawn(loader: Any, *key: int) -> Iterator:

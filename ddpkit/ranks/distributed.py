@@ -93,8 +93,7 @@ def meet(
         size = 1
         notes = [note]
     device = devices.check(notes, device, Group.is_debugged)
-    own = f"{environment.node()} {environment.process_space()} {os.getpid()}"
-    Group.store.set(protocol.PROCESS.format(number), own)
+    _note_process(Group.store, number)
     # From here on a rank that fails ends the others, too, though none is in the group.
     Group.has_met = Group.has_met_itself = True
     # With a connection of its own: torch waits at it for the others, and ours has to
@@ -106,6 +105,11 @@ def meet(
         # torch would end the rank with SIGABRT; failures.Lateness comes first.
         ends_after += timedelta(seconds=protocol.LATE_SECONDS)
     return Rank(device, devices.backend(device), torchs, number, size, ends_after)
+
+
+def _note_process(store: dist.Store, number: int) -> None:
+    own = f"{environment.node()} {environment.process_space()} {os.getpid()}"
+    store.set(protocol.PROCESS.format(number), own)
 
 
 def setup(**options: Any) -> torch.device:
@@ -142,8 +146,7 @@ def _take_store() -> None:
         backend = _get_default_group()._get_backend(devices.of_group())
         Group.timeout = backend.options._timeout
     store.set_timeout(Group.timeout)
-    own = f"{environment.node()} {environment.process_space()} {os.getpid()}"
-    store.set(protocol.PROCESS.format(rank()), own)
+    _note_process(store, rank())
     Group.store = store
     Group.has_met = True
 

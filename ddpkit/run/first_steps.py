@@ -171,9 +171,8 @@ class LoopVariables:
     """
 
     def __init__(self) -> None:
-        self.at_start: dict[str, object] | None = (
-            None  # of the first epoch of this process
-        )
+        # Of the first epoch of this process.
+        self.at_start: dict[str, object] | None = None
         self.is_epoch: set[str] = set()  # names of what has always been the epoch
         self.is_said = False
 

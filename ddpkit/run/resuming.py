@@ -100,8 +100,10 @@ class Checkpoints:
     @contextlib.contextmanager
     def _in_epochs(self) -> Iterator[None]:
         self.is_in_epochs = True
-        yield
-        self.is_in_epochs = False
+        try:
+            yield
+        finally:
+            self.is_in_epochs = False
 
     def steps(self, batches: Iterable[T], *networks: nn.Module) -> Iterator[T]:
         """Yield the batches that are left of this epoch; the time in between is a step.
@@ -212,13 +214,11 @@ class Checkpoints:
             return iter(batches[self.done :])
         if self.done and self.ranks_then != distributed.world_size():
             self._start_over(f"{self.ranks_then} ranks then")
-        has_shares = False
-        for part in loading.samplers_of(batches):
-            getattr(part, "set_epoch", int)(self.epoch)
-            has_shares |= hasattr(part, "num_replicas")
+        samplers = loading.samplers_of(batches)
+        has_shares = any(hasattr(part, "num_replicas") for part in samplers)
         # Without shares of the ranks what is drawn may be the order, one for all.
         share = distributed.rank() if has_shares else 0
-        found = loading.drawn(batches, self.seed, self.epoch, share)
+        found = loading.begun(batches, self.epoch, self.seed, self.epoch, share)
         if self.done:
             distributed.say(f"reading {self.done} batches again, which are left out")
         return itertools.islice(found, self.done, None)
@@ -244,9 +244,8 @@ class Checkpoints:
 
 def unwrapped(part: Any) -> Any:
     """Return the network in DistributedDataParallel; anything else as it is."""
-    if isinstance(replicas.uncompiled(part), DistributedDataParallel):
-        return replicas.uncompiled(part).module
-    return part
+    network = replicas.uncompiled(part)
+    return network.module if isinstance(network, DistributedDataParallel) else part
 
 
 def read(path: Path | str) -> State:
