@@ -41,7 +41,7 @@ def measure(project: str) -> None:
     for _ in range(REDUCTIONS):
         distributed.reduce_tensor(number)
     seconds = [(time.perf_counter() - began) / REDUCTIONS, statistics.median(steps)]
-    distributed.say(" ".join(map(str, seconds)))
+    distributed.print0(" ".join(map(str, seconds)))
     distributed.teardown()
 
 

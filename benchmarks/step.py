@@ -202,7 +202,7 @@ class Bench:
         }
         args.output_dir.mkdir(exist_ok=True)
         run = ddpkit.Run(
-            ddpkit.Folder(args.output_dir),
+            ddpkit.RunFolder(args.output_dir),
             loader,
             val_loader,
             self.classes,

@@ -25,26 +25,26 @@ if TYPE_CHECKING:
     from ddpkit.data.demo import demo_classes, demo_masks
     from ddpkit.data.folders import ImageFiles, MaskFiles, find_classes, find_masks
     from ddpkit.data.images import LazyImage
-    from ddpkit.data.loading import batches, train_loader, val_loader
+    from ddpkit.data.loading import eval_batches, train_loader, val_loader
     from ddpkit.errors import NoLabelsError, UserError
     from ddpkit.ranks.distributed import rank, rank_zero_first
     from ddpkit.run.checkpoint import open_model
     from ddpkit.run.criterion import Criterion
-    from ddpkit.run.flags import Parser, at_least
-    from ddpkit.run.folder import Folder
+    from ddpkit.run.flags import Parser
+    from ddpkit.run.folder import RunFolder
     from ddpkit.run.labels import BinaryCrossEntropy, label_metrics
     from ddpkit.run.loop import Run
-    from ddpkit.run.machine import configure, meet
-    from ddpkit.run.metrics import compute
-    from ddpkit.run.mistakes import Worst
+    from ddpkit.run.machine import configure, rendezvous
+    from ddpkit.run.metrics import compute_metrics
+    from ddpkit.run.mistakes import TopLosses
     from ddpkit.run.networks import adapt_input
     from ddpkit.run.outputs import to_logits
     from ddpkit.run.pictures import draw_masks
     from ddpkit.run.predicting import Predictor
     from ddpkit.run.pretrained import load_pretrained
     from ddpkit.run.resuming import Checkpoints, explaining, stopping
-    from ddpkit.run.starting import prepare, start
-    from ddpkit.run.tiles import bands, in_tiles
+    from ddpkit.run.starting import before_imports, run_main
+    from ddpkit.run.tiles import sliding_window, sliding_window_rows
 
 __version__ = "2.0.0"
 
@@ -55,26 +55,26 @@ NAMES = {
     "data.demo": "demo_classes demo_masks",
     "data.folders": "ImageFiles MaskFiles find_classes find_masks",
     "data.images": "LazyImage",
-    "data.loading": "batches train_loader val_loader",
+    "data.loading": "eval_batches train_loader val_loader",
     "errors": "NoLabelsError UserError",
     "ranks.distributed": "rank rank_zero_first",
     "run.checkpoint": "open_model",
     "run.criterion": "Criterion",
-    "run.flags": "Parser at_least",
-    "run.folder": "Folder",
+    "run.flags": "Parser",
+    "run.folder": "RunFolder",
     "run.loop": "Run",
     "run.labels": "BinaryCrossEntropy label_metrics",
-    "run.machine": "configure meet",
-    "run.metrics": "compute",
-    "run.mistakes": "Worst",
+    "run.machine": "configure rendezvous",
+    "run.metrics": "compute_metrics",
+    "run.mistakes": "TopLosses",
     "run.networks": "adapt_input",
     "run.outputs": "to_logits",
     "run.pictures": "draw_masks",
     "run.predicting": "Predictor",
     "run.pretrained": "load_pretrained",
     "run.resuming": "Checkpoints explaining stopping",
-    "run.starting": "prepare start",
-    "run.tiles": "bands in_tiles",
+    "run.starting": "before_imports run_main",
+    "run.tiles": "sliding_window sliding_window_rows",
 }
 DOOR = {name: module for module, names in NAMES.items() for name in names.split()}
 

@@ -101,5 +101,5 @@ if __name__ == "__main__":
         sys.exit(launch.of_script())
     if sys.argv[1:] and sys.argv[1] in ON_CPU:
         os.environ[environment.GPUS] = ""  # before torch looks for them
-    ddpkit.prepare()
-    ddpkit.start(main)
+    ddpkit.before_imports()
+    ddpkit.run_main(main)

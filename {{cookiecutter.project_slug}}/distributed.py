@@ -15,7 +15,7 @@ def setup(seed: int, deterministic: bool = False) -> torch.device:
     torchrun, launch.sh and srun set RANK, LOCAL_RANK and WORLD_SIZE. Without them it is a group of
     one, so that no other code has to ask whether there are several ranks.
     """
-    here = ddpkit.meet()  # waits for all ranks, or says in a line who is missing
+    here = ddpkit.rendezvous()  # waits for all ranks, or says in a line who is missing
     has_gpu = here.device.type != "cpu"  # number LOCAL_RANK of those on this node
     if has_gpu:
         torch.accelerator.set_device_index(here.device)
@@ -44,7 +44,7 @@ def reduce_tensor(tensor: Tensor) -> Tensor:
     return result
 
 
-def say(line: str) -> None:
+def print0(line: str) -> None:
     """Print `line` once, not on every rank."""
     if dist.get_rank() == 0:
         with contextlib.suppress(OSError):  # a terminal or pipe that is closed

@@ -21,7 +21,7 @@ import ddpkit
 from flags import parse_args
 
 if __name__ == "__main__":  # before torch, whose import takes seconds
-    ddpkit.prepare(parse_args, needs="2.0")
+    ddpkit.before_imports(parse_args, needs="2.0")
 
 import torch
 from torch import Tensor, nn
@@ -39,7 +39,7 @@ from model import BEST, build_criterion, build_metrics, build_model, infer
 def main(argv: Sequence[str] | None = None) -> None:
     args = parse_args(argv)
     device = distributed.setup(args.seed, args.deterministic)  # joins the other ranks
-    folder = ddpkit.Folder(args.output_dir, args.resume)
+    folder = ddpkit.RunFolder(args.output_dir, args.resume)
     # Either sets folder.state: best.pt, or the checkpoint to continue from, if there is one.
     if args.eval_only:
         best = folder.best()
@@ -84,7 +84,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         )
         # JSON has no NaN, which a metric of no samples is.
         finite = {name: x if math.isfinite(x) else None for name, x in results.items()}
-        distributed.say(json.dumps(finite))  # on rank 0
+        distributed.print0(json.dumps(finite))  # on rank 0
         return
 
     # Another order in each epoch, from which a run also resumes within an epoch; the last
@@ -248,8 +248,8 @@ def evaluate(
     model.eval()
     metrics.reset()
     totals = torch.zeros(2, dtype=torch.float64, device=device)
-    worst = ddpkit.Worst(device)
-    for images, targets, *_, indices in ddpkit.batches(loader, device):
+    worst = ddpkit.TopLosses(device)
+    for images, targets, *_, indices in ddpkit.eval_batches(loader, device):
         with recipe.autocast(args.amp, device):
             logits = infer(model, images, args)
         totals[0] += criterion(logits, targets)
@@ -258,7 +258,7 @@ def evaluate(
         worst.update(logits, targets, indices)
     loss_sum, count = distributed.reduce_tensor(totals).tolist()
     # Exact over all ranks; after a signal all of them stop here.
-    results, confusion = ddpkit.compute(metrics)
+    results, confusion = ddpkit.compute_metrics(metrics)
     if not count:
         raise ddpkit.NoLabelsError(
             "the validation set has no labelled samples (all are void)"
@@ -267,4 +267,4 @@ def evaluate(
 
 
 if __name__ == "__main__":
-    ddpkit.start(main)
+    ddpkit.run_main(main)

@@ -59,14 +59,14 @@ def say_line(title: str, classes: Sequence[str], texts: Sequence[str]) -> None:
         listed.append(f"{name}{mark} {text}")
     if len(classes) > MOST_NAMED:
         listed.append("...")
-    distributed.say(f"classes, {title}: {', '.join(listed)}")
+    distributed.print0(f"classes, {title}: {', '.join(listed)}")
 
 
 def warn(classes: Sequence[str], counts: np.ndarray, where: str) -> None:
     lacking = [name for name, count in zip(classes, counts, strict=True) if not count]
     if lacking:
         some = f"{len(lacking)} of {len(classes)} classes"
-        distributed.say(f"warning: {some} in {where}: {shorten(lacking)}")
+        distributed.print0(f"warning: {some} in {where}: {shorten(lacking)}")
 
 
 def count_classes(dataset: MapDataset, classes: Sequence[str]) -> np.ndarray:

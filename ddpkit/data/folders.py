@@ -91,7 +91,7 @@ def is_leftover(name: str) -> bool:
 
 @functools.cache  # one line for all folders
 def say_skipped(why: str, what: str) -> None:
-    distributed.say(f"skipped, because {why}: {what}")
+    distributed.print0(f"skipped, because {why}: {what}")
 
 
 def list_images(
@@ -181,7 +181,7 @@ def find_val(root: Path, ending: str = "") -> Path:
     named = [root / f"{name}{ending}" for name in VAL_NAMES]
     found = next((path for path in named if path.exists()), named[0])
     if found != named[0]:
-        distributed.say(f"no {named[0]}: {found} is used for validation")
+        distributed.print0(f"no {named[0]}: {found} is used for validation")
     return found
 
 
@@ -225,7 +225,9 @@ def split(samples: list, root: Path, fold: Fold | None = None) -> tuple[list, li
             f"{root}: too few images to split; add more, or {place}, or fewer folds"
         )
     why = f"--fold {fold[0]}/{fold[1]}" if fold else f"no {place}"
-    distributed.say(f"{why}: {len(held)} of {len(samples)} images used for validation")
+    distributed.print0(
+        f"{why}: {len(held)} of {len(samples)} images used for validation"
+    )
     others = set(range(len(samples))) - set(held)
     return [samples[i] for i in sorted(others)], [samples[i] for i in held]
 
@@ -244,7 +246,7 @@ def find_train(root: Path, has_masks: bool) -> Path:
         raise UserError(
             f"{train}: no such folder; README.md describes the expected folders"
         )
-    distributed.say(f"no {train}: the folders in {root} are used")
+    distributed.print0(f"no {train}: the folders in {root} are used")
     return root
 
 
@@ -667,7 +669,7 @@ def survey(data: Path, train: Part) -> masks.Labels:
     path = data / "classes.txt"
     total = len(train.samples)
     if not labels:
-        distributed.say(
+        distributed.print0(
             f"no {path}, which saves time: reading {total} masks for the class numbers"
         )
     dataset = MaskFiles(train, transform=tuple)

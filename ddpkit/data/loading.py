@@ -410,7 +410,7 @@ class OtherSource:
                 f"; the ranks take its batches in turn, so that each reads {ranks} times "
                 "what it uses, which a DistributedSampler or a stream split by rank avoids"
             )
-        distributed.say(
+        distributed.print0(
             "the training loader is not ddpkit.train_loader(...): to resume within an epoch its "
             f"batches of before are read again{how}"
         )
@@ -561,7 +561,7 @@ def drawn(loader: Any, *key: int) -> Iterator:
         samples.set_random_state(inside)
 
 
-def batches(loader: Any, device: torch.device) -> Iterator[tuple]:
+def eval_batches(loader: Any, device: torch.device) -> Iterator[tuple]:
     """Yield this rank's batches for evaluation, (images, targets, ..., indices), on `device`.
 
     images: float32 (N, C, H, W), uint8 ones normalised. targets: int64, or float32 if they are
@@ -572,7 +572,7 @@ def batches(loader: Any, device: torch.device) -> Iterator[tuple]:
         order of the data set is not kept. After a signal the loop ends early, and all ranks stop
         and save in `compute`.
 
-        for images, targets, *_, indices in ddpkit.batches(val_loader, device):
+        for images, targets, *_, indices in ddpkit.eval_batches(val_loader, device):
     """
     format = format_of(loader)
     for batch in _dealt(loader):
@@ -741,7 +741,7 @@ def say_floats(batch: Any, val_loader: Any) -> None:
     others = next(iter(First(val_loader)), None)
     if others is not None and others[0].dtype == torch.uint8:
         mean, std = format_of(val_loader).statistics
-        distributed.say(
+        distributed.print0(
             "training images are floats, taken as they are, validation images uint8, normalised "
             f"by mean {mean} and std {std}: right if the former are normalised so, too"
         )

@@ -94,7 +94,7 @@ def be_deterministic() -> None:
     # torchmetrics has no public place for this
     wrap = getattr(Metric, "_wrap_update", None)
     if wrap is None:
-        distributed.say(
+        distributed.print0(
             "--deterministic: this torchmetrics takes more memory to count pixels"
         )
     elif wrap.__module__ != __name__:
@@ -257,7 +257,7 @@ class Seeded(Dataset):
         for batch in batches:
             if self.unequal[0] > 0:  # a worker has found one
                 sample = name(self.dataset, self.unequal[0] - 1)
-                distributed.say(f"warning: {sample}: {DIFFERS}")
+                distributed.print0(f"warning: {sample}: {DIFFERS}")
                 self.unequal[0] = -1
             yield batch
 

@@ -34,8 +34,8 @@ class Group:
     store: dist.Store | None = None  # works while ranks hang in a collective
     timeout = timedelta(minutes=10)  # torch's own, of gloo
     is_debugged = False
-    has_met = False  # from `meet` or `adopt_group` to `teardown`
-    has_met_itself = False  # by `meet`
+    has_met = False  # from `rendezvous` or `adopt_group` to `teardown`
+    has_met_itself = False  # by `rendezvous`
 
 
 ALONE = dist.HashStore()  # of a process without a group
@@ -55,7 +55,7 @@ class Rank(NamedTuple):
     timeout: timedelta  # after which torch ends a collective
 
 
-def meet(
+def rendezvous(
     local_rank: int | None = None,
     timeout: float = 600,
     debugged: bool = False,
@@ -113,8 +113,8 @@ def _note_process(store: dist.Store, number: int) -> None:
 
 
 def setup(**options: Any) -> torch.device:
-    """Join the group of those that `meet`, with these `options`, finds; return the device."""
-    device, backend, store, number, size, timeout = meet(**options)
+    """Join the group of those that `rendezvous`, with these `options`, finds; return the device."""
+    device, backend, store, number, size, timeout = rendezvous(**options)
     own = None if device.type == "cpu" else device
     if own:
         torch.accelerator.set_device_index(own)
@@ -216,7 +216,7 @@ def is_rank_zero() -> bool:
     return rank() == 0  # which writes and prints
 
 
-def say(line: str) -> None:
+def print0(line: str) -> None:
     """Print `line` on rank 0, control characters escaped; nothing if the terminal is closed."""
     if is_rank_zero():
         print_line(escape(line), sys.stdout)

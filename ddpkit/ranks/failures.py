@@ -213,7 +213,9 @@ def keep_store() -> None:
             f"{path}, through which the ranks agree, is lost ({error.strerror})"
         )
         process.exit_now(1)
-    distributed.say(f"{path} had been removed and is written anew: what cleans TMPDIR?")
+    distributed.print0(
+        f"{path} had been removed and is written anew: what cleans TMPDIR?"
+    )
 
 
 class Lateness:

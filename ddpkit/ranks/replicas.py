@@ -58,7 +58,7 @@ def prepare(network: nn.Module) -> None:
         if not keeps_order:
             _settle_buckets(ddp_model)
         elif ddp_model.static_graph:
-            distributed.say(
+            distributed.print0(
                 "warning: with static_graph=True on more than two ranks a resumed run differs in "
                 "the last bits: DDP sums in another order in its first step"
             )
@@ -250,7 +250,7 @@ def check_slopes(
         )
     for number, what in (passes, "passes of a step"), (ranks, "ranks"):
         if number > 1 and is_any(right / number):
-            distributed.say(
+            distributed.print0(
                 f"warning: the loss is 1/{number} of the mean over labels: right if that is a "
                 f"weight of yours; not if it is meant for the {number} {what}, whose labels "
                 f"`count` has already: {formula}"

@@ -80,7 +80,7 @@ class Stopper:
         was_interrupt = self.status == 128 + signal.SIGINT
         is_new = now > self.first_signal + protocol.DUPLICATE_SECONDS
         if was_interrupt and is_interrupt and is_new:
-            distributed.say("aborted; progress since the last checkpoint is lost")
+            distributed.print0("aborted; progress since the last checkpoint is lost")
             process.exit_now(self.status)
 
     def answer(self) -> None:
@@ -88,7 +88,7 @@ class Stopper:
             self.store.set(STEP.format(distributed.rank()), str(self.step))
             self.answered = time.monotonic()
         self.status = 128 + signal.Signals[self.store.get(STOP).decode()]
-        distributed.say("stop requested: finishing this step, then saving")
+        distributed.print0("stop requested: finishing this step, then saving")
 
     def await_answers(self) -> None:
         if self.agreed.is_set():
@@ -212,5 +212,5 @@ def exit_stopped(how: str) -> NoReturn:
     name = distributed.store().get(STOP).decode()
     distributed.barrier()  # when the first rank exits, torchrun ends the others
     process.ignore_signals()
-    distributed.say(f"{name}: stopped {how}".rstrip())
+    distributed.print0(f"{name}: stopped {how}".rstrip())
     process.exit_now(STOPPED)

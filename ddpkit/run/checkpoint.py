@@ -409,12 +409,14 @@ def load_states(state: State, parts: Parts, step: int) -> None:
     by_flags = type(scheduler) is LambdaLR
     if not by_flags:
         kind = type(scheduler).__name__
-        distributed.say(
+        distributed.print0(
             f"{kind} and the optimizer's settings resume as saved, not as flags say"
         )
     for name, part in parts.items():
         if name not in state:
-            distributed.say(f"{path} has no {name}: it starts from its initial state")
+            distributed.print0(
+                f"{path} has no {name}: it starts from its initial state"
+            )
         elif name != "model":
             remedy = (
                 "undo that to resume, or keep only its weights: "
@@ -504,7 +506,7 @@ def as_made(saved: State, optimizer: Optimizer, names: Names, by_flags: bool) ->
             without.append(name)
     if moments and without:
         line = f"the saved optimizer has no state of {shorten(without)}, as of frozen weights"
-        distributed.say(f"{line}: it starts there anew")
+        distributed.print0(f"{line}: it starts there anew")
     groups = []
     current = optimizer.state_dict()["param_groups"]
     for old, group in zip(saved["param_groups"], current, strict=True):

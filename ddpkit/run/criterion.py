@@ -165,7 +165,7 @@ class Criterion(nn.Module):
                 total += float(self._call(*some)) * float(self.count(*some[1:]))
         mean = total / float(self.count(*batch[1:]))
         if math.isfinite(mean) and not math.isclose(mean, whole, rel_tol=1e-3):
-            distributed.say(
+            distributed.print0(
                 f"warning: the loss of model.py is no mean over labels: of a batch {whole:.4g}, of "
                 f"two parts of it {mean:.4g}. Numbers of ranks and passes change it; to be exact, "
                 "return a sum, with a method count(targets) of what it is divided by"

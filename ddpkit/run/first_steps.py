@@ -79,7 +79,7 @@ class FirstSteps:
     def _say_unstepped(self) -> None:
         if self.waiting:
             names = ", ".join(sorted(self.waiting))
-            distributed.say(
+            distributed.print0(
                 f"{names}: no step in the first two of run.steps; right if it comes later"
             )
 
@@ -110,7 +110,7 @@ class FirstSteps:
     def _say_uncleared(self) -> None:
         for name in sorted(self.others.keys() - self.waiting):
             if replicas.has_gradients(self.others[name]):
-                distributed.say(
+                distributed.print0(
                     f"{name}: the gradients of the step before are still there at backward(); "
                     "right only if its zero_grad() comes before its own backward()"
                 )
@@ -130,14 +130,14 @@ class FirstSteps:
         if self.passes > 1 and self.slopes:
             self._say_other_terms(float(loss), float(self.of_criterion))
         if self.has_criterion and not self.slopes:
-            distributed.say(
+            distributed.print0(
                 "warning: the loss did not come from criterion(...): a mean over one batch is "
                 "not that over the labels of all ranks and passes of a step, which is loss = "
                 "criterion(outputs, targets, ...) * world_size / count, with all that your loss "
                 "takes; if yours is a sum over these, it is right"
             )
         if not self.has_stepped and self._scale() == 1:  # fp16 leaves out some
-            distributed.say(
+            distributed.print0(
                 "warning: run.end_step without a step of the optimizer: a stop there loses the "
                 "gradients so far; for several batches per step use --accumulate"
             )
@@ -145,7 +145,7 @@ class FirstSteps:
     def _say_other_terms(self, loss: float, of_criterion: float) -> None:
         if math.isclose(loss, of_criterion, rel_tol=0.01):
             return
-        distributed.say(
+        distributed.print0(
             f"of the step's loss, {loss:.4g}, criterion(...) gave {of_criterion:.4g}: the rest is "
             "right if it is mean / len(batches), or sum * world_size / count; a plain mean over "
             f"each batch counts {self.passes} times"
@@ -153,12 +153,12 @@ class FirstSteps:
 
     def _say_unsaved(self) -> None:
         if strays := checkpoint.strays(self.parts):
-            distributed.say(
+            distributed.print0(
                 f"warning: {strays} of the optimizer's weights are in no network that Run(...) was "
                 "given by name, such as a loss: they are in no checkpoint, and differ by rank"
             )
         for kind in checkpoint.unsaved(self.parts):
-            distributed.say(
+            distributed.print0(
                 f"warning: {kind} is not given to Run(...) by name: its state is in no checkpoint, "
                 "and a resumed run goes on without it"
             )
@@ -197,7 +197,7 @@ class LoopVariables:
         ]
         if changed:
             self.is_said = True
-            distributed.say(
+            distributed.print0(
                 f"warning: {', '.join(changed)} changed with the epoch: in no checkpoint, so that "
                 "a resumed run starts with the first value; take it from run.history, or give "
                 "Run(...) an object with a state_dict by name; to stop early: --patience"

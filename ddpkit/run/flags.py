@@ -40,7 +40,7 @@ class Parser(argparse.ArgumentParser):
     home folder: a shell replaces it neither in FILE nor after a = sign.
 
         parser = ddpkit.Parser(description="Train a network.")
-        parser.add_argument("--epochs", type=ddpkit.at_least(1), default=30)
+        parser.add_argument("--epochs", type=parser.at_least(1), default=30)
         args = parser.parse()
     """
 
@@ -67,7 +67,7 @@ class Parser(argparse.ArgumentParser):
         """
         if "--dist-timeout" not in self._option_string_actions:  # parse may come twice
             add = self.add_argument_group("ranks").add_argument
-            add("--dist-timeout", metavar="SECONDS", type=at_least(1, float), default=600.0,
+            add("--dist-timeout", metavar="SECONDS", type=self.at_least(1, float), default=600.0,
                 help="how long a rank waits for the others; a week while debugging")  # fmt: skip
             add("--debug-rank", metavar="R[,R...][:PORT]", type=ranks, default=NOBODY,
                 help="ranks that wait for a debugger, rank R at PORT + R, 5678 + R")  # fmt: skip
@@ -81,6 +81,28 @@ class Parser(argparse.ArgumentParser):
         for name in vars(launch):
             setattr(launch, name, vars(args).pop(name))
         return args
+
+    @staticmethod
+    def at_least(
+        low: float, kind: type[int] | type[float] = int, below: float = math.inf
+    ) -> Callable[[str], float]:
+        """Return an argparse type: a finite number of `low` or more, and less than `below`.
+
+        kind: int or float.
+
+            parser.add_argument("--dropout", type=parser.at_least(0, float, below=1))
+        """
+
+        def number(text: str) -> float:
+            with contextlib.suppress(ValueError):
+                value = kind(text)
+                if low <= value < below:
+                    return value
+            name = "an integer" if kind is int else "a number"
+            end = "" if below == math.inf else f" and less than {below:g}"
+            raise ArgumentTypeError(f"{text} is not {name} of {low} or more{end}")
+
+        return number
 
     @staticmethod
     def class_weights(text: str) -> str | tuple[float, ...]:
@@ -135,28 +157,6 @@ def at_home(text: Any) -> Any:
         return text
     at, _, rest = text.partition("~")
     return at + os.path.expanduser("~" + rest)
-
-
-def at_least(
-    low: float, kind: type[int] | type[float] = int, below: float = math.inf
-) -> Callable[[str], float]:
-    """Return an argparse type: a finite number of `low` or more, and less than `below`.
-
-    kind: int or float.
-
-        add("--dropout", type=ddpkit.at_least(0, float, below=1), default=0.1)
-    """
-
-    def number(text: str) -> float:
-        with contextlib.suppress(ValueError):
-            value = kind(text)
-            if low <= value < below:
-                return value
-        name = "an integer" if kind is int else "a number"
-        end = "" if below == math.inf else f" and less than {below:g}"
-        raise ArgumentTypeError(f"{text} is not {name} of {low} or more{end}")
-
-    return number
 
 
 def ranks(text: str) -> tuple[list[int], int]:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 Read = Callable[[Path | str], State]
 
 
-class Folder:
+class RunFolder:
     """The output folder of a run.
 
     path: of the folder. resume: "auto" (from last.pt, if it exists), "never", or the path of a
@@ -35,7 +35,7 @@ class Folder:
 
     Raises a UserError if the folder cannot be written, or if no checkpoint can be read.
 
-        folder = ddpkit.Folder(args.output_dir, args.resume)
+        folder = ddpkit.RunFolder(args.output_dir, args.resume)
         state = folder.find_checkpoint()  # a dict; None: from scratch
         folder.load(model, classes, vars(args))
     """
@@ -115,7 +115,7 @@ class Folder:
     ) -> None:
         """Write what an evaluation has found to eval/ in the folder, on rank 0, and say so.
 
-        confusion: of `compute`. worst: what Worst.compute() returns. loader: of the validation
+        confusion: of `compute`. worst: what TopLosses.compute() returns. loader: of the validation
         images. classes, predict, draw: as Run takes them.
         """
         from ddpkit.run import agreement, reporting
@@ -186,7 +186,7 @@ class Folder:
         )
         if old and is_new and self.resume == "never":
             names = ", ".join(path.name for path in old)
-            distributed.say(f"--resume never: removing {names} from {self.path}")
+            distributed.print0(f"--resume never: removing {names} from {self.path}")
             with process.holding_signals():  # all or nothing
                 for path in old:
                     path.unlink()
@@ -263,4 +263,4 @@ def read_newest(paths: Sequence[Path], read: Read) -> State:
 def set_aside(reason: str, path: Path, name: str, more: str = "") -> None:
     """Rename a file, and say why; an earlier one of that name is replaced."""
     path.replace(path.with_name(name))
-    distributed.say(f"{reason}; renamed to {name}{more}")
+    distributed.print0(f"{reason}; renamed to {name}{more}")

@@ -20,7 +20,7 @@ from ddpkit.run import agreement, checkpoint, metrics, pictures, reporting
 from ddpkit.run.checkpoint import KEYS, OTHER_RUN, State
 from ddpkit.run.criterion import Criterion
 from ddpkit.run.first_steps import FirstSteps, LoopVariables
-from ddpkit.run.folder import Folder
+from ddpkit.run.folder import RunFolder
 from ddpkit.run.mistakes import Mistakes, Worsts
 
 # besides KEYS
@@ -75,7 +75,7 @@ class Run:
 
     def __init__(
         self,
-        folder: Folder,
+        folder: RunFolder,
         train_loader: Any,
         val_loader: Any,
         classes: Sequence[str],
@@ -277,10 +277,10 @@ class Run:
             return
         if not self.is_own and state["global_batch"] != self.global_batch:
             line = "the training loader cannot continue with other ranks or batches"
-            return distributed.say(f"{line}: the epoch starts over")
+            return distributed.print0(f"{line}: the epoch starts over")
         if any(state.get(name) != value for name, value in self.source.order.items()):
             line = "the images, --seed or the sampler have changed"
-            return distributed.say(f"{line}: the epoch starts over")
+            return distributed.print0(f"{line}: the epoch starts over")
         self.seen, totals = state["seen"], self.totals.new_tensor(state["totals"])
         if len(totals) == distributed.world_size():
             self.totals += totals[distributed.rank()]
@@ -299,7 +299,7 @@ class Run:
         if then != now:
             line += f"; {then} rank(s) then, {now} now: BatchNorm, dropout and rounding differ"
         changed = checkpoint.changes(state["args"], self.about["args"])
-        distributed.say(f"{line}; changed: {changed}" if changed else line)
+        distributed.print0(f"{line}; changed: {changed}" if changed else line)
 
     def __enter__(self) -> "Run":
         """A signal makes all ranks stop after the same step, save, and exit with status 75."""
@@ -329,9 +329,9 @@ class Run:
                 )
         if self.is_complete:
             remedy = "use --epochs N for more, --resume never to start over"
-            return distributed.say(f"nothing left to do; {remedy}")
+            return distributed.print0(f"nothing left to do; {remedy}")
         if self.epoch < self.epochs and not self.is_out:
-            distributed.say(
+            distributed.print0(
                 f"the loop was left after epoch {self.epoch} of {self.epochs}: the same command "
                 "goes on from there; to stop early for good, use --patience"
             )
@@ -352,7 +352,7 @@ class Run:
         self.variables.begin_epoch(self, self.epoch, self.parts)
         self._say_frozen()
         if self.at_start and self.at_start != self._summary():
-            distributed.say(
+            distributed.print0(
                 "a scheduler or another part was changed before run.steps() in an epoch that is "
                 "resumed in its middle, where it has been changed already: do that at the end of "
                 "the loop, after run.end_epoch"
@@ -390,7 +390,7 @@ class Run:
         then = self.trainable_then
         self.trainable_then = 0
         if now < then:
-            distributed.say(
+            distributed.print0(
                 f"warning: {then - now} weights are frozen that were trained when this run was "
                 "stopped: what unfreezes them in an epoch has to do so, too, when the run resumes "
                 "in a later one (epoch >= N, not ==)"
@@ -545,7 +545,7 @@ class Run:
         since = self.epoch - self.best_epoch
         self.is_out = 0 < patience <= since and self.epoch < self.epochs
         if self.is_out:
-            distributed.say(
+            distributed.print0(
                 f"--patience {patience}: no new best {self.score} for {since} epoch(s)"
             )
         return self.is_out
@@ -615,7 +615,8 @@ class Run:
     def sanity_check(self, evaluate: Evaluate, *args: Any) -> None:
         """Try what follows an epoch on one validation batch, at the start of a run.
 
-        evaluate: (model, loader, *args) -> results, confusion matrix, what Worst.compute() returns.
+        evaluate: (model, loader, *args) -> results, confusion matrix, and what
+            TopLosses.compute() returns.
         """
         if self.is_complete:
             return
@@ -632,7 +633,7 @@ class Run:
     def draw(self, confusion: Tensor | None, worst: Worsts) -> None:
         """Draw examples.png, worst.png, confusion.png and write per_class.csv, on rank 0.
 
-        confusion: of `compute`. worst: what Worst.compute() returns.
+        confusion: of `compute`. worst: what TopLosses.compute() returns.
         """
         self.report.images(self._drawing(confusion, worst))
 

@@ -16,18 +16,20 @@ from ddpkit.ranks.distributed import Rank
 from ddpkit.run.flags import launch
 
 
-def meet() -> Rank:
+def rendezvous() -> Rank:
     """Find the other ranks that the launcher describes; without a launcher be a group of one.
 
     Returns what torch.distributed.init_process_group needs: device (with GPUs each rank has one),
     backend, store, rank, world_size and timeout. Raises a UserError if the ranks do not find each
     other within --dist-timeout, or if two want the same GPU.
 
-        here = ddpkit.meet()
+        here = ddpkit.rendezvous()
     """
     # by the flags that ddpkit.Parser has read
     debugged, _ = launch.debug_rank
-    return distributed.meet(launch.local_rank, launch.dist_timeout, bool(debugged))
+    return distributed.rendezvous(
+        launch.local_rank, launch.dist_timeout, bool(debugged)
+    )
 
 
 def configure(device: torch.device, seed: int, deterministic: bool = False) -> None:

@@ -62,7 +62,9 @@ def directions(
     return {name: known.get(name, of_others) for name in names}
 
 
-def compute(metrics: MetricCollection) -> tuple[dict[str, float], Tensor | None]:
+def compute_metrics(
+    metrics: MetricCollection,
+) -> tuple[dict[str, float], Tensor | None]:
     """Return each metric over the samples of all ranks; every rank has to call it.
 
     The counts of a MulticlassConfusionMatrix, int64 (classes, classes), labels by predictions, or
@@ -72,7 +74,7 @@ def compute(metrics: MetricCollection) -> tuple[dict[str, float], Tensor | None]
 
     Raises a UserError if a metric has more than one value.
 
-        results, confusion = ddpkit.compute(metrics)  # {"top1": 0.93}, a matrix
+        results, confusion = ddpkit.compute_metrics(metrics)  # {"top1": 0.93}, a matrix
     """
     stopping.agree()  # or some would wait in a collective for one that has stopped
     for metric in metrics.modules():  # also those within a wrapper or a collection

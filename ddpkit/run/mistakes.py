@@ -19,20 +19,20 @@ from ddpkit.run import pictures
 from ddpkit.run.outputs import Outputs, to_logits
 from ddpkit.run.pictures import DrawExample
 
-Worsts = Sequence[tuple[float, int]]  # (loss, index) of images, what Worst finds
+Worsts = Sequence[tuple[float, int]]  # (loss, index) of images, what TopLosses finds
 
 COUNT = 12  # images in worst.png
 EXAMPLES = 8  # in examples.png
 IGNORED = -100  # cross_entropy leaves this label out
 
 
-class Worst:
+class TopLosses:
     """The images with the greatest losses so far, on this rank; `compute` joins the ranks'.
 
     The loss of an image is the cross-entropy of its label, or the mean of that over its labelled
     pixels, or over its labels, float (classes,) from 0 to 1. With other targets none is found.
 
-        worst = ddpkit.Worst(device)
+        worst = ddpkit.TopLosses(device)
         worst.update(logits, targets, indices)  # of each batch
         pairs = worst.compute()
     """

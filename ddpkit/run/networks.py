@@ -56,7 +56,7 @@ def freeze_unused(model: nn.Module, step: int, channels: int) -> None:
         model.get_parameter(name).requires_grad_(False)
     if names and distributed.is_joined():  # predict.py has no use for it
         line = f"{len(names)} weights are frozen, for no output depends on them"
-        distributed.say(f"{line}: {shorten(names)}")
+        distributed.print0(f"{line}: {shorten(names)}")
 
 
 def without_gradient_in_training(

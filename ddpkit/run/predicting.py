@@ -158,7 +158,7 @@ class Predictor:
         count = len(self.found) - len(self.broken)
         if count == 0:
             where = "no file written"
-        distributed.say(f"{count} of {len(self.found)} images predicted: {where}")
+        distributed.print0(f"{count} of {len(self.found)} images predicted: {where}")
         for line in self.broken:
             print_error(line)
         if self.broken:  # status 1, for scripts, though the others are predicted

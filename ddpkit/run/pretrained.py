@@ -51,10 +51,10 @@ def load_pretrained(
     sources = find_published(arch, encoder, options)
     if pretrained == "auto":
         if not sources:
-            distributed.say("--weights auto: none, published for this network")
+            distributed.print0("--weights auto: none, published for this network")
             return
         name = next(iter(sources))
-        distributed.say(f"--weights auto: {name}, downloaded unless cached ...")
+        distributed.print0(f"--weights auto: {name}, downloaded unless cached ...")
     elif name.endswith((".pt", ".pth")):
         sources = {name: functools.partial(read, name)}
     if name not in sources:
@@ -64,7 +64,7 @@ def load_pretrained(
     if not isinstance(found, str):
         copy_matching(model, found)
     elif pretrained == "auto":
-        distributed.say(
+        distributed.print0(
             f"{found}; starts from scratch; use --weights FILE, or --weights none"
         )
     else:
@@ -195,4 +195,4 @@ def copy_matching(model: nn.Module, published: Tensors) -> None:
     model.load_state_dict(fitting, strict=False)
     new = [name for name in mine if name not in fitting]
     line = f"--weights: {len(fitting)} of {len(mine)} tensors loaded"
-    distributed.say(f"{line}; new: {shorten(new)}" if new else line)
+    distributed.print0(f"{line}; new: {shorten(new)}" if new else line)

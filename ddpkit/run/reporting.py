@@ -93,18 +93,18 @@ class Reporter:
         val = ""
         if loading.is_ours(val_loader):  # another may have a share of them
             val = f"{len(samples.of(val_loader))} validation images | "
-        distributed.say(
+        distributed.print0(
             f"{ranks} rank(s) on {device} | batch {self.batch_size} per rank x "
             f"{ranks} rank(s) x {accumulate} accumulated = {source.global_batch} | "
             f"{source.total} training + {val}{source.steps} steps per epoch"
         )
         amp = f" | amp {flags['amp']}" if "amp" in flags else ""
-        distributed.say(
+        distributed.print0(
             f"per rank {getattr(train_loader, 'num_workers', 0)} loader worker(s) and "
             f"{torch.get_num_threads()} thread(s) | JPEG: {images.decoder()}{amp}"
         )
         own = machine.library()
-        distributed.say(f"ddpkit {own}")
+        distributed.print0(f"ddpkit {own}")
         self.note(
             flags=dict(flags),
             ranks=ranks,
@@ -189,11 +189,11 @@ class Reporter:
         words.append(f"left {left:.0f} s")
         if is_best:
             words.append("best")
-        distributed.say("  ".join(words))
+        distributed.print0("  ".join(words))
         wait = row.get("data_wait", 0)
         seconds = row.get("train_seconds", 0)
         if wait > 0.1 and wait * seconds > 1:
-            distributed.say(
+            distributed.print0(
                 f"input-bound: {wait:.0%} of {seconds:.0f} s were spent waiting for images; what "
                 f"helps: --workers up to {machine.cpu_share()} (CPUs per rank), image files that "
                 "are not much larger than --image-size, more CPUs"
@@ -244,7 +244,7 @@ class Reporter:
             run, self.log = tracker(known)
         except (Exception, SystemExit) as error:  # which costs no run
             line = f"the tracker did not start ({reason_of(error)}): the run goes on without it"
-            return distributed.say(line)
+            return distributed.print0(line)
         self.write("tracker.json", {"run": run})
 
     def track(self, row: Row) -> None:
@@ -253,7 +253,7 @@ class Reporter:
                 self.log(numbers(row))
         except (Exception, SystemExit) as error:  # which costs no epoch
             line = f"the tracker did not take epoch {row['epoch']} ({reason_of(error)})"
-            distributed.say(line)
+            distributed.print0(line)
 
     def write(self, name: str, value: object) -> None:
         with files.writing(self.folder / name, parents=True) as tmp_path:
@@ -276,14 +276,14 @@ class Reporter:
         if not self.active:
             return
         if not math.isfinite(best):
-            return distributed.say(
+            return distributed.print0(
                 f"done: {name} was NaN after every epoch: there is no best.pt"
             )
         found = [os.path.join(os.path.relpath(self.folder), "best.pt")]
         for file in ("curves.png", *IMAGES):
             if (self.folder / file).exists():
                 found.append(file)
-        return distributed.say(f"done: best {name} {best:.4f}; {', '.join(found)}")
+        return distributed.print0(f"done: best {name} {best:.4f}; {', '.join(found)}")
 
 
 def find_tracker(name: str, folder: Path, flags: Mapping[str, object]) -> Start:
@@ -354,9 +354,9 @@ def report(mistakes: Mistakes, folder: Path) -> None:
         remove_images(folder)  # of another checkpoint
         mistakes.write(folder)
     except (OSError, LineError) as error:
-        return distributed.say(
+        return distributed.print0(
             f"{folder}: cannot be written ({getattr(error, 'line', error)})"
         )
     names = [name for name in IMAGES if (folder / name).exists()]
     if names:
-        distributed.say(f"written to {folder}: {', '.join(names)}")
+        distributed.print0(f"written to {folder}: {', '.join(names)}")

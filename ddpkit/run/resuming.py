@@ -22,7 +22,7 @@ from ddpkit.ranks.stopping import (
 )
 from ddpkit.run import checkpoint
 from ddpkit.run.checkpoint import Foreign, State
-from ddpkit.run.folder import Folder
+from ddpkit.run.folder import RunFolder
 
 T = TypeVar("T")
 END = object()  # of an iterator
@@ -66,7 +66,7 @@ class Checkpoints:
         **parts: Any,
     ) -> None:
         distributed.adopt_group()
-        self.folder = Folder(folder, resume, read)
+        self.folder = RunFolder(folder, resume, read)
         self.parts = {name: unwrapped(part) for name, part in parts.items()}
         self.save_every = save_every
         self.seed = seed
@@ -177,11 +177,11 @@ class Checkpoints:
         line = f"{path}: {epochs} epoch{'s' * (epochs != 1)} done"
         if steps:
             line += f" and {steps} step{'s' * (steps != 1)} of the next"
-        distributed.say(line)
+        distributed.print0(line)
         names = checkpoint.names_of(self.parts)
         for name, part in self.parts.items():
             if name not in state["parts"]:
-                distributed.say(
+                distributed.print0(
                     f"{path} has no {name}: it starts from its initial state"
                 )
                 continue
@@ -198,7 +198,7 @@ class Checkpoints:
             self._start_over(f"seed {state['seed']} then")
 
     def _start_over(self, reason: str) -> None:
-        distributed.say(f"{reason}: the epoch that was stopped starts over")
+        distributed.print0(f"{reason}: the epoch that was stopped starts over")
         self.done = 0
 
     def _rest(self, batches: Iterable[T]) -> Iterator[T]:
@@ -220,7 +220,7 @@ class Checkpoints:
         share = distributed.rank() if has_shares else 0
         found = loading.begun(batches, self.epoch, self.seed, self.epoch, share)
         if self.done:
-            distributed.say(f"reading {self.done} batches again, which are left out")
+            distributed.print0(f"reading {self.done} batches again, which are left out")
         return itertools.islice(found, self.done, None)
 
     def _end_step(self, is_last: bool) -> None:

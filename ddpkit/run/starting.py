@@ -17,21 +17,23 @@ THRESHOLDS = gc.get_threshold()
 SELDOM = 100_000  # objects, instead of hundreds
 
 
-def prepare(parse_args: Callable[[], object] | None = None, needs: str = "") -> None:
+def before_imports(
+    parse_args: Callable[[], object] | None = None, needs: str = ""
+) -> None:
     """Have this process end quietly on Ctrl-C, and with its launcher; then check the flags.
 
     Call it before torch is imported, which takes seconds. Garbage is seldom collected until
-    `start`, which makes that a tenth faster. needs: the least version of ddpkit, of which
+    `run_main`, which makes that a tenth faster. needs: the least version of ddpkit, of which
     the first number is that for which the script is written.
 
         if __name__ == "__main__":
-            ddpkit.prepare(parse_args, needs="2.1")
+            ddpkit.before_imports(parse_args, needs="2.1")
     """
     gc.set_threshold(SELDOM)  # of new objects; the other two remain
     process.install_handlers()
     try:
         check_itself(needs)
-        # under a debugger later, within `start`, which lets it show the error
+        # under a debugger later, within `run_main`, which lets it show the error
         if parse_args and not process.is_debugged():
             parse_args()
     except UserError as error:
@@ -73,13 +75,13 @@ def numbers(version: str) -> list[int]:
     return [int(number) for number in re.findall(r"\d+", version)]
 
 
-def start(main: Callable[[], object]) -> None:
+def run_main(main: Callable[[], object]) -> None:
     """Call `main` and leave the group of ranks; if it raises, end all ranks.
 
     A UserError, or an error whose cause is known, is printed as one line.
 
         if __name__ == "__main__":
-            ddpkit.start(main)
+            ddpkit.run_main(main)
     """
     from ddpkit.data import loading
     from ddpkit.ranks import distributed, failures

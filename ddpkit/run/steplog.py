@@ -209,6 +209,6 @@ class StepLog:
             self.bar.set_postfix(shown)
         else:
             words = "  ".join(f"{name} {value}" for name, value in shown.items())
-            distributed.say(f"{entry.at}  {words}  {entry.img_per_s:.0f} img/s")
+            distributed.print0(f"{entry.at}  {words}  {entry.img_per_s:.0f} img/s")
         for name, value in scalars.items():
             self.writer.add_scalar(name, value, entry.step)

@@ -13,7 +13,7 @@ from ddpkit.run.outputs import to_logits
 Predict = Callable[[Tensor], Tensor]  # (1, 3, h, w) -> logits (1, classes, h, w)
 
 
-def in_tiles(predict: Predict, images: Tensor, tile: int, step: int) -> Tensor:
+def sliding_window(predict: Predict, images: Tensor, tile: int, step: int) -> Tensor:
     """Return the logits of `images` (N, 3, H, W), float32 (N, classes, H, W).
 
     predict: takes images of any size, as a network's `forward` does.
@@ -21,26 +21,28 @@ def in_tiles(predict: Predict, images: Tensor, tile: int, step: int) -> Tensor:
         another; smaller ones are predicted whole, all at once. 0: always whole.
     step: tiles begin at multiples of it, as the cells of a network of that stride do.
 
-        logits = ddpkit.in_tiles(model.forward, images, args.tile, STRIDE)
+        logits = ddpkit.sliding_window(model.forward, images, args.tile, STRIDE)
     """
     if not is_tiled(images, tile, step):
         return to_logits(predict(images))
     found = []
     for image in images:
-        parts = [logits for _, logits in bands(predict, image, tile, step)]
+        parts = [
+            logits for _, logits in sliding_window_rows(predict, image, tile, step)
+        ]
         found.append(torch.cat(parts, dim=1))
     return torch.stack(found)
 
 
-def bands(
+def sliding_window_rows(
     predict: Predict, image: Tensor, tile: int, step: int
 ) -> Iterator[tuple[slice, Tensor]]:
     """Yield (rows, their logits) of `image` (3, H, W), from the top to the last row.
 
-    tile, step: as of `in_tiles`. The logits are float32 (classes, rows, W); where tiles overlap,
-    each pixel's are those of the tile in which it lies further from the edge.
+    tile, step: as of `sliding_window`. The logits are float32 (classes, rows, W); where tiles
+    overlap, each pixel's are those of the tile in which it lies further from the edge.
 
-        for rows, logits in ddpkit.bands(model.forward, image, 1024, STRIDE):
+        for rows, logits in ddpkit.sliding_window_rows(model.forward, image, 1024, STRIDE):
             mask[rows] = logits.argmax(0)
     """
     height, width = image.shape[1:]

@@ -31,7 +31,7 @@ from ddpkit.data.samples import MapDataset
 from ddpkit.errors import UserError, shorten
 from ddpkit.ranks import distributed, process
 from ddpkit.ranks.cpus import cpus
-from ddpkit.run.flags import Parser, at_least
+from ddpkit.run.flags import Parser
 
 PARTS = ("train", "val")
 
@@ -195,7 +195,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     add("data", metavar="DIR", type=Path, help="as --data of main.py")
     add(
         "--workers",
-        type=at_least(0),
+        type=parser.at_least(0),
         default=cpus(),
         help="processes that read",
     )
@@ -235,18 +235,18 @@ def main(argv: Sequence[str] | None = None) -> None:
         survey = Survey(parts, given.workers)
         names = dict(enumerate(classes))
     for line in survey.describe(names, has_masks):
-        distributed.say(line)
+        distributed.print0(line)
     for line in sorted(survey.errors):
-        distributed.say(f"error: {line}")
+        distributed.print0(f"error: {line}")
     for line in survey.warnings:
-        distributed.say(f"warning: {line}")
+        distributed.print0(f"warning: {line}")
     wanted = survey.propose(format)
     if wanted != format:
         how = "written" if given.write else "--write writes it"
-        distributed.say(f"{NAME} {json.dumps(wanted.keys())} ({how})")
+        distributed.print0(f"{NAME} {json.dumps(wanted.keys())} ({how})")
     if given.write:
         write_format(root, wanted)
-    distributed.say(f"{len(survey.errors)} errors, {len(survey.warnings)} warnings")
+    distributed.print0(f"{len(survey.errors)} errors, {len(survey.warnings)} warnings")
     distributed.teardown()
     sys.exit(1 if survey.errors else 0)
 

@@ -318,7 +318,7 @@ def quantize(source: Path, path: Path, sets: Sets, args: Namespace) -> None:
         targets = targets if targets.is_floating_point() else targets.long()
         for network, each in zip(networks, found, strict=True):
             each.update(network(images), targets)
-    before, after = [metrics.compute(each)[0] for each in found]
+    before, after = [metrics.compute_metrics(each)[0] for each in found]
     print(f"{'':20} {source.name:>15} {path.name:>15}")
     for name, value in before.items():
         print(f"{name:20} {value:15.4f} {after[name]:15.4f}")

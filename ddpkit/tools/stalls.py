@@ -154,7 +154,7 @@ def stand_ins(main: ModuleType, reads: Reads) -> Iterator[tuple[object, str, obj
     vars(start)["steps_per_epoch"] = ddpkit.Run.steps_per_epoch
     yield main.distributed, "setup", lambda *_: META
     yield torch.distributed, "all_reduce", lambda *_, **__: None
-    yield ddpkit, "Folder", lambda *_: MagicMock(state=None)
+    yield ddpkit, "RunFolder", lambda *_: MagicMock(state=None)
     yield ddpkit, "Run", start
     in_this_process = loading.workers(0, CPU)
     yield loading, "workers", lambda *_: dict(in_this_process)

@@ -37,7 +37,7 @@ def train_here(flags: list[object]) -> None:
     draw_nothing()
     sys.argv = ["main.py"]
     sys.argv += map(str, flags)
-    ddpkit.start(main.main)
+    ddpkit.run_main(main.main)
 
 
 class Again(list):
@@ -250,7 +250,7 @@ def test_ranks_that_wait(project, few, tmp_path, act, by_default, cause):
 def test_more_ranks_than_gpus(tmp_path):
     os.environ[protocol.STORE] = str(tmp_path / "store")  # which stays when rank 0 ends
     with refusal("devices.check", "4 ranks on", "3 GPU(s)", "NPROC=3"):
-        distributed.meet(timeout=60)
+        distributed.rendezvous(timeout=60)
 
 
 @pytest.mark.soak

@@ -31,7 +31,7 @@ from ddpkit.data.format import MEAN, STD, Format
 from ddpkit.errors import DiskError, UserError
 from ddpkit.ranks import distributed, protocol
 from ddpkit.run import checkpoint, pretrained
-from ddpkit.run.folder import KEYS, Folder
+from ddpkit.run.folder import KEYS, RunFolder
 
 
 def whole(**entries: object) -> dict:
@@ -46,7 +46,7 @@ def whole(**entries: object) -> dict:
 
 def save(folder: Path, epoch: int, is_best: bool = False) -> None:
     state = whole(model={"w": torch.full((999,), epoch)}, epoch=epoch)
-    Folder(folder).add(state, is_best, replace=False)
+    RunFolder(folder).add(state, is_best, replace=False)
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -59,7 +59,7 @@ def test_what_is_kept(tmp_path: Path) -> None:
     found = []
     for epoch in range(5):
         save(tmp_path, epoch, is_best=epoch == 1)
-        saves = Folder(tmp_path).saves()
+        saves = RunFolder(tmp_path).saves()
         found.append([checkpoint.read(path)["epoch"] for path in saves])
     assert found == [[0], [1, 0], [2, 1], [3, 2], [4, 3]]
     assert checkpoint.read(tmp_path / "best.pt")["epoch"] == 1
@@ -103,7 +103,7 @@ def test_killed_within_a_save(tmp_path: Path) -> None:
         save(folder, 2, is_best=True)
         pid = fork(functools.partial(save_and_die, call), tmp_path / "said")
         status = wait([pid])[0]
-        last = Folder(folder)._search()
+        last = RunFolder(folder)._search()
         assert checkpoint.read(folder / "best.pt")["epoch"] >= last["epoch"]
         reached.add((status, last["epoch"]))
         if status == 0:
@@ -164,7 +164,7 @@ def test_the_one_before(tmp_path: Path) -> None:
             (folder / "last.pt").unlink()
             spoil(folder / "last.pt")
             (folder / ".begun").write_bytes(b"\xff\xfe")  # is no reason to stop
-        found = Folder(folder).find_checkpoint()
+        found = RunFolder(folder).find_checkpoint()
         assert (found["epoch"], found["path"]) == (1, str(folder / "last-1.pt"))
         assert (folder / "last.pt.corrupt").exists()
 
@@ -204,7 +204,10 @@ def test_what_is_no_damage(
 
     monkeypatch.setattr(owner, name, fail)
     kind = UserError if isinstance(error, PermissionError) else DiskError
-    for read in Folder(tmp_path)._search, lambda: Folder(tmp_path).best_score("", 9):
+    for read in (
+        RunFolder(tmp_path)._search,
+        lambda: RunFolder(tmp_path).best_score("", 9),
+    ):
         with pytest.raises(kind, match=str(tmp_path)) as caught:
             read()
         assert "never" not in str(caught.value) and type(caught.value) is kind
@@ -221,8 +224,8 @@ def test_damage_of_other_kinds(tmp_path: Path) -> None:
         for name in "last.pt", "best.pt":
             path = folder / name
             path.write_bytes(spoil(path.read_bytes()))
-        assert Folder(folder)._search()["epoch"] == 1
-        Folder(folder).best_score("", 9)
+        assert RunFolder(folder)._search()["epoch"] == 1
+        RunFolder(folder).best_score("", 9)
         assert {"last.pt.corrupt", "best.pt.corrupt"} < set(contents(folder))
     content = legacy(b"", cut=0)
     path = tmp_path / "file.pt"
@@ -270,7 +273,7 @@ def test_what_no_run_writes(entries: dict, tmp_path: Path) -> None:
     torch.save(whole(**entries), tmp_path / "last.pt")
     (name,) = entries
     with refusal("checkpoint.read", tmp_path / "last.pt", name):
-        Folder(tmp_path)._search()
+        RunFolder(tmp_path)._search()
 
 
 def states_of(parts: dict) -> dict:
@@ -374,7 +377,7 @@ def test_a_state_that_is_missing() -> None:
     state = states_of(parts)
     del state["optimizer"]["state"]["bias"]
     said: list[str] = []
-    distributed.say = said.append
+    distributed.print0 = said.append
     checkpoint.load_states(state, parts, 1)
     assert len(said) == 1 and "no state of bias" in said[0]
 
@@ -413,14 +416,14 @@ def test_files_that_are_no_checkpoints(tmp_path: Path) -> None:
     with refusal("checkpoint.unreadable", path):
         checkpoint.read(path)
     with refusal("files.failure", "best.pt", "No such file"):
-        Folder(tmp_path).best()
+        RunFolder(tmp_path).best()
     with refusal("folder.lock", tmp_path / "none.pt"):
-        Folder(tmp_path / "out", str(tmp_path / "none.pt"))._lock()
+        RunFolder(tmp_path / "out", str(tmp_path / "none.pt"))._lock()
     (tmp_path / "last.pt").write_bytes(b"PK")
     (tmp_path / "last-1.pt").write_bytes(b"")
     before = contents(tmp_path)
     with refusal("folder.read_newest", "last.pt", "last-1.pt", "--resume never"):
-        Folder(tmp_path)._search()
+        RunFolder(tmp_path)._search()
     assert contents(tmp_path) == before
 
 

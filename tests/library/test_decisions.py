@@ -73,7 +73,7 @@ def train(
     """
     draw_nothing()
     torch.manual_seed(0)
-    folder = ddpkit.Folder(out, resume)
+    folder = ddpkit.RunFolder(out, resume)
     folder.find_checkpoint()
     net = nn.Sequential(nn.Flatten(), nn.Linear(12, 2))
     folder.load(net, CLASSES, {})
@@ -172,7 +172,7 @@ def test_what_metrics_say() -> None:
     collection |= {"cost": 1 - accuracy(count)}
     whole = torchmetrics.MetricCollection(collection, prefix="val_")
     whole.update(torch.eye(3), torch.arange(3))
-    found, _ = metrics.compute(whole)
+    found, _ = metrics.compute_metrics(whole)
     said = {
         name: metrics.higher_is_better(name, value) for name, value in found.items()
     }
@@ -217,16 +217,18 @@ def test_lower_is_better(tmp_path: Path, name: str) -> None:
 def test_killed_after_best(tmp_path: Path, epochs: int) -> None:
     """Between best.pt and last.pt of an epoch: it is the best once more, by which score ever."""
     results = each(0.3, 0.5, name="map", is_higher=True)
-    add = ddpkit.Folder.add
+    add = ddpkit.RunFolder.add
 
-    def killed(folder: ddpkit.Folder, state: dict, is_best: bool, **how: Any) -> None:
+    def killed(
+        folder: ddpkit.RunFolder, state: dict, is_best: bool, **how: Any
+    ) -> None:
         if is_best and state["epoch"] == epochs:
             checkpoint.write(folder.path / "best.pt", state)
             raise Killed
         add(folder, state, is_best, **how)
 
     def begin() -> None:
-        ddpkit.Folder.add = killed
+        ddpkit.RunFolder.add = killed
         with contextlib.suppress(Killed):
             train(tmp_path, results, ("top1", "map"), epochs)
 
@@ -281,7 +283,7 @@ def test_rank_zero_decides(tmp_path: Path) -> None:
     assert (run.epoch, run.best_epoch) == (3, 1)
     metric = torchmetrics.MetricCollection({"mean": torchmetrics.MeanMetric()})
     metric.compute = lambda: {"mean": torch.tensor(float(distributed.rank()))}
-    assert metrics.compute(metric)[0] == {"mean": 0.0}
+    assert metrics.compute_metrics(metric)[0] == {"mean": 0.0}
 
 
 @on_ranks(2)
@@ -290,16 +292,16 @@ def test_leaving_an_evaluation_early() -> None:
     _, loader = loaders(accumulate=1)  # 2 batches on rank 0, 1 on rank 1
     metric = torchmetrics.MetricCollection({"mean": torchmetrics.MeanMetric()})
     with stopping.on_signals(str):
-        for number, batch in enumerate(ddpkit.batches(loader, CPU)):
+        for number, batch in enumerate(ddpkit.eval_batches(loader, CPU)):
             metric.update(batch[0].mean())
             if number == 0:
                 break
-        metrics.compute(metric)
-        found = ddpkit.Worst(CPU).compute()
+        metrics.compute_metrics(metric)
+        found = ddpkit.TopLosses(CPU).compute()
         assert found == []
         stopping._stopper.answered = distributed.rank() == 1
         with pytest.raises(stopping.Stopped):
-            metrics.compute(metric)
+            metrics.compute_metrics(metric)
 
 
 RATES = "0.1", "0.05", "0.025", "0.0125"
@@ -355,7 +357,7 @@ def test_a_step_before_an_epoch_that_is_resumed(tmp_path: Path, is_top: bool) ->
 
     scores = each(0.1, name="top1", is_higher=True)
     lines: list[str] = []
-    distributed.say = lines.append
+    distributed.print0 = lines.append
     ddpkit.Run.end_step = killed
     with contextlib.suppress(Killed):
         train(tmp_path, scores, epochs=1, before=step)
@@ -448,7 +450,7 @@ def test_labels_that_validation_has_not() -> None:
         logits = (targets - 0.5) * 20
         logits[:, 2] = extra
         found.update(logits, targets)
-        results, _ = metrics.compute(found)
+        results, _ = metrics.compute_metrics(found)
         assert results == pytest.approx({"map": 1.0, "f1": f1})
 
 
@@ -459,10 +461,10 @@ def test_worst_of_what_is_no_label() -> None:
         ([[0.0], [0.7]], False),
         ([[3.0], [1]], False),
     ):
-        worst = ddpkit.Worst(CPU)
+        worst = ddpkit.TopLosses(CPU)
         worst.update(torch.zeros(2, 1), torch.tensor(targets), torch.arange(2))
         assert bool(worst.are_labels) == is_label
-    worst = ddpkit.Worst(CPU)
+    worst = ddpkit.TopLosses(CPU)
     worst.update(torch.zeros(2, 3), torch.full((2, 3), 0.02), torch.arange(2))
     assert worst.are_labels
 
@@ -491,7 +493,7 @@ class Heads(nn.Module):
 def test_what_is_frozen() -> None:
     """Weights on which nothing depends, in a line; nothing else of the network changes."""
     lines: list[str] = []
-    distributed.say = lines.append
+    distributed.print0 = lines.append
     torch.manual_seed(1)
     expected = Heads()
     drawn = torch.rand(1)
@@ -549,7 +551,7 @@ def test_a_tracker_that_fails(tmp_path: Path) -> None:
     (tmp_path / "mlflow.py").write_text("raise RuntimeError('another protobuf')")
     sys.path.insert(0, str(tmp_path))
     lines: list[str] = []
-    distributed.say = lines.append
+    distributed.print0 = lines.append
     for number, tracker in enumerate((start, lambda known: None, leave, "mlflow")):
         scores = each(0.1, name="top1", is_higher=True)
         run = train(tmp_path / str(number), scores, epochs=1, tracker=tracker)
@@ -618,7 +620,7 @@ def test_accumulation_by_hand(tmp_path: Path) -> None:
         train(tmp_path / "hand", results, epochs=1, every=2)
     for weight, divides in (1, False), (0.5, True), (0.3, False):
         lines: list[str] = []
-        distributed.say = lines.append
+        distributed.print0 = lines.append
         train(tmp_path / str(weight), results, epochs=1, accumulate=2, weight=weight)
         found = [
             line for line in lines if "1/2 of the mean" in line and "2 passes" in line
@@ -632,7 +634,7 @@ def test_a_loss_that_is_a_sum() -> None:
     count = torch.tensor(12.0)
     six = torch.tensor(6.0)
     lines: list[str] = []
-    distributed.say = lines.append
+    distributed.print0 = lines.append
     for scale in 1.0, 1024.0:
         right = torch.tensor(scale * 2 / 12)
         replicas.check_slopes([(right, six), (right / 2, six)], count, 1, scale)

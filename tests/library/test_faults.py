@@ -24,7 +24,7 @@ from ddpkit.data.format import Format
 from ddpkit.data.loading import Collate
 from ddpkit.ranks import distributed, explaining, process, protocol, stopping
 from ddpkit.run.criterion import Criterion
-from ddpkit.run.folder import Folder
+from ddpkit.run.folder import RunFolder
 from ddpkit.run.loop import Run
 from ddpkit.run.reporting import Reporter
 
@@ -334,13 +334,13 @@ def ask_in_evaluation() -> None:
 
 
 def ask_in_a_save() -> None:
-    add = Folder.add
+    add = RunFolder.add
 
     def asked(*args: object, **more: object) -> None:
         send(signal.SIGUSR1, 0)
         add(*args, **more)
 
-    Folder.add = asked
+    RunFolder.add = asked
 
 
 def test_stopped_and_killed_at_awkward_moments(project, data, tmp_path):

@@ -16,7 +16,7 @@ from ranks import on_ranks
 
 from ddpkit import files
 from ddpkit.run import checkpoint
-from ddpkit.run.folder import Folder
+from ddpkit.run.folder import RunFolder
 
 
 def test_writing(tmp_path):
@@ -97,7 +97,7 @@ def test_a_folder_that_cannot_be_made(tmp_path):
     (tmp_path / "link").symlink_to(tmp_path / "none")
     for path in tmp_path / "link", tmp_path / "link" / "run":
         with refusal("files.failure", path, "links to", "none"):
-            Folder(path)._lock()
+            RunFolder(path)._lock()
 
 
 def others_get(path: Path) -> bool:

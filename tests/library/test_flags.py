@@ -33,9 +33,9 @@ from ddpkit.run import flags, machine, starting
 def test_numbers(low, kind, text, value):
     if value is None:
         with pytest.raises(ArgumentTypeError, match=text):
-            flags.at_least(low, kind)(text)
+            flags.Parser.at_least(low, kind)(text)
     else:
-        found = flags.at_least(low, kind)(text)
+        found = flags.Parser.at_least(low, kind)(text)
         assert (found, type(found)) == (value, kind)
 
 
@@ -59,7 +59,7 @@ def test_numbers(low, kind, text, value):
 )
 def test_mistakes(words):
     parser = flags.Parser(prog="main.py")
-    parser.add_argument("--epochs", type=flags.at_least(1))
+    parser.add_argument("--epochs", type=flags.Parser.at_least(1))
     parser.add_argument("--name")
     with refusal("flags.error", "main.py --help"):
         parser.parse(words.split())
@@ -181,7 +181,7 @@ def test_threads(monkeypatch):
 def test_garbage_without_start():
     """It is collected, seldom, in a script that only prepares, and as ever after `start`."""
     before = gc.get_threshold()
-    starting.prepare()
+    starting.before_imports()
     assert gc.isenabled() and gc.get_threshold()[0] > before[0]
-    starting.start(lambda: None)
+    starting.run_main(lambda: None)
     assert gc.isenabled() and gc.get_threshold() == before

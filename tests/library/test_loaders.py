@@ -318,7 +318,7 @@ def test_each_sample_is_evaluated_once() -> None:
     ):
         samples.seed(rank)  # as training leaves it
         pairs = []
-        for batch in loading.batches(loader, CPU):
+        for batch in loading.eval_batches(loader, CPU):
             corners = (batch[0][:, 0, 0, 0] * 0.229 + 0.485) * 255  # as they were
             pairs += zip(corners.round().tolist(), batch[-1].tolist(), strict=True)
         pairs = distributed.gather_objects(pairs)
@@ -332,7 +332,7 @@ def test_each_sample_is_evaluated_once() -> None:
         OrderedDistributedSampler(data, ranks, rank),
     ):
         with refusal("loading.dealt", type(sampler).__name__):
-            next(loading.batches(make(data, sampler=sampler), CPU))
+            next(loading.eval_batches(make(data, sampler=sampler), CPU))
 
 
 @on_ranks(2)
@@ -441,7 +441,7 @@ def test_what_a_collate_function_draws() -> None:
 
 def test_arrays_of_indices() -> None:
     loader = DataLoader(Shard(range(4)), 2, sampler=np.array([2, 0, 1]))  # type: ignore[arg-type]
-    assert numbers(loading.batches(loader, CPU))
+    assert numbers(loading.eval_batches(loader, CPU))
 
 
 def test_deep_images() -> None:

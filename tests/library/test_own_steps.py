@@ -49,7 +49,7 @@ def train(
         assert step.count(old) == 1, old
         step = step.replace(old, new)
     torch.manual_seed(0)
-    folder = ddpkit.Folder(out, "never")
+    folder = ddpkit.RunFolder(out, "never")
     folder.find_checkpoint()
     net = nn.Sequential(nn.Flatten(), nn.Linear(12, 2)).double()
     net.insert(0, Double())
@@ -180,7 +180,7 @@ def test_misuses_of_a_step(tmp_path: Path) -> None:
         assert not (tmp_path / name / "last.pt").exists()
     for name, (old, new, text) in SAID.items():
         lines: list[str] = []
-        distributed.say = lines.append
+        distributed.print0 = lines.append
         passes = 2 if name in OF_TWO_PASSES else 1
         has_other = "another" in name
         train(

@@ -86,7 +86,7 @@ def test_worst_on_any_number_of_ranks(
     )[:12]
     parts = []
     for rank in range(ranks):
-        mine = mistakes.Worst(CPU)
+        mine = mistakes.TopLosses(CPU)
         for start in range(4 * rank, 40, 4 * ranks):
             at = order[start : start + 4]
             mine.update(outputs[at], targets[at], at)

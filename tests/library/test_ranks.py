@@ -201,7 +201,7 @@ def test_a_failure_between_meeting_and_joining(tmp_path):
     """As in distributed.py, when all ranks are there, but have no group yet."""
 
     def act() -> None:
-        here = distributed.meet(timeout=60)
+        here = distributed.rendezvous(timeout=60)
         if here.rank == 1:
             raise KeyError("a bug")
         dist.init_process_group("gloo", store=here.store, rank=0, world_size=2)
@@ -215,7 +215,7 @@ def test_a_rank_that_does_not_join_in_time(tmp_path):
     """The one that waits for it says so in a line."""
 
     def act() -> None:
-        here = distributed.meet(timeout=3)
+        here = distributed.rendezvous(timeout=3)
         if here.rank == 1:
             time.sleep(20)
         dist.init_process_group(

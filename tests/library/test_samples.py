@@ -229,7 +229,7 @@ def test_normalized() -> None:
 def test_saving(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str) -> None:
     """On a network disk a checkpoint is written whole or not at all."""
     monkeypatch.setattr(files, "WAITS", (1e-6, 1e-6))
-    run = folder.Folder(tmp_path, "auto")
+    run = folder.RunFolder(tmp_path, "auto")
     state = dict.fromkeys(folder.KEYS, 0)
     state |= {
         name: kind()

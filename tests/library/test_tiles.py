@@ -29,7 +29,7 @@ def test_a_network_that_sees_little() -> None:
         images = torch.randn(2, 3, height, width)
         with torch.inference_mode():
             whole = net(images)
-            tiled = tiles.in_tiles(net, images, 128, 32)
+            tiled = tiles.sliding_window(net, images, 128, 32)
         assert torch.allclose(tiled, whole, atol=1e-5)
 
 
@@ -42,7 +42,7 @@ def test_bands() -> None:
         return part.bfloat16()
 
     image = torch.rand(3, 320, 416)
-    found = list(tiles.bands(predict, image, 128, 32))
+    found = list(tiles.sliding_window_rows(predict, image, 128, 32))
     assert set(seen) == {(1, 3, 128, 128)}
     end = 0
     for rows, _ in found:
@@ -54,7 +54,7 @@ def test_bands() -> None:
     assert torch.allclose(logits, image, atol=0.01)
     for tile in 64, 130:
         with refusal("tiles.is_tiled", f"--tile {tile}", "32 from 128"):
-            tiles.in_tiles(nn.Identity(), torch.zeros(1, 3, 32, 32), tile, 32)
+            tiles.sliding_window(nn.Identity(), torch.zeros(1, 3, 32, 32), tile, 32)
 
 
 @SEGMENTATION

@@ -16,18 +16,18 @@ from setting import Setting
 from ddpkit.errors import UserError
 from ddpkit.ranks import distributed
 from ddpkit.run import checkpoint, pretrained
-from ddpkit.run.folder import KEYS, Folder
+from ddpkit.run.folder import KEYS, RunFolder
 
 SECONDS = 20  # of a case
 HEADERS = b"PK\1\2", b"PK\3\4", b"PK\5\6", b"PK\6\6", b"PK\6\7", b"PK\7\x08"  # of a zip
 
 
 def case(chance: random.Random, folder: Path, setting: Setting) -> str:
-    distributed.say = lambda *_: None  # a line for each
+    distributed.print0 = lambda *_: None  # a line for each
     (folder / "run").mkdir()
     old = state(chance)
     new = state(chance)
-    run = Folder(folder / "run")
+    run = RunFolder(folder / "run")
     run.add(old, is_best=True, replace=False)
     run.add(new, is_best=True, replace=False)
     whole = {path.name: path.read_bytes() for path in run.path.iterdir()}
@@ -93,7 +93,7 @@ def newest(damage: Damage, folder: Path, whole: dict, old: dict, new: dict) -> N
     """last.pt is damaged: it is read right, or last-1.pt is taken."""
     restore(folder, whole)
     (folder / "last.pt").write_bytes(damage(whole["last.pt"]))
-    found = Folder(folder)._search()
+    found = RunFolder(folder)._search()
     assert found, "no checkpoint"
     right = old if found["path"].endswith("last-1.pt") else new
     assert not differences(right, {name: found[name] for name in right}), "read wrong"
@@ -106,7 +106,7 @@ def both(damage: Damage, folder: Path, whole: dict, old: dict, new: dict) -> Non
         (folder / name).write_bytes(damage(whole[name]))
     before = sorted(path.name for path in folder.iterdir())
     try:
-        found = Folder(folder)._search()
+        found = RunFolder(folder)._search()
     except UserError as error:
         one_line(error, "last.pt")
         assert before == sorted(path.name for path in folder.iterdir())

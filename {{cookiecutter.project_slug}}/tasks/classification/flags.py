@@ -19,10 +19,10 @@ DEMO = {
 def parse_args(argv: Sequence[str] | None = None, defaults: Mapping[str, object] | None = None) -> Namespace:
     """Return the flags; `defaults`, such as the "args" of a checkpoint, stand for those not given."""
     parser = ddpkit.Parser(description="Train a network for classification; README.md explains.", epilog="@FILE reads flags from a file.")
-    count = ddpkit.at_least(0)
-    positive = ddpkit.at_least(1)
-    rate = ddpkit.at_least(0, float)
-    share = ddpkit.at_least(0, float, below=1)
+    count = parser.at_least(0)
+    positive = parser.at_least(1)
+    rate = parser.at_least(0, float)
+    share = parser.at_least(0, float, below=1)
 
     add = parser.add_argument_group("first").add_argument
     add("--data", type=Path, metavar="DIR", help="folder with train/ and val/ (default: the demo set, with its own --epochs and sizes)")

@@ -12,7 +12,7 @@ from pathlib import Path
 import ddpkit
 
 if __name__ == "__main__":  # before torch, whose import takes seconds
-    ddpkit.prepare()
+    ddpkit.before_imports()
 
 import torch
 
@@ -33,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--tta", action="store_true", help="mirrored images, too, and the mean"
     )
-    parser.add_argument("--threshold", type=ddpkit.at_least(0, float), default=0.5,
+    parser.add_argument("--threshold", type=ddpkit.Parser.at_least(0, float), default=0.5,
         help="of the probability of a label, if images have several")  # fmt: skip
     given = parser.parse_args(argv)
     job = ddpkit.Predictor(
@@ -60,4 +60,4 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    ddpkit.start(main)
+    ddpkit.run_main(main)

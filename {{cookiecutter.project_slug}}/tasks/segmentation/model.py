@@ -76,9 +76,11 @@ def infer(model: nn.Module, images: Tensor, args: Namespace) -> Tensor:
     at once (global pooling, attention, group norm: deeplab, segformer, fpn): they see one tile.
     """
     # Not __call__, which of a compiled network would compile again for each size.
-    logits = ddpkit.in_tiles(model.forward, images, args.tile, STRIDE)
+    logits = ddpkit.sliding_window(model.forward, images, args.tile, STRIDE)
     if args.tta:
-        mirrored = ddpkit.in_tiles(model.forward, images.flip(-1), args.tile, STRIDE)
+        mirrored = ddpkit.sliding_window(
+            model.forward, images.flip(-1), args.tile, STRIDE
+        )
         logits = (logits + mirrored.flip(-1)) / 2
     return logits
 

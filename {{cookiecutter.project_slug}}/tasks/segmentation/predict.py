@@ -12,7 +12,7 @@ from pathlib import Path
 import ddpkit
 
 if __name__ == "__main__":  # before torch, whose import takes seconds
-    ddpkit.prepare()
+    ddpkit.before_imports()
 
 import torch
 from torch import Tensor
@@ -32,7 +32,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         "--output", metavar="DIR", type=Path, default=Path("predictions")
     )
     parser.add_argument(
-        "--tile", type=ddpkit.at_least(0), help="default: as in training"
+        "--tile", type=ddpkit.Parser.at_least(0), help="default: as in training"
     )
     parser.add_argument(
         "--tta", action="store_true", help="mirrored images, too, and the mean"
@@ -55,10 +55,12 @@ def main(argv: Sequence[str] | None = None) -> None:
             mask = torch.empty(padded.shape[1:], dtype=torch.uint8)
             # Band by band: logits of the whole image may need more memory than there
             # is.
-            for rows, logits in ddpkit.bands(predict, padded, args.tile, STRIDE):
+            for rows, logits in ddpkit.sliding_window_rows(
+                predict, padded, args.tile, STRIDE
+            ):
                 mask[rows] = logits.argmax(0)
             write(path, image, mask)
 
 
 if __name__ == "__main__":
-    ddpkit.start(main)
+    ddpkit.run_main(main)
