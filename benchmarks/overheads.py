@@ -133,8 +133,8 @@ def parts() -> dict[str, Callable[[], Any]]:
     from ddpkit.run.reporting import Reporter
 
     def end_step(run: Run, *_: object) -> None:
-        run.step += 1
-        run.seen += run.global_batch
+        run.progress.step += 1
+        run.progress.seen += run.source.global_batch
 
     def without(place: object, name: str, do: Callable[..., Any]) -> Callable[[], Any]:
         return lambda: mock.patch.object(place, name, do)

@@ -170,7 +170,7 @@ class Bench:
 
         def loop(feed: Feed) -> None:
             run.source.batches = lambda *_: feed
-            run.source.total = len(feed) // feed.passes * run.global_batch
+            run.source.total = len(feed) // feed.passes * run.source.global_batch
             with stopping.on_signals(str):
                 train()
 
@@ -216,7 +216,7 @@ class Bench:
         ddp_model = main.wrap(model)
 
         def train() -> float:
-            run.seen = 0
+            run.progress.seen = 0
             return main.train_one_epoch(
                 run, ddp_model, self.criterion, **parts, ema=None, args=args
             )

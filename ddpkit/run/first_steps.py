@@ -9,7 +9,7 @@ import types
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ddpkit.ranks import distributed, process, replicas
 from ddpkit.run import checkpoint
@@ -162,6 +162,65 @@ class FirstSteps:
                 f"warning: {kind} is not given to Run(...) by name: its state is in no checkpoint, "
                 "and a resumed run goes on without it"
             )
+
+
+class LateChanges:
+    """Watches for parts that a loop changes between the end of an epoch and its next steps.
+
+    parts: of the run, by name. trained: the network whose weights are trained. trainable_then: how
+        many were when the checkpoint was saved. is_within_epoch: whether a resumed run begins
+        there.
+    """
+
+    def __init__(
+        self,
+        parts: checkpoint.Parts,
+        trained: nn.Module,
+        trainable_then: int,
+        is_within_epoch: bool,
+    ) -> None:
+        self.parts = parts
+        self.trained = trained
+        self.trainable_then = trainable_then
+        self.at_start = self._summary() if is_within_epoch else ""
+        self.at_end: str | None = None  # of the epoch: what its checkpoint has
+
+    def trainable(self) -> int:
+        return sum(weight.requires_grad for weight in self.trained.parameters())
+
+    def begin_epoch(self) -> None:
+        """Say a line if what was changed before the first steps will be wrong in a resumed run."""
+        frozen = self.trainable_then - self.trainable()
+        self.trainable_then = 0
+        if frozen > 0:
+            distributed.print0(
+                f"warning: {frozen} weights are frozen that were trained when this run was "
+                "stopped: what unfreezes them in an epoch has to do so, too, when the run resumes "
+                "in a later one (epoch >= N, not ==)"
+            )
+        if self.at_start and self.at_start != self._summary():
+            distributed.print0(
+                "a scheduler or another part was changed before run.steps() in an epoch that is "
+                "resumed in its middle, where it has been changed already: do that at the end of "
+                "the loop, after run.end_epoch"
+            )
+        self.at_start = ""
+
+    def end_epoch(self) -> None:
+        """Note the parts as they have been saved."""
+        self.at_end = self._summary()
+
+    def since_epoch(self) -> bool:
+        """Return whether a part has changed since `end_epoch`, once; to call on all ranks."""
+        then = self.at_end
+        self.at_end = None
+        if then is None:
+            return False
+        return distributed.from_rank_zero(lambda: self._summary() != then)
+
+    def _summary(self) -> str:
+        """Return on rank 0 what tells whether a part has changed."""
+        return checkpoint.summary(self.parts) if distributed.is_rank_zero() else ""
 
 
 class LoopVariables:

@@ -49,6 +49,7 @@ class RunFolder:
         # absolute: checkpoints keep it, and a restart may be in another folder
         self.resume = os.path.abspath(resume) if self.is_path else resume
         self.state: State | None = None  # found by `find_checkpoint`
+        self.saved_step = -1  # of the last checkpoint that this process has written
 
     def best(self) -> State:
         """Return best.pt, or the checkpoint that `resume` names, to evaluate it.
@@ -86,6 +87,12 @@ class RunFolder:
         if min(steps) < newest:
             state = distributed.from_rank(steps.index(newest), lambda: state)
         self.state = state
+        return state
+
+    def take_state(self) -> State:
+        """Return the checkpoint that was found, or an empty one; the folder forgets it."""
+        state = self.state or {}
+        self.state = None
         return state
 
     def load(
@@ -215,15 +222,20 @@ class RunFolder:
         remove_images(self.path)
         return None
 
-    def add(
-        self, state: State, is_best: bool, replace: bool, keeps_images: bool = False
-    ) -> None:
-        """Save last.pt, and best.pt; the old last.pt becomes last-1.pt unless with `replace`.
+    def add(self, state: State, is_best: bool, keeps_images: bool = False) -> None:
+        """Save last.pt, and best.pt; the old last.pt becomes last-1.pt.
 
+        But for one of the same step, which the new one replaces: it has the same weights.
         keeps_images: those of best.pt, which has the same weights as before.
         """
-        if not distributed.is_rank_zero():
-            return
+        is_repeated = state["step"] == self.saved_step
+        if distributed.is_rank_zero():
+            self._write(state, is_best, is_repeated, keeps_images)
+        self.saved_step = state["step"]
+
+    def _write(
+        self, state: State, is_best: bool, is_repeated: bool, keeps_images: bool
+    ) -> None:
         # best.pt comes first: when last.pt records a new best score, best.pt has it
         # already.
         if is_best:
@@ -235,7 +247,7 @@ class RunFolder:
         last, older = (self.path / name for name in SAVES)
         with files.writing(last) as tmp_path:
             files.retried(last, checkpoint.write, tmp_path, state)
-            if not replace:
+            if not is_repeated:
                 with contextlib.suppress(FileNotFoundError):  # it is the first
                     last.replace(older)
         with contextlib.suppress(OSError):  # not every file system supports it

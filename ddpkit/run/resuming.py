@@ -23,6 +23,7 @@ from ddpkit.ranks.stopping import (
 from ddpkit.run import checkpoint
 from ddpkit.run.checkpoint import Foreign, State
 from ddpkit.run.folder import RunFolder
+from ddpkit.run.progress import progress_line
 
 T = TypeVar("T")
 END = object()  # of an iterator
@@ -75,10 +76,10 @@ class Checkpoints:
         self.step = 0
         self.global_batch = 0  # of a train_loader, to know whether it is the same
         self.best: float | None = None
-        self.saved_step = -1
         self.ranks_then = distributed.world_size()
         self.is_in_epochs = False
-        state = self.folder.find_checkpoint()
+        self.folder.find_checkpoint()
+        state = self.folder.take_state()
         self.folder.open_for_training(is_new=not state)
         if state:
             self._load(state)
@@ -131,7 +132,7 @@ class Checkpoints:
                     self.save()
                 batch = next(found, END)
                 self._end_step(is_last=batch is END)
-            if not self.is_in_epochs and self.saved_step != self.step:
+            if not self.is_in_epochs and self.folder.saved_step != self.step:
                 self.save()
 
     def save(self) -> None:
@@ -166,18 +167,12 @@ class Checkpoints:
             "global_batch": self.global_batch,
             "best": self.best,
         }
-        # Of the same step the one before has the same weights.
-        self.folder.add(state, is_best, replace=self.saved_step == self.step)
-        self.saved_step = self.step
+        self.folder.add(state, is_best)
 
     def _load(self, state: State) -> None:
         path = state["path"]
-        epochs = state["epoch"]
-        steps = state["done"]
-        line = f"{path}: {epochs} epoch{'s' * (epochs != 1)} done"
-        if steps:
-            line += f" and {steps} step{'s' * (steps != 1)} of the next"
-        distributed.print0(line)
+        plural = "s" * (state["epoch"] != 1)
+        distributed.print0(progress_line(state, state["done"], f"epoch{plural}"))
         names = checkpoint.names_of(self.parts)
         for name, part in self.parts.items():
             if name not in state["parts"]:
@@ -234,7 +229,7 @@ class Checkpoints:
             self.save()
 
     def _leave(self) -> NoReturn:
-        if self.saved_step != self.step:
+        if self.folder.saved_step != self.step:
             self.save()
         exit_stopped(f"and saved at {self._position()}; the same command goes on")
 

@@ -46,7 +46,7 @@ def whole(**entries: object) -> dict:
 
 def save(folder: Path, epoch: int, is_best: bool = False) -> None:
     state = whole(model={"w": torch.full((999,), epoch)}, epoch=epoch)
-    RunFolder(folder).add(state, is_best, replace=False)
+    RunFolder(folder).add(state, is_best)
 
 
 def contents(folder: Path) -> dict[str, bytes]:

@@ -252,7 +252,7 @@ def test_killed_after_best(tmp_path: Path, epochs: int) -> None:
 @on_ranks(1)
 def test_a_direction_that_nobody_says(tmp_path: Path) -> None:
     """Refused before anything is trained, until it is said."""
-    with refusal("loop.check_score", "cost", '"cost", "min"'):
+    with refusal("best.chosen", "cost", '"cost", "min"'):
         train(tmp_path, each(1.0, name="cost"), "cost")
     assert not (tmp_path / "last.pt").exists()
 

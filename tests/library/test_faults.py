@@ -72,8 +72,8 @@ def fill_the_disk() -> None:
 @pytest.mark.parametrize(
     ("patch", "code", "text"),
     [
-        (nan_on_one_rank, "loop.not_finite", "the loss became NaN or inf"),
-        (infinite_weight, "loop.not_finite", "weight"),
+        (nan_on_one_rank, "finite.not_finite", "the loss became NaN or inf"),
+        (infinite_weight, "finite.not_finite", "weight"),
         (
             fill_the_disk,
             "files.failure",

@@ -244,7 +244,7 @@ def test_saving(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str) -> N
     def save(epoch: int, times: int, number: int) -> None:
         with monkeypatch.context() as patch:
             patch.setattr(os, call, failing(getattr(os, call), times, number))
-            run.add({**state, "epoch": epoch}, epoch == 1, replace=False)
+            run.add({**state, "epoch": epoch, "step": epoch}, epoch == 1)
 
     save(1, 0, 0)
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}

@@ -28,8 +28,8 @@ def case(chance: random.Random, folder: Path, setting: Setting) -> str:
     old = state(chance)
     new = state(chance)
     run = RunFolder(folder / "run")
-    run.add(old, is_best=True, replace=False)
-    run.add(new, is_best=True, replace=False)
+    run.add(old, is_best=True)
+    run.add(new, is_best=True)
     whole = {path.name: path.read_bytes() for path in run.path.iterdir()}
     over = time.monotonic() + SECONDS
     counts = dict.fromkeys(TRIALS, 0)

@@ -1,0 +1,108 @@
+"""Which epoch of a run is the best, and by what."""
+
+import math
+from collections.abc import Mapping, Sequence
+
+from ddpkit.errors import UserError
+from ddpkit.ranks import distributed
+from ddpkit.run import metrics
+from ddpkit.run.checkpoint import State
+from ddpkit.run.folder import RunFolder
+
+
+class Best:
+    """The score by which best.pt is chosen, and the best one so far.
+
+    best: its name; or several, of which the first one that there is counts; after a name there may
+        be "max" or "min". images: the fingerprint of those that it is worked out on. state: the
+        checkpoint from which the run goes on, or an empty one.
+
+    name: of the score. is_higher: whether a higher one is better; None: not known before it is
+    worked out. score, epoch: of the best.
+    """
+
+    def __init__(
+        self, best: str | Sequence[str], images: str, folder: RunFolder, state: State
+    ) -> None:
+        self.directions = metrics.parse_best(best)
+        self.images = images
+        self.folder = folder
+        names = list(self.directions)
+        history = state.get("history")
+        if history:
+            names = [name for name in names if name in history[-1]] or names
+        self.name = names[0]
+        self.is_higher = self._direction_so_far(state)
+        self.score = -math.inf
+        self.epoch = state.get("epoch", 0)
+        self.until = -1.0  # the last epoch whose best.pt counts
+
+    @property
+    def of(self) -> str:
+        """By which score, on which images, best.pt is the best: what a checkpoint says of it."""
+        lowest = " (lowest)" if self.is_higher is False else ""
+        return f"{self.name}{lowest} on {self.images}"
+
+    def state(self) -> State:
+        return {
+            "best": self.score,
+            "best_of": self.of,
+            "best_by": [self.name, self.is_higher],
+        }
+
+    def begin(self, state: State, epoch: int) -> None:
+        """Take the score of best.pt in the folder after `epoch` epochs, if it counts."""
+        if state and self.folder.contains(state["path"]):
+            # After going back to an earlier checkpoint a best.pt of later epochs does not count.
+            is_back = state["path"] == self.folder.resume
+            self.until = epoch if is_back else math.inf
+        # Killed before its first last.pt with a score, a run does not know yet which one it has.
+        if state.get("history") or self.until < math.inf:
+            self.find(epoch)
+
+    def find(self, epoch: int) -> None:
+        """Take the score of best.pt, if that is the best of this name on these images."""
+        found = distributed.from_rank_zero(self.folder.best_score, self.of, self.until)
+        worst = math.inf if self.is_higher is False else -math.inf
+        self.score, self.epoch = found or (worst, epoch)
+
+    def choose(self, row: Mapping, epoch: int, is_first: bool) -> None:
+        """Take from rank 0's row by which score best.pt is chosen."""
+        before = self.of
+        self.name, self.is_higher = distributed.from_rank_zero(self._chosen, row)
+        if is_first or self.of != before:
+            self.find(epoch)
+
+    def add(self, score: float, epoch: int) -> bool:
+        """Return whether the score of a finished epoch is the best so far."""
+        is_best = score > self.score if self.is_higher else score < self.score
+        if self.epoch == epoch:  # the run was killed after it had saved best.pt
+            is_best = is_best or score == self.score
+        if is_best:
+            self.score = score
+            self.epoch = epoch
+        return is_best
+
+    def _direction_so_far(self, state: State) -> bool | None:
+        said = self.directions[self.name]
+        found = state.get("best_by")  # by an earlier process
+        if said is None and found in ([self.name, True], [self.name, False]):
+            return found[1]
+        return metrics.higher_is_better(self.name) if said is None else said
+
+    def _chosen(self, row: Mapping) -> tuple[str, bool]:
+        """Return the name of the score in a row, and whether a higher one is better."""
+        found = [name for name in self.directions if name in row]
+        if not found:
+            given = " or ".join(self.directions)
+            raise UserError(f"BEST of model.py is {given}: use one of {', '.join(row)}")
+        name = found[0]
+        is_higher = self.directions[name]
+        if is_higher is None:
+            is_higher = metrics.higher_is_better(name, row[name])
+        if is_higher is None:
+            raise UserError(
+                f'BEST of model.py is "{name}", of which nothing says whether higher or lower is '
+                f'better: write BEST = "{name}", "max" or BEST = "{name}", "min"'
+            )
+        return name, is_higher

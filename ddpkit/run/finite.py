@@ -1,0 +1,50 @@
+"""Whether losses and weights are numbers, before they are saved."""
+
+import shlex
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from ddpkit.errors import UserError
+from ddpkit.ranks import distributed
+from ddpkit.run.progress import Progress
+
+
+def check_weights(model: nn.Module, folder: Path, progress: Progress) -> None:
+    """Raise a UserError unless all weights are finite; to call on all ranks; one device read."""
+    names: list[str] = []
+    each: list[Tensor] = []
+    for name, weight in model.named_parameters():
+        names.append(name)
+        each.append(weight.isfinite().all().to(progress.device))
+    finite = distributed.reduce_tensor(torch.stack(each).int(), "min").tolist()
+    if not all(finite):
+        what = names[finite.index(0)]
+        raise not_finite(what, distributed.rank(), folder, progress)
+
+
+def check_losses(totals: Tensor, folder: Path, progress: Progress) -> None:
+    """Raise a UserError unless sums of losses, (2,) or (ranks, 2), are finite."""
+    fine = totals.isfinite().all(-1)
+    if fine.all():
+        return
+    what = "the loss"
+    rank = distributed.rank()
+    if fine.ndim:  # one per rank
+        rank = int(fine.int().argmin())
+        if fine.any():
+            what = f"the loss of rank {rank}"
+    raise not_finite(what, rank, folder, progress)
+
+
+def not_finite(what: str, rank: int, folder: Path, progress: Progress) -> UserError:
+    epoch = progress.epoch + 1
+    step = progress.steps_done or 1
+    again = f"--resume {shlex.quote(str(folder / 'last.pt'))} --output-dir ANOTHER"
+    return UserError(
+        f"{what} became NaN or inf at epoch {epoch}, step {step}: try a lower --lr or more "
+        f"--warmup-epochs, and check the input images; the checkpoints in {folder} were saved "
+        f"before that; to step through it: {again} --debug-rank {rank}, and a breakpoint in "
+        "train_one_epoch with the condition: not loss.isfinite()"
+    )
