@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from ddpkit.errors import UserError
 from ddpkit.ranks import distributed
 from ddpkit.run import metrics
-from ddpkit.run.checkpoint import State
 from ddpkit.run.folder import RunFolder
+from ddpkit.run.states import State
 
 
 class Best:

@@ -3,16 +3,22 @@
 import argparse
 import copy
 import functools
+import gc
 import math
 import sys
 import types
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.swa_utils import AveragedModel
+from torch.utils._pytree import tree_leaves
 
 from ddpkit.ranks import distributed, process, replicas
-from ddpkit.run import checkpoint
+from ddpkit.run import states
 from ddpkit.run.criterion import Criterion
 
 
@@ -24,7 +30,7 @@ class FirstSteps:
 
     def __init__(
         self,
-        parts: checkpoint.Parts,
+        parts: states.Parts,
         optimizer: torch.optim.Optimizer,
         criterion: Criterion | None,
         passes: int,
@@ -152,12 +158,13 @@ class FirstSteps:
         )
 
     def _say_unsaved(self) -> None:
-        if strays := checkpoint.strays(self.parts):
+        strays = count_strays(self.parts)
+        if strays:
             distributed.print0(
                 f"warning: {strays} of the optimizer's weights are in no network that Run(...) was "
                 "given by name, such as a loss: they are in no checkpoint, and differ by rank"
             )
-        for kind in checkpoint.unsaved(self.parts):
+        for kind in unsaved(self.parts):
             distributed.print0(
                 f"warning: {kind} is not given to Run(...) by name: its state is in no checkpoint, "
                 "and a resumed run goes on without it"
@@ -174,7 +181,7 @@ class LateChanges:
 
     def __init__(
         self,
-        parts: checkpoint.Parts,
+        parts: states.Parts,
         trained: nn.Module,
         trainable_then: int,
         is_within_epoch: bool,
@@ -220,7 +227,7 @@ class LateChanges:
 
     def _summary(self) -> str:
         """Return on rank 0 what tells whether a part has changed."""
-        return checkpoint.summary(self.parts) if distributed.is_rank_zero() else ""
+        return states.summary(self.parts) if distributed.is_rank_zero() else ""
 
 
 class LoopVariables:
@@ -235,7 +242,7 @@ class LoopVariables:
         self.is_epoch: set[str] = set()  # names of what has always been the epoch
         self.is_said = False
 
-    def begin_epoch(self, run: object, epoch: int, parts: checkpoint.Parts) -> None:
+    def begin_epoch(self, run: object, epoch: int, parts: states.Parts) -> None:
         """Say a line if other numbers than the epoch have changed in the epoch before.
 
         run: which one of the function's variables is. parts: what is in checkpoints.
@@ -299,3 +306,58 @@ def is_number(value: object) -> bool:
     if isinstance(value, list):
         return all(map(is_number, value))
     return isinstance(value, int | float)
+
+
+def weights_in(parts: Iterable[object]) -> set[Tensor]:
+    """Return the weights of the networks among `parts`."""
+    found: set[Tensor] = set()
+    for part in parts:
+        if isinstance(part, nn.Module):
+            found.update(part.parameters())
+    return found
+
+
+def count_strays(parts: states.Parts) -> int:
+    """Return how many weights of the optimizers among the parts no network among them has."""
+    trained: set[Tensor] = set()
+    for part in parts.values():
+        if isinstance(part, Optimizer):
+            trained.update(replicas.weights_of(part))
+    return len(trained - weights_in(parts.values()))
+
+
+def unsaved(parts: states.Parts) -> list[str]:
+    """Return the kinds of optimizers of these networks, of their schedulers and averages that are
+    not among the parts, and so are not saved.
+    """
+    known = list(parts.values())
+    for (
+        part
+    ) in known:  # and those within, as of a SequentialLR or a Lookahead; it grows
+        if isinstance(part, Optimizer | LRScheduler):
+            for each in tree_leaves(list(vars(part).values())):
+                if isinstance(each, Optimizer | LRScheduler):
+                    known.append(each)
+    saved = {id(part) for part in known}
+    weights = weights_in(known)
+    names = [name for name, _ in parts["model"].named_parameters()]
+
+    def is_of_these(each: Optimizer | LRScheduler | AveragedModel) -> bool:
+        if isinstance(each, AveragedModel):
+            return names == [name for name, _ in each.module.named_parameters()]
+        optimizer = each.optimizer if isinstance(each, LRScheduler) else each
+        if not isinstance(optimizer, Optimizer):
+            return False
+        return not weights.isdisjoint(replicas.weights_of(optimizer))
+
+    kinds = (Optimizer, LRScheduler, AveragedModel)
+    found = []
+    for each in gc.get_objects():
+        # By type: __class__ of a stand-in may be anything.
+        if (
+            issubclass(type(each), kinds)
+            and id(each) not in saved
+            and is_of_these(each)
+        ):
+            found.append(type(each).__name__)
+    return sorted(found)

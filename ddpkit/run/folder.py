@@ -18,8 +18,9 @@ from ddpkit.data import loading
 from ddpkit.errors import UserError
 from ddpkit.ranks import distributed, environment, process, protocol
 from ddpkit.run import checkpoint
-from ddpkit.run.checkpoint import KEYS, OTHER_RUN, Damaged, Foreign, State
+from ddpkit.run.checkpoint import KEYS, OTHER_RUN, Damaged, Foreign
 from ddpkit.run.layout import OWN_FILES, SAVES, remove_images
+from ddpkit.run.states import State
 
 if TYPE_CHECKING:
     from ddpkit.run.mistakes import Worsts

@@ -13,14 +13,15 @@ from torch import Tensor, nn
 from ddpkit.data import loading, samples
 from ddpkit.errors import NoLabelsError, UserError
 from ddpkit.ranks import distributed, replicas, stopping
-from ddpkit.run import agreement, checkpoint, finite, pictures, reporting
+from ddpkit.run import agreement, checkpoint, finite, pictures, reporting, states
 from ddpkit.run.best import Best
-from ddpkit.run.checkpoint import KEYS, OTHER_RUN, State
+from ddpkit.run.checkpoint import KEYS, OTHER_RUN
 from ddpkit.run.criterion import Criterion
 from ddpkit.run.first_steps import FirstSteps, LateChanges, LoopVariables
 from ddpkit.run.folder import RunFolder
 from ddpkit.run.mistakes import Mistakes, Worsts
 from ddpkit.run.progress import Progress, progress_line
+from ddpkit.run.states import State
 
 # besides KEYS
 OTHER_KEYS = (
@@ -218,7 +219,7 @@ class Run:
         """Return what is the same in all checkpoints of this run."""
         val_set = getattr(self.val_loader, "dataset", None)
         about = {
-            "kinds": checkpoint.kinds(self.parts),
+            "kinds": states.kinds(self.parts),
             "classes": list(self.classes),
             "colors": pictures.colors_of(self.classes).tolist(),
             "resumed_from": self.folder.resume,
@@ -237,9 +238,9 @@ class Run:
             self._say_differences(state)
             self.progress.resume(state)
             step = self.progress.schedule_step(state)
-            checkpoint.load_states(state, self.parts, step)
+            states.load_states(state, self.parts, step)
         self.chosen.begin(state, self.epoch)
-        checkpoint.fill_momenta(self.parts)
+        states.fill_momenta(self.parts)
 
     def _check_kind(self, state: State) -> None:
         """Raise a UserError if the checkpoint's weights are an average, or of other images."""
@@ -484,7 +485,7 @@ class Run:
         totals = distributed.gather(self.progress.totals)
         finite.check_losses(totals, self.folder.path, self.progress)
         finite.check_weights(self.model, self.folder.path, self.progress)
-        state = checkpoint.take_states(self.parts)
+        state = states.take_states(self.parts)
         state |= self.about
         state |= self.source.order
         state |= self.chosen.state()

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ddpkit.errors import DiskError, UserError, shorten
 from ddpkit.ranks import distributed
-from ddpkit.run import checkpoint
+from ddpkit.run import checkpoint, states
 
 KEYS = ("model", "state_dict", "model_state_dict")  # under which programs save weights
 SECONDS = 10.0  # without an answer, after which a download fails
@@ -183,7 +183,7 @@ def copy_matching(model: nn.Module, published: Tensors) -> None:
             from timm.models import adapt_input_conv  # its import takes half a second
 
             value = adapt_input_conv(weight.shape[1], value)
-        is_of_kind = checkpoint.kind_of(value) == checkpoint.kind_of(weight)
+        is_of_kind = states.kind_of(value) == states.kind_of(weight)
         if is_of_kind and value.shape == weight.shape:
             fitting[name] = value
     if not fitting:

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from ddpkit.data.loading import OtherSource, TrainSampler
 from ddpkit.ranks import distributed
-from ddpkit.run.checkpoint import State
+from ddpkit.run.states import State
 
 
 class Progress:

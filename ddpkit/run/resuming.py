@@ -20,10 +20,11 @@ from ddpkit.ranks.stopping import (
     exit_stopped,
     on_signals,
 )
-from ddpkit.run import checkpoint
-from ddpkit.run.checkpoint import Foreign, State
+from ddpkit.run import checkpoint, states
+from ddpkit.run.checkpoint import Foreign
 from ddpkit.run.folder import RunFolder
 from ddpkit.run.progress import progress_line
+from ddpkit.run.states import State
 
 T = TypeVar("T")
 END = object()  # of an iterator
@@ -83,7 +84,7 @@ class Checkpoints:
         self.folder.open_for_training(is_new=not state)
         if state:
             self._load(state)
-        checkpoint.fill_momenta(self.parts)
+        states.fill_momenta(self.parts)
 
     def epochs(self, count: int) -> Iterator[int]:
         """Yield the epochs, from 0, that are left of `count`; saves at the end of each."""
@@ -156,8 +157,8 @@ class Checkpoints:
 
     def _write(self, is_best: bool) -> None:
         state = {
-            "parts": checkpoint.take_states(self.parts),
-            "kinds": checkpoint.kinds(self.parts),
+            "parts": states.take_states(self.parts),
+            "kinds": states.kinds(self.parts),
             "resumed_from": self.folder.resume,
             "ranks": distributed.world_size(),
             "seed": self.seed,
@@ -173,16 +174,13 @@ class Checkpoints:
         path = state["path"]
         plural = "s" * (state["epoch"] != 1)
         distributed.print0(progress_line(state, state["done"], f"epoch{plural}"))
-        names = checkpoint.names_of(self.parts)
+        names = states.names_of(self.parts)
         for name, part in self.parts.items():
-            if name not in state["parts"]:
-                distributed.print0(
-                    f"{path} has no {name}: it starts from its initial state"
-                )
+            if states.is_missing(name, state["parts"], path):
                 continue
-            with checkpoint.fitting(path, name, TO_UNDO):
+            with states.fitting(path, name, TO_UNDO):
                 kind = state["kinds"].get(name)
-                checkpoint.load_part(name, part, state["parts"][name], kind, names)
+                states.load_part(name, part, state["parts"][name], kind, names)
         self.epoch = state["epoch"]
         self.step = state["step"]
         self.done = state["done"]

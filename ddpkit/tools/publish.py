@@ -22,6 +22,7 @@ from ddpkit.errors import UserError, escape
 from ddpkit.ranks import process
 from ddpkit.run import checkpoint, pictures, reporting
 from ddpkit.run.flags import Parser
+from ddpkit.run.states import State
 
 NEEDED = ["args.json", "metrics.csv"]
 # A path that begins at the root, at home or above, with all that follows: it may have
@@ -116,7 +117,7 @@ def without_paths(value: Any) -> Any:
 
 def describe(
     path: Path,
-    state: checkpoint.State,
+    state: State,
     about: Any,
     title: str,
     license: str,

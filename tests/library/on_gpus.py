@@ -20,7 +20,7 @@ from torch import nn
 import ddpkit
 from ddpkit.data.loading import First
 from ddpkit.ranks import distributed, process, protocol, replicas
-from ddpkit.run import checkpoint
+from ddpkit.run import states
 from ddpkit.run.loop import Run
 
 SHORT = ["--image-size", 32, "--batch-size", 2]
@@ -139,7 +139,7 @@ def test_no_step_and_no_batch_waits_for_the_gpu(project, few, tmp_path):
 def test_checkpoints_and_peaks_of_a_gpu(project, few, tmp_path):
     """Rank 0 copies each tensor once for both files; any machine can load them."""
     saves = []
-    to_host = checkpoint.to_host
+    to_host = states.to_host
 
     def counted(state: dict) -> dict:
         before = counts()
@@ -149,7 +149,7 @@ def test_checkpoints_and_peaks_of_a_gpu(project, few, tmp_path):
         saves.append((counts() - before, len(there)))
         return copied
 
-    checkpoint.to_host = counted
+    states.to_host = counted
     after_step(1, lambda: torch.empty(2**24, dtype=torch.uint8, device="cuda"))()
     train_here(project.flags(few, tmp_path, "--epochs", 2))
     if ddpkit.rank():

@@ -30,7 +30,7 @@ from ddpkit import files
 from ddpkit.data.format import MEAN, STD, Format
 from ddpkit.errors import DiskError, UserError
 from ddpkit.ranks import distributed, protocol
-from ddpkit.run import checkpoint, pretrained
+from ddpkit.run import checkpoint, pretrained, states
 from ddpkit.run.folder import KEYS, RunFolder
 
 
@@ -278,8 +278,7 @@ def test_what_no_run_writes(entries: dict, tmp_path: Path) -> None:
 
 def states_of(parts: dict) -> dict:
     """What a checkpoint holds of `parts`."""
-    states = checkpoint.take_states(parts)
-    return states | {"kinds": checkpoint.kinds(parts), "path": "last.pt"}
+    return states.take_states(parts) | {"kinds": states.kinds(parts), "path": "last.pt"}
 
 
 @on_ranks(1)
@@ -298,7 +297,7 @@ def test_states_that_do_not_fit() -> None:
     net(torch.ones(3)).sum().backward()
     optimizer.step()
     state = states_of(parts)
-    checkpoint.load_states(copy.deepcopy(state), parts, 1)
+    states.load_states(copy.deepcopy(state), parts, 1)
     good = copy.deepcopy(optimizer.state_dict())
     weight = "optimizer", "state", "weight"
     group = "optimizer", "param_groups", 0
@@ -325,8 +324,8 @@ def test_states_that_do_not_fit() -> None:
             part = part[name]
         part[key] = value
         line = f"last.pt does not fit the {where[0]}"
-        with refusal("checkpoint.fitting", line, key):
-            checkpoint.load_states(hostile, parts, 1)
+        with refusal("states.fitting", line, key):
+            states.load_states(hostile, parts, 1)
         assert str(optimizer.state_dict()) == str(good)
 
 
@@ -361,7 +360,7 @@ def test_schedulers_of_torch(tmp_path: Path, schedule: Callable) -> None:
     second = build()
     step(first)
     torch.save(states_of(first), tmp_path / "file.pt")
-    checkpoint.load_states(checkpoint.read_file(tmp_path / "file.pt"), second, 1)
+    states.load_states(checkpoint.read_file(tmp_path / "file.pt"), second, 1)
     assert [step(first) for _ in range(6)] == [step(second) for _ in range(6)]
 
 
@@ -378,7 +377,7 @@ def test_a_state_that_is_missing() -> None:
     del state["optimizer"]["state"]["bias"]
     said: list[str] = []
     distributed.print0 = said.append
-    checkpoint.load_states(state, parts, 1)
+    states.load_states(state, parts, 1)
     assert len(said) == 1 and "no state of bias" in said[0]
 
 

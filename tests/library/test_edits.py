@@ -15,7 +15,7 @@ from digest import digest
 from generated import Done, Project, both_tasks, refusal, rows
 from PIL import Image
 
-from ddpkit.run import checkpoint
+from ddpkit.run import checkpoint, states
 
 Edited = Callable[..., Callable[..., Done]]
 
@@ -89,9 +89,7 @@ def test_another_optimizer_than_the_checkpoint_has(
         (ONE_CYCLE, "LambdaLR", "OneCycleLR"),
     ):
         done = edited(change)(data, out, "--epochs", 2)
-        done.refused(
-            "checkpoint.fitting", *words, "last.pt", "--weights", "--output-dir"
-        )
+        done.refused("states.fitting", *words, "last.pt", "--weights", "--output-dir")
     assert before == {path.name: path.read_bytes() for path in out.glob("*.pt")}
 
 
@@ -167,8 +165,8 @@ def test_what_is_saved() -> None:
         == "{'since': '2026-01-02', 'rate': 0.5, 'data': 'a'}"
     )
     part = SimpleNamespace(state_dict=lambda: {"x": np.ones(1)})
-    with refusal("checkpoint.take_states", "mine", "ndarray"):
-        checkpoint.take_states({"mine": part})
+    with refusal("states.take_states", "mine", "ndarray"):
+        states.take_states({"mine": part})
 
 
 def test_tried_before_the_first_epoch(

@@ -15,7 +15,7 @@ from generated import refusal
 from ranks import on_ranks
 
 from ddpkit import files
-from ddpkit.run import checkpoint
+from ddpkit.run import checkpoint, states
 from ddpkit.run.folder import RunFolder
 
 
@@ -262,14 +262,14 @@ def test_groups_of_an_optimizer():
     net(torch.ones(2)).sum().backward()
     before["optimizer"].step()
     state = {
-        **checkpoint.take_states(before),
-        "kinds": checkpoint.kinds(before),
+        **states.take_states(before),
+        "kinds": states.kinds(before),
         "path": "last.pt",
     }
     named = state["optimizer"]["param_groups"][0]["params"]
     assert named == ["weight", "bias", "2 (1, 3)"]  # the last is none of the model's
     after = made([net.bias, net.weight, other.weight])
-    checkpoint.load_states(state, after, 1)
+    states.load_states(state, after, 1)
     for weight in net.parameters():
         one, other = (each["optimizer"].state[weight] for each in (before, after))
         assert torch.equal(one["momentum_buffer"], other["momentum_buffer"])
@@ -288,12 +288,12 @@ def test_another_memory_format():
             "optimizer": optimizer,
             "scheduler": torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0),
         }
-        state = {**checkpoint.take_states(parts), "path": "last.pt"}
+        state = {**states.take_states(parts), "path": "last.pt"}
         moments = {"exp_avg": mean.clone(), "exp_avg_sq": square.clone()}
         moments["step"] = torch.tensor(3.0)
         state["optimizer"]["state"] = {"0 (4, 3, 3, 3)": moments}
-        state["kinds"] = checkpoint.kinds(parts)
-        checkpoint.load_states(state, parts, 3)
+        state["kinds"] = states.kinds(parts)
+        states.load_states(state, parts, 3)
         w.grad = grad.contiguous(memory_format=last)
         optimizer.step()
         ends.append(w.detach())

@@ -17,6 +17,7 @@ from ddpkit.errors import UserError
 from ddpkit.ranks import distributed
 from ddpkit.run import checkpoint, pretrained
 from ddpkit.run.folder import KEYS, RunFolder
+from ddpkit.run.states import State
 
 SECONDS = 20  # of a case
 HEADERS = b"PK\1\2", b"PK\3\4", b"PK\5\6", b"PK\6\6", b"PK\6\7", b"PK\7\x08"  # of a zip
@@ -54,7 +55,7 @@ def repeatable(
     return kind(data, random.Random(seed))
 
 
-def state(chance: random.Random) -> checkpoint.State:
+def state(chance: random.Random) -> State:
     """A small checkpoint: tensors of several types and sizes, and a real one's plain values."""
     draws = torch.Generator().manual_seed(chance.getrandbits(32))
     model = {

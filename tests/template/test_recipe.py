@@ -26,7 +26,7 @@ from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, LRScheduler, PolynomialLR
 
 import recipe
-from ddpkit.run import checkpoint
+from ddpkit.run import states
 from flags import parse_args
 
 STEPS = 10  # of an epoch
@@ -148,12 +148,12 @@ def test_optimizers_of_timm(name: str) -> None:
     file = io.BytesIO()
     assert train(whole, range(1)) > train(whole, range(1, 8))
     train(stopped, range(3))
-    state = checkpoint.take_states(stopped)
-    torch.save({**state, "kinds": checkpoint.kinds(stopped), "path": "last.pt"}, file)
+    state = states.take_states(stopped)
+    torch.save({**state, "kinds": states.kinds(stopped), "path": "last.pt"}, file)
     file.seek(0)
     state = torch.load(file, weights_only=True)
     resumed["model"].load_state_dict(state["model"])
-    checkpoint.load_states(state, resumed, 3)
+    states.load_states(state, resumed, 3)
     train(resumed, range(3, 8))
     found = resumed["model"].state_dict()
     for name, value in whole["model"].state_dict().items():

@@ -1,0 +1,375 @@
+"""The state of the parts of a run: taken for a checkpoint, loaded from one.
+
+An optimizer's state goes by the names of weights. torch.distributed.checkpoint.state_dict does so,
+too, but takes a step with an optimizer that has no state yet, refuses weights of no network, and
+loads moments of other shapes, beyond which fused kernels write.
+"""
+
+import contextlib
+import copy
+from collections import Counter, OrderedDict
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from ddpkit.errors import UserError, shorten
+from ddpkit.ranks import distributed
+from ddpkit.ranks.replicas import weights_of
+
+State = dict[str, Any]  # what a checkpoint holds, by name
+Names = Mapping[Tensor, str]
+Parts = Mapping[str, Any]  # what has a state_dict, by name
+
+CONTAINERS = {dict, OrderedDict, list, tuple}
+PLAIN = {type(None), bool, int, float, str, bytes}
+TAKEN = {*PLAIN, Counter, torch.Size, torch.dtype, torch.device}  # by weights_only=True
+# What kernels of torch take for as large as the weight, without a look.
+MOMENTS = {"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "sum"}
+OF_THE_RUN = {
+    "params",
+    "fused",
+    "foreach",
+}  # settings of an optimizer that are never loaded
+MISFITS = (
+    ArithmeticError,
+    AttributeError,
+    LookupError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
+ALIKE = (dict, (list, tuple), str, Tensor, (bool, int, float))
+OF_BYTES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+COMPILED = "_orig_mod."  # in names of weights, by torch.compile
+ON_HOST = ("cpu", "meta")  # kinds of device whose tensors are saved as they are
+
+
+def take_states(parts: Parts) -> State:
+    """Return the state of each part for a checkpoint; names are those without torch.compile."""
+    names = names_of(parts)
+    states = {}
+    for name, part in parts.items():
+        if isinstance(part, nn.Module):
+            state = uncompiled_names(part.state_dict())
+        elif isinstance(part, Optimizer):
+            state = by_name(part, names)
+        else:
+            state = part.state_dict()
+        if not isinstance(part, nn.Module):  # such as a rate from np.cos
+            state = tree_map_only(np.generic, lambda number: number.item(), state)
+        for leaf in leaves_of(state):
+            if not isinstance(leaf, Tensor) and type(leaf) not in TAKEN:
+                kind = f"{type(leaf).__name__}, which torch.load(weights_only=True) refuses"
+                raise UserError(f"{name}: its state_dict has a {kind}")
+        states[name] = state
+    return to_host(states)
+
+
+def leaves_of(state: Any) -> list[Any]:
+    return tree_leaves(state, is_leaf=lambda x: type(x) not in CONTAINERS)
+
+
+def uncompiled_names(state: State) -> State:
+    """Return a network's state with the names it has without torch.compile."""
+    if not any(COMPILED in name for name in state):
+        return state  # with what torch notes beside it, such as versions
+    return {name.replace(COMPILED, ""): value for name, value in state.items()}
+
+
+def load_module(module: nn.Module, saved: State) -> None:
+    """Load the weights of a network; it and what was saved may each be compiled or not."""
+    current = module.state_dict()
+    saved = uncompiled_names(saved)
+    if any(COMPILED in name for name in current):
+        own = {name.replace(COMPILED, ""): name for name in current}
+        saved = {own.get(name, name): value for name, value in saved.items()}
+    # What torch would load in silence: whole numbers, or NaN.
+    check_alike("its state", current, saved)
+    for name, _ in module.named_parameters():
+        if name in saved and saved[name].isnan().any():
+            raise ValueError(f"{name} has NaN")
+    module.load_state_dict(saved)
+
+
+def summary(parts: Parts) -> str:
+    """Return a text that differs if the state of a part does; it reads the device once."""
+    sums = []
+    others = []
+    for leaf in leaves_of({name: part.state_dict() for name, part in parts.items()}):
+        if not isinstance(leaf, Tensor):
+            others.append(leaf)
+            continue
+        # as integers of the size of its numbers, which are few
+        kind = OF_BYTES.get(leaf.element_size(), torch.uint8)
+        sums.append(leaf.detach().flatten().view(kind).sum(dtype=torch.int64))
+    found = torch.stack([each.to(sums[0].device) for each in sums])
+    return f"{found.tolist()} {others}"
+
+
+def to_host(state: State) -> State:
+    """Return `state` with tensors on the CPU; on rank 0, others have no use for it."""
+    tensors = [leaf for leaf in tree_leaves(state) if isinstance(leaf, Tensor)]
+    are_there = all(tensor.device.type in ON_HOST for tensor in tensors)
+    if are_there or not distributed.is_rank_zero():
+        return state
+    # What deepcopy takes for their copies, so that a tensor in two places stays one.
+    copies = {id(tensor): tensor.detach().cpu() for tensor in tensors}
+    return copy.deepcopy(state, copies)
+
+
+def names_of(parts: Parts) -> dict[Tensor, str]:
+    """Return the name of each weight of the networks in `parts`: "fc.bias", "trained.fc.bias"."""
+    found = {}
+    for name, part in parts.items():
+        if isinstance(part, nn.Module):
+            for key, weight in part.named_parameters():
+                full = key if name == "model" else f"{name}.{key}"
+                found[weight] = full.replace(COMPILED, "")
+    return found
+
+
+def by_name(optimizer: Optimizer, names: Names) -> State:
+    """Return an optimizer's state_dict() with the names of weights in place of their numbers."""
+    known = []
+    for number, weight in enumerate(weights_of(optimizer)):
+        known.append(names.get(weight, f"{number} {tuple(weight.shape)}"))
+    state = optimizer.state_dict()
+    moments = {known[i]: values for i, values in sorted(state["state"].items())}
+    groups = []
+    for group in state["param_groups"]:
+        groups.append({**group, "params": [known[i] for i in group["params"]]})
+    return {**state, "state": moments, "param_groups": groups}
+
+
+def kinds(parts: Parts) -> dict[str, str]:
+    """Return the class of each optimizer and scheduler."""
+    found = {}
+    for name, part in parts.items():
+        if isinstance(part, Optimizer | LRScheduler):
+            found[name] = type(part).__name__
+    return found
+
+
+def load_states(state: State, parts: Parts, step: int) -> None:
+    """Load `state`, a checkpoint, into all `parts` but the model.
+
+    With a LambdaLR settings and rates are those of the flags, at `step`; else they are as saved.
+    """
+    path = state["path"]
+    scheduler = parts["scheduler"]
+    names = names_of(parts)
+    by_flags = type(scheduler) is LambdaLR
+    if not by_flags:
+        kind = type(scheduler).__name__
+        distributed.print0(
+            f"{kind} and the optimizer's settings resume as saved, not as flags say"
+        )
+    remedy = (
+        "undo that to resume, or keep only its weights: "
+        f"--weights {path} --output-dir ANOTHER"
+    )
+    for name, part in parts.items():
+        if name == "model" or is_missing(name, state, path):
+            continue
+        then = state["kinds"].get(name)
+        with fitting(path, name, remedy):
+            if by_flags and part is scheduler:
+                check_kind(name, part, then, state[name])
+                follow(scheduler, parts["optimizer"], state[name], step)
+            else:
+                keeps_settings = by_flags and name == "optimizer"
+                load_part(name, part, state[name], then, names, keeps_settings)
+
+
+def is_missing(name: str, states: State, path: str) -> bool:
+    """Return whether a part is not among the states of the checkpoint at `path`, and say so."""
+    if name in states:
+        return False
+    distributed.print0(f"{path} has no {name}: it starts from its initial state")
+    return True
+
+
+@contextlib.contextmanager
+def fitting(path: str, name: str, remedy: str) -> Iterator[None]:
+    """Say in one line that a part of a checkpoint does not fit."""
+    try:
+        yield
+    except MISFITS as error:
+        reason = " ".join(str(error).split())[:200]
+        raise UserError(
+            f"{path} does not fit the {name} ({reason}); {remedy}"
+        ) from None
+
+
+def check_kind(name: str, part: Any, then: str | None, saved: State) -> None:
+    """Raise a ValueError unless a part is of the class that it was `then`."""
+    now = type(part).__name__
+    if then not in (None, now):
+        raise ValueError(f"it was {then} and is {now}")
+    if isinstance(part, LRScheduler | torch.amp.GradScaler):
+        check_alike(name, part.state_dict(), saved)
+
+
+def load_part(
+    name: str,
+    part: Any,
+    saved: State,
+    then: str | None,
+    names: Names,
+    keeps_settings: bool = False,
+) -> None:
+    """Give a part its saved state; it was of the class `then`.
+
+    keeps_settings: of an optimizer, such as its weight decay.
+    """
+    if not saved:  # of a GradScaler that was off
+        return
+    check_kind(name, part, then, saved)
+    if isinstance(part, nn.Module):
+        load_module(part, saved)
+    elif isinstance(part, Optimizer):
+        part.load_state_dict(by_number(saved, part, names, keeps_settings))
+    else:
+        part.load_state_dict(saved)
+
+
+def by_number(
+    saved: State, optimizer: Optimizer, names: Names, keeps_settings: bool
+) -> State:
+    """Return the `saved` state of an optimizer, by name, as its load_state_dict() takes it."""
+    then = [group["params"] for group in saved["param_groups"]]
+    now = [group["params"] for group in by_name(optimizer, names)["param_groups"]]
+    if list(map(set, then)) != list(map(set, now)):
+        had = " + ".join(str(len(group)) for group in then)
+        have = " + ".join(str(len(group)) for group in now)
+        raise ValueError(f"groups had {had} weights and have {have}, or others")
+    moments: dict[int, State] = {}
+    without: list[str] = []
+    known = [name for group in now for name in group]
+    for number, weight in enumerate(weights_of(optimizer)):
+        name = known[number]
+        if name in saved["state"]:
+            values = saved["state"][name]
+            moments[number] = fitted_moments(name, values, weight, optimizer)
+        elif weight.requires_grad:
+            without.append(name)
+    if moments and without:
+        line = f"the saved optimizer has no state of {shorten(without)}, as of frozen weights"
+        distributed.print0(f"{line}: it starts there anew")
+    groups = []
+    current = optimizer.state_dict()["param_groups"]
+    for old, group in zip(saved["param_groups"], current, strict=True):
+        check_alike("param_groups", {**group, "params": None}, old)
+        kept = group.keys() if keeps_settings else group.keys() & OF_THE_RUN
+        groups.append(old | {key: group[key] for key in kept})
+    return {**saved, "state": moments, "param_groups": groups}
+
+
+def fitted_moments(
+    name: str, values: State, weight: Tensor, optimizer: Optimizer
+) -> State:
+    """Return the saved moments of a weight, by name, on which its kernel relies.
+
+    Raises a ValueError if one is missing, NaN, or of another kind or shape.
+    """
+    is_fused = "fused" in optimizer.defaults
+    if is_fused and "betas" in optimizer.defaults:  # Adam and AdamW; SGD begins without
+        for key in ("exp_avg", "exp_avg_sq"):
+            if values.get(key) is None:
+                raise ValueError(f"{name} has no {key}")
+    found = {}
+    for key, value in values.items():
+        is_sized = is_fused and key in MOMENTS
+        if is_sized:
+            check_alike(key, weight, value)
+        if isinstance(value, Tensor):
+            value = fitted_moment(key, value, weight, is_sized)
+        found[key] = value
+    return found
+
+
+def fitted_moment(key: str, value: Tensor, weight: Tensor, is_sized: bool) -> Tensor:
+    """Return a saved moment in its weight's layout, on which fused kernels rely.
+
+    is_sized: it has to be as large as the weight: these kernels would read and write beyond it.
+    """
+    if value.isnan().any():
+        raise ValueError(f"{key} is NaN")
+    if key == "step" and (value.numel() != 1 or value < 0):
+        raise ValueError(f"step is {value!s:.60}")
+    if value.shape == weight.shape and value.ndim:
+        return torch.empty_like(weight, dtype=value.dtype).copy_(value)
+    if is_sized and value.shape != weight.shape:
+        raise ValueError(
+            f"{key} has shape {tuple(value.shape)}, its weight {tuple(weight.shape)}"
+        )
+    return value
+
+
+def check_alike(name: str, now: Any, then: Any) -> None:
+    """Raise a ValueError if a saved value is of another kind than the one of now; None is any."""
+    if now is None or then is None:
+        return
+    now = as_number(now)
+    then = as_number(then)
+    for kind in ALIKE:
+        if isinstance(now, kind) != isinstance(then, kind):
+            raise ValueError(f"{name} is {then!r:.60}")
+    if isinstance(now, Tensor) and kind_of(now) != kind_of(then):
+        raise ValueError(f"{name} is {then.dtype}, not {now.dtype}")
+    if isinstance(now, dict):
+        for key in now.keys() & then.keys():
+            check_alike(f"{name}: {key}", now[key], then[key])
+    if isinstance(now, list | tuple):
+        for one, other in zip(now, then, strict=False):
+            check_alike(name, one, other)
+
+
+def as_number(value: Any) -> Any:
+    """Return the number in a tensor without dimensions; anything else as it is."""
+    return value.item() if isinstance(value, Tensor) and not value.ndim else value
+
+
+def kind_of(tensor: Tensor) -> tuple[bool, bool]:
+    return tensor.is_floating_point(), tensor.is_complex()
+
+
+def follow(scheduler: LambdaLR, optimizer: Optimizer, saved: State, step: int) -> None:
+    """Set a schedule, and the learning rates, to `step`."""
+    if step < 0:
+        raise ValueError(f"last_epoch is {step}")
+    rates = []
+    for lr, factor in zip(scheduler.base_lrs, scheduler.lr_lambdas, strict=True):
+        rates.append(float(lr * factor(step)))
+    now = {
+        "base_lrs": scheduler.base_lrs,
+        "last_epoch": step,
+        "_last_lr": rates,
+        "lr_lambdas": [None] * len(rates),
+    }
+    scheduler.load_state_dict(saved | now)
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate
+
+
+def fill_momenta(parts: Parts) -> None:
+    """Give each weight of a fused SGD a momentum, of 0.
+
+    torch would begin with any memory if GradScaler skips the first step, and fail if some have one.
+    """
+    for part in parts.values():
+        if not isinstance(part, torch.optim.SGD):
+            continue
+        for group in part.param_groups:
+            if not (group["fused"] and group["momentum"]):
+                continue
+            for weight in group["params"]:
+                state = part.state[weight]
+                if state.get("momentum_buffer") is None:
+                    state["momentum_buffer"] = torch.zeros_like(weight)
