@@ -106,11 +106,11 @@ class RandomScaleCrop(Crop):
         power, down, right = torch.rand(3).tolist()
         side = round(self.size / (low * (high / low) ** power))
 
-        def begin(length: int, share: float) -> int:
+        def draw_start(length: int, share: float) -> int:
             # anywhere within a larger image; around a smaller one
             return min(0, length - side) + int(share * (abs(length - side) + 1))
 
-        return begin(height, down), begin(width, right), side, side
+        return draw_start(height, down), draw_start(width, right), side, side
 
 
 class ResizedCenterCrop(Crop):

@@ -164,7 +164,7 @@ def collect(
     return found
 
 
-def by_name(found: Sequence[tuple[str, str]]) -> dict[str, str]:
+def index_by_name(found: Sequence[tuple[str, str]]) -> dict[str, str]:
     """Return {name: path} of (path, name) pairs; a UserError if two share a name."""
     path_of: dict[str, str] = {}
     for path, name in found:
@@ -277,7 +277,7 @@ def find_parts(
     return read(place), None if is_held_out else read(held)
 
 
-def numbers(label: int | str) -> list[int]:
+def class_numbers(label: int | str) -> list[int]:
     """Return the numbers of a sample's classes: one, or those in a text such as "0;2"."""
     if isinstance(label, int):
         return [label]
@@ -389,7 +389,7 @@ def hint_at_forms(name: str, others: Iterable[str]) -> str:
     return "; it looks the same, but has another Unicode form (NFC, NFD): rename it"
 
 
-def find_pairs(
+def find_mask_pairs(
     root: Path,
     match: Callable[[Path], Pairs],
     part: str = "val",
@@ -407,7 +407,7 @@ def find_names(folder: Path) -> Iterator[dict[str, str]]:
             raise UserError(
                 f"{place}: no such folder; {folder} has {there}; rename the right one"
             )
-        path_of = by_name(collect([place]))
+        path_of = index_by_name(collect([place]))
         # DIR/images/train beside DIR/images/val would all be for training
         refuse_splits(path_of, place)
         yield path_of
@@ -524,7 +524,7 @@ class ImageFiles(Files):
         label = self.samples[index][1]
         if isinstance(label, int):
             return label
-        found = torch.tensor(numbers(label), dtype=torch.int64)
+        found = torch.tensor(class_numbers(label), dtype=torch.int64)
         return torch.zeros(self.classes).index_fill(0, found, 1)
 
     def open(self, index: int) -> tuple[LazyImage]:
@@ -532,7 +532,7 @@ class ImageFiles(Files):
 
     def count_labels(self, index: int) -> dict[int, int]:
         """Return how often each class occurs in a sample, for --class-weights auto and others."""
-        return dict.fromkeys(numbers(self.samples[index][1]), 1)
+        return dict.fromkeys(class_numbers(self.samples[index][1]), 1)
 
 
 class MaskFiles(Files):
@@ -593,11 +593,11 @@ def find_classes(
         train_set = ImageDataset(train, train_transform)
     """
     samples, val_samples, classes = find_labelled(data, part, fold)
-    train, val = _parts(data, samples, val_samples, mean, std, arch)
+    train, val = _make_parts(data, samples, val_samples, mean, std, arch)
     train.classes = len(classes)
     val.classes = len(classes)
-    labels = [n for sample in train.samples for n in numbers(sample[1])]
-    val_labels = [n for sample in val.samples for n in numbers(sample[1])]
+    labels = [n for sample in train.samples for n in class_numbers(sample[1])]
+    val_labels = [n for sample in val.samples for n in class_numbers(sample[1])]
     class_counts.say_images(classes, labels, val_labels)
     return train, val, classes
 
@@ -618,9 +618,9 @@ def find_masks(
         train_set = SegmentationDataset(train, train_transform)
     """
 
-    pairs, val_pairs = find_pairs(data, match_pairs, part, fold)
+    pairs, val_pairs = find_mask_pairs(data, match_pairs, part, fold)
     labels = masks.read_classes(data / "classes.txt")
-    train, val = _parts(data, pairs, val_pairs, mean, std)
+    train, val = _make_parts(data, pairs, val_pairs, mean, std)
     train.labels = labels
     # rank 0 reads masks, and all others get what it has found
     labels = distributed.await_rank_zero(survey, data, train)
@@ -629,7 +629,7 @@ def find_masks(
     return train, val, labels
 
 
-def _parts(
+def _make_parts(
     data: Path,
     train: Pairs,
     val: Pairs,

@@ -279,7 +279,7 @@ def _open_jpeg(path: str, data: bytes, size: tuple[int, int]) -> LazyImage:
                         data, min_height=rows, min_width=columns
                     )
             # or what simplejpeg has failed at: Pillow may read it, or explain
-            with _open(data) as image:
+            with _open_bytes(data) as image:
                 image.draft("RGB", (width // shrink, height // shrink))
                 return np.array(image.convert("RGB"))
 
@@ -475,7 +475,7 @@ def visible(image: Tensor) -> Tensor:
     return stretched.clamp(0, 255).byte().expand(3, -1, -1)
 
 
-def _open(data: bytes) -> ImageFile.ImageFile:
+def _open_bytes(data: bytes) -> ImageFile.ImageFile:
     return Image.open(io.BytesIO(data), formats=FORMATS)
 
 
@@ -489,7 +489,7 @@ def _opened(
             f"{path}: a pointer of Git LFS, not the image; run: git lfs pull"
         )
     or_channels = "" if is_mask else f', or write the number of "channels" into {NAME}'
-    with _open(data) as image:
+    with _open_bytes(data) as image:
         format.check_size(path, image.size)
         # Pillow reads the following without a word, and not as it is meant.
         if isinstance(image, TiffImageFile):

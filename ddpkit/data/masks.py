@@ -156,7 +156,7 @@ def read_mask(path: str, labels: Labels, format: Format = DEFAULT_FORMAT) -> np.
     palette = _palette(image)
     if image.mode == "P" and _is_coloured(palette):
         meant |= {f"value {n}": "colour {} {} {}".format(*palette[n]) for n in counts}
-    agree(labels.meant, {shown: (what, path) for shown, what in meant.items()})
+    add_meanings(labels.meant, {shown: (what, path) for shown, what in meant.items()})
     return found
 
 
@@ -219,7 +219,7 @@ def _is_coloured(palette: np.ndarray) -> bool:
     return bool((palette != palette[:, :1]).any())
 
 
-def agree(known: Meant, found: Meant) -> None:
+def add_meanings(known: Meant, found: Meant) -> None:
     """Add to what masks mean what another one means; a UserError if it contradicts them."""
     for shown, (meaning, path) in found.items():
         before, other = known.setdefault(shown, (meaning, path))

@@ -190,12 +190,12 @@ class Seeded(Dataset):
     def __getitem__(self, key: Key) -> tuple:
         # The epoch comes with the key: persistent workers keep attributes as they were.
         epoch, index, is_val = key
-        self.note(index + 1)
+        self.note_sample(index + 1)
         seed(self.seed, epoch, index)
         try:
             if epoch != self.epoch and not is_val:
                 self.epoch = epoch
-                set_epoch(self.dataset, epoch)
+                tell_epoch(self.dataset, epoch)
             sample = self.dataset[index]
             if not self.is_any:
                 sample = self.parts(index, sample)
@@ -205,7 +205,7 @@ class Seeded(Dataset):
             say = getattr(error, "add_note", print_error)  # Python 3.10 has none
             say(f"while reading {name(self.dataset, index)}")
             raise
-        self.note(0)  # not if reading it ends its process
+        self.note_sample(0)  # not if reading it ends its process
         return sample
 
     def __getitems__(self, keys: Sequence[Key]) -> list[tuple]:
@@ -341,7 +341,7 @@ class Seeded(Dataset):
         seed(self.seed)  # as `configure` does: to read it has drawn numbers
         return found
 
-    def note(self, sample: int) -> None:
+    def note_sample(self, sample: int) -> None:
         worker = get_worker_info()
         if worker and worker.id < WORKERS:
             at = 2 * worker.id  # a slice would take ten times as long
@@ -417,13 +417,13 @@ def name(dataset: MapDataset, index: int) -> str:
     return f"sample {index}"
 
 
-def set_epoch(dataset: Any, epoch: int) -> None:
+def tell_epoch(dataset: Any, epoch: int) -> None:
     """Call the `set_epoch` of a data set, or those of the data sets that it wraps."""
     if hasattr(dataset, "set_epoch"):
         dataset.set_epoch(epoch)  # which is to tell what it wraps
         return
     for part in wrapped(dataset):
-        set_epoch(part, epoch)
+        tell_epoch(part, epoch)
 
 
 def ordered(sample: Any) -> tuple | None:
@@ -465,7 +465,7 @@ def as_tensor(part: Any, is_image: bool) -> Any:
     return values.permute(2, 0, 1) if is_image and values.ndim == 3 else values
 
 
-def of(loader: Any) -> Any:
+def dataset_of(loader: Any) -> Any:
     """Return the data set of a DataLoader, as the person has written it."""
     dataset = getattr(loader, "dataset", loader)
     return dataset.dataset if isinstance(dataset, Seeded) else dataset

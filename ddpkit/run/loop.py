@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ddpkit.data import loading, samples
-from ddpkit.data.loading import OtherSource
+from ddpkit.data import normalizing, samples, sources
+from ddpkit.data.other_loaders import OtherSource
 from ddpkit.errors import NoLabelsError, UserError
 from ddpkit.ranks import distributed, replicas, stopping
 from ddpkit.run import agreement, checkpoint, metrics, pictures, reporting
@@ -116,11 +116,14 @@ class Run:
             draw,
         )
         self.passes_per_step, self.save_every = accumulate, save_every
-        val_set, kept = samples.of(val_loader), checkpoint.to_plain(dict(flags or {}))
+        val_set, kept = (
+            samples.dataset_of(val_loader),
+            checkpoint.to_plain(dict(flags or {})),
+        )
         self.val_images = samples.fingerprint(val_set)
         agreement.check_alike(classes, training=train_loader, validation=val_loader)
         seed, epoch = kept.get("seed", 0), then.get("epoch", 0)
-        self.source = loading.find_source(
+        self.source = sources.find_source(
             train_loader, val_loader, accumulate, seed, epoch
         )
         self.is_own = not isinstance(self.source, OtherSource)
@@ -133,7 +136,7 @@ class Run:
                 "colors": pictures.colors_of(classes).tolist(),
                 "resumed_from": folder.resume,
                 "args": kept,
-                "format": dataclasses.asdict(loading.format_of(val_loader)),
+                "format": dataclasses.asdict(normalizing.format_of(val_loader)),
                 "channels": getattr(
                     getattr(val_loader, "dataset", None), "channels", 3
                 ),
@@ -182,7 +185,7 @@ class Run:
 
             steps = ddpkit.Run.steps_per_epoch(train_loader, args.accumulate)
         """
-        return loading.steps_per_epoch(train_loader, accumulate)
+        return sources.steps_per_epoch(train_loader, accumulate)
 
     def _parts(self, scheduler: Any, more: State) -> State:
         """Return what is saved: with an average of the weights also those that are averaged."""
@@ -265,7 +268,7 @@ class Run:
                 else "without --ema, not with --ema"
             )
             raise UserError(f"{state['path']} was trained {how}: {OTHER_RUN}")
-        checkpoint.check_format(state, loading.format_of(self.val_loader))
+        checkpoint.check_format(state, normalizing.format_of(self.val_loader))
 
     def _take_position(self, state: State) -> None:
         self.epoch, self.step, self.history = (
@@ -363,16 +366,16 @@ class Run:
             replicas.prepare(network)
         if self.model is not self.trained:
             self.model.train()  # for end_epoch to see whether `evaluate` was given it
-        format = loading.format_of(self.train_loader)
+        format = normalizing.format_of(self.train_loader)
         left = (self.source.total - self.seen) // self.global_batch
-        found = self.source.batches(self.train_loader, self.epoch, self.seen)
+        found = self.source.read_epoch(self.train_loader, self.epoch, self.seen)
         found = self.report.progress(found, left * self.passes_per_step, self.epoch)
         seed, rank = int(self.source.order["seed"]), distributed.rank()
         before = self.step
         while some := list(itertools.islice(found, self.passes_per_step)):
             if not self.first_steps.ended:
-                loading.say_floats(some[0], self.val_loader)
-            batches = [loading.move(batch, self.device, format) for batch in some]
+                sources.say_floats(some[0], self.val_loader)
+            batches = [normalizing.move(batch, self.device, format) for batch in some]
             # dropout
             samples.seed(seed, self.epoch, self.seen // self.global_batch, rank)
             yield batches
@@ -624,7 +627,7 @@ class Run:
         if is_new or self.is_higher is None:
             with contextlib.suppress(NoLabelsError):  # in one batch
                 results, confusion, worst = evaluate(
-                    self.model, loading.First(self.val_loader), *args
+                    self.model, sources.First(self.val_loader), *args
                 )
                 self._take_score(results)
                 if is_new:

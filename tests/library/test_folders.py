@@ -341,8 +341,8 @@ def test_endings(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
 
 
 def test_images_of_one_name() -> None:
-    with refusal("folders.by_name", "a/1.jpg", "b/1.jpg"):
-        folders.by_name([("a/1.jpg", "1"), ("b/1.jpg", "1")])
+    with refusal("folders.index_by_name", "a/1.jpg", "b/1.jpg"):
+        folders.index_by_name([("a/1.jpg", "1"), ("b/1.jpg", "1")])
 
 
 def test_the_split() -> None:
