@@ -49,17 +49,17 @@ class TrainSampler(Sampler[Key]):
                 "images"
             )
         self.seed = seed
+        self.cumulated = None if weights is None else self._cumulate(weights)
+        kind = "shuffle"
+        if self.cumulated is not None:
+            kind = f"weighted {samples.checksum(self.cumulated)}"
         # What the order depends on in addition to the epoch; checkpoints have it.
         self.order: dict[str, Any] = {
             "images": self.total,
             "training_set": fingerprint(dataset),
             "seed": seed,
-            "sampler": "shuffle",
+            "sampler": kind,
         }
-        self.cumulated: Tensor | None = None  # weights
-        if weights is not None:
-            self.cumulated = self._cumulate(weights)
-            self.order["sampler"] = f"weighted {samples.checksum(self.cumulated)}"
         self.set_epoch(0)
 
     def _cumulate(self, weights: Sequence[float] | Tensor) -> Tensor:
@@ -114,14 +114,17 @@ class ValSampler(Sampler[list[Key]]):
         self.total = len(dataset)
         self.batch_size = batch_size
 
+    def _starts(self) -> range:
+        """Return where this rank's batches begin."""
+        first = distributed.rank() * self.batch_size
+        return range(first, self.total, distributed.world_size() * self.batch_size)
+
     def __len__(self) -> int:
-        batches = -(-self.total // self.batch_size)  # the last may be smaller
-        return len(range(distributed.rank(), batches, distributed.world_size()))
+        return len(self._starts())
 
     def __iter__(self) -> Iterator[list[Key]]:
-        step = distributed.world_size() * self.batch_size  # from one batch to the next
-        for start in range(distributed.rank() * self.batch_size, self.total, step):
-            stop = min(start + self.batch_size, self.total)
+        for start in self._starts():
+            stop = min(start + self.batch_size, self.total)  # the last may be smaller
             yield [Key(0, index, is_val=True) for index in range(start, stop)]
 
 
@@ -199,7 +202,8 @@ def _loader(
     how: dict[str, Any],
     options: dict[str, Any],
 ) -> Loader:
-    if taken := sorted(options.keys() & {"sampler", "batch_sampler", "shuffle"}):
+    taken = sorted(options.keys() & {"sampler", "batch_sampler", "shuffle"})
+    if taken:
         raise UserError(
             f"{taken[0]}=: ddpkit.train_loader and val_loader have samplers of their own; see "
             "weights=, or give DataLoader(...) the data set and your sampler"
@@ -208,7 +212,7 @@ def _loader(
     how |= workers(count, device or torch.device("cpu"))
     if classes is not None:
         how["collate_fn"] = Collate()
-    return Loader(Seeded(dataset, classes, seed), **{**how, **options})
+    return Loader(Seeded(dataset, classes, seed), **(how | options))
 
 
 def workers(count: int | None, device: torch.device) -> dict[str, Any]:
@@ -243,30 +247,29 @@ def explain_loading(error: Exception) -> str | UserError | None:
     """Return a line that names the samples at which loader workers died or hung, if they did."""
     text = " ".join(str(error).split())
     # torch's words
-    death = r"DataLoader (worker \(pid(\(s\))? (?P<pids>[\d, ]+)\)|timed out)"
+    death = r"DataLoader (?:worker \(pid(?:\(s\))? ([\d, ]+)\)|timed out)"
     found = re.search(death, text)
     if not found:
         return None
     fault = find_fault()
     if isinstance(fault, UserError):
         return fault
-    pids = found["pids"].split(", ") if found["pids"] else None  # all that read
+    # none if a worker hangs: then all that are reading
+    pids = re.findall(r"\d+", found[1] or "")
     at: dict[int, str] = {}
     for seeded in Seeded.in_use:
         pairs = zip(seeded.reading[::2], seeded.reading[1::2], strict=True)
         for pid, sample in pairs:
             if sample and (not pids or str(pid) in pids):
-                place = samples.name(seeded.dataset, sample - 1)
-                at[pid] = f"loader worker {pid} at {place}"
+                at[pid] = f" at {samples.name(seeded.dataset, sample - 1)}"
     # what torch has noticed first need not be all
-    dead = [each for each in running if each.has_died()]
-    if dead:
-        lines = []
-        for worker in dead:
-            who = at.get(worker.pid, f"loader worker {worker.pid}")
-            lines.append(f"{who} {worker.end()}")
+    ends = {worker.pid: f" {worker.end()}" for worker in running if worker.has_died()}
+    lines = [
+        f"loader worker {pid}{at.get(pid, '')}{ends.get(pid, '')}" for pid in ends or at
+    ]
+    if ends:
         return "; ".join(lines)
-    return f"{'; '.join(at.values())}: {text}" if at else text
+    return f"{'; '.join(lines)}: {text}" if at else text
 
 
 class Groups(list):
@@ -295,11 +298,9 @@ class Collate:
 
 
 def batches_by_size(found: Iterable[list]) -> Iterator[list]:
+    """Yield the batches that a loader with `Collate` returns, each of one size of image."""
     for batch in found:
-        if isinstance(batch, Groups):
-            yield from batch
-        else:
-            yield batch
+        yield from batch if isinstance(batch, Groups) else [batch]
 
 
 def is_ddpkit_loader(loader: Any) -> bool:
@@ -308,14 +309,13 @@ def is_ddpkit_loader(loader: Any) -> bool:
     is_seeded = isinstance(dataset, Seeded)
     for name in ("sampler", "batch_sampler"):
         own = getattr(loader, name, None)
-        if not isinstance(own, TrainSampler | ValSampler):
-            continue
-        if not is_seeded or own.total != len(dataset):
+        if isinstance(own, TrainSampler | ValSampler):
+            if is_seeded and own.total == len(dataset):
+                return True
             raise UserError(
                 f"{type(own).__name__} and the loader's data set do not belong together: make the "
                 "loader by ddpkit.train_loader(...) or val_loader(...)"
             )
-        return True
     if is_seeded:
         raise UserError(
             "the data set of a loader of ddpkit has come into another loader: give that your data "

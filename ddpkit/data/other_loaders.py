@@ -37,7 +37,7 @@ class OtherSource:
             raise UserError(
                 "the training loader has no length: give its data set one"
             ) from None
-        start = functools.partial(self._start, loader, epoch)
+        start = functools.partial(begun, loader, epoch, seed, epoch)
         # To compare the ranks' batches the first ones are read: `read_epoch` goes on there.
         self.begun: Iterator | None
         self.begun, has_own = deal(loader, start, "training")
@@ -50,8 +50,7 @@ class OtherSource:
         # A DataLoader with a batch_sampler has none itself.
         places = [loader, *samplers_of(loader)]
         sizes = [getattr(each, "batch_size", None) for each in places]
-        size = next(filter(None, sizes), 1)
-        self.global_batch = size * ranks * accumulate
+        self.global_batch = next(filter(None, sizes), 1) * ranks * accumulate
         self.total = self.steps * self.global_batch
         self.order: dict[str, Any] = {
             "images": self.total,
@@ -75,21 +74,18 @@ class OtherSource:
 
     def begin_at(self, seed: Any, epoch: int) -> None:
         """Read the batches from `epoch` on with this seed; anew, if others were begun."""
-        if (seed, epoch) == (self.seed, self.epoch):
-            return
-        self.begun = None
-        self.seed = seed
-        self.order["seed"] = seed
-        self.epoch = epoch
-
-    def _start(self, loader: Any, epoch: int) -> Iterator:
-        return begun(loader, epoch, self.seed, epoch)
+        if (seed, epoch) != (self.seed, self.epoch):
+            self.begun = None
+            self.seed = seed
+            self.order["seed"] = seed
+            self.epoch = epoch
 
     def read_epoch(self, loader: Any, epoch: int, seen: int) -> Iterator:
+        """As TrainSampler's."""
         batches = self.begun
         self.begun = None  # for one epoch
         if batches is None or epoch != self.epoch:
-            batches = self._start(loader, epoch)
+            batches = begun(loader, epoch, self.seed, epoch)
         before = seen // self.global_batch * self.accumulate * self.turn
         for _ in itertools.islice(batches, before):
             pass
@@ -159,14 +155,13 @@ def _has_share(loader: Any) -> bool:
     here = distributed.world_size(), distributed.rank()
     for part in [*samplers_of(loader), samples.dataset_of(loader)]:
         share = getattr(part, "num_replicas", None), getattr(part, "rank", None)
-        if None in share:  # not a sampler for several ranks
-            continue
-        if share != here:
+        if share == here:
+            return True
+        if None not in share:  # a sampler for several ranks
             raise UserError(
                 f"{type(part).__name__} has num_replicas and rank {share}, but this "
                 f"process is {here}: leave both arguments out"
             )
-        return True
     return False
 
 

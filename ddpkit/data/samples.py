@@ -211,25 +211,25 @@ class Seeded(Dataset):
     def __getitems__(self, keys: Sequence[Key]) -> list[tuple]:
         """Return the samples of a batch, for validation with their indices; DataLoader calls it."""
         samples = [self[key] for key in keys]
-        if self.is_any:
-            if not keys[0].is_val:
-                self.read_twice(keys, samples)
-            return samples
-        if keys[0].is_val:  # of any sizes: `Collate` makes batches of each
+        if keys[0].is_val:
+            if self.is_any:
+                return samples
+            # of any sizes: `Collate` makes batches of each
             pairs = zip(samples, keys, strict=True)
             return [(*sample, key.number) for sample, key in pairs]
-        first = samples[0][0]
-        for key, sample in zip(keys, samples, strict=True):
-            image = sample[0]
-            # In a batch of both kinds uint8 would become float, but stay 0 to 255.
-            if (image.shape, image.dtype) != (first.shape, first.dtype):
-                here = name(self.dataset, key.number)
-                there = name(self.dataset, keys[0].number)
-                raise UserError(
-                    f"{here} has {tuple(image.shape)}, {there} {tuple(first.shape)}, "
-                    f"{image.dtype} and {first.dtype}; let train_transform in dataset.py "
-                    "return one size, type"
-                )
+        if not self.is_any:
+            first = samples[0][0]
+            for key, sample in zip(keys, samples, strict=True):
+                image = sample[0]
+                # In a batch of both kinds uint8 would become float, but stay 0 to 255.
+                if (image.shape, image.dtype) != (first.shape, first.dtype):
+                    here = name(self.dataset, key.number)
+                    there = name(self.dataset, keys[0].number)
+                    raise UserError(
+                        f"{here} has {tuple(image.shape)}, {there} {tuple(first.shape)}, "
+                        f"{image.dtype} and {first.dtype}; let train_transform in dataset.py "
+                        "return one size, type"
+                    )
         self.read_twice(keys, samples)
         return samples
 
@@ -263,52 +263,59 @@ class Seeded(Dataset):
 
     def parts(self, index: int, sample: object) -> tuple:
         """Return a sample as (image (C, H, W), target, ...), as the class describes."""
-        image, target, *others = ordered(sample) or (None, None)  # refused below
-        was_pil = is_pil(image)
-        # A tv_tensors.Image of integers, by its name as torchvision may not be there.
-        is_integer = isinstance(target, Tensor) and not target.is_floating_point()
-        is_mask_as_image = (
-            is_integer and type(target).__name__ == "Image" and len(target) == 1
-        )
-        image = as_tensor(image, is_image=True)
-        target = as_tensor(target, is_image=False)
+        found = list(ordered(sample) or (None, None))  # refused below
+        given_image = found[0]
+        given_target = found[1]
+        found[0] = as_tensor(given_image, is_image=True)
+        found[1] = as_tensor(given_target, is_image=False)
+        image = found[0]
         is_image = isinstance(image, Tensor) and image.ndim == 3
-        is_float = is_image and image.is_floating_point()
-        is_right = is_float or (is_image and image.dtype == torch.uint8)
-        if was_pil and is_float:  # mode F, which no transform has normalised
+        is_right = is_image and (
+            image.is_floating_point() or image.dtype == torch.uint8
+        )
+        if is_right and image.is_floating_point() and is_pil(given_image):
+            # mode F, which no transform has normalised
             is_right = bool(image.min() >= 0 and image.max() <= 1)
         if not is_right:
-            found = type(sample if image is None else image).__name__
+            kind = type(sample if image is None else image).__name__
             if hasattr(image, "dtype"):
-                found += f" {tuple(image.shape)}, {image.dtype}"
-            line = (
-                f"{name(self.dataset, index)}: the data set returns {found}; {WANTED}"
-            )
+                kind += f" {tuple(image.shape)}, {image.dtype}"
+            line = f"{name(self.dataset, index)}: the data set returns {kind}; {WANTED}"
             if is_image:
                 line += (
                     "; divide other values by the one that is white, such as 65535.0"
                 )
             raise UserError(line)
-        if is_mask_as_image:
+        # A tv_tensors.Image of integers, by its name as torchvision may not be there.
+        if (
+            isinstance(given_target, Tensor)
+            and type(given_target).__name__ == "Image"
+            and not given_target.is_floating_point()
+            and len(given_target) == 1
+        ):
             raise UserError(
                 f"{name(self.dataset, index)}: the mask has become a tv_tensors.Image, whose class "
                 "numbers transforms average: crop first, or use tv_tensors.Mask(mask.read())"
             )
+        self._check_target(index, found[1], image)
+        return tuple(found)
+
+    def _check_target(self, index: int, target: Any, image: Tensor) -> None:
+        """Raise a UserError for what is no target, and for numbers beyond the classes."""
         if isinstance(target, str | None):
             raise UserError(
                 f"{name(self.dataset, index)}: the target is {target!r}; {WANTED}"
             )
-        label = target
-        if isinstance(target, Tensor) and target.ndim == 0:
-            label = target.item()  # a float is no class
-        if isinstance(label, int | np.integer) and not 0 <= label < self.num_classes:
-            raise UserError(
-                f"{name(self.dataset, index)}: label {label}, but the classes are 0 to "
-                f"{self.num_classes - 1}; correct it, or return a float if it is no class"
-            )
         if isinstance(target, Tensor) and target.ndim > 1:
             self._check_mask(index, image, target)
-        return (image, target, *others)
+            return
+        if isinstance(target, Tensor) and target.ndim == 0:
+            target = target.item()  # a float is no class
+        if isinstance(target, int | np.integer) and not 0 <= target < self.num_classes:
+            raise UserError(
+                f"{name(self.dataset, index)}: label {target}, but the classes are 0 to "
+                f"{self.num_classes - 1}; correct it, or return a float if it is no class"
+            )
 
     def _check_mask(self, index: int, image: Tensor, mask: Tensor) -> None:
         """Raise a UserError for numbers beyond the classes: a GPU would end the run elsewhere."""
@@ -485,9 +492,9 @@ def _list_checksum(dataset: Any) -> int:
     ends = [samples[0], samples[-1]] if len(samples) else []
     key = id(samples), len(samples), repr(ends)  # whether it is the same list
     with contextlib.suppress(TypeError):  # it has no hash
-        known, total = _checksums.get(dataset, (None, 0))
-        if known == key:
-            return total
+        known = _checksums.get(dataset)
+        if known and known[0] == key:
+            return known[1]
     total = 0
     for sample in samples:
         parts = sample if isinstance(sample, tuple | list) else [sample]
@@ -525,14 +532,14 @@ def first_checksums(loader: DataLoader) -> dict[str, int]:
         worker_init_fn=loader.worker_init_fn,
         timeout=loader.timeout,
     )
-    sample, *others = reads
+    read = list(reads)
     set_random_state(outside)
-    whole = checksum(sample)
     # what no augmentation changes; a mask may be turned with its image
-    label = [part for part in sample if getattr(part, "ndim", 0) < 2]
+    label = [part for part in read[0] if getattr(part, "ndim", 0) < 2]
     found = {"label": checksum(label)}
-    if all(checksum(other) == whole for other in others):
-        found["sample"] = whole
+    whole = {checksum(sample) for sample in read}
+    if len(whole) == 1:
+        found["sample"] = whole.pop()
     return found
 
 

@@ -46,13 +46,14 @@ def find_source(
     Every rank has to call it.
     """
     for each, kind in (loader, TrainSampler), (val_loader, ValSampler):
-        has_kind = any(isinstance(one, kind) for one in samplers_of(each))
-        if is_ddpkit_loader(each) and not has_kind:
+        if not is_ddpkit_loader(each):
+            continue
+        if not any(isinstance(sampler, kind) for sampler in samplers_of(each)):
             raise UserError(
                 "Run(...) takes ddpkit.train_loader(...) and then ddpkit.val_loader(...): these "
                 "are exchanged"
             )
-        if is_ddpkit_loader(each) and each.dataset.is_any:
+        if each.dataset.is_any:
             raise UserError(
                 "Run(...) takes loaders of images: give ddpkit.train_loader and val_loader "
                 "classes=classes"

@@ -116,10 +116,8 @@ class Run:
             draw,
         )
         self.passes_per_step, self.save_every = accumulate, save_every
-        val_set, kept = (
-            samples.dataset_of(val_loader),
-            checkpoint.to_plain(dict(flags or {})),
-        )
+        val_set = samples.dataset_of(val_loader)
+        kept = checkpoint.to_plain(dict(flags or {}))
         self.val_images = samples.fingerprint(val_set)
         agreement.check_alike(classes, training=train_loader, validation=val_loader)
         seed, epoch = kept.get("seed", 0), then.get("epoch", 0)

@@ -122,7 +122,9 @@ class TestSamples:
             def __getitem__(self, index: int) -> object:
                 return sample
 
-        with refusal("samples.parts", "sample 0, a.jpg", found):
+        is_target = found in ("the target is 'cat'", "0 to 1")
+        code = "samples.check_target" if is_target else "samples.parts"
+        with refusal(code, "sample 0, a.jpg", found):
             self.keyed(Other([("a.jpg", 0)]))[samples.Key(0, 0)]
 
     def test_samples_as_people_have_them(self) -> None:
