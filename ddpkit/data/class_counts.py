@@ -1,5 +1,6 @@
 """How often each class occurs: said before training; the weights of classes in the loss."""
 
+import itertools
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
@@ -98,10 +99,8 @@ def count_classes(dataset: MapDataset, classes: Sequence[str]) -> np.ndarray:
     mine = range(distributed.rank(), len(dataset), distributed.world_size())
     # By chunks, because to hand a task to a thread may take longer than the task.
     chunks = [mine[start : start + CHUNK] for start in range(0, len(mine), CHUNK)]
-    found = []
     with ThreadPoolExecutor(THREADS) as pool:
-        for rows_of_chunk in pool.map(count_chunk, chunks):
-            found += rows_of_chunk
+        found = list(itertools.chain.from_iterable(pool.map(count_chunk, chunks)))
     own = np.array(found, np.int64).reshape(-1, 3)
     rows = np.concatenate(distributed.gather_objects(own))
     # the same order on any number of ranks

@@ -177,7 +177,7 @@ def index_by_name(found: Sequence[tuple[str, str]]) -> dict[str, str]:
 def find_val(root: Path, ending: str = "") -> Path:
     """Return the folder or list of the validation set below `root`, by any of its usual names."""
     named = [root / f"{name}{ending}" for name in VAL_NAMES]
-    found = next((path for path in named if path.exists()), named[0])
+    found = next(filter(Path.exists, named), named[0])
     if found != named[0]:
         distributed.print0(f"no {named[0]}: {found} is used for validation")
     return found
@@ -464,7 +464,7 @@ def _read_row(
     line: str, row: dict[str, str], columns: Sequence[str], root: Path, count: int
 ) -> tuple:
     """Return the values of `columns` in a row; the first `count` are paths of files."""
-    values = []
+    values: list[str] = []
     for name in columns:
         value = row[name].strip()
         if not value:
@@ -639,7 +639,11 @@ def _make_parts(
     """Return the two parts of `data`, with the format of their images."""
     format = read_format(data)
     crop = Part.crop
-    own = config_of(arch)
+    own: Any = None  # what timm says of the network
+    if arch.startswith("timm/"):
+        import timm
+
+        own = timm.get_pretrained_cfg(arch.removeprefix("timm/"))
     if own:
         crop = own.crop_pct
         # data.json knows better what its images need
@@ -651,15 +655,6 @@ def _make_parts(
     _ = format.statistics
     open_image(train[0][0], format)
     return Part(train, format, crop=crop), Part(val, format, crop=crop)
-
-
-def config_of(arch: str) -> Any:
-    """Return what timm says of a network timm/NAME, None if nothing."""
-    if not arch.startswith("timm/"):
-        return None
-    import timm
-
-    return timm.get_pretrained_cfg(arch.removeprefix("timm/"))
 
 
 def survey(data: Path, train: Part) -> masks.Labels:

@@ -122,18 +122,19 @@ def deal(loader: Any, start: Callable[[], Iterator], use: str) -> tuple[Iterator
     batches = itertools.chain(ahead, begun)
     whole = samples.checksum(ahead)
     labels = [part for part in tree_leaves(ahead) if getattr(part, "ndim", 0) < 3]
-    found = distributed.gather_objects((whole, samples.checksum(labels), bool(ahead)))
-    known = [each for each in found if each[2]]  # a rank's share may be empty
-    different = {each[0] for each in known}
-    if len(different) == 1 and len(known) == ranks:
+    mine = (whole, samples.checksum(labels)) if ahead else None
+    known = list(filter(None, distributed.gather_objects(mine)))
+    wholes = {each[0] for each in known}
+    has_empty = len(known) < ranks  # a rank's share may be that
+    if len(wholes) == 1 and not has_empty:
         return batches, False
     # From here on each rank has to differ from each other one.
-    if len(different) < len(known):
+    if len(wholes) < len(known):
         raise UserError(
             f"the {use} loader gives some ranks the same batches, and others their own: "
             "give all the same, or each its share, as DistributedSampler does"
         )
-    if len(known) < ranks or len({each[1] for each in known}) > 1:
+    if has_empty or len({each[1] for each in known}) > 1:
         return batches, True
     # The images differ, the labels do not: which tells something if labels vary.
     for part in labels:

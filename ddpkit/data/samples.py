@@ -263,17 +263,12 @@ class Seeded(Dataset):
 
     def parts(self, index: int, sample: object) -> tuple:
         """Return a sample as (image (C, H, W), target, ...), as the class describes."""
-        found = list(ordered(sample) or (None, None))  # refused below
-        given_image = found[0]
-        given_target = found[1]
-        found[0] = as_tensor(given_image, is_image=True)
-        found[1] = as_tensor(given_target, is_image=False)
-        image = found[0]
+        given = ordered(sample) or (None, None)  # refused below
+        image = as_tensor(given[0], is_image=True)
         is_image = isinstance(image, Tensor) and image.ndim == 3
-        is_right = is_image and (
-            image.is_floating_point() or image.dtype == torch.uint8
-        )
-        if is_right and image.is_floating_point() and is_pil(given_image):
+        is_float = is_image and image.is_floating_point()
+        is_right = is_float or (is_image and image.dtype == torch.uint8)
+        if is_float and is_pil(given[0]):
             # mode F, which no transform has normalised
             is_right = bool(image.min() >= 0 and image.max() <= 1)
         if not is_right:
@@ -286,19 +281,17 @@ class Seeded(Dataset):
                     "; divide other values by the one that is white, such as 65535.0"
                 )
             raise UserError(line)
+        mask = given[1]
         # A tv_tensors.Image of integers, by its name as torchvision may not be there.
-        if (
-            isinstance(given_target, Tensor)
-            and type(given_target).__name__ == "Image"
-            and not given_target.is_floating_point()
-            and len(given_target) == 1
-        ):
+        is_tv_image = isinstance(mask, Tensor) and type(mask).__name__ == "Image"
+        if is_tv_image and not mask.is_floating_point() and len(mask) == 1:
             raise UserError(
                 f"{name(self.dataset, index)}: the mask has become a tv_tensors.Image, whose class "
                 "numbers transforms average: crop first, or use tv_tensors.Mask(mask.read())"
             )
-        self._check_target(index, found[1], image)
-        return tuple(found)
+        target = as_tensor(given[1], is_image=False)
+        self._check_target(index, target, image)
+        return (image, target, *given[2:])
 
     def _check_target(self, index: int, target: Any, image: Tensor) -> None:
         """Raise a UserError for what is no target, and for numbers beyond the classes."""
@@ -489,8 +482,10 @@ def fingerprint(dataset: MapDataset) -> str:
 
 def _list_checksum(dataset: Any) -> int:
     samples = listed(dataset)
-    ends = [samples[0], samples[-1]] if len(samples) else []
-    key = id(samples), len(samples), repr(ends)  # whether it is the same list
+    if not len(samples):
+        return _checksum_within(dataset)
+    # whether it is the same list
+    key = id(samples), len(samples), repr([samples[0], samples[-1]])
     with contextlib.suppress(TypeError):  # it has no hash
         known = _checksums.get(dataset)
         if known and known[0] == key:
@@ -503,11 +498,13 @@ def _list_checksum(dataset: Any) -> int:
             os.path.basename(part) if isinstance(part, str) else part for part in parts
         ]
         total = zlib.crc32(repr(values).encode(), total)
-    if total:
-        with contextlib.suppress(TypeError):
-            _checksums[dataset] = key, total
-        return total
-    # no list of its own
+    with contextlib.suppress(TypeError):
+        _checksums[dataset] = key, total
+    return total
+
+
+def _checksum_within(dataset: Any) -> int:
+    """Return that of the data sets that one without a list of its own wraps."""
     inner: list[Any] = [(size(each), _list_checksum(each)) for each in wrapped(dataset)]
     if not inner:
         return 0
