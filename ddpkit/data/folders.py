@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from operator import itemgetter
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import numpy as np
 import torch
@@ -639,17 +639,16 @@ def _make_parts(
     """Return the two parts of `data`, with the format of their images."""
     format = read_format(data)
     crop = Part.crop
-    own: Any = None  # what timm says of the network
     if arch.startswith("timm/"):
         import timm
 
         own = timm.get_pretrained_cfg(arch.removeprefix("timm/"))
-    if own:
-        crop = own.crop_pct
-        # data.json knows better what its images need
-        if format.channels in (None, 3) and not (format.mean or format.std):
-            mean = own.mean
-            std = own.std
+        if own:  # what timm says of the network
+            crop = own.crop_pct
+            # data.json knows better what its images need
+            if format.channels in (None, 3) and not (format.mean or format.std):
+                mean = own.mean
+                std = own.std
     format = format.or_else(mean, std)
     # What is wrong with these is an error on all ranks, before they wait for another.
     _ = format.statistics

@@ -503,7 +503,7 @@ def _list_checksum(dataset: Any) -> int:
     return total
 
 
-def _checksum_within(dataset: Any) -> int:
+def _checksum_within(dataset: MapDataset) -> int:
     """Return that of the data sets that one without a list of its own wraps."""
     inner: list[Any] = [(size(each), _list_checksum(each)) for each in wrapped(dataset)]
     if not inner:
