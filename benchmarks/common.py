@@ -146,11 +146,11 @@ def image_decoders() -> Any:
 
 def on_device(batches: Iterable[Any], device: Any) -> Iterator[tuple]:
     """Yield `batches` on `device`, normalised, as the project's loop gets them."""
-    from ddpkit.data import loading
+    from ddpkit.data import normalizing
     from ddpkit.data.images import DEFAULT_FORMAT
 
     for batch in batches:
-        yield loading.move(batch, device, DEFAULT_FORMAT)
+        yield normalizing.move(batch, device, DEFAULT_FORMAT)
 
 
 def run(

@@ -126,7 +126,7 @@ def parts() -> dict[str, Callable[[], Any]]:
     """Return, by name of a part of the step, what makes the context in which it does nothing."""
     import main as project
     import recipe
-    from ddpkit.data import loading, samples
+    from ddpkit.data import normalizing, samples
     from ddpkit.ranks import stopping
     from ddpkit.run import criterion
     from ddpkit.run.loop import Run
@@ -144,8 +144,8 @@ def parts() -> dict[str, Callable[[], Any]]:
     scheduler = torch.optim.lr_scheduler.LambdaLR
     return {
         "samples.seed": without(samples, "seed", lambda *_: None),
-        "loading.normalize": without(
-            loading, "normalize", lambda images, _: images.float()
+        "normalizing.normalize_images": without(
+            normalizing, "normalize_images", lambda images, _: images.float()
         ),
         "transform_batch": without(project, "transform_batch", lambda x, y, *_: (x, y)),
         "recipe.autocast": without(recipe, "autocast", lambda *_: null),

@@ -169,7 +169,7 @@ class Bench:
         from ddpkit.ranks import stopping
 
         def loop(feed: Feed) -> None:
-            run.source.batches = lambda *_: feed
+            run.source.read_epoch = lambda *_: feed
             run.source.total = len(feed) // feed.passes * run.source.global_batch
             with stopping.on_signals(str):
                 train()

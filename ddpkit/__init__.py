@@ -25,7 +25,8 @@ if TYPE_CHECKING:
     from ddpkit.data.demo import demo_classes, demo_masks
     from ddpkit.data.folders import ImageFiles, MaskFiles, find_classes, find_masks
     from ddpkit.data.images import LazyImage
-    from ddpkit.data.loading import eval_batches, train_loader, val_loader
+    from ddpkit.data.loading import train_loader, val_loader
+    from ddpkit.data.sources import eval_batches
     from ddpkit.errors import NoLabelsError, UserError
     from ddpkit.ranks.distributed import rank, rank_zero_first
     from ddpkit.run.checkpoint import open_model
@@ -55,7 +56,8 @@ NAMES = {
     "data.demo": "demo_classes demo_masks",
     "data.folders": "ImageFiles MaskFiles find_classes find_masks",
     "data.images": "LazyImage",
-    "data.loading": "eval_batches train_loader val_loader",
+    "data.loading": "train_loader val_loader",
+    "data.sources": "eval_batches",
     "errors": "NoLabelsError UserError",
     "ranks.distributed": "rank rank_zero_first",
     "run.checkpoint": "open_model",

@@ -105,12 +105,13 @@ class RandomScaleCrop(Crop):
         low, high = self.scale
         power, down, right = torch.rand(3).tolist()
         side = round(self.size / (low * (high / low) ** power))
+        top = self._draw_start(height - side, down)
+        left = self._draw_start(width - side, right)
+        return top, left, side, side
 
-        def begin(length: int, share: float) -> int:
-            # anywhere within a larger image; around a smaller one
-            return min(0, length - side) + int(share * (abs(length - side) + 1))
-
-        return begin(height, down), begin(width, right), side, side
+    def _draw_start(self, room: int, share: float) -> int:
+        """Return a place anywhere within a larger image; around a smaller one."""
+        return min(0, room) + int(share * (abs(room) + 1))
 
 
 class ResizedCenterCrop(Crop):
@@ -135,14 +136,11 @@ def _lazy(part: Any, is_mask: bool = False) -> LazyImage:
         return part
     if is_mask:
         numbers = np.asarray(part).squeeze()
-        if numbers.dtype != np.uint8:
-            low = numbers.min()
-            high = numbers.max()
-            if low < 0 or high > 255:
-                raise UserError(
-                    f"a mask of {numbers.dtype} has numbers from {low} to {high}: use "
-                    "class numbers from 0, and 255 where there is no label"
-                )
+        if numbers.dtype != np.uint8 and (numbers.min() < 0 or numbers.max() > 255):
+            raise UserError(
+                f"a mask of {numbers.dtype} has numbers from {numbers.min()} to {numbers.max()}: "
+                "use class numbers from 0, and 255 where there is no label"
+            )
         return LazyImage.of(numbers.astype(np.uint8, copy=False))
     pixels = as_tensor(part, is_image=True)  # (C, H, W)
     return LazyImage.of(pixels.movedim(0, -1).numpy())
@@ -167,8 +165,8 @@ def parse_augment(
         if not name or name in others:
             continue
         if name not in table:
-            known = ", ".join([*table, *others])
-            raise UserError(f"--augment {name}: is none of {known}")
+            known = list(table) + list(others)
+            raise UserError(f"--augment {name}: is none of {', '.join(known)}")
         if isinstance(table[name], OF_COLORS) and channels not in (None, 1, 3):
             raise UserError(f"--augment {name}: takes 1 or 3 channels, not {channels}")
         found.append(table[name])

@@ -1,5 +1,6 @@
 """How often each class occurs: said before training; the weights of classes in the loss."""
 
+import itertools
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
@@ -69,6 +70,18 @@ def warn(classes: Sequence[str], counts: np.ndarray, where: str) -> None:
         distributed.print0(f"warning: {some} in {where}: {shorten(lacking)}")
 
 
+def labels_of_sample(dataset: MapDataset, index: int) -> dict[int, int]:
+    """Return how often each class occurs in a sample, as the data set or what it wraps says."""
+    for each, at in samples.places(dataset, index):  # a Subset has its data set's
+        if hasattr(each, "count_labels"):
+            return each.count_labels(at)
+    # the innermost one, which the person has written
+    raise UserError(
+        f"{type(each).__name__} has no count_labels, which --class-weights auto "
+        "needs: index -> how often, by class number"
+    )
+
+
 def count_classes(dataset: MapDataset, classes: Sequence[str]) -> np.ndarray:
     """Return (sample, class, count) of all samples, sorted, int64 (pairs, 3); each rank reads some.
 
@@ -76,30 +89,18 @@ def count_classes(dataset: MapDataset, classes: Sequence[str]) -> np.ndarray:
         data sets that have it.
     """
 
-    def count_labels(index: int) -> dict[int, int]:
-        for each, at in samples.places(dataset, index):  # a Subset has its data set's
-            if hasattr(each, "count_labels"):
-                return each.count_labels(at)
-        # the innermost one, which the person has written
-        raise UserError(
-            f"{type(each).__name__} has no count_labels, which --class-weights auto "
-            "needs: index -> how often, by class number"
-        )
-
-    def count(some: Sequence[int]) -> list[tuple[int, int, int]]:
+    def count_chunk(chunk: Sequence[int]) -> list[tuple[int, int, int]]:
         rows = []
-        for index in some:
-            for label, times in count_labels(index).items():
-                rows.append((index, label, times))
+        for index in chunk:
+            for label, count in labels_of_sample(dataset, index).items():
+                rows.append((index, label, count))
         return rows
 
     mine = range(distributed.rank(), len(dataset), distributed.world_size())
     # By chunks, because to hand a task to a thread may take longer than the task.
     chunks = [mine[start : start + CHUNK] for start in range(0, len(mine), CHUNK)]
-    found = []
     with ThreadPoolExecutor(THREADS) as pool:
-        for some in pool.map(count, chunks):
-            found += some
+        found = list(itertools.chain.from_iterable(pool.map(count_chunk, chunks)))
     own = np.array(found, np.int64).reshape(-1, 3)
     rows = np.concatenate(distributed.gather_objects(own))
     # the same order on any number of ranks

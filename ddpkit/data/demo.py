@@ -33,12 +33,12 @@ def demo_classes(folder: Path | None = None, train: int = 1680, val: int = 360) 
         data = args.data or ddpkit.demo_classes()
     """
 
-    def save(part: Path, number: int, rng: random.Random) -> None:
+    def save_pattern(part: Path, number: int, rng: random.Random) -> None:
         name = PATTERNS[number % len(PATTERNS)]
         (part / name).mkdir(exist_ok=True)
         draw_pattern(name, rng).save(part / name / f"{number:04d}.jpg", quality=90)
 
-    return _draw(folder, train, val, save)
+    return _draw(folder, train, val, save_pattern)
 
 
 def demo_masks(folder: Path | None = None, train: int = 1400, val: int = 400) -> Path:
@@ -49,7 +49,7 @@ def demo_masks(folder: Path | None = None, train: int = 1400, val: int = 400) ->
         data = args.data or ddpkit.demo_masks()
     """
 
-    def save(part: Path, number: int, rng: random.Random) -> None:
+    def save_cracks(part: Path, number: int, rng: random.Random) -> None:
         if not number:
             (part.parent / "classes.txt").write_text("background\ncrack\n")
         image, mask = draw_cracks(rng)
@@ -58,7 +58,7 @@ def demo_masks(folder: Path | None = None, train: int = 1400, val: int = 400) ->
         image.save(part / "images" / f"{number:04d}.jpg", quality=92)
         mask.save(part / "masks" / f"{number:04d}.png")
 
-    return _draw(folder, train, val, save)
+    return _draw(folder, train, val, save_cracks)
 
 
 def _draw(
@@ -147,15 +147,18 @@ def draw_cracks(rng: random.Random) -> tuple[Image.Image, Image.Image]:
 def draw_crack(pen: ImageDraw.ImageDraw, rng: random.Random) -> None:
     """Draw a line that wanders from one edge across the image, one to three pixels wide."""
     # from the upper edge downwards, or mirrored: from the left one to the right
-    x, y, angle = rng.uniform(0, CRACK_SIDE), 0.0, rng.uniform(0.25, 0.75) * math.pi
+    place = rng.uniform(0, CRACK_SIDE), 0.0
+    angle = rng.uniform(0.25, 0.75) * math.pi
     if rng.random() < 0.5:
-        x, y, angle = y, x, math.pi / 2 - angle
+        place = place[::-1]
+        angle = math.pi / 2 - angle
     width = rng.randint(1, 3)
     for _ in range(3 * CRACK_SIDE // 4):
-        if not (0 <= x <= CRACK_SIDE and 0 <= y <= CRACK_SIDE):
+        if min(place) < 0 or max(place) > CRACK_SIDE:
             break
         angle += rng.gauss(0, 0.25)
         length = rng.uniform(2, 5)
+        x, y = place
         end = x + length * math.cos(angle), y + length * math.sin(angle)
-        pen.line([(x, y), end], fill=255, width=width)
-        x, y = end
+        pen.line([place, end], fill=255, width=width)
+        place = end

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from operator import itemgetter
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import numpy as np
 import torch
@@ -39,7 +39,9 @@ EXTENSIONS = {
 # as are often beside images
 NO_IMAGES = {"", ".csv", ".db", ".ini", ".json", ".txt", ".xml"}
 VAL_NAMES = ["val", "valid", "validation"]
-NO_CLASSES = {"train", "training", "test", "testing", "images", "masks", *VAL_NAMES}
+NO_CLASSES = {"train", "training", "test", "testing", "images", "masks"} | set(
+    VAL_NAMES
+)
 # Names of folders, such as train_1. Of both kinds in one part, they have been mixed up.
 SPLITS = (r"train(ing)?[\W_]*\d*", r"(val|valid|validation|test|testing)[\W_]*\d*")
 # What systems, disks and network storage make by themselves, in small letters.
@@ -68,7 +70,7 @@ def walk(folder: Path) -> Iterator[tuple[str, list[str], list[str]]]:
     # A link to a folder above would go round for ever.
     seen: set[str] = set()
     for place in folder.resolve(), folder.absolute().parent.resolve():
-        seen.update(map(str, [place, *place.parents]))
+        seen.update(map(str, (place / "any").parents))  # the place, and those above
     for parent, inner, names in os.walk(folder, onerror=refuse, followlinks=True):
         found = sorted(inner)
         inner.clear()  # os.walk goes on with what is in this list afterwards
@@ -102,18 +104,15 @@ def list_images(
     What runs and predict.py have written is left out; the files of `folder` itself if it may be
     that. output: where predict.py writes.
     """
-    of_kind: dict[str, list[str]] = {}
+    paths_of: dict[str, list[str]] = {}  # by the files' endings
     has_output = False
     for parent, inner, names in walk(folder):
         found = set(inner + names)
         made: set[str] = set()
         # what somebody names is meant, whatever has been written there
-        may_be = may_be_output or parent != str(folder)
-        if may_be and is_of_run(found):
+        if is_of_run(found) and (may_be_output or parent != str(folder)):
             made = found
-        elif found >= OF_PREDICTIONS or (
-            output and os.path.realpath(parent) == str(output)
-        ):
+        elif found >= OF_PREDICTIONS or os.path.realpath(parent) == str(output):
             made = found & OF_PREDICTIONS
         if made:
             say_skipped("a run or predict.py writes there", parent)
@@ -121,19 +120,18 @@ def list_images(
             inner[:] = [name for name in inner if name not in made]
         for name in names:
             if not name.startswith(".") and name not in made:
-                kind = os.path.splitext(name)[1].lower()
-                of_kind.setdefault(kind, []).append(os.path.join(parent, name))
+                ending = os.path.splitext(name)[1].lower()
+                paths_of.setdefault(ending, []).append(os.path.join(parent, name))
     # arrays may be anything, such as embeddings beside the images
-    kinds = (EXTENSIONS & of_kind.keys()) or ({".npy"} & of_kind.keys())
-    if not kinds:
-        if may_be_output and has_output:  # the folder of a run, no class
-            return []
+    read = (EXTENSIONS & paths_of.keys()) or ({".npy"} & paths_of.keys())
+    if not read and not (may_be_output and has_output):
         raise UserError(
             f"{folder}: no images in it; expected {', '.join(sorted(EXTENSIONS))}"
         )
-    for kind in sorted(of_kind.keys() - kinds - NO_IMAGES):
-        say_skipped("their type is not read", kind)
-    return sorted(path for kind in kinds for path in of_kind[kind])
+    if read:  # else it is the folder of a run, no class
+        for ending in sorted(paths_of.keys() - read - NO_IMAGES):
+            say_skipped("their type is not read", ending)
+    return sorted(path for ending in read for path in paths_of[ending])
 
 
 def is_of_run(names: set[str]) -> bool:
@@ -155,7 +153,7 @@ def collect(
         is_written = place.name in OF_PREDICTIONS and place.parent.resolve() == output
         if are_several and (is_written or is_leftover(place.name)):
             continue
-        if os.path.isfile(given):
+        if place.is_file():
             found.append((str(given), os.path.splitext(place.name)[0]))
             continue
         for path in list_images(place, output, are_several):
@@ -164,7 +162,7 @@ def collect(
     return found
 
 
-def by_name(found: Sequence[tuple[str, str]]) -> dict[str, str]:
+def index_by_name(found: Sequence[tuple[str, str]]) -> dict[str, str]:
     """Return {name: path} of (path, name) pairs; a UserError if two share a name."""
     path_of: dict[str, str] = {}
     for path, name in found:
@@ -179,7 +177,7 @@ def by_name(found: Sequence[tuple[str, str]]) -> dict[str, str]:
 def find_val(root: Path, ending: str = "") -> Path:
     """Return the folder or list of the validation set below `root`, by any of its usual names."""
     named = [root / f"{name}{ending}" for name in VAL_NAMES]
-    found = next((path for path in named if path.exists()), named[0])
+    found = next(filter(Path.exists, named), named[0])
     if found != named[0]:
         distributed.print0(f"no {named[0]}: {found} is used for validation")
     return found
@@ -196,9 +194,12 @@ def hold_out(
     # By class, then by group or path: the indices of what stays together.
     units: dict[object, dict[str, list[int]]] = {}
     for index, sample in enumerate(samples):
-        path, label = sample[:2]
-        kind = label if isinstance(label, int) and not has_groups else None
-        unit = sample[2] if len(sample) > 2 else os.path.relpath(path, root)
+        if has_groups:
+            kind = None
+            unit = sample[2]
+        else:
+            kind = sample[1] if isinstance(sample[1], int) else None
+            unit = os.path.relpath(sample[0], root)
         units.setdefault(kind, {}).setdefault(unit, []).append(index)
     held = []
     for found in units.values():
@@ -228,8 +229,8 @@ def split(samples: list, root: Path, fold: Fold | None = None) -> tuple[list, li
     distributed.print0(
         f"{why}: {len(held)} of {len(samples)} images used for validation"
     )
-    others = set(range(len(samples))) - set(held)
-    return [samples[i] for i in sorted(others)], [samples[i] for i in held]
+    others = sorted(set(range(len(samples))) - set(held))
+    return [samples[i] for i in others], [samples[i] for i in held]
 
 
 def find_train(root: Path, has_masks: bool) -> Path:
@@ -277,7 +278,7 @@ def find_parts(
     return read(place), None if is_held_out else read(held)
 
 
-def numbers(label: int | str) -> list[int]:
+def class_numbers(label: int | str) -> list[int]:
     """Return the numbers of a sample's classes: one, or those in a text such as "0;2"."""
     if isinstance(label, int):
         return [label]
@@ -330,11 +331,11 @@ def with_numbers(samples: Pairs, classes: Sequence[str], several: bool) -> Pairs
     """Return the samples, by class, with its number in place of its name, or a text of several."""
     number_of = {name: number for number, name in enumerate(classes)}
     found = []
-    for path, text, *group in samples:
+    for sample in samples:
         # without doubles, such as "cat; cat"
-        own = sorted({number_of[name] for name in labels_in(text, several)})
+        own = sorted({number_of[name] for name in labels_in(sample[1], several)})
         label = SEPARATOR.join(map(str, own)) if several else own[0]
-        found.append((path, label, *group))
+        found.append((sample[0], label, *sample[2:]))
     return sorted(found, key=itemgetter(1))
 
 
@@ -370,26 +371,23 @@ def refuse_splits(names: Iterable[str], folder: Path) -> None:
     """Raise a UserError if `names`, paths in `folder`, lie in folders of several parts."""
     parents = {os.path.dirname(name) for name in names}
     parts = {part.lower() for parent in parents for part in Path(parent).parts}
-    for kind in SPLITS:
-        if not any(re.fullmatch(kind, part) for part in parts):
-            return
-    raise UserError(
-        f"{folder}: folders for training and for validation or test lie in it; they "
-        "have to be the outermost: DIR/train, DIR/val, DIR/test"
-    )
+    if all(any(re.fullmatch(kind, part) for part in parts) for kind in SPLITS):
+        raise UserError(
+            f"{folder}: folders for training and for validation or test lie in it; they "
+            "have to be the outermost: DIR/train, DIR/val, DIR/test"
+        )
 
 
 def hint_at_forms(name: str, others: Iterable[str]) -> str:
     """Return a remark if `name` looks as one of `others`, but is of other letters in Unicode."""
     form = unicodedata.normalize("NFC", name)
-    if name.isascii() or form not in {
-        unicodedata.normalize("NFC", other) for other in others
-    }:
+    forms = {unicodedata.normalize("NFC", other) for other in others}
+    if name.isascii() or form not in forms:
         return ""
     return "; it looks the same, but has another Unicode form (NFC, NFD): rename it"
 
 
-def find_pairs(
+def find_mask_pairs(
     root: Path,
     match: Callable[[Path], Pairs],
     part: str = "val",
@@ -407,7 +405,7 @@ def find_names(folder: Path) -> Iterator[dict[str, str]]:
             raise UserError(
                 f"{place}: no such folder; {folder} has {there}; rename the right one"
             )
-        path_of = by_name(collect([place]))
+        path_of = index_by_name(collect([place]))
         # DIR/images/train beside DIR/images/val would all be for training
         refuse_splits(path_of, place)
         yield path_of
@@ -419,14 +417,12 @@ def match_pairs(folder: Path) -> Pairs:
     unmatched = sorted(image_of.keys() ^ mask_of.keys())
     if unmatched:
         name = unmatched[0]
-        if name in image_of:
-            path, others, lack = image_of[name], mask_of, folder / "masks"
-        else:
-            path, others, lack = mask_of[name], image_of, folder / "images"
-        form = hint_at_forms(name, others)
+        has_image = name in image_of
+        lack = folder / ("masks" if has_image else "images")
+        form = hint_at_forms(name, mask_of if has_image else image_of)
         raise UserError(
-            f"{path}: nothing of that name in {lack}; names must be equal but for their "
-            f"endings, or list the pairs in DIR/train.csv{form}"
+            f"{image_of.get(name) or mask_of[name]}: nothing of that name in {lack}; names must "
+            f"be equal but for their endings, or list the pairs in DIR/train.csv{form}"
         )
     return [(image_of[name], mask_of[name]) for name in sorted(image_of)]
 
@@ -439,35 +435,22 @@ def read_list(path: Path, columns: Sequence[str], count: int) -> list[tuple]:
     found = []
     try:
         with open(path, newline="", encoding="utf-8-sig") as file:
-            table = csv.DictReader(file)
+            table = csv.DictReader(file, restval="")
             # None in an empty file
-            table.fieldnames = [name.strip() for name in table.fieldnames or ()]
+            names = [name.strip() for name in table.fieldnames or ()]
+            table.fieldnames = names
             for name in columns:
-                if name not in table.fieldnames:
+                if name not in names:
                     raise UserError(
                         f"{path}: no column {name} in its first line, which must name the "
                         f"columns {','.join(columns)}"
                     )
-            wanted = list(columns)
-            if "group" in table.fieldnames:
-                wanted.append("group")
+            wanted = [*columns, "group"] if "group" in names else columns
             for row in table:
-                if not "".join(row[name] or "" for name in table.fieldnames).strip():
-                    continue  # as spreadsheets leave below the last one
-                line = f"{path}, line {table.line_num}"
-                # None where a line has fewer cells than the first one
-                values = [(row[name] or "").strip() for name in wanted]
-                if "" in values:
-                    raise UserError(f"{line}: no {wanted[values.index('')]}; add it")
-                for number in range(count):
-                    # one that begins at the root stays as it is
-                    file_path = os.path.join(path.parent, values[number])
-                    if not os.path.isfile(file_path):
-                        raise UserError(
-                            f"{line}: {file_path} does not exist; correct the line"
-                        )
-                    values[number] = file_path
-                found.append(tuple(values))
+                # as spreadsheets leave below the last one
+                if "".join(row[name] for name in names).strip():
+                    line = f"{path}, line {table.line_num}"
+                    found.append(_read_row(line, row, wanted, path.parent, count))
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise UserError(
             f"{path}: cannot be read ({error}); save it as CSV in UTF-8"
@@ -475,6 +458,23 @@ def read_list(path: Path, columns: Sequence[str], count: int) -> list[tuple]:
     if not found:
         raise UserError(f"{path}: no rows; list the samples in it, or remove the file")
     return found
+
+
+def _read_row(
+    line: str, row: dict[str, str], columns: Sequence[str], root: Path, count: int
+) -> tuple:
+    """Return the values of `columns` in a row; the first `count` are paths of files."""
+    values: list[str] = []
+    for name in columns:
+        value = row[name].strip()
+        if not value:
+            raise UserError(f"{line}: no {name}; add it")
+        if len(values) < count:
+            value = os.path.join(root, value)  # one from the root stays as it is
+            if not os.path.isfile(value):
+                raise UserError(f"{line}: {value} does not exist; correct the line")
+        values.append(value)
+    return tuple(values)
 
 
 @dataclass
@@ -524,7 +524,7 @@ class ImageFiles(Files):
         label = self.samples[index][1]
         if isinstance(label, int):
             return label
-        found = torch.tensor(numbers(label), dtype=torch.int64)
+        found = torch.tensor(class_numbers(label), dtype=torch.int64)
         return torch.zeros(self.classes).index_fill(0, found, 1)
 
     def open(self, index: int) -> tuple[LazyImage]:
@@ -532,7 +532,7 @@ class ImageFiles(Files):
 
     def count_labels(self, index: int) -> dict[int, int]:
         """Return how often each class occurs in a sample, for --class-weights auto and others."""
-        return dict.fromkeys(numbers(self.samples[index][1]), 1)
+        return dict.fromkeys(class_numbers(self.samples[index][1]), 1)
 
 
 class MaskFiles(Files):
@@ -593,11 +593,11 @@ def find_classes(
         train_set = ImageDataset(train, train_transform)
     """
     samples, val_samples, classes = find_labelled(data, part, fold)
-    train, val = _parts(data, samples, val_samples, mean, std, arch)
+    train, val = _make_parts(data, samples, val_samples, mean, std, arch)
     train.classes = len(classes)
     val.classes = len(classes)
-    labels = [n for sample in train.samples for n in numbers(sample[1])]
-    val_labels = [n for sample in val.samples for n in numbers(sample[1])]
+    labels = [n for sample in train.samples for n in class_numbers(sample[1])]
+    val_labels = [n for sample in val.samples for n in class_numbers(sample[1])]
     class_counts.say_images(classes, labels, val_labels)
     return train, val, classes
 
@@ -617,10 +617,9 @@ def find_masks(
         train, val, classes = ddpkit.find_masks(Path("data/demo"))
         train_set = SegmentationDataset(train, train_transform)
     """
-
-    pairs, val_pairs = find_pairs(data, match_pairs, part, fold)
+    pairs, val_pairs = find_mask_pairs(data, match_pairs, part, fold)
     labels = masks.read_classes(data / "classes.txt")
-    train, val = _parts(data, pairs, val_pairs, mean, std)
+    train, val = _make_parts(data, pairs, val_pairs, mean, std)
     train.labels = labels
     # rank 0 reads masks, and all others get what it has found
     labels = distributed.await_rank_zero(survey, data, train)
@@ -629,7 +628,7 @@ def find_masks(
     return train, val, labels
 
 
-def _parts(
+def _make_parts(
     data: Path,
     train: Pairs,
     val: Pairs,
@@ -640,27 +639,21 @@ def _parts(
     """Return the two parts of `data`, with the format of their images."""
     format = read_format(data)
     crop = Part.crop
-    own = config_of(arch)
-    if own:
-        crop = own.crop_pct
-        # data.json knows better what its images need
-        if format.channels in (None, 3) and not (format.mean or format.std):
-            mean = own.mean
-            std = own.std
+    if arch.startswith("timm/"):
+        import timm
+
+        own = timm.get_pretrained_cfg(arch.removeprefix("timm/"))
+        if own:  # what timm says of the network
+            crop = own.crop_pct
+            # data.json knows better what its images need
+            if format.channels in (None, 3) and not (format.mean or format.std):
+                mean = own.mean
+                std = own.std
     format = format.or_else(mean, std)
     # What is wrong with these is an error on all ranks, before they wait for another.
     _ = format.statistics
     open_image(train[0][0], format)
     return Part(train, format, crop=crop), Part(val, format, crop=crop)
-
-
-def config_of(arch: str) -> Any:
-    """Return what timm says of a network timm/NAME, None if nothing."""
-    if not arch.startswith("timm/"):
-        return None
-    import timm
-
-    return timm.get_pretrained_cfg(arch.removeprefix("timm/"))
 
 
 def survey(data: Path, train: Part) -> masks.Labels:
@@ -673,11 +666,9 @@ def survey(data: Path, train: Part) -> masks.Labels:
             f"no {path}, which saves time: reading {total} masks for the class numbers"
         )
     dataset = MaskFiles(train, transform=tuple)
-
-    def read(index: int) -> np.ndarray:
-        return dataset.open_mask(index).pixels
-
-    counts, count = class_counts.count_pixels(read, total, has_to_read_all=not labels)
+    counts, count = class_counts.count_pixels(
+        lambda index: dataset.open_mask(index).pixels, total, has_to_read_all=not labels
+    )
     values = np.flatnonzero(counts).tolist()
     if count == total:  # of some of them it would not be known
         fault = masks.explain_values(values, bool(labels))

@@ -1,6 +1,7 @@
 """How image files become pixels, and pixels what the network gets: DIR/data.json."""
 
 import functools
+import itertools
 import json
 import math
 from collections.abc import Sequence
@@ -119,7 +120,7 @@ def _parse(found: dict[str, Any]) -> Format:
     mean = usual if format.mean is None else format.mean
     std = usual if format.std is None else format.std
     is_right = len(mean) == len(std) == count and low < high and min(std) > 0
-    numbers = [low, high, *mean, *std, format.max_megapixels]
+    numbers = itertools.chain([low, high, format.max_megapixels], mean, std)
     if not is_right or not all(map(math.isfinite, numbers)):
         raise ValueError("a wrong number or order of numbers")
     return format

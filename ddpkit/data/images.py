@@ -97,15 +97,14 @@ class LazyImage(Image.Image):
     @classmethod
     def of(cls, pixels: np.ndarray) -> "LazyImage":
         """Return pixels (H, W, channels) or (H, W), in memory or mapped from a file."""
-        height, width, *channels = pixels.shape
-        if not channels:
+        if pixels.ndim == 2:
             mode = "P"
-        elif pixels.dtype == np.uint8 and channels == [3]:
+        elif pixels.dtype == np.uint8 and pixels.shape[2] == 3:
             mode = "RGB"
         else:
             # PIL has no images of several floats: such a mode is none of its own
-            mode = "F" if channels == [1] else f"F;{channels[0]}"
-        return cls(height, width, lambda _: pixels, mode=mode)
+            mode = "F" if pixels.shape[2] == 1 else f"F;{pixels.shape[2]}"
+        return cls(pixels.shape[0], pixels.shape[1], lambda _: pixels, mode=mode)
 
     @functools.cached_property
     def pixels(self) -> np.ndarray:
@@ -172,8 +171,6 @@ class LazyImage(Image.Image):
         """
         box = box or (0, 0, self.height, self.width)
         shrink, (top, left, bottom, right) = self._edges(box, size)
-        height = bottom - top
-        width = right - left
         # what of it the image has
         rows = slice(max(top, 0), max(bottom, 0))
         columns = slice(max(left, 0), max(right, 0))
@@ -181,12 +178,13 @@ class LazyImage(Image.Image):
         # strides: in memory they stay last, which is faster from here on.
         part = torch.from_numpy(self._decoded(shrink)[rows, columns][None].copy())
         pixels = part[None] if self.is_mask else part.permute(0, 3, 1, 2)
-        _, inner_height, inner_width = part.shape[:3]
-        if (inner_height, inner_width) != (height, width):
-            # how much is missing at the left and above; the rest is at the others
-            x = min(max(-left, 0), width)
-            y = min(max(-top, 0), height)
-            edges = [x, width - inner_width - x, y, height - inner_height - y]
+        missing_rows = bottom - top - pixels.shape[2]
+        missing_columns = right - left - pixels.shape[3]
+        if missing_rows or missing_columns:
+            # how much of that is at the left and above; the rest is at the others
+            x = min(max(-left, 0), right - left)
+            y = min(max(-top, 0), bottom - top)
+            edges = [x, missing_columns - x, y, missing_rows - y]
             pixels = pad(pixels, edges, value=fill)
         if size and pixels.shape[2:] != size:
             mode = "nearest-exact" if self.is_mask else "bilinear"
@@ -205,12 +203,11 @@ class LazyImage(Image.Image):
         # by how much it has to shrink at least; more than that would lose pixels
         least = min(height / size[0], width / size[1]) if size else 1
         cell = next((n for n in self.shrinks or self.grid if n <= least), 1)
-        top, bottom = round(top / cell), round((top + height) / cell)
-        left, right = round(left / cell), round((left + width) / cell)
-        if self.shrinks:
-            return cell, (top, left, bottom, right)
         # a mask is read whole, but its parts begin and end where the image's do
-        return 1, (top * cell, left * cell, bottom * cell, right * cell)
+        shrink = cell if self.shrinks else 1
+        edges = [top, left, top + height, left + width]
+        top, left, bottom, right = [round(n / cell) * (cell // shrink) for n in edges]
+        return shrink, (top, left, bottom, right)
 
 
 def open_image(path: str, format: Format = DEFAULT_FORMAT) -> LazyImage:
@@ -245,7 +242,7 @@ def open_image(path: str, format: Format = DEFAULT_FORMAT) -> LazyImage:
                 image = LazyImage.of(np.array(_upright(file, data).convert("RGB")))
             # a quarter turn shows by the size
             is_turned = file.getexif().get(ORIENTATION, 1) in range(2, 9)
-            image.is_turned = is_turned and size == (image.width, image.height)
+            image.is_turned = is_turned and size == image.size
             return image
 
 
@@ -279,7 +276,7 @@ def _open_jpeg(path: str, data: bytes, size: tuple[int, int]) -> LazyImage:
                         data, min_height=rows, min_width=columns
                     )
             # or what simplejpeg has failed at: Pillow may read it, or explain
-            with _open(data) as image:
+            with _open_bytes(data) as image:
                 image.draft("RGB", (width // shrink, height // shrink))
                 return np.array(image.convert("RGB"))
 
@@ -475,7 +472,7 @@ def visible(image: Tensor) -> Tensor:
     return stretched.clamp(0, 255).byte().expand(3, -1, -1)
 
 
-def _open(data: bytes) -> ImageFile.ImageFile:
+def _open_bytes(data: bytes) -> ImageFile.ImageFile:
     return Image.open(io.BytesIO(data), formats=FORMATS)
 
 
@@ -489,7 +486,7 @@ def _opened(
             f"{path}: a pointer of Git LFS, not the image; run: git lfs pull"
         )
     or_channels = "" if is_mask else f', or write the number of "channels" into {NAME}'
-    with _open(data) as image:
+    with _open_bytes(data) as image:
         format.check_size(path, image.size)
         # Pillow reads the following without a word, and not as it is meant.
         if isinstance(image, TiffImageFile):

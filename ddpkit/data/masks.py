@@ -156,7 +156,7 @@ def read_mask(path: str, labels: Labels, format: Format = DEFAULT_FORMAT) -> np.
     palette = _palette(image)
     if image.mode == "P" and _is_coloured(palette):
         meant |= {f"value {n}": "colour {} {} {}".format(*palette[n]) for n in counts}
-    agree(labels.meant, {shown: (what, path) for shown, what in meant.items()})
+    add_meanings(labels.meant, {shown: (what, path) for shown, what in meant.items()})
     return found
 
 
@@ -169,32 +169,33 @@ def _read_grey(image: Image.Image, labels: Labels) -> tuple[np.ndarray, dict[str
     meant: dict[str, str] = {}
     if labels.kind == 3 and not labels.has_greys:
         meant["a mask"] = "numbers"
-    of_two_tones = "other numbers"
+    black_white = "other numbers"
     palette = _palette(image)
     is_coloured = image.mode == "P" and _is_coloured(palette)
+    if keys.dtype == bool:
+        keys = keys.astype(np.uint8)
+    used = np.array([], int)
+    if keys.dtype == np.uint8 and keys.ndim == 2:
+        used = np.flatnonzero(Image.fromarray(keys).histogram())
     if image.mode == "1" or (image.mode == "P" and not is_coloured):
         # What counts is what it shows: an encoder numbers its greys as it likes.
-        keys = keys.astype(np.uint8)
-        used = np.flatnonzero(Image.fromarray(keys).histogram())
         values = palette[:, 0]
         if set(values[used]) <= {0, VOID} and (values[used] != used).any():
             # Stored in two tones, which may be 0 and 1 as well as what they show.
             values = values.clip(max=labels.white)
-            of_two_tones = "0 and 1"
+            black_white = "0 and 1"
         meant |= _greys(palette[used, 0], values[used])
         keys = values[keys]
-    elif keys.dtype == np.uint8 and keys.ndim == 2:
-        used = np.flatnonzero(Image.fromarray(keys).histogram())
-        if is_coloured:
-            # A palette that has a colour twice goes by numbers alone.
-            once = [n for n in used if (palette == palette[n]).all(1).sum() == 1]
-            used = np.array([n for n in once if len(set(palette[n])) == 1], int)
-            meant |= _greys(palette[used, 0], used)
-        else:
-            meant |= _greys(used, used)
+    elif is_coloured:
+        # A palette that has a colour twice goes by numbers alone.
+        once = [n for n in used if (palette == palette[n]).all(1).sum() == 1]
+        used = np.array([n for n in once if len(set(palette[n])) == 1], int)
+        meant |= _greys(palette[used, 0], used)
+    else:
+        meant |= _greys(used, used)
     # With white for 255 there is nothing to tell apart; black alone tells nothing.
     if labels.white != VOID and keys.any():
-        meant[BLACK_WHITE] = of_two_tones
+        meant[BLACK_WHITE] = black_white
     return keys, meant
 
 
@@ -219,7 +220,7 @@ def _is_coloured(palette: np.ndarray) -> bool:
     return bool((palette != palette[:, :1]).any())
 
 
-def agree(known: Meant, found: Meant) -> None:
+def add_meanings(known: Meant, found: Meant) -> None:
     """Add to what masks mean what another one means; a UserError if it contradicts them."""
     for shown, (meaning, path) in found.items():
         before, other = known.setdefault(shown, (meaning, path))

@@ -190,12 +190,12 @@ class Seeded(Dataset):
     def __getitem__(self, key: Key) -> tuple:
         # The epoch comes with the key: persistent workers keep attributes as they were.
         epoch, index, is_val = key
-        self.note(index + 1)
+        self.note_sample(index + 1)
         seed(self.seed, epoch, index)
         try:
             if epoch != self.epoch and not is_val:
                 self.epoch = epoch
-                set_epoch(self.dataset, epoch)
+                tell_epoch(self.dataset, epoch)
             sample = self.dataset[index]
             if not self.is_any:
                 sample = self.parts(index, sample)
@@ -205,31 +205,31 @@ class Seeded(Dataset):
             say = getattr(error, "add_note", print_error)  # Python 3.10 has none
             say(f"while reading {name(self.dataset, index)}")
             raise
-        self.note(0)  # not if reading it ends its process
+        self.note_sample(0)  # not if reading it ends its process
         return sample
 
     def __getitems__(self, keys: Sequence[Key]) -> list[tuple]:
         """Return the samples of a batch, for validation with their indices; DataLoader calls it."""
         samples = [self[key] for key in keys]
-        if self.is_any:
-            if not keys[0].is_val:
-                self.read_twice(keys, samples)
-            return samples
-        if keys[0].is_val:  # of any sizes: `Collate` makes batches of each
+        if keys[0].is_val:
+            if self.is_any:
+                return samples
+            # of any sizes: `Collate` makes batches of each
             pairs = zip(samples, keys, strict=True)
             return [(*sample, key.number) for sample, key in pairs]
-        first = samples[0][0]
-        for key, sample in zip(keys, samples, strict=True):
-            image = sample[0]
-            # In a batch of both kinds uint8 would become float, but stay 0 to 255.
-            if (image.shape, image.dtype) != (first.shape, first.dtype):
-                here = name(self.dataset, key.number)
-                there = name(self.dataset, keys[0].number)
-                raise UserError(
-                    f"{here} has {tuple(image.shape)}, {there} {tuple(first.shape)}, "
-                    f"{image.dtype} and {first.dtype}; let train_transform in dataset.py "
-                    "return one size, type"
-                )
+        if not self.is_any:
+            first = samples[0][0]
+            for key, sample in zip(keys, samples, strict=True):
+                image = sample[0]
+                # In a batch of both kinds uint8 would become float, but stay 0 to 255.
+                if (image.shape, image.dtype) != (first.shape, first.dtype):
+                    here = name(self.dataset, key.number)
+                    there = name(self.dataset, keys[0].number)
+                    raise UserError(
+                        f"{here} has {tuple(image.shape)}, {there} {tuple(first.shape)}, "
+                        f"{image.dtype} and {first.dtype}; let train_transform in dataset.py "
+                        "return one size, type"
+                    )
         self.read_twice(keys, samples)
         return samples
 
@@ -263,52 +263,52 @@ class Seeded(Dataset):
 
     def parts(self, index: int, sample: object) -> tuple:
         """Return a sample as (image (C, H, W), target, ...), as the class describes."""
-        image, target, *others = ordered(sample) or (None, None)  # refused below
-        was_pil = is_pil(image)
-        # A tv_tensors.Image of integers, by its name as torchvision may not be there.
-        is_integer = isinstance(target, Tensor) and not target.is_floating_point()
-        is_mask_as_image = (
-            is_integer and type(target).__name__ == "Image" and len(target) == 1
-        )
-        image = as_tensor(image, is_image=True)
-        target = as_tensor(target, is_image=False)
+        given = ordered(sample) or (None, None)  # refused below
+        image = as_tensor(given[0], is_image=True)
         is_image = isinstance(image, Tensor) and image.ndim == 3
         is_float = is_image and image.is_floating_point()
         is_right = is_float or (is_image and image.dtype == torch.uint8)
-        if was_pil and is_float:  # mode F, which no transform has normalised
+        if is_float and is_pil(given[0]):
+            # mode F, which no transform has normalised
             is_right = bool(image.min() >= 0 and image.max() <= 1)
         if not is_right:
-            found = type(sample if image is None else image).__name__
+            kind = type(sample if image is None else image).__name__
             if hasattr(image, "dtype"):
-                found += f" {tuple(image.shape)}, {image.dtype}"
-            line = (
-                f"{name(self.dataset, index)}: the data set returns {found}; {WANTED}"
-            )
+                kind += f" {tuple(image.shape)}, {image.dtype}"
+            line = f"{name(self.dataset, index)}: the data set returns {kind}; {WANTED}"
             if is_image:
                 line += (
                     "; divide other values by the one that is white, such as 65535.0"
                 )
             raise UserError(line)
-        if is_mask_as_image:
+        mask = given[1]
+        # A tv_tensors.Image of integers, by its name as torchvision may not be there.
+        is_tv_image = isinstance(mask, Tensor) and type(mask).__name__ == "Image"
+        if is_tv_image and not mask.is_floating_point() and len(mask) == 1:
             raise UserError(
                 f"{name(self.dataset, index)}: the mask has become a tv_tensors.Image, whose class "
                 "numbers transforms average: crop first, or use tv_tensors.Mask(mask.read())"
             )
+        target = as_tensor(given[1], is_image=False)
+        self._check_target(index, target, image)
+        return (image, target, *given[2:])
+
+    def _check_target(self, index: int, target: Any, image: Tensor) -> None:
+        """Raise a UserError for what is no target, and for numbers beyond the classes."""
         if isinstance(target, str | None):
             raise UserError(
                 f"{name(self.dataset, index)}: the target is {target!r}; {WANTED}"
             )
-        label = target
-        if isinstance(target, Tensor) and target.ndim == 0:
-            label = target.item()  # a float is no class
-        if isinstance(label, int | np.integer) and not 0 <= label < self.num_classes:
-            raise UserError(
-                f"{name(self.dataset, index)}: label {label}, but the classes are 0 to "
-                f"{self.num_classes - 1}; correct it, or return a float if it is no class"
-            )
         if isinstance(target, Tensor) and target.ndim > 1:
             self._check_mask(index, image, target)
-        return (image, target, *others)
+            return
+        if isinstance(target, Tensor) and target.ndim == 0:
+            target = target.item()  # a float is no class
+        if isinstance(target, int | np.integer) and not 0 <= target < self.num_classes:
+            raise UserError(
+                f"{name(self.dataset, index)}: label {target}, but the classes are 0 to "
+                f"{self.num_classes - 1}; correct it, or return a float if it is no class"
+            )
 
     def _check_mask(self, index: int, image: Tensor, mask: Tensor) -> None:
         """Raise a UserError for numbers beyond the classes: a GPU would end the run elsewhere."""
@@ -341,7 +341,7 @@ class Seeded(Dataset):
         seed(self.seed)  # as `configure` does: to read it has drawn numbers
         return found
 
-    def note(self, sample: int) -> None:
+    def note_sample(self, sample: int) -> None:
         worker = get_worker_info()
         if worker and worker.id < WORKERS:
             at = 2 * worker.id  # a slice would take ten times as long
@@ -417,13 +417,13 @@ def name(dataset: MapDataset, index: int) -> str:
     return f"sample {index}"
 
 
-def set_epoch(dataset: Any, epoch: int) -> None:
+def tell_epoch(dataset: Any, epoch: int) -> None:
     """Call the `set_epoch` of a data set, or those of the data sets that it wraps."""
     if hasattr(dataset, "set_epoch"):
         dataset.set_epoch(epoch)  # which is to tell what it wraps
         return
     for part in wrapped(dataset):
-        set_epoch(part, epoch)
+        tell_epoch(part, epoch)
 
 
 def ordered(sample: Any) -> tuple | None:
@@ -465,7 +465,7 @@ def as_tensor(part: Any, is_image: bool) -> Any:
     return values.permute(2, 0, 1) if is_image and values.ndim == 3 else values
 
 
-def of(loader: Any) -> Any:
+def dataset_of(loader: Any) -> Any:
     """Return the data set of a DataLoader, as the person has written it."""
     dataset = getattr(loader, "dataset", loader)
     return dataset.dataset if isinstance(dataset, Seeded) else dataset
@@ -482,12 +482,14 @@ def fingerprint(dataset: MapDataset) -> str:
 
 def _list_checksum(dataset: Any) -> int:
     samples = listed(dataset)
-    ends = [samples[0], samples[-1]] if len(samples) else []
-    key = id(samples), len(samples), repr(ends)  # whether it is the same list
+    if not len(samples):
+        return _checksum_within(dataset)
+    # whether it is the same list
+    key = id(samples), len(samples), repr([samples[0], samples[-1]])
     with contextlib.suppress(TypeError):  # it has no hash
-        known, total = _checksums.get(dataset, (None, 0))
-        if known == key:
-            return total
+        known = _checksums.get(dataset)
+        if known and known[0] == key:
+            return known[1]
     total = 0
     for sample in samples:
         parts = sample if isinstance(sample, tuple | list) else [sample]
@@ -496,11 +498,13 @@ def _list_checksum(dataset: Any) -> int:
             os.path.basename(part) if isinstance(part, str) else part for part in parts
         ]
         total = zlib.crc32(repr(values).encode(), total)
-    if total:
-        with contextlib.suppress(TypeError):
-            _checksums[dataset] = key, total
-        return total
-    # no list of its own
+    with contextlib.suppress(TypeError):
+        _checksums[dataset] = key, total
+    return total
+
+
+def _checksum_within(dataset: MapDataset) -> int:
+    """Return that of the data sets that one without a list of its own wraps."""
     inner: list[Any] = [(size(each), _list_checksum(each)) for each in wrapped(dataset)]
     if not inner:
         return 0
@@ -525,14 +529,14 @@ def first_checksums(loader: DataLoader) -> dict[str, int]:
         worker_init_fn=loader.worker_init_fn,
         timeout=loader.timeout,
     )
-    sample, *others = reads
+    read = list(reads)
     set_random_state(outside)
-    whole = checksum(sample)
     # what no augmentation changes; a mask may be turned with its image
-    label = [part for part in sample if getattr(part, "ndim", 0) < 2]
+    label = [part for part in read[0] if getattr(part, "ndim", 0) < 2]
     found = {"label": checksum(label)}
-    if all(checksum(other) == whole for other in others):
-        found["sample"] = whole
+    whole = {checksum(sample) for sample in read}
+    if len(whole) == 1:
+        found["sample"] = whole.pop()
     return found
 
 

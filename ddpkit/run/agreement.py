@@ -25,7 +25,7 @@ def check_alike(classes: Sequence[str], **loaders: Any) -> None:
     mine["version"] = f"ddpkit {ddpkit.__version__}"
     mine["torch"] = f"torch {torch.__version__}"
     for use, loader in loaders.items():
-        data = samples.of(loader)
+        data = samples.dataset_of(loader)
         is_ours = isinstance(getattr(loader, "dataset", None), samples.Seeded)
         if is_ours or samples.listed(data):
             mine[use] = f"{samples.fingerprint(data)} for {use}"  # how many, and which

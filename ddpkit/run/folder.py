@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from ddpkit import files
-from ddpkit.data import loading
+from ddpkit.data import normalizing
 from ddpkit.errors import UserError
 from ddpkit.ranks import distributed, environment, process, protocol
 from ddpkit.run import checkpoint
@@ -130,7 +130,7 @@ class RunFolder:
         from ddpkit.run.mistakes import Mistakes
 
         agreement.check_alike(classes, validation=loader)
-        checkpoint.check_format(self.state or {}, loading.format_of(loader))
+        checkpoint.check_format(self.state or {}, normalizing.format_of(loader))
         shown = Mistakes(confusion, worst, model, loader, classes, predict, draw)
         reporting.report(shown, self.path / "eval")
 

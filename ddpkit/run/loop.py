@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ddpkit.data import loading, samples
+from ddpkit.data import normalizing, samples, sources
 from ddpkit.errors import NoLabelsError, UserError
 from ddpkit.ranks import distributed, replicas, stopping
 from ddpkit.run import agreement, checkpoint, finite, pictures, reporting, states
@@ -116,7 +116,7 @@ class Run:
         self.draw_example = draw
         self.device = next(model.parameters()).device
         self.parts = self._parts(scheduler, more)
-        self.source = loading.find_source(
+        self.source = sources.find_source(
             train_loader,
             val_loader,
             accumulate,
@@ -124,7 +124,7 @@ class Run:
             epoch=state.get("epoch", 0),
         )
         self.progress = Progress(self.source, self.device)
-        val_images = samples.fingerprint(samples.of(val_loader))
+        val_images = samples.fingerprint(samples.dataset_of(val_loader))
         self.chosen = Best(best, val_images, folder, state)
         self.about = self._about(kept)
         self.history: list[dict[str, float | str]] = list(state.get("history", ()))
@@ -168,7 +168,7 @@ class Run:
 
             steps = ddpkit.Run.steps_per_epoch(train_loader, args.accumulate)
         """
-        return loading.steps_per_epoch(train_loader, accumulate)
+        return sources.steps_per_epoch(train_loader, accumulate)
 
     @property
     def epoch(self) -> int:
@@ -224,7 +224,7 @@ class Run:
             "colors": pictures.colors_of(self.classes).tolist(),
             "resumed_from": self.folder.resume,
             "args": flags,
-            "format": dataclasses.asdict(loading.format_of(self.val_loader)),
+            "format": dataclasses.asdict(normalizing.format_of(self.val_loader)),
             "channels": getattr(val_set, "channels", 3),
         }
         return checkpoint.to_plain(about)
@@ -250,7 +250,7 @@ class Run:
             if is_average:
                 how = "with --ema, not without"
             raise UserError(f"{state['path']} was trained {how}: {OTHER_RUN}")
-        checkpoint.check_format(state, loading.format_of(self.val_loader))
+        checkpoint.check_format(state, normalizing.format_of(self.val_loader))
 
     def _say_differences(self, state: State) -> None:
         """Print the checkpoint's progress and what has changed since."""
@@ -276,7 +276,7 @@ class Run:
         if self.is_complete or (is_known and not is_new):
             return
         with contextlib.suppress(NoLabelsError):  # in one batch
-            first = loading.First(self.val_loader)
+            first = sources.First(self.val_loader)
             results, confusion, worst = evaluate(self.model, first, *args)
             self._choose_score(results)
             if is_new:
@@ -341,9 +341,9 @@ class Run:
             replicas.prepare(network)
         if self.model is not self.trained:
             self.model.train()  # for end_epoch to see whether `evaluate` was given it
-        format = loading.format_of(self.train_loader)
+        format = normalizing.format_of(self.train_loader)
         found = self.report.progress(
-            self.source.batches(self.train_loader, self.epoch, self.progress.seen),
+            self.source.read_epoch(self.train_loader, self.epoch, self.progress.seen),
             self.progress.steps_left * self.accumulate,
             self.epoch,
         )
@@ -351,8 +351,8 @@ class Run:
         some = list(itertools.islice(found, self.accumulate))
         while some:
             if not self.first_steps.ended:
-                loading.say_floats(some[0], self.val_loader)
-            batches = [loading.move(batch, self.device, format) for batch in some]
+                sources.say_floats(some[0], self.val_loader)
+            batches = [normalizing.move(batch, self.device, format) for batch in some]
             # dropout
             done = self.progress.steps_done
             samples.seed(seed, self.epoch, done, distributed.rank())

@@ -12,7 +12,7 @@ from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy
 from torch.utils.data import IterableDataset
 
 from ddpkit import files
-from ddpkit.data import images, loading, samples
+from ddpkit.data import images, normalizing, samples
 from ddpkit.data.samples import Key, Seeded
 from ddpkit.ranks import distributed, stopping
 from ddpkit.run import pictures
@@ -121,12 +121,12 @@ class Mistakes:
             # from the first to the last, at equal distances; fewer if there are fewer
             gap = (len(data) - 1) / (EXAMPLES - 1)
             captions = {round(i * gap): "" for i in range(EXAMPLES)}
-        format = loading.format_of(self.loader)
+        format = normalizing.format_of(self.loader)
         device = next(self.model.parameters()).device
         examples = []
         for index, caption in captions.items():
             image, target = data[Key(0, index, is_val=True)][:2]
-            batch = loading.normalize(image[None].to(device), format)
+            batch = normalizing.normalize_images(image[None].to(device), format)
             logits = to_logits(self.predict(self.model, batch))[0].cpu()
             above = []
             if caption:

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, Dataset, default_collate
 from tqdm import tqdm
 
 from ddpkit import files
-from ddpkit.data import folders, loading
+from ddpkit.data import folders, loading, normalizing
 from ddpkit.data.format import Format, read_format
 from ddpkit.data.images import LazyImage, open_image, visible
 from ddpkit.errors import UserError, print_error
@@ -83,7 +83,7 @@ class Predictor:
         """Return `images` (N, C, H, W) of `images()` as the network takes them, on the device."""
         images = images.to(self.device)
         if images.dtype == torch.uint8:  # 0 to 255, the others 0 to 1
-            return loading.normalize(images, self.format)
+            return normalizing.normalize_images(images, self.format)
         return self.format.normalize(images)
 
     def _read(
@@ -132,7 +132,9 @@ class Predictor:
         at the right and below. Raises a UserError if two images have the same name.
         """
         # first of all, so that two of one name are refused before the work begins
-        name_of = {path: name for name, path in folders.by_name(self.found).items()}
+        name_of = {
+            path: name for name, path in folders.index_by_name(self.found).items()
+        }
 
         def save(kind: str, path: str, drawn: Image.Image) -> None:
             file = output / kind / f"{name_of[path]}.png"

@@ -3,7 +3,8 @@
 import torch
 from torch import Tensor
 
-from ddpkit.data.loading import OtherSource, TrainSampler
+from ddpkit.data.loading import TrainSampler
+from ddpkit.data.other_loaders import OtherSource
 from ddpkit.ranks import distributed
 from ddpkit.run.states import State
 

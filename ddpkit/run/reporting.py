@@ -18,7 +18,8 @@ from tqdm import tqdm
 
 from ddpkit import files
 from ddpkit.data import images, loading, samples
-from ddpkit.data.loading import OtherSource, TrainSampler
+from ddpkit.data.loading import TrainSampler
+from ddpkit.data.other_loaders import OtherSource
 from ddpkit.errors import LineError, UserError
 from ddpkit.ranks import distributed, failures, process
 from ddpkit.run import machine, pictures
@@ -91,8 +92,8 @@ class Reporter:
         if name_of:  # of a GPU
             device = name_of(self.device)
         val = ""
-        if loading.is_ours(val_loader):  # another may have a share of them
-            val = f"{len(samples.of(val_loader))} validation images | "
+        if loading.is_ddpkit_loader(val_loader):  # another may have a share of them
+            val = f"{len(samples.dataset_of(val_loader))} validation images | "
         distributed.print0(
             f"{ranks} rank(s) on {device} | batch {self.batch_size} per rank x "
             f"{ranks} rank(s) x {accumulate} accumulated = {source.global_batch} | "

@@ -10,7 +10,7 @@ from typing import Any, NoReturn, TypeVar
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ddpkit.data import loading, samples
+from ddpkit.data import loading, other_loaders, samples
 from ddpkit.data.loading import TrainSampler
 from ddpkit.ranks import distributed, replicas
 from ddpkit.ranks.stopping import (
@@ -202,16 +202,16 @@ class Checkpoints:
                 self._start_over("another batch size, or other ranks, then")
             self.global_batch = sampler.global_batch
             seen = self.done * sampler.global_batch
-            return sampler.batches(batches, self.epoch, seen)
+            return sampler.read_epoch(batches, self.epoch, seen)
         if isinstance(batches, Sequence):
             return iter(batches[self.done :])
         if self.done and self.ranks_then != distributed.world_size():
             self._start_over(f"{self.ranks_then} ranks then")
-        samplers = loading.samplers_of(batches)
+        samplers = other_loaders.samplers_of(batches)
         has_shares = any(hasattr(part, "num_replicas") for part in samplers)
         # Without shares of the ranks what is drawn may be the order, one for all.
         share = distributed.rank() if has_shares else 0
-        found = loading.begun(batches, self.epoch, self.seed, self.epoch, share)
+        found = other_loaders.begun(batches, self.epoch, self.seed, self.epoch, share)
         if self.done:
             distributed.print0(f"reading {self.done} batches again, which are left out")
         return itertools.islice(found, self.done, None)
@@ -294,5 +294,5 @@ def explaining() -> Iterator[None]:
 
     process.install_handlers()
     process.note_start()
-    with failures.one_line_errors(loading.explain):
+    with failures.one_line_errors(loading.explain_loading):
         yield

@@ -26,7 +26,14 @@ from tqdm import tqdm
 
 from ddpkit.data import folders, loading
 from ddpkit.data.format import NAME, Format, read_format, write_format
-from ddpkit.data.masks import VOID, Labels, Meant, agree, explain_values, read_classes
+from ddpkit.data.masks import (
+    VOID,
+    Labels,
+    Meant,
+    add_meanings,
+    explain_values,
+    read_classes,
+)
 from ddpkit.data.samples import MapDataset
 from ddpkit.errors import UserError, shorten
 from ddpkit.ranks import distributed, process
@@ -115,7 +122,7 @@ class Survey:
             if facts.is_turned:
                 turned.append(path)
             try:
-                agree(meant, facts.meant)
+                add_meanings(meant, facts.meant)
             except UserError as error:
                 mixed = mixed or error.line  # one for the whole set
             if number == 0:
@@ -264,7 +271,7 @@ def find_pairs(root: Path, errors: list[str]) -> Sequence[folders.Pairs]:
         return [(images[name], masks[name]) for name in both]
 
     try:
-        return folders.find_pairs(root, match)
+        return folders.find_mask_pairs(root, match)
     except UserError as error:
         if not errors:
             raise

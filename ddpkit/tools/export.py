@@ -34,7 +34,7 @@ from torch.export import Dim
 from torch.utils.data import DataLoader
 
 from ddpkit import files
-from ddpkit.data import loading
+from ddpkit.data import loading, normalizing
 from ddpkit.data.format import Format
 from ddpkit.data.samples import Key, MapDataset, Seeded
 from ddpkit.errors import UserError
@@ -64,7 +64,9 @@ class Network(nn.Module):
         self.args = args
 
     def forward(self, images: Tensor) -> Tensor:
-        images = loading.normalize(self.format.normalize(images), self.format)
+        images = normalizing.normalize_images(
+            self.format.normalize(images), self.format
+        )
         return to_logits(self.infer(self.model, images, self.args))
 
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import ddpkit
-from ddpkit.data import loading
+from ddpkit.data import loading, normalizing
 
 CPU = torch.device("cpu")
 META = torch.device("meta")
@@ -137,10 +137,10 @@ def stand_ins(main: ModuleType, reads: Reads) -> Iterator[tuple[object, str, obj
     ) -> object:
         def steps(*networks: object) -> Iterator[list[tuple]]:
             batches = iter(loader)
-            format = loading.format_of(loader)
+            format = normalizing.format_of(loader)
             for _ in range(STEPS):
                 some = islice(batches, parts["accumulate"])
-                moved = [loading.move(batch, META, format) for batch in some]
+                moved = [normalizing.move(batch, META, format) for batch in some]
                 reads.step += 1
                 yield moved
                 run.step += 1

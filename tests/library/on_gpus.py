@@ -18,7 +18,7 @@ from ranks import draw_nothing, on_ranks
 from torch import nn
 
 import ddpkit
-from ddpkit.data.loading import First
+from ddpkit.data.sources import First
 from ddpkit.ranks import distributed, process, protocol, replicas
 from ddpkit.run import states
 from ddpkit.run.loop import Run

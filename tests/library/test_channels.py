@@ -13,7 +13,7 @@ from generated import refusal
 from timm.models._manipulate import adapt_input_conv
 from torch import nn
 
-from ddpkit.data import folders, images, loading
+from ddpkit.data import folders, images, normalizing
 from ddpkit.data.format import MEAN, STD, Format
 from ddpkit.run import networks, pretrained
 
@@ -119,7 +119,7 @@ def test_normalization() -> None:
         assert torch.equal(
             found[i], (values[i] - torch.tensor(mean[i])) / torch.tensor(std[i])
         )
-    assert torch.equal(loading.normalize(found), found)
+    assert torch.equal(normalizing.normalize_images(found), found)
     # what dataset.py returns as float32 is taken as is
     assert Format().normalize(values) is values
     assert Format(channels=3).statistics == Format().statistics == (MEAN, STD)

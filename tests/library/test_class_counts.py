@@ -53,7 +53,7 @@ def test_weights(
     ):
         with refusal("class_counts.count_classes", words):
             class_counts.class_weights("auto", wrong, names)
-    with refusal("class_counts.count_labels", "list has no count_labels"):
+    with refusal("class_counts.labels_of_sample", "list has no count_labels"):
         class_counts.class_weights("auto", [(1, 2)], names)
 
 

@@ -172,7 +172,7 @@ def test_what_disks_and_runs_add(
     before = find(kind, data)
     folders.say_skipped.cache_clear()
     said: list[str] = []
-    monkeypatch.setattr(folders.distributed, "say", said.append)
+    monkeypatch.setattr(folders.distributed, "print0", said.append)
     image = next(data.glob("train/*/*.jpg"))
     inside = image.parent
     for parent in data, data / "train", inside, data / "val" / inside.name:
@@ -341,8 +341,8 @@ def test_endings(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
 
 
 def test_images_of_one_name() -> None:
-    with refusal("folders.by_name", "a/1.jpg", "b/1.jpg"):
-        folders.by_name([("a/1.jpg", "1"), ("b/1.jpg", "1")])
+    with refusal("folders.index_by_name", "a/1.jpg", "b/1.jpg"):
+        folders.index_by_name([("a/1.jpg", "1"), ("b/1.jpg", "1")])
 
 
 def test_the_split() -> None:
@@ -411,7 +411,8 @@ class TestLists:
         ],
     )
     def test_faults(self, tmp_path: Path, content: str | bytes, words: str) -> None:
-        with refusal("folders.read_list", words):
+        code = "folders.read_row" if "line" in words else "folders.read_list"
+        with refusal(code, words):
             self.rows(tmp_path, content)
 
 

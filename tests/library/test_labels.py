@@ -63,7 +63,7 @@ def test_loss_and_metrics(project: Project, several: Path) -> None:
     found, matrix, worst = main.evaluate(net, loader, criterion, metric, args)
     images, targets = torch.utils.data.default_collate([val[n] for n in range(23)])
     with torch.inference_mode():
-        logits = net(ddpkit.data.loading.normalize(images, val.format))
+        logits = net(ddpkit.data.normalizing.normalize_images(images, val.format))
     precisions = []
     scores = []
     for truth, values in zip(targets.bool().T, logits.T, strict=True):

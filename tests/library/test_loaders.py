@@ -17,7 +17,14 @@ from torch.utils import data as sets
 from torch.utils.data import DataLoader, get_worker_info
 from torch.utils.data.distributed import DistributedSampler
 
-from ddpkit.data import class_counts, loading, samples
+from ddpkit.data import (
+    class_counts,
+    loading,
+    normalizing,
+    other_loaders,
+    samples,
+    sources,
+)
 from ddpkit.data.format import Format
 from ddpkit.ranks import distributed
 from ddpkit.run import agreement
@@ -80,7 +87,7 @@ class TestWrappers:
         ):
             names = [samples.name(dataset, n) for n in range(len(dataset))]
             assert names == [f"sample {n}, {file}.jpg" for n, file in enumerate(files)]
-            assert loading.format_of(DataLoader(dataset)) == OTHER
+            assert normalizing.format_of(DataLoader(dataset)) == OTHER
             counts = class_counts.count_classes(dataset, ["even", "odd"])
             assert counts[:, 2].tolist() == [10 + int(file[-1]) for file in files]
         stream = sets.ChainDataset([Stream("all"), Stream("all")])
@@ -91,7 +98,7 @@ class TestWrappers:
         some = Own(Ours("a", 3))
         some.__class__ = type("Fewer", (Own,), {"__len__": lambda self: 2})
         assert samples.name(some, 0) == "sample 0"
-        with refusal("class_counts.count_labels", "Fewer has no count_labels"):
+        with refusal("class_counts.labels_of_sample", "Fewer has no count_labels"):
             class_counts.count_classes(some, ["even", "odd"])
 
     def test_the_epoch(self) -> None:
@@ -126,7 +133,7 @@ class TestWrappers:
         uint8 = Own(range(4))
         floats = Own(range(4), torch.rand(3, 4, 4))
         same = Ours("b", 4, Format(mean=OTHER.mean, std=OTHER.std, max_megapixels=1))
-        check = loading.check_formats
+        check = sources.check_formats
 
         def seeded(dataset: Any) -> DataLoader:
             sampler = loading.TrainSampler(dataset, 4, 1, 0)
@@ -143,12 +150,12 @@ class TestWrappers:
             for other in plain, uint8, sets.Subset(uint8, [0, 1, 2, 3]):
                 for one, two in (make(other), loader), (loader, make(other)):
                     with refusal(
-                        "loading.check_formats", OTHER.mean, "{}", "data.json"
+                        "sources.check_formats", OTHER.mean, "{}", "data.json"
                     ):
                         check(one, two)
         assert before == samples.checksum(samples.random_state())
-        with refusal("loading.find_format", "ConcatDataset", OTHER.mean):
-            loading.format_of(DataLoader(sets.ConcatDataset([ours, plain])))
+        with refusal("normalizing.find_format", "ConcatDataset", OTHER.mean):
+            normalizing.format_of(DataLoader(sets.ConcatDataset([ours, plain])))
 
 
 class Stream(sets.IterableDataset):
@@ -238,8 +245,8 @@ def numbers(batches: Iterator) -> list[int]:
 
 def trained_on(loader: Any, epoch: int = 0) -> list[list[int]]:
     """Which samples each rank takes in an epoch."""
-    source = loading.OtherSource(loader, accumulate=1, seed=3)
-    found = numbers(source.batches(loader, epoch, 0))
+    source = other_loaders.OtherSource(loader, accumulate=1, seed=3)
+    found = numbers(source.read_epoch(loader, epoch, 0))
     assert len(found) * distributed.world_size() <= source.total
     return distributed.gather_objects(found)
 
@@ -295,11 +302,11 @@ def test_shares_that_are_meant_to_be_equal() -> None:
     found = trained_on(DataLoader(Stream("uneven"), 1))
     assert [len(part) for part in found] == [8, 8, 8]  # as many as the least share has
     wrong = DistributedSampler(data, 2, 0)
-    with refusal("loading.has_share", "(2, 0)"):
+    with refusal("other_loaders.has_share", "(2, 0)"):
         trained_on(DataLoader(data, 2, sampler=wrong))
-    with refusal("loading.deal", "the training loader gives some ranks the same"):
+    with refusal("other_loaders.deal", "the training loader gives some ranks the same"):
         trained_on(DataLoader(Stream("pairs"), 2))
-    with refusal("loading.deal", "each time that they are read"):
+    with refusal("other_loaders.deal", "each time that they are read"):
         trained_on(DataLoader(Stream("all", noise=True, labels=1), 2))
 
 
@@ -318,7 +325,7 @@ def test_each_sample_is_evaluated_once() -> None:
     ):
         samples.seed(rank)  # as training leaves it
         pairs = []
-        for batch in loading.eval_batches(loader, CPU):
+        for batch in sources.eval_batches(loader, CPU):
             corners = (batch[0][:, 0, 0, 0] * 0.229 + 0.485) * 255  # as they were
             pairs += zip(corners.round().tolist(), batch[-1].tolist(), strict=True)
         pairs = distributed.gather_objects(pairs)
@@ -331,8 +338,8 @@ def test_each_sample_is_evaluated_once() -> None:
         DistributedSampler(data),
         OrderedDistributedSampler(data, ranks, rank),
     ):
-        with refusal("loading.dealt", type(sampler).__name__):
-            next(loading.eval_batches(make(data, sampler=sampler), CPU))
+        with refusal("sources.dealt", type(sampler).__name__):
+            next(sources.eval_batches(make(data, sampler=sampler), CPU))
 
 
 @on_ranks(2)
@@ -398,7 +405,7 @@ def test_generators_of_their_own(workers: int, capsys: pytest.CaptureFixture) ->
         loader = DataLoader(
             samples.Seeded(dataset, 2, 0), 4, sampler=sampler, **options
         )
-        found = [b[0] for epoch in (0, 1) for b in sampler.batches(loader, epoch, 0)]
+        found = [b[0] for epoch in (0, 1) for b in sampler.read_epoch(loader, epoch, 0)]
         return capsys.readouterr().out, [
             images[:, 0, 0, 0].tolist() for images in found
         ]
@@ -434,14 +441,14 @@ def test_what_a_collate_function_draws() -> None:
         loader = DataLoader(
             seeded, 24, sampler=sampler, collate_fn=lambda _: torch.rand(()).item()
         )
-        return list(sampler.batches(loader, 0, seen))
+        return list(sampler.read_epoch(loader, 0, seen))
 
     assert drawn(0)[1:] == drawn(24)
 
 
 def test_arrays_of_indices() -> None:
     loader = DataLoader(Shard(range(4)), 2, sampler=np.array([2, 0, 1]))  # type: ignore[arg-type]
-    assert numbers(loading.eval_batches(loader, CPU))
+    assert numbers(sources.eval_batches(loader, CPU))
 
 
 def test_deep_images() -> None:
@@ -469,8 +476,8 @@ def test_deep_images() -> None:
         with refusal("samples.parts", "sample 0", "65535.0"):
             parts(image)
     for kind in torch.int16, torch.uint16, torch.int32:  # of another loader
-        with refusal("loading.unpack", kind, "65535.0"):
-            loading.unpack([torch.zeros(2, 1, 3, 4, dtype=kind), torch.zeros(2)])
+        with refusal("normalizing.unpack", kind, "65535.0"):
+            normalizing.unpack([torch.zeros(2, 1, 3, 4, dtype=kind), torch.zeros(2)])
     scaled = (values / 65535).astype(np.float32)
     for image in Image.fromarray(scaled), scaled, torch.from_numpy(scaled)[None]:
         assert torch.equal(parts(image), torch.from_numpy(scaled)[None])
@@ -486,7 +493,7 @@ def test_batches_of_both_kinds() -> None:
         seeded.__getitems__([samples.Key(0, 0), samples.Key(0, 1)])
     sampler = loading.ValSampler(both, 2)
     loader = DataLoader(seeded, batch_sampler=sampler, collate_fn=loading.Collate())
-    found = [batch[0].dtype for batch in loading._dealt(loader)]
+    found = [batch[0].dtype for batch in sources._dealt(loader)]
     assert found == [torch.uint8, torch.float32]
 
 
@@ -496,13 +503,13 @@ def test_samplers_in_the_wrong_place() -> None:
     sampler = loading.TrainSampler(data, 4, 1, 0)
     train = DataLoader(seeded, 4, sampler=sampler)
     val = DataLoader(seeded, batch_sampler=loading.ValSampler(data, 4))
-    loading.find_source(train, val, 1, 0, 0)
-    with refusal("loading.find_source", "exchanged"):
-        loading.find_source(val, train, 1, 0, 0)
+    sources.find_source(train, val, 1, 0, 0)
+    with refusal("sources.find_source", "exchanged"):
+        sources.find_source(val, train, 1, 0, 0)
     part = samples.Seeded(sets.Subset(data, [0, 1, 2]), 2, 0)
-    with refusal("loading.is_ours", "TrainSampler", "ddpkit.train_loader"):
-        loading.is_ours(DataLoader(part, 4, sampler=sampler))
-    with refusal("loading.is_ours", "into another loader"):
-        loading.is_ours(
+    with refusal("loading.is_ddpkit_loader", "TrainSampler", "ddpkit.train_loader"):
+        loading.is_ddpkit_loader(DataLoader(part, 4, sampler=sampler))
+    with refusal("loading.is_ddpkit_loader", "into another loader"):
+        loading.is_ddpkit_loader(
             DataLoader(seeded, batch_sampler=sets.BatchSampler(train, 4, False))
         )

@@ -331,7 +331,7 @@ def test_sets_that_mix(tmp_path: Path, one: dict, other: dict) -> None:
     for first, second in ("one.png", "other.png"), ("other.png", "one.png"):
         labels = masks.parse(NAMES, Path("classes.txt"))
         masks.read_mask(str(tmp_path / first), labels)
-        with refusal("masks.agree", first, second):
+        with refusal("masks.add_meanings", first, second):
             masks.read_mask(str(tmp_path / second), labels)
 
 
@@ -341,7 +341,7 @@ def test_a_set_that_mixes(tmp_path: Path) -> None:
     data = tmp_path / "set"
     ddpkit.demo_masks(data, 12, 4)
     Image.new("1", (64, 64), 1).save(data / "train/masks/0003.png")
-    with refusal("masks.agree", data / "train/masks/0003.png"):
+    with refusal("masks.add_meanings", data / "train/masks/0003.png"):
         content(data)
 
 

@@ -16,7 +16,7 @@ from torchvision import tv_tensors
 from torchvision.transforms.v2 import functional as F
 
 from ddpkit import files
-from ddpkit.data import loading, samples
+from ddpkit.data import loading, normalizing, samples
 from ddpkit.data.format import MEAN, STD, Format
 from ddpkit.errors import DiskError, UserError
 from ddpkit.ranks import distributed
@@ -122,7 +122,9 @@ class TestSamples:
             def __getitem__(self, index: int) -> object:
                 return sample
 
-        with refusal("samples.parts", "sample 0, a.jpg", found):
+        is_target = found in ("the target is 'cat'", "0 to 1")
+        code = "samples.check_target" if is_target else "samples.parts"
+        with refusal(code, "sample 0, a.jpg", found):
             self.keyed(Other([("a.jpg", 0)]))[samples.Key(0, 0)]
 
     def test_samples_as_people_have_them(self) -> None:
@@ -217,7 +219,7 @@ def test_normalized() -> None:
     batch = loading.Collate()(
         [(image.movedim(-1, 0), n) for n, image in enumerate(pixels)]
     )
-    found, targets = loading.move(batch, torch.device("cpu"), Format())
+    found, targets = normalizing.move(batch, torch.device("cpu"), Format())
     scaled = F.to_dtype(pixels.movedim(-1, 1), torch.float32, scale=True)
     expected = F.normalize(scaled, MEAN, STD)
     assert (found - expected).abs().max() < 1e-6

@@ -94,7 +94,7 @@ def load(tmp_path: Path, in_worker: Patch = int, in_rank: Patch = int) -> Done:
     def act() -> None:
         tempfile.tempdir = str(tmp_path)
         process.install_handlers()
-        with failures.one_line_errors(loading.explain):
+        with failures.one_line_errors(loading.explain_loading):
             options = loading.workers(2, torch.device("cpu"))
             images = Seeded(Images(in_worker), 1, seed=0)
             loader = DataLoader(

@@ -80,9 +80,9 @@ def test_killed(project: Project, data: Path, trained: Path, tmp_path: Path) -> 
     """What was predicted so far is in a file; one folder comes after the other."""
 
     def dies_in_second_batch() -> None:
-        from ddpkit.data import loading
+        from ddpkit.data import normalizing
 
-        normalize = loading.normalize
+        normalize = normalizing.normalize_images
         numbers = itertools.count(1)
 
         def last(*images: object) -> torch.Tensor:
@@ -90,7 +90,7 @@ def test_killed(project: Project, data: Path, trained: Path, tmp_path: Path) -> 
                 os.kill(os.getpid(), signal.SIGKILL)
             return normalize(*images)
 
-        loading.normalize = last
+        normalizing.normalize_images = last
 
     paths = sorted(data.glob("train/*/*.jpg"))
     folders = list(dict.fromkeys(path.parent for path in paths))
@@ -116,7 +116,7 @@ def test_exported(project: Project, data: Path, trained: Path, tmp_path: Path) -
 
     def use() -> None:
         import model
-        from ddpkit.data import loading
+        from ddpkit.data import normalizing
         from ddpkit.run import checkpoint
         from flags import parse_args
 
@@ -128,7 +128,9 @@ def test_exported(project: Project, data: Path, trained: Path, tmp_path: Path) -
         for shape in (5, 3, 96, 160), (1, 3, 64, 96):
             images = np.random.default_rng(0).integers(0, 256, shape, dtype=np.uint8)
             with torch.inference_mode():
-                expected = net(loading.normalize(torch.from_numpy(images))).numpy()
+                expected = net(
+                    normalizing.normalize_images(torch.from_numpy(images))
+                ).numpy()
             (logits,) = session.run(["logits"], {"images": images})
             assert logits.dtype == np.float32
             assert abs(logits - expected).max() < 1e-3 * max(abs(expected).max(), 1)

@@ -289,7 +289,7 @@ def test_loaders_of_your_own(edited: Callable[[str], Edited]) -> None:
     other = f"    val_loader = DataLoader(val_set, 4, {sampler}(val_set))\n"
     text = plain.replace(val, other).replace("val_loader.dataset.channels", "3")
     main.write_text(text)
-    own.run("repeats").refused("loading.dealt", "DistributedSampler")
+    own.run("repeats").refused("sources.dealt", "DistributedSampler")
 
 
 def test_teacher(edited: Callable[[str], Edited]) -> None:

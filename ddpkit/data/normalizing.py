@@ -1,0 +1,76 @@
+"""What a batch is, and its way to the device, where its uint8 images are normalised."""
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ddpkit.data import samples
+from ddpkit.data.format import DEFAULT_FORMAT, NAME, Format
+from ddpkit.errors import UserError
+
+
+def unpack(batch: Any) -> tuple:
+    """Return a batch as (images, targets, ...), floating-point or uint8 images (N, C, H, W)."""
+    parts = samples.ordered(batch)
+    if parts is None or not isinstance(parts[0], Tensor):
+        raise UserError(
+            f"the loader returns a {type(batch).__name__}: a batch is (images, targets, "
+            '...) or a dict with "image" and "label", images a tensor (N, C, H, W)'
+        )
+    images = parts[0]
+    if images.dtype != torch.uint8 and not images.is_floating_point():
+        raise UserError(
+            f"the loader returns images of {images.dtype}: return uint8, or float, divided "
+            "by the value that is white, such as 65535.0"
+        )
+    return parts
+
+
+def find_format(dataset: Any) -> Format | None:
+    """Return the format of a data set, or of those that it wraps, which has to be one."""
+    own = getattr(dataset, "format", None)
+    if isinstance(own, Format):
+        return own
+    found = [each for each in map(find_format, samples.wrapped(dataset)) if each]
+    # a batch is normalised as a whole
+    for other in found[1:]:
+        if other.scale != found[0].scale:
+            raise UserError(
+                f"{type(dataset).__name__} joins images of {found[0].keys()} and "
+                f"{other.keys()}: give their folders the same {NAME}"
+            )
+    return found[0] if found else None
+
+
+def format_of(loader: Any) -> Format:
+    return find_format(samples.dataset_of(loader)) or DEFAULT_FORMAT
+
+
+def move(batch: Any, device: torch.device, format: Format) -> tuple:
+    """Return a batch, which has travelled as uint8, on `device`, as `eval_batches` describes it."""
+    moved = [
+        part.to(device, non_blocking=True) if isinstance(part, Tensor) else part
+        for part in unpack(batch)
+    ]
+    moved[0] = normalize_images(moved[0], format)
+    targets = moved[1]
+    if isinstance(targets, Tensor):
+        moved[1] = targets.float() if targets.is_floating_point() else targets.long()
+    return tuple(moved)
+
+
+def normalize_images(images: Tensor, format: Format = DEFAULT_FORMAT) -> Tensor:
+    """Return uint8 `images` (N, C, H, W) normalised, as float32; floats as they are."""
+    if images.dtype != torch.uint8:
+        return images.float()
+    mean, std = channel_statistics(format.statistics, images.device)
+    # Converted first, then in place: a third of the time on a CPU.
+    return images.to(torch.float32, copy=True).sub_(mean).div_(std)
+
+
+@functools.cache  # a copy to the device at every step would wait for it
+def channel_statistics(statistics: tuple, device: torch.device) -> tuple[Tensor, ...]:
+    """Return mean and deviation of values from 0 to 255, float32 (channels, 1, 1) each."""
+    return torch.tensor(statistics).mul(255).view(2, -1, 1, 1).to(device).unbind()

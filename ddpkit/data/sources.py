@@ -1,0 +1,172 @@
+"""Where a run gets its batches: from loaders of ddpkit, or from any others."""
+
+import functools
+import itertools
+from collections.abc import Iterator
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+
+from ddpkit.data import loading, samples
+from ddpkit.data.format import NAME
+from ddpkit.data.loading import (
+    TrainSampler,
+    ValSampler,
+    batches_by_size,
+    is_ddpkit_loader,
+)
+from ddpkit.data.normalizing import find_format, format_of, move, unpack
+from ddpkit.data.other_loaders import OtherSource, deal, drawn, numbered, samplers_of
+from ddpkit.data.samples import Key
+from ddpkit.errors import UserError
+from ddpkit.ranks import distributed, stopping
+
+# By their loaders: what `steps_per_epoch` has begun to read, Run goes on with.
+_others: WeakKeyDictionary[Any, OtherSource] = WeakKeyDictionary()
+
+
+def steps_per_epoch(loader: Any, accumulate: int) -> int:
+    """Return how many optimizer steps, of `accumulate` batches on each rank, an epoch has.
+
+    Every rank has to call it: of a loader of your own it reads the first batches.
+    """
+    if is_ddpkit_loader(loader):
+        return loader.sampler.steps
+    found = OtherSource(loader, accumulate, seed=0)
+    _others[loader] = found
+    return found.steps
+
+
+def find_source(
+    loader: Any, val_loader: Any, accumulate: int, seed: Any, epoch: int
+) -> TrainSampler | OtherSource:
+    """Return what Run has to know of its loader, in all of its epochs; `epoch` is the first.
+
+    Every rank has to call it.
+    """
+    for each, kind in (loader, TrainSampler), (val_loader, ValSampler):
+        if not is_ddpkit_loader(each):
+            continue
+        if not any(isinstance(sampler, kind) for sampler in samplers_of(each)):
+            raise UserError(
+                "Run(...) takes ddpkit.train_loader(...) and then ddpkit.val_loader(...): these "
+                "are exchanged"
+            )
+        if each.dataset.is_any:
+            raise UserError(
+                "Run(...) takes loaders of images: give ddpkit.train_loader and val_loader "
+                "classes=classes"
+            )
+    check_formats(loader, val_loader)
+    if not is_ddpkit_loader(loader):
+        known = _others.get(loader)  # begun by `steps_per_epoch`
+        if known is None or known.accumulate != accumulate:
+            return OtherSource(loader, accumulate, seed, epoch)
+        known.begin_at(seed, epoch)
+        return known
+    planned = loader.sampler.global_batch
+    found = (loader.batch_size or 0) * distributed.world_size() * accumulate
+    if planned != found:
+        raise UserError(
+            f"the training loader was made for steps of {planned} images, Run(...) takes "
+            f"{found}: give both the same accumulate"
+        )
+    return loader.sampler
+
+
+def eval_batches(loader: Any, device: torch.device) -> Iterator[tuple]:
+    """Yield this rank's batches for evaluation, (images, targets, ..., indices), on `device`.
+
+    images: float32 (N, C, H, W), uint8 ones normalised. targets: int64, or float32 if they are
+    floating-point. indices: int64 (N,), of the samples in the data set.
+
+    loader: with our ValSampler; or any other DataLoader, whose batches all ranks take in turn if
+        they have the same, and each takes all if each has its own. indices are negative where the
+        order of the data set is not kept. After a signal the loop ends early, and all ranks stop
+        and save in `compute`.
+
+        for images, targets, *_, indices in ddpkit.eval_batches(val_loader, device):
+    """
+    format = format_of(loader)
+    for batch in _dealt(loader):
+        yield move(batch, device, format)
+        # `compute` and `end_epoch`, where all ranks pass, stop
+        if stopping.stop_requested():
+            break
+
+
+def _dealt(loader: Any) -> Iterator[list]:
+    """Return the batches of a loader for evaluation that are this rank's, with indices."""
+    if isinstance(loader, First):
+        return iter(loader)
+    if is_ddpkit_loader(loader):
+        return batches_by_size(loading.started(loader))
+    for each in samplers_of(loader):
+        if hasattr(each, "num_replicas"):
+            raise UserError(
+                f"the validation loader has a {type(each).__name__}, which repeats "
+                "samples: leave it out; the ranks take its batches in turn"
+            )
+    ranks = distributed.world_size()
+    rank = distributed.rank()
+    found, has_own = deal(loader, functools.partial(drawn, loader, 0), "validation")
+    batches = numbered(loader, found)
+    if ranks == 1 or not has_own:
+        return itertools.islice(batches, rank, None, ranks)
+    # Numbers that no other rank has, and that are no indices of the data set.
+    return ([*parts, -1 - rank - ranks * indices.abs()] for *parts, indices in batches)
+
+
+class First:
+    """The first samples of a validation loader, a small batch, the same on all ranks."""
+
+    def __init__(self, loader: Any) -> None:
+        self.loader = loader
+        self.dataset = getattr(loader, "dataset", loader)
+
+    def __iter__(self) -> Iterator[list]:
+        if not is_ddpkit_loader(self.loader):
+            return itertools.islice(numbered(self.loader, drawn(self.loader, 0)), 1)
+        count = min(2, len(self.dataset))
+        keys = [Key(0, number, is_val=True) for number in range(count)]
+        return batches_by_size(
+            [self.loader.collate_fn(self.dataset.__getitems__(keys))]
+        )
+
+
+def check_formats(train_loader: Any, val_loader: Any) -> None:
+    """Raise a UserError unless images for training and validation are normalised alike."""
+    train = format_of(train_loader)
+    val = format_of(val_loader)
+    if train == val or train.scale == val.scale:
+        return
+    for loader in (train_loader, val_loader):
+        if find_format(samples.dataset_of(loader)):
+            continue  # its uint8 images are normalised by the format
+        # A set of one's own without a format: floats are taken as they are.
+        images = unpack(next(batches_by_size(drawn(loader, 0))))[0]
+        if images.is_floating_point():
+            return
+    raise UserError(
+        f"training images are normalised by {train.keys()}, validation images by "
+        f"{val.keys()} of {NAME} ({{}}: ImageNet's mean and std): give both data sets the "
+        "same `format`"
+    )
+
+
+def say_floats(batch: Any, val_loader: Any) -> None:
+    """Say a line if images of training are floats, and those of validation uint8.
+
+    batch: of training, as its loader gives it.
+    """
+    images = unpack(batch)[0]
+    if images.dtype == torch.uint8:
+        return
+    others = next(iter(First(val_loader)), None)
+    if others is not None and others[0].dtype == torch.uint8:
+        mean, std = format_of(val_loader).statistics
+        distributed.print0(
+            "training images are floats, taken as they are, validation images uint8, normalised "
+            f"by mean {mean} and std {std}: right if the former are normalised so, too"
+        )
