@@ -55,7 +55,7 @@ class FirstSteps:
                 criterion.register_forward_hook(self._watch_loss, with_kwargs=True)
             )
 
-    def end_step(self, loss: Tensor | float, count: Tensor) -> None:
+    def judge_step(self, loss: Tensor | float, count: Tensor) -> None:
         """Raise a UserError, or say a line, if the step is wrong.
 
         loss: of this rank's batches. count: of labels of all ranks.

@@ -150,7 +150,7 @@ class Run:
         self.began = self.epoch
         # of an epoch that is resumed
         self.at_start = self._summary() if self.seen else ""
-        recorded = distributed.from_rank_zero(reporting.count, folder.path)
+        recorded = distributed.from_rank_zero(reporting.recorded_epochs, folder.path)
         self.is_complete = min(self.epoch, recorded) >= epochs
         self.first_steps = FirstSteps(self.parts, optimizer, criterion, accumulate)
         self.variables = LoopVariables()
@@ -158,20 +158,19 @@ class Run:
         self.is_out = False  # of patience
         self.report = reporting.Reporter(
             folder.path,
-            self.device,
             epochs,
-            self.epoch,
-            self.is_complete,
-            log_every,
-            self.step,
+            log_every=log_every,
+            device=self.device,
+            classes=classes,
+            rows=self.history,
+            step=self.step,
+            active=not self.is_complete,
         )
-        self.report.start(
-            self.source, accumulate, classes, train_loader, val_loader, kept
-        )
+        self.report.print_start(self.source, accumulate, train_loader, val_loader, kept)
         self._note_best()
         if isinstance(tracker, str):
             tracker = reporting.find_tracker(tracker, folder.path, kept)
-        self.report.catch_up(self.history, tracker)
+        self.report.catch_up(tracker)
         self.block = self._block()
 
     @staticmethod
@@ -335,7 +334,7 @@ class Run:
                 f"the loop was left after epoch {self.epoch} of {self.epochs}: the same command "
                 "goes on from there; to stop early for good, use --patience"
             )
-        return self.report.finish(self.score, self.best)
+        return self.report.print_results(self.score, self.best)
 
     def __str__(self) -> str:
         return f"epoch {self.epoch + 1}, step {self.seen // self.global_batch}"
@@ -366,7 +365,10 @@ class Run:
         format = loading.format_of(self.train_loader)
         left = (self.source.total - self.seen) // self.global_batch
         found = self.source.batches(self.train_loader, self.epoch, self.seen)
-        found = self.report.progress(found, left * self.passes_per_step, self.epoch)
+        batch_size = self.source.global_batch // self.passes_per_step
+        batch_size //= distributed.world_size()
+        passes = left * self.passes_per_step
+        found = self.report.progress(found, self.epoch, passes, batch_size)
         seed, rank = int(self.source.order["seed"]), distributed.rank()
         before = self.step
         while some := list(itertools.islice(found, self.passes_per_step)):
@@ -422,7 +424,7 @@ class Run:
         """
         for network in self.networks[:1]:  # others may be trained now and then
             replicas.check_called(network)
-        self.first_steps.end_step(loss, count)
+        self.first_steps.judge_step(loss, count)
         if isinstance(loss, Tensor):
             loss = loss.detach()
         # as the loss is for the mean over the ranks
@@ -442,10 +444,9 @@ class Run:
 
     def _log(self, grad_norm: Tensor | None) -> None:
         loss, count = distributed.reduce_tensor(self.totals - self.logged)
-        at = f"epoch {self.epoch + 1}/{self.epochs}  "
-        at += f"step {self.seen // self.global_batch}/{self.source.steps}"
+        at = f"{self.seen // self.global_batch}/{self.source.steps}"
         lr = self.optimizer.param_groups[-1]["lr"]
-        self.report.steps.add(self.step, at, loss / count, lr, grad_norm)
+        self.report.log_step(self.step, loss / count, lr, grad_norm, at)
         self.logged = self.totals.clone()
 
     def mean_loss(self) -> float:
@@ -495,7 +496,7 @@ class Run:
             self.best, self.best_epoch = score, self.epoch
         self.save(is_best)
         self.is_ended, self.at_end = True, self._summary()
-        self.report.end_epoch(self.history, is_best)
+        self.report.log_epoch(self.history[-1], is_best)
         return is_best
 
     def _summary(self) -> str:
@@ -538,7 +539,9 @@ class Run:
     def _note_best(self) -> None:
         """Say in args.json which score is the best, for what searches for flags."""
         if self.is_higher is not None:
-            self.report.note(best=[self.score, "max" if self.is_higher else "min"])
+            self.report.note_facts(
+                best=[self.score, "max" if self.is_higher else "min"]
+            )
 
     def is_out_of_patience(self, patience: int) -> bool:
         """Return whether the last `patience` epochs had no new best; 0: never."""
@@ -635,7 +638,7 @@ class Run:
 
         confusion: of `compute`. worst: what TopLosses.compute() returns.
         """
-        self.report.images(self._drawing(confusion, worst))
+        self.report.write_images(self._drawing(confusion, worst))
 
     def _drawing(self, confusion: Tensor | None, worst: Worsts) -> Mistakes:
         how = self.classes, self.predict, self.draw_example

@@ -40,14 +40,14 @@ def adapt_input(model: nn.Module, size: int, channels: int = 3, step: int = 0) -
     if step:
         freeze_unused(model, step, channels)
     with torch.no_grad():
-        forward(model, size, channels, "use another --image-size, such as 224")
+        try_forward(model, size, channels, "use another --image-size, such as 224")
 
 
 def freeze_unused(model: nn.Module, step: int, channels: int) -> None:
     """Freeze the weights of `model` that no output depends on, in evaluation or in training."""
     remedy = f"validation pads images to multiples of {step}: choose another network"
     size = 5 * step
-    names = without_gradient(model, forward(model, size, channels, remedy))
+    names = without_gradient(model, try_forward(model, size, channels, remedy))
     if names:
         # An auxiliary head, for instance, has an output in training alone.
         in_training = without_gradient_in_training(model, size, channels)
@@ -81,12 +81,12 @@ def without_gradient(model: nn.Module, outputs: Outputs) -> list[str]:
     """Return the names of weights that are trained, and on which nothing in `outputs` depends."""
     sums: list[Tensor] = []
 
-    def note(output: Tensor) -> Tensor:
+    def add_sum(output: Tensor) -> Tensor:
         if output.requires_grad:
             sums.append(output.sum().real)
         return output
 
-    map_tensors(note, outputs)
+    map_tensors(add_sum, outputs)
     trained = {
         name: each for name, each in model.named_parameters() if each.requires_grad
     }
@@ -96,7 +96,7 @@ def without_gradient(model: nn.Module, outputs: Outputs) -> list[str]:
     return [name for name, each in zip(trained, gradients, strict=True) if each is None]
 
 
-def forward(model: nn.Module, size: int, channels: int, remedy: str) -> Outputs:
+def try_forward(model: nn.Module, size: int, channels: int, remedy: str) -> Outputs:
     """Return what the network returns for a black image, in evaluation mode."""
     was_training = (
         model.training
@@ -111,7 +111,7 @@ def forward(model: nn.Module, size: int, channels: int, remedy: str) -> Outputs:
         model.train(was_training)
 
 
-def explain(error: Exception) -> UserError | None:
+def explain_network(error: Exception) -> UserError | None:
     """Return a line if a library cannot make the network of a name that model.py gives it."""
     # Of the calls on the way to the error: the function of a library that took the name.
     for frame, _ in traceback.walk_tb(error.__traceback__):

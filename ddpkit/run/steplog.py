@@ -61,12 +61,12 @@ class StepLog:
     nothing, as on other ranks.
 
         log = StepLog(folder, device, every=50)
-        log.begin()
+        log.begin_epoch()
         for images, targets in loader:
-            log.count(len(images))
+            log.count_images(len(images))
             ...
             if log.is_due(step):
-                log.add(step, f"step {step}", loss, lr)
+                log.add_step(step, f"step {step}", loss, lr)
         log.flush()
         log.close()
     """
@@ -87,12 +87,12 @@ class StepLog:
         self.process = os.getpid()
         self.pending: list[Entry] = []
         self.board: SummaryWriter | None = None
-        self.begin()
+        self.begin_epoch()
         # TensorBoard reads one file after the other, and at the mark in this one it
         # drops what the files before have of later steps: it has to come before any
         # that is opened from here on.
         if self.active and any(self.folder.glob(EVENTS)):
-            self._drop_later(self._open())
+            self._drop_later(self._open_board())
 
     @property
     def writer(self) -> "SummaryWriter | NoWriter":
@@ -103,9 +103,9 @@ class StepLog:
         # its thread is not in a fork
         if not self.active or os.getpid() != self.process:
             return NoWriter()
-        return self.board or self._open()
+        return self.board or self._open_board()
 
-    def _open(self) -> "SummaryWriter":
+    def _open_board(self) -> "SummaryWriter":
         began = time.monotonic()
         from torch.utils.tensorboard import SummaryWriter  # takes seconds
 
@@ -123,14 +123,14 @@ class StepLog:
                 Event(step=self.first_step + 1, session_log=mark)
             )
 
-    def begin(self, bar: tqdm | None = None) -> None:
+    def begin_epoch(self, bar: tqdm | None = None) -> None:
         """Begin an epoch, or its rest. bar: what shows the numbers if there is a terminal."""
         self.bar = bar
         self.has_bar = bar is not None and not bar.disable
         self.images = 0  # of all ranks, since the last entry
         self.since = time.monotonic()
 
-    def count(self, images: int) -> None:
+    def count_images(self, images: int) -> None:
         """Count images of all ranks, for the speed; write the entries that have arrived."""
         self.images += images
         self._write_arrived()
@@ -139,7 +139,7 @@ class StepLog:
         """Return whether `step`, the number of an optimizer step from 1, is logged."""
         return self.every > 0 and step % self.every == 0
 
-    def add(
+    def add_step(
         self,
         step: int,
         at: str,
@@ -198,9 +198,9 @@ class StepLog:
 
     def _write_arrived(self) -> None:
         while self.pending and self.pending[0].has_arrived():
-            self._write(self.pending.pop(0))
+            self._write_entry(self.pending.pop(0))
 
-    def _write(self, entry: Entry) -> None:
+    def _write_entry(self, entry: Entry) -> None:
         scalars = entry.scalars()
         shown = {"loss": f"{scalars['loss']:.4g}", "lr": f"{entry.lr:.3g}"}
         if "grad_norm" in scalars:

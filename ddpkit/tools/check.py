@@ -169,7 +169,7 @@ class Survey:
             std=tuple(float(f"{value:.5g}") for value in std),
         )
 
-    def describe(self, names: dict[int, str], has_masks: bool) -> Iterator[str]:
+    def lines(self, names: dict[int, str], has_masks: bool) -> Iterator[str]:
         """Yield the lines about sizes, and one for each class, by its number."""
         for part, sizes in zip(PARTS, self.sizes, strict=True):
             used = sorted(sizes, key=math.prod)  # by area
@@ -220,7 +220,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         labels = read_classes(root / "classes.txt")
         parts = [
             folders.MaskFiles(folders.Part(pairs, format, labels), tuple)
-            for pairs in find_pairs(root, unmatched)
+            for pairs in match_files(root, unmatched)
         ]
         survey = Survey(parts, given.workers)
         survey.errors += unmatched
@@ -234,7 +234,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         ]
         survey = Survey(parts, given.workers)
         names = dict(enumerate(classes))
-    for line in survey.describe(names, has_masks):
+    for line in survey.lines(names, has_masks):
         distributed.print0(line)
     for line in sorted(survey.errors):
         distributed.print0(f"error: {line}")
@@ -251,7 +251,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     sys.exit(1 if survey.errors else 0)
 
 
-def find_pairs(root: Path, errors: list[str]) -> Sequence[folders.Pairs]:
+def match_files(root: Path, errors: list[str]) -> Sequence[folders.Pairs]:
     """Return the pairs for training and for validation; images and masks without are errors."""
 
     def match(folder: Path) -> folders.Pairs:

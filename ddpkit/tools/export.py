@@ -141,8 +141,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     }
     path = given.output / "model.onnx"
     # a file that returns something else is not kept: an error leaves the old one
-    with files.writing(path, parents=True) as tmp_path, explaining():
-        exported = write(network, batches[0], stride, tmp_path, metadata)
+    with files.writing(path, parents=True) as tmp_path, refusing():
+        exported = write_onnx(network, batches[0], stride, tmp_path, metadata)
         difference = compare(exported, batches, expected)
         line = f"{path}: logits differ by up to {difference:.0e} of the largest"
         if not difference <= TOLERANCE:
@@ -200,7 +200,7 @@ def pick_batches(
     return batches
 
 
-def write(
+def write_onnx(
     network: nn.Module,
     batch: Tensor,
     stride: int,
@@ -235,10 +235,10 @@ def write(
     for name, value in metadata.items():
         exported.model.metadata_props[name] = json.dumps(value)
     exported.save(path, external_data=False)  # in one file
-    return load(path)
+    return open_session(path)
 
 
-def load(path: Path) -> Predict:
+def open_session(path: Path) -> Predict:
     import onnxruntime
 
     session = onnxruntime.InferenceSession(
@@ -253,7 +253,7 @@ def load(path: Path) -> Predict:
 
 
 @contextlib.contextmanager
-def explaining() -> Iterator[None]:
+def refusing() -> Iterator[None]:
     """Turn an error of the exporters in the block into one line, and drop what they print."""
     quiet = io.StringIO()
     try:
@@ -300,7 +300,7 @@ def quantize(source: Path, path: Path, sets: Sets, args: Namespace) -> None:
     with (
         files.writing(path) as tmp_path,
         tempfile.TemporaryDirectory() as folder,
-        explaining(),
+        refusing(),
     ):
         # onnxruntime writes to files with a name only
         prepared = Path(folder, "prepared.onnx")
@@ -311,7 +311,7 @@ def quantize(source: Path, path: Path, sets: Sets, args: Namespace) -> None:
             prepared, quantized, reader, per_channel=True, extra_options=more
         )
         shutil.copyfile(quantized, tmp_path)
-    networks = [load(source), load(path)]
+    networks = [open_session(source), open_session(path)]
     found = [process.own("model").build_metrics(args, classes) for _ in networks]
     for images, targets, *_ in samples(val, torch.arange(len(val))):
         # as training has them

@@ -83,7 +83,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     about = without_paths(json.loads(files.read(path.with_name("args.json"))))
     title = given.repo or process.project().name
     # before anything is written, because it may find a fault
-    card = describe(path, state, about, title, given.license, names)
+    card = write_card(path, state, about, title, given.license, names)
     for name in names:
         with files.writing(given.output / name, parents=True) as tmp_path:
             if name == path.name:
@@ -114,7 +114,7 @@ def without_paths(value: Any) -> Any:
     return PATH.sub(last_name, value) if isinstance(value, str) else value
 
 
-def describe(
+def write_card(
     path: Path,
     state: checkpoint.State,
     about: Any,
@@ -125,7 +125,7 @@ def describe(
     """Return the model card of the checkpoint at `path`. names: the files to show, beside it."""
     used = state["args"]
     data = escape(Path(used.get("data") or "demo").name).replace("`", "'")
-    header, *rows = read(path.with_name("metrics.csv"))
+    header, *rows = read_rows(path.with_name("metrics.csv"))
     last = rows[-1]
     # of the checkpoint's epoch; a run that goes on may have written more since
     own = next((row for row in rows if row[0] == str(state["epoch"])), last)
@@ -140,7 +140,7 @@ def describe(
             metrics.append({"type": name, "value": float(text)})
     tables = [scores]
     if "per_class.csv" in names:
-        tables.append(read(path.with_name("per_class.csv")))
+        tables.append(read_rows(path.with_name("per_class.csv")))
     kind = "segmentation" if process.own("model").STRIDE else "classification"
     task = f"image-{kind}"
     results = {
@@ -199,7 +199,7 @@ def give(used: dict[str, object]) -> list[str]:
     return words
 
 
-def read(path: Path) -> list[list[str]]:
+def read_rows(path: Path) -> list[list[str]]:
     text = files.read(path).decode(errors="replace")
     return list(csv.reader(io.StringIO(text, newline="")))
 

@@ -172,7 +172,7 @@ def test_what_disks_and_runs_add(
     before = find(kind, data)
     folders.say_skipped.cache_clear()
     said: list[str] = []
-    monkeypatch.setattr(folders.distributed, "say", said.append)
+    monkeypatch.setattr(folders.distributed, "print0", said.append)
     image = next(data.glob("train/*/*.jpg"))
     inside = image.parent
     for parent in data, data / "train", inside, data / "val" / inside.name:
@@ -271,7 +271,7 @@ def test_names_that_never_match(tmp_path: Path) -> None:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.touch()
     errors: list[str] = []
-    assert check.find_pairs(tmp_path, errors) == ([], [])
+    assert check.match_files(tmp_path, errors) == ([], [])
     assert sum("no mask of that name" in line for line in errors) == 3
     assert sum("no image of that name" in line for line in errors) == 3
 
