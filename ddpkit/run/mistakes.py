@@ -166,14 +166,14 @@ def write_per_class(path: Path, confusion: Tensor, classes: Sequence[str]) -> No
         labels = counts.sum(1)
         predictions = counts.sum(0)
     both = labels + predictions
-    shares = {
-        "precision": right / predictions,
-        "recall": right / labels,
-        "f1": 2 * right / both,
-        "iou": right / (both - right),
-    }
-    with files.table(path, ["class", *shares, "support"]) as write:
-        table = torch.stack(list(shares.values()), dim=1)
-        for name, values, support in zip(classes, table, labels, strict=True):
-            row = [f"{value:.6f}" for value in values]
-            write([name, *row, int(support)])
+    shares = [
+        right / predictions,
+        right / labels,
+        2 * right / both,
+        right / (both - right),
+    ]
+    columns = ["class", "precision", "recall", "f1", "iou", "support"]
+    with files.table(path, columns) as write:
+        for i, name in enumerate(classes):
+            row = [f"{share[i]:.6f}" for share in shares]
+            write([name, *row, int(labels[i])])

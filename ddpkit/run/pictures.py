@@ -179,8 +179,8 @@ def draw_confusion(path: Path, confusion: Tensor, classes: Sequence[str]) -> Non
             for row, column in np.argwhere(percent > 0):
                 value = percent[row, column]
                 color = "white" if value > 35 else "black"
-                text = axes.text(column, row, f"{value:.0f}", color=color, fontsize=7)
-                text.set(ha="center", va="center")
+                how = {"color": color, "fontsize": 7, "ha": "center", "va": "center"}
+                axes.text(column, row, f"{value:.0f}", **how)
 
 
 def draw_images(

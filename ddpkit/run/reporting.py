@@ -347,7 +347,8 @@ class Reporter:
 
 def find_tracker(name: str, folder: Path, flags: Mapping[str, object]) -> Start:
     """Return what begins or continues a run of that tracker, named as `folder` and its project."""
-    if not _is_installed(name):
+    # as a module that a program has made, or as a package
+    if not sys.modules.get(name) and not importlib.util.find_spec(name):
         raise UserError(
             f"--tracker {name}: not installed; python -m pip install {name}"
         )
@@ -359,22 +360,18 @@ def find_tracker(name: str, folder: Path, flags: Mapping[str, object]) -> Start:
             tool.set_experiment(project)
             run = tool.start_run(known, run_name=folder.name)
             tool.log_params({} if known else flags)
-            found = run.info.run_id
-        else:
-            # wandb finds a run by its id, trackio by its name
-            key = {"id": known} if name == "wandb" else {"name": known or folder.name}
-            run = tool.init(project=project, config=dict(flags), resume="allow", **key)
-            found = run.id if name == "wandb" else run.name
+            return run.info.run_id, lambda row: tool.log_metrics(
+                row, step=int(row["epoch"])
+            )
+        # wandb finds a run by its id, trackio by its name
+        key = {"id": known} if name == "wandb" else {"name": known or folder.name}
+        run = tool.init(project=project, config=dict(flags), resume="allow", **key)
 
         def log(row: dict[str, float]) -> None:
-            epoch = int(row["epoch"])
-            if name == "mlflow":
-                tool.log_metrics(row, step=epoch)
-            else:
-                shown = {each: row[each] for each in row if each != "step"}
-                run.log(shown, step=epoch)
+            shown = {each: row[each] for each in row if each != "step"}
+            run.log(shown, step=int(row["epoch"]))
 
-        return found, log
+        return run.id if name == "wandb" else run.name, log
 
     return start_run
 
@@ -383,12 +380,6 @@ def _is_on_terminal() -> bool:
     with contextlib.suppress(Exception):  # of a stream that is closed
         return sys.stderr.isatty()
     return False
-
-
-def _is_installed(name: str) -> bool:
-    with contextlib.suppress(ValueError):  # of a module that a program has made
-        return importlib.util.find_spec(name) is not None
-    return sys.modules[name] is not None
 
 
 def reason_of(error: BaseException) -> str:

@@ -139,7 +139,8 @@ class Survey:
 
     def name_classes(self, labels: Labels, root: Path) -> list[str]:
         """Return the classes of masks; add an error of too few, or of numbers in val alone."""
-        used, others = [np.flatnonzero(counts).tolist() for counts in self.images]
+        used = np.flatnonzero(self.images[0]).tolist()
+        others = np.flatnonzero(self.images[1]).tolist()
         classes: list[str] = labels
         if not labels:
             largest = max((value for value in used if value != VOID), default=-1)
@@ -173,8 +174,9 @@ class Survey:
         """Yield the lines about sizes, and one for each class, by its number."""
         for part, sizes in zip(PARTS, self.sizes, strict=True):
             used = sorted(sizes, key=math.prod)  # by area
+            # the least and the greatest, once if they are equal
             texts = [f"{width} x {height}" for height, width in used[:1] + used[-1:]]
-            ends = " to ".join(dict.fromkeys(texts)) or "none"  # once if they are equal
+            ends = " to ".join(dict.fromkeys(texts)) or "none"
             yield f"{part:10}{len(used)} images; width x height: {ends}"
         what = "pixels" if has_masks else "images"
         yield f"classes   images, and share of the {what}, in train and in val"

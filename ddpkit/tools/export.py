@@ -81,7 +81,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         "--output",
         metavar="DIR",
         type=Path,
-        default=Path("exported"),
+        default="exported",
         help="for model.onnx",
     )
     add(
@@ -313,12 +313,15 @@ def quantize(source: Path, path: Path, sets: Sets, args: Namespace) -> None:
         shutil.copyfile(quantized, tmp_path)
     networks = [open_session(source), open_session(path)]
     found = [process.own("model").build_metrics(args, classes) for _ in networks]
-    for images, targets, *_ in samples(val, torch.arange(len(val))):
-        # as training has them
-        targets = targets if targets.is_floating_point() else targets.long()
+    for batch in samples(val, torch.arange(len(val))):
+        images = batch[0]
+        targets = batch[1]
+        if not targets.is_floating_point():
+            targets = targets.long()  # as training has them
         for network, each in zip(networks, found, strict=True):
             each.update(network(images), targets)
-    before, after = [metrics.compute_metrics(each)[0] for each in found]
+    before = metrics.compute_metrics(found[0])[0]
+    after = metrics.compute_metrics(found[1])[0]
     print(f"{'':20} {source.name:>15} {path.name:>15}")
     for name, value in before.items():
         print(f"{name:20} {value:15.4f} {after[name]:15.4f}")

@@ -43,20 +43,21 @@ def find(main: ModuleType, words: Sequence[str]) -> str:
             stack.enter_context(reads)
             main.main(words)
     except (RuntimeError, TypeError) as error:
-        innermost_first = reversed(list(traceback.walk_tb(error.__traceback__)))
-        place = own_line(innermost_first, root)
+        places = list(traceback.walk_tb(error.__traceback__))
+        place = own_line(reversed(places), root)
         if not place or not reads.step:
             raise  # of another kind
-        why = (
-            f"reads a value off the device, or has a size that depends on one ({error})"
+        return (
+            f"{place}\nreads a value off the device, or has a size that depends on one "
+            f"({error})"
         )
-        return f"{place}\n{why}"
     finally:
         torch.distributed.destroy_process_group()
     for place, steps in reads.found.items():
         if len(steps) == STEPS:
-            why = "reads a value off the device in each step: the device waits"
-            return f"{place}\n{why}"
+            return (
+                f"{place}\nreads a value off the device in each step: the device waits"
+            )
     return ""
 
 
