@@ -174,6 +174,6 @@ def write_per_class(path: Path, confusion: Tensor, classes: Sequence[str]) -> No
     ]
     columns = ["class", "precision", "recall", "f1", "iou", "support"]
     with files.table(path, columns) as write:
-        for i, name in enumerate(classes):
+        for i, (name, support) in enumerate(zip(classes, labels, strict=True)):
             row = [f"{share[i]:.6f}" for share in shares]
-            write([name, *row, int(labels[i])])
+            write([name, *row, int(support)])

@@ -6,7 +6,7 @@ import traceback
 import torch
 from torch import Tensor, nn
 
-from ddpkit.errors import UserError, shorten
+from ddpkit.errors import UserError, reason_of, shorten
 from ddpkit.ranks import distributed
 from ddpkit.run.outputs import Outputs, map_tensors
 
@@ -98,15 +98,14 @@ def without_gradient(model: nn.Module, outputs: Outputs) -> list[str]:
 
 def try_forward(model: nn.Module, size: int, channels: int, remedy: str) -> Outputs:
     """Return what the network returns for a black image, in evaluation mode."""
-    was_training = (
-        model.training
-    )  # evaluation leaves BatchNorm's statistics as they are
+    # evaluation leaves BatchNorm's statistics as they are
+    was_training = model.training
     device = next(model.parameters()).device
     try:
         return model.eval()(torch.zeros(1, channels, size, size, device=device))
     except (AssertionError, RuntimeError, ValueError) as error:
         line = f"this network cannot take images of {size} x {size} pixels"
-        raise UserError(f"{line} ({' '.join(str(error).split())}): {remedy}") from None
+        raise UserError(f"{line} ({reason_of(error)}): {remedy}") from None
     finally:
         model.train(was_training)
 
@@ -119,8 +118,7 @@ def explain_network(error: Exception) -> UserError | None:
         if frame.f_code.co_name in FACTORIES and module.startswith(OF_LIBRARIES):
             name = frame.f_locals[frame.f_code.co_varnames[0]]  # its first argument
             arch = f"timm/{name}" if module.startswith("timm.") else name
-            said = " ".join(str(error).split())[:300].rstrip(".")
-            return UserError(refusal(arch, said))
+            return UserError(refusal(arch, reason_of(error)[:300].rstrip(".")))
     return None
 
 

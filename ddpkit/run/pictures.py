@@ -179,8 +179,8 @@ def draw_confusion(path: Path, confusion: Tensor, classes: Sequence[str]) -> Non
             for row, column in np.argwhere(percent > 0):
                 value = percent[row, column]
                 color = "white" if value > 35 else "black"
-                how = {"color": color, "fontsize": 7, "ha": "center", "va": "center"}
-                axes.text(column, row, f"{value:.0f}", **how)
+                text = axes.text(column, row, f"{value:.0f}", color=color, fontsize=7)
+                text.set(ha="center", va="center")
 
 
 def draw_images(
@@ -241,9 +241,8 @@ def draw_legend(figure: "Figure", classes: Sequence[str], present: set[int]) -> 
 
 
 def clip(text: str, letters: int = 24) -> str:
-    text = text.encode(
-        "utf-8", "replace"
-    ).decode()  # ? for what is no UTF-8 in a file name
+    # ? for what is no UTF-8 in a file name
+    text = text.encode("utf-8", "replace").decode()
     if len(text) > letters:
         text = text[: letters - 1] + "\N{HORIZONTAL ELLIPSIS}"
     return text

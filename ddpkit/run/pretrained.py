@@ -11,7 +11,7 @@ import torch
 import torchvision
 from torch import Tensor, nn
 
-from ddpkit.errors import DiskError, UserError, shorten
+from ddpkit.errors import DiskError, UserError, reason_of, shorten
 from ddpkit.ranks import distributed
 from ddpkit.run import checkpoint
 
@@ -82,8 +82,7 @@ def try_to_fetch(name: str, fetch: Fetch) -> Tensors | str:
     except UserError as error:
         return error.line
     except Exception as error:  # urllib, httpx and huggingface_hub have no common one
-        reason = " ".join(str(error).split())[:160] or type(error).__name__
-        return f"--weights {name}: download failed ({reason})"
+        return f"--weights {name}: download failed ({reason_of(error)[:160]})"
     finally:
         socket.setdefaulttimeout(before)
 

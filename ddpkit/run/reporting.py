@@ -23,7 +23,7 @@ from ddpkit.data.loading import OtherSource, TrainSampler
 from ddpkit.errors import LineError, UserError
 from ddpkit.ranks import devices, distributed, failures, process
 from ddpkit.run import machine, pictures
-from ddpkit.run.layout import EPOCHS, EVENTS, IMAGES, remove_images
+from ddpkit.run.layout import EPOCHS, EVENTS, IMAGES, SHOWN, remove_images
 from ddpkit.run.mistakes import Mistakes
 from ddpkit.run.pictures import Row
 from ddpkit.run.steplog import StepLog
@@ -301,7 +301,7 @@ class Reporter:
             known = json.loads(path.read_text())["run"] if path.exists() else None
             run, self.log = tracker(known)
         except (Exception, SystemExit) as error:  # which costs no run
-            line = f"the tracker did not start ({reason_of(error)}): the run goes on without it"
+            line = f"the tracker did not start ({typed_reason(error)}): the run goes on without it"
             return distributed.print0(line)
         self.write_json("tracker.json", {"run": run})
 
@@ -311,7 +311,9 @@ class Reporter:
         try:
             self.log(only_numbers(row))
         except (Exception, SystemExit) as error:  # which costs no epoch
-            line = f"the tracker did not take epoch {row['epoch']} ({reason_of(error)})"
+            line = (
+                f"the tracker did not take epoch {row['epoch']} ({typed_reason(error)})"
+            )
             distributed.print0(line)
 
     def write_json(self, name: str, value: object) -> None:
@@ -339,7 +341,7 @@ class Reporter:
                 f"done: {name} was NaN after every epoch: there is no best.pt"
             )
         found = [os.path.join(os.path.relpath(self.folder), "best.pt")]
-        for file in ("curves.png", *IMAGES):
+        for file in SHOWN:
             if (self.folder / file).exists():
                 found.append(file)
         return distributed.print0(f"done: best {name} {best:.4f}; {', '.join(found)}")
@@ -382,7 +384,7 @@ def _is_on_terminal() -> bool:
     return False
 
 
-def reason_of(error: BaseException) -> str:
+def typed_reason(error: BaseException) -> str:
     return " ".join(f"{type(error).__name__}: {error}".split())[:200]
 
 

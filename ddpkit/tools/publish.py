@@ -18,14 +18,13 @@ from pathlib import Path
 from typing import Any
 
 from ddpkit import files
-from ddpkit.errors import UserError, escape
+from ddpkit.errors import UserError, escape, reason_of
 from ddpkit.ranks import process
 from ddpkit.run import checkpoint, pictures
 from ddpkit.run.flags import Parser
-from ddpkit.run.layout import IMAGES
+from ddpkit.run.layout import SHOWN
 
 NEEDED = ["args.json", "metrics.csv"]
-SHOWN = ("curves.png", *IMAGES)  # if they are there
 # A path that begins at the root, at home or above, with all that follows: it may have
 # blanks.
 PATH = re.compile(r"(?<![\w.~/\\-])(?:~[\w.-]*|\.\.|[A-Za-z]:)?[/\\].*", re.S)
@@ -71,7 +70,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             )
     names = [path.name]
     names += NEEDED
-    for name in SHOWN:
+    for name in SHOWN:  # if they are there
         if path.with_name(name).is_file():
             names.append(name)
     if given.output.resolve() == path.parent.resolve():
@@ -232,6 +231,6 @@ def push(folder: Path, names: Sequence[str], repo: str, is_private: bool) -> str
         url = hub.create_repo(repo, private=is_private or None, exist_ok=True)
         hub.upload_folder(repo_id=repo, folder_path=folder, allow_patterns=list(names))
     except Exception as error:  # of many types
-        reason = " ".join(str(error).split()) or type(error).__name__
-        raise UserError(f"{repo}: not published ({reason[:300]})") from None
+        reason = reason_of(error)[:300]
+        raise UserError(f"{repo}: not published ({reason})") from None
     return str(url)
