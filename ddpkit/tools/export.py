@@ -282,15 +282,10 @@ def quantize(source: Path, path: Path, sets: Sets, args: Namespace) -> None:
     from onnxruntime.quantization import quantize_static
     from onnxruntime.quantization.shape_inference import quant_pre_process
 
-    def samples(part: Seeded, numbers: Tensor) -> DataLoader:
-        keys: Any = [Key(0, number, is_val=True) for number in numbers.tolist()]
-        return DataLoader(part, sampler=keys, **loading.workers(None, CPU))
-
     train_set, val_set, classes = sets
-    train = Seeded(train_set, classes, seed=0)
-    val = Seeded(val_set, classes, seed=0)
-    order = torch.randperm(len(train), generator=torch.Generator().manual_seed(0))
-    batches = iter(samples(train, order[:CALIBRATION]))
+    generator = torch.Generator().manual_seed(0)
+    order = torch.randperm(len(train_set), generator=generator)[:CALIBRATION]
+    batches = iter(read_samples(train_set, classes, order.tolist()))
 
     def get_next() -> dict[str, np.ndarray] | None:
         batch = next(batches, None)
@@ -311,17 +306,29 @@ def quantize(source: Path, path: Path, sets: Sets, args: Namespace) -> None:
             prepared, quantized, reader, per_channel=True, extra_options=more
         )
         shutil.copyfile(quantized, tmp_path)
-    networks = [open_session(source), open_session(path)]
-    found = [process.own("model").build_metrics(args, classes) for _ in networks]
-    for batch in samples(val, torch.arange(len(val))):
-        images = batch[0]
-        targets = batch[1]
-        if not targets.is_floating_point():
-            targets = targets.long()  # as training has them
-        for network, each in zip(networks, found, strict=True):
-            each.update(network(images), targets)
-    before = metrics.compute_metrics(found[0])[0]
-    after = metrics.compute_metrics(found[1])[0]
+    val = read_samples(val_set, classes, range(len(val_set)))
+    before = measure(source, val, process.own("model").build_metrics(args, classes))
+    after = measure(path, val, process.own("model").build_metrics(args, classes))
     print(f"{'':20} {source.name:>15} {path.name:>15}")
     for name, value in before.items():
         print(f"{name:20} {value:15.4f} {after[name]:15.4f}")
+
+
+def read_samples(
+    dataset: MapDataset, classes: Sequence[str], numbers: Sequence[int]
+) -> DataLoader:
+    """Return a loader of the samples of these `numbers`, one by one, as for validation."""
+    keys: Any = [Key(0, number, is_val=True) for number in numbers]
+    part = Seeded(dataset, classes, seed=0)
+    return DataLoader(part, sampler=keys, **loading.workers(None, CPU))
+
+
+def measure(path: Path, loader: DataLoader, found: Any) -> dict[str, float]:
+    """Return the metrics `found`, of build_metrics, of the network in a file."""
+    predict = open_session(path)
+    for batch in loader:
+        targets = batch[1]
+        if not targets.is_floating_point():
+            targets = targets.long()  # as training has them
+        found.update(predict(batch[0]), targets)
+    return metrics.compute_metrics(found)[0]
