@@ -103,10 +103,7 @@ class Bench:
         self.device = device = distributed.setup(args.seed)
         torch.backends.cudnn.benchmark = True  # as main.train_one_epoch sets it
 
-        def start(report: Reporter, *_: object) -> None:
-            report.batch_size = args.batch_size
-
-        Reporter.start = start
+        Reporter.print_start = lambda *_: None
         args.amp = recipe.choose_amp(args, device)
         args.batch_size = args.batch_size or 32
         self.classes = [f"class{number}" for number in range(common.CLASSES)]

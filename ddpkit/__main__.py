@@ -44,10 +44,10 @@ def where() -> None:
         )
     # rank 0 of the run looks for this file
     (folder / protocol.QUESTION).touch()
-    asked = (
+    done = (
         f"asked: a run that is at work in {folder} answers in its own terminal or log"
     )
-    print_line(asked, sys.stdout)
+    print_line(done, sys.stdout)
 
 
 def copy() -> None:

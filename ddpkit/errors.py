@@ -62,6 +62,11 @@ class DiskError(LineError):
     """What a restart may find mended: a disk that does not answer, a want of memory or handles."""
 
 
+def reason_of(error: BaseException) -> str:
+    """Return what an error says, in one line; its type if it says nothing."""
+    return " ".join(str(error).split()) or type(error).__name__
+
+
 def escape(line: object) -> str:
     """Return `line` with control characters, as names of files may have, as Python writes them."""
     return CONTROL.sub(lambda found: repr(found[0])[1:-1], str(line))

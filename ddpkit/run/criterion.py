@@ -5,14 +5,13 @@ import copy
 import inspect
 import math
 import operator
-import random
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
+from ddpkit.data import samples
 from ddpkit.errors import UserError
 from ddpkit.ranks import distributed
 from ddpkit.run.outputs import Outputs, map_tensors, to_float32
@@ -53,23 +52,26 @@ class Criterion(nn.Module):
             raise UserError(
                 'the loss of model.py has reduction="none": use "sum" or "mean"'
             )
-        self.kind = reduction if reduction in (SUM, MEAN) else UNKNOWN
+        self.kind = UNKNOWN
         if self.counts:
             self.kind = SUM
+        elif reduction in (SUM, MEAN):
+            self.kind = reduction
 
     def forward(self, outputs: Outputs, targets: Any, *more: Any) -> Tensor:
         """Return the sum over the labels, a scalar."""
         outputs = to_float32(outputs)
         if isinstance(self.loss, REGRESSIONS):
             self._check_shapes(outputs, targets)
+        batch = [outputs, targets, *more]
         if self.kind == UNKNOWN:
-            self.kind = self._find_kind(outputs, targets, *more)
+            self.kind = self._find_kind(batch)
         if self.kind == SUM:
-            return self._call(outputs, targets, *more)
+            return self._call(batch)
         count = self.count(targets, *more)
         # Of a batch without labels the mean is 0 / 0, and its gradient NaN.
-        mean = self._call(guarded(outputs, count), targets, *more)
-        return torch.where(count > 0, mean * count, 0.0)
+        batch[0] = guarded(outputs, count)
+        return torch.where(count > 0, self._call(batch) * count, 0.0)
 
     def _check_shapes(self, outputs: Outputs, targets: Any) -> None:
         """Raise a UserError if torch would compare each output with each target."""
@@ -86,15 +88,15 @@ class Criterion(nn.Module):
         more: what the loss takes besides, for a `count` that takes it, too.
         """
         if self.counts:
+            labels = [targets, *more]
             try:
-                inspect.signature(self.counts).bind(targets, *more)
+                inspect.signature(self.counts).bind(*labels)
             except TypeError:
-                more = ()
-            count = self.counts(targets, *more)
+                labels = [targets]
+            count = self.counts(*labels)
             if isinstance(count, Tensor):
                 return count.detach()
-            device = targets.device if isinstance(targets, Tensor) else None
-            return torch.full((), count, device=device)
+            return torch.full((), count, device=getattr(targets, "device", None))
         if not isinstance(targets, Tensor):
             raise UserError(
                 f"the targets are a {type(targets).__name__}, whose labels are not known: give the "
@@ -129,9 +131,11 @@ class Criterion(nn.Module):
             is_label &= targets < max(self.num_classes, 2)
         return is_label
 
-    def _call(self, outputs: Outputs, targets: Any, *more: Any) -> Tensor:
+    def _call(self, batch: Sequence[Any]) -> Tensor:
+        """Return the loss of a `batch`: outputs, targets, and what it takes besides."""
+        outputs = batch[0]
         try:
-            found = self.loss(outputs, targets, *more)
+            found = self.loss(*batch)
         except (AttributeError, TypeError) as error:
             kind = type(outputs).__name__
             if isinstance(outputs, Tensor) or kind not in str(error):
@@ -140,29 +144,33 @@ class Criterion(nn.Module):
                 f"the loss does not take what the network returns, a {kind} ({error}): give it "
                 "ddpkit.to_logits(outputs)"
             ) from error
-        if isinstance(found, Tensor) and not found.ndim:
-            return found
-        what = (
-            f"a tensor {(*found.shape,)}"
-            if isinstance(found, Tensor)
-            else type(found).__name__
-        )
+        what = type(found).__name__
+        if isinstance(found, Tensor):
+            if not found.ndim:
+                return found
+            what = f"a tensor {tuple(found.shape)}"
         raise UserError(
             f"the loss of model.py returns {what}: return a tensor (), the mean over the labels; "
             "or their sum, with a method count(targets) that returns their number"
         )
 
-    def _say_unequal(self, whole: float, *batch: Any) -> None:
+    def _try(self, batch: Sequence[Any]) -> float:
+        """Return the loss as a number; torch's random numbers remain as they are."""
+        devices = [batch[1].device] if getattr(batch[1], "is_cuda", False) else []
+        with torch.random.fork_rng(devices):
+            return float(self._call(batch))
+
+    def _say_unequal(self, whole: float, batch: Sequence[Any]) -> None:
         """Say a line if parts of a batch, by their labels, do not have the mean of the whole."""
         size = len(batch[0]) if isinstance(batch[0], Tensor) else 0
         if size < 2:
             return
+        end = size // 3 + 1  # of the first part
         total = 0.0
-        for part in slice(0, size // 3 + 1), slice(size // 3 + 1, size):
+        for part in slice(end), slice(end, size):
             take = operator.itemgetter(part)
             some = [map_tensors(take, each) for each in batch]
-            with torch.random.fork_rng([]):
-                total += float(self._call(*some)) * float(self.count(*some[1:]))
+            total += self._try(some) * float(self.count(*some[1:]))
         mean = total / float(self.count(*batch[1:]))
         if math.isfinite(mean) and not math.isclose(mean, whole, rel_tol=1e-3):
             distributed.print0(
@@ -172,7 +180,7 @@ class Criterion(nn.Module):
             )
 
     @torch.no_grad()
-    def _find_kind(self, outputs: Outputs, targets: Any, *more: Any) -> str:
+    def _find_kind(self, batch: Sequence[Any]) -> str:
         """Return whether the loss is a mean or a sum: of the batch twice it is the same, or twice.
 
         Reads the device, once. The loss and all random numbers remain as they are.
@@ -180,25 +188,20 @@ class Criterion(nn.Module):
         own = self.loss
         with contextlib.suppress(Exception):  # not all can be copied
             self.loss = copy.deepcopy(own)  # which may have buffers
-        states = random.getstate(), np.random.get_state()
+        state = samples.random_state()
         try:
-            return self._try_twice(outputs, targets, *more)
+            return self._try_twice(batch)
         finally:
             self.loss = own
-            random.setstate(states[0])
-            np.random.set_state(states[1])
+            samples.set_random_state(state)
 
-    def _try_twice(self, outputs: Outputs, targets: Any, *more: Any) -> str:
-        devices = [targets.device] if getattr(targets, "is_cuda", False) else []
-        with torch.random.fork_rng(devices):
-            once = float(self._call(outputs, targets, *more))
-        batch_twice = [map_tensors(doubled, part) for part in (outputs, targets, *more)]
-        with torch.random.fork_rng(devices):
-            twice = float(self._call(*batch_twice))
+    def _try_twice(self, batch: Sequence[Any]) -> str:
+        once = self._try(batch)
+        twice = self._try([map_tensors(doubled, part) for part in batch])
         if not once or not math.isfinite(once + twice):
             return UNKNOWN  # a batch without labels
         if math.isclose(twice, once, rel_tol=0.01):
-            self._say_unequal(once, outputs, targets, *more)
+            self._say_unequal(once, batch)
             return MEAN
         if math.isclose(twice, 2 * once, rel_tol=0.01):
             return SUM

@@ -2,7 +2,6 @@
 
 import argparse
 import copy
-import functools
 import gc
 import math
 import sys
@@ -42,26 +41,27 @@ class FirstSteps:
         # Of the criterion's sums, each with its batch's number of labels.
         self.slopes: list[tuple[Tensor, Tensor]] = []
         self.of_criterion: Tensor | float = 0.0  # in the first step's loss
-        self.scale = 1.0
+        self.scaler = torch.amp.GradScaler("cpu", enabled=False)  # which scales by 1
+        self.others: dict[str, torch.optim.Optimizer] = {}
+        for name, part in parts.items():
+            # the first that is enabled
+            if isinstance(part, torch.amp.GradScaler) and not self.scaler.is_enabled():
+                self.scaler = part
+            if isinstance(part, torch.optim.Optimizer) and part is not optimizer:
+                self.others[name] = part
+        self.scale = 1.0  # in the first step
         self.has_stepped = False
         self.is_cleared = False
         self.has_criterion = criterion is not None
-        self.hooks = [optimizer.register_step_pre_hook(self._note_step)]
-        self.others = {
-            name: part
-            for name, part in parts.items()
-            if isinstance(part, torch.optim.Optimizer) and part is not optimizer
-        }
         self.waiting = set(self.others)  # that have not stepped
-        for name, part in self.others.items():
-            forget = functools.partial(self._forget, name)
-            self.hooks.append(part.register_step_pre_hook(forget))
+        self.hooks = [optimizer.register_step_pre_hook(self._note_step)]
+        for part in self.others.values():
+            self.hooks.append(part.register_step_pre_hook(self._note_other))
         if criterion is not None:
-            self.hooks.append(
-                criterion.register_forward_hook(self._watch_loss, with_kwargs=True)
-            )
+            watch = criterion.register_forward_hook(self._watch_loss, with_kwargs=True)
+            self.hooks.append(watch)
 
-    def end_step(self, loss: Tensor | float, count: Tensor) -> None:
+    def judge_step(self, loss: Tensor | float, count: Tensor) -> None:
         """Raise a UserError, or say a line, if the step is wrong.
 
         loss: of this rank's batches. count: of labels of all ranks.
@@ -73,47 +73,45 @@ class FirstSteps:
             for hook in self.hooks:
                 hook.remove()
             self._say_unsaved()
-            self._say_unstepped()
+            if self.waiting:
+                names = ", ".join(sorted(self.waiting))
+                distributed.print0(
+                    f"{names}: no step in the first two of run.steps; right if it comes later"
+                )
 
     def _note_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
         replicas.check_step(optimizer)
         self.has_stepped = True
 
-    def _forget(self, name: str, *_: object) -> None:
-        self.waiting.discard(name)
-
-    def _say_unstepped(self) -> None:
-        if self.waiting:
-            names = ", ".join(sorted(self.waiting))
-            distributed.print0(
-                f"{names}: no step in the first two of run.steps; right if it comes later"
-            )
+    def _note_other(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
+        for name, part in self.others.items():
+            if part is optimizer:
+                self.waiting.discard(name)
 
     def _watch_loss(
         self, criterion: Criterion, inputs: tuple, named: dict, loss: Tensor
     ) -> None:
         if not loss.requires_grad:
             return
-        if self.ended == 0:
-            targets = named["targets"] if "targets" in named else inputs[1]
-            count = criterion.count(targets, *inputs[2:])
-            value = loss.detach()
-            loss.register_hook(lambda slope: self._note_slope(slope, value, count))
-        else:
+        if self.ended:
             loss.register_hook(self._check_cleared)
+            return
+        targets = named["targets"] if "targets" in named else inputs[1]
+        count = criterion.count(targets, *inputs[2:])
+        value = loss.detach()
 
-    def _note_slope(self, slope: Tensor, value: Tensor, count: Tensor) -> None:
-        self.slopes.append((slope, count))
-        self.scale = self._scale()
-        self.of_criterion += slope * value / self.scale
+        def note_slope(slope: Tensor) -> None:
+            self.slopes.append((slope, count))
+            self.scale = self.scaler.get_scale()
+            self.of_criterion += slope * value / self.scale
+
+        loss.register_hook(note_slope)
 
     def _check_cleared(self, _: Tensor) -> None:
-        if not self.is_cleared:  # of several batches, before the first
-            replicas.check_cleared(self.optimizer)
-            self._say_uncleared()
+        if self.is_cleared:  # of several batches, before the first
+            return
         self.is_cleared = True
-
-    def _say_uncleared(self) -> None:
+        replicas.check_cleared(self.optimizer)
         for name in sorted(self.others.keys() - self.waiting):
             if replicas.has_gradients(self.others[name]):
                 distributed.print0(
@@ -121,20 +119,17 @@ class FirstSteps:
                     "right only if its zero_grad() comes before its own backward()"
                 )
 
-    def _scale(self) -> float:
-        scalers = (
-            part
-            for part in self.parts.values()
-            if isinstance(part, torch.amp.GradScaler)
-        )
-        return next(
-            (scaler.get_scale() for scaler in scalers if scaler.is_enabled()), 1.0
-        )
-
     def _check_first(self, loss: Tensor | float, count: Tensor) -> None:
         replicas.check_slopes(self.slopes, count, self.passes, self.scale)
         if self.passes > 1 and self.slopes:
-            self._say_other_terms(float(loss), float(self.of_criterion))
+            whole = float(loss)
+            part = float(self.of_criterion)
+            if not math.isclose(whole, part, rel_tol=0.01):
+                distributed.print0(
+                    f"of the step's loss, {whole:.4g}, criterion(...) gave {part:.4g}: the rest is "
+                    "right if it is mean / len(batches), or sum * world_size / count; a plain mean "
+                    f"over each batch counts {self.passes} times"
+                )
         if self.has_criterion and not self.slopes:
             distributed.print0(
                 "warning: the loss did not come from criterion(...): a mean over one batch is "
@@ -142,20 +137,13 @@ class FirstSteps:
                 "criterion(outputs, targets, ...) * world_size / count, with all that your loss "
                 "takes; if yours is a sum over these, it is right"
             )
-        if not self.has_stepped and self._scale() == 1:  # fp16 leaves out some
+        if (
+            not self.has_stepped and self.scaler.get_scale() == 1
+        ):  # fp16 leaves out some
             distributed.print0(
                 "warning: run.end_step without a step of the optimizer: a stop there loses the "
                 "gradients so far; for several batches per step use --accumulate"
             )
-
-    def _say_other_terms(self, loss: float, of_criterion: float) -> None:
-        if math.isclose(loss, of_criterion, rel_tol=0.01):
-            return
-        distributed.print0(
-            f"of the step's loss, {loss:.4g}, criterion(...) gave {of_criterion:.4g}: the rest is "
-            "right if it is mean / len(batches), or sum * world_size / count; a plain mean over "
-            f"each batch counts {self.passes} times"
-        )
 
     def _say_unsaved(self) -> None:
         strays = count_strays(self.parts)
@@ -256,11 +244,10 @@ class LoopVariables:
             self.is_epoch = equal
             return
         self.is_epoch &= equal
-        changed = [
-            name
-            for name, value in self.at_start.items()
-            if name not in self.is_epoch and numbers.get(name, value) != value
-        ]
+        changed = []
+        for name, value in self.at_start.items():
+            if name not in self.is_epoch and numbers.get(name, value) != value:
+                changed.append(name)
         if changed:
             self.is_said = True
             distributed.print0(
@@ -294,10 +281,12 @@ def numbers_around(run: object, saved: list[object]) -> dict[str, object]:
 def is_own(value: object) -> bool:
     """Return whether it is an object of a class of the project, or the flags."""
     kind = type(value)
+    if kind is argparse.Namespace:
+        return True
     module = sys.modules.get(kind.__module__)
-    file = getattr(module, "__file__", None) or ""
-    in_project = file != "" and Path(file).resolve().parent == process.project()
-    return hasattr(value, "__dict__") and (in_project or kind is argparse.Namespace)
+    file = getattr(module, "__file__", None)
+    in_project = file and Path(file).resolve().parent == process.project()
+    return bool(in_project) and hasattr(value, "__dict__")
 
 
 def is_number(value: object) -> bool:

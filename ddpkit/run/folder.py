@@ -132,7 +132,7 @@ class RunFolder:
         agreement.check_alike(classes, validation=loader)
         checkpoint.check_format(self.state or {}, normalizing.format_of(loader))
         shown = Mistakes(confusion, worst, model, loader, classes, predict, draw)
-        reporting.report(shown, self.path / "eval")
+        reporting.write_evaluation(shown, self.path / "eval")
 
     def _lock(self) -> None:
         if self.is_path and not Path(self.resume).is_file():

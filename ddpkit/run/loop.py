@@ -124,6 +124,8 @@ class Run:
             epoch=state.get("epoch", 0),
         )
         self.progress = Progress(self.source, self.device)
+        passes = accumulate * distributed.world_size()  # of a step, on all ranks
+        self.batch_size = self.source.global_batch // passes
         val_images = samples.fingerprint(samples.dataset_of(val_loader))
         self.chosen = Best(best, val_images, folder, state)
         self.about = self._about(kept)
@@ -140,24 +142,23 @@ class Run:
             trainable_then=state.get("trainable", 0),
             is_within_epoch=self.progress.seen > 0,
         )
-        recorded = distributed.from_rank_zero(reporting.count, folder.path)
+        recorded = distributed.from_rank_zero(reporting.recorded_epochs, folder.path)
         self.is_complete = min(self.epoch, recorded) >= epochs
         self.report = reporting.Reporter(
             folder.path,
-            self.device,
             epochs,
-            self.epoch,
-            self.is_complete,
-            log_every,
-            self.step,
+            log_every=log_every,
+            device=self.device,
+            classes=classes,
+            rows=self.history,
+            step=self.step,
+            active=not self.is_complete,
         )
-        self.report.start(
-            self.source, accumulate, classes, train_loader, val_loader, kept
-        )
+        self.report.print_start(self.source, accumulate, train_loader, val_loader, kept)
         self._note_best()
         if isinstance(tracker, str):
             tracker = reporting.find_tracker(tracker, folder.path, kept)
-        self.report.catch_up(self.history, tracker)
+        self.report.catch_up(tracker)
         self.block = self._block()
 
     @staticmethod
@@ -321,7 +322,7 @@ class Run:
                 "goes on from there; to stop early for good, use --patience"
             )
         else:
-            self.report.finish(self.chosen.name, self.best)
+            self.report.print_results(self.chosen.name, self.best)
 
     # The steps of an epoch.
 
@@ -344,8 +345,9 @@ class Run:
         format = normalizing.format_of(self.train_loader)
         found = self.report.progress(
             self.source.read_epoch(self.train_loader, self.epoch, self.progress.seen),
-            self.progress.steps_left * self.accumulate,
             self.epoch,
+            passes=self.progress.steps_left * self.accumulate,
+            batch_size=self.batch_size,
         )
         seed = int(self.source.order["seed"])
         some = list(itertools.islice(found, self.accumulate))
@@ -376,7 +378,7 @@ class Run:
         """
         for network in self.networks[:1]:  # others may be trained now and then
             replicas.check_called(network)
-        self.first_steps.end_step(loss, count)
+        self.first_steps.judge_step(loss, count)
         self.progress.end_step(loss, count)
         if self.report.steps.is_due(self.step):
             self._log(grad_norm)
@@ -388,11 +390,10 @@ class Run:
         stopping.end_step()
 
     def _log(self, grad_norm: Tensor | None) -> None:
-        at = f"epoch {self.epoch + 1}/{self.epochs}  "
-        at += f"step {self.progress.steps_done}/{self.source.steps}"
+        at = f"{self.progress.steps_done}/{self.source.steps}"
         lr = self.optimizer.param_groups[-1]["lr"]
         loss = self.progress.loss_since_log()
-        self.report.steps.add(self.step, at, loss, lr, grad_norm)
+        self.report.log_step(self.step, loss, lr, grad_norm, at)
 
     def mean_loss(self) -> float:
         """Return the mean loss of the epoch over all ranks; all have to call it, after the loop."""
@@ -437,7 +438,7 @@ class Run:
         is_best = self.chosen.add(float(row[self.chosen.name]), self.epoch)
         self.save(is_best)
         self.changes.end_epoch()
-        self.report.end_epoch(self.history, is_best)
+        self.report.log_epoch(self.history[-1], is_best)
         return is_best
 
     def is_out_of_patience(self, patience: int) -> bool:
@@ -456,7 +457,7 @@ class Run:
 
         confusion: of `compute_metrics`. worst: what TopLosses.compute() returns.
         """
-        self.report.images(self._drawing(confusion, worst))
+        self.report.write_images(self._drawing(confusion, worst))
 
     def _drawing(self, confusion: Tensor | None, worst: Worsts) -> Mistakes:
         how = self.classes, self.predict, self.draw_example
@@ -470,7 +471,7 @@ class Run:
         """Say in args.json which score is the best, for what searches for flags."""
         if self.chosen.is_higher is not None:
             direction = "max" if self.chosen.is_higher else "min"
-            self.report.note(best=[self.chosen.name, direction])
+            self.report.note_facts(best=[self.chosen.name, direction])
 
     def _keep_changes(self) -> None:
         """Save again if a part was changed after `end_epoch`, such as a scheduler stepped there."""

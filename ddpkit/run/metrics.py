@@ -79,7 +79,7 @@ def compute_metrics(
     stopping.agree()  # or some would wait in a collective for one that has stopped
     for metric in metrics.modules():  # also those within a wrapper or a collection
         if isinstance(metric, Metric):
-            metric.dist_sync_fn = gather
+            metric.dist_sync_fn = gather_states
     # of a rank that has no validation images
     known = "The ``compute`` method of metric|No positive samples"
     warnings.filterwarnings("ignore", known)
@@ -109,7 +109,7 @@ def compute_metrics(
     return results, confusion
 
 
-def gather(value: Tensor, group: object = None) -> list[Tensor]:
+def gather_states(value: Tensor, group: object = None) -> list[Tensor]:
     """Return each rank's state of a metric; torchmetrics' own way fails at one without images."""
     parts = [part for part in distributed.gather_objects(value.cpu()) if part.numel()]
     # if no rank has any, the empty one: torchmetrics cannot join an empty list

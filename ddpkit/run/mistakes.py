@@ -108,7 +108,7 @@ class Mistakes:
     draw: DrawExample | None
 
     @torch.inference_mode()
-    def draw_images(
+    def draw_examples(
         self, path: Path, captions: Mapping[int, str] | None = None
     ) -> None:
         """Draw images by index, with their file and caption; by default some, without any."""
@@ -137,7 +137,7 @@ class Mistakes:
             examples.append((shown, torch.as_tensor(target), logits, above))
         pictures.draw_images(path, examples, self.draw, self.classes)
 
-    def write(self, folder: Path) -> None:
+    def write_files(self, folder: Path) -> None:
         """Write the files for which there is something to `folder`."""
         if self.confusion is not None:
             write_per_class(folder / "per_class.csv", self.confusion, self.classes)
@@ -150,7 +150,7 @@ class Mistakes:
             if index >= 0:  # another loader may not say which images they were
                 captions[index] = f"loss {loss:.3g}"
         if captions:
-            self.draw_images(folder / "worst.png", captions)
+            self.draw_examples(folder / "worst.png", captions)
 
 
 def write_per_class(path: Path, confusion: Tensor, classes: Sequence[str]) -> None:
@@ -166,14 +166,14 @@ def write_per_class(path: Path, confusion: Tensor, classes: Sequence[str]) -> No
         labels = counts.sum(1)
         predictions = counts.sum(0)
     both = labels + predictions
-    shares = {
-        "precision": right / predictions,
-        "recall": right / labels,
-        "f1": 2 * right / both,
-        "iou": right / (both - right),
-    }
-    with files.table(path, ["class", *shares, "support"]) as write:
-        table = torch.stack(list(shares.values()), dim=1)
-        for name, values, support in zip(classes, table, labels, strict=True):
-            row = [f"{value:.6f}" for value in values]
+    shares = [
+        right / predictions,
+        right / labels,
+        2 * right / both,
+        right / (both - right),
+    ]
+    columns = ["class", "precision", "recall", "f1", "iou", "support"]
+    with files.table(path, columns) as write:
+        for i, (name, support) in enumerate(zip(classes, labels, strict=True)):
+            row = [f"{share[i]:.6f}" for share in shares]
             write([name, *row, int(support)])

@@ -6,7 +6,7 @@ import traceback
 import torch
 from torch import Tensor, nn
 
-from ddpkit.errors import UserError, shorten
+from ddpkit.errors import UserError, reason_of, shorten
 from ddpkit.ranks import distributed
 from ddpkit.run.outputs import Outputs, map_tensors
 
@@ -40,14 +40,14 @@ def adapt_input(model: nn.Module, size: int, channels: int = 3, step: int = 0) -
     if step:
         freeze_unused(model, step, channels)
     with torch.no_grad():
-        forward(model, size, channels, "use another --image-size, such as 224")
+        try_forward(model, size, channels, "use another --image-size, such as 224")
 
 
 def freeze_unused(model: nn.Module, step: int, channels: int) -> None:
     """Freeze the weights of `model` that no output depends on, in evaluation or in training."""
     remedy = f"validation pads images to multiples of {step}: choose another network"
     size = 5 * step
-    names = without_gradient(model, forward(model, size, channels, remedy))
+    names = without_gradient(model, try_forward(model, size, channels, remedy))
     if names:
         # An auxiliary head, for instance, has an output in training alone.
         in_training = without_gradient_in_training(model, size, channels)
@@ -81,12 +81,12 @@ def without_gradient(model: nn.Module, outputs: Outputs) -> list[str]:
     """Return the names of weights that are trained, and on which nothing in `outputs` depends."""
     sums: list[Tensor] = []
 
-    def note(output: Tensor) -> Tensor:
+    def add_sum(output: Tensor) -> Tensor:
         if output.requires_grad:
             sums.append(output.sum().real)
         return output
 
-    map_tensors(note, outputs)
+    map_tensors(add_sum, outputs)
     trained = {
         name: each for name, each in model.named_parameters() if each.requires_grad
     }
@@ -96,22 +96,21 @@ def without_gradient(model: nn.Module, outputs: Outputs) -> list[str]:
     return [name for name, each in zip(trained, gradients, strict=True) if each is None]
 
 
-def forward(model: nn.Module, size: int, channels: int, remedy: str) -> Outputs:
+def try_forward(model: nn.Module, size: int, channels: int, remedy: str) -> Outputs:
     """Return what the network returns for a black image, in evaluation mode."""
-    was_training = (
-        model.training
-    )  # evaluation leaves BatchNorm's statistics as they are
+    # evaluation leaves BatchNorm's statistics as they are
+    was_training = model.training
     device = next(model.parameters()).device
     try:
         return model.eval()(torch.zeros(1, channels, size, size, device=device))
     except (AssertionError, RuntimeError, ValueError) as error:
         line = f"this network cannot take images of {size} x {size} pixels"
-        raise UserError(f"{line} ({' '.join(str(error).split())}): {remedy}") from None
+        raise UserError(f"{line} ({reason_of(error)}): {remedy}") from None
     finally:
         model.train(was_training)
 
 
-def explain(error: Exception) -> UserError | None:
+def explain_network(error: Exception) -> UserError | None:
     """Return a line if a library cannot make the network of a name that model.py gives it."""
     # Of the calls on the way to the error: the function of a library that took the name.
     for frame, _ in traceback.walk_tb(error.__traceback__):
@@ -119,8 +118,7 @@ def explain(error: Exception) -> UserError | None:
         if frame.f_code.co_name in FACTORIES and module.startswith(OF_LIBRARIES):
             name = frame.f_locals[frame.f_code.co_varnames[0]]  # its first argument
             arch = f"timm/{name}" if module.startswith("timm.") else name
-            said = " ".join(str(error).split())[:300].rstrip(".")
-            return UserError(refusal(arch, said))
+            return UserError(refusal(arch, reason_of(error)[:300].rstrip(".")))
     return None
 
 

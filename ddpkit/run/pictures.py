@@ -145,7 +145,7 @@ def draw_curves(path: Path, rows: Sequence[Row], classes: Sequence[str]) -> None
             for name in shown:
                 # of dtype float None, of a row without the value, is NaN: not drawn
                 line = np.array([row.get(name) for row in rows], dtype=float)
-                axes.plot(epochs, line, ".-", label=f" {shorten(name)} {line[-1]:.4g}")
+                axes.plot(epochs, line, ".-", label=f" {clip(name)} {line[-1]:.4g}")
             if shown:
                 axes.legend(fontsize=8)
             axes.set_xlabel("epoch")
@@ -170,7 +170,7 @@ def draw_confusion(path: Path, confusion: Tensor, classes: Sequence[str]) -> Non
         axes.set_facecolor("0.85")  # of a row without labels
         figure.colorbar(drawn, shrink=0.6, ticks=[0, 1, 5, 10, 25, 50, 100])
         if count <= 120:
-            names = [shorten(name) for name in legible(classes)]
+            names = [clip(name) for name in legible(classes)]
             size = 8 if count < 60 else 5
             axes.set_xticks(range(count), names, rotation=90, fontsize=size)
             axes.set_yticks(range(count), names, fontsize=size)
@@ -198,7 +198,7 @@ def draw_images(
             axes.axis("off")
             draw(axes, image, target, logits, names)
             lines = list(above) + axes.get_title().split("\n")
-            axes.title.set_text("\n".join(shorten(line, 48) for line in lines))
+            axes.title.set_text("\n".join(clip(line, 48) for line in lines))
         lay_out(figure)
         if present:
             draw_legend(figure, classes, present)
@@ -231,7 +231,7 @@ def draw_legend(figure: "Figure", classes: Sequence[str], present: set[int]) -> 
     classes = legible(classes)
     entries = []
     for i in sorted({min(number, len(classes)) for number in present}):
-        name = shorten(classes[i]) if i < len(classes) else "void"
+        name = clip(classes[i]) if i < len(classes) else "void"
         hint = "" if colors[i].any() else " (not tinted)"
         label = f" {name}{hint}"  # a leading underscore would leave an entry out
         entries.append(Patch(facecolor=colors[i], edgecolor="black", label=label))
@@ -240,10 +240,9 @@ def draw_legend(figure: "Figure", classes: Sequence[str], present: set[int]) -> 
     )
 
 
-def shorten(text: str, letters: int = 24) -> str:
-    text = text.encode(
-        "utf-8", "replace"
-    ).decode()  # ? for what is no UTF-8 in a file name
+def clip(text: str, letters: int = 24) -> str:
+    # ? for what is no UTF-8 in a file name
+    text = text.encode("utf-8", "replace").decode()
     if len(text) > letters:
         text = text[: letters - 1] + "\N{HORIZONTAL ELLIPSIS}"
     return text

@@ -68,7 +68,7 @@ class Predictor:
 
         read: makes a tensor (C, H, W) of an image, of one size for all; in other processes.
         """
-        for paths, images in self._read(read, batch_size):
+        for paths, images in self._read_images(read, batch_size):
             yield paths, self.normalize(default_collate(images))
 
     def images(self) -> Iterator[tuple[str, Tensor]]:
@@ -76,7 +76,7 @@ class Predictor:
         float32, 0 to 1, with "channels" in data.json.
         """
         # one by one: a batch needs images of one size
-        for (path,), (image,) in self._read(LazyImage.read, 1):
+        for (path,), (image,) in self._read_images(LazyImage.read, 1):
             yield path, image
 
     def normalize(self, images: Tensor) -> Tensor:
@@ -86,7 +86,7 @@ class Predictor:
             return normalizing.normalize_images(images, self.format)
         return self.format.normalize(images)
 
-    def _read(
+    def _read_images(
         self, read: Read, batch_size: int
     ) -> Iterator[tuple[list[str], list[Tensor]]]:
         """Yield (paths, what `read` makes of the images), and note those that are broken."""
@@ -136,20 +136,20 @@ class Predictor:
             path: name for name, path in folders.index_by_name(self.found).items()
         }
 
-        def save(kind: str, path: str, drawn: Image.Image) -> None:
+        def save_image(kind: str, path: str, drawn: Image.Image) -> None:
             file = output / kind / f"{name_of[path]}.png"
             with files.writing(file, parents=True) as tmp_path:
                 drawn.save(tmp_path, format="png")
 
-        def write(path: str, image: Tensor, mask: Tensor) -> None:
+        def write_mask(path: str, image: Tensor, mask: Tensor) -> None:
             pixels = visible(image).permute(1, 2, 0).numpy()
             height, width = pixels.shape[:2]
             numbers = mask[:height, :width].numpy()  # without what was padded
             tinted = overlay(pixels, numbers, self.classes)
-            save("masks", path, paint(numbers, self.classes))
-            save("overlays", path, Image.fromarray(tinted))
+            save_image("masks", path, paint(numbers, self.classes))
+            save_image("overlays", path, Image.fromarray(tinted))
 
-        yield write
+        yield write_mask
         if len(self.broken) < len(self.found):  # something was drawn
             with drawing(output / "legend.png") as figure:
                 draw_legend(figure, self.classes, set(range(256)))

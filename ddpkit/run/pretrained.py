@@ -11,7 +11,7 @@ import torch
 import torchvision
 from torch import Tensor, nn
 
-from ddpkit.errors import DiskError, UserError, shorten
+from ddpkit.errors import DiskError, UserError, reason_of, shorten
 from ddpkit.ranks import distributed
 from ddpkit.run import checkpoint, states
 
@@ -56,11 +56,11 @@ def load_pretrained(
         name = next(iter(sources))
         distributed.print0(f"--weights auto: {name}, downloaded unless cached ...")
     elif name.endswith((".pt", ".pth")):
-        sources = {name: functools.partial(read, name)}
+        sources = {name: functools.partial(read_tensors, name)}
     if name not in sources:
         known = ", ".join(sources) or "none"
         raise UserError(f"--weights {name}: published are {known}; or name a .pt file")
-    found = distributed.await_rank_zero(attempt, name, sources[name])
+    found = distributed.await_rank_zero(try_to_fetch, name, sources[name])
     if not isinstance(found, str):
         copy_matching(model, found)
     elif pretrained == "auto":
@@ -71,7 +71,7 @@ def load_pretrained(
         raise UserError(found)
 
 
-def attempt(name: str, fetch: Fetch) -> Tensors | str:
+def try_to_fetch(name: str, fetch: Fetch) -> Tensors | str:
     """Return the tensors of --weights `name`, or a line that says why they cannot be had."""
     before = socket.getdefaulttimeout()
     socket.setdefaulttimeout(SECONDS)  # torch.hub would wait for ever
@@ -82,13 +82,12 @@ def attempt(name: str, fetch: Fetch) -> Tensors | str:
     except UserError as error:
         return error.line
     except Exception as error:  # urllib, httpx and huggingface_hub have no common one
-        reason = " ".join(str(error).split())[:160] or type(error).__name__
-        return f"--weights {name}: download failed ({reason})"
+        return f"--weights {name}: download failed ({reason_of(error)[:160]})"
     finally:
         socket.setdefaulttimeout(before)
 
 
-def read(path: str) -> Tensors:
+def read_tensors(path: str) -> Tensors:
     """Return the tensors of a file: at its top, or under KEYS."""
     state = checkpoint.read_file(path)
     for _ in range(2):  # some have {"model": {"state_dict": ...}}

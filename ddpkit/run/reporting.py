@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from tqdm import tqdm
 
 from ddpkit import files
@@ -21,9 +22,9 @@ from ddpkit.data import images, loading, samples
 from ddpkit.data.loading import TrainSampler
 from ddpkit.data.other_loaders import OtherSource
 from ddpkit.errors import LineError, UserError
-from ddpkit.ranks import distributed, failures, process
+from ddpkit.ranks import devices, distributed, failures, process
 from ddpkit.run import machine, pictures
-from ddpkit.run.layout import EPOCHS, EVENTS, IMAGES, remove_images
+from ddpkit.run.layout import EPOCHS, EVENTS, IMAGES, SHOWN, remove_images
 from ddpkit.run.mistakes import Mistakes
 from ddpkit.run.pictures import Row
 from ddpkit.run.steplog import StepLog
@@ -34,32 +35,52 @@ Start = Callable[[str | None], tuple[str, Log]]
 
 
 class Reporter:
+    """Reports a training: log lines, TensorBoard, metrics.csv, curves.png. Rank 0 writes.
+
+    In a loop of your own, with a group of torch.distributed or without one, on all ranks:
+
+        report = Reporter(Path("runs/a"), epochs, log_every=50)
+        for epoch in range(epochs):
+            for step, batch in enumerate(report.progress(loader, epoch), 1):
+                report.log_step(epoch * len(loader) + step, train(batch), lr)
+            report.log_epoch({"top1": evaluate(), **report.speed()})
+
+    log_every: optimizer steps between lines; 0: none. device: that of the training, by default this
+    machine's kind. classes: their names; columns that end with one are not in curves.png. rows: of
+    the epochs before, `report.rows` of a run that is continued, after `step` optimizer steps.
+    active: False: write nothing, as on other ranks.
+    """
+
     def __init__(
         self,
         folder: Path,
-        device: torch.device,
         epochs: int,
-        finished: int,
-        is_complete: bool,
+        *,
         log_every: int = 0,
+        device: torch.device | None = None,
+        classes: Sequence[str] = (),
+        rows: Sequence[Row] = (),
         step: int = 0,
+        active: bool = True,
     ) -> None:
-        """Report to `folder`, after the `finished` epochs and `step` optimizer steps.
-
-        is_complete: nothing is left to do. log_every: steps between entries of `steps`; 0: none.
-        """
         self.folder = folder
-        self.device = device
         self.epochs = epochs
-        self.finished = finished
-        self.active = distributed.is_rank_zero() and not is_complete
+        self.device = device or devices.kind()
+        self.classes = classes
+        self.rows = list(rows)
+        # finished, so also the number of the next, from 0
+        self.epoch = int(rows[-1]["epoch"]) if rows else 0
+        self.first_epoch = self.epoch + 1  # of those to be recorded, from 1
+        self.active = distributed.is_rank_zero() and active
         self.bar = tqdm(disable=True)
-        self.steps = StepLog(folder, device, log_every, step, self.active)
-        self.batch_size = 1
+        self.steps = StepLog(folder, self.device, log_every, step, self.active)
+        self.began = time.monotonic()
+        self.waited = 0.0
+        self.images = 0  # in this epoch, of all ranks
         self.board: Any = None
         self.process = os.getpid()
         self.log: Log | None = None  # a tracker's
-        self.about: dict[str, object] = {}  # args.json
+        self.facts: dict[str, object] = {}  # args.json
 
     def close(self) -> None:
         """Clear the progress bar and close the files, before any error is printed."""
@@ -72,21 +93,18 @@ class Reporter:
             with contextlib.suppress(OSError):  # the disk may be full
                 self.board.close()
 
-    def start(
+    def print_start(
         self,
         source: TrainSampler | OtherSource,
         accumulate: int,
-        classes: Sequence[str],
         train_loader: Any,
         val_loader: Any,
         flags: Mapping[str, object],
     ) -> None:
         """Print the start lines and write args.json: flags, versions, commit, device."""
-        ranks = distributed.world_size()
-        self.batch_size = source.global_batch // accumulate // ranks
         if not self.active:
             return
-        self.classes = classes
+        ranks = distributed.world_size()
         device = self.device.type.upper()
         name_of = getattr(torch.get_device_module(self.device), "get_device_name", None)
         if name_of:  # of a GPU
@@ -95,66 +113,101 @@ class Reporter:
         if loading.is_ddpkit_loader(val_loader):  # another may have a share of them
             val = f"{len(samples.dataset_of(val_loader))} validation images | "
         distributed.print0(
-            f"{ranks} rank(s) on {device} | batch {self.batch_size} per rank x "
-            f"{ranks} rank(s) x {accumulate} accumulated = {source.global_batch} | "
+            f"{ranks} rank(s) on {device} | batch {source.global_batch // accumulate // ranks} "
+            f"per rank x {ranks} rank(s) x {accumulate} accumulated = {source.global_batch} | "
             f"{source.total} training + {val}{source.steps} steps per epoch"
         )
         amp = f" | amp {flags['amp']}" if "amp" in flags else ""
+        jpeg = images.decoder()
         distributed.print0(
             f"per rank {getattr(train_loader, 'num_workers', 0)} loader worker(s) and "
-            f"{torch.get_num_threads()} thread(s) | JPEG: {images.decoder()}{amp}"
+            f"{torch.get_num_threads()} thread(s) | JPEG: {jpeg}{amp}"
         )
         own = machine.library()
         distributed.print0(f"ddpkit {own}")
-        self.note(
+        versions = {
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "ddpkit": own,
+        }
+        self.note_facts(
             flags=dict(flags),
             ranks=ranks,
             device=device,
-            jpeg=images.decoder(),
+            jpeg=jpeg,
             git=machine.git_commit(),
-            versions={
-                "python": platform.python_version(),
-                "torch": torch.__version__,
-                "ddpkit": own,
-            },
+            versions=versions,
         )
 
-    def note(self, **more: object) -> None:
+    def note_facts(self, **more: object) -> None:
         """Add something to args.json."""
-        about = self.about | more
-        if self.active and about != self.about:
-            self.about = about
-            self.write("args.json", about)
+        facts = self.facts | more
+        if self.active and facts != self.facts:
+            self.facts = facts
+            self.write_json("args.json", facts)
 
     def progress(
-        self, batches: Iterable[Any], passes: int, epoch: int
+        self,
+        batches: Iterable[Any],
+        epoch: int,
+        passes: int | None = None,
+        batch_size: int | None = None,
     ) -> Iterator[Any]:
-        """Yield the batches of `passes` under a progress bar; it counts the images of all ranks."""
+        """Yield `batches` under a progress bar, which counts the images of all ranks.
+
+        passes: their number. batch_size: images in each. By default the loader's, if it has them.
+        """
+        loader: Any = batches
+        if passes is None:
+            passes = len(loader)
+        if batch_size is None:
+            batch_size = loader.batch_size
+        of_all = batch_size * distributed.world_size()
+        self.epoch = epoch
         self.began = time.monotonic()
-        per_pass = self.batch_size * distributed.world_size()
         self.bar = tqdm(
-            total=passes * per_pass,
+            total=passes * of_all,
             desc=f"epoch {epoch + 1}/{self.epochs}",
             unit="img",
             leave=False,
             # so that logs stay readable
             disable=not (self.active and _is_on_terminal()),
         )
-        self.steps.begin(self.bar)
+        self.steps.begin_epoch(self.bar)
         self.waited = 0.0
-        self.count = 0
-        failures.batch_size = self.batch_size
+        self.images = 0
+        failures.batch_size = batch_size  # for the line if memory does not suffice
         asked = time.monotonic()
         for batch in batches:
             self.waited += time.monotonic() - asked
-            self.count += per_pass
-            self.steps.count(per_pass)
+            self.images += of_all
+            self.steps.count_images(of_all)
             yield batch
-            self.bar.update(per_pass)
+            self.bar.update(of_all)
             asked = time.monotonic()
 
+    def log_step(
+        self,
+        step: int,
+        loss: Tensor,
+        lr: float,
+        grad_norm: Tensor | None = None,
+        at: object = None,
+    ) -> None:
+        """Log an optimizer step, if it is one of every `log_every`, without waiting for the device.
+
+        step: their number so far. loss, grad_norm: scalars, on the device; rank 0's are written.
+        at: the step as the line has it, such as "50/391"; by default `step`.
+        """
+        if self.steps.is_due(step):
+            place = f"epoch {self.epoch + 1}/{self.epochs}  step {at or step}"
+            self.steps.add_step(step, place, loss, lr, grad_norm)
+
     def speed(self) -> dict[str, float]:
-        """Return what metrics.csv has of it; nothing if the epoch's steps were done before."""
+        """Return the epoch's columns of speed, as those of all ranks; to call on all of them.
+
+        Nothing if its steps were done before.
+        """
         self.bar.close()
         mine = torch.tensor(
             [self.waited, failures.peak(self.device)],
@@ -166,10 +219,10 @@ class Reporter:
         self.steps.flush()
         seconds = time.monotonic() - self.began  # or since a resumed epoch was resumed
         failures.reset_peak(self.device)
-        if not self.count:
+        if not self.images:
             return {}
         found = {
-            "img_per_s": self.count / seconds,
+            "img_per_s": self.images / seconds,
             "train_seconds": seconds,
             "data_wait": waited / seconds,
         }
@@ -177,37 +230,42 @@ class Reporter:
             found["peak_memory"] = peak / failures.GIB
         return found
 
-    def end_epoch(self, rows: Sequence[Row], is_best: bool) -> None:
-        """Record the last of `rows`: a line, metrics.csv, TensorBoard scalars, curves.png."""
+    def log_epoch(self, row: Row, is_best: bool = False) -> None:
+        """Record a finished epoch: a line, metrics.csv, TensorBoard's scalars, curves.png.
+
+        row: its numbers, by column; "epoch", from 1, may be among them.
+        """
+        row = {"epoch": self.epoch + 1, **row}
+        self.rows.append(row)
         if not self.active:
             return
-        row = numbers(rows[-1])
-        left = (self.epochs - int(row["epoch"])) * (time.monotonic() - self.began)
+        found = only_numbers(row)
         words = [f"epoch {row['epoch']}/{self.epochs}"]
-        for name, value in row.items():
+        for name, value in found.items():
             if name not in ("epoch", "step"):
                 words.append(f"{name} {value:.4g}")
-        words.append(f"left {left:.0f} s")
+        seconds = time.monotonic() - self.began
+        words.append(f"left {(self.epochs - found['epoch']) * seconds:.0f} s")
         if is_best:
             words.append("best")
         distributed.print0("  ".join(words))
-        wait = row.get("data_wait", 0)
-        seconds = row.get("train_seconds", 0)
+        wait = found.get("data_wait", 0)
+        seconds = found.get("train_seconds", 0)
         if wait > 0.1 and wait * seconds > 1:
             distributed.print0(
                 f"input-bound: {wait:.0%} of {seconds:.0f} s were spent waiting for images; what "
                 f"helps: --workers up to {machine.cpu_share()} (CPUs per rank), image files that "
                 "are not much larger than --image-size, more CPUs"
             )
-        self.record(rows, rows[-1:])
+        self.record([row])
 
-    def record(self, rows: Sequence[Row], new: Sequence[Row]) -> None:
+    def record(self, new: Sequence[Row]) -> None:
         """Draw curves.png, then write metrics.csv; give the `new` rows to TensorBoard."""
-        pictures.draw_curves(self.folder / "curves.png", rows, self.classes)
+        pictures.draw_curves(self.folder / "curves.png", self.rows, self.classes)
         # of all rows, in their order: a later one may have more
-        columns = list(dict.fromkeys(name for row in rows for name in row))
+        columns = list(dict.fromkeys(name for row in self.rows for name in row))
         with files.table(self.folder / "metrics.csv", columns) as write:
-            for row in rows:
+            for row in self.rows:
                 write([row.get(name, "") for name in columns])
         shown = new
         if not self.board:
@@ -218,25 +276,25 @@ class Reporter:
             # steps.
             place = self.folder / EPOCHS
             if not any(place.glob(EVENTS)):
-                shown = rows
-            self.board = SummaryWriter(str(place), purge_step=self.finished + 1)
+                shown = self.rows
+            self.board = SummaryWriter(str(place), purge_step=self.first_epoch)
         for row in shown:
-            for name, value in numbers(row).items():
+            for name, value in only_numbers(row).items():
                 self.board.add_scalar(name, value, row["epoch"])
         for row in new:
             self.track(row)
         self.board.flush()
 
-    def catch_up(self, rows: Sequence[Row], tracker: Start | None = None) -> None:
+    def catch_up(self, tracker: Start | None = None) -> None:
         """Record the rows that a run had saved when it was killed; start the tracker, if any."""
         if not self.active:
             return
         if tracker:
             self.start_tracker(tracker)
-        recorded = count(self.folder)
+        recorded = recorded_epochs(self.folder)
         # They may be more: of epochs after the one that was gone back to.
-        if rows and recorded != len(rows):
-            self.record(rows, rows[recorded:])
+        if self.rows and recorded != len(self.rows):
+            self.record(self.rows[recorded:])
 
     def start_tracker(self, tracker: Start) -> None:
         path = self.folder / "tracker.json"
@@ -244,35 +302,38 @@ class Reporter:
             known = json.loads(path.read_text())["run"] if path.exists() else None
             run, self.log = tracker(known)
         except (Exception, SystemExit) as error:  # which costs no run
-            line = f"the tracker did not start ({reason_of(error)}): the run goes on without it"
+            line = f"the tracker did not start ({typed_reason(error)}): the run goes on without it"
             return distributed.print0(line)
-        self.write("tracker.json", {"run": run})
+        self.write_json("tracker.json", {"run": run})
 
     def track(self, row: Row) -> None:
+        if not self.log:
+            return
         try:
-            if self.log:
-                self.log(numbers(row))
+            self.log(only_numbers(row))
         except (Exception, SystemExit) as error:  # which costs no epoch
-            line = f"the tracker did not take epoch {row['epoch']} ({reason_of(error)})"
+            line = (
+                f"the tracker did not take epoch {row['epoch']} ({typed_reason(error)})"
+            )
             distributed.print0(line)
 
-    def write(self, name: str, value: object) -> None:
+    def write_json(self, name: str, value: object) -> None:
         with files.writing(self.folder / name, parents=True) as tmp_path:
             tmp_path.write_text(json.dumps(value, indent=2, default=str) + "\n")
 
-    def images(self, mistakes: Mistakes) -> None:
+    def write_images(self, mistakes: Mistakes) -> None:
         """Write examples.png, validation images with predictions, and the files of `mistakes`."""
         if self.active:
-            mistakes.write(self.folder)
-            mistakes.draw_images(self.folder / "examples.png")
+            mistakes.write_files(self.folder)
+            mistakes.draw_examples(self.folder / "examples.png")
 
     def try_drawing(self, mistakes: Mistakes) -> None:
         """Draw one image to nowhere: if that fails, it fails before the first epoch."""
         if self.active:
             with tempfile.TemporaryDirectory() as folder:
-                mistakes.draw_images(Path(folder, "image.png"), {0: ""})
+                mistakes.draw_examples(Path(folder, "image.png"), {0: ""})
 
-    def finish(self, name: str, best: float) -> None:
+    def print_results(self, name: str, best: float) -> None:
         """Print the best score and the paths of the results."""
         if not self.active:
             return
@@ -281,7 +342,7 @@ class Reporter:
                 f"done: {name} was NaN after every epoch: there is no best.pt"
             )
         found = [os.path.join(os.path.relpath(self.folder), "best.pt")]
-        for file in ("curves.png", *IMAGES):
+        for file in SHOWN:
             if (self.folder / file).exists():
                 found.append(file)
         return distributed.print0(f"done: best {name} {best:.4f}; {', '.join(found)}")
@@ -289,36 +350,33 @@ class Reporter:
 
 def find_tracker(name: str, folder: Path, flags: Mapping[str, object]) -> Start:
     """Return what begins or continues a run of that tracker, named as `folder` and its project."""
-    if not _is_installed(name):
+    # as a module that a program has made, or as a package
+    if not sys.modules.get(name) and not importlib.util.find_spec(name):
         raise UserError(
             f"--tracker {name}: not installed; python -m pip install {name}"
         )
     project = process.project().name
 
-    def start(known: str | None) -> tuple[str, Log]:
+    def start_run(known: str | None) -> tuple[str, Log]:
         tool: Any = importlib.import_module(name)  # which may fail as its server may
         if name == "mlflow":
             tool.set_experiment(project)
             run = tool.start_run(known, run_name=folder.name)
             tool.log_params({} if known else flags)
-            found = run.info.run_id
-        else:
-            # wandb finds a run by its id, trackio by its name
-            key = {"id": known} if name == "wandb" else {"name": known or folder.name}
-            run = tool.init(project=project, config=dict(flags), resume="allow", **key)
-            found = run.id if name == "wandb" else run.name
+            return run.info.run_id, lambda row: tool.log_metrics(
+                row, step=int(row["epoch"])
+            )
+        # wandb finds a run by its id, trackio by its name
+        key = {"id": known} if name == "wandb" else {"name": known or folder.name}
+        run = tool.init(project=project, config=dict(flags), resume="allow", **key)
 
         def log(row: dict[str, float]) -> None:
-            epoch = int(row["epoch"])
-            if name == "mlflow":
-                tool.log_metrics(row, step=epoch)
-            else:
-                shown = {each: row[each] for each in row if each != "step"}
-                run.log(shown, step=epoch)
+            shown = {each: row[each] for each in row if each != "step"}
+            run.log(shown, step=int(row["epoch"]))
 
-        return found, log
+        return run.id if name == "wandb" else run.name, log
 
-    return start
+    return start_run
 
 
 def _is_on_terminal() -> bool:
@@ -327,33 +385,27 @@ def _is_on_terminal() -> bool:
     return False
 
 
-def _is_installed(name: str) -> bool:
-    with contextlib.suppress(ValueError):  # of a module that a program has made
-        return importlib.util.find_spec(name) is not None
-    return sys.modules[name] is not None
-
-
-def reason_of(error: BaseException) -> str:
+def typed_reason(error: BaseException) -> str:
     return " ".join(f"{type(error).__name__}: {error}".split())[:200]
 
 
-def numbers(row: Row) -> dict[str, float]:
+def only_numbers(row: Row) -> dict[str, float]:
     return {name: x for name, x in row.items() if isinstance(x, int | float)}
 
 
-def count(folder: Path) -> int:
+def recorded_epochs(folder: Path) -> int:
     path = folder / "metrics.csv"
     return max(0, len(path.read_bytes().splitlines()) - 1) if path.exists() else 0
 
 
-def report(mistakes: Mistakes, folder: Path) -> None:
+def write_evaluation(mistakes: Mistakes, folder: Path) -> None:
     """Write the files of `mistakes` on rank 0 and say where, or why not."""
     if not distributed.is_rank_zero():
         return
     try:
         folder.mkdir(parents=True, exist_ok=True)
         remove_images(folder)  # of another checkpoint
-        mistakes.write(folder)
+        mistakes.write_files(folder)
     except (OSError, LineError) as error:
         return distributed.print0(
             f"{folder}: cannot be written ({getattr(error, 'line', error)})"

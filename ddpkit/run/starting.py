@@ -88,7 +88,7 @@ def run_main(main: Callable[[], object]) -> None:
     from ddpkit.run import networks
 
     gc.set_threshold(*THRESHOLDS)
-    with failures.one_line_errors(loading.explain_loading, networks.explain):
+    with failures.one_line_errors(loading.explain_loading, networks.explain_network):
         main()
         if distributed.is_joined():
             distributed.teardown()

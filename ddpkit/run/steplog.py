@@ -36,20 +36,8 @@ class Entry(NamedTuple):
     at: str
     lr: float
     img_per_s: float
-    # on the CPU: the loss, and the norm of the gradient if that is known
     values: Tensor
     event: torch.Event | None  # after which `values` are there; None: they are
-
-    def has_arrived(self) -> bool:
-        return self.event is None or self.event.query()
-
-    def scalars(self) -> dict[str, float]:
-        loss, *norms = self.values.tolist()
-        found = {"loss": loss, "lr": self.lr}
-        if norms:
-            found["grad_norm"] = norms[0]
-        found["img_per_s"] = self.img_per_s
-        return found
 
 
 class StepLog:
@@ -61,12 +49,12 @@ class StepLog:
     nothing, as on other ranks.
 
         log = StepLog(folder, device, every=50)
-        log.begin()
+        log.begin_epoch()
         for images, targets in loader:
-            log.count(len(images))
+            log.count_images(len(images))
             ...
             if log.is_due(step):
-                log.add(step, f"step {step}", loss, lr)
+                log.add_step(step, f"step {step}", loss, lr)
         log.flush()
         log.close()
     """
@@ -87,12 +75,12 @@ class StepLog:
         self.process = os.getpid()
         self.pending: list[Entry] = []
         self.board: SummaryWriter | None = None
-        self.begin()
+        self.begin_epoch()
         # TensorBoard reads one file after the other, and at the mark in this one it
         # drops what the files before have of later steps: it has to come before any
         # that is opened from here on.
         if self.active and any(self.folder.glob(EVENTS)):
-            self._drop_later(self._open())
+            self._drop_later(self._open_board())
 
     @property
     def writer(self) -> "SummaryWriter | NoWriter":
@@ -103,9 +91,9 @@ class StepLog:
         # its thread is not in a fork
         if not self.active or os.getpid() != self.process:
             return NoWriter()
-        return self.board or self._open()
+        return self.board or self._open_board()
 
-    def _open(self) -> "SummaryWriter":
+    def _open_board(self) -> "SummaryWriter":
         began = time.monotonic()
         from torch.utils.tensorboard import SummaryWriter  # takes seconds
 
@@ -123,14 +111,15 @@ class StepLog:
                 Event(step=self.first_step + 1, session_log=mark)
             )
 
-    def begin(self, bar: tqdm | None = None) -> None:
+    def begin_epoch(self, bar: tqdm | None = None) -> None:
         """Begin an epoch, or its rest. bar: what shows the numbers if there is a terminal."""
-        self.bar = bar
-        self.has_bar = bar is not None and not bar.disable
+        self.bar: tqdm | None = None
+        if bar is not None and not bar.disable:
+            self.bar = bar
         self.images = 0  # of all ranks, since the last entry
         self.since = time.monotonic()
 
-    def count(self, images: int) -> None:
+    def count_images(self, images: int) -> None:
         """Count images of all ranks, for the speed; write the entries that have arrived."""
         self.images += images
         self._write_arrived()
@@ -139,7 +128,7 @@ class StepLog:
         """Return whether `step`, the number of an optimizer step from 1, is logged."""
         return self.every > 0 and step % self.every == 0
 
-    def add(
+    def add_step(
         self,
         step: int,
         at: str,
@@ -160,6 +149,7 @@ class StepLog:
         self.since = now
         found = [loss] if grad_norm is None else [loss, grad_norm]
         on_device = [each.detach().to(self.device, torch.float32) for each in found]
+        # on the CPU: the loss, and the norm of the gradient if that is known
         values = torch.stack(on_device).to("cpu", non_blocking=True)  # pinned memory
         event = None
         if self.device.type != "cpu":
@@ -197,15 +187,21 @@ class StepLog:
                 self.board.close()
 
     def _write_arrived(self) -> None:
-        while self.pending and self.pending[0].has_arrived():
-            self._write(self.pending.pop(0))
+        while self.pending:
+            event = self.pending[0].event
+            if event and not event.query():
+                return
+            self._write_entry(self.pending.pop(0))
 
-    def _write(self, entry: Entry) -> None:
-        scalars = entry.scalars()
-        shown = {"loss": f"{scalars['loss']:.4g}", "lr": f"{entry.lr:.3g}"}
-        if "grad_norm" in scalars:
-            shown["grad"] = f"{scalars['grad_norm']:.3g}"
-        if self.bar is not None and self.has_bar:  # which shows the speed itself
+    def _write_entry(self, entry: Entry) -> None:
+        found = entry.values.tolist()
+        loss = found[0]
+        scalars = {"loss": loss, "lr": entry.lr, "img_per_s": entry.img_per_s}
+        shown = {"loss": f"{loss:.4g}", "lr": f"{entry.lr:.3g}"}
+        if len(found) > 1:
+            scalars["grad_norm"] = found[1]
+            shown["grad"] = f"{found[1]:.3g}"
+        if self.bar is not None:  # which shows the speed itself
             self.bar.set_postfix(shown)
         else:
             words = "  ".join(f"{name} {value}" for name, value in shown.items())

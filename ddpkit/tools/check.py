@@ -146,7 +146,8 @@ class Survey:
 
     def name_classes(self, labels: Labels, root: Path) -> list[str]:
         """Return the classes of masks; add an error of too few, or of numbers in val alone."""
-        used, others = [np.flatnonzero(counts).tolist() for counts in self.images]
+        used = np.flatnonzero(self.images[0]).tolist()
+        others = np.flatnonzero(self.images[1]).tolist()
         classes: list[str] = labels
         if not labels:
             largest = max((value for value in used if value != VOID), default=-1)
@@ -176,12 +177,13 @@ class Survey:
             std=tuple(float(f"{value:.5g}") for value in std),
         )
 
-    def describe(self, names: dict[int, str], has_masks: bool) -> Iterator[str]:
+    def lines(self, names: dict[int, str], has_masks: bool) -> Iterator[str]:
         """Yield the lines about sizes, and one for each class, by its number."""
         for part, sizes in zip(PARTS, self.sizes, strict=True):
             used = sorted(sizes, key=math.prod)  # by area
+            # the least and the greatest, once if they are equal
             texts = [f"{width} x {height}" for height, width in used[:1] + used[-1:]]
-            ends = " to ".join(dict.fromkeys(texts)) or "none"  # once if they are equal
+            ends = " to ".join(dict.fromkeys(texts)) or "none"
             yield f"{part:10}{len(used)} images; width x height: {ends}"
         what = "pixels" if has_masks else "images"
         yield f"classes   images, and share of the {what}, in train and in val"
@@ -227,7 +229,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         labels = read_classes(root / "classes.txt")
         parts = [
             folders.MaskFiles(folders.Part(pairs, format, labels), tuple)
-            for pairs in find_pairs(root, unmatched)
+            for pairs in match_files(root, unmatched)
         ]
         survey = Survey(parts, given.workers)
         survey.errors += unmatched
@@ -241,7 +243,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         ]
         survey = Survey(parts, given.workers)
         names = dict(enumerate(classes))
-    for line in survey.describe(names, has_masks):
+    for line in survey.lines(names, has_masks):
         distributed.print0(line)
     for line in sorted(survey.errors):
         distributed.print0(f"error: {line}")
@@ -258,7 +260,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     sys.exit(1 if survey.errors else 0)
 
 
-def find_pairs(root: Path, errors: list[str]) -> Sequence[folders.Pairs]:
+def match_files(root: Path, errors: list[str]) -> Sequence[folders.Pairs]:
     """Return the pairs for training and for validation; images and masks without are errors."""
 
     def match(folder: Path) -> folders.Pairs:

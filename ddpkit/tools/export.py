@@ -83,7 +83,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         "--output",
         metavar="DIR",
         type=Path,
-        default=Path("exported"),
+        default="exported",
         help="for model.onnx",
     )
     add(
@@ -143,8 +143,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     }
     path = given.output / "model.onnx"
     # a file that returns something else is not kept: an error leaves the old one
-    with files.writing(path, parents=True) as tmp_path, explaining():
-        exported = write(network, batches[0], stride, tmp_path, metadata)
+    with files.writing(path, parents=True) as tmp_path, refusing():
+        exported = write_onnx(network, batches[0], stride, tmp_path, metadata)
         difference = compare(exported, batches, expected)
         line = f"{path}: logits differ by up to {difference:.0e} of the largest"
         if not difference <= TOLERANCE:
@@ -202,7 +202,7 @@ def pick_batches(
     return batches
 
 
-def write(
+def write_onnx(
     network: nn.Module,
     batch: Tensor,
     stride: int,
@@ -237,10 +237,10 @@ def write(
     for name, value in metadata.items():
         exported.model.metadata_props[name] = json.dumps(value)
     exported.save(path, external_data=False)  # in one file
-    return load(path)
+    return open_session(path)
 
 
-def load(path: Path) -> Predict:
+def open_session(path: Path) -> Predict:
     import onnxruntime
 
     session = onnxruntime.InferenceSession(
@@ -255,7 +255,7 @@ def load(path: Path) -> Predict:
 
 
 @contextlib.contextmanager
-def explaining() -> Iterator[None]:
+def refusing() -> Iterator[None]:
     """Turn an error of the exporters in the block into one line, and drop what they print."""
     quiet = io.StringIO()
     try:
@@ -284,15 +284,10 @@ def quantize(source: Path, path: Path, sets: Sets, args: Namespace) -> None:
     from onnxruntime.quantization import quantize_static
     from onnxruntime.quantization.shape_inference import quant_pre_process
 
-    def samples(part: Seeded, numbers: Tensor) -> DataLoader:
-        keys: Any = [Key(0, number, is_val=True) for number in numbers.tolist()]
-        return DataLoader(part, sampler=keys, **loading.workers(None, CPU))
-
     train_set, val_set, classes = sets
-    train = Seeded(train_set, classes, seed=0)
-    val = Seeded(val_set, classes, seed=0)
-    order = torch.randperm(len(train), generator=torch.Generator().manual_seed(0))
-    batches = iter(samples(train, order[:CALIBRATION]))
+    generator = torch.Generator().manual_seed(0)
+    order = torch.randperm(len(train_set), generator=generator)[:CALIBRATION]
+    batches = iter(read_samples(train_set, classes, order.tolist()))
 
     def get_next() -> dict[str, np.ndarray] | None:
         batch = next(batches, None)
@@ -302,7 +297,7 @@ def quantize(source: Path, path: Path, sets: Sets, args: Namespace) -> None:
     with (
         files.writing(path) as tmp_path,
         tempfile.TemporaryDirectory() as folder,
-        explaining(),
+        refusing(),
     ):
         # onnxruntime writes to files with a name only
         prepared = Path(folder, "prepared.onnx")
@@ -313,14 +308,29 @@ def quantize(source: Path, path: Path, sets: Sets, args: Namespace) -> None:
             prepared, quantized, reader, per_channel=True, extra_options=more
         )
         shutil.copyfile(quantized, tmp_path)
-    networks = [load(source), load(path)]
-    found = [process.own("model").build_metrics(args, classes) for _ in networks]
-    for images, targets, *_ in samples(val, torch.arange(len(val))):
-        # as training has them
-        targets = targets if targets.is_floating_point() else targets.long()
-        for network, each in zip(networks, found, strict=True):
-            each.update(network(images), targets)
-    before, after = [metrics.compute_metrics(each)[0] for each in found]
+    val = read_samples(val_set, classes, range(len(val_set)))
+    before = measure(source, val, process.own("model").build_metrics(args, classes))
+    after = measure(path, val, process.own("model").build_metrics(args, classes))
     print(f"{'':20} {source.name:>15} {path.name:>15}")
     for name, value in before.items():
         print(f"{name:20} {value:15.4f} {after[name]:15.4f}")
+
+
+def read_samples(
+    dataset: MapDataset, classes: Sequence[str], numbers: Sequence[int]
+) -> DataLoader:
+    """Return a loader of the samples of these `numbers`, one by one, as for validation."""
+    keys: Any = [Key(0, number, is_val=True) for number in numbers]
+    part = Seeded(dataset, classes, seed=0)
+    return DataLoader(part, sampler=keys, **loading.workers(None, CPU))
+
+
+def measure(path: Path, loader: DataLoader, found: Any) -> dict[str, float]:
+    """Return the metrics `found`, of build_metrics, of the network in a file."""
+    predict = open_session(path)
+    for batch in loader:
+        targets = batch[1]
+        if not targets.is_floating_point():
+            targets = targets.long()  # as training has them
+        found.update(predict(batch[0]), targets)
+    return metrics.compute_metrics(found)[0]

@@ -18,10 +18,11 @@ from pathlib import Path
 from typing import Any
 
 from ddpkit import files
-from ddpkit.errors import UserError, escape
+from ddpkit.errors import UserError, escape, reason_of
 from ddpkit.ranks import process
-from ddpkit.run import checkpoint, pictures, reporting
+from ddpkit.run import checkpoint, pictures
 from ddpkit.run.flags import Parser
+from ddpkit.run.layout import SHOWN
 from ddpkit.run.states import State
 
 NEEDED = ["args.json", "metrics.csv"]
@@ -58,9 +59,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         "--license", metavar="NAME", default="unknown", help="such as mit or apache-2.0"
     )
     given = parser.parse_args(argv)
-    if given.repo and not importlib.util.find_spec("huggingface_hub"):
+    if not importlib.util.find_spec("huggingface_hub"):
         raise UserError(
-            "--repo needs one more package: python -m pip install huggingface_hub"
+            "publish needs one more package: python -m pip install huggingface_hub"
         )
     path = given.checkpoint
     for name in NEEDED:
@@ -68,8 +69,9 @@ def main(argv: Sequence[str] | None = None) -> None:
             raise UserError(
                 f"{path.with_name(name)}: no such file; name a checkpoint of a run"
             )
-    names = [path.name, *NEEDED]
-    for name in ("curves.png", *reporting.IMAGES):
+    names = [path.name]
+    names += NEEDED
+    for name in SHOWN:  # if they are there
         if path.with_name(name).is_file():
             names.append(name)
     if given.output.resolve() == path.parent.resolve():
@@ -84,7 +86,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     about = without_paths(json.loads(files.read(path.with_name("args.json"))))
     title = given.repo or process.project().name
     # before anything is written, because it may find a fault
-    card = describe(path, state, about, title, given.license, names)
+    card = make_card(path, state, about, title, given.license, names)
     for name in names:
         with files.writing(given.output / name, parents=True) as tmp_path:
             if name == path.name:
@@ -115,7 +117,7 @@ def without_paths(value: Any) -> Any:
     return PATH.sub(last_name, value) if isinstance(value, str) else value
 
 
-def describe(
+def make_card(
     path: Path,
     state: State,
     about: Any,
@@ -124,52 +126,52 @@ def describe(
     names: Sequence[str],
 ) -> str:
     """Return the model card of the checkpoint at `path`. names: the files to show, beside it."""
+    from huggingface_hub import EvalResult, ModelCard, ModelCardData
+
     used = state["args"]
     data = escape(Path(used.get("data") or "demo").name).replace("`", "'")
-    header, *rows = read(path.with_name("metrics.csv"))
+    kind = "segmentation" if process.own("model").STRIDE else "classification"
+    task = f"image-{kind}"
+    rows = read_rows(path.with_name("metrics.csv"))
+    header = rows.pop(0)
     last = rows[-1]
     # of the checkpoint's epoch; a run that goes on may have written more since
     own = next((row for row in rows if row[0] == str(state["epoch"])), last)
     scores = [["", f"{path.name}, epoch {own[0]}", f"the last, epoch {last[0]}"]]
-    metrics = []
+    results = []
     for name, value, last_value in zip(header, own, last, strict=True):
         if name in pictures.NOT_DRAWN:
             continue
         text = f"{float(value or 'nan'):.4g}"  # empty: not measured in that epoch
         scores.append([name, text, f"{float(last_value or 'nan'):.4g}"])
         if text != "nan":
-            metrics.append({"type": name, "value": float(text)})
-    tables = [scores]
+            results.append(EvalResult(task, data, data, name, float(text)))
+    tables = to_markdown(scores)
     if "per_class.csv" in names:
-        tables.append(read(path.with_name("per_class.csv")))
-    kind = "segmentation" if process.own("model").STRIDE else "classification"
-    task = f"image-{kind}"
-    results = {
-        "task": {"type": task},
-        "dataset": {"name": data, "type": data},
-        "metrics": metrics,
-    }
-    model_index = [{"name": title, "results": [results]}]
-    command = shlex.join(["./launch.sh", *give(used)])
-    text_of_tables = "\n\n".join(map(to_markdown, tables))
+        tables += "\n\n" + to_markdown(read_rows(path.with_name("per_class.csv")))
+    facts = ModelCardData(
+        license=license,
+        library_name="pytorch",
+        pipeline_tag=task,
+        tags=["ddpkit", "pytorch"],
+        model_name=title,
+        eval_results=results,
+    )
+    command = escape(f"./launch.sh {shlex.join(used_flags(used))}")
     images = "\n".join(f"![{name}]({name})" for name in names if name.endswith(".png"))
-    return f"""---
-license: {license}
-library_name: pytorch
-pipeline_tag: {task}
-tags: [ddpkit, pytorch]
-model-index: {json.dumps(model_index)}
+    card = ModelCard(f"""---
+{facts}
 ---
 # {title}
 
 `{used.get("arch")}` for {task} with {len(state["classes"])} classes, trained on `{data}` by
 {about["ranks"]} rank(s) on {about["device"]} with
 
-    {escape(command)}
+    {command}
 
 `args.json` has all flags and versions, and the commit of the project. Metrics:
 
-{text_of_tables}
+{tables}
 
 ## Use
 
@@ -181,10 +183,11 @@ In the project that trained it, `python predict.py FILES --checkpoint {path.name
     logits = net(images)  # float32 (N, {state["channels"]}, H, W), normalised
 
 {images}
-"""
+""")
+    return str(card)
 
 
-def give(used: dict[str, object]) -> list[str]:
+def used_flags(used: dict[str, object]) -> list[str]:
     """Return the words of the flags that are not as by default, but for where the run was."""
     words = []
     if used.get("data"):
@@ -200,16 +203,19 @@ def give(used: dict[str, object]) -> list[str]:
     return words
 
 
-def read(path: Path) -> list[list[str]]:
+def read_rows(path: Path) -> list[list[str]]:
     text = files.read(path).decode(errors="replace")
     return list(csv.reader(io.StringIO(text, newline="")))
 
 
 def to_markdown(table: Sequence[Sequence[str]]) -> str:
     """Return a table; what its cells say is text, not markup."""
-    rows = [[MARKUP.sub(r"\\\g<0>", escape(cell)) for cell in row] for row in table]
-    rows.insert(1, ["---"] * len(rows[0]))
-    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+    lines = []
+    for row in table:
+        cells = [MARKUP.sub(r"\\\g<0>", escape(cell)) for cell in row]
+        lines.append(f"| {' | '.join(cells)} |")
+    lines.insert(1, "| --- " * len(table[0]) + "|")
+    return "\n".join(lines)
 
 
 def push(folder: Path, names: Sequence[str], repo: str, is_private: bool) -> str:
@@ -226,6 +232,6 @@ def push(folder: Path, names: Sequence[str], repo: str, is_private: bool) -> str
         url = hub.create_repo(repo, private=is_private or None, exist_ok=True)
         hub.upload_folder(repo_id=repo, folder_path=folder, allow_patterns=list(names))
     except Exception as error:  # of many types
-        reason = " ".join(str(error).split()) or type(error).__name__
-        raise UserError(f"{repo}: not published ({reason[:300]})") from None
+        reason = reason_of(error)[:300]
+        raise UserError(f"{repo}: not published ({reason})") from None
     return str(url)

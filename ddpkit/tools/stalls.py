@@ -43,20 +43,21 @@ def find(main: ModuleType, words: Sequence[str]) -> str:
             stack.enter_context(reads)
             main.main(words)
     except (RuntimeError, TypeError) as error:
-        innermost_first = reversed(list(traceback.walk_tb(error.__traceback__)))
-        place = own_line(innermost_first, root)
+        places = list(traceback.walk_tb(error.__traceback__))
+        place = own_line(reversed(places), root)
         if not place or not reads.step:
             raise  # of another kind
-        why = (
-            f"reads a value off the device, or has a size that depends on one ({error})"
+        return (
+            f"{place}\nreads a value off the device, or has a size that depends on one "
+            f"({error})"
         )
-        return f"{place}\n{why}"
     finally:
         torch.distributed.destroy_process_group()
     for place, steps in reads.found.items():
         if len(steps) == STEPS:
-            why = "reads a value off the device in each step: the device waits"
-            return f"{place}\n{why}"
+            return (
+                f"{place}\nreads a value off the device in each step: the device waits"
+            )
     return ""
 
 
@@ -69,7 +70,7 @@ class Reads(TorchDispatchMode):
         self.step = 0  # 0: outside of any
         self.found: dict[str, set[int]] = {}
 
-    def note(self) -> None:
+    def note_reader(self) -> None:
         if self.step:
             place = own_line(traceback.walk_stack(None), self.root)
             self.found.setdefault(place, set()).add(self.step)
@@ -82,12 +83,12 @@ class Reads(TorchDispatchMode):
         source = args[0] if args and isinstance(args[0], Tensor) else None
         if source is not None and source.device == META:
             if name == "_local_scalar_dense":  # item(), float(), if
-                self.note()
+                self.note_reader()
                 return torch.ones((), dtype=source.dtype).item()
             target = torch.device(kwargs.get("device") or META)
             if name == "_to_copy" and target == CPU:  # cpu(), to("cpu"), tolist()
                 if not kwargs.get("non_blocking"):
-                    self.note()
+                    self.note_reader()
                 return torch.ones_like(source, device=CPU, dtype=kwargs.get("dtype"))
         return func(*args, **kwargs)
 
@@ -97,7 +98,7 @@ class Reads(TorchDispatchMode):
         def noted(tensor: Tensor, *args: object, **options: object) -> str:
             if tensor.device != META:
                 return show(tensor, *args, **options)
-            self.note()
+            self.note_reader()
             return "1"
 
         return noted
@@ -128,14 +129,14 @@ def stand_ins(main: ModuleType, reads: Reads) -> Iterator[tuple[object, str, obj
 
     run.writer.add_scalar.side_effect = add_scalar
 
-    def start(
+    def make_run(
         folder: object,
         loader: Any,
         val_loader: object,
         classes: Sequence[str],
         **parts: Any,
     ) -> object:
-        def steps(*networks: object) -> Iterator[list[tuple]]:
+        def take_steps(*networks: object) -> Iterator[list[tuple]]:
             batches = iter(loader)
             format = normalizing.format_of(loader)
             for _ in range(STEPS):
@@ -146,16 +147,16 @@ def stand_ins(main: ModuleType, reads: Reads) -> Iterator[tuple[object, str, obj
                 run.step += 1
             reads.step = 0
 
-        run.steps.side_effect = steps
+        run.steps.side_effect = take_steps
         run.classes = classes
         return run
 
     # which main.py calls before there is a Run
-    vars(start)["steps_per_epoch"] = ddpkit.Run.steps_per_epoch
+    vars(make_run)["steps_per_epoch"] = ddpkit.Run.steps_per_epoch
     yield main.distributed, "setup", lambda *_: META
     yield torch.distributed, "all_reduce", lambda *_, **__: None
     yield ddpkit, "RunFolder", lambda *_: MagicMock(state=None)
-    yield ddpkit, "Run", start
+    yield ddpkit, "Run", make_run
     in_this_process = loading.workers(0, CPU)
     yield loading, "workers", lambda *_: dict(in_this_process)
     name = "DistributedDataParallel"

@@ -232,7 +232,7 @@ def test_damage_of_other_kinds(tmp_path: Path) -> None:
     for length in range(0, len(content), 3):
         path.write_bytes(content[:length])
         with refusal("checkpoint.unreadable", path):
-            pretrained.read(str(path))
+            pretrained.read_tensors(str(path))
 
 
 def compressed(content: bytes) -> bytes:
@@ -390,7 +390,7 @@ def test_weights_that_would_be_cut(tmp_path: Path) -> None:
             checkpoint.load_weights(net, state)
     torch.save({"weight": torch.ones(2, 2, dtype=torch.int32)}, tmp_path / "file.pt")
     with refusal("pretrained.copy_matching", "begins with weight"):
-        pretrained.copy_matching(net, pretrained.read(f"{tmp_path}/file.pt"))
+        pretrained.copy_matching(net, pretrained.read_tensors(f"{tmp_path}/file.pt"))
 
 
 def test_a_checkpoint_of_version_1() -> None:
@@ -460,7 +460,7 @@ def test_weights_of_other_programs(
     for prefix in "", "net.":
         net = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3), nn.Linear(3, 5))
         model = nn.ModuleDict({"net": net}) if prefix else net
-        pretrained.copy_matching(model, pretrained.read(f"{tmp_path}/file.pt"))
+        pretrained.copy_matching(model, pretrained.read_tensors(f"{tmp_path}/file.pt"))
         assert torch.equal(net[0].weight, weights["0.weight"])
         new = f"new: {prefix}2.weight, {prefix}2.bias"
         assert capsys.readouterr().out == f"--weights: 7 of 9 tensors loaded; {new}\n"
@@ -470,7 +470,7 @@ def test_weights_that_do_not_fit(tmp_path: Path) -> None:
     path = tmp_path / "file.pt"
     torch.save({"state_dict": {"a.weight": torch.ones(1)}}, path)
     with refusal("pretrained.copy_matching", "begins with weight", "a.weight"):
-        pretrained.copy_matching(nn.Linear(2, 2), pretrained.read(str(path)))
+        pretrained.copy_matching(nn.Linear(2, 2), pretrained.read_tensors(str(path)))
 
 
 @pytest.mark.parametrize("entry", [b"/version", b"/data.pkl", b"/data/0"])

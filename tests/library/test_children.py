@@ -100,9 +100,8 @@ def test_a_child_that_fails(tmp_path):
         assert process.watch.lock.acquire(timeout=5)
         process.watch.lock.release()
 
-    report = reporting.Reporter(tmp_path, torch.device("cpu"), 2, 0, is_complete=False)
-    report.classes = "ab"
-    report.record([{"epoch": 1}], [{"epoch": 1}])  # which starts TensorBoard's thread
+    report = reporting.Reporter(tmp_path, epochs=2)
+    report.log_epoch({})  # which starts TensorBoard's thread
     closing = contextlib.closing(report)
     with failures.one_line_errors(), stopping.on_signals(str), closing:
         other = context.Process(target=sleep, daemon=True)

@@ -10,7 +10,7 @@ from ranks import on_ranks
 from torch import Tensor, nn
 
 from ddpkit.errors import UserError
-from ddpkit.ranks import devices, failures, replicas
+from ddpkit.ranks import failures, replicas
 from ddpkit.run import reporting
 
 OUT = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.2 GiB"
@@ -113,11 +113,9 @@ def test_debug_mode_that_crashes(project, few, tmp_path):
 @pytest.mark.parametrize(("wait", "seconds"), [(0.09, 100), (0.5, 1.9), (0.5, 40)])
 def test_the_line_on_waiting(wait, seconds, tmp_path, capsys):
     """If it is much of the time, and more than a second."""
-    report = reporting.Reporter(tmp_path, devices.CPU, 1, 0, is_complete=False)
+    report = reporting.Reporter(tmp_path, epochs=1)
     report.began = 0
     report.record = lambda *_: None
-    report.end_epoch(
-        [{"epoch": 1, "data_wait": wait, "train_seconds": seconds}], is_best=False
-    )
+    report.log_epoch({"data_wait": wait, "train_seconds": seconds})
     said = "input-bound: 50% of 40 s" in capsys.readouterr().out
     assert said == (seconds == 40)

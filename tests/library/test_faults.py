@@ -203,7 +203,7 @@ def test_a_signal_after_training(project, few, tmp_path):
     """All is saved: it ends as without the signal."""
 
     def patch() -> None:
-        Reporter.finish = lambda *_: terminate()
+        Reporter.print_results = lambda *_: terminate()
 
     done = project.train(few, tmp_path, patch=patch)
     assert (done.statuses, done.err, done.left) == ([0, 0], "", [])

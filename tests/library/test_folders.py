@@ -271,7 +271,7 @@ def test_names_that_never_match(tmp_path: Path) -> None:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.touch()
     errors: list[str] = []
-    assert check.find_pairs(tmp_path, errors) == ([], [])
+    assert check.match_files(tmp_path, errors) == ([], [])
     assert sum("no mask of that name" in line for line in errors) == 3
     assert sum("no image of that name" in line for line in errors) == 3
 

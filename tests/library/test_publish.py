@@ -113,7 +113,10 @@ def test_push(project: Project, trained: Path, data: Path, tmp_path: Path) -> No
     assert "copy.pt: 1 of 1 epochs done" in done.out
     card = ModelCard(FILES["README.md"].decode())
     assert f"| {card.data.eval_results[-1].metric_value:.4g} |" in card.text
+    assert card.data.pipeline_tag == card.data.eval_results[0].task_type
     assert card.data.pipeline_tag == "image-classification"
+    assert card.data.model_name == "me/net" and card.data.license == "unknown"
+    assert card.data.eval_results[0].dataset_name == "set"
     assert "./launch.sh --data set --arch shufflenet_v2_x0_5 " in card.text
 
 

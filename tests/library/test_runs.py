@@ -47,7 +47,7 @@ def test_resume(project: Project, data: Path, trained: Path, tmp_path: Path) -> 
     # A mistake found before training begins costs nothing of the former run.
     before = {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
     done = project.train(data, out, "--resume", "never", "--arch", "none", on=1)
-    done.refused("networks.explain", "none")
+    done.refused("networks.explain_network", "none")
     project.train(data, out, "--arch", "resnet34", on=1).refused(
         "checkpoint.load_weights", "last.pt", "--arch resnet34 (was", "--output-dir"
     )

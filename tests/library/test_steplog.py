@@ -14,6 +14,7 @@ import pytest
 import torch
 from generated import Done, Project, after_step, rows
 from ranks import Patch, on_ranks
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 from tqdm import tqdm
 
 from ddpkit.ranks import distributed
@@ -38,10 +39,10 @@ def scalars(folder: Path) -> dict[str, dict[int, float]]:
 def take(log: StepLog, steps: range) -> None:
     """Train for so many steps, of 8 images on all ranks; the loss is a tenth of the step."""
     for step in steps:
-        log.count(8)
+        log.count_images(8)
         if log.is_due(step):
             norm = torch.tensor(step + 0.5)
-            log.add(
+            log.add_step(
                 step, f"step {step}/9", torch.tensor(step / 10).double(), 0.00125, norm
             )
 
@@ -52,17 +53,17 @@ def test_lines_and_curves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     rank = distributed.rank()
     lines = []
     now = iter(range(0, 1000, 2))
-    monkeypatch.setattr(distributed, "say", lines.append)
+    monkeypatch.setattr(distributed, "print0", lines.append)
     monkeypatch.setattr(time, "monotonic", lambda: next(now))
     log = StepLog(tmp_path, CPU, every=2)
-    log.begin()
+    log.begin_epoch()
     take(log, range(1, 4))
     log.flush()
-    log.begin(tqdm(disable=True))
+    log.begin_epoch(tqdm(disable=True))
     take(log, range(4, 5))
     shown = io.StringIO()
     bar = tqdm(total=99, file=shown, mininterval=0)
-    log.begin(bar)
+    log.begin_epoch(bar)
     take(log, range(5, 7))
     bar.close()
     log.writer.add_scalar("mine", 3.0, 6)
@@ -162,7 +163,7 @@ def test_a_device_that_is_behind(
 ) -> None:
     """A step writes what has arrived, and waits for nothing; the end of an epoch does."""
     lines: list[str] = []
-    monkeypatch.setattr(distributed, "say", lines.append)
+    monkeypatch.setattr(distributed, "print0", lines.append)
     monkeypatch.setattr(
         torch, "get_device_module", lambda _: SimpleNamespace(Event=Event)
     )
@@ -180,10 +181,10 @@ def test_a_device_that_is_behind(
     first, second, third = Event.made
     assert not lines
     second.done = True  # in order, though
-    log.count(8)
+    log.count_images(8)
     assert not lines
     first.done = True
-    log.count(8)
+    log.count_images(8)
     assert len(lines) == 2 and not third.is_waited_for
     log.flush()
     assert len(lines) == 3 and third.is_waited_for and not first.is_waited_for
@@ -201,17 +202,74 @@ def test_a_device_that_is_behind(
         assert len(lines) == 4 and last.done == arrives and not last.is_waited_for
 
 
+def use_reporter(folder: Path) -> None:
+    """A loop of somebody's own: two epochs of 12 images, and a third after a restart."""
+    data = TensorDataset(torch.arange(12.0))
+    sampler = None
+    if distributed.is_joined():
+        sampler = DistributedSampler(data, shuffle=False)
+    loader = DataLoader(data, batch_size=2, sampler=sampler)
+    rows: list = []
+    for first, last in (0, 2), (2, 3):
+        done = first * len(loader)
+        report = Reporter(folder, 3, log_every=3, rows=rows, step=done)
+        for epoch in range(first, last):
+            for step, (images,) in enumerate(report.progress(loader, epoch), 1):
+                report.log_step(epoch * len(loader) + step, images.mean(), 0.5)
+            report.log_epoch({"loss": 3.0 - epoch, **report.speed()}, is_best=True)
+        report.close()
+        rows = report.rows
+
+
+def check_report(folder: Path, lines: list[str], ranks: int) -> None:
+    """What rank 0 has written of `use_reporter`."""
+    of_steps = [line for line in lines if "  step " in line]
+    of_epochs = [line for line in lines if line not in of_steps]
+    words = r"epoch {}/3  step {}  loss \S+  lr 0.5  \d+ img/s"
+    due = range(3, 18 // ranks + 1, 3)
+    for line, step in zip(of_steps, due, strict=True):
+        epoch = (step - 1) * ranks // 6 + 1
+        assert re.fullmatch(words.format(epoch, step), line)
+    for number, line in enumerate(of_epochs, 1):
+        shown = rf"epoch {number}/3  loss {4 - number}  img_per_s .*  left \d+ s  best"
+        assert re.fullmatch(shown, line)
+    assert [row["loss"] for row in rows(folder)] == ["3.0", "2.0", "1.0"]
+    assert [row["epoch"] for row in rows(folder)] == ["1", "2", "3"]
+    for row in rows(folder):
+        images = float(row["img_per_s"]) * float(row["train_seconds"])
+        assert images == pytest.approx(12)  # of all ranks
+    assert scalars(folder / "epochs")["loss"] == {1: 3.0, 2: 2.0, 3: 1.0}
+    assert list(scalars(folder / "steps")["loss"]) == list(due)
+    assert (folder / "curves.png").exists()
+
+
+@on_ranks(1, 2, group=False)
+def test_the_reporter_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without Run, in a plain process and in a group that a script has made: rank 0 writes."""
+    ranks = int(os.environ.get("WORLD_SIZE", 1))
+    if ranks > 1:
+        torch.distributed.init_process_group("gloo")
+    lines: list[str] = []
+    monkeypatch.setattr(distributed, "print_line", lambda line, _: lines.append(line))
+    folder = tmp_path / f"of {ranks}"
+    use_reporter(folder)
+    if distributed.rank() == 0:
+        check_report(folder, lines, ranks)
+    else:
+        assert not lines
+
+
 @on_ranks(1)
 def test_the_reporter_closes_it(tmp_path: Path) -> None:
     """Also on a disk that is full."""
-    report = Reporter(tmp_path, CPU, 2, 0, is_complete=False, log_every=2)
+    report = Reporter(tmp_path, epochs=2, log_every=2, device=CPU)
 
     def fail() -> Any:
         raise OSError(28, "No space left on device")
 
-    for _ in report.progress(range(3), 3, 0):
+    for _ in report.progress(range(3), 0, 3, 1):
         pass
-    report.steps.add(2, "step 2", torch.ones(()), 0.1)
+    report.log_step(2, torch.ones(()), 0.1)
     assert report.steps.images == 0
     assert report.steps.board
     report.steps.board.flush = fail  # type: ignore[method-assign]

@@ -110,7 +110,7 @@ def test_dpt_on_a_vit(project: Project) -> None:
 
     with pytest.raises(ValueError) as error:
         build("unet")
-    line = str(networks.explain(error.value))
+    line = str(networks.explain_network(error.value))
     assert "--arch unet" in line and "--arch dpt" in line
     net = build("dpt")
     assert net(torch.zeros(2, 3, 64, 96)).shape == (2, 2, 64, 96)

@@ -136,7 +136,7 @@ def weights(damage: Damage, folder: Path, whole: dict, old: dict, new: dict) -> 
         )
         path.write_bytes(damage(path.read_bytes()))
         try:
-            found = pretrained.read(str(path))
+            found = pretrained.read_tensors(str(path))
         except UserError as error:
             one_line(error, "weights.pth")
             continue

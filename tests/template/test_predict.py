@@ -155,7 +155,7 @@ def test_an_export_that_differs(
             path.write_text("another graph")
             return lambda images: 1.1 * network(images).detach()
 
-        export.write = other
+        export.write_onnx = other
 
     words = ["--checkpoint", trained / "best.pt", "--output", tmp_path / "out"]
     done = project.run(words, script="ddpkit export", on=1, patch=patch)
