@@ -206,7 +206,8 @@ class Session:
 
     def error(self) -> str:
         """The message of the exception at which it is stopped."""
-        assert self.stop and self.stop["reason"] == "exception", self.stop
+        assert self.stop, self.stop
+        assert self.stop["reason"] == "exception", self.stop
         info = self.ask("exceptionInfo", {"threadId": self.stop["threadId"]})
         return info["description"]
 

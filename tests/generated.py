@@ -62,11 +62,12 @@ class Done:
     def refused(self, code: str, *words: object) -> "Done":
         """One line of complaint with this code and all `words`, status 2, nobody left.
 
-        Of several ranks at least one has status 2, and none has 0.
+        Some words may be in lists. Of several ranks at least one has status 2, and none has 0.
         """
         said = (self.statuses, self.out, self.err)
-        assert 2 in self.statuses and 0 not in self.statuses, said
-        return self.failed(code, *words)
+        assert 2 in self.statuses, said
+        assert 0 not in self.statuses, said
+        return self.failed(code, words)
 
     def failed(self, code: str, *words: object) -> "Done":
         """As `refused`, with whatever status; code: "" for what is no mistake of the user's."""
@@ -74,8 +75,8 @@ class Done:
         assert len(self.err.splitlines()) == 1, self.err
         assert self.err.startswith("error: "), self.err
         assert not code or self.err.endswith(f" [{code}]\n"), self.err
-        for word in words:
-            assert str(word) in self.err, self.err
+        for word in texts(words):
+            assert word in self.err, self.err
         assert not self.left
         return self
 
@@ -295,9 +296,10 @@ def refusal(code: str, *words: object) -> Iterator[pytest.ExceptionInfo[LineErro
     with pytest.raises(LineError) as caught:
         yield caught
     line = str(caught.value)
-    assert line.endswith(f" [{code}]") and "\n" not in line, line
-    for word in words:
-        assert str(word) in line, line
+    assert line.endswith(f" [{code}]"), line
+    assert "\n" not in line, line
+    for word in texts(words):
+        assert word in line, line
 
 
 def rows(folder: Path) -> list[dict[str, str]]:

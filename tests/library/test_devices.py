@@ -62,7 +62,8 @@ def test_devices(kind, seen, env, device, node):
     node(kind=kind, seen=seen, **env)
     found, note = devices.pick()
     assert found == torch.device(device)
-    assert note["device"] == found.type and not note["mistake"]
+    assert note["device"] == found.type
+    assert not note["mistake"]
     assert note["gpu"].split() == ([] if device == "cpu" else ["7", device[-1]])
     backends = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl", "xpu": "cpu:gloo,xpu:xccl"}
     assert devices.backend(found) == backends[found.type]
@@ -85,7 +86,8 @@ def test_a_driver_that_torch_cannot_use(node, monkeypatch):
         monkeypatch.setattr(torch.accelerator, "is_available", is_available)
         with warnings.catch_warnings(record=True) as caught:
             device, note = devices.pick()
-        assert (device, caught) == (devices.CPU, [])
+        assert device == devices.CPU
+        assert caught == []
         return note["mistake"]
 
     listed = f"echo '{LISTED}'"
@@ -186,9 +188,8 @@ def test_the_network_of_gloo(
 def test_own_addresses():
     assert devices.address("127.0.0.1") == "127.0.0.1"
     assert devices.address("") == devices.address("a..b") == ""
-    assert (
-        devices._address_of("lo") == "127.0.0.1" and devices._address_of("none") == ""
-    )
+    assert devices._address_of("lo") == "127.0.0.1"
+    assert devices._address_of("none") == ""
 
 
 def test_ranks_on_one_gpu(project, few, tmp_path):

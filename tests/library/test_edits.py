@@ -36,7 +36,7 @@ def edited(project: Project, tmp_path: Path) -> Edited:
         def start(
             data: Path, out: Path, *flags: object, ranks: int = 1, **how: object
         ) -> Done:
-            return copy.train(data, out, *flags, on=ranks, **how)
+            return copy.train(data, out, flags, on=ranks, **how)
 
         return start
 
@@ -90,7 +90,7 @@ def test_another_optimizer_than_the_checkpoint_has(
     ):
         done = edited(change)(data, out, "--epochs", 2)
         done.refused(
-            "checkpoint.fitting", *words, "last.pt", "--weights", "--output-dir"
+            "checkpoint.fitting", words, "last.pt", "--weights", "--output-dir"
         )
     assert before == {path.name: path.read_bytes() for path in out.glob("*.pt")}
 
@@ -110,9 +110,11 @@ def test_another_choice_of_the_best(
             done.out,
         )
         kept = torch.load(out / "best-1.pt", weights_only=True)
-        assert (kept["epoch"], kept["best"]) == (1, before["best"])
+        assert kept["epoch"] == 1
+        assert kept["best"] == before["best"]
         new = torch.load(out / "best.pt", weights_only=True)
-        assert (new["epoch"], new["best"]) == (2, float(rows(out)[1][metric]))
+        assert new["epoch"] == 2
+        assert new["best"] == float(rows(out)[1][metric])
         done = start(images, out, "--epochs", 3).ok()
         assert "renamed to" not in done.out
         scores = [float(row[metric]) for row in rows(out)[1:]]
@@ -281,7 +283,7 @@ def test_misuses_of_an_epoch(
     changes, code = MISUSES[name]
     done = edited(*changes)(data, tmp_path / "out", "--dist-timeout", 20, ranks=2)
     done.refused(
-        code, *{"leaves": ["rank 1"], "frozen": ["2 weights were frozen"]}.get(name, [])
+        code, {"leaves": ["rank 1"], "frozen": ["2 weights were frozen"]}.get(name, [])
     )
     assert (tmp_path / "out" / "last.pt").exists() == (code == "loop.end_epoch")
     assert not (tmp_path / "out" / "best.pt").exists()

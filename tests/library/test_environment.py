@@ -136,7 +136,7 @@ def test_what_another_launcher_has_left(use):
 )
 def test_lines_of_launch_sh(env, code, words, use):
     use(env)
-    with refusal(f"environment.{code}", *words):
+    with refusal(f"environment.{code}", words):
         environment.read_nodes()
 
 
@@ -202,7 +202,7 @@ def test_a_batch_script_without_srun(project, few, tmp_path):
         run([project.folder / "launch.sh"], **BATCH),
         project.train(few, tmp_path / "out", on=1, patch=batch),
     ):
-        done.refused("environment.check_alone", *SRUN)
+        done.refused("environment.check_alone", SRUN)
     project.run(few, "--workers", 0, script="ddpkit check", on=1, patch=batch).ok()
 
 
@@ -216,4 +216,5 @@ def test_a_batch_job_without_a_shared_disk(project, few, tmp_path):
     project.train(few, out, patch=batch).ok()
     shutil.rmtree(out)
     project.train(few, out, patch=batch).refused("environment.check_new", out)
-    assert not list(out.glob("*.pt")) and (tmp_path / "mistake").exists()
+    assert not list(out.glob("*.pt"))
+    assert (tmp_path / "mistake").exists()

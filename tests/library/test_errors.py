@@ -73,12 +73,11 @@ def test_a_code() -> None:
 def test_lines_that_look_like_more(line: str) -> None:
     """They are whole, also if they come from a loader worker."""
     error = UserError(line)
-    assert (error.line, error.code) == (
-        line,
-        "test_errors.test_lines_that_look_like_more",
-    )
+    assert error.line == line
+    assert error.code == "test_errors.test_lines_that_look_like_more"
     arrived = from_worker(error)
-    assert (arrived.line, arrived.code) == (error.line, error.code)
+    assert arrived.line == error.line
+    assert arrived.code == error.code
 
 
 class Refusing(io.StringIO):

@@ -54,7 +54,8 @@ def test_no_loopback(found):
     line = failures._of_torch(
         RuntimeError(f"device.cc:84] ifa != nullptr. Unable to find {found}")
     )
-    assert isinstance(line, UserError) and "GLOO_SOCKET_IFNAME" in str(line)
+    assert isinstance(line, UserError)
+    assert "GLOO_SOCKET_IFNAME" in str(line)
 
 
 class Heads(nn.Module):
@@ -104,10 +105,8 @@ def test_debug_mode_that_crashes(project, few, tmp_path):
         dist.set_debug_level_from_env()
 
     done = project.train(few, tmp_path, patch=patch).ok()
-    assert (
-        done.err.count("\n") == 1
-        and "DETAIL crashes DDP with gloo: using INFO" in done.err
-    )
+    assert done.err.count("\n") == 1
+    assert "DETAIL crashes DDP with gloo: using INFO" in done.err
 
 
 @pytest.mark.parametrize(("wait", "seconds"), [(0.09, 100), (0.5, 1.9), (0.5, 40)])

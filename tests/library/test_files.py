@@ -46,7 +46,8 @@ def test_a_table(tmp_path):
     assert partial.read_bytes() == b"file\n\xff\n"
     with files.table(path, ["file"]) as write:
         write(["a"])
-    assert path.read_text() == "file\na\n" and not partial.exists()
+    assert path.read_text() == "file\na\n"
+    assert not partial.exists()
 
 
 @pytest.mark.parametrize("write", ["writing", "table", "checkpoint", "swapped"])
@@ -72,7 +73,8 @@ def test_links_are_not_followed(write, tmp_path, monkeypatch):
             (tmp_path / ".file.part").symlink_to(theirs)
             part.write_text("new")
     assert theirs.read_text() == "mine"
-    assert not path.is_symlink() and path.exists() == (write != "swapped")
+    assert not path.is_symlink()
+    assert path.exists() == (write != "swapped")
 
 
 def test_formulas(tmp_path):
@@ -175,7 +177,8 @@ def test_the_lock_of_a_colleague(tmp_path, monkeypatch):
         monkeypatch.setattr(os, "open", open_)
 
     refusing(os.O_RDWR)
-    assert files.lock(path) and not others_get(path)
+    assert files.lock(path)
+    assert not others_get(path)
     refusing(os.O_RDWR, os.O_RDONLY)
     with refusal("files.open_lock", path, "remove it unless"):
         files.lock(path)
@@ -244,7 +247,8 @@ def test_filling(tmp_path):
     for name in ("first", "second"):
         with files.filling(folder) as part:
             (part / name).touch()
-    assert set(tmp_path.iterdir()) == {left, folder} and os.listdir(folder) == ["first"]
+    assert set(tmp_path.iterdir()) == {left, folder}
+    assert os.listdir(folder) == ["first"]
 
 
 @on_ranks(1)

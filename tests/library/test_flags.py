@@ -36,7 +36,8 @@ def test_numbers(low, kind, text, value):
             flags.Parser.at_least(low, kind)(text)
     else:
         found = flags.Parser.at_least(low, kind)(text)
-        assert (found, type(found)) == (value, kind)
+        assert found == value
+        assert type(found) is kind
 
 
 @pytest.mark.parametrize(
@@ -74,9 +75,8 @@ def test_mistakes(words):
 def test_the_rank_of_older_launchers(word, monkeypatch):
     """As torch.distributed.launch passes it; it is no flag of the script's."""
     monkeypatch.setattr(flags.launch, "local_rank", None)
-    assert (
-        vars(flags.Parser().parse([word, "3"])) == {} and flags.launch.local_rank == 3
-    )
+    assert vars(flags.Parser().parse([word, "3"])) == {}
+    assert flags.launch.local_rank == 3
 
 
 def test_lines_of_a_file(tmp_path):
@@ -182,6 +182,8 @@ def test_garbage_without_start():
     """It is collected, seldom, in a script that only prepares, and as ever after `start`."""
     before = gc.get_threshold()
     starting.before_imports()
-    assert gc.isenabled() and gc.get_threshold()[0] > before[0]
+    assert gc.isenabled()
+    assert gc.get_threshold()[0] > before[0]
     starting.run_main(lambda: None)
-    assert gc.isenabled() and gc.get_threshold() == before
+    assert gc.isenabled()
+    assert gc.get_threshold() == before

@@ -117,7 +117,7 @@ SPOILT = [
 def test_spoilt_data(drawn, kind: str, spoil: Callable, code: str, words: list) -> None:
     data = drawn(kind)
     spoil(data)
-    with refusal(code, *words):
+    with refusal(code, words):
         find(kind, data)
 
 
@@ -126,7 +126,8 @@ def test_what_is_left_out(drawn: Callable, tmp_path: Path) -> None:
     """What editors and archives leave, and links back up, add no image, class or copy."""
     data = drawn("labels")
     before = find("labels", data)
-    assert (len(before[0]), len(before[1])) == (53, 23)
+    assert len(before[0]) == 53
+    assert len(before[1]) == 23
     train = data / "train"
     folder = train / "dots"
     shutil.copytree(folder, train / "__MACOSX")
@@ -142,7 +143,8 @@ def test_what_is_left_out(drawn: Callable, tmp_path: Path) -> None:
     for place in folder, elsewhere:
         (place / "loop").symlink_to(train)
     after = find("labels", data)
-    assert len(after[0]) == 53 and after[1:] == before[1:]
+    assert len(after[0]) == 53
+    assert after[1:] == before[1:]
 
 
 SYSTEMS = [  # of a NAS, of Windows, of macOS
@@ -323,7 +325,8 @@ def test_class_folders(drawn: Callable) -> None:
     (data / "train/2/linked.jpg").symlink_to(moved)
     shutil.rmtree(data / "val" / "2")
     train, _, classes_now = find("labels", data)
-    assert (len(train), classes_now) == (53, classes)
+    assert len(train) == 53
+    assert classes_now == classes
 
 
 def test_endings(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
@@ -374,7 +377,9 @@ def test_folds_and_groups() -> None:
         held = folders.hold_out(grouped, Path("/d"), fold)
         others = set(range(40)) - set(held)
         one, other = ({grouped[n][2] for n in side} for side in (held, others))
-        assert one and other and not one & other
+        assert one
+        assert other
+        assert not one & other
     with refusal("folders.split", "fewer folds"):
         folders.split(grouped, Path("/d"), (9, 9))
 
@@ -454,4 +459,5 @@ def test_lists_are_the_same_as_folders(drawn: Callable, kind: str) -> None:
     (data / "valid.csv").unlink()
     held_out = {"labels": 6, "masks": 8}[kind]
     train, val, _ = find(kind, data)
-    assert (len(train), len(val)) == (53 - held_out, held_out)
+    assert len(train) == 53 - held_out
+    assert len(val) == held_out

@@ -37,7 +37,7 @@ def test_int8(project: Project, data: Path, trained: Path, tmp_path: Path) -> No
     def export(data: Path, patch: Patch | None = None) -> Done:
         words = "--checkpoint", trained / "best.pt", "--output", tmp_path, "--int8"
         script = "ddpkit export"
-        return project.run(*words, "--data", data, script=script, on=1, patch=patch)
+        return project.run(words, "--data", data, script=script, on=1, patch=patch)
 
     done = export(data, counting).ok()
     assert (tmp_path / "count").read_text() == "53 uint8"

@@ -81,7 +81,8 @@ def test_loss_and_metrics(project: Project, several: Path) -> None:
     assert found["val_loss"] == near(float(loss), rel=1e-5)
     assert matrix.sum((1, 2)).tolist() == [23] * len(classes)
     plain = bce(logits, targets, reduction="none").mean(1)
-    assert len(worst) == mistakes.COUNT and worst[0][1] == int(plain.argmax())
+    assert len(worst) == mistakes.COUNT
+    assert worst[0][1] == int(plain.argmax())
 
 
 def test_a_run(project: Project, several: Path, tmp_path: Path) -> None:
@@ -92,13 +93,14 @@ def test_a_run(project: Project, several: Path, tmp_path: Path) -> None:
     for name, patches in ("whole", [None]), ("killed", [kill, None]):
         for patch in patches:
             done = project.train(
-                several, tmp_path / name, *words, patch=patch, draws=True
+                several, tmp_path / name, words, patch=patch, draws=True
             )
     assert "best map" in done.ok().out
     assert digest(tmp_path / "whole") == digest(tmp_path / "killed")
     out = tmp_path / "whole"
     assert {"map", "f1"} < rows(out)[0].keys()
-    assert (out / "worst.png").exists() and not (out / "confusion.png").exists()
+    assert (out / "worst.png").exists()
+    assert not (out / "confusion.png").exists()
     with open(out / "per_class.csv", newline="") as file:
         assert len(list(csv.DictReader(file))) == 7
     one, three = (
@@ -109,7 +111,7 @@ def test_a_run(project: Project, several: Path, tmp_path: Path) -> None:
 
     words = ["--checkpoint", out / "best.pt", "--threshold", 0.3]
     words += ["--output", tmp_path / "predicted"]
-    project.run(several / "val", *words, script="predict.py", on=1).ok()
+    project.run(several / "val", words, script="predict.py", on=1).ok()
     with open(tmp_path / "predicted/predictions.csv", newline="") as file:
         for row in csv.DictReader(file):
             scores = {
@@ -130,7 +132,8 @@ def test_groups_stay_together(several: Path) -> None:
         train, val, _ = folders.find_classes(several, fold)
         groups = [{sample[2] for sample in part.samples} for part in (train, val)]
         assert len(train.samples) + len(val.samples) == 53
-        assert groups[1] and not groups[0] & groups[1]
+        assert groups[1]
+        assert not groups[0] & groups[1]
 
 
 @both_tasks
@@ -142,7 +145,7 @@ def test_a_test_set_and_mirrored_images(
     def run(what: str, on: int = 1) -> Done:
         words = ["--resume", trained / "best.pt"]
         words += what.split()
-        return project.train(own_data, tmp_path, *words, on=on)
+        return project.train(own_data, tmp_path, words, on=on)
 
     def evaluate(what: str, on: int = 1) -> dict[str, float]:
         return json.loads(run(what, on).ok().out.splitlines()[-1])

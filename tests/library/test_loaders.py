@@ -291,7 +291,8 @@ def test_shares_that_are_meant_to_be_equal() -> None:
         data, 2, sampler=RepeatAugSampler(data, num_repeats=3, selected_round=0)
     )
     found = trained_on(loader)
-    assert len(set(found[0])) == 20 and all(part == found[0] for part in found)
+    assert len(set(found[0])) == 20
+    assert all(part == found[0] for part in found)
     found = trained_on(DataLoader(Stream("uneven"), 1))
     assert [len(part) for part in found] == [8, 8, 8]  # as many as the least share has
     wrong = DistributedSampler(data, 2, 0)
@@ -409,7 +410,8 @@ def test_generators_of_their_own(workers: int, capsys: pytest.CaptureFixture) ->
         lambda: torch.rand(1, generator=own),
     ):
         line, _ = said(sets.Subset(Augmented(draw), range(24)))
-        assert line.count("two reads") == line.count("\n") == 1 and "a/" in line
+        assert line.count("two reads") == line.count("\n") == 1
+        assert "a/" in line
     for draw in (
         random.random,
         np.random.rand,

@@ -75,7 +75,8 @@ def test_a_mean_of_something_else(monkeypatch: pytest.MonkeyPatch) -> None:
     assert lines == []
     ddpkit.Criterion(weighted, "abc")(outputs, targets)
     (line,) = lines
-    assert "no mean over labels" in line and "count(targets)" in line
+    assert "no mean over labels" in line
+    assert "count(targets)" in line
 
 
 class Running(nn.Module):
@@ -161,7 +162,8 @@ def test_sums_and_counts_of_any_loss() -> None:
     found = random.random()
     random.seed(0)
     random.random()
-    assert (float(running.calls), found) == (1, random.random())
+    assert float(running.calls) == 1
+    assert found == random.random()
     own = ddpkit.Criterion(Own(), "abc")
     assert own.count({"labels": labels}).item() == 6
     assert own(line, {"labels": labels}) > 0
@@ -268,7 +270,8 @@ def test_sums_of_segmentation(project: Project) -> None:
             )
             sums = [criterion(o[None], t[None]).item() for o, t, _ in pairs]
             near = pytest.approx(total.item(), rel=1e-5)
-            assert (loop, sum(sums)) == (near, near), words
+            assert loop == near, words
+            assert sum(sums) == near, words
     criterion, outputs, targets, _ = of_flags(True, "--loss ce+0.5*dice+2*lovasz")
     ce, dice, lovasz = (
         of_flags(True, f"--loss {name}")[0](outputs, targets)
@@ -285,7 +288,8 @@ def test_sums_of_segmentation(project: Project) -> None:
             outputs = (factor * guesses).requires_grad_()
             total = of_flags(True, f"--loss {name}")[0](outputs, targets)
             total.backward()
-            assert total.isfinite() and outputs.grad.isfinite().all()
+            assert total.isfinite()
+            assert outputs.grad.isfinite().all()
 
 
 class Double(nn.Module):

@@ -65,7 +65,7 @@ def test_classes_txt(
 )
 def test_faults_of_classes_txt(tmp_path: Path, text: str, words: list[str]) -> None:
     (tmp_path / "classes.txt").write_text(text)
-    with refusal("masks.parse", tmp_path / "classes.txt", *words):
+    with refusal("masks.parse", tmp_path / "classes.txt", words):
         masks.read_classes(tmp_path / "classes.txt")
 
 
@@ -152,7 +152,7 @@ def test_masks(
 def test_faults_of_masks(
     tmp_path: Path, classes: list, row: list, how: dict, words: list
 ) -> None:
-    with refusal("masks.read_mask", tmp_path, *words):
+    with refusal("masks.read_mask", tmp_path, words):
         read(tmp_path, classes, row, **how)
 
 
@@ -392,7 +392,7 @@ def test_masks_that_cannot_be_meant(
     (data / "classes.txt").unlink()
     if text:
         (data / "classes.txt").write_text(text)
-    with refusal("folders.survey", data, *words):
+    with refusal("folders.survey", data, words):
         content(data)
 
 
@@ -400,4 +400,5 @@ def test_images_of_each_class(capsys: pytest.CaptureFixture) -> None:
     class_counts.say_images(["a", "b"], [0, 1, 1], [1])
     counts, warning = capsys.readouterr().out.splitlines()
     assert counts.endswith("a 1 (0), b 2 (1)")
-    assert "validation" in warning and warning.endswith(": a")
+    assert "validation" in warning
+    assert warning.endswith(": a")

@@ -190,7 +190,7 @@ def test_plots(tmp_path: Path, count: int) -> None:
 
 def predict(project: Project, inputs: Path, checkpoint: Path, out: Path) -> Path:
     words = inputs, "--checkpoint", checkpoint, "--output", out
-    project.run(*words, script="predict.py", on=1).ok()
+    project.run(words, script="predict.py", on=1).ok()
     return out
 
 

@@ -83,7 +83,7 @@ def test_push(project: Project, trained: Path, data: Path, tmp_path: Path) -> No
                 for name in [name for name in sys.modules if "huggingface_hub" in name]:
                     del sys.modules[name]  # it reads them as it is imported
 
-            return project.run(*words, script="ddpkit publish", on=1, patch=patch)
+            return project.run(words, script="ddpkit publish", on=1, patch=patch)
 
         assert f"published: {url}/me/net\n" in push("ours").ok().out
         push("").refused("publish.push", "hf auth login")
@@ -106,7 +106,7 @@ def test_push(project: Project, trained: Path, data: Path, tmp_path: Path) -> No
     for name in own.keys() - {"args", "path", "resumed_from"}:
         assert str(copy[name]) == str(own[name])
     words = "--checkpoint", tmp_path / "copy.pt", "--output", tmp_path / "predicted"
-    done = project.run(data / "val", *words, script="predict.py", on=1).ok()
+    done = project.run(data / "val", words, script="predict.py", on=1).ok()
     assert "23 of 23" in done.out
     resumed = tmp_path / "resumed"
     done = project.train(data, resumed, "--resume", tmp_path / "copy.pt").ok()

@@ -56,7 +56,7 @@ def test_ranks_that_disagree(project, few, tmp_path):
 
     def start(wrong: list[dict[str, str]], timeout: int) -> Ranks:
         flags = project.flags(few, tmp_path / "out", "--dist-timeout", timeout)
-        return project.start(*flags, on=len(wrong), patch=with_variables(wrong))
+        return project.start(flags, on=len(wrong), patch=with_variables(wrong))
 
     # what each run's two lines say
     absent = (
@@ -85,7 +85,8 @@ def test_rank_zero_is_lost(project, few, tmp_path):
     assert done.statuses == [-signal.SIGKILL, 1, 1]
     for rank in 1, 2:
         assert f"error: rank {rank} lost rank 0, at MASTER_ADDR=127.0.0.1" in done.err
-    assert done.err.count("error: ") == 2 and not done.left
+    assert done.err.count("error: ") == 2
+    assert not done.left
 
 
 @pytest.mark.parametrize(
@@ -193,7 +194,8 @@ def test_a_failure_in_a_turn(tmp_path):
                 raise UserError("no such file")
 
     statuses, (first, other) = end_of(act, tmp_path)
-    assert statuses == [2, 2] and "no such file" in first
+    assert statuses == [2, 2]
+    assert "no such file" in first
     assert "rank 0 on node0 has failed" in other
 
 
@@ -207,7 +209,8 @@ def test_a_failure_between_meeting_and_joining(tmp_path):
         dist.init_process_group("gloo", store=here.store, rank=0, world_size=2)
 
     statuses, (first, other) = end_of(act, tmp_path)
-    assert statuses == [1, 1] and "rank 1 on node1 has failed" in first
+    assert statuses == [1, 1]
+    assert "rank 1 on node1 has failed" in first
     assert other.endswith("KeyError: 'a bug'\n")
 
 
@@ -223,9 +226,11 @@ def test_a_rank_that_does_not_join_in_time(tmp_path):
         )
 
     statuses, (first, other) = end_of(act, tmp_path)
-    assert statuses == [1, 1] and "rank 0 on node0 has failed" in other
+    assert statuses == [1, 1]
+    assert "rank 0 on node0 has failed" in other
     line = "error: rank 0 on node0 timed out after 3 s (--dist-timeout) waiting for another rank"
-    assert line in first.splitlines() and "Traceback" not in first
+    assert line in first.splitlines()
+    assert "Traceback" not in first
 
 
 @pytest.mark.parametrize("is_late", [True, False])

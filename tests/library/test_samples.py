@@ -282,7 +282,8 @@ def test_a_checksum_is_made_once() -> None:
 
     dataset = Images()
     first = samples.fingerprint(dataset)
-    assert samples.fingerprint(dataset) == first and dataset.samples.reads == 1
+    assert samples.fingerprint(dataset) == first
+    assert dataset.samples.reads == 1
     dataset.samples.append(("c.png", 0))
     second = samples.fingerprint(dataset)
     dataset.samples = [("a.png", 0), ("b.png", 0), ("c.png", 0)]

@@ -99,7 +99,8 @@ def test_a_script_of_ones_own(
     assert re.search(r"SIGTERM: stopped and saved at epoch \d+, step \d+", out)
     # Then killed, at most at the end of the next epoch.
     statuses, out, _ = start(name, "stopped", at_step(9, signal.SIGKILL, 0))
-    assert statuses[0] == -9 and statuses[1]
+    assert statuses[0] == -9
+    assert statuses[1]
     statuses, out, _ = start(name, "stopped")
     assert statuses == [0, 0]
     assert re.search(r"run/last.pt: \d+ epochs? done", out)
@@ -113,7 +114,8 @@ def test_other_ranks(start: Callable[..., tuple[list[int], str, str]]) -> None:
         assert start(name, name, at_step(20, signal.SIGTERM, 0))[0] == [75, 75]
         statuses, out, _ = start(name, name, of_ranks=3)
         assert statuses == [0, 0, 0]
-        assert "steps of the next" in out and text in out
+        assert "steps of the next" in out
+        assert text in out
         assert ("starts over" in out) == bool(text)
 
 
@@ -168,7 +170,8 @@ def test_without_a_group(tmp_path: Path) -> None:
     assert [epoch for epoch, _ in seen] == [0, 0, 1, 1, 2, 2, 3, 3]
     assert len({str(numbers) for _, numbers in seen}) == 8  # each epoch in its order
     state = torch.load(tmp_path / "run" / "best.pt", weights_only=True)
-    assert (state["best"], state["epoch"]) == (-3, 3)
+    assert state["best"] == -3
+    assert state["epoch"] == 3
     found = [
         label for _, labels in ddpkit.val_loader(data, 4, workers=0) for label in labels
     ]
@@ -232,7 +235,8 @@ def test_weights_of_samples() -> None:
     kinds = torch.tensor([key.number % 4 for key in loader.sampler]).bincount(
         minlength=4
     )
-    assert kinds[0] == kinds[3] == 0 and 540 < kinds[2] < 660
+    assert kinds[0] == kinds[3] == 0
+    assert 540 < kinds[2] < 660
     for wrong in ([1.0] * 799, [-1.0] + [1.0] * 799, [0.0] * 800, [float("nan")] * 800):
         with refusal("loading.cumulate", "800 numbers"):
             ddpkit.train_loader(range(800), 8, weights=wrong)

@@ -50,7 +50,7 @@ def test_nothing_waits_in_a_step(project: Project, data: Path, tmp_path: Path) -
             1,
         ]
         words += ["--accumulate", accumulate, "--batch-size", batch_size]
-        project.train(data, tmp_path / str(accumulate), *words, patch=profiled).ok()
+        project.train(data, tmp_path / str(accumulate), words, patch=profiled).ok()
         for rank in (0, 1):
             counts = json.loads((tmp_path / f"rank{rank}.json").read_text())
             assert counts["DistributedDataParallel.forward"] == 3 * accumulate
@@ -168,9 +168,9 @@ def test_half_precision(project: Project, data: Path, tmp_path: Path) -> None:
     ):
         out, more = tmp_path / name, ["--amp", kind, "--save-every", 1]
         if name == "stop":
-            first = project.train(data, out, *words, *more, patch=killed)
+            first = project.train(data, out, words, more, patch=killed)
             assert first.statuses == [-9, -9]
-        project.train(data, out, *words, *more).ok()
+        project.train(data, out, words, more).ok()
         found[name] = digest(out)
     assert found["whole"] == found["stop"]
     assert len({*found.values()}) == 3

@@ -68,7 +68,9 @@ def test_lines_and_curves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     log.writer.add_scalar("mine", 3.0, 6)
     log.close()
     if rank:
-        assert not lines and not log.pending and not shown.getvalue().count("loss")
+        assert not lines
+        assert not log.pending
+        assert not shown.getvalue().count("loss")
         return
     words = [
         r"step 2/9  loss 0.2  lr 0.00125  grad 2.5  8 img/s",
@@ -81,7 +83,8 @@ def test_lines_and_curves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert found["grad_norm"] == {2: 2.5, 4: 4.5, 6: 6.5}
     assert found["lr"] == pytest.approx(dict.fromkeys((2, 4, 6), 0.00125))
     assert found["mine"] == {6: 3.0}
-    assert found["img_per_s"][2] == 8 and found["img_per_s"].keys() == {2, 4, 6}
+    assert found["img_per_s"][2] == 8
+    assert found["img_per_s"].keys() == {2, 4, 6}
 
 
 @on_ranks(1)
@@ -184,9 +187,12 @@ def test_a_device_that_is_behind(
     assert not lines
     first.done = True
     log.count(8)
-    assert len(lines) == 2 and not third.is_waited_for
+    assert len(lines) == 2
+    assert not third.is_waited_for
     log.flush()
-    assert len(lines) == 3 and third.is_waited_for and not first.is_waited_for
+    assert len(lines) == 3
+    assert third.is_waited_for
+    assert not first.is_waited_for
     # at the end of a run it is waited for a little
     for step, arrives in (4, True), (5, False):
         monkeypatch.setattr(steplog, "CLOSING_SECONDS", 99 if arrives else 0.1)
@@ -198,7 +204,9 @@ def test_a_device_that_is_behind(
         take(log, range(step, step + 1))
         log.close()
         last = Event.made[-1]
-        assert len(lines) == 4 and last.done == arrives and not last.is_waited_for
+        assert len(lines) == 4
+        assert last.done == arrives
+        assert not last.is_waited_for
 
 
 @on_ranks(1)
@@ -227,7 +235,7 @@ def test_a_run(project: Project, few: Path, tmp_path: Path) -> None:
 
     def train(patch: Patch | None = None) -> Done:
         words = "--log-every", 2, "--save-every", 1, "--batch-size", 3, "--epochs", 2
-        return project.train(few, tmp_path, *words, patch=patch)
+        return project.train(few, tmp_path, words, patch=patch)
 
     killed = train(after_step(6, lambda: os.kill(os.getpid(), signal.SIGKILL)))
     assert killed.statuses == [-9, -9]

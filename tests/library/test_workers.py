@@ -238,7 +238,8 @@ def test_an_iterator_of_a_thread_that_ends(tmp_path):
 
     load(tmp_path, in_rank=in_thread).ok()
     done = load(tmp_path, in_worker=die, in_rank=in_thread)
-    assert (done.status, done.left) == (-signal.SIGKILL, [])
+    assert done.status == -signal.SIGKILL
+    assert done.left == []
 
 
 @on_ranks(1, group=False)
@@ -265,10 +266,12 @@ def where_the_sockets_are(tmp_path: Path) -> None:
         os.environ[protocol.LAUNCHER] = str(os.getpid())
         tempfile.tempdir = str(tmp)
         folder = Path(workers.sockets())
-        assert folder.parent == place and folder.stat().st_mode & 0o777 == 0o700
+        assert folder.parent == place
+        assert folder.stat().st_mode & 0o777 == 0o700
         assert workers.sockets() == str(folder)
         process.remove_sockets()
-        assert not folder.exists() and launchers.exists()
+        assert not folder.exists()
+        assert launchers.exists()
     os.environ.update(
         {protocol.STORE: f"{launchers}/store", protocol.LAUNCHER: str(2**22 + 1)}
     )
@@ -295,5 +298,6 @@ def test_a_thread_that_pins_batches(tmp_path):
 
     done = end_of(act, tmp_path)
     # of another thread: as in Python
-    assert done.status == 2 and "TypeError" in done.err
+    assert done.status == 2
+    assert "TypeError" in done.err
     assert done.err.splitlines()[-1].startswith(f"error: {FILES}")

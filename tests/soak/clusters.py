@@ -133,7 +133,8 @@ def elastic_torchrun(chance: random.Random, folder: Path, setting: Setting) -> s
     if is_killed:
         first.kill(signal.SIGKILL, chance.randrange(2))
         again = until(first, 2)
-        assert "/last.pt: " in again and "then" not in again, again
+        assert "/last.pt: " in again, again
+        assert "then" not in again, again
     second.kill(signal.SIGTERM)
     left_alone = until(first, 1)
     assert "2 rank(s) then, 1 now" in left_alone, left_alone
@@ -180,7 +181,8 @@ def crashed_ranks(chance: random.Random, folder: Path, setting: Setting) -> str:
         told.append(f"{name} of rank {rank} at step {step}")
         done = project.run(configuration.words(setting, 1, out), patch=crash, **how)
         said = (told, done.statuses, done.err)
-        assert not done.left and 0 not in done.statuses, said
+        assert not done.left, said
+        assert 0 not in done.statuses, said
         assert done.statuses[rank] == -signal.Signals[name], said
     project.run(configuration.words(setting, 1, out), **how).ok()
     compare(whole, out)

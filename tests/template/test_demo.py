@@ -45,7 +45,8 @@ def test_it_learns_and_predicts(template: Path, tmp_path: Path, task: str) -> No
     found = project / "predictions"
     images = val if task == "classification" else val / "images"
     done = run([sys.executable, "predict.py", images, "--output", found], project).ok()
-    assert done.out and done.err == ""
+    assert done.out
+    assert done.err == ""
     count = accuracy if task == "classification" else miou
     best = max(float(row[name]) for row in table)
     assert count(val, found) == pytest.approx(best, abs=1e-3)
