@@ -68,7 +68,8 @@ def test_schedulers_resume(
     few: Path, tmp_path: Path, edited: Edited, change: tuple
 ) -> None:
     """Several rates, or another class: killed in mid-epoch and resumed, the same bits."""
-    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    whole = tmp_path / "whole"
+    killed = tmp_path / "killed"
     more = ["--epochs", 2, "--save-every", 2]
     edited(*change)(few, whole, *more).ok()
     assert edited(*change, KILLED)(few, killed, *more).status == -9
@@ -237,7 +238,8 @@ SHORTER = (INSIDE, f"        if run.step == 2 * run.epoch + 2: break\n{INSIDE}")
 
 def test_a_shorter_epoch(few: Path, tmp_path: Path, edited: Edited) -> None:
     """All ranks may leave the loop, after the same step; killed after that, the same bits."""
-    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    whole = tmp_path / "whole"
+    killed = tmp_path / "killed"
     edited(SHORTER)(few, whole, "--epochs", 3, ranks=2).ok()
     assert [row["step"] for row in rows(whole)] == ["2", "4", "6"]
     kill = SAVE, f"{SAVE}            if run.step == 4: {KILL}\n"

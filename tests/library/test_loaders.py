@@ -165,7 +165,8 @@ class Stream(sets.IterableDataset):
 
     def mine(self) -> Sequence[int]:
         """As webdataset's split_by_node, or Hugging Face's split_dataset_by_node; or all."""
-        ranks, rank = distributed.world_size(), distributed.rank()
+        ranks = distributed.world_size()
+        rank = distributed.rank()
         if self.share == "all":
             return range(self.count)
         if self.share == "pairs":
@@ -247,7 +248,8 @@ def trained_on(loader: Any, epoch: int = 0) -> list[list[int]]:
 @on_ranks(2, 3)
 def test_each_sample_is_trained_on_once() -> None:
     """Whether ranks have the same batches or their own, with workers or without, in any epoch."""
-    ranks, rank = distributed.world_size(), distributed.rank()
+    ranks = distributed.world_size()
+    rank = distributed.rank()
     everything = Shard(range(40))
     make = partial(DataLoader, batch_size=2)
     mine = range(rank, 40, ranks)
@@ -307,7 +309,8 @@ def test_shares_that_are_meant_to_be_equal() -> None:
 @on_ranks(1, 2, 3)
 def test_each_sample_is_evaluated_once() -> None:
     data = Shard(range(41))
-    ranks, rank = distributed.world_size(), distributed.rank()
+    ranks = distributed.world_size()
+    rank = distributed.rank()
     make = partial(DataLoader, batch_size=2)
     for loader, are_known in (
         (make(data), True),

@@ -102,7 +102,8 @@ class Double(nn.Module):
 
 
 LOSS = "criterion(ddp_model(images), targets) * world_size / count"
-SLOPES, CALLED = "replicas.check_slopes", "replicas.check_called"
+SLOPES = "replicas.check_slopes"
+CALLED = "replicas.check_called"
 MISUSES = {  # what stands in STEP, what instead, who refuses it
     "a sum": (" * world_size / count", "", SLOPES),
     "a local mean": ("world_size / count", "1 / criterion.count(targets)", SLOPES),

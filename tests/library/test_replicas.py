@@ -45,7 +45,8 @@ def odd_network(rank: int) -> nn.Module:
 @on_ranks(1, 3)
 def test_buffers_of_all_kinds():
     """All ranks get rank 0's, in one collective; what lies beside a slice stays a rank's own."""
-    network, sent = odd_network(distributed.rank()), []
+    network = odd_network(distributed.rank())
+    sent = []
     strides = {
         name: each.stride() for name, each in network.named_buffers() if name in BUFFERS
     }

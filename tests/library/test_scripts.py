@@ -226,11 +226,13 @@ def test_weights_of_samples() -> None:
             sorted(n for i, n in numbers if i // (8 // of_ranks) == k) for k in range(9)
         ]
 
-    world_size, rank = distributed.world_size, distributed.rank
+    world_size = distributed.world_size
+    rank = distributed.rank
     try:
         assert drawn(1) == drawn(2) == drawn(4)
     finally:
-        distributed.world_size, distributed.rank = world_size, rank
+        distributed.world_size = world_size
+        distributed.rank = rank
     loader = ddpkit.train_loader(range(800), 8, weights=weights, seed=1)
     kinds = torch.tensor([key.number % 4 for key in loader.sampler]).bincount(
         minlength=4

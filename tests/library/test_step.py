@@ -166,7 +166,8 @@ def test_half_precision(project: Project, data: Path, tmp_path: Path) -> None:
         ("bf16", "bf16"),
         ("off", "off"),
     ):
-        out, more = tmp_path / name, ["--amp", kind, "--save-every", 1]
+        out = tmp_path / name
+        more = ["--amp", kind, "--save-every", 1]
         if name == "stop":
             first = project.train(data, out, words, more, patch=killed)
             assert first.statuses == [-9, -9]
