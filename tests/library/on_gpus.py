@@ -190,9 +190,8 @@ def test_stopped_and_resumed(project, few, tmp_path):
     assert "3 rank(s) on Fake GPU 0" in done.out
     at_stop = torch.load(stopped / "last.pt", weights_only=True)["step"]
     start(stopped).end().ok()
-    one, other = (
-        torch.load(each / "last.pt", weights_only=True) for each in (whole, stopped)
-    )
+    one = torch.load(whole / "last.pt", weights_only=True)
+    other = torch.load(stopped / "last.pt", weights_only=True)
     assert 0 < at_stop < one["step"] == other["step"]
     for name, value in one["model"].items():
         assert torch.equal(value, other["model"][name]), name

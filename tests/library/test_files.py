@@ -275,15 +275,19 @@ def test_groups_of_an_optimizer():
     after = made([net.bias, net.weight, other.weight])
     checkpoint.load_states(state, after, 1)
     for weight in net.parameters():
-        one, other = (each["optimizer"].state[weight] for each in (before, after))
-        assert torch.equal(one["momentum_buffer"], other["momentum_buffer"])
+        moment = before["optimizer"].state[weight]["momentum_buffer"]
+        loaded = after["optimizer"].state[weight]["momentum_buffer"]
+        assert torch.equal(moment, loaded)
 
 
 @on_ranks(1)
 def test_another_memory_format():
     """A fused optimizer takes the order in memory for granted; other moments are put right."""
     last = torch.channels_last
-    weight, mean, square, grad = (torch.rand(4, 3, 3, 3) for _ in range(4))
+    weight = torch.rand(4, 3, 3, 3)
+    mean = torch.rand(4, 3, 3, 3)
+    square = torch.rand(4, 3, 3, 3)
+    grad = torch.rand(4, 3, 3, 3)
     ends = []
     for fused in (True, False):
         w = torch.nn.Parameter(weight.contiguous(memory_format=last))

@@ -252,7 +252,8 @@ def test_parts_in_folders(drawn: Callable) -> None:
 
 def test_forms_of_unicode(tmp_path: Path) -> None:
     """Names that look the same in a line are said to differ, and how."""
-    one, other = (unicodedata.normalize(form, "caf\xe9") for form in ("NFC", "NFD"))
+    one = unicodedata.normalize("NFC", "caf\xe9")
+    other = unicodedata.normalize("NFD", "caf\xe9")
     for name in f"images/{one}.jpg", f"masks/{other}.png":
         (tmp_path / name).parent.mkdir()
         (tmp_path / name).touch()
@@ -376,10 +377,11 @@ def test_folds_and_groups() -> None:
     for fold in None, (1, 3), (2, 3), (3, 3):
         held = folders.hold_out(grouped, Path("/d"), fold)
         others = set(range(40)) - set(held)
-        one, other = ({grouped[n][2] for n in side} for side in (held, others))
-        assert one
-        assert other
-        assert not one & other
+        groups_held = {grouped[n][2] for n in held}
+        groups_of_others = {grouped[n][2] for n in others}
+        assert groups_held
+        assert groups_of_others
+        assert not groups_held & groups_of_others
     with refusal("folders.split", "fewer folds"):
         folders.split(grouped, Path("/d"), (9, 9))
 
@@ -400,7 +402,8 @@ class TestLists:
         content = (
             '\ufefflabel,note,file\r\ncät,,a.jpg\r\n\r\n"cät, old",x,"b,1.jpg"\r\n'
         )
-        a, b = (str(tmp_path / name) for name in ("a.jpg", "b,1.jpg"))
+        a = str(tmp_path / "a.jpg")
+        b = str(tmp_path / "b,1.jpg")
         assert self.rows(tmp_path, content) == [(a, "cät"), (b, "cät, old")]
         loose = 'file, label \na.jpg, cät\n"b,1.jpg","cät, old"\n,\n , \n'
         assert self.rows(tmp_path, loose) == [(a, "cät"), (b, "cät, old")]

@@ -222,7 +222,8 @@ def test_steps_are_exact(tmp_path: Path) -> None:
                 torch.save(found, tmp_path / f"{ranks}.pt")
 
         on_ranks(ranks)(act)()
-    one, two = (torch.load(tmp_path / f"{ranks}.pt") for ranks in (1, 2))
+    one = torch.load(tmp_path / "1.pt")
+    two = torch.load(tmp_path / "2.pt")
     for name in EXACT:
         weights, mean = one[name]
         others, other = two[name]

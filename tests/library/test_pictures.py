@@ -157,7 +157,8 @@ def test_files_of_a_run(
     others = others / "eval"
     assert (out / "per_class.csv").read_text() == (others / "per_class.csv").read_text()
     for name in "confusion.png", "worst.png":
-        one, other = (np.asarray(Image.open(path / name)) for path in (out, others))
+        one = np.asarray(Image.open(out / name))
+        other = np.asarray(Image.open(others / name))
         assert np.array_equal(one, other)
     (row,) = rows(trained)
     for name, value in json.loads(numbers).items():

@@ -172,7 +172,8 @@ def test_flags_without_torch(task: str, tmp_path: Path) -> None:
     assert {"--data", "--help", "--dist-timeout"} < flags
     assert len(flags) <= 44
     ranks = [start(rank, "--epoch", "3") for rank in "01"]
-    second, first = (rank.end() for rank in reversed(ranks))
+    second = ranks[1].end()
+    first = ranks[0].end()
     first.refused("flags.error", "--epoch 3")
     assert second.err == ""
     assert second.status == 2

@@ -396,7 +396,9 @@ def test_heatmap(
         words = [seen.data / "val", "--checkpoint", best]
         words += ["--output", seen.out / each.folder.name]
         each.run(words, script="predict.py", on=1).ok()
-    table, same = (p / "predictions.csv" for p in sorted(seen.out.iterdir()))
+    folders = sorted(seen.out.iterdir())
+    table = folders[0] / "predictions.csv"
+    same = folders[1] / "predictions.csv"
     assert table.read_text() == same.read_text()
     names = [path.stem for path in sorted(seen.data.glob("val/*/*.jpg"))]
     found = {path.name for path in (table.parent / "heatmaps").iterdir()}
@@ -409,7 +411,8 @@ def test_heatmap(
         net, _, args, _ = open_model(
             best, predict.build_model, predict.parse_args, "cpu"
         )
-        *layers, head = net.children()
+        layers = list(net.children())
+        head = layers.pop()
         images = torch.rand(3, 3, 64, 96) * 4 - 2
         logits, heat = predict.explain(net, images.clone(), args)
         with torch.inference_mode():
