@@ -13,7 +13,7 @@ from typing import Any
 import emulate
 import pytest
 import torch
-from generated import Ranks, after_step, both_tasks, refusal, rows, wait_for
+from generated import Ranks, after_step, both_tasks, die, refusal, rows, wait_for
 from ranks import draw_nothing, on_ranks
 from torch import nn
 
@@ -210,10 +210,6 @@ def test_out_of_memory(project, few, tmp_path):
 
 def wait_alone() -> None:
     distributed.reduce_tensor(torch.ones(3, device="cuda"))
-
-
-def die() -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
 
 
 @pytest.mark.parametrize(

@@ -1,16 +1,14 @@
 """Classes of unequal size: counts, --class-weights."""
 
 import json
-import os
 import re
-import signal
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from digest import digest
-from generated import Done, Project, after_step, refusal, rows
+from generated import Done, Project, after_step, die, refusal, rows
 from PIL import Image
 from ranks import Patch, on_ranks
 
@@ -86,7 +84,7 @@ def test_stopped_and_resumed(project: Project, few: Path, tmp_path: Path) -> Non
         return project.train(few, out, words, patch=patch)
 
     said = train(whole).ok().out
-    killed = after_step(3, lambda: os.kill(os.getpid(), signal.SIGKILL))
+    killed = after_step(3, die)
     assert train(out, killed).statuses == [-9, -9]
     assert "2 steps of the next" in train(out).ok().out
     assert digest(out) == digest(whole)

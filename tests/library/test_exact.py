@@ -4,7 +4,6 @@ import json
 import math
 import os
 import shutil
-import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from digest import digest
-from generated import NET, NETS, Done, Project, after_step, both_tasks, rows
+from generated import NET, NETS, Done, Project, after_step, both_tasks, die, rows
 from PIL import Image
 from ranks import Patch, on_ranks
 from torch import nn
@@ -24,10 +23,6 @@ import ddpkit
 from ddpkit import files
 from ddpkit.data import samples
 from ddpkit.ranks import distributed, failures
-
-
-def kill() -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def result(project: Project, data: Path, out: Path, on: int, *stops: int) -> str:
@@ -41,7 +36,7 @@ def result(project: Project, data: Path, out: Path, on: int, *stops: int) -> str
         return project.train(data, out, flags, on=on, patch=patch)
 
     for step in stops:
-        done = train(after_step(step, kill))
+        done = train(after_step(step, die))
         assert done.statuses == [-9] * on, done.err
     train().ok()
     return digest(out)
@@ -69,7 +64,7 @@ def test_a_checkpoint_of_version_1(project: Project, few: Path, tmp_path: Path) 
         )
 
     train(whole).ok()
-    train(stopped, after_step(2, kill))
+    train(stopped, after_step(2, die))
     path = stopped / "last.pt"
     state = torch.load(path, weights_only=True)
     assert state["seen"]
@@ -104,7 +99,7 @@ def test_resume_on_another_number_of_ranks(
         words += more
         return project.train(data, tmp_path, words, **options)
 
-    assert train(patch=after_step(8, kill)).statuses == [-9, -9]
+    assert train(patch=after_step(8, die)).statuses == [-9, -9]
     said = train("--batch-size", 3, "--accumulate", 2, on=1).ok().out
     assert "1 of 2 epochs done" in said
     assert " and 2 steps of the next; 2 rank(s) then, 1 now: BatchNorm" in said
@@ -139,7 +134,7 @@ def test_a_training_set_that_changes(
             own, out, "--image-size", 32, "--save-every", 1, on=1, patch=patch
         )
 
-    done = train(out, after_step(2, kill))
+    done = train(out, after_step(2, die))
     assert done.statuses == [-9], done.err
     image = min((own / "train").rglob("*.jpg"))
     image.rename(image.with_stem(f"z{image.stem}"))

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from generated import refusal
+from generated import die, refusal
 from ranks import on_ranks
 
 from ddpkit import files
@@ -238,7 +238,7 @@ def test_filling(tmp_path):
     if pid == 0:
         with files.filling(folder) as part:
             (part / "killed").touch()
-            os.kill(os.getpid(), signal.SIGKILL)
+            die()
     os.waitpid(pid, 0)
     assert not folder.exists()
     with pytest.raises(ZeroDivisionError), files.filling(folder) as part:

@@ -2,15 +2,13 @@
 
 import csv
 import json
-import os
 import shutil
-import signal
 from pathlib import Path
 
 import pytest
 import torch
 from digest import digest
-from generated import Done, Project, after_step, both_tasks, rows
+from generated import Done, Project, after_step, both_tasks, die, rows
 from ranks import on_ranks
 from torch import nn
 
@@ -89,7 +87,7 @@ def test_a_run(project: Project, several: Path, tmp_path: Path) -> None:
     """Killed and resumed to the bit, with a fold and mixed images; its files; predict.py."""
     words = ["--fold", "2/3", "--class-weights", "auto"]
     words += ["--augment", "mixup", "--save-every", "2"]
-    kill = after_step(3, lambda: os.kill(os.getpid(), signal.SIGKILL))
+    kill = after_step(3, die)
     for name, patches in ("whole", [None]), ("killed", [kill, None]):
         for patch in patches:
             done = project.train(

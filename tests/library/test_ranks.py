@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from generated import Ranks, after_step, refusal, wait_for
+from generated import Ranks, after_step, die, refusal, wait_for
 from ports import free_port
 from ranks import Patch, fork, join, on_ranks, said, wait
 
@@ -80,7 +80,7 @@ def test_ranks_that_disagree(project, few, tmp_path):
 
 def test_rank_zero_is_lost(project, few, tmp_path):
     """It holds the store, by which the others would agree on who speaks: each does."""
-    killed = after_step(2, lambda: os.kill(os.getpid(), signal.SIGKILL), 0)
+    killed = after_step(2, die, 0)
     done = project.train(few, tmp_path, on=3, patch=killed)
     assert done.statuses == [-signal.SIGKILL, 1, 1]
     for rank in 1, 2:

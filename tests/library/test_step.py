@@ -4,15 +4,13 @@ import importlib.util
 import inspect
 import json
 import math
-import os
-import signal
 import sys
 from pathlib import Path
 
 import pytest
 import torch
 from digest import digest
-from generated import Project, after_step, rows, run
+from generated import Project, after_step, die, rows, run
 from ranks import on_ranks
 from torch import nn
 
@@ -158,7 +156,7 @@ def test_half_precision(project: Project, data: Path, tmp_path: Path) -> None:
         "--lr",
         0.01,
     ]
-    killed = after_step(4, lambda: os.kill(os.getpid(), signal.SIGKILL))
+    killed = after_step(4, die)
     found = {}
     for name, kind in (
         ("whole", "fp16"),

@@ -4,7 +4,6 @@ import io
 import json
 import os
 import re
-import signal
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,7 +11,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from generated import Done, Project, after_step, rows
+from generated import Done, Project, after_step, die, rows
 from ranks import Patch, on_ranks
 from tqdm import tqdm
 
@@ -237,7 +236,7 @@ def test_a_run(project: Project, few: Path, tmp_path: Path) -> None:
         words = "--log-every", 2, "--save-every", 1, "--batch-size", 3, "--epochs", 2
         return project.train(few, tmp_path, words, patch=patch)
 
-    killed = train(after_step(6, lambda: os.kill(os.getpid(), signal.SIGKILL)))
+    killed = train(after_step(6, die))
     assert killed.statuses == [-9, -9]
     said = killed.out + train().ok().out
     line = r"epoch (\d)/2  step (\d)/4  loss (\S+)  lr \S+  grad \S+  \d+ img/s"

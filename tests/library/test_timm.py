@@ -3,8 +3,6 @@
 import csv
 import json
 import math
-import os
-import signal
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +10,7 @@ import pytest
 import timm.optim
 import torch
 from digest import digest
-from generated import Done, Project, after_step
+from generated import Done, Project, after_step, die
 from ranks import on_ranks
 
 import recipe
@@ -58,7 +56,7 @@ def test_a_run(project: Project, few: Path, tmp_path: Path) -> None:
     words = "--epochs 2 --save-every 1 --freeze-backbone 1"
     words += " --layer-decay 0.7 --drop-path 0.3 --grad-checkpointing"
     train(whole, words).ok()
-    kill = after_step(5, lambda: os.kill(os.getpid(), signal.SIGKILL))
+    kill = after_step(5, die)
     assert train(killed, words, patch=kill).status == -9
     train(killed, words).ok()
     assert digest(whole) == digest(killed)

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from generated import Done, left
+from generated import Done, die, left
 from ranks import fork, on_ranks, said, wait
 from torch.utils.data import DataLoader
 from torch.utils.data._utils.fetch import _MapDatasetFetcher
@@ -171,10 +171,7 @@ def test_what_a_worker_cannot_get(tmp_path, what):
 ENDS = {
     "sys.exit": (lambda: sys.exit(0), "status 0"),
     "os._exit": (lambda: os._exit(0), "status 0"),
-    "SIGKILL": (
-        lambda: os.kill(os.getpid(), signal.SIGKILL),
-        "SIGKILL: out of memory?",
-    ),
+    "SIGKILL": (die, "SIGKILL: out of memory?"),
 }
 
 

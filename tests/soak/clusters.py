@@ -11,7 +11,7 @@ from pathlib import Path
 import configurations
 import torch
 from digest import digest
-from generated import SMALL, Command, after_step, wait_for
+from generated import SMALL, Command, after_step, die, wait_for
 from interrupts import compare
 from ports import free_port
 from setting import Setting
@@ -160,7 +160,7 @@ CRASHES = {  # what ends a rank that has a fault in its C++
     "SIGABRT": os.abort,
     "SIGSEGV": lambda: os.kill(os.getpid(), signal.SIGSEGV),
     "SIGBUS": lambda: os.kill(os.getpid(), signal.SIGBUS),
-    "SIGKILL": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "SIGKILL": die,
 }
 
 

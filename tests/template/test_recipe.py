@@ -2,9 +2,7 @@
 
 import io
 import json
-import os
 import runpy
-import signal
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -17,6 +15,7 @@ from generated import (
     after_step,
     both_but_one_in_soak,
     both_tasks,
+    die,
     refusal,
     rows,
 )
@@ -208,7 +207,7 @@ def test_killed_and_resumed(project: Project, few: Path, tmp_path: Path) -> None
     for name, step in ("whole", 0), ("first", 3), ("second", 5):
         out = tmp_path / name
         if step:
-            killed = after_step(step, lambda: os.kill(os.getpid(), signal.SIGKILL))
+            killed = after_step(step, die)
             assert project.train(few, out, words, patch=killed).statuses == [-9, -9]
         project.train(few, out, words).ok()
         assert digest(out) == digest(tmp_path / "whole")

@@ -3,8 +3,6 @@
 import ast
 import importlib
 import json
-import os
-import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -22,6 +20,7 @@ from generated import (
     after_step,
     both_but_one_in_soak,
     both_tasks,
+    die,
     rows,
 )
 
@@ -152,7 +151,7 @@ class Edited:
         out = self.out / name
         kill = None
         if stop:
-            kill = after_step(stop, lambda: os.kill(os.getpid(), signal.SIGKILL))
+            kill = after_step(stop, die)
         return self.project.train(self.data, out, more, on=ranks, patch=kill)
 
     def result(self, *more: object, epochs: int = 1) -> dict[str, float]:
