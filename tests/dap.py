@@ -46,7 +46,11 @@ def read(project: Path, name: str) -> Any:
 
 
 def chosen(
-    project: Path, file: str, kind: str, title: str, answers: dict[str, str]
+    project: Path,
+    file: str,
+    kind: str,
+    title: str,
+    answers: dict[str, str],
 ) -> Any:
     """A part of a file with what VS Code puts in place of variables; some answers are defaults."""
     content = read(project, file)

@@ -46,7 +46,11 @@ class Done:
     """What has become of a command, or of forks that were ranks."""
 
     def __init__(
-        self, statuses: list[int], out: str, err: str, left: list[int]
+        self,
+        statuses: list[int],
+        out: str,
+        err: str,
+        left: list[int],
     ) -> None:
         self.statuses = statuses  # of each rank, or of the command
         self.status = max(statuses, key=abs)

@@ -388,7 +388,10 @@ def test_a_state_that_is_missing() -> None:
 def test_weights_that_would_be_cut(tmp_path: Path) -> None:
     """To whole numbers; or that are no numbers, of which a line would come after a step."""
     net = nn.Linear(2, 2)
-    for value in torch.ones(2, 2, dtype=torch.int32), torch.full((2, 2), math.nan):
+    for value in (
+        torch.ones(2, 2, dtype=torch.int32),
+        torch.full((2, 2), math.nan),
+    ):
         state = {"path": "last.pt", "model": net.state_dict() | {"weight": value}}
         with refusal("checkpoint.load_weights", "last.pt", "weight"):
             checkpoint.load_weights(net, state)
@@ -462,7 +465,11 @@ def test_weights_of_other_programs(
         state = {key: state, "epoch": 3, "optimizer": {"state": {}}}
     torch.save(state, tmp_path / "file.pt")
     for prefix in "", "net.":
-        net = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3), nn.Linear(3, 5))
+        net = nn.Sequential(
+            nn.Linear(2, 3),
+            nn.BatchNorm1d(3),
+            nn.Linear(3, 5),
+        )
         model = nn.ModuleDict({"net": net}) if prefix else net
         pretrained.copy_matching(model, pretrained.read(f"{tmp_path}/file.pt"))
         assert torch.equal(net[0].weight, weights["0.weight"])

@@ -382,7 +382,11 @@ def test_losses_that_are_means() -> None:
         losses = nn.functional.cross_entropy(outputs, labels, reduction="none")
         return (losses * is_labelled).sum() / is_labelled.sum()
 
-    labels = {255: [0, 1, 255, 255], -100: [0, 1, -100, -100], 0: [1, 2, 0, 0]}
+    labels = {
+        255: [0, 1, 255, 255],
+        -100: [0, 1, -100, -100],
+        0: [1, 2, 0, 0],
+    }
     for void, numbers in labels.items():
         criterion = ddpkit.Criterion(nn.CrossEntropyLoss(ignore_index=void), "abc")
         assert int(criterion.count(torch.tensor(numbers))) == 2
@@ -527,7 +531,11 @@ def test_what_is_frozen() -> None:
 def test_a_compiled_network(tmp_path: Path) -> None:
     """torch.compile(model) in main.py: the names of weights are those without it."""
     results = each(0.1, 0.2, 0.3, name="top1", is_higher=True)
-    for epochs, compiled in (1, True), (2, True), (3, False):
+    for epochs, compiled in (
+        (1, True),
+        (2, True),
+        (3, False),
+    ):
         train(tmp_path, results, epochs=epochs, compiled=compiled)
         state = torch.load(tmp_path / "last.pt", weights_only=True)
         assert (
@@ -625,7 +633,11 @@ def test_accumulation_by_hand(tmp_path: Path) -> None:
     results = each(0.1, name="top1", is_higher=True)
     with refusal("loop.steps", "run.end_step", "--accumulate 4"):
         train(tmp_path / "hand", results, epochs=1, every=2)
-    for weight, divides in (1, False), (0.5, True), (0.3, False):
+    for weight, divides in (
+        (1, False),
+        (0.5, True),
+        (0.3, False),
+    ):
         lines: list[str] = []
         distributed.print0 = lines.append
         train(tmp_path / str(weight), results, epochs=1, accumulate=2, weight=weight)
@@ -659,7 +671,11 @@ def test_a_loss_that_is_a_sum() -> None:
 def test_one_value_to_normalize() -> None:
     """The mistake is one of the flags: a line says so."""
     one = torch.ones(1, 2, 1, 1)
-    for layer in nn.BatchNorm2d(2), nn.InstanceNorm2d(2), nn.GroupNorm(1, 1):
+    for layer in (
+        nn.BatchNorm2d(2),
+        nn.InstanceNorm2d(2),
+        nn.GroupNorm(1, 1),
+    ):
         with pytest.raises(ValueError) as caught:
             layer(one[:, :1] if isinstance(layer, nn.GroupNorm) else one)
         line = str(failures._of_torch(caught.value))

@@ -132,7 +132,12 @@ def test_each_its_own_gpu(capsys):
         [cpu, cpu],
     ):
         assert devices.check(notes, device, is_debugged=False) is device
-    shared = [note("1"), note("1", "b"), note("2", "b"), note("1", "b")]
+    shared = [
+        note("1"),
+        note("1", "b"),
+        note("2", "b"),
+        note("1", "b"),
+    ]
     with refusal(
         "devices.check", "3 ranks on node-b", "2 GPU(s)", "NPROC=2", devices.ON_CPU
     ):
@@ -163,7 +168,13 @@ def test_each_its_own_gpu(capsys):
     ],
 )
 def test_the_network_of_gloo(
-    name, master, others, set_by_hand, chosen, node, monkeypatch
+    name,
+    master,
+    others,
+    set_by_hand,
+    chosen,
+    node,
+    monkeypatch,
 ):
     """That on which the ranks have met, if the host's name leads to itself as on Debian."""
     node(MASTER_ADDR=master, **({devices.NETWORK: set_by_hand} if set_by_hand else {}))

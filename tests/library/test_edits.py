@@ -95,7 +95,11 @@ def test_another_optimizer_than_the_checkpoint_has(
 
 
 def test_another_choice_of_the_best(
-    data: Path, own_data: Path, trained: Path, tmp_path: Path, edited: Edited
+    data: Path,
+    own_data: Path,
+    trained: Path,
+    tmp_path: Path,
+    edited: Edited,
 ) -> None:
     """Another metric, another validation set: chosen anew, once, and the former best is kept."""
     before = torch.load(trained / "best.pt", weights_only=True)

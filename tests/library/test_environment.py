@@ -167,7 +167,11 @@ def test_one_process_per_gpu(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(
     ("nodes", "host"),
-    [("n[01-03,7],m2", "n01"), ("r[1-2]n[3,5]", "r1n3"), ("m2,n1", "m2")],
+    [
+        ("n[01-03,7],m2", "n01"),
+        ("r[1-2]n[3,5]", "r1n3"),
+        ("m2,n1", "m2"),
+    ],
 )
 def test_groups_of_python_main_py(nodes, host, use):
     env = use({**STEP, "SLURM_STEP_NODELIST": nodes})
@@ -184,7 +188,13 @@ def test_groups_of_python_main_py(nodes, host, use):
 
 
 @pytest.mark.parametrize(
-    "env", [{}, SHELL, {**BATCH, "NNODES": "1"}, {**POD, "RANK": "0"}]
+    "env",
+    [
+        {},
+        SHELL,
+        {**BATCH, "NNODES": "1"},
+        {**POD, "RANK": "0"},
+    ],
 )
 def test_a_group_of_one_or_of_torchrun_stays(env, use):
     env = use(env)

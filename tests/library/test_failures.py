@@ -77,7 +77,11 @@ class Heads(nn.Module):
 @on_ranks(1)
 def test_weights_without_a_gradient():
     """The names are right with several networks, outputs and passes, and in debug mode."""
-    for debug, passes in (False, 1), (False, 2), (True, 1):
+    for debug, passes in (
+        (False, 1),
+        (False, 2),
+        (True, 1),
+    ):
         if debug:
             dist.set_debug_level(dist.DebugLevel.INFO)
         networks = [nn.parallel.DistributedDataParallel(Heads()) for _ in range(2)]
@@ -109,7 +113,14 @@ def test_debug_mode_that_crashes(project, few, tmp_path):
     assert "DETAIL crashes DDP with gloo: using INFO" in done.err
 
 
-@pytest.mark.parametrize(("wait", "seconds"), [(0.09, 100), (0.5, 1.9), (0.5, 40)])
+@pytest.mark.parametrize(
+    ("wait", "seconds"),
+    [
+        (0.09, 100),
+        (0.5, 1.9),
+        (0.5, 40),
+    ],
+)
 def test_the_line_on_waiting(wait, seconds, tmp_path, capsys):
     """If it is much of the time, and more than a second."""
     report = reporting.Reporter(tmp_path, devices.CPU, 1, 0, is_complete=False)

@@ -143,7 +143,12 @@ def test_the_lock(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("folder", "lock"), [(0o755, 0o600), (0o2775, 0o660), (0o777, 0o666)]
+    ("folder", "lock"),
+    [
+        (0o755, 0o600),
+        (0o2775, 0o660),
+        (0o777, 0o666),
+    ],
 )
 def test_who_can_open_the_lock(folder, lock, tmp_path):
     """Those who can write the folder, whatever the umask; also one that is there from before."""

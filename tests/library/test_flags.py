@@ -152,7 +152,12 @@ def test_cpus(tmp_path, monkeypatch):
     ):
         quota.write_text(f"{limit} 100000\n")
         assert cpus.cpus() == count
-    for ranks, per_task, share in (1, 0, 8), (8, 0, 1), (8, 8, 8), (3, 1, 2):
+    for ranks, per_task, share in (
+        (1, 0, 8),
+        (8, 0, 1),
+        (8, 8, 8),
+        (3, 1, 2),
+    ):
         monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
         monkeypatch.setenv("SLURM_CPUS_PER_TASK", str(per_task))
         assert cpus.cpu_share() == share

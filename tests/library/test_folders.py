@@ -361,7 +361,11 @@ def test_the_split() -> None:
     assert moved_val == [(f"/other{path[2:]}", 0) for path, _ in val]
     train, val = folders.split(listed * 2, Path("/d"))
     assert not set(train) & set(val)
-    for count, held in (1, 0), (2, 1), (6, 1):
+    for count, held in (
+        (1, 0),
+        (2, 1),
+        (6, 1),
+    ):
         assert len(folders.hold_out(listed[:count], Path("/d"))) == held
 
 
@@ -374,7 +378,12 @@ def test_folds_and_groups() -> None:
     grouped = [
         (path, label, f"patient {n % 7}") for n, (path, label) in enumerate(listed)
     ]
-    for fold in None, (1, 3), (2, 3), (3, 3):
+    for fold in (
+        None,
+        (1, 3),
+        (2, 3),
+        (3, 3),
+    ):
         held = folders.hold_out(grouped, Path("/d"), fold)
         others = set(range(40)) - set(held)
         groups_held = {grouped[n][2] for n in held}

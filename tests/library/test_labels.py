@@ -23,7 +23,11 @@ OF = {"bricks": "square", "checks": "square", "dots": "round", "rings": "round"}
 @pytest.fixture
 def several(own_data: Path) -> Path:
     """Lists of images with one label, two, or none, in groups; the test set is that of val."""
-    for part, title in ("train", "train"), ("val", "val"), ("val", "test"):
+    for part, title in (
+        ("train", "train"),
+        ("val", "val"),
+        ("val", "test"),
+    ):
         with open(own_data / f"{title}.csv", "w", newline="") as file:
             write = csv.writer(file).writerow
             write(["file", "label", "group"])

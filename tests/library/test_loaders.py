@@ -155,7 +155,11 @@ class Stream(sets.IterableDataset):
     """Samples, numbered in the corner of their image, as a stream of people's own gives them."""
 
     def __init__(
-        self, share: str, count: int = 40, noise: bool = False, labels: int = 10
+        self,
+        share: str,
+        count: int = 40,
+        noise: bool = False,
+        labels: int = 10,
     ) -> None:
         self.share = share
         self.count = count

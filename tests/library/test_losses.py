@@ -40,7 +40,11 @@ def test_losses_of_other_kinds() -> None:
     """What returns no scalar, or is neither a mean nor a sum, is refused in a line."""
     one = torch.ones(1)
     outputs = torch.randn(4, 2)
-    for found, text in (one, "a tensor (1,)"), ((one[0], one), "tuple"), (2.5, "float"):
+    for found, text in (
+        (one, "a tensor (1,)"),
+        ((one[0], one), "tuple"),
+        (2.5, "float"),
+    ):
         criterion = ddpkit.Criterion(lambda *_, found=found: found)
         with refusal("criterion.call", text, "count(targets)"):
             criterion(outputs, torch.ones(4))
@@ -228,7 +232,11 @@ def test_means_of_classification(project: Project) -> None:
 
 
 def of_image(
-    name: str, outputs: Tensor, targets: Tensor, weights: Tensor, smoothing: float
+    name: str,
+    outputs: Tensor,
+    targets: Tensor,
+    weights: Tensor,
+    smoothing: float,
 ) -> float:
     """A term for one image (classes, H, W), worked out from its labelled pixels alone."""
     keep = targets != 255
@@ -355,7 +363,12 @@ def gradients(
     torch.manual_seed(2)
     head = nn.Conv2d(8, 3, 1)
     head.weight.data *= 4  # the guesses are confident
-    net = nn.Sequential(Double(), nn.Conv2d(3, 8, 3, padding=1), nn.Tanh(), head)
+    net = nn.Sequential(
+        Double(),
+        nn.Conv2d(3, 8, 3, padding=1),
+        nn.Tanh(),
+        head,
+    )
     if not is_dense:
         net.append(Pool())
     net.double()  # without much rounding
@@ -402,7 +415,13 @@ def test_gradients_of_other_portions(project: Project, tmp_path: Path) -> None:
         if distributed.rank() == 0:
             torch.save(found, tmp_path / f"{distributed.world_size()} {passes}.pt")
 
-    shapes = (1, 1), (1, 4), (2, 1), (2, 2), (3, 1)
+    shapes = (
+        (1, 1),
+        (1, 4),
+        (2, 1),
+        (2, 2),
+        (3, 1),
+    )
     for ranks, passes in shapes:
         on_ranks(ranks)(functools.partial(work_out, passes))(project=project)
     runs = [torch.load(tmp_path / f"{ranks} {passes}.pt") for ranks, passes in shapes]

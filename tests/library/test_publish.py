@@ -137,7 +137,11 @@ def test_paths(text: str, shown: str) -> None:
 
 def test_markup_in_names() -> None:
     """A name of a class is text in the card, and in one cell."""
-    table = [["class", "iou"], ["a|b\n<script>", "0.5"], ["![x](http://e)", ""]]
+    table = [
+        ["class", "iou"],
+        ["a|b\n<script>", "0.5"],
+        ["![x](http://e)", ""],
+    ]
     assert publish.to_markdown(table).splitlines() == [
         "| class | iou |",
         "| --- | --- |",

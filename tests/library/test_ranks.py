@@ -90,7 +90,13 @@ def test_rank_zero_is_lost(project, few, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("statuses", "rank"), [((2, -6), 0), ((1, -6), 1), ((1, -15), 0), ((None, 2), 1)]
+    ("statuses", "rank"),
+    [
+        ((2, -6), 0),
+        ((1, -6), 1),
+        ((1, -15), 0),
+        ((None, 2), 1),
+    ],
 )
 def test_which_rank_counts(statuses, rank):
     """A crash before those that it draws with it; but a mistake before what nccl makes of it."""

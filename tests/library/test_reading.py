@@ -58,7 +58,11 @@ class TestDepth:
         Image.fromarray(RAMP).save(grey)
         tifffile.imwrite(tiff, RAMP, byteorder=">")
         tifffile.imwrite(colours, COLOURS, photometric="rgb", compression="zlib")
-        for path, values in (grey, RAMP), (tiff, RAMP), (colours, COLOURS):
+        for path, values in (
+            (grey, RAMP),
+            (tiff, RAMP),
+            (colours, COLOURS),
+        ):
             assert (read(path) == steps(values, 0, 65536)).all()
             assert (read(path, (0, 65535)) == read(path)).all()
             assert (read(path, (100, 30000)) == steps(values, 100, 30000)).all()
@@ -153,7 +157,11 @@ class TestDepth:
         ],
     )
     def test_tiffs_of_other_kinds(
-        self, tmp_path: Path, values: np.ndarray, how: dict, words: str
+        self,
+        tmp_path: Path,
+        values: np.ndarray,
+        how: dict,
+        words: str,
     ):
         """Whose values would be taken for others."""
         path = tmp_path / "x.tif"

@@ -184,7 +184,12 @@ def test_compiled(project: Project, few: Path, tmp_path: Path) -> None:
     def tiny() -> None:
         import model
 
-        ends = [nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 6)]
+        ends = [
+            nn.ReLU(),
+            nn.AdaptiveAvgPool2d(1),
+            nn.Flatten(),
+            nn.Linear(8, 6),
+        ]
         model.build_model = lambda *_: nn.Sequential(nn.Conv2d(3, 8, 3, 4), *ends)
 
     def counting() -> None:

@@ -91,7 +91,11 @@ def test_resume(tmp_path: Path) -> None:
     """TensorBoard has each step once, whatever was killed, and however many write there."""
     from torch.utils.tensorboard import SummaryWriter
 
-    for first, last in (0, 6), (3, 7), (6, 8):
+    for first, last in (
+        (0, 6),
+        (3, 7),
+        (6, 8),
+    ):
         log = StepLog(tmp_path, CPU, every=1, first_step=first)
         beside = SummaryWriter(str(tmp_path / "steps"))
         for step in range(first + 1, last + 1):

@@ -38,7 +38,11 @@ class Chain:
     """One run that is stopped and started again, until it has come to its end."""
 
     def __init__(
-        self, project: Project, words: list, out: Path, chance: random.Random
+        self,
+        project: Project,
+        words: list,
+        out: Path,
+        chance: random.Random,
     ) -> None:
         self.folder = project.folder
         self.out = out

@@ -25,7 +25,11 @@ def test_a_network_that_sees_little() -> None:
         nn.MaxPool2d((1, 49), 1, (0, 24)),
         nn.Conv2d(1, 3, 1),
     )
-    for height, width in (320, 352), (128, 480), (96, 128):
+    for height, width in (
+        (320, 352),
+        (128, 480),
+        (96, 128),
+    ):
         images = torch.randn(2, 3, height, width)
         with torch.inference_mode():
             whole = net(images)

@@ -92,7 +92,11 @@ def test_a_run(project: Project, few: Path, tmp_path: Path) -> None:
     ],
 )
 def test_what_cannot_be(
-    project: Project, few: Path, tmp_path: Path, words: str, said: str
+    project: Project,
+    few: Path,
+    tmp_path: Path,
+    words: str,
+    said: str,
 ) -> None:
     project.train(few, tmp_path, words.split(), on=1).refused("", said)
 

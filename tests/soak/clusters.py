@@ -43,7 +43,11 @@ def batch_jobs(chance: random.Random, folder: Path, setting: Setting) -> str:
 
 
 def interrupt_job(
-    chance: random.Random, slurm: Slurm, folder: Path, flags: list, whole: Path
+    chance: random.Random,
+    slurm: Slurm,
+    folder: Path,
+    flags: list,
+    whole: Path,
 ) -> str:
     """Submit it; interrupt it twice; wait for its end."""
     common = {"PYTHON": sys.executable, "NPROC": "1"}

@@ -148,7 +148,11 @@ def test_an_export_that_differs(
         from ddpkit.tools import export
 
         def other(
-            network: nn.Module, batch: object, stride: object, path: Path, _: object
+            network: nn.Module,
+            batch: object,
+            stride: object,
+            path: Path,
+            _: object,
         ) -> Any:
             path.write_text("another graph")
             return lambda images: 1.1 * network(images).detach()

@@ -204,7 +204,11 @@ def test_killed_and_resumed(project: Project, few: Path, tmp_path: Path) -> None
     """The same bits, killed in the first and in the second epoch."""
     words = ["--image-size", 32, "--epochs", 2, "--save-every", 2]
     words += RECIPES[project.task].split()
-    for name, step in ("whole", 0), ("first", 3), ("second", 5):
+    for name, step in (
+        ("whole", 0),
+        ("first", 3),
+        ("second", 5),
+    ):
         out = tmp_path / name
         if step:
             killed = after_step(step, die)
