@@ -350,11 +350,11 @@ def ask_in_a_save() -> None:
     RunFolder.add = asked
 
 
-def test_stopped_and_killed_at_awkward_moments(project, data, tmp_path):
+def test_stopped_and_killed_at_awkward_moments(project, few, tmp_path):
     """In evaluation, in a save; and then one of two nodes that share no disk has the checkpoint."""
 
     def train(out: Path, *more: object, patch: Patch | None = None) -> Done:
-        return project.train(data, out, "--epochs", 3, NET, more, patch=patch)
+        return project.train(few, out, "--epochs", 3, NET, more, patch=patch)
 
     def train_often(patch: Patch) -> Done:
         return train(tmp_path / "node1", "--save-every", 3, patch=patch)
@@ -362,12 +362,12 @@ def test_stopped_and_killed_at_awkward_moments(project, data, tmp_path):
     train(tmp_path / "whole").ok()
     done = train_often(ask_in_evaluation)
     assert done.statuses == [75, 75]
-    assert "SIGUSR1: stopped and saved at epoch 1, step 6;" in done.out
+    assert "SIGUSR1: stopped and saved at epoch 1, step 3;" in done.out
     done = train_often(ask_in_a_save)
-    assert "0 of 3 epochs done and 6 steps of the next" in done.out
+    assert "0 of 3 epochs done and 3 steps of the next" in done.out
     assert done.statuses == [75, 75]
     assert "SIGUSR1: stopped and saved at epoch" in done.out
-    assert train_often(after_step(14, die)).statuses == [-9, -9]
+    assert train_often(after_step(8, die)).statuses == [-9, -9]
 
     def node() -> None:
         os.environ.update(LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")

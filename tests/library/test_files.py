@@ -132,7 +132,8 @@ def test_the_lock(tmp_path):
     assert not others_get(path)
     os.kill(pid, signal.SIGKILL)
     os.waitpid(pid, 0)
-    assert files.lock(path) and files.lock(path)  # of this process again
+    assert files.lock(path)
+    assert files.lock(path)  # of this process again
     path.read_bytes()
     assert not others_get(path)
     os.write(end[1], b"1")

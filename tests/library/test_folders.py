@@ -174,7 +174,7 @@ def test_what_disks_and_runs_add(
     before = find(kind, data)
     folders.say_skipped.cache_clear()
     said: list[str] = []
-    monkeypatch.setattr(folders.distributed, "say", said.append)
+    monkeypatch.setattr(folders.distributed, "print0", said.append)
     image = next(data.glob("train/*/*.jpg"))
     inside = image.parent
     for parent in data, data / "train", inside, data / "val" / inside.name:

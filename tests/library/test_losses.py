@@ -63,7 +63,7 @@ def test_losses_of_other_kinds() -> None:
 def test_a_mean_of_something_else(monkeypatch: pytest.MonkeyPatch) -> None:
     """A line says that it depends on how images are grouped; of a mean over labels none does."""
     lines: list[str] = []
-    monkeypatch.setattr(distributed, "say", lines.append)
+    monkeypatch.setattr(distributed, "print0", lines.append)
     torch.manual_seed(0)
     outputs = torch.randn(7, 3)
     targets = torch.tensor([1, 1, 0, 0, 2, 0, 2])

@@ -51,7 +51,7 @@ def test_lines_and_curves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     rank = distributed.rank()
     lines = []
     now = iter(range(0, 1000, 2))
-    monkeypatch.setattr(distributed, "say", lines.append)
+    monkeypatch.setattr(distributed, "print0", lines.append)
     monkeypatch.setattr(time, "monotonic", lambda: next(now))
     log = StepLog(tmp_path, CPU, every=2)
     log.begin()
@@ -168,7 +168,7 @@ def test_a_device_that_is_behind(
 ) -> None:
     """A step writes what has arrived, and waits for nothing; the end of an epoch does."""
     lines: list[str] = []
-    monkeypatch.setattr(distributed, "say", lines.append)
+    monkeypatch.setattr(distributed, "print0", lines.append)
     monkeypatch.setattr(
         torch, "get_device_module", lambda _: SimpleNamespace(Event=Event)
     )

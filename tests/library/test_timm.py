@@ -120,4 +120,6 @@ def test_dpt_on_a_vit(project: Project) -> None:
     assert "--arch dpt" in line
     net = build("dpt")
     assert net(torch.zeros(2, 3, 64, 96)).shape == (2, 2, 64, 96)
-    assert all(map(len, model.layers(net)))
+    layers = model.layers(net)
+    assert len(layers) == 2
+    assert all(map(len, layers))

@@ -37,7 +37,9 @@ def test_it_learns_and_predicts(template: Path, tmp_path: Path, task: str) -> No
     assert float(table[-1][name]) >= promised
     assert "2 rank(s) on CPU" in done.out
     last = done.out[done.out.index("The project:") :]
-    for path in re.findall(r"(demo/\S+)", last.replace(",", "")):
+    named = re.findall(r"(demo/\S+)", last.replace(",", ""))
+    assert len(named) >= 3
+    for path in named:
         assert (folder / path).exists(), path
     assert np.asarray(Image.open(project / RUN / "examples.png")).std() > 10
 

@@ -184,7 +184,9 @@ def test_files_of_flags(task: str) -> None:
     """Their flags exist; their heads name command, data, figure, time and versions."""
     folder = TEMPLATE / "tasks" / task
     parse = runpy.run_path(str(folder / "flags.py"))["parse_args"]
-    for path in sorted((folder / "recipes").glob("*.txt")):
+    paths = sorted((folder / "recipes").glob("*.txt"))
+    assert paths
+    for path in paths:
         head = path.read_text().split("\n\n")[0]
         parse([f"@{path}"])
         command = f"#   ./launch.sh @recipes/{path.name} "

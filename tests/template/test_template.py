@@ -155,7 +155,9 @@ def test_vscode() -> None:
         needs_torch = config.get("module", "").startswith("torch.")
         assert config.get("preLaunchTask") == ("find torch" if needs_torch else None)
     for name, content in ("launch.json", launch), ("tasks.json", tasks):
-        for kind in KEYS.keys() & content.keys():
+        kinds = KEYS.keys() & content.keys()
+        assert len(kinds) == 2
+        for kind in kinds:
             for each in content[kind]:
                 assert set(each) <= set(KEYS[kind].split())
         text = (FOLDER / ".vscode" / name).read_text()
