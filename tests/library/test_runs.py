@@ -203,7 +203,9 @@ def test_its_own_tests(project: Project, tmp_path: Path) -> None:
     own = project.copy(tmp_path / "copy")
 
     def launch(ranks: int, *flags: object) -> str:
-        return own.run("--workers", 1, flags, on=ranks, draws=True).ok().out
+        # They look at the images of one run, and drawing is half of the time of each.
+        draws = "--save-every" in flags
+        return own.run("--workers", 1, flags, on=ranks, draws=draws).ok().out
 
     class Forks:
         def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:

@@ -26,7 +26,7 @@ from ddpkit.ranks import process, protocol
 from ddpkit.ranks.environment import Nodes
 from ddpkit.run.loop import Run
 
-EPOCHS = 14
+EPOCHS = 8
 SLOW = """
 import pathlib, time
 pathlib.Path(__file__).with_name("stepped").touch()
@@ -49,7 +49,7 @@ class Chain:
         self.chance = chance
         self.stepped = out.with_name("stepped")
         self.words = list(words)
-        self.words += ["--save-every", 4, "--output-dir", out]
+        self.words += ["--save-every", 2, "--output-dir", out]
         self.short = tempfile.TemporaryDirectory()  # a path in which sockets have room
         self.tmp = Path(self.short.name)
         self.numbers = itertools.count()
@@ -69,7 +69,7 @@ class Chain:
 
         def patched(run: Run, *numbers: Any) -> None:
             self.stepped.touch()
-            time.sleep(0.1)
+            time.sleep(0.25)
             end_step(run, *numbers)
 
         Run.end_step = patched
