@@ -46,7 +46,11 @@ def read(project: Path, name: str) -> Any:
 
 
 def chosen(
-    project: Path, file: str, kind: str, title: str, answers: dict[str, str]
+    project: Path,
+    file: str,
+    kind: str,
+    title: str,
+    answers: dict[str, str],
 ) -> Any:
     """A part of a file with what VS Code puts in place of variables; some answers are defaults."""
     content = read(project, file)
@@ -206,7 +210,8 @@ class Session:
 
     def error(self) -> str:
         """The message of the exception at which it is stopped."""
-        assert self.stop and self.stop["reason"] == "exception", self.stop
+        assert self.stop, self.stop
+        assert self.stop["reason"] == "exception", self.stop
         info = self.ask("exceptionInfo", {"threadId": self.stop["threadId"]})
         return info["description"]
 

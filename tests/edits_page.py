@@ -312,7 +312,8 @@ def slug(title: str) -> str:
 
 def page() -> str:
     """Return EDITS.md of both tasks: where they differ, a condition of Jinja."""
-    one, other = (text_of(task).splitlines(keepends=True) for task in TASKS)
+    one = text_of(TASKS[0]).splitlines(keepends=True)
+    other = text_of(TASKS[1]).splitlines(keepends=True)
     assert not re.search("{[{%#]", "".join(one + other)), "Jinja would read it"
     parts = []
     matcher = difflib.SequenceMatcher(None, one, other, autojunk=False)

@@ -46,7 +46,11 @@ class Done:
     """What has become of a command, or of forks that were ranks."""
 
     def __init__(
-        self, statuses: list[int], out: str, err: str, left: list[int]
+        self,
+        statuses: list[int],
+        out: str,
+        err: str,
+        left: list[int],
     ) -> None:
         self.statuses = statuses  # of each rank, or of the command
         self.status = max(statuses, key=abs)
@@ -62,11 +66,12 @@ class Done:
     def refused(self, code: str, *words: object) -> "Done":
         """One line of complaint with this code and all `words`, status 2, nobody left.
 
-        Of several ranks at least one has status 2, and none has 0.
+        Some words may be in lists. Of several ranks at least one has status 2, and none has 0.
         """
         said = (self.statuses, self.out, self.err)
-        assert 2 in self.statuses and 0 not in self.statuses, said
-        return self.failed(code, *words)
+        assert 2 in self.statuses, said
+        assert 0 not in self.statuses, said
+        return self.failed(code, words)
 
     def failed(self, code: str, *words: object) -> "Done":
         """As `refused`, with whatever status; code: "" for what is no mistake of the user's."""
@@ -74,8 +79,8 @@ class Done:
         assert len(self.err.splitlines()) == 1, self.err
         assert self.err.startswith("error: "), self.err
         assert not code or self.err.endswith(f" [{code}]\n"), self.err
-        for word in words:
-            assert str(word) in self.err, self.err
+        for word in texts(words):
+            assert word in self.err, self.err
         assert not self.left
         return self
 
@@ -289,15 +294,21 @@ def after_step(step: int, act: Patch, *which: int, before: bool = False) -> Patc
     return patch
 
 
+def die() -> None:
+    """For `after_step`: an end without a word, as the kernel ends what has too much memory."""
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
 @contextlib.contextmanager
 def refusal(code: str, *words: object) -> Iterator[pytest.ExceptionInfo[LineError]]:
     """What is in this block raises an error in one line, with this code and all `words`."""
     with pytest.raises(LineError) as caught:
         yield caught
     line = str(caught.value)
-    assert line.endswith(f" [{code}]") and "\n" not in line, line
-    for word in words:
-        assert str(word) in line, line
+    assert line.endswith(f" [{code}]"), line
+    assert "\n" not in line, line
+    for word in texts(words):
+        assert word in line, line
 
 
 def rows(folder: Path) -> list[dict[str, str]]:

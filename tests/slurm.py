@@ -195,5 +195,6 @@ class Job:
 
     def end(self, state: str, restarts: int) -> str:
         wait_for(self.is_over, 180)
-        assert (self["JobState"], self["Restarts"]) == (state, str(restarts)), self.log
+        assert self["JobState"] == state, self.log
+        assert self["Restarts"] == str(restarts), self.log
         return self.log

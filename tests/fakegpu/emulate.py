@@ -145,7 +145,11 @@ class Emulation(TorchDispatchMode):
         return False
 
     def __torch_dispatch__(  # type: ignore[no-untyped-def]
-        self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
+        self,
+        func: Any,
+        types: Any,
+        args: tuple = (),
+        kwargs: dict | None = None,
     ):
         kwargs = kwargs or {}
         name = func.overloadpacket.__name__

@@ -42,7 +42,8 @@ def main():
     netD = nn.Sequential(
         nn.Linear(2, 64), nn.LeakyReLU(0.2), nn.Dropout(0.1), nn.Linear(64, 1)
     )
-    netG, netD = DDP(netG.to(device)), DDP(netD.to(device), broadcast_buffers=False)
+    netG = DDP(netG.to(device))
+    netD = DDP(netD.to(device), broadcast_buffers=False)
     optimizerD = torch.optim.Adam(netD.parameters(), opt.lr, (0.5, 0.999))
     optimizerG = torch.optim.Adam(netG.parameters(), opt.lr, (0.5, 0.999))
     criterion = nn.BCEWithLogitsLoss()

@@ -14,7 +14,8 @@ class Shapes(Dataset):
     """Noisy images of a square or a cross, at random places, sometimes flipped."""
 
     def __init__(self, count: int, train: bool) -> None:
-        self.count, self.train = count, train
+        self.count = count
+        self.train = train
 
     def __len__(self) -> int:
         return self.count
@@ -52,7 +53,8 @@ def build_model() -> nn.Module:
 def train_one_epoch(model, loader, criterion, optimizer, device):
     model.train()
     for images, labels in loader:
-        images, labels = images.to(device), labels.to(device)
+        images = images.to(device)
+        labels = labels.to(device)
         loss = criterion(model(images), labels)
         optimizer.zero_grad()
         loss.backward()
@@ -88,7 +90,8 @@ def main():
     )
     torch.manual_seed(0)
 
-    train_set, val_set = Shapes(256, train=True), Shapes(64, train=False)
+    train_set = Shapes(256, train=True)
+    val_set = Shapes(64, train=False)
     train_sampler = DistributedSampler(train_set)
     train_loader = DataLoader(
         train_set, args.batch_size, sampler=train_sampler, num_workers=args.workers

@@ -14,8 +14,10 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 max_steps = int(os.environ.get("MAX_STEPS", 60))
 grad_accum_steps = 2
-batch_size, block_size = 8, 32
-learning_rate, warmup_steps = 3e-3, 10
+batch_size = 8
+block_size = 32
+learning_rate = 3e-3
+warmup_steps = 10
 eval_interval = 20
 
 init_process_group("nccl" if torch.cuda.is_available() else "gloo")
@@ -29,7 +31,8 @@ torch.manual_seed(1337 + rank)
 text = "".join(f"{n} times {m} is {n * m}. " for n in range(60) for m in range(60))
 characters = sorted(set(text))
 data = torch.tensor([characters.index(c) for c in text])
-train_data, val_data = data[: -len(data) // 10], data[-len(data) // 10 :]
+train_data = data[: -len(data) // 10]
+val_data = data[-len(data) // 10 :]
 
 
 def get_batch(source):
@@ -43,8 +46,10 @@ class Block(nn.Module):
     def __init__(self, width, heads):
         super().__init__()
         self.heads = heads
-        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.norm1 = nn.LayerNorm(width)
+        self.norm2 = nn.LayerNorm(width)
+        self.qkv = nn.Linear(width, 3 * width)
+        self.out = nn.Linear(width, width)
         self.mlp = nn.Sequential(
             nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
         )
@@ -63,10 +68,8 @@ class Block(nn.Module):
 class GPT(nn.Module):
     def __init__(self, vocab, width=48, depth=2):
         super().__init__()
-        self.tokens, self.places = (
-            nn.Embedding(vocab, width),
-            nn.Embedding(block_size, width),
-        )
+        self.tokens = nn.Embedding(vocab, width)
+        self.places = nn.Embedding(block_size, width)
         self.blocks = nn.Sequential(*(Block(width, 4) for _ in range(depth)))
         self.head = nn.Linear(width, vocab)
 

@@ -13,7 +13,7 @@ from typing import Any
 import emulate
 import pytest
 import torch
-from generated import Ranks, after_step, both_tasks, refusal, rows, wait_for
+from generated import Ranks, after_step, both_tasks, die, refusal, rows, wait_for
 from ranks import draw_nothing, on_ranks
 from torch import nn
 
@@ -59,7 +59,8 @@ def test_what_travels_between_cpus(recwarn):
     assert distributed.reduce_tensor(torch.tensor(1)) == 2
     assert counts() == before
     distributed.barrier()
-    assert torch.cuda.current_device() == rank and not recwarn.list
+    assert torch.cuda.current_device() == rank
+    assert not recwarn.list
 
 
 @on_ranks(2)
@@ -175,22 +176,22 @@ def test_stopped_and_resumed(project, few, tmp_path):
     stopped = tmp_path / "stopped"
 
     def start(out: Path, *more: object) -> Ranks:
-        words = project.flags(few, out, *more) + SHORT
+        words = project.flags(few, out, more) + SHORT
         words += ["--accumulate", 2, "--clip-grad-norm", 1, "--epochs", 2]
-        return project.start(*words, on=3)
+        return project.start(words, on=3)
 
     start(whole).end().ok()
     run = start(stopped, "--save-every", 1)
     wait_for((stopped / "last.pt").exists)
     run.kill(signal.SIGTERM)
     done = run.end()
-    assert (done.statuses, done.left) == ([75] * 3, []), done.err
+    assert done.statuses == [75] * 3, done.err
+    assert done.left == [], done.err
     assert "3 rank(s) on Fake GPU 0" in done.out
     at_stop = torch.load(stopped / "last.pt", weights_only=True)["step"]
     start(stopped).end().ok()
-    one, other = (
-        torch.load(each / "last.pt", weights_only=True) for each in (whole, stopped)
-    )
+    one = torch.load(whole / "last.pt", weights_only=True)
+    other = torch.load(stopped / "last.pt", weights_only=True)
     assert 0 < at_stop < one["step"] == other["step"]
     for name, value in one["model"].items():
         assert torch.equal(value, other["model"][name]), name
@@ -209,10 +210,6 @@ def test_out_of_memory(project, few, tmp_path):
 
 def wait_alone() -> None:
     distributed.reduce_tensor(torch.ones(3, device="cuda"))
-
-
-def die() -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
 
 
 @pytest.mark.parametrize(
@@ -234,10 +231,11 @@ def test_ranks_that_wait(project, few, tmp_path, act, by_default, cause):
         after_step(2, act, 1)()
 
     done = project.train(
-        few, tmp_path / "out", *SHORT, "--dist-timeout", 8, on=3, patch=patch
+        few, tmp_path / "out", SHORT, "--dist-timeout", 8, on=3, patch=patch
     )
     of_rank_1 = -signal.SIGKILL if act is die else 1
-    assert (done.statuses, done.left) == ([1, of_rank_1, 1], []), done.err
+    assert done.statuses == [1, of_rank_1, 1], done.err
+    assert done.left == [], done.err
     where = r"^rank{}, epoch 1, step [23], .*: in collective \d+, all_reduce \("
     for ranks in ("s 0, 2",) if act is die else (" 1", "s 0, 2"):
         assert re.search(where.format(ranks), done.err, re.M), done.err
@@ -262,7 +260,7 @@ def test_gpus_and_cpus(project, few, tmp_path):
 
     found = []
     for folder, patch in (tmp_path / "gpus", None), (tmp_path / "cpus", hide_gpus):
-        done = project.train(few, folder, *SHORT, "--amp", "off", patch=patch).ok()
+        done = project.train(few, folder, SHORT, "--amp", "off", patch=patch).ok()
         assert ("2 rank(s) on Fake GPU 0" in done.out) == (patch is None)
         row = rows(folder)[0]
         model = torch.load(folder / "last.pt", weights_only=True)["model"]

@@ -76,7 +76,11 @@ class TestFiles:
         ],
     )
     def test_refusals(
-        self, tmp_path: Path, values: np.ndarray, code: str, words: str
+        self,
+        tmp_path: Path,
+        values: np.ndarray,
+        code: str,
+        words: str,
     ) -> None:
         np.save(tmp_path / "x.npy", values, allow_pickle=True)
         with refusal(code, tmp_path / "x.npy", words):

@@ -165,7 +165,8 @@ def test_the_one_before(tmp_path: Path) -> None:
             spoil(folder / "last.pt")
             (folder / ".begun").write_bytes(b"\xff\xfe")  # is no reason to stop
         found = RunFolder(folder).find_checkpoint()
-        assert (found["epoch"], found["path"]) == (1, str(folder / "last-1.pt"))
+        assert found["epoch"] == 1
+        assert found["path"] == str(folder / "last-1.pt")
         assert (folder / "last.pt.corrupt").exists()
 
 
@@ -210,7 +211,8 @@ def test_what_is_no_damage(
     ):
         with pytest.raises(kind, match=str(tmp_path)) as caught:
             read()
-        assert "never" not in str(caught.value) and type(caught.value) is kind
+        assert "never" not in str(caught.value)
+        assert type(caught.value) is kind
     assert contents(tmp_path) == before
 
 
@@ -378,13 +380,17 @@ def test_a_state_that_is_missing() -> None:
     said: list[str] = []
     distributed.print0 = said.append
     states.load_states(state, parts, 1)
-    assert len(said) == 1 and "no state of bias" in said[0]
+    assert len(said) == 1
+    assert "no state of bias" in said[0]
 
 
 def test_weights_that_would_be_cut(tmp_path: Path) -> None:
     """To whole numbers; or that are no numbers, of which a line would come after a step."""
     net = nn.Linear(2, 2)
-    for value in torch.ones(2, 2, dtype=torch.int32), torch.full((2, 2), math.nan):
+    for value in (
+        torch.ones(2, 2, dtype=torch.int32),
+        torch.full((2, 2), math.nan),
+    ):
         state = {"path": "last.pt", "model": net.state_dict() | {"weight": value}}
         with refusal("checkpoint.load_weights", "last.pt", "weight"):
             checkpoint.load_weights(net, state)
@@ -458,7 +464,11 @@ def test_weights_of_other_programs(
         state = {key: state, "epoch": 3, "optimizer": {"state": {}}}
     torch.save(state, tmp_path / "file.pt")
     for prefix in "", "net.":
-        net = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3), nn.Linear(3, 5))
+        net = nn.Sequential(
+            nn.Linear(2, 3),
+            nn.BatchNorm1d(3),
+            nn.Linear(3, 5),
+        )
         model = nn.ModuleDict({"net": net}) if prefix else net
         pretrained.copy_matching(model, pretrained.read_tensors(f"{tmp_path}/file.pt"))
         assert torch.equal(net[0].weight, weights["0.weight"])

@@ -201,9 +201,12 @@ def test_lower_is_better(tmp_path: Path, name: str) -> None:
 
     def check(epochs: int, last: int, at: int, score: float) -> None:
         run = train(tmp_path, results, best, epochs, patience=2)
-        assert (run.epoch, run.best_epoch, run.best) == (last, at, score)
+        assert run.epoch == last
+        assert run.best_epoch == at
+        assert run.best == score
         state = torch.load(tmp_path / "best.pt", weights_only=True)
-        assert (state["epoch"], state["best"]) == (at, score)
+        assert state["epoch"] == at
+        assert state["best"] == score
         assert json.loads((tmp_path / "args.json").read_text())["best"] == [
             column,
             "min",
@@ -241,7 +244,8 @@ def test_killed_after_best(tmp_path: Path, epochs: int) -> None:
 
         ddpkit.Run.end_epoch = ended
         run = train(tmp_path, results, ("top1", "map"), epochs)
-        assert found == [True] and run.best_epoch == epochs
+        assert found == [True]
+        assert run.best_epoch == epochs
         assert not (tmp_path / "best-1.pt").exists()
 
     on_ranks(1)(begin)()
@@ -280,7 +284,8 @@ def test_rank_zero_decides(tmp_path: Path) -> None:
         return {"top1": score} if epoch < 2 or distributed.is_rank_zero() else {}
 
     run = train(tmp_path, results, ("top1", "max"), 5, patience=2)
-    assert (run.epoch, run.best_epoch) == (3, 1)
+    assert run.epoch == 3
+    assert run.best_epoch == 1
     metric = torchmetrics.MetricCollection({"mean": torchmetrics.MeanMetric()})
     metric.compute = lambda: {"mean": torch.tensor(float(distributed.rank()))}
     assert metrics.compute_metrics(metric)[0] == {"mean": 0.0}
@@ -377,7 +382,11 @@ def test_losses_that_are_means() -> None:
         losses = nn.functional.cross_entropy(outputs, labels, reduction="none")
         return (losses * is_labelled).sum() / is_labelled.sum()
 
-    labels = {255: [0, 1, 255, 255], -100: [0, 1, -100, -100], 0: [1, 2, 0, 0]}
+    labels = {
+        255: [0, 1, 255, 255],
+        -100: [0, 1, -100, -100],
+        0: [1, 2, 0, 0],
+    }
     for void, numbers in labels.items():
         criterion = ddpkit.Criterion(nn.CrossEntropyLoss(ignore_index=void), "abc")
         assert int(criterion.count(torch.tensor(numbers))) == 2
@@ -387,7 +396,8 @@ def test_losses_that_are_means() -> None:
         criterion = ddpkit.Criterion(loss, "abc")
         total = criterion(outputs, masks)
         (total + outputs.sum()).backward()  # another loss of the same outputs
-        assert (float(total.detach()), int(criterion.count(masks))) == (0, 0)
+        assert float(total.detach()) == 0
+        assert int(criterion.count(masks)) == 0
         assert outputs.grad.eq(1).all()
     ages = ddpkit.Criterion(
         lambda outputs, targets: (outputs[:, 0] - targets).square().mean(), "a"
@@ -500,7 +510,8 @@ def test_what_is_frozen() -> None:
     torch.manual_seed(1)
     net = Heads()
     ddpkit.adapt_input(net, 32, step=8)
-    assert torch.equal(torch.rand(1), drawn) and net.training
+    assert torch.equal(torch.rand(1), drawn)
+    assert net.training
     assert [
         name for name, each in net.named_parameters() if not each.requires_grad
     ] == [
@@ -520,7 +531,11 @@ def test_what_is_frozen() -> None:
 def test_a_compiled_network(tmp_path: Path) -> None:
     """torch.compile(model) in main.py: the names of weights are those without it."""
     results = each(0.1, 0.2, 0.3, name="top1", is_higher=True)
-    for epochs, compiled in (1, True), (2, True), (3, False):
+    for epochs, compiled in (
+        (1, True),
+        (2, True),
+        (3, False),
+    ):
         train(tmp_path, results, epochs=epochs, compiled=compiled)
         state = torch.load(tmp_path / "last.pt", weights_only=True)
         assert (
@@ -618,7 +633,11 @@ def test_accumulation_by_hand(tmp_path: Path) -> None:
     results = each(0.1, name="top1", is_higher=True)
     with refusal("loop.steps", "run.end_step", "--accumulate 4"):
         train(tmp_path / "hand", results, epochs=1, every=2)
-    for weight, divides in (1, False), (0.5, True), (0.3, False):
+    for weight, divides in (
+        (1, False),
+        (0.5, True),
+        (0.3, False),
+    ):
         lines: list[str] = []
         distributed.print0 = lines.append
         train(tmp_path / str(weight), results, epochs=1, accumulate=2, weight=weight)
@@ -652,15 +671,17 @@ def test_a_loss_that_is_a_sum() -> None:
 def test_one_value_to_normalize() -> None:
     """The mistake is one of the flags: a line says so."""
     one = torch.ones(1, 2, 1, 1)
-    for layer in nn.BatchNorm2d(2), nn.InstanceNorm2d(2), nn.GroupNorm(1, 1):
+    for layer in (
+        nn.BatchNorm2d(2),
+        nn.InstanceNorm2d(2),
+        nn.GroupNorm(1, 1),
+    ):
         with pytest.raises(ValueError) as caught:
             layer(one[:, :1] if isinstance(layer, nn.GroupNorm) else one)
         line = str(failures._of_torch(caught.value))
-        assert (
-            "--batch-size" in line
-            and "--image-size" in line
-            and "drop_last=True" in line
-        )
+        assert "--batch-size" in line
+        assert "--image-size" in line
+        assert "drop_last=True" in line
 
 
 def test_what_torch_says_of_other_mistakes() -> None:

@@ -62,7 +62,8 @@ def test_devices(kind, seen, env, device, node):
     node(kind=kind, seen=seen, **env)
     found, note = devices.pick()
     assert found == torch.device(device)
-    assert note["device"] == found.type and not note["mistake"]
+    assert note["device"] == found.type
+    assert not note["mistake"]
     assert note["gpu"].split() == ([] if device == "cpu" else ["7", device[-1]])
     backends = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl", "xpu": "cpu:gloo,xpu:xccl"}
     assert devices.backend(found) == backends[found.type]
@@ -85,7 +86,8 @@ def test_a_driver_that_torch_cannot_use(node, monkeypatch):
         monkeypatch.setattr(torch.accelerator, "is_available", is_available)
         with warnings.catch_warnings(record=True) as caught:
             device, note = devices.pick()
-        assert (device, caught) == (devices.CPU, [])
+        assert device == devices.CPU
+        assert caught == []
         return note["mistake"]
 
     listed = f"echo '{LISTED}'"
@@ -130,7 +132,12 @@ def test_each_its_own_gpu(capsys):
         [cpu, cpu],
     ):
         assert devices.check(notes, device, is_debugged=False) is device
-    shared = [note("1"), note("1", "b"), note("2", "b"), note("1", "b")]
+    shared = [
+        note("1"),
+        note("1", "b"),
+        note("2", "b"),
+        note("1", "b"),
+    ]
     with refusal(
         "devices.check", "3 ranks on node-b", "2 GPU(s)", "NPROC=2", devices.ON_CPU
     ):
@@ -161,7 +168,13 @@ def test_each_its_own_gpu(capsys):
     ],
 )
 def test_the_network_of_gloo(
-    name, master, others, set_by_hand, chosen, node, monkeypatch
+    name,
+    master,
+    others,
+    set_by_hand,
+    chosen,
+    node,
+    monkeypatch,
 ):
     """That on which the ranks have met, if the host's name leads to itself as on Debian."""
     node(MASTER_ADDR=master, **({devices.NETWORK: set_by_hand} if set_by_hand else {}))
@@ -186,9 +199,8 @@ def test_the_network_of_gloo(
 def test_own_addresses():
     assert devices.address("127.0.0.1") == "127.0.0.1"
     assert devices.address("") == devices.address("a..b") == ""
-    assert (
-        devices._address_of("lo") == "127.0.0.1" and devices._address_of("none") == ""
-    )
+    assert devices._address_of("lo") == "127.0.0.1"
+    assert devices._address_of("none") == ""
 
 
 def test_ranks_on_one_gpu(project, few, tmp_path):

@@ -36,7 +36,7 @@ def edited(project: Project, tmp_path: Path) -> Edited:
         def start(
             data: Path, out: Path, *flags: object, ranks: int = 1, **how: object
         ) -> Done:
-            return copy.train(data, out, *flags, on=ranks, **how)
+            return copy.train(data, out, flags, on=ranks, **how)
 
         return start
 
@@ -61,21 +61,20 @@ KILL = "__import__('os').kill(__import__('os').getpid(), 9)"  # an end without s
 KILLED = (END, f"{END}\n        if run.step == 9: {KILL}\n        ")
 
 
-@pytest.mark.parametrize(
-    "change", [(TWO_LAMBDAS,), (ONE_CYCLE,)], ids=["lambdas", "cycle"]
-)
+@pytest.mark.parametrize("change", [TWO_LAMBDAS, ONE_CYCLE], ids=["lambdas", "cycle"])
 def test_schedulers_resume(
     few: Path, tmp_path: Path, edited: Edited, change: tuple
 ) -> None:
     """Several rates, or another class: killed in mid-epoch and resumed, the same bits."""
-    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    whole = tmp_path / "whole"
+    killed = tmp_path / "killed"
     more = ["--epochs", 2, "--save-every", 2]
-    edited(*change)(few, whole, *more).ok()
-    assert edited(*change, KILLED)(few, killed, *more).status == -9
-    done = edited(*change)(few, killed, *more).ok()
+    edited(change)(few, whole, more).ok()
+    assert edited(change, KILLED)(few, killed, more).status == -9
+    done = edited(change)(few, killed, more).ok()
     assert re.search("1 of 2 epochs done, best .* and 2 steps of the next", done.out)
     assert digest(whole) == digest(killed)
-    assert ("OneCycleLR and the optimizer's" in done.out) == (change == (ONE_CYCLE,))
+    assert ("OneCycleLR and the optimizer's" in done.out) == (change == ONE_CYCLE)
 
 
 def test_another_optimizer_than_the_checkpoint_has(
@@ -89,12 +88,16 @@ def test_another_optimizer_than_the_checkpoint_has(
         (ONE_CYCLE, "LambdaLR", "OneCycleLR"),
     ):
         done = edited(change)(data, out, "--epochs", 2)
-        done.refused("states.fitting", *words, "last.pt", "--weights", "--output-dir")
+        done.refused("states.fitting", words, "last.pt", "--weights", "--output-dir")
     assert before == {path.name: path.read_bytes() for path in out.glob("*.pt")}
 
 
 def test_another_choice_of_the_best(
-    data: Path, own_data: Path, trained: Path, tmp_path: Path, edited: Edited
+    data: Path,
+    own_data: Path,
+    trained: Path,
+    tmp_path: Path,
+    edited: Edited,
 ) -> None:
     """Another metric, another validation set: chosen anew, once, and the former best is kept."""
     before = torch.load(trained / "best.pt", weights_only=True)
@@ -108,9 +111,11 @@ def test_another_choice_of_the_best(
             done.out,
         )
         kept = torch.load(out / "best-1.pt", weights_only=True)
-        assert (kept["epoch"], kept["best"]) == (1, before["best"])
+        assert kept["epoch"] == 1
+        assert kept["best"] == before["best"]
         new = torch.load(out / "best.pt", weights_only=True)
-        assert (new["epoch"], new["best"]) == (2, float(rows(out)[1][metric]))
+        assert new["epoch"] == 2
+        assert new["best"] == float(rows(out)[1][metric])
         done = start(images, out, "--epochs", 3).ok()
         assert "renamed to" not in done.out
         scores = [float(row[metric]) for row in rows(out)[1:]]
@@ -143,12 +148,11 @@ def test_back_to_the_best(
     out = shutil.copytree(trained, tmp_path / "out")
     first = shutil.copy(out / "best.pt", out / "first.pt")
     project.train(data, out, "--epochs", 3, on=1).ok()
-    back = data, out, "--resume", first
-    done = project.train(*back, "--epochs", 2, on=1).ok()
+    done = project.train(data, out, "--resume", first, "--epochs", 2, on=1).ok()
     assert "first.pt: 1 of 2 epochs done" in done.out
     # none of what was left
     assert torch.load(out / "best.pt", weights_only=True)["epoch"] <= 2
-    done = project.train(*back, "--epochs", 3, on=1).ok()
+    done = project.train(data, out, "--resume", first, "--epochs", 3, on=1).ok()
     assert "last.pt: 2 of 3 epochs done" in done.out
     assert [row["epoch"] for row in rows(out)] == ["1", "2", "3"]
 
@@ -219,12 +223,14 @@ BEST = "ap"
 build_metrics = lambda *_: MetricCollection({"ap": MulticlassAveragePrecision(6)})
 """
     start = edited((IMPORTS, lists + IMPORTS))
-    more = few, tmp_path / "out", "--batch-size", 6  # one batch of validation
-    start(*more, ranks=2, draws=True).ok()
-    one, two = (start(*more, "--eval-only", ranks=ranks).ok().out for ranks in (1, 2))
-    assert one.splitlines()[-1] == two.splitlines()[-1]
-    assert (tmp_path / "out" / "worst.png").exists()
-    assert not (tmp_path / "out" / "per_class.csv").exists()  # no confusion matrix
+    out = tmp_path / "out"
+    more = ["--batch-size", 6]  # one batch of validation
+    start(few, out, more, ranks=2, draws=True).ok()
+    one = start(few, out, more, "--eval-only", ranks=1).ok()
+    two = start(few, out, more, "--eval-only", ranks=2).ok()
+    assert one.out.splitlines()[-1] == two.out.splitlines()[-1]
+    assert (out / "worst.png").exists()
+    assert not (out / "per_class.csv").exists()  # no confusion matrix
 
 
 INSIDE = "        batches = [\n            transform_batch("
@@ -233,7 +239,8 @@ SHORTER = (INSIDE, f"        if run.step == 2 * run.epoch + 2: break\n{INSIDE}")
 
 def test_a_shorter_epoch(few: Path, tmp_path: Path, edited: Edited) -> None:
     """All ranks may leave the loop, after the same step; killed after that, the same bits."""
-    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    whole = tmp_path / "whole"
+    killed = tmp_path / "killed"
     edited(SHORTER)(few, whole, "--epochs", 3, ranks=2).ok()
     assert [row["step"] for row in rows(whole)] == ["2", "4", "6"]
     kill = SAVE, f"{SAVE}            if run.step == 4: {KILL}\n"
@@ -279,7 +286,7 @@ def test_misuses_of_an_epoch(
     changes, code = MISUSES[name]
     done = edited(*changes)(data, tmp_path / "out", "--dist-timeout", 20, ranks=2)
     done.refused(
-        code, *{"leaves": ["rank 1"], "frozen": ["2 weights were frozen"]}.get(name, [])
+        code, {"leaves": ["rank 1"], "frozen": ["2 weights were frozen"]}.get(name, [])
     )
     assert (tmp_path / "out" / "last.pt").exists() == (code == "loop.end_epoch")
     assert not (tmp_path / "out" / "best.pt").exists()
@@ -310,9 +317,10 @@ def test_unfrozen_in_one_epoch(few: Path, tmp_path: Path, edited: Edited) -> Non
         (WRAPPED, f"        model.fc.requires_grad_(False)\n{WRAPPED}"),
         ("            train_loss = ", UNFROZEN.lstrip("\n")),
     )
-    more = few, tmp_path / "out", "--patience", 0
-    assert "are frozen that" not in start(*more, "--epochs", 2).ok().out
-    done = start(*more, "--epochs", 3).ok()
+    out = tmp_path / "out"
+    more = ["--patience", 0, "--epochs"]
+    assert "are frozen that" not in start(few, out, more, 2).ok().out
+    done = start(few, out, more, 3).ok()
     assert len(re.findall("2 weights are frozen that were trained", done.out)) == 1
 
 

@@ -136,7 +136,7 @@ def test_what_another_launcher_has_left(use):
 )
 def test_lines_of_launch_sh(env, code, words, use):
     use(env)
-    with refusal(f"environment.{code}", *words):
+    with refusal(f"environment.{code}", words):
         environment.read_nodes()
 
 
@@ -167,7 +167,11 @@ def test_one_process_per_gpu(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(
     ("nodes", "host"),
-    [("n[01-03,7],m2", "n01"), ("r[1-2]n[3,5]", "r1n3"), ("m2,n1", "m2")],
+    [
+        ("n[01-03,7],m2", "n01"),
+        ("r[1-2]n[3,5]", "r1n3"),
+        ("m2,n1", "m2"),
+    ],
 )
 def test_groups_of_python_main_py(nodes, host, use):
     env = use({**STEP, "SLURM_STEP_NODELIST": nodes})
@@ -184,7 +188,13 @@ def test_groups_of_python_main_py(nodes, host, use):
 
 
 @pytest.mark.parametrize(
-    "env", [{}, SHELL, {**BATCH, "NNODES": "1"}, {**POD, "RANK": "0"}]
+    "env",
+    [
+        {},
+        SHELL,
+        {**BATCH, "NNODES": "1"},
+        {**POD, "RANK": "0"},
+    ],
 )
 def test_a_group_of_one_or_of_torchrun_stays(env, use):
     env = use(env)
@@ -202,7 +212,7 @@ def test_a_batch_script_without_srun(project, few, tmp_path):
         run([project.folder / "launch.sh"], **BATCH),
         project.train(few, tmp_path / "out", on=1, patch=batch),
     ):
-        done.refused("environment.check_alone", *SRUN)
+        done.refused("environment.check_alone", SRUN)
     project.run(few, "--workers", 0, script="ddpkit check", on=1, patch=batch).ok()
 
 
@@ -216,4 +226,5 @@ def test_a_batch_job_without_a_shared_disk(project, few, tmp_path):
     project.train(few, out, patch=batch).ok()
     shutil.rmtree(out)
     project.train(few, out, patch=batch).refused("environment.check_new", out)
-    assert not list(out.glob("*.pt")) and (tmp_path / "mistake").exists()
+    assert not list(out.glob("*.pt"))
+    assert (tmp_path / "mistake").exists()

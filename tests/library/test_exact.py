@@ -4,7 +4,6 @@ import json
 import math
 import os
 import shutil
-import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from digest import digest
-from generated import NET, NETS, Done, Project, after_step, both_tasks, rows
+from generated import NET, NETS, Done, Project, after_step, both_tasks, die, rows
 from PIL import Image
 from ranks import Patch, on_ranks
 from torch import nn
@@ -26,10 +25,6 @@ from ddpkit.data import samples
 from ddpkit.ranks import distributed, failures
 
 
-def kill() -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
 def result(project: Project, data: Path, out: Path, on: int, *stops: int) -> str:
     """The digest of a run that is killed after each of these steps and started again."""
     flags = list(NET)
@@ -38,10 +33,10 @@ def result(project: Project, data: Path, out: Path, on: int, *stops: int) -> str
         flags += ["--save-every", 2]
 
     def train(patch: Patch | None = None) -> Done:
-        return project.train(data, out, *flags, on=on, patch=patch)
+        return project.train(data, out, flags, on=on, patch=patch)
 
     for step in stops:
-        done = train(after_step(step, kill))
+        done = train(after_step(step, die))
         assert done.statuses == [-9] * on, done.err
     train().ok()
     return digest(out)
@@ -65,11 +60,11 @@ def test_a_checkpoint_of_version_1(project: Project, few: Path, tmp_path: Path) 
 
     def train(out: Path, patch: Patch | None = None) -> Done:
         return project.train(
-            few, out, "--deterministic", "--save-every", 1, *NET, patch=patch
+            few, out, "--deterministic", "--save-every", 1, NET, patch=patch
         )
 
     train(whole).ok()
-    train(stopped, after_step(2, kill))
+    train(stopped, after_step(2, die))
     path = stopped / "last.pt"
     state = torch.load(path, weights_only=True)
     assert state["seen"]
@@ -81,10 +76,10 @@ def test_a_checkpoint_of_version_1(project: Project, few: Path, tmp_path: Path) 
     torch.save(state, path)
     train(stopped).ok()
     assert digest(whole) == digest(stopped)
-    (loss,), (other,) = (
-        [float(row["train_loss"]) for row in rows(out)] for out in (whole, stopped)
-    )
-    assert loss == pytest.approx(other, rel=1e-9)
+    losses = [float(row["train_loss"]) for row in rows(whole)]
+    others = [float(row["train_loss"]) for row in rows(stopped)]
+    assert len(losses) == 1
+    assert losses == pytest.approx(others, rel=1e-9)
 
 
 def test_resume_of_three_ranks(project: Project, tmp_path: Path) -> None:
@@ -102,9 +97,9 @@ def test_resume_on_another_number_of_ranks(
     def train(*more: object, **options: Any) -> Done:
         words = ["--image-size", 32, "--epochs", 2, "--save-every", 2]
         words += more
-        return project.train(data, tmp_path, *words, **options)
+        return project.train(data, tmp_path, words, **options)
 
-    assert train(patch=after_step(8, kill)).statuses == [-9, -9]
+    assert train(patch=after_step(8, die)).statuses == [-9, -9]
     said = train("--batch-size", 3, "--accumulate", 2, on=1).ok().out
     assert "1 of 2 epochs done" in said
     assert " and 2 steps of the next; 2 rank(s) then, 1 now: BatchNorm" in said
@@ -139,7 +134,7 @@ def test_a_training_set_that_changes(
             own, out, "--image-size", 32, "--save-every", 1, on=1, patch=patch
         )
 
-    done = train(out, after_step(2, kill))
+    done = train(out, after_step(2, die))
     assert done.statuses == [-9], done.err
     image = min((own / "train").rglob("*.jpg"))
     image.rename(image.with_stem(f"z{image.stem}"))
@@ -169,8 +164,8 @@ def test_ranks_with_other_data(project: Project, few: Path, tmp_path: Path) -> N
 
 def looped(net: nn.Module, val: Dataset) -> dict[str, float]:
     """Loss and metrics of a loop over single images, without our library."""
-    numbers = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
-    mean, std = (torch.tensor(each).view(3, 1, 1) for each in numbers)
+    mean = torch.tensor((0.485, 0.456, 0.406)).view(3, 1, 1)
+    std = torch.tensor((0.229, 0.224, 0.225)).view(3, 1, 1)
     loss = 0.0
     guesses = []
     truths = []
@@ -237,7 +232,9 @@ def test_metrics_on_any_number_of_ranks(project: Project, tmp_path: Path) -> Non
             if distributed.world_size() == 1:
                 path.write_text(json.dumps(now))
                 plain = looped(net, part) if size == 53 else {}
-                for name in plain.keys() & found.keys():
+                names = plain.keys() & found.keys()
+                assert size != 53 or len(names) >= 2
+                for name in names:
                     near = 1e-5 if name == "val_loss" else 1e-3
                     assert found[name] == pytest.approx(plain[name], rel=near), name
             then = json.loads(path.read_text())
@@ -280,8 +277,6 @@ def test_metrics_that_begin_alike(project: Project) -> None:
     metrics.reset()
     metrics.update(order, torch.tensor([4, 5]))
     found = metrics.compute()
-    assert (float(found["top5"]), float(found["top1"]), float(found["macro"])) == (
-        1,
-        0,
-        0,
-    )
+    assert float(found["top5"]) == 1
+    assert float(found["top1"]) == 0
+    assert float(found["macro"]) == 0

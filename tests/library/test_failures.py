@@ -54,7 +54,8 @@ def test_no_loopback(found):
     line = failures._of_torch(
         RuntimeError(f"device.cc:84] ifa != nullptr. Unable to find {found}")
     )
-    assert isinstance(line, UserError) and "GLOO_SOCKET_IFNAME" in str(line)
+    assert isinstance(line, UserError)
+    assert "GLOO_SOCKET_IFNAME" in str(line)
 
 
 class Heads(nn.Module):
@@ -76,7 +77,11 @@ class Heads(nn.Module):
 @on_ranks(1)
 def test_weights_without_a_gradient():
     """The names are right with several networks, outputs and passes, and in debug mode."""
-    for debug, passes in (False, 1), (False, 2), (True, 1):
+    for debug, passes in (
+        (False, 1),
+        (False, 2),
+        (True, 1),
+    ):
         if debug:
             dist.set_debug_level(dist.DebugLevel.INFO)
         networks = [nn.parallel.DistributedDataParallel(Heads()) for _ in range(2)]
@@ -104,13 +109,18 @@ def test_debug_mode_that_crashes(project, few, tmp_path):
         dist.set_debug_level_from_env()
 
     done = project.train(few, tmp_path, patch=patch).ok()
-    assert (
-        done.err.count("\n") == 1
-        and "DETAIL crashes DDP with gloo: using INFO" in done.err
-    )
+    assert done.err.count("\n") == 1
+    assert "DETAIL crashes DDP with gloo: using INFO" in done.err
 
 
-@pytest.mark.parametrize(("wait", "seconds"), [(0.09, 100), (0.5, 1.9), (0.5, 40)])
+@pytest.mark.parametrize(
+    ("wait", "seconds"),
+    [
+        (0.09, 100),
+        (0.5, 1.9),
+        (0.5, 40),
+    ],
+)
 def test_the_line_on_waiting(wait, seconds, tmp_path, capsys):
     """If it is much of the time, and more than a second."""
     report = reporting.Reporter(tmp_path, epochs=1)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from generated import refusal
+from generated import die, refusal
 from ranks import on_ranks
 
 from ddpkit import files
@@ -46,7 +46,8 @@ def test_a_table(tmp_path):
     assert partial.read_bytes() == b"file\n\xff\n"
     with files.table(path, ["file"]) as write:
         write(["a"])
-    assert path.read_text() == "file\na\n" and not partial.exists()
+    assert path.read_text() == "file\na\n"
+    assert not partial.exists()
 
 
 @pytest.mark.parametrize("write", ["writing", "table", "checkpoint", "swapped"])
@@ -72,7 +73,8 @@ def test_links_are_not_followed(write, tmp_path, monkeypatch):
             (tmp_path / ".file.part").symlink_to(theirs)
             part.write_text("new")
     assert theirs.read_text() == "mine"
-    assert not path.is_symlink() and path.exists() == (write != "swapped")
+    assert not path.is_symlink()
+    assert path.exists() == (write != "swapped")
 
 
 def test_formulas(tmp_path):
@@ -130,7 +132,8 @@ def test_the_lock(tmp_path):
     assert not others_get(path)
     os.kill(pid, signal.SIGKILL)
     os.waitpid(pid, 0)
-    assert files.lock(path) and files.lock(path)  # of this process again
+    assert files.lock(path)
+    assert files.lock(path)  # of this process again
     path.read_bytes()
     assert not others_get(path)
     os.write(end[1], b"1")
@@ -141,7 +144,12 @@ def test_the_lock(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("folder", "lock"), [(0o755, 0o600), (0o2775, 0o660), (0o777, 0o666)]
+    ("folder", "lock"),
+    [
+        (0o755, 0o600),
+        (0o2775, 0o660),
+        (0o777, 0o666),
+    ],
 )
 def test_who_can_open_the_lock(folder, lock, tmp_path):
     """Those who can write the folder, whatever the umask; also one that is there from before."""
@@ -175,7 +183,8 @@ def test_the_lock_of_a_colleague(tmp_path, monkeypatch):
         monkeypatch.setattr(os, "open", open_)
 
     refusing(os.O_RDWR)
-    assert files.lock(path) and not others_get(path)
+    assert files.lock(path)
+    assert not others_get(path)
     refusing(os.O_RDWR, os.O_RDONLY)
     with refusal("files.open_lock", path, "remove it unless"):
         files.lock(path)
@@ -235,7 +244,7 @@ def test_filling(tmp_path):
     if pid == 0:
         with files.filling(folder) as part:
             (part / "killed").touch()
-            os.kill(os.getpid(), signal.SIGKILL)
+            die()
     os.waitpid(pid, 0)
     assert not folder.exists()
     with pytest.raises(ZeroDivisionError), files.filling(folder) as part:
@@ -244,7 +253,8 @@ def test_filling(tmp_path):
     for name in ("first", "second"):
         with files.filling(folder) as part:
             (part / name).touch()
-    assert set(tmp_path.iterdir()) == {left, folder} and os.listdir(folder) == ["first"]
+    assert set(tmp_path.iterdir()) == {left, folder}
+    assert os.listdir(folder) == ["first"]
 
 
 @on_ranks(1)
@@ -271,15 +281,19 @@ def test_groups_of_an_optimizer():
     after = made([net.bias, net.weight, other.weight])
     states.load_states(state, after, 1)
     for weight in net.parameters():
-        one, other = (each["optimizer"].state[weight] for each in (before, after))
-        assert torch.equal(one["momentum_buffer"], other["momentum_buffer"])
+        moment = before["optimizer"].state[weight]["momentum_buffer"]
+        loaded = after["optimizer"].state[weight]["momentum_buffer"]
+        assert torch.equal(moment, loaded)
 
 
 @on_ranks(1)
 def test_another_memory_format():
     """A fused optimizer takes the order in memory for granted; other moments are put right."""
     last = torch.channels_last
-    weight, mean, square, grad = (torch.rand(4, 3, 3, 3) for _ in range(4))
+    weight = torch.rand(4, 3, 3, 3)
+    mean = torch.rand(4, 3, 3, 3)
+    square = torch.rand(4, 3, 3, 3)
+    grad = torch.rand(4, 3, 3, 3)
     ends = []
     for fused in (True, False):
         w = torch.nn.Parameter(weight.contiguous(memory_format=last))

@@ -36,7 +36,8 @@ def test_numbers(low, kind, text, value):
             flags.Parser.at_least(low, kind)(text)
     else:
         found = flags.Parser.at_least(low, kind)(text)
-        assert (found, type(found)) == (value, kind)
+        assert found == value
+        assert type(found) is kind
 
 
 @pytest.mark.parametrize(
@@ -74,9 +75,8 @@ def test_mistakes(words):
 def test_the_rank_of_older_launchers(word, monkeypatch):
     """As torch.distributed.launch passes it; it is no flag of the script's."""
     monkeypatch.setattr(flags.launch, "local_rank", None)
-    assert (
-        vars(flags.Parser().parse([word, "3"])) == {} and flags.launch.local_rank == 3
-    )
+    assert vars(flags.Parser().parse([word, "3"])) == {}
+    assert flags.launch.local_rank == 3
 
 
 def test_lines_of_a_file(tmp_path):
@@ -152,7 +152,12 @@ def test_cpus(tmp_path, monkeypatch):
     ):
         quota.write_text(f"{limit} 100000\n")
         assert cpus.cpus() == count
-    for ranks, per_task, share in (1, 0, 8), (8, 0, 1), (8, 8, 8), (3, 1, 2):
+    for ranks, per_task, share in (
+        (1, 0, 8),
+        (8, 0, 1),
+        (8, 8, 8),
+        (3, 1, 2),
+    ):
         monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
         monkeypatch.setenv("SLURM_CPUS_PER_TASK", str(per_task))
         assert cpus.cpu_share() == share
@@ -182,6 +187,8 @@ def test_garbage_without_start():
     """It is collected, seldom, in a script that only prepares, and as ever after `start`."""
     before = gc.get_threshold()
     starting.before_imports()
-    assert gc.isenabled() and gc.get_threshold()[0] > before[0]
+    assert gc.isenabled()
+    assert gc.get_threshold()[0] > before[0]
     starting.run_main(lambda: None)
-    assert gc.isenabled() and gc.get_threshold() == before
+    assert gc.isenabled()
+    assert gc.get_threshold() == before

@@ -117,7 +117,7 @@ SPOILT = [
 def test_spoilt_data(drawn, kind: str, spoil: Callable, code: str, words: list) -> None:
     data = drawn(kind)
     spoil(data)
-    with refusal(code, *words):
+    with refusal(code, words):
         find(kind, data)
 
 
@@ -126,7 +126,8 @@ def test_what_is_left_out(drawn: Callable, tmp_path: Path) -> None:
     """What editors and archives leave, and links back up, add no image, class or copy."""
     data = drawn("labels")
     before = find("labels", data)
-    assert (len(before[0]), len(before[1])) == (53, 23)
+    assert len(before[0]) == 53
+    assert len(before[1]) == 23
     train = data / "train"
     folder = train / "dots"
     shutil.copytree(folder, train / "__MACOSX")
@@ -142,7 +143,8 @@ def test_what_is_left_out(drawn: Callable, tmp_path: Path) -> None:
     for place in folder, elsewhere:
         (place / "loop").symlink_to(train)
     after = find("labels", data)
-    assert len(after[0]) == 53 and after[1:] == before[1:]
+    assert len(after[0]) == 53
+    assert after[1:] == before[1:]
 
 
 SYSTEMS = [  # of a NAS, of Windows, of macOS
@@ -250,7 +252,8 @@ def test_parts_in_folders(drawn: Callable) -> None:
 
 def test_forms_of_unicode(tmp_path: Path) -> None:
     """Names that look the same in a line are said to differ, and how."""
-    one, other = (unicodedata.normalize(form, "caf\xe9") for form in ("NFC", "NFD"))
+    one = unicodedata.normalize("NFC", "caf\xe9")
+    other = unicodedata.normalize("NFD", "caf\xe9")
     for name in f"images/{one}.jpg", f"masks/{other}.png":
         (tmp_path / name).parent.mkdir()
         (tmp_path / name).touch()
@@ -323,7 +326,8 @@ def test_class_folders(drawn: Callable) -> None:
     (data / "train/2/linked.jpg").symlink_to(moved)
     shutil.rmtree(data / "val" / "2")
     train, _, classes_now = find("labels", data)
-    assert (len(train), classes_now) == (53, classes)
+    assert len(train) == 53
+    assert classes_now == classes
 
 
 def test_endings(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
@@ -357,7 +361,11 @@ def test_the_split() -> None:
     assert moved_val == [(f"/other{path[2:]}", 0) for path, _ in val]
     train, val = folders.split(listed * 2, Path("/d"))
     assert not set(train) & set(val)
-    for count, held in (1, 0), (2, 1), (6, 1):
+    for count, held in (
+        (1, 0),
+        (2, 1),
+        (6, 1),
+    ):
         assert len(folders.hold_out(listed[:count], Path("/d"))) == held
 
 
@@ -370,11 +378,19 @@ def test_folds_and_groups() -> None:
     grouped = [
         (path, label, f"patient {n % 7}") for n, (path, label) in enumerate(listed)
     ]
-    for fold in None, (1, 3), (2, 3), (3, 3):
+    for fold in (
+        None,
+        (1, 3),
+        (2, 3),
+        (3, 3),
+    ):
         held = folders.hold_out(grouped, Path("/d"), fold)
         others = set(range(40)) - set(held)
-        one, other = ({grouped[n][2] for n in side} for side in (held, others))
-        assert one and other and not one & other
+        groups_held = {grouped[n][2] for n in held}
+        groups_of_others = {grouped[n][2] for n in others}
+        assert groups_held
+        assert groups_of_others
+        assert not groups_held & groups_of_others
     with refusal("folders.split", "fewer folds"):
         folders.split(grouped, Path("/d"), (9, 9))
 
@@ -395,7 +411,8 @@ class TestLists:
         content = (
             '\ufefflabel,note,file\r\ncät,,a.jpg\r\n\r\n"cät, old",x,"b,1.jpg"\r\n'
         )
-        a, b = (str(tmp_path / name) for name in ("a.jpg", "b,1.jpg"))
+        a = str(tmp_path / "a.jpg")
+        b = str(tmp_path / "b,1.jpg")
         assert self.rows(tmp_path, content) == [(a, "cät"), (b, "cät, old")]
         loose = 'file, label \na.jpg, cät\n"b,1.jpg","cät, old"\n,\n , \n'
         assert self.rows(tmp_path, loose) == [(a, "cät"), (b, "cät, old")]
@@ -455,4 +472,5 @@ def test_lists_are_the_same_as_folders(drawn: Callable, kind: str) -> None:
     (data / "valid.csv").unlink()
     held_out = {"labels": 6, "masks": 8}[kind]
     train, val, _ = find(kind, data)
-    assert (len(train), len(val)) == (53 - held_out, held_out)
+    assert len(train) == 53 - held_out
+    assert len(val) == held_out

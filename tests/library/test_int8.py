@@ -37,7 +37,7 @@ def test_int8(project: Project, data: Path, trained: Path, tmp_path: Path) -> No
     def export(data: Path, patch: Patch | None = None) -> Done:
         words = "--checkpoint", trained / "best.pt", "--output", tmp_path, "--int8"
         script = "ddpkit export"
-        return project.run(*words, "--data", data, script=script, on=1, patch=patch)
+        return project.run(words, "--data", data, script=script, on=1, patch=patch)
 
     done = export(data, counting).ok()
     assert (tmp_path / "count").read_text() == "53 uint8"
@@ -52,8 +52,7 @@ def test_int8(project: Project, data: Path, trained: Path, tmp_path: Path) -> No
     nodes = onnx.load(tmp_path / "model_int8.onnx").graph.node
     by_channel = [n for n in nodes if n.op_type == "DequantizeLinear" and n.attribute]
     assert len(by_channel) >= sum(node.op_type == "Conv" for node in nodes) > 9
-    small, large = (
-        (tmp_path / name).stat().st_size for name in ("model_int8.onnx", "model.onnx")
-    )
+    small = (tmp_path / "model_int8.onnx").stat().st_size
+    large = (tmp_path / "model.onnx").stat().st_size
     assert small < 0.7 * large
     export(tmp_path / "none").refused("files.failure", tmp_path / "none")

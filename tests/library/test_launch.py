@@ -97,7 +97,8 @@ def test_what_others_can_reach(project, tmp_path, by):
     pids = set(started.ranks().values()) | {started.process.pid}
     assert listening(pids) == {"0100007F"}  # of gloo
     files = list(temporary.iterdir())
-    assert files and not any(file.stat().st_mode & 0o077 for file in files)
+    assert files
+    assert not any(file.stat().st_mode & 0o077 for file in files)
     started.kill(signal.SIGTERM)
     assert not started.end().left
 
@@ -123,7 +124,7 @@ def test_wrong_environment(project, tmp_path):
 def test_a_mistake_is_not_repeated(project, tmp_path):
     """Under MAX_RESTARTS; and the ranks say it once."""
     words = project.flags(Path("/nowhere"), tmp_path)
-    project.launch(*words, MAX_RESTARTS="3").end().refused("files.failure", "/nowhere")
+    project.launch(words, MAX_RESTARTS="3").end().refused("files.failure", "/nowhere")
 
 
 def node(number: int, ranks: int) -> None:
@@ -140,7 +141,7 @@ def test_absent_nodes(project, few, tmp_path):
 
     def start(on: int, patch: Patch) -> Ranks:
         words = project.flags(few, tmp_path / "out", "--dist-timeout", 4)
-        return project.start(*words, on=on, patch=patch)
+        return project.start(words, on=on, patch=patch)
 
     some = start(3, lambda: node((0, 1, 4)[distributed.rank()], 5))
     alone = start(1, lambda: node(1, 2)).end()
@@ -150,7 +151,8 @@ def test_absent_nodes(project, few, tmp_path):
     line = rf"^error: (rank \d on n\d): waited {which}: start as many, .* \[meeting.join\]$"
     first = re.search(line, done.err, re.M)[1]  # rank 0, unless this machine is slow
     assert done.err.count(f"error: {first} has failed\n") == 2
-    assert (done.statuses, alone.statuses) == ([2, 2, 2], [2])
+    assert done.statuses == [2, 2, 2]
+    assert alone.statuses == [2]
     line = r"nobody answers at MASTER_ADDR=127.0.0.1, MASTER_PORT=\d+"
     assert re.match(
         rf"{line}; trying for 4 s\nerror: rank 1 on n1: {line}: is rank 0", alone.err
@@ -165,7 +167,8 @@ def test_data_that_one_node_lacks(project, few, tmp_path):
         sys.argv += ["--data", "/nowhere"] * distributed.rank()
 
     done = project.train(few, tmp_path / "out", patch=patch)
-    assert (done.statuses, done.left) == ([2, 2], [])
+    assert done.statuses == [2, 2]
+    assert done.left == []
     own, other = sorted(done.err.splitlines(), key=len, reverse=True)
     assert re.fullmatch(r"error: rank 1 on n1: /nowhere.* \[\w+.\w+\]", own)
     assert other == "error: rank 1 on n1 has failed"
@@ -179,7 +182,8 @@ def test_a_signal_on_one_of_two_nodes(project, few, tmp_path):
         after_step(2, lambda: os.kill(os.getpid(), signal.SIGTERM), 1)()
 
     done = project.train(few, tmp_path / "out", patch=patch)
-    assert (done.statuses, done.err) == ([75, 75], "")
+    assert done.err == ""
+    assert done.statuses == [75, 75]
     assert "SIGTERM: stopped and saved at epoch" in done.out
 
 
@@ -205,6 +209,7 @@ def test_a_killed_rank_of_two_nodes(project, few, tmp_path):
     os.kill(pid, signal.SIGKILL)
     first, second = (each.end() for each in nodes)
     killed = f"rank 1 (process {pid}) on n1 was ended by SIGKILL: out of memory?"
-    assert (second.status, second.err) == (137, f"error: {killed}\n")
+    assert second.err == f"error: {killed}\n"
+    assert second.status == 137
     assert first.err.endswith("error: rank 0 on n0 lost another rank\n")
     assert first.status == 1

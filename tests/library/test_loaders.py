@@ -162,7 +162,11 @@ class Stream(sets.IterableDataset):
     """Samples, numbered in the corner of their image, as a stream of people's own gives them."""
 
     def __init__(
-        self, share: str, count: int = 40, noise: bool = False, labels: int = 10
+        self,
+        share: str,
+        count: int = 40,
+        noise: bool = False,
+        labels: int = 10,
     ) -> None:
         self.share = share
         self.count = count
@@ -172,7 +176,8 @@ class Stream(sets.IterableDataset):
 
     def mine(self) -> Sequence[int]:
         """As webdataset's split_by_node, or Hugging Face's split_dataset_by_node; or all."""
-        ranks, rank = distributed.world_size(), distributed.rank()
+        ranks = distributed.world_size()
+        rank = distributed.rank()
         if self.share == "all":
             return range(self.count)
         if self.share == "pairs":
@@ -254,7 +259,8 @@ def trained_on(loader: Any, epoch: int = 0) -> list[list[int]]:
 @on_ranks(2, 3)
 def test_each_sample_is_trained_on_once() -> None:
     """Whether ranks have the same batches or their own, with workers or without, in any epoch."""
-    ranks, rank = distributed.world_size(), distributed.rank()
+    ranks = distributed.world_size()
+    rank = distributed.rank()
     everything = Shard(range(40))
     make = partial(DataLoader, batch_size=2)
     mine = range(rank, 40, ranks)
@@ -298,7 +304,8 @@ def test_shares_that_are_meant_to_be_equal() -> None:
         data, 2, sampler=RepeatAugSampler(data, num_repeats=3, selected_round=0)
     )
     found = trained_on(loader)
-    assert len(set(found[0])) == 20 and all(part == found[0] for part in found)
+    assert len(set(found[0])) == 20
+    assert all(part == found[0] for part in found)
     found = trained_on(DataLoader(Stream("uneven"), 1))
     assert [len(part) for part in found] == [8, 8, 8]  # as many as the least share has
     wrong = DistributedSampler(data, 2, 0)
@@ -313,7 +320,8 @@ def test_shares_that_are_meant_to_be_equal() -> None:
 @on_ranks(1, 2, 3)
 def test_each_sample_is_evaluated_once() -> None:
     data = Shard(range(41))
-    ranks, rank = distributed.world_size(), distributed.rank()
+    ranks = distributed.world_size()
+    rank = distributed.rank()
     make = partial(DataLoader, batch_size=2)
     for loader, are_known in (
         (make(data), True),
@@ -416,7 +424,8 @@ def test_generators_of_their_own(workers: int, capsys: pytest.CaptureFixture) ->
         lambda: torch.rand(1, generator=own),
     ):
         line, _ = said(sets.Subset(Augmented(draw), range(24)))
-        assert line.count("two reads") == line.count("\n") == 1 and "a/" in line
+        assert line.count("two reads") == line.count("\n") == 1
+        assert "a/" in line
     for draw in (
         random.random,
         np.random.rand,

@@ -40,7 +40,11 @@ def test_losses_of_other_kinds() -> None:
     """What returns no scalar, or is neither a mean nor a sum, is refused in a line."""
     one = torch.ones(1)
     outputs = torch.randn(4, 2)
-    for found, text in (one, "a tensor (1,)"), ((one[0], one), "tuple"), (2.5, "float"):
+    for found, text in (
+        (one, "a tensor (1,)"),
+        ((one[0], one), "tuple"),
+        (2.5, "float"),
+    ):
         criterion = ddpkit.Criterion(lambda *_, found=found: found)
         with refusal("criterion.call", text, "count(targets)"):
             criterion(outputs, torch.ones(4))
@@ -75,7 +79,8 @@ def test_a_mean_of_something_else(monkeypatch: pytest.MonkeyPatch) -> None:
     assert lines == []
     ddpkit.Criterion(weighted, "abc")(outputs, targets)
     (line,) = lines
-    assert "no mean over labels" in line and "count(targets)" in line
+    assert "no mean over labels" in line
+    assert "count(targets)" in line
 
 
 class Running(nn.Module):
@@ -161,7 +166,8 @@ def test_sums_and_counts_of_any_loss() -> None:
     found = random.random()
     random.seed(0)
     random.random()
-    assert (float(running.calls), found) == (1, random.random())
+    assert float(running.calls) == 1
+    assert found == random.random()
     own = ddpkit.Criterion(Own(), "abc")
     assert own.count({"labels": labels}).item() == 6
     assert own(line, {"labels": labels}) > 0
@@ -226,7 +232,11 @@ def test_means_of_classification(project: Project) -> None:
 
 
 def of_image(
-    name: str, outputs: Tensor, targets: Tensor, weights: Tensor, smoothing: float
+    name: str,
+    outputs: Tensor,
+    targets: Tensor,
+    weights: Tensor,
+    smoothing: float,
 ) -> float:
     """A term for one image (classes, H, W), worked out from its labelled pixels alone."""
     keep = targets != 255
@@ -268,12 +278,12 @@ def test_sums_of_segmentation(project: Project) -> None:
             )
             sums = [criterion(o[None], t[None]).item() for o, t, _ in pairs]
             near = pytest.approx(total.item(), rel=1e-5)
-            assert (loop, sum(sums)) == (near, near), words
+            assert loop == near, words
+            assert sum(sums) == near, words
     criterion, outputs, targets, _ = of_flags(True, "--loss ce+0.5*dice+2*lovasz")
-    ce, dice, lovasz = (
-        of_flags(True, f"--loss {name}")[0](outputs, targets)
-        for name in ("ce", "dice", "lovasz")
-    )
+    ce = of_flags(True, "--loss ce")[0](outputs, targets)
+    dice = of_flags(True, "--loss dice")[0](outputs, targets)
+    lovasz = of_flags(True, "--loss lovasz")[0](outputs, targets)
     combined = (ce + 0.5 * dice + 2 * lovasz).item()
     assert criterion(outputs, targets).item() == pytest.approx(combined, rel=1e-5)
     for text in ("mse", "ce+", "0*ce", "nan*ce", ""):
@@ -285,7 +295,8 @@ def test_sums_of_segmentation(project: Project) -> None:
             outputs = (factor * guesses).requires_grad_()
             total = of_flags(True, f"--loss {name}")[0](outputs, targets)
             total.backward()
-            assert total.isfinite() and outputs.grad.isfinite().all()
+            assert total.isfinite()
+            assert outputs.grad.isfinite().all()
 
 
 class Double(nn.Module):
@@ -352,7 +363,12 @@ def gradients(
     torch.manual_seed(2)
     head = nn.Conv2d(8, 3, 1)
     head.weight.data *= 4  # the guesses are confident
-    net = nn.Sequential(Double(), nn.Conv2d(3, 8, 3, padding=1), nn.Tanh(), head)
+    net = nn.Sequential(
+        Double(),
+        nn.Conv2d(3, 8, 3, padding=1),
+        nn.Tanh(),
+        head,
+    )
     if not is_dense:
         net.append(Pool())
     net.double()  # without much rounding
@@ -399,7 +415,13 @@ def test_gradients_of_other_portions(project: Project, tmp_path: Path) -> None:
         if distributed.rank() == 0:
             torch.save(found, tmp_path / f"{distributed.world_size()} {passes}.pt")
 
-    shapes = (1, 1), (1, 4), (2, 1), (2, 2), (3, 1)
+    shapes = (
+        (1, 1),
+        (1, 4),
+        (2, 1),
+        (2, 2),
+        (3, 1),
+    )
     for ranks, passes in shapes:
         on_ranks(ranks)(functools.partial(work_out, passes))(project=project)
     runs = [torch.load(tmp_path / f"{ranks} {passes}.pt") for ranks, passes in shapes]

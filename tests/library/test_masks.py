@@ -17,7 +17,11 @@ from ddpkit.data import class_counts, folders, masks
 from ddpkit.errors import UserError
 
 # by class number, for `recolor`
-COLORS = {0: (10, 20, 30), 1: (200, 0, 7), 255: (0, 0, 0)}
+COLORS = {
+    0: (10, 20, 30),
+    1: (200, 0, 7),
+    255: (0, 0, 0),
+}
 
 
 def repaint(folder: Path, change: Callable[[np.ndarray], np.ndarray]) -> None:
@@ -65,18 +69,30 @@ def test_classes_txt(
 )
 def test_faults_of_classes_txt(tmp_path: Path, text: str, words: list[str]) -> None:
     (tmp_path / "classes.txt").write_text(text)
-    with refusal("masks.parse", tmp_path / "classes.txt", *words):
+    with refusal("masks.parse", tmp_path / "classes.txt", words):
         masks.read_classes(tmp_path / "classes.txt")
 
 
 NAMES = ["a", "b", "c"]
 VALUES = ["a = 0", "b = 255", "void = 7"]
 COLORED = ["a = 1 2 3", "b = 3 2 1", "void = 9 9 9"]
-ROW = [[1, 2, 3], [3, 2, 1], [9, 9, 9]]
+ROW = [
+    [1, 2, 3],
+    [3, 2, 1],
+    [9, 9, 9],
+]
 PALETTE = [3, 2, 1, 9, 9, 9, 1, 2, 3]
 WHITES = [7, 8, 9] + [255] * 3
-CLEAR = [[1, 2, 3, 0], [3, 2, 1, 0], [9, 9, 9, 0]]
-OPAQUE = [[1, 2, 3, 255], [3, 2, 1, 255], [9, 9, 9, 255]]
+CLEAR = [
+    [1, 2, 3, 0],
+    [3, 2, 1, 0],
+    [9, 9, 9, 0],
+]
+OPAQUE = [
+    [1, 2, 3, 255],
+    [3, 2, 1, 255],
+    [9, 9, 9, 255],
+]
 
 
 def read(
@@ -121,7 +137,11 @@ def read(
     ],
 )
 def test_masks(
-    tmp_path: Path, classes: list, row: list, how: dict, expected: list
+    tmp_path: Path,
+    classes: list,
+    row: list,
+    how: dict,
+    expected: list,
 ) -> None:
     assert read(tmp_path, classes, row, **how) == expected
 
@@ -150,9 +170,13 @@ def test_masks(
     ],
 )
 def test_faults_of_masks(
-    tmp_path: Path, classes: list, row: list, how: dict, words: list
+    tmp_path: Path,
+    classes: list,
+    row: list,
+    how: dict,
+    words: list,
 ) -> None:
-    with refusal("masks.read_mask", tmp_path, *words):
+    with refusal("masks.read_mask", tmp_path, words):
         read(tmp_path, classes, row, **how)
 
 
@@ -244,7 +268,10 @@ def save_all(folder: Path, picture: np.ndarray, chance: random.Random) -> list[s
         grey = Image.fromarray(picture[..., 0].copy())
         files |= {f"grey.{kind}": (grey, {}) for kind in ("png", "tif", "bmp", "gif")}
         files["alpha.png"] = grey.convert("LA"), {}
-        files["deep.png"] = Image.fromarray(picture[..., 0].astype(np.uint16) * 257), {}
+        files["deep.png"] = (
+            Image.fromarray(picture[..., 0].astype(np.uint16) * 257),
+            {},
+        )
         if set(np.unique(picture)) <= {0, 255}:
             files |= {
                 f"two.{kind}": (grey.convert("1"), {}) for kind in ("png", "tif", "bmp")
@@ -298,7 +325,11 @@ def test_what_an_optimiser_makes_of_colours(
     lines = ["ground = 0 0 0", "car = 255 0 0", "road = 255 255 255"]
     labels = masks.parse(lines, Path("classes.txt"))
     colors = np.array([[0, 0, 0], [255, 0, 0], [255, 255, 255]], np.uint8)
-    for name, numbers in ("a", [[0, 1, 2]]), ("b", [[2, 0, 2]]), ("c", [[0, 0, 0]]):
+    for name, numbers in (
+        ("a", [[0, 1, 2]]),
+        ("b", [[2, 0, 2]]),
+        ("c", [[0, 0, 0]]),
+    ):
         (tmp_path / name).mkdir()
         for path in save_all(tmp_path / name, colors[numbers], chance):
             if not path.endswith(("deep.png", "palette.bmp")):  # which are refused
@@ -392,7 +423,7 @@ def test_masks_that_cannot_be_meant(
     (data / "classes.txt").unlink()
     if text:
         (data / "classes.txt").write_text(text)
-    with refusal("folders.survey", data, *words):
+    with refusal("folders.survey", data, words):
         content(data)
 
 
@@ -400,4 +431,5 @@ def test_images_of_each_class(capsys: pytest.CaptureFixture) -> None:
     class_counts.say_images(["a", "b"], [0, 1, 1], [1])
     counts, warning = capsys.readouterr().out.splitlines()
     assert counts.endswith("a 1 (0), b 2 (1)")
-    assert "validation" in warning and warning.endswith(": a")
+    assert "validation" in warning
+    assert warning.endswith(": a")

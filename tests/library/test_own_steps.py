@@ -102,7 +102,8 @@ class Double(nn.Module):
 
 
 LOSS = "criterion(ddp_model(images), targets) * world_size / count"
-SLOPES, CALLED = "replicas.check_slopes", "replicas.check_called"
+SLOPES = "replicas.check_slopes"
+CALLED = "replicas.check_called"
 MISUSES = {  # what stands in STEP, what instead, who refuses it
     "a sum": (" * world_size / count", "", SLOPES),
     "a local mean": ("world_size / count", "1 / criterion.count(targets)", SLOPES),
@@ -221,7 +222,8 @@ def test_steps_are_exact(tmp_path: Path) -> None:
                 torch.save(found, tmp_path / f"{ranks}.pt")
 
         on_ranks(ranks)(act)()
-    one, two = (torch.load(tmp_path / f"{ranks}.pt") for ranks in (1, 2))
+    one = torch.load(tmp_path / "1.pt")
+    two = torch.load(tmp_path / "2.pt")
     for name in EXACT:
         weights, mean = one[name]
         others, other = two[name]

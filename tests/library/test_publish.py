@@ -83,7 +83,7 @@ def test_push(project: Project, trained: Path, data: Path, tmp_path: Path) -> No
                 for name in [name for name in sys.modules if "huggingface_hub" in name]:
                     del sys.modules[name]  # it reads them as it is imported
 
-            return project.run(*words, script="ddpkit publish", on=1, patch=patch)
+            return project.run(words, script="ddpkit publish", on=1, patch=patch)
 
         assert f"published: {url}/me/net\n" in push("ours").ok().out
         push("").refused("publish.push", "hf auth login")
@@ -99,14 +99,13 @@ def test_push(project: Project, trained: Path, data: Path, tmp_path: Path) -> No
     for name, content in FILES.items():
         assert not [place for place in places if place in content], name
     (tmp_path / "copy.pt").write_bytes(FILES["best.pt"])
-    copy, own = (
-        checkpoint.read(path) for path in (tmp_path / "copy.pt", trained / "best.pt")
-    )
+    copy = checkpoint.read(tmp_path / "copy.pt")
+    own = checkpoint.read(trained / "best.pt")
     assert copy["args"]["data"] == Path(own["args"]["data"]).name
     for name in own.keys() - {"args", "path", "resumed_from"}:
         assert str(copy[name]) == str(own[name])
     words = "--checkpoint", tmp_path / "copy.pt", "--output", tmp_path / "predicted"
-    done = project.run(data / "val", *words, script="predict.py", on=1).ok()
+    done = project.run(data / "val", words, script="predict.py", on=1).ok()
     assert "23 of 23" in done.out
     resumed = tmp_path / "resumed"
     done = project.train(data, resumed, "--resume", tmp_path / "copy.pt").ok()
@@ -141,7 +140,11 @@ def test_paths(text: str, shown: str) -> None:
 
 def test_markup_in_names() -> None:
     """A name of a class is text in the card, and in one cell."""
-    table = [["class", "iou"], ["a|b\n<script>", "0.5"], ["![x](http://e)", ""]]
+    table = [
+        ["class", "iou"],
+        ["a|b\n<script>", "0.5"],
+        ["![x](http://e)", ""],
+    ]
     assert publish.to_markdown(table).splitlines() == [
         "| class | iou |",
         "| --- | --- |",

@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from generated import Ranks, after_step, refusal, wait_for
+from generated import Ranks, after_step, die, refusal, wait_for
 from ports import free_port
 from ranks import Patch, fork, join, on_ranks, said, wait
 
@@ -56,7 +56,7 @@ def test_ranks_that_disagree(project, few, tmp_path):
 
     def start(wrong: list[dict[str, str]], timeout: int) -> Ranks:
         flags = project.flags(few, tmp_path / "out", "--dist-timeout", timeout)
-        return project.start(*flags, on=len(wrong), patch=with_variables(wrong))
+        return project.start(flags, on=len(wrong), patch=with_variables(wrong))
 
     # what each run's two lines say
     absent = (
@@ -80,16 +80,23 @@ def test_ranks_that_disagree(project, few, tmp_path):
 
 def test_rank_zero_is_lost(project, few, tmp_path):
     """It holds the store, by which the others would agree on who speaks: each does."""
-    killed = after_step(2, lambda: os.kill(os.getpid(), signal.SIGKILL), 0)
+    killed = after_step(2, die, 0)
     done = project.train(few, tmp_path, on=3, patch=killed)
     assert done.statuses == [-signal.SIGKILL, 1, 1]
     for rank in 1, 2:
         assert f"error: rank {rank} lost rank 0, at MASTER_ADDR=127.0.0.1" in done.err
-    assert done.err.count("error: ") == 2 and not done.left
+    assert done.err.count("error: ") == 2
+    assert not done.left
 
 
 @pytest.mark.parametrize(
-    ("statuses", "rank"), [((2, -6), 0), ((1, -6), 1), ((1, -15), 0), ((None, 2), 1)]
+    ("statuses", "rank"),
+    [
+        ((2, -6), 0),
+        ((1, -6), 1),
+        ((1, -15), 0),
+        ((None, 2), 1),
+    ],
 )
 def test_which_rank_counts(statuses, rank):
     """A crash before those that it draws with it; but a mistake before what nccl makes of it."""
@@ -193,7 +200,8 @@ def test_a_failure_in_a_turn(tmp_path):
                 raise UserError("no such file")
 
     statuses, (first, other) = end_of(act, tmp_path)
-    assert statuses == [2, 2] and "no such file" in first
+    assert statuses == [2, 2]
+    assert "no such file" in first
     assert "rank 0 on node0 has failed" in other
 
 
@@ -207,7 +215,8 @@ def test_a_failure_between_meeting_and_joining(tmp_path):
         dist.init_process_group("gloo", store=here.store, rank=0, world_size=2)
 
     statuses, (first, other) = end_of(act, tmp_path)
-    assert statuses == [1, 1] and "rank 1 on node1 has failed" in first
+    assert statuses == [1, 1]
+    assert "rank 1 on node1 has failed" in first
     assert other.endswith("KeyError: 'a bug'\n")
 
 
@@ -223,9 +232,11 @@ def test_a_rank_that_does_not_join_in_time(tmp_path):
         )
 
     statuses, (first, other) = end_of(act, tmp_path)
-    assert statuses == [1, 1] and "rank 0 on node0 has failed" in other
+    assert statuses == [1, 1]
+    assert "rank 0 on node0 has failed" in other
     line = "error: rank 0 on node0 timed out after 3 s (--dist-timeout) waiting for another rank"
-    assert line in first.splitlines() and "Traceback" not in first
+    assert line in first.splitlines()
+    assert "Traceback" not in first
 
 
 @pytest.mark.parametrize("is_late", [True, False])

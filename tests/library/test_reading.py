@@ -58,7 +58,11 @@ class TestDepth:
         Image.fromarray(RAMP).save(grey)
         tifffile.imwrite(tiff, RAMP, byteorder=">")
         tifffile.imwrite(colours, COLOURS, photometric="rgb", compression="zlib")
-        for path, values in (grey, RAMP), (tiff, RAMP), (colours, COLOURS):
+        for path, values in (
+            (grey, RAMP),
+            (tiff, RAMP),
+            (colours, COLOURS),
+        ):
             assert (read(path) == steps(values, 0, 65536)).all()
             assert (read(path, (0, 65535)) == read(path)).all()
             assert (read(path, (100, 30000)) == steps(values, 100, 30000)).all()
@@ -153,7 +157,11 @@ class TestDepth:
         ],
     )
     def test_tiffs_of_other_kinds(
-        self, tmp_path: Path, values: np.ndarray, how: dict, words: str
+        self,
+        tmp_path: Path,
+        values: np.ndarray,
+        how: dict,
+        words: str,
     ):
         """Whose values would be taken for others."""
         path = tmp_path / "x.tif"
@@ -281,7 +289,8 @@ def test_one_place_opens_images() -> None:
     )
     found = {path: opened.findall(path.read_text()) for path in paths}
     (only,) = (path for path, hits in found.items() if hits)
-    assert (only.name, found[only]) == ("images.py", ["Image.open("])
+    assert only.name == "images.py"
+    assert found[only] == ["Image.open("]
     assert "Image.open(io.BytesIO(data), formats=FORMATS)" in only.read_text()
     assert not {"EPS", "FITS", "ICNS", "ICO", "PDF", "PSD", "WMF"} & set(images.FORMATS)
 
@@ -482,7 +491,8 @@ class TestLazyImage:
         ):
             found = act(images.open_image(path))
             expected = act(whole)
-            assert type(found) is Image.Image and np.array_equal(found, expected)
+            assert type(found) is Image.Image
+            assert np.array_equal(found, expected)
         assert images.open_image(path).size == whole.size
         assert np.array(images.open_image(path)).flags.writeable
         assert np.asarray(images.open_image(path), np.float32).dtype == np.float32
@@ -491,9 +501,11 @@ class TestLazyImage:
         path = save_jpeg(tmp_path / "x.jpg", size=(640, 480))
         counts: list[int] = []
         image = open_counted(path, counts)
-        assert image.size == (640, 480) and counts == []
+        assert image.size == (640, 480)
+        assert counts == []
         crop = ddpkit.RandomResizedCrop(32, scale=(0.9, 1))
-        assert crop(image).shape == (3, 32, 32) and counts == [8]
+        assert crop(image).shape == (3, 32, 32)
+        assert counts == [8]
         for act in np.asarray, v2.PILToTensor(), images.LazyImage.read, np.array:
             act(image)
         assert counts == [8, 1]
@@ -503,7 +515,8 @@ class TestLazyImage:
             == image.read()[:, 0, 0].tolist()
             == [1, 2, 3]
         )
-        assert crop(image)[:, 0, 0].tolist() == [1, 2, 3] and counts == [8, 1]
+        assert crop(image)[:, 0, 0].tolist() == [1, 2, 3]
+        assert counts == [8, 1]
 
     def test_copies(self, tmp_path: Path) -> None:
         floats = images.LazyImage.of(
@@ -511,9 +524,8 @@ class TestLazyImage:
         )
         for image in images.open_image(save_jpeg(tmp_path / "x.jpg")), floats:
             for copied in pickle.loads(pickle.dumps(image)), copy.deepcopy(image):
-                assert (
-                    np.array_equal(copied, image) and type(copied) is images.LazyImage
-                )
+                assert np.array_equal(copied, image)
+                assert type(copied) is images.LazyImage
 
     def test_masks_are_not_averaged(self) -> None:
         """Of v2, which takes a PIL image for no mask, and of PIL's own methods."""
@@ -541,7 +553,8 @@ class TestLazyImage:
         """Arrays and tensors are there; what needs a PIL image is refused, or right."""
         values = np.random.default_rng(0).random((40, 50, 5), np.float32)
         image = images.LazyImage.of(values)
-        assert np.array_equal(image, values) and image.size == (50, 40)
+        assert np.array_equal(image, values)
+        assert image.size == (50, 40)
         assert ddpkit.ResizedCenterCrop(8)(image).shape == (5, 8, 8)
         for transform in (
             v2.RandomResizedCrop(9),
@@ -629,10 +642,12 @@ def test_a_plane_of_floats_and_a_mask_of_integers() -> None:
     plane = images.LazyImage.of(np.random.default_rng(0).random((6, 5, 1), np.float32))
     plane.load()
     again = pickle.loads(pickle.dumps(plane))
-    assert again.mode == "F" and torch.equal(again.read(), plane.read())
+    assert again.mode == "F"
+    assert torch.equal(again.read(), plane.read())
     crop = ddpkit.RandomScaleCrop(4, mask_fill=255)
     picture = np.zeros((6, 5, 3), np.uint8)
     _, mask = crop(picture, np.full((6, 5), 7, np.int64))
-    assert mask.dtype == torch.uint8 and set(mask.unique().tolist()) <= {7, 255}
+    assert mask.dtype == torch.uint8
+    assert set(mask.unique().tolist()) <= {7, 255}
     with refusal("augment.lazy", "-100", "255"):
         crop(picture, np.full((6, 5), -100))

@@ -45,7 +45,8 @@ def odd_network(rank: int) -> nn.Module:
 @on_ranks(1, 3)
 def test_buffers_of_all_kinds():
     """All ranks get rank 0's, in one collective; what lies beside a slice stays a rank's own."""
-    network, sent = odd_network(distributed.rank()), []
+    network = odd_network(distributed.rank())
+    sent = []
     strides = {
         name: each.stride() for name, each in network.named_buffers() if name in BUFFERS
     }
@@ -83,7 +84,12 @@ def grow(network: nn.Module) -> None:
 
 
 @pytest.mark.parametrize(
-    ("act", "name"), [(change, "weight"), (add, "another"), (grow, "shorts")]
+    ("act", "name"),
+    [
+        (change, "weight"),
+        (add, "another"),
+        (grow, "shorts"),
+    ],
 )
 @on_ranks(2)
 def test_networks_that_differ(act, name):
@@ -98,7 +104,11 @@ def test_networks_that_differ(act, name):
 @on_ranks(3)
 def test_plain_ddp_with_buffers() -> None:
     """With torch's own arguments it is prepared, too, and stays as it was made."""
-    net = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+    net = nn.Sequential(
+        nn.Linear(3, 4),
+        nn.BatchNorm1d(4),
+        nn.Linear(4, 2),
+    )
     for options in {}, {"static_graph": True}, {"find_unused_parameters": True}:
         ddp_model = nn.parallel.DistributedDataParallel(net, **options)
         replicas.prepare(ddp_model)

@@ -29,7 +29,12 @@ def test_seeding() -> None:
         return samples.random.random(), np.random.rand(), torch.rand(1).item()
 
     first = drawn(1, 2)
-    others = [drawn(1, 3), drawn(2, 1), drawn(1), drawn(1, 2, 0)]
+    others = [
+        drawn(1, 3),
+        drawn(2, 1),
+        drawn(1),
+        drawn(1, 2, 0),
+    ]
     assert first == drawn(1, 2) == drawn(np.int64(1), np.int64(2))
     assert not set(first) & {number for other in others for number in other}
 
@@ -284,8 +289,13 @@ def test_a_checksum_is_made_once() -> None:
 
     dataset = Images()
     first = samples.fingerprint(dataset)
-    assert samples.fingerprint(dataset) == first and dataset.samples.reads == 1
+    assert samples.fingerprint(dataset) == first
+    assert dataset.samples.reads == 1
     dataset.samples.append(("c.png", 0))
     second = samples.fingerprint(dataset)
-    dataset.samples = [("a.png", 0), ("b.png", 0), ("c.png", 0)]
+    dataset.samples = [
+        ("a.png", 0),
+        ("b.png", 0),
+        ("c.png", 0),
+    ]
     assert len({first, second, samples.fingerprint(dataset)}) == 3

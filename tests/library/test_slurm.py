@@ -38,7 +38,7 @@ def test_stopped_and_requeued(slurm, project, few, tmp_path):
     flags = list(SMALL["classification"])
     flags += ["--image-size", 32, "--epochs", 4, "--data", few]
     flags += ["--save-every", 1, "--resume", "never"]  # which is for the first start
-    project.run(*flags, "--output-dir", tmp_path / "whole").ok()
+    project.run(flags, "--output-dir", tmp_path / "whole").ok()
     folder = project.planted(tmp_path / "the project", PLANTED).folder
     script = folder / "slurm/train.sbatch"
     text = script.read_text()
@@ -64,7 +64,8 @@ def test_stopped_and_requeued(slurm, project, few, tmp_path):
     for signum, job in ("SIGUSR1", stopped), ("SIGTERM", requeued):
         log = job.end("COMPLETED", restarts=1)
         assert f"{signum}: stopped and saved at epoch" in log
-    assert "/last.pt: " in stopped.log and "/last.pt: " in requeued.log
+    assert "/last.pt: " in stopped.log
+    assert "/last.pt: " in requeued.log
     names = ("runs/stopped", "runs/requeued-0", "runs/plain")
     assert {digest(folder / name) for name in names} == {digest(tmp_path / "whole")}
 

@@ -4,15 +4,13 @@ import importlib.util
 import inspect
 import json
 import math
-import os
-import signal
 import sys
 from pathlib import Path
 
 import pytest
 import torch
 from digest import digest
-from generated import Project, after_step, rows, run
+from generated import Project, after_step, die, rows, run
 from ranks import on_ranks
 from torch import nn
 
@@ -50,7 +48,7 @@ def test_nothing_waits_in_a_step(project: Project, data: Path, tmp_path: Path) -
             1,
         ]
         words += ["--accumulate", accumulate, "--batch-size", batch_size]
-        project.train(data, tmp_path / str(accumulate), *words, patch=profiled).ok()
+        project.train(data, tmp_path / str(accumulate), words, patch=profiled).ok()
         for rank in (0, 1):
             counts = json.loads((tmp_path / f"rank{rank}.json").read_text())
             assert counts["DistributedDataParallel.forward"] == 3 * accumulate
@@ -158,7 +156,7 @@ def test_half_precision(project: Project, data: Path, tmp_path: Path) -> None:
         "--lr",
         0.01,
     ]
-    killed = after_step(4, lambda: os.kill(os.getpid(), signal.SIGKILL))
+    killed = after_step(4, die)
     found = {}
     for name, kind in (
         ("whole", "fp16"),
@@ -166,11 +164,12 @@ def test_half_precision(project: Project, data: Path, tmp_path: Path) -> None:
         ("bf16", "bf16"),
         ("off", "off"),
     ):
-        out, more = tmp_path / name, ["--amp", kind, "--save-every", 1]
+        out = tmp_path / name
+        more = ["--amp", kind, "--save-every", 1]
         if name == "stop":
-            first = project.train(data, out, *words, *more, patch=killed)
+            first = project.train(data, out, words, more, patch=killed)
             assert first.statuses == [-9, -9]
-        project.train(data, out, *words, *more).ok()
+        project.train(data, out, words, more).ok()
         found[name] = digest(out)
     assert found["whole"] == found["stop"]
     assert len({*found.values()}) == 3
@@ -185,7 +184,12 @@ def test_compiled(project: Project, few: Path, tmp_path: Path) -> None:
     def tiny() -> None:
         import model
 
-        ends = [nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 6)]
+        ends = [
+            nn.ReLU(),
+            nn.AdaptiveAvgPool2d(1),
+            nn.Flatten(),
+            nn.Linear(8, 6),
+        ]
         model.build_model = lambda *_: nn.Sequential(nn.Conv2d(3, 8, 3, 4), *ends)
 
     def counting() -> None:

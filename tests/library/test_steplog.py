@@ -4,7 +4,6 @@ import io
 import json
 import os
 import re
-import signal
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,7 +11,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from generated import Done, Project, after_step, rows
+from generated import Done, Project, after_step, die, rows
 from ranks import Patch, on_ranks
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 from tqdm import tqdm
@@ -69,7 +68,9 @@ def test_lines_and_curves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     log.writer.add_scalar("mine", 3.0, 6)
     log.close()
     if rank:
-        assert not lines and not log.pending and not shown.getvalue().count("loss")
+        assert not lines
+        assert not log.pending
+        assert not shown.getvalue().count("loss")
         return
     words = [
         r"step 2/9  loss 0.2  lr 0.00125  grad 2.5  8 img/s",
@@ -82,7 +83,8 @@ def test_lines_and_curves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert found["grad_norm"] == {2: 2.5, 4: 4.5, 6: 6.5}
     assert found["lr"] == pytest.approx(dict.fromkeys((2, 4, 6), 0.00125))
     assert found["mine"] == {6: 3.0}
-    assert found["img_per_s"][2] == 8 and found["img_per_s"].keys() == {2, 4, 6}
+    assert found["img_per_s"][2] == 8
+    assert found["img_per_s"].keys() == {2, 4, 6}
 
 
 @on_ranks(1)
@@ -90,7 +92,11 @@ def test_resume(tmp_path: Path) -> None:
     """TensorBoard has each step once, whatever was killed, and however many write there."""
     from torch.utils.tensorboard import SummaryWriter
 
-    for first, last in (0, 6), (3, 7), (6, 8):
+    for first, last in (
+        (0, 6),
+        (3, 7),
+        (6, 8),
+    ):
         log = StepLog(tmp_path, CPU, every=1, first_step=first)
         beside = SummaryWriter(str(tmp_path / "steps"))
         for step in range(first + 1, last + 1):
@@ -185,9 +191,12 @@ def test_a_device_that_is_behind(
     assert not lines
     first.done = True
     log.count_images(8)
-    assert len(lines) == 2 and not third.is_waited_for
+    assert len(lines) == 2
+    assert not third.is_waited_for
     log.flush()
-    assert len(lines) == 3 and third.is_waited_for and not first.is_waited_for
+    assert len(lines) == 3
+    assert third.is_waited_for
+    assert not first.is_waited_for
     # at the end of a run it is waited for a little
     for step, arrives in (4, True), (5, False):
         monkeypatch.setattr(steplog, "CLOSING_SECONDS", 99 if arrives else 0.1)
@@ -199,7 +208,9 @@ def test_a_device_that_is_behind(
         take(log, range(step, step + 1))
         log.close()
         last = Event.made[-1]
-        assert len(lines) == 4 and last.done == arrives and not last.is_waited_for
+        assert len(lines) == 4
+        assert last.done == arrives
+        assert not last.is_waited_for
 
 
 def use_reporter(folder: Path) -> None:
@@ -285,9 +296,9 @@ def test_a_run(project: Project, few: Path, tmp_path: Path) -> None:
 
     def train(patch: Patch | None = None) -> Done:
         words = "--log-every", 2, "--save-every", 1, "--batch-size", 3, "--epochs", 2
-        return project.train(few, tmp_path, *words, patch=patch)
+        return project.train(few, tmp_path, words, patch=patch)
 
-    killed = train(after_step(6, lambda: os.kill(os.getpid(), signal.SIGKILL)))
+    killed = train(after_step(6, die))
     assert killed.statuses == [-9, -9]
     said = killed.out + train().ok().out
     line = r"epoch (\d)/2  step (\d)/4  loss (\S+)  lr \S+  grad \S+  \d+ img/s"

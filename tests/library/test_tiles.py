@@ -25,7 +25,11 @@ def test_a_network_that_sees_little() -> None:
         nn.MaxPool2d((1, 49), 1, (0, 24)),
         nn.Conv2d(1, 3, 1),
     )
-    for height, width in (320, 352), (128, 480), (96, 128):
+    for height, width in (
+        (320, 352),
+        (128, 480),
+        (96, 128),
+    ):
         images = torch.randn(2, 3, height, width)
         with torch.inference_mode():
             whole = net(images)
@@ -74,7 +78,7 @@ def test_large_images_among_small_ones(
     for tile, ranks in (0, 1), (128, 2):
         out = tmp_path / f"{tile}"
         words = ["--checkpoint", trained / "best.pt", "--output", out, "--tile", tile]
-        project.run(big, small, *words, script="predict.py", on=1).ok()
+        project.run(big, small, words, script="predict.py", on=1).ok()
         masks[tile] = {
             path.stem: np.asarray(Image.open(path)) for path in out.glob("masks/*")
         }
@@ -82,7 +86,7 @@ def test_large_images_among_small_ones(
         assert (masks[tile]["0000"] == masks[0]["0000"]).all()
         assert (masks[tile]["big"] != masks[0]["big"]).mean() < 0.05  # of noise
         more = ["--resume", trained / "best.pt", "--eval-only", "--tile", tile]
-        done = project.train(own, tmp_path / "eval", *more, on=ranks).ok()
+        done = project.train(own, tmp_path / "eval", more, on=ranks).ok()
         losses.append(json.loads(done.out.splitlines()[-1])["val_loss"])
     assert losses[0] != pytest.approx(losses[1], rel=1e-9)  # in tiles
     assert losses[0] == pytest.approx(losses[1], rel=0.01)

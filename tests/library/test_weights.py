@@ -145,7 +145,7 @@ class Downloads:
         words += self.words.split()
         if weights:
             words += ["--weights", weights]
-        done = self.project.run(*words, on=on, script=script, patch=self.patch)
+        done = self.project.run(words, on=on, script=script, patch=self.patch)
         paths = sorted(out.iterdir())
         return done, [torch.load(path, weights_only=True)["model"] for path in paths]
 
@@ -204,14 +204,15 @@ def test_published_weights(downloads: Downloads, few: Path, tmp_path: Path) -> N
     downloads.port = free_port()  # where nobody answers: it is cached
     _, again = downloads.build(on=1)
     _, scratch = downloads.build("none", on=1)
-    assert same(begun + again) and not same(begun + scratch)
+    assert same(begun + again)
+    assert not same(begun + scratch)
     assert torch.equal(next(iter(begun[1].values())), downloads.published)
 
     out = tmp_path / "out"
 
     def train(words: str, on: int) -> str:
         more = f"{downloads.words} --weights auto {words}".split()
-        return project.train(few, out, *more, on=on, patch=downloads.patch).ok().out
+        return project.train(few, out, more, on=on, patch=downloads.patch).ok().out
 
     assert "--weights auto: " in train("", on=2)
     shutil.rmtree(downloads.cache)
@@ -219,7 +220,8 @@ def test_published_weights(downloads: Downloads, few: Path, tmp_path: Path) -> N
     server.requests.clear()
     for more in "--epochs 2", "--eval-only":
         assert "--weights" not in train(more, on=1)
-    assert server.requests == [] and not downloads.cache.exists()
+    assert server.requests == []
+    assert not downloads.cache.exists()
 
 
 @pytest.mark.parametrize("downloads", ["timm"], indirect=True)
@@ -229,12 +231,14 @@ def test_timms_weights(downloads: Downloads) -> None:
     said = done.ok().out
     assert f"--weights auto: {USED['timm']}, downloaded unless" in said
     assert said.splitlines()[-1].endswith("tensors loaded; new: head.weight, head.bias")
-    assert same(begun) and torch.equal(begun[0]["cls_token"], downloads.published)
+    assert same(begun)
+    assert torch.equal(begun[0]["cls_token"], downloads.published)
     assert begun[0]["pos_embed"].shape[1] == 2 * 2 + 1
     downloads.port = free_port()
     shutil.rmtree(downloads.cache)
     done, begun = downloads.build()
-    assert "download failed (" in done.ok().out and same(begun)
+    assert "download failed (" in done.ok().out
+    assert same(begun)
 
 
 @both_tasks
@@ -368,4 +372,5 @@ def test_classic_networks(project: Project, network: str) -> None:
     if is_dense:
         assert len(others) > 2  # decoder and head
     else:
-        assert others[0][0] == 6 and others[1:] in ([], [[6]])  # weight and bias
+        assert others[0][0] == 6  # the weight
+        assert others[1:] in ([], [[6]])  # and the bias

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from generated import Done, left
+from generated import Done, die, left
 from ranks import fork, on_ranks, said, wait
 from torch.utils.data import DataLoader
 from torch.utils.data._utils.fetch import _MapDatasetFetcher
@@ -171,10 +171,7 @@ def test_what_a_worker_cannot_get(tmp_path, what):
 ENDS = {
     "sys.exit": (lambda: sys.exit(0), "status 0"),
     "os._exit": (lambda: os._exit(0), "status 0"),
-    "SIGKILL": (
-        lambda: os.kill(os.getpid(), signal.SIGKILL),
-        "SIGKILL: out of memory?",
-    ),
+    "SIGKILL": (die, "SIGKILL: out of memory?"),
 }
 
 
@@ -238,7 +235,8 @@ def test_an_iterator_of_a_thread_that_ends(tmp_path):
 
     load(tmp_path, in_rank=in_thread).ok()
     done = load(tmp_path, in_worker=die, in_rank=in_thread)
-    assert (done.status, done.left) == (-signal.SIGKILL, [])
+    assert done.status == -signal.SIGKILL
+    assert done.left == []
 
 
 @on_ranks(1, group=False)
@@ -265,17 +263,20 @@ def where_the_sockets_are(tmp_path: Path) -> None:
         os.environ[protocol.LAUNCHER] = str(os.getpid())
         tempfile.tempdir = str(tmp)
         folder = Path(workers.sockets())
-        assert folder.parent == place and folder.stat().st_mode & 0o777 == 0o700
+        assert folder.parent == place
+        assert folder.stat().st_mode & 0o777 == 0o700
         assert workers.sockets() == str(folder)
         process.remove_sockets()
-        assert not folder.exists() and launchers.exists()
+        assert not folder.exists()
+        assert launchers.exists()
     os.environ.update(
         {protocol.STORE: f"{launchers}/store", protocol.LAUNCHER: str(2**22 + 1)}
     )
     tempfile.tempdir = str(tmp_path)
     workers.sockets()
     process.remove_sockets()
-    assert not launchers.exists() and long.exists()  # the launcher was killed
+    assert not launchers.exists()  # the launcher was killed
+    assert long.exists()
 
 
 def test_a_thread_that_pins_batches(tmp_path):
@@ -295,5 +296,6 @@ def test_a_thread_that_pins_batches(tmp_path):
 
     done = end_of(act, tmp_path)
     # of another thread: as in Python
-    assert done.status == 2 and "TypeError" in done.err
+    assert done.status == 2
+    assert "TypeError" in done.err
     assert done.err.splitlines()[-1].startswith(f"error: {FILES}")

@@ -84,7 +84,12 @@ class Soak:
             sys.exit(1)
 
     def report(
-        self, name: str, status: int, seconds: float, lines: list[str], subject: Subject
+        self,
+        name: str,
+        status: int,
+        seconds: float,
+        lines: list[str],
+        subject: Subject,
     ) -> None:
         took = seconds > subject.seconds
         what = f"not ended after {seconds:.0f} s" if took else f"status {status}"

@@ -11,7 +11,7 @@ from pathlib import Path
 import configurations
 import torch
 from digest import digest
-from generated import SMALL, Command, after_step, wait_for
+from generated import SMALL, Command, after_step, die, wait_for
 from interrupts import compare
 from ports import free_port
 from setting import Setting
@@ -43,7 +43,11 @@ def batch_jobs(chance: random.Random, folder: Path, setting: Setting) -> str:
 
 
 def interrupt_job(
-    chance: random.Random, slurm: Slurm, folder: Path, flags: list, whole: Path
+    chance: random.Random,
+    slurm: Slurm,
+    folder: Path,
+    flags: list,
+    whole: Path,
 ) -> str:
     """Submit it; interrupt it twice; wait for its end."""
     common = {"PYTHON": sys.executable, "NPROC": "1"}
@@ -133,7 +137,8 @@ def elastic_torchrun(chance: random.Random, folder: Path, setting: Setting) -> s
     if is_killed:
         first.kill(signal.SIGKILL, chance.randrange(2))
         again = until(first, 2)
-        assert "/last.pt: " in again and "then" not in again, again
+        assert "/last.pt: " in again, again
+        assert "then" not in again, again
     second.kill(signal.SIGTERM)
     left_alone = until(first, 1)
     assert "2 rank(s) then, 1 now" in left_alone, left_alone
@@ -159,7 +164,7 @@ CRASHES = {  # what ends a rank that has a fault in its C++
     "SIGABRT": os.abort,
     "SIGSEGV": lambda: os.kill(os.getpid(), signal.SIGSEGV),
     "SIGBUS": lambda: os.kill(os.getpid(), signal.SIGBUS),
-    "SIGKILL": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "SIGKILL": die,
 }
 
 
@@ -180,7 +185,8 @@ def crashed_ranks(chance: random.Random, folder: Path, setting: Setting) -> str:
         told.append(f"{name} of rank {rank} at step {step}")
         done = project.run(configuration.words(setting, 1, out), patch=crash, **how)
         said = (told, done.statuses, done.err)
-        assert not done.left and 0 not in done.statuses, said
+        assert not done.left, said
+        assert 0 not in done.statuses, said
         assert done.statuses[rank] == -signal.Signals[name], said
     project.run(configuration.words(setting, 1, out), **how).ok()
     compare(whole, out)

@@ -156,7 +156,8 @@ def restore(folder: Path, whole: dict[str, bytes]) -> None:
 
 def one_line(error: UserError, name: str) -> None:
     line = str(error)
-    assert "\n" not in line and name in line, line
+    assert "\n" not in line, line
+    assert name in line, line
 
 
 def place(data: bytes, chance: random.Random) -> int:

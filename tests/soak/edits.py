@@ -2,15 +2,13 @@
 the bit, or is refused in one line.
 """
 
-import os
 import random
-import signal
 from dataclasses import dataclass
 from pathlib import Path
 
 import configurations
 from configurations import Configuration
-from generated import Done, Project, after_step
+from generated import Done, Project, after_step, die
 from interrupts import compare
 from ranks import Patch
 from setting import Setting
@@ -211,14 +209,10 @@ def case(chance: random.Random, folder: Path, setting: Setting) -> str:
     done.ok()
     for _ in range(chance.randrange(1, 3)):
         step = chance.randrange(1, 9)
-        run(project, configuration, setting, out, after_step(step, kill))
+        run(project, configuration, setting, out, after_step(step, die))
     run(project, configuration, setting, out).ok()
     compare(whole, out)
     return f"{names} | {configuration}"
-
-
-def kill() -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def edited(project: Project, folder: Path, edits: list[Edit]) -> Project:

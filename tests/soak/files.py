@@ -176,7 +176,8 @@ def lists(chance: random.Random, folder: Path, setting: Setting) -> str:
     try:
         train, val, names = ddpkit.find_classes(tree.root)
     except UserError as error:
-        assert wrong and "train.csv, line " in str(error), error
+        assert wrong, error
+        assert "train.csv, line " in str(error), error
         return "a list with a wrong row"
     assert not wrong
     found = Counter(names[label] for part in (train, val) for _, label in part.samples)
@@ -198,7 +199,8 @@ def case_of_masks(chance: random.Random, folder: Path, setting: Setting) -> str:
             try:
                 found = masks.read_mask(str(path), labels)
             except UserError as error:
-                assert path.name in str(error) and "\n" not in str(error), error
+                assert path.name in str(error), error
+                assert "\n" not in str(error), error
                 told[f"{write.__name__} refused"] += 1
                 continue
             both = f"{np.unique(found)} for {np.unique(right)}, {names}"

@@ -53,7 +53,11 @@ def case(chance: random.Random, folder: Path, setting: Setting) -> str:
 
 
 def start(
-    configuration: Configuration, setting: Setting, out: Path, folder: Path, every: str
+    configuration: Configuration,
+    setting: Setting,
+    out: Path,
+    folder: Path,
+    every: str,
 ) -> Done:
     return begin(configuration, setting, out, folder, every).end(SECONDS)
 

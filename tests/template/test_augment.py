@@ -79,7 +79,8 @@ def test_shares_of_mixed_images(project: Project) -> None:
         count["cutmix" if bool(((mixed == 0) | (mixed == 1)).all()) else "mixup"] += 1
         samples.seed(number)
         again = dataset.transform_batch(images, labels, args, 6)
-        assert torch.equal(again[0], mixed) and torch.equal(again[1], targets)
+        assert torch.equal(again[0], mixed)
+        assert torch.equal(again[1], targets)
     assert min(count.values()) > 8
 
 
@@ -145,7 +146,8 @@ def test_images_of_full_depth(project: Project) -> None:
                 made = dataset.train_transform(32, augment)(*images)
                 image = made if isinstance(made, Tensor) else made[0]
                 assert 0 <= image.min() <= image.max() <= 1
-                assert (type(image), image.dtype) == (Tensor, torch.float32)
+                assert type(image) is Tensor
+                assert image.dtype == torch.float32
                 assert image.shape == (channels, 32, 32)
         expected = {"trivial", "rand", "color", "grey"} & set(dataset.AUGMENTATIONS)
         assert refused == (expected if channels == 5 else set())

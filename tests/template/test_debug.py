@@ -238,7 +238,8 @@ def test_a_mistake_is_held_where_it_is_made(
         lines = debugger.text.splitlines()
         last = lines[-1]
         assert lines[0] == f"starting {ranks} rank(s) ..."
-        assert error in last and ("AssertionError: " if is_own else "error: ") in last
+        assert error in last
+        assert ("AssertionError: " if is_own else "error: ") in last
         assert debugger.text.count("Traceback") == is_own
 
 
@@ -299,7 +300,8 @@ def test_attach_to_ranks_of_two_nodes(
         since = time.monotonic()
         for number, line in enumerate(lines):
             host, port = re.search(r"host (\S+), port (\d+)$", line).groups()
-            assert (host, int(port)) == ("127.0.0.1", debug_port + number)
+            assert host == "127.0.0.1"
+            assert int(port) == debug_port + number
             assert listening(int(port)) == [f"0100007F:{int(port):04X}"]
             debugger.wait(
                 lambda: time.monotonic() > since + 2, "more than --dist-timeout"
@@ -376,4 +378,5 @@ def test_a_launcher_that_ends_at_once(
     go.touch()
     done = command.end()
     assert moment == "killed" or done.status in (128 + signal.SIGINT, -signal.SIGINT)
-    assert (done.err, done.left) == ("", [])
+    assert done.err == ""
+    assert done.left == []

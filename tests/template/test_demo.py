@@ -37,7 +37,9 @@ def test_it_learns_and_predicts(template: Path, tmp_path: Path, task: str) -> No
     assert float(table[-1][name]) >= promised
     assert "2 rank(s) on CPU" in done.out
     last = done.out[done.out.index("The project:") :]
-    for path in re.findall(r"(demo/\S+)", last.replace(",", "")):
+    named = re.findall(r"(demo/\S+)", last.replace(",", ""))
+    assert len(named) >= 3
+    for path in named:
         assert (folder / path).exists(), path
     assert np.asarray(Image.open(project / RUN / "examples.png")).std() > 10
 
@@ -45,7 +47,8 @@ def test_it_learns_and_predicts(template: Path, tmp_path: Path, task: str) -> No
     found = project / "predictions"
     images = val if task == "classification" else val / "images"
     done = run([sys.executable, "predict.py", images, "--output", found], project).ok()
-    assert done.out and done.err == ""
+    assert done.out
+    assert done.err == ""
     count = accuracy if task == "classification" else miou
     best = max(float(row[name]) for row in table)
     assert count(val, found) == pytest.approx(best, abs=1e-3)

@@ -40,16 +40,19 @@ def destination(link: str, folder: Path) -> Path | None:
 
 
 def test_links() -> None:
+    followed = 0
     for name, (folder, _, text) in DOCUMENTS.items():
         prose = re.sub(r"^```.*?^```|`[^`\n]*`", "", text, flags=re.M | re.S)
         for url in re.findall(r'\]\(([^)\s]+)\)|src="([^"]+)"', prose):
             link, _, anchor = "".join(url).partition("#")
             path = destination(link, folder) if link else None
             assert path is None or path.exists(), f"{name}: {link}"
+            followed += path is not None
             if anchor and (path or not link):
                 assert anchor in anchors(path.read_text() if path else text), (
                     f"{name}: #{anchor}"
                 )
+    assert followed > 50
 
 
 def flags_of(script: str, task: str) -> set[str]:
@@ -81,23 +84,29 @@ def commands(text: str) -> Iterator[tuple[str, str, list[str]]]:
 
 def test_commands() -> None:
     makefile = (ROOT / "Makefile").read_text()
+    read = 0
     for name, (_, tasks, text) in DOCUMENTS.items():
         for line, script, words in commands(text):
+            read += 1
             for task in [task for task in tasks if f"# {task}" in line] or tasks:
                 for word in words:
                     known = not word.startswith("--") or word in flags_of(script, task)
                     file = TEMPLATE / "tasks" / task / word[1:]
                     exists = file.exists() or word[0] != "@"
-                    assert known and exists, f"{name}: {line}"
+                    assert known, f"{name}: {line}"
+                    assert exists, f"{name}: {line}"
         for target in re.findall(r"^ *make (\w+)", text, re.M):
             assert re.search(rf"^{target}:", makefile, re.M), name
+    assert read > 30
 
 
 @pytest.mark.parametrize("task", TASKS)
 def test_what_to_edit(task: str) -> None:
     """The files of the table exist, and have what it names."""
     table = rendered("README.md", task).split("## What to edit")[1].split("\n\n")[2]
-    for file, names in re.findall(r"`(\w+\.py)`((?:, `\w+`)*)", table):
+    rows = re.findall(r"`(\w+\.py)`((?:, `\w+`)*)", table)
+    assert len(rows) >= 3
+    for file, names in rows:
         places = (TEMPLATE / file, TEMPLATE / "tasks" / task / file)
         (path,) = filter(Path.exists, places)
         for name in re.findall(r"\w+", names):

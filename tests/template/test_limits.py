@@ -30,7 +30,7 @@ EDITED = {
 }
 # That of ddpkit is what it has: 60,000 is the aim.
 TOKENS = {
-    "ddpkit": 77_500,
+    "ddpkit": 78_000,
     "main": 1_800,
     "classification": 6_000,
     "segmentation": 6_600,
@@ -96,7 +96,8 @@ def test_names_of_ddpkit_that_a_project_uses(task: str) -> None:
     found = of_owner(task)
     names = set().union(*map(used, found.values()))
     assert len(used(found["main"])) <= 20
-    assert len(names) <= 35 and len(ddpkit.DOOR) <= 42
+    assert len(names) <= 35
+    assert len(ddpkit.DOOR) <= 42
     assert names <= ddpkit.DOOR.keys()
     imports = re.findall(
         r"^ *(?:import|from) ddpkit\b.*", "\n".join(found.values()), re.MULTILINE
@@ -165,12 +166,16 @@ def test_flags_without_torch(task: str, tmp_path: Path) -> None:
         return Command([sys.executable, "main.py", *words], tmp_path, **env)
 
     done = start("0", "--help").end().ok()
-    assert not done.err and done.out.count("\n") < 80
+    assert not done.err
+    assert done.out.count("\n") < 80
     flags = set(re.findall(r"^  (?:-h, )?(--[\w-]+)", done.out, re.MULTILINE))
     assert {"--data", "--help", "--dist-timeout"} < flags
     assert len(flags) <= 44
     ranks = [start(rank, "--epoch", "3") for rank in "01"]
-    second, first = (rank.end() for rank in reversed(ranks))
+    second = ranks[1].end()
+    first = ranks[0].end()
     first.refused("flags.error", "--epoch 3")
-    assert (second.status, second.out, second.err) == (2, "", "")
+    assert second.err == ""
+    assert second.status == 2
+    assert second.out == ""
     assert (tmp_path / "mistake").exists()

@@ -2,9 +2,7 @@
 
 import io
 import json
-import os
 import runpy
-import signal
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -17,6 +15,7 @@ from generated import (
     after_step,
     both_but_one_in_soak,
     both_tasks,
+    die,
     refusal,
     rows,
 )
@@ -185,7 +184,9 @@ def test_files_of_flags(task: str) -> None:
     """Their flags exist; their heads name command, data, figure, time and versions."""
     folder = TEMPLATE / "tasks" / task
     parse = runpy.run_path(str(folder / "flags.py"))["parse_args"]
-    for path in sorted((folder / "recipes").glob("*.txt")):
+    paths = sorted((folder / "recipes").glob("*.txt"))
+    assert paths
+    for path in paths:
         head = path.read_text().split("\n\n")[0]
         parse([f"@{path}"])
         command = f"#   ./launch.sh @recipes/{path.name} "
@@ -205,10 +206,14 @@ def test_killed_and_resumed(project: Project, few: Path, tmp_path: Path) -> None
     """The same bits, killed in the first and in the second epoch."""
     words = ["--image-size", 32, "--epochs", 2, "--save-every", 2]
     words += RECIPES[project.task].split()
-    for name, step in ("whole", 0), ("first", 3), ("second", 5):
+    for name, step in (
+        ("whole", 0),
+        ("first", 3),
+        ("second", 5),
+    ):
         out = tmp_path / name
         if step:
-            killed = after_step(step, lambda: os.kill(os.getpid(), signal.SIGKILL))
+            killed = after_step(step, die)
             assert project.train(few, out, words, patch=killed).statuses == [-9, -9]
         project.train(few, out, words).ok()
         assert digest(out) == digest(tmp_path / "whole")

@@ -47,7 +47,8 @@ def test_trials(project: Project, few: Path, tmp_path: Path) -> None:
     assert names == ["COMPLETE", "COMPLETE", "FAIL", "PRUNED", "PRUNED"]
     assert sorted(path.name for path in folder.iterdir()) == ["2", "4", "study.db"]
     failed, resumed = study.get_trials()[2:4]
-    assert failed.params == resumed.params and len(failed.params) == 3
+    assert failed.params == resumed.params
+    assert len(failed.params) == 3
     assert all(2 <= len(rows(folder / name)) < 500 for name in "24")
     assert (folder / "2/best.pt").exists()
 

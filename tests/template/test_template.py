@@ -67,7 +67,8 @@ def test_files(generate: Generate, template: Path, tmp_path: Path, task: str) ->
     (project / "runs").mkdir(parents=True)
     (project / "main.py").write_text("old")
     assert generate(tmp_path).returncode == 1
-    assert files(project) == {"main.py"} and (project / "main.py").read_text() == "old"
+    assert files(project) == {"main.py"}
+    assert (project / "main.py").read_text() == "old"
     done = generate(tmp_path, f"task={task}", "--overwrite-if-exists")
     assert done.returncode == 0, done.stderr
     assert (project / "runs").exists()
@@ -143,15 +144,20 @@ RULES = [{"module": "ddpkit", "include": False}]  # F11 goes over it
 def test_vscode() -> None:
     launch = read(FOLDER, "launch.json")
     tasks = read(FOLDER, "tasks.json")
-    assert (launch["version"], tasks["version"]) == ("0.2.0", "2.0.0")
+    assert launch["version"] == "0.2.0"
+    assert tasks["version"] == "2.0.0"
     first = launch["configurations"][0]  # F5 runs it
-    assert (first["name"], first["module"]) == (F5, "torch.distributed.launch")
+    assert first["name"] == F5
+    assert first["module"] == "torch.distributed.launch"
     for config in launch["configurations"]:
-        assert (config["type"], config["rules"]) == ("debugpy", RULES)
+        assert config["type"] == "debugpy"
+        assert config["rules"] == RULES
         needs_torch = config.get("module", "").startswith("torch.")
         assert config.get("preLaunchTask") == ("find torch" if needs_torch else None)
     for name, content in ("launch.json", launch), ("tasks.json", tasks):
-        for kind in KEYS.keys() & content.keys():
+        kinds = KEYS.keys() & content.keys()
+        assert len(kinds) == 2
+        for kind in kinds:
             for each in content[kind]:
                 assert set(each) <= set(KEYS[kind].split())
         text = (FOLDER / ".vscode" / name).read_text()
@@ -191,7 +197,8 @@ def test_lint_of_the_template(
     (folder / "tasks/classification/model.py").write_text("undefined\n")
     (folder / "launch.sh").write_text("#!/bin/sh\nls $1\n")
     done = lint(copy, clean_home)
-    assert "F821" in done.stdout and "SC2086" in done.stdout
+    assert "F821" in done.stdout
+    assert "SC2086" in done.stdout
 
 
 @pytest.mark.xdist_group("mypy")

@@ -90,7 +90,8 @@ def test_from_github(repository: Repository, tmp_path: Path, account: str) -> No
     # An address that git can clone again, without the account; no path of this machine.
     assert cruft_file(project)["template"].removesuffix(".git") == ADDRESS
     text = (project / ".cruft.json").read_text()
-    assert str(tmp_path) not in text and "password" not in text
+    assert str(tmp_path) not in text
+    assert "password" not in text
     cruft("check", cwd=project, env=repository[1])
 
 
