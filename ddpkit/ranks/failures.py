@@ -55,6 +55,10 @@ REMEDIES = {
         "a target is no class number; if it is 255, a pixel without a label, give torch's loss "
         "ignore_index=255"
     ),
+    "ignore_index is not supported for floating point target": (
+        "images are mixed, so that their targets are shares of the classes: give the loss no "
+        "ignore_index, or do not mix images"
+    ),
     r"Expected more than 1 (value per channel|spatial element) when training": (
         "a normalising layer has one value per channel to learn from: use a larger --batch-size, "
         "or --image-size; a loader of your own, whose last batch may be of one image, needs "

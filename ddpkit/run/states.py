@@ -71,7 +71,7 @@ def take_states(parts: Parts) -> State:
     return to_host(states)
 
 
-def leaves_of(state: Any) -> list[Any]:
+def leaves_of(state: object) -> list[Any]:
     return tree_leaves(state, is_leaf=lambda x: type(x) not in CONTAINERS)
 
 

@@ -695,9 +695,14 @@ def test_what_torch_says_of_other_mistakes() -> None:
         for _ in range(3):
             scheduler.step()
 
+    def ignore_a_share() -> None:
+        shares = torch.full((2, 3), 1 / 3)
+        nn.CrossEntropyLoss(ignore_index=255)(torch.zeros(2, 3), shares)
+
     for act, words in (
         (lambda: net(torch.zeros(1, 3, 4, 4)), "channels"),
         (step_too_often, "--epochs"),
+        (ignore_a_share, "no ignore_index"),
     ):
         with pytest.raises((RuntimeError, ValueError)) as caught:
             act()

@@ -129,7 +129,9 @@ def class_folders(chance: random.Random, folder: Path, setting: Setting) -> str:
     except UserError as error:
         assert any(str(path) in str(error) for path in tree.broken), error
         return "the first image is broken"
-    classes.sort(key=lambda name: (int(name) if name.isdecimal() else 0, name))
+    # as numbers if all are
+    are_numbers = all(name.isdecimal() for name in classes)
+    classes.sort(key=int if are_numbers else None)
     assert names == classes
     of_train = Counter(names[label] for _, label in train.samples)
     of_val = Counter(names[label] for _, label in val.samples)
