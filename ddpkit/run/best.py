@@ -58,9 +58,9 @@ class Best:
             self.until = epoch if is_back else math.inf
         # Killed before its first last.pt with a score, a run does not know yet which one it has.
         if state.get("history") or self.until < math.inf:
-            self.find(epoch)
+            self.find_in_folder(epoch)
 
-    def find(self, epoch: int) -> None:
+    def find_in_folder(self, epoch: int) -> None:
         """Take the score of best.pt, if that is the best of this name on these images."""
         found = distributed.from_rank_zero(self.folder.best_score, self.of, self.until)
         worst = math.inf if self.is_higher is False else -math.inf
@@ -71,9 +71,9 @@ class Best:
         before = self.of
         self.name, self.is_higher = distributed.from_rank_zero(self._chosen, row)
         if is_first or self.of != before:
-            self.find(epoch)
+            self.find_in_folder(epoch)
 
-    def add(self, score: float, epoch: int) -> bool:
+    def take(self, score: float, epoch: int) -> bool:
         """Return whether the score of a finished epoch is the best so far."""
         is_best = score > self.score if self.is_higher else score < self.score
         if self.epoch == epoch:  # the run was killed after it had saved best.pt

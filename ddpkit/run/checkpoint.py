@@ -68,7 +68,7 @@ class Foreign(UserError):
     """The file is as it was written, but no checkpoint of this project."""
 
 
-def write(path: Path, state: State) -> None:
+def write_file(path: Path, state: State) -> None:
     """Write `state` to `path`, and wait until the disk has it."""
     try:
         with open(path, "wb") as new:

@@ -183,7 +183,7 @@ class LateChanges:
     def trainable(self) -> int:
         return sum(weight.requires_grad for weight in self.trained.parameters())
 
-    def begin_epoch(self) -> None:
+    def before_steps(self) -> None:
         """Say a line if what was changed before the first steps will be wrong in a resumed run."""
         frozen = self.trainable_then - self.trainable()
         self.trainable_then = 0
@@ -201,12 +201,12 @@ class LateChanges:
             )
         self.at_start = ""
 
-    def end_epoch(self) -> None:
-        """Note the parts as they have been saved."""
+    def note_saved(self) -> None:
+        """Note the parts as they have been saved at the end of an epoch."""
         self.at_end = self._summary()
 
-    def since_epoch(self) -> bool:
-        """Return whether a part has changed since `end_epoch`, once; to call on all ranks."""
+    def since_saved(self) -> bool:
+        """Return whether a part has changed since `note_saved`, once; to call on all ranks."""
         then = self.at_end
         self.at_end = None
         if then is None:

@@ -242,12 +242,12 @@ class RunFolder:
         if is_best:
             best = self.path / "best.pt"
             with files.writing(best) as tmp_path:
-                files.retried(best, checkpoint.write, tmp_path, state)
+                files.retried(best, checkpoint.write_file, tmp_path, state)
                 if not keeps_images:
                     remove_images(self.path)
         last, older = (self.path / name for name in SAVES)
         with files.writing(last) as tmp_path:
-            files.retried(last, checkpoint.write, tmp_path, state)
+            files.retried(last, checkpoint.write_file, tmp_path, state)
             if not is_repeated:
                 with contextlib.suppress(FileNotFoundError):  # it is the first
                     last.replace(older)

@@ -336,7 +336,7 @@ class Run:
         """
         self._keep_changes()
         self.variables.begin_epoch(self, self.epoch, self.parts)
-        self.changes.begin_epoch()
+        self.changes.before_steps()
         self.networks = networks
         for network in networks:
             replicas.prepare(network)
@@ -379,7 +379,7 @@ class Run:
         for network in self.networks[:1]:  # others may be trained now and then
             replicas.check_called(network)
         self.first_steps.judge_step(loss, count)
-        self.progress.end_step(loss, count)
+        self.progress.count_step(loss, count)
         if self.report.steps.is_due(self.step):
             self._log(grad_norm)
         if self.save_every and self.step % self.save_every == 0:
@@ -432,12 +432,12 @@ class Run:
             )
         self._choose_score(row)
         row = distributed.from_rank_zero(checkpoint.to_plain, dict(row))
-        self.progress.end_epoch()
+        self.progress.next_epoch()
         position = {"epoch": self.epoch, "step": self.step}
         self.history.append(position | row | self.speed)
-        is_best = self.chosen.add(float(row[self.chosen.name]), self.epoch)
+        is_best = self.chosen.take(float(row[self.chosen.name]), self.epoch)
         self.save(is_best)
-        self.changes.end_epoch()
+        self.changes.note_saved()
         self.report.log_epoch(self.history[-1], is_best)
         return is_best
 
@@ -475,7 +475,7 @@ class Run:
 
     def _keep_changes(self) -> None:
         """Save again if a part was changed after `end_epoch`, such as a scheduler stepped there."""
-        if self.changes.since_epoch():
+        if self.changes.since_saved():
             self.save(is_best=self.best_epoch == self.epoch, again=True)
 
     def save(self, is_best: bool = False, again: bool = False) -> None:

@@ -79,7 +79,7 @@ class Progress:
                 return known
         return self.epoch * self.source.steps + self.steps_done
 
-    def end_step(self, loss: Tensor | float, count: Tensor) -> None:
+    def count_step(self, loss: Tensor | float, count: Tensor) -> None:
         """Count a step, and its losses without reading the device.
 
         loss: whose mean over the ranks is that of the step. count: of the labels of all ranks.
@@ -103,7 +103,7 @@ class Progress:
         """Leave out the rest of the epoch: a run that resumes starts with the next one."""
         self.seen = self.source.total
 
-    def end_epoch(self) -> None:
+    def next_epoch(self) -> None:
         self.epoch += 1
         self._begin_epoch()
 

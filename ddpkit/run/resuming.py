@@ -68,7 +68,7 @@ class Checkpoints:
         **parts: Any,
     ) -> None:
         distributed.adopt_group()
-        self.folder = RunFolder(folder, resume, read)
+        self.folder = RunFolder(folder, resume, read_own)
         self.parts = {name: unwrapped(part) for name, part in parts.items()}
         self.save_every = save_every
         self.seed = seed
@@ -241,7 +241,7 @@ def unwrapped(part: Any) -> Any:
     return network.module if isinstance(network, DistributedDataParallel) else part
 
 
-def read(path: Path | str) -> State:
+def read_own(path: Path | str) -> State:
     """Return the checkpoint at `path`, tensors on the CPU.
 
     Raises a UserError if it cannot be read, or is none of Checkpoints.

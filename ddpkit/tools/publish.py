@@ -90,7 +90,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     for name in names:
         with files.writing(given.output / name, parents=True) as tmp_path:
             if name == path.name:
-                checkpoint.write(tmp_path, state)
+                checkpoint.write_file(tmp_path, state)
             elif name == "args.json":
                 tmp_path.write_text(json.dumps(about, indent=2) + "\n")
             else:

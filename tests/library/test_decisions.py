@@ -226,7 +226,7 @@ def test_killed_after_best(tmp_path: Path, epochs: int) -> None:
         folder: ddpkit.RunFolder, state: dict, is_best: bool, **how: Any
     ) -> None:
         if is_best and state["epoch"] == epochs:
-            checkpoint.write(folder.path / "best.pt", state)
+            checkpoint.write_file(folder.path / "best.pt", state)
             raise Killed
         add(folder, state, is_best, **how)
 

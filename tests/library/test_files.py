@@ -63,7 +63,7 @@ def test_links_are_not_followed(write, tmp_path, monkeypatch):
             row([1])
     elif write == "checkpoint":
         with files.writing(path) as part:
-            checkpoint.write(part, {"a": 1})
+            checkpoint.write_file(part, {"a": 1})
     elif write == "writing":
         with files.writing(path) as part:
             part.write_text("new")
