@@ -29,7 +29,8 @@ from ddpkit.errors import (
     UserError,
     drop_unprinted,
     guard_streams,
-    need_torch,
+    no_torch,
+    print_error,
     print_line,
 )
 from ddpkit.ranks import protocol
@@ -186,7 +187,10 @@ def own(name: str) -> Any:
 def install_handlers() -> None:
     """Exit silently on Ctrl-C, and exit with torchrun or the debugger; print a stack on a crash."""
     guard_streams()
-    need_torch()
+    line = no_torch()
+    if line:
+        print_error(line)
+        sys.exit(protocol.MISTAKE)
     be_quiet()
     if not sys.stderr:  # it is closed
         sys.stderr = open(os.devnull, "w")  # noqa: SIM115

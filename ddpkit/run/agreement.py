@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
-import ddpkit
 from ddpkit.data import samples
 from ddpkit.errors import UserError
 from ddpkit.ranks import distributed, environment, process
+from ddpkit.version import FOLDER, __version__
 
 
 def check_alike(classes: Sequence[str], **loaders: Any) -> None:
@@ -22,7 +22,7 @@ def check_alike(classes: Sequence[str], **loaders: Any) -> None:
     # What this rank has; of what differs, a line tells the first.
     mine = {f"class {n}": f"class {n} {name}" for n, name in enumerate(classes)}
     mine["classes"] = f"{len(classes)} classes"
-    mine["version"] = f"ddpkit {ddpkit.__version__}"
+    mine["version"] = f"ddpkit {__version__}"
     mine["torch"] = f"torch {torch.__version__}"
     for use, loader in loaders.items():
         data = samples.of(loader)
@@ -61,6 +61,6 @@ def code() -> dict[str, int]:
         path = path.resolve()
         if path.parent == root:
             found[path.name] = zlib.crc32(path.read_bytes())
-    library = sorted(Path(ddpkit.__file__).parent.rglob("*.py"))
+    library = sorted(FOLDER.rglob("*.py"))
     found["ddpkit"] = zlib.crc32(b"".join(path.read_bytes() for path in library))
     return found

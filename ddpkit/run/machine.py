@@ -4,11 +4,10 @@ import contextlib
 import os
 import subprocess
 import warnings
-from pathlib import Path
 
 import torch
 
-import ddpkit
+from ddpkit import version
 from ddpkit.data import samples
 from ddpkit.ranks import distributed, process, protocol
 from ddpkit.ranks.cpus import cpu_share
@@ -70,7 +69,7 @@ def default_threads(on_gpu: bool) -> int:
 
 def library() -> str:
     """Return which ddpkit runs, and from where."""
-    return f"{ddpkit.__version__} in {Path(ddpkit.__file__).parent}"
+    return f"{version.__version__} in {version.FOLDER}"
 
 
 def git_commit() -> str:
