@@ -31,7 +31,7 @@ def check_alike(classes: Sequence[str], **loaders: Any) -> None:
             mine[use] = f"{samples.fingerprint(data)} for {use}"  # how many, and which
         # Without a list of files, the first sample tells whether the data are the same.
         is_listed = any(samples.listed(each) for each, _ in samples.places(data, 0))
-        if is_ours and not is_listed and len(data) and not distributed.is_debugged():
+        if is_ours and not is_listed and len(data) and not distributed.any_debugged():
             for part, checksum in samples.first_checksums(loader).items():
                 told = f"a first {part} for {use} with checksum {checksum:08x}"
                 mine[f"{part} for {use}"] = told

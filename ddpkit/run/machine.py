@@ -12,7 +12,7 @@ from ddpkit.data import samples
 from ddpkit.ranks import distributed, process, protocol
 from ddpkit.ranks.cpus import cpu_share
 from ddpkit.ranks.distributed import Rank
-from ddpkit.run.flags import launch
+from ddpkit.run.flags import launch_flags
 
 
 def rendezvous() -> Rank:
@@ -25,10 +25,9 @@ def rendezvous() -> Rank:
         here = ddpkit.rendezvous()
     """
     # by the flags that ddpkit.Parser has read
-    debugged, _ = launch.debug_rank
-    return distributed.rendezvous(
-        launch.local_rank, launch.dist_timeout, bool(debugged)
-    )
+    flags = launch_flags()
+    debugged, _ = flags.debug_rank
+    return distributed.rendezvous(flags.local_rank, flags.dist_timeout, bool(debugged))
 
 
 def configure(device: torch.device, seed: int, deterministic: bool = False) -> None:
@@ -41,7 +40,8 @@ def configure(device: torch.device, seed: int, deterministic: bool = False) -> N
 
         ddpkit.configure(device, args.seed)
     """
-    distributed.wait_for_debugger(*launch.debug_rank)
+    debugged, port = launch_flags().debug_rank
+    distributed.wait_for_debugger(debugged, port)
     samples.seed(seed)
     if deterministic:
         samples.be_deterministic()

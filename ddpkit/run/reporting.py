@@ -142,7 +142,7 @@ class Reporter:
         self.steps.begin(self.bar)
         self.waited = 0.0
         self.count = 0
-        failures.batch_size = self.batch_size
+        failures.note_batch_size(self.batch_size)
         asked = time.monotonic()
         for batch in batches:
             self.waited += time.monotonic() - asked

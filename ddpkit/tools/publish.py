@@ -80,7 +80,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     for name in ("args", "resumed_from"):
         if name in state:
             state[name] = without_paths(state[name])
-    about = without_paths(json.loads(files.read(path.with_name("args.json"))))
+    about = without_paths(json.loads(files.read_file(path.with_name("args.json"))))
     title = given.repo or process.project().name
     # before anything is written, because it may find a fault
     card = describe(path, state, about, title, given.license, names)
@@ -200,7 +200,7 @@ def give(used: dict[str, object]) -> list[str]:
 
 
 def read(path: Path) -> list[list[str]]:
-    text = files.read(path).decode(errors="replace")
+    text = files.read_file(path).decode(errors="replace")
     return list(csv.reader(io.StringIO(text, newline="")))
 
 
