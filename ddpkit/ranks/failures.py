@@ -15,7 +15,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import IO, NoReturn
+from typing import IO
 
 import torch
 import torch.distributed as dist
@@ -26,6 +26,7 @@ from ddpkit.errors import DiskError, UserError, print_error, shorten
 from ddpkit.ranks import (
     devices,
     distributed,
+    ending,
     environment,
     explaining,
     process,
@@ -37,7 +38,6 @@ from ddpkit.ranks.process import watch
 from ddpkit.ranks.protocol import (
     ANSWER_SECONDS,
     END_SECONDS,
-    ERROR,
     MISTAKE,
     POLL_SECONDS,
 )
@@ -76,8 +76,6 @@ REMEDIES = {
 Explainer = Callable[[Exception], str | UserError | None]
 # Of the script, set by one_line_errors alone; the watch thread explains with them, too.
 _explainers: list[Explainer] = []
-_reporting = threading.Lock()
-_first_status = 0  # of the rank that failed first; 0 as long as none is known
 _store_file: IO[bytes] | None = None  # of the first rank of a node, if the store is one
 # Of training, once it has begun. A global, because the error comes out of the whole run.
 _batch_size: int | None = None
@@ -122,11 +120,13 @@ def one_line_errors(*explainers: Explainer) -> Iterator[None]:
             raise
         process.begin_to_leave()
         _end_if_known(error)
-        if not _is_first(1):  # collectives broke here because another rank has left
-            _exit_as_first(1)
+        if not ending.is_first(
+            1
+        ):  # collectives broke here because another rank has left
+            ending.exit_as_first(1)
         if environment.has_other_nodes():
             print_error(f"{environment.own_rank()}:")
-        atexit.register(_exit_as_first, 1)  # after the traceback
+        atexit.register(ending.exit_as_first, 1)  # after the traceback
         raise
 
 
@@ -147,11 +147,11 @@ def _end_if_known(error: Exception) -> None:
         if hold:
             hold(error)
         if not isinstance(line, UserError):
-            report_and_exit(line, 1)
+            ending.report_and_exit(line, 1)
         if distributed.is_set_up():
             # Often all find the same: let rank 0 print it, whose output people read.
             time.sleep(min(distributed.rank(), 1))
-        report_and_exit(str(line), MISTAKE)
+        ending.report_and_exit(str(line), MISTAKE)
 
 
 def _follow_workers(_: list[int]) -> None:
@@ -164,31 +164,6 @@ def _follow_workers(_: list[int]) -> None:
         time.sleep(2 * POLL_SECONDS)  # let the main thread say it first
         if not watch.is_leaving:
             _end_if_known(fault)
-
-
-def report_and_exit(line: str, status: int) -> NoReturn:
-    """Print `line` as an error and exit with `status`, or as the rank that has reported one."""
-    _reporting.acquire()  # for good: of two threads of this rank one ends it
-    if status == MISTAKE:
-        environment.note_mistake()
-    if _is_first(status):
-        own = environment.own_rank()
-        if environment.has_other_nodes() and not line.startswith(f"{own} "):
-            line = f"{own}: {line}"
-        print_error(line)
-    _exit_as_first(status)
-
-
-def _exit_as_first(status: int) -> NoReturn:
-    """Exit as the rank that failed first; with `status` if that is this one.
-
-    Rank 0, which may hold the store, exits once the others know of the failure.
-    """
-    is_awaited = environment.has_other_nodes() or not process.by_torchrun()
-    is_alone = os.environ.get("WORLD_SIZE") == "1"
-    if is_awaited and os.environ.get("RANK") == "0" and not is_alone:
-        time.sleep(4 * POLL_SECONDS)
-    process.exit_now(_first_status or status)
 
 
 def keep_store() -> None:
@@ -257,7 +232,7 @@ class Lateness:
             self.waits_in = waits_in
             self.since = now
         elif now - self.since >= distributed.timeout():
-            report_and_exit(_of_others(is_late=True), 1)
+            ending.report_and_exit(_of_others(is_late=True), 1)
 
 
 _lateness = Lateness()
@@ -269,7 +244,7 @@ def follow_others(_: list[int]) -> None:
         return
     keep_store()
     try:
-        status = status_of_failure()
+        status = ending.status_of_failure()
         is_held = distributed.any_debugged() or watch.is_leaving
         if status and not is_held:  # nccl does not notice it
             time.sleep(2 * POLL_SECONDS)  # let that rank print its error first
@@ -285,43 +260,6 @@ def follow_others(_: list[int]) -> None:
         if distributed.is_joined() and not isinstance(error, dist.DistError):
             raise
         watch.duties.remove(follow_others)
-
-
-def status_of_failure() -> int:
-    """Return the exit status of the first rank that failed; 0 if none has reported an error."""
-    if not _first_status and distributed.store().check([ERROR]):
-        _note_first(distributed.store().get(ERROR).decode())
-    return _first_status
-
-
-def _is_first(status: int) -> bool:
-    """Return whether this rank has to report its error: no other one has."""
-    number = distributed.local_rank()
-    if not distributed.is_set_up():
-        # Without a store the first rank of each node reports, and then the launcher
-        # ends the others.
-        if number and process.by_torchrun() and not process.is_debugged():
-            process.be_quiet()  # on Ctrl-C
-            time.sleep(END_SECONDS + number)
-        return True
-    mine = f"{distributed.rank()} {status} {os.getpid()} {environment.node()}"
-    try:
-        first = distributed.store().compare_set(ERROR, "", mine).decode()
-    except dist.DistError:
-        # The store has gone: with torchrun, or with rank 0, which may have been killed.
-        return not _first_status and not process.by_torchrun()
-    _note_first(first)
-    return first == mine
-
-
-def _note_first(first: str) -> None:
-    """Take the status from the value of ERROR; say it once on each other node."""
-    global _first_status
-    rank, status, _, node = first.split()
-    is_news = not _first_status and node != environment.node()
-    if is_news and distributed.local_rank() == 0:
-        print_error(f"rank {rank} on {node} has failed")
-    _first_status = int(status)
 
 
 def _lost_rank(error: Exception) -> str | None:
@@ -349,7 +287,9 @@ def _of_others(is_late: bool) -> str:
     stderr = sys.__stderr__ or sys.stderr
     faulthandler.dump_traceback_later(3 * END_SECONDS, exit=True, file=stderr)
     try:
-        if not (status_of_failure() or distributed.store().check([protocol.STOP])):
+        if not (
+            ending.status_of_failure() or distributed.store().check([protocol.STOP])
+        ):
             is_new = not explaining.answered()  # before training no hang is shown
             if is_late and is_new and distributed.is_joined():
                 explaining.show(f"{line}:", ANSWER_SECONDS, is_hang=False)

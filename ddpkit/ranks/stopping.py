@@ -14,7 +14,7 @@ from typing import NoReturn
 import torch.distributed as dist
 
 from ddpkit.errors import print_line
-from ddpkit.ranks import distributed, explaining, failures, process, protocol
+from ddpkit.ranks import distributed, ending, explaining, failures, process, protocol
 from ddpkit.ranks.process import watch
 from ddpkit.ranks.protocol import ANSWER_SECONDS, STEP, STOP, STOP_SIGNALS, STOPPED
 
@@ -67,7 +67,7 @@ class Stopper:
                 if signum in STOP_SIGNALS:
                     process.exit_now(128 + signum)
             if not watch.is_leaving:  # as the main thread does unless it hangs
-                failures.report_and_exit(failures.lost_store(), self.status)
+                ending.report_and_exit(failures.lost_store(), self.status)
 
     def request_stop(self, signum: int) -> None:
         now = time.monotonic()
@@ -107,7 +107,7 @@ class Stopper:
             states = ", ".join(explaining.states(missing))
             if waited > self.grace or "has ended" in states:
                 line = f"not saved, after {waited:.0f} s for an answer: {states}"
-                failures.report_and_exit(line, self.status)
+                ending.report_and_exit(line, self.status)
             if not self.is_said:
                 self.is_said = True
                 line = f"waiting up to {self.grace:g} s for an answer: {states}"

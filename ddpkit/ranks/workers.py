@@ -20,7 +20,7 @@ from multiprocessing.context import BaseContext
 from typing import Any
 
 from ddpkit.errors import LineError, UserError
-from ddpkit.ranks import process, protocol
+from ddpkit.ranks import ending, process, protocol
 
 FORKS: Any = multiprocessing.get_context("fork" if hasattr(os, "fork") else None)
 HINTS = {
@@ -117,9 +117,7 @@ def fail(error: BaseException) -> None:
         )
     worker = multiprocessing.current_process()
     if not isinstance(worker, Worker):
-        from ddpkit.ranks import failures
-
-        failures.report_and_exit(str(line), protocol.MISTAKE)
+        ending.report_and_exit(str(line), protocol.MISTAKE)
     text = f"{line.code} {line.line}".encode()[: mmap.PAGESIZE]
     worker.note[: len(text)] = text
     os._exit(1)
