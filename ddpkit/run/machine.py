@@ -25,9 +25,9 @@ def rendezvous() -> Rank:
         here = ddpkit.rendezvous()
     """
     # by the flags that ddpkit.Parser has read
-    flags = launch_flags()
-    debugged, _ = flags.debug_rank
-    return distributed.rendezvous(flags.local_rank, flags.dist_timeout, bool(debugged))
+    given = launch_flags()
+    debugged, _ = given.debug_rank
+    return distributed.rendezvous(given.local_rank, given.dist_timeout, bool(debugged))
 
 
 def configure(device: torch.device, seed: int, deterministic: bool = False) -> None:

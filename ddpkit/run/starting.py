@@ -56,16 +56,15 @@ def check_itself(needs: str) -> None:
         raise UserError(
             f"{own} is imported instead of {beside}: start python without -I and -P"
         )
+    this = f"{own} is ddpkit {version.__version__}"
     present = version_numbers(version.__version__)
     least = version_numbers(needs)
     if present < least:
         how = "cruft update" if is_copy else "python -m pip install -r requirements.txt"
-        line = f"{own} is ddpkit {version.__version__}, main.py needs {needs}"
+        line = f"{this}, main.py needs {needs}"
         raise UserError(f"{line}: bring it up to date ({how})")
     if least and present[0] > least[0]:  # names may have gone
-        line = (
-            f"{own} is ddpkit {version.__version__}, main.py is written for {least[0]}"
-        )
+        line = f"{this}, main.py is written for {least[0]}"
         remedy = f"install ddpkit<{least[0] + 1}, or change main.py as docs/migration.md says"
         raise UserError(f"{line}: {remedy}")
 
