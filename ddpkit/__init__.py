@@ -14,6 +14,8 @@ tools/      python -m ddpkit COMMAND: none is imported by training
 import importlib
 from typing import TYPE_CHECKING
 
+from ddpkit.version import __version__
+
 if TYPE_CHECKING:
     from ddpkit.data.augment import (
         RandomResizedCrop,
@@ -46,8 +48,6 @@ if TYPE_CHECKING:
     from ddpkit.run.resuming import Checkpoints, explaining, stopping
     from ddpkit.run.starting import before_imports, run_main
     from ddpkit.run.tiles import sliding_window, sliding_window_rows
-
-__version__ = "2.0.0"
 
 # by module, which is imported when one of them is first used: no torch until then
 NAMES = {

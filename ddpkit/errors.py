@@ -10,8 +10,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TextIO
 
-from ddpkit.ranks.protocol import MISTAKE
-
 CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029]")  # such as the end of a line
 
 
@@ -121,14 +119,6 @@ def no_torch() -> str:
         f"{sys.executable} has no torch: activate the environment that has it, or set "
         'PYTHON to its interpreter (VS Code: "Python: Select Interpreter")'
     )
-
-
-def need_torch() -> None:
-    """Exit with that line, and the status of a mistake."""
-    line = no_torch()
-    if line:
-        print_error(line)
-        sys.exit(MISTAKE)
 
 
 def shorten(names: Sequence[str]) -> str:

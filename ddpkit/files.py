@@ -64,16 +64,16 @@ def retried(path: Path | str, function: Callable[..., T], *args: object) -> T:
         tries += 1
 
 
-def read(path: Path | str) -> bytes:
+def read_file(path: Path | str) -> bytes:
     """Return the content of a regular file. A pipe or a device, which may not end, is no file."""
 
-    def attempt() -> bytes:
+    def read_once() -> bytes:
         if not stat.S_ISREG(os.stat(path).st_mode):  # to open a pipe waits for a writer
             raise OSError(None, "not a regular file")
         with open(path, "rb", buffering=0) as file:
             return file.read()
 
-    return retried(path, attempt)
+    return retried(path, read_once)
 
 
 @contextlib.contextmanager
@@ -120,7 +120,7 @@ def table(path: Path, columns: Sequence[str]) -> Iterator[Callable[[Sequence], o
         with new_file(partial, "x", buffering=1, **how) as file:  # 1: by lines
             writer = csv.writer(file, lineterminator="\n")
 
-            def write(row: Sequence) -> None:
+            def write_row(row: Sequence) -> None:
                 if len(row) != len(columns):
                     raise UserError(
                         f"{path}: a row of {len(row)} values for {len(columns)} "
@@ -128,9 +128,9 @@ def table(path: Path, columns: Sequence[str]) -> Iterator[Callable[[Sequence], o
                     )
                 writer.writerow(map(as_text, row))
 
-            write(columns)
+            write_row(columns)
             header = file.tell()
-            yield write
+            yield write_row
             is_empty = file.tell() == header
         if is_empty:
             partial.unlink()

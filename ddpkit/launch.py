@@ -72,7 +72,7 @@ class Ranks:
             if signal.getsignal(signum) != signal.SIG_IGN:  # as under nohup
                 signal.signal(signum, handler)
 
-    def start(self, words: Sequence[str], store: str) -> None:
+    def start_all(self, words: Sequence[str], store: str) -> None:
         """Start a Python with `words` for each rank; those of one node meet in the file `store`."""
         nodes = self.nodes
         env = os.environ | {
@@ -162,13 +162,13 @@ class Ranks:
             time.sleep(POLL)
             statuses = self.poll()
         local_rank, status = failed or find_first(statuses)
-        return self.explain(local_rank, status)
+        return self.exit_status(local_rank, status)
 
     def poll(self) -> list[int | None]:
         """Return the exit status of each rank, None while it runs."""
         return [rank.poll() for rank in self.running]
 
-    def explain(self, local_rank: int, status: int) -> int:
+    def exit_status(self, local_rank: int, status: int) -> int:
         """Return the exit status for that of a rank; name one that a signal has ended."""
         if self.first and -status in self.sent:  # it has ended as it was told to
             return 128 + self.first
@@ -238,7 +238,7 @@ def main(script: str = "") -> int:
     with private as folder:
         while True:
             # each time another file: what is in the last one is of ranks that are gone
-            ranks.start([script, *words], f"{folder}/{uuid.uuid4().hex}")
+            ranks.start_all([script, *words], f"{folder}/{uuid.uuid4().hex}")
             status = ranks.wait()
             if status in protocol.FINAL or not restarts or ranks.first:
                 process.ignore_signals()  # while the folder is removed

@@ -49,7 +49,7 @@ def texts(
                 if any(" " in value for value in values):
                     return values
     if isinstance(node, ast.Name):
-        return [f"{{{node.id}}}"]
+        return [f"{{{node.id.strip('_')}}}"]
     if isinstance(node, ast.Attribute):
         return [f"{{{node.attr.strip('_')}}}"]
     if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant):

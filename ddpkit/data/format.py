@@ -130,7 +130,7 @@ def read_format(folder: Path) -> Format:
     """Return what `folder`/data.json says, the defaults without it; a UserError names a mistake."""
     path = folder / NAME
     try:
-        return _parse(json.loads(files.read(path).decode("utf-8-sig")))
+        return _parse(json.loads(files.read_file(path).decode("utf-8-sig")))
     except (FileNotFoundError, NotADirectoryError):
         return DEFAULT_FORMAT
     except OSError as error:

@@ -216,7 +216,7 @@ def open_image(path: str, format: Format = DEFAULT_FORMAT) -> LazyImage:
     Raises a UserError that names the file if it cannot be read.
     """
     with _reading(path):
-        data = files.read(path)
+        data = files.read_file(path)
         if format.channels:
             values = read_values(path, data, format)
             return LazyImage.of(_to_floats(path, values, format))
@@ -322,7 +322,7 @@ def read_stored(path: str, format: Format = DEFAULT_FORMAT) -> Image.Image:
     """Return the image at `path`, upright and otherwise as it is stored; for masks."""
     with _reading(path, is_mask=True):
         # Its content, because Pillow, if it maps the file, turns some TIFFs wrongly.
-        data = files.read(path)
+        data = files.read_file(path)
         with _opened(path, data, format, is_mask=True) as file:
             if is_deep(file) and len(file.getbands()) > 1:
                 raise ValueError(

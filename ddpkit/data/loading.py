@@ -15,7 +15,7 @@ from ddpkit.data.samples import Key, MapDataset, Seeded, fingerprint
 from ddpkit.errors import UserError
 from ddpkit.ranks import distributed, process
 from ddpkit.ranks.cpus import cpu_share
-from ddpkit.ranks.workers import find_fault, running
+from ddpkit.ranks.workers import find_fault, running, worker_context
 
 
 class TrainSampler(Sampler[Key]):
@@ -223,14 +223,14 @@ def workers(count: int | None, device: torch.device) -> dict[str, Any]:
     if count is None:
         count = default_workers()
     seconds = 0.0
-    if count and not distributed.is_debugged():
+    if count and not distributed.any_debugged():
         # Shorter than the ranks' own time-out: if a worker hangs, this rank can name
         # its sample.
         seconds = 0.9 * distributed.timeout()
     return {
         "num_workers": count,
         "persistent_workers": count > 0,
-        "multiprocessing_context": process.worker_context(count),
+        "multiprocessing_context": worker_context(count),
         "worker_init_fn": process.start_worker,
         "prefetch_factor": 2 if count else None,  # batches that each reads ahead
         "pin_memory": device.type != "cpu",
@@ -329,5 +329,5 @@ def started(loader: Any) -> Iterator:
     with process.holding_signals():
         found = iter(loader)
     if isinstance(found, _MultiProcessingDataLoaderIter):
-        process.iterators.add(found)
+        process.note_iterator(found)
     return found

@@ -237,7 +237,7 @@ class Seeded(Dataset):
         """Compare the first samples of a run with what a second read of them returns."""
         worker = get_worker_info()
         # In a debugger each would stop at a breakpoint twice.
-        if self.unequal[0] or (worker and worker.id) or distributed.is_debugged():
+        if self.unequal[0] or (worker and worker.id) or distributed.any_debugged():
             return
         after = random_state()  # from which a collate function goes on to draw
         until = time.monotonic() + 1  # where samples take long, a few have to do

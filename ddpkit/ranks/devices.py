@@ -115,7 +115,7 @@ def check(
             continue
         line = f"{len(names)} ranks on {place} but {count} GPU(s) for them:"
         if is_debugged:
-            meeting.say(f"{line} debugging on the CPU")
+            meeting.say_on_node(f"{line} debugging on the CPU")
             return CPU
         own = f"give each rank its own by LOCAL_RANK or {environment.GPUS}"
         raise UserError(
@@ -131,7 +131,9 @@ def backend(device: torch.device) -> str:
     """
     name = dist.get_default_backend_for_device(device)
     if name == "gloo" and dist.get_debug_level() == dist.DebugLevel.DETAIL:
-        meeting.say("TORCH_DISTRIBUTED_DEBUG=DETAIL crashes DDP with gloo: using INFO")
+        meeting.say_on_node(
+            "TORCH_DISTRIBUTED_DEBUG=DETAIL crashes DDP with gloo: using INFO"
+        )
         dist.set_debug_level(dist.DebugLevel.INFO)
     if device.type == "cpu":
         return name

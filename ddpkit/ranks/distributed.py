@@ -185,7 +185,7 @@ def timeout_name() -> str:
     return "--dist-timeout" if Group.has_met_itself else "timeout of the process group"
 
 
-def is_debugged() -> bool:
+def any_debugged() -> bool:
     return Group.is_debugged  # some rank has a debugger, or may get one
 
 

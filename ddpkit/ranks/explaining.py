@@ -13,7 +13,7 @@ import sys
 import sysconfig
 import threading
 import traceback
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -21,8 +21,7 @@ import torch
 
 from ddpkit.errors import print_line, shorten
 from ddpkit.ranks import devices, distributed, environment, process
-from ddpkit.ranks.process import watch
-from ddpkit.ranks.protocol import ASKED, PLACE, PROCESS
+from ddpkit.ranks.protocol import ANSWER_SECONDS, ASKED, PLACE, PROCESS, QUESTION
 
 LIBRARIES = tuple(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))
 # A rank's place is not in these files, but where they are called.
@@ -31,6 +30,41 @@ BELOW = (f"ddpkit{os.sep}", "distributed.py")
 NOT_ALL = "usually a collective that not all ranks reach: under `if rank == 0`, or after a break"
 LATE = "usually slow or stuck input, or work of one rank alone, such as evaluate()"
 STUCK = "slow work, a stuck process, or the network between the ranks: see the end of the stacks"
+
+
+# Globals, because two threads and a signal's handler meet here; each has one function
+# that sets it.
+_folder: Path | None = None  # in which a person asks where all ranks are
+_position: Callable[[], str] = str  # such as "epoch 1, step 3"
+_answered = 0  # questions that this rank has answered
+
+
+def look_in(folder: Path) -> None:
+    """Have a person's question be looked for in `folder`."""
+    global _folder
+    _folder = folder
+
+
+def name_position(position: Callable[[], str]) -> None:
+    """Have `position()` be part of what this rank answers."""
+    global _position
+    _position = position
+
+
+def answered() -> int:
+    return _answered
+
+
+def _forget() -> None:
+    """Begin anew in a forked child, which may become a rank of its own."""
+    global _folder, _position, _answered
+    _folder = None
+    _position = str
+    _answered = 0
+
+
+if hasattr(os, "register_at_fork"):  # not on Windows
+    os.register_at_fork(after_in_child=_forget)
 
 
 class Position(NamedTuple):
@@ -118,7 +152,7 @@ def here() -> Position:
                 edited = place
     if shown[-1:] != frames[-1:]:  # what the last of our own has called
         shown.append(frames[-1])
-    text = ", ".join(filter(None, [watch.position(), edited or place]))
+    text = ", ".join(filter(None, [_position(), edited or place]))
     found = collectives()
     waits_in = find_waiting(found)
     if waits_in:
@@ -132,17 +166,28 @@ def here() -> Position:
 
 def answer() -> None:
     """Say where this rank is if another has asked."""
+    global _answered
     store = distributed.store()
-    while store.check([ASKED.format(watch.questions + 1)]):
-        watch.questions += 1
-        place = PLACE.format(watch.questions, distributed.rank())
+    while store.check([ASKED.format(_answered + 1)]):
+        _answered += 1
+        place = PLACE.format(_answered, distributed.rank())
         store.set(place, json.dumps(here()))
+
+
+def answer_person() -> None:
+    """On rank 0 print where all ranks are if a person asks."""
+    if not _folder or not distributed.is_rank_zero():
+        return
+    question = _folder / QUESTION
+    if question.exists():
+        question.unlink(missing_ok=True)
+        show("asked where all ranks are:", ANSWER_SECONDS, is_hang=False)
 
 
 def show(title: str, seconds: float, is_hang: bool = True) -> None:
     """Print where all ranks are, after at most `seconds`; unless another rank is about to."""
     store = distributed.store()
-    turn = watch.questions + 1
+    turn = _answered + 1
     me = str(distributed.rank())
     asker = store.compare_set(ASKED.format(turn), "", me).decode()
     answer()

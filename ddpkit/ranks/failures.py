@@ -15,7 +15,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import IO, NoReturn
+from typing import IO
 
 import torch
 import torch.distributed as dist
@@ -26,7 +26,9 @@ from ddpkit.errors import DiskError, UserError, print_error, shorten
 from ddpkit.ranks import (
     devices,
     distributed,
+    ending,
     environment,
+    explaining,
     process,
     protocol,
     replicas,
@@ -36,7 +38,6 @@ from ddpkit.ranks.process import watch
 from ddpkit.ranks.protocol import (
     ANSWER_SECONDS,
     END_SECONDS,
-    ERROR,
     MISTAKE,
     POLL_SECONDS,
 )
@@ -77,11 +78,17 @@ REMEDIES = {
     ),
 }
 Explainer = Callable[[Exception], str | UserError | None]
-_explainers: list[Explainer] = []  # of the script
-_reporting = threading.Lock()
-_first_status = 0  # of the rank that failed first; 0 as long as none is known
+# Of the script, set by one_line_errors alone; the watch thread explains with them, too.
+_explainers: list[Explainer] = []
 _store_file: IO[bytes] | None = None  # of the first rank of a node, if the store is one
-batch_size: int | None = None  # of training, once it has begun
+# Of training, once it has begun. A global, because the error comes out of the whole run.
+_batch_size: int | None = None
+
+
+def note_batch_size(size: int) -> None:
+    """Have a line on memory name the batch size of this run."""
+    global _batch_size
+    _batch_size = size
 
 
 @contextlib.contextmanager
@@ -99,8 +106,8 @@ def one_line_errors(*explainers: Explainer) -> Iterator[None]:
     threading.excepthook = workers.on_thread_error
     own_pid = os.getpid()
     try:
-        watch.add(follow_others)
-        watch.add(_follow_workers)
+        watch.add_duty(follow_others)
+        watch.add_duty(_follow_workers)
         yield
         process.remove_sockets()
     except BaseException as error:
@@ -117,11 +124,13 @@ def one_line_errors(*explainers: Explainer) -> Iterator[None]:
             raise
         process.begin_to_leave()
         _end_if_known(error)
-        if not _is_first(1):  # collectives broke here because another rank has left
-            _leave(1)
+        if not ending.is_first(
+            1
+        ):  # collectives broke here because another rank has left
+            ending.exit_as_first(1)
         if environment.has_other_nodes():
             print_error(f"{environment.own_rank()}:")
-        atexit.register(_leave, 1)  # after the traceback
+        atexit.register(ending.exit_as_first, 1)  # after the traceback
         raise
 
 
@@ -142,11 +151,11 @@ def _end_if_known(error: Exception) -> None:
         if hold:
             hold(error)
         if not isinstance(line, UserError):
-            report(line, 1)
+            ending.report_and_exit(line, 1)
         if distributed.is_set_up():
             # Often all find the same: let rank 0 print it, whose output people read.
             time.sleep(min(distributed.rank(), 1))
-        report(str(line), MISTAKE)
+        ending.report_and_exit(str(line), MISTAKE)
 
 
 def _follow_workers(_: list[int]) -> None:
@@ -155,35 +164,10 @@ def _follow_workers(_: list[int]) -> None:
     It may be in a collective, and what torch raises in it may be swallowed.
     """
     fault = workers.find_fault()
-    if fault and not distributed.is_debugged():
+    if fault and not distributed.any_debugged():
         time.sleep(2 * POLL_SECONDS)  # let the main thread say it first
         if not watch.is_leaving:
             _end_if_known(fault)
-
-
-def report(line: str, status: int) -> NoReturn:
-    """Print `line` as an error and exit with `status`, or as the rank that has reported one."""
-    _reporting.acquire()  # for good: of two threads of this rank one ends it
-    if status == MISTAKE:
-        environment.note_mistake()
-    if _is_first(status):
-        own = environment.own_rank()
-        if environment.has_other_nodes() and not line.startswith(f"{own} "):
-            line = f"{own}: {line}"
-        print_error(line)
-    _leave(status)
-
-
-def _leave(status: int) -> NoReturn:
-    """Exit as the rank that failed first; with `status` if that is this one.
-
-    Rank 0, which may hold the store, exits once the others know of the failure.
-    """
-    is_awaited = environment.has_other_nodes() or not process.by_torchrun()
-    is_alone = os.environ.get("WORLD_SIZE") == "1"
-    if is_awaited and os.environ.get("RANK") == "0" and not is_alone:
-        time.sleep(4 * POLL_SECONDS)
-    process.exit_now(_first_status or status)
 
 
 def keep_store() -> None:
@@ -235,7 +219,7 @@ class Lateness:
         self.waits_in = ""  # what they said of the place
         self.since = 0.0  # when they first did
 
-    def check(self) -> None:
+    def end_if_late(self) -> None:
         frame = sys._current_frames()[threading.main_thread().ident or 0]
         place = id(frame), frame.f_lasti
         now = time.monotonic()
@@ -247,14 +231,12 @@ class Lateness:
         self.read_at = now + min(distributed.timeout(), protocol.LATE_SECONDS) / 10
         waits_in = ""
         if not is_moving:
-            from ddpkit.ranks import explaining
-
             waits_in = explaining.find_waiting(explaining.collectives())
         if not waits_in or waits_in != self.waits_in:
             self.waits_in = waits_in
             self.since = now
         elif now - self.since >= distributed.timeout():
-            report(_of_others(is_late=True), 1)
+            ending.report_and_exit(_of_others(is_late=True), 1)
 
 
 _lateness = Lateness()
@@ -266,73 +248,22 @@ def follow_others(_: list[int]) -> None:
         return
     keep_store()
     try:
-        status = status_of_failure()
-        is_held = distributed.is_debugged() or watch.is_leaving
+        status = ending.status_of_failure()
+        is_held = distributed.any_debugged() or watch.is_leaving
         if status and not is_held:  # nccl does not notice it
             time.sleep(2 * POLL_SECONDS)  # let that rank print its error first
             process.exit_now(status)
         if distributed.is_joined():
             if devices.is_mixed() and not is_held:
-                _lateness.check()
-            _answer_questions()
+                _lateness.end_if_late()
+            explaining.answer()
+            explaining.answer_person()
     except (dist.DistError, ValueError, AttributeError) as error:
         # Without the store, or when the main thread is leaving the group, there is
         # nobody to hear.
         if distributed.is_joined() and not isinstance(error, dist.DistError):
             raise
         watch.duties.remove(follow_others)
-
-
-def _answer_questions() -> None:
-    """Say where this rank is if another asks; on rank 0, where all are if a person does."""
-    if distributed.store().check([protocol.ASKED.format(watch.questions + 1)]):
-        from ddpkit.ranks import explaining  # only now: training does without
-
-        explaining.answer()
-    if watch.folder and distributed.is_rank_zero():
-        question = watch.folder / protocol.QUESTION
-        if question.exists():
-            from ddpkit.ranks import explaining
-
-            question.unlink(missing_ok=True)
-            explaining.show("asked where all ranks are:", ANSWER_SECONDS, is_hang=False)
-
-
-def status_of_failure() -> int:
-    """Return the exit status of the first rank that failed; 0 if none has reported an error."""
-    if not _first_status and distributed.store().check([ERROR]):
-        _read(distributed.store().get(ERROR).decode())
-    return _first_status
-
-
-def _is_first(status: int) -> bool:
-    """Return whether this rank has to report its error: no other one has."""
-    number = distributed.local_rank()
-    if not distributed.is_set_up():
-        # Without a store the first rank of each node reports, and then the launcher
-        # ends the others.
-        if number and process.by_torchrun() and not process.is_debugged():
-            process.be_quiet()  # on Ctrl-C
-            time.sleep(END_SECONDS + number)
-        return True
-    mine = f"{distributed.rank()} {status} {os.getpid()} {environment.node()}"
-    try:
-        first = distributed.store().compare_set(ERROR, "", mine).decode()
-    except dist.DistError:
-        # The store has gone: with torchrun, or with rank 0, which may have been killed.
-        return not _first_status and not process.by_torchrun()
-    _read(first)
-    return first == mine
-
-
-def _read(first: str) -> None:
-    """Take the status from the value of ERROR; say it once on each other node."""
-    global _first_status
-    rank, status, _, node = first.split()
-    is_news = not _first_status and node != environment.node()
-    if is_news and distributed.local_rank() == 0:
-        print_error(f"rank {rank} on {node} has failed")
-    _first_status = int(status)
 
 
 def _lost_rank(error: Exception) -> str | None:
@@ -360,10 +291,10 @@ def _of_others(is_late: bool) -> str:
     stderr = sys.__stderr__ or sys.stderr
     faulthandler.dump_traceback_later(3 * END_SECONDS, exit=True, file=stderr)
     try:
-        if not (status_of_failure() or distributed.store().check([protocol.STOP])):
-            from ddpkit.ranks import explaining
-
-            is_new = not watch.questions  # before training no hang is shown
+        if not (
+            ending.status_of_failure() or distributed.store().check([protocol.STOP])
+        ):
+            is_new = not explaining.answered()  # before training no hang is shown
             if is_late and is_new and distributed.is_joined():
                 explaining.show(f"{line}:", ANSWER_SECONDS, is_hang=False)
             for state in explaining.states(range(distributed.world_size())):
@@ -422,7 +353,7 @@ def _unused(error: Exception, text: str) -> UserError:
     found = re.search(
         r"indices which did not receive grad for rank \d+: ([\d ]+)", text
     )
-    names = replicas.trained.get(networks[-1], []) if networks else []
+    names = replicas.trained_names(networks[-1]) if networks else []
     numbers = found[1].split() if found else []
     unused = [names[int(n)] for n in numbers if int(n) < len(names)]
     return UserError(
@@ -436,7 +367,7 @@ def _of_memory(error: Exception) -> UserError | None:
     what = out_of_memory(error)
     if not what:
         return None
-    size = f" with --batch-size {batch_size}" if batch_size else ""
+    size = f" with --batch-size {_batch_size}" if _batch_size else ""
     return UserError(
         f"{environment.own_rank()} is out of {what}{size}: lower --batch-size (--accumulate keeps "
         "the global batch), --image-size or, for segmentation, --tile (0 is the whole image)"

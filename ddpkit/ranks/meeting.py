@@ -41,7 +41,7 @@ def ticks(seconds: float) -> Iterator[bool]:
         waited = time.monotonic() - start
 
 
-def say(line: str) -> None:
+def say_on_node(line: str) -> None:
     if os.environ.get("LOCAL_RANK", "0") == "0":
         print_line(line, sys.stderr)
 
@@ -111,7 +111,7 @@ def _reach(host: str, port: int, timeout: timedelta) -> dist.Store:
             if isinstance(error, socket.gaierror):
                 line = f"MASTER_ADDR={host} cannot be resolved ({error.strerror})"
         if is_due:
-            say(f"{line}; trying for {seconds:g} s")
+            say_on_node(f"{line}; trying for {seconds:g} s")
     raise UserError(f"{line}: is rank 0 there, does a firewall let the port through?")
 
 
@@ -166,7 +166,7 @@ def _await_notes(store: dist.Store, rank: int, keys: list[str], seconds: float) 
         if store.check(["met"]) or (rank == 0 and store.check(keys)):
             return ""
         if is_due and rank == 0:
-            say(f"waiting up to {seconds:g} s for {_missing(store, keys)}")
+            say_on_node(f"waiting up to {seconds:g} s for {_missing(store, keys)}")
     who = f"waited {seconds:g} s for {_missing(store, keys)}"
     return f"{who}: start as many, with the same MASTER_ADDR and MASTER_PORT"
 

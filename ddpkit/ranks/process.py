@@ -16,11 +16,11 @@ import shutil
 import signal
 import socket
 import sys
+import tempfile
 import threading
 import traceback
 import weakref
 from collections.abc import Callable, Collection, Iterator
-from multiprocessing.context import BaseContext
 from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
@@ -29,7 +29,8 @@ from ddpkit.errors import (
     UserError,
     drop_unprinted,
     guard_streams,
-    need_torch,
+    no_torch,
+    print_error,
     print_line,
 )
 from ddpkit.ranks import protocol
@@ -55,23 +56,20 @@ class Watch(threading.Thread):
         self.lock = threading.Lock()  # held while it does them
         self.is_over = False
         # What else it and the main thread share:
-        self.folder: Path | None = None  # in which a person asks where all ranks are
-        self.position: Callable[[], str] = str  # such as "epoch 1, step 3"
         self.is_leaving = False  # the main thread ends this rank
-        self.questions = 0  # that this rank has answered
         # The file that launch.sh finds if this rank ends without a word
         self.silent: Path | None = None
 
-    def start(self) -> None:
+    def _begin(self) -> None:
         # Not made before: forks would share it.
         self.socket, self.wakeup = socket.socketpair()
         self.wakeup.setblocking(False)
         atexit.register(self.stop)
-        super().start()
+        self.start()
 
     def run(self) -> None:
         while not self.is_over:
-            signals = self.wait(protocol.POLL_SECONDS)
+            signals = self.wait_for_signals(protocol.POLL_SECONDS)
             with self.lock:
                 try:
                     for duty in self.duties.copy():
@@ -80,20 +78,20 @@ class Watch(threading.Thread):
                     print_line(traceback.format_exc(), sys.stderr)
                     exit_now(1)
 
-    def wait(self, seconds: float) -> list[int]:
+    def wait_for_signals(self, seconds: float) -> list[int]:
         """Return the signals that come within `seconds`; at once if one comes."""
         self.socket.settimeout(seconds)
         with contextlib.suppress(TimeoutError):
             return list(self.socket.recv(64))
         return []
 
-    def add(self, duty: Duty) -> None:
+    def add_duty(self, duty: Duty) -> None:
         if duty not in self.duties:
             self.duties.append(duty)
         if not self.ident:
-            self.start()
+            self._begin()
 
-    def remove(self, duty: Duty) -> None:
+    def remove_duty(self, duty: Duty) -> None:
         if self.lock.acquire(timeout=2 * protocol.ANSWER_SECONDS):
             if duty in self.duties:  # a child that was forked has none
                 self.duties.remove(duty)
@@ -107,9 +105,14 @@ class Watch(threading.Thread):
 
 watch = Watch()
 # By process id of a rank: the folder for its loader workers' sockets
-sockets: dict[int, str] = {}
-iterators: weakref.WeakSet[Any] = weakref.WeakSet()  # of this process's loaders
+_sockets: dict[int, str] = {}
+_iterators: weakref.WeakSet[Any] = weakref.WeakSet()  # of this process's loaders
 _masks = threading.local()  # signals that a thread has held back before it forks
+
+
+def note_iterator(iterator: object) -> None:
+    """Have a child that is forked leave the workers of a loader's iterator to this process."""
+    _iterators.add(iterator)
 
 
 def hand_over(*_: object) -> None:
@@ -140,7 +143,7 @@ def _in_child() -> None:
             is_end = signum == signal.SIGTERM
             signal.signal(signum, signal.SIG_DFL if is_end else hand_over)
     # Else to drop its copy would end the workers of the parent.
-    for iterator in iterators:
+    for iterator in _iterators:
         iterator._shutdown = True
     # The workers are not the child's own.
     for at_exit in (watch.stop, _kill_workers, ignore_signals):
@@ -186,7 +189,10 @@ def own(name: str) -> Any:
 def install_handlers() -> None:
     """Exit silently on Ctrl-C, and exit with torchrun or the debugger; print a stack on a crash."""
     guard_streams()
-    need_torch()
+    line = no_torch()
+    if line:
+        print_error(line)
+        sys.exit(protocol.MISTAKE)
     be_quiet()
     if not sys.stderr:  # it is closed
         sys.stderr = open(os.devnull, "w")  # noqa: SIM115
@@ -320,9 +326,23 @@ def _kill_workers() -> None:
         child.kill()
 
 
+def socket_folder() -> str:
+    """Return this rank's folder for the sockets of its workers, which are killed and leave them."""
+    pid = os.getpid()
+    if pid not in _sockets:
+        launchers = os.path.dirname(os.environ.get(protocol.STORE, ""))
+        for parent in (launchers, tempfile.gettempdir(), "/dev/shm"):
+            # A socket's path has at most 107 bytes; 31 are those of the names below.
+            if len(os.fsencode(parent)) <= 76 and os.access(parent, os.W_OK):
+                break
+        _sockets[pid] = tempfile.mkdtemp(prefix="ddp-", dir=parent)
+        atexit.register(remove_sockets)
+    return _sockets[pid]
+
+
 def remove_sockets() -> None:
     """Remove this rank's folder; the last rank also that of a launcher that was killed."""
-    folder = sockets.pop(os.getpid(), "")
+    folder = _sockets.pop(os.getpid(), "")
     shutil.rmtree(folder, ignore_errors=True)
     launchers = os.path.dirname(os.environ.get(protocol.STORE, ""))
     is_last = folder and launchers and not any(Path(launchers).glob("ddp-*"))
@@ -341,15 +361,6 @@ def _follow_parent(signum: int, parent: int) -> bool:
     if not is_running(parent):  # it ended before that call
         os.kill(os.getpid(), signum)
     return os.getppid() == parent
-
-
-def worker_context(workers: int) -> BaseContext | None:
-    """Return how loader workers start: Python 3.14's helper process may outlive its parent."""
-    if not workers or sys.platform != "linux":
-        return None
-    from ddpkit.ranks.workers import context
-
-    return context()
 
 
 def start_worker(number: int) -> None:
@@ -377,12 +388,12 @@ def start_worker(number: int) -> None:
                 os.kill(rank, signal.SIGINT)
 
     if not _follow_parent(KILL, rank):  # the kernel does not see to it
-        Watch().add(follow_rank)
+        Watch().add_duty(follow_rank)
     if is_debugged():
         name = f"rank {os.environ.get('RANK', 0)}, worker {number}"
         threading.main_thread().name = name
         if DEBUGGED_LAUNCHER in os.environ:
-            Watch().add(interrupt_rank)
+            Watch().add_duty(interrupt_rank)
 
 
 def _follow_debugger() -> None:
@@ -405,7 +416,7 @@ def _follow_debugger() -> None:
         if threading.main_thread().is_alive():
             exit_now(128 + signal.SIGINT)
 
-    watch.add(duty)
+    watch.add_duty(duty)
     signal.set_wakeup_fd(watch.wakeup.fileno(), warn_on_full_buffer=False)
 
 

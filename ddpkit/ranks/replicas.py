@@ -13,8 +13,8 @@ from torch.nn.parallel import DistributedDataParallel
 from ddpkit.errors import UserError
 from ddpkit.ranks import distributed
 
-# The names of a network's weights, in DDP's order
-trained: WeakKeyDictionary[nn.Module, list[str]] = WeakKeyDictionary()
+# The names of each prepared network's weights, in DDP's order
+_trained: WeakKeyDictionary[nn.Module, list[str]] = WeakKeyDictionary()
 _called: WeakSet[nn.Module] = WeakSet()  # of these, since the last optimizer step
 
 
@@ -23,23 +23,28 @@ def uncompiled(network: nn.Module) -> nn.Module:
     return getattr(network, "_orig_mod", network)
 
 
+def trained_names(network: nn.Module) -> list[str]:
+    """Return the names of its weights, in DDP's order, if it has been prepared."""
+    return _trained.get(network, [])
+
+
 def weights_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     return [weight for group in optimizer.param_groups for weight in group["params"]]
 
 
-def prepare(network: nn.Module) -> None:
+def prepare_network(network: nn.Module) -> None:
     """Prepare a network for training on all ranks; a second time it is left alone.
 
     Raises a UserError if it is not in DistributedDataParallel, and there are several ranks; or if
     weights were frozen or unfrozen since.
     """
     ddp_model = uncompiled(network)
-    is_new = ddp_model not in trained
+    is_new = ddp_model not in _trained
     if isinstance(ddp_model, DistributedDataParallel):
         _check_trained(ddp_model, is_new)
     if not is_new:
         return
-    trained[ddp_model] = [
+    _trained[ddp_model] = [
         name.removeprefix("module.")
         for name, each in ddp_model.named_parameters()
         if each.requires_grad

@@ -14,7 +14,7 @@ from typing import NoReturn
 import torch.distributed as dist
 
 from ddpkit.errors import print_line
-from ddpkit.ranks import distributed, failures, process, protocol
+from ddpkit.ranks import distributed, ending, explaining, failures, process, protocol
 from ddpkit.ranks.process import watch
 from ddpkit.ranks.protocol import ANSWER_SECONDS, STEP, STOP, STOP_SIGNALS, STOPPED
 
@@ -54,20 +54,22 @@ class Stopper:
             self.check_hang()
             for signum in signals:
                 if signum in STOP_SIGNALS:
-                    self.on_signal(signum)
+                    self.request_stop(signum)
             if self.answered and not self.is_stopping:
                 self.await_answers()
             elif not self.is_stopping and self.store.check([STOP]):
-                self.answer()
+                self.answer_stop()
         except dist.DistError:
             # The store has gone, with the rank or launcher that held it.
-            for signum in watch.wait(ANSWER_SECONDS):  # a launcher that ends sends one
+            for signum in watch.wait_for_signals(
+                ANSWER_SECONDS
+            ):  # a launcher that ends sends one
                 if signum in STOP_SIGNALS:
                     process.exit_now(128 + signum)
             if not watch.is_leaving:  # as the main thread does unless it hangs
-                failures.report(failures.lost_store(), self.status)
+                ending.report_and_exit(failures.lost_store(), self.status)
 
-    def on_signal(self, signum: int) -> None:
+    def request_stop(self, signum: int) -> None:
         now = time.monotonic()
         if not self.first_signal:
             self.first_signal = now
@@ -83,7 +85,7 @@ class Stopper:
             distributed.print0("aborted; progress since the last checkpoint is lost")
             process.exit_now(self.status)
 
-    def answer(self) -> None:
+    def answer_stop(self) -> None:
         with self.lock:
             self.store.set(STEP.format(distributed.rank()), str(self.step))
             self.answered = time.monotonic()
@@ -99,15 +101,13 @@ class Stopper:
             self.last_step = max(map(int, self.store.multi_get(answers)))
             self.agreed.set()
         elif waited > ANSWER_SECONDS:
-            from ddpkit.ranks import explaining
-
             missing = [
                 rank for rank, key in enumerate(answers) if not self.store.check([key])
             ]
             states = ", ".join(explaining.states(missing))
             if waited > self.grace or "has ended" in states:
                 line = f"not saved, after {waited:.0f} s for an answer: {states}"
-                failures.report(line, self.status)
+                ending.report_and_exit(line, self.status)
             if not self.is_said:
                 self.is_said = True
                 line = f"waiting up to {self.grace:g} s for an answer: {states}"
@@ -119,12 +119,10 @@ class Stopper:
         if self.heartbeat != self.last_heartbeat:
             self.last_heartbeat = self.heartbeat
             self.seen = now
-            self.questions = watch.questions
+            self.questions = explaining.answered()
             return
-        is_shown = watch.questions > self.questions  # by this rank or another
+        is_shown = explaining.answered() > self.questions  # by this rank or another
         if now - self.seen > self.hang_seconds and not is_shown:
-            from ddpkit.ranks import explaining
-
             left = distributed.timeout() - self.hang_seconds
             seconds = min(0.6 * left, ANSWER_SECONDS)
             explaining.show(f"no progress for {self.hang_seconds:g} s:", seconds)
@@ -140,13 +138,13 @@ def on_signals(position: Callable[[], str]) -> Iterator[None]:
     With a debugger at some rank neither holds: signals end the run, and ranks may be paused.
     """
     global _stopper
-    if distributed.is_debugged():
+    if distributed.any_debugged():
         yield
         return
     stopper = _stopper = Stopper()
-    watch.position = position
-    watch.add(failures.follow_others)
-    watch.add(stopper)
+    explaining.name_position(position)
+    watch.add_duty(failures.follow_others)
+    watch.add_duty(stopper)
     taken_from = signal.set_wakeup_fd(watch.wakeup.fileno(), warn_on_full_buffer=False)
     before = {}
     for signum in STOP_SIGNALS:
@@ -159,8 +157,8 @@ def on_signals(position: Callable[[], str]) -> Iterator[None]:
     finally:
         _stopper = None
         if is_done:
-            watch.position = str  # what follows is in no epoch
-        watch.remove(stopper)
+            explaining.name_position(str)  # what follows is in no epoch
+        watch.remove_duty(stopper)
         signal.set_wakeup_fd(taken_from)
         for signum, handler in before.items():
             signal.signal(signum, _exit_soon if is_done else handler)
@@ -174,7 +172,7 @@ def _exit_soon(*_: object) -> None:
         if time.monotonic() > deadline:
             process.exit_now(STOPPED)
 
-    watch.add(exit_late)
+    watch.add_duty(exit_late)
 
 
 def end_step() -> None:

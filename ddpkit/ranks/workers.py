@@ -4,7 +4,6 @@ What they ask of the system (threads, files, shared memory) mostly fails in thre
 multiprocessing, whose errors nobody sees: the rank would wait for a batch that does not come.
 """
 
-import atexit
 import copy
 import errno
 import functools
@@ -14,7 +13,6 @@ import os
 import re
 import signal
 import sys
-import tempfile
 import threading
 import traceback
 from multiprocessing import queues
@@ -22,7 +20,7 @@ from multiprocessing.context import BaseContext
 from typing import Any
 
 from ddpkit.errors import LineError, UserError
-from ddpkit.ranks import process, protocol
+from ddpkit.ranks import ending, process, protocol
 
 FORKS: Any = multiprocessing.get_context("fork" if hasattr(os, "fork") else None)
 HINTS = {
@@ -42,7 +40,9 @@ class Worker(FORKS.Process):
         self.note = mmap.mmap(-1, mmap.PAGESIZE)  # the fork shares it
 
     def start(self) -> None:
-        self._config["tempdir"] = sockets()  # instead of a folder of its own
+        self._config["tempdir"] = (
+            process.socket_folder()
+        )  # instead of a folder of its own
         # Those that are over go: this closes their handles.
         running[:] = [each for each in running if not each.is_over()]
         super().start()
@@ -81,8 +81,13 @@ class Queue(queues.Queue):
         fail(error)
 
 
-def context() -> BaseContext:
-    """Return what a DataLoader starts its workers with."""
+def worker_context(count: int) -> BaseContext | None:
+    """Return how `count` loader workers start: Python 3.14's helper process may outlive its parent.
+
+    None is Python's own way.
+    """
+    if not count or sys.platform != "linux":
+        return None
     found = copy.copy(FORKS)
     found.Process = Worker
     found.Queue = functools.partial(Queue, ctx=found)
@@ -112,9 +117,7 @@ def fail(error: BaseException) -> None:
         )
     worker = multiprocessing.current_process()
     if not isinstance(worker, Worker):
-        from ddpkit.ranks import failures
-
-        failures.report(str(line), protocol.MISTAKE)
+        ending.report_and_exit(str(line), protocol.MISTAKE)
     text = f"{line.code} {line.line}".encode()[: mmap.PAGESIZE]
     worker.note[: len(text)] = text
     os._exit(1)
@@ -171,17 +174,3 @@ def lacking(error: BaseException) -> UserError | None:
         f"/dev/shm cannot hold the batches of loader workers ({os.strerror(number)}; see df -h "
         "/dev/shm): docker run --ipc=host or --shm-size=8g; else lower --workers (0 needs none)"
     )
-
-
-def sockets() -> str:
-    """Return this rank's folder for the sockets of its workers, which are killed and leave them."""
-    pid = os.getpid()
-    if pid not in process.sockets:
-        launchers = os.path.dirname(os.environ.get(protocol.STORE, ""))
-        for parent in (launchers, tempfile.gettempdir(), "/dev/shm"):
-            # A socket's path has at most 107 bytes; 31 are those of the names below.
-            if len(os.fsencode(parent)) <= 76 and os.access(parent, os.W_OK):
-                break
-        process.sockets[pid] = tempfile.mkdtemp(prefix="ddp-", dir=parent)
-        atexit.register(process.remove_sockets)
-    return process.sockets[pid]

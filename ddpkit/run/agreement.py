@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
-import ddpkit
 from ddpkit.data import samples
 from ddpkit.errors import UserError
 from ddpkit.ranks import distributed, environment, process
+from ddpkit.version import FOLDER, __version__
 
 
 def check_alike(classes: Sequence[str], **loaders: Any) -> None:
@@ -22,7 +22,7 @@ def check_alike(classes: Sequence[str], **loaders: Any) -> None:
     # What this rank has; of what differs, a line tells the first.
     mine = {f"class {n}": f"class {n} {name}" for n, name in enumerate(classes)}
     mine["classes"] = f"{len(classes)} classes"
-    mine["version"] = f"ddpkit {ddpkit.__version__}"
+    mine["version"] = f"ddpkit {__version__}"
     mine["torch"] = f"torch {torch.__version__}"
     for use, loader in loaders.items():
         data = samples.dataset_of(loader)
@@ -31,7 +31,7 @@ def check_alike(classes: Sequence[str], **loaders: Any) -> None:
             mine[use] = f"{samples.fingerprint(data)} for {use}"  # how many, and which
         # Without a list of files, the first sample tells whether the data are the same.
         is_listed = any(samples.listed(each) for each, _ in samples.places(data, 0))
-        if is_ours and not is_listed and len(data) and not distributed.is_debugged():
+        if is_ours and not is_listed and len(data) and not distributed.any_debugged():
             for part, checksum in samples.first_checksums(loader).items():
                 told = f"a first {part} for {use} with checksum {checksum:08x}"
                 mine[f"{part} for {use}"] = told
@@ -61,6 +61,6 @@ def code() -> dict[str, int]:
         path = path.resolve()
         if path.parent == root:
             found[path.name] = zlib.crc32(path.read_bytes())
-    library = sorted(Path(ddpkit.__file__).parent.rglob("*.py"))
+    library = sorted(FOLDER.rglob("*.py"))
     found["ddpkit"] = zlib.crc32(b"".join(path.read_bytes() for path in library))
     return found

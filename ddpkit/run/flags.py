@@ -9,13 +9,28 @@ import shlex
 from argparse import ArgumentTypeError
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from ddpkit.errors import UserError
 
 NOBODY: tuple[list[int], int] = ([], 5678)  # waits for a debugger; the port of rank 0
-# How this rank was started: flags that Parser takes for itself.
-launch = argparse.Namespace(local_rank=None, dist_timeout=600.0, debug_rank=NOBODY)
+
+
+class LaunchFlags(NamedTuple):
+    """How this rank was started: flags that Parser takes for itself."""
+
+    local_rank: int | None = None
+    dist_timeout: float = 600.0
+    debug_rank: tuple[list[int], int] = NOBODY
+
+
+# Set by Parser.parse alone. Not passed on: they are none of a project's flags, and so
+# what it calls, `rendezvous` and `configure`, has no argument for them.
+_launch = LaunchFlags()
+
+
+def launch_flags() -> LaunchFlags:
+    return _launch
 
 
 class Help(
@@ -78,8 +93,9 @@ class Parser(argparse.ArgumentParser):
             if action.dest in defaults:
                 action.required = False
         args = self.parse_args(argv)
-        for name in vars(launch):
-            setattr(launch, name, vars(args).pop(name))
+        global _launch
+        taken = {name: vars(args).pop(name) for name in LaunchFlags._fields}
+        _launch = LaunchFlags(**taken)
         return args
 
     @staticmethod
@@ -93,7 +109,7 @@ class Parser(argparse.ArgumentParser):
             parser.add_argument("--dropout", type=parser.at_least(0, float, below=1))
         """
 
-        def number(text: str) -> float:
+        def convert(text: str) -> float:
             with contextlib.suppress(ValueError):
                 value = kind(text)
                 if low <= value < below:
@@ -102,7 +118,7 @@ class Parser(argparse.ArgumentParser):
             end = "" if below == math.inf else f" and less than {below:g}"
             raise ArgumentTypeError(f"{text} is not {name} of {low} or more{end}")
 
-        return number
+        return convert
 
     @staticmethod
     def class_weights(text: str) -> str | tuple[float, ...]:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from ddpkit import files
 from ddpkit.data import normalizing
 from ddpkit.errors import UserError
-from ddpkit.ranks import distributed, environment, process, protocol
+from ddpkit.ranks import distributed, environment, explaining, process, protocol
 from ddpkit.run import checkpoint
 from ddpkit.run.checkpoint import KEYS, OTHER_RUN, Damaged, Foreign
 from ddpkit.run.layout import OWN_FILES, SAVES, remove_images
@@ -74,7 +74,7 @@ class RunFolder:
                 self._lock()
                 # asked of an earlier run
                 (self.path / protocol.QUESTION).unlink(missing_ok=True)
-            process.watch.folder = self.path  # where it looks for questions from now on
+            explaining.look_in(self.path)
             state = self._search()
         # Nodes that do not share a disk may have found different ones, or none.
         mine = (state["step"], self.contains(state["path"])) if state else (-1, False)

@@ -339,7 +339,7 @@ class Run:
         self.changes.before_steps()
         self.networks = networks
         for network in networks:
-            replicas.prepare(network)
+            replicas.prepare_network(network)
         if self.model is not self.trained:
             self.model.train()  # for end_epoch to see whether `evaluate` was given it
         format = normalizing.format_of(self.train_loader)

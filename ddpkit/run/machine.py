@@ -4,16 +4,15 @@ import contextlib
 import os
 import subprocess
 import warnings
-from pathlib import Path
 
 import torch
 
-import ddpkit
+from ddpkit import version
 from ddpkit.data import samples
 from ddpkit.ranks import distributed, process, protocol
 from ddpkit.ranks.cpus import cpu_share
 from ddpkit.ranks.distributed import Rank
-from ddpkit.run.flags import launch
+from ddpkit.run.flags import launch_flags
 
 
 def rendezvous() -> Rank:
@@ -26,10 +25,9 @@ def rendezvous() -> Rank:
         here = ddpkit.rendezvous()
     """
     # by the flags that ddpkit.Parser has read
-    debugged, _ = launch.debug_rank
-    return distributed.rendezvous(
-        launch.local_rank, launch.dist_timeout, bool(debugged)
-    )
+    given = launch_flags()
+    debugged, _ = given.debug_rank
+    return distributed.rendezvous(given.local_rank, given.dist_timeout, bool(debugged))
 
 
 def configure(device: torch.device, seed: int, deterministic: bool = False) -> None:
@@ -42,7 +40,8 @@ def configure(device: torch.device, seed: int, deterministic: bool = False) -> N
 
         ddpkit.configure(device, args.seed)
     """
-    distributed.wait_for_debugger(*launch.debug_rank)
+    debugged, port = launch_flags().debug_rank
+    distributed.wait_for_debugger(debugged, port)
     samples.seed(seed)
     if deterministic:
         samples.be_deterministic()
@@ -70,7 +69,7 @@ def default_threads(on_gpu: bool) -> int:
 
 def library() -> str:
     """Return which ddpkit runs, and from where."""
-    return f"{ddpkit.__version__} in {Path(ddpkit.__file__).parent}"
+    return f"{version.__version__} in {version.FOLDER}"
 
 
 def git_commit() -> str:

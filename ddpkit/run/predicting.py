@@ -19,6 +19,7 @@ from ddpkit.data.format import Format, read_format
 from ddpkit.data.images import LazyImage, open_image, visible
 from ddpkit.errors import UserError, print_error
 from ddpkit.ranks import devices, distributed, process
+from ddpkit.ranks.workers import worker_context
 from ddpkit.run import checkpoint
 from ddpkit.run.pictures import draw_legend, drawing, overlay, paint
 
@@ -96,7 +97,7 @@ class Predictor:
             data,
             batch_size,
             num_workers=workers,
-            multiprocessing_context=process.worker_context(workers),
+            multiprocessing_context=worker_context(workers),
             worker_init_fn=process.start_worker,
             collate_fn=list,  # of pairs, some of which may have a line for an image
         )

@@ -176,7 +176,7 @@ class Reporter:
         self.steps.begin_epoch(self.bar)
         self.waited = 0.0
         self.images = 0
-        failures.batch_size = batch_size  # for the line if memory does not suffice
+        failures.note_batch_size(batch_size)
         asked = time.monotonic()
         for batch in batches:
             self.waited += time.monotonic() - asked

@@ -118,7 +118,7 @@ class Checkpoints:
         `epochs`, at the end; after a signal all ranks leave after the same step.
         """
         for network in networks:
-            replicas.prepare(network)
+            replicas.prepare_network(network)
         with contextlib.ExitStack() as stack:
             if not self.is_in_epochs:
                 stack.enter_context(on_signals(self._position))

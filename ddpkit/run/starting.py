@@ -6,9 +6,8 @@ import os
 import re
 import time
 from collections.abc import Callable
-from pathlib import Path
 
-import ddpkit
+from ddpkit import version
 from ddpkit.errors import UserError, print_error
 from ddpkit.ranks import environment, process
 from ddpkit.ranks.protocol import END_SECONDS, MISTAKE
@@ -50,29 +49,28 @@ def before_imports(
 
 def check_itself(needs: str) -> None:
     """Raise a UserError if this ddpkit is too old, or is not the one that lies beside main.py."""
-    own = Path(ddpkit.__file__).parent
+    own = version.FOLDER
     beside = process.project() / "ddpkit"
     is_copy = (beside / "__init__.py").is_file()
     if is_copy and not own.samefile(beside):
         raise UserError(
             f"{own} is imported instead of {beside}: start python without -I and -P"
         )
-    version = numbers(ddpkit.__version__)
-    least = numbers(needs)
-    if version < least:
+    this = f"{own} is ddpkit {version.__version__}"
+    present = version_numbers(version.__version__)
+    least = version_numbers(needs)
+    if present < least:
         how = "cruft update" if is_copy else "python -m pip install -r requirements.txt"
-        line = f"{own} is ddpkit {ddpkit.__version__}, main.py needs {needs}"
+        line = f"{this}, main.py needs {needs}"
         raise UserError(f"{line}: bring it up to date ({how})")
-    if least and version[0] > least[0]:  # names may have gone
-        line = (
-            f"{own} is ddpkit {ddpkit.__version__}, main.py is written for {least[0]}"
-        )
+    if least and present[0] > least[0]:  # names may have gone
+        line = f"{this}, main.py is written for {least[0]}"
         remedy = f"install ddpkit<{least[0] + 1}, or change main.py as docs/migration.md says"
         raise UserError(f"{line}: {remedy}")
 
 
-def numbers(version: str) -> list[int]:
-    return [int(number) for number in re.findall(r"\d+", version)]
+def version_numbers(text: str) -> list[int]:
+    return [int(number) for number in re.findall(r"\d+", text)]
 
 
 def run_main(main: Callable[[], object]) -> None:

@@ -83,7 +83,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     for name in ("args", "resumed_from"):
         if name in state:
             state[name] = without_paths(state[name])
-    about = without_paths(json.loads(files.read(path.with_name("args.json"))))
+    about = without_paths(json.loads(files.read_file(path.with_name("args.json"))))
     title = given.repo or process.project().name
     # before anything is written, because it may find a fault
     card = make_card(path, state, about, title, given.license, names)
@@ -204,7 +204,7 @@ def used_flags(used: dict[str, object]) -> list[str]:
 
 
 def read_rows(path: Path) -> list[list[str]]:
-    text = files.read(path).decode(errors="replace")
+    text = files.read_file(path).decode(errors="replace")
     return list(csv.reader(io.StringIO(text, newline="")))
 
 

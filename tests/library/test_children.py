@@ -16,7 +16,7 @@ from ranks import on_ranks
 from torch.utils.data import DataLoader
 
 from ddpkit.data import loading
-from ddpkit.ranks import distributed, failures, process, protocol, stopping
+from ddpkit.ranks import distributed, failures, process, protocol, stopping, workers
 from ddpkit.run import reporting
 
 context = multiprocessing.get_context("fork")
@@ -118,7 +118,7 @@ def test_a_child_that_fails(tmp_path):
 @on_ranks(1)
 def test_a_child_that_drops_an_iterator():
     """The loader workers of its parent work on."""
-    context = process.worker_context(1)
+    context = workers.worker_context(1)
     loader = DataLoader(range(8), 1, num_workers=1, multiprocessing_context=context)
     found = loading.started(loader)
 

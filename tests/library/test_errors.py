@@ -142,7 +142,7 @@ def test_the_status_with_a_broken_stream(tmp_path, redirection):
 def test_a_launcher_whose_terminal_is_closed():
     """It restarts the ranks, and its status is theirs."""
     ended = iter((1, 0))
-    launch.Ranks.start = lambda *_: None
+    launch.Ranks.start_all = lambda *_: None
     launch.Ranks.wait = lambda _: next(ended)
     os.environ.update(NPROC="2", MAX_RESTARTS="1")
     sys.argv = ["launch.py"]

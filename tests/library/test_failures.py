@@ -86,7 +86,7 @@ def test_weights_without_a_gradient():
             dist.set_debug_level(dist.DebugLevel.INFO)
         networks = [nn.parallel.DistributedDataParallel(Heads()) for _ in range(2)]
         for ddp_model in networks:
-            replicas.prepare(ddp_model)
+            replicas.prepare_network(ddp_model)
         # after the start, which DDP ignores
         networks[1].module.body[1].requires_grad_()
         with pytest.raises(RuntimeError) as error:

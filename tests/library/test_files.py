@@ -83,7 +83,7 @@ def test_formulas(tmp_path):
     numbers = [-1, -0.5, "-1e-3", "+3", float("nan")]
     with files.table(tmp_path / "a.csv", names + list("abcde")) as write:
         write(names + numbers)
-        with refusal("files.write", "9 values for 14 columns"):
+        with refusal("files.write_row", "9 values for 14 columns"):
             write(names)
     with open(tmp_path / "a.csv", newline="") as file:
         header, row = csv.reader(file)

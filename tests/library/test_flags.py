@@ -74,9 +74,9 @@ def test_mistakes(words):
 @pytest.mark.parametrize("word", ["--local-rank", "--local_rank"])
 def test_the_rank_of_older_launchers(word, monkeypatch):
     """As torch.distributed.launch passes it; it is no flag of the script's."""
-    monkeypatch.setattr(flags.launch, "local_rank", None)
+    monkeypatch.setattr(flags, "_launch", flags.LaunchFlags())
     assert vars(flags.Parser().parse([word, "3"])) == {}
-    assert flags.launch.local_rank == 3
+    assert flags.launch_flags().local_rank == 3
 
 
 def test_lines_of_a_file(tmp_path):

@@ -188,7 +188,7 @@ def test_misuses_of_a_step(tmp_path: Path) -> None:
             tmp_path / name, (old, new), accumulate=passes, is_joined_by_other=has_other
         )
         assert len([line for line in lines if text in line]) == 1, name
-    with refusal("replicas.prepare", "DistributedDataParallel(model)"):
+    with refusal("replicas.prepare_network", "DistributedDataParallel(model)"):
         train(tmp_path / "bare", is_bare=True)
 
 

@@ -27,6 +27,7 @@ from ddpkit.errors import UserError
 from ddpkit.ranks import (
     devices,
     distributed,
+    ending,
     environment,
     explaining,
     failures,
@@ -255,12 +256,12 @@ def test_a_collective_of_gpus_that_takes_too_long(is_late):
 
     distributed.Group.timeout = timedelta(seconds=0.5)
     explaining.collectives = collectives
-    failures.report = lambda line, status: reported.append((line, status))
+    ending.report_and_exit = lambda line, status: reported.append((line, status))
     lateness = failures.Lateness()
 
     def look() -> None:
         while time.monotonic() < ends and not reported:
-            lateness.check()
+            lateness.end_if_late()
             time.sleep(0.05)
 
     thread = threading.Thread(target=look)

@@ -111,7 +111,7 @@ def test_plain_ddp_with_buffers() -> None:
     )
     for options in {}, {"static_graph": True}, {"find_unused_parameters": True}:
         ddp_model = nn.parallel.DistributedDataParallel(net, **options)
-        replicas.prepare(ddp_model)
+        replicas.prepare_network(ddp_model)
         assert ddp_model.broadcast_buffers
         for _ in range(2):
             ddp_model(torch.rand(4, 3)).sum().backward()

@@ -215,10 +215,10 @@ def main(source):
     multiprocessing.set_start_method("forkserver")
     import torch
     import dataset, ddpkit, distributed
-    from ddpkit.ranks import process
+    from ddpkit.data import loading
     from flags import parse_args
 
-    process.worker_context = lambda workers: None  # Python's default, on Linux too
+    loading.worker_context = lambda workers: None  # Python's default, on Linux too
     distributed.setup(3)
     train, _, classes = dataset.build_datasets(parse_args(["--data", source, "--image-size", "32"]))
     found = []

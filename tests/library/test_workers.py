@@ -23,7 +23,7 @@ from torch.utils.data._utils.fetch import _MapDatasetFetcher
 
 from ddpkit.data import loading
 from ddpkit.data.samples import Key, Seeded
-from ddpkit.ranks import failures, process, protocol, workers
+from ddpkit.ranks import failures, process, protocol
 
 FILES = "too many files are open: raise the limit (ulimit -n)"
 PROCESSES = "no more processes or threads can be started: raise the limit (ulimit -u"
@@ -262,10 +262,10 @@ def where_the_sockets_are(tmp_path: Path) -> None:
         os.environ[protocol.STORE] = str(store)
         os.environ[protocol.LAUNCHER] = str(os.getpid())
         tempfile.tempdir = str(tmp)
-        folder = Path(workers.sockets())
+        folder = Path(process.socket_folder())
         assert folder.parent == place
         assert folder.stat().st_mode & 0o777 == 0o700
-        assert workers.sockets() == str(folder)
+        assert process.socket_folder() == str(folder)
         process.remove_sockets()
         assert not folder.exists()
         assert launchers.exists()
@@ -273,7 +273,7 @@ def where_the_sockets_are(tmp_path: Path) -> None:
         {protocol.STORE: f"{launchers}/store", protocol.LAUNCHER: str(2**22 + 1)}
     )
     tempfile.tempdir = str(tmp_path)
-    workers.sockets()
+    process.socket_folder()
     process.remove_sockets()
     assert not launchers.exists()  # the launcher was killed
     assert long.exists()

@@ -36,7 +36,7 @@ process.install_handlers()
 
 from torch.utils.data import DataLoader
 
-from ddpkit.ranks import distributed, failures
+from ddpkit.ranks import distributed, failures, workers
 
 
 class Numbers:
@@ -51,7 +51,7 @@ if __name__ == "__main__":  # the project's tests import main
     with failures.one_line_errors():
         distributed.setup()
         rank = distributed.rank()
-        how = {"num_workers": 1, "multiprocessing_context": process.worker_context(1)}
+        how = {"num_workers": 1, "multiprocessing_context": workers.worker_context(1)}
         for number in DataLoader(Numbers(), worker_init_fn=process.start_worker, **how):
             distributed.reduce_tensor(number)
 """

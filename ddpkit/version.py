@@ -1,0 +1,6 @@
+"""Which ddpkit this is, and where; without the door, so that any module can ask."""
+
+from pathlib import Path
+
+__version__ = "2.0.0"
+FOLDER = Path(__file__).parent
