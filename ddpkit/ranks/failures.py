@@ -124,9 +124,8 @@ def one_line_errors(*explainers: Explainer) -> Iterator[None]:
             raise
         process.begin_to_leave()
         _end_if_known(error)
-        if not ending.is_first(
-            1
-        ):  # collectives broke here because another rank has left
+        # else collectives broke here because another rank has left
+        if not ending.is_first(1):
             ending.exit_as_first(1)
         if environment.has_other_nodes():
             print_error(f"{environment.own_rank()}:")

@@ -61,9 +61,8 @@ class Stopper:
                 self.answer_stop()
         except dist.DistError:
             # The store has gone, with the rank or launcher that held it.
-            for signum in watch.wait_for_signals(
-                ANSWER_SECONDS
-            ):  # a launcher that ends sends one
+            # A launcher that ends sends a signal.
+            for signum in watch.wait_for_signals(ANSWER_SECONDS):
                 if signum in STOP_SIGNALS:
                     process.exit_now(128 + signum)
             if not watch.is_leaving:  # as the main thread does unless it hangs
