@@ -275,8 +275,9 @@ def to_plain(value: object) -> Any:
         return {to_plain(key): to_plain(each) for key, each in value.items()}
     if isinstance(value, list | tuple):
         return type(value)(map(to_plain, value))
-    is_number = isinstance(value, Tensor) and value.numel() == 1
-    if is_number or isinstance(value, np.generic):
+    if isinstance(value, Tensor) and value.numel() == 1:
+        value = value.item()
+    if isinstance(value, np.generic):
         value = value.item()
     if isinstance(value, float):
         value = float(value)  # of a Score

@@ -434,7 +434,7 @@ class Run:
         row = distributed.from_rank_zero(checkpoint.to_plain, dict(row))
         self.progress.next_epoch()
         position = {"epoch": self.epoch, "step": self.step}
-        self.history.append(position | row | self.speed)
+        self.history.append({**position, **row, **self.speed})
         is_best = self.chosen.take(float(row[self.chosen.name]), self.epoch)
         self.save(is_best)
         self.changes.note_saved()

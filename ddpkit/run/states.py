@@ -125,7 +125,7 @@ def to_host(state: State) -> State:
 
 def names_of(parts: Parts) -> dict[Tensor, str]:
     """Return the name of each weight of the networks in `parts`: "fc.bias", "trained.fc.bias"."""
-    found = {}
+    found: dict[Tensor, str] = {}
     for name, part in parts.items():
         if isinstance(part, nn.Module):
             for key, weight in part.named_parameters():

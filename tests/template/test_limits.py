@@ -91,6 +91,80 @@ def test_ddpkit() -> None:
     assert "".join(DDPKIT.values()).count("type: ignore") <= 4
 
 
+def test_a_name_is_for_one_thing() -> None:
+    """At most two functions, methods or classes have it, but for what torch and commands call."""
+    given = {"main", "forward", "compute", "update"}
+    found: dict[str, set[str]] = {}
+    for path, tree in TREES.items():
+        of_bases = methods_of_bases(tree)
+        for node in ast.walk(tree):
+            if not isinstance(node, ast.FunctionDef | ast.ClassDef):
+                continue
+            if node.name in given or node.name.startswith("__"):
+                continue
+            # An overridden method is its base's.
+            line = 0 if node.name in of_bases else node.lineno
+            found.setdefault(node.name, set()).add(f"{path.name}:{line}")
+    assert not {name: places for name, places in found.items() if len(places) > 2}
+
+
+def methods_of_bases(tree: ast.Module) -> set[str]:
+    """The methods of the classes in a file from which others in it are derived."""
+    classes = [node for node in tree.body if isinstance(node, ast.ClassDef)]
+    bases = {ast.unparse(base) for node in classes for base in node.bases}
+    found = set()
+    for node in classes:
+        if node.name in bases:
+            found |= {each.name for each in node.body if hasattr(each, "name")}
+    return found
+
+
+# What each part of ddpkit may import of the others; launch starts the ranks, without torch.
+BELOW = {
+    "version": set(),
+    "errors": set(),
+    "files": {"errors"},
+    "ranks": {"errors", "files"},
+    "launch": {"errors", "ranks"},
+    "data": {"errors", "files", "ranks"},
+    "run": {"version", "errors", "files", "ranks", "data"},
+    "tools": {"", "errors", "files", "ranks", "data", "run"},
+}
+
+
+def imports_of(path: Path) -> set[str]:
+    """The modules of ddpkit that a file imports, at its start or later, with dots."""
+    found = set()
+    for node in ast.walk(TREES[path]):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        if isinstance(node, ast.ImportFrom):
+            for alias in node.names:
+                inner = f"{node.module}.{alias.name}"
+                is_module = (ROOT / (inner.replace(".", "/") + ".py")).exists()
+                found.add(inner if is_module else str(node.module))
+    return {name for name in found if name.split(".")[0] == "ddpkit"}
+
+
+def test_no_import_runs_back_up() -> None:
+    """Each part imports those below it alone, and no file one that imports it."""
+    graph: dict[str, set[str]] = {}
+    for path in TREES:
+        place = path.relative_to(ROOT).with_suffix("")
+        room = place.parts[1]
+        if room in ("__init__", "__main__"):
+            continue
+        names = imports_of(path)
+        rooms = {name.partition(".")[2].partition(".")[0] for name in names}
+        assert rooms - {room} <= BELOW[room], path
+        graph[".".join(place.parts)] = names
+    while graph:
+        # Those that import nothing that is left: none, if there is a circle.
+        leaves = {name for name, names in graph.items() if not names & graph.keys()}
+        assert leaves, graph
+        graph = {name: graph[name] for name in graph.keys() - leaves}
+
+
 @pytest.mark.parametrize("task", TASKS)
 def test_names_of_ddpkit_that_a_project_uses(task: str) -> None:
     found = of_owner(task)
