@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from ddpkit.run.pictures import draw_masks
     from ddpkit.run.predicting import Predictor
     from ddpkit.run.pretrained import load_pretrained
+    from ddpkit.run.reporting import Reporter
     from ddpkit.run.resuming import Checkpoints, explaining, stopping
     from ddpkit.run.starting import before_imports, run_main
     from ddpkit.run.tiles import sliding_window, sliding_window_rows
@@ -74,6 +75,7 @@ NAMES = {
     "run.pictures": "draw_masks",
     "run.predicting": "Predictor",
     "run.pretrained": "load_pretrained",
+    "run.reporting": "Reporter",
     "run.resuming": "Checkpoints explaining stopping",
     "run.starting": "before_imports run_main",
     "run.tiles": "sliding_window sliding_window_rows",

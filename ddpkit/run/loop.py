@@ -148,10 +148,11 @@ class Run:
             folder.path,
             epochs,
             log_every=log_every,
+            epoch=self.epoch,
+            step=self.step,
             device=self.device,
             classes=classes,
             rows=self.history,
-            step=self.step,
             active=not self.is_complete,
         )
         self.report.print_start(self.source, accumulate, train_loader, val_loader, kept)

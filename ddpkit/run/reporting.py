@@ -1,6 +1,7 @@
 """What a run reports, on rank 0: lines, progress, metrics.csv, TensorBoard, a tracker, images."""
 
 import contextlib
+import csv
 import importlib.util
 import json
 import math
@@ -39,41 +40,43 @@ class Reporter:
 
     In a loop of your own, with a group of torch.distributed or without one, on all ranks:
 
-        report = Reporter(Path("runs/a"), epochs, log_every=50)
+        report = ddpkit.Reporter("runs/a", epochs, log_every=50)
         for epoch in range(epochs):
             for step, batch in enumerate(report.progress(loader, epoch), 1):
                 report.log_step(epoch * len(loader) + step, train(batch), lr)
             report.log_epoch({"top1": evaluate(), **report.speed()})
 
-    log_every: optimizer steps between lines; 0: none. device: that of the training, by default this
+    log_every: optimizer steps between lines; 0: none. epoch, step: those that are done, of a run
+    that goes on: later rows and curves are dropped. device: that of the training, by default this
     machine's kind. classes: their names; columns that end with one are not in curves.png. rows: of
-    the epochs before, `report.rows` of a run that is continued, after `step` optimizer steps.
-    active: False: write nothing, as on other ranks.
+    the epochs before, by default those in metrics.csv. active: False: write nothing, as on other
+    ranks.
     """
 
     def __init__(
         self,
-        folder: Path,
+        folder: Path | str,
         epochs: int,
         *,
         log_every: int = 0,
+        epoch: int = 0,
+        step: int = 0,
         device: torch.device | None = None,
         classes: Sequence[str] = (),
-        rows: Sequence[Row] = (),
-        step: int = 0,
+        rows: Sequence[Row] | None = None,
         active: bool = True,
     ) -> None:
-        self.folder = folder
+        self.folder = Path(folder)
         self.epochs = epochs
         self.device = device or devices.kind()
         self.classes = classes
-        self.rows = list(rows)
+        self.rows = recorded_rows(self.folder)[:epoch] if rows is None else list(rows)
         # finished, so also the number of the next, from 0
-        self.epoch = int(rows[-1]["epoch"]) if rows else 0
-        self.first_epoch = self.epoch + 1  # of those to be recorded, from 1
+        self.epoch = epoch
+        self.first_epoch = epoch + 1  # of those to be recorded, from 1
         self.active = distributed.is_rank_zero() and active
         self.bar = tqdm(disable=True)
-        self.steps = StepLog(folder, self.device, log_every, step, self.active)
+        self.steps = StepLog(self.folder, self.device, log_every, step, self.active)
         self.began = time.monotonic()
         self.waited = 0.0
         self.images = 0  # in this epoch, of all ranks
@@ -394,8 +397,24 @@ def only_numbers(row: Row) -> dict[str, float]:
 
 
 def recorded_epochs(folder: Path) -> int:
+    return len(recorded_rows(folder))
+
+
+def recorded_rows(folder: Path) -> list[dict[str, float | str]]:
+    """Return the rows of metrics.csv, numbers as such; none if there is no such file."""
     path = folder / "metrics.csv"
-    return max(0, len(path.read_bytes().splitlines()) - 1) if path.exists() else 0
+    if not path.exists():
+        return []
+    with open(path, newline="", encoding="utf-8", errors="surrogateescape") as file:
+        found = list(csv.DictReader(file))
+    return [{name: as_number(text) for name, text in row.items()} for row in found]
+
+
+def as_number(text: str) -> float | str:
+    """Return the number that a cell of a table holds, or its text."""
+    with contextlib.suppress(ValueError):
+        return int(text) if text.isdecimal() else float(text)
+    return text
 
 
 def write_evaluation(mistakes: Mistakes, folder: Path) -> None:

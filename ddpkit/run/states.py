@@ -316,8 +316,8 @@ def check_alike(name: str, now: Any, then: Any) -> None:
     """Raise a ValueError if a saved value is of another kind than the one of now; None is any."""
     if now is None or then is None:
         return
-    now = as_number(now)
-    then = as_number(then)
+    now = value_of(now)
+    then = value_of(then)
     for kind in ALIKE:
         if isinstance(now, kind) != isinstance(then, kind):
             raise ValueError(f"{name} is {then!r:.60}")
@@ -331,7 +331,7 @@ def check_alike(name: str, now: Any, then: Any) -> None:
             check_alike(name, one, other)
 
 
-def as_number(value: Any) -> Any:
+def value_of(value: Any) -> Any:
     """Return the number in a tensor without dimensions; anything else as it is."""
     return value.item() if isinstance(value, Tensor) and not value.ndim else value
 

@@ -1,5 +1,6 @@
 """What a run reports within an epoch: lines, TensorBoard's curves, a writer that owners share."""
 
+import contextlib
 import io
 import json
 import os
@@ -16,6 +17,8 @@ from ranks import Patch, on_ranks
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 from tqdm import tqdm
 
+import ddpkit
+from ddpkit import files
 from ddpkit.ranks import distributed
 from ddpkit.run import steplog
 from ddpkit.run.reporting import Reporter
@@ -220,16 +223,14 @@ def use_reporter(folder: Path) -> None:
     if distributed.is_joined():
         sampler = DistributedSampler(data, shuffle=False)
     loader = DataLoader(data, batch_size=2, sampler=sampler)
-    rows: list = []
     for first, last in (0, 2), (2, 3):
         done = first * len(loader)
-        report = Reporter(folder, 3, log_every=3, rows=rows, step=done)
+        report = Reporter(folder, 3, log_every=3, epoch=first, step=done)
         for epoch in range(first, last):
             for step, (images,) in enumerate(report.progress(loader, epoch), 1):
                 report.log_step(epoch * len(loader) + step, images.mean(), 0.5)
             report.log_epoch({"loss": 3.0 - epoch, **report.speed()}, is_best=True)
         report.close()
-        rows = report.rows
 
 
 def check_report(folder: Path, lines: list[str], ranks: int) -> None:
@@ -268,6 +269,35 @@ def test_the_reporter_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         check_report(folder, lines, ranks)
     else:
         assert not lines
+
+
+@on_ranks(1, group=False)
+def test_the_reporter_with_checkpoints(tmp_path: Path) -> None:
+    """Stopped within an epoch, and killed after its row was written: each row and step once."""
+    data = TensorDataset(torch.arange(12.0))
+    for stop_at, dies_after_row in (9, False), (99, True), (99, False):
+        loader = ddpkit.train_loader(data, 2)
+        count = torch.nn.Linear(1, 1)
+        checkpoints = ddpkit.Checkpoints(tmp_path, save_every=1, count=count)
+        report = ddpkit.Reporter(
+            tmp_path, 3, log_every=2, epoch=checkpoints.epoch, step=checkpoints.step
+        )
+        with contextlib.suppress(InterruptedError):
+            for epoch in checkpoints.epochs(3):
+                batches = checkpoints.steps(loader)
+                for (images,) in report.progress(batches, epoch, len(loader), 2):
+                    if checkpoints.step + 1 == stop_at:
+                        raise InterruptedError
+                    report.log_step(checkpoints.step + 1, images.mean(), 0.5)
+                report.log_epoch({"mean": float(epoch), **report.speed()})
+                if dies_after_row:
+                    raise InterruptedError
+        report.close()
+        files._leave_locks()  # as the end of the process does
+    assert [row["epoch"] for row in rows(tmp_path)] == ["1", "2", "3"]
+    assert [row["mean"] for row in rows(tmp_path)] == ["0.0", "1.0", "2.0"]
+    assert scalars(tmp_path / "epochs")["mean"] == {1: 0.0, 2: 1.0, 3: 2.0}
+    assert list(scalars(tmp_path / "steps")["loss"]) == list(range(2, 19, 2))
 
 
 @on_ranks(1)
