@@ -285,7 +285,7 @@ def test_one_place_opens_images() -> None:
     folders = ROOT / "ddpkit", ROOT / TEMPLATE_FOLDER
     paths = {path.resolve() for folder in folders for path in folder.rglob("*.py")}
     opened = re.compile(
-        r"Image\.open\(|import open\b|imread|read_image|decode_image|default_loader"
+        r"Image\.open\(|import open\b|imread|\bread_image|decode_image|default_loader"
     )
     found = {path: opened.findall(path.read_text()) for path in paths}
     (only,) = (path for path, hits in found.items() if hits)
