@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import itertools
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -112,8 +113,6 @@ class Run:
         self.epochs = epochs
         self.accumulate = accumulate
         self.save_every = save_every
-        self.predict = predict or (lambda model, images: model(images))
-        self.draw_example = draw
         self.device = next(model.parameters()).device
         self.parts = self._parts(scheduler, more)
         self.source = sources.find_source(
@@ -132,6 +131,15 @@ class Run:
         self.history: list[dict[str, float | str]] = list(state.get("history", ()))
         self._resume(state)
         self.networks: tuple[nn.Module, ...] = ()  # in DistributedDataParallel
+        # takes what `evaluate` returns besides its results
+        self.mistakes = functools.partial(
+            Mistakes,
+            model=model,
+            loader=val_loader,
+            classes=classes,
+            predict=predict or nn.Module.__call__,
+            draw=draw,
+        )
         self.checked_at = time.monotonic()
         self.is_out = False  # of patience
         self.first_steps = FirstSteps(self.parts, optimizer, criterion, accumulate)
@@ -282,7 +290,7 @@ class Run:
             results, confusion, worst = evaluate(self.model, first, *args)
             self._choose_score(results)
             if is_new:
-                self.report.try_drawing(self._drawing(confusion, worst))
+                self.report.try_drawing(self.mistakes(confusion, worst))
 
     # The block: after a signal all ranks stop after the same step, save, and exit with 75.
 
@@ -458,11 +466,7 @@ class Run:
 
         confusion: of `compute_metrics`. worst: what TopLosses.compute() returns.
         """
-        self.report.write_images(self._drawing(confusion, worst))
-
-    def _drawing(self, confusion: Tensor | None, worst: Worsts) -> Mistakes:
-        how = self.classes, self.predict, self.draw_example
-        return Mistakes(confusion, worst, self.model, self.val_loader, *how)
+        self.report.write_images(self.mistakes(confusion, worst))
 
     def _choose_score(self, row: Mapping) -> None:
         self.chosen.choose(row, self.epoch, is_first=not self.history)
