@@ -42,7 +42,7 @@ class LineError(Exception):
 class UserError(LineError):
     """A mistake of the user's.
 
-    `start` prints it as one line and ends all ranks with status 2.
+    `run_main` prints it as one line and ends all ranks with status 2.
 
         raise ddpkit.UserError(f"--teacher {path}: no such file")
     """

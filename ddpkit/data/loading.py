@@ -35,7 +35,7 @@ class TrainSampler(Sampler[Key]):
         batch_size: int,
         accumulate: int,
         seed: int,
-        weights: Sequence[float] | Tensor | None = None,
+        sample_weights: Sequence[float] | Tensor | None = None,
     ) -> None:
         ranks = distributed.world_size()
         self.total = len(dataset)
@@ -49,7 +49,9 @@ class TrainSampler(Sampler[Key]):
                 "images"
             )
         self.seed = seed
-        self.cumulated = None if weights is None else self._cumulate(weights)
+        self.cumulated: Tensor | None = None
+        if sample_weights is not None:
+            self.cumulated = self._cumulate(sample_weights)
         kind = "shuffle"
         if self.cumulated is not None:
             kind = f"weighted {samples.checksum(self.cumulated)}"
@@ -68,8 +70,8 @@ class TrainSampler(Sampler[Key]):
         is_right = values.shape == (self.total,) and bool((values >= 0).all())
         if not is_right or not 0 < values.sum() < math.inf:
             raise UserError(
-                f"weights of train_loader: {self.total} numbers are needed, one of each sample, "
-                "not negative and not all 0"
+                f"sample_weights of train_loader: {self.total} numbers are needed, one of each "
+                "sample, not negative and not all 0"
             )
         sums = values.cumsum(0)
         # A number below 1 is then below the last sum of a weight that is not 0.
@@ -142,7 +144,7 @@ def train_loader(
     accumulate: int = 1,
     seed: int = 0,
     workers: int | None = None,
-    weights: Sequence[float] | Tensor | None = None,
+    sample_weights: Sequence[float] | Tensor | None = None,
     **options: Any,
 ) -> Loader:
     """Return a DataLoader of this rank's share of `dataset`, in another order in each epoch.
@@ -157,15 +159,15 @@ def train_loader(
     batch_size: samples per rank and forward pass. accumulate: forward passes per optimizer step.
     workers: processes per rank that read; 0: the rank itself; None: its share of the CPUs, at most
         16, and 0 under a debugger.
-    weights: of the samples, not negative: each epoch draws as many as there are, with replacement,
-        in these proportions, such as 1 / the number of samples of its class.
+    sample_weights: one of each, not negative. Each epoch draws as many samples as there are, with
+        replacement, in these proportions, such as 1 / the number of samples of their class.
     options: others of DataLoader, such as collate_fn.
 
-    Raises a UserError if there are fewer samples than a step takes, or other weights.
+    Raises a UserError if there are fewer samples than a step takes, or other sample weights.
 
         train_loader = ddpkit.train_loader(train_set, 32, classes=classes)
     """
-    sampler = TrainSampler(dataset, batch_size, accumulate, seed, weights)
+    sampler = TrainSampler(dataset, batch_size, accumulate, seed, sample_weights)
     how = {"batch_size": batch_size, "sampler": sampler}
     return _loader(dataset, classes, seed, workers, how, options)
 
@@ -206,7 +208,7 @@ def _loader(
     if taken:
         raise UserError(
             f"{taken[0]}=: ddpkit.train_loader and val_loader have samplers of their own; see "
-            "weights=, or give DataLoader(...) the data set and your sampler"
+            "sample_weights=, or give DataLoader(...) the data set and your sampler"
         )
     device = torch.accelerator.current_accelerator(check_available=True)
     how |= workers(count, device or torch.device("cpu"))

@@ -84,14 +84,14 @@ def eval_batches(loader: Any, device: torch.device) -> Iterator[tuple]:
     loader: with our ValSampler; or any other DataLoader, whose batches all ranks take in turn if
         they have the same, and each takes all if each has its own. indices are negative where the
         order of the data set is not kept. After a signal the loop ends early, and all ranks stop
-        and save in `compute`.
+        and save in `compute_metrics`.
 
         for images, targets, *_, indices in ddpkit.eval_batches(val_loader, device):
     """
     format = format_of(loader)
     for batch in _dealt(loader):
         yield move(batch, device, format)
-        # `compute` and `end_epoch`, where all ranks pass, stop
+        # `compute_metrics` and `end_epoch`, where all ranks pass, stop
         if stopping.stop_requested():
             break
 

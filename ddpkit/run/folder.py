@@ -123,8 +123,8 @@ class RunFolder:
     ) -> None:
         """Write what an evaluation has found to eval/ in the folder, on rank 0, and say so.
 
-        confusion: of `compute`. worst: what TopLosses.compute() returns. loader: of the validation
-        images. classes, predict, draw: as Run takes them.
+        confusion: of `compute_metrics`. worst: what TopLosses.compute() returns. loader: of the
+        validation images. classes, predict, draw: as Run takes them.
         """
         from ddpkit.run import agreement, reporting
         from ddpkit.run.mistakes import Mistakes

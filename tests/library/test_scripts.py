@@ -220,7 +220,9 @@ def test_weights_of_samples() -> None:
         for rank in range(of_ranks):
             distributed.world_size = lambda: of_ranks
             distributed.rank = lambda rank=rank: rank
-            loader = ddpkit.train_loader(range(800), 8 // of_ranks, weights=weights)
+            loader = ddpkit.train_loader(
+                range(800), 8 // of_ranks, sample_weights=weights
+            )
             numbers += [(i, key.number) for i, key in enumerate(loader.sampler)]
         return [
             sorted(n for i, n in numbers if i // (8 // of_ranks) == k) for k in range(9)
@@ -233,7 +235,7 @@ def test_weights_of_samples() -> None:
     finally:
         distributed.world_size = world_size
         distributed.rank = rank
-    loader = ddpkit.train_loader(range(800), 8, weights=weights, seed=1)
+    loader = ddpkit.train_loader(range(800), 8, sample_weights=weights, seed=1)
     kinds = torch.tensor([key.number % 4 for key in loader.sampler]).bincount(
         minlength=4
     )
@@ -241,8 +243,8 @@ def test_weights_of_samples() -> None:
     assert 540 < kinds[2] < 660
     for wrong in ([1.0] * 799, [-1.0] + [1.0] * 799, [0.0] * 800, [float("nan")] * 800):
         with refusal("loading.cumulate", "800 numbers"):
-            ddpkit.train_loader(range(800), 8, weights=wrong)
-    with refusal("loading.loader", "shuffle", "weights="):
+            ddpkit.train_loader(range(800), 8, sample_weights=wrong)
+    with refusal("loading.loader", "shuffle", "sample_weights="):
         ddpkit.train_loader(range(800), 8, shuffle=True)
 
 
