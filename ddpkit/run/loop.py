@@ -63,7 +63,8 @@ class Run:
 
     Raises a UserError if the checkpoint does not fit.
 
-    epoch: epochs finished. step: optimizer steps taken. history: the rows of metrics.csv.
+    epoch: epochs finished. step: optimizer steps taken. seen: images trained on in this epoch, on
+    all ranks. history: the rows of metrics.csv. best, best_epoch: the best score so far, and when.
 
         run = ddpkit.Run(folder, train_loader, val_loader, classes, model=model, ...)
         with run:
@@ -187,6 +188,10 @@ class Run:
     @property
     def step(self) -> int:
         return self.progress.step
+
+    @property
+    def seen(self) -> int:
+        return self.progress.seen
 
     @property
     def best(self) -> float:

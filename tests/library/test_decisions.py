@@ -216,6 +216,24 @@ def test_lower_is_better(tmp_path: Path, name: str) -> None:
     on_ranks(1)(functools.partial(check, 5, 4, 2, 1.0))()  # no better one for 2 epochs
 
 
+def test_what_a_run_says_of_itself(tmp_path: Path) -> None:
+    """The attributes that its docstring names, within an epoch and after the last."""
+    seen: list[int] = []
+
+    def note(run: ddpkit.Run, scheduler: Any) -> None:
+        seen.append(run.seen)
+
+    results = each(0.3, 0.5, 0.4, name="top1", is_higher=True)
+    run = train(tmp_path, results, "top1", 3, before=note)
+    assert seen == [0, 0, 0]
+    assert run.seen == 0
+    assert run.epoch == 3
+    assert run.step == 3 * run.source.steps
+    assert len(run.history) == 3
+    assert run.best == 0.5
+    assert run.best_epoch == 2
+
+
 @pytest.mark.parametrize("epochs", [1, 2])
 def test_killed_after_best(tmp_path: Path, epochs: int) -> None:
     """Between best.pt and last.pt of an epoch: it is the best once more, by which score ever."""
