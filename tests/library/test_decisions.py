@@ -216,6 +216,7 @@ def test_lower_is_better(tmp_path: Path, name: str) -> None:
     on_ranks(1)(functools.partial(check, 5, 4, 2, 1.0))()  # no better one for 2 epochs
 
 
+@on_ranks(1)
 def test_what_a_run_says_of_itself(tmp_path: Path) -> None:
     """The attributes that its docstring names, within an epoch and after the last."""
     seen: list[int] = []
