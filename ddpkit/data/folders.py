@@ -153,7 +153,7 @@ def collect(
         is_written = place.name in OF_PREDICTIONS and place.parent.resolve() == output
         if are_several and (is_written or is_leftover(place.name)):
             continue
-        if place.is_file():
+        if os.path.isfile(given):  # False, too, of a name that is too long
             found.append((str(given), os.path.splitext(place.name)[0]))
             continue
         for path in list_images(place, output, are_several):

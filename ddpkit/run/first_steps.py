@@ -2,6 +2,7 @@
 
 import argparse
 import copy
+import functools
 import gc
 import math
 import sys
@@ -55,8 +56,9 @@ class FirstSteps:
         self.has_criterion = criterion is not None
         self.waiting = set(self.others)  # that have not stepped
         self.hooks = [optimizer.register_step_pre_hook(self._note_step)]
-        for part in self.others.values():
-            self.hooks.append(part.register_step_pre_hook(self._note_other))
+        for name, part in self.others.items():
+            note = functools.partial(self._note_other, name)
+            self.hooks.append(part.register_step_pre_hook(note))
         if criterion is not None:
             watch = criterion.register_forward_hook(self._watch_loss, with_kwargs=True)
             self.hooks.append(watch)
@@ -83,10 +85,8 @@ class FirstSteps:
         replicas.check_step(optimizer)
         self.has_stepped = True
 
-    def _note_other(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
-        for name, part in self.others.items():
-            if part is optimizer:
-                self.waiting.discard(name)
+    def _note_other(self, name: str, *_: object) -> None:
+        self.waiting.discard(name)
 
     def _watch_loss(
         self, criterion: Criterion, inputs: tuple, named: dict, loss: Tensor

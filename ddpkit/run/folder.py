@@ -7,7 +7,7 @@ damages the last one; `best.pt` has the best score. Rank 0 writes them, and all 
 import contextlib
 import functools
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -90,10 +90,15 @@ class RunFolder:
         self.state = state
         return state
 
-    def take_state(self) -> State:
-        """Return the checkpoint that was found, or an empty one; the folder forgets it."""
-        state = self.state or {}
-        self.state = None
+    def take_state(self, parts: Iterable[str]) -> State:
+        """Return the checkpoint that was found, or an empty one; its `parts` are taken out of it.
+
+        They take as much memory again, also where somebody holds what `find_checkpoint` returned.
+        """
+        found = self.state or {}
+        state = dict(found)
+        for name in parts:
+            found.pop(name, None)
         return state
 
     def load(

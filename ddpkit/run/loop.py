@@ -21,6 +21,7 @@ from ddpkit.run.criterion import Criterion
 from ddpkit.run.first_steps import FirstSteps, LateChanges, LoopVariables
 from ddpkit.run.folder import RunFolder
 from ddpkit.run.mistakes import Mistakes, Worsts
+from ddpkit.run.pictures import Row
 from ddpkit.run.progress import Progress, progress_line
 from ddpkit.run.states import State
 
@@ -102,7 +103,6 @@ class Run:
                 "others by names of yours, such as optimizer2=optimizer2"
             )
         agreement.check_alike(classes, training=train_loader, validation=val_loader)
-        state = folder.take_state()
         kept = checkpoint.to_plain(dict(flags or {}))
         self.folder = folder
         self.train_loader = train_loader
@@ -116,6 +116,7 @@ class Run:
         self.save_every = save_every
         self.device = next(model.parameters()).device
         self.parts = self._parts(scheduler, more)
+        state = folder.take_state(self.parts)
         self.source = sources.find_source(
             train_loader,
             val_loader,
@@ -129,7 +130,7 @@ class Run:
         val_images = samples.fingerprint(samples.dataset_of(val_loader))
         self.chosen = Best(best, val_images, folder, state)
         self.about = self._about(kept)
-        self.history: list[dict[str, float | str]] = list(state.get("history", ()))
+        self.history: list[Row] = list(state.get("history", ()))
         self._resume(state)
         self.networks: tuple[nn.Module, ...] = ()  # in DistributedDataParallel
         # takes what `evaluate` returns besides its results
@@ -138,7 +139,7 @@ class Run:
             model=model,
             loader=val_loader,
             classes=classes,
-            predict=predict or nn.Module.__call__,
+            predict=predict or (lambda model, images: model(images)),
             draw=draw,
         )
         self.checked_at = time.monotonic()

@@ -3,6 +3,7 @@
 import contextlib
 import csv
 import importlib.util
+import io
 import json
 import math
 import os
@@ -24,7 +25,7 @@ from ddpkit.data.loading import TrainSampler
 from ddpkit.data.other_loaders import OtherSource
 from ddpkit.errors import LineError, UserError
 from ddpkit.ranks import devices, distributed, failures, process
-from ddpkit.run import machine, pictures
+from ddpkit.run import checkpoint, machine, pictures
 from ddpkit.run.layout import EPOCHS, EVENTS, IMAGES, SHOWN, remove_images
 from ddpkit.run.mistakes import Mistakes
 from ddpkit.run.pictures import Row
@@ -63,14 +64,15 @@ class Reporter:
         step: int = 0,
         device: torch.device | None = None,
         classes: Sequence[str] = (),
-        rows: Sequence[Row] | None = None,
+        rows: list[Row] | None = None,
         active: bool = True,
     ) -> None:
         self.folder = Path(folder)
         self.epochs = epochs
         self.device = device or devices.kind()
         self.classes = classes
-        self.rows = recorded_rows(self.folder)[:epoch] if rows is None else list(rows)
+        # of the caller, who may add to them
+        self.rows = recorded_rows(self.folder, epoch) if rows is None else rows
         # finished, so also the number of the next, from 0
         self.epoch = epoch
         self.first_epoch = epoch + 1  # of those to be recorded, from 1
@@ -236,10 +238,13 @@ class Reporter:
     def log_epoch(self, row: Row, is_best: bool = False) -> None:
         """Record a finished epoch: a line, metrics.csv, TensorBoard's scalars, curves.png.
 
-        row: its numbers, by column; "epoch", from 1, may be among them.
+        row: its numbers, by column; "epoch", from 1, may be among them. It may be the last of
+            `rows` already.
         """
-        row = {"epoch": self.epoch + 1, **row}
-        self.rows.append(row)
+        if not self.rows or self.rows[-1] is not row:
+            row = checkpoint.to_plain({"epoch": self.epoch + 1, **row})
+            self.rows.append(row)
+        self.epoch = int(row["epoch"])
         if not self.active:
             return
         found = only_numbers(row)
@@ -397,23 +402,35 @@ def only_numbers(row: Row) -> dict[str, float]:
 
 
 def recorded_epochs(folder: Path) -> int:
-    return len(recorded_rows(folder))
-
-
-def recorded_rows(folder: Path) -> list[dict[str, float | str]]:
-    """Return the rows of metrics.csv, numbers as such; none if there is no such file."""
     path = folder / "metrics.csv"
+    return max(0, len(path.read_bytes().splitlines()) - 1) if path.exists() else 0
+
+
+def recorded_rows(folder: Path, epochs: int) -> list[Row]:
+    """Return the rows of metrics.csv up to the epoch of that number, without empty cells.
+
+    Rows that cannot be read, as after a crash of the machine, are left out.
+    """
+    path = folder / "metrics.csv"
+    rows: list[Row] = []
     if not path.exists():
-        return []
-    with open(path, newline="", encoding="utf-8", errors="surrogateescape") as file:
-        found = list(csv.DictReader(file))
-    return [{name: as_number(text) for name, text in row.items()} for row in found]
+        return rows
+    text = path.read_bytes().replace(b"\0", b"").decode("utf-8-sig", "surrogateescape")
+    for cells in csv.DictReader(io.StringIO(text, newline=""), restval=""):
+        row = {name: as_number(cell) for name, cell in cells.items() if name and cell}
+        number = row.get("epoch")
+        if isinstance(number, int) and number <= epochs:
+            rows.append(row)
+    return rows
 
 
 def as_number(text: str) -> float | str:
-    """Return the number that a cell of a table holds, or its text."""
-    with contextlib.suppress(ValueError):
-        return int(text) if text.isdecimal() else float(text)
+    """Return the number that a cell holds, as Python writes one, or else its text."""
+    for kind in (int, float):
+        with contextlib.suppress(ValueError):
+            value = kind(text)
+            if str(value) == text:
+                return value
     return text
 
 

@@ -80,7 +80,7 @@ class Checkpoints:
         self.ranks_then = distributed.world_size()
         self.is_in_epochs = False
         self.folder.find_checkpoint()
-        state = self.folder.take_state()
+        state = self.folder.take_state(["parts"])
         self.folder.open_for_training(is_new=not state)
         if state:
             self._load(state)

@@ -217,6 +217,22 @@ def test_lower_is_better(tmp_path: Path, name: str) -> None:
 
 
 @on_ranks(1)
+def test_what_remains_of_a_checkpoint(tmp_path: Path) -> None:
+    """Its weights go, and the rest stays; a metrics.csv that a crash has cut costs nothing."""
+    results = each(0.3, 0.5, 0.4, name="top1", is_higher=True)
+    train(tmp_path, results, "top1", 2)
+    path = tmp_path / "metrics.csv"
+    lines = path.read_text().splitlines()
+    path.write_text("\n".join([*lines[:-1], lines[-1][:5]]) + "\n")
+    run = train(tmp_path, results, "top1", 3)
+    state = run.folder.state
+    assert state
+    assert state["epoch"] == 2
+    assert not state.keys() & run.parts.keys()
+    assert len(path.read_text().splitlines()) == 4
+
+
+@on_ranks(1)
 def test_what_a_run_says_of_itself(tmp_path: Path) -> None:
     """The attributes that its docstring names, within an epoch and after the last."""
     seen: list[int] = []

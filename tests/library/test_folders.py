@@ -228,6 +228,8 @@ def test_output_below_inputs(tmp_path: Path) -> None:
     assert folders.collect(list(tmp_path.iterdir()), tmp_path) == before
     for asked in tmp_path / "masks", tmp_path / "overlays/a.png":
         assert len(folders.collect([asked], tmp_path)) == 1
+    with pytest.raises(UserError, match="aaa"):  # a name that is too long for a disk
+        folders.collect(["a" * 300])
 
 
 @on_ranks(1)

@@ -10,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
+import numpy as np
 import pytest
 import torch
 from generated import Done, Project, after_step, die, rows
@@ -298,6 +299,31 @@ def test_the_reporter_with_checkpoints(tmp_path: Path) -> None:
     assert [row["mean"] for row in rows(tmp_path)] == ["0.0", "1.0", "2.0"]
     assert scalars(tmp_path / "epochs")["mean"] == {1: 0.0, 2: 1.0, 3: 2.0}
     assert list(scalars(tmp_path / "steps")["loss"]) == list(range(2, 19, 2))
+
+
+@on_ranks(1, group=False)
+def test_rows_of_a_report_that_goes_on(tmp_path: Path) -> None:
+    """Columns that come later, text, numbers of NumPy; rows that a crash has cut are left out."""
+    first = {"top1": np.float32(0.5), "note": "007"}
+    second = {"top1": 0.75, "note": "12e5", "top5": torch.tensor(0.875)}
+    report = ddpkit.Reporter(tmp_path, 4)
+    report.log_epoch(first)
+    report.log_epoch(second)
+    report.close()
+    expected = [
+        {"epoch": 1, "top1": 0.5, "note": "007"},
+        {"epoch": 2, "top1": 0.75, "note": "12e5", "top5": 0.875},
+    ]
+    assert report.rows == expected
+    path = tmp_path / "metrics.csv"
+    path.write_bytes(path.read_bytes() + b"3,0.8\n\0\0\0\0")
+    report = ddpkit.Reporter(tmp_path, 4, epoch=2)
+    assert report.rows == expected
+    report.log_epoch({"top1": 1.0, "top5": "none"})
+    report.close()
+    assert [row["epoch"] for row in rows(tmp_path)] == ["1", "2", "3"]
+    assert [row["top5"] for row in rows(tmp_path)] == ["", "0.875", "none"]
+    assert scalars(tmp_path / "epochs")["top1"] == {1: 0.5, 2: 0.75, 3: 1.0}
 
 
 @on_ranks(1)
