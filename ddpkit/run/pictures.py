@@ -143,9 +143,10 @@ def draw_curves(path: Path, rows: Sequence[Row], classes: Sequence[str]) -> None
         figure.set_size_inches(10, 4)
         for axes, shown in zip(figure.subplots(1, 2), (losses, others), strict=True):
             for name in shown:
-                # of a row without the value, NaN: not drawn
-                values = [row.get(name, math.nan) for row in rows]
-                line = np.array([math.nan if isinstance(x, str) else x for x in values])
+                # of dtype float None, of a row without the value, is NaN: not drawn
+                values = [row.get(name) for row in rows]
+                shown_values = [None if isinstance(x, str) else x for x in values]
+                line = np.array(shown_values, dtype=float)
                 axes.plot(epochs, line, ".-", label=f" {clip(name)} {line[-1]:.4g}")
             if shown:
                 axes.legend(fontsize=8)
