@@ -165,7 +165,9 @@ class Run:
             rows=self.history,
             active=not self.is_complete,
         )
-        self.report.print_start(self.source, accumulate, train_loader, val_loader, kept)
+        self.report.print_start(
+            self.source, self.batch_size, accumulate, train_loader, val_loader, kept
+        )
         self._note_best()
         if isinstance(tracker, str):
             tracker = reporting.find_tracker(tracker, folder.path, kept)
@@ -453,7 +455,7 @@ class Run:
         is_best = self.chosen.take(float(row[self.chosen.name]), self.epoch)
         self.save(is_best)
         self.changes.note_saved()
-        self.report.log_epoch(self.history[-1], is_best)
+        self.report.log_last_row(is_best)  # that of `history`
         return is_best
 
     def is_out_of_patience(self, patience: int) -> bool:

@@ -101,6 +101,7 @@ class Reporter:
     def print_start(
         self,
         source: TrainSampler | OtherSource,
+        batch_size: int,
         accumulate: int,
         train_loader: Any,
         val_loader: Any,
@@ -118,8 +119,8 @@ class Reporter:
         if loading.is_ddpkit_loader(val_loader):  # another may have a share of them
             val = f"{len(samples.dataset_of(val_loader))} validation images | "
         distributed.print0(
-            f"{ranks} rank(s) on {device} | batch {source.global_batch // accumulate // ranks} "
-            f"per rank x {ranks} rank(s) x {accumulate} accumulated = {source.global_batch} | "
+            f"{ranks} rank(s) on {device} | batch {batch_size} per rank x "
+            f"{ranks} rank(s) x {accumulate} accumulated = {source.global_batch} | "
             f"{source.total} training + {val}{source.steps} steps per epoch"
         )
         amp = f" | amp {flags['amp']}" if "amp" in flags else ""
@@ -238,12 +239,14 @@ class Reporter:
     def log_epoch(self, row: Row, is_best: bool = False) -> None:
         """Record a finished epoch: a line, metrics.csv, TensorBoard's scalars, curves.png.
 
-        row: its numbers, by column; "epoch", from 1, may be among them. It may be the last of
-            `rows` already.
+        row: its numbers, by column; "epoch", from 1, may be among them.
         """
-        if not self.rows or self.rows[-1] is not row:
-            row = checkpoint.to_plain({"epoch": self.epoch + 1, **row})
-            self.rows.append(row)
+        self.rows.append(checkpoint.to_plain({"epoch": self.epoch + 1, **row}))
+        self.log_last_row(is_best)
+
+    def log_last_row(self, is_best: bool) -> None:
+        """Record the epoch of the last of `rows`, as `log_epoch` does."""
+        row = self.rows[-1]
         self.epoch = int(row["epoch"])
         if not self.active:
             return

@@ -309,8 +309,9 @@ def quantize(source: Path, path: Path, sets: Sets, args: Namespace) -> None:
         )
         shutil.copyfile(quantized, tmp_path)
     val = read_samples(val_set, classes, range(len(val_set)))
-    before = measure(source, val, process.own("model").build_metrics(args, classes))
-    after = measure(path, val, process.own("model").build_metrics(args, classes))
+    build_metrics = process.own("model").build_metrics
+    collections = [build_metrics(args, classes) for _ in range(2)]
+    before, after = measure([source, path], val, collections)
     print(f"{'':20} {source.name:>15} {path.name:>15}")
     for name, value in before.items():
         print(f"{name:20} {value:15.4f} {after[name]:15.4f}")
@@ -325,12 +326,15 @@ def read_samples(
     return DataLoader(part, sampler=keys, **loading.workers(None, CPU))
 
 
-def measure(path: Path, loader: DataLoader, found: Any) -> dict[str, float]:
-    """Return the metrics `found`, of build_metrics, of the network in a file."""
-    predict = open_session(path)
+def measure(
+    paths: Sequence[Path], loader: DataLoader, collections: Sequence[Any]
+) -> list[dict[str, float]]:
+    """Return the metrics of the network in each file, each in its collection of build_metrics."""
+    networks = [open_session(path) for path in paths]
     for batch in loader:
         targets = batch[1]
         if not targets.is_floating_point():
             targets = targets.long()  # as training has them
-        found.update(predict(batch[0]), targets)
-    return metrics.compute_metrics(found)[0]
+        for predict, collection in zip(networks, collections, strict=True):
+            collection.update(predict(batch[0]), targets)
+    return [metrics.compute_metrics(collection)[0] for collection in collections]
