@@ -1,12 +1,13 @@
 """Usage: [NAME=value ...] ./launch.sh [flags of main.py]
+       [NAME=value ...] python -m ddpkit launch SCRIPT [its flags]
 
-Starts a process of main.py for each GPU of this machine, or two if it has no GPU.
+Starts a process of main.py, or of SCRIPT, for each GPU of this machine, or two if it has no GPU.
 
   NPROC           processes on this node     (default: one per GPU, or 2 without GPUs)
   NNODES          number of nodes            (default: 1)
   NODE_RANK       this node's number, from 0 (required if NNODES > 1)
   MASTER_ADDR     address of node 0          (required if NNODES > 1)
-  MASTER_PORT     free port on node 0        (default: 29500; not used if NNODES is 1)
+  MASTER_PORT     free port on node 0        (default: 29500; of one node any free one)
   PYTHON          interpreter                (default: python, else python3)
   MAX_RESTARTS    restarts after a failure   (default: 0), each from the last checkpoint
   OMP_NUM_THREADS CPU threads per process    (default: its share of the CPUs; with GPUs at most 4)
@@ -21,7 +22,6 @@ Two of its GPUs: CUDA_VISIBLE_DEVICES=0,1 ./launch.sh
 CPU only:        CUDA_VISIBLE_DEVICES= ./launch.sh
 Two nodes:       NNODES=2 NODE_RANK=0 MASTER_ADDR=node0 ./launch.sh     on node0
                  NNODES=2 NODE_RANK=1 MASTER_ADDR=node0 ./launch.sh     on node1
-Another script:  python -m ddpkit launch SCRIPT [its flags]
 SLURM:           srun --nodes 2 --ntasks-per-node 1 --cpus-per-task 32 --gpus-per-node 8 ./launch.sh
 """
 
@@ -33,6 +33,7 @@ import contextlib
 import math
 import os
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -78,7 +79,7 @@ class Ranks:
         env = os.environ | {
             protocol.LAUNCHER: str(os.getpid()),
             "MASTER_ADDR": nodes.host,
-            "MASTER_PORT": str(nodes.port),
+            "MASTER_PORT": str(nodes.port if nodes.count > 1 else free_port()),
             "LOCAL_WORLD_SIZE": str(nodes.ranks),
             "WORLD_SIZE": str(nodes.count * nodes.ranks),
         }
@@ -182,6 +183,12 @@ class Ranks:
         if status and os.path.exists(f"{self.silent}{local_rank}"):
             print_error(f"{rank} exited with status {status}")
         return status
+
+
+def free_port() -> int:
+    """Return a port for ranks of one node that do not meet in a file: no other run's."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return server.getsockname()[1]
 
 
 def find_first(statuses: Sequence[int | None]) -> tuple[int, int]:

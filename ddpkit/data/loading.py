@@ -83,9 +83,8 @@ class TrainSampler(Sampler[Key]):
         self.seen = seen
 
     def __len__(self) -> int:
-        # whole global batches alone
-        left = (self.total - self.seen) // self.global_batch * self.global_batch
-        return left // distributed.world_size()
+        """Return this rank's samples in a whole epoch, also of one that is resumed."""
+        return self.steps * self.global_batch // distributed.world_size()
 
     def __iter__(self) -> Iterator[Key]:
         seed = samples.hash_key(self.seed, self.epoch)
@@ -96,8 +95,11 @@ class TrainSampler(Sampler[Key]):
             drawn = torch.rand(self.total, dtype=torch.float64, generator=generator)
             order = torch.searchsorted(self.cumulated, drawn, right=True)
         # Dealt in turn, so that a global batch is one stretch of the order.
-        mine = order[self.seen + distributed.rank() :: distributed.world_size()]
-        return (Key(self.epoch, number) for number in mine[: len(self)].tolist())
+        # What does not fill a global batch is left out.
+        left = (self.total - self.seen) // self.global_batch * self.global_batch
+        end = self.seen + left
+        mine = order[self.seen + distributed.rank() : end : distributed.world_size()]
+        return (Key(self.epoch, number) for number in mine.tolist())
 
     def read_epoch(self, loader: Any, epoch: int, seen: int) -> Iterator:
         """Return this rank's batches of `epoch`, without the first `seen` of its samples."""
@@ -224,6 +226,8 @@ def workers(count: int | None, device: torch.device) -> dict[str, Any]:
     """
     if count is None:
         count = default_workers()
+    if count:
+        process.end_workers_at_exit()
     seconds = 0.0
     if count and not distributed.any_debugged():
         # Shorter than the ranks' own time-out: if a worker hangs, this rank can name

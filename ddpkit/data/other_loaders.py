@@ -2,9 +2,11 @@
 
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Iterator
+import random
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import torch
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import BatchSampler, IterableDataset, SequentialSampler
@@ -15,6 +17,9 @@ from ddpkit.data.samples import fingerprint
 from ddpkit.errors import UserError
 from ddpkit.ranks import distributed
 
+AnyGenerator = (
+    torch.Generator | np.random.Generator | np.random.RandomState | random.Random
+)
 MOST_COMPARED = 32  # samples by which is judged whether the ranks' loaders are alike
 
 
@@ -151,7 +156,7 @@ def deal(loader: Any, start: Callable[[], Iterator], use: str) -> tuple[Iterator
     return start(), True
 
 
-def _has_share(loader: Any) -> bool:
+def _has_share(loader: object) -> bool:
     """Return whether a sampler or data set says which rank it is for; a UserError if not this."""
     here = distributed.world_size(), distributed.rank()
     for part in [*samplers_of(loader), samples.dataset_of(loader)]:
@@ -166,7 +171,7 @@ def _has_share(loader: Any) -> bool:
     return False
 
 
-def samplers_of(loader: Any) -> list:
+def samplers_of(loader: object) -> list:
     """Return the samplers of a loader, and those within them."""
     places = [loader]
     known = {id(loader), id(None)}  # `==` of an array of indices would be an array
@@ -179,21 +184,55 @@ def samplers_of(loader: Any) -> list:
     return places[1:]
 
 
-def begun(loader: Iterable, epoch: int, *key: int) -> Iterator:
+def begun(loader: Any, epoch: int, *key: int, of_data: bool = False) -> Iterator:
     """Begin `epoch` of any loader, whose samplers and data set are told; return its batches.
 
     key: decides the random numbers, of their own generators, too, which would go on elsewhere.
+    of_data: also of those that the data set keeps.
     """
     samplers = samplers_of(loader)
     for part in samplers:
         if hasattr(part, "set_epoch"):
             part.set_epoch(epoch)
     samples.tell_epoch(samples.dataset_of(loader), epoch)
-    for part in [loader, *samplers]:
-        generator = getattr(part, "generator", None)
-        if isinstance(generator, torch.Generator):
-            generator.manual_seed(samples.hash_key(*key))
+    for generator in generators_of(loader, of_data):
+        _seed_generator(generator, samples.hash_key(*key))
+    if getattr(loader, "persistent_workers", False):
+        # Kept workers would go on with random numbers of the epoch before.
+        loader._iterator = None
     return drawn(loader, *key)
+
+
+def generators_of(loader: object, of_data: bool = False) -> list:
+    """Return the generators of random numbers that a loader draws from in this process."""
+    places = [loader, *samplers_of(loader)]
+    if of_data and not getattr(loader, "num_workers", 0):
+        places.append(samples.dataset_of(loader))
+    found = []
+    for place in places:
+        for value in getattr(place, "__dict__", {}).values():
+            if isinstance(value, AnyGenerator):
+                found.append(value)
+    return found
+
+
+def generator_state(generator: AnyGenerator) -> object:
+    """Return what `generator` draws next depends on."""
+    if isinstance(generator, random.Random):
+        return generator.getstate()
+    if isinstance(generator, np.random.Generator):
+        return generator.bit_generator.state
+    return generator.get_state()
+
+
+def _seed_generator(generator: AnyGenerator, value: int) -> None:
+    if isinstance(generator, torch.Generator):
+        generator.manual_seed(value)
+    elif isinstance(generator, np.random.Generator):
+        kind = type(generator.bit_generator)
+        generator.bit_generator.state = kind(value).state
+    else:
+        generator.seed(value % 2**32)
 
 
 def drawn(loader: Any, *key: int) -> Iterator:

@@ -113,6 +113,7 @@ _masks = threading.local()  # signals that a thread has held back before it fork
 def note_iterator(iterator: object) -> None:
     """Have a child that is forked leave the workers of a loader's iterator to this process."""
     _iterators.add(iterator)
+    end_workers_at_exit()
 
 
 def hand_over(*_: object) -> None:
@@ -146,7 +147,7 @@ def _in_child() -> None:
     for iterator in _iterators:
         iterator._shutdown = True
     # The workers are not the child's own.
-    for at_exit in (watch.stop, _kill_workers, ignore_signals):
+    for at_exit in (watch.stop, _kill_at_exit, ignore_signals):
         atexit.unregister(at_exit)
     _after_fork()
 
@@ -197,9 +198,7 @@ def install_handlers() -> None:
     if not sys.stderr:  # it is closed
         sys.stderr = open(os.devnull, "w")  # noqa: SIM115
     faulthandler.enable(sys.__stderr__ or sys.stderr)
-    # Runs before multiprocessing's own exit handler, which would wait forever for a
-    # stuck worker.
-    atexit.register(_kill_workers)
+    end_workers_at_exit()
     atexit.register(ignore_signals)
     if by_torchrun():
         _follow_parent(signal.SIGTERM, int(os.environ.get(LAUNCHER, os.getppid())))
@@ -324,6 +323,22 @@ def _kill_workers() -> None:
     begin_to_leave()
     for child in multiprocessing.active_children():
         child.kill()
+
+
+def end_workers_at_exit() -> None:
+    """Have this process kill its loader workers when it exits.
+
+    They outlive SIGTERM, which multiprocessing's own exit handler sends before it waits for them.
+    """
+    atexit.unregister(_kill_at_exit)
+    atexit.register(_kill_at_exit)  # runs before that handler
+
+
+def _kill_at_exit() -> None:
+    begin_to_leave()
+    for child in multiprocessing.active_children():
+        if child.daemon:  # Python waits for others, which a person has started
+            child.kill()
 
 
 def socket_folder() -> str:

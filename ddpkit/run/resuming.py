@@ -3,15 +3,19 @@
 import contextlib
 import itertools
 import math
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
+import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 
 from ddpkit.data import loading, other_loaders, samples
 from ddpkit.data.loading import TrainSampler
+from ddpkit.errors import UserError, shorten
 from ddpkit.ranks import distributed, replicas
 from ddpkit.ranks.stopping import (
     Stopped,
@@ -31,6 +35,10 @@ END = object()  # of an iterator
 KINDS = {"parts": dict, "kinds": dict, "resumed_from": str, "ranks": int, "seed": int}
 COUNTS = ("epoch", "done", "step", "global_batch")
 TO_UNDO = "undo that to resume, or use another folder, or resume='never'"
+UNUSED = (
+    "saved between two optimizer steps, without the gradients of this one so far: a run that is "
+    "resumed from here differs; take a step at the end of each epoch"
+)
 
 
 class Checkpoints:
@@ -68,8 +76,9 @@ class Checkpoints:
         **parts: Any,
     ) -> None:
         distributed.adopt_group()
-        self.folder = RunFolder(folder, resume, read_own)
         self.parts = {name: unwrapped(part) for name, part in parts.items()}
+        check_parts(self.parts)
+        self.folder = RunFolder(folder, resume, read_own)
         self.save_every = save_every
         self.seed = seed
         self.epoch = 0
@@ -79,6 +88,17 @@ class Checkpoints:
         self.best: float | None = None
         self.ranks_then = distributed.world_size()
         self.is_in_epochs = False
+        seeds = distributed.gather_objects(torch.initial_seed())
+        self.is_seeded_by_rank = len(set(seeds)) > 1
+        # of the generators of each loader
+        self.seeds: weakref.WeakKeyDictionary[object, int] = weakref.WeakKeyDictionary()
+        self.is_due = False  # a save that waits for the next optimizer step
+        self.is_stepped = True  # an optimizer has taken a step in this turn
+        self.optimizers = [
+            each for each in parts.values() if isinstance(each, Optimizer)
+        ]
+        for optimizer in self.optimizers:
+            optimizer.register_step_post_hook(self._note_step)
         self.folder.find_checkpoint()
         state = self.folder.take_state(["parts"])
         self.folder.open_for_training(is_new=not state)
@@ -90,10 +110,16 @@ class Checkpoints:
         """Yield the epochs, from 0, that are left of `count`; saves at the end of each."""
         with on_signals(self._position), self._in_epochs():
             while self.epoch < count:
+                # for what is drawn before its steps, such as by zip(loader, other)
+                share = distributed.rank() if self.is_seeded_by_rank else 0
+                samples.seed(self.seed, self.epoch, share, 0, 0)
                 yield self.epoch
                 self.epoch += 1
                 self.done = 0
-                self.save()
+                if self._is_between() and self.epoch < count:
+                    self.is_due = True
+                    continue
+                self._write()
                 try:
                     agree()
                 except Stopped:
@@ -115,7 +141,8 @@ class Checkpoints:
         networks: in DistributedDataParallel, for the same bits on more than two ranks.
 
         Each step begins with random numbers of its own. Saves if that is due, and, without
-        `epochs`, at the end; after a signal all ranks leave after the same step.
+        `epochs`, at the end; after a signal all ranks leave after the same step. Both wait for a
+        turn in which an optimizer takes a step, if gradients are added up over several.
         """
         for network in networks:
             replicas.prepare_network(network)
@@ -126,11 +153,14 @@ class Checkpoints:
             batch: Any = next(found, END)
             while batch is not END:
                 samples.seed(self.seed, self.epoch, self.done, distributed.rank())
+                self.is_stepped = False
                 yield batch
                 self.done += 1
                 self.step += 1
                 if self.save_every and self.step % self.save_every == 0:
-                    self.save()
+                    self.is_due = True
+                if self.is_due and not self._is_between():
+                    self._write()
                 batch = next(found, END)
                 self._end_step(is_last=batch is END)
             if not self.is_in_epochs and self.folder.saved_step != self.step:
@@ -138,7 +168,8 @@ class Checkpoints:
 
     def save(self) -> None:
         """Write last.pt; to call on all ranks."""
-        self._write(is_best=False)
+        self._say_between()
+        self._write()
 
     def save_best(self, score: float, is_higher: bool = True) -> bool:
         """Write best.pt if rank 0's `score` is the best so far; return whether it is.
@@ -152,10 +183,29 @@ class Checkpoints:
         if not is_better or math.isnan(score):
             return False
         self.best = score
+        self._say_between()
         self._write(is_best=True)
         return True
 
-    def _write(self, is_best: bool) -> None:
+    def _note_step(self, *_: object) -> None:
+        self.is_stepped = True
+
+    def _is_between(self) -> bool:
+        """Return whether gradients have been added up that no optimizer step has used yet."""
+        if self.is_stepped:
+            return False
+        for optimizer in self.optimizers:
+            weights = replicas.weights_of(optimizer)
+            if any(weight.grad is not None for weight in weights):
+                return True
+        return False
+
+    def _say_between(self) -> None:
+        if self._is_between():
+            distributed.print0(UNUSED)
+
+    def _write(self, is_best: bool = False) -> None:
+        self.is_due = False
         state = {
             "parts": states.take_states(self.parts),
             "kinds": states.kinds(self.parts),
@@ -175,6 +225,7 @@ class Checkpoints:
         plural = "s" * (state["epoch"] != 1)
         distributed.print0(progress_line(state, state["done"], f"epoch{plural}"))
         names = states.names_of(self.parts)
+        self._compare_names(path, state["parts"].keys())
         for name, part in self.parts.items():
             if states.is_missing(name, state["parts"], path):
                 continue
@@ -189,6 +240,21 @@ class Checkpoints:
         self.ranks_then = state["ranks"]
         if self.done and state["seed"] != self.seed:
             self._start_over(f"seed {state['seed']} then")
+
+    def _compare_names(self, path: str, then: Iterable[str]) -> None:
+        """Raise a UserError if a part may have been renamed; say which are no parts any more."""
+        left = sorted(set(then) - self.parts.keys())
+        new = sorted(self.parts.keys() - set(then))
+        if left and new:
+            raise UserError(
+                f"{path} has {shorten(left)} and no {shorten(new)}: give the parts their former "
+                "names, or use another folder, or resume='never'"
+            )
+        if left:
+            distributed.print0(
+                f"{path} has {shorten(left)}, for which Checkpoints is given no part: left out, "
+                "and not in what is saved from here on"
+            )
 
     def _start_over(self, reason: str) -> None:
         distributed.print0(f"{reason}: the epoch that was stopped starts over")
@@ -207,19 +273,36 @@ class Checkpoints:
             return iter(batches[self.done :])
         if self.done and self.ranks_then != distributed.world_size():
             self._start_over(f"{self.ranks_then} ranks then")
-        samplers = other_loaders.samplers_of(batches)
-        has_shares = any(hasattr(part, "num_replicas") for part in samplers)
-        # Without shares of the ranks what is drawn may be the order, one for all.
-        share = distributed.rank() if has_shares else 0
-        found = other_loaders.begun(batches, self.epoch, self.seed, self.epoch, share)
+        share = self._share(batches)
+        key = (self.seed, self.epoch, share)
+        found = other_loaders.begun(batches, self.epoch, *key, of_data=True)
         if self.done:
             distributed.print0(f"reading {self.done} batches again, which are left out")
         return itertools.islice(found, self.done, None)
+
+    def _share(self, batches: object) -> int:
+        """Return this rank's number, or 0 on all ranks if they have to draw the same.
+
+        What is drawn may be the order, of which each rank then takes its part. It is not if the
+        ranks have seeded torch's generator, or one of the loader's own, with numbers of their own.
+        """
+        samplers = other_loaders.samplers_of(batches)
+        has_own = any(hasattr(part, "num_replicas") for part in samplers)
+        found = other_loaders.generators_of(batches, of_data=True)
+        if found:
+            states = [other_loaders.generator_state(each) for each in found]
+            # as before the first epoch, which seeds them
+            mine = self.seeds.setdefault(batches, samples.checksum(states))
+            has_own = has_own or len(set(distributed.gather_objects(mine))) > 1
+        return distributed.rank() if has_own or self.is_seeded_by_rank else 0
 
     def _end_step(self, is_last: bool) -> None:
         try:
             end_step()
         except Stopped:
+            # It is raised again in each turn until the ranks leave.
+            if self._is_between():
+                return
             # Resumed after its last step a loop would have no turn, for which few scripts
             # are written: the ranks leave at the end of the epoch.
             if not is_last:
@@ -239,6 +322,18 @@ def unwrapped(part: Any) -> Any:
     """Return the network in DistributedDataParallel; anything else as it is."""
     network = replicas.uncompiled(part)
     return network.module if isinstance(network, DistributedDataParallel) else part
+
+
+def check_parts(parts: dict[str, object]) -> None:
+    """Raise a UserError unless each part has what a checkpoint needs of it."""
+    for name, part in parts.items():
+        for method in "state_dict", "load_state_dict":
+            if not callable(getattr(part, method, None)):
+                raise UserError(
+                    f"Checkpoints({name}=...): a {type(part).__name__} has no {method}: give parts "
+                    "that have one; numbers and generators of random numbers need none, if they "
+                    "follow from checkpoints.epoch and checkpoints.step"
+                )
 
 
 def read_own(path: Path | str) -> State:

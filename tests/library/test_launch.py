@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from dap import configuration
-from generated import Command, Ranks, after_step, rows, run, wait_for
+from generated import ROOT, Command, Ranks, after_step, rows, run, wait_for
 from launcher import Launch
 from ports import free_port
 from ranks import Patch, draw_nothing, on_ranks
@@ -125,6 +125,20 @@ def test_a_mistake_is_not_repeated(project, tmp_path):
     """Under MAX_RESTARTS; and the ranks say it once."""
     words = project.flags(Path("/nowhere"), tmp_path)
     project.launch(words, MAX_RESTARTS="3").end().refused("files.failure", "/nowhere")
+
+
+def test_runs_of_one_node_side_by_side(tmp_path):
+    """Ranks of any script meet at a port that no other run has, whatever the environment says."""
+    script = tmp_path / "script.py"
+    script.write_text("import os\nprint(os.environ['MASTER_PORT'])\n")
+    env = {"MASTER_PORT": "31777", "NPROC": "2", "PYTHONPATH": str(ROOT)}
+    ports = []
+    for _ in range(2):
+        command = [sys.executable, "-m", "ddpkit", "launch", script]
+        _, one, other = run(command, cwd=tmp_path, **env).ok().out.split("\n")[:3]
+        assert one == other
+        ports.append(one)
+    assert len({"31777", *ports}) == 3
 
 
 def node(number: int, ranks: int) -> None:

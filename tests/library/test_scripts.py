@@ -14,6 +14,7 @@ import pytest
 import ranks
 import torch
 from generated import ROOT, Done, left, refusal, wait_for
+from torch.utils.data import DataLoader
 from torch.utils.data._utils import worker
 
 import ddpkit
@@ -45,8 +46,7 @@ def start(tmp_path: Path) -> Start:
         def begin() -> None:
             # Neither that of the project is found, which other tests use.
             sys.path[:] = [place for place in sys.path if not has_main(place)]
-            # A plain loader worker looks only every 5 s whether its rank is there.
-            worker.MP_STATUS_CHECK_INTERVAL = 0.5
+            look_soon()
             patch()
 
         output = folder / "printed"
@@ -58,6 +58,11 @@ def start(tmp_path: Path) -> Start:
         return Done(statuses, out, err, [])
 
     return act
+
+
+def look_soon() -> None:
+    """A plain loader worker looks only every 5 s whether its rank is there."""
+    worker.MP_STATUS_CHECK_INTERVAL = 0.5
 
 
 def has_main(place: str) -> bool:
@@ -107,6 +112,169 @@ def test_a_script_of_ones_own(name: str, tmp_path: Path, start: Start) -> None:
     assert re.search(r"run/last.pt: \d+ epochs? done", done.out)
     assert parts(tmp_path / "whole") == parts(tmp_path / "stopped")
     wait_for(lambda: not left(0), 30)  # plain loader workers of who was killed
+
+
+@pytest.mark.parametrize("way", ["accumulated", "carried", "kept", "zipped"])
+def test_ways_of_writing(way: str, tmp_path: Path) -> None:
+    """Gradients added up over turns, kept workers, a generator of a sampler's own, two loaders."""
+    script = tmp_path / "ways.py"
+    script.write_text(WAYS)
+    found = []
+    for name, stops in ("whole", []), ("stopped", [6, 8]):
+        folder = tmp_path / name
+        folder.mkdir()
+        for count, step in enumerate([*stops, None]):
+            patch = at_step(step, signal.SIGTERM, 1) if step else look_soon
+            output = folder / f"printed{count}"
+            pids = ranks.start(2, str(script), [way], output, folder, patch)
+            assert ranks.wait(pids) == ([75, 75] if step else [0, 0])
+            out, err = ranks.said(output)
+            assert not err
+            if step and way in ("accumulated", "carried"):
+                assert int(re.search(r"step (\d+); the same", out)[1]) % 3 == 0
+        found.append(parts(folder))
+        lengths = {(folder / f"lengths{rank}").read_text() for rank in range(2)}
+        assert len(lengths) == 1
+        found.append(lengths)
+    assert found[:2] == found[2:]
+    wait_for(lambda: not left(0), 10)  # plain workers: a test's fork calls no atexit
+
+
+WAYS = """
+import random, sys
+import numpy, torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.utils.data import DataLoader, Dataset
+import ddpkit
+
+class Noisy(Dataset):
+    def __len__(self):
+        return 104
+
+    def __getitem__(self, index):
+        generator = torch.Generator().manual_seed(index)
+        drawn = torch.randn(4, generator=generator) + 0.1 * torch.randn(4)
+        return drawn + random.random() + numpy.random.rand(), drawn.sum()
+
+class Drawn:
+    def __init__(self):
+        self.chance = numpy.random.default_rng(dist.get_rank())
+
+    def __len__(self):
+        return 13
+
+    def __iter__(self):
+        for _ in range(13):
+            yield self.chance.integers(104, size=4).tolist()
+
+way = sys.argv[1]
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+data = Noisy()
+if way in ("accumulated", "carried"):
+    loader = ddpkit.train_loader(data, 4, workers=2)
+else:
+    how = {"batch_sampler": Drawn(), "persistent_workers": True}
+    if way == "zipped":
+        how = {"batch_size": 8, "shuffle": True, "drop_last": True}
+    loader = DataLoader(data, num_workers=2, **how)
+others = DataLoader(data, 4, shuffle=True)
+net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Dropout(0.2), torch.nn.Linear(8, 1))
+model = DDP(net)
+optimizer = torch.optim.AdamW(model.parameters(), 0.01)
+checkpoints = ddpkit.Checkpoints("run", model=model, optimizer=optimizer)
+added_up = 3 if loader.dataset is not data else 1
+for epoch in checkpoints.epochs(3):
+    batches = zip(loader, others) if way == "zipped" else loader
+    first = checkpoints.done
+    for number, batch in enumerate(checkpoints.steps(batches, model), first):
+        (inputs, target), *more = batch if way == "zipped" else [batch]
+        loss = (model(inputs)[:, 0] - target).square().mean()
+        for (inputs, target), *_ in [more] * len(more):
+            loss = loss + (model(inputs)[:, 0] - target).abs().mean()
+        loss.backward()
+        is_last = way == "accumulated" and number + 1 == len(loader)
+        if (number + 1) % added_up == 0 or is_last:
+            optimizer.step()
+            optimizer.zero_grad()
+    with open(f"lengths{dist.get_rank()}", "w") as file:
+        file.write(str(len(loader)))
+"""
+
+
+@ranks.on_ranks(2)
+def test_ranks_that_draw_for_themselves(tmp_path: Path) -> None:
+    """Seeded with numbers of their own they go on with batches of their own."""
+
+    def first(seed: int, generator: torch.Generator | None = None) -> list:
+        torch.manual_seed(seed)
+        loader = DataLoader(range(64), 4, shuffle=True, generator=generator)
+        folder = tmp_path / str(len(list(tmp_path.iterdir())))
+        distributed.barrier()
+        made = ddpkit.Checkpoints(folder)
+        batch = next(made.steps(loader))
+        return distributed.gather_objects(batch.tolist())
+
+    own = torch.Generator().manual_seed(distributed.rank())
+    assert len(set(map(str, first(0)))) == 1
+    assert len(set(map(str, first(distributed.rank())))) == 2
+    assert len(set(map(str, first(0, own)))) == 2
+
+
+def test_parts_that_are_none(tmp_path: Path) -> None:
+    """Told before anything is trained, with its name; and names that have changed."""
+    net = torch.nn.Linear(2, 2)
+    for part in 5, torch.Generator():
+        with refusal("resuming.check_parts", "note", type(part).__name__):
+            ddpkit.Checkpoints(tmp_path / "run", net=net, note=part)
+    assert not (tmp_path / "run").exists()
+    ddpkit.Checkpoints(tmp_path / "run", net=net, average=net).save()
+    for parts in {"model": net, "average": net}, {"net": net, "ema": net}:
+        with refusal("resuming.compare_names", "run/last.pt"):
+            ddpkit.Checkpoints(tmp_path / "run", **parts)
+    said: list[str] = []
+    before, distributed.print0 = distributed.print0, said.append
+    try:
+        ddpkit.Checkpoints(tmp_path / "run", net=net)
+    finally:
+        distributed.print0 = before
+    assert "average" in said[-1]
+
+
+ENDS = """
+import sys
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+import ddpkit
+
+data = TensorDataset(torch.randn(64, 4))
+if sys.argv[1] == "ddpkit":
+    loader = ddpkit.train_loader(data, 8, workers=2)
+else:
+    loader = DataLoader(data, 8, num_workers=2, persistent_workers=True)
+checkpoints = ddpkit.Checkpoints("run", model=torch.nn.Linear(4, 1))
+for epoch in checkpoints.epochs(2):
+    for batch in checkpoints.steps(loader):
+        pass
+for batch in loader:
+    pass
+print("end")
+"""
+
+
+@pytest.mark.parametrize("whose", ["ddpkit", "torch"])
+def test_workers_of_a_global_loader(whose: str, tmp_path: Path) -> None:
+    """They end with the script, though they outlive SIGTERM."""
+    script = tmp_path / "script.py"
+    script.write_text(ENDS)
+    command = [sys.executable, script, whose]
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "end\n", "")
+    wait_for(lambda: not left(0), 10)
 
 
 def test_other_ranks(start: Start) -> None:

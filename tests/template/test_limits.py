@@ -30,7 +30,7 @@ EDITED = {
 }
 # That of ddpkit is what it has: 60,000 is the aim.
 TOKENS = {
-    "ddpkit": 78_500,
+    "ddpkit": 79_500,
     "main": 1_800,
     "classification": 6_000,
     "segmentation": 6_600,
