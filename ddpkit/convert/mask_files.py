@@ -157,8 +157,29 @@ def read_voc(tree: Tree) -> LabelledSet:
     if not lines and names in tree.files:
         lines = [class_line(each, n) for n, each in enumerate(tree.lines(names))]
     if not lines:
-        lines = [class_line(each, n) for n, each in enumerate(VOC_NAMES.split())]
+        listed = VOC_NAMES.split()
+        lines = [class_line(each, n) for n, each in enumerate(listed)]
+        first = next(iter(tree.in_folder(voc_mask_folder(tree, parents[0]))), "")
+        if first and images.read_stored(str(tree.path(first))).mode == "RGB":
+            colors = [voc_color(n) for n in (*range(len(listed)), masks.VOID)]
+            texts = ["{} {} {}".format(*color) for color in colors]
+            named = zip([*listed, "void"], texts, strict=True)
+            lines = [class_line(name, text) for name, text in named]
     return read_voc_folders(tree, parents, lines, names)
+
+
+def voc_color(number: int) -> tuple[int, int, int]:
+    """Return VOC's colour of a class: its bits go to red, green and blue in turn, highest first."""
+    channels = [0, 0, 0]
+    for bit in range(8):
+        channels[bit % 3] |= (number >> bit & 1) << (7 - bit // 3)
+    red, green, blue = channels
+    return red, green, blue
+
+
+def voc_mask_folder(tree: Tree, parent: str) -> str:
+    places = [join(parent, each) for each in VOC_MASKS]
+    return next(place for place in places if place in tree.folders)
 
 
 def read_cvat_masks(tree: Tree) -> LabelledSet:
@@ -187,11 +208,7 @@ def read_voc_folders(
     skipped = Skipped()
     for parent in parents:
         lists = voc_lists(tree, parent)
-        place = next(
-            join(parent, each)
-            for each in VOC_MASKS
-            if join(parent, each) in tree.folders
-        )
+        place = voc_mask_folder(tree, parent)
         start = len(place) + 1
         mask_of = {
             name[start:].rpartition(".")[0]: name for name in tree.in_folder(place)
