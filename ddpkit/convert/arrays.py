@@ -72,7 +72,7 @@ def read_arrays(tree: Tree) -> LabelledSet:
     for folder in sorted({path.parent for path in used}):
         for image in tree.in_folder(tree.below(folder), ENDINGS - ARRAYS):
             if tree.path(image) not in used:
-                found.skipped.add("images without a mask", image)
+                found.skipped.count("images without a mask", image)
     return found
 
 
@@ -221,7 +221,7 @@ def read_jpeg_masks(tree: Tree) -> LabelledSet:
             draw = two_tones(tree.path(name))
             found.samples.append(Sample(tree.path(image), part, draw))
         for image in image_of.values():
-            found.skipped.add("images without a mask", image)
+            found.skipped.count("images without a mask", image)
     return found
 
 

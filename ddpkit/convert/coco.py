@@ -1,7 +1,5 @@
 """COCO's JSON: outlines, runs (RLE), and crowds, which are void."""
 
-from typing import Any
-
 import numpy as np
 
 from ddpkit.convert.labels import LabelledSet, ObjectClasses, Sample, Size, part_of
@@ -14,7 +12,7 @@ from ddpkit.convert.shapes import (
     to_points,
     unpack_counts,
 )
-from ddpkit.convert.tree import Tree
+from ddpkit.convert.tree import Json, Tree
 from ddpkit.data.masks import VOID
 from ddpkit.errors import UserError
 
@@ -29,7 +27,7 @@ def find_coco(tree: Tree) -> list[str]:
     return own or found
 
 
-def is_coco(content: Any) -> bool:
+def is_coco(content: Json) -> bool:
     return isinstance(content, dict) and all(
         isinstance(content.get(key), list) for key in NEEDED
     )
@@ -41,7 +39,7 @@ def read_coco(tree: Tree) -> LabelledSet:
     if not names:
         raise UserError(f"{tree.root}: no JSON file in it has {', '.join(NEEDED)}")
     found = LabelledSet([])
-    categories: dict[str, Any] = {}
+    categories: dict[str, Json] = {}
     for name in names:
         for category in sorted(tree.jsons[name]["categories"], key=lambda c: c["id"]):
             categories.setdefault(str(category["name"]), category.get("color"))
@@ -67,7 +65,7 @@ def read_annotations(
         category["id"]: classes.number(category["name"], name)
         for category in content["categories"]
     }
-    objects: dict[Any, list[dict]] = {image["id"]: [] for image in content["images"]}
+    objects: dict[Json, list[dict]] = {image["id"]: [] for image in content["images"]}
     for annotation in content["annotations"]:
         place = f"{tree.path(name)}, annotation {annotation.get('id')}"
         if annotation["category_id"] not in label_of:
@@ -76,9 +74,9 @@ def read_annotations(
                 "it there, or remove the annotation"
             )
         if annotation["image_id"] not in objects:
-            found.skipped.add("annotations of no image in the file", place)
+            found.skipped.count("annotations of no image in the file", place)
         elif not annotation.get("segmentation"):
-            found.skipped.add("annotations without an outline", place)
+            found.skipped.count("annotations without an outline", place)
         else:
             objects[annotation["image_id"]].append(annotation)
     for image in content["images"]:
@@ -86,7 +84,7 @@ def read_annotations(
         part = part_of(name) or part_of(given) or "train"
         path = tree.find_image(given, name, part)
         if path is None:
-            found.skipped.add(f"images of {name} that are not there", given)
+            found.skipped.count(f"images of {name} that are not there", given)
             continue
         own = objects[image["id"]]
 
@@ -106,7 +104,7 @@ def read_annotations(
 
 def to_shape(
     annotation: dict,
-    label_of: dict[Any, int],
+    label_of: dict[Json, int],
     size: Size,
     place: str,
     found: LabelledSet,

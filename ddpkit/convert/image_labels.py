@@ -3,11 +3,11 @@
 import json
 import re
 from collections.abc import Iterator, Sequence
-from typing import Any
+from pathlib import Path
 
 from ddpkit.convert import runs
 from ddpkit.convert.labels import LabelledSet, Sample, part_of
-from ddpkit.convert.tree import Tree
+from ddpkit.convert.tree import Json, Tree
 from ddpkit.errors import UserError, shorten
 
 # Columns, in small letters: of images, and of labels.
@@ -53,7 +53,7 @@ def find_lists(tree: Tree) -> list[str]:
     return found
 
 
-def records(tree: Tree, name: str) -> Iterator[dict[str, Any]]:
+def records(tree: Tree, name: str) -> Iterator[dict[str, Json]]:
     """Yield the rows of a CSV file, or the objects of a file with one in each line."""
     if not name.endswith(".jsonl"):
         yield from tree.rows(name)
@@ -70,14 +70,14 @@ def records(tree: Tree, name: str) -> Iterator[dict[str, Any]]:
         yield row
 
 
-def image_column(row: dict[str, Any]) -> str:
+def image_column(row: dict[str, Json]) -> str:
     known = {column.lower(): column for column in row}
     named = [known[each] for each in IMAGES if each in known]
     # else the first one
     return named[0] if named else next(iter(row), "")
 
 
-def label_columns(row: dict[str, Any], image: str) -> list[str]:
+def label_columns(row: dict[str, Json], image: str) -> list[str]:
     """Return the column of labels; or those of classes, which have 0 or 1; or none."""
     others = [column for column in row if column and column != image]
     for column in others:
@@ -89,7 +89,7 @@ def label_columns(row: dict[str, Any], image: str) -> list[str]:
     return others
 
 
-def labels_in_row(row: dict[str, Any], columns: Sequence[str]) -> list[str]:
+def labels_in_row(row: dict[str, Json], columns: Sequence[str]) -> list[str]:
     if len(columns) > 1:
         return [column for column in columns if float(row[column] or 0) >= 0.5]
     value = row.get(columns[0])
@@ -118,8 +118,8 @@ def read_lists(tree: Tree, names: Sequence[str]) -> LabelledSet:
             f"the columns, such as {shorten(IMAGES)} and {shorten(LABELS)}"
         )
     found = LabelledSet([])
-    of_image: dict[Any, tuple[str, ...]] = {}
-    classes = set()
+    of_image: dict[Path, tuple[str, ...]] = {}
+    classes: set[str] = set()
     for name in names:
         columns: list[str] = []
         image = ""
@@ -131,7 +131,7 @@ def read_lists(tree: Tree, names: Sequence[str]) -> LabelledSet:
             part = part_of(name) or part_of(given) or "train"
             path = tree.find_image(given, name, part) if given else None
             if path is None:
-                found.skipped.add(f"images of {name} that are not there", given)
+                found.skipped.count(f"images of {name} that are not there", given)
                 continue
             try:
                 labels = tuple(sorted(set(labels_in_row(row, columns))))
@@ -150,7 +150,7 @@ def read_lists(tree: Tree, names: Sequence[str]) -> LabelledSet:
     if len(classes) > 1 and not found.several:
         # of several labels one may be none; of one, there is nothing to learn
         for sample in [each for each in found.samples if not each.labels]:
-            found.skipped.add("images without a label", tree.below(sample.image))
+            found.skipped.count("images without a label", tree.below(sample.image))
             found.samples.remove(sample)
     found.names = sorted(classes)
     return found

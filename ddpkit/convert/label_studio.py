@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Iterable
-from typing import Any
+from pathlib import Path
 
 import numpy as np
 
@@ -18,7 +18,7 @@ from ddpkit.convert.shapes import (
     to_points,
     turned,
 )
-from ddpkit.convert.tree import ENDINGS, Tree, ending_of
+from ddpkit.convert.tree import ENDINGS, Json, Tree, ending_of
 from ddpkit.errors import UserError
 
 # as the export "Brush labels to PNG" names them
@@ -30,7 +30,7 @@ def find_label_studio(tree: Tree) -> list[str]:
     return [name for name, content in tree.jsons.items() if is_export(content)]
 
 
-def is_export(content: Any) -> bool:
+def is_export(content: Json) -> bool:
     return (
         isinstance(content, list)
         and bool(content)
@@ -48,7 +48,7 @@ def read_label_studio(tree: Tree) -> LabelledSet:
             'as "JSON", too'
         )
     found = LabelledSet([])
-    brushes: dict[tuple[int, int], list[tuple[str, str]]] = {}
+    brushes: dict[tuple, list[tuple[str, str]]] = {}
     for name in tree.files:
         match = BRUSH.fullmatch(name.rpartition("/")[2])
         if match:
@@ -64,13 +64,13 @@ def read_label_studio(tree: Tree) -> LabelledSet:
         place = f"{tree.path(name)}, task {task.get('id')}"
         done = annotations_of(task)
         if not done:
-            found.skipped.add("tasks without an annotation", place)
+            found.skipped.count("tasks without an annotation", place)
             continue
         if len(done) > 1:
-            found.skipped.add("second annotations of a task", place)
+            found.skipped.count("second annotations of a task", place)
         path = find_image_of(tree, name, task)
         if path is None:
-            found.skipped.add("tasks without an image", place)
+            found.skipped.count("tasks without an image", place)
             continue
         own = brushes.get((task.get("id"), done[0].get("id")), [])
         results = results_of(task)
@@ -112,7 +112,7 @@ def labels_of(result: dict) -> Iterable[str]:
     return result.get("value", {}).get(result["type"], ())
 
 
-def find_image_of(tree: Tree, name: str, task: dict) -> Any:
+def find_image_of(tree: Tree, name: str, task: dict) -> Path | None:
     for value in task["data"].values():
         if not isinstance(value, str) or ending_of(value) not in ENDINGS:
             continue

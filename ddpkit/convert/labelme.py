@@ -3,7 +3,6 @@
 import base64
 import binascii
 import io
-from typing import Any
 
 import numpy as np
 from PIL import Image, UnidentifiedImageError
@@ -18,7 +17,7 @@ from ddpkit.convert.shapes import (
     oval,
     to_points,
 )
-from ddpkit.convert.tree import ENDINGS, Tree
+from ddpkit.convert.tree import ENDINGS, Json, Tree
 from ddpkit.errors import UserError
 
 NO_AREAS = ("line", "linestrip", "point", "points")
@@ -28,7 +27,7 @@ def find_labelme(tree: Tree) -> list[str]:
     return [name for name, content in tree.jsons.items() if is_labelme(content)]
 
 
-def is_labelme(content: Any) -> bool:
+def is_labelme(content: Json) -> bool:
     return isinstance(content, dict) and isinstance(content.get("shapes"), list)
 
 
@@ -57,7 +56,7 @@ def read_labelme(tree: Tree) -> LabelledSet:
         path = tree.find_image(given, name, part) if given else None
         path = path or tree.find_image(name[: -len(".json")], name, part)
         if path is None:
-            found.skipped.add("labels without an image", name)
+            found.skipped.count("labels without an image", name)
             continue
         taken.add(path.resolve())
         shapes = content["shapes"]
@@ -79,7 +78,7 @@ def read_labelme(tree: Tree) -> LabelledSet:
         for image in tree.in_folder(folder, ENDINGS):
             is_beside = image.rpartition("/")[0] == folder
             if is_beside and tree.path(image).resolve() not in taken:
-                found.skipped.add("images without labels", image)
+                found.skipped.count("images without labels", image)
     return found
 
 
@@ -91,7 +90,7 @@ def object_of(
     place = f"{place}, a {kind} of {given.get('label')}"
     shape = Shape(classes.number(str(given.get("label")), place), place)
     if kind in NO_AREAS:
-        found.skipped.add("points and lines, which have no inside", place)
+        found.skipped.count("points and lines, which have no inside", place)
         return None
     points = to_points(given.get("points"), place)
     if kind == "polygon":
@@ -108,7 +107,7 @@ def object_of(
     return shape
 
 
-def unpack_mask(text: Any, points: np.ndarray, place: str) -> Area:
+def unpack_mask(text: Json, points: np.ndarray, place: str) -> Area:
     """Return the pixels of a PNG in base64 that lies in a box."""
     try:
         image = Image.open(io.BytesIO(base64.b64decode(text)), formats=["PNG"])

@@ -24,10 +24,10 @@ class Skipped:
     def __init__(self) -> None:
         self.names: dict[str, list[str]] = {}
 
-    def add(self, reason: str, name: object) -> None:
+    def count(self, reason: str, name: object) -> None:
         self.names.setdefault(reason, []).append(str(name))
 
-    def lines(self, root: Path) -> Iterable[str]:
+    def remarks(self, root: Path) -> Iterable[str]:
         """Yield a line for each reason: how many there are, and the first of them, below `root`."""
         for reason, names in sorted(self.names.items()):
             short = sorted(name.removeprefix(f"{root}/") for name in names)
@@ -88,11 +88,10 @@ class ObjectClasses:
     def add(self, name: str) -> int:
         """Return the number of the class `name`, which is new if it has not been seen."""
         text = clean_name(name)
-        plain = plain_name(text)
         if text not in self.number_of:
-            if plain == BACKGROUND:
+            if text == BACKGROUND:
                 self.number_of[text] = 0
-            elif plain in VOID_NAMES:
+            elif plain_name(text) in VOID_NAMES:
                 self.number_of[text] = VOID
             else:
                 self.number_of[text] = len(self.names)
@@ -118,6 +117,8 @@ def plain_name(name: str) -> str:
 def clean_name(name: object) -> str:
     """Return a name as a line of classes.txt can have it: without = and #, and not empty."""
     text = re.sub(r"[=#\s]+", " ", str(name)).strip()
+    if plain_name(text) == BACKGROUND:
+        return BACKGROUND
     return text or "unnamed"
 
 

@@ -24,6 +24,7 @@ ENDINGS = folders.EXTENSIONS | {
     ".pnm",
     ".ppm",
 }
+Json = Any  # what a file of JSON or YAML may hold
 
 
 class Tree:
@@ -122,9 +123,9 @@ class Tree:
         return self.path(found[0]) if found else None
 
     @functools.cached_property
-    def jsons(self) -> dict[str, Any]:
+    def jsons(self) -> dict[str, Json]:
         """What the JSON files hold, by name; a UserError in place of one that is none."""
-        found: dict[str, Any] = {}
+        found: dict[str, Json] = {}
         for name in self.with_ending(".json"):
             try:
                 content = json.loads(files.read_file(self.path(name)))

@@ -1,13 +1,11 @@
 """YOLO's outlines: data.yaml, and a text file per image whose lines are CLASS X Y X Y X Y ..."""
 
-from typing import Any
-
 import numpy as np
 
 from ddpkit import files
 from ddpkit.convert.labels import LabelledSet, ObjectClasses, Sample, Size
 from ddpkit.convert.shapes import Shape, drawing, is_outline
-from ddpkit.convert.tree import ENDINGS, Tree, ending_of, stem_of
+from ddpkit.convert.tree import ENDINGS, Json, Tree, ending_of, stem_of
 from ddpkit.errors import UserError, reason_of
 
 KEYS = (("train", "train"), ("val", "val"), ("valid", "val"), ("test", "test"))
@@ -25,7 +23,7 @@ def find_yolo(tree: Tree) -> list[str]:
     return found
 
 
-def read_yaml(tree: Tree, name: str) -> Any:
+def read_yaml(tree: Tree, name: str) -> Json:
     try:
         import yaml
     except ImportError:
@@ -60,11 +58,11 @@ def read_yolo(tree: Tree) -> LabelledSet:
     for key, part in KEYS:
         images = images_of(tree, name, content, content.get(key))
         if content.get(key) and not images:
-            found.skipped.add("parts without images", f"{key}: {content[key]}")
+            found.skipped.count("parts without images", f"{key}: {content[key]}")
         for image in images:
             labels = label_file(tree, image)
             if labels is None:
-                found.skipped.add("images without a label file", image)
+                found.skipped.count("images without a label file", image)
                 continue
             label_files.add(labels)
             place = str(tree.path(labels))
@@ -81,11 +79,11 @@ def read_yolo(tree: Tree) -> LabelledSet:
             found.samples.append(Sample(tree.path(image), part, draw))
     for label in tree.with_ending(".txt"):
         if "labels/" in label and label not in label_files and not tree.named:
-            found.skipped.add("label files without an image", label)
+            found.skipped.count("label files without an image", label)
     return found
 
 
-def images_of(tree: Tree, name: str, content: dict, given: Any) -> list[str]:
+def images_of(tree: Tree, name: str, content: dict, given: Json) -> list[str]:
     """Return the images of a part, which is a folder, a list of images, or several of these."""
     if not given:
         return []
@@ -147,7 +145,7 @@ def read_outlines(
                 f"{place}: class {label} is not among the names of data.yaml; add it there"
             )
         if len(values) == 5:
-            found.skipped.add("boxes without an outline", f"{stem_of(name)}.txt")
+            found.skipped.count("boxes without an outline", f"{stem_of(name)}.txt")
         elif is_outline(points, place, found.skipped):
             objects.append((label_of[label], points, place))
     return objects

@@ -52,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     try:
         lines = result.write_set(found, out)
     finally:
-        for line in found.skipped.lines(tree.root):
+        for line in found.skipped.remarks(tree.root):
             say(line)
     for line in (*found.notes, *lines):
         say(line)
