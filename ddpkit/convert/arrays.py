@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -72,7 +71,7 @@ def read_arrays(tree: Tree) -> LabelledSet:
     for folder in sorted({path.parent for path in used}):
         for image in tree.in_folder(tree.below(folder), ENDINGS - ARRAYS):
             if tree.path(image) not in used:
-                found.skipped.count("images without a mask", image)
+                found.skipped.leave_out("images without a mask", image)
     return found
 
 
@@ -147,7 +146,7 @@ def is_grid(values: np.ndarray) -> bool:
     return values.ndim == 2 and min(values.shape) > 1 and values.dtype.kind in "buif"
 
 
-def load_mat(path: Path) -> Any:
+def load_mat(path: Path) -> dict:
     try:
         from scipy.io import loadmat
     except ImportError:
@@ -162,7 +161,7 @@ def load_mat(path: Path) -> Any:
         ) from None
 
 
-def arrays_in(content: Any, name: str = "") -> Sequence[tuple[str, np.ndarray]]:
+def arrays_in(content: object, name: str = "") -> Sequence[tuple[str, np.ndarray]]:
     """Return the arrays in what a .mat file holds, each with the name of its field."""
     if isinstance(content, dict):
         inner = [(key, each) for key, each in content.items() if key[:2] != "__"]
@@ -221,7 +220,7 @@ def read_jpeg_masks(tree: Tree) -> LabelledSet:
             draw = two_tones(tree.path(name))
             found.samples.append(Sample(tree.path(image), part, draw))
         for image in image_of.values():
-            found.skipped.count("images without a mask", image)
+            found.skipped.leave_out("images without a mask", image)
     return found
 
 

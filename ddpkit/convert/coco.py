@@ -74,9 +74,9 @@ def read_annotations(
                 "it there, or remove the annotation"
             )
         if annotation["image_id"] not in objects:
-            found.skipped.count("annotations of no image in the file", place)
+            found.skipped.leave_out("annotations of no image in the file", place)
         elif not annotation.get("segmentation"):
-            found.skipped.count("annotations without an outline", place)
+            found.skipped.leave_out("annotations without an outline", place)
         else:
             objects[annotation["image_id"]].append(annotation)
     for image in content["images"]:
@@ -84,7 +84,7 @@ def read_annotations(
         part = part_of(name) or part_of(given) or "train"
         path = tree.find_image(given, name, part)
         if path is None:
-            found.skipped.count(f"images of {name} that are not there", given)
+            found.skipped.leave_out(f"images of {name} that are not there", given)
             continue
         own = objects[image["id"]]
 

@@ -71,7 +71,7 @@ def read_cvat(tree: Tree) -> LabelledSet:
     found.colors = classes.colors
     for name, root in roots.items():
         for track in root.findall("track"):
-            found.skipped.count("tracks of videos", f"{name}, {track.get('label')}")
+            found.skipped.leave_out("tracks of videos", f"{name}, {track.get('label')}")
         for image in root.findall("image"):
             add_image(tree, name, image, classes, found)
     return found
@@ -93,7 +93,7 @@ def add_image(
     part = stated or part_of(given) or part_of(name) or "train"
     path = tree.find_image(given, name, part)
     if path is None:
-        found.skipped.count(f"images of {name} that are not there", given)
+        found.skipped.leave_out(f"images of {name} that are not there", given)
         return
 
     def cvat_shapes(size: Size) -> list[Shape]:
@@ -128,7 +128,7 @@ def element_shape(
     if kind == "tag":
         return None
     if kind not in ("polygon", "box", "ellipse", "mask"):
-        found.skipped.count("points and lines, which have no inside", place)
+        found.skipped.leave_out("points and lines, which have no inside", place)
         return None
     shape = Shape(classes.number(label, place), place)
     shape.order = float(given.get("z_order", 0))

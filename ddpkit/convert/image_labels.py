@@ -131,7 +131,7 @@ def read_lists(tree: Tree, names: Sequence[str]) -> LabelledSet:
             part = part_of(name) or part_of(given) or "train"
             path = tree.find_image(given, name, part) if given else None
             if path is None:
-                found.skipped.count(f"images of {name} that are not there", given)
+                found.skipped.leave_out(f"images of {name} that are not there", given)
                 continue
             try:
                 labels = tuple(sorted(set(labels_in_row(row, columns))))
@@ -150,7 +150,7 @@ def read_lists(tree: Tree, names: Sequence[str]) -> LabelledSet:
     if len(classes) > 1 and not found.several:
         # of several labels one may be none; of one, there is nothing to learn
         for sample in [each for each in found.samples if not each.labels]:
-            found.skipped.count("images without a label", tree.below(sample.image))
+            found.skipped.leave_out("images without a label", tree.below(sample.image))
             found.samples.remove(sample)
     found.names = sorted(classes)
     return found

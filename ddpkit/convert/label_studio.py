@@ -64,13 +64,13 @@ def read_label_studio(tree: Tree) -> LabelledSet:
         place = f"{tree.path(name)}, task {task.get('id')}"
         done = annotations_of(task)
         if not done:
-            found.skipped.count("tasks without an annotation", place)
+            found.skipped.leave_out("tasks without an annotation", place)
             continue
         if len(done) > 1:
-            found.skipped.count("second annotations of a task", place)
+            found.skipped.leave_out("second annotations of a task", place)
         path = find_image_of(tree, name, task)
         if path is None:
-            found.skipped.count("tasks without an image", place)
+            found.skipped.leave_out("tasks without an image", place)
             continue
         own = brushes.get((task.get("id"), done[0].get("id")), [])
         results = results_of(task)

@@ -56,7 +56,7 @@ def read_labelme(tree: Tree) -> LabelledSet:
         path = tree.find_image(given, name, part) if given else None
         path = path or tree.find_image(name[: -len(".json")], name, part)
         if path is None:
-            found.skipped.count("labels without an image", name)
+            found.skipped.leave_out("labels without an image", name)
             continue
         taken.add(path.resolve())
         shapes = content["shapes"]
@@ -78,7 +78,7 @@ def read_labelme(tree: Tree) -> LabelledSet:
         for image in tree.in_folder(folder, ENDINGS):
             is_beside = image.rpartition("/")[0] == folder
             if is_beside and tree.path(image).resolve() not in taken:
-                found.skipped.count("images without labels", image)
+                found.skipped.leave_out("images without labels", image)
     return found
 
 
@@ -90,7 +90,7 @@ def object_of(
     place = f"{place}, a {kind} of {given.get('label')}"
     shape = Shape(classes.number(str(given.get("label")), place), place)
     if kind in NO_AREAS:
-        found.skipped.count("points and lines, which have no inside", place)
+        found.skipped.leave_out("points and lines, which have no inside", place)
         return None
     points = to_points(given.get("points"), place)
     if kind == "polygon":

@@ -24,7 +24,7 @@ class Skipped:
     def __init__(self) -> None:
         self.names: dict[str, list[str]] = {}
 
-    def count(self, reason: str, name: object) -> None:
+    def leave_out(self, reason: str, name: object) -> None:
         self.names.setdefault(reason, []).append(str(name))
 
     def remarks(self, root: Path) -> Iterable[str]:

@@ -115,7 +115,7 @@ def count_left(
     used = {image for image, _, _ in pairs}
     for name in images_there:
         if tree.path(name) not in used:
-            skipped.count("images without a mask", name)
+            skipped.leave_out("images without a mask", name)
     return skipped
 
 
@@ -219,16 +219,16 @@ def read_voc_folders(
             for name in listed:
                 image = find_voc_image(tree, parent, name)
                 if name not in mask_of:
-                    skipped.count("images of the lists without a mask", name)
+                    skipped.leave_out("images of the lists without a mask", name)
                 elif image is None:
-                    skipped.count("masks without an image", mask_of[name])
+                    skipped.leave_out("masks without an image", mask_of[name])
                 else:
                     pairs.append((image, tree.path(mask_of[name]), part))
         if len(lists) == 1:
             there = tree.in_folder(join(parent, "JPEGImages"))
             for reason, names in count_left(there, pairs, tree).names.items():
                 for name in names:
-                    skipped.count(reason, name)
+                    skipped.leave_out(reason, name)
     return read_pairs(lines, tree.path(where), pairs, skipped)
 
 
@@ -292,7 +292,7 @@ def read_cityscapes(tree: Tree) -> LabelledSet:
         if image:
             pairs.append((image, tree.path(name), part))
         else:
-            skipped.count("masks without an image", name)
+            skipped.leave_out("masks without an image", name)
     found = read_pairs(lines, tree.root, pairs, skipped)
     found.colors = [(int(r), int(g), int(b)) for _, _, r, g, b in CITY_CLASSES]
     return found
@@ -344,7 +344,7 @@ def read_camvid(tree: Tree) -> LabelledSet:
             if stem in image_of:
                 pairs.append((tree.path(image_of[stem]), tree.path(name), part))
             else:
-                skipped.count("masks without an image", name)
+                skipped.leave_out("masks without an image", name)
     skipped.names |= count_left(there, pairs, tree).names
     return read_pairs(lines, tree.root / "classes.txt", pairs, skipped)
 
@@ -384,7 +384,7 @@ def read_roboflow(tree: Tree) -> LabelledSet:
                 part = part_of(folder) or "train"
                 pairs.append((tree.path(image_of[stem]), tree.path(mask), part))
             else:
-                skipped.count("masks without an image", mask)
+                skipped.leave_out("masks without an image", mask)
     skipped.names |= count_left(there, pairs, tree).names
     return read_pairs(lines, tree.path(names[0]), pairs, skipped)
 
@@ -430,10 +430,10 @@ def read_class_masks(tree: Tree) -> LabelledSet:
                     number = classes.number(name, mask)
                     own[stem_of(mask)].append((number, mask))
                 else:
-                    found.skipped.count("masks without an image", mask)
+                    found.skipped.leave_out("masks without an image", mask)
         for stem, image in image_of.items():
             if not own[stem]:
-                found.skipped.count("images without a mask", image)
+                found.skipped.leave_out("images without a mask", image)
                 continue
 
             def class_shapes(size: Size, own: list = own[stem]) -> list[Shape]:

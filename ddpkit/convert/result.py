@@ -74,7 +74,7 @@ def name_samples(found: LabelledSet, is_by_class: bool) -> list[tuple[Sample, st
         own = places.setdefault(key, {})
         path = sample.image.resolve()
         if path in own:
-            found.skipped.count("images that come twice", sample.image)
+            found.skipped.leave_out("images that come twice", sample.image)
         own.setdefault(path, sample)
     named = []
     for (_, _, stem), own in places.items():
@@ -113,14 +113,16 @@ def write_masks(
             size = size_of(sample.image)
         except (OSError, ValueError, UnidentifiedImageError) as error:
             reason = f"images that cannot be opened ({type(error).__name__})"
-            found.skipped.count(reason, sample.image)
+            found.skipped.leave_out(reason, sample.image)
             return sample.part, []
         if draw is None:
             return sample.part, []
         mask = draw(size)
         used = np.flatnonzero(np.bincount(mask.reshape(-1), minlength=256)).tolist()
         if used == [masks.VOID]:
-            found.skipped.count("images whose masks are void everywhere", sample.image)
+            found.skipped.leave_out(
+                "images whose masks are void everywhere", sample.image
+            )
             return sample.part, []
         target = folder / sample.part / "masks" / f"{name}.png"
         target.parent.mkdir(parents=True, exist_ok=True)

@@ -66,7 +66,7 @@ def read_runs(tree: Tree, by_columns: bool = True) -> LabelledSet:
         part = part_of(name) or "train"
         path = tree.find_image(image, name, part)
         if path is None:
-            found.skipped.count(f"images of {name} that are not there", image)
+            found.skipped.leave_out(f"images of {name} that are not there", image)
             continue
 
         def run_shapes(size: Size, own: list = own, name: str = name) -> list[Shape]:

@@ -49,7 +49,7 @@ def draw_shapes(shapes: Sequence[Shape], size: Size, skipped: Skipped) -> np.nda
         if pixels:
             drawn.append((shape.order, -pixels, number, area))
         else:
-            skipped.count("objects that cover no pixel", shape.place)
+            skipped.leave_out("objects that cover no pixel", shape.place)
     for _, _, number, area in sorted(drawn, key=lambda each: each[:3]):
         height, width = area.inside.shape
         part = mask[area.top : area.top + height, area.left : area.left + width]
@@ -221,7 +221,7 @@ def drawing(
 def is_outline(points: np.ndarray, place: str, skipped: Skipped) -> bool:
     """Return whether these points have an inside; count them if they have none."""
     if len(points) < 3:
-        skipped.count("outlines of fewer than 3 points", place)
+        skipped.leave_out("outlines of fewer than 3 points", place)
     return len(points) >= 3
 
 

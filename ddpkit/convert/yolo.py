@@ -58,11 +58,11 @@ def read_yolo(tree: Tree) -> LabelledSet:
     for key, part in KEYS:
         images = images_of(tree, name, content, content.get(key))
         if content.get(key) and not images:
-            found.skipped.count("parts without images", f"{key}: {content[key]}")
+            found.skipped.leave_out("parts without images", f"{key}: {content[key]}")
         for image in images:
             labels = label_file(tree, image)
             if labels is None:
-                found.skipped.count("images without a label file", image)
+                found.skipped.leave_out("images without a label file", image)
                 continue
             label_files.add(labels)
             place = str(tree.path(labels))
@@ -79,7 +79,7 @@ def read_yolo(tree: Tree) -> LabelledSet:
             found.samples.append(Sample(tree.path(image), part, draw))
     for label in tree.with_ending(".txt"):
         if "labels/" in label and label not in label_files and not tree.named:
-            found.skipped.count("label files without an image", label)
+            found.skipped.leave_out("label files without an image", label)
     return found
 
 
@@ -145,7 +145,7 @@ def read_outlines(
                 f"{place}: class {label} is not among the names of data.yaml; add it there"
             )
         if len(values) == 5:
-            found.skipped.count("boxes without an outline", f"{stem_of(name)}.txt")
+            found.skipped.leave_out("boxes without an outline", f"{stem_of(name)}.txt")
         elif is_outline(points, place, found.skipped):
             objects.append((label_of[label], points, place))
     return objects
