@@ -78,18 +78,22 @@ def fill_outline(points: np.ndarray, size: Size) -> Area:
     # what of it lies in the image
     left, top = np.floor(points.min(0)).clip(0, size[::-1]).astype(int)
     right, bottom = np.ceil(points.max(0)).clip(0, size[::-1]).astype(int)
-    # in each row, where an edge passes: from there on it is inside, or outside again
-    passes = np.zeros((bottom - top, right - left + 1), bool)
     ends = np.roll(points, -1, axis=0)
-    for (x, y), (end_x, end_y) in zip(points, ends, strict=True):
-        first = max(math.ceil(min(y, end_y) - 0.5), top)
-        after = min(math.ceil(max(y, end_y) - 0.5), bottom)
-        if first >= after:  # it passes the centre of no row
-            continue
-        rows = np.arange(first, after)
-        at = x + (rows + 0.5 - y) * ((end_x - x) / (end_y - y))
-        columns = np.ceil(at - 0.5).clip(left, right).astype(int)
-        passes[rows - top, columns - left] ^= True
+    # of each edge the rows whose centres it passes
+    low = np.ceil(np.minimum(points[:, 1], ends[:, 1]) - 0.5)
+    high = np.ceil(np.maximum(points[:, 1], ends[:, 1]) - 0.5)
+    first = low.clip(top, bottom).astype(int)
+    counts = high.clip(top, bottom).astype(int) - first
+    edges = np.repeat(np.arange(len(points)), counts)
+    rows = np.arange(len(edges)) + np.repeat(first - np.cumsum(counts) + counts, counts)
+    x, y = points[edges].T
+    end_x, end_y = ends[edges].T
+    # and the column there: from it on, it is inside, or outside again
+    at = x + (rows + 0.5 - y) * ((end_x - x) / (end_y - y))
+    columns = np.ceil(at - 0.5).clip(left, right).astype(int)
+    shape = (int(bottom - top), int(right - left + 1))
+    places = (rows - top) * shape[1] + columns - left
+    passes = np.bincount(places, minlength=shape[0] * shape[1]).reshape(shape) % 2 == 1
     inside = np.logical_xor.accumulate(passes, axis=1)[:, :-1]
     return Area(int(top), int(left), inside)
 
