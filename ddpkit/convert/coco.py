@@ -48,12 +48,7 @@ def read_coco(tree: Tree) -> LabelledSet:
     found.names = classes.names
     found.colors = classes.colors
     for name in names:
-        try:
-            read_annotations(tree, name, classes, found)
-        except (KeyError, TypeError, AttributeError) as error:
-            raise UserError(
-                f"{tree.path(name)}: not as COCO's format has it ({error!r}); export it anew"
-            ) from None
+        read_annotations(tree, name, classes, found)
     return found
 
 

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ddpkit.convert import formats, result
+from ddpkit.convert.labels import LabelledSet
 from ddpkit.convert.tree import Tree
 from ddpkit.errors import UserError, escape, print_line
 from ddpkit.run.flags import Parser
@@ -48,9 +49,15 @@ def main(argv: Sequence[str] | None = None) -> None:
         raise UserError(f"{out}: lies in {tree.root}; name a folder outside of it")
     format = formats.FORMATS.get(given.format) or formats.find_label_format(tree)
     say(f"{source}: {format.name} ({format.what})")
-    found = format.read(tree)
+    found = LabelledSet([])
     try:
+        found = format.read(tree)
         lines = result.write_set(found, out)
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
+        # a key that is missing, a text in place of a number
+        raise UserError(
+            f"{source}: not as {format.name} has it ({error!r}); export it anew"
+        ) from error
     finally:
         for line in found.skipped.remarks(tree.root):
             say(line)

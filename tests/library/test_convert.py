@@ -532,6 +532,10 @@ def broken(root: Path, kind: str) -> None:
         first["category_id"] = 8
     if kind == "runs":
         first["segmentation"] = {"size": [HEIGHT, WIDTH], "counts": [1, 2]}
+    if kind == "no key":
+        del content["categories"][0]["id"]
+    if kind == "no list":
+        first["segmentation"] = 5
     if kind == "size":
         content["images"][0]["width"] = 9
     if kind == "points":
@@ -554,6 +558,8 @@ def broken(root: Path, kind: str) -> None:
         ("json", ["instances_train2017.json: no JSON", "repair"]),
         ("category", ["annotation 0: category 8", "add it there"]),
         ("runs", ["annotation 0: its runs (RLE) have 3 pixels, not the 16 x 12"]),
+        ("no key", ["set: not as coco has it (KeyError('id'))"]),
+        ("no list", ["set: not as coco has it (TypeError"]),
         ("size", ["a.png: the labels are of 9 x 12 pixels, the image has 16 x 12"]),
         ("points", ["annotation 0: its outline is no list"]),
         ("boxes", ["no object has an outline", "boxes"]),
@@ -651,6 +657,23 @@ def test_images_of_one_name(tmp_path: Path) -> None:
         for kind in ("images", "masks")
         for folder in ("left", "right")
     }
+
+
+def test_an_image_that_exif_turns(tmp_path: Path) -> None:
+    """Labels are of what programs show; a mask of the size before is refused."""
+    exif = Image.Exif()
+    exif[0x112] = 6  # a quarter turn
+    source = tmp_path / "set"
+    save(source / "images/a.jpg", exif=exif)
+    for name, shape in ("cat", (WIDTH, HEIGHT)), ("dog", (HEIGHT, WIDTH)):
+        assert not (tmp_path / "out").exists()
+        mask = np.full(shape, 255, np.uint8)
+        save(source / f"masks/{name}/a.png", mask)
+        if name == "cat":
+            convert.main([str(source), str(tmp_path / "upright")])
+    assert (masks_in(tmp_path / "upright")["train/a"] == np.ones((WIDTH, HEIGHT))).all()
+    with pytest.raises(UserError, match=r"dog/a.png: the mask has 16 x 12 .* EXIF"):
+        convert.main([str(source), str(tmp_path / "out")])
 
 
 @pytest.mark.parametrize("project", ["segmentation"], indirect=True)
