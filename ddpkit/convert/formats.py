@@ -162,7 +162,7 @@ def find_label_format(tree: Tree) -> LabelFormat:
 def is_there(format: LabelFormat, tree: Tree) -> bool:
     found = format.find(tree)
     # of a named file, what lies beside it is not asked for
-    return tree.named.name in found if tree.named else bool(found)
+    return tree.below(tree.named) in found if tree.named else bool(found)
 
 
 def as_training_takes_it(tree: Tree) -> bool:

@@ -28,7 +28,7 @@ Json = Any  # what a file of JSON or YAML may hold
 
 
 class Tree:
-    """The files below a folder, as paths with / from there; of a file, those beside it.
+    """The files below a folder, as paths with / from there; of a file, those beside or above it.
 
     named: the file that the user has named, as the only one with labels.
     """
@@ -40,13 +40,21 @@ class Tree:
             raise UserError(
                 f"{source}: no such file or folder; name what has the labels"
             )
-        self.files: list[str] = []
+        self.files = self.find_files()
+        if self.named and not self.in_folder(""):
+            # such as annotations/instances_train2017.json beside train2017
+            self.root = Path(os.path.normpath(self.root / ".."))
+            self.files = self.find_files()
+
+    def find_files(self) -> list[str]:
+        found = []
         for parent, _, names in folders.walk(self.root):
             # `walk` goes through the real folder
             below = os.path.relpath(parent, self.root.resolve())
             for name in sorted(names):
                 if not name.startswith("."):
-                    self.files.append((Path(below) / name).as_posix())
+                    found.append((Path(below) / name).as_posix())
+        return found
 
     def path(self, name: str) -> Path:
         return self.root / name
@@ -57,7 +65,7 @@ class Tree:
 
     def with_ending(self, *endings: str) -> list[str]:
         """Return the files with one of these endings; of a named file that alone."""
-        found = [self.named.name] if self.named else self.files
+        found = [self.below(self.named)] if self.named else self.files
         return [name for name in found if ending_of(name) in endings]
 
     def in_folder(self, folder: str, endings: set[str] = ENDINGS) -> list[str]:

@@ -616,6 +616,10 @@ def test_where_it_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     source = tmp_path / "set"
     coco(source)
     kept = tmp_path / "kept"
+    # a file with labels is a source, too, as far as it goes
+    named = source / "annotations/instances_train2017.json"
+    convert.main([str(named), str(tmp_path / "one")])
+    assert masks_in(tmp_path / "one").keys() == {"train/a", "train/b"}
     write(kept / "mine.txt", "mine")
     for out in kept, source / "out":
         with pytest.raises(UserError):
